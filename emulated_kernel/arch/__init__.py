@@ -1,0 +1,1 @@
+"""What differs between instruction sets, behind one list of hooks."""

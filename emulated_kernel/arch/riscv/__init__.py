@@ -1,0 +1,1 @@
+"""RISC-V: decoding, verdicts, out-of-line execution."""

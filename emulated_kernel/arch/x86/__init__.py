@@ -1,0 +1,1 @@
+"""x86: decoding, verdicts, out-of-line execution."""

@@ -1,0 +1,24 @@
+"""What a machine is built from: architecture, memory, clock, seed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class MachineConfig:
+    """The emulated computer's build options; sizes in bytes, times in seconds."""
+
+    arch: str = "x86_64"
+    cpus: int = 1
+    ram_size: int = 64 << 20
+    image: Path | None = None
+    """The kernel to run; None takes the prebuilt one of the architecture."""
+    clock: str = "virtual"
+    """"virtual" (same seed, same timestamps) or "real"."""
+    seed: int = 1
+    run_budget: float = 1.0
+    """Wall time that one uninterrupted guest run may take before it counts as looping."""
+    fast_registers: bool = True
+    """Use the live CPU state where the start-up self-test finds it; False forces the API."""

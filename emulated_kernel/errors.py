@@ -1,0 +1,25 @@
+"""KernelError: a rule of the kernel was broken; it carries the errno that write(2) and friends return."""
+
+from __future__ import annotations
+
+import errno as errno_module
+import os
+
+
+class KernelError(OSError):
+    """An errno of the emulated kernel, raised where the rule is known.
+
+    `message` is for logs and Python callers; the errno is what a process sees.
+    """
+
+    def __init__(self, errno: int, message: str = "") -> None:
+        super().__init__(errno, message or os.strerror(errno))
+
+    @property
+    def name(self) -> str:
+        """The errno's symbolic name, as in "EINVAL"."""
+        return errno_module.errorcode.get(self.errno or 0, str(self.errno))
+
+
+class WouldBlock(Exception):
+    """An operation has nothing to give yet; the caller waits and tries again, or answers EAGAIN."""

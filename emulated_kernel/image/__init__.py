@@ -1,0 +1,1 @@
+"""The kernel binary: C source, prebuilt images, and what is read out of them."""

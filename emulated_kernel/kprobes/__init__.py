@@ -1,0 +1,1 @@
+"""The generic probe engine: registry, aggregation, arming, hits."""

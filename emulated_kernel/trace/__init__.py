@@ -1,0 +1,1 @@
+"""Trace events: definitions, fetch arguments, ring buffer, text."""

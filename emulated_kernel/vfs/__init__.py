@@ -1,0 +1,1 @@
+"""Files as small objects, and the trees built of them."""
