@@ -35,9 +35,8 @@ class HostfsOp(IntEnum):
     OPEN = 0
     READ = 1
     WRITE = 2
-    RELEASE = 3
-    MKDIR = 4
-    RMDIR = 5
+    MKDIR = 3
+    RMDIR = 4
 
 
 class Vector(IntEnum):
