@@ -1,0 +1,264 @@
+"""Builds the kernel images from src/: compile, link with the image's own symbol table, manifest.
+
+`python -m emulated_kernel.image.build` writes prebuilt/, `--check` compares with it byte for byte.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import struct
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from emulated_kernel.image.elf import ElfFile
+from emulated_kernel.image.image import PREBUILT, load_image
+from emulated_kernel.image.kallsyms import Kallsyms, elf_symbols
+
+SOURCE = Path(__file__).parent / "src"
+MANIFEST = PREBUILT / "manifest.json"
+EXIT_OTHER_COMPILER = 77
+
+COMMON_FLAGS = (
+    "-std=gnu11 -O2 -ffreestanding -fno-builtin-printf -fno-strict-aliasing -fno-common "
+    "-fno-delete-null-pointer-checks -fno-strict-overflow -fno-stack-protector "
+    "-fno-asynchronous-unwind-tables -fno-tree-loop-distribute-patterns -fno-ident "
+    "-Wall -Wextra -Wno-pointer-sign -Wno-sign-compare"
+)
+
+
+@dataclass(frozen=True)
+class Target:
+    """How the image of one architecture is compiled and linked."""
+
+    compiler: str
+    linker: str
+    arch_directory: str
+    linker_script: str
+    flags: str
+    linker_flags: str
+
+
+TARGETS = {
+    "x86_64": Target(
+        compiler="gcc",
+        linker="ld",
+        arch_directory="arch/x86",
+        linker_script="arch/x86/kernel/vmlinux.lds",
+        flags=(
+            "-m64 -march=x86-64 -mtune=generic -mcmodel=kernel -mno-red-zone -mno-sse -mno-mmx -mno-80387 "
+            "-mpreferred-stack-boundary=3 -fno-pic -fno-pie -fcf-protection=none "
+            '-pg -mfentry -mrecord-mcount -mnop-mcount -DKERNEL_MACHINE="x86_64"'
+        ),
+        linker_flags="-m elf_x86_64 -z max-page-size=0x1000 -z noexecstack --build-id=none",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Built:
+    """A finished image and what the manifest says about it."""
+
+    data: bytes
+    manifest: dict[str, Any]
+
+
+class BuildError(Exception):
+    """The compiler or the linker refused, or the link isn't stable."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; returns the exit status: 0, 1 for a difference or error, 77 for another compiler."""
+    parser = argparse.ArgumentParser(prog="python -m emulated_kernel.image.build", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="rebuild and compare with prebuilt/")
+    parser.add_argument("--arch", choices=sorted(TARGETS), action="append", help="default: all")
+    options = parser.parse_args(argv)
+    try:
+        for arch in options.arch or sorted(TARGETS):
+            status = check(arch) if options.check else write(arch)
+            if status:
+                return status
+    except (BuildError, OSError) as error:
+        print(f"build: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def write(arch: str) -> int:
+    """Builds an image and puts it and its manifest entry into prebuilt/."""
+    built = build(arch)
+    target = PREBUILT / arch / "vmlinux"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(built.data)
+    manifest = read_manifest()
+    manifest[arch] = built.manifest
+    MANIFEST.write_text(json.dumps(manifest, indent=2, sort_keys=True) + "\n")
+    print(f"{arch}: {len(built.data)} bytes, {built.manifest['functions']} functions")
+    return 0
+
+
+def check(arch: str) -> int:
+    """Compares a fresh build with prebuilt/; another compiler than the manifest's gives 77."""
+    expected = read_manifest().get(arch)
+    if expected is None:
+        print(f"{arch}: not in the manifest")
+        return 1
+    for kind in ("compiler", "linker"):
+        version = tool_version(getattr(TARGETS[arch], kind))
+        if version != expected[kind]:
+            print(f"{arch}: not checked: built by {expected[kind]}, here is {version or 'no ' + kind}")
+            return EXIT_OTHER_COMPILER
+    built = build(arch)
+    if built.data != (PREBUILT / arch / "vmlinux").read_bytes() or built.manifest != expected:
+        print(f"{arch}: prebuilt image and sources differ")
+        return 1
+    print(f"{arch}: prebuilt image is what the sources give")
+    return 0
+
+
+def read_manifest() -> dict[str, Any]:
+    """prebuilt/manifest.json by architecture; empty where there is none."""
+    if not MANIFEST.exists():
+        return {}
+    manifest: dict[str, Any] = json.loads(MANIFEST.read_text())
+    return manifest
+
+
+def tool_version(tool: str) -> str:
+    """First line of --version; empty where the tool isn't installed."""
+    try:
+        output = subprocess.run([tool, "--version"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return output.splitlines()[0]
+
+
+def build(arch: str) -> Built:
+    """Compiles and links the image of an architecture in a temporary directory."""
+    target = TARGETS[arch]
+    with tempfile.TemporaryDirectory(prefix="kprobefs-image-") as directory:
+        work = Path(directory)
+        objects = _compile_all(target, work)
+        vmlinux = _link_with_symbols(target, objects, work)
+        data = _sort_ex_table(vmlinux.read_bytes())
+        vmlinux.write_bytes(data)
+        image = load_image(vmlinux, arch)
+    functions = sum(1 for symbol in image.kallsyms.symbols if symbol.is_text)
+    manifest = {
+        "sha256": hashlib.sha256(data).hexdigest(),
+        "size": len(data),
+        "text_size": sum(r.end - r.start for r in image.text_ranges),
+        "functions": functions,
+        "fentry_sites": len(image.mcount),
+        "compiler": tool_version(target.compiler),
+        "linker": tool_version(target.linker),
+        "flags": f"{COMMON_FLAGS} {target.flags}",
+        "linker_flags": target.linker_flags,
+    }
+    return Built(data, manifest)
+
+
+def sources(target: Target) -> list[Path]:
+    """All C and assembly files of a target, relative to src/, in a fixed order."""
+    found = [path.relative_to(SOURCE) for path in SOURCE.rglob("*.[cS]")]
+    mine = [p for p in found if p.parts[0] != "arch" or p.as_posix().startswith(target.arch_directory + "/")]
+    return sorted(mine, key=lambda p: p.as_posix())
+
+
+def _compile_all(target: Target, work: Path) -> list[Path]:
+    with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
+        return list(pool.map(lambda source: _compile(target, source, work), sources(target)))
+
+
+def _compile(target: Target, source: Path, work: Path) -> Path:
+    """Relative paths from src/ keep __FILE__ and the file symbols free of the build place."""
+    output = work / (source.as_posix().replace("/", "_") + ".o")
+    includes = ["-nostdinc", "-Iinclude", f"-I{target.arch_directory}/include", f"-ffile-prefix-map={work}=."]
+    flags = f"{COMMON_FLAGS} {target.flags}".split()
+    _run([target.compiler, *flags, *includes, "-c", source.as_posix(), "-o", str(output)])
+    return output
+
+
+def _link_with_symbols(target: Target, objects: list[Path], work: Path) -> Path:
+    """Links until the symbol table inside the image is the one of the image."""
+    table = _assemble_symbols(target, None, work)
+    previous = ""
+    for attempt in range(4):
+        vmlinux = _link(target, [*objects, table], work)
+        symbols = Kallsyms(elf_symbols(ElfFile(vmlinux.read_bytes())))
+        text = symbols.kallsyms_text()
+        if attempt >= 2 and text == previous:
+            return vmlinux
+        previous = text
+        table = _assemble_symbols(target, symbols, work)
+    raise BuildError("the symbol table doesn't settle")
+
+
+def _link(target: Target, objects: list[Path], work: Path) -> Path:
+    vmlinux = work / "vmlinux"
+    script = str(SOURCE / target.linker_script)
+    command = [target.linker, *target.linker_flags.split(), "-X", "-T", script, "-o", str(vmlinux)]
+    _run([*command, *map(str, objects)])
+    return vmlinux
+
+
+def _assemble_symbols(target: Target, symbols: Kallsyms | None, work: Path) -> Path:
+    """The tables that kernel/kallsyms.c reads; without symbols they are empty."""
+    source, output = work / "kallsyms.S", work / "kallsyms.o"
+    source.write_text(_symbol_source(symbols))
+    _run([target.compiler, *target.flags.split()[:1], "-c", str(source), "-o", str(output)])
+    return output
+
+
+def _symbol_source(symbols: Kallsyms | None) -> str:
+    entries = symbols.symbols if symbols else ()
+    lines = ['.section .kallsyms, "a"', ".balign 8"]
+    lines += _table("kallsyms_addresses", [f".quad {s.address:#x}" for s in entries])
+    offset = 0
+    offsets = []
+    for symbol in entries:
+        offsets.append(f".long {offset}")
+        offset += len(symbol.name) + 2
+    lines += _table("kallsyms_name_offsets", offsets)
+    lines += _table("kallsyms_num_syms", [f".long {len(entries)}"])
+    lines += _table("kallsyms_names", [f'.asciz "{s.type}{s.name}"' for s in entries])
+    return "\n".join([*lines, '.section .note.GNU-stack, "", @progbits', ""])
+
+
+def _table(name: str, lines: list[str]) -> list[str]:
+    return [f".globl {name}", f".type {name}, @object", f"{name}:", *lines]
+
+
+def _sort_ex_table(data: bytes) -> bytes:
+    """Sorts the exception table by address; its entries are relative to their own place.
+
+    Mirrors: scripts/sorttable.c (v6.1)
+    """
+    section = ElfFile(data).sections["__ex_table"]
+    pairs = []
+    for offset in range(0, section.size, 8):
+        insn, fixup = struct.unpack_from("<ii", data, section.offset + offset)
+        pairs.append((insn + offset, fixup + offset))
+    table = b"".join(
+        struct.pack("<ii", insn - 8 * index, fixup - 8 * index)
+        for index, (insn, fixup) in enumerate(sorted(pairs))
+    )
+    return data[: section.offset] + table + data[section.offset + section.size :]
+
+
+def _run(command: list[str]) -> None:
+    environment = {**os.environ, "LC_ALL": "C", "SOURCE_DATE_EPOCH": "0"}
+    result = subprocess.run(command, cwd=SOURCE, env=environment, capture_output=True, text=True, check=False)
+    if result.returncode or result.stderr:
+        raise BuildError(f"{' '.join(command[:1])} {command[-3]}:\n{result.stderr}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,200 @@
+"""A small ELF reader: what a kernel image holds, as bytes and tables; nothing of relocation or DWARF."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+from errno import ENOEXEC
+from functools import cached_property
+from typing import NoReturn
+
+from emulated_kernel.errors import KernelError
+
+PT_LOAD = 1
+SHT_NOBITS = 8
+SHT_SYMTAB = 2
+SHF_WRITE = 1
+SHF_ALLOC = 2
+SHF_EXECINSTR = 4
+SHN_UNDEF = 0
+SHN_ABS = 0xFFF1
+STB_LOCAL = 0
+STB_WEAK = 2
+STT_OBJECT = 1
+STT_SECTION = 3
+STT_FILE = 4
+
+
+class ElfMachine(IntEnum):
+    """e_machine of the architectures that images exist for."""
+
+    I386 = 3
+    X86_64 = 62
+    RISCV = 243
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One section header; `address` is virtual, `offset` and `size` are in bytes."""
+
+    index: int
+    name: str
+    type: int
+    flags: int
+    address: int
+    offset: int
+    size: int
+    link: int
+    entry_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramHeader:
+    """One PT_LOAD header; `flags` as in ELF: 1 execute, 2 write, 4 read."""
+
+    flags: int
+    offset: int
+    vaddr: int
+    paddr: int
+    file_size: int
+    mem_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class ElfSymbol:
+    """One entry of the symbol table."""
+
+    name: str
+    value: int
+    size: int
+    type: int
+    binding: int
+    section: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """The structure formats of one ELF class, without the byte order."""
+
+    header: str
+    program: str
+    section: str
+    symbol: str
+
+
+_LAYOUTS = {
+    1: _Layout("HHIIIIIHHHHHH", "IIIIIIII", "IIIIIIIIII", "IIIBBH"),
+    2: _Layout("HHIQQQIHHHHHH", "IIQQQQQQ", "IIQQQQIIQQ", "IBBHQQ"),
+}
+_IDENT_SIZE = 16
+
+
+class ElfFile:
+    """An ELF file in memory.
+
+    Raises: KernelError ENOEXEC, with what is wrong, for anything that isn't a whole little-endian ELF.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        if data[:4] != b"\x7fELF":
+            _bad("no ELF magic")
+        if len(data) < _IDENT_SIZE:
+            _bad("truncated ELF identification")
+        if data[4] not in _LAYOUTS:
+            _bad(f"unknown ELF class {data[4]}")
+        if data[5] != 1:
+            _bad("not little-endian")
+        self.bits = 32 * data[4]
+        self._layout = _LAYOUTS[data[4]]
+        fields = self._unpack(self._layout.header, _IDENT_SIZE, "header")
+        self.type, self.machine, _, self.entry, phoff, shoff = fields[:6]
+        phentsize, phnum, shentsize, shnum, self._shstrndx = fields[8:13]
+        self.segments = self._read_segments(phoff, phentsize, phnum)
+        self.sections = self._read_sections(shoff, shentsize, shnum)
+
+    @cached_property
+    def symbols(self) -> list[ElfSymbol]:
+        """All symbols in the order of the file; empty where the file is stripped."""
+        for section in self.sections.values():
+            if section.type == SHT_SYMTAB:
+                return self._read_symbols(section)
+        return []
+
+    def section_data(self, name: str) -> bytes:
+        """The contents of a section; empty where there is no such section."""
+        section = self.sections.get(name)
+        if section is None or section.type == SHT_NOBITS:
+            return b""
+        return self._slice(section.offset, section.size, f"section {name}")
+
+    def segment_data(self, segment: ProgramHeader) -> bytes:
+        """The bytes of a segment that are in the file."""
+        return self._slice(segment.offset, segment.file_size, f"segment at {segment.vaddr:#x}")
+
+    def _read_segments(self, offset: int, size: int, count: int) -> list[ProgramHeader]:
+        segments = []
+        for index in range(count):
+            fields = self._unpack(self._layout.program, offset + index * size, "program header")
+            if self.bits == 64:
+                kind, flags, start, vaddr, paddr, file_size, mem_size, _ = fields
+            else:
+                kind, start, vaddr, paddr, file_size, mem_size, flags, _ = fields
+            if kind == PT_LOAD:
+                segments.append(ProgramHeader(flags, start, vaddr, paddr, file_size, mem_size))
+        return segments
+
+    def _read_sections(self, offset: int, size: int, count: int) -> dict[str, Section]:
+        headers = [
+            self._unpack(self._layout.section, offset + index * size, "section header")
+            for index in range(count)
+        ]
+        if not headers:
+            return {}
+        if self._shstrndx >= len(headers):
+            _bad("section names are outside of the section table")
+        names = self._slice(headers[self._shstrndx][4], headers[self._shstrndx][5], "section names")
+        sections: dict[str, Section] = {}
+        for index, (name, kind, flags, address, start, length, link, _, _, entry) in enumerate(headers):
+            section = Section(index, _string(names, name), kind, flags, address, start, length, link, entry)
+            sections.setdefault(section.name, section)
+        return sections
+
+    def _read_symbols(self, table: Section) -> list[ElfSymbol]:
+        linked = next((s for s in self.sections.values() if s.index == table.link), None)
+        if linked is None:
+            _bad("symbol table without string table")
+        names = self._slice(linked.offset, linked.size, "symbol names")
+        data = self._slice(table.offset, table.size, "symbol table")
+        entry = struct.Struct("<" + self._layout.symbol)
+        if len(data) % entry.size:
+            _bad("symbol table of odd size")
+        symbols = []
+        for fields in entry.iter_unpack(data):
+            if self.bits == 64:
+                name, info, _, section, value, size = fields
+            else:
+                name, value, size, info, _, section = fields
+            symbols.append(ElfSymbol(_string(names, name), value, size, info & 15, info >> 4, section))
+        return symbols
+
+    def _unpack(self, layout: str, offset: int, what: str) -> tuple[int, ...]:
+        raw = self._slice(offset, struct.calcsize("<" + layout), what)
+        return struct.unpack("<" + layout, raw)
+
+    def _slice(self, offset: int, size: int, what: str) -> bytes:
+        if offset + size > len(self.data):
+            _bad(f"truncated: {what} ends at {offset + size:#x}, the file at {len(self.data):#x}")
+        return self.data[offset : offset + size]
+
+
+def _string(table: bytes, offset: int) -> str:
+    end = table.find(b"\0", offset)
+    if end < 0:
+        _bad("a name is outside of its string table")
+    return table[offset:end].decode("ascii", "replace")
+
+
+def _bad(message: str) -> NoReturn:
+    raise KernelError(ENOEXEC, f"not a usable kernel image: {message}")

@@ -1,0 +1,287 @@
+"""Kernel images: the ELF file as what the machine maps and what the probe engine asks about."""
+
+from __future__ import annotations
+
+import struct
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntFlag
+from errno import ENOENT, ENOEXEC
+from pathlib import Path
+from typing import NamedTuple
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.image.elf import ElfFile, ElfMachine
+from emulated_kernel.image.kallsyms import Kallsyms, Symbol, elf_symbols
+
+PREBUILT = Path(__file__).parent / "prebuilt"
+BUGFLAG_WARNING = 1
+
+_MACHINES = {
+    "x86_64": ElfMachine.X86_64,
+    "i386": ElfMachine.I386,
+    "riscv64": ElfMachine.RISCV,
+    "riscv64i": ElfMachine.RISCV,
+}
+
+
+class Prot(IntFlag):
+    """Access to a segment, with ELF's values."""
+
+    X = 1
+    W = 2
+    R = 4
+
+
+class Segment(NamedTuple):
+    """Memory to map: virtual address, initial bytes, size in memory (the rest is zero), access."""
+
+    va: int
+    data: bytes
+    mem_size: int
+    prot: Prot
+
+
+class Range(NamedTuple):
+    """Addresses from `start` up to, but not including, `end`."""
+
+    start: int
+    end: int
+
+
+class ExTableEntry(NamedTuple):
+    """A faulting instruction's address and where to go on."""
+
+    insn: int
+    fixup: int
+
+
+class BlacklistEntry(NamedTuple):
+    """A function that may not be probed."""
+
+    start: int
+    end: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class BugEntry:
+    """A ud2 of BUG() or WARN()."""
+
+    address: int
+    file: str
+    line: int
+    flags: int
+
+    @property
+    def is_warning(self) -> bool:
+        """Whether execution goes on behind it."""
+        return bool(self.flags & BUGFLAG_WARNING)
+
+
+@dataclass(frozen=True)
+class KernelImage:
+    """A kernel binary, loaded and taken apart; addresses are virtual."""
+
+    path: Path
+    arch: str
+    entry: int
+    segments: tuple[Segment, ...]
+    kallsyms: Kallsyms
+    text_ranges: tuple[Range, ...]
+    """Core text, as core_kernel_text() sees it."""
+    ex_table: tuple[ExTableEntry, ...]
+    """Sorted by instruction."""
+    blacklist: tuple[BlacklistEntry, ...]
+    """In the order of debugfs kprobes/blacklist."""
+    mcount: frozenset[int]
+    """Addresses of the fentry sites."""
+    bugs: Mapping[int, BugEntry]
+    """By address."""
+    abi: dict[str, int]
+    """The guest's own table of layouts; empty for images that aren't ours."""
+    version: str
+    """The banner, with its line end."""
+
+    def read(self, va: int, size: int) -> bytes:
+        """Bytes as the image holds them before it runs.
+
+        Raises: KernelError ENOEXEC where no segment has them.
+        """
+        return _Bytes(self.segments).read(va, size)
+
+
+def load_image(path: Path | str | None = None, arch: str = "x86_64") -> KernelImage:
+    """A kernel image from a file; None takes the prebuilt one of the architecture.
+
+    Raises: KernelError ENOENT for an architecture without image, ENOEXEC for a file that can't be used,
+    OSError where it can't be read.
+    """
+    if arch not in _MACHINES:
+        raise KernelError(ENOENT, f"unknown architecture {arch}")
+    file = PREBUILT / arch / "vmlinux" if path is None else Path(path)
+    if path is None and not file.exists():
+        raise KernelError(ENOENT, f"no prebuilt image for {arch}")
+    elf = ElfFile(file.read_bytes())
+    if elf.machine != _MACHINES[arch]:
+        raise KernelError(ENOEXEC, f"{file.name} is for ELF machine {elf.machine}, not for {arch}")
+    return _Loader(elf).load(file, arch)
+
+
+class _Bytes:
+    """Image memory by virtual address."""
+
+    def __init__(self, segments: tuple[Segment, ...]) -> None:
+        self._segments = sorted(segments)
+        self._starts = [segment.va for segment in self._segments]
+
+    def read(self, va: int, size: int) -> bytes:
+        index = bisect_right(self._starts, va) - 1
+        if index >= 0:
+            segment = self._segments[index]
+            offset = va - segment.va
+            if offset + size <= segment.mem_size:
+                return segment.data[offset : offset + size].ljust(size, b"\0")
+        raise KernelError(ENOEXEC, f"{size} bytes at {va:#x} aren't in the image")
+
+    def string(self, va: int, limit: int = 512) -> str:
+        index = bisect_right(self._starts, va) - 1
+        if index < 0:
+            raise KernelError(ENOEXEC, f"no string at {va:#x}")
+        segment = self._segments[index]
+        text = segment.data[va - segment.va : va - segment.va + limit]
+        return text.split(b"\0", 1)[0].decode("ascii", "replace")
+
+
+class _Loader:
+    def __init__(self, elf: ElfFile) -> None:
+        self._elf = elf
+        self._segments = _segments(elf)
+        self._bytes = _Bytes(self._segments)
+        symbols = list(elf_symbols(elf))
+        if not symbols:
+            raise KernelError(ENOEXEC, "the image has no symbol table")
+        self._kallsyms = Kallsyms(symbols, *_borders(symbols))
+
+    def load(self, path: Path, arch: str) -> KernelImage:
+        abi = self._abi()
+        return KernelImage(
+            path=path,
+            arch=arch,
+            entry=self._elf.entry,
+            segments=self._segments,
+            kallsyms=self._kallsyms,
+            text_ranges=(self._range("_stext", "_etext"),),
+            ex_table=self._ex_table(8 if abi else 12),
+            blacklist=tuple(self._blacklist()),
+            mcount=frozenset(self._words("__start_mcount_loc", "__stop_mcount_loc")),
+            bugs=self._bugs(),
+            abi=abi,
+            version=self._banner(),
+        )
+
+    def _address(self, name: str) -> int:
+        address = self._kallsyms.lookup_name(name)
+        if address is None:
+            raise KernelError(ENOEXEC, f"the image has no symbol {name}")
+        return address
+
+    def _range(self, start: str, end: str) -> Range:
+        return Range(self._address(start), self._address(end))
+
+    def _between(self, start: str, end: str) -> tuple[int, bytes]:
+        """Address and contents of a table; empty where the image doesn't have it."""
+        first, last = self._kallsyms.lookup_name(start), self._kallsyms.lookup_name(end)
+        if first is None or last is None or last <= first:
+            return 0, b""
+        return first, self._bytes.read(first, last - first)
+
+    def _words(self, start: str, end: str) -> list[int]:
+        _, data = self._between(start, end)
+        size, code = (8, "Q") if self._elf.bits == 64 else (4, "I")
+        return list(struct.unpack(f"<{len(data) // size}{code}", data[: len(data) // size * size]))
+
+    def _ex_table(self, entry_size: int) -> tuple[ExTableEntry, ...]:
+        base, data = self._between("__start___ex_table", "__stop___ex_table")
+        entries = []
+        for offset in range(0, len(data) - entry_size + 1, entry_size):
+            insn, fixup = struct.unpack_from("<ii", data, offset)
+            entries.append(ExTableEntry(base + offset + insn, base + offset + 4 + fixup))
+        return tuple(sorted(entries))
+
+    def _bugs(self) -> dict[int, BugEntry]:
+        base, data = self._between("__start___bug_table", "__stop___bug_table")
+        bugs = {}
+        for offset in range(0, len(data) - 11, 12):
+            address, file, line, flags = struct.unpack_from("<iiHH", data, offset)
+            address += base + offset
+            bugs[address] = BugEntry(address, self._bytes.string(base + offset + 4 + file), line, flags)
+        return bugs
+
+    def _blacklist(self) -> list[BlacklistEntry]:
+        """Mirrors: kernel/kprobes.c:populate_kprobe_blacklist (v6.1)"""
+        entries = []
+        for address in self._words("__start_kprobe_blacklist", "__stop_kprobe_blacklist"):
+            entry = self._function(address)
+            if entry:
+                entries.append(entry)
+        for area in ("kprobes", "noinstr", "entry"):
+            entries += self._functions_between(f"__{area}_text_start", f"__{area}_text_end")
+        return entries
+
+    def _function(self, address: int) -> BlacklistEntry | None:
+        found = self._kallsyms.lookup(address)
+        if found is None:
+            return None
+        return BlacklistEntry(address, address + found.symbol.size - found.offset, found.name)
+
+    def _functions_between(self, start: str, end: str) -> list[BlacklistEntry]:
+        """Mirrors: kernel/kprobes.c:kprobe_add_area_blacklist (v6.1)"""
+        address, last = self._kallsyms.lookup_name(start), self._kallsyms.lookup_name(end)
+        entries: list[BlacklistEntry] = []
+        while address is not None and last is not None and address < last:
+            entry = self._function(address)
+            if entry is None:
+                break
+            entries.append(entry)
+            address = max(entry.end, address + 1)
+        return entries
+
+    def _abi(self) -> dict[str, int]:
+        address = self._kallsyms.lookup_name("__guest_abi")
+        table: dict[str, int] = {}
+        while address is not None:
+            raw, value = struct.unpack("<40sQ", self._bytes.read(address, 48))
+            name = raw.split(b"\0", 1)[0].decode("ascii", "replace")
+            if not name:
+                break
+            table[name] = value
+            address += 48
+        return table
+
+    def _banner(self) -> str:
+        return self._bytes.string(self._address("linux_banner"))
+
+
+def _segments(elf: ElfFile) -> tuple[Segment, ...]:
+    """What to map: at the physical address plus the kernel map, which also holds for per-CPU data.
+
+    The per-CPU segment is linked from address 0, so its own virtual address is none to map it at.
+    """
+    if not elf.segments:
+        raise KernelError(ENOEXEC, "the image has no segment to load")
+    first = elf.segments[0]
+    offset = first.vaddr - first.paddr
+    return tuple(
+        Segment(segment.paddr + offset, elf.segment_data(segment), segment.mem_size, Prot(segment.flags & 7))
+        for segment in elf.segments
+        if segment.mem_size
+    )
+
+
+def _borders(symbols: list[Symbol]) -> tuple[int, int]:
+    found = {symbol.name: symbol.address for symbol in symbols if symbol.name in ("_stext", "_end")}
+    if len(found) < 2:
+        raise KernelError(ENOEXEC, "the image has no symbols _stext and _end")
+    return found["_stext"], found["_end"]

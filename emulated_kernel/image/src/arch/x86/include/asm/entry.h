@@ -1,0 +1,39 @@
+/* SPDX-License-Identifier: GPL-2.0-or-later */
+/* Names that assembly and C share: symbols of entry_64.S and offsets it depends on. */
+#ifndef _ASM_ENTRY_H
+#define _ASM_ENTRY_H
+
+#define PT_REGS_SIZE 168
+#define PT_AX 80
+#define PT_ORIG_AX 120
+#define PT_IP 128
+#define PT_CS 136
+#define PT_FLAGS 144
+#define PT_SP 152
+#define PT_SS 160
+#define HOST_FRAME_WORDS 32
+#define FAKE_USER_IP 0x401000
+#define FAKE_USER_SP 0x7ffffffde000
+
+#ifndef __ASSEMBLY__
+extern char host_user_hlt[], host_user_resume[];
+extern char host_hypercall_hlt[], host_hypercall_resume[];
+extern char host_idle_hlt[], host_idle_resume[];
+extern char ret_from_fork[];
+extern char __entry_text_start[], __entry_text_end[];
+
+void do_host_interrupt(struct pt_regs *regs);
+void do_syscall_64(struct pt_regs *regs, int nr);
+void call_on_irq_stack(void (*func)(struct pt_regs *), struct pt_regs *regs);
+int fixup_exception(struct pt_regs *regs);
+void die(const char *str, struct pt_regs *regs, long err);
+void exc_page_fault(struct pt_regs *regs, unsigned long error_code);
+void sysvec_timer(struct pt_regs *regs);
+void sysvec_host_wake(struct pt_regs *regs);
+void sysvec_watchdog(struct pt_regs *regs);
+void setup_arch(void);
+void host_park(struct task_struct *wake);
+long host_syscall(struct pt_regs *regs, int nr);
+#endif
+
+#endif

@@ -1,0 +1,35 @@
+/* SPDX-License-Identifier: GPL-2.0-or-later */
+/* The saved registers of an interrupted context, in the order of Linux. */
+#ifndef _ASM_PTRACE_H
+#define _ASM_PTRACE_H
+
+#include "types.h"
+#include <asm/irqflags.h>
+
+struct pt_regs {
+	unsigned long r15, r14, r13, r12, bp, bx;
+	unsigned long r11, r10, r9, r8, ax, cx, dx, si, di;
+	unsigned long orig_ax; /* system call number or error code */
+	unsigned long ip, cs, flags, sp, ss;
+};
+
+/* What asm_host_interrupt has on the stack: the saved registers below the host's four words. */
+struct host_frame {
+	struct pt_regs regs;
+	unsigned long vector;
+	unsigned long error_code;
+	unsigned long flags;
+	unsigned long ip;
+};
+
+#define __KERNEL_CS 0x10
+#define __KERNEL_DS 0x18
+#define __USER_DS 0x2b
+#define __USER_CS 0x33
+
+#define user_mode(regs) (((regs)->cs & 3) != 0)
+#define instruction_pointer(regs) ((regs)->ip)
+#define instruction_pointer_set(regs, val) ((regs)->ip = (val))
+#define regs_irqs_disabled(regs) irqs_disabled_flags((regs)->flags)
+
+#endif

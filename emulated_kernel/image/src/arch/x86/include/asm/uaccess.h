@@ -1,0 +1,54 @@
+/* SPDX-License-Identifier: GPL-2.0-or-later */
+/* Faulting accesses with their exception table entries. */
+#ifndef _ASM_UACCESS_H
+#define _ASM_UACCESS_H
+
+#ifdef __ASSEMBLY__
+#define _ASM_EXTABLE(from, to)          \
+	.pushsection __ex_table, "a";   \
+	.balign 4;                      \
+	.long (from) - .;               \
+	.long (to) - .;                 \
+	.popsection
+#else
+#include "types.h"
+
+#define _ASM_EXTABLE(from, to)                                             \
+	".pushsection __ex_table,\"a\"\n.balign 4\n"                       \
+	".long (" #from ") - .\n.long (" #to ") - .\n.popsection\n"
+
+/* Both return 0, or -EFAULT where the access faulted. */
+static __always_inline int __load_u8_nofault(u8 *val, const void *addr)
+{
+	int err = 0;
+	u32 byte = 0;
+
+	__asm__ __volatile__("1:\tmovzbl %2, %1\n2:\n"
+			     ".section .text.unlikely,\"ax\"\n3:\tmovl $-14, %0\n\tjmp 2b\n.previous\n"
+			     _ASM_EXTABLE(1b, 3b)
+			     : "+r"(err), "=r"(byte)
+			     : "m"(*(const u8 *)addr));
+	*val = (u8)byte;
+	return err;
+}
+
+static __always_inline int __load_long_nofault(unsigned long *val, const void *addr)
+{
+	int err = 0;
+	unsigned long word = 0;
+
+	__asm__ __volatile__("1:\tmovq %2, %1\n2:\n"
+			     ".section .text.unlikely,\"ax\"\n3:\tmovl $-14, %0\n\tjmp 2b\n.previous\n"
+			     _ASM_EXTABLE(1b, 3b)
+			     : "+r"(err), "+r"(word)
+			     : "m"(*(const unsigned long *)addr));
+	*val = word;
+	return err;
+}
+
+/* Bytes that could not be copied. */
+unsigned long copy_user_generic(void *to, const void *from, unsigned long n);
+unsigned long __clear_user(void *to, unsigned long n);
+#endif
+
+#endif

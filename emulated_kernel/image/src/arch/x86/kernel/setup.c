@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: GPL-2.0-or-later
+// First C code: takes over what the host left in the boot parameters.
+#include "host_abi.h"
+#include "kallsyms.h"
+#include "sched.h"
+#include "timer.h"
+#include <asm/entry.h>
+
+struct boot_params boot_params;
+struct host_clock host_clock;
+unsigned long page_offset_base;
+unsigned long __per_cpu_offset[NR_CPUS];
+DEFINE_PER_CPU(unsigned long, this_cpu_off);
+DEFINE_PER_CPU(int, cpu_number);
+DECLARE_PER_CPU(char *, hardirq_stack_ptr);
+
+char init_stack[THREAD_SIZE] __aligned(4096);
+static char irq_stack_backing_store[THREAD_SIZE] __aligned(4096);
+
+void start_kernel(void) __noreturn;
+
+__visible __init notrace void x86_64_start_kernel(struct boot_params *params)
+{
+	boot_params = *params;
+	page_offset_base = boot_params.page_offset;
+	__per_cpu_offset[0] = (unsigned long)__per_cpu_load;
+	this_cpu_write(this_cpu_off, __per_cpu_offset[0]);
+	start_kernel();
+}
+
+__init void setup_arch(void)
+{
+	this_cpu_write(hardirq_stack_ptr, irq_stack_backing_store + THREAD_SIZE);
+}

@@ -1,0 +1,242 @@
+// SPDX-License-Identifier: GPL-2.0-or-later
+// Directory entries: names in memory, found by a hash of parent and name.
+#include "errno.h"
+#include "fs.h"
+#include "mm.h"
+#include "printk.h"
+#include "string.h"
+
+#define D_HASH_BITS 10
+#define DCACHE_HASHED 1U
+static struct hlist_head dentry_hashtable[1 << D_HASH_BITS];
+static struct kmem_cache *dentry_cachep;
+static u64 next_cookie = 2;
+
+__init void dcache_init(void)
+{
+	dentry_cachep = kmem_cache_create("dentry", sizeof(struct dentry), 64, 0, NULL);
+}
+
+unsigned int full_name_hash(const void *salt, const char *name, unsigned int len)
+{
+	unsigned int hash = (unsigned int)((unsigned long)salt >> 6);
+
+	while (len--)
+		hash = (hash + (unsigned char)*name++) * 0x9e3779b1U;
+	return hash;
+}
+
+static struct hlist_head *d_hash(unsigned int hash)
+{
+	return &dentry_hashtable[hash >> (32 - D_HASH_BITS)];
+}
+
+static bool d_same_name(const struct dentry *dentry, const struct dentry *parent,
+			const struct qstr *name)
+{
+	return dentry->d_name.hash == name->hash && dentry->d_parent == parent &&
+	       dentry->d_name.len == name->len &&
+	       !memcmp(dentry->d_name.name, name->name, name->len);
+}
+
+struct dentry *__d_lookup(const struct dentry *parent, const struct qstr *name)
+{
+	struct dentry *dentry;
+
+	hlist_for_each_entry(dentry, d_hash(name->hash), d_hash)
+		if (d_same_name(dentry, parent, name))
+			return dget(dentry);
+	return NULL;
+}
+
+struct dentry *d_lookup(const struct dentry *parent, const struct qstr *name)
+{
+	return __d_lookup(parent, name);
+}
+
+static int set_name(struct dentry *dentry, const struct qstr *name)
+{
+	char *dname = dentry->d_iname;
+
+	if (name->len >= DNAME_INLINE_LEN)
+		dname = kmalloc(name->len + 1, GFP_KERNEL);
+	if (!dname)
+		return -ENOMEM;
+	memcpy(dname, name->name, name->len);
+	dname[name->len] = '\0';
+	dentry->d_name.name = dname;
+	dentry->d_name.len = name->len;
+	return 0;
+}
+
+static void free_name(struct dentry *dentry)
+{
+	if (dentry->d_name.name != dentry->d_iname)
+		kfree(dentry->d_name.name);
+}
+
+static noinline struct dentry *__d_alloc(struct super_block *sb, const struct qstr *name)
+{
+	struct dentry *dentry = kmem_cache_zalloc(dentry_cachep, GFP_KERNEL);
+
+	if (!dentry)
+		return NULL;
+	if (set_name(dentry, name)) {
+		kmem_cache_free(dentry_cachep, dentry);
+		return NULL;
+	}
+	atomic_set(&dentry->d_count, 1);
+	dentry->d_sb = sb;
+	dentry->d_parent = dentry;
+	INIT_LIST_HEAD(&dentry->d_child);
+	INIT_LIST_HEAD(&dentry->d_subdirs);
+	return dentry;
+}
+
+struct dentry *d_alloc(struct dentry *parent, const struct qstr *name)
+{
+	struct dentry *dentry = __d_alloc(parent->d_sb, name);
+
+	if (!dentry)
+		return NULL;
+	dentry->d_parent = dget(parent);
+	dentry->d_name.hash = full_name_hash(parent, name->name, name->len);
+	dentry->d_cookie = next_cookie++;
+	list_add_tail(&dentry->d_child, &parent->d_subdirs);
+	return dentry;
+}
+
+struct dentry *d_make_root(struct super_block *sb, struct inode *root_inode)
+{
+	static const struct qstr name = { .name = "/", .len = 1 };
+	struct dentry *dentry;
+
+	if (!root_inode)
+		return NULL;
+	dentry = __d_alloc(sb, &name);
+	if (dentry)
+		d_instantiate(dentry, root_inode);
+	else
+		iput(root_inode);
+	return dentry;
+}
+
+void d_instantiate(struct dentry *entry, struct inode *inode)
+{
+	entry->d_inode = inode;
+}
+
+static void __d_rehash(struct dentry *entry)
+{
+	hlist_add_head(&entry->d_hash, d_hash(entry->d_name.hash));
+}
+
+void d_add(struct dentry *entry, struct inode *inode)
+{
+	d_instantiate(entry, inode);
+	__d_rehash(entry);
+}
+
+void d_drop(struct dentry *dentry)
+{
+	hlist_del_init(&dentry->d_hash);
+}
+
+/* The name is gone; whoever has the file open keeps entry and inode. */
+void d_delete(struct dentry *dentry)
+{
+	d_drop(dentry);
+	list_del_init(&dentry->d_child);
+}
+
+struct dentry *dget(struct dentry *dentry)
+{
+	if (dentry)
+		atomic_inc(&dentry->d_count);
+	return dentry;
+}
+
+static noinline struct dentry *__dentry_kill(struct dentry *dentry)
+{
+	struct dentry *parent = dentry->d_parent == dentry ? NULL : dentry->d_parent;
+
+	d_drop(dentry);
+	list_del_init(&dentry->d_child);
+	if (dentry->d_inode)
+		iput(dentry->d_inode);
+	free_name(dentry);
+	kmem_cache_free(dentry_cachep, dentry);
+	return parent;
+}
+
+/* Entries without users aren't kept; ramfs holds a reference to those that exist. */
+void dput(struct dentry *dentry)
+{
+	while (dentry && atomic_dec_and_test(&dentry->d_count))
+		dentry = __dentry_kill(dentry);
+}
+
+/* Gives dentry the place and name of target, which disappears. */
+void d_move(struct dentry *dentry, struct dentry *target)
+{
+	struct dentry *old_parent = dentry->d_parent, *new_parent = target->d_parent;
+	struct qstr name = target->d_name;
+	char inline_name[DNAME_INLINE_LEN];
+
+	d_drop(dentry);
+	d_delete(target);
+	free_name(dentry);
+	if (name.name == target->d_iname) {
+		memcpy(inline_name, target->d_iname, DNAME_INLINE_LEN);
+		memcpy(dentry->d_iname, inline_name, DNAME_INLINE_LEN);
+		name.name = dentry->d_iname;
+	} else {
+		target->d_name.name = target->d_iname;
+		target->d_name.len = 0;
+	}
+	dentry->d_name = name;
+	dentry->d_parent = dget(new_parent);
+	dentry->d_cookie = next_cookie++;
+	list_move_tail(&dentry->d_child, &new_parent->d_subdirs);
+	__d_rehash(dentry);
+	dput(old_parent);
+}
+
+static int prepend(char **buffer, int *buflen, const char *str, int namelen)
+{
+	*buflen -= namelen;
+	if (*buflen < 0)
+		return -ENAMETOOLONG;
+	*buffer -= namelen;
+	memcpy(*buffer, str, namelen);
+	return 0;
+}
+
+static int prepend_path(struct dentry *dentry, char **buffer, int *buflen)
+{
+	bool scratch = dentry->d_sb == &ramfs_sb;
+	int error = 0;
+
+	while (!error && dentry != dentry->d_parent) {
+		error = prepend(buffer, buflen, dentry->d_name.name, dentry->d_name.len);
+		if (!error)
+			error = prepend(buffer, buflen, "/", 1);
+		dentry = dentry->d_parent;
+	}
+	if (!error && scratch)
+		error = prepend(buffer, buflen, "/scratch", 8);
+	return error;
+}
+
+char *d_path(const struct path *path, char *buf, int buflen)
+{
+	char *res = buf + buflen;
+	int error = prepend(&res, &buflen, "\0", 1);
+	const char *end = res;
+
+	if (!error)
+		error = prepend_path(path->dentry, &res, &buflen);
+	if (!error && res == end)
+		error = prepend(&res, &buflen, "/", 1);
+	return error ? ERR_PTR(error) : res;
+}

@@ -1,0 +1,207 @@
+// SPDX-License-Identifier: GPL-2.0-or-later
+// Tables of open files: a number for each file of a task.
+#include "errno.h"
+#include "fs.h"
+#include "mm.h"
+#include "printk.h"
+#include "string.h"
+#include "syscalls.h"
+
+static struct kmem_cache *files_cachep;
+
+__init void fdtable_init(void)
+{
+	files_cachep = kmem_cache_create("files_cache", sizeof(struct files_struct), 64, 0, NULL);
+}
+
+struct files_struct *alloc_files(void)
+{
+	struct files_struct *files = kmem_cache_zalloc(files_cachep, GFP_KERNEL);
+
+	if (!files)
+		return NULL;
+	atomic_set(&files->count, 1);
+	files->max_fds = NR_OPEN_DEFAULT;
+	files->fd = files->fd_array;
+	return files;
+}
+
+static noinline int expand_files(struct files_struct *files, unsigned int nr)
+{
+	unsigned int max_fds = files->max_fds;
+	struct file **fd;
+
+	if (nr >= NR_OPEN_MAX)
+		return -EMFILE;
+	while (max_fds <= nr)
+		max_fds *= 2;
+	fd = kcalloc(max_fds, sizeof(*fd), GFP_KERNEL);
+	if (!fd)
+		return -ENOMEM;
+	memcpy(fd, files->fd, files->max_fds * sizeof(*fd));
+	if (files->fd != files->fd_array)
+		kfree(files->fd);
+	files->fd = fd;
+	files->max_fds = max_fds;
+	return 0;
+}
+
+struct files_struct *dup_fd(struct files_struct *oldf)
+{
+	struct files_struct *newf = alloc_files();
+	unsigned int i;
+
+	if (!newf)
+		return NULL;
+	if (oldf->max_fds > newf->max_fds && expand_files(newf, oldf->max_fds - 1)) {
+		put_files_struct(newf);
+		return NULL;
+	}
+	for (i = 0; i < oldf->max_fds; i++)
+		if (oldf->fd[i] && oldf->fd[i] != ERR_PTR(-EBUSY))
+			newf->fd[i] = get_file(oldf->fd[i]);
+	newf->next_fd = oldf->next_fd;
+	return newf;
+}
+
+static noinline void close_files(struct files_struct *files)
+{
+	unsigned int i;
+	struct file *file;
+
+	for (i = 0; i < files->max_fds; i++) {
+		file = files->fd[i];
+		files->fd[i] = NULL;
+		if (file && !IS_ERR(file))
+			filp_close(file, files);
+	}
+}
+
+void put_files_struct(struct files_struct *files)
+{
+	if (!atomic_dec_and_test(&files->count))
+		return;
+	close_files(files);
+	if (files->fd != files->fd_array)
+		kfree(files->fd);
+	kmem_cache_free(files_cachep, files);
+}
+
+/* A number that is reserved, but has no file yet, holds an error pointer. */
+int alloc_fd(unsigned int start, unsigned int end, unsigned int flags __attribute__((unused)))
+{
+	struct files_struct *files = current->files;
+	unsigned int fd = max(start, files->next_fd);
+	int error;
+
+	while (fd < files->max_fds && files->fd[fd])
+		fd++;
+	if (fd >= end)
+		return -EMFILE;
+	if (fd >= files->max_fds) {
+		error = expand_files(files, fd);
+		if (error)
+			return error;
+	}
+	if (start <= files->next_fd)
+		files->next_fd = fd + 1;
+	files->fd[fd] = ERR_PTR(-EBUSY);
+	return (int)fd;
+}
+
+/* An adopted task gets its table with its first file. */
+int get_unused_fd_flags(unsigned int flags)
+{
+	if (!current->files)
+		current->files = alloc_files();
+	if (!current->files)
+		return -ENOMEM;
+	return alloc_fd(0, NR_OPEN_MAX, flags);
+}
+
+void put_unused_fd(unsigned int fd)
+{
+	struct files_struct *files = current->files;
+
+	files->fd[fd] = NULL;
+	files->next_fd = min(files->next_fd, fd);
+}
+
+void fd_install(unsigned int fd, struct file *file)
+{
+	current->files->fd[fd] = file;
+}
+
+static noinline struct file *pick_file(struct files_struct *files, unsigned int fd)
+{
+	struct file *file;
+
+	if (!files || fd >= files->max_fds)
+		return ERR_PTR(-EINVAL);
+	file = files->fd[fd];
+	if (IS_ERR_OR_NULL(file))
+		return ERR_PTR(-EBADF);
+	put_unused_fd(fd);
+	return file;
+}
+
+int close_fd(unsigned int fd)
+{
+	struct files_struct *files = current->files;
+	struct file *file = pick_file(files, fd);
+
+	if (IS_ERR(file))
+		return -EBADF;
+	return filp_close(file, files);
+}
+
+static __always_inline struct file *files_lookup_fd(struct files_struct *files, unsigned int fd)
+{
+	struct file *file;
+
+	if (!files || fd >= files->max_fds)
+		return NULL;
+	file = files->fd[fd];
+	return IS_ERR(file) ? NULL : file;
+}
+
+static noinline struct file *__fget(unsigned int fd)
+{
+	struct file *file = files_lookup_fd(current->files, fd);
+
+	return file ? get_file(file) : NULL;
+}
+
+struct file *fget(unsigned int fd)
+{
+	return __fget(fd);
+}
+
+unsigned long __fdget(unsigned int fd)
+{
+	return (unsigned long)__fget(fd);
+}
+
+unsigned long __fdget_pos(unsigned int fd)
+{
+	struct file *file = __fget(fd);
+
+	if (file)
+		mutex_lock(&file->f_pos_lock);
+	return (unsigned long)file;
+}
+
+SYSCALL_DEFINE1(dup, unsigned int, fildes)
+{
+	struct file *file = fget(fildes);
+	int ret;
+
+	if (!file)
+		return -EBADF;
+	ret = get_unused_fd_flags(0);
+	if (ret >= 0)
+		fd_install(ret, file);
+	else
+		fput(file);
+	return ret;
+}

@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: GPL-2.0-or-later
+// hostfs: every path outside /scratch; what its files do, the host does.
+#include "errno.h"
+#include "fs.h"
+#include "host_abi.h"
+#include "internal.h"
+#include "printk.h"
+#include "string.h"
+
+struct super_block hostfs_sb = { .s_magic = 0x00c0ffee, .s_maxbytes = LLONG_MAX, .s_dev = 0x14 };
+
+static const struct inode_operations hostfs_inode_operations;
+static const struct inode_operations hostfs_dir_inode_operations;
+static const struct file_operations hostfs_file_operations;
+
+/* name is a path from the root, without the first slash. */
+bool is_hostfs_path(const char *name)
+{
+	if (name[0] == '.' && (name[1] == '/' || !name[1] || name[1] == '.'))
+		return false;
+	return strncmp(name, "scratch", 7) || (name[7] && name[7] != '/');
+}
+
+/* Asks the host; where it has nothing to give yet, the task sleeps and asks again. */
+static noinline long hostfs_call(unsigned long op, u64 file, unsigned long buf, unsigned long count)
+{
+	long ret;
+
+	for (;;) {
+		ret = host_hypercall(HYPERCALL_HOSTFS, op, file, buf, count);
+		if (ret != -ERESTARTSYS)
+			return ret;
+		set_current_state(TASK_INTERRUPTIBLE);
+		schedule();
+	}
+}
+NOKPROBE_SYMBOL(hostfs_call);
+
+static u64 hostfs_file_id(const struct file *file)
+{
+	return (u64)(unsigned long)file->private_data;
+}
+
+static int hostfs_open(struct inode *inode __attribute__((unused)), struct file *file)
+{
+	u64 id = current->host_file;
+
+	file->private_data = (void *)(unsigned long)id;
+	return (int)hostfs_call(HOSTFS_OPEN, id, file->f_flags, 0);
+}
+
+static ssize_t hostfs_read(struct file *file, char __user *buf, size_t count, loff_t *pos)
+{
+	ssize_t ret = hostfs_call(HOSTFS_READ, hostfs_file_id(file), (unsigned long)buf, count);
+
+	if (ret > 0)
+		*pos += ret;
+	return ret;
+}
+
+static ssize_t hostfs_write(struct file *file, const char __user *buf, size_t count, loff_t *pos)
+{
+	ssize_t ret = hostfs_call(HOSTFS_WRITE, hostfs_file_id(file), (unsigned long)buf, count);
+
+	if (ret > 0)
+		*pos += ret;
+	return ret;
+}
+
+/* The host closes only what it has forgotten already: it needn't be told. */
+static int hostfs_release(struct inode *inode __attribute__((unused)),
+			  struct file *file __attribute__((unused)))
+{
+	return 0;
+}
+
+static loff_t default_llseek(struct file *file, loff_t offset, int whence)
+{
+	return dcache_dir_lseek(file, offset, whence);
+}
+
+/* The host lists its directories itself. */
+static int hostfs_readdir(struct file *file __attribute__((unused)),
+			  struct dir_context *ctx __attribute__((unused)))
+{
+	return 0;
+}
+
+static struct inode *hostfs_iget(umode_t mode)
+{
+	struct inode *inode = new_inode(&hostfs_sb);
+
+	if (!inode)
+		return NULL;
+	inode->i_mode = mode;
+	inode->i_fop = &hostfs_file_operations;
+	inode->i_op = S_ISDIR(mode) ? &hostfs_dir_inode_operations : &hostfs_inode_operations;
+	return inode;
+}
+
+/* The host has found the name already, except where it is about to be made. */
+static struct dentry *hostfs_lookup(struct inode *dir __attribute__((unused)),
+				    struct dentry *dentry, unsigned int flags)
+{
+	struct inode *inode;
+
+	if (flags & (LOOKUP_EXCL | LOOKUP_RENAME_TARGET)) {
+		d_add(dentry, NULL);
+		return NULL;
+	}
+	inode = hostfs_iget(flags & LOOKUP_DIRECTORY ? S_IFDIR | 0777 : S_IFREG | 0666);
+	if (!inode)
+		return ERR_PTR(-ENOMEM);
+	d_add(dentry, inode);
+	return NULL;
+}
+
+static int hostfs_mkdir(struct user_namespace *mnt_userns __attribute__((unused)),
+			struct inode *dir __attribute__((unused)),
+			struct dentry *dentry __attribute__((unused)), umode_t mode)
+{
+	return (int)hostfs_call(HOSTFS_MKDIR, current->host_file, mode, 0);
+}
+
+static int hostfs_rmdir(struct inode *dir __attribute__((unused)),
+			struct dentry *dentry __attribute__((unused)))
+{
+	return (int)hostfs_call(HOSTFS_RMDIR, current->host_file, 0, 0);
+}
+
+static int hostfs_setattr(struct user_namespace *mnt_userns __attribute__((unused)),
+			  struct dentry *dentry __attribute__((unused)),
+			  struct iattr *attr __attribute__((unused)))
+{
+	return 0;
+}
+
+static const struct inode_operations hostfs_inode_operations = { .setattr = hostfs_setattr };
+
+static const struct inode_operations hostfs_dir_inode_operations = {
+	.lookup = hostfs_lookup,
+	.mkdir = hostfs_mkdir,
+	.rmdir = hostfs_rmdir,
+	.setattr = hostfs_setattr,
+};
+
+static const struct file_operations hostfs_file_operations = {
+	.llseek = default_llseek,
+	.read = hostfs_read,
+	.write = hostfs_write,
+	.open = hostfs_open,
+	.release = hostfs_release,
+	.iterate_shared = hostfs_readdir,
+	.fsync = noop_fsync,
+};
+
+__init void init_hostfs_fs(void)
+{
+	hostfs_sb.s_root = d_make_root(&hostfs_sb, hostfs_iget(S_IFDIR | 0777));
+	root_path.mnt = &hostfs_sb;
+	root_path.dentry = hostfs_sb.s_root;
+}

@@ -1,0 +1,204 @@
+/* SPDX-License-Identifier: GPL-2.0-or-later */
+/* Tasks, their life and the scheduler. */
+#ifndef _SCHED_H
+#define _SCHED_H
+
+#include "atomic.h"
+#include "list.h"
+#include "preempt.h"
+#include "wait.h"
+#include <asm/thread_info.h>
+
+#define TASK_RUNNING 0x0000
+#define TASK_INTERRUPTIBLE 0x0001
+#define TASK_UNINTERRUPTIBLE 0x0002
+#define TASK_DEAD 0x0080
+#define TASK_NEW 0x0800
+#define TASK_NOLOAD 0x0400
+#define TASK_NORMAL (TASK_INTERRUPTIBLE | TASK_UNINTERRUPTIBLE)
+#define TASK_IDLE (TASK_UNINTERRUPTIBLE | TASK_NOLOAD)
+
+#define PF_IDLE 0x00000002
+#define PF_EXITING 0x00000004
+#define PF_HOST 0x00000008 /* mirrors a process of the host */
+#define PF_WQ_WORKER 0x00000020
+#define PF_FORKNOEXEC 0x00000040
+#define PF_KTHREAD 0x00200000
+
+#define TASK_COMM_LEN 16
+#define THREAD_SIZE_ORDER 2
+#define THREAD_SIZE (PAGE_SIZE << THREAD_SIZE_ORDER)
+#define TIME_SLICE 5
+
+#define CLONE_VM 0x00000100
+#define CLONE_FS 0x00000200
+#define CLONE_FILES 0x00000400
+#define CLONE_VFORK 0x00004000
+#define CLONE_THREAD 0x00010000
+#define SIGCHLD 17
+#define SIGSEGV 11
+#define SIGKILL 9
+
+#define INIT_PID 1
+#define PID_MAX 4194304
+
+typedef struct { uid_t val; } kuid_t;
+typedef struct { gid_t val; } kgid_t;
+#define KUIDT_INIT(v) ((kuid_t){ v })
+#define KGIDT_INIT(v) ((kgid_t){ v })
+
+struct cred {
+	atomic_t usage;
+	kuid_t uid, euid, fsuid;
+	kgid_t gid, egid, fsgid;
+};
+
+struct pid {
+	atomic_t count;
+	pid_t nr;
+	struct task_struct *task;
+	struct hlist_node node;
+};
+
+struct files_struct;
+struct pt_regs;
+
+struct task_struct {
+	struct thread_struct thread; /* first: arch code knows its offset */
+	void *stack;
+	u32 __state;
+	u32 flags;
+	atomic_t usage;
+	int on_rq;
+	int exit_state;
+	int exit_code;
+	int time_slice;
+	pid_t pid;
+	pid_t tgid;
+	u64 host_file;       /* the host sets it before an open: its file id */
+	pid_t host_clone_pid; /* the host sets it before a clone: the child's pid, or 0 */
+	u32 umask;
+	char comm[TASK_COMM_LEN];
+	struct cred *cred;
+	struct files_struct *files;
+	struct task_struct *real_parent;
+	struct list_head children;
+	struct list_head sibling;
+	struct list_head tasks;
+	struct list_head run_list;
+	struct pid *thread_pid;
+	u64 start_time;
+	u64 utime, stime;
+	u64 nvcsw, nivcsw;
+	struct completion *vfork_done;
+	struct cred own_cred;
+	struct pid own_pid;
+};
+
+struct kernel_clone_args {
+	u64 flags;
+	int exit_signal;
+	int kthread;
+	pid_t set_tid; /* wished-for pid; 0: any */
+	int (*fn)(void *);
+	void *fn_arg;
+};
+
+extern struct task_struct init_task;
+extern struct task_struct *child_reaper;
+extern struct list_head init_tasks;
+extern char init_stack[];
+#define next_task_list (init_task.tasks)
+#define for_each_process(p) list_for_each_entry(p, &init_task.tasks, tasks)
+#define task_pt_regs(task) \
+	((struct pt_regs *)((char *)(task)->stack + THREAD_SIZE) - 1)
+#define current_cred() (current->cred)
+#define set_current_state(state) WRITE_ONCE(current->__state, state)
+#define __set_current_state(state) (current->__state = (state))
+
+/* kernel/fork.c, exit.c, pid.c */
+void fork_init(void);
+struct task_struct *copy_process(struct pid *pid, int trace, int node,
+				 struct kernel_clone_args *args);
+pid_t kernel_clone(struct kernel_clone_args *args);
+pid_t kernel_thread(int (*fn)(void *), void *arg, unsigned long flags);
+void put_task_struct(struct task_struct *tsk);
+void free_task(struct task_struct *tsk);
+void do_exit(long code) __noreturn;
+void do_group_exit(int exit_code) __noreturn;
+void make_task_dead(int signr) __noreturn;
+void release_task(struct task_struct *p);
+void exit_files(struct task_struct *tsk);
+void exit_creds(struct task_struct *tsk);
+struct pid *alloc_pid(struct pid *pid, pid_t set_tid);
+void free_pid(struct pid *pid);
+void attach_pid(struct task_struct *task, struct pid *pid);
+struct pid *find_vpid(int nr);
+struct task_struct *pid_task(struct pid *pid, int type);
+struct task_struct *find_task_by_vpid(pid_t nr);
+void __set_task_comm(struct task_struct *tsk, const char *from, bool exec);
+char *__get_task_comm(char *buf, size_t buf_size, struct task_struct *tsk);
+
+/* arch */
+int copy_thread(struct task_struct *p, const struct kernel_clone_args *args);
+struct task_struct *__switch_to_asm(struct task_struct *prev, struct task_struct *next);
+struct task_struct *__switch_to(struct task_struct *prev, struct task_struct *next);
+void show_regs(struct pt_regs *regs);
+void show_stack(struct task_struct *task, unsigned long *sp, const char *loglvl);
+void dump_stack(void);
+
+/* kernel/sched */
+struct rq {
+	raw_spinlock_t __lock;
+	u32 nr_running;
+	struct list_head queue;
+	struct task_struct *curr;
+	struct task_struct *idle;
+	u64 nr_switches;
+	u64 clock;
+};
+DECLARE_PER_CPU(struct rq, runqueues);
+#define this_rq() this_cpu_ptr(&runqueues)
+
+enum { SM_NONE = 0, SM_PREEMPT = 1 };
+void sched_init(void);
+void sched_fork(unsigned long clone_flags, struct task_struct *p);
+void schedule(void);
+void schedule_idle(void);
+void schedule_preempt_disabled(void);
+void schedule_tail(struct task_struct *prev);
+void preempt_schedule_irq(void);
+void resched_curr(struct rq *rq);
+void scheduler_tick(void);
+int try_to_wake_up(struct task_struct *p, unsigned int state, int wake_flags);
+int wake_up_process(struct task_struct *p);
+int wake_up_state(struct task_struct *p, unsigned int state);
+int default_wake_function(wait_queue_entry_t *curr, unsigned int mode, int wake_flags, void *key);
+void wake_up_new_task(struct task_struct *p);
+void host_enqueue_task(struct task_struct *p);
+void do_task_dead(void) __noreturn;
+void do_sched_yield(void);
+int __cond_resched(void);
+#define cond_resched() __cond_resched()
+void yield(void);
+void cpu_startup_entry(void) __noreturn;
+
+/* kernel/kthread.c, workqueue.c */
+extern struct task_struct *kthreadd_task;
+int kthreadd(void *unused);
+struct task_struct *kthread_create_on_node(int (*threadfn)(void *), void *data, int node,
+					   const char *name);
+struct task_struct *kthread_run(int (*threadfn)(void *), void *data, const char *name);
+void kthread_exit(long result) __noreturn;
+
+struct work_struct {
+	struct list_head entry;
+	void (*func)(struct work_struct *work);
+};
+#define INIT_WORK(w, f) do { INIT_LIST_HEAD(&(w)->entry); (w)->func = (f); } while (0)
+bool queue_work_on(int cpu, void *wq, struct work_struct *work);
+bool schedule_work(struct work_struct *work);
+void flush_work(struct work_struct *work);
+void workqueue_init(void);
+
+#endif

@@ -1,0 +1,59 @@
+/* SPDX-License-Identifier: GPL-2.0-or-later */
+/* jiffies, kernel timers, clocks and softirqs. */
+#ifndef _TIMER_H
+#define _TIMER_H
+
+#include "list.h"
+
+#define HZ 250
+#define NSEC_PER_SEC 1000000000ULL
+#define NSEC_PER_MSEC 1000000ULL
+#define TICK_NSEC (NSEC_PER_SEC / HZ)
+#define MAX_SCHEDULE_TIMEOUT LONG_MAX
+#define time_after_eq(a, b) ((long)((a) - (b)) >= 0)
+
+extern u64 jiffies_64;
+extern unsigned long volatile jiffies;
+
+struct timespec64 {
+	time64_t tv_sec;
+	long tv_nsec;
+};
+
+struct timer_list {
+	struct list_head entry;
+	unsigned long expires;
+	void (*function)(struct timer_list *timer);
+};
+
+void timer_setup(struct timer_list *timer, void (*func)(struct timer_list *timer));
+int mod_timer(struct timer_list *timer, unsigned long expires);
+void add_timer(struct timer_list *timer);
+int del_timer(struct timer_list *timer);
+bool timer_pending(const struct timer_list *timer);
+unsigned long get_next_timer_interrupt(void);
+void run_local_timers(void);
+void update_process_times(int user_tick);
+void do_timer(unsigned long ticks);
+long schedule_timeout(long timeout);
+void msleep(unsigned int msecs);
+unsigned long msecs_to_jiffies(unsigned int m);
+unsigned int jiffies_to_msecs(unsigned long j);
+
+u64 sched_clock(void);
+u64 local_clock(void);
+ktime_t ktime_get(void);
+void ktime_get_real_ts64(struct timespec64 *ts);
+struct timespec64 ns_to_timespec64(s64 nsec);
+
+enum { TIMER_SOFTIRQ, TASKLET_SOFTIRQ, NR_SOFTIRQS };
+void open_softirq(int nr, void (*action)(void));
+void raise_softirq_irqoff(unsigned int nr);
+void raise_softirq(unsigned int nr);
+void irq_enter(void);
+void irq_exit(void);
+void __do_softirq(void);
+
+void timers_init(void);
+
+#endif

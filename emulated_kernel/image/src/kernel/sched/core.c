@@ -1,0 +1,305 @@
+// SPDX-License-Identifier: GPL-2.0-or-later
+// The scheduler: one round-robin queue a CPU, wake-ups, context switches, preemption.
+#include "bug.h"
+#include "printk.h"
+#include "sched.h"
+#include "timer.h"
+
+DEFINE_PER_CPU(u32, __preempt_count) = 1;
+DEFINE_PER_CPU(u32, __need_resched);
+DEFINE_PER_CPU(struct rq, runqueues);
+
+static __always_inline void rq_lock(struct rq *rq)
+{
+	_raw_spin_lock(&rq->__lock);
+}
+
+static __always_inline void rq_unlock(struct rq *rq)
+{
+	_raw_spin_unlock(&rq->__lock);
+}
+
+static noinline void update_rq_clock(struct rq *rq)
+{
+	rq->clock = sched_clock();
+}
+
+static noinline void enqueue_task(struct rq *rq, struct task_struct *p,
+				  int flags __attribute__((unused)))
+{
+	list_add_tail(&p->run_list, &rq->queue);
+	rq->nr_running++;
+}
+
+static noinline void dequeue_task(struct rq *rq, struct task_struct *p,
+				  int flags __attribute__((unused)))
+{
+	list_del_init(&p->run_list);
+	rq->nr_running--;
+}
+
+static noinline void activate_task(struct rq *rq, struct task_struct *p, int flags)
+{
+	enqueue_task(rq, p, flags);
+	p->on_rq = 1;
+}
+
+static noinline void deactivate_task(struct rq *rq, struct task_struct *p, int flags)
+{
+	p->on_rq = 0;
+	dequeue_task(rq, p, flags);
+}
+
+void resched_curr(struct rq *rq __attribute__((unused)))
+{
+	this_cpu_write(__need_resched, 1);
+}
+
+static noinline void ttwu_do_wakeup(struct rq *rq, struct task_struct *p)
+{
+	resched_curr(rq);
+	p->__state = TASK_RUNNING;
+}
+
+int try_to_wake_up(struct task_struct *p, unsigned int state, int wake_flags)
+{
+	struct rq *rq;
+	unsigned long flags;
+	int success = 0;
+
+	local_irq_save(flags);
+	rq = this_rq();
+	rq_lock(rq);
+	if (p->__state & state) {
+		if (!p->on_rq)
+			activate_task(rq, p, wake_flags);
+		ttwu_do_wakeup(rq, p);
+		success = 1;
+	}
+	rq_unlock(rq);
+	local_irq_restore(flags);
+	return success;
+}
+
+int wake_up_process(struct task_struct *p)
+{
+	return try_to_wake_up(p, TASK_NORMAL, 0);
+}
+
+int wake_up_state(struct task_struct *p, unsigned int state)
+{
+	return try_to_wake_up(p, state, 0);
+}
+
+int default_wake_function(wait_queue_entry_t *curr, unsigned int mode, int wake_flags,
+			  void *key __attribute__((unused)))
+{
+	return try_to_wake_up(curr->private, mode, wake_flags);
+}
+
+void sched_fork(unsigned long clone_flags __attribute__((unused)), struct task_struct *p)
+{
+	p->__state = TASK_NEW;
+	p->on_rq = 0;
+	p->time_slice = TIME_SLICE;
+	p->utime = p->stime = p->nvcsw = p->nivcsw = 0;
+	INIT_LIST_HEAD(&p->run_list);
+}
+
+void wake_up_new_task(struct task_struct *p)
+{
+	struct rq *rq;
+	unsigned long flags;
+
+	local_irq_save(flags);
+	rq = this_rq();
+	rq_lock(rq);
+	WRITE_ONCE(p->__state, TASK_RUNNING);
+	activate_task(rq, p, 0);
+	resched_curr(rq);
+	rq_unlock(rq);
+	local_irq_restore(flags);
+}
+
+/* Puts an adopted task on the queue without running a function that could be probed. */
+noinstr void host_enqueue_task(struct task_struct *p)
+{
+	struct rq *rq;
+	unsigned long flags;
+
+	local_irq_save(flags);
+	rq = this_rq();
+	p->__state = TASK_RUNNING;
+	p->on_rq = 1;
+	list_add_tail(&p->run_list, &rq->queue);
+	rq->nr_running++;
+	this_cpu_write(__need_resched, 1);
+	local_irq_restore(flags);
+}
+
+static noinline struct task_struct *pick_next_task(struct rq *rq, struct task_struct *prev)
+{
+	if (prev != rq->idle && prev->on_rq)
+		list_move_tail(&prev->run_list, &rq->queue);
+	if (list_empty(&rq->queue))
+		return rq->idle;
+	return list_first_entry(&rq->queue, struct task_struct, run_list);
+}
+
+static noinline void finish_task_switch(struct task_struct *prev)
+{
+	struct rq *rq = this_rq();
+	bool dead = prev->__state == TASK_DEAD;
+
+	rq_unlock(rq);
+	local_irq_enable();
+	if (unlikely(dead))
+		put_task_struct(prev);
+}
+
+void schedule_tail(struct task_struct *prev)
+{
+	finish_task_switch(prev);
+	preempt_enable();
+}
+
+static __always_inline void context_switch(struct rq *rq, struct task_struct *prev,
+					   struct task_struct *next)
+{
+	rq->curr = next;
+	rq->nr_switches++;
+	prev = __switch_to_asm(prev, next);
+	barrier();
+	finish_task_switch(prev);
+}
+
+/* Called with preemption disabled once; interrupts are on when it returns. */
+static void notrace __schedule(unsigned int sched_mode)
+{
+	struct task_struct *prev, *next;
+	struct rq *rq;
+
+	local_irq_disable();
+	rq = this_rq();
+	rq_lock(rq);
+	update_rq_clock(rq);
+	prev = rq->curr;
+	if (sched_mode == SM_NONE && prev->__state && prev != rq->idle)
+		deactivate_task(rq, prev, 0);
+	next = pick_next_task(rq, prev);
+	this_cpu_write(__need_resched, 0);
+	next->time_slice = TIME_SLICE;
+	if (likely(prev != next)) {
+		if (sched_mode == SM_NONE)
+			prev->nvcsw++;
+		else
+			prev->nivcsw++;
+		context_switch(rq, prev, next);
+		return;
+	}
+	rq_unlock(rq);
+	local_irq_enable();
+}
+
+void schedule(void)
+{
+	do {
+		preempt_disable();
+		__schedule(SM_NONE);
+		preempt_enable_no_resched();
+	} while (need_resched());
+}
+
+void schedule_idle(void)
+{
+	do {
+		__schedule(SM_NONE);
+	} while (need_resched());
+}
+
+void schedule_preempt_disabled(void)
+{
+	preempt_enable_no_resched();
+	schedule();
+	preempt_disable();
+}
+
+static noinline void preempt_schedule_common(void)
+{
+	do {
+		preempt_disable();
+		__schedule(SM_PREEMPT);
+		preempt_enable_no_resched();
+	} while (need_resched());
+}
+
+void notrace preempt_schedule(void)
+{
+	if (likely(preempt_count() || irqs_disabled()))
+		return;
+	preempt_schedule_common();
+}
+NOKPROBE_SYMBOL(preempt_schedule);
+
+void preempt_schedule_irq(void)
+{
+	do {
+		preempt_disable();
+		local_irq_enable();
+		__schedule(SM_PREEMPT);
+		local_irq_disable();
+		preempt_enable_no_resched();
+	} while (need_resched());
+}
+
+void do_task_dead(void)
+{
+	WRITE_ONCE(current->__state, TASK_DEAD);
+	preempt_disable();
+	__schedule(SM_NONE);
+	BUG();
+}
+
+void scheduler_tick(void)
+{
+	struct rq *rq = this_rq();
+	struct task_struct *curr = rq->curr;
+
+	rq_lock(rq);
+	update_rq_clock(rq);
+	if (curr != rq->idle && --curr->time_slice <= 0 && rq->nr_running > 1)
+		resched_curr(rq);
+	rq_unlock(rq);
+}
+
+void do_sched_yield(void)
+{
+	preempt_disable();
+	current->time_slice = 0;
+	preempt_enable_no_resched();
+	schedule();
+}
+
+void yield(void)
+{
+	set_current_state(TASK_RUNNING);
+	do_sched_yield();
+}
+
+int __cond_resched(void)
+{
+	if (!need_resched() || preempt_count())
+		return 0;
+	preempt_schedule_common();
+	return 1;
+}
+
+__init void sched_init(void)
+{
+	struct rq *rq = this_rq();
+
+	spin_lock_init(&rq->__lock);
+	INIT_LIST_HEAD(&rq->queue);
+	rq->nr_running = 0;
+	rq->curr = rq->idle = &init_task;
+}

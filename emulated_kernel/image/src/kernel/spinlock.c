@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: GPL-2.0-or-later
+// Spinlocks: preemption off, then spin on one word.
+#include "atomic.h"
+#include "spinlock.h"
+
+int __lockfunc _raw_spin_trylock(raw_spinlock_t *lock)
+{
+	preempt_disable();
+	if (!xchg_u32(&lock->locked, 1))
+		return 1;
+	preempt_enable();
+	return 0;
+}
+
+void __lockfunc _raw_spin_lock(raw_spinlock_t *lock)
+{
+	preempt_disable();
+	while (unlikely(xchg_u32(&lock->locked, 1)))
+		cpu_relax();
+}
+
+void __lockfunc _raw_spin_unlock(raw_spinlock_t *lock)
+{
+	__atomic_store_n(&lock->locked, 0, __ATOMIC_RELEASE);
+	preempt_enable();
+}
+
+void __lockfunc _raw_spin_lock_irq(raw_spinlock_t *lock)
+{
+	local_irq_disable();
+	_raw_spin_lock(lock);
+}
+
+void __lockfunc _raw_spin_unlock_irq(raw_spinlock_t *lock)
+{
+	__atomic_store_n(&lock->locked, 0, __ATOMIC_RELEASE);
+	local_irq_enable();
+	preempt_enable();
+}
+
+unsigned long __lockfunc _raw_spin_lock_irqsave(raw_spinlock_t *lock)
+{
+	unsigned long flags;
+
+	local_irq_save(flags);
+	_raw_spin_lock(lock);
+	return flags;
+}
+
+void __lockfunc _raw_spin_unlock_irqrestore(raw_spinlock_t *lock, unsigned long flags)
+{
+	__atomic_store_n(&lock->locked, 0, __ATOMIC_RELEASE);
+	local_irq_restore(flags);
+	preempt_enable();
+}

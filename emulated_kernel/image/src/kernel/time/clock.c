@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: GPL-2.0-or-later
+// Clocks: nanoseconds since boot and since the epoch, both from the host's clock.
+#include "errno.h"
+#include "host_abi.h"
+#include "sched.h"
+#include "syscalls.h"
+#include "timer.h"
+#include "uaccess.h"
+
+u64 notrace sched_clock(void)
+{
+	host_clock.now_ns += host_clock.step_ns;
+	return host_clock.now_ns;
+}
+
+u64 notrace local_clock(void)
+{
+	return sched_clock();
+}
+
+ktime_t ktime_get(void)
+{
+	return sched_clock();
+}
+
+struct timespec64 ns_to_timespec64(s64 nsec)
+{
+	struct timespec64 ts = { nsec / (s64)NSEC_PER_SEC, nsec % (s64)NSEC_PER_SEC };
+
+	if (ts.tv_nsec < 0) {
+		ts.tv_sec--;
+		ts.tv_nsec += NSEC_PER_SEC;
+	}
+	return ts;
+}
+
+void ktime_get_real_ts64(struct timespec64 *ts)
+{
+	*ts = ns_to_timespec64(boot_params.boot_ns + ktime_get());
+}
+
+static long put_timespec64(const struct timespec64 *ts, void __user *uts)
+{
+	return copy_to_user(uts, ts, sizeof(*ts)) ? -EFAULT : 0;
+}
+
+SYSCALL_DEFINE2(clock_gettime, int, which_clock, void __user *, tp)
+{
+	struct timespec64 ts;
+
+	if (which_clock == 0)
+		ktime_get_real_ts64(&ts);
+	else if (which_clock == 1)
+		ts = ns_to_timespec64(ktime_get());
+	else
+		return -EINVAL;
+	return put_timespec64(&ts, tp);
+}
+
+SYSCALL_DEFINE2(gettimeofday, void __user *, tv, void __user *, tz)
+{
+	struct timespec64 ts;
+
+	if (tz)
+		return -EINVAL;
+	ktime_get_real_ts64(&ts);
+	ts.tv_nsec /= 1000;
+	return put_timespec64(&ts, tv);
+}
+
+SYSCALL_DEFINE2(nanosleep, const void __user *, rqtp, void __user *, rmtp)
+{
+	struct timespec64 ts;
+	u64 ns;
+
+	if (copy_from_user(&ts, rqtp, sizeof(ts)))
+		return -EFAULT;
+	if (ts.tv_sec < 0 || ts.tv_nsec < 0 || ts.tv_nsec >= (long)NSEC_PER_SEC || rmtp)
+		return -EINVAL;
+	ns = (u64)ts.tv_sec * NSEC_PER_SEC + ts.tv_nsec;
+	set_current_state(TASK_INTERRUPTIBLE);
+	schedule_timeout(ns / TICK_NSEC + 1);
+	return 0;
+}

@@ -1,0 +1,180 @@
+// SPDX-License-Identifier: GPL-2.0-or-later
+// jiffies and the timers that count in them.
+#include "sched.h"
+#include "timer.h"
+
+u64 jiffies_64 = (unsigned long)(unsigned int)(-300 * HZ);
+
+static LIST_HEAD(timer_base);
+static DEFINE_SPINLOCK(timer_lock);
+
+void timer_setup(struct timer_list *timer, void (*func)(struct timer_list *timer))
+{
+	INIT_LIST_HEAD(&timer->entry);
+	timer->function = func;
+}
+
+bool timer_pending(const struct timer_list *timer)
+{
+	return !list_empty(&timer->entry);
+}
+
+/* The list is in the order of expiry. */
+static noinline void enqueue_timer(struct timer_list *timer)
+{
+	struct timer_list *pos;
+
+	list_for_each_entry(pos, &timer_base, entry) {
+		if (!time_after_eq(timer->expires, pos->expires))
+			break;
+	}
+	list_add_tail(&timer->entry, &pos->entry);
+}
+
+noinline int mod_timer(struct timer_list *timer, unsigned long expires)
+{
+	unsigned long flags;
+	int pending;
+
+	spin_lock_irqsave(&timer_lock, flags);
+	pending = timer_pending(timer);
+	if (pending)
+		list_del_init(&timer->entry);
+	timer->expires = expires;
+	enqueue_timer(timer);
+	spin_unlock_irqrestore(&timer_lock, flags);
+	return pending;
+}
+
+void add_timer(struct timer_list *timer)
+{
+	mod_timer(timer, timer->expires);
+}
+
+int del_timer(struct timer_list *timer)
+{
+	unsigned long flags;
+	int pending;
+
+	spin_lock_irqsave(&timer_lock, flags);
+	pending = timer_pending(timer);
+	if (pending)
+		list_del_init(&timer->entry);
+	spin_unlock_irqrestore(&timer_lock, flags);
+	return pending;
+}
+
+unsigned long get_next_timer_interrupt(void)
+{
+	if (list_empty(&timer_base))
+		return ULONG_MAX;
+	return list_first_entry(&timer_base, struct timer_list, entry)->expires;
+}
+
+static noinline void call_timer_fn(struct timer_list *timer)
+{
+	timer->function(timer);
+}
+
+static noinline struct timer_list *expired_timer(void)
+{
+	struct timer_list *timer;
+
+	if (list_empty(&timer_base))
+		return NULL;
+	timer = list_first_entry(&timer_base, struct timer_list, entry);
+	return time_after_eq(jiffies, timer->expires) ? timer : NULL;
+}
+
+static noinline void run_timer_softirq(void)
+{
+	struct timer_list *timer;
+
+	spin_lock_irq(&timer_lock);
+	while ((timer = expired_timer())) {
+		list_del_init(&timer->entry);
+		spin_unlock_irq(&timer_lock);
+		call_timer_fn(timer);
+		spin_lock_irq(&timer_lock);
+	}
+	spin_unlock_irq(&timer_lock);
+}
+
+void run_local_timers(void)
+{
+	if (expired_timer())
+		raise_softirq_irqoff(TIMER_SOFTIRQ);
+}
+
+void do_timer(unsigned long ticks)
+{
+	jiffies_64 += ticks;
+}
+
+static noinline void account_process_tick(struct task_struct *p, int user_tick)
+{
+	if (user_tick)
+		p->utime += TICK_NSEC;
+	else
+		p->stime += TICK_NSEC;
+}
+
+void update_process_times(int user_tick)
+{
+	account_process_tick(current, user_tick);
+	run_local_timers();
+	scheduler_tick();
+}
+
+struct process_timer {
+	struct timer_list timer;
+	struct task_struct *task;
+};
+
+static void process_timeout(struct timer_list *t)
+{
+	wake_up_process(container_of(t, struct process_timer, timer)->task);
+}
+
+long schedule_timeout(long timeout)
+{
+	struct process_timer timer = { .task = current };
+	unsigned long expire;
+
+	if (timeout == MAX_SCHEDULE_TIMEOUT) {
+		schedule();
+		return timeout;
+	}
+	expire = timeout + jiffies;
+	timer_setup(&timer.timer, process_timeout);
+	mod_timer(&timer.timer, expire);
+	schedule();
+	del_timer(&timer.timer);
+	timeout = expire - jiffies;
+	return timeout < 0 ? 0 : timeout;
+}
+
+unsigned long msecs_to_jiffies(unsigned int m)
+{
+	return DIV_ROUND_UP((unsigned long)m * HZ, 1000);
+}
+
+unsigned int jiffies_to_msecs(unsigned long j)
+{
+	return j * 1000 / HZ;
+}
+
+void msleep(unsigned int msecs)
+{
+	long timeout = msecs_to_jiffies(msecs) + 1;
+
+	while (timeout) {
+		set_current_state(TASK_UNINTERRUPTIBLE);
+		timeout = schedule_timeout(timeout);
+	}
+}
+
+__init void timers_init(void)
+{
+	open_softirq(TIMER_SOFTIRQ, run_timer_softirq);
+}

@@ -1,0 +1,37 @@
+"""A booted guest for each test that asks for one; the image is loaded once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from emulated_kernel.image import KernelImage, load_image
+from emulated_kernel.image.image import PREBUILT
+
+from .guest import Guest
+
+
+@pytest.fixture(scope="session")
+def image() -> KernelImage:
+    return load_image()
+
+
+@pytest.fixture(scope="session")
+def vmlinux() -> Path:
+    return PREBUILT / "x86_64" / "vmlinux"
+
+
+@pytest.fixture
+def guest(image: KernelImage) -> Guest:
+    """Booted and idle, with init parked."""
+    machine = Guest(image)
+    machine.boot()
+    machine.to_idle()
+    return machine
+
+
+@pytest.fixture
+def task(guest: Guest) -> int:
+    """An adopted process of root."""
+    return guest.adopt(1234, "bash")

@@ -1,0 +1,61 @@
+"""The build: the manifest fits the prebuilt image, and the sources give it byte for byte."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from emulated_kernel.image import KernelImage, build
+
+
+def test_the_manifest_fits_the_image(image: KernelImage, vmlinux: Path) -> None:
+    entry = build.read_manifest()["x86_64"]
+    data = vmlinux.read_bytes()
+    assert entry["sha256"] == hashlib.sha256(data).hexdigest()
+    assert entry["size"] == len(data)
+    assert entry["functions"] == sum(symbol.is_text for symbol in image.kallsyms.symbols) >= 300
+    assert entry["fentry_sites"] == len(image.mcount)
+
+
+def test_no_path_of_the_build_place_is_in_the_image(vmlinux: Path) -> None:
+    data = vmlinux.read_bytes()
+    assert b"/tmp" not in data
+    assert str(Path(__file__).parents[2]).encode() not in data
+
+
+@pytest.mark.slow
+def test_the_sources_give_the_prebuilt_image(capsys: pytest.CaptureFixture[str]) -> None:
+    status = build.main(["--check", "--arch", "x86_64"])
+    message = capsys.readouterr().out.strip()
+    if status == build.EXIT_OTHER_COMPILER:
+        pytest.skip(message)
+    assert (status, message) == (0, "x86_64: prebuilt image is what the sources give")
+
+
+def test_another_compiler_is_told_apart(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(build, "tool_version", lambda _: "gcc (Elsewhere) 99.1")
+    assert build.main(["--check"]) == build.EXIT_OTHER_COMPILER
+    assert capsys.readouterr().out.count("\n") == 1
+
+
+def test_a_missing_compiler_has_no_version() -> None:
+    assert build.tool_version("no-such-compiler") == ""
+
+
+def test_a_changed_image_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, vmlinux: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = vmlinux.read_bytes()
+    (tmp_path / "x86_64").mkdir()
+    (tmp_path / "x86_64" / "vmlinux").write_bytes(data[:-1] + b"!")
+    manifest = build.read_manifest()
+    versions = {"gcc": manifest["x86_64"]["compiler"], "ld": manifest["x86_64"]["linker"]}
+    monkeypatch.setattr(build, "PREBUILT", tmp_path)
+    monkeypatch.setattr(build, "tool_version", versions.get)
+    monkeypatch.setattr(build, "build", lambda _: build.Built(data, manifest["x86_64"]))
+    assert build.main(["--check"]) == 1
+    assert "differ" in capsys.readouterr().out

@@ -1,0 +1,182 @@
+"""The loader: segments, tables and symbols of the prebuilt image, and what it refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import random
+import struct
+from pathlib import Path
+
+import pytest
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.image import KernelImage, Prot, load_image
+from emulated_kernel.image.elf import ElfFile
+
+
+def address(image: KernelImage, name: str) -> int:
+    found = image.kallsyms.lookup_name(name)
+    assert found is not None
+    return found
+
+
+def test_segments_are_apart_and_protected(image: KernelImage) -> None:
+    protections = [segment.prot for segment in image.segments]
+    assert protections[:3] == [Prot.R | Prot.X, Prot.R, Prot.R | Prot.W]
+    assert not any(prot & Prot.W and prot & Prot.X for prot in protections)
+    ends = [segment.va + segment.mem_size for segment in image.segments]
+    for segment, end in zip(image.segments[1:], ends, strict=False):
+        assert segment.va >= end
+        assert segment.va % 4096 == 0
+    assert image.segments[0].va == 0xFFFF_FFFF_8100_0000
+
+
+def test_entry_and_text(image: KernelImage) -> None:
+    (text,) = image.text_ranges
+    assert text.start <= image.entry < text.end
+    assert str(image.kallsyms.lookup(image.entry)).startswith("startup_64+0x0/")
+
+
+def test_per_cpu_data_is_mapped_where_the_guest_expects_it(image: KernelImage) -> None:
+    segment = next(s for s in image.segments if s.va == image.abi["percpu.base"])
+    assert segment.mem_size == image.abi["percpu.size"]
+    assert address(image, "__per_cpu_start") == segment.va
+    assert address(image, "current_task") == image.abi["percpu.current_task"] < segment.mem_size
+
+
+def test_the_exception_table_leads_from_text_to_text(image: KernelImage) -> None:
+    (text,) = image.text_ranges
+    assert len(image.ex_table) > 5
+    assert list(image.ex_table) == sorted(image.ex_table)
+    for insn, fixup in image.ex_table:
+        assert text.start <= insn < text.end
+        assert text.start <= fixup < text.end
+    functions = {str(image.kallsyms.lookup(insn)).split("+")[0] for insn, _ in image.ex_table}
+    assert "copy_user_generic" in functions
+
+
+def test_fentry_sites_hold_the_five_byte_nop(image: KernelImage) -> None:
+    assert len(image.mcount) > 300
+    assert {image.read(site, 5) for site in image.mcount} == {b"\x0f\x1f\x44\x00\x00"}
+    assert address(image, "vfs_read") in image.mcount
+    assert address(image, "sched_clock") not in image.mcount
+
+
+def test_bugs_are_ud2(image: KernelImage) -> None:
+    assert {image.read(bug, 2) for bug in image.bugs} == {b"\x0f\x0b"}
+    files = {(bug.file, bug.is_warning) for bug in image.bugs.values()}
+    assert ("kernel/sched/core.c", False) in files
+    assert ("kernel/mutex.c", True) in files
+
+
+def test_the_blacklist_has_entries_and_whole_areas(image: KernelImage) -> None:
+    names = {name: (start, end) for start, end, name in image.blacklist}
+    assert {"fixup_exception", "do_host_interrupt", "asm_host_interrupt", "__switch_to"} <= names.keys()
+    assert "vfs_read" not in names
+    for start, end in names.values():
+        assert start < end
+    start, end = names["do_syscall_64"]
+    assert start == address(image, "do_syscall_64")
+
+
+def test_nothing_of_the_hosts_own_calls_can_be_probed(image: KernelImage) -> None:
+    blacklisted = {entry.name.split(".")[0] for entry in image.blacklist}
+    ours = {s.name.split(".")[0] for s in image.kallsyms.symbols if s.is_text and s.name.startswith("host_")}
+    assert {"host_task_create", "host_attach_pid", "host_call", "host_park"} <= ours
+    inside = {name for name in ours if str(image.kallsyms.lookup(address(image, name))).startswith(name)}
+    assert inside - blacklisted == set()
+
+
+def test_the_abi_table_speaks_of_this_image(image: KernelImage) -> None:
+    assert image.abi["pt_regs.size"] == 168
+    assert image.abi["asm_host_interrupt"] == address(image, "asm_host_interrupt")
+    assert image.abi["init_stack.top"] == address(image, "init_stack") + image.abi["thread.size"]
+
+
+def test_banner(image: KernelImage) -> None:
+    assert image.version.startswith("Linux version 6.1.0-kprobefs ")
+    assert image.version.endswith("\n")
+
+
+def test_reading_outside_of_the_image_fails(image: KernelImage) -> None:
+    with pytest.raises(KernelError, match="aren't in the image"):
+        image.read(0x1000, 4)
+    assert image.read(image.abi["init_stack.top"] - 8, 8) == bytes(8)
+
+
+@pytest.mark.parametrize("arch", ["vax", "riscv64"])
+def test_an_architecture_without_image(arch: str) -> None:
+    with pytest.raises(KernelError) as error:
+        load_image(arch=arch)
+    assert error.value.errno == errno.ENOENT
+
+
+def refuse(tmp_path: Path, data: bytes, match: str, arch: str = "x86_64") -> None:
+    file = tmp_path / "vmlinux"
+    file.write_bytes(data)
+    with pytest.raises(KernelError, match=match) as error:
+        load_image(file, arch)
+    assert error.value.errno == errno.ENOEXEC
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda d: d[:0], "no ELF magic"),
+        (lambda d: b"#!/bin/sh\n" + d, "no ELF magic"),
+        (lambda d: d[:10], "truncated ELF identification"),
+        (lambda d: d[:4] + b"\7" + d[5:], "unknown ELF class 7"),
+        (lambda d: d[:5] + b"\2" + d[6:], "not little-endian"),
+        (lambda d: d[:40], "truncated: header"),
+        (lambda d: d[: len(d) // 2], "truncated"),
+        (lambda d: d[:-100], "truncated"),
+        (lambda d: d[:18] + b"\xf3" + d[19:], "ELF machine 243, not for x86_64"),
+        (lambda d: d[:32] + b"\xff" * 8 + d[40:], "truncated: program header"),
+        (lambda d: d[:56] + b"\0\0" + d[58:], "no segment"),
+        (lambda d: d[:62] + b"\xff\xff" + d[64:], "section names"),
+        (lambda d: d[:60] + b"\0\0" + d[62:], "no symbol table"),
+    ],
+)
+def test_foreign_and_broken_files_are_refused(tmp_path: Path, vmlinux: Path, change, match: str) -> None:  # type: ignore[no-untyped-def]
+    refuse(tmp_path, change(vmlinux.read_bytes()), match)
+
+
+def test_an_image_for_another_architecture_is_refused(tmp_path: Path, vmlinux: Path) -> None:
+    refuse(tmp_path, vmlinux.read_bytes(), "not for riscv64", "riscv64")
+
+
+def test_any_cut_is_an_error_of_ours(tmp_path: Path, vmlinux: Path) -> None:
+    data = vmlinux.read_bytes()
+    file = tmp_path / "vmlinux"
+    for length in range(0, len(data), 4999):
+        file.write_bytes(data[:length])
+        with pytest.raises(KernelError):
+            load_image(file)
+
+
+def test_damage_is_an_error_of_ours_or_harmless(tmp_path: Path, vmlinux: Path) -> None:
+    rng = random.Random(1)
+    data = vmlinux.read_bytes()
+    tables = len(data) - 60_000
+    file = tmp_path / "vmlinux"
+    for _ in range(150):
+        damaged = bytearray(data)
+        for _ in range(3):
+            where = rng.choice([rng.randrange(4, 344), rng.randrange(tables, len(data))])
+            damaged[where] = rng.randrange(256)
+        file.write_bytes(damaged)
+        with contextlib.suppress(KernelError):
+            load_image(file)
+
+
+def test_32_bit_files_are_read() -> None:
+    header = b"\x7fELF\1\1\1" + bytes(9)
+    header += struct.pack("<HHIIIIIHHHHHH", 2, 3, 1, 0xC100_0000, 52, 0, 0, 52, 32, 1, 40, 0, 0)
+    program = struct.pack("<IIIIIIII", 1, 84, 0xC100_0000, 0x100_0000, 4, 8, 5, 4096)
+    elf = ElfFile(header + program + b"text")
+    assert (elf.bits, elf.machine, elf.entry) == (32, 3, 0xC100_0000)
+    (segment,) = elf.segments
+    assert (segment.flags, segment.vaddr, segment.mem_size) == (5, 0xC100_0000, 8)
+    assert elf.segment_data(segment) == b"text"
+    assert elf.symbols == []
