@@ -1,0 +1,130 @@
+"""Functions of the guest called by the host, and snapshots of the data they touch."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Mapping
+
+from emulated_kernel.abi import PAGE_SIZE
+from emulated_kernel.machine import layout
+from emulated_kernel.machine.memory import Memory
+from emulated_kernel.machine.paging import Prot
+from emulated_kernel.machine.registers import RegisterSet
+from emulated_kernel.machine.runner import Runner
+from emulated_kernel.machine.traps import BudgetExceeded, GuestFault, Trap, TrapKind
+
+ARGUMENTS = ("di", "si", "dx", "cx", "r8", "r9")
+_MASK = (1 << 64) - 1
+
+_libc = ctypes.PyDLL(None)
+_memcmp = _libc.memcmp
+_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+
+class HostCalls:
+    """Calls guest functions on a stack of the host's own while the guest is stopped."""
+
+    def __init__(
+        self, runner: Runner, ex_table: Mapping[int, int], *, return_pad: int, stack_top: int
+    ) -> None:
+        self._runner = runner
+        self._memory = runner.memory
+        self._regs = runner.regs
+        self._hooks = runner.hooks
+        self._ex_table = ex_table
+        self._return_pad = return_pad
+        self.stack_top = stack_top
+        """Stack pointer at the entry of a called function, where the return address lies."""
+
+    def call(self, address: int, *args: int) -> int:
+        """Call a function with up to six integer arguments; returns rax.
+
+        Raises:
+            GuestFault: it ended in an exception without a fixup, or in a hypercall.
+            BudgetExceeded: it did not return in time.
+            TypeError: too many arguments.
+        """
+        if len(args) > len(ARGUMENTS):
+            raise TypeError(f"{len(args)} arguments; at most {len(ARGUMENTS)} go in registers")
+        values = {name: value & _MASK for name, value in zip(ARGUMENTS, args, strict=False)}
+        return self._enter(RegisterSet(sp=self.stack_top, ip=address, **values), tick=True).ax
+
+    def execute(self, start: RegisterSet) -> RegisterSet:
+        """Run from a complete register state until the function returns; returns the complete end state.
+
+        `start.sp` is where the return address gets written (`stack_top` is good). The end state's ip is
+        behind the return pad. The guest's own registers are as before in any case. The clock is not set:
+        the same state and memory give the same end.
+
+        Raises:
+            GuestFault, BudgetExceeded, MemoryFault: as `call`; the stack isn't writable.
+        """
+        return self._enter(start, tick=False)
+
+    def _enter(self, start: RegisterSet, tick: bool) -> RegisterSet:
+        regs, hooks = self._regs, self._hooks
+        saved, dispatch = regs.snapshot(), hooks.dispatch
+        self._memory.write_u64(start.sp, self._return_pad)
+        regs.restore(start)
+        hooks.dispatch = self._fixup
+        try:
+            trap = self._runner.run(tick)
+            if trap.address == self._return_pad + 1:
+                return regs.snapshot()
+        finally:
+            hooks.dispatch = dispatch
+            regs.restore(saved)
+        raise BudgetExceeded(trap) if trap.kind is TrapKind.BUDGET else GuestFault(trap)
+
+    def _fixup(self, trap: Trap) -> None:
+        """Go on at the exception table's fixup. Mirrors: fixup_exception() (v6.1)."""
+        fixup = self._ex_table.get(trap.address)
+        if fixup is None:
+            self._hooks.stop(trap)
+        else:
+            self._regs.ip = fixup
+
+
+class DataSnapshot:
+    """Contents of writable guest memory at one moment, to compare with and to go back to."""
+
+    def __init__(self, memory: Memory, ram_address: int, spans: Iterable[tuple[int, int]]) -> None:
+        """Keep [va, va + size) of each span; each must be physically contiguous."""
+        self._memory = memory
+        self._saved = [
+            (va, ram_address + memory.translate(va), ctypes.create_string_buffer(memory.read(va, size), size))
+            for va, size in spans
+        ]
+
+    def unchanged(self) -> bool:
+        """Whether memory is as it was; one memcmp a span."""
+        return not any(_memcmp(where, saved, len(saved)) for _, where, saved in self._saved)
+
+    def changes(self) -> dict[int, tuple[int, int]]:
+        """Address of each byte that differs, to what it was and what it is."""
+        found = {}
+        for va, where, saved in self._saved:
+            for page in range(0, len(saved), PAGE_SIZE):
+                size = min(PAGE_SIZE, len(saved) - page)
+                if _memcmp(where + page, ctypes.addressof(saved) + page, size):
+                    before, now = saved.raw[page : page + size], self._memory.read(va + page, size)
+                    found.update(
+                        {
+                            va + page + i: (a, b)
+                            for i, (a, b) in enumerate(zip(before, now, strict=True))
+                            if a != b
+                        }
+                    )
+        return found
+
+    def restore(self) -> None:
+        """Make memory as it was."""
+        for _, where, saved in self._saved:
+            ctypes.memmove(where, saved, len(saved))
+
+
+def map_stack(memory: Memory, number: int, size: int = 4 * PAGE_SIZE) -> int:
+    """A stack of the host's own between unmapped pages; returns its top."""
+    base = layout.HOST_STACKS + number * 0x100000 + PAGE_SIZE
+    memory.map(base, memory.host_pages.alloc(size), size, Prot.READ | Prot.WRITE)
+    return base + size

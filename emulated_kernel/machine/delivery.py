@@ -1,0 +1,73 @@
+"""Interrupt delivery: what a CPU does through its IDT, done by the host (the library never vectors)."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+
+from emulated_kernel.machine import cpu_x86
+from emulated_kernel.machine.memory import Memory
+from emulated_kernel.machine.registers import Regs
+from emulated_kernel.machine.traps import MemoryFault, Trap, TrapKind
+
+_FRAME = struct.Struct("<4Q")
+_CLEARED = cpu_x86.FLAG_TF | cpu_x86.FLAG_IF | cpu_x86.FLAG_NT | cpu_x86.FLAG_RF
+_NESTING_LIMIT = 4
+
+
+class Delivery:
+    """Pushes interrupt frames and enters the guest's handler.
+
+    The frame, from low to high addresses: vector, error code, flags, ip (8 bytes each).
+    """
+
+    def __init__(self, memory: Memory, regs: Regs, handler: int | None, cr2_cell: int | None) -> None:
+        self._memory = memory
+        self._regs = regs
+        self._handler = handler
+        self._cr2_cell = cr2_cell
+        self._last = (-1, 0)
+        self._nested = 0
+
+    @property
+    def possible(self) -> bool:
+        """Whether the guest has a handler."""
+        return self._handler is not None
+
+    def enter(self, vector: int, error_code: int, cr2: int) -> None:
+        """Interrupt the guest where it stands.
+
+        Raises:
+            MemoryFault: its stack can't take the frame; nothing was changed.
+        """
+        regs = self._regs
+        flags = regs.flags
+        sp = regs.sp - _FRAME.size
+        assert self._handler is not None
+        self._memory.write(sp, _FRAME.pack(vector, error_code, flags, regs.ip))
+        if self._cr2_cell is not None and vector == 14:
+            self._memory.write_u64(self._cr2_cell, cr2)
+        regs.sp = sp
+        regs.ip = self._handler
+        if flags & _CLEARED:
+            regs.flags = flags & ~_CLEARED
+
+    def deliver(self, trap: Trap) -> Trap | None:
+        """Deliver an exception; returns the trap to stop with if that can't be done."""
+        if not self.possible:
+            return trap
+        if self._looping(trap.address):
+            return replace(trap, kind=TrapKind.DOUBLE_FAULT)
+        try:
+            self.enter(trap.vector, trap.error_code, trap.cr2)
+        except MemoryFault:
+            return replace(trap, kind=TrapKind.DOUBLE_FAULT)
+        return None
+
+    def _looping(self, address: int) -> bool:
+        """Whether delivery itself faults: the same place again, each time deeper in the stack."""
+        sp = self._regs.sp
+        last_address, last_sp = self._last
+        self._nested = self._nested + 1 if address == last_address and sp < last_sp else 0
+        self._last = (address, sp)
+        return self._nested >= _NESTING_LIMIT

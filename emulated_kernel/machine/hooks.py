@@ -1,0 +1,102 @@
+"""The two callbacks from the emulator: they must be quick, and lose no exception of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from emulated_kernel.abi import Vector
+from emulated_kernel.machine import cpu_x86
+from emulated_kernel.machine.engine import (
+    HOOK_INSN_INVALID,
+    HOOK_INTR,
+    INSN_INVALID_CALLBACK,
+    INTR_CALLBACK,
+    Engine,
+)
+from emulated_kernel.machine.exceptions import ExceptionState
+from emulated_kernel.machine.registers import Regs
+from emulated_kernel.machine.traps import Trap, TrapKind
+
+Breakpoints = dict[int, Callable[[Regs], None]]
+
+_FIRST_INTERRUPT = 32
+_INT_N_SIZE = 2
+
+
+class TrapHooks:
+    """Sends int3 to `breakpoints`, all other exceptions as a Trap to `fault_hook`, then to `dispatch`.
+
+    An exception raised by Python code in a callback would only be printed by ctypes, with the guest
+    running on: it is parked here and `check` raises it outside.
+    """
+
+    def __init__(self, engine: Engine, regs: Regs, state: ExceptionState) -> None:
+        self._engine = engine
+        self._regs = regs
+        self.state = state
+        self.breakpoints: Breakpoints = {}
+        self.fault_hook: Callable[[Trap, Regs], bool] | None = None
+        self.dispatch: Callable[[Trap], None] = self.stop
+        """Takes exceptions that nobody else wanted."""
+        self.stopped_by: Trap | None = None
+        self._parked: BaseException | None = None
+        engine.add_hook(HOOK_INTR, INTR_CALLBACK(self._make_interrupt_callback()))
+        engine.add_hook(HOOK_INSN_INVALID, INSN_INVALID_CALLBACK(self._invalid_instruction))
+
+    def stop(self, trap: Trap) -> None:
+        """End the run with `trap`."""
+        self.stopped_by = trap
+        self._engine.stop()
+
+    def check(self) -> None:
+        """Raise what a callback raised during the run."""
+        if self._parked is not None:
+            parked, self._parked = self._parked, None
+            raise parked
+
+    def _park(self, error: BaseException) -> None:
+        self._parked = error
+        self._engine.stop()
+
+    def _make_interrupt_callback(self) -> Callable[[int, int, int], None]:
+        """A closure: each attribute lookup saved is 20 ns of every probe hit."""
+        find = self.breakpoints.get
+        regs = self._regs
+        breakpoint_vector = int(Vector.BREAKPOINT)
+
+        def interrupt(_engine: int, vector: int, _data: int) -> None:
+            try:
+                if vector == breakpoint_vector:
+                    handler = find(regs.ip - 1)
+                    if handler is not None:
+                        handler(regs)
+                        return
+                self._exception(vector)
+            except BaseException as error:
+                self._park(error)
+
+        return interrupt
+
+    def _invalid_instruction(self, _engine: int, _data: int) -> bool:
+        try:
+            self._exception(Vector.INVALID_OPCODE)
+        except BaseException as error:
+            self._park(error)
+        return True
+
+    def _exception(self, vector: int) -> None:
+        error_code = self.state.take() & 0xFFFFFFFF
+        regs = self._regs
+        if vector >= _FIRST_INTERRUPT:
+            # `int n` without a gate in the IDT: the guest has none.
+            regs.ip -= _INT_N_SIZE
+            vector, error_code = Vector.GENERAL_PROTECTION, vector << 3 | 2
+        cr2 = self._engine.reg_read(cpu_x86.CR2) if vector == Vector.PAGE_FAULT else 0
+        trap = Trap(TrapKind.FAULT, regs.ip, vector, error_code, cr2)
+        if self.fault_hook is not None and self.fault_hook(trap, regs):
+            return
+        if regs.ip != trap.address:
+            # The hook gave a copy's fault to the original instruction.
+            trap = replace(trap, address=regs.ip)
+        self.dispatch(trap)

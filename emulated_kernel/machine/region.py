@@ -1,0 +1,55 @@
+"""Region: a window of the guest's address space whose pages appear as they are allocated."""
+
+from __future__ import annotations
+
+from emulated_kernel.machine.memory import Memory
+from emulated_kernel.machine.paging import Prot
+from emulated_kernel.machine.pool import UnitPool
+
+_CHUNK = 64 << 10
+
+
+class Region:
+    """Allocations of `unit` granularity in [base, base + size), backed by the host's physical pages."""
+
+    def __init__(self, memory: Memory, base: int, size: int, *, unit: int, prot: Prot, fill: int = 0) -> None:
+        self._memory = memory
+        self._pool = UnitPool(base, size, unit)
+        self._prot = prot
+        self._fill = fill
+        self._mapped = base
+
+    def alloc(self, size: int) -> int:
+        """Virtual address of `size` bytes, each holding the fill byte if never used before.
+
+        Raises:
+            HardwareError: the window or the host's pages are exhausted.
+        """
+        va = self._pool.alloc(size)
+        while self._mapped < va + size:
+            self._extend()
+        return va
+
+    def free(self, va: int) -> int:
+        """Give back what `alloc` returned; returns its size. The bytes stay mapped.
+
+        Raises:
+            HardwareError: not allocated.
+        """
+        return self._pool.free(va)
+
+    @property
+    def used(self) -> int:
+        """Bytes handed out."""
+        return self._pool.used
+
+    @property
+    def mapped(self) -> tuple[int, int]:
+        """The part of the window that is mapped, as [start, end)."""
+        return self._pool.base, self._mapped
+
+    def _extend(self) -> None:
+        pa = self._memory.host_pages.alloc(_CHUNK)
+        self._memory.ram[pa : pa + _CHUNK] = bytes([self._fill]) * _CHUNK
+        self._memory.map(self._mapped, pa, _CHUNK, self._prot)
+        self._mapped += _CHUNK

@@ -1,0 +1,83 @@
+"""Runner: one run of the guest, from resuming it to the reason it stopped."""
+
+from __future__ import annotations
+
+from emulated_kernel.machine import layout
+from emulated_kernel.machine.budget import Watchdog
+from emulated_kernel.machine.clock import Clock
+from emulated_kernel.machine.cpu_x86 import HLT
+from emulated_kernel.machine.engine import Engine
+from emulated_kernel.machine.hooks import TrapHooks
+from emulated_kernel.machine.memory import Memory
+from emulated_kernel.machine.registers import Regs
+from emulated_kernel.machine.traps import HardwareError, MemoryFault, Trap, TrapKind
+
+
+class Runner:
+    """Resumes the current CPU; the guest's exceptions go where `hooks.dispatch` sends them."""
+
+    def __init__(
+        self, engine: Engine, memory: Memory, regs: Regs, hooks: TrapHooks, *, clock: Clock, budget: float
+    ) -> None:
+        self._engine = engine
+        self.memory = memory
+        self.regs = regs
+        self.hooks = hooks
+        self._clock = clock
+        self._watchdog = Watchdog(engine.stop, budget)
+        self._running = False
+
+    def run(self, tick: bool = True) -> Trap:
+        """Run until the guest stops; without `tick` its time goes on from where its last reading left it.
+
+        Raises:
+            HardwareError: called from within a run; the emulator failed.
+            Exception: what a Python hook raised.
+        """
+        if self._running:
+            raise HardwareError("the guest runs already: this was called from a hook")
+        if tick:
+            self._clock.tick()
+        self._running = True
+        try:
+            self._watchdog.arm()
+            try:
+                error = self._engine.start(self.regs.ip)
+            finally:
+                expired = self._watchdog.disarm()
+            return self._why_stopped(error, expired)
+        finally:
+            self._running = False
+
+    def _why_stopped(self, error: int, expired: bool) -> Trap:
+        hooks, regs = self.hooks, self.regs
+        if expired:
+            self._drain_stop(regs.ip)
+        stopped, hooks.stopped_by = hooks.stopped_by, None
+        hooks.check()
+        if stopped is not None:
+            return stopped
+        ip = regs.ip
+        if error:
+            raise HardwareError(f"the emulator stopped at {ip:#x}: {self._engine.strerror(error)}")
+        if self._behind_halt(ip):
+            return Trap.hypercall(ip, regs.ax & 0xFFFFFFFF, (regs.di, regs.si, regs.dx, regs.r10))
+        if expired:
+            return Trap(TrapKind.BUDGET, ip)
+        raise HardwareError(f"the emulator stopped at {ip:#x} for no reason")
+
+    def _drain_stop(self, ip: int) -> None:
+        """Use up a stop that came when the run was ending by itself, so that it can't hit the next one."""
+        while self.regs.ip != layout.HOST_TEXT + 1:
+            self._engine.start(layout.HOST_TEXT)
+        self.regs.ip = ip
+
+    def _behind_halt(self, ip: int) -> bool:
+        try:
+            return self.memory.ram[self.memory.translate(ip - 1)] == HLT
+        except MemoryFault:
+            return False
+
+    def close(self) -> None:
+        """End the watchdog's thread."""
+        self._watchdog.close()

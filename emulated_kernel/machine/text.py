@@ -1,0 +1,187 @@
+"""Text: the only writer of guest code, and the ledger of every byte that differs from the original."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+
+from emulated_kernel.abi import PAGE_SIZE
+from emulated_kernel.machine import layout
+from emulated_kernel.machine.cpu_x86 import INT3
+from emulated_kernel.machine.engine import Engine
+from emulated_kernel.machine.memory import Memory
+from emulated_kernel.machine.paging import Prot
+from emulated_kernel.machine.region import Region
+from emulated_kernel.machine.traps import MemoryFault
+
+_FLUSH_FROM = 32
+"""Batches of this many pokes flush all translated code instead of dropping it site by site."""
+_SLOT_ALIGN = 16
+
+
+class Text:
+    """Patches text as the kernel's text_poke() does: for all CPUs, seen at the next instruction fetched.
+
+    Original text is what `adopt` was called for: the image's segments, and modules once loaded. Only there
+    is a ledger kept; insn slots and detour buffers are the host's own and have no original.
+    """
+
+    def __init__(self, engine: Engine, memory: Memory) -> None:
+        self._engine = engine
+        self._memory = memory
+        self._ram = memory.ram
+        self._originals: list[tuple[int, int, bytes]] = []
+        self._starts: list[int] = []
+        self._slots = Region(
+            memory,
+            layout.TEXT_SPACE,
+            layout.TEXT_SPACE_SIZE,
+            unit=_SLOT_ALIGN,
+            prot=Prot.READ | Prot.EXEC,
+            fill=INT3,
+        )
+        self.ledger: dict[int, int] = {}
+        """Address to original byte, for exactly the bytes that differ; read it, never change it."""
+
+    def adopt(self, va: int, original: bytes) -> None:
+        """Declare mapped text as original: from here on its changes are in the ledger.
+
+        Raises:
+            MemoryFault: not mapped executable.
+        """
+        self._physical(va, len(original))
+        at = bisect_right(self._starts, va)
+        self._originals.insert(at, (va, va + len(original), original))
+        self._starts.insert(at, va)
+
+    def disown(self, va: int) -> None:
+        """Forget the original that begins at `va` and its ledger entries: a module goes.
+
+        Raises:
+            KeyError: none begins there.
+        """
+        at = bisect_right(self._starts, va) - 1
+        if at < 0 or self._starts[at] != va:
+            raise KeyError(va)
+        start, end, _ = self._originals.pop(at)
+        self._starts.pop(at)
+        for address in [address for address in self.ledger if start <= address < end]:
+            del self.ledger[address]
+
+    def poke(self, va: int, data: bytes) -> None:
+        """Write text and drop what was translated from it. Mirrors: text_poke() (v6.1), all CPUs at once.
+
+        Raises:
+            MemoryFault: a part isn't mapped executable; nothing was written.
+        """
+        self._write(va, data)
+        self._invalidate(va, len(data))
+
+    def poke_batch(self, pokes: Iterable[tuple[int, bytes]]) -> None:
+        """Several pokes with one invalidation.
+
+        Raises:
+            MemoryFault: as `poke`; the pokes before the bad one are done.
+        """
+        done: list[tuple[int, bytes]] = []
+        try:
+            for va, data in pokes:
+                self._write(va, data)
+                done.append((va, data))
+        finally:
+            if len(done) >= _FLUSH_FROM:
+                self._engine.flush_code()
+            else:
+                for va, data in done:
+                    self._invalidate(va, len(data))
+
+    def current(self, va: int, size: int) -> bytes:
+        """Text as patched now. Raises MemoryFault."""
+        return self._memory.read(va, size)
+
+    def original(self, va: int, size: int) -> bytes:
+        """Text as it was before any poke. Raises MemoryFault."""
+        data = self._memory.read(va, size)
+        ledger = self.ledger
+        if not ledger:
+            return data
+        return bytes([ledger.get(va + i, byte) for i, byte in enumerate(data)])
+
+    def verify(self) -> list[int]:
+        """Addresses where text and ledger disagree with the original; empty, or something else wrote text."""
+        wrong = []
+        for start, end, original in self._originals:
+            expected = bytearray(original)
+            current = self._memory.read(start, end - start)
+            for address in [a for a in self.ledger if start <= a < end]:
+                if (
+                    self.ledger[address] != original[address - start]
+                    or current[address - start] == original[address - start]
+                ):
+                    wrong.append(address)
+                expected[address - start] = current[address - start]
+            if expected != current:
+                wrong += [start + i for i in range(end - start) if expected[i] != current[i]]
+        return sorted(wrong)
+
+    def alloc_text(self, size: int) -> int:
+        """Executable memory of the host's own, 16-byte aligned, filled with int3; written by `poke` alone.
+
+        Raises:
+            HardwareError: none left.
+        """
+        return self._slots.alloc(size)
+
+    def free_text(self, va: int) -> None:
+        """Give it back; it is filled with int3 so that a late jump there traps.
+
+        Raises:
+            HardwareError: not allocated.
+        """
+        size = self._slots.free(va)
+        self.poke(va, bytes([INT3]) * size)
+
+    def _physical(self, va: int, size: int) -> Sequence[tuple[int, int]]:
+        """(pa, length) of the contiguous parts of text. Raises MemoryFault before anything is written."""
+        pa = self._memory.locate_text(va, size)
+        if pa is not None:
+            return ((pa, size),)
+        for page in (va, *range(va - va % PAGE_SIZE + PAGE_SIZE, va + size, PAGE_SIZE)):
+            if self._memory.locate_text(page, 1) is None:
+                raise MemoryFault(page, "not text")
+        return tuple(self._memory.pieces(va, size))
+
+    def _write(self, va: int, data: bytes) -> None:
+        pieces = self._physical(va, len(data))
+        self._note(va, data)
+        done = 0
+        for pa, size in pieces:
+            self._ram[pa : pa + size] = data[done : done + size]
+            done += size
+
+    def _note(self, va: int, data: bytes) -> None:
+        """Bring the ledger up to date for a poke."""
+        end = va + len(data)
+        at = bisect_right(self._starts, va) - 1
+        if at >= 0 and end <= self._originals[at][1]:
+            start, _, original = self._originals[at]
+            self._compare(va, data, original[va - start : end - start])
+        elif len(data) > 1 and any(start < end and va < stop for start, stop, _ in self._originals):
+            for i in range(len(data)):
+                self._note(va + i, data[i : i + 1])
+
+    def _compare(self, va: int, data: bytes, original: bytes) -> None:
+        ledger = self.ledger
+        for address, byte, before in zip(range(va, va + len(data)), data, original, strict=True):
+            if byte != before:
+                ledger[address] = before
+            elif address in ledger:
+                del ledger[address]
+
+    def _invalidate(self, va: int, size: int) -> None:
+        """Drop translated code. Unicorn: only the start is translated, so it is done page by page."""
+        end = va + size
+        while va < end:
+            stop = min(end, va - va % PAGE_SIZE + PAGE_SIZE)
+            self._engine.remove_cache(va, stop)
+            va = stop

@@ -1,0 +1,32 @@
+"""One virtual CPU: its registers are in the engine while it is current, in a context otherwise."""
+
+from __future__ import annotations
+
+from emulated_kernel.machine import cpu_x86
+from emulated_kernel.machine.engine import Engine
+
+
+class VCpu:
+    """A context of the one engine: all CPUs share translated code and memory, one runs at a time."""
+
+    def __init__(self, engine: Engine, number: int) -> None:
+        self.number = number
+        self._engine = engine
+        self._context = engine.context_alloc()
+
+    def save(self) -> None:
+        """Keep the engine's CPU state as this CPU's."""
+        self._engine.context_save(self._context)
+
+    def restore(self) -> None:
+        """Make this CPU current."""
+        self._engine.context_restore(self._context)
+
+    @property
+    def gs_base(self) -> int:
+        """Address of the per-CPU area, while this CPU is current."""
+        return self._engine.reg_read(cpu_x86.GS_BASE)
+
+    @gs_base.setter
+    def gs_base(self, address: int) -> None:
+        self._engine.reg_write(cpu_x86.GS_BASE, address)

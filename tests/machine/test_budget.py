@@ -1,0 +1,78 @@
+"""The watchdog thread sleeps while nothing runs."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from emulated_kernel.machine.budget import Watchdog
+from emulated_kernel.machine.traps import TrapKind
+from tests.machine.guests import boot
+
+
+def _switches(thread_id: int) -> int:
+    with open(f"/proc/self/task/{thread_id}/status", encoding="ascii") as status:
+        lines = dict(line.split(":", 1) for line in status)
+    return int(lines["voluntary_ctxt_switches"])
+
+
+def _watchdog_thread() -> threading.Thread:
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "run-budget"]
+    return thread
+
+
+def test_idle_watchdog_never_wakes() -> None:
+    machine = boot("again: nop; hlt; jmp again", run_budget=0.02)
+    machine.run()
+    time.sleep(0.2)
+    thread_id = _watchdog_thread().native_id
+    assert thread_id is not None
+    before = _switches(thread_id)
+    time.sleep(0.3)
+    assert _switches(thread_id) == before
+    machine.close()
+    assert all(thread.name != "run-budget" for thread in threading.enumerate())
+
+
+def test_expired_run_is_told_from_the_next_one() -> None:
+    stopped = threading.Event()
+    watchdog = Watchdog(stopped.set, 0.02)
+    watchdog.arm()
+    assert stopped.wait(5)
+    assert watchdog.disarm()
+    watchdog.arm()
+    assert not watchdog.disarm()
+    watchdog.close()
+
+
+def test_watchdog_stops_again_if_the_first_stop_was_missed() -> None:
+    stops = []
+    watchdog = Watchdog(lambda: stops.append(time.monotonic()), 0.02)
+    watchdog.arm()
+    time.sleep(0.2)
+    assert watchdog.disarm()
+    assert len(stops) >= 2
+    watchdog.close()
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_runs_that_end_with_their_budget_lose_nothing(fast: bool) -> None:
+    """Stops and hypercalls at about the same time: each hypercall is seen once, each loop finished."""
+    source = "again: mov rcx, rdi; inner: inc rbx; dec rcx; jnz inner; mov eax, 2; hlt; jmp again"
+    machine = boot(source, fast_registers=fast, run_budget=0.001)
+    kinds = dict.fromkeys(TrapKind, 0)
+    expected = 0
+    until = time.monotonic() + 1.0
+    machine.regs.di = length = 400_000
+    while time.monotonic() < until:
+        trap = machine.run()
+        kinds[trap.kind] += 1
+        if trap.kind is TrapKind.BUDGET:
+            continue
+        expected += length
+        assert (trap.number, machine.regs.bx) == (2, expected)
+        length = max(1000, length + (5000 if kinds[TrapKind.BUDGET] < kinds[TrapKind.HYPERCALL] else -5000))
+        machine.regs.di = length
+    assert min(kinds[TrapKind.BUDGET], kinds[TrapKind.HYPERCALL]) > 20

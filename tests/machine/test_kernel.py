@@ -1,0 +1,112 @@
+"""The machine with the real kernel: it boots, idles, runs functions and survives their faults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from emulated_kernel.abi import PARK, Hypercall, Vector
+from emulated_kernel.config import MachineConfig
+from emulated_kernel.errors import KernelError
+from emulated_kernel.machine.machine import Machine
+from emulated_kernel.machine.traps import GuestFault, Trap, TrapKind
+
+image_module = pytest.importorskip("emulated_kernel.image.image", reason="no kernel image in this tree")
+
+
+@pytest.fixture(scope="module")
+def image() -> Any:
+    try:
+        return image_module.load_image(None, "x86_64")
+    except KernelError as error:
+        pytest.skip(f"no prebuilt kernel: {error}")
+
+
+@pytest.fixture(params=[True, False], ids=["fast", "api"])
+def machine(request: pytest.FixtureRequest, image: Any) -> Iterator[Machine]:
+    with Machine(MachineConfig(fast_registers=request.param), image) as machine:
+        yield machine
+
+
+def _address(machine: Machine, name: str) -> int:
+    address = machine.image.kallsyms.lookup_name(name)
+    assert address is not None
+    return address
+
+
+def _idle(machine: Machine) -> Trap:
+    """Park each task that asks for its next system call, until nothing is runnable."""
+    trap = machine.run()
+    while trap.number == Hypercall.USER:
+        machine.answer(PARK, 0)
+        trap = machine.run()
+    assert (trap.kind, trap.number) == (TrapKind.HYPERCALL, Hypercall.IDLE)
+    return trap
+
+
+def test_boots_to_idle(machine: Machine) -> None:
+    _idle(machine)
+    assert machine.interrupts_enabled
+    assert machine.text.verify() == []
+
+
+def test_system_call_and_its_fault(machine: Machine) -> None:
+    """getpid works in init; write(2) from an unmapped user address ends in EFAULT by the exception table."""
+    assert machine.run().number == Hypercall.USER
+    machine.answer(39)
+    trap = machine.run()
+    assert (trap.number, trap.args[0]) == (Hypercall.USER, 1)
+    path = machine.user_buffers.alloc(64)
+    machine.memory.write(path, b"/scratch/file\0")
+    machine.answer(2, path, 0o102, 0o644)
+    descriptor = machine.run().args[0]
+    assert descriptor < 1024
+    machine.answer(1, descriptor, path, 13)
+    assert machine.run().args[0] == 13
+    for _ in range(3):
+        machine.answer(1, descriptor, 0x6000_0000_0000, 8)
+        assert machine.run().args[0] == (1 << 64) - 14
+    assert _idle(machine).kind is TrapKind.HYPERCALL
+
+
+def test_timer_interrupts_return_to_idle(machine: Machine) -> None:
+    _idle(machine)
+    before = machine.regs.sp
+    for _ in range(20):
+        machine.deliver(Vector.TIMER)
+        assert machine.run().number == Hypercall.IDLE
+    assert machine.regs.sp == before
+
+
+def test_calls_functions(machine: Machine) -> None:
+    _idle(machine)
+    text = machine.alloc_pages(64)
+    machine.memory.write(text, b"kprobes\0")
+    assert machine.call(_address(machine, "strlen"), text) == 7
+    with pytest.raises(GuestFault) as caught:
+        machine.call(_address(machine, "strlen"), 0x1000)
+    assert (caught.value.trap.vector, caught.value.trap.cr2) == (Vector.PAGE_FAULT, 0x1000)
+    assert machine.run().number == Hypercall.IDLE
+
+
+def test_breakpoint_on_a_function(machine: Machine) -> None:
+    _idle(machine)
+    text = machine.alloc_pages(64)
+    strlen = _address(machine, "strlen")
+    hits = []
+
+    def hit(regs: Any) -> None:
+        hits.append(regs.di)
+        regs.ip = int.from_bytes(machine.memory.read(regs.sp, 8), "little")
+        regs.sp += 8
+        regs.ax = 99
+
+    machine.breakpoints[strlen] = hit
+    machine.text.poke(strlen, b"\xcc")
+    assert machine.call(strlen, text) == 99
+    machine.text.poke(strlen, machine.text.original(strlen, 1))
+    assert machine.call(strlen, text) == 0
+    assert hits == [text]
+    assert machine.text.ledger == {}

@@ -1,0 +1,150 @@
+"""text_poke and its ledger."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from emulated_kernel.machine.layout import TEXT_SPACE
+from emulated_kernel.machine.traps import HardwareError, MemoryFault
+from tests.machine import guests
+from tests.machine.guests import CODE, DATA, RODATA, TEXT, asm, boot
+
+PAGE = 4096
+
+
+@pytest.mark.parametrize("sites", [1, 100], ids=["remove", "flush"])
+def test_poked_code_runs_at_once(sites: int) -> None:
+    machine = boot("again: mov eax, 1; hlt; jmp again")
+    for value in (1, 2, 3, 4, 5):
+        batch = [(CODE + 0x100 + i, b"\x90") for i in range(sites - 1)]
+        machine.text.poke_batch([(CODE + 1, bytes([value])), *batch])
+        machine.run()
+        assert machine.regs.ax == value
+
+
+def test_poke_over_a_page_border_is_seen_on_both_sides() -> None:
+    machine = boot()
+    border = TEXT + 2 * PAGE
+    machine.text.poke(border - 2, asm("mov eax, 0x11111111; hlt"))
+    machine.regs.ip = border - 2
+    machine.run()
+    assert machine.regs.ax == 0x11111111
+    machine.text.poke(border - 1, b"\x22\x33\x44\x55")
+    machine.regs.ip = border - 2
+    machine.run()
+    assert machine.regs.ax == 0x55443322
+    machine.text.poke(border, b"\x99")
+    machine.regs.ip = border - 2
+    machine.run()
+    assert machine.regs.ax == 0x55449922
+
+
+@pytest.mark.parametrize("va", [RODATA, DATA, TEXT + 4 * PAGE - 1, TEXT_SPACE + (1 << 20), 0])
+def test_only_text_is_poked(va: int) -> None:
+    machine = boot()
+    with pytest.raises(MemoryFault):
+        machine.text.poke(va, b"\xcc\xcc")
+    assert machine.text.ledger == {}
+    assert machine.text.verify() == []
+
+
+def test_failed_batch_leaves_a_true_ledger() -> None:
+    machine = boot("nop; hlt")
+    with pytest.raises(MemoryFault):
+        machine.text.poke_batch([(CODE, b"\xcc"), (DATA, b"\xcc"), (CODE + 1, b"\xcc")])
+    assert machine.text.ledger == {CODE: 0x90}
+    assert machine.text.verify() == []
+
+
+def test_verify_finds_text_that_was_written_behind_its_back() -> None:
+    machine = boot("nop; hlt")
+    machine.text.poke(CODE, b"\xcc")
+    pa = machine.memory.translate(CODE + 1)
+    machine.memory.ram[pa] ^= 0xFF
+    assert machine.text.verify() == [CODE + 1]
+    machine.memory.ram[pa - 1] = 0x90
+    assert machine.text.verify() == [CODE, CODE + 1]
+
+
+SITES = st.integers(0, 40)
+POKES = st.lists(
+    st.one_of(
+        st.tuples(SITES, st.binary(min_size=1, max_size=9)),
+        st.tuples(SITES, st.integers(1, 9)),
+    ),
+    max_size=25,
+)
+
+
+@pytest.fixture(scope="module")
+def patched():  # type: ignore[no-untyped-def]
+    machine = boot("nop\n" * 64)
+    guests.booted.remove(machine)
+    yield machine
+    machine.close()
+
+
+@settings(max_examples=150, deadline=None)
+@given(steps=POKES)
+def test_ledger_is_exactly_the_difference(patched, steps: list[tuple[int, bytes | int]]) -> None:  # type: ignore[no-untyped-def]
+    """Bytes are poked, integers restore that many; text, ledger and original agree after each step."""
+    text = patched.text
+    start = TEXT + PAGE - 20
+    pristine = patched.image.segments[0][1][PAGE - 20 : PAGE + 60]
+    model = bytearray(pristine)
+    text.poke(start, pristine)
+    for offset, what in steps:
+        data = what if isinstance(what, bytes) else text.original(start + offset, what)
+        model[offset : offset + len(data)] = data
+        text.poke(start + offset, data)
+        assert text.current(start, 80) == model
+        assert text.original(start, 80) == pristine
+        assert text.ledger == {start + i: pristine[i] for i in range(80) if model[i] != pristine[i]}
+        assert text.verify() == []
+
+
+def test_slots_are_int3_executable_and_without_ledger() -> None:
+    machine = boot()
+    text = machine.text
+    one, two = text.alloc_text(20), text.alloc_text(70_000)
+    assert one == TEXT_SPACE
+    assert two == one + 32
+    assert text.current(two, 70_000) == b"\xcc" * 70_000
+    text.poke(one, asm("mov eax, 9; hlt"))
+    machine.regs.ip = one
+    machine.run()
+    assert machine.regs.ax == 9
+    assert text.ledger == {}
+    with pytest.raises(MemoryFault):
+        machine.memory.write(one, b"x")
+    text.free_text(one)
+    assert text.current(one, 32) == b"\xcc" * 32
+    with pytest.raises(HardwareError):
+        text.free_text(one)
+
+
+def test_freed_slots_are_reused_as_late_as_possible() -> None:
+    text = boot().text
+    first = text.alloc_text(64)
+    text.free_text(first)
+    assert text.alloc_text(64) != first
+
+
+def test_module_text_is_adopted_and_disowned() -> None:
+    machine = boot()
+    text = machine.text
+    va = text.alloc_text(64)
+    code = asm("nop; ret", va).ljust(64, b"\xcc")
+    text.poke(va, code)
+    text.adopt(va, code)
+    text.poke(va, b"\xcc")
+    text.poke(CODE, b"\x90")
+    assert text.ledger == {va: 0x90, CODE: 0xCC}
+    assert text.original(va, 2) == code[:2]
+    assert text.verify() == []
+    text.disown(va)
+    assert text.ledger == {CODE: 0xCC}
+    with pytest.raises(KeyError):
+        text.disown(va)

@@ -1,0 +1,322 @@
+"""Exceptions, breakpoints and budgets: what stops or interrupts the guest, in both register modes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from emulated_kernel.abi import Vector
+from emulated_kernel.machine.layout import DIRECT_MAP
+from emulated_kernel.machine.machine import Machine
+from emulated_kernel.machine.registers import Regs
+from emulated_kernel.machine.traps import GuestFault, HardwareError, Trap, TrapKind
+from tests.machine.guests import CODE, DATA, HANDLER, RODATA, TEXT, asm, boot, exceptions
+
+Booter = Callable[..., Machine]
+TEXT_ALIAS = DIRECT_MAP + 0x1000000
+UNMAPPED = 0x123450000
+
+
+@pytest.fixture(params=[True, False], ids=["fast", "api"])
+def start(request: pytest.FixtureRequest) -> Booter:
+    return lambda source="", **options: boot(source, fast_registers=request.param, **options)
+
+
+FAULTS = {
+    "divide": ("xor ecx, ecx; div ecx", 2, Vector.DIVIDE_ERROR, 0, None),
+    "read unmapped": (f"movabs rbx, {UNMAPPED:#x}; mov rax, [rbx]", 3, Vector.PAGE_FAULT, 0, UNMAPPED),
+    "write unmapped": (f"movabs rbx, {UNMAPPED:#x}; mov [rbx], rax", 3, Vector.PAGE_FAULT, 2, UNMAPPED),
+    "write rodata": (f"movabs rbx, {RODATA:#x}; mov [rbx], rax", 3, Vector.PAGE_FAULT, 3, RODATA),
+    "write text": (f"movabs rbx, {TEXT:#x}; mov [rbx], rax", 3, Vector.PAGE_FAULT, 3, TEXT),
+    "write text alias": (f"movabs rbx, {TEXT_ALIAS:#x}; mov [rbx], rax", 3, Vector.PAGE_FAULT, 3, TEXT_ALIAS),
+    "non-canonical": (
+        "movabs rbx, 0x8000000000000000; mov rax, [rbx]",
+        3,
+        Vector.GENERAL_PROTECTION,
+        0,
+        None,
+    ),
+    "undefined": ("ud2", 2, Vector.INVALID_OPCODE, 0, None),
+    "no gate": ("int 0x80", 2, Vector.GENERAL_PROTECTION, 0x80 << 3 | 2, None),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault_reaches_the_guests_handler(start: Booter, name: str) -> None:
+    source, size, vector, error, cr2 = FAULTS[name]
+    machine = start(f"{source}; mov r15, 77; hlt")
+    machine.memory.write_u64(DATA + 8, size)
+    sp = machine.regs.sp
+    assert machine.run().kind is TrapKind.HYPERCALL
+    ((seen_vector, seen_error, seen_ip, seen_cr2),) = exceptions(machine)
+    at = CODE + len(asm(source)) - size
+    assert (seen_vector, seen_error, seen_ip) == (vector, error, at)
+    assert seen_cr2 == (cr2 or 0)
+    assert (machine.regs.r15, machine.regs.sp) == (77, sp)
+
+
+def test_faults_in_a_row_are_no_double_faults(start: Booter) -> None:
+    machine = start(
+        f"""
+        mov r12, 5
+        movabs rbx, {UNMAPPED:#x}
+        xor ecx, ecx
+        loop_start:
+        mov rax, [rbx]
+        nop
+        div rcx
+        ud2
+        nop
+        dec r12
+        jnz loop_start
+        hlt
+        """
+    )
+    machine.memory.write_u64(DATA + 8, 3)
+    assert machine.run().kind is TrapKind.HYPERCALL
+    row = [Vector.PAGE_FAULT, Vector.DIVIDE_ERROR, Vector.INVALID_OPCODE]
+    assert [entry[0] for entry in exceptions(machine)] == row * 5
+
+
+def test_data_is_not_executable(start: Booter) -> None:
+    machine = start(f"movabs rbx, {DATA + 0x1000:#x}; jmp rbx")
+    seen: list[Trap] = []
+
+    def to_halt(trap: Trap, regs: Regs) -> bool:
+        seen.append(trap)
+        regs.ip = TEXT + 10 + 5  # the boot stub's hlt
+        return True
+
+    machine.fault_hook = to_halt
+    machine.memory.write(DATA + 0x1000, b"\xf4")
+    assert machine.run().address == TEXT + 16
+    (trap,) = seen
+    assert (trap.vector, trap.error_code, trap.address) == (Vector.PAGE_FAULT, 0x11, DATA + 0x1000)
+    assert trap.cr2 == DATA + 0x1000
+
+
+def test_unhandled_int3_is_delivered_behind_the_instruction(start: Booter) -> None:
+    machine = start("nop; int3; hlt")
+    machine.run()
+    assert exceptions(machine) == [(Vector.BREAKPOINT, 0, CODE + 2, 0)]
+
+
+def test_fault_hook_declines_and_the_guest_gets_it(start: Booter) -> None:
+    machine = start("ud2; hlt")
+    machine.memory.write_u64(DATA + 8, 2)
+    seen: list[Trap] = []
+    machine.fault_hook = lambda trap, _regs: bool(seen.append(trap))
+    machine.run()
+    assert [trap.vector for trap in seen] == [Vector.INVALID_OPCODE]
+    assert len(exceptions(machine)) == 1
+
+
+def test_single_step(start: Booter) -> None:
+    machine = start("nop; mov rax, 5; add rax, rax; nop; hlt")
+    stops: list[int] = []
+
+    def step(trap: Trap, regs: Regs) -> bool:
+        stops.append(trap.address - CODE)
+        if len(stops) == 3:
+            regs.flags &= ~0x100
+        return trap.vector == Vector.DEBUG
+
+    machine.fault_hook = step
+    machine.regs.flags |= 0x100
+    machine.run()
+    assert stops == [1, 8, 11]
+    assert machine.regs.ax == 10
+
+
+def test_wild_stack_pointer_is_a_double_fault(start: Booter) -> None:
+    machine = start("mov rsp, 0x1000; ud2")
+    trap = machine.run()
+    assert (trap.kind, trap.vector) == (TrapKind.DOUBLE_FAULT, Vector.INVALID_OPCODE)
+    assert machine.regs.ip == trap.address == CODE + 7
+    assert machine.run().kind is TrapKind.DOUBLE_FAULT
+
+
+@pytest.mark.parametrize("target", [TEXT + 0x2000, RODATA + 64, DIRECT_MAP + 0x1000000 + 64])
+def test_frame_is_never_written_to_read_only_memory(start: Booter, target: int) -> None:
+    machine = start(f"movabs rsp, {target:#x}; ud2")
+    before = machine.memory.read(target - 64, 64)
+    assert machine.run().kind is TrapKind.DOUBLE_FAULT
+    assert machine.memory.read(target - 64, 64) == before
+
+
+def test_handler_that_faults_is_a_double_fault(start: Booter) -> None:
+    machine = start("ud2", handler="nop; ud2")
+    sp = machine.regs.sp
+    trap = machine.run()
+    assert (trap.kind, trap.address) == (TrapKind.DOUBLE_FAULT, TEXT + 0x101)
+    assert sp - machine.regs.sp <= 8 * 32
+
+
+def test_without_a_handler_the_run_ends_with_the_fault(start: Booter) -> None:
+    machine = start("mov rax, 1; ud2", handler=None)
+    trap = machine.run()
+    assert (trap.kind, trap.vector, trap.address) == (TrapKind.FAULT, Vector.INVALID_OPCODE, CODE + 7)
+    with pytest.raises(HardwareError, match="asm_host_interrupt"):
+        machine.deliver(Vector.WAKE)
+
+
+def test_host_delivers_an_interrupt_to_the_stopped_guest(start: Booter) -> None:
+    machine = start("mov rax, 9; cmp rax, 9; hlt; hlt")
+    machine.run()
+    regs = machine.regs
+    before = regs.snapshot()
+    machine.deliver(Vector.WAKE, 4)
+    assert regs.ip == TEXT + 0x100
+    assert not regs.flags & 0x200
+    trap = machine.run()
+    assert exceptions(machine) == [(Vector.WAKE, 4, before.ip, 0)]
+    assert trap.address == before.ip + 1
+    assert regs.snapshot() == before._replace(ip=before.ip + 1)
+
+
+def test_delivery_to_a_wild_stack_raises(start: Booter) -> None:
+    machine = start("nop; hlt")
+    machine.run()
+    machine.regs.sp = 0x2000
+    with pytest.raises(GuestFault) as caught:
+        machine.deliver(Vector.WAKE)
+    assert caught.value.trap.kind is TrapKind.DOUBLE_FAULT
+
+
+def test_delivery_clears_and_returns_the_interrupt_flags(start: Booter) -> None:
+    machine = start("sti; ud2; hlt", handler="pushfq; pop r14;" + HANDLER)
+    machine.memory.write_u64(DATA + 8, 2)
+    machine.run()
+    assert not machine.regs.r14 & 0x200
+    assert machine.regs.flags & 0x200
+
+
+def test_breakpoints_count_exactly(start: Booter) -> None:
+    machine = start("mov ecx, 1000; again: nop; nop; dec ecx; jnz again; hlt")
+    site = CODE + 6
+    hits = 0
+
+    def hit(regs: Regs) -> None:
+        nonlocal hits
+        hits += 1
+        assert regs.ip == site + 1
+        assert regs.cx == 1001 - hits
+
+    machine.breakpoints[site] = hit
+    machine.text.poke(site, b"\xcc")
+    machine.run()
+    assert hits == 1000
+
+
+def test_patching_from_within_a_breakpoint_counts_exactly(start: Booter) -> None:
+    """int3 becomes a jump to a counting detour at hit 100 and int3 again at 600: each pass counts once."""
+    machine = start(
+        f"""
+        mov ecx, 1000
+        movabs rbx, {DATA + 0x1000:#x}
+        again:
+        nop
+        nop
+        nop
+        nop
+        nop
+        dec ecx
+        jnz again
+        hlt
+        """
+    )
+    site = CODE + 15
+    detour = machine.text.alloc_text(64)
+    code = asm(
+        f"inc qword ptr [rbx]; cmp qword ptr [rbx], 500; jne back; int3; back: jmp {site + 5:#x}",
+        detour,
+    )
+    machine.text.poke(detour, code)
+    hits = 0
+
+    def hit(regs: Regs) -> None:
+        nonlocal hits
+        hits += 1
+        if hits == 100:
+            machine.text.poke(site, asm(f"jmp {detour:#x}", site))
+            regs.ip = site + 5
+
+    def unoptimize(_regs: Regs) -> None:
+        machine.text.poke(site, b"\xcc" + machine.text.original(site + 1, 4))
+
+    machine.breakpoints[site] = hit
+    machine.breakpoints[detour + code.index(b"\xcc")] = unoptimize
+    machine.text.poke(site, b"\xcc")
+    machine.run()
+    assert machine.memory.read_u64(DATA + 0x1000) == 500
+    assert hits == 500
+    assert machine.text.ledger == {site: 0x90}
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
+def test_exception_in_a_handler_is_raised_outside(
+    start: Booter, kind: type[BaseException], capfd: pytest.CaptureFixture[str]
+) -> None:
+    machine = start("nop; nop; mov rax, 3; hlt")
+
+    def fail(_regs: Regs) -> None:
+        raise kind("from the handler")
+
+    machine.breakpoints[CODE] = fail
+    machine.text.poke(CODE, b"\xcc")
+    with pytest.raises(kind, match="from the handler"):
+        machine.run()
+    assert machine.regs.ip == CODE + 1
+    assert machine.regs.ax != 3
+    assert machine.run().kind is TrapKind.HYPERCALL
+    assert machine.regs.ax == 3
+    assert capfd.readouterr() == ("", "")
+
+
+def test_exception_in_the_fault_hook_is_raised_outside(start: Booter) -> None:
+    machine = start("ud2; hlt")
+    machine.fault_hook = lambda _trap, _regs: 1 // 0 == 0
+    with pytest.raises(ZeroDivisionError):
+        machine.run()
+    machine.fault_hook = None
+    machine.memory.write_u64(DATA + 8, 2)
+    assert machine.run().kind is TrapKind.HYPERCALL
+
+
+def test_running_from_a_hook_is_refused(start: Booter) -> None:
+    machine = start("int3; hlt")
+    machine.breakpoints[CODE] = lambda _regs: machine.run() and None
+    with pytest.raises(HardwareError, match="runs already"):
+        machine.run()
+    assert machine.run().kind is TrapKind.HYPERCALL
+
+
+def test_budget_stops_a_loop_and_running_goes_on(start: Booter) -> None:
+    machine = start("again: inc rax; jmp again", run_budget=0.05)
+    begun = time.monotonic()
+    first = machine.run()
+    count = machine.regs.ax
+    second = machine.run()
+    assert 0.1 <= time.monotonic() - begun < 5
+    assert {first.kind, second.kind} == {TrapKind.BUDGET}
+    assert machine.regs.ax > count > 1000
+
+
+def test_budget_of_a_jump_to_itself_leaves_a_deliverable_state(start: Booter) -> None:
+    machine = start("here: jmp here; nop; hlt", run_budget=0.05)
+    assert machine.run() == Trap(TrapKind.BUDGET, CODE)
+    machine.memory.write_u64(DATA + 8, 2)
+    machine.deliver(Vector.WATCHDOG)
+    assert machine.run().kind is TrapKind.HYPERCALL
+    assert exceptions(machine) == [(Vector.WATCHDOG, 0, CODE, 0)]
+
+
+def test_many_short_runs_within_a_budget_are_never_stopped(start: Booter) -> None:
+    machine = start(
+        "again: mov ecx, 20000; inner: dec ecx; jnz inner; mov eax, 2; hlt; jmp again", run_budget=0.02
+    )
+    until = time.monotonic() + 0.3
+    while time.monotonic() < until:
+        assert machine.run().kind is TrapKind.HYPERCALL
