@@ -1,0 +1,162 @@
+"""Which registers and flags a probe must save: those that the function may still read.
+
+Backward data flow over the function's instructions. All is taken as live wherever the function is left
+(return, call, trap, indirect jump, fixup): kernel assembly follows no calling convention that could be
+relied on. So what is reported dead is overwritten on every path before it can be seen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from emulated_kernel.arch.x86.decode import decode_all
+from emulated_kernel.arch.x86.emulate import REGISTER_NAMES
+from emulated_kernel.arch.x86.function import Function
+
+_FLAGS_SHIFT = len(REGISTER_NAMES)
+_STATUS_FLAGS = 0b111111
+"""OF SF ZF AF CF PF, as iced numbers them."""
+_ALL = _STATUS_FLAGS << _FLAGS_SHIFT | (1 << _FLAGS_SHIFT) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """What may still be read from an address on."""
+
+    registers: frozenset[str]
+    """pt_regs names."""
+    flags: bool
+    """Whether any of OF SF ZF AF CF PF is live."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Effect:
+    """One instruction: bit masks of registers and status flags, and where control goes."""
+
+    reads: int
+    kills: int
+    successors: tuple[int, ...]
+    leaves: bool
+    """Control may go where this analysis doesn't look."""
+
+
+class Liveness:
+    """Liveness in one function, computed once.
+
+    A register that is written in part, under a condition, or by a shift whose count may be 0 isn't dead.
+    """
+
+    def __init__(self, function: Function, bits: int = 64) -> None:
+        effects = _effects(function, bits)
+        self._live = _solve(effects)
+
+    def at(self, addr: int) -> Live:
+        """What is live in front of the instruction at `addr`; everything where there is none."""
+        live = self._live.get(addr, _ALL)
+        names = (name for number, name in enumerate(REGISTER_NAMES) if live >> number & 1)
+        return Live(frozenset(names), bool(live >> _FLAGS_SHIFT))
+
+
+def _solve(effects: dict[int, _Effect]) -> dict[int, int]:
+    """Least fixed point; visiting backwards, most functions need two passes and one a loop level."""
+    live = dict.fromkeys(effects, 0)
+    order = sorted(effects, reverse=True)
+    changed = True
+    while changed:
+        changed = False
+        for addr in order:
+            effect = effects[addr]
+            out = _ALL if effect.leaves else 0
+            for successor in effect.successors:
+                out |= live.get(successor, _ALL)
+            now = effect.reads | out & ~effect.kills
+            if now != live[addr]:
+                live[addr] = now
+                changed = True
+    return live
+
+
+def _effects(function: Function, bits: int) -> dict[int, _Effect]:
+    from iced_x86 import InstructionInfoFactory
+
+    factory = InstructionInfoFactory()
+    effects = {}
+    for addr, length, insn in decode_all(function.code[: function.size], function.addr, bits):
+        if insn is None or addr in function.exception_entries:
+            effects[addr] = _Effect(_ALL, 0, (), True)
+            continue
+        reads, kills = _registers(factory.info(insn))
+        flags_read, flags_killed = _flags(insn)
+        reads |= flags_read << _FLAGS_SHIFT
+        kills |= flags_killed << _FLAGS_SHIFT
+        if insn.has_rep_prefix or insn.has_repne_prefix:
+            kills = 0  # With count 0 a repeated instruction does nothing.
+        effects[addr] = _Effect(reads, kills, *_control(insn, addr + length))
+    return effects
+
+
+def _control(insn: Any, next_addr: int) -> tuple[tuple[int, ...], bool]:
+    """Successors inside the function, and whether control may leave."""
+    from iced_x86 import FlowControl
+
+    flow = insn.flow_control
+    if flow == FlowControl.NEXT:
+        return (next_addr,), False
+    if flow == FlowControl.CONDITIONAL_BRANCH:
+        return (next_addr, insn.near_branch_target), False
+    if flow == FlowControl.UNCONDITIONAL_BRANCH and insn.near_branch_target:
+        return (insn.near_branch_target,), False
+    return (), True
+
+
+def _registers(info: Any) -> tuple[int, int]:
+    """Masks of the general registers that are read, and of those overwritten as a whole."""
+    from iced_x86 import OpAccess, RegisterExt
+
+    reading = (OpAccess.READ, OpAccess.COND_READ, OpAccess.READ_WRITE, OpAccess.READ_COND_WRITE)
+    writing = (OpAccess.WRITE, OpAccess.READ_WRITE)
+    reads = kills = 0
+    for used in info.used_registers():
+        number = _register_numbers().get(RegisterExt.full_register(used.register))
+        if number is None:
+            continue
+        if used.access in reading:
+            reads |= 1 << number
+        # A 32-bit write clears the upper half; narrower ones leave the rest of the register.
+        if used.access in writing and RegisterExt.size(used.register) >= 4:
+            kills |= 1 << number
+    return reads, kills
+
+
+def _flags(insn: Any) -> tuple[int, int]:
+    """Masks of the status flags that are read, and of those overwritten.
+
+    AF counts as overwritten where it becomes undefined: logic instructions leave nothing else to it.
+    Shifts and rotates don't count: with count 0 they leave every flag.
+    """
+    from iced_x86 import RflagsBits
+
+    overwritten = insn.rflags_written | insn.rflags_cleared | insn.rflags_set
+    overwritten |= insn.rflags_undefined & RflagsBits.AF
+    if insn.mnemonic in _shifts():
+        overwritten = 0
+    return insn.rflags_read & _STATUS_FLAGS, overwritten & _STATUS_FLAGS
+
+
+@cache
+def _register_numbers() -> dict[int, int]:
+    """iced's 64-bit register to its number in ModRM."""
+    from iced_x86 import Register
+
+    names = ["RAX", "RCX", "RDX", "RBX", "RSP", "RBP", "RSI", "RDI", *(f"R{n}" for n in range(8, 16))]
+    return {getattr(Register, name): number for number, name in enumerate(names)}
+
+
+@cache
+def _shifts() -> frozenset[int]:
+    from iced_x86 import Mnemonic
+
+    names = ("ROL", "ROR", "RCL", "RCR", "SHL", "SHR", "SAL", "SAR", "SHLD", "SHRD")
+    return frozenset(getattr(Mnemonic, name) for name in names)

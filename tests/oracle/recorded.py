@@ -1,0 +1,124 @@
+"""Reads what a real kernel answered: function tables and the verdict on each probe point."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from errno import errorcode
+from pathlib import Path
+from typing import Any
+
+from emulated_kernel.arch.x86.function import CALL_SIZE, Function, FunctionTable, Site, TextLayout
+
+ROOT = Path(__file__).resolve().parents[2]
+IMAGE_ALIGNMENT = 2 << 20
+MODULES = range(0xFFFFFFFFC0000000, 0xFFFFFFFFFF000000)
+
+
+def oracle_directory() -> Path:
+    """Where the recordings are: $KPROBEFS_ORACLE, or beside the project."""
+    return Path(os.environ.get("KPROBEFS_ORACLE") or ROOT.parent / "shared" / "oracle")
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One probe point as it was written to kprobe_events, and the kernel's answer."""
+
+    symbol: str
+    offset: int
+    addr: int | None
+    """None: the symbol doesn't exist."""
+    ambiguous: bool
+    """Several symbols have the name. The recorded tables hold one each, so it comes with the point."""
+    errno: str
+    flags: str
+
+    @property
+    def place(self) -> str:
+        """symbol+offset."""
+        return f"{self.symbol}+{self.offset:#x}"
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """One kernel's answers."""
+
+    version: str
+    table: FunctionTable
+    points: tuple[Point, ...]
+
+
+def recordings(directory: Path) -> Iterator[Recording]:
+    """Every pair of functions and verdicts in `directory`."""
+    for functions in sorted(directory.glob("functions-*.json.gz")):
+        version = functions.name.removeprefix("functions-").removesuffix(".json.gz")
+        verdicts = directory / f"optverdict-{version}.csv.gz"
+        if verdicts.exists():
+            points = tuple(_points(verdicts))
+            yield Recording(version, _table(functions, points), points)
+
+
+def _points(path: Path) -> Iterator[Point]:
+    with gzip.open(path, "rt", newline="") as file:
+        for row in csv.DictReader(file):
+            yield Point(
+                symbol=row["symbol"],
+                offset=int(row["offset"], 0),
+                addr=int(row["addr"], 16) if row["addr"] else None,
+                ambiguous=row["category"] == "dupname",
+                errno=row["errno"],
+                flags=row["flags"],
+            )
+
+
+def _table(path: Path, points: tuple[Point, ...]) -> FunctionTable:
+    with gzip.open(path) as file:
+        recorded = json.load(file)
+    ranges = {name: int(value, 16) for name, value in recorded.pop("_meta")["ranges"].items()}
+    functions = [_function(name, entry) for name, entry in recorded.items()]
+    text = range(ranges["_stext"], ranges["_etext"])
+    return FunctionTable.build(
+        TextLayout(
+            text=text,
+            image_end=_image_end(text, points),
+            entry_text=range(ranges["__entry_text_start"], ranges["__entry_text_end"]),
+            thunks=range(ranges["__indirect_thunk_start"], ranges["__indirect_thunk_end"]),
+            modules=MODULES,
+        ),
+        functions,
+        complete=False,
+    )
+
+
+def _image_end(text: range, points: tuple[Point, ...]) -> int:
+    """_end isn't recorded; it is taken as the next large page behind the last symbol of the image."""
+    symbols = (p.addr for p in points if p.addr and p.offset == 0)
+    last = max((addr for addr in symbols if text.start <= addr < MODULES.start), default=text.stop)
+    return -(-max(last + 1, text.stop) // IMAGE_ALIGNMENT) * IMAGE_ALIGNMENT
+
+
+def _function(name: str, entry: dict[str, Any]) -> Function:
+    def addresses(key: str) -> frozenset[int]:
+        return frozenset(int(value, 16) for value in entry.get(key, ()))
+
+    return Function(
+        name=name,
+        addr=int(entry["addr"], 16),
+        size=entry["size"],
+        code=bytes.fromhex(entry["bytes_hex"]),
+        blacklisted=entry["blacklisted"],
+        fentry_sites=addresses("mcount"),
+        exception_entries=addresses("ex_table"),
+        bug_entries=addresses("bug"),
+        jump_labels=tuple(Site(int(addr, 16), size) for addr, size in entry.get("jump_labels", ())),
+        static_calls=tuple(Site(addr, CALL_SIZE) for addr in sorted(addresses("static_calls"))),
+    )
+
+
+def errno_name(errno: int) -> str:
+    """ "0" or the symbolic name, as recorded."""
+    return errorcode[errno] if errno else "0"

@@ -1,0 +1,130 @@
+"""Compares our verdicts with a real kernel's: `verdict.py [DIR]`; exit 1 if any differs."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from emulated_kernel.arch.x86.function import FunctionTable
+from emulated_kernel.arch.x86.verdict import Verdict, Verdicts
+from tests.oracle.recorded import Point, Recording, errno_name, oracle_directory, recordings
+
+SHOWN = 20
+"""Differences listed of each kind."""
+
+
+@dataclass
+class Comparison:
+    """How many answers of one kind agree, and the first that don't."""
+
+    total: int = 0
+    agree: int = 0
+    differences: list[str] = field(default_factory=list)
+
+    def add(self, place: str, ours: str, recorded: str, why: str) -> None:
+        self.total += 1
+        if ours == recorded:
+            self.agree += 1
+        elif len(self.differences) < SHOWN:
+            self.differences.append(
+                f"  {place}: recorded {recorded or 'none'}, ours {ours or 'none'} ({why})"
+            )
+
+
+@dataclass
+class Report:
+    """The comparison for one kernel."""
+
+    version: str
+    errno: Comparison = field(default_factory=Comparison)
+    flags: Comparison = field(default_factory=Comparison)
+    parentless: Comparison = field(default_factory=Comparison)
+    """Points in split-off parts of functions that weren't recorded: whether such a part is notrace is told
+    by the other function. The kernel's answer must be EINVAL, or ours for a traced function."""
+    by_parent: int = 0
+    """How many of those the other function alone explains: EINVAL where the point by itself is good."""
+    unknown: int = 0
+    """Points in modules, whose bytes weren't recorded."""
+    seconds: float = 0.0
+
+    @property
+    def perfect(self) -> bool:
+        """Whether every answer agrees."""
+        return all(part.agree == part.total for part in (self.errno, self.flags, self.parentless))
+
+
+def compare(recording: Recording) -> Report:
+    """All points of a recording."""
+    report = Report(recording.version)
+    started = time.perf_counter()
+    verdicts = Verdicts(recording.table)
+    for point in recording.points:
+        if point.addr is None:
+            report.errno.add(point.place, "ENOENT", point.errno, "no such symbol")
+        elif point.ambiguous:
+            report.errno.add(point.place, "EADDRNOTAVAIL", point.errno, "the symbol isn't unique")
+        else:
+            _compare_at(report, verdicts, recording.table, point, point.addr)
+    report.seconds = time.perf_counter() - started
+    return report
+
+
+def _compare_at(report: Report, verdicts: Verdicts, table: FunctionTable, point: Point, addr: int) -> None:
+    try:
+        verdict = verdicts.at(addr)
+        report.errno.add(point.place, errno_name(verdict.errno), point.errno, _why(verdict))
+    except LookupError:
+        function = table.containing(addr)
+        if function is None:
+            report.unknown += 1
+            return
+        verdict = verdicts.within(function, addr)
+        ours = errno_name(verdict.errno)
+        if point.errno == "EINVAL" != ours:
+            report.by_parent += 1
+            ours = "EINVAL"
+        report.parentless.add(point.place, ours, point.errno, _why(verdict))
+    if point.errno == "0" and point.flags != "?":
+        report.flags.add(point.place, verdict.flags, point.flags, _why(verdict))
+
+
+def _why(verdict: Verdict) -> str:
+    return verdict.finding.text if verdict.finding else "optimized"
+
+
+def main(arguments: list[str]) -> int:
+    """Prints one line a kind of answer, then the differences."""
+    directory = Path(arguments[0]) if arguments else oracle_directory()
+    reports = [compare(recording) for recording in recordings(directory)]
+    for report in reports:
+        _print(report)
+    if not reports:
+        print(f"no recordings in {directory}", file=sys.stderr)
+    return 0 if reports and all(report.perfect for report in reports) else 1
+
+
+def _print(report: Report) -> None:
+    lines = {
+        "errno": report.errno,
+        "flags": report.flags,
+        "errno where the parent function isn't recorded (ours or EINVAL)": report.parentless,
+    }
+    for kind, comparison in lines.items():
+        print(f"{report.version} {kind}: agree {comparison.agree} of {comparison.total}")
+        for difference in comparison.differences:
+            print(difference)
+    judged = report.errno.total + report.parentless.total
+    print(
+        f"{report.version}: {judged / report.seconds:,.0f} verdicts a second; "
+        f"{report.by_parent} points refused for their parent alone; "
+        f"{report.unknown} points in modules, without bytes"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
