@@ -1,0 +1,139 @@
+"""Kprobe: what a user registers, and AggregatorProbe: what stands for several of them at one address."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Flag, auto
+from statistics import median
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, Any
+
+from emulated_kernel.abi import GuestAddr
+
+if TYPE_CHECKING:
+    from emulated_kernel.arch.base import Prepared
+
+_COSTS_KEPT = 63
+"""Latest hits whose cost is kept; an odd number has a median."""
+
+Regs = Any
+"""The live registers at a hit, by Linux's pt_regs names; writing one changes the guest."""
+
+PreHandler = Callable[["Kprobe", Regs], int | None]
+PostHandler = Callable[["Kprobe", Regs], None]
+
+
+class HitCost:
+    """What handling a hit took on the host: from the breakpoint to the instruction behind the probed one."""
+
+    __slots__ = ("_started", "hits", "latest")
+
+    def __init__(self) -> None:
+        self.hits = 0
+        self.latest: deque[int] = deque(maxlen=_COSTS_KEPT)
+        """Nanoseconds."""
+        self._started = 0
+
+    def start(self) -> None:
+        self._started = perf_counter_ns()
+
+    def stop(self) -> None:
+        self.hits += 1
+        self.latest.append(perf_counter_ns() - self._started)
+
+    def text(self) -> str:
+        """Hits handled, and the median of the latest ones' nanoseconds."""
+        if not self.latest:
+            return "hits 0"
+        return f"hits {self.hits} median {round(median(self.latest))} ns of the last {len(self.latest)}"
+
+
+class KprobeFlag(Flag):
+    """Mirrors: include/linux/kprobes.h KPROBE_FLAG_* (v6.1)."""
+
+    NONE = 0
+    GONE = auto()
+    DISABLED = auto()
+    ON_FUNC_ENTRY = auto()
+
+
+@dataclass(eq=False)
+class Kprobe:
+    """A probe on one instruction: give `symbol_name` (and `offset`, bytes) or `addr`, never both.
+
+    `pre_handler(kprobe, regs)` runs before the instruction; a true result means that it has set
+    regs.ip itself and the instruction is not run. `post_handler(kprobe, regs)` runs after it.
+    Mirrors: include/linux/kprobes.h:struct kprobe (v6.1).
+    """
+
+    symbol_name: str | None = None
+    offset: int = 0
+    addr: int | None = None
+    pre_handler: PreHandler | None = None
+    post_handler: PostHandler | None = None
+    disabled: bool = False
+    """Register it disabled (KPROBE_FLAG_DISABLED)."""
+    nmissed: int = field(default=0, init=False)
+    """Hits that were not handled because a handler was running."""
+    flags: KprobeFlag = field(default=KprobeFlag.NONE, init=False)
+    kind: str = field(default="k", init=False)
+    """As kprobes/list shows it: `k` kprobe, `r` kretprobe."""
+    insn: OutOfLine | None = field(default=None, init=False, repr=False)
+    cost: HitCost = field(default_factory=HitCost, init=False, repr=False)
+
+    @property
+    def address(self) -> GuestAddr:
+        """The probed address; only a registered probe is sure to have one."""
+        assert self.addr is not None, "a probe has no address before it is registered"
+        return GuestAddr(self.addr)
+
+    @property
+    def is_disabled(self) -> bool:
+        return bool(self.flags & (KprobeFlag.DISABLED | KprobeFlag.GONE))
+
+    @property
+    def is_gone(self) -> bool:
+        return bool(self.flags & KprobeFlag.GONE)
+
+
+@dataclass(frozen=True)
+class OutOfLine:
+    """How the probed instruction is run away from its place: an insn slot, or emulation."""
+
+    prepared: Prepared
+    slot: GuestAddr | None
+    """Address of the insn slot; None for an emulated instruction."""
+
+    @property
+    def step_end(self) -> int | None:
+        """Address of the breakpoint that ends the step."""
+        return None if self.slot is None else self.slot + self.prepared.length
+
+
+@dataclass(eq=False)
+class AggregatorProbe(Kprobe):
+    """Stands in the table for all probes of one address; newest first, as their handlers run.
+
+    Mirrors: kernel/kprobes.c:init_aggr_kprobe (v6.1).
+    """
+
+    members: list[Kprobe] = field(default_factory=list, init=False)
+
+    def run_pre_handlers(self, regs: Regs) -> int | None:
+        for member in self.members:
+            if member.pre_handler is not None and not member.is_disabled and member.pre_handler(member, regs):
+                return 1
+        return None
+
+    def run_post_handlers(self, regs: Regs) -> None:
+        for member in self.members:
+            if member.post_handler is not None and not member.is_disabled:
+                member.post_handler(member, regs)
+
+    def refresh_handlers(self) -> None:
+        """Have handlers of its own exactly while a member has: an empty one would cost each hit."""
+        has_post = any(m.post_handler is not None for m in self.members)
+        self.pre_handler = lambda _kp, regs: self.run_pre_handlers(regs)
+        self.post_handler = (lambda _kp, regs: self.run_post_handlers(regs)) if has_post else None
