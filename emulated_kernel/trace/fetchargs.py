@@ -1,0 +1,360 @@
+"""Fetch arguments: NAME=EXPRESSION:TYPE parsed and compiled to a fetch program."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.trace.chars import is_good_name
+from emulated_kernel.trace.numbers import is_digit, kstrtol, kstrtoul, simple_strtoul
+from emulated_kernel.trace.ports import TraceArch
+from emulated_kernel.trace.probe_errors import CommandLog, ProbeError
+from emulated_kernel.trace.types import FetchInsn, FetchOp, FetchProgram, FetchType, find_fetch_type
+
+MAX_TRACE_ARGS = 128
+MAX_ARG_NAME_LEN = 32
+MAX_ARGSTR_LEN = 63
+MAX_ARRAY_LEN = 64
+MAX_PROBE_EVENT_SIZE = 3072
+FETCH_INSN_MAX = 16
+"""Operations of a program, its end included."""
+PARAM_MAX_STACK = 2048
+"""Words of a kernel stack, on every architecture here; $stackN and $argN may be no higher."""
+
+RESERVED_NAMES = frozenset(
+    {
+        "common_type",
+        "common_flags",
+        "common_preempt_count",
+        "common_pid",
+        "common_tgid",
+        "__probe_ip",
+        "__probe_ret_ip",
+        "__probe_func",
+    }
+)
+_SYMSTR_SOURCES = frozenset({FetchOp.REG, FetchOp.STACK, FetchOp.RETVAL, FetchOp.ARG, FetchOp.DEREF})
+_ADDRESS_SOURCES = frozenset({FetchOp.IMM, FetchOp.COMM, FetchOp.DATA})
+_STRING_SOURCES = _ADDRESS_SOURCES | {FetchOp.DEREF, FetchOp.UDEREF}
+_ARRAY_STORES = frozenset({FetchOp.ST_MEM, FetchOp.ST_STRING, FetchOp.ST_USTRING})
+_NumberParser = Callable[[str, int, int], int]
+
+
+@dataclass(frozen=True)
+class ProbeArg:
+    """A compiled argument. `offset` counts bytes from the first argument's place in an entry."""
+
+    name: str
+    expression: str
+    """As written, type included: what kprobe_events shows."""
+    type: FetchType
+    count: int
+    """Array elements; 0 where it is no array."""
+    offset: int
+    program: FetchProgram
+
+    @property
+    def size(self) -> int:
+        """Bytes in the fixed part of an entry."""
+        return self.type.size * (self.count or 1)
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether it is stored behind the fixed part, through __data_loc."""
+        return self.type.is_string
+
+    @property
+    def field_type(self) -> str:
+        """As in the format file's `field:`."""
+        return f"{self.type.field_type}[{self.count}]" if self.count else self.type.field_type
+
+
+@dataclass(frozen=True)
+class FetchContext:
+    """Where the arguments are evaluated, which decides what they may be."""
+
+    arch: TraceArch
+    log: CommandLog
+    on_return: bool = False
+    on_entry: bool = False
+
+
+def parse_args(words: Sequence[str], context: FetchContext) -> tuple[ProbeArg, ...]:
+    """All arguments of a command, which start at its third word.
+
+    Linux: those beyond the 128th are ignored without a word.
+    Raises: KernelError EINVAL, ERANGE, E2BIG; logged. Mirrors: traceprobe_parse_probe_arg (v6.1).
+    """
+    args: list[ProbeArg] = []
+    size = 0
+    for number, word in enumerate(words[:MAX_TRACE_ARGS]):
+        context.log.index = number + 2
+        name, body, offset = _split_name(word, number, args, context.log)
+        args.append(_ArgParser(context, body, offset).parse(name, size))
+        size += args[-1].size
+    return tuple(args)
+
+
+def _split_name(word: str, number: int, args: Sequence[ProbeArg], log: CommandLog) -> tuple[str, str, int]:
+    """Name, expression, and the expression's offset in the word."""
+    name, equals, body = word.partition("=")
+    if not equals:
+        name, body = f"arg{number + 1}", word
+    elif len(name) > MAX_ARG_NAME_LEN:
+        raise log.error(0, ProbeError.ARG_NAME_TOO_LONG)
+    elif not name:
+        raise log.error(0, ProbeError.NO_ARG_NAME)
+    if not is_good_name(name):
+        raise log.error(0, ProbeError.BAD_ARG_NAME)
+    if name in RESERVED_NAMES or any(arg.name == name for arg in args):
+        raise log.error(0, ProbeError.USED_ARG_NAME)
+    return name, body, len(word) - len(body)
+
+
+class _ArgParser:
+    """One argument; `offset` is the body's byte offset in its word, for carets."""
+
+    def __init__(self, context: FetchContext, body: str, offset: int) -> None:
+        self._context = context
+        self._arch = context.arch
+        self._body = body
+        self._offset = offset
+        self._bits = 8 * context.arch.word_size
+
+    def parse(self, name: str, size: int) -> ProbeArg:
+        """`size`: bytes of the arguments before this one."""
+        if len(self._body) > MAX_ARGSTR_LEN:
+            raise self._error(0, ProbeError.ARG_TOO_LONG)
+        if not self._body:
+            raise self._error(0, ProbeError.NO_ARG_BODY)
+        expression, type_name, count = self._split_type()
+        fetch_type = self._find_type(expression, type_name, count)
+        if size + fetch_type.size * (count or 1) > MAX_PROBE_EVENT_SIZE:
+            raise self._error(0, ProbeError.EVENT_TOO_BIG, errno.E2BIG)
+        code = self._expression(expression, self._offset)
+        code = self._store(code, fetch_type, count, self._type_column(expression, type_name))
+        store = code[-1].op
+        if type_name is not None and type_name.startswith("b"):
+            self._bitfield(code, type_name, fetch_type, len(expression) + 1)
+        if count:
+            self._array(code, store, count, len(expression) + 1)
+        return ProbeArg(name, self._body, fetch_type, count, size, tuple(code))
+
+    def _error(self, column: int, error: ProbeError, code: int = errno.EINVAL) -> KernelError:
+        """`column` counts from the body's start."""
+        return self._context.log.error(self._offset + column, error, code)
+
+    @staticmethod
+    def _type_column(expression: str, type_name: str | None) -> int:
+        return 0 if type_name is None else len(expression) + 1
+
+    # Type
+
+    def _split_type(self) -> tuple[str, str | None, int]:
+        """Expression, type name without an array's brackets, and the array's element count."""
+        expression, colon, type_name = self._body.partition(":")
+        if not colon:
+            return expression, None, 0
+        type_name, bracket, array = type_name.partition("[")
+        if not bracket:
+            return expression, type_name, 0
+        return expression, type_name, self._array_count(array, len(self._body) - len(array))
+
+    def _array_count(self, array: str, column: int) -> int:
+        digits, bracket, rest = array.partition("]")
+        if not bracket:
+            raise self._error(len(self._body), ProbeError.ARRAY_NO_CLOSE)
+        if rest:
+            raise self._error(column + len(digits) + 1, ProbeError.BAD_ARRAY_SUFFIX)
+        try:
+            count = kstrtoul(digits, bits=32)
+        except KernelError:
+            count = 0
+        if not count:
+            raise self._error(column, ProbeError.BAD_ARRAY_NUM)
+        if count > MAX_ARRAY_LEN:
+            raise self._error(column, ProbeError.ARRAY_TOO_BIG)
+        return count
+
+    def _find_type(self, expression: str, type_name: str | None, count: int) -> FetchType:
+        if expression in ("$comm", "$COMM") or expression.startswith('\\"'):
+            if count or type_name not in (None, "string"):
+                raise KernelError(errno.EINVAL, "the command's name and literal strings are strings")
+            type_name = "string"
+        fetch_type = find_fetch_type(type_name, self._arch.word_size)
+        if fetch_type is None:
+            raise self._error(self._type_column(expression, type_name), ProbeError.BAD_TYPE)
+        return fetch_type
+
+    # Expression; mirrors kernel/trace/trace_probe.c:parse_probe_arg (v6.1). `at` is the caret's offset.
+
+    def _expression(self, text: str, at: int) -> list[FetchInsn]:
+        match text[:1]:
+            case "$":
+                return [self._variable(text[1:], at)]
+            case "%":
+                return [self._register(text[1:], at)]
+            case "@":
+                return self._memory(text[1:], at)
+            case "+" | "-":
+                return self._dereference(text, at)
+            case "\\":
+                return [self._immediate(text[1:], at)]
+        raise self._context.log.error(at, ProbeError.BAD_FETCH_ARG)
+
+    def _variable(self, name: str, at: int) -> FetchInsn:
+        context = self._context
+        if name == "retval":
+            if not context.on_return:
+                raise context.log.error(at, ProbeError.RETVAL_ON_PROBE)
+            return FetchInsn(FetchOp.RETVAL)
+        if name == "stack":
+            return FetchInsn(FetchOp.STACKP)
+        if name.startswith("stack") and is_digit(name, 5):
+            number = self._number_of(name[5:], at)
+            if number > PARAM_MAX_STACK:
+                raise context.log.error(at, ProbeError.BAD_STACK_NUM)
+            return FetchInsn(FetchOp.STACK, value=number)
+        if name in ("comm", "COMM"):
+            return FetchInsn(FetchOp.COMM)
+        if context.on_entry and name.startswith("arg"):
+            number = self._number_of(name[3:], at)
+            if not 0 < number <= PARAM_MAX_STACK:
+                raise context.log.error(at, ProbeError.BAD_ARG_NUM)
+            return FetchInsn(FetchOp.ARG, value=number - 1)
+        raise context.log.error(at, ProbeError.BAD_VAR)
+
+    def _number_of(self, digits: str, at: int) -> int:
+        try:
+            return kstrtoul(digits, 10, self._bits)
+        except KernelError:
+            raise self._context.log.error(at, ProbeError.BAD_VAR) from None
+
+    def _register(self, name: str, at: int) -> FetchInsn:
+        attribute = self._arch.registers.get(name)
+        if attribute is None:
+            raise self._context.log.error(at, ProbeError.BAD_REG_NAME)
+        return FetchInsn(FetchOp.REG, name=attribute)
+
+    def _memory(self, place: str, at: int) -> list[FetchInsn]:
+        dereference = FetchInsn(FetchOp.DEREF)
+        if is_digit(place):
+            address = self._logged(kstrtoul, place, at, ProbeError.BAD_MEM_ADDR)
+            return [FetchInsn(FetchOp.IMM, value=address), dereference]
+        if place.startswith("+"):
+            raise self._context.log.error(at, ProbeError.FILE_ON_KPROBE)
+        return [FetchInsn(FetchOp.SYMBOL, name=place), FetchInsn(FetchOp.IMM), dereference]
+
+    def _dereference(self, text: str, at: int) -> list[FetchInsn]:
+        """Linux: carets inside `+u0(...)` and `+-8(...)` stand one column early; so do ours."""
+        log = self._context.log
+        op = FetchOp.DEREF
+        if text[1:2] == "u":
+            op = FetchOp.UDEREF
+            text = text[0] + text[2:]
+        text = text.removeprefix("+")
+        number, brace, inner = text.partition("(")
+        if not brace:
+            raise log.error(at, ProbeError.DEREF_NEED_BRACE)
+        offset = self._logged(kstrtol, number, at, ProbeError.BAD_DEREF_OFFS)
+        at += len(number) + (1 if text[0] == "-" else 2)
+        if ")" not in inner:
+            raise log.error(at + len(inner), ProbeError.DEREF_OPEN_BRACE)
+        code = self._expression(inner.rpartition(")")[0], at)
+        if code[-1].op in (FetchOp.COMM, FetchOp.DATA):
+            raise log.error(at, ProbeError.COMM_CANT_DEREF)
+        if len(code) == FETCH_INSN_MAX - 1:
+            raise log.error(at, ProbeError.TOO_MANY_OPS)
+        return [*code, FetchInsn(op, value=_as_int(offset))]
+
+    def _immediate(self, text: str, at: int) -> FetchInsn:
+        if text.startswith('"'):
+            body = text[1:]
+            if not body.endswith('"'):
+                raise self._context.log.error(at + 2 + len(body), ProbeError.IMMSTR_NO_CLOSE)
+            return FetchInsn(FetchOp.DATA, data=body[:-1].encode("latin-1"))
+        value = self._logged(_str_to_immediate, text, at + 1, ProbeError.BAD_IMM)
+        return FetchInsn(FetchOp.IMM, value=value & (1 << self._bits) - 1)
+
+    def _logged(self, parse: _NumberParser, text: str, at: int, error: ProbeError) -> int:
+        """A number, or `error` logged with the number's own errno."""
+        try:
+            return parse(text, 0, self._bits)
+        except KernelError as failure:
+            raise self._context.log.error(at, error, failure.errno or errno.EINVAL) from None
+
+    # Store operations; mirrors kernel/trace/trace_probe.c:traceprobe_parse_probe_arg_body (v6.1).
+
+    def _store(
+        self, code: list[FetchInsn], fetch_type: FetchType, count: int, type_column: int
+    ) -> list[FetchInsn]:
+        if fetch_type.is_string:
+            return self._store_string(code, fetch_type, count, type_column)
+        last = code[-1]
+        if last.op is FetchOp.DEREF:
+            return [*code[:-1], replace(last, op=FetchOp.ST_MEM, size=fetch_type.size)]
+        if last.op is FetchOp.UDEREF:
+            return [*code[:-1], replace(last, op=FetchOp.ST_UMEM, size=fetch_type.size)]
+        self._need_room(code)
+        return [*code, FetchInsn(FetchOp.ST_RAW, size=fetch_type.size)]
+
+    def _store_string(
+        self, code: list[FetchInsn], fetch_type: FetchType, count: int, type_column: int
+    ) -> list[FetchInsn]:
+        """A string is where the last dereference points; of an array of strings it gives a pointer."""
+        last = code[-1]
+        is_symstr = fetch_type.name == "symstr"
+        if is_symstr and last.op not in _SYMSTR_SOURCES:
+            raise self._error(type_column, ProbeError.BAD_SYMSTRING)
+        if not is_symstr and last.op not in _STRING_SOURCES:
+            raise self._error(type_column, ProbeError.BAD_STRING)
+        if is_symstr or count or last.op in _ADDRESS_SOURCES:
+            self._need_room(code)
+            loaded, last = code, FetchInsn(FetchOp.ST_RAW)
+        else:
+            loaded = code[:-1]
+        if fetch_type.name == "ustring" or last.op is FetchOp.UDEREF:
+            op = FetchOp.ST_USTRING
+        else:
+            op = FetchOp.ST_SYMSTR if is_symstr else FetchOp.ST_STRING
+        return [*loaded, replace(last, op=op, size=fetch_type.size)]
+
+    def _need_room(self, code: list[FetchInsn]) -> None:
+        if len(code) >= FETCH_INSN_MAX - 1:
+            raise self._error(0, ProbeError.TOO_MANY_OPS)
+
+    def _bitfield(self, code: list[FetchInsn], name: str, container: FetchType, column: int) -> None:
+        """Mirrors: kernel/trace/trace_probe.c:__parse_bitfield_probe_arg (v6.1)."""
+        width, end = simple_strtoul(name[1:], self._bits)
+        rest = name[1 + end :]
+        first, length = simple_strtoul(rest[1:], self._bits)
+        well_formed = width and rest.startswith("@") and length and rest[1 + length :].startswith("/")
+        bits = 8 * container.size
+        # Linux: the sum is an unsigned long and wraps.
+        used = (width + first) & (1 << self._bits) - 1
+        if not well_formed or used > bits or len(code) >= FETCH_INSN_MAX - 1:
+            raise self._error(column, ProbeError.BAD_BITFIELD)
+        lshift, rshift = (bits - used) & 0xFF, (bits - width) & 0xFF
+        code.append(FetchInsn(FetchOp.MOD_BF, size=container.size, lshift=lshift, rshift=rshift))
+
+    def _array(self, code: list[FetchInsn], store: FetchOp, count: int, column: int) -> None:
+        if store not in _ARRAY_STORES:
+            raise self._error(column, ProbeError.BAD_STRING)
+        self._need_room(code)
+        code.append(FetchInsn(FetchOp.LP_ARRAY, value=count))
+
+
+def _str_to_immediate(text: str, base: int, bits: int) -> int:
+    """Mirrors: kernel/trace/trace_probe.c:str_to_immediate (v6.1)."""
+    if is_digit(text):
+        return kstrtoul(text, base, bits)
+    if text[:1] in ("-", "+"):
+        return kstrtol(text.removeprefix("+"), base, bits)
+    raise KernelError(errno.EINVAL, "not an immediate value")
+
+
+def _as_int(offset: int) -> int:
+    """Linux keeps a dereference's offset in an int."""
+    return ((offset + (1 << 31)) & 0xFFFFFFFF) - (1 << 31)

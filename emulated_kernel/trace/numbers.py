@@ -1,0 +1,75 @@
+"""Numbers as the kernel's lib/kstrtox.c reads them: strict kstrto*() and lenient simple_strtoul()."""
+
+from __future__ import annotations
+
+import errno
+
+from emulated_kernel.errors import KernelError
+
+_ULLONG_MAX = (1 << 64) - 1
+_DIGITS = {c: i for i, c in enumerate("0123456789abcdef")} | {c: 10 + i for i, c in enumerate("ABCDEF")}
+
+
+def is_digit(text: str, index: int = 0) -> bool:
+    """Whether the character at `index` exists and is an ASCII digit."""
+    return "0" <= text[index : index + 1] <= "9"
+
+
+def _radix(text: str, base: int) -> tuple[int, int]:
+    """The base to read `text` in, and the length of its prefix."""
+    prefixed = text[:1] == "0" and text[1:2] in ("x", "X")
+    if base == 0:
+        octal_or_decimal = 8 if text[:1] == "0" else 10
+        base = 16 if prefixed and text[2:3] in _DIGITS else octal_or_decimal
+    return base, 2 if base == 16 and prefixed else 0
+
+
+def _digits(text: str, start: int, base: int) -> tuple[int, int]:
+    """The number at `start`, unbounded, and the index of the first character that isn't part of it."""
+    value, index = 0, start
+    while index < len(text) and _DIGITS.get(text[index], base) < base:
+        value = value * base + _DIGITS[text[index]]
+        index += 1
+    return value, index
+
+
+def _unsigned(text: str, base: int) -> int:
+    base, start = _radix(text, base)
+    value, end = _digits(text, start, base)
+    if value > _ULLONG_MAX:
+        raise KernelError(errno.ERANGE, "number is out of range")
+    if end == start or text[end:] not in ("", "\n"):
+        raise KernelError(errno.EINVAL, "not a number")
+    return value
+
+
+def kstrtoul(text: str, base: int = 0, bits: int = 64) -> int:
+    """An unsigned number of `bits`; one sign "+" and one ending newline are allowed.
+
+    Raises: KernelError EINVAL, ERANGE. Mirrors: lib/kstrtox.c:kstrtoull (v6.1).
+    """
+    value = _unsigned(text.removeprefix("+"), base)
+    if value >> bits:
+        raise KernelError(errno.ERANGE, "number is out of range")
+    return value
+
+
+def kstrtol(text: str, base: int = 0, bits: int = 64) -> int:
+    """A signed number of `bits`.
+
+    Raises: KernelError EINVAL, ERANGE. Mirrors: lib/kstrtox.c:kstrtoll (v6.1).
+    """
+    value = -_unsigned(text[1:], base) if text[:1] == "-" else kstrtoul(text, base)
+    if not -(1 << bits - 1) <= value < 1 << bits - 1:
+        raise KernelError(errno.ERANGE, "number is out of range")
+    return value
+
+
+def simple_strtoul(text: str, bits: int = 64) -> tuple[int, int]:
+    """The number that `text` starts with, modulo 2**bits, and its length; 0, 0 where there is none.
+
+    Mirrors: lib/vsprintf.c:simple_strtoul (v6.1).
+    """
+    base, start = _radix(text, 0)
+    value, end = _digits(text, start, base)
+    return value & (1 << bits) - 1, end

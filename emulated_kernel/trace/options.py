@@ -1,0 +1,154 @@
+"""Trace options: the flags behind trace_options and options/."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from enum import IntFlag
+
+from emulated_kernel.errors import KernelError
+
+_WRITE_LIMIT = 64
+
+
+class TraceOption(IntFlag):
+    """Options of every tracer, in the order of trace_options; member names with `-` as `_`.
+
+    Mirrors: kernel/trace/trace.h:TRACE_FLAGS (v6.1), as configured for x86_64
+    """
+
+    PRINT_PARENT = 1 << 0
+    SYM_OFFSET = 1 << 1
+    SYM_ADDR = 1 << 2
+    VERBOSE = 1 << 3
+    RAW = 1 << 4
+    HEX = 1 << 5
+    BIN = 1 << 6
+    BLOCK = 1 << 7
+    PRINTK = 1 << 8
+    ANNOTATE = 1 << 9
+    USERSTACKTRACE = 1 << 10
+    SYM_USEROBJ = 1 << 11
+    PRINTK_MSGONLY = 1 << 12
+    CONTEXT_INFO = 1 << 13
+    LATENCY_FMT = 1 << 14
+    RECORD_CMD = 1 << 15
+    RECORD_TGID = 1 << 16
+    OVERWRITE = 1 << 17
+    STOP_ON_FREE = 1 << 18
+    IRQ_INFO = 1 << 19
+    MARKERS = 1 << 20
+    EVENT_FORK = 1 << 21
+    PAUSE_ON_TRACE = 1 << 22
+    HASH_PTR = 1 << 23
+    FUNCTION = 1 << 24
+    FUNC_FORK = 1 << 25
+    DISPLAY_GRAPH = 1 << 26
+    STACKTRACE = 1 << 27
+
+
+OPTION_NAMES: dict[str, TraceOption] = {
+    "print-parent": TraceOption.PRINT_PARENT,
+    "sym-offset": TraceOption.SYM_OFFSET,
+    "sym-addr": TraceOption.SYM_ADDR,
+    "verbose": TraceOption.VERBOSE,
+    "raw": TraceOption.RAW,
+    "hex": TraceOption.HEX,
+    "bin": TraceOption.BIN,
+    "block": TraceOption.BLOCK,
+    "trace_printk": TraceOption.PRINTK,
+    "annotate": TraceOption.ANNOTATE,
+    "userstacktrace": TraceOption.USERSTACKTRACE,
+    "sym-userobj": TraceOption.SYM_USEROBJ,
+    "printk-msg-only": TraceOption.PRINTK_MSGONLY,
+    "context-info": TraceOption.CONTEXT_INFO,
+    "latency-format": TraceOption.LATENCY_FMT,
+    "record-cmd": TraceOption.RECORD_CMD,
+    "record-tgid": TraceOption.RECORD_TGID,
+    "overwrite": TraceOption.OVERWRITE,
+    "disable_on_free": TraceOption.STOP_ON_FREE,
+    "irq-info": TraceOption.IRQ_INFO,
+    "markers": TraceOption.MARKERS,
+    "event-fork": TraceOption.EVENT_FORK,
+    "pause-on-trace": TraceOption.PAUSE_ON_TRACE,
+    "hash-ptr": TraceOption.HASH_PTR,
+    "function-trace": TraceOption.FUNCTION,
+    "function-fork": TraceOption.FUNC_FORK,
+    "display-graph": TraceOption.DISPLAY_GRAPH,
+    "stacktrace": TraceOption.STACKTRACE,
+}
+
+DEFAULT_OPTIONS = (
+    TraceOption.PRINT_PARENT
+    | TraceOption.PRINTK
+    | TraceOption.ANNOTATE
+    | TraceOption.CONTEXT_INFO
+    | TraceOption.RECORD_CMD
+    | TraceOption.OVERWRITE
+    | TraceOption.IRQ_INFO
+    | TraceOption.MARKERS
+    | TraceOption.HASH_PTR
+    | TraceOption.FUNCTION
+)
+
+TOP_LEVEL_OPTIONS = TraceOption.PRINTK | TraceOption.PRINTK_MSGONLY | TraceOption.RECORD_CMD
+"""Options that an instance has no file for."""
+
+NOP_ACCEPT = "test_nop_accept"
+NOP_REFUSE = "test_nop_refuse"
+
+
+class TraceOptions:
+    """The options of one trace array, those of its tracer (nop's) included."""
+
+    def __init__(self, changed: Callable[[TraceOption, bool], None] = lambda _option, _on: None) -> None:
+        """`changed` is told of each option whose value really changed."""
+        self.flags = DEFAULT_OPTIONS
+        self._tracer_flags = {NOP_ACCEPT: False, NOP_REFUSE: False}
+        self._changed = changed
+
+    def names(self) -> tuple[str, ...]:
+        """Names of the options, in the order of trace_options."""
+        return (*OPTION_NAMES, *self._tracer_flags)
+
+    def get(self, name: str) -> bool:
+        """Whether an option is on. Raises: KernelError EINVAL for an unknown name."""
+        if option := OPTION_NAMES.get(name):
+            return option in self.flags
+        if name not in self._tracer_flags:
+            raise KernelError(errno.EINVAL, f"no option {name!r}")
+        return self._tracer_flags[name]
+
+    def set(self, name: str, value: int) -> None:
+        """Switch an option.
+
+        Raises: KernelError EINVAL for an unknown name, a value but 0 and 1, or where the tracer refuses.
+        Mirrors: kernel/trace/trace.c:trace_options_core_write, trace_options_write (v6.1)
+        """
+        if value not in (0, 1):
+            raise KernelError(errno.EINVAL, "neither 0 nor 1")
+        if self.get(name) == bool(value):
+            return
+        if option := OPTION_NAMES.get(name):
+            self.flags = self.flags | option if value else self.flags & ~option
+            self._changed(option, bool(value))
+        elif name == NOP_REFUSE:
+            raise KernelError(errno.EINVAL, "the nop tracer refuses this option")
+        else:
+            self._tracer_flags[name] = bool(value)
+
+    def write(self, data: bytes) -> int:
+        """Execute one write(2) to trace_options: a name, or "no" and a name; bytes taken.
+
+        Raises: KernelError EINVAL. Mirrors: kernel/trace/trace.c:tracing_trace_options_write (v6.1)
+        """
+        if len(data) >= _WRITE_LIMIT:
+            raise KernelError(errno.EINVAL, "too long")
+        text = data.split(b"\0", 1)[0].decode("latin-1").strip(" \t\n\v\f\r\xa0")
+        name = text.removeprefix("no")
+        self.set(name, name == text)
+        return len(data)
+
+    def text(self) -> str:
+        """The trace_options file: a line for each option, "no" before those that are off."""
+        return "".join(f"{'' if self.get(name) else 'no'}{name}\n" for name in self.names())

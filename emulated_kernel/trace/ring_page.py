@@ -1,0 +1,94 @@
+"""The binary format of a ring buffer's sub-buffer: what trace_pipe_raw hands out and guest code writes.
+
+A sub-buffer is one page of 4096 bytes, little-endian:
+
+    0   u64  time_stamp   absolute time of its first event
+    8   u64  commit       bytes of data in use; bits 31 and 30 are MISSED_EVENTS and MISSED_STORED
+    16  data              events, each on a multiple of 4 bytes
+
+An event starts with a u32: type_len in the low 5 bits, time_delta (to the event before) in the upper 27.
+
+    type_len 1..28   data of type_len * 4 bytes follows
+    0                a u32 follows: 4 + the bytes of data behind it
+    29 PADDING       time_delta 0: nothing up to the page's end; else a u32: 4 less than the bytes skipped
+    30 TIME_EXTEND   a u32 follows: delta >> 27
+    31 TIME_STAMP    a u32 follows: absolute time >> 27
+
+Mirrors: include/linux/ring_buffer.h, kernel/trace/ring_buffer.c (v6.1)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from emulated_kernel.abi import PAGE_SIZE
+
+PAGE_HEADER_SIZE = 16
+PAGE_DATA_SIZE = PAGE_SIZE - PAGE_HEADER_SIZE
+MAX_DATA_SIZE = PAGE_DATA_SIZE - 8
+"""Bytes of the largest payload: it stands alone on a page, behind the two u32 that describe it."""
+
+MISSED_EVENTS = 1 << 31
+MISSED_STORED = 1 << 30
+COMMIT_MASK = (1 << 20) - 1
+
+MAX_TYPE_LEN = 28
+MAX_SMALL_DATA = MAX_TYPE_LEN * 4
+PADDING = 29
+TIME_EXTEND = 30
+TIME_STAMP = 31
+TIME_EVENT_SIZE = 8
+DELTA_BITS = 27
+DELTA_MASK = (1 << DELTA_BITS) - 1
+STAMP_MASK = (1 << 59) - 1
+
+
+def event_size(payload_size: int) -> int:
+    """Bytes that a payload takes on a page, its header included.
+
+    Mirrors: kernel/trace/ring_buffer.c:rb_calculate_event_length (v6.1)
+    """
+    size = max(payload_size, 1) + (4 if payload_size <= MAX_SMALL_DATA else 8)
+    size = (size + 3) & ~3
+    # A discarded event becomes a time extend's padding; one of its very size could not be told apart.
+    return 12 if size == TIME_EVENT_SIZE else size
+
+
+class PageReader:
+    """Decodes events from memory of sub-buffers; `memory` and `words32` are two views of the same bytes."""
+
+    __slots__ = ("_memory", "_words")
+
+    def __init__(self, memory: memoryview, words32: memoryview) -> None:
+        self._memory = memory
+        self._words = words32
+
+    def events(self, data: int, offset: int, end: int, stamp: int) -> Iterator[tuple[int, bytes, int]]:
+        """Yield (time stamp, payload, offset behind it) of the events in [offset, end) of a page.
+
+        `data` is the position in memory of the page's data, `stamp` the time before the first event.
+        A payload comes padded to four bytes, as the format has no finer size.
+        """
+        words, memory = self._words, self._memory
+        while offset < end:
+            at = data + offset
+            header = words[at >> 2]
+            kind = header & 31
+            if kind <= MAX_TYPE_LEN:
+                stamp += header >> 5
+                if kind:
+                    start = at + 4
+                    stop = start + kind * 4
+                else:
+                    start = at + 8
+                    stop = at + 4 + words[(at + 4) >> 2]
+                offset = stop - data
+                yield stamp, bytes(memory[start:stop]), offset
+            elif kind == PADDING:
+                if not header >> 5:
+                    return
+                offset += 4 + words[(at + 4) >> 2]
+            else:
+                value = (header >> 5) | words[(at + 4) >> 2] << DELTA_BITS
+                stamp = stamp + value if kind == TIME_EXTEND else (stamp & ~STAMP_MASK) | value
+                offset += TIME_EVENT_SIZE

@@ -1,0 +1,404 @@
+"""A trace array (tracefs itself, or an instance): ring buffers with options, clock and texts."""
+
+from __future__ import annotations
+
+import errno
+import heapq
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from operator import itemgetter
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.trace.clock import (
+    LOCAL,
+    ClockSource,
+    TraceClock,
+    clocks_text,
+    find_clock,
+    ns_to_usecs,
+)
+from emulated_kernel.trace.cmdlines import SavedCmdlines
+from emulated_kernel.trace.header import HeaderFacts, header_text
+from emulated_kernel.trace.options import TraceOption, TraceOptions
+from emulated_kernel.trace.output import Entry, LineFormatter
+from emulated_kernel.trace.ports import TraceSymbols
+from emulated_kernel.trace.ring_buffer import RingBuffer
+from emulated_kernel.trace.ring_layout import memory_size, pages_for
+from emulated_kernel.trace.symbolizer import CachedSymbols
+from emulated_kernel.trace.trace_entry import TRACE_ENTRY, AddressStyle, EntryType, EventTable, print_entry
+from emulated_kernel.trace.trace_pipe import PipeUsers, TracePipe
+
+DEFAULT_BUFFER_SIZE = 1441792
+"""Bytes of events a CPU once something is traced. Mirrors: kernel/trace/trace.c:TRACE_BUF_SIZE_DEFAULT."""
+UNEXPANDED_SIZE = 1
+MAX_BUFFER_SIZE = 256 << 20
+MARKER_LIMIT = 1024
+RAW_MARKER_LIMIT = 3072
+
+
+@dataclass(frozen=True)
+class TaskContext:
+    """Who does something, for records made on a task's behalf."""
+
+    pid: int = 0
+    comm: str = "swapper/0"
+    tgid: int = 0
+    cpu: int = 0
+    flags: int = 0
+    preempt_count: int = 0
+
+
+def allocate_memory(size: int) -> memoryview:
+    """Memory for a ring buffer out of the guest's sight. Raises: MemoryError."""
+    if size > MAX_BUFFER_SIZE:
+        raise MemoryError(f"{size} bytes for a ring buffer")
+    return memoryview(bytearray(size))
+
+
+@dataclass(frozen=True)
+class TraceSystem:
+    """What all trace arrays of a kernel share."""
+
+    cpus: int
+    now_ns: Callable[[], int]
+    """The machine's nanoseconds since boot."""
+    events: EventTable
+    """Asked while printing."""
+    symbols: TraceSymbols
+    word_size: int = 8
+    """Bytes of the guest's unsigned long."""
+    current: Callable[[], TaskContext] = TaskContext
+    """The task that writes a marker."""
+    release: str = "6.1.0"
+    preemption: str = "desktop"
+    clocks: ClockSource = field(default_factory=ClockSource)
+    cmdlines: SavedCmdlines = field(default_factory=SavedCmdlines)
+    allocate: Callable[[int], memoryview] = allocate_memory
+    """Zeroed or not, writable memory of that many bytes. Raises: MemoryError."""
+
+
+class TraceArray:
+    """The ring buffers of all CPUs and everything that shows or controls them.
+
+    Callers serialise all methods with one lock; `listeners` are called under it.
+    Mirrors: kernel/trace/trace.c:struct trace_array (v6.1)
+    """
+
+    def __init__(self, system: TraceSystem, *, expanded: bool = False) -> None:
+        """`expanded`: with buffers of full size at once, as instances have."""
+        self.system = system
+        self.options = TraceOptions(self._option_changed)
+        self.clock: TraceClock = LOCAL
+        self.current_tracer = "nop"
+        self.buffer_percent = 50
+        self.listeners: list[Callable[[], None]] = []
+        self.pipe_users = PipeUsers()
+        self._stamp = system.clocks.converter(LOCAL)
+        self._time_start = 0
+        self._tracing_on = True
+        self._records_comm = True
+        self._expanded = expanded
+        pages = pages_for(DEFAULT_BUFFER_SIZE if expanded else UNEXPANDED_SIZE)
+        self.buffers = [RingBuffer(system.allocate(memory_size(pages)), pages) for _ in range(system.cpus)]
+
+    # -- recording
+
+    def record(
+        self,
+        event_id: int,
+        payload: bytes,
+        *,
+        cpu: int,
+        pid: int,
+        comm: str | None = None,
+        flags: int = 0,
+        preempt_count: int = 0,
+        timestamp_ns: int,
+    ) -> bool:
+        """Append a record to the buffer of `cpu`; False if tracing is off or there is no room.
+
+        `payload` is what follows the trace_entry; `comm`, where known, is remembered for `pid`.
+        """
+        stamp = self._stamp
+        header = TRACE_ENTRY.pack(event_id, flags, preempt_count, pid)
+        when = timestamp_ns if stamp is None else stamp(timestamp_ns)
+        if not self.buffers[cpu].write(header + payload, when):
+            return False
+        if comm is not None and self._records_comm:
+            self.system.cmdlines.save(pid, comm)
+        if self.listeners:
+            self.notify()
+        return True
+
+    def note_task(self, pid: int, comm: str, tgid: int = 0) -> None:
+        """Remember a traced task's name and thread group, as the options record-cmd and record-tgid say."""
+        if self._records_comm:
+            self.system.cmdlines.save(pid, comm)
+        if tgid and self.options.flags & TraceOption.RECORD_TGID:
+            self.system.cmdlines.save_tgid(pid, tgid)
+
+    def notify(self) -> None:
+        """Tell the listeners that there may be data, or a reason to stop waiting for it.
+
+        Call it too after guest code wrote into a buffer's memory.
+        """
+        for listener in tuple(self.listeners):
+            listener()
+
+    def write_marker(self, data: bytes) -> int:
+        """Execute one write(2) to trace_marker: a PRINT record of the current task; bytes taken.
+
+        Raises: KernelError EINVAL (option markers is off), EBADF (tracing is off).
+        Mirrors: kernel/trace/trace.c:tracing_mark_write (v6.1)
+        """
+        self._check_markers()
+        if not data:
+            return 0
+        text = data[:MARKER_LIMIT]
+        self._write_mark(EntryType.PRINT, print_entry(text, self.system.word_size))
+        return len(text)
+
+    def write_raw_marker(self, data: bytes) -> int:
+        """Execute one write(2) to trace_marker_raw: a u32 of the writer's choice and bytes; bytes taken.
+
+        Raises: KernelError EINVAL (option markers is off, size), EBADF (tracing is off).
+        Mirrors: kernel/trace/trace.c:tracing_mark_raw_write (v6.1)
+        """
+        self._check_markers()
+        if not 4 <= len(data) <= RAW_MARKER_LIMIT:
+            raise KernelError(errno.EINVAL, "a raw marker has 4 to 3072 bytes")
+        self._write_mark(EntryType.RAW_DATA, data)
+        return len(data)
+
+    def _check_markers(self) -> None:
+        if not self.options.flags & TraceOption.MARKERS:
+            raise KernelError(errno.EINVAL, "markers are switched off")
+
+    def _write_mark(self, kind: EntryType, body: bytes) -> None:
+        task = self.system.current()
+        written = self.record(
+            kind,
+            body,
+            cpu=task.cpu,
+            pid=task.pid,
+            comm=task.comm,
+            flags=task.flags,
+            preempt_count=task.preempt_count,
+            timestamp_ns=self.system.now_ns(),
+        )
+        if not written:
+            raise KernelError(errno.EBADF, "tracing is off")
+
+    # -- the trace file
+
+    def trace_text(self, cpu: int | None = None) -> str:
+        """The trace file, of one CPU or of all in the order of time; nothing is consumed."""
+        flags = self.options.flags
+        stats = [buffer.stats() for buffer in self.buffers]
+        entries = sum(s.entries for s in stats)
+        overruns = sum(s.overrun for s in stats)
+        facts = HeaderFacts(
+            tracer=self.current_tracer,
+            entries=entries,
+            total=entries + overruns,
+            cpus=self.system.cpus,
+            release=self.system.release,
+            preemption=self.system.preemption,
+        )
+        lines = self._lines(self._entries(self._cpus(cpu)), annotate=overruns > 0)
+        return header_text(facts, flags) + "".join(lines)
+
+    def per_cpu_text(self, cpu: int) -> str:
+        """per_cpu/cpuN/trace: the header tells of all CPUs, the lines are of one."""
+        return self.trace_text(cpu)
+
+    def _cpus(self, cpu: int | None) -> range:
+        return range(self.system.cpus) if cpu is None else range(cpu, cpu + 1)
+
+    def _entries(self, cpus: Iterable[int]) -> Iterator[Entry]:
+        streams = [self._cpu_entries(cpu) for cpu in cpus if self.buffers[cpu]]
+        return streams[0] if len(streams) == 1 else heapq.merge(*streams, key=itemgetter(0))
+
+    def _cpu_entries(self, cpu: int) -> Iterator[Entry]:
+        return (Entry(stamp, cpu, record) for stamp, record in self.buffers[cpu])
+
+    def _lines(self, entries: Iterator[Entry], *, annotate: bool) -> Iterator[str]:
+        formatter = self.formatter()
+        started: set[int] = set()
+        annotate = annotate and formatter.annotates
+        entry = next(entries, None)
+        index = 0
+        while entry is not None:
+            following = next(entries, None)
+            index += 1
+            if annotate and entry.cpu not in started:
+                started.add(entry.cpu)
+                if index > 1:
+                    yield f"##### CPU {entry.cpu} buffer started ####\n"
+            yield formatter.line(entry, (following or entry).time_stamp, index)
+            entry = following
+
+    def formatter(self) -> LineFormatter:
+        """A printer of records under the options as they are now."""
+        system, flags = self.system, self.options.flags
+        return LineFormatter(
+            flags,
+            in_ns=self.clock.in_ns,
+            events=system.events,
+            cmdlines=system.cmdlines,
+            style=AddressStyle(
+                CachedSymbols(system.symbols),
+                word_size=system.word_size,
+                sym_offset=TraceOption.SYM_OFFSET in flags,
+                sym_addr=TraceOption.SYM_ADDR in flags,
+            ),
+            time_start=self._time_start,
+        )
+
+    def clear_trace(self, cpu: int | None = None) -> None:
+        """Forget the events of one CPU or of all: what O_TRUNC does to a trace file opened for writing.
+
+        Mirrors: kernel/trace/trace.c:tracing_reset_cpu, tracing_reset_online_cpus (v6.1)
+        """
+        for number in self._cpus(cpu):
+            self.buffers[number].reset()
+        if cpu is None:
+            self._time_start = self._now()
+
+    def open_pipe(self, cpu: int | None = None, *, nonblock: bool = False) -> TracePipe:
+        """A consuming reader of one CPU or of all, as TracePipe says. Raises: KernelError EBUSY."""
+        return TracePipe(self, cpu, nonblock=nonblock)
+
+    def stats_text(self, cpu: int) -> str:
+        """per_cpu/cpuN/stats. Mirrors: kernel/trace/trace.c:tracing_stats_read (v6.1)."""
+        stats = self.buffers[cpu].stats()
+        return (
+            f"entries: {stats.entries}\n"
+            f"overrun: {stats.overrun}\n"
+            f"commit overrun: {stats.commit_overrun}\n"
+            f"bytes: {stats.size}\n"
+            f"oldest event ts: {self._time_text(stats.oldest_event_ts)}\n"
+            f"now ts: {self._time_text(self._now())}\n"
+            f"dropped events: {stats.dropped_events}\n"
+            f"read events: {stats.read_events}\n"
+        )
+
+    def _time_text(self, stamp: int) -> str:
+        if not self.clock.in_ns:
+            return str(stamp)
+        seconds, usecs = divmod(ns_to_usecs(stamp), 1_000_000)
+        return f"{seconds:5d}.{usecs:06d}"
+
+    def _now(self) -> int:
+        now = self.system.now_ns()
+        return now if self._stamp is None else self._stamp(now)
+
+    # -- controls
+
+    @property
+    def tracing_on(self) -> bool:
+        """Whether the buffers take records."""
+        return self._tracing_on
+
+    def set_tracing_on(self, on: bool) -> None:
+        """Let the buffers take records, or not; switching off wakes who waits for data.
+
+        Mirrors: kernel/trace/trace.c:rb_simple_write (v6.1)
+        """
+        if on == self._tracing_on:
+            return
+        self._tracing_on = on
+        for buffer in self.buffers:
+            buffer.disabled = not on
+        if not on:
+            self.notify()
+
+    def tracers(self) -> Collection[str]:
+        """Names that current_tracer takes."""
+        return ("nop",)
+
+    def set_tracer(self, name: str) -> None:
+        """Use another tracer and expand the buffers. Raises: KernelError EINVAL for an unknown one."""
+        self.expand()
+        if name not in self.tracers():
+            raise KernelError(errno.EINVAL, f"no tracer {name!r}")
+        self.current_tracer = name
+
+    def set_clock(self, name: str) -> None:
+        """Count time with another clock; the buffers are cleared, as old times don't compare.
+
+        Raises: KernelError EINVAL for an unknown one. Mirrors: kernel/trace/trace.c:tracing_set_clock (v6.1)
+        """
+        clock = find_clock(name)
+        if clock is None:
+            raise KernelError(errno.EINVAL, f"no clock {name!r}")
+        self.clock = clock
+        self._stamp = self.system.clocks.converter(clock)
+        self.clear_trace()
+
+    def clock_text(self) -> str:
+        """The trace_clock file."""
+        return clocks_text(self.clock)
+
+    def set_buffer_percent(self, percent: int) -> None:
+        """How full a buffer has to be for poll(2) on its CPU's pipe. Raises: KernelError EINVAL."""
+        if percent > 100:
+            raise KernelError(errno.EINVAL, "more than 100 percent")
+        self.buffer_percent = percent
+
+    def _option_changed(self, option: TraceOption, on: bool) -> None:
+        if option is TraceOption.OVERWRITE:
+            for buffer in self.buffers:
+                buffer.overwrite = on
+        elif option is TraceOption.RECORD_CMD:
+            self._records_comm = on
+
+    # -- sizes
+
+    def expand(self) -> None:
+        """Give the buffers their full size; whoever enables an event calls it first.
+
+        Mirrors: kernel/trace/trace.c:tracing_update_buffers (v6.1)
+        """
+        if not self._expanded:
+            self._resize(DEFAULT_BUFFER_SIZE, None)
+
+    def resize_buffer(self, size_kb: int, cpu: int | None = None) -> None:
+        """Execute a write to buffer_size_kb, of one CPU or of all. Raises: KernelError EINVAL, ENOMEM.
+
+        Mirrors: kernel/trace/trace.c:tracing_entries_write (v6.1)
+        """
+        if not size_kb:
+            raise KernelError(errno.EINVAL, "a buffer has some size")
+        self._resize((size_kb << 10) & ((1 << 64) - 1), cpu)
+
+    def _resize(self, size: int, cpu: int | None) -> None:
+        pages = pages_for(size)
+        self._expanded = True
+        changed = [self.buffers[n] for n in self._cpus(cpu) if self.buffers[n].nr_pages != pages]
+        try:
+            memories = [self.system.allocate(memory_size(pages)) for _ in changed]
+        except MemoryError as error:
+            raise KernelError(errno.ENOMEM, str(error)) from error
+        for buffer, memory in zip(changed, memories, strict=True):
+            buffer.resize(memory, pages)
+
+    def free_buffer(self) -> None:
+        """What closing free_buffer does. Mirrors: kernel/trace/trace.c:tracing_free_buffer_release (v6.1)."""
+        if self.options.flags & TraceOption.STOP_ON_FREE:
+            self.set_tracing_on(False)
+        self._resize(0, None)
+
+    def buffer_size_text(self, cpu: int | None = None) -> str:
+        """buffer_size_kb of one CPU or of all; "X" where they differ."""
+        sizes = {self.buffers[number].size >> 10 for number in self._cpus(cpu)}
+        if len(sizes) > 1:
+            return "X\n"
+        expanded = "" if self._expanded or cpu is not None else f" (expanded: {DEFAULT_BUFFER_SIZE >> 10})"
+        return f"{sizes.pop()}{expanded}\n"
+
+    def buffer_total_size_text(self) -> str:
+        """buffer_total_size_kb."""
+        total = sum(buffer.size >> 10 for buffer in self.buffers)
+        full = (DEFAULT_BUFFER_SIZE >> 10) * self.system.cpus
+        return f"{total}\n" if self._expanded else f"{total} (expanded: {full})\n"

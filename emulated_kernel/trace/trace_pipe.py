@@ -1,0 +1,164 @@
+"""trace_pipe: a reader that takes events out of the buffers as text."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from emulated_kernel.abi import PAGE_SIZE
+from emulated_kernel.errors import KernelError, WouldBlock
+from emulated_kernel.trace.options import TraceOption
+from emulated_kernel.trace.output import SEQ_SIZE, TOO_BIG, Entry, encode_text
+
+if TYPE_CHECKING:
+    from emulated_kernel.trace.trace_array import TraceArray
+
+
+class PipeUsers:
+    """Who reads which CPU's events: one reader each, and none beside one of all CPUs.
+
+    Mirrors: kernel/trace/trace.c:open_pipe_on_cpu, close_pipe_on_cpu (v6.1)
+    """
+
+    def __init__(self) -> None:
+        self._all = False
+        self._cpus: set[int] = set()
+
+    def acquire(self, cpu: int | None) -> None:
+        """Take one CPU, or all. Raises: KernelError EBUSY."""
+        if self._all or (self._cpus if cpu is None else cpu in self._cpus):
+            raise KernelError(errno.EBUSY, "trace_pipe is open already")
+        if cpu is None:
+            self._all = True
+        else:
+            self._cpus.add(cpu)
+
+    def release(self, cpu: int | None) -> None:
+        """Give back what acquire() took."""
+        if cpu is None:
+            self._all = False
+        else:
+            self._cpus.discard(cpu)
+
+
+class TracePipe:
+    """An open trace_pipe of all CPUs, or of one."""
+
+    def __init__(self, array: TraceArray, cpu: int | None = None, *, nonblock: bool = False) -> None:
+        """`nonblock`: opened with O_NONBLOCK. Raises: KernelError EBUSY while the CPU has a reader."""
+        array.pipe_users.acquire(cpu)
+        self._array = array
+        self._cpu = cpu
+        self._nonblock = nonblock
+        self._cpus = range(array.system.cpus) if cpu is None else range(cpu, cpu + 1)
+        self._tail = b""
+        self._has_read = False
+        self._closed = False
+        self._changed = threading.Event()
+        self._subscribers: list[Callable[[], None]] = []
+        array.listeners.append(self._wake)
+
+    # -- reading
+
+    def read(self, size: int) -> bytes:
+        """Text of the oldest events, which are consumed: whole lines where `size` allows; b"" is the end.
+
+        A read gives 4095 bytes at most. What `size` cuts off comes with the next read.
+        Raises: WouldBlock while there is nothing. A blocking reader that has read something is at the
+        end as soon as tracing is off, and so is every reader once the pipe is closed.
+        Mirrors: kernel/trace/trace.c:tracing_read_pipe, tracing_wait_pipe (v6.1)
+        """
+        if self._closed:
+            return b""
+        if not self._tail and size > 0:
+            if self._is_empty():
+                self._changed.clear()
+                if self._has_read and not self._nonblock and not self._array.tracing_on:
+                    return b""
+                raise WouldBlock
+            self._has_read = True
+            self._tail = self._take_lines(min(size, PAGE_SIZE - 1))
+        data, self._tail = self._tail[:size], self._tail[size:]
+        return data
+
+    def _is_empty(self) -> bool:
+        return not any(len(self._array.buffers[cpu]) for cpu in self._cpus)
+
+    def _take_lines(self, wanted: int) -> bytes:
+        formatter = self._array.formatter()
+        text = b""
+        index = 0
+        while len(text) < wanted and (found := self._next_entry()):
+            entry, lost = found
+            index += 1
+            line = encode_text(formatter.line(entry, entry.time_stamp, index))
+            if lost:
+                line = b"CPU:%d [LOST %d EVENTS]\n" % (entry.cpu, lost) + line
+            if len(text) + len(line) > SEQ_SIZE:
+                if text:
+                    break
+                line = line[: SEQ_SIZE - len(TOO_BIG)] + TOO_BIG.encode()
+            text += line
+            self._array.buffers[entry.cpu].consume()
+        return text
+
+    def _next_entry(self) -> tuple[Entry, int] | None:
+        best: tuple[Entry, int] | None = None
+        for cpu in self._cpus:
+            event = self._array.buffers[cpu].peek()
+            if event is not None and (best is None or event.time_stamp < best[0].time_stamp):
+                best = Entry(event.time_stamp, cpu, event.record), event.lost_events
+        return best
+
+    # -- waiting
+
+    def ready(self) -> bool:
+        """Whether poll(2) says that read() gives something.
+
+        One CPU's pipe is ready only once buffer_percent of its buffer is full; with option block all are.
+        Mirrors: kernel/trace/ring_buffer.c:ring_buffer_poll_wait, full_hit (v6.1)
+        """
+        if self._array.options.flags & TraceOption.BLOCK:
+            return True
+        if self._cpu is None:
+            return not self._is_empty()
+        buffer, percent = self._array.buffers[self._cpu], self._array.buffer_percent
+        if not percent:
+            return not self._is_empty()
+        return bool(len(buffer)) and (buffer.dirty_pages + 1) * 100 >= percent * buffer.nr_pages
+
+    def wait(self, timeout: float) -> None:
+        """Return once read() may give something else than the last time, or after `timeout` seconds.
+
+        Call it without the lock that serialises the trace array.
+        """
+        self._changed.wait(timeout)
+
+    def subscribe(self, notify: Callable[[], None]) -> None:
+        """Call `notify` once, when the pipe is ready or closed; now, if it is already."""
+        if self.ready() or self._closed:
+            notify()
+        else:
+            self._subscribers.append(notify)
+
+    def _wake(self) -> None:
+        self._changed.set()
+        if self._subscribers and (self.ready() or not self._array.tracing_on):
+            self._tell()
+
+    def _tell(self) -> None:
+        subscribers, self._subscribers = self._subscribers, []
+        for notify in subscribers:
+            notify()
+
+    def close(self) -> None:
+        """Let go of the CPUs and wake all who wait."""
+        if self._closed:
+            return
+        self._closed = True
+        self._array.listeners.remove(self._wake)
+        self._array.pipe_users.release(self._cpu)
+        self._changed.set()
+        self._tell()

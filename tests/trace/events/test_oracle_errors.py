@@ -1,0 +1,115 @@
+"""Every recorded write to kprobe_events, replayed: errno, error_log, and the events afterwards."""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from tests.trace.events.kernel import Function, Kernel, errno_of, make_kernel
+from tests.trace.events.recorded import oracle_path
+
+_ADDRESS = re.compile(r" 0x[0-9a-f]{16}(?= |$)", re.MULTILINE)
+_TIME = re.compile(r"^\[ *\d+\.\d+\]", re.MULTILINE)
+_REFUSED = ("asm_exc_", "do_int3", "get_kprobe", "kprobe_int3_handler")
+
+
+def _load() -> list[dict[str, Any]]:
+    with oracle_path("errors-6.1.jsonl").open() as lines:
+        records = [json.loads(line) for line in lines]
+    return [record for record in records if _is_ours(record)]
+
+
+def _is_ours(record: dict[str, Any]) -> bool:
+    """Kprobe events, written to either file; other kinds of events aren't under test here."""
+    if record["file"] == "tracing/dynamic_events":
+        return str(record["bytes"])[0] not in "se"
+    return str(record["file"]) == "tracing/kprobe_events"
+
+
+def _functions(records: list[dict[str, Any]]) -> list[Function]:
+    """The symbol table as far as the records show it: found, not unique, notrace, or refused."""
+    table: dict[str, Function] = {
+        "name_show#": Function("name_show", 0xFFFFFFFF81300000),
+        "t_start#": Function("t_start", 0xFFFFFFFF81310000),
+        "linux_banner": Function("linux_banner", 0xFFFFFFFF82001000, fentry=False),
+    }
+    for record in records:
+        place = re.match(r"[pr]\w*:?\S* (?:(\w+):)?([A-Za-z_]\w*)", record["bytes"])
+        if not place or place[1] == "nomod" or place[2] in table or _is_unknown(record):
+            continue
+        name = place[2]
+        module = "virtio_blk" if name.startswith("virtblk") else None
+        if place[1] == module or not place[1]:
+            notrace = any("notrace" in message for message in record["kmsg"])
+            refused = errno.EINVAL if name.startswith(_REFUSED) else 0
+            address = 0xFFFFFFFF81400000 + 0x1000 * len(table)
+            table[name] = Function(name, address, module=module, fentry=not notrace, refused=refused)
+    return list(table.values())
+
+
+def _is_unknown(record: dict[str, Any]) -> bool:
+    """Whether the kernel didn't know the probed symbol; an argument's symbol ends in the same error."""
+    return record["errno"] == "ENOENT" and "@" not in record["bytes"].partition(" ")[2].lstrip("@*")
+
+
+def _write(kernel: Kernel, file: str, text: str) -> str:
+    """The errno's name, or "0"."""
+    data = text.encode("latin-1")
+    if file == "tracing/dynamic_events":
+        return errno_of(lambda: kernel.dynamic_events.write(data)) or "0"
+    return errno_of(lambda: kernel.events.write(data)) or "0"
+
+
+def _set_up(kernel: Kernel, step: str | list[str]) -> None:
+    if isinstance(step, str):
+        assert _write(kernel, "tracing/kprobe_events", step) == "0"
+        return
+    enable = re.fullmatch(r"tracing/events/(\w+)/(\w+)/enable", step[0])
+    assert enable is not None
+    assert step[1] == "1"
+    event = kernel.events.find(enable[1], enable[2])
+    assert event is not None
+    kernel.events.enable(event)
+
+
+def _replay(record: dict[str, Any], functions: list[Function]) -> list[str]:
+    """What differs from the record."""
+    kernel = make_kernel(functions, modules=["virtio_blk"])
+    for group, name in (("sched", "sched_switch"), ("ftrace", "print")):
+        kernel.events.registry.reserve(group, name)
+    for step in record["setup"]:
+        _set_up(kernel, step)
+    kernel.events.error_log.clear()
+    kernel.messages.clear()
+    got = {
+        "errno": _write(kernel, record["file"], record["bytes"]),
+        "error_log": _TIME.sub("[]", kernel.events.error_log.show()),
+        "kprobe_events": _ADDRESS.sub(" ADDRESS", kernel.events.show()),
+        "kmsg": kernel.messages,
+    }
+    expected = {
+        "errno": str(record["errno"]),
+        "error_log": _TIME.sub("[]", record["error_log"]),
+        "kprobe_events": _ADDRESS.sub(" ADDRESS", record["kprobe_events"]),
+        "kmsg": [message for message in record["kmsg"] if "directory" not in message],
+    }
+    return [f"{key}: {got[key]!r}, recorded {expected[key]!r}" for key in got if got[key] != expected[key]]
+
+
+def test_recorded_writes(capsys: pytest.CaptureFixture[str]) -> None:
+    records = _load()
+    functions = _functions(records)
+    differing = {record["id"]: found for record in records if (found := _replay(record, functions))}
+    agreeing = Counter(record["file"] for record in records if record["id"] not in differing)
+    total = Counter(record["file"] for record in records)
+    with capsys.disabled():
+        for file, count in total.items():
+            print(f"\n{file}: {agreeing[file]} of {count} recorded writes agree", end="")
+    by_id = {record["id"]: record for record in records}
+    report = [f"{key} {by_id[key]['bytes'][:80]!r}: {'; '.join(found)}" for key, found in differing.items()]
+    assert not report, "\n".join(report)

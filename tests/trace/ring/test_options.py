@@ -1,0 +1,61 @@
+"""trace_options and options/."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.trace.options import TraceOption, TraceOptions
+
+
+@pytest.mark.parametrize("data", [b"sym-addr", b"sym-addr\n", b"  sym-addr \n", b"sym-addr\0junk"])
+def test_switch_on_and_off(data: bytes) -> None:
+    options = TraceOptions()
+    assert options.write(data) == len(data)
+    assert options.get("sym-addr")
+    assert "\nsym-addr\n" in options.text()
+    options.write(b"nosym-addr\n")
+    assert TraceOption.SYM_ADDR not in options.flags
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\n", b"no", b"bogus", b"nobogus", b"sym-addr sym-offset", b"nonohex", b"x" * 64]
+)
+def test_what_is_refused(data: bytes) -> None:
+    options = TraceOptions()
+    before = options.text()
+    with pytest.raises(KernelError) as caught:
+        options.write(data)
+    assert caught.value.errno == errno.EINVAL
+    assert options.text() == before
+
+
+def test_longest_write() -> None:
+    assert TraceOptions().write(b"hex".ljust(63)) == 63
+
+
+@pytest.mark.parametrize("value", [2, 10, (1 << 64) - 1])
+def test_option_files_take_0_and_1(value: int) -> None:
+    with pytest.raises(KernelError) as caught:
+        TraceOptions().set("hex", value)
+    assert caught.value.errno == errno.EINVAL
+
+
+def test_only_changes_are_told_of() -> None:
+    told: list[tuple[TraceOption, bool]] = []
+    options = TraceOptions(lambda option, on: told.append((option, on)))
+    for value in (1, 0, 0, 1):
+        options.set("overwrite", value)
+    assert told == [(TraceOption.OVERWRITE, False), (TraceOption.OVERWRITE, True)]
+
+
+def test_the_nop_tracers_options() -> None:
+    options = TraceOptions()
+    options.write(b"test_nop_accept")
+    assert options.get("test_nop_accept")
+    with pytest.raises(KernelError):
+        options.write(b"test_nop_refuse")
+    assert options.write(b"notest_nop_refuse") == 17
+    assert options.text().endswith("\ntest_nop_accept\nnotest_nop_refuse\n")
