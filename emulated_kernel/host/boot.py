@@ -1,0 +1,40 @@
+"""From a booted machine to a guest that takes requests."""
+
+from __future__ import annotations
+
+from emulated_kernel.host.buffers import UserBuffers
+from emulated_kernel.host.cells import GuestCells, address_of
+from emulated_kernel.host.executive import Executive, GuestTask
+from emulated_kernel.host.guest import Guest
+from emulated_kernel.host.mirror import INIT_PID, TaskMirror
+from emulated_kernel.host.processes import ProcessWatch
+from emulated_kernel.host.syscalls import Syscalls
+from emulated_kernel.image.image import KernelImage
+from emulated_kernel.machine.machine import Machine
+
+_SYSCALL = "nr."
+"""Prefix of system call numbers in the guest's ABI table."""
+
+
+def boot_guest(machine: Machine, image: KernelImage, cells: GuestCells, watch: ProcessWatch) -> Guest:
+    """Run the kernel on from its boot until init is in user mode, and build what serves requests."""
+    symbols, memory = image.kallsyms, machine.memory
+    executive = Executive(machine, cells)
+    init = GuestTask(INIT_PID, memory.read_u64(address_of(symbols, "child_reaper")), "init", 0, 0)
+    executive.add(init)
+    executive.start()
+    numbers = {name.removeprefix(_SYSCALL): nr for name, nr in image.abi.items() if name.startswith(_SYSCALL)}
+    buffers = UserBuffers(machine.user_buffers)
+    find_task = address_of(symbols, "host_find_task")
+    mirror = TaskMirror(
+        executive,
+        cells,
+        memory,
+        buffers,
+        watch,
+        lambda pid: machine.call(find_task, pid),
+        numbers,
+        init,
+    )
+    syscalls = Syscalls(executive, memory, buffers, numbers)
+    return Guest(executive, mirror, syscalls, memory, buffers, machine, symbols)

@@ -1,0 +1,72 @@
+"""The guest's variables that the host shares with it, as live memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+_EXIT_RECORD_WORDS = 2
+"""struct host_exit_record: the task, then pid and code."""
+
+
+class CellMemory(Protocol):
+    def view(self, va: int, size: int) -> memoryview: ...
+
+    def read(self, va: int, size: int) -> bytes: ...
+
+    def write_u32(self, va: int, value: int) -> None: ...
+
+
+class SymbolNames(Protocol):
+    def lookup_name(self, name: str) -> int | None: ...
+
+
+class GuestCells:
+    """Reads and writes through memoryviews: 0.1 us each, and no system call of the guest's."""
+
+    def __init__(self, memory: CellMemory, symbols: SymbolNames, abi: Mapping[str, int]) -> None:
+        self._memory = memory
+        self._abi = abi
+        percpu = abi["percpu.base"]
+        self._current = self._u64(memory, percpu + abi["percpu.current_task"])
+        self._mailbox = self._u64(memory, percpu + abi["percpu.host_mailbox"])
+        exits = address_of(symbols, "host_exits")
+        self._exit_slots = abi["host_exits.entries"]
+        self._exits = memory.view(exits, 8 + self._exit_slots * 8 * _EXIT_RECORD_WORDS).cast("Q")
+        self._exits_seen = 0
+
+    @staticmethod
+    def _u64(memory: CellMemory, va: int) -> memoryview:
+        return memory.view(va, 8).cast("Q")
+
+    def current_task(self) -> int:
+        """The task_struct that runs on the CPU."""
+        return int(self._current[0])
+
+    def set_mailbox(self, task: int) -> None:
+        """The task that the next Vector.WAKE is for."""
+        self._mailbox[0] = task
+
+    def new_exits(self) -> list[int]:
+        """The task_structs of tasks that ended since the last call.
+
+        More than the ring holds can't come together: the executive looks after each stop of the guest.
+        """
+        count = int(self._exits[0])
+        if count == self._exits_seen:
+            return []
+        fresh = range(self._exits_seen, count)
+        self._exits_seen = count
+        return [int(self._exits[1 + at % self._exit_slots * _EXIT_RECORD_WORDS]) for at in fresh]
+
+    def set_field(self, task: int, field: str, value: int) -> None:
+        """Store a 32-bit field of a task_struct, by its name in the guest's ABI table."""
+        self._memory.write_u32(task + self._abi[f"task_struct.{field}"], value)
+
+
+def address_of(symbols: SymbolNames, name: str) -> int:
+    """Address of a symbol that the host cannot do without. Raises: LookupError."""
+    address = symbols.lookup_name(name)
+    if address is None:
+        raise LookupError(f"the kernel image has no symbol {name}")
+    return address

@@ -1,0 +1,326 @@
+"""The executive: runs the guest until the system call of one task has ended or sleeps."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Protocol
+
+from emulated_kernel.abi import ERESTARTSYS, HZ, PARK, Hypercall, Vector
+from emulated_kernel.errors import KernelError, WouldBlock
+from emulated_kernel.machine.traps import Trap, TrapKind
+
+HostfsHandler = Callable[[int, int, int], int]
+"""Serves a file of ours for the task that asks: (op, user buffer, count) -> result.
+
+Raises: KernelError for an errno, WouldBlock to let the task sleep and ask again.
+"""
+
+NSEC_PER_JIFFY = 1_000_000_000 // HZ
+MAX_SLEEP_JIFFIES = 10 * HZ
+"""A system call that sleeps longer by itself than this is given up."""
+
+
+class RunElsewhere(Exception):
+    """A file of ours needs the guest itself: `action` is to run while the task that asks sleeps.
+
+    Its result is the file operation's; what it raises as KernelError, its errno.
+    """
+
+    def __init__(self, action: Callable[[], int]) -> None:
+        super().__init__("the guest is needed")
+        self.action = action
+
+
+@dataclass(eq=False)
+class GuestTask:
+    """A task of the guest that stands for a process of the host."""
+
+    pid: int
+    addr: int
+    """Its struct task_struct."""
+    comm: str
+    uid: int
+    gid: int
+    request: Request | None = field(default=None, repr=False)
+
+
+@dataclass(eq=False)
+class Request:
+    """One system call on its way through the guest."""
+
+    nr: int
+    args: tuple[int, ...]
+    hostfs: HostfsHandler | None
+    started: bool = False
+    waits_for_host: bool = False
+    """The task sleeps in a file of ours until `resume`."""
+    elsewhere: Callable[[], int] | None = None
+    """What has to run before the task asks its file again."""
+    result: int | None = None
+    killed: bool = False
+    """The task died in the call."""
+    failure: BaseException | None = None
+    """What the handler raised that is no errno; raised again outside of the guest."""
+    on_end: Callable[[], None] = lambda: None
+    """Called once when the call has ended, however it did."""
+
+    def end(self, result: int) -> None:
+        self.result = result
+        self.on_end()
+
+
+def _interrupted(_op: int, _buffer: int, _count: int) -> int:
+    raise KernelError(errno.EINTR)
+
+
+class _At(Enum):
+    """Where the guest stands between two runs."""
+
+    USER = auto()
+    IDLE = auto()
+    DEAD = auto()
+
+
+class Clock(Protocol):
+    def now_ns(self) -> int: ...
+
+    def advance(self, ns: int) -> None: ...
+
+
+class Cpu(Protocol):
+    """What the executive needs of the machine."""
+
+    @property
+    def clock(self) -> Clock: ...
+
+    def run(self) -> Trap: ...
+
+    def answer(self, value: int, *args: int) -> None: ...
+
+    def deliver(self, vector: int) -> None: ...
+
+
+class SharedCells(Protocol):
+    """The guest's variables that the host reads and writes."""
+
+    def current_task(self) -> int: ...
+
+    def set_mailbox(self, task: int) -> None: ...
+
+    def new_exits(self) -> list[int]:
+        """Tasks that ended since the last call."""
+
+
+class Executive:
+    """Runs one guest under the kernel's control lock; the guest stands still between calls.
+
+    It stands at one of two places: in the idle loop, or with a task in user mode that waits for its
+    next system call. A task whose process does nothing is left where it is until another one runs.
+    """
+
+    def __init__(self, cpu: Cpu, cells: SharedCells) -> None:
+        self._cpu = cpu
+        self._cells = cells
+        self.may_interrupt: Callable[[], bool] = lambda: True
+        """Whether an interrupt may be delivered where the guest stands now."""
+        self._tasks: dict[int, GuestTask] = {}
+        self._at = _At.IDLE
+        self._user: GuestTask | None = None
+        self._last_jiffy = cpu.clock.now_ns() // NSEC_PER_JIFFY
+        self.on_death: Callable[[GuestTask], None] = lambda _task: None
+
+    @property
+    def is_dead(self) -> bool:
+        """The guest gave up (a panic, or it can't take an exception any more)."""
+        return self._at is _At.DEAD
+
+    def start(self) -> None:
+        """Let a kernel that has just booted go on until its first task is in user mode."""
+        self._cpu.answer(0)
+        self._step()
+
+    def add(self, task: GuestTask) -> None:
+        self._tasks[task.addr] = task
+
+    def syscall(self, task: GuestTask, nr: int, *args: int, hostfs: HostfsHandler | None = None) -> int:
+        """Run a system call in this task; its result, negative errno included.
+
+        Raises: WouldBlock when the task sleeps in a file of ours (go on with `resume`); KernelError
+        EIO when the guest is dead or the call killed its task.
+        """
+        return self.run(task, Request(nr, args, hostfs))
+
+    def run(self, task: GuestTask, request: Request) -> int:
+        """Run a system call that the caller has described. Raises: as `syscall`."""
+        if task.request is not None:
+            self.interrupt(task)
+        task.request = request
+        return self._finish(task)
+
+    def resume(self, task: GuestTask) -> int:
+        """Let a sleeping task ask its file again. Raises: as `syscall`."""
+        assert task.request is not None
+        task.request.waits_for_host = False
+        return self._finish(task)
+
+    @property
+    def at_hand(self) -> GuestTask | None:
+        """The task that the guest stands in, in user mode: it can run a call without a task switch."""
+        return self._user if self._user is not None and self._user.request is None else None
+
+    def exit(self, task: GuestTask, nr: int) -> None:
+        """Let a task run the system call that it doesn't come back from. Raises: KernelError EIO."""
+        request = Request(nr, (0,), None)
+        try:
+            self.run(task, request)
+        except KernelError:
+            if self.is_dead or not request.killed:
+                raise
+
+    def interrupt(self, task: GuestTask) -> None:
+        """End the call that a task sleeps in with EINTR: its process has turned to something else."""
+        assert task.request is not None
+        task.request.hostfs = _interrupted
+        self.resume(task)
+
+    def _finish(self, task: GuestTask) -> int:
+        request = task.request
+        assert request is not None
+        self._tick()
+        self._wake(task)
+        slept = 0
+        self._step()
+        while request.result is None:
+            if request.elsewhere is not None:
+                self._run_elsewhere(request, request.elsewhere)
+                self._wake(task)
+            elif self._at is _At.IDLE:
+                self._await_time(request, slept)
+                slept += 1
+            else:
+                self._feed()
+            self._step()
+        task.request = None
+        if request.failure is not None:
+            raise request.failure
+        if request.killed:
+            raise KernelError(errno.EIO, f"task {task.pid} was killed; see machine/dmesg")
+        return request.result
+
+    def _run_elsewhere(self, request: Request, action: Callable[[], int]) -> None:
+        request.elsewhere = None
+        try:
+            result = action()
+        except KernelError as error:
+            result = -(error.errno or errno.EIO)
+        request.hostfs = lambda _op, _buffer, _count: result
+
+    def _tick(self) -> None:
+        """Deliver a timer interrupt when the clock has passed a jiffy since the last one."""
+        jiffy = self._cpu.clock.now_ns() // NSEC_PER_JIFFY
+        if jiffy != self._last_jiffy and self._at is not _At.DEAD:
+            self._last_jiffy = jiffy
+            self._cpu.deliver(Vector.TIMER)
+            self._step()
+
+    def _wake(self, task: GuestTask) -> None:
+        """Make the guest switch to this task when it goes on."""
+        if self._at is _At.DEAD:
+            task.request = None
+            raise KernelError(errno.EIO, "the emulated kernel has stopped; see machine/dmesg")
+        if self._at is _At.IDLE:
+            self._cells.set_mailbox(task.addr)
+            self._cpu.deliver(Vector.WAKE)
+        elif self._user is not task:
+            self._cpu.answer(PARK, task.addr)
+        else:
+            self._feed()
+
+    def _feed(self) -> None:
+        """The task in user mode gets its system call, or goes to sleep without one."""
+        task = self._user
+        request = None if task is None else task.request
+        if request is None or request.started:
+            self._cpu.answer(PARK, 0)
+        else:
+            request.started = True
+            self._cpu.answer(request.nr, *request.args)
+
+    def _step(self) -> None:
+        """Run the guest until it stands at one of its two places; answer what it asks on the way."""
+        while True:
+            trap = self._cpu.run()
+            if trap.kind is TrapKind.BUDGET:
+                if self.may_interrupt():
+                    self._cpu.deliver(Vector.WATCHDOG)
+            elif trap.kind is not TrapKind.HYPERCALL:
+                return self._die()
+            elif trap.number == Hypercall.HOSTFS:
+                self._cpu.answer(self._serve(trap.args))
+            elif trap.number == Hypercall.USER:
+                return self._enter_user(trap.args[0])
+            elif trap.number == Hypercall.IDLE:
+                self._at, self._user = _At.IDLE, None
+                return self._bury()
+            else:
+                return self._die()
+
+    def _enter_user(self, last_result: int) -> None:
+        self._bury()
+        task = self._tasks.get(self._cells.current_task())
+        self._at, self._user = _At.USER, task
+        request = None if task is None else task.request
+        if request is not None and request.started and request.result is None:
+            request.end(last_result)
+
+    def _serve(self, args: tuple[int, ...]) -> int:
+        """Hypercall.HOSTFS: the Python side of a file of ours, in the middle of a guest's call."""
+        task = self._tasks.get(self._cells.current_task())
+        request = None if task is None else task.request
+        if request is None or request.hostfs is None:
+            return -errno.EBADF
+        try:
+            return request.hostfs(args[0], args[2], args[3])
+        except WouldBlock:
+            request.waits_for_host = True
+            return -ERESTARTSYS
+        except RunElsewhere as wish:
+            request.elsewhere = wish.action
+            return -ERESTARTSYS
+        except KernelError as error:
+            return -(error.errno or errno.EIO)
+        except Exception as error:
+            # The guest's call has to end first; then the fault is reported where it belongs.
+            request.failure = error
+            return -errno.EIO
+
+    def _await_time(self, request: Request, slept: int) -> None:
+        """The awaited task sleeps, and nobody else runs: on us, or on something that time brings."""
+        if request.waits_for_host:
+            raise WouldBlock
+        if slept >= MAX_SLEEP_JIFFIES:
+            raise KernelError(errno.EIO, "the system call doesn't come back")
+        self._cpu.clock.advance(NSEC_PER_JIFFY)
+        self._last_jiffy = self._cpu.clock.now_ns() // NSEC_PER_JIFFY
+        self._cpu.deliver(Vector.TIMER)
+
+    def _bury(self) -> None:
+        """Forget tasks that ended; one that was killed in a system call fails it with EIO."""
+        for addr in self._cells.new_exits():
+            task = self._tasks.pop(addr, None)
+            if task is None:
+                continue
+            if task.request is not None and task.request.result is None:
+                task.request.killed = True
+                task.request.end(-errno.EIO)
+            self.on_death(task)
+
+    def _die(self) -> None:
+        self._at, self._user = _At.DEAD, None
+        for task in list(self._tasks.values()):
+            if task.request is not None and task.request.result is None:
+                task.request.killed = True
+                task.request.end(-errno.EIO)

@@ -1,0 +1,152 @@
+"""Guest: the running kernel as its host sees it; tasks, system calls, files of ours, its functions."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.host.buffers import BUFFER_SIZE, UserBuffers
+from emulated_kernel.host.executive import Executive, GuestTask, HostfsHandler, Request
+from emulated_kernel.host.mirror import TaskMirror
+from emulated_kernel.host.syscalls import Syscalls, UserMemory, check
+
+MAX_ARGUMENTS = 6
+_STRINGS = 8 << 10
+"""Where strings start in a call's buffer, in bytes; the arguments lie before them."""
+
+
+class GuestCpu(Protocol):
+    """What calling functions needs of the machine."""
+
+    def call(self, address: int, *args: int) -> int: ...
+
+
+class GuestSymbol(Protocol):
+    @property
+    def address(self) -> int: ...
+
+    @property
+    def is_text(self) -> bool: ...
+
+
+class GuestSymbols(Protocol):
+    def lookup_name(self, name: str) -> int | None: ...
+
+    def by_name(self, name: str) -> Sequence[GuestSymbol]: ...
+
+
+class Guest:
+    """What the front end needs of the guest. Callers hold the control lock."""
+
+    def __init__(
+        self,
+        executive: Executive,
+        mirror: TaskMirror,
+        syscalls: Syscalls,
+        memory: UserMemory,
+        buffers: UserBuffers,
+        cpu: GuestCpu,
+        symbols: GuestSymbols,
+    ) -> None:
+        self._cpu = cpu
+        self._symbols = symbols
+        self.executive = executive
+        self.mirror = mirror
+        self.syscalls = syscalls
+        self._memory = memory
+        self._buffers = buffers
+
+    def read_file(self, task: GuestTask, fd: int, size: int, produce: Callable[[], bytes]) -> bytes:
+        """read(2) on a file of ours: the guest asks for the data in the middle of its vfs_read.
+
+        Raises: WouldBlock when `produce` does; the task sleeps then, and the same call goes on with it.
+        """
+        data = b""
+
+        def serve(_op: int, buffer: int, count: int) -> int:
+            nonlocal data
+            data = produce()[:count]
+            self._memory.write(buffer, data)
+            return len(data)
+
+        self._transfer(task, "read", fd, min(size, BUFFER_SIZE), serve)
+        return data
+
+    def write_file(self, task: GuestTask, fd: int, data: bytes, consume: Callable[[], int]) -> int:
+        """write(2) on a file of ours; the data stand in user memory for who probes vfs_write."""
+
+        def serve(_op: int, _buffer: int, _count: int) -> int:
+            return consume()
+
+        return self._transfer(task, "write", fd, len(data), serve, data)
+
+    def _transfer(
+        self, task: GuestTask, name: str, fd: int, size: int, serve: HostfsHandler, data: bytes | None = None
+    ) -> int:
+        nr = self.syscalls.number(name)
+        sleeping = task.request
+        if sleeping is not None and (sleeping.nr, sleeping.args[0]) == (nr, fd):
+            sleeping.hostfs = serve
+            return check(self.executive.resume(task))
+        buffer = self._buffers.get()
+        if data is not None:
+            self._memory.write(buffer, data)
+        request = Request(nr, (fd, buffer, size), serve, on_end=lambda: self._buffers.put(buffer))
+        return check(self.executive.run(task, request))
+
+    def close_file(self, fd: int) -> None:
+        """close(2) in the task that ran last, mostly the closing one: FUSE doesn't say who it is."""
+        self.syscalls.call(self.executive.at_hand or self.mirror.init, "close", fd)
+
+    def call_function(self, name: str, *args: int | str | bytes) -> int:
+        """Call a kernel function in the worker's task; strings are passed by address. The raw result.
+
+        Raises: KernelError ENOENT (no such symbol), EINVAL (no function, a string with NUL), E2BIG (too
+        many arguments), EFAULT (it oopsed or looped: the worker was killed, see the kernel log).
+        """
+        found = self._symbols.by_name(name)
+        if not found:
+            raise KernelError(errno.ENOENT, f"no symbol named {name}")
+        if not found[0].is_text:
+            raise KernelError(errno.EINVAL, f"{name} is not a function")
+        if len(args) > MAX_ARGUMENTS:
+            raise KernelError(errno.E2BIG, f"at most {MAX_ARGUMENTS} arguments")
+        with self._buffers.borrowed() as buffer:
+            return self._call(found[0].address, buffer, args)
+
+    def _call(self, address: int, buffer: int, args: tuple[int | str | bytes, ...]) -> int:
+        words = self._put_arguments(buffer, args)
+        request = Request(self.syscalls.number("host_call"), (address, buffer), None)
+        self._memory.write(buffer, b"".join(word.to_bytes(8, "little") for word in words))
+        try:
+            return self.executive.run(self.mirror.worker(), request)
+        except KernelError as error:
+            if request.killed:
+                raise KernelError(errno.EFAULT, "the call was killed; see the kernel log") from error
+            raise
+
+    def _put_arguments(self, buffer: int, args: tuple[int | str | bytes, ...]) -> list[int]:
+        words, at = [], buffer + _STRINGS
+        for arg in args:
+            if isinstance(arg, int):
+                words.append(arg & ((1 << 64) - 1))
+                continue
+            data = arg.encode() if isinstance(arg, str) else arg
+            if b"\0" in data:
+                raise KernelError(errno.EINVAL, "a string with NUL in it")
+            if at + len(data) >= buffer + BUFFER_SIZE:
+                raise KernelError(errno.E2BIG, "the strings are too long")
+            self._memory.write(at, data + b"\0")
+            words.append(at)
+            at += len(data) + 1
+        return words + [0] * (MAX_ARGUMENTS - len(words))
+
+    def log(self, message: str) -> None:
+        """printk: a line of the host's in the kernel log, wherever the guest stands."""
+        printk = self._symbols.lookup_name("_printk")
+        assert printk is not None, "every kernel has _printk"
+        with self._buffers.borrowed() as buffer:
+            self._memory.write(buffer, b"%s\n\0" + message.encode()[:1000] + b"\0")
+            self._cpu.call(printk, buffer, buffer + 4)

@@ -1,0 +1,178 @@
+"""System calls of guest tasks as Python calls: paths and data through user buffers, errno as KernelError."""
+
+from __future__ import annotations
+
+import errno
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.host.buffers import BUFFER_SIZE, UserBuffers
+from emulated_kernel.host.executive import Executive, GuestTask, HostfsHandler
+
+PATH_MAX = 4096
+AT_FDCWD = -100
+AT_SYMLINK_NOFOLLOW = 0x100
+_MAX_ERRNO = 4095
+_MASK = (1 << 64) - 1
+_STAT = struct.Struct("<QQQIIIIQqqqQQQQQQ")
+"""struct stat of the guest: x86_64's layout on every architecture."""
+_DIRENT = struct.Struct("<QqHB")
+
+
+class UserMemory(Protocol):
+    def read(self, va: int, size: int) -> bytes: ...
+
+    def write(self, va: int, data: bytes) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class GuestStat:
+    """What stat(2) in the guest says; sizes in bytes, times in nanoseconds since the epoch."""
+
+    ino: int
+    nlink: int
+    mode: int
+    uid: int
+    gid: int
+    rdev: int
+    size: int
+    blocks: int
+    atime_ns: int
+    mtime_ns: int
+    ctime_ns: int
+
+
+def check(result: int) -> int:
+    """A system call's result. Raises: KernelError for a negative errno."""
+    result &= _MASK
+    if result > _MASK - _MAX_ERRNO:
+        raise KernelError(_MASK + 1 - result)
+    return result
+
+
+class Syscalls:
+    """The system calls that the front end makes for host processes. Callers hold the control lock."""
+
+    def __init__(
+        self, executive: Executive, memory: UserMemory, buffers: UserBuffers, numbers: Mapping[str, int]
+    ) -> None:
+        self._executive = executive
+        self._memory = memory
+        self._buffers = buffers
+        self._nr = numbers
+
+    def number(self, name: str) -> int:
+        """The guest's number of a system call."""
+        return self._nr[name]
+
+    def call(self, task: GuestTask, name: str, *args: int, hostfs: HostfsHandler | None = None) -> int:
+        """One system call by its name. Raises: KernelError; WouldBlock (see Executive.syscall)."""
+        nr = self._nr[name]
+        return check(self._executive.syscall(task, nr, *(a & _MASK for a in args), hostfs=hostfs))
+
+    def with_path(
+        self, task: GuestTask, name: str, path: str, *args: int, hostfs: HostfsHandler | None = None
+    ) -> int:
+        """A system call whose first argument is a path."""
+        with self._buffers.borrowed() as buffer:
+            self._put_path(buffer, path)
+            return self.call(task, name, buffer, *args, hostfs=hostfs)
+
+    def with_paths(self, task: GuestTask, name: str, first: str, second: str) -> int:
+        """A system call on two paths."""
+        with self._buffers.borrowed() as buffer:
+            self._put_path(buffer, first)
+            self._put_path(buffer + PATH_MAX, second)
+            return self.call(task, name, buffer, buffer + PATH_MAX)
+
+    def _put_path(self, buffer: int, path: str) -> None:
+        data = path.encode("utf-8", "surrogateescape") + b"\0"
+        if len(data) > PATH_MAX:
+            raise KernelError(errno.ENAMETOOLONG)
+        self._memory.write(buffer, data)
+
+    def open(
+        self, task: GuestTask, path: str, flags: int, mode: int = 0, hostfs: HostfsHandler | None = None
+    ) -> int:
+        """openat(2); the file descriptor."""
+        with self._buffers.borrowed() as buffer:
+            self._put_path(buffer, path)
+            return self.call(task, "openat", AT_FDCWD, buffer, flags, mode, hostfs=hostfs)
+
+    def read(self, task: GuestTask, fd: int, size: int, offset: int | None = None) -> bytes:
+        """read(2), or pread64(2) when `offset` is given."""
+        size = min(size, BUFFER_SIZE)
+        with self._buffers.borrowed() as buffer:
+            if offset is None:
+                count = self.call(task, "read", fd, buffer, size)
+            else:
+                count = self.call(task, "pread64", fd, buffer, size, offset)
+            return self._memory.read(buffer, count)
+
+    def write(self, task: GuestTask, fd: int, data: bytes, offset: int | None = None) -> int:
+        """write(2), or pwrite64(2) when `offset` is given; bytes taken."""
+        data = data[:BUFFER_SIZE]
+        with self._buffers.borrowed() as buffer:
+            self._memory.write(buffer, data)
+            if offset is None:
+                return self.call(task, "write", fd, buffer, len(data))
+            return self.call(task, "pwrite64", fd, buffer, len(data), offset)
+
+    def lstat(self, task: GuestTask, path: str) -> GuestStat:
+        """lstat(2)."""
+        with self._buffers.borrowed() as buffer:
+            self._put_path(buffer + _STAT.size, path)
+            self.call(task, "newlstat", buffer + _STAT.size, buffer)
+            return self._stat(buffer)
+
+    def fstat(self, task: GuestTask, fd: int) -> GuestStat:
+        """fstat(2)."""
+        with self._buffers.borrowed() as buffer:
+            self.call(task, "newfstat", fd, buffer)
+            return self._stat(buffer)
+
+    def _stat(self, buffer: int) -> GuestStat:
+        fields = _STAT.unpack(self._memory.read(buffer, _STAT.size))
+        _dev, ino, nlink, mode, uid, gid, _pad, rdev, size, _blksize, blocks = fields[:11]
+        atime, mtime, ctime = (s * 10**9 + ns for s, ns in zip(fields[11::2], fields[12::2], strict=True))
+        return GuestStat(ino, nlink, mode, uid, gid, rdev, size, blocks, atime, mtime, ctime)
+
+    def readlink(self, task: GuestTask, path: str) -> str:
+        """readlink(2)."""
+        with self._buffers.borrowed() as buffer:
+            self._put_path(buffer, path)
+            count = self.call(task, "readlink", buffer, buffer + PATH_MAX, PATH_MAX)
+            return self._memory.read(buffer + PATH_MAX, count).decode("utf-8", "surrogateescape")
+
+    def listdir(self, task: GuestTask, path: str) -> list[str]:
+        """Names in a directory, without "." and "..": open, getdents64 until it is empty, close."""
+        fd = self.open(task, path, 0o200000)
+        names: list[str] = []
+        try:
+            with self._buffers.borrowed() as buffer:
+                while count := self.call(task, "getdents64", fd, buffer, BUFFER_SIZE):
+                    names += _names(self._memory.read(buffer, count))
+        finally:
+            self.call(task, "close", fd)
+        return [name for name in names if name not in (".", "..")]
+
+    def utimens(self, task: GuestTask, path: str, atime_ns: int, mtime_ns: int) -> None:
+        """utimensat(2) without following a symbolic link; times since the epoch."""
+        times = struct.pack("<4q", *divmod(atime_ns, 10**9), *divmod(mtime_ns, 10**9))
+        with self._buffers.borrowed() as buffer:
+            self._memory.write(buffer, times)
+            self._put_path(buffer + len(times), path)
+            self.call(task, "utimensat", AT_FDCWD, buffer + len(times), buffer, AT_SYMLINK_NOFOLLOW)
+
+
+def _names(entries: bytes) -> list[str]:
+    names, at = [], 0
+    while at < len(entries):
+        length = _DIRENT.unpack_from(entries, at)[2]
+        name = entries[at + _DIRENT.size : at + length].split(b"\0", 1)[0]
+        names.append(name.decode("utf-8", "surrogateescape"))
+        at += length
+    return names

@@ -1,0 +1,65 @@
+"""The guest's tasks, read by walking its task list."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+_LETTERS = {0: "R", 1: "S", 2: "D", 0x80: "X", 0x402: "I"}
+"""task_struct.__state -> the letter that ps shows. Mirrors: include/linux/sched.h:task_index_to_char."""
+_MAX_TASKS = 1 << 16
+"""Where a corrupted list is given up."""
+
+
+class TaskMemory(Protocol):
+    def read(self, va: int, size: int) -> bytes: ...
+
+    def read_u64(self, va: int) -> int: ...
+
+    def read_u32(self, va: int) -> int: ...
+
+
+class TaskSymbols(Protocol):
+    def lookup_name(self, name: str) -> int | None: ...
+
+
+@dataclass(frozen=True)
+class TaskInfo:
+    """A task as machine/tasks shows it."""
+
+    addr: int
+    pid: int
+    parent: int
+    uid: int
+    state: str
+    comm: str
+
+
+def read_tasks(memory: TaskMemory, symbols: TaskSymbols, abi: Mapping[str, int]) -> Iterator[TaskInfo]:
+    """All tasks, the idle task first. Raises: MemoryFault where the guest has corrupted its list."""
+    link = abi["task_struct.tasks"]
+    first = symbols.lookup_name("init_task") or 0
+    task = first
+    for _ in range(_MAX_TASKS):
+        yield _read(memory, task, abi)
+        task = memory.read_u64(task + link) - link
+        if task == first:
+            return
+
+
+def _read(memory: TaskMemory, task: int, abi: Mapping[str, int]) -> TaskInfo:
+    def word(field: str) -> int:
+        return memory.read_u32(task + abi[f"task_struct.{field}"])
+
+    parent = memory.read_u64(task + abi["task_struct.real_parent"])
+    cred = memory.read_u64(task + abi["task_struct.cred"])
+    comm = memory.read(task + abi["task_struct.comm"], 16).split(b"\0", 1)[0]
+    return TaskInfo(
+        addr=task,
+        pid=word("pid"),
+        parent=memory.read_u32(parent + abi["task_struct.pid"]) if parent else 0,
+        uid=memory.read_u32(cred + abi["cred.uid"]) if cred else 0,
+        state=_LETTERS.get(word("state"), "?"),
+        comm=comm.decode("utf-8", "replace"),
+    )
