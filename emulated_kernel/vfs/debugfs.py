@@ -1,0 +1,37 @@
+"""debugfs kprobes/: the probes themselves, and the switches for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from emulated_kernel.vfs.node import Directory, Node
+from emulated_kernel.vfs.parse import kstrtobool, sysctl_switch
+from emulated_kernel.vfs.ports import KprobesPort
+from emulated_kernel.vfs.seq import AttributeFile, CommandFile, SeqFile, listing, single
+
+
+def kprobes_directory(kprobes: KprobesPort, ours: Mapping[str, Node] | None = None) -> Directory:
+    """list, enabled, blacklist as Linux has them; `optimization` stands for the sysctl; then `ours`."""
+
+    def set_enabled(data: bytes) -> int:
+        kprobes.set_enabled(kstrtobool(data))
+        return len(data)
+
+    sysctl: dict[str, Node] = {}
+    if kprobes.can_optimize:
+        sysctl["optimization"] = AttributeFile(
+            0o644,
+            show=lambda: f"{kprobes.optimization:d}\n",
+            store=lambda data: kprobes.set_optimization(sysctl_switch(data)),
+        )
+    return Directory(
+        0o755,
+        {
+            "list": SeqFile(0o400, listing(kprobes.list_text)),
+            # Linux: a write to `enabled` leaves the file position alone, which CommandFile does too.
+            "enabled": CommandFile(0o600, single(lambda: f"{kprobes.enabled:d}\n"), set_enabled),
+            "blacklist": SeqFile(0o400, listing(kprobes.blacklist_text)),
+            **sysctl,
+            **(ours or {}),
+        },
+    )

@@ -1,0 +1,53 @@
+"""machine/: the emulated computer, as /proc would show it, and a way to call its functions."""
+
+from __future__ import annotations
+
+import errno
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.vfs.mount import Client
+from emulated_kernel.vfs.node import Directory, Owner
+from emulated_kernel.vfs.ports import MachinePort
+from emulated_kernel.vfs.seq import CommandFile, PerClientFile, Records, SeqFile, listing, single
+
+
+def machine_directory(machine: MachinePort, owner: Owner) -> Directory:
+    """version, kallsyms, dmesg, tasks, call; `owner` may see addresses."""
+
+    def kallsyms_for(client: Client) -> Records:
+        hidden = not owner.is_privileged(client)
+        return listing(lambda: machine.kallsyms(hidden))
+
+    calls = _Calls(machine)
+    return Directory(
+        0o755,
+        {
+            "version": SeqFile(0o444, single(lambda: f"{machine.version()}\n")),
+            "kallsyms": PerClientFile(0o444, kallsyms_for),
+            "dmesg": SeqFile(0o400, listing(machine.dmesg)),
+            "tasks": SeqFile(0o444, listing(machine.tasks)),
+            "call": CommandFile(0o600, single(lambda: calls.result), calls.execute),
+        },
+    )
+
+
+class _Calls:
+    """What `call` remembers: the results of the last write."""
+
+    def __init__(self, machine: MachinePort) -> None:
+        self._machine = machine
+        self.result = ""
+
+    def execute(self, data: bytes) -> int:
+        """Call a function for each line; the results can be read afterwards.
+
+        Raises: KernelError of the first call that fails; the calls before it were made.
+        """
+        try:
+            lines = [line.strip() for line in data.decode("ascii").splitlines()]
+        except UnicodeDecodeError as error:
+            raise KernelError(errno.EINVAL, "not ASCII") from error
+        self.result = ""
+        for line in filter(None, lines):
+            self.result += f"{self._machine.call(line)}\n"
+        return len(data)

@@ -1,0 +1,230 @@
+"""Nodes: files and directories with modes, owners, times and inode numbers, as kernfs keeps them."""
+
+from __future__ import annotations
+
+import errno
+import stat
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Generic, TypeVar
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.vfs.mount import Client, Stat
+from emulated_kernel.vfs.open_file import OpenFile
+
+PERMISSION_BITS = 0o7777
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Whom nodes belong to that were never chown(2)ed: the user who mounts."""
+
+    uid: int = 0
+    gid: int = 0
+
+    def is_privileged(self, client: Client) -> bool:
+        """Whether `client` counts as holding CAP_SYSLOG: root, or whose kernel it is."""
+        return client.uid in (0, self.uid)
+
+
+class Node:
+    """Something with a name. A node sits in one directory at most."""
+
+    kind: ClassVar[int] = stat.S_IFREG
+    __slots__ = ("_gid", "_permissions", "_times_ns", "_uid", "ino", "name", "parent")
+
+    def __init__(self, mode: int) -> None:
+        now = time.time_ns()
+        self._permissions = mode & PERMISSION_BITS
+        self._uid: int | None = None
+        self._gid: int | None = None
+        self._times_ns = (now, now, now)
+        self.ino = 0
+        self.name = ""
+        self.parent: Directory | None = None
+
+    @property
+    def mode(self) -> int:
+        """File type and permission bits."""
+        return self.kind | self._permissions
+
+    @property
+    def nlink(self) -> int:
+        """Number of names, as stat(2) counts them."""
+        return 1
+
+    def stat(self, owner: Owner) -> Stat:
+        """Attributes, with `owner` where nobody changed it. Size is 0, as in debugfs and tracefs."""
+        atime, mtime, ctime = self._times_ns
+        return Stat(
+            ino=self.ino,
+            mode=self.mode,
+            nlink=self.nlink,
+            uid=owner.uid if self._uid is None else self._uid,
+            gid=owner.gid if self._gid is None else self._gid,
+            atime_ns=atime,
+            mtime_ns=mtime,
+            ctime_ns=ctime,
+        )
+
+    def chmod(self, mode: int) -> None:
+        """Replace the permission bits."""
+        self._permissions = mode & PERMISSION_BITS
+        self._touch()
+
+    def chown(self, uid: int, gid: int) -> None:
+        """Replace owner and group; -1 leaves one alone."""
+        if uid != -1:
+            self._uid = uid
+        if gid != -1:
+            self._gid = gid
+        self._touch()
+
+    def utimens(self, atime_ns: int, mtime_ns: int) -> None:
+        """Set access and modification time, in nanoseconds since the epoch."""
+        self._times_ns = (atime_ns, mtime_ns, time.time_ns())
+
+    def is_attached(self) -> bool:
+        """Whether the root is still reached by the parents' own lookups: False once an object was removed."""
+        node = self
+        while node.parent is not None:
+            if node.parent.get(node.name) is not node:
+                return False
+            node = node.parent
+        return True
+
+    def _touch(self) -> None:
+        atime, mtime, _ = self._times_ns
+        self._times_ns = (atime, mtime, time.time_ns())
+
+
+class File(Node, ABC):
+    """A regular file: what it is lies in what its open files do."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def open(self, flags: int, client: Client) -> OpenFile:
+        """A new open file. Raises: KernelError, as the file's own open method does on Linux."""
+
+
+class Directory(Node):
+    """A directory with fixed children; a literal with modes beside names."""
+
+    kind = stat.S_IFDIR
+    __slots__ = ("_children", "_subdirectories")
+
+    def __init__(self, mode: int, children: Mapping[str, Node]) -> None:
+        super().__init__(mode)
+        self._children: dict[str, Node] = {}
+        self._subdirectories = 0
+        for name, child in children.items():
+            self._adopt(name, child)
+            self._children[name] = child
+            self._subdirectories += isinstance(child, Directory)
+
+    @property
+    def nlink(self) -> int:
+        """Two, and one for each subdirectory's ".."."""
+        return 2 + self._subdirectories
+
+    def get(self, name: str) -> Node | None:
+        """The child called `name`; a dictionary lookup, not a scan."""
+        return self._children.get(name)
+
+    def names(self) -> list[str]:
+        """Names of all children."""
+        return list(self._children)
+
+    def mkdir(self, name: str, mode: int) -> None:
+        """mkdir(2) in this directory. Raises: KernelError EPERM, unless a subclass makes directories."""
+        raise KernelError(errno.EPERM, f"no directory can be made here: {name} ({mode:o})")
+
+    def rmdir(self, name: str) -> None:
+        """rmdir(2) in this directory. Raises: KernelError EPERM, unless a subclass removes directories."""
+        raise KernelError(errno.EPERM, f"{name} can't be removed")
+
+    def _adopt(self, name: str, child: Node) -> None:
+        if child.parent is not None:
+            raise ValueError(f"{name}: the node is already called {child.name}")
+        child.name, child.parent = name, self
+
+
+@dataclass(frozen=True, slots=True)
+class Objects(Generic[T]):
+    """Where a DynamicDirectory gets its subdirectories: named objects of the kernel that come and go."""
+
+    names: Callable[[], Collection[str]]
+    """Names now, in the order of readdir; len() of it must be cheap, since nlink is made of it."""
+    find: Callable[[str], T | None]
+    """The object of that name; the same one as long as it exists."""
+    make: Callable[[T], Directory]
+    """The directory that shows an object."""
+
+
+class DynamicDirectory(Directory, Generic[T]):
+    """A directory with a subdirectory for each of some objects, beside fixed children.
+
+    A node lives as long as its object: a new object of an old name gets a new node and inode number,
+    and files still open under the old one are detached.
+    """
+
+    __slots__ = ("_mkdir", "_nodes", "_objects", "_rmdir")
+
+    def __init__(
+        self,
+        mode: int,
+        objects: Objects[T],
+        children: Mapping[str, Node] | None = None,
+        mkdir: Callable[[str], None] | None = None,
+        rmdir: Callable[[str], None] | None = None,
+    ) -> None:
+        super().__init__(mode, children or {})
+        self._objects = objects
+        self._nodes: dict[str, tuple[T, Directory]] = {}
+        self._mkdir = mkdir
+        self._rmdir = rmdir
+
+    @property
+    def nlink(self) -> int:
+        """Two, and one for each subdirectory's ".."."""
+        return super().nlink + len(self._objects.names())
+
+    def get(self, name: str) -> Node | None:
+        """The fixed child or the object's directory called `name`."""
+        fixed = super().get(name)
+        if fixed is not None:
+            return fixed
+        found = self._objects.find(name)
+        if found is None:
+            self._nodes.pop(name, None)
+            return None
+        known = self._nodes.get(name)
+        if known is not None and known[0] is found:
+            return known[1]
+        node = self._objects.make(found)
+        self._adopt(name, node)
+        self._nodes[name] = (found, node)
+        return node
+
+    def names(self) -> list[str]:
+        """Names of the fixed children, then of the objects."""
+        return [*super().names(), *self._objects.names()]
+
+    def mkdir(self, name: str, mode: int) -> None:
+        """Make an object. Raises: KernelError EPERM where none can be made."""
+        if self._mkdir is None:
+            super().mkdir(name, mode)
+        else:
+            self._mkdir(name)
+
+    def rmdir(self, name: str) -> None:
+        """Remove an object. Raises: KernelError EPERM where none can be removed, or for a fixed child."""
+        if self._rmdir is None or super().get(name) is not None:
+            super().rmdir(name)
+        else:
+            self._rmdir(name)

@@ -1,0 +1,60 @@
+"""How Linux's control files read a written number or switch."""
+
+from __future__ import annotations
+
+import errno
+import re
+
+from emulated_kernel.errors import KernelError
+
+_UNSIGNED = re.compile(rb"\+?([0-9]+)\n?")
+_INTEGER = re.compile(rb"-?[0-9]+")
+_NUMBER_BUFFER = 31
+_SWITCHES = {b"y": True, b"t": True, b"1": True, b"n": False, b"f": False, b"0": False}
+_SWITCHES_AFTER_O = {b"n": True, b"f": False}
+
+
+def kstrtobool(data: bytes) -> bool:
+    """A switch, told from its first letter or two: 1/0, y/n, t/f, on/off in either case.
+
+    Raises: KernelError EINVAL. Mirrors: lib/kstrtox.c:kstrtobool (v6.1).
+    """
+    lowered = data[:2].lower()
+    table, key = (_SWITCHES_AFTER_O, lowered[1:]) if lowered[:1] == b"o" else (_SWITCHES, lowered[:1])
+    if key not in table:
+        raise KernelError(errno.EINVAL, "not a switch")
+    return table[key]
+
+
+def kstrtoul(data: bytes) -> int:
+    """An unsigned decimal number with at most one newline after it.
+
+    Raises: KernelError EINVAL, ERANGE. Mirrors: lib/kstrtox.c:kstrtoul_from_user (v6.1).
+    """
+    text = data[:_NUMBER_BUFFER].split(b"\0", 1)[0]
+    match = _UNSIGNED.fullmatch(text)
+    if match is None:
+        raise KernelError(errno.EINVAL, "not an unsigned number")
+    value = int(match[1])
+    if value >= 1 << 64:
+        raise KernelError(errno.ERANGE, "number too big")
+    return value
+
+
+def switch(data: bytes) -> bool:
+    """0 or 1 and nothing else, as an event's `enable` takes it. Raises: KernelError EINVAL, ERANGE."""
+    value = kstrtoul(data)
+    if value > 1:
+        raise KernelError(errno.EINVAL, "neither 0 nor 1")
+    return bool(value)
+
+
+def sysctl_switch(data: bytes) -> bool:
+    """0 or 1 as an integer sysctl with these bounds takes it: blanks around it are skipped.
+
+    Raises: KernelError EINVAL. Mirrors: kernel/sysctl.c:proc_dointvec_minmax (v6.1).
+    """
+    words = data.split(b"\0", 1)[0].split()
+    if not words or not _INTEGER.fullmatch(words[0]) or int(words[0]) not in (0, 1):
+        raise KernelError(errno.EINVAL, "neither 0 nor 1")
+    return int(words[0]) == 1

@@ -1,0 +1,139 @@
+"""Filesystem: paths to nodes, and Linux's errno for what can't be done there."""
+
+from __future__ import annotations
+
+import errno
+import os
+from itertools import count
+from typing import NoReturn
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.vfs.mount import Client, Stat
+from emulated_kernel.vfs.node import Directory, File, Node, Owner
+from emulated_kernel.vfs.open_file import OpenFile
+
+NAME_MAX = 255
+
+
+class Filesystem:
+    """A tree of nodes. Not locked: whoever serves it holds one lock around every call."""
+
+    def __init__(self, root: Directory, owner: Owner | None = None) -> None:
+        self.root = root
+        self.owner = owner or Owner()
+        self._inode_numbers = count(1)
+
+    def lookup(self, path: str) -> Node:
+        """The node at an absolute path; a dictionary lookup for each component.
+
+        Raises: KernelError ENOENT, ENOTDIR, ENAMETOOLONG.
+        """
+        node: Node = self.root
+        for name in path.split("/"):
+            if name:
+                node = self._child(node, name)
+        return node
+
+    def getattr(self, path: str) -> Stat:
+        """Attributes of the node at `path`. Raises: as lookup()."""
+        return self.stat(self.lookup(path))
+
+    def stat(self, node: Node) -> Stat:
+        """Attributes of `node`, which gets its inode number when first asked."""
+        if node.ino == 0:
+            node.ino = next(self._inode_numbers)
+        return node.stat(self.owner)
+
+    def readdir(self, path: str) -> list[str]:
+        """Names in a directory. Raises: KernelError ENOTDIR, and as lookup()."""
+        return self._directory(path).names()
+
+    def open(self, path: str, flags: int, client: Client) -> OpenFile:
+        """Open a file, made if O_CREAT says so and the directory allows it, which none here does.
+
+        Raises: KernelError EACCES, EEXIST, EISDIR, ENOTDIR; what the file's own open raises; as lookup().
+        """
+        try:
+            node = self.lookup(path)
+        except KernelError as error:
+            if error.errno == errno.ENOENT and flags & os.O_CREAT:
+                self.create(path)
+            raise
+        if flags & os.O_CREAT and flags & os.O_EXCL:
+            raise KernelError(errno.EEXIST, path)
+        if not isinstance(node, File):
+            raise KernelError(errno.EISDIR, path)
+        if flags & os.O_DIRECTORY:
+            raise KernelError(errno.ENOTDIR, path)
+        return node.open(flags, client)
+
+    def create(self, path: str) -> NoReturn:
+        """creat(2) of a name that isn't there. Raises: KernelError EACCES, as without ->create on Linux."""
+        self._absent(path)
+        raise KernelError(errno.EACCES, path)
+
+    def mkdir(self, path: str, mode: int) -> None:
+        """mkdir(2). Raises: KernelError EEXIST, and what the directory's hook raises."""
+        directory, name = self._absent(path)
+        directory.mkdir(name, mode)
+
+    def rmdir(self, path: str) -> None:
+        """rmdir(2). Raises: KernelError ENOTDIR, and what the parent's hook raises."""
+        node = self._directory(path)
+        if node.parent is None:
+            raise KernelError(errno.EBUSY, path)
+        node.parent.rmdir(node.name)
+
+    def unlink(self, path: str) -> NoReturn:
+        """unlink(2). Raises: KernelError EPERM (EISDIR for a directory)."""
+        node = self.lookup(path)
+        raise KernelError(errno.EISDIR if isinstance(node, Directory) else errno.EPERM, path)
+
+    def rename(self, old: str, new: str) -> NoReturn:
+        """rename(2). Raises: KernelError EPERM."""
+        self.lookup(old)
+        self._split(new)
+        raise KernelError(errno.EPERM, old)
+
+    def link(self, path: str) -> NoReturn:
+        """link(2) or symlink(2) making `path`. Raises: KernelError EPERM, EEXIST."""
+        self._absent(path)
+        raise KernelError(errno.EPERM, path)
+
+    def readlink(self, path: str) -> NoReturn:
+        """readlink(2). Raises: KernelError EINVAL: no node here is a symbolic link."""
+        self.lookup(path)
+        raise KernelError(errno.EINVAL, path)
+
+    def truncate(self, path: str, size: int) -> None:
+        """truncate(2): nothing happens, whatever the size. Raises: KernelError EISDIR, EINVAL."""
+        if size < 0:
+            raise KernelError(errno.EINVAL, path)
+        if isinstance(self.lookup(path), Directory):
+            raise KernelError(errno.EISDIR, path)
+
+    def _child(self, node: Node, name: str) -> Node:
+        if not isinstance(node, Directory):
+            raise KernelError(errno.ENOTDIR, node.name)
+        if len(name) > NAME_MAX:
+            raise KernelError(errno.ENAMETOOLONG, name)
+        child = node.get(name)
+        if child is None:
+            raise KernelError(errno.ENOENT, name)
+        return child
+
+    def _directory(self, path: str) -> Directory:
+        node = self.lookup(path)
+        if not isinstance(node, Directory):
+            raise KernelError(errno.ENOTDIR, path)
+        return node
+
+    def _split(self, path: str) -> tuple[Directory, str]:
+        parent, _, name = path.rstrip("/").rpartition("/")
+        return self._directory(parent), name
+
+    def _absent(self, path: str) -> tuple[Directory, str]:
+        directory, name = self._split(path)
+        if not name or directory.get(name) is not None:
+            raise KernelError(errno.EEXIST, path)
+        return directory, name

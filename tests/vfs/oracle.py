@@ -1,0 +1,44 @@
+"""Where the recorded answers of a real Linux 6.1 are; tests that need them are skipped without."""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_DEFAULT = Path(__file__).resolve().parents[2].parent / "shared" / "oracle"
+
+
+def oracle_path(name: str) -> Path:
+    """A file of the oracle; skips the test where it is absent."""
+    path = Path(os.environ.get("KPROBEFS_ORACLE", _DEFAULT)) / name
+    if not path.exists():
+        pytest.skip(f"no oracle: {path} is missing (set KPROBEFS_ORACLE)")
+    return path
+
+
+@cache
+def quirks() -> dict[str, Any]:
+    """samples/quirks.json."""
+    parsed: dict[str, Any] = json.loads(oracle_path("samples/quirks.json").read_text())
+    return parsed
+
+
+def errors(file: str) -> list[dict[str, Any]]:
+    """The recorded writes to one file."""
+    lines = oracle_path("errors-6.1.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["file"] == file]
+
+
+def modes(sample: str, prefix: str) -> dict[str, str]:
+    """Names below `prefix` to modes as `ls` writes them, out of an ls_*.txt sample."""
+    found = {}
+    for line in oracle_path(f"samples/{sample}").read_text().splitlines():
+        words = line.split()
+        if len(words) > 2 and words[-1].startswith(prefix):
+            found[words[-1].removeprefix(prefix)] = words[0]
+    return found

@@ -1,0 +1,192 @@
+"""Open files: positions, snapshots, errors."""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from emulated_kernel.errors import KernelError, WouldBlock
+from emulated_kernel.vfs.mount import Client
+from emulated_kernel.vfs.node import Directory, File
+from emulated_kernel.vfs.open_file import ALWAYS_READY, Cursor, OpenFile
+from emulated_kernel.vfs.seq import AttributeFile, CommandFile, PipeFile, SeqFile, SeqReader, listing, single
+from tests.vfs.fakes import FakeTrace
+
+ROOT = Client(1, 0, 0)
+
+
+def open_file(file: File, flags: int = os.O_RDWR) -> OpenFile:
+    Directory(0o755, {"file": file})
+    return file.open(flags, ROOT)
+
+
+def assert_errno(number: int) -> AbstractContextManager[object]:
+    return pytest.raises(KernelError, match=rf"Errno {number}\b")
+
+
+@given(st.lists(st.text(max_size=9), max_size=9), st.lists(st.integers(1, 12), min_size=1, max_size=40))
+def test_sequential_reads_give_the_whole_text(records: list[str], sizes: list[int]) -> None:
+    reader = SeqReader(listing(lambda: records))
+    position, text = 0, b""
+    for size in [*sizes, 1000]:
+        data = reader.read(size, position)
+        assert len(data) <= size
+        position += len(data)
+        text += data
+    assert text == "".join(records).encode()
+
+
+@given(st.lists(st.text(max_size=9), max_size=9), st.integers(0, 60), st.integers(1, 20))
+def test_a_read_anywhere_gives_the_slice(records: list[str], position: int, size: int) -> None:
+    reader = SeqReader(listing(lambda: records))
+    reader.read(7, 0)
+    assert reader.read(size, position) == "".join(records).encode()[position : position + size]
+
+
+def test_records_added_between_reads_are_seen() -> None:
+    """As recorded in quirks.json: read_while_changed."""
+    records = ["p:kprobes/a vfs_mkdir\n"]
+    reader = SeqReader(listing(lambda: records))
+    assert reader.read(10, 0) == b"p:kprobes/"
+    records.append("p:kprobes/b vfs_rmdir\n")
+    assert reader.read(1000, 10) == b"a vfs_mkdir\np:kprobes/b vfs_rmdir\n"
+
+
+def test_single_renders_once_until_read_from_the_start_again() -> None:
+    renderings: Iterator[str] = iter(["first", "second", "third"])
+    reader = SeqReader(single(lambda: next(renderings)))
+    assert [reader.read(3, 0), reader.read(9, 3), reader.read(9, 5)] == [b"fir", b"st", b""]
+    assert reader.read(9, 0) == b"second"
+
+
+def test_large_listings_are_rendered_as_far_as_needed() -> None:
+    shown = []
+
+    def records() -> Iterator[str]:
+        for number in range(10_000):
+            shown.append(number)
+            yield f"{number:07}\n"
+
+    assert len(SeqReader(listing(records)).read(80, 0)) == 80
+    assert len(shown) == 10
+
+
+def test_read_after_write_begins_at_the_start() -> None:
+    """As recorded in quirks.json: rdwr_same_fd. The front end's offset counts what was written."""
+    lines: list[str] = []
+
+    def execute(data: bytes) -> int:
+        lines.append(data.decode())
+        return len(data)
+
+    opened = open_file(CommandFile(0o640, listing(lambda: lines), execute))
+    assert opened.write(b"p:a vfs_mkdir\n", 0) == 14
+    assert opened.read(100, 14) == b"p:a vfs_mkdir\n"
+    assert opened.read(100, 28) == b""
+    assert opened.read(100, 0) == b"p:a vfs_mkdir\n"
+
+
+def test_an_attribute_write_moves_the_position() -> None:
+    value: list[bytes] = []
+    opened = open_file(AttributeFile(0o640, lambda: b"".join(value).decode(), value.append))
+    opened.write(b"1\n", 0)
+    assert opened.read(10, 2) == b""
+    assert opened.read(10, 0) == b"1\n"
+
+
+def test_an_attribute_is_not_torn() -> None:
+    values = iter(["123\n", "1234\n"])
+    opened = open_file(AttributeFile(0o440, lambda: next(values)))
+    assert [opened.read(2, 0), opened.read(9, 2), opened.read(9, 4)] == [b"12", b"3\n", b""]
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 9)), max_size=20))
+def test_cursor_ignores_written_bytes(operations: list[tuple[bool, int]]) -> None:
+    cursor, offset, position = Cursor(), 0, 0
+    for is_write, count in operations:
+        assert cursor.position(offset) == position
+        position += 0 if is_write else count
+        cursor.moved(offset, count, position)
+        offset += count
+
+
+def test_bytes_that_are_no_utf8_survive() -> None:
+    text = b"\xff\xfe caf\xc3\xa9\n"
+    opened = open_file(SeqFile(0o440, single(lambda: text.decode("utf-8", "surrogateescape"))), os.O_RDONLY)
+    assert opened.read(100, 0) == text
+
+
+def test_read_only_files_open_for_writing_but_refuse_writes() -> None:
+    opened = open_file(SeqFile(0o440, single(lambda: "text")))
+    with assert_errno(errno.EINVAL):
+        opened.write(b"x", 0)
+    opened = open_file(AttributeFile(0o440, lambda: "text"))
+    with assert_errno(errno.EINVAL):
+        opened.write(b"x", 0)
+
+
+def test_write_only_files_refuse_reads() -> None:
+    for file in (CommandFile(0o220, None, len), AttributeFile(0o220, None, lambda _data: None)):
+        with assert_errno(errno.EINVAL):
+            open_file(file).read(1, 0)
+
+
+def test_descriptor_mode_counts() -> None:
+    file = CommandFile(0o640, single(lambda: ""), len)
+    with assert_errno(errno.EBADF):
+        open_file(file, os.O_RDONLY).write(b"x", 0)
+    with assert_errno(errno.EBADF):
+        file.open(os.O_WRONLY, ROOT).read(1, 0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "cleared"),
+    [
+        (os.O_WRONLY | os.O_TRUNC, 1),
+        (os.O_RDWR | os.O_TRUNC, 1),
+        (os.O_RDONLY | os.O_TRUNC, 0),
+        (os.O_WRONLY | os.O_APPEND, 0),
+    ],
+)
+def test_truncation_needs_write_access(flags: int, cleared: int) -> None:
+    calls = []
+    open_file(CommandFile(0o640, single(lambda: ""), len, lambda: calls.append(1)), flags)
+    assert len(calls) == cleared
+
+
+def test_what_truncation_raises_open_raises() -> None:
+    def busy() -> None:
+        raise KernelError(errno.EBUSY)
+
+    with assert_errno(errno.EBUSY):
+        open_file(CommandFile(0o640, single(lambda: ""), len, busy), os.O_WRONLY | os.O_TRUNC)
+
+
+def test_pipe_blocks_and_tells() -> None:
+    trace = FakeTrace()
+    opened = open_file(PipeFile(0o440, lambda nonblock: trace.open_pipe(nonblock=nonblock)), os.O_RDONLY)
+    told: list[int] = []
+    assert opened.stream
+    assert opened.poll(lambda: told.append(1)) == 0
+    with pytest.raises(WouldBlock):
+        opened.read(100, 0)
+    trace.write_marker(b"hello\n")
+    assert told == [1]
+    assert opened.poll() & select.POLLIN
+    assert opened.read(3, 0) + opened.read(100, 3) == b"hello\n"
+    with assert_errno(errno.EBUSY):
+        trace.open_pipe()
+    opened.release()
+    trace.open_pipe()
+
+
+def test_other_files_are_always_ready() -> None:
+    assert open_file(SeqFile(0o440, single(lambda: ""))).poll() == ALWAYS_READY
+    assert ALWAYS_READY & (select.POLLIN | select.POLLOUT) == 5
