@@ -1,0 +1,71 @@
+"""machine/: version, kallsyms, dmesg, tasks and call, told from the image and the running guest."""
+
+from __future__ import annotations
+
+import errno
+import shlex
+from collections.abc import Iterable
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.host.guest import Guest
+from emulated_kernel.host.guest_log import read_log
+from emulated_kernel.host.task_list import read_tasks
+from emulated_kernel.image.image import KernelImage
+from emulated_kernel.machine.machine import Machine
+
+MAX_ARGUMENTS = 6
+
+
+class MachineFiles:
+    """Implements MachinePort."""
+
+    def __init__(self, image: KernelImage, machine: Machine, guest: Guest) -> None:
+        self._image = image
+        self._memory = machine.memory
+        self._guest = guest
+
+    def version(self) -> str:
+        return self._image.version.rstrip("\n")
+
+    def kallsyms(self, zero_addresses: bool) -> Iterable[str]:
+        return [self._image.kallsyms.kallsyms_text(zero_addresses)]
+
+    def dmesg(self) -> Iterable[str]:
+        return [line for message in read_log(self._memory, self._image.kallsyms) for line in message.lines()]
+
+    def tasks(self) -> Iterable[str]:
+        yield f"{'PID':>7} {'PPID':>7} {'UID':>6} STATE COMM\n"
+        for task in read_tasks(self._memory, self._image.kallsyms, self._image.abi):
+            yield f"{task.pid:>7} {task.parent:>7} {task.uid:>6} {task.state:<5} {task.comm}\n"
+
+    def call(self, line: str) -> str:
+        """`FUNCTION ARG...`: numbers, strings in quotes; the result in hexadecimal and decimal.
+
+        Raises: KernelError EINVAL (malformed, too many arguments), ENOENT (no such function), EFAULT (it
+        oopsed, see dmesg), EIO (it doesn't come back).
+        """
+        name, *words = _split(line)
+        if len(words) > MAX_ARGUMENTS:
+            raise KernelError(errno.E2BIG, f"at most {MAX_ARGUMENTS} arguments")
+        result = self._guest.call_function(name, *map(_argument, words))
+        signed = result - (1 << 64) if result >> 63 else result
+        return f"{name} = 0x{result:x} ({signed})"
+
+
+def _split(line: str) -> list[str]:
+    lexer = shlex.shlex(line, posix=False, punctuation_chars=False)
+    lexer.whitespace_split = True
+    lexer.commenters = ""
+    try:
+        return list(lexer)
+    except ValueError as error:
+        raise KernelError(errno.EINVAL, f"{line!r}: {error}") from error
+
+
+def _argument(word: str) -> int | str:
+    if len(word) >= 2 and word[0] in "\"'" and word[-1] == word[0]:
+        return word[1:-1]
+    try:
+        return int(word, 0)
+    except ValueError:
+        raise KernelError(errno.EINVAL, f"{word!r} is neither a number nor a string in quotes") from None
