@@ -1,0 +1,7 @@
+"""`python -m kprobefs`."""
+
+import sys
+
+from kprobefs.cli import main
+
+sys.exit(main())

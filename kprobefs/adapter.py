@@ -1,0 +1,356 @@
+"""The FUSE adapter: libfuse's operations over a Mount, by fusepy. The only module that imports fuse."""
+
+from __future__ import annotations
+
+import codecs
+import ctypes
+import errno
+import logging
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from emulated_kernel.errors import KernelError, WouldBlock
+from emulated_kernel.vfs.mount import Client, Mount, Stat
+from kprobefs.failure import Failure
+
+try:
+    import fuse
+except ImportError as error:
+    raise Failure("the Python package fusepy is missing: pip install fusepy") from error
+except OSError as error:
+    raise Failure("libfuse 2 is missing: install it (Debian: libfuse2, Fedora: fuse-libs)") from error
+
+_fuse: Any = fuse
+_libfuse: Any = _fuse._libfuse
+
+log = logging.getLogger("kprobefs.fuse")
+
+T = TypeVar("T")
+
+WAIT_SLICE = 0.05
+"""Seconds between two looks at whether a blocked request was interrupted."""
+BLOCK_SIZE = 4096
+PATH_CODEC = "kprobefs_path"
+"""Name of a codec: UTF-8, with surrogates for other bytes. fusepy takes a codec's name alone."""
+
+
+@dataclass(frozen=True)
+class FuseOptions:
+    """How a mount shows up, and who may use it."""
+
+    source: str
+    """First field of its line in /proc/mounts, where tools look for "tracefs" or "debugfs"."""
+    subtype: str = "kprobefs"
+    allow_other: bool = False
+    """Let other users in, as far as modes allow. For root, or where /etc/fuse.conf says user_allow_other."""
+
+
+class Server:
+    """One FUSE session over a Mount; serve() runs it, stop() ends what blocks in it."""
+
+    def __init__(self, mount: Mount, options: FuseOptions) -> None:
+        self._options = options
+        self._stopping = threading.Event()
+        self._operations = _Operations(mount, self._stopping)
+
+    def serve(self, directory: str, ready: Callable[[], None]) -> None:
+        """Mount on `directory` and answer requests until it is unmounted.
+
+        `ready` is called when the mount is there; requests wait until it returns. Signal handlers must be
+        installed before: libfuse replaces default ones alone. Raises: Failure.
+        """
+        self._operations.ready = ready
+        # entry_timeout 0: a deleted event's directory must be gone for the next lookup.
+        # atomic_o_trunc: what O_TRUNC does, and its errno, belongs to open(2).
+        options: dict[str, Any] = {
+            "direct_io": True,
+            "entry_timeout": 0,
+            "attr_timeout": 0,
+            "atomic_o_trunc": True,
+            "default_permissions": True,
+            "use_ino": True,
+            "hard_remove": True,
+            "fsname": self._options.source,
+            "subtype": self._options.subtype,
+            "allow_other": self._options.allow_other,
+        }
+        try:
+            _Session(
+                self._operations, directory, raw_fi=True, foreground=True, encoding=PATH_CODEC, **options
+            )
+        except RuntimeError as error:
+            raise Failure(f"{directory}: FUSE refused the mount (libfuse said why above)") from error
+
+    def stop(self) -> None:
+        """Let requests that block end with EIO. The caller unmounts."""
+        self._stopping.set()
+
+    @property
+    def faults(self) -> int:
+        """Requests that ended in an internal fault since the start."""
+        return self._operations.faults
+
+
+class _PollStructure(ctypes.Structure):
+    """struct fuse_operations up to its end; fusepy's stops before poll."""
+
+    _fields_ = [
+        *_fuse.fuse_operations._fields_,
+        (
+            "poll",
+            ctypes.CFUNCTYPE(
+                ctypes.c_int,
+                ctypes.c_char_p,
+                ctypes.POINTER(_fuse.fuse_file_info),
+                ctypes.c_void_p,
+                ctypes.POINTER(ctypes.c_uint),
+            ),
+        ),
+        ("write_buf", ctypes.c_void_p),
+        ("read_buf", ctypes.c_void_p),
+        ("flock", ctypes.c_void_p),
+        ("fallocate", ctypes.c_void_p),
+    ]
+
+
+_fuse.fuse_operations = _PollStructure
+_libfuse.fuse_notify_poll.argtypes = [ctypes.c_void_p]
+_libfuse.fuse_pollhandle_destroy.argtypes = [ctypes.c_void_p]
+_libfuse.fuse_pollhandle_destroy.restype = None
+
+
+def _path_codec(name: str) -> codecs.CodecInfo | None:
+    if name != PATH_CODEC:
+        return None
+    return codecs.CodecInfo(
+        encode=lambda text, _errors="": codecs.utf_8_encode(text, "surrogateescape"),
+        decode=lambda data, _errors="": codecs.utf_8_decode(data, "surrogateescape", True),
+        name=PATH_CODEC,
+    )
+
+
+codecs.register(_path_codec)
+
+_thread = threading.local()
+
+
+def _pin_thread_state() -> None:
+    """Keep this thread's Python state for its life; otherwise each callback makes and destroys one."""
+    if not hasattr(_thread, "pinned"):
+        ctypes.pythonapi.PyGILState_Ensure()
+        _thread.pinned = True
+
+
+class _Session(_fuse.FUSE):  # type: ignore[misc]  # fusepy has no types
+    """fusepy's loop, with a guard that lets no exception into C, and poll."""
+
+    @staticmethod
+    def _wrapper(func: Callable[..., int | None], *args: object) -> int:
+        _pin_thread_state()
+        operations: _Operations = func.__self__.operations  # type: ignore[attr-defined]
+        try:
+            return func(*args) or 0
+        except KernelError as error:
+            return -(error.errno or errno.EIO)
+        # A SystemExit or KeyboardInterrupt that reached libfuse would become a garbage answer.
+        except BaseException:
+            operations.faults += 1
+            log.exception("internal fault in %s", func.__name__)
+            return 0 if func.__name__ == "init" else -errno.EIO
+
+    def poll(self, path: bytes | None, file_info: Any, handle: int | None, mask: Any) -> int:
+        """struct fuse_operations.poll; not in fusepy."""
+        del path
+        mask[0] = self.operations("poll", file_info.contents, handle)
+        return 0
+
+
+class _Pollers:
+    """Poll handles of libfuse that wait for their notification, by file handle."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._handles: dict[int, int] = {}
+
+    def add(self, file_handle: int, poll_handle: int) -> bool:
+        """Take charge of a poll handle; whether this file had none waiting."""
+        with self._lock:
+            old = self._handles.get(file_handle)
+            self._handles[file_handle] = poll_handle
+        if old is not None:
+            _libfuse.fuse_pollhandle_destroy(old)
+        return old is None
+
+    def notify(self, file_handle: int) -> None:
+        """Wake who polls the file."""
+        self._drop(file_handle, _libfuse.fuse_notify_poll)
+
+    def forget(self, file_handle: int) -> None:
+        """The file was closed."""
+        self._drop(file_handle, lambda _handle: None)
+
+    def _drop(self, file_handle: int, action: Callable[[int], object]) -> None:
+        with self._lock:
+            handle = self._handles.pop(file_handle, None)
+        if handle is not None:
+            action(handle)
+            _libfuse.fuse_pollhandle_destroy(handle)
+
+
+class _Operations:
+    """What fusepy calls. An operation that isn't here costs one ENOSYS; the kernel asks no more."""
+
+    use_ns = True
+    flag_nullpath_ok = 1
+
+    def __init__(self, mount: Mount, stopping: threading.Event) -> None:
+        self._mount = mount
+        self._stopping = stopping
+        self._pollers = _Pollers()
+        self.ready: Callable[[], None] = lambda: None
+        self.faults = 0
+
+    def __call__(self, operation: str, *arguments: Any) -> Any:
+        return getattr(self, operation)(*arguments)
+
+    def init(self, path: str) -> None:
+        del path
+        self.ready()
+
+    def getattr(self, path: str | None, info: Any = None) -> dict[str, int]:
+        if info is not None and info.fh:
+            return _attributes(self._mount.fgetattr(info.fh))
+        return _attributes(self._mount.getattr(_named(path)))
+
+    def readdir(self, path: str, handle: int) -> list[str]:
+        del handle
+        return [".", "..", *self._mount.readdir(path)]
+
+    def statfs(self, path: str) -> dict[str, int]:
+        del path
+        figures = self._mount.statfs()
+        return {"f_bsize": figures.block_size, "f_frsize": figures.block_size, "f_namemax": figures.name_max}
+
+    def open(self, path: str, info: Any) -> int:
+        return self._opened(info, self._mount.open(_client(), path, info.flags))
+
+    def create(self, path: str, mode: int, info: Any) -> int:
+        return self._opened(info, self._mount.create(_client(), path, mode, info.flags))
+
+    def read(self, path: str | None, size: int, offset: int, info: Any) -> bytes:
+        del path
+        client, handle = _client(), info.fh
+        return self._blocking(info, lambda: self._mount.read(client, handle, size, offset))
+
+    def write(self, path: str | None, data: bytes, offset: int, info: Any) -> int:
+        del path
+        client, handle = _client(), info.fh
+        return self._blocking(info, lambda: self._mount.write(client, handle, data, offset))
+
+    def release(self, path: str | None, info: Any) -> None:
+        del path
+        self._pollers.forget(info.fh)
+        self._mount.release(info.fh)
+
+    def poll(self, info: Any, poll_handle: int | None) -> int:
+        handle: int = info.fh
+        notify = None
+        if poll_handle and self._pollers.add(handle, poll_handle):
+
+            def notify() -> None:
+                self._pollers.notify(handle)
+
+        return self._mount.poll(handle, notify)
+
+    def truncate(self, path: str | None, length: int, info: Any = None) -> None:
+        del info
+        self._mount.truncate(_client(), _named(path), length)
+
+    def listxattr(self, path: str) -> tuple[str, ...]:
+        del path
+        return ()
+
+    def mknod(self, path: str, mode: int, device: int) -> None:
+        raise KernelError(errno.EACCES, f"{path}: mknod {mode:o} {device}")
+
+    def link(self, target: str, source: str) -> None:
+        raise KernelError(errno.EPERM, f"{target}: link to {source}")
+
+    def mkdir(self, path: str, mode: int) -> None:
+        self._mount.mkdir(_client(), path, mode)
+
+    def rmdir(self, path: str) -> None:
+        self._mount.rmdir(_client(), path)
+
+    def unlink(self, path: str) -> None:
+        self._mount.unlink(_client(), path)
+
+    def rename(self, old: str, new: str) -> None:
+        self._mount.rename(_client(), old, new)
+
+    def symlink(self, target: str, source: str) -> None:
+        self._mount.symlink(_client(), target, source)
+
+    def readlink(self, path: str) -> str:
+        return self._mount.readlink(path)
+
+    def chmod(self, path: str, mode: int) -> None:
+        self._mount.chmod(_client(), path, mode)
+
+    def chown(self, path: str, uid: int, gid: int) -> None:
+        self._mount.chown(_client(), path, uid, gid)
+
+    def utimens(self, path: str, times: tuple[int, int]) -> None:
+        self._mount.utimens(_client(), path, *times)
+
+    def _opened(self, info: Any, handle: int) -> int:
+        info.fh = handle
+        info.nonseekable = self._mount.is_stream(handle)
+        return 0
+
+    def _blocking(self, info: Any, operation: Callable[[], T]) -> T:
+        """Do it, or wait until it can be done. Raises: KernelError EAGAIN, EINTR, EIO (the mount ends).
+
+        The flags are those of the request: fcntl(F_SETFL) after open counts.
+        """
+        while not self._stopping.is_set():
+            try:
+                return operation()
+            except WouldBlock:
+                if info.flags & os.O_NONBLOCK:
+                    raise KernelError(errno.EAGAIN) from None
+            self._mount.wait(info.fh, WAIT_SLICE)
+            if _libfuse.fuse_interrupted():
+                raise KernelError(errno.EINTR)
+        raise KernelError(errno.EIO, "the mount ends")
+
+
+def _client() -> Client:
+    uid, gid, pid = _fuse.fuse_get_context()
+    return Client(pid, uid, gid)
+
+
+def _named(path: str | None) -> str:
+    if path is None:
+        raise KernelError(errno.ENOENT, "the file has no name any more")
+    return path
+
+
+def _attributes(stat: Stat) -> dict[str, int]:
+    return {
+        "st_ino": stat.ino,
+        "st_mode": stat.mode,
+        "st_nlink": stat.nlink,
+        "st_uid": stat.uid,
+        "st_gid": stat.gid,
+        "st_rdev": stat.rdev,
+        "st_size": stat.size,
+        "st_blksize": BLOCK_SIZE,
+        "st_blocks": stat.blocks,
+        "st_atime": stat.atime_ns,
+        "st_mtime": stat.mtime_ns,
+        "st_ctime": stat.ctime_ns,
+    }

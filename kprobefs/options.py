@@ -1,0 +1,47 @@
+"""MountOptions: what a daemon serves, and where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from emulated_kernel.config import MachineConfig
+    from emulated_kernel.vfs.mount import Mount
+
+LAYOUTS = ("full", "tracefs")
+ARCHITECTURES = ("x86_64", "i386", "riscv64")
+CLOCKS = ("virtual", "real")
+
+
+@dataclass(frozen=True)
+class MountOptions:
+    """One mount; `directory` is absolute, without symbolic links."""
+
+    directory: str
+    machine: MachineConfig
+    layout: str = "full"
+
+    @property
+    def source(self) -> str:
+        """First field in /proc/mounts: what the root directory looks like to tools that search there."""
+        return "tracefs" if self.layout == "tracefs" else "debugfs"
+
+
+class Builder(Protocol):
+    """Makes the Mount that is served: the emulated kernel, or something smaller in tests."""
+
+    def __call__(self, options: MountOptions) -> Mount: ...
+
+
+def build_kernel(options: MountOptions) -> Mount:
+    """Boot an emulated kernel; its files belong to the user who mounts."""
+    import os
+
+    from emulated_kernel.host.processes import HostProcesses
+    from emulated_kernel.kernel import Kernel
+    from emulated_kernel.vfs.layout import Layout
+    from emulated_kernel.vfs.node import Owner
+
+    kernel = Kernel(options.machine, HostProcesses())
+    return kernel.mount(Layout(options.layout), Owner(os.geteuid(), os.getegid()))

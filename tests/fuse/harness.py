@@ -1,0 +1,126 @@
+"""Starting and stopping the program in tests; every daemon is stopped by its own pid, and in time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from kprobefs.mount import FSTYPE, detach, mounted_on
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = [sys.executable, str(ROOT / "tests" / "fuse" / "fake_program.py")]
+"""The program over the fake kernel."""
+REAL_PROGRAM = [sys.executable, "-m", "kprobefs"]
+"""The program as users have it."""
+PATIENCE = 10.0
+"""Seconds for anything that should happen at once."""
+WATCHDOG = 60.0
+"""Seconds after which a daemon is killed, so that requests stuck in it fail instead of hanging the test."""
+
+needs_fuse = pytest.mark.skipif(
+    not os.access("/dev/fuse", os.R_OK | os.W_OK),
+    reason="no access to /dev/fuse: run as root with the fuse module",
+)
+
+
+@dataclass
+class Daemon:
+    """A daemon in the foreground, and where it is mounted."""
+
+    process: subprocess.Popen[bytes]
+    directory: Path
+    log_file: Path
+
+    @property
+    def log(self) -> str:
+        """What it has written to standard error."""
+        return self.log_file.read_text()
+
+    def path(self, *names: str) -> str:
+        """A path in the mount."""
+        return str(self.directory.joinpath(*names))
+
+    def stop(self, signal_number: int) -> int:
+        """Send a signal; the exit status."""
+        self.process.send_signal(signal_number)
+        return self.process.wait(PATIENCE)
+
+
+def environment() -> dict[str, str]:
+    """What the program runs with."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
+
+
+def eventually(condition: object, message: str = "it never happened") -> None:
+    """Wait until a callable is true."""
+    assert callable(condition)
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, message
+        time.sleep(0.005)
+
+
+def kprobefs(*arguments: str, program: list[str] = PROGRAM, **more: str) -> subprocess.CompletedProcess[str]:
+    """Run the program to its end; `more` is set in its environment."""
+    return subprocess.run(
+        [*program, *arguments],
+        env=environment() | more,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+
+
+def is_mounted(directory: Path) -> bool:
+    """Whether something of ours is mounted there."""
+    point = mounted_on(str(directory))
+    return point is not None and point.fstype == FSTYPE
+
+
+def _answers(directory: Path) -> bool:
+    """Whether it is mounted, and not by a daemon that was killed."""
+    with suppress(OSError):
+        return os.path.ismount(directory) and bool(os.stat(directory))
+    return False
+
+
+@contextmanager
+def daemon(directory: Path, *options: str, program: list[str] = PROGRAM) -> Iterator[Daemon]:
+    """A foreground daemon that is mounted; ended and unmounted afterwards, whatever happened."""
+    log_file = directory.with_name(f"{directory.name}.log")
+    with log_file.open("wb") as log:
+        process = subprocess.Popen(
+            [*program, "mount", "-f", *options, str(directory)],
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=log,
+        )
+    watchdog = threading.Timer(WATCHDOG, process.kill)
+    watchdog.start()
+    try:
+        eventually(lambda: _answers(directory) or process.poll() is not None)
+        assert process.poll() is None, log_file.read_text()
+        yield Daemon(process, directory, log_file)
+    finally:
+        if process.poll() is None:
+            process.terminate()
+        try:
+            process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        watchdog.cancel()
+        if is_mounted(directory):
+            detach(str(directory))

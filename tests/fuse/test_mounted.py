@@ -1,0 +1,348 @@
+"""What processes see through a real FUSE mount."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import select
+import signal
+import subprocess
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.fuse.harness import Daemon, daemon, eventually, needs_fuse
+from tests.vfs import oracle
+
+pytestmark = [needs_fuse, pytest.mark.mounted]
+
+EVENTS = "tracing/events/kprobes"
+
+
+def shell(command: str, mounted: Daemon) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", "-c", command],
+        cwd=mounted.directory,
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=False,
+    )
+
+
+def assert_errno(number: int) -> pytest.RaisesExc[OSError]:
+    return pytest.raises(OSError, match=rf"Errno {number}\b")
+
+
+def write(path: str, data: bytes, flags: int = os.O_WRONLY) -> int:
+    descriptor = os.open(path, flags)
+    try:
+        return os.write(descriptor, data)
+    finally:
+        os.close(descriptor)
+
+
+def test_shell_commands_work(mounted: Daemon) -> None:
+    script = """
+        set -e
+        echo p:a vfs_read > kprobe_events
+        echo p:b vfs_mkdir >> kprobe_events
+        cat tracing/kprobe_events
+        echo 1 > tracing/events/kprobes/a/enable
+        cat tracing/events/kprobes/enable
+        head -c 4 tracing/README; echo
+        cp tracing/README ../copy; wc -c < ../copy
+        dd if=kprobe_events bs=5 skip=1 count=1 status=none; echo
+        grep -c . kprobes/blacklist
+        test -d tracing/events/kprobes/b
+        echo -:b >> kprobe_events
+        test ! -d tracing/events/kprobes/b
+    """
+    result = shell(script, mounted)
+    assert (result.returncode, result.stderr) == (0, "")
+    lines = result.stdout.splitlines()
+    assert lines[:4] == ["p:kprobes/a vfs_read", "p:kprobes/b vfs_mkdir", "X", "trac"]
+    assert int(lines[4]) > 1000
+    assert lines[5:] == ["obes/", "200"]
+
+
+def test_o_trunc_belongs_to_open(mounted: Daemon) -> None:
+    events = mounted.path("kprobe_events")
+    write(events, b"p:a vfs_read\n")
+    write(mounted.path(EVENTS, "a/enable"), b"1")
+    with assert_errno(errno.EBUSY):
+        os.open(events, os.O_WRONLY | os.O_TRUNC)
+    os.truncate(events, 0)
+    write(mounted.path(EVENTS, "a/enable"), b"0")
+    os.close(os.open(events, os.O_RDONLY | os.O_TRUNC))
+    assert Path(events).read_text() == "p:kprobes/a vfs_read\n"
+    os.close(os.open(events, os.O_WRONLY | os.O_TRUNC))
+    assert Path(events).read_text() == ""
+
+
+def test_errno_reaches_the_writer(mounted: Daemon) -> None:
+    with assert_errno(errno.ENOENT):
+        write(mounted.path("kprobe_events"), b"p:a nosuch\n")
+    with assert_errno(errno.EINVAL):
+        write(mounted.path("kprobes/list"), b"1")
+    with assert_errno(errno.EINVAL):
+        write(mounted.path("tracing/README"), b"1")
+    result = shell("echo p:a nosuch > kprobe_events", mounted)
+    assert "No such file or directory" in result.stderr
+
+
+def test_split_writes_as_recorded(mounted: Daemon) -> None:
+    """Each write(2) is parsed by itself."""
+    descriptor = os.open(mounted.path("kprobe_events"), os.O_WRONLY | os.O_APPEND)
+    with assert_errno(errno.ENOENT):
+        os.write(descriptor, b"p:a vfs")
+    with assert_errno(errno.EINVAL):
+        os.write(descriptor, b"_mkdir\n")
+    assert os.write(descriptor, b"p:a vfs_mkdir") == 13
+    assert os.write(descriptor, b"\n") == 1
+    os.close(descriptor)
+    assert Path(mounted.path("kprobe_events")).read_text() == "p:kprobes/a vfs_mkdir\n"
+
+
+def test_positions_as_recorded(mounted: Daemon) -> None:
+    descriptor = os.open(mounted.path("kprobe_events"), os.O_RDWR)
+    answers = [
+        os.write(descriptor, b"p:a vfs_mkdir\n"),
+        os.read(descriptor, 4096).decode(),
+        os.lseek(descriptor, 0, os.SEEK_SET),
+        os.read(descriptor, 4096).decode(),
+    ]
+    os.close(descriptor)
+    assert answers == [14, "p:kprobes/a vfs_mkdir\n", 0, "p:kprobes/a vfs_mkdir\n"]
+    assert answers == oracle.quirks()["rdwr_same_fd"]
+
+
+def test_seeks(mounted: Daemon) -> None:
+    write(mounted.path("kprobe_events"), b"p:a vfs_mkdir\n")
+    descriptor = os.open(mounted.path("kprobe_events"), os.O_RDONLY)
+    assert os.read(descriptor, 7) == b"p:kprob"
+    assert os.lseek(descriptor, 0, os.SEEK_CUR) == 7
+    assert os.lseek(descriptor, 5, os.SEEK_SET) == 5
+    assert os.read(descriptor, 7) == b"obes/a "
+    assert os.pread(descriptor, 10, 10) == b"a vfs_mkdi"
+    assert os.fstat(descriptor).st_size == 0
+    os.close(descriptor)
+
+
+def test_directory_operations_fail_as_recorded(mounted: Daemon) -> None:
+    write(mounted.path("kprobe_events"), b"p:a vfs_mkdir\n")
+    tracing, kprobes = mounted.path("tracing"), mounted.path("kprobes")
+    attempts = {
+        "mkdir tracing/x": lambda: os.mkdir(f"{tracing}/x"),
+        "mkdir events/x": lambda: os.mkdir(f"{tracing}/events/x"),
+        "unlink kprobe_events": lambda: os.unlink(f"{tracing}/kprobe_events"),
+        "rename": lambda: os.rename(f"{tracing}/trace", f"{tracing}/t"),
+        "rmdir events/kprobes/a": lambda: os.rmdir(f"{tracing}/events/kprobes/a"),
+        "create file": lambda: os.open(f"{tracing}/x", os.O_CREAT | os.O_WRONLY),
+        "symlink": lambda: os.symlink("trace", f"{tracing}/x"),
+        "link": lambda: os.link(f"{tracing}/trace", f"{tracing}/x"),
+        "chmod 0600": lambda: os.chmod(f"{tracing}/kprobe_events", 0o600),
+        "chown 65534": lambda: os.chown(f"{tracing}/kprobe_events", 65534, 65534),
+        "truncate": lambda: os.truncate(f"{tracing}/kprobe_events", 0),
+        "truncate 5": lambda: os.truncate(f"{tracing}/kprobe_events", 5),
+        "utime": lambda: os.utime(f"{tracing}/kprobe_events", (1, 2)),
+        "setxattr": lambda: os.setxattr(f"{tracing}/trace", "user.x", b"1"),
+        "getxattr": lambda: os.getxattr(f"{tracing}/trace", "user.x"),
+        "listxattr": lambda: os.listxattr(f"{tracing}/trace"),
+        "mkdir debug/kprobes/x": lambda: os.mkdir(f"{kprobes}/x"),
+        "unlink debug/kprobes/list": lambda: os.unlink(f"{kprobes}/list"),
+        "create debug": lambda: os.open(f"{kprobes}/x", os.O_CREAT | os.O_WRONLY),
+        "mknod": lambda: os.mknod(f"{tracing}/x"),
+    }
+    ours = {}
+    for name, attempt in attempts.items():
+        try:
+            ours[name] = str(attempt())
+        except OSError as error:
+            ours[name] = f"ERR {errno.errorcode[error.errno]}".replace("EOPNOTSUPP", "ENOTSUP")
+    recorded = oracle.quirks()["fs_ops"]
+    assert ours == {name: recorded[name] for name in ours}
+    found = os.stat(f"{tracing}/kprobe_events")
+    assert f"{found.st_mode:o} {found.st_uid} {found.st_gid}" == recorded["mode after"]
+    assert (found.st_atime, found.st_mtime) == (1, 2)
+    assert os.statvfs(tracing).f_namemax == 255
+
+
+def test_files_of_a_removed_event(mounted: Daemon) -> None:
+    write(mounted.path("kprobe_events"), b"p:a vfs_read\n")
+    enable = os.open(mounted.path(EVENTS, "a/enable"), os.O_RDWR)
+    write(mounted.path("kprobe_events"), b"-:a\n", os.O_WRONLY | os.O_APPEND)
+    assert not os.path.exists(mounted.path(EVENTS))
+    with assert_errno(errno.ENODEV):
+        os.pread(enable, 10, 0)
+    with assert_errno(errno.ENODEV):
+        os.write(enable, b"1")
+    os.close(enable)
+
+
+def test_inode_numbers_are_stable(mounted: Daemon) -> None:
+    numbers = {os.stat(mounted.path("tracing/trace")).st_ino for _ in range(3)}
+    assert len(numbers) == 1
+    assert os.stat(mounted.path("tracing/trace_pipe")).st_ino not in numbers
+
+
+def test_other_users_get_in_as_far_as_modes_allow(mounted: Daemon) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can become somebody else")
+    command = f"cat {mounted.path('machine/kallsyms')}; cat {mounted.path('kprobes/list')}"
+    result = subprocess.run(
+        ["sh", "-c", command],
+        user=65534,
+        group=65534,
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=False,
+    )
+    assert result.stdout.startswith("0000000000000000 T ")
+    assert "Permission denied" in result.stderr
+
+
+def test_big_directories_and_paths(mounted: Daemon) -> None:
+    lines = "".join(f"p:event{number} vfs_read\n" for number in range(2000))
+    write(mounted.path("kprobe_events"), lines.encode())
+    names = os.listdir(mounted.path(EVENTS))
+    assert len(names) == 2001
+    assert os.stat(mounted.path(EVENTS)).st_nlink == 2002
+    assert len(Path(mounted.path("kprobe_events")).read_bytes()) > 40_000
+    with assert_errno(errno.ENOENT):
+        os.stat(os.fsencode(mounted.path()) + b"/\xff\xfe")
+
+
+class TestPipe:
+    """trace_pipe: blocking, interruptible, pollable."""
+
+    @pytest.fixture
+    def pipe(self, mounted: Daemon) -> str:
+        return mounted.path("tracing/trace_pipe")
+
+    @pytest.fixture
+    def marker(self, mounted: Daemon) -> str:
+        return mounted.path("tracing/trace_marker")
+
+    def test_is_a_stream(self, pipe: str) -> None:
+        descriptor = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+        with assert_errno(errno.EAGAIN):
+            os.read(descriptor, 10)
+        with assert_errno(errno.ESPIPE):
+            os.lseek(descriptor, 0, os.SEEK_SET)
+        with assert_errno(errno.ESPIPE):
+            os.pread(descriptor, 10, 0)
+        with assert_errno(errno.EBUSY):
+            os.open(pipe, os.O_RDONLY)
+        os.close(descriptor)
+
+    def test_flags_set_later_count(self, pipe: str) -> None:
+        descriptor = os.open(pipe, os.O_RDONLY)
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_NONBLOCK)
+        with assert_errno(errno.EAGAIN):
+            os.read(descriptor, 10)
+        os.close(descriptor)
+
+    def test_a_read_waits(self, pipe: str, marker: str) -> None:
+        descriptor = os.open(pipe, os.O_RDONLY)
+        timer = threading.Timer(0.2, write, (marker, b"hello\n"))
+        timer.start()
+        started = time.monotonic()
+        assert os.read(descriptor, 100) == b"hello\n"
+        assert time.monotonic() - started > 0.1
+        timer.join()
+        os.close(descriptor)
+
+    def test_poll(self, pipe: str, marker: str) -> None:
+        descriptor = os.open(pipe, os.O_RDONLY)
+        poll = select.epoll()
+        poll.register(descriptor, select.EPOLLIN)
+        assert poll.poll(0) == []
+        timer = threading.Timer(0.2, write, (marker, b"hello\n"))
+        timer.start()
+        assert poll.poll(5) == [(descriptor, select.EPOLLIN)]
+        timer.join()
+        assert os.read(descriptor, 100) == b"hello\n"
+        assert select.select([descriptor], [], [], 0) == ([], [], [])
+        poll.close()
+        os.close(descriptor)
+
+    def test_ordinary_files_are_ready(self, marker: str) -> None:
+        descriptor = os.open(marker, os.O_WRONLY)
+        assert select.select([], [descriptor], [], 5)[1] == [descriptor]
+        os.close(descriptor)
+
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+    def test_signals_end_a_blocked_reader(self, pipe: str, number: signal.Signals) -> None:
+        reader = subprocess.Popen(["cat", pipe], stdout=subprocess.DEVNULL)
+        eventually(lambda: _is_blocked(reader.pid))
+        reader.send_signal(number)
+        assert reader.wait(5) == -number
+        descriptor = os.open(pipe, os.O_RDONLY)
+        os.close(descriptor)
+
+    def test_other_files_work_beside_a_blocked_reader(self, mounted: Daemon, pipe: str) -> None:
+        reader = subprocess.Popen(["cat", pipe], stdout=subprocess.DEVNULL)
+        eventually(lambda: _is_blocked(reader.pid))
+        assert Path(mounted.path("machine/version")).read_text().startswith("Linux version")
+        reader.kill()
+        reader.wait(5)
+
+    def test_sigterm_ends_the_daemon_under_a_blocked_reader(self, mounted: Daemon, pipe: str) -> None:
+        reader = subprocess.Popen(["cat", pipe], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        eventually(lambda: _is_blocked(reader.pid))
+        started = time.monotonic()
+        assert mounted.stop(signal.SIGTERM) == 0
+        assert time.monotonic() - started < 1.5
+        _, errors = reader.communicate(timeout=5)
+        assert reader.returncode == 1
+        assert errors
+        assert not os.path.ismount(mounted.directory)
+
+
+def _is_blocked(pid: int) -> bool:
+    with suppress(OSError):
+        return "trace_pipe" in os.readlink(f"/proc/{pid}/fd/3") and Path(
+            f"/proc/{pid}/stat"
+        ).read_text().split()[2] in ("S", "D")
+    return False
+
+
+def test_faults_become_eio_and_are_logged(directory: Path) -> None:
+    with daemon(directory, "--seed", "667") as mounted:
+        for _ in range(2):
+            with assert_errno(errno.EIO):
+                write(mounted.path("kprobes/optimization"), b"1")
+        assert Path(mounted.path("machine/version")).read_text()
+        assert mounted.stop(signal.SIGTERM) == 0
+        assert "internal fault in write" in mounted.log
+        assert "SystemExit" in mounted.log
+
+
+def test_concurrent_clients(mounted: Daemon) -> None:
+    failures: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            for round_number in range(10):
+                name = f"e{number}_{round_number}"
+                write(
+                    mounted.path("kprobe_events"), f"p:{name} vfs_read\n".encode(), os.O_WRONLY | os.O_APPEND
+                )
+                assert Path(mounted.path(EVENTS, name, "enable")).read_text() == "0\n"
+                write(mounted.path("kprobe_events"), f"-:{name}\n".encode(), os.O_WRONLY | os.O_APPEND)
+                assert not os.path.exists(mounted.path(EVENTS, name))
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert failures == []

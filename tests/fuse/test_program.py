@@ -1,0 +1,251 @@
+"""The program: mount, umount, status, run; its messages and exit statuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from kprobefs import __version__
+from kprobefs.failure import Exit
+from tests.fuse.harness import (
+    PATIENCE,
+    PROGRAM,
+    ROOT,
+    Daemon,
+    daemon,
+    environment,
+    eventually,
+    is_mounted,
+    kprobefs,
+    needs_fuse,
+)
+
+
+def one_line(result: subprocess.CompletedProcess[str]) -> str:
+    """The message of a failure; it is one line on standard error."""
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1, result.stderr
+    assert result.stderr.startswith("kprobefs: ")
+    return result.stderr
+
+
+class TestWithoutMount:
+    """What needs no FUSE."""
+
+    def test_help_imports_nothing_heavy(self) -> None:
+        script = (
+            "import sys, kprobefs.cli\n"
+            "try: kprobefs.cli.main(['mount', '--help'])\n"
+            "except SystemExit: pass\n"
+            "heavy = {'unicorn', 'keystone', 'iced_x86', 'fuse', 'subprocess', 'logging', 'ctypes'}\n"
+            "sys.exit(str(heavy & sys.modules.keys() or ''))\n"
+        )
+        result = subprocess.run(
+            [sys.executable, "-c", script],
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+        assert result.stderr == "\n"
+        assert "--layout" in result.stdout
+
+    def test_version(self) -> None:
+        assert kprobefs("--version").stdout == f"kprobefs {__version__}\n"
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        assert project.get("version", __version__) == __version__
+
+    @pytest.mark.parametrize(
+        "arguments", [[], ["nonsense"], ["mount"], ["mount", "--cpus", "0", "/x"], ["run"], ["run", "--"]]
+    )
+    def test_wrong_usage(self, arguments: list[str]) -> None:
+        assert kprobefs(*arguments).returncode == Exit.USAGE
+
+    def test_nothing_mounted(self, tmp_path: Path) -> None:
+        for command in ("umount", "status"):
+            result = kprobefs(command, str(tmp_path))
+            assert result.returncode == Exit.NOT_MOUNTED
+            assert "isn't mounted there" in one_line(result)
+
+    def test_where_it_cannot_mount(self, tmp_path: Path) -> None:
+        result = kprobefs("mount", str(tmp_path / "none"))
+        assert (result.returncode, "mkdir -p" in one_line(result)) == (Exit.FAILURE, True)
+        (tmp_path / "file").write_text("")
+        assert "not empty" in one_line(kprobefs("mount", str(tmp_path)))
+        assert "no such directory" in one_line(kprobefs("mount", str(tmp_path / "file")))
+
+
+@needs_fuse
+@pytest.mark.mounted
+class TestMount:
+    """mount, umount and status."""
+
+    def test_mount_returns_when_it_answers(self, directory: Path) -> None:
+        result = kprobefs("mount", str(directory))
+        assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+        assert "tracing" in os.listdir(directory)
+        status = json.loads(kprobefs("status", "--json", str(directory)).stdout)
+        assert [(each["directory"], each["condition"]) for each in status] == [(str(directory), "serving")]
+        assert status[0]["daemon"]["version"] == __version__
+        pid = status[0]["daemon"]["pid"]
+        assert os.getsid(pid) != os.getsid(0)
+        assert kprobefs("umount", str(directory)).returncode == 0
+        assert not is_mounted(directory)
+        eventually(lambda: not Path(f"/proc/{pid}").exists())
+
+    def test_status_for_people(self, mounted: Daemon) -> None:
+        result = kprobefs("status")
+        assert f"serving {mounted.directory} pid {mounted.process.pid}, x86_64, full, " in result.stdout
+        assert "\033" not in result.stdout
+
+    def test_layout_tracefs(self, directory: Path) -> None:
+        with daemon(directory, "--layout", "tracefs") as mounted:
+            assert "available_events" in os.listdir(mounted.directory)
+            assert f"tracefs {directory} fuse.kprobefs " in Path("/proc/mounts").read_text()
+
+    def test_not_twice(self, mounted: Daemon) -> None:
+        result = kprobefs("mount", str(mounted.directory))
+        assert (result.returncode, "mounted there already" in one_line(result)) == (Exit.FAILURE, True)
+
+    def test_a_failing_start_is_told(self, directory: Path) -> None:
+        result = kprobefs("mount", "--seed", "666", str(directory))
+        assert result.returncode == Exit.FAILURE
+        log = Path(one_line(result).rpartition("see ")[2].strip())
+        assert "this kernel can't be built" in log.read_text()
+        log.unlink()
+        assert not is_mounted(directory)
+
+    def test_log_file(self, directory: Path, tmp_path: Path) -> None:
+        log = tmp_path / "log"
+        assert kprobefs("mount", "--log", str(log), str(directory)).returncode == 0
+        assert kprobefs("umount", str(directory)).returncode == 0
+        assert "stopped serving" in log.read_text()
+
+    def test_mount_over_a_dead_mount(self, directory: Path) -> None:
+        with daemon(directory) as first:
+            assert first.stop(signal.SIGKILL) == -signal.SIGKILL
+            status = json.loads(kprobefs("status", "--json", str(directory)).stdout)
+            assert status[0]["condition"] == "dead"
+            with daemon(directory) as second:
+                assert "tracing" in os.listdir(second.directory)
+        assert not is_mounted(directory)
+
+    def test_umount_of_a_dead_mount(self, directory: Path) -> None:
+        with daemon(directory) as mounted:
+            mounted.stop(signal.SIGKILL)
+            assert kprobefs("umount", str(directory)).returncode == 0
+            assert not is_mounted(directory)
+
+    def test_umount_under_open_files(self, mounted: Daemon) -> None:
+        descriptor = os.open(mounted.path("kprobe_events"), os.O_RDONLY)
+        try:
+            assert kprobefs("umount", str(mounted.directory)).returncode == 0
+            assert mounted.process.wait(PATIENCE) == 0
+            with pytest.raises(OSError, match=r"Transport endpoint|Software caused"):
+                os.read(descriptor, 1)
+        finally:
+            os.close(descriptor)
+
+    def test_umount_by_others_ends_the_daemon(self, mounted: Daemon) -> None:
+        subprocess.run(["umount", str(mounted.directory)], timeout=10, check=True)
+        assert mounted.process.wait(PATIENCE) == 0
+
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+    def test_signals_end_the_daemon(self, mounted: Daemon, number: signal.Signals) -> None:
+        assert mounted.stop(number) == 0
+        assert not is_mounted(mounted.directory)
+
+    def test_an_idle_daemon_uses_no_cpu(self, mounted: Daemon) -> None:
+        os.listdir(mounted.directory)
+
+        def switches() -> int:
+            status = Path(f"/proc/{mounted.process.pid}/status").read_text().splitlines()
+            return sum(int(line.split()[1]) for line in status if "ctxt_switches" in line)
+
+        time.sleep(0.2)
+        before = switches()
+        time.sleep(0.5)
+        assert switches() == before
+
+    def test_directory_names_with_blanks(self, directory: Path) -> None:
+        odd = directory / "a b\\c\té"
+        odd.mkdir()
+        with daemon(odd):
+            assert kprobefs("status", str(odd)).returncode == 0
+        assert not is_mounted(odd)
+        odd.rmdir()
+
+
+@needs_fuse
+@pytest.mark.mounted
+class TestRun:
+    """run: a mount for one command."""
+
+    def test_gives_the_path_and_takes_the_status(self) -> None:
+        result = kprobefs("run", "--", "sh", "-c", 'echo $KPROBEFS; ls "$KPROBEFS/tracing"; exit 7')
+        assert result.returncode == 7
+        path, *names = result.stdout.splitlines()
+        assert "kprobe_events" in names
+        assert not os.path.exists(path)
+        assert result.stderr == ""
+
+    def test_options_of_the_command_are_its_own(self) -> None:
+        assert kprobefs("run", "--layout", "tracefs", "echo", "--seed", "x").stdout == "--seed x\n"
+
+    @pytest.mark.parametrize(
+        ("command", "status"),
+        [
+            (["/no/such/command"], Exit.NOT_FOUND),
+            (["/etc/passwd"], Exit.NOT_EXECUTABLE),
+            (["sh", "-c", "kill -9 $$"], 128 + 9),
+            (["true"], 0),
+        ],
+    )
+    def test_exit_status(self, command: list[str], status: int) -> None:
+        assert kprobefs("run", "--", *command).returncode == status
+
+    def test_a_mount_that_fails(self) -> None:
+        assert kprobefs("run", "--seed", "666", "--", "true").returncode == Exit.RUN_FAILED
+
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+    def test_cleans_up_after_signals(self, number: signal.Signals) -> None:
+        process = subprocess.Popen(
+            [*PROGRAM, "run", "--", "sh", "-c", "echo $KPROBEFS; exec sleep 60"],
+            env=environment(),
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        assert process.stdout is not None
+        path = process.stdout.readline().strip()
+        assert is_mounted(Path(path))
+        process.send_signal(number)
+        assert process.wait(PATIENCE) == 128 + number
+        process.stdout.close()
+        assert not os.path.exists(path)
+
+    def test_the_mount_ends_when_the_runner_is_killed(self) -> None:
+        process = subprocess.Popen(
+            [*PROGRAM, "run", "--", "sh", "-c", "echo $KPROBEFS; exec sleep 2"],
+            env=environment(),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout is not None
+        path = Path(process.stdout.readline().strip())
+        process.kill()
+        process.wait(PATIENCE)
+        process.stdout.close()
+        eventually(lambda: not is_mounted(path))
+        path.rmdir()
+        (path.parent / "log").unlink()
+        path.parent.rmdir()

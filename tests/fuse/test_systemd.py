@@ -1,0 +1,207 @@
+"""The units: checked by systemd-analyze, and run by a real systemd in namespaces of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.fuse.harness import PROGRAM, ROOT, eventually, needs_fuse
+
+UNITS = ROOT / "systemd"
+SYSTEMD = Path("/usr/lib/systemd/systemd")
+MANAGER = Path(__file__).parent / "systemd_manager.sh"
+ISOLATED = "timeout -k 2 60 unshare -m -p -f -u -i -C --mount-proc --kill-child"
+NAMESPACES = re.compile(
+    r"^(Protect|Private|ReadOnly|ReadWrite|Inaccessible|Bind|Root|Temporary|Mount)\w*=", re.M
+)
+
+
+def program_path(directory: Path) -> Path:
+    """A command that runs the program over the fake kernel, as /usr/bin/kprobefs would run it."""
+    path = directory / "kprobefs"
+    path.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} {PROGRAM[1]} "$@"\n')
+    path.chmod(0o755)
+    return path
+
+
+def install(unit: str, directory: Path, name: str | None = None, extra: str = "") -> Path:
+    """A unit with the program's path substituted."""
+    directory.mkdir(exist_ok=True)
+    text = (UNITS / unit).read_text()
+    text = re.sub(r"^ExecStart=\S+", f"ExecStart={program_path(directory)}", text, flags=re.M)
+    path = directory / (name or Path(unit).name)
+    path.write_text(text.replace("[Unit]\n", f"[Unit]\n{extra}", 1))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("unit", "name"),
+    [
+        ("kprobefs.service", None),
+        ("kprobefs@.service", "kprobefs@mnt-kp.service"),
+        ("user/kprobefs.service", None),
+    ],
+)
+def test_systemd_finds_no_fault(unit: str, name: str | None, tmp_path: Path) -> None:
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("no systemd-analyze")
+    path = install(unit, tmp_path / "units", name)
+    scope = ["--user"] if unit.startswith("user/") else []
+    result = subprocess.run(
+        ["systemd-analyze", *scope, "verify", "--man=no", str(path)],
+        env={**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("unit", ["kprobefs.service", "kprobefs@.service", "user/kprobefs.service"])
+def test_no_unit_has_a_mount_namespace(unit: str) -> None:
+    assert NAMESPACES.findall((UNITS / unit).read_text()) == []
+
+
+def cgroup2() -> Path:
+    """The cgroup2 hierarchy; skips where the test can't run a manager."""
+    if os.geteuid() != 0:
+        pytest.skip("running a system manager needs root")
+    if not SYSTEMD.exists() or shutil.which("unshare") is None or shutil.which("nsenter") is None:
+        pytest.skip("no systemd, unshare or nsenter here")
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        if " - cgroup2 " in line:
+            return Path(line.split()[4])
+    pytest.skip("no cgroup2 hierarchy is mounted")
+
+
+@dataclass
+class Manager:
+    """A running systemd."""
+
+    pid: int
+
+    def inside(self, *command: str) -> subprocess.CompletedProcess[str]:
+        """Run a command in the manager's namespaces."""
+        return subprocess.run(
+            ["nsenter", "-t", str(self.pid), "-m", "-p", "-u", "-i", "-C", "timeout", "15", *command],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=False,
+        )
+
+    def show(self, unit: str, name: str) -> str:
+        """A property of a unit."""
+        return self.inside("systemctl", "show", "-P", name, unit).stdout.strip()
+
+    def is_mounted(self, directory: str) -> bool:
+        """Whether something is mounted there, as seen by everybody else than the unit."""
+        return self.inside("findmnt", directory).returncode == 0
+
+
+@contextmanager
+def manager(units: Path) -> Iterator[Manager]:
+    """A system manager with these units; it and all below it are gone afterwards."""
+    group = cgroup2() / f"kprobefs-test-{os.getpid()}"
+    group.mkdir()
+    process = subprocess.Popen(
+        ["sh", "-c", f'echo $$ > {group}/cgroup.procs; exec {ISOLATED} bash "$0" "$1"', MANAGER, units],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        found: list[int] = []
+        eventually(lambda: found.extend(_systemd_below(process.pid)) or found, "systemd didn't start")
+        running = Manager(found[0])
+        eventually(lambda: running.inside("systemctl", "show").returncode == 0, "no answer")
+        yield running
+    finally:
+        process.terminate()
+        process.wait(10)
+        _remove_groups(group)
+
+
+def _systemd_below(pid: int) -> list[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    below = [found for child in children for found in _systemd_below(int(child))]
+    is_systemd = Path(f"/proc/{pid}/comm").read_text() == "systemd\n"
+    return [pid, *below] if is_systemd else below
+
+
+def _remove_groups(group: Path) -> None:
+    for directory, _, _ in os.walk(group, topdown=False):
+        for _ in range(100):
+            try:
+                os.rmdir(directory)
+                break
+            except OSError:
+                time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def systemd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Manager]:
+    """A manager that knows the system units."""
+    cgroup2()
+    units = tmp_path_factory.mktemp("systemd") / "units"
+    install("kprobefs.service", units, extra="DefaultDependencies=no\n")
+    install("kprobefs@.service", units, extra="DefaultDependencies=no\n")
+    with manager(units) as running:
+        yield running
+
+
+@needs_fuse
+@pytest.mark.mounted
+@pytest.mark.slow
+class TestService:
+    """The system unit and its template under a real manager."""
+
+    def test_start_and_stop(self, systemd: Manager) -> None:
+        unit, directory = "kprobefs.service", "/run/kprobefs/mnt"
+        started = systemd.inside("systemctl", "start", unit)
+        assert started.returncode == 0, started.stderr + systemd.inside("systemctl", "status", unit).stdout
+        assert "Linux version" in systemd.inside("cat", f"{directory}/machine/version").stdout
+        assert systemd.show(unit, "StatusText") == f"serving {directory}"
+        assert systemd.inside("systemctl", "stop", unit).returncode == 0
+        assert systemd.show(unit, "Result") == "success"
+        assert not systemd.is_mounted(directory)
+
+    def test_restarts_after_a_kill(self, systemd: Manager) -> None:
+        unit, directory = "kprobefs.service", "/run/kprobefs/mnt"
+        assert systemd.inside("systemctl", "start", unit).returncode == 0
+        systemd.inside("systemctl", "kill", "-s", "KILL", unit)
+        eventually(lambda: systemd.show(unit, "NRestarts") == "1")
+        eventually(lambda: "Linux version" in systemd.inside("cat", f"{directory}/machine/version").stdout)
+        assert systemd.inside("systemctl", "stop", unit).returncode == 0
+
+    def test_stops_under_a_blocked_reader(self, systemd: Manager) -> None:
+        unit, directory = "kprobefs.service", "/run/kprobefs/mnt"
+        assert systemd.inside("systemctl", "start", unit).returncode == 0
+        reader = subprocess.Popen(
+            ["nsenter", "-t", str(systemd.pid), "-m", "cat", f"{directory}/tracing/trace_pipe"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        time.sleep(0.3)
+        assert reader.poll() is None
+        assert systemd.inside("systemctl", "stop", unit).returncode == 0
+        assert systemd.show(unit, "Result") == "success"
+        assert reader.wait(5) != 0
+
+    def test_template(self, systemd: Manager) -> None:
+        unit, directory = "kprobefs@run-other.service", "/run/other"
+        systemd.inside("mkdir", directory)
+        assert systemd.inside("systemctl", "start", unit).returncode == 0
+        assert systemd.is_mounted(directory)
+        assert systemd.inside("systemctl", "stop", unit).returncode == 0
+        assert not systemd.is_mounted(directory)

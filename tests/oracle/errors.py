@@ -1,0 +1,268 @@
+"""Replays recorded writes through a mount and compares errno, error_log and kprobe_events with Linux's.
+
+    errors.py FILE [--sections NAME,...] [--first N]
+
+Mounts by itself; with $KPROBEFS set, uses that mount. Exits 1 if an answer differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+Step = str | list[str]
+
+TIMESTAMP = re.compile(r"^\[ *\d+\.\d+\] ", re.MULTILINE)
+DEFINITION = re.compile(r"^\s*(?:p|r\w*)(?::\S*)?\s+(?:\w+:)?([A-Za-z_.]\w*)", re.MULTILINE)
+RETURN_PROBE = re.compile(r"^\s*(?:r\w*(?::\S*)?\s|p(?::\S*)?\s+\S+%return)", re.MULTILINE)
+IN_MODULE = re.compile(r"^\s*[pr]\w*(?::\S*)?\s+\w+:\w", re.MULTILINE)
+HASHED_ADDRESS = re.compile(r"\b0x[0-9a-f]{16}\b")
+PLACES = {"tracing": "tracing", "debug": "."}
+OPTIMIZATION = "/proc/sys/debug/kprobes-optimization"
+PARTS = ("errno", "error_log", "kprobe_events")
+
+
+@dataclass
+class Answer:
+    """What a write led to."""
+
+    errno: str | int
+    error_log: str
+    kprobe_events: str
+
+
+@dataclass
+class Tally:
+    """How many answers agree, what can't be compared, and the first that differ."""
+
+    agreed: Counter[str] = field(default_factory=Counter)
+    compared: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
+    differences: list[str] = field(default_factory=list)
+
+    @property
+    def perfect(self) -> bool:
+        return all(self.agreed[part] == self.compared for part in PARTS)
+
+
+class Mounted:
+    """The files of a mount, and stand-ins for symbols that its kernel doesn't have."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        names = Counter(line.split()[2] for line in self.read("machine/kallsyms").splitlines())
+        self._symbols = frozenset(names)
+        blacklisted = [line.split("\t")[1] for line in self.read("kprobes/blacklist").splitlines()]
+        self._stand_ins = {
+            "0": "vfs_mkdir",
+            "EINVAL": next(name for name in blacklisted if names[name] == 1),
+        }
+        ambiguous = next((name for name, count in names.items() if count > 1), None)
+        if ambiguous is not None:
+            self._stand_ins["EADDRNOTAVAIL"] = ambiguous
+        self.has_ambiguous_names = ambiguous is not None
+
+    def read(self, path: str) -> str:
+        return (self.root / path).read_text(errors="surrogateescape")
+
+    def path(self, recorded: str) -> Path:
+        """Where a file of the recorded kernel stands here."""
+        if recorded == OPTIMIZATION:
+            return self.root / "kprobes/optimization"
+        place, _, rest = recorded.partition("/")
+        return self.root / PLACES.get(place, place) / rest
+
+    def write(self, file: str, data: bytes, mode: str) -> str | int:
+        """One write(2); 0 or the name of its errno."""
+        flags = os.O_WRONLY | (os.O_APPEND if mode == "append" else 0)
+        try:
+            descriptor = os.open(self.path(file), flags)
+            try:
+                os.write(descriptor, data)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            return errno.errorcode[error.errno or 0]
+        return 0
+
+    def reset(self) -> None:
+        """The state before each record: no events, nothing logged, all armed."""
+        (self.root / "kprobes/enabled").write_text("1")
+        (self.root / "tracing/events/enable").write_text("0")
+        with open(self.root / "tracing/kprobe_events", "w"):
+            pass
+        with open(self.root / "tracing/error_log", "w"):
+            pass
+
+    def prepare(self, step: Step) -> None:
+        """One step of a record's set-up."""
+        if isinstance(step, str):
+            self.write("tracing/kprobe_events", _bytes(step), "append")
+        else:
+            file, text, mode = [*step, "plain"][:3]
+            self.write(file, _bytes(text), mode)
+
+    def stand_in(self, record: Record) -> tuple[str, str] | None:
+        """A symbol of the record that this kernel lacks, and one of the same kind."""
+        for name in DEFINITION.findall(record["bytes"]):
+            answer = str(record["errno"])
+            if name not in self._symbols and answer in self._stand_ins:
+                return name, self._stand_ins[answer]
+        return None
+
+
+def _registers_return_probe(_mounted: Mounted, record: Record) -> bool:
+    """Linux takes it, or its kprobes refuse it: its text is right."""
+    texts = [record["bytes"], *(step for step in record["setup"] if isinstance(step, str))]
+    refused_by_kprobes = "Failed to register" in record["error_log"] or record["errno"] == "EADDRNOTAVAIL"
+    is_taken = record["errno"] == 0 or refused_by_kprobes
+    return is_taken and any(RETURN_PROBE.search(text) for text in texts)
+
+
+def _in_loaded_module(_mounted: Mounted, record: Record) -> bool:
+    return record["errno"] == "ENOENT" and IN_MODULE.search(record["bytes"]) is not None
+
+
+def _lacks_ambiguous_names(mounted: Mounted, record: Record) -> bool:
+    return record["errno"] == "EADDRNOTAVAIL" and not mounted.has_ambiguous_names
+
+
+def _collides_with_static_event(_mounted: Mounted, record: Record) -> bool:
+    return record["errno"] == "EEXIST" and not record["setup"]
+
+
+def _chooses_missing_tracer(mounted: Mounted, record: Record) -> bool:
+    chosen = record["bytes"].strip()
+    is_tracer = record["file"] == "tracing/current_tracer" and record["errno"] == 0
+    return is_tracer and chosen not in mounted.read("tracing/available_tracers").split()
+
+
+EXEMPTIONS: dict[str, Callable[[Mounted, Record], bool]] = {
+    "return probes": _registers_return_probe,
+    "symbols in a loaded module": _in_loaded_module,
+    "ambiguous symbol names": _lacks_ambiguous_names,
+    "static events": _collides_with_static_event,
+    "other tracers": _chooses_missing_tracer,
+}
+"""What this kernel doesn't have, and so can't answer as Linux does; docs/compatibility.md lists the same."""
+
+
+def exemption(mounted: Mounted, record: Record) -> str | None:
+    """Why a record can't be compared, None if it can."""
+    return next((reason for reason, applies in EXEMPTIONS.items() if applies(mounted, record)), None)
+
+
+def replay(mounted: Mounted, record: Record) -> Answer | None:
+    """The mount's answer, in the recorded kernel's terms; None where the file isn't exposed."""
+    swap = mounted.stand_in(record)
+    text = record["bytes"].replace(*swap) if swap else record["bytes"]
+    mounted.reset()
+    for step in record["setup"]:
+        mounted.prepare(step)
+    if not mounted.path(record["file"]).exists():
+        return None
+    result = mounted.write(record["file"], _bytes(text), record["mode"])
+    log, events = mounted.read("tracing/error_log"), mounted.read("tracing/kprobe_events")
+    if swap:
+        log, events = _back(log, swap), events.replace(swap[1], swap[0])
+    return Answer(result, log, events)
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("latin-1") if all(ord(c) < 256 for c in text) else text.encode()
+
+
+def _back(log: str, swap: tuple[str, str]) -> str:
+    """Put the recorded symbol in the place of its stand-in, and carets behind it where they belong."""
+    name, stand_in = swap
+    shift = len(name) - len(stand_in)
+    lines = log.split("\n")
+    for at, line in enumerate(lines):
+        if stand_in not in line:
+            continue
+        where = line.index(stand_in)
+        lines[at] = line.replace(stand_in, name)
+        caret = lines[at + 1] if at + 1 < len(lines) else ""
+        if caret.strip() == "^" and caret.index("^") > where:
+            lines[at + 1] = " " * (caret.index("^") + shift) + "^"
+    return "\n".join(lines)
+
+
+def normal(part: str, text: str | int) -> str:
+    """A text without what differs from boot to boot: timestamps, and pointers that Linux prints hashed."""
+    if part == "error_log":
+        return TIMESTAMP.sub("", str(text))
+    return HASHED_ADDRESS.sub("0x(address)", str(text)) if part == "kprobe_events" else str(text)
+
+
+def compare(mounted: Mounted, records: Iterable[Record]) -> Tally:
+    """Replay the records that can be compared."""
+    tally = Tally()
+    for record in records:
+        reason = exemption(mounted, record)
+        answer = None if reason else replay(mounted, record)
+        if answer is None:
+            tally.skipped[reason or record["file"]] += 1
+            continue
+        tally.compared += 1
+        for part in PARTS:
+            expected, got = normal(part, record[part]), normal(part, getattr(answer, part))
+            tally.agreed[part] += expected == got
+            if expected != got:
+                tally.differences.append(
+                    f"#{record['id']} {record['file']} {record['bytes'][:60]!r}, {record['setup']!r:.80}\n"
+                    f"  {part}: Linux {expected!r:.300}\n  {part}: here  {got!r:.300}"
+                )
+    mounted.reset()
+    return tally
+
+
+def load(path: Path) -> list[Record]:
+    """The recorded writes."""
+    with path.open() as lines:
+        return [json.loads(line) for line in lines]
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--sections", default="", help="only these, separated by commas")
+    parser.add_argument(
+        "--first", type=int, default=10, metavar="N", help="differences to list (default: 10)"
+    )
+    options = parser.parse_args()
+    root = os.environ.get("KPROBEFS")
+    if root is None:
+        return _in_a_mount()
+    sections = set(filter(None, options.sections.split(",")))
+    records = [r for r in load(options.file) if not sections or r["section"] in sections]
+    tally = compare(Mounted(Path(root)), records)
+    for part in PARTS:
+        print(f"{part}: agree {tally.agreed[part]} of {tally.compared}")
+    if tally.skipped:
+        skipped = ", ".join(f"{name} ({count})" for name, count in sorted(tally.skipped.items()))
+        print(f"not in this kernel: {skipped}")
+    for difference in tally.differences[: options.first]:
+        print(difference)
+    return 0 if tally.perfect else 1
+
+
+def _in_a_mount() -> int:
+    command = [sys.executable, "-m", "kprobefs", "run", "--", sys.executable, *sys.argv]
+    return subprocess.run(command, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
