@@ -1,0 +1,140 @@
+"""What every benchmark shares: a pinned mount, distributions with their spread, a table or JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+KPROBEFS = Path(sys.executable).with_name("kprobefs")
+"""The program beside the interpreter that runs the benchmark."""
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """Samples of one figure, all in `unit`."""
+
+    name: str
+    unit: str
+    samples: tuple[float, ...]
+    target: float | None = None
+    """The median that the project wants to stay under."""
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.samples)
+
+    def quantile(self, tenth: int) -> float:
+        """The `tenth` decile, 1 to 9; with one sample that sample."""
+        if len(self.samples) == 1:
+            return self.samples[0]
+        return statistics.quantiles(self.samples, n=10, method="inclusive")[tenth - 1]
+
+    def as_dict(self) -> dict[str, object]:
+        return {
+            "name": self.name,
+            "unit": self.unit,
+            "median": self.median,
+            "p10": self.quantile(1),
+            "p90": self.quantile(9),
+            "min": min(self.samples),
+            "samples": len(self.samples),
+            "target": self.target,
+        }
+
+
+@dataclass(frozen=True)
+class Mount:
+    """A running kprobefs: where it is mounted and which process serves it."""
+
+    path: Path
+    daemon: int
+
+
+def arguments(description: str | None) -> argparse.ArgumentParser:
+    """A parser with the options that all benchmarks take."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--client-cpu", type=int, metavar="N", help="pin this process to CPU N")
+    parser.add_argument("--daemon-cpu", type=int, metavar="N", help="pin the daemon (default: as the client)")
+    return parser
+
+
+def report(figures: Sequence[Distribution], as_json: bool) -> None:
+    """Print the figures; each one's ratio is to the first figure of the same unit."""
+    if as_json:
+        print(json.dumps([figure.as_dict() for figure in figures], indent=2))
+        return
+    print(f"{'':34} {'median':>9} {'p10':>9} {'p90':>9} {'ratio':>7}  target")
+    for figure in figures:
+        base = next(other for other in figures if other.unit == figure.unit)
+        ratio = f"{figure.median / base.median:.2f}" if base.median else "-"
+        print(
+            f"{figure.name + ', ' + figure.unit:34} {figure.median:9.3f} {figure.quantile(1):9.3f} "
+            f"{figure.quantile(9):9.3f} {ratio:>7}  {_verdict(figure)}"
+        )
+
+
+def _verdict(figure: Distribution) -> str:
+    if figure.target is None:
+        return "-"
+    return f"{figure.target:g} {'met' if figure.median <= figure.target else 'missed'}"
+
+
+@contextmanager
+def mounted(options: argparse.Namespace) -> Iterator[Mount]:
+    """A mount of its own, client and daemon pinned as `options` say; unmounted at the end.
+
+    Crossing CPUs costs more than the work that is measured, so both share one CPU unless told otherwise.
+    """
+    holder = 'printf "%s\\n" "$KPROBEFS"; exec cat'
+    client_cpu = options.client_cpu if options.client_cpu is not None else min(os.sched_getaffinity(0))
+    daemon_cpu = options.daemon_cpu if options.daemon_cpu is not None else client_cpu
+    with subprocess.Popen(
+        [str(KPROBEFS), "run", "--", "sh", "-c", holder],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        path = Path(process.stdout.readline().rstrip("\n"))
+        mount = Mount(path, _daemon_below(process.pid))
+        before = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, {client_cpu})
+        _pin_threads(mount.daemon, daemon_cpu)
+        try:
+            yield mount
+        finally:
+            os.sched_setaffinity(0, before)
+            process.stdin.close()
+    if process.returncode:
+        raise SystemExit(f"kprobefs run ended with status {process.returncode}")
+
+
+def _pin_threads(pid: int, cpu: int) -> None:
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        os.sched_setaffinity(int(task.name), {cpu})
+
+
+def _daemon_below(pid: int) -> int:
+    """The process with /dev/fuse open among `pid` and its descendants."""
+    family = [pid]
+    while family:
+        candidate = family.pop()
+        if _serves_fuse(candidate):
+            return candidate
+        for children in Path(f"/proc/{candidate}/task").glob("*/children"):
+            family.extend(int(child) for child in children.read_text().split())
+    raise SystemExit("kprobefs run did not mount: no process of it has /dev/fuse open")
+
+
+def _serves_fuse(pid: int) -> bool:
+    return any(os.readlink(fd) == "/dev/fuse" for fd in Path(f"/proc/{pid}/fd").iterdir())

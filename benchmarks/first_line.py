@@ -1,0 +1,44 @@
+"""From the start of `kprobefs run` to the first readable trace line; target: half a second."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+
+from common import KPROBEFS, Distribution, arguments, report
+
+PROBE_AND_HIT = """
+cd "$KPROBEFS" &&
+echo 'p:reads vfs_read count=$arg3' > kprobe_events &&
+echo 1 > tracing/events/kprobes/reads/enable &&
+echo hello > scratch/greeting &&
+cat scratch/greeting > /dev/null &&
+grep -m 1 'reads: ' tracing/trace
+"""
+
+
+def first_line() -> float:
+    """Seconds until the line is read; unmounting is not counted."""
+    start = time.perf_counter()
+    command = [str(KPROBEFS), "run", "--", "sh", "-c", PROBE_AND_HIT]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        took = time.perf_counter() - start
+    if "reads: " not in line:
+        raise SystemExit(f"no trace line, but {line!r}")
+    return took
+
+
+def main() -> None:
+    """Run, report."""
+    parser = arguments(__doc__)
+    parser.add_argument("--runs", type=int, default=10)
+    options = parser.parse_args()
+    first_line()  # fills the page cache, as every run but a machine's first finds it
+    samples = tuple(first_line() for _ in range(options.runs))
+    report([Distribution("start to first trace line", "s", samples, target=0.5)], options.json)
+
+
+if __name__ == "__main__":
+    main()

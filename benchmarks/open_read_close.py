@@ -1,0 +1,53 @@
+"""open, read, close of a probe's `hits` by a pinned client, beside procfs; target: 60 us a round.
+
+By its absolute path each round also asks the daemon for the five directories above it: nothing is cached.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+from common import Distribution, arguments, mounted, report
+
+
+def rounds(path: Path, batches: int, size: int) -> tuple[float, ...]:
+    """Microseconds a round (open, one read, close), a mean for each batch of `size` rounds."""
+    return tuple(_batch(os.fspath(path), size) for _ in range(batches))
+
+
+def _batch(path: str, size: int) -> float:
+    open_, read, close = os.open, os.read, os.close
+    start = time.perf_counter_ns()
+    for _ in range(size):
+        fd = open_(path, os.O_RDONLY)
+        read(fd, 4096)
+        close(fd)
+    return (time.perf_counter_ns() - start) / size / 1000
+
+
+def main() -> None:
+    """Run, report."""
+    parser = arguments(__doc__)
+    parser.add_argument("--batches", type=int, default=50)
+    parser.add_argument("--size", type=int, default=200, help="rounds a batch")
+    options = parser.parse_args()
+    with mounted(options) as mount:
+        (mount.path / "kprobe_events").write_text("p:reads vfs_read\n")
+        hits = mount.path / "kprobes/stats/kprobes/reads/hits"
+        rounds(hits, 2, options.size)
+        by_path = rounds(hits, options.batches, options.size)
+        with contextlib.chdir(hits.parent):
+            in_place = rounds(Path("hits"), options.batches, options.size)
+        figures = [
+            Distribution("procfs, /proc/version", "us", rounds(Path("/proc/version"), 10, options.size)),
+            Distribution("hits, from its directory", "us", in_place, target=60),
+            Distribution("hits, by absolute path", "us", by_path),
+        ]
+    report(figures, options.json)
+
+
+if __name__ == "__main__":
+    main()

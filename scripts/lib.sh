@@ -1,0 +1,147 @@
+# shellcheck shell=sh
+# The set-up that scripts/run and scripts/test share: distribution packages, .venv, /dev/fuse.
+#
+# Sourced with $root, the checkout's absolute path, set. Everything here may be run again at any
+# time: what is there already is left alone, so that the second run touches no network.
+: "${root:?scripts/lib.sh needs the path of the checkout}"
+
+venv=$root/.venv
+python=${PYTHON:-python3}
+unset PYTHONHOME PYTHONPATH
+
+say() { printf 'setup: %s\n' "$*" >&2; }
+
+die() {
+    printf '%s: %s\n' "${0##*/}" "$*" >&2
+    exit 1
+}
+
+# setup run|test: afterwards $venv/bin/kprobefs works, and for "test" the test tools beside it.
+setup() {
+    venv_is_sound || venv_is_missing=1
+    packages=$(missing_packages)
+    # shellcheck disable=SC2086 # package names are words
+    [ -z "$packages" ] || install_packages $packages
+    check_python
+    [ -z "${venv_is_missing:-}" ] || make_venv
+    install_project "$1"
+}
+
+# --- distribution packages ----------------------------------------------------------------------
+
+missing_packages() {
+    command -v "$python" >/dev/null 2>&1 || echo python3
+    if [ -n "${venv_is_missing:-}" ]; then
+        "$python" -c 'import ensurepip, venv' 2>/dev/null || echo python3-venv
+    fi
+    has_library libfuse.so.2 || libfuse_package
+    command -v fusermount >/dev/null 2>&1 || command -v fusermount3 >/dev/null 2>&1 || echo fuse3
+}
+
+has_library() { PATH=$PATH:/usr/sbin:/sbin ldconfig -p 2>/dev/null | grep -qF "$1"; }
+
+# The name changed with the 64-bit time_t transition.
+libfuse_package() (
+    # shellcheck disable=SC1090
+    [ ! -r "${OS_RELEASE:=/etc/os-release}" ] || . "$OS_RELEASE"
+    case ${ID:-}:${VERSION_ID:-} in
+    debian:1[0-2] | ubuntu:1?.* | ubuntu:2[0-3].*) echo libfuse2 ;;
+    *) echo libfuse2t64 ;;
+    esac
+)
+
+install_packages() {
+    can_be_root || die "install these packages first (no root and no sudo here): $*"
+    command -v apt-get >/dev/null 2>&1 || die "install these packages first (no apt-get here): $*"
+    say "installing $*"
+    log=$(mktemp)
+    if ! apt_install "$@" >"$log" 2>&1; then
+        say "refreshing the package lists"
+        as_root apt-get update -qq >"$log" 2>&1 || fail_with_log "apt-get update failed"
+        apt_install "$@" >"$log" 2>&1 || fail_with_log "apt-get could not install $*"
+    fi
+    rm -f "$log"
+}
+
+apt_install() {
+    as_root env DEBIAN_FRONTEND=noninteractive NEEDRESTART_SUSPEND=1 apt-get install -y -qq \
+        --no-install-recommends -o DPkg::Lock::Timeout=120 "$@"
+}
+
+can_be_root() {
+    [ "$(id -u)" -eq 0 ] && return
+    command -v sudo >/dev/null 2>&1 || return
+    sudo -n true 2>/dev/null || [ -t 0 ]
+}
+
+as_root() {
+    if [ "$(id -u)" -eq 0 ]; then "$@"; else sudo -- "$@"; fi
+}
+
+# The last lines of $log say why; they come before the one-line reason.
+fail_with_log() {
+    tail -n 5 "$log" >&2
+    rm -f "$log"
+    die "$*"
+}
+
+# --- python -------------------------------------------------------------------------------------
+
+python_version() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null; }
+
+check_python() {
+    version=$(python_version "$python") || die "$python does not run"
+    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+        die "Python 3.11 or newer is needed, $python is $version (PYTHON=... names another one)"
+}
+
+# A venv can't be moved, nor used by another Python than the one it was made with.
+venv_identity() { printf 'python %s at %s\n' "$(python_version "$python")" "$venv"; }
+
+venv_is_sound() {
+    [ "$(cat "$venv/.made-for" 2>/dev/null)" = "$(venv_identity)" ] &&
+        "$venv/bin/python" -c 'import pip' 2>/dev/null
+}
+
+make_venv() {
+    say "making .venv (Python $version)"
+    log=$(mktemp)
+    rm -rf "$venv"
+    "$python" -m venv "$venv" >"$log" 2>&1 || fail_with_log "python3 -m venv failed"
+    rm -f "$log"
+    venv_identity >"$venv/.made-for"
+}
+
+# The stamp holds the hash of pyproject.toml as it was installed; "test" contains "run".
+install_project() {
+    hash=$(sha256sum <"$root/pyproject.toml")
+    [ "$(cat "$venv/.installed-$1" 2>/dev/null)" = "$hash" ] && return
+    say "installing kprobefs and what it needs into .venv"
+    log=$(mktemp)
+    extras=
+    [ "$1" = run ] || extras="[$1]"
+    # fusepy comes as source alone: --use-pep517 builds it apart, without setuptools in the venv.
+    (cd "$root" && "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input \
+        --use-pep517 --editable ".$extras") </dev/null >"$log" 2>&1 ||
+        fail_with_log "pip could not install kprobefs into .venv"
+    rm -f "$log"
+    for part in run "$1"; do printf '%s\n' "$hash" >"$venv/.installed-$part"; done
+}
+
+# --- /dev/fuse ----------------------------------------------------------------------------------
+
+# fuse_problem: prints in one line why mounting can't work, or nothing. A root that can make the
+# device (a chroot, a container) gets it made.
+fuse_problem() {
+    if [ ! -e /dev/fuse ] && [ "$(id -u)" -eq 0 ]; then
+        modprobe fuse 2>/dev/null || :
+        [ -e /dev/fuse ] || mknod -m 666 /dev/fuse c 10 229 2>/dev/null || :
+    fi
+    if [ ! -e /dev/fuse ]; then
+        echo "/dev/fuse is missing: as root 'modprobe fuse'; in a container '--device /dev/fuse'"
+    elif ! [ -r /dev/fuse ] || ! [ -w /dev/fuse ]; then
+        echo "/dev/fuse is closed to $(id -un): as root 'chmod 666 /dev/fuse'"
+    elif ! (: <>/dev/fuse) 2>/dev/null; then
+        echo "/dev/fuse does not open: as root 'modprobe fuse'; in a container '--device /dev/fuse'"
+    fi
+}

@@ -1,0 +1,88 @@
+#!/bin/sh
+# What kprobefs does, shown on the mount at $KPROBEFS; ends with status 1 where it doesn't do it.
+#
+# usage: kprobefs run -- sh scripts/walkthrough.sh [FILE]    (FILE receives the mount point)
+set -eu
+
+: "${KPROBEFS:?names the mount point; kprobefs run -- sh scripts/walkthrough.sh sets it}"
+[ $# -eq 0 ] || printf '%s\n' "$KPROBEFS" >"$1"
+cd "$KPROBEFS"
+
+bold='' dim='' plain=''
+if [ -t 1 ] && [ -z "${NO_COLOR-}" ]; then
+    bold=$(printf '\033[1m') dim=$(printf '\033[2m') plain=$(printf '\033[0m')
+fi
+
+explain() { printf '\n%s%s%s\n' "$dim" "$*" "$plain"; }
+
+# show COMMAND: prints it, runs it, prints what it said; its failure ends the walk.
+show() {
+    printf '%s$ %s%s\n' "$bold" "$1" "$plain"
+    if output=$(eval "$1" 2>&1); then status=0; else status=$?; fi
+    [ -z "$output" ] || printf '%s\n' "$output" | fold -s -w 76 | sed 's/^/    /'
+    [ "$status" -eq 0 ] || fail "'$1' ended with status $status"
+}
+
+fail() {
+    printf 'walk-through: %s\n' "$*" >&2
+    exit 1
+}
+
+# expect TEXT REASON: TEXT has to stand in what the last command said.
+expect() {
+    case $output in
+    *"$1"*) ;;
+    *) fail "$2" ;;
+    esac
+}
+
+printf '%skprobefs is mounted at %s%s\n' "$bold" "$KPROBEFS" "$plain"
+explain "Behind these files runs a kernel of its own, in an emulator:"
+show 'ls'
+show 'cat machine/version'
+expect 'version' "machine/version doesn't name a kernel"
+
+explain "A probe on vfs_read, as on any Linux: three arguments, fetched at each hit."
+# shellcheck disable=SC2016 # the probe's $arg3 and $comm aren't the shell's
+show 'echo '\''p:reads vfs_read file=%di count=$arg3 comm=$comm'\'' > kprobe_events'
+show 'cat kprobe_events'
+expect 'reads vfs_read' "the probe isn't in kprobe_events"
+
+explain "Enabling the event arms the probe: the kernel's text is patched now."
+show 'echo 1 > tracing/events/kprobes/reads/enable'
+show 'cat kprobes/list'
+expect 'vfs_read' "the probe isn't in kprobes/list"
+
+explain "This file lives in the emulated kernel, so reading it runs vfs_read there:"
+show 'echo hello > scratch/greeting'
+show 'echo > tracing/trace'
+show 'cat scratch/greeting'
+expect 'hello' "scratch/greeting doesn't hold what was written to it"
+
+explain "Every hit left a line: who, when, where, and the arguments."
+show 'grep -v "^#" tracing/trace | head -n 4'
+expect 'reads: (vfs_read' "the trace is empty: the probe was not hit"
+expect 'comm="cat"' "the trace doesn't show the reads of cat"
+
+explain "What the probe is, and what it does to the text, in its own directory:"
+show 'cd kprobes/stats/kprobes/reads && grep . hits nmissed mode reason bytes'
+expect 'hits:' "the probe's directory doesn't count its hits"
+
+explain "One switch takes all probes out of the text; reading hits nothing then."
+show 'echo 0 > kprobes/enabled'
+show 'cat kprobes/stats/kprobes/reads/mode'
+expect 'disarmed' "the probe is still armed after 'echo 0 > kprobes/enabled'"
+show 'cat kprobes/stats/kprobes/reads/hits'
+hits=$output
+[ "$hits" -gt 0 ] || fail "the probe's hits are 0"
+show 'cat scratch/greeting'
+show 'cat kprobes/stats/kprobes/reads/hits'
+[ "$output" = "$hits" ] || fail "a disarmed probe was hit"
+show 'echo 1 > kprobes/enabled'
+
+explain "And away with it:"
+show 'echo 0 > tracing/events/kprobes/reads/enable'
+show 'echo > kprobe_events'
+show 'cat kprobe_events kprobes/list'
+[ -z "$output" ] || fail "the probe is still there after it was removed"
+printf '\n'

@@ -1,0 +1,48 @@
+"""README's examples as data: fenced blocks, commands with the output shown, and how outputs compare."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+
+_FENCE = re.compile(r"^```(?P<info>[^\n`]+)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
+
+_VARYING = (
+    (re.compile(r"\b(0x)?[0-9a-f]{16}\b"), "ADDRESS"),
+    (re.compile(r"\+0x0/0x[0-9a-f]+"), "+0x0/SIZE"),
+    (re.compile(r"\b\d+\.\d{6}:"), "TIME:"),
+    (re.compile(r"(?m)^ *(\S+)-\d+ +\[\d{3}\] \S+ +"), r"\1-PID [CPU] FLAGS "),
+    (re.compile(r"(?m)^bash: line \d+: "), "bash: "),
+    (re.compile(r"(?m)[ ]+$"), ""),
+)
+"""What another run, machine or shell shows differently, and what stands for it."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One `$ command` and the text that README shows below it."""
+
+    command: str
+    output: str
+
+
+def blocks(info: str) -> list[str]:
+    """The bodies of README's blocks that are fenced with exactly this info string."""
+    return [match["body"] for match in _FENCE.finditer(README.read_text()) if match["info"] == info]
+
+
+def steps(body: str) -> list[Step]:
+    """The commands of a console block, in order."""
+    parts = re.split(r"^\$ ", body, flags=re.MULTILINE)
+    assert not parts[0], f"output before the first command: {parts[0]!r}"
+    return [Step(*(part.partition("\n")[::2])) for part in parts[1:]]
+
+
+def normalise(text: str) -> str:
+    """`text` with addresses, sizes, times, pids and script lines replaced, blanks at line ends gone."""
+    for pattern, replacement in _VARYING:
+        text = pattern.sub(replacement, text)
+    return text.rstrip("\n")

@@ -1,0 +1,54 @@
+"""benchmarks/: they start and report what README's tables need. No figure is judged here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+QUICK = {
+    "first_line.py": ["--runs", "1"],
+    "idle.py": ["--seconds", "0.1"],
+    "open_read_close.py": ["--batches", "2", "--size", "5"],
+}
+
+
+def run(name: str, *options: str) -> str:
+    command = [sys.executable, BENCHMARKS / name, *options]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+
+
+@pytest.mark.parametrize("name", sorted(QUICK))
+def test_says_what_it_measures(name: str) -> None:
+    assert "--json" in run(name, "--help")
+
+
+@pytest.mark.mounted
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/dev/fuse").exists(), reason="/dev/fuse is missing")
+@pytest.mark.parametrize("name", sorted(QUICK))
+def test_reports_distributions(name: str) -> None:
+    figures = json.loads(run(name, "--json", *QUICK[name]))
+    assert figures
+    for figure in figures:
+        assert figure["samples"] >= 1
+        assert figure["min"] <= figure["p10"] <= figure["median"] <= figure["p90"]
+
+
+def test_a_distribution_has_median_deciles_and_ratio() -> None:
+    program = (
+        "from common import Distribution, report\n"
+        "first = Distribution('first', 'us', tuple(range(1, 12)), target=6)\n"
+        "second = Distribution('second', 'us', (12.0,), target=6)\n"
+        "report([first, second], as_json=False)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=BENCHMARKS, check=True, capture_output=True, text=True
+    )
+    _, first, second = done.stdout.splitlines()
+    assert first.split() == ["first,", "us", "6.000", "2.000", "10.000", "1.00", "6", "met"]
+    assert second.split() == ["second,", "us", "12.000", "12.000", "12.000", "2.00", "6", "missed"]

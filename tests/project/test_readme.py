@@ -1,0 +1,54 @@
+"""README says what is so: its console blocks run on a mount, its Python example runs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.project.readme import README, blocks, normalise, steps
+
+KPROBEFS = Path(sys.executable).with_name("kprobefs")
+MARK = "\x1e"
+"""Ends each command's output; no file of ours shows it."""
+
+
+@pytest.mark.mounted
+@pytest.mark.skipif(not Path("/dev/fuse").exists(), reason="/dev/fuse is missing")
+def test_console_blocks_show_what_a_mount_shows() -> None:
+    session = [step for body in blocks("console mounted") for step in steps(body)]
+    script = "".join(f"{step.command}\nprintf '{MARK}'\n" for step in session)
+    done = subprocess.run(
+        [KPROBEFS, "run", "--", "bash", "-c", f"exec 2>&1\n{script}"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    outputs = done.stdout.split(MARK)
+    assert len(outputs) == len(session) + 1, done.stdout + done.stderr
+    for step, output in zip(session, outputs, strict=False):
+        assert normalise(output) == normalise(step.output), step.command
+
+
+def test_the_python_example_runs() -> None:
+    (example,) = blocks("python")
+    done = subprocess.run(
+        [sys.executable, "-c", example],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "document", [README, *sorted((README.parent / "docs").glob("*.md"))], ids=lambda p: p.name
+)
+def test_links_lead_somewhere(document: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", document.read_text()):
+        assert (document.parent / target).exists(), target

@@ -1,0 +1,126 @@
+"""scripts/: what set-up says where it can't go on; the walk-through fails where nothing is traced."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = sorted((ROOT / "scripts").iterdir())
+
+
+def lib(command: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run `command` with scripts/lib.sh sourced, in a checkout that has no .venv."""
+    script = f'root=/nonexistent; . "{ROOT}/scripts/lib.sh"; {command}'
+    return subprocess.run(
+        ["sh", "-eu", "-c", script], env={**os.environ, **env}, capture_output=True, text=True, check=False
+    )
+
+
+def executable(path: Path, text: str) -> Path:
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_is_posix_sh(script: Path) -> None:
+    assert script.read_text().startswith(("#!/bin/sh\n", "# shellcheck shell=sh\n"))
+    subprocess.run(["sh", "-n", script], check=True)
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+def test_shellcheck_is_content() -> None:
+    subprocess.run(["shellcheck", "-x", "-P", ROOT, *SCRIPTS, ROOT / ".ci/run"], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize(
+    ("os_release", "package"),
+    [
+        ('ID=debian\nVERSION_ID="12"\n', "libfuse2"),
+        ('ID=debian\nVERSION_ID="13"\n', "libfuse2t64"),
+        ("ID=debian\n", "libfuse2t64"),
+        ('ID=ubuntu\nVERSION_ID="22.04"\n', "libfuse2"),
+        ('ID=ubuntu\nVERSION_ID="24.04"\n', "libfuse2t64"),
+    ],
+)
+def test_libfuse_goes_by_the_distributions_name_for_it(tmp_path: Path, os_release: str, package: str) -> None:
+    (tmp_path / "os-release").write_text(os_release)
+    assert lib("libfuse_package", OS_RELEASE=str(tmp_path / "os-release")).stdout == f"{package}\n"
+
+
+def test_without_root_and_sudo_one_line_names_the_packages(tmp_path: Path) -> None:
+    executable(tmp_path / "id", "#!/bin/sh\necho 1000\n")
+    done = lib(f"PATH={tmp_path}; install_packages libfuse2 fuse3")
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.endswith("(no root and no sudo here): libfuse2 fuse3\n")
+
+
+def test_an_old_python_is_one_line(tmp_path: Path) -> None:
+    old = executable(tmp_path / "python3", "#!/bin/sh\ncase $2 in *print*) echo 3.9 ;; *) exit 1 ;; esac\n")
+    done = lib("check_python", PYTHON=str(old))
+    assert done.returncode == 1
+    assert done.stderr.endswith(
+        f"Python 3.11 or newer is needed, {old} is 3.9 (PYTHON=... names another one)\n"
+    )
+
+
+def test_a_venv_of_another_place_is_not_sound(tmp_path: Path) -> None:
+    done = lib(
+        f'venv="{tmp_path}"; mkdir "$venv/bin"; ln -s {shutil.which("true")} "$venv/bin/python"; '
+        'venv_identity > "$venv/.made-for"; venv_is_sound && echo sound; '
+        'echo elsewhere > "$venv/.made-for"; venv_is_sound || echo stale'
+    )
+    assert done.stdout == "sound\nstale\n"
+
+
+@pytest.fixture
+def dead_tree(tmp_path: Path) -> Path:
+    """The mount's files as plain files: everything can be written, nothing is ever traced."""
+    for name in (
+        "kprobes/list",
+        "kprobe_events",
+        "machine/version",
+        "scratch/greeting",
+        "tracing/trace",
+        "tracing/events/kprobes/reads/enable",
+    ):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    (tmp_path / "machine/version").write_text("Linux version 0.0.0\n")
+    return tmp_path
+
+
+def walk(tree: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["sh", ROOT / "scripts/walkthrough.sh"],
+        env={**os.environ, "KPROBEFS": str(tree)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_walk_through_fails_where_the_probe_is_in_no_list(dead_tree: Path) -> None:
+    done = walk(dead_tree)
+    assert done.returncode == 1
+    assert done.stderr == "walk-through: the probe isn't in kprobes/list\n"
+
+
+def test_the_walk_through_fails_on_an_empty_trace(dead_tree: Path) -> None:
+    (dead_tree / "kprobes/list").write_text("ffffffff81000000  k  vfs_read+0x0\n")
+    done = walk(dead_tree)
+    assert done.returncode == 1
+    assert done.stderr == "walk-through: the trace is empty: the probe was not hit\n"
+
+
+def test_the_walk_through_keeps_to_80_columns(dead_tree: Path) -> None:
+    (dead_tree / "machine/version").write_text("Linux version 0.0.0 " + "word " * 40 + "\n")
+    shown = [line for line in walk(dead_tree).stdout.splitlines() if line.startswith("    ")]
+    assert max(map(len, shown)) <= 80
