@@ -6,7 +6,8 @@ is undecodable. Text for readers of a file is UTF-8 with surrogate escapes: enco
 
 from __future__ import annotations
 
-_SPACES = "\t\n\v\f\r \xa0"
+SPACES = "\t\n\v\f\r \xa0"
+"""Linux: 0xa0 counts as space, 0x1c-0x1f and 0x85 don't. Mirrors: include/linux/ctype.h:isspace (v6.1)."""
 
 
 def decode_command(data: bytes) -> str:
@@ -25,9 +26,9 @@ def bytes_to_text(data: bytes) -> str:
 
 
 def argv_split(command: str) -> list[str]:
-    """The words of a command. Linux: 0xa0 counts as space, 0x1c-0x1f and 0x85 don't."""
+    """The words of a command."""
     words = command
-    for space in _SPACES:
+    for space in SPACES:
         words = words.replace(space, " ")
     return [word for word in words.split(" ") if word]
 
@@ -39,6 +40,11 @@ def is_alpha(char: str) -> bool:
     return char >= "\xc0" and char not in "\xd7\xf7"
 
 
+def is_alnum(char: str) -> bool:
+    """Mirrors: include/linux/ctype.h:isalnum (v6.1)."""
+    return is_alpha(char) or "0" <= char <= "9"
+
+
 def is_good_name(name: str, extra: str = "_") -> bool:
     """Whether it is a C identifier; `extra` are the further characters allowed after the first.
 
@@ -46,7 +52,7 @@ def is_good_name(name: str, extra: str = "_") -> bool:
     """
     if not name or not (is_alpha(name[0]) or name[0] == "_"):
         return False
-    return all(is_alpha(c) or "0" <= c <= "9" or c in extra for c in name[1:])
+    return all(is_alnum(c) or c in extra for c in name[1:])
 
 
 def is_good_system_name(name: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from emulated_kernel.trace.ports import Recorder, TraceSymbols
 from emulated_kernel.trace.symbols import print_ip, sprint_symbol
 
 if TYPE_CHECKING:
+    from emulated_kernel.trace.filter import EventFilter
     from emulated_kernel.trace.trace_kprobe import TraceKprobe
 
 FIRST_EVENT_ID = 21
@@ -52,7 +54,7 @@ COMMON_FIELDS = (
 )
 
 
-class TraceEvent:
+class TraceEvent(ABC):
     """An event: `id` stands in its entries as common_type, 0 before it is registered."""
 
     def __init__(self, group: str, name: str, fields: Iterable[EventField], print_fmt: str) -> None:
@@ -63,6 +65,8 @@ class TraceEvent:
         self.print_fmt = print_fmt
         self.references = 0
         """Users such as hist triggers and event probes; while there are any, it can't be removed."""
+        self.filters: dict[Recorder, EventFilter] = {}
+        """Of each trace array that has one for this event."""
 
     def format_text(self) -> str:
         """The `format` file. Mirrors: kernel/trace/trace_events.c:f_show (v6.1)."""
@@ -70,9 +74,9 @@ class TraceEvent:
         own = "".join(field.format_line() for field in self.fields)
         return f"name: {self.name}\nID: {self.id}\nformat:\n{common}\n{own}\nprint fmt: {self.print_fmt}\n"
 
+    @abstractmethod
     def print_record(self, payload: bytes, symbols: TraceSymbols, *, sym_addr: bool = False) -> str:
         """What `trace` shows after `name: `; `payload` is the entry behind its 8 common bytes."""
-        raise NotImplementedError
 
 
 class KprobeTraceEvent(TraceEvent):

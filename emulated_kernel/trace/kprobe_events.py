@@ -12,6 +12,7 @@ from emulated_kernel.trace.dynamic_events import DynamicEvents, discard, run_com
 from emulated_kernel.trace.error_log import ErrorLog
 from emulated_kernel.trace.event import EventRegistry, KprobeTraceEvent
 from emulated_kernel.trace.fetchargs import ProbeArg
+from emulated_kernel.trace.filter import EventFilters
 from emulated_kernel.trace.ports import ProbeBackend, Recorder, TraceArch, TraceSymbols
 from emulated_kernel.trace.probe_errors import CommandLog, ProbeError
 from emulated_kernel.trace.trace_kprobe import TraceKprobe
@@ -49,6 +50,8 @@ class KprobeEvents:
         self.registry = EventRegistry() if registry is None else registry
         self.dynamic_events = DynamicEvents(printk) if dynamic_events is None else dynamic_events
         self.dynamic_events.register_kind(self.create)
+        self.filters = EventFilters(recorder, self.error_log)
+        """Those of the top trace array."""
 
     # The files
 

@@ -155,8 +155,21 @@ class ProbeBackend(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class RawEntry:
+    """What an event filter looks at: a whole entry, common fields first, and who ran on which CPU."""
+
+    data: bytes
+    cpu: int
+    comm: bytes
+    """The current task's name, without padding."""
+
+
 class Recorder(Protocol):
     """A trace array's buffer."""
+
+    def entry(self, event: TraceEvent, payload: bytes, hit: ProbeHit, /) -> RawEntry:
+        """The entry that record() would write; nothing is written."""
 
     def record(self, event: TraceEvent, payload: bytes, hit: ProbeHit, /) -> None:
         """Write an entry: `payload` is what follows the 8 bytes of common fields."""

@@ -12,7 +12,7 @@ from emulated_kernel.trace.definition import ProbeDefinition, Surroundings, spli
 from emulated_kernel.trace.event import KprobeTraceEvent
 from emulated_kernel.trace.fetch import FetchEnvironment, store
 from emulated_kernel.trace.fetchargs import MAX_ARGSTR_LEN, ProbeArg
-from emulated_kernel.trace.ports import ProbeHandle, ProbeHit, ProbeSpec
+from emulated_kernel.trace.ports import ProbeHandle, ProbeHit, ProbeSpec, Recorder
 from emulated_kernel.trace.symbols import sprint_symbol, within_notrace_func
 from emulated_kernel.trace.types import FetchInsn, FetchOp
 
@@ -175,7 +175,7 @@ class TraceKprobe:
     # Hits
 
     def hit(self, hit: ProbeHit) -> None:
-        """Count the hit and record it where the event is enabled.
+        """Count the hit and record it where the event is enabled and no filter rejects it.
 
         Mirrors: kernel/trace/trace_kprobe.c:kprobe_dispatcher, kretprobe_dispatcher (v6.1).
         """
@@ -184,7 +184,14 @@ class TraceKprobe:
             return
         payload = store(self.args, self._header(self.handle.address, hit), self._environment(hit))
         for recorder in tuple(self.event.recorders):
-            recorder.record(self.event, payload, hit)
+            if self._passes_filter(recorder, payload, hit):
+                recorder.record(self.event, payload, hit)
+
+    def _passes_filter(self, recorder: Recorder, payload: bytes, hit: ProbeHit) -> bool:
+        event_filter = self.event.filters.get(recorder)
+        if event_filter is None or event_filter.program is None:
+            return True
+        return event_filter.program.accepts(recorder.entry(self.event, payload, hit))
 
     def _header(self, address: int, hit: ProbeHit) -> bytes:
         words = (address, hit.return_address) if self.is_return else (address,)

@@ -12,7 +12,15 @@ from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.dynamic_events import DynamicEvents
 from emulated_kernel.trace.event import TraceEvent
 from emulated_kernel.trace.kprobe_events import KprobeEvents
-from emulated_kernel.trace.ports import HitHandler, ProbeHit, ProbeSpec, SymbolLocation, TraceArch
+from emulated_kernel.trace.ports import (
+    HitHandler,
+    ProbeHit,
+    ProbeSpec,
+    RawEntry,
+    SymbolLocation,
+    TraceArch,
+)
+from emulated_kernel.trace.trace_entry import TRACE_ENTRY
 
 ARGUMENTS = ("di", "si", "dx", "cx", "r8", "r9")
 HIGH_REGISTERS = tuple(f"r{number}" for number in range(10, 16))
@@ -172,10 +180,13 @@ class Hit:
 
 @dataclass(eq=False)
 class Recorder:
-    """Recorder that keeps everything."""
+    """Recorder that keeps everything; its task's pid is 42."""
 
     entries: list[tuple[TraceEvent, bytes]] = field(default_factory=list)
     removed: list[TraceEvent] = field(default_factory=list)
+
+    def entry(self, event: TraceEvent, payload: bytes, hit: ProbeHit) -> RawEntry:
+        return RawEntry(TRACE_ENTRY.pack(event.id, 0, 1, 42) + payload, 0, hit.comm)
 
     def record(self, event: TraceEvent, payload: bytes, hit: ProbeHit) -> None:
         del hit

@@ -1,0 +1,42 @@
+"""What can be wrong with an event filter: texts, errnos and columns."""
+
+from __future__ import annotations
+
+import errno
+from enum import Enum
+
+from emulated_kernel.errors import KernelError
+
+
+class FilterError(Enum):
+    """Texts are interface: tools match them. Mirrors: kernel/trace/trace_events_filter.c:ERRORS (v6.1)."""
+
+    INVALID_OP = "Invalid operator"
+    TOO_MANY_OPEN = "Too many '('"
+    TOO_MANY_CLOSE = "Too few '('"
+    MISSING_QUOTE = "Missing matching quote"
+    OPERAND_TOO_LONG = "Operand too long"
+    EXPECT_STRING = "Expecting string field"
+    EXPECT_DIGIT = "Expecting numeric field"
+    ILLEGAL_FIELD_OP = "Illegal operation for field type"
+    FIELD_NOT_FOUND = "Field not found"
+    ILLEGAL_INTVAL = "Illegal integer value"
+    BAD_SUBSYS_FILTER = "Couldn't find or set field in one of a subsystem's events"
+    TOO_MANY_PREDS = "Too many terms in predicate expression"
+    INVALID_FILTER = "Meaningless filter expression"
+    INVALID_VALUE = "Invalid value (did you forget quotes)?"
+    ERRNO = "Error"
+    """Stands in error_log where nothing else is known."""
+    NO_FILTER = "No filter found"
+
+
+class FilterParseError(KernelError):
+    """A filter that can't be parsed; `column` is the one that error_log points at.
+
+    `error` None means that only the errno tells something.
+    """
+
+    def __init__(self, error: FilterError | None, column: int = 0, code: int = errno.EINVAL) -> None:
+        super().__init__(code, error.value if error else "malformed filter")
+        self.error = error
+        self.column = column

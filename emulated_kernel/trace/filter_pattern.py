@@ -1,0 +1,153 @@
+"""String patterns of event filters: whole strings, their ends and middles, and globs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+GlobToken = frozenset[int] | None
+"""The bytes that one place of a glob takes; None is any number of any bytes."""
+
+_ANY = frozenset(range(1, 256))
+
+
+class MatchType(Enum):
+    """Mirrors: kernel/trace/trace.h:regex_type (v6.1)."""
+
+    FULL = auto()
+    FRONT_ONLY = auto()
+    MIDDLE_ONLY = auto()
+    END_ONLY = auto()
+    GLOB = auto()
+
+
+@dataclass(frozen=True)
+class StringPattern:
+    """What a string is compared with. `text` has no NUL; `glob` is it in tokens, for GLOB only."""
+
+    type: MatchType
+    text: bytes
+    glob: tuple[GlobToken, ...] = ()
+
+    def matches(self, data: bytes, length: int) -> bool:
+        """Whether the string at the start of `data` matches; `length` is that of its room, NUL included.
+
+        Length 0 means that only the NUL ends it. Bytes behind the NUL count for FRONT_ONLY,
+        MIDDLE_ONLY and END_ONLY.
+        Linux: END_ONLY takes the string to fill its room, so that it misses the end of a short `comm`.
+        Mirrors: kernel/trace/trace_events_filter.c:regex_match_full and its likes (v6.1).
+        """
+        match self.type:
+            case MatchType.FULL:
+                return _until_nul(data[:length] if length else data) == self.text
+            case MatchType.FRONT_ONLY:
+                return (not length or len(self.text) <= length) and data.startswith(self.text)
+            case MatchType.MIDDLE_ONLY:
+                return self.text in (data[:length] if length else _until_nul(data))
+            case MatchType.END_ONLY:
+                return length > len(self.text) and data[: length - 1].endswith(self.text)
+            case MatchType.GLOB:
+                return _glob_match(self.glob, _until_nul(data))
+
+
+def literal_pattern(text: bytes) -> StringPattern:
+    """The pattern of `==` and `!=`."""
+    return StringPattern(MatchType.FULL, text)
+
+
+def parse_pattern(text: bytes) -> tuple[StringPattern, bool]:
+    """The pattern of `~`, and whether a leading `!` negates it.
+
+    Linux: one that starts with a digit is no pattern but the string itself.
+    Mirrors: kernel/trace/trace_events_filter.c:filter_parse_regex (v6.1).
+    """
+    negated = text.startswith(b"!")
+    return _classify(text[1:] if negated else text), negated
+
+
+def _classify(text: bytes) -> StringPattern:
+    if text[:1].isdigit():
+        return literal_pattern(text)
+    inner = text[1:-1] if len(text) > 1 else b""
+    if any(special in text for special in (b"[", b"?", b"\\")) or b"*" in inner:
+        return StringPattern(MatchType.GLOB, text, _glob_tokens(text))
+    head, tail = text.startswith(b"*"), len(text) > 1 and text.endswith(b"*")
+    types = {
+        (False, False): MatchType.FULL,
+        (False, True): MatchType.FRONT_ONLY,
+        (True, False): MatchType.END_ONLY,
+        (True, True): MatchType.MIDDLE_ONLY,
+    }
+    return StringPattern(types[head, tail], text[head : len(text) - tail])
+
+
+def _until_nul(data: bytes) -> bytes:
+    return data.partition(b"\0")[0]
+
+
+def _glob_tokens(pattern: bytes) -> tuple[GlobToken, ...]:
+    """Mirrors: lib/glob.c:glob_match (v6.1): `*`, `?`, `[a-z]`, `[!a-z]`, and a backslash before any byte."""
+    tokens: list[GlobToken] = []
+    at = 0
+    while at < len(pattern):
+        byte = pattern[at]
+        at += 1
+        if byte == ord("*"):
+            tokens.append(None)
+        elif byte == ord("?"):
+            tokens.append(_ANY)
+        elif byte == ord("[") and (bracket := _bracket(pattern, at)):
+            members, at = bracket
+            tokens.append(members)
+        elif byte == ord("\\"):
+            # A backslash at the end stands for nothing.
+            tokens += [frozenset({escaped}) for escaped in pattern[at : at + 1]]
+            at += 1
+        else:
+            tokens.append(frozenset({byte}))
+    return tuple(tokens)
+
+
+def _bracket(pattern: bytes, at: int) -> tuple[frozenset[int], int] | None:
+    """The bytes of the class behind a `[`, and where it ends; None where it isn't closed.
+
+    A `]` that comes first is a member. A backslash has no meaning here.
+    """
+    inverted = pattern[at : at + 1] == b"!"
+    at += inverted
+    members: set[int] = set()
+    while True:
+        if at >= len(pattern):
+            return None
+        low = high = pattern[at]
+        at += 1
+        if pattern[at : at + 1] == b"-" and pattern[at + 1 : at + 2] != b"]":
+            if at + 1 >= len(pattern):
+                return None
+            high = pattern[at + 1]
+            at += 2
+        members.update(range(low, high + 1))
+        if pattern[at : at + 1] == b"]":
+            return (_ANY - members if inverted else frozenset(members)), at + 1
+
+
+def _glob_match(tokens: tuple[GlobToken, ...], text: bytes) -> bool:
+    """Going back to the last `*` alone is enough, and keeps the time within len(tokens) * len(text)."""
+    token = at = 0
+    star, star_at = -1, 0
+    while at < len(text) or token < len(tokens):
+        if token < len(tokens):
+            accepted = tokens[token]
+            if accepted is None:
+                star, star_at = token, at
+                token += 1
+                continue
+            if at < len(text) and text[at] in accepted:
+                token += 1
+                at += 1
+                continue
+        if star < 0 or star_at >= len(text):
+            return False
+        star_at += 1
+        token, at = star + 1, star_at
+    return True
