@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from emulated_kernel.abi import PAGE_SIZE
+from emulated_kernel.abi import PAGE_SIZE, Vector
 from emulated_kernel.machine import layout
 from emulated_kernel.machine.memory import Memory
 from emulated_kernel.machine.paging import Prot
@@ -15,6 +15,9 @@ from emulated_kernel.machine.traps import BudgetExceeded, GuestFault, Trap, Trap
 
 ARGUMENTS = ("di", "si", "dx", "cx", "r8", "r9")
 _MASK = (1 << 64) - 1
+_LINE = 64
+_TRAPS = (Vector.DEBUG, Vector.BREAKPOINT)
+"""Reported behind the instruction: what stands there didn't fault."""
 
 _libc = ctypes.PyDLL(None)
 _memcmp = _libc.memcmp
@@ -35,6 +38,8 @@ class HostCalls:
         self._return_pad = return_pad
         self.stack_top = stack_top
         """Stack pointer at the entry of a called function, where the return address lies."""
+        self.on_leave: Callable[[], None] = lambda: None
+        """Called when a run has ended, maybe half way: whatever it stood in is never ended."""
 
     def call(self, address: int, *args: int) -> int:
         """Call a function with up to six integer arguments; returns rax.
@@ -61,25 +66,41 @@ class HostCalls:
         """
         return self._enter(start, tick=False)
 
+    def trap_of(self, start: RegisterSet, *, fixup: bool = False) -> tuple[Trap, RegisterSet]:
+        """Run from a complete register state until anything stops it; how it stopped, and the registers then.
+
+        Exceptions stop it, those too that have a fixup unless `fixup` is set; TF in `start.flags` runs a
+        single instruction (DEBUG). Nothing is pushed: `start.sp` may be any value. The guest's own
+        registers are as before.
+        """
+        return self._run(start, self._fixup if fixup else self._hooks.stop, tick=False)
+
     def _enter(self, start: RegisterSet, tick: bool) -> RegisterSet:
-        regs, hooks = self._regs, self._hooks
-        saved, dispatch = regs.snapshot(), hooks.dispatch
         self._memory.write_u64(start.sp, self._return_pad)
-        regs.restore(start)
-        hooks.dispatch = self._fixup
-        try:
-            trap = self._runner.run(tick)
-            if trap.address == self._return_pad + 1:
-                return regs.snapshot()
-        finally:
-            hooks.dispatch = dispatch
-            regs.restore(saved)
+        trap, end = self._run(start, self._fixup, tick)
+        if trap.address == self._return_pad + 1:
+            return end
         raise BudgetExceeded(trap) if trap.kind is TrapKind.BUDGET else GuestFault(trap)
+
+    def _run(
+        self, start: RegisterSet, dispatch: Callable[[Trap], None], tick: bool
+    ) -> tuple[Trap, RegisterSet]:
+        regs, hooks = self._regs, self._hooks
+        self._runner.check_stopped()
+        saved, usual = regs.snapshot(), hooks.dispatch
+        regs.restore(start)
+        hooks.dispatch = dispatch
+        try:
+            return self._runner.run(tick), regs.snapshot()
+        finally:
+            hooks.dispatch = usual
+            regs.restore(saved)
+            self.on_leave()
 
     def _fixup(self, trap: Trap) -> None:
         """Go on at the exception table's fixup. Mirrors: fixup_exception() (v6.1)."""
         fixup = self._ex_table.get(trap.address)
-        if fixup is None:
+        if fixup is None or trap.vector in _TRAPS:
             self._hooks.stop(trap)
         else:
             self._regs.ip = fixup
@@ -106,21 +127,23 @@ class DataSnapshot:
         for va, where, saved in self._saved:
             for page in range(0, len(saved), PAGE_SIZE):
                 size = min(PAGE_SIZE, len(saved) - page)
-                if _memcmp(where + page, ctypes.addressof(saved) + page, size):
-                    before, now = saved.raw[page : page + size], self._memory.read(va + page, size)
-                    found.update(
-                        {
-                            va + page + i: (a, b)
-                            for i, (a, b) in enumerate(zip(before, now, strict=True))
-                            if a != b
-                        }
-                    )
+                kept = ctypes.addressof(saved) + page
+                if _memcmp(where + page, kept, size):
+                    before, now = ctypes.string_at(kept, size), self._memory.read(va + page, size)
+                    found.update({va + page + i: (before[i], now[i]) for i in _differing(before, now)})
         return found
 
     def restore(self) -> None:
         """Make memory as it was."""
         for _, where, saved in self._saved:
             ctypes.memmove(where, saved, len(saved))
+
+
+def _differing(before: bytes, now: bytes) -> Iterator[int]:
+    """Indices of the bytes that differ; line by line, for few do."""
+    for line in range(0, len(before), _LINE):
+        if before[line : line + _LINE] != now[line : line + _LINE]:
+            yield from (i for i in range(line, min(line + _LINE, len(before))) if before[i] != now[i])
 
 
 def map_stack(memory: Memory, number: int, size: int = 4 * PAGE_SIZE) -> int:

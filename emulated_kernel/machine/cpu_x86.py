@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import struct
 
+from emulated_kernel.abi import Vector
 from emulated_kernel.machine.engine import Engine
+from emulated_kernel.machine.traps import Trap, TrapKind
 
 REGISTER_IDS = {
     "ax": 35, "cx": 38, "dx": 40, "bx": 37, "sp": 44, "bp": 36, "si": 43, "di": 39,
@@ -23,6 +25,7 @@ FLAG_FIXED, FLAG_TF, FLAG_IF, FLAG_NT, FLAG_RF = 1 << 1, 1 << 8, 1 << 9, 1 << 14
 HLT = 0xF4
 INT3 = 0xCC
 
+_CANONICAL_BITS = 47
 _CR0_PAGED = 0x80050033
 """PG AM WP NE ET MP PE: WP makes read-only pages read-only for the kernel too."""
 _CR4_PAE_PGE_SSE = 0x6A0
@@ -52,6 +55,16 @@ class _TableRegister(ctypes.Structure):
         ("limit", ctypes.c_uint32),
         ("flags", ctypes.c_uint32),
     )
+
+
+def access_fault(ip: int, address: int, *, write: bool, present: bool) -> Trap:
+    """What a data access of the kernel's raises that can't be made; `present`: the page is mapped.
+
+    Unicorn: a non-canonical address is #GP for the stack too, where a CPU has #SS.
+    """
+    if address >> _CANONICAL_BITS not in (0, (1 << 64 - _CANONICAL_BITS) - 1):
+        return Trap(TrapKind.FAULT, ip, Vector.GENERAL_PROTECTION)
+    return Trap(TrapKind.FAULT, ip, Vector.PAGE_FAULT, present | write << 1, address)
 
 
 def gdt() -> bytes:

@@ -93,7 +93,11 @@ class TrapHooks:
             regs.ip -= _INT_N_SIZE
             vector, error_code = Vector.GENERAL_PROTECTION, vector << 3 | 2
         cr2 = self._engine.reg_read(cpu_x86.CR2) if vector == Vector.PAGE_FAULT else 0
-        trap = Trap(TrapKind.FAULT, regs.ip, vector, error_code, cr2)
+        self.raise_exception(Trap(TrapKind.FAULT, regs.ip, vector, error_code, cr2))
+
+    def raise_exception(self, trap: Trap) -> None:
+        """Send an exception its way; within a callback alone."""
+        regs = self._regs
         if self.fault_hook is not None and self.fault_hook(trap, regs):
             return
         if regs.ip != trap.address:

@@ -136,6 +136,11 @@ class Machine:
     def fault_hook(self, hook: Callable[[Trap, Regs], bool] | None) -> None:
         self._hooks.fault_hook = hook
 
+    @property
+    def is_running(self) -> bool:
+        """Whether this is asked from within a run: in a breakpoint handler or the fault hook."""
+        return self._runner.is_running
+
     def self_test(self) -> list[quirks.SelfTest]:
         """What the start-up self-test found, one entry a deviation of the library."""
         return list(self._self_test)
@@ -176,6 +181,12 @@ class Machine:
             trap = Trap(TrapKind.DOUBLE_FAULT, self.regs.ip, vector, error_code, cr2)
             raise GuestFault(trap) from fault
 
+    def raise_fault(self, fault: MemoryFault) -> None:
+        """Within a breakpoint handler: the instruction at regs.ip faults, as by an access of its own."""
+        present = self.memory.find(fault.address) is not None
+        trap = cpu_x86.access_fault(self.regs.ip, fault.address, write=fault.write, present=present)
+        self._hooks.raise_exception(trap)
+
     def alloc_pages(self, size: int) -> int:
         """Zeroed pages of the host's that the guest can read and write (ring buffers); a direct-map address.
 
@@ -207,10 +218,18 @@ class Machine:
         """Run a guest function from a complete register state; see `HostCalls.execute`."""
         return self.calls.execute(start)
 
+    def trap_of(self, start: RegisterSet, *, fixup: bool = False) -> tuple[Trap, RegisterSet]:
+        """Run from a complete register state until anything stops it; see `HostCalls.trap_of`."""
+        return self.calls.trap_of(start, fixup=fixup)
+
     def data_snapshot(self, spans: Iterable[tuple[int, int]] | None = None) -> DataSnapshot:
-        """Snapshot of (va, size) spans; by default the image's writable segments and the host-call stack."""
+        """Snapshot of (va, size) spans; by default the image's writable pages and the host-call stack."""
         if spans is None:
-            spans = [(va, size) for va, _, size, rights in self.image.segments if rights & Prot.WRITE]
+            spans = [
+                (va, loader.page_up(size))
+                for va, _, size, rights in self.image.segments
+                if rights & Prot.WRITE
+            ]
             spans.append((self._stack - 4 * PAGE_SIZE, 4 * PAGE_SIZE))
         return DataSnapshot(self.memory, self._ram_address, spans)
 

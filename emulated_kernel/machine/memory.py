@@ -193,7 +193,7 @@ class Memory:
         for address in (va, *range(va - va % PAGE_SIZE + PAGE_SIZE, va + len(data), PAGE_SIZE)):
             where = self.find(address)
             if where is None or not where.prot & Prot.WRITE:
-                raise MemoryFault(address, "not mapped" if where is None else "not writable")
+                raise MemoryFault(address, "not mapped" if where is None else "not writable", write=True)
         done = 0
         for pa, length in self.pieces(va, len(data)):
             self.ram[pa : pa + length] = data[done : done + length]

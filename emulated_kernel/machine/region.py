@@ -5,6 +5,7 @@ from __future__ import annotations
 from emulated_kernel.machine.memory import Memory
 from emulated_kernel.machine.paging import Prot
 from emulated_kernel.machine.pool import UnitPool
+from emulated_kernel.machine.traps import HardwareError
 
 _CHUNK = 64 << 10
 
@@ -26,8 +27,12 @@ class Region:
             HardwareError: the window or the host's pages are exhausted.
         """
         va = self._pool.alloc(size)
-        while self._mapped < va + size:
-            self._extend()
+        try:
+            while self._mapped < va + size:
+                self._extend()
+        except HardwareError:
+            self._pool.free(va)
+            raise
         return va
 
     def free(self, va: int) -> int:

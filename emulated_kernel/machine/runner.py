@@ -26,6 +26,8 @@ class Runner:
         self._clock = clock
         self._watchdog = Watchdog(engine.stop, budget)
         self._running = False
+        self._halts: set[int] = set()
+        """Addresses behind a hlt that the guest stopped at before: text that nobody patches."""
 
     def run(self, tick: bool = True) -> Trap:
         """Run until the guest stops; without `tick` its time goes on from where its last reading left it.
@@ -34,8 +36,7 @@ class Runner:
             HardwareError: called from within a run; the emulator failed.
             Exception: what a Python hook raised.
         """
-        if self._running:
-            raise HardwareError("the guest runs already: this was called from a hook")
+        self.check_stopped()
         if tick:
             self._clock.tick()
         self._running = True
@@ -49,6 +50,16 @@ class Runner:
         finally:
             self._running = False
 
+    @property
+    def is_running(self) -> bool:
+        """Whether this is asked from within a run, by a hook."""
+        return self._running
+
+    def check_stopped(self) -> None:
+        """Raises: HardwareError within a run."""
+        if self._running:
+            raise HardwareError("the guest runs already: this was called from a hook")
+
     def _why_stopped(self, error: int, expired: bool) -> Trap:
         hooks, regs = self.hooks, self.regs
         if expired:
@@ -60,7 +71,7 @@ class Runner:
         ip = regs.ip
         if error:
             raise HardwareError(f"the emulator stopped at {ip:#x}: {self._engine.strerror(error)}")
-        if self._behind_halt(ip):
+        if ip in self._halts or self._behind_halt(ip):
             return Trap.hypercall(ip, regs.ax & 0xFFFFFFFF, (regs.di, regs.si, regs.dx, regs.r10))
         if expired:
             return Trap(TrapKind.BUDGET, ip)
@@ -74,9 +85,12 @@ class Runner:
 
     def _behind_halt(self, ip: int) -> bool:
         try:
-            return self.memory.ram[self.memory.translate(ip - 1)] == HLT
+            halted = self.memory.ram[self.memory.translate(ip - 1)] == HLT
         except MemoryFault:
             return False
+        if halted:
+            self._halts.add(ip)
+        return halted
 
     def close(self) -> None:
         """End the watchdog's thread."""

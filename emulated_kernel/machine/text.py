@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from emulated_kernel.abi import PAGE_SIZE
 from emulated_kernel.machine import layout
@@ -42,6 +42,8 @@ class Text:
         )
         self.ledger: dict[int, int] = {}
         """Address to original byte, for exactly the bytes that differ; read it, never change it."""
+        self.before_first_change: Callable[[], None] = lambda: None
+        """Called when original text is about to change and nothing differs yet; it may run the guest."""
 
     def adopt(self, va: int, original: bytes) -> None:
         """Declare mapped text as original: from here on its changes are in the ledger.
@@ -74,6 +76,7 @@ class Text:
         Raises:
             MemoryFault: a part isn't mapped executable; nothing was written.
         """
+        self._announce(va)
         self._write(va, data)
         self._invalidate(va, len(data))
 
@@ -86,6 +89,7 @@ class Text:
         done: list[tuple[int, bytes]] = []
         try:
             for va, data in pokes:
+                self._announce(va)
                 self._write(va, data)
                 done.append((va, data))
         finally:
@@ -158,6 +162,11 @@ class Text:
         for pa, size in pieces:
             self._ram[pa : pa + size] = data[done : done + size]
             done += size
+
+    def _announce(self, va: int) -> None:
+        """Text that nobody has changed is about to change."""
+        if not self.ledger and any(start <= va < end for start, end, _ in self._originals):
+            self.before_first_change()
 
     def _note(self, va: int, data: bytes) -> None:
         """Bring the ledger up to date for a poke."""

@@ -58,9 +58,10 @@ class HardwareError(RuntimeError):
 class MemoryFault(Exception):
     """An access by the host to a guest address that isn't mapped, or not for this."""
 
-    def __init__(self, address: int, reason: str = "not mapped") -> None:
+    def __init__(self, address: int, reason: str = "not mapped", *, write: bool = False) -> None:
         super().__init__(f"{address:#x}: {reason}")
         self.address = address
+        self.write = write
 
 
 class GuestFault(Exception):
