@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Protocol
 
-from emulated_kernel.abi import Vector
 from emulated_kernel.arch.base import Arch, ByteMemory
 from emulated_kernel.kprobes.kprobe import AggregatorProbe, Kprobe, Regs
 from emulated_kernel.machine.traps import MemoryFault
+
+_log = logging.getLogger(__name__)
 
 
 class HitStatus(Enum):
@@ -43,11 +45,7 @@ class HitMachine(Protocol):
     @property
     def memory(self) -> ByteMemory: ...
 
-    def deliver(self, vector: int, error_code: int = 0, cr2: int = 0) -> object: ...
-
-
-_WRITE_FAULT = 2
-"""Page fault error code of a write to a page that isn't there."""
+    def raise_fault(self, fault: MemoryFault, /) -> object: ...
 
 
 class HitHandling:
@@ -62,6 +60,22 @@ class HitHandling:
         self._breakpoints = machine.breakpoints
         self._arch = arch
         self.ctlblk = KprobeCtlblk()
+        self._failure: BaseException | None = None
+
+    def report(self, kprobe: Kprobe, error: BaseException) -> None:
+        """A handler raised: the hit goes on as if it had returned 0, and the first of a probe is logged.
+
+        The guest can't be left in the middle of a hit, and the other handlers have a right to theirs.
+        """
+        kprobe.failures += 1
+        self._failure = self._failure or error
+        if kprobe.failures == 1:
+            _log.error("a handler of the probe at %#x failed", kprobe.address, exc_info=error)
+
+    def take_failure(self) -> BaseException | None:
+        """What the first handler raised that failed since the last call, for a caller to raise."""
+        failure, self._failure = self._failure, None
+        return failure
 
     def may_interrupt(self) -> bool:
         """False from a hit until its step has ended: the slot's registers belong to nobody else."""
@@ -85,6 +99,7 @@ class HitHandling:
         ctlblk = self.ctlblk
         resume = self._resume_for(kprobe)
         cost = kprobe.cost
+        report = self.report
 
         def hit(regs: Regs) -> None:
             if ctlblk.running is not None:
@@ -94,9 +109,13 @@ class HitHandling:
             ctlblk.running = kprobe
             ctlblk.status = HitStatus.ACTIVE
             pre_handler = kprobe.pre_handler
-            if pre_handler is not None and pre_handler(kprobe, regs):
-                ctlblk.running = None
-                return
+            if pre_handler is not None:
+                try:
+                    if pre_handler(kprobe, regs):
+                        ctlblk.running = None
+                        return
+                except BaseException as error:
+                    report(kprobe, error)
             resume(regs)
 
         return hit
@@ -125,7 +144,7 @@ class HitHandling:
                 # What the emulated instruction would have met: its own page fault, at its own place.
                 regs.ip = kprobe.address
                 self.forget_step()
-                self._machine.deliver(Vector.PAGE_FAULT, _WRITE_FAULT, fault.address)
+                self._machine.raise_fault(fault)
                 return
             self._post_process(kprobe, regs)
 
@@ -149,7 +168,10 @@ class HitHandling:
             return
         if kprobe.post_handler is not None:
             ctlblk.status = HitStatus.STEP_DONE
-            kprobe.post_handler(kprobe, regs)
+            try:
+                kprobe.post_handler(kprobe, regs)
+            except BaseException as error:
+                self.report(kprobe, error)
         ctlblk.running = None
         kprobe.cost.stop()
 
@@ -178,6 +200,11 @@ class HitHandling:
         regs.ip = running.address
         self.forget_step()
         return False
+
+    def abandon(self) -> None:
+        """The run that hits may stand in the middle of has been given up: none of them goes on."""
+        self.ctlblk.interrupted.clear()
+        self.ctlblk.running = None
 
     def forget_step(self) -> None:
         """Leave the current hit without its step's end: it faulted, or its task was killed."""

@@ -21,6 +21,8 @@ _COSTS_KEPT = 63
 Regs = Any
 """The live registers at a hit, by Linux's pt_regs names; writing one changes the guest."""
 
+FailureReport = Callable[["Kprobe", BaseException], None]
+"""Takes what a handler raised."""
 PreHandler = Callable[["Kprobe", Regs], int | None]
 PostHandler = Callable[["Kprobe", Regs], None]
 
@@ -65,6 +67,8 @@ class Kprobe:
 
     `pre_handler(kprobe, regs)` runs before the instruction; a true result means that it has set
     regs.ip itself and the instruction is not run. `post_handler(kprobe, regs)` runs after it.
+    Handlers run inside the guest's run and must not sleep: calling into the guest and (un)registering
+    probes fails there with EDEADLK. One that raises counts as one that returned 0; see HitHandling.report.
     Mirrors: include/linux/kprobes.h:struct kprobe (v6.1).
     """
 
@@ -77,6 +81,8 @@ class Kprobe:
     """Register it disabled (KPROBE_FLAG_DISABLED)."""
     nmissed: int = field(default=0, init=False)
     """Hits that were not handled because a handler was running."""
+    failures: int = field(default=0, init=False)
+    """Hits whose handler raised."""
     flags: KprobeFlag = field(default=KprobeFlag.NONE, init=False)
     kind: str = field(default="k", init=False)
     """As kprobes/list shows it: `k` kprobe, `r` kretprobe."""
@@ -119,18 +125,28 @@ class AggregatorProbe(Kprobe):
     Mirrors: kernel/kprobes.c:init_aggr_kprobe (v6.1).
     """
 
+    report: FailureReport = field(kw_only=True)
     members: list[Kprobe] = field(default_factory=list, init=False)
 
     def run_pre_handlers(self, regs: Regs) -> int | None:
         for member in self.members:
-            if member.pre_handler is not None and not member.is_disabled and member.pre_handler(member, regs):
-                return 1
+            if member.pre_handler is None or member.is_disabled:
+                continue
+            try:
+                if member.pre_handler(member, regs):
+                    return 1
+            except BaseException as error:
+                self.report(member, error)
         return None
 
     def run_post_handlers(self, regs: Regs) -> None:
         for member in self.members:
-            if member.post_handler is not None and not member.is_disabled:
+            if member.post_handler is None or member.is_disabled:
+                continue
+            try:
                 member.post_handler(member, regs)
+            except BaseException as error:
+                self.report(member, error)
 
     def refresh_handlers(self) -> None:
         """Have handlers of its own exactly while a member has: an empty one would cost each hit."""

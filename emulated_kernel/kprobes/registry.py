@@ -94,7 +94,7 @@ class Kprobes:
             raise KernelError(errno.EINVAL, "the probe is registered already")
         self._check_address_safe(addr)
         given = kprobe.addr
-        kprobe.addr, kprobe.nmissed = addr, 0
+        kprobe.addr, kprobe.nmissed, kprobe.failures = addr, 0, 0
         kprobe.flags = KprobeFlag.DISABLED if kprobe.disabled else KprobeFlag.NONE
         if on_entry:
             kprobe.flags |= KprobeFlag.ON_FUNC_ENTRY
@@ -138,11 +138,11 @@ class Kprobes:
             head.members.remove(kprobe)
             head.refresh_handlers()
             kprobe.insn = None
-            if head.members:
-                return
-        del self._table[head.address]
-        self._release(head)
+        if not isinstance(head, AggregatorProbe) or not head.members:
+            del self._table[head.address]
+            self._release(head)
         if kprobe.symbol_name is not None:
+            # Linux keeps it, and refuses to register the structure again until its owner has cleared it.
             kprobe.addr = None
 
     def unregister_kprobes(self, kprobes: Sequence[Kprobe]) -> None:
@@ -162,7 +162,7 @@ class Kprobes:
 
     def _aggregate(self, first: Kprobe) -> AggregatorProbe:
         """Put an aggregator in the place of a single probe, armed as it was."""
-        head = AggregatorProbe(addr=first.address)
+        head = AggregatorProbe(addr=first.address, report=self.hits.report)
         head.flags = first.flags
         head.insn, head.cost = first.insn, first.cost
         head.members.append(first)

@@ -1,0 +1,123 @@
+"""Every instruction boundary of an image, and by which rule those that can't be probed are refused."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from iced_x86 import Decoder, FlowControl, Instruction, InstructionInfoFactory, Mnemonic, OpKind, Register
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.kprobes.registry import Kprobes
+from emulated_kernel.machine.registers import RegisterSet
+
+INDIRECT = (FlowControl.INDIRECT_CALL, FlowControl.INDIRECT_BRANCH)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """Memory that an instruction reads or writes: base + index * scale + displacement."""
+
+    base: str
+    index: str
+    scale: int
+    displacement: int
+
+    def address(self, regs: RegisterSet) -> int:
+        base, index = (getattr(regs, name) if name else 0 for name in (self.base, self.index))
+        return int(base + index * self.scale + self.displacement) & ((1 << 64) - 1)
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """An instruction of the kernel's text as an independent decoder sees it."""
+
+    addr: int
+    size: int
+    function: str
+    refusal: str | None
+    """The rule that forbids a probe here; None: it can be probed."""
+    repeats: bool
+    hides_trap: bool
+    """Stepping isn't what running it does: pushf stores the trap flag, pause swallows the trap."""
+    operands: tuple[Operand, ...] = ()
+
+
+_NAMES = {value: name.lower() for name, value in vars(Register).items() if isinstance(value, int)}
+
+
+def _name(register: int) -> str:
+    """The name in a RegisterSet; empty for no register and for rip, which the displacement holds already."""
+    name = _NAMES[register]
+    return "" if name in ("none", "rip") else name if name[1].isdigit() else name[1:]
+
+
+def _operands(insn: Instruction) -> tuple[Operand, ...]:
+    used = InstructionInfoFactory().info(insn).used_memory()
+    return tuple(
+        Operand(_name(m.base), _name(m.index), m.scale, m.displacement)
+        for m in used
+        if m.segment != Register.GS
+    )
+
+
+ERRNOS = {
+    "blacklisted": errno.EINVAL,
+    "BUG() site": errno.EINVAL,
+    "breakpoint": errno.EINVAL,
+    "indirect branch through memory": errno.EOPNOTSUPP,
+}
+"""What register_kprobe answers, by rule."""
+
+
+def refusal(insn: Instruction, blacklisted: bool, is_bug: bool) -> str | None:
+    """The first rule that applies, in the order of Linux's checks."""
+    if blacklisted:
+        return "blacklisted"
+    if is_bug:
+        return "BUG() site"
+    if insn.mnemonic == Mnemonic.INT3:
+        return "breakpoint"
+    if insn.flow_control in INDIRECT and insn.op0_kind == OpKind.MEMORY:
+        return "indirect branch through memory"
+    return None
+
+
+def all_boundaries(image: object) -> list[Boundary]:
+    """Function by function over the whole of the core text."""
+    return list(_walk(image))
+
+
+def _walk(image: object) -> Iterator[Boundary]:
+    (text,) = image.text_ranges  # type: ignore[attr-defined]
+    forbidden = [(start, end) for start, end, _ in image.blacklist]  # type: ignore[attr-defined]
+    bugs = set(image.bugs)  # type: ignore[attr-defined]
+    at = text.start
+    while at < text.end:
+        where = image.kallsyms.lookup(at)  # type: ignore[attr-defined]
+        end = min(where.symbol.address + where.symbol.size, text.end)
+        for insn in Decoder(64, image.read(at, end - at), ip=at):  # type: ignore[attr-defined]
+            blacklisted = any(start <= insn.ip < stop for start, stop in forbidden)
+            yield Boundary(
+                insn.ip,
+                insn.len,
+                where.symbol.name,
+                refusal(insn, blacklisted, insn.ip in bugs),
+                repeats=insn.has_rep_prefix or insn.has_repne_prefix,
+                hides_trap=insn.mnemonic in (Mnemonic.PUSHFQ, Mnemonic.PAUSE),
+                operands=_operands(insn),
+            )
+        at = end
+
+
+def verdict(kprobes: Kprobes, addr: int) -> int:
+    """What registering a probe says: 0 or an errno; it is unregistered again."""
+    kprobe = Kprobe(addr=addr, disabled=True)
+    try:
+        kprobes.register_kprobe(kprobe)
+    except KernelError as error:
+        return error.errno or -1
+    kprobes.unregister_kprobe(kprobe)
+    return 0

@@ -1,0 +1,119 @@
+"""Runs whole functions, with every instruction counted, to compare them under probes everywhere."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from emulated_kernel.abi import Vector
+from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.kprobes.registry import Kprobes
+from emulated_kernel.machine.calls import DataSnapshot
+from emulated_kernel.machine.machine import Machine
+from emulated_kernel.machine.registers import RegisterSet
+from emulated_kernel.machine.traps import Trap
+from tests.kprobes.boundaries import Boundary
+from tests.kprobes.states import TF
+from tests.kprobes.transparency import Changes
+
+MAX_STEPS = 3000
+"""Instructions of a call that are counted one by one."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a call ended: its trap (return, fault or hypercall), the registers then, the bytes changed."""
+
+    trap: Trap
+    end: RegisterSet
+    changes: Changes = field(repr=False)
+
+
+class Runner:
+    """Calls functions of a stopped machine; memory is as before after each call."""
+
+    def __init__(self, machine: Machine, memory: DataSnapshot, boundaries: list[Boundary]) -> None:
+        self._machine = machine
+        self._memory = memory
+        self._ex_table = dict(machine.image.ex_table)
+        self._at = {b.addr: b for b in boundaries}
+
+    def call(self, start: RegisterSet) -> Outcome:
+        """Run to the end; exceptions with a fixup go on there."""
+        trap, end = self._machine.trap_of(start, fixup=True)
+        changes: Changes = {}
+        if not self._memory.unchanged():
+            changes = self._memory.changes()
+            self._memory.restore()
+        return Outcome(trap, end, changes)
+
+    def count(self, start: RegisterSet) -> Counter[int] | None:
+        """How often each instruction of the call is executed or tried.
+
+        None for a long call, and for one that reads text: there it finds breakpoints, as on Linux.
+        """
+        counts: Counter[int] = Counter()
+        state = start
+        for _ in range(MAX_STEPS):
+            boundary = self._at.get(state.ip)
+            counts[state.ip] += 1
+            if boundary is not None and any(self._is_text(o.address(state)) for o in boundary.operands):
+                break
+            trap, state = self._step(state, boundary)
+            if trap.vector not in (Vector.DEBUG, Vector.BREAKPOINT):
+                if trap.address not in self._ex_table:
+                    self._memory.restore()
+                    return counts
+                state = state._replace(ip=self._ex_table[trap.address])
+        self._memory.restore()
+        return None
+
+    def _is_text(self, address: int) -> bool:
+        return any(start - 8 < address < end for start, end in self._machine.image.text_ranges)
+
+    def _step(self, state: RegisterSet, boundary: Boundary | None) -> tuple[Trap, RegisterSet]:
+        """One instruction, all its repetitions included."""
+        if boundary is not None and boundary.hides_trap:
+            return self._up_to(state, boundary.addr + boundary.size)
+        ip = state.ip
+        while True:
+            trap, state = self._machine.trap_of(state._replace(flags=state.flags | TF))
+            state = state._replace(flags=state.flags & ~TF)
+            repeats = boundary is not None and boundary.repeats and state.ip == ip
+            if trap.vector != Vector.DEBUG or not repeats:
+                return trap, state
+
+    def _up_to(self, state: RegisterSet, next_ip: int) -> tuple[Trap, RegisterSet]:
+        text = self._machine.text
+        text.poke(next_ip, b"\xcc")
+        trap, state = self._machine.trap_of(state)
+        text.poke(next_ip, text.original(next_ip, 1))
+        return trap, state._replace(ip=next_ip) if trap.address == next_ip + 1 else state
+
+
+class ProbesEverywhere:
+    """A probe on each probeable instruction, counting its hits."""
+
+    def __init__(self, kprobes: Kprobes, boundaries: list[Boundary]) -> None:
+        self._kprobes = kprobes
+        self.hits: Counter[int] = Counter()
+        self.probes = [
+            Kprobe(addr=b.addr, pre_handler=self._hit, post_handler=self._behind)
+            for b in boundaries
+            if b.refusal is None
+        ]
+        self.behind = 0
+
+    def _hit(self, kprobe: Kprobe, _regs: Any) -> None:
+        self.hits[kprobe.address] += 1
+
+    def _behind(self, _kprobe: Kprobe, _regs: Any) -> None:
+        self.behind += 1
+
+    def __enter__(self) -> ProbesEverywhere:
+        self._kprobes.register_kprobes(self.probes)
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._kprobes.unregister_kprobes(self.probes)

@@ -1,0 +1,80 @@
+"""The probe registry as simple as it can be told: what is registered, disabled and armed, after each act."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.kprobes.listing import bucket
+
+
+@dataclass(eq=False)
+class Entry:
+    """One registered probe, and the hits that its handlers must have seen."""
+
+    kprobe: Kprobe
+    disabled: bool
+    hits: int = 0
+
+
+@dataclass
+class Point:
+    """The probes of one address, newest first; the flag of what stands for them in Linux's table."""
+
+    disabled: bool
+    shared: bool = False
+    entries: list[Entry] = field(default_factory=list)
+
+
+class Model:
+    """Linux 6.1's registry without any text."""
+
+    def __init__(self) -> None:
+        self.points: dict[int, Point] = {}
+        self.all_disarmed = False
+
+    def register(self, addr: int, kprobe: Kprobe, disabled: bool) -> None:
+        point = self.points.get(addr)
+        if point is None:
+            point = self.points[addr] = Point(disabled)
+        else:
+            point.shared = True
+            point.disabled = point.disabled and disabled
+        point.entries.insert(0, Entry(kprobe, disabled))
+
+    def unregister(self, addr: int, entry: Entry) -> None:
+        self.disable(addr, entry)
+        self.points[addr].entries.remove(entry)
+        if not self.points[addr].entries:
+            del self.points[addr]
+
+    def disable(self, addr: int, entry: Entry) -> None:
+        point = self.points[addr]
+        entry.disabled = True
+        if all(e.disabled for e in point.entries):
+            point.disabled = True
+
+    def enable(self, addr: int, entry: Entry) -> None:
+        """A lone probe's flag is the point's, which stays while all are disarmed."""
+        point = self.points[addr]
+        if point.shared or not self.all_disarmed:
+            entry.disabled = False
+        if not self.all_disarmed:
+            point.disabled = False
+
+    def armed(self) -> set[int]:
+        """Where a breakpoint stands."""
+        return set() if self.all_disarmed else {a for a, p in self.points.items() if not p.disabled}
+
+    def called(self, counts: dict[int, int]) -> None:
+        """A function ran that executes these instructions so many times."""
+        for addr in self.armed():
+            for entry in self.points[addr].entries:
+                if not entry.disabled:
+                    entry.hits += counts.get(addr, 0)
+
+    def listed(self) -> list[tuple[int, bool]]:
+        """Address and disabled flag of each line of kprobes/list."""
+        latest_first = reversed(list(self.points.items()))
+        ordered = sorted(latest_first, key=lambda item: bucket(item[0]))
+        return [(addr, entry.disabled) for addr, point in ordered for entry in point.entries]

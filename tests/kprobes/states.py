@@ -1,0 +1,146 @@
+"""Complete register states to start single instructions from: pointers, small numbers, noise, bad stacks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+from emulated_kernel.abi import PAGE_SIZE
+from emulated_kernel.machine.calls import DataSnapshot, map_stack
+from emulated_kernel.machine.loader import page_up
+from emulated_kernel.machine.machine import Machine
+from emulated_kernel.machine.paging import Prot
+from emulated_kernel.machine.registers import RegisterSet
+
+MAX_REPETITIONS = 1 << 10
+ARENA_SIZE = 4 * PAGE_SIZE
+MASK = (1 << 64) - 1
+TF = 0x100
+ARITHMETIC_FLAGS = 0x8D5
+"""CF PF AF ZF SF OF."""
+FIXED_FLAG = 2
+INTERRUPT_FLAG = 0x200
+DIRECTION_FLAG = 0x400
+NON_CANONICAL = 0x8000_1234_5678_9ABC
+UNMAPPED = 0x5000
+
+_GENERAL = tuple(name for name in RegisterSet._fields if name not in ("sp", "ip", "flags"))
+_SMALL = (
+    0,
+    1,
+    2,
+    3,
+    7,
+    8,
+    16,
+    31,
+    32,
+    63,
+    64,
+    255,
+    4095,
+    4096,
+    MASK,
+    MASK - 1,
+    1 << 31,
+    (1 << 32) - 1,
+    1 << 63,
+)
+
+
+@dataclass(frozen=True)
+class Arena:
+    """Mapped memory between unmapped pages that pointers of the generated states go to."""
+
+    base: int
+    data: tuple[int, ...]
+    """Addresses in the kernel's writable data."""
+    read_only: int
+    text: int
+
+    @property
+    def end(self) -> int:
+        return self.base + ARENA_SIZE
+
+    def pointer(self, rng: Random) -> int:
+        """An address with mapped memory around, now and then on the border of it."""
+        choice = rng.random()
+        if choice < 0.7:
+            return self.base + 0x800 + rng.randrange(0, ARENA_SIZE - 0x1000, 8)
+        if choice < 0.8:
+            return rng.choice(self.data)
+        if choice < 0.9:
+            return rng.choice((self.base, self.end)) + rng.randrange(-16, 16)
+        return rng.choice((self.read_only, self.text, UNMAPPED, NON_CANONICAL))
+
+    def stack(self, rng: Random) -> int:
+        """A stack pointer, mostly a good one."""
+        if rng.random() < 0.85:
+            return self.base + 0x1000 + rng.randrange(0, ARENA_SIZE - 0x2000, 8)
+        near = rng.choice((self.base, self.end)) + rng.randrange(-12, 12)
+        return rng.choice((near, near, UNMAPPED, NON_CANONICAL, self.read_only, self.text, 4))
+
+
+def build_arena(machine: Machine, rng: Random, *, text: bool = True) -> Arena:
+    """Map the arena and fill it with numbers and pointers.
+
+    Without `text` no pointer leads to text, where a probe's breakpoint can be read (as on Linux).
+    """
+    base = map_stack(machine.memory, 7, ARENA_SIZE) - ARENA_SIZE
+    segments = sorted(machine.image.segments)
+    names = ("init_task", "jiffies", "init_stack", "super_blocks", "runqueue", "__log_buf")
+    lookup = machine.image.kallsyms.lookup_name
+    writable = [va + size // 2 for va, _, size, rights in segments if rights & 2]
+    arena = Arena(
+        base,
+        (*writable, *[at for at in map(lookup, names) if at is not None]),
+        read_only=segments[1][0] + 0x100,
+        text=segments[0 if text else 1][0] + 0x100,
+    )
+    words = [_word(arena, rng) for _ in range(ARENA_SIZE // 8)]
+    machine.memory.write(base, b"".join(word.to_bytes(8, "little") for word in words))
+    return arena
+
+
+def writable_memory(machine: Machine, arena: Arena) -> DataSnapshot:
+    """Everything that the guest can write, the arena and the host's call stack; not the host's own pages."""
+    host = machine.memory.host_pages.base
+    ranges = [r for r in machine.memory.ranges if r.prot & Prot.WRITE and r.pa < host]
+    spans = [(r.start, min(r.end - r.start, host - r.pa)) for r in ranges]
+    stack = machine.memory.find(machine.calls.stack_top)
+    assert stack is not None
+    spans.append((stack.start, stack.end - stack.start))
+    return machine.data_snapshot([*spans, (arena.base, ARENA_SIZE)])
+
+
+def image_and_arena(machine: Machine, arena: Arena) -> DataSnapshot:
+    """The memory that the generated pointers lead to; quicker to look through than all of it."""
+    segments = machine.image.segments
+    spans = [(va, page_up(size)) for va, _, size, rights in segments if rights & Prot.WRITE]
+    return machine.data_snapshot([*spans, (arena.base, ARENA_SIZE)])
+
+
+def _word(arena: Arena, rng: Random) -> int:
+    choice = rng.random()
+    if choice < 0.4:
+        return arena.pointer(rng) & MASK
+    if choice < 0.6:
+        return arena.text + rng.randrange(0x8000)
+    return rng.choice(_SMALL) if choice < 0.8 else rng.getrandbits(64)
+
+
+def generate(arena: Arena, rng: Random, ip: int, *, repeats: bool = False) -> RegisterSet:
+    """A state about to execute the instruction at `ip`; one that `repeats` gets a counter that ends."""
+    pointers = rng.choice((0.9, 0.5, 0.1))
+
+    def value() -> int:
+        if rng.random() < pointers:
+            return arena.pointer(rng) & MASK
+        return rng.choice(_SMALL) if rng.random() < 0.6 else rng.getrandbits(64)
+
+    flags = rng.getrandbits(12) & ARITHMETIC_FLAGS | FIXED_FLAG
+    flags |= rng.choice((0, INTERRUPT_FLAG)) | (DIRECTION_FLAG if rng.random() < 0.1 else 0)
+    general = {name: value() for name in _GENERAL}
+    if repeats:
+        general["cx"] &= MAX_REPETITIONS - 1
+    return RegisterSet(**general, sp=arena.stack(rng) & MASK, ip=ip, flags=flags)

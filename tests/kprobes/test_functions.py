@@ -1,0 +1,165 @@
+"""Whole functions under a probe on each instruction at once: the same results, and each hit counted."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator
+from random import Random
+
+import pytest
+
+from emulated_kernel.config import MachineConfig
+from emulated_kernel.host.executive import GuestTask
+from emulated_kernel.kernel import Kernel
+from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.machine.layout import HOST_TEXT
+from emulated_kernel.machine.machine import Machine
+from emulated_kernel.machine.registers import RegisterSet
+from tests.kprobes.boundaries import Boundary, all_boundaries
+from tests.kprobes.functions import ProbesEverywhere, Runner
+from tests.kprobes.states import Arena, build_arena, generate, writable_memory
+
+SEED = 62
+CONFIG = MachineConfig(ram_size=24 << 20)
+CALLS = 2
+"""Of each function, with other arguments each."""
+EFAULT = (1 << 64) - 14
+
+
+@pytest.fixture
+def kernel() -> Iterator[Kernel]:
+    with Kernel(CONFIG) as kernel:
+        yield kernel
+
+
+def _probeable_functions(boundaries: list[Boundary]) -> list[int]:
+    """Entries of the functions, each once."""
+    entries: dict[str, int] = {}
+    for boundary in boundaries:
+        if boundary.refusal is None:
+            entries.setdefault(boundary.function, boundary.addr)
+    return list(entries.values())
+
+
+def _generated_calls(machine: Machine, arena: Arena, boundaries: list[Boundary]) -> list[RegisterSet]:
+    rng = Random(SEED)
+    top = machine.calls.stack_top
+    entries = _probeable_functions(boundaries)
+    return [generate(arena, rng, entry)._replace(sp=top) for entry in entries for _ in range(CALLS)]
+
+
+def test_functions_under_probes_everywhere(kernel: Kernel) -> None:
+    machine = kernel.machine
+    boundaries = all_boundaries(kernel.image)
+    arena = build_arena(machine, Random(SEED), text=False)
+    machine.memory.write_u64(machine.calls.stack_top, HOST_TEXT)
+    runner = Runner(machine, writable_memory(machine, arena), boundaries)
+    starts = _generated_calls(machine, arena, boundaries)
+    counted = [(start, counts) for start in starts if (counts := runner.count(start)) is not None]
+    assert len(counted) > 0.9 * len(starts) > 700
+    plain = [runner.call(start) for start, _ in counted]
+    assert sum(outcome.trap.address == HOST_TEXT + 1 for outcome in plain) > len(plain) / 3
+
+    with ProbesEverywhere(kernel.kprobes, boundaries) as probes:
+        armed = {probe.address for probe in probes.probes}
+        assert machine.text.ledger.keys() == armed
+        for (start, counts), outcome in zip(counted, plain, strict=True):
+            probes.hits.clear()
+            assert runner.call(start) == outcome
+            assert probes.hits == Counter({addr: n for addr, n in counts.items() if addr in armed})
+    assert all(probe.nmissed == 0 for probe in probes.probes)
+    _is_original(kernel)
+
+
+def _is_original(kernel: Kernel) -> None:
+    assert kernel.machine.text.ledger == {}
+    assert kernel.machine.text.verify() == []
+    assert kernel.kprobes.slots.used == 0
+    assert not kernel.machine.breakpoints
+
+
+def test_known_functions_give_known_results_under_probes(kernel: Kernel) -> None:
+    calls: list[tuple[str, tuple[int | str | bytes, ...], int]] = [
+        ("strlen", ("kprobes",), 7),
+        ("strcmp", ("same", "same"), 0),
+        ("int_sqrt", (1 << 40,), 1 << 20),
+        ("gcd", (2**10 * 9, 2**7 * 27), 2**7 * 9),
+        ("crc32_le", (0xFFFFFFFF, b"123456789", 9), 0xCBF43926 ^ 0xFFFFFFFF),
+        ("simple_strtoul", ("0x1f", 0, 0), 31),
+    ]
+    with ProbesEverywhere(kernel.kprobes, all_boundaries(kernel.image)) as probes:
+        for name, arguments, result in calls:
+            assert kernel.call(name, *arguments) == result, name
+        strlen = kernel.image.kallsyms.lookup_name("strlen")
+        assert probes.hits[strlen] == 1
+        assert probes.behind == probes.hits.total()
+    _is_original(kernel)
+
+
+def _session(kernel: Kernel) -> list[object]:
+    """What a process does in the guest's file system, bad user pointers included; the results."""
+    guest, calls = kernel.guest, kernel.guest.syscalls
+    results: list[object] = []
+    task = guest.mirror.task_of(500, 1000, 1000)
+    calls.with_path(task, "mkdir", "/scratch/dir", 0o755)
+    fd = calls.open(task, "/scratch/dir/file", 0o102, 0o644)
+    results.append(calls.write(task, fd, b"data that is longer than a page\n" * 300))
+    results.append(calls.read(task, fd, 100, offset=7))
+    for buffer in (0x6000_0000_0000, 0x10, (1 << 64) - 4096):
+        results += [_raw(kernel, task, name, fd, buffer, 32) for name in ("write", "read", "newfstat")]
+    results.append(calls.lstat(task, "/scratch/dir/file").size)
+    results.append(calls.listdir(task, "/scratch/dir"))
+    calls.call(task, "close", fd)
+    calls.with_paths(task, "rename", "/scratch/dir/file", "/scratch/moved")
+    calls.with_path(task, "unlink", "/scratch/moved")
+    results.append(guest.executive.syscall(task, calls.number("clone"), 17))
+    guest.mirror.exit(500)
+    results.append(calls.listdir(guest.mirror.init, "/scratch"))
+    return results
+
+
+def _raw(kernel: Kernel, task: GuestTask, name: str, *args: int) -> int:
+    return kernel.guest.executive.syscall(task, kernel.guest.syscalls.number(name), *args)
+
+
+def test_system_calls_under_probes_leave_the_same_machine() -> None:
+    """Two machines of one seed do the same; all that differs in their memory would be the probes' doing."""
+    with Kernel(CONFIG) as plain, Kernel(CONFIG) as probed:
+        boundaries = all_boundaries(probed.image)
+        expected = _session(plain)
+        assert expected.count(EFAULT) >= 6
+        with ProbesEverywhere(probed.kprobes, boundaries) as probes:
+            assert _session(probed) == expected
+        assert probes.hits.total() > 10_000
+        assert all(probe.nmissed == 0 for probe in probes.probes)
+        assert probed.machine.regs.snapshot() == plain.machine.regs.snapshot()
+        assert _guest_memory(probed) == _guest_memory(plain)
+        _is_original(probed)
+
+
+def _guest_memory(kernel: Kernel) -> bytes:
+    """A digest of all memory that is the guest's."""
+    memory = kernel.machine.memory
+    return hashlib.sha256(memoryview(memory.ram)[: memory.host_pages.base]).digest()
+
+
+@pytest.mark.parametrize("bad", [0xFFFF_88FF_0000_0000, 0xFFFF_C8FF_0000_0000, 0x8000_0000_0000_0000])
+def test_fault_with_a_fixup_in_a_copy_goes_on_at_the_fixup(kernel: Kernel, bad: int) -> None:
+    """The table is asked for the probed instruction, not for the copy of it that faults."""
+    machine = kernel.machine
+    nofault = kernel.image.kallsyms.lookup_name("copy_from_kernel_nofault")
+    assert nofault is not None
+    target = machine.alloc_pages(64)
+    probes = [Kprobe(addr=insn, post_handler=lambda *_: None) for insn, _ in kernel.image.ex_table]
+    probes = [probe for probe in probes if not kernel.kprobes.is_blacklisted(probe.address)]
+    assert len(probes) >= 7
+    hits = Counter[int]()
+    for probe in probes:
+        probe.pre_handler = lambda kprobe, _regs: hits.update([kprobe.address])
+    kernel.register_kprobes(probes)
+    assert machine.call(nofault, target, bad, 16) == EFAULT
+    assert hits.total() == 1
+    assert kernel.kprobes.hits.may_interrupt()
+    kernel.unregister_kprobes(probes)
+    _is_original(kernel)

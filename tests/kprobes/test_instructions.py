@@ -1,0 +1,135 @@
+"""Instructions that the image doesn't have, probed and unprobed: each emulated form, rip-relative copies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from random import Random
+from types import SimpleNamespace
+
+import pytest
+
+from emulated_kernel.arch.x86.arch import X86_64
+from emulated_kernel.kprobes.registry import Kprobes
+from emulated_kernel.machine.machine import Machine
+from tests.kprobes.states import build_arena, generate, image_and_arena
+from tests.kprobes.transparency import Stepper, differences
+from tests.machine import guests
+from tests.machine.guests import CODE
+
+STATES = 60
+
+INSTRUCTIONS = {
+    "cli": "fa",
+    "sti": "fb",
+    "pushf": "9c",
+    "pushf, 16 bits": "66 9c",
+    "popf": "9d",
+    "popf, 16 bits": "66 9d",
+    "ret": "c3",
+    "ret 0x10": "c2 10 00",
+    "rep ret": "f3 c3",
+    "call": "e8 20 00 00 00",
+    "call back": "e8 e0 ff ff ff",
+    "jmp": "eb 10",
+    "jmp, 32 bits": "e9 20 00 00 00",
+    **{f"j{condition:x}, 8 bits": f"{0x70 + condition:02x} 10" for condition in range(16)},
+    **{f"j{condition:x}, 32 bits": f"0f {0x80 + condition:02x} 10 00 00 00" for condition in range(16)},
+    "loopne": "e0 10",
+    "loope": "e1 10",
+    "loop": "e2 10",
+    "loop on ecx": "67 e2 10",
+    "jrcxz": "e3 10",
+    "jecxz": "67 e3 10",
+    "call rax": "ff d0",
+    "call rsp": "ff d4",
+    "call r11": "41 ff d3",
+    "jmp rdx": "ff e2",
+    "jmp r8": "41 ff e0",
+    "push rsp": "54",
+    "pop rsp": "5c",
+    "pop [rsp]": "8f 04 24",
+    "enter": "c8 20 00 00",
+    "leave": "c9",
+    "xlat": "d7",
+    "cmpxchg16b": "48 0f c7 0f",
+    "mov [rip+data]": "48 8b 05 f9 3f 00 00",
+    "mov [rip+data], imm32": "c7 05 f6 3f 00 00 78 56 34 12",
+    "lea [rip]": "48 8d 05 00 00 00 00",
+    "cmp [rip+data], imm8": "80 3d f9 3f 00 00 07",
+    "div": "48 f7 f1",
+    "bt [mem], reg": "48 0f a3 07",
+    "shld": "48 0f a5 c2",
+    "rcl": "48 d3 d0",
+    "daz mov to memory": "48 a3 00 50 00 81 ff ff ff ff",
+    "repe cmpsb": "f3 a6",
+    "repne scasb": "f2 ae",
+    "lodsq": "48 ad",
+    "ud2": "0f 0b",
+}
+"""Name to code."""
+
+SHOW_TRAP_FLAG = ("pushf", "pushf, 16 bits")
+LOAD_TRAP_FLAG = ("popf", "popf, 16 bits")
+
+
+@dataclass(frozen=True)
+class Symbols:
+    """One function over all of the fake kernel's text."""
+
+    symbol: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(name="f", address=CODE, size=64))
+
+    def lookup_name(self, name: str) -> int | None:
+        return CODE if name == "f" else None
+
+    def lookup(self, address: int) -> SimpleNamespace:
+        return SimpleNamespace(symbol=self.symbol, offset=address - CODE)
+
+
+@pytest.fixture
+def machine() -> Iterator[Machine]:
+    machine = guests.boot("ret")
+    guests.booted.remove(machine)
+    yield machine
+    machine.close()
+
+
+def _kprobes(machine: Machine, code: bytes) -> Kprobes:
+    """The engine over the machine whose text now begins with `code`."""
+    padded = code.ljust(64, b"\x90")
+    machine.text.disown(guests.TEXT)
+    machine.text.poke(CODE, padded)
+    machine.text.adopt(guests.TEXT, machine.text.current(guests.TEXT, 0x4000))
+    image = SimpleNamespace(
+        kallsyms=Symbols(), text_ranges=[(CODE, CODE + 64)], blacklist=[], bugs=[], arch="x86_64"
+    )
+    kprobes = Kprobes(machine, image, X86_64(), print)
+    machine.fault_hook = kprobes.hits.fix_fault
+    machine.calls.on_leave = kprobes.hits.abandon
+    return kprobes
+
+
+@pytest.mark.parametrize("name", INSTRUCTIONS)
+def test_a_probe_is_not_noticed(machine: Machine, name: str) -> None:
+    code = bytes.fromhex(INSTRUCTIONS[name])
+    kprobes = _kprobes(machine, code)
+    rng = Random(name)
+    arena = build_arena(machine, rng)
+    stepper = Stepper(machine, image_and_arena(machine, arena))
+    repeats = code[0] in (0xF2, 0xF3)
+    starts = [generate(arena, rng, CODE, repeats=repeats) for _ in range(STATES)]
+    if name in SHOW_TRAP_FLAG:
+        unprobed = [stepper.up_to(start, CODE + len(code)) for start in starts]
+    else:
+        unprobed = [stepper.unprobed(start) for start in starts]
+    unprobed = [
+        effect.without_trap_flag() if effect.fault or name not in LOAD_TRAP_FLAG else effect
+        for effect in unprobed
+    ]
+    probe = stepper.probe(CODE)
+    kprobes.register_kprobe(probe)
+    probed = [stepper.probed(start) for start in starts]
+    kprobes.unregister_kprobe(probe)
+    found = [differences(a, b) for a, b in zip(unprobed, probed, strict=True)]
+    assert [(hex(s.flags), hex(s.sp), d) for s, d in zip(starts, found, strict=True) if d] == []
+    assert kprobes.hits.may_interrupt()

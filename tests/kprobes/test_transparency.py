@@ -1,0 +1,88 @@
+"""A probe can't be noticed: registers, flags, memory and faults of every instruction of the image.
+
+KPROBEFS_STATES=N runs each instruction from N register states instead of four.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from random import Random
+
+import pytest
+
+from emulated_kernel.config import MachineConfig
+from emulated_kernel.kernel import Kernel
+from tests.kprobes.boundaries import ERRNOS, Boundary, all_boundaries, verdict
+from tests.kprobes.states import Arena, build_arena, generate, image_and_arena, writable_memory
+from tests.kprobes.transparency import Effect, Stepper, differences
+
+STATES = int(os.environ.get("KPROBEFS_STATES", "4"))
+SEED = 61
+RAM = 24 << 20
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[Kernel]:
+    with Kernel(MachineConfig(ram_size=RAM)) as kernel:
+        yield kernel
+
+
+@pytest.fixture(scope="module")
+def boundaries(kernel: Kernel) -> list[Boundary]:
+    return all_boundaries(kernel.image)
+
+
+@pytest.fixture(scope="module")
+def arena(kernel: Kernel) -> Arena:
+    return build_arena(kernel.machine, Random(SEED))
+
+
+def test_every_boundary_is_probeable_or_refused_by_a_rule(kernel: Kernel, boundaries: list[Boundary]) -> None:
+    (text,) = kernel.image.text_ranges
+    assert sum(b.size for b in boundaries) == text.end - text.start
+    wrong = [b for b in boundaries if verdict(kernel.kprobes, b.addr) != ERRNOS.get(b.refusal or "", 0)]
+    assert wrong == []
+    counts = Counter(b.refusal for b in boundaries)
+    assert counts.keys() == {None, *ERRNOS}
+    assert counts[None] > 0.9 * (len(boundaries) - counts["breakpoint"])
+    assert counts[None] > 10_000
+    assert len({b.function for b in boundaries if b.refusal is None}) > 400
+
+
+def _noticed(stepper: Stepper, kernel: Kernel, arena: Arena, boundary: Boundary) -> list[str]:
+    """What differs at one boundary, over all states."""
+    rng = Random(SEED * boundary.addr)
+    starts = [generate(arena, rng, boundary.addr, repeats=boundary.repeats) for _ in range(STATES)]
+    unprobed: list[Effect]
+    if boundary.hides_trap:
+        unprobed = [stepper.up_to(start, boundary.addr + boundary.size) for start in starts]
+    else:
+        unprobed = [stepper.unprobed(start).without_trap_flag() for start in starts]
+    probe = stepper.probe(boundary.addr)
+    kernel.kprobes.register_kprobe(probe)
+    probed = [stepper.probed(start) for start in starts]
+    kernel.kprobes.unregister_kprobe(probe)
+    assert kernel.kprobes.hits.may_interrupt(), f"{boundary}: the hit has not ended"
+    found = [differences(a, b) for a, b in zip(unprobed, probed, strict=True)]
+    return [f"{boundary}, state {i}: {d}" for i, d in enumerate(found) if d]
+
+
+def test_no_probe_is_noticed_by_its_instruction(
+    kernel: Kernel, boundaries: list[Boundary], arena: Arena
+) -> None:
+    machine = kernel.machine
+    everything = writable_memory(machine, arena)
+    stepper = Stepper(machine, image_and_arena(machine, arena))
+    probeable = [b for b in boundaries if b.refusal is None]
+    noticed = [line for b in probeable for line in _noticed(stepper, kernel, arena, b)]
+    assert noticed == []
+    assert stepper.runs == 2 * STATES * len(probeable)
+    vectors = {fault.vector for fault in stepper.faults}
+    assert {0, 6, 13, 14} <= vectors, "the states miss some kind of fault"
+    assert {fault.error_code for fault in stepper.faults if fault.vector == 14} == {0, 2, 3}
+    assert everything.changes() == {}
+    assert machine.text.ledger == {}
+    assert machine.text.verify() == []
+    assert kernel.kprobes.slots.used == 0

@@ -1,0 +1,125 @@
+"""Runs one instruction unprobed and probed, and tells everything that differs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from emulated_kernel.abi import Vector
+from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.machine.calls import DataSnapshot
+from emulated_kernel.machine.cpu_x86 import INT3
+from emulated_kernel.machine.layout import HOST_TEXT
+from emulated_kernel.machine.machine import Machine
+from emulated_kernel.machine.registers import RegisterSet
+from emulated_kernel.machine.traps import Trap, TrapKind
+from tests.kprobes.states import MAX_REPETITIONS, TF
+
+Changes = dict[int, tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """An exception as the guest would see it."""
+
+    vector: int
+    error_code: int
+    address: int
+    cr2: int
+
+    @classmethod
+    def of(cls, trap: Trap) -> Fault:
+        return cls(trap.vector, trap.error_code, trap.address, trap.cr2)
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What an instruction did: registers behind it (or at its fault), the fault, the bytes changed."""
+
+    end: RegisterSet
+    fault: Fault | None
+    changes: Changes
+
+    def without_trap_flag(self) -> Effect:
+        return Effect(self.end._replace(flags=self.end.flags & ~TF), self.fault, self.changes)
+
+
+class Stepper:
+    """Single instructions of a stopped machine; memory is as before after each."""
+
+    def __init__(self, machine: Machine, memory: DataSnapshot) -> None:
+        self._machine = machine
+        self._memory = memory
+        self.runs = 0
+        self.faults: Counter[Fault] = Counter()
+        self._behind: RegisterSet | None = None
+
+    def unprobed(self, start: RegisterSet) -> Effect:
+        """By the trap flag, which is in no result; a repeated instruction traps after each repetition."""
+        state = start._replace(flags=start.flags | TF)
+        for _ in range(MAX_REPETITIONS + 1):
+            trap, state = self._machine.trap_of(state)
+            if trap.vector != Vector.DEBUG:
+                return self._effect(state, Fault.of(trap))
+            if state.ip != start.ip:
+                return self._effect(state, None)
+        raise AssertionError(f"{start.ip:#x} repeats without an end")
+
+    def up_to(self, start: RegisterSet, next_ip: int) -> Effect:
+        """By a breakpoint behind it: for pushf, which shows the trap flag, and for pause.
+
+        Unicorn: `pause` doesn't trap, and the instruction behind it is run too.
+        """
+        text = self._machine.text
+        text.poke(next_ip, bytes([INT3]))
+        try:
+            trap, state = self._machine.trap_of(start)
+        finally:
+            text.poke(next_ip, text.original(next_ip, 1))
+        if (trap.vector, trap.address) == (Vector.BREAKPOINT, next_ip + 1):
+            return self._effect(state._replace(ip=next_ip), None)
+        return self._effect(state, Fault.of(trap))
+
+    def probed(self, start: RegisterSet) -> Effect:
+        """Through the breakpoint of the probe that `probe` made for this place."""
+        self._behind = None
+        trap, state = self._machine.trap_of(start)
+        if trap.kind is TrapKind.HYPERCALL and trap.address == HOST_TEXT + 1:
+            assert self._behind is not None, "the step's end was not seen"
+            return self._effect(self._behind, None)
+        return self._effect(state, Fault.of(trap))
+
+    def probe(self, addr: int) -> Kprobe:
+        """A probe, not registered yet, that ends the run behind the probed instruction."""
+        return Kprobe(addr=addr, post_handler=self._stop)
+
+    def _stop(self, _kprobe: Kprobe, regs: Any) -> None:
+        self._behind = regs.snapshot()
+        regs.ip = HOST_TEXT
+
+    def _effect(self, end: RegisterSet, fault: Fault | None) -> Effect:
+        self.runs += 1
+        if fault is not None:
+            self.faults[fault] += 1
+        changes: Changes = {}
+        if not self._memory.unchanged():
+            changes = self._memory.changes()
+            self._memory.restore()
+        return Effect(end, fault, changes)
+
+
+def differences(unprobed: Effect, probed: Effect) -> list[str]:
+    """What isn't the same, in words; empty when a probe can't be noticed."""
+    found = [
+        f"{name}: {a:#x} unprobed, {b:#x} probed"
+        for name, a, b in zip(RegisterSet._fields, unprobed.end, probed.end, strict=True)
+        if a != b
+    ]
+    if unprobed.fault != probed.fault:
+        found.append(f"fault: {unprobed.fault} unprobed, {probed.fault} probed")
+    for address in sorted(unprobed.changes.keys() | probed.changes.keys()):
+        a, b = unprobed.changes.get(address), probed.changes.get(address)
+        if a != b:
+            found.append(f"memory {address:#x}: {a} unprobed, {b} probed")
+    return found
