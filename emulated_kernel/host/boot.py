@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from time import time_ns
+
 from emulated_kernel.host.buffers import UserBuffers
 from emulated_kernel.host.cells import GuestCells, address_of
 from emulated_kernel.host.executive import Executive, GuestTask
@@ -9,6 +11,7 @@ from emulated_kernel.host.guest import Guest
 from emulated_kernel.host.mirror import INIT_PID, TaskMirror
 from emulated_kernel.host.processes import ProcessWatch
 from emulated_kernel.host.syscalls import Syscalls
+from emulated_kernel.host.wall_time import RealTime, WallTime
 from emulated_kernel.image.image import KernelImage
 from emulated_kernel.machine.machine import Machine
 
@@ -37,4 +40,7 @@ def boot_guest(machine: Machine, image: KernelImage, cells: GuestCells, watch: P
         init,
     )
     syscalls = Syscalls(executive, memory, buffers, numbers)
-    return Guest(executive, mirror, syscalls, memory, buffers, machine, symbols)
+    # A real clock starts at the time of the boot, a virtual one at the epoch.
+    is_real = machine.config.clock == "real"
+    times = RealTime() if is_real else WallTime(machine.clock.now_ns, time_ns)
+    return Guest(executive, mirror, syscalls, memory, buffers, machine, symbols, times, machine.text.ledger)

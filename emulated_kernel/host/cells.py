@@ -7,12 +7,16 @@ from typing import Protocol
 
 _EXIT_RECORD_WORDS = 2
 """struct host_exit_record: the task, then pid and code."""
+_UIDS = ("uid", "euid", "fsuid")
+_GIDS = ("gid", "egid", "fsgid")
 
 
 class CellMemory(Protocol):
     def view(self, va: int, size: int) -> memoryview: ...
 
     def read(self, va: int, size: int) -> bytes: ...
+
+    def read_u64(self, va: int) -> int: ...
 
     def write_u32(self, va: int, value: int) -> None: ...
 
@@ -62,6 +66,13 @@ class GuestCells:
     def set_field(self, task: int, field: str, value: int) -> None:
         """Store a 32-bit field of a task_struct, by its name in the guest's ABI table."""
         self._memory.write_u32(task + self._abi[f"task_struct.{field}"], value)
+
+    def set_owner(self, task: int, uid: int, gid: int) -> None:
+        """Give a task_struct this user and group; every task has credentials of its own."""
+        cred = self._memory.read_u64(task + self._abi["task_struct.cred"])
+        for value, fields in ((uid, _UIDS), (gid, _GIDS)):
+            for field in fields:
+                self._memory.write_u32(cred + self._abi[f"cred.{field}"], value)
 
 
 def address_of(symbols: SymbolNames, name: str) -> int:

@@ -96,6 +96,9 @@ class Cpu(Protocol):
     @property
     def clock(self) -> Clock: ...
 
+    @property
+    def is_running(self) -> bool: ...
+
     def run(self) -> Trap: ...
 
     def answer(self, value: int, *args: int) -> None: ...
@@ -128,6 +131,7 @@ class Executive:
         """Whether an interrupt may be delivered where the guest stands now."""
         self._tasks: dict[int, GuestTask] = {}
         self._at = _At.IDLE
+        self._depth = 0
         self._user: GuestTask | None = None
         self._last_jiffy = cpu.clock.now_ns() // NSEC_PER_JIFFY
         self.on_death: Callable[[GuestTask], None] = lambda _task: None
@@ -149,12 +153,13 @@ class Executive:
         """Run a system call in this task; its result, negative errno included.
 
         Raises: WouldBlock when the task sleeps in a file of ours (go on with `resume`); KernelError
-        EIO when the guest is dead or the call killed its task.
+        EIO when the guest is dead or the call killed its task, EDEADLK from a probe's handler.
         """
         return self.run(task, Request(nr, args, hostfs))
 
     def run(self, task: GuestTask, request: Request) -> int:
         """Run a system call that the caller has described. Raises: as `syscall`."""
+        self._check_stopped()
         if task.request is not None:
             self.interrupt(task)
         task.request = request
@@ -162,6 +167,7 @@ class Executive:
 
     def resume(self, task: GuestTask) -> int:
         """Let a sleeping task ask its file again. Raises: as `syscall`."""
+        self._check_stopped()
         assert task.request is not None
         task.request.waits_for_host = False
         return self._finish(task)
@@ -170,6 +176,11 @@ class Executive:
     def at_hand(self) -> GuestTask | None:
         """The task that the guest stands in, in user mode: it can run a call without a task switch."""
         return self._user if self._user is not None and self._user.request is None else None
+
+    def _check_stopped(self) -> None:
+        """Nothing may be told to a guest that runs. Raises: KernelError EDEADLK in a probe's handler."""
+        if self._cpu.is_running:
+            raise KernelError(errno.EDEADLK, "called from within the guest's run")
 
     def exit(self, task: GuestTask, nr: int) -> None:
         """Let a task run the system call that it doesn't come back from. Raises: KernelError EIO."""
@@ -187,6 +198,18 @@ class Executive:
         self.resume(task)
 
     def _finish(self, task: GuestTask) -> int:
+        self._depth += 1
+        try:
+            return self._run_to_end(task)
+        finally:
+            self._depth -= 1
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a call is under way: what is asked now is asked from the middle of it."""
+        return self._depth > 0
+
+    def _run_to_end(self, task: GuestTask) -> int:
         request = task.request
         assert request is not None
         self._tick()
@@ -195,7 +218,11 @@ class Executive:
         self._step()
         while request.result is None:
             if request.elsewhere is not None:
-                self._run_elsewhere(request, request.elsewhere)
+                result = self._run_elsewhere(request, request.elsewhere)
+                if self._at is _At.DEAD:
+                    # It died of the action, whose result is the answer all the same.
+                    request.result, request.killed = result, False
+                    break
                 self._wake(task)
             elif self._at is _At.IDLE:
                 self._await_time(request, slept)
@@ -210,13 +237,18 @@ class Executive:
             raise KernelError(errno.EIO, f"task {task.pid} was killed; see machine/dmesg")
         return request.result
 
-    def _run_elsewhere(self, request: Request, action: Callable[[], int]) -> None:
+    def _run_elsewhere(self, request: Request, action: Callable[[], int]) -> int:
         request.elsewhere = None
         try:
             result = action()
         except KernelError as error:
             result = -(error.errno or errno.EIO)
+        except Exception as error:
+            # As in _serve: first the guest's call has to end.
+            request.failure = error
+            result = -errno.EIO
         request.hostfs = lambda _op, _buffer, _count: result
+        return result
 
     def _tick(self) -> None:
         """Deliver a timer interrupt when the clock has passed a jiffy since the last one."""

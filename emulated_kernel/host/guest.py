@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from emulated_kernel.errors import KernelError
@@ -11,6 +12,7 @@ from emulated_kernel.host.buffers import BUFFER_SIZE, UserBuffers
 from emulated_kernel.host.executive import Executive, GuestTask, HostfsHandler, Request
 from emulated_kernel.host.mirror import TaskMirror
 from emulated_kernel.host.syscalls import Syscalls, UserMemory, check
+from emulated_kernel.host.wall_time import RealTime, WallTime
 
 MAX_ARGUMENTS = 6
 _STRINGS = 8 << 10
@@ -49,14 +51,28 @@ class Guest:
         buffers: UserBuffers,
         cpu: GuestCpu,
         symbols: GuestSymbols,
+        times: RealTime | WallTime,
+        patched: Mapping[int, int],
     ) -> None:
         self._cpu = cpu
         self._symbols = symbols
         self.executive = executive
         self.mirror = mirror
         self.syscalls = syscalls
+        self.times = times
         self._memory = memory
         self._buffers = buffers
+        self._patched = patched
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether a system call could be noticed: some of the guest's text is patched."""
+        return bool(self._patched) and not self.executive.is_dead
+
+    @property
+    def is_dead(self) -> bool:
+        """It takes no more system calls: it panicked, or lost its way."""
+        return self.executive.is_dead
 
     def read_file(self, task: GuestTask, fd: int, size: int, produce: Callable[[], bytes]) -> bytes:
         """read(2) on a file of ours: the guest asks for the data in the middle of its vfs_read.
@@ -95,6 +111,11 @@ class Guest:
             self._memory.write(buffer, data)
         request = Request(nr, (fd, buffer, size), serve, on_end=lambda: self._buffers.put(buffer))
         return check(self.executive.run(task, request))
+
+    def open_file(self, path: str, flags: int) -> int:
+        """open(2) of a file of ours that the host has open already; a descriptor."""
+        flags &= ~(os.O_CREAT | os.O_EXCL | os.O_TRUNC)
+        return self.syscalls.open(self.mirror.init, path, flags, hostfs=lambda _op, _buffer, _count: 0)
 
     def close_file(self, fd: int) -> None:
         """close(2) in the task that ran last, mostly the closing one: FUSE doesn't say who it is."""
@@ -144,7 +165,9 @@ class Guest:
         return words + [0] * (MAX_ARGUMENTS - len(words))
 
     def log(self, message: str) -> None:
-        """printk: a line of the host's in the kernel log, wherever the guest stands."""
+        """printk: a line of the host's in the kernel log, wherever the guest stands; not if it is dead."""
+        if self.is_dead:
+            return
         printk = self._symbols.lookup_name("_printk")
         assert printk is not None, "every kernel has _printk"
         with self._buffers.borrowed() as buffer:

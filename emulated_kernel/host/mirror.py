@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
@@ -14,6 +16,10 @@ from emulated_kernel.host.processes import Fork, ProcessWatch
 
 SIGCHLD = 17
 INIT_PID = 1
+KTHREADD_PID = 2
+MAX_UNNAMED = 8
+MAX_TASKS = 500
+"""Beyond that many, a process that forks away from us leaves no task: its memory is the guest's."""
 
 
 class UserMemory(Protocol):
@@ -44,6 +50,9 @@ class TaskMirror:
         self._own_pid = os.getpid()
         self.init = init
         self._by_pid: dict[int, GuestTask] = {INIT_PID: init}
+        self._unnamed: deque[GuestTask] = deque(maxlen=MAX_UNNAMED)
+        """Forked lately and named like their parents: most of them are about to run execve."""
+        self._last_client = init
         executive.on_death = self._forget
 
     def __iter__(self) -> Iterator[GuestTask]:
@@ -52,11 +61,16 @@ class TaskMirror:
     def _forget(self, task: GuestTask) -> None:
         if self._by_pid.get(task.pid) is task:
             del self._by_pid[task.pid]
+        if task in self._unnamed:
+            self._unnamed.remove(task)
+        if self._last_client is task:
+            self._last_client = self.init
 
     def task_of(self, pid: int, uid: int, gid: int) -> GuestTask:
         """The task of the process that makes a request; what happened on the host before comes first.
 
-        A request without a process (the host kernel's own, pid 0) is init's.
+        A request without a process (the host kernel's own, pid 0) is init's, and so is one for whose
+        process the guest has no memory: files that free some must stay within reach.
         """
         self.catch_up()
         if pid <= INIT_PID:
@@ -64,10 +78,20 @@ class TaskMirror:
         task = self._by_pid.get(pid)
         comm = self._watch.comm(pid)
         if task is None:
-            return self._adopt(pid, comm or "?", uid, gid)
-        if comm is not None and comm != task.comm and task.request is None:
-            self._rename(task, comm)
+            task = self._adopt_or_stand_in(pid, comm or "?", uid, gid)
+        else:
+            self._set_owner(task, uid, gid)
+            self._set_comm(task, comm)
+        self._last_client = task
         return task
+
+    def _adopt_or_stand_in(self, pid: int, comm: str, uid: int, gid: int) -> GuestTask:
+        try:
+            return self._adopt(pid, comm, uid, gid)
+        except KernelError as error:
+            if error.errno != errno.ENOMEM:
+                raise
+            return self.init
 
     def worker(self) -> GuestTask:
         """The daemon's own task, for calls that may kill it; then the next one takes its place."""
@@ -79,33 +103,42 @@ class TaskMirror:
             self._fork(fork)
         for pid in self._watch.exited():
             self.exit(pid)
+        for task in list(self._unnamed):
+            self._set_comm(task, self._watch.comm(task.pid))
 
     def _fork(self, fork: Fork) -> None:
         """A host fork becomes kernel_clone in the parent's task."""
         if fork.pid in self._by_pid:
             return
-        parent = self._by_pid.get(fork.parent) if fork.parent is not None else self._youngest()
-        if parent is None or parent.request is not None:
-            # It sleeps in a blocking read: on the host another thread of it forked.
-            parent = self.init
-        comm = fork.comm or parent.comm
+        parent = self._parent(fork)
         self._cells.set_field(parent.addr, "host_clone_pid", fork.pid)
         result = self._executive.syscall(parent, self._nr["clone"], SIGCHLD)
         if result != fork.pid:
             return
-        child = GuestTask(fork.pid, self._find_task(fork.pid), parent.comm, fork.uid, fork.gid)
+        child = GuestTask(fork.pid, self._find_task(fork.pid), parent.comm, parent.uid, parent.gid)
         self._executive.add(child)
         self._by_pid[child.pid] = child
-        if not fork.alive:
+        if not fork.alive or len(self._by_pid) > MAX_TASKS:
             self.exit(child.pid)
             return
         self._watch.follow(child.pid)
-        if comm != child.comm:
-            self._rename(child, comm)
+        self._unnamed.append(child)
+        self._set_owner(child, fork.uid, fork.gid)
+        self._set_comm(child, fork.comm)
 
-    def _youngest(self) -> GuestTask | None:
-        """Who most likely forked a process that is gone already: the client seen last."""
-        return next(reversed(self._by_pid.values()), None)
+    def _parent(self, fork: Fork) -> GuestTask:
+        """The task to fork in; init's where the parent has ended or can't be told."""
+        parent: GuestTask | None = self._last_client
+        # Whose parent can't be told has ended already: most likely the last client forked it.
+        if fork.parent is not None:
+            parent = self._by_pid.get(fork.parent) or self._bystander(fork.parent, fork)
+        # A parent that sleeps in a blocking read: on the host another thread of it forked.
+        return self.init if parent is None or parent.request is not None else parent
+
+    def _bystander(self, pid: int, fork: Fork) -> GuestTask | None:
+        """A process that forked, and that was no client so far; its owner is taken from the child."""
+        comm = self._watch.comm(pid) if pid > KTHREADD_PID else None
+        return None if comm is None else self._adopt_or_stand_in(pid, comm, fork.uid, fork.gid)
 
     def _adopt(self, pid: int, comm: str, uid: int, gid: int) -> GuestTask:
         """A process first seen at its request: a task without a fork, since that lies in the past."""
@@ -122,8 +155,18 @@ class TaskMirror:
         self._watch.follow(pid)
         return task
 
-    def _rename(self, task: GuestTask, comm: str) -> None:
-        """The process ran execve, or named itself anew."""
+    def _set_owner(self, task: GuestTask, uid: int, gid: int) -> None:
+        """The process took another identity, as it may after a fork."""
+        if (uid, gid) != (task.uid, task.gid):
+            self._cells.set_owner(task.addr, uid, gid)
+            task.uid, task.gid = uid, gid
+
+    def _set_comm(self, task: GuestTask, comm: str | None) -> None:
+        """The process ran execve, or named itself anew; one that sleeps in a call keeps its name."""
+        if not comm or comm == task.comm or task.request is not None:
+            return
+        if task in self._unnamed:
+            self._unnamed.remove(task)
         with self._buffers.borrowed() as name:
             self._memory.write(name, comm.encode()[:15] + b"\0")
             self._executive.syscall(task, self._nr["host_set_comm"], 0, name)

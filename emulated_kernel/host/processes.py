@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 from collections import OrderedDict
@@ -47,6 +46,7 @@ class HostProcesses:
 
     def __init__(self) -> None:
         self._loadavg = os.open("/proc/loadavg", os.O_RDONLY | os.O_CLOEXEC)
+        self._seen = b""
         self._last_pid = self._read_last_pid()
         self._pid_max = int(_read("/proc/sys/kernel/pid_max") or 1 << 22)
         self._own = os.getpid()
@@ -54,13 +54,18 @@ class HostProcesses:
         self._pidfds: dict[int, int] = {}
         self._pid_of: dict[int, int] = {}
         self._comms: OrderedDict[int, int] = OrderedDict()
+        self._lost: list[int] = []
 
     def _read_last_pid(self) -> int:
-        return int(os.pread(self._loadavg, 128, 0).rsplit(None, 1)[-1])
+        return int(os.pread(self._loadavg, 64, 0).rsplit(None, 1)[-1])
 
     def forks(self) -> list[Fork]:
         """Processes forked since the last call, oldest first; threads are left out."""
-        last = self._read_last_pid()
+        seen = os.pread(self._loadavg, 64, 0)
+        if seen == self._seen:
+            return []
+        self._seen = seen
+        last = int(seen.rsplit(None, 1)[-1])
         if last == self._last_pid:
             return []
         pids = list(_pids_between(self._last_pid, last, self._pid_max))
@@ -83,17 +88,25 @@ class HostProcesses:
         """Report this process in `exited` once it has ended."""
         if pid in self._pidfds:
             return
-        with contextlib.suppress(OSError):
+        try:
             fd = os.pidfd_open(pid)
-            self._pidfds[pid], self._pid_of[fd] = fd, pid
-            self._epoll.register(fd, select.EPOLLIN)
+        except OSError:
+            # It has ended meanwhile, or there are too many to follow: better no task than one for ever.
+            self._lost.append(pid)
+            return
+        self._pidfds[pid], self._pid_of[fd] = fd, pid
+        self._epoll.register(fd, select.EPOLLIN)
 
     def exited(self) -> list[int]:
         """Followed processes that have ended since the last call."""
-        ended = [self._pid_of[fd] for fd, _ in self._epoll.poll(0)]
+        events = self._epoll.poll(0)
+        if not events:
+            return []
+        ended = [self._pid_of[fd] for fd, _ in events]
         for pid in ended:
             self._unfollow(pid)
-        return ended
+        lost, self._lost = self._lost, []
+        return ended + lost
 
     def _unfollow(self, pid: int) -> None:
         fd = self._pidfds.pop(pid)

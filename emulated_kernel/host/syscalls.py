@@ -15,6 +15,8 @@ from emulated_kernel.host.executive import Executive, GuestTask, HostfsHandler
 PATH_MAX = 4096
 AT_FDCWD = -100
 AT_SYMLINK_NOFOLLOW = 0x100
+UTIME_OMIT = (1 << 30) - 2
+"""A file's time stays as it is, in the field of its nanoseconds."""
 _MAX_ERRNO = 4095
 _MASK = (1 << 64) - 1
 _STAT = struct.Struct("<QQQIIIIQqqqQQQQQQ")
@@ -71,7 +73,7 @@ class Syscalls:
     def call(self, task: GuestTask, name: str, *args: int, hostfs: HostfsHandler | None = None) -> int:
         """One system call by its name. Raises: KernelError; WouldBlock (see Executive.syscall)."""
         nr = self._nr[name]
-        return check(self._executive.syscall(task, nr, *(a & _MASK for a in args), hostfs=hostfs))
+        return check(self._executive.syscall(task, nr, *args, hostfs=hostfs))
 
     def with_path(
         self, task: GuestTask, name: str, path: str, *args: int, hostfs: HostfsHandler | None = None
@@ -98,9 +100,12 @@ class Syscalls:
         self, task: GuestTask, path: str, flags: int, mode: int = 0, hostfs: HostfsHandler | None = None
     ) -> int:
         """openat(2); the file descriptor."""
-        with self._buffers.borrowed() as buffer:
+        buffer = self._buffers.get()
+        try:
             self._put_path(buffer, path)
             return self.call(task, "openat", AT_FDCWD, buffer, flags, mode, hostfs=hostfs)
+        finally:
+            self._buffers.put(buffer)
 
     def read(self, task: GuestTask, fd: int, size: int, offset: int | None = None) -> bytes:
         """read(2), or pread64(2) when `offset` is given."""
@@ -159,13 +164,17 @@ class Syscalls:
             self.call(task, "close", fd)
         return [name for name in names if name not in (".", "..")]
 
-    def utimens(self, task: GuestTask, path: str, atime_ns: int, mtime_ns: int) -> None:
-        """utimensat(2) without following a symbolic link; times since the epoch."""
-        times = struct.pack("<4q", *divmod(atime_ns, 10**9), *divmod(mtime_ns, 10**9))
+    def utimens(self, task: GuestTask, path: str, atime_ns: int | None, mtime_ns: int | None) -> None:
+        """utimensat(2) without following a symbolic link; times since the epoch, None leaves one alone."""
+        times = struct.pack("<4q", *_timespec(atime_ns), *_timespec(mtime_ns))
         with self._buffers.borrowed() as buffer:
             self._memory.write(buffer, times)
             self._put_path(buffer + len(times), path)
             self.call(task, "utimensat", AT_FDCWD, buffer + len(times), buffer, AT_SYMLINK_NOFOLLOW)
+
+
+def _timespec(time_ns: int | None) -> tuple[int, int]:
+    return (0, UTIME_OMIT) if time_ns is None else divmod(time_ns, 10**9)
 
 
 def _names(entries: bytes) -> list[str]:

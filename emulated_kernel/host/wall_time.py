@@ -1,0 +1,69 @@
+"""Times of the guest's files as wall time, though the guest's own clock is virtual and starts at 0."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable
+
+GRANULARITY_NS = 1_000_000
+"""How far apart two moments are that are remembered, in nanoseconds."""
+MAX_MOMENTS = 1 << 16
+"""Beyond this many, every other one is forgotten."""
+EXPLICIT_NS = (1 << 33) * 1_000_000_000
+"""Added to times that a process set: that is how they are told from the clock's, in nanoseconds."""
+
+
+class WallTime:
+    """Remembers what the wall clock said at moments of the guest's time.
+
+    So files show when they were written, while the guest, which never sees the wall clock, stays the
+    same from run to run. Times that utimensat(2) sets lie in a range of their own and are kept exactly.
+    """
+
+    def __init__(self, guest_ns: Callable[[], int], wall_ns: Callable[[], int]) -> None:
+        self._guest_ns = guest_ns
+        self._wall_ns = wall_ns
+        self._guest = array("q", [0])
+        self._wall = array("q", [wall_ns() - guest_ns()])
+
+    def remember(self) -> None:
+        """Call it before the guest does something that it may note the time of."""
+        wall = self._wall_ns()
+        if abs(wall - self._wall[-1]) < GRANULARITY_NS:
+            return
+        guest = self._guest_ns()
+        if guest == self._guest[-1]:
+            self._wall[-1] = wall
+            return
+        self._guest.append(guest)
+        self._wall.append(wall)
+        if len(self._guest) > MAX_MOMENTS:
+            self._guest, self._wall = self._guest[::2], self._wall[::2]
+
+    def to_wall(self, guest_ns: int) -> int:
+        """A file's time of the guest, in nanoseconds since the epoch."""
+        if guest_ns >= EXPLICIT_NS // 2:
+            return guest_ns - EXPLICIT_NS
+        at = max(bisect_right(self._guest, guest_ns) - 1, 0)
+        return self._wall[at] + guest_ns - self._guest[at]
+
+    @staticmethod
+    def to_guest(wall_ns: int) -> int:
+        """What the guest keeps for a time that a process sets."""
+        return wall_ns + EXPLICIT_NS
+
+
+class RealTime:
+    """For a guest whose clock is the wall clock."""
+
+    def remember(self) -> None:
+        """Nothing to remember."""
+
+    def to_wall(self, guest_ns: int) -> int:
+        """The same time."""
+        return guest_ns
+
+    def to_guest(self, wall_ns: int) -> int:
+        """The same time."""
+        return wall_ns
