@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Self
 
 from emulated_kernel.arch.x86.arch import X86_64
 from emulated_kernel.config import MachineConfig
+from emulated_kernel.errors import KernelError
 from emulated_kernel.host.boot import boot_guest
 from emulated_kernel.host.cells import GuestCells
 from emulated_kernel.host.processes import NoProcesses, ProcessWatch
@@ -52,6 +55,7 @@ class Kernel:
         self.guest = boot_guest(self.machine, self.image, self.cells, watch or NoProcesses())
         self.kprobes = Kprobes(self.machine, self.image, self._arch, self.guest.log)
         self.machine.fault_hook = self.kprobes.hits.fix_fault
+        self.machine.calls.on_leave = self.kprobes.hits.abandon
         self.guest.executive.may_interrupt = self.kprobes.hits.may_interrupt
         self.symbols = KernelSymbols(self.image.kallsyms, self.image.mcount)
         self._build_tracing()
@@ -79,44 +83,64 @@ class Kernel:
             printk=self.guest.log,
         )
 
+    @contextmanager
+    def _control(self) -> Iterator[None]:
+        """The control lock, for what may sleep. Raises: KernelError EDEADLK in a probe's handler.
+
+        Linux: there it would deadlock, or be a "scheduling while atomic".
+        """
+        with self.lock:
+            if self.machine.is_running:
+                raise KernelError(errno.EDEADLK, "not from a probe's handler: the guest stands in its hit")
+            yield
+
     # Probes: the kernel's own names
 
     def register_kprobe(self, kprobe: Kprobe) -> None:
         """See Kprobes.register_kprobe."""
-        with self.lock:
+        with self._control():
             self.kprobes.register_kprobe(kprobe)
 
     def unregister_kprobe(self, kprobe: Kprobe) -> None:
         """See Kprobes.unregister_kprobe."""
-        with self.lock:
+        with self._control():
             self.kprobes.unregister_kprobe(kprobe)
 
     def register_kprobes(self, kprobes: Sequence[Kprobe]) -> None:
         """See Kprobes.register_kprobes."""
-        with self.lock:
+        with self._control():
             self.kprobes.register_kprobes(kprobes)
 
     def unregister_kprobes(self, kprobes: Sequence[Kprobe]) -> None:
         """See Kprobes.unregister_kprobes."""
-        with self.lock:
+        with self._control():
             self.kprobes.unregister_kprobes(kprobes)
 
     def enable_kprobe(self, kprobe: Kprobe) -> None:
         """See Kprobes.enable_kprobe."""
-        with self.lock:
+        with self._control():
             self.kprobes.enable_kprobe(kprobe)
 
     def disable_kprobe(self, kprobe: Kprobe) -> None:
         """See Kprobes.disable_kprobe."""
-        with self.lock:
+        with self._control():
             self.kprobes.disable_kprobe(kprobe)
 
     # The guest
 
     def call(self, function: str, *args: int | str | bytes) -> int:
-        """Call a guest function in a task of its own; see Guest.call_function."""
-        with self.lock:
-            return self.guest.call_function(function, *args)
+        """Call a guest function in a task of its own; see Guest.call_function.
+
+        Raises: KernelError; and what the first probe handler raised that failed during the call, after it.
+        """
+        with self._control():
+            self.kprobes.hits.take_failure()
+            try:
+                return self.guest.call_function(function, *args)
+            finally:
+                failure = self.kprobes.hits.take_failure()
+                if failure is not None:
+                    raise failure
 
     def mount(self, layout: Layout = Layout.FULL, owner: Owner | None = None) -> GuestMount:
         """The files of this kernel, for a front end to serve; `owner` is root where not given."""
@@ -138,7 +162,9 @@ class Kernel:
             extra={"scratch": Directory(0o1777, {})},
             machine=MachineFiles(self.image, self.machine, self.guest),
         )
-        return GuestMount(FileServer(build_filesystem(ports, layout, owner), self.lock), self.guest)
+        mount = GuestMount(FileServer(build_filesystem(ports, layout, owner), self.lock), self.guest)
+        self.machine.text.before_first_change = mount.open_in_guest
+        return mount
 
     def close(self) -> None:
         """Free the machine."""

@@ -10,7 +10,7 @@ from itertools import count
 
 from emulated_kernel.abi import HostfsOp
 from emulated_kernel.errors import KernelError
-from emulated_kernel.host.executive import GuestTask
+from emulated_kernel.host.executive import GuestTask, RunElsewhere
 from emulated_kernel.host.guest import Guest
 from emulated_kernel.vfs.mount import Client, Stat, StatFs
 from emulated_kernel.vfs.scratch import Scratch, ScratchFile
@@ -23,15 +23,20 @@ SCRATCH = "/scratch"
 class ControlFile:
     """An open file of ours: the file server's handle, and the guest's descriptor for it."""
 
+    path: str
+    flags: int
     inner: int
-    fd: int
+    fd: int | None
+    """None where the guest has no part in it: it wasn't watched at the open, or was dead."""
 
 
 class GuestMount:
     """Implements Mount: takes the control lock, for the guest stands still while nobody holds it.
 
     A file of ours is opened, read and written by the guest's own system calls, whose file operations
-    come back to the file server; scratch/ is the guest's alone.
+    come back to the file server; scratch/ is the guest's alone. While nothing in the guest's text is
+    patched nobody could see those calls, and our files answer without them; when the guest is dead too:
+    who asks why it died has to get an answer.
     """
 
     def __init__(self, files: FileServer, guest: Guest) -> None:
@@ -95,6 +100,11 @@ class GuestMount:
             return self._open_control(client, path, flags)
 
     def _open_control(self, client: Client, path: str, flags: int) -> int:
+        if self._guest.is_dead:
+            return self._add(ControlFile(path, flags, self._files.open(client, path, flags), None))
+        task = self._task(client)
+        if not self._guest.is_watched:
+            return self._add(ControlFile(path, flags, self._files.open(client, path, flags), None))
         inner: list[int] = []
 
         def serve(op: int, _buffer: int, _count: int) -> int:
@@ -102,8 +112,16 @@ class GuestMount:
                 inner.append(self._files.open(client, path, flags))
             return 0
 
-        fd = self._guest.syscalls.open(self._task(client), path, flags & ~os.O_CREAT, hostfs=serve)
-        return self._add(ControlFile(inner[0], fd))
+        fd = self._guest.syscalls.open(task, path, flags & ~os.O_CREAT, hostfs=serve)
+        return self._add(ControlFile(path, flags, inner[0], fd))
+
+    def open_in_guest(self) -> None:
+        """The guest is about to be watched: open there what was opened while it was not."""
+        if self._guest.is_dead or self._guest.executive.is_busy:
+            return
+        for opened in self._handles.values():
+            if isinstance(opened, ControlFile) and opened.fd is None:
+                opened.fd = self._guest.open_file(opened.path, opened.flags)
 
     def create(self, client: Client, path: str, mode: int, flags: int) -> int:
         """Mount.create."""
@@ -124,6 +142,8 @@ class GuestMount:
             if isinstance(opened, ScratchFile):
                 return self._scratch.read(client, opened, size, offset)
             inner = opened.inner
+            if opened.fd is None or not self._guest.is_watched:
+                return self._files.read(client, inner, size, offset)
             return self._guest.read_file(
                 self._task(client), opened.fd, size, lambda: self._files.read(client, inner, size, offset)
             )
@@ -134,10 +154,21 @@ class GuestMount:
             opened = self._opened(handle)
             if isinstance(opened, ScratchFile):
                 return self._scratch.write(client, opened, data, offset)
-            inner = opened.inner
+            if opened.fd is None or not self._guest.is_watched:
+                return self._files.write(client, opened.inner, data, offset)
             return self._guest.write_file(
-                self._task(client), opened.fd, data, lambda: self._files.write(client, inner, data, offset)
+                self._task(client), opened.fd, data, lambda: self._write(client, opened, data, offset)
             )
+
+    def _write(self, client: Client, opened: ControlFile, data: bytes, offset: int) -> int:
+        """What the guest's vfs_write comes back for."""
+
+        def execute() -> int:
+            return self._files.write(client, opened.inner, data, offset)
+
+        if self._files.runs_guest(opened.inner):
+            raise RunElsewhere(execute)
+        return execute()
 
     def wait(self, handle: int, timeout: float) -> None:
         """Mount.wait; the lock is not held meanwhile."""
@@ -161,7 +192,8 @@ class GuestMount:
                 self._scratch.release(opened)
             elif opened is not None:
                 self._files.release(opened.inner)
-                self._guest.close_file(opened.fd)
+                if opened.fd is not None and not self._guest.is_dead:
+                    self._guest.close_file(opened.fd)
 
     def truncate(self, client: Client, path: str, size: int) -> None:
         """Mount.truncate."""
@@ -205,7 +237,7 @@ class GuestMount:
         with self._lock:
             self._at(path).chown(client, path, uid, gid)
 
-    def utimens(self, client: Client, path: str, atime_ns: int, mtime_ns: int) -> None:
+    def utimens(self, client: Client, path: str, atime_ns: int | None, mtime_ns: int | None) -> None:
         """Mount.utimens."""
         with self._lock:
             self._at(path).utimens(client, path, atime_ns, mtime_ns)

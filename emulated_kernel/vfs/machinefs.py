@@ -8,7 +8,7 @@ from emulated_kernel.errors import KernelError
 from emulated_kernel.vfs.mount import Client
 from emulated_kernel.vfs.node import Directory, Owner
 from emulated_kernel.vfs.ports import MachinePort
-from emulated_kernel.vfs.seq import CommandFile, PerClientFile, Records, SeqFile, listing, single
+from emulated_kernel.vfs.seq import GuestCommandFile, PerClientFile, Records, SeqFile, listing, single
 
 
 def machine_directory(machine: MachinePort, owner: Owner) -> Directory:
@@ -26,7 +26,7 @@ def machine_directory(machine: MachinePort, owner: Owner) -> Directory:
             "kallsyms": PerClientFile(0o444, kallsyms_for),
             "dmesg": SeqFile(0o400, listing(machine.dmesg)),
             "tasks": SeqFile(0o444, listing(machine.tasks)),
-            "call": CommandFile(0o600, single(lambda: calls.result), calls.execute),
+            "call": GuestCommandFile(0o600, single(lambda: calls.result), calls.execute),
         },
     )
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
-@dataclass(frozen=True, slots=True)
-class Client:
+class Client(NamedTuple):
     """The process that a request comes from, in the daemon's pid and user namespace."""
 
     pid: int
@@ -16,8 +15,7 @@ class Client:
     gid: int
 
 
-@dataclass(frozen=True, slots=True)
-class Stat:
+class Stat(NamedTuple):
     """A node's attributes as stat(2) shows them; times in nanoseconds, size in bytes."""
 
     ino: int
@@ -113,8 +111,8 @@ class Mount(Protocol):
     def chown(self, client: Client, path: str, uid: int, gid: int) -> None:
         """Set the owner; -1 leaves a field alone."""
 
-    def utimens(self, client: Client, path: str, atime_ns: int, mtime_ns: int) -> None:
-        """Set the times, in nanoseconds since the epoch."""
+    def utimens(self, client: Client, path: str, atime_ns: int | None, mtime_ns: int | None) -> None:
+        """Set the times, in nanoseconds since the epoch; None leaves one alone."""
 
     def close(self) -> None:
         """The mount ends: wake every waiter, refuse further work."""

@@ -84,9 +84,14 @@ class Node:
             self._gid = gid
         self._touch()
 
-    def utimens(self, atime_ns: int, mtime_ns: int) -> None:
-        """Set access and modification time, in nanoseconds since the epoch."""
-        self._times_ns = (atime_ns, mtime_ns, time.time_ns())
+    def utimens(self, atime_ns: int | None, mtime_ns: int | None) -> None:
+        """Set access and modification time, in nanoseconds since the epoch; None leaves one alone."""
+        atime, mtime, _ = self._times_ns
+        self._times_ns = (
+            atime if atime_ns is None else atime_ns,
+            mtime if mtime_ns is None else mtime_ns,
+            time.time_ns(),
+        )
 
     def is_attached(self) -> bool:
         """Whether the root is still reached by the parents' own lookups: False once an object was removed."""
@@ -105,6 +110,8 @@ class Node:
 class File(Node, ABC):
     """A regular file: what it is lies in what its open files do."""
 
+    runs_guest: ClassVar[bool] = False
+    """A write runs code in the guest: the task that writes has to sleep meanwhile."""
     __slots__ = ()
 
     @abstractmethod
@@ -212,8 +219,9 @@ class DynamicDirectory(Directory, Generic[T]):
         return node
 
     def names(self) -> list[str]:
-        """Names of the fixed children, then of the objects."""
-        return [*super().names(), *self._objects.names()]
+        """Names of the fixed children, then of the objects; a fixed child hides an object of its name."""
+        fixed = super().names()
+        return [*fixed, *(name for name in self._objects.names() if name not in self._children)]
 
     def mkdir(self, name: str, mode: int) -> None:
         """Make an object. Raises: KernelError EPERM where none can be made."""

@@ -70,6 +70,15 @@ class EventPort(Protocol):
     def format_text(self) -> str:
         """Its fields and print format."""
 
+    def filter_text(self) -> str:
+        """Its filter or what was wrong with the last one, or "none", with a newline."""
+
+    def set_filter(self, data: bytes) -> None:
+        """Record only hits that the written expression is true for; "0": all.
+
+        Raises: KernelError EPERM, ENOENT, ESRCH, EINVAL for a wrong expression, ENODEV.
+        """
+
 
 class GroupPort(Protocol):
     """The events of one group."""
@@ -85,6 +94,12 @@ class GroupPort(Protocol):
 
     def set_enabled(self, enabled: bool) -> None:
         """Enable or disable all of them."""
+
+    def filter_text(self) -> str:
+        """What its filter file is for."""
+
+    def set_filter(self, data: bytes) -> None:
+        """Set the filter of each of them. Raises: KernelError EINVAL (too long), ENODEV."""
 
 
 class EventsPort(Protocol):

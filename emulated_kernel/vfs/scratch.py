@@ -35,6 +35,7 @@ class Scratch:
         self._sys = guest.syscalls
 
     def _task(self, client: Client) -> GuestTask:
+        self._guest.times.remember()
         return self._guest.mirror.task_of(client.pid, client.uid, client.gid)
 
     @property
@@ -42,10 +43,10 @@ class Scratch:
         return self._guest.mirror.init
 
     def getattr(self, path: str) -> Stat:
-        return _stat(self._sys.lstat(self._init, path))
+        return self._stat(self._sys.lstat(self._init, path))
 
     def fgetattr(self, file: ScratchFile) -> Stat:
-        return _stat(self._sys.fstat(self._init, file.fd))
+        return self._stat(self._sys.fstat(self._init, file.fd))
 
     def readdir(self, path: str) -> list[str]:
         return self._sys.listdir(self._init, path)
@@ -81,7 +82,8 @@ class Scratch:
         return _ALWAYS_READY
 
     def release(self, file: ScratchFile) -> None:
-        self._guest.close_file(file.fd)
+        if not self._guest.is_dead:
+            self._guest.close_file(file.fd)
 
     def truncate(self, client: Client, path: str, size: int) -> None:
         self._sys.with_path(self._task(client), "truncate", path, size)
@@ -107,21 +109,24 @@ class Scratch:
     def chown(self, client: Client, path: str, uid: int, gid: int) -> None:
         self._sys.with_path(self._task(client), "lchown", path, uid & 0xFFFFFFFF, gid & 0xFFFFFFFF)
 
-    def utimens(self, client: Client, path: str, atime_ns: int, mtime_ns: int) -> None:
-        self._sys.utimens(self._task(client), path, atime_ns, mtime_ns)
+    def utimens(self, client: Client, path: str, atime_ns: int | None, mtime_ns: int | None) -> None:
+        atime, mtime = (
+            None if time is None else self._guest.times.to_guest(time) for time in (atime_ns, mtime_ns)
+        )
+        self._sys.utimens(self._task(client), path, atime, mtime)
 
-
-def _stat(guest: GuestStat) -> Stat:
-    return Stat(
-        ino=guest.ino,
-        mode=guest.mode,
-        nlink=guest.nlink,
-        uid=guest.uid,
-        gid=guest.gid,
-        size=guest.size,
-        atime_ns=guest.atime_ns,
-        mtime_ns=guest.mtime_ns,
-        ctime_ns=guest.ctime_ns,
-        blocks=guest.blocks,
-        rdev=guest.rdev,
-    )
+    def _stat(self, guest: GuestStat) -> Stat:
+        wall = self._guest.times.to_wall
+        return Stat(
+            ino=guest.ino,
+            mode=guest.mode,
+            nlink=guest.nlink,
+            uid=guest.uid,
+            gid=guest.gid,
+            size=guest.size,
+            atime_ns=wall(guest.atime_ns),
+            mtime_ns=wall(guest.mtime_ns),
+            ctime_ns=wall(guest.ctime_ns),
+            blocks=guest.blocks,
+            rdev=guest.rdev,
+        )

@@ -142,6 +142,13 @@ class CommandFile(SeqFile):
         return opened
 
 
+class GuestCommandFile(CommandFile):
+    """A CommandFile whose commands the guest itself carries out."""
+
+    runs_guest = True
+    __slots__ = ()
+
+
 class _OpenCommand(_OpenSeq):
     def __init__(self, node: File, flags: int, records: Records | None, execute: Execute) -> None:
         super().__init__(node, flags, records)
@@ -193,6 +200,23 @@ class _OpenAttribute(OpenFile):
             return super()._write(data)
         self._store(data)
         return len(data)
+
+
+class OneReadFile(AttributeFile):
+    """One value that a read at 0 gives; what doesn't fit into it is lost.
+
+    Linux: events' filters are read so. Mirrors: kernel/trace/trace_events.c:event_filter_read (v6.1).
+    """
+
+    def open(self, flags: int, client: Client) -> OpenFile:
+        """Nothing is rendered before the first read."""
+        del client
+        return _OpenOneRead(self, flags, self._show, self._store)
+
+
+class _OpenOneRead(_OpenAttribute):
+    def _read(self, size: int, position: int) -> bytes:
+        return b"" if position else super()._read(size, position)
 
 
 class PipeFile(File):

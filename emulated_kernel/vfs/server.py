@@ -81,6 +81,10 @@ class FileServer:
         with self.lock:
             return self.opened(handle).write(data, offset)
 
+    def runs_guest(self, handle: int) -> bool:
+        """Whether a write to the handle runs code in the guest."""
+        return self.opened(handle).node.runs_guest
+
     def wait(self, handle: int, timeout: float) -> None:
         """Mount.wait; the lock is not held meanwhile."""
         self.opened(handle).wait(timeout)
@@ -150,7 +154,7 @@ class FileServer:
         with self.lock:
             self.filesystem.lookup(path).chown(uid, gid)
 
-    def utimens(self, client: Client, path: str, atime_ns: int, mtime_ns: int) -> None:
+    def utimens(self, client: Client, path: str, atime_ns: int | None, mtime_ns: int | None) -> None:
         """Mount.utimens."""
         del client
         with self.lock:

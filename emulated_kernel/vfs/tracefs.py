@@ -11,7 +11,15 @@ from emulated_kernel.vfs.node import Directory, DynamicDirectory, File, Objects
 from emulated_kernel.vfs.parse import kstrtoul, switch
 from emulated_kernel.vfs.ports import EventPort, EventsPort, GroupPort, KprobeEventsPort, TracePort
 from emulated_kernel.vfs.readme import readme
-from emulated_kernel.vfs.seq import AttributeFile, CommandFile, PipeFile, SeqFile, listing, single
+from emulated_kernel.vfs.seq import (
+    AttributeFile,
+    CommandFile,
+    OneReadFile,
+    PipeFile,
+    SeqFile,
+    listing,
+    single,
+)
 
 DIRECTORY = 0o750
 READ_WRITE = 0o640
@@ -115,7 +123,10 @@ def _group_directory(group: GroupPort) -> Directory:
     return DynamicDirectory(
         DIRECTORY,
         Objects(group.names, group.find, _event_directory),
-        {"enable": _group_enable(group)},
+        {
+            "enable": _group_enable(group),
+            "filter": OneReadFile(READ_WRITE, group.filter_text, group.set_filter),
+        },
     )
 
 
@@ -136,6 +147,7 @@ def _event_directory(event: EventPort) -> Directory:
                 show=lambda: f"{event.enabled:d}\n",
                 store=lambda data: event.set_enabled(switch(data)),
             ),
+            "filter": OneReadFile(READ_WRITE, event.filter_text, event.set_filter),
             "format": SeqFile(READ_ONLY, single(event.format_text)),
             "id": AttributeFile(READ_ONLY, show=lambda: f"{event.id}\n"),
         },

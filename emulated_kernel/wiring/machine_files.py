@@ -41,15 +41,13 @@ class MachineFiles:
     def call(self, line: str) -> str:
         """`FUNCTION ARG...`: numbers, strings in quotes; the result in hexadecimal and decimal.
 
-        Raises: KernelError EINVAL (malformed, too many arguments), ENOENT (no such function), EFAULT (it
-        oopsed, see dmesg), EIO (it doesn't come back).
+        Raises: KernelError EINVAL (malformed), ERANGE (a number over 64 bits), E2BIG (too many arguments),
+        ENOENT (no such function), EFAULT (it oopsed, see dmesg), EIO (it doesn't come back).
         """
         name, *words = _split(line)
         if len(words) > MAX_ARGUMENTS:
             raise KernelError(errno.E2BIG, f"at most {MAX_ARGUMENTS} arguments")
-        result = self._guest.call_function(name, *map(_argument, words))
-        signed = result - (1 << 64) if result >> 63 else result
-        return f"{name} = 0x{result:x} ({signed})"
+        return f"{name} = {_result(self._guest.call_function(name, *map(_argument, words)))}"
 
 
 def _split(line: str) -> list[str]:
@@ -62,10 +60,20 @@ def _split(line: str) -> list[str]:
         raise KernelError(errno.EINVAL, f"{line!r}: {error}") from error
 
 
+def _result(value: int) -> str:
+    """A result register: nothing tells its C type, so a negative int is shown beside the whole."""
+    if value >> 31 == 1:
+        return f"0x{value:x} ({value}, as an int {value - (1 << 32)})"
+    return f"0x{value:x} ({value - (1 << 64) if value >> 63 else value})"
+
+
 def _argument(word: str) -> int | str:
     if len(word) >= 2 and word[0] in "\"'" and word[-1] == word[0]:
         return word[1:-1]
     try:
-        return int(word, 0)
+        number = int(word, 0)
     except ValueError:
         raise KernelError(errno.EINVAL, f"{word!r} is neither a number nor a string in quotes") from None
+    if not -(1 << 63) <= number < 1 << 64:
+        raise KernelError(errno.ERANGE, f"{word} doesn't fit into a register")
+    return number

@@ -11,10 +11,12 @@ from emulated_kernel.kprobes.kprobe import Kprobe, Regs
 from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.machine.traps import MemoryFault
 from emulated_kernel.trace.event import TraceEvent
-from emulated_kernel.trace.ports import HitHandler, ProbeHandle, ProbeHit, ProbeSpec
+from emulated_kernel.trace.ports import HitHandler, ProbeHandle, ProbeHit, ProbeSpec, RawEntry
 from emulated_kernel.trace.trace_array import TaskContext, TraceArray
-from emulated_kernel.trace.trace_entry import EntryFlag
+from emulated_kernel.trace.trace_entry import TRACE_ENTRY, EntryFlag
 
+CPU = 0
+"""The only one there is."""
 INT3_FLAGS = EntryFlag.NMI | EntryFlag.HARDIRQ
 INT3_PREEMPT_COUNT = 0xFF
 """Linux enters a breakpoint as it does an NMI, with both counts of the field at their top."""
@@ -136,11 +138,15 @@ class HitRecorder:
         self._tasks = tasks
         self._now_ns = now_ns
 
+    def entry(self, event: TraceEvent, payload: bytes, hit: ProbeHit, /) -> RawEntry:
+        header = TRACE_ENTRY.pack(event.id, INT3_FLAGS, INT3_PREEMPT_COUNT, self._tasks.pid())
+        return RawEntry(header + payload, CPU, hit.comm)
+
     def record(self, event: TraceEvent, payload: bytes, hit: ProbeHit, /) -> None:
         self._array.record(
             event.id,
             payload,
-            cpu=0,
+            cpu=CPU,
             pid=self._tasks.pid(),
             comm=hit.comm.decode("utf-8", "surrogateescape"),
             flags=INT3_FLAGS,

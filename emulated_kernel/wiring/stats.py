@@ -13,6 +13,7 @@ from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.trace.event import KprobeTraceEvent
 from emulated_kernel.trace.kprobe_events import KprobeEvents
 from emulated_kernel.wiring.probes import EventKprobe
+from emulated_kernel.wiring.views import EventViews
 
 
 class PatchedText(Protocol):
@@ -126,7 +127,7 @@ class Stats:
         self._text = text
         self._arch = arch
         self._groups: dict[str, StatsGroup] = {}
-        self._probes: dict[KprobeTraceEvent, ProbeStatistics] = {}
+        self._views = EventViews(lambda event: ProbeStatistics(self, event))
 
     def names(self) -> Collection[str]:
         return list(dict.fromkeys(event.group for event in self.events.events()))
@@ -141,10 +142,7 @@ class Stats:
         event = self.events.find(group, name)
         if event is None:
             return None
-        if event not in self._probes:
-            self._probes = {e: p for e, p in self._probes.items() if e.probes}
-            self._probes[event] = ProbeStatistics(self, event)
-        return self._probes[event]
+        return self._views.of(event)
 
     def bytes_text(self, kprobe: Kprobe) -> str:
         """The probed instruction's bytes, original and as they stand in the text now."""

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import errno
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.error_log import ErrorLog
 from emulated_kernel.trace.event import KprobeTraceEvent
+from emulated_kernel.trace.filter import GROUP_FILTER_TEXT
 from emulated_kernel.trace.kprobe_events import KprobeEvents
 from emulated_kernel.trace.trace_array import TraceArray
 from emulated_kernel.trace.trace_pipe import TracePipe
 from emulated_kernel.vfs.ports import EventPort
+from emulated_kernel.wiring.views import EventViews
 
 
 class Event:
@@ -44,16 +47,26 @@ class Event:
         self._check_alive()
         return self._event.format_text()
 
+    def filter_text(self) -> str:
+        self._check_alive()
+        return self._events.filters.text(self._event)
+
+    def set_filter(self, data: bytes) -> None:
+        """Raises: KernelError ENODEV, and as EventFilters.write."""
+        self._check_alive()
+        self._events.filters.write(self._event, data)
+
     def _check_alive(self) -> None:
         if not self._event.probes:
             raise KernelError(errno.ENODEV, f"{self._event.group}/{self._event.name} was removed")
 
 
-class _EventSet:
+class _EventSet(ABC):
     """What a group and the whole of events/ have in common: a switch for all of them."""
 
+    @abstractmethod
     def members(self) -> Iterable[EventPort]:
-        raise NotImplementedError
+        """The events that the switch is for."""
 
     def enabled_text(self) -> str:
         """Mirrors: kernel/trace/trace_events.c:system_enable_read (v6.1)."""
@@ -87,6 +100,13 @@ class Group(_EventSet):
     def find(self, name: str) -> EventPort | None:
         return self._events.event(self._name, name)
 
+    def filter_text(self) -> str:
+        return GROUP_FILTER_TEXT
+
+    def set_filter(self, data: bytes) -> None:
+        """Raises: KernelError as EventFilters.write_group."""
+        self._events.set_group_filter(self._name, data)
+
     def members(self) -> Iterable[EventPort]:
         return [event for name in self.names() if (event := self.find(name)) is not None]
 
@@ -96,8 +116,7 @@ class Events(_EventSet):
 
     def __init__(self, events: KprobeEvents, expand: Callable[[], None]) -> None:
         self._events = events
-        self._expand = expand
-        self._ports: dict[KprobeTraceEvent, Event] = {}
+        self._views = EventViews(lambda event: Event(events, event, expand))
         self._groups: dict[str, Group] = {}
 
     def _by_group(self) -> dict[str, list[str]]:
@@ -122,11 +141,12 @@ class Events(_EventSet):
         event = self._events.find(group, name)
         if event is None:
             return None
-        port = self._ports.get(event)
-        if port is None:
-            self._ports = {e: p for e, p in self._ports.items() if e.probes}
-            port = self._ports[event] = Event(self._events, event, self._expand)
-        return port
+        return self._views.of(event)
+
+    def set_group_filter(self, group: str, data: bytes) -> None:
+        """Raises: KernelError as EventFilters.write_group."""
+        members = [event for event in self._events.events() if event.group == group]
+        self._events.filters.write_group(members, data)
 
     def members(self) -> Iterable[EventPort]:
         found = (self.event(event.group, event.name) for event in self._events.events())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import errno
 import re
 import threading
@@ -33,6 +34,7 @@ class FakeEvent:
     bytes: str = "original 55\npatched  cc"
     detour: str = ""
     cost: str = "traps 0"
+    filter: str = "none"
 
     def set_enabled(self, enabled: bool) -> None:
         self.enabled = enabled
@@ -50,6 +52,12 @@ class FakeEvent:
 
     def format_text(self) -> str:
         return f"name: {self.name}\nID: {self.id}\n"
+
+    def filter_text(self) -> str:
+        return f"{self.filter}\n"
+
+    def set_filter(self, data: builtins.bytes) -> None:
+        self.filter = data.decode()
 
 
 @dataclass(eq=False)
@@ -71,6 +79,13 @@ class FakeGroup:
     def set_enabled(self, enabled: bool) -> None:
         for event in self.events.values():
             event.enabled = enabled
+
+    def filter_text(self) -> str:
+        return "global filter\n"
+
+    def set_filter(self, data: bytes) -> None:
+        for event in self.events.values():
+            event.set_filter(data)
 
 
 @dataclass(eq=False)

@@ -16,7 +16,16 @@ from emulated_kernel.errors import KernelError, WouldBlock
 from emulated_kernel.vfs.mount import Client
 from emulated_kernel.vfs.node import Directory, File
 from emulated_kernel.vfs.open_file import ALWAYS_READY, Cursor, OpenFile
-from emulated_kernel.vfs.seq import AttributeFile, CommandFile, PipeFile, SeqFile, SeqReader, listing, single
+from emulated_kernel.vfs.seq import (
+    AttributeFile,
+    CommandFile,
+    OneReadFile,
+    PipeFile,
+    SeqFile,
+    SeqReader,
+    listing,
+    single,
+)
 from tests.vfs.fakes import FakeTrace
 
 ROOT = Client(1, 0, 0)
@@ -48,6 +57,15 @@ def test_a_read_anywhere_gives_the_slice(records: list[str], position: int, size
     reader = SeqReader(listing(lambda: records))
     reader.read(7, 0)
     assert reader.read(size, position) == "".join(records).encode()[position : position + size]
+
+
+def test_a_file_of_one_read_loses_the_rest() -> None:
+    opened = open_file(OneReadFile(0o640, lambda: "num == 5\n", list[bytes]().append))
+    assert opened.read(3, 0) == b"num"
+    assert opened.read(100, 3) == b""
+    assert opened.write(b"x", 0) == 1
+    assert opened.read(100, 1) == b""
+    assert opened.read(100, 0) == b"num == 5\n"
 
 
 def test_records_added_between_reads_are_seen() -> None:

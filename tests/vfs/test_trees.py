@@ -115,6 +115,17 @@ def test_event_switches(tree: Filesystem) -> None:
             write(tree, f"{events}/enable", text)
 
 
+def test_event_filters(kernel: FakeKernel, tree: Filesystem) -> None:
+    write(tree, "/kprobe_events", "p:b vfs_mkdir\n")
+    group = "/tracing/events/kprobes"
+    assert write(tree, f"{group}/a/filter", "x == 1") == 6
+    assert read(tree, f"{group}/a/filter") == "x == 1\n"
+    write(tree, f"{group}/filter", "y == 1")
+    assert [event.filter for event in kernel.events.all()] == ["y == 1"] * 2
+    assert read(tree, f"{group}/filter") == "global filter\n"
+    assert "filter" not in tree.readdir("/tracing/events")
+
+
 def test_buffer_files(kernel: FakeKernel, tree: Filesystem) -> None:
     write(tree, "/tracing/trace_marker", "hello\n")
     assert read(tree, "/tracing/trace") == "# tracer: nop\nhello\n"
