@@ -23,13 +23,13 @@ class State:
 
     directory: str
     condition: str
-    """"serving", "dead", or "mounted": by a daemon that isn't in this user's registry."""
+    """"serving", "dead", "hung", or "mounted": by a daemon that isn't in this user's registry."""
     daemon: Daemon | None
 
     @property
     def serving(self) -> bool:
         """Whether a daemon is there."""
-        return self.condition != "dead"
+        return self.condition in ("serving", "mounted")
 
     @property
     def details(self) -> list[str]:
@@ -72,7 +72,10 @@ def _state(directory: str) -> State:
     daemon = running(directory)
     if daemon is not None:
         return State(directory, "serving", daemon)
-    return State(directory, "dead" if mount.is_dead(directory) else "mounted", None)
+    try:
+        return State(directory, "dead" if mount.is_dead(directory) else "mounted", None)
+    except Failure:
+        return State(directory, "hung", None)
 
 
 def _terminate(daemon: Daemon) -> None:

@@ -53,7 +53,8 @@ def is_dead(directory: str) -> bool:
 
     def ask() -> None:
         try:
-            os.stat(directory)
+            # Not stat(2): the host kernel may know the attributes of a moment ago.
+            os.statvfs(directory)
             outcome.append(0)
         except OSError as error:
             outcome.append(error.errno or 0)

@@ -91,7 +91,7 @@ def is_mounted(directory: Path) -> bool:
 def _answers(directory: Path) -> bool:
     """Whether it is mounted, and not by a daemon that was killed."""
     with suppress(OSError):
-        return os.path.ismount(directory) and bool(os.stat(directory))
+        return os.path.ismount(directory) and bool(os.statvfs(directory))
     return False
 
 

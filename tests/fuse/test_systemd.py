@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuse.harness import PROGRAM, ROOT, eventually, needs_fuse
+from tests.fuse.harness import REAL_PROGRAM, ROOT, eventually, needs_fuse
 
 UNITS = ROOT / "systemd"
 SYSTEMD = Path("/usr/lib/systemd/systemd")
@@ -27,9 +27,9 @@ NAMESPACES = re.compile(
 
 
 def program_path(directory: Path) -> Path:
-    """A command that runs the program over the fake kernel, as /usr/bin/kprobefs would run it."""
+    """A command that runs the program as /usr/bin/kprobefs would: the units are made for its real kernel."""
     path = directory / "kprobefs"
-    path.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} {PROGRAM[1]} "$@"\n')
+    path.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {shlex.join(REAL_PROGRAM)} "$@"\n')
     path.chmod(0o755)
     return path
 
@@ -175,6 +175,28 @@ class TestService:
         assert systemd.inside("systemctl", "stop", unit).returncode == 0
         assert systemd.show(unit, "Result") == "success"
         assert not systemd.is_mounted(directory)
+
+    def test_the_kernel_works_under_the_units_restrictions(self, systemd: Manager) -> None:
+        unit, directory = "kprobefs.service", "/run/kprobefs/mnt"
+        assert systemd.inside("systemctl", "start", unit).returncode == 0
+        script = f"""
+            cd {directory}
+            echo 'p:seen vfs_read comm=$comm' > kprobe_events
+            echo 1 > tracing/events/kprobes/seen/enable
+            echo text > scratch/file
+            cat scratch/file
+            echo 'strlen "four"' > machine/call
+            cat machine/call machine/tasks tracing/trace
+            echo 0 > tracing/events/kprobes/seen/enable
+        """
+        result = systemd.inside("sh", "-c", script)
+        assert result.stderr == ""
+        lines = result.stdout.splitlines()
+        assert lines[:2] == ["text", "strlen = 0x4 (4)"]
+        assert any(line.split()[-2:] == ["R", "cat"] for line in lines)
+        assert any(line.split()[-2:] == ["S", "sh"] for line in lines)
+        assert any(" seen: (vfs_read+0x0/" in line and 'comm="cat"' in line for line in lines)
+        assert systemd.inside("systemctl", "stop", unit).returncode == 0
 
     def test_restarts_after_a_kill(self, systemd: Manager) -> None:
         unit, directory = "kprobefs.service", "/run/kprobefs/mnt"

@@ -1,0 +1,68 @@
+"""Files of a mount, used as a process uses them: one open, one read or write, errno kept."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+EVENTS = "tracing/events/kprobes"
+TIMEOUT = 20.0
+"""Seconds for a command of a test."""
+
+
+@dataclass(frozen=True)
+class Files:
+    """The files below a mount point."""
+
+    root: Path
+
+    def path(self, name: str) -> Path:
+        return self.root / name
+
+    def read(self, name: str) -> str:
+        """All of a file."""
+        return self.path(name).read_text(errors="surrogateescape")
+
+    def lines(self, name: str) -> list[str]:
+        """All of its lines."""
+        return self.read(name).splitlines()
+
+    def write(self, name: str, data: str | bytes, flags: int = os.O_APPEND) -> int:
+        """One write(2). Raises: OSError with its errno."""
+        descriptor = os.open(self.path(name), os.O_WRONLY | flags)
+        try:
+            return os.write(descriptor, data.encode() if isinstance(data, str) else data)
+        finally:
+            os.close(descriptor)
+
+    def probe(self, definition: str) -> None:
+        """Define an event in group kprobes and enable it."""
+        self.write("kprobe_events", definition)
+        name = definition.split(maxsplit=1)[0].partition(":")[2]
+        self.write(f"{EVENTS}/{name}/enable", "1")
+
+    def records(self) -> list[str]:
+        """Lines of tracing/trace without its header."""
+        return [line for line in self.lines("tracing/trace") if not line.startswith("#")]
+
+    def shell(self, script: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        """Run a bash script in the mount."""
+        return subprocess.run(
+            ["bash", "-c", script],
+            cwd=self.root,
+            env={**os.environ, **variables},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT,
+            check=False,
+        )
+
+
+def assert_errno(number: int) -> pytest.RaisesExc[OSError]:
+    """A context whose block must fail with this errno."""
+    return pytest.raises(OSError, match=rf"Errno {number}\b")

@@ -1,0 +1,78 @@
+"""machine/call: functions of the guest with numbers and strings, and what a probe on them sees."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import pytest
+
+from tests.fuse.harness import needs_fuse
+from tests.mounted.files import Files, assert_errno
+
+pytestmark = [needs_fuse, pytest.mark.mounted]
+
+
+@pytest.mark.parametrize(
+    ("line", "result"),
+    [
+        ('strlen "hello world"', "strlen = 0xb (11)"),
+        ("strlen 'single quotes'", "strlen = 0xd (13)"),
+        ('strlen ""', "strlen = 0x0 (0)"),
+        ("""strlen "it's" """, "strlen = 0x4 (4)"),
+        ('strcmp "a" "b"', "strcmp = 0xffffffff (4294967295, as an int -1)"),
+        ('strncmp "abcd" "abxx" 2', "strncmp = 0x0 (0)"),
+        ("   nr_free_pages_or_spaces   ", None),
+        ('strlen    "blanks  inside"   ', "strlen = 0xe (14)"),
+    ],
+)
+def test_results(line: str, result: str | None, files: Files) -> None:
+    if result is None:
+        with assert_errno(errno.ENOENT):
+            files.write("machine/call", line)
+        return
+    files.write("machine/call", line + "\n")
+    assert files.read("machine/call") == result + "\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "number"),
+    [
+        ("no_such_function", errno.ENOENT),
+        ("linux_banner", errno.EINVAL),
+        ("strlen word", errno.EINVAL),
+        ('strlen "open', errno.EINVAL),
+        ("strlen 0x", errno.EINVAL),
+        ("strlen 1 2 3 4 5 6 7", errno.E2BIG),
+        ("strlen 0x10000000000000000", errno.ERANGE),
+        ('strlen "a\0b"', errno.EINVAL),
+        ("strlen \xe9", errno.EINVAL),
+    ],
+)
+def test_errors(line: str, number: int, files: Files) -> None:
+    with assert_errno(number):
+        files.write("machine/call", line)
+    assert files.read("machine/call") == ""
+
+
+def test_several_lines(files: Files) -> None:
+    files.write("machine/call", 'strlen "a"\n\nstrlen "bc"\n')
+    assert files.lines("machine/call") == ["strlen = 0x1 (1)", "strlen = 0x2 (2)"]
+
+
+def test_one_descriptor_for_both(files: Files) -> None:
+    descriptor = os.open(files.path("machine/call"), os.O_RDWR)
+    os.write(descriptor, b'strlen "abc"\n')
+    assert os.read(descriptor, 100) == b"strlen = 0x3 (3)\n"
+    os.close(descriptor)
+
+
+def test_a_probe_sees_the_worker_and_the_string(files: Files) -> None:
+    files.probe("p:measured strlen text=+0(%di):string comm=$comm")
+    files.write("machine/call", 'strlen "what a probe sees"')
+    assert any('text="what a probe sees" comm="kprobefs"' in line for line in files.records())
+
+
+def test_an_empty_write(files: Files) -> None:
+    assert files.write("machine/call", "\n") == 1
+    assert files.read("machine/call") == ""

@@ -1,0 +1,91 @@
+"""A guest that faults, loops or panics: the writer is told, the mount goes on."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import pytest
+
+from tests.fuse.harness import needs_fuse
+from tests.mounted.files import EVENTS, Files, assert_errno
+
+pytestmark = [needs_fuse, pytest.mark.mounted]
+
+
+def assert_all_works(files: Files) -> None:
+    """Every part of the mount that needs the guest."""
+    files.path("scratch/check").write_text("content")
+    assert files.path("scratch/check").read_text() == "content"
+    files.write("machine/call", 'strlen "seven b"')
+    assert files.read("machine/call") == "strlen = 0x7 (7)\n"
+    files.probe("p:after vfs_unlink")
+    files.path("scratch/check").unlink()
+    assert any(" after: " in line for line in files.records())
+    files.write(f"{EVENTS}/after/enable", "0")
+    files.write("kprobe_events", "-:after")
+
+
+def test_a_null_pointer_oopses(files: Files) -> None:
+    with assert_errno(errno.EFAULT):
+        files.write("machine/call", "strlen 0")
+    log = files.read("machine/dmesg")
+    assert "BUG: kernel NULL pointer dereference, address: 0000000000000000" in log
+    assert "RIP: 0010:strlen+0x" in log
+    assert "Comm: kprobefs" in log
+    assert files.read("machine/call") == ""
+    assert_all_works(files)
+
+
+def test_a_wild_pointer_oopses(files: Files) -> None:
+    with assert_errno(errno.EFAULT):
+        files.write("machine/call", "memset 0xffff900000000000 1 4096")
+    assert "BUG: unable to handle page fault for address: ffff900000000000" in files.read("machine/dmesg")
+    assert_all_works(files)
+
+
+def test_a_loop_is_ended(files: Files) -> None:
+    # A lock that somebody holds who never gives it back.
+    with assert_errno(errno.EFAULT):
+        files.write("machine/call", '_raw_spin_lock "held"')
+    assert "soft lockup" in files.read("machine/dmesg")
+    assert_all_works(files)
+
+
+def test_earlier_results_of_a_failing_write_are_kept_apart(files: Files) -> None:
+    with assert_errno(errno.EFAULT):
+        files.write("machine/call", 'strlen "one"\nstrlen 0\nstrlen "never"\n')
+    assert files.read("machine/call") == "strlen = 0x3 (3)\n"
+
+
+def test_many_oopses(files: Files) -> None:
+    for _ in range(50):
+        with assert_errno(errno.EFAULT):
+            files.write("machine/call", "strlen 0")
+    assert_all_works(files)
+
+
+def test_a_panic_leaves_control_files(files: Files) -> None:
+    files.path("scratch/file").write_text("gone with the guest")
+    files.probe("p:a vfs_read x=%di")
+    pipe = os.open(files.path("tracing/trace_pipe"), os.O_RDONLY | os.O_NONBLOCK)
+    kept = os.open(files.path("scratch/file"), os.O_RDONLY)
+    os.read(kept, 1)
+    with assert_errno(errno.EFAULT):
+        files.write("machine/call", 'panic "no reason"')
+    assert files.lines("machine/dmesg")[-1].endswith("Kernel panic - not syncing: no reason")
+    for name in ("kprobes/list", "kprobe_events", "machine/tasks", "kprobes/stats/kprobes/a/bytes"):
+        assert files.read(name)
+    assert os.read(pipe, 100)
+    with assert_errno(errno.EIO):
+        files.path("scratch/file").read_text()
+    with assert_errno(errno.EIO):
+        os.read(kept, 10)
+    with assert_errno(errno.EIO):
+        files.write("machine/call", 'strlen "a"')
+    files.write("kprobe_events", "p:b vfs_write")
+    files.write(f"{EVENTS}/b/enable", "1")
+    files.write(f"{EVENTS}/enable", "0")
+    assert files.shell("> kprobe_events; cat kprobe_events kprobes/list").stdout == ""
+    os.close(kept)
+    os.close(pipe)

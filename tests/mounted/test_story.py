@@ -1,0 +1,152 @@
+"""What a user does from mount to umount, in a shell, over the real kernel."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from kprobefs.failure import Exit
+from tests.fuse.harness import REAL_PROGRAM, Daemon, daemon, eventually, is_mounted, kprobefs, needs_fuse
+from tests.mounted.files import Files, assert_errno
+
+pytestmark = [needs_fuse, pytest.mark.mounted]
+
+HIT = re.compile(r" +(?P<comm>\S+)-(?P<pid>\d+) +\[000\] \S+ +\d+\.\d{6}: (?P<event>\w+): \((?P<place>\S+)\)")
+
+
+def test_from_probe_to_disarming(files: Files) -> None:
+    result = files.shell(
+        """
+        set -e
+        echo 'p:opened do_sys_openat2 dfd=%di' > kprobe_events
+        echo 1 > tracing/events/kprobes/opened/enable
+        cat kprobes/list
+        cat scratch/nothing 2> /dev/null || echo "as it should"
+        cat tracing/trace | grep -c opened:
+        cat kprobes/stats/kprobes/opened/{mode,enabled,nmissed}
+        echo 0 > kprobes/enabled
+        echo 0 > kprobes/stats/kprobes/opened/hits
+        cat kprobes/stats/kprobes/opened/{hits,mode}
+        echo 1 > kprobes/enabled
+        echo 0 > tracing/events/kprobes/opened/enable
+        cat kprobes/list
+        > kprobe_events
+        cat kprobes/list
+        > tracing/trace
+        tail -n 1 tracing/trace
+        """
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    lines = result.stdout.splitlines()
+    assert re.fullmatch(r"[0-9a-f]{16}  k  do_sys_openat2\+0x0    ", lines[0])
+    assert lines[1] == "as it should"
+    assert int(lines[2]) >= 2
+    assert lines[3:8] == ["int3", "1", "0", "0", "disarmed"]
+    assert re.fullmatch(r"[0-9a-f]{16}  k  do_sys_openat2\+0x0    \[DISABLED\]", lines[8])
+    assert lines[9].startswith("#")
+    assert len(lines) == 10
+
+
+def test_a_fork_is_seen_as_in_a_real_trace(files: Files) -> None:
+    result = files.shell(
+        """
+        echo p:forked kernel_clone > kprobe_events
+        echo 1 > tracing/events/kprobes/forked/enable
+        echo $$
+        (echo from the child > /dev/null)
+        cat tracing/trace
+        true
+        """
+    )
+    shell, *_ = result.stdout.splitlines()
+    hits = [HIT.match(line) for line in result.stdout.splitlines() if " forked: " in line]
+    ours = [hit for hit in hits if hit and hit["pid"] == shell]
+    assert len(ours) == 2
+    for hit in ours:
+        assert hit["comm"] == "bash"
+        assert hit["place"].startswith("kernel_clone+0x0/0x")
+
+
+def test_mount_and_umount_from_the_shell(directory: Path) -> None:
+    mounted = kprobefs("mount", str(directory), program=REAL_PROGRAM)
+    assert (mounted.returncode, mounted.stdout, mounted.stderr) == (0, "", "")
+    assert Files(directory).read("machine/version").startswith("Linux version 6.1.")
+    assert str(directory) in kprobefs("status", program=REAL_PROGRAM).stdout
+    assert kprobefs("umount", str(directory), program=REAL_PROGRAM).returncode == 0
+    assert not is_mounted(directory)
+
+
+def test_a_new_mount_over_a_dead_one(directory: Path) -> None:
+    with daemon(directory, program=REAL_PROGRAM) as first:
+        first.stop(signal.SIGKILL)
+        with assert_errno(errno.ENOTCONN):
+            os.listdir(directory)
+        with daemon(directory, program=REAL_PROGRAM):
+            assert Files(directory).read("kprobes/enabled") == "1\n"
+
+
+def test_layout_tracefs(directory: Path) -> None:
+    with daemon(directory, "--layout", "tracefs", program=REAL_PROGRAM):
+        files = Files(directory)
+        assert not {"machine", "scratch", "kprobes"} & set(os.listdir(directory))
+        mounts = Path("/proc/mounts").read_text().splitlines()
+        assert any(line.startswith(f"tracefs {directory} fuse.kprobefs ") for line in mounts)
+        files.write("kprobe_events", "p:a vfs_read")
+        files.write("events/kprobes/a/enable", "1")
+        assert files.read("events/enable") == "1\n"
+        assert " a: (vfs_read+0x0/" in files.read("trace")
+
+
+@pytest.mark.parametrize(
+    ("command", "status"),
+    [
+        (["true"], 0),
+        (["sh", "-c", "grep -q Linux $KPROBEFS/machine/version && exit 7"], 7),
+        (["sh", "-c", "echo p:a nosuch > $KPROBEFS/kprobe_events"], 2),
+        (["sh", "-c", "kill -TERM $$"], 128 + signal.SIGTERM),
+        (["/nonexistent"], Exit.NOT_FOUND),
+    ],
+)
+def test_run_passes_the_exit_status_on(command: list[str], status: int) -> None:
+    if status == 2:
+        # dash exits with 1 or 2 when a builtin's write fails, by version.
+        assert kprobefs("run", "--", *command, program=REAL_PROGRAM).returncode in (1, 2)
+    else:
+        assert kprobefs("run", "--", *command, program=REAL_PROGRAM).returncode == status
+
+
+def test_an_idle_daemon_sleeps(mounted: Daemon, files: Files) -> None:
+    files.probe("p:a vfs_read")
+    files.read("kprobes/list")
+    stat = Path(f"/proc/{mounted.process.pid}/stat")
+
+    def ticks() -> int:
+        return sum(map(int, stat.read_text().rpartition(")")[2].split()[11:13]))
+
+    before = ticks()
+    signal.sigtimedwait([], 0.5)
+    assert ticks() - before <= 1
+
+
+def test_sigterm_under_blocked_readers(mounted: Daemon, files: Files) -> None:
+    descriptor = os.open(files.path("tracing/trace_pipe"), os.O_RDONLY)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.read(descriptor, 100)
+        except OSError as error:
+            os._exit(error.errno or 1)
+        os._exit(0)
+    eventually(lambda: Path(f"/proc/{pid}/wchan").exists() and _sleeps(pid))
+    os.close(descriptor)
+    assert mounted.stop(signal.SIGTERM) == 0
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) in (errno.EIO, errno.ECONNABORTED)
+
+
+def _sleeps(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "SD"
