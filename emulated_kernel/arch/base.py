@@ -41,6 +41,33 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True)
+class HandlerStub:
+    """Guest code that saves a struct pt_regs, meets a breakpoint with sp at it, and restores all."""
+
+    code: bytes
+    trap: int
+    """Offset of the breakpoint, in bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Detour(HandlerStub):
+    """A detour buffer's content: around the handler, then the replaced instructions and a jump back."""
+
+    copied: int
+    """Offset of the copied instructions, in bytes."""
+
+
+class OptimizationRules(Protocol):
+    """Which probes of an image can be jump-optimized; nothing is patched by asking."""
+
+    def detoured_length(self, addr: int, /) -> int | str:
+        """Bytes of the whole instructions that the jump replaces, or why it can't: address and rule.
+
+        Mirrors: arch_prepare_optimized_kprobe, can_optimize.
+        """
+
+
+@dataclass(frozen=True, slots=True)
 class Registers:
     """The names of a register file: fetchargs on one side, attributes of the live registers on the other."""
 
@@ -75,6 +102,14 @@ class Arch(ABC):
     min_insn_size: int
     jump_size: int
     """Bytes of the jump that replaces the probed instruction(s) of an optimized probe."""
+    pt_regs: tuple[str, ...]
+    """Register names in the order of struct pt_regs, one word each."""
+    max_detour: int
+    """Bytes that a detour buffer can need."""
+    max_detoured: int
+    """Bytes that a probe's jump can replace at most, plus one."""
+    trap_flag: int
+    """The bit of the flags register that makes the CPU trap behind the next instruction."""
 
     @property
     def word_size(self) -> int:
@@ -117,6 +152,25 @@ class Arch(ABC):
     @abstractmethod
     def relative_jump(self, source: int, target: int) -> bytes:
         """`jump_size` bytes of a jump from `source` to `target`. Raises: KernelError(ERANGE) if too far."""
+
+    @abstractmethod
+    def relative_call(self, source: int, target: int) -> bytes:
+        """A call of the same size, for fentry sites. Raises: KernelError(ERANGE) if too far."""
+
+    @abstractmethod
+    def ftrace_trampoline(self) -> HandlerStub:
+        """What armed fentry sites call; the saved ip is the address behind the call, and is returned to."""
+
+    @abstractmethod
+    def detour(self, code: bytes, addr: int, length: int, buffer: int) -> Detour:
+        """The detour buffer at `buffer` for `length` bytes of instructions at `addr`, which start `code`.
+
+        Raises: KernelError(EINVAL, ERANGE) if an instruction can't be moved that far.
+        """
+
+    @abstractmethod
+    def optimization_rules(self, image: Any, *, ftrace: bool) -> OptimizationRules:
+        """The rules for a KernelImage; without `ftrace` its fentry sites are plain nops."""
 
     @abstractmethod
     def is_call(self, code: bytes) -> bool:

@@ -5,11 +5,22 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import Any, cast
 
-from emulated_kernel.arch.base import Arch, ByteMemory, Emulation, Prepared, Registers
+from emulated_kernel.arch.base import (
+    Arch,
+    ByteMemory,
+    Detour,
+    Emulation,
+    HandlerStub,
+    OptimizationRules,
+    Prepared,
+    Registers,
+)
+from emulated_kernel.arch.x86 import detour as detours
 from emulated_kernel.arch.x86 import emulate as emulation_table
 from emulated_kernel.arch.x86 import prepare as out_of_line
 from emulated_kernel.arch.x86.decode import decode_all
 from emulated_kernel.arch.x86.insn import MAX_INSN_SIZE, decode_insn
+from emulated_kernel.arch.x86.rules import OptprobeRules
 
 _NAMES_64 = (
     "r15", "r14", "r13", "r12", "r11", "r10", "r9", "r8",
@@ -24,6 +35,9 @@ class X86(Arch):
     max_insn_size = MAX_INSN_SIZE
     min_insn_size = 1
     jump_size = out_of_line.JMP32_SIZE
+    max_detour = detours.MAX_DETOUR
+    max_detoured = MAX_INSN_SIZE + out_of_line.DISP32_SIZE
+    trap_flag = emulation_table.TF
 
     def decode_length(self, code: bytes, addr: int) -> int:  # noqa: ARG002 - the hook's signature
         return decode_insn(code, self.bits).length
@@ -42,6 +56,12 @@ class X86(Arch):
 
     def relative_jump(self, source: int, target: int) -> bytes:
         return out_of_line.relative_jump(source, target)
+
+    def relative_call(self, source: int, target: int) -> bytes:
+        return detours.relative_call(source, target)
+
+    def optimization_rules(self, image: Any, *, ftrace: bool) -> OptimizationRules:
+        return OptprobeRules(image, self.bits, ftrace=ftrace)
 
     def is_call(self, code: bytes) -> bool:
         insn = decode_insn(code, self.bits)
@@ -76,3 +96,10 @@ class X86_64(X86):
         flags="flags",
         return_value="ax",
     )
+    pt_regs = detours.PT_REGS
+
+    def ftrace_trampoline(self) -> HandlerStub:
+        return detours.ftrace_trampoline()
+
+    def detour(self, code: bytes, addr: int, length: int, buffer: int) -> Detour:
+        return detours.detour(code, addr, length, buffer, self.bits)
