@@ -20,5 +20,7 @@ class MachineConfig:
     seed: int = 1
     run_budget: float = 1.0
     """Wall time that one uninterrupted guest run may take before it counts as looping."""
+    profile: str = "linux-6.1"
+    """Which kernel's ways of probing it has: a name in kprobes.profile.PROFILES."""
     fast_registers: bool = True
     """Use the live CPU state where the start-up self-test finds it; False forces the API."""

@@ -1,4 +1,4 @@
-"""The hit state machine: from the breakpoint over the out-of-line step back into the probed code."""
+"""The hit state machine: from the breakpoint, the detour or the fentry call back into the probed code."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Protocol
 
+from emulated_kernel.abi import Vector
 from emulated_kernel.arch.base import Arch, ByteMemory
 from emulated_kernel.kprobes.kprobe import AggregatorProbe, Kprobe, Regs
-from emulated_kernel.machine.traps import MemoryFault
+from emulated_kernel.kprobes.profile import Profile, Stepper
+from emulated_kernel.kprobes.saved_regs import SavedFrames
+from emulated_kernel.machine.traps import MemoryFault, Trap
 
 _log = logging.getLogger(__name__)
 
@@ -34,6 +37,12 @@ class KprobeCtlblk:
     running: Kprobe | None = None
     status: HitStatus = HitStatus.STEP_DONE
     interrupted: list[tuple[Kprobe, HitStatus]] = field(default_factory=list)
+    by_breakpoint: bool = False
+    """The latest hit came by a breakpoint, whose entry Linux counts as an NMI."""
+
+
+class HitMemory(ByteMemory, Protocol):
+    def view(self, va: int, size: int, /) -> memoryview: ...
 
 
 class HitMachine(Protocol):
@@ -43,23 +52,35 @@ class HitMachine(Protocol):
     def breakpoints(self) -> dict[int, Callable[[Any], None]]: ...
 
     @property
-    def memory(self) -> ByteMemory: ...
+    def memory(self) -> HitMemory: ...
 
     def raise_fault(self, fault: MemoryFault, /) -> object: ...
 
 
-class HitHandling:
-    """Installs what runs when a CPU meets a probe's breakpoint or the end of its step.
+Resume = Callable[[Regs, bool], None]
+"""Goes on behind a breakpoint; the flag tells of a hit within the handling of another one."""
 
-    Mirrors: arch/x86/kernel/kprobes/core.c:kprobe_int3_handler (v6.1). Deviates: the interrupt flag
-    isn't cleared around the step; instead `may_interrupt` keeps the machine from delivering one.
+
+class HitHandling:
+    """Installs what runs when a CPU meets a probe, or the end of its step.
+
+    Mirrors: arch/x86/kernel/kprobes/core.c:kprobe_int3_handler, opt.c:optimized_callback,
+    ftrace.c:kprobe_ftrace_handler (v6.1). Deviates: the interrupt flag isn't cleared around the step;
+    instead `may_interrupt` keeps the machine from delivering one.
     """
 
-    def __init__(self, machine: HitMachine, arch: Arch) -> None:
+    def __init__(self, machine: HitMachine, arch: Arch, profile: Profile) -> None:
         self._machine = machine
-        self._breakpoints = machine.breakpoints
+        self.breakpoints = machine.breakpoints
+        self.memory = machine.memory
         self._arch = arch
+        self._trap_flag = arch.trap_flag if profile.stepper is Stepper.TRAP_FLAG else 0
+        self._frames = SavedFrames(machine.memory, arch.pt_regs, arch.word_size)
+        self._routed: dict[int, Kprobe] = {}
+        self._calls: dict[int, Callable[[Regs], None]] = {}
         self.ctlblk = KprobeCtlblk()
+        self.on_call = self._make_on_call()
+        """Handles the trap of ftrace's trampoline."""
         self._failure: BaseException | None = None
 
     def report(self, kprobe: Kprobe, error: BaseException) -> None:
@@ -81,19 +102,46 @@ class HitHandling:
         """False from a hit until its step has ended: the slot's registers belong to nobody else."""
         return self.ctlblk.running is None
 
+    # What is routed where
+
     def install(self, kprobe: Kprobe) -> None:
-        """Route the breakpoint at the probe's address and, if it has a slot, the step's end."""
+        """Route all ways into the probe as its state is now; again after each change of that."""
         insn = kprobe.insn
-        assert insn is not None
-        self._breakpoints[kprobe.address] = self._on_breakpoint(kprobe)
-        if insn.step_end is not None:
-            self._breakpoints[insn.step_end] = self._on_step_end(kprobe)
+        if insn is None:
+            if self._behind(kprobe) in self._calls:
+                self.call_from(kprobe)
+            return
+        self._routed[kprobe.address] = kprobe
+        self.breakpoints[kprobe.address] = self._on_breakpoint(kprobe)
+        if insn.step_end is not None and not self._trap_flag:
+            self.breakpoints[insn.step_end] = self._on_step_end(kprobe)
+        detour = kprobe.detour if isinstance(kprobe, AggregatorProbe) else None
+        if detour is not None:
+            assert isinstance(kprobe, AggregatorProbe)
+            # Linux: a probe that is disabled, but not unoptimized yet, is passed through.
+            self.breakpoints[detour.trap] = _pass if kprobe.is_disabled else self._on_detour(kprobe)
 
     def remove(self, kprobe: Kprobe) -> None:
-        insn = kprobe.insn
-        self._breakpoints.pop(kprobe.address, None)
-        if insn is not None and insn.step_end is not None:
-            self._breakpoints.pop(insn.step_end, None)
+        """Nothing leads to the probe any more; its detour goes by `remove_detour`."""
+        if self._routed.get(kprobe.address) is kprobe:
+            del self._routed[kprobe.address], self.breakpoints[kprobe.address]
+        if kprobe.insn is not None and kprobe.insn.step_end is not None:
+            self.breakpoints.pop(kprobe.insn.step_end, None)
+
+    def remove_detour(self, trap: int) -> None:
+        self.breakpoints.pop(trap, None)
+
+    def call_from(self, kprobe: Kprobe) -> None:
+        """Route the trampoline's calls from the probe's fentry site."""
+        self._calls[self._behind(kprobe)] = self._called(kprobe)
+
+    def forget_call(self, kprobe: Kprobe) -> None:
+        self._calls.pop(self._behind(kprobe), None)
+
+    def _behind(self, kprobe: Kprobe) -> int:
+        return kprobe.address + self._arch.jump_size
+
+    # By a breakpoint
 
     def _on_breakpoint(self, kprobe: Kprobe) -> Callable[[Regs], None]:
         ctlblk = self.ctlblk
@@ -103,11 +151,14 @@ class HitHandling:
 
         def hit(regs: Regs) -> None:
             if ctlblk.running is not None:
-                self._reenter(kprobe, regs, resume)
+                # Mirrors: arch/x86/kernel/kprobes/core.c:reenter_kprobe (v6.1).
+                count_missed(kprobe)
+                resume(regs, True)
                 return
             cost.start()
             ctlblk.running = kprobe
             ctlblk.status = HitStatus.ACTIVE
+            ctlblk.by_breakpoint = True
             pre_handler = kprobe.pre_handler
             if pre_handler is not None:
                 try:
@@ -116,30 +167,61 @@ class HitHandling:
                         return
                 except BaseException as error:
                     report(kprobe, error)
-            resume(regs)
+            resume(regs, False)
 
         return hit
 
-    def _resume_for(self, kprobe: Kprobe) -> Callable[[Regs], None]:
-        """How the probed instruction is run: a jump into the slot, or emulation on the spot."""
+    def _resume_for(self, kprobe: Kprobe) -> Resume:
+        """How the probed instruction is run.
+
+        Mirrors: arch/x86/kernel/kprobes/core.c:setup_singlestep (v6.1).
+        """
+        insn = kprobe.insn
+        assert insn is not None
+        if isinstance(kprobe, AggregatorProbe) and kprobe.is_optimized:
+            assert kprobe.detour is not None
+            return self._leave_for(kprobe, kprobe.detour.copied)
+        if insn.slot is None:
+            return self._emulation(kprobe)
+        return self._leave_for(kprobe, insn.slot) if insn.boosted else self._step(kprobe, insn.slot)
+
+    def _leave_for(self, kprobe: Kprobe, target: int) -> Resume:
+        """Run copies that jump back by themselves: the hit is over here, post_handlers don't run."""
+        ctlblk, cost = self.ctlblk, kprobe.cost
+
+        def leave(regs: Regs, reentered: bool) -> None:
+            regs.ip = target
+            if not reentered:
+                ctlblk.running = None
+                cost.stop()
+
+        return leave
+
+    def _step(self, kprobe: Kprobe, slot: int) -> Resume:
+        ctlblk, trap_flag = self.ctlblk, self._trap_flag
+
+        def step(regs: Regs, reentered: bool) -> None:
+            if reentered:
+                self._save_previous(kprobe)
+            else:
+                ctlblk.status = HitStatus.SINGLE_STEP
+            regs.ip = slot
+            if trap_flag:
+                regs.flags |= trap_flag
+
+        return step
+
+    def _emulation(self, kprobe: Kprobe) -> Resume:
+        """Execute the instruction on the spot."""
         assert kprobe.insn is not None
-        ctlblk, slot, prepared = self.ctlblk, kprobe.insn.slot, kprobe.insn.prepared
-
-        if slot is not None:
-
-            def step(regs: Regs) -> None:
-                if ctlblk.status is not HitStatus.REENTER:
-                    ctlblk.status = HitStatus.SINGLE_STEP
-                regs.ip = slot
-
-            return step
-
-        emulation = prepared.emulate
+        emulation = kprobe.insn.prepared.emulate
         assert emulation is not None, "an instruction without a slot is emulated"
 
-        def emulate(regs: Regs) -> None:
+        def emulate(regs: Regs, reentered: bool) -> None:
+            if reentered:
+                self._save_previous(kprobe)
             try:
-                self._arch.emulate(emulation, regs, self._machine.memory)
+                self._arch.emulate(emulation, regs, self.memory)
             except MemoryFault as fault:
                 # What the emulated instruction would have met: its own page fault, at its own place.
                 regs.ip = kprobe.address
@@ -149,6 +231,13 @@ class HitHandling:
             self._post_process(kprobe, regs)
 
         return emulate
+
+    def _save_previous(self, kprobe: Kprobe) -> None:
+        ctlblk = self.ctlblk
+        assert ctlblk.running is not None
+        ctlblk.interrupted.append((ctlblk.running, ctlblk.status))
+        ctlblk.running = kprobe
+        ctlblk.status = HitStatus.REENTER
 
     def _on_step_end(self, kprobe: Kprobe) -> Callable[[Regs], None]:
         assert kprobe.insn is not None
@@ -168,38 +257,116 @@ class HitHandling:
             return
         if kprobe.post_handler is not None:
             ctlblk.status = HitStatus.STEP_DONE
-            try:
-                kprobe.post_handler(kprobe, regs)
-            except BaseException as error:
-                self.report(kprobe, error)
+            self._run_post_handler(kprobe, regs)
         ctlblk.running = None
         kprobe.cost.stop()
 
-    def _reenter(self, kprobe: Kprobe, regs: Regs, resume: Callable[[Regs], None]) -> None:
-        """A hit inside a handler: only counted as missed, its instruction is run all the same.
+    def _run_post_handler(self, kprobe: Kprobe, regs: Regs) -> None:
+        assert kprobe.post_handler is not None
+        try:
+            kprobe.post_handler(kprobe, regs)
+        except BaseException as error:
+            self.report(kprobe, error)
 
-        Mirrors: arch/x86/kernel/kprobes/core.c:reenter_kprobe (v6.1).
-        """
-        ctlblk = self.ctlblk
-        assert ctlblk.running is not None
-        count_missed(kprobe)
-        ctlblk.interrupted.append((ctlblk.running, ctlblk.status))
-        ctlblk.running = kprobe
-        ctlblk.status = HitStatus.REENTER
-        resume(regs)
+    # By a jump
 
-    def fix_fault(self, _trap: object, regs: Regs) -> bool:
-        """A fault while stepping: let it look as if the original instruction had faulted.
+    def _on_detour(self, kprobe: AggregatorProbe) -> Callable[[Regs], None]:
+        """Called in the detour buffer; what the handlers change is restored by it, except ip and sp."""
+        ctlblk, cost = self.ctlblk, kprobe.cost
+        frame_at = self._frames.at
+
+        def hit(regs: Regs) -> None:
+            if ctlblk.running is not None:
+                count_missed(kprobe)
+                return
+            cost.start()
+            ctlblk.running = kprobe
+            ctlblk.status = HitStatus.ACTIVE
+            ctlblk.by_breakpoint = False
+            kprobe.run_all_pre_handlers(frame_at(regs.sp))
+            ctlblk.running = None
+            cost.stop()
+
+        return hit
+
+    # By a call
+
+    def _make_on_call(self) -> Callable[[Regs], None]:
+        """In the trampoline: the saved ip is behind the site, and is where it returns to."""
+        find, frame_at = self._calls.get, self._frames.at
+
+        def call(regs: Regs) -> None:
+            frame = frame_at(regs.sp)
+            hit = find(frame.ip)
+            if hit is not None:
+                hit(frame)
+
+        return call
+
+    def _called(self, kprobe: Kprobe) -> Callable[[Regs], None]:
+        ctlblk, cost = self.ctlblk, kprobe.cost
+        # Handlers expect the address of a breakpoint's return.
+        seen_ip, behind = kprobe.address + 1, self._behind(kprobe)
+        pre_handler, post_handler, report = kprobe.pre_handler, kprobe.post_handler, self.report
+
+        def hit(frame: Regs) -> None:
+            if ctlblk.running is not None:
+                count_missed(kprobe)
+                return
+            cost.start()
+            ctlblk.running = kprobe
+            ctlblk.status = HitStatus.ACTIVE
+            ctlblk.by_breakpoint = False
+            frame.ip = seen_ip
+            try:
+                leaves = pre_handler is not None and pre_handler(kprobe, frame)
+            except BaseException as error:
+                leaves = False
+                report(kprobe, error)
+            if not leaves:
+                frame.ip = behind
+                if post_handler is not None:
+                    ctlblk.status = HitStatus.STEP_DONE
+                    self._run_post_handler(kprobe, frame)
+                    frame.ip = behind
+            ctlblk.running = None
+            cost.stop()
+
+        return hit
+
+    # Faults and traps of the step
+
+    def fix_fault(self, trap: Trap, regs: Regs) -> bool:
+        """An exception while stepping: the end of a step by trap flag, or a fault that the original
+        instruction has to have caused.
 
         False: the guest gets the fault, at the address where `regs` stands now.
-        Mirrors: arch/x86/kernel/kprobes/core.c:kprobe_fault_handler (v6.1).
+        Mirrors: arch/x86/kernel/kprobes/core.c:kprobe_debug_handler (v5.11), kprobe_fault_handler (v6.1).
         """
         running = self.ctlblk.running
-        if running is None or running.insn is None or regs.ip != running.insn.slot:
+        if running is None or running.insn is None or running.insn.slot is None:
+            return False
+        if self._trap_flag and trap.vector == Vector.DEBUG:
+            return self._single_stepped(running, regs)
+        if regs.ip != running.insn.slot:
             return False
         regs.ip = running.address
+        regs.flags &= ~self._trap_flag
         self.forget_step()
         return False
+
+    def _single_stepped(self, running: Kprobe, regs: Regs) -> bool:
+        insn = running.insn
+        assert insn is not None
+        if regs.ip == insn.slot:
+            # A repeated string instruction traps after each round.
+            return True
+        if regs.ip != insn.step_end:
+            return False
+        regs.flags &= ~self._trap_flag
+        regs.ip = running.address + insn.prepared.length
+        self._post_process(running, regs)
+        return True
 
     def abandon(self) -> None:
         """The run that hits may stand in the middle of has been given up: none of them goes on."""
@@ -213,6 +380,10 @@ class HitHandling:
             ctlblk.running, ctlblk.status = ctlblk.interrupted.pop()
         else:
             ctlblk.running = None
+
+
+def _pass(_regs: Regs) -> None:
+    """A detour whose probe is disabled."""
 
 
 def count_missed(kprobe: Kprobe) -> None:

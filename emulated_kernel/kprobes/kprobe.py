@@ -59,6 +59,9 @@ class KprobeFlag(Flag):
     GONE = auto()
     DISABLED = auto()
     ON_FUNC_ENTRY = auto()
+    FTRACE = auto()
+    OPTIMIZED = auto()
+    """Patched with a jump, or queued for that or for its end."""
 
 
 @dataclass(eq=False)
@@ -88,6 +91,8 @@ class Kprobe:
     """As kprobes/list shows it: `k` kprobe, `r` kretprobe."""
     insn: OutOfLine | None = field(default=None, init=False, repr=False)
     cost: HitCost = field(default_factory=HitCost, init=False, repr=False)
+    obstacle: str = field(default="", init=False, repr=False)
+    """Why it can't be optimized: address and rule; empty where nothing stands in the way."""
 
     @property
     def address(self) -> GuestAddr:
@@ -100,56 +105,110 @@ class Kprobe:
         return bool(self.flags & (KprobeFlag.DISABLED | KprobeFlag.GONE))
 
     @property
+    def is_ftrace(self) -> bool:
+        """Whether it is reached by a call from an fentry site."""
+        return bool(self.flags & KprobeFlag.FTRACE)
+
+    @property
     def is_gone(self) -> bool:
         return bool(self.flags & KprobeFlag.GONE)
 
 
-@dataclass(frozen=True)
+@dataclass
 class OutOfLine:
     """How the probed instruction is run away from its place: an insn slot, or emulation."""
 
     prepared: Prepared
     slot: GuestAddr | None
     """Address of the insn slot; None for an emulated instruction."""
+    boosted: bool = False
+    """A jump back stands behind the copy, and no step's end."""
 
     @property
     def step_end(self) -> int | None:
-        """Address of the breakpoint that ends the step."""
+        """Address of what ends the step."""
         return None if self.slot is None else self.slot + self.prepared.length
+
+
+@dataclass(frozen=True)
+class DetourBuffer:
+    """A detour that stands ready in executable memory; addresses and bytes."""
+
+    address: GuestAddr
+    length: int
+    """Bytes of whole instructions that the jump replaces (djprobe's DCR)."""
+    trap: int
+    """Address of the breakpoint that reaches the handlers."""
+    copied: int
+    """Address of the copied instructions."""
+    size: int
+    jump: bytes
+    """What stands at the probe while it is optimized."""
 
 
 @dataclass(eq=False)
 class AggregatorProbe(Kprobe):
-    """Stands in the table for all probes of one address; newest first, as their handlers run.
+    """Stands in the table for all probes of one address, and for each one that can be optimized.
 
-    Mirrors: kernel/kprobes.c:init_aggr_kprobe (v6.1).
+    Mirrors: kernel/kprobes.c:init_aggr_kprobe, struct optimized_kprobe (v6.1).
     """
 
     report: FailureReport = field(kw_only=True)
     members: list[Kprobe] = field(default_factory=list, init=False)
+    """Newest first, as their handlers run."""
+    detour: DetourBuffer | None = field(default=None, init=False, repr=False)
+    is_patched: bool = field(default=False, init=False)
+    """A jump to the detour stands in the text."""
+    saved_tail: bytes = field(default=b"", init=False, repr=False)
+    """Text behind the breakpoint, as it was when the jump was written over it."""
+    is_held: bool = field(default=False, init=False)
+    """Its user wants it unoptimized."""
+    _pre_handlers: tuple[tuple[PreHandler, Kprobe], ...] = field(default=(), init=False, repr=False)
+    _post_handlers: tuple[tuple[PostHandler, Kprobe], ...] = field(default=(), init=False, repr=False)
+
+    @property
+    def is_optimized(self) -> bool:
+        """Whether hits run the detour's copies, be the jump in the text or a breakpoint."""
+        return bool(self.flags & KprobeFlag.OPTIMIZED)
+
+    @property
+    def is_unused(self) -> bool:
+        """Its last probe is gone, and only its unoptimization is awaited. Mirrors: kprobe_unused (v6.1)."""
+        return not self.members and self.is_disabled
 
     def run_pre_handlers(self, regs: Regs) -> int | None:
-        for member in self.members:
-            if member.pre_handler is None or member.is_disabled:
-                continue
+        for pre_handler, member in self._pre_handlers:
             try:
-                if member.pre_handler(member, regs):
+                if pre_handler(member, regs):
                     return 1
             except BaseException as error:
                 self.report(member, error)
         return None
 
-    def run_post_handlers(self, regs: Regs) -> None:
-        for member in self.members:
-            if member.post_handler is None or member.is_disabled:
-                continue
+    def run_all_pre_handlers(self, regs: Regs) -> None:
+        """On the detour a handler can't go elsewhere. Mirrors: kernel/kprobes.c:opt_pre_handler (v6.1)."""
+        for pre_handler, member in self._pre_handlers:
             try:
-                member.post_handler(member, regs)
+                pre_handler(member, regs)
+            except BaseException as error:
+                self.report(member, error)
+
+    def run_post_handlers(self, regs: Regs) -> None:
+        for post_handler, member in self._post_handlers:
+            try:
+                post_handler(member, regs)
             except BaseException as error:
                 self.report(member, error)
 
     def refresh_handlers(self) -> None:
-        """Have handlers of its own exactly while a member has: an empty one would cost each hit."""
+        """Collect the handlers of enabled members; to be called when a member or its flags change.
+
+        A post_handler of its own it has exactly while a member has one: it decides on boosting and
+        optimization, disabled or not.
+        """
+        enabled = [m for m in self.members if not m.is_disabled]
+        self._pre_handlers = tuple((m.pre_handler, m) for m in enabled if m.pre_handler is not None)
+        self._post_handlers = tuple((m.post_handler, m) for m in enabled if m.post_handler is not None)
         has_post = any(m.post_handler is not None for m in self.members)
         self.pre_handler = lambda _kp, regs: self.run_pre_handlers(regs)
         self.post_handler = (lambda _kp, regs: self.run_post_handlers(regs)) if has_post else None

@@ -57,15 +57,20 @@ def list_lines(probes: Iterable[Kprobe], symbols: Lookup) -> list[str]:
     for probe in in_list_order(probes):
         members = probe.members if isinstance(probe, AggregatorProbe) else [probe]
         where = symbols.lookup(probe.address)
-        lines.extend(_line(member, where) for member in members)
+        lines.extend(_line(member, probe, where) for member in members)
     return lines
 
 
-def _line(probe: Kprobe, where: Location | None) -> str:
+def _line(probe: Kprobe, head: Kprobe, where: Location | None) -> str:
+    """The user's flags are the probe's own; how it is reached is told by the address's entry."""
     place = f"0x{probe.address:x} "
     if where is not None:
         place = f"{where.symbol.name}+0x{where.offset:x}    "
     flags = "[GONE]" if probe.is_gone else "[DISABLED]" if probe.is_disabled else ""
+    if isinstance(head, AggregatorProbe) and head.is_optimized:
+        flags += "[OPTIMIZED]"
+    if head.is_ftrace:
+        flags += "[FTRACE]"
     return f"{probe.address:016x}  {probe.kind}  {place}{flags}\n"
 
 

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import errno
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from emulated_kernel.abi import GuestAddr
 from emulated_kernel.arch.base import Arch
 from emulated_kernel.errors import KernelError
-from emulated_kernel.kprobes import listing
+from emulated_kernel.kprobes import listing, report
+from emulated_kernel.kprobes.arming import ArmedText, Arming, Breakpoints
+from emulated_kernel.kprobes.ftrace import FtraceSites
 from emulated_kernel.kprobes.hit import HitHandling, HitMachine
-from emulated_kernel.kprobes.kprobe import AggregatorProbe, Kprobe, KprobeFlag, OutOfLine
-from emulated_kernel.kprobes.slots import InsnSlots, SlotText
+from emulated_kernel.kprobes.kprobe import AggregatorProbe, DetourBuffer, Kprobe, KprobeFlag
+from emulated_kernel.kprobes.optimizer import OptimizedText, Optimizer
+from emulated_kernel.kprobes.out_of_line import Copies
+from emulated_kernel.kprobes.profile import DEFAULT, PROFILES, Profile
+from emulated_kernel.kprobes.table import ProbeTable
+from emulated_kernel.kprobes.text_poke import TextPoker
 
 
-class ProbedText(SlotText, Protocol):
+class ProbedText(ArmedText, OptimizedText, Protocol):
     """What the registry needs of the machine's text."""
-
-    def original(self, va: int, size: int) -> bytes: ...
-
-    def poke_batch(self, pokes: Iterable[tuple[int, bytes]]) -> None: ...
 
 
 class ProbedMachine(HitMachine, Protocol):
@@ -48,6 +50,12 @@ class ProbedImage(Protocol):
     @property
     def bugs(self) -> Iterable[int]: ...
 
+    @property
+    def ex_table(self) -> Iterable[tuple[int, int]]: ...
+
+    @property
+    def mcount(self) -> Collection[int]: ...
+
 
 class Kprobes:
     """All probes of one kernel. Callers hold the kernel's control lock.
@@ -61,23 +69,41 @@ class Kprobes:
         image: ProbedImage,
         arch: Arch,
         log: Callable[[str], None],
+        profile: Profile = PROFILES[DEFAULT],
     ) -> None:
-        self._text = machine.text
+        self.profile = profile
         self._symbols = image.kallsyms
-        self._arch = arch
         self._log = log
         self._text_ranges = sorted(image.text_ranges)
         self.blacklist = tuple(image.blacklist)
         self._blacklist_sorted = sorted(self.blacklist)
         self._bugs = frozenset(image.bugs)
-        self._table: dict[int, Kprobe] = {}
-        self.slots = InsnSlots(machine.text, arch.max_insn_size)
-        self.hits = HitHandling(machine, arch)
-        self.all_disarmed = False
+        self._fentry = frozenset(image.mcount) if profile.ftrace else frozenset()
+        self._table = ProbeTable()
+        self._build(machine, image, arch)
+
+    def _build(self, machine: ProbedMachine, image: ProbedImage, arch: Arch) -> None:
+        """The parts of the engine that the profile asks for."""
+        text, profile = machine.text, self.profile
+        self.poker = TextPoker(text, arch.breakpoint)
+        self.hits = HitHandling(machine, arch, profile)
+        self._copies = Copies(text, image.kallsyms, image.ex_table, arch, self.hits, profile)
+        self.slots = self._copies.slots
+        breakpoints = Breakpoints(text, arch)
+        self.optimizer: Optimizer | None = None
+        if profile.optimizer:
+            rules = arch.optimization_rules(image, ftrace=profile.ftrace)
+            self.optimizer = Optimizer(
+                self._table, rules, arch, text, self.poker, self.hits, breakpoints.clear, self._copies.release
+            )
+        sites = FtraceSites(text, self.poker, arch, self.hits) if profile.ftrace else None
+        self.trampoline = None if sites is None else (sites.trampoline, sites.trampoline_size)
+        """Address and size in bytes of what armed fentry sites call."""
+        self._arming = Arming(self._table, breakpoints, sites, self.optimizer, self._log)
 
     def __iter__(self) -> Iterator[Kprobe]:
         """The users' probes, aggregators resolved, in the order of kprobes/list."""
-        for probe in listing.in_list_order(self._table.values()):
+        for probe in listing.in_list_order(self._table):
             yield from probe.members if isinstance(probe, AggregatorProbe) else [probe]
 
     # Registration
@@ -90,7 +116,7 @@ class Kprobes:
         Mirrors: kernel/kprobes.c:register_kprobe (v6.1).
         """
         addr, on_entry = self._kprobe_addr(kprobe)
-        if self._valid(kprobe) is not None:
+        if self._table.valid(kprobe) is not None:
             raise KernelError(errno.EINVAL, "the probe is registered already")
         self._check_address_safe(addr)
         given = kprobe.addr
@@ -98,6 +124,8 @@ class Kprobes:
         kprobe.flags = KprobeFlag.DISABLED if kprobe.disabled else KprobeFlag.NONE
         if on_entry:
             kprobe.flags |= KprobeFlag.ON_FUNC_ENTRY
+        if addr in self._fentry:
+            kprobe.flags |= KprobeFlag.FTRACE
         try:
             self._insert(kprobe)
         except KernelError:
@@ -109,10 +137,26 @@ class Kprobes:
         if old is not None:
             self._register_aggregate(old, kprobe)
             return
-        self._prepare(kprobe)
-        self._table[kprobe.address] = kprobe
+        if not kprobe.is_ftrace:
+            self._copies.prepare(kprobe)
+        self._table.put(kprobe)
         if not self.all_disarmed and not kprobe.is_disabled:
-            self._arm(kprobe)
+            self._arming.arm(kprobe)
+        self._try_to_optimize(kprobe)
+
+    def _try_to_optimize(self, kprobe: Kprobe) -> None:
+        """A probe that can be optimized gets an aggregator, be it alone or disabled.
+
+        Mirrors: kernel/kprobes.c:try_to_optimize_kprobe (v6.1).
+        """
+        if self.optimizer is None or kprobe.is_ftrace:
+            return
+        head = AggregatorProbe(addr=kprobe.address, report=self.hits.report)
+        self.optimizer.prepare(head)
+        kprobe.obstacle = head.obstacle
+        if head.detour is not None:
+            self._put_aggregator(head, kprobe)
+            self.optimizer.optimize(head)
 
     def register_kprobes(self, kprobes: Sequence[Kprobe]) -> None:
         """Register all or none. Raises: as register_kprobe; EINVAL for an empty sequence."""
@@ -130,20 +174,37 @@ class Kprobes:
 
         Mirrors: kernel/kprobes.c:__unregister_kprobe_top, __unregister_kprobe_bottom (v6.1).
         """
-        head = self._valid(kprobe)
+        head = self._table.valid(kprobe)
         if head is None:
             return
         self._disable(kprobe, head)
         if isinstance(head, AggregatorProbe):
-            head.members.remove(kprobe)
-            head.refresh_handlers()
-            kprobe.insn = None
-        if not isinstance(head, AggregatorProbe) or not head.members:
-            del self._table[head.address]
-            self._release(head)
+            self._remove_member(head, kprobe)
+        else:
+            self._table.remove(head)
+            self._copies.release(head)
         if kprobe.symbol_name is not None:
             # Linux keeps it, and refuses to register the structure again until its owner has cleared it.
             kprobe.addr = None
+
+    def _remove_member(self, head: AggregatorProbe, kprobe: Kprobe) -> None:
+        head.members.remove(kprobe)
+        kprobe.insn = None
+        self._refresh(head)
+        optimizer = self.optimizer
+        if not head.members:
+            # Linux: a jump that is still there keeps the aggregator until the worker has taken it back.
+            if optimizer is None or not optimizer.is_queued(head):
+                self._table.remove(head)
+                self._release(head)
+        elif optimizer is not None and not self.all_disarmed:
+            optimizer.optimize(head)
+
+    def _release(self, head: AggregatorProbe) -> None:
+        if self.optimizer is not None:
+            self.optimizer.free(head)
+        else:
+            self._copies.release(head)
 
     def unregister_kprobes(self, kprobes: Sequence[Kprobe]) -> None:
         for kprobe in kprobes:
@@ -152,25 +213,45 @@ class Kprobes:
     def _register_aggregate(self, old: Kprobe, kprobe: Kprobe) -> None:
         """A further probe at an address. Mirrors: kernel/kprobes.c:register_aggr_kprobe (v6.1)."""
         head = old if isinstance(old, AggregatorProbe) else self._aggregate(old)
-        kprobe.insn, kprobe.cost = head.insn, head.cost
+        if head.is_unused and self.optimizer is not None:
+            # On its way out, with a jump still in the text. Mirrors: reuse_unused_kprobe (v6.1).
+            head.flags &= ~KprobeFlag.DISABLED
+            self.optimizer.optimize(head)
+        kprobe.insn, kprobe.cost, kprobe.obstacle = head.insn, head.cost, head.obstacle
+        if kprobe.post_handler is not None and self.optimizer is not None:
+            self.optimizer.unoptimize(head, force=True)
         head.members.insert(0, kprobe)
-        head.refresh_handlers()
+        self._refresh(head)
         if head.is_disabled and not kprobe.is_disabled:
             head.flags &= ~KprobeFlag.DISABLED
+            self._refresh(head)
             if not self.all_disarmed:
-                self._arm(head)
+                self._arming.arm(head)
 
     def _aggregate(self, first: Kprobe) -> AggregatorProbe:
-        """Put an aggregator in the place of a single probe, armed as it was."""
         head = AggregatorProbe(addr=first.address, report=self.hits.report)
+        if self.optimizer is not None and not first.is_ftrace:
+            self.optimizer.prepare(head)
+        self._put_aggregator(head, first)
+        return head
+
+    def _put_aggregator(self, head: AggregatorProbe, first: Kprobe) -> None:
+        """Put an aggregator in the place of a single probe, armed as it was.
+
+        Mirrors: kernel/kprobes.c:init_aggr_kprobe (v6.1).
+        """
         head.flags = first.flags
         head.insn, head.cost = first.insn, first.cost
         head.members.append(first)
-        head.refresh_handlers()
-        # The dict keeps the place of the first registration, and so the order of kprobes/list.
-        self._table[first.address] = head
+        self._table.put(head)
+        self._refresh(head)
+
+    def _refresh(self, head: Kprobe) -> None:
+        """Let what happens at hits follow a change of the probes at an address or of their flags."""
+        if isinstance(head, AggregatorProbe):
+            head.refresh_handlers()
+        self._copies.fit(head)
         self.hits.install(head)
-        return head
 
     def _kprobe_addr(self, kprobe: Kprobe) -> tuple[GuestAddr, bool]:
         """The address meant, and whether it is a function's entry.
@@ -211,68 +292,29 @@ class Kprobes:
         """Mirrors: kernel/kprobes.c:within_kprobe_blacklist (v6.1)."""
         return _in_ranges(self._blacklist_sorted, addr)
 
-    def _prepare(self, kprobe: Kprobe) -> None:
-        """Check the instruction boundary and make the out-of-line copy.
-
-        Mirrors: arch/x86/kernel/kprobes/core.c:arch_prepare_kprobe (v6.1).
-        """
-        addr = kprobe.address
-        where = self._symbols.lookup(addr)
-        assert where is not None
-        start = where.symbol.address
-        body = self._text.original(start, where.symbol.size)
-        if addr not in self._arch.instruction_boundaries(body, start):
-            raise KernelError(errno.EILSEQ, f"{addr:#x} is not the start of an instruction")
-        slot = self.slots.get()
-        try:
-            prepared = self._arch.prepare(body[where.offset :], addr, slot)
-        except KernelError:
-            self.slots.put(slot)
-            raise
-        if prepared.emulate is not None:
-            self.slots.put(slot)
-            kprobe.insn = OutOfLine(prepared, None)
-        else:
-            self._text.poke(slot, prepared.slot_bytes)
-            kprobe.insn = OutOfLine(prepared, slot)
-        self.hits.install(kprobe)
-
-    def _release(self, kprobe: Kprobe) -> None:
-        self.hits.remove(kprobe)
-        if kprobe.insn is not None and kprobe.insn.slot is not None:
-            self.slots.put(kprobe.insn.slot)
-        kprobe.insn = None
-
     # Enabling and arming
-
-    def _valid(self, kprobe: Kprobe) -> Kprobe | None:
-        """The table's entry that this very probe belongs to. Mirrors: __get_valid_kprobe (v6.1)."""
-        if kprobe.addr is None:
-            return None
-        head = self._table.get(kprobe.addr)
-        if head is kprobe or (isinstance(head, AggregatorProbe) and any(m is kprobe for m in head.members)):
-            return head
-        return None
 
     def enable_kprobe(self, kprobe: Kprobe) -> None:
         """Raises: KernelError EINVAL when the probe isn't registered or its code is gone.
 
         Mirrors: kernel/kprobes.c:enable_kprobe (v6.1).
         """
-        head = self._valid(kprobe)
+        head = self._table.valid(kprobe)
         if head is None:
             raise KernelError(errno.EINVAL, "the probe isn't registered")
         if kprobe.is_gone:
             raise KernelError(errno.EINVAL, "the probed code is gone")
         if head is not kprobe:
             kprobe.flags &= ~KprobeFlag.DISABLED
+            self._refresh(head)
         if not self.all_disarmed and head.is_disabled:
             head.flags &= ~KprobeFlag.DISABLED
-            self._arm(head)
+            self._refresh(head)
+            self._arming.arm(head)
 
     def disable_kprobe(self, kprobe: Kprobe) -> None:
         """Raises: KernelError EINVAL when the probe isn't registered."""
-        head = self._valid(kprobe)
+        head = self._table.valid(kprobe)
         if head is None:
             raise KernelError(errno.EINVAL, "the probe isn't registered")
         self._disable(kprobe, head)
@@ -281,72 +323,92 @@ class Kprobes:
         """Mirrors: kernel/kprobes.c:__disable_kprobe (v6.1)."""
         if kprobe.is_disabled:
             return
-        kprobe.flags |= KprobeFlag.DISABLED
-        if head is kprobe:
-            if not self.all_disarmed:
-                self._disarm(head)
-        elif isinstance(head, AggregatorProbe) and all(m.is_disabled for m in head.members):
+        if head is not kprobe:
+            kprobe.flags |= KprobeFlag.DISABLED
+            self._refresh(head)
+        if head is kprobe or (isinstance(head, AggregatorProbe) and all(m.is_disabled for m in head.members)):
             if not self.all_disarmed and not head.is_disabled:
-                self._disarm(head)
+                self._arming.disarm(head)
             head.flags |= KprobeFlag.DISABLED
+            self._refresh(head)
 
-    def _arm(self, head: Kprobe) -> None:
-        self._text.poke(head.address, self._arch.breakpoint)
-
-    def _disarm(self, head: Kprobe) -> None:
-        self._text.poke(head.address, self._text.original(head.address, len(self._arch.breakpoint)))
+    @property
+    def all_disarmed(self) -> bool:
+        return self._table.all_disarmed
 
     def arm_all(self) -> None:
-        """Arm every probe that isn't disabled. Mirrors: kernel/kprobes.c:arm_all_kprobes (v6.1)."""
-        if not self.all_disarmed:
-            return
-        self.all_disarmed = False
-        breakpoint_ = self._arch.breakpoint
-        self._text.poke_batch((p.address, breakpoint_) for p in self._table.values() if not p.is_disabled)
-        self._log("kprobes: Kprobes globally enabled")
+        """See Arming.arm_all."""
+        self._arming.arm_all()
 
     def disarm_all(self) -> None:
-        """Disarm every probe. Mirrors: kernel/kprobes.c:disarm_all_kprobes (v6.1)."""
-        if self.all_disarmed:
-            return
-        self.all_disarmed = True
-        size = len(self._arch.breakpoint)
-        self._text.poke_batch(
-            (p.address, self._text.original(p.address, size))
-            for p in self._table.values()
-            if not p.is_disabled
-        )
-        self._log("kprobes: Kprobes globally disabled")
+        """See Arming.disarm_all."""
+        self._arming.disarm_all()
 
     def is_armed(self, kprobe: Kprobe) -> bool:
-        """Whether a breakpoint stands in the text for this probe."""
-        head = self._valid(kprobe)
+        """Whether text is patched for this probe's address."""
+        head = self._table.valid(kprobe)
         return head is not None and not head.is_disabled and not self.all_disarmed
 
+    def head(self, kprobe: Kprobe) -> Kprobe | None:
+        """The table's entry for a registered probe: itself, or its aggregator."""
+        return self._table.valid(kprobe)
+
+    def is_optimized(self, kprobe: Kprobe) -> bool:
+        """Whether a jump to the probe's detour stands in the text."""
+        head = self._table.valid(kprobe)
+        return isinstance(head, AggregatorProbe) and head.is_patched
+
+    def detour(self, kprobe: Kprobe) -> DetourBuffer | None:
+        """The detour of the probe's address, used or only prepared."""
+        head = self._table.valid(kprobe)
+        return head.detour if isinstance(head, AggregatorProbe) else None
+
     def mode(self, kprobe: Kprobe) -> str:
-        """How hits of a probe are taken now: int3, disarmed or gone."""
-        if kprobe.is_gone:
-            return "gone"
-        return "int3" if self.is_armed(kprobe) else "disarmed"
+        """How hits of a probe are taken now."""
+        return report.mode(self, kprobe)
 
     def reason(self, kprobe: Kprobe) -> str:
-        """Why the probe isn't in a better mode: the address and the rule."""
-        if kprobe.is_disabled:
-            return f"0x{kprobe.address:x}: the probe is disabled"
-        if self.all_disarmed:
-            return f"0x{kprobe.address:x}: all probes are disarmed, see kprobes/enabled"
-        if kprobe.post_handler is not None:
-            return f"0x{kprobe.address:x}: a post_handler needs the step's end"
-        return f"0x{kprobe.address:x}: this kernel is built without jump optimization"
+        """Why the probe isn't in a better mode: the address and the rule; empty in the best one."""
+        return report.reason(self, kprobe)
 
-    can_optimize = False
-    """CONFIG_OPTPROBES: this engine has no optimizer."""
-    optimization = False
+    @property
+    def can_optimize(self) -> bool:
+        """CONFIG_OPTPROBES."""
+        return self.optimizer is not None
+
+    @property
+    def optimization(self) -> bool:
+        """sysctl debug.kprobes-optimization."""
+        return self.optimizer is not None and self.optimizer.allowed
 
     def set_optimization(self, allowed: bool) -> None:
-        """Raises: KernelError EOPNOTSUPP when optimization is asked for."""
-        if allowed:
+        """Raises: KernelError EOPNOTSUPP without an optimizer.
+
+        Mirrors: kernel/kprobes.c:proc_kprobes_optimization_handler (v6.1).
+        """
+        if self.optimizer is None:
             raise KernelError(errno.EOPNOTSUPP, "built without jump optimization")
+        if allowed == self.optimizer.allowed:
+            return
+        self.optimizer.allow(allowed)
+        self._log(report.OPTIMIZATION_MESSAGES[allowed])
+
+    def set_optimized(self, kprobe: Kprobe, wanted: bool) -> None:
+        """Unoptimize and hold the probes of an address, or ask for their optimization again.
+
+        Raises: KernelError EINVAL (not registered), EOPNOTSUPP (unsafe, or a post_handler needs the step's
+        end).
+        """
+        head = self._table.valid(kprobe)
+        if head is None:
+            raise KernelError(errno.EINVAL, "the probe isn't registered")
+        optimizer = self.optimizer
+        if optimizer is not None and isinstance(head, AggregatorProbe) and head.detour is not None:
+            optimizer.hold(head, not wanted)
+            if not wanted or head.post_handler is None:
+                return
+        if wanted:
+            raise KernelError(errno.EOPNOTSUPP, self.reason(kprobe))
 
     # What debugfs shows
 
@@ -364,7 +426,7 @@ class Kprobes:
 
     def list_text(self) -> list[str]:
         """Lines of kprobes/list."""
-        return listing.list_lines(self._table.values(), self._symbols)
+        return listing.list_lines(self._table, self._symbols)
 
     def blacklist_text(self) -> list[str]:
         """Lines of kprobes/blacklist."""

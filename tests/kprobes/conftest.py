@@ -7,11 +7,15 @@ from collections.abc import Iterator
 import pytest
 
 from emulated_kernel.kernel import Kernel
+from emulated_kernel.kprobes.profile import Profile
+
+BREAKPOINTS = Profile("breakpoints", ftrace=False, optimizer=False)
+"""Every probe is an int3 with a step: what all other ways must be equal to."""
 
 
 @pytest.fixture
 def kernel() -> Iterator[Kernel]:
     """A kernel of the test's own; its text must be the original again when the test ends."""
-    with Kernel() as kernel:
+    with Kernel(profile=BREAKPOINTS) as kernel:
         yield kernel
         assert kernel.machine.text.verify() == []

@@ -17,6 +17,7 @@ from emulated_kernel.machine.layout import HOST_TEXT
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.registers import RegisterSet
 from tests.kprobes.boundaries import Boundary, all_boundaries
+from tests.kprobes.conftest import BREAKPOINTS
 from tests.kprobes.functions import ProbesEverywhere, Runner
 from tests.kprobes.states import Arena, build_arena, generate, writable_memory
 
@@ -29,7 +30,7 @@ EFAULT = (1 << 64) - 14
 
 @pytest.fixture
 def kernel() -> Iterator[Kernel]:
-    with Kernel(CONFIG) as kernel:
+    with Kernel(CONFIG, profile=BREAKPOINTS) as kernel:
         yield kernel
 
 
@@ -125,7 +126,7 @@ def _raw(kernel: Kernel, task: GuestTask, name: str, *args: int) -> int:
 
 def test_system_calls_under_probes_leave_the_same_machine() -> None:
     """Two machines of one seed do the same; all that differs in their memory would be the probes' doing."""
-    with Kernel(CONFIG) as plain, Kernel(CONFIG) as probed:
+    with Kernel(CONFIG) as plain, Kernel(CONFIG, profile=BREAKPOINTS) as probed:
         boundaries = all_boundaries(probed.image)
         expected = _session(plain)
         assert expected.count(EFAULT) >= 6

@@ -12,6 +12,7 @@ import pytest
 from emulated_kernel.arch.x86.arch import X86_64
 from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.machine.machine import Machine
+from tests.kprobes.conftest import BREAKPOINTS
 from tests.kprobes.states import build_arena, generate, image_and_arena
 from tests.kprobes.transparency import Stepper, differences
 from tests.machine import guests
@@ -101,9 +102,15 @@ def _kprobes(machine: Machine, code: bytes) -> Kprobes:
     machine.text.poke(CODE, padded)
     machine.text.adopt(guests.TEXT, machine.text.current(guests.TEXT, 0x4000))
     image = SimpleNamespace(
-        kallsyms=Symbols(), text_ranges=[(CODE, CODE + 64)], blacklist=[], bugs=[], arch="x86_64"
+        kallsyms=Symbols(),
+        text_ranges=[(CODE, CODE + 64)],
+        blacklist=[],
+        bugs=[],
+        ex_table=[],
+        mcount=[],
+        arch="x86_64",
     )
-    kprobes = Kprobes(machine, image, X86_64(), print)
+    kprobes = Kprobes(machine, image, X86_64(), print, BREAKPOINTS)
     machine.fault_hook = kprobes.hits.fix_fault
     machine.calls.on_leave = kprobes.hits.abandon
     return kprobes

@@ -17,6 +17,7 @@ from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from tests.kprobes.boundaries import Boundary, all_boundaries
+from tests.kprobes.conftest import BREAKPOINTS
 from tests.kprobes.functions import ProbesEverywhere
 from tests.kprobes.model import Entry, Model
 
@@ -31,7 +32,7 @@ CALLS: dict[str, tuple[int | str | bytes, ...]] = {
 @cache
 def reference() -> tuple[tuple[Boundary, ...], dict[str, Counter[int]]]:
     """The probeable instructions of the functions, and how often a call executes each."""
-    with Kernel() as kernel:
+    with Kernel(profile=BREAKPOINTS) as kernel:
         boundaries = [b for b in all_boundaries(kernel.image) if b.function in CALLS]
         counts = {}
         with ProbesEverywhere(kernel.kprobes, boundaries) as probes:
@@ -72,7 +73,7 @@ class Probing(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.kernel = Kernel()
+        self.kernel = Kernel(profile=BREAKPOINTS)
         self.model = Model()
         self.hits: Counter[int] = Counter()
         """By the number of the probe."""
@@ -219,6 +220,6 @@ class Probing(RuleBasedStateMachine):
 
 
 Probing.TestCase.settings = settings(
-    derandomize=True, max_examples=300, stateful_step_count=40, deadline=None, database=None
+    derandomize=True, max_examples=200, stateful_step_count=40, deadline=None, database=None
 )
 TestProbing = Probing.TestCase

@@ -15,6 +15,7 @@ import pytest
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.kernel import Kernel
 from tests.kprobes.boundaries import ERRNOS, Boundary, all_boundaries, verdict
+from tests.kprobes.conftest import BREAKPOINTS
 from tests.kprobes.states import Arena, build_arena, generate, image_and_arena, writable_memory
 from tests.kprobes.transparency import Effect, Stepper, differences
 
@@ -25,7 +26,7 @@ RAM = 24 << 20
 
 @pytest.fixture(scope="module")
 def kernel() -> Iterator[Kernel]:
-    with Kernel(MachineConfig(ram_size=RAM)) as kernel:
+    with Kernel(MachineConfig(ram_size=RAM), profile=BREAKPOINTS) as kernel:
         yield kernel
 
 

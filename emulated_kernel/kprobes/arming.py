@@ -1,0 +1,122 @@
+"""Arming: the breakpoint, call or jump of a probe comes into the text, or goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from emulated_kernel.arch.base import Arch
+from emulated_kernel.kprobes.ftrace import FtraceSites
+from emulated_kernel.kprobes.kprobe import AggregatorProbe, Kprobe
+from emulated_kernel.kprobes.optimizer import Optimizer
+from emulated_kernel.kprobes.table import ProbeTable
+
+
+class ArmedText(Protocol):
+    def poke(self, va: int, data: bytes, /) -> None: ...
+
+    def poke_batch(self, pokes: Iterable[tuple[int, bytes]], /) -> None: ...
+
+    def original(self, va: int, size: int, /) -> bytes: ...
+
+
+class Breakpoints:
+    """Writes and takes back the breakpoint at a probed address.
+
+    Mirrors: arch/x86/kernel/kprobes/core.c:arch_arm_kprobe, arch_disarm_kprobe (v6.1).
+    """
+
+    def __init__(self, text: ArmedText, arch: Arch) -> None:
+        self._text = text
+        self._breakpoint = arch.breakpoint
+
+    def set(self, *probes: Kprobe) -> None:
+        self._text.poke_batch((probe.address, self._breakpoint) for probe in probes)
+
+    def clear(self, *probes: Kprobe) -> None:
+        original, size = self._text.original, len(self._breakpoint)
+        self._text.poke_batch((probe.address, original(probe.address, size)) for probe in probes)
+
+
+class Arming:
+    """Arms and disarms one probe, or all. Mirrors: kernel/kprobes.c (v6.1)."""
+
+    def __init__(
+        self,
+        table: ProbeTable,
+        breakpoints: Breakpoints,
+        sites: FtraceSites | None,
+        optimizer: Optimizer | None,
+        log: Callable[[str], None],
+    ) -> None:
+        self._table = table
+        self._breakpoints = breakpoints
+        self._sites = sites
+        self._optimizer = optimizer
+        self._log = log
+
+    def arm(self, head: Kprobe) -> None:
+        """Mirrors: arm_kprobe, __arm_kprobe (v6.1)."""
+        if self._sites is not None and head.is_ftrace:
+            self._sites.arm(head)
+            return
+        self._uncover(head)
+        # Linux: a jump that was about to be taken back gets a breakpoint over it for good, and counts as
+        # optimized. Deviates: it stays.
+        if not (isinstance(head, AggregatorProbe) and head.is_patched):
+            self._breakpoints.set(head)
+        if self._optimizer is not None:
+            self._optimizer.optimize(head)
+
+    def _uncover(self, head: Kprobe) -> None:
+        """Take back a jump that lies over the probed address."""
+        covering = self._optimizer.covering(head.address) if self._optimizer is not None else None
+        if covering is not None:
+            assert self._optimizer is not None
+            self._optimizer.unoptimize(covering, force=True)
+
+    def disarm(self, head: Kprobe) -> None:
+        """Mirrors: disarm_kprobe, __disarm_kprobe (v6.1)."""
+        optimizer = self._optimizer
+        if self._sites is not None and head.is_ftrace:
+            self._sites.disarm(head)
+        elif optimizer is None:
+            self._breakpoints.clear(head)
+        else:
+            optimizer.unoptimize(head, force=False)
+            # Queued: the worker disarms it. Linux: a probe that this one kept from its jump stays without,
+            # for when it is asked about, this one isn't marked as disabled yet.
+            if not optimizer.is_queued(head):
+                self._breakpoints.clear(head)
+
+    def arm_all(self) -> None:
+        """Arm every probe that isn't disabled. Mirrors: kernel/kprobes.c:arm_all_kprobes (v6.1)."""
+        if not self._table.all_disarmed:
+            return
+        self._table.all_disarmed = False
+        enabled = [head for head in self._table if not head.is_disabled]
+        # Nothing is optimized while all is disarmed, so that no breakpoint gets into a jump.
+        self._breakpoints.set(*[head for head in enabled if not head.is_ftrace])
+        for head in enabled:
+            if self._sites is not None and head.is_ftrace:
+                self._sites.arm(head)
+            elif self._optimizer is not None:
+                self._uncover(head)
+                self._optimizer.optimize(head)
+        self._log("kprobes: Kprobes globally enabled")
+
+    def disarm_all(self) -> None:
+        """Disarm every probe. Mirrors: kernel/kprobes.c:disarm_all_kprobes (v6.1)."""
+        if self._table.all_disarmed:
+            return
+        self._table.all_disarmed = True
+        enabled = [head for head in self._table if not head.is_disabled]
+        for head in enabled:
+            if self._sites is not None and head.is_ftrace:
+                self._sites.disarm(head)
+            elif self._optimizer is not None:
+                self._optimizer.unoptimize(head, force=True)
+        self._breakpoints.clear(*[head for head in enabled if not head.is_ftrace])
+        if self._optimizer is not None:
+            self._optimizer.flush()
+        self._log("kprobes: Kprobes globally disabled")

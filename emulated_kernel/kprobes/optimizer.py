@@ -1,0 +1,292 @@
+"""The optimizer: from a breakpoint to a jump and back, later and when no CPU stands in the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from emulated_kernel.abi import GuestAddr
+from emulated_kernel.arch.base import Arch, OptimizationRules
+from emulated_kernel.errors import KernelError
+from emulated_kernel.kprobes.hit import HitHandling
+from emulated_kernel.kprobes.kprobe import AggregatorProbe, DetourBuffer, Kprobe, KprobeFlag
+from emulated_kernel.kprobes.slots import SlotText
+from emulated_kernel.kprobes.table import ProbeTable
+from emulated_kernel.kprobes.text_poke import TextPoker
+from emulated_kernel.kprobes.work import DelayedWork
+from emulated_kernel.machine.traps import HardwareError
+
+OPTIMIZE_DELAY = 5
+"""Jiffies from the first request to the optimizer's run, so that several are done at once."""
+
+
+class OptimizedText(SlotText, Protocol):
+    def original(self, va: int, size: int, /) -> bytes: ...
+
+    def current(self, va: int, size: int, /) -> bytes: ...
+
+
+Spans = Sequence[tuple[int, int]]
+"""Address ranges [start, end)."""
+
+
+class Optimizer:
+    """Jump optimization of aggregator probes. Callers hold the kernel's control lock.
+
+    Three lists hold what has been asked for; `work` does it. Mirrors: kernel/kprobes.c (v6.1), the part
+    under CONFIG_OPTPROBES.
+    """
+
+    def __init__(
+        self,
+        table: ProbeTable,
+        rules: OptimizationRules,
+        arch: Arch,
+        text: OptimizedText,
+        poker: TextPoker,
+        hits: HitHandling,
+        disarm: Callable[[Kprobe], None],
+        release: Callable[[Kprobe], None],
+    ) -> None:
+        """`disarm` takes a breakpoint out of the text, `release` gives a probe's copy back."""
+        self._table = table
+        self._rules = rules
+        self._arch = arch
+        self._text = text
+        self._poker = poker
+        self._hits = hits
+        self._disarm = disarm
+        self._release = release
+        self.allowed = True
+        """sysctl debug.kprobes-optimization."""
+        self.optimizing: list[AggregatorProbe] = []
+        self.unoptimizing: list[AggregatorProbe] = []
+        self.freeing: list[AggregatorProbe] = []
+        self.work = DelayedWork(self._run)
+        self.is_quiescent: Callable[[Spans], bool] = lambda _spans: True
+        """Whether no task was interrupted, or comes back, within the ranges."""
+
+    # Detours
+
+    def prepare(self, head: AggregatorProbe) -> None:
+        """Make the detour of a probe; where there can't be one its `obstacle` says why.
+
+        Mirrors: arch/x86/kernel/kprobes/opt.c:arch_prepare_optimized_kprobe (v6.1).
+        """
+        addr = head.address
+        length = self._rules.detoured_length(addr)
+        if isinstance(length, str):
+            head.obstacle = length
+            return
+        try:
+            buffer = self._text.alloc_text(self._arch.max_detour)
+        except HardwareError:
+            head.obstacle = f"0x{addr:x}: no executable memory left for a detour buffer"
+            return
+        try:
+            detour = self._arch.detour(self._text.original(addr, length), addr, length, buffer)
+            jump = self._arch.relative_jump(addr, buffer)
+        except KernelError as error:
+            self._text.free_text(buffer)
+            head.obstacle = f"0x{addr:x}: {error.strerror}"
+            return
+        self._text.poke(buffer, detour.code)
+        head.detour = DetourBuffer(
+            address=GuestAddr(buffer),
+            length=length,
+            trap=buffer + detour.trap,
+            copied=buffer + detour.copied,
+            size=len(detour.code),
+            jump=jump,
+        )
+
+    def _discard(self, head: AggregatorProbe) -> None:
+        """Mirrors: arch/x86/kernel/kprobes/opt.c:arch_remove_optimized_kprobe (v6.1)."""
+        detour, head.detour = head.detour, None
+        if detour is not None:
+            self._hits.remove_detour(detour.trap)
+            self._text.free_text(detour.address)
+
+    def free(self, head: AggregatorProbe) -> None:
+        """Give back all that a probe without members holds. Mirrors: free_aggr_kprobe (v6.1)."""
+        self._discard(head)
+        self._release(head)
+
+    # Questions
+
+    def is_queued(self, head: Kprobe) -> bool:
+        """Whether the worker still has to do with it. Mirrors: kprobe_queued (v6.1)."""
+        return any(head in ops for ops in (self.optimizing, self.unoptimizing, self.freeing))
+
+    def is_disarmed(self, head: Kprobe) -> bool:
+        """Mirrors: kernel/kprobes.c:kprobe_disarmed (v6.1)."""
+        return head.is_disabled and not self.is_queued(head)
+
+    def covering(self, addr: int) -> AggregatorProbe | None:
+        """The probe that can be optimized and whose jump would cover `addr` behind its first byte.
+
+        Linux: only the nearest probe before `addr` is looked at.
+        Mirrors: kernel/kprobes.c:get_optimized_kprobe (v6.1).
+        """
+        for distance in range(1, self._arch.max_detoured):
+            found = self._table.get(addr - distance)
+            if isinstance(found, AggregatorProbe) and found.detour is not None:
+                return found if distance < found.detour.length else None
+            if found is not None:
+                return None
+        return None
+
+    def blocked_by(self, head: AggregatorProbe) -> Kprobe | None:
+        """An armed probe in what the jump would cover. Mirrors: arch_check_optimized_kprobe (v6.1)."""
+        assert head.detour is not None
+        for distance in range(1, head.detour.length):
+            other = self._table.get(head.address + distance)
+            if other is not None and not self.is_disarmed(other):
+                return other
+        return None
+
+    # Requests
+
+    def optimize(self, head: Kprobe) -> None:
+        """Queue a probe for its jump, if it may have one. Mirrors: optimize_kprobe (v6.1)."""
+        if not isinstance(head, AggregatorProbe) or head.detour is None or head.is_held:
+            return
+        if not self.allowed or head.is_disabled or self._table.all_disarmed:
+            return
+        if head.post_handler is not None or self.blocked_by(head) is not None:
+            return
+        if head.is_optimized:
+            if head in self.unoptimizing:
+                self.unoptimizing.remove(head)
+            return
+        self._mark(head, optimized=True)
+        self.optimizing.insert(0, head)
+        self._kick()
+
+    def unoptimize(self, head: Kprobe, *, force: bool) -> None:
+        """Take the jump back: later by the worker, or with `force` now.
+
+        Mirrors: kernel/kprobes.c:unoptimize_kprobe (v6.1).
+        """
+        if not isinstance(head, AggregatorProbe) or self.is_disarmed(head) or not head.is_optimized:
+            return
+        if head in self.optimizing:
+            self.optimizing.remove(head)
+            self._mark(head, optimized=False)
+        elif head in self.unoptimizing:
+            if force:
+                self._expose_breakpoint(head)
+                self.unoptimizing.remove(head)
+                self.freeing.append(head)
+        elif force:
+            self._expose_breakpoint(head)
+        else:
+            self.unoptimizing.insert(0, head)
+            self._kick()
+
+    def allow(self, allowed: bool) -> None:
+        """Let probes be optimized from now on, or take all jumps back before this returns.
+
+        Mirrors: kernel/kprobes.c:optimize_all_kprobes, unoptimize_all_kprobes (v6.1).
+        """
+        if allowed == self.allowed:
+            return
+        self.allowed = allowed
+        for head in list(self._table):
+            if head.is_disabled:
+                continue
+            if allowed:
+                self.optimize(head)
+            else:
+                self.unoptimize(head, force=False)
+        if not allowed:
+            self.flush()
+
+    def hold(self, head: AggregatorProbe, held: bool) -> None:
+        """Keep one probe unoptimized, or let it be optimized again; done when this returns."""
+        head.is_held = held
+        if held:
+            self.unoptimize(head, force=False)
+        else:
+            self.optimize(head)
+        self.flush()
+
+    # The worker
+
+    def flush(self) -> None:
+        """Do now what is queued. Mirrors: kernel/kprobes.c:wait_for_kprobe_optimizer (v6.1).
+
+        Linux: waits for the quiescence too. Deviates: the guest stands still here, so that what isn't
+        quiescent stays queued.
+        """
+        if self.optimizing or self.unoptimizing:
+            self.work.flush()
+
+    def _kick(self) -> None:
+        self.work.schedule(OPTIMIZE_DELAY)
+
+    def _run(self) -> None:
+        """Mirrors: kernel/kprobes.c:kprobe_optimizer (v6.1)."""
+        self._unoptimize_all()
+        if self.is_quiescent(self._affected()):
+            self._optimize_all()
+            for head in self.freeing:
+                self.free(head)
+            self.freeing.clear()
+        if self.optimizing or self.unoptimizing or self.freeing:
+            self._kick()
+
+    def _affected(self) -> list[tuple[int, int]]:
+        """Where no CPU may stand: text that a jump is about to cover, detours and slots about to go."""
+        spans = []
+        for head in self.optimizing:
+            assert head.detour is not None
+            spans.append((head.address + 1, head.address + head.detour.length))
+        for head in self.freeing:
+            if head.detour is not None:
+                spans.append((head.detour.address, head.detour.address + head.detour.size))
+            if head.insn is not None and head.insn.slot is not None:
+                spans.append((head.insn.slot, head.insn.slot + self._arch.max_insn_size))
+        return spans
+
+    def _unoptimize_all(self) -> None:
+        """Mirrors: kernel/kprobes.c:do_unoptimize_kprobes (v6.1)."""
+        for head in self.unoptimizing:
+            self._expose_breakpoint(head)
+        done = self.freeing + self.unoptimizing
+        self.unoptimizing.clear()
+        self.freeing.clear()
+        for head in done:
+            if head.is_disabled and not head.is_gone:
+                self._disarm(head)
+            if not head.is_unused:
+                continue
+            if self._table.get(head.address) is head:
+                self._table.remove(head)
+                self._hits.remove(head)
+            self.freeing.append(head)
+
+    def _optimize_all(self) -> None:
+        """Mirrors: arch/x86/kernel/kprobes/opt.c:arch_optimize_kprobes (v6.1)."""
+        if self._table.all_disarmed or not self.allowed:
+            return
+        size = len(self._arch.breakpoint)
+        for head in self.optimizing:
+            assert head.detour is not None
+            head.saved_tail = self._text.current(head.address + size, self._arch.jump_size - size)
+            self._poker.replace(head.address, head.detour.jump)
+            head.is_patched = True
+        self.optimizing.clear()
+
+    def _expose_breakpoint(self, head: AggregatorProbe) -> None:
+        """Mirrors: kernel/kprobes.c:force_unoptimize_kprobe (v6.1)."""
+        self._poker.expose_breakpoint(head.address, self._arch.breakpoint + head.saved_tail)
+        head.is_patched = False
+        self._mark(head, optimized=False)
+
+    def _mark(self, head: AggregatorProbe, *, optimized: bool) -> None:
+        if optimized:
+            head.flags |= KprobeFlag.OPTIMIZED
+        else:
+            head.flags &= ~KprobeFlag.OPTIMIZED
+        self._hits.install(head)

@@ -1,0 +1,95 @@
+"""Out-of-line copies: prepared when a probe is registered, given back when it goes."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterable
+from typing import Protocol
+
+from emulated_kernel.arch.base import Arch
+from emulated_kernel.errors import KernelError
+from emulated_kernel.kprobes.hit import HitHandling
+from emulated_kernel.kprobes.kprobe import Kprobe, OutOfLine
+from emulated_kernel.kprobes.listing import Lookup
+from emulated_kernel.kprobes.profile import Profile
+from emulated_kernel.kprobes.slots import InsnSlots, SlotText
+
+
+class CopiedText(SlotText, Protocol):
+    def original(self, va: int, size: int, /) -> bytes: ...
+
+
+class Copies:
+    """Copies probed instructions into insn slots.
+
+    Mirrors: arch/x86/kernel/kprobes/core.c:arch_prepare_kprobe, arch_remove_kprobe (v6.1).
+    """
+
+    def __init__(
+        self,
+        text: CopiedText,
+        symbols: Lookup,
+        ex_table: Iterable[tuple[int, int]],
+        arch: Arch,
+        hits: HitHandling,
+        profile: Profile,
+    ) -> None:
+        self._text = text
+        self._symbols = symbols
+        self._may_fault = frozenset(insn for insn, _ in ex_table)
+        self._arch = arch
+        self._hits = hits
+        self._boosts = not profile.preemption
+        self.slots = InsnSlots(text, arch.max_insn_size)
+
+    def prepare(self, kprobe: Kprobe) -> None:
+        """Check the instruction boundary and make the copy.
+
+        Raises: KernelError EILSEQ, ENOMEM, EINVAL or EOPNOTSUPP (can't be copied).
+        """
+        addr = kprobe.address
+        where = self._symbols.lookup(addr)
+        assert where is not None
+        start = where.symbol.address
+        body = self._text.original(start, where.symbol.size)
+        if addr not in self._arch.instruction_boundaries(body, start):
+            raise KernelError(errno.EILSEQ, f"{addr:#x} is not the start of an instruction")
+        slot = self.slots.get()
+        try:
+            prepared = self._arch.prepare(body[where.offset :], addr, slot, may_fault=addr in self._may_fault)
+        except KernelError:
+            self.slots.put(slot)
+            raise
+        if prepared.emulate is not None:
+            self.slots.put(slot)
+            kprobe.insn = OutOfLine(prepared, None)
+        else:
+            self._text.poke(slot, prepared.slot_bytes)
+            kprobe.insn = OutOfLine(prepared, slot)
+        self.fit(kprobe)
+        self._hits.install(kprobe)
+
+    def fit(self, head: Kprobe) -> None:
+        """End the copy by a jump back where that can be, by the step's end where it can't.
+
+        Linux: boosted once and for all, so that a post_handler added later never runs. Deviates: it does.
+        """
+        insn = head.insn
+        if insn is None or insn.slot is None:
+            return
+        boosted = self._boosts and insn.prepared.boostable and head.post_handler is None
+        if boosted == insn.boosted:
+            return
+        end = insn.prepared.length
+        tail = insn.prepared.slot_bytes[end:]
+        if boosted:
+            tail = self._arch.relative_jump(insn.slot + end, head.address + end)
+        self._text.poke(insn.slot + end, tail)
+        insn.boosted = boosted
+
+    def release(self, kprobe: Kprobe) -> None:
+        """Give the slot back and forget the ways into the probe."""
+        self._hits.remove(kprobe)
+        if kprobe.insn is not None and kprobe.insn.slot is not None:
+            self.slots.put(kprobe.insn.slot)
+        kprobe.insn = None

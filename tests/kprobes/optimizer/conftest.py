@@ -1,0 +1,96 @@
+"""A booted kernel, and probes that note their hits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from emulated_kernel.config import MachineConfig
+from emulated_kernel.errors import KernelError
+from emulated_kernel.kernel import Kernel
+from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.kprobes.optimizer import Optimizer
+
+GCD_HEAD, GCD_TAIL = 5, 8
+"""gcd: a jump at the first covers the second, and the second can have one too."""
+
+
+@dataclass
+class Probed:
+    """A kernel with what tests do to it; `hits` has a line for each call of a handler."""
+
+    kernel: Kernel
+    hits: list[tuple[str, int]] = field(default_factory=list)
+
+    @property
+    def optimizer(self) -> Optimizer:
+        optimizer = self.kernel.kprobes.optimizer
+        assert optimizer is not None
+        return optimizer
+
+    def address(self, symbol: str, offset: int = 0) -> int:
+        found = self.kernel.image.kallsyms.lookup_name(symbol)
+        assert found is not None
+        return found + offset
+
+    def probe(self, symbol: str, offset: int = 0, at: int | None = None, **options: Any) -> Kprobe:
+        """Register a probe that notes its hits as (symbol, offset); `at` if several symbols have the name."""
+
+        def note(_kprobe: Kprobe, _regs: Any) -> None:
+            self.hits.append((symbol, offset))
+
+        options = {"pre_handler": note, **options}
+        place: dict[str, Any] = {"symbol_name": symbol, "offset": offset} if at is None else {"addr": at}
+        kprobe = Kprobe(**place, **options)
+        self.kernel.register_kprobe(kprobe)
+        return kprobe
+
+    def flags(self) -> dict[str, str]:
+        """symbol+offset to the flags in kprobes/list; of several probes there, joined by a comma."""
+        found: dict[str, str] = {}
+        for line in self.kernel.kprobes.list_text():
+            _, _, place, *flags = line.split()
+            text = "".join(flags)
+            found[place] = f"{found[place]},{text}" if place in found else text
+        return found
+
+    def text(self, symbol: str, offset: int, size: int = 5) -> bytes:
+        return self.kernel.machine.text.current(self.address(symbol, offset), size)
+
+    def gcd(self) -> list[tuple[str, int]]:
+        """Call gcd(12, 18), check the result, and return the hits of it."""
+        self.hits.clear()
+        address = self.address("gcd")
+        assert self.kernel.machine.call(address, 12, 18) == 6
+        return list(self.hits)
+
+    def settle(self) -> None:
+        """Let the optimizer do all that it has to do."""
+        self.optimizer.work.flush()
+
+
+@pytest.fixture
+def boot() -> Iterator[Callable[[str], Probed]]:
+    """Boots a kernel of a profile."""
+    kernels: list[Kernel] = []
+
+    def build(profile: str = "linux-6.1") -> Probed:
+        try:
+            kernels.append(Kernel(MachineConfig(profile=profile)))
+        except KernelError as error:
+            pytest.skip(f"no prebuilt kernel: {error}")
+        return Probed(kernels[-1])
+
+    yield build
+    for kernel in kernels:
+        assert kernel.machine.text.verify() == []
+        kernel.close()
+
+
+@pytest.fixture
+def probed(boot: Callable[[str], Probed]) -> Probed:
+    """A kernel of the default profile."""
+    return boot("linux-6.1")

@@ -1,0 +1,400 @@
+"""The optimizer's lists: who gets a jump, who loses it, and that no hit is lost on the way."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.kprobes.optimizer import OPTIMIZE_DELAY
+from emulated_kernel.kprobes.text_poke import PokeStep
+from tests.kprobes.optimizer.conftest import GCD_HEAD, GCD_TAIL, Probed
+
+HIT = ("gcd", GCD_HEAD)
+INNER = ("gcd", GCD_TAIL)
+
+
+class TestSteps:
+    """Each step of a patch is a state in which the guest may run."""
+
+    @pytest.fixture
+    def steps(self, probed: Probed) -> list[tuple[PokeStep, bytes, int, list[tuple[str, int]]]]:
+        """(step, bytes at the probe, bytes in the ledger, hits of a call) at each step from here on."""
+        seen = []
+
+        def look(step: PokeStep, address: int) -> None:
+            text = probed.kernel.machine.text
+            assert text.verify() == []
+            seen.append((step, text.current(address, 5), len(text.ledger), probed.gcd()))
+
+        probed.kernel.kprobes.poker.on_step = look
+        return seen
+
+    def test_optimizing(self, probed: Probed, steps: list[Any]) -> None:
+        original = probed.text("gcd", GCD_HEAD)
+        probe = probed.probe("gcd", GCD_HEAD)
+        assert steps == [], "an int3 is one byte, and no step"
+        probed.settle()
+        detour = probed.kernel.kprobes.detour(probe)
+        assert detour is not None
+        jump = detour.jump
+        assert [step[:2] for step in steps] == [
+            (PokeStep.BREAKPOINT, b"\xcc" + original[1:]),
+            (PokeStep.TAIL, b"\xcc" + jump[1:]),
+            (PokeStep.FIRST_BYTE, jump),
+        ]
+        assert [step[2] for step in steps[:1]] == [1]
+        assert all(step[3] == [HIT] for step in steps)
+
+    def test_unoptimizing(self, probed: Probed, steps: list[Any]) -> None:
+        original = probed.text("gcd", GCD_HEAD)
+        probed.probe("gcd", GCD_HEAD)
+        probed.settle()
+        jump = probed.text("gcd", GCD_HEAD)
+        steps.clear()
+        probed.kernel.kprobes.set_optimization(False)
+        assert [step[:2] for step in steps] == [
+            (PokeStep.BREAKPOINT, b"\xcc" + jump[1:]),
+            (PokeStep.TAIL, b"\xcc" + original[1:]),
+        ]
+        assert all(step[3] == [HIT] for step in steps)
+        assert len(probed.kernel.machine.text.ledger) == 1
+
+    def test_a_disabled_probe_is_passed_through(self, probed: Probed, steps: list[Any]) -> None:
+        probe = probed.probe("gcd", GCD_HEAD)
+        probed.settle()
+        probed.kernel.disable_kprobe(probe)
+        assert probed.text("gcd", GCD_HEAD)[0] == 0xE9
+        assert probed.gcd() == []
+        steps.clear()
+        probed.settle()
+        assert all(step[3] == [] for step in steps)
+        assert probed.kernel.machine.text.ledger == {}
+
+    def test_fentry_site(self, probed: Probed, steps: list[Any]) -> None:
+        nop = probed.text("gcd", 0)
+        probe = probed.probe("gcd")
+        call = probed.text("gcd", 0)
+        assert call[0] == 0xE8
+        probed.kernel.disable_kprobe(probe)
+        assert [step[1] for step in steps] == [
+            b"\xcc" + nop[1:], b"\xcc" + call[1:], call, b"\xcc" + call[1:], b"\xcc" + nop[1:], nop,
+        ]  # fmt: skip
+        assert [step[3] for step in steps] == [[("gcd", 0)]] * 3 + [[]] * 3
+
+
+class TestHits:
+    def test_exact_across_modes(self, probed: Probed) -> None:
+        kprobes = probed.kernel.kprobes
+        probe = probed.probe("gcd", GCD_HEAD)
+        for _ in range(3):
+            assert (kprobes.mode(probe), probed.gcd()) == ("int3", [HIT])
+            probed.settle()
+            assert (kprobes.mode(probe), probed.gcd()) == ("optimized", [HIT])
+            kprobes.set_optimization(False)
+            assert (kprobes.mode(probe), probed.gcd()) == ("int3", [HIT])
+            kprobes.set_optimization(True)
+        assert probe.nmissed == 0
+        probed.kernel.unregister_kprobe(probe)
+        assert probed.gcd() == []
+
+    def test_registers(self, probed: Probed) -> None:
+        """By a jump a handler sees what it sees by a breakpoint."""
+        seen: list[tuple[int, ...]] = []
+        names = ("ip", "sp", "flags", "cs", "ss", "orig_ax", "ax", "di", "si", "dx", "bx", "bp", "r8", "r15")
+
+        def look(_kprobe: Kprobe, regs: Any) -> None:
+            seen.append(tuple(getattr(regs, name) for name in names))
+
+        probed.probe("gcd", GCD_HEAD, pre_handler=look)
+        probed.gcd()
+        probed.settle()
+        probed.gcd()
+        live, saved = seen
+        assert saved == live
+        assert live[0] == probed.address("gcd", GCD_HEAD + 1)
+
+    def test_a_handler_changes_registers(self, probed: Probed) -> None:
+        def change(_kprobe: Kprobe, regs: Any) -> None:
+            regs.di, regs.si = 35, 49
+
+        probed.probe("gcd", GCD_HEAD, pre_handler=change)
+        call = probed.kernel.machine.call
+        assert call(probed.address("gcd"), 1, 1) == 7
+        probed.settle()
+        assert call(probed.address("gcd"), 1, 1) == 7
+
+    def test_members_fire_newest_first(self, probed: Probed) -> None:
+        order: list[str] = []
+        for name in ("first", "second", "third"):
+            probed.probe("gcd", GCD_HEAD, pre_handler=lambda _kp, _regs, name=name: order.append(name))
+        probed.settle()
+        probed.gcd()
+        assert order == ["third", "second", "first"]
+
+    def test_a_handler_cannot_go_elsewhere(self, probed: Probed) -> None:
+        """Linux: a changed ip and a true result count for nothing on the detour."""
+
+        def leave(_kprobe: Kprobe, regs: Any) -> int:
+            regs.ip = 0
+            return 1
+
+        probed.probe("gcd", GCD_HEAD)
+        probed.probe("gcd", GCD_HEAD, pre_handler=leave)
+        probed.settle()
+        assert probed.gcd() == [HIT]
+
+    def test_a_member_can_be_disabled(self, probed: Probed) -> None:
+        kept, other = probed.probe("gcd", GCD_HEAD), probed.probe("gcd", GCD_HEAD)
+        probed.settle()
+        probed.kernel.disable_kprobe(other)
+        assert (probed.gcd(), probed.flags()) == ([HIT], {"gcd+0x5": "[DISABLED][OPTIMIZED],[OPTIMIZED]"})
+        probed.kernel.disable_kprobe(kept)
+        probed.settle()
+        assert probed.gcd() == []
+        probed.kernel.enable_kprobe(other)
+        assert probed.gcd() == [HIT]
+
+
+class TestWhoIsOptimized:
+    def test_waits_five_jiffies(self, probed: Probed) -> None:
+        work, now = probed.optimizer.work, [100]
+        work.now_jiffies = lambda: now[0]
+        probe = probed.probe("gcd", GCD_HEAD)
+        now[0] += OPTIMIZE_DELAY - 1
+        work.run_if_due()
+        assert probed.kernel.kprobes.mode(probe) == "int3"
+        now[0] += 1
+        work.run_if_due()
+        assert probed.kernel.kprobes.mode(probe) == "optimized"
+        assert not work.is_pending
+
+    def test_a_post_handler_prevents_it(self, probed: Probed) -> None:
+        probe = probed.probe("gcd", GCD_HEAD)
+        probed.settle()
+        done: list[int] = []
+        late = probed.probe("gcd", GCD_HEAD, post_handler=lambda _kp, regs: done.append(regs.ip))
+        assert probed.text("gcd", GCD_HEAD)[0] == 0xCC
+        assert "post_handler" in probed.kernel.kprobes.reason(probe)
+        probed.settle()
+        assert (probed.gcd(), len(done)) == ([HIT, HIT], 1)
+        probed.kernel.unregister_kprobe(late)
+        probed.settle()
+        assert probed.kernel.kprobes.mode(probe) == "optimized"
+
+    def test_an_overlapping_probe_takes_the_jump_away(self, probed: Probed) -> None:
+        outer = probed.probe("gcd", GCD_HEAD)
+        probed.settle()
+        inner = probed.probe("gcd", GCD_TAIL)
+        assert probed.text("gcd", GCD_HEAD, 1) == probed.text("gcd", GCD_TAIL, 1) == b"\xcc"
+        assert probed.gcd() == [HIT, INNER]
+        assert f"0x{inner.address:x}" in probed.kernel.kprobes.reason(outer)
+        probed.settle()
+        assert [probed.kernel.kprobes.mode(probe) for probe in (outer, inner)] == ["int3", "optimized"]
+        assert probed.gcd() == [HIT, INNER]
+
+    def test_it_comes_back_only_when_asked_for(self, probed: Probed) -> None:
+        """Linux: the end of the probe that it made room for isn't enough."""
+        outer = probed.probe("gcd", GCD_HEAD)
+        probed.settle()
+        inner = probed.probe("gcd", GCD_TAIL, post_handler=lambda _kp, _regs: None)
+        assert probed.kernel.kprobes.mode(outer) == "int3"
+        probed.kernel.unregister_kprobe(inner)
+        probed.settle()
+        assert "unoptimized for a probe" in probed.kernel.kprobes.reason(outer)
+        probed.kernel.disable_kprobe(outer)
+        probed.kernel.enable_kprobe(outer)
+        probed.settle()
+        assert (probed.kernel.kprobes.mode(outer), probed.gcd()) == ("optimized", [HIT])
+
+    def test_an_armed_probe_inside_prevents_it(self, probed: Probed) -> None:
+        probed.probe("gcd", GCD_TAIL)
+        probed.settle()
+        outer = probed.probe("gcd", GCD_HEAD)
+        probed.settle()
+        assert (probed.kernel.kprobes.mode(outer), probed.gcd()) == ("int3", [HIT, INNER])
+
+    def test_a_jump_into_the_middle_prevents_it(self, probed: Probed) -> None:
+        """gcd has loops: the instructions around a jump target stay as they are."""
+        rules, reasons = probed.optimizer._rules, set()
+        start = probed.address("gcd")
+        for offset in range(5, 120):
+            outcome = rules.detoured_length(start + offset)
+            if isinstance(outcome, str) and "leads into" in outcome:
+                reasons.add(offset)
+        assert reasons
+        boundaries = probed.kernel.machine.text.original(start, 120)
+        arch = probed.kernel._arch
+        offset = next(
+            o for o in sorted(reasons) if start + o in arch.instruction_boundaries(boundaries, start)
+        )
+        probe = probed.probe("gcd", offset)
+        probed.settle()
+        assert probed.kernel.kprobes.mode(probe) == "int3"
+        assert "a jump here leads into" in probed.kernel.kprobes.reason(probe)
+
+    def test_no_memory_for_a_detour(self, probed: Probed, monkeypatch: pytest.MonkeyPatch) -> None:
+        from emulated_kernel.machine.traps import HardwareError
+
+        text = probed.kernel.machine.text
+        alloc = text.alloc_text
+
+        def scarce(size: int) -> int:
+            if size > 64:
+                raise HardwareError("none left")
+            return alloc(size)
+
+        monkeypatch.setattr(text, "alloc_text", scarce)
+        probe = probed.probe("gcd", GCD_HEAD)
+        assert (probed.flags(), probed.gcd()) == ({"gcd+0x5": ""}, [HIT])
+        assert "no executable memory" in probed.kernel.kprobes.reason(probe)
+
+    def test_no_memory_for_a_slot(self, probed: Probed, monkeypatch: pytest.MonkeyPatch) -> None:
+        from emulated_kernel.machine.traps import HardwareError
+
+        def none(_size: int) -> int:
+            raise HardwareError("none left")
+
+        monkeypatch.setattr(probed.kernel.machine.text, "alloc_text", none)
+        with pytest.raises(KernelError) as caught:
+            probed.probe("gcd", GCD_HEAD)
+        assert caught.value.errno == errno.ENOMEM
+        assert probed.flags() == {}
+
+
+class TestQuiescence:
+    def test_nothing_is_patched_or_freed_before_it(self, probed: Probed) -> None:
+        clear: list[bool] = [False]
+        asked: list[list[tuple[int, int]]] = []
+
+        def is_quiescent(spans: Any) -> bool:
+            asked.append(list(spans))
+            return clear[0]
+
+        probed.optimizer.is_quiescent = is_quiescent
+        probe = probed.probe("gcd", GCD_HEAD)
+        probed.settle()
+        assert asked[-1] == [(probe.address + 1, probe.address + 6)]
+        assert (probed.kernel.kprobes.mode(probe), probed.optimizer.work.is_pending) == ("int3", True)
+        clear[0] = True
+        probed.settle()
+        assert probed.kernel.kprobes.mode(probe) == "optimized"
+        used = probed.kernel.machine.text._slots.used
+        clear[0] = False
+        probed.kernel.unregister_kprobe(probe)
+        probed.settle()
+        assert probed.kernel.machine.text.ledger == {}
+        assert probed.kernel.machine.text._slots.used == used
+        again = probed.probe("gcd", GCD_HEAD)
+        clear[0] = True
+        probed.settle()
+        assert (probed.kernel.kprobes.mode(again), probed.gcd()) == ("optimized", [HIT])
+        assert probed.kernel.machine.text._slots.used == used
+
+    def test_an_address_on_a_stack_delays(self, probed: Probed) -> None:
+        """An interrupted task's registers lie on its stack."""
+        kernel = probed.kernel
+        probe = probed.probe("gcd", GCD_HEAD)
+        sp = kernel.machine.regs.sp
+        before = kernel.machine.memory.read_u64(sp - 8)
+        kernel.machine.memory.write_u64(sp - 8, probe.address + 3)
+        kernel.machine.regs.sp = sp - 8
+        probed.settle()
+        assert kernel.kprobes.mode(probe) == "int3"
+        kernel.machine.memory.write_u64(sp - 8, before)
+        kernel.machine.regs.sp = sp
+        probed.settle()
+        assert kernel.kprobes.mode(probe) == "optimized"
+
+
+class TestRemoval:
+    def test_the_jump_goes_later(self, probed: Probed) -> None:
+        probe = probed.probe("gcd", GCD_HEAD)
+        probed.settle()
+        probed.kernel.unregister_kprobe(probe)
+        assert (probed.flags(), probed.text("gcd", GCD_HEAD)[0], probed.gcd()) == ({}, 0xE9, [])
+        probed.settle()
+        assert probed.kernel.machine.text.ledger == {}
+        assert len(probed.kernel.machine.breakpoints) == 1, "the trampoline's alone"
+
+    def test_a_new_probe_rescues_it(self, probed: Probed) -> None:
+        first = probed.probe("gcd", GCD_HEAD)
+        probed.settle()
+        detour = probed.kernel.kprobes.detour(first)
+        probed.kernel.unregister_kprobe(first)
+        second = probed.probe("gcd", GCD_HEAD)
+        assert probed.kernel.kprobes.detour(second) is detour
+        assert (probed.kernel.kprobes.mode(second), probed.gcd()) == ("optimized", [HIT])
+        probed.settle()
+        assert probed.kernel.kprobes.mode(second) == "optimized"
+
+    def test_enabled_again_in_time_it_keeps_the_jump(self, probed: Probed) -> None:
+        probe = probed.probe("gcd", GCD_HEAD)
+        probed.settle()
+        jump = probed.text("gcd", GCD_HEAD)
+        probed.kernel.disable_kprobe(probe)
+        probed.kernel.enable_kprobe(probe)
+        assert (probed.text("gcd", GCD_HEAD), probed.gcd()) == (jump, [HIT])
+        probed.settle()
+        assert (probed.text("gcd", GCD_HEAD), probed.gcd()) == (jump, [HIT])
+
+    def test_queued_and_taken_back(self, probed: Probed) -> None:
+        probe = probed.probe("gcd", GCD_HEAD)
+        probed.kernel.unregister_kprobe(probe)
+        assert probed.kernel.machine.text.ledger == {}
+        probed.settle()
+        assert probed.gcd() == []
+
+    def test_leaves_no_memory_behind(self, probed: Probed) -> None:
+        used = probed.kernel.machine.text._slots.used
+        probes = [probed.probe("gcd", offset) for offset in (0, GCD_HEAD, GCD_TAIL, GCD_HEAD, 0)]
+        probed.settle()
+        probed.gcd()
+        for probe in probes:
+            probed.kernel.unregister_kprobe(probe)
+        probed.settle()
+        assert probed.kernel.machine.text._slots.used == used
+        assert probed.kernel.kprobes.slots.used == 0
+
+
+class TestHolding:
+    """stats/.../optimized: one probe's own switch."""
+
+    def test_hold_and_ask_again(self, probed: Probed) -> None:
+        kprobes, probe = probed.kernel.kprobes, probed.probe("gcd", GCD_HEAD)
+        probed.settle()
+        kprobes.set_optimized(probe, False)
+        assert (kprobes.mode(probe), probed.flags()) == ("int3", {"gcd+0x5": ""})
+        kprobes.set_optimization(False)
+        kprobes.set_optimization(True)
+        probed.settle()
+        assert kprobes.mode(probe) == "int3"
+        assert "held" in kprobes.reason(probe)
+        kprobes.set_optimized(probe, True)
+        assert (kprobes.mode(probe), kprobes.reason(probe)) == ("optimized", "")
+
+    @pytest.mark.parametrize(("offset", "options"), [(0, {}), (88, {}), (GCD_HEAD, {"post_handler": print})])
+    def test_refused(self, probed: Probed, offset: int, options: dict[str, Any]) -> None:
+        probe = probed.probe("strlen" if offset == 88 else "gcd", 5 if offset == 88 else offset, **options)
+        probed.kernel.kprobes.set_optimized(probe, False)
+        with pytest.raises(KernelError) as caught:
+            probed.kernel.kprobes.set_optimized(probe, True)
+        assert caught.value.errno == errno.EOPNOTSUPP
+
+
+def test_without_an_optimizer(boot: Callable[[str], Probed]) -> None:
+    probed = boot("kprobes-2010")
+    kprobes = probed.kernel.kprobes
+    probe = probed.probe("gcd", GCD_HEAD)
+    assert (kprobes.can_optimize, kprobes.optimization) == (False, False)
+    assert "without jump optimization" in kprobes.reason(probe)
+    with pytest.raises(KernelError) as caught:
+        kprobes.set_optimization(True)
+    assert caught.value.errno == errno.EOPNOTSUPP
+    with pytest.raises(KernelError) as caught:
+        kprobes.set_optimized(probe, True)
+    assert caught.value.errno == errno.EOPNOTSUPP

@@ -1,0 +1,126 @@
+"""Profiles: the switches, and what they change in stepping and boosting."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.kprobes.profile import DEFAULT, PROFILES, Stepper, profile_named
+from tests.kprobes.optimizer.conftest import GCD_HEAD, Probed
+
+TRAP_FLAG = 0x100
+
+
+def test_presets() -> None:
+    assert profile_named(DEFAULT).preemption
+    assert {name for name, profile in PROFILES.items() if profile.stepper is Stepper.TRAP_FLAG} == {
+        "kprobes-2010",
+        "optprobes-2009",
+    }
+    with pytest.raises(KernelError) as caught:
+        profile_named("linux-2.4")
+    assert caught.value.errno == errno.EINVAL
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_the_step_is_invisible(boot: Callable[[str], Probed], profile: str) -> None:
+    """Handlers see neither the trap flag nor the slot."""
+    probed = boot(profile)
+    seen: list[tuple[str, int, int]] = []
+    start = probed.address("gcd", GCD_HEAD)
+    probed.probe(
+        "gcd",
+        GCD_HEAD,
+        pre_handler=lambda _kp, regs: seen.append(("pre", regs.ip, regs.flags & TRAP_FLAG)),
+        post_handler=lambda _kp, regs: seen.append(("post", regs.ip, regs.flags & TRAP_FLAG)),
+    )
+    probed.gcd()
+    assert seen == [("pre", start + 1, 0), ("post", start + 3, 0)]
+
+
+@pytest.mark.parametrize(("profile", "mode"), [(DEFAULT, "int3"), ("kprobes-2010", "boosted")])
+def test_boosting(boot: Callable[[str], Probed], profile: str, mode: str) -> None:
+    probed = boot(profile)
+    probe = probed.probe("gcd", GCD_HEAD, disabled=True)
+    kprobes = probed.kernel.kprobes
+    if kprobes.can_optimize:
+        kprobes.set_optimization(False)
+    kprobes.enable_kprobe(probe)
+    assert (kprobes.mode(probe), probed.gcd()) == (mode, [("gcd", GCD_HEAD)])
+    assert probe.insn is not None
+    assert probe.insn.slot is not None
+    end = probed.kernel.machine.text.current(probe.insn.slot + 3, 1)
+    assert end == (b"\xe9" if mode == "boosted" else b"\xcc")
+
+
+def test_a_post_handler_ends_boosting(boot: Callable[[str], Probed]) -> None:
+    probed = boot("kprobes-2010")
+    first = probed.probe("gcd", GCD_HEAD)
+    done: list[int] = []
+    second = probed.probe("gcd", GCD_HEAD, post_handler=lambda _kp, regs: done.append(regs.ip))
+    assert probed.kernel.kprobes.mode(first) == "int3"
+    probed.gcd()
+    assert done == [probed.address("gcd", GCD_HEAD + 3)]
+    probed.kernel.unregister_kprobe(second)
+    assert (probed.kernel.kprobes.mode(first), probed.gcd()) == ("boosted", [("gcd", GCD_HEAD)])
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_a_repeated_string_instruction(boot: Callable[[str], Probed], profile: str) -> None:
+    """By trap flag it stops after each round, and is one hit all the same."""
+    probed = boot(profile)
+    kernel = probed.kernel
+    found = _find_rep(probed)
+    if found is None:
+        pytest.skip("the image has no repeated string instruction outside of the blacklist")
+    symbol, address = found
+    hits: list[int] = []
+    kprobe = Kprobe(
+        addr=address,
+        pre_handler=lambda _kp, regs: hits.append(regs.cx),
+        post_handler=lambda _kp, regs: hits.append(regs.cx),
+    )
+    kernel.register_kprobe(kprobe)
+    pages = kernel.machine.alloc_pages(4096)
+    kernel.machine.memory.write(pages, b"x" * 64)
+    _run_rep(kernel, address, pages)
+    assert hits == [8, 0], symbol
+    assert kernel.machine.memory.read(pages + 2048, 65) == b"x" * 64 + b"\0"
+
+
+def _find_rep(probed: Probed) -> tuple[str, int] | None:
+    image, kprobes = probed.kernel.image, probed.kernel.kprobes
+    for symbol in image.kallsyms.symbols:
+        if not symbol.is_text or kprobes.is_blacklisted(symbol.address) or symbol.size > 4096:
+            continue
+        code = image.read(symbol.address, symbol.size)
+        at = code.find(b"\xf3\x48\xa5")
+        boundaries = probed.kernel._arch.instruction_boundaries(code, symbol.address)
+        if at >= 0 and symbol.address + at in boundaries:
+            return symbol.name, symbol.address + at
+    return None
+
+
+def _run_rep(kernel: Any, address: int, pages: int) -> None:
+    """Run the instruction alone: 8 words from `pages` to 2048 bytes behind it."""
+    from emulated_kernel.machine import layout
+    from emulated_kernel.machine.registers import RegisterSet
+
+    def stop(regs: Any) -> None:
+        regs.ip = layout.HOST_TEXT
+
+    machine = kernel.machine
+    behind = address + 3
+    saved = machine.text.current(behind, 1)
+    machine.text.poke(behind, b"\xcc")
+    machine.breakpoints[behind] = stop
+    machine.execute(
+        RegisterSet(ip=address, sp=machine.calls.stack_top, si=pages, di=pages + 2048, cx=8, flags=0x202)
+    )
+    del machine.breakpoints[behind]
+    machine.text.poke(behind, saved)
