@@ -186,7 +186,7 @@ unsigned long __fdget_pos(unsigned int fd)
 {
 	struct file *file = __fget(fd);
 
-	if (file)
+	if (file && (file->f_mode & FMODE_ATOMIC_POS))
 		mutex_lock(&file->f_pos_lock);
 	return (unsigned long)file;
 }

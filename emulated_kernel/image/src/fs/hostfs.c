@@ -46,6 +46,8 @@ static int hostfs_open(struct inode *inode __attribute__((unused)), struct file 
 	u64 id = current->host_file;
 
 	file->private_data = (void *)(unsigned long)id;
+	/* The position is the host's: a reader that sleeps must not keep others from the file. */
+	file->f_mode &= ~FMODE_ATOMIC_POS;
 	return (int)hostfs_call(HOSTFS_OPEN, id, file->f_flags, 0);
 }
 

@@ -171,7 +171,7 @@ static noinline __noclone int do_dentry_open(struct file *f, struct inode *inode
 	f->f_inode = inode;
 	f->f_mapping = inode->i_mapping;
 	f->f_op = inode->i_fop;
-	f->f_mode |= FMODE_LSEEK | FMODE_PREAD | FMODE_PWRITE;
+	f->f_mode |= FMODE_LSEEK | FMODE_PREAD | FMODE_PWRITE | FMODE_ATOMIC_POS;
 	if (!open)
 		open = f->f_op->open;
 	if (open)

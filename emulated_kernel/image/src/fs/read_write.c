@@ -150,7 +150,8 @@ static struct fd fdget_pos(unsigned int fd)
 
 static void fdput_pos(struct fd f)
 {
-	mutex_unlock(&f.file->f_pos_lock);
+	if (f.file->f_mode & FMODE_ATOMIC_POS)
+		mutex_unlock(&f.file->f_pos_lock);
 	fdput(f);
 }
 
