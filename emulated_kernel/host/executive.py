@@ -19,6 +19,8 @@ Raises: KernelError for an errno, WouldBlock to let the task sleep and ask again
 """
 
 NSEC_PER_JIFFY = 1_000_000_000 // HZ
+OVERDUE = 0.005
+"""Seconds until the next try, where a run that took too long couldn't be interrupted."""
 MAX_SLEEP_JIFFIES = 10 * HZ
 """A system call that sleeps longer by itself than this is given up."""
 
@@ -99,7 +101,7 @@ class Cpu(Protocol):
     @property
     def is_running(self) -> bool: ...
 
-    def run(self) -> Trap: ...
+    def run(self, budget: float | None = None) -> Trap: ...
 
     def answer(self, value: int, *args: int) -> None: ...
 
@@ -283,11 +285,15 @@ class Executive:
 
     def _step(self) -> None:
         """Run the guest until it stands at one of its two places; answer what it asks on the way."""
+        budget: float | None = None
         while True:
-            trap = self._cpu.run()
+            trap = self._cpu.run(budget)
+            budget = None
             if trap.kind is TrapKind.BUDGET:
                 if self.may_interrupt():
                     self._cpu.deliver(Vector.WATCHDOG)
+                else:
+                    budget = OVERDUE
             elif trap.kind is not TrapKind.HYPERCALL:
                 return self._die()
             elif trap.number == Hypercall.HOSTFS:

@@ -103,7 +103,7 @@ class Guest:
     ) -> int:
         nr = self.syscalls.number(name)
         sleeping = task.request
-        if sleeping is not None and (sleeping.nr, sleeping.args[0]) == (nr, fd):
+        if sleeping is not None and (sleeping.nr, sleeping.args[0], sleeping.args[2]) == (nr, fd, size):
             sleeping.hostfs = serve
             return check(self.executive.resume(task))
         buffer = self._buffers.get()
@@ -125,7 +125,8 @@ class Guest:
         """Call a kernel function in the worker's task; strings are passed by address. The raw result.
 
         Raises: KernelError ENOENT (no such symbol), EINVAL (no function, a string with NUL), E2BIG (too
-        many arguments), EFAULT (it oopsed or looped: the worker was killed, see the kernel log).
+        many arguments), EFAULT (it oopsed or looped: the worker was killed, see the kernel log), EIO (the
+        guest was dead before).
         """
         found = self._symbols.by_name(name)
         if not found:
@@ -145,7 +146,7 @@ class Guest:
             return self.executive.run(self.mirror.worker(), request)
         except KernelError as error:
             if request.killed:
-                raise KernelError(errno.EFAULT, "the call was killed; see the kernel log") from error
+                raise KernelError(errno.EFAULT, "the call was killed; see machine/dmesg") from error
             raise
 
     def _put_arguments(self, buffer: int, args: tuple[int | str | bytes, ...]) -> list[int]:

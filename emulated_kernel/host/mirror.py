@@ -6,6 +6,7 @@ import errno
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from time import monotonic
 from typing import Protocol
 
 from emulated_kernel.errors import KernelError
@@ -18,6 +19,8 @@ SIGCHLD = 17
 INIT_PID = 1
 KTHREADD_PID = 2
 MAX_UNNAMED = 8
+EXEC_WITHIN = 1.0
+"""Seconds from a fork in which an execve is looked for; later its process's own requests tell."""
 MAX_TASKS = 500
 """Beyond that many, a process that forks away from us leaves no task: its memory is the guest's."""
 
@@ -48,10 +51,13 @@ class TaskMirror:
         self._find_task = find_task
         self._nr = numbers
         self._own_pid = os.getpid()
+        self.before_request: Callable[[], None] = lambda: None
+        """Called before each request of a host process, while the guest stands still."""
         self.init = init
         self._by_pid: dict[int, GuestTask] = {INIT_PID: init}
         self._unnamed: deque[GuestTask] = deque(maxlen=MAX_UNNAMED)
         """Forked lately and named like their parents: most of them are about to run execve."""
+        self._unnamed_until = 0.0
         self._last_client = init
         executive.on_death = self._forget
 
@@ -72,6 +78,7 @@ class TaskMirror:
         A request without a process (the host kernel's own, pid 0) is init's, and so is one for whose
         process the guest has no memory: files that free some must stay within reach.
         """
+        self.before_request()
         self.catch_up()
         if pid <= INIT_PID:
             return self.init
@@ -103,6 +110,13 @@ class TaskMirror:
             self._fork(fork)
         for pid in self._watch.exited():
             self.exit(pid)
+        if self._unnamed:
+            self._look_for_execs()
+
+    def _look_for_execs(self) -> None:
+        """Each look costs a microsecond a task: what kept its name for long is no more asked for it."""
+        if monotonic() > self._unnamed_until:
+            self._unnamed.clear()
         for task in list(self._unnamed):
             self._set_comm(task, self._watch.comm(task.pid))
 
@@ -123,6 +137,7 @@ class TaskMirror:
             return
         self._watch.follow(child.pid)
         self._unnamed.append(child)
+        self._unnamed_until = monotonic() + EXEC_WITHIN
         self._set_owner(child, fork.uid, fork.gid)
         self._set_comm(child, fork.comm)
 

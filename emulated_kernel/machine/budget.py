@@ -16,7 +16,7 @@ class Watchdog:
 
     def __init__(self, stop: Callable[[], None], budget: float) -> None:
         self._stop = stop
-        self._budget = budget
+        self._budget = self._allowed = budget
         self._started = 0.0
         self._expired = -1.0
         self._stopping = -1.0
@@ -25,8 +25,9 @@ class Watchdog:
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def arm(self) -> None:
-        """A run starts."""
+    def arm(self, budget: float | None = None) -> None:
+        """A run starts; it may take `budget` seconds instead of the usual ones."""
+        self._allowed = self._budget if budget is None else budget
         self._started = monotonic()
         # Order matters: the thread says that it parks, then looks for a start once more.
         if self._parked:
@@ -66,12 +67,12 @@ class Watchdog:
 
     def _guard(self, started: float) -> None:
         """Sleep until the run that began at `started` is due, then stop it if it is still the same."""
-        remaining = started + self._budget - monotonic()
+        remaining = started + self._allowed - monotonic()
         if remaining > 0:
             self._sleep(remaining)
         else:
             self._expire(started)
-            self._sleep(self._budget / 10)
+            self._sleep(self._allowed / 10)
 
     def _expire(self, started: float) -> None:
         self._stopping = started

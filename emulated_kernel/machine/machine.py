@@ -145,14 +145,14 @@ class Machine:
         """What the start-up self-test found, one entry a deviation of the library."""
         return list(self._self_test)
 
-    def run(self) -> Trap:
-        """Run the guest until it stops by itself.
+    def run(self, budget: float | None = None) -> Trap:
+        """Run the guest until it stops by itself, or for `budget` seconds instead of the configured ones.
 
         Raises:
             HardwareError: called from within a run; the emulator failed.
             Exception: what a breakpoint handler or the fault hook raised; the guest stands where it was.
         """
-        return self._runner.run()
+        return self._runner.run(budget=budget)
 
     def _deliver_or_stop(self, trap: Trap) -> None:
         stop = self._delivery.deliver(trap)

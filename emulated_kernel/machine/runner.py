@@ -29,8 +29,10 @@ class Runner:
         self._halts: set[int] = set()
         """Addresses behind a hlt that the guest stopped at before: text that nobody patches."""
 
-    def run(self, tick: bool = True) -> Trap:
+    def run(self, tick: bool = True, budget: float | None = None) -> Trap:
         """Run until the guest stops; without `tick` its time goes on from where its last reading left it.
+
+        `budget`: seconds that this run may take; None takes the machine's.
 
         Raises:
             HardwareError: called from within a run; the emulator failed.
@@ -41,7 +43,7 @@ class Runner:
             self._clock.tick()
         self._running = True
         try:
-            self._watchdog.arm()
+            self._watchdog.arm(budget)
             try:
                 error = self._engine.start(self.regs.ip)
             finally:

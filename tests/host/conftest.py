@@ -1,0 +1,65 @@
+"""A booted kernel whose host processes are scripted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from emulated_kernel.config import MachineConfig
+from emulated_kernel.host.guest_log import read_log
+from emulated_kernel.host.processes import Fork
+from emulated_kernel.host.task_list import TaskInfo, read_tasks
+from emulated_kernel.kernel import Kernel
+
+FIRST_PID = 500
+
+
+@dataclass
+class ScriptedWatch:
+    """A ProcessWatch that tells what a test has put in."""
+
+    pending_forks: list[Fork] = field(default_factory=list)
+    pending_exits: list[int] = field(default_factory=list)
+    comms: dict[int, str] = field(default_factory=dict)
+    followed: list[int] = field(default_factory=list)
+
+    def forks(self) -> list[Fork]:
+        told, self.pending_forks = self.pending_forks, []
+        return told
+
+    def exited(self) -> list[int]:
+        told, self.pending_exits = self.pending_exits, []
+        return told
+
+    def comm(self, pid: int) -> str | None:
+        return self.comms.get(pid)
+
+    def follow(self, pid: int) -> None:
+        self.followed.append(pid)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def watch() -> ScriptedWatch:
+    return ScriptedWatch()
+
+
+@pytest.fixture
+def kernel(watch: ScriptedWatch) -> Iterator[Kernel]:
+    with Kernel(MachineConfig(run_budget=0.2), watch) as kernel:
+        yield kernel
+
+
+def tasks(kernel: Kernel) -> dict[int, TaskInfo]:
+    """The guest's tasks by pid."""
+    found = read_tasks(kernel.machine.memory, kernel.image.kallsyms, kernel.image.abi)
+    return {task.pid: task for task in found}
+
+
+def dmesg(kernel: Kernel) -> str:
+    """The kernel log, a message a line."""
+    return "\n".join(message.text for message in read_log(kernel.machine.memory, kernel.image.kallsyms))

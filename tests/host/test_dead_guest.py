@@ -1,0 +1,72 @@
+"""The mount over a kernel that gave up: our files answer, scratch/ is EIO at once."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+
+import pytest
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.kernel import Kernel
+from emulated_kernel.vfs.guest_mount import GuestMount
+from emulated_kernel.vfs.mount import Client
+
+CLIENT = Client(500, 0, 0)
+
+
+def panic(kernel: Kernel) -> None:
+    with pytest.raises(KernelError) as caught:
+        kernel.call("panic", "by a test")
+    assert caught.value.errno == errno.EFAULT
+
+
+def read_text(mount: GuestMount, path: str) -> str:
+    handle = mount.open(CLIENT, path, os.O_RDONLY)
+    data = mount.read(CLIENT, handle, 1 << 16, 0)
+    mount.release(handle)
+    return data.decode()
+
+
+def test_files_of_ours_answer_without_the_guest(kernel: Kernel) -> None:
+    mount = kernel.mount()
+    opened = mount.open(CLIENT, "/kprobe_events", os.O_RDONLY)
+    handle = mount.open(CLIENT, "/kprobe_events", os.O_WRONLY)
+    mount.write(CLIENT, handle, b"p:probe vfs_read\n", 0)
+    mount.release(handle)
+    before = {path: read_text(mount, path) for path in ("/kprobes/list", "/kprobe_events")}
+    panic(kernel)
+    assert {path: read_text(mount, path) for path in before} == before
+    assert "Kernel panic - not syncing: by a test" in read_text(mount, "/machine/dmesg")
+    assert mount.readdir("/")
+    assert mount.getattr("/kprobes/list").mode
+    assert isinstance(mount.read(CLIENT, opened, 100, 0), bytes)
+    mount.release(opened)
+    writer = mount.open(CLIENT, "/kprobe_events", os.O_WRONLY)
+    mount.write(CLIENT, writer, b"-:probe\n", 0)
+    mount.release(writer)
+    assert read_text(mount, "/kprobes/list") == ""
+
+
+def test_everything_that_needs_the_guest_is_eio(kernel: Kernel) -> None:
+    mount = kernel.mount()
+    created = mount.create(CLIENT, "/scratch/file", 0o644, os.O_RDWR)
+    panic(kernel)
+    attempts: tuple[Callable[[], object], ...] = (
+        lambda: mount.read(CLIENT, created, 10, 0),
+        lambda: mount.write(CLIENT, created, b"x", 0),
+        lambda: mount.fgetattr(created),
+        lambda: mount.getattr("/scratch"),
+        lambda: mount.readdir("/scratch"),
+        lambda: mount.open(CLIENT, "/scratch/file", os.O_RDONLY),
+        lambda: mount.create(CLIENT, "/scratch/other", 0o644, os.O_RDWR),
+        lambda: mount.mkdir(CLIENT, "/scratch/dir", 0o755),
+        lambda: mount.unlink(CLIENT, "/scratch/file"),
+        lambda: mount.truncate(CLIENT, "/scratch/file", 0),
+    )
+    for attempt in attempts:
+        with pytest.raises(KernelError) as caught:
+            attempt()
+        assert caught.value.errno == errno.EIO
+    mount.release(created)

@@ -1,0 +1,173 @@
+"""System calls that sleep in a file of ours, are resumed, interrupted, need the guest, or never end."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from emulated_kernel.errors import KernelError, WouldBlock
+from emulated_kernel.host.buffers import MAX_BUFFERS
+from emulated_kernel.host.executive import GuestTask, RunElsewhere
+from emulated_kernel.kernel import Kernel
+from emulated_kernel.kprobes.kprobe import Kprobe
+from tests.host.conftest import FIRST_PID, dmesg, tasks
+
+
+@pytest.fixture
+def task(kernel: Kernel) -> GuestTask:
+    return kernel.guest.mirror.task_of(FIRST_PID, 0, 0)
+
+
+@pytest.fixture
+def fd(kernel: Kernel, task: GuestTask) -> int:
+    """An open file of ours."""
+    return open_ours(kernel, task)
+
+
+def open_ours(kernel: Kernel, task: GuestTask) -> int:
+    """A descriptor of a file that the host serves, for reading and writing."""
+    return kernel.guest.syscalls.open(task, "/ours", os.O_RDWR, hostfs=lambda _op, _buffer, _count: 0)
+
+
+def block() -> bytes:
+    raise WouldBlock
+
+
+def block_in(kernel: Kernel, task: GuestTask, fd: int) -> None:
+    with pytest.raises(WouldBlock):
+        kernel.guest.read_file(task, fd, 100, block)
+
+
+@pytest.fixture
+def entries(kernel: Kernel) -> Counter[str]:
+    """How often vfs_read was entered."""
+    hits: Counter[str] = Counter()
+
+    def count(kprobe: Kprobe, _regs: Any) -> None:
+        hits[kprobe.symbol_name or ""] += 1
+
+    kernel.register_kprobe(Kprobe(symbol_name="vfs_read", pre_handler=count))
+    return hits
+
+
+def test_results_and_errnos_of_system_calls(kernel: Kernel, task: GuestTask) -> None:
+    calls = kernel.guest.syscalls
+    assert calls.call(task, "getpid") == FIRST_PID
+    with pytest.raises(KernelError) as caught:
+        calls.call(task, "close", 999)
+    assert caught.value.errno == errno.EBADF
+    assert kernel.guest.executive.syscall(task, 9999) == (1 << 64) - errno.ENOSYS
+
+
+def test_a_blocked_read_is_one_system_call(
+    kernel: Kernel, task: GuestTask, fd: int, entries: Counter[str]
+) -> None:
+    for _ in range(3):
+        block_in(kernel, task, fd)
+        assert tasks(kernel)[FIRST_PID].state == "S"
+    assert kernel.call("gcd", 12, 18) == 6
+    other = kernel.guest.mirror.task_of(FIRST_PID + 1, 0, 0)
+    assert kernel.guest.syscalls.call(other, "getpid") == FIRST_PID + 1
+    assert kernel.guest.read_file(task, fd, 100, lambda: b"data") == b"data"
+    assert entries["vfs_read"] == 1
+    assert task.request is None
+    assert kernel.guest.read_file(task, fd, 100, lambda: b"") == b""
+    assert entries["vfs_read"] == 2
+
+
+def test_a_read_of_another_size_is_another_call(
+    kernel: Kernel, task: GuestTask, fd: int, entries: Counter[str]
+) -> None:
+    """It was interrupted on the host, where it asked for more than it asks for now."""
+    block_in(kernel, task, fd)
+    assert kernel.guest.read_file(task, fd, 4, lambda: b"data that is cut") == b"data"
+    assert entries["vfs_read"] == 2
+
+
+def test_another_call_interrupts_a_blocked_one(kernel: Kernel, task: GuestTask, fd: int) -> None:
+    """More often than there are buffers: each interrupted call gives its own back."""
+    for _ in range(2 * MAX_BUFFERS):
+        block_in(kernel, task, fd)
+        assert kernel.guest.syscalls.call(task, "getpid") == FIRST_PID
+        assert task.request is None
+    block_in(kernel, task, fd)
+    kernel.guest.executive.interrupt(task)
+    assert task.request is None
+
+
+def test_blocked_calls_are_limited_by_their_buffers(kernel: Kernel) -> None:
+    mirror = kernel.guest.mirror
+    readers = [mirror.task_of(pid, 0, 0) for pid in range(1000, 1000 + MAX_BUFFERS + 1)]
+    blocked = 0
+    with pytest.raises(KernelError) as caught:  # noqa: PT012 - it is the last of them that fails
+        for reader in readers:
+            block_in(kernel, reader, open_ours(kernel, reader))
+            blocked += 1
+    assert caught.value.errno == errno.ENOMEM
+    assert blocked > MAX_BUFFERS - 3
+    for reader in readers[:blocked]:
+        mirror.exit(reader.pid)
+    assert kernel.call("strlen", "text") == 4
+
+
+def test_a_process_ends_while_its_read_blocks(kernel: Kernel, task: GuestTask, fd: int) -> None:
+    block_in(kernel, task, fd)
+    kernel.guest.mirror.exit(FIRST_PID)
+    assert FIRST_PID not in [t.pid for t in kernel.guest.mirror]
+    assert kernel.call("gcd", 12, 18) == 6
+
+
+def elsewhere(action: Callable[[], int]) -> Callable[[], int]:
+    def consume() -> int:
+        raise RunElsewhere(action)
+
+    return consume
+
+
+def test_a_file_that_needs_the_guest(kernel: Kernel, task: GuestTask, fd: int) -> None:
+    """The write sleeps while another task runs the function; its result is the write's."""
+    action = elsewhere(lambda: kernel.call("gcd", 12, 18))
+    assert kernel.guest.write_file(task, fd, b"gcd 12 18", action) == 6
+
+    with pytest.raises(KernelError) as caught:
+        kernel.guest.write_file(task, fd, b"strlen 0", elsewhere(lambda: kernel.call("strlen", 0)))
+    assert caught.value.errno == errno.EFAULT
+    assert "Oops" in dmesg(kernel)
+    assert kernel.guest.write_file(task, fd, b"", lambda: 5) == 5
+
+
+def test_an_unexpected_error_of_a_file_is_raised_outside(kernel: Kernel, task: GuestTask, fd: int) -> None:
+    def fail() -> bytes:
+        raise ZeroDivisionError
+
+    for _ in range(MAX_BUFFERS + 1):
+        with pytest.raises(ZeroDivisionError):
+            kernel.guest.read_file(task, fd, 10, fail)
+    assert kernel.guest.read_file(task, fd, 10, lambda: b"fine") == b"fine"
+
+
+def test_errno_of_a_file(kernel: Kernel, task: GuestTask, fd: int) -> None:
+    def fail() -> int:
+        raise KernelError(errno.ENODEV)
+
+    with pytest.raises(KernelError) as caught:
+        kernel.guest.write_file(task, fd, b"x", fail)
+    assert caught.value.errno == errno.ENODEV
+
+
+def test_a_panic_ends_blocked_calls(kernel: Kernel, task: GuestTask, fd: int) -> None:
+    block_in(kernel, task, fd)
+    with pytest.raises(KernelError):
+        kernel.call("panic", "by a test")
+    for _ in range(2):
+        with pytest.raises(KernelError) as caught:
+            kernel.guest.read_file(task, fd, 100, lambda: b"data")
+        assert caught.value.errno == errno.EIO
+    with pytest.raises(KernelError) as caught:
+        kernel.guest.mirror.exit(FIRST_PID)
+    assert caught.value.errno == errno.EIO

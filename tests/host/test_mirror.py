@@ -1,0 +1,136 @@
+"""Host processes as guest tasks: adoption, forks, exec, exits, in the order of a script."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.host.processes import Fork
+from emulated_kernel.kernel import Kernel
+from emulated_kernel.kprobes.kprobe import Kprobe
+from tests.host.conftest import FIRST_PID, ScriptedWatch, tasks
+
+SHELL = FIRST_PID
+CHILD = FIRST_PID + 1
+
+
+def fork(pid: int, parent: int | None, comm: str = "sh", *, alive: bool = True) -> Fork:
+    return Fork(pid, parent, comm, 1000, 1000, alive)
+
+
+@pytest.fixture
+def counted(kernel: Kernel) -> Counter[str]:
+    """How often the guest entered the functions of a process's life."""
+    hits: Counter[str] = Counter()
+
+    def count(kprobe: Kprobe, _regs: Any) -> None:
+        hits[kprobe.symbol_name or ""] += 1
+
+    names = ("kernel_clone", "do_exit", "do_sys_openat2")
+    kernel.register_kprobes([Kprobe(symbol_name=name, pre_handler=count) for name in names])
+    return hits
+
+
+def test_adopted_process(kernel: Kernel, watch: ScriptedWatch, counted: Counter[str]) -> None:
+    """A process seen first at its request was forked in the past: no fork is shown."""
+    watch.comms[SHELL] = "bash"
+    task = kernel.guest.mirror.task_of(SHELL, 1000, 1000)
+    info = tasks(kernel)[SHELL]
+    assert (info.addr, info.comm, info.uid, info.parent) == (task.addr, "bash", 1000, 1)
+    assert kernel.guest.mirror.task_of(SHELL, 1000, 1000) is task
+    assert watch.followed == [SHELL]
+    assert counted["kernel_clone"] == 0
+    assert kernel.guest.executive.syscall(task, kernel.guest.syscalls.number("getpid")) == SHELL
+
+
+def test_requests_without_a_process_are_inits(kernel: Kernel) -> None:
+    mirror = kernel.guest.mirror
+    assert mirror.task_of(0, 0, 0) is mirror.task_of(1, 0, 0) is mirror.init
+    mirror.exit(1)
+    assert mirror.init.pid in tasks(kernel)
+
+
+def test_a_fork_is_made_in_the_parent(kernel: Kernel, watch: ScriptedWatch, counted: Counter[str]) -> None:
+    watch.comms = {SHELL: "bash", CHILD: "bash"}
+    mirror = kernel.guest.mirror
+    mirror.task_of(SHELL, 1000, 1000)
+    watch.pending_forks = [fork(CHILD, SHELL, "bash")]
+    mirror.catch_up()
+    assert counted["kernel_clone"] == 1
+    info = tasks(kernel)[CHILD]
+    assert (info.parent, info.comm, info.uid) == (SHELL, "bash", 1000)
+    assert watch.followed == [SHELL, CHILD]
+    watch.pending_exits = [CHILD]
+    mirror.catch_up()
+    assert counted["do_exit"] == 1
+    assert CHILD not in tasks(kernel) or tasks(kernel)[CHILD].state in "ZX"
+    assert [task.pid for task in mirror] == [1, SHELL]
+
+
+def test_a_fork_that_is_over_already(kernel: Kernel, watch: ScriptedWatch, counted: Counter[str]) -> None:
+    watch.comms[SHELL] = "bash"
+    mirror = kernel.guest.mirror
+    mirror.task_of(SHELL, 1000, 1000)
+    watch.pending_forks = [fork(CHILD, None, "", alive=False), fork(CHILD + 1, 77, alive=False)]
+    mirror.task_of(SHELL, 1000, 1000)
+    assert counted == {"kernel_clone": 2, "do_exit": 2}
+    assert [task.pid for task in mirror] == [1, SHELL]
+
+
+def test_exec_renames(kernel: Kernel, watch: ScriptedWatch) -> None:
+    mirror = kernel.guest.mirror
+    watch.comms[SHELL] = "bash"
+    mirror.task_of(SHELL, 0, 0)
+    watch.comms[SHELL] = "a name of more than fifteen bytes"
+    mirror.task_of(SHELL, 0, 0)
+    assert tasks(kernel)[SHELL].comm == "a name of more than fifteen bytes"[:15]
+    watch.pending_forks = [fork(CHILD, SHELL, "cat")]
+    mirror.catch_up()
+    assert tasks(kernel)[CHILD].comm == "cat"
+
+
+def test_a_pid_that_is_used_again(kernel: Kernel, watch: ScriptedWatch) -> None:
+    mirror = kernel.guest.mirror
+    first = mirror.task_of(SHELL, 0, 0)
+    for _ in range(3):
+        watch.pending_exits = [SHELL]
+        mirror.catch_up()
+        again = mirror.task_of(SHELL, 5, 5)
+        assert again is not first
+        assert tasks(kernel)[SHELL].uid == 5
+        first = again
+
+
+def test_unknown_and_repeated_news(kernel: Kernel, watch: ScriptedWatch, counted: Counter[str]) -> None:
+    mirror = kernel.guest.mirror
+    watch.pending_exits = [4242]
+    watch.pending_forks = [fork(CHILD, 4242), fork(CHILD, 4242)]
+    mirror.catch_up()
+    assert counted == {"kernel_clone": 1}
+    assert tasks(kernel)[CHILD].parent == 1
+
+
+def test_many_processes_come_and_go(kernel: Kernel, watch: ScriptedWatch) -> None:
+    mirror = kernel.guest.mirror
+    before = tasks(kernel).keys()
+    mirror.task_of(SHELL, 0, 0)
+    for pid in range(1000, 1300):
+        watch.pending_forks = [fork(pid, SHELL)]
+        watch.pending_exits = [pid]
+        mirror.catch_up()
+    mirror.exit(SHELL)
+    assert tasks(kernel).keys() == before
+
+
+def test_the_worker_is_replaced_when_a_call_kills_it(kernel: Kernel) -> None:
+    mirror = kernel.guest.mirror
+    worker = mirror.worker()
+    assert (worker.pid, tasks(kernel)[worker.pid].comm) == (os.getpid(), "kprobefs")
+    with pytest.raises(KernelError):
+        kernel.call("strlen", 0)
+    assert mirror.worker() is not worker
+    assert mirror.worker().pid == os.getpid()

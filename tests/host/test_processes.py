@@ -1,0 +1,146 @@
+"""The watch on real processes: forks, exits and names as /proc tells them."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import monotonic, sleep
+
+import pytest
+
+from emulated_kernel.host.processes import HostProcesses, NoProcesses, _pids_between
+
+LIMIT = 5.0
+
+
+@pytest.fixture
+def watch() -> Iterator[HostProcesses]:
+    watch = HostProcesses()
+    yield watch
+    watch.close()
+
+
+@contextmanager
+def child() -> Iterator[int]:
+    """A process that lives as long as the block."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(write)
+        os.read(read, 1)
+        os._exit(0)
+    os.close(read)
+    try:
+        yield pid
+    finally:
+        os.close(write)
+        os.waitpid(pid, 0)
+
+
+def wait_for_exit(watch: HostProcesses, pid: int) -> None:
+    until = monotonic() + LIMIT
+    while pid not in watch.exited():
+        assert monotonic() < until
+        sleep(0.001)
+
+
+def test_a_fork_is_told_once(watch: HostProcesses) -> None:
+    with child() as pid:
+        (found,) = [fork for fork in watch.forks() if fork.pid == pid]
+        assert (found.parent, found.alive) == (os.getpid(), True)
+        assert (found.uid, found.gid) == (os.getuid(), os.getgid())
+        assert found.comm == watch.comm(os.getpid())
+        assert all(fork.pid != pid for fork in watch.forks())
+
+
+def test_a_fork_that_has_ended(watch: HostProcesses) -> None:
+    with child() as pid:
+        pass
+    (found,) = [fork for fork in watch.forks() if fork.pid == pid]
+    assert (found.parent, found.alive) == (None, False)
+
+
+def test_a_zombie_is_not_alive(watch: HostProcesses) -> None:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    try:
+        (found,) = [fork for fork in watch.forks() if fork.pid == pid]
+        assert (found.parent, found.alive) == (os.getpid(), False)
+    finally:
+        os.waitpid(pid, 0)
+
+
+def test_threads_are_no_processes(watch: HostProcesses) -> None:
+    started, done = threading.Event(), threading.Event()
+
+    def live() -> None:
+        started.set()
+        done.wait(LIMIT)
+
+    thread = threading.Thread(target=live)
+    thread.start()
+    started.wait(LIMIT)
+    told = [fork.pid for fork in watch.forks()]
+    done.set()
+    thread.join()
+    assert thread.native_id not in told
+    assert os.getpid() not in told
+
+
+def test_followed_processes_end(watch: HostProcesses) -> None:
+    with child() as followed, child() as other:
+        watch.follow(followed)
+        watch.follow(followed)
+        assert watch.comm(followed) is not None
+        assert watch.exited() == []
+    wait_for_exit(watch, followed)
+    assert watch.exited() == []
+    assert watch.comm(followed) is None
+    assert watch.comm(other) is None
+    watch.follow(followed)
+    assert watch.exited() == []
+
+
+def test_names_are_read_anew(watch: HostProcesses) -> None:
+    own = os.getpid()
+    comm = Path("/proc/self/comm")
+    before = comm.read_text(encoding="utf-8").rstrip("\n")
+    try:
+        for name in ("renamed", "again"):
+            comm.write_text(name, encoding="utf-8")
+            assert watch.comm(own) == name
+    finally:
+        comm.write_text(before, encoding="utf-8")
+
+
+def test_descriptors_are_given_back() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    watch = HostProcesses()
+    pids = []
+    for _ in range(80):
+        with child() as pid:
+            watch.follow(pid)
+            watch.comm(pid)
+            pids.append(pid)
+    for _ in range(2):
+        watch.exited()
+    watch.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_pids_wrap_around() -> None:
+    assert list(_pids_between(10, 13, 100)) == [11, 12, 13]
+    assert list(_pids_between(10, 10, 100)) == []
+    assert list(_pids_between(997, 302, 1000)) == [998, 999, 300, 301, 302]
+
+
+def test_no_processes() -> None:
+    watch = NoProcesses()
+    watch.follow(1)
+    assert (watch.forks(), watch.exited(), watch.comm(1)) == ([], [], None)
+    watch.close()
