@@ -16,6 +16,7 @@ from emulated_kernel.host.cells import GuestCells
 from emulated_kernel.host.processes import NoProcesses, ProcessWatch
 from emulated_kernel.image.image import load_image
 from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.kprobes.profile import Profile, profile_named
 from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.trace.event import EventRegistry
@@ -28,8 +29,11 @@ from emulated_kernel.vfs.node import Directory, Owner
 from emulated_kernel.vfs.server import FileServer
 from emulated_kernel.vfs.tracefs import TracefsPorts
 from emulated_kernel.wiring.arch import TraceView
+from emulated_kernel.wiring.context import HitContext
+from emulated_kernel.wiring.later import RequestTime
 from emulated_kernel.wiring.machine_files import MachineFiles
 from emulated_kernel.wiring.probes import HitRecorder, KprobeBackend, Tasks
+from emulated_kernel.wiring.quiescence import TaskStacks
 from emulated_kernel.wiring.stats import Stats
 from emulated_kernel.wiring.symbols import KernelSymbols
 from emulated_kernel.wiring.tracefs import Events, KprobeEventsFiles, Trace
@@ -42,28 +46,60 @@ class Kernel:
             kernel.register_kprobe(Kprobe(symbol_name="vfs_read", pre_handler=...))
             kernel.call("vfs_read", ...)
 
-    One lock serialises everything; the methods here take it. `watch` tells of host processes.
+    One lock serialises everything; the methods here take it. `watch` tells of host processes. `profile`
+    is for switches that no preset has, and goes before the one that `config` names.
     """
 
-    def __init__(self, config: MachineConfig | None = None, watch: ProcessWatch | None = None) -> None:
+    def __init__(
+        self,
+        config: MachineConfig | None = None,
+        watch: ProcessWatch | None = None,
+        profile: Profile | None = None,
+    ) -> None:
         self.config = config or MachineConfig()
         self.lock = threading.RLock()
+        profile = profile or profile_named(self.config.profile)
         self.image = load_image(self.config.image, self.config.arch)
         self.machine = Machine(self.config, self.image)
         self._arch = X86_64()
         self.cells = GuestCells(self.machine.memory, self.image.kallsyms, self.image.abi)
         self.guest = boot_guest(self.machine, self.image, self.cells, watch or NoProcesses())
-        self.kprobes = Kprobes(self.machine, self.image, self._arch, self.guest.log)
+        self.kprobes = Kprobes(self.machine, self.image, self._arch, self.guest.log, profile)
+        self._schedule_work()
         self.machine.fault_hook = self.kprobes.hits.fix_fault
         self.machine.calls.on_leave = self.kprobes.hits.abandon
         self.guest.executive.may_interrupt = self.kprobes.hits.may_interrupt
         self.symbols = KernelSymbols(self.image.kallsyms, self.image.mcount)
         self._build_tracing()
 
+    def _schedule_work(self) -> None:
+        """Let the optimizer run between requests, when it is due and no task is in its way."""
+        machine, optimizer = self.machine, self.kprobes.optimizer
+        self._time = RequestTime(machine.clock.now_ns, virtual=self.config.clock == "virtual")
+        if optimizer is not None:
+            stacks = TaskStacks(machine.memory, self.image.kallsyms, self.image.abi, self.cells, machine.regs)
+            optimizer.is_quiescent = stacks.are_clear_of
+            optimizer.work.now_jiffies = self._time.jiffies
+        self.guest.mirror.before_request = self._before_request
+
+    def _before_request(self) -> None:
+        self._time.count_request()
+        self._work()
+
+    def _work(self) -> None:
+        if self.kprobes.optimizer is not None:
+            self.kprobes.optimizer.work.run_if_due()
+
     def _build_tracing(self) -> None:
         machine = self.machine
         tasks = Tasks(machine.memory, self.cells, self.image.abi)
         registry = EventRegistry()
+        context = HitContext(
+            self.kprobes.hits.ctlblk,
+            machine.memory,
+            self.image.abi,
+            preemption=self.kprobes.profile.preemption,
+        )
         self.trace = TraceArray(
             TraceSystem(
                 cpus=self.config.cpus,
@@ -77,7 +113,7 @@ class Kernel:
             TraceView(self._arch),
             self.symbols,
             KprobeBackend(self.kprobes, machine.memory, tasks),
-            HitRecorder(self.trace, tasks, machine.clock.read_ns),
+            HitRecorder(self.trace, tasks, machine.clock.read_ns, context),
             machine.clock.now_ns,
             registry=registry,
             printk=self.guest.log,
@@ -134,6 +170,8 @@ class Kernel:
         Raises: KernelError; and what the first probe handler raised that failed during the call, after it.
         """
         with self._control():
+            self._time.count_call()
+            self._work()
             self.kprobes.hits.take_failure()
             try:
                 return self.guest.call_function(function, *args)
@@ -160,7 +198,7 @@ class Kernel:
                 kprobe_events=KprobeEventsFiles(self.kprobe_events),
             ),
             extra={"scratch": Directory(0o1777, {})},
-            machine=MachineFiles(self.image, self.machine, self.guest),
+            machine=MachineFiles(self.image, self.machine, self.guest, self.kprobes.profile.name),
         )
         mount = GuestMount(FileServer(build_filesystem(ports, layout, owner), self.lock), self.guest)
         self.machine.text.before_first_change = mount.open_in_guest

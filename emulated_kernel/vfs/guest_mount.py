@@ -188,12 +188,14 @@ class GuestMount:
         """Mount.release; the request comes from no process."""
         with self._lock:
             opened = self._handles.pop(handle, None)
+            if isinstance(opened, ControlFile):
+                self._files.release(opened.inner)
+            if opened is None or opened.fd is None or self._guest.is_dead:
+                return
             if isinstance(opened, ScratchFile):
                 self._scratch.release(opened)
-            elif opened is not None:
-                self._files.release(opened.inner)
-                if opened.fd is not None and not self._guest.is_dead:
-                    self._guest.close_file(opened.fd)
+            else:
+                self._guest.close_file(opened.fd)
 
     def truncate(self, client: Client, path: str, size: int) -> None:
         """Mount.truncate."""

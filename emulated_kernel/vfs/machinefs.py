@@ -32,7 +32,7 @@ def machine_directory(machine: MachinePort, owner: Owner) -> Directory:
 
 
 class _Calls:
-    """What `call` remembers: the results of the last write."""
+    """What `call` remembers: the results of the last write, and why it failed."""
 
     def __init__(self, machine: MachinePort) -> None:
         self._machine = machine
@@ -49,5 +49,9 @@ class _Calls:
             raise KernelError(errno.EINVAL, "not ASCII") from error
         self.result = ""
         for line in filter(None, lines):
-            self.result += f"{self._machine.call(line)}\n"
+            try:
+                self.result += f"{self._machine.call(line)}\n"
+            except KernelError as error:
+                self.result += f"{line.split(maxsplit=1)[0]}: {error.strerror}\n"
+                raise
         return len(data)

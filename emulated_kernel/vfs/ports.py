@@ -207,7 +207,7 @@ class ProbeStats(Protocol):
 
     @property
     def mode(self) -> str:
-        """int3, boosted, optimized, ftrace, disarmed or gone."""
+        """int3, boosted, optimized, ftrace, disarmed, gone, or pending: its place isn't there yet."""
 
     @property
     def enabled(self) -> bool:
@@ -268,7 +268,7 @@ class MachinePort(Protocol):
     """The emulated computer."""
 
     def version(self) -> str:
-        """The kernel's banner, without a newline."""
+        """The kernel's banner and what it was built as, without a newline at the end."""
 
     def kallsyms(self, zero_addresses: bool) -> Iterable[str]:
         """A line for each symbol, with its newline; addresses are 0 for who may not know them."""

@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import select
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from itertools import islice
 
+from emulated_kernel.errors import KernelError
 from emulated_kernel.vfs.mount import Client
 from emulated_kernel.vfs.node import File
 from emulated_kernel.vfs.open_file import OpenFile, encode
 from emulated_kernel.vfs.ports import Stream
 
+SPLIT_SIZE = (128 << 10) - 4096
+"""A write of at least so many bytes may be a part of a longer one: FUSE splits at 128 KiB, less an offset."""
 Records = Callable[[int], Iterable[str]]
 """Records of a file from an index on; asked for anew by each read(2) that needs more of them."""
 Store = Callable[[bytes], None]
@@ -136,10 +140,22 @@ class CommandFile(SeqFile):
     def open(self, flags: int, client: Client) -> OpenFile:
         """Raises: what `truncate` raises."""
         del client
-        opened = _OpenCommand(self, flags, self.records, self._execute)
+        opened = self._opened(flags)
         if self._truncate is not None and opened.writable and flags & os.O_TRUNC:
             self._truncate()
         return opened
+
+    def _opened(self, flags: int) -> _OpenCommand:
+        return _OpenCommand(self, flags, self.records, self._execute)
+
+
+class LinesFile(CommandFile):
+    """A CommandFile of lines, which survive that a front end splits a long write(2)."""
+
+    __slots__ = ()
+
+    def _opened(self, flags: int) -> _OpenCommand:
+        return _OpenLines(self, flags, self.records, self._execute)
 
 
 class GuestCommandFile(CommandFile):
@@ -160,6 +176,32 @@ class _OpenCommand(_OpenSeq):
     def _advance(self, count: int) -> int:
         del count
         return 0
+
+
+class _OpenLines(_OpenCommand):
+    """Keeps the unfinished line of a part of a long write for the part that follows.
+
+    Linux: a write(2) is never split. Deviates: where a later part fails, write(2) has taken the earlier ones.
+    """
+
+    _unfinished = b""
+
+    def _write(self, data: bytes) -> int:
+        before, self._unfinished = self._unfinished, b""
+        end = len(data)
+        if len(data) >= SPLIT_SIZE:
+            end = data.rfind(b"\n") + 1 or len(data)
+        taken = super()._write(before + data[:end]) - len(before)
+        if taken < end:
+            return max(taken, 0)
+        self._unfinished = data[end:]
+        return len(data)
+
+    def release(self) -> None:
+        if self._unfinished:
+            with suppress(KernelError):
+                super()._write(self._unfinished)
+        super().release()
 
 
 class AttributeFile(File):

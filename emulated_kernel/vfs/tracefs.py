@@ -14,6 +14,7 @@ from emulated_kernel.vfs.readme import readme
 from emulated_kernel.vfs.seq import (
     AttributeFile,
     CommandFile,
+    LinesFile,
     OneReadFile,
     PipeFile,
     SeqFile,
@@ -81,7 +82,7 @@ def tracefs_directory(ports: TracefsPorts) -> Directory:
 
 def kprobe_events_file(port: KprobeEventsPort) -> File:
     """Definitions to read, definitions to write; opening it with O_TRUNC deletes all."""
-    return CommandFile(READ_WRITE, listing(port.definitions), port.execute, port.clear)
+    return LinesFile(READ_WRITE, listing(port.definitions), port.execute, port.clear)
 
 
 def kprobe_profile_file(port: KprobeEventsPort) -> File:

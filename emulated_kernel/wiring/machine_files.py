@@ -19,13 +19,15 @@ MAX_ARGUMENTS = 6
 class MachineFiles:
     """Implements MachinePort."""
 
-    def __init__(self, image: KernelImage, machine: Machine, guest: Guest) -> None:
+    def __init__(self, image: KernelImage, machine: Machine, guest: Guest, profile: str) -> None:
+        self._profile = profile
         self._image = image
         self._memory = machine.memory
         self._guest = guest
 
     def version(self) -> str:
-        return self._image.version.rstrip("\n")
+        """The banner, then the profile."""
+        return f"{self._image.version.rstrip()}\nprofile {self._profile}"
 
     def kallsyms(self, zero_addresses: bool) -> Iterable[str]:
         return [self._image.kallsyms.kallsyms_text(zero_addresses)]
@@ -57,7 +59,7 @@ def _split(line: str) -> list[str]:
     try:
         return list(lexer)
     except ValueError as error:
-        raise KernelError(errno.EINVAL, f"{line!r}: {error}") from error
+        raise KernelError(errno.EINVAL, str(error)) from error
 
 
 def _result(value: int) -> str:

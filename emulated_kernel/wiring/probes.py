@@ -13,13 +13,11 @@ from emulated_kernel.machine.traps import MemoryFault
 from emulated_kernel.trace.event import TraceEvent
 from emulated_kernel.trace.ports import HitHandler, ProbeHandle, ProbeHit, ProbeSpec, RawEntry
 from emulated_kernel.trace.trace_array import TaskContext, TraceArray
-from emulated_kernel.trace.trace_entry import TRACE_ENTRY, EntryFlag
+from emulated_kernel.trace.trace_entry import TRACE_ENTRY
+from emulated_kernel.wiring.context import HitContext
 
 CPU = 0
 """The only one there is."""
-INT3_FLAGS = EntryFlag.NMI | EntryFlag.HARDIRQ
-INT3_PREEMPT_COUNT = 0xFF
-"""Linux enters a breakpoint as it does an NMI, with both counts of the field at their top."""
 
 
 class GuestMemory(Protocol):
@@ -131,26 +129,30 @@ def _kprobe(handle: ProbeHandle) -> EventKprobe:
 
 
 class HitRecorder:
-    """Implements trace.ports.Recorder for hits of breakpoints."""
+    """Implements trace.ports.Recorder for hits of kprobes."""
 
-    def __init__(self, array: TraceArray, tasks: Tasks, now_ns: Callable[[], int]) -> None:
+    def __init__(
+        self, array: TraceArray, tasks: Tasks, now_ns: Callable[[], int], context: HitContext
+    ) -> None:
         self._array = array
         self._tasks = tasks
         self._now_ns = now_ns
+        self._context = context
 
     def entry(self, event: TraceEvent, payload: bytes, hit: ProbeHit, /) -> RawEntry:
-        header = TRACE_ENTRY.pack(event.id, INT3_FLAGS, INT3_PREEMPT_COUNT, self._tasks.pid())
+        header = TRACE_ENTRY.pack(event.id, *self._context.of(hit.regs), self._tasks.pid())
         return RawEntry(header + payload, CPU, hit.comm)
 
     def record(self, event: TraceEvent, payload: bytes, hit: ProbeHit, /) -> None:
+        flags, preempt_count = self._context.of(hit.regs)
         self._array.record(
             event.id,
             payload,
             cpu=CPU,
             pid=self._tasks.pid(),
             comm=hit.comm.decode("utf-8", "surrogateescape"),
-            flags=INT3_FLAGS,
-            preempt_count=INT3_PREEMPT_COUNT,
+            flags=flags,
+            preempt_count=preempt_count,
             timestamp_ns=self._now_ns(),
         )
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from emulated_kernel.arch.base import Arch
-from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.trace.event import KprobeTraceEvent
@@ -54,7 +52,7 @@ class ProbeStatistics:
 
     @property
     def mode(self) -> str:
-        return self._lines(self._owner.kprobes.mode)
+        return self._lines(self._owner.kprobes.mode) or "pending"
 
     @property
     def enabled(self) -> bool:
@@ -68,15 +66,18 @@ class ProbeStatistics:
 
     @property
     def optimized(self) -> bool:
-        return False
+        kprobes = self._kprobes()
+        return bool(kprobes) and all(self._owner.kprobes.is_optimized(kprobe) for kprobe in kprobes)
 
     def set_optimized(self, wanted: bool) -> None:
-        """Raises: KernelError EOPNOTSUPP: this kernel is built without jump optimization."""
-        if wanted:
-            raise KernelError(errno.EOPNOTSUPP, "this kernel is built without jump optimization")
+        """Raises: KernelError EOPNOTSUPP where a probe can't be optimized."""
+        for kprobe in self._kprobes():
+            self._owner.kprobes.set_optimized(kprobe, wanted)
 
     @property
     def reason(self) -> str:
+        if not self._kprobes():
+            return "the place isn't there: it may be in a module"
         return self._lines(self._owner.kprobes.reason)
 
     @property
@@ -145,20 +146,35 @@ class Stats:
         return self._views.of(event)
 
     def bytes_text(self, kprobe: Kprobe) -> str:
-        """The probed instruction's bytes, original and as they stand in the text now."""
-        size = kprobe.insn.prepared.length if kprobe.insn is not None else 1
+        """The bytes that the probe may replace, original and as they stand in the text now."""
+        size = self._patched_size(kprobe)
         original, current = (read(kprobe.address, size) for read in (self._text.original, self._text.current))
         return f"original {original.hex(' ')}\ncurrent  {current.hex(' ')}"
 
+    def _patched_size(self, kprobe: Kprobe) -> int:
+        """Whole instructions that a jump or call would cover; else the probed one."""
+        detour = self.kprobes.detour(kprobe)
+        if detour is not None:
+            return detour.length
+        return kprobe.insn.prepared.length if kprobe.insn is not None else self._arch.jump_size
+
     def detour_text(self, kprobe: Kprobe) -> str:
-        """Disassembly of the insn slot; an emulated instruction has none and is shown itself."""
-        insn = kprobe.insn
+        """Disassembly of what runs out of line; an emulated instruction has no copy and is shown itself."""
+        insn, detour = kprobe.insn, self.kprobes.detour(kprobe)
+        if detour is not None:
+            return self._disassembly(detour.address, detour.size)
         if insn is None:
-            return ""
+            trampoline = self.kprobes.trampoline
+            return "" if trampoline is None else self._disassembly(*trampoline)
         if insn.slot is None:
-            code = self._text.original(kprobe.address, insn.prepared.length)
-            return "emulated, no slot\n" + _join(self._arch.disassemble(code, kprobe.address))
-        return _join(self._arch.disassemble(insn.prepared.slot_bytes, insn.slot))
+            return "emulated, no slot\n" + self._disassembly(
+                kprobe.address, insn.prepared.length, self._text.original
+            )
+        end = self._arch.jump_size if insn.boosted else len(self._arch.breakpoint)
+        return self._disassembly(insn.slot, insn.prepared.length + end)
+
+    def _disassembly(self, va: int, size: int, read: Callable[[int, int], bytes] | None = None) -> str:
+        return _join(self._arch.disassemble((read or self._text.current)(va, size), va))
 
 
 def _join(lines: Sequence[str]) -> str:

@@ -19,6 +19,7 @@ from emulated_kernel.vfs.open_file import ALWAYS_READY, Cursor, OpenFile
 from emulated_kernel.vfs.seq import (
     AttributeFile,
     CommandFile,
+    LinesFile,
     OneReadFile,
     PipeFile,
     SeqFile,
@@ -208,3 +209,25 @@ def test_pipe_blocks_and_tells() -> None:
 def test_other_files_are_always_ready() -> None:
     assert open_file(SeqFile(0o440, single(lambda: ""))).poll() == ALWAYS_READY
     assert ALWAYS_READY & (select.POLLIN | select.POLLOUT) == 5
+
+
+def test_a_line_that_a_split_write_cuts_stays_whole() -> None:
+    executed: list[bytes] = []
+
+    def execute(data: bytes) -> int:
+        executed.append(data)
+        return len(data)
+
+    lines = b"".join(b"line %d\n" % number for number in range(20_000))
+    opened = open_file(LinesFile(0o640, None, execute), os.O_WRONLY)
+    for start in range(0, len(lines), 131_072):
+        part = lines[start : start + 131_072]
+        assert opened.write(part, start) == len(part)
+    assert b"".join(executed) == lines
+    assert all(part.endswith(b"\n") for part in executed)
+    opened.write(b"short, ", 0)
+    opened.write(b"and by itself", 7)
+    assert executed[-2:] == [b"short, ", b"and by itself"]
+    opened.write(b"x" * 131_000 + b"\nlast", 0)
+    opened.release()
+    assert executed[-1] == b"last"

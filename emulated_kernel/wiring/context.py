@@ -1,0 +1,58 @@
+"""The context that a probe's record shows: interrupts, preemption, and how the probe was entered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from emulated_kernel.kprobes.hit import KprobeCtlblk
+from emulated_kernel.trace.trace_entry import EntryFlag
+
+INTERRUPT_FLAG = 1 << 9
+"""X86_EFLAGS_IF."""
+SOFTIRQ_SERVED = 1 << 8
+"""SOFTIRQ_OFFSET: one level of serving; each disabling counts two."""
+_COUNT_MASK = 0xFF
+
+
+class CellMemory(Protocol):
+    def view(self, va: int, size: int, /) -> memoryview: ...
+
+
+class HitContext:
+    """Mirrors: include/linux/trace_events.h:tracing_gen_ctx_dec, tracing_gen_ctx_irq_test (v6.1).
+
+    A breakpoint is entered as an NMI with interrupts off. A kernel with preemption takes one from the whole
+    context for its handlers' own preempt_disable(), which a breakpoint's doesn't do: the borrow takes the
+    interrupt flag and leaves both counts at their top.
+    """
+
+    def __init__(
+        self, ctlblk: KprobeCtlblk, memory: CellMemory, abi: Mapping[str, int], *, preemption: bool
+    ) -> None:
+        self._ctlblk = ctlblk
+        self._count = _cell(memory, abi, "preempt_count")
+        self._need_resched = _cell(memory, abi, "need_resched")
+        self._hardirq, self._softirq = abi["preempt.hardirq_mask"], abi["preempt.softirq_mask"]
+        nmi = EntryFlag.NMI | EntryFlag.HARDIRQ
+        self._by_breakpoint = (nmi, _COUNT_MASK) if preemption else (nmi | EntryFlag.IRQS_OFF, 0)
+
+    def of(self, regs: Any) -> tuple[int, int]:
+        """common_flags and common_preempt_count of the hit with these registers."""
+        if self._ctlblk.by_breakpoint:
+            return self._by_breakpoint
+        count = int(self._count[0])
+        flags = 0 if regs.flags & INTERRUPT_FLAG else int(EntryFlag.IRQS_OFF)
+        if self._need_resched[0]:
+            flags |= EntryFlag.NEED_RESCHED | EntryFlag.PREEMPT_RESCHED
+        if count & self._hardirq:
+            flags |= EntryFlag.HARDIRQ
+        if count & SOFTIRQ_SERVED:
+            flags |= EntryFlag.SOFTIRQ
+        if count & self._softirq & ~SOFTIRQ_SERVED:
+            flags |= EntryFlag.BH_OFF
+        return flags, count & _COUNT_MASK
+
+
+def _cell(memory: CellMemory, abi: Mapping[str, int], name: str) -> memoryview:
+    return memory.view(abi["percpu.base"] + abi[f"percpu.{name}"], 4).cast("I")
