@@ -81,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_machine_options(parser: argparse.ArgumentParser) -> None:
-    from kprobefs.options import ARCHITECTURES, CLOCKS, LAYOUTS
+    from kprobefs.options import ARCHITECTURES, CLOCKS, LAYOUTS, PROFILES
 
     group = parser.add_argument_group("the emulated machine")
     group.add_argument("--arch", choices=ARCHITECTURES, default="x86_64", help="(default: %(default)s)")
@@ -95,6 +95,12 @@ def _add_machine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--seed", type=int, default=1, metavar="N", help="same seed, same trace (default: 1)")
     group.add_argument(
         "--clock", choices=CLOCKS, default="virtual", help="what timestamps follow (default: %(default)s)"
+    )
+    group.add_argument(
+        "--profile",
+        choices=PROFILES,
+        default=PROFILES[0],
+        help="which kernel's ways of probing it has (default: %(default)s)",
     )
 
 
@@ -161,7 +167,9 @@ def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
     from emulated_kernel.config import MachineConfig
     from kprobefs.options import MountOptions
 
-    machine = MachineConfig(arch=parsed.arch, cpus=parsed.cpus, clock=parsed.clock, seed=parsed.seed)
+    machine = MachineConfig(
+        arch=parsed.arch, cpus=parsed.cpus, clock=parsed.clock, seed=parsed.seed, profile=parsed.profile
+    )
     return MountOptions(directory, machine, parsed.layout)
 
 

@@ -92,7 +92,11 @@ class Service:
         try:
             server.serve(self._options.directory, mounted)
         except Failure as failure:
-            self._failure = failure
+            if self._wake.is_set():
+                # Unmounted under its threads, libfuse's loop may end with an error of its own.
+                log.info("the session ended: %s", failure)
+            else:
+                self._failure = failure
         except Exception as error:
             log.exception("the FUSE session failed")
             self._failure = Failure(f"{self._options.directory}: {error}: this is a bug")

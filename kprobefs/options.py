@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from emulated_kernel.kprobes import profile
+
 if TYPE_CHECKING:
     from emulated_kernel.config import MachineConfig
     from emulated_kernel.vfs.mount import Mount
@@ -12,6 +14,7 @@ if TYPE_CHECKING:
 LAYOUTS = ("full", "tracefs")
 ARCHITECTURES = ("x86_64", "i386", "riscv64")
 CLOCKS = ("virtual", "real")
+PROFILES = tuple(profile.PROFILES)
 
 
 @dataclass(frozen=True)

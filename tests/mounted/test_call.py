@@ -36,23 +36,27 @@ def test_results(line: str, result: str | None, files: Files) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "number"),
+    ("line", "number", "why"),
     [
-        ("no_such_function", errno.ENOENT),
-        ("linux_banner", errno.EINVAL),
-        ("strlen word", errno.EINVAL),
-        ('strlen "open', errno.EINVAL),
-        ("strlen 0x", errno.EINVAL),
-        ("strlen 1 2 3 4 5 6 7", errno.E2BIG),
-        ("strlen 0x10000000000000000", errno.ERANGE),
-        ('strlen "a\0b"', errno.EINVAL),
-        ("strlen \xe9", errno.EINVAL),
+        ("no_such_function", errno.ENOENT, "no_such_function: no symbol named no_such_function\n"),
+        ("linux_banner", errno.EINVAL, "linux_banner: linux_banner is not a function\n"),
+        ("strlen word", errno.EINVAL, "strlen: 'word' is neither a number nor a string in quotes\n"),
+        ('strlen "open', errno.EINVAL, "strlen: No closing quotation\n"),
+        ("strlen 0x", errno.EINVAL, "strlen: '0x' is neither a number nor a string in quotes\n"),
+        ("strlen 1 2 3 4 5 6 7", errno.E2BIG, "strlen: at most 6 arguments\n"),
+        (
+            "strlen 0x10000000000000000",
+            errno.ERANGE,
+            "strlen: 0x10000000000000000 doesn't fit into a register\n",
+        ),
+        ('strlen "a\0b"', errno.EINVAL, "strlen: a string with NUL in it\n"),
+        ("strlen \xe9", errno.EINVAL, ""),
     ],
 )
-def test_errors(line: str, number: int, files: Files) -> None:
+def test_errors(line: str, number: int, why: str, files: Files) -> None:
     with assert_errno(number):
         files.write("machine/call", line)
-    assert files.read("machine/call") == ""
+    assert files.read("machine/call") == why
 
 
 def test_several_lines(files: Files) -> None:

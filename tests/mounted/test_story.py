@@ -43,11 +43,11 @@ def test_from_probe_to_disarming(files: Files) -> None:
     )
     assert (result.returncode, result.stderr) == (0, "")
     lines = result.stdout.splitlines()
-    assert re.fullmatch(r"[0-9a-f]{16}  k  do_sys_openat2\+0x0    ", lines[0])
+    assert re.fullmatch(r"[0-9a-f]{16}  k  do_sys_openat2\+0x0    \[FTRACE\]", lines[0])
     assert lines[1] == "as it should"
     assert int(lines[2]) >= 2
-    assert lines[3:8] == ["int3", "1", "0", "0", "disarmed"]
-    assert re.fullmatch(r"[0-9a-f]{16}  k  do_sys_openat2\+0x0    \[DISABLED\]", lines[8])
+    assert lines[3:8] == ["ftrace", "1", "0", "0", "disarmed"]
+    assert re.fullmatch(r"[0-9a-f]{16}  k  do_sys_openat2\+0x0    \[DISABLED\]\[FTRACE\]", lines[8])
     assert lines[9].startswith("#")
     assert len(lines) == 10
 

@@ -174,7 +174,7 @@ def replay(mounted: Mounted, record: Record) -> Answer | None:
     swap = mounted.stand_in(record)
     text = record["bytes"].replace(*swap) if swap else record["bytes"]
     mounted.reset()
-    for step in record["setup"]:
+    for step in [*record["setup"], *_carried_over(record)]:
         mounted.prepare(step)
     if not mounted.path(record["file"]).exists():
         return None
@@ -184,6 +184,15 @@ def replay(mounted: Mounted, record: Record) -> Answer | None:
     if swap:
         log, events = _back(log, swap), events.replace(swap[1], swap[0])
     return Answer(result, log, events, None if swap else mounted.messages()[told:])
+
+
+def _carried_over(record: Record) -> list[Step]:
+    """The sysctl keeps its value from one recorded write to the next, not all of which are here.
+
+    What Linux logs tells that it was the other one.
+    """
+    changed = [message for message in record["kmsg"] if "jump-optimization" in message]
+    return [[record["file"], "0" if "enabled" in changed[0] else "1"]] if changed else []
 
 
 def _bytes(text: str) -> bytes:

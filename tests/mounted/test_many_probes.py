@@ -1,0 +1,45 @@
+"""Ten thousand probes: they fit, all fire, and go away again."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+
+from tests.fuse.harness import needs_fuse
+from tests.mounted.files import EVENTS, Files
+
+pytestmark = [needs_fuse, pytest.mark.mounted]
+
+MANY = 10_000
+
+
+def probeable(files: Files) -> list[str]:
+    """Entries of all functions that take a probe, told by trying."""
+    taken = []
+    for line in files.lines("machine/kallsyms"):
+        _, kind, name, *_ = line.split()
+        if kind in "tT":
+            with suppress(OSError):
+                files.write("kprobe_events", f"p:try {name}\n")
+                files.write("kprobe_events", "-:try\n")
+                taken.append(name)
+    return taken
+
+
+@pytest.mark.slow
+def test_many_probes(files: Files) -> None:
+    functions = probeable(files)
+    assert len(functions) > 300
+    places = [functions[number % len(functions)] for number in range(MANY)]
+    text = "".join(f"p:e{number} {place}\n" for number, place in enumerate(places))
+    assert files.write("kprobe_events", text) == len(text)
+    assert len(files.lines("kprobe_events")) == MANY
+    files.write(f"{EVENTS}/enable", "1")
+    assert len(files.lines("kprobes/list")) == MANY
+    files.path("scratch/d").mkdir()
+    fired = [line for line in files.lines("kprobe_profile") if line.split()[1] != "0"]
+    assert len(fired) > 1000
+    files.write(f"{EVENTS}/enable", "0")
+    assert files.shell("> kprobe_events; cat kprobe_events kprobes/list").stdout == ""
+    assert files.read("machine/version")
