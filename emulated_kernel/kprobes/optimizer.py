@@ -30,6 +30,10 @@ Spans = Sequence[tuple[int, int]]
 """Address ranges [start, end)."""
 
 
+Queue = dict[AggregatorProbe, None]
+"""One of Linux's lists; a set that keeps its order, as thousands of probes are looked for in it."""
+
+
 class Optimizer:
     """Jump optimization of aggregator probes. Callers hold the kernel's control lock.
 
@@ -59,9 +63,9 @@ class Optimizer:
         self._release = release
         self.allowed = True
         """sysctl debug.kprobes-optimization."""
-        self.optimizing: list[AggregatorProbe] = []
-        self.unoptimizing: list[AggregatorProbe] = []
-        self.freeing: list[AggregatorProbe] = []
+        self.optimizing: Queue = {}
+        self.unoptimizing: Queue = {}
+        self.freeing: Queue = {}
         self.work = DelayedWork(self._run)
         self.is_quiescent: Callable[[Spans], bool] = lambda _spans: True
         """Whether no task was interrupted, or comes back, within the ranges."""
@@ -157,10 +161,10 @@ class Optimizer:
             return
         if head.is_optimized:
             if head in self.unoptimizing:
-                self.unoptimizing.remove(head)
+                del self.unoptimizing[head]
             return
         self._mark(head, optimized=True)
-        self.optimizing.insert(0, head)
+        self.optimizing[head] = None
         self._kick()
 
     def unoptimize(self, head: Kprobe, *, force: bool) -> None:
@@ -171,17 +175,17 @@ class Optimizer:
         if not isinstance(head, AggregatorProbe) or self.is_disarmed(head) or not head.is_optimized:
             return
         if head in self.optimizing:
-            self.optimizing.remove(head)
+            del self.optimizing[head]
             self._mark(head, optimized=False)
         elif head in self.unoptimizing:
             if force:
                 self._expose_breakpoint(head)
-                self.unoptimizing.remove(head)
-                self.freeing.append(head)
+                del self.unoptimizing[head]
+                self.freeing[head] = None
         elif force:
             self._expose_breakpoint(head)
         else:
-            self.unoptimizing.insert(0, head)
+            self.unoptimizing[head] = None
             self._kick()
 
     def allow(self, allowed: bool) -> None:
@@ -253,7 +257,7 @@ class Optimizer:
         """Mirrors: kernel/kprobes.c:do_unoptimize_kprobes (v6.1)."""
         for head in self.unoptimizing:
             self._expose_breakpoint(head)
-        done = self.freeing + self.unoptimizing
+        done = [*self.freeing, *self.unoptimizing]
         self.unoptimizing.clear()
         self.freeing.clear()
         for head in done:
@@ -264,7 +268,7 @@ class Optimizer:
             if self._table.get(head.address) is head:
                 self._table.remove(head)
                 self._hits.remove(head)
-            self.freeing.append(head)
+            self.freeing[head] = None
 
     def _optimize_all(self) -> None:
         """Mirrors: arch/x86/kernel/kprobes/opt.c:arch_optimize_kprobes (v6.1)."""

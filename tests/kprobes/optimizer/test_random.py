@@ -100,7 +100,7 @@ class Walk:
         machine = self.probed.kernel.machine
         assert (machine.text.ledger, len(machine.breakpoints), self.kprobes.slots.used) == ({}, 1, 0)
         optimizer = self.probed.optimizer
-        assert (optimizer.optimizing, optimizer.unoptimizing, optimizer.freeing) == ([], [], [])
+        assert (optimizer.optimizing, optimizer.unoptimizing, optimizer.freeing) == ({}, {}, {})
 
 
 @pytest.mark.parametrize("seed", range(6))
