@@ -10,7 +10,7 @@ from typing import Protocol
 
 from emulated_kernel.abi import ERESTARTSYS, HZ, PARK, Hypercall, Vector
 from emulated_kernel.errors import KernelError, WouldBlock
-from emulated_kernel.machine.traps import Trap, TrapKind
+from emulated_kernel.machine.traps import GuestFault, Trap, TrapKind
 
 HostfsHandler = Callable[[int, int, int], int]
 """Serves a file of ours for the task that asks: (op, user buffer, count) -> result.
@@ -72,10 +72,6 @@ class Request:
     def end(self, result: int) -> None:
         self.result = result
         self.on_end()
-
-
-def _interrupted(_op: int, _buffer: int, _count: int) -> int:
-    raise KernelError(errno.EINTR)
 
 
 class _At(Enum):
@@ -193,10 +189,17 @@ class Executive:
             if self.is_dead or not request.killed:
                 raise
 
-    def interrupt(self, task: GuestTask) -> None:
-        """End the call that a task sleeps in with EINTR: its process has turned to something else."""
+    def interrupt(self, task: GuestTask, error: int = errno.EINTR) -> None:
+        """End the call that a task sleeps in; EINTR: its process has turned to something else.
+
+        Raises: KernelError EIO, as `syscall`.
+        """
         assert task.request is not None
-        task.request.hostfs = _interrupted
+
+        def end(_op: int, _buffer: int, _count: int) -> int:
+            raise KernelError(error)
+
+        task.request.hostfs = end
         self.resume(task)
 
     def _finish(self, task: GuestTask) -> int:
@@ -257,7 +260,7 @@ class Executive:
         jiffy = self._cpu.clock.now_ns() // NSEC_PER_JIFFY
         if jiffy != self._last_jiffy and self._at is not _At.DEAD:
             self._last_jiffy = jiffy
-            self._cpu.deliver(Vector.TIMER)
+            self._deliver(Vector.TIMER)
             self._step()
 
     def _wake(self, task: GuestTask) -> None:
@@ -267,7 +270,7 @@ class Executive:
             raise KernelError(errno.EIO, "the emulated kernel has stopped; see machine/dmesg")
         if self._at is _At.IDLE:
             self._cells.set_mailbox(task.addr)
-            self._cpu.deliver(Vector.WAKE)
+            self._deliver(Vector.WAKE)
         elif self._user is not task:
             self._cpu.answer(PARK, task.addr)
         else:
@@ -286,12 +289,12 @@ class Executive:
     def _step(self) -> None:
         """Run the guest until it stands at one of its two places; answer what it asks on the way."""
         budget: float | None = None
-        while True:
-            trap = self._cpu.run(budget)
+        while self._at is not _At.DEAD:
+            trap = self._run_cpu(budget)
             budget = None
             if trap.kind is TrapKind.BUDGET:
                 if self.may_interrupt():
-                    self._cpu.deliver(Vector.WATCHDOG)
+                    self._deliver(Vector.WATCHDOG)
                 else:
                     budget = OVERDUE
             elif trap.kind is not TrapKind.HYPERCALL:
@@ -305,6 +308,22 @@ class Executive:
                 return self._bury()
             else:
                 return self._die()
+        return None
+
+    def _run_cpu(self, budget: float | None) -> Trap:
+        try:
+            return self._cpu.run(budget)
+        except BaseException:
+            # It stopped in the middle of anything: what it is told next would be no answer to a question.
+            self._die()
+            raise
+
+    def _deliver(self, vector: Vector) -> None:
+        """Interrupt the guest; one whose stack can't take that is lost."""
+        try:
+            self._cpu.deliver(vector)
+        except GuestFault:
+            self._die()
 
     def _enter_user(self, last_result: int) -> None:
         self._bury()
@@ -343,7 +362,7 @@ class Executive:
             raise KernelError(errno.EIO, "the system call doesn't come back")
         self._cpu.clock.advance(NSEC_PER_JIFFY)
         self._last_jiffy = self._cpu.clock.now_ns() // NSEC_PER_JIFFY
-        self._cpu.deliver(Vector.TIMER)
+        self._deliver(Vector.TIMER)
 
     def _bury(self) -> None:
         """Forget tasks that ended; one that was killed in a system call fails it with EIO."""

@@ -112,6 +112,19 @@ class Guest:
         request = Request(nr, (fd, buffer, size), serve, on_end=lambda: self._buffers.put(buffer))
         return check(self.executive.run(task, request))
 
+    def give_up(self, task: GuestTask, fd: int, error: int) -> None:
+        """The process doesn't wait for the file that its task sleeps in: the call ends with this errno.
+
+        Otherwise it would sleep on, with one of the buffers, until the process asks for something else.
+        """
+        if not self.is_dead and task.request is not None and task.request.args[0] == fd:
+            self.executive.interrupt(task, error)
+
+    def enter(self, task: GuestTask) -> None:
+        """Make this the task that runs on the CPU."""
+        if not self.is_dead and self.executive.at_hand is not task:
+            self.syscalls.call(task, "getpid")
+
     def open_file(self, path: str, flags: int) -> int:
         """open(2) of a file of ours that the host has open already; a descriptor."""
         flags &= ~(os.O_CREAT | os.O_EXCL | os.O_TRUNC)

@@ -40,15 +40,20 @@ class Message:
 
 
 def read_log(memory: LogMemory, symbols: LogSymbols) -> Iterator[Message]:
-    """All messages that the ring still holds, oldest first."""
+    """All messages that the ring still holds, oldest first; up to one that the guest has overwritten.
+
+    Raises: MemoryFault where the guest has corrupted the variables.
+    """
     at = {name: symbols.lookup_name(name) or 0 for name in _VARIABLES}
     buffer = at["__log_buf"]
     index = memory.read_u32(at["log_first_idx"])
-    for _ in range(memory.read_u64(at["log_next_seq"]) - memory.read_u64(at["log_first_seq"])):
+    for expected in range(memory.read_u64(at["log_first_seq"]), memory.read_u64(at["log_next_seq"])):
         sequence, time_ns, size, length, level = _RECORD.unpack(memory.read(buffer + index, _RECORD.size))
         if not size:
             index = 0
             sequence, time_ns, size, length, level = _RECORD.unpack(memory.read(buffer, _RECORD.size))
+        if sequence != expected:
+            return
         text = memory.read(buffer + index + _RECORD.size, length).decode("utf-8", "replace")
         yield Message(sequence, time_ns, level, text)
         index += size

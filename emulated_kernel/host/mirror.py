@@ -92,6 +92,10 @@ class TaskMirror:
         self._last_client = task
         return task
 
+    def known(self, pid: int) -> GuestTask:
+        """The task that the process's last request was made by."""
+        return self._by_pid.get(pid, self.init)
+
     def _adopt_or_stand_in(self, pid: int, comm: str, uid: int, gid: int) -> GuestTask:
         try:
             return self._adopt(pid, comm, uid, gid)
@@ -158,7 +162,7 @@ class TaskMirror:
     def _adopt(self, pid: int, comm: str, uid: int, gid: int) -> GuestTask:
         """A process first seen at its request: a task without a fork, since that lies in the past."""
         with self._buffers.borrowed() as name:
-            self._memory.write(name, comm.encode()[:15] + b"\0")
+            self._memory.write(name, _comm_bytes(comm))
             number = self._nr["host_task_create"]
             addr = self._executive.syscall(self.init, number, pid, INIT_PID, name, uid, gid)
         addr &= (1 << 64) - 1
@@ -183,7 +187,7 @@ class TaskMirror:
         if task in self._unnamed:
             self._unnamed.remove(task)
         with self._buffers.borrowed() as name:
-            self._memory.write(name, comm.encode()[:15] + b"\0")
+            self._memory.write(name, _comm_bytes(comm))
             self._executive.syscall(task, self._nr["host_set_comm"], 0, name)
         task.comm = comm
 
@@ -194,3 +198,8 @@ class TaskMirror:
             return
         self._executive.exit(task, self._nr["exit"])
         self._forget(task)
+
+
+def _comm_bytes(comm: str) -> bytes:
+    """A name as task_struct.comm holds it: 15 bytes of any kind, and a NUL."""
+    return comm.encode("utf-8", "surrogateescape")[:15] + b"\0"

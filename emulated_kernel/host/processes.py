@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 from collections import OrderedDict
@@ -12,6 +13,8 @@ from typing import Protocol
 MAX_FORKS_PER_LOOK = 64
 """More forks than this between two requests are not followed one by one; only the latest are."""
 _OPEN_COMMS = 64
+_PIDFD_THREAD = os.O_EXCL
+"""pidfd_open(2): of a thread that leads no process; since Linux 6.9."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ class HostProcesses:
         status = _read(f"/proc/{pid}/status")
         if status is None:
             return Fork(pid, None, "", 0, 0, alive=False)
-        fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+        fields = _fields(status)
         if int(fields["Tgid"]) != pid or pid == self._own:
             return None
         uid, gid = int(fields["Uid"].split()[0]), int(fields["Gid"].split()[0])
@@ -85,11 +88,11 @@ class HostProcesses:
         return Fork(pid, int(fields["PPid"]), fields["Name"], uid, gid, alive)
 
     def follow(self, pid: int) -> None:
-        """Report this process in `exited` once it has ended."""
+        """Report this process, or thread of one, in `exited` once it has ended."""
         if pid in self._pidfds:
             return
         try:
-            fd = os.pidfd_open(pid)
+            fd = _open_pidfd(pid)
         except OSError:
             # It has ended meanwhile, or there are too many to follow: better no task than one for ever.
             self._lost.append(pid)
@@ -100,7 +103,7 @@ class HostProcesses:
     def exited(self) -> list[int]:
         """Followed processes that have ended since the last call."""
         events = self._epoll.poll(0)
-        if not events:
+        if not events and not self._lost:
             return []
         ended = [self._pid_of[fd] for fd, _ in events]
         for pid in ended:
@@ -120,14 +123,22 @@ class HostProcesses:
         """The process's name now, None when it has ended. An open file a process makes this 1 us."""
         fd = self._comms.get(pid)
         try:
-            if fd is None:
-                fd = os.open(f"/proc/{pid}/comm", os.O_RDONLY | os.O_CLOEXEC)
-                self._comms[pid] = fd
-                if len(self._comms) > _OPEN_COMMS:
-                    os.close(self._comms.popitem(last=False)[1])
-            return os.pread(fd, 16, 0).decode("utf-8", "replace").rstrip("\n")
+            if fd is not None:
+                return _read_comm(fd)
+        except OSError:
+            # It has ended; another one may have its number by now.
+            os.close(self._comms.pop(pid))
+        try:
+            return _read_comm(self._open_comm(pid))
         except OSError:
             return None
+
+    def _open_comm(self, pid: int) -> int:
+        fd = os.open(f"/proc/{pid}/comm", os.O_RDONLY | os.O_CLOEXEC)
+        self._comms[pid] = fd
+        if len(self._comms) > _OPEN_COMMS:
+            os.close(self._comms.popitem(last=False)[1])
+        return fd
 
     def close(self) -> None:
         for fd in (self._loadavg, *self._pidfds.values(), *self._comms.values()):
@@ -142,9 +153,37 @@ def _pids_between(before: int, last: int, pid_max: int) -> Iterator[int]:
     return iter([*range(before + 1, pid_max), *range(300, last + 1)])
 
 
+def _open_pidfd(pid: int) -> int:
+    """A pidfd of a process, or of a thread: FUSE tells who of them asks. Raises: OSError."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOENT):
+            raise
+    try:
+        return os.pidfd_open(pid, _PIDFD_THREAD)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    # An older kernel: a thread's end is only seen with its process's.
+    leader = _fields(_read(f"/proc/{pid}/status") or "").get("Tgid", "")
+    if not leader:
+        raise ProcessLookupError(errno.ESRCH, "the thread has ended")
+    return os.pidfd_open(int(leader))
+
+
+def _fields(status: str) -> dict[str, str]:
+    """The lines of a /proc/PID/status; the name comes first, so that none in it hides another."""
+    return dict(line.split(":\t", 1) for line in status.split("\n") if ":\t" in line)
+
+
+def _read_comm(fd: int) -> str:
+    return os.pread(fd, 16, 0).decode("utf-8", "surrogateescape").removesuffix("\n")
+
+
 def _read(path: str) -> str | None:
     try:
-        with open(path, encoding="utf-8", errors="replace") as file:
+        with open(path, encoding="utf-8", errors="surrogateescape") as file:
             return file.read()
     except OSError:
         return None

@@ -61,5 +61,5 @@ def _read(memory: TaskMemory, task: int, abi: Mapping[str, int]) -> TaskInfo:
         parent=memory.read_u32(parent + abi["task_struct.pid"]) if parent else 0,
         uid=memory.read_u32(cred + abi["cred.uid"]) if cred else 0,
         state=_LETTERS.get(word("state"), "?"),
-        comm=comm.decode("utf-8", "replace"),
+        comm=comm.decode("utf-8", "surrogateescape"),
     )

@@ -12,7 +12,7 @@ import pytest
 
 from emulated_kernel.errors import KernelError, WouldBlock
 from emulated_kernel.host.buffers import MAX_BUFFERS
-from emulated_kernel.host.executive import GuestTask, RunElsewhere
+from emulated_kernel.host.executive import NSEC_PER_JIFFY, GuestTask, RunElsewhere
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from tests.host.conftest import FIRST_PID, dmesg, tasks
@@ -171,3 +171,33 @@ def test_a_panic_ends_blocked_calls(kernel: Kernel, task: GuestTask, fd: int) ->
     with pytest.raises(KernelError) as caught:
         kernel.guest.mirror.exit(FIRST_PID)
     assert caught.value.errno == errno.EIO
+
+
+def test_a_run_that_breaks_off_is_the_guests_end(kernel: Kernel, task: GuestTask) -> None:
+    """As by an interrupt from the keyboard: it stands anywhere, and must not be answered there."""
+
+    def interrupted(_regs: Any) -> None:
+        raise KeyboardInterrupt
+
+    address = kernel.image.kallsyms.lookup_name("__x64_sys_getpid")
+    assert address is not None
+    kernel.machine.breakpoints[address] = interrupted
+    kernel.machine.text.poke(address, b"\xcc")
+    with pytest.raises(KeyboardInterrupt):
+        kernel.guest.syscalls.call(task, "getpid")
+    kernel.machine.text.poke(address, kernel.machine.text.original(address, 1))
+    assert kernel.guest.is_dead
+    with pytest.raises(KernelError) as caught:
+        kernel.guest.syscalls.call(task, "getpid")
+    assert caught.value.errno == errno.EIO
+
+
+def test_a_stack_that_takes_no_interrupt_is_the_guests_end(kernel: Kernel, task: GuestTask) -> None:
+    assert kernel.guest.syscalls.call(task, "getpid") == FIRST_PID
+    kernel.machine.regs.sp = 0
+    kernel.machine.clock.advance(NSEC_PER_JIFFY)
+    for _ in range(2):
+        with pytest.raises(KernelError) as caught:
+            kernel.guest.syscalls.call(task, "getpid")
+        assert caught.value.errno == errno.EIO
+    assert kernel.guest.is_dead

@@ -134,3 +134,13 @@ def test_the_worker_is_replaced_when_a_call_kills_it(kernel: Kernel) -> None:
         kernel.call("strlen", 0)
     assert mirror.worker() is not worker
     assert mirror.worker().pid == os.getpid()
+
+
+def test_names_of_any_bytes(kernel: Kernel, watch: ScriptedWatch) -> None:
+    """A name has 15 bytes, which need not be UTF-8: the guest's task has the same ones."""
+    watch.comms[SHELL] = b"\xff\xfe 0123456789abcdef".decode("utf-8", "surrogateescape")
+    kernel.guest.mirror.task_of(SHELL, 0, 0)
+    assert os.fsencode(tasks(kernel)[SHELL].comm) == b"\xff\xfe 0123456789ab"
+    watch.comms[SHELL] = "\udcff"
+    kernel.guest.mirror.task_of(SHELL, 0, 0)
+    assert os.fsencode(tasks(kernel)[SHELL].comm) == b"\xff"

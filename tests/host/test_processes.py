@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Iterator
@@ -40,6 +41,26 @@ def child() -> Iterator[int]:
         os.waitpid(pid, 0)
 
 
+@contextmanager
+def thread() -> Iterator[int]:
+    """A thread that lives as long as the block; its id."""
+    started, done = threading.Event(), threading.Event()
+
+    def live() -> None:
+        started.set()
+        done.wait(LIMIT)
+
+    running = threading.Thread(target=live)
+    running.start()
+    started.wait(LIMIT)
+    assert running.native_id is not None
+    try:
+        yield running.native_id
+    finally:
+        done.set()
+        running.join()
+
+
 def wait_for_exit(watch: HostProcesses, pid: int) -> None:
     until = monotonic() + LIMIT
     while pid not in watch.exited():
@@ -76,19 +97,9 @@ def test_a_zombie_is_not_alive(watch: HostProcesses) -> None:
 
 
 def test_threads_are_no_processes(watch: HostProcesses) -> None:
-    started, done = threading.Event(), threading.Event()
-
-    def live() -> None:
-        started.set()
-        done.wait(LIMIT)
-
-    thread = threading.Thread(target=live)
-    thread.start()
-    started.wait(LIMIT)
-    told = [fork.pid for fork in watch.forks()]
-    done.set()
-    thread.join()
-    assert thread.native_id not in told
+    with thread() as started:
+        told = [fork.pid for fork in watch.forks()]
+    assert started not in told
     assert os.getpid() not in told
 
 
@@ -102,8 +113,68 @@ def test_followed_processes_end(watch: HostProcesses) -> None:
     assert watch.exited() == []
     assert watch.comm(followed) is None
     assert watch.comm(other) is None
-    watch.follow(followed)
+
+
+def test_a_process_that_ended_before_it_was_followed(watch: HostProcesses) -> None:
+    """Nobody else has to end for that to be told."""
+    with child() as pid:
+        pass
+    watch.follow(pid)
+    assert watch.exited() == [pid]
     assert watch.exited() == []
+
+
+def test_a_thread_is_followed_as_long_as_it_lives(watch: HostProcesses) -> None:
+    with thread() as followed:
+        watch.follow(followed)
+        assert watch.exited() == []
+        assert watch.comm(followed)
+    if _linux() >= (6, 9):
+        wait_for_exit(watch, followed)
+
+
+def _linux() -> tuple[int, int]:
+    major, minor, *_ = os.uname().release.split(".")
+    return int(major), int(minor)
+
+
+def test_a_thread_of_an_older_kernel(watch: HostProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It can't be followed alone, and counts as ended when its process has."""
+    plain = os.pidfd_open
+
+    def pidfd_open(pid: int, flags: int = 0) -> int:
+        if flags or pid != os.getpid():
+            raise OSError(errno.EINVAL, "before 6.9")
+        return plain(pid)
+
+    monkeypatch.setattr(os, "pidfd_open", pidfd_open)
+    with thread() as followed:
+        watch.follow(followed)
+        assert watch.exited() == []
+    assert watch.exited() == []
+
+
+def test_a_number_used_again(watch: HostProcesses) -> None:
+    """The file that was kept open for the name is that of the process before."""
+    with child() as ended:
+        assert watch.comm(ended) is not None
+    stale = watch._comms[ended]
+    with child() as again:
+        watch._comms[again] = stale
+        assert watch.comm(again) == watch.comm(os.getpid())
+        watch._comms.pop(ended)
+
+
+def test_a_name_of_any_bytes(watch: HostProcesses) -> None:
+    comm = Path("/proc/self/comm")
+    before = comm.read_bytes().removesuffix(b"\n")
+    try:
+        comm.write_bytes(b"\xff\xfe name")
+        name = watch.comm(os.getpid())
+        assert name is not None
+        assert name.encode("utf-8", "surrogateescape") == b"\xff\xfe name"
+    finally:
+        comm.write_bytes(before)
 
 
 def test_names_are_read_anew(watch: HostProcesses) -> None:
