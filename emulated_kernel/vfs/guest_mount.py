@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 
@@ -27,7 +28,7 @@ class ControlFile:
     flags: int
     inner: int
     fd: int | None
-    """None where the guest has no part in it: it wasn't watched at the open, or was dead."""
+    """None where the guest has no part in it: it wasn't watched at the open, was dead, or had no room."""
 
 
 class GuestMount:
@@ -43,13 +44,17 @@ class GuestMount:
         self._files = files
         self._guest = guest
         self._scratch = Scratch(guest)
+        self._has_scratch = SCRATCH[1:] in files.readdir("/")
+        """Not where tracefs stands at the root."""
         self._lock = files.lock
         self._handles: dict[int, ControlFile | ScratchFile] = {}
         self._numbers = count(1)
 
     def _at(self, path: str) -> FileServer | Scratch:
         """Who answers for a path."""
-        return self._scratch if path == SCRATCH or path.startswith(SCRATCH + "/") else self._files
+        if self._has_scratch and (path == SCRATCH or path.startswith(SCRATCH + "/")):
+            return self._scratch
+        return self._files
 
     def _opened(self, handle: int) -> ControlFile | ScratchFile:
         try:
@@ -112,16 +117,26 @@ class GuestMount:
                 inner.append(self._files.open(client, path, flags))
             return 0
 
-        fd = self._guest.syscalls.open(task, path, flags & ~os.O_CREAT, hostfs=serve)
+        try:
+            fd = self._guest.syscalls.open(task, path, flags & ~os.O_CREAT, hostfs=serve)
+        except BaseException:
+            # The guest's open failed behind ours: nobody would ever close it.
+            for handle in inner:
+                self._files.release(handle)
+            raise
         return self._add(ControlFile(path, flags, inner[0], fd))
 
     def open_in_guest(self) -> None:
-        """The guest is about to be watched: open there what was opened while it was not."""
+        """The guest is about to be watched: open there what was opened while it was not.
+
+        What it has no room for it will not take part in: that must not keep a probe from being armed.
+        """
         if self._guest.is_dead or self._guest.executive.is_busy:
             return
-        for opened in self._handles.values():
-            if isinstance(opened, ControlFile) and opened.fd is None:
-                opened.fd = self._guest.open_file(opened.path, opened.flags)
+        with suppress(KernelError):
+            for opened in self._handles.values():
+                if isinstance(opened, ControlFile) and opened.fd is None:
+                    opened.fd = self._guest.open_file(opened.path, opened.flags)
 
     def create(self, client: Client, path: str, mode: int, flags: int) -> int:
         """Mount.create."""
@@ -155,10 +170,16 @@ class GuestMount:
             if isinstance(opened, ScratchFile):
                 return self._scratch.write(client, opened, data, offset)
             if opened.fd is None or not self._guest.is_watched:
+                if self._files.notes_writer(opened.inner):
+                    self._enter(client)
                 return self._files.write(client, opened.inner, data, offset)
             return self._guest.write_file(
                 self._task(client), opened.fd, data, lambda: self._write(client, opened, data, offset)
             )
+
+    def _enter(self, client: Client) -> None:
+        if not self._guest.is_dead:
+            self._guest.enter(self._task(client))
 
     def _write(self, client: Client, opened: ControlFile, data: bytes, offset: int) -> int:
         """What the guest's vfs_write comes back for."""
@@ -175,6 +196,13 @@ class GuestMount:
         opened = self._opened(handle)
         if isinstance(opened, ControlFile):
             self._files.wait(opened.inner, timeout)
+
+    def give_up(self, client: Client, handle: int, error: int) -> None:
+        """Mount.give_up."""
+        with self._lock:
+            opened = self._opened(handle)
+            if isinstance(opened, ControlFile) and opened.fd is not None:
+                self._guest.give_up(self._guest.mirror.known(client.pid), opened.fd, error)
 
     def poll(self, handle: int, notify: Callable[[], None] | None) -> int:
         """Mount.poll."""

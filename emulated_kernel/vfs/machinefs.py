@@ -44,7 +44,7 @@ class _Calls:
         Raises: KernelError of the first call that fails; the calls before it were made.
         """
         try:
-            lines = [line.strip() for line in data.decode("ascii").splitlines()]
+            lines = [line.strip() for line in data.decode("ascii").split("\n")]
         except UnicodeDecodeError as error:
             raise KernelError(errno.EINVAL, "not ASCII") from error
         self.result = ""

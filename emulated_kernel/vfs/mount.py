@@ -78,6 +78,9 @@ class Mount(Protocol):
     def wait(self, handle: int, timeout: float) -> None:
         """Return once the handle may have something to give, or after `timeout` seconds."""
 
+    def give_up(self, client: Client, handle: int, error: int) -> None:
+        """The client doesn't wait for what raised WouldBlock: it gets this errno instead."""
+
     def poll(self, handle: int, notify: Callable[[], None] | None) -> int:
         """Readiness as poll(2)'s mask; `notify` is called once, when the mask has changed."""
 

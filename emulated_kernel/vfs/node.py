@@ -15,6 +15,8 @@ from emulated_kernel.vfs.mount import Client, Stat
 from emulated_kernel.vfs.open_file import OpenFile
 
 PERMISSION_BITS = 0o7777
+_FEW = 64
+"""Nodes of objects that a directory keeps without looking whether they still exist."""
 
 T = TypeVar("T")
 
@@ -112,6 +114,8 @@ class File(Node, ABC):
 
     runs_guest: ClassVar[bool] = False
     """A write runs code in the guest: the task that writes has to sleep meanwhile."""
+    notes_writer: ClassVar[bool] = False
+    """A write is recorded as the current task's: that has to be the one that writes."""
     __slots__ = ()
 
     @abstractmethod
@@ -180,7 +184,7 @@ class DynamicDirectory(Directory, Generic[T]):
     and files still open under the old one are detached.
     """
 
-    __slots__ = ("_mkdir", "_nodes", "_objects", "_rmdir")
+    __slots__ = ("_limit", "_mkdir", "_nodes", "_objects", "_rmdir")
 
     def __init__(
         self,
@@ -193,6 +197,7 @@ class DynamicDirectory(Directory, Generic[T]):
         super().__init__(mode, children or {})
         self._objects = objects
         self._nodes: dict[str, tuple[T, Directory]] = {}
+        self._limit = _FEW
         self._mkdir = mkdir
         self._rmdir = rmdir
 
@@ -213,10 +218,18 @@ class DynamicDirectory(Directory, Generic[T]):
         known = self._nodes.get(name)
         if known is not None and known[0] is found:
             return known[1]
+        if len(self._nodes) >= self._limit:
+            self._forget_removed()
         node = self._objects.make(found)
         self._adopt(name, node)
         self._nodes[name] = (found, node)
         return node
+
+    def _forget_removed(self) -> None:
+        """Most objects go without anybody asking for their names again."""
+        alive = set(self._objects.names())
+        self._nodes = {name: known for name, known in self._nodes.items() if name in alive}
+        self._limit = max(_FEW, 2 * len(self._nodes))
 
     def names(self) -> list[str]:
         """Names of the fixed children, then of the objects; a fixed child hides an object of its name."""

@@ -165,6 +165,13 @@ class GuestCommandFile(CommandFile):
     __slots__ = ()
 
 
+class MarkerFile(CommandFile):
+    """A CommandFile whose writes are recorded, with who made them."""
+
+    notes_writer = True
+    __slots__ = ()
+
+
 class _OpenCommand(_OpenSeq):
     def __init__(self, node: File, flags: int, records: Records | None, execute: Execute) -> None:
         super().__init__(node, flags, records)

@@ -85,9 +85,16 @@ class FileServer:
         """Whether a write to the handle runs code in the guest."""
         return self.opened(handle).node.runs_guest
 
+    def notes_writer(self, handle: int) -> bool:
+        """Whether a write to the handle is recorded as the current task's."""
+        return self.opened(handle).node.notes_writer
+
     def wait(self, handle: int, timeout: float) -> None:
         """Mount.wait; the lock is not held meanwhile."""
         self.opened(handle).wait(timeout)
+
+    def give_up(self, client: Client, handle: int, error: int) -> None:
+        """Mount.give_up: nothing is kept of a read that gave nothing."""
 
     def poll(self, handle: int, notify: Callable[[], None] | None) -> int:
         """Mount.poll."""

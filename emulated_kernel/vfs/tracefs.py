@@ -15,6 +15,7 @@ from emulated_kernel.vfs.seq import (
     AttributeFile,
     CommandFile,
     LinesFile,
+    MarkerFile,
     OneReadFile,
     PipeFile,
     SeqFile,
@@ -69,7 +70,7 @@ def tracefs_directory(ports: TracefsPorts) -> Directory:
             "trace": CommandFile(
                 READ_WRITE, single(trace.trace_text), execute=len, truncate=trace.clear_trace
             ),
-            "trace_marker": CommandFile(WRITE_ONLY, None, execute=trace.write_marker),
+            "trace_marker": MarkerFile(WRITE_ONLY, None, execute=trace.write_marker),
             "trace_pipe": PipeFile(READ_ONLY, lambda nonblock: trace.open_pipe(nonblock=nonblock)),
             "tracing_on": AttributeFile(
                 READ_WRITE,

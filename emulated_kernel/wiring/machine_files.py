@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.host.guest import Guest
@@ -12,6 +13,7 @@ from emulated_kernel.host.guest_log import read_log
 from emulated_kernel.host.task_list import read_tasks
 from emulated_kernel.image.image import KernelImage
 from emulated_kernel.machine.machine import Machine
+from emulated_kernel.machine.traps import MemoryFault
 
 MAX_ARGUMENTS = 6
 
@@ -33,11 +35,17 @@ class MachineFiles:
         return [self._image.kallsyms.kallsyms_text(zero_addresses)]
 
     def dmesg(self) -> Iterable[str]:
-        return [line for message in read_log(self._memory, self._image.kallsyms) for line in message.lines()]
+        """Raises: KernelError EIO where the guest has corrupted its log."""
+        with _readable("log"):
+            messages = list(read_log(self._memory, self._image.kallsyms))
+        return [line for message in messages for line in message.lines()]
 
     def tasks(self) -> Iterable[str]:
+        """Raises: KernelError EIO where the guest has corrupted its list."""
+        with _readable("task list"):
+            tasks = list(read_tasks(self._memory, self._image.kallsyms, self._image.abi))
         yield f"{'PID':>7} {'PPID':>7} {'UID':>6} STATE COMM\n"
-        for task in read_tasks(self._memory, self._image.kallsyms, self._image.abi):
+        for task in tasks:
             yield f"{task.pid:>7} {task.parent:>7} {task.uid:>6} {task.state:<5} {task.comm}\n"
 
     def call(self, line: str) -> str:
@@ -50,6 +58,15 @@ class MachineFiles:
         if len(words) > MAX_ARGUMENTS:
             raise KernelError(errno.E2BIG, f"at most {MAX_ARGUMENTS} arguments")
         return f"{name} = {_result(self._guest.call_function(name, *map(_argument, words)))}"
+
+
+@contextmanager
+def _readable(what: str) -> Iterator[None]:
+    """What the guest did to its own data is no fault of ours."""
+    try:
+        yield
+    except MemoryFault as fault:
+        raise KernelError(errno.EIO, f"the {what} leads to {fault}") from fault
 
 
 def _split(line: str) -> list[str]:

@@ -8,6 +8,7 @@ import os
 import select
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -69,6 +70,24 @@ def test_a_hit_wakes_the_reader(probed: Files, reader: subprocess.Popen[str]) ->
     assert state_of(probed, reader.pid) == "S"
     hit(probed, "e")
     assert " made: (vfs_mkdir+0x0/" in reader.stdout.readline()
+
+
+def test_readers_of_one_open_file(pipe: int) -> None:
+    """Each is told EAGAIN, and sleeps on nowhere."""
+    errors: list[int | None] = []
+
+    def read() -> None:
+        try:
+            os.read(pipe, 100)
+        except OSError as error:
+            errors.append(error.errno)
+
+    for _ in range(3):
+        reader = threading.Thread(target=read)
+        reader.start()
+        reader.join(TIMEOUT)
+    read()
+    assert errors == [errno.EAGAIN] * 4
 
 
 def test_without_blocking(probed: Files, pipe: int) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.vfs.mount import Client, Mount
-from emulated_kernel.vfs.node import Directory, Owner
+from emulated_kernel.vfs.node import Directory, DynamicDirectory, Objects, Owner
 from emulated_kernel.vfs.seq import SeqFile, single
 from emulated_kernel.vfs.server import FileServer
 from emulated_kernel.vfs.tree import Filesystem
@@ -188,3 +188,19 @@ def test_the_server_is_a_mount(tree: Filesystem) -> None:
     assert name_of(lambda: server.read(ROOT, handle, 1, 0)) == "EBADF"
     server.close()
     assert name_of(lambda: server.read(ROOT, handle, 1, 0)) == "ENODEV"
+
+
+def test_directories_of_removed_objects_are_forgotten() -> None:
+    """Though nobody asks for their names again; those of the others stay the same."""
+    names = ["kept"]
+    made: dict[str, object] = {}
+    objects = Objects(
+        lambda: names, lambda name: made.setdefault(name, object()), lambda _: Directory(0o755, {})
+    )
+    directory = DynamicDirectory(0o755, objects)
+    kept = directory.get("kept")
+    for number in range(1000):
+        names[1:] = [f"n{number}"]
+        assert directory.get(names[1]) is not None
+    assert len(directory._nodes) < 100
+    assert directory.get("kept") is kept
