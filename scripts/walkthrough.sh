@@ -80,6 +80,23 @@ show 'cat kprobes/stats/kprobes/reads/hits'
 [ "$output" = "$hits" ] || fail "a disarmed probe was hit"
 show 'echo 1 > kprobes/enabled'
 
+explain "Inside a function a probe is a breakpoint, and a hit costs two traps:"
+show 'echo 0 > kprobes/optimization'
+show 'echo p:deep ksys_read+5 >> kprobe_events'
+show 'echo 1 > kprobes/stats/kprobes/deep/enabled'
+show 'for i in 1 2 3 4 5 6 7 8 9; do cat scratch/greeting; done > /dev/null'
+show 'cd kprobes/stats/kprobes/deep && cat mode bytes cost'
+expect 'int3' "the probe at ksys_read+5 isn't armed by a breakpoint"
+
+explain "The optimizer makes a jump of it, to a detour around the handlers:"
+show 'echo 1 > kprobes/optimization; sleep 0.2'
+show 'for i in 1 2 3 4 5 6 7 8 9 0; do cat scratch/greeting; done > /dev/null'
+show 'for i in 1 2 3 4 5 6 7 8 9 0; do cat scratch/greeting; done > /dev/null'
+show 'cd kprobes/stats/kprobes/deep && cat mode bytes cost; tail -n 3 detour'
+expect 'optimized' "the probe at ksys_read+5 was not optimized"
+show 'grep ksys_read kprobes/list'
+expect '[OPTIMIZED]' "kprobes/list doesn't show the probe as optimized"
+
 explain "And away with it:"
 show 'echo 0 > tracing/events/kprobes/reads/enable'
 show 'echo > kprobe_events'
