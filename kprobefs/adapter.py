@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import time_ns
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from emulated_kernel.errors import KernelError, WouldBlock
 from emulated_kernel.vfs.mount import Client, Mount, Stat
@@ -278,12 +278,12 @@ class _Operations:
     def read(self, path: str | None, size: int, offset: int, info: Any) -> bytes:
         del path
         client, handle = _client(), info.fh
-        return self._blocking(info, lambda: self._mount.read(client, handle, size, offset))
+        return self._blocking(client, info, lambda: self._mount.read(client, handle, size, offset))
 
     def write(self, path: str | None, data: bytes, offset: int, info: Any) -> int:
         del path
         client, handle = _client(), info.fh
-        return self._blocking(info, lambda: self._mount.write(client, handle, data, offset))
+        return self._blocking(client, info, lambda: self._mount.write(client, handle, data, offset))
 
     def release(self, path: str | None, info: Any) -> None:
         del path
@@ -346,7 +346,7 @@ class _Operations:
         info.nonseekable = self._mount.is_stream(handle)
         return 0
 
-    def _blocking(self, info: Any, operation: Callable[[], T]) -> T:
+    def _blocking(self, client: Client, info: Any, operation: Callable[[], T]) -> T:
         """Do it, or wait until it can be done. Raises: KernelError EAGAIN, EINTR, EIO (the mount ends).
 
         The flags are those of the request: fcntl(F_SETFL) after open counts.
@@ -356,11 +356,15 @@ class _Operations:
                 return operation()
             except WouldBlock:
                 if info.flags & os.O_NONBLOCK:
-                    raise KernelError(errno.EAGAIN) from None
+                    self._give_up(client, info, errno.EAGAIN)
             self._mount.wait(info.fh, WAIT_SLICE)
             if _libfuse.fuse_interrupted():
-                raise KernelError(errno.EINTR)
+                self._give_up(client, info, errno.EINTR)
         raise KernelError(errno.EIO, "the mount ends")
+
+    def _give_up(self, client: Client, info: Any, error: int) -> NoReturn:
+        self._mount.give_up(client, info.fh, error)
+        raise KernelError(error)
 
 
 def _client() -> Client:
