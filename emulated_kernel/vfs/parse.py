@@ -8,7 +8,8 @@ import re
 from emulated_kernel.errors import KernelError
 
 _UNSIGNED = re.compile(rb"\+?([0-9]+)\n?")
-_INTEGER = re.compile(rb"-?[0-9]+")
+_INTEGER = re.compile(rb"(?=.{1,20}\Z)-?[0-9]+")
+"""Linux: takes no number of more characters, sign and zeros included. Mirrors: proc_get_long (v6.1)."""
 _NUMBER_BUFFER = 31
 _SWITCHES = {b"y": True, b"t": True, b"1": True, b"n": False, b"f": False, b"0": False}
 _SWITCHES_AFTER_O = {b"n": True, b"f": False}

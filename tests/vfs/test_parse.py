@@ -67,6 +67,12 @@ def test_sysctl_switch(data: bytes, expected: object) -> None:
     assert outcome(sysctl_switch, data) == expected
 
 
+@pytest.mark.parametrize("zeros", [20, 5000])
+def test_sysctl_numbers_have_at_most_20_characters(zeros: int) -> None:
+    assert outcome(sysctl_switch, b"0" * 19 + b"1") is True
+    assert outcome(sysctl_switch, b"0" * zeros + b"1") == "EINVAL"
+
+
 def test_switch_takes_two_values() -> None:
     with pytest.raises(KernelError) as caught:
         switch(b"2")
