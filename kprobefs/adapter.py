@@ -9,6 +9,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from time import time_ns
 from typing import Any, NoReturn, TypeVar
@@ -16,6 +17,7 @@ from typing import Any, NoReturn, TypeVar
 from emulated_kernel.errors import KernelError, WouldBlock
 from emulated_kernel.vfs.mount import Client, Mount, Stat
 from kprobefs.failure import Failure
+from kprobefs.loops import Loops
 
 try:
     import fuse
@@ -84,11 +86,26 @@ class Server:
             "allow_other": self._options.allow_other,
         }
         try:
+            _libfuse.fuse_main_real = self._main
             _Session(
                 self._operations, directory, raw_fi=True, foreground=True, encoding=PATH_CODEC, **options
             )
         except RuntimeError as error:
             raise Failure(f"{directory}: FUSE refused the mount (libfuse said why above)") from error
+
+    def _main(self, argc: int, argv: Any, operations: Any, size: int, data: Any) -> int:
+        """What libfuse's main does, with loops of ours between set-up and end."""
+        mountpoint, threaded = ctypes.c_void_p(), ctypes.c_int()
+        session = _libfuse.fuse_setup(
+            argc, argv, operations, size, ctypes.byref(mountpoint), ctypes.byref(threaded), data
+        )
+        if not session:
+            return 1
+        loops = Loops(lambda: _libfuse.fuse_loop(session))
+        self._operations.blocking = loops.blocking
+        loops.run()
+        _libfuse.fuse_teardown(session, mountpoint)
+        return 0
 
     def stop(self) -> None:
         """Let requests that block end with EIO. The caller unmounts."""
@@ -123,6 +140,11 @@ class _PollStructure(ctypes.Structure):
 
 
 _fuse.fuse_operations = _PollStructure
+_libfuse.fuse_setup.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 2, ctypes.c_size_t, *[ctypes.c_void_p] * 3]
+_libfuse.fuse_setup.restype = ctypes.c_void_p
+_libfuse.fuse_loop.argtypes = [ctypes.c_void_p]
+_libfuse.fuse_teardown.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+_libfuse.fuse_teardown.restype = None
 _libfuse.fuse_notify_poll.argtypes = [ctypes.c_void_p]
 _libfuse.fuse_pollhandle_destroy.argtypes = [ctypes.c_void_p]
 _libfuse.fuse_pollhandle_destroy.restype = None
@@ -140,22 +162,12 @@ def _path_codec(name: str) -> codecs.CodecInfo | None:
 
 codecs.register(_path_codec)
 
-_thread = threading.local()
-
-
-def _pin_thread_state() -> None:
-    """Keep this thread's Python state for its life; otherwise each callback makes and destroys one."""
-    if not hasattr(_thread, "pinned"):
-        ctypes.pythonapi.PyGILState_Ensure()
-        _thread.pinned = True
-
 
 class _Session(_fuse.FUSE):  # type: ignore[misc]  # fusepy has no types
     """fusepy's loop, with a guard that lets no exception into C, and poll."""
 
     @staticmethod
     def _wrapper(func: Callable[..., int | None], *args: object) -> int:
-        _pin_thread_state()
         operations: _Operations = func.__self__.operations  # type: ignore[attr-defined]
         try:
             return func(*args) or 0
@@ -246,6 +258,8 @@ class _Operations:
         self._stopping = stopping
         self._pollers = _Pollers()
         self.ready: Callable[[], None] = lambda: None
+        self.blocking: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Around what waits: gives the requests another thread."""
         self.faults = 0
 
     def __call__(self, operation: str, *arguments: Any) -> Any:
@@ -357,7 +371,8 @@ class _Operations:
             except WouldBlock:
                 if info.flags & os.O_NONBLOCK:
                     self._give_up(client, info, errno.EAGAIN)
-            self._mount.wait(info.fh, WAIT_SLICE)
+            with self.blocking():
+                self._mount.wait(info.fh, WAIT_SLICE)
             if _libfuse.fuse_interrupted():
                 self._give_up(client, info, errno.EINTR)
         raise KernelError(errno.EIO, "the mount ends")

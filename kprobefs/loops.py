@@ -1,0 +1,52 @@
+"""libfuse's request loop in threads of our own: a few that stay, and one more for each that blocks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+FREE_LOOPS = 3
+"""Threads that take requests while others block. More only wait for the interpreter's lock."""
+
+
+class Loops:
+    """Runs `loop` in threads until all of them have ended.
+
+    libfuse's own pool makes a thread whenever all of them are busy, and ends it when too many are idle.
+    With the interpreter's lock between them that is every few requests, and 50 us each time. Threads of
+    Python's own also keep their interpreter state from one callback to the next.
+    """
+
+    def __init__(self, loop: Callable[[], object]) -> None:
+        self._loop = loop
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._blocked = 0
+
+    def run(self) -> None:
+        """Start the threads; return when each has left its loop."""
+        with self._lock:
+            self._refill()
+        ended = 0
+        while ended < len(self._threads):
+            self._threads[ended].join()
+            ended += 1
+
+    @contextmanager
+    def blocking(self) -> Iterator[None]:
+        """The calling thread waits for something: another one takes requests meanwhile."""
+        with self._lock:
+            self._blocked += 1
+            self._refill()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._blocked -= 1
+
+    def _refill(self) -> None:
+        while len(self._threads) - self._blocked < FREE_LOOPS:
+            thread = threading.Thread(target=self._loop, name="fuse-loop", daemon=True)
+            self._threads.append(thread)
+            thread.start()
