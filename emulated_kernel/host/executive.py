@@ -228,6 +228,9 @@ class Executive:
                     # It died of the action, whose result is the answer all the same.
                     request.result, request.killed = result, False
                     break
+                if request.result is not None:
+                    # The action ended this very task: there is nobody to wake.
+                    break
                 self._wake(task)
             elif self._at is _At.IDLE:
                 self._await_time(request, slept)

@@ -103,6 +103,7 @@ static noinstr long host_task_create(pid_t pid, pid_t parent, const char __user 
 	host_copy_comm(task, comm);
 	error = host_attach_pid(task, pid);
 	if (error) {
+		task->files->count.counter--;
 		host_free_pages_of(task);
 		return error;
 	}
