@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from emulated_kernel.trace.fetchargs import ProbeArg
 from emulated_kernel.trace.ports import ProbeHit, TraceArch
-from emulated_kernel.trace.types import FetchInsn, FetchOp, FetchProgram
+from emulated_kernel.trace.types import FetchOp, FetchProgram
 
 COMMON_SIZE = 8
 """Bytes of common fields before an entry's payload; __data_loc counts from their start."""
@@ -16,7 +16,6 @@ MAX_STRING_SIZE = 4096
 """Bytes of a fetched string, its ending NUL included."""
 _PAGE_SIZE = 4096
 _USER_OPS = frozenset({FetchOp.UDEREF, FetchOp.ST_UMEM, FetchOp.ST_USTRING})
-_DEREFS = frozenset({FetchOp.DEREF, FetchOp.UDEREF})
 
 Value = int | bytes
 """A loaded value; bytes stand for the address of kernel memory with that content."""
@@ -29,27 +28,6 @@ class FetchEnvironment:
     arch: TraceArch
     hit: ProbeHit
     sprint_symbol: Callable[[int], str]
-
-
-@dataclass(frozen=True)
-class _Stages:
-    """A program by stages. Mirrors: the stages of kernel/trace/trace_probe.h:enum fetch_op (v6.1)."""
-
-    load: FetchInsn
-    derefs: FetchProgram
-    store: FetchInsn
-    bitfield: FetchInsn | None
-    count: int
-
-
-def _stages(program: FetchProgram) -> _Stages:
-    ops = list(program)
-    count = ops.pop().value if ops[-1].op is FetchOp.LP_ARRAY else 0
-    bitfield = ops.pop() if ops[-1].op is FetchOp.MOD_BF else None
-    store = ops.pop()
-    derefs = tuple(insn for insn in ops if insn.op in _DEREFS)
-    load = ops[len(ops) - len(derefs) - 1]
-    return _Stages(load, derefs, store, bitfield, count)
 
 
 def store(args: Sequence[ProbeArg], header: bytes, environment: FetchEnvironment) -> bytes:
@@ -95,7 +73,7 @@ class _ArgRun:
         self._environment = environment
         self._word = environment.arch.word_size
         self._mask = (1 << 8 * self._word) - 1
-        self._stages = _stages(arg.program)
+        self._stages = arg.stages
         self._strings: list[bytes | None] = []
 
     def reserve(self) -> int:

@@ -5,13 +5,22 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.chars import is_good_name
 from emulated_kernel.trace.numbers import is_digit, kstrtol, kstrtoul, simple_strtoul
 from emulated_kernel.trace.ports import TraceArch
 from emulated_kernel.trace.probe_errors import CommandLog, ProbeError
-from emulated_kernel.trace.types import FetchInsn, FetchOp, FetchProgram, FetchType, find_fetch_type
+from emulated_kernel.trace.types import (
+    FetchInsn,
+    FetchOp,
+    FetchProgram,
+    FetchStages,
+    FetchType,
+    find_fetch_type,
+    stages_of,
+)
 
 MAX_TRACE_ARGS = 128
 MAX_ARG_NAME_LEN = 32
@@ -64,6 +73,11 @@ class ProbeArg:
     def is_dynamic(self) -> bool:
         """Whether it is stored behind the fixed part, through __data_loc."""
         return self.type.is_string
+
+    @cached_property
+    def stages(self) -> FetchStages:
+        """The program as a hit runs it."""
+        return stages_of(self.program)
 
     @property
     def field_type(self) -> str:

@@ -136,3 +136,28 @@ def _container_of_bitfield(name: str) -> str:
     except KernelError:
         return ""
     return f"u{bits}"
+
+
+_DEREFS = frozenset({FetchOp.DEREF, FetchOp.UDEREF})
+
+
+@dataclass(frozen=True)
+class FetchStages:
+    """A program by stages. Mirrors: the stages of kernel/trace/trace_probe.h:enum fetch_op (v6.1)."""
+
+    load: FetchInsn
+    derefs: FetchProgram
+    store: FetchInsn
+    bitfield: FetchInsn | None
+    count: int
+
+
+def stages_of(program: FetchProgram) -> FetchStages:
+    """Take a program apart, once: it is run at every hit."""
+    ops = list(program)
+    count = ops.pop().value if ops[-1].op is FetchOp.LP_ARRAY else 0
+    bitfield = ops.pop() if ops[-1].op is FetchOp.MOD_BF else None
+    store = ops.pop()
+    derefs = tuple(insn for insn in ops if insn.op in _DEREFS)
+    load = ops[len(ops) - len(derefs) - 1]
+    return FetchStages(load, derefs, store, bitfield, count)
