@@ -11,6 +11,7 @@ import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 QUICK = {
+    "hit.py": ["--hits", "200", "--rounds", "1"],
     "first_line.py": ["--runs", "1"],
     "idle.py": ["--seconds", "0.1"],
     "open_read_close.py": ["--batches", "2", "--size", "5"],
