@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -121,7 +121,8 @@ def mounted(options: argparse.Namespace) -> Iterator[Mount]:
 
 def _pin_threads(pid: int, cpu: int) -> None:
     for task in Path(f"/proc/{pid}/task").iterdir():
-        os.sched_setaffinity(int(task.name), {cpu})
+        with suppress(ProcessLookupError):
+            os.sched_setaffinity(int(task.name), {cpu})
 
 
 def _daemon_below(pid: int) -> int:
@@ -137,4 +138,9 @@ def _daemon_below(pid: int) -> int:
 
 
 def _serves_fuse(pid: int) -> bool:
-    return any(os.readlink(fd) == "/dev/fuse" for fd in Path(f"/proc/{pid}/fd").iterdir())
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        # One of those that come and go may be gone.
+        with suppress(OSError):
+            if os.readlink(fd) == "/dev/fuse":
+                return True
+    return False

@@ -133,9 +133,13 @@ def manager(units: Path) -> Iterator[Manager]:
 
 
 def _systemd_below(pid: int) -> list[int]:
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        is_systemd = Path(f"/proc/{pid}/comm").read_text() == "systemd\n"
+    except (FileNotFoundError, ProcessLookupError):
+        # A command of the set-up that has ended since it was listed.
+        return []
     below = [found for child in children for found in _systemd_below(int(child))]
-    is_systemd = Path(f"/proc/{pid}/comm").read_text() == "systemd\n"
     return [pid, *below] if is_systemd else below
 
 
