@@ -6,13 +6,12 @@ import struct
 from types import SimpleNamespace
 
 import pytest
+import unicorn
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
+from unicorn import x86_const as const
 
 from emulated_kernel.arch.x86.arch import X86_64
-
-unicorn = pytest.importorskip("unicorn")
-from unicorn import x86_const as const  # noqa: E402
 
 CODE, STACK, SIZE = 0x10_0000, 0x20_0000, 0x1000
 SP = STACK + SIZE // 2

@@ -5,15 +5,14 @@ from __future__ import annotations
 import random
 
 import pytest
+import unicorn
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from unicorn import x86_const as const
 
 from emulated_kernel.arch.x86.emulate import REGISTER_NAMES
 from emulated_kernel.arch.x86.function import Function
 from emulated_kernel.arch.x86.liveness import Live, Liveness
-
-unicorn = pytest.importorskip("unicorn")
-from unicorn import x86_const as const  # noqa: E402
 
 ADDR = 0x10_0000
 STACK = 0x20_0800

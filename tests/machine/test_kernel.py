@@ -9,19 +9,14 @@ import pytest
 
 from emulated_kernel.abi import PARK, Hypercall, Vector
 from emulated_kernel.config import MachineConfig
-from emulated_kernel.errors import KernelError
+from emulated_kernel.image.image import load_image
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.traps import GuestFault, Trap, TrapKind
-
-image_module = pytest.importorskip("emulated_kernel.image.image", reason="no kernel image in this tree")
 
 
 @pytest.fixture(scope="module")
 def image() -> Any:
-    try:
-        return image_module.load_image(None, "x86_64")
-    except KernelError as error:
-        pytest.skip(f"no prebuilt kernel: {error}")
+    return load_image(None, "x86_64")
 
 
 @pytest.fixture(params=[True, False], ids=["fast", "api"])

@@ -14,7 +14,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
-pytest.importorskip("kprobefs.cli")
 pytestmark = pytest.mark.slow
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from emulated_kernel.config import MachineConfig
-from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.optimizer import Optimizer
@@ -78,10 +77,7 @@ def boot() -> Iterator[Callable[[str], Probed]]:
     kernels: list[Kernel] = []
 
     def build(profile: str = "linux-6.1") -> Probed:
-        try:
-            kernels.append(Kernel(MachineConfig(profile=profile)))
-        except KernelError as error:
-            pytest.skip(f"no prebuilt kernel: {error}")
+        kernels.append(Kernel(MachineConfig(profile=profile)))
         return Probed(kernels[-1])
 
     yield build
