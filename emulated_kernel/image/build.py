@@ -14,17 +14,19 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from emulated_kernel.image.elf import ElfFile
 from emulated_kernel.image.image import PREBUILT, load_image
 from emulated_kernel.image.kallsyms import Kallsyms, elf_symbols
+from emulated_kernel.image.module_build import MODULES, build_modules, dependencies
 
 SOURCE = Path(__file__).parent / "src"
 MANIFEST = PREBUILT / "manifest.json"
 EXIT_OTHER_COMPILER = 77
+_SCRIPT = "vmlinux.lds"
 
 COMMON_FLAGS = (
     "-std=gnu11 -O2 -ffreestanding -fno-builtin-printf -fno-strict-aliasing -fno-common "
@@ -42,6 +44,9 @@ class Target:
     linker: str
     arch_directory: str
     linker_script: str
+    """Preprocessed with the compiler's flags."""
+    bits: int
+    """Files whose names end in _32 or _64 belong to that width alone."""
     flags: str
     linker_flags: str
 
@@ -52,12 +57,26 @@ TARGETS = {
         linker="ld",
         arch_directory="arch/x86",
         linker_script="arch/x86/kernel/vmlinux.lds",
+        bits=64,
         flags=(
             "-m64 -march=x86-64 -mtune=generic -mcmodel=kernel -mno-red-zone -mno-sse -mno-mmx -mno-80387 "
             "-mpreferred-stack-boundary=3 -fno-pic -fno-pie -fcf-protection=none "
             '-pg -mfentry -mrecord-mcount -mnop-mcount -DKERNEL_MACHINE="x86_64"'
         ),
         linker_flags="-m elf_x86_64 -z max-page-size=0x1000 -z noexecstack --build-id=none",
+    ),
+    "i386": Target(
+        compiler="gcc",
+        linker="ld",
+        arch_directory="arch/x86",
+        linker_script="arch/x86/kernel/vmlinux.lds",
+        bits=32,
+        flags=(
+            "-m32 -march=i686 -mtune=generic -mregparm=3 -mno-sse -mno-mmx -mno-80387 "
+            "-mpreferred-stack-boundary=2 -fno-pic -fno-pie -fcf-protection=none "
+            '-pg -mfentry -mrecord-mcount -mnop-mcount -DCONFIG_X86_32 -DKERNEL_MACHINE="i686"'
+        ),
+        linker_flags="-m elf_i386 -z max-page-size=0x1000 -z noexecstack --build-id=none",
     ),
 }
 
@@ -68,6 +87,8 @@ class Built:
 
     data: bytes
     manifest: dict[str, Any]
+    modules: dict[str, bytes] = field(default_factory=dict)
+    """Loadable modules by name."""
 
 
 class BuildError(Exception):
@@ -97,11 +118,24 @@ def write(arch: str) -> int:
     target = PREBUILT / arch / "vmlinux"
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_bytes(built.data)
+    _write_modules(target.parent / MODULES, built.modules)
     manifest = read_manifest()
     manifest[arch] = built.manifest
     MANIFEST.write_text(json.dumps(manifest, indent=2, sort_keys=True) + "\n")
     print(f"{arch}: {len(built.data)} bytes, {built.manifest['functions']} functions")
     return 0
+
+
+def _write_modules(directory: Path, modules: dict[str, bytes]) -> None:
+    directory.mkdir(exist_ok=True)
+    for stale in directory.glob("*.ko"):
+        stale.unlink()
+    for name, data in modules.items():
+        (directory / f"{name}.ko").write_bytes(data)
+
+
+def _prebuilt_modules(arch: str) -> dict[str, bytes]:
+    return {path.stem: path.read_bytes() for path in (PREBUILT / arch / MODULES).glob("*.ko")}
 
 
 def check(arch: str) -> int:
@@ -116,7 +150,8 @@ def check(arch: str) -> int:
             print(f"{arch}: not checked: built by {expected[kind]}, here is {version or 'no ' + kind}")
             return EXIT_OTHER_COMPILER
     built = build(arch)
-    if built.data != (PREBUILT / arch / "vmlinux").read_bytes() or built.manifest != expected:
+    same = built.data == (PREBUILT / arch / "vmlinux").read_bytes() and built.manifest == expected
+    if not same or built.modules != _prebuilt_modules(arch):
         print(f"{arch}: prebuilt image and sources differ")
         return 1
     print(f"{arch}: prebuilt image is what the sources give")
@@ -150,6 +185,7 @@ def build(arch: str) -> Built:
         data = _sort_ex_table(vmlinux.read_bytes())
         vmlinux.write_bytes(data)
         image = load_image(vmlinux, arch)
+        modules = _build_modules(target, work)
     functions = sum(1 for symbol in image.kallsyms.symbols if symbol.is_text)
     manifest = {
         "sha256": hashlib.sha256(data).hexdigest(),
@@ -161,15 +197,34 @@ def build(arch: str) -> Built:
         "linker": tool_version(target.linker),
         "flags": f"{COMMON_FLAGS} {target.flags}",
         "linker_flags": target.linker_flags,
+        "modules": _describe_modules(modules),
     }
-    return Built(data, manifest)
+    return Built(data, manifest, modules)
+
+
+def _build_modules(target: Target, work: Path) -> dict[str, bytes]:
+    def link(objects: list[Path], output: Path) -> None:
+        emulation = target.linker_flags.split()[:2]
+        _run([target.linker, *emulation, "-r", "-o", str(output), *map(str, objects)])
+
+    return build_modules(SOURCE, work, lambda *args: _compile_to(target, *args), link)
+
+
+def _describe_modules(modules: dict[str, bytes]) -> dict[str, Any]:
+    depends = dependencies(modules)
+    return {
+        name: {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data), "depends": depends[name]}
+        for name, data in modules.items()
+    }
 
 
 def sources(target: Target) -> list[Path]:
     """All C and assembly files of a target, relative to src/, in a fixed order."""
     found = [path.relative_to(SOURCE) for path in SOURCE.rglob("*.[cS]")]
+    found = [p for p in found if p.parts[0] != MODULES]
     mine = [p for p in found if p.parts[0] != "arch" or p.as_posix().startswith(target.arch_directory + "/")]
-    return sorted(mine, key=lambda p: p.as_posix())
+    other_width = f"_{96 - target.bits}"
+    return sorted((p for p in mine if not p.stem.endswith(other_width)), key=lambda p: p.as_posix())
 
 
 def _compile_all(target: Target, work: Path) -> list[Path]:
@@ -178,16 +233,21 @@ def _compile_all(target: Target, work: Path) -> list[Path]:
 
 
 def _compile(target: Target, source: Path, work: Path) -> Path:
-    """Relative paths from src/ keep __FILE__ and the file symbols free of the build place."""
     output = work / (source.as_posix().replace("/", "_") + ".o")
-    includes = ["-nostdinc", "-Iinclude", f"-I{target.arch_directory}/include", f"-ffile-prefix-map={work}=."]
-    flags = f"{COMMON_FLAGS} {target.flags}".split()
-    _run([target.compiler, *flags, *includes, "-c", source.as_posix(), "-o", str(output)])
+    _compile_to(target, source, output, [])
     return output
+
+
+def _compile_to(target: Target, source: Path, output: Path, more: list[str]) -> None:
+    """Relative paths from src/ keep __FILE__ and the file symbols free of the build place."""
+    includes = ["-nostdinc", "-Iinclude", f"-I{target.arch_directory}/include"]
+    flags = [*f"{COMMON_FLAGS} {target.flags}".split(), f"-ffile-prefix-map={output.parent}=.", *more]
+    _run([target.compiler, *flags, *includes, "-c", source.as_posix(), "-o", str(output)])
 
 
 def _link_with_symbols(target: Target, objects: list[Path], work: Path) -> Path:
     """Links until the symbol table inside the image is the one of the image."""
+    _preprocess_script(target, work)
     table = _assemble_symbols(target, None, work)
     previous = ""
     for attempt in range(4):
@@ -203,10 +263,16 @@ def _link_with_symbols(target: Target, objects: list[Path], work: Path) -> Path:
 
 def _link(target: Target, objects: list[Path], work: Path) -> Path:
     vmlinux = work / "vmlinux"
-    script = str(SOURCE / target.linker_script)
+    script = str(work / _SCRIPT)
     command = [target.linker, *target.linker_flags.split(), "-X", "-T", script, "-o", str(vmlinux)]
     _run([*command, *map(str, objects)])
     return vmlinux
+
+
+def _preprocess_script(target: Target, work: Path) -> None:
+    """The compiler's own macros would replace words of the script, such as i386."""
+    command = [target.compiler, *target.flags.split(), "-undef", "-E", "-P", "-xc", target.linker_script]
+    _run([*command, "-o", str(work / _SCRIPT)])
 
 
 def _assemble_symbols(target: Target, symbols: Kallsyms | None, work: Path) -> Path:

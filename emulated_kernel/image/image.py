@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntFlag
 from errno import ENOENT, ENOEXEC
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,6 +67,14 @@ class BlacklistEntry(NamedTuple):
     name: str
 
 
+class JumpLabel(NamedTuple):
+    """A nop that becomes a jump to `target` when the static key at `key` is switched on."""
+
+    code: int
+    target: int
+    key: int
+
+
 @dataclass(frozen=True, slots=True)
 class BugEntry:
     """A ud2 of BUG() or WARN()."""
@@ -78,6 +88,13 @@ class BugEntry:
     def is_warning(self) -> bool:
         """Whether execution goes on behind it."""
         return bool(self.flags & BUGFLAG_WARNING)
+
+
+class AbiTable(dict[str, int]):
+    """The guest's own table of layouts. What it lacks raises KernelError ENOEXEC, not KeyError."""
+
+    def __missing__(self, name: str) -> int:
+        raise KernelError(ENOEXEC, f"the kernel image doesn't tell its {name}")
 
 
 @dataclass(frozen=True)
@@ -99,17 +116,29 @@ class KernelImage:
     """Addresses of the fentry sites."""
     bugs: Mapping[int, BugEntry]
     """By address."""
+    jump_labels: tuple[JumpLabel, ...]
+    """Sorted by address."""
     abi: dict[str, int]
     """The guest's own table of layouts; empty for images that aren't ours."""
     version: str
     """The banner, with its line end."""
+    bits: int = 64
+    """Of a word of the machine."""
 
     def read(self, va: int, size: int) -> bytes:
         """Bytes as the image holds them before it runs.
 
         Raises: KernelError ENOEXEC where no segment has them.
         """
-        return _Bytes(self.segments).read(va, size)
+        return self._bytes.read(va, size)
+
+    def string(self, va: int, limit: int = 512) -> str:
+        """A string of the image, up to its NUL. Raises: KernelError ENOEXEC."""
+        return self._bytes.string(va, limit)
+
+    @cached_property
+    def _bytes(self) -> _Bytes:
+        return _Bytes(self.segments)
 
 
 def load_image(path: Path | str | None = None, arch: str = "x86_64") -> KernelImage:
@@ -127,6 +156,13 @@ def load_image(path: Path | str | None = None, arch: str = "x86_64") -> KernelIm
     if elf.machine != _MACHINES[arch]:
         raise KernelError(ENOEXEC, f"{file.name} is for ELF machine {elf.machine}, not for {arch}")
     return _Loader(elf).load(file, arch)
+
+
+def prebuilt_dependencies(arch: str) -> dict[str, list[str]]:
+    """Of each module that comes with an architecture's image the modules that it uses."""
+    manifest = json.loads((PREBUILT / "manifest.json").read_text())
+    modules = manifest.get(arch, {}).get("modules", {})
+    return {name: module["depends"] for name, module in modules.items()}
 
 
 class _Bytes:
@@ -162,7 +198,7 @@ class _Loader:
         symbols = list(elf_symbols(elf))
         if not symbols:
             raise KernelError(ENOEXEC, "the image has no symbol table")
-        self._kallsyms = Kallsyms(symbols, *_borders(symbols))
+        self._kallsyms = Kallsyms(symbols, *_borders(symbols), word_size=elf.bits // 8)
 
     def load(self, path: Path, arch: str) -> KernelImage:
         abi = self._abi()
@@ -177,8 +213,10 @@ class _Loader:
             blacklist=tuple(self._blacklist()),
             mcount=frozenset(self._words("__start_mcount_loc", "__stop_mcount_loc")),
             bugs=self._bugs(),
+            jump_labels=tuple(sorted(self._jump_labels())),
             abi=abi,
             version=self._banner(),
+            bits=self._elf.bits,
         )
 
     def _address(self, name: str) -> int:
@@ -209,6 +247,14 @@ class _Loader:
             insn, fixup = struct.unpack_from("<ii", data, offset)
             entries.append(ExTableEntry(base + offset + insn, base + offset + 4 + fixup))
         return tuple(sorted(entries))
+
+    def _jump_labels(self) -> Iterator[JumpLabel]:
+        base, data = self._between("__start___jump_table", "__stop___jump_table")
+        size, code = (16, "<iiq") if self._elf.bits == 64 else (12, "<iii")
+        for at in range(0, len(data) - size + 1, size):
+            label, target, key = struct.unpack_from(code, data, at)
+            # Linux: of the key's address the lowest bits say what the branch does by default.
+            yield JumpLabel(base + at + label, base + at + 4 + target, (base + at + 8 + key) & ~3)
 
     def _bugs(self) -> dict[int, BugEntry]:
         base, data = self._between("__start___bug_table", "__stop___bug_table")
@@ -250,7 +296,7 @@ class _Loader:
 
     def _abi(self) -> dict[str, int]:
         address = self._kallsyms.lookup_name("__guest_abi")
-        table: dict[str, int] = {}
+        table = AbiTable()
         while address is not None:
             raw, value = struct.unpack("<40sQ", self._bytes.read(address, 48))
             name = raw.split(b"\0", 1)[0].decode("ascii", "replace")

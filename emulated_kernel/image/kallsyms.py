@@ -65,6 +65,8 @@ class Location:
 
     symbol: Symbol
     offset: int
+    module: str | None = None
+    """The module that it belongs to; None for the kernel itself."""
 
     @property
     def name(self) -> str:
@@ -72,7 +74,8 @@ class Location:
         return self.symbol.name
 
     def __str__(self) -> str:
-        return f"{self.symbol.name}+{self.offset:#x}/{self.symbol.size:#x}"
+        module = f" [{self.module}]" if self.module else ""
+        return f"{self.symbol.name}+{self.offset:#x}/{self.symbol.size:#x}{module}"
 
 
 class Kallsyms:
@@ -83,7 +86,11 @@ class Kallsyms:
     Mirrors: kernel/kallsyms.c (v6.1)
     """
 
-    def __init__(self, symbols: Iterable[Symbol], start: int = 0, end: int = 1 << 64) -> None:
+    def __init__(
+        self, symbols: Iterable[Symbol], start: int = 0, end: int = 1 << 64, word_size: int = 8
+    ) -> None:
+        self.digits = 2 * word_size
+        """Hexadecimal digits of an address."""
         self.start = start
         self.end = end
         self.symbols: tuple[Symbol, ...] = tuple(_with_sizes(sorted(symbols, key=_order), end))
@@ -135,7 +142,7 @@ class Kallsyms:
         Mirrors: kernel/kallsyms.c:s_show (v6.1)
         """
         return "".join(
-            f"{0 if zero_addresses else symbol.address:016x} {symbol.type} {symbol.name}\n"
+            f"{0 if zero_addresses else symbol.address:0{self.digits}x} {symbol.type} {symbol.name}\n"
             for symbol in self.symbols
         )
 

@@ -17,6 +17,12 @@ def image() -> KernelImage:
     return load_image()
 
 
+@pytest.fixture(scope="session", params=["x86_64", "i386"])
+def each_image(request: pytest.FixtureRequest) -> KernelImage:
+    """The images of all architectures, one after the other."""
+    return load_image(arch=request.param)
+
+
 @pytest.fixture(scope="session")
 def vmlinux() -> Path:
     return PREBUILT / "x86_64" / "vmlinux"

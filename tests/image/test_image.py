@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import random
+import re
 import struct
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -15,13 +17,29 @@ from emulated_kernel.image import KernelImage, Prot, load_image
 from emulated_kernel.image.elf import ElfFile
 
 
+class Expected(NamedTuple):
+    """What an image has by its architecture."""
+
+    text: int
+    entry: str
+    system_call: str
+    pt_regs_size: int
+
+
+BY_ARCH = {
+    "x86_64": Expected(0xFFFF_FFFF_8100_0000, "startup_64", "do_syscall_64", 168),
+    "i386": Expected(0xC100_0000, "startup_32", "do_int80_syscall_32", 68),
+}
+
+
 def address(image: KernelImage, name: str) -> int:
     found = image.kallsyms.lookup_name(name)
     assert found is not None
     return found
 
 
-def test_segments_are_apart_and_protected(image: KernelImage) -> None:
+def test_segments_are_apart_and_protected(each_image: KernelImage) -> None:
+    image = each_image
     protections = [segment.prot for segment in image.segments]
     assert protections[:3] == [Prot.R | Prot.X, Prot.R, Prot.R | Prot.W]
     assert not any(prot & Prot.W and prot & Prot.X for prot in protections)
@@ -29,23 +47,26 @@ def test_segments_are_apart_and_protected(image: KernelImage) -> None:
     for segment, end in zip(image.segments[1:], ends, strict=False):
         assert segment.va >= end
         assert segment.va % 4096 == 0
-    assert image.segments[0].va == 0xFFFF_FFFF_8100_0000
+    assert image.segments[0].va == BY_ARCH[image.arch].text
 
 
-def test_entry_and_text(image: KernelImage) -> None:
+def test_entry_and_text(each_image: KernelImage) -> None:
+    image = each_image
     (text,) = image.text_ranges
     assert text.start <= image.entry < text.end
-    assert str(image.kallsyms.lookup(image.entry)).startswith("startup_64+0x0/")
+    assert str(image.kallsyms.lookup(image.entry)).startswith(f"{BY_ARCH[image.arch].entry}+0x0/")
 
 
-def test_per_cpu_data_is_mapped_where_the_guest_expects_it(image: KernelImage) -> None:
+def test_per_cpu_data_is_mapped_where_the_guest_expects_it(each_image: KernelImage) -> None:
+    image = each_image
     segment = next(s for s in image.segments if s.va == image.abi["percpu.base"])
     assert segment.mem_size == image.abi["percpu.size"]
     assert address(image, "__per_cpu_start") == segment.va
     assert address(image, "current_task") == image.abi["percpu.current_task"] < segment.mem_size
 
 
-def test_the_exception_table_leads_from_text_to_text(image: KernelImage) -> None:
+def test_the_exception_table_leads_from_text_to_text(each_image: KernelImage) -> None:
+    image = each_image
     (text,) = image.text_ranges
     assert len(image.ex_table) > 5
     assert list(image.ex_table) == sorted(image.ex_table)
@@ -56,31 +77,35 @@ def test_the_exception_table_leads_from_text_to_text(image: KernelImage) -> None
     assert "copy_user_generic" in functions
 
 
-def test_fentry_sites_hold_the_five_byte_nop(image: KernelImage) -> None:
+def test_fentry_sites_hold_the_five_byte_nop(each_image: KernelImage) -> None:
+    image = each_image
     assert len(image.mcount) > 300
     assert {image.read(site, 5) for site in image.mcount} == {b"\x0f\x1f\x44\x00\x00"}
     assert address(image, "vfs_read") in image.mcount
     assert address(image, "sched_clock") not in image.mcount
 
 
-def test_bugs_are_ud2(image: KernelImage) -> None:
+def test_bugs_are_ud2(each_image: KernelImage) -> None:
+    image = each_image
     assert {image.read(bug, 2) for bug in image.bugs} == {b"\x0f\x0b"}
     files = {(bug.file, bug.is_warning) for bug in image.bugs.values()}
     assert ("kernel/sched/core.c", False) in files
     assert ("kernel/mutex.c", True) in files
 
 
-def test_the_blacklist_has_entries_and_whole_areas(image: KernelImage) -> None:
+def test_the_blacklist_has_entries_and_whole_areas(each_image: KernelImage) -> None:
+    image = each_image
     names = {name: (start, end) for start, end, name in image.blacklist}
     assert {"fixup_exception", "do_host_interrupt", "asm_host_interrupt", "__switch_to"} <= names.keys()
     assert "vfs_read" not in names
     for start, end in names.values():
         assert start < end
-    start, end = names["do_syscall_64"]
-    assert start == address(image, "do_syscall_64")
+    start, end = names[BY_ARCH[image.arch].system_call]
+    assert start == address(image, BY_ARCH[image.arch].system_call)
 
 
-def test_nothing_of_the_hosts_own_calls_can_be_probed(image: KernelImage) -> None:
+def test_nothing_of_the_hosts_own_calls_can_be_probed(each_image: KernelImage) -> None:
+    image = each_image
     blacklisted = {entry.name.split(".")[0] for entry in image.blacklist}
     ours = {s.name.split(".")[0] for s in image.kallsyms.symbols if s.is_text and s.name.startswith("host_")}
     assert {"host_task_create", "host_attach_pid", "host_call", "host_park"} <= ours
@@ -88,13 +113,26 @@ def test_nothing_of_the_hosts_own_calls_can_be_probed(image: KernelImage) -> Non
     assert inside - blacklisted == set()
 
 
-def test_the_abi_table_speaks_of_this_image(image: KernelImage) -> None:
-    assert image.abi["pt_regs.size"] == 168
+def test_the_abi_table_speaks_of_this_image(each_image: KernelImage) -> None:
+    image = each_image
+    assert image.abi["pt_regs.size"] == BY_ARCH[image.arch].pt_regs_size
     assert image.abi["asm_host_interrupt"] == address(image, "asm_host_interrupt")
     assert image.abi["init_stack.top"] == address(image, "init_stack") + image.abi["thread.size"]
 
 
-def test_banner(image: KernelImage) -> None:
+def test_the_images_have_the_same_functions(image: KernelImage) -> None:
+    """But for names that tell the machine: those of system calls, and of the way in."""
+
+    def functions(of: KernelImage) -> set[str]:
+        names = {symbol.name.split(".")[0] for symbol in of.kallsyms.symbols if symbol.is_text}
+        return {re.sub(r"^__(x64|ia32)_sys_", "sys_", name) for name in names}
+
+    other = load_image(arch="i386")
+    assert functions(image) - functions(other) == {"startup_64", "x86_64_start_kernel", "do_syscall_64"}
+
+
+def test_banner(each_image: KernelImage) -> None:
+    image = each_image
     assert image.version.startswith("Linux version 6.1.0-kprobefs ")
     assert image.version.endswith("\n")
 

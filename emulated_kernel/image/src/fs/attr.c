@@ -157,7 +157,7 @@ static noinline long do_utimes(int dfd, const char __user *filename, const struc
 	return error;
 }
 
-SYSCALL_DEFINE4(utimensat, int, dfd, const char __user *, filename, void __user *, utimes, int,
+SYSCALL_DEFINE4(utimensat, int, dfd, const char __user *, filename, struct __kernel_timespec __user *, utimes, int,
 		flags)
 {
 	struct timespec64 tstimes[2];

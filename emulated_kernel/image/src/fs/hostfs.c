@@ -4,6 +4,7 @@
 #include "fs.h"
 #include "host_abi.h"
 #include "internal.h"
+#include "mm.h"
 #include "printk.h"
 #include "string.h"
 
@@ -36,19 +37,31 @@ static noinline long hostfs_call(unsigned long op, u64 file, unsigned long buf, 
 }
 NOKPROBE_SYMBOL(hostfs_call);
 
+struct hostfs_handle {
+	u64 id;
+};
+
 static u64 hostfs_file_id(const struct file *file)
 {
-	return (u64)(unsigned long)file->private_data;
+	return ((const struct hostfs_handle *)file->private_data)->id;
 }
 
 static int hostfs_open(struct inode *inode __attribute__((unused)), struct file *file)
 {
-	u64 id = current->host_file;
+	struct hostfs_handle *handle = kmalloc(sizeof(*handle), GFP_KERNEL);
+	int ret;
 
-	file->private_data = (void *)(unsigned long)id;
+	if (!handle)
+		return -ENOMEM;
+	handle->id = current->host_file;
 	/* The position is the host's: a reader that sleeps must not keep others from the file. */
 	file->f_mode &= ~FMODE_ATOMIC_POS;
-	return (int)hostfs_call(HOSTFS_OPEN, id, file->f_flags, 0);
+	ret = (int)hostfs_call(HOSTFS_OPEN, handle->id, file->f_flags, 0);
+	if (ret)
+		kfree(handle);
+	else
+		file->private_data = handle;
+	return ret;
 }
 
 static ssize_t hostfs_read(struct file *file, char __user *buf, size_t count, loff_t *pos)
@@ -70,9 +83,9 @@ static ssize_t hostfs_write(struct file *file, const char __user *buf, size_t co
 }
 
 /* The host closes only what it has forgotten already: it needn't be told. */
-static int hostfs_release(struct inode *inode __attribute__((unused)),
-			  struct file *file __attribute__((unused)))
+static int hostfs_release(struct inode *inode __attribute__((unused)), struct file *file)
 {
+	kfree(file->private_data);
 	return 0;
 }
 

@@ -281,7 +281,7 @@ SYSCALL_DEFINE4(openat, int, dfd, const char __user *, filename, int, flags, umo
 	return do_sys_open(dfd, filename, flags, mode);
 }
 
-SYSCALL_DEFINE4(openat2, int, dfd, const char __user *, filename, void __user *, how, size_t, usize)
+SYSCALL_DEFINE4(openat2, int, dfd, const char __user *, filename, struct open_how __user *, how, size_t, usize)
 {
 	struct open_how tmp;
 
@@ -302,12 +302,12 @@ SYSCALL_DEFINE1(close, unsigned int, fd)
 	return close_fd(fd);
 }
 
-SYSCALL_DEFINE2(truncate, const char __user *, path, loff_t, length)
+SYSCALL_DEFINE2(truncate, const char __user *, path, long, length)
 {
 	return do_sys_truncate(path, length);
 }
 
-SYSCALL_DEFINE2(ftruncate, unsigned int, fd, loff_t, length)
+SYSCALL_DEFINE2(ftruncate, unsigned int, fd, off_t, length)
 {
 	return do_sys_ftruncate(fd, length);
 }

@@ -247,7 +247,7 @@ SYSCALL_DEFINE4(pwrite64, unsigned int, fd, const char __user *, buf, size_t, co
 	return ksys_pwrite64(fd, buf, count, pos);
 }
 
-SYSCALL_DEFINE3(lseek, unsigned int, fd, loff_t, offset, unsigned int, whence)
+SYSCALL_DEFINE3(lseek, unsigned int, fd, off_t, offset, unsigned int, whence)
 {
 	return ksys_lseek(fd, offset, whence);
 }

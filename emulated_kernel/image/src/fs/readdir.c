@@ -61,12 +61,12 @@ static bool filldir64(struct dir_context *ctx, const char *name, int namlen, lof
 	return true;
 }
 
-SYSCALL_DEFINE3(getdents64, unsigned int, fd, void __user *, dirent, unsigned int, count)
+SYSCALL_DEFINE3(getdents64, unsigned int, fd, struct linux_dirent64 __user *, dirent, unsigned int, count)
 {
 	struct fd f = fdget(fd);
 	struct getdents_callback64 buf = {
 		.ctx.actor = filldir64,
-		.current_dir = dirent,
+		.current_dir = (char *)dirent,
 		.count = (int)count,
 	};
 	int error;

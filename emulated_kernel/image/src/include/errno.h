@@ -9,8 +9,10 @@
 #define EINTR 4
 #define EIO 5
 #define E2BIG 7
+#define ENOEXEC 8
 #define EBADF 9
 #define EAGAIN 11
+#define EWOULDBLOCK EAGAIN
 #define ENOMEM 12
 #define EACCES 13
 #define EFAULT 14

@@ -9,12 +9,18 @@
 #define HYPERCALL_HOSTFS 3
 #define HYPERCALL_PANIC 4
 #define HYPERCALL_BOOTED 5
+#define HYPERCALL_MODULE 6
 
 #define HOSTFS_OPEN 0
 #define HOSTFS_READ 1
 #define HOSTFS_WRITE 2
 #define HOSTFS_MKDIR 3
 #define HOSTFS_RMDIR 4
+
+#define MODULE_OP_ALLOC 0
+#define MODULE_OP_PLACE 1
+#define MODULE_OP_FREE 2
+#define MODULE_OP_NOTIFY 3
 
 #define VECTOR_DIVIDE_ERROR 0
 #define VECTOR_DEBUG 1
@@ -51,9 +57,10 @@ struct host_clock {
 	u64 step_ns;
 };
 
+/* 48 bytes on every machine; an address is no constant of more than a word. */
 struct host_abi_entry {
 	char name[40];
-	u64 value;
+	unsigned long value __aligned(8);
 };
 
 /* What ended since boot; the host reads it to learn of tasks that died by themselves. */
@@ -74,7 +81,7 @@ extern struct host_exits host_exits;
 
 long host_hypercall(unsigned long nr, unsigned long a0, unsigned long a1, unsigned long a2,
 		    unsigned long a3);
-void host_idle(unsigned long ns);
+void host_idle(u64 ns);
 #endif
 
 #endif

@@ -9,6 +9,7 @@
 #define KSYM_SYMBOL_LEN (KSYM_NAME_LEN + 48)
 
 unsigned long kallsyms_lookup_name(const char *name);
+unsigned long kallsyms_lookup_exported(const char *name);
 const char *kallsyms_lookup(unsigned long addr, unsigned long *size, unsigned long *offset,
 			    char **modname, char *namebuf);
 int kallsyms_lookup_size_offset(unsigned long addr, unsigned long *size, unsigned long *offset);

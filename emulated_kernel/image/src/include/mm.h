@@ -7,10 +7,10 @@
 #include "spinlock.h"
 #include <asm/page.h>
 
-#define GFP_KERNEL 0xcc0U
-#define GFP_ATOMIC 0xa20U
-#define __GFP_ZERO 0x100U
-#define __GFP_NOWARN 0x2000U
+#include "gfp.h"
+
+#define NUMA_NO_NODE (-1)
+#define MIGRATE_UNMOVABLE 0
 
 #define MAX_ORDER 11
 #define PG_buddy 1U

@@ -31,15 +31,20 @@ struct printk_record {
 #define LOG_LINE_MAX 1000
 
 int _printk(const char *fmt, ...) __printf(1, 2) __cold;
+int console_trylock(void);
+void console_unlock(void);
 int vprintk(const char *fmt, va_list args);
 int vprintk_store(int level, const char *fmt, va_list args);
 #define printk(fmt, ...) _printk(fmt, ##__VA_ARGS__)
-#define pr_emerg(fmt, ...) printk(KERN_EMERG fmt, ##__VA_ARGS__)
-#define pr_alert(fmt, ...) printk(KERN_ALERT fmt, ##__VA_ARGS__)
-#define pr_err(fmt, ...) printk(KERN_ERR fmt, ##__VA_ARGS__)
-#define pr_warn(fmt, ...) printk(KERN_WARNING fmt, ##__VA_ARGS__)
-#define pr_notice(fmt, ...) printk(KERN_NOTICE fmt, ##__VA_ARGS__)
-#define pr_info(fmt, ...) printk(KERN_INFO fmt, ##__VA_ARGS__)
+#ifndef pr_fmt
+#define pr_fmt(fmt) fmt
+#endif
+#define pr_emerg(fmt, ...) printk(KERN_EMERG pr_fmt(fmt), ##__VA_ARGS__)
+#define pr_alert(fmt, ...) printk(KERN_ALERT pr_fmt(fmt), ##__VA_ARGS__)
+#define pr_err(fmt, ...) printk(KERN_ERR pr_fmt(fmt), ##__VA_ARGS__)
+#define pr_warn(fmt, ...) printk(KERN_WARNING pr_fmt(fmt), ##__VA_ARGS__)
+#define pr_notice(fmt, ...) printk(KERN_NOTICE pr_fmt(fmt), ##__VA_ARGS__)
+#define pr_info(fmt, ...) printk(KERN_INFO pr_fmt(fmt), ##__VA_ARGS__)
 
 int vsnprintf(char *buf, size_t size, const char *fmt, va_list args);
 int vscnprintf(char *buf, size_t size, const char *fmt, va_list args);

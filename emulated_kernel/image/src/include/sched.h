@@ -9,14 +9,23 @@
 #include "wait.h"
 #include <asm/thread_info.h>
 
-#define TASK_RUNNING 0x0000
-#define TASK_INTERRUPTIBLE 0x0001
-#define TASK_UNINTERRUPTIBLE 0x0002
-#define TASK_DEAD 0x0080
-#define TASK_NEW 0x0800
-#define TASK_NOLOAD 0x0400
+#define TASK_RUNNING 0x00000000
+#define TASK_INTERRUPTIBLE 0x00000001
+#define TASK_UNINTERRUPTIBLE 0x00000002
+#define __TASK_STOPPED 0x00000004
+#define __TASK_TRACED 0x00000008
+#define EXIT_DEAD 0x00000010 /* in exit_state */
+#define EXIT_ZOMBIE 0x00000020
+#define TASK_PARKED 0x00000040
+#define TASK_DEAD 0x00000080
+#define TASK_NOLOAD 0x00000400
+#define TASK_NEW 0x00000800
 #define TASK_NORMAL (TASK_INTERRUPTIBLE | TASK_UNINTERRUPTIBLE)
 #define TASK_IDLE (TASK_UNINTERRUPTIBLE | TASK_NOLOAD)
+#define TASK_REPORT (TASK_RUNNING | TASK_INTERRUPTIBLE | TASK_UNINTERRUPTIBLE | __TASK_STOPPED | \
+		     __TASK_TRACED | EXIT_DEAD | EXIT_ZOMBIE | TASK_PARKED)
+#define TASK_REPORT_IDLE (TASK_REPORT + 1)
+#define TASK_REPORT_MAX (TASK_REPORT_IDLE << 1)
 
 #define PF_IDLE 0x00000002
 #define PF_EXITING 0x00000004
@@ -26,6 +35,7 @@
 #define PF_KTHREAD 0x00200000
 
 #define TASK_COMM_LEN 16
+#define DEFAULT_PRIO 120
 #define THREAD_SIZE_ORDER 2
 #define THREAD_SIZE (PAGE_SIZE << THREAD_SIZE_ORDER)
 #define TIME_SLICE 5
@@ -36,6 +46,8 @@
 #define CLONE_VFORK 0x00004000
 #define CLONE_THREAD 0x00010000
 #define SIGCHLD 17
+#define CLD_EXITED 1 /* why SIGCHLD comes */
+#define TRACE_SIGNAL_DELIVERED 0
 #define SIGSEGV 11
 #define SIGKILL 9
 
@@ -73,6 +85,7 @@ struct task_struct {
 	int exit_state;
 	int exit_code;
 	int time_slice;
+	int prio;
 	pid_t pid;
 	pid_t tgid;
 	u64 host_file;       /* the host sets it before an open: its file id */
@@ -91,6 +104,10 @@ struct task_struct {
 	u64 utime, stime;
 	u64 nvcsw, nivcsw;
 	struct completion *vfork_done;
+	/* Shadow stacks of hooked returns, which only the host works on. */
+	unsigned long rethooks;       /* what is pending, or 0 */
+	unsigned long ret_stack;      /* the function graph's array, or 0 */
+	unsigned long curr_ret_stack; /* words in use of it */
 	struct cred own_cred;
 	struct pid own_pid;
 };
@@ -112,6 +129,7 @@ extern char init_stack[];
 #define for_each_process(p) list_for_each_entry(p, &init_task.tasks, tasks)
 #define task_pt_regs(task) \
 	((struct pt_regs *)((char *)(task)->stack + THREAD_SIZE) - 1)
+#define task_cpu(task) ((void)(task), 0) /* all tasks are on the first one */
 #define current_cred() (current->cred)
 #define set_current_state(state) WRITE_ONCE(current->__state, state)
 #define __set_current_state(state) (current->__state = (state))
@@ -138,6 +156,11 @@ struct task_struct *pid_task(struct pid *pid, int type);
 struct task_struct *find_task_by_vpid(pid_t nr);
 void __set_task_comm(struct task_struct *tsk, const char *from, bool exec);
 char *__get_task_comm(char *buf, size_t buf_size, struct task_struct *tsk);
+
+/* kernel/rethook.c */
+void rethook_init_task(struct task_struct *tsk);
+void rethook_flush_task(struct task_struct *tsk);
+unsigned long rethook_find_ret_addr(struct task_struct *tsk, unsigned long *slot);
 
 /* arch */
 int copy_thread(struct task_struct *p, const struct kernel_clone_args *args);

@@ -10,20 +10,37 @@
 #define NSEC_PER_MSEC 1000000ULL
 #define TICK_NSEC (NSEC_PER_SEC / HZ)
 #define MAX_SCHEDULE_TIMEOUT LONG_MAX
+
+/* Bits of a timer's flags, of which none is ever set here: the first CPU, the first wheel array. */
+#define TIMER_CPUMASK 0x0003FFFF
+#define TIMER_MIGRATING 0x00040000
+#define TIMER_DEFERRABLE 0x00080000
+#define TIMER_PINNED 0x00100000
+#define TIMER_IRQSAFE 0x00200000
+#define TIMER_ARRAYSHIFT 22
+#define TIMER_TRACE_FLAGMASK (TIMER_MIGRATING | TIMER_DEFERRABLE | TIMER_PINNED | TIMER_IRQSAFE)
+
 #define time_after_eq(a, b) ((long)((a) - (b)) >= 0)
 
 extern u64 jiffies_64;
 extern unsigned long volatile jiffies;
 
+/* Linux's names for what it copies from and to user space; here all have the layout of timespec64. */
+struct __kernel_timespec;
+struct __kernel_old_timeval;
+struct timezone;
+
+/* Also what system calls take and give, on every machine. */
 struct timespec64 {
 	time64_t tv_sec;
-	long tv_nsec;
+	s64 tv_nsec;
 };
 
 struct timer_list {
 	struct list_head entry;
 	unsigned long expires;
 	void (*function)(struct timer_list *timer);
+	u32 flags;
 };
 
 void timer_setup(struct timer_list *timer, void (*func)(struct timer_list *timer));

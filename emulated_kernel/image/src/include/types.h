@@ -15,6 +15,7 @@ typedef __SIZE_TYPE__ size_t;
 typedef __PTRDIFF_TYPE__ ssize_t;
 typedef __PTRDIFF_TYPE__ ptrdiff_t;
 typedef __UINTPTR_TYPE__ uintptr_t;
+typedef long off_t;
 typedef long long loff_t;
 typedef int pid_t;
 typedef unsigned int uid_t;
@@ -23,6 +24,8 @@ typedef unsigned short umode_t;
 typedef unsigned int gfp_t;
 typedef unsigned int fmode_t;
 typedef unsigned int dev_t;
+typedef long off_t;
+typedef int clockid_t;
 typedef s64 ktime_t;
 typedef s64 time64_t;
 typedef _Bool bool;
@@ -66,7 +69,14 @@ struct hlist_head {
 #define fallthrough __attribute__((fallthrough))
 #define asmlinkage
 #define __user
+#define __force
+#ifdef MODULE
+#define __init __cold __section(".init.text")
+#define __initdata __section(".init.data")
+#define __exit __cold __section(".exit.text")
+#else
 #define __init __cold
+#endif
 #define __visible __attribute__((externally_visible))
 #define __ro_after_init
 #define __read_mostly

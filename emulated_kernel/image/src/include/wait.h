@@ -75,8 +75,8 @@ struct mutex {
 	wait_queue_head_t wait;
 };
 
-#define DEFINE_MUTEX(name) \
-	struct mutex name = { NULL, { { 0 }, LIST_HEAD_INIT((name).wait.head) } }
+#define __MUTEX_INITIALIZER(name) { NULL, { { 0 }, LIST_HEAD_INIT((name).wait.head) } }
+#define DEFINE_MUTEX(name) struct mutex name = __MUTEX_INITIALIZER(name)
 void mutex_init(struct mutex *lock);
 void mutex_lock(struct mutex *lock);
 int mutex_trylock(struct mutex *lock);

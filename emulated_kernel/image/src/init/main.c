@@ -3,6 +3,7 @@
 #include "fs.h"
 #include "host_abi.h"
 #include "mm.h"
+#include "module.h"
 #include "printk.h"
 #include "sched.h"
 #include "timer.h"
@@ -54,5 +55,6 @@ __visible __init void start_kernel(void)
 	fork_init();
 	vfs_caches_init();
 	tracefs_init();
+	modules_init();
 	rest_init();
 }

@@ -6,6 +6,7 @@
 #include "printk.h"
 #include "sched.h"
 #include "syscalls.h"
+#include "tracepoint.h"
 
 struct task_struct *child_reaper;
 struct host_exits host_exits;
@@ -49,7 +50,7 @@ void release_task(struct task_struct *p)
 
 	local_irq_save(flags);
 	__unhash_process(p);
-	p->exit_state = TASK_DEAD;
+	p->exit_state = EXIT_DEAD;
 	local_irq_restore(flags);
 }
 
@@ -70,10 +71,17 @@ void exit_files(struct task_struct *tsk)
 	put_files_struct(files);
 }
 
+/* Signals have no effect here: a process of the host gets its own from there. */
+static noinline void do_notify_parent(struct task_struct *tsk, int sig)
+{
+	trace_signal_generate(sig, CLD_EXITED, tsk->real_parent, 1, TRACE_SIGNAL_DELIVERED);
+}
+
 /* Parents don't wait here: every task is reaped at once. */
 static noinline void exit_notify(struct task_struct *tsk)
 {
 	forget_original_parent(tsk);
+	do_notify_parent(tsk, SIGCHLD);
 	release_task(tsk);
 }
 
@@ -86,6 +94,7 @@ void do_exit(long code)
 		panic("Attempted to kill init! exitcode=0x%08x", (u32)code);
 	tsk->flags |= PF_EXITING;
 	tsk->exit_code = (int)code;
+	trace_sched_process_exit(tsk);
 	exit_files(tsk);
 	mm_release(tsk);
 	exit_notify(tsk);

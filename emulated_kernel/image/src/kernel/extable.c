@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
 // The exception table, and what counts as kernel text.
 #include "kallsyms.h"
+#include "module.h"
 #include "string.h"
 #include "uaccess.h"
 
@@ -21,8 +22,11 @@ static int cmp_ex_search(const void *key, const void *elt)
 /* The build has sorted the table by address. */
 const struct exception_table_entry *search_exception_tables(unsigned long addr)
 {
-	return bsearch(&addr, __start___ex_table, __stop___ex_table - __start___ex_table,
-		       sizeof(*__start___ex_table), cmp_ex_search);
+	const struct exception_table_entry *e;
+
+	e = bsearch(&addr, __start___ex_table, __stop___ex_table - __start___ex_table,
+		    sizeof(*__start___ex_table), cmp_ex_search);
+	return e ?: search_module_extables(addr);
 }
 
 int core_kernel_text(unsigned long addr)
@@ -32,5 +36,5 @@ int core_kernel_text(unsigned long addr)
 
 int kernel_text_address(unsigned long addr)
 {
-	return core_kernel_text(addr);
+	return core_kernel_text(addr) || is_module_text_address(addr);
 }

@@ -8,6 +8,7 @@
 #include "string.h"
 #include "syscalls.h"
 #include "timer.h"
+#include "tracepoint.h"
 
 static struct kmem_cache *task_struct_cachep;
 static DEFINE_SPINLOCK(tasklist_lock);
@@ -22,6 +23,7 @@ struct task_struct init_task __aligned(64) = {
 	.cred = &init_task.own_cred,
 	.own_cred = { .usage = ATOMIC_INIT(2) },
 	.real_parent = &init_task,
+	.prio = DEFAULT_PRIO,
 	.umask = 0022,
 	.children = LIST_HEAD_INIT(init_task.children),
 	.sibling = LIST_HEAD_INIT(init_task.sibling),
@@ -44,6 +46,7 @@ static noinline void free_thread_stack(struct task_struct *tsk)
 /* The host's adopted tasks have a page of their own, all others come from the cache. */
 void free_task(struct task_struct *tsk)
 {
+	rethook_flush_task(tsk);
 	free_thread_stack(tsk);
 	if (virt_to_page(tsk)->flags & PG_slab)
 		kmem_cache_free(task_struct_cachep, tsk);
@@ -74,6 +77,7 @@ static noinline struct task_struct *dup_task_struct(struct task_struct *orig)
 	tsk->host_clone_pid = 0;
 	tsk->host_file = 0;
 	tsk->exit_state = tsk->exit_code = 0;
+	rethook_init_task(tsk);
 	INIT_LIST_HEAD(&tsk->children);
 	INIT_LIST_HEAD(&tsk->sibling);
 	return tsk;
@@ -168,6 +172,7 @@ pid_t kernel_clone(struct kernel_clone_args *args)
 
 	if (IS_ERR(p))
 		return (pid_t)PTR_ERR(p);
+	trace_sched_process_fork(current, p);
 	nr = p->pid;
 	if (args->flags & CLONE_VFORK) {
 		init_completion(&vfork);
@@ -214,9 +219,12 @@ static long clone_from_user(unsigned long flags)
 	return kernel_clone(&args);
 }
 
-SYSCALL_DEFINE1(clone, unsigned long, flags)
+/* The other arguments are for a process's own memory, which is none of the guest's. */
+SYSCALL_DEFINE5(clone, unsigned long, clone_flags, unsigned long, newsp, int __user *, parent_tidptr,
+		int __user *, child_tidptr, unsigned long, tls)
 {
-	return clone_from_user(flags);
+	(void)newsp, (void)parent_tidptr, (void)child_tidptr, (void)tls;
+	return clone_from_user(clone_flags);
 }
 
 SYSCALL_DEFINE0(fork)

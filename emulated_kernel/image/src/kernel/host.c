@@ -95,6 +95,7 @@ static noinstr long host_task_create(pid_t pid, pid_t parent, const char __user 
 	task->usage.counter = 1;
 	task->flags = PF_HOST;
 	task->time_slice = TIME_SLICE;
+	task->prio = DEFAULT_PRIO;
 	task->umask = 022;
 	task->start_time = host_clock.now_ns;
 	host_set_cred(task, uid, gid);

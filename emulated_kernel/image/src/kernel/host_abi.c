@@ -3,6 +3,8 @@
 #include "fs.h"
 #include "host_abi.h"
 #include "kallsyms.h"
+#include "mm.h"
+#include "module.h"
 #include "printk.h"
 #include "sched.h"
 #include "syscalls.h"
@@ -15,15 +17,17 @@ extern char __log_buf[];
 extern u64 log_first_seq, log_next_seq;
 extern u32 log_first_idx, log_next_idx;
 extern char host_user_hlt[], host_hypercall_hlt[], host_idle_hlt[];
+extern char rethook_flush_trap[], rethook_find_trap[];
+extern unsigned long host_return_trampoline;
+void rethook_bug(bool is_kretprobe, unsigned long rp, unsigned long addr);
 void asm_host_interrupt(void);
 void host_return(void);
-void startup_64(void);
 
-#define VALUE(name, value) { name, (u64)(value) }
+#define VALUE(name, value) { name, (unsigned long)(value) }
 #define OFFSET(type, member) { #type "." #member, offsetof(struct type, member) }
 #define SIZE(type) { #type ".size", sizeof(struct type) }
-#define PERCPU(symbol, name) { "percpu." name, (u64)(unsigned long)&symbol }
-#define ADDRESS(symbol) { #symbol, (u64)(unsigned long)&symbol }
+#define PERCPU(symbol, name) { "percpu." name, (unsigned long)&symbol }
+#define ADDRESS(symbol) { #symbol, (unsigned long)&symbol }
 
 const struct host_abi_entry __guest_abi[] __used = {
 	OFFSET(task_struct, stack),
@@ -44,6 +48,9 @@ const struct host_abi_entry __guest_abi[] __used = {
 	OFFSET(task_struct, start_time),
 	OFFSET(task_struct, utime),
 	OFFSET(task_struct, stime),
+	OFFSET(task_struct, rethooks),
+	OFFSET(task_struct, ret_stack),
+	OFFSET(task_struct, curr_ret_stack),
 	{ "task_struct.sp", offsetof(struct task_struct, thread.sp) },
 	SIZE(task_struct),
 	{ "cred.uid", offsetof(struct cred, uid) },
@@ -62,10 +69,10 @@ const struct host_abi_entry __guest_abi[] __used = {
 	VALUE("task.pf_exiting", PF_EXITING),
 	VALUE("task.pf_host", PF_HOST),
 	ADDRESS(init_task),
-	{ "init_stack.top", (u64)(unsigned long)(init_stack + THREAD_SIZE) },
+	{ "init_stack.top", (unsigned long)(init_stack + THREAD_SIZE) },
 
-	{ "percpu.base", (u64)(unsigned long)__per_cpu_load },
-	{ "percpu.size", (u64)(unsigned long)__per_cpu_size },
+	{ "percpu.base", (unsigned long)__per_cpu_load },
+	{ "percpu.size", (unsigned long)__per_cpu_size },
 	PERCPU(current_task, "current_task"),
 	PERCPU(__preempt_count, "preempt_count"),
 	PERCPU(__need_resched, "need_resched"),
@@ -84,12 +91,15 @@ const struct host_abi_entry __guest_abi[] __used = {
 	VALUE("host_exits.entries", HOST_EXIT_RING),
 	VALUE("host_exit_record.size", sizeof(struct host_exit_record)),
 
-	ADDRESS(startup_64),
 	ADDRESS(asm_host_interrupt),
 	ADDRESS(host_return),
 	ADDRESS(host_user_hlt),
 	ADDRESS(host_hypercall_hlt),
 	ADDRESS(host_idle_hlt),
+	ADDRESS(host_return_trampoline),
+	ADDRESS(rethook_flush_trap),
+	ADDRESS(rethook_find_trap),
+	ADDRESS(rethook_bug),
 
 	ADDRESS(__log_buf),
 	VALUE("log_buf.size", LOG_BUF_SIZE),
@@ -103,6 +113,39 @@ const struct host_abi_entry __guest_abi[] __used = {
 	OFFSET(printk_record, text_len),
 	OFFSET(printk_record, level),
 	OFFSET(printk_record, text),
+
+	SIZE(page),
+	ADDRESS(modules),
+	OFFSET(module, state),
+	OFFSET(module, refcnt),
+	OFFSET(module, list),
+	OFFSET(module, name),
+	OFFSET(module, mem),
+	OFFSET(module, kallsyms),
+	OFFSET(module, syms),
+	OFFSET(module, num_syms),
+	OFFSET(module, extable),
+	OFFSET(module, num_exentries),
+	OFFSET(module, bug_table),
+	OFFSET(module, num_bugs),
+	OFFSET(module, ftrace_callsites),
+	OFFSET(module, num_ftrace_callsites),
+	OFFSET(module, kprobe_blacklist),
+	OFFSET(module, num_kprobe_blacklist),
+	OFFSET(module, kprobes_text_start),
+	OFFSET(module, kprobes_text_size),
+	OFFSET(module, noinstr_text_start),
+	OFFSET(module, noinstr_text_size),
+	OFFSET(module, source_list),
+	OFFSET(module_memory, base),
+	OFFSET(module_memory, size),
+	{ "module_memory.size_of", sizeof(struct module_memory) },
+	OFFSET(mod_kallsyms, num_symtab),
+	OFFSET(mod_kallsyms, symtab),
+	OFFSET(mod_kallsyms, strtab),
+	OFFSET(mod_kallsyms, typetab),
+	OFFSET(module_use, source),
+	OFFSET(module_use, source_list),
 
 	SIZE(stat),
 	VALUE("hz", HZ),

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
 // Symbols: the image's own table, put there by the build after the first links.
 #include "kallsyms.h"
+#include "module.h"
 #include "printk.h"
 #include "string.h"
 
@@ -57,6 +58,17 @@ unsigned long kallsyms_lookup_name(const char *name)
 	for (i = 0; i < kallsyms_num_syms; i++)
 		if (!strcmp(symbol_name(i), name))
 			return kallsyms_addresses[i];
+	return module_kallsyms_lookup_name(name);
+}
+
+/* Of the image's own symbols the global ones: their letters are capitals. */
+unsigned long kallsyms_lookup_exported(const char *name)
+{
+	unsigned int i;
+
+	for (i = 0; i < kallsyms_num_syms; i++)
+		if (isupper(symbol_name(i)[-1]) && !strcmp(symbol_name(i), name))
+			return kallsyms_addresses[i];
 	return 0;
 }
 
@@ -76,8 +88,10 @@ int kallsyms_on_each_symbol(int (*fn)(void *data, const char *name, void *mod, u
 
 int kallsyms_lookup_size_offset(unsigned long addr, unsigned long *size, unsigned long *offset)
 {
+	char namebuf[KSYM_NAME_LEN];
+
 	if (!is_ksym_addr(addr))
-		return 0;
+		return module_address_lookup(addr, size, offset, NULL, namebuf) != NULL;
 	get_symbol_pos(addr, size, offset);
 	return 1;
 }
@@ -85,10 +99,10 @@ int kallsyms_lookup_size_offset(unsigned long addr, unsigned long *size, unsigne
 const char *kallsyms_lookup(unsigned long addr, unsigned long *size, unsigned long *offset,
 			    char **modname, char *namebuf)
 {
-	if (!is_ksym_addr(addr))
-		return NULL;
 	if (modname)
 		*modname = NULL;
+	if (!is_ksym_addr(addr))
+		return module_address_lookup(addr, size, offset, modname, namebuf);
 	strscpy(namebuf, symbol_name(get_symbol_pos(addr, size, offset)), KSYM_NAME_LEN);
 	return namebuf;
 }
@@ -96,13 +110,16 @@ const char *kallsyms_lookup(unsigned long addr, unsigned long *size, unsigned lo
 static int __sprint_symbol(char *buffer, unsigned long address, int symbol_offset, bool add_offset)
 {
 	unsigned long offset, size;
+	char *modname;
 	int len;
 
-	if (!kallsyms_lookup(address + symbol_offset, &size, &offset, NULL, buffer))
+	if (!kallsyms_lookup(address + symbol_offset, &size, &offset, &modname, buffer))
 		return sprintf(buffer, "0x%lx", address);
 	len = (int)strlen(buffer);
 	if (add_offset)
 		len += sprintf(buffer + len, "+%#lx/%#lx", offset - symbol_offset, size);
+	if (modname)
+		len += sprintf(buffer + len, " [%s]", modname);
 	return len;
 }
 

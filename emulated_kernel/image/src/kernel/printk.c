@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
 // printk: messages with a level and a time in a ring that the host reads.
+#include "atomic.h"
 #include "host_abi.h"
 #include "printk.h"
 #include "sched.h"
@@ -103,9 +104,26 @@ int vprintk_store(int level, const char *fmt, va_list args)
 	return (int)len;
 }
 
+static u32 console_locked;
+
+noinline int console_trylock(void)
+{
+	return !xchg_u32(&console_locked, 1);
+}
+
+/* No console is registered: the host reads the log itself. */
+noinline void console_unlock(void)
+{
+	WRITE_ONCE(console_locked, 0);
+}
+
 noinline int vprintk(const char *fmt, va_list args)
 {
-	return vprintk_store(MESSAGE_LOGLEVEL_DEFAULT, fmt, args);
+	int len = vprintk_store(MESSAGE_LOGLEVEL_DEFAULT, fmt, args);
+
+	if (console_trylock())
+		console_unlock();
+	return len;
 }
 
 int _printk(const char *fmt, ...)

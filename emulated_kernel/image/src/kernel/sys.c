@@ -89,7 +89,7 @@ const struct new_utsname init_uts_ns = {
 	.domainname = "(none)",
 };
 
-SYSCALL_DEFINE1(newuname, void __user *, name)
+SYSCALL_DEFINE1(newuname, struct new_utsname __user *, name)
 {
 	return copy_to_user(name, &init_uts_ns, sizeof(init_uts_ns)) ? -EFAULT : 0;
 }

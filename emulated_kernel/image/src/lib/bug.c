@@ -2,6 +2,7 @@
 // The bug table: from the address of a trapping instruction to BUG() or WARN().
 #include "bug.h"
 #include "kallsyms.h"
+#include "module.h"
 #include "printk.h"
 #include "sched.h"
 
@@ -24,7 +25,7 @@ struct bug_entry *find_bug(unsigned long bugaddr)
 	for (bug = __start___bug_table; bug < __stop___bug_table; bug++)
 		if (bug_addr(bug) == bugaddr)
 			return bug;
-	return NULL;
+	return module_find_bug(bugaddr);
 }
 
 static void __warn(struct bug_entry *bug, struct pt_regs *regs)
@@ -38,7 +39,7 @@ static void __warn(struct bug_entry *bug, struct pt_regs *regs)
 
 enum bug_trap_type report_bug(unsigned long bugaddr, struct pt_regs *regs)
 {
-	struct bug_entry *bug = core_kernel_text(bugaddr) ? find_bug(bugaddr) : NULL;
+	struct bug_entry *bug = kernel_text_address(bugaddr) ? find_bug(bugaddr) : NULL;
 
 	if (!bug)
 		return BUG_TRAP_TYPE_NONE;

@@ -59,7 +59,7 @@ long strncpy_from_user(char *dst, const char __user *src, long count)
 		return 0;
 	if (!access_ok(src, 1))
 		return -EFAULT;
-	count = min(count, (long)(TASK_SIZE_MAX - (unsigned long)src));
+	count = (long)min((unsigned long)count, TASK_SIZE_MAX - (unsigned long)src);
 	return do_strncpy_from_user(dst, src, count);
 }
 

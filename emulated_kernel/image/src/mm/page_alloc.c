@@ -7,6 +7,7 @@
 #include "printk.h"
 #include "sched.h"
 #include "string.h"
+#include "tracepoint.h"
 
 struct page *mem_map;
 unsigned long min_pfn, max_pfn;
@@ -104,6 +105,7 @@ struct page *__alloc_pages(gfp_t gfp, unsigned int order, int preferred_nid __at
 	page = get_page_from_freelist(gfp, order);
 	if (unlikely(!page))
 		warn_alloc(gfp, order);
+	trace_mm_page_alloc(page, order, gfp, MIGRATE_UNMOVABLE);
 	return page;
 }
 
@@ -159,8 +161,10 @@ static void free_one_page(struct zone *zone, struct page *page, unsigned int ord
 
 void __free_pages(struct page *page, unsigned int order)
 {
-	if (atomic_dec_and_test(&page->_refcount))
-		free_one_page(&contig_zone, page, order);
+	if (!atomic_dec_and_test(&page->_refcount))
+		return;
+	trace_mm_page_free(page, order);
+	free_one_page(&contig_zone, page, order);
 }
 
 void put_page(struct page *page)

@@ -4,6 +4,7 @@
 #include "mm.h"
 #include "printk.h"
 #include "string.h"
+#include "tracepoint.h"
 
 #define KMALLOC_MIN_SHIFT 3
 #define KMALLOC_MAX_SHIFT 13
@@ -106,7 +107,10 @@ static __always_inline void *slab_alloc(struct kmem_cache *s, gfp_t gfp)
 
 void *kmem_cache_alloc(struct kmem_cache *s, gfp_t gfp)
 {
-	return slab_alloc(s, gfp);
+	void *ret = slab_alloc(s, gfp);
+
+	trace_kmem_cache_alloc(_RET_IP_, ret, s, gfp, NUMA_NO_NODE);
+	return ret;
 }
 
 static void __slab_free(struct kmem_cache *s, struct page *slab, void *object)
@@ -140,6 +144,7 @@ void kmem_cache_free(struct kmem_cache *s, void *object)
 	slab -= (page_to_pfn(slab) & ((1UL << s->order) - 1));
 	if (WARN_ON_ONCE(slab->slab_cache != s))
 		return;
+	trace_kmem_cache_free(_RET_IP_, object, s);
 	__slab_free(s, slab, object);
 }
 
@@ -211,7 +216,7 @@ void kmem_cache_destroy(struct kmem_cache *s)
 
 static struct kmem_cache *kmalloc_slab(size_t size)
 {
-	unsigned int shift = size <= 8 ? 3 : 64 - (unsigned int)__builtin_clzl(size - 1);
+	unsigned int shift = size <= 8 ? 3 : BITS_PER_LONG - (unsigned int)__builtin_clzl(size - 1);
 
 	return kmalloc_caches[shift - KMALLOC_MIN_SHIFT];
 }
@@ -232,11 +237,20 @@ static noinline void *kmalloc_large(size_t size, gfp_t gfp)
 
 void *__kmalloc(size_t size, gfp_t gfp)
 {
-	if (unlikely(size > (1UL << KMALLOC_MAX_SHIFT)))
-		return kmalloc_large(size, gfp);
+	struct kmem_cache *s;
+	void *ret;
+
+	if (unlikely(size > (1UL << KMALLOC_MAX_SHIFT))) {
+		ret = kmalloc_large(size, gfp);
+		trace_kmalloc(_RET_IP_, ret, size, PAGE_SIZE << get_order(size), gfp, NUMA_NO_NODE);
+		return ret;
+	}
 	if (unlikely(!size))
 		return ZERO_SIZE_PTR;
-	return slab_alloc(kmalloc_slab(size), gfp);
+	s = kmalloc_slab(size);
+	ret = slab_alloc(s, gfp);
+	trace_kmalloc(_RET_IP_, ret, size, s->size, gfp, NUMA_NO_NODE);
+	return ret;
 }
 
 /* The first page of the block that an object is in. */
@@ -268,6 +282,7 @@ void kfree(const void *object)
 {
 	struct page *page;
 
+	trace_kfree(_RET_IP_, object);
 	if (!object || object == ZERO_SIZE_PTR)
 		return;
 	page = virt_to_head_page(object);

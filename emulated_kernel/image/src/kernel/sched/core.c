@@ -4,6 +4,7 @@
 #include "printk.h"
 #include "sched.h"
 #include "timer.h"
+#include "tracepoint.h"
 
 DEFINE_PER_CPU(u32, __preempt_count) = 1;
 DEFINE_PER_CPU(u32, __need_resched);
@@ -59,6 +60,7 @@ static noinline void ttwu_do_wakeup(struct rq *rq, struct task_struct *p)
 {
 	resched_curr(rq);
 	p->__state = TASK_RUNNING;
+	trace_sched_wakeup(p);
 }
 
 int try_to_wake_up(struct task_struct *p, unsigned int state, int wake_flags)
@@ -71,6 +73,7 @@ int try_to_wake_up(struct task_struct *p, unsigned int state, int wake_flags)
 	rq = this_rq();
 	rq_lock(rq);
 	if (p->__state & state) {
+		trace_sched_waking(p);
 		if (!p->on_rq)
 			activate_task(rq, p, wake_flags);
 		ttwu_do_wakeup(rq, p);
@@ -116,6 +119,7 @@ void wake_up_new_task(struct task_struct *p)
 	rq_lock(rq);
 	WRITE_ONCE(p->__state, TASK_RUNNING);
 	activate_task(rq, p, 0);
+	trace_sched_wakeup_new(p);
 	resched_curr(rq);
 	rq_unlock(rq);
 	local_irq_restore(flags);
@@ -153,8 +157,10 @@ static noinline void finish_task_switch(struct task_struct *prev)
 
 	rq_unlock(rq);
 	local_irq_enable();
-	if (unlikely(dead))
+	if (unlikely(dead)) {
+		trace_sched_process_free(prev);
 		put_task_struct(prev);
+	}
 }
 
 void schedule_tail(struct task_struct *prev)
@@ -178,13 +184,15 @@ static void notrace __schedule(unsigned int sched_mode)
 {
 	struct task_struct *prev, *next;
 	struct rq *rq;
+	u32 prev_state;
 
 	local_irq_disable();
 	rq = this_rq();
 	rq_lock(rq);
 	update_rq_clock(rq);
 	prev = rq->curr;
-	if (sched_mode == SM_NONE && prev->__state && prev != rq->idle)
+	prev_state = prev->__state;
+	if (sched_mode == SM_NONE && prev_state && prev != rq->idle)
 		deactivate_task(rq, prev, 0);
 	next = pick_next_task(rq, prev);
 	this_cpu_write(__need_resched, 0);
@@ -194,6 +202,7 @@ static void notrace __schedule(unsigned int sched_mode)
 			prev->nvcsw++;
 		else
 			prev->nivcsw++;
+		trace_sched_switch(sched_mode != SM_NONE, prev, next, prev_state);
 		context_switch(rq, prev, next);
 		return;
 	}

@@ -4,12 +4,12 @@
 #include "sched.h"
 #include "timer.h"
 
-static noinline unsigned long idle_sleep_ns(void)
+static noinline u64 idle_sleep_ns(void)
 {
 	unsigned long next = get_next_timer_interrupt();
 
 	if (next == ULONG_MAX)
-		return ULONG_MAX;
+		return U64_MAX;
 	return time_after_eq(jiffies, next) ? 0 : (next - jiffies) * TICK_NSEC;
 }
 

@@ -44,7 +44,7 @@ static long put_timespec64(const struct timespec64 *ts, void __user *uts)
 	return copy_to_user(uts, ts, sizeof(*ts)) ? -EFAULT : 0;
 }
 
-SYSCALL_DEFINE2(clock_gettime, int, which_clock, void __user *, tp)
+SYSCALL_DEFINE2(clock_gettime, const clockid_t, which_clock, struct __kernel_timespec __user *, tp)
 {
 	struct timespec64 ts;
 
@@ -57,7 +57,7 @@ SYSCALL_DEFINE2(clock_gettime, int, which_clock, void __user *, tp)
 	return put_timespec64(&ts, tp);
 }
 
-SYSCALL_DEFINE2(gettimeofday, void __user *, tv, void __user *, tz)
+SYSCALL_DEFINE2(gettimeofday, struct __kernel_old_timeval __user *, tv, struct timezone __user *, tz)
 {
 	struct timespec64 ts;
 
@@ -68,14 +68,15 @@ SYSCALL_DEFINE2(gettimeofday, void __user *, tv, void __user *, tz)
 	return put_timespec64(&ts, tv);
 }
 
-SYSCALL_DEFINE2(nanosleep, const void __user *, rqtp, void __user *, rmtp)
+SYSCALL_DEFINE2(nanosleep, struct __kernel_timespec __user *, rqtp,
+		struct __kernel_timespec __user *, rmtp)
 {
 	struct timespec64 ts;
 	u64 ns;
 
 	if (copy_from_user(&ts, rqtp, sizeof(ts)))
 		return -EFAULT;
-	if (ts.tv_sec < 0 || ts.tv_nsec < 0 || ts.tv_nsec >= (long)NSEC_PER_SEC || rmtp)
+	if (ts.tv_sec < 0 || ts.tv_nsec < 0 || ts.tv_nsec >= (s64)NSEC_PER_SEC || rmtp)
 		return -EINVAL;
 	ns = (u64)ts.tv_sec * NSEC_PER_SEC + ts.tv_nsec;
 	set_current_state(TASK_INTERRUPTIBLE);

@@ -2,6 +2,7 @@
 // jiffies and the timers that count in them.
 #include "sched.h"
 #include "timer.h"
+#include "tracepoint.h"
 
 u64 jiffies_64 = (unsigned long)(unsigned int)(-300 * HZ);
 
@@ -12,11 +13,19 @@ void timer_setup(struct timer_list *timer, void (*func)(struct timer_list *timer
 {
 	INIT_LIST_HEAD(&timer->entry);
 	timer->function = func;
+	timer->flags = 0;
+	trace_timer_init(timer);
 }
 
 bool timer_pending(const struct timer_list *timer)
 {
 	return !list_empty(&timer->entry);
+}
+
+static __always_inline void detach_timer(struct timer_list *timer)
+{
+	list_del_init(&timer->entry);
+	trace_timer_cancel(timer);
 }
 
 /* The list is in the order of expiry. */
@@ -29,6 +38,7 @@ static noinline void enqueue_timer(struct timer_list *timer)
 			break;
 	}
 	list_add_tail(&timer->entry, &pos->entry);
+	trace_timer_start(timer, timer->expires, timer->flags);
 }
 
 noinline int mod_timer(struct timer_list *timer, unsigned long expires)
@@ -39,7 +49,7 @@ noinline int mod_timer(struct timer_list *timer, unsigned long expires)
 	spin_lock_irqsave(&timer_lock, flags);
 	pending = timer_pending(timer);
 	if (pending)
-		list_del_init(&timer->entry);
+		detach_timer(timer);
 	timer->expires = expires;
 	enqueue_timer(timer);
 	spin_unlock_irqrestore(&timer_lock, flags);
@@ -59,7 +69,7 @@ int del_timer(struct timer_list *timer)
 	spin_lock_irqsave(&timer_lock, flags);
 	pending = timer_pending(timer);
 	if (pending)
-		list_del_init(&timer->entry);
+		detach_timer(timer);
 	spin_unlock_irqrestore(&timer_lock, flags);
 	return pending;
 }
@@ -73,7 +83,9 @@ unsigned long get_next_timer_interrupt(void)
 
 static noinline void call_timer_fn(struct timer_list *timer)
 {
+	trace_timer_expire_entry(timer, jiffies);
 	timer->function(timer);
+	trace_timer_expire_exit(timer);
 }
 
 static noinline struct timer_list *expired_timer(void)
@@ -92,7 +104,7 @@ static noinline void run_timer_softirq(void)
 
 	spin_lock_irq(&timer_lock);
 	while ((timer = expired_timer())) {
-		list_del_init(&timer->entry);
+		detach_timer(timer);
 		spin_unlock_irq(&timer_lock);
 		call_timer_fn(timer);
 		spin_lock_irq(&timer_lock);

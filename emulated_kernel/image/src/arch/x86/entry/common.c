@@ -4,35 +4,56 @@
 #include "host_abi.h"
 #include "sched.h"
 #include "syscalls.h"
+#include "tracepoint.h"
 #include <asm/entry.h>
 #include <asm/unistd.h>
 
-long __x64_sys_ni_syscall(const struct pt_regs *regs);
+long sys_ni_syscall(void);
+long SYSCALL_SYMBOL(ni_syscall)(const struct pt_regs *regs);
 
-#define __SYSCALL(nr, name) long __x64_sys_##name(const struct pt_regs *regs);
+#define __SYSCALL(nr, name) long SYSCALL_SYMBOL(name)(const struct pt_regs *regs);
 __SYSCALLS
 #undef __SYSCALL
 
 /* The later entries of the host's calls and of Linux override the default. */
 #pragma GCC diagnostic ignored "-Woverride-init"
 const sys_call_ptr_t sys_call_table[NR_syscalls] = {
-	[0 ... NR_syscalls - 1] = __x64_sys_ni_syscall,
-#define __SYSCALL(nr, name) [nr] = __x64_sys_##name,
+	[0 ... NR_syscalls - 1] = SYSCALL_SYMBOL(ni_syscall),
+#define __SYSCALL(nr, name) [nr] = SYSCALL_SYMBOL(name),
 	__SYSCALLS
 #undef __SYSCALL
 };
 
-SYSCALL_DEFINE0(ni_syscall)
+#define __SYSCALL(nr, name) extern const struct syscall_metadata __syscall_meta_##name;
+__SYSCALLS
+#undef __SYSCALL
+
+/* Ended by NULL. */
+const struct syscall_metadata *const syscalls_metadata[] __used = {
+#define __SYSCALL(nr, name) &__syscall_meta_##name,
+	__SYSCALLS
+#undef __SYSCALL
+	NULL,
+};
+
+noinline long sys_ni_syscall(void)
 {
 	return -ENOSYS;
 }
 
-static __always_inline bool do_syscall_x64(struct pt_regs *regs, int nr)
+SYSCALL_DEFINE0(ni_syscall)
+{
+	return sys_ni_syscall();
+}
+
+static __always_inline bool do_syscall_of_table(struct pt_regs *regs, int nr)
 {
 	unsigned int unr = nr;
 
 	if (likely(unr < NR_syscalls)) {
+		trace_sys_enter(regs, nr);
 		regs->ax = sys_call_table[unr](regs);
+		trace_sys_exit(regs, regs->ax);
 		return true;
 	}
 	return false;
@@ -44,9 +65,21 @@ static noinstr void syscall_exit_to_user_mode(void)
 		schedule();
 }
 
-__visible noinstr void do_syscall_64(struct pt_regs *regs, int nr)
+static __always_inline void do_syscall(struct pt_regs *regs, int nr)
 {
-	if (!do_syscall_x64(regs, nr) && nr >= HOST_NR_BASE && nr < HOST_NR_END)
+	if (!do_syscall_of_table(regs, nr) && nr >= HOST_NR_BASE && nr < HOST_NR_END)
 		regs->ax = host_syscall(regs, nr);
 	syscall_exit_to_user_mode();
 }
+
+#ifdef CONFIG_X86_32
+__visible noinstr void do_int80_syscall_32(struct pt_regs *regs)
+{
+	do_syscall(regs, (int)regs->orig_ax);
+}
+#else
+__visible noinstr void do_syscall_64(struct pt_regs *regs, int nr)
+{
+	do_syscall(regs, nr);
+}
+#endif

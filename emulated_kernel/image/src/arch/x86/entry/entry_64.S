@@ -49,7 +49,7 @@ SYM_FUNC_START(asm_host_interrupt)
 	movq	$0x10, PT_CS(%rsp)
 	movq	PT_REGS_SIZE+16(%rsp), %rax
 	movq	%rax, PT_FLAGS(%rsp)
-	leaq	PT_REGS_SIZE+HOST_FRAME_WORDS(%rsp), %rax
+	leaq	PT_REGS_SIZE+HOST_FRAME_SIZE(%rsp), %rax
 	movq	%rax, PT_SP(%rsp)
 	movq	$0x18, PT_SS(%rsp)
 	movq	%rsp, %rdi
@@ -182,6 +182,12 @@ SYM_INNER_LABEL(host_idle_hlt)
 SYM_INNER_LABEL(host_idle_resume)
 	ret
 SYM_FUNC_END(host_idle)
+
+/* The host takes the record that host_trace_record tells of. */
+SYM_FUNC_START(host_trace_commit)
+	int3
+	ret
+SYM_FUNC_END(host_trace_commit)
 
 /* Return address of a function that the host calls by itself, on a stack of its own. */
 SYM_FUNC_START(host_return)

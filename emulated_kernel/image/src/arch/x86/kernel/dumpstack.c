@@ -35,6 +35,7 @@ static void show_trace_log_lvl(struct task_struct *task, unsigned long sp, const
 	for (sp = ALIGN(sp, sizeof(long)); sp < end && shown < 32; sp += sizeof(long)) {
 		if (copy_from_kernel_nofault(&word, (void *)sp, sizeof(word)))
 			break;
+		word = rethook_find_ret_addr(task, (unsigned long *)sp);
 		if (!kernel_text_address(word))
 			continue;
 		printk("%s ? %pB\n", log_lvl, (void *)word);
@@ -61,7 +62,7 @@ void dump_stack(void)
 	show_stack(NULL, NULL, KERN_DEFAULT);
 }
 
-static noinline void show_opcodes(struct pt_regs *regs)
+noinline void show_opcodes(struct pt_regs *regs)
 {
 	char text[3 * 64 + 8];
 	u8 byte;
@@ -76,18 +77,6 @@ static noinline void show_opcodes(struct pt_regs *regs)
 		len += scnprintf(text + len, sizeof(text) - len, i ? " %02x" : " <%02x>", byte);
 	}
 	printk(KERN_DEFAULT "Code:%s\n", text);
-}
-
-static noinline void __show_regs(struct pt_regs *regs)
-{
-	printk(KERN_DEFAULT "RIP: %04lx:%pS\n", regs->cs, (void *)regs->ip);
-	show_opcodes(regs);
-	printk(KERN_DEFAULT "RSP: %04lx:%016lx EFLAGS: %08lx\n", regs->ss, regs->sp, regs->flags);
-	printk(KERN_DEFAULT "RAX: %016lx RBX: %016lx RCX: %016lx\n", regs->ax, regs->bx, regs->cx);
-	printk(KERN_DEFAULT "RDX: %016lx RSI: %016lx RDI: %016lx\n", regs->dx, regs->si, regs->di);
-	printk(KERN_DEFAULT "RBP: %016lx R08: %016lx R09: %016lx\n", regs->bp, regs->r8, regs->r9);
-	printk(KERN_DEFAULT "R10: %016lx R11: %016lx R12: %016lx\n", regs->r10, regs->r11, regs->r12);
-	printk(KERN_DEFAULT "R13: %016lx R14: %016lx R15: %016lx\n", regs->r13, regs->r14, regs->r15);
 }
 
 void show_regs(struct pt_regs *regs)

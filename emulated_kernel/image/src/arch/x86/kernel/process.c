@@ -10,14 +10,18 @@ BUILD_BUG_ON(offsetof(struct pt_regs, orig_ax) != PT_ORIG_AX);
 BUILD_BUG_ON(offsetof(struct pt_regs, ip) != PT_IP);
 BUILD_BUG_ON(offsetof(struct pt_regs, flags) != PT_FLAGS);
 BUILD_BUG_ON(offsetof(struct pt_regs, sp) != PT_SP);
-BUILD_BUG_ON(sizeof(struct host_frame) != PT_REGS_SIZE + HOST_FRAME_WORDS);
+BUILD_BUG_ON(sizeof(struct host_frame) != PT_REGS_SIZE + HOST_FRAME_SIZE);
 BUILD_BUG_ON(offsetof(struct task_struct, thread.sp) != 0);
 
 DEFINE_PER_CPU(struct task_struct *, current_task) = &init_task;
 
 /* What __switch_to_asm pops from the stack of a task that has not run yet. */
 struct inactive_task_frame {
-	unsigned long r15, r14, r13, r12, bx, bp;
+#ifdef CONFIG_X86_32
+	unsigned long si, fn_arg, bx, bp;
+#else
+	unsigned long r15, r14, r13, fn_arg, bx, bp;
+#endif
 	unsigned long ret_addr;
 };
 
@@ -27,7 +31,7 @@ static void notrace init_fork_frame(struct task_struct *p, int (*fn)(void *), vo
 
 	memset(frame, 0, sizeof(*frame));
 	frame->bx = (unsigned long)fn;
-	frame->r12 = (unsigned long)arg;
+	frame->fn_arg = (unsigned long)arg;
 	frame->ret_addr = (unsigned long)ret_from_fork;
 	p->thread.sp = (unsigned long)frame;
 }

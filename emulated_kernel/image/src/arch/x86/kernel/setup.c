@@ -19,10 +19,16 @@ static char irq_stack_backing_store[THREAD_SIZE] __aligned(4096);
 
 void start_kernel(void) __noreturn;
 
-__visible __init notrace void x86_64_start_kernel(struct boot_params *params)
+#ifdef CONFIG_X86_32
+#define ARCH_START_KERNEL i386_start_kernel
+#else
+#define ARCH_START_KERNEL x86_64_start_kernel
+#endif
+
+__visible __init notrace void ARCH_START_KERNEL(struct boot_params *params)
 {
 	boot_params = *params;
-	page_offset_base = boot_params.page_offset;
+	page_offset_base = (unsigned long)boot_params.page_offset;
 	__per_cpu_offset[0] = (unsigned long)__per_cpu_load;
 	this_cpu_write(this_cpu_off, __per_cpu_offset[0]);
 	start_kernel();

@@ -7,6 +7,7 @@
 #include "sched.h"
 #include "string.h"
 #include "timer.h"
+#include "tracepoint.h"
 #include "uaccess.h"
 #include <asm/entry.h>
 
@@ -152,9 +153,11 @@ void sysvec_host_wake(struct pt_regs *regs __attribute__((unused)))
 	struct task_struct *task = this_cpu_read(host_mailbox);
 
 	irq_enter();
+	trace_irq_handler_entry(VECTOR_WAKE, "host");
 	this_cpu_write(host_mailbox, NULL);
 	if (task)
 		wake_up_process(task);
+	trace_irq_handler_exit(VECTOR_WAKE, task != NULL);
 	irq_exit();
 }
 

@@ -30,9 +30,9 @@ static const char *fault_reason(unsigned long error_code)
 static noinline void show_fault_oops(unsigned long error_code, unsigned long address)
 {
 	if (address < PAGE_SIZE)
-		pr_alert("BUG: kernel NULL pointer dereference, address: %016lx\n", address);
+		pr_alert("BUG: kernel NULL pointer dereference, address: %px\n", (void *)address);
 	else
-		pr_alert("BUG: unable to handle page fault for address: %016lx\n", address);
+		pr_alert("BUG: unable to handle page fault for address: %px\n", (void *)address);
 	pr_alert("#PF: supervisor %s in kernel mode\n", fault_access(error_code));
 	pr_alert("#PF: error_code(0x%04lx) - %s\n", error_code, fault_reason(error_code));
 }

@@ -12,7 +12,7 @@ static __always_inline unsigned long arch_local_save_flags(void)
 {
 	unsigned long flags;
 
-	__asm__ __volatile__("pushfq; popq %0" : "=rm"(flags) : : "memory");
+	__asm__ __volatile__("pushf; pop %0" : "=rm"(flags) : : "memory");
 	return flags;
 }
 

@@ -6,12 +6,32 @@
 #include "types.h"
 #include <asm/irqflags.h>
 
+#ifdef CONFIG_X86_32
+/* The segment registers are stored as words, with zeros above. */
+struct pt_regs {
+	unsigned long bx, cx, dx, si, di, bp, ax, ds, es, fs, gs;
+	unsigned long orig_ax; /* system call number or error code */
+	unsigned long ip, cs, flags, sp, ss;
+};
+
+#define __KERNEL_CS 0x60
+#define __KERNEL_DS 0x68
+#define __USER_CS 0x73
+#define __USER_DS 0x7b
+#define __KERNEL_PERCPU 0xd8
+#else
 struct pt_regs {
 	unsigned long r15, r14, r13, r12, bp, bx;
 	unsigned long r11, r10, r9, r8, ax, cx, dx, si, di;
 	unsigned long orig_ax; /* system call number or error code */
 	unsigned long ip, cs, flags, sp, ss;
 };
+
+#define __KERNEL_CS 0x10
+#define __KERNEL_DS 0x18
+#define __USER_DS 0x2b
+#define __USER_CS 0x33
+#endif
 
 /* What asm_host_interrupt has on the stack: the saved registers below the host's four words. */
 struct host_frame {
@@ -21,11 +41,6 @@ struct host_frame {
 	unsigned long flags;
 	unsigned long ip;
 };
-
-#define __KERNEL_CS 0x10
-#define __KERNEL_DS 0x18
-#define __USER_DS 0x2b
-#define __USER_CS 0x33
 
 #define user_mode(regs) (((regs)->cs & 3) != 0)
 #define instruction_pointer(regs) ((regs)->ip)

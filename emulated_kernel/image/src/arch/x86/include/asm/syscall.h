@@ -5,6 +5,21 @@
 
 #include <asm/ptrace.h>
 
+#ifdef CONFIG_X86_32
+#define SYSCALL_SYMBOL(name) __ia32_sys_##name
+
+static __always_inline unsigned long syscall_arg(const struct pt_regs *regs, int n)
+{
+	switch (n) {
+	case 0: return regs->bx;
+	case 1: return regs->cx;
+	case 2: return regs->dx;
+	case 3: return regs->si;
+	case 4: return regs->di;
+	default: return regs->bp;
+	}
+}
+#else
 #define SYSCALL_SYMBOL(name) __x64_sys_##name
 
 static __always_inline unsigned long syscall_arg(const struct pt_regs *regs, int n)
@@ -17,6 +32,21 @@ static __always_inline unsigned long syscall_arg(const struct pt_regs *regs, int
 	case 4: return regs->r8;
 	default: return regs->r9;
 	}
+}
+#endif
+
+/* All six, whether the call has them or not. */
+static __always_inline void syscall_get_arguments(const struct pt_regs *regs, unsigned long *args)
+{
+	int i;
+
+	for (i = 0; i < 6; i++)
+		args[i] = syscall_arg(regs, i);
+}
+
+static __always_inline long syscall_get_nr(const struct pt_regs *regs)
+{
+	return (int)regs->orig_ax;
 }
 
 #endif

@@ -18,7 +18,7 @@ static __always_inline struct task_struct *get_current(void)
 {
 	struct task_struct *task;
 
-	__asm__("movq %%gs:%P1, %0" : "=r"(task) : "i"(&current_task), "m"(current_task));
+	__asm__("mov %%" __PERCPU_SEG ":%P1, %0" : "=r"(task) : "i"(&current_task), "m"(current_task));
 	return task;
 }
 #define current get_current()

@@ -17,16 +17,18 @@
 	".pushsection __ex_table,\"a\"\n.balign 4\n"                       \
 	".long (" #from ") - .\n.long (" #to ") - .\n.popsection\n"
 
-/* Both return 0, or -EFAULT where the access faulted. */
+/*
+ * Both return 0, or -EFAULT where the access faulted. It goes on right behind then, so that the fixup
+ * lies in the function of the access, which is what the rules of jump optimization rely on.
+ */
 static __always_inline int __load_u8_nofault(u8 *val, const void *addr)
 {
-	int err = 0;
+	int err = -14;
 	u32 byte = 0;
 
-	__asm__ __volatile__("1:\tmovzbl %2, %1\n2:\n"
-			     ".section .text.unlikely,\"ax\"\n3:\tmovl $-14, %0\n\tjmp 2b\n.previous\n"
-			     _ASM_EXTABLE(1b, 3b)
-			     : "+r"(err), "=r"(byte)
+	__asm__ __volatile__("1:\tmovzbl %2, %1\n\txorl %0, %0\n2:\n"
+			     _ASM_EXTABLE(1b, 2b)
+			     : "+r"(err), "+r"(byte)
 			     : "m"(*(const u8 *)addr));
 	*val = (u8)byte;
 	return err;
@@ -34,12 +36,11 @@ static __always_inline int __load_u8_nofault(u8 *val, const void *addr)
 
 static __always_inline int __load_long_nofault(unsigned long *val, const void *addr)
 {
-	int err = 0;
+	int err = -14;
 	unsigned long word = 0;
 
-	__asm__ __volatile__("1:\tmovq %2, %1\n2:\n"
-			     ".section .text.unlikely,\"ax\"\n3:\tmovl $-14, %0\n\tjmp 2b\n.previous\n"
-			     _ASM_EXTABLE(1b, 3b)
+	__asm__ __volatile__("1:\tmov %2, %1\n\txorl %0, %0\n2:\n"
+			     _ASM_EXTABLE(1b, 2b)
 			     : "+r"(err), "+r"(word)
 			     : "m"(*(const unsigned long *)addr));
 	*val = word;

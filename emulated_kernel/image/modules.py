@@ -1,0 +1,198 @@
+"""Loaded modules as probing sees them: their symbols and tables, beside those of the image."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from emulated_kernel.image.image import BlacklistEntry, BugEntry, ExTableEntry, JumpLabel, KernelImage, Range
+from emulated_kernel.image.kallsyms import Kallsyms, Location, Symbol
+
+
+@dataclass(frozen=True)
+class Module:
+    """A module in the guest; addresses are virtual. Of what is freed after init, only while it is there."""
+
+    name: str
+    text: Range
+    init_text: Range
+    data: tuple[Range, ...]
+    symbols: tuple[Symbol, ...]
+    """In the order of its symbol table, with sizes."""
+    ex_table: tuple[ExTableEntry, ...]
+    blacklist: tuple[BlacklistEntry, ...]
+    mcount: frozenset[int]
+    bugs: Mapping[int, BugEntry]
+    code: Mapping[int, bytes]
+    """Its text as it was loaded, by address."""
+
+    @property
+    def text_ranges(self) -> tuple[Range, ...]:
+        """Where its code lies, that of its init function too."""
+        return tuple(part for part in (self.text, self.init_text) if part.end > part.start)
+
+    def contains(self, address: int) -> bool:
+        """Whether it is text or data of this module. Mirrors: within_module (v6.1)."""
+        return any(part.start <= address < part.end for part in (self.text, self.init_text, *self.data))
+
+    def without_init(self) -> Module:
+        """What is left when its init function has returned."""
+        init = range(*self.init_text)
+        core = (self.text, *self.data[:1])
+        return replace(
+            self,
+            init_text=Range(0, 0),
+            data=self.data[:1],
+            symbols=tuple(s for s in self.symbols if any(p.start <= s.address < p.end for p in core)),
+            ex_table=tuple(e for e in self.ex_table if e.insn not in init),
+            blacklist=tuple(b for b in self.blacklist if b.start not in init),
+            mcount=frozenset(site for site in self.mcount if site not in init),
+            bugs={address: bug for address, bug in self.bugs.items() if address not in init},
+            code={start: code for start, code in self.code.items() if start not in init},
+        )
+
+
+class ModuleSymbols:
+    """The symbols of one module. Mirrors: kernel/module/kallsyms.c (v6.1)."""
+
+    def __init__(self, module: Module) -> None:
+        self.module = module
+        self._by_name: dict[str, list[Symbol]] = {}
+        for symbol in module.symbols:
+            self._by_name.setdefault(symbol.name, []).append(symbol)
+        # The first of several at one address is the one that is found.
+        self._sorted = sorted(module.symbols, key=lambda symbol: symbol.address)
+        self._addresses = [symbol.address for symbol in self._sorted]
+
+    def by_name(self, name: str) -> Sequence[Symbol]:
+        return self._by_name.get(name, ())
+
+    def lookup(self, address: int) -> Location | None:
+        """Mirrors: find_kallsyms_symbol (v6.1)."""
+        if not self.module.contains(address):
+            return None
+        at = bisect_right(self._addresses, address) - 1
+        if at < 0:
+            return None
+        first = bisect_right(self._addresses, self._addresses[at] - 1)
+        symbol = self._sorted[first]
+        if address >= symbol.address + max(symbol.size, 1):
+            # In front of the first symbol of its part.
+            return None
+        return Location(symbol, address - symbol.address, self.module.name)
+
+    def kallsyms_lines(self, zero_addresses: bool, digits: int) -> Iterable[str]:
+        for symbol in self.module.symbols:
+            address = 0 if zero_addresses else symbol.address
+            yield f"{address:0{digits}x} {symbol.type} {symbol.name}\t[{self.module.name}]\n"
+
+
+class LiveKallsyms(Kallsyms):
+    """The symbols of a kernel and of the modules that it has now; MODULE:NAME asks for one's alone."""
+
+    def __init__(self, image: Kallsyms) -> None:
+        super().__init__(image.symbols, image.start, image.end, image.digits // 2)
+        self._modules: list[ModuleSymbols] = []
+
+    def set_modules(self, modules: Iterable[Module]) -> None:
+        """The loaded modules, newest first."""
+        self._modules = [ModuleSymbols(module) for module in modules]
+
+    def has_module(self, name: str) -> bool:
+        """Mirrors: kernel/module/main.c:find_module (v6.1)."""
+        return any(symbols.module.name == name for symbols in self._modules)
+
+    def lookup_name(self, name: str) -> int | None:
+        found = self.by_name(name)
+        return found[0].address if found else None
+
+    def count_name(self, name: str) -> int:
+        return len(self.by_name(name))
+
+    def by_name(self, name: str) -> tuple[Symbol, ...]:
+        """Those of the kernel before those of modules. Mirrors: module_kallsyms_lookup_name (v6.1)."""
+        wanted, colon, symbol = name.partition(":")
+        if colon:
+            named = (symbols for symbols in self._modules if symbols.module.name == wanted)
+            return tuple(found for symbols in named for found in symbols.by_name(symbol))
+        own = super().by_name(name)
+        if not self._modules:
+            return own
+        return own + tuple(found for symbols in self._modules for found in symbols.by_name(name))
+
+    def lookup(self, address: int) -> Location | None:
+        if self.start <= address < self.end:
+            return super().lookup(address)
+        for symbols in self._modules:
+            where = symbols.lookup(address)
+            if where is not None:
+                return where
+        return None
+
+    def kallsyms_text(self, zero_addresses: bool = False) -> str:
+        lines = [
+            line for symbols in self._modules for line in symbols.kallsyms_lines(zero_addresses, self.digits)
+        ]
+        return super().kallsyms_text(zero_addresses) + "".join(lines)
+
+
+class LiveImage:
+    """What can be probed now: the tables of an image with those of its loaded modules."""
+
+    def __init__(self, image: KernelImage) -> None:
+        self.kallsyms = LiveKallsyms(image.kallsyms)
+        self.core = replace(image, kallsyms=self.kallsyms)
+        """The image itself, with symbols that know the modules."""
+        self._modules: dict[str, Module] = {}
+
+    def put(self, module: Module) -> None:
+        """A module came, or changed."""
+        self._modules[module.name] = module
+        self.kallsyms.set_modules(reversed(self._modules.values()))
+
+    def remove(self, name: str) -> None:
+        """A module went; one that never came is no matter."""
+        self._modules.pop(name, None)
+        self.kallsyms.set_modules(reversed(self._modules.values()))
+
+    def find(self, name: str) -> Module | None:
+        """The loaded module of that name."""
+        return self._modules.get(name)
+
+    @property
+    def text_ranges(self) -> tuple[Range, ...]:
+        parts = [part for module in self._modules.values() for part in module.text_ranges]
+        return (*self.core.text_ranges, *parts)
+
+    @property
+    def ex_table(self) -> tuple[ExTableEntry, ...]:
+        return (*self.core.ex_table, *(e for module in self._modules.values() for e in module.ex_table))
+
+    @property
+    def blacklist(self) -> tuple[BlacklistEntry, ...]:
+        return (*self.core.blacklist, *(e for module in self._modules.values() for e in module.blacklist))
+
+    @property
+    def mcount(self) -> frozenset[int]:
+        return self.core.mcount.union(*(module.mcount for module in self._modules.values()))
+
+    @property
+    def jump_labels(self) -> tuple[JumpLabel, ...]:
+        """Modules have none."""
+        return self.core.jump_labels
+
+    @property
+    def bugs(self) -> Collection[int]:
+        return set(self.core.bugs).union(*(module.bugs for module in self._modules.values()))
+
+    def read(self, va: int, size: int) -> bytes:
+        """Bytes as they were before anything was probed.
+
+        Raises: KernelError ENOEXEC where neither the image nor a module's text has them.
+        """
+        for module in self._modules.values():
+            for start, code in module.code.items():
+                if start <= va and va + size <= start + len(code):
+                    return code[va - start : va - start + size]
+        return self.core.read(va, size)

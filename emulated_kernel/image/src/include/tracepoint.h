@@ -1,0 +1,86 @@
+/* SPDX-License-Identifier: GPL-2.0-or-later */
+/*
+ * Trace events: trace_NAME() is a nop until the host makes it a jump to code that fills a record.
+ *
+ * The events are listed in include/trace/. A list is included several times, each time with other
+ * meanings of TRACE_EVENT and of the words inside it (see kernel/trace/trace_events.c).
+ */
+#ifndef _TRACEPOINT_H
+#define _TRACEPOINT_H
+
+#include "jump_label.h"
+
+struct kmem_cache;
+struct page;
+struct pt_regs;
+struct task_struct;
+struct timer_list;
+
+/* What every record begins with; the host fills it in. */
+struct trace_entry {
+	unsigned short type;
+	unsigned char flags;
+	unsigned char preempt_count;
+	int pid;
+};
+
+/* A field behind the struct trace_entry; its offset follows from the sizes and alignments before it. */
+struct trace_event_fields {
+	const char *type;
+	const char *name;
+	unsigned long size, align, is_signed, len;
+};
+
+struct trace_event_call {
+	const char *system;
+	const char *name;
+	const char *print_fmt;
+	const struct trace_event_fields *fields;
+	unsigned long nr_fields;
+	struct static_key *key;
+};
+
+/* The record that host_trace_commit() hands over. */
+struct host_trace_record {
+	u64 call;
+	u64 entry;
+	u64 size;
+};
+extern struct host_trace_record host_trace_record;
+void host_trace_commit(void);
+
+#define PARAMS(...) __VA_ARGS__
+#define PROTO(...) __VA_ARGS__
+#define ARGS(...) __VA_ARGS__
+#define FIELDS(...) __VA_ARGS__
+#define ASSIGN(...) __VA_ARGS__
+#define PRINT(fmt, ...) "\"" fmt "\", " __stringify(__VA_ARGS__)
+
+#define __stringify_1(...) #__VA_ARGS__
+#define __stringify(...) __stringify_1(__VA_ARGS__)
+#define _RET_IP_ ((unsigned long)__builtin_return_address(0))
+
+#define TRACE_EVENT(name, proto, args, fields, assign, print)                                  \
+	EVENT_CLASS(name, PARAMS(proto), PARAMS(args), PARAMS(fields), PARAMS(assign), print)    \
+	DEFINE_EVENT(name, name, PARAMS(proto), PARAMS(args))
+
+/* Here: the functions that the kernel calls. */
+#define EVENT_CLASS(class, proto, args, fields, assign, print)
+#define DEFINE_EVENT(class, name, proto, args)                                                 \
+	extern struct static_key __tracepoint_##name;                                          \
+	void __traceiter_##name(proto);                                                        \
+	static __always_inline void trace_##name(proto)                                        \
+	{                                                                                      \
+		if (static_branch_unlikely(&__tracepoint_##name))                              \
+			__traceiter_##name(args);                                              \
+	}
+#include "trace/sched.h"
+#include "trace/kmem.h"
+#include "trace/timer.h"
+#include "trace/signal.h"
+#include "trace/irq.h"
+#include "trace/raw_syscalls.h"
+#undef EVENT_CLASS
+#undef DEFINE_EVENT
+
+#endif

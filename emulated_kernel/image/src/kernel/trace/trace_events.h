@@ -1,0 +1,32 @@
+/* SPDX-License-Identifier: GPL-2.0-or-later */
+/* What only the print formats of the events refer to. */
+#ifndef _TRACE_EVENTS_H
+#define _TRACE_EVENTS_H
+
+#define IS_ENABLED(option) 0
+
+#define __def_gfpflag_names                                                                    \
+	gfpflag_string(GFP_TRANSHUGE), gfpflag_string(GFP_TRANSHUGE_LIGHT),                    \
+	gfpflag_string(GFP_HIGHUSER_MOVABLE), gfpflag_string(GFP_HIGHUSER),                    \
+	gfpflag_string(GFP_USER), gfpflag_string(GFP_KERNEL_ACCOUNT),                          \
+	gfpflag_string(GFP_KERNEL), gfpflag_string(GFP_NOFS), gfpflag_string(GFP_ATOMIC),      \
+	gfpflag_string(GFP_NOIO), gfpflag_string(GFP_NOWAIT), gfpflag_string(GFP_DMA),         \
+	gfpflag_string(__GFP_HIGHMEM), gfpflag_string(GFP_DMA32), gfpflag_string(__GFP_HIGH),  \
+	gfpflag_string(__GFP_ATOMIC), gfpflag_string(__GFP_IO), gfpflag_string(__GFP_FS),      \
+	gfpflag_string(__GFP_NOWARN), gfpflag_string(__GFP_RETRY_MAYFAIL),                     \
+	gfpflag_string(__GFP_NOFAIL), gfpflag_string(__GFP_NORETRY),                           \
+	gfpflag_string(__GFP_COMP), gfpflag_string(__GFP_ZERO),                                \
+	gfpflag_string(__GFP_NOMEMALLOC), gfpflag_string(__GFP_MEMALLOC),                      \
+	gfpflag_string(__GFP_HARDWALL), gfpflag_string(__GFP_THISNODE),                        \
+	gfpflag_string(__GFP_RECLAIMABLE), gfpflag_string(__GFP_MOVABLE),                      \
+	gfpflag_string(__GFP_ACCOUNT), gfpflag_string(__GFP_WRITE),                            \
+	gfpflag_string(__GFP_RECLAIM), gfpflag_string(__GFP_DIRECT_RECLAIM),                   \
+	gfpflag_string(__GFP_KSWAPD_RECLAIM), gfpflag_string(__GFP_ZEROTAGS)
+#define gfpflag_string(flag) {(__force unsigned long)flag, #flag}
+#define show_gfp_flags(flags) (flags) ? __print_flags(flags, "|", __def_gfpflag_names) : "none"
+
+#define decode_timer_flags(flags)                                                              \
+	__print_flags(flags, "|", { TIMER_MIGRATING, "M" }, { TIMER_DEFERRABLE, "D" },         \
+		      { TIMER_PINNED, "P" }, { TIMER_IRQSAFE, "I" })
+
+#endif

@@ -1,0 +1,106 @@
+"""The image's own tables of trace events and system calls: what they are called, and what they record."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from emulated_kernel.image.image import KernelImage
+
+_STRING_MAX = 8192
+
+
+@dataclass(frozen=True)
+class FieldDefinition:
+    """A field of a record; sizes in bytes. `length`: elements of an array, 0 where it is none."""
+
+    type: str
+    name: str
+    size: int
+    align: int
+    is_signed: bool
+    length: int
+
+
+@dataclass(frozen=True)
+class EventDefinition:
+    """A trace event of the image; `address` is that of its struct trace_event_call."""
+
+    address: int
+    system: str
+    name: str
+    print_fmt: str
+    fields: tuple[FieldDefinition, ...]
+    key: int
+    """The static key that its tracepoint's jump labels belong to."""
+
+
+@dataclass(frozen=True)
+class SyscallDefinition:
+    """A system call of the image; `name` begins with sys_."""
+
+    nr: int
+    name: str
+    types: tuple[str, ...]
+    args: tuple[str, ...]
+
+
+def event_definitions(image: KernelImage) -> Iterator[EventDefinition]:
+    """Those of the table `ftrace_events`; none where the image doesn't have it."""
+    reader = _Reader(image)
+    for address in reader.pointers("ftrace_events"):
+        system, name, print_fmt, fields, count, key = reader.words(address, 6)
+        yield EventDefinition(
+            address,
+            reader.string(system),
+            reader.string(name),
+            reader.string(print_fmt),
+            tuple(_field(reader, fields + 6 * number * reader.word) for number in range(count)),
+            key,
+        )
+
+
+def _field(reader: _Reader, address: int) -> FieldDefinition:
+    kind, name, size, align, is_signed, length = reader.words(address, 6)
+    return FieldDefinition(reader.string(kind), reader.string(name), size, align, bool(is_signed), length)
+
+
+def syscall_definitions(image: KernelImage) -> Iterator[SyscallDefinition]:
+    """Those of the table `syscalls_metadata`, by number."""
+    reader = _Reader(image)
+    for address in reader.pointers("syscalls_metadata"):
+        name_at, count, types, args = reader.words(address, 4)
+        name = reader.string(name_at)
+        yield SyscallDefinition(
+            image.abi[f"nr.{name.removeprefix('sys_')}"],
+            name,
+            tuple(reader.string(each) for each in reader.words(types, count)),
+            tuple(reader.string(each) for each in reader.words(args, count)),
+        )
+
+
+class _Reader:
+    """Words and strings of the image as it is before it runs."""
+
+    def __init__(self, image: KernelImage) -> None:
+        self._image = image
+        self.word = image.bits // 8
+        self._code = "Q" if self.word == 8 else "I"
+
+    def words(self, address: int, count: int) -> tuple[int, ...]:
+        data = self._image.read(address, count * self.word) if count else b""
+        return struct.unpack(f"<{count}{self._code}", data)
+
+    def pointers(self, table: str) -> Iterator[int]:
+        """The entries of a table that ends with NULL."""
+        at = self._image.kallsyms.lookup_name(table)
+        while at is not None:
+            (pointer,) = self.words(at, 1)
+            if not pointer:
+                return
+            yield pointer
+            at += self.word
+
+    def string(self, address: int) -> str:
+        return self._image.string(address, _STRING_MAX)
