@@ -7,8 +7,7 @@ from time import time_ns
 
 from emulated_kernel.abi import HZ, PAGE_SIZE
 from emulated_kernel.config import MachineConfig
-from emulated_kernel.machine import layout
-from emulated_kernel.machine.cpu_x86 import FLAG_FIXED
+from emulated_kernel.machine.cpu import CpuModel
 from emulated_kernel.machine.guest_image import GuestImage
 from emulated_kernel.machine.memory import Memory
 from emulated_kernel.machine.registers import RegisterSet, Regs
@@ -16,22 +15,23 @@ from emulated_kernel.machine.registers import RegisterSet, Regs
 _BOOT_PARAMS = struct.Struct("<QQQIIQQ")
 
 
-def write_boot_params(memory: Memory, config: MachineConfig, ram_start: int) -> int:
+def write_boot_params(memory: Memory, cpu: CpuModel, config: MachineConfig, ram_start: int) -> int:
     """Write struct boot_params to a page of the host's; returns its address.
 
     {ram_start, ram_end, page_offset: u64; nr_cpus, hz: u32; boot_ns, seed: u64}; RAM in physical addresses,
     and only what is the guest's own.
     """
-    where = layout.DIRECT_MAP + memory.host_pages.alloc(PAGE_SIZE)
+    direct_map = cpu.layout.direct_map
+    where = direct_map + memory.host_pages.alloc(PAGE_SIZE)
     boot_ns = time_ns() if config.clock == "real" else 0
     ram_end = memory.host_pages.base
-    fields = (ram_start, ram_end, layout.DIRECT_MAP, config.cpus, HZ, boot_ns, config.seed)
+    fields = (ram_start, ram_end, direct_map, config.cpus, HZ, boot_ns, config.seed)
     memory.write(where, _BOOT_PARAMS.pack(*fields))
     return where
 
 
 def per_cpu_base(image: GuestImage) -> int:
-    """Where the boot CPU's gs base points; a stock Linux has no ABI table, but this symbol."""
+    """Where the boot CPU's per-CPU area is; a stock Linux has no ABI table, but this symbol."""
     base = image.abi.get("percpu.base")
     return base if base is not None else image.kallsyms.lookup_name("__per_cpu_load") or 0
 
@@ -42,10 +42,10 @@ def per_cpu_address(image: GuestImage, name: str) -> int | None:
     return None if offset is None else per_cpu_base(image) + offset
 
 
-def enter(regs: Regs, image: GuestImage, boot_params: int, host_stack: int) -> None:
-    """Registers at the entry: rdi = boot parameters, rsp = init_stack.top, interrupts off, all else 0.
+def enter(regs: Regs, cpu: CpuModel, image: GuestImage, boot_params: int, host_stack: int) -> None:
+    """Registers at the entry: boot parameters, sp = init_stack.top, interrupts off, all else 0.
 
     An image without an ABI table starts on a stack of the host's.
     """
     top = image.abi.get("init_stack.top", host_stack)
-    regs.restore(RegisterSet(ip=image.entry, sp=top, di=boot_params, flags=FLAG_FIXED))
+    regs.restore(RegisterSet(ip=image.entry, sp=top, **{cpu.boot_argument: boot_params}))

@@ -6,15 +6,14 @@ import ctypes
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from emulated_kernel.abi import PAGE_SIZE, Vector
-from emulated_kernel.machine import layout
+from emulated_kernel.machine.cpu import CpuModel
 from emulated_kernel.machine.memory import Memory
 from emulated_kernel.machine.paging import Prot
 from emulated_kernel.machine.registers import RegisterSet
 from emulated_kernel.machine.runner import Runner
 from emulated_kernel.machine.traps import BudgetExceeded, GuestFault, Trap, TrapKind
 
-ARGUMENTS = ("di", "si", "dx", "cx", "r8", "r9")
-_MASK = (1 << 64) - 1
+MAX_ARGUMENTS = 6
 _LINE = 64
 _TRAPS = (Vector.DEBUG, Vector.BREAKPOINT)
 """Reported behind the instruction: what stands there didn't fault."""
@@ -34,6 +33,7 @@ class HostCalls:
         self._memory = runner.memory
         self._regs = runner.regs
         self._hooks = runner.hooks
+        self._cpu = runner.cpu
         self._ex_table = ex_table
         self._return_pad = return_pad
         self.stack_top = stack_top
@@ -41,17 +41,21 @@ class HostCalls:
         self.on_leave: Callable[[], None] = lambda: None
         """Called when a run has ended, maybe half way: whatever it stood in is never ended."""
 
-    def call(self, address: int, *args: int) -> int:
-        """Call a function with up to six integer arguments; returns rax.
+    def call(self, address: int, *args: int, variadic: bool = False) -> int:
+        """Call a function with up to six integer arguments, each a word; returns its result register.
 
         Raises:
             GuestFault: it ended in an exception without a fixup, or in a hypercall.
             BudgetExceeded: it did not return in time.
             TypeError: too many arguments.
         """
-        if len(args) > len(ARGUMENTS):
-            raise TypeError(f"{len(args)} arguments; at most {len(ARGUMENTS)} go in registers")
-        values = {name: value & _MASK for name, value in zip(ARGUMENTS, args, strict=False)}
+        if len(args) > MAX_ARGUMENTS:
+            raise TypeError(f"{len(args)} arguments; at most {MAX_ARGUMENTS} are passed")
+        mask = (1 << self._cpu.bits) - 1
+        names = self._cpu.variadic_arguments if variadic else self._cpu.arguments
+        values = {name: value & mask for name, value in zip(names, args, strict=False)}
+        for index, value in enumerate(args[len(names) :], 1):
+            self._memory.write_word(self.stack_top + index * self._cpu.word_size, value)
         return self._enter(RegisterSet(sp=self.stack_top, ip=address, **values), tick=True).ax
 
     def execute(self, start: RegisterSet) -> RegisterSet:
@@ -76,7 +80,7 @@ class HostCalls:
         return self._run(start, self._fixup if fixup else self._hooks.stop, tick=False)
 
     def _enter(self, start: RegisterSet, tick: bool) -> RegisterSet:
-        self._memory.write_u64(start.sp, self._return_pad)
+        self._memory.write_word(start.sp, self._return_pad)
         trap, end = self._run(start, self._fixup, tick)
         if trap.address == self._return_pad + 1:
             return end
@@ -146,8 +150,8 @@ def _differing(before: bytes, now: bytes) -> Iterator[int]:
             yield from (i for i in range(line, min(line + _LINE, len(before))) if before[i] != now[i])
 
 
-def map_stack(memory: Memory, number: int, size: int = 4 * PAGE_SIZE) -> int:
+def map_stack(memory: Memory, cpu: CpuModel, number: int, size: int = 4 * PAGE_SIZE) -> int:
     """A stack of the host's own between unmapped pages; returns its top."""
-    base = layout.HOST_STACKS + number * 0x100000 + PAGE_SIZE
+    base = cpu.layout.host_stacks + number * 0x100000 + PAGE_SIZE
     memory.map(base, memory.host_pages.alloc(size), size, Prot.READ | Prot.WRITE)
     return base + size

@@ -12,6 +12,10 @@ _NOW, _STEP = 0, 1
 class Clock(Protocol):
     """Time since boot as the guest sees it."""
 
+    @property
+    def step_ns(self) -> int:
+        """What a reading within a run adds; always the same."""
+
     def tick(self) -> None:
         """Set the guest's time; called before each run."""
 
@@ -32,6 +36,11 @@ class RealClock:
         self._cells = cells
         self._boot = monotonic_ns()
         cells[_STEP] = 1
+
+    @property
+    def step_ns(self) -> int:
+        """What a reading within a run adds; always the same."""
+        return int(self._cells[_STEP])
 
     def tick(self) -> None:
         """Set the guest's time."""
@@ -62,6 +71,11 @@ class VirtualClock:
         dice = random.Random(seed)
         cells[_NOW] = dice.randrange(1_000_000, 2_000_000)
         cells[_STEP] = dice.randrange(40, 80)
+
+    @property
+    def step_ns(self) -> int:
+        """What a reading within a run adds; always the same."""
+        return int(self._cells[_STEP])
 
     def tick(self) -> None:
         """Set the guest's time."""

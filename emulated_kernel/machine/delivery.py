@@ -5,23 +5,27 @@ from __future__ import annotations
 import struct
 from dataclasses import replace
 
-from emulated_kernel.machine import cpu_x86
+from emulated_kernel.abi import Vector
+from emulated_kernel.machine.cpu import CpuModel
 from emulated_kernel.machine.memory import Memory
 from emulated_kernel.machine.registers import Regs
 from emulated_kernel.machine.traps import MemoryFault, Trap, TrapKind
 
-_FRAME = struct.Struct("<4Q")
-_CLEARED = cpu_x86.FLAG_TF | cpu_x86.FLAG_IF | cpu_x86.FLAG_NT | cpu_x86.FLAG_RF
 _NESTING_LIMIT = 4
 
 
 class Delivery:
     """Pushes interrupt frames and enters the guest's handler.
 
-    The frame, from low to high addresses: vector, error code, flags, ip (8 bytes each).
+    The frame, from low to high addresses: vector, error code, flags, ip (a word each).
     """
 
-    def __init__(self, memory: Memory, regs: Regs, handler: int | None, cr2_cell: int | None) -> None:
+    def __init__(
+        self, cpu: CpuModel, memory: Memory, regs: Regs, handler: int | None, cr2_cell: int | None
+    ) -> None:
+        self._frame = struct.Struct("<4Q" if cpu.bits == 64 else "<4I")
+        self._cleared = cpu.cleared_flags
+        self._mask = (1 << cpu.bits) - 1
         self._memory = memory
         self._regs = regs
         self._handler = handler
@@ -42,15 +46,15 @@ class Delivery:
         """
         regs = self._regs
         flags = regs.flags
-        sp = regs.sp - _FRAME.size
+        sp = regs.sp - self._frame.size & self._mask
         assert self._handler is not None
-        self._memory.write(sp, _FRAME.pack(vector, error_code, flags, regs.ip))
-        if self._cr2_cell is not None and vector == 14:
-            self._memory.write_u64(self._cr2_cell, cr2)
+        self._memory.write(sp, self._frame.pack(vector, error_code, flags, regs.ip))
+        if self._cr2_cell is not None and vector == Vector.PAGE_FAULT:
+            self._memory.write_word(self._cr2_cell, cr2)
         regs.sp = sp
         regs.ip = self._handler
-        if flags & _CLEARED:
-            regs.flags = flags & ~_CLEARED
+        if flags & self._cleared:
+            regs.flags = flags & ~self._cleared
 
     def deliver(self, trap: Trap) -> Trap | None:
         """Deliver an exception; returns the trap to stop with if that can't be done."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from emulated_kernel.abi import Vector
-from emulated_kernel.machine import cpu_x86
+from emulated_kernel.machine.cpu import CpuModel
 from emulated_kernel.machine.engine import (
     HOOK_INSN_INVALID,
     HOOK_INTR,
@@ -16,12 +16,9 @@ from emulated_kernel.machine.engine import (
 )
 from emulated_kernel.machine.exceptions import ExceptionState
 from emulated_kernel.machine.registers import Regs
-from emulated_kernel.machine.traps import Trap, TrapKind
+from emulated_kernel.machine.traps import Trap
 
 Breakpoints = dict[int, Callable[[Regs], None]]
-
-_FIRST_INTERRUPT = 32
-_INT_N_SIZE = 2
 
 
 class TrapHooks:
@@ -31,8 +28,9 @@ class TrapHooks:
     running on: it is parked here and `check` raises it outside.
     """
 
-    def __init__(self, engine: Engine, regs: Regs, state: ExceptionState) -> None:
+    def __init__(self, engine: Engine, cpu: CpuModel, regs: Regs, state: ExceptionState) -> None:
         self._engine = engine
+        self._cpu = cpu
         self._regs = regs
         self.state = state
         self.breakpoints: Breakpoints = {}
@@ -87,13 +85,9 @@ class TrapHooks:
 
     def _exception(self, vector: int) -> None:
         error_code = self.state.take() & 0xFFFFFFFF
-        regs = self._regs
-        if vector >= _FIRST_INTERRUPT:
-            # `int n` without a gate in the IDT: the guest has none.
-            regs.ip -= _INT_N_SIZE
-            vector, error_code = Vector.GENERAL_PROTECTION, vector << 3 | 2
-        cr2 = self._engine.reg_read(cpu_x86.CR2) if vector == Vector.PAGE_FAULT else 0
-        self.raise_exception(Trap(TrapKind.FAULT, regs.ip, vector, error_code, cr2))
+        trap = self._cpu.exception(self._engine, self._regs.ip, vector, error_code)
+        self._regs.ip = trap.address
+        self.raise_exception(trap)
 
     def raise_exception(self, trap: Trap) -> None:
         """Send an exception its way; within a callback alone."""

@@ -1,18 +1,38 @@
-"""Where things lie in the guest's virtual address space (x86_64, the places Linux uses)."""
+"""Where things lie in a guest's virtual address space; each architecture has one of these."""
 
 from __future__ import annotations
 
-USER_BUFFERS = 0x00007F0000000000
+from dataclasses import dataclass
+
 USER_BUFFERS_SIZE = 8 << 20
-"""Bounce buffers that stand for user memory (readable, writable, user)."""
-DIRECT_MAP = 0xFFFF888000000000
-"""All RAM; what the image maps read-only is read-only here too."""
-HOST_STACKS = 0xFFFFC90000000000
-"""Stacks for functions called by the host, with unmapped pages between."""
-KERNEL_MAP = 0xFFFFFFFF80000000
-"""Physical 0 as the image is linked: address - KERNEL_MAP is where a segment is loaded."""
-TEXT_SPACE = 0xFFFFFFFFA0000000
 TEXT_SPACE_SIZE = 64 << 20
-"""Insn slots, detour buffers, module text: within +-2 GiB of the image."""
-HOST_TEXT = 0xFFFFFFFFBF000000
-"""The machine's own code page: return pad and self-test."""
+MODULE_SPACE_SIZE = 16 << 20
+RECORD_CELLS_SIZE = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """First addresses."""
+
+    user_buffers: int
+    """Bounce buffers that stand for user memory (readable, writable, user)."""
+    direct_map: int
+    """All RAM; what the image maps read-only is read-only here too."""
+    direct_map_size: int
+    """Bytes of RAM that fit."""
+    host_stacks: int
+    """Stacks for functions called by the host, with unmapped pages between."""
+    kernel_map: int
+    """Physical 0 as the image is linked: address - kernel_map is where a segment is loaded."""
+    text_space: int
+    """Insn slots and detour buffers: where a jump from the image reaches."""
+    module_space: int
+    """Modules' text and data: within reach of the image too."""
+    host_text: int
+    """The machine's own code page: return pad and self-test."""
+    record_cells: int
+    """Counters and pointers of handlers in guest code, which reach them by a 32-bit displacement."""
+    record_pages: int
+    """Pages of ring buffers; the host's memory is only taken for those that were written."""
+    record_pages_size: int
+    """Bytes."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from emulated_kernel.abi import PAGE_SIZE
-from emulated_kernel.machine import layout
 from emulated_kernel.machine.guest_image import GuestImage
+from emulated_kernel.machine.layout import Layout
 from emulated_kernel.machine.memory import Memory
 from emulated_kernel.machine.paging import Prot
 from emulated_kernel.machine.traps import HardwareError
 
-Span = tuple[int, int]
+Placed = tuple[int, int, bool]
+"""Physical [start, end), and whether it is writable."""
 
 
 def page_up(value: int) -> int:
@@ -19,16 +20,18 @@ def page_up(value: int) -> int:
     return -(-value // PAGE_SIZE) * PAGE_SIZE
 
 
-def load(memory: Memory, image: GuestImage) -> int:
+def load(memory: Memory, image: GuestImage, layout: Layout) -> int:
     """Copy and map all segments, then the direct map; returns the first free physical address behind them.
 
     Raises:
-        HardwareError: the image does not fit in RAM.
+        HardwareError: the image does not fit in RAM, or the RAM not in the direct map.
     """
     limit = memory.host_pages.base
-    free, protected = 0, []
+    if len(memory.ram) > layout.direct_map_size:
+        raise HardwareError(f"{len(memory.ram)} bytes of RAM; at most {layout.direct_map_size} can be mapped")
+    free, placed = 0, []
     for va, data, mem_size, rights in image.segments:
-        pa = va - layout.KERNEL_MAP
+        pa = va - layout.kernel_map
         size = page_up(va % PAGE_SIZE + mem_size)
         page, pa_page = va - va % PAGE_SIZE, pa - pa % PAGE_SIZE
         if pa_page < 0 or pa_page + size > limit:
@@ -38,26 +41,34 @@ def load(memory: Memory, image: GuestImage) -> int:
         memory.ram[pa : pa + len(data)] = data
         prot = Prot(rights) & (Prot.READ | Prot.WRITE | Prot.EXEC)
         memory.map(page, pa_page, size, prot)
-        if not prot & Prot.WRITE:
-            protected.append((pa_page, pa_page + size))
+        placed.append((pa_page, pa_page + size, bool(prot & Prot.WRITE)))
         free = max(free, pa_page + size)
-    _map_direct(memory, protected)
+    _map_direct(memory, layout, placed)
     return free
 
 
-def _map_direct(memory: Memory, protected: list[Span]) -> None:
-    """All RAM at DIRECT_MAP, never executable; what the image has read-only is read-only here too."""
-    for start, end, writable in _spans(sorted(protected), len(memory.ram)):
+def _map_direct(memory: Memory, layout: Layout, placed: list[Placed]) -> None:
+    """All RAM at the direct map, never executable; what the image has read-only is read-only here too.
+
+    Where the image itself lies in the direct map it is mapped already.
+    """
+    image_is_inside = layout.direct_map == layout.kernel_map
+    special = [span for span in placed if image_is_inside or not span[2]]
+    for span in _spans(sorted(special), memory.ram_size):
+        if image_is_inside and span in special:
+            continue
+        start, end, writable = span
         prot = Prot.READ | Prot.WRITE if writable else Prot.READ
-        memory.map(layout.DIRECT_MAP + start, start, end - start, prot)
+        memory.map(layout.direct_map + start, start, end - start, prot)
 
 
-def _spans(protected: list[Span], size: int) -> Iterator[tuple[int, int, bool]]:
+def _spans(placed: list[Placed], size: int) -> Iterator[Placed]:
+    """`placed`, and the writable spans between."""
     done = 0
-    for start, end in protected:
+    for start, end, writable in placed:
         if done < start:
             yield done, start, True
-        yield start, end, False
+        yield start, end, writable
         done = end
     if done < size:
         yield done, size, True

@@ -9,18 +9,21 @@ from typing import Self
 
 from emulated_kernel.abi import PAGE_SIZE, Hypercall
 from emulated_kernel.config import MachineConfig
-from emulated_kernel.machine import boot, cpu_x86, layout, loader, quirks
+from emulated_kernel.machine import boot, cpu_x86, cpus, loader, quirks
 from emulated_kernel.machine.calls import DataSnapshot, HostCalls, map_stack
 from emulated_kernel.machine.clock import make_clock
 from emulated_kernel.machine.delivery import Delivery
-from emulated_kernel.machine.engine import ARCH_X86, MODE_64, Engine
+from emulated_kernel.machine.engine import Engine
 from emulated_kernel.machine.exceptions import NoExceptionState
 from emulated_kernel.machine.guest_image import GuestImage
 from emulated_kernel.machine.hooks import Breakpoints, TrapHooks
+from emulated_kernel.machine.layout import USER_BUFFERS_SIZE
 from emulated_kernel.machine.memory import Memory
-from emulated_kernel.machine.paging import Prot, X86PageTables
+from emulated_kernel.machine.module_space import ModuleSpace
+from emulated_kernel.machine.paging import Prot
+from emulated_kernel.machine.record_memory import RecordMemory, extra_size
 from emulated_kernel.machine.region import Region
-from emulated_kernel.machine.registers import ApiRegs, FastRegs, RegisterSet, Regs
+from emulated_kernel.machine.registers import RegisterSet, Regs, api_regs, fast_regs
 from emulated_kernel.machine.runner import Runner
 from emulated_kernel.machine.text import Text
 from emulated_kernel.machine.traps import GuestFault, HardwareError, MemoryFault, Trap, TrapKind
@@ -28,9 +31,10 @@ from emulated_kernel.machine.vcpu import VCpu
 
 _HOST_SHARE = 4
 _HOST_LIMIT = 16 << 20
+_ABOVE_CALL = 40
+"""Bytes of the host's stack from a call's return address up: room for stack arguments; 8 modulo 16."""
 _BOOT_LIMIT = 10.0
 """Seconds that booting may take, whatever the run budget."""
-_ANSWER = ("di", "si", "dx", "r10", "r8", "r9")
 
 
 class Machine:
@@ -44,8 +48,8 @@ class Machine:
     """
 
     def __init__(self, config: MachineConfig, image: GuestImage) -> None:
-        if image.arch != "x86_64":
-            raise HardwareError(f"no machine for {image.arch}")
+        self.model = cpus.cpu_model(image.arch)
+        """The instruction set and the memory map that this machine has."""
         self.config = config
         self.image = image
         with ExitStack() as unless_built:
@@ -58,43 +62,50 @@ class Machine:
 
     def _build_memory(self) -> None:
         size = self.config.ram_size
-        self._engine = Engine(ARCH_X86, MODE_64)
+        self._engine = Engine(*self.model.engine_mode)
         self._resources.callback(self._engine.close)
-        self.memory = Memory(size, min(size // _HOST_SHARE, _HOST_LIMIT), X86PageTables)
+        host_size = min(size // _HOST_SHARE, _HOST_LIMIT)
+        self.memory = Memory(
+            size,
+            host_size,
+            self.model.page_tables,
+            self.model.word_size,
+            extra_size(self.model.layout),
+        )
         self._ram_address = self._engine.map_ram(0, self.memory.ram)
         self.memory.on_remap = self._engine.flush_tlb
-        self._free_ram = loader.load(self.memory, self.image)
-        self._pad = layout.HOST_TEXT
+        self._free_ram = loader.load(self.memory, self.image, self.model.layout)
+        self.records = RecordMemory(self.memory, self.model.layout)
+        self._pad = self.model.layout.host_text
         page = self.memory.host_pages.alloc(PAGE_SIZE)
-        self.memory.ram[page : page + PAGE_SIZE] = bytes([cpu_x86.HLT]) * PAGE_SIZE
+        self.memory.ram[page : page + PAGE_SIZE] = bytes([self.model.halt]) * PAGE_SIZE
         self.memory.map(self._pad, page, PAGE_SIZE, Prot.READ | Prot.EXEC)
-        gdt = layout.DIRECT_MAP + self.memory.host_pages.alloc(PAGE_SIZE)
-        self.memory.write(gdt, cpu_x86.gdt())
-        cpu_x86.enter_long_mode(self._engine, self.memory.tables.root, gdt)
-        self._stack = map_stack(self.memory, 0)
+        self.model.power_on(self._engine, self.memory, boot.per_cpu_base(self.image))
+        self._stack = map_stack(self.memory, self.model, 0)
 
     def _build_cpu(self) -> None:
         """Registers and hooks, the quick way if the self-test finds it."""
-        found = quirks.find_cpu_state(self._engine) if self.config.fast_registers else None
-        self.regs: Regs = ApiRegs(self._engine) if found is None else FastRegs.at(self._engine, found)
+        cpu, engine = self.model, self._engine
+        found = quirks.find_cpu_state(engine, cpu) if self.config.fast_registers else None
+        self.regs: Regs = api_regs(cpu, engine) if found is None else fast_regs(cpu, engine, found)
         self._resources.callback(self.regs.close)
-        self._hooks = TrapHooks(self._engine, self.regs, NoExceptionState())
-        bench = quirks.Bench(self._engine, self.memory, self._hooks, self.regs, self._stack)
-        self._self_test = quirks.adapt(bench, found)
-        self.cpus = [VCpu(self._engine, 0)]
-        self.cpus[0].gs_base = boot.per_cpu_base(self.image)
+        self._hooks = TrapHooks(engine, cpu, self.regs, NoExceptionState())
+        bench = quirks.Bench(engine, cpu, self.memory, self._hooks, self.regs, self._stack)
+        self._self_test = cpus.adapt(bench, found)
+        self.cpus = [VCpu(engine, cpu, 0)]
 
     def _build_devices(self) -> None:
         image, memory = self.image, self.memory
         lookup = image.kallsyms.lookup_name
-        self.text = Text(self._engine, memory)
+        self.text = Text(self._engine, self.model, memory)
         for va, data, _, rights in image.segments:
             if rights & Prot.EXEC:
                 self.text.adopt(va, data)
+        self.modules = ModuleSpace(self.model, memory, self.text)
         self.user_buffers = Region(
             memory,
-            layout.USER_BUFFERS,
-            layout.USER_BUFFERS_SIZE,
+            self.model.layout.user_buffers,
+            USER_BUFFERS_SIZE,
             unit=PAGE_SIZE,
             prot=Prot.READ | Prot.WRITE | Prot.USER,
         )
@@ -102,19 +113,25 @@ class Machine:
         view = memory.view(cells, 16) if cells is not None else memoryview(bytearray(16))
         self.clock = make_clock(self.config.clock, view.cast("Q"), self.config.seed)
         cr2 = boot.per_cpu_address(image, "host_cr2")
-        self._delivery = Delivery(memory, self.regs, lookup("asm_host_interrupt"), cr2)
+        self._delivery = Delivery(self.model, memory, self.regs, lookup("asm_host_interrupt"), cr2)
         self._hooks.dispatch = self._deliver_or_stop
         self._runner = Runner(
-            self._engine, memory, self.regs, self._hooks, clock=self.clock, budget=self.config.run_budget
+            self._engine,
+            self.model,
+            memory,
+            self.regs,
+            self._hooks,
+            clock=self.clock,
+            budget=self.config.run_budget,
         )
         self._resources.callback(self._runner.close)
         self.calls = HostCalls(
-            self._runner, dict(image.ex_table), return_pad=self._pad, stack_top=self._stack - 24
+            self._runner, dict(image.ex_table), return_pad=self._pad, stack_top=self._stack - _ABOVE_CALL
         )
 
     def _boot(self) -> None:
-        params = boot.write_boot_params(self.memory, self.config, self._free_ram)
-        boot.enter(self.regs, self.image, params, self._stack)
+        params = boot.write_boot_params(self.memory, self.model, self.config, self._free_ram)
+        boot.enter(self.regs, self.model, self.image, params, self._stack)
         until = monotonic() + _BOOT_LIMIT
         trap = self.run()
         while trap.kind is TrapKind.BUDGET and monotonic() < until:
@@ -163,7 +180,7 @@ class Machine:
         """Answer the hypercall that the guest stopped at (USER: system call number, then its arguments)."""
         regs = self.regs
         regs.ax = value
-        for name, argument in zip(_ANSWER, args, strict=False):
+        for name, argument in zip(self.model.syscall_arguments, args, strict=False):
             setattr(regs, name, argument)
 
     def deliver(self, vector: int, error_code: int = 0, cr2: int = 0) -> None:
@@ -184,7 +201,7 @@ class Machine:
     def raise_fault(self, fault: MemoryFault) -> None:
         """Within a breakpoint handler: the instruction at regs.ip faults, as by an access of its own."""
         present = self.memory.find(fault.address) is not None
-        trap = cpu_x86.access_fault(self.regs.ip, fault.address, write=fault.write, present=present)
+        trap = self.model.access_fault(self.regs.ip, fault.address, write=fault.write, present=present)
         self._hooks.raise_exception(trap)
 
     def alloc_pages(self, size: int) -> int:
@@ -193,9 +210,9 @@ class Machine:
         Raises:
             HardwareError: none left.
         """
-        pages = self.memory.host_pages.alloc(size)
-        self.memory.write(layout.DIRECT_MAP + pages, bytes(loader.page_up(size)))
-        return layout.DIRECT_MAP + pages
+        va = self.model.layout.direct_map + self.memory.host_pages.alloc(size)
+        self.memory.write(va, bytes(loader.page_up(size)))
+        return va
 
     def free_pages(self, va: int) -> None:
         """Give back what `alloc_pages` returned.
@@ -203,16 +220,16 @@ class Machine:
         Raises:
             HardwareError: not allocated.
         """
-        self.memory.host_pages.free(va - layout.DIRECT_MAP)
+        self.memory.host_pages.free(va - self.model.layout.direct_map)
 
     @property
     def interrupts_enabled(self) -> bool:
         """Whether an interrupt may be delivered now (IF); exceptions and WATCHDOG always may."""
         return bool(self.regs.flags & cpu_x86.FLAG_IF)
 
-    def call(self, address: int, *args: int) -> int:
+    def call(self, address: int, *args: int, variadic: bool = False) -> int:
         """Call a guest function; see `HostCalls.call`."""
-        return self.calls.call(address, *args)
+        return self.calls.call(address, *args, variadic=variadic)
 
     def execute(self, start: RegisterSet) -> RegisterSet:
         """Run a guest function from a complete register state; see `HostCalls.execute`."""

@@ -29,11 +29,25 @@ class MappedRange:
 class Memory:
     """RAM at physical 0 behind page tables; `read` and `write` take virtual addresses.
 
-    `host_pages` are the physical pages at the top of RAM that the guest is never told of.
+    `host_pages` are the physical pages at the top of RAM that the guest is never told of. Behind RAM,
+    `extra_size` bytes of physical memory can follow that is no RAM to anybody.
     """
 
-    def __init__(self, ram_size: int, host_size: int, tables: type[PageTables]) -> None:
-        self.ram = mmap.mmap(-1, ram_size)
+    def __init__(
+        self,
+        ram_size: int,
+        host_size: int,
+        tables: type[PageTables],
+        word_size: int = 8,
+        extra_size: int = 0,
+    ) -> None:
+        self.word_size = word_size
+        """Bytes of a pointer and of `unsigned long`."""
+        self._word = _U64 if word_size == 8 else _U32
+        self.ram_size = ram_size
+        flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+        self.ram = mmap.mmap(-1, ram_size + extra_size, flags=flags)
+        """All physical memory."""
         self.host_pages = UnitPool(ram_size - host_size, host_size, PAGE_SIZE)
         self.tables = tables(self.ram, self.host_pages)
         self.on_remap: Callable[[], None] = lambda: None
@@ -226,6 +240,14 @@ class Memory:
     def read_u64(self, va: int) -> int:
         """A little-endian 64-bit number. Raises MemoryFault."""
         return int(_U64.unpack(self.read(va, 8))[0])
+
+    def read_word(self, va: int) -> int:
+        """A pointer or an `unsigned long`. Raises MemoryFault."""
+        return int(self._word.unpack(self.read(va, self.word_size))[0])
+
+    def write_word(self, va: int, value: int) -> None:
+        """Store a pointer or an `unsigned long`. Raises MemoryFault."""
+        self.write(va, (value & (1 << 8 * self.word_size) - 1).to_bytes(self.word_size, "little"))
 
     def write_u32(self, va: int, value: int) -> None:
         """Store a 32-bit number. Raises MemoryFault."""

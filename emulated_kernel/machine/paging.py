@@ -27,7 +27,7 @@ class Prot(IntFlag):
 class PageTables(ABC):
     """Radix tables with 512 eight-byte entries and two leaf sizes, 4 KiB and 2 MiB.
 
-    Subclasses give the geometry and the entry bits (x86_64, and so i386 PAE and Sv39).
+    Subclasses give the geometry and the entry bits.
     Nothing here flushes a TLB: that is the caller's duty after any change of an existing entry.
     """
 
@@ -134,7 +134,7 @@ class PageTables(ABC):
 class X86PageTables(PageTables):
     """4-level paging with NX. Accessed and dirty are preset: the walker then never writes entries."""
 
-    shifts = (39, 30, 21, 12)
+    shifts: tuple[int, ...] = (39, 30, 21, 12)
     _PRESENT, _WRITE, _USER, _ACCESSED_DIRTY, _LARGE, _NX = 1, 2, 4, 0x60, 0x80, 1 << 63
     _TARGET = 0x000FFFFFFFFFF000
 
@@ -162,3 +162,13 @@ class X86PageTables(PageTables):
     def shrink(self, entry: int) -> int:
         """The 4 KiB leaf for the first page of a 2 MiB leaf."""
         return entry & ~self._LARGE
+
+
+class PaePageTables(X86PageTables):
+    """3-level paging of i386 with PAE and NX; the root has 4 entries, one a GiB."""
+
+    shifts = (30, 21, 12)
+
+    def branch(self, pa: int, shift: int) -> int:
+        """Entry that points to the next table; those of the root have no rights, their bits are reserved."""
+        return pa | self._PRESENT if shift == self.shifts[0] else super().branch(pa, shift)

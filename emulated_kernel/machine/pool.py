@@ -8,16 +8,18 @@ from emulated_kernel.machine.traps import HardwareError
 class UnitPool:
     """Next-fit allocator over [base, base + size) in units of `unit` bytes.
 
-    Next fit rather than first fit: freed text is reused as late as possible.
+    Next fit rather than first fit: freed text is reused as late as possible. `first_fit` gives the lowest
+    free address instead: what is loaded again comes to where it was.
     """
 
-    def __init__(self, base: int, size: int, unit: int) -> None:
+    def __init__(self, base: int, size: int, unit: int, *, first_fit: bool = False) -> None:
         self.base = base
         self.end = base + size
         self.unit = unit
         self._used = bytearray(size // unit)
         self._lengths: dict[int, int] = {}
         self._next = 0
+        self._first_fit = first_fit
 
     def alloc(self, size: int) -> int:
         """Address of `size` free bytes, aligned to the unit.
@@ -33,7 +35,7 @@ class UnitPool:
         if index < 0:
             raise HardwareError(f"no {size} bytes left in [{self.base:#x}, {self.end:#x})")
         self._used[index : index + count] = b"\1" * count
-        self._next = index + count
+        self._next = 0 if self._first_fit else index + count
         address = self.base + index * self.unit
         self._lengths[address] = count
         return address

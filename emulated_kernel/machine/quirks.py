@@ -1,41 +1,26 @@
-"""Where the library differs from a CPU: each deviation found or checked at start, one function each."""
+"""Finding out where the library differs from a CPU: a bench for its code, the way to its live registers."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from emulated_kernel.abi import Vector
-from emulated_kernel.machine import cpu_x86, layout
+from emulated_kernel.machine.cpu import CpuModel
 from emulated_kernel.machine.engine import Engine
-from emulated_kernel.machine.exceptions import (
-    NONE_IN_FLIGHT,
-    CleanContextExceptionState,
-    ContextExceptionState,
-    ExceptionState,
-    LiveExceptionState,
-)
 from emulated_kernel.machine.hooks import TrapHooks
 from emulated_kernel.machine.memory import Memory
-from emulated_kernel.machine.registers import STATE_SIZE, RegisterSet, Regs
-from emulated_kernel.machine.traps import HardwareError, Trap
+from emulated_kernel.machine.registers import STATE_SLOT, RegisterSet, Regs
+from emulated_kernel.machine.traps import Trap
 
 CODE_OFFSET = 0x800
 """Where in the machine's own text page the self-test puts its code."""
 
-_MARKED = 16
-"""General registers, which come first in the CPU state."""
 _HANDLE_SIZE = 4096
 _CPU_SIZE = 64 << 10
-_DIV_BY_ZERO = bytes.fromhex("31c9 f7f1")  # xor ecx, ecx; div ecx
-_READ = bytes.fromhex("488b03")  # mov rax, [rbx]
-_WRITE = bytes.fromhex("488903")  # mov [rbx], rax
-_JUMP = bytes.fromhex("ffe3")  # jmp rbx
-_UNMAPPED = 0x1000
 
 
 class Outcome(Enum):
@@ -58,19 +43,22 @@ class SelfTest:
 class Bench:
     """Runs a few bytes of code on a stopped machine and keeps what it trapped with."""
 
-    def __init__(self, engine: Engine, memory: Memory, hooks: TrapHooks, regs: Regs, stack: int) -> None:
+    def __init__(
+        self, engine: Engine, cpu: CpuModel, memory: Memory, hooks: TrapHooks, regs: Regs, stack: int
+    ) -> None:
         self.engine = engine
+        self.cpu = cpu
         self.hooks = hooks
         self.regs = regs
         self.memory = memory
         self._stack = stack
-        self.va = layout.HOST_TEXT + CODE_OFFSET
+        self.va = cpu.layout.host_text + CODE_OFFSET
         self._pa = memory.translate(self.va)
         self.traps: list[Trap] = []
 
     def put(self, code: bytes) -> None:
         """Place code (and a halt) without telling the engine."""
-        self.memory.ram[self._pa : self._pa + len(code) + 1] = code + bytes([cpu_x86.HLT])
+        self.memory.ram[self._pa : self._pa + len(code) + 1] = code + bytes([self.cpu.halt])
 
     def run(self, code: bytes, rbx: int = 0) -> RegisterSet:
         """Run code up to its end or to its first trap."""
@@ -93,13 +81,13 @@ class Bench:
         self.engine.stop()
 
 
-def find_cpu_state(engine: Engine) -> int | None:
+def find_cpu_state(engine: Engine, cpu: CpuModel) -> int | None:
     """Address of the engine's live registers, by content: the handle points to the CPU, which holds them.
 
     Reads through /proc/self/mem, so that a stale pointer is an error and not a crash; None if it isn't found
     or if what was found doesn't follow the API (a copy left by another engine).
     """
-    pattern = _mark_registers(engine)
+    pattern = mark_registers(engine, cpu)
     try:
         memory = os.open("/proc/self/mem", os.O_RDONLY)
     except OSError:
@@ -108,7 +96,7 @@ def find_cpu_state(engine: Engine) -> int | None:
         handle = os.pread(memory, _HANDLE_SIZE, engine.address)
         for pointer in dict.fromkeys(struct.unpack(f"<{len(handle) // 8}Q", handle)):
             for found in _search(memory, pointer, pattern):
-                if _follows_api(engine, found):
+                if _follows_api(engine, cpu, found):
                     return found
     except OSError:
         return None
@@ -117,12 +105,13 @@ def find_cpu_state(engine: Engine) -> int | None:
     return None
 
 
-def _mark_registers(engine: Engine) -> bytes:
+def mark_registers(engine: Engine, cpu: CpuModel) -> bytes:
     """Give the general registers values that are nowhere else; returns them as they lie in memory."""
-    pattern = os.urandom(8 * _MARKED)
-    values = struct.unpack(f"<{_MARKED}Q", pattern)
-    for register, value in zip(cpu_x86.REGISTER_IDS.values(), values, strict=False):
-        engine.reg_write(register, value)
+    pattern = b""
+    for register in list(cpu.registers.values())[:-1]:
+        value = os.urandom(cpu.word_size)
+        engine.reg_write(register, int.from_bytes(value, "little"))
+        pattern += value.ljust(STATE_SLOT, b"\0")
     return pattern
 
 
@@ -139,150 +128,15 @@ def _search(memory: int, pointer: int, pattern: bytes) -> Iterator[int]:
         at = data.find(pattern, at + 1)
 
 
-def _follows_api(engine: Engine, address: int) -> bool:
+def _follows_api(engine: Engine, cpu: CpuModel, address: int) -> bool:
     """Whether pokes at `address` are seen through the API and the reverse, first and last register."""
-    state = (ctypes.c_uint64 * (STATE_SIZE // 8)).from_address(address)
-    registers = list(cpu_x86.REGISTER_IDS.values())
-    for index in (0, len(registers) - 1):
-        engine.reg_write(registers[index], 0x5A5A0001)
-        if state[index] != 0x5A5A0001:
+    state = (ctypes.c_uint64 * (cpu.ip_slot + 1)).from_address(address)
+    first, *_, ip = cpu.registers.values()
+    for register, slot in ((first, 0), (ip, cpu.ip_slot)):
+        engine.reg_write(register, 0x5A5A0001)
+        if state[slot] != 0x5A5A0001:
             return False
-        state[index] = 0x5A5A0002
-        if engine.reg_read(registers[index]) != 0x5A5A0002:
+        state[slot] = 0x5A5A0002
+        if engine.reg_read(register) != 0x5A5A0002:
             return False
     return True
-
-
-def _context_bytes(engine: Engine, context: ctypes.c_void_p) -> bytes:
-    engine.context_save(context)
-    assert context.value is not None
-    return ctypes.string_at(context.value, engine.context_size())
-
-
-def find_exception_cells(bench: Bench) -> tuple[int, int, int] | None:
-    """Offsets in a saved context: first register, exception error code, exception in flight.
-
-    Four faults with known codes are compared with a clean state; None if that leaves no single cell.
-    """
-    engine = bench.engine
-    clean, context = engine.context_alloc(), engine.context_alloc()
-    pattern = _mark_registers(engine)
-    before = _context_bytes(engine, clean)
-    first = before.find(pattern)
-    start = _words(before)
-    errors = list(range(len(start)))
-    in_flight = [at for at, word in enumerate(start) if word == NONE_IN_FLIGHT]
-    for code, rbx, error, vector in _KNOWN_FAULTS:
-        engine.context_restore(clean)
-        bench.run(code, rbx)
-        after = _words(_context_bytes(engine, context))
-        errors = [at for at in errors if after[at] == error]
-        in_flight = [at for at in in_flight if after[at] == vector]
-    engine.context_restore(clean)
-    if first < 0 or len(errors) != 1 or len(in_flight) != 1:
-        return None
-    return first, errors[0] * 4, in_flight[0] * 4
-
-
-def _words(data: bytes) -> memoryview:
-    return memoryview(data[: len(data) & ~3]).cast("i")
-
-
-_KNOWN_FAULTS = (
-    (_JUMP, layout.DIRECT_MAP, 0x11, Vector.PAGE_FAULT),
-    (_WRITE, layout.HOST_TEXT, 0x3, Vector.PAGE_FAULT),
-    (_READ, _UNMAPPED, 0, Vector.PAGE_FAULT),
-    (_DIV_BY_ZERO, 0, 0, Vector.DIVIDE_ERROR),
-)
-"""Code, its rbx, the error code and vector it must fault with; the rarest error code first."""
-
-
-def exception_state(bench: Bench, cells: tuple[int, int, int] | None, cpu: int | None) -> ExceptionState:
-    """The best way there is to read and acknowledge an exception."""
-    if cells is None:
-        return CleanContextExceptionState(bench.engine, bench.regs)
-    first, error_code, in_flight = cells
-    if cpu is None:
-        return ContextExceptionState(bench.engine, error_code, in_flight)
-    return LiveExceptionState(cpu + error_code - first, cpu + in_flight - first)
-
-
-def check_faults_in_a_row(bench: Bench) -> None:
-    """Unicorn keeps the last fault in flight for ever: unacknowledged, the next one is a double fault."""
-    for code, rbx, _, vector in _KNOWN_FAULTS * 2:
-        bench.run(code, rbx)
-        if [trap.vector for trap in bench.traps] != [vector]:
-            raise HardwareError(f"exception {vector} arrived as {[str(trap) for trap in bench.traps]}")
-
-
-def check_hlt_ends_run(bench: Bench) -> None:
-    """Unicorn returns at hlt, behind it, and runs on from there (a CPU would wait for an interrupt)."""
-    end = bench.run(b"\x90").ip
-    if end != bench.va + 2 or bench.resume(bench.va).ip != end:
-        raise HardwareError(f"hlt left the instruction pointer at {end:#x}")
-
-
-def check_patched_text(bench: Bench) -> None:
-    """Unicorn runs stale code after a physical write until the virtual address is invalidated."""
-    bench.run(bytes.fromhex("b801000000"))  # mov eax, 1
-    bench.put(bytes.fromhex("b802000000"))
-    bench.engine.remove_cache(bench.va, bench.va + 6)
-    if bench.resume().ax != 2:
-        raise HardwareError("invalidated code still runs")
-
-
-def check_undefined_instruction(bench: Bench) -> None:
-    """Unicorn has a hook of its own for ud2, called with the address of the instruction."""
-    bench.run(bytes.fromhex("0f0b"))
-    if [(trap.vector, trap.address) for trap in bench.traps] != [(Vector.INVALID_OPCODE, bench.va)]:
-        raise HardwareError("ud2 did not arrive as #UD")
-
-
-def check_breakpoint(bench: Bench) -> None:
-    """int3 is seen behind the instruction, and a changed instruction pointer is where the guest goes on."""
-    bench.hooks.breakpoints[bench.va] = lambda regs: regs.set("ip", regs.ip + 1)
-    try:
-        end = bench.run(bytes([cpu_x86.INT3]) + bytes.fromhex("0f0b")[:1] + b"\x90")
-    finally:
-        del bench.hooks.breakpoints[bench.va]
-    if bench.traps or end.ip != bench.va + 4:
-        raise HardwareError(f"int3 handler: the guest went on to {end.ip:#x}")
-
-
-def check_flags(bench: Bench) -> None:
-    """Unicorn computes arithmetic flags when asked; a write must be seen by the guest, fixed bit included."""
-    bench.regs.flags = 0x8D5 & ~0x100
-    end = bench.run(bytes.fromhex("9c58"))  # pushf; pop rax
-    if end.ax & 0x8D5 != 0x8D5 & ~0x100 or end.flags & 0x8D5 != 0x8D5 & ~0x100:
-        raise HardwareError(f"flags written as 0x8d5 read as {end.flags:#x} and {end.ax:#x}")
-
-
-CHECKS: tuple[Callable[[Bench], None], ...] = (
-    check_faults_in_a_row,
-    check_hlt_ends_run,
-    check_patched_text,
-    check_undefined_instruction,
-    check_breakpoint,
-    check_flags,
-)
-
-
-def adapt(bench: Bench, cpu: int | None) -> list[SelfTest]:
-    """Make the machine's hooks fit this library and check that it then behaves like a CPU.
-
-    `cpu` is what `find_cpu_state` found.
-
-    Raises:
-        HardwareError: a check failed: the library can't be used.
-    """
-    registers = Outcome.FALLBACK if cpu is None else Outcome.OK
-    results = [SelfTest(find_cpu_state.__name__, registers, "API" if cpu is None else f"{cpu:#x}")]
-    cells = find_exception_cells(bench)
-    bench.hooks.state = exception_state(bench, cells, cpu)
-    kind = Outcome.FALLBACK if cells is None else Outcome.OK
-    results.append(SelfTest(find_exception_cells.__name__, kind, type(bench.hooks.state).__name__))
-    for check in CHECKS:
-        check(bench)
-        results.append(SelfTest(check.__name__, Outcome.OK))
-    bench.put(bytes(16))
-    return results

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from typing import NamedTuple, Self
+from collections.abc import Callable, Iterator
+from functools import cache
+from operator import attrgetter
+from typing import Any, ClassVar, NamedTuple
 
 from emulated_kernel.machine import cpu_x86
+from emulated_kernel.machine.cpu import CpuModel
 from emulated_kernel.machine.engine import Engine
 
-_MASK = (1 << 64) - 1
-_NAMES = tuple(cpu_x86.REGISTER_IDS)
-_IDS = tuple(cpu_x86.REGISTER_IDS.values())
-_COUNT = len(_NAMES)
 # Not literals where they are used: mypy takes registers, which are no slots, for missing ones.
 _NO_SLOTS: tuple[str, ...] = ()
 _SLOTS = ("_engine", "orig_ax")
-_PACKED = struct.Struct(f"<{_COUNT}Q")
-STATE_SIZE = _PACKED.size
-"""Bytes from the first register to behind the instruction pointer in the emulator's CPU state."""
+STATE_SLOT = 8
+"""Bytes that a register has in the emulator's own CPU state, however wide it is."""
 
 
 class RegisterSet(NamedTuple):
-    """A complete set of values; what `Regs.snapshot` returns and calls take."""
+    """A complete set of values; what `Regs.snapshot` returns and calls take. On i386 r8 to r15 are 0."""
 
     ax: int = 0
     cx: int = 0
@@ -47,11 +46,16 @@ class RegisterSet(NamedTuple):
 class Regs:
     """Registers as attributes; reading and writing them reads and writes the CPU.
 
-    Values are unsigned 64-bit; what is assigned is cut to that. Only valid while the guest is stopped or
-    inside a hook. `ApiRegs` works with any library; `FastRegs` costs a tenth of it.
+    Values are unsigned and as wide as the CPU's; what is assigned is cut to that. Only valid while the guest
+    is stopped or inside a hook. i386 has no r8 to r15. `api_regs` works with any library; `fast_regs` costs a
+    tenth of it.
     """
 
     __slots__ = (*_NO_SLOTS,)
+
+    _names: ClassVar[tuple[str, ...]]
+    _absent: ClassVar[tuple[int, ...]]
+    """Zeros for the members of a RegisterSet that the CPU doesn't have."""
 
     _engine: Engine
     orig_ax: int
@@ -93,6 +97,26 @@ class Regs:
         """Stack segment selector."""
         return self._engine.reg_read(cpu_x86.SS)
 
+    @property
+    def ds(self) -> int:
+        """Data segment selector."""
+        return self._engine.reg_read(cpu_x86.DS)
+
+    @property
+    def es(self) -> int:
+        """Extra segment selector."""
+        return self._engine.reg_read(cpu_x86.ES)
+
+    @property
+    def fs(self) -> int:
+        """The selector of i386's per-CPU data."""
+        return self._engine.reg_read(cpu_x86.FS)
+
+    @property
+    def gs(self) -> int:
+        """The selector that i386's user space has for its thread data."""
+        return self._engine.reg_read(cpu_x86.GS)
+
     def get(self, name: str) -> int:
         """A register by name.
 
@@ -105,18 +129,20 @@ class Regs:
         """Set a register by name.
 
         Raises:
-            AttributeError: no such register, or cs and ss.
+            AttributeError: no such register, or a segment register.
         """
         setattr(self, name, value)
 
     def snapshot(self) -> RegisterSet:
         """All values now."""
-        return RegisterSet._make([*[getattr(self, name) for name in _NAMES], self.flags])
+        *general, ip = [getattr(self, name) for name in self._names]
+        return RegisterSet._make([*general, *self._absent, ip, self.flags])
 
     def restore(self, values: RegisterSet) -> None:
         """Set all registers."""
-        for name, value in zip(RegisterSet._fields, values, strict=True):
-            setattr(self, name, value)
+        for name in self._names:
+            setattr(self, name, getattr(values, name))
+        self.flags = values.flags
 
     def close(self) -> None:
         """Called before the engine goes; using the registers afterwards is an AttributeError, not a crash."""
@@ -128,32 +154,27 @@ class ApiRegs(Regs):
 
     __slots__ = (*_SLOTS,)
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, minus_one: int) -> None:
         self._engine = engine
-        self.orig_ax = _MASK
+        self.orig_ax = minus_one
 
 
-class FastRegs(Regs, ctypes.Structure):
+class FastRegs(Regs):
     """Registers as fields laid over the emulator's own CPU state: no call at all."""
 
-    __slots__ = (*_SLOTS,)
-    _fields_ = tuple((name, ctypes.c_uint64) for name in _NAMES)
-
-    @classmethod
-    def at(cls, engine: Engine, address: int) -> Self:
-        """Over the state at `address`, found by `quirks.find_cpu_state`."""
-        regs = cls.from_address(address)
-        regs._engine = engine
-        regs.orig_ax = _MASK
-        return regs
+    __slots__ = (*_NO_SLOTS,)
+    _packed: ClassVar[struct.Struct]
+    _values: ClassVar[Callable[[RegisterSet], tuple[int, ...]]]
+    """The members of a RegisterSet that the CPU has."""
 
     def snapshot(self) -> RegisterSet:
         """All values now."""
-        return RegisterSet._make([*_PACKED.unpack_from(self), self.flags])
+        *general, ip = self._packed.unpack_from(self)  # type: ignore[arg-type]
+        return RegisterSet._make([*general, *self._absent, ip, self.flags])
 
     def restore(self, values: RegisterSet) -> None:
         """Set all registers."""
-        _PACKED.pack_into(self, 0, *values[:_COUNT])
+        self._packed.pack_into(self, 0, *type(self)._values(values))  # type: ignore[arg-type]
         self.flags = values.flags
 
     def close(self) -> None:
@@ -168,15 +189,71 @@ class ClosedRegs(Regs, ctypes.Structure):
     __slots__ = (*_SLOTS,)
 
 
-def _api_register(register: int) -> property:
+def api_regs(cpu: CpuModel, engine: Engine) -> Regs:
+    """The registers of a CPU by the library's API."""
+    return _api_class(cpu)(engine, _minus_one(cpu))
+
+
+def fast_regs(cpu: CpuModel, engine: Engine, address: int) -> Regs:
+    """The registers of a CPU over its state at `address`, found by `quirks.find_cpu_state`."""
+    regs = _fast_class(cpu).from_address(address)
+    regs._engine = engine
+    regs.orig_ax = _minus_one(cpu)
+    assert isinstance(regs, Regs)
+    return regs
+
+
+def _minus_one(cpu: CpuModel) -> int:
+    return (1 << cpu.bits) - 1
+
+
+def _common(cpu: CpuModel) -> dict[str, Any]:
+    names = tuple(cpu.registers)
+    absent = len(RegisterSet._fields) - 1 - len(names)
+    return {"__slots__": (), "_names": names, "_absent": (0,) * absent}
+
+
+@cache
+def _api_class(cpu: CpuModel) -> type[ApiRegs]:
+    mask = _minus_one(cpu)
+    registers = {name: _api_register(number, mask) for name, number in cpu.registers.items()}
+    return type("ApiRegs", (ApiRegs,), {**_common(cpu), **registers})
+
+
+@cache
+def _fast_class(cpu: CpuModel) -> Any:
+    """Each register has 8 bytes of the emulator's state, of which a narrow CPU uses the lower ones."""
+    members = {
+        **_common(cpu),
+        "__slots__": _SLOTS,
+        "_packed": struct.Struct(_state_format(cpu)),
+        "_values": staticmethod(attrgetter(*cpu.registers)),
+        "_fields_": tuple(_fields(cpu)),
+    }
+    return type("FastRegs", (FastRegs, ctypes.Structure), members)
+
+
+def _fields(cpu: CpuModel) -> Iterator[tuple[str, Any]]:
+    word = ctypes.c_uint64 if cpu.bits == 64 else ctypes.c_uint32
+    rest = ctypes.c_uint8 * (STATE_SLOT - cpu.word_size)
+    for slot, name in enumerate(cpu.registers):
+        if name == "ip":
+            yield "_others", ctypes.c_uint8 * (STATE_SLOT * (cpu.ip_slot - slot))
+        yield name, word
+        yield f"_above_{name}", rest
+
+
+def _state_format(cpu: CpuModel) -> str:
+    general = len(cpu.registers) - 1
+    slot = "Q" if cpu.bits == 64 else "I4x"
+    return f"<{slot * general}{STATE_SLOT * (cpu.ip_slot - general)}x{slot}"
+
+
+def _api_register(register: int, mask: int) -> property:
     def get(self: ApiRegs) -> int:
-        return self._engine.reg_read(register)
+        return self._engine.reg_read(register) & mask
 
     def put(self: ApiRegs, value: int) -> None:
-        self._engine.reg_write(register, value & _MASK)
+        self._engine.reg_write(register, value & mask)
 
     return property(get, put)
-
-
-for _name, _id in cpu_x86.REGISTER_IDS.items():
-    setattr(ApiRegs, _name, _api_register(_id))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from emulated_kernel.machine import layout
+from collections.abc import Callable
+from operator import attrgetter
+
 from emulated_kernel.machine.budget import Watchdog
 from emulated_kernel.machine.clock import Clock
-from emulated_kernel.machine.cpu_x86 import HLT
+from emulated_kernel.machine.cpu import CpuModel
 from emulated_kernel.machine.engine import Engine
 from emulated_kernel.machine.hooks import TrapHooks
 from emulated_kernel.machine.memory import Memory
@@ -17,9 +19,19 @@ class Runner:
     """Resumes the current CPU; the guest's exceptions go where `hooks.dispatch` sends them."""
 
     def __init__(
-        self, engine: Engine, memory: Memory, regs: Regs, hooks: TrapHooks, *, clock: Clock, budget: float
+        self,
+        engine: Engine,
+        cpu: CpuModel,
+        memory: Memory,
+        regs: Regs,
+        hooks: TrapHooks,
+        *,
+        clock: Clock,
+        budget: float,
     ) -> None:
         self._engine = engine
+        self.cpu = cpu
+        self._asked: Callable[[Regs], tuple[int, ...]] = attrgetter(*cpu.hypercall_arguments)
         self.memory = memory
         self.regs = regs
         self.hooks = hooks
@@ -74,20 +86,21 @@ class Runner:
         if error:
             raise HardwareError(f"the emulator stopped at {ip:#x}: {self._engine.strerror(error)}")
         if ip in self._halts or self._behind_halt(ip):
-            return Trap.hypercall(ip, regs.ax & 0xFFFFFFFF, (regs.di, regs.si, regs.dx, regs.r10))
+            return Trap.hypercall(ip, regs.ax & 0xFFFFFFFF, self._asked(regs))
         if expired:
             return Trap(TrapKind.BUDGET, ip)
         raise HardwareError(f"the emulator stopped at {ip:#x} for no reason")
 
     def _drain_stop(self, ip: int) -> None:
         """Use up a stop that came when the run was ending by itself, so that it can't hit the next one."""
-        while self.regs.ip != layout.HOST_TEXT + 1:
-            self._engine.start(layout.HOST_TEXT)
+        pad = self.cpu.layout.host_text
+        while self.regs.ip != pad + 1:
+            self._engine.start(pad)
         self.regs.ip = ip
 
     def _behind_halt(self, ip: int) -> bool:
         try:
-            halted = self.memory.ram[self.memory.translate(ip - 1)] == HLT
+            halted = self.memory.ram[self.memory.translate(ip - 1)] == self.cpu.halt
         except MemoryFault:
             return False
         if halted:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 from emulated_kernel.abi import PAGE_SIZE
-from emulated_kernel.machine import layout
-from emulated_kernel.machine.cpu_x86 import INT3
+from emulated_kernel.machine.cpu import CpuModel
 from emulated_kernel.machine.engine import Engine
+from emulated_kernel.machine.layout import TEXT_SPACE_SIZE
 from emulated_kernel.machine.memory import Memory
 from emulated_kernel.machine.paging import Prot
 from emulated_kernel.machine.region import Region
@@ -19,6 +20,16 @@ _FLUSH_FROM = 32
 _SLOT_ALIGN = 16
 
 
+class TextWatcher(Protocol):
+    """Follows what other CPUs may have fetched; see machine/prefetch.py."""
+
+    def written(self, va: int, before: bytes, after: bytes, /) -> None:
+        """Text changed in memory."""
+
+    def synchronised(self) -> None:
+        """All CPUs have executed a serialising instruction."""
+
+
 class Text:
     """Patches text as the kernel's text_poke() does: for all CPUs, seen at the next instruction fetched.
 
@@ -26,24 +37,26 @@ class Text:
     is a ledger kept; insn slots and detour buffers are the host's own and have no original.
     """
 
-    def __init__(self, engine: Engine, memory: Memory) -> None:
+    def __init__(self, engine: Engine, cpu: CpuModel, memory: Memory) -> None:
         self._engine = engine
+        self._filler = cpu.filler
         self._memory = memory
         self._ram = memory.ram
         self._originals: list[tuple[int, int, bytes]] = []
         self._starts: list[int] = []
         self._slots = Region(
             memory,
-            layout.TEXT_SPACE,
-            layout.TEXT_SPACE_SIZE,
+            cpu.layout.text_space,
+            TEXT_SPACE_SIZE,
             unit=_SLOT_ALIGN,
             prot=Prot.READ | Prot.EXEC,
-            fill=INT3,
+            fill=cpu.filler,
         )
         self.ledger: dict[int, int] = {}
         """Address to original byte, for exactly the bytes that differ; read it, never change it."""
         self.before_first_change: Callable[[], None] = lambda: None
         """Called when original text is about to change and nothing differs yet; it may run the guest."""
+        self.watcher: TextWatcher | None = None
 
     def adopt(self, va: int, original: bytes) -> None:
         """Declare mapped text as original: from here on its changes are in the ledger.
@@ -99,6 +112,14 @@ class Text:
                 for va, data in done:
                     self._invalidate(va, len(data))
 
+    def sync(self) -> None:
+        """Interrupt all CPUs for a serialising instruction. Mirrors: text_poke_sync() (v6.1).
+
+        The CPUs of one emulator have nothing fetched ahead: only the watcher's do.
+        """
+        if self.watcher is not None:
+            self.watcher.synchronised()
+
     def current(self, va: int, size: int) -> bytes:
         """Text as patched now. Raises MemoryFault."""
         return self._memory.read(va, size)
@@ -129,7 +150,7 @@ class Text:
         return sorted(wrong)
 
     def alloc_text(self, size: int) -> int:
-        """Executable memory of the host's own, 16-byte aligned, filled with int3; written by `poke` alone.
+        """Executable memory of the host's own, 16-byte aligned, filled with breakpoints; `poke` writes it.
 
         Raises:
             HardwareError: none left.
@@ -137,13 +158,13 @@ class Text:
         return self._slots.alloc(size)
 
     def free_text(self, va: int) -> None:
-        """Give it back; it is filled with int3 so that a late jump there traps.
+        """Give it back; it is filled with breakpoints so that a late jump there traps.
 
         Raises:
             HardwareError: not allocated.
         """
         size = self._slots.free(va)
-        self.poke(va, bytes([INT3]) * size)
+        self.poke(va, bytes([self._filler]) * size)
 
     def _physical(self, va: int, size: int) -> Sequence[tuple[int, int]]:
         """(pa, length) of the contiguous parts of text. Raises MemoryFault before anything is written."""
@@ -158,10 +179,13 @@ class Text:
     def _write(self, va: int, data: bytes) -> None:
         pieces = self._physical(va, len(data))
         self._note(va, data)
+        before = self._memory.read(va, len(data)) if self.watcher is not None else b""
         done = 0
         for pa, size in pieces:
             self._ram[pa : pa + size] = data[done : done + size]
             done += size
+        if self.watcher is not None:
+            self.watcher.written(va, before, data)
 
     def _announce(self, va: int) -> None:
         """Text that nobody has changed is about to change."""

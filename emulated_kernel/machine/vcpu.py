@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from emulated_kernel.machine import cpu_x86
+from emulated_kernel.machine.cpu import CpuModel
 from emulated_kernel.machine.engine import Engine
 
 
 class VCpu:
     """A context of the one engine: all CPUs share translated code and memory, one runs at a time."""
 
-    def __init__(self, engine: Engine, number: int) -> None:
+    def __init__(self, engine: Engine, cpu: CpuModel, number: int) -> None:
         self.number = number
+        self._per_cpu_register = cpu.per_cpu_register
         self._engine = engine
         self._context = engine.context_alloc()
 
@@ -23,10 +24,10 @@ class VCpu:
         self._engine.context_restore(self._context)
 
     @property
-    def gs_base(self) -> int:
+    def per_cpu_base(self) -> int:
         """Address of the per-CPU area, while this CPU is current."""
-        return self._engine.reg_read(cpu_x86.GS_BASE)
+        return self._engine.reg_read(self._per_cpu_register)
 
-    @gs_base.setter
-    def gs_base(self, address: int) -> None:
-        self._engine.reg_write(cpu_x86.GS_BASE, address)
+    @per_cpu_base.setter
+    def per_cpu_base(self, address: int) -> None:
+        self._engine.reg_write(self._per_cpu_register, address)

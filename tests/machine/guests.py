@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from keystone import KS_ARCH_X86, KS_MODE_64, Ks
 
 from emulated_kernel.config import MachineConfig
+from emulated_kernel.machine.cpus import cpu_model
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.paging import Prot
 
+LAYOUT = cpu_model("x86_64").layout
 TEXT = 0xFFFFFFFF81000000
 RODATA = TEXT + 0x4000
 DATA = TEXT + 0x5000

@@ -8,11 +8,10 @@ import pytest
 
 from emulated_kernel.abi import Hypercall
 from emulated_kernel.config import MachineConfig
-from emulated_kernel.machine.layout import DIRECT_MAP
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.registers import FastRegs
 from emulated_kernel.machine.traps import GuestFault, HardwareError, TrapKind
-from tests.machine.guests import CODE, DATA, FakeImage, asm, boot
+from tests.machine.guests import CODE, DATA, LAYOUT, FakeImage, asm, boot
 
 
 @pytest.mark.parametrize("fast", [True, False])
@@ -83,9 +82,9 @@ def test_boot_parameters_and_registers_at_the_entry() -> None:
     with Machine(MachineConfig(seed=77, cpus=2), image) as machine:
         regs, memory = machine.regs, machine.memory
         assert regs.r15 == DATA + 0x4000
-        assert machine.cpus[0].gs_base == DATA + 0x3000
+        assert machine.cpus[0].per_cpu_base == DATA + 0x3000
         fields = struct.unpack("<QQQIIQQ", memory.read(regs.r14, 48))
-        assert fields == (0x1009000, memory.host_pages.base, DIRECT_MAP, 2, 250, 0, 77)
+        assert fields == (0x1009000, memory.host_pages.base, LAYOUT.direct_map, 2, 250, 0, 77)
         assert not regs.flags & 0x200
 
 
@@ -93,14 +92,14 @@ def test_per_cpu_contexts() -> None:
     machine = boot("mov rax, 1; cmp rax, 2; hlt; mov rax, 9; hlt")
     machine.run()
     (cpu,) = machine.cpus
-    cpu.gs_base = 0x1234
+    cpu.per_cpu_base = 0x1234
     cpu.save()
     state = machine.regs.snapshot()
     machine.run()
-    cpu.gs_base = 0x5678
+    cpu.per_cpu_base = 0x5678
     assert machine.regs.ax == 9
     cpu.restore()
-    assert (machine.regs.snapshot(), cpu.gs_base) == (state, 0x1234)
+    assert (machine.regs.snapshot(), cpu.per_cpu_base) == (state, 0x1234)
 
 
 def test_missing_library_is_a_hardware_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,15 +15,19 @@ from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.traps import GuestFault, Trap, TrapKind
 
 
-@pytest.fixture(scope="module")
-def image() -> Any:
-    return load_image(None, "x86_64")
+@pytest.fixture(scope="module", params=["x86_64", "i386"])
+def image(request: pytest.FixtureRequest) -> Any:
+    return load_image(None, request.param)
 
 
 @pytest.fixture(params=[True, False], ids=["fast", "api"])
 def machine(request: pytest.FixtureRequest, image: Any) -> Iterator[Machine]:
-    with Machine(MachineConfig(fast_registers=request.param), image) as machine:
+    with Machine(MachineConfig(arch=image.arch, fast_registers=request.param), image) as machine:
         yield machine
+
+
+def _number(machine: Machine, name: str) -> int:
+    return machine.image.abi[f"nr.{name}"]
 
 
 def _address(machine: Machine, name: str) -> int:
@@ -50,19 +55,20 @@ def test_boots_to_idle(machine: Machine) -> None:
 def test_system_call_and_its_fault(machine: Machine) -> None:
     """getpid works in init; write(2) from an unmapped user address ends in EFAULT by the exception table."""
     assert machine.run().number == Hypercall.USER
-    machine.answer(39)
+    machine.answer(_number(machine, "getpid"))
     trap = machine.run()
     assert (trap.number, trap.args[0]) == (Hypercall.USER, 1)
     path = machine.user_buffers.alloc(64)
     machine.memory.write(path, b"/scratch/file\0")
-    machine.answer(2, path, 0o102, 0o644)
+    machine.answer(_number(machine, "open"), path, 0o102, 0o644)
     descriptor = machine.run().args[0]
     assert descriptor < 1024
-    machine.answer(1, descriptor, path, 13)
+    machine.answer(_number(machine, "write"), descriptor, path, 13)
     assert machine.run().args[0] == 13
+    unmapped = machine.model.layout.user_buffers // 2
     for _ in range(3):
-        machine.answer(1, descriptor, 0x6000_0000_0000, 8)
-        assert machine.run().args[0] == (1 << 64) - 14
+        machine.answer(_number(machine, "write"), descriptor, unmapped, 8)
+        assert machine.run().args[0] == (1 << machine.model.bits) - 14
     assert _idle(machine).kind is TrapKind.HYPERCALL
 
 
@@ -86,6 +92,21 @@ def test_calls_functions(machine: Machine) -> None:
     assert machine.run().number == Hypercall.IDLE
 
 
+def test_arguments_on_the_stack(machine: Machine) -> None:
+    """More of them than i386 has registers for, and a variadic function, which has none there."""
+    _idle(machine)
+    page = machine.alloc_pages(64)
+    machine.memory.write(page, b"%d %d %d\0")
+    length = machine.call(_address(machine, "snprintf"), page + 32, 20, page, 1, 22, 333, variadic=True)
+    assert (length, machine.memory.read(page + 32, 9)) == (8, b"1 22 333\0")
+    numbers = (7, 3, 9, 1, 8)
+    machine.memory.write(page, struct.pack("<5i", *numbers))
+    machine.call(_address(machine, "sort"), page, len(numbers), 4, _address(machine, "cmpint"), 0)
+    assert struct.unpack("<5i", machine.memory.read(page, 20)) == tuple(sorted(numbers))
+    with pytest.raises(TypeError):
+        machine.call(_address(machine, "strlen"), *range(7))
+
+
 def test_breakpoint_on_a_function(machine: Machine) -> None:
     _idle(machine)
     text = machine.alloc_pages(64)
@@ -93,9 +114,9 @@ def test_breakpoint_on_a_function(machine: Machine) -> None:
     hits = []
 
     def hit(regs: Any) -> None:
-        hits.append(regs.di)
-        regs.ip = int.from_bytes(machine.memory.read(regs.sp, 8), "little")
-        regs.sp += 8
+        hits.append(regs.get(machine.model.arguments[0]))
+        regs.ip = machine.memory.read_word(regs.sp)
+        regs.sp += machine.memory.word_size
         regs.ax = 99
 
     machine.breakpoints[strlen] = hit

@@ -6,12 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emulated_kernel.machine.layout import DIRECT_MAP, USER_BUFFERS
 from emulated_kernel.machine.memory import Memory
 from emulated_kernel.machine.paging import LARGE_PAGE_SIZE, Prot, X86PageTables
 from emulated_kernel.machine.pool import UnitPool
 from emulated_kernel.machine.traps import HardwareError, MemoryFault
-from tests.machine.guests import DATA, RODATA, TEXT, asm, boot
+from tests.machine.guests import DATA, LAYOUT, RODATA, TEXT, asm, boot
 
 RW = Prot.READ | Prot.WRITE
 BASE = 0xFFFF_9000_0000_0000
@@ -45,7 +44,7 @@ def test_typed_access() -> None:
     assert memory.read_u64(DATA) == 0x1122334455667788
     memory.write_u32(DATA, -1)
     assert memory.read_u64(DATA) == 0x11223344FFFFFFFF
-    assert memory.read_u64(DIRECT_MAP + memory.translate(DATA)) == 0x11223344FFFFFFFF
+    assert memory.read_u64(LAYOUT.direct_map + memory.translate(DATA)) == 0x11223344FFFFFFFF
 
 
 def test_cstring() -> None:
@@ -60,7 +59,9 @@ def test_cstring() -> None:
     assert caught.value.address == DATA + 4 * PAGE
 
 
-@pytest.mark.parametrize("va", [TEXT, RODATA, DIRECT_MAP + 0x1000000, DIRECT_MAP + 0x1004000, 0, BASE])
+@pytest.mark.parametrize(
+    "va", [TEXT, RODATA, LAYOUT.direct_map + 0x1000000, LAYOUT.direct_map + 0x1004000, 0, BASE]
+)
 def test_writes_the_guest_could_not_do_are_refused(va: int) -> None:
     memory = boot().memory
     with pytest.raises(MemoryFault):
@@ -191,9 +192,9 @@ def test_pool_never_gives_the_same_place_twice(steps: list[int | None]) -> None:
 
 
 def test_user_buffers_are_writable_by_both_sides() -> None:
-    machine = boot(f"movabs rbx, {USER_BUFFERS:#x}; mov rax, [rbx]; mov [rbx+8], rax; hlt")
+    machine = boot(f"movabs rbx, {LAYOUT.user_buffers:#x}; mov rax, [rbx]; mov [rbx+8], rax; hlt")
     va = machine.user_buffers.alloc(3 * PAGE)
-    assert va == USER_BUFFERS
+    assert va == LAYOUT.user_buffers
     machine.memory.write_u64(va, 42)
     machine.run()
     assert machine.memory.read_u64(va + 8) == 42

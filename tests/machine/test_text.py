@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emulated_kernel.machine.layout import TEXT_SPACE
 from emulated_kernel.machine.traps import HardwareError, MemoryFault
 from tests.machine import guests
-from tests.machine.guests import CODE, DATA, RODATA, TEXT, asm, boot
+from tests.machine.guests import CODE, DATA, LAYOUT, RODATA, TEXT, asm, boot
 
 PAGE = 4096
 
@@ -41,7 +40,7 @@ def test_poke_over_a_page_border_is_seen_on_both_sides() -> None:
     assert machine.regs.ax == 0x55449922
 
 
-@pytest.mark.parametrize("va", [RODATA, DATA, TEXT + 4 * PAGE - 1, TEXT_SPACE + (1 << 20), 0])
+@pytest.mark.parametrize("va", [RODATA, DATA, TEXT + 4 * PAGE - 1, LAYOUT.text_space + (1 << 20), 0])
 def test_only_text_is_poked(va: int) -> None:
     machine = boot()
     with pytest.raises(MemoryFault):
@@ -109,7 +108,7 @@ def test_slots_are_int3_executable_and_without_ledger() -> None:
     machine = boot()
     text = machine.text
     one, two = text.alloc_text(20), text.alloc_text(70_000)
-    assert one == TEXT_SPACE
+    assert one == LAYOUT.text_space
     assert two == one + 32
     assert text.current(two, 70_000) == b"\xcc" * 70_000
     text.poke(one, asm("mov eax, 9; hlt"))

@@ -8,14 +8,13 @@ from collections.abc import Callable
 import pytest
 
 from emulated_kernel.abi import Vector
-from emulated_kernel.machine.layout import DIRECT_MAP
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.registers import Regs
 from emulated_kernel.machine.traps import GuestFault, HardwareError, Trap, TrapKind
-from tests.machine.guests import CODE, DATA, HANDLER, RODATA, TEXT, asm, boot, exceptions
+from tests.machine.guests import CODE, DATA, HANDLER, LAYOUT, RODATA, TEXT, asm, boot, exceptions
 
 Booter = Callable[..., Machine]
-TEXT_ALIAS = DIRECT_MAP + 0x1000000
+TEXT_ALIAS = LAYOUT.direct_map + 0x1000000
 UNMAPPED = 0x123450000
 
 
@@ -138,7 +137,7 @@ def test_wild_stack_pointer_is_a_double_fault(start: Booter) -> None:
     assert machine.run().kind is TrapKind.DOUBLE_FAULT
 
 
-@pytest.mark.parametrize("target", [TEXT + 0x2000, RODATA + 64, DIRECT_MAP + 0x1000000 + 64])
+@pytest.mark.parametrize("target", [TEXT + 0x2000, RODATA + 64, LAYOUT.direct_map + 0x1000000 + 64])
 def test_frame_is_never_written_to_read_only_memory(start: Booter, target: int) -> None:
     machine = start(f"movabs rsp, {target:#x}; ud2")
     before = machine.memory.read(target - 64, 64)

@@ -1,0 +1,65 @@
+"""CpuModel: everything about a guest's CPU that the rest of the machine must not know by heart."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+from emulated_kernel.machine.engine import Engine
+from emulated_kernel.machine.layout import Layout
+from emulated_kernel.machine.memory import Memory
+from emulated_kernel.machine.paging import PageTables
+from emulated_kernel.machine.traps import Trap
+
+
+class CpuModel(ABC):
+    """One instruction set as the emulator runs it and as Linux sets it up."""
+
+    name: str
+    """As in MachineConfig.arch."""
+    bits: int
+    engine_mode: tuple[int, int]
+    """The library's numbers for architecture and mode."""
+    page_tables: type[PageTables]
+    layout: Layout
+
+    registers: Mapping[str, int]
+    """Linux's pt_regs name to the library's number, in the order of the emulator's CPU state; ip is last."""
+    ip_slot: int
+    """How many 8-byte registers lie before the instruction pointer in that state."""
+    arguments: tuple[str, ...]
+    """Registers of a function's first arguments; further ones are words above the return address."""
+    variadic_arguments: tuple[str, ...]
+    """The same for a variadic function."""
+    hypercall_arguments: tuple[str, ...]
+    """Registers of what the guest asks with."""
+    syscall_arguments: tuple[str, ...]
+    """Registers of a system call's arguments, which the host answers Hypercall.USER with."""
+    per_cpu_register: int
+    """The library's number of what holds the address of the per-CPU area."""
+    boot_argument: str
+    """Register that the kernel finds its boot parameters in."""
+
+    halt: int
+    """Opcode byte that ends a run."""
+    filler: int
+    """Byte that traps wherever it is executed."""
+    cleared_flags: int
+    """Flags that an interrupt's entry clears."""
+
+    @property
+    def word_size(self) -> int:
+        """Bytes of a general register."""
+        return self.bits // 8
+
+    @abstractmethod
+    def power_on(self, engine: Engine, memory: Memory, per_cpu: int) -> None:
+        """Turn paging on and load what Linux has loaded by the time it runs C; `per_cpu`: the CPU's area."""
+
+    @abstractmethod
+    def exception(self, engine: Engine, ip: int, vector: int, error_code: int) -> Trap:
+        """An exception or `int n` that the library reported with the instruction pointer at `ip`."""
+
+    @abstractmethod
+    def access_fault(self, ip: int, address: int, *, write: bool, present: bool) -> Trap:
+        """What a data access of the kernel's raises that can't be made; `present`: the page is mapped."""

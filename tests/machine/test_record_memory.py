@@ -1,0 +1,69 @@
+"""Memory for records: cells in reach of a displacement, pages that cost nothing until they are written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from emulated_kernel.kernel import Kernel
+from emulated_kernel.machine.machine import Machine
+from emulated_kernel.machine.paging import Prot
+from emulated_kernel.machine.traps import HardwareError, MemoryFault
+
+PAGE = 4096
+
+
+@pytest.fixture
+def machine() -> Machine:
+    return Kernel().machine
+
+
+def test_cells_are_zeroed_and_near(machine: Machine) -> None:
+    records = machine.records
+    first = records.alloc_cells(8)
+    records.view(first, 8)[:] = b"\xff" * 8
+    records.free_cells(first)
+    cells = [records.alloc_cells(24) for _ in range(20_000)]
+    assert all(cell >= (1 << 64) - (1 << 31) and cell % 16 == 0 for cell in cells)
+    assert not any(machine.memory.read(cell, 24).strip(b"\0") for cell in cells)
+
+
+def test_pages_are_the_guests_and_of_no_other_use(machine: Machine) -> None:
+    records = machine.records
+    pages = records.alloc_pages(3 * PAGE + 1)
+    records.view(pages, 4 * PAGE)[:5] = b"hello"
+    assert machine.memory.read(pages, 5) == b"hello"
+    mapped = machine.memory.find(pages)
+    assert mapped is not None
+    assert mapped.prot == Prot.READ | Prot.WRITE
+    assert mapped.pa >= machine.memory.ram_size
+    with pytest.raises(MemoryFault):
+        machine.memory.read(machine.model.layout.direct_map + mapped.pa, 1)
+    records.free_pages(pages)
+    with pytest.raises(HardwareError):
+        records.free_pages(pages)
+
+
+def test_the_host_pays_for_what_is_written(machine: Machine) -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
+
+    before = resident()
+    pages = machine.records.alloc_pages(300 << 20)
+    assert resident() - before < 8 << 20
+    view = machine.records.view(pages, 300 << 20)
+    for at in range(0, 32 << 20, PAGE):
+        view[at] = 1
+    view.release()
+    grown = resident()
+    assert grown - before > 24 << 20
+    machine.records.free_pages(pages)
+    assert resident() < grown - (24 << 20)
+
+
+def test_there_is_an_end(machine: Machine) -> None:
+    with pytest.raises(HardwareError):
+        machine.records.alloc_pages(machine.model.layout.record_pages_size + PAGE)
+    with pytest.raises(HardwareError):
+        machine.records.alloc_cells(1 << 30)
