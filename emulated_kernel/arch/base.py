@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+from emulated_kernel.arch.program import Fixup, HandlerCode, HostCall, Program
+from emulated_kernel.errors import KernelError
 
 
 class ByteMemory(Protocol):
@@ -50,11 +54,38 @@ class HandlerStub:
 
 
 @dataclass(frozen=True, slots=True)
-class Detour(HandlerStub):
-    """A detour buffer's content: around the handler, then the replaced instructions and a jump back."""
+class Detour:
+    """Guest code that a hit goes through: the handler, then instructions of the probed code.
 
+    All offsets are in bytes from its start.
+    """
+
+    code: bytes
+    trap: int | None
+    """The breakpoint where a Python handler is called with sp at a struct pt_regs; None if it is compiled."""
     copied: int
-    """Offset of the copied instructions, in bytes."""
+    """What stands behind the handler: the replaced instructions and a jump back, or a jump to a slot."""
+    entry: int = 0
+    """Where a hit enters it."""
+    host_calls: tuple[HostCall, ...] = ()
+    fixups: tuple[Fixup, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """What the probed code may still read from an address on."""
+
+    registers: frozenset[str]
+    """pt_regs names."""
+    flags: bool
+    """Whether any of the status flags is live."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallSite:
+    """A call instruction: of the function at `target`, of any where that is None."""
+
+    target: int | None
 
 
 class OptimizationRules(Protocol):
@@ -65,6 +96,12 @@ class OptimizationRules(Protocol):
 
         Mirrors: arch_prepare_optimized_kprobe, can_optimize.
         """
+
+    def refresh(self) -> None:
+        """A module came or went: what was said of its addresses is void."""
+
+    def live_at(self, addr: int, /) -> Live:
+        """What the function at `addr` may still read from there on; everything where that isn't known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +141,18 @@ class Arch(ABC):
     """Bytes of the jump that replaces the probed instruction(s) of an optimized probe."""
     pt_regs: tuple[str, ...]
     """Register names in the order of struct pt_regs, one word each."""
+    return_size: int
+    """Bytes of the return instruction that ends the ftrace trampoline."""
+    max_repetition: int
+    """Bytes of `repetition`."""
     max_detour: int
-    """Bytes that a detour buffer can need."""
+    """Bytes that a detour buffer without a compiled handler can need."""
+    max_copied: int
+    """Bytes that a detour buffer can need behind its handler, and a stub as well."""
     max_detoured: int
     """Bytes that a probe's jump can replace at most, plus one."""
+    task_size: int
+    """The first address behind user space."""
     trap_flag: int
     """The bit of the flags register that makes the CPU trap behind the next instruction."""
 
@@ -161,16 +206,73 @@ class Arch(ABC):
     def ftrace_trampoline(self) -> HandlerStub:
         """What armed fentry sites call; the saved ip is the address behind the call, and is returned to."""
 
+    ftrace_regs: tuple[str, ...] = ()
+    """What a function's entry needs: arguments, sp, ip. Mirrors: struct ftrace_regs."""
+    return_regs: tuple[str, ...] = ()
+    """What its exit needs: results and frame pointer. Mirrors: struct fgraph_ret_regs (v6.5)."""
+
+    max_call_size = 0
+    """Bytes of a call instruction; 0 where stacks can't be walked by looking for calls."""
+
+    def call_before(self, code: bytes, address: int) -> CallSite | None:  # noqa: ARG002 - as above
+        """The call that returns to `address`, where `code` ends."""
+        return None
+
+    def jump_targets(self, code: bytes, addr: int) -> Iterator[int]:  # noqa: ARG002 - as above
+        """Where the function `code` may jump to, as to one that it calls last."""
+        return iter(())
+
+    no_return_hook: tuple[str, ...] = ()
+    """Functions that come back on another stack than they were called on. Mirrors: kretprobe_blacklist."""
+
+    def return_trampoline(self, address: int) -> HandlerStub | None:  # noqa: ARG002
+        """At `address`, what hooked functions return to; None where a breakpoint has to do.
+
+        The saved sp is that of the caller, the saved ip the trampoline. Behind the saved registers lies the
+        word that is returned to in the end, for the handler to fill in.
+        """
+        return None
+
     @abstractmethod
-    def detour(self, code: bytes, addr: int, length: int, buffer: int) -> Detour:
+    def handler_code(self, program: Program, addr: int, live: Live | None = None) -> HandlerCode:
+        """Compile the handler of a probe at `addr`, for any number of detours and stubs.
+
+        Only what is in `live` is kept, and of that what the program writes to. Without it every register
+        is saved as a struct pt_regs, which sp is at when the host is called.
+        """
+
+    @abstractmethod
+    def detour(
+        self, code: bytes, addr: int, length: int, buffer: int, handler: HandlerCode | None = None
+    ) -> Detour:
         """The detour buffer at `buffer` for `length` bytes of instructions at `addr`, which start `code`.
 
+        Its handler is compiled, or reached by a breakpoint.
         Raises: KernelError(EINVAL, ERANGE) if an instruction can't be moved that far.
+        """
+
+    @abstractmethod
+    def handler_stub(self, handler: HandlerCode, buffer: int, target: int) -> Detour:
+        """A compiled handler at `buffer` that goes on at `target`, such as an insn slot.
+
+        Raises: KernelError(ERANGE) if it is too far away.
         """
 
     @abstractmethod
     def optimization_rules(self, image: Any, *, ftrace: bool) -> OptimizationRules:
         """The rules for a KernelImage; without `ftrace` its fentry sites are plain nops."""
+
+    def djprobe_rules(self, image: Any) -> OptimizationRules:
+        """The rules of djprobe's static analysis. Raises: KernelError(EOPNOTSUPP) where there are none."""
+        del image
+        raise KernelError(errno.EOPNOTSUPP, f"no djprobes on {self.name}")
+
+    @abstractmethod
+    def repetition(self, at: int, entry: int, turns: int) -> bytes:
+        """Code at `at` that calls `entry` as often as the u64 cell at `turns` says, counting it down.
+
+        It ends in a return instruction. Raises: KernelError(ERANGE) if `entry` is too far away.
+        """
 
     @abstractmethod
     def is_call(self, code: bytes) -> bool:

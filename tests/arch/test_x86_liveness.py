@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from unicorn import x86_const as const
 
+from emulated_kernel.arch.base import Live
 from emulated_kernel.arch.x86.emulate import REGISTER_NAMES
 from emulated_kernel.arch.x86.function import Function
-from emulated_kernel.arch.x86.liveness import Live, Liveness
+from emulated_kernel.arch.x86.liveness import Liveness
 
 ADDR = 0x10_0000
 STACK = 0x20_0800
@@ -79,7 +80,7 @@ def test_flags_stay_live_where_the_write_may_not_happen(code: str) -> None:
     assert live(code).flags
 
 
-@pytest.mark.parametrize("leave", ["c3", "ffe0", "e800000000", "0f0b", "cc", "e910000000"])
+@pytest.mark.parametrize("leave", ["c3", "ffe0", "f4", "e800000000", "0f0b", "cc", "e910000000"])
 def test_all_is_live_where_control_leaves(leave: str) -> None:
     assert live(leave) == Live(frozenset(REGISTER_NAMES), True)
 

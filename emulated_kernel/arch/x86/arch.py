@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, cast
 
 from emulated_kernel.arch.base import (
     Arch,
     ByteMemory,
+    CallSite,
     Detour,
     Emulation,
     HandlerStub,
+    Live,
     OptimizationRules,
     Prepared,
     Registers,
 )
+from emulated_kernel.arch.program import HandlerCode, Program
+from emulated_kernel.arch.x86 import calls
 from emulated_kernel.arch.x86 import detour as detours
+from emulated_kernel.arch.x86 import detour_32 as detours_32
 from emulated_kernel.arch.x86 import emulate as emulation_table
 from emulated_kernel.arch.x86 import prepare as out_of_line
+from emulated_kernel.arch.x86.assemble import Encoder
 from emulated_kernel.arch.x86.decode import decode_all
+from emulated_kernel.arch.x86.frame import Frame
+from emulated_kernel.arch.x86.handler_code import save_all, save_live
 from emulated_kernel.arch.x86.insn import MAX_INSN_SIZE, decode_insn
-from emulated_kernel.arch.x86.rules import OptprobeRules
+from emulated_kernel.arch.x86.return_trampoline import return_trampoline
+from emulated_kernel.arch.x86.rules import DjprobeRules, OptprobeRules
 
+_NAMES_32 = (
+    "bx", "cx", "dx", "si", "di", "bp", "ax", "ds", "es", "fs", "gs",
+    "orig_ax", "ip", "cs", "flags", "sp", "ss",
+)  # fmt: skip
 _NAMES_64 = (
     "r15", "r14", "r13", "r12", "r11", "r10", "r9", "r8",
     "bx", "cx", "dx", "si", "di", "bp", "ax", "orig_ax", "ip", "cs", "flags", "sp", "ss",
@@ -33,11 +47,20 @@ class X86(Arch):
 
     breakpoint = out_of_line.INT3
     max_insn_size = MAX_INSN_SIZE
+    max_call_size = calls.MAX_CALL_SIZE
     min_insn_size = 1
     jump_size = out_of_line.JMP32_SIZE
+    return_size = 1
+    max_repetition = 32
     max_detour = detours.MAX_DETOUR
+    max_copied = detours.MAX_COPIED
     max_detoured = MAX_INSN_SIZE + out_of_line.DISP32_SIZE
     trap_flag = emulation_table.TF
+    no_return_hook = ("__switch_to",)
+    _encoder: Encoder
+    _frame: Frame
+    _fixed_registers: Mapping[str, int]
+    """Registers that are the same at every hit; with ip and sp all that aren't general."""
 
     def decode_length(self, code: bytes, addr: int) -> int:  # noqa: ARG002 - the hook's signature
         return decode_insn(code, self.bits).length
@@ -57,11 +80,37 @@ class X86(Arch):
     def relative_jump(self, source: int, target: int) -> bytes:
         return out_of_line.relative_jump(source, target)
 
+    def call_before(self, code: bytes, address: int) -> CallSite | None:
+        return calls.call_before(code, address)
+
+    def jump_targets(self, code: bytes, addr: int) -> Iterator[int]:
+        return calls.jump_targets(code, addr)
+
     def relative_call(self, source: int, target: int) -> bytes:
         return detours.relative_call(source, target)
 
+    def handler_code(self, program: Program, addr: int, live: Live | None = None) -> HandlerCode:
+        known = {"ip": addr + 1, **self._fixed_registers}
+        if live is None:
+            return save_all(program, self._encoder, self._frame, known)
+        return save_live(program, self._encoder, live, known)
+
+    def handler_stub(self, handler: HandlerCode, buffer: int, target: int) -> Detour:
+        return detours.handler_stub(handler, buffer, target)
+
+    def repetition(self, at: int, entry: int, turns: int) -> bytes:
+        absolute = b"\x0c\x25" if self.bits == 64 else b"\x0d"
+        wide = b"\x48" if self.bits == 64 else b""
+        turn = self.relative_call(at, entry)
+        turn += wide + b"\xff" + absolute + (turns & 0xFFFFFFFF).to_bytes(4, "little")  # dec
+        back = -(len(turn) + 2)
+        return turn + b"\x75" + back.to_bytes(1, "little", signed=True) + b"\xc3"  # jnz at; ret
+
     def optimization_rules(self, image: Any, *, ftrace: bool) -> OptimizationRules:
         return OptprobeRules(image, self.bits, ftrace=ftrace)
+
+    def djprobe_rules(self, image: Any) -> OptimizationRules:
+        return DjprobeRules(image, self.bits)
 
     def is_call(self, code: bytes) -> bool:
         insn = decode_insn(code, self.bits)
@@ -87,6 +136,7 @@ class X86_64(X86):
 
     name = "x86_64"
     bits = 64
+    task_size = (1 << 47) - 4096
     registers = Registers(
         names=MappingProxyType({name: name for name in _NAMES_64}),
         arguments=("di", "si", "dx", "cx", "r8", "r9"),
@@ -96,10 +146,58 @@ class X86_64(X86):
         flags="flags",
         return_value="ax",
     )
+    ftrace_regs = ("di", "si", "dx", "cx", "r8", "r9", "ax", "bp", "ip", "sp")
+    return_regs = ("ax", "dx", "bp")
     pt_regs = detours.PT_REGS
+    _encoder = Encoder(64)
+    _frame = Frame(_encoder, detours.PT_REGS)
+    _fixed_registers = MappingProxyType(detours.FIXED_REGISTERS)
 
     def ftrace_trampoline(self) -> HandlerStub:
         return detours.ftrace_trampoline()
 
-    def detour(self, code: bytes, addr: int, length: int, buffer: int) -> Detour:
+    def return_trampoline(self, address: int) -> HandlerStub:
+        return return_trampoline(address)
+
+    def detour(
+        self, code: bytes, addr: int, length: int, buffer: int, handler: HandlerCode | None = None
+    ) -> Detour:
+        if handler is not None:
+            return detours.compiled_detour(code, addr, length, buffer, handler, self.bits)
         return detours.detour(code, addr, length, buffer, self.bits)
+
+
+class I386(X86):
+    """i386: arguments in three registers (regparm=3), then on the stack above the return address."""
+
+    name = "i386"
+    bits = 32
+    task_size = 0xC0000000
+    registers = Registers(
+        names=MappingProxyType({name: name for name in _NAMES_32}),
+        arguments=("ax", "dx", "cx"),
+        stack_argument=1,
+        ip="ip",
+        sp="sp",
+        flags="flags",
+        return_value="ax",
+    )
+    ftrace_regs = ("ax", "dx", "cx", "bp", "ip", "sp")
+    return_regs = ("ax", "dx", "bp")
+    pt_regs = detours_32.PT_REGS
+    _encoder = Encoder(32)
+    _frame = Frame(_encoder, detours_32.PT_REGS)
+    _fixed_registers = MappingProxyType(detours_32.FIXED_REGISTERS)
+
+    def ftrace_trampoline(self) -> HandlerStub:
+        return detours_32.ftrace_trampoline()
+
+    def return_trampoline(self, address: int) -> HandlerStub:
+        return detours_32.return_trampoline(address)
+
+    def detour(
+        self, code: bytes, addr: int, length: int, buffer: int, handler: HandlerCode | None = None
+    ) -> Detour:
+        if handler is not None:
+            return detours.compiled_detour(code, addr, length, buffer, handler, self.bits)
+        return detours_32.detour(code, addr, length, buffer)

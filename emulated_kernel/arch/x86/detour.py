@@ -7,7 +7,9 @@ and restore every register from what the handler left. Only x86_64.
 from __future__ import annotations
 
 from emulated_kernel.arch.base import Detour, HandlerStub
-from emulated_kernel.arch.x86.prepare import INT3, JMP32_SIZE, copy_instruction, relative_jump
+from emulated_kernel.arch.program import HandlerCode
+from emulated_kernel.arch.x86.insn import MAX_INSN_SIZE
+from emulated_kernel.arch.x86.prepare import DISP32_SIZE, INT3, JMP32_SIZE, copy_instruction, relative_jump
 
 PT_REGS = (
     "r15", "r14", "r13", "r12", "bp", "bx", "r11", "r10", "r9", "r8", "ax", "cx", "dx", "si", "di",
@@ -41,6 +43,11 @@ _POP_GENERAL = bytes.fromhex("415f 415e 415d 415c 5d 5b 415b 415a 4159 4158 58 5
 
 MAX_DETOUR = 160
 """Bytes; the template and what a region of 5 to 19 bytes needs."""
+MAX_COPIED = MAX_INSN_SIZE + DISP32_SIZE + JMP32_SIZE
+"""Bytes of the largest region and of a jump."""
+
+FIXED_REGISTERS = {"cs": 0x10, "ss": 0x18, "orig_ax": -1}
+"""What the frame has in place of registers that are the same at every hit."""
 
 
 def _adjust_sp(size: int) -> bytes:
@@ -72,17 +79,44 @@ def detour(code: bytes, addr: int, length: int, buffer: int, bits: int = 64) -> 
         _PUSH_SS + _PUSH_SP + _PUSHF + _adjust_sp(8) + _PUSH_CS + b"\x68" + ip + _PUSH_NO_SYSCALL
     ) + _PUSH_GENERAL
     template = save + INT3 + _POP_GENERAL + _SKIP_TO_FLAGS + _POPF + _SKIP_SP_SS
-    copied = len(template)
-    result = template
+    result = template + _relocated(code, addr, length, buffer + len(template), bits)
+    assert len(result) <= MAX_DETOUR
+    return Detour(result, len(save), len(template))
+
+
+def compiled_detour(
+    code: bytes, addr: int, length: int, buffer: int, handler: HandlerCode, bits: int
+) -> Detour:
+    """As `detour`, with the handler's code instead of the breakpoint; raises the same."""
+    return _behind(handler, _relocated(code, addr, length, buffer + len(handler.code), bits))
+
+
+def handler_stub(handler: HandlerCode, buffer: int, target: int) -> Detour:
+    """A handler at `buffer` that goes on at `target`. Raises: KernelError(ERANGE)."""
+    return _behind(handler, relative_jump(buffer + len(handler.code), target))
+
+
+def _behind(handler: HandlerCode, rest: bytes) -> Detour:
+    return Detour(
+        code=handler.code + rest,
+        trap=None,
+        copied=len(handler.code),
+        entry=handler.entry,
+        host_calls=handler.host_calls,
+        fixups=handler.fixups,
+    )
+
+
+def _relocated(code: bytes, addr: int, length: int, to: int, bits: int) -> bytes:
+    """The region's instructions for `to`, and a jump to what follows them."""
+    result = b""
     done = 0
     while done < length:
-        insn, decoded = copy_instruction(code[done:], addr + done, buffer + len(result), bits)
+        insn, decoded = copy_instruction(code[done:], addr + done, to + len(result), bits)
         result += insn
         done += decoded.length
-    result += relative_jump(buffer + len(result), addr + length)
     assert done == length, "the region ends within an instruction"
-    assert len(result) <= MAX_DETOUR
-    return Detour(result, len(save), copied)
+    return result + relative_jump(to + len(result), addr + length)
 
 
 def relative_call(source: int, target: int) -> bytes:

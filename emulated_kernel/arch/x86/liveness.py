@@ -8,9 +8,10 @@ relied on. So what is reported dead is overwritten on every path before it can b
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
+from emulated_kernel.arch.base import Live
 from emulated_kernel.arch.x86.decode import decode_all
 from emulated_kernel.arch.x86.emulate import REGISTER_NAMES
 from emulated_kernel.arch.x86.function import Function
@@ -19,16 +20,11 @@ _FLAGS_SHIFT = len(REGISTER_NAMES)
 _STATUS_FLAGS = 0b111111
 """OF SF ZF AF CF PF, as iced numbers them."""
 _ALL = _STATUS_FLAGS << _FLAGS_SHIFT | (1 << _FLAGS_SHIFT) - 1
+_STACK_POINTER = 1 << REGISTER_NAMES.index("sp")
+"""Never dead: an interrupt pushes wherever it comes."""
 
-
-@dataclass(frozen=True, slots=True)
-class Live:
-    """What may still be read from an address on."""
-
-    registers: frozenset[str]
-    """pt_regs names."""
-    flags: bool
-    """Whether any of OF SF ZF AF CF PF is live."""
+ALL_LIVE = Live(frozenset(REGISTER_NAMES), flags=True)
+"""Where nothing is known, of either width."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +50,14 @@ class Liveness:
 
     def at(self, addr: int) -> Live:
         """What is live in front of the instruction at `addr`; everything where there is none."""
-        live = self._live.get(addr, _ALL)
-        names = (name for number, name in enumerate(REGISTER_NAMES) if live >> number & 1)
-        return Live(frozenset(names), bool(live >> _FLAGS_SHIFT))
+        return _as_names(self._live.get(addr, _ALL) | _STACK_POINTER)
+
+
+@lru_cache(4096)
+def _as_names(live: int) -> Live:
+    """One object for equal states: there are few, and what is compiled is looked up by them."""
+    names = (name for number, name in enumerate(REGISTER_NAMES) if live >> number & 1)
+    return Live(frozenset(names), bool(live >> _FLAGS_SHIFT))
 
 
 def _solve(effects: dict[int, _Effect]) -> dict[int, int]:
@@ -99,9 +100,12 @@ def _effects(function: Function, bits: int) -> dict[int, _Effect]:
 
 def _control(insn: Any, next_addr: int) -> tuple[tuple[int, ...], bool]:
     """Successors inside the function, and whether control may leave."""
-    from iced_x86 import FlowControl
+    from iced_x86 import FlowControl, Mnemonic
 
     flow = insn.flow_control
+    if insn.mnemonic == Mnemonic.HLT:
+        # The host reads registers there, and answers in one.
+        return (), True
     if flow == FlowControl.NEXT:
         return (next_addr,), False
     if flow == FlowControl.CONDITIONAL_BRANCH:

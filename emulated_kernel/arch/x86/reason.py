@@ -29,6 +29,8 @@ class Reason(Enum):
     INDIRECT_JUMP = "function has an indirect jump here"
     THUNK_JUMP = "function jumps into the indirect- or return-thunks here"
     JUMP_INTO_RANGE = "a jump here leads into the bytes to be replaced"
+    JUMP_LABEL_INTO_RANGE = "a jump label here leads into the bytes to be replaced"
+    FOREIGN_BRANCH = "a branch here, in another function, leads into the bytes to be replaced"
     NOT_BOOSTABLE = "instruction can't be executed in the detour buffer"
     NOT_COPYABLE_TO_DETOUR = "instruction can't be copied into the detour buffer"
     RESERVED_BY_FTRACE = "the bytes to be replaced hold an fentry site"

@@ -1,0 +1,284 @@
+"""Handler programs: what a probe does at a hit, for guest code to be made of it.
+
+A program is a list of ops on a few virtual registers of the probed kernel's word size. An architecture's
+code generator gives them real ones, saves what the probed code still needs, and restores it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+NR_VREGS = 6
+"""Virtual registers are numbered 0 to 5; each holds a word, undefined before it is first set."""
+
+
+class Condition(Enum):
+    """Comparisons of words; the signed ones take both as two's complement."""
+
+    EQ = auto()
+    NE = auto()
+    BELOW = auto()
+    BELOW_EQ = auto()
+    ABOVE = auto()
+    ABOVE_EQ = auto()
+    LESS = auto()
+    LESS_EQ = auto()
+    GREATER = auto()
+    GREATER_EQ = auto()
+    ANY_BIT = auto()
+    """left & right != 0."""
+    NO_BIT = auto()
+
+
+class Arithmetic(Enum):
+    """Two-operand arithmetic; results are cut to a word."""
+
+    ADD = auto()
+    SUB = auto()
+    AND = auto()
+    OR = auto()
+    XOR = auto()
+    SHL = auto()
+    SHR = auto()
+    SAR = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """A place to go to; unique by identity of its number within a program."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class SetImmediate:
+    """dst = value, cut to a word."""
+
+    dst: int
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """dst = src."""
+
+    dst: int
+    src: int
+
+
+@dataclass(frozen=True, slots=True)
+class GetRegister:
+    """dst = a register of the probed code as it was at the hit; pt_regs name, `sp` and `flags` too."""
+
+    dst: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """dst = `size` bytes at base + offset, extended by zeros or by the sign.
+
+    `on_fault`: where to go when memory faults; without it the access can't fault.
+    """
+
+    dst: int
+    base: int
+    offset: int
+    size: int
+    is_signed: bool = False
+    on_fault: Label | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """The low `size` bytes of src at base + offset; can't fault."""
+
+    base: int
+    offset: int
+    src: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreImmediate:
+    """The low `size` bytes of a number at base + offset; can't fault. 8 bytes are stored on 32 bits too."""
+
+    base: int
+    offset: int
+    value: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadCell:
+    """dst = `size` bytes at an absolute address, extended by zeros."""
+
+    dst: int
+    address: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreCell:
+    """The low `size` bytes of src at an absolute address."""
+
+    address: int
+    src: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class AddToCell:
+    """Add a small number to the `size` bytes at an absolute address; 8 bytes on 32 bits too."""
+
+    address: int
+    value: int
+    size: int = 8
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPerCpu:
+    """dst = `size` bytes of per-CPU data at an offset from the CPU's base, extended by zeros."""
+
+    dst: int
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """dst = dst op src; a shift's count is below the word's bits."""
+
+    op: Arithmetic
+    dst: int
+    src: int
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeImmediate:
+    """dst = dst op value; value fits 32 bits signed, shift counts are below the word's bits."""
+
+    op: Arithmetic
+    dst: int
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Defines where a label stands."""
+
+    label: Label
+
+
+@dataclass(frozen=True, slots=True)
+class Jump:
+    """Go to a label, forwards or backwards."""
+
+    label: Label
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """Go to a label if `left condition right` holds for two virtual registers."""
+
+    condition: Condition
+    left: int
+    right: int
+    label: Label
+    is_unlikely: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BranchImmediate:
+    """Go to a label if `left condition value` holds; value fits 32 bits signed."""
+
+    condition: Condition
+    left: int
+    value: int
+    label: Label
+    is_unlikely: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BranchCell:
+    """Go to a label if the `size` bytes at an absolute address compare so with the low `size` of a number.
+
+    The value fits 32 bits signed; at most a word is compared.
+    """
+
+    condition: Condition
+    address: int
+    size: int
+    value: int
+    label: Label
+    is_unlikely: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CallHost:
+    """Let the host do something: a breakpoint, named by `number` to who made the program.
+
+    The host may read and write cells and memory. It says whether to go on behind the op, or at `label`.
+    Virtual registers keep their values.
+    """
+
+    number: int
+    label: Label
+
+
+Op = (
+    SetImmediate
+    | Move
+    | GetRegister
+    | Load
+    | Store
+    | StoreImmediate
+    | LoadCell
+    | StoreCell
+    | AddToCell
+    | LoadPerCpu
+    | Compute
+    | ComputeImmediate
+    | Place
+    | Jump
+    | Branch
+    | BranchImmediate
+    | BranchCell
+    | CallHost
+)
+
+Program = tuple[Op, ...]
+"""Ends by falling off its last op. What stands behind a Jump that nothing falls into is out of line."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostCall:
+    """Where a CallHost of generated code traps, and goes on; offsets in bytes from the code's start."""
+
+    number: int
+    trap: int
+    behind: int
+    label: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fixup:
+    """An access that may fault, and where the CPU goes on then; offsets in bytes from the code's start."""
+
+    access: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class HandlerCode:
+    """Saving of registers, a program, and restoring; it can stand anywhere.
+
+    Entered with the registers of the probed code; it falls off its end with them, as far as they are live.
+    """
+
+    code: bytes
+    entry: int
+    """Offset of the first instruction; what lies before is out of line."""
+    host_calls: tuple[HostCall, ...]
+    fixups: tuple[Fixup, ...]

@@ -1,0 +1,321 @@
+"""Encoding of the few x86 instructions that handlers are made of, for both widths.
+
+Registers are ModRM numbers (0 ax, 1 cx, 2 dx, 3 bx, 4 sp, 5 bp, 6 si, 7 di, 8-15). All that depends on
+registers alone comes from caches, so that an instruction costs a look-up and its displacement.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Final
+
+AX, CX, DX, BX, SP, BP, SI, DI = range(8)
+
+ABSOLUTE = -1
+"""In place of a base register: the offset is the address."""
+
+ADD, OR, ADC, AND, SUB, XOR, CMP = 0, 1, 2, 4, 5, 6, 7
+"""Group 1 of arithmetic: the number in ModRM; times 8, plus 1, it is the opcode of `op r/m, r`."""
+SHL, SHR, SAR = 4, 5, 7
+
+BELOW, NOT_BELOW, EQUAL, NOT_EQUAL, NOT_ABOVE, ABOVE = 2, 3, 4, 5, 6, 7
+LESS, NOT_LESS, NOT_GREATER, GREATER = 12, 13, 14, 15
+"""Condition codes of jcc."""
+
+INT3 = b"\xcc"
+JUMP = b"\xe9"
+"""A jump, up to its displacement of 32 bits."""
+HOLE = bytes(4)
+"""In place of a displacement that isn't known yet."""
+LAHF, SAHF = b"\x9f", b"\x9e"
+SETO_AL = b"\x0f\x90\xc0"
+ADD_AL_127 = b"\x04\x7f"
+"""Overflows if al was 1, so that OF is what seto found."""
+
+_BYTE, _WORD = 1, 2
+_OPERAND_SIZE = b"\x66"
+_NEEDS_REX = range(4, 8)
+"""Numbers that are ah, ch, dh, bh as byte registers unless there is a REX prefix."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Opcode:
+    """What stands around ModRM of an instruction; `wide` is REX.W, `byte` tells of a byte register operand.
+
+    Compared by identity, which makes it a cheap key.
+    """
+
+    code: bytes
+    wide: bool = False
+    prefix: bytes = b""
+    byte: bool = False
+
+
+def is_signed(value: int, bits: int) -> bool:
+    """Whether two's complement of that many bits holds it."""
+    return -1 << bits - 1 <= value < 1 << bits - 1
+
+
+def signed(value: int, bits: int) -> int:
+    """The low bits of a value as two's complement."""
+    value &= (1 << bits) - 1
+    return value - (1 << bits) if value >> bits - 1 else value
+
+
+def _sized(code: bytes, size: int) -> Opcode:
+    """The form of an opcode for 1, 2, 4 or 8 bytes; byte opcodes have bit 0 clear."""
+    if size == _BYTE:
+        return Opcode(code[:-1] + bytes([code[-1] & ~1]))
+    return Opcode(code, wide=size == 8, prefix=_OPERAND_SIZE if size == _WORD else b"")
+
+
+_STORE = {size: _sized(b"\x89", size) for size in (2, 4, 8)} | {1: Opcode(b"\x88", byte=True)}
+_LOAD = {
+    (1, False): Opcode(b"\x0f\xb6"),
+    (2, False): Opcode(b"\x0f\xb7"),
+    (4, False): Opcode(b"\x8b"),
+    (8, False): Opcode(b"\x8b", wide=True),
+    (8, True): Opcode(b"\x8b", wide=True),
+}
+_EXTEND = {1: Opcode(b"\x0f\xb6", byte=True), 2: Opcode(b"\x0f\xb7")}
+_LOAD_SIGNED_32 = {1: Opcode(b"\x0f\xbe"), 2: Opcode(b"\x0f\xbf"), 4: Opcode(b"\x8b")}
+_LOAD_SIGNED_64 = {
+    1: Opcode(b"\x0f\xbe", wide=True),
+    2: Opcode(b"\x0f\xbf", wide=True),
+    4: Opcode(b"\x63", wide=True),
+}
+
+
+@cache
+def _registers(opcode: Opcode, reg: int, rm: int) -> bytes:
+    """An instruction on two registers, or a register and an opcode extension."""
+    return _head(opcode, reg, rm, rm) + bytes([0xC0 | (reg & 7) << 3 | rm & 7])
+
+
+def _head(opcode: Opcode, reg: int, rm: int, byte_register: int) -> bytes:
+    """Prefixes and opcode; `byte_register` is the operand that a byte opcode takes."""
+    rex = opcode.wide << 3 | (reg >> 3) << 2 | rm >> 3
+    forced = opcode.byte and byte_register in _NEEDS_REX
+    return opcode.prefix + (bytes([0x40 | rex]) if rex or forced else b"") + opcode.code
+
+
+@lru_cache(4096)
+def _based(opcode: Opcode, reg: int, base: int, offset: int) -> bytes:
+    """An instruction with the operand offset(base), up to its displacement."""
+    if offset == 0 and base & 7 != BP:
+        mod, displacement = 0, b""
+    elif is_signed(offset, 8):
+        mod, displacement = 1, offset.to_bytes(1, "little", signed=True)
+    else:
+        mod, displacement = 2, offset.to_bytes(4, "little", signed=True)
+    sib = b"\x24" if base & 7 == SP else b""
+    head = _head(opcode, reg, base, reg)
+    return head + bytes([mod << 6 | (reg & 7) << 3 | base & 7]) + sib + displacement
+
+
+class Encoder:
+    """The instructions of one width, as methods that return bytes."""
+
+    def __init__(self, bits: int) -> None:
+        self.bits: Final = bits
+        self.word: Final = bits // 8
+        self.byte_registers: Final = 16 if bits == 64 else 4
+        """Those below it have a name for their low byte."""
+        wide = bits == 64
+        self._beyond = 0xFFFFFFFF if wide else 0
+        self._per_cpu_segment = b"\x65" if wide else b"\x64"
+        self._move = Opcode(b"\x89", wide)
+        self._lea = Opcode(b"\x8d", wide)
+        self._xchg = Opcode(b"\x87", wide)
+        self._test = Opcode(b"\x85", wide)
+        self._test_immediate = Opcode(b"\xf7", wide)
+        self._group1 = {op: Opcode(bytes([op << 3 | 1]), wide) for op in (ADD, OR, AND, SUB, XOR, CMP)}
+        self._group1_byte = Opcode(b"\x83", wide)
+        self._group1_long = Opcode(b"\x81", wide)
+        self._shift = Opcode(b"\xc1", wide)
+        self._shift_by_cl = Opcode(b"\xd3", wide)
+        self._not = Opcode(b"\xf7", wide)
+        self._immediate = Opcode(b"\xc7", wide)
+        narrow = _LOAD_SIGNED_64 if wide else _LOAD_SIGNED_32
+        self._loads = _LOAD | {(size, True): opcode for size, opcode in narrow.items()}
+
+    # Registers
+
+    def move(self, dst: int, src: int) -> bytes:
+        """dst = src."""
+        return _registers(self._move, src, dst) if dst != src else b""
+
+    def exchange(self, first: int, second: int) -> bytes:
+        """Swap two registers; the flags are left alone."""
+        return _registers(self._xchg, second, first)
+
+    def extend(self, dst: int, src: int, size: int) -> bytes:
+        """dst = the low 1 or 2 bytes of src; a byte on 32 bits only of ax, cx, dx, bx."""
+        return _registers(_EXTEND[size], dst, src)
+
+    def invert(self, dst: int) -> bytes:
+        """dst = ~dst; the flags are left alone."""
+        return _registers(self._not, 2, dst)
+
+    def arithmetic(self, op: int, dst: int, src: int) -> bytes:
+        """Group 1 on two registers."""
+        return _registers(self._group1[op], src, dst)
+
+    def arithmetic_immediate(self, op: int, dst: int, value: int) -> bytes:
+        """Group 1 with a number that 32 bits hold signed."""
+        if is_signed(value, 8):
+            return _registers(self._group1_byte, op, dst) + value.to_bytes(1, "little", signed=True)
+        return _registers(self._group1_long, op, dst) + value.to_bytes(4, "little", signed=True)
+
+    def test(self, left: int, right: int) -> bytes:
+        """Set flags by left & right."""
+        return _registers(self._test, right, left)
+
+    def test_immediate(self, left: int, value: int) -> bytes:
+        """Set flags by left & value, which 32 bits hold signed."""
+        return _registers(self._test_immediate, 0, left) + value.to_bytes(4, "little", signed=True)
+
+    def shift_immediate(self, op: int, dst: int, count: int) -> bytes:
+        """Shift by less than the word's bits."""
+        return _registers(self._shift, op, dst) + bytes([count])
+
+    def shift_by_cl(self, op: int, dst: int) -> bytes:
+        """Shift by cl."""
+        return _registers(self._shift_by_cl, op, dst)
+
+    def set_register(self, dst: int, value: int) -> bytes:
+        """dst = value, in the shortest form that leaves the flags alone."""
+        if 0 <= value < 1 << 32 or self.bits == 32:
+            low = (value & 0xFFFFFFFF).to_bytes(4, "little")
+            return (b"\x41" if dst > 7 else b"") + bytes([0xB8 | dst & 7]) + low
+        number = signed(value, 64)
+        if is_signed(number, 32):
+            return _registers(self._immediate, 0, dst) + number.to_bytes(4, "little", signed=True)
+        rex = b"\x49" if dst > 7 else b"\x48"
+        return rex + bytes([0xB8 | dst & 7]) + number.to_bytes(8, "little", signed=True)
+
+    def push(self, register: int) -> bytes:
+        """Push a register."""
+        return _PUSH[register]
+
+    def pop(self, register: int) -> bytes:
+        """Pop a register; the flags are left alone."""
+        return _POP[register]
+
+    # Memory at offset(base), which 32 bits hold signed, or with base ABSOLUTE at an address in reach
+
+    def reaches(self, address: int) -> bool:
+        """Whether an instruction can name the address itself."""
+        return not address + 0x8000_0000 >> 32 & self._beyond
+
+    def load(self, dst: int, base: int, offset: int, size: int, *, sign: bool = False) -> bytes:
+        """dst = `size` bytes, extended to the word."""
+        return self._operand(self._loads[size, sign], dst, base, offset)
+
+    def load_per_cpu(self, dst: int, offset: int, size: int) -> bytes:
+        """dst = `size` bytes at an offset from the per-CPU base, extended by zeros."""
+        return self._per_cpu_segment + self._operand(self._loads[size, False], dst, ABSOLUTE, offset)
+
+    def store(self, base: int, offset: int, src: int, size: int) -> bytes:
+        """The low `size` bytes of src; a byte on 32 bits only of ax, cx, dx, bx."""
+        return self._operand(_STORE[size], src, base, offset)
+
+    def store_immediate(self, base: int, offset: int, value: int, size: int) -> bytes:
+        """A number of 1, 2 or 4 bytes, or one of 8 that sign extension of 32 bits gives."""
+        return self._operand(_IMMEDIATES[size], 0, base, offset) + _immediate(value, size)
+
+    def arithmetic_memory(self, op: int, base: int, offset: int, value: int, size: int) -> bytes:
+        """Group 1 on `size` bytes with a number of theirs, sign-extended from 32 bits for 8 bytes."""
+        opcode, immediate = _group1_memory(value, size)
+        return self._operand(opcode, op, base, offset) + immediate
+
+    def test_memory(self, base: int, offset: int, value: int, size: int) -> bytes:
+        """Set flags by `size` bytes & value, a number as for `arithmetic_memory`."""
+        return self._operand(_TESTS[size], 0, base, offset) + _immediate(value, size)
+
+    def lea(self, dst: int, base: int, offset: int) -> bytes:
+        """dst = base + offset; the flags are left alone."""
+        return _based(self._lea, dst, base, offset)
+
+    def load_stack(self, dst: int) -> bytes:
+        """dst = the word at an offset from sp that stands in the last 4 bytes."""
+        return _stack_operand(self._loads[self.word, False], dst)
+
+    def lea_stack(self, dst: int) -> bytes:
+        """dst = sp + an offset that stands in the last 4 bytes."""
+        return _stack_operand(self._lea, dst)
+
+    def lea_sum(self, dst: int, base: int, index: int) -> bytes:
+        """dst = base + index, which isn't sp; the flags are left alone."""
+        return _lea_sum(self._lea, dst, base, index)
+
+    def _operand(self, opcode: Opcode, reg: int, base: int, offset: int) -> bytes:
+        if base >= 0:
+            return _based(opcode, reg, base, offset)
+        return _absolute(opcode, reg, self.bits) + (offset & 0xFFFFFFFF).to_bytes(4, "little")
+
+
+def low_byte_load(offset: int) -> bytes:
+    """al = the byte at offset(sp)."""
+    return b"\x8a\x84\x24" + offset.to_bytes(4, "little")
+
+
+def high_byte_load(offset: int) -> bytes:
+    """ah = the byte at offset(sp)."""
+    return b"\x8a\xa4\x24" + offset.to_bytes(4, "little")
+
+
+_PUSH = tuple((b"\x41" if n > 7 else b"") + bytes([0x50 | n & 7]) for n in range(16))
+_POP = tuple((b"\x41" if n > 7 else b"") + bytes([0x58 | n & 7]) for n in range(16))
+_IMMEDIATES = {size: _sized(b"\xc7", size) for size in (1, 2, 4, 8)}
+_TESTS = {size: _sized(b"\xf7", size) for size in (1, 2, 4, 8)}
+_GROUP1_LONG = {size: _sized(b"\x81", size) for size in (1, 2, 4, 8)}
+_GROUP1_BYTE = {size: _sized(b"\x83", size) for size in (2, 4, 8)} | {1: _GROUP1_LONG[1]}
+
+
+@lru_cache(1024)
+def _group1_memory(value: int, size: int) -> tuple[Opcode, bytes]:
+    if size == _BYTE:
+        return _GROUP1_LONG[1], bytes([value & 0xFF])
+    number = signed(value, 8 * size)
+    if is_signed(number, 8):
+        return _GROUP1_BYTE[size], number.to_bytes(1, "little", signed=True)
+    return _GROUP1_LONG[size], _immediate(number, size)
+
+
+@lru_cache(1024)
+def _immediate(value: int, size: int) -> bytes:
+    """An immediate operand of an instruction on `size` bytes; one for 8 bytes has 4."""
+    size = min(size, 4)
+    return (value & (1 << 8 * size) - 1).to_bytes(size, "little")
+
+
+@cache
+def _absolute(opcode: Opcode, reg: int, bits: int) -> bytes:
+    """An instruction with an absolute operand, up to the address."""
+    # On 64 bits the short form is relative to the instruction pointer.
+    modrm = bytes([(reg & 7) << 3 | 4, 0x25]) if bits == 64 else bytes([(reg & 7) << 3 | 5])
+    return _head(opcode, reg, 0, reg) + modrm
+
+
+@cache
+def _stack_operand(opcode: Opcode, reg: int) -> bytes:
+    return _head(opcode, reg, SP, reg) + bytes([0x80 | (reg & 7) << 3 | SP, 0x24]) + HOLE
+
+
+@cache
+def _lea_sum(lea: Opcode, dst: int, base: int, index: int) -> bytes:
+    if base & 7 == BP and index & 7 != BP:
+        base, index = index, base
+    rex = lea.wide << 3 | (dst >> 3) << 2 | (index >> 3) << 1 | base >> 3
+    head = (bytes([0x40 | rex]) if rex else b"") + lea.code
+    sib = (index & 7) << 3 | base & 7
+    if base & 7 == BP:
+        return head + bytes([0x44 | (dst & 7) << 3, sib, 0])
+    return head + bytes([0x04 | (dst & 7) << 3, sib])
+
+
+def branch(condition: int) -> bytes:
+    """A jcc, up to its displacement of 32 bits."""
+    return bytes([0x0F, 0x80 | condition])

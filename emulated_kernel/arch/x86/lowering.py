@@ -1,0 +1,377 @@
+"""A program's ops as x86 instructions on the registers that are cheapest to use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+from emulated_kernel.arch import program as ir
+from emulated_kernel.arch.base import Live
+from emulated_kernel.arch.program import Arithmetic, Condition, Program
+from emulated_kernel.arch.x86 import assemble as asm
+from emulated_kernel.arch.x86.assemble import AX, BP, BX, CX, DI, DX, SI, SP, Encoder, signed
+from emulated_kernel.arch.x86.code_layout import Block
+from emulated_kernel.arch.x86.emulate import REGISTER_NAMES
+
+NUMBERS = {name: number for number, name in enumerate(REGISTER_NAMES)}
+"""pt_regs names to numbers in ModRM."""
+
+_ORDER = {
+    64: (AX, CX, DX, SI, DI, 8, 9, 10, 11, BX, 14, 15, 12, 13, BP),
+    32: (AX, CX, DX, BX, SI, DI, BP),
+}
+"""Which registers to use first, as far as they are equally cheap; bp, which unwinders follow, last."""
+_MAX_PINNED = {64: 7, 32: 0}
+"""Registers that may be kept from use by the program, so that what it needs is still left."""
+
+_CONDITIONS = {
+    Condition.EQ: asm.EQUAL,
+    Condition.NE: asm.NOT_EQUAL,
+    Condition.BELOW: asm.BELOW,
+    Condition.BELOW_EQ: asm.NOT_ABOVE,
+    Condition.ABOVE: asm.ABOVE,
+    Condition.ABOVE_EQ: asm.NOT_BELOW,
+    Condition.LESS: asm.LESS,
+    Condition.LESS_EQ: asm.NOT_GREATER,
+    Condition.GREATER: asm.GREATER,
+    Condition.GREATER_EQ: asm.NOT_LESS,
+    Condition.ANY_BIT: asm.NOT_EQUAL,
+    Condition.NO_BIT: asm.EQUAL,
+}
+_BRANCH = {condition: asm.branch(code) + asm.HOLE for condition, code in _CONDITIONS.items()}
+_BIT_TESTS = (Condition.ANY_BIT, Condition.NO_BIT)
+_GROUP1 = {
+    Arithmetic.ADD: asm.ADD,
+    Arithmetic.SUB: asm.SUB,
+    Arithmetic.AND: asm.AND,
+    Arithmetic.OR: asm.OR,
+    Arithmetic.XOR: asm.XOR,
+}
+_SHIFTS = {Arithmetic.SHL: asm.SHL, Arithmetic.SHR: asm.SHR, Arithmetic.SAR: asm.SAR}
+_BYTE_MASKS = {0xFF: 1, 0xFFFF: 2}
+_BRANCHES = frozenset({ir.Branch, ir.BranchImmediate, ir.BranchCell})
+
+_SPARE = -1
+"""Asks for a register besides the virtual ones, for what one op needs."""
+_NONE: frozenset[str] = frozenset()
+
+SLOT_FLAGS = -1
+"""The saved flags, where else a register's number tells which saved value is read."""
+SLOT_SP = -2
+"""The stack pointer of the probed code: no saved value, but a sum."""
+
+
+def _overwrites_flags(program: Program, encoder: Encoder) -> bool:
+    """Whether an op has to: additions needn't, of a word at most and in reach."""
+    for op in program:
+        kind = type(op)
+        if kind in _BRANCHES:
+            return True
+        if isinstance(op, ir.Compute | ir.ComputeImmediate) and op.op is not Arithmetic.ADD:
+            return True
+        if isinstance(op, ir.AddToCell) and (op.size > encoder.word or not encoder.reaches(op.address)):
+            return True
+    return False
+
+
+@lru_cache(1024)
+def _preference(bits: int, live: frozenset[str], reads: frozenset[str], saves_flags: bool) -> tuple[int, ...]:
+    """Registers for the program, the cheapest first: those that are dead and that it doesn't ask for.
+
+    Saving the flags takes ax: where its value is needed it is pushed for that, and is free then; where it
+    isn't, the flags stay in it if nothing else has to be there.
+    """
+
+    def cost(number: int) -> int:
+        name = REGISTER_NAMES[number]
+        if number == AX and saves_flags:
+            return -1 if name in live or name in reads else 1
+        return 4 * (name in reads) + 2 * (name in live)
+
+    return tuple(sorted(_ORDER[bits], key=cost))
+
+
+class _Assignment(dict[int, int]):
+    """Virtual registers to real ones, given out when first asked for."""
+
+    def __init__(self, order: tuple[int, ...], pinned: set[int], clobbered: set[int]) -> None:
+        self._order = order
+        self._pinned = pinned
+        self._clobbered = clobbered
+
+    def __missing__(self, vreg: int) -> int:
+        taken = self.values()
+        number = next(n for n in self._order if n not in taken and n not in self._pinned)
+        self._clobbered.add(number)
+        self[vreg] = number
+        return number
+
+
+class Body:
+    """The ops' code in blocks, and what it needs of its surroundings."""
+
+    def __init__(
+        self,
+        program: Program,
+        encoder: Encoder,
+        live: Live | None,
+        constants: Mapping[str, int],
+        before_host: bytes = b"",
+    ) -> None:
+        """`live` is None if all registers are saved already; `constants` are registers of known value.
+
+        `before_host` is code in front of each host call.
+        """
+        self._before_host = before_host
+        self._encoder = encoder
+        self._constants = constants
+        overwrites = live is not None and live.flags and _overwrites_flags(program, encoder)
+        self.saves_flags = overwrites
+        """Live flags are overwritten; ax is, by saving them."""
+        self._keeps_flags = live is not None and live.flags and not overwrites
+        self.reads = frozenset([op.name for op in program if type(op) is ir.GetRegister])
+        registers = live.registers if live is not None else _NONE
+        order = _preference(encoder.bits, registers, self.reads, overwrites)
+        self._pinned: set[int] = set()
+        """Those that the program may not use, as it reads them."""
+        self._clobbered = {AX} if overwrites else set()
+        """Registers that don't hold the probed code's value any more."""
+        self._real = _Assignment(order, self._pinned, self._clobbered)
+        self.slots: set[int] = set()
+        """Registers, and SLOT_*, whose saved values are read."""
+        self.blocks: list[Block] = []
+        self._start(Block())
+        self.labels: dict[int, int] = {}
+        """Numbers of labels to indices of blocks."""
+        lowering = _LOWERING
+        for op in program:
+            lowering[type(op)](self, op)
+
+    @property
+    def used(self) -> frozenset[int]:
+        """Registers that the program writes to."""
+        return frozenset(self._real.values())
+
+    # Pieces of code
+
+    def _start(self, block: Block) -> None:
+        self.blocks.append(block)
+        self._block = block
+        self._code = block.code
+
+    def _read_slot(self, dst: int, number: int) -> None:
+        """Where it will be isn't known yet."""
+        self.slots.add(number)
+        code = self._encoder.lea_stack(dst) if number == SLOT_SP else self._encoder.load_stack(dst)
+        self._code += code
+        self._block.slots.append((len(self._code) - 4, number))
+
+    def _jump_if(self, condition: Condition, label: ir.Label) -> None:
+        code = self._code
+        code += _BRANCH[condition]
+        self._block.jumps.append((len(code) - 4, label.number))
+
+    # Registers
+
+    def _set_immediate(self, op: ir.SetImmediate) -> None:
+        self._code += self._encoder.set_register(self._real[op.dst], op.value)
+
+    def _move(self, op: ir.Move) -> None:
+        self._code += self._encoder.move(self._real[op.dst], self._real[op.src])
+
+    def _get_register(self, op: ir.GetRegister) -> None:
+        dst = self._real[op.dst]
+        known = self._constants.get(op.name)
+        if known is not None:
+            self._code += self._encoder.set_register(dst, known)
+        elif op.name == "flags":
+            self._read_slot(dst, SLOT_FLAGS)
+        else:
+            number = NUMBERS[op.name]
+            if number == SP:
+                self._read_slot(dst, SLOT_SP)
+            elif self._holds_original(number):
+                self._code += self._encoder.move(dst, number)
+            else:
+                self._read_slot(dst, number)
+
+    def _holds_original(self, number: int) -> bool:
+        """Whether a register has the probed code's value here, whatever way led here."""
+        if number in self._clobbered:
+            return False
+        if not self.labels or number in self._pinned:
+            return True
+        # A later use of the register may come before this op when the program runs.
+        if len(self._pinned) == _MAX_PINNED[self._encoder.bits]:
+            return False
+        self._pinned.add(number)
+        return True
+
+    def _compute(self, op: ir.Compute) -> None:
+        encoder = self._encoder
+        dst, src = self._real[op.dst], self._real[op.src]
+        if op.op is Arithmetic.ADD:
+            self._code += encoder.lea_sum(dst, dst, src)
+        elif op.op in _GROUP1:
+            self._code += encoder.arithmetic(_GROUP1[op.op], dst, src)
+        else:
+            self._shift(_SHIFTS[op.op], dst, src)
+
+    def _shift(self, shift: int, dst: int, count: int) -> None:
+        """The count goes through cl, which may hold anything, dst even."""
+        encoder = self._encoder
+        if count == CX:
+            self._code += encoder.shift_by_cl(shift, dst)
+            return
+        swap = encoder.exchange(CX, count)
+        swapped = count if dst == CX else CX if dst == count else dst
+        self._code += swap + encoder.shift_by_cl(shift, swapped) + swap
+
+    def _compute_immediate(self, op: ir.ComputeImmediate) -> None:
+        encoder = self._encoder
+        dst, value, bits = self._real[op.dst], op.value, encoder.bits
+        size = _BYTE_MASKS.get(value, 0)
+        if op.op in _SHIFTS:
+            self._code += encoder.shift_immediate(_SHIFTS[op.op], dst, value)
+        elif op.op is Arithmetic.ADD:
+            self._code += encoder.lea(dst, dst, signed(value, bits))
+        elif op.op is Arithmetic.AND and size and (size == 2 or dst < encoder.byte_registers):
+            self._code += encoder.extend(dst, dst, size)
+        elif op.op is Arithmetic.XOR and value == -1:
+            self._code += encoder.invert(dst)
+        else:
+            self._code += encoder.arithmetic_immediate(_GROUP1[op.op], dst, signed(value, bits))
+
+    # Memory
+
+    def _load(self, op: ir.Load) -> None:
+        # The base first: it has a register already.
+        base = self._real[op.base]
+        dst = self._real[op.dst]
+        code = self._encoder.load(dst, base, op.offset, op.size, sign=op.is_signed)
+        if op.on_fault is not None:
+            self._block.accesses.append((len(self._code), op.on_fault.number))
+        self._code += code
+
+    def _store(self, op: ir.Store) -> None:
+        real = self._real
+        self._store_at(real[op.base], op.offset, real[op.src], op.size)
+
+    def _store_at(self, base: int, offset: int, src: int, size: int) -> None:
+        encoder = self._encoder
+        if size == 1 and src >= encoder.byte_registers:
+            swap = encoder.exchange(AX, src)
+            base = {AX: src, src: AX}.get(base, base)
+            self._code += swap + encoder.store(base, offset, AX, 1) + swap
+        else:
+            self._code += encoder.store(base, offset, src, size)
+
+    def _store_immediate(self, op: ir.StoreImmediate) -> None:
+        base, encoder = self._real[op.base], self._encoder
+        if op.size < 8 or (encoder.word == 8 and asm.is_signed(signed(op.value, 64), 32)):
+            self._code += encoder.store_immediate(base, op.offset, op.value, op.size)
+        else:
+            self._code += encoder.store_immediate(base, op.offset, op.value, 4)
+            self._code += encoder.store_immediate(base, op.offset + 4, op.value >> 32, 4)
+
+    def _cell(self, address: int) -> tuple[int, int]:
+        """Base and offset of an absolute address, for this instruction."""
+        if self._encoder.reaches(address):
+            return asm.ABSOLUTE, address
+        spare = self._real[_SPARE]
+        self._code += self._encoder.set_register(spare, address)
+        return spare, 0
+
+    def _load_cell(self, op: ir.LoadCell) -> None:
+        dst, encoder = self._real[op.dst], self._encoder
+        if encoder.reaches(op.address):
+            self._code += encoder.load(dst, asm.ABSOLUTE, op.address, op.size)
+        else:
+            self._code += encoder.set_register(dst, op.address) + encoder.load(dst, dst, 0, op.size)
+
+    def _store_cell(self, op: ir.StoreCell) -> None:
+        src = self._real[op.src]
+        self._store_at(*self._cell(op.address), src, op.size)
+
+    def _add_to_cell(self, op: ir.AddToCell) -> None:
+        encoder, value = self._encoder, op.value
+        if self._keeps_flags:
+            spare = self._real[_SPARE]
+            self._code += encoder.load(spare, asm.ABSOLUTE, op.address, op.size)
+            self._code += encoder.lea(spare, spare, value)
+            self._store_at(asm.ABSOLUTE, op.address, spare, op.size)
+            return
+        base, offset = self._cell(op.address)
+        if op.size <= encoder.word:
+            self._code += encoder.arithmetic_memory(asm.ADD, base, offset, value, op.size)
+        else:
+            self._code += encoder.arithmetic_memory(asm.ADD, base, offset, value, 4)
+            self._code += encoder.arithmetic_memory(asm.ADC, base, offset + 4, value >> 32, 4)
+
+    def _load_per_cpu(self, op: ir.LoadPerCpu) -> None:
+        self._code += self._encoder.load_per_cpu(self._real[op.dst], op.offset, op.size)
+
+    # Control
+
+    def _place(self, op: ir.Place) -> None:
+        self.labels[op.label.number] = len(self.blocks)
+        self._start(Block())
+
+    def _jump(self, op: ir.Jump) -> None:
+        self._block.next_label = op.label.number
+        self._start(Block(is_label=False))
+
+    def _branch(self, op: ir.Branch) -> None:
+        left, right = self._real[op.left], self._real[op.right]
+        if op.condition in _BIT_TESTS:
+            self._code += self._encoder.test(left, right)
+        else:
+            self._code += self._encoder.arithmetic(asm.CMP, left, right)
+        self._jump_if(op.condition, op.label)
+
+    def _branch_immediate(self, op: ir.BranchImmediate) -> None:
+        left, value = self._real[op.left], op.value
+        if op.condition in _BIT_TESTS:
+            self._code += self._encoder.test_immediate(left, value)
+        elif value == 0:
+            self._code += self._encoder.test(left, left)
+        else:
+            self._code += self._encoder.arithmetic_immediate(asm.CMP, left, value)
+        self._jump_if(op.condition, op.label)
+
+    def _branch_cell(self, op: ir.BranchCell) -> None:
+        encoder = self._encoder
+        base, offset = self._cell(op.address)
+        if op.condition in _BIT_TESTS:
+            self._code += encoder.test_memory(base, offset, op.value, op.size)
+        else:
+            self._code += encoder.arithmetic_memory(asm.CMP, base, offset, op.value, op.size)
+        self._jump_if(op.condition, op.label)
+
+    def _call_host(self, op: ir.CallHost) -> None:
+        self._code += self._before_host
+        self._block.host_calls.append((len(self._code), op.number, op.label.number))
+        self._code += asm.INT3
+
+
+_LOWERING: dict[type, Callable[[Body, Any], None]] = {
+    ir.SetImmediate: Body._set_immediate,
+    ir.Move: Body._move,
+    ir.GetRegister: Body._get_register,
+    ir.Load: Body._load,
+    ir.Store: Body._store,
+    ir.StoreImmediate: Body._store_immediate,
+    ir.LoadCell: Body._load_cell,
+    ir.StoreCell: Body._store_cell,
+    ir.AddToCell: Body._add_to_cell,
+    ir.LoadPerCpu: Body._load_per_cpu,
+    ir.Compute: Body._compute,
+    ir.ComputeImmediate: Body._compute_immediate,
+    ir.Place: Body._place,
+    ir.Jump: Body._jump,
+    ir.Branch: Body._branch,
+    ir.BranchImmediate: Body._branch_immediate,
+    ir.BranchCell: Body._branch_cell,
+    ir.CallHost: Body._call_host,
+}

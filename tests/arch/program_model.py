@@ -1,0 +1,192 @@
+"""What handler programs mean: an interpreter over flat memory, to compare machine code with."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import singledispatchmethod
+
+from emulated_kernel.arch import program as ir
+from emulated_kernel.arch.program import Arithmetic, Condition
+
+
+class Unmapped(Exception):
+    """An access outside of all regions."""
+
+
+class Regions:
+    """Memory as a few separate areas; accesses may not leave one."""
+
+    def __init__(self, areas: Mapping[int, bytes]) -> None:
+        self.areas = {start: bytearray(data) for start, data in areas.items()}
+
+    def _find(self, address: int, size: int) -> tuple[bytearray, int]:
+        for start, data in self.areas.items():
+            if start <= address and address + size <= start + len(data):
+                return data, address - start
+        raise Unmapped(hex(address))
+
+    def read(self, address: int, size: int) -> int:
+        data, at = self._find(address, size)
+        return int.from_bytes(data[at : at + size], "little")
+
+    def write(self, address: int, value: int, size: int) -> None:
+        data, at = self._find(address, size)
+        data[at : at + size] = (value & (1 << 8 * size) - 1).to_bytes(size, "little")
+
+
+def signed(value: int, bits: int) -> int:
+    value &= (1 << bits) - 1
+    return value - (1 << bits) if value >> bits - 1 else value
+
+
+_ARITHMETIC: dict[Arithmetic, Callable[[int, int, int], int]] = {
+    Arithmetic.ADD: lambda a, b, _: a + b,
+    Arithmetic.SUB: lambda a, b, _: a - b,
+    Arithmetic.AND: lambda a, b, _: a & b,
+    Arithmetic.OR: lambda a, b, _: a | b,
+    Arithmetic.XOR: lambda a, b, _: a ^ b,
+    Arithmetic.SHL: lambda a, b, _: a << b,
+    Arithmetic.SHR: lambda a, b, _: a >> b,
+    Arithmetic.SAR: lambda a, b, bits: signed(a, bits) >> b,
+}
+_UNSIGNED = {
+    Condition.EQ: operator.eq,
+    Condition.NE: operator.ne,
+    Condition.BELOW: operator.lt,
+    Condition.BELOW_EQ: operator.le,
+    Condition.ABOVE: operator.gt,
+    Condition.ABOVE_EQ: operator.ge,
+    Condition.ANY_BIT: lambda a, b: a & b != 0,
+    Condition.NO_BIT: lambda a, b: a & b == 0,
+}
+_SIGNED = {
+    Condition.LESS: operator.lt,
+    Condition.LESS_EQ: operator.le,
+    Condition.GREATER: operator.gt,
+    Condition.GREATER_EQ: operator.ge,
+}
+
+
+def holds(condition: Condition, left: int, right: int, bits: int) -> bool:
+    mask = (1 << bits) - 1
+    if condition in _UNSIGNED:
+        return bool(_UNSIGNED[condition](left & mask, right & mask))
+    return bool(_SIGNED[condition](signed(left, bits), signed(right, bits)))
+
+
+Host = Callable[[int, Regions], bool]
+"""Called with the number of a host call; whether to go on behind it."""
+
+
+@dataclass
+class Interpreter:
+    """Runs one program."""
+
+    bits: int
+    registers: Mapping[str, int]
+    memory: Regions
+    per_cpu: int
+    """Address of the per-CPU base."""
+    host: Host
+    vregs: list[int] = field(default_factory=lambda: [0] * ir.NR_VREGS)
+    faults: int = 0
+
+    def run(self, program: ir.Program) -> None:
+        places = {op.label: at for at, op in enumerate(program) if isinstance(op, ir.Place)}
+        at = 0
+        while at < len(program):
+            label = self._do(program[at])
+            at = places[label] if label is not None else at + 1
+
+    def _set(self, vreg: int, value: int) -> None:
+        self.vregs[vreg] = value & (1 << self.bits) - 1
+
+    def _address(self, base: int, offset: int) -> int:
+        return self.vregs[base] + offset & (1 << self.bits) - 1
+
+    @singledispatchmethod
+    def _do(self, op: ir.Op) -> ir.Label | None:
+        raise NotImplementedError(op)
+
+    @_do.register
+    def _(self, op: ir.SetImmediate) -> None:
+        self._set(op.dst, op.value)
+
+    @_do.register
+    def _(self, op: ir.Move) -> None:
+        self._set(op.dst, self.vregs[op.src])
+
+    @_do.register
+    def _(self, op: ir.GetRegister) -> None:
+        self._set(op.dst, self.registers[op.name])
+
+    @_do.register
+    def _(self, op: ir.Load) -> ir.Label | None:
+        try:
+            value = self.memory.read(self._address(op.base, op.offset), op.size)
+        except Unmapped:
+            assert op.on_fault is not None
+            self.faults += 1
+            return op.on_fault
+        self._set(op.dst, signed(value, 8 * op.size) if op.is_signed else value)
+        return None
+
+    @_do.register
+    def _(self, op: ir.Store) -> None:
+        self.memory.write(self._address(op.base, op.offset), self.vregs[op.src], op.size)
+
+    @_do.register
+    def _(self, op: ir.StoreImmediate) -> None:
+        self.memory.write(self._address(op.base, op.offset), op.value, op.size)
+
+    @_do.register
+    def _(self, op: ir.LoadCell) -> None:
+        self._set(op.dst, self.memory.read(op.address, op.size))
+
+    @_do.register
+    def _(self, op: ir.StoreCell) -> None:
+        self.memory.write(op.address, self.vregs[op.src], op.size)
+
+    @_do.register
+    def _(self, op: ir.AddToCell) -> None:
+        self.memory.write(op.address, self.memory.read(op.address, op.size) + op.value, op.size)
+
+    @_do.register
+    def _(self, op: ir.LoadPerCpu) -> None:
+        self._set(op.dst, self.memory.read(self.per_cpu + op.offset, op.size))
+
+    @_do.register
+    def _(self, op: ir.Compute) -> None:
+        self._set(op.dst, _ARITHMETIC[op.op](self.vregs[op.dst], self.vregs[op.src], self.bits))
+
+    @_do.register
+    def _(self, op: ir.ComputeImmediate) -> None:
+        self._set(op.dst, _ARITHMETIC[op.op](self.vregs[op.dst], op.value, self.bits))
+
+    @_do.register
+    def _(self, _op: ir.Place) -> None:
+        pass
+
+    @_do.register
+    def _(self, op: ir.Jump) -> ir.Label:
+        return op.label
+
+    @_do.register
+    def _(self, op: ir.Branch) -> ir.Label | None:
+        taken = holds(op.condition, self.vregs[op.left], self.vregs[op.right], self.bits)
+        return op.label if taken else None
+
+    @_do.register
+    def _(self, op: ir.BranchImmediate) -> ir.Label | None:
+        return op.label if holds(op.condition, self.vregs[op.left], op.value, self.bits) else None
+
+    @_do.register
+    def _(self, op: ir.BranchCell) -> ir.Label | None:
+        value = self.memory.read(op.address, op.size)
+        return op.label if holds(op.condition, value, op.value, 8 * op.size) else None
+
+    @_do.register
+    def _(self, op: ir.CallHost) -> ir.Label | None:
+        return None if self.host(op.number, self.memory) else op.label
