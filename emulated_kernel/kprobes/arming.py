@@ -17,6 +17,8 @@ class ArmedText(Protocol):
 
     def poke_batch(self, pokes: Iterable[tuple[int, bytes]], /) -> None: ...
 
+    def sync(self) -> None: ...
+
     def original(self, va: int, size: int, /) -> bytes: ...
 
 
@@ -32,10 +34,12 @@ class Breakpoints:
 
     def set(self, *probes: Kprobe) -> None:
         self._text.poke_batch((probe.address, self._breakpoint) for probe in probes)
+        self._text.sync()
 
     def clear(self, *probes: Kprobe) -> None:
         original, size = self._text.original, len(self._breakpoint)
         self._text.poke_batch((probe.address, original(probe.address, size)) for probe in probes)
+        self._text.sync()
 
 
 class Arming:
@@ -97,12 +101,12 @@ class Arming:
         enabled = [head for head in self._table if not head.is_disabled]
         # Nothing is optimized while all is disarmed, so that no breakpoint gets into a jump.
         self._breakpoints.set(*[head for head in enabled if not head.is_ftrace])
-        for head in enabled:
-            if self._sites is not None and head.is_ftrace:
-                self._sites.arm(head)
-            elif self._optimizer is not None:
-                self._uncover(head)
-                self._optimizer.optimize(head)
+        if self._sites is not None:
+            self._sites.arm_all([head for head in enabled if head.is_ftrace])
+        if self._optimizer is not None:
+            for head in enabled:
+                if not head.is_ftrace:
+                    self._optimizer.optimize(head)
         self._log("kprobes: Kprobes globally enabled")
 
     def disarm_all(self) -> None:
@@ -111,11 +115,12 @@ class Arming:
             return
         self._table.all_disarmed = True
         enabled = [head for head in self._table if not head.is_disabled]
-        for head in enabled:
-            if self._sites is not None and head.is_ftrace:
-                self._sites.disarm(head)
-            elif self._optimizer is not None:
-                self._optimizer.unoptimize(head, force=True)
+        if self._sites is not None:
+            self._sites.disarm_all([head for head in enabled if head.is_ftrace])
+        if self._optimizer is not None:
+            for head in enabled:
+                if not head.is_ftrace:
+                    self._optimizer.unoptimize(head, force=True)
         self._breakpoints.clear(*[head for head in enabled if not head.is_ftrace])
         if self._optimizer is not None:
             self._optimizer.flush()

@@ -1,8 +1,8 @@
-"""Probes on fentry sites: the 5-byte nop becomes a call of one trampoline for all of them."""
+"""Fentry sites: the 5-byte nop becomes a call of one trampoline, for probes, fprobes and tracers together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from emulated_kernel.arch.base import Arch
@@ -10,6 +10,9 @@ from emulated_kernel.kprobes.hit import HitHandling
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.slots import SlotText
 from emulated_kernel.kprobes.text_poke import TextPoker
+
+Tracer = Callable[[Any], None]
+Tracers = tuple[Tracer, ...]
 
 
 class SiteText(SlotText, Protocol):
@@ -29,17 +32,116 @@ class FtraceSites:
         self.trampoline = text.alloc_text(self.trampoline_size)
         text.poke(self.trampoline, stub.code)
         hits.breakpoints[self.trampoline + stub.trap] = hits.on_call
+        self._calling: set[int] = set()
+        """Sites that hold a call now."""
+        self._probed: set[int] = set()
+        """Sites of armed probes."""
+        self._added: dict[int, Tracers] = {}
+        self._traced: dict[int, Tracers] = {}
+        hits.return_at = self.trampoline + self.trampoline_size - arch.return_size
+        hits.redirect_call = self._redirect
 
     def arm(self, kprobe: Kprobe) -> None:
         """Let the site call the probe."""
         site = kprobe.address
         self._hits.call_from(kprobe)
-        self._patch(site, self._arch.relative_call(site, self.trampoline), self._call(site))
+        self._probed.add(site)
+        if site not in self._calling:
+            self._calling.add(site)
+            self._redirect(kprobe, None)
+
+    def _redirect(self, kprobe: Kprobe, entry: int | None) -> None:
+        """Let the site call a compiled handler, or the trampoline."""
+        site, target = kprobe.address, self.trampoline if entry is None else entry
+        self._patch(site, self._arch.relative_call(site, target), self._call(site, target))
 
     def disarm(self, kprobe: Kprobe) -> None:
         site = kprobe.address
-        self._patch(site, self._text.original(site, self._arch.jump_size), self._skip(site))
+        self._probed.discard(site)
+        if not self._is_wanted(site):
+            self._calling.discard(site)
+            self._patch(site, self._text.original(site, self._arch.jump_size), self._skip(site))
         self._hits.forget_call(kprobe)
+        self._hits.drop_code(kprobe)
+
+    def arm_all(self, kprobes: Sequence[Kprobe]) -> None:
+        """`arm` for many probes at once."""
+        for kprobe in kprobes:
+            self._hits.call_from(kprobe)
+            self._probed.add(kprobe.address)
+        self._update([kprobe.address for kprobe in kprobes])
+
+    def disarm_all(self, kprobes: Sequence[Kprobe]) -> None:
+        """`disarm` for many probes at once."""
+        for kprobe in kprobes:
+            self._probed.discard(kprobe.address)
+        self._update([kprobe.address for kprobe in kprobes])
+        for kprobe in kprobes:
+            self._hits.forget_call(kprobe)
+            self._hits.drop_code(kprobe)
+
+    def add(self, sites: Iterable[int], tracer: Tracer) -> None:
+        """Let the sites call a tracer too, newest first and before their probes; not while the guest runs.
+
+        It gets the saved registers, ip behind the site. Mirrors: register_ftrace_function (v6.1).
+        """
+        sites = list(sites)
+        for site in sites:
+            self._added[site] = (tracer, *self._added.get(site, ()))
+        self._update(sites)
+
+    def remove(self, sites: Iterable[int], tracer: Tracer) -> None:
+        """Take back what `add` did. Mirrors: unregister_ftrace_function (v6.1)."""
+        sites = list(sites)
+        for site in sites:
+            left = tuple(other for other in self._added.pop(site) if other is not tracer)
+            if left:
+                self._added[site] = left
+        self._update(sites)
+
+    def set_traced(self, wanted: Mapping[int, Tracers]) -> None:
+        """Let exactly these sites call these tracers, beside what was added; not while the guest runs.
+
+        Mirrors: kernel/trace/ftrace.c:ftrace_run_update_code (v6.1).
+        """
+        before, self._traced = self._traced, dict(wanted)
+        self._update(before.keys() | wanted.keys())
+
+    def users(self) -> Mapping[int, tuple[int, bool]]:
+        """Of each site that calls: how many want it to, and whether a probe is among them."""
+        return {
+            site: (len(self._tracers(site)) + (site in self._probed), site in self._probed)
+            for site in self._calling
+        }
+
+    def _tracers(self, site: int) -> Tracers:
+        return (*self._added.get(site, ()), *self._traced.get(site, ()))
+
+    def _is_wanted(self, site: int) -> bool:
+        return site in self._probed or site in self._added or site in self._traced
+
+    def _update(self, sites: Iterable[int]) -> None:
+        """Tracers are known before the text calls them, and until it has stopped."""
+        calls = {site for site in sites if self._is_wanted(site)}
+        stops = set(sites) - calls
+        for site in calls:
+            self._hits.trace_call(site, self._tracers(site))
+        starting, stopping = calls - self._calling, stops & self._calling
+        self._start_and_stop(starting, stopping)
+        self._calling = (self._calling | starting) - stops
+        for site in stops:
+            self._hits.trace_call(site, ())
+
+    def _start_and_stop(self, starting: set[int], stopping: set[int]) -> None:
+        breakpoints = self._hits.breakpoints
+        insns = {site: self._arch.relative_call(site, self.trampoline) for site in starting}
+        breakpoints.update({site: self._call(site, self.trampoline) for site in starting})
+        for site in stopping:
+            insns[site] = self._text.original(site, self._arch.jump_size)
+            breakpoints[site] = self._skip(site)
+        self._poker.replace_all(insns)
+        for site in insns:
+            del breakpoints[site]
 
     def _patch(self, site: int, insn: bytes, meanwhile: Callable[[Any], None]) -> None:
         """`meanwhile` does what the new instruction does, for a CPU that meets the breakpoint."""
@@ -48,14 +150,14 @@ class FtraceSites:
         self._poker.replace(site, insn)
         del breakpoints[site]
 
-    def _call(self, site: int) -> Callable[[Any], None]:
+    def _call(self, site: int, target: int) -> Callable[[Any], None]:
         word, behind = self._arch.word_size, site + self._arch.jump_size
         memory = self._hits.memory
 
         def call(regs: Any) -> None:
             memory.write(regs.sp - word, behind.to_bytes(word, "little"))
             regs.sp -= word
-            regs.ip = self.trampoline
+            regs.ip = target
 
         return call
 

@@ -4,41 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from enum import Enum, auto
+from functools import partial
 from typing import Any, Protocol
 
 from emulated_kernel.abi import Vector
 from emulated_kernel.arch.base import Arch, ByteMemory
+from emulated_kernel.kprobes.compiled import CompiledCode, Compiler
+from emulated_kernel.kprobes.ctlblk import HitStatus, KprobeCtlblk
 from emulated_kernel.kprobes.kprobe import AggregatorProbe, Kprobe, Regs
 from emulated_kernel.kprobes.profile import Profile, Stepper
 from emulated_kernel.kprobes.saved_regs import SavedFrames
-from emulated_kernel.machine.traps import MemoryFault, Trap
+from emulated_kernel.machine.registers import RegisterSet
+from emulated_kernel.machine.traps import HardwareError, MemoryFault, Trap
 
 _log = logging.getLogger(__name__)
-
-
-class HitStatus(Enum):
-    """Mirrors: include/asm-generic/kprobes.h KPROBE_HIT_*, KPROBE_REENTER."""
-
-    ACTIVE = auto()
-    SINGLE_STEP = auto()
-    REENTER = auto()
-    STEP_DONE = auto()
-
-
-@dataclass
-class KprobeCtlblk:
-    """A CPU's probe state: which probe is being handled, and which one it interrupted.
-
-    Mirrors: struct kprobe_ctlblk.
-    """
-
-    running: Kprobe | None = None
-    status: HitStatus = HitStatus.STEP_DONE
-    interrupted: list[tuple[Kprobe, HitStatus]] = field(default_factory=list)
-    by_breakpoint: bool = False
-    """The latest hit came by a breakpoint, whose entry Linux counts as an NMI."""
 
 
 class HitMemory(ByteMemory, Protocol):
@@ -53,6 +32,9 @@ class HitMachine(Protocol):
 
     @property
     def memory(self) -> HitMemory: ...
+
+    @property
+    def regs(self) -> Any: ...
 
     def raise_fault(self, fault: MemoryFault, /) -> object: ...
 
@@ -69,15 +51,29 @@ class HitHandling:
     instead `may_interrupt` keeps the machine from delivering one.
     """
 
-    def __init__(self, machine: HitMachine, arch: Arch, profile: Profile) -> None:
+    def __init__(self, machine: HitMachine, arch: Arch, profile: Profile, compiler: Compiler) -> None:
         self._machine = machine
+        self._compiler = compiler
+        self.redirect: Callable[[AggregatorProbe, bytes], None] = lambda _head, _jump: None
+        """Writes the jump of an optimized probe anew, to another detour."""
+        self.redirect_call: Callable[[Kprobe, int | None], None] = lambda _kprobe, _entry: None
+        """Writes the call of an fentry site anew: None leads to the trampoline."""
+        self.return_at = 0
+        """Address of a return instruction."""
         self.breakpoints = machine.breakpoints
         self.memory = machine.memory
         self._arch = arch
         self._trap_flag = arch.trap_flag if profile.stepper is Stepper.TRAP_FLAG else 0
         self._frames = SavedFrames(machine.memory, arch.pt_regs, arch.word_size)
+        self._general = frozenset(arch.pt_regs).intersection(RegisterSet._fields)
         self._routed: dict[int, Kprobe] = {}
+        self._first_hit = self._route_first_hit
+        """One object for all probes."""
         self._calls: dict[int, Callable[[Regs], None]] = {}
+        """What a call from an fentry site does, by the address behind it: tracers, then the probe."""
+        self._callers: dict[int, Kprobe] = {}
+        self._probed: dict[int, Callable[[Regs], None]] = {}
+        self._traced: dict[int, tuple[Callable[[Regs], None], ...]] = {}
         self.ctlblk = KprobeCtlblk()
         self.on_call = self._make_on_call()
         """Handles the trap of ftrace's trampoline."""
@@ -86,12 +82,21 @@ class HitHandling:
     def report(self, kprobe: Kprobe, error: BaseException) -> None:
         """A handler raised: the hit goes on as if it had returned 0, and the first of a probe is logged.
 
+        A fault in guest memory is offered to its fault_handler, and counts as missed, as in Linux (v5.13).
         The guest can't be left in the middle of a hit, and the other handlers have a right to theirs.
         """
+        if isinstance(error, MemoryFault) and kprobe.fault_handler is not None:
+            kprobe.nmissed += 1
+            if kprobe.run_fault_handler(self._machine.regs, Vector.PAGE_FAULT):
+                return
         kprobe.failures += 1
+        self.note_failure(error, kprobe.address, is_first=kprobe.failures == 1)
+
+    def note_failure(self, error: BaseException, address: int, *, is_first: bool) -> None:
+        """Keep what a handler raised for `take_failure`, and log it once a probe."""
         self._failure = self._failure or error
-        if kprobe.failures == 1:
-            _log.error("a handler of the probe at %#x failed", kprobe.address, exc_info=error)
+        if is_first:
+            _log.error("a handler of the probe at %#x failed", address, exc_info=error)
 
     def take_failure(self) -> BaseException | None:
         """What the first handler raised that failed since the last call, for a caller to raise."""
@@ -99,30 +104,81 @@ class HitHandling:
         return failure
 
     def may_interrupt(self) -> bool:
-        """False from a hit until its step has ended: the slot's registers belong to nobody else."""
-        return self.ctlblk.running is None
+        """False from a hit until its step has ended: the slot's registers belong to nobody else.
+
+        Nor in a compiled handler, which may have written half a record.
+        """
+        return self.ctlblk.running is None and not self._compiler.contains(self._machine.regs.ip)
+
+    @property
+    def spans_on_the_way(self) -> list[tuple[int, int]]:
+        """Where a CPU may stand that goes on to a slot or detour, though nothing leads there any more."""
+        return self._compiler.retired_spans
 
     # What is routed where
 
     def install(self, kprobe: Kprobe) -> None:
-        """Route all ways into the probe as its state is now; again after each change of that."""
+        """Route all ways into the probe as its state is now; again after each change of that.
+
+        Of many probes few are ever hit: what takes the hits is made at the first one.
+        """
         insn = kprobe.insn
         if insn is None:
-            if self._behind(kprobe) in self._calls:
+            if self._behind(kprobe) in self._probed:
                 self.call_from(kprobe)
             return
         self._routed[kprobe.address] = kprobe
-        self.breakpoints[kprobe.address] = self._on_breakpoint(kprobe)
+        if kprobe.stub is not None and kprobe.stub.target != self._target(kprobe):
+            self._drop_stub(kprobe)
+        self.breakpoints[kprobe.address] = self._first_hit
         if insn.step_end is not None and not self._trap_flag:
-            self.breakpoints[insn.step_end] = self._on_step_end(kprobe)
+            self.breakpoints[insn.step_end] = partial(self._first_step_end, kprobe)
         detour = kprobe.detour if isinstance(kprobe, AggregatorProbe) else None
         if detour is not None:
             assert isinstance(kprobe, AggregatorProbe)
             # Linux: a probe that is disabled, but not unoptimized yet, is passed through.
-            self.breakpoints[detour.trap] = _pass if kprobe.is_disabled else self._on_detour(kprobe)
+            self.breakpoints[detour.trap] = (
+                _pass if kprobe.is_disabled else partial(self._first_detour, kprobe)
+            )
+
+    def _route_first_hit(self, regs: Regs) -> None:
+        address = regs.ip - len(self._arch.breakpoint)
+        hit = self.breakpoints[address] = self._route(self._routed[address])
+        hit(regs)
+
+    def _first_step_end(self, kprobe: Kprobe, regs: Regs) -> None:
+        assert kprobe.insn is not None
+        assert kprobe.insn.step_end is not None
+        stepped = self.breakpoints[kprobe.insn.step_end] = self._on_step_end(kprobe)
+        stepped(regs)
+
+    def _first_detour(self, kprobe: AggregatorProbe, regs: Regs) -> None:
+        assert kprobe.detour is not None
+        hit = self.breakpoints[kprobe.detour.trap] = self._on_detour(kprobe)
+        hit(regs)
+
+    def drop_code(self, kprobe: Kprobe) -> None:
+        """Let Python take the hits again, until the next one: what the handlers do has changed."""
+        kprobe.is_python = False
+        self._drop_stub(kprobe)
+        if kprobe.code is None:
+            return
+        code, kprobe.code = kprobe.code, None
+        if isinstance(kprobe, AggregatorProbe) and kprobe.is_patched:
+            assert kprobe.detour is not None
+            self.redirect(kprobe, kprobe.detour.jump)
+        elif self._behind(kprobe) in self._calls:
+            self.redirect_call(kprobe, None)
+        self._compiler.retire(code)
+
+    def _drop_stub(self, kprobe: Kprobe) -> None:
+        if kprobe.stub is not None:
+            self._compiler.retire(kprobe.stub)
+            kprobe.stub = None
 
     def remove(self, kprobe: Kprobe) -> None:
         """Nothing leads to the probe any more; its detour goes by `remove_detour`."""
+        self.drop_code(kprobe)
         if self._routed.get(kprobe.address) is kprobe:
             del self._routed[kprobe.address], self.breakpoints[kprobe.address]
         if kprobe.insn is not None and kprobe.insn.step_end is not None:
@@ -133,15 +189,111 @@ class HitHandling:
 
     def call_from(self, kprobe: Kprobe) -> None:
         """Route the trampoline's calls from the probe's fentry site."""
-        self._calls[self._behind(kprobe)] = self._called(kprobe)
+        behind = self._behind(kprobe)
+        self._callers[behind] = kprobe
+        self._probed[behind] = self._called(kprobe)
+        self._compose_call(behind)
 
     def forget_call(self, kprobe: Kprobe) -> None:
-        self._calls.pop(self._behind(kprobe), None)
+        behind = self._behind(kprobe)
+        self._callers.pop(behind, None)
+        self._probed.pop(behind, None)
+        self._compose_call(behind)
+
+    def trace_call(self, site: int, tracers: tuple[Callable[[Regs], None], ...]) -> None:
+        """Tell these tracers of calls from an fentry site, no others; a probe may be there too.
+
+        A compiled handler, which the site calls by itself, would hide the calls from them.
+        """
+        behind = site + self._arch.jump_size
+        kprobe = self._callers.get(behind)
+        if kprobe is not None and tracers:
+            self.drop_code(kprobe)
+        self._traced[behind] = tracers
+        if not tracers:
+            del self._traced[behind]
+        self._compose_call(behind)
+
+    def _compose_call(self, behind: int) -> None:
+        probed, tracers = self._probed.get(behind), self._traced.get(behind, ())
+        if not tracers:
+            if probed is None:
+                self._calls.pop(behind, None)
+            else:
+                self._calls[behind] = probed
+            return
+
+        def call(frame: Regs) -> None:
+            # First, for the probe may send the task elsewhere.
+            for tracer in tracers:
+                tracer(frame)
+            if probed is not None:
+                probed(frame)
+
+        self._calls[behind] = call
 
     def _behind(self, kprobe: Kprobe) -> int:
         return kprobe.address + self._arch.jump_size
 
     # By a breakpoint
+
+    def _route(self, kprobe: Kprobe) -> Callable[[Regs], None]:
+        """What takes a hit by a breakpoint: Python, or the stub that was made for where it goes on."""
+        target = self._target(kprobe)
+        if kprobe.stub is not None:
+            return self._to_stub(kprobe, kprobe.stub)
+        hit = self._on_breakpoint(kprobe)
+        if kprobe.is_disabled or not kprobe.may_compile:
+            return hit
+
+        def first(regs: Regs) -> None:
+            kprobe.sample = self._sample(regs)
+            hit(regs)
+            kprobe.stub = self._compiler.stub(kprobe, target)
+            kprobe.is_python = kprobe.stub is None
+            self.install(kprobe)
+
+        return first
+
+    def _sample(self, regs: Regs) -> dict[str, int]:
+        return {name: getattr(regs, name) for name in self._general}
+
+    def _target(self, kprobe: Kprobe) -> int | None:
+        """Where a hit by a breakpoint goes on behind its handlers; None where only Python can do that."""
+        if isinstance(kprobe, AggregatorProbe) and kprobe.is_optimized:
+            assert kprobe.detour is not None
+            return kprobe.detour.copied
+        insn = kprobe.insn
+        assert insn is not None
+        return None if self._trap_flag and not insn.boosted else insn.slot
+
+    def _to_stub(self, kprobe: Kprobe, stub: CompiledCode) -> Callable[[Regs], None]:
+        """The handlers, and then the instruction, without coming back; but a step's end is met here."""
+        ctlblk, entry = self.ctlblk, stub.entry
+        resume = self._resume_for(kprobe)
+        insn = kprobe.insn
+        assert insn is not None
+        steps = stub.target == insn.slot and not insn.boosted
+        if stub.target is None:
+            self.breakpoints[stub.tail] = lambda regs: resume(regs, False)
+
+        def hit(regs: Regs) -> None:
+            if ctlblk.running is not None:
+                count_missed(kprobe)
+                resume(regs, True)
+                return
+            if steps:
+                ctlblk.running = kprobe
+                ctlblk.status = HitStatus.SINGLE_STEP
+            regs.ip = entry
+
+        def hit_and_back(regs: Regs) -> None:
+            hit(regs)
+            if regs.ip == entry:
+                ctlblk.running = kprobe
+                ctlblk.status = HitStatus.ACTIVE
+
+        return hit if stub.target is not None else hit_and_back
 
     def _on_breakpoint(self, kprobe: Kprobe) -> Callable[[Regs], None]:
         ctlblk = self.ctlblk
@@ -163,7 +315,8 @@ class HitHandling:
             if pre_handler is not None:
                 try:
                     if pre_handler(kprobe, regs):
-                        ctlblk.running = None
+                        if not kprobe.is_left_open:
+                            ctlblk.running = None
                         return
                 except BaseException as error:
                     report(kprobe, error)
@@ -268,12 +421,24 @@ class HitHandling:
         except BaseException as error:
             self.report(kprobe, error)
 
+    def on_break(self, regs: Regs) -> None:
+        """The breakpoint that ends what a pre_handler has left open; without that, a trap like any other.
+
+        Mirrors: arch/x86/kernel/kprobes/core.c:kprobe_int3_handler (v4.14), the part on break_handler.
+        """
+        kprobe = self.ctlblk.running
+        if kprobe is None or not kprobe.is_left_open:
+            raise HardwareError(f"a breakpoint at {regs.ip - 1:#x} that ends no handler")
+        if kprobe.run_break_handler(regs):
+            self._resume_for(kprobe)(regs, False)
+
     # By a jump
 
     def _on_detour(self, kprobe: AggregatorProbe) -> Callable[[Regs], None]:
         """Called in the detour buffer; what the handlers change is restored by it, except ip and sp."""
         ctlblk, cost = self.ctlblk, kprobe.cost
         frame_at = self._frames.at
+        compiles = kprobe.may_compile
 
         def hit(regs: Regs) -> None:
             if ctlblk.running is not None:
@@ -286,8 +451,20 @@ class HitHandling:
             kprobe.run_all_pre_handlers(frame_at(regs.sp))
             ctlblk.running = None
             cost.stop()
+            if compiles and kprobe.is_patched and kprobe.code is None:
+                kprobe.sample = self._sample(frame_at(regs.sp))
+                self._compile_detour(kprobe)
 
         return hit
+
+    def _compile_detour(self, kprobe: AggregatorProbe) -> None:
+        """From the next hit on the jump leads to a detour with the handlers in it."""
+        code = kprobe.code = self._compiler.detour(kprobe)
+        kprobe.is_python = code is None
+        if code is None:
+            self.install(kprobe)
+        else:
+            self.redirect(kprobe, self._arch.relative_jump(kprobe.address, code.entry))
 
     # By a call
 
@@ -308,6 +485,7 @@ class HitHandling:
         # Handlers expect the address of a breakpoint's return.
         seen_ip, behind = kprobe.address + 1, self._behind(kprobe)
         pre_handler, post_handler, report = kprobe.pre_handler, kprobe.post_handler, self.report
+        compiles = kprobe.may_compile and not kprobe.is_disabled
 
         def hit(frame: Regs) -> None:
             if ctlblk.running is not None:
@@ -331,8 +509,20 @@ class HitHandling:
                     frame.ip = behind
             ctlblk.running = None
             cost.stop()
+            if compiles and kprobe.code is None and behind not in self._traced:
+                kprobe.sample = self._sample(frame)
+                self._compile_call(kprobe)
 
         return hit
+
+    def _compile_call(self, kprobe: Kprobe) -> None:
+        """From the next hit on the site calls the handlers themselves."""
+        code = kprobe.code = self._compiler.call(kprobe, self.return_at)
+        kprobe.is_python = code is None
+        if code is None:
+            self.install(kprobe)
+        else:
+            self.redirect_call(kprobe, code.entry)
 
     # Faults and traps of the step
 
@@ -340,9 +530,14 @@ class HitHandling:
         """An exception while stepping: the end of a step by trap flag, or a fault that the original
         instruction has to have caused.
 
+        True: that, or the probe's fault_handler has dealt with it; the guest goes on where `regs` stands.
         False: the guest gets the fault, at the address where `regs` stands now.
         Mirrors: arch/x86/kernel/kprobes/core.c:kprobe_debug_handler (v5.11), kprobe_fault_handler (v6.1).
         """
+        target = self._compiler.fixups.get(trap.address)
+        if target is not None:
+            regs.ip = target
+            return True
         running = self.ctlblk.running
         if running is None or running.insn is None or running.insn.slot is None:
             return False
@@ -350,6 +545,8 @@ class HitHandling:
             return self._single_stepped(running, regs)
         if regs.ip != running.insn.slot:
             return False
+        if running.run_fault_handler(regs, trap.vector):
+            return True
         regs.ip = running.address
         regs.flags &= ~self._trap_flag
         self.forget_step()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Flag, auto
@@ -11,9 +10,11 @@ from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
 from emulated_kernel.abi import GuestAddr
+from emulated_kernel.arch.program_builder import HitWay, ProgramBuilder
 
 if TYPE_CHECKING:
     from emulated_kernel.arch.base import Prepared
+    from emulated_kernel.kprobes.compiled import CompiledCode
 
 _COSTS_KEPT = 63
 """Latest hits whose cost is kept; an odd number has a median."""
@@ -25,6 +26,11 @@ FailureReport = Callable[["Kprobe", BaseException], None]
 """Takes what a handler raised."""
 PreHandler = Callable[["Kprobe", Regs], int | None]
 PostHandler = Callable[["Kprobe", Regs], None]
+Emit = Callable[[ProgramBuilder, HitWay], bool]
+"""Adds what the pre_handler does to a program; False, with nothing added, where it must run itself."""
+FaultHandler = Callable[["Kprobe", Regs, int], int | None]
+"""Takes the exception's vector; a true result means that it has dealt with it."""
+BreakHandler = Callable[["Kprobe", Regs], int | None]
 
 
 class HitCost:
@@ -34,8 +40,8 @@ class HitCost:
 
     def __init__(self) -> None:
         self.hits = 0
-        self.latest: deque[int] = deque(maxlen=_COSTS_KEPT)
-        """Nanoseconds."""
+        self.latest: list[int] = []
+        """Nanoseconds; the oldest one is forgotten first."""
         self._started = 0
 
     def start(self) -> None:
@@ -43,7 +49,10 @@ class HitCost:
 
     def stop(self) -> None:
         self.hits += 1
-        self.latest.append(perf_counter_ns() - self._started)
+        latest = self.latest
+        latest.append(perf_counter_ns() - self._started)
+        if len(latest) > _COSTS_KEPT:
+            del latest[0]
 
     def text(self) -> str:
         """Hits handled, and the median of the latest ones' nanoseconds."""
@@ -64,7 +73,14 @@ class KprobeFlag(Flag):
     """Patched with a jump, or queued for that or for its end."""
 
 
-@dataclass(eq=False)
+# Asked of thousands of probes when all are armed: operators of Flag take a microsecond.
+_DISABLED_OR_GONE = (KprobeFlag.DISABLED | KprobeFlag.GONE).value
+_FTRACE = KprobeFlag.FTRACE.value
+_GONE = KprobeFlag.GONE.value
+_OPTIMIZED = KprobeFlag.OPTIMIZED.value
+
+
+@dataclass(eq=False, slots=True)
 class Kprobe:
     """A probe on one instruction: give `symbol_name` (and `offset`, bytes) or `addr`, never both.
 
@@ -80,6 +96,14 @@ class Kprobe:
     addr: int | None = None
     pre_handler: PreHandler | None = None
     post_handler: PostHandler | None = None
+    program: Emit | None = None
+    """The pre_handler as guest code; see Kprobes.handler_changed."""
+    fault_handler: FaultHandler | None = None
+    """Kernels before 5.14; see HitHandling.fix_fault."""
+    break_handler: BreakHandler | None = None
+    """Kernels before 4.19: a true pre_handler leaves the hit open until a breakpoint of its own ends it."""
+    length: int = 0
+    """djprobe: bytes of the region that its jump replaces; 0 for a breakpoint."""
     disabled: bool = False
     """Register it disabled (KPROBE_FLAG_DISABLED)."""
     nmissed: int = field(default=0, init=False)
@@ -93,6 +117,16 @@ class Kprobe:
     cost: HitCost = field(default_factory=HitCost, init=False, repr=False)
     obstacle: str = field(default="", init=False, repr=False)
     """Why it can't be optimized: address and rule; empty where nothing stands in the way."""
+    place: str = field(default="", init=False, repr=False)
+    """What its line in kprobes/list begins with, in the kernel proper, where it never changes."""
+    stub: CompiledCode | None = field(default=None, init=False, repr=False)
+    """The handler that a hit by a breakpoint is sent to."""
+    code: CompiledCode | None = field(default=None, init=False, repr=False)
+    """The handler that the jump or call in the text leads to, if it is compiled."""
+    sample: dict[str, int] | None = field(default=None, init=False, repr=False)
+    """Registers at the hit before its handler was compiled."""
+    is_python: bool = field(default=False, init=False, repr=False)
+    """It was found that the handler can't be guest code as it is now."""
 
     @property
     def address(self) -> GuestAddr:
@@ -100,21 +134,49 @@ class Kprobe:
         assert self.addr is not None, "a probe has no address before it is registered"
         return GuestAddr(self.addr)
 
+    def emit(self, builder: ProgramBuilder, way: HitWay) -> bool:
+        """Add what is done at a hit to a program; False where it takes Python."""
+        if self.program is None or self.post_handler is not None:
+            return False
+        return self.program(builder, way)
+
+    @property
+    def may_compile(self) -> bool:
+        """Whether it is worth asking."""
+        return self.program is not None and not self.is_python
+
     @property
     def is_disabled(self) -> bool:
-        return bool(self.flags & (KprobeFlag.DISABLED | KprobeFlag.GONE))
+        return self.flags._value_ & _DISABLED_OR_GONE != 0
+
+    @property
+    def needs_breakpoint(self) -> bool:
+        """Whether its handlers can't be called from a detour: one runs behind the instruction, or instead."""
+        return self.post_handler is not None or self.break_handler is not None
+
+    @property
+    def is_left_open(self) -> bool:
+        """Whether a true result of the pre_handler isn't the hit's end."""
+        return self.break_handler is not None
+
+    def run_break_handler(self, regs: Regs) -> int | None:
+        return self.break_handler(self, regs) if self.break_handler is not None else None
+
+    def run_fault_handler(self, regs: Regs, vector: int) -> int | None:
+        """Offer it an exception of its handlers or of its step; true if it has dealt with it."""
+        return self.fault_handler(self, regs, vector) if self.fault_handler is not None else None
 
     @property
     def is_ftrace(self) -> bool:
         """Whether it is reached by a call from an fentry site."""
-        return bool(self.flags & KprobeFlag.FTRACE)
+        return self.flags._value_ & _FTRACE != 0
 
     @property
     def is_gone(self) -> bool:
-        return bool(self.flags & KprobeFlag.GONE)
+        return self.flags._value_ & _GONE != 0
 
 
-@dataclass
+@dataclass(slots=True)
 class OutOfLine:
     """How the probed instruction is run away from its place: an insn slot, or emulation."""
 
@@ -130,7 +192,7 @@ class OutOfLine:
         return None if self.slot is None else self.slot + self.prepared.length
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class DetourBuffer:
     """A detour that stands ready in executable memory; addresses and bytes."""
 
@@ -146,7 +208,7 @@ class DetourBuffer:
     """What stands at the probe while it is optimized."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class AggregatorProbe(Kprobe):
     """Stands in the table for all probes of one address, and for each one that can be optimized.
 
@@ -163,23 +225,49 @@ class AggregatorProbe(Kprobe):
     """Text behind the breakpoint, as it was when the jump was written over it."""
     is_held: bool = field(default=False, init=False)
     """Its user wants it unoptimized."""
+    _stopped_by: Kprobe | None = field(default=None, init=False, repr=False)
+    """The member whose pre_handler was the last one of the latest hit. Linux: kprobe_instance."""
     _pre_handlers: tuple[tuple[PreHandler, Kprobe], ...] = field(default=(), init=False, repr=False)
     _post_handlers: tuple[tuple[PostHandler, Kprobe], ...] = field(default=(), init=False, repr=False)
 
     @property
     def is_optimized(self) -> bool:
         """Whether hits run the detour's copies, be the jump in the text or a breakpoint."""
-        return bool(self.flags & KprobeFlag.OPTIMIZED)
+        return self.flags._value_ & _OPTIMIZED != 0
 
     @property
     def is_unused(self) -> bool:
         """Its last probe is gone, and only its unoptimization is awaited. Mirrors: kprobe_unused (v6.1)."""
         return not self.members and self.is_disabled
 
+    def emit(self, builder: ProgramBuilder, way: HitWay) -> bool:
+        """All its members' handlers, or none of them."""
+        if self.post_handler is not None:
+            return False
+        return all(member.emit(builder, way) for _, member in self._pre_handlers)
+
+    @property
+    def may_compile(self) -> bool:
+        handled = [member for _, member in self._pre_handlers]
+        return bool(handled) and not self.is_python and all(member.program is not None for member in handled)
+
+    @property
+    def is_left_open(self) -> bool:
+        return self._stopped_by is not None and self._stopped_by.break_handler is not None
+
+    def run_break_handler(self, regs: Regs) -> int | None:
+        assert self._stopped_by is not None
+        return self._stopped_by.run_break_handler(regs)
+
+    def run_fault_handler(self, regs: Regs, vector: int) -> int | None:
+        return next((1 for member in self.members if member.run_fault_handler(regs, vector)), None)
+
     def run_pre_handlers(self, regs: Regs) -> int | None:
+        self._stopped_by = None
         for pre_handler, member in self._pre_handlers:
             try:
                 if pre_handler(member, regs):
+                    self._stopped_by = member
                     return 1
             except BaseException as error:
                 self.report(member, error)
@@ -211,4 +299,7 @@ class AggregatorProbe(Kprobe):
         self._post_handlers = tuple((m.post_handler, m) for m in enabled if m.post_handler is not None)
         has_post = any(m.post_handler is not None for m in self.members)
         self.pre_handler = lambda _kp, regs: self.run_pre_handlers(regs)
+        self.break_handler = next(
+            (m.break_handler for m in self.members if m.break_handler is not None), None
+        )
         self.post_handler = (lambda _kp, regs: self.run_post_handlers(regs)) if has_post else None

@@ -94,6 +94,7 @@ class Optimizer:
             self._text.free_text(buffer)
             head.obstacle = f"0x{addr:x}: {error.strerror}"
             return
+        assert detour.trap is not None
         self._text.poke(buffer, detour.code)
         head.detour = DetourBuffer(
             address=GuestAddr(buffer),
@@ -111,12 +112,41 @@ class Optimizer:
             self._hits.remove_detour(detour.trap)
             self._text.free_text(detour.address)
 
+    def tables_changed(self) -> None:
+        """A module came or went."""
+        self._rules.refresh()
+
+    def kill(self, head: AggregatorProbe) -> None:
+        """The probed text goes: it isn't touched. Mirrors: kernel/kprobes.c:kill_optimized_kprobe (v6.1)."""
+        was_queued = self.is_queued(head)
+        for queue in (self.optimizing, self.unoptimizing, self.freeing):
+            queue.pop(head, None)
+        head.flags &= ~KprobeFlag.OPTIMIZED
+        head.is_patched = False
+        self._discard(head)
+        if was_queued and head.is_unused:
+            # Without members, it was only waiting for its text.
+            self._table.remove(head)
+
+    def leave_text(self, spans: Spans) -> None:
+        """Text goes: probes that only wait to be freed don't touch it any more."""
+        for head in self.freeing:
+            if any(start <= head.address < end for start, end in spans):
+                head.flags |= KprobeFlag.GONE
+
     def free(self, head: AggregatorProbe) -> None:
         """Give back all that a probe without members holds. Mirrors: free_aggr_kprobe (v6.1)."""
         self._discard(head)
         self._release(head)
 
     # Questions
+
+    def wants(self, kprobe: Kprobe) -> bool:  # noqa: ARG002 - djprobe's answer depends on it
+        """Whether it is to get a detour, if it can have one."""
+        return True
+
+    def check_conflicts(self, kprobe: Kprobe) -> None:
+        """What other probes mean for one that is about to be registered. Raises: KernelError."""
 
     def is_queued(self, head: Kprobe) -> bool:
         """Whether the worker still has to do with it. Mirrors: kprobe_queued (v6.1)."""
@@ -157,7 +187,7 @@ class Optimizer:
             return
         if not self.allowed or head.is_disabled or self._table.all_disarmed:
             return
-        if head.post_handler is not None or self.blocked_by(head) is not None:
+        if head.needs_breakpoint or self.blocked_by(head) is not None:
             return
         if head.is_optimized:
             if head in self.unoptimizing:
@@ -241,14 +271,16 @@ class Optimizer:
             self._kick()
 
     def _affected(self) -> list[tuple[int, int]]:
-        """Where no CPU may stand: text that a jump is about to cover, detours and slots about to go."""
-        spans = []
+        """Where no CPU may stand: text that a jump is about to cover, the slots that lead back into it,
+        detours and slots about to go, and the code of handlers that leads to all of these."""
+        spans = self._hits.spans_on_the_way
         for head in self.optimizing:
             assert head.detour is not None
             spans.append((head.address + 1, head.address + head.detour.length))
         for head in self.freeing:
             if head.detour is not None:
                 spans.append((head.detour.address, head.detour.address + head.detour.size))
+        for head in (*self.optimizing, *self.freeing):
             if head.insn is not None and head.insn.slot is not None:
                 spans.append((head.insn.slot, head.insn.slot + self._arch.max_insn_size))
         return spans
@@ -286,6 +318,7 @@ class Optimizer:
         """Mirrors: kernel/kprobes.c:force_unoptimize_kprobe (v6.1)."""
         self._poker.expose_breakpoint(head.address, self._arch.breakpoint + head.saved_tail)
         head.is_patched = False
+        self._hits.drop_code(head)
         self._mark(head, optimized=False)
 
     def _mark(self, head: AggregatorProbe, *, optimized: bool) -> None:

@@ -19,6 +19,14 @@ class CopiedText(SlotText, Protocol):
     def original(self, va: int, size: int, /) -> bytes: ...
 
 
+class CopiedImage(Protocol):
+    @property
+    def kallsyms(self) -> Lookup: ...
+
+    @property
+    def ex_table(self) -> Iterable[tuple[int, int]]: ...
+
+
 class Copies:
     """Copies probed instructions into insn slots.
 
@@ -28,19 +36,24 @@ class Copies:
     def __init__(
         self,
         text: CopiedText,
-        symbols: Lookup,
-        ex_table: Iterable[tuple[int, int]],
+        image: CopiedImage,
         arch: Arch,
         hits: HitHandling,
         profile: Profile,
     ) -> None:
         self._text = text
-        self._symbols = symbols
-        self._may_fault = frozenset(insn for insn, _ in ex_table)
+        self._image = image
+        self._symbols = image.kallsyms
+        self.read_tables()
         self._arch = arch
         self._hits = hits
         self._boosts = not profile.preemption
-        self.slots = InsnSlots(text, arch.max_insn_size)
+        self.slots = InsnSlots(text, arch.max_insn_size, arch.breakpoint)
+        self.slots.on_the_way = lambda: hits.spans_on_the_way
+
+    def read_tables(self) -> None:
+        """Which instructions may fault; again when that has changed."""
+        self._may_fault = frozenset(insn for insn, _ in self._image.ex_table)
 
     def prepare(self, kprobe: Kprobe) -> None:
         """Check the instruction boundary and make the copy.
@@ -91,5 +104,6 @@ class Copies:
         """Give the slot back and forget the ways into the probe."""
         self._hits.remove(kprobe)
         if kprobe.insn is not None and kprobe.insn.slot is not None:
-            self.slots.put(kprobe.insn.slot)
+            # A boosted copy is left without a trap.
+            self.slots.put(kprobe.insn.slot, dirty=kprobe.insn.boosted)
         kprobe.insn = None

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from types import MappingProxyType
+from typing import Any
 
 from emulated_kernel.errors import KernelError
 
@@ -18,6 +19,33 @@ class Stepper(Enum):
     """A second int3 behind the copy (Linux 5.12 and later)."""
     TRAP_FLAG = auto()
     """The processor's single-step trap."""
+
+
+class Saving(Enum):
+    """Which registers a compiled handler saves."""
+
+    LIVENESS = "liveness"
+    """Those that it changes and that the probed function may still read."""
+    ALL = "save-all"
+    """All of them, as struct pt_regs."""
+
+
+class Wait(Enum):
+    """How a commit makes sure that nobody stands in a detoured region ("Djprobe", section 2.2)."""
+
+    SYNCHRONIZE_SCHED = auto()
+    """Each CPU goes through the scheduler: enough where the kernel isn't preempted."""
+    FREEZE_PROCESSES = auto()
+    """Each task goes to the freezer."""
+
+
+class TrampolineForm(Enum):
+    """How return handlers are reached from where hooked functions return to."""
+
+    ASSEMBLY = auto()
+    """Code saves a struct pt_regs for them, and restores it."""
+    BREAKPOINT = auto()
+    """A breakpoint alone; all registers are live."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +60,34 @@ class Profile:
     """CONFIG_KPROBES_ON_FTRACE: probes on fentry sites are called; without it the sites are plain nops."""
     optimizer: bool = True
     """CONFIG_OPTPROBES: jump optimization."""
+    djprobe: Wait | None = None
+    """Jumps are asked for by `length` and written by commit_kprobes(), which waits in this way."""
+    jprobes: bool = False
+    """register_jprobe(), up to Linux 4.14."""
+    fprobe_events: bool = False
+    """dynamic_events takes `f` lines, as from Linux 6.5 on."""
+    fault_handlers: bool = False
+    """A probe may have a fault_handler, up to Linux 5.13."""
+    return_hook: str = "rethook"
+    """The shadow stack: one of RETURN_HOOKS."""
+    trampoline: TrampolineForm = TrampolineForm.ASSEMBLY
+    saving: Saving = Saving.LIVENESS
+    """Linux knows no other than ALL."""
+    compiled: bool = True
+    """Handlers of events become guest code. Without it each hit is handled by Python."""
 
 
 DEFAULT = "linux-6.1"
+_OLD: dict[str, Any] = {
+    "stepper": Stepper.TRAP_FLAG,
+    "ftrace": False,
+    "jprobes": True,
+    "fault_handlers": True,
+    "return_hook": "instances",
+}
+
+RETURN_HOOKS = ("rethook", "objpool", "instances", "fgraph", "unified")
+"""Shadow stacks: Linux 6.1's, 6.7's, 5.10's, the function graph's, and that one for everybody."""
 
 PROFILES: Mapping[str, Profile] = MappingProxyType(
     {
@@ -42,8 +95,11 @@ PROFILES: Mapping[str, Profile] = MappingProxyType(
         for profile in (
             Profile(DEFAULT),
             Profile("linux-6.1-nopreempt", preemption=False),
-            Profile("kprobes-2010", False, Stepper.TRAP_FLAG, ftrace=False, optimizer=False),
-            Profile("optprobes-2009", False, Stepper.TRAP_FLAG, ftrace=False),
+            Profile("linux-6.1-fprobe", fprobe_events=True),
+            Profile("kprobes-2010", False, optimizer=False, trampoline=TrampolineForm.BREAKPOINT, **_OLD),
+            Profile("optprobes-2009", False, **_OLD),
+            Profile("djprobe-2007", False, djprobe=Wait.SYNCHRONIZE_SCHED, **_OLD),
+            Profile("djprobe-2007-preempt", True, djprobe=Wait.FREEZE_PROCESSES, **_OLD),
         )
     }
 )

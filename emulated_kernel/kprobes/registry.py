@@ -12,12 +12,16 @@ from emulated_kernel.arch.base import Arch
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes import listing, report
 from emulated_kernel.kprobes.arming import ArmedText, Arming, Breakpoints
+from emulated_kernel.kprobes.compiled import Compiler
+from emulated_kernel.kprobes.djprobe import Djprobes
 from emulated_kernel.kprobes.ftrace import FtraceSites
+from emulated_kernel.kprobes.gone import GoneCode
 from emulated_kernel.kprobes.hit import HitHandling, HitMachine
+from emulated_kernel.kprobes.jprobe import Jprobes
 from emulated_kernel.kprobes.kprobe import AggregatorProbe, DetourBuffer, Kprobe, KprobeFlag
 from emulated_kernel.kprobes.optimizer import OptimizedText, Optimizer
 from emulated_kernel.kprobes.out_of_line import Copies
-from emulated_kernel.kprobes.profile import DEFAULT, PROFILES, Profile
+from emulated_kernel.kprobes.profile import DEFAULT, PROFILES, Profile, Saving
 from emulated_kernel.kprobes.table import ProbeTable
 from emulated_kernel.kprobes.text_poke import TextPoker
 
@@ -56,6 +60,9 @@ class ProbedImage(Protocol):
     @property
     def mcount(self) -> Collection[int]: ...
 
+    @property
+    def jump_labels(self) -> Iterable[tuple[int, int, int]]: ...
+
 
 class Kprobes:
     """All probes of one kernel. Callers hold the kernel's control lock.
@@ -72,38 +79,69 @@ class Kprobes:
         profile: Profile = PROFILES[DEFAULT],
     ) -> None:
         self.profile = profile
+        self._image = image
         self._symbols = image.kallsyms
         self._log = log
+        self._bits = arch.bits
+        self._jump_size = arch.jump_size
+        self._table = ProbeTable()
+        self._ordered: tuple[int, Sequence[Kprobe]] = (0, ())
+        self._read_tables()
+        self._build(machine, image, arch)
+
+    def _read_tables(self) -> None:
+        image = self._image
         self._text_ranges = sorted(image.text_ranges)
         self.blacklist = tuple(image.blacklist)
         self._blacklist_sorted = sorted(self.blacklist)
         self._bugs = frozenset(image.bugs)
-        self._fentry = frozenset(image.mcount) if profile.ftrace else frozenset()
-        self._table = ProbeTable()
-        self._build(machine, image, arch)
+        self._jump_labels = frozenset(
+            code + offset for code, *_ in image.jump_labels for offset in range(self._jump_size)
+        )
+        self._fentry = frozenset(image.mcount) if self.profile.ftrace else frozenset()
 
     def _build(self, machine: ProbedMachine, image: ProbedImage, arch: Arch) -> None:
         """The parts of the engine that the profile asks for."""
         text, profile = machine.text, self.profile
         self.poker = TextPoker(text, arch.breakpoint)
-        self.hits = HitHandling(machine, arch, profile)
-        self._copies = Copies(text, image.kallsyms, image.ex_table, arch, self.hits, profile)
+        rules = arch.optimization_rules(image, ftrace=profile.ftrace)
+        live_at = rules.live_at if profile.saving is Saving.LIVENESS else None
+        self.compiler = Compiler(text, arch, machine.breakpoints, live_at)
+        self.compiler.enabled = profile.compiled
+        self.hits = HitHandling(machine, arch, profile, self.compiler)
+        self.hits.redirect = lambda head, jump: self.poker.replace(head.address, jump)
+        self._copies = Copies(text, image, arch, self.hits, profile)
         self.slots = self._copies.slots
         breakpoints = Breakpoints(text, arch)
         self.optimizer: Optimizer | None = None
         if profile.optimizer:
-            rules = arch.optimization_rules(image, ftrace=profile.ftrace)
-            self.optimizer = Optimizer(
+            kind = Optimizer
+            if profile.djprobe is not None:
+                kind, rules = Djprobes, arch.djprobe_rules(image)
+            self.optimizer = kind(
                 self._table, rules, arch, text, self.poker, self.hits, breakpoints.clear, self._copies.release
             )
-        sites = FtraceSites(text, self.poker, arch, self.hits) if profile.ftrace else None
+        self.jprobes = Jprobes(self, machine, arch) if profile.jprobes else None
+        self.sites = sites = FtraceSites(text, self.poker, arch, self.hits) if profile.ftrace else None
         self.trampoline = None if sites is None else (sites.trampoline, sites.trampoline_size)
         """Address and size in bytes of what armed fentry sites call."""
         self._arming = Arming(self._table, breakpoints, sites, self.optimizer, self._log)
+        self._gone = GoneCode(self._table, self._arming, self._copies, self.optimizer)
+
+    def tables_changed(self) -> None:
+        """A module came or went: look at the image's tables again."""
+        self._read_tables()
+        self._copies.read_tables()
+        if self.optimizer is not None:
+            self.optimizer.tables_changed()
+
+    def kill_within(self, spans: Sequence[tuple[int, int]]) -> None:
+        """See GoneCode.kill_within."""
+        self._gone.kill_within(spans)
 
     def __iter__(self) -> Iterator[Kprobe]:
         """The users' probes, aggregators resolved, in the order of kprobes/list."""
-        for probe in listing.in_list_order(self._table):
+        for probe in self._in_list_order():
             yield from probe.members if isinstance(probe, AggregatorProbe) else [probe]
 
     # Registration
@@ -115,10 +153,11 @@ class Kprobes:
         ENOENT (unknown symbol or outside of any), EILSEQ (not at an instruction), ENOMEM.
         Mirrors: kernel/kprobes.c:register_kprobe (v6.1).
         """
-        addr, on_entry = self._kprobe_addr(kprobe)
+        addr, on_entry = self.locate(kprobe)
         if self._table.valid(kprobe) is not None:
             raise KernelError(errno.EINVAL, "the probe is registered already")
         self._check_address_safe(addr)
+        self._check_handlers(kprobe)
         given = kprobe.addr
         kprobe.addr, kprobe.nmissed, kprobe.failures = addr, 0, 0
         kprobe.flags = KprobeFlag.DISABLED if kprobe.disabled else KprobeFlag.NONE
@@ -132,7 +171,19 @@ class Kprobes:
             kprobe.addr = given
             raise
 
+    def _check_handlers(self, kprobe: Kprobe) -> None:
+        """Raises: KernelError EOPNOTSUPP for what this kernel's struct kprobe doesn't have."""
+        profile = self.profile
+        if kprobe.fault_handler is not None and not profile.fault_handlers:
+            raise KernelError(errno.EOPNOTSUPP, f"{profile.name} has no fault handlers")
+        if kprobe.break_handler is not None and not profile.jprobes:
+            raise KernelError(errno.EOPNOTSUPP, f"{profile.name} has no jprobes")
+        if kprobe.length and profile.djprobe is None:
+            raise KernelError(errno.EOPNOTSUPP, f"{profile.name} has no djprobes")
+
     def _insert(self, kprobe: Kprobe) -> None:
+        if self.optimizer is not None:
+            self.optimizer.check_conflicts(kprobe)
         old = self._table.get(kprobe.address)
         if old is not None:
             self._register_aggregate(old, kprobe)
@@ -149,7 +200,7 @@ class Kprobes:
 
         Mirrors: kernel/kprobes.c:try_to_optimize_kprobe (v6.1).
         """
-        if self.optimizer is None or kprobe.is_ftrace:
+        if self.optimizer is None or kprobe.is_ftrace or not self.optimizer.wants(kprobe):
             return
         head = AggregatorProbe(addr=kprobe.address, report=self.hits.report)
         self.optimizer.prepare(head)
@@ -213,14 +264,19 @@ class Kprobes:
     def _register_aggregate(self, old: Kprobe, kprobe: Kprobe) -> None:
         """A further probe at an address. Mirrors: kernel/kprobes.c:register_aggr_kprobe (v6.1)."""
         head = old if isinstance(old, AggregatorProbe) else self._aggregate(old)
+        if kprobe.break_handler is not None and head.break_handler is not None:
+            raise KernelError(errno.EEXIST, f"{kprobe.address:#x} has a jprobe already")
         if head.is_unused and self.optimizer is not None:
             # On its way out, with a jump still in the text. Mirrors: reuse_unused_kprobe (v6.1).
             head.flags &= ~KprobeFlag.DISABLED
             self.optimizer.optimize(head)
+        if head.is_gone:
+            self._gone.revive(head)
         kprobe.insn, kprobe.cost, kprobe.obstacle = head.insn, head.cost, head.obstacle
-        if kprobe.post_handler is not None and self.optimizer is not None:
+        if kprobe.needs_breakpoint and self.optimizer is not None:
             self.optimizer.unoptimize(head, force=True)
-        head.members.insert(0, kprobe)
+        # Newest first; a jprobe doesn't come back to the others.
+        head.members.insert(0 if kprobe.break_handler is None else len(head.members), kprobe)
         self._refresh(head)
         if head.is_disabled and not kprobe.is_disabled:
             head.flags &= ~KprobeFlag.DISABLED
@@ -230,7 +286,8 @@ class Kprobes:
 
     def _aggregate(self, first: Kprobe) -> AggregatorProbe:
         head = AggregatorProbe(addr=first.address, report=self.hits.report)
-        if self.optimizer is not None and not first.is_ftrace:
+        wanted = self.optimizer is not None and not first.is_gone and self.optimizer.wants(first)
+        if self.optimizer is not None and not first.is_ftrace and wanted:
             self.optimizer.prepare(head)
         self._put_aggregator(head, first)
         return head
@@ -250,11 +307,19 @@ class Kprobes:
         """Let what happens at hits follow a change of the probes at an address or of their flags."""
         if isinstance(head, AggregatorProbe):
             head.refresh_handlers()
+        self.hits.drop_code(head)
         self._copies.fit(head)
         self.hits.install(head)
 
-    def _kprobe_addr(self, kprobe: Kprobe) -> tuple[GuestAddr, bool]:
-        """The address meant, and whether it is a function's entry.
+    def handler_changed(self, kprobe: Kprobe) -> None:
+        """What the probe's `program` makes differs from now on, or whether it makes any."""
+        head = self._table.valid(kprobe)
+        if head is not None:
+            self.hits.drop_code(head)
+            self.hits.install(head)
+
+    def locate(self, kprobe: Kprobe) -> tuple[GuestAddr, bool]:
+        """The address meant, and whether it is a function's entry. Raises: KernelError EINVAL, ENOENT.
 
         Mirrors: kernel/kprobes.c:_kprobe_addr (v6.1).
         """
@@ -270,6 +335,7 @@ class Kprobes:
         where = self._symbols.lookup(addr)
         if where is None:
             raise KernelError(errno.ENOENT, f"{addr:#x} is in no symbol")
+        kprobe.place = "" if where.module else listing.place(kprobe, addr, where, self._bits)
         return GuestAddr(addr), where.offset == 0
 
     def on_func_entry(self, symbol: str, offset: int) -> bool:
@@ -277,20 +343,42 @@ class Kprobes:
 
         Mirrors: kernel/kprobes.c:kprobe_on_func_entry (v6.1).
         """
-        return self._kprobe_addr(Kprobe(symbol_name=symbol, offset=offset))[1]
+        return self.locate(Kprobe(symbol_name=symbol, offset=offset))[1]
+
+    def function_entry(self, kprobe: Kprobe) -> GuestAddr:
+        """The address of a probe that has to be on a function's entry. Raises: KernelError EINVAL, ENOENT."""
+        address, on_entry = self.locate(kprobe)
+        if not on_entry:
+            raise KernelError(errno.EINVAL, f"{address:#x} is not the entry of a function")
+        return address
+
+    def has_fentry(self, addr: int) -> bool:
+        """Whether ftrace can call from there."""
+        return addr in self._fentry
 
     def _check_address_safe(self, addr: int) -> None:
-        """Mirrors: kernel/kprobes.c:check_kprobe_address_safe (v6.1)."""
+        """Mirrors: check_kprobe_address_safe (v6.1), but no reference keeps the module: nothing else runs."""
         if not _in_ranges(self._text_ranges, addr):
             raise KernelError(errno.EINVAL, f"{addr:#x} is not kernel text")
         if self.is_blacklisted(addr):
             raise KernelError(errno.EINVAL, f"{addr:#x} is blacklisted")
+        if addr in self._jump_labels:
+            raise KernelError(errno.EINVAL, f"{addr:#x} is a jump label")
         if addr in self._bugs:
             raise KernelError(errno.EINVAL, f"{addr:#x} is a BUG() site")
 
     def is_blacklisted(self, addr: int) -> bool:
         """Mirrors: kernel/kprobes.c:within_kprobe_blacklist (v6.1)."""
         return _in_ranges(self._blacklist_sorted, addr)
+
+    def commit_kprobes(self) -> None:
+        """Write the jumps of registered djprobes. Raises: KernelError EOPNOTSUPP (no djprobes), EBUSY.
+
+        Source: "Djprobe" (Ottawa Linux Symposium 2007), section 3.4.
+        """
+        if not isinstance(self.optimizer, Djprobes):
+            raise KernelError(errno.EOPNOTSUPP, f"{self.profile.name} has no djprobes")
+        self.optimizer.commit()
 
     # Enabling and arming
 
@@ -426,11 +514,22 @@ class Kprobes:
 
     def list_text(self) -> list[str]:
         """Lines of kprobes/list."""
-        return listing.list_lines(self._table, self._symbols)
+        return list(self.list_records(0))
+
+    def list_records(self, start: int) -> Iterator[str]:
+        """The same from a line on, for who reads it piece by piece."""
+        return listing.list_lines(self._in_list_order(), self._symbols, self._bits, start)
+
+    def _in_list_order(self) -> Sequence[Kprobe]:
+        version, ordered = self._ordered
+        if version != self._table.version:
+            ordered = listing.in_list_order(self._table, self._bits)
+            self._ordered = self._table.version, ordered
+        return ordered
 
     def blacklist_text(self) -> list[str]:
         """Lines of kprobes/blacklist."""
-        return listing.blacklist_lines(self.blacklist)
+        return listing.blacklist_lines(self.blacklist, self._bits)
 
 
 def _in_ranges(ranges: Sequence[tuple[int, ...] | tuple[int, int, str]], addr: int) -> bool:

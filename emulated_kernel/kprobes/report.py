@@ -31,7 +31,9 @@ def mode(kprobes: Kprobes, kprobe: Kprobe) -> str:
 
 def reason(kprobes: Kprobes, kprobe: Kprobe) -> str:
     """The first rule that keeps the probe from a better mode; empty if there is no better one."""
-    if kprobe.is_disabled:
+    if kprobe.is_gone:
+        rule = "the probed code is gone"
+    elif kprobe.is_disabled:
         rule = "the probe is disabled"
     elif kprobes.all_disarmed:
         rule = "all probes are disarmed, see kprobes/enabled"
@@ -61,6 +63,8 @@ def _passing_rule(kprobes: Kprobes, kprobe: Kprobe) -> str:
     if not optimizer.allowed:
         return "optimization is off, see kprobes/optimization"
     assert isinstance(head, AggregatorProbe), "without an obstacle there is a detour"
+    if head.break_handler is not None:
+        return "a jprobe goes elsewhere from the breakpoint"
     if head.post_handler is not None:
         return "a post_handler needs the step's end"
     if head.is_held:

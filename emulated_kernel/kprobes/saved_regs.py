@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 _KEPT = 64
-_MASK = (1 << 64) - 1
 
 
 class FrameMemory(Protocol):
@@ -29,7 +28,8 @@ class SavedFrames:
         self._view = memory.view
         self._size = len(names) * word_size
         self._wide = word_size == 8
-        fields = {name: _word(index) for index, name in enumerate(names)}
+        mask = (1 << 8 * word_size) - 1
+        fields = {name: _word(index, mask) for index, name in enumerate(names)}
         self._class: Callable[[memoryview], Any] = type(
             "SavedPtRegs", (SavedRegs,), {"__slots__": (), **fields}
         )
@@ -50,11 +50,11 @@ class SavedFrames:
         return frame
 
 
-def _word(index: int) -> property:
+def _word(index: int, mask: int) -> property:
     def get(self: SavedRegs) -> int:
         return self._words[index]
 
     def put(self: SavedRegs, value: int) -> None:
-        self._words[index] = value & _MASK
+        self._words[index] = value & mask
 
     return property(get, put)

@@ -12,6 +12,8 @@ class ProbeTable:
 
     def __init__(self) -> None:
         self._probes: dict[int, Kprobe] = {}
+        self.version = 0
+        """Another one after each change of what stands where."""
         self.all_disarmed = False
         """Mirrors: kernel/kprobes.c:kprobes_all_disarmed (v6.1)."""
 
@@ -25,9 +27,11 @@ class ProbeTable:
     def put(self, probe: Kprobe) -> None:
         """Add a probe, or let it take the place of the one at its address."""
         self._probes[probe.address] = probe
+        self.version += 1
 
     def remove(self, probe: Kprobe) -> None:
         del self._probes[probe.address]
+        self.version += 1
 
     def valid(self, kprobe: Kprobe) -> Kprobe | None:
         """The entry that this very probe belongs to. Mirrors: kernel/kprobes.c:__get_valid_kprobe (v6.1)."""

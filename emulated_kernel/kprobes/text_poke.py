@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum, auto
 from typing import Protocol
 
@@ -21,6 +21,10 @@ class PokeStep(Enum):
 class PokedText(Protocol):
     def poke(self, va: int, data: bytes, /) -> None: ...
 
+    def poke_batch(self, pokes: Iterable[tuple[int, bytes]], /) -> None: ...
+
+    def sync(self) -> None: ...
+
 
 class TextPoker:
     """Replaces an instruction while a breakpoint keeps CPUs from its middle.
@@ -30,24 +34,41 @@ class TextPoker:
     """
 
     def __init__(self, text: PokedText, breakpoint_: bytes) -> None:
-        self._poke = text.poke
+        self._text = text
         self._breakpoint = breakpoint_
         self.on_step: Callable[[PokeStep, int], None] = lambda _step, _address: None
 
     def replace(self, va: int, insn: bytes) -> None:
         """Breakpoint, tail, first byte."""
         self.expose_breakpoint(va, insn)
+        self._write(PokeStep.FIRST_BYTE, va, insn)
+
+    def replace_all(self, insns: Mapping[int, bytes]) -> None:
+        """The same for several instructions at once, with one synchronisation a step for all."""
         size = len(self._breakpoint)
-        self._poke(va, insn[:size])
-        self.on_step(PokeStep.FIRST_BYTE, va)
+        steps = (
+            [(va, self._breakpoint) for va in insns],
+            [(va + size, insn[size:]) for va, insn in insns.items()],
+            [(va, insn[:size]) for va, insn in insns.items()],
+        )
+        for pokes in steps:
+            self._text.poke_batch(pokes)
+            self._text.sync()
 
     def expose_breakpoint(self, va: int, insn: bytes) -> None:
         """Breakpoint, then the tail of `insn`; the breakpoint stays.
 
         Mirrors: arch/x86/kernel/kprobes/opt.c:arch_unoptimize_kprobe (v6.1).
         """
+        self._write(PokeStep.BREAKPOINT, va, self._breakpoint)
+        self._write(PokeStep.TAIL, va, insn)
+
+    def _write(self, step: PokeStep, va: int, insn: bytes) -> None:
+        """Write the part of `insn` that a step changes; when it returns no CPU has an older one."""
         size = len(self._breakpoint)
-        self._poke(va, self._breakpoint)
-        self.on_step(PokeStep.BREAKPOINT, va)
-        self._poke(va + size, insn[size:])
-        self.on_step(PokeStep.TAIL, va)
+        if step is PokeStep.TAIL:
+            self._text.poke(va + size, insn[size:])
+        else:
+            self._text.poke(va, insn[:size])
+        self._text.sync()
+        self.on_step(step, va)

@@ -25,9 +25,9 @@ class Operand:
     scale: int
     displacement: int
 
-    def address(self, regs: RegisterSet) -> int:
+    def address(self, regs: RegisterSet, mask: int) -> int:
         base, index = (getattr(regs, name) if name else 0 for name in (self.base, self.index))
-        return int(base + index * self.scale + self.displacement) & ((1 << 64) - 1)
+        return int(base + index * self.scale + self.displacement) & mask
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,13 @@ def _operands(insn: Instruction) -> tuple[Operand, ...]:
     return tuple(
         Operand(_name(m.base), _name(m.index), m.scale, m.displacement)
         for m in used
-        if m.segment != Register.GS
+        if m.segment not in (Register.GS, Register.FS)
     )
 
 
 ERRNOS = {
     "blacklisted": errno.EINVAL,
+    "jump label": errno.EINVAL,
     "BUG() site": errno.EINVAL,
     "breakpoint": errno.EINVAL,
     "indirect branch through memory": errno.EOPNOTSUPP,
@@ -72,10 +73,12 @@ ERRNOS = {
 """What register_kprobe answers, by rule."""
 
 
-def refusal(insn: Instruction, blacklisted: bool, is_bug: bool) -> str | None:
+def refusal(insn: Instruction, blacklisted: bool, is_label: bool, is_bug: bool) -> str | None:
     """The first rule that applies, in the order of Linux's checks."""
     if blacklisted:
         return "blacklisted"
+    if is_label:
+        return "jump label"
     if is_bug:
         return "BUG() site"
     if insn.mnemonic == Mnemonic.INT3:
@@ -94,19 +97,21 @@ def _walk(image: object) -> Iterator[Boundary]:
     (text,) = image.text_ranges  # type: ignore[attr-defined]
     forbidden = [(start, end) for start, end, _ in image.blacklist]  # type: ignore[attr-defined]
     bugs = set(image.bugs)  # type: ignore[attr-defined]
+    labels = {label.code for label in image.jump_labels}  # type: ignore[attr-defined]
+    bits = 32 if image.arch == "i386" else 64  # type: ignore[attr-defined]
     at = text.start
     while at < text.end:
         where = image.kallsyms.lookup(at)  # type: ignore[attr-defined]
         end = min(where.symbol.address + where.symbol.size, text.end)
-        for insn in Decoder(64, image.read(at, end - at), ip=at):  # type: ignore[attr-defined]
+        for insn in Decoder(bits, image.read(at, end - at), ip=at):  # type: ignore[attr-defined]
             blacklisted = any(start <= insn.ip < stop for start, stop in forbidden)
             yield Boundary(
                 insn.ip,
                 insn.len,
                 where.symbol.name,
-                refusal(insn, blacklisted, insn.ip in bugs),
+                refusal(insn, blacklisted, insn.ip in labels, insn.ip in bugs),
                 repeats=insn.has_rep_prefix or insn.has_repne_prefix,
-                hides_trap=insn.mnemonic in (Mnemonic.PUSHFQ, Mnemonic.PAUSE),
+                hides_trap=insn.mnemonic in (Mnemonic.PUSHFQ, Mnemonic.PUSHFD, Mnemonic.PAUSE),
                 operands=_operands(insn),
             )
         at = end

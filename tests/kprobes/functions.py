@@ -38,6 +38,7 @@ class Runner:
         self._memory = memory
         self._ex_table = dict(machine.image.ex_table)
         self._at = {b.addr: b for b in boundaries}
+        self._mask = (1 << machine.model.bits) - 1
 
     def call(self, start: RegisterSet) -> Outcome:
         """Run to the end; exceptions with a fixup go on there."""
@@ -58,9 +59,15 @@ class Runner:
         for _ in range(MAX_STEPS):
             boundary = self._at.get(state.ip)
             counts[state.ip] += 1
-            if boundary is not None and any(self._is_text(o.address(state)) for o in boundary.operands):
+            if boundary is not None and any(
+                self._is_text(o.address(state, self._mask)) for o in boundary.operands
+            ):
                 break
             trap, state = self._step(state, boundary)
+            if trap.vector == Vector.BREAKPOINT and not (boundary and boundary.hides_trap):
+                # One of the kernel's own, at which it calls the host: here nobody answers.
+                self._memory.restore()
+                return counts
             if trap.vector not in (Vector.DEBUG, Vector.BREAKPOINT):
                 if trap.address not in self._ex_table:
                     self._memory.restore()

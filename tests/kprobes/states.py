@@ -7,6 +7,7 @@ from random import Random
 
 from emulated_kernel.abi import PAGE_SIZE
 from emulated_kernel.machine.calls import DataSnapshot, map_stack
+from emulated_kernel.machine.layout import RECORD_CELLS_SIZE
 from emulated_kernel.machine.loader import page_up
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.paging import Prot
@@ -14,7 +15,6 @@ from emulated_kernel.machine.registers import RegisterSet
 
 MAX_REPETITIONS = 1 << 10
 ARENA_SIZE = 4 * PAGE_SIZE
-MASK = (1 << 64) - 1
 TF = 0x100
 ARITHMETIC_FLAGS = 0x8D5
 """CF PF AF ZF SF OF."""
@@ -24,7 +24,7 @@ DIRECTION_FLAG = 0x400
 NON_CANONICAL = 0x8000_1234_5678_9ABC
 UNMAPPED = 0x5000
 
-_GENERAL = tuple(name for name in RegisterSet._fields if name not in ("sp", "ip", "flags"))
+_SPECIAL = ("sp", "ip", "flags")
 _SMALL = (
     0,
     1,
@@ -40,8 +40,8 @@ _SMALL = (
     255,
     4095,
     4096,
-    MASK,
-    MASK - 1,
+    -1,
+    -2,
     1 << 31,
     (1 << 32) - 1,
     1 << 63,
@@ -53,10 +53,18 @@ class Arena:
     """Mapped memory between unmapped pages that pointers of the generated states go to."""
 
     base: int
+    general: tuple[str, ...]
+    """Names of the general registers, but the stack pointer."""
+    word_size: int
     data: tuple[int, ...]
     """Addresses in the kernel's writable data."""
     read_only: int
     text: int
+
+    @property
+    def mask(self) -> int:
+        """All ones in a register."""
+        return (1 << 8 * self.word_size) - 1
 
     @property
     def end(self) -> int:
@@ -86,19 +94,23 @@ def build_arena(machine: Machine, rng: Random, *, text: bool = True) -> Arena:
 
     Without `text` no pointer leads to text, where a probe's breakpoint can be read (as on Linux).
     """
-    base = map_stack(machine.memory, 7, ARENA_SIZE) - ARENA_SIZE
+    if machine.model.bits == 32:
+        _unmap_unused(machine)
+    base = map_stack(machine.memory, machine.model, 7, ARENA_SIZE) - ARENA_SIZE
     segments = sorted(machine.image.segments)
     names = ("init_task", "jiffies", "init_stack", "super_blocks", "runqueue", "__log_buf")
     lookup = machine.image.kallsyms.lookup_name
     writable = [va + size // 2 for va, _, size, rights in segments if rights & 2]
     arena = Arena(
         base,
+        tuple(name for name in machine.model.registers if name not in _SPECIAL),
+        machine.model.word_size,
         (*writable, *[at for at in map(lookup, names) if at is not None]),
         read_only=segments[1][0] + 0x100,
         text=segments[0 if text else 1][0] + 0x100,
     )
-    words = [_word(arena, rng) for _ in range(ARENA_SIZE // 8)]
-    machine.memory.write(base, b"".join(word.to_bytes(8, "little") for word in words))
+    words = [_word(arena, rng) & arena.mask for _ in range(ARENA_SIZE // arena.word_size)]
+    machine.memory.write(base, b"".join(word.to_bytes(arena.word_size, "little") for word in words))
     return arena
 
 
@@ -114,16 +126,33 @@ def writable_memory(machine: Machine, arena: Arena) -> DataSnapshot:
 
 
 def image_and_arena(machine: Machine, arena: Arena) -> DataSnapshot:
-    """The memory that the generated pointers lead to; quicker to look through than all of it."""
+    """The memory that the generated pointers lead to; quicker to look through than all of it.
+
+    In 32 bits noise leads to any memory.
+    """
+    if machine.model.bits == 32:
+        return writable_memory(machine, arena)
     segments = machine.image.segments
     spans = [(va, page_up(size)) for va, _, size, rights in segments if rights & Prot.WRITE]
     return machine.data_snapshot([*spans, (arena.base, ARENA_SIZE)])
 
 
+def _unmap_unused(machine: Machine) -> None:
+    """RAM below the image, the host's own, and memory of records: in 32 bits noise leads there."""
+    memory, layout = machine.memory, machine.model.layout
+    low = layout.direct_map
+    image = min(va for va, *_ in machine.image.segments)
+    host = low + memory.host_pages.base
+    memory.unmap(low, image - low)
+    memory.unmap(host, low + memory.ram_size - host)
+    memory.unmap(layout.record_cells, RECORD_CELLS_SIZE)
+    memory.unmap(layout.record_pages, layout.record_pages_size)
+
+
 def _word(arena: Arena, rng: Random) -> int:
     choice = rng.random()
     if choice < 0.4:
-        return arena.pointer(rng) & MASK
+        return arena.pointer(rng)
     if choice < 0.6:
         return arena.text + rng.randrange(0x8000)
     return rng.choice(_SMALL) if choice < 0.8 else rng.getrandbits(64)
@@ -135,12 +164,12 @@ def generate(arena: Arena, rng: Random, ip: int, *, repeats: bool = False) -> Re
 
     def value() -> int:
         if rng.random() < pointers:
-            return arena.pointer(rng) & MASK
-        return rng.choice(_SMALL) if rng.random() < 0.6 else rng.getrandbits(64)
+            return arena.pointer(rng) & arena.mask
+        return (rng.choice(_SMALL) if rng.random() < 0.6 else rng.getrandbits(64)) & arena.mask
 
     flags = rng.getrandbits(12) & ARITHMETIC_FLAGS | FIXED_FLAG
     flags |= rng.choice((0, INTERRUPT_FLAG)) | (DIRECTION_FLAG if rng.random() < 0.1 else 0)
-    general = {name: value() for name in _GENERAL}
+    general = {name: value() for name in arena.general}
     if repeats:
         general["cx"] &= MAX_REPETITIONS - 1
-    return RegisterSet(**general, sp=arena.stack(rng) & MASK, ip=ip, flags=flags)
+    return RegisterSet(**general, sp=arena.stack(rng) & arena.mask, ip=ip, flags=flags)

@@ -84,7 +84,7 @@ class Symbols:
         return CODE if name == "f" else None
 
     def lookup(self, address: int) -> SimpleNamespace:
-        return SimpleNamespace(symbol=self.symbol, offset=address - CODE)
+        return SimpleNamespace(symbol=self.symbol, offset=address - CODE, module=None)
 
 
 @pytest.fixture
@@ -108,6 +108,7 @@ def _kprobes(machine: Machine, code: bytes) -> Kprobes:
         bugs=[],
         ex_table=[],
         mcount=[],
+        jump_labels=[],
         arch="x86_64",
     )
     kprobes = Kprobes(machine, image, X86_64(), print, BREAKPOINTS)

@@ -10,7 +10,6 @@ from emulated_kernel.abi import Vector
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.machine.calls import DataSnapshot
 from emulated_kernel.machine.cpu_x86 import INT3
-from emulated_kernel.machine.layout import HOST_TEXT
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.registers import RegisterSet
 from emulated_kernel.machine.traps import Trap, TrapKind
@@ -85,7 +84,7 @@ class Stepper:
         """Through the breakpoint of the probe that `probe` made for this place."""
         self._behind = None
         trap, state = self._machine.trap_of(start)
-        if trap.kind is TrapKind.HYPERCALL and trap.address == HOST_TEXT + 1:
+        if trap.kind is TrapKind.HYPERCALL and trap.address == self._machine.model.layout.host_text + 1:
             assert self._behind is not None, "the step's end was not seen"
             return self._effect(self._behind, None)
         return self._effect(state, Fault.of(trap))
@@ -96,7 +95,7 @@ class Stepper:
 
     def _stop(self, _kprobe: Kprobe, regs: Any) -> None:
         self._behind = regs.snapshot()
-        regs.ip = HOST_TEXT
+        regs.ip = self._machine.model.layout.host_text
 
     def _effect(self, end: RegisterSet, fault: Fault | None) -> Effect:
         self.runs += 1

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 
@@ -71,13 +71,17 @@ class Probed:
         self.optimizer.work.flush()
 
 
+class Boot(Protocol):
+    def __call__(self, profile: str = ..., arch: str = ...) -> Probed: ...
+
+
 @pytest.fixture
-def boot() -> Iterator[Callable[[str], Probed]]:
-    """Boots a kernel of a profile."""
+def boot() -> Iterator[Boot]:
+    """Boots a kernel of a profile and an architecture."""
     kernels: list[Kernel] = []
 
-    def build(profile: str = "linux-6.1") -> Probed:
-        kernels.append(Kernel(MachineConfig(profile=profile)))
+    def build(profile: str = "linux-6.1", arch: str = "x86_64") -> Probed:
+        kernels.append(Kernel(MachineConfig(arch=arch, profile=profile)))
         return Probed(kernels[-1])
 
     yield build
@@ -87,6 +91,6 @@ def boot() -> Iterator[Callable[[str], Probed]]:
 
 
 @pytest.fixture
-def probed(boot: Callable[[str], Probed]) -> Probed:
+def probed(boot: Boot) -> Probed:
     """A kernel of the default profile."""
     return boot("linux-6.1")

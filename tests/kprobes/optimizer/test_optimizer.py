@@ -244,7 +244,7 @@ class TestWhoIsOptimized:
         alloc = text.alloc_text
 
         def scarce(size: int) -> int:
-            if size > 64:
+            if size == probed.kernel._arch.max_detour:
                 raise HardwareError("none left")
             return alloc(size)
 
@@ -278,7 +278,10 @@ class TestQuiescence:
         probed.optimizer.is_quiescent = is_quiescent
         probe = probed.probe("gcd", GCD_HEAD)
         probed.settle()
-        assert asked[-1] == [(probe.address + 1, probe.address + 6)]
+        assert probe.insn is not None
+        slot, size = probe.insn.slot, probed.kernel._arch.max_insn_size
+        assert slot is not None
+        assert asked[-1] == [(probe.address + 1, probe.address + 6), (slot, slot + size)]
         assert (probed.kernel.kprobes.mode(probe), probed.optimizer.work.is_pending) == ("int3", True)
         clear[0] = True
         probed.settle()
@@ -350,6 +353,9 @@ class TestRemoval:
         assert probed.gcd() == []
 
     def test_leaves_no_memory_behind(self, probed: Probed) -> None:
+        """But the page of slots that is kept."""
+        probed.kernel.unregister_kprobe(probed.probe("gcd", 5))
+        probed.settle()
         used = probed.kernel.machine.text._slots.used
         probes = [probed.probe("gcd", offset) for offset in (0, GCD_HEAD, GCD_TAIL, GCD_HEAD, 0)]
         probed.settle()

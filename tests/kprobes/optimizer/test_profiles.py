@@ -21,6 +21,8 @@ def test_presets() -> None:
     assert {name for name, profile in PROFILES.items() if profile.stepper is Stepper.TRAP_FLAG} == {
         "kprobes-2010",
         "optprobes-2009",
+        "djprobe-2007",
+        "djprobe-2007-preempt",
     }
     with pytest.raises(KernelError) as caught:
         profile_named("linux-2.4")
@@ -107,11 +109,10 @@ def _find_rep(probed: Probed) -> tuple[str, int] | None:
 
 def _run_rep(kernel: Any, address: int, pages: int) -> None:
     """Run the instruction alone: 8 words from `pages` to 2048 bytes behind it."""
-    from emulated_kernel.machine import layout
     from emulated_kernel.machine.registers import RegisterSet
 
     def stop(regs: Any) -> None:
-        regs.ip = layout.HOST_TEXT
+        regs.ip = machine.model.layout.host_text
 
     machine = kernel.machine
     behind = address + 3

@@ -84,6 +84,24 @@ def test_optimized_after_a_few_requests(probed: Probed, files: Files) -> None:
     assert "pushfq" in files.read(f"{stats}/detour")
 
 
+def test_the_detour_shown_is_the_one_that_is_jumped_to(probed: Probed, files: Files) -> None:
+    """First the one that traps, then the one with the handler in it; and a stub in front of a slot."""
+    detour = "/kprobes/stats/kprobes/ev/detour"
+    files.write("/kprobe_events", "p:ev gcd+5")
+    files.write("/tracing/events/kprobes/ev/enable", "1")
+    slot = files.read(detour)
+    probed.gcd()
+    assert files.read(detour).endswith(slot)
+    probed.settle()
+    for saves_all in (True, False):
+        address = probed.address("gcd", GCD_HEAD)
+        target = address + 5 + int.from_bytes(probed.text("gcd", GCD_HEAD)[1:], "little", signed=True)
+        shown = files.read(detour)
+        assert f"{target:#x}: " in shown
+        assert ("popq %r15" in shown) is saves_all
+        probed.gcd()
+
+
 def test_files_switch_it(files: Files) -> None:
     files.write("/kprobe_events", "p:ev gcd+5")
     files.write("/tracing/events/kprobes/ev/enable", "1")

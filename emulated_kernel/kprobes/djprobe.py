@@ -1,0 +1,94 @@
+"""Djprobe: jumps that the user asks for by a probe's `length`, and that commit_kprobes() writes.
+
+Source: "Djprobe" (Ottawa Linux Symposium 2007), section 3. Unlike the optimizer, nothing is done later or by
+itself: the length comes from a tool, and the user says when everybody may wait for the jumps.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.kprobes.kprobe import AggregatorProbe, Kprobe
+from emulated_kernel.kprobes.optimizer import Optimizer
+
+MAX_TURNS = 64
+"""Times that runnable tasks get the CPU to reach the freezer."""
+
+
+class Djprobes(Optimizer):
+    """The optimizer's lists under the paper's rules: `optimizing` is its registering_list, `freeing` its
+    unregistering_list.
+    """
+
+    freezes = False
+    """Whether check_safety() is freeze_processes(), for preemptible kernels, or synchronize_sched()."""
+    let_tasks_run: Callable[[], object] = staticmethod(lambda: None)
+    """Gives the CPU to each runnable task once."""
+
+    def wants(self, kprobe: Kprobe) -> bool:
+        """See Optimizer.wants: a probe without a length is no djprobe."""
+        return bool(kprobe.length)
+
+    def check_conflicts(self, kprobe: Kprobe) -> None:
+        """What other probes mean for one that is about to be registered; its `length` may be cleared.
+
+        Raises: KernelError EEXIST (another djprobe's region covers it), EINVAL (the length isn't what the
+        static analysis says). Source: section 3.3.1. Deviates: there the length is believed, as that kernel
+        has no disassembler.
+        """
+        addr = kprobe.address
+        if self.covering(addr) is not None:
+            raise KernelError(errno.EEXIST, f"{addr:#x} is in the detoured region of a djprobe")
+        if not kprobe.length:
+            return
+        length = self._rules.detoured_length(addr)
+        if length != kprobe.length:
+            told = (
+                length if isinstance(length, str) else f"the detoured region at {addr:#x} has {length} bytes"
+            )
+            raise KernelError(errno.EINVAL, f"length {kprobe.length}: {told}")
+        if any(self._table.get(addr + distance) is not None for distance in range(1, length)):
+            kprobe.length = 0
+
+    def unoptimize(self, head: Kprobe, *, force: bool) -> None:
+        """See Optimizer.unoptimize; always at once. Source: section 3.6.2."""
+        del force
+        super().unoptimize(head, force=True)
+
+    def free(self, head: AggregatorProbe) -> None:
+        """Give back what a probe without members holds: at the next commit, for CPUs may be in its detour."""
+        if head.detour is not None and head not in self.freeing:
+            self.freeing[head] = None
+        else:
+            super().free(head)
+
+    def commit(self) -> None:
+        """Write the jumps of registered djprobes and free the detours of unregistered ones.
+
+        Raises: KernelError EBUSY: a task stays where it is in the way; nothing was done.
+        Source: section 3.4.
+        """
+        if not self._is_safe():
+            raise KernelError(errno.EBUSY, "a task stands in a detoured region or an out-of-line buffer")
+        self._optimize_all()
+        for head in list(self.freeing):
+            super().free(head)
+        self.freeing.clear()
+
+    def _is_safe(self) -> bool:
+        """Section 2.2: without preemption every CPU's trip through the scheduler is enough."""
+        for _ in range(MAX_TURNS if self.freezes else 1):
+            if self.is_quiescent(self._affected()):
+                return True
+            self.let_tasks_run()
+        return self.is_quiescent(self._affected())
+
+    def flush(self) -> None:
+        """See Optimizer.flush: whoever asks for optimization by a file can't call commit."""
+        if self.optimizing and self._is_safe():
+            self.commit()
+
+    def _kick(self) -> None:
+        """Nothing happens before the commit."""

@@ -1,0 +1,236 @@
+"""Fprobe: entry and exit of a set of functions, by fentry sites and one return hook for all of them."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from fnmatch import fnmatchcase
+from typing import Any
+
+from emulated_kernel.arch.base import Arch
+from emulated_kernel.errors import KernelError
+from emulated_kernel.kprobes.registry import Kprobes
+from emulated_kernel.kprobes.return_hook.hooks import Instance, ReturnHook, ReturnHooks
+from emulated_kernel.machine.traps import MemoryFault
+
+
+class RegisterSet(Enum):
+    """What handlers are given of the registers."""
+
+    PT_REGS = auto()
+    """All of them, as a breakpoint would."""
+    FTRACE_REGS = auto()
+    """On entry those of the calling convention, on exit those of results. Mirrors: struct ftrace_regs,
+    struct fgraph_ret_regs (v6.5)."""
+
+
+FprobeHandler = Callable[["Fprobe", int, Any, memoryview], object]
+"""(fprobe, address of the function, registers, the call's private data)"""
+
+
+@dataclass(eq=False)
+class Fprobe:
+    """Handlers for the functions whose names match `filter`, but not `notfilter`; both are globs.
+
+    A true result of `entry_handler` means that the call's exit isn't of interest (Linux: from 6.4 on).
+    `entry_registers` and `exit_registers` name what the handlers read, to be checked against `registers`;
+    others don't exist in what they are given. Mirrors: include/linux/fprobe.h:struct fprobe (v6.1).
+    """
+
+    filter: str
+    notfilter: str | None = None
+    entry_handler: FprobeHandler | None = None
+    exit_handler: FprobeHandler | None = None
+    nr_maxactive: int = 0
+    """Calls that can be pending at a time; 0: two a function and CPU."""
+    entry_data_size: int = 0
+    registers: RegisterSet = RegisterSet.PT_REGS
+    entry_registers: Sequence[str] = ()
+    exit_registers: Sequence[str] = ()
+    is_disabled: bool = False
+    nmissed: int = field(default=0, init=False)
+    """Calls missed for want of an instance."""
+    failures: int = field(default=0, init=False)
+    functions: tuple[int, ...] = field(default=(), init=False)
+    """Their addresses, while it is registered."""
+
+
+class PartialRegs:
+    """The registers that were saved; others are no attributes."""
+
+    __slots__ = ("_names", "_regs")
+
+    _names: frozenset[str]
+    _regs: Any
+
+    def __init__(self, regs: Any, names: frozenset[str]) -> None:
+        object.__setattr__(self, "_regs", regs)
+        object.__setattr__(self, "_names", names)
+
+    def __getattr__(self, name: str) -> int:
+        if name not in self._names:
+            raise AttributeError(f"{name} isn't saved")
+        return int(getattr(self._regs, name))
+
+    def __setattr__(self, name: str, value: int) -> None:
+        if name not in self._names:
+            raise AttributeError(f"{name} isn't saved")
+        setattr(self._regs, name, value)
+
+
+@dataclass(frozen=True)
+class _Registered:
+    hooks: ReturnHooks
+    hook: ReturnHook | None
+    entered: Callable[[Any], None]
+
+
+class Fprobes:
+    """All fprobes of one kernel. Callers hold the kernel's control lock.
+
+    Mirrors: kernel/trace/fprobe.c (v6.1).
+    """
+
+    def __init__(
+        self, kprobes: Kprobes, hooks: ReturnHooks, arch: Arch, functions: Mapping[str, int], *, cpus: int
+    ) -> None:
+        """`functions` gives the address of each that can be traced."""
+        self._kprobes = kprobes
+        self._hooks = hooks
+        self._arch = arch
+        self.functions = functions
+        self._cpus = cpus
+        self._registered: dict[Fprobe, _Registered] = {}
+
+    def register_fprobe(self, fp: Fprobe) -> None:
+        """Hook all functions that match.
+
+        Raises: KernelError EINVAL (none matches, registered already), EOPNOTSUPP (no fentry sites, or a
+        register that isn't saved), ENOMEM. Mirrors: kernel/trace/fprobe.c:register_fprobe (v6.1).
+        """
+        sites = self._kprobes.sites
+        if sites is None:
+            raise KernelError(errno.EOPNOTSUPP, "this kernel has no fentry sites")
+        if fp in self._registered:
+            raise KernelError(errno.EINVAL, "the fprobe is registered already")
+        self._check_registers(fp)
+        fp.functions = self._matching(fp)
+        if not fp.functions:
+            raise KernelError(errno.EINVAL, f"no function {fp.filter} can be traced")
+        fp.nmissed = fp.failures = 0
+        registered = self._registered[fp] = self._prepare(fp)
+        sites.add(fp.functions, registered.entered)
+
+    def unregister_fprobe(self, fp: Fprobe) -> None:
+        """Calls that are pending return without the handler.
+
+        Raises: KernelError EINVAL. Mirrors: kernel/trace/fprobe.c:unregister_fprobe (v6.1).
+        """
+        registered = self._registered.pop(fp, None)
+        if registered is None:
+            raise KernelError(errno.EINVAL, "the fprobe isn't registered")
+        assert self._kprobes.sites is not None
+        self._kprobes.sites.remove(fp.functions, registered.entered)
+        if registered.hook is not None:
+            registered.hooks.remove(registered.hook)
+        fp.functions = ()
+
+    def _matching(self, fp: Fprobe) -> tuple[int, ...]:
+        return tuple(
+            address
+            for name, address in self.functions.items()
+            if fnmatchcase(name, fp.filter) and not (fp.notfilter and fnmatchcase(name, fp.notfilter))
+        )
+
+    # Registers
+
+    def _saved(self, fp: Fprobe) -> tuple[frozenset[str], frozenset[str]]:
+        """Names of what the entry and the exit handler get."""
+        if fp.registers is RegisterSet.PT_REGS:
+            return (frozenset(self._arch.pt_regs),) * 2
+        return frozenset(self._arch.ftrace_regs), frozenset(self._arch.return_regs)
+
+    def _check_registers(self, fp: Fprobe) -> None:
+        wanted = zip(("entry", "exit"), (fp.entry_registers, fp.exit_registers), self._saved(fp), strict=True)
+        for when, names, saved in wanted:
+            missing = [name for name in names if name not in saved]
+            if missing:
+                what = f"{', '.join(missing)} isn't saved on {when}; there are {', '.join(sorted(saved))}"
+                raise KernelError(errno.EOPNOTSUPP, what)
+
+    # Hits
+
+    def _prepare(self, fp: Fprobe) -> _Registered:
+        on_entry, on_exit = self._saved(fp)
+        partial = fp.registers is RegisterSet.FTRACE_REGS
+        hook = None
+        if fp.exit_handler is not None:
+            nodes = fp.nr_maxactive or 2 * self._cpus * len(fp.functions)
+            returned = self._returned(fp, on_exit if partial else None)
+            size = self._arch.word_size + fp.entry_data_size
+            hook = self._hooks.add(returned, nodes, size)
+        return _Registered(self._hooks, hook, self._entered(fp, hook, on_entry if partial else None))
+
+    def _entered(
+        self, fp: Fprobe, hook: ReturnHook | None, names: frozenset[str] | None
+    ) -> Callable[[Any], None]:
+        """Mirrors: kernel/trace/fprobe.c:fprobe_handler (v6.1)."""
+        hooks, word, size = self._hooks, self._arch.word_size, self._arch.jump_size
+        ctlblk, nothing = self._kprobes.hits.ctlblk, memoryview(bytearray(fp.entry_data_size))
+
+        def entered(regs: Any) -> None:
+            if fp.is_disabled:
+                return
+            ctlblk.by_breakpoint = False
+            address = regs.ip - size
+            instance = hooks.try_get(hook) if hook is not None else None
+            if hook is not None and instance is None:
+                fp.nmissed += 1
+                return
+            if instance is not None:
+                instance.data[:word] = address.to_bytes(word, "little")
+            data = nothing if instance is None else instance.data[word:]
+            seen = regs if names is None else PartialRegs(regs, names)
+            skips = self._call(fp, fp.entry_handler, address, seen, data)
+            if instance is None:
+                return
+            if skips:
+                hooks.recycle(instance)
+                return
+            try:
+                hooks.hook(instance, regs)
+            except MemoryFault:
+                hooks.recycle(instance)
+                fp.nmissed += 1
+
+        return entered
+
+    def _returned(self, fp: Fprobe, names: frozenset[str] | None) -> Callable[[Instance, Any], None]:
+        """Mirrors: kernel/trace/fprobe.c:fprobe_exit_handler (v6.1)."""
+        word, ctlblk = self._arch.word_size, self._kprobes.hits.ctlblk
+
+        def returned(instance: Instance, regs: Any) -> None:
+            if fp.is_disabled:
+                return
+            ctlblk.by_breakpoint = False
+            data = instance.data
+            seen = regs if names is None else PartialRegs(regs, names)
+            address = int.from_bytes(data[:word], "little")
+            self._call(fp, fp.exit_handler, address, seen, data[word:])
+
+        return returned
+
+    def _call(
+        self, fp: Fprobe, handler: FprobeHandler | None, address: int, regs: Any, data: memoryview
+    ) -> bool:
+        """A handler that raises counts as one that returned 0."""
+        if handler is None:
+            return False
+        try:
+            return bool(handler(fp, address, regs, data))
+        except BaseException as error:
+            fp.failures += 1
+            self._kprobes.hits.note_failure(error, address, is_first=fp.failures == 1)
+            return False

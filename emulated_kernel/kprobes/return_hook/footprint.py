@@ -1,0 +1,82 @@
+"""What each shadow stack costs in memory: counted from what it really allocates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from emulated_kernel.abi import PAGE_SIZE
+from emulated_kernel.kprobes.return_hook.base import ShadowStack
+from emulated_kernel.kprobes.return_hook.tasks import TaskFields
+from emulated_kernel.kprobes.return_hook.words import GuestWords
+
+WORD = 8
+_FIELDS = {"task_struct.rethooks": 0, "task_struct.ret_stack": WORD, "task_struct.curr_ret_stack": 2 * WORD}
+_TASK_SIZE = 1 << 10
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes for `probes` hooks of `nodes` instances each."""
+
+    stack: str
+    probes: int
+    nodes: int
+    memory: int
+
+
+def footprint(kind: type[ShadowStack], *, cpus: int, tasks: int, probes: int, nodes: int) -> Footprint:
+    """Make the hooks, give all tasks what they need, and add up; nothing of a kernel is used.
+
+    As the slides do, without the hook's control block and the heads of its rings.
+    """
+    source = _Pages()
+    fields = TaskFields(source.memory, {**_FIELDS, "percpu.base": 0, "percpu.current_task": 0}, WORD)
+    stack = kind(GuestWords(source, WORD), fields, cpus)
+    hooks = [stack.add_hook(nodes, 0) for _ in range(probes)]
+    stack.give_stacks(range(_Memory.TASKS, _Memory.TASKS + tasks * _TASK_SIZE, _TASK_SIZE))
+    memory = stack.shared_memory + sum(stack.memory_of(hook) for hook in hooks)
+    return Footprint(kind.name, probes, nodes, memory)
+
+
+def memory_table(
+    kinds: Iterable[type[ShadowStack]], *, cpus: int = 10, tasks: int = 500
+) -> list[list[Footprint]]:
+    """A row for each shadow stack: 1 and 100 probes with a node for each CPU, then with one for each task."""
+    columns = [(probes, nodes) for nodes in (cpus, tasks) for probes in (1, 100)]
+    return [
+        [footprint(kind, cpus=cpus, tasks=tasks, probes=probes, nodes=nodes) for probes, nodes in columns]
+        for kind in kinds
+    ]
+
+
+class _Memory:
+    """Task fields on demand, and pages."""
+
+    TASKS = 1 << 40
+
+    def __init__(self) -> None:
+        self.pages: dict[int, bytearray] = {}
+
+    def view(self, va: int, size: int) -> memoryview:
+        start = next((base for base, data in self.pages.items() if base <= va < base + len(data)), None)
+        if start is None:
+            return memoryview(bytearray(size))
+        return memoryview(self.pages[start])[va - start : va - start + size]
+
+
+class _Pages:
+    """A machine's memory, as far as GuestWords needs one."""
+
+    def __init__(self) -> None:
+        self.memory = _Memory()
+        self._next = PAGE_SIZE
+
+    def alloc_pages(self, size: int) -> int:
+        base = self._next
+        self.memory.pages[base] = bytearray(size)
+        self._next += size
+        return base
+
+    def free_pages(self, va: int) -> None:
+        del self.memory.pages[va]

@@ -1,0 +1,143 @@
+"""The function graph's shadow stack: an array for each task, whoever hooks what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+
+from emulated_kernel.abi import PAGE_SIZE
+from emulated_kernel.errors import KernelError
+from emulated_kernel.kprobes.return_hook.base import Pending, ShadowStack, Usage
+from emulated_kernel.kprobes.return_hook.tasks import CURR_RET_STACK, RET_STACK, TaskFields
+from emulated_kernel.kprobes.return_hook.words import GuestWords
+
+SHADOW_STACK_SIZE = PAGE_SIZE
+"""Bytes of a task's array."""
+HOOK, RET_ADDR, FRAME, SIZE = range(4)
+"""Words at the end of an entry, behind its data; SIZE is that of the whole entry in words."""
+TRAILER = 4
+
+
+class RetStack(ShadowStack):
+    """Entries of any size on a stack of words; curr_ret_stack counts those in use.
+
+    Every task gets its array as soon as there is a hook, or with its first call if it is younger. Linux: with
+    its birth. Mirrors: kernel/trace/fgraph.c:alloc_retstack_tasklist, ftrace_push_return_trace (v6.1); the
+    layout is v6.10's.
+    """
+
+    name = "fgraph"
+    header = 0
+
+    def __init__(self, words: GuestWords, tasks: TaskFields, cpus: int) -> None:
+        super().__init__(words, tasks, cpus)
+        self._entry_words: dict[int, int] = {}
+        self._stacks: dict[int, int] = {}
+        """Task to its array."""
+
+    def add_hook(self, nodes: int, data_size: int) -> int:  # noqa: ARG002 - the stacks have room or not
+        word = self.words.word_size
+        hook = self.words.alloc(word)
+        self._entry_words[hook] = TRAILER + -(-data_size // word)
+        self.usage[hook] = Usage(0)
+        return hook
+
+    def _release(self, hook: int) -> None:
+        del self.usage[hook], self._entry_words[hook]
+        self.words.free(hook)
+        if not self.usage:
+            for task in list(self._stacks):
+                self._free_stack(task)
+
+    def give_stacks(self, tasks: Iterable[int]) -> None:
+        """Allocate for tasks that have none yet. Raises: KernelError ENOMEM."""
+        for task in tasks:
+            if task not in self._stacks:
+                self._allocate(task)
+
+    def _allocate(self, task: int) -> None:
+        stack = self._stacks[task] = self.words.alloc(SHADOW_STACK_SIZE)
+        fields = self.tasks.of(task)
+        fields[RET_STACK], fields[CURR_RET_STACK] = stack, 0
+
+    def _free_stack(self, task: int) -> None:
+        fields = self.tasks.of(task)
+        fields[RET_STACK] = fields[CURR_RET_STACK] = 0
+        self.words.free(self._stacks.pop(task))
+
+    def try_get(self, hook: int, task: int) -> int:
+        """Room on the task's stack, which is its own: nobody else takes it meanwhile."""
+        fields = self.tasks.of(task)
+        if not fields[RET_STACK]:
+            try:
+                self._allocate(task)
+            except KernelError:
+                return 0
+        used = int(fields[CURR_RET_STACK])
+        size = self._entry_words[hook]
+        word = self.words.word_size
+        if (used + size) * word > SHADOW_STACK_SIZE:
+            return 0
+        self.usage[hook].take()
+        node = int(fields[RET_STACK]) + used * word
+        self._fill(node, size, hook)
+        return node
+
+    def _fill(self, node: int, size: int, hook: int) -> None:
+        """Its data are zeroed: the words may have been another call's."""
+        words, word = self.words, self.words.word_size
+        for at in range(node, node + size * word, word):
+            words[at] = 0
+        end = node + size * word
+        words[end - (TRAILER - HOOK) * word] = hook
+        words[end - (TRAILER - SIZE) * word] = size
+
+    def put_back(self, hook: int, node: int) -> None:  # noqa: ARG002 - nothing lies above it
+        self._put_back(hook)
+
+    def push(self, hook: int, task: int, node: int, ret_addr: int, frame: int) -> None:
+        words, word = self.words, self.words.word_size
+        fields = self.tasks.of(task)
+        end = node + self._entry_words[hook] * word
+        words[end - (TRAILER - RET_ADDR) * word] = ret_addr
+        words[end - (TRAILER - FRAME) * word] = frame
+        fields[CURR_RET_STACK] = (end - fields[RET_STACK]) // word
+
+    def pending(self, task: int) -> Iterator[Pending]:
+        words, word = self.words, self.words.word_size
+        fields = self.tasks.of(task)
+        end = int(fields[RET_STACK] + fields[CURR_RET_STACK] * word)
+        while end > fields[RET_STACK]:
+            hook, ret_addr, frame, size = (words[end - number * word] for number in range(TRAILER, 0, -1))
+            end -= size * word
+            yield Pending(end, hook, ret_addr, frame)
+
+    def pop(self, task: int, count: int) -> None:
+        fields = self.tasks.of(task)
+        for call in list(islice(self.pending(task), count)):
+            fields[CURR_RET_STACK] = (call.node - fields[RET_STACK]) // self.words.word_size
+            self._put_back(call.hook)
+
+    def flush(self, task: int) -> list[int]:
+        """Mirrors: kernel/trace/fgraph.c:ftrace_graph_exit_task (v6.1), with what was pending."""
+        nodes = super().flush(task)
+        if task in self._stacks:
+            self._free_stack(task)
+        return nodes
+
+    def memory_of(self, hook: int) -> int:  # noqa: ARG002 - every hook is a guest of the tasks' arrays
+        return 0
+
+    @property
+    def shared_memory(self) -> int:
+        return len(self._stacks) * SHADOW_STACK_SIZE
+
+
+class UnifiedStack(RetStack):
+    """The function graph's hook for everybody: a kretprobe is a thin layer on it.
+
+    So there are return hooks only where a function can be traced, and none behind a breakpoint.
+    """
+
+    name = "unified"
+    needs_fentry = True

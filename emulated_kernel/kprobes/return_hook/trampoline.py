@@ -1,0 +1,103 @@
+"""Trampoline: where hooked functions return to instead of to their callers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from emulated_kernel.arch.base import Arch, ByteMemory
+from emulated_kernel.kprobes.profile import TrampolineForm
+from emulated_kernel.kprobes.saved_regs import FrameMemory, SavedFrames
+from emulated_kernel.kprobes.slots import SlotText
+
+
+class TrampolineText(SlotText, Protocol):
+    """Executable memory near the kernel's."""
+
+
+class TrampolineMemory(ByteMemory, FrameMemory, Protocol):
+    """What reading and replacing a return address needs."""
+
+
+class TrampolineMachine(Protocol):
+    @property
+    def memory(self) -> TrampolineMemory: ...
+
+    @property
+    def text(self) -> TrampolineText: ...
+
+    @property
+    def breakpoints(self) -> dict[int, Callable[[Any], None]]: ...
+
+
+Returned = Callable[[Any, int], int]
+"""(registers, frame) -> the address to go on at; the frame is that of Pending."""
+
+
+class Trampoline:
+    """One for all hooked functions; it is made when the first one is hooked, and stays."""
+
+    def __init__(
+        self, machine: TrampolineMachine, arch: Arch, form: TrampolineForm, returned: Returned
+    ) -> None:
+        self._machine = machine
+        self._memory = machine.memory
+        self._arch = arch
+        self._word = arch.word_size
+        self.form = form if arch.return_trampoline(0) is not None else TrampolineForm.BREAKPOINT
+        self._returned = returned
+        self._frames = SavedFrames(machine.memory, arch.pt_regs, arch.word_size)
+        self.address = 0
+        """What replaces return addresses; 0 before anything was hooked."""
+        self.size = 0
+        """Bytes of its code."""
+
+    def install(self) -> None:
+        """Make it, once. Raises: HardwareError where no executable memory is left."""
+        if self.address:
+            return
+        text, arch = self._machine.text, self._arch
+        stub = arch.return_trampoline(0) if self.form is TrampolineForm.ASSEMBLY else None
+        size = len(arch.breakpoint if stub is None else stub.code)
+        address = text.alloc_text(size)
+        if stub is None:
+            # Filled with breakpoints already.
+            self._machine.breakpoints[address] = self._on_breakpoint
+        else:
+            stub = arch.return_trampoline(address)
+            assert stub is not None
+            text.poke(address, stub.code)
+            self._machine.breakpoints[address + stub.trap] = self._on_saved
+        self.address, self.size = address, size
+
+    def replace_return_address(self, regs: Any) -> tuple[int, int]:
+        """At a function's entry: the address that the function would return to, and the slot that held it.
+
+        Raises: MemoryFault where the stack isn't writable memory.
+        """
+        link = self._arch.registers.link
+        if link is not None:
+            address = int(getattr(regs, link))
+            setattr(regs, link, self.address)
+            return address, int(regs.sp)
+        slot = int(regs.sp)
+        address = int.from_bytes(self._memory.read(slot, self._word), "little")
+        self._write(slot, self.address)
+        return address, slot
+
+    def _write(self, slot: int, address: int) -> None:
+        self._memory.write(slot, address.to_bytes(self._word, "little"))
+
+    def _on_saved(self, regs: Any) -> None:
+        """The registers are saved, with the slot of the return address behind them.
+
+        Mirrors: arch/x86/kernel/rethook.c:arch_rethook_trampoline_callback (v6.1).
+        """
+        slot = regs.sp + len(self._arch.pt_regs) * self._word
+        self._write(slot, self._returned(self._frames.at(regs.sp), slot))
+
+    def _on_breakpoint(self, regs: Any) -> None:
+        """The return has taken the address off the stack already."""
+        slot = regs.sp if self._arch.registers.link is not None else regs.sp - self._word
+        regs.ip = self.address
+        regs.ip = self._returned(regs, slot)

@@ -1,0 +1,98 @@
+"""GuestWords: memory that shadow stacks are laid out in, as words that guest code can work on too."""
+
+from __future__ import annotations
+
+import errno
+from typing import Protocol
+
+from emulated_kernel.abi import PAGE_SIZE
+from emulated_kernel.errors import KernelError
+from emulated_kernel.machine.pool import UnitPool
+from emulated_kernel.machine.traps import HardwareError
+
+_CHUNK = 64 << 10
+_UNIT = 16
+_FORMATS = {4: "I", 8: "Q"}
+
+
+class ViewedMemory(Protocol):
+    def view(self, va: int, size: int, /) -> memoryview: ...
+
+
+class PageSource(Protocol):
+    """What the machine gives: pages that host and guest can read and write."""
+
+    @property
+    def memory(self) -> ViewedMemory: ...
+
+    def alloc_pages(self, size: int, /) -> int: ...
+
+    def free_pages(self, va: int, /) -> None: ...
+
+
+class GuestWords:
+    """Allocates zeroed memory in small pieces; `words[address]` is the word there."""
+
+    def __init__(self, source: PageSource, word_size: int) -> None:
+        self._source = source
+        self.word_size = word_size
+        self._shift = word_size.bit_length() - 1
+        self._chunks: dict[int, UnitPool] = {}
+        self._pages: dict[int, memoryview] = {}
+        self._sizes: dict[int, tuple[int, int]] = {}
+
+    def __getitem__(self, address: int) -> int:
+        return self._pages[address // PAGE_SIZE][address % PAGE_SIZE >> self._shift]
+
+    def __setitem__(self, address: int, value: int) -> None:
+        self._pages[address // PAGE_SIZE][address % PAGE_SIZE >> self._shift] = value
+
+    def view(self, address: int, size: int) -> memoryview:
+        """Live bytes of an allocated piece, or of a part of it."""
+        return self._source.memory.view(address, size)
+
+    @property
+    def used(self) -> int:
+        """Bytes asked for, as the sum of what was allocated and not freed."""
+        return sum(size for size, _ in self._sizes.values())
+
+    def size_of(self, address: int) -> int:
+        """Bytes asked for by the `alloc` that returned `address`."""
+        return self._sizes[address][0]
+
+    def alloc(self, size: int) -> int:
+        """Address of `size` zeroed bytes. Raises: KernelError ENOMEM."""
+        for base, pool in self._chunks.items():
+            try:
+                address = pool.alloc(size)
+            except HardwareError:
+                continue
+            self._sizes[address] = size, base
+            self.view(address, size)[:] = bytes(size)
+            return address
+        self._add_chunk(max(_CHUNK, -(-size // PAGE_SIZE) * PAGE_SIZE))
+        return self.alloc(size)
+
+    def free(self, address: int) -> None:
+        """Give back a piece; pages without any go back to the machine."""
+        _, base = self._sizes.pop(address)
+        pool = self._chunks[base]
+        pool.free(address)
+        if not pool.used:
+            self._drop_chunk(base)
+
+    def _add_chunk(self, size: int) -> None:
+        try:
+            base = self._source.alloc_pages(size)
+        except HardwareError as error:
+            raise KernelError(errno.ENOMEM, "no memory left for shadow stacks") from error
+        self._chunks[base] = UnitPool(base, size, _UNIT)
+        for page in range(base, base + size, PAGE_SIZE):
+            view = self._source.memory.view(page, PAGE_SIZE)
+            self._pages[page // PAGE_SIZE] = view.cast(_FORMATS[self.word_size])  # type: ignore[call-overload]
+
+    def _drop_chunk(self, base: int) -> None:
+        pool = self._chunks.pop(base)
+        for page in range(base, pool.end, PAGE_SIZE):
+            del self._pages[page // PAGE_SIZE]
+        self._source.free_pages(base)

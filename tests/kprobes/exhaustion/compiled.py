@@ -1,0 +1,177 @@
+"""The proof for handlers in guest code: made, replaced and dropped while CPUs stand in all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from emulated_kernel.arch import program as ir
+from emulated_kernel.arch.base import Live
+from emulated_kernel.arch.program_builder import HitWay, ProgramBuilder
+from emulated_kernel.kprobes.compiled import CompiledCode, Compiler
+from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.kprobes.profile import Saving
+from tests.kprobes.exhaustion.proof import Place, Proof, Spans
+from tests.kprobes.exhaustion.standing import JUMP_SIZE, OtherCpu, Standing
+
+Group = list[list[Standing]]
+"""Of each CPU the states that it may be in."""
+
+
+@contextmanager
+def enabled(compiler: Compiler) -> Iterator[None]:
+    """Within, hits have their handlers compiled."""
+    compiler.enabled = True
+    try:
+        yield
+    finally:
+        compiler.enabled = False
+
+
+class CompiledProof(Proof):
+    """The handler counts in a cell, asks the host, reads what may not be mapped, overwrites registers."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        kernel = self.probed.kernel
+        self.cell = kernel.machine.records.alloc_cells(8)
+        kernel.kprobes.compiler.enabled = False
+
+    def count(self) -> int:
+        """See Proof."""
+        return super().count() + self.probed.kernel.machine.memory.read_u64(self.cell)
+
+    def place(self, address: int, cpus: Sequence[OtherCpu]) -> Place:
+        """See Proof."""
+        return CompiledPlace(self, address, cpus)
+
+    def live_at(self, addr: int) -> Live:
+        """See Proof."""
+        kprobes = self.probed.kernel.kprobes
+        if kprobes.profile.saving is Saving.ALL:
+            return super().live_at(addr)
+        return self.probed.optimizer._rules.live_at(addr)
+
+    def emit(self, builder: ProgramBuilder, _way: HitWay) -> bool:
+        """The handler as a program."""
+        unread, end = builder.label(), builder.label()
+        builder.emit(
+            ir.GetRegister(0, "di"),
+            ir.Load(1, 0, 0, 4, on_fault=unread),
+            ir.Place(unread),
+            *(ir.SetImmediate(vreg, 0x1234_5678 << vreg) for vreg in range(2, ir.NR_VREGS)),
+            ir.Compute(ir.Arithmetic.XOR, 2, 3),
+        )
+        builder.call_host(lambda: True, end)
+        builder.emit(ir.AddToCell(self.cell, 1), ir.Place(end))
+        return True
+
+
+@dataclass
+class CompiledPlace(Place):
+    """As Place; code is made when it says so, and at no other hit."""
+
+    proof: CompiledProof
+    codes: list[CompiledCode] = field(default_factory=list, init=False)
+    """Compiled detours, oldest first."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.compiler = self.kernel.kprobes.compiler
+
+    def _register(self) -> Kprobe:
+        return self.probed.probe("probe", at=self.address, program=self.proof.emit)
+
+    def _delays(self, interiors: Group, slots: Group) -> None:
+        """A CPU in a stub is on its way to the slot."""
+        super()._delays(interiors, _joined(slots, self._stubs()))
+
+    def _handled_otherwise(self, detours: Group) -> Group:
+        """The jump is led to one compiled detour, back to Python's, and to another."""
+        compiler = self.compiler
+        self.codes.clear()
+        self._watched("compiling", self._compile, detours)
+        old = self._in_code(self.codes[0])
+        self._all("compiled", _joined(detours, old))
+        self._watched("changing the handler", self._change, _joined(detours, old))
+        self._waits_for(old)
+        self._watched("compiling again", self._compile, _joined(detours, old))
+        now = _joined(detours, self._in_code(self.codes[1]))
+        self._all("compiled again", _joined(now, old))
+        compiler.work.flush()
+        if self.codes[0] in compiler.codes or self.codes[1] not in compiler.codes:
+            self._note("compiled again", "the replaced code isn't freed, or the new one is")
+        self._all("freed", now)
+        compiler.is_quiescent = lambda _spans: False
+        return now
+
+    def _leave(self, detours: Group) -> None:
+        super()._leave(detours)
+        self.compiler.is_quiescent = lambda _spans: True
+        self.compiler.work.flush()
+        if self.compiler.codes:
+            self._note("unregistered", "code isn't freed")
+
+    def _stubs(self) -> Group:
+        """Have the handler compiled by a hit of the breakpoint; in its code."""
+        self._change()
+        with enabled(self.compiler):
+            self._all("compiling a stub", None)
+        stub = self.head.stub
+        if stub is None:
+            self._note("compiling a stub", "there is none")
+            return [[] for _ in self.cpus]
+        self._all("compiled stub", None)
+        return [list(self._inside(cpu, stub.address, stub.size, "stub")) for cpu in self.cpus]
+
+    def _compile(self) -> None:
+        """What the first hit by the jump does; it is no run of this machine, so that others can go on."""
+        with enabled(self.compiler):
+            self.kernel.kprobes.hits._compile_detour(self.head)
+        assert self.head.code is not None
+        self.codes.append(self.head.code)
+
+    def _change(self) -> None:
+        self.kernel.kprobes.handler_changed(self.probe)
+
+    def _in_code(self, code: CompiledCode) -> Group:
+        return [list(self._inside(cpu, code.address, code.size, "code")) for cpu in self.cpus]
+
+    def _waits_for(self, group: Group) -> None:
+        """Replaced code isn't freed while a CPU stands in it."""
+        waited: list[bool] = []
+
+        def is_quiescent(spans: Spans) -> bool:
+            waited.append(all(any(a <= at.ip < b for a, b in spans) for each in group for at in each))
+            return False
+
+        self.compiler.is_quiescent = is_quiescent
+        self.compiler.work.flush()
+        self._all("changed", group)
+        if waited != [True]:
+            self._note("changed", "a CPU in replaced code isn't waited for")
+        self.compiler.is_quiescent = lambda _spans: True
+
+    def _leaving(self, standing: Standing) -> Standing:
+        """A hit in guest code is counted there."""
+        in_code = any(code.contains(standing.ip) for code in self.codes)
+        return standing if in_code else super()._leaving(standing)
+
+    def _jumps(self) -> dict[bytes, int]:
+        return super()._jumps() | self._code_jumps()
+
+    def _code_jumps(self) -> dict[bytes, int]:
+        codes = {*self.codes, *([self.head.code] if self.head.code is not None else [])}
+        jump = self.kernel._arch.relative_jump
+        return {jump(self.address, code.entry): code.entry for code in codes}
+
+    def _stale(self, cpu: OtherCpu, at_start: Standing, window: bytes) -> str | None:
+        # The code counts the hit, whatever has become of the probe.
+        if window[:JUMP_SIZE] in self._code_jumps():
+            at_start = replace(at_start, hits=1)
+        return super()._stale(cpu, at_start, window)
+
+
+def _joined(some: Group, others: Group) -> Group:
+    return [a + b for a, b in zip(some, others, strict=True)]

@@ -1,0 +1,253 @@
+"""All stages of optimizing and unoptimizing one region, with another CPU everywhere that it can stand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from emulated_kernel.arch.base import Live
+from emulated_kernel.arch.x86.liveness import ALL_LIVE
+from emulated_kernel.kprobes.kprobe import AggregatorProbe, DetourBuffer, Kprobe
+from emulated_kernel.machine.prefetch import Prefetch
+from tests.kprobes.exhaustion.standing import JUMP_SIZE, OtherCpu, Standing
+from tests.kprobes.optimizer.conftest import Probed
+from tests.kprobes.optimizer.regions import Bench
+
+Spans = Sequence[tuple[int, int]]
+NO_FLAGS = b"\x9c"
+"""pushf: stepping it shows."""
+
+
+class Watch(Prefetch):
+    """Calls `before_sync` when CPUs may still have what they had fetched, for the last time."""
+
+    before_sync: Callable[[], None] = staticmethod(lambda: None)
+
+    def synchronised(self) -> None:
+        """See Prefetch.synchronised."""
+        self.before_sync()
+        super().synchronised()
+
+
+@dataclass
+class Proof:
+    """Checks places one after the other; `problems` gets a line for each thing that goes wrong."""
+
+    probed: Probed
+    states: int = 1
+    problems: list[str] = field(default_factory=list)
+    runs: int = 0
+
+    def __post_init__(self) -> None:
+        self.bench = Bench(self.probed)
+        self.watch = Watch(self.probed.kernel.machine.text)
+
+    def count(self) -> int:
+        """Hits handled so far."""
+        return len(self.probed.hits)
+
+    def length(self, address: int) -> int:
+        """Bytes of whole instructions that are replaced."""
+        length = self.probed.optimizer._rules.detoured_length(address)
+        assert isinstance(length, int)
+        return length
+
+    def place(self, address: int, cpus: Sequence[OtherCpu]) -> Place:
+        """What is done at a place."""
+        return Place(self, address, cpus)
+
+    def live_at(self, _addr: int) -> Live:
+        """What may not differ from there on."""
+        return ALL_LIVE
+
+    def check(self, place: tuple[str, int, int]) -> None:
+        """Prove one place, or add to the problems."""
+        symbol, offset, address = place
+        region = self.length(address)
+        starts = [s._replace(ip=address) for s in self.bench.states(address)][: self.states]
+        end = address + region
+        live = self.live_at(end)
+        cpus = [OtherCpu(self.probed, self.bench, end, start, self.count, live) for start in starts]
+        before = len(self.problems)
+        self.place(address, cpus).run()
+        self.problems[before:] = [f"{symbol}+{offset:#x}: {line}" for line in self.problems[before:]]
+
+
+@dataclass
+class Place:
+    """One region, and the CPUs that are about to execute it."""
+
+    proof: Proof
+    address: int
+    cpus: Sequence[OtherCpu]
+
+    def __post_init__(self) -> None:
+        self.probed = self.proof.probed
+        self.optimizer = self.probed.optimizer
+        self.kernel = self.probed.kernel
+        self.stage = ""
+        self.asked: list[tuple[int, int]] = []
+
+    def run(self) -> None:
+        """Optimize, unoptimize, optimize again, unregister; each step watched."""
+        kernel = self.kernel
+        interiors = [list(self._interior(cpu)) for cpu in self.cpus]
+        self.probe = self._register()
+        self.head = self._head()
+        self._hold(True)
+        slots = [list(self._slot(cpu)) for cpu in self.cpus]
+        self._delays(interiors, slots)
+        self._watched("optimizing", lambda: self._hold(False))
+        if not self.head.is_patched:
+            self.proof.problems.append(f"isn't optimized: {kernel.kprobes.reason(self.probe)}")
+        detours = [list(self._detour(cpu)) for cpu in self.cpus]
+        self._all("optimized", detours)
+        detours = self._handled_otherwise(detours)
+        self._watched("unoptimizing", lambda: self._hold(True), detours)
+        self._all("unoptimized", [a + b for a, b in zip(detours, slots, strict=True)])
+        self._watched("optimizing again", lambda: self._hold(False), detours)
+        self._leave(detours)
+
+    def _register(self) -> Kprobe:
+        return self.probed.probe("probe", at=self.address)
+
+    def _handled_otherwise(self, detours: list[list[Standing]]) -> list[list[Standing]]:
+        """What else can be done while there is a jump; CPUs that may stand somewhere then."""
+        return detours
+
+    # Where a CPU can stand
+
+    def _interior(self, cpu: OtherCpu) -> Iterator[Standing]:
+        """Behind each instruction of the region, executed before there was a probe."""
+        code = self.kernel.machine.text.current(self.address, cpu.end - self.address)
+        for addr in self.kernel._arch.instruction_boundaries(code, self.address)[1:]:
+            yield from self._at(cpu, addr, f"interior {addr - self.address:#x}", 0)
+
+    def _slot(self, cpu: OtherCpu) -> Iterator[Standing]:
+        insn = self.head.insn
+        assert insn is not None
+        if insn.slot is not None and insn.step_end is not None:
+            for addr in (insn.slot, insn.step_end):
+                yield from self._at(cpu, addr, f"slot +{addr - insn.slot:#x}", 1)
+
+    def _detour(self, cpu: OtherCpu) -> Iterator[Standing]:
+        detour = self._buffer()
+        yield from self._inside(cpu, detour.address, detour.size, "detour")
+
+    def _inside(self, cpu: OtherCpu, address: int, size: int, what: str) -> Iterator[Standing]:
+        """At each instruction of code that a hit goes through."""
+        code = self.kernel.machine.text.current(address, size)
+        for addr in self.kernel._arch.instruction_boundaries(code, address):
+            yield from self._at(cpu, addr, f"{what} +{addr - address:#x}", 1)
+
+    def _at(self, cpu: OtherCpu, addr: int, what: str, hits: int) -> Iterator[Standing]:
+        found = cpu.standing_at(addr, what, hits)
+        if found is not None:
+            yield found
+
+    # What is done to the probe
+
+    def _hold(self, held: bool) -> None:
+        self.optimizer.hold(self.head, held)
+
+    def _delays(self, interiors: list[list[Standing]], slots: list[list[Standing]]) -> None:
+        """While a CPU stands in the region or in the slot, nothing may be patched, and it goes on well."""
+        standings = [a + b for a, b in zip(interiors, slots, strict=True)]
+        patched: list[bool] = []
+
+        def is_quiescent(spans: Spans) -> bool:
+            inside = all(any(a <= at.ip < b for a, b in spans) for group in standings for at in group)
+            patched.append(inside)
+            return False
+
+        self.optimizer.is_quiescent = is_quiescent
+        self._hold(False)
+        self._all("queued", standings)
+        if self.head.is_patched or patched != [True]:
+            self.proof.problems.append("a CPU in the region or slot isn't waited for")
+        self._hold(True)
+        self.optimizer.is_quiescent = lambda _spans: True
+
+    def _leave(self, detours: list[list[Standing]]) -> None:
+        """Unregistered with CPUs in the detour: it stays until they have left."""
+        waited: list[bool] = []
+
+        def is_quiescent(spans: Spans) -> bool:
+            waited.append(all(any(a <= at.ip < b for a, b in spans) for group in detours for at in group))
+            return False
+
+        self.optimizer.is_quiescent = is_quiescent
+        in_detour = [[self._leaving(standing) for standing in group] for group in detours]
+        self._watched("unregistering", self._unregister, in_detour, hits=0)
+        self._all("unregistered", in_detour, hits=0)
+        if waited[-1:] != [True]:
+            self.proof.problems.append("a CPU in the detour isn't waited for")
+        self.optimizer.is_quiescent = lambda _spans: True
+        self.probed.settle()
+
+    def _leaving(self, standing: Standing) -> Standing:
+        """In the detour of a probe that is unregistered: there is no handler any more."""
+        return Standing(standing.what, standing.registers, standing.memory, 0)
+
+    def _unregister(self) -> None:
+        self.kernel.unregister_kprobe(self.probe)
+        self.probed.settle()
+
+    # Looking
+
+    def _watched(
+        self,
+        what: str,
+        action: Callable[[], None],
+        others: list[list[Standing]] | None = None,
+        hits: int = 1,
+    ) -> None:
+        """Do it, and before each synchronisation let all CPUs go on from where they stand."""
+        self.moment = 0
+
+        def look() -> None:
+            self.moment += 1
+            self._all(f"{what}, {self.moment}", others, hits)
+
+        self.proof.watch.before_sync = look
+        try:
+            action()
+        finally:
+            self.proof.watch.before_sync = lambda: None
+
+    def _all(self, stage: str, others: list[list[Standing]] | None, hits: int = 1) -> None:
+        for number, cpu in enumerate(self.cpus):
+            at_start = cpu.at_start(hits)
+            for standing in (at_start, *(others[number] if others else ())):
+                self._note(stage, cpu.problem(standing))
+            for window in self.proof.watch.windows(self.address):
+                if NO_FLAGS not in window:
+                    self._note(stage, self._stale(cpu, at_start, window))
+
+    def _stale(self, cpu: OtherCpu, at_start: Standing, window: bytes) -> str | None:
+        jumps = self._jumps()
+        if window[:1] == b"\xcc" or window[:JUMP_SIZE] in jumps:
+            return cpu.stale_problem(at_start, window, jumps)
+        # Executing the original instruction, it has passed before the probe was there.
+        passed = Standing(at_start.what, at_start.registers, {}, 0)
+        return cpu.stale_problem(passed, window, jumps)
+
+    def _jumps(self) -> dict[bytes, int]:
+        """Those that may stand at the probe, and where they lead."""
+        buffer = self._buffer()
+        return {buffer.jump: buffer.address}
+
+    def _note(self, stage: str, problem: str | None) -> None:
+        self.proof.runs += 1
+        if problem is not None:
+            self.proof.problems.append(f"{stage}: {problem}")
+
+    def _head(self) -> AggregatorProbe:
+        head = self.kernel.kprobes.head(self.probe)
+        assert isinstance(head, AggregatorProbe)
+        return head
+
+    def _buffer(self) -> DetourBuffer:
+        detour = self.head.detour
+        assert detour is not None
+        return detour

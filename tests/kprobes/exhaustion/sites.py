@@ -1,0 +1,116 @@
+"""The proof for fentry sites: a nop becomes a call, of the trampoline or of guest code, and a nop again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from emulated_kernel.kprobes.compiled import CompiledCode
+from emulated_kernel.kprobes.kprobe import Kprobe
+from tests.kprobes.exhaustion.compiled import CompiledProof, Group, enabled
+from tests.kprobes.exhaustion.proof import Place
+from tests.kprobes.exhaustion.standing import JUMP_SIZE, OtherCpu, Standing
+from tests.kprobes.optimizer.conftest import Probed
+
+
+def fentry_sites(probed: Probed) -> Iterator[tuple[str, int, int]]:
+    """(symbol, offset, address) of every site that can be probed."""
+    kernel = probed.kernel
+    for address in sorted(kernel.image.mcount):
+        where = kernel.image.kallsyms.lookup(address)
+        if where is not None and not kernel.kprobes.is_blacklisted(address):
+            yield where.symbol.name, where.offset, address
+
+
+class SiteProof(CompiledProof):
+    """Checks sites."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.bench.frame *= 2  # A return address lies above the frame, and flags below.
+
+    def length(self, _address: int) -> int:
+        """See Proof."""
+        return JUMP_SIZE
+
+    def place(self, address: int, cpus: Sequence[OtherCpu]) -> Place:
+        """See Proof."""
+        return SitePlace(self, address, cpus)
+
+
+@dataclass
+class SitePlace(Place):
+    """One site, and the CPUs that are about to enter the function."""
+
+    proof: SiteProof
+    codes: list[CompiledCode] = field(default_factory=list, init=False)
+
+    def run(self) -> None:
+        """Arm it, have the handler compiled, replaced and compiled again, disarm it; each step watched."""
+        kernel, compiler = self.kernel, self.kernel.kprobes.compiler
+        sites = kernel.kprobes.sites
+        assert sites is not None
+        self.trampoline = sites.trampoline
+        self.probe = Kprobe(addr=self.address, pre_handler=self._note_hit, program=self.proof.emit)
+        compiler.is_quiescent = lambda _spans: False
+        self._watched("arming", lambda: kernel.register_kprobe(self.probe))
+        inside = [
+            list(self._inside(cpu, sites.trampoline, sites.trampoline_size, "trampoline"))
+            for cpu in self.cpus
+        ]
+        self._all("armed", inside)
+        for stage in ("compiling", "compiling again"):
+            self._watched(stage, self._compile, inside)
+            self._join(inside, self.codes[-1])
+            self._all(f"done {stage}", inside)
+            self._watched("changing the handler", lambda: kernel.kprobes.handler_changed(self.probe), inside)
+            self._all("changed", inside)
+        self._watched("compiling once more", self._compile, inside)
+        self._join(inside, self.codes[-1])
+        self._watched("disarming", lambda: kernel.unregister_kprobe(self.probe), inside, hits=0)
+        leaving = [[self._leaving(standing) for standing in group] for group in inside]
+        self._all("disarmed", leaving, hits=0)
+        compiler.is_quiescent = lambda _spans: True
+        compiler.work.flush()
+        if compiler.codes:
+            self._note("disarmed", "code isn't freed")
+
+    def _note_hit(self, kprobe: Kprobe, _regs: object) -> None:
+        self.probed.hits.append(("site", kprobe.address))
+
+    def _compile(self) -> None:
+        with enabled(self.kernel.kprobes.compiler):
+            self.kernel.kprobes.hits._compile_call(self.probe)
+        assert self.probe.code is not None
+        self.codes.append(self.probe.code)
+
+    def _join(self, inside: Group, code: CompiledCode) -> None:
+        for cpu, group in zip(self.cpus, inside, strict=True):
+            group.extend(self._inside(cpu, code.address, code.size, "code"))
+
+    def _leaving(self, standing: Standing) -> Standing:
+        in_code = any(code.contains(standing.ip) for code in self.codes)
+        return standing if in_code else replace(standing, hits=0)
+
+    def _targets(self) -> dict[bytes, int]:
+        """The calls that may stand at the site, and what they call."""
+        codes = {*self.codes, *([self.probe.code] if self.probe.code is not None else [])}
+        call = self.kernel._arch.relative_call
+        return {call(self.address, to): to for to in (self.trampoline, *(code.entry for code in codes))}
+
+    def _stale(self, cpu: OtherCpu, at_start: Standing, window: bytes) -> str | None:
+        target = self._targets().get(window[:JUMP_SIZE])
+        if target is not None:
+            problem = cpu.problem(self._called(at_start, target))
+            return problem and f"stale {window[:JUMP_SIZE].hex()}: {problem}"
+        if window[:1] == b"\xcc":
+            return cpu.stale_problem(at_start, window, {})
+        return cpu.stale_problem(replace(at_start, hits=0), window, {})
+
+    def _called(self, at_start: Standing, target: int) -> Standing:
+        """Behind the call: that is a hit, whatever becomes of the probe meanwhile."""
+        word = self.kernel._arch.word_size
+        sp = at_start.registers.sp - word
+        pushed = (self.address + JUMP_SIZE).to_bytes(word, "little")
+        registers = at_start.registers._replace(sp=sp, ip=target)
+        return replace(at_start, registers=registers, memory=dict(enumerate(pushed, sp)), hits=1)

@@ -1,0 +1,91 @@
+"""No way into the code leads behind the first byte of a region that the rules let a jump cover."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+
+import pytest
+from iced_x86 import Decoder, FlowControl
+
+from emulated_kernel.config import MachineConfig
+from emulated_kernel.image.image import Prot, prebuilt_dependencies
+from emulated_kernel.image.modules import LiveImage
+from emulated_kernel.kernel import Kernel
+from emulated_kernel.kprobes.optimizer import Optimizer
+
+DIRECT = (FlowControl.CONDITIONAL_BRANCH, FlowControl.UNCONDITIONAL_BRANCH, FlowControl.CALL)
+
+
+def code(live: LiveImage) -> Iterator[tuple[int, bytes]]:
+    """Every symbol's code, with its address."""
+    symbols = [*live.core.kallsyms.symbols, *(s for m in live._modules.values() for s in m.symbols)]
+    for address in sorted({symbol.address for symbol in symbols}):
+        where = live.kallsyms.lookup(address)
+        parts = [range(*part) for part in live.text_ranges if address in range(*part)]
+        if where is not None and parts:
+            yield address, live.read(address, min(where.symbol.size, parts[0].stop - address))
+
+
+def branches(live: LiveImage, bits: int) -> Iterator[tuple[int, str]]:
+    """The target of each direct branch that leaves its symbol, and of each call."""
+    for address, body in code(live):
+        for insn in Decoder(bits, body, ip=address):
+            target = insn.near_branch_target
+            leaves = not address <= target < address + len(body)
+            if insn.flow_control in DIRECT and target and (leaves or insn.is_call_near):
+                yield target, f"{insn.ip:#x}: {insn}"
+
+
+def words(live: LiveImage, size: int) -> Iterator[tuple[int, str]]:
+    """Whatever could be an address in memory that isn't code: entries of jump tables are among it."""
+    for segment in live.core.segments:
+        if segment.prot & Prot.X:
+            continue
+        for offset in range(0, len(segment.data) - size + 1, 4):
+            word = int.from_bytes(segment.data[offset : offset + size], "little")
+            yield word, f"the word at {segment.va + offset:#x}"
+
+
+@pytest.mark.parametrize("arch", ["x86_64", "i386"])
+@pytest.mark.parametrize("profile", ["linux-6.1", "optprobes-2009"])
+def test_nothing_leads_into_a_region(arch: str, profile: str) -> None:
+    with Kernel(MachineConfig(arch=arch, profile=profile)) as kernel:
+        for module in prebuilt_dependencies(arch):
+            if module != "initfail":
+                kernel.load_module(module)
+        live, bits = kernel.live, kernel._arch.bits
+        ways = [*branches(live, bits), *words(live, bits // 8)]
+        ways += [(entry.fixup, f"the fixup of {entry.insn:#x}") for entry in live.ex_table]
+        ways += [(label.target, f"the jump label at {label.code:#x}") for label in live.jump_labels]
+        ways.sort()
+        targets = [target for target, _ in ways]
+        optimizer = kernel.kprobes.optimizer
+        assert isinstance(optimizer, Optimizer)
+        regions, found = 0, []
+        for start, body in code(live):
+            for address in kernel._arch.instruction_boundaries(body, start):
+                length = optimizer._rules.detoured_length(address)
+                if isinstance(length, int):
+                    regions += 1
+                    inside = slice(bisect_left(targets, address + 1), bisect_left(targets, address + length))
+                    found += [f"{hex(address)}+{length}: {what}" for _, what in ways[inside]]
+        assert found == []
+        assert regions > 10_000
+
+
+@pytest.mark.parametrize("arch", ["x86_64", "i386"])
+def test_branches_of_cold_parts_and_neighbours_are_told(arch: str) -> None:
+    with Kernel(MachineConfig(arch=arch)) as kernel:
+        optimizer, image = kernel.kprobes.optimizer, kernel.image
+        assert isinstance(optimizer, Optimizer)
+        told = []
+        for start, body in code(kernel.live):
+            for address in kernel._arch.instruction_boundaries(body, start):
+                length = optimizer._rules.detoured_length(address)
+                if isinstance(length, str) and "in another function" in length:
+                    source = int(length.split(":")[0], 16)
+                    where = image.kallsyms.lookup(source)
+                    assert where is not None
+                    told.append((address - start, where.symbol.name))
+        assert {name for _, name in told} >= {"show_opcodes", "layout_sections.cold"}

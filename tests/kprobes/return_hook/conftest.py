@@ -1,0 +1,47 @@
+"""Booted kernels for the tests of return hooks, with each shadow stack."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from emulated_kernel.config import MachineConfig
+from emulated_kernel.host.guest_log import read_log
+from emulated_kernel.kernel import Kernel
+from emulated_kernel.kprobes.return_hook.hooks import SHADOW_STACKS
+
+Boot = Callable[..., Kernel]
+
+
+@pytest.fixture
+def boot() -> Iterator[Boot]:
+    """Boots a kernel; its text must be the original again when the test ends."""
+    kernels: list[Kernel] = []
+
+    def build(profile: str = "linux-6.1", return_hook: str | None = None, **options: object) -> Kernel:
+        config = MachineConfig(profile=profile, return_hook=return_hook, **options)  # type: ignore[arg-type]
+        kernels.append(Kernel(config))
+        return kernels[-1]
+
+    yield build
+    for kernel in kernels:
+        assert kernel.machine.text.verify() == []
+        kernel.close()
+
+
+@pytest.fixture(params=list(SHADOW_STACKS))
+def stack(request: pytest.FixtureRequest) -> str:
+    """The name of a shadow stack."""
+    return str(request.param)
+
+
+@pytest.fixture
+def kernel(boot: Boot, stack: str) -> Kernel:
+    """A kernel with that shadow stack."""
+    return boot(return_hook=stack)
+
+
+def dmesg(kernel: Kernel) -> list[str]:
+    """The messages of the kernel log."""
+    return [message.text for message in read_log(kernel.machine.memory, kernel.image.kallsyms)]

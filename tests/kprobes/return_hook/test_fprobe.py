@@ -1,0 +1,187 @@
+"""Fprobes: sets of functions, their entries and exits, and the registers that handlers may read."""
+
+from __future__ import annotations
+
+import errno
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.kernel import Kernel
+from emulated_kernel.kprobes.fprobe import Fprobe, RegisterSet
+from emulated_kernel.kprobes.kretprobe import Kretprobe
+from tests.kprobes.return_hook.conftest import Boot
+
+
+def errno_of(action: Callable[[], object]) -> int:
+    with pytest.raises(KernelError) as caught:
+        action()
+    return caught.value.errno or 0
+
+
+def name(kernel: Kernel, address: int) -> str:
+    where = kernel.image.kallsyms.lookup(address)
+    assert where is not None
+    assert where.offset == 0
+    return where.symbol.name
+
+
+def test_entry_and_exit_of_a_set(kernel: Kernel) -> None:
+    seen: list[tuple[str, str, int]] = []
+
+    def entered(_fp: Fprobe, address: int, regs: Any, data: memoryview) -> None:
+        data[:8] = regs.di.to_bytes(8, "little")
+        seen.append(("entry", name(kernel, address), regs.di))
+
+    def returned(_fp: Fprobe, address: int, regs: Any, data: memoryview) -> None:
+        assert data[:8] != bytes(8)
+        seen.append(("exit", name(kernel, address), regs.ax))
+
+    fp = Fprobe("[gl]c[dm]", entry_handler=entered, exit_handler=returned, entry_data_size=8)
+    kernel.register_fprobe(fp)
+    assert {name(kernel, address) for address in fp.functions} == {"gcd", "lcm"}
+    assert kernel.call("gcd", 12, 18) == 6
+    assert seen == [("entry", "gcd", 12), ("exit", "gcd", 6)]
+    seen.clear()
+    assert kernel.call("lcm", 4, 6) == 12
+    assert [what[:2] for what in seen] == [
+        ("entry", "lcm"),
+        ("entry", "gcd"),
+        ("exit", "gcd"),
+        ("exit", "lcm"),
+    ]
+    kernel.unregister_fprobe(fp)
+    assert kernel.machine.text.ledger == {}
+
+
+def test_all_functions_at_once(kernel: Kernel) -> None:
+    """Every entry is an exit, a miss, or a call that is pending or never returns."""
+    entries: Counter[int] = Counter()
+    exits: Counter[int] = Counter()
+    fp = Fprobe(
+        "*",
+        notfilter="*slab*",
+        entry_handler=lambda _fp, address, *_: entries.update([address]),
+        exit_handler=lambda _fp, address, *_: exits.update([address]),
+    )
+    kernel.register_fprobe(fp)
+    assert len(fp.functions) > 500
+    kernel.guest.mirror.task_of(600, 0, 0)
+    kernel.guest.mirror.exit(600)
+    assert kernel.call("gcd", 12, 18) == 6
+    kernel.unregister_fprobe(fp)
+    assert entries.total() > 100
+    assert not exits - entries
+    assert fp.nmissed == 0
+    assert entries.total() - exits.total() < 30
+    assert kernel.call("gcd", 12, 18) == 6
+
+
+def test_entry_handler_decides_and_instances_run_out(boot: Boot) -> None:
+    kernel = boot()
+    exits: list[int] = []
+    fp = Fprobe(
+        "[gl]c[dm]",
+        entry_handler=lambda _fp, _address, regs, _data: regs.di == 4,
+        exit_handler=lambda _fp, _address, regs, _data: exits.append(regs.ax),
+        nr_maxactive=1,
+    )
+    kernel.register_fprobe(fp)
+    kernel.call("lcm", 4, 6)
+    assert (exits, fp.nmissed) == ([], 0) or (len(exits), fp.nmissed) == (1, 0)
+    exits.clear()
+    kernel.call("lcm", 6, 10)
+    assert (exits, fp.nmissed) == ([30], 1)
+
+
+def test_beside_kretprobes_and_disabled(kernel: Kernel) -> None:
+    results: list[str] = []
+    rp = Kretprobe(symbol_name="gcd", handler=lambda *_: results.append("kretprobe"))
+    fp = Fprobe("gcd", exit_handler=lambda *_: results.append("fprobe"))
+    kernel.register_kretprobe(rp)
+    kernel.register_fprobe(fp)
+    assert kernel.call("gcd", 12, 18) == 6
+    assert sorted(results) == ["fprobe", "kretprobe"]
+    fp.is_disabled = True
+    kernel.unregister_kretprobe(rp)
+    results.clear()
+    assert kernel.call("gcd", 12, 18) == 6
+    assert results == []
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"filter": "nothing_like_it"}, errno.EINVAL),
+        ({"filter": "gcd", "notfilter": "g*"}, errno.EINVAL),
+        ({"filter": "gcd", "entry_registers": ("nonsense",)}, errno.EOPNOTSUPP),
+        (
+            {"filter": "gcd", "registers": RegisterSet.FTRACE_REGS, "entry_registers": ("bx",)},
+            errno.EOPNOTSUPP,
+        ),
+        (
+            {"filter": "gcd", "registers": RegisterSet.FTRACE_REGS, "exit_registers": ("di",)},
+            errno.EOPNOTSUPP,
+        ),
+    ],
+)
+def test_refused(boot: Boot, options: dict[str, Any], error: int) -> None:
+    kernel = boot()
+    assert errno_of(lambda: kernel.register_fprobe(Fprobe(**options))) == error
+    fp = Fprobe("gcd")
+    assert errno_of(lambda: kernel.unregister_fprobe(fp)) == errno.EINVAL
+    kernel.register_fprobe(fp)
+    assert errno_of(lambda: kernel.register_fprobe(fp)) == errno.EINVAL
+
+
+def test_partial_registers(boot: Boot) -> None:
+    """What isn't saved isn't there; what is can be changed."""
+    kernel = boot()
+    seen: list[int] = []
+
+    def entered(_fp: Fprobe, _address: int, regs: Any, _data: memoryview) -> None:
+        seen.append(regs.di)
+        regs.si = 8
+        with pytest.raises(AttributeError, match="bx isn't saved"):
+            _ = regs.bx
+        with pytest.raises(AttributeError, match="flags isn't saved"):
+            regs.flags = 0
+
+    def returned(_fp: Fprobe, _address: int, regs: Any, _data: memoryview) -> None:
+        seen.append(regs.ax)
+        with pytest.raises(AttributeError, match="di isn't saved"):
+            _ = regs.di
+
+    fp = Fprobe(
+        "gcd",
+        entry_handler=entered,
+        exit_handler=returned,
+        registers=RegisterSet.FTRACE_REGS,
+        entry_registers=("di", "si"),
+        exit_registers=("ax",),
+    )
+    kernel.register_fprobe(fp)
+    assert kernel.call("gcd", 12, 18) == 4
+    assert seen == [12, 4]
+    assert fp.failures == 0
+
+
+def test_a_failing_handler_is_raised_to_the_caller(boot: Boot) -> None:
+    kernel = boot()
+
+    def fail(*_: object) -> None:
+        raise ValueError("broken")
+
+    fp = Fprobe("gcd", exit_handler=fail)
+    kernel.register_fprobe(fp)
+    with pytest.raises(ValueError, match="broken"):
+        kernel.call("gcd", 12, 18)
+    assert fp.failures == 1
+
+
+def test_without_fentry_sites(boot: Boot) -> None:
+    kernel = boot("optprobes-2009")
+    assert errno_of(lambda: kernel.register_fprobe(Fprobe("gcd"))) == errno.EOPNOTSUPP

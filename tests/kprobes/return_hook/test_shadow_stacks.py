@@ -1,0 +1,122 @@
+"""Random calls, returns and ends of tasks on each shadow stack, against lists in Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from emulated_kernel.abi import PAGE_SIZE
+from emulated_kernel.kprobes.return_hook.base import ShadowStack
+from emulated_kernel.kprobes.return_hook.hooks import SHADOW_STACKS
+from emulated_kernel.kprobes.return_hook.objpool import ObjpoolStack
+from emulated_kernel.kprobes.return_hook.ret_stack import RetStack
+from emulated_kernel.kprobes.return_hook.tasks import TaskFields
+from emulated_kernel.kprobes.return_hook.words import GuestWords
+
+WORD = 8
+TASKS = tuple(0x10_000 + 64 * number for number in range(3))
+ABI = {
+    "task_struct.rethooks": 8,
+    "task_struct.ret_stack": 16,
+    "task_struct.curr_ret_stack": 24,
+    "percpu.base": 0x10_800,
+    "percpu.current_task": 0,
+}
+
+
+@dataclass
+class Pages:
+    """A machine's memory: one array; its own pages lie behind the tasks."""
+
+    data: bytearray = field(default_factory=lambda: bytearray(1 << 20))
+    free: int = 0x20_000
+
+    @property
+    def memory(self) -> Pages:
+        return self
+
+    def view(self, va: int, size: int) -> memoryview:
+        return memoryview(self.data)[va : va + size]
+
+    def alloc_pages(self, size: int) -> int:
+        va, self.free = self.free, self.free + size
+        assert va % PAGE_SIZE == 0
+        return va
+
+    def free_pages(self, va: int) -> None:
+        """They aren't used again."""
+
+
+Act = tuple[str, int, int]
+ACTS = st.lists(
+    st.tuples(
+        st.sampled_from(["call", "call", "call", "refuse", "return", "return", "exit", "remove"]),
+        st.integers(0, len(TASKS) - 1),
+        st.integers(0, 2),
+    ),
+    max_size=60,
+)
+
+
+def make(name: str) -> tuple[ShadowStack, GuestWords]:
+    pages = Pages()
+    words = GuestWords(pages, WORD)
+    stack = SHADOW_STACKS[name](words, TaskFields(pages, ABI, WORD), cpus=3)
+    return stack, words
+
+
+@pytest.mark.parametrize("name", list(SHADOW_STACKS))
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(acts=ACTS, nodes=st.integers(1, 5), size=st.sampled_from([0, 1, 8, 40]))
+def test_what_is_pending_is_what_was_called(name: str, acts: list[Act], nodes: int, size: int) -> None:
+    stack, words = make(name)
+    if isinstance(stack, ObjpoolStack):
+        # Every node comes back on another CPU than it was taken on.
+        turns = iter(range(1 << 20))
+        stack.current_cpu = lambda: next(turns) % 3
+    hooks = [stack.add_hook(nodes, size) for _ in range(3)]
+    removed: set[int] = set()
+    pending: dict[int, list[tuple[int, int, int, bytes]]] = {task: [] for task in TASKS}
+    counts = dict.fromkeys(hooks, 0)
+    for number, (act, which, choice) in enumerate(acts):
+        task, hook = TASKS[which], hooks[choice]
+        if act in ("call", "refuse") and hook not in removed:
+            node = stack.try_get(hook, task)
+            if not isinstance(stack, RetStack):
+                assert bool(node) == (counts[hook] < nodes), "a node is free exactly while not all are used"
+            if node and act == "refuse":
+                stack.put_back(hook, node)
+            elif node:
+                mark = bytes([number % 250 + 1]) * size
+                stack.data(node, size)[:] = mark
+                stack.push(hook, task, node, 0x1000 + number, 0x9000 + number)
+                pending[task].insert(0, (hook, 0x1000 + number, 0x9000 + number, mark))
+                counts[hook] += 1
+        elif act == "return" and pending[task]:
+            stack.pop(task, 1)
+            counts[pending[task].pop(0)[0]] -= 1
+        elif act == "exit":
+            assert len(stack.flush(task)) == len(pending[task])
+            for gone, *_ in pending[task]:
+                counts[gone] -= 1
+            pending[task] = []
+        elif act == "remove" and hook not in removed:
+            stack.remove_hook(hook)
+            removed.add(hook)
+        for each in TASKS:
+            found = [
+                (c.hook, c.ret_addr, c.frame, bytes(stack.data(c.node, size))) for c in stack.pending(each)
+            ]
+            assert found == pending[each]
+        assert {h: stack.usage[h].active for h in stack.usage} == {
+            h: n for h, n in counts.items() if n or h not in removed
+        }
+    for task in TASKS:
+        stack.flush(task)
+    for hook in set(hooks) - removed:
+        stack.remove_hook(hook)
+    stack.close()
+    assert words.used == 0, "all memory comes back"

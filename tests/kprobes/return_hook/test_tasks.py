@@ -1,0 +1,134 @@
+"""Hooked calls that sleep, are interrupted, or never return: whose they are, and what becomes of them."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections import Counter
+
+import pytest
+
+from emulated_kernel.errors import KernelError, WouldBlock
+from emulated_kernel.kernel import Kernel
+from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.kprobes.kretprobe import Kretprobe
+from emulated_kernel.vfs.guest_mount import GuestMount
+from emulated_kernel.vfs.mount import Client
+from tests.kprobes.return_hook.conftest import Boot, dmesg
+from tests.kprobes.return_hook.test_kretprobe import PER_TASK, accounted
+from tests.kprobes.test_functions import _session as session
+
+PIPE = "/tracing/trace_pipe"
+
+
+def sleepers(mount: GuestMount, number: int) -> tuple[int, list[Client]]:
+    """Processes that wait in the middle of vfs_read."""
+    clients = [Client(700 + n, 0, 0) for n in range(number)]
+    pipe = mount.open(clients[0], PIPE, os.O_RDONLY)
+    for client in clients:
+        with pytest.raises(WouldBlock):
+            mount.read(client, pipe, 100, 0)
+    return pipe, clients
+
+
+def test_eight_sleepers_and_one_instance(kernel: Kernel, stack: str) -> None:
+    """samples/quirks.json, maxactive1_8_sleepers: one is seen, seven are missed."""
+    mount = kernel.mount()
+    rp = Kretprobe(symbol_name="vfs_read", handler=lambda *_: None, maxactive=1)
+    kernel.register_kretprobe(rp)
+    pipe, clients = sleepers(mount, 8)
+    assert rp.hook is not None
+    kept = 8 if stack in PER_TASK else 1
+    assert (rp.hook.active, rp.nmissed, rp.returns) == (kept, 8 - kept, 0)
+    for client in clients:
+        mount.give_up(client, pipe, errno.EINTR)
+    assert (rp.hook.active, rp.nmissed, rp.returns) == (0, 8 - kept, kept)
+
+
+def test_unregistered_while_calls_are_pending(kernel: Kernel) -> None:
+    """They return where they belong, without the handler; only then is everything free."""
+    mount = kernel.mount()
+    hooks = kernel.kretprobes.hooks
+    keep = Kprobe(symbol_name="strlen", pre_handler=lambda *_: None)
+    kernel.register_kprobe(keep)
+    rp = Kretprobe(symbol_name="vfs_read", handler=lambda *_: None)
+    kernel.register_kretprobe(rp)
+    pipe, clients = sleepers(mount, 3)
+    kernel.unregister_kretprobe(rp)
+    with pytest.raises(KernelError) as caught:
+        hooks.select_return_hook("objpool")
+    assert caught.value.errno == errno.EBUSY
+    for client in clients:
+        mount.give_up(client, pipe, errno.EINTR)
+    assert rp.returns == 0
+    assert not [line for line in dmesg(kernel) if "BUG" in line or "Oops" in line]
+    hooks.select_return_hook("objpool")
+    kernel.register_kretprobe(rp)
+
+
+def test_a_task_that_ends_in_a_hooked_call(kernel: Kernel) -> None:
+    """do_exit never returns: its instance comes back with the task's memory."""
+    guest = kernel.guest
+    rp = Kretprobe(symbol_name="__x64_sys_exit", handler=lambda *_: None, maxactive=1)
+    nested = Kretprobe(symbol_name="do_exit", handler=lambda *_: None, maxactive=1)
+    kernel.register_kretprobes([rp, nested])
+    for pid in range(600, 605):
+        guest.mirror.task_of(pid, 0, 0)
+        guest.mirror.exit(pid)
+    guest.mirror.task_of(605, 0, 0)
+    for probe in (rp, nested):
+        assert probe.hook is not None
+        assert (probe.hook.active, probe.returns, probe.nmissed) == (0, 0, 0)
+        assert probe.hook.flushed == 5
+
+
+def test_a_killed_task_gives_its_instances_back(kernel: Kernel) -> None:
+    rp = Kretprobe(symbol_name="crc32_le", handler=lambda *_: None, maxactive=1)
+    kernel.register_kretprobe(rp)
+    for flushed in (1, 2, 3):
+        with pytest.raises(KernelError) as caught:
+            kernel.call("crc32_le", 0, 0x5000, 4)
+        assert caught.value.errno == errno.EFAULT
+        kernel.guest.mirror.worker()
+        assert rp.hook is not None
+        assert rp.hook.flushed == flushed
+    kernel.call("crc32_le", 0, "four", 4)
+    assert (rp.returns, rp.nmissed) == (1, 0)
+
+
+def _entries(kernel: Kernel) -> list[int]:
+    """Functions whose entry can be probed."""
+    found = []
+    for entry in sorted(kernel.image.mcount):
+        probe = Kprobe(addr=entry, disabled=True)
+        try:
+            kernel.kprobes.register_kprobe(probe)
+        except KernelError:
+            continue
+        kernel.kprobes.unregister_kprobe(probe)
+        found.append(entry)
+    return found
+
+
+@pytest.mark.parametrize("maxactive", [1, 0])
+def test_every_entry_is_accounted_for(boot: Boot, stack: str, maxactive: int) -> None:
+    """A session with task switches, an exit and a fork: the same results, and each call seen once."""
+    entered: Counter[int] = Counter()
+    counting, hooking = boot(), boot(return_hook=stack)
+    probes = [
+        Kprobe(addr=entry, pre_handler=lambda kprobe, _regs: entered.update([kprobe.address]))
+        for entry in _entries(counting)
+    ]
+    counting.register_kprobes(probes)
+    expected = session(counting)
+    hooked = [
+        Kretprobe(addr=entry, handler=lambda *_: None, maxactive=maxactive) for entry in _entries(hooking)
+    ]
+    hooking.register_kretprobes(hooked)
+    assert session(hooking) == expected
+    wrong = {
+        hex(rp.address): (entered[rp.address], rp) for rp in hooked if accounted(rp) != entered[rp.address]
+    }
+    assert wrong == {}
+    assert sum(rp.returns for rp in hooked) > 1000
+    hooking.unregister_kretprobes(hooked)

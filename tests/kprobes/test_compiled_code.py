@@ -1,0 +1,160 @@
+"""The life of compiled handlers: when they are made, what drops them, and that they are given back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from emulated_kernel.config import MachineConfig
+from emulated_kernel.kernel import Kernel
+from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.kprobes.profile import Profile
+from emulated_kernel.trace.event import KprobeTraceEvent
+
+PLACE = "int_sqrt+5"
+
+
+@pytest.fixture
+def kernel() -> Iterator[Kernel]:
+    with Kernel(MachineConfig(), profile=Profile("optimized", ftrace=False)) as kernel:
+        yield kernel
+
+
+def enabled(kernel: Kernel, command: str) -> KprobeTraceEvent:
+    kernel.kprobe_events.write(command.encode() + b"\n")
+    event = kernel.kprobe_events.probes()[-1].event
+    kernel.trace.expand()
+    kernel.kprobe_events.enable(event)
+    return event
+
+
+def head(kernel: Kernel, event: KprobeTraceEvent) -> Kprobe:
+    handle = event.probes[0].handle
+    assert isinstance(handle, Kprobe)
+    found = kernel.kprobes.head(handle)
+    assert found is not None
+    return found
+
+
+def optimized(kernel: Kernel, command: str) -> KprobeTraceEvent:
+    """Hit once as an optimized probe, so that its handler is compiled."""
+    event = enabled(kernel, command)
+    assert kernel.kprobes.optimizer is not None
+    kernel.kprobes.optimizer.flush()
+    kernel.call("int_sqrt", 1)
+    assert head(kernel, event).code is not None
+    return event
+
+
+def traps(kernel: Kernel, value: int) -> int:
+    """Breakpoints that a call of the probed function meets."""
+    met = 0
+    for address, handler in list(kernel.machine.breakpoints.items()):
+
+        def counting(regs: object, handler: object = handler) -> None:
+            nonlocal met
+            met += 1
+            handler(regs)  # type: ignore[operator]
+
+        kernel.machine.breakpoints[address] = counting
+    kernel.call("int_sqrt", value)
+    return met
+
+
+def test_the_second_hit_stays_in_the_guest(kernel: Kernel) -> None:
+    event = optimized(kernel, f"p:a {PLACE} x=%di")
+    kernel.call("int_sqrt", 2)
+    # The name of the task is asked for once a system call.
+    assert traps(kernel, 3) == 1
+    assert event.probes[0].hits == 3
+    assert len(list(kernel.trace.buffers[0])) == 3
+
+
+def test_code_is_dropped_and_given_back(kernel: Kernel) -> None:
+    event = optimized(kernel, f"p:a {PLACE}")
+    probe, compiler = head(kernel, event), kernel.kprobes.compiler
+    old = probe.code
+    assert old in compiler.codes
+    for change in (
+        lambda: kernel.kprobe_events.filters.write(event, b"common_pid != 0"),
+        lambda: kernel.trace.resize_buffer(64),
+        lambda: kernel.trace.set_clock("global"),
+        lambda: kernel.trace.options.set("record-cmd", 0),
+    ):
+        change()
+        assert probe.code is None
+        kernel.call("int_sqrt", 4)
+        assert probe.code is not None
+    for _ in range(20):
+        kernel.call("int_sqrt", 5)
+    assert old not in compiler.codes
+    assert {code for code in compiler.codes if not code.retired} == {probe.code}
+    kernel.kprobe_events.disable(event)
+    kernel.kprobe_events.clear()
+    for _ in range(20):
+        kernel.call("int_sqrt", 6)
+    assert not compiler.codes
+    assert not compiler.fixups
+
+
+def test_what_the_guest_can_not_do_stays_with_python(kernel: Kernel) -> None:
+    event = enabled(kernel, f"p:a {PLACE} x=%di")
+    kernel.trace.set_clock("counter")
+    for value in range(3):
+        kernel.call("int_sqrt", value)
+    probe = head(kernel, event)
+    assert (probe.code, probe.stub, event.probes[0].hits) == (None, None, 3)
+    kernel.trace.set_clock("local")
+    kernel.call("int_sqrt", 7)
+    assert probe.stub is not None
+
+
+def test_two_events_at_a_place_share_the_code(kernel: Kernel) -> None:
+    first = optimized(kernel, f"p:a {PLACE} x=%di")
+    second = enabled(kernel, f"p:b {PLACE} s=+0(%di):string")
+    for value in range(5):
+        kernel.call("int_sqrt", value)
+    assert [event.probes[0].hits for event in (first, second)] == [6, 5]
+    assert len(list(kernel.trace.buffers[0])) == 11
+    assert head(kernel, first) is head(kernel, second)
+
+
+def test_a_probe_with_a_handler_of_its_own_takes_all_to_python(kernel: Kernel) -> None:
+    event = optimized(kernel, f"p:a {PLACE}")
+    seen: list[int] = []
+    other = Kprobe(symbol_name="int_sqrt", offset=5, pre_handler=lambda _kp, regs: seen.append(regs.di))
+    kernel.register_kprobe(other)
+    kernel.call("int_sqrt", 9)
+    assert (seen, event.probes[0].hits, head(kernel, event).code) == ([9], 2, None)
+    kernel.unregister_kprobe(other)
+    kernel.call("int_sqrt", 9)
+    kernel.call("int_sqrt", 9)
+    assert (seen, event.probes[0].hits) == ([9], 4)
+
+
+def test_faults_in_arguments_are_data(kernel: Kernel) -> None:
+    event = optimized(kernel, f"p:a {PLACE} s=+0(%di):string n=+0(%di):u8 u=+u0(%di):ustring")
+    for value in (0, 8, 1 << 47, (1 << 64) - 1):
+        kernel.call("int_sqrt", value)
+    assert kernel.trace.trace_text().count("s=(fault) n=0 u=(fault)") == 5
+    assert event.probes[0].hits == 5
+
+
+def test_readers_are_woken(kernel: Kernel) -> None:
+    optimized(kernel, f"p:a {PLACE}")
+    woken: list[bool] = []
+    kernel.trace.listeners.append(lambda: woken.append(True))
+    kernel.call("int_sqrt", 5)
+    kernel.call("gcd", 5, 5)
+    assert len(woken) == 1
+
+
+def test_entries_and_lost_are_hits(kernel: Kernel) -> None:
+    event = optimized(kernel, f"p:a {PLACE} s=+0(%sp):x64[40]")
+    kernel.trace.resize_buffer(8)
+    for value in range(400):
+        kernel.call("int_sqrt", value)
+    stats = kernel.trace.buffers[0].stats()
+    assert stats.overrun > 0
+    assert stats.entries + stats.overrun == event.probes[0].hits == 401

@@ -1,0 +1,105 @@
+"""Compiled handlers leave the trace that Python's leave, to the byte and the nanosecond, in every mode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+
+from emulated_kernel.config import MachineConfig
+from emulated_kernel.kernel import Kernel
+from emulated_kernel.kprobes.profile import PROFILES, Profile, Saving, Stepper
+from emulated_kernel.trace.event import KprobeTraceEvent
+
+PLAIN = Profile("plain", ftrace=False, optimizer=False)
+WAYS = {
+    "stepped by int3": PLAIN,
+    "stepped by TF": replace(PLAIN, stepper=Stepper.TRAP_FLAG),
+    "boosted": replace(PLAIN, preemption=False),
+    "optimized": Profile("optimized", ftrace=False),
+    "optimized, save-all": Profile("optimized", ftrace=False, saving=Saving.ALL),
+    **PROFILES,
+}
+ARGUMENTS = (
+    "",
+    "x=%di y=%si:s16 sp=$stack w=$stack0 top=$stack1 f=%flags:u8 ip=%ip",
+    "s=+0(%di):string b=+0(%di):b4@2/8 c=$comm a=+0(%di):u8[3] none=+0(%sp):x64",
+)
+
+
+@contextmanager
+def booted(profile: Profile, *, compiled: bool) -> Iterator[Kernel]:
+    with Kernel(MachineConfig(), profile=replace(profile, compiled=compiled)) as kernel:
+        yield kernel
+
+
+def define(kernel: Kernel, command: str) -> KprobeTraceEvent:
+    kernel.kprobe_events.write(command.encode() + b"\n")
+    event = kernel.kprobe_events.probes()[-1].event
+    kernel.trace.expand()
+    kernel.kprobe_events.enable(event)
+    return event
+
+
+def settle(kernel: Kernel) -> None:
+    if kernel.kprobes.optimizer is not None:
+        kernel.kprobes.optimizer.flush()
+
+
+def story(kernel: Kernel, place: str, args: str) -> tuple[str, int]:
+    """Hits before and after optimization, with changes of what is done at them."""
+    event = define(kernel, f"p:a {place} {args}")
+    texts = ["", "abc", "x" * 300, "abc"]
+    for text in texts:
+        kernel.call("strlen", text)
+    settle(kernel)
+    for text in texts:
+        kernel.call("strlen", text)
+    kernel.kprobe_events.filters.write(event, b"common_pid > 0 && __probe_ip != 1")
+    for text in texts:
+        kernel.call("strlen", text)
+    kernel.kprobe_events.filters.write(event, b"common_pid == 1")
+    for text in texts:
+        kernel.call("strlen", text)
+    kernel.kprobe_events.filters.write(event, b"0")
+    kernel.trace.set_tracing_on(False)
+    kernel.call("strlen", "lost")
+    kernel.trace.set_tracing_on(True)
+    kernel.trace.resize_buffer(8)
+    kernel.kprobe_events.disable(event)
+    kernel.call("strlen", "not seen")
+    kernel.kprobe_events.enable(event)
+    for text in texts:
+        kernel.call("strlen", text)
+    kernel.trace.set_clock("counter")
+    for text in texts:
+        kernel.call("strlen", text)
+    kernel.trace.set_clock("global")
+    for text in texts:
+        kernel.call("strlen", text)
+    settle(kernel)
+    return kernel.trace.trace_text() + kernel.trace.stats_text(0), event.probes[0].hits
+
+
+@pytest.mark.parametrize("args", ARGUMENTS)
+@pytest.mark.parametrize("offset", [0, 5, 9])
+@pytest.mark.parametrize("way", WAYS)
+def test_compiled_or_not_the_trace_is_the_same(way: str, offset: int, args: str) -> None:
+    told = []
+    for compiled in (False, True):
+        with booted(WAYS[way], compiled=compiled) as kernel:
+            place = "strlen" if not offset else f"strlen+{boundary(kernel, offset)}"
+            told.append(story(kernel, place, args))
+            assert bool(kernel.kprobes.compiler.made) is compiled
+    assert told[0] == told[1]
+
+
+def boundary(kernel: Kernel, offset: int) -> int:
+    """The first instruction at or behind an offset of strlen."""
+    start = kernel.image.kallsyms.lookup_name("strlen")
+    assert start is not None
+    body = kernel.machine.text.original(start, 64)
+    starts = kernel._arch.instruction_boundaries(body, start)
+    return next(addr - start for addr in starts if addr - start >= offset)

@@ -1,0 +1,165 @@
+"""Djprobe as its paper has it: lengths, conflicts, the commit, and how it waits."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from emulated_kernel.config import MachineConfig
+from emulated_kernel.errors import KernelError
+from emulated_kernel.kernel import Kernel
+from emulated_kernel.kprobes.djprobe import Djprobes
+from emulated_kernel.kprobes.kprobe import Kprobe
+
+OFFSET, LENGTH = 5, 6
+"""gcd: behind its fentry nop, whole instructions that a jump can replace."""
+
+
+@pytest.fixture(params=["djprobe-2007", "djprobe-2007-preempt"])
+def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
+    with Kernel(MachineConfig(profile=request.param)) as kernel:
+        yield kernel
+        assert kernel.machine.text.verify() == []
+
+
+class Gcd:
+    """Probes in gcd() that note their hits."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+        self.hits: list[str] = []
+
+    def probe(self, offset: int = OFFSET, length: int = LENGTH, name: str = "hit") -> Kprobe:
+        kprobe = Kprobe(
+            symbol_name="gcd",
+            offset=offset,
+            length=length,
+            pre_handler=lambda _kprobe, _regs: self.hits.append(name),
+        )
+        self.kernel.register_kprobe(kprobe)
+        return kprobe
+
+    def call(self) -> list[str]:
+        self.hits.clear()
+        assert self.kernel.call("gcd", 12, 18) == 6
+        return list(self.hits)
+
+    def text(self, kprobe: Kprobe) -> bytes:
+        return self.kernel.machine.text.current(kprobe.address, 5)
+
+
+@pytest.fixture
+def gcd(kernel: Kernel) -> Gcd:
+    return Gcd(kernel)
+
+
+def refused(number: int, action: Any, *arguments: Any, **named: Any) -> None:
+    with pytest.raises(KernelError) as caught:
+        action(*arguments, **named)
+    assert caught.value.errno == number
+
+
+def slots_used(kernel: Kernel) -> int:
+    return kernel.machine.text._slots.used
+
+
+def test_the_jump_comes_with_the_commit(gcd: Gcd) -> None:
+    kprobe = gcd.probe()
+    assert (gcd.text(kprobe)[:1], gcd.call()) == (b"\xcc", ["hit"])
+    gcd.kernel._work()
+    assert gcd.text(kprobe)[:1] == b"\xcc"
+    gcd.kernel.commit_kprobes()
+    assert (gcd.text(kprobe)[:1], gcd.call()) == (b"\xe9", ["hit"])
+    assert gcd.kernel.kprobes.mode(kprobe) == "optimized"
+
+
+def test_unregistering_restores_the_text_at_once_and_frees_with_the_commit(gcd: Gcd) -> None:
+    kernel = gcd.kernel
+    kernel.unregister_kprobe(gcd.probe(length=0))
+    used = slots_used(kernel)
+    kprobe = gcd.probe()
+    kernel.commit_kprobes()
+    held = slots_used(kernel)
+    kernel.unregister_kprobe(kprobe)
+    assert kernel.machine.text.ledger == {}
+    assert (gcd.call(), slots_used(kernel)) == ([], held)
+    kernel.commit_kprobes()
+    assert slots_used(kernel) == used < held
+
+
+def test_without_a_length_it_is_a_kprobe(gcd: Gcd) -> None:
+    kprobe = gcd.probe(length=0)
+    gcd.kernel.commit_kprobes()
+    assert (gcd.text(kprobe)[:1], gcd.call()) == (b"\xcc", ["hit"])
+
+
+@pytest.mark.parametrize("length", [1, 5, 7, -6, 1 << 40])
+def test_a_length_that_the_analysis_does_not_give(gcd: Gcd, length: int) -> None:
+    refused(errno.EINVAL, gcd.probe, length=length)
+    assert list(gcd.kernel.kprobes) == []
+    assert gcd.kernel.machine.text.ledger == {}
+
+
+class TestConflicts:
+    """Section 3.3.1, its three cases."""
+
+    @pytest.mark.parametrize(("first", "mode"), [(LENGTH, "optimized"), (0, "int3")])
+    def test_the_same_place(self, gcd: Gcd, first: int, mode: str) -> None:
+        """Collocated; optimized only if the first one is a djprobe."""
+        one, two = gcd.probe(length=first, name="one"), gcd.probe(name="two")
+        gcd.kernel.commit_kprobes()
+        modes = {gcd.kernel.kprobes.mode(probe).replace("boosted", "int3") for probe in (one, two)}
+        assert (modes, gcd.call()) == ({mode}, ["two", "one"])
+
+    def test_inside_a_region(self, gcd: Gcd) -> None:
+        gcd.probe()
+        refused(errno.EEXIST, gcd.probe, OFFSET + 3, 0)
+        gcd.kernel.commit_kprobes()
+        refused(errno.EEXIST, gcd.probe, OFFSET + 3, 0)
+        assert gcd.call() == ["hit"]
+
+    def test_a_probe_in_its_region(self, gcd: Gcd) -> None:
+        inner = gcd.probe(OFFSET + 3, 0, "inner")
+        outer = gcd.probe(name="outer")
+        gcd.kernel.commit_kprobes()
+        assert outer.length == 0
+        assert gcd.text(outer)[:1] == b"\xcc"
+        assert gcd.call() == ["outer", "inner"]
+        gcd.kernel.unregister_kprobe(inner)
+        gcd.kernel.commit_kprobes()
+        assert gcd.text(outer)[:1] == b"\xcc"
+
+
+class TestWaiting:
+    def test_a_task_in_the_region(self, gcd: Gcd) -> None:
+        """A preemptible kernel lets tasks run on to the freezer; the other one has none to wait for."""
+        djprobes = gcd.kernel.kprobes.optimizer
+        assert isinstance(djprobes, Djprobes)
+        turns: list[None] = []
+        djprobes.let_tasks_run = lambda: turns.append(None)
+        djprobes.is_quiescent = lambda _spans: False
+        kprobe = gcd.probe()
+        refused(errno.EBUSY, gcd.kernel.commit_kprobes)
+        assert gcd.text(kprobe)[:1] == b"\xcc"
+        assert len(turns) == (64 if djprobes.freezes else 1)
+        djprobes.is_quiescent = lambda _spans: len(turns) % 3 == 0 or not djprobes.freezes
+        gcd.kernel.commit_kprobes()
+        assert gcd.text(kprobe)[:1] == b"\xe9"
+
+    def test_tasks_really_get_the_cpu(self, gcd: Gcd) -> None:
+        djprobes = gcd.kernel.kprobes.optimizer
+        assert isinstance(djprobes, Djprobes)
+        answers = iter([False, True])
+        djprobes.is_quiescent = lambda _spans: next(answers)
+        gcd.probe()
+        gcd.kernel.commit_kprobes()
+        assert gcd.call() == ["hit"]
+
+
+def test_other_kernels_have_none() -> None:
+    with Kernel() as kernel:
+        refused(errno.EOPNOTSUPP, kernel.commit_kprobes)
+        refused(errno.EOPNOTSUPP, kernel.register_kprobe, Kprobe(symbol_name="gcd", offset=5, length=6))

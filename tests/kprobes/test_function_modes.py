@@ -1,0 +1,167 @@
+"""Whole functions under as many probes as fit, in every way that a probe can be reached.
+
+test_functions.py has the steps by a second breakpoint, for every function. KPROBEFS_FUNCTIONS=N calls every
+Nth function instead of every 25th, 1 all of them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from random import Random
+
+import pytest
+
+from emulated_kernel.abi import PAGE_SIZE
+from emulated_kernel.arch import program as ir
+from emulated_kernel.arch.program_builder import HitWay, ProgramBuilder
+from emulated_kernel.config import MachineConfig
+from emulated_kernel.kernel import Kernel
+from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.kprobes.profile import Profile, Saving, Stepper
+from emulated_kernel.machine.calls import map_stack
+from emulated_kernel.machine.registers import RegisterSet
+from tests.kprobes.boundaries import Boundary, all_boundaries
+from tests.kprobes.conftest import BREAKPOINTS
+from tests.kprobes.functions import Outcome, Runner
+from tests.kprobes.states import build_arena, generate, writable_memory
+
+SEED = 64
+EVERY = int(os.environ.get("KPROBEFS_FUNCTIONS", "25"))
+RAM = 24 << 20
+STACK_SIZE = 16 << 10
+OPTIMIZED = Profile("optimized", ftrace=False)
+CALLED = Profile("called", optimizer=False)
+WAYS = {
+    "boosted": replace(BREAKPOINTS, preemption=False),
+    "stepped by TF": replace(BREAKPOINTS, stepper=Stepper.TRAP_FLAG),
+    "breakpoints, compiled": BREAKPOINTS,
+    "optimized": replace(OPTIMIZED, compiled=False),
+    "optimized, liveness": OPTIMIZED,
+    "optimized, save-all": replace(OPTIMIZED, saving=Saving.ALL),
+    "called": replace(CALLED, compiled=False),
+    "called, liveness": CALLED,
+    "called, save-all": replace(CALLED, saving=Saving.ALL),
+}
+IN_PYTHON = {"boosted", "stepped by TF"}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call, how often each of its instructions is executed, and how it ends without probes."""
+
+    start: RegisterSet
+    counts: Counter[int]
+    plain: Outcome
+
+
+class Bench:
+    """A kernel, calls of its functions, and probes that count."""
+
+    def __init__(self, kernel: Kernel, way: str) -> None:
+        self.kernel, self.way = kernel, way
+        machine, rng = kernel.machine, Random(SEED)
+        self.boundaries = [b for b in all_boundaries(kernel.image) if b.refusal is None]
+        self.hits: Counter[int] = Counter()
+        arena = build_arena(machine, rng, text=False)
+        self.cell = map_stack(machine.memory, machine.model, 8, PAGE_SIZE) - PAGE_SIZE
+        """No memory of the guest's."""
+        self.top = top = machine.calls.stack_top
+        self.pad = machine.model.layout.host_text
+        machine.memory.write_word(top, self.pad)
+        self._runner = Runner(machine, writable_memory(machine, arena), self.boundaries)
+        entries = list({b.function: b.addr for b in reversed(self.boundaries)}.values())
+        starts = [generate(arena, rng, entry)._replace(sp=top) for entry in entries]
+        # What probes leave on the stacks of other tasks is seen by nobody but this test.
+        switch = kernel.image.kallsyms.lookup_name("__schedule")
+        self.calls = [
+            Call(start, counts, self.run(start))
+            for start in starts[SEED % EVERY :: EVERY]
+            if (counts := self._runner.count(start)) is not None and switch not in counts
+        ]
+        assert len(self.calls) > 0.8 * len(starts) / EVERY
+
+    def run(self, start: RegisterSet) -> Outcome:
+        """Without what is left on the free stack."""
+        outcome = self._runner.call(start)
+        free = range(self.top - STACK_SIZE, self.top)
+        changes = {at: piece for at, piece in outcome.changes.items() if at not in free}
+        return Outcome(outcome.trap, outcome.end, changes)
+
+    def count(self) -> int:
+        return self.hits.total() + self.kernel.machine.memory.read_u64(self.cell)
+
+    def probes(self) -> list[Kprobe]:
+        program = None if self.way in IN_PYTHON else self._emit
+        return [Kprobe(addr=addr, pre_handler=self._hit, program=program) for addr in self._places()]
+
+    def _places(self) -> list[int]:
+        kernel = self.kernel
+        if kernel.kprobes.sites is not None:
+            return [b.addr for b in self.boundaries if b.addr in kernel.image.mcount]
+        if kernel.kprobes.optimizer is not None:
+            return list(_disjoint(self.boundaries, kernel))
+        return [b.addr for b in self.boundaries]
+
+    def _hit(self, kprobe: Kprobe, _regs: object) -> None:
+        self.hits[kprobe.address] += 1
+
+    def _emit(self, builder: ProgramBuilder, _way: HitWay) -> bool:
+        noise = (ir.SetImmediate(vreg, 0x1234_5678 << vreg) for vreg in range(ir.NR_VREGS))
+        builder.emit(*noise, ir.Compute(ir.Arithmetic.SUB, 0, 1), ir.AddToCell(self.cell, 1))
+        return True
+
+    def is_as(self, call: Call, outcome: Outcome) -> bool:
+        """Whether it ended as without probes.
+
+        A fault may be a copy's, and what is dead there may have been used.
+        """
+        if call.plain.trap.address != self.pad + 1:
+            return _kind(outcome) == _kind(call.plain)
+        return outcome == call.plain
+
+
+def _kind(outcome: Outcome) -> tuple[object, ...]:
+    trap = outcome.trap
+    return trap.kind, trap.vector, trap.error_code, trap.cr2, trap.number
+
+
+def _disjoint(boundaries: list[Boundary], kernel: Kernel) -> Iterator[int]:
+    """Half of the places that can have a jump at the same time."""
+    assert kernel.kprobes.optimizer is not None
+    rng, free = Random(SEED), 0
+    for boundary in boundaries:
+        length = kernel.kprobes.optimizer._rules.detoured_length(boundary.addr)
+        if isinstance(length, int) and boundary.addr >= free and rng.random() < 0.5:
+            yield boundary.addr
+            free = boundary.addr + length
+
+
+@pytest.mark.parametrize("arch", ["x86_64", "i386"])
+@pytest.mark.parametrize("way", WAYS)
+def test_functions_end_as_without_probes(way: str, arch: str) -> None:
+    with Kernel(MachineConfig(arch=arch, ram_size=RAM), profile=WAYS[way]) as kernel:
+        bench = Bench(kernel, way)
+        probes = bench.probes()
+        assert len(probes) > 500
+        armed = {probe.addr for probe in probes}
+        kernel.register_kprobes(probes)
+        if kernel.kprobes.optimizer is not None:
+            kernel.kprobes.optimizer.flush()
+            assert {kernel.kprobes.mode(probe) for probe in probes} == {"optimized"}
+        # The second time hits are handled by what the first ones had compiled.
+        for call in bench.calls * 2:
+            before = bench.count()
+            outcome = bench.run(call.start)
+            assert bench.is_as(call, outcome), f"{call.start.ip:#x}: {outcome} instead of {call.plain}"
+            expected = sum(count for addr, count in call.counts.items() if addr in armed)
+            assert bench.count() - before == expected
+        assert kernel.kprobes.compiler.made > 0 or way in IN_PYTHON or not kernel.kprobes.profile.compiled
+        kernel.unregister_kprobes(probes)
+        if kernel.kprobes.optimizer is not None:
+            kernel.kprobes.optimizer.work.flush()
+        assert all(probe.nmissed == 0 for probe in probes)
+        assert kernel.machine.text.ledger == {}
+        assert kernel.machine.text.verify() == []

@@ -1,0 +1,177 @@
+"""Jprobes and fault handlers: what kernels up to 4.14 and 5.13 had."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from emulated_kernel.config import MachineConfig
+from emulated_kernel.errors import KernelError
+from emulated_kernel.kernel import Kernel
+from emulated_kernel.kprobes.jprobe import Jprobe
+from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.machine.traps import GuestFault
+
+
+@pytest.fixture(params=["kprobes-2010", "optprobes-2009"])
+def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
+    with Kernel(MachineConfig(profile=request.param)) as kernel:
+        yield kernel
+        assert kernel.machine.text.verify() == []
+
+
+def mirror(kernel: Kernel, source: str) -> int:
+    """A guest function; `{cells}` in its source is memory of its own, `{jprobe_return}` its way out."""
+    from keystone import KS_ARCH_X86, KS_MODE_64, Ks
+
+    assert kernel.kprobes.jprobes is not None
+    text = kernel.machine.text
+    at = text.alloc_text(128)
+    names = {"cells": hex(cells(kernel)), "jprobe_return": hex(kernel.kprobes.jprobes.jprobe_return)}
+    code, _ = Ks(KS_ARCH_X86, KS_MODE_64).asm(source.format(**names), at)
+    text.poke(at, bytes(code))
+    return at
+
+
+def cells(kernel: Kernel) -> int:
+    found = kernel.image.kallsyms.lookup_name("saved_command_line") or kernel.image.kallsyms.lookup_name(
+        "__log_buf"
+    )
+    assert found is not None
+    return found
+
+
+MIRROR = """
+    mov rax, {cells}
+    mov [rax], rdi
+    mov [rax + 8], rsi
+    xor edi, edi
+    xor esi, esi
+    mov qword ptr [rsp], 0
+    mov qword ptr [rsp + 8], 0
+    push rbx
+    mov ebx, 77
+    stc
+    mov rax, {jprobe_return}
+    call rax
+"""
+"""Notes its arguments and spoils registers, flags, and the stack that the probed function owns."""
+
+
+def test_the_mirror_sees_the_arguments_and_spoils_nothing(kernel: Kernel) -> None:
+    jprobe = Jprobe(mirror(kernel, MIRROR), symbol_name="gcd")
+    kernel.register_jprobe(jprobe)
+    for a, b in ((12, 18), (35, 49)):
+        assert kernel.call("gcd", a, b) == {12: 6, 35: 7}[a]
+        assert [kernel.machine.memory.read_u64(cells(kernel) + at) for at in (0, 8)] == [a, b]
+    assert kernel.kprobes.hits.may_interrupt()
+    kernel.unregister_jprobe(jprobe)
+    assert kernel.machine.text.ledger == {}
+    assert kernel.call("gcd", 12, 18) == 6
+
+
+def test_probes_hit_by_the_mirror_are_missed(kernel: Kernel) -> None:
+    """The hit is open until jprobe_return."""
+    hits: list[int] = []
+    inner = Kprobe(symbol_name="int_sqrt", pre_handler=lambda _kprobe, _regs: hits.append(1))
+    kernel.register_kprobe(inner)
+    target = kernel.image.kallsyms.lookup_name("int_sqrt")
+    source = f"mov edi, 49\nmov rax, {target:#x}\ncall rax\nmov rax, {{jprobe_return}}\njmp rax"
+    kernel.register_jprobe(Jprobe(mirror(kernel, source), symbol_name="gcd"))
+    assert kernel.call("gcd", 12, 18) == 6
+    assert (hits, inner.nmissed) == ([], 1)
+    assert kernel.call("int_sqrt", 81) == 9
+    assert hits == [1]
+
+
+def test_beside_kprobes(kernel: Kernel) -> None:
+    """Its handler is the last one, as it doesn't come back to the others; and it forbids the jump."""
+    hits: list[str] = []
+    probes = [
+        Kprobe(symbol_name="gcd", pre_handler=lambda _kprobe, _regs, name=name: hits.append(name))
+        for name in "ab"
+    ]
+    jprobe = Jprobe(mirror(kernel, MIRROR), symbol_name="gcd")
+    kernel.register_kprobe(probes[0])
+    kernel.register_jprobe(jprobe)
+    kernel.register_kprobe(probes[1])
+    if kernel.kprobes.optimizer is not None:
+        kernel.kprobes.optimizer.work.flush()
+    assert kernel.call("gcd", 12, 18) == 6
+    assert hits == ["b", "a"]
+    assert kernel.machine.memory.read_u64(cells(kernel)) == 12
+    with pytest.raises(KernelError) as caught:
+        kernel.register_jprobe(Jprobe(jprobe.entry, symbol_name="gcd"))
+    assert caught.value.errno == errno.EEXIST
+    kernel.unregister_jprobe(jprobe)
+    assert kernel.call("gcd", 12, 18) == 6
+    assert hits == ["b", "a"] * 2
+
+
+def test_only_on_entries(kernel: Kernel) -> None:
+    with pytest.raises(KernelError) as caught:
+        kernel.register_jprobe(Jprobe(1, addr=(kernel.image.kallsyms.lookup_name("gcd") or 0) + 5))
+    assert caught.value.errno == errno.EINVAL
+
+
+class TestFaultHandler:
+    def test_of_the_step(self, kernel: Kernel) -> None:
+        """It may end the fault by going on behind the instruction; or leave it to the guest."""
+        seen: list[int] = []
+        answer = [1]
+
+        def fault(_kprobe: Kprobe, regs: Any, vector: int) -> int:
+            seen.append(vector)
+            if answer[0]:
+                regs.di, regs.ax = (kernel.image.kallsyms.lookup_name("linux_banner") or 0), 0
+            return answer[0]
+
+        # Faults in strlen's first load; its post_handler keeps it from being boosted.
+        kprobe = Kprobe(
+            symbol_name="strlen", offset=5, fault_handler=fault, post_handler=lambda _kprobe, _regs: None
+        )
+        kernel.register_kprobe(kprobe)
+        assert kernel.machine.call(kprobe.address - 5, 0) > 0
+        assert seen[:1] == [14]
+        answer[0] = 0
+        with pytest.raises(GuestFault) as caught:
+            kernel.machine.call(kprobe.address - 5, 0)
+        assert caught.value.trap.address == kprobe.address
+        assert kernel.kprobes.hits.may_interrupt()
+
+    @pytest.mark.parametrize("answer", [0, 1])
+    def test_of_a_handler(self, kernel: Kernel, answer: int, caplog: pytest.LogCaptureFixture) -> None:
+        """A handler that reads bad memory: an answer of 1 means that nothing needs to be told."""
+        seen: list[int] = []
+
+        def read(_kprobe: Kprobe, _regs: Any) -> None:
+            kernel.machine.memory.read(0x10, 8)
+
+        def fault(_kprobe: Kprobe, _regs: Any, vector: int) -> int:
+            seen.append(vector)
+            return answer
+
+        kprobe = Kprobe(symbol_name="gcd", pre_handler=read, fault_handler=fault)
+        kernel.register_kprobe(kprobe)
+        address = kprobe.address
+        assert kernel.machine.call(address, 12, 18) == 6
+        assert (seen, kprobe.nmissed, kprobe.failures) == ([14], 1, 1 - answer)
+        assert bool(caplog.records) is not bool(answer)
+        caplog.clear()
+        kernel.kprobes.hits.take_failure()
+
+
+def test_the_default_kernel_has_neither() -> None:
+    with Kernel() as kernel:
+        for action in (
+            lambda: kernel.register_jprobe(Jprobe(1, symbol_name="gcd")),
+            lambda: kernel.register_kprobe(Kprobe(symbol_name="gcd", fault_handler=lambda *_args: 1)),
+            lambda: kernel.register_kprobe(Kprobe(symbol_name="gcd", break_handler=lambda *_args: 1)),
+        ):
+            with pytest.raises(KernelError) as caught:
+                action()
+            assert caught.value.errno == errno.EOPNOTSUPP
+        assert list(kernel.kprobes) == []

@@ -1,0 +1,198 @@
+"""What liveness calls dead is overwritten at every instruction of every function, and nothing comes of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from random import Random
+from typing import Any
+
+import pytest
+
+from emulated_kernel.abi import PAGE_SIZE
+from emulated_kernel.arch import program as ir
+from emulated_kernel.arch.base import Live
+from emulated_kernel.arch.program import Arithmetic, Condition, Label, Program
+from emulated_kernel.arch.x86.emulate import REGISTER_NAMES
+from emulated_kernel.arch.x86.liveness import ALL_LIVE
+from emulated_kernel.config import MachineConfig
+from emulated_kernel.kernel import Kernel
+from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.machine.calls import map_stack
+from emulated_kernel.machine.registers import RegisterSet
+from emulated_kernel.machine.traps import TrapKind
+from tests.kprobes.boundaries import all_boundaries
+from tests.kprobes.conftest import BREAKPOINTS
+from tests.kprobes.functions import Outcome, Runner
+from tests.kprobes.states import ARITHMETIC_FLAGS, build_arena, generate, writable_memory
+
+SEED = 4
+MAX_HITS = 5000
+"""Of a call; a longer one is cut off, and says nothing."""
+STACK_SIZE = 16 << 10
+
+
+class Calls:
+    """A call of each function that returns, and how it ended without probes."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+        self.boundaries = [b for b in all_boundaries(kernel.image) if b.refusal is None]
+        self.arch = kernel._arch
+        self.names = {name for name in self.arch.pt_regs if name in REGISTER_NAMES}
+        self.rules = self.arch.optimization_rules(kernel.image, ftrace=False)
+        machine, rng = kernel.machine, Random(SEED)
+        self.pad = machine.model.layout.host_text
+        self.counter = map_stack(machine.memory, machine.model, 8, PAGE_SIZE) - PAGE_SIZE
+        """A cell that is no memory of the guest's."""
+        self.top = top = machine.calls.stack_top
+        arena = build_arena(machine, rng, text=False)
+        machine.memory.write_word(top, self.pad)
+        self._runner = Runner(machine, writable_memory(machine, arena), self.boundaries)
+        entries = {b.function: b.addr for b in reversed(self.boundaries)}
+        starts = [generate(arena, rng, entry)._replace(sp=top) for entry in entries.values()]
+        self._returned: list[tuple[RegisterSet, Outcome]] = []
+        with self._switches() as switches:
+            for start in starts:
+                switches.clear()
+                end = self._run(start)
+                # Where a function faults its registers are seen by nobody but this test, and what is left
+                # on the stacks of other tasks by nobody either.
+                if end.trap.address == self.pad + 1 and not switches:
+                    self._returned.append((start, end))
+        assert len(self._returned) > 0.3 * len(starts)
+
+    @contextmanager
+    def _switches(self) -> Iterator[list[int]]:
+        """Grows when a task is switched."""
+        found: list[int] = []
+        probe = Kprobe(symbol_name="__schedule", pre_handler=lambda *_: found.append(1))
+        self.kernel.register_kprobe(probe)
+        yield found
+        self.kernel.unregister_kprobe(probe)
+
+    def _run(self, start: RegisterSet) -> Outcome:
+        """Without what is left on the stack."""
+        outcome = self._runner.call(start)
+        stack = range(self.top - STACK_SIZE, self.top)
+        changes = {at: bytes_ for at, bytes_ in outcome.changes.items() if at not in stack}
+        return Outcome(outcome.trap, outcome.end, changes)
+
+    def differing(self, cut_off: Callable[[], bool]) -> list[RegisterSet]:
+        """Calls that end otherwise now, without those that `cut_off` tells of or that take too long."""
+        finished = 0
+        found = []
+        for start, expected in self._returned:
+            outcome = self._run(start)
+            if not cut_off() and outcome.trap.kind is not TrapKind.BUDGET:
+                finished += 1
+                if outcome != expected:
+                    found.append(start)
+        assert finished > 0.9 * len(self._returned)
+        return found
+
+    def unexplained(self, calls: list[RegisterSet]) -> list[str]:
+        """Those that don't read text, where breakpoints and jumps can be read as on Linux."""
+        return [hex(start.ip) for start in calls if self._runner.count(start) is not None]
+
+
+@pytest.fixture(scope="module", params=["x86_64", "i386"])
+def calls(request: pytest.FixtureRequest) -> Iterator[Calls]:
+    config = MachineConfig(arch=request.param, ram_size=24 << 20, run_budget=0.1)
+    with Kernel(config, profile=BREAKPOINTS) as kernel:
+        yield Calls(kernel)
+
+
+class Overwriting:
+    """Probes that put noise into what is dead."""
+
+    def __init__(self, names: set[str], pad: int) -> None:
+        self._names = names
+        self._pad = pad
+        self._rng = Random(SEED)
+        self.done: Counter[str] = Counter()
+        self._left = MAX_HITS
+
+    def probe(self, addr: int, live: Live) -> Kprobe:
+        dead = sorted(self._names - live.registers)
+
+        def overwrite(_kprobe: Kprobe, regs: Any) -> bool:
+            for name in dead:
+                setattr(regs, name, getattr(regs, name) ^ self._rng.getrandbits(32))
+                self.done[name] += 1
+            if not live.flags:
+                regs.flags ^= self._rng.getrandbits(12) & ARITHMETIC_FLAGS
+                self.done["flags"] += 1
+            self._left -= 1
+            if self._left < 0:
+                regs.ip = self._pad
+            return self._left < 0
+
+        return Kprobe(addr=addr, pre_handler=overwrite)
+
+    def cut_off(self) -> bool:
+        """Whether the last call was; a new one starts."""
+        left, self._left = self._left, MAX_HITS
+        return left < 0
+
+
+def test_what_is_dead_may_be_overwritten(calls: Calls) -> None:
+    overwriting = Overwriting(calls.names, calls.pad)
+    live_at = calls.rules.live_at
+    probes = [
+        overwriting.probe(boundary.addr, live)
+        for boundary in calls.boundaries
+        if (live := live_at(boundary.addr)) != ALL_LIVE
+    ]
+    assert len(probes) > len(calls.boundaries) / 3
+    calls.kernel.register_kprobes(probes)
+    found = calls.differing(overwriting.cut_off)
+    calls.kernel.unregister_kprobes(probes)
+    assert calls.unexplained(found) == []
+    assert overwriting.done["flags"] > 1000
+    assert overwriting.done.keys() == {*calls.names, "flags"} - {"sp"}
+
+
+def greedy(counter: int, rng: Random) -> Program:
+    """A handler that counts, and overwrites as much as a program can."""
+    noise = [ir.SetImmediate(vreg, rng.getrandbits(64)) for vreg in rng.sample(range(6), rng.randint(1, 6))]
+    vreg, label = noise[0].dst, Label(0)
+    return (
+        *noise,
+        ir.Compute(Arithmetic.XOR, vreg, noise[-1].dst),
+        ir.BranchImmediate(Condition.EQ, vreg, 1, label),
+        ir.AddToCell(counter, 1),
+        ir.Place(label),
+    )
+
+
+@pytest.mark.parametrize("saves_all", [False, True])
+def test_compiled_detours_are_transparent(calls: Calls, saves_all: bool) -> None:
+    """As many jumps as fit into the image, at once."""
+    kernel, arch, rng = calls.kernel, calls.arch, Random(SEED)
+    text, image = kernel.machine.text, kernel.image
+    buffers, pokes = [], []
+    free = 0
+    for boundary in calls.boundaries:
+        addr = boundary.addr
+        length = calls.rules.detoured_length(addr)
+        if addr < free or isinstance(length, str) or rng.random() < 0.5:
+            continue
+        free = addr + length
+        live = None if saves_all else calls.rules.live_at(addr)
+        handler = arch.handler_code(greedy(calls.counter, rng), addr, live)
+        buffers.append(text.alloc_text(len(handler.code) + arch.max_copied))
+        detour = arch.detour(image.read(addr, length), addr, length, buffers[-1], handler)
+        assert len(detour.code) <= len(handler.code) + arch.max_copied
+        pokes += [(buffers[-1], detour.code), (addr, arch.relative_jump(addr, buffers[-1] + detour.entry))]
+    assert len(buffers) > 1000
+    text.poke_batch(pokes)
+    found = calls.differing(lambda: False)
+    hits = kernel.machine.memory.read_u64(calls.counter)
+    text.poke_batch([(at, text.original(at, arch.jump_size)) for at, data in pokes[1::2]])
+    for buffer in buffers:
+        text.free_text(buffer)
+    assert text.verify() == []
+    assert calls.unexplained(found) == []
+    assert hits > 1000

@@ -1,0 +1,122 @@
+"""Insn slots: pages of them, garbage, and its collector."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Sequence
+
+import pytest
+
+from emulated_kernel.config import MachineConfig
+from emulated_kernel.errors import KernelError
+from emulated_kernel.kernel import Kernel
+from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.kprobes.slots import InsnSlots
+from emulated_kernel.machine.traps import HardwareError
+
+
+class Text:
+    """Executable memory of so many pages."""
+
+    def __init__(self, pages: int) -> None:
+        self.free = [0x10000 + number * 0x1000 for number in range(pages)]
+        self.poked: list[int] = []
+
+    def alloc_text(self, size: int) -> int:
+        assert size == 4096
+        if not self.free:
+            raise HardwareError("none left")
+        return self.free.pop()
+
+    def free_text(self, va: int) -> None:
+        self.free.append(va)
+
+    def poke(self, va: int, data: bytes) -> None:
+        assert data == b"\xcc" * 16
+        self.poked.append(va)
+
+
+@pytest.fixture
+def text() -> Text:
+    return Text(3)
+
+
+@pytest.fixture
+def slots(text: Text) -> InsnSlots:
+    return InsnSlots(text, 15, b"\xcc")
+
+
+def test_slots_share_pages(slots: InsnSlots) -> None:
+    taken = [slots.get() for _ in range(slots.slots_per_page + 1)]
+    assert len(set(taken)) == len(taken) == 257
+    assert (slots.pages, slots.used) == (2, 257)
+    assert {slot % 16 for slot in taken} == {0}
+
+
+def test_no_memory(slots: InsnSlots) -> None:
+    taken = [slots.get() for _ in range(3 * slots.slots_per_page)]
+    with pytest.raises(KernelError) as caught:
+        slots.get()
+    assert caught.value.errno == errno.ENOMEM
+    slots.put(taken[7])
+    assert slots.get() == taken[7]
+
+
+def test_one_empty_page_is_kept(slots: InsnSlots, text: Text) -> None:
+    taken = [slots.get() for _ in range(2 * slots.slots_per_page)]
+    for slot in taken:
+        slots.put(slot)
+    assert (slots.pages, slots.used, len(text.free)) == (1, 0, 2)
+
+
+class TestGarbage:
+    def test_dirty_slots_are_left_alone(self, slots: InsnSlots, text: Text) -> None:
+        taken = [slots.get() for _ in range(4)]
+        for slot in taken:
+            slots.put(slot, dirty=True)
+        assert (slots.used, slots.garbage, text.poked) == (0, 4, [])
+        assert slots.get() not in taken
+
+    def test_collected_when_there_is_more_than_a_page_of_it(self, slots: InsnSlots) -> None:
+        taken = [slots.get() for _ in range(slots.slots_per_page + 1)]
+        for slot in taken:
+            slots.put(slot, dirty=True)
+        assert (slots.garbage, slots.pages) == (0, 1)
+
+    def test_collected_before_memory_is_asked_for(self, slots: InsnSlots) -> None:
+        taken = [slots.get() for _ in range(3 * slots.slots_per_page)]
+        slots.put(taken[5], dirty=True)
+        assert slots.get() == taken[5]
+
+    def test_not_while_somebody_is_in_it(self, slots: InsnSlots) -> None:
+        asked: list[Sequence[tuple[int, int]]] = []
+
+        def is_quiescent(spans: Sequence[tuple[int, int]]) -> bool:
+            asked.append(spans)
+            return False
+
+        slots.is_quiescent = is_quiescent
+        slot = slots.get()
+        slots.put(slot, dirty=True)
+        assert not slots.collect()
+        assert (asked, slots.garbage) == ([[(slot, slot + 16)]], 1)
+        slots.on_the_way = lambda: [(1, 2)]
+        assert not slots.collect()
+        assert asked[1:] == [[(slot, slot + 16), (1, 2)]]
+
+
+def test_boosted_probes_leave_garbage() -> None:
+    """Somebody interrupted in a boosted copy goes on in it, and jumps back behind the probe."""
+    with Kernel(MachineConfig(profile="kprobes-2010")) as kernel:
+        kprobe = Kprobe(symbol_name="gcd", offset=5)
+        kernel.register_kprobe(kprobe)
+        assert kprobe.insn is not None
+        slot = kprobe.insn.slot
+        assert slot is not None
+        assert kprobe.insn.boosted
+        before = kernel.machine.text.current(slot, 8)
+        kernel.unregister_kprobe(kprobe)
+        assert kernel.machine.text.current(slot, 8) == before
+        assert kernel.kprobes.slots.garbage == 1
+        assert kernel.kprobes.slots.collect()
+        assert kernel.machine.text.current(slot, 8) == b"\xcc" * 8
