@@ -76,11 +76,11 @@ class SavedCmdlines:
         """The thread group of `pid`, 0 if unknown."""
         return self._tgids.get(pid, 0)
 
-    def text(self) -> str:
-        """The saved_cmdlines file: pid and name, a line each."""
+    def records(self) -> list[str]:
+        """The lines of saved_cmdlines: pid and name."""
         entries = zip(self._pids, self._comms, strict=True)
-        return "".join(f"{pid} {comm}\n" for pid, comm in entries if pid != _NO_PID)
+        return [f"{pid} {comm}\n" for pid, comm in entries if pid != _NO_PID]
 
-    def tgids_text(self) -> str:
-        """The saved_tgids file: pid and thread group, a line each."""
-        return "".join(f"{pid} {tgid}\n" for pid, tgid in sorted(self._tgids.items()) if tgid)
+    def tgid_records(self) -> list[str]:
+        """The lines of saved_tgids: pid and thread group."""
+        return [f"{pid} {tgid}\n" for pid, tgid in sorted(self._tgids.items()) if tgid]

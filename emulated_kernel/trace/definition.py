@@ -9,9 +9,11 @@ from dataclasses import dataclass, replace
 from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.chars import is_good_name, is_good_system_name
 from emulated_kernel.trace.fetchargs import FetchContext, ProbeArg, parse_args
+from emulated_kernel.trace.guest import GuestPlaces
 from emulated_kernel.trace.numbers import is_digit, kstrtol, kstrtoul
 from emulated_kernel.trace.ports import ProbeBackend, TraceArch, TraceSymbols
 from emulated_kernel.trace.probe_errors import CommandLog, ProbeError
+from emulated_kernel.trace.types import FetchInsn, FetchOp
 
 KPROBE_EVENT_SYSTEM = "kprobes"
 MAX_EVENT_NAME_LEN = 64
@@ -65,6 +67,8 @@ class Surroundings:
     arch: TraceArch
     symbols: TraceSymbols
     backend: ProbeBackend
+    guest: GuestPlaces | None = None
+    """For handlers in guest code; None: there are none."""
 
 
 def parse_definition(argv: Sequence[str], around: Surroundings, log: CommandLog) -> ProbeDefinition | None:
@@ -83,7 +87,7 @@ def parse_definition(argv: Sequence[str], around: Surroundings, log: CommandLog)
     log.index = 0
     group, event = KPROBE_EVENT_SYSTEM, ""
     if ":" in head:
-        group, event = _event_name(head.partition(":")[2], head.index(":") + 1, log)
+        group, event = parse_event_name(head.partition(":")[2], head.index(":") + 1, log)
     on_return = place.is_return and place.symbol is not None
     context = FetchContext(around.arch, log, on_return, place.on_entry)
     args = parse_args(arg_words, context)
@@ -150,6 +154,22 @@ def split_symbol_offset(text: str, bits: int) -> tuple[str, int]:
     return text[: min(signs)], kstrtol(text[min(signs) :], 0, bits)
 
 
+def resolve_symbols(arg: ProbeArg, symbols: TraceSymbols, bits: int) -> ProbeArg:
+    """The argument with the addresses of its `@symbol` put in.
+
+    Raises: KernelError ENOENT. Mirrors: kernel/trace/trace_probe.c:traceprobe_update_arg (v6.1).
+    """
+    program = list(arg.program)
+    for index, insn in enumerate(program):
+        if insn.op is FetchOp.SYMBOL:
+            name, offset = split_symbol_offset(insn.name, bits)
+            address = symbols.lookup_name(name)
+            if not address:
+                raise KernelError(errno.ENOENT, f"no symbol named {name}")
+            program[index + 1] = FetchInsn(FetchOp.IMM, value=address + offset)
+    return replace(arg, program=tuple(program))
+
+
 def _check_entry(place: Place, symbol: str, backend: ProbeBackend, log: CommandLog) -> Place:
     """An unknown place is no error yet: its module may come later."""
     try:
@@ -169,12 +189,15 @@ def _check_unique(symbol: str, symbols: TraceSymbols, log: CommandLog) -> None:
         raise log.error(0, ProbeError.BAD_PROBE_ADDR, errno.ENOENT)
 
 
-def _event_name(text: str, offset: int, log: CommandLog) -> tuple[str, str]:
+def parse_event_name(
+    text: str, offset: int, log: CommandLog, group: str = KPROBE_EVENT_SYSTEM
+) -> tuple[str, str]:
     """Group and event of [GRP/][EVENT], a dot for the slash also; the event "" where only a group is given.
 
+    `group` is that of a name without one. Raises: KernelError EINVAL; logged.
     Mirrors: kernel/trace/trace_probe.c:traceprobe_parse_event_name (v6.1).
     """
-    group, event = KPROBE_EVENT_SYSTEM, text
+    event = text
     slash = "/" if "/" in text else "."
     if slash in text:
         group, _, event = text.partition(slash)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import errno
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.chars import bytes_to_text
+from emulated_kernel.trace.event_file import EventFile
 from emulated_kernel.trace.fetch import COMMON_SIZE
 from emulated_kernel.trace.fetchargs import ProbeArg
-from emulated_kernel.trace.ports import Recorder, TraceSymbols
+from emulated_kernel.trace.ports import ProbeHit, Recorder, TraceSymbols
 from emulated_kernel.trace.symbols import print_ip, sprint_symbol
 
 if TYPE_CHECKING:
@@ -34,14 +34,15 @@ class EventField:
     offset: int
     size: int
     is_signed: bool
+    length: int = 0
+    """Elements of an array of a static event; a probe's fields don't tell."""
 
     def format_line(self) -> str:
         """Mirrors: kernel/trace/trace_events.c:f_show (v6.1)."""
         declaration = f"{self.type} {self.name}"
         base, bracket, _ = self.type.partition("[")
         if bracket and not self.type.startswith("__data_loc"):
-            # Linux: a probe's fields don't tell it how long the array is.
-            declaration = f"{base} {self.name}[]"
+            declaration = f"{base} {self.name}[{self.length or ''}]"
         rest = f"offset:{self.offset};\tsize:{self.size};\tsigned:{int(self.is_signed)}"
         return f"\tfield:{declaration};\t{rest};\n"
 
@@ -57,6 +58,9 @@ COMMON_FIELDS = (
 class TraceEvent(ABC):
     """An event: `id` stands in its entries as common_type, 0 before it is registered."""
 
+    is_switchable = True
+    """Whether it can be enabled; others are there for their format alone."""
+
     def __init__(self, group: str, name: str, fields: Iterable[EventField], print_fmt: str) -> None:
         self.group = group
         self.name = name
@@ -67,6 +71,109 @@ class TraceEvent(ABC):
         """Users such as hist triggers and event probes; while there are any, it can't be removed."""
         self.filters: dict[Recorder, EventFilter] = {}
         """Of each trace array that has one for this event."""
+        self.recorders: list[Recorder] = []
+        """Those that have it enabled."""
+        self.seen_by: list[Recorder] = []
+        """Those that ever had it enabled, and may hold entries of it."""
+        self.files: dict[Recorder, EventFile] = {}
+        """Triggers and soft mode, of each trace array where there ever were any."""
+        self.on_change: list[Callable[[TraceEvent], None]] = []
+        """Called when what is done at its hits differs: recorders, filters, triggers; see changed()."""
+
+    def changed(self) -> None:
+        """What is done at its hits differs from now on.
+
+        To be called after each such change, also when a recorder's target() has changed.
+        """
+        for listener in tuple(self.on_change):
+            listener(self)
+
+    @property
+    def needs_entry(self) -> bool:
+        """Whether a hit is more than a record where the filter accepts it: triggers, or soft mode."""
+        return any(file.is_special for file in self.files.values())
+
+    def file(self, recorder: Recorder) -> EventFile:
+        """The event in that trace array: its triggers and soft mode."""
+        found = self.files.get(recorder)
+        if found is None:
+            found = self.files[recorder] = EventFile(self, recorder)
+        return found
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether any recorder has it enabled."""
+        return bool(self.recorders)
+
+    @property
+    def is_removed(self) -> bool:
+        """Whether it was deleted, though open files may still show it."""
+        return False
+
+    def enable(self, recorder: Recorder) -> None:
+        """Record its hits in `recorder`; the first one starts the event.
+
+        Raises: KernelError ENODEV (the event was removed), and what start() raises.
+        """
+        self.check_alive()
+        if recorder in self.recorders:
+            return
+        self.recorders.append(recorder)
+        if len(self.recorders) == 1:
+            try:
+                self.start()
+            except KernelError:
+                self.recorders.remove(recorder)
+                raise
+        self.changed()
+        if recorder not in self.seen_by:
+            self.seen_by.append(recorder)
+
+    def disable(self, recorder: Recorder) -> None:
+        """Stop recording in `recorder`; the last one stops the event. Raises: KernelError ENODEV."""
+        self.check_alive()
+        if recorder not in self.recorders:
+            return
+        self.recorders.remove(recorder)
+        self.changed()
+        if not self.recorders:
+            self.stop()
+
+    def check_alive(self) -> None:
+        """Raises: KernelError ENODEV if the event was removed."""
+        if self.is_removed:
+            raise KernelError(errno.ENODEV, f"{self.group}/{self.name} was removed")
+
+    @abstractmethod
+    def start(self) -> None:
+        """Let hits come: the first recorder has enabled the event. Raises: KernelError."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Let no more hits come: the last recorder has disabled the event."""
+
+    def record(self, payload: bytes, hit: ProbeHit) -> None:
+        """A hit: run the triggers, and write its entry wherever no filter rejects it.
+
+        `payload` is what follows the common fields. Every kind of event has its hits go through here.
+        """
+        for recorder in tuple(self.recorders):
+            file = self.files.get(recorder)
+            if file is not None and file.is_special:
+                file.fire(payload, hit)
+            elif self.passes_filter(recorder, payload, hit):
+                recorder.record(self, payload, hit)
+
+    def other_task(self, payload: bytes) -> int | None:  # noqa: ARG002
+        """The pid of a second task that a hit is about, for lists of pids; None for most events."""
+        return None
+
+    def passes_filter(self, recorder: Recorder, payload: bytes, hit: ProbeHit) -> bool:
+        """Whether the filter in that trace array lets the hit be recorded."""
+        event_filter = self.filters.get(recorder)
+        if event_filter is None or event_filter.program is None:
+            return True
+        return event_filter.program.accepts(recorder.entry(self, payload, hit))
 
     def format_text(self) -> str:
         """The `format` file. Mirrors: kernel/trace/trace_events.c:f_show (v6.1)."""
@@ -77,6 +184,10 @@ class TraceEvent(ABC):
     @abstractmethod
     def print_record(self, payload: bytes, symbols: TraceSymbols, *, sym_addr: bool = False) -> str:
         """What `trace` shows after `name: `; `payload` is the entry behind its 8 common bytes."""
+
+    def print_line(self, payload: bytes, symbols: TraceSymbols, *, sym_addr: bool = False) -> str:
+        """What `trace` shows behind the time."""
+        return f"{self.name}: {self.print_record(payload, symbols, sym_addr=sym_addr)}"
 
 
 class KprobeTraceEvent(TraceEvent):
@@ -92,17 +203,38 @@ class KprobeTraceEvent(TraceEvent):
         self.args = args
         self.word_size = word_size
         self.probes: list[TraceKprobe] = []
-        self.recorders: list[Recorder] = []
-        """Those that have it enabled."""
-        self.seen_by: list[Recorder] = []
-        """Those that ever had it enabled, and may hold entries of it."""
         names = ("__probe_func", "__probe_ret_ip") if is_return else ("__probe_ip",)
-        super().__init__(group, name, _fields(names, args, word_size), _print_fmt(names, args))
+        super().__init__(group, name, probe_fields(names, args, word_size), probe_fmt(names, args))
 
     @property
-    def is_enabled(self) -> bool:
-        """Whether any recorder has it enabled."""
-        return bool(self.recorders)
+    def is_removed(self) -> bool:
+        return not self.probes
+
+    def start(self) -> None:
+        """Arm all its probes or none; those whose place is gone or pending are left out.
+
+        Linux: succeeds while all kprobes are disarmed.
+        Raises: KernelError of the backend. Mirrors: kernel/trace/trace_kprobe.c:enable_trace_kprobe (v6.1).
+        """
+        done: list[TraceKprobe] = []
+        try:
+            for probe in self.probes:
+                probe.enable()
+                done.append(probe)
+        except KernelError:
+            for probe in done:
+                probe.disable()
+            raise
+
+    def stop(self) -> None:
+        """Disarm its probes. Mirrors: kernel/trace/trace_kprobe.c:disable_trace_kprobe (v6.1)."""
+        for probe in self.probes:
+            probe.disable()
+
+    def changed(self) -> None:
+        super().changed()
+        for probe in self.probes:
+            probe.handler_changed()
 
     @property
     def header_size(self) -> int:
@@ -117,15 +249,22 @@ class KprobeTraceEvent(TraceEvent):
         if self.is_return:
             second = int.from_bytes(payload[self.word_size : 2 * self.word_size], "little")
             text = f"{print_ip(symbols, second, offset=True, digits=digits)} <- {text}"
-        args = "".join(f" {arg.name}={self._arg_text(arg, payload, symbols)}" for arg in self.args)
-        return f"({text}){args}"
+        return f"({text}){args_text(self.args, payload, self.header_size, symbols)}"
 
-    def _arg_text(self, arg: ProbeArg, payload: bytes, symbols: TraceSymbols) -> str:
-        """Mirrors: kernel/trace/trace_probe_tmpl.h:trace_probe_print_args (v6.1)."""
-        at = self.header_size + arg.offset
-        places = range(at, at + arg.size, arg.type.size)
-        texts = [_element_text(arg, payload, place, symbols) for place in places]
-        return "{" + ",".join(texts) + "}" if arg.count else texts[0]
+
+def args_text(args: Sequence[ProbeArg], payload: bytes, start: int, symbols: TraceSymbols) -> str:
+    """Arguments as `trace` shows them, a blank before each; they begin at `start` of the payload.
+
+    Mirrors: kernel/trace/trace_probe_tmpl.h:trace_probe_print_args (v6.1).
+    """
+    return "".join(f" {arg.name}={_arg_text(arg, payload, start, symbols)}" for arg in args)
+
+
+def _arg_text(arg: ProbeArg, payload: bytes, start: int, symbols: TraceSymbols) -> str:
+    at = start + arg.offset
+    places = range(at, at + arg.size, arg.type.size)
+    texts = [_element_text(arg, payload, place, symbols) for place in places]
+    return "{" + ",".join(texts) + "}" if arg.count else texts[0]
 
 
 def _element_text(arg: ProbeArg, payload: bytes, place: int, symbols: TraceSymbols) -> str:
@@ -145,8 +284,11 @@ def _string_text(location: int, payload: bytes) -> str:
     return f'"{bytes_to_text(text)}"'
 
 
-def _fields(names: Sequence[str], args: Sequence[ProbeArg], word_size: int) -> Iterator[EventField]:
-    """Mirrors: kernel/trace/trace_kprobe.c:kprobe_event_define_fields (v6.1)."""
+def probe_fields(names: Sequence[str], args: Sequence[ProbeArg], word_size: int) -> Iterator[EventField]:
+    """Fields of a probe's event: `names` are addresses, which come first.
+
+    Mirrors: kernel/trace/trace_kprobe.c:kprobe_event_define_fields (v6.1).
+    """
     offset = COMMON_SIZE
     for name in names:
         yield EventField("unsigned long", name, offset, word_size, False)
@@ -155,14 +297,17 @@ def _fields(names: Sequence[str], args: Sequence[ProbeArg], word_size: int) -> I
         yield EventField(arg.field_type, arg.name, offset + arg.offset, arg.size, arg.type.is_signed)
 
 
-def _print_fmt(names: Sequence[str], args: Sequence[ProbeArg]) -> str:
+def probe_fmt(names: Sequence[str], args: Sequence[ProbeArg]) -> str:
     """Mirrors: kernel/trace/trace_probe.c:__set_print_fmt (v6.1)."""
     formats = " <- ".join("%lx" for _ in names)
+    text, values = args_fmt(args)
+    return f'"({formats}){text}", {", ".join([f"REC->{name}" for name in names] + values)}'
+
+
+def args_fmt(args: Sequence[ProbeArg]) -> tuple[str, list[str]]:
+    """The arguments' part of a print format, and the values that it takes."""
     text = "".join(f" {arg.name}={_arg_fmt(arg)}" for arg in args)
-    values = [f"REC->{name}" for name in names]
-    for arg in args:
-        values += _arg_values(arg)
-    return f'"({formats}){text}", {", ".join(values)}'
+    return text, [value for arg in args for value in _arg_values(arg)]
 
 
 def _arg_fmt(arg: ProbeArg) -> str:
@@ -182,7 +327,11 @@ class EventRegistry:
         self._next_id = self._first_id = first_id
         self._events: dict[tuple[str, str], TraceEvent | None] = {}
         self._by_id: dict[int, TraceEvent] = {}
-        self._groups: Counter[str] = Counter()
+        self._groups: dict[str, dict[str, TraceEvent]] = {}
+        self.on_added: Callable[[TraceEvent], None] = lambda _event: None
+        """Told of each event that was registered."""
+        self.on_removed: Callable[[TraceEvent], None] = lambda _event: None
+        """Told of each event that is registered no more."""
 
     def __iter__(self) -> Iterator[TraceEvent]:
         """In order of registration."""
@@ -200,6 +349,18 @@ class EventRegistry:
         """Whether the group has an event."""
         return group in self._groups
 
+    def groups(self) -> Collection[str]:
+        """Names of the groups that have events."""
+        return self._groups.keys()
+
+    def in_group(self, group: str) -> Mapping[str, TraceEvent]:
+        """The events of a group by name, in order of registration."""
+        return self._groups.get(group, {})
+
+    def newest_first(self) -> Iterator[TraceEvent]:
+        """In the order that Linux lists events in."""
+        return (event for event in reversed(self._events.values()) if event is not None)
+
     def reserve(self, group: str, name: str) -> None:
         """Take a name for an event that isn't ours to print."""
         self._events[group, name] = None
@@ -213,17 +374,24 @@ class EventRegistry:
         if (event.group, event.name) in self._events:
             raise KernelError(errno.EEXIST, f"{event.group}/{event.name} exists")
         event.id = self._take_id()
-        self._events[event.group, event.name] = event
         self._by_id[event.id] = event
-        self._groups[event.group] += 1
+        self.add_own(event)
+
+    def add_own(self, event: TraceEvent) -> None:
+        """Name an event of tracing's own entries, which has its id and is printed without its help."""
+        self._events[event.group, event.name] = event
+        self._groups.setdefault(event.group, {})[event.name] = event
+        self.on_added(event)
 
     def remove(self, event: TraceEvent) -> None:
         """Forget a registered event."""
         del self._events[event.group, event.name]
         del self._by_id[event.id]
-        self._groups[event.group] -= 1
-        if not self._groups[event.group]:
+        group = self._groups[event.group]
+        del group[event.name]
+        if not group:
             del self._groups[event.group]
+        self.on_removed(event)
 
     def _take_id(self) -> int:
         if self._next_id <= LAST_EVENT_ID:

@@ -28,6 +28,8 @@ class FetchEnvironment:
     arch: TraceArch
     hit: ProbeHit
     sprint_symbol: Callable[[int], str]
+    field: Callable[[str], Value] | None = None
+    """Of an event probe: what a field of the entry holds."""
 
 
 def store(args: Sequence[ProbeArg], header: bytes, environment: FetchEnvironment) -> bytes:
@@ -115,6 +117,8 @@ class _ArgRun:
                 return self._argument(insn.value)
             case FetchOp.DATA:
                 return insn.data
+            case FetchOp.TP_ARG if self._environment.field is not None:
+                return self._environment.field(insn.name)
         return insn.value & self._mask
 
     def _register(self, name: str) -> int:

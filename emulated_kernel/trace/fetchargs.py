@@ -44,8 +44,10 @@ RESERVED_NAMES = frozenset(
         "__probe_func",
     }
 )
-_SYMSTR_SOURCES = frozenset({FetchOp.REG, FetchOp.STACK, FetchOp.RETVAL, FetchOp.ARG, FetchOp.DEREF})
-_ADDRESS_SOURCES = frozenset({FetchOp.IMM, FetchOp.COMM, FetchOp.DATA})
+_SYMSTR_SOURCES = frozenset(
+    {FetchOp.REG, FetchOp.STACK, FetchOp.RETVAL, FetchOp.ARG, FetchOp.DEREF, FetchOp.TP_ARG}
+)
+_ADDRESS_SOURCES = frozenset({FetchOp.IMM, FetchOp.COMM, FetchOp.DATA, FetchOp.TP_ARG})
 _STRING_SOURCES = _ADDRESS_SOURCES | {FetchOp.DEREF, FetchOp.UDEREF}
 _ARRAY_STORES = frozenset({FetchOp.ST_MEM, FetchOp.ST_STRING, FetchOp.ST_USTRING})
 _NumberParser = Callable[[str, int, int], int]
@@ -93,6 +95,15 @@ class FetchContext:
     log: CommandLog
     on_return: bool = False
     on_entry: bool = False
+    in_kernel: bool = True
+    """Whether the kernel is probed; a program has files and no symbols."""
+    finish: Callable[[ProbeArg], ProbeArg] | None = None
+    """Of an event probe, whose variables are the fields of an event: finds them, after each argument."""
+
+    @property
+    def on_event(self) -> bool:
+        """Whether `$NAME` is a field of an event, and there are no registers."""
+        return self.finish is not None
 
 
 def parse_args(words: Sequence[str], context: FetchContext) -> tuple[ProbeArg, ...]:
@@ -106,7 +117,8 @@ def parse_args(words: Sequence[str], context: FetchContext) -> tuple[ProbeArg, .
     for number, word in enumerate(words[:MAX_TRACE_ARGS]):
         context.log.index = number + 2
         name, body, offset = _split_name(word, number, args, context.log)
-        args.append(_ArgParser(context, body, offset).parse(name, size))
+        arg = _ArgParser(context, body, offset).parse(name, size)
+        args.append(arg if context.finish is None else context.finish(arg))
         size += args[-1].size
     return tuple(args)
 
@@ -125,6 +137,19 @@ def _split_name(word: str, number: int, args: Sequence[ProbeArg], log: CommandLo
     if name in RESERVED_NAMES or any(arg.name == name for arg in args):
         raise log.error(0, ProbeError.USED_ARG_NAME)
     return name, body, len(word) - len(body)
+
+
+def first_difference(args: Sequence[ProbeArg], others: Sequence[ProbeArg]) -> int | None:
+    """Index of the first argument that differs in name or type; of the first one extra, if the counts differ.
+
+    Mirrors: kernel/trace/trace_probe.c:trace_probe_compare_arg_type (v6.1).
+    """
+    if len(args) != len(others):
+        return min(len(args), len(others))
+    for index, (one, other) in enumerate(zip(args, others, strict=True)):
+        if (one.name, one.type, one.count) != (other.name, other.type, other.count):
+            return index
+    return None
 
 
 class _ArgParser:
@@ -193,7 +218,8 @@ class _ArgParser:
         return count
 
     def _find_type(self, expression: str, type_name: str | None, count: int) -> FetchType:
-        if expression in ("$comm", "$COMM") or expression.startswith('\\"'):
+        literal = expression in ("$comm", "$COMM") or expression.startswith('\\"')
+        if literal and not self._context.on_event:
             if count or type_name not in (None, "string"):
                 raise KernelError(errno.EINVAL, "the command's name and literal strings are strings")
             type_name = "string"
@@ -220,6 +246,8 @@ class _ArgParser:
 
     def _variable(self, name: str, at: int) -> FetchInsn:
         context = self._context
+        if context.on_event:
+            return FetchInsn(FetchOp.TP_ARG, name=name)
         if name == "retval":
             if not context.on_return:
                 raise context.log.error(at, ProbeError.RETVAL_ON_PROBE)
@@ -228,7 +256,7 @@ class _ArgParser:
             return FetchInsn(FetchOp.STACKP)
         if name.startswith("stack") and is_digit(name, 5):
             number = self._number_of(name[5:], at)
-            if number > PARAM_MAX_STACK:
+            if context.in_kernel and number > PARAM_MAX_STACK:
                 raise context.log.error(at, ProbeError.BAD_STACK_NUM)
             return FetchInsn(FetchOp.STACK, value=number)
         if name in ("comm", "COMM"):
@@ -247,6 +275,10 @@ class _ArgParser:
             raise self._context.log.error(at, ProbeError.BAD_VAR) from None
 
     def _register(self, name: str, at: int) -> FetchInsn:
+        if self._context.on_event:
+            # Linux: goes on after the first error, and finds that nothing was fetched.
+            self._context.log.error(at, ProbeError.BAD_VAR)
+            raise self._context.log.error(at, ProbeError.BAD_FETCH_ARG)
         attribute = self._arch.registers.get(name)
         if attribute is None:
             raise self._context.log.error(at, ProbeError.BAD_REG_NAME)
@@ -258,8 +290,16 @@ class _ArgParser:
             address = self._logged(kstrtoul, place, at, ProbeError.BAD_MEM_ADDR)
             return [FetchInsn(FetchOp.IMM, value=address), dereference]
         if place.startswith("+"):
-            raise self._context.log.error(at, ProbeError.FILE_ON_KPROBE)
+            return [self._file_offset(place[1:], at), dereference]
+        if not self._context.in_kernel:
+            raise self._context.log.error(at, ProbeError.SYM_ON_UPROBE)
         return [FetchInsn(FetchOp.SYMBOL, name=place), FetchInsn(FetchOp.IMM), dereference]
+
+    def _file_offset(self, number: str, at: int) -> FetchInsn:
+        if self._context.in_kernel:
+            raise self._context.log.error(at, ProbeError.FILE_ON_KPROBE)
+        offset = self._logged(kstrtol, number, at, ProbeError.BAD_FILE_OFFS)
+        return FetchInsn(FetchOp.FOFFS, value=offset)
 
     def _dereference(self, text: str, at: int) -> list[FetchInsn]:
         """Linux: carets inside `+u0(...)` and `+-8(...)` stand one column early; so do ours."""

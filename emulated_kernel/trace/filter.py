@@ -92,21 +92,31 @@ class EventFilters:
 
     def _clear(self, events: Iterable[TraceEvent]) -> None:
         for event in events:
-            event.filters.pop(self._recorder, None)
+            if event.filters.pop(self._recorder, None) is not None:
+                event.changed()
 
     def _set(self, event: TraceEvent, text: str) -> FilterParseError | None:
         try:
             program = parse_filter(text, partial(find_event_field, event))
         except FilterParseError as failure:
             return failure
-        event.filters[self._recorder] = EventFilter(text, program)
+        self._put(event, EventFilter(text, program))
         return None
+
+    def _put(self, event: TraceEvent, event_filter: EventFilter) -> None:
+        event.filters[self._recorder] = event_filter
+        event.changed()
 
     def _show_error(self, event: TraceEvent, text: str, failure: FilterParseError) -> None:
         """Mirrors: append_filter_err (v6.1)."""
-        error = failure.error or FilterError.ERRNO
-        self._error_log.add(_LOCATION, text, error.value, failure.column)
-        event.filters[self._recorder] = EventFilter(_error_text(text, failure), None)
+        log_filter_error(self._error_log, text, failure)
+        self._put(event, EventFilter(_error_text(text, failure), None))
+
+
+def log_filter_error(error_log: ErrorLog, text: str, failure: FilterParseError) -> None:
+    """Tell of a filter that can't be parsed."""
+    error = failure.error or FilterError.ERRNO
+    error_log.add(_LOCATION, text, error.value, failure.column)
 
 
 def _written(data: bytes) -> str:

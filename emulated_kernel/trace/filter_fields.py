@@ -56,11 +56,11 @@ def find_event_field(event: TraceEvent, name: str) -> FilterField | None:
 def _find(fields: tuple[EventField, ...], name: str) -> FilterField | None:
     for field in fields:
         if field.name == name:
-            return FilterField(_filter_type(field.type), field.offset, field.size, field.is_signed)
+            return FilterField(filter_type_of(field.type), field.offset, field.size, field.is_signed)
     return None
 
 
-def _filter_type(declared: str) -> FilterType:
+def filter_type_of(declared: str) -> FilterType:
     """Linux: an array of numbers counts as one number of the array's size.
 
     Mirrors: kernel/trace/trace_events_filter.c:filter_assign_type (v6.1).

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from emulated_kernel.trace import function_graph
 from emulated_kernel.trace.options import TraceOption
 
 _TGID_COLUMN = ("   TGID   ", "     |    ")
@@ -47,7 +48,10 @@ class HeaderFacts:
 
 def header_text(facts: HeaderFacts, flags: TraceOption) -> str:
     """The header of a trace file under these options."""
-    return f"# tracer: {facts.tracer}\n#\n" + _default_header(facts, flags)
+    start = f"# tracer: {facts.tracer}\n#\n"
+    if facts.tracer == function_graph.NAME:
+        return start + (function_graph.HEADER if TraceOption.CONTEXT_INFO in flags else "")
+    return start + _default_header(facts, flags)
 
 
 def _default_header(facts: HeaderFacts, flags: TraceOption) -> str:

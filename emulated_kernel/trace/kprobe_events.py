@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import ClassVar
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.chars import argv_split, to_text
@@ -11,8 +13,9 @@ from emulated_kernel.trace.definition import ProbeDefinition, Surroundings, pars
 from emulated_kernel.trace.dynamic_events import DynamicEvents, discard, run_commands
 from emulated_kernel.trace.error_log import ErrorLog
 from emulated_kernel.trace.event import EventRegistry, KprobeTraceEvent
-from emulated_kernel.trace.fetchargs import ProbeArg
+from emulated_kernel.trace.fetchargs import first_difference
 from emulated_kernel.trace.filter import EventFilters
+from emulated_kernel.trace.guest import GuestPlaces
 from emulated_kernel.trace.ports import ProbeBackend, Recorder, TraceArch, TraceSymbols
 from emulated_kernel.trace.probe_errors import CommandLog, ProbeError
 from emulated_kernel.trace.trace_kprobe import TraceKprobe
@@ -30,6 +33,10 @@ class KprobeEvents:
     Mirrors: kernel/trace/trace_kprobe.c (v6.1).
     """
 
+    probe_class: ClassVar[type[TraceKprobe]] = TraceKprobe
+    log_name: ClassVar[str] = "trace_kprobe"
+    """What its errors begin with."""
+
     def __init__(
         self,
         arch: TraceArch,
@@ -42,8 +49,10 @@ class KprobeEvents:
         registry: EventRegistry | None = None,
         dynamic_events: DynamicEvents | None = None,
         printk: Callable[[str], None] = discard,
+        guest: GuestPlaces | None = None,
     ) -> None:
-        self._around = Surroundings(arch, symbols, backend)
+        """With `guest`, hits are handled by guest code as far as that can be."""
+        self._around = Surroundings(arch, symbols, backend, guest)
         self._recorder = recorder
         self._printk = printk
         self.error_log = ErrorLog(clock) if error_log is None else error_log
@@ -70,9 +79,9 @@ class KprobeEvents:
         """The text of kprobe_events."""
         return "".join(self.records())
 
-    def profile_records(self) -> list[str]:
-        """The lines of kprobe_profile."""
-        return [probe.profile() for probe in self.probes()]
+    def profile_records(self, start: int = 0) -> Iterator[str]:
+        """The lines of kprobe_profile, from one on."""
+        return (probe.profile() for probe in islice(self.probes(), start, None))
 
     def profile(self) -> str:
         """The text of kprobe_profile: event, hits, missed hits."""
@@ -86,7 +95,11 @@ class KprobeEvents:
 
     def probes(self) -> list[TraceKprobe]:
         """All probes, in order of their making."""
-        return [event for event in self.dynamic_events.events if isinstance(event, TraceKprobe)]
+        return [
+            event
+            for event in self.dynamic_events.events
+            if isinstance(event, TraceKprobe) and type(event) is self.probe_class
+        ]
 
     def events(self) -> list[KprobeTraceEvent]:
         """All events, in order of their making."""
@@ -95,7 +108,9 @@ class KprobeEvents:
     def find(self, group: str, name: str) -> KprobeTraceEvent | None:
         """The kprobe event of that name."""
         event = self.registry.find(group, name)
-        return event if isinstance(event, KprobeTraceEvent) else None
+        if not isinstance(event, KprobeTraceEvent):
+            return None
+        return event if all(type(probe) is self.probe_class for probe in event.probes) else None
 
     # Commands
 
@@ -113,8 +128,8 @@ class KprobeEvents:
         argv = argv_split(command)
         if not argv:
             return True
-        log = CommandLog(self.error_log, "trace_kprobe", argv)
-        definition = parse_definition(argv, self._around, log)
+        log = CommandLog(self.error_log, self.log_name, argv)
+        definition = self._parse(argv, log)
         if definition is None:
             return False
         try:
@@ -123,6 +138,9 @@ class KprobeEvents:
             self._log_failure(failure, log)
             raise
         return True
+
+    def _parse(self, argv: Sequence[str], log: CommandLog) -> ProbeDefinition | None:
+        return parse_definition(argv, self._around, log)
 
     @staticmethod
     def _log_failure(failure: KernelError, log: CommandLog) -> None:
@@ -169,7 +187,7 @@ class KprobeEvents:
         )
 
     def _probe(self, definition: ProbeDefinition, event: KprobeTraceEvent) -> TraceKprobe:
-        return TraceKprobe(definition, event, self._around, self._printk, self.remove)
+        return self.probe_class(definition, event, self._around, self._printk, self.remove)
 
     @staticmethod
     def _check_append(probe: TraceKprobe, event: KprobeTraceEvent, log: CommandLog) -> None:
@@ -177,7 +195,7 @@ class KprobeEvents:
         log.index = 0
         if probe.is_return != event.is_return:
             raise log.error(0, ProbeError.DIFF_PROBE_TYPE, errno.EEXIST)
-        different = _first_difference(probe.args, event.args)
+        different = first_difference(probe.args, event.args)
         if different is not None:
             log.index = different + 2
             raise log.error(0, ProbeError.DIFF_ARG_TYPE, errno.EEXIST)
@@ -232,67 +250,9 @@ class KprobeEvents:
     # Enabling
 
     def enable(self, event: KprobeTraceEvent, recorder: Recorder | None = None) -> None:
-        """Record the event's hits in `recorder`, by default the top trace array.
-
-        All its probes are armed or none; those whose place is gone or pending are left out.
-        Linux: succeeds while all kprobes are disarmed.
-        Raises: KernelError ENODEV (the event was removed), and what the backend raises.
-        Mirrors: kernel/trace/trace_kprobe.c:enable_trace_kprobe (v6.1).
-        """
-        recorder = self._check_alive(event, recorder)
-        if recorder in event.recorders:
-            return
-        was_enabled = event.is_enabled
-        event.recorders.append(recorder)
-        if not was_enabled:
-            try:
-                _enable_all(event.probes)
-            except KernelError:
-                event.recorders.remove(recorder)
-                raise
-        if recorder not in event.seen_by:
-            event.seen_by.append(recorder)
+        """Record its hits in `recorder`, by default the top trace array. Raises: as TraceEvent.enable."""
+        event.enable(self._recorder if recorder is None else recorder)
 
     def disable(self, event: KprobeTraceEvent, recorder: Recorder | None = None) -> None:
-        """Stop recording in `recorder`; the last one disarms the event's probes.
-
-        Raises: KernelError ENODEV (the event was removed).
-        Mirrors: kernel/trace/trace_kprobe.c:disable_trace_kprobe (v6.1).
-        """
-        recorder = self._check_alive(event, recorder)
-        if recorder not in event.recorders:
-            return
-        event.recorders.remove(recorder)
-        if not event.is_enabled:
-            for probe in event.probes:
-                probe.disable()
-
-    def _check_alive(self, event: KprobeTraceEvent, recorder: Recorder | None) -> Recorder:
-        if not event.probes:
-            raise KernelError(errno.ENODEV, f"{event.group}/{event.name} was removed")
-        return self._recorder if recorder is None else recorder
-
-
-def _enable_all(probes: Sequence[TraceKprobe]) -> None:
-    done: list[TraceKprobe] = []
-    try:
-        for probe in probes:
-            probe.enable()
-            done.append(probe)
-    except KernelError:
-        for probe in done:
-            probe.disable()
-        raise
-
-
-def _first_difference(args: Sequence[ProbeArg], others: Sequence[ProbeArg]) -> int | None:
-    """Index of the first argument that differs in name or type; of the first one extra, if the counts differ.
-
-    Mirrors: kernel/trace/trace_probe.c:trace_probe_compare_arg_type (v6.1).
-    """
-    if len(args) != len(others):
-        return min(len(args), len(others))
-    for index, (one, other) in enumerate(zip(args, others, strict=True)):
-        if (one.name, one.type, one.count) != (other.name, other.type, other.count):
-            return index
-    return None
+        """Stop recording in `recorder`. Raises: as TraceEvent.disable."""
+        event.disable(self._recorder if recorder is None else recorder)

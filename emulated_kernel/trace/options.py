@@ -94,6 +94,9 @@ DEFAULT_OPTIONS = (
 TOP_LEVEL_OPTIONS = TraceOption.PRINTK | TraceOption.PRINTK_MSGONLY | TraceOption.RECORD_CMD
 """Options that an instance has no file for."""
 
+INHERITED_OPTIONS = ~(TraceOption.EVENT_FORK | TraceOption.FUNC_FORK)
+"""Options that a new instance takes over from the top array. Mirrors: ZEROED_TRACE_FLAGS (v6.1)."""
+
 NOP_ACCEPT = "test_nop_accept"
 NOP_REFUSE = "test_nop_refuse"
 
@@ -107,9 +110,10 @@ class TraceOptions:
         self._tracer_flags = {NOP_ACCEPT: False, NOP_REFUSE: False}
         self._changed = changed
 
-    def names(self) -> tuple[str, ...]:
-        """Names of the options, in the order of trace_options."""
-        return (*OPTION_NAMES, *self._tracer_flags)
+    def names(self, *, instance: bool = False) -> tuple[str, ...]:
+        """Names of the options, in the order of trace_options; or of those that an instance has files for."""
+        own = (n for n, option in OPTION_NAMES.items() if not (instance and option in TOP_LEVEL_OPTIONS))
+        return (*own, *self._tracer_flags)
 
     def get(self, name: str) -> bool:
         """Whether an option is on. Raises: KernelError EINVAL for an unknown name."""

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from emulated_kernel.trace.chars import bytes_to_text
 from emulated_kernel.trace.clock import ns_to_usecs
 from emulated_kernel.trace.cmdlines import SavedCmdlines
+from emulated_kernel.trace.function_graph import GraphPrinter
 from emulated_kernel.trace.options import TraceOption
 from emulated_kernel.trace.trace_entry import (
     ENTRY_PRINTERS,
@@ -118,6 +119,16 @@ class LineFormatter:
             return print_message(entry.record[TRACE_ENTRY.size :], self._style)
         return self._print(entry, next_time, index)
 
+    def comment(self, entry: Entry) -> str:
+        """What a record says between the lines of a graph."""
+        if TRACE_ENTRY.unpack_from(entry.record)[0] == EntryType.PRINT:
+            return print_message(entry.record[TRACE_ENTRY.size :], self._style)
+        return self._body(entry)
+
+    def graph(self, cpus: int) -> GraphPrinter:
+        """A printer of graphs under the same options."""
+        return GraphPrinter(self._flags, self._cmdlines, self._style, cpus)
+
     @property
     def annotates(self) -> bool:
         """Whether notes for people may stand between the lines."""
@@ -142,8 +153,7 @@ class LineFormatter:
         payload = entry.record[TRACE_ENTRY.size :]
         event = self._event(kind)
         if event is not None:
-            text = event.print_record(payload, self._style.symbols, sym_addr=self._style.sym_addr)
-            return f"{event.name}: {text}\n"
+            return event.print_line(payload, self._style.symbols, sym_addr=self._style.sym_addr) + "\n"
         if printer := ENTRY_PRINTERS.get(kind):
             return printer(payload, self._style)
         return f"Unknown type {kind}\n"

@@ -6,8 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from emulated_kernel.arch.program_builder import HitWay, ProgramBuilder
+
 if TYPE_CHECKING:
     from emulated_kernel.trace.event import TraceEvent
+    from emulated_kernel.trace.guest import RecordTarget
 
 
 class TraceArch(Protocol):
@@ -91,6 +94,10 @@ class ProbeHit(Protocol):
         """The current task's name, without padding."""
 
     @property
+    def context(self) -> tuple[int, int]:
+        """common_flags and common_preempt_count of its entry."""
+
+    @property
     def return_address(self) -> int:
         """Of a return probe: where the function returns to."""
 
@@ -99,6 +106,8 @@ class ProbeHit(Protocol):
 
 
 HitHandler = Callable[[ProbeHit], None]
+Emit = Callable[[ProgramBuilder, HitWay], bool]
+"""Adds a handler to a program of guest code; False, with nothing added, where it can't be."""
 
 
 @dataclass(frozen=True)
@@ -139,14 +148,19 @@ class ProbeHandle(Protocol):
 class ProbeBackend(Protocol):
     """The kprobes engine. All methods raise KernelError with the errno that Linux would give."""
 
-    def register(self, spec: ProbeSpec, handler: HitHandler, /) -> ProbeHandle:
-        """Raises: KernelError ENOENT (nothing there), EILSEQ (not an instruction), EINVAL, EOPNOTSUPP..."""
+    def register(self, spec: ProbeSpec, handler: HitHandler, program: Emit, /) -> ProbeHandle:
+        """`program` makes guest code that does what `handler` does, where that is possible.
+
+        Raises: KernelError ENOENT (nothing there), EILSEQ (not an instruction), EINVAL, EOPNOTSUPP..."""
 
     def unregister(self, handle: ProbeHandle, /) -> None: ...
 
     def enable(self, handle: ProbeHandle, /) -> None: ...
 
     def disable(self, handle: ProbeHandle, /) -> None: ...
+
+    def handler_changed(self, handle: ProbeHandle, /) -> None:
+        """What `program` makes differs from now on."""
 
     def on_func_entry(self, symbol: str, offset: int, /) -> bool:
         """Whether the place is a function's entry. Raises: KernelError ENOENT.
@@ -173,6 +187,9 @@ class Recorder(Protocol):
 
     def record(self, event: TraceEvent, payload: bytes, hit: ProbeHit, /) -> None:
         """Write an entry: `payload` is what follows the 8 bytes of common fields."""
+
+    def target(self) -> RecordTarget | None:
+        """Its buffer for guest code to write to, as it is now; None where record() has to be called."""
 
     def event_removed(self, event: TraceEvent, /) -> None:
         """An event that this recorder once enabled is gone; its entries can't be printed any more.

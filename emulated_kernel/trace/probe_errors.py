@@ -13,6 +13,14 @@ from emulated_kernel.trace.error_log import ErrorLog
 class ProbeError(Enum):
     """Texts are interface: tools match them. Mirrors: kernel/trace/trace_probe.h ERRORS (v6.1)."""
 
+    FILE_NOT_FOUND = "Failed to find the given file"
+    NO_REGULAR_FILE = "Not a regular file"
+    BAD_REFCNT = "Invalid reference counter offset"
+    REFCNT_OPEN_BRACE = "Reference counter brace is not closed"
+    BAD_REFCNT_SUFFIX = "Reference counter has wrong suffix"
+    BAD_UPROBE_OFFS = "Invalid uprobe offset"
+    BAD_FILE_OFFS = "Invalid file offset value"
+    SYM_ON_UPROBE = "Symbol is not available with uprobe"
     MAXACT_NO_KPROBE = "Maxactive is not for kprobe"
     BAD_MAXACT = "Invalid maxactive number"
     MAXACT_TOO_BIG = "Maxactive is too big"
@@ -62,6 +70,10 @@ class ProbeError(Enum):
     DIFF_ARG_TYPE = "Argument type or name is different from existing probe"
     SAME_PROBE = "There is already the exact same probe event"
     EVENT_TOO_BIG = "Event too big (too many fields?)"
+    NO_EVENT_INFO = "This requires both group and event name to attach"
+    BAD_ATTACH_EVENT = "Attached event does not exist"
+    BAD_ATTACH_ARG = "Attached event does not have this field"
+    NO_EP_FILTER = "No filter rule after 'if'"
 
 
 class CommandLog:

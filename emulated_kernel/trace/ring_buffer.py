@@ -1,4 +1,4 @@
-"""One CPU's ring buffer, in Linux's layout, over memory that guest code can write too.
+"""One CPU's ring buffer, in Linux's layout, over memory that guest code writes too.
 
 The memory (ring_layout.py) is the truth; nothing is kept in Python.
 
@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from struct import Struct
 from typing import NamedTuple
 
 from emulated_kernel.abi import PAGE_SIZE
 from emulated_kernel.trace.ring_layout import (
     ANCHOR_SLOT,
     COMMIT_OVERRUN,
+    CONTROL_WORDS,
+    COUNTERS,
     DROPPED,
     ENTRIES,
     ENTRIES_BYTES,
@@ -23,8 +24,6 @@ from emulated_kernel.trace.ring_layout import (
     HEAD_SLOT,
     LAST_OVERRUN,
     LOST_EVENTS,
-    MIN_PAGES,
-    NR_PAGES,
     OVERRUN,
     READ,
     READ_BYTES,
@@ -32,35 +31,22 @@ from emulated_kernel.trace.ring_layout import (
     READER_PAGE,
     READER_READ,
     SLOTS,
+    TAIL_ENTRIES,
     TAIL_PAGE,
     TAIL_SLOT,
-    WRITE_STAMP,
+    WRITE_PTR,
     RingFlag,
-    data_start,
-    memory_size,
+    RingMemory,
 )
 from emulated_kernel.trace.ring_page import (
-    COMMIT_MASK,
-    DELTA_BITS,
-    DELTA_MASK,
-    MAX_DATA_SIZE,
-    MAX_SMALL_DATA,
     MISSED_EVENTS,
     MISSED_STORED,
-    PADDING,
     PAGE_DATA_SIZE,
     PAGE_HEADER_SIZE,
-    STAMP_MASK,
-    TIME_EVENT_SIZE,
-    TIME_EXTEND,
-    TIME_STAMP,
-    PageReader,
-    event_size,
 )
+from emulated_kernel.trace.ring_writer import RingWriter
 
-_OVERWRITE = RingFlag.OVERWRITE.value
 _DISABLED = RingFlag.DISABLED.value
-_TWO_WORDS = Struct("<II")
 _MISSED_COUNT_SIZE = 8
 
 
@@ -85,153 +71,17 @@ class RingStats:
     read_events: int
 
 
-class RingBuffer:
+class RingBuffer(RingWriter):
     """A per-CPU ring buffer; one writer at a time, callers serialise readers against it."""
 
-    __slots__ = ("_entries_at", "_memory", "_nr_pages", "_pages", "_reader", "_start", "_words", "_words32")
-
-    def __init__(self, memory: memoryview, nr_pages: int, *, overwrite: bool = True) -> None:
-        """Format `memory` (at least memory_size(nr_pages) writable bytes) as an empty buffer."""
-        self._format(memory, nr_pages, RingFlag.OVERWRITE.value if overwrite else 0)
-
-    def _format(self, memory: memoryview, nr_pages: int, flags: int) -> None:
-        if nr_pages < MIN_PAGES:
-            raise ValueError(f"a ring buffer has at least {MIN_PAGES} pages")
-        self._attach(memory, nr_pages)
-        words = self._words
-        used = SLOTS + 2 * nr_pages + 1
-        words[:used] = memoryview(bytes(used * 8)).cast("Q")
-        words[NR_PAGES] = nr_pages
-        words[FLAGS] = flags
-        words[READER_PAGE] = nr_pages
-        for slot in range(nr_pages):
-            words[SLOTS + slot] = slot
-        for page in range(nr_pages + 1):
-            words[self._page_word(page)] = 0
-            words[self._page_word(page) + 1] = 0
-
-    def _attach(self, memory: memoryview, nr_pages: int) -> None:
-        memory = memory.cast("B")[: memory_size(nr_pages)]
-        self._memory = memory
-        self._words = memory.cast("Q")
-        self._words32 = memory.cast("I")
-        self._nr_pages = nr_pages
-        self._start = data_start(nr_pages)
-        self._entries_at = SLOTS + nr_pages
-        self._reader = PageReader(memory, self._words32)
-
-    def _page_word(self, page: int) -> int:
-        return (self._start + page * PAGE_SIZE) >> 3
-
-    def _data(self, page: int) -> int:
-        return self._start + page * PAGE_SIZE + PAGE_HEADER_SIZE
-
-    def _commit(self, page: int) -> int:
-        return self._words[self._page_word(page) + 1] & COMMIT_MASK
-
-    # -- writing
-
-    def write(self, payload: bytes, time_stamp: int) -> bool:
-        """Append one event; False when it was dropped, is too large or recording is off.
-
-        Mirrors: kernel/trace/ring_buffer.c:ring_buffer_write (v6.1)
-        """
-        words = self._words
-        size = len(payload)
-        if size > MAX_DATA_SIZE or words[FLAGS] & _DISABLED:
-            return False
-        length = event_size(size)
-        page = words[TAIL_PAGE]
-        base = self._start + page * PAGE_SIZE
-        tail = words[(base >> 3) + 1] & COMMIT_MASK
-        delta = time_stamp - words[WRITE_STAMP] if tail else 0
-        extra = TIME_EVENT_SIZE if delta >> DELTA_BITS else 0
-        if tail + length + extra > PAGE_DATA_SIZE:
-            if not self.move_tail():
-                return False
-            page = words[TAIL_PAGE]
-            base = self._start + page * PAGE_SIZE
-            tail = delta = extra = 0
-        if not tail:
-            words[base >> 3] = time_stamp
-        at = base + PAGE_HEADER_SIZE + tail
-        if extra:
-            self._put_time(at, delta, time_stamp)
-            at += TIME_EVENT_SIZE
-            delta = 0
-        self._put_event(at, length, delta, payload)
-        words[(base >> 3) + 1] = tail + length + extra
-        words[WRITE_STAMP] = time_stamp
-        words[ENTRIES] += 1
-        words[ENTRIES_BYTES] += length + extra
-        words[self._entries_at + page] += 1
-        return True
-
-    def _put_event(self, at: int, length: int, delta: int, payload: bytes) -> None:
-        memory, size = self._memory, len(payload)
-        self._words32[(at + length - 4) >> 2] = 0
-        if size > MAX_SMALL_DATA:
-            _TWO_WORDS.pack_into(memory, at, delta << 5, length - 4)
-            memory[at + 8 : at + 8 + size] = payload
-        else:
-            self._words32[at >> 2] = delta << 5 | (length - 4) >> 2
-            memory[at + 4 : at + 4 + size] = payload
-
-    def _put_time(self, at: int, delta: int, time_stamp: int) -> None:
-        # Deviates: a clock that went back (a task that moved to a vCPU behind) is stored as an absolute
-        # time; Linux stores that only for events that interrupt one another.
-        kind, value = (TIME_EXTEND, delta) if delta > 0 else (TIME_STAMP, time_stamp & STAMP_MASK)
-        _TWO_WORDS.pack_into(self._memory, at, kind | (value & DELTA_MASK) << 5, value >> DELTA_BITS)
-
-    def move_tail(self) -> bool:
-        """Close the tail page and go to the next one; False (one more dropped) when there is none to take.
-
-        Mirrors: kernel/trace/ring_buffer.c:rb_move_tail (v6.1)
-        """
-        words, count = self._words, self._nr_pages
-        page, head = words[TAIL_PAGE], words[HEAD_SLOT]
-        slot = (words[TAIL_SLOT] + 1) % count
-        target = words[SLOTS + slot]
-        # A tail on the reader page means that the ring is empty: its head can be written at once.
-        full = slot == head and page != words[READER_PAGE]
-        self._close_page(page)
-        if full:
-            if not words[FLAGS] & _OVERWRITE:
-                words[DROPPED] += 1
-                return False
-            words[HEAD_SLOT] = (head + 1) % count
-            self._overrun_page(target)
-        self._clear_page(target)
-        words[TAIL_SLOT] = slot
-        words[TAIL_PAGE] = target
-        return True
-
-    def _close_page(self, page: int) -> None:
-        words, word = self._words, self._page_word(page)
-        tail = words[word + 1] & COMMIT_MASK
-        room, at = PAGE_DATA_SIZE - tail, self._data(page) + tail
-        if room >= TIME_EVENT_SIZE:
-            _TWO_WORDS.pack_into(self._memory, at, PADDING | 1 << 5, room - 4)
-            words[word + 1] = PAGE_DATA_SIZE
-            words[ENTRIES_BYTES] += room
-        elif room:
-            self._words32[at >> 2] = PADDING
-
-    def _overrun_page(self, page: int) -> None:
-        words = self._words
-        words[OVERRUN] += words[self._entries_at + page]
-        words[ENTRIES_BYTES] -= self._commit(page)
-
-    def _clear_page(self, page: int) -> None:
-        self._words[self._page_word(page) + 1] = 0
-        self._words[self._entries_at + page] = 0
+    __slots__ = ()
 
     # -- reading
 
     def __len__(self) -> int:
         """Events that can still be read."""
         words = self._words
-        return words[ENTRIES] - words[OVERRUN] - words[READ]
+        return words[ENTRIES] + words[TAIL_ENTRIES] - words[OVERRUN] - words[READ]
 
     def peek(self) -> Consumed | None:
         """The event that consume() would take; it can move the reader to the next sub-buffer.
@@ -275,19 +125,19 @@ class RingBuffer:
 
         Mirrors: kernel/trace/ring_buffer.c:rb_get_reader_page (v6.1)
         """
-        words, count = self._words, self._nr_pages
+        words, table, count = self._words, self._table, self._nr_pages
         reader = words[READER_PAGE]
         if words[READER_READ] < self._commit(reader):
             return True
         if not len(self) or reader == words[TAIL_PAGE]:
             return False
         head = words[HEAD_SLOT]
-        taken = words[SLOTS + head]
+        taken = table[SLOTS + head]
         self._clear_page(reader)
-        words[SLOTS + head] = reader
+        table[SLOTS + head] = reader
         words[READER_PAGE] = taken
         words[READER_READ] = 0
-        words[READ_STAMP] = words[self._page_word(taken)]
+        words[READ_STAMP] = table[self._page_word(taken)]
         words[HEAD_SLOT] = (head + 1) % count
         words[ANCHOR_SLOT] = (head - 1) % count
         if words[OVERRUN] != words[LAST_OVERRUN]:
@@ -304,7 +154,7 @@ class RingBuffer:
         for stamp, record, _ in events:
             yield stamp, record
         for page in self._unread_pages():
-            stamp = words[self._page_word(page)]
+            stamp = self._table[self._page_word(page)]
             for event in decode(self._data(page), 0, self._commit(page), stamp):
                 yield event[0], event[1]
 
@@ -315,7 +165,7 @@ class RingBuffer:
             return []
         head = words[HEAD_SLOT]
         used = (words[TAIL_SLOT] - head) % count + 1
-        return [words[SLOTS + (head + i) % count] for i in range(used)]
+        return [self._table[SLOTS + (head + i) % count] for i in range(used)]
 
     def read_page(self) -> bytes | None:
         """Consume what is left of one sub-buffer as a page of 4096 bytes; None when nothing is there.
@@ -370,6 +220,10 @@ class RingBuffer:
     @disabled.setter
     def disabled(self, value: bool) -> None:
         self._set_flag(RingFlag.DISABLED, value)
+        if value:
+            self._park(self._tail())
+        elif self._tail():
+            self._open_tail()
 
     def _set_flag(self, flag: RingFlag, value: bool) -> None:
         flags = self._words[FLAGS]
@@ -379,6 +233,11 @@ class RingBuffer:
     def overrun(self) -> int:
         """Events overwritten before they were read."""
         return self._words[OVERRUN]
+
+    @property
+    def written(self) -> int:
+        """Events written since it was emptied."""
+        return self._words[ENTRIES] + self._words[TAIL_ENTRIES]
 
     @property
     def dirty_pages(self) -> int:
@@ -395,13 +254,13 @@ class RingBuffer:
         words = self._words
         page = words[TAIL_PAGE]
         if page != words[READER_PAGE]:
-            page = words[SLOTS + words[HEAD_SLOT]]
+            page = self._table[SLOTS + words[HEAD_SLOT]]
         return RingStats(
             entries=len(self),
             overrun=words[OVERRUN],
             commit_overrun=words[COMMIT_OVERRUN],
-            size=words[ENTRIES_BYTES] - words[READ_BYTES],
-            oldest_event_ts=words[self._page_word(page)],
+            size=words[ENTRIES_BYTES] + self._tail() - words[READ_BYTES],
+            oldest_event_ts=self._table[self._page_word(page)],
             dropped_events=words[DROPPED],
             read_events=words[READ],
         )
@@ -412,37 +271,47 @@ class RingBuffer:
         Mirrors: kernel/trace/ring_buffer.c:rb_reset_cpu (v6.1)
         """
         words = self._words
-        for page in range(self._nr_pages + 1):
-            self._clear_page(page)
         anchor = words[ANCHOR_SLOT]
         words[HEAD_SLOT] = words[TAIL_SLOT] = anchor
-        words[TAIL_PAGE] = words[SLOTS + anchor]
-        words[READER_READ] = 0
-        for word in range(WRITE_STAMP, LOST_EVENTS + 1):
+        words[TAIL_PAGE] = self._table[SLOTS + anchor]
+        self._clear_page(words[TAIL_PAGE])
+        self._clear_page(words[READER_PAGE])
+        words[READER_READ] = words[TAIL_ENTRIES] = 0
+        for word in COUNTERS:
             words[word] = 0
+        self._park(0)
 
-    def resize(self, memory: memoryview, nr_pages: int) -> None:
+    def resize(self, memory: RingMemory | memoryview, nr_pages: int) -> None:
         """Move into other memory with `nr_pages` sub-buffers; the oldest that don't fit are overrun.
 
+        The memory so far is the caller's to release, when no guest code writes to it any more.
         Mirrors: kernel/trace/ring_buffer.c:ring_buffer_resize (v6.1)
         """
+        tail, old, table = self._tail(), self._words, self._table
+        tail_entries = old[TAIL_ENTRIES]
         unread = self._unread_pages()
         for page in unread[:-nr_pages]:
             self._overrun_page(page)
         unread = unread[-nr_pages:]
-        kept = [*unread, self._words[READER_PAGE]]
+        kept = [*unread, old[READER_PAGE]]
         images = [self._memory[self._data(page) - PAGE_HEADER_SIZE :][:PAGE_SIZE] for page in kept]
-        entries = [self._words[self._entries_at + page] for page in kept]
-        counters = self._words[:SLOTS].tolist()
+        entries = [table[self._entries_at + page] for page in kept]
+        counters = old[:CONTROL_WORDS].tolist()
+        # Guest code that still knows the old place must come to the host.
+        old[FLAGS], old[WRITE_PTR] = counters[FLAGS] | _DISABLED, 0
         self._format(memory, nr_pages, counters[FLAGS])
         words = self._words
-        for word in (READER_READ, *range(WRITE_STAMP, LOST_EVENTS + 1)):
+        for word in (READER_READ, *COUNTERS):
             words[word] = counters[word]
         numbers = [*range(len(unread)), nr_pages]
         for page, image, count in zip(numbers, images, entries, strict=True):
             at = self._data(page) - PAGE_HEADER_SIZE
             self._memory[at : at + PAGE_SIZE] = image
-            words[self._entries_at + page] = count
+            self._table[self._entries_at + page] = count
         # Without an unread page the tail is the reader page, and the next slot is the head.
         words[TAIL_PAGE] = len(unread) - 1 if unread else nr_pages
         words[TAIL_SLOT] = (len(unread) - 1) % nr_pages
+        words[TAIL_ENTRIES] = tail_entries
+        self._park(tail)
+        if tail and not counters[FLAGS] & _DISABLED:
+            self._open_tail()

@@ -1,37 +1,54 @@
 """Where everything stands in a ring buffer's memory: the contract between guest code and the reader here.
 
-The memory starts with u64 words (little-endian):
+A control block of 32 u64 words (little-endian) holds what changes with each event and counts:
 
-    word  0 nr_pages       sub-buffers in the ring; one more, the reader page, stands outside of it
-          1 flags          RingFlag
-          2 tail_page      number of the sub-buffer that is written
-          3 tail_slot      ring slot of tail_page (or that it had before the reader took it)
-          4 head_slot      ring slot of the oldest unread sub-buffer
-          5 reader_page    number of the reader's sub-buffer
-          6 reader_read    bytes of its data that were consumed
-          7 anchor_slot    where head and tail go on reset
-          8 write_stamp    time of the last event written
-          9 read_stamp     time of the last event consumed
-         10 entries        events written
-         11 overrun        events overwritten before they were read
-         12 commit_overrun events lost because the writer met its own uncommitted ones (always 0 here)
-         13 dropped        events refused for want of room (no overwriting)
-         14 read           events consumed
-         15 entries_bytes  bytes written and not overwritten
-         16 read_bytes     bytes consumed
-         17 last_overrun   `overrun` when the reader last took a sub-buffer
-         18 lost_events    events lost before the next one that the reader gets
-         32...             slots[nr_pages]: the sub-buffer's number of each ring slot
-         then              page_entries[nr_pages + 1]: events on each sub-buffer
+    word  0 write_ptr      address of the next event; 0: nobody but the host may write one now
+          1 write_stamp    time of the last event written
+          2 tail_entries   events on the sub-buffer that is written
+          3 parked_ptr     write_ptr's value while that is 0
+          4 base           address of the sub-buffers' memory
+          5 nr_pages       sub-buffers in the ring; one more, the reader page, stands outside of it
+          6 flags          RingFlag
+          7 tail_page      number of the sub-buffer that is written
+          8 tail_slot      ring slot of tail_page (or that it had before the reader took it)
+          9 head_slot      ring slot of the oldest unread sub-buffer
+         10 reader_page    number of the reader's sub-buffer
+         11 reader_read    bytes of its data that were consumed
+         12 anchor_slot    where head and tail go on reset
+         13 read_stamp     time of the last event consumed
+         14 entries        events on all sub-buffers that were ever left behind
+         15 overrun        events overwritten before they were read
+         16 commit_overrun events lost because the writer met its own uncommitted ones (always 0 here)
+         17 dropped        events refused for want of room (no overwriting)
+         18 read           events consumed
+         19 entries_bytes  bytes written on sub-buffers that were left behind, and not overwritten
+         20 read_bytes     bytes consumed
+         21 last_overrun   `overrun` when the reader last took a sub-buffer
+         22 lost_events    events lost before the next one that the reader gets
 
-and goes on with the nr_pages + 1 sub-buffers (ring_page.py) from the next multiple of 4096 bytes.
+The sub-buffers' memory starts with room for a control block (used where there is no other), then
 
-A writer whose event fits on the tail page changes only that page, write_stamp, entries, entries_bytes
-and the page's page_entries; all other cases begin with RingBuffer.move_tail.
+         word 32...        slots[nr_pages]: the sub-buffer's number of each ring slot
+         then              page_entries[nr_pages + 1]: events on each sub-buffer that was left behind
+
+and goes on with the nr_pages + 1 sub-buffers (ring_page.py) from the next multiple of 4096 bytes; `base` is
+a multiple of 4096 too. The commit word of tail_page is stale: its data end at write_ptr (or parked_ptr).
+
+How guest code writes an event of `length` bytes (ring_page.event_size) at the time t:
+
+    p = write_ptr
+    if ((p - 1) & 4095) > 4095 - length, unsigned: no room (or off, or the first event of a sub-buffer)
+    delta = t - write_stamp; if delta >= 1 << 27, unsigned: a time extend is needed
+    put the event at p; write_stamp = t; tail_entries += 1; write_ptr = p + length
+
+In both other cases the host is asked first: RingBuffer.make_room(length, t). If that says yes, the steps
+succeed when begun again; if no, the event is dropped, and counted if that is for want of room.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import IntFlag
 
 from emulated_kernel.abi import PAGE_SIZE
@@ -40,6 +57,11 @@ from emulated_kernel.trace.ring_page import PAGE_DATA_SIZE
 MIN_PAGES = 2
 
 (
+    WRITE_PTR,
+    WRITE_STAMP,
+    TAIL_ENTRIES,
+    PARKED_PTR,
+    BASE,
     NR_PAGES,
     FLAGS,
     TAIL_PAGE,
@@ -48,7 +70,6 @@ MIN_PAGES = 2
     READER_PAGE,
     READER_READ,
     ANCHOR_SLOT,
-    WRITE_STAMP,
     READ_STAMP,
     ENTRIES,
     OVERRUN,
@@ -59,17 +80,43 @@ MIN_PAGES = 2
     READ_BYTES,
     LAST_OVERRUN,
     LOST_EVENTS,
-) = range(19)
-SLOTS = 32
+) = range(23)
+COUNTERS = (WRITE_STAMP, *range(READ_STAMP, LOST_EVENTS + 1))
+"""Words that a reset clears."""
+CONTROL_WORDS = 32
+CONTROL_SIZE = CONTROL_WORDS * 8
+SLOTS = CONTROL_WORDS
 
 
 class RingFlag(IntFlag):
-    """Word 1 of a ring buffer."""
+    """Word 6 of a control block."""
 
     OVERWRITE = 1
     """A full buffer loses its oldest sub-buffer; otherwise it refuses new events."""
     DISABLED = 2
     """Nothing is recorded or counted."""
+
+
+def _keep() -> None:
+    """Memory that goes with its last user."""
+
+
+@dataclass(frozen=True)
+class RingMemory:
+    """What a ring buffer stands in; `address` and `control_at` are where guest code sees the two parts.
+
+    Without a control block of its own it uses the room at the start of `pages`. Memory that no guest code
+    sees has address 0.
+    """
+
+    pages: memoryview
+    """Writable, memory_size(nr_pages) bytes at least, of any content."""
+    address: int = 0
+    control: memoryview | None = None
+    """Writable, CONTROL_SIZE bytes."""
+    control_at: int = 0
+    release: Callable[[], None] = _keep
+    """Gives the memory back."""
 
 
 def pages_for(size: int) -> int:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import heapq
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
+from typing import Protocol
 
 from emulated_kernel.errors import KernelError
+from emulated_kernel.trace import function_graph
 from emulated_kernel.trace.clock import (
     LOCAL,
     ClockSource,
@@ -18,12 +20,16 @@ from emulated_kernel.trace.clock import (
     ns_to_usecs,
 )
 from emulated_kernel.trace.cmdlines import SavedCmdlines
+from emulated_kernel.trace.event_pids import EventPids
+from emulated_kernel.trace.function_graph import GraphPrinter
 from emulated_kernel.trace.header import HeaderFacts, header_text
 from emulated_kernel.trace.options import TraceOption, TraceOptions
 from emulated_kernel.trace.output import Entry, LineFormatter
 from emulated_kernel.trace.ports import TraceSymbols
+from emulated_kernel.trace.raw_pipe import RawPipe
 from emulated_kernel.trace.ring_buffer import RingBuffer
-from emulated_kernel.trace.ring_layout import memory_size, pages_for
+from emulated_kernel.trace.ring_layout import RingMemory, memory_size, pages_for
+from emulated_kernel.trace.snapshot import Snapshot
 from emulated_kernel.trace.symbolizer import CachedSymbols
 from emulated_kernel.trace.trace_entry import TRACE_ENTRY, AddressStyle, EntryType, EventTable, print_entry
 from emulated_kernel.trace.trace_pipe import PipeUsers, TracePipe
@@ -34,6 +40,10 @@ UNEXPANDED_SIZE = 1
 MAX_BUFFER_SIZE = 256 << 20
 MARKER_LIMIT = 1024
 RAW_MARKER_LIMIT = 3072
+
+
+NOP_TRACER = "nop"
+FUNCTION_TRACER = "function"
 
 
 @dataclass(frozen=True)
@@ -48,11 +58,20 @@ class TaskContext:
     preempt_count: int = 0
 
 
-def allocate_memory(size: int) -> memoryview:
+def allocate_memory(size: int) -> RingMemory:
     """Memory for a ring buffer out of the guest's sight. Raises: MemoryError."""
     if size > MAX_BUFFER_SIZE:
         raise MemoryError(f"{size} bytes for a ring buffer")
-    return memoryview(bytearray(size))
+    return RingMemory(memoryview(bytearray(size)))
+
+
+class Expansion:
+    """Whether buffers got their full size: no memory is spent on them before something is traced.
+
+    Mirrors: kernel/trace/trace.c:ring_buffer_expanded (v6.1)
+    """
+
+    is_done = False
 
 
 @dataclass(frozen=True)
@@ -73,8 +92,18 @@ class TraceSystem:
     preemption: str = "desktop"
     clocks: ClockSource = field(default_factory=ClockSource)
     cmdlines: SavedCmdlines = field(default_factory=SavedCmdlines)
-    allocate: Callable[[int], memoryview] = allocate_memory
+    allocate: Callable[[int], RingMemory] = allocate_memory
     """Zeroed or not, writable memory of that many bytes. Raises: MemoryError."""
+    expansion: Expansion = field(default_factory=Expansion)
+
+
+class Tracer(Protocol):
+    """What fills the buffer while it is the current tracer."""
+
+    def start(self) -> None:
+        """Raises: KernelError where it can't."""
+
+    def stop(self) -> None: ...
 
 
 class TraceArray:
@@ -89,17 +118,34 @@ class TraceArray:
         self.system = system
         self.options = TraceOptions(self._option_changed)
         self.clock: TraceClock = LOCAL
-        self.current_tracer = "nop"
+        self.current_tracer = NOP_TRACER
+        self.tracer_kinds: dict[str, Tracer] = {}
+        """Tracers beside nop, by name; Linux lists the latest first."""
         self.buffer_percent = 50
         self.listeners: list[Callable[[], None]] = []
+        self.on_marker: Callable[[bytes], Callable[[], None] | None] = lambda _text: None
+        """Told of a marker's text before it is recorded; what it returns is called afterwards."""
+        self.rewired: list[Callable[[], None]] = []
+        """Called when what guest code has to know to record here differs: see notify_rewired()."""
         self.pipe_users = PipeUsers()
+        self.pids = EventPids(self.notify_rewired)
+        self.cpumask = (1 << system.cpus) - 1
+        """CPUs whose events are recorded, a bit each."""
+        self.max_latency_ns = 0
+        """What a latency tracer measured, or was told."""
         self._stamp = system.clocks.converter(LOCAL)
         self._time_start = 0
         self._tracing_on = True
+        self._stopped = 0
         self._records_comm = True
-        self._expanded = expanded
         pages = pages_for(DEFAULT_BUFFER_SIZE if expanded else UNEXPANDED_SIZE)
         self.buffers = [RingBuffer(system.allocate(memory_size(pages)), pages) for _ in range(system.cpus)]
+        self.snapshot = Snapshot(self)
+
+    @property
+    def cpus(self) -> int:
+        """CPUs that have a buffer."""
+        return self.system.cpus
 
     # -- recording
 
@@ -145,6 +191,24 @@ class TraceArray:
         for listener in tuple(self.listeners):
             listener()
 
+    @property
+    def written(self) -> int:
+        """Records made since the buffers were emptied, guest code's too."""
+        return sum(buffer.written for buffer in self.buffers)
+
+    def notify_rewired(self) -> None:
+        """Tell that other buffers take the place of those so far, or that a clock or an option changed.
+
+        Guest code writes to the old ones until this is called.
+        """
+        for listener in tuple(self.rewired):
+            listener()
+
+    def release(self) -> None:
+        """Give the buffers' memory back: nothing records here any more."""
+        for buffer in (*self.buffers, *self.snapshot.buffers):
+            buffer.place.release()
+
     def write_marker(self, data: bytes) -> int:
         """Execute one write(2) to trace_marker: a PRINT record of the current task; bytes taken.
 
@@ -155,7 +219,10 @@ class TraceArray:
         if not data:
             return 0
         text = data[:MARKER_LIMIT]
+        recorded = self.on_marker(text) if self._tracing_on else None
         self._write_mark(EntryType.PRINT, print_entry(text, self.system.word_size))
+        if recorded is not None:
+            recorded()
         return len(text)
 
     def write_raw_marker(self, data: bytes) -> int:
@@ -191,10 +258,14 @@ class TraceArray:
 
     # -- the trace file
 
-    def trace_text(self, cpu: int | None = None) -> str:
-        """The trace file, of one CPU or of all in the order of time; nothing is consumed."""
+    def trace_text(self, cpu: int | None = None, buffers: Sequence[RingBuffer] | None = None) -> str:
+        """The trace file, of one CPU or of all in the order of time; nothing is consumed.
+
+        The header tells of all CPUs in either case. `buffers` are the array's own where not given.
+        """
+        buffers = self.buffers if buffers is None else buffers
         flags = self.options.flags
-        stats = [buffer.stats() for buffer in self.buffers]
+        stats = [buffer.stats() for buffer in buffers]
         entries = sum(s.entries for s in stats)
         overruns = sum(s.overrun for s in stats)
         facts = HeaderFacts(
@@ -205,25 +276,15 @@ class TraceArray:
             release=self.system.release,
             preemption=self.system.preemption,
         )
-        lines = self._lines(self._entries(self._cpus(cpu)), annotate=overruns > 0)
+        lines = self._lines(_entries(buffers, self._cpus(cpu)), annotate=overruns > 0)
         return header_text(facts, flags) + "".join(lines)
-
-    def per_cpu_text(self, cpu: int) -> str:
-        """per_cpu/cpuN/trace: the header tells of all CPUs, the lines are of one."""
-        return self.trace_text(cpu)
 
     def _cpus(self, cpu: int | None) -> range:
         return range(self.system.cpus) if cpu is None else range(cpu, cpu + 1)
 
-    def _entries(self, cpus: Iterable[int]) -> Iterator[Entry]:
-        streams = [self._cpu_entries(cpu) for cpu in cpus if self.buffers[cpu]]
-        return streams[0] if len(streams) == 1 else heapq.merge(*streams, key=itemgetter(0))
-
-    def _cpu_entries(self, cpu: int) -> Iterator[Entry]:
-        return (Entry(stamp, cpu, record) for stamp, record in self.buffers[cpu])
-
     def _lines(self, entries: Iterator[Entry], *, annotate: bool) -> Iterator[str]:
         formatter = self.formatter()
+        graph = self.graph_printer(formatter)
         started: set[int] = set()
         annotate = annotate and formatter.annotates
         entry = next(entries, None)
@@ -235,8 +296,16 @@ class TraceArray:
                 started.add(entry.cpu)
                 if index > 1:
                     yield f"##### CPU {entry.cpu} buffer started ####\n"
-            yield formatter.line(entry, (following or entry).time_stamp, index)
+            if graph is None:
+                yield formatter.line(entry, (following or entry).time_stamp, index)
+            else:
+                behind = following.record if following is not None and following.cpu == entry.cpu else None
+                yield graph.line(entry.cpu, entry.record, behind, formatter.comment(entry))
             entry = following
+
+    def graph_printer(self, formatter: LineFormatter) -> GraphPrinter | None:
+        """What prints the records while the tracer is function_graph."""
+        return formatter.graph(self.system.cpus) if self.current_tracer == function_graph.NAME else None
 
     def formatter(self) -> LineFormatter:
         """A printer of records under the options as they are now."""
@@ -251,6 +320,7 @@ class TraceArray:
                 word_size=system.word_size,
                 sym_offset=TraceOption.SYM_OFFSET in flags,
                 sym_addr=TraceOption.SYM_ADDR in flags,
+                print_parent=TraceOption.PRINT_PARENT in flags,
             ),
             time_start=self._time_start,
         )
@@ -268,6 +338,10 @@ class TraceArray:
     def open_pipe(self, cpu: int | None = None, *, nonblock: bool = False) -> TracePipe:
         """A consuming reader of one CPU or of all, as TracePipe says. Raises: KernelError EBUSY."""
         return TracePipe(self, cpu, nonblock=nonblock)
+
+    def open_raw_pipe(self, cpu: int, *, snapshot: bool = False) -> RawPipe:
+        """A consuming reader of one CPU's pages, or of those set aside."""
+        return RawPipe(self, cpu, snapshot=snapshot)
 
     def stats_text(self, cpu: int) -> str:
         """per_cpu/cpuN/stats. Mirrors: kernel/trace/trace.c:tracing_stats_read (v6.1)."""
@@ -296,6 +370,11 @@ class TraceArray:
     # -- controls
 
     @property
+    def records_comm(self) -> bool:
+        """Whether names of tasks are remembered."""
+        return self._records_comm
+
+    @property
     def tracing_on(self) -> bool:
         """Whether the buffers take records."""
         return self._tracing_on
@@ -308,20 +387,59 @@ class TraceArray:
         if on == self._tracing_on:
             return
         self._tracing_on = on
-        for buffer in self.buffers:
-            buffer.disabled = not on
+        self.apply_switches()
         if not on:
             self.notify()
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether somebody reads a trace that must not change meanwhile."""
+        return self._stopped > 0
+
+    @property
+    def pauses_for_readers(self) -> bool:
+        """Option pause-on-trace."""
+        return TraceOption.PAUSE_ON_TRACE in self.options.flags
+
+    def stop(self) -> None:
+        """Take no records until start() was called as often. Mirrors: tracing_stop_tr (v6.1)."""
+        self._stopped += 1
+        self.apply_switches()
+
+    def start(self) -> None:
+        """The other half of stop(), without which it does nothing. Mirrors: tracing_start_tr (v6.1)."""
+        self._stopped = max(0, self._stopped - 1)
+        self.apply_switches()
+
+    def set_cpumask(self, mask: int) -> None:
+        """Record the events of these CPUs alone, a bit each. Mirrors: tracing_set_cpumask (v6.1)."""
+        self.cpumask = mask
+        self.apply_switches()
+
+    def apply_switches(self) -> None:
+        """Tell the buffers, which may be other ones now, whether they take records and how."""
+        is_on = self._tracing_on and not self._stopped
+        overwrite = TraceOption.OVERWRITE in self.options.flags
+        for cpu, buffer in enumerate(self.buffers):
+            buffer.disabled = not (is_on and self.cpumask >> cpu & 1)
+            buffer.overwrite = overwrite
+
     def tracers(self) -> Collection[str]:
         """Names that current_tracer takes."""
-        return ("nop",)
+        return (*reversed(self.tracer_kinds), NOP_TRACER)
 
     def set_tracer(self, name: str) -> None:
         """Use another tracer and expand the buffers. Raises: KernelError EINVAL for an unknown one."""
         self.expand()
         if name not in self.tracers():
             raise KernelError(errno.EINVAL, f"no tracer {name!r}")
+        if name == self.current_tracer:
+            return
+        if self.current_tracer in self.tracer_kinds:
+            self.tracer_kinds[self.current_tracer].stop()
+        self.current_tracer = NOP_TRACER
+        if name in self.tracer_kinds:
+            self.tracer_kinds[name].start()
         self.current_tracer = name
 
     def set_clock(self, name: str) -> None:
@@ -335,10 +453,16 @@ class TraceArray:
         self.clock = clock
         self._stamp = self.system.clocks.converter(clock)
         self.clear_trace()
+        self.snapshot.clear()
+        self.notify_rewired()
 
     def clock_text(self) -> str:
         """The trace_clock file."""
         return clocks_text(self.clock)
+
+    def timestamp_mode_text(self) -> str:
+        """The timestamp_mode file: whether the buffers store times as differences."""
+        return "[delta] absolute\n"
 
     def set_buffer_percent(self, percent: int) -> None:
         """How full a buffer has to be for poll(2) on its CPU's pipe. Raises: KernelError EINVAL."""
@@ -346,12 +470,19 @@ class TraceArray:
             raise KernelError(errno.EINVAL, "more than 100 percent")
         self.buffer_percent = percent
 
+    def take_over(self, flags: TraceOption) -> None:
+        """Have these options, which are another trace array's."""
+        self.options.flags = flags
+        self._records_comm = TraceOption.RECORD_CMD in flags
+        self.apply_switches()
+        self.notify_rewired()
+
     def _option_changed(self, option: TraceOption, on: bool) -> None:
         if option is TraceOption.OVERWRITE:
-            for buffer in self.buffers:
-                buffer.overwrite = on
+            self.apply_switches()
         elif option is TraceOption.RECORD_CMD:
             self._records_comm = on
+        self.notify_rewired()
 
     # -- sizes
 
@@ -360,7 +491,7 @@ class TraceArray:
 
         Mirrors: kernel/trace/trace.c:tracing_update_buffers (v6.1)
         """
-        if not self._expanded:
+        if not self.system.expansion.is_done:
             self._resize(DEFAULT_BUFFER_SIZE, None)
 
     def resize_buffer(self, size_kb: int, cpu: int | None = None) -> None:
@@ -374,14 +505,18 @@ class TraceArray:
 
     def _resize(self, size: int, cpu: int | None) -> None:
         pages = pages_for(size)
-        self._expanded = True
+        self.system.expansion.is_done = True
         changed = [self.buffers[n] for n in self._cpus(cpu) if self.buffers[n].nr_pages != pages]
         try:
             memories = [self.system.allocate(memory_size(pages)) for _ in changed]
         except MemoryError as error:
             raise KernelError(errno.ENOMEM, str(error)) from error
+        old = [buffer.place for buffer in changed]
         for buffer, memory in zip(changed, memories, strict=True):
             buffer.resize(memory, pages)
+        self.notify_rewired()
+        for memory in old:
+            memory.release()
 
     def free_buffer(self) -> None:
         """What closing free_buffer does. Mirrors: kernel/trace/trace.c:tracing_free_buffer_release (v6.1)."""
@@ -394,11 +529,20 @@ class TraceArray:
         sizes = {self.buffers[number].size >> 10 for number in self._cpus(cpu)}
         if len(sizes) > 1:
             return "X\n"
-        expanded = "" if self._expanded or cpu is not None else f" (expanded: {DEFAULT_BUFFER_SIZE >> 10})"
-        return f"{sizes.pop()}{expanded}\n"
+        note = f" (expanded: {DEFAULT_BUFFER_SIZE >> 10})"
+        return f"{sizes.pop()}{'' if self.system.expansion.is_done or cpu is not None else note}\n"
 
     def buffer_total_size_text(self) -> str:
         """buffer_total_size_kb."""
         total = sum(buffer.size >> 10 for buffer in self.buffers)
         full = (DEFAULT_BUFFER_SIZE >> 10) * self.system.cpus
-        return f"{total}\n" if self._expanded else f"{total} (expanded: {full})\n"
+        return f"{total}\n" if self.system.expansion.is_done else f"{total} (expanded: {full})\n"
+
+
+def _entries(buffers: Sequence[RingBuffer], cpus: Iterable[int]) -> Iterator[Entry]:
+    streams = [_cpu_entries(buffers[cpu], cpu) for cpu in cpus if buffers[cpu]]
+    return streams[0] if len(streams) == 1 else heapq.merge(*streams, key=itemgetter(0))
+
+
+def _cpu_entries(buffer: RingBuffer, cpu: int) -> Iterator[Entry]:
+    return (Entry(stamp, cpu, record) for stamp, record in buffer)

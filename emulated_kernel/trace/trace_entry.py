@@ -20,8 +20,11 @@ TRACE_ENTRY = Struct("<HBBi")
 class EntryType(IntEnum):
     """Types that no trace event defines. Mirrors: kernel/trace/trace.h:trace_type (v6.1)."""
 
+    FN = 1
     STACK = 4
     PRINT = 5
+    GRAPH_RET = 10
+    GRAPH_ENT = 11
     RAW_DATA = 18
 
 
@@ -41,12 +44,8 @@ class EntryFlag(IntFlag):
 class PrintableEvent(Protocol):
     """A trace event, as far as printing its records goes."""
 
-    @property
-    def name(self) -> str:
-        """What stands before the colon of a line."""
-
-    def print_record(self, payload: bytes, symbols: TraceSymbols, *, sym_addr: bool = False) -> str:
-        """What stands behind it; `payload` is the record behind its trace_entry."""
+    def print_line(self, payload: bytes, symbols: TraceSymbols, *, sym_addr: bool = False) -> str:
+        """What a line says behind the time; `payload` is the record behind its trace_entry."""
 
 
 class EventTable(Protocol):
@@ -74,6 +73,8 @@ class AddressStyle:
     word_size: int = 8
     sym_offset: bool = False
     sym_addr: bool = False
+    print_parent: bool = True
+    """Whether a function's caller is named too."""
 
     def place(self, ip: int) -> str:
         """Where something happened."""
@@ -102,7 +103,8 @@ def print_message(payload: bytes, style: AddressStyle) -> str:
     return bytes_to_text(payload[style.word_size :].split(b"\0", 1)[0])
 
 
-def _print(payload: bytes, style: AddressStyle) -> str:
+def print_place_and_message(payload: bytes, style: AddressStyle) -> str:
+    """What a PRINT record says, and who said it."""
     return f"{style.place(style.word(payload))}: {print_message(payload, style)}"
 
 
@@ -134,16 +136,28 @@ def _raw_data(payload: bytes, _style: AddressStyle) -> str:
     return f"# {number:x} buf:{dump}\n"
 
 
+def _function(payload: bytes, style: AddressStyle) -> str:
+    """Mirrors: kernel/trace/trace_output.c:trace_fn_trace (v6.1)."""
+    text, parent = style.place(style.word(payload)), style.word(payload, style.word_size)
+    return f"{text} <-{style.place(parent)}\n" if style.print_parent and parent else f"{text}\n"
+
+
+def _function_raw(payload: bytes, style: AddressStyle) -> str:
+    return f"{style.word(payload):x} {style.word(payload, style.word_size):x}\n"
+
+
 EntryPrinter = Callable[[bytes, AddressStyle], str]
 
 ENTRY_PRINTERS: dict[int, EntryPrinter] = {
+    EntryType.FN: _function,
     EntryType.STACK: _stack,
-    EntryType.PRINT: _print,
+    EntryType.PRINT: print_place_and_message,
     EntryType.RAW_DATA: _raw_data,
 }
 """Texts of the types that no trace event defines, newline included."""
 
 RAW_PRINTERS: dict[int, EntryPrinter] = {
+    EntryType.FN: _function_raw,
     EntryType.PRINT: _print_raw,
     EntryType.RAW_DATA: _raw_data,
 }

@@ -6,15 +6,18 @@ import errno
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from emulated_kernel.arch.program import AddToCell
+from emulated_kernel.arch.program_builder import HitWay, ProgramBuilder
 from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.chars import to_text
-from emulated_kernel.trace.definition import ProbeDefinition, Surroundings, split_symbol_offset
+from emulated_kernel.trace.compile import compiled_event, emit_event
+from emulated_kernel.trace.definition import ProbeDefinition, Surroundings, resolve_symbols
 from emulated_kernel.trace.event import KprobeTraceEvent
 from emulated_kernel.trace.fetch import FetchEnvironment, store
-from emulated_kernel.trace.fetchargs import MAX_ARGSTR_LEN, ProbeArg
-from emulated_kernel.trace.ports import ProbeHandle, ProbeHit, ProbeSpec, Recorder
+from emulated_kernel.trace.fetchargs import MAX_ARGSTR_LEN
+from emulated_kernel.trace.guest import GuestPlaces, HitCounter, RecordTarget
+from emulated_kernel.trace.ports import ProbeHandle, ProbeHit, ProbeSpec
 from emulated_kernel.trace.symbols import sprint_symbol, within_notrace_func
-from emulated_kernel.trace.types import FetchInsn, FetchOp
 
 
 @dataclass(eq=False)
@@ -34,11 +37,24 @@ class TraceKprobe:
         self.maxactive = self.definition.maxactive
         self.handle: ProbeHandle | None = None
         """None while the place doesn't exist (yet)."""
-        self.hits = 0
+        self._hits = 0
+        """Those that the counter doesn't have."""
+        self._counter: HitCounter | None = None
 
     @property
     def is_return(self) -> bool:
         return self.definition.place.is_return
+
+    @property
+    def hits(self) -> int:
+        """Hits since it was made, or since they were reset."""
+        return self._hits + (0 if self._counter is None else int(self._counter.cell[0]))
+
+    @hits.setter
+    def hits(self, value: int) -> None:
+        self._hits = value
+        if self._counter is not None:
+            self._counter.cell[0] = 0
 
     @property
     def nmissed(self) -> int:
@@ -60,10 +76,11 @@ class TraceKprobe:
         if within_notrace_func(self.around.symbols, self._wanted_address()):
             self.printk(f"trace_kprobe: Could not probe notrace function {self.symbol}")
             raise KernelError(errno.EINVAL, f"{self.symbol} is a notrace function")
-        self.args = tuple(self._resolve(arg) for arg in self.definition.args)
+        symbols, bits = self.around.symbols, 8 * self.around.arch.word_size
+        self.args = tuple(resolve_symbols(arg, symbols, bits) for arg in self.definition.args)
         disabled = not self.event.is_enabled
         spec = ProbeSpec(place.symbol, place.offset, place.address, place.is_return, self.maxactive, disabled)
-        self.handle = self.around.backend.register(spec, self.hit)
+        self.handle = self.around.backend.register(spec, self.hit, self.emit)
         if place.is_return:
             self.maxactive = self.handle.maxactive
 
@@ -72,6 +89,10 @@ class TraceKprobe:
         if self.handle is not None:
             self.around.backend.unregister(self.handle)
             self.handle = None
+        if self._counter is not None:
+            self._hits += self._counter.cell[0]
+            self._counter.release()
+            self._counter = None
 
     @property
     def symbol(self) -> str:
@@ -84,21 +105,6 @@ class TraceKprobe:
             return place.address or 0
         address = self.around.symbols.lookup_name(place.symbol)
         return address + place.offset if address else 0
-
-    def _resolve(self, arg: ProbeArg) -> ProbeArg:
-        """Mirrors: kernel/trace/trace_probe.c:traceprobe_update_arg (v6.1)."""
-        program = list(arg.program)
-        for index, insn in enumerate(program):
-            if insn.op is FetchOp.SYMBOL:
-                program[index + 1] = FetchInsn(FetchOp.IMM, value=self._symbol_value(insn.name))
-        return replace(arg, program=tuple(program))
-
-    def _symbol_value(self, expression: str) -> int:
-        name, offset = split_symbol_offset(expression, 8 * self.around.arch.word_size)
-        address = self.around.symbols.lookup_name(name)
-        if not address:
-            raise KernelError(errno.ENOENT, f"no symbol named {name}")
-        return address + offset
 
     def is_in_module(self, module: str) -> bool:
         """Whether the place was given as one of that module."""
@@ -140,10 +146,12 @@ class TraceKprobe:
     def show(self) -> str:
         """Its line in kprobe_events. Mirrors: kernel/trace/trace_kprobe.c:trace_kprobe_show (v6.1)."""
         definition = self.definition
-        head = f"r{self.maxactive or ''}" if self.is_return else "p"
-        words = [f"{head}:{definition.group}/{definition.event}", self._place_text()]
+        words = [f"{self._head()}:{definition.group}/{definition.event}", self._place_text()]
         words += [f"{arg.name}={arg.expression}" for arg in self.args]
         return to_text(" ".join(words)) + "\n"
+
+    def _head(self) -> str:
+        return f"r{self.maxactive or ''}" if self.is_return else "p"
 
     def profile(self) -> str:
         """Its line in kprobe_profile."""
@@ -179,19 +187,42 @@ class TraceKprobe:
 
         Mirrors: kernel/trace/trace_kprobe.c:kprobe_dispatcher, kretprobe_dispatcher (v6.1).
         """
-        self.hits += 1
+        self._hits += 1
         if self.handle is None or not self.event.recorders:
             return
         payload = store(self.args, self._header(self.handle.address, hit), self._environment(hit))
-        for recorder in tuple(self.event.recorders):
-            if self._passes_filter(recorder, payload, hit):
-                recorder.record(self.event, payload, hit)
+        self.event.record(payload, hit)
 
-    def _passes_filter(self, recorder: Recorder, payload: bytes, hit: ProbeHit) -> bool:
-        event_filter = self.event.filters.get(recorder)
-        if event_filter is None or event_filter.program is None:
-            return True
-        return event_filter.program.accepts(recorder.entry(self.event, payload, hit))
+    def emit(self, builder: ProgramBuilder, way: HitWay) -> bool:
+        """Add what hit() does to a program of guest code; False where it takes Python."""
+        places, handle, arch = self.around.guest, self.handle, self.around.arch
+        if places is None or handle is None:
+            return False
+        compiled = compiled_event(self.event, self.args, arch)
+        self._counter = self._counter or places.new_counter()
+        if compiled is None or self._counter is None:
+            return False
+        builder.emit(AddToCell(self._counter.address, 1))
+        emit_event(builder, compiled, way, handle.address, arch, places)
+        return True
+
+    def rehearse(
+        self, builder: ProgramBuilder, way: HitWay, places: GuestPlaces, target: RecordTarget, counter: int
+    ) -> bool:
+        """As emit(), but all that is written to is given: every record goes to `target`."""
+        handle, arch = self.handle, self.around.arch
+        compiled = compiled_event(self.event, self.args, arch)
+        if compiled is None or handle is None:
+            return False
+        recordings = tuple(replace(recording, target=target) for recording in compiled.recordings)
+        builder.emit(AddToCell(counter, 1))
+        emit_event(builder, replace(compiled, recordings=recordings), way, handle.address, arch, places)
+        return True
+
+    def handler_changed(self) -> None:
+        """What is done at a hit differs from now on."""
+        if self.handle is not None and not self.handle.is_gone:
+            self.around.backend.handler_changed(self.handle)
 
     def _header(self, address: int, hit: ProbeHit) -> bytes:
         words = (address, hit.return_address) if self.is_return else (address,)

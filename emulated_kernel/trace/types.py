@@ -31,6 +31,10 @@ class FetchOp(Enum):
     """Argument number `value`, from 0, of a function at its entry."""
     DATA = auto()
     """The address of the bytes `data`."""
+    TP_ARG = auto()
+    """The field `name` of the entry that an event probe looks at."""
+    FOFFS = auto()
+    """Where the byte `value` of the probed file is mapped."""
     SYMBOL = auto()
     """Nothing is done; the next op is IMM of symbol expression `name`."""
     # Stage 2: replace the value by the word at value + `value`.

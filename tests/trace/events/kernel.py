@@ -11,8 +11,10 @@ from typing import Any
 from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.dynamic_events import DynamicEvents
 from emulated_kernel.trace.event import TraceEvent
+from emulated_kernel.trace.guest import RecordTarget
 from emulated_kernel.trace.kprobe_events import KprobeEvents
 from emulated_kernel.trace.ports import (
+    Emit,
     HitHandler,
     ProbeHit,
     ProbeSpec,
@@ -127,7 +129,7 @@ class Backend:
             raise KernelError(errno.EINVAL)
         return spec.address
 
-    def register(self, spec: ProbeSpec, handler: HitHandler) -> Handle:
+    def register(self, spec: ProbeSpec, handler: HitHandler, _program: Emit | None = None) -> Handle:
         address = self._address(spec)
         function = self.symbols.at(address)
         if function is None:
@@ -151,6 +153,9 @@ class Backend:
 
     def disable(self, handle: Any) -> None:
         handle.enabled = False
+
+    def handler_changed(self, handle: Any) -> None:
+        """Nothing is compiled here."""
 
     def on_func_entry(self, symbol: str, offset: int) -> bool:
         address = self.symbols.lookup_name(symbol)
@@ -191,6 +196,9 @@ class Recorder:
     def record(self, event: TraceEvent, payload: bytes, hit: ProbeHit) -> None:
         del hit
         self.entries.append((event, payload))
+
+    def target(self) -> RecordTarget | None:
+        return None
 
     def event_removed(self, event: TraceEvent) -> None:
         self.removed.append(event)

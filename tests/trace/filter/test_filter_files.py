@@ -8,6 +8,7 @@ import pytest
 
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.trace.filter import GROUP_FILTER_TEXT
+from emulated_kernel.vfs.ports import EventPort
 from emulated_kernel.wiring.tracefs import Events
 from tests.trace.events.kernel import errno_of
 
@@ -22,15 +23,19 @@ def kernel() -> Iterator[Kernel]:
 def events(kernel: Kernel) -> Iterator[Events]:
     """Two events on a function of one argument; the first is enabled."""
     kernel.kprobe_events.write(b"p:a strlen s=+0(%di):string\np:b strlen n=%di\n")
-    made = Events(kernel.kprobe_events, kernel.trace.expand)
-    group = made.find("kprobes")
-    assert group is not None
-    first = group.find("a")
-    assert first is not None
-    first.set_enabled(True)
+    made = Events(kernel.trace_arrays.top)
+    _event(made, "a").set_enabled(True)
     yield made
     made.set_enabled(False)
     kernel.kprobe_events.clear()
+
+
+def _event(events: Events, name: str) -> EventPort:
+    group = events.find("kprobes")
+    assert group is not None
+    event = group.find(name)
+    assert event is not None
+    return event
 
 
 def _records(kernel: Kernel) -> list[str]:
@@ -41,9 +46,7 @@ def _records(kernel: Kernel) -> list[str]:
 def test_files(kernel: Kernel, events: Events) -> None:
     group = events.find("kprobes")
     assert group is not None
-    first, second = group.find("a"), group.find("b")
-    assert first is not None
-    assert second is not None
+    first, second = _event(events, "a"), _event(events, "b")
     first.set_filter(b's ~ "vfs_*" && comm != "bash"\n')
     for name in ("do_fork", "vfs_read"):
         kernel.call("strlen", name)
@@ -56,8 +59,7 @@ def test_files(kernel: Kernel, events: Events) -> None:
 
 
 def test_common_fields_are_those_of_the_record(kernel: Kernel, events: Events) -> None:
-    event = events.event("kprobes", "a")
-    assert event is not None
+    event = _event(events, "a")
     kernel.trace.clear_trace()
     event.set_filter(f"common_type == {event.id} && common_flags == 0 && common_pid > 0".encode())
     kernel.call("strlen", "x")
@@ -67,9 +69,8 @@ def test_common_fields_are_those_of_the_record(kernel: Kernel, events: Events) -
 
 
 def test_files_of_removed_events(kernel: Kernel, events: Events) -> None:
-    group, event = events.find("kprobes"), events.event("kprobes", "b")
+    group, event = events.find("kprobes"), _event(events, "b")
     assert group is not None
-    assert event is not None
     kernel.kprobe_events.write(b"-:b\n")
     assert errno_of(event.filter_text) == "ENODEV"
     assert errno_of(lambda: event.set_filter(b"0")) == "ENODEV"

@@ -163,6 +163,12 @@ def test_what_does_not_fit_into_a_page_is_not_shown(kernel: Kernel) -> None:
 class _Event(TraceEvent):
     """One with fields that no probe has."""
 
+    def start(self) -> None:
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        raise NotImplementedError
+
     def print_record(self, payload: bytes, symbols: TraceSymbols, *, sym_addr: bool = False) -> str:
         raise NotImplementedError
 

@@ -50,9 +50,9 @@ class TextEvent:
 
     name: str
 
-    def print_record(self, payload: bytes, symbols: TraceSymbols, *, sym_addr: bool = False) -> str:
+    def print_line(self, payload: bytes, symbols: TraceSymbols, *, sym_addr: bool = False) -> str:
         del symbols, sym_addr
-        return bytes_to_text(payload.split(b"\0", 1)[0])
+        return f"{self.name}: {bytes_to_text(payload.split(bytes(1), 1)[0])}"
 
 
 class Events(dict[int, TextEvent]):

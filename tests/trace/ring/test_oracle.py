@@ -124,7 +124,7 @@ def test_one_cpus_file_counts_the_events_of_all(samples: Path, cpu: int) -> None
     bench.array.expand()
     for n in range(24):
         bench.record("", n)
-    assert bench.array.per_cpu_text(cpu).splitlines()[:12] == wanted.splitlines()[:12]
+    assert bench.array.trace_text(cpu).splitlines()[:12] == wanted.splitlines()[:12]
     assert len(bench.lines(cpu)) == (24 if cpu == 0 else 0)
 
 

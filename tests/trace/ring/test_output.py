@@ -69,7 +69,7 @@ def test_task_names() -> None:
     cmdlines.save(0, "swapper/0")
     assert [cmdlines.find(pid) for pid in (117, 118, 0, -1)] == ["python3", "<...>", "<idle>", "<XXX>"]
     cmdlines.save(117, "bash")
-    assert cmdlines.text() == "117 bash\n"
+    assert cmdlines.records() == ["117 bash\n"]
 
 
 def test_the_oldest_task_name_makes_room() -> None:
@@ -90,7 +90,7 @@ def test_saved_cmdlines_size() -> None:
     cmdlines = SavedCmdlines()
     cmdlines.save(1, "init")
     cmdlines.resize(0x8000)
-    assert (cmdlines.size, cmdlines.text()) == (0x8000, "")
+    assert (cmdlines.size, cmdlines.records()) == (0x8000, [])
     for size in (0, 0x8001):
         with pytest.raises(KernelError) as caught:
             cmdlines.resize(size)
@@ -101,7 +101,7 @@ def test_saved_tgids() -> None:
     cmdlines = SavedCmdlines()
     cmdlines.save_tgid(12, 10)
     cmdlines.save_tgid(0, 5)
-    assert cmdlines.tgids_text() == "12 10\n"
+    assert cmdlines.tgid_records() == ["12 10\n"]
     assert cmdlines.find_tgid(13) == 0
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from emulated_kernel.trace import ring_layout
 from emulated_kernel.trace.ring_buffer import RingBuffer
-from emulated_kernel.trace.ring_layout import memory_size, pages_for
+from emulated_kernel.trace.ring_layout import RingMemory, memory_size, pages_for
 from emulated_kernel.trace.ring_page import (
     MAX_DATA_SIZE,
     MISSED_EVENTS,
@@ -61,7 +61,7 @@ def test_small_event_in_memory() -> None:
     buffer.write(b"abcdefgh", 1000)
     buffer.write(b"ijklmnop", 1007)
     page = page_of(memory, 2, 0)
-    assert page[:16] == struct.pack("<QQ", 1000, 24)
+    assert page[:8] == struct.pack("<Q", 1000)
     assert page[16:40] == struct.pack("<I8s", 2, b"abcdefgh") + struct.pack("<I8s", 2 | 7 << 5, b"ijklmnop")
 
 
@@ -318,22 +318,47 @@ def test_a_page_tells_how_many_events_were_lost() -> None:
     assert sum(consumed_lost) == buffer.overrun - overrun_before
 
 
-def test_a_second_writer_of_the_same_memory_is_seen() -> None:
-    """Guest code appends by changing the words that ring_layout names."""
-    memory = bytearray(memory_size(2))
-    buffer = RingBuffer(memoryview(memory), 2)
+@pytest.mark.parametrize("address", [0, 0xFFFFC98000000000])
+def test_guest_code_appends_as_the_layout_says(address: int) -> None:
+    memory, control = bytearray(memory_size(2)), bytearray(ring_layout.CONTROL_SIZE)
+    words = memoryview(control).cast("Q")
+    buffer = RingBuffer(RingMemory(memoryview(memory), address, memoryview(control)), 2)
+    assert words[ring_layout.WRITE_PTR] == 0
     buffer.write(b"12345678", 100)
-    words = memoryview(memory).cast("Q")
-    page = words[ring_layout.TAIL_PAGE]
-    base = ring_layout.data_start(2) + page * 4096
-    tail = words[base // 8 + 1]
-    struct.pack_into("<I8s", memory, base + 16 + tail, 2 | 5 << 5, b"guest..!")
-    words[base // 8 + 1] = tail + 12
-    words[ring_layout.WRITE_STAMP] = 105
-    words[ring_layout.ENTRIES] += 1
-    words[ring_layout.ENTRIES_BYTES] += 12
-    words[ring_layout.SLOTS + 2 + page] += 1
+    append(memory, words, b"guest..!", 105)
     assert list(buffer) == [(100, b"12345678"), (105, b"guest..!")]
     assert len(buffer) == 2
+    assert buffer.stats().size == 24
     buffer.write(b"abcdefgh", 106)
     assert [stamp for stamp, _ in buffer] == [100, 105, 106]
+    buffer.disabled = True
+    assert words[ring_layout.WRITE_PTR] == 0
+    buffer.disabled = False
+    append(memory, words, b"again..!", 107)
+    buffer.resize(memoryview(bytearray(memory_size(4))), 4)
+    assert words[ring_layout.WRITE_PTR] == 0
+    assert [stamp for stamp, _ in buffer] == [100, 105, 106, 107]
+    assert [event.time_stamp for event in iter(buffer.consume, None)] == [100, 105, 106, 107]
+
+
+def append(memory: bytearray, words: memoryview, payload: bytes, time_stamp: int) -> None:
+    """What guest code does for an event of 12 bytes that fits."""
+    pointer = words[ring_layout.WRITE_PTR]
+    assert pointer - 1 & 4095 <= 4095 - 12
+    delta = time_stamp - words[ring_layout.WRITE_STAMP]
+    struct.pack_into("<I8s", memory, pointer - words[ring_layout.BASE], 2 | delta << 5, payload)
+    words[ring_layout.WRITE_STAMP] = time_stamp
+    words[ring_layout.TAIL_ENTRIES] += 1
+    words[ring_layout.WRITE_PTR] = pointer + 12
+
+
+def test_a_page_that_is_full_to_the_byte_has_no_room() -> None:
+    memory = bytearray(memory_size(2))
+    buffer = RingBuffer(memoryview(memory), 2)
+    words = memoryview(memory).cast("Q")
+    buffer.write(bytes(MAX_DATA_SIZE), 1)
+    pointer = words[ring_layout.WRITE_PTR]
+    assert pointer % 4096 == 0
+    assert pointer - 1 & 4095 > 4095 - 12
+    assert buffer.make_room(12, 2)
+    assert words[ring_layout.WRITE_PTR] % 4096 == 16

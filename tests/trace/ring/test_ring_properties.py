@@ -40,7 +40,10 @@ class RingMachine(RuleBasedStateMachine):
         pages, reader = words[layout.NR_PAGES], words[layout.READER_PAGE]
 
         def commit(page: int) -> int:
-            return words[(layout.data_start(pages) + page * 4096) // 8 + 1]
+            data = layout.data_start(pages) + page * 4096
+            if page == words[layout.TAIL_PAGE]:
+                return (words[layout.WRITE_PTR] or words[layout.PARKED_PTR]) - data - 16
+            return words[data // 8 + 1]
 
         size = commit(reader) - words[layout.READER_READ]
         if words[layout.TAIL_PAGE] != reader:

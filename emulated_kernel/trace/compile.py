@@ -1,0 +1,145 @@
+"""Handlers of trace events as guest code: which can be, and how they are put together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from emulated_kernel.arch.program import (
+    Arithmetic,
+    ComputeImmediate,
+    Label,
+    Move,
+    SetImmediate,
+    StoreImmediate,
+)
+from emulated_kernel.arch.program_builder import HitWay, ProgramBuilder
+from emulated_kernel.trace.compile_fetch import BASE, POSITION, FetchEmitter, can_fetch
+from emulated_kernel.trace.compile_filter import can_filter, emit_filter
+from emulated_kernel.trace.compile_record import ENTRY_HEADER_SIZE, EventSpace, RecordEmitter
+from emulated_kernel.trace.event import KprobeTraceEvent
+from emulated_kernel.trace.fetchargs import ProbeArg
+from emulated_kernel.trace.filter_ops import FilterProgram
+from emulated_kernel.trace.guest import GuestPlaces, RecordTarget
+from emulated_kernel.trace.ports import TraceArch
+
+CPU = 0
+"""The only one there is."""
+_GENERAL_REGISTERS = frozenset(
+    "ax bx cx dx si di bp sp r8 r9 r10 r11 r12 r13 r14 r15 ip flags".split()  # noqa: SIM905 - a list of names
+)
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One recorder of an event: its buffer, and the filter that it has for the event."""
+
+    target: RecordTarget
+    filter: FilterProgram | None
+
+
+@dataclass(frozen=True)
+class CompiledEvent:
+    """What guest code does at the hits of an event's probe, as far as it doesn't depend on how they come."""
+
+    event_id: int
+    args: tuple[ProbeArg, ...]
+    recordings: tuple[Recording, ...]
+
+
+def compiled_event(
+    event: KprobeTraceEvent, args: tuple[ProbeArg, ...], arch: TraceArch
+) -> CompiledEvent | None:
+    """The event as guest code handles it; None where the host has to: this is the one place that decides.
+
+    The host handles return probes, `symstr`, registers that aren't general ones, too many array elements,
+    filters on strings, events that something else than recording is done for, and recorders that can't be
+    written to by guest code (Recorder.target).
+    """
+    if event.is_return or event.needs_entry or not can_fetch(args, arch, _GENERAL_REGISTERS):
+        return None
+    recordings = []
+    for recorder in event.recorders:
+        target = recorder.target()
+        event_filter = event.filters.get(recorder)
+        program = None if event_filter is None else event_filter.program
+        if target is None or (program is not None and not can_filter(program)):
+            return None
+        recordings.append(Recording(target, program))
+    return CompiledEvent(event.id, args, tuple(recordings))
+
+
+def emit_event(
+    builder: ProgramBuilder,
+    compiled: CompiledEvent,
+    way: HitWay,
+    address: int,
+    arch: TraceArch,
+    places: GuestPlaces,
+) -> None:
+    """Emit what is done at a hit of the probe at `address`, besides counting it."""
+    _EventEmitter(builder, compiled, way, address, arch, places).emit()
+
+
+class _EventEmitter:
+    def __init__(
+        self,
+        builder: ProgramBuilder,
+        compiled: CompiledEvent,
+        way: HitWay,
+        address: int,
+        arch: TraceArch,
+        places: GuestPlaces,
+    ) -> None:
+        self._builder = builder
+        self._compiled = compiled
+        self._address = address
+        self._places = places
+        self._word = arch.word_size
+        self._fetch = FetchEmitter(builder, arch, places, address, way)
+        self._record = RecordEmitter(builder, places, way)
+        self._args: Sequence[ProbeArg] = compiled.args
+        self._fixed = ENTRY_HEADER_SIZE + self._word + sum(arg.size for arg in compiled.args)
+        self._is_dynamic = any(arg.is_dynamic for arg in compiled.args)
+
+    def emit(self) -> None:
+        recordings = self._compiled.recordings
+        if len(recordings) == 1 and not recordings[0].filter and not self._is_dynamic:
+            self._record_in_place(recordings[0].target)
+        elif recordings:
+            self._record_copies(recordings)
+
+    def _record_in_place(self, target: RecordTarget) -> None:
+        """An entry of known size that nobody may reject is made where it stays."""
+        builder, record = self._builder, self._record
+        space = EventSpace(self._fixed)
+        done = builder.label()
+        record.reserve(BASE, space.length, target, done)
+        record.header(BASE, space)
+        record.common_fields(space.header, self._compiled.event_id, target)
+        self._fields(space.header, done)
+        record.commit(BASE, space.length, target)
+        builder.place(done)
+
+    def _record_copies(self, recordings: Sequence[Recording]) -> None:
+        """The entry is made in the scratch cells, and copied to each recorder whose filter takes it."""
+        builder, record = self._builder, self._record
+        done = builder.label()
+        builder.emit(SetImmediate(BASE, self._places.scratch))
+        if self._is_dynamic:
+            builder.emit(Move(POSITION, BASE), ComputeImmediate(Arithmetic.ADD, POSITION, self._fixed))
+        record.common_fields(0, self._compiled.event_id, None)
+        self._fields(0, done)
+        for recording in recordings:
+            following = builder.label()
+            if recording.filter is not None:
+                emit_filter(builder, recording.filter, CPU, following)
+            record.copy(self._fixed, dynamic=self._is_dynamic, target=recording.target, dropped=following)
+            builder.place(following)
+        builder.place(done)
+
+    def _fields(self, at: int, too_large: Label) -> None:
+        """The event's own fields, of the entry at BASE + at."""
+        at += ENTRY_HEADER_SIZE
+        self._builder.emit(StoreImmediate(BASE, at, self._address, self._word))
+        self._fetch.store(self._args, at + self._word, too_large)

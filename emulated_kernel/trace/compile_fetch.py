@@ -1,0 +1,315 @@
+"""Fetch arguments as guest code: what fetch.py does, in ops of a handler program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from emulated_kernel.arch.program import (
+    Arithmetic,
+    Branch,
+    BranchImmediate,
+    Compute,
+    ComputeImmediate,
+    Condition,
+    GetRegister,
+    Jump,
+    Label,
+    Load,
+    LoadPerCpu,
+    Move,
+    SetImmediate,
+    Store,
+    StoreImmediate,
+)
+from emulated_kernel.arch.program_builder import HitWay, ProgramBuilder
+from emulated_kernel.trace.fetchargs import ProbeArg
+from emulated_kernel.trace.guest import MAX_STRING_SIZE, GuestPlaces
+from emulated_kernel.trace.ports import TraceArch
+from emulated_kernel.trace.ring_page import MAX_DATA_SIZE
+from emulated_kernel.trace.types import FetchInsn, FetchOp, FetchProgram
+
+BASE, VALUE, TEMP, OTHER, POSITION, LIMIT = range(6)
+"""Virtual registers: the entry (or its place), what is worked on, two to help, the strings' end, a string's.
+
+TEMP and OTHER are free wherever an argument begins; numbers leave POSITION and LIMIT alone.
+"""
+MAX_ELEMENTS = 256
+"""Of all arguments of an event; more would be too much code."""
+_USER_OPS = frozenset({FetchOp.UDEREF, FetchOp.ST_UMEM, FetchOp.ST_USTRING})
+_ADDRESSES = frozenset({FetchOp.COMM, FetchOp.DATA})
+_WORD = 8
+
+
+def fits_displacement(value: int) -> bool:
+    """Whether a number is one of 32 bits with sign."""
+    return -(1 << 31) <= value < 1 << 31
+
+
+def can_fetch(args: Sequence[ProbeArg], arch: TraceArch, registers: frozenset[str]) -> bool:
+    """Whether guest code can fetch the arguments; `registers` are those that it can read."""
+    if sum(arg.count or 1 for arg in args) > MAX_ELEMENTS or arch.word_size != _WORD:
+        return False
+    for arg in args:
+        stages = arg.stages
+        if stages.store.op is FetchOp.ST_SYMSTR:
+            return False
+        if stages.load.op is FetchOp.REG and stages.load.name not in registers:
+            return False
+    return True
+
+
+class FetchEmitter:
+    """Emits the fetching of one event's arguments at one probed address."""
+
+    def __init__(
+        self, builder: ProgramBuilder, arch: TraceArch, places: GuestPlaces, address: int, way: HitWay
+    ) -> None:
+        self._builder = builder
+        self._emit = builder.emit
+        self._arch = arch
+        self._places = places
+        self._address = address
+        self._below = _WORD if way is HitWay.CALL else 0
+        """Bytes on the stack that the probed code doesn't know of."""
+
+    def store(self, args: Sequence[ProbeArg], start: int, too_large: Label) -> None:
+        """Store all arguments from BASE + start on, the strings at POSITION, which they move on.
+
+        Goes to `too_large` when the entry at BASE gets larger than any ring buffer takes.
+        """
+        for arg in args:
+            if arg.is_dynamic:
+                self._strings(arg, start + arg.offset, too_large)
+            else:
+                self._numbers(arg, start + arg.offset)
+
+    # Stages 1 and 2: VALUE
+
+    def _load(self, insn: FetchInsn) -> None:
+        arch = self._arch
+        match insn.op:
+            case FetchOp.REG:
+                self._register(insn.name)
+            case FetchOp.STACK:
+                self._stack_word(insn.value)
+            case FetchOp.STACKP:
+                self._register(arch.stack_pointer)
+            case FetchOp.RETVAL:
+                self._register(arch.return_register)
+            case FetchOp.COMM:
+                self._emit(LoadPerCpu(VALUE, self._places.current_task, _WORD))
+                self._emit(ComputeImmediate(Arithmetic.ADD, VALUE, self._places.comm))
+            case FetchOp.ARG:
+                self._argument(insn.value)
+            case _:
+                self._emit(SetImmediate(VALUE, insn.value))
+
+    def _register(self, name: str) -> None:
+        if name == "ip":
+            # As a breakpoint leaves it.
+            self._emit(SetImmediate(VALUE, self._address + 1))
+        else:
+            self._emit(GetRegister(VALUE, name))
+            if name == self._arch.stack_pointer and self._below:
+                self._emit(ComputeImmediate(Arithmetic.ADD, VALUE, self._below))
+
+    def _argument(self, number: int) -> None:
+        in_registers = self._arch.argument_registers
+        if number < len(in_registers):
+            self._register(in_registers[number])
+        elif self._arch.stack_arguments:
+            self._stack_word(number - len(in_registers) + 1)
+        else:
+            self._emit(SetImmediate(VALUE, 0))
+
+    def _stack_word(self, number: int) -> None:
+        """0 outside the kernel stack."""
+        builder = self._builder
+        done = builder.label()
+        with builder.out_of_line() as outside:
+            self._emit(SetImmediate(VALUE, 0), Jump(done))
+        self._register(self._arch.stack_pointer)
+        self._emit(
+            Move(TEMP, VALUE),
+            ComputeImmediate(Arithmetic.ADD, VALUE, number * _WORD),
+            Compute(Arithmetic.XOR, TEMP, VALUE),
+            ComputeImmediate(Arithmetic.AND, TEMP, -self._arch.thread_size),
+            BranchImmediate(Condition.NE, TEMP, 0, outside, is_unlikely=True),
+            Load(VALUE, VALUE, 0, _WORD, on_fault=outside),
+        )
+        builder.place(done)
+
+    def _follow(self, derefs: FetchProgram, fault: Label) -> None:
+        for insn in derefs:
+            self._read(VALUE, insn.value, _WORD, insn.op in _USER_OPS, fault)
+
+    def _read(self, dst: int, offset: int, size: int, user: bool, fault: Label) -> None:
+        """dst = memory at VALUE + offset; OTHER is overwritten where that isn't all there is to it."""
+        base = VALUE
+        if user or not fits_displacement(offset):
+            base = OTHER
+            self._emit(SetImmediate(OTHER, offset), Compute(Arithmetic.ADD, OTHER, VALUE))
+            offset = 0
+        if user:
+            self._check_user(OTHER, fault)
+        self._emit(Load(dst, base, offset, size, on_fault=fault))
+
+    def _check_user(self, address: int, fault: Label) -> None:
+        self._emit(
+            SetImmediate(TEMP, self._arch.task_size),
+            Branch(Condition.ABOVE_EQ, address, TEMP, fault, is_unlikely=True),
+        )
+
+    # Stages 3 to 5, of numbers
+
+    def _numbers(self, arg: ProbeArg, at: int) -> None:
+        stages, builder = arg.stages, self._builder
+        size = stages.store.size
+        places = range(at, at + size * (stages.count or 1), size)
+        if stages.load.op in _ADDRESSES:
+            # A string's address has no number here.
+            self._zeros(places, size)
+            return
+        done = builder.label()
+        self._load(stages.load)
+        if stages.derefs:
+            with builder.out_of_line() as fault:
+                self._zeros(places, size)
+                self._emit(Jump(done))
+            self._follow(stages.derefs, fault)
+        for shift, place in enumerate(places):
+            self._element(stages.store, stages.bitfield, shift * size, place)
+        builder.place(done)
+
+    def _zeros(self, places: range, size: int) -> None:
+        self._emit(*(StoreImmediate(BASE, place, 0, size) for place in places))
+
+    def _element(self, insn: FetchInsn, bitfield: FetchInsn | None, shift: int, place: int) -> None:
+        builder, size = self._builder, insn.size
+        if insn.op is FetchOp.ST_RAW:
+            if bitfield is None:
+                self._emit(Store(BASE, place, VALUE, size))
+                return
+            self._emit(Move(TEMP, VALUE))
+        else:
+            stored = builder.label()
+            with builder.out_of_line() as fault:
+                self._emit(SetImmediate(TEMP, 0), Jump(stored))
+            self._read(TEMP, insn.value + shift, size, insn.op in _USER_OPS, fault)
+            builder.place(stored)
+        if bitfield is not None:
+            self._shift(bitfield)
+        self._emit(Store(BASE, place, TEMP, size))
+
+    def _shift(self, bitfield: FetchInsn) -> None:
+        """Cut at the element's size on the left: so shift left as far as a word's end, and back."""
+        unused = 8 * (_WORD - bitfield.size)
+        self._emit(
+            ComputeImmediate(Arithmetic.SHL, TEMP, bitfield.lshift + unused),
+            ComputeImmediate(Arithmetic.SHR, TEMP, bitfield.rshift + unused),
+        )
+
+    # Stages 3 to 5, of strings
+
+    def _strings(self, arg: ProbeArg, at: int, too_large: Label) -> None:
+        stages, builder = arg.stages, self._builder
+        for number in range(stages.count or 1):
+            stored = builder.label()
+            place = at + number * arg.type.size
+            with builder.out_of_line() as fault:
+                self._location(place, is_fault=True)
+                self._emit(Jump(stored))
+            if self._address_of(arg, number, fault):
+                self._copy(stages.store, fault)
+            elif not self._constant(arg):
+                self._emit(Jump(fault))
+                builder.place(stored)
+                continue
+            self._location(place, is_fault=False)
+            self._check_size(too_large)
+            builder.place(stored)
+
+    def _address_of(self, arg: ProbeArg, number: int, fault: Label) -> bool:
+        """VALUE = where the string is, but for the store's offset; False if it has no address there."""
+        stages = arg.stages
+        load, derefs = stages.load, stages.derefs
+        if load.op is FetchOp.DATA or (load.op is FetchOp.COMM and derefs) or (stages.count and not derefs):
+            return False
+        self._load(load)
+        if not stages.count:
+            self._follow(derefs, fault)
+            return True
+        self._follow(derefs[:-1], fault)
+        last = derefs[-1]
+        self._read(VALUE, last.value + number * _WORD, _WORD, last.op in _USER_OPS, fault)
+        return True
+
+    def _constant(self, arg: ProbeArg) -> bool:
+        """OTHER = behind the bytes of a literal, copied to POSITION; False if there is nothing to be had."""
+        stages = arg.stages
+        if stages.load.op is not FetchOp.DATA or stages.derefs or stages.count:
+            return False
+        text = stages.load.data.partition(b"\0")[0] + b"\0"
+        for start, size in _chunks(len(text)):
+            value = int.from_bytes(text[start : start + size], "little")
+            self._emit(StoreImmediate(POSITION, start, value, size))
+        self._emit(Move(OTHER, POSITION), ComputeImmediate(Arithmetic.ADD, OTHER, len(text)))
+        return True
+
+    def _copy(self, insn: FetchInsn, fault: Label) -> None:
+        """Copy from VALUE to POSITION up to the NUL, or as much as a string may be; OTHER = behind it."""
+        builder, emit = self._builder, self._emit
+        again, done = builder.label(), builder.label()
+        if insn.value:
+            emit(SetImmediate(OTHER, insn.value), Compute(Arithmetic.ADD, VALUE, OTHER))
+        if insn.op in _USER_OPS:
+            self._check_user(VALUE, fault)
+        emit(Move(OTHER, POSITION), Move(LIMIT, POSITION))
+        emit(ComputeImmediate(Arithmetic.ADD, LIMIT, MAX_STRING_SIZE - 1))
+        builder.place(again)
+        emit(
+            Load(TEMP, VALUE, 0, 1, on_fault=fault),
+            Store(OTHER, 0, TEMP, 1),
+            ComputeImmediate(Arithmetic.ADD, VALUE, 1),
+            ComputeImmediate(Arithmetic.ADD, OTHER, 1),
+            BranchImmediate(Condition.EQ, TEMP, 0, done),
+            Branch(Condition.BELOW, OTHER, LIMIT, again),
+            # The last byte makes room for the NUL, but must be there.
+            Load(TEMP, VALUE, 0, 1, on_fault=fault),
+            StoreImmediate(OTHER, 0, 0, 1),
+            ComputeImmediate(Arithmetic.ADD, OTHER, 1),
+        )
+        builder.place(done)
+
+    def _location(self, place: int, *, is_fault: bool) -> None:
+        """Store the __data_loc of the string from POSITION to OTHER, and move POSITION behind it."""
+        self._emit(
+            Move(VALUE, POSITION),
+            Compute(Arithmetic.SUB, VALUE, BASE),
+            Store(BASE, place, VALUE, 2),
+        )
+        if is_fault:
+            self._emit(StoreImmediate(BASE, place + 2, 0, 2))
+            return
+        self._emit(
+            Move(VALUE, OTHER),
+            Compute(Arithmetic.SUB, VALUE, POSITION),
+            Store(BASE, place + 2, VALUE, 2),
+            Move(POSITION, OTHER),
+        )
+
+    def _check_size(self, too_large: Label) -> None:
+        self._emit(
+            Move(VALUE, POSITION),
+            Compute(Arithmetic.SUB, VALUE, BASE),
+            BranchImmediate(Condition.ABOVE, VALUE, MAX_DATA_SIZE, too_large, is_unlikely=True),
+        )
+
+
+def _chunks(size: int) -> Iterator[tuple[int, int]]:
+    """Start and size of pieces of 8, 4, 2 and 1 bytes that make up `size` bytes."""
+    start = 0
+    for piece in (8, 4, 2, 1):
+        while size - start >= piece:
+            yield start, piece
+            start += piece

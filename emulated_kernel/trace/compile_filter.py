@@ -1,0 +1,85 @@
+"""Event filters as guest code: the predicates on numbers, in ops of a handler program."""
+
+from __future__ import annotations
+
+from emulated_kernel.arch.program import (
+    Branch,
+    BranchImmediate,
+    Condition,
+    Jump,
+    Label,
+    Load,
+    SetImmediate,
+)
+from emulated_kernel.arch.program_builder import ProgramBuilder
+from emulated_kernel.trace.compile_fetch import BASE, TEMP, VALUE, fits_displacement
+from emulated_kernel.trace.filter_ops import (
+    ACCEPT,
+    ComparePredicate,
+    FilterOp,
+    FilterProgram,
+    StringPredicate,
+)
+from emulated_kernel.trace.ports import RawEntry
+
+_CONDITIONS = {
+    (FilterOp.EQ, False): Condition.EQ,
+    (FilterOp.NE, False): Condition.NE,
+    (FilterOp.LT, False): Condition.BELOW,
+    (FilterOp.LE, False): Condition.BELOW_EQ,
+    (FilterOp.GT, False): Condition.ABOVE,
+    (FilterOp.GE, False): Condition.ABOVE_EQ,
+    (FilterOp.BAND, False): Condition.ANY_BIT,
+    (FilterOp.EQ, True): Condition.EQ,
+    (FilterOp.NE, True): Condition.NE,
+    (FilterOp.LT, True): Condition.LESS,
+    (FilterOp.LE, True): Condition.LESS_EQ,
+    (FilterOp.GT, True): Condition.GREATER,
+    (FilterOp.GE, True): Condition.GREATER_EQ,
+    (FilterOp.BAND, True): Condition.ANY_BIT,
+}
+"""By operator and whether the field is signed."""
+
+
+def can_filter(program: FilterProgram) -> bool:
+    """Whether guest code can test it: numbers only."""
+    return not any(_needs_host(step.predicate) for step in program.steps)
+
+
+def _needs_host(predicate: object) -> bool:
+    if isinstance(predicate, ComparePredicate):
+        return predicate.size not in (1, 2, 4, 8) or predicate.op is FilterOp.GLOB
+    return isinstance(predicate, StringPredicate)
+
+
+def emit_filter(builder: ProgramBuilder, program: FilterProgram, cpu: int, reject: Label) -> None:
+    """Test the entry at BASE: go on behind, or at `reject`."""
+    accept = builder.label()
+    labels = [builder.label() for _ in program.steps]
+
+    def target(index: int) -> Label:
+        if index >= 0:
+            return labels[index]
+        return accept if index == ACCEPT else reject
+
+    for label, step in zip(labels, program.steps, strict=True):
+        builder.place(label)
+        predicate = step.predicate
+        if isinstance(predicate, ComparePredicate):
+            _compare(builder, predicate, target(step.on_true))
+            builder.emit(Jump(target(step.on_false)))
+        else:
+            # Of what is no number of the entry the result is known now.
+            entry = RawEntry(b"", cpu, b"")
+            assert not isinstance(predicate, StringPredicate)
+            builder.emit(Jump(target(step.on_true if predicate.test(entry) else step.on_false)))
+    builder.place(accept)
+
+
+def _compare(builder: ProgramBuilder, predicate: ComparePredicate, on_true: Label) -> None:
+    condition = _CONDITIONS[predicate.op, predicate.is_signed]
+    builder.emit(Load(VALUE, BASE, predicate.offset, predicate.size, predicate.is_signed))
+    if fits_displacement(predicate.value):
+        builder.emit(BranchImmediate(condition, VALUE, predicate.value, on_true))
+    else:
+        builder.emit(SetImmediate(TEMP, predicate.value), Branch(condition, VALUE, TEMP, on_true))

@@ -1,0 +1,329 @@
+"""Records as guest code: an entry's common fields, and its way into a ring buffer (ring_layout.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from emulated_kernel.arch.program import (
+    AddToCell,
+    Arithmetic,
+    Branch,
+    BranchImmediate,
+    Compute,
+    ComputeImmediate,
+    Condition,
+    GetRegister,
+    Jump,
+    Label,
+    Load,
+    LoadCell,
+    LoadPerCpu,
+    Move,
+    SetImmediate,
+    Store,
+    StoreCell,
+    StoreImmediate,
+)
+from emulated_kernel.arch.program_builder import HitWay, ProgramBuilder
+from emulated_kernel.trace.compile_fetch import BASE, LIMIT, OTHER, POSITION, TEMP, VALUE
+from emulated_kernel.trace.guest import GuestPlaces, RecordTarget
+from emulated_kernel.trace.ring_layout import TAIL_ENTRIES, WRITE_PTR, WRITE_STAMP
+from emulated_kernel.trace.ring_page import DELTA_BITS, MAX_SMALL_DATA, event_size
+from emulated_kernel.trace.trace_entry import EntryFlag
+
+ENTRY_HEADER_SIZE = 8
+"""Bytes of the common fields."""
+_WORD = 8
+_LAST_OF_PAGE = 4095
+_FLAGS_SHIFT, _COUNT_SHIFT, _PID_SHIFT = 16, 24, 32
+_PID_AT = 4
+_INTERRUPT_FLAG = 1 << 9
+_SOFTIRQ_SERVED = 1 << 8
+_COUNT_MASK = 0xFF
+_LENGTH = LIMIT
+"""Of an event whose size isn't known before; free when the strings are complete."""
+
+
+@dataclass(frozen=True)
+class EventSpace:
+    """Where an entry of known size stands on a page, from the event's start on; bytes."""
+
+    size: int
+
+    @property
+    def length(self) -> int:
+        """Of the whole event."""
+        return event_size(self.size)
+
+    @property
+    def header(self) -> int:
+        """Of what describes it."""
+        return 4 if self.size <= MAX_SMALL_DATA else 8
+
+
+class RecordEmitter:
+    """Emits the common fields and the writing of one event's records."""
+
+    def __init__(self, builder: ProgramBuilder, places: GuestPlaces, way: HitWay) -> None:
+        self._builder = builder
+        self._emit = builder.emit
+        self._places = places
+        self._way = way
+
+    # Common fields
+
+    def common_fields(self, at: int, event_id: int, target: RecordTarget | None) -> None:
+        """Store the 8 bytes at BASE + at. With a `target` the event will be recorded there for certain."""
+        places, emit = self._places, self._emit
+        emit(LoadPerCpu(VALUE, places.current_task, _WORD), Load(VALUE, VALUE, places.pid, 4))
+        if target is not None and target.saves_comm:
+            self._remember_comm()
+        if self._way is HitWay.BREAKPOINT:
+            flags, count = places.breakpoint_context
+            first = event_id | flags << _FLAGS_SHIFT | count << _COUNT_SHIFT
+            emit(StoreImmediate(BASE, at, first, 4), Store(BASE, at + _PID_AT, VALUE, 4))
+            return
+        emit(
+            ComputeImmediate(Arithmetic.SHL, VALUE, _PID_SHIFT),
+            ComputeImmediate(Arithmetic.OR, VALUE, event_id),
+        )
+        self._context()
+        emit(Store(BASE, at, VALUE, _WORD))
+
+    def _remember_comm(self) -> None:
+        """Of the task whose pid VALUE is."""
+        builder, places = self._builder, self._places
+        known = builder.label()
+        with builder.out_of_line() as unknown:
+            builder.call_host(places.save_comm, known)
+            self._emit(Jump(known))
+        self._emit(
+            LoadCell(TEMP, places.last_pid, 4),
+            Branch(Condition.NE, TEMP, VALUE, unknown, is_unlikely=True),
+        )
+        builder.place(known)
+
+    def _context(self) -> None:
+        """Put flags and count into VALUE. Mirrors: tracing_gen_ctx_irq_test (v6.1), see wiring/context.py."""
+        builder, emit, places = self._builder, self._emit, self._places
+        known = builder.label()
+        with builder.out_of_line() as unusual:
+            emit(
+                LoadPerCpu(TEMP, places.preempt_count, 4),
+                ComputeImmediate(Arithmetic.AND, TEMP, _COUNT_MASK),
+                ComputeImmediate(Arithmetic.SHL, TEMP, _COUNT_SHIFT),
+                Compute(Arithmetic.OR, VALUE, TEMP),
+            )
+            emit(LoadPerCpu(TEMP, places.need_resched, 4))
+            self._add_flag(Condition.NE, 0, EntryFlag.NEED_RESCHED | EntryFlag.PREEMPT_RESCHED)
+            emit(LoadPerCpu(TEMP, places.preempt_count, 4))
+            self._add_flag(Condition.ANY_BIT, places.hardirq_mask, EntryFlag.HARDIRQ)
+            self._add_flag(Condition.ANY_BIT, _SOFTIRQ_SERVED, EntryFlag.SOFTIRQ)
+            self._add_flag(Condition.ANY_BIT, places.softirq_mask & ~_SOFTIRQ_SERVED, EntryFlag.BH_OFF)
+            emit(GetRegister(TEMP, "flags"))
+            self._add_flag(Condition.NO_BIT, _INTERRUPT_FLAG, EntryFlag.IRQS_OFF)
+            emit(Jump(known))
+        self._branch_unless_zero(unusual)
+        emit(
+            GetRegister(TEMP, "flags"),
+            BranchImmediate(Condition.NO_BIT, TEMP, _INTERRUPT_FLAG, unusual, is_unlikely=True),
+        )
+        builder.place(known)
+
+    def _branch_unless_zero(self, label: Label) -> None:
+        """Go to `label` if preempt_count or need_resched says anything."""
+        for offset, size in self._count_loads():
+            self._emit(
+                LoadPerCpu(TEMP, offset, size),
+                BranchImmediate(Condition.NE, TEMP, 0, label, is_unlikely=True),
+            )
+
+    def _count_loads(self) -> list[tuple[int, int]]:
+        """Offset and size of the loads that see both."""
+        first, second = sorted((self._places.preempt_count, self._places.need_resched))
+        return [(first, _WORD)] if second == first + 4 else [(first, 4), (second, 4)]
+
+    def _add_flag(self, condition: Condition, value: int, flags: EntryFlag) -> None:
+        """Set flags in VALUE if TEMP compares so."""
+        builder = self._builder
+        skip, add = builder.label(), builder.label()
+        self._emit(BranchImmediate(condition, TEMP, value, add), Jump(skip))
+        builder.place(add)
+        self._emit(ComputeImmediate(Arithmetic.OR, VALUE, int(flags) << _FLAGS_SHIFT))
+        builder.place(skip)
+
+    # Writing
+
+    def _read_clock(self) -> None:
+        """VALUE = a reading of the guest's clock."""
+        clock = self._places.clock
+        self._emit(
+            LoadCell(VALUE, clock, _WORD),
+            ComputeImmediate(Arithmetic.ADD, VALUE, self._places.clock_step),
+            StoreCell(clock, VALUE, _WORD),
+        )
+
+    def reserve(self, pointer: int, length: int | None, target: RecordTarget, dropped: Label) -> None:
+        """Read the clock, get room, count the event's time: `pointer` = its place, VALUE = its delta.
+
+        Without `length` it is in _LENGTH. Overwrites TEMP.
+        """
+        builder, emit = self._builder, self._emit
+        control = target.control_at
+        again = builder.label()
+        with builder.out_of_line() as long_delta:
+            emit(StoreCell(control + WRITE_STAMP * _WORD, TEMP, _WORD), Compute(Arithmetic.ADD, VALUE, TEMP))
+            no_room = builder.label()
+            builder.place(no_room)
+            self._ask_for_room(length, target, dropped)
+            emit(Jump(again))
+        self._read_clock()
+        builder.place(again)
+        emit(
+            LoadCell(pointer, control + WRITE_PTR * _WORD, _WORD),
+            Move(TEMP, pointer),
+            ComputeImmediate(Arithmetic.ADD, TEMP, -1),
+            ComputeImmediate(Arithmetic.AND, TEMP, _LAST_OF_PAGE),
+        )
+        self._check_room(length, no_room)
+        self._count_time(control + WRITE_STAMP * _WORD, long_delta)
+
+    def _count_time(self, stamp_at: int, long_delta: Label) -> None:
+        """VALUE, a time, becomes the delta to the event before; TEMP is that one's time."""
+        self._emit(
+            LoadCell(TEMP, stamp_at, _WORD),
+            StoreCell(stamp_at, VALUE, _WORD),
+            Compute(Arithmetic.SUB, VALUE, TEMP),
+            BranchImmediate(Condition.ABOVE_EQ, VALUE, 1 << DELTA_BITS, long_delta, is_unlikely=True),
+        )
+
+    def _check_room(self, length: int | None, no_room: Label) -> None:
+        limit = _LAST_OF_PAGE
+        if length is None:
+            self._emit(Compute(Arithmetic.ADD, TEMP, _LENGTH))
+        else:
+            limit -= length
+        self._emit(BranchImmediate(Condition.ABOVE, TEMP, limit, no_room, is_unlikely=True))
+
+    def _ask_for_room(self, length: int | None, target: RecordTarget, dropped: Label) -> None:
+        emit, request = self._emit, self._places.event_time
+        emit(StoreCell(request, VALUE, _WORD))
+        if length is None:
+            emit(StoreCell(request + _WORD, _LENGTH, _WORD))
+        else:
+            emit(SetImmediate(TEMP, length), StoreCell(request + _WORD, TEMP, _WORD))
+        self._builder.call_host(target.make_room, dropped)
+
+    def header(self, pointer: int, space: EventSpace) -> None:
+        """Store what describes an event of known size; VALUE is its delta."""
+        emit = self._emit
+        emit(ComputeImmediate(Arithmetic.SHL, VALUE, 5))
+        if space.header == 4:
+            emit(ComputeImmediate(Arithmetic.OR, VALUE, (space.length - 4) >> 2))
+        emit(Store(pointer, 0, VALUE, 4))
+        if space.header == 8:
+            emit(StoreImmediate(pointer, 4, space.length - 4, 4))
+        if space.size % 4 or space.header + space.size < space.length:
+            emit(StoreImmediate(pointer, space.length - 4, 0, 4))
+
+    def commit(self, pointer: int, length: int | None, target: RecordTarget) -> None:
+        """The event is complete."""
+        control = target.control_at
+        self._emit(AddToCell(control + TAIL_ENTRIES * _WORD, 1, _WORD))
+        if length is None:
+            self._emit(Compute(Arithmetic.ADD, pointer, _LENGTH))
+        else:
+            self._emit(ComputeImmediate(Arithmetic.ADD, pointer, length))
+        self._emit(StoreCell(control + WRITE_PTR * _WORD, pointer, _WORD))
+
+    # Entries that were put together elsewhere
+
+    def copy(self, fixed: int, *, dynamic: bool, target: RecordTarget, dropped: Label) -> None:
+        """Record the entry at BASE: its first `fixed` bytes, or if `dynamic` all up to POSITION."""
+        space = EventSpace(fixed)
+        length = None if dynamic else space.length
+        if dynamic:
+            self._measure()
+        self.reserve(OTHER, length, target, dropped)
+        if dynamic:
+            self._dynamic_header()
+            self._copy_all(fixed)
+        else:
+            self.header(OTHER, space)
+            self._copy_fixed(space)
+        if target.saves_comm:
+            self._emit(Load(VALUE, BASE, _PID_AT, 4))
+            self._remember_comm()
+        self.commit(OTHER, length, target)
+
+    def _measure(self) -> None:
+        """_LENGTH = bytes of the event; the entry is padded by zeros. Mirrors: event_size."""
+        builder, emit = self._builder, self._emit
+        small = builder.label()
+        emit(
+            StoreImmediate(POSITION, 0, 0, 4),
+            Move(_LENGTH, POSITION),
+            Compute(Arithmetic.SUB, _LENGTH, BASE),
+            BranchImmediate(Condition.BELOW_EQ, _LENGTH, MAX_SMALL_DATA, small),
+            ComputeImmediate(Arithmetic.ADD, _LENGTH, 4),
+        )
+        builder.place(small)
+        emit(
+            ComputeImmediate(Arithmetic.ADD, _LENGTH, 4 + 3),
+            ComputeImmediate(Arithmetic.AND, _LENGTH, -4),
+        )
+
+    def _dynamic_header(self) -> None:
+        """Store what describes the event at OTHER; VALUE is its delta, and its data's place afterwards."""
+        builder, emit = self._builder, self._emit
+        small, done = builder.label(), builder.label()
+        emit(
+            ComputeImmediate(Arithmetic.SHL, VALUE, 5),
+            Move(TEMP, _LENGTH),
+            ComputeImmediate(Arithmetic.ADD, TEMP, -4),
+            BranchImmediate(Condition.BELOW_EQ, TEMP, MAX_SMALL_DATA, small),
+            Store(OTHER, 0, VALUE, 4),
+            Store(OTHER, 4, TEMP, 4),
+            Move(VALUE, OTHER),
+            ComputeImmediate(Arithmetic.ADD, VALUE, 8),
+            Jump(done),
+        )
+        builder.place(small)
+        emit(
+            ComputeImmediate(Arithmetic.SHR, TEMP, 2),
+            Compute(Arithmetic.OR, VALUE, TEMP),
+            Store(OTHER, 0, VALUE, 4),
+            Move(VALUE, OTHER),
+            ComputeImmediate(Arithmetic.ADD, VALUE, 4),
+        )
+        builder.place(done)
+
+    def _copy_all(self, fixed: int) -> None:
+        """From BASE, which moves, to VALUE: the fixed part straight, the strings in a loop."""
+        builder, emit = self._builder, self._emit
+        again, copied = builder.label(), builder.label()
+        straight = fixed & -_WORD
+        for at in range(0, straight, _WORD):
+            emit(Load(TEMP, BASE, at, _WORD), Store(VALUE, at, TEMP, _WORD))
+        emit(
+            ComputeImmediate(Arithmetic.ADD, BASE, straight),
+            ComputeImmediate(Arithmetic.ADD, VALUE, straight),
+            Branch(Condition.ABOVE_EQ, BASE, POSITION, copied),
+        )
+        builder.place(again)
+        emit(
+            Load(TEMP, BASE, 0, 4),
+            Store(VALUE, 0, TEMP, 4),
+            ComputeImmediate(Arithmetic.ADD, BASE, 4),
+            ComputeImmediate(Arithmetic.ADD, VALUE, 4),
+            Branch(Condition.BELOW, BASE, POSITION, again),
+        )
+        builder.place(copied)
+        emit(SetImmediate(BASE, self._places.scratch))
+
+    def _copy_fixed(self, space: EventSpace) -> None:
+        at = 0
+        for piece in (8, 4, 2, 1):
+            while space.size - at >= piece:
+                self._emit(Load(TEMP, BASE, at, piece), Store(OTHER, space.header + at, TEMP, piece))
+                at += piece

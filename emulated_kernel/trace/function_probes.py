@@ -1,0 +1,144 @@
+"""Commands of set_ftrace_filter: what happens when a function is called, with or without the tracer."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.trace.chars import bytes_to_text
+from emulated_kernel.trace.event import EventRegistry
+from emulated_kernel.trace.function_filter import Functions, matching
+from emulated_kernel.trace.numbers import kstrtoul
+from emulated_kernel.trace.ports import ProbeHit, Recorder
+from emulated_kernel.trace.trigger import TraceControl
+
+Action = Callable[[ProbeHit], bool]
+"""What a call does; whether it counts against the limit."""
+
+
+@dataclass(eq=False)
+class FunctionProbe:
+    """A command on one function; `count` None: without limit."""
+
+    title: str
+    action: Action
+    count: int | None
+    forget: Callable[[], None]
+
+    def fire(self, hit: ProbeHit) -> None:
+        """The function is called."""
+        if self.count != 0 and self.action(hit) and self.count is not None:
+            self.count -= 1
+
+    def show(self) -> str:
+        """What stands behind the function's name."""
+        count = "unlimited" if self.count is None else f"count={self.count}"
+        return f":{self.title}:{count}\n"
+
+
+class FunctionProbes:
+    """Those of one trace array. Mirrors: kernel/trace/ftrace.c:register_ftrace_function_probe (v6.1)."""
+
+    def __init__(
+        self, functions: Functions, control: TraceControl, registry: EventRegistry, recorder: Recorder
+    ) -> None:
+        self._functions = functions
+        self._control = control
+        self._registry = registry
+        self._recorder = recorder
+        self._plain: Mapping[str, Action] = {
+            "traceon": lambda _hit: self._switch(True),
+            "traceoff": lambda _hit: self._switch(False),
+            "stacktrace": self._stacktrace,
+            "snapshot": self._snapshot,
+        }
+        self.by_site: dict[int, list[FunctionProbe]] = {}
+
+    def execute(self, pattern: bytes, command: str) -> None:
+        """`COMMAND[:COUNT]` on the functions that match; with "!" before the pattern it is taken back.
+
+        Raises: KernelError EINVAL (unknown command, no such function, nothing to take back), ENOMEM.
+        """
+        title, limit = self._parse(command)
+        sites = matching(self._functions, pattern.removeprefix(b"!"))
+        if pattern.startswith(b"!"):
+            self._remove(sites, title)
+            return
+        if not sites:
+            raise KernelError(errno.EINVAL, f"no function matches {bytes_to_text(pattern)}")
+        count = kstrtoul(limit) if limit else None
+        for site in sites:
+            self.by_site.setdefault(site, []).insert(0, self._make(title, count))
+
+    def _remove(self, sites: frozenset[int], title: str) -> None:
+        gone = [(s, p) for s in sites for p in self.by_site.get(s, ()) if p.title == title]
+        if not gone:
+            raise KernelError(errno.EINVAL, "no such command on these functions")
+        for site, probe in gone:
+            self.by_site[site].remove(probe)
+            probe.forget()
+            if not self.by_site[site]:
+                del self.by_site[site]
+
+    def clear(self) -> None:
+        """The trace array goes."""
+        for probes in self.by_site.values():
+            for probe in probes:
+                probe.forget()
+        self.by_site.clear()
+
+    def records(self) -> Iterator[str]:
+        """Their lines in set_ftrace_filter."""
+        for site, name in self._functions:
+            for probe in self.by_site.get(site, ()):
+                yield name + probe.show()
+
+    def _parse(self, command: str) -> tuple[str, str]:
+        """The command with its event, and its limit: Linux doesn't look at that where one is taken back."""
+        name, _, rest = command.partition(":")
+        title = name
+        if name in ("enable_event", "disable_event"):
+            group, _, rest = rest.partition(":")
+            event, _, rest = rest.partition(":")
+            title = f"{name}:{group}:{event}"
+            if self._registry.find(group, event) is None:
+                raise KernelError(errno.EINVAL, f"no event {group}:{event}")
+        elif name not in self._plain:
+            raise KernelError(errno.EINVAL, f"no command {name!r}")
+        return title, rest
+
+    def _make(self, title: str, count: int | None) -> FunctionProbe:
+        plain = self._plain.get(title)
+        if plain is not None:
+            if title == "snapshot":
+                self._control.allocate_snapshot()
+            return FunctionProbe(title, plain, count, lambda: None)
+        name, group, event_name = title.split(":")
+        event = self._registry.find(group, event_name)
+        assert event is not None, "was looked up while parsing"
+        file = event.file(self._recorder)
+        file.enable_soft()
+
+        def switch(_hit: ProbeHit) -> bool:
+            changes = file.soft_disabled is (name == "enable_event")
+            file.soft_disabled = name == "disable_event"
+            return changes
+
+        return FunctionProbe(title, switch, count, file.disable_soft)
+
+    def _switch(self, on: bool) -> bool:
+        """Mirrors: kernel/trace/trace_functions.c:update_traceon_count (v6.1)."""
+        changes = self._control.tracing_on is not on
+        if changes:
+            self._control.set_tracing_on(on)
+        return changes
+
+    def _stacktrace(self, hit: ProbeHit) -> bool:
+        self._control.record_stack(hit)
+        return True
+
+    def _snapshot(self, _hit: ProbeHit) -> bool:
+        self._control.take_snapshot()
+        return True

@@ -1,0 +1,147 @@
+"""The function tracer of a trace array: which functions' calls are recorded, and for which tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol
+
+from emulated_kernel.trace.event_pids import EventPids, PidList
+from emulated_kernel.trace.function_filter import Functions, FunctionSet
+from emulated_kernel.trace.function_probes import FunctionProbes
+from emulated_kernel.trace.ports import ProbeHit
+from emulated_kernel.trace.user_words import take_word
+
+CallHandler = Callable[[int, ProbeHit], None]
+"""Told of a call: its fentry site, and the moment."""
+
+
+class FunctionHooks(Protocol):
+    """The fentry sites of the kernel, shared by all who want calls from them."""
+
+    @property
+    def functions(self) -> Functions:
+        """Those that can be traced."""
+
+    def attach(self, owner: object, handlers: Mapping[int, tuple[CallHandler, ...]], /) -> None:
+        """Let exactly these sites call `owner`'s handlers; other owners' are left alone."""
+
+
+class FunctionTracer:
+    """Mirrors: kernel/trace/trace_functions.c, kernel/trace/ftrace.c (v6.1). Callers serialise."""
+
+    def __init__(
+        self, hooks: FunctionHooks, probes: FunctionProbes, pids: EventPids, record: CallHandler
+    ) -> None:
+        """`record` writes the entry of a call, where `pids` (set_ftrace_pid) lets it."""
+        self._hooks = hooks
+        self._record = record
+        self._is_on = False
+        self.on_filter: Callable[[], None] = lambda: None
+        """Called when the filters, which hold for the function graph too, may have changed."""
+        self.probes = probes
+        self.pids = pids
+        self._chosen = FunctionSet(hooks.functions, "all functions enabled", self._update)
+        self._left_out = FunctionSet(hooks.functions, "no functions disabled", self._update)
+        self.filter = FilterFile(self._chosen, probes, self._update)
+        self.notrace = FilterFile(self._left_out, None, self._update)
+        self.traced_pids = PidFile(self.pids.traced)
+        self.untraced_pids = PidFile(self.pids.untraced)
+
+    def start(self) -> None:
+        """current_tracer is `function` now."""
+        self._is_on = True
+        self._update()
+
+    def stop(self) -> None:
+        """It is another one now."""
+        self._is_on = False
+        self._update()
+
+    def remove(self) -> None:
+        """The trace array goes."""
+        self.probes.clear()
+        self.stop()
+
+    def selected(self) -> set[int]:
+        """Sites of the functions that set_ftrace_filter and set_ftrace_notrace leave."""
+        sites = self._chosen.sites or {site for site, _ in self._hooks.functions}
+        return set(sites - self._left_out.sites)
+
+    def _update(self) -> None:
+        """Mirrors: kernel/trace/ftrace.c:ftrace_ops_update_code (v6.1)."""
+        wanted: dict[int, tuple[CallHandler, ...]] = {}
+        if self._is_on:
+            wanted = dict.fromkeys(self.selected(), (self._record,))
+        for site in self.probes.by_site:
+            wanted[site] = (self._fire, *wanted.get(site, ()))
+        self._hooks.attach(self, wanted)
+        self.on_filter()
+
+    def _fire(self, site: int, hit: ProbeHit) -> None:
+        for probe in tuple(self.probes.by_site.get(site, ())):
+            probe.fire(hit)
+
+
+class FilterFile:
+    """set_ftrace_filter, with commands, or set_ftrace_notrace, without.
+
+    Deviates: Linux lets a change come into force when the file is closed.
+    """
+
+    def __init__(
+        self, functions: FunctionSet, probes: FunctionProbes | None, changed: Callable[[], None]
+    ) -> None:
+        self._functions = functions
+        self._probes = probes
+        self._changed = changed
+        self._of_modules: list[str] = []
+        """FUNCTIONS:mod:MODULE of modules whose functions can't be traced."""
+
+    def clear(self) -> None:
+        """Opening for writing with O_TRUNC; commands stay."""
+        self._of_modules.clear()
+        self._functions.clear()
+
+    def records(self) -> Iterator[str]:
+        """Functions, then commands."""
+        yield from self._functions.records()
+        yield from (f"{text}\n" for text in self._of_modules)
+        if self._probes is not None:
+            yield from self._probes.records()
+
+    def write(self, data: bytes) -> int:
+        """One write(2): its first word, a pattern or PATTERN:COMMAND; bytes taken, which may be fewer.
+
+        Raises: KernelError EINVAL, ENOMEM. Mirrors: kernel/trace/ftrace.c:ftrace_process_regex (v6.1).
+        """
+        word, size = take_word(data)
+        pattern, colon, command = word.partition(b":")
+        if command.startswith(b"mod:"):
+            self._choose_of_module(pattern, command)
+        elif colon and self._probes is not None:
+            self._probes.execute(pattern, command.decode("latin-1"))
+            self._changed()
+        elif word:
+            self._functions.choose(word)
+        return size
+
+    def _choose_of_module(self, pattern: bytes, command: bytes) -> None:
+        """Deviates: Linux takes the functions when the module comes, or is there."""
+        text = (pattern.removeprefix(b"!") + b":" + command).decode("latin-1")
+        if not pattern.startswith(b"!"):
+            self._of_modules.append(text)
+        elif text in self._of_modules:
+            self._of_modules.remove(text)
+
+
+class PidFile:
+    """set_ftrace_pid: a list of pids, which says so if it is empty."""
+
+    def __init__(self, pids: PidList) -> None:
+        self._pids = pids
+        self.write = pids.write
+        self.clear = pids.clear
+
+    def records(self) -> list[str]:
+        """The lines of the file. Mirrors: kernel/trace/ftrace.c:fpid_show (v6.1)."""
+        return self._pids.records() or ["no pid\n"]

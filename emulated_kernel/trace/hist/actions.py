@@ -1,0 +1,193 @@
+"""What a histogram does on some hits: onmatch(), onmax(), onchange(), with trace(), save() or snapshot()."""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import dataclass, field
+from enum import Enum
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.trace.chars import SPACES
+from emulated_kernel.trace.hist.data import HistData, set_variables
+from emulated_kernel.trace.hist.errors import HistError
+from emulated_kernel.trace.hist.field import HistField, HistHit, as_number
+from emulated_kernel.trace.hist.map import Element
+from emulated_kernel.trace.synth.event import FIELDS_MAX, SyntheticEvent
+
+
+class Handler(Enum):
+    """When something is done."""
+
+    ONMATCH = "onmatch"
+    ONMAX = "onmax"
+    ONCHANGE = "onchange"
+
+
+class ActionKind(Enum):
+    """What is done."""
+
+    SAVE = "save"
+    SNAPSHOT = "snapshot"
+    TRACE = "trace"
+
+
+@dataclass
+class Action:
+    """Mirrors: kernel/trace/trace_events_hist.c:struct action_data (v6.1)."""
+
+    handler: Handler
+    name: str = ""
+    """As written: of the action, or of the synthetic event."""
+    kind: ActionKind = ActionKind.TRACE
+    params: list[str] = field(default_factory=list)
+    synthetic_name: str | None = None
+    """Of trace(): its first parameter."""
+    match: tuple[str, str] | None = None
+    """Of onmatch(): group and name of the event that came before."""
+    tracked_name: str = ""
+    """Of onmax() and onchange(): the variable, as written."""
+    owner: HistData | None = None
+    tracked: HistField | None = None
+    """The reference to that variable."""
+    track_index: int = -1
+    """Of the variable that keeps the greatest, or latest, value."""
+    synthetic: SyntheticEvent | None = None
+    arguments: list[int] = field(default_factory=list)
+    """Places of the synthetic event's values among the references'."""
+
+    @property
+    def target_name(self) -> str:
+        """Of the synthetic event that it fires."""
+        return self.name if self.synthetic_name is None else self.synthetic_name
+
+    def key(self) -> tuple[object, ...]:
+        """What is the same in actions that do the same. Mirrors: actions_match (v6.1)."""
+        return (self.handler, self.kind, self.params, self.target_name, self.match, self.tracked_name)
+
+    def show(self) -> str:
+        """As in a trigger's line. Mirrors: print_actions_spec (v6.1)."""
+        subject = ".".join(self.match) if self.match else self.tracked_name
+        params = self.params if self.kind is ActionKind.TRACE else []
+        if self.kind is ActionKind.SAVE and self.owner is not None:
+            params = [each.variable.variable or "" for each in self.owner.saved_variables]
+        if self.synthetic_name is not None:
+            params = [self.synthetic_name, *params]
+        return f":{self.handler.value}({subject}).{self.name}({','.join(params)})"
+
+    # Hits
+
+    def track_value(self, element: Element) -> int:
+        """The greatest, or latest, value so far."""
+        return as_number(element.variables.get(self.track_index, 0))
+
+    def passes(self, before: int, value: int) -> bool:
+        """Whether a value is worth acting upon."""
+        return value > before if self.handler is Handler.ONMAX else value != before
+
+    def run(self, hit: HistHit, element: Element, key: bytes) -> None:
+        """Act, if there is reason to. Mirrors: hist_trigger_actions, ontrack_action (v6.1)."""
+        if self.tracked is not None:
+            value = as_number(hit.references[self.tracked.reference])
+            if not self.passes(self.track_value(element), value):
+                return
+            element.variables[self.track_index] = value
+        if self.synthetic is not None:
+            self.synthetic.trace([hit.references[index] for index in self.arguments], hit.hit)
+        elif self.owner is not None and self.kind is ActionKind.SAVE:
+            set_variables(element, self.owner.saved_variables, hit)
+        elif self.owner is not None:
+            self._snapshot(self.owner, element, key)
+
+    def _snapshot(self, owner: HistData, element: Element, key: bytes) -> None:
+        """Mirrors: cond_snapshot_update (v6.1)."""
+        triggers = owner.setting.triggers
+        taken = owner.setting.system.snapshots.get(triggers.recorder)
+        if taken is None:
+            return
+        value = taken.action.track_value(element)
+        if not taken.action.passes(taken.value, value):
+            return
+        taken.value, taken.key, taken.comm, taken.updated = value, key, element.comm, True
+        triggers.control.take_snapshot()
+
+    def destroy(self) -> None:
+        """Let go of what it holds."""
+        if self.synthetic is not None:
+            self.synthetic.hist_references -= 1
+        if self.kind is ActionKind.SNAPSHOT and self.owner is not None:
+            setting = self.owner.setting
+            taken = setting.system.snapshots.get(setting.triggers.recorder)
+            if taken is not None and taken.action is self:
+                del setting.system.snapshots[setting.triggers.recorder]
+
+
+@dataclass
+class TrackedSnapshot:
+    """A trace array's condition for snapshots. Mirrors: struct track_data (v6.1)."""
+
+    data: HistData
+    action: Action
+    value: int = 0
+    key: bytes = b""
+    comm: bytes = b""
+    updated: bool = False
+
+
+# Parsing; mirrors kernel/trace/trace_events_hist.c:parse_actions (v6.1)
+
+
+def parse_action(text: str, data: HistData) -> Action:
+    """`HANDLER(SUBJECT).ACTION(PARAMS)`. Raises: KernelError EINVAL."""
+    handler_name, _, rest = text.partition("(")
+    action = Action(Handler(handler_name))
+    subject, closed, rest = rest.partition(")")
+    if action.handler is Handler.ONMATCH:
+        action.match = _parse_match(subject, bool(closed), data)
+    elif not closed:
+        raise KernelError(errno.EINVAL, "a parenthesis isn't closed")
+    action.tracked_name = "" if action.match else subject
+    _parse_body(action, rest, data)
+    return action
+
+
+def _parse_match(subject: str, closed: bool, data: HistData) -> tuple[str, str]:
+    if not closed:
+        raise data.log.error(HistError.NO_CLOSING_PAREN, subject)
+    group, dot, event = subject.partition(".")
+    if not dot:
+        raise data.log.error(HistError.SUBSYS_NOT_FOUND, group)
+    if data.find_file(group, event) is None:
+        raise data.log.error(HistError.INVALID_SUBSYS_EVENT, event)
+    return group, event
+
+
+def _parse_body(action: Action, text: str, data: HistData) -> None:
+    """Mirrors: action_parse (v6.1); a name that only starts like an action is one too."""
+    action.name, opened, rest = text.partition(".")[2].partition("(")
+    if "." not in text or not opened:
+        raise data.log.error(HistError.ACTION_NOT_FOUND)
+    params, closed, _ = rest.partition(")")
+    if action.name.startswith("save"):
+        action.kind = ActionKind.SAVE
+        _parse_params(action, params, data, named=False)
+    elif action.name.startswith("snapshot"):
+        action.kind = ActionKind.SNAPSHOT
+        if not closed:
+            raise data.log.error(HistError.NO_CLOSING_PAREN, params)
+    else:
+        _parse_params(action, params, data, named=action.name.startswith("trace"))
+    if action.kind is not ActionKind.TRACE and action.handler is Handler.ONMATCH:
+        raise data.log.error(HistError.ACTION_MISMATCH, action.name)
+
+
+def _parse_params(action: Action, text: str, data: HistData, *, named: bool) -> None:
+    for number, part in enumerate(text.split(",")):
+        if len(action.params) >= FIELDS_MAX:
+            raise data.log.error(HistError.TOO_MANY_PARAMS)
+        param = part.strip(SPACES)
+        if len(param) < 2:
+            raise data.log.error(HistError.INVALID_PARAM, param)
+        if named and number == 0:
+            action.synthetic_name = param
+        else:
+            action.params.append(param)

@@ -1,0 +1,126 @@
+"""A histogram's command taken apart: `keys=...:vals=...:sort=...:size=...` and the rest."""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import dataclass, field
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.trace.chars import SPACES
+from emulated_kernel.trace.hist.errors import HistError, HistLog
+from emulated_kernel.trace.hist.map import MAX_BITS, MIN_BITS, VARS_MAX
+from emulated_kernel.trace.numbers import kstrtoul
+
+ACTIONS_MAX = 8
+_HANDLERS = ("onmatch(", "onmax(", "onchange(")
+_KEYS, _VALS = ("key=", "keys="), ("val=", "vals=", "values=")
+
+
+@dataclass
+class HistAttrs:
+    """Mirrors: kernel/trace/trace_events_hist.c:struct hist_trigger_attrs (v6.1)."""
+
+    keys: str | None = None
+    vals: str | None = None
+    sort: str | None = None
+    name: str | None = None
+    """With its `name=`."""
+    clock: str = "global"
+    bits: int = 0
+    pause: bool = False
+    resume: bool = False
+    clear: bool = False
+    in_usecs: bool = False
+    assignments: list[str] = field(default_factory=list)
+    actions: list[str] = field(default_factory=list)
+
+    @property
+    def changes(self) -> bool:
+        """Whether it is about a histogram that exists."""
+        return self.pause or self.resume or self.clear
+
+
+def split_filter(text: str) -> tuple[str, str | None]:
+    """The command and its `if FILTER`: the first `if` with blanks around it.
+
+    Raises: KernelError EINVAL. Mirrors: event_hist_trigger_parse (v6.1).
+    """
+    at = text.find("if")
+    while at >= 0:
+        if at == 0:
+            raise KernelError(errno.EINVAL, "keys are missing")
+        if text[at - 1] in " \t":
+            if at >= len(text) - 3:
+                raise KernelError(errno.EINVAL, "the filter is empty")
+            if text[at + 2] in " \t":
+                return text[: at - 1].strip(SPACES), text[at:].strip(SPACES)
+        at = text.find("if", at + 1)
+    return text, None
+
+
+def parse_attrs(text: str, log: HistLog) -> HistAttrs:
+    """Raises: KernelError EINVAL, ERANGE. Mirrors: parse_hist_trigger_attrs (v6.1)."""
+    attrs = HistAttrs()
+    for part in text.split(":"):
+        if "=" in part:
+            if part.index("=") == len(part) - 1:
+                raise log.error(HistError.EMPTY_ASSIGNMENT, part)
+            _assign(attrs, part, log)
+        elif part == "pause":
+            attrs.pause = True
+        elif part in ("cont", "continue"):
+            attrs.resume = True
+        elif part == "clear":
+            attrs.clear = True
+        elif part.startswith(_HANDLERS) and len(attrs.actions) < ACTIONS_MAX:
+            attrs.actions.append(part)
+        else:
+            raise KernelError(errno.EINVAL, f"{part!r} is nothing that histograms know")
+    if attrs.keys is None:
+        raise KernelError(errno.EINVAL, "keys are missing")
+    return attrs
+
+
+def _assign(attrs: HistAttrs, part: str, log: HistLog) -> None:
+    value = part.partition("=")[2]
+    if part.startswith(_KEYS):
+        attrs.keys = value
+    elif part.startswith(_VALS):
+        attrs.vals = value
+    elif part.startswith("sort="):
+        attrs.sort = value
+    elif part.startswith("name="):
+        attrs.name = part
+    elif part.startswith("clock="):
+        attrs.clock = value.strip(SPACES)
+    elif part.startswith("size="):
+        attrs.bits = _map_bits(value)
+    elif len(attrs.assignments) == VARS_MAX:
+        raise log.error(HistError.TOO_MANY_VARS, part)
+    else:
+        attrs.assignments.append(part)
+
+
+def _map_bits(text: str) -> int:
+    """Mirrors: parse_map_size (v6.1)."""
+    bits = max(kstrtoul(text) - 1, 0).bit_length()
+    if not MIN_BITS <= bits <= MAX_BITS:
+        raise KernelError(errno.EINVAL, "a histogram has 128 to 131072 elements")
+    return bits
+
+
+def parse_variables(attrs: HistAttrs, log: HistLog) -> list[tuple[str, str]]:
+    """Names and expressions of variables. Raises: KernelError EINVAL.
+
+    Mirrors: parse_var_defs (v6.1).
+    """
+    found: list[tuple[str, str]] = []
+    for assignment in attrs.assignments:
+        for part in assignment.split(",")[:VARS_MAX]:
+            name, equals, expression = part.partition("=")
+            if not equals:
+                raise log.error(HistError.MALFORMED_ASSIGNMENT, name)
+            if len(found) == VARS_MAX:
+                raise log.error(HistError.TOO_MANY_VARS, name)
+            found.append((name, expression))
+    return found

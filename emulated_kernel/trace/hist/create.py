@@ -1,0 +1,221 @@
+"""Makes actions ready to run: finds what they refer to, and makes variables for fields that they name.
+
+Mirrors: kernel/trace/trace_events_hist.c:create_actions (v6.1).
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.trace.event_file import EventFile
+from emulated_kernel.trace.hist.actions import Action, ActionKind, Handler, TrackedSnapshot
+from emulated_kernel.trace.hist.data import FieldVariable, HistData
+from emulated_kernel.trace.hist.errors import HistError
+from emulated_kernel.trace.hist.expression import ExpressionParser
+from emulated_kernel.trace.hist.field import MAX_STRING, Flag, HistField
+from emulated_kernel.trace.hist.holder import hists_of, holders_of
+from emulated_kernel.trace.hist.variables import find_file_variable
+from emulated_kernel.trace.synth.event import FIELDS_MAX
+
+MakeHist = Callable[[HistData, EventFile, str], None]
+"""Makes a histogram on another event. Raises: KernelError."""
+_TRACKS = {Handler.ONMAX: "__max", Handler.ONCHANGE: "__change"}
+
+
+class ActionMaker:
+    """Makes the actions of one histogram."""
+
+    def __init__(self, data: HistData, make_hist: MakeHist) -> None:
+        self._data = data
+        self._log = data.log
+        self._make_hist = make_hist
+
+    def create(self, action: Action) -> None:
+        """Raises: KernelError EINVAL, EEXIST (a second save), EBUSY (a second snapshot), ENODEV, ENOMEM."""
+        action.owner = self._data
+        if action.handler is not Handler.ONMATCH:
+            self._track(action)
+        match action.kind:
+            case ActionKind.TRACE:
+                self._trace(action)
+            case ActionKind.SAVE:
+                self._save(action)
+            case ActionKind.SNAPSHOT:
+                self._snapshot(action)
+
+    def _track(self, action: Action) -> None:
+        """Mirrors: track_data_create (v6.1)."""
+        if not action.tracked_name.startswith("$"):
+            raise self._log.error(HistError.ONX_NOT_VAR, action.tracked_name)
+        name = action.tracked_name[1:]
+        variable = self._data.variable(name)
+        if variable is None:
+            raise self._log.error(HistError.ONX_VAR_NOT_FOUND, name)
+        action.tracked = self._refer_to(variable, None, None)
+        try:
+            action.track_index = self._new_variable(_TRACKS[action.handler], 8, "u64").index
+        except KernelError:
+            raise self._log.error(HistError.ONX_VAR_CREATE_FAIL) from None
+
+    def _refer_to(self, variable: HistField, system: str | None, event_name: str | None) -> HistField:
+        reference = self._data.variables.refer_to(variable, system, event_name)
+        if reference is None:
+            raise KernelError(errno.ENOMEM, "too many references")
+        return reference
+
+    def _new_variable(self, name: str, size: int, type_: str) -> HistField:
+        """Mirrors: create_var (v6.1)."""
+        data = self._data
+        if data.variables.exists(name) and not data.setting.removes:
+            raise KernelError(errno.EINVAL, f"there is a variable {name}")
+        return HistField(data, Flag.VAR, size=size, type=type_, variable=name, index=data.add_variable())
+
+    def _snapshot(self, action: Action) -> None:
+        """Mirrors: kernel/trace/trace.c:tracing_snapshot_cond_enable (v6.1)."""
+        setting = self._data.setting
+        control, recorder = setting.triggers.control, setting.triggers.recorder
+        if not control.has_snapshots:
+            raise KernelError(errno.ENODEV, "there is no snapshot buffer")
+        control.allocate_snapshot()
+        if recorder in setting.system.snapshots:
+            raise KernelError(errno.EBUSY, "another histogram takes snapshots")
+        setting.system.snapshots[recorder] = TrackedSnapshot(self._data, action)
+
+    def _save(self, action: Action) -> None:
+        if self._data.saved_variables:
+            raise self._log.error(HistError.TOO_MANY_SAVE_ACTIONS, code=errno.EEXIST)
+        for param in action.params:
+            try:
+                made = self._field_variable(param)
+            except KernelError as failure:
+                code = failure.errno or errno.EINVAL
+                raise self._log.error(HistError.FIELD_VAR_CREATE_FAIL, param, code) from None
+            self._data.saved_variables.append(made)
+
+    def _field_variable(self, name: str) -> FieldVariable:
+        """A variable for a field of the histogram's own event. Mirrors: create_field_var (v6.1)."""
+        if len(self._data.field_variables) >= FIELDS_MAX:
+            raise self._log.error(HistError.TOO_MANY_FIELD_VARS, name)
+        try:
+            value = ExpressionParser(self._data.variables).atom(name, Flag.VAR)
+        except KernelError as failure:
+            code = failure.errno or errno.EINVAL
+            raise self._log.error(HistError.FIELD_VAR_PARSE_FAIL, name, code) from None
+        try:
+            variable = self._new_variable(name, value.size, value.type)
+        except KernelError:
+            raise self._log.error(HistError.VAR_CREATE_FIND_FAIL, name) from None
+        return FieldVariable(variable, value)
+
+    # trace(), and synthetic events by name
+
+    def _trace(self, action: Action) -> None:
+        """Mirrors: trace_action_create (v6.1)."""
+        event = self._data.setting.system.find_synthetic(action.target_name)
+        if event is None:
+            raise self._log.error(HistError.SYNTH_EVENT_NOT_FOUND, action.target_name)
+        arguments: list[int] = []
+        for param in action.params:
+            system, event_name, name = _qualified(param)
+            variable = self._argument(action, system, event_name, name)
+            if not event.takes(len(arguments), variable.type, variable.size, variable.is_signed):
+                raise self._log.error(HistError.SYNTH_TYPE_MISMATCH, name)
+            arguments.append(self._refer_to(variable, system, event_name).reference)
+        if len(arguments) != len(event.synthetic_fields):
+            raise self._log.error(HistError.SYNTH_COUNT_MISMATCH, event.name)
+        event.hist_references += 1
+        action.synthetic, action.arguments = event, arguments
+
+    def _argument(self, action: Action, system: str | None, event_name: str | None, name: str) -> HistField:
+        if name.startswith("$"):
+            return self._argument_variable(action, system, event_name, name[1:])
+        if system is None or self._is_own(system, event_name):
+            try:
+                made = self._field_variable(name)
+            except KernelError:
+                pass
+            else:
+                self._data.field_variables.append(made)
+                return made.variable
+        if system is None and action.match is not None:
+            system, event_name = action.match
+        if system is None or event_name is None:
+            raise KernelError(errno.EINVAL, f"no field {name}")
+        return self._field_of_other(system, event_name, name)
+
+    def _is_own(self, system: str, event_name: str | None) -> bool:
+        event = self._data.file.event
+        return (system, event_name) == (event.group, event.name)
+
+    def _argument_variable(
+        self, action: Action, system: str | None, event_name: str | None, name: str
+    ) -> HistField:
+        """Mirrors: trace_action_find_var (v6.1)."""
+        found = None
+        if system is None or self._is_own(system, event_name):
+            found = self._data.variable(name)
+        if found is None:
+            if system is None and action.match is not None:
+                system, event_name = action.match
+            found = self._data.variables.find(system, event_name, name)
+        if found is None:
+            raise self._log.error(HistError.PARAM_NOT_FOUND, name)
+        return found
+
+    def _field_of_other(self, system: str, event_name: str, name: str) -> HistField:
+        """A variable for a field of another event: a histogram is made there, with the same keys.
+
+        Mirrors: create_field_var_hist (v6.1).
+        """
+        data = self._data
+        if len(data.made_hists) >= FIELDS_MAX:
+            raise self._log.error(HistError.TOO_MANY_FIELD_VARS, name)
+        file = data.find_file(system, event_name)
+        if file is None:
+            raise self._log.error(HistError.EVENT_FILE_NOT_FOUND, name)
+        model = next((each for each in hists_of(file) if _same_keys(each, data)), None)
+        if model is None:
+            raise self._log.error(HistError.HIST_NOT_FOUND, name)
+        variable = f"synthetic_{name}"
+        existing = data.variables.find(system, event_name, variable)
+        if existing is not None:
+            return existing
+        command = _hist_command(model, file, variable, name)
+        try:
+            self._make_hist(data, file, command)
+        except KernelError as failure:
+            code = failure.errno or errno.EINVAL
+            raise self._log.error(HistError.HIST_CREATE_FAIL, name, code) from None
+        data.made_hists.append((file, command))
+        made = find_file_variable(file, variable)
+        if made is None:
+            raise self._log.error(HistError.SYNTH_VAR_NOT_FOUND, name)
+        return made
+
+
+def _qualified(param: str) -> tuple[str | None, str | None, str]:
+    """`[GROUP.EVENT.]NAME`. Raises: KernelError EINVAL for one dot."""
+    parts = param.split(".", 2)
+    if len(parts) == 2:
+        raise KernelError(errno.EINVAL, "a name has no dot, or two")
+    return (None, None, param) if len(parts) == 1 else (parts[0], parts[1], parts[2])
+
+
+def _same_keys(one: HistData, other: HistData) -> bool:
+    """Mirrors: compatible_keys (v6.1)."""
+    return [(key.type, key.size, key.is_signed) for key in one.keys] == [
+        (key.type, key.size, key.is_signed) for key in other.keys
+    ]
+
+
+def _hist_command(model: HistData, file: EventFile, variable: str, name: str) -> str:
+    """A histogram with the keys and the filter of another. Raises: KernelError E2BIG."""
+    keys = ",".join(key.full_name() for key in model.keys)
+    text = f"keys={keys}:{variable}={name}"
+    holder = next(each for each in holders_of(file) if each.data is model)
+    text += holder.filter_text()
+    if len(text) >= MAX_STRING:
+        raise KernelError(errno.E2BIG, "the histogram's command is too long")
+    return text

@@ -1,0 +1,363 @@
+"""A histogram: its fields, its map, and what a hit does to them."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.trace.clock import ns_to_usecs
+from emulated_kernel.trace.event_file import EventFile
+from emulated_kernel.trace.hist.attrs import HistAttrs, parse_variables
+from emulated_kernel.trace.hist.errors import HistError, HistLog
+from emulated_kernel.trace.hist.expression import ExpressionParser
+from emulated_kernel.trace.hist.field import (
+    MAX_STRING,
+    STACK_DEPTH,
+    Flag,
+    HistField,
+    HistHit,
+    execname_value,
+    make_field,
+)
+from emulated_kernel.trace.hist.map import (
+    DEFAULT_BITS,
+    KEYS_MAX,
+    SORT_KEYS_MAX,
+    VALS_MAX,
+    VARS_MAX,
+    Element,
+    SortKey,
+    TracingMap,
+    Value,
+)
+from emulated_kernel.trace.hist.variables import Variables
+from emulated_kernel.trace.ports import ProbeHit, RawEntry
+
+if TYPE_CHECKING:
+    from emulated_kernel.trace.hist.actions import Action
+    from emulated_kernel.trace.hist.system import HistSystem
+    from emulated_kernel.trace.trigger import EventTriggers
+
+HITCOUNT = "hitcount"
+_KEY_SIZE_MAX = MAX_STRING + 8 * STACK_DEPTH
+_NOT_FOR_VARIABLES = Flag.GRAPH | Flag.PERCENT | Flag.BUCKET | Flag.LOG2
+_NOT_FOR_VALUES = Flag.BUCKET | Flag.LOG2 | Flag.SYM | Flag.SYM_OFFSET | Flag.SYSCALL | Flag.STACKTRACE
+
+
+@dataclass(frozen=True)
+class FieldVariable:
+    """A variable that was made for a field of the event itself. Mirrors: struct field_var (v6.1)."""
+
+    variable: HistField
+    value: HistField
+
+
+@dataclass(eq=False)
+class Setting:
+    """Where a histogram is made: the trace array, the event, and who tells of mistakes."""
+
+    triggers: EventTriggers
+    system: HistSystem
+    file: EventFile
+    log: HistLog
+    removes: bool = False
+
+
+class HistData:
+    """Mirrors: kernel/trace/trace_events_hist.c:struct hist_trigger_data (v6.1)."""
+
+    def __init__(self, setting: Setting, attrs: HistAttrs) -> None:
+        self.setting = setting
+        self.file = setting.file
+        self.log = setting.log
+        self.attrs = attrs
+        self.fields: list[HistField] = []
+        """Values, hitcount first, then variables, then keys."""
+        self.value_count = 0
+        """Values and variables."""
+        self.variable_count = 0
+        self.key_size = 0
+        self.sort_keys: list[SortKey] = [SortKey()]
+        self.uses_time = False
+        self.references: list[HistField] = []
+        self.actions: list[Action] = []
+        self.field_variables: list[FieldVariable] = []
+        self.saved_variables: list[FieldVariable] = []
+        self.made_hists: list[tuple[EventFile, str]] = []
+        """Histograms that were made on other events for their fields, as commands."""
+        self.map = TracingMap(attrs.bits or DEFAULT_BITS, 0, 0)
+        self.variables = Variables(self)
+
+    # Making one; mirrors create_hist_data, create_hist_fields (v6.1)
+
+    def build(self) -> None:
+        """Make fields and map of what the command says, once its actions are parsed.
+
+        Raises: KernelError EINVAL, ENOMEM, EDOM.
+        """
+        self.variables.definitions = parse_variables(self.attrs, self.log)
+        self._build_values()
+        for name, expression in self.variables.definitions:
+            self._build_variable(name, expression)
+        self._build_keys()
+        self.variables.definitions = []
+        self._build_sort_keys()
+        sums = self.value_count - self.variable_count
+        self.map = TracingMap(self.attrs.bits or DEFAULT_BITS, self.key_size, sums)
+        for each in self.fields:
+            if each.flags & Flag.VAR:
+                each.owner, each.index = self, self.add_variable()
+
+    def add_variable(self) -> int:
+        """The index of one more variable of the map. Raises: KernelError EINVAL if there are 16."""
+        index = self.map.add_variable()
+        if index is None:
+            raise KernelError(errno.EINVAL, f"more than {VARS_MAX} variables")
+        return index
+
+    def _build_values(self) -> None:
+        hitcount = make_field(self, None, Flag.HITCOUNT, None)
+        assert hitcount is not None, "a count has a size"
+        self._add_value(hitcount)
+        names = self.attrs.vals.split(",") if self.attrs.vals is not None else []
+        taken = 0
+        while taken < min(len(names), VALS_MAX) and self.value_count < VALS_MAX:
+            name = names[taken]
+            taken += 1
+            if name != HITCOUNT:
+                self._add_value(self._value(name, Flag(0), None))
+        if names[taken:] and names[taken:] != [HITCOUNT]:
+            raise KernelError(errno.EINVAL, "too many values")
+
+    def _add_value(self, made: HistField) -> None:
+        self.fields.append(made)
+        self.value_count += 1
+
+    def _value(self, text: str, flags: Flag, variable: str | None) -> HistField:
+        """Mirrors: __create_val_field (v6.1)."""
+        made = ExpressionParser(self.variables).parse(text, flags, variable)
+        refused = _NOT_FOR_VARIABLES if made.flags & Flag.VAR else _NOT_FOR_VALUES
+        if made.flags & refused:
+            raise self.log.error(HistError.BAD_FIELD_MODIFIER, text)
+        return made
+
+    def _build_variable(self, name: str, expression: str) -> None:
+        """Mirrors: create_var_field (v6.1)."""
+        if self.variables.exists(name) and not self.setting.removes:
+            raise self.log.error(HistError.DUPLICATE_VAR, name)
+        self.variable_count += 1
+        made = self._value(expression, Flag.VAR, name)
+        if made.flags & Flag.EXECNAME:
+            made.flags = Flag.STRING | Flag.VAR | Flag.EXECNAME
+            made.size, made.is_signed, made.type = MAX_STRING, False, "char[]"
+            made.compute = execname_value
+        self._add_value(made)
+
+    def _build_keys(self) -> None:
+        names = (self.attrs.keys or "").split(",")
+        for name in names[:KEYS_MAX]:
+            made = self._key(name)
+            made.size = made.size + 7 & ~7
+            made.offset = self.key_size
+            self.key_size += made.size
+            if self.key_size > _KEY_SIZE_MAX:
+                raise KernelError(errno.EINVAL, "the keys are too long")
+            self.fields.append(made)
+        if names[KEYS_MAX:]:
+            raise KernelError(errno.EINVAL, "too many keys")
+
+    def _key(self, text: str) -> HistField:
+        """Mirrors: create_key_field (v6.1)."""
+        if text == "stacktrace":
+            return HistField(self, Flag.KEY | Flag.STACKTRACE, size=8 * STACK_DEPTH)
+        made = ExpressionParser(self.variables).parse(text, Flag.KEY)
+        if _has_variables(made):
+            raise self.log.error(HistError.INVALID_REF_KEY, text)
+        return made
+
+    def _build_sort_keys(self) -> None:
+        """Mirrors: create_sort_keys (v6.1)."""
+        if self.attrs.sort is None:
+            return
+        names = self.attrs.sort.split(",")
+        self.sort_keys = []
+        for number, text in enumerate(names[:SORT_KEYS_MAX]):
+            name, dot, order = text.partition(".")
+            if not text:
+                raise self.log.error(HistError.EMPTY_SORT_FIELD, "sort=")
+            if number == SORT_KEYS_MAX - 1 and names[SORT_KEYS_MAX:]:
+                raise self.log.error(HistError.TOO_MANY_SORT_FIELDS, "sort=")
+            if not name:
+                raise self.log.error(HistError.EMPTY_SORT_FIELD, "sort=")
+            index = self._sort_index(name)
+            self.sort_keys.append(SortKey(index, self._is_descending(order if dot else None)))
+
+    def _sort_index(self, name: str) -> int:
+        if name == HITCOUNT:
+            return 0
+        summed = [each for each in self.fields if not each.flags & Flag.VAR]
+        for index, each in enumerate(summed[1:], start=1):
+            if each.full_name() == name:
+                return index
+        raise self.log.error(HistError.INVALID_SORT_FIELD, name)
+
+    def _is_descending(self, order: str | None) -> bool:
+        if order not in (None, "ascending", "descending"):
+            raise self.log.error(HistError.INVALID_SORT_MODIFIER, order or "")
+        return order == "descending"
+
+    # What others ask
+
+    @property
+    def values(self) -> list[HistField]:
+        """Values and variables, hitcount first."""
+        return self.fields[: self.value_count]
+
+    @property
+    def keys(self) -> list[HistField]:
+        """The key's parts."""
+        return self.fields[self.value_count :]
+
+    @property
+    def with_variables(self) -> Sequence[HistData]:
+        """The trace array's histograms that define or use variables, newest first."""
+        return self.setting.system.with_variables(self.setting.triggers.recorder)
+
+    def variable(self, name: str) -> HistField | None:
+        """The variable of that name. Mirrors: find_var_field (v6.1)."""
+        found = (each for each in self.fields if each.flags & Flag.VAR and each.variable == name)
+        return next(found, None)
+
+    def find_file(self, group: str, name: str) -> EventFile | None:
+        """Another event of the same trace array."""
+        return self.setting.triggers.find_file(group, name)
+
+    def has_variables(self) -> bool:
+        """Mirrors: has_hist_vars (v6.1)."""
+        return bool(self.references) or any(_has_variables(each) for each in self.fields)
+
+    def is_referred_to(self) -> bool:
+        """Whether another histogram uses a variable of this one. Mirrors: check_var_refs (v6.1)."""
+        return any(
+            reference.owner is self
+            for other in self.with_variables
+            if other is not self
+            for reference in other.references
+        )
+
+    def timestamp(self, time: int) -> int:
+        """A time in the unit that the histogram counts in."""
+        in_usecs = self.attrs.in_usecs and self.setting.triggers.control.clock_in_ns
+        return ns_to_usecs(time) if in_usecs else time
+
+    def compare(self, key: SortKey, one: Element, other: Element) -> int:
+        """Order of two elements by one sort key: below, at or above 0."""
+        sums = self.value_count - self.variable_count
+        if key.index < sums:
+            left, right = one.sums[key.index], other.sums[key.index]
+        else:
+            compared = self.keys[key.index - sums]
+            left, right = _rank(compared, one.key), _rank(compared, other.key)
+        order = (left > right) - (left < right)
+        return -order if key.descending else order
+
+    def elements(self) -> list[Element]:
+        """All of them, sorted."""
+        first, *more = self.sort_keys
+        return self.map.sorted(
+            lambda one, other: self.compare(first, one, other),
+            (lambda one, other: self.compare(more[0], one, other)) if more else None,
+        )
+
+    # Hits
+
+    def count(self, hit: ProbeHit, entry: RawEntry) -> None:
+        """Count a hit, unless a variable that it needs isn't set. Mirrors: event_hist_trigger (v6.1)."""
+        now = HistHit(hit, entry, self.setting.triggers.control.now)
+        key = self._compound_key(now)
+        references: list[Value] = [0] * len(self.references)
+        if not self._resolve(key, references, own=False):
+            return
+        element = self.map.insert(key, now.comm)
+        if element is None:
+            return
+        now.element, now.references = element, tuple(references)
+        self._update(now, element)
+        if self._resolve(key, references, own=True):
+            now.references = tuple(references)
+            for action in self.actions:
+                action.run(now, element, key)
+
+    def _compound_key(self, hit: HistHit) -> bytes:
+        return b"".join(self._key_bytes(part, hit) for part in self.keys)
+
+    def _key_bytes(self, part: HistField, hit: HistHit) -> bytes:
+        if part.flags & Flag.STACKTRACE:
+            callers = self.setting.triggers.control.callers(hit.hit)[:STACK_DEPTH]
+            return b"".join(caller.to_bytes(8, "little") for caller in callers).ljust(part.size, b"\0")
+        value = part.value(hit)
+        if isinstance(value, bytes):
+            return value[: part.size - 1].ljust(part.size, b"\0")
+        return value.to_bytes(8, "little").ljust(part.size, b"\0")
+
+    def _resolve(self, key: bytes, values: list[Value], *, own: bool) -> bool:
+        """Look up what is referred to, here or elsewhere; False if a variable isn't set.
+
+        Mirrors: resolve_var_refs (v6.1).
+        """
+        for index, reference in enumerate(self.references):
+            if (reference.owner is self) is not own:
+                continue
+            element = reference.owner.map.lookup(key)
+            if element is None or reference.index not in element.variables:
+                return False
+            values[index] = element.variables[reference.index]
+            if reference.read_once and not own:
+                del element.variables[reference.index]
+        return True
+
+    def _update(self, hit: HistHit, element: Element) -> None:
+        """Mirrors: hist_trigger_elt_update (v6.1)."""
+        for index, each in enumerate(self.values):
+            if each.flags & Flag.VAR:
+                set_variable(element, each, each.value(hit))
+            else:
+                element.sums[index] = element.sums[index] + each.number(hit) & (1 << 64) - 1
+        set_variables(element, self.field_variables, hit)
+
+
+def set_variable(element: Element, variable: HistField, value: Value) -> None:
+    """Give a variable its value; a string is cut to its room."""
+    if isinstance(value, bytes):
+        value = value[: max(min(variable.size, MAX_STRING) - 1, 0)]
+    element.variables[variable.index] = value
+
+
+def set_variables(element: Element, variables: Sequence[FieldVariable], hit: HistHit) -> None:
+    """Give variables of fields the fields' values."""
+    for each in variables:
+        set_variable(element, each.variable, each.value.value(hit))
+
+
+def _has_variables(each: HistField, level: int = 0) -> bool:
+    """Mirrors: field_has_hist_vars (v6.1)."""
+    if level > 3:
+        return False
+    if each.flags & (Flag.VAR | Flag.VAR_REF):
+        return True
+    return any(_has_variables(operand, level + 1) for operand in each.operands)
+
+
+def _rank(part: HistField, key: bytes) -> int:
+    """What a key's part is compared by: strings as their bytes. Linux: stack traces are all equal."""
+    if part.flags & Flag.STACKTRACE:
+        return 0
+    data = key[part.offset : part.offset + part.size]
+    if part.field is None or part.flags & Flag.CPU:
+        return int.from_bytes(data[:8], "little", signed=part.is_signed)
+    if part.flags & Flag.STRING:
+        return int.from_bytes(data, "big")
+    return int.from_bytes(data[: part.field.size], "little", signed=part.field.is_signed)

@@ -1,0 +1,215 @@
+"""Expressions of histograms: fields with modifiers, constants, references, and operators between them."""
+
+from __future__ import annotations
+
+import errno
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.trace.filter_fields import FilterType
+from emulated_kernel.trace.hist.errors import HistError
+from emulated_kernel.trace.hist.field import (
+    OPERATIONS,
+    TIME_FLAGS,
+    Flag,
+    HistField,
+    HistHit,
+    Operator,
+    Source,
+    constant_value,
+    find_source,
+    make_field,
+)
+from emulated_kernel.trace.hist.operators import find_operator, is_reference
+from emulated_kernel.trace.hist.variables import Variables
+from emulated_kernel.trace.numbers import is_digit, kstrtoul
+from emulated_kernel.trace.ports import RawEntry
+
+_SUBEXPRESSIONS_MAX = 3
+_PLAIN_MODIFIERS = {
+    "hex": Flag.HEX,
+    "sym": Flag.SYM,
+    "symXoffset": Flag.SYM_OFFSET,
+    "syscall": Flag.SYSCALL,
+    "log2": Flag.LOG2,
+    "usecs": Flag.TIMESTAMP_USECS,
+}
+_NOWHERE = HistHit(None, RawEntry(b"", 0, b""), lambda: 0)  # type: ignore[arg-type]
+
+
+class ExpressionParser:
+    """Parses one key, value or variable. Mirrors: parse_expr, parse_unary, parse_atom (v6.1)."""
+
+    def __init__(self, variables: Variables) -> None:
+        self._variables = variables
+        self._owner = variables.owner
+        self._log = variables.log
+        self._subexpressions = 0
+
+    def parse(self, text: str, flags: Flag, variable: str | None = None) -> HistField:
+        """Raises: KernelError EINVAL, ENOMEM (a field that is no number), EDOM (division by 0)."""
+        if self._subexpressions > _SUBEXPRESSIONS_MAX:
+            raise self._log.error(HistError.TOO_MANY_SUBEXPR, text)
+        found = find_operator(text)
+        if found is None:
+            return self.atom(text, flags, variable)
+        operator, at = found
+        if operator is Operator.UNARY_MINUS:
+            return self._unary(text, flags, variable)
+        self._subexpressions += 1
+        left, right = text[:at], text[at + 1 :]
+        if not left or not right:
+            raise KernelError(errno.EINVAL, "an operand is missing")
+        return self._binary(operator, left, right, flags, variable)
+
+    def _unary(self, text: str, flags: Flag, variable: str | None) -> HistField:
+        """Only `-(EXPRESSION)`. Linux: what stands before a later parenthesis than the first is kept."""
+        self._subexpressions += 1
+        if self._subexpressions > _SUBEXPRESSIONS_MAX:
+            raise self._log.error(HistError.TOO_MANY_SUBEXPR, text)
+        body = text[1:]
+        if "(" not in body:
+            raise KernelError(errno.EINVAL, "unary minus needs parentheses")
+        inner, closing, rest = body[1:].rpartition(")")
+        if not closing:
+            raise KernelError(errno.EINVAL, "a parenthesis isn't closed")
+        if rest:
+            raise self._log.error(HistError.UNARY_MINUS_SUBEXPR, body[1:])
+        operand = self._operand(inner)
+        field = self._expression(flags | Flag.EXPR | operand.flags & TIME_FLAGS, variable, operand)
+        field.operator, field.operands = Operator.UNARY_MINUS, (operand,)
+        field.compute = OPERATIONS[Operator.UNARY_MINUS]
+        field.name = field.expression_text()
+        return field
+
+    def _operand(self, text: str) -> HistField:
+        operand = self.parse(text, Flag(0))
+        if operand.flags & Flag.STRING:
+            raise self._log.error(HistError.INVALID_STR_OPERAND, text)
+        return operand
+
+    def _expression(self, flags: Flag, variable: str | None, like: HistField) -> HistField:
+        return HistField(
+            self._owner, flags, type=like.type, size=like.size, is_signed=like.is_signed, variable=variable
+        )
+
+    def _binary(
+        self, operator: Operator, left_text: str, right_text: str, flags: Flag, variable: str | None
+    ) -> HistField:
+        left, right = self._operand(left_text), self._operand(right_text)
+        origin, divisor = self._variables.origin(left), self._variables.origin(right)
+        if (origin.flags ^ divisor.flags) & Flag.TIMESTAMP_USECS:
+            raise self._log.error(HistError.TIMESTAMP_MISMATCH)
+        flags |= left.flags & TIME_FLAGS
+        left.read_once = right.read_once = True
+        if operator is Operator.DIV and divisor.flags & Flag.CONST:
+            if not divisor.constant:
+                raise self._log.error(HistError.DIVISION_BY_ZERO, right_text, errno.EDOM)
+            right.constant = divisor.constant
+        if origin.flags & divisor.flags & Flag.CONST:
+            return self._folded(operator, (origin, divisor), flags, variable)
+        field = self._expression(flags | Flag.EXPR, variable, left)
+        field.operator, field.operands = operator, (left, right)
+        field.compute = OPERATIONS[operator]
+        field.name = field.expression_text()
+        return field
+
+    def _folded(
+        self, operator: Operator, operands: tuple[HistField, ...], flags: Flag, variable: str | None
+    ) -> HistField:
+        """Both operands are constant: so is the result."""
+        field = HistField(self._owner, flags | Flag.CONST, variable=variable, operands=operands)
+        value = OPERATIONS[operator](field, _NOWHERE)
+        assert isinstance(value, int), "operators give numbers"
+        field.constant, field.operands, field.compute = value, (), constant_value
+        field.name = field.expression_text()
+        return field
+
+    # Atoms
+
+    def atom(self, text: str, flags: Flag, variable: str | None = None) -> HistField:
+        """A constant, `[GROUP.EVENT.]$VARIABLE`, or a field. Raises: KernelError EINVAL, ENOMEM."""
+        if is_digit(text):
+            return self._constant(text, flags, variable)
+        system, event_name, name = _qualified(text)
+        local = self._variables.local_expression(system, event_name, name)
+        if local is None and is_reference(name):
+            reference = self._variables.reference(system, event_name, name)
+            if reference is not None:
+                return self._alias(reference, variable) if variable is not None else reference
+        source, flags, buckets = self._field(local or name, flags)
+        field = make_field(self._owner, source, flags, variable)
+        if field is None:
+            raise KernelError(errno.ENOMEM, "an array of numbers can't be counted")
+        field.buckets = buckets
+        return field
+
+    def _constant(self, text: str, flags: Flag, variable: str | None) -> HistField:
+        try:
+            constant = kstrtoul(text)
+        except KernelError:
+            raise self._log.error(HistError.EXPECT_NUMBER, text) from None
+        field = make_field(self._owner, None, flags | Flag.CONST, variable)
+        assert field is not None, "a constant has a size"
+        field.constant = constant
+        return field
+
+    def _alias(self, reference: HistField, variable: str) -> HistField:
+        """A variable that is another one's name. Mirrors: create_alias (v6.1)."""
+        alias = HistField(self._owner, Flag.ALIAS | Flag.VAR, variable=variable, operands=(reference,))
+        alias.compute, alias.reference = reference.compute, reference.reference
+        self._variables.copy(reference, alias)
+        return alias
+
+    def _field(self, text: str, flags: Flag) -> tuple[Source | None, Flag, int]:
+        """Mirrors: parse_field (v6.1)."""
+        name, dot, modifier = text.partition(".")
+        buckets = 0
+        if dot:
+            added, buckets = self._modifier(name, modifier, flags)
+            flags |= added
+        if name == "common_timestamp":
+            self._owner.uses_time = True
+            if flags & Flag.TIMESTAMP_USECS:
+                self._owner.attrs.in_usecs = True
+            return None, flags | Flag.TIMESTAMP, buckets
+        if name == "common_cpu":
+            return None, flags | Flag.CPU, buckets
+        source = find_source(self._owner.file.event, name)
+        if source is not None and source.is_empty and source.type is FilterType.CPU:
+            return source, flags | Flag.CPU, buckets
+        if source is None or source.is_empty:
+            raise self._log.error(HistError.FIELD_NOT_FOUND, name)
+        return source, flags, buckets
+
+    def _modifier(self, name: str, modifier: str, flags: Flag) -> tuple[Flag, int]:
+        """A modifier's flag, and the size of buckets. Linux: `percent` and `graph` may go on."""
+        if modifier in _PLAIN_MODIFIERS:
+            return _PLAIN_MODIFIERS[modifier], 0
+        if modifier == "execname" and name == "common_pid":
+            return Flag.EXECNAME, 0
+        if modifier.startswith("bucket"):
+            return Flag.BUCKET, self._buckets(modifier.removeprefix("bucket").removeprefix("s"))
+        if not flags & (Flag.VAR | Flag.KEY):
+            if modifier.startswith("percent"):
+                return Flag.PERCENT, 0
+            if modifier.startswith("graph"):
+                return Flag.GRAPH, 0
+        raise self._log.error(HistError.BAD_FIELD_MODIFIER, modifier)
+
+    def _buckets(self, text: str) -> int:
+        """Linux: the caret points at what of the modifier hasn't been read."""
+        if not text.startswith("="):
+            raise self._log.error(HistError.BAD_FIELD_MODIFIER, text)
+        try:
+            size = kstrtoul(text[1:])
+        except KernelError:
+            size = 0
+        if not size:
+            raise self._log.error(HistError.BAD_FIELD_MODIFIER, text[1:])
+        return size
+
+
+def _qualified(text: str) -> tuple[str | None, str | None, str]:
+    """Group, event and name of `GROUP.EVENT.NAME`; a name with one dot has a modifier."""
+    parts = text.split(".", 2)
+    return (parts[0], parts[1], parts[2]) if len(parts) == 3 else (None, None, text)

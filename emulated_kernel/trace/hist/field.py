@@ -1,0 +1,357 @@
+"""A field of a histogram: a key, a value, a variable or a reference to one, and what it is worth at a hit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, IntFlag
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from emulated_kernel.trace.event import COMMON_FIELDS, EventField, TraceEvent
+from emulated_kernel.trace.filter_fields import GENERIC_FIELDS, FilterType, filter_type_of
+from emulated_kernel.trace.hist.map import U64, Element, Value
+from emulated_kernel.trace.ports import ProbeHit, RawEntry
+
+if TYPE_CHECKING:
+    from emulated_kernel.trace.hist.data import HistData
+
+MAX_STRING = 256
+"""Bytes of a string and its NUL. Mirrors: MAX_FILTER_STR_VAL, STR_VAR_LEN_MAX (v6.1)."""
+STACK_DEPTH = 16
+_DIV_SHIFT = 20
+_PID = slice(4, 8)
+
+
+class Flag(IntFlag):
+    """Mirrors: kernel/trace/trace_events_hist.c:enum hist_field_flags (v6.1)."""
+
+    HITCOUNT = 1 << 0
+    KEY = 1 << 1
+    STRING = 1 << 2
+    HEX = 1 << 3
+    SYM = 1 << 4
+    SYM_OFFSET = 1 << 5
+    EXECNAME = 1 << 6
+    SYSCALL = 1 << 7
+    STACKTRACE = 1 << 8
+    LOG2 = 1 << 9
+    TIMESTAMP = 1 << 10
+    TIMESTAMP_USECS = 1 << 11
+    VAR = 1 << 12
+    EXPR = 1 << 13
+    VAR_REF = 1 << 14
+    CPU = 1 << 15
+    ALIAS = 1 << 16
+    BUCKET = 1 << 17
+    CONST = 1 << 18
+    PERCENT = 1 << 19
+    GRAPH = 1 << 20
+
+
+TIME_FLAGS = Flag.TIMESTAMP | Flag.TIMESTAMP_USECS
+
+MODIFIERS = {
+    Flag.HEX: "hex",
+    Flag.SYM: "sym",
+    Flag.SYM_OFFSET: "sym-offset",
+    Flag.EXECNAME: "execname",
+    Flag.SYSCALL: "syscall",
+    Flag.LOG2: "log2",
+    Flag.BUCKET: "buckets",
+    Flag.TIMESTAMP_USECS: "usecs",
+    Flag.PERCENT: "percent",
+    Flag.GRAPH: "graph",
+}
+"""In the order in which one is chosen to be shown."""
+
+
+class Operator(Enum):
+    """As written between operands."""
+
+    PLUS = "+"
+    MINUS = "-"
+    UNARY_MINUS = "-("
+    DIV = "/"
+    MULT = "*"
+
+
+@dataclass
+class HistHit:
+    """A hit on its way into a histogram."""
+
+    hit: ProbeHit
+    entry: RawEntry
+    clock: Callable[[], int]
+    """In units of the trace array's clock."""
+    element: Element | None = None
+    references: tuple[Value, ...] = ()
+    """Values of the variables that the histogram refers to."""
+
+    @cached_property
+    def time(self) -> int:
+        """The same for all fields of a hit."""
+        return self.clock()
+
+    @property
+    def comm(self) -> bytes:
+        """Mirrors: kernel/trace/trace_events_hist.c:save_comm (v6.1)."""
+        return self.entry.comm if any(self.entry.data[_PID]) else b"<idle>"
+
+
+Compute = Callable[["HistField", HistHit], Value]
+
+
+def _nothing(_field: HistField, _hit: HistHit) -> Value:
+    return 0
+
+
+@dataclass(eq=False)
+class HistField:
+    """Sizes and offsets in bytes. Mirrors: kernel/trace/trace_events_hist.c:struct hist_field (v6.1)."""
+
+    owner: HistData
+    flags: Flag
+    field: EventField | None = None
+    type: str = ""
+    size: int = 0
+    is_signed: bool = False
+    compute: Compute = _nothing
+    operands: tuple[HistField, ...] = ()
+    operator: Operator | None = None
+    name: str = ""
+    """Of an expression or a reference."""
+    variable: str | None = None
+    """The name of the variable that it is."""
+    index: int = -1
+    """Of the variable, in its map's elements."""
+    system: str | None = None
+    event_name: str | None = None
+    reference: int = -1
+    """Of a reference: its place in HistHit.references."""
+    read_once: bool = False
+    buckets: int = 0
+    constant: int = 0
+    offset: int = 0
+    """Of a key: where it stands in the compound key."""
+
+    def value(self, hit: HistHit) -> Value:
+        """What it is worth."""
+        return self.compute(self, hit)
+
+    def number(self, hit: HistHit) -> int:
+        """The same as a number. Deviates: strings count as 0; Linux takes their addresses."""
+        return as_number(self.compute(self, hit))
+
+    def full_name(self, level: int = 0) -> str:
+        """Mirrors: kernel/trace/trace_events_hist.c:hist_field_name (v6.1)."""
+        if level > 1:
+            return ""
+        if self.field is not None:
+            return self.field.name
+        if self.flags & (Flag.LOG2 | Flag.ALIAS | Flag.BUCKET):
+            return self.operands[0].full_name(level + 1)
+        if self.flags & Flag.CPU:
+            return "common_cpu"
+        if self.flags & (Flag.EXPR | Flag.VAR_REF):
+            return f"{self.system}.{self.event_name}.{self.name}" if self.system else self.name
+        return "common_timestamp" if self.flags & Flag.TIMESTAMP else ""
+
+    def modifier(self) -> str:
+        """The modifier with its dot, or nothing."""
+        return next((f".{name}" for flag, name in MODIFIERS.items() if self.flags & flag), "")
+
+    def show(self) -> str:
+        """As in a trigger's line. Mirrors: kernel/trace/trace_events_hist.c:hist_field_print (v6.1)."""
+        text = f"{self.variable}=" if self.variable is not None else ""
+        if self.flags & Flag.CPU:
+            text += "common_cpu"
+        elif self.flags & Flag.CONST:
+            text += str(self.constant)
+        else:
+            text += ("$" if self.flags & (Flag.VAR_REF | Flag.ALIAS) else "") + self.full_name()
+        if not self.flags & (Flag.VAR_REF | Flag.EXPR):
+            text += self.modifier()
+        return f"{text}={self.buckets}" if self.buckets else text
+
+    def operand_text(self) -> str:
+        """As in the name of an expression. Mirrors: expr_field_str (v6.1)."""
+        text = ""
+        if self.flags & Flag.VAR_REF:
+            text = "$"
+        elif self.flags & Flag.CONST:
+            text = str(self.constant)
+        text += self.full_name()
+        return text if self.flags & Flag.VAR_REF else text + self.modifier()
+
+    def expression_text(self, level: int = 0) -> str:
+        """The name of an expression. Mirrors: expr_str (v6.1)."""
+        if level > 1:
+            return ""
+        if not self.operands:
+            return self.operand_text()
+        if self.operator is Operator.UNARY_MINUS:
+            return f"-({self.operands[0].expression_text(level + 1)})"
+        left, right = self.operands
+        assert self.operator is not None, "two operands have an operator between them"
+        return f"{left.operand_text()}{self.operator.value}{right.operand_text()}"
+
+
+def as_number(value: Value) -> int:
+    """A value in an expression or a sum."""
+    return value if isinstance(value, int) else 0
+
+
+@dataclass(frozen=True)
+class Source:
+    """A field of an event as histograms see it."""
+
+    field: EventField
+    type: FilterType
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no entry holds it."""
+        return not self.field.size
+
+
+_GENERIC = {
+    name: Source(
+        EventField("int" if found.type is FilterType.CPU else "char *", name, 0, 0, True), found.type
+    )
+    for name, found in GENERIC_FIELDS.items()
+}
+
+
+def find_source(event: TraceEvent, name: str) -> Source | None:
+    """Mirrors: kernel/trace/trace_events.c:trace_find_event_field (v6.1)."""
+    for fields in (event.fields, COMMON_FIELDS):
+        for field in fields:
+            if field.name == name:
+                return Source(field, filter_type_of(field.type))
+        if name in _GENERIC:
+            return _GENERIC[name]
+    return None
+
+
+# What fields are worth
+
+
+def _number_of(field: HistField, hit: HistHit) -> Value:
+    source = field.field
+    assert source is not None, "it was made for one"
+    data = hit.entry.data[source.offset : source.offset + source.size]
+    return int.from_bytes(data, "little", signed=source.is_signed) & U64
+
+
+def _static_string(field: HistField, hit: HistHit) -> Value:
+    source = field.field
+    assert source is not None, "it was made for one"
+    return hit.entry.data[source.offset : source.offset + source.size].partition(b"\0")[0]
+
+
+def _dynamic_string(field: HistField, hit: HistHit) -> Value:
+    source = field.field
+    assert source is not None, "it was made for one"
+    location = int.from_bytes(hit.entry.data[source.offset : source.offset + 4], "little")
+    start, length = location & 0xFFFF, location >> 16
+    return hit.entry.data[start : start + length].partition(b"\0")[0]
+
+
+def _log2(field: HistField, hit: HistHit) -> Value:
+    """Linux: rounded up. Mirrors: order_base_2 (v6.1)."""
+    return max(field.operands[0].number(hit) - 1, 0).bit_length()
+
+
+def _bucket(field: HistField, hit: HistHit) -> Value:
+    value = field.operands[0].number(hit)
+    return value // field.buckets * field.buckets
+
+
+def _timestamp(field: HistField, hit: HistHit) -> Value:
+    return field.owner.timestamp(hit.time)
+
+
+def _cpu(_field: HistField, hit: HistHit) -> Value:
+    return hit.entry.cpu
+
+
+def _one(_field: HistField, _hit: HistHit) -> Value:
+    return 1
+
+
+def constant_value(field: HistField, _hit: HistHit) -> Value:
+    """Of a constant."""
+    return field.constant
+
+
+def reference_value(field: HistField, hit: HistHit) -> Value:
+    """Of a variable elsewhere."""
+    return hit.references[field.reference]
+
+
+def execname_value(_field: HistField, hit: HistHit) -> Value:
+    """The name of the task that made the element."""
+    return hit.element.comm if hit.element is not None else b"(no comm)"
+
+
+def _divide(field: HistField, hit: HistHit) -> Value:
+    """Linux: by a constant below 2**20 that is no power of two, small numbers are rounded up a little."""
+    left, right = field.operands
+    value, divisor = left.number(hit), right.number(hit)
+    if not divisor:
+        return U64
+    by_constant = right.flags & Flag.CONST or right.constant
+    if not by_constant or not divisor & (divisor - 1) or max(divisor - 1, value) >= 1 << _DIV_SHIFT:
+        return value // divisor
+    rounding = (1 << _DIV_SHIFT) - 1
+    return value * ((1 << _DIV_SHIFT) // divisor) + rounding >> _DIV_SHIFT
+
+
+OPERATIONS: dict[Operator, Compute] = {
+    Operator.PLUS: lambda f, hit: f.operands[0].number(hit) + f.operands[1].number(hit) & U64,
+    Operator.MINUS: lambda f, hit: f.operands[0].number(hit) - f.operands[1].number(hit) & U64,
+    Operator.MULT: lambda f, hit: f.operands[0].number(hit) * f.operands[1].number(hit) & U64,
+    Operator.UNARY_MINUS: lambda f, hit: -f.operands[0].number(hit) & U64,
+    Operator.DIV: _divide,
+}
+
+
+def make_field(owner: HistData, source: Source | None, flags: Flag, variable: str | None) -> HistField | None:
+    """A field that isn't an expression; None for one whose size is no number's.
+
+    Mirrors: kernel/trace/trace_events_hist.c:create_hist_field (v6.1).
+    """
+    field = HistField(owner, flags, source.field if source else None, variable=variable)
+    if flags & Flag.VAR_REF:
+        field.compute = reference_value
+    elif flags & Flag.HITCOUNT:
+        field.compute, field.size, field.type = _one, 8, "u64"
+    elif flags & Flag.CONST:
+        field.compute, field.size, field.type = constant_value, 8, "u64"
+    elif flags & (Flag.LOG2 | Flag.BUCKET):
+        operand = make_field(owner, source, flags & ~(Flag.LOG2 | Flag.BUCKET), None)
+        if operand is None:
+            return None
+        field.compute = _log2 if flags & Flag.LOG2 else _bucket
+        field.operands, field.size, field.type = (operand,), operand.size, operand.type
+    elif flags & Flag.TIMESTAMP:
+        field.compute, field.size, field.type = _timestamp, 8, "u64"
+    elif flags & Flag.CPU:
+        field.compute, field.size, field.type = _cpu, 4, "unsigned int"
+    elif source is not None and not flags & (Flag.EXPR | Flag.ALIAS | Flag.STACKTRACE):
+        return _of_source(field, source)
+    return field
+
+
+def _of_source(field: HistField, source: Source) -> HistField | None:
+    field.type = source.field.type
+    if source.type in (FilterType.STATIC_STRING, FilterType.DYN_STRING):
+        field.flags |= Flag.STRING
+        is_static = source.type is FilterType.STATIC_STRING
+        field.compute = _static_string if is_static else _dynamic_string
+        field.size = source.field.size if is_static else MAX_STRING
+        return field
+    field.size, field.is_signed = source.field.size, source.field.is_signed
+    field.compute = _number_of
+    return field if field.size in (1, 2, 4, 8) else None

@@ -1,0 +1,137 @@
+"""The table behind a histogram: an element for each key, with sums and variables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+DEFAULT_BITS = 11
+MIN_BITS = 7
+MAX_BITS = 17
+KEYS_MAX = 3
+VALS_MAX = 3
+VARS_MAX = 16
+SORT_KEYS_MAX = 2
+U64 = (1 << 64) - 1
+
+Value = int | bytes
+"""A number below 2**64, or a string without its NUL."""
+
+
+class Element:
+    """Mirrors: kernel/trace/tracing_map.h:struct tracing_map_elt (v6.1)."""
+
+    __slots__ = ("comm", "key", "sums", "variables")
+
+    def __init__(self, key: bytes, sums: int, comm: bytes) -> None:
+        self.key = key
+        self.sums = [0] * sums
+        self.variables: dict[int, Value] = {}
+        """Those that are set, by index."""
+        self.comm = comm
+        """Of the task that made the element."""
+
+
+@dataclass(frozen=True)
+class SortKey:
+    """What to sort by: an index of the sums, then of the keys behind them."""
+
+    index: int = 0
+    descending: bool = False
+
+
+Compare = Callable[[Element, Element], int]
+
+
+class TracingMap:
+    """Mirrors: kernel/trace/tracing_map.c (v6.1)."""
+
+    def __init__(self, bits: int, key_size: int, sums: int) -> None:
+        self.bits = bits
+        self.key_size = key_size
+        self.hits = 0
+        self.drops = 0
+        self.variable_count = 0
+        self._sums = sums
+        self._elements: dict[bytes, Element] = {}
+
+    def __len__(self) -> int:
+        return len(self._elements)
+
+    def add_variable(self) -> int | None:
+        """The index of a new variable; None where there are 16."""
+        if self.variable_count == VARS_MAX:
+            return None
+        self.variable_count += 1
+        return self.variable_count - 1
+
+    def insert(self, key: bytes, comm: bytes) -> Element | None:
+        """The element of a key, made if needed; None, and a drop, where the map is full."""
+        element = self._elements.get(key)
+        if element is None:
+            if len(self._elements) >= 1 << self.bits:
+                self.drops += 1
+                return None
+            element = self._elements[key] = Element(key, self._sums, comm)
+        self.hits += 1
+        return element
+
+    def lookup(self, key: bytes) -> Element | None:
+        """The element of a key, of which the map's own number of bytes count."""
+        return self._elements.get(key[: self.key_size].ljust(self.key_size, b"\0"))
+
+    def clear(self) -> None:
+        """Forget all elements and counts."""
+        self._elements.clear()
+        self.hits = self.drops = 0
+
+    def sorted(self, primary: Compare, secondary: Compare | None) -> list[Element]:
+        """All elements in order. Linux: ties stay as a heap sort leaves keys that were in byte order."""
+        elements = heap_sort(sorted(self._elements.values(), key=lambda each: each.key), primary)
+        if secondary is None or len(elements) < 2:
+            return elements
+        ordered: list[Element] = []
+        for run in _runs(elements, primary):
+            ordered += heap_sort(run, secondary)
+        return ordered
+
+
+def _runs(elements: Iterable[Element], compare: Compare) -> Iterable[list[Element]]:
+    run: list[Element] = []
+    for element in elements:
+        if run and compare(run[-1], element):
+            yield run
+            run = []
+        run.append(element)
+    yield run
+
+
+def heap_sort(elements: Sequence[Element], compare: Compare) -> list[Element]:
+    """A heap sort whose ties end where Linux's do. Mirrors: lib/sort.c:sort (v6.1), in its order."""
+    heap = list(elements)
+    for start in reversed(range(len(heap) // 2)):
+        _sift_down(heap, start, len(heap), compare)
+    for end in reversed(range(1, len(heap))):
+        heap[0], heap[end] = heap[end], heap[0]
+        _sift_down(heap, 0, end, compare)
+    return heap
+
+
+def _sift_down(heap: list[Element], start: int, end: int, compare: Compare) -> None:
+    """Follow the greater child to a leaf, then go back up to where the element belongs."""
+    at = start
+    while 2 * at + 2 < end:
+        left = 2 * at + 1
+        at = left if compare(heap[left], heap[left + 1]) >= 0 else left + 1
+    if 2 * at + 2 == end:
+        at = 2 * at + 1
+    while at != start and compare(heap[start], heap[at]) >= 0:
+        at = (at - 1) // 2
+    moved = heap[start]
+    path = []
+    while at != start:
+        path.append(at)
+        at = (at - 1) // 2
+    for child in reversed(path):
+        heap[at], at = heap[child], child
+    heap[at] = moved

@@ -1,0 +1,182 @@
+"""Texts of histograms: the line in the trigger file, and the hist file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from emulated_kernel.trace.chars import bytes_to_text, to_text
+from emulated_kernel.trace.hist.actions import ActionKind, Handler
+from emulated_kernel.trace.hist.data import HistData
+from emulated_kernel.trace.hist.field import Flag, HistField
+from emulated_kernel.trace.hist.map import U64, Element, Value
+from emulated_kernel.trace.ports import TraceSymbols
+from emulated_kernel.trace.symbols import sprint_symbol
+
+_BAR_SIZE = 20
+
+
+def command_text(data: HistData) -> str:
+    """The histogram as it could be written, without `hist:`, filter and state.
+
+    Mirrors: kernel/trace/trace_events_hist.c:event_hist_trigger_print (v6.1).
+    """
+    keys = ["stacktrace" if key.flags & Flag.STACKTRACE else key.show() for key in data.keys]
+    values = [each.show() for each in data.values[1:] if not each.flags & Flag.VAR]
+    variables = [each.show() for each in data.values if each.flags & Flag.VAR]
+    text = f"keys={','.join(keys)}:vals={','.join(['hitcount', *values])}"
+    if variables:
+        text += f":{','.join(variables)}"
+    text += f":sort={','.join(_sort_texts(data))}:size={1 << data.map.bits}"
+    if data.uses_time:
+        text += f":clock={data.attrs.clock}"
+    return text + "".join(action.show() for action in data.actions)
+
+
+def _sort_texts(data: HistData) -> list[str]:
+    summed = [each for each in data.fields if not each.flags & Flag.VAR]
+    names = [summed[key.index].show() if key.index else "hitcount" for key in data.sort_keys]
+    orders = [".descending" if key.descending else "" for key in data.sort_keys]
+    return [name + order for name, order in zip(names, orders, strict=True)]
+
+
+class HistPrinter:
+    """Prints one histogram."""
+
+    def __init__(self, data: HistData, symbols: TraceSymbols) -> None:
+        self._data = data
+        self._symbols = symbols
+        self._syscall_name = data.setting.system.syscall_name
+        self._columns = [
+            (index, each)
+            for index, each in enumerate(data.values)
+            if index and not each.flags & (Flag.VAR | Flag.EXPR)
+        ]
+
+    def text(self, line: str) -> str:
+        """The whole of it; `line` is its trigger's. Mirrors: hist_trigger_show (v6.1)."""
+        elements = self._data.elements()
+        entries = "".join(self._entry(element, elements) for element in elements)
+        counts = self._data.map
+        return (
+            f"# event histogram\n#\n# trigger info: {to_text(line)}\n#\n\n{entries}{self._snapshot()}"
+            f"\nTotals:\n    Hits: {counts.hits}\n    Entries: {len(elements)}\n    Dropped: {counts.drops}\n"
+        )
+
+    def _entry(self, element: Element, elements: Sequence[Element]) -> str:
+        text = f"{self._key(element.key, element.comm)} hitcount: {element.sums[0]:10}"
+        for index, column in self._columns:
+            text += f"  {self._value(index, column, element, elements)}"
+        return f"{text}{self._actions(element)}\n"
+
+    # Keys; mirrors hist_trigger_print_key (v6.1)
+
+    def _key(self, key: bytes, comm: bytes) -> str:
+        parts = [self._key_part(part, key[part.offset :], comm) for part in self._data.keys]
+        multiline = any(part.flags & Flag.STACKTRACE for part in self._data.keys)
+        return f"{{ {', '.join(parts)}{'' if multiline else ' '}}}"
+
+    def _key_part(self, part: HistField, key: bytes, comm: bytes) -> str:
+        if part.flags & Flag.STACKTRACE:
+            return f"stacktrace:\n{self._stack(key[: part.size])}"
+        return f"{to_text(part.full_name())}: {self._key_value(part, key, comm)}"
+
+    def _key_value(self, part: HistField, key: bytes, comm: bytes) -> str:
+        value = int.from_bytes(key[:8], "little")
+        flags = part.flags
+        if flags & Flag.HEX:
+            return f"{value:x}"
+        if flags & Flag.SYM:
+            return f"[{value:x}] {self._symbol(value):<45}"
+        if flags & Flag.SYM_OFFSET:
+            return f"[{value:x}] {sprint_symbol(self._symbols, value):<55}"
+        if flags & Flag.EXECNAME:
+            return f"{_padded(comm, 16)}[{value:10}]"
+        if flags & Flag.SYSCALL:
+            return f"{self._syscall_name(value) or 'unknown_syscall':<30}[{value:3}]"
+        if flags & Flag.LOG2:
+            return f"~ 2^{value:<2}"
+        if flags & Flag.BUCKET:
+            return f"~ {value}-{value + part.buckets - 1 & U64}"
+        if flags & Flag.STRING:
+            return _padded(key[: part.size].partition(b"\0")[0], 50)
+        return f"{value:10}"
+
+    def _symbol(self, address: int) -> str:
+        found = self._symbols.lookup(address)
+        if found is None:
+            return f"{address:#x}"
+        return f"{found.name} [{found.module}]" if found.module else found.name
+
+    def _stack(self, data: bytes) -> str:
+        text = ""
+        for at in range(0, len(data), 8):
+            address = int.from_bytes(data[at : at + 8], "little")
+            if not address:
+                break
+            text += f"{'':9}{sprint_symbol(self._symbols, address)}\n"
+        return text
+
+    # Values; mirrors hist_trigger_print_val (v6.1)
+
+    @staticmethod
+    def _value(index: int, column: HistField, element: Element, elements: Sequence[Element]) -> str:
+        name, value = to_text(column.full_name()), element.sums[index]
+        if column.flags & Flag.PERCENT:
+            share = _percentage(value, sum(each.sums[index] for each in elements) & U64)
+            if share is None:
+                return f"{name} (%):[ERROR]"
+            return f"{name} (%): {share // 100:3}.{share % 100:02}"
+        if column.flags & Flag.GRAPH:
+            share = _percentage(value, max(each.sums[index] for each in elements))
+            bar = "[ERROR]" if share is None else "#" * min(share * _BAR_SIZE // 10000, _BAR_SIZE)
+            return f"{name}: {bar:>20}" if share is None else f"{name}: {bar:<20}"
+        return f"{name}: {value:10x}" if column.flags & Flag.HEX else f"{name}: {value:10}"
+
+    # Actions; mirrors print_actions, track_data_snapshot_print (v6.1)
+
+    def _actions(self, element: Element) -> str:
+        text = ""
+        for action in self._data.actions:
+            if action.kind is ActionKind.SNAPSHOT or action.handler is Handler.ONMATCH:
+                continue
+            title = "max" if action.handler is Handler.ONMAX else "changed"
+            text += f"\n\t{title}: {action.track_value(element):10}"
+            for saved in self._data.saved_variables:
+                value = element.variables.get(saved.variable.index, 0)
+                is_string = bool(saved.value.flags & Flag.STRING)
+                text += f"  {to_text(saved.variable.variable or '')}: {_saved(value, is_string)}"
+        return text
+
+    def _snapshot(self) -> str:
+        setting = self._data.setting
+        taken = setting.system.snapshots.get(setting.triggers.recorder)
+        own = any(action.kind is ActionKind.SNAPSHOT for action in self._data.actions)
+        if taken is None or not taken.updated or not own:
+            return ""
+        action = next(each for each in self._data.actions if each.kind is ActionKind.SNAPSHOT)
+        return (
+            "\nSnapshot taken (see tracing/snapshot).  Details:\n"
+            f"\ttriggering value {{ {action.handler.value}({action.tracked_name}) }}: {taken.value:10}"
+            f"\ttriggered by event with key: {self._key(taken.key, taken.comm)}\n"
+        )
+
+
+def _saved(value: Value, is_string: bool) -> str:
+    if is_string:
+        return _padded(value if isinstance(value, bytes) else b"", 32)
+    return f"{value if isinstance(value, int) else 0:10}"
+
+
+def _padded(data: bytes, size: int) -> str:
+    """Bytes, as `%-SIZEs` pads them."""
+    return bytes_to_text(data.ljust(size))
+
+
+def _percentage(value: int, total: int) -> int | None:
+    """Hundredths of a percent; None for a share of nothing. Mirrors: __get_percentage (v6.1)."""
+    if total and value >= U64 // 10000:
+        total //= 10000
+        return value // total & 0xFFFFFFFF if total else None
+    if total:
+        return value * 10000 // total & 0xFFFFFFFF
+    return None if value else 0

@@ -1,0 +1,265 @@
+"""The hist trigger: its command, and how histograms are added, changed and removed."""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import dataclass
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.trace.event import TraceEvent
+from emulated_kernel.trace.event_file import EventFile
+from emulated_kernel.trace.hist.actions import parse_action
+from emulated_kernel.trace.hist.attrs import parse_attrs, split_filter
+from emulated_kernel.trace.hist.create import ActionMaker
+from emulated_kernel.trace.hist.data import HistData, Setting
+from emulated_kernel.trace.hist.errors import PREFIX, HistError, HistLog
+from emulated_kernel.trace.hist.field import HistField
+from emulated_kernel.trace.hist.holder import HistHolder
+from emulated_kernel.trace.hist.output import HistPrinter, command_text
+from emulated_kernel.trace.hist.system import HistSystem
+from emulated_kernel.trace.ports import ProbeHit, RawEntry
+from emulated_kernel.trace.synth.event import SyntheticEvent
+from emulated_kernel.trace.trigger import (
+    EventTriggers,
+    TriggerFilter,
+    TriggerWrite,
+    parse_trigger_filter,
+)
+
+
+class HistTrigger(HistHolder):
+    """A histogram on an event; those of one name share their data.
+
+    Mirrors: kernel/trace/trace_events_hist.c:event_hist_trigger_ops, event_hist_trigger_named_ops (v6.1).
+    """
+
+    def __init__(self, data: HistData, filter_: TriggerFilter | None, release: HistCommand) -> None:
+        super().__init__(data, filter_)
+        self.name: str | None = None
+        self.shared: HistTrigger | None = None
+        """Of a named one: the trigger whose data it uses."""
+        self.users = 0
+        self.synthetic: SyntheticEvent | None = None
+        """The event that it is on, if that is a synthetic one: it keeps it."""
+        self._command = release
+
+    def fire(self, hit: ProbeHit, entry: RawEntry | None) -> None:
+        """Linux: without an entry, as where another trigger runs it, nothing is counted."""
+        if entry is not None:
+            self.data.count(hit, entry)
+
+    def show(self) -> str:
+        name = f"{self.name}:" if self.name is not None else ""
+        state = " [paused]" if self.paused else " [active]"
+        return f"{PREFIX}{name}{command_text(self.data)}{self.filter_text()}{state}"
+
+    def keep(self, event: SyntheticEvent | None) -> None:
+        """It is on the event's list now."""
+        self.synthetic = event
+        if event is not None:
+            event.hist_references += 1
+
+    def released(self) -> None:
+        if self.synthetic is not None:
+            self.synthetic.hist_references -= 1
+        self._command.release(self)
+
+
+@dataclass(frozen=True)
+class HistCommand:
+    """`hist:keys=...`. Mirrors: kernel/trace/trace_events_hist.c:event_hist_trigger_parse (v6.1)."""
+
+    system: HistSystem
+    name: str = "hist"
+
+    def execute(self, triggers: EventTriggers, file: EventFile, write: TriggerWrite) -> None:
+        """Raises: KernelError EINVAL, ENOMEM, EDOM, EEXIST, ENOENT, EBUSY, as parse_filter()."""
+        if write.rest is None:
+            raise KernelError(errno.EINVAL, "keys are missing")
+        log = HistLog(triggers.error_log, file.event.group, file.event.name, write.rest)
+        setting = Setting(triggers, self.system, file, log, write.removes)
+        self._run(setting, write.rest)
+
+    def _run(self, setting: Setting, text: str) -> None:
+        command, condition = split_filter(text)
+        attrs = parse_attrs(command.replace(".sym-offset", ".symXoffset"), setting.log)
+        data = HistData(setting, attrs)
+        data.actions = []
+        for action in attrs.actions:
+            data.actions.append(parse_action(action, data))
+        data.build()
+        trigger = HistTrigger(data, parse_trigger_filter(setting.file.event, condition), self)
+        if setting.removes:
+            self._remove(trigger, setting.file)
+        elif not self._update_existing(trigger, setting.file):
+            self._add(trigger, setting)
+
+    # Adding
+
+    def _add(self, trigger: HistTrigger, setting: Setting) -> None:
+        data = trigger.data
+        try:
+            maker = ActionMaker(data, self._make_for)
+            for action in data.actions:
+                maker.create(action)
+            if data.has_variables():
+                self.system.save_variables(data)
+            self._register(trigger, setting)
+        except KernelError:
+            self._discard(data)
+            raise
+        try:
+            setting.file.add(trigger, last=True)
+        except KernelError:
+            self.release(trigger)
+            # Linux: the errno of what failed is lost.
+            raise KernelError(errno.EPERM, "the event can't be enabled") from None
+        trigger.keep(self.system.synthetic_of(setting.file.event))
+
+    def _make_for(self, data: HistData, file: EventFile, command: str) -> None:
+        """Make a histogram on another event for the sake of `data`, whose command goes on being logged."""
+        self._run(Setting(data.setting.triggers, self.system, file, data.log), command)
+
+    def _register(self, trigger: HistTrigger, setting: Setting) -> None:
+        """Mirrors: hist_register_trigger (v6.1)."""
+        attrs, log = trigger.data.attrs, setting.log
+        shared = self.system.find_named(attrs.name)
+        if shared is not None and not self._matches(trigger, shared, shared, ignore_filter=True):
+            raise log.error(HistError.NAMED_MISMATCH, attrs.name or "")
+        is_first = attrs.name is not None and shared is None
+        if not is_first and self._find_match(trigger, setting.file, shared) is not None:
+            raise log.error(HistError.TRIGGER_EEXIST, code=errno.EEXIST)
+        if attrs.resume or attrs.clear:
+            raise log.error(HistError.TRIGGER_ENOENT_CLEAR, code=errno.ENOENT)
+        trigger.paused = attrs.pause
+        if trigger.data.uses_time:
+            self._set_clock(setting, attrs.clock)
+        self._take_name(trigger, shared)
+
+    @staticmethod
+    def _set_clock(setting: Setting, clock: str) -> None:
+        try:
+            setting.triggers.control.set_clock(clock)
+        except KernelError as failure:
+            code = failure.errno or errno.EINVAL
+            raise setting.log.error(HistError.SET_CLOCK_FAIL, clock, code) from None
+
+    def _take_name(self, trigger: HistTrigger, shared: HistTrigger | None) -> None:
+        trigger.name = trigger.data.attrs.name
+        trigger.users = 1
+        if trigger.name is not None:
+            self.system.named.insert(0, trigger)
+        if shared is not None:
+            own = trigger.data
+            trigger.shared, trigger.data = shared, shared.data
+            shared.users += 1
+            self._discard(own)
+
+    def _update_existing(self, trigger: HistTrigger, file: EventFile) -> bool:
+        """Pause, continue or clear the same one that exists. Mirrors: existing_hist_update_only (v6.1)."""
+        attrs = trigger.data.attrs
+        if not attrs.changes:
+            return False
+        shared = self.system.find_named(attrs.name)
+        is_known = shared is not None and self._matches(trigger, shared, shared, ignore_filter=True)
+        if attrs.name is not None and not is_known:
+            return False
+        existing = self._find_match(trigger, file, shared)
+        if existing is None:
+            return False
+        if attrs.pause:
+            existing.paused = True
+        elif attrs.resume:
+            existing.paused = False
+        else:
+            existing.data.map.clear()
+        return True
+
+    # Removing
+
+    def _remove(self, trigger: HistTrigger, file: EventFile) -> None:
+        """Raises: KernelError EBUSY while another histogram uses its variables."""
+        existing = self._find_match(trigger, file, self.system.find_named(trigger.data.attrs.name))
+        if existing is None:
+            return
+        if existing.data.is_referred_to():
+            raise KernelError(errno.EBUSY, "another histogram uses its variables")
+        file.remove(existing)
+
+    def remove_all(self, triggers: EventTriggers, file: EventFile) -> None:
+        """Linux: all stay if another histogram uses a variable of one. Mirrors: hist_unreg_all (v6.1)."""
+        del triggers
+        found = [trigger for trigger in file.triggers if isinstance(trigger, HistTrigger)]
+        if any(trigger.data.is_referred_to() for trigger in found):
+            return
+        for trigger in found:
+            if trigger in file.triggers:
+                file.remove(trigger)
+
+    def release(self, trigger: HistTrigger) -> None:
+        """A trigger has one user less; the last one's data go. Mirrors: event_hist_trigger_free (v6.1)."""
+        trigger.users -= 1
+        if trigger.shared is not None:
+            self.release(trigger.shared)
+        if trigger.users:
+            return
+        if trigger in self.system.named:
+            self.system.named.remove(trigger)
+        if trigger.shared is None:
+            self._discard(trigger.data)
+
+    def _discard(self, data: HistData) -> None:
+        """Let go of all that a histogram holds: actions, and those made on other events for it."""
+        self.system.remove_variables(data)
+        for action in data.actions:
+            action.destroy()
+        made, data.made_hists = data.made_hists, []
+        for file, command in made:
+            self._run(Setting(data.setting.triggers, self.system, file, data.log, removes=True), command)
+
+    # Comparing
+
+    def _find_match(
+        self, trigger: HistTrigger, file: EventFile, shared: HistTrigger | None
+    ) -> HistTrigger | None:
+        for other in file.triggers:
+            if isinstance(other, HistTrigger) and self._matches(trigger, other, shared):
+                return other
+        return None
+
+    def _matches(
+        self,
+        trigger: HistTrigger,
+        other: HistTrigger,
+        shared: HistTrigger | None,
+        *,
+        ignore_filter: bool = False,
+    ) -> bool:
+        """Whether both are the same histogram. Mirrors: hist_trigger_match (v6.1)."""
+        if shared is None:
+            if other in self.system.named:
+                return False
+        elif shared is not other and shared is not other.shared:
+            return False
+        own, theirs = trigger.data, other.data
+        if not ignore_filter and trigger.filter_text() != other.filter_text():
+            return False
+        return (
+            (own.value_count, own.sort_keys) == (theirs.value_count, theirs.sort_keys)
+            and [_identity(each) for each in own.fields] == [_identity(each) for each in theirs.fields]
+            and [action.key() for action in own.actions] == [action.key() for action in theirs.actions]
+        )
+
+
+def _identity(each: HistField) -> tuple[object, ...]:
+    """What makes fields of two histograms the same."""
+    source = each.field
+    field = None if source is None else (source.name, source.type, source.size, source.is_signed)
+    return (each.flags, field, each.offset, each.size, each.is_signed, each.variable)
+
+
+def hist_text(triggers: EventTriggers, event: TraceEvent) -> str:
+    """The event's hist file. Mirrors: kernel/trace/trace_events_hist.c:hist_show (v6.1)."""
+    found = [trigger for trigger in triggers.file(event).triggers if isinstance(trigger, HistTrigger)]
+    texts = [HistPrinter(trigger.data, triggers.symbols).text(trigger.show()) for trigger in found]
+    return "\n\n".join(texts)

@@ -1,0 +1,149 @@
+"""Variables of histograms: where a name leads to, in this histogram or another event's."""
+
+from __future__ import annotations
+
+import errno
+from typing import TYPE_CHECKING
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.trace.event_file import EventFile
+from emulated_kernel.trace.hist.errors import HistError
+from emulated_kernel.trace.hist.field import TIME_FLAGS, Flag, HistField, reference_value
+from emulated_kernel.trace.hist.holder import hists_of
+from emulated_kernel.trace.hist.map import VARS_MAX
+from emulated_kernel.trace.hist.operators import find_operator, is_reference
+
+if TYPE_CHECKING:
+    from emulated_kernel.trace.hist.data import HistData
+
+
+def find_file_variable(file: EventFile, name: str) -> HistField | None:
+    """The variable of that name in a histogram of the event. Mirrors: find_file_var (v6.1)."""
+    found = (data.variable(name) for data in hists_of(file))
+    return next((field for field in found if field is not None), None)
+
+
+class Variables:
+    """What a histogram that is being made knows of variables."""
+
+    def __init__(self, owner: HistData) -> None:
+        self.owner = owner
+        self.log = owner.log
+        self.definitions: list[tuple[str, str]] = []
+        """Names and expressions of those that it defines."""
+
+    def exists(self, name: str) -> bool:
+        """Whether this histogram or another of the same event has it. Mirrors: find_var (v6.1)."""
+        if self.owner.variable(name) is not None:
+            return True
+        return find_file_variable(self.owner.file, name) is not None
+
+    def local_expression(self, system: str | None, event_name: str | None, name: str) -> str | None:
+        """What `$name` stands for, if this histogram defines it as a plain field.
+
+        Mirrors: local_field_var_ref, field_name_from_var (v6.1).
+        """
+        event = self.owner.file.event
+        if system is not None and (system, event_name) != (event.group, event.name):
+            return None
+        if not is_reference(name):
+            return None
+        for defined, expression in self.definitions:
+            if defined == name[1:] and find_operator(expression) is None and not is_reference(expression):
+                return expression
+        return None
+
+    def reference(self, system: str | None, event_name: str | None, name: str) -> HistField | None:
+        """A reference to `$name` of some event; None, and logged, where there is none.
+
+        Mirrors: parse_var_ref (v6.1).
+        """
+        variable = self.find(system, event_name, name[1:])
+        reference = None if variable is None else self.refer_to(variable, system, event_name)
+        if reference is None:
+            self.log.error(HistError.VAR_NOT_FOUND, name[1:])
+        return reference
+
+    def find(self, system: str | None, event_name: str | None, name: str) -> HistField | None:
+        """A variable of another histogram. Mirrors: find_event_var (v6.1)."""
+        if system is None or event_name is None:
+            try:
+                found = self._find_matched(name)
+            except KernelError:
+                return None
+            if found is not None:
+                return found
+        file = self._find_file(system, event_name, name)
+        return None if file is None else find_file_variable(file, name)
+
+    def _find_matched(self, name: str) -> HistField | None:
+        """One of the events that onmatch() names. Raises: KernelError EINVAL if two have it.
+
+        Mirrors: find_match_var (v6.1).
+        """
+        found: HistField | None = None
+        for action in self.owner.actions:
+            if action.match is None:
+                continue
+            file = self.owner.find_file(*action.match)
+            variable = None if file is None else find_file_variable(file, name)
+            if variable is not None:
+                if found is not None:
+                    raise self.log.error(HistError.VAR_NOT_UNIQUE, name, errno.EINVAL)
+                found = variable
+        return found
+
+    def _find_file(self, system: str | None, event_name: str | None, name: str) -> EventFile | None:
+        """Mirrors: find_var_file (v6.1)."""
+        if system is not None:
+            return self.owner.find_file(system, event_name or "")
+        found: EventFile | None = None
+        for data in self.owner.with_variables:
+            if data.file is found or data.variable(name) is None:
+                continue
+            if found is not None:
+                self.log.error(HistError.VAR_NOT_UNIQUE, name)
+                return None
+            found = data.file
+        return found
+
+    def refer_to(self, variable: HistField, system: str | None, event_name: str | None) -> HistField | None:
+        """The reference to a variable, made if there is none yet; None where there are 16.
+
+        Mirrors: create_var_ref (v6.1).
+        """
+        owner = self.owner
+        for existing in owner.references:
+            if existing.owner is variable.owner and existing.index == variable.index:
+                return existing
+        if len(owner.references) >= VARS_MAX:
+            return None
+        reference = HistField(variable.owner, Flag.VAR_REF, compute=reference_value)
+        reference.system, reference.event_name = system, event_name
+        self.copy(variable, reference)
+        reference.reference = len(owner.references)
+        owner.references.append(reference)
+        return reference
+
+    @staticmethod
+    def copy(variable: HistField, reference: HistField) -> None:
+        """Make `reference` like what it refers to. Mirrors: init_var_ref (v6.1)."""
+        reference.index, reference.owner = variable.index, variable.owner
+        reference.size, reference.is_signed, reference.type = variable.size, variable.is_signed, variable.type
+        reference.flags |= variable.flags & (TIME_FLAGS | Flag.STACKTRACE)
+        reference.system = reference.system or variable.system
+        reference.event_name = reference.event_name or variable.event_name
+        reference.name = variable.variable if variable.variable is not None else variable.name
+
+    @staticmethod
+    def origin(operand: HistField) -> HistField:
+        """The variable behind a reference, any other field itself. Raises: KernelError EINVAL.
+
+        Mirrors: check_expr_operands (v6.1).
+        """
+        if not operand.flags & (Flag.VAR_REF | Flag.ALIAS):
+            return operand
+        found = operand.owner.variable(operand.name)
+        if found is None:
+            raise KernelError(errno.EINVAL, f"no variable {operand.name}")
+        return found

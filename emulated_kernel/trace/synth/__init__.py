@@ -1,0 +1,1 @@
+"""Synthetic events: events of fields that a user defines and histograms fill."""

@@ -1,0 +1,100 @@
+"""A synthetic event: its fields, its entries, and who fires it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from emulated_kernel.trace.event import EventField, TraceEvent
+from emulated_kernel.trace.fetch import COMMON_SIZE
+from emulated_kernel.trace.ports import ProbeHit, TraceSymbols
+from emulated_kernel.trace.synth.fields import STRING_MAX, SyntheticField
+
+SYSTEM = "synthetic"
+FIELDS_MAX = 64
+
+
+class SyntheticEvent(TraceEvent):
+    """Mirrors: kernel/trace/trace_synth.h:struct synth_event (v6.1)."""
+
+    def __init__(self, name: str, fields: Sequence[SyntheticField]) -> None:
+        self.synthetic_fields = tuple(fields)
+        self.fixed_size = sum(field.room for field in fields)
+        self.hist_references = 0
+        """Histograms on it, and actions that fire it."""
+        self.is_gone = False
+        super().__init__(SYSTEM, name, _event_fields(fields), _print_fmt(fields))
+
+    @property
+    def is_removed(self) -> bool:
+        return self.is_gone
+
+    def start(self) -> None:
+        """Nothing: histograms fire it anyway."""
+
+    def stop(self) -> None:
+        """Nothing."""
+
+    def takes(self, position: int, type_: str, size: int, is_signed: bool) -> bool:
+        """Whether a variable of that type can be the field's value."""
+        fields = self.synthetic_fields
+        return position < len(fields) and fields[position].takes(type_, size, is_signed)
+
+    def trace(self, values: Sequence[int | bytes], hit: ProbeHit) -> None:
+        """Fire it. Mirrors: kernel/trace/trace_events_synth.c:trace_event_raw_event_synth (v6.1)."""
+        if self.recorders:
+            self.record(self._payload(values), hit)
+
+    def _payload(self, values: Sequence[int | bytes]) -> bytes:
+        fixed, dynamic = b"", b""
+        for field, value in zip(self.synthetic_fields, values, strict=True):
+            data = value if isinstance(value, bytes) else b""
+            if field.is_dynamic:
+                data += b"\0"
+                location = COMMON_SIZE + self.fixed_size + len(dynamic) | len(data) << 16
+                fixed += location.to_bytes(8, "little")
+                dynamic += data
+            elif field.is_string:
+                fixed += data[:STRING_MAX].ljust(STRING_MAX, b"\0")
+            else:
+                number = value if isinstance(value, int) else 0
+                fixed += (number & (1 << 8 * field.size) - 1).to_bytes(8, "little")
+        return fixed + dynamic
+
+    def print_record(self, payload: bytes, symbols: TraceSymbols, *, sym_addr: bool = False) -> str:
+        """Mirrors: kernel/trace/trace_events_synth.c:print_synth_event (v6.1)."""
+        del sym_addr
+        return " ".join(self._texts(payload, symbols))
+
+    def _texts(self, payload: bytes, symbols: TraceSymbols) -> Iterator[str]:
+        at = 0
+        for field in self.synthetic_fields:
+            value = int.from_bytes(payload[at : at + 8], "little")
+            if field.is_dynamic:
+                start = (value & 0xFFFF) - COMMON_SIZE
+                text = field.dynamic_text(payload[start : start + (value >> 16 & 0xFFFF)], symbols)
+            elif field.is_string:
+                text = field.dynamic_text(payload[at : at + field.room], symbols)
+            else:
+                text = field.number_text(value & (1 << 8 * field.size) - 1)
+            yield f"{field.name}={text}"
+            at += field.room
+
+
+def _event_fields(fields: Sequence[SyntheticField]) -> Iterator[EventField]:
+    """Mirrors: synth_event_define_fields (v6.1)."""
+    offset = COMMON_SIZE
+    for field in fields:
+        yield EventField(field.type, field.name, offset, field.size, field.is_signed)
+        offset += field.room
+
+
+def _print_fmt(fields: Sequence[SyntheticField]) -> str:
+    """Mirrors: __set_synth_event_print_fmt (v6.1)."""
+    text = ", ".join(f"{field.name}={field.print_fmt}" for field in fields)
+    return f'"{text}", {", ".join(_print_value(field) for field in fields)}'
+
+
+def _print_value(field: SyntheticField) -> str:
+    if field.is_stack:
+        return f"__get_stacktrace({field.name})"
+    return f"__get_str({field.name})" if field.is_dynamic else f"REC->{field.name}"

@@ -1,0 +1,236 @@
+"""The synthetic_events file, and `s:` in dynamic_events: synthetic events made, shown and removed."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Sequence
+from enum import Enum
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.trace.chars import SPACES, argv_split, is_good_name, to_text
+from emulated_kernel.trace.dynamic_events import DynamicEvents, discard, run_commands
+from emulated_kernel.trace.error_log import ErrorLog
+from emulated_kernel.trace.event import EventRegistry
+from emulated_kernel.trace.synth.event import FIELDS_MAX, SYSTEM, SyntheticEvent
+from emulated_kernel.trace.synth.fields import SyntheticField, make_field
+
+_LOCATION = "synthetic_events"
+
+
+class SynthError(Enum):
+    """Texts are interface: tools match them. Mirrors: kernel/trace/trace_events_synth.c:ERRORS (v6.1)."""
+
+    BAD_NAME = "Illegal name"
+    INVALID_CMD = "Command must be of the form: <name> field[;field] ..."
+    INVALID_DYN_CMD = "Command must be of the form: s or -:[synthetic/]<name> field[;field] ..."
+    EVENT_EXISTS = "Event already exists"
+    TOO_MANY_FIELDS = "Too many fields"
+    INCOMPLETE_TYPE = "Incomplete type"
+    INVALID_TYPE = "Invalid type"
+    INVALID_FIELD = "Invalid field"
+    INVALID_ARRAY_SPEC = "Invalid array specification"
+
+
+class _Log:
+    """The command; carets point at the first place in it that reads like the culprit."""
+
+    def __init__(self, error_log: ErrorLog, command: str) -> None:
+        self._error_log = error_log
+        self._command = command
+
+    def error(self, error: SynthError, culprit: str = "", code: int = errno.EINVAL) -> KernelError:
+        """Log it; the exception is for the caller to raise."""
+        column = max(self._command.find(culprit), 0)
+        self._error_log.add(_LOCATION, self._command, error.value, column)
+        return KernelError(code, error.value)
+
+
+class _Entry:
+    """A synthetic event on the list of dynamic events."""
+
+    def __init__(self, event: SyntheticEvent, owner: SyntheticEvents) -> None:
+        self.event = event
+        self._owner = owner
+
+    def line(self) -> str:
+        fields = "; ".join(field.declaration for field in self.event.synthetic_fields)
+        return f"{to_text(f'{self.event.name}')}\t{to_text(fields)}\n"
+
+    def show(self) -> str:
+        return f"s:{SYSTEM}/{self.line()}"
+
+    def is_busy(self) -> bool:
+        return self.event.hist_references != 0
+
+    def matches(self, group: str | None, event: str, words: Sequence[str]) -> bool:
+        """Linux: what follows the name isn't looked at."""
+        del words
+        return self.event.name == event and group in (None, SYSTEM)
+
+    def release(self) -> None:
+        """Raises: KernelError EBUSY."""
+        self._owner.remove(self)
+
+
+class SyntheticEvents:
+    """All synthetic events of a kernel. Callers serialize: Linux holds event_mutex.
+
+    Mirrors: kernel/trace/trace_events_synth.c (v6.1).
+    """
+
+    def __init__(
+        self,
+        registry: EventRegistry,
+        dynamic_events: DynamicEvents,
+        error_log: ErrorLog,
+        word_size: int = 8,
+        printk: Callable[[str], None] = discard,
+    ) -> None:
+        self._registry = registry
+        self._dynamic_events = dynamic_events
+        self._error_log = error_log
+        self._word_size = word_size
+        self._printk = printk
+        dynamic_events.register_kind(self.create)
+
+    def find(self, name: str) -> SyntheticEvent | None:
+        """The event of that name. Mirrors: find_synth_event (v6.1)."""
+        return next((entry.event for entry in self._entries() if entry.event.name == name), None)
+
+    def _entries(self) -> list[_Entry]:
+        return [event for event in self._dynamic_events.events if isinstance(event, _Entry)]
+
+    # The file
+
+    def write(self, data: bytes) -> int:
+        """One write(2) to synthetic_events; bytes taken: all. Raises: KernelError."""
+        return run_commands(data, self._execute, self._printk)
+
+    def records(self) -> list[str]:
+        """The lines of synthetic_events."""
+        return [entry.line() for entry in self._entries()]
+
+    def clear(self) -> None:
+        """Opening with O_TRUNC. Raises: KernelError EBUSY."""
+        self._dynamic_events.release_all(self._entries())
+
+    def remove(self, entry: _Entry) -> None:
+        """Raises: KernelError EBUSY. Mirrors: synth_event_release (v6.1)."""
+        event = entry.event
+        if event.hist_references or event.references or event.is_enabled:
+            raise KernelError(errno.EBUSY, f"{event.name} is in use")
+        self._dynamic_events.events.remove(entry)
+        self._registry.remove(event)
+        event.is_gone = True
+        for recorder in event.seen_by:
+            recorder.event_removed(event)
+
+    # Commands
+
+    def _execute(self, command: str) -> None:
+        """`NAME FIELD[;FIELD]...`, or `!NAME ...`. Mirrors: create_or_delete_synth_event (v6.1)."""
+        command = command.lstrip(SPACES)
+        if not command:
+            return
+        log = _Log(self._error_log, command)
+        name, fields = _split_name(command)
+        _check_form(command, fields, log)
+        if command.startswith("!"):
+            self._delete(name[1:])
+        else:
+            self._create(name, fields or "", log)
+
+    def _delete(self, name: str) -> None:
+        entry = next((entry for entry in self._entries() if entry.event.name == name), None)
+        if entry is None:
+            raise KernelError(errno.ENOENT, f"no synthetic event {name}")
+        self.remove(entry)
+
+    def create(self, command: str) -> bool:
+        """Make an event from `s:[synthetic/]NAME FIELD[;FIELD]...`; False for other commands.
+
+        Raises: KernelError EINVAL, EEXIST. Mirrors: create_synth_event (v6.1).
+        """
+        command = command.lstrip(SPACES)
+        if not command:
+            return True
+        if not command.startswith("s:"):
+            return False
+        log = _Log(self._error_log, command)
+        rest = command[2:]
+        if _split_name(command)[1] is None:
+            raise log.error(SynthError.INVALID_CMD)
+        if "/" in rest:
+            if not rest.startswith(f"{SYSTEM}/"):
+                raise log.error(SynthError.INVALID_DYN_CMD)
+            rest = rest.removeprefix(f"{SYSTEM}/")
+        name, fields = _split_name(rest)
+        _check_form(rest, fields, log)
+        self._create(name, fields or "", log)
+        return True
+
+    def _create(self, name: str, fields: str, log: _Log) -> None:
+        """Mirrors: __create_synth_event (v6.1)."""
+        if not name:
+            raise log.error(SynthError.INVALID_CMD)
+        if not is_good_name(name):
+            raise log.error(SynthError.BAD_NAME, name)
+        if self.find(name) is not None:
+            raise log.error(SynthError.EVENT_EXISTS, name, errno.EEXIST)
+        event = SyntheticEvent(name, _parse_fields(fields, self._word_size, log))
+        self._registry.add(event)
+        self._dynamic_events.events.append(_Entry(event, self))
+
+
+def _split_name(text: str) -> tuple[str, str | None]:
+    """What stands before the first blank, and behind it; None where there is none."""
+    at = next((at for at, char in enumerate(text) if char in " \t"), None)
+    return (text, None) if at is None else (text[:at], text[at:].lstrip(SPACES))
+
+
+def _check_form(text: str, fields: str | None, log: _Log) -> None:
+    """A command has a name, a type and a field's name. Mirrors: check_command (v6.1)."""
+    if not text.startswith("!") and (len(argv_split(text.partition(";")[0])) < 3 or fields is None):
+        raise log.error(SynthError.INVALID_CMD)
+
+
+def _parse_fields(text: str, word_size: int, log: _Log) -> list[SyntheticField]:
+    """Semicolons are for clarity: without them a field ends where its name does."""
+    found: list[SyntheticField] = []
+    for part in text.split(";"):
+        words = argv_split(part)
+        while words:
+            field, taken = _parse_field(words, word_size, log)
+            if len(found) == FIELDS_MAX:
+                raise log.error(SynthError.TOO_MANY_FIELDS)
+            found.append(field)
+            words = words[taken:]
+    if not found:
+        raise log.error(SynthError.INVALID_CMD)
+    return found
+
+
+def _parse_field(words: Sequence[str], word_size: int, log: _Log) -> tuple[SyntheticField, int]:
+    """The field that the words start with, and how many it takes. Mirrors: parse_synth_field (v6.1)."""
+    prefix = ""
+    type_, *rest = words
+    if type_ == "unsigned":
+        if len(words) < 3:
+            raise log.error(SynthError.INCOMPLETE_TYPE, type_)
+        prefix = "unsigned "
+        type_, *rest = rest
+    if not rest:
+        raise log.error(SynthError.INVALID_FIELD, type_)
+    declared = rest[0]
+    name, bracket, array = declared.partition("[")
+    if not is_good_name(name):
+        raise log.error(SynthError.BAD_NAME, declared)
+    try:
+        field = make_field(f"{prefix}{type_}{bracket}{array}", name, word_size)
+    except KernelError:
+        if bracket:
+            raise log.error(SynthError.INVALID_ARRAY_SPEC, declared) from None
+        raise log.error(SynthError.INVALID_TYPE, type_) from None
+    if field is None:
+        raise log.error(SynthError.INVALID_TYPE, type_)
+    return field, 3 if prefix else 2

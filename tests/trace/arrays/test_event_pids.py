@@ -1,0 +1,145 @@
+"""set_event_pid: what is written, and whose events are recorded."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+
+from emulated_kernel.trace.event import TraceEvent
+from emulated_kernel.trace.event_pids import EventPids, PidList
+from emulated_kernel.trace.ports import TraceSymbols
+from emulated_kernel.trace.user_words import take_word
+from tests.trace.events.kernel import errno_of
+
+PAIRS = ((5, 9), (9, 5), (8, 9))
+"""The current task and the other one."""
+
+
+@pytest.mark.parametrize(
+    ("data", "word", "size"),
+    [
+        (b"", b"", 0),
+        (b"a", b"a", 1),
+        (b"a\n", b"a", 2),
+        (b"  ab cd", b"ab", 5),
+        (b" \t\n", b"", 3),
+        (b" \0a", b"", 2),
+        (b"a\0b", b"a", 2),
+        (b"\xa0a", b"a", 2),
+        (b"x" * 127 + b"\n", b"x" * 127, 128),
+    ],
+)
+def test_words(data: bytes, word: bytes, size: int) -> None:
+    assert take_word(data) == (word, size)
+
+
+def test_a_word_is_not_too_long() -> None:
+    assert errno_of(lambda: take_word(b"x" * 128)) == "EINVAL"
+
+
+@pytest.mark.parametrize(
+    ("data", "pids"),
+    [
+        (b"1\n", [1]),
+        (b"3 1 2", [1, 2, 3]),
+        (b"0x10 010 +9\n", [8, 9, 16]),
+        (b"0\n", [0]),
+        (b"\n", []),
+        (b"4294967297", [1]),
+    ],
+)
+def test_written_pids(data: bytes, pids: list[int]) -> None:
+    made = PidList()
+    assert made.write(data) == len(data)
+    assert made.records() == [f"{pid}\n" for pid in pids]
+
+
+@pytest.mark.parametrize(
+    ("data", "number"),
+    [
+        (b"x", errno.EINVAL),
+        (b"-1", errno.EINVAL),
+        (b"1,2", errno.EINVAL),
+        (b"18446744073709551616", errno.EINVAL),
+        (b"1073741824", errno.EPERM),
+    ],
+)
+def test_a_wrong_one_changes_nothing(data: bytes, number: int) -> None:
+    made = PidList()
+    made.write(b"7")
+    assert errno_of(lambda: made.write(b"8 " + data)) == errno.errorcode[number]
+    assert made.pids == {7}
+
+
+def test_writes_append_and_truncating_clears() -> None:
+    made = PidList()
+    made.write(b"1")
+    made.write(b"2")
+    assert made.pids == {1, 2}
+    made.clear()
+    assert made.records() == []
+
+
+def test_who_is_ignored() -> None:
+    pids = EventPids()
+    assert (pids.is_active, pids.ignores(1)) == (False, False)
+    pids.traced.write(b"1 2")
+    assert [pids.ignores(pid) for pid in (1, 2, 3)] == [False, False, True]
+    pids.untraced.write(b"2")
+    assert [pids.ignores(pid) for pid in (1, 2, 3)] == [False, True, True]
+    assert pids.is_active
+
+
+def test_a_switch_is_ignored_if_both_tasks_are() -> None:
+    pids = EventPids()
+    pids.traced.write(b"1")
+    assert [pids.ignores_switch(*tasks) for tasks in ((1, 9), (9, 1), (8, 9))] == [False, False, True]
+    pids.traced.clear()
+    pids.untraced.write(b"1 2")
+    assert [pids.ignores_switch(*tasks) for tasks in ((1, 2), (9, 1), (8, 9))] == [True, False, False]
+
+
+def test_children_follow() -> None:
+    pids = EventPids()
+    pids.traced.write(b"1")
+    pids.follow(1, 5)
+    pids.follow(7, 8)
+    assert (pids.traced.pids, pids.untraced.pids) == ({1, 5}, frozenset())
+    pids.forget(1)
+    assert pids.traced.pids == {5}
+
+
+class _Scheduled(TraceEvent):
+    """An event of the scheduler: the pid of the other task is all that it holds."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__("sched", name, [], "")
+
+    def other_task(self, payload: bytes) -> int | None:
+        return int.from_bytes(payload, "little") if payload else None
+
+    def start(self) -> None:
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        raise NotImplementedError
+
+    def print_record(self, payload: bytes, symbols: TraceSymbols, *, sym_addr: bool = False) -> str:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("name", ["sched_waking", "sched_wakeup", "sched_wakeup_new"])
+def test_waking_a_traced_task_is_recorded(name: str) -> None:
+    pids, event = EventPids(), _Scheduled(name)
+    pids.traced.write(b"5")
+    left_out = [pids.leaves_out(event, woken.to_bytes(4, "little"), pid) for pid, woken in PAIRS]
+    assert left_out == [False, False, True]
+
+
+def test_switches_to_and_from_a_traced_task_are_recorded() -> None:
+    pids, event = EventPids(), _Scheduled("sched_switch")
+    pids.traced.write(b"5")
+    left_out = [pids.leaves_out(event, after.to_bytes(4, "little"), pid) for pid, after in PAIRS]
+    assert left_out == [False, False, True]
+    assert pids.leaves_out(_Scheduled("sched_process_exit"), b"", 9)

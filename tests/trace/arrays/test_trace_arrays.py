@@ -1,0 +1,93 @@
+"""Instances: made, used, removed; each records what it has enabled, and nothing else."""
+
+from __future__ import annotations
+
+from emulated_kernel.kernel import Kernel
+from emulated_kernel.trace.options import TraceOption
+from emulated_kernel.trace.trace_arrays import TraceArrays
+from tests.trace.arrays.conftest import names
+from tests.trace.events.kernel import errno_of
+
+
+def test_each_records_for_itself(kernel: Kernel, arrays: TraceArrays) -> None:
+    one, two = arrays.make("one"), arrays.make("two")
+    one.events.write(b"a")
+    two.events.write(b"b")
+    kernel.call("strlen", "x")
+    assert (names(arrays.top), names(one), names(two)) == ([], ["a"], ["b"])
+    one.array.set_tracing_on(False)
+    kernel.call("strlen", "x")
+    assert (names(one), names(two)) == (["a"], ["b", "b"])
+
+
+def test_filters_and_errors_are_its_own(kernel: Kernel, arrays: TraceArrays) -> None:
+    one = arrays.make("one")
+    event = kernel.kprobe_events.find("kprobes", "a")
+    assert event is not None
+    one.filters.write(event, b's == "yes"')
+    assert errno_of(lambda: one.filters.write(event, b"nosuch == 1")) == "EINVAL"
+    assert (len(one.errors.records()), arrays.top.errors.records()) == (1, [])
+    one.filters.write(event, b's == "yes"')
+    for tracing in arrays:
+        tracing.events.write(b"a")
+    kernel.call("strlen", "no")
+    assert (names(arrays.top), names(one)) == (["a"], [])
+
+
+def test_an_instance_keeps_an_event_from_being_removed(kernel: Kernel, arrays: TraceArrays) -> None:
+    arrays.make("one").events.write(b"a")
+    assert errno_of(lambda: kernel.kprobe_events.write(b"-:a")) == "EBUSY"
+    arrays.remove("one")
+    kernel.kprobe_events.write(b"-:a")
+
+
+def test_names(arrays: TraceArrays) -> None:
+    arrays.make("one")
+    assert errno_of(lambda: arrays.make("one")) == "EEXIST"
+    assert errno_of(lambda: arrays.remove("two")) == "ENODEV"
+    assert list(arrays.names()) == ["one"]
+    arrays.remove("one")
+    assert arrays.find("one") is None
+
+
+def test_options_are_inherited_but_two(arrays: TraceArrays) -> None:
+    top = arrays.top.array.options
+    before = top.flags
+    try:
+        for name in ("overwrite", "irq-info"):
+            top.set(name, 0)
+        for name in ("event-fork", "sym-addr"):
+            top.set(name, 1)
+        one = arrays.make("one").array
+        assert not one.options.get("event-fork")
+        assert (one.options.get("sym-addr"), one.options.get("irq-info")) == (True, False)
+        assert not one.buffers[0].overwrite
+        assert "trace_printk" in one.options.names()
+        assert "trace_printk" not in one.options.names(instance=True)
+    finally:
+        for option in TraceOption:
+            if (before ^ top.flags) & option:
+                top.flags ^= option
+        arrays.top.array.apply_switches()
+
+
+def test_pids(kernel: Kernel, arrays: TraceArrays) -> None:
+    one = arrays.make("one")
+    one.events.write(b"a")
+    one.array.pids.traced.write(b"1")
+    kernel.call("strlen", "x")
+    assert names(one) == []
+    one.array.pids.traced.clear()
+    kernel.call("strlen", "x")
+    assert names(one) == ["a"]
+
+
+def test_forks_are_followed_where_the_option_is_on(arrays: TraceArrays) -> None:
+    one, two = arrays.make("one").array, arrays.make("two").array
+    one.options.set("event-fork", 1)
+    for array in (one, two):
+        array.pids.traced.write(b"10")
+    arrays.follow_fork(10, 11)
+    arrays.follow_fork(11, 12)
+    arrays.forget_task(10)
+    assert (one.pids.traced.pids, two.pids.traced.pids) == ({11, 12}, {10})

@@ -1,0 +1,230 @@
+"""A guest to run compiled handlers in: mapped memory, a task, ring buffers, and the same hit for Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from emulated_kernel.arch.program import NR_VREGS, Program
+from emulated_kernel.arch.program_builder import HitWay, ProgramBuilder
+from emulated_kernel.trace import ring_layout
+from emulated_kernel.trace.compile import CompiledEvent, Recording, compiled_event, emit_event
+from emulated_kernel.trace.event import KprobeTraceEvent, TraceEvent
+from emulated_kernel.trace.guest import SCRATCH_SIZE, GuestPlaces, RecordTarget
+from emulated_kernel.trace.ports import ProbeHit, RawEntry
+from emulated_kernel.trace.ring_buffer import RingBuffer
+from emulated_kernel.trace.ring_layout import RingMemory, memory_size
+from emulated_kernel.trace.trace_entry import TRACE_ENTRY
+from tests.arch.interpreter import Interpreter
+from tests.trace.events.kernel import REGISTERS, X86
+
+KERNEL = 0xFFFF888000010000
+"""Two pages that arguments may point to; pages before and behind aren't mapped."""
+STACK = 0xFFFF888000020000
+USER = 0x00007F0000000000
+EDGE = 0x7FFFFFFFE000
+"""The last page of user space."""
+_CELLS = 0xFFFFFFFFB8000000
+_PAGES = 0xFFFFC98000000000
+_PER_CPU = 0xFFFFFFFF81100000
+_TASK = 0xFFFF888000030000
+PID, COMM = 4242, b"a-task"
+STEP = 57
+ARCH = X86()
+
+
+class Memory:
+    """Mapped stretches of the address space."""
+
+    def __init__(self) -> None:
+        self.stretches: dict[int, bytearray] = {}
+
+    def map(self, address: int, size: int) -> bytearray:
+        self.stretches[address] = bytearray(size)
+        return self.stretches[address]
+
+    def _find(self, address: int, size: int) -> tuple[bytearray, int] | None:
+        for start, data in self.stretches.items():
+            if start <= address and address + size <= start + len(data):
+                return data, address - start
+        return None
+
+    def read(self, address: int, size: int) -> bytes | None:
+        found = self._find(address, size)
+        return None if found is None else bytes(found[0][found[1] : found[1] + size])
+
+    def write(self, address: int, data: bytes) -> None:
+        found = self._find(address, len(data))
+        assert found is not None, f"a store to {address:#x}"
+        found[0][found[1] : found[1] + len(data)] = data
+
+    def word(self, address: int, value: int, size: int = 8) -> None:
+        self.write(address, (value & (1 << 8 * size) - 1).to_bytes(size, "little"))
+
+
+@dataclass
+class Hit:
+    """ProbeHit over the same memory."""
+
+    regs: Any
+    memory: Memory
+    comm: bytes = COMM
+    return_address: int = 0
+
+    def read(self, address: int, size: int) -> bytes | None:
+        return self.memory.read(address, size)
+
+
+@dataclass(eq=False)
+class RingRecorder:
+    """A Recorder with a ring buffer, and its twin, which guest code writes to."""
+
+    guest: Guest
+    number: int
+    saves_comm: bool = True
+    overwrite: bool = True
+    compilable: bool = True
+    saved: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.host_ring = RingBuffer(memoryview(bytearray(memory_size(2))), 2, overwrite=self.overwrite)
+        memory = self.guest.memory
+        pages_at, control_at = _PAGES + self.number * 0x100000, _CELLS + 0x10000 + self.number * 0x100
+        pages = memoryview(memory.map(pages_at, memory_size(2)))
+        control = memoryview(memory.map(control_at, ring_layout.CONTROL_SIZE))
+        place = RingMemory(pages, pages_at, control, control_at)
+        self.guest_ring = RingBuffer(place, 2, overwrite=self.overwrite)
+
+    def target(self) -> RecordTarget | None:
+        if not self.compilable:
+            return None
+        return RecordTarget(self.guest_ring.place.control_at, self.saves_comm, self._make_room)
+
+    def _make_room(self) -> bool:
+        request = self.guest.memory.read(self.guest.places.event_time, 16)
+        assert request is not None
+        time, length = (int.from_bytes(request[at : at + 8], "little") for at in (0, 8))
+        return self.guest_ring.make_room(length, time)
+
+    def entry(self, event: TraceEvent, payload: bytes, hit: ProbeHit) -> RawEntry:
+        return RawEntry(TRACE_ENTRY.pack(event.id, *self.guest.context, PID) + payload, 0, hit.comm)
+
+    def record(self, event: TraceEvent, payload: bytes, hit: ProbeHit) -> None:
+        self.guest.now += STEP
+        if self.host_ring.write(self.entry(event, payload, hit).data, self.guest.now):
+            self.guest.host_saved += [PID] * self.saves_comm
+
+    def event_removed(self, event: TraceEvent) -> None:
+        """Nothing."""
+
+    def same(self) -> None:
+        """Both rings hold the same bytes."""
+        assert list(self.guest_ring) == list(self.host_ring)
+        assert self.guest_ring.stats() == self.host_ring.stats()
+        start = ring_layout.data_start(2)
+        mine, its = (ring.place.pages[start:].tobytes() for ring in (self.guest_ring, self.host_ring))
+        for page in range(3):
+            # A commit word is stale while the page is written.
+            assert mine[page * 4096 : page * 4096 + 8] == its[page * 4096 : page * 4096 + 8]
+        mine_read, its_read = (list(iter(ring.read_page, None)) for ring in (self.guest_ring, self.host_ring))
+        assert mine_read == its_read
+
+
+class Guest:
+    """One CPU with a task."""
+
+    def __init__(self, way: HitWay = HitWay.JUMP) -> None:
+        self.way = way
+        self.memory = memory = Memory()
+        self.now = 1_000_000
+        self.saves = 0
+        self.host_saved: list[int] = []
+        memory.map(KERNEL, 8192)
+        memory.map(STACK, 16384)
+        memory.map(USER, 4096)
+        memory.map(EDGE, 4096)
+        memory.map(_CELLS, 256 + SCRATCH_SIZE)
+        memory.map(_PER_CPU, 4096)
+        memory.map(_TASK, 4096)
+        self.places = GuestPlaces(
+            clock=_CELLS,
+            clock_step=STEP,
+            current_task=0x10,
+            pid=0x100,
+            comm=0x200,
+            preempt_count=0x7C,
+            need_resched=0x78,
+            hardirq_mask=0xF0000,
+            softirq_mask=0xFF00,
+            last_pid=_CELLS + 16,
+            event_time=_CELLS + 32,
+            scratch=_CELLS + 256,
+            breakpoint_context=(0x48, 0xFF),
+            save_comm=self._save_comm,
+            new_counter=lambda: None,
+        )
+        memory.word(_CELLS, self.now)
+        memory.word(_CELLS + 8, STEP)
+        memory.word(_PER_CPU + 0x10, _TASK)
+        memory.word(_TASK + 0x100, PID, 4)
+        memory.write(_TASK + 0x200, COMM)
+        self.regs = SimpleNamespace(**dict.fromkeys(REGISTERS, 0))
+        self.regs.sp = STACK + 16384 - 512
+        self.context = (0, 0)
+        self.set_context(0, 0, interrupts=True)
+
+    def _save_comm(self) -> bool:
+        self.saves += 1
+        self.memory.word(self.places.last_pid, PID, 4)
+        return True
+
+    def set_context(self, count: int, need_resched: int, *, interrupts: bool) -> None:
+        """preempt_count and need_resched of the CPU, and the interrupt flag."""
+        self.memory.word(_PER_CPU + 0x7C, count, 4)
+        self.memory.word(_PER_CPU + 0x78, need_resched, 4)
+        self.regs.flags = 0x202 if interrupts else 0x2
+        if self.way is HitWay.BREAKPOINT:
+            self.context = self.places.breakpoint_context
+            return
+        flags = (0 if interrupts else 1) | (0x24 if need_resched else 0)
+        flags |= (
+            (8 if count & 0xF0000 else 0) | (0x10 if count & 0x100 else 0) | (0x80 if count & 0xFE00 else 0)
+        )
+        self.context = (flags, count & 0xFF)
+
+    def advance(self, ns: int) -> None:
+        """Let time pass for both."""
+        self.now += ns
+        self.memory.word(_CELLS, self.now)
+
+    def compile(self, event: KprobeTraceEvent) -> tuple[CompiledEvent, Program, ProgramBuilder] | None:
+        compiled = compiled_event(event, event.probes[0].args, ARCH)
+        if compiled is None:
+            return None
+        builder = ProgramBuilder()
+        handle = event.probes[0].handle
+        assert handle is not None
+        emit_event(builder, compiled, self.way, handle.address, ARCH, self.places)
+        return compiled, builder.program(), builder
+
+    def hit(self, event: KprobeTraceEvent) -> None:
+        """One hit, in Python and compiled; the clocks must agree afterwards."""
+        handle = event.probes[0].handle
+        assert handle is not None
+        self.regs.ip = handle.address + 1
+        event.probes[0].hit(Hit(self.regs, self.memory))
+        made = self.compile(event)
+        assert made is not None
+        _, program, builder = made
+        registers = {name: value & (1 << 64) - 1 for name, value in vars(self.regs).items()}
+        if self.way is HitWay.CALL:
+            registers["sp"] -= 8
+        interpreter = Interpreter(self.memory, registers, _PER_CPU, builder.actions)
+        assert len(interpreter.vregs) == NR_VREGS
+        interpreter.run(program)
+
+
+def recordings(compiled: CompiledEvent) -> tuple[Recording, ...]:
+    """What it records to."""
+    return compiled.recordings

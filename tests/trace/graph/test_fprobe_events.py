@@ -1,0 +1,100 @@
+"""Fprobe events: their commands, their lines in dynamic_events, and their records."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+
+import pytest
+
+from emulated_kernel.config import MachineConfig
+from emulated_kernel.errors import KernelError
+from emulated_kernel.kernel import Kernel
+from emulated_kernel.trace.fprobe_events import FprobeEvents
+
+
+@pytest.fixture
+def kernel() -> Iterator[Kernel]:
+    with Kernel(MachineConfig(profile="linux-6.1-fprobe")) as kernel:
+        yield kernel
+        assert kernel.machine.text.ledger == {}
+
+
+def _events(kernel: Kernel) -> FprobeEvents:
+    assert kernel.fprobe_events is not None
+    return kernel.fprobe_events
+
+
+def test_the_default_kernel_has_none() -> None:
+    with Kernel() as kernel, pytest.raises(KernelError) as caught:
+        write(kernel, "f vfs_read")
+    assert caught.value.errno == errno.EINVAL
+
+
+def write(kernel: Kernel, line: str) -> None:
+    kernel.kprobe_events.dynamic_events.write(line.encode() + b"\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        ("f vfs_read", "f:fprobes/vfs_read__entry vfs_read"),
+        ("f vfs_read%return", "f:fprobes/vfs_read__exit vfs_read%return"),
+        ("f:name vfs_read $arg1", "f:fprobes/name vfs_read arg1=$arg1"),
+        ("f:group/ vfs_read", "f:group/vfs_read__entry vfs_read"),
+        ("f:group/name vfs_read%return $retval", "f:group/name vfs_read%return arg1=$retval"),
+        ("f12:name vfs_read%return", "f12:fprobes/name vfs_read%return"),
+    ],
+)
+def test_shown_in_dynamic_events_alone(kernel: Kernel, command: str, shown: str) -> None:
+    write(kernel, command)
+    assert kernel.kprobe_events.dynamic_events.show() == f"{shown}\n"
+    assert kernel.kprobe_events.show() == kernel.kprobe_events.profile() == ""
+    write(kernel, "-:" + shown.partition(":")[2].split()[0])
+    assert kernel.kprobe_events.dynamic_events.show() == ""
+
+
+@pytest.mark.parametrize(
+    ("command", "error", "message"),
+    [
+        ("f:x no_such_function", errno.ENOENT, "Invalid probed address or symbol"),
+        ("f:x vfs_read+4", errno.EINVAL, "Invalid probed address or symbol"),
+        ("f:x __switch_to", errno.EINVAL, "Failed to register probe event"),
+        ("f3:x vfs_read", errno.EINVAL, "Maxactive is not for kprobe"),
+        ("f:x vfs_read%foo", errno.EINVAL, "Invalid probed address suffix"),
+        ("f:x vfs_read $retval", errno.EINVAL, "$retval is not available on probe"),
+        ("f:kprobes/k vfs_read", errno.EEXIST, "Given group/event name is already used by another event"),
+    ],
+)
+def test_refused(kernel: Kernel, command: str, error: int, message: str) -> None:
+    write(kernel, "p:k vfs_read")
+    with pytest.raises(KernelError) as caught:
+        write(kernel, command)
+    assert caught.value.errno == error
+    assert f"trace_fprobe: error: {message}\n" in "".join(_events(kernel).error_log.records())
+    assert kernel.kprobe_events.dynamic_events.show() == "p:kprobes/k vfs_read\n"
+    kernel.kprobe_events.clear()
+
+
+def test_records(kernel: Kernel) -> None:
+    write(kernel, "f:in gcd a=$arg1:u64 b=%si:u64")
+    write(kernel, "f:out gcd%return result=$retval:u64")
+    events = [_events(kernel).find("fprobes", name) for name in ("in", "out")]
+    for event in events:
+        assert event is not None
+        _events(kernel).enable(event)
+    assert kernel.call("gcd", 12, 18) == 6
+    lines = [line.partition(": ")[2] for line in kernel.trace.trace_text().splitlines() if line[0] != "#"]
+    assert lines[0].startswith("in: (gcd+0x0/")
+    assert lines[0].endswith(" a=12 b=18")
+    assert lines[1].startswith("out: (")
+    assert lines[1].endswith(" <- gcd) result=6")
+    with pytest.raises(KernelError) as caught:
+        write(kernel, "-:fprobes/in")
+    assert caught.value.errno == errno.EBUSY
+    for event in events:
+        assert event is not None
+        _events(kernel).disable(event)
+    kernel.call("gcd", 12, 18)
+    assert [probe.hits for probe in _events(kernel).probes()] == [1, 1]
+    kernel.kprobe_events.dynamic_events.clear()

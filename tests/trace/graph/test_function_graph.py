@@ -1,0 +1,211 @@
+"""The function_graph tracer: its text as Linux prints it, and calls of a real guest as a tree."""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from emulated_kernel.config import MachineConfig
+from emulated_kernel.errors import KernelError
+from emulated_kernel.kernel import Kernel
+from emulated_kernel.kprobes.kretprobe import Kretprobe
+from emulated_kernel.trace.function_graph import NAME, duration_text, overhead_mark
+
+HEADER = """\
+# tracer: function_graph
+#
+# CPU  DURATION                  FUNCTION CALLS
+# |     |   |                     |   |   |   |
+"""
+CALL = re.compile(r"^ 0\) [ +!#*@$] [\d. us]{12}\|  ( *)(\S+)\(\);$")
+OPENED = re.compile(r"^ 0\)               \|  ( *)(\S+)\(\) \{$")
+CLOSED = re.compile(r"^ 0\) [ +!#*@$] [\d. us]{12}\|  ( *)\}$")
+
+
+@pytest.mark.parametrize(
+    ("nanoseconds", "text"),
+    [
+        (0, "0.000 us    "),
+        (76, "0.076 us    "),
+        (1_234, "1.234 us    "),
+        (32_936, "32.936 us   "),
+        (123_456, "123.456 us  "),
+        (1_234_567, "1234.567 us "),
+        (12_345_678, "12345.67 us "),
+        (123_456_789, "123456.7 us "),
+        (1_234_567_890, "1234567 us  "),
+        (12_345_678_901, "12345678 us "),
+    ],
+)
+def test_durations_have_seven_digits(nanoseconds: int, text: str) -> None:
+    assert duration_text(nanoseconds) == text
+
+
+@pytest.mark.parametrize(
+    ("nanoseconds", "mark"),
+    [(10_000, " "), (10_001, "+"), (100_001, "!"), (1_000_001, "#"), (10_000_001, "*"), (2 * 10**9, "$")],
+)
+def test_marks(nanoseconds: int, mark: str) -> None:
+    assert overhead_mark(nanoseconds) == mark
+
+
+@pytest.fixture(params=["rethook", "fgraph"])
+def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
+    with Kernel(MachineConfig(return_hook=request.param)) as kernel:
+        yield kernel
+        assert kernel.machine.text.verify() == []
+
+
+def lines(kernel: Kernel) -> list[str]:
+    """The calls, without the header, up to the first task switch."""
+    text = kernel.trace.trace_text()
+    assert text.startswith(HEADER)
+    return text.removeprefix(HEADER).splitlines()
+
+
+def tree(text: list[str]) -> list[tuple[int, str]]:
+    """Depth and function of each call; checks that every brace is closed where it was opened."""
+    calls, opened = [], []
+    for line in text:
+        if found := CALL.match(line) or OPENED.match(line):
+            calls.append((len(found[1]) // 2, found[2]))
+            if line.endswith("{"):
+                opened.append(found[1])
+        else:
+            closed = CLOSED.match(line)
+            assert closed is not None, line
+            assert closed[1] == opened.pop()
+    assert opened == []
+    return calls
+
+
+def test_calls_of_a_function(kernel: Kernel) -> None:
+    kernel.function_graph.functions.write(b"kfree __kmalloc\n")
+    kernel.trace.set_tracer(NAME)
+    block = kernel.call("__kmalloc", 64, 0xCC0)
+    kernel.call("kfree", block)
+    kernel.trace.set_tracer("nop")
+    assert kernel.machine.text.ledger == {}
+    kernel.trace.current_tracer = NAME
+    calls = tree(lines(kernel))
+    assert [name for depth, name in calls if depth == 0] == ["__kmalloc", "kfree"]
+    assert (1, "kmem_cache_alloc") in calls or len(calls) > 2
+
+
+def test_leaves_and_depth(kernel: Kernel) -> None:
+    graph = kernel.function_graph
+    graph.functions.write(b"kfree")
+    graph.set_max_depth(1)
+    kernel.trace.set_tracer(NAME)
+    kernel.call("kfree", kernel.call("__kmalloc", 64, 0xCC0))
+    assert tree(lines(kernel)) == [(0, "kfree")]
+    kernel.trace.clear_trace()
+    graph.set_max_depth(0)
+    kernel.call("kfree", kernel.call("__kmalloc", 64, 0xCC0))
+    assert len(tree(lines(kernel))) > 1
+
+
+def test_notrace_hides_what_is_called(kernel: Kernel) -> None:
+    graph = kernel.function_graph
+    graph.functions.write(b"kfree")
+    graph.notrace.write(b"*slab* virt_to_head_page")
+    kernel.trace.set_tracer(NAME)
+    kernel.call("kfree", kernel.call("__kmalloc", 64, 0xCC0))
+    assert tree(lines(kernel)) == [(0, "kfree")]
+
+
+def test_a_whole_session_closes_what_it_opens(kernel: Kernel) -> None:
+    """All functions, task switches and an exit: every task's braces match."""
+    kernel.trace.set_tracer(NAME)
+    kernel.guest.mirror.task_of(600, 0, 0)
+    kernel.guest.mirror.exit(600)
+    kernel.call("gcd", 12, 18)
+    kernel.trace.set_tracer("nop")
+    kernel.trace.current_tracer = NAME
+    text = kernel.trace.trace_text()
+    assert "=>" in text
+    assert " gcd();\n" in text
+    depth = [line for line in text.splitlines() if line.endswith("{")]
+    assert len(depth) > 20
+    assert kernel.call("gcd", 12, 18) == 6
+    assert kernel.machine.text.ledger == {}
+
+
+def test_beside_a_kretprobe(kernel: Kernel) -> None:
+    """Both see the return; the kretprobe's caller is the real one or the graph's trampoline."""
+    results: list[int] = []
+    rp = Kretprobe(symbol_name="gcd", handler=lambda _instance, regs: results.append(regs.ax))
+    kernel.register_kretprobe(rp)
+    kernel.function_graph.functions.write(b"gcd")
+    kernel.trace.set_tracer(NAME)
+    for other in ("rethook", "fgraph"):
+        with pytest.raises(KernelError) as caught:
+            kernel.kretprobes.hooks.select_return_hook(other)
+        assert caught.value.errno == errno.EBUSY
+    assert kernel.call("gcd", 12, 18) == 6
+    assert results == [6]
+    assert tree(lines(kernel)) == [(0, "gcd")]
+    kernel.trace.set_tracer("nop")
+    assert kernel.call("gcd", 12, 18) == 6
+    kernel.unregister_kretprobe(rp)
+
+
+def test_sets_of_functions(kernel: Kernel) -> None:
+    functions = kernel.function_graph.functions
+    assert list(functions.records()) == ["#### all functions enabled ####\n"]
+    assert list(kernel.function_graph.notrace.records()) == ["#### no functions disabled ####\n"]
+    functions.write(b"vfs_read vfs_w*te\n")
+    assert sorted(functions.records()) == ["vfs_read\n", "vfs_write\n"]
+    functions.write(b"!vfs_read")
+    assert list(functions.records()) == ["vfs_write\n"]
+    for bad in (b"nothing_like_it", b"!nothing", b"__switch_to"):
+        with pytest.raises(KernelError) as caught:
+            functions.write(bad)
+        assert caught.value.errno == errno.EINVAL
+    functions.clear()
+    assert not functions.addresses
+
+
+def test_events_stand_between_the_calls_as_comments(kernel: Kernel) -> None:
+    kernel.function_graph.functions.write(b"gcd")
+    kernel.kprobe_events.write(b"r:result gcd value=$retval\n")
+    event = kernel.kprobe_events.find("kprobes", "result")
+    assert event is not None
+    kernel.kprobe_events.enable(event, kernel.trace_arrays.top.recorder)
+    kernel.trace.set_tracer(NAME)
+    kernel.call("gcd", 12, 18)
+    comments = [line for line in lines(kernel) if "/*" in line]
+    assert len(comments) == 1
+    assert re.match(r"^ 0\)               \|  +/\* result: \(.* <- gcd\) value=0x6 \*/$", comments[0])
+    kernel.trace.set_tracer("nop")
+    kernel.kprobe_events.disable(event, kernel.trace_arrays.top.recorder)
+    kernel.kprobe_events.clear()
+
+
+def test_without_fentry_sites_there_is_no_graph() -> None:
+    with Kernel(MachineConfig(profile="optprobes-2009")) as kernel:
+        with pytest.raises(KernelError) as caught:
+            kernel.trace.set_tracer(NAME)
+        assert caught.value.errno == errno.EOPNOTSUPP
+        assert kernel.trace.current_tracer == "nop"
+
+
+def test_the_filters_of_the_function_tracer_hold_too(kernel: Kernel) -> None:
+    """Chosen before, and changed while it runs; nothing else is hooked."""
+    filters = kernel.trace_arrays.top.functions.filter
+    filters.write(b"strlen\n")
+    kernel.trace.set_tracer(NAME)
+    kernel.call("int_sqrt", 16)
+    kernel.call("strlen", "abc")
+    assert {name for _, name in tree(lines(kernel))} == {"strlen"}
+    filters.write(b"gcd\n")
+    kernel.call("gcd", 12, 18)
+    filters.clear()
+    kernel.call("int_sqrt", 16)
+    names = {name for _, name in tree(lines(kernel))}
+    assert {"strlen", "gcd", "int_sqrt"} <= names
+    kernel.trace.set_tracer("nop")
+    assert kernel.machine.text.ledger == {}

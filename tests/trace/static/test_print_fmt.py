@@ -1,0 +1,65 @@
+"""Print formats: C expressions on the fields of a record."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+
+from emulated_kernel.trace.print_fmt import PrintContext, PrintField, compile_print_fmt
+from tests.trace.ring.conftest import Symbols
+
+FIELDS = {
+    "number": PrintField(8, 4, True, False, 0),
+    "big": PrintField(16, 8, False, False, 0),
+    "comm": PrintField(24, 16, True, True, 16),
+    "words": PrintField(40, 16, False, False, 2),
+    "text": PrintField(56, 4, True, False, 0),
+}
+PAYLOAD = struct.pack("<iIQ16sQQI", -5, 0, (1 << 64) - 1, b"cat\0junk", 7, 8, 4 << 16 | 60) + b"abc\0"
+
+
+def _print(print_fmt: str) -> str:
+    function = compile_print_fmt(print_fmt, FIELDS, 8, {"twice": lambda value: 2 * value})
+    return function(PrintContext(PAYLOAD, Symbols()))
+
+
+@pytest.mark.parametrize(
+    ("print_fmt", "text"),
+    [
+        ('"nothing"', "nothing"),
+        ('"100%%"', "100%"),
+        ('"%d %u %x", REC->number, REC->number, REC->number', "-5 4294967291 fffffffb"),
+        ('"%ld %lu %lx", REC->big, REC->big, REC->big', f"-1 {(1 << 64) - 1} {'f' * 16}"),
+        ('"%s|%6s|%-6s|", REC->comm, REC->comm, REC->comm', "cat|   cat|cat   |"),
+        ('"%03d %5d %-4d|", 7, 7, 7', "007     7 7   |"),
+        ('"%lx, %lx", REC->words[0], REC->words[1]', "7, 8"),
+        ('"%s", __get_str(text)', "abc"),
+        ('"%p", REC->words[1]', "0000000000000008"),
+        ('"%d", (REC->number & 4) ? 1 : 2', "2"),
+        ('"%d", 2 + 3 * 4 - 1', "13"),
+        ('"%d", 1 << 4 >> 2', "4"),
+        ('"%d", !(1 == 2 || 3 != 3)', "1"),
+        ('"%lx", (unsigned long)REC->number', "fffffffffffffffb"),
+        ('"%d", (unsigned char)(0x1ff)', "255"),
+        ('"%s", REC->big != -1UL ? "some" : "none"', "none"),
+        ('"%ld", (long)REC->words[0] - REC->words[1]', "-1"),
+        ('"%d", twice(21)', "42"),
+        ('"%s", __print_flags(REC->words[0], "|", {1, "A"}, {2, "B"})', "A|B|0x4"),
+        ('"%s", __print_flags(0, "|", {1, "A"})', ""),
+        ('"%s", __print_flags(3, "-", {3, "BOTH"}, {1, "A"})', "BOTH"),
+        ('"%s", __print_symbolic(8, {7, "seven"}, {8, "eight"})', "eight"),
+        ('"%s", __print_symbolic(9, {7, "seven"}, {8, "eight"})', "0x9"),
+        ('"%s", REC->number ? "t" : REC->big ? "u" : "v"', "t"),
+    ],
+)
+def test_expressions(print_fmt: str, text: str) -> None:
+    assert _print(print_fmt) == text
+
+
+@pytest.mark.parametrize(
+    "print_fmt", ["%d", '"%d", REC->other', '"%d", sizeof(1)', '"%d", (1', '"%d", 1 1', '"%d", @']
+)
+def test_what_is_not_understood(print_fmt: str) -> None:
+    with pytest.raises(ValueError, match="print fmt"):
+        _print(print_fmt)

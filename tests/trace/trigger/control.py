@@ -1,0 +1,132 @@
+"""A trace array for triggers to act on: its switch, clock, call chain and snapshots are attributes."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.trace.eprobe import EventProbes
+from emulated_kernel.trace.event import TraceEvent
+from emulated_kernel.trace.hist.system import HistSystem
+from emulated_kernel.trace.hist.trigger import HistCommand, hist_text
+from emulated_kernel.trace.ports import ProbeHit
+from emulated_kernel.trace.synth.events import SyntheticEvents
+from emulated_kernel.trace.trigger import EventTriggers
+from emulated_kernel.trace.trigger_commands import plain_commands
+from tests.trace.events.kernel import FUNCTIONS, X86, Function, Hit, Kernel, hit_all, make_kernel
+
+CLOCKS = {"local": True, "global": True, "counter": False, "uptime": False, "mono": True}
+
+
+@dataclass
+class Control:
+    """TraceControl."""
+
+    tracing_on: bool = True
+    has_snapshots: bool = True
+    clock: str = "local"
+    time: int = 1000
+    chain: tuple[int, ...] = (0xFFFFFFFF8135D4F1, 0xFFFFFFFF8134CC60)
+    actions: list[str] = field(default_factory=list)
+
+    def set_tracing_on(self, on: bool) -> None:
+        self.tracing_on = on
+        self.actions.append(f"tracing_on {on:d}")
+
+    def record_stack(self, hit: ProbeHit) -> None:
+        del hit
+        self.actions.append("stack")
+
+    def callers(self, hit: ProbeHit) -> Sequence[int]:
+        del hit
+        return self.chain
+
+    def allocate_snapshot(self) -> None:
+        self.actions.append("allocate")
+
+    def take_snapshot(self) -> None:
+        self.actions.append("snapshot")
+
+    def now(self) -> int:
+        return self.time
+
+    def set_clock(self, name: str) -> None:
+        if name not in CLOCKS:
+            raise KernelError(errno.EINVAL, "no such clock")
+        self.clock = name
+
+    @property
+    def clock_in_ns(self) -> bool:
+        return CLOCKS[self.clock]
+
+
+class TriggerKernel:
+    """A kernel with triggers on its events."""
+
+    def __init__(self, control: Control | None = None, functions: Iterable[Function] = FUNCTIONS) -> None:
+        self.kernel: Kernel = make_kernel(functions)
+        self.control = control or Control()
+        events = self.kernel.events
+        self.synthetic = SyntheticEvents(events.registry, events.dynamic_events, events.error_log)
+        self.event_probes = EventProbes(
+            X86(), self.kernel.symbols, events.registry, events.dynamic_events, events.error_log
+        )
+        self.system = HistSystem(events.registry, {0: "sys_read"}.get)
+        self.triggers = EventTriggers(
+            self.kernel.recorder,
+            self.control,
+            events.registry,
+            events.error_log,
+            self.kernel.symbols,
+            (*plain_commands(self.control), HistCommand(self.system)),
+        )
+
+    def define(self, *commands: str) -> None:
+        """Make kprobe events."""
+        for command in commands:
+            self.kernel.events.write(command.encode())
+
+    def event(self, name: str) -> TraceEvent:
+        """A kprobe event or a synthetic one."""
+        registry = self.kernel.events.registry
+        found = registry.find("kprobes", name) or registry.find("synthetic", name)
+        assert found is not None
+        return found
+
+    def write(self, text: str, event: str = "a") -> None:
+        """Write to an event's trigger file."""
+        assert self.triggers.write(self.event(event), text.encode()) == len(text)
+
+    def show(self, event: str = "a") -> str:
+        """The event's trigger file."""
+        return "".join(self.triggers.records(self.event(event)))
+
+    def hist(self, event: str = "a") -> str:
+        """The event's hist file."""
+        return hist_text(self.triggers, self.event(event))
+
+    def entries(self, event: str = "a") -> list[str]:
+        """The elements in the event's hist file."""
+        return [line for line in self.hist(event).splitlines() if line.startswith("{")]
+
+    def errors(self) -> str:
+        """The error log without times."""
+        return "".join(f"{record.partition('] ')[2]}" for record in self.kernel.events.error_log.records())
+
+    def enabled(self, event: str = "a") -> str:
+        """The event's enable file."""
+        return self.event(event).file(self.kernel.recorder).enabled_text()
+
+    def hit(self, hit: Hit | None = None, **regs: int) -> None:
+        """Hit every armed probe."""
+        hit = hit or Hit()
+        for name, value in regs.items():
+            setattr(hit.regs, name, value)
+        hit_all(self.kernel, hit)
+
+    @property
+    def recorded(self) -> list[str]:
+        """Names of the events recorded."""
+        return [event.name for event, _ in self.kernel.recorder.entries]
