@@ -17,16 +17,17 @@ from emulated_kernel.machine.machine import Machine
 
 _SYSCALL = "nr."
 """Prefix of system call numbers in the guest's ABI table."""
+_SPLIT = "ia32_"
 
 
 def boot_guest(machine: Machine, image: KernelImage, cells: GuestCells, watch: ProcessWatch) -> Guest:
     """Run the kernel on from its boot until init is in user mode, and build what serves requests."""
     symbols, memory = image.kallsyms, machine.memory
     executive = Executive(machine, cells)
-    init = GuestTask(INIT_PID, memory.read_u64(address_of(symbols, "child_reaper")), "init", 0, 0)
+    init = GuestTask(INIT_PID, memory.read_word(address_of(symbols, "child_reaper")), "init", 0, 0)
     executive.add(init)
     executive.start()
-    numbers = {name.removeprefix(_SYSCALL): nr for name, nr in image.abi.items() if name.startswith(_SYSCALL)}
+    numbers = _syscall_numbers(image)
     buffers = UserBuffers(machine.user_buffers)
     find_task = address_of(symbols, "host_find_task")
     mirror = TaskMirror(
@@ -44,3 +45,10 @@ def boot_guest(machine: Machine, image: KernelImage, cells: GuestCells, watch: P
     is_real = machine.config.clock == "real"
     times = RealTime() if is_real else WallTime(machine.clock.now_ns, time_ns)
     return Guest(executive, mirror, syscalls, memory, buffers, machine, symbols, times, machine.text.ledger)
+
+
+def _syscall_numbers(image: KernelImage) -> dict[str, int]:
+    """By the names that calls have on all machines; i386 marks those whose arguments it splits."""
+    names = {name.removeprefix(_SYSCALL): nr for name, nr in image.abi.items() if name.startswith(_SYSCALL)}
+    split = {name.removeprefix(_SPLIT): nr for name, nr in names.items() if name.startswith(_SPLIT)}
+    return names | split

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping
 from typing import Protocol
+
+from emulated_kernel.errors import KernelError
 
 _EXIT_RECORD_WORDS = 2
 """struct host_exit_record: the task, then pid and code."""
@@ -12,11 +15,13 @@ _GIDS = ("gid", "egid", "fsgid")
 
 
 class CellMemory(Protocol):
+    word_size: int
+
     def view(self, va: int, size: int) -> memoryview: ...
 
     def read(self, va: int, size: int) -> bytes: ...
 
-    def read_u64(self, va: int) -> int: ...
+    def read_word(self, va: int) -> int: ...
 
     def write_u32(self, va: int, value: int) -> None: ...
 
@@ -32,16 +37,16 @@ class GuestCells:
         self._memory = memory
         self._abi = abi
         percpu = abi["percpu.base"]
-        self._current = self._u64(memory, percpu + abi["percpu.current_task"])
-        self._mailbox = self._u64(memory, percpu + abi["percpu.host_mailbox"])
+        self._current = self._pointer(memory, percpu + abi["percpu.current_task"])
+        self._mailbox = self._pointer(memory, percpu + abi["percpu.host_mailbox"])
         exits = address_of(symbols, "host_exits")
         self._exit_slots = abi["host_exits.entries"]
         self._exits = memory.view(exits, 8 + self._exit_slots * 8 * _EXIT_RECORD_WORDS).cast("Q")
         self._exits_seen = 0
 
     @staticmethod
-    def _u64(memory: CellMemory, va: int) -> memoryview:
-        return memory.view(va, 8).cast("Q")
+    def _pointer(memory: CellMemory, va: int) -> memoryview:
+        return memory.view(va, memory.word_size).cast("Q" if memory.word_size == 8 else "I")
 
     def current_task(self) -> int:
         """The task_struct that runs on the CPU."""
@@ -69,15 +74,15 @@ class GuestCells:
 
     def set_owner(self, task: int, uid: int, gid: int) -> None:
         """Give a task_struct this user and group; every task has credentials of its own."""
-        cred = self._memory.read_u64(task + self._abi["task_struct.cred"])
+        cred = self._memory.read_word(task + self._abi["task_struct.cred"])
         for value, fields in ((uid, _UIDS), (gid, _GIDS)):
             for field in fields:
                 self._memory.write_u32(cred + self._abi[f"cred.{field}"], value)
 
 
 def address_of(symbols: SymbolNames, name: str) -> int:
-    """Address of a symbol that the host cannot do without. Raises: LookupError."""
+    """Address of a symbol that the host cannot do without. Raises: KernelError ENOEXEC."""
     address = symbols.lookup_name(name)
     if address is None:
-        raise LookupError(f"the kernel image has no symbol {name}")
+        raise KernelError(errno.ENOEXEC, f"the kernel image has no symbol {name}")
     return address

@@ -127,6 +127,10 @@ class Executive:
         self._cells = cells
         self.may_interrupt: Callable[[], bool] = lambda: True
         """Whether an interrupt may be delivered where the guest stands now."""
+        self.before_call: Callable[[], None] = lambda: None
+        """Called before a system call goes to the guest."""
+        self.after_call: Callable[[], None] = lambda: None
+        """Called when it has ended, or sleeps: the guest stands still again."""
         self._tasks: dict[int, GuestTask] = {}
         self._at = _At.IDLE
         self._depth = 0
@@ -204,10 +208,12 @@ class Executive:
 
     def _finish(self, task: GuestTask) -> int:
         self._depth += 1
+        self.before_call()
         try:
             return self._run_to_end(task)
         finally:
             self._depth -= 1
+            self.after_call()
 
     @property
     def is_busy(self) -> bool:
@@ -302,7 +308,7 @@ class Executive:
                     budget = OVERDUE
             elif trap.kind is not TrapKind.HYPERCALL:
                 return self._die()
-            elif trap.number == Hypercall.HOSTFS:
+            elif trap.number in (Hypercall.HOSTFS, Hypercall.MODULE):
                 self._cpu.answer(self._serve(trap.args))
             elif trap.number == Hypercall.USER:
                 return self._enter_user(trap.args[0])
@@ -337,7 +343,7 @@ class Executive:
             request.end(last_result)
 
     def _serve(self, args: tuple[int, ...]) -> int:
-        """Hypercall.HOSTFS: the Python side of a file of ours, in the middle of a guest's call."""
+        """The Python side of a file of ours, or of the module loader, in the middle of a guest's call."""
         task = self._tasks.get(self._cells.current_task())
         request = None if task is None else task.request
         if request is None or request.hostfs is None:

@@ -22,7 +22,7 @@ _STRINGS = 8 << 10
 class GuestCpu(Protocol):
     """What calling functions needs of the machine."""
 
-    def call(self, address: int, *args: int) -> int: ...
+    def call(self, address: int, *args: int, variadic: bool = False) -> int: ...
 
 
 class GuestSymbol(Protocol):
@@ -61,7 +61,7 @@ class Guest:
         self.syscalls = syscalls
         self.times = times
         self._memory = memory
-        self._buffers = buffers
+        self.buffers = buffers
         self._patched = patched
 
     @property
@@ -105,12 +105,12 @@ class Guest:
         sleeping = task.request
         if sleeping is not None and (sleeping.nr, sleeping.args[0], sleeping.args[2]) == (nr, fd, size):
             sleeping.hostfs = serve
-            return check(self.executive.resume(task))
-        buffer = self._buffers.get()
+            return check(self.executive.resume(task), self._memory.word_size)
+        buffer = self.buffers.get()
         if data is not None:
             self._memory.write(buffer, data)
-        request = Request(nr, (fd, buffer, size), serve, on_end=lambda: self._buffers.put(buffer))
-        return check(self.executive.run(task, request))
+        request = Request(nr, (fd, buffer, size), serve, on_end=lambda: self.buffers.put(buffer))
+        return check(self.executive.run(task, request), self._memory.word_size)
 
     def give_up(self, task: GuestTask, fd: int, error: int) -> None:
         """The process doesn't wait for the file that its task sleeps in: the call ends with this errno.
@@ -148,13 +148,14 @@ class Guest:
             raise KernelError(errno.EINVAL, f"{name} is not a function")
         if len(args) > MAX_ARGUMENTS:
             raise KernelError(errno.E2BIG, f"at most {MAX_ARGUMENTS} arguments")
-        with self._buffers.borrowed() as buffer:
+        with self.buffers.borrowed() as buffer:
             return self._call(found[0].address, buffer, args)
 
     def _call(self, address: int, buffer: int, args: tuple[int | str | bytes, ...]) -> int:
         words = self._put_arguments(buffer, args)
         request = Request(self.syscalls.number("host_call"), (address, buffer), None)
-        self._memory.write(buffer, b"".join(word.to_bytes(8, "little") for word in words))
+        size = self._memory.word_size
+        self._memory.write(buffer, b"".join(word.to_bytes(size, "little") for word in words))
         try:
             return self.executive.run(self.mirror.worker(), request)
         except KernelError as error:
@@ -166,9 +167,9 @@ class Guest:
         words, at = [], buffer + _STRINGS
         for arg in args:
             if isinstance(arg, int):
-                words.append(arg & ((1 << 64) - 1))
+                words.append(arg % (1 << 8 * self._memory.word_size))
                 continue
-            data = arg.encode() if isinstance(arg, str) else arg
+            data = arg.encode("utf-8", "surrogateescape") if isinstance(arg, str) else arg
             if b"\0" in data:
                 raise KernelError(errno.EINVAL, "a string with NUL in it")
             if at + len(data) >= buffer + BUFFER_SIZE:
@@ -184,6 +185,6 @@ class Guest:
             return
         printk = self._symbols.lookup_name("_printk")
         assert printk is not None, "every kernel has _printk"
-        with self._buffers.borrowed() as buffer:
+        with self.buffers.borrowed() as buffer:
             self._memory.write(buffer, b"%s\n\0" + message.encode()[:1000] + b"\0")
-            self._cpu.call(printk, buffer, buffer + 4)
+            self._cpu.call(printk, buffer, buffer + 4, variadic=True)

@@ -14,6 +14,8 @@ from emulated_kernel.host.buffers import UserBuffers
 from emulated_kernel.host.cells import GuestCells
 from emulated_kernel.host.executive import Executive, GuestTask
 from emulated_kernel.host.processes import Fork, ProcessWatch
+from emulated_kernel.host.programs import program_of
+from emulated_kernel.host.syscalls import check
 
 SIGCHLD = 17
 INIT_PID = 1
@@ -26,6 +28,8 @@ MAX_TASKS = 500
 
 
 class UserMemory(Protocol):
+    word_size: int
+
     def write(self, va: int, data: bytes) -> None: ...
 
 
@@ -53,6 +57,12 @@ class TaskMirror:
         self._own_pid = os.getpid()
         self.before_request: Callable[[], None] = lambda: None
         """Called before each request of a host process, while the guest stands still."""
+        self.on_fork: Callable[[int, int], None] = lambda _parent, _child: None
+        """Told the pids of a fork, once the guest has made it."""
+        self.on_exit: Callable[[int], None] = lambda _pid: None
+        """Told the pid of a process that ended, once its task did."""
+        self.find_program: Callable[[int, str], str | None] = program_of
+        """The path of the program that gave a process its name, if one did."""
         self.init = init
         self._by_pid: dict[int, GuestTask] = {INIT_PID: init}
         self._unnamed: deque[GuestTask] = deque(maxlen=MAX_UNNAMED)
@@ -130,12 +140,13 @@ class TaskMirror:
             return
         parent = self._parent(fork)
         self._cells.set_field(parent.addr, "host_clone_pid", fork.pid)
-        result = self._executive.syscall(parent, self._nr["clone"], SIGCHLD)
+        result = self._executive.syscall(parent, self._nr["clone"], SIGCHLD, 0, 0, 0, 0)
         if result != fork.pid:
             return
         child = GuestTask(fork.pid, self._find_task(fork.pid), parent.comm, parent.uid, parent.gid)
         self._executive.add(child)
         self._by_pid[child.pid] = child
+        self.on_fork(parent.pid, child.pid)
         if not fork.alive or len(self._by_pid) > MAX_TASKS:
             self.exit(child.pid)
             return
@@ -165,9 +176,7 @@ class TaskMirror:
             self._memory.write(name, _comm_bytes(comm))
             number = self._nr["host_task_create"]
             addr = self._executive.syscall(self.init, number, pid, INIT_PID, name, uid, gid)
-        addr &= (1 << 64) - 1
-        if addr >= (1 << 64) - 4095:
-            raise KernelError((1 << 64) - addr, f"no guest task for process {pid}")
+        addr = check(addr, self._memory.word_size)
         task = GuestTask(pid, addr, comm, uid, gid)
         self._executive.add(task)
         self._by_pid[pid] = task
@@ -186,9 +195,14 @@ class TaskMirror:
             return
         if task in self._unnamed:
             self._unnamed.remove(task)
+        program = self.find_program(task.pid, comm)
         with self._buffers.borrowed() as name:
-            self._memory.write(name, _comm_bytes(comm))
-            self._executive.syscall(task, self._nr["host_set_comm"], 0, name)
+            if program is not None:
+                self._memory.write(name, os.fsencode(program) + b"\0")
+                self._executive.syscall(task, self._nr["execve"], name, 0, 0)
+            else:
+                self._memory.write(name, _comm_bytes(comm))
+                self._executive.syscall(task, self._nr["host_set_comm"], 0, name)
         task.comm = comm
 
     def exit(self, pid: int) -> None:
@@ -198,6 +212,7 @@ class TaskMirror:
             return
         self._executive.exit(task, self._nr["exit"])
         self._forget(task)
+        self.on_exit(pid)
 
 
 def _comm_bytes(comm: str) -> bytes:

@@ -13,18 +13,20 @@ from emulated_kernel.host.buffers import BUFFER_SIZE, UserBuffers
 from emulated_kernel.host.executive import Executive, GuestTask, HostfsHandler
 
 PATH_MAX = 4096
-AT_FDCWD = -100
+AT_FDCWD = -100 & 0xFFFFFFFF
+"""An int in a register, as a program passes it."""
 AT_SYMLINK_NOFOLLOW = 0x100
 UTIME_OMIT = (1 << 30) - 2
 """A file's time stays as it is, in the field of its nanoseconds."""
 _MAX_ERRNO = 4095
-_MASK = (1 << 64) - 1
 _STAT = struct.Struct("<QQQIIIIQqqqQQQQQQ")
 """struct stat of the guest: x86_64's layout on every architecture."""
 _DIRENT = struct.Struct("<QqHB")
 
 
 class UserMemory(Protocol):
+    word_size: int
+
     def read(self, va: int, size: int) -> bytes: ...
 
     def write(self, va: int, data: bytes) -> None: ...
@@ -47,11 +49,12 @@ class GuestStat:
     ctime_ns: int
 
 
-def check(result: int) -> int:
-    """A system call's result. Raises: KernelError for a negative errno."""
-    result &= _MASK
-    if result > _MASK - _MAX_ERRNO:
-        raise KernelError(_MASK + 1 - result)
+def check(result: int, word_size: int) -> int:
+    """A system call's result register of so many bytes. Raises: KernelError for a negative errno."""
+    size = 1 << 8 * word_size
+    result %= size
+    if result >= size - _MAX_ERRNO:
+        raise KernelError(size - result)
     return result
 
 
@@ -73,7 +76,7 @@ class Syscalls:
     def call(self, task: GuestTask, name: str, *args: int, hostfs: HostfsHandler | None = None) -> int:
         """One system call by its name. Raises: KernelError; WouldBlock (see Executive.syscall)."""
         nr = self._nr[name]
-        return check(self._executive.syscall(task, nr, *args, hostfs=hostfs))
+        return check(self._executive.syscall(task, nr, *args, hostfs=hostfs), self._memory.word_size)
 
     def with_path(
         self, task: GuestTask, name: str, path: str, *args: int, hostfs: HostfsHandler | None = None
@@ -114,7 +117,7 @@ class Syscalls:
             if offset is None:
                 count = self.call(task, "read", fd, buffer, size)
             else:
-                count = self.call(task, "pread64", fd, buffer, size, offset)
+                count = self.call(task, "pread64", fd, buffer, size, *self._offset(offset))
             return self._memory.read(buffer, count)
 
     def write(self, task: GuestTask, fd: int, data: bytes, offset: int | None = None) -> int:
@@ -124,7 +127,18 @@ class Syscalls:
             self._memory.write(buffer, data)
             if offset is None:
                 return self.call(task, "write", fd, buffer, len(data))
-            return self.call(task, "pwrite64", fd, buffer, len(data), offset)
+            return self.call(task, "pwrite64", fd, buffer, len(data), *self._offset(offset))
+
+    def truncate(self, task: GuestTask, path: str, size: int) -> None:
+        """truncate(2)."""
+        if self._memory.word_size == 8:
+            self.with_path(task, "truncate", path, size)
+        else:
+            self.with_path(task, "truncate64", path, *self._offset(size))
+
+    def _offset(self, value: int) -> tuple[int, ...]:
+        """An offset as arguments: two on a 32-bit machine, the low half first."""
+        return (value,) if self._memory.word_size == 8 else (value & 0xFFFFFFFF, value >> 32)
 
     def lstat(self, task: GuestTask, path: str) -> GuestStat:
         """lstat(2)."""

@@ -13,9 +13,11 @@ _MAX_TASKS = 1 << 16
 
 
 class TaskMemory(Protocol):
+    word_size: int
+
     def read(self, va: int, size: int) -> bytes: ...
 
-    def read_u64(self, va: int) -> int: ...
+    def read_word(self, va: int) -> int: ...
 
     def read_u32(self, va: int) -> int: ...
 
@@ -43,7 +45,7 @@ def read_tasks(memory: TaskMemory, symbols: TaskSymbols, abi: Mapping[str, int])
     task = first
     for _ in range(_MAX_TASKS):
         yield _read(memory, task, abi)
-        task = memory.read_u64(task + link) - link
+        task = memory.read_word(task + link) - link
         if task == first:
             return
 
@@ -52,8 +54,8 @@ def _read(memory: TaskMemory, task: int, abi: Mapping[str, int]) -> TaskInfo:
     def word(field: str) -> int:
         return memory.read_u32(task + abi[f"task_struct.{field}"])
 
-    parent = memory.read_u64(task + abi["task_struct.real_parent"])
-    cred = memory.read_u64(task + abi["task_struct.cred"])
+    parent = memory.read_word(task + abi["task_struct.real_parent"])
+    cred = memory.read_word(task + abi["task_struct.cred"])
     comm = memory.read(task + abi["task_struct.comm"], 16).split(b"\0", 1)[0]
     return TaskInfo(
         addr=task,

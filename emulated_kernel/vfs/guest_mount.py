@@ -83,6 +83,21 @@ class GuestMount:
                 return self._scratch.fgetattr(opened)
             return self._files.fgetattr(opened.inner)
 
+    def opendir(self, client: Client, path: str) -> None:
+        """Mount.opendir: the guest opens and closes the directory; its names don't come from there."""
+        with self._lock:
+            if self._guest.is_dead:
+                return
+            task = self._task(client)
+            if not self._guest.is_watched:
+                return
+            # A guest without room for it keeps nobody from listing.
+            with suppress(KernelError):
+                fd = self._guest.syscalls.open(
+                    task, path, os.O_RDONLY | os.O_DIRECTORY, hostfs=lambda _op, _buffer, _count: 0
+                )
+                self._guest.close_file(fd)
+
     def readdir(self, path: str) -> list[str]:
         """Mount.readdir."""
         with self._lock:
@@ -112,10 +127,17 @@ class GuestMount:
             return self._add(ControlFile(path, flags, self._files.open(client, path, flags), None))
         inner: list[int] = []
 
-        def serve(op: int, _buffer: int, _count: int) -> int:
-            if op == HostfsOp.OPEN:
-                inner.append(self._files.open(client, path, flags))
+        def execute() -> int:
+            inner.append(self._files.open(client, path, flags))
             return 0
+
+        def serve(op: int, _buffer: int, _count: int) -> int:
+            if op != HostfsOp.OPEN:
+                return 0
+            # What a definitions file holds goes with O_TRUNC, and its directories in the guest.
+            if flags & os.O_TRUNC and self._files.node_runs_guest(path):
+                raise RunElsewhere(execute)
+            return execute()
 
         try:
             fd = self._guest.syscalls.open(task, path, flags & ~os.O_CREAT, hostfs=serve)

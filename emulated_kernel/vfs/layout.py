@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from emulated_kernel.vfs.debugfs import kprobes_directory
+from emulated_kernel.vfs.debugfs import kprobes_directory, return_hook_file
 from emulated_kernel.vfs.machinefs import machine_directory
 from emulated_kernel.vfs.node import Directory, Node, Owner
-from emulated_kernel.vfs.ports import KprobesPort, MachinePort, StatsPort
+from emulated_kernel.vfs.ports import KprobesPort, MachinePort, ReturnHooksPort, StatsPort
+from emulated_kernel.vfs.seq import AttributeFile
 from emulated_kernel.vfs.statsfs import stats_directory
 from emulated_kernel.vfs.tracefs import (
     TracefsPorts,
@@ -37,6 +38,7 @@ class KernelPorts:
     stats: StatsPort
     tracefs: TracefsPorts
     machine: MachinePort
+    return_hooks: ReturnHooksPort
     extra: Mapping[str, Node] = field(default_factory=dict)
     """Further directories of the full layout's root, such as scratch/."""
 
@@ -50,15 +52,27 @@ def build_filesystem(
     return Filesystem(root, owner)
 
 
+def dev_directory() -> Directory:
+    """Devices that can be laid over the host's: requests for them are the guest's then."""
+    return Directory(0o755, {"null": AttributeFile(0o666, show=lambda: "", store=lambda _data: None)})
+
+
 def _full_root(ports: KernelPorts, owner: Owner) -> Directory:
     return Directory(
         0o755,
         {
-            "kprobes": kprobes_directory(ports.kprobes, {"stats": stats_directory(ports.stats)}),
+            "kprobes": kprobes_directory(
+                ports.kprobes,
+                {
+                    "return_hook": return_hook_file(ports.return_hooks),
+                    "stats": stats_directory(ports.stats),
+                },
+            ),
             "kprobe_events": kprobe_events_file(ports.tracefs.kprobe_events),
             "kprobe_profile": kprobe_profile_file(ports.tracefs.kprobe_events),
             "tracing": tracefs_directory(ports.tracefs),
             "machine": machine_directory(ports.machine, owner),
+            "dev": dev_directory(),
             **ports.extra,
         },
     )

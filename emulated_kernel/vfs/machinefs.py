@@ -8,15 +8,32 @@ from emulated_kernel.errors import KernelError
 from emulated_kernel.vfs.mount import Client
 from emulated_kernel.vfs.node import Directory, Owner
 from emulated_kernel.vfs.ports import MachinePort
-from emulated_kernel.vfs.seq import GuestCommandFile, PerClientFile, Records, SeqFile, listing, single
+from emulated_kernel.vfs.seq import (
+    GuestCommandFile,
+    PerClientCommandFile,
+    PerClientFile,
+    Records,
+    SeqFile,
+    listing,
+    single,
+)
 
 
 def machine_directory(machine: MachinePort, owner: Owner) -> Directory:
-    """version, kallsyms, dmesg, tasks, call; `owner` may see addresses."""
+    """version, kallsyms, dmesg, modules, tasks, call; `owner` may see addresses."""
 
     def kallsyms_for(client: Client) -> Records:
         hidden = not owner.is_privileged(client)
         return listing(lambda: machine.kallsyms(hidden))
+
+    def modules_for(client: Client) -> Records:
+        hidden = not owner.is_privileged(client)
+        return listing(lambda: machine.modules(hidden))
+
+    def command_modules(data: bytes) -> int:
+        for line in _lines(data):
+            machine.command_module(line)
+        return len(data)
 
     calls = _Calls(machine)
     return Directory(
@@ -25,6 +42,7 @@ def machine_directory(machine: MachinePort, owner: Owner) -> Directory:
             "version": SeqFile(0o444, single(lambda: f"{machine.version()}\n")),
             "kallsyms": PerClientFile(0o444, kallsyms_for),
             "dmesg": SeqFile(0o400, listing(machine.dmesg)),
+            "modules": PerClientCommandFile(0o644, modules_for, command_modules),
             "tasks": SeqFile(0o444, listing(machine.tasks)),
             "call": GuestCommandFile(0o600, single(lambda: calls.result), calls.execute),
         },
@@ -43,15 +61,21 @@ class _Calls:
 
         Raises: KernelError of the first call that fails; the calls before it were made.
         """
-        try:
-            lines = [line.strip() for line in data.decode("ascii").split("\n")]
-        except UnicodeDecodeError as error:
-            raise KernelError(errno.EINVAL, "not ASCII") from error
+        lines = _lines(data)
         self.result = ""
-        for line in filter(None, lines):
+        for line in lines:
             try:
                 self.result += f"{self._machine.call(line)}\n"
             except KernelError as error:
                 self.result += f"{line.split(maxsplit=1)[0]}: {error.strerror}\n"
                 raise
         return len(data)
+
+
+def _lines(data: bytes) -> list[str]:
+    """The lines of a write that aren't empty. Raises: KernelError EINVAL."""
+    try:
+        lines = [line.strip() for line in data.decode("ascii").split("\n")]
+    except UnicodeDecodeError as error:
+        raise KernelError(errno.EINVAL, "not ASCII") from error
+    return [line for line in lines if line]

@@ -51,6 +51,9 @@ class Mount(Protocol):
     def fgetattr(self, handle: int) -> Stat:
         """Attributes of an open file, whose name may be gone."""
 
+    def opendir(self, client: Client, path: str) -> None:
+        """A directory is about to be listed."""
+
     def readdir(self, path: str) -> list[str]:
         """Plain names in the directory, without "." and ".."."""
 

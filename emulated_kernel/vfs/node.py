@@ -104,6 +104,13 @@ class Node:
             node = node.parent
         return True
 
+    def count_open(self, change: int) -> None:
+        """The node was opened (1) or closed (-1): all directories above it have to know."""
+        directory = self.parent
+        while directory is not None:
+            directory.open_files += change
+            directory = directory.parent
+
     def _touch(self) -> None:
         atime, mtime, _ = self._times_ns
         self._times_ns = (atime, mtime, time.time_ns())
@@ -127,12 +134,14 @@ class Directory(Node):
     """A directory with fixed children; a literal with modes beside names."""
 
     kind = stat.S_IFDIR
-    __slots__ = ("_children", "_subdirectories")
+    __slots__ = ("_children", "_subdirectories", "open_files")
 
     def __init__(self, mode: int, children: Mapping[str, Node]) -> None:
         super().__init__(mode)
         self._children: dict[str, Node] = {}
         self._subdirectories = 0
+        self.open_files = 0
+        """Files open now in it and below it."""
         for name, child in children.items():
             self._adopt(name, child)
             self._children[name] = child

@@ -10,6 +10,8 @@ from emulated_kernel.errors import KernelError
 _UNSIGNED = re.compile(rb"\+?([0-9]+)\n?")
 _INTEGER = re.compile(rb"(?=.{1,20}\Z)-?[0-9]+")
 """Linux: takes no number of more characters, sign and zeros included. Mirrors: proc_get_long (v6.1)."""
+_HEXADECIMAL = re.compile(rb"[0-9a-fA-F]+")
+_CHUNK_DIGITS = 8
 _NUMBER_BUFFER = 31
 _SWITCHES = {b"y": True, b"t": True, b"1": True, b"n": False, b"f": False, b"0": False}
 _SWITCHES_AFTER_O = {b"n": True, b"f": False}
@@ -59,3 +61,22 @@ def sysctl_switch(data: bytes) -> bool:
     if not words or not _INTEGER.fullmatch(words[0]) or int(words[0]) not in (0, 1):
         raise KernelError(errno.EINVAL, "neither 0 nor 1")
     return int(words[0]) == 1
+
+
+def cpumask(data: bytes, cpus: int) -> int:
+    """A set of CPUs below `cpus`, a bit each: hexadecimal, in chunks of 32 bits with commas between them.
+
+    Raises: KernelError EINVAL (not hexadecimal), EOVERFLOW (more bits than a chunk or the machine has).
+    Mirrors: lib/bitmap.c:bitmap_parse (v6.1).
+    """
+    text = data.partition(b"\n")[0].replace(b",", b" ")
+    mask = 0
+    for chunk in text.split():
+        if not _HEXADECIMAL.fullmatch(chunk):
+            raise KernelError(errno.EINVAL, "not hexadecimal")
+        if len(chunk) > _CHUNK_DIGITS:
+            raise KernelError(errno.EOVERFLOW, "a chunk has 32 bits")
+        mask = mask << 4 * _CHUNK_DIGITS | int(chunk, 16)
+    if mask >> cpus:
+        raise KernelError(errno.EOVERFLOW, "no such CPU")
+    return mask

@@ -9,8 +9,8 @@ from typing import Protocol
 class KprobesPort(Protocol):
     """What debugfs kprobes/ and its sysctl show and set."""
 
-    def list_text(self) -> Iterable[str]:
-        """A line for each registered probe, with its newline."""
+    def list_records(self, start: int) -> Iterable[str]:
+        """A line for each registered probe from one on, with its newline."""
 
     def blacklist_text(self) -> Iterable[str]:
         """A line for each range that can't be probed, with its newline."""
@@ -32,6 +32,20 @@ class KprobesPort(Protocol):
 
     def set_optimization(self, allowed: bool) -> None:
         """Let probes be optimized from now on, or unoptimize all."""
+
+
+class ReturnHooksPort(Protocol):
+    """What keeps the return addresses of hooked functions."""
+
+    def return_hooks(self) -> Collection[str]:
+        """Names of the shadow stacks."""
+
+    @property
+    def return_hook(self) -> str:
+        """The one in use."""
+
+    def select_return_hook(self, name: str) -> None:
+        """Use another one. Raises: KernelError EINVAL (unknown), EBUSY while a function is hooked."""
 
 
 class Stream(Protocol):
@@ -60,15 +74,30 @@ class EventPort(Protocol):
     def id(self) -> int:
         """Its number in common_type."""
 
-    @property
-    def enabled(self) -> bool:
-        """Whether its hits are recorded."""
-
     def set_enabled(self, enabled: bool) -> None:
         """Start or stop recording its hits."""
 
+    @property
+    def is_switchable(self) -> bool:
+        """Whether it can be enabled."""
+
+    def enabled_text(self) -> str:
+        """ "0" or "1", with a "*" while triggers hold it in soft mode; without a newline."""
+
     def format_text(self) -> str:
         """Its fields and print format."""
+
+    def triggers(self) -> Iterable[str]:
+        """A line for each trigger, with its newline; where there are none, what can be written."""
+
+    def execute_trigger(self, data: bytes) -> int:
+        """Add, change or remove a trigger as one write(2) says; bytes taken. Raises: KernelError."""
+
+    def hist_text(self) -> str:
+        """Its histograms."""
+
+    def drop_histograms(self) -> None:
+        """Remove its histograms, and triggers that switch others'."""
 
     def filter_text(self) -> str:
         """Its filter or what was wrong with the last one, or "none", with a newline."""
@@ -88,6 +117,10 @@ class GroupPort(Protocol):
 
     def find(self, name: str) -> EventPort | None:
         """The event of that name; the same object as long as it exists."""
+
+    @property
+    def is_switchable(self) -> bool:
+        """Whether any of its events can be enabled."""
 
     def enabled_text(self) -> str:
         """ "0", "1", "X" (some are enabled) or "?" (none can be), without a newline."""
@@ -117,6 +150,51 @@ class EventsPort(Protocol):
     def set_enabled(self, enabled: bool) -> None:
         """Enable or disable all events."""
 
+    def header_page_text(self) -> str:
+        """The layout of a page of trace_pipe_raw."""
+
+    def header_event_text(self) -> str:
+        """The layout of what stands before each record on it."""
+
+    def newest_first(self) -> Iterable[str]:
+        """group:event of every event that can be enabled, a line each."""
+
+    @property
+    def chosen(self) -> ListPort:
+        """The enabled ones, as set_event shows them and takes them."""
+
+
+class ListPort(Protocol):
+    """A file of lines that are added by writing and all go with O_TRUNC."""
+
+    def records(self) -> Iterable[str]:
+        """A line for each, with its newline."""
+
+    def write(self, data: bytes) -> int:
+        """Execute one write(2); bytes taken, which may be fewer than given. Raises: KernelError."""
+
+    def clear(self) -> None:
+        """Remove all. Raises: KernelError EBUSY while one is in use."""
+
+
+class GraphPort(Protocol):
+    """What the function_graph tracer records."""
+
+    @property
+    def functions(self) -> ListPort:
+        """Functions whose calls are recorded with all that they call; none: all are."""
+
+    @property
+    def notrace(self) -> ListPort:
+        """Functions that aren't recorded, with all that they call."""
+
+    @property
+    def max_depth(self) -> int:
+        """Calls nested deeper aren't recorded; 0: all are."""
+
+    def set_max_depth(self, depth: int) -> None:
+        """Record calls up to that depth from now on."""
+
 
 class KprobeEventsPort(Protocol):
     """kprobe_events and kprobe_profile."""
@@ -133,59 +211,15 @@ class KprobeEventsPort(Protocol):
     def clear(self) -> None:
         """Delete all events. Raises: KernelError EBUSY while one is enabled."""
 
-    def profile(self) -> Iterable[str]:
-        """A line of hits and misses for each event, with its newline."""
+    def profile(self, start: int) -> Iterable[str]:
+        """A line of hits and misses for each event from one on, with its newline."""
 
 
-class TracePort(Protocol):
-    """What tracefs shows of the ring buffer and its controls."""
+class ProfiledPort(ListPort, Protocol):
+    """A file of definitions, and the hits of what they define."""
 
-    def trace_text(self) -> str:
-        """The buffer's content with its header; nothing is consumed."""
-
-    def clear_trace(self) -> None:
-        """Empty the buffer."""
-
-    def open_pipe(self, *, nonblock: bool = False) -> Stream:
-        """A consuming reader; `nonblock`: opened with O_NONBLOCK.
-
-        Raises: KernelError EBUSY while there is one already.
-        """
-
-    @property
-    def tracing_on(self) -> bool:
-        """Whether the buffer takes records."""
-
-    def set_tracing_on(self, on: bool) -> None:
-        """Let the buffer take records, or not."""
-
-    def write_marker(self, data: bytes) -> int:
-        """Record text from user space; bytes taken."""
-
-    def buffer_size_text(self) -> str:
-        """Size of one CPU's buffer in KiB, with a newline; "7 (expanded: 1408)" before the first use."""
-
-    def resize_buffer(self, size_kb: int) -> None:
-        """Give each CPU a buffer of that many KiB. Raises: KernelError EINVAL, ENOMEM."""
-
-    def buffer_total_size_text(self) -> str:
-        """The same for all CPUs together."""
-
-    def tracers(self) -> Collection[str]:
-        """Names that current_tracer takes."""
-
-    @property
-    def current_tracer(self) -> str:
-        """The tracer in use; "nop" records events alone."""
-
-    def set_tracer(self, name: str) -> None:
-        """Use another tracer. Raises: KernelError EINVAL for an unknown one."""
-
-    def error_log(self) -> Iterable[str]:
-        """The last failed commands, each with a caret under the place."""
-
-    def clear_error_log(self) -> None:
-        """Forget them."""
+    def profile_records(self) -> Iterable[str]:
+        """A line of hits for each, with its newline."""
 
 
 class ProbeStats(Protocol):
@@ -243,6 +277,26 @@ class ProbeStats(Protocol):
     def cost(self) -> str:
         """What a hit costs: traps and guest instructions."""
 
+    @property
+    def is_return(self) -> bool:
+        """Whether it is a return probe, which alone has what follows; sums over its probes."""
+
+    @property
+    def active(self) -> int:
+        """Calls that haven't returned yet."""
+
+    @property
+    def maxactive(self) -> int:
+        """Calls that can be pending at a time; 0 where only the tasks' stacks limit them."""
+
+    @property
+    def high_water(self) -> int:
+        """The most calls that ever were pending."""
+
+    @property
+    def memory(self) -> int:
+        """Bytes allocated for pending calls, of this probe alone."""
+
 
 class StatsGroupPort(Protocol):
     """The probes of one event group."""
@@ -278,6 +332,15 @@ class MachinePort(Protocol):
 
     def tasks(self) -> Iterable[str]:
         """A line for each task, with its newline, after a header."""
+
+    def modules(self, zero_addresses: bool) -> Iterable[str]:
+        """A line for each loaded module, with its newline; addresses as in kallsyms."""
+
+    def command_module(self, line: str) -> None:
+        """Load or unload a module as `line` says.
+
+        Raises: KernelError EINVAL, ENOENT, ENOEXEC (no module), EEXIST, EWOULDBLOCK and EBUSY (in use)...
+        """
 
     def call(self, line: str) -> str:
         """Call a guest function as `line` says ("name argument..."); its result as a line of text.

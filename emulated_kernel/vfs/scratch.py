@@ -86,7 +86,7 @@ class Scratch:
             self._guest.close_file(file.fd)
 
     def truncate(self, client: Client, path: str, size: int) -> None:
-        self._sys.with_path(self._task(client), "truncate", path, size)
+        self._sys.truncate(self._task(client), path, size)
 
     def mkdir(self, client: Client, path: str, mode: int) -> None:
         self._sys.with_path(self._task(client), "mkdir", path, mode)

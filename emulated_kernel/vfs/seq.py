@@ -7,6 +7,7 @@ import select
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from itertools import islice
+from typing import Protocol
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.vfs.mount import Client
@@ -68,14 +69,14 @@ class SeqReader:
         missing = size - len(self._buffer)
         if missing <= 0:
             return
-        parts = [self._buffer]
+        rendered = []
         for record in self._records(self._index):
-            parts.append(encode(record))
+            rendered.append(record)
             self._index += 1
-            missing -= len(parts[-1])
+            missing -= len(record)
             if missing <= 0:
                 break
-        self._buffer = b"".join(parts)
+        self._buffer += encode("".join(rendered))
 
 
 class SeqFile(File):
@@ -158,6 +159,13 @@ class LinesFile(CommandFile):
         return _OpenLines(self, flags, self.records, self._execute)
 
 
+class GuestLinesFile(LinesFile):
+    """A LinesFile whose commands the guest has a part in."""
+
+    runs_guest = True
+    __slots__ = ()
+
+
 class GuestCommandFile(CommandFile):
     """A CommandFile whose commands the guest itself carries out."""
 
@@ -165,11 +173,52 @@ class GuestCommandFile(CommandFile):
     __slots__ = ()
 
 
+class PerClientCommandFile(GuestCommandFile):
+    """A GuestCommandFile whose records depend on who opens it."""
+
+    __slots__ = ("_records_for",)
+
+    def __init__(self, mode: int, records_for: Callable[[Client], Records], execute: Execute) -> None:
+        super().__init__(mode, None, execute)
+        self._records_for = records_for
+
+    def open(self, flags: int, client: Client) -> OpenFile:
+        """The opener's rights count, not those of who reads later."""
+        return _OpenCommand(self, flags, self._records_for(client), self._execute)
+
+
 class MarkerFile(CommandFile):
     """A CommandFile whose writes are recorded, with who made them."""
 
     notes_writer = True
     __slots__ = ()
+
+
+class Pausable(Protocol):
+    """What must not change while somebody reads it."""
+
+    @property
+    def pauses_for_readers(self) -> bool: ...
+
+    def stop(self) -> None: ...
+
+    def start(self) -> None: ...
+
+
+class PausingFile(CommandFile):
+    """Records of something that stands still while the file is open for reading, where it is asked to.
+
+    What is written to it is ignored; O_TRUNC clears it.
+    """
+
+    __slots__ = ("_pausable",)
+
+    def __init__(self, mode: int, records: Records, clear: Callable[[], None], pausable: Pausable) -> None:
+        super().__init__(mode, records, len, clear)
+        self._pausable = pausable
+
+    def _opened(self, flags: int) -> _OpenCommand:
+        return _OpenPausing(self, flags, self.records, self._pausable)
 
 
 class _OpenCommand(_OpenSeq):
@@ -208,6 +257,48 @@ class _OpenLines(_OpenCommand):
         if self._unfinished:
             with suppress(KernelError):
                 super()._write(self._unfinished)
+        super().release()
+
+
+class _OpenPausing(_OpenCommand):
+    def __init__(self, node: File, flags: int, records: Records | None, pausable: Pausable) -> None:
+        super().__init__(node, flags, records, len)
+        self._pausable = pausable
+        if self.readable and pausable.pauses_for_readers:
+            pausable.stop()
+
+    def release(self) -> None:
+        if self.readable:
+            # Linux: starts what another reader stopped too, if this one came before the option was set.
+            self._pausable.start()
+        super().release()
+
+
+class LastCloseFile(File):
+    """Writing to it does nothing, and can't fail; what it is for happens when it is closed."""
+
+    __slots__ = ("_on_close",)
+
+    def __init__(self, mode: int, on_close: Callable[[], None]) -> None:
+        super().__init__(mode)
+        self._on_close = on_close
+
+    def open(self, flags: int, client: Client) -> OpenFile:
+        """Nothing happens yet."""
+        del client
+        return _OpenLastClose(self, flags, self._on_close)
+
+
+class _OpenLastClose(OpenFile):
+    def __init__(self, node: File, flags: int, on_close: Callable[[], None]) -> None:
+        super().__init__(node, flags)
+        self._on_close = on_close
+
+    def _write(self, data: bytes) -> int:
+        return len(data)
+
+    def release(self) -> None:
+        self._on_close()
         super().release()
 
 

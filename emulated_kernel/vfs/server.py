@@ -9,6 +9,7 @@ from itertools import count
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.vfs.mount import Client, Stat, StatFs
+from emulated_kernel.vfs.node import File
 from emulated_kernel.vfs.open_file import OpenFile
 from emulated_kernel.vfs.tree import Filesystem
 
@@ -41,6 +42,9 @@ class FileServer:
         """Mount.fgetattr."""
         with self.lock:
             return self.filesystem.stat(self.opened(handle).node)
+
+    def opendir(self, client: Client, path: str) -> None:
+        """Mount.opendir: there is nothing to prepare."""
 
     def readdir(self, path: str) -> list[str]:
         """Mount.readdir."""
@@ -85,6 +89,11 @@ class FileServer:
         """Whether a write to the handle runs code in the guest."""
         return self.opened(handle).node.runs_guest
 
+    def node_runs_guest(self, path: str) -> bool:
+        """The same of a file that isn't open. Raises: KernelError ENOENT, ENOTDIR."""
+        node = self.filesystem.lookup(path)
+        return isinstance(node, File) and node.runs_guest
+
     def notes_writer(self, handle: int) -> bool:
         """Whether a write to the handle is recorded as the current task's."""
         return self.opened(handle).node.notes_writer
@@ -106,7 +115,7 @@ class FileServer:
         with self.lock:
             opened = self._handles.pop(handle, None)
             if opened is not None:
-                opened.release()
+                self.filesystem.release(opened)
 
     def truncate(self, client: Client, path: str, size: int) -> None:
         """Mount.truncate."""
@@ -172,5 +181,5 @@ class FileServer:
         self._closed.set()
         with self.lock:
             for opened in self._handles.values():
-                opened.release()
+                self.filesystem.release(opened)
             self._handles.clear()

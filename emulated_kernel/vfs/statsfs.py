@@ -6,7 +6,7 @@ import errno
 from collections.abc import Callable
 
 from emulated_kernel.errors import KernelError
-from emulated_kernel.vfs.node import Directory, DynamicDirectory, File, Objects
+from emulated_kernel.vfs.node import Directory, DynamicDirectory, File, Node, Objects
 from emulated_kernel.vfs.parse import kstrtoul, switch
 from emulated_kernel.vfs.ports import ProbeStats, StatsGroupPort, StatsPort
 from emulated_kernel.vfs.seq import AttributeFile, SeqFile, single
@@ -39,8 +39,18 @@ def _probe_directory(probe: ProbeStats) -> Directory:
             "bytes": _text(lambda: probe.bytes),
             "detour": _text(lambda: probe.detour),
             "cost": _text(lambda: probe.cost),
+            **(_return_files(probe) if probe.is_return else {}),
         },
     )
+
+
+def _return_files(probe: ProbeStats) -> dict[str, Node]:
+    return {
+        "active": _text(lambda: str(probe.active)),
+        "maxactive": _text(lambda: str(probe.maxactive)),
+        "high_water": _text(lambda: str(probe.high_water)),
+        "memory": _text(lambda: str(probe.memory)),
+    }
 
 
 def _counter(value: Callable[[], int], reset: Callable[[], None]) -> File:

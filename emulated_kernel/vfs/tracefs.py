@@ -2,155 +2,99 @@
 
 from __future__ import annotations
 
-import errno
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from emulated_kernel.errors import KernelError
-from emulated_kernel.vfs.node import Directory, DynamicDirectory, File, Objects
-from emulated_kernel.vfs.parse import kstrtoul, switch
-from emulated_kernel.vfs.ports import EventPort, EventsPort, GroupPort, KprobeEventsPort, TracePort
+from emulated_kernel.vfs.instances import instances_directory
+from emulated_kernel.vfs.modes import READ_ONLY, READ_WRITE, ROOT
+from emulated_kernel.vfs.node import Directory, File, Node
+from emulated_kernel.vfs.parse import kstrtoul
+from emulated_kernel.vfs.ports import GraphPort, KprobeEventsPort, ListPort, ProfiledPort
 from emulated_kernel.vfs.readme import readme
-from emulated_kernel.vfs.seq import (
-    AttributeFile,
-    CommandFile,
-    LinesFile,
-    MarkerFile,
-    OneReadFile,
-    PipeFile,
-    SeqFile,
-    listing,
-    single,
-)
-
-DIRECTORY = 0o750
-READ_WRITE = 0o640
-READ_ONLY = 0o440
-WRITE_ONLY = 0o220
-ROOT = 0o700
-NAME_MAX = 100
-"""Longest tracer name. Mirrors: kernel/trace/trace.c:MAX_TRACER_SIZE (v6.1)."""
+from emulated_kernel.vfs.seq import AttributeFile, CommandFile, GuestLinesFile, SeqFile, listing
+from emulated_kernel.vfs.trace_array_files import trace_array_files
+from emulated_kernel.vfs.trace_ports import CmdlinesPort, FunctionsPort, InstancePort, InstancesPort
 
 
 @dataclass(frozen=True)
 class TracefsPorts:
     """The parts of the kernel that tracefs is a view of."""
 
-    trace: TracePort
-    events: EventsPort
+    functions: FunctionsPort
+    top: InstancePort
+    instances: InstancesPort
+    cmdlines: CmdlinesPort
     kprobe_events: KprobeEventsPort
+    dynamic_events: ListPort
+    synthetic_events: ListPort
+    uprobe_events: ProfiledPort
+    graph: GraphPort | None = None
     return_probes: bool = False
     """Whether kprobe_events takes `r`; README says so."""
 
 
 def tracefs_directory(ports: TracefsPorts) -> Directory:
     """The whole of tracefs; its root is for its owner alone."""
-    trace = ports.trace
-    return Directory(
-        ROOT,
-        {
-            "README": AttributeFile(READ_ONLY, show=lambda: readme(ports.return_probes)),
-            "available_events": SeqFile(READ_ONLY, listing(lambda: available_events(ports.events))),
-            "available_tracers": AttributeFile(READ_ONLY, show=lambda: " ".join(trace.tracers()) + "\n"),
-            "buffer_size_kb": AttributeFile(
-                READ_WRITE, trace.buffer_size_text, lambda data: resize_buffer(trace, data)
-            ),
-            "buffer_total_size_kb": AttributeFile(READ_ONLY, trace.buffer_total_size_text),
-            "current_tracer": AttributeFile(
-                READ_WRITE,
-                show=lambda: f"{trace.current_tracer}\n",
-                store=lambda data: trace.set_tracer(tracer_name(data)),
-            ),
-            "error_log": CommandFile(
-                READ_WRITE, listing(trace.error_log), execute=len, truncate=trace.clear_error_log
-            ),
-            "events": events_directory(ports.events),
-            "kprobe_events": kprobe_events_file(ports.kprobe_events),
-            "kprobe_profile": kprobe_profile_file(ports.kprobe_events),
-            "trace": CommandFile(
-                READ_WRITE, single(trace.trace_text), execute=len, truncate=trace.clear_trace
-            ),
-            "trace_marker": MarkerFile(WRITE_ONLY, None, execute=trace.write_marker),
-            "trace_pipe": PipeFile(READ_ONLY, lambda nonblock: trace.open_pipe(nonblock=nonblock)),
-            "tracing_on": AttributeFile(
-                READ_WRITE,
-                show=lambda: f"{trace.tracing_on:d}\n",
-                store=lambda data: trace.set_tracing_on(kstrtoul(data) != 0),
-            ),
-        },
-    )
+    return Directory(ROOT, {**trace_array_files(ports.top), **_top_files(ports)})
+
+
+def _top_files(ports: TracefsPorts) -> dict[str, Node]:
+    cmdlines = ports.cmdlines
+    return {
+        "README": AttributeFile(READ_ONLY, show=lambda: readme(ports.return_probes)),
+        "available_events": SeqFile(READ_ONLY, listing(ports.top.events.newest_first)),
+        "available_filter_functions": SeqFile(READ_ONLY, listing(ports.functions.available)),
+        "enabled_functions": SeqFile(READ_ONLY, listing(ports.functions.enabled)),
+        "dynamic_events": definitions_file(ports.dynamic_events),
+        "instances": instances_directory(ports.instances),
+        "kprobe_events": kprobe_events_file(ports.kprobe_events),
+        "kprobe_profile": kprobe_profile_file(ports.kprobe_events),
+        "printk_formats": SeqFile(READ_ONLY, listing(no_records)),
+        "saved_cmdlines": SeqFile(READ_ONLY, listing(cmdlines.records)),
+        "saved_cmdlines_size": AttributeFile(
+            READ_WRITE,
+            show=lambda: f"{cmdlines.size}\n",
+            store=lambda data: cmdlines.resize(kstrtoul(data)),
+        ),
+        "saved_tgids": SeqFile(READ_ONLY, listing(cmdlines.tgid_records)),
+        "synthetic_events": definitions_file(ports.synthetic_events),
+        "uprobe_events": definitions_file(ports.uprobe_events),
+        "uprobe_profile": SeqFile(READ_ONLY, listing(ports.uprobe_events.profile_records)),
+        **({} if ports.graph is None else _graph_files(ports.graph)),
+    }
+
+
+def _graph_files(graph: GraphPort) -> dict[str, Node]:
+    return {
+        "max_graph_depth": AttributeFile(
+            READ_WRITE,
+            show=lambda: f"{graph.max_depth}\n",
+            store=lambda data: graph.set_max_depth(kstrtoul(data)),
+        ),
+        "set_graph_function": _function_set(graph.functions),
+        "set_graph_notrace": _function_set(graph.notrace),
+    }
+
+
+def _function_set(port: ListPort) -> File:
+    return CommandFile(READ_WRITE, listing(port.records), port.write, port.clear)
+
+
+def no_records() -> Iterable[str]:
+    """The kernel has no trace_printk() of its own whose format would stand in a record."""
+    return ()
+
+
+def definitions_file(port: ListPort) -> File:
+    """Definitions to read, definitions to write; opening it with O_TRUNC deletes all."""
+    return GuestLinesFile(READ_WRITE, listing(port.records), port.write, port.clear)
 
 
 def kprobe_events_file(port: KprobeEventsPort) -> File:
-    """Definitions to read, definitions to write; opening it with O_TRUNC deletes all."""
-    return LinesFile(READ_WRITE, listing(port.definitions), port.execute, port.clear)
+    """As definitions_file, of kprobe events alone."""
+    return GuestLinesFile(READ_WRITE, listing(port.definitions), port.execute, port.clear)
 
 
 def kprobe_profile_file(port: KprobeEventsPort) -> File:
     """Hits and misses of each event."""
-    return SeqFile(READ_ONLY, listing(port.profile))
-
-
-def events_directory(events: EventsPort) -> Directory:
-    """events/: a directory for each group, and the switch for all events."""
-    return DynamicDirectory(
-        DIRECTORY,
-        Objects(events.names, events.find, _group_directory),
-        {"enable": _group_enable(events)},
-    )
-
-
-def available_events(events: EventsPort) -> Iterator[str]:
-    """group:event, a line for each event."""
-    for group_name in events.names():
-        group = events.find(group_name)
-        for name in group.names() if group else ():
-            yield f"{group_name}:{name}\n"
-
-
-def resize_buffer(trace: TracePort, data: bytes) -> None:
-    """Raises: KernelError EINVAL for 0. Mirrors: kernel/trace/trace.c:tracing_entries_write (v6.1)."""
-    size_kb = kstrtoul(data)
-    if size_kb == 0:
-        raise KernelError(errno.EINVAL, "a buffer holds at least one page")
-    trace.resize_buffer(size_kb)
-
-
-def tracer_name(data: bytes) -> str:
-    """The written name, without blanks at its end. Mirrors: tracing_set_trace_write (v6.1)."""
-    return data[:NAME_MAX].decode("latin-1").rstrip()
-
-
-def _group_directory(group: GroupPort) -> Directory:
-    return DynamicDirectory(
-        DIRECTORY,
-        Objects(group.names, group.find, _event_directory),
-        {
-            "enable": _group_enable(group),
-            "filter": OneReadFile(READ_WRITE, group.filter_text, group.set_filter),
-        },
-    )
-
-
-def _group_enable(group: GroupPort | EventsPort) -> File:
-    return AttributeFile(
-        READ_WRITE,
-        show=lambda: f"{group.enabled_text()}\n",
-        store=lambda data: group.set_enabled(switch(data)),
-    )
-
-
-def _event_directory(event: EventPort) -> Directory:
-    return Directory(
-        DIRECTORY,
-        {
-            "enable": AttributeFile(
-                READ_WRITE,
-                show=lambda: f"{event.enabled:d}\n",
-                store=lambda data: event.set_enabled(switch(data)),
-            ),
-            "filter": OneReadFile(READ_WRITE, event.filter_text, event.set_filter),
-            "format": SeqFile(READ_ONLY, single(event.format_text)),
-            "id": AttributeFile(READ_ONLY, show=lambda: f"{event.id}\n"),
-        },
-    )
+    return SeqFile(READ_ONLY, port.profile)

@@ -65,7 +65,15 @@ class Filesystem:
             raise KernelError(errno.EISDIR, path)
         if flags & os.O_DIRECTORY:
             raise KernelError(errno.ENOTDIR, path)
-        return node.open(flags, client)
+        opened = node.open(flags, client)
+        node.count_open(1)
+        return opened
+
+    @staticmethod
+    def release(opened: OpenFile) -> None:
+        """The last descriptor of what open() gave was closed."""
+        opened.node.count_open(-1)
+        opened.release()
 
     def create(self, path: str) -> NoReturn:
         """creat(2) of a name that isn't there. Raises: KernelError EACCES, as without ->create on Linux."""

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from pathlib import Path
+
 import pytest
 
+from emulated_kernel.config import MachineConfig
 from emulated_kernel.errors import KernelError
 from emulated_kernel.host.buffers import BUFFER_SIZE
+from emulated_kernel.image.image import PREBUILT
 from emulated_kernel.kernel import Kernel
 from tests.host.conftest import dmesg, tasks
 
@@ -68,3 +74,18 @@ def test_a_panic_is_eio_for_ever(kernel: Kernel) -> None:
     for _ in range(2):
         assert failed(kernel, "gcd", 12, 18) == "EIO"
     assert "Kernel panic - not syncing: by a test" in dmesg(kernel)
+
+
+def test_strings_may_have_any_bytes(kernel: Kernel) -> None:
+    assert kernel.call("strlen", os.fsdecode(b"\xd3\xc6x")) == 3
+
+
+def test_an_image_that_lacks_something(tmp_path: Path) -> None:
+    """What the host looks for by name is told as a file's fault."""
+    whole = (PREBUILT / "x86_64" / "vmlinux").read_bytes()
+    damaged = tmp_path / "vmlinux"
+    for name in (b"host_find_task\0", b"percpu.host_mailbox\0", b"nr.getdents64\0"):
+        damaged.write_bytes(whole.replace(name, b"x" + name[1:]))
+        with pytest.raises(KernelError) as caught:
+            Kernel(MachineConfig(image=damaged))
+        assert caught.value.errno == errno.ENOEXEC

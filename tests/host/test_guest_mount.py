@@ -123,3 +123,15 @@ def test_data_that_the_guest_has_corrupted(kernel: Kernel, mount: GuestMount) ->
     assert mount.read(FIRST, log, 1 << 16, 0) == before
     listed = mount.open(FIRST, "/machine/tasks", os.O_RDONLY)
     assert errno_of(lambda: mount.read(FIRST, listed, 100, 0)) == errno.EIO
+
+
+def test_truncation_may_run_the_guest(kernel: Kernel, watched: GuestMount) -> None:
+    """An event that was made while the guest is watched has a directory there, which goes with it."""
+    path = "/tracing/synthetic_events"
+    made = watched.open(FIRST, path, os.O_WRONLY)
+    watched.write(FIRST, made, b"made u64 x\n", 0)
+    watched.release(made)
+    watched.release(watched.open(FIRST, path, os.O_WRONLY | os.O_TRUNC))
+    assert kernel.synthetic_events.records() == []
+    assert kernel.call("strlen", "four") == 4
+    assert errno_of(lambda: watched.open(FIRST, "/tracing/events", os.O_WRONLY | os.O_TRUNC)) == errno.EISDIR

@@ -5,15 +5,15 @@ from __future__ import annotations
 import builtins
 import errno
 import re
-import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from emulated_kernel.errors import KernelError, WouldBlock
+from emulated_kernel.errors import KernelError
 from emulated_kernel.vfs.layout import KernelPorts, Layout, build_filesystem
 from emulated_kernel.vfs.node import Owner
 from emulated_kernel.vfs.tracefs import TracefsPorts
 from emulated_kernel.vfs.tree import Filesystem
+from tests.vfs.fake_trace import FakeCmdlines, FakeList, FakeTrace
 
 
 @dataclass(eq=False)
@@ -34,7 +34,16 @@ class FakeEvent:
     bytes: str = "original 55\npatched  cc"
     detour: str = ""
     cost: str = "traps 0"
+    is_return: bool = False
+    active: int = 1
+    maxactive: int = 10
+    high_water: int = 4
+    memory: int = 480
     filter: str = "none"
+
+    @property
+    def is_switchable(self) -> bool:
+        return True
 
     def set_enabled(self, enabled: bool) -> None:
         self.enabled = enabled
@@ -49,6 +58,21 @@ class FakeEvent:
 
     def reset_nmissed(self) -> None:
         self.nmissed = 0
+
+    def enabled_text(self) -> str:
+        return f"{self.enabled:d}"
+
+    def triggers(self) -> Iterable[str]:
+        return ["# Available triggers:\n"]
+
+    def execute_trigger(self, data: builtins.bytes) -> int:
+        return len(data)
+
+    def hist_text(self) -> str:
+        return ""
+
+    def drop_histograms(self) -> None:
+        pass
 
     def format_text(self) -> str:
         return f"name: {self.name}\nID: {self.id}\n"
@@ -72,6 +96,10 @@ class FakeGroup:
     def find(self, name: str) -> FakeEvent | None:
         return self.events.get(name)
 
+    @property
+    def is_switchable(self) -> bool:
+        return True
+
     def enabled_text(self) -> str:
         states = {event.enabled for event in self.events.values()}
         return {0: "?", 2: "X"}.get(len(states), "1" if True in states else "0")
@@ -94,6 +122,7 @@ class FakeEvents:
 
     groups: dict[str, FakeGroup] = field(default_factory=dict)
     next_id: int = 1409
+    chosen: FakeList = field(default_factory=FakeList)
 
     def names(self) -> Collection[str]:
         return self.groups.keys()
@@ -107,6 +136,15 @@ class FakeEvents:
     def enabled_text(self) -> str:
         return FakeGroup({event.name: event for event in self.all()}).enabled_text()
 
+    def header_page_text(self) -> str:
+        return "a page\n"
+
+    def header_event_text(self) -> str:
+        return "an event\n"
+
+    def newest_first(self) -> Iterable[str]:
+        return [f"{event.group}:{event.name}\n" for event in reversed(self.all())]
+
     def set_enabled(self, enabled: bool) -> None:
         for group in self.groups.values():
             group.set_enabled(enabled)
@@ -114,8 +152,9 @@ class FakeEvents:
     def definitions(self) -> Iterable[str]:
         return [f"p:{event.group}/{event.name} {event.place}\n" for event in self.all()]
 
-    def profile(self) -> Iterable[str]:
-        return [f"  {event.name:<44} {event.hits:>15} {event.nmissed:>15}\n" for event in self.all()]
+    def profile(self, start: int) -> Iterable[str]:
+        lines = [f"  {event.name:<44} {event.hits:>15} {event.nmissed:>15}\n" for event in self.all()]
+        return lines[start:]
 
     def execute(self, data: bytes) -> int:
         for line in data.decode().split("\n"):
@@ -149,101 +188,6 @@ class FakeEvents:
         self.groups.clear()
 
 
-class FakeStream:
-    """A trace_pipe."""
-
-    def __init__(self, buffer: FakeTrace) -> None:
-        self._buffer = buffer
-
-    def read(self, size: int) -> bytes:
-        with self._buffer.changed:
-            if not self._buffer.pending:
-                raise WouldBlock
-            data, self._buffer.pending = self._buffer.pending[:size], self._buffer.pending[size:]
-            return data
-
-    def ready(self) -> bool:
-        return bool(self._buffer.pending)
-
-    def wait(self, timeout: float) -> None:
-        with self._buffer.changed:
-            self._buffer.changed.wait_for(
-                lambda: self._buffer.pending or self._buffer.pipe is not self, timeout
-            )
-
-    def subscribe(self, notify: Callable[[], None]) -> None:
-        self._buffer.subscribers.append(notify)
-
-    def close(self) -> None:
-        with self._buffer.changed:
-            self._buffer.pipe = None
-            self._buffer.changed.notify_all()
-
-
-class FakeTrace:
-    """A ring buffer that holds what trace_marker writes."""
-
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.pending = b""
-        self.subscribers: list[Callable[[], None]] = []
-        self.pipe: FakeStream | None = None
-        self.text = "# tracer: nop\n"
-        self.tracing_on = True
-        self.size_kb = 7
-        self.current_tracer = "nop"
-        self.errors: list[str] = []
-
-    def trace_text(self) -> str:
-        return self.text
-
-    def clear_trace(self) -> None:
-        self.text = "# tracer: nop\n"
-
-    def open_pipe(self, *, nonblock: bool = False) -> FakeStream:
-        del nonblock
-        if self.pipe is not None:
-            raise KernelError(errno.EBUSY, "one reader at a time")
-        self.pipe = FakeStream(self)
-        return self.pipe
-
-    def set_tracing_on(self, on: bool) -> None:
-        self.tracing_on = on
-
-    def write_marker(self, data: bytes) -> int:
-        with self.changed:
-            self.text += data.decode()
-            self.pending += data
-            self.changed.notify_all()
-            subscribers, self.subscribers = self.subscribers, []
-        for notify in subscribers:
-            notify()
-        return len(data)
-
-    def buffer_size_text(self) -> str:
-        return f"{self.size_kb}\n"
-
-    def resize_buffer(self, size_kb: int) -> None:
-        self.size_kb = size_kb
-
-    def buffer_total_size_text(self) -> str:
-        return f"{2 * self.size_kb}\n"
-
-    def tracers(self) -> Collection[str]:
-        return ("nop",)
-
-    def set_tracer(self, name: str) -> None:
-        if name not in self.tracers():
-            raise KernelError(errno.EINVAL, name)
-        self.current_tracer = name
-
-    def error_log(self) -> Iterable[str]:
-        return self.errors
-
-    def clear_error_log(self) -> None:
-        self.errors.clear()
-
-
 class FakeKprobes:
     """The debugfs switches."""
 
@@ -252,8 +196,8 @@ class FakeKprobes:
         self.can_optimize = True
         self.optimization = True
 
-    def list_text(self) -> Iterable[str]:
-        return ["ffffffff81000000  k  vfs_read+0x0    [OPTIMIZED]\n"]
+    def list_records(self, start: int) -> Iterable[str]:
+        return ["ffffffff81000000  k  vfs_read+0x0    [OPTIMIZED]\n"][start:]
 
     def blacklist_text(self) -> Iterable[str]:
         return [f"0x{base:016x}-0x{base + 32:016x}\tasm_{base}\n" for base in range(0, 6400, 32)]
@@ -266,7 +210,10 @@ class FakeKprobes:
 
 
 class FakeMachine:
-    """A computer that can add."""
+    """A computer that can add, and has modules."""
+
+    def __init__(self) -> None:
+        self.loaded: list[str] = []
 
     def version(self) -> str:
         return "Linux version 6.1.0-fake"
@@ -281,11 +228,79 @@ class FakeMachine:
     def tasks(self) -> Iterable[str]:
         return ["PID COMM\n", "0 swapper/0\n"]
 
+    def modules(self, zero_addresses: bool) -> Iterable[str]:
+        address = 0 if zero_addresses else 0xFFFFFFFFC0000000
+        return [f"{name} 4096 0 - Live 0x{address:016x}\n" for name in self.loaded]
+
+    def command_module(self, line: str) -> None:
+        verb, name = line.split()
+        if verb == "unload" and name not in self.loaded:
+            raise KernelError(errno.ENOENT, name)
+        (self.loaded.append if verb == "load" else self.loaded.remove)(name)
+
     def call(self, line: str) -> str:
         name, *arguments = line.split()
         if name != "add":
             raise KernelError(errno.ENOENT, name)
         return str(sum(int(word) for word in arguments))
+
+
+@dataclass(eq=False)
+class FakeFunctionTracer:
+    """set_ftrace_filter and its likes."""
+
+    filter: FakeList = field(default_factory=FakeList)
+    notrace: FakeList = field(default_factory=FakeList)
+    traced_pids: FakeList = field(default_factory=FakeList)
+    untraced_pids: FakeList = field(default_factory=FakeList)
+
+
+class FakeFunctions:
+    """The functions that can be traced."""
+
+    def available(self) -> Iterable[str]:
+        return ["vfs_read\n", "vfs_write\n"]
+
+    def enabled(self) -> Iterable[str]:
+        return []
+
+
+@dataclass(eq=False)
+class FakeInstance:
+    """A trace array with its events, errors and function tracer."""
+
+    trace: FakeTrace = field(default_factory=FakeTrace)
+    events: FakeEvents = field(default_factory=FakeEvents)
+    errors: FakeList = field(default_factory=FakeList)
+    functions: FakeFunctionTracer = field(default_factory=FakeFunctionTracer)
+
+
+class FakeInstances:
+    """instances/."""
+
+    def __init__(self) -> None:
+        self.made: dict[str, FakeInstance] = {}
+        self.names = self.made.keys
+        self.find = self.made.get
+        self.remove = self.made.__delitem__
+
+    def make(self, name: str) -> None:
+        self.made[name] = FakeInstance()
+
+
+@dataclass
+class FakeReturnHooks:
+    """Two shadow stacks; one is busy."""
+
+    return_hook: str = "rethook"
+
+    def return_hooks(self) -> list[str]:
+        return ["rethook", "fgraph", "busy"]
+
+    def select_return_hook(self, name: str) -> None:
+        if name not in self.return_hooks() or name == "busy":
+            raise KernelError(errno.EBUSY if name == "busy" else errno.EINVAL)
+        self.return_hook = name
 
 
 @dataclass
@@ -296,8 +311,24 @@ class FakeKernel:
     events: FakeEvents = field(default_factory=FakeEvents)
     trace: FakeTrace = field(default_factory=FakeTrace)
     machine: FakeMachine = field(default_factory=FakeMachine)
+    hooks: FakeReturnHooks = field(default_factory=FakeReturnHooks)
     return_probes: bool = True
 
+    instances: FakeInstances = field(default_factory=FakeInstances)
+    dynamic_events: FakeList = field(default_factory=FakeList)
+
     def filesystem(self, layout: Layout = Layout.FULL, owner: Owner | None = None) -> Filesystem:
-        tracefs = TracefsPorts(self.trace, self.events, self.events, self.return_probes)
-        return build_filesystem(KernelPorts(self.kprobes, self.events, tracefs, self.machine), layout, owner)
+        tracefs = TracefsPorts(
+            functions=FakeFunctions(),
+            top=FakeInstance(self.trace, self.events, self.trace.errors),
+            instances=self.instances,
+            cmdlines=FakeCmdlines(),
+            kprobe_events=self.events,
+            dynamic_events=self.dynamic_events,
+            synthetic_events=FakeList(),
+            uprobe_events=FakeList(),
+            return_probes=self.return_probes,
+        )
+        return build_filesystem(
+            KernelPorts(self.kprobes, self.events, tracefs, self.machine, self.hooks), layout, owner
+        )

@@ -27,7 +27,7 @@ from emulated_kernel.vfs.seq import (
     listing,
     single,
 )
-from tests.vfs.fakes import FakeTrace
+from tests.vfs.fake_trace import FakeTrace
 
 ROOT = Client(1, 0, 0)
 

@@ -61,7 +61,7 @@ def assert_errno(number: int) -> AbstractContextManager[object]:
 def test_modes_as_recorded(tree: Filesystem, sample: str, prefix: str, directory: str) -> None:
     recorded = oracle.modes(sample, prefix)
     ours = {name: stat.filemode(tree.getattr(f"{directory}/{name}").mode) for name in tree.readdir(directory)}
-    of_ours_alone = {"optimization", "stats", "a"}
+    of_ours_alone = {"optimization", "return_hook", "stats", "a"}
     assert ours.keys() - recorded.keys() <= of_ours_alone
     assert {name: ours[name] for name in ours.keys() & recorded.keys()} == {
         name: recorded[name] for name in ours.keys() & recorded.keys()
@@ -76,15 +76,22 @@ def test_the_root_of_tracefs_is_private(kernel: FakeKernel) -> None:
 
 
 def test_full_layout(tree: Filesystem) -> None:
-    assert tree.readdir("/") == ["kprobes", "kprobe_events", "kprobe_profile", "tracing", "machine"]
-    assert tree.readdir("/kprobes") == ["list", "enabled", "blacklist", "optimization", "stats"]
+    assert tree.readdir("/") == ["kprobes", "kprobe_events", "kprobe_profile", "tracing", "machine", "dev"]
+    assert tree.readdir("/kprobes") == [
+        "list",
+        "enabled",
+        "blacklist",
+        "optimization",
+        "return_hook",
+        "stats",
+    ]
 
 
 def test_kprobe_events(kernel: FakeKernel, tree: Filesystem) -> None:
     for path in ("/kprobe_events", "/tracing/kprobe_events"):
         assert read(tree, path) == "p:kprobes/a vfs_read\n"
     write(tree, "/kprobe_events", "p:g/b vfs_mkdir\n")
-    assert read(tree, "/tracing/available_events") == "kprobes:a\ng:b\n"
+    assert read(tree, "/tracing/available_events") == "g:b\nkprobes:a\n"
     assert write(tree, "/kprobe_events", "") == 0
     with assert_errno(errno.ENOENT):
         write(tree, "/kprobe_events", "p:x nosuch\n")
@@ -94,7 +101,7 @@ def test_kprobe_events(kernel: FakeKernel, tree: Filesystem) -> None:
     kernel.events.all()[0].enabled = False
     write(tree, "/kprobe_events", "\n", os.O_WRONLY | os.O_TRUNC)
     assert read(tree, "/kprobe_events") == ""
-    assert tree.readdir("/tracing/events") == ["enable"]
+    assert tree.readdir("/tracing/events") == ["enable", "header_event", "header_page"]
 
 
 def test_event_switches(tree: Filesystem) -> None:
@@ -139,7 +146,7 @@ def test_buffer_files(kernel: FakeKernel, tree: Filesystem) -> None:
     assert read(tree, "/tracing/buffer_total_size_kb") == "128\n"
     with assert_errno(errno.EINVAL):
         write(tree, "/tracing/buffer_size_kb", "0")
-    kernel.trace.errors.append("[1.0] trace_kprobe: error: x\n")
+    kernel.trace.errors.lines.append("[1.0] trace_kprobe: error: x\n")
     assert read(tree, "/tracing/error_log").startswith("[1.0]")
     tree.open("/tracing/error_log", os.O_WRONLY | os.O_TRUNC, ROOT)
     assert read(tree, "/tracing/error_log") == ""
@@ -180,12 +187,46 @@ def test_stats(kernel: FakeKernel, tree: Filesystem) -> None:
         write(tree, f"{base}/mode", "int3")
 
 
+def test_stats_of_a_return_probe(kernel: FakeKernel, tree: Filesystem) -> None:
+    kernel.events.all()[0].is_return = True
+    base = "/kprobes/stats/kprobes/a"
+    files = ("active", "maxactive", "high_water", "memory")
+    assert set(tree.readdir(base)) == {*STATS, *files}
+    assert [read(tree, f"{base}/{name}") for name in files] == ["1\n", "10\n", "4\n", "480\n"]
+
+
+def test_return_hook(kernel: FakeKernel, tree: Filesystem) -> None:
+    path = "/kprobes/return_hook"
+    assert read(tree, path) == "[rethook] fgraph busy\n"
+    write(tree, path, "fgraph\n")
+    assert (kernel.hooks.return_hook, read(tree, path)) == ("fgraph", "rethook [fgraph] busy\n")
+    for name, error in (("busy", errno.EBUSY), ("other", errno.EINVAL)):
+        with assert_errno(error):
+            write(tree, path, name)
+
+
 def test_addresses_are_for_the_privileged(kernel: FakeKernel) -> None:
     tree = kernel.filesystem(owner=Owner(1000, 1000))
-    path = "/machine/kallsyms"
-    assert read(tree, path, Client(5, 1001, 1001)).startswith("0000000000000000 T ")
-    for uid in (0, 1000):
-        assert read(tree, path, Client(5, uid, uid)).startswith("ffffffff81000000 T ")
+    kernel.machine.command_module("load fake")
+    for path, start in (
+        ("/machine/kallsyms", "{} T "),
+        ("/machine/modules", "fake 4096 0 - Live 0x{}\n"),
+    ):
+        shown = {uid: read(tree, path, Client(5, uid, uid)) for uid in (0, 1000, 1001)}
+        assert shown[1001].startswith(start.format("0" * 16))
+        for uid in (0, 1000):
+            address = "ffffffffc0000000" if "modules" in path else "ffffffff81000000"
+            assert shown[uid].startswith(start.format(address))
+
+
+def test_modules(tree: Filesystem, kernel: FakeKernel) -> None:
+    write(tree, "/machine/modules", "load one\n\n load two \n")
+    assert kernel.machine.loaded == ["one", "two"]
+    with assert_errno(errno.ENOENT):
+        write(tree, "/machine/modules", "unload one\nunload three\nunload two\n")
+    assert kernel.machine.loaded == ["two"]
+    with assert_errno(errno.EINVAL):
+        tree.open("/machine/modules", os.O_WRONLY, ROOT).write(b"load \xff", 0)
 
 
 def test_call(tree: Filesystem) -> None:

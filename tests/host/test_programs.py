@@ -1,0 +1,29 @@
+"""The program that a process has become, as /proc tells."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from time import monotonic, sleep
+
+from emulated_kernel.host.programs import program_of
+
+
+def test_a_binary_and_a_script(tmp_path: Path) -> None:
+    script = tmp_path / "a-script-with-a-long-name"
+    script.write_text("#!/bin/sh\nread line\n")
+    script.chmod(0o755)
+    for command, comm in (["/bin/cat"], "cat"), ([str(script)], "a-script-with-a-long-name"[:15]):
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            deadline = monotonic() + 5
+            while (program := program_of(process.pid, comm)) is None and monotonic() < deadline:
+                sleep(0.01)
+            process.communicate()
+        assert program is not None
+        assert program.endswith(command[0].rpartition("/")[2])
+        assert program_of(process.pid, comm) is None
+
+
+def test_a_name_of_its_own() -> None:
+    assert program_of(os.getpid(), "no program's") is None
