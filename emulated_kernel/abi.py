@@ -13,7 +13,12 @@ HZ = 250
 
 
 class Hypercall(IntEnum):
-    """Why the guest stopped by itself (x86: `hlt` with the number in eax)."""
+    """Why the guest stopped by itself (x86: `hlt` with the number in eax).
+
+    Arguments: rdi rsi rdx r10 on x86_64, ebx ecx edx esi on i386. The answer goes to rax or eax; that of
+    USER is a system call's number, with its arguments where Linux's user space has them: rdi rsi rdx r10 r8
+    r9, or ebx ecx edx esi edi ebp.
+    """
 
     IDLE = 0
     """Nothing is runnable on this CPU."""
@@ -27,6 +32,8 @@ class Hypercall(IntEnum):
     """The kernel gave up; first argument: the message."""
     BOOTED = 5
     """start_kernel finished; resuming enters the idle loop."""
+    MODULE = 6
+    """The module loader needs its host; arguments: op, 0, and two that the op gives a meaning."""
 
 
 class HostfsOp(IntEnum):
@@ -37,6 +44,28 @@ class HostfsOp(IntEnum):
     WRITE = 2
     MKDIR = 3
     RMDIR = 4
+
+
+class ModuleOp(IntEnum):
+    """First argument of Hypercall.MODULE."""
+
+    ALLOC = 0
+    """Size in bytes, whether it is for text: an address or -ENOMEM."""
+    PLACE = 1
+    """Address of text that was allocated, address of what is to stand there."""
+    FREE = 2
+    """An address that was allocated."""
+    NOTIFY = 3
+    """ModuleState, address of its struct module: 0, or -errno to refuse it while it is coming."""
+
+
+class ModuleState(IntEnum):
+    """Mirrors: include/linux/module.h:enum module_state (v6.1)."""
+
+    LIVE = 0
+    COMING = 1
+    GOING = 2
+    UNFORMED = 3
 
 
 class Vector(IntEnum):
@@ -56,6 +85,6 @@ class Vector(IntEnum):
 
 
 PARK = (1 << 64) - 1
-"""Answer to Hypercall.USER: no system call now, sleep until woken."""
+"""Answer to Hypercall.USER: no system call now, sleep until woken. A register takes as much as it holds."""
 ERESTARTSYS = 512
 """Answer to Hypercall.HOSTFS: would block; the task sleeps until woken and asks again."""

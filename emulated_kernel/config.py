@@ -22,5 +22,9 @@ class MachineConfig:
     """Wall time that one uninterrupted guest run may take before it counts as looping."""
     profile: str = "linux-6.1"
     """Which kernel's ways of probing it has: a name in kprobes.profile.PROFILES."""
+    detour: str | None = None
+    """What compiled handlers save, "liveness" or "save-all"; None leaves it to the profile."""
+    return_hook: str | None = None
+    """The shadow stack of return probes: one of kprobes.profile.RETURN_HOOKS; None: the profile's."""
     fast_registers: bool = True
     """Use the live CPU state where the start-up self-test finds it; False forces the API."""

@@ -1,14 +1,24 @@
-"""An architecture as fetch arguments see it."""
+"""The architectures there are, and one of them as fetch arguments see it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from errno import ENOENT
 
 from emulated_kernel.arch.base import Arch
+from emulated_kernel.arch.x86.arch import I386, X86_64
+from emulated_kernel.errors import KernelError
 
 THREAD_SIZE = 16 << 10
-TASK_SIZE_64 = (1 << 47) - 4096
-"""The first address behind user space on x86_64. Mirrors: arch/x86/include/asm/page_64_types.h."""
+_ARCHS: tuple[type[Arch], ...] = (X86_64, I386)
+
+
+def arch_named(name: str) -> Arch:
+    """The hooks of an architecture. Raises: KernelError ENOENT where there are none."""
+    for arch in _ARCHS:
+        if arch.name == name:
+            return arch()
+    raise KernelError(ENOENT, f"unknown architecture {name}")
 
 
 class TraceView:
@@ -23,4 +33,4 @@ class TraceView:
         self.stack_pointer = registers.sp
         self.word_size = arch.word_size
         self.thread_size = THREAD_SIZE
-        self.task_size = TASK_SIZE_64
+        self.task_size = arch.task_size

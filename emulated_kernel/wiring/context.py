@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from emulated_kernel.kprobes.hit import KprobeCtlblk
+from emulated_kernel.kprobes.ctlblk import KprobeCtlblk
 from emulated_kernel.trace.trace_entry import EntryFlag
 
 INTERRUPT_FLAG = 1 << 9
@@ -35,12 +35,16 @@ class HitContext:
         self._need_resched = _cell(memory, abi, "need_resched")
         self._hardirq, self._softirq = abi["preempt.hardirq_mask"], abi["preempt.softirq_mask"]
         nmi = EntryFlag.NMI | EntryFlag.HARDIRQ
-        self._by_breakpoint = (nmi, _COUNT_MASK) if preemption else (nmi | EntryFlag.IRQS_OFF, 0)
+        self.by_breakpoint = (nmi, _COUNT_MASK) if preemption else (nmi | EntryFlag.IRQS_OFF, 0)
 
     def of(self, regs: Any) -> tuple[int, int]:
-        """common_flags and common_preempt_count of the hit with these registers."""
+        """common_flags and common_preempt_count of the probe's hit with these registers."""
         if self._ctlblk.by_breakpoint:
-            return self._by_breakpoint
+            return self.by_breakpoint
+        return self.here(regs)
+
+    def here(self, regs: Any) -> tuple[int, int]:
+        """The same for where the guest stands, probe or not."""
         count = int(self._count[0])
         flags = 0 if regs.flags & INTERRUPT_FLAG else int(EntryFlag.IRQS_OFF)
         if self._need_resched[0]:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from emulated_kernel.errors import KernelError
 from emulated_kernel.host.guest import Guest
 from emulated_kernel.host.guest_log import read_log
+from emulated_kernel.host.modules import Modules
 from emulated_kernel.host.task_list import read_tasks
 from emulated_kernel.image.image import KernelImage
 from emulated_kernel.machine.machine import Machine
@@ -21,8 +22,11 @@ MAX_ARGUMENTS = 6
 class MachineFiles:
     """Implements MachinePort."""
 
-    def __init__(self, image: KernelImage, machine: Machine, guest: Guest, profile: str) -> None:
+    def __init__(
+        self, image: KernelImage, machine: Machine, guest: Guest, modules: Modules, profile: str
+    ) -> None:
         self._profile = profile
+        self._modules = modules
         self._image = image
         self._memory = machine.memory
         self._guest = guest
@@ -48,16 +52,35 @@ class MachineFiles:
         for task in tasks:
             yield f"{task.pid:>7} {task.parent:>7} {task.uid:>6} {task.state:<5} {task.comm}\n"
 
+    def modules(self, zero_addresses: bool) -> Iterable[str]:
+        """Raises: KernelError EIO where the guest has corrupted its list."""
+        return [module.line(zero_address=zero_addresses) for module in self._modules.loaded()]
+
+    def command_module(self, line: str) -> None:
+        """`load NAME`, `load PATH`, `unload NAME`.
+
+        Raises: KernelError EINVAL (malformed), and as Modules.load, insert and unload.
+        """
+        match line.split(maxsplit=1):
+            case ["load", name]:
+                self._modules.load_or_insert(name)
+            case ["unload", name]:
+                self._modules.unload(name)
+            case _:
+                raise KernelError(errno.EINVAL, f"{line!r} is neither load NAME nor unload NAME")
+
     def call(self, line: str) -> str:
         """`FUNCTION ARG...`: numbers, strings in quotes; the result in hexadecimal and decimal.
 
-        Raises: KernelError EINVAL (malformed), ERANGE (a number over 64 bits), E2BIG (too many arguments),
-        ENOENT (no such function), EFAULT (it oopsed, see dmesg), EIO (it doesn't come back).
+        Raises: KernelError EINVAL (malformed), ERANGE (a number wider than a register), E2BIG (too many
+        arguments), ENOENT (no such function), EFAULT (it oopsed, see dmesg), EIO (it doesn't come back).
         """
         name, *words = _split(line)
         if len(words) > MAX_ARGUMENTS:
             raise KernelError(errno.E2BIG, f"at most {MAX_ARGUMENTS} arguments")
-        return f"{name} = {_result(self._guest.call_function(name, *map(_argument, words)))}"
+        bits = 8 * self._memory.word_size
+        value = self._guest.call_function(name, *(_argument(word, bits) for word in words))
+        return f"{name} = {_result(value, bits)}"
 
 
 @contextmanager
@@ -79,20 +102,20 @@ def _split(line: str) -> list[str]:
         raise KernelError(errno.EINVAL, str(error)) from error
 
 
-def _result(value: int) -> str:
+def _result(value: int, bits: int) -> str:
     """A result register: nothing tells its C type, so a negative int is shown beside the whole."""
-    if value >> 31 == 1:
+    if bits > 32 and value >> 31 == 1:
         return f"0x{value:x} ({value}, as an int {value - (1 << 32)})"
-    return f"0x{value:x} ({value - (1 << 64) if value >> 63 else value})"
+    return f"0x{value:x} ({value - (1 << bits) if value >> bits - 1 else value})"
 
 
-def _argument(word: str) -> int | str:
+def _argument(word: str, bits: int) -> int | str:
     if len(word) >= 2 and word[0] in "\"'" and word[-1] == word[0]:
         return word[1:-1]
     try:
         number = int(word, 0)
     except ValueError:
         raise KernelError(errno.EINVAL, f"{word!r} is neither a number nor a string in quotes") from None
-    if not -(1 << 63) <= number < 1 << 64:
+    if not -(1 << bits - 1) <= number < 1 << bits:
         raise KernelError(errno.ERANGE, f"{word} doesn't fit into a register")
     return number

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import errno
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.kprobe import Kprobe, Regs
+from emulated_kernel.kprobes.kretprobe import Kretprobe, KretprobeInstance, Kretprobes
 from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.machine.traps import MemoryFault
-from emulated_kernel.trace.event import TraceEvent
-from emulated_kernel.trace.ports import HitHandler, ProbeHandle, ProbeHit, ProbeSpec, RawEntry
+from emulated_kernel.trace.event import KprobeTraceEvent, TraceEvent
+from emulated_kernel.trace.guest import RecordTarget
+from emulated_kernel.trace.options import TraceOption
+from emulated_kernel.trace.ports import Emit, HitHandler, ProbeHandle, ProbeHit, ProbeSpec, RawEntry
 from emulated_kernel.trace.trace_array import TaskContext, TraceArray
 from emulated_kernel.trace.trace_entry import TRACE_ENTRY
 from emulated_kernel.wiring.context import HitContext
+from emulated_kernel.wiring.guest_records import GuestRecords
 
 CPU = 0
 """The only one there is."""
+_HOST_OPTIONS = TraceOption.STACKTRACE | TraceOption.USERSTACKTRACE | TraceOption.RECORD_TGID
+"""With these there is more to do for a record than writing it."""
 
 
 class GuestMemory(Protocol):
@@ -55,12 +59,17 @@ class Tasks:
 class Hit:
     """The hit being handled, as an event's handler sees it; one object, valid during the call."""
 
-    return_address = 0
-
-    def __init__(self, memory: GuestMemory, tasks: Tasks) -> None:
+    def __init__(self, memory: GuestMemory, tasks: Tasks, context: Callable[[Any], tuple[int, int]]) -> None:
+        """`context` gives common_flags and common_preempt_count of a hit with these registers."""
+        self.return_address = 0
         self._memory = memory
         self._tasks = tasks
+        self._context = context
         self.regs: Any = None
+
+    @property
+    def context(self) -> tuple[int, int]:
+        return self._context(self.regs)
 
     @property
     def comm(self) -> bytes:
@@ -81,17 +90,25 @@ class EventKprobe(Kprobe):
         return 0
 
 
+class EventKretprobe(Kretprobe):
+    """The return probe of a trace event."""
+
+
+EventProbe = EventKprobe | EventKretprobe
+
+
 class KprobeBackend:
     """Implements trace.ports.ProbeBackend."""
 
-    def __init__(self, kprobes: Kprobes, memory: GuestMemory, tasks: Tasks) -> None:
+    def __init__(self, kprobes: Kprobes, kretprobes: Kretprobes, hit: Hit) -> None:
         self._kprobes = kprobes
-        self._hit = Hit(memory, tasks)
+        self._kretprobes = kretprobes
+        self._hit = hit
 
-    def register(self, spec: ProbeSpec, handler: HitHandler, /) -> EventKprobe:
-        """Raises: KernelError as register_kprobe; EOPNOTSUPP for a return probe."""
+    def register(self, spec: ProbeSpec, handler: HitHandler, program: Emit, /) -> EventProbe:
+        """Raises: KernelError as register_kprobe, register_kretprobe."""
         if spec.is_return:
-            raise KernelError(errno.EOPNOTSUPP, "this kernel has no return probes")
+            return self._register_return(spec, handler)
         hit = self._hit
 
         def pre_handler(_kprobe: Kprobe, regs: Regs) -> None:
@@ -104,13 +121,36 @@ class KprobeBackend:
             # Linux: address 0 is a null pointer, no address.
             addr=spec.address or None,
             pre_handler=pre_handler,
+            program=program,
             disabled=spec.disabled,
         )
         self._kprobes.register_kprobe(kprobe)
         return kprobe
 
+    def _register_return(self, spec: ProbeSpec, handler: HitHandler) -> EventKretprobe:
+        hit = self._hit
+
+        def returned(instance: KretprobeInstance, regs: Regs) -> None:
+            hit.regs, hit.return_address = regs, instance.ret_addr
+            handler(hit)
+
+        rp = EventKretprobe(
+            symbol_name=spec.symbol,
+            offset=spec.offset,
+            addr=spec.address or None,
+            handler=returned,
+            maxactive=spec.maxactive,
+            disabled=spec.disabled,
+        )
+        self._kretprobes.register_kretprobe(rp)
+        return rp
+
     def unregister(self, handle: ProbeHandle, /) -> None:
-        self._kprobes.unregister_kprobe(_kprobe(handle))
+        probe = _kprobe(handle)
+        if isinstance(probe, Kretprobe):
+            self._kretprobes.unregister_kretprobe(probe)
+        else:
+            self._kprobes.unregister_kprobe(probe)
 
     def enable(self, handle: ProbeHandle, /) -> None:
         self._kprobes.enable_kprobe(_kprobe(handle))
@@ -118,13 +158,16 @@ class KprobeBackend:
     def disable(self, handle: ProbeHandle, /) -> None:
         self._kprobes.disable_kprobe(_kprobe(handle))
 
+    def handler_changed(self, handle: ProbeHandle, /) -> None:
+        self._kprobes.handler_changed(_kprobe(handle))
+
     def on_func_entry(self, symbol: str, offset: int, /) -> bool:
         """Raises: KernelError ENOENT."""
         return self._kprobes.on_func_entry(symbol, offset)
 
 
-def _kprobe(handle: ProbeHandle) -> EventKprobe:
-    assert isinstance(handle, EventKprobe), "a handle of another backend"
+def _kprobe(handle: ProbeHandle) -> EventProbe:
+    assert isinstance(handle, EventProbe), "a handle of another backend"
     return handle
 
 
@@ -132,21 +175,64 @@ class HitRecorder:
     """Implements trace.ports.Recorder for hits of kprobes."""
 
     def __init__(
-        self, array: TraceArray, tasks: Tasks, now_ns: Callable[[], int], context: HitContext
+        self,
+        array: TraceArray,
+        tasks: Tasks,
+        now_ns: Callable[[], int],
+        context: HitContext,
+        guest: GuestRecords | None = None,
+        events: Iterable[TraceEvent] = (),
     ) -> None:
+        """With `guest`, guest code may record too; `events` are those that exist whenever it is asked."""
         self._array = array
         self._tasks = tasks
         self._now_ns = now_ns
         self._context = context
+        self._guest = guest
+        self._events = events
+        array.rewired.append(self._rewired)
+        if guest is not None:
+            guest.watch(array)
+
+    def target(self) -> RecordTarget | None:
+        """Where guest code records to; None where that takes more than writing to the buffer.
+
+        That is so with clocks that don't count the guest's nanoseconds, options that add to a record, and
+        lists of pids.
+        """
+        array, guest = self._array, self._guest
+        if guest is None or not array.clock.in_ns or array.options.flags & _HOST_OPTIONS:
+            return None
+        if array.pids.is_active:
+            return None
+        buffer = array.buffers[CPU]
+        control_at = buffer.place.control_at
+
+        def make_room(length: int, time_stamp: int) -> bool:
+            # Another one has taken its place if not.
+            return buffer.place.control_at == control_at and buffer.make_room(length, time_stamp)
+
+        return RecordTarget(control_at, array.records_comm, guest.room_maker(make_room))
+
+    def _rewired(self) -> None:
+        for event in self._events:
+            if isinstance(event, KprobeTraceEvent) and self in event.recorders:
+                event.changed()
 
     def entry(self, event: TraceEvent, payload: bytes, hit: ProbeHit, /) -> RawEntry:
-        header = TRACE_ENTRY.pack(event.id, *self._context.of(hit.regs), self._tasks.pid())
+        header = TRACE_ENTRY.pack(event.id, *hit.context, self._tasks.pid())
         return RawEntry(header + payload, CPU, hit.comm)
 
     def record(self, event: TraceEvent, payload: bytes, hit: ProbeHit, /) -> None:
-        flags, preempt_count = self._context.of(hit.regs)
+        pids = self._array.pids
+        if not (pids.is_active and pids.leaves_out(event, payload, self._tasks.pid())):
+            self.record_raw(event.id, payload, hit)
+
+    def record_raw(self, event_id: int, payload: bytes, hit: ProbeHit, /) -> None:
+        """As record(), of any type of entry."""
+        flags, preempt_count = hit.context
         self._array.record(
-            event.id,
+            event_id,
             payload,
             cpu=CPU,
             pid=self._tasks.pid(),
@@ -157,5 +243,6 @@ class HitRecorder:
         )
 
     def event_removed(self, _event: TraceEvent, /) -> None:
-        """Its entries can't be printed any more: empty the buffer."""
+        """Its entries can't be printed any more: empty the buffers."""
         self._array.clear_trace()
+        self._array.snapshot.clear()

@@ -56,12 +56,13 @@ class TaskStacks:
         return True
 
     def _stacks(self) -> Iterator[tuple[int, ...]]:
-        read_u64, abi = self._memory.read_u64, self._abi
+        read_word, abi = self._memory.read_word, self._abi
+        word, code = self._memory.word_size, "Q" if self._memory.word_size == 8 else "I"
         running = self._current.current_task()
         for task in read_tasks(self._memory, self._symbols, abi):
-            base = read_u64(task.addr + abi["task_struct.stack"])
-            saved = read_u64(task.addr + abi["task_struct.sp"])
+            base = read_word(task.addr + abi["task_struct.stack"])
+            saved = read_word(task.addr + abi["task_struct.sp"])
             sp = self._regs.sp if task.addr == running else saved
             size = base + abi["thread.size"] - sp
             if 0 < size <= abi["thread.size"]:
-                yield unpack_from(f"<{size // 8}Q", self._memory.read(sp, size))
+                yield unpack_from(f"<{size // word}{code}", self._memory.read(sp, size))

@@ -6,12 +6,20 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from emulated_kernel.arch.base import Arch
+from emulated_kernel.arch.program_builder import HitWay
 from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.kprobes.kretprobe import Kretprobe
 from emulated_kernel.kprobes.registry import Kprobes
+from emulated_kernel.kprobes.return_hook.hooks import ReturnHook
 from emulated_kernel.trace.event import KprobeTraceEvent
 from emulated_kernel.trace.kprobe_events import KprobeEvents
-from emulated_kernel.wiring.probes import EventKprobe
+from emulated_kernel.trace.trace_kprobe import TraceKprobe
+from emulated_kernel.wiring.probes import EventProbe
+from emulated_kernel.wiring.rehearsal import Rehearsals
 from emulated_kernel.wiring.views import EventViews
+
+GONE = "gone with its module"
+"""Shown of a probe whose code was freed."""
 
 
 class PatchedText(Protocol):
@@ -27,9 +35,9 @@ class ProbeStatistics:
         self._owner = owner
         self._event = event
 
-    def _kprobes(self) -> list[EventKprobe]:
+    def _kprobes(self) -> list[EventProbe]:
         """Those that are registered; a probe in a module that isn't there has none."""
-        return [probe.handle for probe in self._event.probes if isinstance(probe.handle, EventKprobe)]
+        return [probe.handle for probe in self._event.probes if isinstance(probe.handle, EventProbe)]
 
     def _lines(self, text: Callable[[Kprobe], str]) -> str:
         return "\n".join(text(kprobe) for kprobe in self._kprobes())
@@ -94,7 +102,39 @@ class ProbeStatistics:
 
     @property
     def cost(self) -> str:
-        return self._lines(lambda kprobe: kprobe.cost.text())
+        texts: list[str] = []
+        for probe in self._event.probes:
+            if isinstance(probe.handle, Kprobe):
+                texts.append(self._owner.cost_text(probe, probe.handle))
+        return _join(texts)
+
+    # Of return probes
+
+    @property
+    def is_return(self) -> bool:
+        return self._event.is_return
+
+    def _kretprobes(self) -> list[Kretprobe]:
+        return [kprobe for kprobe in self._kprobes() if isinstance(kprobe, Kretprobe)]
+
+    def _hooks(self) -> list[ReturnHook]:
+        return [rp.hook for rp in self._kretprobes() if rp.hook is not None]
+
+    @property
+    def active(self) -> int:
+        return sum(hook.active for hook in self._hooks())
+
+    @property
+    def maxactive(self) -> int:
+        return sum(hook.nodes for hook in self._hooks())
+
+    @property
+    def high_water(self) -> int:
+        return sum(hook.high_water for hook in self._hooks())
+
+    @property
+    def memory(self) -> int:
+        return sum(hook.memory for hook in self._hooks())
 
 
 class StatsGroup:
@@ -121,14 +161,19 @@ class Stats:
         text: PatchedText,
         arch: Arch,
         describe: Callable[[int], str],
+        rehearsals: Rehearsals | None = None,
     ) -> None:
+        """Without `rehearsals` nothing is told of what guest code costs."""
         self.kprobes = kprobes
         self.events = events
         self.describe = describe
         self._text = text
         self._arch = arch
+        self._rehearsals = rehearsals
         self._groups: dict[str, StatsGroup] = {}
-        self._views = EventViews(lambda event: ProbeStatistics(self, event))
+        self._views: EventViews[KprobeTraceEvent, ProbeStatistics] = EventViews(
+            lambda event: ProbeStatistics(self, event)
+        )
 
     def names(self) -> Collection[str]:
         return list(dict.fromkeys(event.group for event in self.events.events()))
@@ -147,6 +192,8 @@ class Stats:
 
     def bytes_text(self, kprobe: Kprobe) -> str:
         """The bytes that the probe may replace, original and as they stand in the text now."""
+        if kprobe.is_gone:
+            return GONE
         size = self._patched_size(kprobe)
         original, current = (read(kprobe.address, size) for read in (self._text.original, self._text.current))
         return f"original {original.hex(' ')}\ncurrent  {current.hex(' ')}"
@@ -160,6 +207,17 @@ class Stats:
 
     def detour_text(self, kprobe: Kprobe) -> str:
         """Disassembly of what runs out of line; an emulated instruction has no copy and is shown itself."""
+        if kprobe.is_gone:
+            return GONE
+        head = self.kprobes.head(kprobe)
+        if head is not None and head.code is not None:
+            return self._disassembly(head.code.address, head.code.size)
+        stub = None if head is None else head.stub
+        handler = "" if stub is None else self._disassembly(stub.address, stub.size) + "\n"
+        return handler + self._copy_text(kprobe)
+
+    def _copy_text(self, kprobe: Kprobe) -> str:
+        """What runs behind a handler that isn't in the same piece, or traps."""
         insn, detour = kprobe.insn, self.kprobes.detour(kprobe)
         if detour is not None:
             return self._disassembly(detour.address, detour.size)
@@ -172,6 +230,24 @@ class Stats:
             )
         end = self._arch.jump_size if insn.boosted else len(self._arch.breakpoint)
         return self._disassembly(insn.slot, insn.prepared.length + end)
+
+    def cost_text(self, probe: TraceKprobe, kprobe: Kprobe) -> str:
+        """Hits, and the nanoseconds of one: of the latest in Python, or in guest code if it handles them."""
+        head = self.kprobes.head(kprobe)
+        if head is None or (head.code is None and head.stub is None):
+            return kprobe.cost.text()
+        way = self._way(head)
+        cost = None if self._rehearsals is None else self._rehearsals.median_ns(probe, head, way)
+        text = f"hits {probe.hits}" + ("" if cost is None else f" median {cost:.0f} ns in guest code")
+        if way is not HitWay.BREAKPOINT:
+            return text
+        assert head.insn is not None
+        return f"{text}, {1 if head.insn.boosted or self.kprobes.is_optimized(kprobe) else 2} traps"
+
+    def _way(self, head: Kprobe) -> HitWay:
+        if head.code is None:
+            return HitWay.BREAKPOINT
+        return HitWay.CALL if head.is_ftrace else HitWay.JUMP
 
     def _disassembly(self, va: int, size: int, read: Callable[[int, int], bytes] | None = None) -> str:
         return _join(self._arch.disassemble((read or self._text.current)(va, size), va))

@@ -1,0 +1,90 @@
+"""Rehearsals: a copy of a compiled handler run again and again beside the probe, to learn what it costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import median
+from time import thread_time_ns
+
+from emulated_kernel.arch.base import Arch
+from emulated_kernel.arch.program_builder import HitWay, ProgramBuilder
+from emulated_kernel.kprobes.compiled import Compiler
+from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.machine.machine import Machine
+from emulated_kernel.machine.registers import RegisterSet
+from emulated_kernel.machine.traps import GuestFault
+from emulated_kernel.trace.guest import GuestPlaces, RecordTarget
+from emulated_kernel.trace.ring_buffer import RingBuffer
+from emulated_kernel.trace.ring_layout import memory_size
+from emulated_kernel.trace.trace_kprobe import TraceKprobe
+from emulated_kernel.wiring.guest_records import GuestRecords
+
+_HITS = 500
+"""A round."""
+_ROUNDS = 7
+_PAGES = 4
+_CLOCK, _PID, _COUNTER, _TURNS, _CELLS_SIZE = 0, 8, 16, 24, 32
+
+
+class Rehearsals:
+    """Measures compiled handlers of events; everything that they write to is set aside for that."""
+
+    def __init__(
+        self, machine: Machine, arch: Arch, compiler: Compiler, records: GuestRecords, places: GuestPlaces
+    ) -> None:
+        self._machine = machine
+        self._arch = arch
+        self._compiler = compiler
+        self._ring = ring = RingBuffer(records.allocate(memory_size(_PAGES)), _PAGES)
+        self._at = machine.records.alloc_cells(_CELLS_SIZE)
+        self._cells = machine.records.view(self._at, _CELLS_SIZE).cast("Q")
+        self._tasks = records.tasks
+        self._places = replace(
+            places, clock=self._at + _CLOCK, last_pid=self._at + _PID, save_comm=self._save_comm
+        )
+        self._target = RecordTarget(ring.place.control_at, True, records.room_maker(ring.make_room))
+
+    def _save_comm(self) -> bool:
+        self._cells[_PID >> 3] = self._tasks.pid()
+        return True
+
+    def median_ns(self, probe: TraceKprobe, kprobe: Kprobe, way: HitWay) -> float | None:
+        """Nanoseconds of the host's CPU that a hit takes in the guest; None where that can't be told.
+
+        The registers are those of the hit before the handler was compiled.
+        """
+        if kprobe.sample is None or self._machine.is_running:
+            return None
+        builder = ProgramBuilder()
+        if not probe.rehearse(builder, way, self._places, self._target, self._at + _COUNTER):
+            return None
+        text = self._machine.text
+        loop = text.alloc_text(self._arch.max_repetition)
+        empty = self._arch.repetition(loop, loop, self._at + _TURNS)
+        ret = loop + len(empty) - self._arch.return_size
+        code = self._compiler.place(builder, kprobe.address, ret)
+        try:
+            if code is None:
+                return None
+            base = self._rounds(loop, ret, kprobe.sample)
+            return max(0.0, self._rounds(loop, code.entry, kprobe.sample) - base)
+        except GuestFault:
+            return None
+        finally:
+            text.free_text(loop)
+            if code is not None:
+                self._compiler.retire(code)
+
+    def _rounds(self, loop: int, entry: int, sample: dict[str, int]) -> float:
+        """Median nanoseconds of one call of `entry`."""
+        machine = self._machine
+        machine.text.poke(loop, self._arch.repetition(loop, entry, self._at + _TURNS))
+        known = {name: value for name, value in sample.items() if name in RegisterSet._fields}
+        start = RegisterSet(**{**known, "ip": loop, "sp": machine.calls.stack_top})
+        costs = []
+        for _ in range(_ROUNDS):
+            self._cells[_TURNS >> 3] = _HITS
+            before = thread_time_ns()
+            machine.execute(start)
+            costs.append((thread_time_ns() - before) / _HITS)
+        return median(costs)

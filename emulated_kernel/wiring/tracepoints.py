@@ -1,0 +1,118 @@
+"""The image's tracepoints: switched by static keys, and read where the guest hands a record over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+from emulated_kernel.image.image import KernelImage
+from emulated_kernel.image.trace_events import event_definitions, syscall_definitions
+from emulated_kernel.kprobes.static_keys import StaticKeys
+from emulated_kernel.trace.event import TraceEvent
+from emulated_kernel.trace.fetch import COMMON_SIZE
+from emulated_kernel.trace.static_event import RecordHandler, StaticEvent, layout_fields
+from emulated_kernel.trace.syscall_events import SyscallEnter, SyscallExit, SyscallTracepoint
+from emulated_kernel.wiring.probes import Hit
+
+RAW_SYSCALLS = "raw_syscalls"
+_RECORD_SIZE = 24
+"""Bytes of struct host_trace_record: three u64."""
+
+
+class TracedMemory(Protocol):
+    def read(self, va: int, size: int) -> bytes: ...
+
+    def view(self, va: int, size: int) -> memoryview: ...
+
+
+class Tracepoint:
+    """Implements trace.static_event.Tracepoint for an event of the image."""
+
+    def __init__(self, switch: Callable[[bool], None]) -> None:
+        self._switch = switch
+        self.handlers: tuple[RecordHandler, ...] = ()
+
+    def subscribe(self, handler: RecordHandler, /) -> None:
+        self.handlers += (handler,)
+        if len(self.handlers) == 1:
+            self._switch(True)
+
+    def unsubscribe(self, handler: RecordHandler, /) -> None:
+        self.handlers = tuple(each for each in self.handlers if each != handler)
+        if not self.handlers:
+            self._switch(False)
+
+
+class Tracepoints:
+    """All tracepoints of an image, and the events that they are of."""
+
+    def __init__(
+        self,
+        image: KernelImage,
+        memory: TracedMemory,
+        breakpoints: dict[int, Callable[[Any], None]],
+        keys: StaticKeys,
+        hit: Hit,
+    ) -> None:
+        """`hit` is what handlers are told of the moment."""
+        self._image = image
+        self._memory = memory
+        self._breakpoints = breakpoints
+        self._keys = keys
+        self._hit = hit
+        self._points: dict[int, Tracepoint] = {}
+        """By the address of their struct trace_event_call."""
+        self._live = 0
+        self._word = image.bits // 8
+
+    def _switch(self, key: int, on: bool) -> None:
+        """Records are taken before the first can come, and until the last can't."""
+        if not self._live:
+            record = self._address("host_trace_record")
+            self._record = self._memory.view(record, _RECORD_SIZE).cast("Q")
+            self._breakpoints[self._address("host_trace_commit")] = self._commit
+        self._keys.switch(key, on)
+        self._live += 1 if on else -1
+        if not self._live:
+            del self._breakpoints[self._address("host_trace_commit")]
+
+    def _commit(self, regs: Any) -> None:
+        """The guest has filled a record in; it goes on behind the breakpoint, where it stands already."""
+        call, entry, size = self._record
+        payload = self._memory.read(entry + COMMON_SIZE, size - COMMON_SIZE)
+        self._hit.regs = regs
+        for handler in self._points[call].handlers:
+            handler(payload, self._hit)
+
+    def _address(self, name: str) -> int:
+        address = self._image.kallsyms.lookup_name(name)
+        assert address is not None, f"an image with trace events has {name}"
+        return address
+
+    def events(self) -> Iterator[TraceEvent]:
+        """An event for each tracepoint, then two for each system call."""
+        functions = self._functions()
+        raw: dict[str, Tracepoint] = {}
+        for each in event_definitions(self._image):
+            point = self._points[each.address] = Tracepoint(partial(self._switch, each.key))
+            if each.system == RAW_SYSCALLS:
+                raw[each.name] = point
+            fields = layout_fields(each.fields)
+            yield StaticEvent(each.system, each.name, fields, each.print_fmt, point, functions, self._word)
+        if raw:
+            entry, end = (SyscallTracepoint(raw[name], self._word) for name in ("sys_enter", "sys_exit"))
+            for syscall in syscall_definitions(self._image):
+                yield SyscallEnter(syscall, entry)
+                yield SyscallExit(syscall, end)
+
+    def _functions(self) -> Mapping[str, Callable[[int], int]]:
+        """Those that print formats call."""
+        return {"pfn_to_page": self._pfn_to_page}
+
+    def _pfn_to_page(self, pfn: int) -> int:
+        first = self._variable("mem_map")
+        return first + (pfn - self._variable("min_pfn")) * self._image.abi["page.size"]
+
+    def _variable(self, name: str) -> int:
+        return int.from_bytes(self._memory.read(self._address(name), self._word), "little")
