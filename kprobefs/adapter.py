@@ -274,6 +274,10 @@ class _Operations:
             return self._mount.fgetattr(info.fh)
         return self._mount.getattr(_named(path))
 
+    def opendir(self, path: str) -> int:
+        self._mount.opendir(_client(), path)
+        return 0
+
     def readdir(self, path: str, handle: int) -> list[str]:
         del handle
         return [".", "..", *self._mount.readdir(path)]

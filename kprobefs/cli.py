@@ -74,14 +74,52 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(function=_status)
 
     command = commands.add_parser("run", help="run a command with a mount in $KPROBEFS, then unmount")
+    command.add_argument(
+        "--as-system",
+        action="store_true",
+        help="in a mount namespace with the mount at /sys/kernel/tracing and /sys/kernel/debug too",
+    )
     _add_machine_options(command)
     command.add_argument("command", nargs=argparse.REMAINDER, metavar="[--] CMD...")
     command.set_defaults(function=_run)
+
+    command = commands.add_parser(
+        "djprobe-analyze", help="how many bytes of a function djprobe's jump would detour, or why it can't"
+    )
+    command.add_argument("elf", metavar="ELF", help="a kernel or program for x86 with debug information")
+    command.add_argument("place", metavar="PLACE", help="an address (0x...) or SYMBOL[+OFFSET]")
+    command.add_argument("--debug-info", metavar="FILE", help="debug information that stands in another file")
+    command.add_argument(
+        "--bug-size",
+        type=int,
+        default=2,
+        metavar="N",
+        help="bytes of a BUG(): 8 in kernels for i386 before 2.6.20 (default: %(default)s)",
+    )
+    command.add_argument("--json", action="store_true", help="as a JSON object")
+    command.set_defaults(function=_djprobe_analyze)
+
+    _add_bench(commands)
     return parser
 
 
+def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = commands.add_parser("bench", help="measure what hits and probes cost here")
+    command.add_argument("what", choices=("hit", "probes"))
+    command.add_argument("--arch", default="x86_64", help="(default: %(default)s)")
+    command.add_argument(
+        "--hits", type=int, default=20000, metavar="N", help="a round (default: %(default)s)"
+    )
+    command.add_argument("--rounds", type=int, default=9, metavar="N", help="(default: %(default)s)")
+    command.add_argument(
+        "--count", type=int, default=10000, metavar="N", help="how many probes (default: %(default)s)"
+    )
+    command.add_argument("--json", action="store_true", help="as JSON")
+    command.set_defaults(function=_bench)
+
+
 def _add_machine_options(parser: argparse.ArgumentParser) -> None:
-    from kprobefs.options import ARCHITECTURES, CLOCKS, LAYOUTS, PROFILES
+    from kprobefs.options import ARCHITECTURES, CLOCKS, DETOURS, LAYOUTS, PROFILES, RETURN_HOOKS
 
     group = parser.add_argument_group("the emulated machine")
     group.add_argument("--arch", choices=ARCHITECTURES, default="x86_64", help="(default: %(default)s)")
@@ -101,6 +139,17 @@ def _add_machine_options(parser: argparse.ArgumentParser) -> None:
         choices=PROFILES,
         default=PROFILES[0],
         help="which kernel's ways of probing it has (default: %(default)s)",
+    )
+    group.add_argument(
+        "--return-hook",
+        choices=RETURN_HOOKS,
+        help="where return addresses of probed functions are kept (default: as in the profile)",
+    )
+    group.add_argument(
+        "--detour",
+        choices=DETOURS,
+        default=DETOURS[0],
+        help="which registers a handler in guest code saves (default: %(default)s)",
     )
 
 
@@ -160,7 +209,37 @@ def _run(parsed: argparse.Namespace, build: Builder | None) -> int:
         raise Failure("run: which command? kprobefs run -- CMD...", Exit.USAGE)
     from kprobefs.run import run
 
-    return run(_options(parsed, ""), build or _builder(), command)
+    return run(_options(parsed, ""), build or _builder(), command, as_system=parsed.as_system)
+
+
+def _bench(parsed: argparse.Namespace, build: Builder | None) -> int:
+    del build
+    from kprobefs import bench
+
+    if parsed.arch not in bench.ARCHITECTURES:
+        raise Failure(f"bench: no figures for {parsed.arch}", Exit.USAGE)
+    if parsed.what == "hit":
+        bench.hit(parsed.arch, parsed.hits, parsed.rounds, as_json=parsed.json)
+    else:
+        bench.probes(parsed.arch, parsed.count, parsed.rounds, as_json=parsed.json)
+    return Exit.OK
+
+
+def _djprobe_analyze(parsed: argparse.Namespace, build: Builder | None) -> int:
+    del build
+    from pathlib import Path
+
+    from kprobefs.djprobe_analyze import analyze
+
+    debug_info = Path(parsed.debug_info) if parsed.debug_info else None
+    answer = analyze(Path(parsed.elf), parsed.place, debug_info, parsed.bug_size)
+    if parsed.json:
+        import json
+
+        print(json.dumps(answer.as_dict()))
+    else:
+        print(answer.text())
+    return Exit.OK
 
 
 def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
@@ -168,7 +247,13 @@ def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
     from kprobefs.options import MountOptions
 
     machine = MachineConfig(
-        arch=parsed.arch, cpus=parsed.cpus, clock=parsed.clock, seed=parsed.seed, profile=parsed.profile
+        arch=parsed.arch,
+        cpus=parsed.cpus,
+        clock=parsed.clock,
+        seed=parsed.seed,
+        profile=parsed.profile,
+        return_hook=parsed.return_hook,
+        detour=parsed.detour,
     )
     return MountOptions(directory, machine, parsed.layout)
 

@@ -15,6 +15,8 @@ LAYOUTS = ("full", "tracefs")
 ARCHITECTURES = ("x86_64", "i386", "riscv64")
 CLOCKS = ("virtual", "real")
 PROFILES = tuple(profile.PROFILES)
+RETURN_HOOKS = tuple(profile.RETURN_HOOKS)
+DETOURS = tuple(saving.value for saving in profile.Saving)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
+from kprobefs import as_system as as_system_places
 from kprobefs import daemon, mount
 from kprobefs.failure import Exit, Failure
 from kprobefs.options import Builder, MountOptions
@@ -22,11 +23,14 @@ END_TIMEOUT = 5.0
 POLL_INTERVAL = 0.01
 
 
-def run(options: MountOptions, build: Builder, command: Sequence[str]) -> int:
+def run(options: MountOptions, build: Builder, command: Sequence[str], *, as_system: bool = False) -> int:
     """Mount on a temporary directory, run `command` with its path in $KPROBEFS, clean up.
 
+    `as_system`: the mount stands at the system's places too, in a mount namespace of its own.
     Returns the command's exit status, 128 + number where a signal ended it. Raises: Failure.
     """
+    if as_system:
+        as_system_places.enter_namespace()
     runner = _Runner(command)
     for number in daemon.SIGNALS:
         signal.signal(number, runner.on_signal)
@@ -42,6 +46,8 @@ def run(options: MountOptions, build: Builder, command: Sequence[str]) -> int:
         except Failure as failure:
             raise Failure(str(failure), Exit.RUN_FAILED) from failure
         try:
+            if as_system:
+                runner.environment = as_system_places.lay_over(str(directory), base)
             return runner.run(str(directory))
         finally:
             _end(child, str(directory))
@@ -54,13 +60,16 @@ class _Runner:
         self._command = list(command)
         self._process: subprocess.Popen[bytes] | None = None
         self._pending = 0
+        self.environment: dict[str, str] = {}
+        """What is added to the command's."""
 
     def run(self, directory: str) -> int:
         """The command's exit status as a shell gives it. Raises: Failure when it can't be started."""
         if self._pending:
             return 128 + self._pending
         try:
-            self._process = subprocess.Popen(self._command, env={**os.environ, "KPROBEFS": directory})
+            environment = {**os.environ, **self.environment, "KPROBEFS": directory}
+            self._process = subprocess.Popen(self._command, env=environment)
         except FileNotFoundError:
             raise Failure(f"{self._command[0]}: no such command", Exit.NOT_FOUND) from None
         except OSError as error:

@@ -98,7 +98,7 @@ def test_layout_tracefs(directory: Path) -> None:
         assert any(line.startswith(f"tracefs {directory} fuse.kprobefs ") for line in mounts)
         files.write("kprobe_events", "p:a vfs_read")
         files.write("events/kprobes/a/enable", "1")
-        assert files.read("events/enable") == "1\n"
+        assert files.read("events/enable") == "X\n"
         assert " a: (vfs_read+0x0/" in files.read("trace")
 
 

@@ -1,0 +1,122 @@
+"""Instances, set_event and its pids, snapshots and binary pages over a mount of the real kernel."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.fuse.harness import needs_fuse
+from tests.mounted.files import Files, assert_errno
+
+pytestmark = [needs_fuse, pytest.mark.mounted]
+
+INSTANCE = "tracing/instances/one"
+
+
+@pytest.fixture
+def instance(files: Files) -> Path:
+    """One instance, and the event `made`, which nobody has enabled."""
+    files.write("kprobe_events", "p:made vfs_mkdir\n")
+    path = files.path(INSTANCE)
+    path.mkdir()
+    return path
+
+
+def hits(path: Path) -> list[str]:
+    """Names of the events in a trace."""
+    lines = (path / "trace").read_text().splitlines()
+    return [line.split(": ")[1] for line in lines if not line.startswith("#")]
+
+
+def test_an_instance_records_what_it_enabled(files: Files, instance: Path) -> None:
+    files.write(f"{INSTANCE}/events/kprobes/made/enable", "1")
+    files.path("scratch/d").mkdir()
+    assert (hits(instance), hits(files.path("tracing"))) == (["made"], [])
+    assert files.read("tracing/events/enable") == "0\n"
+    with assert_errno(errno.EBUSY):
+        files.write("kprobe_events", "-:made\n")
+    instance.rmdir()
+    files.write("kprobe_events", "-:made\n")
+
+
+def test_an_open_file_keeps_it(instance: Path) -> None:
+    with (instance / "trace_pipe").open("rb"), assert_errno(errno.EBUSY):
+        instance.rmdir()
+    instance.rmdir()
+    assert not instance.exists()
+
+
+def test_closing_and_removing_in_one_breath(instance: Path) -> None:
+    """The front end tells of a close when the next request may be there already."""
+    instance.rmdir()
+    for _ in range(200):
+        instance.mkdir()
+        (instance / "tracing_on").read_text()
+        instance.rmdir()
+
+
+@pytest.mark.usefixtures("instance")
+def test_set_event(files: Files) -> None:
+    answer = files.shell("echo made > tracing/set_event && cat tracing/set_event")
+    assert answer.stdout == "kprobes:made\n"
+    files.shell("echo '!kprobes:*' >> tracing/set_event")
+    assert files.read("tracing/set_event") == ""
+    files.shell("echo made > tracing/set_event; echo > tracing/set_event")
+    assert files.read("tracing/set_event") == ""
+    with assert_errno(errno.EINVAL):
+        files.write("tracing/set_event", "nosuch")
+    assert files.shell("echo made nosuch > tracing/set_event").returncode != 0
+    assert files.read("tracing/set_event") == "kprobes:made\n"
+
+
+@pytest.mark.usefixtures("instance")
+def test_pids(files: Files) -> None:
+    files.write("tracing/set_event", "made")
+    files.write("tracing/set_event_pid", f"{os.getpid()}\n")
+    files.path("scratch/mine").mkdir()
+    files.shell("mkdir scratch/another")
+    assert hits(files.path("tracing")) == ["made"]
+    files.write("tracing/options/event-fork", "1")
+    files.shell("mkdir scratch/childs")
+    assert hits(files.path("tracing")) == ["made"] * 2
+    files.write("tracing/set_event_notrace_pid", f"{os.getpid()}\n")
+    files.path("scratch/mine2").mkdir()
+    assert hits(files.path("tracing")) == ["made"] * 2
+
+
+@pytest.mark.usefixtures("instance")
+def test_snapshots_and_pages(files: Files) -> None:
+    files.write("tracing/set_event", "made")
+    files.path("scratch/a").mkdir()
+    files.write("tracing/snapshot", "1")
+    assert hits(files.path("tracing")) == []
+    assert "made: (vfs_mkdir" in files.read("tracing/snapshot")
+    descriptor = os.open(files.path("tracing/per_cpu/cpu0/snapshot_raw"), os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        assert len(os.read(descriptor, 4096)) == 4096
+        with assert_errno(errno.EAGAIN):
+            os.read(descriptor, 4096)
+    finally:
+        os.close(descriptor)
+
+
+def test_event_directories_are_made_in_the_guest(files: Files) -> None:
+    files.probe("p:dir tracefs_create_dir name=+0(%di):string")
+    files.write("kprobe_events", "p:grp/new vfs_rmdir\n")
+    assert [line.split("name=")[1] for line in files.records()] == ['"grp"', '"new"']
+
+
+def test_dev_null_can_be_the_guests(files: Files) -> None:
+    files.probe("p:opened do_sys_openat2 path=+u0(%si):string")
+    files.write("dev/null", "gone")
+    assert files.path("dev/null").read_text() == ""
+    assert 'path="/dev/null"' in files.records()[0]
+
+
+def test_listing_a_directory_opens_it(files: Files) -> None:
+    files.probe("p:opened do_sys_openat2 path=+u0(%si):string")
+    os.listdir(files.path("tracing/options"))
+    assert 'path="/tracing/options"' in files.records()[0]
