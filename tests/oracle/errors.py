@@ -25,11 +25,15 @@ Step = str | list[str]
 
 TIMESTAMP = re.compile(r"^\[ *\d+\.\d+\] ", re.MULTILINE)
 DEFINITION = re.compile(r"^\s*(?:p|r\w*)(?::\S*)?\s+(?:\w+:)?([A-Za-z_.]\w*)", re.MULTILINE)
-RETURN_PROBE = re.compile(r"^\s*(?:r\w*(?::\S*)?\s|p(?::\S*)?\s+\S+%return)", re.MULTILINE)
-IN_MODULE = re.compile(r"^\s*[pr]\w*(?::\S*)?\s+\w+:\w", re.MULTILINE)
+IN_MODULE = re.compile(r"^\s*[pr]\w*(?::\S*)?\s+(\w+):(\w+)", re.MULTILINE)
+PENDING = "might be able to register after target module is loaded"
+MODULE = "ktgt"
+MODULE_STAND_INS = {"0": "ktgt_add", "EILSEQ": "ktgt_add", "EINVAL": "ktgt_np"}
+"""A module here, and its functions that answer as one of the recorded kernel's modules did."""
 HASHED_ADDRESS = re.compile(r"\b0x[0-9a-f]{16}\b")
 PLACES = {"tracing": "tracing", "debug": "."}
 OPTIMIZATION = "/proc/sys/debug/kprobes-optimization"
+EVENT_KINDS = {"e": "e[:[<group>/]", "s": "s:[synthetic/]"}
 PARTS = ("errno", "error_log", "kprobe_events", "kmsg")
 
 
@@ -75,6 +79,8 @@ class Mounted:
             self._stand_ins["EADDRNOTAVAIL"] = ambiguous
         self.has_ambiguous_names = ambiguous is not None
 
+        self.write("machine/modules", f"load {MODULE}\n".encode(), "plain")
+
     def read(self, path: str) -> str:
         return (self.root / path).read_text(errors="surrogateescape")
 
@@ -105,11 +111,23 @@ class Mounted:
     def reset(self) -> None:
         """The state before each record: no events, nothing logged, all armed."""
         (self.root / "kprobes/enabled").write_text("1")
+        self._remove_triggers()
         (self.root / "tracing/events/enable").write_text("0")
-        with open(self.root / "tracing/kprobe_events", "w"):
+        with open(self.root / "tracing/dynamic_events", "w"):
             pass
         with open(self.root / "tracing/error_log", "w"):
             pass
+
+    def _remove_triggers(self) -> None:
+        """They keep their events from being removed.
+
+        Truncating removes histograms; not each could be removed by the line that it shows.
+        """
+        for path in self.root.glob("tracing/events/kprobes/*/trigger"):
+            path.write_bytes(b"")
+            for line in reversed(path.read_text().splitlines()):
+                if not line.startswith("#"):
+                    self.write(str(path.relative_to(self.root)), f"!{line.split(' [')[0]}".encode(), "append")
 
     def prepare(self, step: Step) -> None:
         """One step of a record's set-up."""
@@ -121,23 +139,15 @@ class Mounted:
 
     def stand_in(self, record: Record) -> tuple[str, str] | None:
         """A symbol of the record that this kernel lacks, and one of the same kind."""
+        in_module = IN_MODULE.search(record["bytes"])
+        if in_module is not None and not any(PENDING in message for message in record["kmsg"]):
+            module, name = in_module.groups()
+            return f"{module}:{name}", f"{MODULE}:{MODULE_STAND_INS.get(str(record['errno']), name)}"
         for name in DEFINITION.findall(record["bytes"]):
             answer = str(record["errno"])
             if name not in self._symbols and answer in self._stand_ins:
                 return name, self._stand_ins[answer]
         return None
-
-
-def _registers_return_probe(_mounted: Mounted, record: Record) -> bool:
-    """Linux takes it, or its kprobes refuse it: its text is right."""
-    texts = [record["bytes"], *(step for step in record["setup"] if isinstance(step, str))]
-    refused_by_kprobes = "Failed to register" in record["error_log"] or record["errno"] == "EADDRNOTAVAIL"
-    is_taken = record["errno"] == 0 or refused_by_kprobes
-    return is_taken and any(RETURN_PROBE.search(text) for text in texts)
-
-
-def _in_loaded_module(_mounted: Mounted, record: Record) -> bool:
-    return record["errno"] == "ENOENT" and IN_MODULE.search(record["bytes"]) is not None
 
 
 def _lacks_ambiguous_names(mounted: Mounted, record: Record) -> bool:
@@ -154,11 +164,31 @@ def _chooses_missing_tracer(mounted: Mounted, record: Record) -> bool:
     return is_tracer and chosen not in mounted.read("tracing/available_tracers").split()
 
 
+def _is_missing_kind(mounted: Mounted, record: Record) -> bool:
+    """What README doesn't name; the definition's first letter tells the kind."""
+    pattern = EVENT_KINDS.get(record["bytes"][:1])
+    of_kind = record["file"] == "tracing/dynamic_events" and pattern is not None
+    return of_kind and str(pattern) not in mounted.read("tracing/README")
+
+
+def _is_histogram(mounted: Mounted, record: Record) -> bool:
+    is_trigger = record["file"].endswith("/trigger")
+    return is_trigger and "hist" in record["bytes"] and "hist:keys" not in mounted.read("tracing/README")
+
+
+def _names_static_event(mounted: Mounted, record: Record) -> bool:
+    return (
+        re.search(r"[: ]sched[:.]", record["bytes"]) is not None
+        and not mounted.path("tracing/events/sched").exists()
+    )
+
+
 EXEMPTIONS: dict[str, Callable[[Mounted, Record], bool]] = {
-    "return probes": _registers_return_probe,
-    "symbols in a loaded module": _in_loaded_module,
     "ambiguous symbol names": _lacks_ambiguous_names,
+    "kinds of events": _is_missing_kind,
     "static events": _collides_with_static_event,
+    "events of the scheduler": _names_static_event,
+    "histograms": _is_histogram,
     "other tracers": _chooses_missing_tracer,
 }
 """What this kernel doesn't have, and so can't answer as Linux does; docs/compatibility.md lists the same."""
@@ -182,7 +212,7 @@ def replay(mounted: Mounted, record: Record) -> Answer | None:
     result = mounted.write(record["file"], _bytes(text), record["mode"])
     log, events = mounted.read("tracing/error_log"), mounted.read("tracing/kprobe_events")
     if swap:
-        log, events = _back(log, swap), events.replace(swap[1], swap[0])
+        log, events = _back(log, swap), _renamed(events, swap)
     return Answer(result, log, events, None if swap else mounted.messages()[told:])
 
 
@@ -197,6 +227,12 @@ def _carried_over(record: Record) -> list[Step]:
 
 def _bytes(text: str) -> bytes:
     return text.encode("latin-1") if all(ord(c) < 256 for c in text) else text.encode()
+
+
+def _renamed(events: str, swap: tuple[str, str]) -> str:
+    """Put the recorded symbol back, in names that Linux makes of it too."""
+    name, stand_in = swap
+    return events.replace(stand_in, name).replace(stand_in.replace(":", "_"), name.replace(":", "_"))
 
 
 def _back(log: str, swap: tuple[str, str]) -> str:

@@ -1,0 +1,231 @@
+#!/bin/sh
+# Runs Linux 6.1's own ftrace selftests, unmodified, on a mount; prints a table, fails on any FAIL.
+set -eu
+
+usage() {
+    cat <<'END'
+usage: tests/conformance/ftracetest.sh [DIR] [TEST...]
+Runs the tests of DIR (a directory with ftracetest and test.d/), or of Debian's package
+linux-source-6.1, which is fetched once into the user's cache. TEST is a file or a directory below
+test.d/, as in kprobe/profile.tc or instances; without any, all are run.
+Needs root. Nothing outside of a private mount namespace is changed.
+END
+}
+
+here=$(dirname -- "$(readlink -f -- "$0")")
+root=$(dirname -- "$(dirname -- "$here")")
+python=${PYTHON:-$root/.venv/bin/python}
+[ -x "$python" ] || python=python3
+seconds=120 # that one test may take
+scheduling=/proc/sys/kernel/sched_rt_runtime_us
+
+say() { printf 'ftracetest: %s\n' "$*" >&2; }
+
+die() {
+    say "$*"
+    exit 2
+}
+
+# --- the selftests --------------------------------------------------------------------------------
+
+# fetch: prints the directory of the selftests, out of the package.
+fetch() {
+    cache=${XDG_CACHE_HOME:-$HOME/.cache}/kprobefs/linux-source-6.1
+    if [ ! -d "$cache/ftrace" ]; then
+        say "fetching linux-source-6.1 into $cache"
+        mkdir -p "$cache"
+        new=$(mktemp -d "$cache/new.XXXXXX")
+        (cd "$new" && apt-get download -q linux-source-6.1 >&2) || die "apt-get can't download linux-source-6.1"
+        dpkg-deb --fsys-tarfile "$new"/*.deb | tar -xOf - ./usr/src/linux-source-6.1.tar.xz |
+            tar -xJf - -C "$new" --strip-components=4 linux-source-6.1/tools/testing/selftests/ftrace
+        mv "$new/ftrace" "$cache/ftrace"
+        rm -r "$new"
+    fi
+    printf '%s\n' "$cache/ftrace"
+}
+
+# list_tests DIR TEST...: paths below test.d, a line each.
+list_tests() (
+    cd "$1/test.d"
+    shift
+    [ $# -gt 0 ] || set -- .
+    for name in "$@"; do
+        [ -e "$name" ] || die "there is no test $name"
+    done
+    find "$@" -name '*.tc' | sed 's|^\./||' | sort -u
+)
+
+# --- the mount --------------------------------------------------------------------------------------
+
+# prepare: a mount of ours that the selftests find first, and the host's files that tell of its kernel.
+prepare() {
+    # The first match in /proc/mounts is what they test: all others go, in this namespace.
+    for kind in tracefs debugfs; do
+        grep "$kind" /proc/mounts | cut -d ' ' -f 2 | sort -r | while read -r place; do
+            umount -l "$place" || :
+        done
+    done
+    mkdir "$work/mnt" "$work/logs"
+    PYTHONPATH=$root "$python" -m kprobefs mount --foreground --log "$work/daemon.log" "$work/mnt" &
+    daemon=$!
+    tries=0
+    until mountpoint -q "$work/mnt" && [ -e "$work/mnt/tracing/README" ]; do
+        tries=$((tries + 1))
+        if [ $tries -ge 100 ] || ! kill -0 "$daemon" 2>/dev/null; then
+            die "no mount: $(tail -n 1 "$work/daemon.log")"
+        fi
+        sleep 0.1
+    done
+    ! grep -q tracefs /proc/mounts || die "another tracefs is mounted: $(grep -m 1 tracefs /proc/mounts)"
+    [ "$(grep -m 1 debugfs /proc/mounts | cut -d ' ' -f 2)" = "$work/mnt" ] || die "another debugfs is mounted"
+    lay_over
+}
+
+lay_over() {
+    head -n 1 "$work/mnt/machine/version" >"$work/version"
+    mount --bind "$work/version" /proc/version
+    mount --bind "$work/mnt/machine/kallsyms" /proc/kallsyms
+    # Requests for these two are what some tests probe.
+    mount --bind "$work/mnt/dev/null" /dev/null
+    mount --bind "$work/mnt/scratch" /tmp
+}
+
+finish() {
+    status=$?
+    trap - EXIT
+    umount -l /tmp /dev/null /proc/kallsyms /proc/version 2>/dev/null || :
+    [ -z "${other:-}" ] || kill "$other" 2>/dev/null || :
+    if [ -n "${daemon:-}" ]; then
+        kill "$daemon" 2>/dev/null || :
+        wait "$daemon" || :
+        umount -l "$work/mnt" 2>/dev/null || :
+    fi
+    # They restore it themselves, unless they are ended.
+    [ -z "${scheduling_was:-}" ] || echo "$scheduling_was" 2>/dev/null >$scheduling || :
+    if [ $status -ne 0 ] && [ -d "$work/logs" ]; then say "logs are in $work"; else rm -rf "$work"; fi
+    exit $status
+}
+
+# neighbour: another process, which tests expect that look for events of others.
+neighbour() {
+    while read -r _ <"$work/mnt/machine/version"; do
+        sleep 0.005
+    done
+}
+
+# make_commands: a modprobe, an rmmod and an nproc that mean the emulated kernel, and a ping for a kernel without
+# a network: it sleeps and wakes up as ping does, and each of its packets is a request to the mount.
+make_commands() {
+    mkdir "$work/bin" "$work/modules"
+    cat >"$work/bin/ping" <<END
+#!/bin/sh
+while [ \$# -gt 0 ] && [ "\$1" != -c ]; do shift; done
+count=\${2:-1}
+while [ "\$count" -gt 0 ]; do
+    read -r _ <"$work/mnt/machine/version"
+    sleep 0.01
+    count=\$((count - 1))
+done
+END
+    printf '#!/bin/sh\nset -- "%s"/tracing/per_cpu/cpu*\necho $#\n' "$work/mnt" >"$work/bin/nproc"
+    chmod +x "$work/bin/ping" "$work/bin/nproc"
+    for name in modprobe:load rmmod:unload; do
+        # shellcheck disable=SC2016 # expanded when it is run
+        printf '#!/bin/sh\necho "%s $(echo "$1" | tr - _)" >"%s"\n' \
+            "${name#*:}" "$work/mnt/machine/modules" >"$work/modules/${name%:*}"
+        chmod +x "$work/modules/${name%:*}"
+    done
+}
+
+# path_for TEST: modules only where one is probed; those that are here print nothing into the trace.
+path_for() {
+    case $1 in
+    kprobe/*) printf '%s:%s:%s' "$work/modules" "$work/bin" "$PATH" ;;
+    *) printf '%s:%s' "$work/bin" "$PATH" ;;
+    esac
+}
+
+# --- running -----------------------------------------------------------------------------------------
+
+# run TEST: appends "TEST LEVEL RESULT" lines to the results.
+run() {
+    log=$work/logs/$(echo "${1%.tc}" | tr / -)
+    other=
+    case $1 in
+    event/event-no-pid.tc)
+        neighbour 2>/dev/null &
+        other=$!
+        ;;
+    esac
+    PATH=$(path_for "$1") timeout -k 5 $seconds "$selftests/ftracetest" -l "$log" "$selftests/test.d/$1" >"$log.out" 2>&1 </dev/null ||
+        ended=$?
+    [ -z "$other" ] || kill "$other" || :
+    other=
+    sed -n 's/^\[[0-9]*\].*[[:space:]]\[\([A-Z]*\)\]$/&/p' "$log/ftracetest.log" 2>/dev/null |
+        while IFS= read -r line; do
+            level=top
+            case $line in "["*"] (instance) "*) level=instance ;; esac
+            result=${line##*[}
+            printf '%s %s %s\n' "$1" $level "${result%]}"
+        done >"$work/result"
+    [ "${ended:-0}" -lt 124 ] || printf '%s - FAIL\n' "$1" >>"$work/result"
+    ended=0
+    cat "$work/result" >>"$work/results"
+    awk '{ printf "%-60s %-9s %s\n", $1, $2, $3 }' "$work/result"
+}
+
+# compare: what the list says passes, has to pass.
+compare() {
+    while read -r name level; do
+        grep -qxF "$name" "$work/tests" || continue
+        result=$(awk -v n="$name" -v l="$level" '$1 == n && $2 == l { print $3 }' "$work/results")
+        case $result in PASS | XFAIL) continue ;; esac
+        echo "$name ($level): passed before, now ${result:-not run}"
+    done <"$here/passes.txt" >"$work/lost"
+    awk '$3 == "PASS" || $3 == "XFAIL" { print $1, $2 }' "$work/results" |
+        grep -vxFf "$here/passes.txt" | sed 's/$/: passes, and is not in passes.txt/' || :
+    cat "$work/lost"
+}
+
+inside() {
+    scheduling_was=$(cat $scheduling 2>/dev/null || :)
+    work=$(mktemp -d /var/tmp/kprobefs-conformance.XXXXXX)
+    trap finish EXIT
+    trap 'exit 130' INT TERM HUP
+    selftests=$1
+    shift
+    [ -x "$selftests/ftracetest" ] || die "$selftests: no ftracetest in it"
+    list_tests "$selftests" "$@" >"$work/tests"
+    prepare
+    make_commands
+    while read -r name <&3; do
+        run "$name"
+    done 3<"$work/tests"
+    echo
+    compare
+    echo
+    for result in PASS XFAIL FAIL UNRESOLVED UNSUPPORTED UNTESTED; do
+        printf '%-12s %d\n' $result "$(awk -v r=$result '$3 == r' "$work/results" | wc -l)"
+    done
+    [ ! -s "$work/lost" ] && ! grep -q ' FAIL$' "$work/results"
+}
+
+case ${1-} in
+-h | --help)
+    usage
+    exit
+    ;;
+--inside)
+    shift
+    inside "$@"
+    exit
+    ;;
+esac
+[ "$(id -u)" -eq 0 ] || die "the selftests run as root alone"
+if [ -n "${1-}" ] && [ -e "$1/ftracetest" ]; then
+    selftests=$(readlink -f -- "$1")
+    shift
+else
+    selftests=$(fetch)
+fi
+exec unshare --mount --propagation private "$here/ftracetest.sh" --inside "$selftests" "$@"
