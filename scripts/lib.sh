@@ -16,6 +16,9 @@ die() {
     exit 1
 }
 
+# Programs that tests use where they are: unmodified tools for tracefs, and what tells of bad shell.
+test_tools="perf-tools-unstable linux-perf trace-cmd bpftrace gcc shellcheck"
+
 # setup run|test: afterwards $venv/bin/kprobefs works, and for "test" the test tools beside it.
 setup() {
     venv_is_sound || venv_is_missing=1
@@ -25,6 +28,7 @@ setup() {
     check_python
     [ -z "${venv_is_missing:-}" ] || make_venv
     install_project "$1"
+    [ "$1" = run ] || install_test_tools
 }
 
 # --- distribution packages ----------------------------------------------------------------------
@@ -62,6 +66,19 @@ install_packages() {
     fi
     rm -f "$log"
 }
+
+# One try at each; without one its tests are skipped.
+install_test_tools() (
+    stamp=$venv/.test-tools
+    [ "$(cat "$stamp" 2>/dev/null)" != "$test_tools" ] || return 0
+    can_be_root && command -v apt-get >/dev/null 2>&1 || return 0
+    for package in $test_tools; do
+        dpkg-query -W -f '${Status}' "$package" 2>/dev/null | grep -q 'ok installed' && continue
+        say "installing $package for its tests"
+        apt_install "$package" >/dev/null 2>&1 || say "no $package here: its tests are skipped"
+    done
+    printf '%s\n' "$test_tools" >"$stamp"
+)
 
 apt_install() {
     as_root env DEBIAN_FRONTEND=noninteractive NEEDRESTART_SUSPEND=1 apt-get install -y -qq \

@@ -11,7 +11,9 @@ import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 QUICK = {
+    "events.py": ["--counts", "10", "--rounds", "1"],
     "hit.py": ["--hits", "200", "--rounds", "1"],
+    "return_hooks.py": ["--calls", "50", "--rounds", "1", "--tasks", "2", "--modes", "ftrace"],
     "first_line.py": ["--runs", "1"],
     "idle.py": ["--seconds", "0.1"],
     "open_read_close.py": ["--batches", "2", "--size", "5"],
