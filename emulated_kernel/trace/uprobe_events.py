@@ -78,8 +78,8 @@ class UprobeTraceEvent(TraceEvent):
         """It never started."""
 
     def print_record(self, payload: bytes, symbols: TraceSymbols, *, sym_addr: bool = False) -> str:
-        """Never asked for: there are no records."""
-        raise NotImplementedError
+        """Never asked for."""
+        raise AssertionError("a uprobe event never starts, so it has no records")
 
 
 @dataclass(eq=False)
