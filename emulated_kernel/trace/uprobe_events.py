@@ -78,8 +78,9 @@ class UprobeTraceEvent(TraceEvent):
         """It never started."""
 
     def print_record(self, payload: bytes, symbols: TraceSymbols, *, sym_addr: bool = False) -> str:
-        """Never asked for."""
-        raise AssertionError("a uprobe event never starts, so it has no records")
+        """Never asked for: an event that never starts has no records."""
+        del payload, symbols, sym_addr
+        raise AssertionError(f"a record of {self.name}")
 
 
 @dataclass(eq=False)
