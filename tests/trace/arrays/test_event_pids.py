@@ -120,10 +120,10 @@ class _Scheduled(TraceEvent):
         return int.from_bytes(payload, "little") if payload else None
 
     def start(self) -> None:
-        raise NotImplementedError
+        """It is always there."""
 
     def stop(self) -> None:
-        raise NotImplementedError
+        """It stays."""
 
     def print_record(self, payload: bytes, symbols: TraceSymbols, *, sym_addr: bool = False) -> str:
         raise NotImplementedError
