@@ -94,9 +94,16 @@ class Kernel:
         self.live = LiveImage(load_image(self.config.image, self.config.arch))
         self.image = self.live.core
         self.machine = Machine(self.config, self.image)
+        try:
+            self._build(profile, watch or NoProcesses())
+        except BaseException:
+            self.machine.close()
+            raise
+
+    def _build(self, profile: Profile, watch: ProcessWatch) -> None:
         self._arch = arch_named(self.config.arch)
         self.cells = GuestCells(self.machine.memory, self.image.kallsyms, self.image.abi)
-        self.guest = boot_guest(self.machine, self.image, self.cells, watch or NoProcesses())
+        self.guest = boot_guest(self.machine, self.image, self.cells, watch)
         self.kprobes = Kprobes(self.machine, self.live, self._arch, self.guest.log, profile)
         self._schedule_work()
         self.machine.fault_hook = self.kprobes.hits.fix_fault

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -84,8 +85,10 @@ def test_an_image_that_lacks_something(tmp_path: Path) -> None:
     """What the host looks for by name is told as a file's fault."""
     whole = (PREBUILT / "x86_64" / "vmlinux").read_bytes()
     damaged = tmp_path / "vmlinux"
+    threads = threading.active_count()
     for name in (b"host_find_task\0", b"percpu.host_mailbox\0", b"nr.getdents64\0"):
         damaged.write_bytes(whole.replace(name, b"x" + name[1:]))
         with pytest.raises(KernelError) as caught:
             Kernel(MachineConfig(image=damaged))
         assert caught.value.errno == errno.ENOEXEC
+    assert threading.active_count() == threads

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,9 @@ PAGE = 4096
 
 
 @pytest.fixture
-def machine() -> Machine:
-    return Kernel().machine
+def machine() -> Iterator[Machine]:
+    with Kernel() as kernel:
+        yield kernel.machine
 
 
 def test_cells_are_zeroed_and_near(machine: Machine) -> None:
