@@ -14,12 +14,13 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from emulated_kernel.image import prototypes
 from emulated_kernel.image.elf import ElfFile
-from emulated_kernel.image.image import PREBUILT, load_image
+from emulated_kernel.image.image import PREBUILT, KernelImage, load_image
 from emulated_kernel.image.kallsyms import Kallsyms, elf_symbols
 from emulated_kernel.image.module_build import MODULES, build_modules, dependencies
 
@@ -27,6 +28,8 @@ SOURCE = Path(__file__).parent / "src"
 MANIFEST = PREBUILT / "manifest.json"
 EXIT_OTHER_COMPILER = 77
 _SCRIPT = "vmlinux.lds"
+_NOTES = ".prototypes"
+"""Suffix of what the compiler notes of a source's functions."""
 
 COMMON_FLAGS = (
     "-std=gnu11 -O2 -ffreestanding -fno-builtin-printf -fno-strict-aliasing -fno-common "
@@ -49,6 +52,24 @@ class Target:
     """Files whose names end in _32 or _64 belong to that width alone."""
     flags: str
     linker_flags: str
+    has_modules: bool = True
+
+
+def _riscv(isa: str, flags: str) -> Target:
+    """The nops at a function's entry are 8 bytes, whatever a nop has."""
+    return Target(
+        compiler="riscv64-linux-gnu-gcc",
+        linker="riscv64-linux-gnu-ld",
+        arch_directory="arch/riscv",
+        linker_script="arch/riscv/kernel/vmlinux.lds",
+        bits=64,
+        flags=(
+            f"-march={isa}_zicsr_zifencei -mabi=lp64 -mcmodel=medany -mno-relax -msmall-data-limit=0 "
+            f"-fno-pic -fno-pie {flags} -DCC_USING_PATCHABLE_FUNCTION_ENTRY "
+            '-DKERNEL_MACHINE="riscv64"'
+        ),
+        linker_flags="-m elf64lriscv --no-relax -z max-page-size=0x1000 -z noexecstack --build-id=none",
+    )
 
 
 TARGETS = {
@@ -78,7 +99,18 @@ TARGETS = {
         ),
         linker_flags="-m elf_i386 -z max-page-size=0x1000 -z noexecstack --build-id=none",
     ),
+    "riscv64": _riscv("rv64imac", "-fpatchable-function-entry=4 -DCONFIG_RISCV_ISA_C"),
+    "riscv64i": _riscv("rv64ima", "-fpatchable-function-entry=2"),
 }
+
+
+# What a distribution's kernel has in the place of indirect jumps and calls; loaded by its file.
+TARGETS["x86_64-retpoline"] = replace(
+    TARGETS["x86_64"],
+    flags=f"{TARGETS['x86_64'].flags} -mindirect-branch=thunk-extern -mindirect-branch-register "
+    "-fno-jump-tables -DCONFIG_RETPOLINE",
+    has_modules=False,
+)
 
 
 @dataclass(frozen=True)
@@ -89,6 +121,8 @@ class Built:
     manifest: dict[str, Any]
     modules: dict[str, bytes] = field(default_factory=dict)
     """Loadable modules by name."""
+    arguments: str = ""
+    """How many arguments its functions take: prototypes.FILE_NAME."""
 
 
 class BuildError(Exception):
@@ -102,14 +136,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--arch", choices=sorted(TARGETS), action="append", help="default: all")
     options = parser.parse_args(argv)
     try:
-        for arch in options.arch or sorted(TARGETS):
-            status = check(arch) if options.check else write(arch)
-            if status:
-                return status
+        outcomes = {check(a) if options.check else write(a) for a in options.arch or sorted(TARGETS)}
     except (BuildError, OSError) as error:
         print(f"build: {error}", file=sys.stderr)
         return 1
-    return 0
+    return 1 if 1 in outcomes else max(outcomes)
 
 
 def write(arch: str) -> int:
@@ -118,6 +149,7 @@ def write(arch: str) -> int:
     target = PREBUILT / arch / "vmlinux"
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_bytes(built.data)
+    (target.parent / prototypes.FILE_NAME).write_text(built.arguments)
     _write_modules(target.parent / MODULES, built.modules)
     manifest = read_manifest()
     manifest[arch] = built.manifest
@@ -127,6 +159,8 @@ def write(arch: str) -> int:
 
 
 def _write_modules(directory: Path, modules: dict[str, bytes]) -> None:
+    if not modules and not directory.exists():
+        return
     directory.mkdir(exist_ok=True)
     for stale in directory.glob("*.ko"):
         stale.unlink()
@@ -136,6 +170,11 @@ def _write_modules(directory: Path, modules: dict[str, bytes]) -> None:
 
 def _prebuilt_modules(arch: str) -> dict[str, bytes]:
     return {path.stem: path.read_bytes() for path in (PREBUILT / arch / MODULES).glob("*.ko")}
+
+
+def _prebuilt_arguments(arch: str) -> str:
+    path = PREBUILT / arch / prototypes.FILE_NAME
+    return path.read_text() if path.exists() else ""
 
 
 def check(arch: str) -> int:
@@ -151,7 +190,8 @@ def check(arch: str) -> int:
             return EXIT_OTHER_COMPILER
     built = build(arch)
     same = built.data == (PREBUILT / arch / "vmlinux").read_bytes() and built.manifest == expected
-    if not same or built.modules != _prebuilt_modules(arch):
+    same &= built.modules == _prebuilt_modules(arch) and built.arguments == _prebuilt_arguments(arch)
+    if not same:
         print(f"{arch}: prebuilt image and sources differ")
         return 1
     print(f"{arch}: prebuilt image is what the sources give")
@@ -184,8 +224,9 @@ def build(arch: str) -> Built:
         vmlinux = _link_with_symbols(target, objects, work)
         data = _sort_ex_table(vmlinux.read_bytes())
         vmlinux.write_bytes(data)
-        image = load_image(vmlinux, arch)
-        modules = _build_modules(target, work)
+        image = load_image(vmlinux, arch.partition("-")[0])
+        modules = _build_modules(target, work) if target.has_modules else {}
+        arguments = _argument_counts(work, image, modules)
     functions = sum(1 for symbol in image.kallsyms.symbols if symbol.is_text)
     manifest = {
         "sha256": hashlib.sha256(data).hexdigest(),
@@ -199,7 +240,16 @@ def build(arch: str) -> Built:
         "linker_flags": target.linker_flags,
         "modules": _describe_modules(modules),
     }
-    return Built(data, manifest, modules)
+    return Built(data, manifest, modules, arguments)
+
+
+def _argument_counts(work: Path, image: KernelImage, modules: dict[str, bytes]) -> str:
+    """Of all that can be called: the text of prototypes.FILE_NAME."""
+    names = {symbol.name for symbol in image.kallsyms.symbols if symbol.is_text}
+    for data in modules.values():
+        names.update(symbol.name for symbol in ElfFile(data).symbols)
+    notes = sorted(work.glob(f"*{_NOTES}"))
+    return prototypes.to_json(prototypes.argument_counts(path.read_text() for path in notes), names)
 
 
 def _build_modules(target: Target, work: Path) -> dict[str, bytes]:
@@ -242,6 +292,8 @@ def _compile_to(target: Target, source: Path, output: Path, more: list[str]) -> 
     """Relative paths from src/ keep __FILE__ and the file symbols free of the build place."""
     includes = ["-nostdinc", "-Iinclude", f"-I{target.arch_directory}/include"]
     flags = [*f"{COMMON_FLAGS} {target.flags}".split(), f"-ffile-prefix-map={output.parent}=.", *more]
+    if source.suffix == ".c":
+        flags += ["-aux-info", str(output.with_suffix(_NOTES))]
     _run([target.compiler, *flags, *includes, "-c", source.as_posix(), "-o", str(output)])
 
 
@@ -279,7 +331,7 @@ def _assemble_symbols(target: Target, symbols: Kallsyms | None, work: Path) -> P
     """The tables that kernel/kallsyms.c reads; without symbols they are empty."""
     source, output = work / "kallsyms.S", work / "kallsyms.o"
     source.write_text(_symbol_source(symbols))
-    _run([target.compiler, *target.flags.split()[:1], "-c", str(source), "-o", str(output)])
+    _run([target.compiler, *target.flags.split(), "-c", str(source), "-o", str(output)])
     return output
 
 

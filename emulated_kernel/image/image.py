@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from emulated_kernel.errors import KernelError
+from emulated_kernel.image.alternatives import CPU_FEATURES, alternatives, replaced
 from emulated_kernel.image.elf import ElfFile, ElfMachine
 from emulated_kernel.image.kallsyms import Kallsyms, Symbol, elf_symbols
 
@@ -125,6 +126,11 @@ class KernelImage:
     bits: int = 64
     """Of a word of the machine."""
 
+    @property
+    def data(self) -> Iterator[tuple[int, bytes]]:
+        """What isn't code, with its addresses."""
+        return ((segment.va, segment.data) for segment in self.segments if not segment.prot & Prot.X)
+
     def read(self, va: int, size: int) -> bytes:
         """Bytes as the image holds them before it runs.
 
@@ -202,6 +208,8 @@ class _Loader:
 
     def load(self, path: Path, arch: str) -> KernelImage:
         abi = self._abi()
+        if abi:
+            self._apply_alternatives()
         return KernelImage(
             path=path,
             arch=arch,
@@ -218,6 +226,17 @@ class _Loader:
             version=self._banner(),
             bits=self._elf.bits,
         )
+
+    def _apply_alternatives(self) -> None:
+        """As our kernel's boot would do it, which can't write to its text."""
+        table = self._between("__alt_instructions", "__alt_instructions_end")
+        changes = {
+            entry.site: replaced(entry, self._bytes.read(entry.replacement, entry.replacement_size))
+            for entry in alternatives(*table)
+            if entry.feature in CPU_FEATURES
+        }
+        self._segments = tuple(_patched(segment, changes) for segment in self._segments)
+        self._bytes = _Bytes(self._segments)
 
     def _address(self, name: str) -> int:
         address = self._kallsyms.lookup_name(name)
@@ -308,6 +327,15 @@ class _Loader:
 
     def _banner(self) -> str:
         return self._bytes.string(self._address("linux_banner"))
+
+
+def _patched(segment: Segment, changes: Mapping[int, bytes]) -> Segment:
+    data = bytearray(segment.data)
+    for address, code in changes.items():
+        offset = address - segment.va
+        if 0 <= offset < len(data):
+            data[offset : offset + len(code)] = code
+    return segment._replace(data=bytes(data))
 
 
 def _segments(elf: ElfFile) -> tuple[Segment, ...]:

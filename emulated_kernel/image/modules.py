@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from emulated_kernel.image.image import BlacklistEntry, BugEntry, ExTableEntry, JumpLabel, KernelImage, Range
 from emulated_kernel.image.kallsyms import Kallsyms, Location, Symbol
@@ -26,6 +27,8 @@ class Module:
     bugs: Mapping[int, BugEntry]
     code: Mapping[int, bytes]
     """Its text as it was loaded, by address."""
+    contents: Mapping[int, bytes]
+    """Its data as it was loaded, by address."""
 
     @property
     def text_ranges(self) -> tuple[Range, ...]:
@@ -50,6 +53,7 @@ class Module:
             mcount=frozenset(site for site in self.mcount if site not in init),
             bugs={address: bug for address, bug in self.bugs.items() if address not in init},
             code={start: code for start, code in self.code.items() if start not in init},
+            contents={start: data for start, data in self.contents.items() if start == self.data[0].start},
         )
 
 
@@ -104,6 +108,9 @@ class LiveKallsyms(Kallsyms):
         return any(symbols.module.name == name for symbols in self._modules)
 
     def lookup_name(self, name: str) -> int | None:
+        own = super().lookup_name(name)
+        if own is not None:
+            return own
         found = self.by_name(name)
         return found[0].address if found else None
 
@@ -185,6 +192,11 @@ class LiveImage:
     @property
     def bugs(self) -> Collection[int]:
         return set(self.core.bugs).union(*(module.bugs for module in self._modules.values()))
+
+    @property
+    def data(self) -> Iterator[tuple[int, bytes]]:
+        """What isn't code, with its addresses, as it was loaded."""
+        return chain(self.core.data, *(module.contents.items() for module in self._modules.values()))
 
     def read(self, va: int, size: int) -> bytes:
         """Bytes as they were before anything was probed.

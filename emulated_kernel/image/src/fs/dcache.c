@@ -10,6 +10,8 @@
 #define DCACHE_HASHED 1U
 static struct hlist_head dentry_hashtable[1 << D_HASH_BITS];
 static struct kmem_cache *dentry_cachep;
+/* The hash table, the lists of children, and that an entry without users is found no more. */
+DEFINE_SPINLOCK(dcache_lock);
 static u64 next_cookie = 2;
 
 __init void dcache_init(void)
@@ -41,12 +43,17 @@ static bool d_same_name(const struct dentry *dentry, const struct dentry *parent
 
 struct dentry *__d_lookup(const struct dentry *parent, const struct qstr *name)
 {
-	struct dentry *dentry;
+	struct dentry *dentry, *found = NULL;
 
-	hlist_for_each_entry(dentry, d_hash(name->hash), d_hash)
-		if (d_same_name(dentry, parent, name))
-			return dget(dentry);
-	return NULL;
+	spin_lock(&dcache_lock);
+	hlist_for_each_entry(dentry, d_hash(name->hash), d_hash) {
+		if (d_same_name(dentry, parent, name)) {
+			found = dget(dentry);
+			break;
+		}
+	}
+	spin_unlock(&dcache_lock);
+	return found;
 }
 
 struct dentry *d_lookup(const struct dentry *parent, const struct qstr *name)
@@ -101,9 +108,17 @@ struct dentry *d_alloc(struct dentry *parent, const struct qstr *name)
 		return NULL;
 	dentry->d_parent = dget(parent);
 	dentry->d_name.hash = full_name_hash(parent, name->name, name->len);
+	spin_lock(&dcache_lock);
 	dentry->d_cookie = next_cookie++;
 	list_add_tail(&dentry->d_child, &parent->d_subdirs);
+	spin_unlock(&dcache_lock);
 	return dentry;
+}
+
+/* Of something that is in no directory. */
+struct dentry *d_alloc_pseudo(struct super_block *sb, const struct qstr *name)
+{
+	return __d_alloc(sb, name);
 }
 
 struct dentry *d_make_root(struct super_block *sb, struct inode *root_inode)
@@ -134,19 +149,35 @@ static void __d_rehash(struct dentry *entry)
 void d_add(struct dentry *entry, struct inode *inode)
 {
 	d_instantiate(entry, inode);
+	spin_lock(&dcache_lock);
 	__d_rehash(entry);
+	spin_unlock(&dcache_lock);
+}
+
+static void __d_drop(struct dentry *dentry)
+{
+	hlist_del_init(&dentry->d_hash);
 }
 
 void d_drop(struct dentry *dentry)
 {
-	hlist_del_init(&dentry->d_hash);
+	spin_lock(&dcache_lock);
+	__d_drop(dentry);
+	spin_unlock(&dcache_lock);
+}
+
+static __always_inline void __d_delete(struct dentry *dentry)
+{
+	__d_drop(dentry);
+	list_del_init(&dentry->d_child);
 }
 
 /* The name is gone; whoever has the file open keeps entry and inode. */
 void d_delete(struct dentry *dentry)
 {
-	d_drop(dentry);
-	list_del_init(&dentry->d_child);
+	spin_lock(&dcache_lock);
+	__d_delete(dentry);
+	spin_unlock(&dcache_lock);
 }
 
 struct dentry *dget(struct dentry *dentry)
@@ -156,12 +187,13 @@ struct dentry *dget(struct dentry *dentry)
 	return dentry;
 }
 
+/* Drops the lock. */
 static noinline struct dentry *__dentry_kill(struct dentry *dentry)
 {
 	struct dentry *parent = dentry->d_parent == dentry ? NULL : dentry->d_parent;
 
-	d_drop(dentry);
-	list_del_init(&dentry->d_child);
+	__d_delete(dentry);
+	spin_unlock(&dcache_lock);
 	if (dentry->d_inode)
 		iput(dentry->d_inode);
 	free_name(dentry);
@@ -169,10 +201,26 @@ static noinline struct dentry *__dentry_kill(struct dentry *dentry)
 	return parent;
 }
 
+/* True, and the lock is held: that was the last user. Mirrors: atomic_dec_and_lock(). */
+static __always_inline bool fast_dput(struct dentry *dentry)
+{
+	int count = atomic_read(&dentry->d_count);
+
+	while (count > 1)
+		if (__atomic_compare_exchange_n(&dentry->d_count.counter, &count, count - 1, false,
+						__ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+			return false;
+	spin_lock(&dcache_lock);
+	if (atomic_dec_and_test(&dentry->d_count))
+		return true;
+	spin_unlock(&dcache_lock);
+	return false;
+}
+
 /* Entries without users aren't kept; ramfs holds a reference to those that exist. */
 void dput(struct dentry *dentry)
 {
-	while (dentry && atomic_dec_and_test(&dentry->d_count))
+	while (dentry && fast_dput(dentry))
 		dentry = __dentry_kill(dentry);
 }
 
@@ -183,8 +231,9 @@ void d_move(struct dentry *dentry, struct dentry *target)
 	struct qstr name = target->d_name;
 	char inline_name[DNAME_INLINE_LEN];
 
-	d_drop(dentry);
-	d_delete(target);
+	spin_lock(&dcache_lock);
+	__d_drop(dentry);
+	__d_delete(target);
 	free_name(dentry);
 	if (name.name == target->d_iname) {
 		memcpy(inline_name, target->d_iname, DNAME_INLINE_LEN);
@@ -199,6 +248,7 @@ void d_move(struct dentry *dentry, struct dentry *target)
 	dentry->d_cookie = next_cookie++;
 	list_move_tail(&dentry->d_child, &new_parent->d_subdirs);
 	__d_rehash(dentry);
+	spin_unlock(&dcache_lock);
 	dput(old_parent);
 }
 
@@ -214,18 +264,28 @@ static int prepend(char **buffer, int *buflen, const char *str, int namelen)
 
 static int prepend_path(struct dentry *dentry, char **buffer, int *buflen)
 {
-	bool scratch = dentry->d_sb == &ramfs_sb;
+	const char *mountpoint = dentry->d_sb->s_mountpoint;
 	int error = 0;
 
+	spin_lock(&dcache_lock);
 	while (!error && dentry != dentry->d_parent) {
 		error = prepend(buffer, buflen, dentry->d_name.name, dentry->d_name.len);
 		if (!error)
 			error = prepend(buffer, buflen, "/", 1);
 		dentry = dentry->d_parent;
 	}
-	if (!error && scratch)
-		error = prepend(buffer, buflen, "/scratch", 8);
+	spin_unlock(&dcache_lock);
+	if (!error && mountpoint)
+		error = prepend(buffer, buflen, mountpoint, (int)strlen(mountpoint));
 	return error;
+}
+
+/* Mirrors: dynamic_dname(), as pipes and sockets have it. */
+static noinline char *dynamic_dname(const struct dentry *dentry, char *buf, int buflen)
+{
+	int len = snprintf(buf, buflen, "%s:[%llu]", dentry->d_sb->s_pseudo, dentry->d_inode->i_ino);
+
+	return len < buflen ? buf : ERR_PTR(-ENAMETOOLONG);
 }
 
 char *d_path(const struct path *path, char *buf, int buflen)
@@ -234,6 +294,8 @@ char *d_path(const struct path *path, char *buf, int buflen)
 	int error = prepend(&res, &buflen, "\0", 1);
 	const char *end = res;
 
+	if (path->dentry->d_sb->s_pseudo)
+		return dynamic_dname(path->dentry, buf, buflen + 1);
 	if (!error)
 		error = prepend_path(path->dentry, &res, &buflen);
 	if (!error && res == end)

@@ -40,6 +40,11 @@ static noinline int do_execveat_common(struct filename *filename)
 	return retval;
 }
 
+int kernel_execve(const char *filename)
+{
+	return do_execveat_common(getname_kernel(filename));
+}
+
 SYSCALL_DEFINE3(execve, const char __user *, filename, const char __user *const __user *, argv,
 		const char __user *const __user *, envp)
 {

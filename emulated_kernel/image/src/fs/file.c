@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
 // Tables of open files: a number for each file of a task.
+#include "bug.h"
 #include "errno.h"
 #include "fs.h"
 #include "mm.h"
@@ -21,11 +22,13 @@ struct files_struct *alloc_files(void)
 	if (!files)
 		return NULL;
 	atomic_set(&files->count, 1);
+	spin_lock_init(&files->file_lock);
 	files->max_fds = NR_OPEN_DEFAULT;
 	files->fd = files->fd_array;
 	return files;
 }
 
+/* The lock is held, unless nobody else has the table. */
 static noinline int expand_files(struct files_struct *files, unsigned int nr)
 {
 	unsigned int max_fds = files->max_fds;
@@ -53,7 +56,9 @@ struct files_struct *dup_fd(struct files_struct *oldf)
 
 	if (!newf)
 		return NULL;
+	spin_lock(&oldf->file_lock);
 	if (oldf->max_fds > newf->max_fds && expand_files(newf, oldf->max_fds - 1)) {
+		spin_unlock(&oldf->file_lock);
 		put_files_struct(newf);
 		return NULL;
 	}
@@ -61,6 +66,7 @@ struct files_struct *dup_fd(struct files_struct *oldf)
 		if (oldf->fd[i] && oldf->fd[i] != ERR_PTR(-EBUSY))
 			newf->fd[i] = get_file(oldf->fd[i]);
 	newf->next_fd = oldf->next_fd;
+	spin_unlock(&oldf->file_lock);
 	return newf;
 }
 
@@ -87,10 +93,8 @@ void put_files_struct(struct files_struct *files)
 	kmem_cache_free(files_cachep, files);
 }
 
-/* A number that is reserved, but has no file yet, holds an error pointer. */
-int alloc_fd(unsigned int start, unsigned int end, unsigned int flags __attribute__((unused)))
+static __always_inline int __alloc_fd(struct files_struct *files, unsigned int start, unsigned int end)
 {
-	struct files_struct *files = current->files;
 	unsigned int fd = max(start, files->next_fd);
 	int error;
 
@@ -109,6 +113,18 @@ int alloc_fd(unsigned int start, unsigned int end, unsigned int flags __attribut
 	return (int)fd;
 }
 
+/* A number that is reserved, but has no file yet, holds an error pointer. */
+int alloc_fd(unsigned int start, unsigned int end, unsigned int flags __attribute__((unused)))
+{
+	struct files_struct *files = current->files;
+	int fd;
+
+	spin_lock(&files->file_lock);
+	fd = __alloc_fd(files, start, end);
+	spin_unlock(&files->file_lock);
+	return fd;
+}
+
 /* An adopted task gets its table with its first file. */
 int get_unused_fd_flags(unsigned int flags)
 {
@@ -119,29 +135,43 @@ int get_unused_fd_flags(unsigned int flags)
 	return alloc_fd(0, NR_OPEN_MAX, flags);
 }
 
-void put_unused_fd(unsigned int fd)
+static __always_inline void __put_unused_fd(struct files_struct *files, unsigned int fd)
 {
-	struct files_struct *files = current->files;
-
 	files->fd[fd] = NULL;
 	files->next_fd = min(files->next_fd, fd);
 }
 
+void put_unused_fd(unsigned int fd)
+{
+	struct files_struct *files = current->files;
+
+	spin_lock(&files->file_lock);
+	__put_unused_fd(files, fd);
+	spin_unlock(&files->file_lock);
+}
+
 void fd_install(unsigned int fd, struct file *file)
 {
-	current->files->fd[fd] = file;
+	struct files_struct *files = current->files;
+
+	BUG_ON(fd >= files->max_fds);
+	spin_lock(&files->file_lock);
+	files->fd[fd] = file;
+	spin_unlock(&files->file_lock);
 }
 
 static noinline struct file *pick_file(struct files_struct *files, unsigned int fd)
 {
-	struct file *file;
+	struct file *file = ERR_PTR(-EBADF);
 
-	if (!files || fd >= files->max_fds)
-		return ERR_PTR(-EINVAL);
-	file = files->fd[fd];
-	if (IS_ERR_OR_NULL(file))
-		return ERR_PTR(-EBADF);
-	put_unused_fd(fd);
+	if (!files)
+		return file;
+	spin_lock(&files->file_lock);
+	if (fd < files->max_fds && !IS_ERR_OR_NULL(files->fd[fd])) {
+		file = files->fd[fd];
+		__put_unused_fd(files, fd);
+	}
+	spin_unlock(&files->file_lock);
 	return file;
 }
 
@@ -159,7 +189,7 @@ static __always_inline struct file *files_lookup_fd(struct files_struct *files, 
 {
 	struct file *file;
 
-	if (!files || fd >= files->max_fds)
+	if (fd >= files->max_fds)
 		return NULL;
 	file = files->fd[fd];
 	return IS_ERR(file) ? NULL : file;
@@ -167,9 +197,17 @@ static __always_inline struct file *files_lookup_fd(struct files_struct *files, 
 
 static noinline struct file *__fget(unsigned int fd)
 {
-	struct file *file = files_lookup_fd(current->files, fd);
+	struct files_struct *files = current->files;
+	struct file *file;
 
-	return file ? get_file(file) : NULL;
+	if (!files)
+		return NULL;
+	spin_lock(&files->file_lock);
+	file = files_lookup_fd(files, fd);
+	if (file)
+		get_file(file);
+	spin_unlock(&files->file_lock);
+	return file;
 }
 
 struct file *fget(unsigned int fd)
@@ -189,6 +227,70 @@ unsigned long __fdget_pos(unsigned int fd)
 	if (file && (file->f_mode & FMODE_ATOMIC_POS))
 		mutex_lock(&file->f_pos_lock);
 	return (unsigned long)file;
+}
+
+static __always_inline int replace_fd(struct files_struct *files, struct file *file, unsigned int fd,
+				      struct file **tofree)
+{
+	int error;
+
+	if (fd >= files->max_fds) {
+		error = expand_files(files, fd);
+		if (error)
+			return error == -EMFILE ? -EBADF : error;
+	}
+	if (files->fd[fd] == ERR_PTR(-EBUSY))
+		return -EBUSY;
+	*tofree = files->fd[fd];
+	files->fd[fd] = get_file(file);
+	return (int)fd;
+}
+
+/* The new number is closed first where it is open. */
+static noinline int do_dup2(struct files_struct *files, struct file *file, unsigned int fd)
+{
+	struct file *tofree = NULL;
+	int ret;
+
+	spin_lock(&files->file_lock);
+	ret = replace_fd(files, file, fd, &tofree);
+	spin_unlock(&files->file_lock);
+	if (tofree)
+		filp_close(tofree, files);
+	return ret;
+}
+
+static noinline int ksys_dup3(unsigned int oldfd, unsigned int newfd, int flags)
+{
+	struct file *file;
+	int err;
+
+	if ((flags & ~O_CLOEXEC) != 0 || oldfd == newfd)
+		return -EINVAL;
+	file = fget(oldfd);
+	if (!file)
+		return -EBADF;
+	err = do_dup2(current->files, file, newfd);
+	fput(file);
+	return err;
+}
+
+SYSCALL_DEFINE3(dup3, unsigned int, oldfd, unsigned int, newfd, int, flags)
+{
+	return ksys_dup3(oldfd, newfd, flags);
+}
+
+SYSCALL_DEFINE2(dup2, unsigned int, oldfd, unsigned int, newfd)
+{
+	struct file *file;
+
+	if (newfd != oldfd)
+		return ksys_dup3(oldfd, newfd, 0);
+	file = fget(oldfd);
+	if (!file)
+		return -EBADF;
+	fput(file);
+	return (int)oldfd;
 }
 
 SYSCALL_DEFINE1(dup, unsigned int, fildes)

@@ -35,6 +35,46 @@ struct file *alloc_empty_file(int flags, const struct cred *cred)
 	return __alloc_file(flags, cred);
 }
 
+/* An open file without a name. Takes over the reference to the inode, unless it fails. */
+struct file *alloc_file_pseudo(struct inode *inode, struct super_block *sb, int flags,
+			       const struct file_operations *fops)
+{
+	static const struct qstr name = { .name = "", .len = 0 };
+	struct dentry *dentry = d_alloc_pseudo(sb, &name);
+	struct file *file;
+
+	if (!dentry)
+		return ERR_PTR(-ENOMEM);
+	file = alloc_empty_file(flags, NULL);
+	if (IS_ERR(file)) {
+		dput(dentry);
+		return file;
+	}
+	d_instantiate(dentry, inode);
+	file->f_path = (struct path){ sb, dentry };
+	file->f_inode = inode;
+	file->f_mapping = inode->i_mapping;
+	file->f_op = fops;
+	file->f_mode |= FMODE_OPENED;
+	if (file->f_mode & FMODE_READ)
+		file->f_mode |= FMODE_CAN_READ;
+	if (file->f_mode & FMODE_WRITE)
+		file->f_mode |= FMODE_CAN_WRITE;
+	return file;
+}
+
+/* Another open file of the same inode. */
+struct file *alloc_file_clone(struct file *base, int flags, const struct file_operations *fops)
+{
+	struct file *file;
+
+	ihold(base->f_inode);
+	file = alloc_file_pseudo(base->f_inode, base->f_path.mnt, flags, fops);
+	if (IS_ERR(file))
+		iput(base->f_inode);
+	return file;
+}
+
 struct file *get_file(struct file *f)
 {
 	atomic_inc(&f->f_count);

@@ -14,12 +14,19 @@ static const struct inode_operations hostfs_inode_operations;
 static const struct inode_operations hostfs_dir_inode_operations;
 static const struct file_operations hostfs_file_operations;
 
+static bool is_below(const char *name, const char *directory)
+{
+	size_t len = strlen(directory);
+
+	return !strncmp(name, directory, len) && (!name[len] || name[len] == '/');
+}
+
 /* name is a path from the root, without the first slash. */
 bool is_hostfs_path(const char *name)
 {
 	if (name[0] == '.' && (name[1] == '/' || !name[1] || name[1] == '.'))
 		return false;
-	return strncmp(name, "scratch", 7) || (name[7] && name[7] != '/');
+	return !is_below(name, ramfs_sb.s_mountpoint + 1) && !is_below(name, devtmpfs_sb.s_mountpoint + 1);
 }
 
 /* Asks the host; where it has nothing to give yet, the task sleeps and asks again. */

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
 // Inodes: allocation, references, times, owners.
+#include "chrdev.h"
 #include "fs.h"
 #include "mm.h"
 #include "printk.h"
@@ -23,7 +24,7 @@ static void inode_init_always(struct super_block *sb, struct inode *inode)
 {
 	inode->i_sb = sb;
 	inode->i_nlink = 1;
-	inode->i_ino = ++sb->s_next_ino;
+	inode->i_ino = __sync_add_and_fetch(&sb->s_next_ino, 1);
 	atomic_set(&inode->i_count, 1);
 	inode->i_mapping = &inode->i_data;
 }
@@ -112,4 +113,6 @@ __init void vfs_caches_init(void)
 	files_init();
 	init_hostfs_fs();
 	init_ramfs_fs();
+	init_pipe_fs();
+	chr_dev_init();
 }

@@ -2,6 +2,7 @@
 // What simple file systems have in common: trees that live in the dentries alone.
 #include "errno.h"
 #include "fs.h"
+#include "mm.h"
 #include "printk.h"
 
 struct dentry *simple_lookup(struct inode *dir __attribute__((unused)), struct dentry *dentry,
@@ -16,21 +17,24 @@ struct dentry *simple_lookup(struct inode *dir __attribute__((unused)), struct d
 int simple_empty(struct dentry *dentry)
 {
 	struct dentry *child;
+	int ret = 1;
 
+	spin_lock(&dcache_lock);
 	list_for_each_entry(child, &dentry->d_subdirs, d_child)
 		if (child->d_inode)
-			return 0;
-	return 1;
+			ret = 0;
+	spin_unlock(&dcache_lock);
+	return ret;
 }
 
 static void drop_nlink(struct inode *inode)
 {
-	inode->i_nlink--;
+	__sync_fetch_and_sub(&inode->i_nlink, 1);
 }
 
 static void inc_nlink(struct inode *inode)
 {
-	inode->i_nlink++;
+	__sync_fetch_and_add(&inode->i_nlink, 1);
 }
 
 int simple_unlink(struct inode *dir, struct dentry *dentry)
@@ -57,6 +61,8 @@ int simple_link(struct dentry *old_dentry, struct inode *dir, struct dentry *den
 {
 	struct inode *inode = old_dentry->d_inode;
 
+	if (!file_pages_left(1))
+		return -ENOSPC;
 	inode->i_ctime = dir->i_ctime = dir->i_mtime = current_time(inode);
 	inc_nlink(inode);
 	ihold(inode);
@@ -157,14 +163,16 @@ int dcache_readdir(struct file *file, struct dir_context *ctx)
 
 	if (!dir_emit_dots(file, ctx))
 		return 0;
+	spin_lock(&dcache_lock);
 	list_for_each_entry(child, &file->f_path.dentry->d_subdirs, d_child) {
 		if (!child->d_inode || (loff_t)child->d_cookie < ctx->pos)
 			continue;
 		ctx->pos = child->d_cookie;
 		if (!dir_emit(ctx, child->d_name.name, child->d_name.len, child->d_inode))
-			return 0;
+			break;
 		ctx->pos = child->d_cookie + 1;
 	}
+	spin_unlock(&dcache_lock);
 	return 0;
 }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
 // Path lookup: names from user space, the walk from component to component, symbolic links.
 #include "errno.h"
+#include "fs_struct.h"
 #include "internal.h"
 #include "mm.h"
 #include "printk.h"
@@ -299,6 +300,10 @@ int path_init(struct nameidata *nd, int dfd, struct filename *name, unsigned int
 	nd->path = (struct path){ NULL, NULL };
 	if (name->name[0] != '/' && dfd != AT_FDCWD)
 		return path_init_at(nd, dfd);
+	if (name->name[0] != '/') {
+		get_fs_pwd(&nd->path);
+		return 0;
+	}
 	nd->path = root_path;
 	path_get(&nd->path);
 	return 0;

@@ -325,6 +325,11 @@ SYSCALL_DEFINE2(mkdir, const char __user *, pathname, umode_t, mode)
 	return do_mkdirat(AT_FDCWD, getname(pathname), mode);
 }
 
+SYSCALL_DEFINE3(mkdirat, int, dfd, const char __user *, pathname, umode_t, mode)
+{
+	return do_mkdirat(dfd, getname(pathname), mode);
+}
+
 SYSCALL_DEFINE1(rmdir, const char __user *, pathname)
 {
 	return do_rmdir(AT_FDCWD, getname(pathname));
@@ -347,6 +352,19 @@ SYSCALL_DEFINE3(unlinkat, int, dfd, const char __user *, pathname, int, flag)
 SYSCALL_DEFINE2(symlink, const char __user *, oldname, const char __user *, newname)
 {
 	return do_symlinkat(getname(oldname), AT_FDCWD, getname(newname));
+}
+
+SYSCALL_DEFINE3(symlinkat, const char __user *, oldname, int, newdfd, const char __user *, newname)
+{
+	return do_symlinkat(getname(oldname), newdfd, getname(newname));
+}
+
+SYSCALL_DEFINE5(linkat, int, olddfd, const char __user *, oldname, int, newdfd,
+		const char __user *, newname, int, flags)
+{
+	if (flags)
+		return -EINVAL;
+	return do_linkat(olddfd, getname(oldname), newdfd, getname(newname));
 }
 
 SYSCALL_DEFINE2(link, const char __user *, oldname, const char __user *, newname)

@@ -152,18 +152,28 @@ int vfs_readlink(struct dentry *dentry, char __user *buffer, int buflen)
 	return copy_to_user(buffer, link, len) ? -EFAULT : len;
 }
 
-SYSCALL_DEFINE3(readlink, const char __user *, path, char __user *, buf, int, bufsiz)
+static long do_readlinkat(int dfd, const char __user *path, char __user *buf, int bufsiz)
 {
 	struct path p;
 	int error;
 
 	if (bufsiz <= 0)
 		return -EINVAL;
-	error = user_path_at(AT_FDCWD, path, 0, &p);
+	error = user_path_at(dfd, path, 0, &p);
 	if (error)
 		return error;
 	touch_atime(&p);
 	error = vfs_readlink(p.dentry, buf, bufsiz);
 	path_put(&p);
 	return error;
+}
+
+SYSCALL_DEFINE4(readlinkat, int, dfd, const char __user *, path, char __user *, buf, int, bufsiz)
+{
+	return do_readlinkat(dfd, path, buf, bufsiz);
+}
+
+SYSCALL_DEFINE3(readlink, const char __user *, path, char __user *, buf, int, bufsiz)
+{
+	return do_readlinkat(AT_FDCWD, path, buf, bufsiz);
 }

@@ -254,6 +254,24 @@ long do_sys_openat2(int dfd, const char __user *filename, struct open_how *how)
 	return fd;
 }
 
+struct file *filp_open(const char *filename, int flags, umode_t mode)
+{
+	struct open_how how = build_open_how(flags, mode);
+	struct filename *name;
+	struct open_flags op;
+	struct file *file;
+	int error = build_open_flags(&how, &op);
+
+	if (error)
+		return ERR_PTR(error);
+	name = getname_kernel(filename);
+	if (IS_ERR(name))
+		return ERR_CAST(name);
+	file = do_filp_open(AT_FDCWD, name, &op);
+	putname(name);
+	return file;
+}
+
 noinline long do_sys_open(int dfd, const char __user *filename, int flags, umode_t mode)
 {
 	struct open_how how = build_open_how(flags, mode);
@@ -317,6 +335,11 @@ SYSCALL_DEFINE2(chmod, const char __user *, filename, umode_t, mode)
 	return do_fchmodat(AT_FDCWD, filename, mode);
 }
 
+SYSCALL_DEFINE3(fchmodat, int, dfd, const char __user *, filename, umode_t, mode)
+{
+	return do_fchmodat(dfd, filename, mode);
+}
+
 SYSCALL_DEFINE2(fchmod, unsigned int, fd, umode_t, mode)
 {
 	struct fd f = fdget(fd);
@@ -338,6 +361,13 @@ SYSCALL_DEFINE3(lchown, const char __user *, filename, uid_t, user, gid_t, group
 	return do_fchownat(AT_FDCWD, filename, user, group, 0);
 }
 
+SYSCALL_DEFINE5(fchownat, int, dfd, const char __user *, filename, uid_t, user, gid_t, group, int, flag)
+{
+	if (flag & ~AT_SYMLINK_NOFOLLOW)
+		return -EINVAL;
+	return do_fchownat(dfd, filename, user, group, flag & AT_SYMLINK_NOFOLLOW ? 0 : LOOKUP_FOLLOW);
+}
+
 SYSCALL_DEFINE3(fchown, unsigned int, fd, uid_t, user, gid_t, group)
 {
 	struct fd f = fdget(fd);
@@ -352,4 +382,9 @@ SYSCALL_DEFINE3(fchown, unsigned int, fd, uid_t, user, gid_t, group)
 SYSCALL_DEFINE2(access, const char __user *, filename, int, mode)
 {
 	return do_faccessat(AT_FDCWD, filename, mode);
+}
+
+SYSCALL_DEFINE3(faccessat, int, dfd, const char __user *, filename, int, mode)
+{
+	return do_faccessat(dfd, filename, mode);
 }

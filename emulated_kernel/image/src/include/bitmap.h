@@ -43,6 +43,15 @@ void __bitmap_xor(unsigned long *dst, const unsigned long *a, const unsigned lon
 bool __bitmap_subset(const unsigned long *a, const unsigned long *b, unsigned int bits);
 bool __bitmap_intersects(const unsigned long *a, const unsigned long *b, unsigned int bits);
 int __bitmap_weight(const unsigned long *bitmap, unsigned int bits);
+bool __bitmap_andnot(unsigned long *dst, const unsigned long *a, const unsigned long *b,
+		     unsigned int bits);
+void __bitmap_complement(unsigned long *dst, const unsigned long *src, unsigned int bits);
+void __bitmap_shift_right(unsigned long *dst, const unsigned long *src, unsigned int shift,
+			  unsigned int nbits);
+void __bitmap_shift_left(unsigned long *dst, const unsigned long *src, unsigned int shift,
+			 unsigned int nbits);
+unsigned long bitmap_find_next_zero_area(unsigned long *map, unsigned long size, unsigned long start,
+					 unsigned int nr, unsigned long align_mask);
 void __bitmap_set(unsigned long *map, unsigned int start, int len);
 void __bitmap_clear(unsigned long *map, unsigned int start, int len);
 unsigned int __sw_hweight32(unsigned int w);

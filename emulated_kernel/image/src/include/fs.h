@@ -3,6 +3,7 @@
 #ifndef _FS_H
 #define _FS_H
 
+#include "poll.h"
 #include "sched.h"
 #include "stat.h"
 #include "timer.h"
@@ -87,11 +88,14 @@ struct super_block {
 	loff_t s_maxbytes;
 	dev_t s_dev;
 	struct dentry *s_root;
+	const char *s_mountpoint; /* where it is in the tree, NULL: nowhere */
+	const char *s_pseudo;     /* what its files without a name are called */
 	u64 s_next_ino;
 };
 
 struct address_space {
 	struct inode *host;
+	spinlock_t i_pages_lock; /* of the three below; changes also need the inode's lock */
 	struct page **pages; /* index -> page, NULL for a hole */
 	unsigned long nr_slots;
 	unsigned long nrpages;
@@ -112,7 +116,9 @@ struct inode {
 	struct mutex i_rwsem;
 	struct address_space i_data;
 	struct address_space *i_mapping;
+	dev_t i_rdev;
 	char *i_link;
+	struct pipe_inode_info *i_pipe;
 	void *i_private;
 };
 
@@ -211,6 +217,7 @@ struct file_operations {
 	ssize_t (*write)(struct file *file, const char __user *buf, size_t count, loff_t *pos);
 	ssize_t (*read_iter)(struct kiocb *iocb, struct iov_iter *to);
 	ssize_t (*write_iter)(struct kiocb *iocb, struct iov_iter *from);
+	unsigned int (*poll)(struct file *file, poll_table *wait);
 	int (*iterate_shared)(struct file *file, struct dir_context *ctx);
 	int (*open)(struct inode *inode, struct file *file);
 	int (*flush)(struct file *file, void *owner);
@@ -230,6 +237,8 @@ struct inode_operations {
 	int (*mkdir)(struct user_namespace *ns, struct inode *dir, struct dentry *dentry,
 		     umode_t mode);
 	int (*rmdir)(struct inode *dir, struct dentry *dentry);
+	int (*mknod)(struct user_namespace *ns, struct inode *dir, struct dentry *dentry,
+		     umode_t mode, dev_t dev);
 	int (*rename)(struct user_namespace *ns, struct inode *old_dir, struct dentry *old_dentry,
 		      struct inode *new_dir, struct dentry *new_dentry, unsigned int flags);
 	int (*setattr)(struct user_namespace *ns, struct dentry *dentry, struct iattr *attr);
@@ -275,7 +284,7 @@ struct fd {
 	unsigned int flags;
 };
 
-extern struct super_block hostfs_sb, ramfs_sb, tracefs_sb;
+extern struct super_block hostfs_sb, ramfs_sb, devtmpfs_sb, tracefs_sb;
 extern struct path root_path;
 
 /* fs/namei.c */
@@ -329,6 +338,7 @@ int vfs_open(const struct path *path, struct file *file);
 int do_truncate(struct user_namespace *mnt_userns, struct dentry *dentry, loff_t length,
 		unsigned int time_attrs, struct file *filp);
 long vfs_truncate(const struct path *path, loff_t length);
+struct file *filp_open(const char *filename, int flags, umode_t mode);
 int filp_close(struct file *filp, void *id);
 int generic_file_open(struct inode *inode, struct file *filp);
 
@@ -345,6 +355,9 @@ struct file *fget(unsigned int fd);
 unsigned long __fdget(unsigned int fd);
 unsigned long __fdget_pos(unsigned int fd);
 struct file *alloc_empty_file(int flags, const struct cred *cred);
+struct file *alloc_file_pseudo(struct inode *inode, struct super_block *sb, int flags,
+			       const struct file_operations *fops);
+struct file *alloc_file_clone(struct file *base, int flags, const struct file_operations *fops);
 void fput(struct file *file);
 void __fput(struct file *file);
 void put_files_struct(struct files_struct *files);
@@ -374,6 +387,8 @@ void iov_iter_ubuf(struct iov_iter *i, bool source, void __user *buf, size_t cou
 void iov_iter_kbuf(struct iov_iter *i, bool source, void *buf, size_t count);
 size_t copy_to_iter(const void *addr, size_t bytes, struct iov_iter *i);
 size_t copy_from_iter(void *addr, size_t bytes, struct iov_iter *i);
+size_t copy_page_to_iter(struct page *page, size_t offset, size_t bytes, struct iov_iter *i);
+size_t copy_page_from_iter(struct page *page, size_t offset, size_t bytes, struct iov_iter *i);
 size_t iov_iter_zero(size_t bytes, struct iov_iter *i);
 
 /* fs/attr.c, stat.c, readdir.c */
@@ -404,11 +419,13 @@ struct timespec64 current_time(struct inode *inode);
 void touch_atime(const struct path *path);
 int file_update_time(struct file *file);
 struct dentry *d_alloc(struct dentry *parent, const struct qstr *name);
+struct dentry *d_alloc_pseudo(struct super_block *sb, const struct qstr *name);
 struct dentry *d_make_root(struct super_block *sb, struct inode *root_inode);
 void d_instantiate(struct dentry *entry, struct inode *inode);
 void d_add(struct dentry *entry, struct inode *inode);
 struct dentry *d_lookup(const struct dentry *parent, const struct qstr *name);
 void d_delete(struct dentry *dentry);
+extern spinlock_t dcache_lock;
 void d_drop(struct dentry *dentry);
 void d_move(struct dentry *dentry, struct dentry *target);
 struct dentry *dget(struct dentry *dentry);
@@ -432,6 +449,13 @@ int noop_fsync(struct file *file, loff_t start, loff_t end, int datasync);
 int vfs_fsync(struct file *file, int datasync);
 int vfs_fsync_range(struct file *file, loff_t start, loff_t end, int datasync);
 
+/* fs/char_dev.c, select.c, pipe.c */
+void init_special_inode(struct inode *inode, umode_t mode, dev_t rdev);
+unsigned int vfs_poll(struct file *file, poll_table *wait);
+void init_pipe_fs(void);
+
+int ramfs_mknod(struct user_namespace *mnt_userns, struct inode *dir, struct dentry *dentry,
+		umode_t mode, dev_t dev);
 void init_ramfs_fs(void);
 void init_hostfs_fs(void);
 void tracefs_init(void);

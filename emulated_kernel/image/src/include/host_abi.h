@@ -10,6 +10,8 @@
 #define HYPERCALL_PANIC 4
 #define HYPERCALL_BOOTED 5
 #define HYPERCALL_MODULE 6
+#define HYPERCALL_CPU_UP 7
+#define HYPERCALL_YIELD 8
 
 #define HOSTFS_OPEN 0
 #define HOSTFS_READ 1
@@ -31,6 +33,9 @@
 #define VECTOR_TIMER 32
 #define VECTOR_WAKE 33
 #define VECTOR_WATCHDOG 34
+#define VECTOR_RESCHEDULE 35
+#define VECTOR_CALL_FUNCTION 36
+#define VECTOR_SYNC_CORE 37
 
 /* System calls of ours; the numbers of Linux are below. */
 #define HOST_NR_BASE 1001

@@ -23,5 +23,6 @@ int core_kernel_text(unsigned long addr);
 
 extern char _text[], _stext[], _etext[], _sdata[], _edata[], __bss_start[], __bss_stop[], _end[];
 extern char __per_cpu_start[], __per_cpu_load[], __per_cpu_size[];
+extern char __per_cpu_reserved[], __per_cpu_reserved_size[];
 
 #endif

@@ -52,6 +52,14 @@ static __always_inline bool list_empty(const struct list_head *head)
 	return head->next == head;
 }
 
+/* Another CPU may be in the middle of list_del_init(): true once it is through. */
+static __always_inline bool list_empty_careful(const struct list_head *head)
+{
+	struct list_head *next = READ_ONCE(head->next);
+
+	return next == head && next == READ_ONCE(head->prev);
+}
+
 static __always_inline void list_move_tail(struct list_head *entry, struct list_head *head)
 {
 	list_del(entry);

@@ -39,6 +39,8 @@ struct zone {
 
 extern struct page *mem_map;
 extern unsigned long min_pfn, max_pfn;
+extern unsigned long totalreserve_pages;
+extern atomic_t nr_file_pages;
 extern struct zone contig_zone;
 
 static __always_inline struct page *pfn_to_page(unsigned long pfn)
@@ -59,6 +61,12 @@ static __always_inline void *page_address(const struct page *page)
 static __always_inline struct page *virt_to_page(const void *addr)
 {
 	return pfn_to_page(__pa(addr) >> PAGE_SHIFT);
+}
+
+/* Whether the user's files may grow by so many pages: the last ones are for the kernel itself. */
+static __always_inline bool file_pages_left(unsigned long pages)
+{
+	return contig_zone.nr_free >= totalreserve_pages + pages;
 }
 
 void mem_init(void);

@@ -39,13 +39,17 @@
 #define THREAD_SIZE_ORDER 2
 #define THREAD_SIZE (PAGE_SIZE << THREAD_SIZE_ORDER)
 #define TIME_SLICE 5
+#define CPU_MASK_ALL (~0ULL)
 
 #define CLONE_VM 0x00000100
 #define CLONE_FS 0x00000200
 #define CLONE_FILES 0x00000400
 #define CLONE_VFORK 0x00004000
 #define CLONE_THREAD 0x00010000
+#define SIGPIPE 13
 #define SIGCHLD 17
+#define SI_USER 0
+#define SI_KERNEL 0x80
 #define CLD_EXITED 1 /* why SIGCHLD comes */
 #define TRACE_SIGNAL_DELIVERED 0
 #define SIGSEGV 11
@@ -73,6 +77,7 @@ struct pid {
 };
 
 struct files_struct;
+struct fs_struct;
 struct pt_regs;
 
 struct task_struct {
@@ -82,8 +87,13 @@ struct task_struct {
 	u32 flags;
 	atomic_t usage;
 	int on_rq;
+	int on_cpu;        /* its registers and stack are in use */
+	int cpu;
+	raw_spinlock_t pi_lock; /* taken before a run queue's: who wakes it */
+	u64 cpus_mask;
 	int exit_state;
 	int exit_code;
+	int exit_signal;     /* SIGCHLD: the parent waits for it; anything else: nobody does */
 	int time_slice;
 	int prio;
 	pid_t pid;
@@ -94,6 +104,7 @@ struct task_struct {
 	char comm[TASK_COMM_LEN];
 	struct cred *cred;
 	struct files_struct *files;
+	struct fs_struct *fs;
 	struct task_struct *real_parent;
 	struct list_head children;
 	struct list_head sibling;
@@ -104,6 +115,8 @@ struct task_struct {
 	u64 utime, stime;
 	u64 nvcsw, nivcsw;
 	struct completion *vfork_done;
+	wait_queue_head_t wait_chldexit;
+	void *worker_private; /* of a kernel thread: its struct kthread */
 	/* Shadow stacks of hooked returns, which only the host works on. */
 	unsigned long rethooks;       /* what is pending, or 0 */
 	unsigned long ret_stack;      /* the function graph's array, or 0 */
@@ -123,13 +136,14 @@ struct kernel_clone_args {
 
 extern struct task_struct init_task;
 extern struct task_struct *child_reaper;
+extern spinlock_t tasklist_lock;
 extern struct list_head init_tasks;
 extern char init_stack[];
 #define next_task_list (init_task.tasks)
 #define for_each_process(p) list_for_each_entry(p, &init_task.tasks, tasks)
 #define task_pt_regs(task) \
 	((struct pt_regs *)((char *)(task)->stack + THREAD_SIZE) - 1)
-#define task_cpu(task) ((void)(task), 0) /* all tasks are on the first one */
+#define task_cpu(task) READ_ONCE((task)->cpu)
 #define current_cred() (current->cred)
 #define set_current_state(state) WRITE_ONCE(current->__state, state)
 #define __set_current_state(state) (current->__state = (state))
@@ -139,7 +153,9 @@ void fork_init(void);
 struct task_struct *copy_process(struct pid *pid, int trace, int node,
 				 struct kernel_clone_args *args);
 pid_t kernel_clone(struct kernel_clone_args *args);
+struct task_struct *fork_idle(int cpu);
 pid_t kernel_thread(int (*fn)(void *), void *arg, unsigned long flags);
+pid_t user_mode_thread(int (*fn)(void *), void *arg, unsigned long flags);
 void put_task_struct(struct task_struct *tsk);
 void free_task(struct task_struct *tsk);
 void do_exit(long code) __noreturn;
@@ -157,6 +173,20 @@ struct task_struct *find_task_by_vpid(pid_t nr);
 void __set_task_comm(struct task_struct *tsk, const char *from, bool exec);
 char *__get_task_comm(char *buf, size_t buf_size, struct task_struct *tsk);
 
+static __always_inline void get_task_struct(struct task_struct *tsk)
+{
+	atomic_inc(&tsk->usage);
+}
+
+/* kernel/exit.c: the ended child's pid, and its exit code; 0 with WNOHANG where none has ended. */
+#define WNOHANG 1
+#define CSIGNAL 0xff
+long kernel_wait4(pid_t upid, int *stat_addr, int options);
+int kernel_execve(const char *filename);
+
+/* kernel/signal.c */
+int send_sig(int sig, struct task_struct *p, int priv);
+
 /* kernel/rethook.c */
 void rethook_init_task(struct task_struct *tsk);
 void rethook_flush_task(struct task_struct *tsk);
@@ -173,6 +203,7 @@ void dump_stack(void);
 /* kernel/sched */
 struct rq {
 	raw_spinlock_t __lock;
+	int cpu;
 	u32 nr_running;
 	struct list_head queue;
 	struct task_struct *curr;
@@ -182,9 +213,11 @@ struct rq {
 };
 DECLARE_PER_CPU(struct rq, runqueues);
 #define this_rq() this_cpu_ptr(&runqueues)
+#define cpu_rq(cpu) per_cpu_ptr(&runqueues, cpu)
 
 enum { SM_NONE = 0, SM_PREEMPT = 1 };
 void sched_init(void);
+void init_idle(struct task_struct *idle, int cpu);
 void sched_fork(unsigned long clone_flags, struct task_struct *p);
 void schedule(void);
 void schedule_idle(void);
@@ -206,22 +239,14 @@ int __cond_resched(void);
 void yield(void);
 void cpu_startup_entry(void) __noreturn;
 
-/* kernel/kthread.c, workqueue.c */
+/* kernel/kthread.c */
 extern struct task_struct *kthreadd_task;
 int kthreadd(void *unused);
 struct task_struct *kthread_create_on_node(int (*threadfn)(void *), void *data, int node,
 					   const char *name);
 struct task_struct *kthread_run(int (*threadfn)(void *), void *data, const char *name);
+bool kthread_should_stop(void);
+int kthread_stop(struct task_struct *k);
 void kthread_exit(long result) __noreturn;
-
-struct work_struct {
-	struct list_head entry;
-	void (*func)(struct work_struct *work);
-};
-#define INIT_WORK(w, f) do { INIT_LIST_HEAD(&(w)->entry); (w)->func = (f); } while (0)
-bool queue_work_on(int cpu, void *wq, struct work_struct *work);
-bool schedule_work(struct work_struct *work);
-void flush_work(struct work_struct *work);
-void workqueue_init(void);
 
 #endif

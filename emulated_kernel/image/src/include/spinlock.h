@@ -22,6 +22,10 @@ void _raw_spin_unlock_irq(raw_spinlock_t *lock);
 unsigned long _raw_spin_lock_irqsave(raw_spinlock_t *lock);
 void _raw_spin_unlock_irqrestore(raw_spinlock_t *lock, unsigned long flags);
 
+/* The same for code that must fire no probe; interrupts are off. */
+void host_lock(raw_spinlock_t *lock);
+void host_unlock(raw_spinlock_t *lock);
+
 #define spin_lock(lock) _raw_spin_lock(lock)
 #define spin_unlock(lock) _raw_spin_unlock(lock)
 #define spin_trylock(lock) _raw_spin_trylock(lock)

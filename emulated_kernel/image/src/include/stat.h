@@ -10,7 +10,9 @@
 #define S_IFLNK 0120000
 #define S_IFREG 0100000
 #define S_IFDIR 0040000
+#define S_IFCHR 0020000
 #define S_IFIFO 0010000
+#define S_IFSOCK 0140000
 #define S_ISUID 0004000
 #define S_ISGID 0002000
 #define S_ISVTX 0001000
@@ -18,6 +20,8 @@
 #define S_IALLUGO 0007777
 #define S_ISLNK(m) (((m) & S_IFMT) == S_IFLNK)
 #define S_ISREG(m) (((m) & S_IFMT) == S_IFREG)
+#define S_ISCHR(m) (((m) & S_IFMT) == S_IFCHR)
+#define S_ISFIFO(m) (((m) & S_IFMT) == S_IFIFO)
 #define S_ISDIR(m) (((m) & S_IFMT) == S_IFDIR)
 
 struct kstat {

@@ -36,6 +36,8 @@ size_t strspn(const char *s, const char *accept);
 size_t strcspn(const char *s, const char *reject);
 char *strsep(char **s, const char *ct);
 char *strim(char *s);
+char *strnchrnul(const char *s, size_t count, int c);
+char *strreplace(char *s, char old, char new);
 char *skip_spaces(const char *str);
 bool sysfs_streq(const char *s1, const char *s2);
 int match_string(const char *const *array, size_t n, const char *string);
@@ -50,11 +52,25 @@ int kstrtoull(const char *s, unsigned int base, unsigned long long *res);
 int kstrtoll(const char *s, unsigned int base, long long *res);
 int kstrtoint(const char *s, unsigned int base, int *res);
 int kstrtouint(const char *s, unsigned int base, unsigned int *res);
+int kstrtoul(const char *s, unsigned int base, unsigned long *res);
+int kstrtol(const char *s, unsigned int base, long *res);
+int kstrtou16(const char *s, unsigned int base, u16 *res);
+int kstrtos16(const char *s, unsigned int base, s16 *res);
+int kstrtou8(const char *s, unsigned int base, u8 *res);
+int kstrtos8(const char *s, unsigned int base, s8 *res);
 int kstrtobool(const char *s, bool *res);
+int get_option(char **str, int *pint);
+char *get_options(const char *str, int nints, int *ints);
+unsigned long long memparse(const char *ptr, char **retptr);
+bool parse_option_str(const char *str, const char *option);
+int base64_encode(const u8 *src, int srclen, char *dst);
+int base64_decode(const char *src, int srclen, u8 *dst);
 
 int hex_to_bin(unsigned char ch);
 int hex2bin(u8 *dst, const char *src, size_t count);
 char *bin2hex(char *dst, const void *src, size_t count);
+int hex_dump_to_buffer(const void *buf, size_t len, int rowsize, int groupsize, char *linebuf,
+		       size_t linebuflen, bool ascii);
 
 extern const unsigned char _ctype[];
 #define _U 0x01

@@ -47,12 +47,15 @@ void timer_setup(struct timer_list *timer, void (*func)(struct timer_list *timer
 int mod_timer(struct timer_list *timer, unsigned long expires);
 void add_timer(struct timer_list *timer);
 int del_timer(struct timer_list *timer);
+int del_timer_sync(struct timer_list *timer);
 bool timer_pending(const struct timer_list *timer);
 unsigned long get_next_timer_interrupt(void);
 void run_local_timers(void);
 void update_process_times(int user_tick);
 void do_timer(unsigned long ticks);
 long schedule_timeout(long timeout);
+long schedule_timeout_interruptible(long timeout);
+long schedule_timeout_uninterruptible(long timeout);
 void msleep(unsigned int msecs);
 unsigned long msecs_to_jiffies(unsigned int m);
 unsigned int jiffies_to_msecs(unsigned long j);
@@ -62,8 +65,14 @@ u64 local_clock(void);
 ktime_t ktime_get(void);
 void ktime_get_real_ts64(struct timespec64 *ts);
 struct timespec64 ns_to_timespec64(s64 nsec);
+u64 nsecs_to_jiffies64(u64 n);
+time64_t mktime64(unsigned int year0, unsigned int mon0, unsigned int day, unsigned int hour,
+		  unsigned int min, unsigned int sec);
 
-enum { TIMER_SOFTIRQ, TASKLET_SOFTIRQ, NR_SOFTIRQS };
+enum {
+	HI_SOFTIRQ, TIMER_SOFTIRQ, NET_TX_SOFTIRQ, NET_RX_SOFTIRQ, BLOCK_SOFTIRQ, IRQ_POLL_SOFTIRQ,
+	TASKLET_SOFTIRQ, SCHED_SOFTIRQ, HRTIMER_SOFTIRQ, RCU_SOFTIRQ, NR_SOFTIRQS
+};
 void open_softirq(int nr, void (*action)(void));
 void raise_softirq_irqoff(unsigned int nr);
 void raise_softirq(unsigned int nr);

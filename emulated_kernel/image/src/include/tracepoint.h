@@ -40,14 +40,8 @@ struct trace_event_call {
 	struct static_key *key;
 };
 
-/* The record that host_trace_commit() hands over. */
-struct host_trace_record {
-	u64 call;
-	u64 entry;
-	u64 size;
-};
-extern struct host_trace_record host_trace_record;
-void host_trace_commit(void);
+/* The host takes a record. */
+void host_trace_commit(const struct trace_event_call *call, void *entry, size_t size);
 
 #define PARAMS(...) __VA_ARGS__
 #define PROTO(...) __VA_ARGS__

@@ -65,7 +65,11 @@ struct hlist_head {
 #define noinline __attribute__((noinline))
 #define __always_inline inline __attribute__((always_inline))
 #define __noclone __attribute__((noclone))
+#ifdef CC_USING_PATCHABLE_FUNCTION_ENTRY
+#define notrace __attribute__((patchable_function_entry(0, 0)))
+#else
 #define notrace __attribute__((no_instrument_function))
+#endif
 #define fallthrough __attribute__((fallthrough))
 #define asmlinkage
 #define __user

@@ -4,13 +4,15 @@
 #include "host_abi.h"
 #include "mm.h"
 #include "module.h"
+#include "net.h"
 #include "printk.h"
 #include "sched.h"
+#include "smp.h"
 #include "timer.h"
+#include "workqueue.h"
 #include <asm/entry.h>
 
 extern const char linux_banner[];
-pid_t user_mode_thread(int (*fn)(void *), void *arg, unsigned long flags);
 void start_kernel(void) __noreturn;
 
 static struct completion kthreadd_done;
@@ -19,6 +21,7 @@ static struct completion kthreadd_done;
 static int kernel_init(void *unused __attribute__((unused)))
 {
 	wait_for_completion(&kthreadd_done);
+	smp_init();
 	workqueue_init();
 	__set_task_comm(current, "init", false);
 	current->flags |= PF_HOST;
@@ -55,6 +58,7 @@ __visible __init void start_kernel(void)
 	fork_init();
 	vfs_caches_init();
 	tracefs_init();
+	sock_init();
 	modules_init();
 	rest_init();
 }

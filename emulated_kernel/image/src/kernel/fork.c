@@ -2,6 +2,7 @@
 // How tasks begin: copy_process() and kernel_clone().
 #include "errno.h"
 #include "fs.h"
+#include "fs_struct.h"
 #include "mm.h"
 #include "printk.h"
 #include "sched.h"
@@ -11,7 +12,7 @@
 #include "tracepoint.h"
 
 static struct kmem_cache *task_struct_cachep;
-static DEFINE_SPINLOCK(tasklist_lock);
+DEFINE_SPINLOCK(tasklist_lock);
 unsigned long total_forks;
 int nr_threads;
 
@@ -24,7 +25,9 @@ struct task_struct init_task __aligned(64) = {
 	.own_cred = { .usage = ATOMIC_INIT(2) },
 	.real_parent = &init_task,
 	.prio = DEFAULT_PRIO,
-	.umask = 0022,
+	.cpus_mask = CPU_MASK_ALL,
+	.umask = 0, /* The host has applied its processes' own. */
+	.wait_chldexit = { { 0 }, LIST_HEAD_INIT(init_task.wait_chldexit.head) },
 	.children = LIST_HEAD_INIT(init_task.children),
 	.sibling = LIST_HEAD_INIT(init_task.sibling),
 	.tasks = LIST_HEAD_INIT(init_task.tasks),
@@ -77,6 +80,8 @@ static noinline struct task_struct *dup_task_struct(struct task_struct *orig)
 	tsk->host_clone_pid = 0;
 	tsk->host_file = 0;
 	tsk->exit_state = tsk->exit_code = 0;
+	tsk->worker_private = NULL;
+	init_waitqueue_head(&tsk->wait_chldexit);
 	rethook_init_task(tsk);
 	INIT_LIST_HEAD(&tsk->children);
 	INIT_LIST_HEAD(&tsk->sibling);
@@ -104,6 +109,13 @@ static noinline int copy_files(unsigned long clone_flags, struct task_struct *ts
 	}
 	tsk->files = dup_fd(oldf);
 	return tsk->files ? 0 : -ENOMEM;
+}
+
+static void exit_files_of(struct task_struct *p)
+{
+	if (p->files)
+		put_files_struct(p->files);
+	exit_fs(p);
 }
 
 static void copy_flags(struct task_struct *p, struct kernel_clone_args *args)
@@ -137,11 +149,17 @@ struct task_struct *copy_process(struct pid *pid, int trace __attribute__((unuse
 	if (!p)
 		return ERR_PTR(-ENOMEM);
 	copy_flags(p, args);
+	p->exit_signal = args->exit_signal;
 	sched_fork(args->flags, p);
 	copy_creds(p);
 	retval = copy_files(args->flags, p);
 	if (retval)
 		goto bad_fork_free;
+	retval = copy_fs(args->flags, p);
+	if (retval) {
+		p->fs = NULL;
+		goto bad_fork_cleanup_files;
+	}
 	copy_thread(p, args);
 	pid = alloc_pid(&p->own_pid, args->set_tid);
 	if (IS_ERR(pid)) {
@@ -157,11 +175,26 @@ struct task_struct *copy_process(struct pid *pid, int trace __attribute__((unuse
 	return p;
 
 bad_fork_cleanup_files:
-	if (p->files)
-		put_files_struct(p->files);
+	exit_files_of(p);
 bad_fork_free:
 	free_task(p);
 	return ERR_PTR(retval);
+}
+
+/* A CPU's idle task: pid 0, in no list, and never freed. */
+__init struct task_struct *fork_idle(int cpu)
+{
+	struct task_struct *idle = dup_task_struct(&init_task);
+
+	if (!idle)
+		return NULL;
+	sched_fork(0, idle);
+	atomic_set(&idle->usage, 2);
+	idle->own_cred = *init_task.cred;
+	idle->cred = &idle->own_cred;
+	INIT_LIST_HEAD(&idle->tasks);
+	snprintf(idle->comm, sizeof(idle->comm), "swapper/%d", cpu);
+	return idle;
 }
 
 pid_t kernel_clone(struct kernel_clone_args *args)
@@ -199,7 +232,8 @@ pid_t kernel_thread(int (*fn)(void *), void *arg, unsigned long flags)
 pid_t user_mode_thread(int (*fn)(void *), void *arg, unsigned long flags)
 {
 	struct kernel_clone_args args = {
-		.flags = flags | CLONE_VM,
+		.flags = (flags | CLONE_VM) & ~CSIGNAL,
+		.exit_signal = flags & CSIGNAL,
 		.fn = fn,
 		.fn_arg = arg,
 	};

@@ -17,9 +17,9 @@ void host_init_thread(struct task_struct *p);
 /* Called in user mode: wakes a task and sleeps until it is woken itself. */
 __visible noinstr void host_park(struct task_struct *wake)
 {
+	set_current_state(TASK_INTERRUPTIBLE);
 	if (wake)
 		wake_up_process(wake);
-	set_current_state(TASK_INTERRUPTIBLE);
 	schedule();
 }
 
@@ -74,12 +74,15 @@ static __always_inline void host_link_task(struct task_struct *task, struct task
 {
 	unsigned long flags;
 
-	local_irq_save(flags);
 	INIT_LIST_HEAD(&task->children);
+	INIT_LIST_HEAD(&task->wait_chldexit.head);
+	local_irq_save(flags);
+	host_lock(&tasklist_lock);
 	task->real_parent = parent ? parent : child_reaper;
 	list_add_tail(&task->sibling, &task->real_parent->children);
 	list_add_tail(&task->tasks, &init_task.tasks);
 	nr_threads++;
+	host_unlock(&tasklist_lock);
 	local_irq_restore(flags);
 }
 
@@ -96,7 +99,7 @@ static noinstr long host_task_create(pid_t pid, pid_t parent, const char __user 
 	task->flags = PF_HOST;
 	task->time_slice = TIME_SLICE;
 	task->prio = DEFAULT_PRIO;
-	task->umask = 022;
+	task->umask = 0;
 	task->start_time = host_clock.now_ns;
 	host_set_cred(task, uid, gid);
 	task->files = child_reaper->files;

@@ -8,19 +8,21 @@
 #include "printk.h"
 #include "sched.h"
 #include "syscalls.h"
+#include <asm/host_abi.h>
 #include <asm/unistd.h>
 
-DECLARE_PER_CPU(unsigned long, host_cr2);
 DECLARE_PER_CPU(struct task_struct *, host_mailbox);
 DECLARE_PER_CPU(char *, hardirq_stack_ptr);
+DECLARE_PER_CPU(u32, host_irr);
+DECLARE_PER_CPU(u32, host_syncs);
+DECLARE_PER_CPU(unsigned long, irqs_sum);
 extern char __log_buf[];
 extern u64 log_first_seq, log_next_seq;
 extern u32 log_first_idx, log_next_idx;
 extern char host_user_hlt[], host_hypercall_hlt[], host_idle_hlt[];
 extern char rethook_flush_trap[], rethook_find_trap[];
-extern unsigned long host_return_trampoline;
+extern unsigned long host_return_trampoline, host_native_return_trampoline;
 void rethook_bug(bool is_kretprobe, unsigned long rp, unsigned long addr);
-void asm_host_interrupt(void);
 void host_return(void);
 
 #define VALUE(name, value) { name, (unsigned long)(value) }
@@ -34,6 +36,7 @@ const struct host_abi_entry __guest_abi[] __used = {
 	{ "task_struct.state", offsetof(struct task_struct, __state) },
 	OFFSET(task_struct, flags),
 	OFFSET(task_struct, on_rq),
+	OFFSET(task_struct, cpu),
 	OFFSET(task_struct, exit_state),
 	OFFSET(task_struct, exit_code),
 	OFFSET(task_struct, pid),
@@ -73,13 +76,24 @@ const struct host_abi_entry __guest_abi[] __used = {
 
 	{ "percpu.base", (unsigned long)__per_cpu_load },
 	{ "percpu.size", (unsigned long)__per_cpu_size },
+	VALUE("percpu.reserved", __per_cpu_reserved),
+	VALUE("percpu.reserved_size", __per_cpu_reserved_size),
 	PERCPU(current_task, "current_task"),
 	PERCPU(__preempt_count, "preempt_count"),
 	PERCPU(__need_resched, "need_resched"),
 	PERCPU(host_mailbox, "host_mailbox"),
-	PERCPU(host_cr2, "host_cr2"),
 	PERCPU(hardirq_stack_ptr, "hardirq_stack_ptr"),
 	PERCPU(cpu_number, "cpu_number"),
+	PERCPU(this_cpu_off, "this_cpu_off"),
+	PERCPU(host_irr, "host_irr"),
+	PERCPU(host_syncs, "host_syncs"),
+	{ "percpu.idle_task", (unsigned long)&runqueues.idle },
+	ADDRESS(__per_cpu_offset),
+	VALUE("percpu.max_cpus", NR_CPUS),
+	PERCPU(irqs_sum, "irqs_sum"),
+	PERCPU(runqueues, "runqueues"),
+	OFFSET(rq, nr_running),
+	OFFSET(rq, nr_switches),
 	VALUE("preempt.hardirq_mask", HARDIRQ_MASK),
 	VALUE("preempt.softirq_mask", SOFTIRQ_MASK),
 
@@ -91,12 +105,13 @@ const struct host_abi_entry __guest_abi[] __used = {
 	VALUE("host_exits.entries", HOST_EXIT_RING),
 	VALUE("host_exit_record.size", sizeof(struct host_exit_record)),
 
-	ADDRESS(asm_host_interrupt),
+	ARCH_ABI_ENTRIES
 	ADDRESS(host_return),
 	ADDRESS(host_user_hlt),
 	ADDRESS(host_hypercall_hlt),
 	ADDRESS(host_idle_hlt),
 	ADDRESS(host_return_trampoline),
+	ADDRESS(host_native_return_trampoline),
 	ADDRESS(rethook_flush_trap),
 	ADDRESS(rethook_find_trap),
 	ADDRESS(rethook_bug),
@@ -115,6 +130,15 @@ const struct host_abi_entry __guest_abi[] __used = {
 	OFFSET(printk_record, text),
 
 	SIZE(page),
+	OFFSET(zone, nr_free),
+	OFFSET(zone, managed_pages),
+	OFFSET(kmem_cache, size),
+	OFFSET(kmem_cache, order),
+	OFFSET(kmem_cache, objects),
+	OFFSET(kmem_cache, nr_slabs),
+	OFFSET(kmem_cache, nr_objects),
+	OFFSET(kmem_cache, name),
+	OFFSET(kmem_cache, list),
 	ADDRESS(modules),
 	OFFSET(module, state),
 	OFFSET(module, refcnt),

@@ -14,6 +14,12 @@ struct kthread_create_info {
 	struct list_head list;
 };
 
+/* On the thread's own stack, which whoever stops it keeps by a reference. */
+struct kthread {
+	bool should_stop;
+	struct completion exited;
+};
+
 struct task_struct *kthreadd_task;
 static LIST_HEAD(kthread_create_list);
 static DEFINE_SPINLOCK(kthread_create_lock);
@@ -23,13 +29,17 @@ static noinline int kthread(void *_create)
 	struct kthread_create_info *create = _create;
 	int (*threadfn)(void *) = create->threadfn;
 	void *data = create->data;
+	struct kthread self = { .should_stop = false };
 
+	init_completion(&self.exited);
+	current->worker_private = &self;
+	current->vfork_done = &self.exited;
 	__set_task_comm(current, create->name, false);
 	create->result = current;
 	set_current_state(TASK_UNINTERRUPTIBLE);
 	complete(&create->done);
 	schedule();
-	kthread_exit(threadfn(data));
+	kthread_exit(self.should_stop ? -EINTR : threadfn(data));
 }
 
 static noinline void create_kthread(struct kthread_create_info *create)
@@ -92,6 +102,26 @@ struct task_struct *kthread_run(int (*threadfn)(void *), void *data, const char 
 	if (!IS_ERR(task))
 		wake_up_process(task);
 	return task;
+}
+
+bool kthread_should_stop(void)
+{
+	return READ_ONCE(((struct kthread *)current->worker_private)->should_stop);
+}
+
+/* Waits until the thread has ended; what its function returned. */
+int kthread_stop(struct task_struct *k)
+{
+	struct kthread *kthread = k->worker_private;
+	int ret;
+
+	get_task_struct(k);
+	WRITE_ONCE(kthread->should_stop, true);
+	wake_up_process(k);
+	wait_for_completion(&kthread->exited);
+	ret = k->exit_code;
+	put_task_struct(k);
+	return ret;
 }
 
 void kthread_exit(long result)

@@ -2,6 +2,7 @@
 // Mutexes: a fast path of one compare-and-exchange, a wait queue behind it.
 #include "bug.h"
 #include "sched.h"
+#include <asm/barrier.h>
 
 void mutex_init(struct mutex *lock)
 {
@@ -19,7 +20,7 @@ static __always_inline bool __mutex_trylock_fast(struct mutex *lock)
 
 static noinline void __mutex_lock_slowpath(struct mutex *lock)
 {
-	wait_event(&lock->wait, __mutex_trylock_fast(lock));
+	wait_event_exclusive(&lock->wait, __mutex_trylock_fast(lock));
 }
 
 void mutex_lock(struct mutex *lock)
@@ -37,6 +38,8 @@ void mutex_unlock(struct mutex *lock)
 {
 	WARN_ON_ONCE(!lock->owner);
 	__atomic_store_n(&lock->owner, NULL, __ATOMIC_RELEASE);
+	/* Either this sees who waits, or he sees that it is free. */
+	smp_mb();
 	if (!list_empty(&lock->wait.head))
 		wake_up(&lock->wait);
 }

@@ -96,12 +96,10 @@ void free_pid(struct pid *pid)
 }
 
 /* alloc_pid() and attach_pid() for an adopted task; fires no probe. */
-noinstr int host_attach_pid(struct task_struct *task, pid_t nr)
+static __always_inline int __host_attach_pid(struct task_struct *task, pid_t nr)
 {
 	struct pid *pid = __find_pid(nr);
 
-	if (nr <= 0 || nr >= PID_MAX)
-		return -EINVAL;
 	if (pid && pid->task && pid->task->flags & PF_HOST)
 		return -EEXIST;
 	pid = &task->own_pid;
@@ -112,6 +110,21 @@ noinstr int host_attach_pid(struct task_struct *task, pid_t nr)
 	task->thread_pid = pid;
 	task->pid = task->tgid = nr;
 	return 0;
+}
+
+noinstr int host_attach_pid(struct task_struct *task, pid_t nr)
+{
+	unsigned long flags;
+	int error;
+
+	if (nr <= 0 || nr >= PID_MAX)
+		return -EINVAL;
+	local_irq_save(flags);
+	host_lock(&pidmap_lock);
+	error = __host_attach_pid(task, nr);
+	host_unlock(&pidmap_lock);
+	local_irq_restore(flags);
+	return error;
 }
 
 /* find_task_by_vpid() that fires no probe. */

@@ -7,6 +7,8 @@
 
 /* Where hooked functions return to; the host sets it when the first one is hooked. */
 unsigned long host_return_trampoline;
+/* The same for those whose handlers are guest code; 0 while there are none. */
+unsigned long host_native_return_trampoline;
 
 notrace void rethook_init_task(struct task_struct *tsk)
 {
@@ -27,7 +29,7 @@ noinline notrace unsigned long rethook_find_ret_addr(struct task_struct *tsk, un
 {
 	unsigned long addr = *slot;
 
-	if (!addr || addr != host_return_trampoline)
+	if (!addr || (addr != host_return_trampoline && addr != host_native_return_trampoline))
 		return addr;
 	return HOST_TRAP(rethook_find_trap, tsk, slot);
 }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
 // Spinlocks: preemption off, then spin on one word.
 #include "atomic.h"
+#include "smp.h"
 #include "spinlock.h"
 
 int __lockfunc _raw_spin_trylock(raw_spinlock_t *lock)
@@ -12,11 +13,19 @@ int __lockfunc _raw_spin_trylock(raw_spinlock_t *lock)
 	return 0;
 }
 
+/* The holder runs on another CPU, or will as soon as this one lets it. */
+static noinline void __lockfunc queued_spin_lock_slowpath(raw_spinlock_t *lock)
+{
+	do
+		smp_cond_wait(!READ_ONCE(lock->locked));
+	while (xchg_u32(&lock->locked, 1));
+}
+
 void __lockfunc _raw_spin_lock(raw_spinlock_t *lock)
 {
 	preempt_disable();
-	while (unlikely(xchg_u32(&lock->locked, 1)))
-		cpu_relax();
+	if (unlikely(xchg_u32(&lock->locked, 1)))
+		queued_spin_lock_slowpath(lock);
 }
 
 void __lockfunc _raw_spin_unlock(raw_spinlock_t *lock)
@@ -52,4 +61,15 @@ void __lockfunc _raw_spin_unlock_irqrestore(raw_spinlock_t *lock, unsigned long 
 	__atomic_store_n(&lock->locked, 0, __ATOMIC_RELEASE);
 	local_irq_restore(flags);
 	preempt_enable();
+}
+
+noinstr void host_lock(raw_spinlock_t *lock)
+{
+	while (xchg_u32(&lock->locked, 1))
+		smp_cond_wait(!READ_ONCE(lock->locked));
+}
+
+noinstr void host_unlock(raw_spinlock_t *lock)
+{
+	__atomic_store_n(&lock->locked, 0, __ATOMIC_RELEASE);
 }

@@ -152,3 +152,72 @@ void __bitmap_clear(unsigned long *map, unsigned int start, int len)
 	while (len-- > 0)
 		__clear_bit(start++, map);
 }
+
+bool __bitmap_andnot(unsigned long *dst, const unsigned long *a, const unsigned long *b,
+		     unsigned int bits)
+{
+	unsigned int i;
+	unsigned long result = 0;
+
+	for (i = 0; i < bits / BITS_PER_LONG; i++)
+		result |= dst[i] = a[i] & ~b[i];
+	if (bits % BITS_PER_LONG)
+		result |= dst[i] = a[i] & ~b[i] & (BIT(bits % BITS_PER_LONG) - 1);
+	return result != 0;
+}
+
+void __bitmap_complement(unsigned long *dst, const unsigned long *src, unsigned int bits)
+{
+	unsigned int i;
+
+	for (i = 0; i < (unsigned int)BITS_TO_LONGS(bits); i++)
+		dst[i] = ~src[i];
+}
+
+/* Bits of a word that begins at any bit, as far as there are any. */
+static unsigned long word_from(const unsigned long *src, long bit, unsigned int nbits)
+{
+	unsigned long word = 0;
+	long i;
+
+	for (i = 0; i < BITS_PER_LONG; i++)
+		if (bit + i >= 0 && bit + i < (long)nbits && test_bit(bit + i, src))
+			word |= BIT(i);
+	return word;
+}
+
+void __bitmap_shift_right(unsigned long *dst, const unsigned long *src, unsigned int shift,
+			  unsigned int nbits)
+{
+	unsigned int i;
+
+	for (i = 0; i < (unsigned int)BITS_TO_LONGS(nbits); i++)
+		dst[i] = word_from(src, (long)i * BITS_PER_LONG + shift, nbits);
+}
+
+/* From the end, as both may be the same. */
+void __bitmap_shift_left(unsigned long *dst, const unsigned long *src, unsigned int shift,
+			 unsigned int nbits)
+{
+	unsigned int i;
+
+	for (i = BITS_TO_LONGS(nbits); i--;)
+		dst[i] = word_from(src, (long)i * BITS_PER_LONG - shift, nbits);
+}
+
+/* nr zeros in a row; a result above the size: there are none. */
+unsigned long bitmap_find_next_zero_area(unsigned long *map, unsigned long size, unsigned long start,
+					 unsigned int nr, unsigned long align_mask)
+{
+	unsigned long index = start, next;
+
+	for (;;) {
+		index = (_find_next_zero_bit(map, size, index) + align_mask) & ~align_mask;
+		if (index + nr > size)
+			return index + nr;
+		next = _find_next_bit(map, index + nr, index);
+		if (next >= index + nr)
+			return index;
+		index = next + 1;
+	}
+}

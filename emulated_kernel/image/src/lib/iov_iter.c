@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
 // The user or kernel buffer that a read or write goes through.
 #include "fs.h"
+#include "mm.h"
 #include "printk.h"
 #include "string.h"
 #include "uaccess.h"
@@ -54,6 +55,16 @@ size_t copy_from_iter(void *addr, size_t bytes, struct iov_iter *i)
 	else
 		memcpy(addr, i->kbuf, bytes);
 	return iov_iter_advance(i, bytes - left);
+}
+
+size_t copy_page_to_iter(struct page *page, size_t offset, size_t bytes, struct iov_iter *i)
+{
+	return copy_to_iter((char *)page_address(page) + offset, bytes, i);
+}
+
+size_t copy_page_from_iter(struct page *page, size_t offset, size_t bytes, struct iov_iter *i)
+{
+	return copy_from_iter((char *)page_address(page) + offset, bytes, i);
 }
 
 size_t iov_iter_zero(size_t bytes, struct iov_iter *i)

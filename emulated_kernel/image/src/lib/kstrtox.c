@@ -130,6 +130,27 @@ int kstrtoint(const char *s, unsigned int base, int *res)
 	return 0;
 }
 
+/* The narrower kinds: what doesn't fit is out of range. */
+#define KSTRTO(name, type, wide, parse)                                    \
+	int name(const char *s, unsigned int base, type *res)              \
+	{                                                                  \
+		wide tmp = 0;                                              \
+		int rv = parse(s, base, &tmp);                             \
+									   \
+		if (rv < 0)                                                \
+			return rv;                                         \
+		if (tmp != (wide)(type)tmp)                                \
+			return -ERANGE;                                    \
+		*res = (type)tmp;                                          \
+		return 0;                                                  \
+	}
+KSTRTO(kstrtoul, unsigned long, unsigned long long, kstrtoull)
+KSTRTO(kstrtol, long, long long, kstrtoll)
+KSTRTO(kstrtou16, u16, unsigned long long, kstrtoull)
+KSTRTO(kstrtos16, s16, long long, kstrtoll)
+KSTRTO(kstrtou8, u8, unsigned long long, kstrtoull)
+KSTRTO(kstrtos8, s8, long long, kstrtoll)
+
 int kstrtobool(const char *s, bool *res)
 {
 	if (!s)

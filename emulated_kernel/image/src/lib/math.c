@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
 // Small arithmetic: square root, greatest common divisor, least common multiple.
+#include "math64.h"
 #include "printk.h"
 #include "string.h"
 
@@ -53,4 +54,13 @@ unsigned long gcd(unsigned long a, unsigned long b)
 unsigned long lcm(unsigned long a, unsigned long b)
 {
 	return a && b ? a / gcd(a, b) * b : 0;
+}
+
+unsigned long lcm_not_zero(unsigned long a, unsigned long b)
+{
+	unsigned long l = lcm(a, b);
+
+	if (l)
+		return l;
+	return b ? b : a;
 }

@@ -313,3 +313,19 @@ int match_string(const char *const *array, size_t n, const char *string)
 			return (int)i;
 	return -EINVAL;
 }
+
+char *strnchrnul(const char *s, size_t count, int c)
+{
+	while (count-- && *s && *s != (char)c)
+		s++;
+	return (char *)s;
+}
+
+/* Where the string ends. */
+char *strreplace(char *s, char old, char new)
+{
+	for (; *s; s++)
+		if (*s == old)
+			*s = new;
+	return s;
+}

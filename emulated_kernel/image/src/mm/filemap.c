@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
 // The page cache of ramfs files: pages by index, and reading and writing through them.
+#include "atomic.h"
 #include "bug.h"
 #include "errno.h"
 #include "fs.h"
@@ -7,9 +8,25 @@
 #include "printk.h"
 #include "string.h"
 
-static struct page *find_get_page(struct address_space *mapping, unsigned long index)
+atomic_t nr_file_pages;
+
+/* Whoever holds the inode's lock finds it unchanged. */
+static __always_inline struct page *find_page(struct address_space *mapping, unsigned long index)
 {
 	return index < mapping->nr_slots ? mapping->pages[index] : NULL;
+}
+
+/* With a reference, for it may be truncated while it is read. */
+static struct page *find_get_page(struct address_space *mapping, unsigned long index)
+{
+	struct page *page;
+
+	spin_lock(&mapping->i_pages_lock);
+	page = find_page(mapping, index);
+	if (page)
+		atomic_inc(&page->_refcount);
+	spin_unlock(&mapping->i_pages_lock);
+	return page;
 }
 
 static noinline int mapping_expand(struct address_space *mapping, unsigned long index)
@@ -19,6 +36,8 @@ static noinline int mapping_expand(struct address_space *mapping, unsigned long 
 
 	while (slots <= index)
 		slots *= 2;
+	if (!file_pages_left(DIV_ROUND_UP(slots * sizeof(*pages), PAGE_SIZE)))
+		return -ENOSPC;
 	pages = krealloc(mapping->pages, slots * sizeof(*pages), GFP_KERNEL | __GFP_NOWARN);
 	if (!pages)
 		return -ENOSPC;
@@ -33,23 +52,28 @@ static noinline int add_to_page_cache(struct page *page, struct address_space *m
 {
 	int err = 0;
 
+	spin_lock(&mapping->i_pages_lock);
 	if (index >= mapping->nr_slots)
 		err = mapping_expand(mapping, index);
-	if (err)
-		return err;
-	page->index = index;
-	mapping->pages[index] = page;
-	mapping->nrpages++;
-	return 0;
+	if (!err) {
+		page->index = index;
+		mapping->pages[index] = page;
+		mapping->nrpages++;
+		atomic_inc(&nr_file_pages);
+	}
+	spin_unlock(&mapping->i_pages_lock);
+	return err;
 }
 
 /* The page at index, made if it is a hole; NULL: no memory. */
 static struct page *grab_cache_page(struct address_space *mapping, unsigned long index)
 {
-	struct page *page = find_get_page(mapping, index);
+	struct page *page = find_page(mapping, index);
 
 	if (page)
 		return page;
+	if (!file_pages_left(1))
+		return NULL;
 	page = alloc_page(GFP_KERNEL | __GFP_ZERO | __GFP_NOWARN);
 	if (!page)
 		return NULL;
@@ -72,10 +96,12 @@ ssize_t filemap_read(struct kiocb *iocb, struct iov_iter *iter, ssize_t already_
 		bytes = min_t(u64, PAGE_SIZE - offset, isize - iocb->ki_pos);
 		bytes = min(bytes, iter->count);
 		page = find_get_page(inode->i_mapping, iocb->ki_pos >> PAGE_SHIFT);
-		if (page)
+		if (page) {
 			copied = copy_to_iter((char *)page_address(page) + offset, bytes, iter);
-		else
+			put_page(page);
+		} else {
 			copied = iov_iter_zero(bytes, iter);
+		}
 		iocb->ki_pos += copied;
 		already_read += copied;
 		if (copied < bytes)
@@ -159,8 +185,11 @@ static noinline void delete_from_page_cache(struct address_space *mapping, unsig
 {
 	struct page *page = mapping->pages[index];
 
+	spin_lock(&mapping->i_pages_lock);
 	mapping->pages[index] = NULL;
 	mapping->nrpages--;
+	spin_unlock(&mapping->i_pages_lock);
+	atomic_dec(&nr_file_pages);
 	put_page(page);
 }
 
@@ -170,7 +199,7 @@ static void truncate_inode_pages(struct address_space *mapping, loff_t lstart)
 	struct page *page;
 	size_t offset = lstart & (PAGE_SIZE - 1);
 
-	page = find_get_page(mapping, lstart >> PAGE_SHIFT);
+	page = find_page(mapping, lstart >> PAGE_SHIFT);
 	if (offset && page)
 		memset((char *)page_address(page) + offset, 0, PAGE_SIZE - offset);
 	for (; index < mapping->nr_slots; index++)

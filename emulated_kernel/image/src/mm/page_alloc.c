@@ -12,6 +12,7 @@
 struct page *mem_map;
 unsigned long min_pfn, max_pfn;
 struct zone contig_zone;
+unsigned long totalreserve_pages;
 
 static __always_inline void set_buddy_order(struct page *page, unsigned int order)
 {
@@ -116,7 +117,9 @@ noinstr struct page *host_alloc_pages(unsigned int order)
 	struct page *page;
 
 	local_irq_save(flags);
+	host_lock(&contig_zone.lock);
 	page = __rmqueue_smallest(&contig_zone, order);
+	host_unlock(&contig_zone.lock);
 	local_irq_restore(flags);
 	return page;
 }
@@ -231,5 +234,6 @@ __init void mem_init(void)
 		INIT_LIST_HEAD(&contig_zone.free_area[order]);
 	memblock_free_all(min_pfn + DIV_ROUND_UP(map_bytes, PAGE_SIZE));
 	contig_zone.managed_pages = contig_zone.nr_free;
+	totalreserve_pages = contig_zone.managed_pages / 16;
 	pr_info("Memory: %luK/%lluK available\n", contig_zone.nr_free * 4, boot_params.ram_end / 1024);
 }

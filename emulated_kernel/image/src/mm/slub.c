@@ -55,7 +55,6 @@ static noinline struct page *allocate_slab(struct kmem_cache *s, gfp_t gfp)
 static void discard_slab(struct kmem_cache *s, struct page *slab)
 {
 	slab->flags &= ~PG_slab;
-	s->nr_slabs--;
 	__free_pages(slab, s->order);
 }
 
@@ -127,8 +126,10 @@ static void __slab_free(struct kmem_cache *s, struct page *slab, void *object)
 	empty = !slab->inuse && s->nr_slabs > 1;
 	if (was_full)
 		list_add_tail(&slab->lru, &s->partial);
-	if (empty)
+	if (empty) {
 		list_del_init(&slab->lru);
+		s->nr_slabs--;
+	}
 	spin_unlock_irqrestore(&s->lock, flags);
 	if (empty)
 		discard_slab(s, slab);

@@ -9,7 +9,10 @@
 #define RAMFS_MAGIC 0x858458f6
 
 struct super_block ramfs_sb = {
-	.s_magic = RAMFS_MAGIC, .s_maxbytes = 1LL << 30, .s_dev = 0x15,
+	.s_magic = RAMFS_MAGIC, .s_maxbytes = 1LL << 30, .s_dev = 0x15, .s_mountpoint = "/scratch",
+};
+struct super_block devtmpfs_sb = {
+	.s_magic = RAMFS_MAGIC, .s_maxbytes = 1LL << 30, .s_dev = 0x6, .s_mountpoint = "/dev",
 };
 
 static const struct inode_operations ramfs_dir_inode_operations;
@@ -46,7 +49,7 @@ static const struct inode_operations ramfs_symlink_inode_operations = {
 };
 
 struct inode *ramfs_get_inode(struct super_block *sb, const struct inode *dir, umode_t mode,
-			      dev_t dev __attribute__((unused)))
+			      dev_t dev)
 {
 	struct inode *inode = new_inode(sb);
 
@@ -55,6 +58,10 @@ struct inode *ramfs_get_inode(struct super_block *sb, const struct inode *dir, u
 	inode_init_owner(&init_user_ns, inode, dir, mode);
 	inode->i_atime = inode->i_mtime = inode->i_ctime = current_time(inode);
 	switch (mode & S_IFMT) {
+	default:
+		inode->i_op = &ramfs_file_inode_operations;
+		init_special_inode(inode, mode, dev);
+		break;
 	case S_IFREG:
 		inode->i_op = &ramfs_file_inode_operations;
 		inode->i_fop = &ramfs_file_operations;
@@ -73,11 +80,13 @@ struct inode *ramfs_get_inode(struct super_block *sb, const struct inode *dir, u
 }
 
 /* The entry keeps a reference of its own: it is the only place that knows the file. */
-static int ramfs_mknod(struct user_namespace *mnt_userns __attribute__((unused)),
-		       struct inode *dir, struct dentry *dentry, umode_t mode, dev_t dev)
+int ramfs_mknod(struct user_namespace *mnt_userns __attribute__((unused)), struct inode *dir,
+		struct dentry *dentry, umode_t mode, dev_t dev)
 {
-	struct inode *inode = ramfs_get_inode(dir->i_sb, dir, mode, dev);
+	struct inode *inode = NULL;
 
+	if (file_pages_left(1))
+		inode = ramfs_get_inode(dir->i_sb, dir, mode, dev);
 	if (!inode)
 		return -ENOSPC;
 	d_instantiate(dentry, inode);
@@ -127,6 +136,7 @@ static const struct inode_operations ramfs_dir_inode_operations = {
 	.unlink = simple_unlink,
 	.symlink = ramfs_symlink,
 	.mkdir = ramfs_mkdir,
+	.mknod = ramfs_mknod,
 	.rmdir = simple_rmdir,
 	.rename = simple_rename,
 	.setattr = simple_setattr,
@@ -140,15 +150,21 @@ static const struct file_operations ramfs_dir_operations = {
 	.fsync = noop_fsync,
 };
 
-/* Mounts it at /scratch, where everybody may write. */
-__init void init_ramfs_fs(void)
+static __init void ramfs_mount(struct super_block *sb, umode_t mode)
 {
-	struct qstr name = { .name = "scratch", .len = 7 };
-	struct dentry *mountpoint = d_alloc(root_path.dentry, &name);
-	struct inode *root = ramfs_get_inode(&ramfs_sb, NULL, S_IFDIR | S_ISVTX | S_IRWXUGO, 0);
+	const char *name = sb->s_mountpoint + 1;
+	struct qstr qname = { .name = name, .len = (u32)strlen(name) };
+	struct dentry *mountpoint = d_alloc(root_path.dentry, &qname);
 
-	ramfs_sb.s_root = d_make_root(&ramfs_sb, root);
+	sb->s_root = d_make_root(sb, ramfs_get_inode(sb, NULL, S_IFDIR | mode, 0));
 	d_add(mountpoint, new_inode(&hostfs_sb));
 	mountpoint->d_inode->i_mode = S_IFDIR | 0755;
-	mountpoint->d_mounted = &ramfs_sb;
+	mountpoint->d_mounted = sb;
+}
+
+/* Everybody may write to /scratch. */
+__init void init_ramfs_fs(void)
+{
+	ramfs_mount(&ramfs_sb, S_ISVTX | S_IRWXUGO);
+	ramfs_mount(&devtmpfs_sb, 0755);
 }

@@ -38,8 +38,16 @@ static bool is_core_symbol(const Elf_Sym *sym, const struct load_info *info)
 	return shdr->sh_flags & SHF_ALLOC && (type == MOD_TEXT || type == MOD_DATA);
 }
 
+/* Where code or data begins, as some assemblers tell; it names nothing. */
+static bool is_mapping_symbol(const Elf_Sym *sym, const struct load_info *info)
+{
+	return info->strtab[sym->st_name] == '$';
+}
+
 static bool is_kept(u32 i, const struct load_info *info, bool core)
 {
+	if (is_mapping_symbol(&info->symtab[i], info))
+		return false;
 	return !core || i == 0 || is_core_symbol(&info->symtab[i], info);
 }
 

@@ -13,6 +13,11 @@
 #include "version.h"
 
 #define MODULE_REF_BASE 1
+#ifdef CC_USING_PATCHABLE_FUNCTION_ENTRY
+#define FTRACE_CALLSITE_SECTION "__patchable_function_entries"
+#else
+#define FTRACE_CALLSITE_SECTION "__mcount_loc"
+#endif
 
 LIST_HEAD(modules);
 DEFINE_MUTEX(module_mutex);
@@ -343,7 +348,7 @@ static void find_module_sections(struct module *mod, const struct load_info *inf
 {
 	SECTION_OBJS("__ksymtab", mod->syms, mod->num_syms);
 	SECTION_OBJS("__ex_table", mod->extable, mod->num_exentries);
-	SECTION_OBJS("__mcount_loc", mod->ftrace_callsites, mod->num_ftrace_callsites);
+	SECTION_OBJS(FTRACE_CALLSITE_SECTION, mod->ftrace_callsites, mod->num_ftrace_callsites);
 	SECTION_OBJS("_kprobe_blacklist", mod->kprobe_blacklist, mod->num_kprobe_blacklist);
 	SECTION_OBJS(".kprobes.text", mod->kprobes_text_start, mod->kprobes_text_size);
 	SECTION_OBJS(".noinstr.text", mod->noinstr_text_start, mod->noinstr_text_size);

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
-// The scheduler: one round-robin queue a CPU, wake-ups, context switches, preemption.
+// The scheduler: one round-robin queue a CPU, wake-ups and which CPU they lead to, context switches, preemption.
 #include "bug.h"
 #include "printk.h"
 #include "sched.h"
+#include "smp.h"
 #include "timer.h"
 #include "tracepoint.h"
 
@@ -51,9 +52,44 @@ static noinline void deactivate_task(struct rq *rq, struct task_struct *p, int f
 	dequeue_task(rq, p, flags);
 }
 
-void resched_curr(struct rq *rq __attribute__((unused)))
+/* The queue's lock is held. */
+void resched_curr(struct rq *rq)
 {
-	this_cpu_write(__need_resched, 1);
+	int cpu = rq->cpu;
+
+	if (likely(cpu == smp_processor_id())) {
+		this_cpu_write(__need_resched, 1);
+		return;
+	}
+	*per_cpu_ptr(&__need_resched, cpu) = 1;
+	smp_send_reschedule(cpu);
+}
+
+static __always_inline bool idle_cpu(int cpu)
+{
+	struct rq *rq = cpu_rq(cpu);
+
+	return READ_ONCE(rq->curr) == rq->idle && !READ_ONCE(rq->nr_running);
+}
+
+/* The CPU that it ran on last, if that has nothing else to do; else one that has not. */
+static noinline int select_idle_sibling(struct task_struct *p, int prev_cpu)
+{
+	int cpu;
+
+	if (idle_cpu(prev_cpu) && p->cpus_mask & cpumask_of(prev_cpu))
+		return prev_cpu;
+	for_each_online_cpu(cpu) {
+		if (idle_cpu(cpu) && p->cpus_mask & cpumask_of(cpu))
+			return cpu;
+	}
+	if (p->cpus_mask & cpumask_of(prev_cpu))
+		return prev_cpu;
+	for_each_online_cpu(cpu) {
+		if (p->cpus_mask & cpumask_of(cpu))
+			return cpu;
+	}
+	return prev_cpu;
 }
 
 static noinline void ttwu_do_wakeup(struct rq *rq, struct task_struct *p)
@@ -63,23 +99,53 @@ static noinline void ttwu_do_wakeup(struct rq *rq, struct task_struct *p)
 	trace_sched_wakeup(p);
 }
 
+static __always_inline int select_task_rq(struct task_struct *p, int prev_cpu)
+{
+	return nr_cpu_ids == 1 ? 0 : select_idle_sibling(p, prev_cpu);
+}
+
+/* It has not left its queue yet: it was about to sleep, and now goes on. */
+static __always_inline bool ttwu_runnable(struct task_struct *p)
+{
+	struct rq *rq = cpu_rq(task_cpu(p));
+	bool on_rq;
+
+	rq_lock(rq);
+	on_rq = p->on_rq;
+	if (on_rq)
+		ttwu_do_wakeup(rq, p);
+	rq_unlock(rq);
+	return on_rq;
+}
+
+static __always_inline void ttwu_queue(struct task_struct *p, int cpu, int wake_flags)
+{
+	struct rq *rq = cpu_rq(cpu);
+
+	rq_lock(rq);
+	WRITE_ONCE(p->cpu, cpu);
+	activate_task(rq, p, wake_flags);
+	ttwu_do_wakeup(rq, p);
+	rq_unlock(rq);
+}
+
 int try_to_wake_up(struct task_struct *p, unsigned int state, int wake_flags)
 {
-	struct rq *rq;
 	unsigned long flags;
 	int success = 0;
 
 	local_irq_save(flags);
-	rq = this_rq();
-	rq_lock(rq);
-	if (p->__state & state) {
+	_raw_spin_lock(&p->pi_lock);
+	if (READ_ONCE(p->__state) & state) {
 		trace_sched_waking(p);
-		if (!p->on_rq)
-			activate_task(rq, p, wake_flags);
-		ttwu_do_wakeup(rq, p);
+		if (!READ_ONCE(p->on_rq) || !ttwu_runnable(p)) {
+			/* The CPU that it goes to sleep on still uses its stack. */
+			smp_cond_wait(!READ_ONCE(p->on_cpu));
+			ttwu_queue(p, select_task_rq(p, task_cpu(p)), wake_flags);
+		}
 		success = 1;
 	}
-	rq_unlock(rq);
+	_raw_spin_unlock(&p->pi_lock);
 	local_irq_restore(flags);
 	return success;
 }
@@ -103,7 +169,8 @@ int default_wake_function(wait_queue_entry_t *curr, unsigned int mode, int wake_
 void sched_fork(unsigned long clone_flags __attribute__((unused)), struct task_struct *p)
 {
 	p->__state = TASK_NEW;
-	p->on_rq = 0;
+	p->on_rq = p->on_cpu = 0;
+	spin_lock_init(&p->pi_lock);
 	p->time_slice = TIME_SLICE;
 	p->utime = p->stime = p->nvcsw = p->nivcsw = 0;
 	INIT_LIST_HEAD(&p->run_list);
@@ -115,13 +182,16 @@ void wake_up_new_task(struct task_struct *p)
 	unsigned long flags;
 
 	local_irq_save(flags);
-	rq = this_rq();
-	rq_lock(rq);
+	_raw_spin_lock(&p->pi_lock);
 	WRITE_ONCE(p->__state, TASK_RUNNING);
+	p->cpu = select_task_rq(p, smp_processor_id());
+	rq = cpu_rq(p->cpu);
+	rq_lock(rq);
 	activate_task(rq, p, 0);
 	trace_sched_wakeup_new(p);
 	resched_curr(rq);
 	rq_unlock(rq);
+	_raw_spin_unlock(&p->pi_lock);
 	local_irq_restore(flags);
 }
 
@@ -133,11 +203,15 @@ noinstr void host_enqueue_task(struct task_struct *p)
 
 	local_irq_save(flags);
 	rq = this_rq();
+	host_lock(&rq->__lock);
 	p->__state = TASK_RUNNING;
 	p->on_rq = 1;
+	p->cpu = rq->cpu;
+	p->cpus_mask = CPU_MASK_ALL;
 	list_add_tail(&p->run_list, &rq->queue);
 	rq->nr_running++;
 	this_cpu_write(__need_resched, 1);
+	host_unlock(&rq->__lock);
 	local_irq_restore(flags);
 }
 
@@ -155,6 +229,8 @@ static noinline void finish_task_switch(struct task_struct *prev)
 	struct rq *rq = this_rq();
 	bool dead = prev->__state == TASK_DEAD;
 
+	/* From here on it may run elsewhere. */
+	__atomic_store_n(&prev->on_cpu, 0, __ATOMIC_RELEASE);
 	rq_unlock(rq);
 	local_irq_enable();
 	if (unlikely(dead)) {
@@ -173,6 +249,7 @@ static __always_inline void context_switch(struct rq *rq, struct task_struct *pr
 					   struct task_struct *next)
 {
 	rq->curr = next;
+	next->on_cpu = 1;
 	rq->nr_switches++;
 	prev = __switch_to_asm(prev, next);
 	barrier();
@@ -303,12 +380,26 @@ int __cond_resched(void)
 	return 1;
 }
 
+__init void init_idle(struct task_struct *idle, int cpu)
+{
+	struct rq *rq = cpu_rq(cpu);
+
+	idle->__state = TASK_RUNNING;
+	idle->cpu = cpu;
+	idle->on_cpu = 1;
+	rq->curr = rq->idle = idle;
+}
+
 __init void sched_init(void)
 {
-	struct rq *rq = this_rq();
+	struct rq *rq;
+	int cpu;
 
-	spin_lock_init(&rq->__lock);
-	INIT_LIST_HEAD(&rq->queue);
-	rq->nr_running = 0;
-	rq->curr = rq->idle = &init_task;
+	for_each_possible_cpu(cpu) {
+		rq = cpu_rq(cpu);
+		spin_lock_init(&rq->__lock);
+		INIT_LIST_HEAD(&rq->queue);
+		rq->cpu = cpu;
+	}
+	init_idle(&init_task, 0);
 }

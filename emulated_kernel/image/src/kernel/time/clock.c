@@ -9,8 +9,7 @@
 
 u64 notrace sched_clock(void)
 {
-	host_clock.now_ns += host_clock.step_ns;
-	return host_clock.now_ns;
+	return __sync_add_and_fetch(&host_clock.now_ns, host_clock.step_ns);
 }
 
 u64 notrace local_clock(void)
@@ -21,17 +20,6 @@ u64 notrace local_clock(void)
 ktime_t ktime_get(void)
 {
 	return sched_clock();
-}
-
-struct timespec64 ns_to_timespec64(s64 nsec)
-{
-	struct timespec64 ts = { nsec / (s64)NSEC_PER_SEC, nsec % (s64)NSEC_PER_SEC };
-
-	if (ts.tv_nsec < 0) {
-		ts.tv_sec--;
-		ts.tv_nsec += NSEC_PER_SEC;
-	}
-	return ts;
 }
 
 void ktime_get_real_ts64(struct timespec64 *ts)

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
 // jiffies and the timers that count in them.
 #include "sched.h"
+#include "smp.h"
 #include "timer.h"
 #include "tracepoint.h"
 
@@ -8,6 +9,8 @@ u64 jiffies_64 = (unsigned long)(unsigned int)(-300 * HZ);
 
 static LIST_HEAD(timer_base);
 static DEFINE_SPINLOCK(timer_lock);
+/* Whose function is being called, on the first CPU: timers expire nowhere else. */
+static struct timer_list *running_timer;
 
 void timer_setup(struct timer_list *timer, void (*func)(struct timer_list *timer))
 {
@@ -74,11 +77,26 @@ int del_timer(struct timer_list *timer)
 	return pending;
 }
 
+/* Its function isn't running any more either when this returns. */
+int del_timer_sync(struct timer_list *timer)
+{
+	int pending = del_timer(timer);
+
+	smp_cond_wait(READ_ONCE(running_timer) != timer);
+	return pending;
+}
+
 unsigned long get_next_timer_interrupt(void)
 {
-	if (list_empty(&timer_base))
+	unsigned long flags, expires = ULONG_MAX;
+
+	if (smp_processor_id())
 		return ULONG_MAX;
-	return list_first_entry(&timer_base, struct timer_list, entry)->expires;
+	spin_lock_irqsave(&timer_lock, flags);
+	if (!list_empty(&timer_base))
+		expires = list_first_entry(&timer_base, struct timer_list, entry)->expires;
+	spin_unlock_irqrestore(&timer_lock, flags);
+	return expires;
 }
 
 static noinline void call_timer_fn(struct timer_list *timer)
@@ -105,16 +123,25 @@ static noinline void run_timer_softirq(void)
 	spin_lock_irq(&timer_lock);
 	while ((timer = expired_timer())) {
 		detach_timer(timer);
+		running_timer = timer;
 		spin_unlock_irq(&timer_lock);
 		call_timer_fn(timer);
 		spin_lock_irq(&timer_lock);
+		running_timer = NULL;
 	}
 	spin_unlock_irq(&timer_lock);
 }
 
 void run_local_timers(void)
 {
-	if (expired_timer())
+	bool expired;
+
+	if (smp_processor_id())
+		return;
+	_raw_spin_lock(&timer_lock);
+	expired = expired_timer() != NULL;
+	_raw_spin_unlock(&timer_lock);
+	if (expired)
 		raise_softirq_irqoff(TIMER_SOFTIRQ);
 }
 
@@ -161,29 +188,29 @@ long schedule_timeout(long timeout)
 	timer_setup(&timer.timer, process_timeout);
 	mod_timer(&timer.timer, expire);
 	schedule();
-	del_timer(&timer.timer);
+	del_timer_sync(&timer.timer);
 	timeout = expire - jiffies;
 	return timeout < 0 ? 0 : timeout;
 }
 
-unsigned long msecs_to_jiffies(unsigned int m)
+long schedule_timeout_interruptible(long timeout)
 {
-	return DIV_ROUND_UP((unsigned long)m * HZ, 1000);
+	set_current_state(TASK_INTERRUPTIBLE);
+	return schedule_timeout(timeout);
 }
 
-unsigned int jiffies_to_msecs(unsigned long j)
+long schedule_timeout_uninterruptible(long timeout)
 {
-	return j * 1000 / HZ;
+	set_current_state(TASK_UNINTERRUPTIBLE);
+	return schedule_timeout(timeout);
 }
 
 void msleep(unsigned int msecs)
 {
 	long timeout = msecs_to_jiffies(msecs) + 1;
 
-	while (timeout) {
-		set_current_state(TASK_UNINTERRUPTIBLE);
-		timeout = schedule_timeout(timeout);
-	}
+	while (timeout)
+		timeout = schedule_timeout_uninterruptible(timeout);
 }
 
 __init void timers_init(void)

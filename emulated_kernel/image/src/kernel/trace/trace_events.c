@@ -12,16 +12,6 @@
 #define STRINGS_MAX 256
 #define trace_copy_comm(to, task) __builtin_memcpy(to, (task)->comm, TASK_COMM_LEN)
 
-struct host_trace_record host_trace_record;
-
-static notrace void trace_commit(const struct trace_event_call *call, void *entry, size_t size)
-{
-	host_trace_record.call = (unsigned long)call;
-	host_trace_record.entry = (unsigned long)entry;
-	host_trace_record.size = size;
-	host_trace_commit();
-}
-
 /* Puts a string behind the record; returns its __data_loc: size in the upper half, offset below it. */
 static __always_inline u32 trace_add_string(char *data, unsigned int at, unsigned int *used,
 					    const char *s)
@@ -99,7 +89,7 @@ static __always_inline long task_report_state(bool preempt, u32 state, u32 exit_
                                                                                                \
 		__builtin_memset(__entry, 0, sizeof(*__entry));                                        \
 		assign                                                                         \
-		trace_commit(__call, __entry, sizeof(*__entry) + __strings);                      \
+		host_trace_commit(__call, __entry, sizeof(*__entry) + __strings);                      \
 	}
 #define DEFINE_EVENT(class, name, proto, args)                                                 \
 	notrace void __traceiter_##name(proto)                                                 \

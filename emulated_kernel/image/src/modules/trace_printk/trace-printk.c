@@ -3,6 +3,7 @@
 #include "module.h"
 #include "printk.h"
 #include "sched.h"
+#include "workqueue.h"
 
 MODULE_DESCRIPTION("prints from its init and from a worker");
 MODULE_LICENSE("GPL");

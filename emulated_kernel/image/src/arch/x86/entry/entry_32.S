@@ -167,7 +167,23 @@ SYM_INNER_LABEL(host_idle_resume)
 	ret
 SYM_FUNC_END(host_idle)
 
-/* The host takes the record that host_trace_record tells of. */
+/* void host_yield(void): lets the other CPUs run. */
+SYM_FUNC_START(host_yield)
+	movl	$HYPERCALL_YIELD, %eax
+SYM_INNER_LABEL(host_yield_hlt)
+	hlt
+	ret
+SYM_FUNC_END(host_yield)
+
+/* The host starts the other CPUs here, each with its per-CPU area and the stack of its idle task. */
+SYM_FUNC_START(host_secondary_entry)
+	cld
+	xorl	%ebp, %ebp
+	call	start_secondary
+	ud2
+SYM_FUNC_END(host_secondary_entry)
+
+/* The host takes the record that the arguments tell of. */
 SYM_FUNC_START(host_trace_commit)
 	int3
 	ret

@@ -3,15 +3,13 @@
 #include "host_abi.h"
 #include "kallsyms.h"
 #include "sched.h"
+#include "smp.h"
 #include "timer.h"
 #include <asm/entry.h>
 
 struct boot_params boot_params;
-struct host_clock host_clock;
+struct host_clock host_clock __aligned(8); /* on i386 too: its time is added to at once */
 unsigned long page_offset_base;
-unsigned long __per_cpu_offset[NR_CPUS];
-DEFINE_PER_CPU(unsigned long, this_cpu_off);
-DEFINE_PER_CPU(int, cpu_number);
 DECLARE_PER_CPU(char *, hardirq_stack_ptr);
 
 char init_stack[THREAD_SIZE] __aligned(4096);
@@ -34,7 +32,22 @@ __visible __init notrace void ARCH_START_KERNEL(struct boot_params *params)
 	start_kernel();
 }
 
+__init void arch_setup_cpu(int cpu, char *irq_stack_top)
+{
+	*per_cpu_ptr(&hardirq_stack_ptr, cpu) = irq_stack_top;
+}
+
+/* A serialising instruction: what was fetched before it is fetched anew. */
+noinline notrace void sync_core(void)
+{
+	u32 ax = 0, bx, cx = 0, dx;
+
+	__asm__ __volatile__("cpuid" : "+a"(ax), "=b"(bx), "+c"(cx), "=d"(dx) : : "memory");
+}
+NOKPROBE_SYMBOL(sync_core);
+
 __init void setup_arch(void)
 {
-	this_cpu_write(hardirq_stack_ptr, irq_stack_backing_store + THREAD_SIZE);
+	arch_setup_cpu(0, irq_stack_backing_store + THREAD_SIZE);
+	setup_per_cpu_areas();
 }

@@ -5,6 +5,7 @@
 #include "kallsyms.h"
 #include "printk.h"
 #include "sched.h"
+#include "smp.h"
 #include "string.h"
 #include "timer.h"
 #include "tracepoint.h"
@@ -126,6 +127,12 @@ static noinstr void dispatch_vector(struct pt_regs *regs, unsigned long vector, 
 		return run_sysvec_on_irqstack(sysvec_host_wake, regs);
 	case VECTOR_WATCHDOG:
 		return sysvec_watchdog(regs);
+	case VECTOR_RESCHEDULE:
+		return sysvec_reschedule_ipi(regs);
+	case VECTOR_CALL_FUNCTION:
+		return run_sysvec_on_irqstack(sysvec_call_function, regs);
+	case VECTOR_SYNC_CORE:
+		return sysvec_sync_core(regs);
 	default:
 		return die("unexpected interrupt", regs, vector);
 	}
@@ -143,7 +150,8 @@ __visible noinstr void do_host_interrupt(struct pt_regs *regs)
 void sysvec_timer(struct pt_regs *regs)
 {
 	irq_enter();
-	do_timer(1);
+	if (!smp_processor_id())
+		do_timer(1);
 	update_process_times(user_mode(regs));
 	irq_exit();
 }
@@ -158,6 +166,18 @@ void sysvec_host_wake(struct pt_regs *regs __attribute__((unused)))
 	if (task)
 		wake_up_process(task);
 	trace_irq_handler_exit(VECTOR_WAKE, task != NULL);
+	irq_exit();
+}
+
+/* The way out of the interrupt does what it is for. */
+void sysvec_reschedule_ipi(struct pt_regs *regs __attribute__((unused)))
+{
+}
+
+void sysvec_call_function(struct pt_regs *regs __attribute__((unused)))
+{
+	irq_enter();
+	generic_smp_call_function_interrupt();
 	irq_exit();
 }
 

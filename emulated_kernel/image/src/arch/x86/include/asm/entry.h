@@ -48,6 +48,8 @@ void exc_page_fault(struct pt_regs *regs, unsigned long error_code);
 void sysvec_timer(struct pt_regs *regs);
 void sysvec_host_wake(struct pt_regs *regs);
 void sysvec_watchdog(struct pt_regs *regs);
+void sysvec_reschedule_ipi(struct pt_regs *regs);
+void sysvec_call_function(struct pt_regs *regs);
 void setup_arch(void);
 void host_park(struct task_struct *wake);
 long host_syscall(struct pt_regs *regs, int nr);

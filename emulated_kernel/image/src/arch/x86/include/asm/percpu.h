@@ -27,7 +27,7 @@ DECLARE_PER_CPU(unsigned long, this_cpu_off);
 #define this_cpu_ptr(ptr) ((typeof(ptr))((uintptr_t)(ptr) + this_cpu_read(this_cpu_off)))
 #define per_cpu_ptr(ptr, cpu) ((typeof(ptr))((uintptr_t)(ptr) + __per_cpu_offset[cpu]))
 
-#define NR_CPUS 8
+#define NR_CPUS 64
 extern unsigned long __per_cpu_offset[NR_CPUS];
 DECLARE_PER_CPU(int, cpu_number);
 #define smp_processor_id() this_cpu_read(cpu_number)

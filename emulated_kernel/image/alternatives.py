@@ -1,0 +1,54 @@
+"""Alternatives: instructions that a kernel replaces at boot by better ones that its CPU has."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import NamedTuple
+
+CPU_FEATURES = frozenset({26})
+"""What the emulated CPU has of Linux's X86_FEATURE numbers that our image asks for: XMM2."""
+_ENTRY = struct.Struct("<iiHBB")
+_RELATIVE = (0xE8, 0xE9)
+"""Opcodes of a call and a jump, whose displacement counts from where they stand."""
+_NOPS = (
+    b"",
+    b"\x90",
+    b"\x66\x90",
+    b"\x0f\x1f\x00",
+    b"\x0f\x1f\x40\x00",
+    b"\x0f\x1f\x44\x00\x00",
+    b"\x66\x0f\x1f\x44\x00\x00",
+    b"\x0f\x1f\x80\x00\x00\x00\x00",
+    b"\x0f\x1f\x84\x00\x00\x00\x00\x00",
+)
+
+
+class Alternative(NamedTuple):
+    """One place: where it is, where its replacement lies, for which CPUs, and both sizes in bytes."""
+
+    site: int
+    replacement: int
+    feature: int
+    size: int
+    replacement_size: int
+
+
+def alternatives(base: int, table: bytes) -> Iterator[Alternative]:
+    """The entries of a table at `base`: struct alt_instr of Linux 6.1 on x86."""
+    for at in range(0, len(table) - _ENTRY.size + 1, _ENTRY.size):
+        site, replacement, feature, size, replacement_size = _ENTRY.unpack_from(table, at)
+        yield Alternative(base + at + site, base + at + 4 + replacement, feature, size, replacement_size)
+
+
+def replaced(entry: Alternative, code: bytes) -> bytes:
+    """What is to stand at the site, `code` being the replacement. Mirrors: apply_alternatives() (v6.1)."""
+    if code[:1] and code[0] in _RELATIVE:
+        (offset,) = struct.unpack_from("<i", code, 1)
+        code = code[:1] + struct.pack("<i", offset + entry.replacement - entry.site) + code[5:]
+    return code + _nops(entry.size - len(code))
+
+
+def _nops(size: int) -> bytes:
+    longest = len(_NOPS) - 1
+    return _NOPS[longest] * (size // longest) + _NOPS[size % longest]

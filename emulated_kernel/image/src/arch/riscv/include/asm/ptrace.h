@@ -1,0 +1,23 @@
+/* SPDX-License-Identifier: GPL-2.0-or-later */
+/* The saved registers of an interrupted context, in the order of Linux. */
+#ifndef _ASM_PTRACE_H
+#define _ASM_PTRACE_H
+
+#include "types.h"
+#include <asm/irqflags.h>
+
+struct pt_regs {
+	unsigned long epc, ra, sp, gp, tp, t0, t1, t2, s0, s1;
+	unsigned long a0, a1, a2, a3, a4, a5, a6, a7;
+	unsigned long s2, s3, s4, s5, s6, s7, s8, s9, s10, s11;
+	unsigned long t3, t4, t5, t6;
+	unsigned long status, badaddr, cause;
+	unsigned long orig_a0; /* a0 before a system call */
+};
+
+#define user_mode(regs) (((regs)->status & SR_SPP) == 0)
+#define instruction_pointer(regs) ((regs)->epc)
+#define instruction_pointer_set(regs, val) ((regs)->epc = (val))
+#define regs_irqs_disabled(regs) (!((regs)->status & SR_SPIE))
+
+#endif

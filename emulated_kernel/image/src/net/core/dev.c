@@ -1,0 +1,147 @@
+// SPDX-License-Identifier: GPL-2.0-or-later
+// Between protocols and devices: packets go out at once, and come in by a softirq.
+#include "netdevice.h"
+#include "errno.h"
+#include "sched.h"
+#include "timer.h"
+
+#define NETDEV_BUDGET 300
+
+/* The packets that came in on this CPU. */
+struct softnet_data {
+	struct sk_buff_head input_pkt_queue;
+	unsigned int processed;
+	unsigned int dropped;
+};
+static DEFINE_PER_CPU(struct softnet_data, softnet_data);
+static struct packet_type *ptype_ip;
+
+void dev_add_pack(struct packet_type *pt)
+{
+	ptype_ip = pt;
+}
+
+static noinline int xmit_one(struct sk_buff *skb, struct net_device *dev)
+{
+	dev->tx_packets++;
+	dev->tx_bytes += skb->len;
+	return dev->netdev_ops->ndo_start_xmit(skb, dev);
+}
+
+noinline struct sk_buff *dev_hard_start_xmit(struct sk_buff *first, struct net_device *dev, int *ret)
+{
+	*ret = xmit_one(first, dev);
+	return NULL;
+}
+
+int __dev_queue_xmit(struct sk_buff *skb, struct net_device *sb_dev __attribute__((unused)))
+{
+	int rc;
+
+	local_bh_disable();
+	dev_hard_start_xmit(skb, skb->dev, &rc);
+	local_bh_enable();
+	return rc;
+}
+
+static __always_inline struct softnet_data *this_softnet(void)
+{
+	struct softnet_data *sd = this_cpu_ptr(&softnet_data);
+
+	if (unlikely(!sd->input_pkt_queue.list.next))
+		skb_queue_head_init(&sd->input_pkt_queue);
+	return sd;
+}
+
+/* Interrupts are off. */
+static noinline int enqueue_to_backlog(struct sk_buff *skb)
+{
+	struct softnet_data *sd = this_softnet();
+
+	if (unlikely(sd->input_pkt_queue.qlen > NETDEV_MAX_BACKLOG)) {
+		sd->dropped++;
+		skb->dev->rx_dropped++;
+		kfree_skb(skb);
+		return NET_RX_DROP;
+	}
+	__skb_queue_tail(&sd->input_pkt_queue, skb);
+	raise_softirq_irqoff(NET_RX_SOFTIRQ);
+	return NET_RX_SUCCESS;
+}
+
+static noinline int netif_rx_internal(struct sk_buff *skb)
+{
+	unsigned long flags;
+	int ret;
+
+	local_irq_save(flags);
+	ret = enqueue_to_backlog(skb);
+	local_irq_restore(flags);
+	return ret;
+}
+
+int netif_rx(struct sk_buff *skb)
+{
+	int ret;
+
+	local_bh_disable();
+	ret = netif_rx_internal(skb);
+	local_bh_enable();
+	return ret;
+}
+
+static noinline int __netif_receive_skb_core(struct sk_buff *skb)
+{
+	struct packet_type *pt = ptype_ip;
+
+	skb->dev->rx_packets++;
+	skb->dev->rx_bytes += skb->len;
+	skb_reset_network_header(skb);
+	if (pt && pt->type == skb->protocol)
+		return pt->func(skb, skb->dev, pt, skb->dev);
+	kfree_skb(skb);
+	return NET_RX_DROP;
+}
+
+static noinline int __netif_receive_skb(struct sk_buff *skb)
+{
+	return __netif_receive_skb_core(skb);
+}
+
+int netif_receive_skb(struct sk_buff *skb)
+{
+	return __netif_receive_skb(skb);
+}
+
+static noinline int process_backlog(struct softnet_data *sd, int quota)
+{
+	struct sk_buff *skb;
+	unsigned long flags;
+	int work = 0;
+
+	while (work < quota) {
+		local_irq_save(flags);
+		skb = __skb_dequeue(&sd->input_pkt_queue);
+		local_irq_restore(flags);
+		if (!skb)
+			break;
+		sd->processed++;
+		__netif_receive_skb(skb);
+		work++;
+	}
+	return work;
+}
+
+static noinline void net_rx_action(void)
+{
+	struct softnet_data *sd = this_softnet();
+
+	if (process_backlog(sd, NETDEV_BUDGET) == NETDEV_BUDGET)
+		raise_softirq(NET_RX_SOFTIRQ);
+}
+
+__init void net_dev_init(void)
+{
+	skb_init();
+	open_softirq(NET_RX_SOFTIRQ, net_rx_action);
+}
