@@ -13,11 +13,11 @@ HZ = 250
 
 
 class Hypercall(IntEnum):
-    """Why the guest stopped by itself (x86: `hlt` with the number in eax).
+    """Why the guest stopped by itself: x86 by `hlt` with the number in eax, riscv64 by `wfi` with it in a7.
 
-    Arguments: rdi rsi rdx r10 on x86_64, ebx ecx edx esi on i386. The answer goes to rax or eax; that of
-    USER is a system call's number, with its arguments where Linux's user space has them: rdi rsi rdx r10 r8
-    r9, or ebx ecx edx esi edi ebp.
+    Arguments: rdi rsi rdx r10 on x86_64, ebx ecx edx esi on i386, a0 to a3. The answer goes where the number
+    was; that of USER is a system call's number, with its arguments where Linux's user space has them: rdi rsi
+    rdx r10 r8 r9, or ebx ecx edx esi edi ebp, or a0 to a5.
     """
 
     IDLE = 0
@@ -34,6 +34,10 @@ class Hypercall(IntEnum):
     """start_kernel finished; resuming enters the idle loop."""
     MODULE = 6
     """The module loader needs its host; arguments: op, 0, and two that the op gives a meaning."""
+    CPU_UP = 7
+    """Another CPU is to be started; arguments: its number, entry, stack pointer, per-CPU area."""
+    YIELD = 8
+    """This CPU waits for another one; resuming goes on waiting."""
 
 
 class HostfsOp(IntEnum):
@@ -69,7 +73,7 @@ class ModuleState(IntEnum):
 
 
 class Vector(IntEnum):
-    """Exceptions and interrupts delivered into the guest; below 32 the x86 exception numbers."""
+    """Exceptions and interrupts delivered into the guest; below 32 with x86's numbers on all machines."""
 
     DIVIDE_ERROR = 0
     DEBUG = 1
@@ -82,6 +86,12 @@ class Vector(IntEnum):
     """wake_up_process() on the task in the mailbox."""
     WATCHDOG = 34
     """The run budget is used up: the current task is looping."""
+    RESCHEDULE = 35
+    """From another CPU: this one has something more important to run."""
+    CALL_FUNCTION = 36
+    """From another CPU: this one is to call what is in its queue."""
+    SYNC_CORE = 37
+    """Text was patched: execute a serialising instruction."""
 
 
 PARK = (1 << 64) - 1

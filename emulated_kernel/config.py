@@ -18,6 +18,11 @@ class MachineConfig:
     clock: str = "virtual"
     """"virtual" (same seed, same timestamps) or "real"."""
     seed: int = 1
+    quantum: int = 0
+    """Instructions after which another CPU runs, on average, where the seed says; 0: where one has to wait.
+
+    Each instruction then costs a tenth of a microsecond: for tests.
+    """
     run_budget: float = 1.0
     """Wall time that one uninterrupted guest run may take before it counts as looping."""
     profile: str = "linux-6.1"

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import struct
-from time import time_ns
 
 from emulated_kernel.abi import HZ, PAGE_SIZE
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.machine.cpu import CpuModel
 from emulated_kernel.machine.guest_image import GuestImage
 from emulated_kernel.machine.memory import Memory
-from emulated_kernel.machine.registers import RegisterSet, Regs
+from emulated_kernel.machine.registers import Regs
 
 _BOOT_PARAMS = struct.Struct("<QQQIIQQ")
 
 
-def write_boot_params(memory: Memory, cpu: CpuModel, config: MachineConfig, ram_start: int) -> int:
+def write_boot_params(
+    memory: Memory, cpu: CpuModel, config: MachineConfig, ram_start: int, boot_ns: int
+) -> int:
     """Write struct boot_params to a page of the host's; returns its address.
 
     {ram_start, ram_end, page_offset: u64; nr_cpus, hz: u32; boot_ns, seed: u64}; RAM in physical addresses,
@@ -23,7 +24,6 @@ def write_boot_params(memory: Memory, cpu: CpuModel, config: MachineConfig, ram_
     """
     direct_map = cpu.layout.direct_map
     where = direct_map + memory.host_pages.alloc(PAGE_SIZE)
-    boot_ns = time_ns() if config.clock == "real" else 0
     ram_end = memory.host_pages.base
     fields = (ram_start, ram_end, direct_map, config.cpus, HZ, boot_ns, config.seed)
     memory.write(where, _BOOT_PARAMS.pack(*fields))
@@ -34,6 +34,15 @@ def per_cpu_base(image: GuestImage) -> int:
     """Where the boot CPU's per-CPU area is; a stock Linux has no ABI table, but this symbol."""
     base = image.abi.get("percpu.base")
     return base if base is not None else image.kallsyms.lookup_name("__per_cpu_load") or 0
+
+
+def per_cpu_bases(memory: Memory, image: GuestImage, cpus: int) -> list[int]:
+    """Where the per-CPU area of each CPU is, once the kernel has booted."""
+    first, table = per_cpu_base(image), image.abi.get("__per_cpu_offset")
+    if table is None:
+        return [first] * cpus
+    others = [memory.read_word(table + number * memory.word_size) for number in range(1, cpus)]
+    return [first, *others]
 
 
 def per_cpu_address(image: GuestImage, name: str) -> int | None:
@@ -48,4 +57,4 @@ def enter(regs: Regs, cpu: CpuModel, image: GuestImage, boot_params: int, host_s
     An image without an ABI table starts on a stack of the host's.
     """
     top = image.abi.get("init_stack.top", host_stack)
-    regs.restore(RegisterSet(ip=image.entry, sp=top, **{cpu.boot_argument: boot_params}))
+    regs.restore(cpu.register_set(ip=image.entry, sp=top, **{cpu.boot_argument: boot_params}))

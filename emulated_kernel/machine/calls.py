@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 from emulated_kernel.abi import PAGE_SIZE, Vector
 from emulated_kernel.machine.cpu import CpuModel
 from emulated_kernel.machine.memory import Memory
 from emulated_kernel.machine.paging import Prot
-from emulated_kernel.machine.registers import RegisterSet
 from emulated_kernel.machine.runner import Runner
 from emulated_kernel.machine.traps import BudgetExceeded, GuestFault, Trap, TrapKind
 
@@ -56,21 +56,23 @@ class HostCalls:
         values = {name: value & mask for name, value in zip(names, args, strict=False)}
         for index, value in enumerate(args[len(names) :], 1):
             self._memory.write_word(self.stack_top + index * self._cpu.word_size, value)
-        return self._enter(RegisterSet(sp=self.stack_top, ip=address, **values), tick=True).ax
+        values.update({name: self._regs.get(name) for name in self._cpu.kept_in_calls})
+        start = self._cpu.register_set(sp=self.stack_top, ip=address, **values)
+        return int(getattr(self._enter(start, tick=True), self._cpu.result))
 
-    def execute(self, start: RegisterSet) -> RegisterSet:
+    def execute(self, start: Any) -> Any:
         """Run from a complete register state until the function returns; returns the complete end state.
 
-        `start.sp` is where the return address gets written (`stack_top` is good). The end state's ip is
-        behind the return pad. The guest's own registers are as before in any case. The clock is not set:
-        the same state and memory give the same end.
+        Both are register sets of the CPU's. At `start.sp` the return address gets written where that is on
+        the stack (`stack_top` is good). The end state's ip is behind the return pad. The guest's own
+        registers are as before in any case. The clock is not set: from the same state comes the same end.
 
         Raises:
             GuestFault, BudgetExceeded, MemoryFault: as `call`; the stack isn't writable.
         """
         return self._enter(start, tick=False)
 
-    def trap_of(self, start: RegisterSet, *, fixup: bool = False) -> tuple[Trap, RegisterSet]:
+    def trap_of(self, start: Any, *, fixup: bool = False) -> tuple[Trap, Any]:
         """Run from a complete register state until anything stops it; how it stopped, and the registers then.
 
         Exceptions stop it, those too that have a fixup unless `fixup` is set; TF in `start.flags` runs a
@@ -79,16 +81,14 @@ class HostCalls:
         """
         return self._run(start, self._fixup if fixup else self._hooks.stop, tick=False)
 
-    def _enter(self, start: RegisterSet, tick: bool) -> RegisterSet:
-        self._memory.write_word(start.sp, self._return_pad)
+    def _enter(self, start: Any, tick: bool) -> Any:
+        start = self._cpu.as_called(self._memory, start, self._return_pad)
         trap, end = self._run(start, self._fixup, tick)
-        if trap.address == self._return_pad + 1:
+        if trap.address == self._return_pad + len(self._cpu.halt):
             return end
         raise BudgetExceeded(trap) if trap.kind is TrapKind.BUDGET else GuestFault(trap)
 
-    def _run(
-        self, start: RegisterSet, dispatch: Callable[[Trap], None], tick: bool
-    ) -> tuple[Trap, RegisterSet]:
+    def _run(self, start: Any, dispatch: Callable[[Trap], None], tick: bool) -> tuple[Trap, Any]:
         regs, hooks = self._regs, self._hooks
         self._runner.check_stopped()
         saved, usual = regs.snapshot(), hooks.dispatch

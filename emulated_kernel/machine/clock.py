@@ -6,6 +6,8 @@ import random
 from time import monotonic_ns
 from typing import Protocol
 
+KINDS = ("virtual", "real")
+_U64 = (1 << 64) - 1
 _NOW, _STEP = 0, 1
 
 
@@ -14,7 +16,7 @@ class Clock(Protocol):
 
     @property
     def step_ns(self) -> int:
-        """What a reading within a run adds; always the same."""
+        """What a reading within a run adds."""
 
     def tick(self) -> None:
         """Set the guest's time; called before each run."""
@@ -32,15 +34,11 @@ class Clock(Protocol):
 class RealClock:
     """Monotonic time since the machine was built; a reading within a run takes one nanosecond."""
 
+    step_ns = 1
+
     def __init__(self, cells: memoryview) -> None:
         self._cells = cells
-        self._boot = monotonic_ns()
-        cells[_STEP] = 1
-
-    @property
-    def step_ns(self) -> int:
-        """What a reading within a run adds; always the same."""
-        return int(self._cells[_STEP])
+        self._boot = monotonic_ns() - cells[_NOW]
 
     def tick(self) -> None:
         """Set the guest's time."""
@@ -69,17 +67,13 @@ class VirtualClock:
     def __init__(self, cells: memoryview, seed: int) -> None:
         self._cells = cells
         dice = random.Random(seed)
-        cells[_NOW] = dice.randrange(1_000_000, 2_000_000)
-        cells[_STEP] = dice.randrange(40, 80)
-
-    @property
-    def step_ns(self) -> int:
-        """What a reading within a run adds; always the same."""
-        return int(self._cells[_STEP])
+        # It goes on where another clock ended.
+        cells[_NOW] = max(cells[_NOW], dice.randrange(1_000_000, 2_000_000))
+        self.step_ns = dice.randrange(40, 80)
 
     def tick(self) -> None:
         """Set the guest's time."""
-        self._cells[_NOW] += self.RUN_NS
+        self.advance(self.RUN_NS)
 
     def now_ns(self) -> int:
         """Nanoseconds since boot."""
@@ -87,22 +81,51 @@ class VirtualClock:
 
     def read_ns(self) -> int:
         """A reading that moves time on."""
-        self._cells[_NOW] += self._cells[_STEP]
+        self.advance(self._cells[_STEP])
         return int(self._cells[_NOW])
 
     def advance(self, ns: int) -> None:
-        """Let time pass in which nothing runs."""
-        self._cells[_NOW] += ns
+        """Let time pass in which nothing runs; a wild guest may have written anything, so it wraps around."""
+        self._cells[_NOW] = (self._cells[_NOW] + ns) & _U64
 
 
-def make_clock(kind: str, cells: memoryview, seed: int) -> Clock:
-    """The clock that `MachineConfig.clock` names, over the guest's two u64 cells.
+class MachineClock:
+    """The machine's clock, over the guest's two u64 cells; what it follows can be changed.
 
     Raises:
-        ValueError: neither "real" nor "virtual".
+        ValueError: as `select`.
     """
-    if kind == "real":
-        return RealClock(cells)
-    if kind == "virtual":
-        return VirtualClock(cells, seed)
-    raise ValueError(f"unknown clock {kind!r}")
+
+    def __init__(self, cells: memoryview, kind: str, seed: int) -> None:
+        self._cells = cells
+        self.select(kind, seed)
+
+    def select(self, kind: str, seed: int) -> None:
+        """Follow "real" or "virtual" time from now on; the guest's time goes on where it is.
+
+        Raises:
+            ValueError: neither of the two.
+        """
+        if kind not in KINDS:
+            raise ValueError(f"unknown clock {kind!r}")
+        self.kind, self.seed = kind, seed
+        self._source: Clock = RealClock(self._cells) if kind == "real" else VirtualClock(self._cells, seed)
+        self._cells[_STEP] = self._source.step_ns
+        self.tick = self._source.tick
+
+    @property
+    def step_ns(self) -> int:
+        """What a reading within a run adds."""
+        return self._source.step_ns
+
+    def now_ns(self) -> int:
+        """Nanoseconds since boot; never less than what the guest has read."""
+        return self._source.now_ns()
+
+    def read_ns(self) -> int:
+        """A reading as the guest itself makes one: time moves on by it."""
+        return self._source.read_ns()
+
+    def advance(self, ns: int) -> None:
+        """Let time pass in which nothing runs."""
+        self._source.advance(ns)

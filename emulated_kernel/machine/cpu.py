@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
 
 from emulated_kernel.machine.engine import Engine
 from emulated_kernel.machine.layout import Layout
@@ -27,10 +29,30 @@ class CpuModel(ABC):
     """Linux's pt_regs name to the library's number, in the order of the emulator's CPU state; ip is last."""
     ip_slot: int
     """How many 8-byte registers lie before the instruction pointer in that state."""
+    register_set: Callable[..., Any]
+    """The type of a complete set of values, see register_sets.py: the registers, then the flags."""
+    flags_register: int
+    """The library's number of the flags, or of what holds the interrupt flag."""
+    fixed_flags: int
+    """Flags that are always set."""
+    interrupt_flag: int
+    """The flag that lets interrupts in."""
+    special_registers: Mapping[str, int]
+    """Registers that can only be read: name to the library's number."""
+    aliases: Mapping[str, str] = MappingProxyType({})
+    """Linux's names for what the machine names alike on all CPUs."""
     arguments: tuple[str, ...]
     """Registers of a function's first arguments; further ones are words above the return address."""
     variadic_arguments: tuple[str, ...]
     """The same for a variadic function."""
+    result: str
+    """Register of a function's result."""
+    kept_in_calls: tuple[str, ...] = ()
+    """Registers that functions expect to be the kernel's own."""
+    room_above_call: int
+    """Bytes from the stack pointer up when a function is entered that the host calls."""
+    hypercall_register: str
+    """Where a hypercall's number is, and its answer."""
     hypercall_arguments: tuple[str, ...]
     """Registers of what the guest asks with."""
     syscall_arguments: tuple[str, ...]
@@ -40,11 +62,11 @@ class CpuModel(ABC):
     boot_argument: str
     """Register that the kernel finds its boot parameters in."""
 
-    halt: int
-    """Opcode byte that ends a run."""
-    filler: int
-    """Byte that traps wherever it is executed."""
-    cleared_flags: int
+    halt: bytes
+    """The instruction that ends a run; the CPU stands behind it then."""
+    filler: bytes
+    """The shortest breakpoint, which fills text that nobody has written."""
+    cleared_flags: int = 0
     """Flags that an interrupt's entry clears."""
 
     @property
@@ -63,3 +85,10 @@ class CpuModel(ABC):
     @abstractmethod
     def access_fault(self, ip: int, address: int, *, write: bool, present: bool) -> Trap:
         """What a data access of the kernel's raises that can't be made; `present`: the page is mapped."""
+
+    @abstractmethod
+    def as_called(self, memory: Memory, start: Any, return_address: int) -> Any:
+        """The registers and the stack as a call instruction leaves them that returns to `return_address`.
+
+        Raises: MemoryFault where the stack isn't writable.
+        """

@@ -38,7 +38,6 @@ class I386Cpu(cpu_x86.X86Cpu):
         text_space=0xF0000000,
         module_space=0xF4000000,
         host_text=0xFF000000,
-        record_cells=0xFC000000,
         record_pages=0xE0000000,
         record_pages_size=0x10000000,
     )

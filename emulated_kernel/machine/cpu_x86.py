@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+from types import MappingProxyType
+from typing import Any
 
 from emulated_kernel.abi import PAGE_SIZE, Vector
 from emulated_kernel.machine.cpu import CpuModel
 from emulated_kernel.machine.engine import Engine
 from emulated_kernel.machine.memory import Memory
+from emulated_kernel.machine.register_sets import RegisterSet
 from emulated_kernel.machine.traps import Trap, TrapKind
 
 EFLAGS, CS, SS, DS, ES, FS, GS = 25, 11, 49, 17, 28, 32, 33
@@ -15,8 +18,8 @@ CR0, CR2, CR3, CR4 = 50, 52, 53, 54
 GDTR, MSR, FS_BASE, GS_BASE = 243, 248, 250, 251
 
 FLAG_FIXED, FLAG_TF, FLAG_IF, FLAG_NT, FLAG_RF = 1 << 1, 1 << 8, 1 << 9, 1 << 14, 1 << 16
-HLT = 0xF4
-INT3 = 0xCC
+HLT = b"\xf4"
+INT3 = b"\xcc"
 
 CR0_PAGED = 0x80050033
 """PG AM WP NE ET MP PE: WP makes read-only pages read-only for the kernel too."""
@@ -43,6 +46,15 @@ class _TableRegister(ctypes.Structure):
 class X86Cpu(CpuModel):
     """x86 of either width."""
 
+    register_set = RegisterSet
+    flags_register = EFLAGS
+    fixed_flags = FLAG_FIXED
+    interrupt_flag = FLAG_IF
+    special_registers = MappingProxyType({"cs": CS, "ss": SS, "ds": DS, "es": ES, "fs": FS, "gs": GS})
+    result = "ax"
+    room_above_call = 40
+    """A return address, and room for stack arguments; 8 modulo 16."""
+    hypercall_register = "ax"
     halt = HLT
     filler = INT3
     cleared_flags = FLAG_TF | FLAG_IF | FLAG_NT | FLAG_RF
@@ -57,6 +69,10 @@ class X86Cpu(CpuModel):
 
     def access_fault(self, ip: int, address: int, *, write: bool, present: bool) -> Trap:
         return Trap(TrapKind.FAULT, ip, Vector.PAGE_FAULT, present | write << 1, address)
+
+    def as_called(self, memory: Memory, start: Any, return_address: int) -> Any:
+        memory.write_word(start.sp, return_address)
+        return start
 
     def _page_on(self, engine: Engine, memory: Memory, efer: int) -> None:
         engine.reg_write(CR4, CR4_PAE_PGE_SSE)

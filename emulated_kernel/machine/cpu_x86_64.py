@@ -44,7 +44,6 @@ class X86_64Cpu(cpu_x86.X86Cpu):
         text_space=0xFFFFFFFFA0000000,
         module_space=0xFFFFFFFFC0000000,
         host_text=0xFFFFFFFFBF000000,
-        record_cells=0xFFFFFFFFB8000000,
         record_pages=0xFFFFC98000000000,
         record_pages_size=512 << 20,
     )

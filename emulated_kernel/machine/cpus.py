@@ -3,20 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from emulated_kernel.machine import quirks_x86
+from emulated_kernel.machine import quirks_riscv, quirks_x86
+from emulated_kernel.machine.boot import per_cpu_address
 from emulated_kernel.machine.cpu import CpuModel
 from emulated_kernel.machine.cpu_i386 import I386Cpu
+from emulated_kernel.machine.cpu_riscv import Riscv64Cpu, Riscv64iCpu
 from emulated_kernel.machine.cpu_x86_64 import X86_64Cpu
+from emulated_kernel.machine.delivery import Delivery
+from emulated_kernel.machine.delivery_riscv import RiscvDelivery
+from emulated_kernel.machine.engine import Engine
+from emulated_kernel.machine.exceptions import NoExceptionState
+from emulated_kernel.machine.guest_image import GuestImage
+from emulated_kernel.machine.hooks import TrapHooks
+from emulated_kernel.machine.hooks_riscv import RiscvTrapHooks
+from emulated_kernel.machine.memory import Memory
 from emulated_kernel.machine.quirks import Bench, SelfTest
+from emulated_kernel.machine.registers import Regs
 from emulated_kernel.machine.traps import HardwareError
 
 Adapt = Callable[[Bench, int | None], list[SelfTest]]
 """Makes the hooks fit the library, and tests it; takes what `quirks.find_cpu_state` found."""
+Deliver = Callable[[Engine, CpuModel, Memory, Regs, GuestImage], Delivery]
 
-_CPUS: dict[str, tuple[CpuModel, Adapt]] = {
-    "x86_64": (X86_64Cpu(), quirks_x86.adapt),
-    "i386": (I386Cpu(), quirks_x86.adapt),
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    model: CpuModel
+    adapt: Adapt
+    hooks: type[TrapHooks]
+    deliver: Deliver
+
+
+def _by_frames(_engine: Engine, cpu: CpuModel, memory: Memory, regs: Regs, image: GuestImage) -> Delivery:
+    handler = image.kallsyms.lookup_name("asm_host_interrupt")
+    return Delivery(cpu, memory, regs, handler, per_cpu_address(image, "host_cr2"))
+
+
+def _by_trap_registers(
+    engine: Engine, cpu: CpuModel, memory: Memory, regs: Regs, _image: GuestImage
+) -> Delivery:
+    return RiscvDelivery(engine, cpu, memory, regs)
+
+
+_CPUS = {
+    parts.model.name: parts
+    for parts in (
+        _Parts(X86_64Cpu(), quirks_x86.adapt, TrapHooks, _by_frames),
+        _Parts(I386Cpu(), quirks_x86.adapt, TrapHooks, _by_frames),
+        _Parts(Riscv64Cpu(), quirks_riscv.adapt, RiscvTrapHooks, _by_trap_registers),
+        _Parts(Riscv64iCpu(), quirks_riscv.adapt, RiscvTrapHooks, _by_trap_registers),
+    )
 }
 
 
@@ -24,9 +62,19 @@ def cpu_model(arch: str) -> CpuModel:
     """The CPU of an architecture. Raises: HardwareError where there is none."""
     if arch not in _CPUS:
         raise HardwareError(f"no machine for {arch}")
-    return _CPUS[arch][0]
+    return _CPUS[arch].model
+
+
+def trap_hooks(engine: Engine, cpu: CpuModel, regs: Regs) -> TrapHooks:
+    """What the emulator calls; to be adapted."""
+    return _CPUS[cpu.name].hooks(engine, cpu, regs, NoExceptionState())
+
+
+def delivery(engine: Engine, cpu: CpuModel, memory: Memory, regs: Regs, image: GuestImage) -> Delivery:
+    """How the image takes interrupts."""
+    return _CPUS[cpu.name].deliver(engine, cpu, memory, regs, image)
 
 
 def adapt(bench: Bench, found: int | None) -> list[SelfTest]:
     """Adapt a machine to the library. Raises: HardwareError where a check failed: it can't be used."""
-    return _CPUS[bench.cpu.name][1](bench, found)
+    return _CPUS[bench.cpu.name].adapt(bench, found)

@@ -33,6 +33,12 @@ class Delivery:
         self._last = (-1, 0)
         self._nested = 0
 
+    def use(self, cr2_cell: int | None) -> None:
+        """Another CPU is current: its cell takes the address of a page fault."""
+        self._cr2_cell = cr2_cell
+        self._last = (-1, 0)
+        self._nested = 0
+
     @property
     def possible(self) -> bool:
         """Whether the guest has a handler."""

@@ -13,10 +13,13 @@ from typing import Any
 from emulated_kernel.machine.traps import HardwareError
 
 ARCH_X86 = 4
+ARCH_RISCV = 8
 MODE_32 = 1 << 2
 MODE_64 = 1 << 3
+MODE_RISCV64 = 1 << 3
 PROT_ALL = 7
 HOOK_INTR = 1 << 0
+HOOK_CODE = 1 << 2
 HOOK_INSN_INVALID = 1 << 14
 
 _CTL_WRITE = 1 << 30
@@ -25,9 +28,13 @@ _CTL_EXITS = _CTL_WRITE | 2 << 26 | 6
 _CTL_REMOVE_CACHE = _CTL_WRITE | 2 << 26 | 9
 _CTL_FLUSH_TB = _CTL_WRITE | 10
 _CTL_FLUSH_TLB = _CTL_WRITE | 11
+_CTL_TCG_BUFFER_SIZE = _CTL_WRITE | 1 << 26 | 13
+_TRANSLATED = 16 << 20
+"""Bytes of translated code. Without a bound what is translated anew fills a GiB before any is given back."""
 
 INTR_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_void_p)
 INSN_INVALID_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_void_p)
+CODE_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_void_p)
 
 Callback = Callable[..., Any]
 
@@ -70,6 +77,7 @@ class Engine:
         self.address: int = handle.value
         self.handle = handle
         self._bind()
+        self._check(held.uc_ctl(handle, _CTL_TCG_BUFFER_SIZE, _TRANSLATED), "uc_ctl_set_tcg_buffer_size")
         self._check(held.uc_ctl(handle, _CTL_USE_EXITS, 1), "uc_ctl_exits_enable")
         self._check(held.uc_ctl(handle, _CTL_EXITS, None, ctypes.c_size_t(0)), "uc_ctl_set_exits")
 
@@ -88,6 +96,7 @@ class Engine:
         self._remove_cache.argtypes = (ptr, ctypes.c_int, u64, u64)
         self._context_save = self._held.uc_context_save
         self._context_restore = self._held.uc_context_restore
+        self._context_reg_read = self._held.uc_context_reg_read
 
     def _check(self, error: int, what: str) -> None:
         if error:
@@ -183,6 +192,12 @@ class Engine:
     def context_restore(self, context: ctypes.c_void_p) -> None:
         """Set the CPU state from `context`."""
         self._check(self._context_restore(self.handle, context), "uc_context_restore")
+
+    def context_read(self, context: ctypes.c_void_p, register: int) -> int:
+        """A register of up to 64 bits as it is in a saved context."""
+        self._cell.value = 0
+        self._check(self._context_reg_read(context, register, self._cell_pointer), "uc_context_reg_read")
+        return self._cell.value
 
     def close(self) -> None:
         """Free the engine; nothing of it may be used afterwards."""

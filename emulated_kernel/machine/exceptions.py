@@ -36,7 +36,7 @@ class LiveExceptionState:
     def take(self) -> int:
         """The error code, read and acknowledged in place."""
         self._in_flight[0] = NONE_IN_FLIGHT
-        return self._error[0]
+        return self._error[0] & 0xFFFFFFFF
 
 
 class ContextExceptionState:
@@ -54,7 +54,7 @@ class ContextExceptionState:
         self._engine.context_save(self._context)
         self._in_flight.value = NONE_IN_FLIGHT
         self._engine.context_restore(self._context)
-        return self._error.value
+        return self._error.value & 0xFFFFFFFF
 
 
 class CleanContextExceptionState:

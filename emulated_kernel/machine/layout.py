@@ -7,7 +7,6 @@ from dataclasses import dataclass
 USER_BUFFERS_SIZE = 8 << 20
 TEXT_SPACE_SIZE = 64 << 20
 MODULE_SPACE_SIZE = 16 << 20
-RECORD_CELLS_SIZE = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +29,6 @@ class Layout:
     """Modules' text and data: within reach of the image too."""
     host_text: int
     """The machine's own code page: return pad and self-test."""
-    record_cells: int
-    """Counters and pointers of handlers in guest code, which reach them by a 32-bit displacement."""
     record_pages: int
     """Pages of ring buffers; the host's memory is only taken for those that were written."""
     record_pages_size: int

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
-from time import monotonic
-from typing import Self
+from contextlib import ExitStack, suppress
+from time import monotonic, time_ns
+from typing import Any, Self
 
 from emulated_kernel.abi import PAGE_SIZE, Hypercall
 from emulated_kernel.config import MachineConfig
-from emulated_kernel.machine import boot, cpu_x86, cpus, loader, quirks
+from emulated_kernel.machine import boot, cpus, loader, quirks
 from emulated_kernel.machine.calls import DataSnapshot, HostCalls, map_stack
-from emulated_kernel.machine.clock import make_clock
-from emulated_kernel.machine.delivery import Delivery
+from emulated_kernel.machine.clock import MachineClock
 from emulated_kernel.machine.engine import Engine
-from emulated_kernel.machine.exceptions import NoExceptionState
 from emulated_kernel.machine.guest_image import GuestImage
-from emulated_kernel.machine.hooks import Breakpoints, TrapHooks
+from emulated_kernel.machine.hooks import Breakpoints
 from emulated_kernel.machine.layout import USER_BUFFERS_SIZE
 from emulated_kernel.machine.memory import Memory
 from emulated_kernel.machine.module_space import ModuleSpace
 from emulated_kernel.machine.paging import Prot
+from emulated_kernel.machine.quantum import Quantum
 from emulated_kernel.machine.record_memory import RecordMemory, extra_size
 from emulated_kernel.machine.region import Region
-from emulated_kernel.machine.registers import RegisterSet, Regs, api_regs, fast_regs
+from emulated_kernel.machine.registers import Regs, api_regs, fast_regs
 from emulated_kernel.machine.runner import Runner
 from emulated_kernel.machine.text import Text
 from emulated_kernel.machine.traps import GuestFault, HardwareError, MemoryFault, Trap, TrapKind
@@ -31,9 +30,7 @@ from emulated_kernel.machine.vcpu import VCpu
 
 _HOST_SHARE = 4
 _HOST_LIMIT = 16 << 20
-_ABOVE_CALL = 40
-"""Bytes of the host's stack from a call's return address up: room for stack arguments; 8 modulo 16."""
-_BOOT_LIMIT = 10.0
+_BOOT_LIMIT = 5.0
 """Seconds that booting may take, whatever the run budget."""
 
 
@@ -75,10 +72,12 @@ class Machine:
         self._ram_address = self._engine.map_ram(0, self.memory.ram)
         self.memory.on_remap = self._engine.flush_tlb
         self._free_ram = loader.load(self.memory, self.image, self.model.layout)
-        self.records = RecordMemory(self.memory, self.model.layout)
+        self.records = RecordMemory(
+            self.memory, self.model.layout, self.image.abi, lambda: self.per_cpu_bases
+        )
         self._pad = self.model.layout.host_text
         page = self.memory.host_pages.alloc(PAGE_SIZE)
-        self.memory.ram[page : page + PAGE_SIZE] = bytes([self.model.halt]) * PAGE_SIZE
+        self.memory.ram[page : page + PAGE_SIZE] = self.model.halt * (PAGE_SIZE // len(self.model.halt))
         self.memory.map(self._pad, page, PAGE_SIZE, Prot.READ | Prot.EXEC)
         self.model.power_on(self._engine, self.memory, boot.per_cpu_base(self.image))
         self._stack = map_stack(self.memory, self.model, 0)
@@ -89,10 +88,14 @@ class Machine:
         found = quirks.find_cpu_state(engine, cpu) if self.config.fast_registers else None
         self.regs: Regs = api_regs(cpu, engine) if found is None else fast_regs(cpu, engine, found)
         self._resources.callback(self.regs.close)
-        self._hooks = TrapHooks(engine, cpu, self.regs, NoExceptionState())
+        self._hooks = cpus.trap_hooks(engine, cpu, self.regs)
         bench = quirks.Bench(engine, cpu, self.memory, self._hooks, self.regs, self._stack)
         self._self_test = cpus.adapt(bench, found)
-        self.cpus = [VCpu(engine, cpu, 0)]
+        self.cpus = [VCpu(engine, cpu, number) for number in range(self.config.cpus)]
+        self.cpu = 0
+        """Number of the CPU that runs, and that `regs` and `deliver` are about; see `switch_to`."""
+        self.on_switch: list[Callable[[int], None]] = []
+        """Told the number of the CPU that is current from now on."""
 
     def _build_devices(self) -> None:
         image, memory = self.image, self.memory
@@ -111,9 +114,8 @@ class Machine:
         )
         cells = lookup("host_clock")
         view = memory.view(cells, 16) if cells is not None else memoryview(bytearray(16))
-        self.clock = make_clock(self.config.clock, view.cast("Q"), self.config.seed)
-        cr2 = boot.per_cpu_address(image, "host_cr2")
-        self._delivery = Delivery(self.model, memory, self.regs, lookup("asm_host_interrupt"), cr2)
+        self.clock = MachineClock(view.cast("Q"), self.config.clock, self.config.seed)
+        self._delivery = cpus.delivery(self._engine, self.model, memory, self.regs, image)
         self._hooks.dispatch = self._deliver_or_stop
         self._runner = Runner(
             self._engine,
@@ -126,18 +128,36 @@ class Machine:
         )
         self._resources.callback(self._runner.close)
         self.calls = HostCalls(
-            self._runner, dict(image.ex_table), return_pad=self._pad, stack_top=self._stack - _ABOVE_CALL
+            self._runner,
+            dict(image.ex_table),
+            return_pad=self._pad,
+            stack_top=self._stack - self.model.room_above_call,
         )
 
     def _boot(self) -> None:
-        params = boot.write_boot_params(self.memory, self.model, self.config, self._free_ram)
+        self._quantum: Quantum | None = None
+        self.boot_ns = time_ns() if self.config.clock == "real" else 0
+        """What the guest takes for the wall time of its boot, in nanoseconds since the epoch."""
+        params = boot.write_boot_params(self.memory, self.model, self.config, self._free_ram, self.boot_ns)
         boot.enter(self.regs, self.model, self.image, params, self._stack)
         until = monotonic() + _BOOT_LIMIT
         trap = self.run()
         while trap.kind is TrapKind.BUDGET and monotonic() < until:
             trap = self.run()
         if trap.number != Hypercall.BOOTED:
-            raise GuestFault(trap)
+            raise GuestFault(trap, self._panic_message(trap))
+        self.per_cpu_bases = boot.per_cpu_bases(self.memory, self.image, self.config.cpus)
+        """Address of each CPU's per-CPU area."""
+        if self.config.quantum:
+            self._quantum = Quantum(self._engine, self._hooks, self.config.quantum, self.config.seed)
+        self._cr2_offset = self.image.abi.get("percpu.host_cr2")
+
+    def _panic_message(self, trap: Trap) -> str:
+        """What a kernel that gave up says; nothing where it stopped otherwise."""
+        with suppress(MemoryFault):
+            if trap.number == Hypercall.PANIC:
+                return self.memory.read_cstring(trap.args[0], 200).decode("ascii", "replace")
+        return ""
 
     @property
     def breakpoints(self) -> Breakpoints:
@@ -169,17 +189,70 @@ class Machine:
             HardwareError: called from within a run; the emulator failed.
             Exception: what a breakpoint handler or the fault hook raised; the guest stands where it was.
         """
-        return self._runner.run(budget=budget)
+        if self._quantum is None:
+            return self._runner.run(budget=budget)
+        self._quantum.arm()
+        try:
+            return self._runner.run(budget=budget)
+        finally:
+            self._quantum.disarm()
+
+    def leave(self, within: Callable[[int], bool]) -> None:
+        """Let the current CPU, which was preempted in there, run until it isn't within any more."""
+        assert self._quantum is not None, "nothing preempts it"
+        self._quantum.arm_behind(within)
+        try:
+            self._runner.run(tick=False)
+        finally:
+            self._quantum.disarm()
 
     def _deliver_or_stop(self, trap: Trap) -> None:
         stop = self._delivery.deliver(trap)
         if stop is not None:
             self._hooks.stop(stop)
 
+    def switch_to(self, number: int) -> None:
+        """Make another CPU the current one; the one that was stays where it stands.
+
+        Raises:
+            HardwareError: called from within a run.
+        """
+        if number == self.cpu:
+            return
+        self._runner.check_stopped()
+        self.cpus[self.cpu].save()
+        self.cpus[number].restore()
+        self._look_from(number)
+
+    def _look_from(self, number: int) -> None:
+        self.cpu = number
+        offset = self._cr2_offset
+        self._delivery.use(None if offset is None else self.per_cpu_bases[number] + offset)
+        for tell in self.on_switch:
+            tell(number)
+
+    def start_cpu(self, number: int, entry: int, stack: int) -> None:
+        """Let another CPU begin at `entry`, interrupts off, with its per-CPU area, when it is switched to."""
+        here, cpu = self.cpus[self.cpu], self.cpus[number]
+        here.save()
+        self.model.power_on(self._engine, self.memory, self.per_cpu_bases[number])
+        area = {self.model.boot_argument: self.per_cpu_bases[number]}
+        self.regs.restore(self.model.register_set(ip=entry, sp=stack, **area))
+        cpu.save()
+        here.restore()
+
+    def stands(self) -> list[tuple[int, int]]:
+        """Instruction and stack pointer of each CPU, by its number."""
+        here = self.cpu
+        return [
+            (self.regs.ip, self.regs.sp) if cpu.number == here else (cpu.saved("ip"), cpu.saved("sp"))
+            for cpu in self.cpus
+        ]
+
     def answer(self, value: int, *args: int) -> None:
         """Answer the hypercall that the guest stopped at (USER: system call number, then its arguments)."""
         regs = self.regs
-        regs.ax = value
+        regs.set(self.model.hypercall_register, value)
         for name, argument in zip(self.model.syscall_arguments, args, strict=False):
             setattr(regs, name, argument)
 
@@ -191,7 +264,7 @@ class Machine:
             HardwareError: the image has no interrupt handler.
         """
         if not self._delivery.possible:
-            raise HardwareError("the image has no asm_host_interrupt")
+            raise HardwareError("the image takes no interrupts")
         try:
             self._delivery.enter(vector, error_code, cr2)
         except MemoryFault as fault:
@@ -224,30 +297,38 @@ class Machine:
 
     @property
     def interrupts_enabled(self) -> bool:
-        """Whether an interrupt may be delivered now (IF); exceptions and WATCHDOG always may."""
-        return bool(self.regs.flags & cpu_x86.FLAG_IF)
+        """Whether an interrupt may be delivered now (IF, SIE); exceptions and WATCHDOG always may."""
+        return bool(self.regs.flags & self.model.interrupt_flag)
 
     def call(self, address: int, *args: int, variadic: bool = False) -> int:
         """Call a guest function; see `HostCalls.call`."""
         return self.calls.call(address, *args, variadic=variadic)
 
-    def execute(self, start: RegisterSet) -> RegisterSet:
+    def execute(self, start: Any) -> Any:
         """Run a guest function from a complete register state; see `HostCalls.execute`."""
         return self.calls.execute(start)
 
-    def trap_of(self, start: RegisterSet, *, fixup: bool = False) -> tuple[Trap, RegisterSet]:
+    def trap_of(self, start: Any, *, fixup: bool = False) -> tuple[Trap, Any]:
         """Run from a complete register state until anything stops it; see `HostCalls.trap_of`."""
         return self.calls.trap_of(start, fixup=fixup)
 
+    @property
+    def image_data(self) -> list[tuple[int, int]]:
+        """(va, size) of the image's writable pages.
+
+        What it reserves for handlers' cells is left out: those count what the host knows of.
+        """
+        reserved = boot.per_cpu_address(self.image, "reserved")
+        return [
+            (va, loader.page_up(size))
+            for va, _, size, rights in self.image.segments
+            if rights & Prot.WRITE and va != reserved
+        ]
+
     def data_snapshot(self, spans: Iterable[tuple[int, int]] | None = None) -> DataSnapshot:
-        """Snapshot of (va, size) spans; by default the image's writable pages and the host-call stack."""
+        """Snapshot of (va, size) spans; by default `image_data` and the host-call stack."""
         if spans is None:
-            spans = [
-                (va, loader.page_up(size))
-                for va, _, size, rights in self.image.segments
-                if rights & Prot.WRITE
-            ]
-            spans.append((self._stack - 4 * PAGE_SIZE, 4 * PAGE_SIZE))
+            spans = [*self.image_data, (self._stack - 4 * PAGE_SIZE, 4 * PAGE_SIZE)]
         return DataSnapshot(self.memory, self._ram_address, spans)
 
     def __enter__(self) -> Self:

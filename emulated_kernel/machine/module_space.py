@@ -49,7 +49,9 @@ class ModuleSpace:
         except HardwareError:
             self._pool.free(va)
             raise
-        self._memory.ram[pa : pa + pages] = bytes([self._filler if is_text else 0]) * pages
+        self._memory.ram[pa : pa + pages] = (
+            self._filler * (pages // len(self._filler)) if is_text else bytes(pages)
+        )
         self._memory.map(va, pa, pages, Prot.READ | (Prot.EXEC if is_text else Prot.WRITE))
         self._pieces[va] = _Piece(pa, size, is_text)
         return va
@@ -79,7 +81,7 @@ class ModuleSpace:
             self._text.disown(va)
         if piece.is_text:
             # What was translated from it must not run for the next module that comes here.
-            self._text.poke(va, bytes([self._filler]) * page_up(piece.size))
+            self._text.poke(va, self._filler * (page_up(piece.size) // len(self._filler)))
         self._memory.unmap(va, page_up(piece.size))
         self._memory.host_pages.free(piece.pa)
         self._pool.free(va)

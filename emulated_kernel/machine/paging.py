@@ -33,6 +33,8 @@ class PageTables(ABC):
 
     shifts: tuple[int, ...]
     """Bit positions of the index fields, root first."""
+    page_step: int = PAGE_SIZE
+    """What the entries of neighbouring pages differ by."""
 
     def __init__(self, ram: mmap.mmap, pool: UnitPool) -> None:
         self._ram = ram
@@ -78,7 +80,8 @@ class PageTables(ABC):
         first = self._slot(va, PAGE_SIZE)
         entry = self.leaf(pa, prot, False)
         count = size // PAGE_SIZE
-        entries = range(entry, entry + count * PAGE_SIZE, PAGE_SIZE)
+        step = self.page_step
+        entries = range(entry, entry + count * step, step)
         struct.pack_into(f"<{count}Q", self._ram, first, *entries)
 
     def _slot(self, va: int, page_size: int) -> int:
@@ -109,8 +112,8 @@ class PageTables(ABC):
     def _split(self, slot: int, shift: int, entry: int) -> int:
         """Replace a 2 MiB leaf by a table of 4 KiB leaves with the same rights."""
         table = self._new_table()
-        small = self.shrink(entry)
-        struct.pack_into("<512Q", self._ram, table, *range(small, small + 512 * PAGE_SIZE, PAGE_SIZE))
+        small, step = self.shrink(entry), self.page_step
+        struct.pack_into("<512Q", self._ram, table, *range(small, small + 512 * step, step))
         branch = self.branch(table, shift)
         self._put(slot, branch)
         return branch

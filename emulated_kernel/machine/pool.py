@@ -21,15 +21,18 @@ class UnitPool:
         self._next = 0
         self._first_fit = first_fit
 
-    def alloc(self, size: int) -> int:
-        """Address of `size` free bytes, aligned to the unit.
+    def alloc(self, size: int, limit: int | None = None) -> int:
+        """Address of `size` free bytes, aligned to the unit; below address `limit` if they are free there.
 
         Raises:
             HardwareError: nothing is left.
         """
         count = max(1, -(-size // self.unit))
         free = bytes(count)
-        index = self._used.find(free, self._next)
+        last = len(self._used) if limit is None else (limit - self.base) // self.unit
+        index = self._used.find(free, self._next, last)
+        if index < 0:
+            index = self._used.find(free, 0, last)
         if index < 0:
             index = self._used.find(free)
         if index < 0:

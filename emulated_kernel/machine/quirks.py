@@ -8,12 +8,13 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from emulated_kernel.machine.cpu import CpuModel
 from emulated_kernel.machine.engine import Engine
 from emulated_kernel.machine.hooks import TrapHooks
 from emulated_kernel.machine.memory import Memory
-from emulated_kernel.machine.registers import STATE_SLOT, RegisterSet, Regs
+from emulated_kernel.machine.registers import STATE_SLOT, Regs
 from emulated_kernel.machine.traps import Trap
 
 CODE_OFFSET = 0x800
@@ -55,30 +56,33 @@ class Bench:
         self.va = cpu.layout.host_text + CODE_OFFSET
         self._pa = memory.translate(self.va)
         self.traps: list[Trap] = []
+        self.error = 0
+        """The library's, of the last run."""
 
     def put(self, code: bytes) -> None:
         """Place code (and a halt) without telling the engine."""
-        self.memory.ram[self._pa : self._pa + len(code) + 1] = code + bytes([self.cpu.halt])
+        self.memory.ram[self._pa : self._pa + len(code) + len(self.cpu.halt)] = code + self.cpu.halt
 
-    def run(self, code: bytes, rbx: int = 0) -> RegisterSet:
+    def run(self, code: bytes, **registers: int) -> Any:
         """Run code up to its end or to its first trap."""
         self.put(code)
         self.engine.flush_code()
-        self.regs.bx = rbx
+        for name, value in registers.items():
+            self.regs.set(name, value)
         self.regs.sp = self._stack
         return self.resume()
 
-    def resume(self, ip: int | None = None) -> RegisterSet:
+    def resume(self, ip: int | None = None) -> Any:
         """Run what is there."""
         self.traps.clear()
         self.hooks.dispatch = self._stop
-        self.engine.start(self.va if ip is None else ip)
+        self.error = self.hooks.run(self.va if ip is None else ip)
         self.hooks.check()
         return self.regs.snapshot()
 
     def _stop(self, trap: Trap) -> None:
         self.traps.append(trap)
-        self.engine.stop()
+        self.hooks.end_run()
 
 
 def find_cpu_state(engine: Engine, cpu: CpuModel) -> int | None:

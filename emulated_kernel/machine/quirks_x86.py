@@ -47,7 +47,7 @@ def find_exception_cells(bench: Bench) -> tuple[int, int, int] | None:
     in_flight = [at for at, word in enumerate(start) if word == NONE_IN_FLIGHT]
     for code, rbx, error, vector in known_faults(bench.cpu):
         engine.context_restore(clean)
-        bench.run(code, rbx)
+        bench.run(code, bx=rbx)
         after = _words(_context_bytes(engine, context))
         errors = [at for at in errors if after[at] == error]
         in_flight = [at for at in in_flight if after[at] == vector]
@@ -84,7 +84,7 @@ def exception_state(bench: Bench, cells: tuple[int, int, int] | None, cpu: int |
 def check_faults_in_a_row(bench: Bench) -> None:
     """Unicorn keeps the last fault in flight for ever: unacknowledged, the next one is a double fault."""
     for code, rbx, _, vector in known_faults(bench.cpu) * 2:
-        bench.run(code, rbx)
+        bench.run(code, bx=rbx)
         if [trap.vector for trap in bench.traps] != [vector]:
             raise HardwareError(f"exception {vector} arrived as {[str(trap) for trap in bench.traps]}")
 
@@ -116,7 +116,7 @@ def check_breakpoint(bench: Bench) -> None:
     """int3 is seen behind the instruction, and a changed instruction pointer is where the guest goes on."""
     bench.hooks.breakpoints[bench.va] = lambda regs: regs.set("ip", regs.ip + 1)
     try:
-        end = bench.run(bytes([cpu_x86.INT3]) + bytes.fromhex("0f0b")[:1] + b"\x90")
+        end = bench.run(cpu_x86.INT3 + bytes.fromhex("0f0b")[:1] + b"\x90")
     finally:
         del bench.hooks.breakpoints[bench.va]
     if bench.traps or end.ip != bench.va + 4:

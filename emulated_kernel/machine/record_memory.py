@@ -1,51 +1,80 @@
-"""RecordMemory: what handlers in guest code write to, beside RAM: small cells, and pages for records."""
+"""RecordMemory: what handlers in guest code write to: small cells of each CPU, and pages for records."""
 
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 
 from emulated_kernel.abi import PAGE_SIZE
-from emulated_kernel.machine.layout import RECORD_CELLS_SIZE, Layout
+from emulated_kernel.machine.layout import Layout
 from emulated_kernel.machine.memory import Memory
 from emulated_kernel.machine.paging import Prot
 from emulated_kernel.machine.pool import UnitPool
 
-CELL_UNIT = 16
+CELL_UNIT = 8
 """Bytes; allocations of cells are multiples of it, and aligned to it."""
 
 
 def extra_size(layout: Layout) -> int:
     """Bytes of physical memory behind RAM that this needs; the host gives pages to what is touched alone."""
-    return RECORD_CELLS_SIZE + layout.record_pages_size
+    return layout.record_pages_size
 
 
 class RecordMemory:
-    """Two windows of the guest's address space, readable and writable, never executable.
+    """Cells in what the image reserves of each CPU's area, and pages of a window of their own.
 
-    Cells lie within reach of a 32-bit displacement; pages need a pointer. The guest's page allocator is told
-    of neither.
+    A cell has the same offset from the base of every CPU. The guest's allocators are told of neither.
     """
 
-    def __init__(self, memory: Memory, layout: Layout) -> None:
-        """`memory` has extra_size(layout) bytes behind its RAM."""
+    def __init__(
+        self, memory: Memory, layout: Layout, abi: Mapping[str, int], bases: Callable[[], Sequence[int]]
+    ) -> None:
+        """`memory` has extra_size(layout) bytes behind its RAM; `bases` are those of the CPUs.
+
+        An image that reserves nothing has no cells.
+        """
         self._memory = memory
-        rights = Prot.READ | Prot.WRITE
-        cells, pages, pages_size = layout.record_cells, layout.record_pages, layout.record_pages_size
-        memory.map(cells, memory.ram_size, RECORD_CELLS_SIZE, rights)
-        memory.map(pages, memory.ram_size + RECORD_CELLS_SIZE, pages_size, rights)
-        self._cells = UnitPool(cells, RECORD_CELLS_SIZE, CELL_UNIT)
+        self._bases = bases
+        pages, pages_size = layout.record_pages, layout.record_pages_size
+        memory.map(pages, memory.ram_size, pages_size, Prot.READ | Prot.WRITE)
         self._pages = UnitPool(pages, pages_size, PAGE_SIZE)
+        reserved, self._size = abi.get("percpu.reserved", 0), abi.get("percpu.reserved_size", 0)
+        self._cells = UnitPool(reserved, self._size, CELL_UNIT)
 
     def alloc_cells(self, size: int) -> int:
-        """Address of `size` bytes, zeroed. Raises: HardwareError: none left."""
-        va = self._cells.alloc(size)
-        self._memory.write(va, bytes(size))
-        return va
+        """Offset of `size` bytes of each CPU, zeroed. Raises: HardwareError: none left."""
+        offset = self._cells.alloc(size)
+        for view in self.cells(offset, size):
+            view[:] = bytes(size)
+        return offset
 
-    def free_cells(self, va: int) -> None:
+    def free_cells(self, offset: int) -> None:
         """Give back what `alloc_cells` returned. Raises: HardwareError: not allocated."""
-        self._cells.free(va)
+        self._cells.free(offset)
+
+    def cells(self, offset: int, size: int) -> list[memoryview]:
+        """Live bytes of an allocation, of each CPU."""
+        start = offset - self._cells.base
+        return [reserved[start : start + size] for reserved in self._reserved]
+
+    def address(self, offset: int, cpu: int = 0) -> int:
+        """Where a CPU's cell is, for everybody."""
+        return self._bases()[cpu] + offset
+
+    @cached_property
+    def _reserved(self) -> list[memoryview]:
+        return [self._memory.view(base + self._cells.base, self._size) for base in self._bases()]
+
+    @cached_property
+    def words(self) -> list[memoryview]:
+        """What is reserved of each CPU, as u64."""
+        return [reserved.cast("Q") for reserved in self._reserved]
+
+    def word_index(self, offset: int) -> int:
+        """Of a cell, in `words`."""
+        return (offset - self._cells.base) // 8
 
     def alloc_pages(self, size: int) -> int:
         """Address of whole pages, of any content. Raises: HardwareError: none left."""
@@ -62,5 +91,5 @@ class RecordMemory:
             self._memory.ram.madvise(mmap.MADV_REMOVE, self._memory.translate(va), size)
 
     def view(self, va: int, size: int) -> memoryview:
-        """Live bytes of an allocation."""
+        """Live bytes of pages."""
         return self._memory.view(va, size)

@@ -8,12 +8,16 @@ from emulated_kernel.machine.pool import UnitPool
 from emulated_kernel.machine.traps import HardwareError
 
 _CHUNK = 64 << 10
+_ROAMED = 1 << 20
+"""Bytes that allocations walk through until freed ones are used again; what is full is extended."""
 
 
 class Region:
     """Allocations of `unit` granularity in [base, base + size), backed by the host's physical pages."""
 
-    def __init__(self, memory: Memory, base: int, size: int, *, unit: int, prot: Prot, fill: int = 0) -> None:
+    def __init__(
+        self, memory: Memory, base: int, size: int, *, unit: int, prot: Prot, fill: bytes = b"\0"
+    ) -> None:
         self._memory = memory
         self._pool = UnitPool(base, size, unit)
         self._prot = prot
@@ -26,7 +30,7 @@ class Region:
         Raises:
             HardwareError: the window or the host's pages are exhausted.
         """
-        va = self._pool.alloc(size)
+        va = self._pool.alloc(size, max(self._mapped, self._pool.base + _ROAMED))
         try:
             while self._mapped < va + size:
                 self._extend()
@@ -55,6 +59,6 @@ class Region:
 
     def _extend(self) -> None:
         pa = self._memory.host_pages.alloc(_CHUNK)
-        self._memory.ram[pa : pa + _CHUNK] = bytes([self._fill]) * _CHUNK
+        self._memory.ram[pa : pa + _CHUNK] = self._fill * (_CHUNK // len(self._fill))
         self._memory.map(self._mapped, pa, _CHUNK, self._prot)
         self._mapped += _CHUNK

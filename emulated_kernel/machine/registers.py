@@ -7,40 +7,19 @@ import struct
 from collections.abc import Callable, Iterator
 from functools import cache
 from operator import attrgetter
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
-from emulated_kernel.machine import cpu_x86
 from emulated_kernel.machine.cpu import CpuModel
 from emulated_kernel.machine.engine import Engine
+from emulated_kernel.machine.register_sets import RegisterSet
+
+__all__ = ["STATE_SLOT", "RegisterSet", "Regs", "api_regs", "fast_regs"]
 
 # Not literals where they are used: mypy takes registers, which are no slots, for missing ones.
 _NO_SLOTS: tuple[str, ...] = ()
 _SLOTS = ("_engine", "orig_ax")
 STATE_SLOT = 8
 """Bytes that a register has in the emulator's own CPU state, however wide it is."""
-
-
-class RegisterSet(NamedTuple):
-    """A complete set of values; what `Regs.snapshot` returns and calls take. On i386 r8 to r15 are 0."""
-
-    ax: int = 0
-    cx: int = 0
-    dx: int = 0
-    bx: int = 0
-    sp: int = 0
-    bp: int = 0
-    si: int = 0
-    di: int = 0
-    r8: int = 0
-    r9: int = 0
-    r10: int = 0
-    r11: int = 0
-    r12: int = 0
-    r13: int = 0
-    r14: int = 0
-    r15: int = 0
-    ip: int = 0
-    flags: int = cpu_x86.FLAG_FIXED
 
 
 class Regs:
@@ -55,11 +34,15 @@ class Regs:
 
     _names: ClassVar[tuple[str, ...]]
     _absent: ClassVar[tuple[int, ...]]
-    """Zeros for the members of a RegisterSet that the CPU doesn't have."""
+    """Zeros for the members of a register set that the CPU doesn't have."""
+    _register_set: ClassVar[Callable[..., Any]]
+    _flags_register: ClassVar[int]
+    _flags_mask: ClassVar[int]
+    _fixed_flags: ClassVar[int]
 
     _engine: Engine
     orig_ax: int
-    """-1 unless a system call is entered; no hardware register."""
+    """-1 unless a system call is entered; no hardware register. riscv64: orig_a0."""
     ax: int
     cx: int
     dx: int
@@ -78,44 +61,22 @@ class Regs:
     r15: int
     ip: int
 
+    cs: int
+    """Segment selectors; fs is that of i386's per-CPU data, gs that of its user space's thread data."""
+    ss: int
+    ds: int
+    es: int
+    fs: int
+    gs: int
+
     @property
     def flags(self) -> int:
-        """EFLAGS, exact: arithmetic flags are computed lazily, so that only the library knows them."""
-        return self._engine.reg_read(cpu_x86.EFLAGS)
+        """EFLAGS, exact: it is computed lazily, so that only the library knows it. riscv64: sstatus."""
+        return self._engine.reg_read(self._flags_register)
 
     @flags.setter
     def flags(self, value: int) -> None:
-        self._engine.reg_write(cpu_x86.EFLAGS, value & 0xFFFFFFFF | cpu_x86.FLAG_FIXED)
-
-    @property
-    def cs(self) -> int:
-        """Code segment selector."""
-        return self._engine.reg_read(cpu_x86.CS)
-
-    @property
-    def ss(self) -> int:
-        """Stack segment selector."""
-        return self._engine.reg_read(cpu_x86.SS)
-
-    @property
-    def ds(self) -> int:
-        """Data segment selector."""
-        return self._engine.reg_read(cpu_x86.DS)
-
-    @property
-    def es(self) -> int:
-        """Extra segment selector."""
-        return self._engine.reg_read(cpu_x86.ES)
-
-    @property
-    def fs(self) -> int:
-        """The selector of i386's per-CPU data."""
-        return self._engine.reg_read(cpu_x86.FS)
-
-    @property
-    def gs(self) -> int:
-        """The selector that i386's user space has for its thread data."""
-        return self._engine.reg_read(cpu_x86.GS)
+        self._engine.reg_write(self._flags_register, value & self._flags_mask | self._fixed_flags)
 
     def get(self, name: str) -> int:
         """A register by name.
@@ -129,16 +90,16 @@ class Regs:
         """Set a register by name.
 
         Raises:
-            AttributeError: no such register, or a segment register.
+            AttributeError: no such register, or one that can only be read.
         """
         setattr(self, name, value)
 
-    def snapshot(self) -> RegisterSet:
-        """All values now."""
+    def snapshot(self) -> Any:
+        """All values now, as the CPU's register set."""
         *general, ip = [getattr(self, name) for name in self._names]
-        return RegisterSet._make([*general, *self._absent, ip, self.flags])
+        return self._register_set(*general, *self._absent, ip, self.flags)
 
-    def restore(self, values: RegisterSet) -> None:
+    def restore(self, values: Any) -> None:
         """Set all registers."""
         for name in self._names:
             setattr(self, name, getattr(values, name))
@@ -164,15 +125,15 @@ class FastRegs(Regs):
 
     __slots__ = (*_NO_SLOTS,)
     _packed: ClassVar[struct.Struct]
-    _values: ClassVar[Callable[[RegisterSet], tuple[int, ...]]]
-    """The members of a RegisterSet that the CPU has."""
+    _values: ClassVar[Callable[[Any], tuple[int, ...]]]
+    """The members of a register set that the CPU has."""
 
-    def snapshot(self) -> RegisterSet:
+    def snapshot(self) -> Any:
         """All values now."""
         *general, ip = self._packed.unpack_from(self)  # type: ignore[arg-type]
-        return RegisterSet._make([*general, *self._absent, ip, self.flags])
+        return self._register_set(*general, *self._absent, ip, self.flags)
 
-    def restore(self, values: RegisterSet) -> None:
+    def restore(self, values: Any) -> None:
         """Set all registers."""
         self._packed.pack_into(self, 0, *type(self)._values(values))  # type: ignore[arg-type]
         self.flags = values.flags
@@ -209,8 +170,20 @@ def _minus_one(cpu: CpuModel) -> int:
 
 def _common(cpu: CpuModel) -> dict[str, Any]:
     names = tuple(cpu.registers)
-    absent = len(RegisterSet._fields) - 1 - len(names)
-    return {"__slots__": (), "_names": names, "_absent": (0,) * absent}
+    absent = len(cpu.register_set()) - 1 - len(names)
+    special = {name: _special_register(number) for name, number in cpu.special_registers.items()}
+    aliases = {name: _alias(of) for name, of in cpu.aliases.items()}
+    return {
+        "__slots__": (),
+        "_names": names,
+        "_absent": (0,) * absent,
+        "_register_set": staticmethod(cpu.register_set),
+        "_flags_register": cpu.flags_register,
+        "_flags_mask": _minus_one(cpu),
+        "_fixed_flags": cpu.fixed_flags,
+        **special,
+        **aliases,
+    }
 
 
 @cache
@@ -257,3 +230,11 @@ def _api_register(register: int, mask: int) -> property:
         self._engine.reg_write(register, value & mask)
 
     return property(get, put)
+
+
+def _special_register(register: int) -> property:
+    return property(lambda self: self._engine.reg_read(register))
+
+
+def _alias(name: str) -> property:
+    return property(lambda self: getattr(self, name), lambda self, value: setattr(self, name, value))

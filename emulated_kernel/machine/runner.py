@@ -38,8 +38,9 @@ class Runner:
         self._clock = clock
         self._watchdog = Watchdog(engine.stop, budget)
         self._running = False
+        self._number = attrgetter(cpu.hypercall_register)
         self._halts: set[int] = set()
-        """Addresses behind a hlt that the guest stopped at before: text that nobody patches."""
+        """Addresses behind a halt that the guest stopped at before: text that nobody patches."""
 
     def run(self, tick: bool = True, budget: float | None = None) -> Trap:
         """Run until the guest stops; without `tick` its time goes on from where its last reading left it.
@@ -57,7 +58,7 @@ class Runner:
         try:
             self._watchdog.arm(budget)
             try:
-                error = self._engine.start(self.regs.ip)
+                error = self.hooks.run(self.regs.ip)
             finally:
                 expired = self._watchdog.disarm()
             return self._why_stopped(error, expired)
@@ -86,7 +87,7 @@ class Runner:
         if error:
             raise HardwareError(f"the emulator stopped at {ip:#x}: {self._engine.strerror(error)}")
         if ip in self._halts or self._behind_halt(ip):
-            return Trap.hypercall(ip, regs.ax & 0xFFFFFFFF, self._asked(regs))
+            return Trap.hypercall(ip, self._number(regs) & 0xFFFFFFFF, self._asked(regs))
         if expired:
             return Trap(TrapKind.BUDGET, ip)
         raise HardwareError(f"the emulator stopped at {ip:#x} for no reason")
@@ -94,13 +95,14 @@ class Runner:
     def _drain_stop(self, ip: int) -> None:
         """Use up a stop that came when the run was ending by itself, so that it can't hit the next one."""
         pad = self.cpu.layout.host_text
-        while self.regs.ip != pad + 1:
+        while self.regs.ip != pad + len(self.cpu.halt):
             self._engine.start(pad)
         self.regs.ip = ip
 
     def _behind_halt(self, ip: int) -> bool:
+        halt = self.cpu.halt
         try:
-            halted = self.memory.ram[self.memory.translate(ip - 1)] == self.cpu.halt
+            halted = self.memory.read(ip - len(halt), len(halt)) == halt
         except MemoryFault:
             return False
         if halted:

@@ -57,6 +57,8 @@ class Text:
         self.before_first_change: Callable[[], None] = lambda: None
         """Called when original text is about to change and nothing differs yet; it may run the guest."""
         self.watcher: TextWatcher | None = None
+        self.interrupt_cpus: Callable[[], None] = lambda: None
+        """Makes the other CPUs execute a serialising instruction; it may run the guest."""
 
     def adopt(self, va: int, original: bytes) -> None:
         """Declare mapped text as original: from here on its changes are in the ledger.
@@ -117,6 +119,7 @@ class Text:
 
         The CPUs of one emulator have nothing fetched ahead: only the watcher's do.
         """
+        self.interrupt_cpus()
         if self.watcher is not None:
             self.watcher.synchronised()
 
@@ -164,7 +167,7 @@ class Text:
             HardwareError: not allocated.
         """
         size = self._slots.free(va)
-        self.poke(va, bytes([self._filler]) * size)
+        self.poke(va, self._filler * (size // len(self._filler)))
 
     def _physical(self, va: int, size: int) -> Sequence[tuple[int, int]]:
         """(pa, length) of the contiguous parts of text. Raises MemoryFault before anything is written."""

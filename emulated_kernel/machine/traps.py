@@ -15,6 +15,8 @@ class TrapKind(Enum):
     """An exception; as the end of a run: one that could not be delivered."""
     DOUBLE_FAULT = "double fault"
     """An exception whose frame could not be pushed, or whose delivery faults again and again."""
+    PREEMPTED = "preempted"
+    """Its quantum is used up; running again continues it."""
     BUDGET = "budget"
     """The run took longer than its budget; running again continues it."""
 
@@ -67,8 +69,9 @@ class MemoryFault(Exception):
 class GuestFault(Exception):
     """A guest function called by the host ended in `trap` instead of returning."""
 
-    def __init__(self, trap: Trap) -> None:
-        super().__init__(str(trap))
+    def __init__(self, trap: Trap, message: str = "") -> None:
+        """With `message` where the guest has said why."""
+        super().__init__(message or str(trap))
         self.trap = trap
 
 

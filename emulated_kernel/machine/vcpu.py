@@ -11,7 +11,7 @@ class VCpu:
 
     def __init__(self, engine: Engine, cpu: CpuModel, number: int) -> None:
         self.number = number
-        self._per_cpu_register = cpu.per_cpu_register
+        self._model = cpu
         self._engine = engine
         self._context = engine.context_alloc()
 
@@ -23,11 +23,19 @@ class VCpu:
         """Make this CPU current."""
         self._engine.context_restore(self._context)
 
+    def saved(self, name: str) -> int:
+        """A register as it was saved, by its name in pt_regs; only while another CPU is current.
+
+        Raises:
+            KeyError: no such register.
+        """
+        return self._engine.context_read(self._context, self._model.registers[name])
+
     @property
     def per_cpu_base(self) -> int:
         """Address of the per-CPU area, while this CPU is current."""
-        return self._engine.reg_read(self._per_cpu_register)
+        return self._engine.reg_read(self._model.per_cpu_register)
 
     @per_cpu_base.setter
     def per_cpu_base(self, address: int) -> None:
-        self._engine.reg_write(self._per_cpu_register, address)
+        self._engine.reg_write(self._model.per_cpu_register, address)

@@ -14,8 +14,10 @@ from emulated_kernel.image.image import load_image
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.traps import GuestFault, Trap, TrapKind
 
+AT_FDCWD = -100 & 0xFFFFFFFF
 
-@pytest.fixture(scope="module", params=["x86_64", "i386"])
+
+@pytest.fixture(scope="module", params=["x86_64", "i386", "riscv64", "riscv64i"])
 def image(request: pytest.FixtureRequest) -> Any:
     return load_image(None, request.param)
 
@@ -60,7 +62,7 @@ def test_system_call_and_its_fault(machine: Machine) -> None:
     assert (trap.number, trap.args[0]) == (Hypercall.USER, 1)
     path = machine.user_buffers.alloc(64)
     machine.memory.write(path, b"/scratch/file\0")
-    machine.answer(_number(machine, "open"), path, 0o102, 0o644)
+    machine.answer(_number(machine, "openat"), AT_FDCWD, path, 0o102, 0o644)
     descriptor = machine.run().args[0]
     assert descriptor < 1024
     machine.answer(_number(machine, "write"), descriptor, path, 13)
@@ -115,14 +117,17 @@ def test_breakpoint_on_a_function(machine: Machine) -> None:
 
     def hit(regs: Any) -> None:
         hits.append(regs.get(machine.model.arguments[0]))
-        regs.ip = machine.memory.read_word(regs.sp)
-        regs.sp += machine.memory.word_size
-        regs.ax = 99
+        if "ra" in machine.model.registers:
+            regs.ip = regs.ra
+        else:
+            regs.ip = machine.memory.read_word(regs.sp)
+            regs.sp += machine.memory.word_size
+        regs.set(machine.model.result, 99)
 
     machine.breakpoints[strlen] = hit
-    machine.text.poke(strlen, b"\xcc")
+    machine.text.poke(strlen, machine.model.filler)
     assert machine.call(strlen, text) == 99
-    machine.text.poke(strlen, machine.text.original(strlen, 1))
+    machine.text.poke(strlen, machine.text.original(strlen, len(machine.model.filler)))
     assert machine.call(strlen, text) == 0
     assert hits == [text]
     assert machine.text.ledger == {}

@@ -21,14 +21,26 @@ def machine() -> Iterator[Machine]:
         yield kernel.machine
 
 
-def test_cells_are_zeroed_and_near(machine: Machine) -> None:
+def test_cells_are_zeroed_and_each_cpus_own(machine: Machine) -> None:
     records = machine.records
     first = records.alloc_cells(8)
-    records.view(first, 8)[:] = b"\xff" * 8
+    for cell in records.cells(first, 8):
+        cell[:] = b"\xff" * 8
     records.free_cells(first)
-    cells = [records.alloc_cells(24) for _ in range(20_000)]
-    assert all(cell >= (1 << 64) - (1 << 31) and cell % 16 == 0 for cell in cells)
-    assert not any(machine.memory.read(cell, 24).strip(b"\0") for cell in cells)
+    cells = [records.alloc_cells(24) for _ in range(10_000)]
+    assert len(set(cells)) == 10_000
+    assert all(cell % 8 == 0 for cell in cells)
+    for cpu, base in enumerate(machine.per_cpu_bases):
+        assert all(records.address(cell, cpu) == base + cell for cell in cells)
+        assert not any(machine.memory.read(base + cell, 24).strip(b"\0") for cell in cells)
+
+
+def test_cells_as_words(machine: Machine) -> None:
+    records = machine.records
+    cell = records.alloc_cells(8)
+    for number, words in enumerate(records.words):
+        words[records.word_index(cell)] = number + 7
+        assert machine.memory.read_u64(records.address(cell, number)) == number + 7
 
 
 def test_pages_are_the_guests_and_of_no_other_use(machine: Machine) -> None:

@@ -131,6 +131,17 @@ def test_freed_slots_are_reused_as_late_as_possible() -> None:
     assert text.alloc_text(64) != first
 
 
+def test_text_that_comes_and_goes_takes_no_more_memory_than_a_mebibyte() -> None:
+    machine = boot()
+    text, used = machine.text, machine.memory.host_pages.used
+    for _ in range(5_000):
+        text.free_text(text.alloc_text(4096))
+    # And a page table.
+    assert machine.memory.host_pages.used - used <= (1 << 20) + 4096
+    kept = [text.alloc_text(4096) for _ in range(1_000)]
+    assert len(set(kept)) == 1_000
+
+
 def test_module_text_is_adopted_and_disowned() -> None:
     machine = boot()
     text = machine.text

@@ -1,0 +1,51 @@
+"""Quantum: ends a run after a seeded number of instructions, so that another CPU can run in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+from emulated_kernel.machine.engine import CODE_CALLBACK, HOOK_CODE, Engine
+from emulated_kernel.machine.hooks import TrapHooks
+from emulated_kernel.machine.traps import Trap, TrapKind
+
+_FEWEST = 2
+"""Instructions; the first one of a run takes the host's answer, which an interrupt before it would lose."""
+
+
+class Quantum:
+    """Counts instructions, each of which costs a callback: for tests of what may happen in between.
+
+    Where runs end depends on the seed and on what the guest executes, never on time.
+    """
+
+    def __init__(self, engine: Engine, hooks: TrapHooks, mean: int, seed: int) -> None:
+        """`mean`: instructions of a run on average."""
+        self._hooks = hooks
+        self._longest = max(_FEWEST, 2 * mean - _FEWEST)
+        self._dice = Random(seed)
+        self._left = 0
+        self._within: Callable[[int], bool] | None = None
+        engine.add_hook(HOOK_CODE, CODE_CALLBACK(self._count))
+        engine.flush_code()
+
+    def arm(self) -> None:
+        """The run that follows may be ended."""
+        self._left = self._dice.randint(_FEWEST, self._longest)
+
+    def disarm(self) -> None:
+        """Runs of the host's own are left alone."""
+        self._left, self._within = 0, None
+
+    def arm_behind(self, within: Callable[[int], bool]) -> None:
+        """The run that follows is ended at the first instruction that isn't within."""
+        self._within = within
+
+    def _count(self, _engine: int, address: int, _size: int, _data: int) -> None:
+        if self._within is not None and not self._within(address):
+            self._within = None
+            self._hooks.stop(Trap(TrapKind.PREEMPTED, address))
+        if self._left:
+            self._left -= 1
+            if not self._left:
+                self._hooks.stop(Trap(TrapKind.PREEMPTED, address))
