@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from emulated_kernel.abi import Vector
 from emulated_kernel.errors import KernelError
 
 _EXIT_RECORD_WORDS = 2
 """struct host_exit_record: the task, then pid and code."""
+_FIRST_INTERRUPT = Vector.TIMER
 _UIDS = ("uid", "euid", "fsuid")
 _GIDS = ("gid", "egid", "fsgid")
 
@@ -23,6 +25,8 @@ class CellMemory(Protocol):
 
     def read_word(self, va: int) -> int: ...
 
+    def read_u32(self, va: int) -> int: ...
+
     def write_u32(self, va: int, value: int) -> None: ...
 
 
@@ -33,12 +37,22 @@ class SymbolNames(Protocol):
 class GuestCells:
     """Reads and writes through memoryviews: 0.1 us each, and no system call of the guest's."""
 
-    def __init__(self, memory: CellMemory, symbols: SymbolNames, abi: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        memory: CellMemory,
+        symbols: SymbolNames,
+        abi: Mapping[str, int],
+        areas: Sequence[int] | None = None,
+    ) -> None:
+        """`areas`: the per-CPU area of each CPU; None where there is one."""
         self._memory = memory
         self._abi = abi
-        percpu = abi["percpu.base"]
-        self._current = self._pointer(memory, percpu + abi["percpu.current_task"])
-        self._mailbox = self._pointer(memory, percpu + abi["percpu.host_mailbox"])
+        areas = [abi["percpu.base"]] if areas is None else areas
+        self._currents = [self._pointer(memory, area + abi["percpu.current_task"]) for area in areas]
+        self._mailboxes = [self._pointer(memory, area + abi["percpu.host_mailbox"]) for area in areas]
+        self._sent = [memory.view(area + abi["percpu.host_irr"], 4).cast("I") for area in areas]
+        self._syncs = [memory.view(area + abi["percpu.host_syncs"], 4).cast("I") for area in areas]
+        self.switch_to(0)
         exits = address_of(symbols, "host_exits")
         self._exit_slots = abi["host_exits.entries"]
         self._exits = memory.view(exits, 8 + self._exit_slots * 8 * _EXIT_RECORD_WORDS).cast("Q")
@@ -47,6 +61,41 @@ class GuestCells:
     @staticmethod
     def _pointer(memory: CellMemory, va: int) -> memoryview:
         return memory.view(va, memory.word_size).cast("Q" if memory.word_size == 8 else "I")
+
+    def switch_to(self, cpu: int) -> None:
+        """Another CPU is current."""
+        self._current, self._mailbox = self._currents[cpu], self._mailboxes[cpu]
+
+    def task_of(self, cpu: int) -> int:
+        """The task_struct that runs on that CPU."""
+        return int(self._currents[cpu][0])
+
+    def sent_to(self, cpu: int) -> int:
+        """Interrupts that wait to be delivered there: a bit each, vector 32 the lowest."""
+        return int(self._sent[cpu][0])
+
+    def send(self, cpu: int, vector: int) -> None:
+        """Let this interrupt wait to be delivered there."""
+        self._sent[cpu][0] |= 1 << vector - _FIRST_INTERRUPT
+
+    def take_sent(self, cpu: int) -> int:
+        """The lowest vector of those that wait, which waits no more."""
+        waiting = int(self._sent[cpu][0])
+        lowest = waiting & -waiting
+        self._sent[cpu][0] = waiting & ~lowest
+        return _FIRST_INTERRUPT + lowest.bit_length() - 1
+
+    def syncs_of(self, cpu: int) -> int:
+        """How often that CPU has executed a serialising instruction for Vector.SYNC_CORE."""
+        return int(self._syncs[cpu][0])
+
+    def cpu_of(self, task: int) -> int:
+        """The CPU that a task_struct ran on last, or waits to run on."""
+        return self._memory.read_u32(task + self._abi["task_struct.cpu"])
+
+    def is_queued(self, task: int) -> bool:
+        """Whether it runs or wants to; otherwise it sleeps."""
+        return self._memory.read_u32(task + self._abi["task_struct.on_rq"]) != 0
 
     def current_task(self) -> int:
         """The task_struct that runs on the CPU."""

@@ -6,6 +6,7 @@ import errno
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from time import monotonic
 from typing import Protocol
 
 from emulated_kernel.abi import ERESTARTSYS, HZ, PARK, Hypercall, Vector
@@ -21,6 +22,12 @@ Raises: KernelError for an errno, WouldBlock to let the task sleep and ask again
 NSEC_PER_JIFFY = 1_000_000_000 // HZ
 OVERDUE = 0.005
 """Seconds until the next try, where a run that took too long couldn't be interrupted."""
+MAX_WATCHDOGS = 4
+"""Interrupts of one run that takes too long: a guest that goes on even so has lost its way."""
+AFTER_WATCHDOG = 0.25
+"""Seconds that a run may take which was interrupted for that."""
+MAX_CALL = 10.0
+"""Seconds that a system call may keep the guest busy, with whatever other tasks do meanwhile."""
 MAX_SLEEP_JIFFIES = 10 * HZ
 """A system call that sleeps longer by itself than this is given up."""
 
@@ -74,12 +81,17 @@ class Request:
         self.on_end()
 
 
-class _At(Enum):
-    """Where the guest stands between two runs."""
+class At(Enum):
+    """Where a CPU of the guest stands between two runs."""
 
     USER = auto()
     IDLE = auto()
     DEAD = auto()
+    UNDERWAY = auto()
+    """Anywhere in the kernel: it waits for another CPU, or for its turn."""
+    TOLD = auto()
+    """At a question that it has got the answer to, but not taken yet: nothing else may be told it."""
+    OFFLINE = auto()
 
 
 class Clock(Protocol):
@@ -129,10 +141,12 @@ class Executive:
         """Whether an interrupt may be delivered where the guest stands now."""
         self.before_call: Callable[[], None] = lambda: None
         """Called before a system call goes to the guest."""
+        self.in_handler: Callable[[int], bool] = lambda _address: False
+        """Whether an address lies in a handler, where a CPU may have written half a record."""
         self.after_call: Callable[[], None] = lambda: None
         """Called when it has ended, or sleeps: the guest stands still again."""
         self._tasks: dict[int, GuestTask] = {}
-        self._at = _At.IDLE
+        self._at = At.IDLE
         self._depth = 0
         self._user: GuestTask | None = None
         self._last_jiffy = cpu.clock.now_ns() // NSEC_PER_JIFFY
@@ -141,7 +155,7 @@ class Executive:
     @property
     def is_dead(self) -> bool:
         """The guest gave up (a panic, or it can't take an exception any more)."""
-        return self._at is _At.DEAD
+        return self._at is At.DEAD
 
     def start(self) -> None:
         """Let a kernel that has just booted go on until its first task is in user mode."""
@@ -226,11 +240,13 @@ class Executive:
         self._tick()
         self._wake(task)
         slept = 0
+        until = monotonic() + MAX_CALL
         self._step()
         while request.result is None:
             if request.elsewhere is not None:
                 result = self._run_elsewhere(request, request.elsewhere)
-                if self._at is _At.DEAD:
+                until = monotonic() + MAX_CALL
+                if self._at is At.DEAD:
                     # It died of the action, whose result is the answer all the same.
                     request.result, request.killed = result, False
                     break
@@ -238,11 +254,10 @@ class Executive:
                     # The action ended this very task: there is nobody to wake.
                     break
                 self._wake(task)
-            elif self._at is _At.IDLE:
-                self._await_time(request, slept)
+            elif self._at is not At.IDLE and monotonic() > until:
+                self._die()
+            elif self._go_on(task, slept):
                 slept += 1
-            else:
-                self._feed()
             self._step()
         task.request = None
         if request.failure is not None:
@@ -250,6 +265,15 @@ class Executive:
         if request.killed:
             raise KernelError(errno.EIO, f"task {task.pid} was killed; see machine/dmesg")
         return request.result
+
+    def _go_on(self, task: GuestTask, slept: int) -> bool:
+        """Tell the guest what to do next for this task; True: time had to pass."""
+        if self._at is At.IDLE:
+            assert task.request is not None
+            self._await_time(task.request, slept)
+            return True
+        self._feed()
+        return False
 
     def _run_elsewhere(self, request: Request, action: Callable[[], int]) -> int:
         request.elsewhere = None
@@ -267,17 +291,17 @@ class Executive:
     def _tick(self) -> None:
         """Deliver a timer interrupt when the clock has passed a jiffy since the last one."""
         jiffy = self._cpu.clock.now_ns() // NSEC_PER_JIFFY
-        if jiffy != self._last_jiffy and self._at is not _At.DEAD:
+        if jiffy != self._last_jiffy and self._at is not At.DEAD:
             self._last_jiffy = jiffy
             self._deliver(Vector.TIMER)
             self._step()
 
     def _wake(self, task: GuestTask) -> None:
         """Make the guest switch to this task when it goes on."""
-        if self._at is _At.DEAD:
+        if self._at is At.DEAD:
             task.request = None
             raise KernelError(errno.EIO, "the emulated kernel has stopped; see machine/dmesg")
-        if self._at is _At.IDLE:
+        if self._at is At.IDLE:
             self._cells.set_mailbox(task.addr)
             self._deliver(Vector.WAKE)
         elif self._user is not task:
@@ -298,26 +322,36 @@ class Executive:
     def _step(self) -> None:
         """Run the guest until it stands at one of its two places; answer what it asks on the way."""
         budget: float | None = None
-        while self._at is not _At.DEAD:
+        overdue = 0.0
+        while self._at is not At.DEAD:
             trap = self._run_cpu(budget)
             budget = None
             if trap.kind is TrapKind.BUDGET:
-                if self.may_interrupt():
+                overdue += 1
+                if overdue > MAX_WATCHDOGS:
+                    self._die()
+                elif self.may_interrupt():
                     self._deliver(Vector.WATCHDOG)
+                    budget = AFTER_WATCHDOG
                 else:
+                    overdue -= 1 - OVERDUE
                     budget = OVERDUE
             elif trap.kind is not TrapKind.HYPERCALL:
-                return self._die()
+                return self._stopped_otherwise(trap)
             elif trap.number in (Hypercall.HOSTFS, Hypercall.MODULE):
                 self._cpu.answer(self._serve(trap.args))
             elif trap.number == Hypercall.USER:
                 return self._enter_user(trap.args[0])
             elif trap.number == Hypercall.IDLE:
-                self._at, self._user = _At.IDLE, None
+                self._at, self._user = At.IDLE, None
                 return self._bury()
             else:
-                return self._die()
+                return self._stopped_otherwise(trap)
         return None
+
+    def _stopped_otherwise(self, _trap: Trap) -> None:
+        """A panic, or an exception that can't be delivered."""
+        self._die()
 
     def _run_cpu(self, budget: float | None) -> Trap:
         try:
@@ -337,7 +371,7 @@ class Executive:
     def _enter_user(self, last_result: int) -> None:
         self._bury()
         task = self._tasks.get(self._cells.current_task())
-        self._at, self._user = _At.USER, task
+        self._at, self._user = At.USER, task
         request = None if task is None else task.request
         if request is not None and request.started and request.result is None:
             request.end(last_result)
@@ -385,7 +419,7 @@ class Executive:
             self.on_death(task)
 
     def _die(self) -> None:
-        self._at, self._user = _At.DEAD, None
+        self._at, self._user = At.DEAD, None
         for task in list(self._tasks.values()):
             if task.request is not None and task.request.result is None:
                 task.request.killed = True

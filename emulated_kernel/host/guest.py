@@ -9,10 +9,11 @@ from typing import Protocol
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.host.buffers import BUFFER_SIZE, UserBuffers
+from emulated_kernel.host.cells import address_of
 from emulated_kernel.host.executive import Executive, GuestTask, HostfsHandler, Request
 from emulated_kernel.host.mirror import TaskMirror
 from emulated_kernel.host.syscalls import Syscalls, UserMemory, check
-from emulated_kernel.host.wall_time import RealTime, WallTime
+from emulated_kernel.host.wall_time import WallTime
 
 MAX_ARGUMENTS = 6
 _STRINGS = 8 << 10
@@ -51,9 +52,12 @@ class Guest:
         buffers: UserBuffers,
         cpu: GuestCpu,
         symbols: GuestSymbols,
-        times: RealTime | WallTime,
+        times: WallTime,
         patched: Mapping[int, int],
+        argument_counts: Mapping[str, int] | None = None,
     ) -> None:
+        """`argument_counts`: how many arguments functions take at least, as far as that is known."""
+        self._argument_counts = argument_counts or {}
         self._cpu = cpu
         self._symbols = symbols
         self.executive = executive
@@ -137,9 +141,9 @@ class Guest:
     def call_function(self, name: str, *args: int | str | bytes) -> int:
         """Call a kernel function in the worker's task; strings are passed by address. The raw result.
 
-        Raises: KernelError ENOENT (no such symbol), EINVAL (no function, a string with NUL), E2BIG (too
-        many arguments), EFAULT (it oopsed or looped: the worker was killed, see the kernel log), EIO (the
-        guest was dead before).
+        Raises: KernelError ENOENT (no such symbol), EINVAL (no function, fewer arguments than it is known to
+        take, a string with NUL), E2BIG (too many arguments), EFAULT (it oopsed or looped: the worker was
+        killed, see the kernel log), EIO (the guest was dead before).
         """
         found = self._symbols.by_name(name)
         if not found:
@@ -148,6 +152,10 @@ class Guest:
             raise KernelError(errno.EINVAL, f"{name} is not a function")
         if len(args) > MAX_ARGUMENTS:
             raise KernelError(errno.E2BIG, f"at most {MAX_ARGUMENTS} arguments")
+        needed = self._argument_counts.get(name.rpartition(":")[2], 0)
+        if len(args) < min(needed, MAX_ARGUMENTS):
+            noun = "argument" if needed == 1 else "arguments"
+            raise KernelError(errno.EINVAL, f"{name} takes {needed} {noun}, not {len(args)}")
         with self.buffers.borrowed() as buffer:
             return self._call(found[0].address, buffer, args)
 
@@ -183,8 +191,7 @@ class Guest:
         """printk: a line of the host's in the kernel log, wherever the guest stands; not if it is dead."""
         if self.is_dead:
             return
-        printk = self._symbols.lookup_name("_printk")
-        assert printk is not None, "every kernel has _printk"
+        printk = address_of(self._symbols, "_printk")
         with self.buffers.borrowed() as buffer:
             self._memory.write(buffer, b"%s\n\0" + message.encode()[:1000] + b"\0")
             self._cpu.call(printk, buffer, buffer + 4, variadic=True)

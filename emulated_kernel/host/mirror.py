@@ -19,6 +19,8 @@ from emulated_kernel.host.syscalls import check
 
 SIGCHLD = 17
 INIT_PID = 1
+PID_MAX = 4194304
+"""All pids are below. Mirrors: include/linux/threads.h:PID_MAX_LIMIT (v6.1)."""
 KTHREADD_PID = 2
 MAX_UNNAMED = 8
 EXEC_WITHIN = 1.0
@@ -118,6 +120,17 @@ class TaskMirror:
         """The daemon's own task, for calls that may kill it; then the next one takes its place."""
         return self._by_pid.get(self._own_pid) or self._adopt(self._own_pid, "kprobefs", 0, 0)
 
+    def resident(self, pid: int, comm: str) -> GuestTask:
+        """A task of the daemon's, of a pid that no process of the host has. Raises: KernelError ENOMEM."""
+        return self._by_pid.get(pid) or self._create(pid, comm, 0, 0)
+
+    def unused_pid(self) -> int:
+        """The highest pid that no task has; a process of the host may get it as soon as it is given up."""
+        pid = PID_MAX - 1
+        while pid in self._by_pid:
+            pid -= 1
+        return pid
+
     def catch_up(self) -> None:
         """Let the guest see the forks and exits of host processes since the last request."""
         for fork in self._watch.forks():
@@ -138,15 +151,9 @@ class TaskMirror:
         """A host fork becomes kernel_clone in the parent's task."""
         if fork.pid in self._by_pid:
             return
-        parent = self._parent(fork)
-        self._cells.set_field(parent.addr, "host_clone_pid", fork.pid)
-        result = self._executive.syscall(parent, self._nr["clone"], SIGCHLD, 0, 0, 0, 0)
-        if result != fork.pid:
+        child = self.clone(self._parent(fork), fork.pid)
+        if child is None:
             return
-        child = GuestTask(fork.pid, self._find_task(fork.pid), parent.comm, parent.uid, parent.gid)
-        self._executive.add(child)
-        self._by_pid[child.pid] = child
-        self.on_fork(parent.pid, child.pid)
         if not fork.alive or len(self._by_pid) > MAX_TASKS:
             self.exit(child.pid)
             return
@@ -155,6 +162,20 @@ class TaskMirror:
         self._unnamed_until = monotonic() + EXEC_WITHIN
         self._set_owner(child, fork.uid, fork.gid)
         self._set_comm(child, fork.comm)
+
+    def clone(self, parent: GuestTask, pid: int) -> GuestTask | None:
+        """kernel_clone in a task; the child of that pid, None where there was none.
+
+        Raises: KernelError EIO.
+        """
+        self._cells.set_field(parent.addr, "host_clone_pid", pid)
+        if self._executive.syscall(parent, self._nr["clone"], SIGCHLD, 0, 0, 0, 0) != pid:
+            return None
+        child = GuestTask(pid, self._find_task(pid), parent.comm, parent.uid, parent.gid)
+        self._executive.add(child)
+        self._by_pid[pid] = child
+        self.on_fork(parent.pid, pid)
+        return child
 
     def _parent(self, fork: Fork) -> GuestTask:
         """The task to fork in; init's where the parent has ended or can't be told."""
@@ -172,6 +193,11 @@ class TaskMirror:
 
     def _adopt(self, pid: int, comm: str, uid: int, gid: int) -> GuestTask:
         """A process first seen at its request: a task without a fork, since that lies in the past."""
+        task = self._create(pid, comm, uid, gid)
+        self._watch.follow(pid)
+        return task
+
+    def _create(self, pid: int, comm: str, uid: int, gid: int) -> GuestTask:
         with self._buffers.borrowed() as name:
             self._memory.write(name, _comm_bytes(comm))
             number = self._nr["host_task_create"]
@@ -180,7 +206,6 @@ class TaskMirror:
         task = GuestTask(pid, addr, comm, uid, gid)
         self._executive.add(task)
         self._by_pid[pid] = task
-        self._watch.follow(pid)
         return task
 
     def _set_owner(self, task: GuestTask, uid: int, gid: int) -> None:

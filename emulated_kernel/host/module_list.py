@@ -88,11 +88,6 @@ class ModuleReader:
         """All of a module that is coming."""
         parts = [self._part(module, kind) for kind in (TEXT, DATA, INIT_TEXT, INIT_DATA)]
         symbols = tuple(self._symbols(module, parts))
-        code = {
-            part.start: self._memory.read(part.start, part.end - part.start)
-            for part in (parts[TEXT], parts[INIT_TEXT])
-            if part.start
-        }
         return Module(
             name=self.name(module),
             text=parts[TEXT],
@@ -103,8 +98,12 @@ class ModuleReader:
             blacklist=tuple(self._blacklist(module, symbols)),
             mcount=frozenset(self._words(module, "ftrace_callsites")),
             bugs=self._bugs(module),
-            code=code,
+            code=self._bytes(parts[TEXT], parts[INIT_TEXT]),
+            contents=self._bytes(parts[DATA], parts[INIT_DATA]),
         )
+
+    def _bytes(self, *parts: Range) -> dict[int, bytes]:
+        return {p.start: self._memory.read(p.start, p.end - p.start) for p in parts if p.start}
 
     def _info(self, module: int, state: ModuleState) -> ModuleInfo:
         parts = [self._part(module, kind) for kind in (TEXT, DATA, INIT_TEXT, INIT_DATA)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,10 +18,27 @@ AT_FDCWD = -100 & 0xFFFFFFFF
 AT_SYMLINK_NOFOLLOW = 0x100
 UTIME_OMIT = (1 << 30) - 2
 """A file's time stays as it is, in the field of its nanoseconds."""
+AT_REMOVEDIR = 0x200
 _MAX_ERRNO = 4095
 _STAT = struct.Struct("<QQQIIIIQqqqQQQQQQ")
 """struct stat of the guest: x86_64's layout on every architecture."""
 _DIRENT = struct.Struct("<QqHB")
+
+
+_AT: dict[str, tuple[str, tuple[int, ...]]] = {
+    "mkdir": ("mkdirat", ()),
+    "rmdir": ("unlinkat", (AT_REMOVEDIR,)),
+    "unlink": ("unlinkat", (0,)),
+    "chmod": ("fchmodat", ()),
+    "lchown": ("fchownat", (AT_SYMLINK_NOFOLLOW,)),
+    "newlstat": ("newfstatat", (AT_SYMLINK_NOFOLLOW,)),
+    "readlink": ("readlinkat", ()),
+}
+"""What younger architectures have instead: a directory goes before the path, and these flags come last."""
+_AT_PATHS: dict[str, Callable[[int, int], tuple[str, tuple[int, ...]]]] = {
+    "rename": lambda old, new: ("renameat2", (AT_FDCWD, old, AT_FDCWD, new, 0)),
+    "symlink": lambda target, path: ("symlinkat", (target, AT_FDCWD, path)),
+}
 
 
 class UserMemory(Protocol):
@@ -73,6 +90,10 @@ class Syscalls:
         """The guest's number of a system call."""
         return self._nr[name]
 
+    def has(self, name: str) -> bool:
+        """Whether the guest has a system call."""
+        return name in self._nr
+
     def call(self, task: GuestTask, name: str, *args: int, hostfs: HostfsHandler | None = None) -> int:
         """One system call by its name. Raises: KernelError; WouldBlock (see Executive.syscall)."""
         nr = self._nr[name]
@@ -84,14 +105,26 @@ class Syscalls:
         """A system call whose first argument is a path."""
         with self._buffers.borrowed() as buffer:
             self._put_path(buffer, path)
-            return self.call(task, name, buffer, *args, hostfs=hostfs)
+            return self._at_path(task, name, buffer, *args, hostfs=hostfs)
+
+    def _at_path(
+        self, task: GuestTask, name: str, path: int, *args: int, hostfs: HostfsHandler | None = None
+    ) -> int:
+        """A system call on the path at that address, by the name that most architectures have for it."""
+        if name in self._nr or name not in _AT:
+            return self.call(task, name, path, *args, hostfs=hostfs)
+        instead, flags = _AT[name]
+        return self.call(task, instead, AT_FDCWD, path, *args, *flags, hostfs=hostfs)
 
     def with_paths(self, task: GuestTask, name: str, first: str, second: str) -> int:
         """A system call on two paths."""
         with self._buffers.borrowed() as buffer:
             self._put_path(buffer, first)
             self._put_path(buffer + PATH_MAX, second)
-            return self.call(task, name, buffer, buffer + PATH_MAX)
+            if name in self._nr:
+                return self.call(task, name, buffer, buffer + PATH_MAX)
+            name, args = _AT_PATHS[name](buffer, buffer + PATH_MAX)
+            return self.call(task, name, *args)
 
     def _put_path(self, buffer: int, path: str) -> None:
         data = path.encode("utf-8", "surrogateescape") + b"\0"
@@ -144,7 +177,7 @@ class Syscalls:
         """lstat(2)."""
         with self._buffers.borrowed() as buffer:
             self._put_path(buffer + _STAT.size, path)
-            self.call(task, "newlstat", buffer + _STAT.size, buffer)
+            self._at_path(task, "newlstat", buffer + _STAT.size, buffer)
             return self._stat(buffer)
 
     def fstat(self, task: GuestTask, fd: int) -> GuestStat:
@@ -163,7 +196,7 @@ class Syscalls:
         """readlink(2)."""
         with self._buffers.borrowed() as buffer:
             self._put_path(buffer, path)
-            count = self.call(task, "readlink", buffer, buffer + PATH_MAX, PATH_MAX)
+            count = self._at_path(task, "readlink", buffer, buffer + PATH_MAX, PATH_MAX)
             return self._memory.read(buffer + PATH_MAX, count).decode("utf-8", "surrogateescape")
 
     def listdir(self, task: GuestTask, path: str) -> list[str]:

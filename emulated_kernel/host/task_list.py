@@ -44,13 +44,15 @@ def read_tasks(memory: TaskMemory, symbols: TaskSymbols, abi: Mapping[str, int])
     first = symbols.lookup_name("init_task") or 0
     task = first
     for _ in range(_MAX_TASKS):
-        yield _read(memory, task, abi)
+        yield read_task(memory, task, abi)
         task = memory.read_word(task + link) - link
         if task == first:
             return
 
 
-def _read(memory: TaskMemory, task: int, abi: Mapping[str, int]) -> TaskInfo:
+def read_task(memory: TaskMemory, task: int, abi: Mapping[str, int]) -> TaskInfo:
+    """The task at an address. Raises: MemoryFault where there is none."""
+
     def word(field: str) -> int:
         return memory.read_u32(task + abi[f"task_struct.{field}"])
 

@@ -1,4 +1,4 @@
-"""Times of the guest's files as wall time, though the guest's own clock is virtual and starts at 0."""
+"""Times of the guest's files as wall time, though the guest's own clock may be virtual and start at 0."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ EXPLICIT_NS = (1 << 33) * 1_000_000_000
 class WallTime:
     """Remembers what the wall clock said at moments of the guest's time.
 
-    So files show when they were written, while the guest, which never sees the wall clock, stays the
-    same from run to run. Times that utimensat(2) sets lie in a range of their own and are kept exactly.
+    So files show when they were written, while a guest that never sees the wall clock stays the same
+    from run to run. Times that utimensat(2) sets lie in a range of their own and are kept exactly.
     """
 
     def __init__(self, guest_ns: Callable[[], int], wall_ns: Callable[[], int]) -> None:
@@ -52,18 +52,3 @@ class WallTime:
     def to_guest(wall_ns: int) -> int:
         """What the guest keeps for a time that a process sets."""
         return wall_ns + EXPLICIT_NS
-
-
-class RealTime:
-    """For a guest whose clock is the wall clock."""
-
-    def remember(self) -> None:
-        """Nothing to remember."""
-
-    def to_wall(self, guest_ns: int) -> int:
-        """The same time."""
-        return guest_ns
-
-    def to_guest(self, wall_ns: int) -> int:
-        """The same time."""
-        return wall_ns

@@ -135,3 +135,16 @@ def test_truncation_may_run_the_guest(kernel: Kernel, watched: GuestMount) -> No
     assert kernel.synthetic_events.records() == []
     assert kernel.call("strlen", "four") == 4
     assert errno_of(lambda: watched.open(FIRST, "/tracing/events", os.O_WRONLY | os.O_TRUNC)) == errno.EISDIR
+
+
+def test_two_mounts_of_a_kernel(kernel: Kernel, watch: ScriptedWatch) -> None:
+    """What either has open when the first probe comes is opened in the guest."""
+    watch.comms = {FIRST.pid: "first"}
+    mounts = kernel.mount(), kernel.mount()
+    handles = [mount.open(FIRST, "/machine/version", os.O_RDONLY) for mount in mounts]
+    seen: list[int] = []
+    kernel.register_kprobe(Kprobe(symbol_name="vfs_read", pre_handler=lambda _kprobe, _regs: seen.append(1)))
+    for mount, handle in zip(mounts, handles, strict=True):
+        before = len(seen)
+        mount.read(FIRST, handle, 100, 0)
+        assert len(seen) == before + 1

@@ -283,12 +283,14 @@ def test_in_any_order() -> None:
         assert not kernel.machine.text.verify()
 
 
-def test_a_kernel_of_32_bits() -> None:
-    with Kernel(MachineConfig(arch="i386")) as kernel:
+@pytest.mark.parametrize(("arch", "inside"), [("i386", 5), ("riscv64", 8), ("riscv64i", 8)])
+def test_other_architectures(arch: str, inside: int) -> None:
+    with Kernel(MachineConfig(arch=arch)) as kernel:
+        bits = kernel.image.bits
         kernel.load_module("ktgt")
         kernel.load_module("counter_user")
         hits: list[str] = []
-        for symbol, offset in (("ktgt_add", 0), ("ktgt_str", 5), ("counter_twice", 0)):
+        for symbol, offset in (("ktgt_add", 0), ("ktgt_str", inside), ("counter_twice", 0)):
             kernel.register_kprobe(
                 Kprobe(
                     symbol_name=symbol, offset=offset, pre_handler=lambda k, _r: hits.append(k.symbol_name)
@@ -296,12 +298,12 @@ def test_a_kernel_of_32_bits() -> None:
             )
         assert kernel.call("ktgt_add", 3, 4) == 7
         assert kernel.call("ktgt_str", "ab") == 195
-        assert kernel.call("ktgt_peek", 0) == (1 << 32) - 1
+        assert kernel.call("ktgt_peek", 0) == (1 << bits) - 1
         assert kernel.call("counter_twice", 2) == 5
         assert hits == ["ktgt_add", "ktgt_str", "counter_twice"]
         address = kernel.live.kallsyms.lookup_name("ktgt:ktgt_np") or 0
         lines = [module.line(zero_address=False) for module in kernel.modules.loaded()]
-        assert lines[-1] == f"ktgt 8192 0 - Live 0x{address:08x}\n"
+        assert lines[-1] == f"ktgt 8192 0 - Live 0x{address:0{bits // 4}x}\n"
         for name in ("ktgt", "counter_user", "counter"):
             kernel.unload_module(name)
         assert all("[GONE]" in line for line in kernel.kprobes.list_text())

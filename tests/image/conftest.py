@@ -17,7 +17,7 @@ def image() -> KernelImage:
     return load_image()
 
 
-@pytest.fixture(scope="session", params=["x86_64", "i386"])
+@pytest.fixture(scope="session", params=["x86_64", "i386", "riscv64", "riscv64i"])
 def each_image(request: pytest.FixtureRequest) -> KernelImage:
     """The images of all architectures, one after the other."""
     return load_image(arch=request.param)

@@ -16,7 +16,7 @@ def test_the_manifest_fits_the_image(each_image: KernelImage) -> None:
     data = image.path.read_bytes()
     assert entry["sha256"] == hashlib.sha256(data).hexdigest()
     assert entry["size"] == len(data)
-    assert entry["functions"] == sum(symbol.is_text for symbol in image.kallsyms.symbols) >= 300
+    assert entry["functions"] == sum(symbol.is_text for symbol in image.kallsyms.symbols) >= 400
     assert entry["fentry_sites"] == len(image.mcount)
 
 
@@ -41,7 +41,7 @@ def test_another_compiler_is_told_apart(
 ) -> None:
     monkeypatch.setattr(build, "tool_version", lambda _: "gcc (Elsewhere) 99.1")
     assert build.main(["--check"]) == build.EXIT_OTHER_COMPILER
-    assert capsys.readouterr().out.count("\n") == 1
+    assert capsys.readouterr().out.count("not checked") == len(build.TARGETS)
 
 
 def test_a_missing_compiler_has_no_version() -> None:

@@ -92,4 +92,4 @@ def test_watchdog_in_a_kernel_loop(guest: Guest, task: int) -> None:
     guest.deliver(Vector.WATCHDOG)
     guest.to_idle()
     assert guest.exited == [(1234, 9)]
-    assert any(line.startswith("RIP: 0010:_raw_spin_lock+0x") for line in guest.log())
+    assert any(line.startswith("RIP: 0010:queued_spin_lock_slowpath+0x") for line in guest.log())

@@ -34,6 +34,7 @@ def module(name: str, base: int, *symbols: tuple[str, int, int]) -> Module:
         mcount=frozenset({base, base + 0x1000}),
         bugs={},
         code={base: bytes(range(256)), base + 0x1000: bytes(256)},
+        contents={base + 0x2000: bytes(256)},
     )
 
 

@@ -1,0 +1,170 @@
+"""Loads: real system calls by tasks of the guest's own, bounded, and nothing left of them."""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable
+
+import pytest
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.host.load import SYSTEM_CALLS, Load, LoadKind, kinds_of
+from emulated_kernel.kernel import Kernel
+from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.wiring.loads import LoadOrder
+from tests.host.conftest import dmesg, tasks
+
+PID = 77_777
+
+
+def load_of(kernel: Kernel, kind: LoadKind) -> Load:
+    return Load(kernel.guest, kernel.machine.memory, kind, PID)
+
+
+def count(kernel: Kernel, symbol: str) -> list[int]:
+    """Hits of a probe, as they come."""
+    hits: list[int] = []
+    kernel.register_kprobe(Kprobe(symbol_name=symbol, pre_handler=lambda _kprobe, _regs: hits.append(1)))
+    return hits
+
+
+def await_state(kernel: Kernel, *states: str) -> str:
+    until = time.monotonic() + 20
+    while time.monotonic() < until:
+        with kernel.lock:
+            text = "".join(kernel.loads.text())
+        if any(f"state={state} " in text for state in states):
+            return text
+        time.sleep(0.01)
+    raise AssertionError(text)
+
+
+def refusal(action: Callable[[], object]) -> int:
+    with pytest.raises(KernelError) as caught:
+        action()
+    return caught.value.errno or 0
+
+
+ENTRIES = {
+    LoadKind.FORK: "kernel_clone",
+    LoadKind.FILES: "vfs_rename",
+    LoadKind.PIPE: "pipe_read",
+    LoadKind.TCP: "tcp_v4_rcv",
+    LoadKind.TIMERS: "__x64_sys_nanosleep",
+}
+
+
+@pytest.mark.parametrize("kind", list(LoadKind))
+def test_rounds_are_system_calls(kind: LoadKind, kernel: Kernel) -> None:
+    if kind not in kinds_of(kernel.guest):
+        pytest.skip(f"this kernel has none of {SYSTEM_CALLS[kind]}")
+    load = load_of(kernel, kind)
+    load.round()
+    hits = count(kernel, ENTRIES[kind])
+    for _ in range(5):
+        load.round()
+    assert len(hits) >= 5
+    assert tasks(kernel)[PID].comm == f"load/{kind.value}"
+    load.end()
+    assert PID not in tasks(kernel)
+    assert kernel.guest.syscalls.listdir(kernel.guest.mirror.init, "/scratch") == []
+
+
+@pytest.mark.parametrize("kind", list(LoadKind))
+def test_memory_is_flat(kind: LoadKind, kernel: Kernel) -> None:
+    if kind not in kinds_of(kernel.guest):
+        pytest.skip(f"this kernel has none of {SYSTEM_CALLS[kind]}")
+
+    def used_after(rounds: int) -> int:
+        load = load_of(kernel, kind)
+        for _ in range(rounds):
+            load.round()
+        load.end()
+        return kernel.call("nr_free_pages")
+
+    used_after(2)
+    assert used_after(100) == used_after(100)
+
+
+def test_a_killed_task_is_replaced(kernel: Kernel) -> None:
+    load = load_of(kernel, LoadKind.FILES)
+    load.round()
+
+    def wild(_kprobe: Kprobe, regs: object) -> None:
+        regs.di = 8  # type: ignore[attr-defined]
+
+    probe = Kprobe(symbol_name="vfs_read", pre_handler=wild)
+    kernel.register_kprobe(probe)
+    assert refusal(load.round) == errno.EIO
+    kernel.unregister_kprobe(probe)
+    load.round()
+    load.end()
+
+
+def test_ends_by_itself(kernel: Kernel) -> None:
+    with kernel.lock:
+        kernel.loads.start(LoadOrder(LoadKind.FORK, rate=100, duration=0.3))
+    text = await_state(kernel, "done")
+    rounds = int(text.split("rounds=")[1].split()[0])
+    assert 1 <= rounds <= 30
+    assert text.endswith(" failed=0\n")
+    assert not any(task.comm.startswith("load/") for task in tasks(kernel).values())
+
+
+def test_is_stopped(kernel: Kernel) -> None:
+    with kernel.lock:
+        kernel.loads.command("all rate=1000 duration=60")
+        assert refusal(lambda: kernel.loads.command("files")) == errno.EBUSY
+    time.sleep(0.1)
+    with kernel.lock:
+        kernel.loads.command("stop files")
+        assert refusal(lambda: kernel.loads.command("stop files")) == errno.ENOENT
+        kernel.loads.command("stop")
+        assert all("state=stopped" in line and "failed=0" in line for line in kernel.loads.text())
+        assert not any(task.comm.startswith("load/") for task in tasks(kernel).values())
+        kernel.loads.command("stop")
+
+
+def test_ends_with_a_guest_that_panics(kernel: Kernel) -> None:
+    with kernel.lock:
+        kernel.loads.start(LoadOrder(LoadKind.FILES, rate=1000, duration=60))
+    time.sleep(0.05)
+    with kernel.lock:
+        assert refusal(lambda: kernel.call("panic", "why")) == errno.EFAULT
+    assert "the emulated kernel has stopped" in await_state(kernel, "failed")
+    with kernel.lock:
+        assert refusal(lambda: kernel.loads.command("files")) == errno.EIO
+
+
+@pytest.mark.parametrize(
+    ("line", "number"),
+    [
+        ("storm", errno.EINVAL),
+        ("fork 100", errno.EINVAL),
+        ("fork rate", errno.EINVAL),
+        ("fork rate=x", errno.EINVAL),
+        ("fork rate=0", errno.ERANGE),
+        ("fork rate=0.5", errno.ERANGE),
+        ("fork rate=-1", errno.ERANGE),
+        ("fork rate=nan", errno.ERANGE),
+        ("fork rate=1e9", errno.ERANGE),
+        ("fork duration=inf", errno.ERANGE),
+        ("fork speed=3", errno.EINVAL),
+        ("stop storm", errno.EINVAL),
+        ("stop fork", errno.ENOENT),
+    ],
+)
+def test_malformed(line: str, number: int, kernel: Kernel) -> None:
+    with kernel.lock:
+        assert refusal(lambda: kernel.loads.command(line)) == number
+        assert list(kernel.loads.text()) == []
+
+
+def test_a_closed_kernel_has_none() -> None:
+    with Kernel() as kernel:
+        with kernel.lock:
+            kernel.loads.start(LoadOrder(LoadKind.FORK, rate=1000, duration=60))
+        time.sleep(0.05)
+        assert "oops" not in dmesg(kernel).lower()
+    assert "state=stopped" in "".join(kernel.loads.text())

@@ -1,0 +1,144 @@
+"""What compilers and kernels put into text, and probing has to cope with, occurs in every image."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+import capstone
+import pytest
+
+from emulated_kernel.config import MachineConfig
+from emulated_kernel.image import KernelImage, load_image
+from emulated_kernel.image.image import PREBUILT
+from emulated_kernel.image.kallsyms import Symbol
+from emulated_kernel.kernel import Kernel
+
+X86 = ("x86_64", "i386")
+RETPOLINE = PREBUILT / "x86_64-retpoline" / "vmlinux"
+_MODES = {
+    "x86_64": (capstone.CS_ARCH_X86, capstone.CS_MODE_64),
+    "i386": (capstone.CS_ARCH_X86, capstone.CS_MODE_32),
+    "riscv64": (capstone.CS_ARCH_RISCV, capstone.CS_MODE_RISCV64 | capstone.CS_MODE_RISCVC),
+    "riscv64i": (capstone.CS_ARCH_RISCV, capstone.CS_MODE_RISCV64),
+}
+
+
+def functions(image: KernelImage) -> list[Symbol]:
+    (text,) = image.text_ranges
+    return [s for s in image.kallsyms.symbols if s.is_text and s.size and s.address + s.size <= text.end]
+
+
+def names(image: KernelImage) -> set[str]:
+    return {symbol.name for symbol in functions(image)}
+
+
+@cache
+def disassembled(image_path: str, arch: str) -> list[tuple[str, int, str, str]]:
+    """Function, address, mnemonic and operands of all instructions."""
+    image = load_image(image_path, arch)
+    disassembler = capstone.Cs(*_MODES[arch])
+    return [
+        (symbol.name, insn[0], insn[2], insn[3])
+        for symbol in functions(image)
+        for insn in disassembler.disasm_lite(image.read(symbol.address, symbol.size), symbol.address)
+    ]
+
+
+def instructions(image: KernelImage) -> list[tuple[str, int, str, str]]:
+    return disassembled(str(image.path), image.arch)
+
+
+@pytest.mark.parametrize("kind", ["part", "isra", "constprop"])
+def test_pieces_and_variants_of_functions(each_image: KernelImage, kind: str) -> None:
+    assert [name for name in names(each_image) if f".{kind}." in name]
+
+
+@pytest.mark.parametrize("arch", X86)
+def test_cold_pieces(arch: str) -> None:
+    """gcc splits functions there alone."""
+    assert len([name for name in names(load_image(arch=arch)) if name.endswith(".cold")]) > 5
+
+
+def test_duplicate_static_symbols_and_aliases(each_image: KernelImage) -> None:
+    every = [symbol.name for symbol in functions(each_image)]
+    assert each_image.kallsyms.count_name("name_show") == 2
+    assert len(every) - len(set(every)) >= 3
+    addresses = [symbol.address for symbol in functions(each_image)]
+    assert len(addresses) > len(set(addresses))
+
+
+def test_places_that_trap(each_image: KernelImage) -> None:
+    assert {bug.is_warning for bug in each_image.bugs.values()} == {True, False}
+    assert len(each_image.ex_table) > 5
+    assert each_image.jump_labels
+
+
+def test_functions_with_and_without_an_entry_site(each_image: KernelImage) -> None:
+    with_site = {str(each_image.kallsyms.lookup(site)).partition("+")[0] for site in each_image.mcount}
+    assert {"vfs_read", "tcp_v4_rcv", "pipe_read", "schedule"} <= with_site
+    without = names(each_image) - with_site
+    assert {"sched_clock", "__switch_to", "memcpy"} <= without
+
+
+def test_functions_that_may_not_be_probed(each_image: KernelImage) -> None:
+    assert len(each_image.blacklist) > 20
+
+
+def jump_targets(image: KernelImage) -> Iterator[tuple[str, int]]:
+    """Of direct jumps: from which function, to where."""
+    for name, _, mnemonic, operands in instructions(image):
+        if mnemonic in ("jmp", "j", "jal", "c.j") and operands.removeprefix("zero, ").startswith("0x"):
+            yield name, int(operands.removeprefix("zero, "), 16)
+
+
+@pytest.mark.parametrize("arch", X86)
+def test_tail_calls(arch: str) -> None:
+    """A jump to the beginning of another function."""
+    image = load_image(arch=arch)
+    starts = {symbol.address: symbol.name for symbol in functions(image)}
+    tails = {(name, starts[to]) for name, to in jump_targets(image) if starts.get(to, name) != name}
+    assert ("ksys_lseek", "vfs_llseek") in tails or len(tails) > 50
+
+
+@pytest.mark.parametrize("arch", X86)
+def test_jump_tables(arch: str) -> None:
+    """A jump whose target is read from a table in read-only data."""
+    image = load_image(arch=arch)
+    jumps = [operands for _, _, mnemonic, operands in instructions(image) if mnemonic == "jmp"]
+    assert len([operands for operands in jumps if "*" in operands]) >= 3
+
+
+def test_jumps_by_register(each_image: KernelImage) -> None:
+    mnemonics = {mnemonic for _, _, mnemonic, operands in instructions(each_image) if "0x" not in operands}
+    assert mnemonics & {"jmp", "jr", "c.jr", "jalr"}
+
+
+@pytest.mark.parametrize("arch", X86)
+def test_padding_between_functions_is_nops_or_breakpoints(arch: str) -> None:
+    image = load_image(arch=arch)
+    ends = [symbol.address + symbol.size for symbol in functions(image)]
+    (text,) = image.text_ranges
+    behind = {image.read(end, 1) for end in ends if end < text.end}
+    assert b"\xcc" in behind
+
+
+def test_the_retpoline_build_has_no_indirect_jump_in_c_code() -> None:
+    image = load_image(RETPOLINE, "x86_64")
+    indirect = {
+        name
+        for name, _, mnemonic, operands in instructions(image)
+        if mnemonic in ("jmp", "call") and not operands.startswith("0x")
+    }
+    first, last = (image.kallsyms.lookup_name(f"__indirect_thunk_{end}") for end in ("start", "end"))
+    assert first is not None
+    assert last is not None
+    assert indirect <= {"ret_from_fork", "call_on_irq_stack", "asm_host_interrupt"}
+    thunks = [to for _, to in jump_targets(image) if first <= to < last]
+    assert len(thunks) > 20
+
+
+def test_the_retpoline_build_runs() -> None:
+    with Kernel(MachineConfig(image=RETPOLINE)) as kernel, Kernel() as plain:
+        for load in ("load_tcp", "load_pipe", "load_files", "load_fork"):
+            assert kernel.call(load, 5) == plain.call(load, 5) > 0

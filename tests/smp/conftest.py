@@ -1,0 +1,39 @@
+"""Booted kernels with several CPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import pytest
+
+from emulated_kernel.config import MachineConfig
+from emulated_kernel.host.executive import GuestTask
+from emulated_kernel.kernel import Kernel
+
+FIRST_PID = 500
+ARCHITECTURES = ("x86_64", "i386", "riscv64", "riscv64i")
+
+
+class Boot(Protocol):
+    def __call__(self, cpus: int = 2, arch: str = "x86_64", **options: Any) -> Kernel: ...
+
+
+@pytest.fixture
+def boot() -> Iterator[Boot]:
+    """Kernels that are closed when the test ends."""
+    booted: list[Kernel] = []
+
+    def make(cpus: int = 2, arch: str = "x86_64", **options: Any) -> Kernel:
+        kernel = Kernel(MachineConfig(cpus=cpus, arch=arch, run_budget=0.5, **options))
+        booted.append(kernel)
+        return kernel
+
+    yield make
+    for kernel in booted:
+        kernel.close()
+
+
+def clients(kernel: Kernel, count: int) -> list[GuestTask]:
+    """Tasks of host processes."""
+    return [kernel.guest.mirror.task_of(FIRST_PID + number, 0, 0) for number in range(count)]

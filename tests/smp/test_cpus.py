@@ -1,0 +1,124 @@
+"""Several CPUs: they boot, each has an area of its own, tasks spread over them, hits see where they are."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+from emulated_kernel.host.guest_log import read_log
+from emulated_kernel.host.task_list import read_tasks
+from emulated_kernel.kernel import Kernel
+from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.vfs.guest_mount import GuestMount
+from emulated_kernel.vfs.mount import Client
+from tests.smp.conftest import ARCHITECTURES, Boot, clients
+
+SHELL = Client(500, 0, 0)
+SYSTEM_CALL = {"x86_64": "__x64_sys_getpid", "i386": "__ia32_sys_getpid"}
+
+
+def on(kernel: Kernel, cpu: int, name: str) -> int:
+    """A 32-bit variable of a CPU."""
+    machine = kernel.machine
+    return machine.memory.read_u32(machine.per_cpu_bases[cpu] + kernel.image.abi[f"percpu.{name}"])
+
+
+def cpu_number(kernel: Kernel) -> int:
+    """What the guest's smp_processor_id() gives on the CPU that is current."""
+    machine = kernel.machine
+    base = machine.cpus[machine.cpu].per_cpu_base
+    return machine.memory.read_u32(base + kernel.image.abi["percpu.cpu_number"])
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("cpus", [1, 2, 4, 64])
+def test_all_come_up(boot: Boot, arch: str, cpus: int) -> None:
+    kernel = boot(cpus, arch)
+    assert len(set(kernel.machine.per_cpu_bases)) == cpus
+    assert [on(kernel, number, "cpu_number") for number in range(cpus)] == list(range(cpus))
+    assert kernel.cells.task_of(0) != 0
+    for number in range(1, cpus):
+        idle = kernel.cells.task_of(number)
+        comm = kernel.machine.memory.read(idle + kernel.image.abi["task_struct.comm"], 16)
+        assert comm.split(b"\0")[0].decode() == f"swapper/{number}"
+    texts = [message.text for message in read_log(kernel.machine.memory, kernel.image.kallsyms)]
+    assert (f"smp: Brought up 1 node, {cpus} CPUs" in texts) == (cpus > 1)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_tasks_spread_over_the_cpus(boot: Boot, arch: str) -> None:
+    kernel = boot(4, arch)
+    where = {}
+    for task in clients(kernel, 8) * 3:
+        assert kernel.guest.syscalls.call(task, "getpid") == task.pid
+        assert kernel.cells.current_task() == task.addr
+        assert cpu_number(kernel) == kernel.machine.cpu == kernel.cells.cpu_of(task.addr)
+        where[task.pid] = kernel.machine.cpu
+    assert set(where.values()) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_a_hit_is_on_its_cpu(boot: Boot, arch: str) -> None:
+    kernel = boot(3, arch)
+    tasks = clients(kernel, 5)
+    seen = []
+
+    def note(_kprobe: Kprobe, _regs: Any) -> None:
+        seen.append((kernel.cells.current_task(), kernel.machine.cpu, cpu_number(kernel)))
+
+    symbol = SYSTEM_CALL.get(arch, "__riscv_sys_getpid")
+    kernel.register_kprobe(Kprobe(symbol_name=symbol, pre_handler=note))
+    for task in tasks * 2:
+        kernel.guest.syscalls.call(task, "getpid")
+        expected = kernel.cells.cpu_of(task.addr)
+        assert seen.pop() == (task.addr, expected, expected)
+    assert not seen
+
+
+def test_forks_go_to_other_cpus(boot: Boot) -> None:
+    kernel = boot(4)
+    (parent,) = clients(kernel, 1)
+    nr = kernel.guest.syscalls.number("clone")
+    cpus = set()
+    for pid in range(700, 720):
+        kernel.cells.set_field(parent.addr, "host_clone_pid", pid)
+        assert kernel.guest.executive.syscall(parent, nr, 17, 0, 0, 0, 0) == pid
+        tasks = read_tasks(kernel.machine.memory, kernel.image.kallsyms, kernel.image.abi)
+        cpus.add(next(kernel.cells.cpu_of(task.addr) for task in tasks if task.pid == pid))
+    assert len(cpus) > 1
+
+
+@pytest.mark.parametrize("cpus", [2, 3])
+def test_the_same_seed_gives_the_same_trace(boot: Boot, cpus: int) -> None:
+    """Timestamps and CPUs included."""
+
+    def story() -> str:
+        mount = boot(cpus).mount()
+        write(mount, "/tracing/kprobe_events", "p:reads vfs_read\nr:back vfs_read $retval\n")
+        write(mount, "/tracing/events/kprobes/enable", "1")
+        write(mount, "/tracing/events/sched/enable", "1")
+        for number in range(12):
+            use_a_file(mount, Client(600 + number % 5, 0, 0))
+        handle = mount.open(SHELL, "/tracing/trace", os.O_RDONLY)
+        return mount.read(SHELL, handle, 1 << 20, 0).decode()
+
+    trace = story()
+    assert trace == story()
+    assert trace.count("back: (vfs_read") + trace.count(" <- vfs_read)") == 12
+    assert trace.count("reads: (vfs_read") == 13
+    assert trace.count("sched_switch: ") > 12
+
+
+def write(mount: GuestMount, path: str, text: str) -> None:
+    handle = mount.open(SHELL, path, os.O_WRONLY)
+    mount.write(SHELL, handle, text.encode(), 0)
+    mount.release(handle)
+
+
+def use_a_file(mount: GuestMount, client: Client) -> None:
+    handle = mount.create(client, "/scratch/file", 0o644, os.O_RDWR)
+    mount.write(client, handle, b"data", 0)
+    mount.read(client, handle, 4, 0)
+    mount.release(handle)

@@ -1,0 +1,128 @@
+"""What several CPUs do at the same time, with a switch of CPU after any instruction where the seed says."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import pytest
+
+from emulated_kernel.host.executive import GuestTask, Request
+from emulated_kernel.host.guest_log import read_log
+from emulated_kernel.host.smp import SmpExecutive
+from emulated_kernel.host.task_list import read_tasks
+from emulated_kernel.kernel import Kernel
+from tests.smp.conftest import ARCHITECTURES, Boot, clients
+
+SEEDS = range(1, 6)
+GFP_KERNEL = 0xCC0
+SIGCHLD = 17
+
+
+def together(kernel: Kernel, calls: Sequence[tuple[GuestTask, Request]]) -> list[int]:
+    """Run system calls of several tasks at once."""
+    executive = kernel.guest.executive
+    assert isinstance(executive, SmpExecutive)
+    return executive.run_together(calls)
+
+
+@contextmanager
+def function_calls(kernel: Kernel, tasks: Sequence[GuestTask], name: str, *args: int) -> Iterator[list]:
+    """A call of a kernel function by each of these tasks."""
+    address = kernel.image.kallsyms.lookup_name(name)
+    assert address is not None
+    nr, size = kernel.guest.syscalls.number("host_call"), kernel.machine.memory.word_size
+    words = b"".join(word.to_bytes(size, "little") for word in (*args, *[0] * (6 - len(args))))
+    with ExitStack() as stack:
+        calls = []
+        for task in tasks:
+            buffer = stack.enter_context(kernel.guest.buffers.borrowed())
+            kernel.machine.memory.write(buffer, words)
+            calls.append((task, Request(nr, (address, buffer), None)))
+        yield calls
+
+
+def assert_well(kernel: Kernel) -> None:
+    """No report of the guest's about itself."""
+    texts = [message.text for message in read_log(kernel.machine.memory, kernel.image.kallsyms)]
+    assert not [text for text in texts if "BUG" in text or "WARNING" in text or "Oops" in text], texts
+    assert not kernel.guest.is_dead
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_memory_is_given_once(boot: Boot, arch: str, seed: int) -> None:
+    kernel = boot(4, arch, seed=seed, quantum=30)
+    tasks = clients(kernel, 4)
+    held: list[int] = []
+    for _ in range(6):
+        with function_calls(kernel, tasks, "__kmalloc", 64, GFP_KERNEL) as calls:
+            held += together(kernel, calls)
+    assert len(set(held)) == len(held) == 24
+    assert 0 not in held
+    assert_well(kernel)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_storm_of_forks_and_exits(boot: Boot, arch: str, seed: int) -> None:
+    kernel = boot(4, arch, seed=seed, quantum=25)
+    before = {task.pid for task in read_tasks(kernel.machine.memory, kernel.image.kallsyms, kernel.image.abi)}
+    tasks = clients(kernel, 4)
+    clone, leave = (kernel.guest.syscalls.number(name) for name in ("clone", "exit"))
+    children: list[GuestTask] = []
+    for round_ in range(4):
+        calls = []
+        for number, task in enumerate(tasks):
+            pid = 1000 + 4 * round_ + number
+            kernel.cells.set_field(task.addr, "host_clone_pid", pid)
+            calls.append((task, Request(clone, (SIGCHLD, 0, 0, 0, 0), None)))
+        calls += [(child, Request(leave, (0,), None)) for child in children]
+        pids = together(kernel, calls)[:4]
+        assert pids == [1000 + 4 * round_ + number for number in range(4)]
+        found = {t.pid: t for t in read_tasks(kernel.machine.memory, kernel.image.kallsyms, kernel.image.abi)}
+        assert set(found) == before | {task.pid for task in tasks} | set(pids)
+        children = [GuestTask(pid, found[pid].addr, "child", 0, 0) for pid in pids]
+        for child in children:
+            kernel.guest.executive.add(child)
+    assert_well(kernel)
+
+
+@pytest.mark.parametrize("arch", ["x86_64", "i386"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_files_in_one_directory(boot: Boot, arch: str, seed: int) -> None:
+    """Made, written, read and removed by four tasks at once, some by the same names."""
+    kernel = boot(4, arch, seed=seed, quantum=40)
+    tasks, calls = clients(kernel, 4), kernel.guest.syscalls
+    free = kernel.machine.call(address(kernel, "nr_free_pages"))
+    with ExitStack() as stack:
+        names, data = [stack.enter_context(kernel.guest.buffers.borrowed()) for _ in range(2)]
+        for number in range(4):
+            kernel.machine.memory.write(names + 64 * number, b"/scratch/file%d\0" % (number // 2))
+        for _ in range(4):
+            opens = [
+                Request(calls.number("open"), (names + 64 * n, os.O_RDWR | os.O_CREAT, 0o644), None)
+                for n in range(4)
+            ]
+            fds = together(kernel, list(zip(tasks, opens, strict=True)))
+            assert len(set(fds)) == 4
+            for name in ("write", "read", "getdents64"):
+                run = [
+                    Request(calls.number(name), (fd, data + 1024 * n, 512), None) for n, fd in enumerate(fds)
+                ]
+                together(kernel, list(zip(tasks, run, strict=True)))
+            unlinks = [Request(calls.number("unlink"), (names + 64 * n,), None) for n in range(4)]
+            results = together(kernel, list(zip(tasks, unlinks, strict=True)))
+            assert results.count(0) == 2
+            closes = [Request(calls.number("close"), (fd,), None) for fd in fds]
+            assert together(kernel, list(zip(tasks, closes, strict=True))) == [0] * 4
+    assert kernel.machine.call(address(kernel, "nr_free_pages")) > free - 20
+    assert_well(kernel)
+
+
+def address(kernel: Kernel, name: str) -> int:
+    """A kernel symbol."""
+    found = kernel.image.kallsyms.lookup_name(name)
+    assert found is not None
+    return found

@@ -1,0 +1,199 @@
+"""Records of guest code on several CPUs, with a switch of CPU after any instruction: none lost, none torn."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+
+import pytest
+
+from emulated_kernel.config import MachineConfig
+from emulated_kernel.host.executive import GuestTask, Request
+from emulated_kernel.kernel import Kernel
+from emulated_kernel.kprobes.profile import Profile, Saving
+from emulated_kernel.trace.event import KprobeTraceEvent
+from tests.smp.conftest import clients
+from tests.smp.test_races import together
+
+ARCHITECTURES = ("x86_64", "i386")
+"""Those that the loop below is code of."""
+PLAIN = Profile("plain", ftrace=False, optimizer=False)
+WAYS = {
+    "stepped": (PLAIN, 5),
+    "boosted": (replace(PLAIN, preemption=False), 5),
+    "optimized": (replace(PLAIN, optimizer=True), 5),
+    "optimized, save-all": (replace(PLAIN, optimizer=True, saving=Saving.ALL), 5),
+    "called": (replace(PLAIN, ftrace=True), 0),
+}
+"""Profile, and offset of the probe."""
+TURNS = 40
+"""Calls of the probed function in each call of the loop."""
+
+
+@contextmanager
+def booted(cpus: int, arch: str, way: str, seed: int, quantum: int = 9) -> Iterator[Kernel]:
+    config = MachineConfig(cpus=cpus, arch=arch, seed=seed, quantum=quantum, run_budget=5)
+    with Kernel(config, profile=WAYS[way][0]) as kernel:
+        yield kernel
+
+
+def loop(kernel: Kernel) -> int:
+    """A guest function that calls int_sqrt, TURNS times."""
+    text = kernel.machine.text
+    code = text.alloc_text(64)
+    target = kernel.image.kallsyms.lookup_name("int_sqrt")
+    assert target is not None
+    head = b"\x53\xbb" + TURNS.to_bytes(4, "little")  # push bx; mov bx, TURNS
+    argument = b"\x89\xdf" if kernel.arch.bits == 64 else b"\x89\xd8"  # mov edi, ebx; mov eax, ebx
+    at = code + len(head) + len(argument)
+    turn = argument + b"\xe8" + (target - at - 5).to_bytes(4, "little", signed=True)  # call
+    turn += b"\xff\xcb\x75"  # dec ebx; jnz
+    text.poke(code, head + turn + (-(len(turn) + 1)).to_bytes(1, "little", signed=True) + b"\x5b\xc3")
+    return code
+
+
+def run(
+    kernel: Kernel,
+    tasks: Sequence[GuestTask],
+    address: int,
+    others: Sequence[tuple[GuestTask, Request]] = (),
+) -> None:
+    """All tasks call a guest function at once, and other calls are made beside."""
+    nr, size = kernel.guest.syscalls.number("host_call"), 6 * kernel.machine.memory.word_size
+    with ExitStack() as stack:
+        calls = list(others)
+        for task in tasks:
+            buffer = stack.enter_context(kernel.guest.buffers.borrowed())
+            kernel.machine.memory.write(buffer, bytes(size))
+            calls.append((task, Request(nr, (address, buffer), None)))
+        together(kernel, calls)
+        assert [request.failure for _, request in calls if request.failure is not None] == []
+        assert all(request.result == 1 for _, request in calls[len(others) :])
+
+
+def define(kernel: Kernel, way: str, args: str = "") -> KprobeTraceEvent:
+    kernel.kprobe_events.write(f"p:a int_sqrt+{WAYS[way][1]} {args}\n".encode())
+    event = kernel.kprobe_events.probes()[-1].event
+    kernel.trace.expand()
+    kernel.kprobe_events.enable(event)
+    if kernel.kprobes.optimizer is not None:
+        kernel.kprobes.optimizer.flush()
+    return event
+
+
+def stamps(kernel: Kernel, cpu: int) -> list[int]:
+    return [stamp for stamp, _ in kernel.trace.buffers[cpu]]
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("cpus", "seed"), [(2, 1), (3, 2), (4, 3)])
+def test_every_hit_is_recorded_once_on_its_cpu(arch: str, way: str, cpus: int, seed: int) -> None:
+    with booted(cpus, arch, way, seed) as kernel:
+        first = kernel.arch.registers.arguments[0]
+        event = define(kernel, way, f"n=%{first}:u32 c=$comm l=%{first}:u64" if seed != 2 else "")
+        code, tasks = loop(kernel), clients(kernel, cpus)
+        for _ in range(3):
+            run(kernel, tasks, code)
+        total = 3 * cpus * TURNS
+        assert event.probes[0].hits + event.probes[0].nmissed == total
+        assert event.probes[0].nmissed == 0
+        counts = [len(kernel.trace.buffers[cpu]) for cpu in range(cpus)]
+        assert sum(counts) == total
+        assert len([count for count in counts if count]) > 1
+        for cpu in range(cpus):
+            assert stamps(kernel, cpu) == sorted(set(stamps(kernel, cpu)))
+            assert f"entries: {counts[cpu]}\noverrun: 0\n" in kernel.trace.stats_text(cpu)
+        everything = [stamp for cpu in range(cpus) for stamp in stamps(kernel, cpu)]
+        assert len(set(everything)) == total, "two readings of the clock gave the same time"
+        lines = re.findall(r"-(\d+) +\[(\d+)\]", kernel.trace.trace_text())
+        assert Counter(pid for pid, _ in lines) == {str(task.pid): 3 * TURNS for task in tasks}
+        assert Counter(int(cpu) for _, cpu in lines) == dict(enumerate(counts))
+        assert kernel.kprobes.compiler.made >= 1
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_what_does_not_fit_is_counted(arch: str, overwrite: bool) -> None:
+    with booted(3, arch, "optimized", 5, quantum=20) as kernel:
+        kernel.trace.options.set("overwrite", int(overwrite))
+        event = define(kernel, "optimized", "s=+0($stack):u8[60]")
+        kernel.trace.resize_buffer(8)
+        code, tasks = loop(kernel), clients(kernel, 3)
+        for _ in range(6):
+            run(kernel, tasks, code)
+        assert event.probes[0].hits == 6 * 3 * TURNS
+        stats = [buffer.stats() for buffer in kernel.trace.buffers]
+        assert sum(s.entries + s.overrun + s.dropped_events for s in stats) == 6 * 3 * TURNS
+        assert all((s.overrun if overwrite else s.dropped_events) for s in stats)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("way", ["boosted", "optimized"])
+def test_the_hit_ring_counts_on_each_cpu(arch: str, way: str) -> None:
+    with booted(4, arch, way, 7) as kernel:
+        ring = kernel.hit_ring(kernel.arch.registers.arguments[0], capacity=256)
+        kernel.register_kprobe(ring.probe(symbol_name="int_sqrt", offset=WAYS[way][1]))
+        if kernel.kprobes.optimizer is not None:
+            kernel.kprobes.optimizer.flush()
+        run(kernel, clients(kernel, 4), loop(kernel))
+        assert ring.hits == 4 * TURNS
+        entries = ring.entries()
+        assert Counter(entry.registers[0] for entry in entries) == dict.fromkeys(range(1, TURNS + 1), 4)
+        for cpu in range(4):
+            numbers = [entry.number for entry in entries if entry.cpu == cpu]
+            assert numbers == list(range(len(numbers)))
+        assert len({entry.cpu for entry in entries}) > 1
+
+
+def test_a_filter_of_the_cpu() -> None:
+    with booted(3, "x86_64", "optimized", 4) as kernel:
+        event = define(kernel, "optimized")
+        kernel.kprobe_events.filters.write(event, b"cpu == 1 || CPU > 1")
+        for _ in range(2):
+            run(kernel, clients(kernel, 3), loop(kernel))
+        assert [len(buffer) > 0 for buffer in kernel.trace.buffers] == [False, True, True]
+        assert event.probes[0].hits == 6 * TURNS
+
+
+def test_a_mask_of_cpus() -> None:
+    with booted(3, "x86_64", "optimized", 4) as kernel:
+        define(kernel, "optimized")
+        kernel.trace.set_cpumask(0b101)
+        for _ in range(2):
+            run(kernel, clients(kernel, 3), loop(kernel))
+        assert [len(buffer) > 0 for buffer in kernel.trace.buffers] == [True, False, True]
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_buffers_are_changed_between_records(arch: str, seed: int) -> None:
+    """A file of ours is asked while other CPUs stand in handlers: they come to their end first."""
+    with booted(4, arch, "optimized", seed) as kernel:
+        event = define(kernel, "optimized", "s=+0($stack):u8[60]")
+        code, (client, *tasks) = loop(kernel), clients(kernel, 4)
+        in_handler, sizes = kernel.kprobes.compiler.contains, [16, 64]
+        asked = 0
+
+        def change(_op: int, _buffer: int, _count: int) -> int:
+            nonlocal asked
+            asked += 1
+            assert not any(in_handler(ip) for ip, _ in kernel.machine.stands())
+            kernel.trace.resize_buffer(sizes[asked % 2])
+            return 0
+
+        run(kernel, tasks, code)
+        for _ in range(12):
+            with kernel.guest.buffers.borrowed() as path:
+                kernel.machine.memory.write(path, b"/ours\0")
+                nr = kernel.guest.syscalls.number("openat")
+                opening = (client, Request(nr, (-100 & (1 << kernel.arch.bits) - 1, path, 0, 0), change))
+                run(kernel, tasks, code, [opening])
+        assert asked >= 12
+        stats = [buffer.stats() for buffer in kernel.trace.buffers]
+        assert event.probes[0].hits == 13 * 3 * TURNS
+        assert sum(s.entries + s.overrun for s in stats) == event.probes[0].hits
+        assert kernel.trace.trace_text().count(" a: (int_sqrt") == sum(s.entries for s in stats)

@@ -1,0 +1,45 @@
+"""Return probes of several CPUs: hooked and handled by guest code with a switch after any instruction."""
+
+from __future__ import annotations
+
+import pytest
+
+from emulated_kernel.kprobes.kretprobe import Kretprobe
+from emulated_kernel.kprobes.return_hook.hooks import SHADOW_STACKS
+from tests.smp.conftest import Boot, clients
+from tests.smp.test_races import GFP_KERNEL, assert_well, function_calls, together
+
+FUNCTIONS = ("__kmalloc", "int_sqrt")
+CPUS = 4
+
+
+@pytest.mark.parametrize("stack", SHADOW_STACKS)
+@pytest.mark.parametrize("maxactive", [1, 0])
+@pytest.mark.parametrize("seed", [1, 3, 4])
+def test_every_call_counts_once(boot: Boot, stack: str, maxactive: int, seed: int) -> None:
+    kernel = boot(CPUS, "x86_64", seed=seed, quantum=20)
+    kernel.kretprobes.hooks.select_return_hook(stack)
+    probes = {name: Kretprobe(symbol_name=name, maxactive=maxactive) for name in FUNCTIONS}
+    in_python = Kretprobe(symbol_name="gcd", maxactive=maxactive, handler=lambda *_: None)
+    kernel.register_kretprobes([*probes.values(), in_python])
+    tasks = clients(kernel, CPUS)
+    for number in range(8):
+        with function_calls(kernel, tasks, "int_sqrt", number * number) as calls:
+            assert together(kernel, calls) == [number] * CPUS
+        with function_calls(kernel, tasks, "gcd", 12, 18) as calls:
+            assert together(kernel, calls) == [6] * CPUS
+        with function_calls(kernel, tasks, "__kmalloc", 64, GFP_KERNEL) as calls:
+            held = together(kernel, calls)
+        assert len(set(held)) == CPUS
+    for name, entries in (("int_sqrt", 8 * CPUS), ("gcd", 8 * CPUS)):
+        rp = probes.get(name, in_python)
+        assert rp.hook is not None
+        assert (rp.returns + rp.nmissed, rp.hook.active) == (entries, 0)
+    rp = probes["__kmalloc"]
+    assert rp.hook is not None
+    assert rp.hook.active == 0
+    assert rp.returns + rp.nmissed >= 8 * CPUS
+    native = [rp.hook.code is not None for rp in probes.values() if rp.hook is not None]
+    assert native == [stack != "instances"] * len(FUNCTIONS)
+    kernel.unregister_kretprobes([*probes.values(), in_python])
+    assert_well(kernel)
