@@ -82,6 +82,29 @@ class Live:
 
 
 @dataclass(frozen=True, slots=True)
+class Scratch:
+    """Registers that the jumps of an optimized probe may overwrite, by pt_regs name."""
+
+    entry: str
+    """Dead in front of the replaced instructions."""
+    exit: str
+    """Dead behind them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReturnDispatch:
+    """A return trampoline that looks for a handler in guest code first; offsets in bytes from its start."""
+
+    code: bytes
+    entry: int
+    """What hooked functions return to."""
+    trap: int
+    """The breakpoint where Python handles the return, with sp at a struct pt_regs, as in HandlerStub."""
+    finish: int | None
+    """Where handlers go on that stand in its frame; None where each saves what it needs, and returns."""
+
+
+@dataclass(frozen=True, slots=True)
 class CallSite:
     """A call instruction: of the function at `target`, of any where that is None."""
 
@@ -96,6 +119,9 @@ class OptimizationRules(Protocol):
 
         Mirrors: arch_prepare_optimized_kprobe, can_optimize.
         """
+
+    def scratch_at(self, addr: int, /) -> Scratch | None:
+        """Registers for the jumps of a probe that can be optimized; None where jumps need none."""
 
     def refresh(self) -> None:
         """A module came or went: what was said of its addresses is void."""
@@ -133,12 +159,22 @@ class Arch(ABC):
     bits: int
     registers: Registers
     breakpoint: bytes
-    """The instruction that arms a probe."""
+    """The shortest breakpoint. Whoever meets one finds ip as many bytes behind its start."""
+    seen_ip = 0
+    """What a probe's handlers find in ip, in bytes from the probed address on."""
     max_insn_size: int
     """Bytes that a probe looks at, and the size of an insn slot."""
     min_insn_size: int
     jump_size: int
-    """Bytes of the jump that replaces the probed instruction(s) of an optimized probe."""
+    """Bytes of `relative_jump`."""
+    call_size: int
+    """Bytes of `relative_call`, and of an fentry site."""
+    optprobes_out_of_tree = False
+    """Jump optimization is a patch that Linux doesn't have."""
+    call_link: str | None = None
+    """The register that `relative_call` leaves the return address in; None: it is pushed."""
+    general_registers: frozenset[str]
+    """The names that a handler program can ask for."""
     pt_regs: tuple[str, ...]
     """Register names in the order of struct pt_regs, one word each."""
     return_size: int
@@ -153,6 +189,8 @@ class Arch(ABC):
     """Bytes that a probe's jump can replace at most, plus one."""
     task_size: int
     """The first address behind user space."""
+    interrupt_flag: tuple[str, int] = ("flags", 1 << 9)
+    """The pt_regs name and the bit that say whether interrupts are on."""
     trap_flag: int
     """The bit of the flags register that makes the CPU trap behind the next instruction."""
 
@@ -178,6 +216,10 @@ class Arch(ABC):
     def is_breakpoint(self, code: bytes) -> bool:
         """Whether `code` starts with a breakpoint instruction of any length."""
 
+    def breakpoint_for(self, length: int) -> bytes:  # noqa: ARG002 - one for all
+        """The instruction that arms a probe on one of `length` bytes."""
+        return self.breakpoint
+
     @abstractmethod
     def prepare(self, code: bytes, addr: int, slot_addr: int, *, may_fault: bool = False) -> Prepared:
         """Analyse and copy the instruction at `addr` for out-of-line execution at `slot_addr`.
@@ -200,7 +242,11 @@ class Arch(ABC):
 
     @abstractmethod
     def relative_call(self, source: int, target: int) -> bytes:
-        """A call of the same size, for fentry sites. Raises: KernelError(ERANGE) if too far."""
+        """A call for the fentry site at `source`. Raises: KernelError(ERANGE) if too far."""
+
+    def detour_jump(self, addr: int, length: int, target: int, scratch: Scratch | None) -> bytes:  # noqa: ARG002
+        """What replaces `length` bytes of an optimized probe. Raises: KernelError(ERANGE) if too far."""
+        return self.relative_jump(addr, target)
 
     @abstractmethod
     def ftrace_trampoline(self) -> HandlerStub:
@@ -233,6 +279,30 @@ class Arch(ABC):
         """
         return None
 
+    live_at_return: Live | None = None
+    """What the caller may read when a function has returned; None where Python handles all returns."""
+
+    def return_dispatch(self, program: Program, buffer: int, *, saves_all: bool) -> ReturnDispatch:
+        """The trampoline at `buffer` whose `program` ends in a JumpTo of a handler, if there is one.
+
+        Registers are saved by the trampoline, with `saves_all`, or by the handler.
+        """
+        del program, buffer, saves_all
+        raise KernelError(errno.EOPNOTSUPP, f"no return handlers in guest code on {self.name}")
+
+    def return_handler(self, program: Program, *, saves_all: bool) -> HandlerCode:
+        """A handler for a `return_dispatch` with the same `saves_all`. Raises: KernelError(EOPNOTSUPP)."""
+        del program, saves_all
+        raise KernelError(errno.EOPNOTSUPP, f"no return handlers in guest code on {self.name}")
+
+    def placed_return_handler(self, handler: HandlerCode, buffer: int, finish: int | None) -> Detour:
+        """Such a handler at `buffer`; `finish` is that of the dispatch, an address.
+
+        Raises: KernelError(EOPNOTSUPP, ERANGE).
+        """
+        del handler, buffer, finish
+        raise KernelError(errno.EOPNOTSUPP, f"no return handlers in guest code on {self.name}")
+
     @abstractmethod
     def handler_code(self, program: Program, addr: int, live: Live | None = None) -> HandlerCode:
         """Compile the handler of a probe at `addr`, for any number of detours and stubs.
@@ -243,11 +313,17 @@ class Arch(ABC):
 
     @abstractmethod
     def detour(
-        self, code: bytes, addr: int, length: int, buffer: int, handler: HandlerCode | None = None
+        self,
+        code: bytes,
+        addr: int,
+        length: int,
+        buffer: int,
+        handler: HandlerCode | None = None,
+        scratch: Scratch | None = None,
     ) -> Detour:
         """The detour buffer at `buffer` for `length` bytes of instructions at `addr`, which start `code`.
 
-        Its handler is compiled, or reached by a breakpoint.
+        Its handler is compiled, or reached by a breakpoint. `scratch`: as the rules say for `addr`.
         Raises: KernelError(EINVAL, ERANGE) if an instruction can't be moved that far.
         """
 

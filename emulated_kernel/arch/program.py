@@ -9,8 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
-NR_VREGS = 6
-"""Virtual registers are numbered 0 to 5; each holds a word, undefined before it is first set."""
+NR_VREGS = 7
+"""Virtual registers are numbered 0 to 6; each holds a word, undefined before it is first set.
+
+Where a word has 4 bytes, ops on 8 take two of them: one more for the `high` half.
+"""
 
 
 class Condition(Enum):
@@ -120,30 +123,69 @@ class LoadCell:
 
 
 @dataclass(frozen=True, slots=True)
-class StoreCell:
-    """The low `size` bytes of src at an absolute address."""
+class AddToCell:
+    """Add a small number to the 8 bytes at an absolute address; no other CPU's addition gets lost."""
 
     address: int
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPerCpu:
+    """dst = `size` bytes of the CPU's own data, at an offset from its base, extended by zeros."""
+
+    dst: int
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class StorePerCpu:
+    """The low `size` bytes of src into the CPU's own data."""
+
+    offset: int
     src: int
     size: int
 
 
 @dataclass(frozen=True, slots=True)
-class AddToCell:
-    """Add a small number to the `size` bytes at an absolute address; 8 bytes on 32 bits too."""
+class AddToPerCpu:
+    """Add a small number to `size` bytes of the CPU's own data; 8 bytes on 32 bits too."""
 
-    address: int
+    offset: int
     value: int
     size: int = 8
 
 
 @dataclass(frozen=True, slots=True)
-class LoadPerCpu:
-    """dst = `size` bytes of per-CPU data at an offset from the CPU's base, extended by zeros."""
+class IncreasePerCpu:
+    """Add a word, unsigned, to 8 bytes of the CPU's own data."""
 
+    offset: int
+    src: int
+
+
+@dataclass(frozen=True, slots=True)
+class ComputePerCpu:
+    """dst = dst op a word of the CPU's own data, op being ADD or SUB; with `high` two words op 8 bytes."""
+
+    op: Arithmetic
     dst: int
     offset: int
-    size: int
+    high: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AddAndFetch:
+    """Add a small number to the 8 bytes at an absolute address, and have the sum in dst and `high`.
+
+    No other CPU's access comes in between.
+    """
+
+    dst: int
+    address: int
+    value: int
+    high: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +204,37 @@ class ComputeImmediate:
     op: Arithmetic
     dst: int
     value: int
+
+
+@dataclass(frozen=True, slots=True)
+class Multiply:
+    """dst = the low word of dst * src."""
+
+    dst: int
+    src: int
+
+
+@dataclass(frozen=True, slots=True)
+class CompareExchange:
+    """If the word at base + offset is `expected`, it becomes `new`, at once for all CPUs; can't fault.
+
+    Else `expected` is set to that word, and the program goes on at the label.
+    """
+
+    base: int
+    offset: int
+    expected: int
+    new: int
+    label: Label
+
+
+@dataclass(frozen=True, slots=True)
+class FetchAdd:
+    """Add a register to the word at base + offset, at once for all CPUs; it becomes what was there."""
+
+    base: int
+    offset: int
+    addend: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,14 +274,14 @@ class BranchImmediate:
 
 
 @dataclass(frozen=True, slots=True)
-class BranchCell:
-    """Go to a label if the `size` bytes at an absolute address compare so with the low `size` of a number.
+class BranchPerCpu:
+    """Go to a label if `size` bytes of the CPU's own data compare so with the low `size` of a number.
 
     The value fits 32 bits signed; at most a word is compared.
     """
 
     condition: Condition
-    address: int
+    offset: int
     size: int
     value: int
     label: Label
@@ -219,12 +292,22 @@ class BranchCell:
 class CallHost:
     """Let the host do something: a breakpoint, named by `number` to who made the program.
 
-    The host may read and write cells and memory. It says whether to go on behind the op, or at `label`.
+    The host may read and write memory. It says whether to go on behind the op, or at `label`.
     Virtual registers keep their values.
     """
 
     number: int
     label: Label
+
+
+@dataclass(frozen=True, slots=True)
+class JumpTo:
+    """Leave the program for code at an address, with the registers that the program was entered with.
+
+    In a frame, it stays on the stack: code made for the frame goes on.
+    """
+
+    address: int
 
 
 Op = (
@@ -235,17 +318,25 @@ Op = (
     | Store
     | StoreImmediate
     | LoadCell
-    | StoreCell
     | AddToCell
     | LoadPerCpu
+    | StorePerCpu
+    | AddToPerCpu
+    | IncreasePerCpu
+    | ComputePerCpu
+    | AddAndFetch
     | Compute
     | ComputeImmediate
+    | Multiply
+    | CompareExchange
+    | FetchAdd
     | Place
     | Jump
     | Branch
     | BranchImmediate
-    | BranchCell
+    | BranchPerCpu
     | CallHost
+    | JumpTo
 )
 
 Program = tuple[Op, ...]

@@ -21,6 +21,8 @@ class HitWay(Enum):
     """By the jump of an optimized probe: nothing was trapped."""
     CALL = auto()
     """By a call from the probed place, whose return address is on the stack."""
+    RETURN = auto()
+    """By the return trampoline: sp is at the word that is returned to in the end, the real one already."""
 
 
 class ProgramBuilder:

@@ -73,14 +73,26 @@ class Interpreter:
             case ir.StoreImmediate():
                 self._store(v[op.base] + op.offset, op.value, op.size)
             case ir.LoadCell():
-                v[op.dst] = int.from_bytes(self._fetch(op.address, op.size), "little")
-            case ir.StoreCell():
-                self._store(op.address, v[op.src], op.size)
+                v[op.dst] = self._number(op.address, op.size)
             case ir.AddToCell():
-                value = int.from_bytes(self._fetch(op.address, op.size), "little")
-                self._store(op.address, value + op.value, op.size)
+                self._store(op.address, self._number(op.address) + op.value, 8)
             case ir.LoadPerCpu():
-                v[op.dst] = int.from_bytes(self._fetch(self.per_cpu + op.offset, op.size), "little")
+                v[op.dst] = self._number(self.per_cpu + op.offset, op.size)
+            case ir.StorePerCpu():
+                self._store(self.per_cpu + op.offset, v[op.src], op.size)
+            case ir.AddToPerCpu():
+                address = self.per_cpu + op.offset
+                self._store(address, self._number(address, op.size) + op.value, op.size)
+            case ir.IncreasePerCpu():
+                address = self.per_cpu + op.offset
+                self._store(address, self._number(address) + v[op.src], 8)
+            case ir.ComputePerCpu():
+                sign = {Arithmetic.ADD: 1, Arithmetic.SUB: -1}[op.op]
+                number = self._number(self.per_cpu + op.offset)
+                self._set_long(op.dst, op.high, self._long(op.dst, op.high) + sign * number)
+            case ir.AddAndFetch():
+                self._store(op.address, self._number(op.address) + op.value, 8)
+                self._set_long(op.dst, op.high, self._number(op.address))
             case ir.Compute():
                 v[op.dst] = self._compute(op.op, v[op.dst], v[op.src])
             case ir.ComputeImmediate():
@@ -94,12 +106,23 @@ class Interpreter:
             case ir.BranchImmediate():
                 right = _immediate(op.value) & mask
                 return op.label if self._holds(op.condition, v[op.left], right) else None
-            case ir.BranchCell():
-                left = int.from_bytes(self._fetch(op.address, op.size), "little")
+            case ir.BranchPerCpu():
+                left = self._number(self.per_cpu + op.offset, op.size)
                 return op.label if self._holds(op.condition, left, _immediate(op.value) & mask) else None
             case ir.CallHost():
                 return None if self.actions[op.number]() else op.label
         return None
+
+    def _number(self, address: int, size: int = 8) -> int:
+        return int.from_bytes(self._fetch(address, size), "little")
+
+    def _long(self, low: int, high: int | None) -> int:
+        return self.vregs[low] | (0 if high is None else self.vregs[high] << self.bits)
+
+    def _set_long(self, low: int, high: int | None, value: int) -> None:
+        self.vregs[low] = value & self.mask
+        if high is not None:
+            self.vregs[high] = value >> self.bits & self.mask
 
     def _load(self, op: ir.Load) -> Label | None:
         data = self.memory.read((self.vregs[op.base] + op.offset) & self.mask, op.size)

@@ -146,12 +146,39 @@ class Interpreter:
         self._set(op.dst, self.memory.read(op.address, op.size))
 
     @_do.register
-    def _(self, op: ir.StoreCell) -> None:
-        self.memory.write(op.address, self.vregs[op.src], op.size)
+    def _(self, op: ir.AddToCell) -> None:
+        self.memory.write(op.address, self.memory.read(op.address, 8) + op.value, 8)
 
     @_do.register
-    def _(self, op: ir.AddToCell) -> None:
-        self.memory.write(op.address, self.memory.read(op.address, op.size) + op.value, op.size)
+    def _(self, op: ir.StorePerCpu) -> None:
+        self.memory.write(self.per_cpu + op.offset, self.vregs[op.src], op.size)
+
+    @_do.register
+    def _(self, op: ir.AddToPerCpu) -> None:
+        address = self.per_cpu + op.offset
+        self.memory.write(address, self.memory.read(address, op.size) + op.value, op.size)
+
+    @_do.register
+    def _(self, op: ir.IncreasePerCpu) -> None:
+        address = self.per_cpu + op.offset
+        self.memory.write(address, self.memory.read(address, 8) + self.vregs[op.src], 8)
+
+    @_do.register
+    def _(self, op: ir.ComputePerCpu) -> None:
+        left = self.vregs[op.dst] | (0 if op.high is None else self.vregs[op.high] << self.bits)
+        value = _ARITHMETIC[op.op](left, self.memory.read(self.per_cpu + op.offset, 8), 64)
+        self._set_both(op.dst, op.high, value)
+
+    @_do.register
+    def _(self, op: ir.AddAndFetch) -> None:
+        value = self.memory.read(op.address, 8) + op.value
+        self.memory.write(op.address, value, 8)
+        self._set_both(op.dst, op.high, value)
+
+    def _set_both(self, dst: int, high: int | None, value: int) -> None:
+        self._set(dst, value)
+        if high is not None:
+            self._set(high, value >> self.bits)
 
     @_do.register
     def _(self, op: ir.LoadPerCpu) -> None:
@@ -183,10 +210,31 @@ class Interpreter:
         return op.label if holds(op.condition, self.vregs[op.left], op.value, self.bits) else None
 
     @_do.register
-    def _(self, op: ir.BranchCell) -> ir.Label | None:
-        value = self.memory.read(op.address, op.size)
+    def _(self, op: ir.BranchPerCpu) -> ir.Label | None:
+        value = self.memory.read(self.per_cpu + op.offset, op.size)
         return op.label if holds(op.condition, value, op.value, 8 * op.size) else None
 
     @_do.register
     def _(self, op: ir.CallHost) -> ir.Label | None:
         return None if self.host(op.number, self.memory) else op.label
+
+    @_do.register
+    def _(self, op: ir.Multiply) -> None:
+        self._set(op.dst, self.vregs[op.dst] * self.vregs[op.src])
+
+    @_do.register
+    def _(self, op: ir.CompareExchange) -> ir.Label | None:
+        address, size = self._address(op.base, op.offset), self.bits // 8
+        found = self.memory.read(address, size)
+        if found != self.vregs[op.expected]:
+            self._set(op.expected, found)
+            return op.label
+        self.memory.write(address, self.vregs[op.new], size)
+        return None
+
+    @_do.register
+    def _(self, op: ir.FetchAdd) -> None:
+        address, size = self._address(op.base, op.offset), self.bits // 8
+        found = self.memory.read(address, size)
+        self.memory.write(address, found + self.vregs[op.addend], size)
+        self._set(op.addend, found)

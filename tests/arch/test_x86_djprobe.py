@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from emulated_kernel.arch.function import Function
+from emulated_kernel.arch.reason import Reason
 from emulated_kernel.arch.x86.djprobe import DetouredRegion, DjprobeAnalysis
-from emulated_kernel.arch.x86.function import Function
-from emulated_kernel.arch.x86.reason import Reason
 
 ADDR = 0xC031_2C3E
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 
 import pytest
 import unicorn
@@ -11,7 +10,7 @@ from unicorn import x86_const as const
 
 from emulated_kernel.arch import program as ir
 from emulated_kernel.arch.base import Detour, Live
-from emulated_kernel.arch.program import Arithmetic, Condition, HandlerCode, Label, Program
+from emulated_kernel.arch.program import Condition, HandlerCode, Label, Program
 from emulated_kernel.arch.x86 import detour as detours
 from emulated_kernel.arch.x86 import detour_32 as detours_32
 from emulated_kernel.arch.x86.arch import X86_64
@@ -19,17 +18,21 @@ from emulated_kernel.arch.x86.assemble import Encoder
 from emulated_kernel.arch.x86.emulate import REGISTER_NAMES
 from emulated_kernel.arch.x86.frame import Frame
 from emulated_kernel.arch.x86.handler_code import save_all, save_live
-from tests.arch.program_model import Interpreter, Regions
+from tests.arch.random_programs import (
+    CODE,
+    CPU,
+    END,
+    PAGE,
+    PROBE,
+    SP,
+    STACK,
+    Case,
+    Outcome,
+    host_answer,
+    interpret,
+    make_case,
+)
 
-CODE, DATA, CPU, STACK, END = 0x7700_0000, 0x20_0000, 0x30_0000, 0x6600_0000, 0x5500_0000
-"""Of one page each; sums and shifts of random values don't meet code or stack."""
-FAR = 0x12_3456_0000
-PAGE = 0x1000
-SP = STACK + PAGE - 0x100
-PROBE = 0x7F_0000
-"""Where the probe would be; nothing is mapped there."""
-COUNTERS = DATA + 0xF00
-"""Cells that end loops, which no other op touches."""
 STATUS = 0x8D5
 FLAGS = 0x246
 PT_REGS = {
@@ -45,45 +48,6 @@ NAMES = {64: REGISTER_NAMES, 32: REGISTER_NAMES[:8]}
 def register_id(name: str, bits: int) -> int:
     prefix = "" if name[1:].isdigit() else "r" if bits == 64 else "e"
     return int(getattr(const, f"UC_X86_REG_{prefix}{name}".upper()))
-
-
-@dataclass(frozen=True)
-class Case:
-    """A program, and the state that it meets."""
-
-    bits: int
-    program: Program
-    registers: dict[str, int]
-    """All of pt_regs that a program can ask for."""
-    areas: dict[int, bytes]
-
-
-@dataclass
-class Outcome:
-    registers: dict[str, int]
-    areas: dict[int, bytes]
-    host_calls: list[int]
-    faults: int
-
-
-def host_answer(calls: list[int], number: int, write: object) -> bool:
-    """The host as both sides see it: notes the call, and goes on behind every second time."""
-    calls.append(number)
-    write((DATA + 8 * (number % 16)), len(calls))  # type: ignore[operator]
-    return (number + len(calls)) % 2 == 0
-
-
-def interpret(case: Case) -> Outcome:
-    calls: list[int] = []
-
-    def host(number: int, memory: Regions) -> bool:
-        return host_answer(calls, number, lambda at, value: memory.write(at, value, 4))
-
-    memory = Regions(case.areas)
-    interpreter = Interpreter(case.bits, case.registers, memory, PER_CPU_BASE[case.bits], host)
-    interpreter.run(case.program)
-    areas = {start: bytes(data) for start, data in memory.areas.items()}
-    return Outcome(dict(case.registers), areas, calls, interpreter.faults)
 
 
 class Processor:
@@ -154,176 +118,9 @@ class Processor:
         return Outcome(registers, areas, self.calls, self.faults)
 
 
-class Maker:
-    """Makes random programs that end: backward jumps count their rounds."""
-
-    def __init__(self, rng: random.Random, bits: int) -> None:
-        self.rng = rng
-        self.bits = bits
-        self.vregs = rng.sample(range(ir.NR_VREGS), rng.randint(1, ir.NR_VREGS))
-        self.ops: list[ir.Op] = []
-        self.placed: list[Label] = []
-        self.pending: list[Label] = []
-        self.labels = 0
-        self.loops = 0
-        self.names = [name for name in (*NAMES[bits], "flags", "ip") if name != "sp"]
-
-    def make(self) -> Program:
-        rng = self.rng
-        for vreg in self.vregs:
-            if rng.random() < 0.5:
-                self.ops.append(ir.GetRegister(vreg, rng.choice(self.names)))
-            else:
-                self.ops.append(ir.SetImmediate(vreg, self.number()))
-        makers = [
-            self.plain, self.plain, self.plain, self.memory, self.memory, self.cell, self.cell,
-            self.faulting, self.branch, self.branch, self.place, self.jump, self.loop, self.host,
-        ]  # fmt: skip
-        if rng.random() < 0.2:
-            makers = [self.plain, self.memory]
-        for _ in range(rng.randint(0, 30)):
-            rng.choice(makers)()
-        while self.pending:
-            self.place()
-        return tuple(self.ops)
-
-    def number(self) -> int:
-        rng = self.rng
-        return rng.choice(
-            (0, 1, -1, 0x7F, 0x80, -0x80, 0xFF, 0x7FFFFFFF, -(1 << 31), rng.getrandbits(self.bits))
-        )
-
-    def small(self) -> int:
-        """What 32 bits hold signed."""
-        rng = self.rng
-        return rng.choice((0, 1, -1, 5, 127, 128, -128, -129, 255, 65535, (1 << 31) - 1, -(1 << 31), 1000))
-
-    def vreg(self) -> int:
-        return self.rng.choice(self.vregs)
-
-    def size(self) -> int:
-        return self.rng.choice((1, 2, 4, 8)[: 4 if self.bits == 64 else 3])
-
-    def label(self) -> Label:
-        """One to go to forwards, placed later."""
-        if not self.pending or self.rng.random() < 0.5:
-            self.labels += 1
-            self.pending.append(Label(self.labels))
-        return self.rng.choice(self.pending)
-
-    def place(self) -> None:
-        if not self.pending:
-            self.labels += 1
-            self.pending.append(Label(self.labels))
-        label = self.pending.pop(self.rng.randrange(len(self.pending)))
-        self.placed.append(label)
-        self.ops.append(ir.Place(label))
-
-    def plain(self) -> None:
-        rng = self.rng
-        dst, src = self.vreg(), self.vreg()
-        op = rng.choice(tuple(Arithmetic))
-        shifts = op in (Arithmetic.SHL, Arithmetic.SHR, Arithmetic.SAR)
-        kind = rng.randrange(5)
-        if kind == 0:
-            self.ops.append(ir.SetImmediate(dst, self.number()))
-        elif kind == 1:
-            self.ops.append(ir.Move(dst, src))
-        elif kind == 2:
-            self.ops.append(ir.GetRegister(dst, rng.choice(self.names)))
-        elif kind == 3:
-            value = rng.randrange(self.bits) if shifts else self.small()
-            self.ops.append(ir.ComputeImmediate(op, dst, value))
-        else:
-            if shifts:
-                self.ops.append(ir.ComputeImmediate(Arithmetic.AND, src, self.bits - 1))
-            self.ops.append(ir.Compute(op, dst, src))
-
-    def memory(self) -> None:
-        rng = self.rng
-        base, other = self.vreg(), self.vreg()
-        start = rng.choice((DATA, FAR) if self.bits == 64 else (DATA,))
-        offset = rng.choice((0, 0, 8, 0x7F, -0x80, 0x80, 0x400))
-        self.ops.append(ir.SetImmediate(base, start + rng.randrange(0x100, 0x800)))
-        kind = rng.randrange(4)
-        if kind == 0:
-            self.ops.append(ir.Load(other, base, offset, self.size(), rng.random() < 0.5))
-        elif kind == 1:
-            self.ops.append(ir.Store(base, offset, other, self.size()))
-        elif kind == 2:
-            size = rng.choice((1, 2, 4, 8))
-            self.ops.append(ir.StoreImmediate(base, offset, self.number(), size))
-        else:
-            self.ops.append(ir.GetRegister(base, "sp"))
-            self.ops.append(ir.Load(other, base, 8 * rng.randrange(4), self.size()))
-            # Nothing below the stack pointer is to be looked at.
-            self.ops.append(ir.SetImmediate(base, self.number()))
-
-    def cell(self) -> None:
-        rng = self.rng
-        start = rng.choice((DATA, FAR) if self.bits == 64 else (DATA,))
-        address = start + rng.randrange(0x100, 0x800)
-        kind = rng.randrange(4)
-        if kind == 0:
-            self.ops.append(ir.LoadCell(self.vreg(), address, self.size()))
-        elif kind == 1:
-            self.ops.append(ir.StoreCell(address, self.vreg(), self.size()))
-        elif kind == 2:
-            size = rng.choice((1, 2, 4, 8))
-            self.ops.append(ir.AddToCell(address, rng.choice((1, -1, 24, 127, 128, 1000)), size))
-        else:
-            offset = CPU - PER_CPU_BASE[self.bits] + rng.randrange(0x800)
-            self.ops.append(ir.LoadPerCpu(self.vreg(), offset, self.size()))
-
-    def faulting(self) -> None:
-        op = ir.Load(self.vreg(), self.vreg(), self.rng.choice((0, 8, 96)), self.size(), False, self.label())
-        self.ops.append(op)
-
-    def branch(self) -> None:
-        rng = self.rng
-        condition, label, unlikely = rng.choice(tuple(Condition)), self.label(), rng.random() < 0.5
-        kind = rng.randrange(3)
-        if kind == 0:
-            self.ops.append(ir.Branch(condition, self.vreg(), self.vreg(), label, unlikely))
-        elif kind == 1:
-            self.ops.append(ir.BranchImmediate(condition, self.vreg(), self.small(), label, unlikely))
-        else:
-            start = rng.choice((DATA, FAR) if self.bits == 64 else (DATA,))
-            address = start + rng.randrange(0x100, 0x800)
-            self.ops.append(ir.BranchCell(condition, address, self.size(), self.small(), label, unlikely))
-
-    def jump(self) -> None:
-        self.ops.append(ir.Jump(self.label()))
-
-    def loop(self) -> None:
-        """Back to a label, three times at most."""
-        if not self.placed or self.loops == 16:
-            return
-        counter = COUNTERS + 8 * self.loops
-        self.loops += 1
-        self.ops.append(ir.AddToCell(counter, 1, 4))
-        back = self.rng.choice(self.placed)
-        if self.rng.random() < 0.5:
-            self.ops.append(ir.BranchCell(Condition.BELOW, counter, 4, 3, back))
-            return
-        out = self.label()
-        self.ops += [ir.BranchCell(Condition.ABOVE_EQ, counter, 4, 3, out), ir.Jump(back)]
-
-    def host(self) -> None:
-        self.ops.append(ir.CallHost(self.rng.randrange(100), self.label()))
-
-
-def make_case(rng: random.Random, bits: int) -> Case:
-    program = Maker(rng, bits).make()
-    mapped = (DATA, CPU, STACK, FAR) if bits == 64 else (DATA, CPU, STACK)
-    areas = {start: rng.randbytes(PAGE) for start in mapped}
-    areas[DATA] = areas[DATA][:0xF00] + bytes(0x100)
-    interesting = (0, 1, DATA + 0x200, DATA + PAGE - 2, DATA + 0x10, (1 << bits) - 1, PROBE)
-    registers = {name: rng.choice((*interesting, rng.getrandbits(bits))) for name in NAMES[bits]}
-    registers["sp"] = SP
-    registers["flags"] = FLAGS & ~STATUS | rng.getrandbits(12) & STATUS
-    registers["ip"] = PROBE + 1
-    return Case(bits, program, registers, areas)
+def make(rng: random.Random, bits: int) -> Case:
+    others = {"flags": FLAGS & ~STATUS | rng.getrandbits(12) & STATUS, "ip": PROBE + 1}
+    return make_case(rng, bits, NAMES[bits], others, PER_CPU_BASE[bits])
 
 
 def check(case: Case, handler: HandlerCode, live: Live, frame: Frame | None = None) -> None:
@@ -350,7 +147,7 @@ SEEDS = range(0, 800, 100)
 def test_programs_between_what_is_live(bits: int, first: int) -> None:
     for seed in range(first, first + 100):
         rng = random.Random(seed)
-        case = make_case(rng, bits)
+        case = make(rng, bits)
         share = rng.choice((0, 0.3, 0.7, 1))
         registers = frozenset(name for name in NAMES[bits] if rng.random() < share) | {"sp"}
         live = Live(registers, rng.random() < 0.5)
@@ -363,14 +160,14 @@ def test_programs_between_what_is_live(bits: int, first: int) -> None:
 def test_programs_in_a_frame(bits: int, first: int) -> None:
     frame = Frame(Encoder(bits), PT_REGS[bits])
     for seed in range(first, first + 100):
-        case = make_case(random.Random(seed), bits)
+        case = make(random.Random(seed), bits)
         handler = save_all(case.program, Encoder(bits), frame, {"ip": PROBE + 1, **FIXED[bits]})
         check(case, handler, Live(frozenset(NAMES[bits]), True), frame)
 
 
-CELL = -0x1000_0000
-"""In reach of 32 bits, at the top of the address space."""
-COUNT = (ir.AddToCell(CELL, 1),)
+CELL = 0x1000
+"""Offset of a cell."""
+COUNT = (ir.AddToPerCpu(CELL, 1),)
 ALL_REGISTERS = frozenset(REGISTER_NAMES)
 
 
@@ -397,7 +194,7 @@ def test_counting_leaves_live_flags_alone() -> None:
 
 
 def test_flags_that_are_overwritten_stay_in_a_dead_ax() -> None:
-    program = (ir.BranchCell(Condition.NE, CELL, 4, 0, Label(0), True), *COUNT, ir.Place(Label(0)))
+    program = (ir.BranchPerCpu(Condition.NE, CELL, 4, 0, Label(0), True), *COUNT, ir.Place(Label(0)))
     saved = ["lahf", "seto", "cmpl", "jne", "addq", "addb", "sahf"]
     assert listing(program, Live(ALL_REGISTERS - {"ax"}, True)) == saved
     assert listing(program, Live(ALL_REGISTERS, False)) == ["cmpl", "jne", "addq"]
@@ -406,7 +203,7 @@ def test_flags_that_are_overwritten_stay_in_a_dead_ax() -> None:
 def test_unlikely_parts_stand_before_the_entry() -> None:
     unlikely, end = Label(0), Label(1)
     program = (
-        ir.BranchCell(Condition.NE, CELL, 4, 0, unlikely, True),
+        ir.BranchPerCpu(Condition.NE, CELL, 4, 0, unlikely, True),
         *COUNT,
         ir.Jump(end),
         ir.Place(unlikely),
@@ -422,13 +219,13 @@ def test_unlikely_parts_stand_before_the_entry() -> None:
 
 
 def test_registers_that_are_asked_for_are_used_last() -> None:
-    program = (ir.GetRegister(0, "di"), ir.StoreCell(CELL, 0, 8))
+    program = (ir.GetRegister(0, "di"), ir.StorePerCpu(CELL, 0, 8))
     handler = X86_64().handler_code(program, PROBE, Live(ALL_REGISTERS - {"di", "r9"}, False))
-    assert handler.code.hex() == "4989f9" + "4c890c25000000f0"  # mov %rdi, %r9; mov %r9, cell
+    assert handler.code.hex() == "4989f9" + "654c890c2500100000"  # mov %rdi, %r9; mov %r9, cell
 
 
 def test_code_can_stand_anywhere() -> None:
-    program = make_case(random.Random(1), 64).program
+    program = make(random.Random(1), 64).program
     assert X86_64().handler_code(program, PROBE) == X86_64().handler_code(program, PROBE)
     handler = X86_64().handler_code(program, PROBE)
     for buffer in (CODE, CODE + 0x123):

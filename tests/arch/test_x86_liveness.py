@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from unicorn import x86_const as const
 
 from emulated_kernel.arch.base import Live
+from emulated_kernel.arch.function import Function
 from emulated_kernel.arch.x86.emulate import REGISTER_NAMES
-from emulated_kernel.arch.x86.function import Function
 from emulated_kernel.arch.x86.liveness import Liveness
 
 ADDR = 0x10_0000

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from emulated_kernel.arch.x86.function import Function, FunctionTable, Site, TextLayout
-from emulated_kernel.arch.x86.reason import ERRNO, Reason
+from emulated_kernel.arch.function import Function, FunctionTable, Site, TextLayout
+from emulated_kernel.arch.reason import ERRNO, Reason
 from emulated_kernel.arch.x86.verdict import Mode, Verdict, Verdicts
 
 TEXT = 0xFFFF_FFFF_8100_0000

@@ -1,1 +1,1 @@
-"""RISC-V: decoding, verdicts, out-of-line execution."""
+"""riscv64: decoding, verdicts, out-of-line execution."""

@@ -6,10 +6,13 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any
 
+from emulated_kernel.arch.function import Function, TextLayout
+from emulated_kernel.arch.reason import Finding, Reason
 from emulated_kernel.arch.x86.decode import decode_all
-from emulated_kernel.arch.x86.function import NOP5, Function, TextLayout
 from emulated_kernel.arch.x86.insn import MAX_INSN_SIZE, Insn, decode_insn, opcodes
-from emulated_kernel.arch.x86.reason import Finding, Reason
+
+NOP5 = bytes.fromhex("0f1f440000")
+"""What ftrace keeps at a disabled fentry site."""
 
 _RELATIVE_JUMPS = opcodes("70-7f e0-e3 e9 eb")
 _JMP_FAR = 0xEA

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -17,9 +17,11 @@ from emulated_kernel.arch.base import (
     OptimizationRules,
     Prepared,
     Registers,
+    ReturnDispatch,
+    Scratch,
 )
 from emulated_kernel.arch.program import HandlerCode, Program
-from emulated_kernel.arch.x86 import calls
+from emulated_kernel.arch.x86 import calls, return_code
 from emulated_kernel.arch.x86 import detour as detours
 from emulated_kernel.arch.x86 import detour_32 as detours_32
 from emulated_kernel.arch.x86 import emulate as emulation_table
@@ -49,7 +51,9 @@ class X86(Arch):
     max_insn_size = MAX_INSN_SIZE
     max_call_size = calls.MAX_CALL_SIZE
     min_insn_size = 1
-    jump_size = out_of_line.JMP32_SIZE
+    jump_size = call_size = out_of_line.JMP32_SIZE
+    seen_ip = 1
+    general_registers = frozenset((*emulation_table.REGISTER_NAMES, "ip", "flags"))
     return_size = 1
     max_repetition = 32
     max_detour = detours.MAX_DETOUR
@@ -59,6 +63,7 @@ class X86(Arch):
     no_return_hook = ("__switch_to",)
     _encoder: Encoder
     _frame: Frame
+    _saving_trampoline: Callable[[int], HandlerStub]
     _fixed_registers: Mapping[str, int]
     """Registers that are the same at every hit; with ip and sp all that aren't general."""
 
@@ -94,6 +99,21 @@ class X86(Arch):
         if live is None:
             return save_all(program, self._encoder, self._frame, known)
         return save_live(program, self._encoder, live, known)
+
+    def return_trampoline(self, address: int) -> HandlerStub:
+        return self._saving_trampoline(address)
+
+    def return_dispatch(self, program: Program, buffer: int, *, saves_all: bool) -> ReturnDispatch:
+        live = None if saves_all else self.live_at_return
+        stub_at = self._saving_trampoline
+        return return_code.dispatch(program, buffer, self._encoder, self._frame, live, stub_at)
+
+    def return_handler(self, program: Program, *, saves_all: bool) -> HandlerCode:
+        live = None if saves_all else self.live_at_return
+        return return_code.handler(program, self._encoder, self._frame, live)
+
+    def placed_return_handler(self, handler: HandlerCode, buffer: int, finish: int | None) -> Detour:
+        return return_code.placed(handler, buffer, finish)
 
     def handler_stub(self, handler: HandlerCode, buffer: int, target: int) -> Detour:
         return detours.handler_stub(handler, buffer, target)
@@ -148,19 +168,24 @@ class X86_64(X86):
     )
     ftrace_regs = ("di", "si", "dx", "cx", "r8", "r9", "ax", "bp", "ip", "sp")
     return_regs = ("ax", "dx", "bp")
+    live_at_return = Live(frozenset({"ax", "dx", "bx", "bp", "r12", "r13", "r14", "r15"}), flags=False)
     pt_regs = detours.PT_REGS
     _encoder = Encoder(64)
     _frame = Frame(_encoder, detours.PT_REGS)
+    _saving_trampoline = staticmethod(return_trampoline)
     _fixed_registers = MappingProxyType(detours.FIXED_REGISTERS)
 
     def ftrace_trampoline(self) -> HandlerStub:
         return detours.ftrace_trampoline()
 
-    def return_trampoline(self, address: int) -> HandlerStub:
-        return return_trampoline(address)
-
     def detour(
-        self, code: bytes, addr: int, length: int, buffer: int, handler: HandlerCode | None = None
+        self,
+        code: bytes,
+        addr: int,
+        length: int,
+        buffer: int,
+        handler: HandlerCode | None = None,
+        scratch: Scratch | None = None,  # noqa: ARG002 - jumps overwrite nothing
     ) -> Detour:
         if handler is not None:
             return detours.compiled_detour(code, addr, length, buffer, handler, self.bits)
@@ -184,19 +209,24 @@ class I386(X86):
     )
     ftrace_regs = ("ax", "dx", "cx", "bp", "ip", "sp")
     return_regs = ("ax", "dx", "bp")
+    live_at_return = Live(frozenset({"ax", "dx", "bx", "bp", "si", "di"}), flags=False)
     pt_regs = detours_32.PT_REGS
     _encoder = Encoder(32)
     _frame = Frame(_encoder, detours_32.PT_REGS)
+    _saving_trampoline = staticmethod(detours_32.return_trampoline)
     _fixed_registers = MappingProxyType(detours_32.FIXED_REGISTERS)
 
     def ftrace_trampoline(self) -> HandlerStub:
         return detours_32.ftrace_trampoline()
 
-    def return_trampoline(self, address: int) -> HandlerStub:
-        return detours_32.return_trampoline(address)
-
     def detour(
-        self, code: bytes, addr: int, length: int, buffer: int, handler: HandlerCode | None = None
+        self,
+        code: bytes,
+        addr: int,
+        length: int,
+        buffer: int,
+        handler: HandlerCode | None = None,
+        scratch: Scratch | None = None,  # noqa: ARG002 - jumps overwrite nothing
     ) -> Detour:
         if handler is not None:
             return detours.compiled_detour(code, addr, length, buffer, handler, self.bits)

@@ -12,10 +12,10 @@ from typing import Final
 
 AX, CX, DX, BX, SP, BP, SI, DI = range(8)
 
-ABSOLUTE = -1
-"""In place of a base register: the offset is the address."""
+ABSOLUTE, PER_CPU = -1, -2
+"""In place of a base register: the offset is the address, or counts from the CPU's per-CPU base."""
 
-ADD, OR, ADC, AND, SUB, XOR, CMP = 0, 1, 2, 4, 5, 6, 7
+ADD, OR, ADC, SBB, AND, SUB, XOR, CMP = range(8)
 """Group 1 of arithmetic: the number in ModRM; times 8, plus 1, it is the opcode of `op r/m, r`."""
 SHL, SHR, SAR = 4, 5, 7
 
@@ -28,6 +28,7 @@ JUMP = b"\xe9"
 """A jump, up to its displacement of 32 bits."""
 HOLE = bytes(4)
 """In place of a displacement that isn't known yet."""
+LOCK = b"\xf0"
 LAHF, SAHF = b"\x9f", b"\x9e"
 SETO_AL = b"\x0f\x90\xc0"
 ADD_AL_127 = b"\x04\x7f"
@@ -130,13 +131,17 @@ class Encoder:
         self._xchg = Opcode(b"\x87", wide)
         self._test = Opcode(b"\x85", wide)
         self._test_immediate = Opcode(b"\xf7", wide)
-        self._group1 = {op: Opcode(bytes([op << 3 | 1]), wide) for op in (ADD, OR, AND, SUB, XOR, CMP)}
+        self._group1 = {op: Opcode(bytes([op << 3 | 1]), wide) for op in range(8)}
+        self._group1_load = {op: Opcode(bytes([op << 3 | 3]), wide) for op in range(8)}
         self._group1_byte = Opcode(b"\x83", wide)
         self._group1_long = Opcode(b"\x81", wide)
         self._shift = Opcode(b"\xc1", wide)
         self._shift_by_cl = Opcode(b"\xd3", wide)
         self._not = Opcode(b"\xf7", wide)
         self._immediate = Opcode(b"\xc7", wide)
+        self._multiply = Opcode(b"\x0f\xaf", wide)
+        self._compare_exchange = Opcode(b"\x0f\xb1", wide, LOCK)
+        self._exchange_add = Opcode(b"\x0f\xc1", wide, LOCK)
         narrow = _LOAD_SIGNED_64 if wide else _LOAD_SIGNED_32
         self._loads = _LOAD | {(size, True): opcode for size, opcode in narrow.items()}
 
@@ -176,6 +181,10 @@ class Encoder:
         """Set flags by left & value, which 32 bits hold signed."""
         return _registers(self._test_immediate, 0, left) + value.to_bytes(4, "little", signed=True)
 
+    def multiply(self, dst: int, src: int) -> bytes:
+        """dst *= src, the low word; the flags are changed."""
+        return _registers(self._multiply, dst, src)
+
     def shift_immediate(self, op: int, dst: int, count: int) -> bytes:
         """Shift by less than the word's bits."""
         return _registers(self._shift, op, dst) + bytes([count])
@@ -203,7 +212,7 @@ class Encoder:
         """Pop a register; the flags are left alone."""
         return _POP[register]
 
-    # Memory at offset(base), which 32 bits hold signed, or with base ABSOLUTE at an address in reach
+    # Memory at offset(base), which 32 bits hold signed; with base ABSOLUTE at an address in reach
 
     def reaches(self, address: int) -> bool:
         """Whether an instruction can name the address itself."""
@@ -212,10 +221,6 @@ class Encoder:
     def load(self, dst: int, base: int, offset: int, size: int, *, sign: bool = False) -> bytes:
         """dst = `size` bytes, extended to the word."""
         return self._operand(self._loads[size, sign], dst, base, offset)
-
-    def load_per_cpu(self, dst: int, offset: int, size: int) -> bytes:
-        """dst = `size` bytes at an offset from the per-CPU base, extended by zeros."""
-        return self._per_cpu_segment + self._operand(self._loads[size, False], dst, ABSOLUTE, offset)
 
     def store(self, base: int, offset: int, src: int, size: int) -> bytes:
         """The low `size` bytes of src; a byte on 32 bits only of ax, cx, dx, bx."""
@@ -229,6 +234,26 @@ class Encoder:
         """Group 1 on `size` bytes with a number of theirs, sign-extended from 32 bits for 8 bytes."""
         opcode, immediate = _group1_memory(value, size)
         return self._operand(opcode, op, base, offset) + immediate
+
+    def arithmetic_load(self, op: int, dst: int, base: int, offset: int) -> bytes:
+        """Group 1 on a register with a word of memory."""
+        return self._operand(self._group1_load[op], dst, base, offset)
+
+    def arithmetic_store(self, op: int, base: int, offset: int, src: int) -> bytes:
+        """Group 1 on a word of memory with a register."""
+        return self._operand(self._group1[op], src, base, offset)
+
+    def compare_exchange_8(self, base: int, offset: int) -> bytes:
+        """If dx:ax are the 8 bytes in memory, store cx:bx there; else dx:ax become them. Locked."""
+        return self._operand(_CMPXCHG8B, 1, base, offset)
+
+    def compare_exchange(self, base: int, offset: int, src: int) -> bytes:
+        """If the word is ax, it becomes src and ZF is set; else ax becomes the word. Locked."""
+        return self._operand(self._compare_exchange, src, base, offset)
+
+    def exchange_add(self, base: int, offset: int, src: int) -> bytes:
+        """Add src to the word, and src becomes what that was. Locked."""
+        return self._operand(self._exchange_add, src, base, offset)
 
     def test_memory(self, base: int, offset: int, value: int, size: int) -> bytes:
         """Set flags by `size` bytes & value, a number as for `arithmetic_memory`."""
@@ -253,7 +278,13 @@ class Encoder:
     def _operand(self, opcode: Opcode, reg: int, base: int, offset: int) -> bytes:
         if base >= 0:
             return _based(opcode, reg, base, offset)
-        return _absolute(opcode, reg, self.bits) + (offset & 0xFFFFFFFF).to_bytes(4, "little")
+        segment = self._per_cpu_segment if base == PER_CPU else b""
+        return segment + _absolute(opcode, reg, self.bits) + (offset & 0xFFFFFFFF).to_bytes(4, "little")
+
+
+def jump_through(register: int) -> bytes:
+    """A jump to the address in a register."""
+    return (b"\x41" if register > 7 else b"") + b"\xff" + bytes([0xE0 | register & 7])
 
 
 def low_byte_load(offset: int) -> bytes:
@@ -268,6 +299,7 @@ def high_byte_load(offset: int) -> bytes:
 
 _PUSH = tuple((b"\x41" if n > 7 else b"") + bytes([0x50 | n & 7]) for n in range(16))
 _POP = tuple((b"\x41" if n > 7 else b"") + bytes([0x58 | n & 7]) for n in range(16))
+_CMPXCHG8B = Opcode(b"\x0f\xc7", prefix=LOCK)
 _IMMEDIATES = {size: _sized(b"\xc7", size) for size in (1, 2, 4, 8)}
 _TESTS = {size: _sized(b"\xf7", size) for size in (1, 2, 4, 8)}
 _GROUP1_LONG = {size: _sized(b"\x81", size) for size in (1, 2, 4, 8)}

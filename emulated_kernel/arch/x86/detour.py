@@ -31,9 +31,11 @@ _STORE_WAY_BACK = bytes.fromhex(
     "488948f8"  # mov %rcx, -8(%rax)
     "488b8c2490000000"  # mov 18*8(%rsp), %rcx: flags
     "488948f0"  # mov %rcx, -16(%rax)
+    "488d40f0"  # lea -16(%rax), %rax
+    "4889842498000000"  # mov %rax, 19*8(%rsp): an interrupt must find nothing of use below rsp
 )
-_TAKE_WAY_BACK = bytes.fromhex("488b642420 488d6424f0 9d c3")
-"""mov 32(%rsp), %rsp; lea -16(%rsp), %rsp; popf; ret, with rsp at orig_ax."""
+_TAKE_WAY_BACK = bytes.fromhex("488b642420 9d c3")
+"""mov 32(%rsp), %rsp; popf; ret, with rsp at orig_ax."""
 _SKIP_TO_FLAGS = b"\x48\x8d\x64\x24\x18"
 _SKIP_SP_SS = b"\x48\x8d\x64\x24\x10"
 """lea 16(%rsp), %rsp: unlike an add, it leaves the flags alone."""
@@ -88,15 +90,16 @@ def compiled_detour(
     code: bytes, addr: int, length: int, buffer: int, handler: HandlerCode, bits: int
 ) -> Detour:
     """As `detour`, with the handler's code instead of the breakpoint; raises the same."""
-    return _behind(handler, _relocated(code, addr, length, buffer + len(handler.code), bits))
+    return compiled(handler, _relocated(code, addr, length, buffer + len(handler.code), bits))
 
 
 def handler_stub(handler: HandlerCode, buffer: int, target: int) -> Detour:
     """A handler at `buffer` that goes on at `target`. Raises: KernelError(ERANGE)."""
-    return _behind(handler, relative_jump(buffer + len(handler.code), target))
+    return compiled(handler, relative_jump(buffer + len(handler.code), target))
 
 
-def _behind(handler: HandlerCode, rest: bytes) -> Detour:
+def compiled(handler: HandlerCode, rest: bytes) -> Detour:
+    """A handler, and what follows it."""
     return Detour(
         code=handler.code + rest,
         trap=None,

@@ -36,9 +36,11 @@ _STORE_WAY_BACK = bytes.fromhex(
     "8948fc"  # mov %ecx, -4(%eax)
     "8b4c2438"  # mov 14*4(%esp), %ecx: flags
     "8948f8"  # mov %ecx, -8(%eax)
+    "8d40f8"  # lea -8(%eax), %eax
+    "8944243c"  # mov %eax, 15*4(%esp): an interrupt must find nothing of use below esp
 )
-_TAKE_WAY_BACK = bytes.fromhex("8b642420 8d6424f8 9d c3")
-"""mov 32(%esp), %esp; lea -8(%esp), %esp; popf; ret, with esp at ds."""
+_TAKE_WAY_BACK = bytes.fromhex("8b642420 9d c3")
+"""mov 32(%esp), %esp; popf; ret, with esp at ds."""
 _SKIP_TO_FLAGS = b"\x8d\x64\x24\x1c"
 _SKIP_SP_SS = b"\x8d\x64\x24\x08"
 """lea 8(%esp), %esp: unlike an add, it leaves the flags alone."""

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from emulated_kernel.arch.function import Function
+from emulated_kernel.arch.reason import Finding, Reason
 from emulated_kernel.arch.x86.analysis import is_relative_jump
 from emulated_kernel.arch.x86.decode import decode_all
-from emulated_kernel.arch.x86.function import Function
 from emulated_kernel.arch.x86.insn import MAX_INSN_SIZE, Insn, decode_insn
 from emulated_kernel.arch.x86.prepare import JMP32_SIZE
-from emulated_kernel.arch.x86.reason import Finding, Reason
 
 UD2_SIZE = 2
 _UD2 = b"\x0f\x0b"
@@ -65,6 +65,10 @@ class DjprobeAnalysis:
             return insns
         region = DetouredRegion(addr, sum(insn.length for insn in insns))
         return self._fault(region, insns) or region
+
+    def is_insn(self, addr: int) -> bool:
+        """Whether an instruction of the function starts there."""
+        return addr in self._insns
 
     def _detoured(self, addr: int) -> list[Insn] | Finding:
         """The instructions that the jump covers in whole or in part."""

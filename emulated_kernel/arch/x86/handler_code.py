@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from emulated_kernel.arch.base import Live
+from emulated_kernel.arch.code_layout import lay_out
 from emulated_kernel.arch.program import CallHost, HandlerCode, Program
 from emulated_kernel.arch.x86 import assemble as asm
 from emulated_kernel.arch.x86.assemble import AX, SP, Encoder
-from emulated_kernel.arch.x86.code_layout import lay_out
 from emulated_kernel.arch.x86.emulate import REGISTER_NAMES
 from emulated_kernel.arch.x86.frame import Frame
-from emulated_kernel.arch.x86.lowering import NUMBERS, SLOT_FLAGS, SLOT_SP, Body
+from emulated_kernel.arch.x86.lowering import ENCODING, NUMBERS, SLOT_FLAGS, SLOT_SP, Body
 
 _PUSHF = b"\x9c"
 
@@ -24,21 +24,26 @@ def save_all(program: Program, encoder: Encoder, frame: Frame, constants: Mappin
     """A program within a frame; the stack pointer is at the frame, complete, at all its host calls."""
     has_host_calls = any(type(op) is CallHost for op in program)
     body = Body(program, encoder, None, constants, frame.completed(constants) if has_host_calls else b"")
+    return lay_out(body, frame.save, frame.restore, slots_of(frame), ENCODING)
+
+
+def slots_of(frame: Frame) -> dict[int, int]:
+    """Where the saved values are, from the stack pointer within the frame; bytes."""
     offsets = {NUMBERS[name]: offset for name, offset in frame.offsets.items() if name in NUMBERS}
     offsets[SLOT_FLAGS] = frame.offsets["flags"]
     offsets[SLOT_SP] = frame.size
-    return lay_out(body, frame.save, frame.restore, offsets)
+    return offsets
 
 
 def save_live(program: Program, encoder: Encoder, live: Live, constants: Mapping[str, int]) -> HandlerCode:
     """A program that keeps what is live, and for the rest what is cheapest."""
     body = Body(program, encoder, live, constants)
     keep = {NUMBERS[name] for name in live.registers}
-    saving = _Saving(body, encoder, keep)
-    return lay_out(body, saving.before, saving.after, saving.offsets)
+    saving = Saving(body, encoder, keep)
+    return lay_out(body, saving.before, saving.after, saving.offsets, ENCODING)
 
 
-class _Saving:
+class Saving:
     """What is pushed: first what is only read by the program, then what is restored, the status flags last.
 
     lahf and sahf cost a third of pushf and popf, which ends a translated block.

@@ -7,14 +7,14 @@ relied on. So what is reported dead is overwritten on every path before it can b
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
 
 from emulated_kernel.arch.base import Live
+from emulated_kernel.arch.dataflow import Effect, solve
+from emulated_kernel.arch.function import Function
 from emulated_kernel.arch.x86.decode import decode_all
 from emulated_kernel.arch.x86.emulate import REGISTER_NAMES
-from emulated_kernel.arch.x86.function import Function
 
 _FLAGS_SHIFT = len(REGISTER_NAMES)
 _STATUS_FLAGS = 0b111111
@@ -27,17 +27,6 @@ ALL_LIVE = Live(frozenset(REGISTER_NAMES), flags=True)
 """Where nothing is known, of either width."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Effect:
-    """One instruction: bit masks of registers and status flags, and where control goes."""
-
-    reads: int
-    kills: int
-    successors: tuple[int, ...]
-    leaves: bool
-    """Control may go where this analysis doesn't look."""
-
-
 class Liveness:
     """Liveness in one function, computed once.
 
@@ -46,7 +35,7 @@ class Liveness:
 
     def __init__(self, function: Function, bits: int = 64) -> None:
         effects = _effects(function, bits)
-        self._live = _solve(effects)
+        self._live = solve(effects, _ALL)
 
     def at(self, addr: int) -> Live:
         """What is live in front of the instruction at `addr`; everything where there is none."""
@@ -60,33 +49,14 @@ def _as_names(live: int) -> Live:
     return Live(frozenset(names), bool(live >> _FLAGS_SHIFT))
 
 
-def _solve(effects: dict[int, _Effect]) -> dict[int, int]:
-    """Least fixed point; visiting backwards, most functions need two passes and one a loop level."""
-    live = dict.fromkeys(effects, 0)
-    order = sorted(effects, reverse=True)
-    changed = True
-    while changed:
-        changed = False
-        for addr in order:
-            effect = effects[addr]
-            out = _ALL if effect.leaves else 0
-            for successor in effect.successors:
-                out |= live.get(successor, _ALL)
-            now = effect.reads | out & ~effect.kills
-            if now != live[addr]:
-                live[addr] = now
-                changed = True
-    return live
-
-
-def _effects(function: Function, bits: int) -> dict[int, _Effect]:
+def _effects(function: Function, bits: int) -> dict[int, Effect]:
     from iced_x86 import InstructionInfoFactory
 
     factory = InstructionInfoFactory()
     effects = {}
     for addr, length, insn in decode_all(function.code[: function.size], function.addr, bits):
         if insn is None or addr in function.exception_entries:
-            effects[addr] = _Effect(_ALL, 0, (), True)
+            effects[addr] = Effect(_ALL, 0, (), True)
             continue
         reads, kills = _registers(factory.info(insn))
         flags_read, flags_killed = _flags(insn)
@@ -94,7 +64,7 @@ def _effects(function: Function, bits: int) -> dict[int, _Effect]:
         kills |= flags_killed << _FLAGS_SHIFT
         if insn.has_rep_prefix or insn.has_repne_prefix:
             kills = 0  # With count 0 a repeated instruction does nothing.
-        effects[addr] = _Effect(reads, kills, *_control(insn, addr + length))
+        effects[addr] = Effect(reads, kills, *_control(insn, addr + length))
     return effects
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
+from struct import Struct
 from typing import Any
 
 from emulated_kernel.arch import program as ir
 from emulated_kernel.arch.base import Live
+from emulated_kernel.arch.code_layout import Block, Encoding
 from emulated_kernel.arch.program import Arithmetic, Condition, Program
 from emulated_kernel.arch.x86 import assemble as asm
-from emulated_kernel.arch.x86.assemble import AX, BP, BX, CX, DI, DX, SI, SP, Encoder, signed
-from emulated_kernel.arch.x86.code_layout import Block
+from emulated_kernel.arch.x86.assemble import AX, BP, BX, CX, DI, DX, PER_CPU, SI, SP, Encoder, signed
 from emulated_kernel.arch.x86.emulate import REGISTER_NAMES
+from emulated_kernel.arch.x86.sum_32 import add_and_fetch_8
 
 NUMBERS = {name: number for number, name in enumerate(REGISTER_NAMES)}
 """pt_regs names to numbers in ModRM."""
@@ -50,8 +52,25 @@ _GROUP1 = {
 }
 _SHIFTS = {Arithmetic.SHL: asm.SHL, Arithmetic.SHR: asm.SHR, Arithmetic.SAR: asm.SAR}
 _BYTE_MASKS = {0xFF: 1, 0xFFFF: 2}
-_BRANCHES = frozenset({ir.Branch, ir.BranchImmediate, ir.BranchCell})
+_USING_FLAGS = frozenset(
+    {
+        ir.Branch,
+        ir.BranchImmediate,
+        ir.BranchPerCpu,
+        ir.IncreasePerCpu,
+        ir.ComputePerCpu,
+        ir.AddAndFetch,
+        ir.AddToCell,
+        ir.Multiply,
+        ir.CompareExchange,
+        ir.FetchAdd,
+    }
+)
+_CARRIES = {Arithmetic.ADD: asm.ADC, Arithmetic.SUB: asm.SBB}
+LEAVING = CX
+"""The register that JumpTo goes through; it must not be live."""
 
+_DISPLACEMENT = Struct("<i")
 _SPARE = -1
 """Asks for a register besides the virtual ones, for what one op needs."""
 _NONE: frozenset[str] = frozenset()
@@ -63,14 +82,14 @@ SLOT_SP = -2
 
 
 def _overwrites_flags(program: Program, encoder: Encoder) -> bool:
-    """Whether an op has to: additions needn't, of a word at most and in reach."""
+    """Whether an op has to: additions needn't, where a register is left for them."""
     for op in program:
         kind = type(op)
-        if kind in _BRANCHES:
+        if kind in _USING_FLAGS:
             return True
         if isinstance(op, ir.Compute | ir.ComputeImmediate) and op.op is not Arithmetic.ADD:
             return True
-        if isinstance(op, ir.AddToCell) and (op.size > encoder.word or not encoder.reaches(op.address)):
+        if kind is ir.AddToPerCpu and encoder.bits == 32:
             return True
     return False
 
@@ -118,10 +137,12 @@ class Body:
         live: Live | None,
         constants: Mapping[str, int],
         before_host: bytes = b"",
+        *,
+        overwritten: bool = False,
     ) -> None:
         """`live` is None if all registers are saved already; `constants` are registers of known value.
 
-        `before_host` is code in front of each host call.
+        `before_host` is code in front of each host call. With `overwritten` saved values alone are left.
         """
         self._before_host = before_host
         self._encoder = encoder
@@ -136,6 +157,8 @@ class Body:
         self._pinned: set[int] = set()
         """Those that the program may not use, as it reads them."""
         self._clobbered = {AX} if overwrites else set()
+        if overwritten:
+            self._clobbered.update(NUMBERS.values())
         """Registers that don't hold the probed code's value any more."""
         self._real = _Assignment(order, self._pinned, self._clobbered)
         self.slots: set[int] = set()
@@ -290,29 +313,79 @@ class Body:
         else:
             self._code += encoder.set_register(dst, op.address) + encoder.load(dst, dst, 0, op.size)
 
-    def _store_cell(self, op: ir.StoreCell) -> None:
-        src = self._real[op.src]
-        self._store_at(*self._cell(op.address), src, op.size)
-
     def _add_to_cell(self, op: ir.AddToCell) -> None:
+        """In one instruction; the carry into a second one is nobody else's."""
         encoder, value = self._encoder, op.value
-        if self._keeps_flags:
-            spare = self._real[_SPARE]
-            self._code += encoder.load(spare, asm.ABSOLUTE, op.address, op.size)
-            self._code += encoder.lea(spare, spare, value)
-            self._store_at(asm.ABSOLUTE, op.address, spare, op.size)
-            return
         base, offset = self._cell(op.address)
-        if op.size <= encoder.word:
-            self._code += encoder.arithmetic_memory(asm.ADD, base, offset, value, op.size)
-        else:
-            self._code += encoder.arithmetic_memory(asm.ADD, base, offset, value, 4)
+        self._code += encoder.arithmetic_memory(asm.ADD, base, offset, value, encoder.word)
+        if encoder.word == 4:
             self._code += encoder.arithmetic_memory(asm.ADC, base, offset + 4, value >> 32, 4)
 
     def _load_per_cpu(self, op: ir.LoadPerCpu) -> None:
-        self._code += self._encoder.load_per_cpu(self._real[op.dst], op.offset, op.size)
+        self._code += self._encoder.load(self._real[op.dst], PER_CPU, op.offset, op.size)
+
+    def _store_per_cpu(self, op: ir.StorePerCpu) -> None:
+        self._store_at(PER_CPU, op.offset, self._real[op.src], op.size)
+
+    def _add_to_per_cpu(self, op: ir.AddToPerCpu) -> None:
+        encoder, value = self._encoder, op.value
+        if self._keeps_flags:
+            spare = self._real[_SPARE]
+            self._code += encoder.load(spare, PER_CPU, op.offset, op.size)
+            self._code += encoder.lea(spare, spare, value)
+            self._store_at(PER_CPU, op.offset, spare, op.size)
+        elif op.size <= encoder.word:
+            self._code += encoder.arithmetic_memory(asm.ADD, PER_CPU, op.offset, value, op.size)
+        else:
+            self._code += encoder.arithmetic_memory(asm.ADD, PER_CPU, op.offset, value, 4)
+            self._code += encoder.arithmetic_memory(asm.ADC, PER_CPU, op.offset + 4, value >> 32, 4)
+
+    def _increase_per_cpu(self, op: ir.IncreasePerCpu) -> None:
+        encoder = self._encoder
+        self._code += encoder.arithmetic_store(asm.ADD, PER_CPU, op.offset, self._real[op.src])
+        if encoder.word == 4:
+            self._code += encoder.arithmetic_memory(asm.ADC, PER_CPU, op.offset + 4, 0, 4)
+
+    def _compute_per_cpu(self, op: ir.ComputePerCpu) -> None:
+        encoder, dst = self._encoder, self._real[op.dst]
+        self._code += encoder.arithmetic_load(_GROUP1[op.op], dst, PER_CPU, op.offset)
+        if op.high is not None:
+            self._code += encoder.arithmetic_load(
+                _CARRIES[op.op], self._real[op.high], PER_CPU, op.offset + 4
+            )
+
+    def _add_and_fetch(self, op: ir.AddAndFetch) -> None:
+        encoder, dst = self._encoder, self._real[op.dst]
+        if op.high is not None:
+            self._code += add_and_fetch_8(encoder, op.address, op.value, dst, self._real[op.high])
+            return
+        base, offset = self._cell(op.address)
+        self._code += encoder.set_register(dst, op.value) + encoder.exchange_add(base, offset, dst)
+        self._code += encoder.lea(dst, dst, op.value)
+
+    def _multiply(self, op: ir.Multiply) -> None:
+        self._code += self._encoder.multiply(self._real[op.dst], self._real[op.src])
+
+    def _compare_exchange(self, op: ir.CompareExchange) -> None:
+        """What is compared goes through ax."""
+        encoder, real = self._encoder, self._real
+        base, expected, new = real[op.base], real[op.expected], real[op.new]
+        swap, swapped = b"", {AX: AX}
+        if expected != AX:
+            swap, swapped = encoder.exchange(AX, expected), {AX: expected, expected: AX}
+        base, new = swapped.get(base, base), swapped.get(new, new)
+        self._code += swap + encoder.compare_exchange(base, op.offset, new) + swap
+        self._jump_if(Condition.NE, op.label)
+
+    def _fetch_add(self, op: ir.FetchAdd) -> None:
+        self._code += self._encoder.exchange_add(self._real[op.base], op.offset, self._real[op.addend])
 
     # Control
+
+    def _jump_to(self, op: ir.JumpTo) -> None:
+        self._code += self._encoder.move(LEAVING, self._real[op.address])
+        self._block.leaves = True
+        self._start(Block(is_label=False))
 
     def _place(self, op: ir.Place) -> None:
         self.labels[op.label.number] = len(self.blocks)
@@ -340,13 +413,12 @@ class Body:
             self._code += self._encoder.arithmetic_immediate(asm.CMP, left, value)
         self._jump_if(op.condition, op.label)
 
-    def _branch_cell(self, op: ir.BranchCell) -> None:
+    def _branch_per_cpu(self, op: ir.BranchPerCpu) -> None:
         encoder = self._encoder
-        base, offset = self._cell(op.address)
         if op.condition in _BIT_TESTS:
-            self._code += encoder.test_memory(base, offset, op.value, op.size)
+            self._code += encoder.test_memory(PER_CPU, op.offset, op.value, op.size)
         else:
-            self._code += encoder.arithmetic_memory(asm.CMP, base, offset, op.value, op.size)
+            self._code += encoder.arithmetic_memory(asm.CMP, PER_CPU, op.offset, op.value, op.size)
         self._jump_if(op.condition, op.label)
 
     def _call_host(self, op: ir.CallHost) -> None:
@@ -354,6 +426,13 @@ class Body:
         self._block.host_calls.append((len(self._code), op.number, op.label.number))
         self._code += asm.INT3
 
+
+def _patch_jump(code: bytearray, at: int, target: int) -> None:
+    _DISPLACEMENT.pack_into(code, at, target - at - 4)
+
+
+ENCODING = Encoding(asm.JUMP + asm.HOLE, len(asm.JUMP), _patch_jump, _DISPLACEMENT.pack_into, len(asm.INT3))
+"""All jumps have 32 bits: what short ones would save is little beside the time to see where they reach."""
 
 _LOWERING: dict[type, Callable[[Body, Any], None]] = {
     ir.SetImmediate: Body._set_immediate,
@@ -363,15 +442,23 @@ _LOWERING: dict[type, Callable[[Body, Any], None]] = {
     ir.Store: Body._store,
     ir.StoreImmediate: Body._store_immediate,
     ir.LoadCell: Body._load_cell,
-    ir.StoreCell: Body._store_cell,
     ir.AddToCell: Body._add_to_cell,
     ir.LoadPerCpu: Body._load_per_cpu,
+    ir.StorePerCpu: Body._store_per_cpu,
+    ir.AddToPerCpu: Body._add_to_per_cpu,
+    ir.IncreasePerCpu: Body._increase_per_cpu,
+    ir.ComputePerCpu: Body._compute_per_cpu,
+    ir.AddAndFetch: Body._add_and_fetch,
     ir.Compute: Body._compute,
     ir.ComputeImmediate: Body._compute_immediate,
     ir.Place: Body._place,
     ir.Jump: Body._jump,
     ir.Branch: Body._branch,
     ir.BranchImmediate: Body._branch_immediate,
-    ir.BranchCell: Body._branch_cell,
+    ir.BranchPerCpu: Body._branch_per_cpu,
     ir.CallHost: Body._call_host,
+    ir.Multiply: Body._multiply,
+    ir.CompareExchange: Body._compare_exchange,
+    ir.FetchAdd: Body._fetch_add,
+    ir.JumpTo: Body._jump_to,
 }

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from enum import Enum
 from errno import EOPNOTSUPP
 
+from emulated_kernel.arch.function import Function, FunctionTable, TextLayout
+from emulated_kernel.arch.reason import Finding, Reason
+from emulated_kernel.arch.reserved import overlapping, reserved_range
 from emulated_kernel.arch.x86.analysis import FunctionAnalysis
 from emulated_kernel.arch.x86.boost import can_boost
-from emulated_kernel.arch.x86.function import Function, FunctionTable, Site, TextLayout
 from emulated_kernel.arch.x86.prepare import INT3_SIZE, JMP32_SIZE, copy_instruction, prepare_emulation
-from emulated_kernel.arch.x86.reason import Finding, Reason
 from emulated_kernel.errors import KernelError
 
 
@@ -131,17 +132,13 @@ class Verdicts:
 
 def _reserved(function: Function, addr: int) -> Finding | None:
     """Mirrors: kernel/kprobes.c:check_kprobe_address_safe (v6.1): what others patch or trap on."""
-    if _overlapping(function.jump_labels, addr, addr):
+    if overlapping(function.jump_labels, addr, addr):
         return Finding(Reason.JUMP_LABEL, addr)
-    if _overlapping(function.static_calls, addr, addr):
+    if overlapping(function.static_calls, addr, addr):
         return Finding(Reason.STATIC_CALL, addr)
     if addr in function.bug_entries:
         return Finding(Reason.BUG, addr)
     return None
-
-
-def _overlapping(sites: tuple[Site, ...], first: int, last: int) -> Site | None:
-    return next((site for site in sites if site.overlaps(first, last)), None)
 
 
 def can_optimize(analysis: FunctionAnalysis, addr: int, layout: TextLayout) -> int | Finding:
@@ -182,17 +179,5 @@ def _detoured_length(analysis: FunctionAnalysis, addr: int) -> int | Finding:
         if not can_boost(insn, may_fault=at in function.exception_entries):
             return Finding(Reason.NOT_BOOSTABLE, at)
         length += insn.length
-    return _reserved_range(function, addr, addr + length - 1) or length
-
-
-def _reserved_range(function: Function, first: int, last: int) -> Finding | None:
-    fentry = tuple(Site(site, JMP32_SIZE) for site in function.fentry_sites)
-    for sites, reason in (
-        (fentry, Reason.RESERVED_BY_FTRACE),
-        (function.jump_labels, Reason.RESERVED_BY_JUMP_LABEL),
-        (function.static_calls, Reason.RESERVED_BY_STATIC_CALL),
-    ):
-        site = _overlapping(sites, first, last)
-        if site:
-            return Finding(reason, site.addr)
-    return None
+    last = addr + length - 1
+    return reserved_range(function, addr, last, fentry_size=JMP32_SIZE) or length

@@ -6,11 +6,6 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-NOP5 = bytes.fromhex("0f1f440000")
-"""What ftrace keeps at a disabled fentry site."""
-CALL_SIZE = 5
-"""Bytes of a static call site."""
-
 _EMPTY_RANGE = range(0)
 
 

@@ -1,0 +1,190 @@
+"""Encoding of the few RISC-V instructions that handlers and detours are made of, RV64I alone.
+
+Registers are numbers (0 zero, 1 ra, 2 sp, ...).
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from errno import ERANGE
+from functools import cache, lru_cache
+
+from emulated_kernel.arch.riscv.encode import b_type, i_type, j_type, r_type, s_type, u_type
+from emulated_kernel.arch.riscv.insn import SP, ZERO, Opcode, sign_extend
+from emulated_kernel.errors import KernelError
+
+EBREAK = bytes.fromhex("73001000")
+C_EBREAK = bytes.fromhex("0290")
+NOP = bytes.fromhex("13000000")
+C_NOP = bytes.fromhex("0100")
+
+LONG_JUMP_SIZE = 8
+"""Bytes of auipc and jalr, which reach 2 GiB."""
+JUMP_SIZE = 4
+"""Bytes of jal, which reaches 1 MiB."""
+
+_JUMP_RANGE = 1 << 20
+_LONG_LIMIT = (1 << 31) - (1 << 11)
+_LOAD_UNSIGNED = 4
+"""Bit of funct3 that makes a load extend by zeros."""
+_SIZE_BITS = {1: 0, 2: 1, 4: 2, 8: 3}
+_SUB, _SRA = 0x20, 0x20
+_LUI_CARRY = 0x800
+"""What is added to the upper part, as the lower 12 bits have a sign."""
+_SIGNED_12 = range(-0x800, 0x800)
+
+
+class Branch(IntEnum):
+    """funct3 of branches."""
+
+    EQ = 0
+    NE = 1
+    LT = 4
+    GE = 5
+    LTU = 6
+    GEU = 7
+
+
+class Arithmetic(IntEnum):
+    """funct3 of OP; OP-IMM has no SUB. SUB and SRA have a bit more."""
+
+    ADD = 0x00
+    SLL = 0x01
+    XOR = 0x04
+    SRL = 0x05
+    OR = 0x06
+    AND = 0x07
+    SUB = 0x10
+    SRA = 0x15
+
+
+def _bytes(word: int) -> bytes:
+    return word.to_bytes(4, "little")
+
+
+def fits_12(value: int) -> bool:
+    """Whether an immediate of most instructions holds it."""
+    return value in _SIGNED_12
+
+
+# Registers
+
+
+@cache
+def arithmetic(op: Arithmetic, rd: int, rs1: int, rs2: int) -> bytes:
+    """rd = rs1 op rs2; shifts take the low 6 bits of rs2."""
+    return _bytes(r_type(Opcode.OP, rd, op & 7, rs1, rs2, (op >> 4) * _SUB))
+
+
+@lru_cache(4096)
+def arithmetic_immediate(op: Arithmetic, rd: int, rs1: int, value: int) -> bytes:
+    """rd = rs1 op value: 12 bits with sign, or a shift by 0 to 63."""
+    return _bytes(i_type(Opcode.OP_IMM, rd, op & 7, rs1, value | (op >> 4) * _SRA << 5))
+
+
+def addi(rd: int, rs1: int, value: int) -> bytes:
+    """rd = rs1 + value of 12 bits."""
+    return arithmetic_immediate(Arithmetic.ADD, rd, rs1, value)
+
+
+def move(rd: int, rs: int) -> bytes:
+    """rd = rs."""
+    return addi(rd, rs, 0) if rd != rs else b""
+
+
+def lui(rd: int, value: int) -> bytes:
+    """rd = the upper 20 of 32 bits, sign-extended."""
+    return _bytes(u_type(Opcode.LUI, rd, value))
+
+
+def auipc(rd: int, value: int) -> bytes:
+    """rd = its own address + the upper 20 of 32 bits."""
+    return _bytes(u_type(Opcode.AUIPC, rd, value))
+
+
+def halves(value: int) -> tuple[int, int]:
+    """A 32-bit number as what lui takes, and what an immediate of 12 bits adds."""
+    low = sign_extend(value, 12)
+    return value - low & 0xFFFFFFFF, low
+
+
+@lru_cache(4096)
+def set_register(rd: int, value: int) -> bytes:
+    """rd = a number of 64 bits, with no other register."""
+    value = sign_extend(value, 64)
+    if fits_12(value):
+        return addi(rd, ZERO, value)
+    if -(1 << 31) <= value < 1 << 31:
+        high, low = halves(value)
+        # addiw: above 0x7ffff7ff the sum has to wrap at 32 bits.
+        rest = _bytes(i_type(Opcode.OP_IMM_32, rd, 0, rd, low)) if low else b""
+        return lui(rd, high) + rest
+    low = sign_extend(value, 12)
+    upper = value - low >> 12
+    shift = 12 + (upper & -upper).bit_length() - 1
+    head = set_register(rd, sign_extend(value - low >> shift, 64 - shift))
+    return head + arithmetic_immediate(Arithmetic.SLL, rd, rd, shift) + (addi(rd, rd, low) if low else b"")
+
+
+# Memory
+
+
+@lru_cache(4096)
+def load(rd: int, base: int, offset: int, size: int, *, sign: bool = False) -> bytes:
+    """rd = `size` bytes at base + offset of 12 bits, extended to the word."""
+    unsigned = 0 if sign or size == 8 else _LOAD_UNSIGNED
+    return _bytes(i_type(Opcode.LOAD, rd, _SIZE_BITS[size] | unsigned, base, offset))
+
+
+@lru_cache(4096)
+def store(base: int, offset: int, src: int, size: int) -> bytes:
+    """The low `size` bytes of src at base + offset of 12 bits."""
+    return _bytes(s_type(Opcode.STORE, _SIZE_BITS[size], base, src, offset))
+
+
+def atomic_add(rd: int, base: int, src: int) -> bytes:
+    """amoadd.d: add a register to the doubleword at base; rd = what that was."""
+    return _bytes(r_type(Opcode.AMO, rd, _SIZE_BITS[8], base, src, 0))
+
+
+def move_stack_pointer(size: int) -> bytes:
+    """sp += size."""
+    return addi(SP, SP, size) if size else b""
+
+
+# Control
+
+
+def branch(condition: Branch, left: int, right: int, offset: int) -> bytes:
+    """Go to its address + offset, 4 KiB at most, if the condition holds."""
+    return _bytes(b_type(Opcode.BRANCH, condition, left, right, offset))
+
+
+def jal(rd: int, source: int, target: int) -> bytes:
+    """A jump at `source`. Raises: KernelError(ERANGE) beyond 1 MiB."""
+    distance = target - source
+    if not -_JUMP_RANGE <= distance < _JUMP_RANGE:
+        raise KernelError(ERANGE, f"jump from {source:#x} to {target:#x} is longer than 1 MiB")
+    return _bytes(j_type(Opcode.JAL, rd, distance))
+
+
+def jalr(rd: int, base: int, offset: int) -> bytes:
+    """Go to base + offset of 12 bits."""
+    return _bytes(i_type(Opcode.JALR, rd, 0, base, offset))
+
+
+def jump_register(register: int) -> bytes:
+    """Go to the address in a register."""
+    return jalr(ZERO, register, 0)
+
+
+def long_jump(link: int, scratch: int, source: int, target: int) -> bytes:
+    """auipc and jalr by way of `scratch`, leaving the address behind them in `link`.
+
+    Raises: KernelError(ERANGE) beyond 2 GiB. Mirrors: opt.c:in_auipc_jalr_range (optprobes v6, 2023).
+    """
+    distance = target - source
+    if not -(1 << 31) - (1 << 11) <= distance < _LONG_LIMIT:
+        raise KernelError(ERANGE, f"jump from {source:#x} to {target:#x} is longer than 2 GiB")
+    high, low = halves(distance)
+    return auipc(scratch, high) + jalr(link, scratch, low)

@@ -1,0 +1,139 @@
+"""Guest code around a probe's handler: detour buffers, ftrace's trampoline, the return trampoline.
+
+They save a struct pt_regs on the stack of the probed code, meet a breakpoint where the handler is reached,
+and restore the registers from what the handler left.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from errno import EINVAL
+
+from emulated_kernel.arch.base import Detour, HandlerStub, Scratch
+from emulated_kernel.arch.program import HandlerCode
+from emulated_kernel.arch.riscv.assemble import (
+    C_NOP,
+    LONG_JUMP_SIZE,
+    Branch,
+    addi,
+    auipc,
+    branch,
+    jal,
+    jump_register,
+    load,
+    long_jump,
+    move_stack_pointer,
+    set_register,
+    store,
+)
+from emulated_kernel.arch.riscv.frame import OFFSETS, SIZE, WORD, complete, load_general, save_general
+from emulated_kernel.arch.riscv.insn import RA, REGISTER_NAMES, SP, T0, T1, ZERO, decode_insn
+from emulated_kernel.arch.riscv.prepare import Handling, handling
+from emulated_kernel.errors import KernelError
+
+MAX_REGION = 10
+"""Bytes that the jump may replace: three compressed instructions and half of the fourth."""
+MAX_COPIED = MAX_REGION + LONG_JUMP_SIZE
+MAX_DETOUR = 384
+_RETURN_ROOM = SIZE + 2 * WORD
+"""The frame and the word behind it, aligned as the stack pointer is."""
+_NUMBERS = {name: number for number, name in enumerate(REGISTER_NAMES)}
+
+
+def detour_jump(addr: int, length: int, target: int, scratch: Scratch) -> bytes:
+    """What replaces `length` bytes at `addr`: auipc and jalr on a free register, filled up by a c.nop.
+
+    Raises: KernelError(ERANGE). Mirrors: opt.c:arch_optimize_kprobes (optprobes v6, 2023).
+    """
+    register = _NUMBERS[scratch.entry]
+    jump = long_jump(register, register, addr, target)
+    return jump + C_NOP * ((length - len(jump)) // len(C_NOP))
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """`length` bytes of whole instructions at `addr`, which `code` starts with."""
+
+    code: bytes
+    addr: int
+    length: int
+    scratch: Scratch
+    compressed: bool
+
+    def moved(self, to: int) -> bytes:
+        """The instructions at `to`, and a jump to what follows them. Raises: KernelError(EINVAL, ERANGE)."""
+        done = 0
+        while done < self.length:
+            insn = decode_insn(self.code[done:], compressed=self.compressed)
+            if handling(insn) is not Handling.COPIED:
+                raise KernelError(EINVAL, "an instruction that needs its address")
+            done += insn.length
+        assert done == self.length, "the region ends within an instruction"
+        back = long_jump(ZERO, _NUMBERS[self.scratch.exit], to + done, self.addr + done)
+        return self.code[:done] + back
+
+
+def detour(region: Region, buffer: int, breakpoint_: bytes) -> Detour:
+    """The detour of a region at `buffer`. Raises: KernelError(EINVAL, ERANGE).
+
+    Linux: the address behind the region is loaded from beside the code. Deviates: auipc alone reaches it.
+    Mirrors: opt_trampoline.S:optprobe_template_entry, opt.c:prepare_detour_buffer (optprobes v6, 2023).
+    """
+    save = save_general() + complete(set_register(T0, region.addr))
+    template = save + breakpoint_ + load_general() + move_stack_pointer(SIZE)
+    result = template + region.moved(buffer + len(template))
+    assert len(result) <= MAX_DETOUR
+    return Detour(result, len(save), len(template))
+
+
+def compiled_detour(region: Region, buffer: int, handler: HandlerCode) -> Detour:
+    """As `detour`, with the handler's code instead of the breakpoint; raises the same."""
+    return _behind(handler, region.moved(buffer + len(handler.code)))
+
+
+def handler_stub(handler: HandlerCode, buffer: int, target: int) -> Detour:
+    """A handler at `buffer` that goes on at `target`. Raises: KernelError(ERANGE) beyond 1 MiB."""
+    return _behind(handler, jal(ZERO, buffer + len(handler.code), target))
+
+
+def _behind(handler: HandlerCode, rest: bytes) -> Detour:
+    return Detour(
+        code=handler.code + rest,
+        trap=None,
+        copied=len(handler.code),
+        entry=handler.entry,
+        host_calls=handler.host_calls,
+        fixups=handler.fixups,
+    )
+
+
+def ftrace_trampoline(breakpoint_: bytes) -> HandlerStub:
+    """What an fentry site calls by t0; it goes on at the saved ip and sp.
+
+    Linux: v6.1's sites have 16 bytes and call by ra. Deviates: 8 bytes and t0, as from v6.3 on.
+    Mirrors: arch/riscv/kernel/mcount-dyn.S:ftrace_regs_caller (v6.3).
+    """
+    save = save_general() + complete(b"")
+    restore = load_general(but=T0) + load(T0, SP, OFFSETS["ip"], WORD) + load(SP, SP, OFFSETS["sp"], WORD)
+    return HandlerStub(save + breakpoint_ + restore + jump_register(T0), len(save))
+
+
+def return_trampoline(breakpoint_: bytes) -> HandlerStub:
+    """What hooked functions return to; as long wherever it is.
+
+    Mirrors: arch/riscv/kernel/probes/kprobes_trampoline.S:__kretprobe_trampoline (v6.1).
+    """
+    save = save_general(_RETURN_ROOM)
+    own_address = auipc(T0, 0) + addi(T0, T0, -len(save))
+    save += complete(own_address, _RETURN_ROOM)
+    restore = load_general(but=RA) + load(RA, SP, SIZE, WORD) + move_stack_pointer(_RETURN_ROOM)
+    return HandlerStub(save + breakpoint_ + restore + jump_register(RA), len(save))
+
+
+def repetition(at: int, entry: int, turns: int) -> bytes:
+    """Code at `at` that calls `entry` as often as the u64 cell at `turns` says; see Arch.repetition."""
+    head = move_stack_pointer(-2 * WORD) + store(SP, 0, RA, WORD)
+    turn = long_jump(RA, RA, at + len(head), entry) + set_register(T0, turns)
+    turn += load(T1, T0, 0, WORD) + addi(T1, T1, -1) + store(T0, 0, T1, WORD)
+    turn += branch(Branch.NE, T1, ZERO, -len(turn))
+    return head + turn + load(RA, SP, 0, WORD) + move_stack_pointer(2 * WORD) + jump_register(RA)

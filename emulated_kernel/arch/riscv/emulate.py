@@ -1,0 +1,85 @@
+"""Instructions that need their address, executed in software on a probe hit.
+
+Mirrors: arch/riscv/kernel/probes/simulate-insn.c (v6.1). Deviates: the processor's semantics, where v6.1's
+jalr writes the link before it reads a base in the same register.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from emulated_kernel.arch.base import Emulation
+from emulated_kernel.arch.riscv.insn import REGISTER_NAMES, ZERO, Insn, Opcode, sign_extend
+
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class RiscvEmulation(Emulation):
+    """One prepared instruction."""
+
+    address: int
+    insn: Insn
+
+
+def is_emulated(insn: Insn) -> bool:
+    """Whether it is executed in software, as it needs its address."""
+    return insn.opcode in _TABLE
+
+
+def emulate(emulation: RiscvEmulation, regs: Any) -> None:
+    """Execute an instruction on `regs`."""
+    _TABLE[Opcode(emulation.insn.opcode)](emulation, regs)
+
+
+def _get(regs: Any, register: int) -> int:
+    return int(getattr(regs, REGISTER_NAMES[register])) if register != ZERO else 0
+
+
+def _set(regs: Any, register: int, value: int) -> None:
+    if register != ZERO:
+        setattr(regs, REGISTER_NAMES[register], value & _MASK)
+
+
+def _auipc(emulation: RiscvEmulation, regs: Any) -> None:
+    _set(regs, emulation.insn.rd, emulation.address + emulation.insn.upper_immediate)
+    regs.ip = emulation.next_ip
+
+
+def _jal(emulation: RiscvEmulation, regs: Any) -> None:
+    _set(regs, emulation.insn.rd, emulation.next_ip)
+    regs.ip = emulation.address + emulation.insn.jump_offset & _MASK
+
+
+def _jalr(emulation: RiscvEmulation, regs: Any) -> None:
+    insn = emulation.insn
+    target = _get(regs, insn.rs1) + insn.immediate & _MASK & ~1
+    _set(regs, insn.rd, emulation.next_ip)
+    regs.ip = target
+
+
+def _branch(emulation: RiscvEmulation, regs: Any) -> None:
+    insn = emulation.insn
+    taken = _holds(insn.funct3, _get(regs, insn.rs1), _get(regs, insn.rs2))
+    regs.ip = emulation.address + insn.branch_offset & _MASK if taken else emulation.next_ip
+
+
+def _holds(funct3: int, left: int, right: int) -> bool:
+    """beq and blt, bltu; the lowest bit turns them round."""
+    if funct3 < 2:
+        found = left == right
+    elif funct3 & 2:
+        found = left < right
+    else:
+        found = sign_extend(left, 64) < sign_extend(right, 64)
+    return found != bool(funct3 & 1)
+
+
+_TABLE: dict[Opcode, Callable[[RiscvEmulation, Any], None]] = {
+    Opcode.AUIPC: _auipc,
+    Opcode.JAL: _jal,
+    Opcode.JALR: _jalr,
+    Opcode.BRANCH: _branch,
+}

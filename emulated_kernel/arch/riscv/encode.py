@@ -1,0 +1,50 @@
+"""The formats of 32-bit RISC-V instructions, put together from their fields."""
+
+from __future__ import annotations
+
+
+def r_type(opcode: int, rd: int, funct3: int, rs1: int, rs2: int, funct7: int) -> int:
+    """Two registers to one."""
+    return opcode | rd << 7 | funct3 << 12 | rs1 << 15 | rs2 << 20 | funct7 << 25
+
+
+def i_type(opcode: int, rd: int, funct3: int, rs1: int, immediate: int) -> int:
+    """A register and 12 bits to a register."""
+    return opcode | rd << 7 | funct3 << 12 | rs1 << 15 | (immediate & 0xFFF) << 20
+
+
+def s_type(opcode: int, funct3: int, rs1: int, rs2: int, immediate: int) -> int:
+    """Stores: rs2 at rs1 + 12 bits."""
+    return (
+        opcode
+        | (immediate & 0x1F) << 7
+        | funct3 << 12
+        | rs1 << 15
+        | rs2 << 20
+        | (immediate >> 5 & 0x7F) << 25
+    )
+
+
+def b_type(opcode: int, funct3: int, rs1: int, rs2: int, offset: int) -> int:
+    """Branches; the offset has 13 bits, the lowest 0."""
+    low = (offset >> 1 & 0xF) << 8 | (offset >> 11 & 1) << 7
+    return (
+        opcode
+        | low
+        | funct3 << 12
+        | rs1 << 15
+        | rs2 << 20
+        | (offset >> 5 & 0x3F) << 25
+        | (offset >> 12 & 1) << 31
+    )
+
+
+def u_type(opcode: int, rd: int, value: int) -> int:
+    """The upper 20 bits of a value."""
+    return opcode | rd << 7 | value & 0xFFFFF000
+
+
+def j_type(opcode: int, rd: int, offset: int) -> int:
+    """jal; the offset has 21 bits, the lowest 0."""
+    low = (offset >> 1 & 0x3FF) << 21 | (offset >> 11 & 1) << 20
+    return opcode | rd << 7 | low | offset & 0xFF000 | (offset >> 20 & 1) << 31

@@ -1,0 +1,386 @@
+"""A program's ops as RISC-V instructions on the registers that are cheapest to use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+from emulated_kernel.arch import program as ir
+from emulated_kernel.arch.base import Live
+from emulated_kernel.arch.code_layout import Block, Encoding
+from emulated_kernel.arch.program import Arithmetic, Condition, Program
+from emulated_kernel.arch.riscv import assemble as asm
+from emulated_kernel.arch.riscv.assemble import Branch, fits_12, load, set_register, store
+from emulated_kernel.arch.riscv.frame import WORD, read_status
+from emulated_kernel.arch.riscv.insn import (
+    A0,
+    A7,
+    GP,
+    RA,
+    REGISTER_NAMES,
+    S0,
+    S1,
+    SP,
+    T1,
+    T2,
+    T3,
+    T6,
+    ZERO,
+    Insn,
+    Opcode,
+    sign_extend,
+)
+
+NUMBERS = {name: number for number, name in enumerate(REGISTER_NAMES)}
+PER_CPU = GP
+"""Holds the base of the CPU's own data."""
+
+_ORDER = (T1, T2, *range(T3, T6 + 1), *range(A7, A0 - 1, -1), RA, *range(18, T3), S1, S0)
+"""Which registers to use first, as far as they are equally cheap; the frame pointer last.
+
+Not t0: a handler that an fentry site calls returns by it.
+"""
+_PLAIN = {
+    Arithmetic.ADD: asm.Arithmetic.ADD,
+    Arithmetic.SUB: asm.Arithmetic.SUB,
+    Arithmetic.AND: asm.Arithmetic.AND,
+    Arithmetic.OR: asm.Arithmetic.OR,
+    Arithmetic.XOR: asm.Arithmetic.XOR,
+    Arithmetic.SHL: asm.Arithmetic.SLL,
+    Arithmetic.SHR: asm.Arithmetic.SRL,
+    Arithmetic.SAR: asm.Arithmetic.SRA,
+}
+_SHIFTS = (Arithmetic.SHL, Arithmetic.SHR, Arithmetic.SAR)
+_CONDITIONS = {
+    Condition.EQ: (Branch.EQ, False),
+    Condition.NE: (Branch.NE, False),
+    Condition.BELOW: (Branch.LTU, False),
+    Condition.BELOW_EQ: (Branch.GEU, True),
+    Condition.ABOVE: (Branch.LTU, True),
+    Condition.ABOVE_EQ: (Branch.GEU, False),
+    Condition.LESS: (Branch.LT, False),
+    Condition.LESS_EQ: (Branch.GE, True),
+    Condition.GREATER: (Branch.LT, True),
+    Condition.GREATER_EQ: (Branch.GE, False),
+    Condition.ANY_BIT: (Branch.NE, False),
+    Condition.NO_BIT: (Branch.EQ, False),
+}
+"""The branch, and whether its operands change places."""
+_BIT_TESTS = (Condition.ANY_BIT, Condition.NO_BIT)
+
+_SPARE, _SECOND = -1, -2
+"""Ask for registers besides the virtual ones, for what one op needs."""
+_BRANCH_RANGE = range(-0x1000, 0x1000)
+_HOLE = asm.jal(ZERO, 0, 0)
+_FAR_BRANCH_SIZE = 8
+
+
+class BranchOutOfReachError(Exception):
+    """The code is too long for branches of 4 KiB."""
+
+
+@lru_cache(1024)
+def _preference(live: frozenset[str], reads: frozenset[str]) -> tuple[int, ...]:
+    """Registers for the program, the cheapest first: those that are dead and that it doesn't ask for."""
+
+    def cost(number: int) -> int:
+        name = REGISTER_NAMES[number]
+        return 4 * (name in reads) + 2 * (name in live)
+
+    return tuple(sorted(_ORDER, key=cost))
+
+
+class _Assignment(dict[int, int]):
+    """Virtual registers to real ones, given out when first asked for."""
+
+    def __init__(self, order: tuple[int, ...]) -> None:
+        self._order = iter(order)
+
+    def __missing__(self, vreg: int) -> int:
+        number = self[vreg] = next(self._order)
+        return number
+
+
+class Body:
+    """The ops' code in blocks, and what it needs of its surroundings."""
+
+    def __init__(
+        self,
+        program: Program,
+        live: Live | None,
+        constants: Mapping[str, int],
+        breakpoint_: bytes,
+        *,
+        before_host: bytes = b"",
+        far: bool = False,
+    ) -> None:
+        """`live` is None if all registers are saved already; `constants` are registers of known value.
+
+        `before_host` is code in front of each host call; `far`: branches may lead beyond 4 KiB.
+        """
+        self._before_host = before_host
+        self._constants = constants
+        self._breakpoint = breakpoint_
+        self._far = far
+        reads = frozenset([op.name for op in program if type(op) is ir.GetRegister])
+        registers = frozenset() if live is None else live.registers
+        self._real = _Assignment(_preference(registers, reads))
+        self.slots: set[int] = set()
+        """Registers whose values at the hit are read."""
+        self.blocks: list[Block] = []
+        self._start(Block())
+        self.labels: dict[int, int] = {}
+        """Numbers of labels to indices of blocks."""
+        lowering = _LOWERING
+        for op in program:
+            lowering[type(op)](self, op)
+
+    @property
+    def used(self) -> frozenset[int]:
+        """Registers that the program writes to."""
+        return frozenset(self._real.values())
+
+    # Pieces of code
+
+    def _start(self, block: Block) -> None:
+        self.blocks.append(block)
+        self._block = block
+        self._code = block.code
+
+    def _branch_if(self, condition: Condition, left: int, right: int, label: ir.Label) -> None:
+        code = self._code
+        funct3, swapped = _CONDITIONS[condition]
+        if swapped:
+            left, right = right, left
+        if self._far:
+            # The lowest bit of funct3 turns the condition round.
+            code += asm.branch(Branch(funct3 ^ 1), left, right, _FAR_BRANCH_SIZE)
+        self._block.jumps.append((len(code), label.number))
+        code += _HOLE if self._far else asm.branch(funct3, left, right, 0)
+
+    def _number(self, value: int, spare: int) -> int:
+        """A register that holds a number."""
+        if value == 0:
+            return ZERO
+        register = self._real[spare]
+        self._code += set_register(register, value)
+        return register
+
+    # Registers
+
+    def _set_immediate(self, op: ir.SetImmediate) -> None:
+        self._code += set_register(self._real[op.dst], op.value)
+
+    def _move(self, op: ir.Move) -> None:
+        self._code += asm.move(self._real[op.dst], self._real[op.src])
+
+    def _get_register(self, op: ir.GetRegister) -> None:
+        dst = self._real[op.dst]
+        known = self._constants.get(op.name)
+        if known is not None:
+            self._code += set_register(dst, known)
+        elif op.name == "status":
+            self._code += read_status(dst)
+        else:
+            # Whether it still holds the value isn't known before all registers are given out.
+            number = NUMBERS[op.name]
+            self.slots.add(number)
+            self._block.slots.append((len(self._code), number))
+            self._code += asm.lui(dst, 0)
+
+    def _compute(self, op: ir.Compute) -> None:
+        dst = self._real[op.dst]
+        self._code += asm.arithmetic(_PLAIN[op.op], dst, dst, self._real[op.src])
+
+    def _compute_immediate(self, op: ir.ComputeImmediate) -> None:
+        dst, kind, value = self._real[op.dst], op.op, op.value
+        if kind is Arithmetic.SUB:
+            kind, value = Arithmetic.ADD, -value
+        if kind in _SHIFTS or fits_12(value):
+            self._code += asm.arithmetic_immediate(_PLAIN[kind], dst, dst, value)
+        else:
+            self._code += asm.arithmetic(_PLAIN[kind], dst, dst, self._number(value, _SPARE))
+
+    # Memory
+
+    def _operand(self, base: int, offset: int) -> tuple[int, int]:
+        """A base and an offset that an instruction holds."""
+        if fits_12(offset):
+            return base, offset
+        spare = self._real[_SPARE]
+        low = sign_extend(offset, 12)
+        self._code += set_register(spare, offset - low)
+        self._code += asm.arithmetic(asm.Arithmetic.ADD, spare, spare, base)
+        return spare, low
+
+    def _load(self, op: ir.Load) -> None:
+        # The base first: it has a register already.
+        base, offset = self._operand(self._real[op.base], op.offset)
+        if op.on_fault is not None:
+            self._block.accesses.append((len(self._code), op.on_fault.number))
+        self._code += load(self._real[op.dst], base, offset, op.size, sign=op.is_signed)
+
+    def _store(self, op: ir.Store) -> None:
+        base, offset = self._operand(self._real[op.base], op.offset)
+        self._code += store(base, offset, self._real[op.src], op.size)
+
+    def _store_immediate(self, op: ir.StoreImmediate) -> None:
+        base, offset = self._operand(self._real[op.base], op.offset)
+        value = sign_extend(op.value, 8 * op.size)
+        self._code += store(base, offset, self._number(value, _SECOND), op.size)
+
+    def _cell(self, address: int, register: int) -> tuple[int, int]:
+        """Base and offset of an absolute address, by way of a register."""
+        address = sign_extend(address, 64)
+        low = sign_extend(address, 12)
+        if address == low:
+            return ZERO, low
+        self._code += set_register(register, address - low)
+        return register, low
+
+    def _load_cell(self, op: ir.LoadCell) -> None:
+        dst = self._real[op.dst]
+        self._code += load(dst, *self._cell(op.address, dst), op.size)
+
+    def _add_to_cell(self, op: ir.AddToCell) -> None:
+        address, value = self._real[_SPARE], self._real[_SECOND]
+        self._code += set_register(address, op.address) + asm.addi(value, ZERO, op.value)
+        self._code += asm.atomic_add(ZERO, address, value)
+
+    def _add_and_fetch(self, op: ir.AddAndFetch) -> None:
+        address, value, dst = self._real[_SPARE], self._real[_SECOND], self._real[op.dst]
+        self._code += set_register(address, op.address) + asm.addi(value, ZERO, op.value)
+        self._code += asm.atomic_add(dst, address, value) + asm.addi(dst, dst, op.value)
+
+    def _load_per_cpu(self, op: ir.LoadPerCpu) -> None:
+        base, offset = self._operand(PER_CPU, op.offset)
+        self._code += load(self._real[op.dst], base, offset, op.size)
+
+    def _store_per_cpu(self, op: ir.StorePerCpu) -> None:
+        src = self._real[op.src]
+        base, offset = self._operand(PER_CPU, op.offset)
+        self._code += store(base, offset, src, op.size)
+
+    def _add_to_per_cpu(self, op: ir.AddToPerCpu) -> None:
+        base, offset = self._operand(PER_CPU, op.offset)
+        value = self._real[_SECOND]
+        self._code += load(value, base, offset, op.size) + asm.addi(value, value, op.value)
+        self._code += store(base, offset, value, op.size)
+
+    def _increase_per_cpu(self, op: ir.IncreasePerCpu) -> None:
+        src, value = self._real[op.src], self._real[_SECOND]
+        base, offset = self._operand(PER_CPU, op.offset)
+        self._code += load(value, base, offset, WORD)
+        self._code += asm.arithmetic(asm.Arithmetic.ADD, value, value, src) + store(base, offset, value, WORD)
+
+    def _compute_per_cpu(self, op: ir.ComputePerCpu) -> None:
+        dst, value = self._real[op.dst], self._real[_SECOND]
+        base, offset = self._operand(PER_CPU, op.offset)
+        self._code += load(value, base, offset, WORD) + asm.arithmetic(_PLAIN[op.op], dst, dst, value)
+
+    # Control
+
+    def _place(self, op: ir.Place) -> None:
+        self.labels[op.label.number] = len(self.blocks)
+        self._start(Block())
+
+    def _jump(self, op: ir.Jump) -> None:
+        self._block.next_label = op.label.number
+        self._start(Block(is_label=False))
+
+    def _branch(self, op: ir.Branch) -> None:
+        left, right = self._real[op.left], self._real[op.right]
+        if op.condition in _BIT_TESTS:
+            spare = self._real[_SPARE]
+            self._code += asm.arithmetic(asm.Arithmetic.AND, spare, left, right)
+            left, right = spare, ZERO
+        self._branch_if(op.condition, left, right, op.label)
+
+    def _branch_immediate(self, op: ir.BranchImmediate) -> None:
+        self._compare(op.condition, self._real[op.left], op.value, op.label)
+
+    def _branch_per_cpu(self, op: ir.BranchPerCpu) -> None:
+        left = self._real[_SECOND]
+        base, offset = self._operand(PER_CPU, op.offset)
+        # Extended by their signs, unsigned numbers keep their order.
+        self._code += load(left, base, offset, op.size, sign=True)
+        self._compare(op.condition, left, sign_extend(op.value, 8 * op.size), op.label)
+
+    def _compare(self, condition: Condition, left: int, value: int, label: ir.Label) -> None:
+        if condition not in _BIT_TESTS:
+            self._branch_if(condition, left, self._number(value, _SPARE), label)
+            return
+        spare = self._real[_SPARE]
+        if fits_12(value):
+            self._code += asm.arithmetic_immediate(asm.Arithmetic.AND, spare, left, value)
+        else:
+            self._code += set_register(spare, value)
+            self._code += asm.arithmetic(asm.Arithmetic.AND, spare, left, spare)
+        self._branch_if(condition, spare, ZERO, label)
+
+    def _call_host(self, op: ir.CallHost) -> None:
+        self._code += self._before_host
+        self._block.host_calls.append((len(self._code), op.number, op.label.number))
+        self._code += self._breakpoint
+
+
+_LOWERING: dict[type, Callable[[Body, Any], None]] = {
+    ir.SetImmediate: Body._set_immediate,
+    ir.Move: Body._move,
+    ir.GetRegister: Body._get_register,
+    ir.Load: Body._load,
+    ir.Store: Body._store,
+    ir.StoreImmediate: Body._store_immediate,
+    ir.LoadCell: Body._load_cell,
+    ir.AddToCell: Body._add_to_cell,
+    ir.AddAndFetch: Body._add_and_fetch,
+    ir.LoadPerCpu: Body._load_per_cpu,
+    ir.StorePerCpu: Body._store_per_cpu,
+    ir.AddToPerCpu: Body._add_to_per_cpu,
+    ir.IncreasePerCpu: Body._increase_per_cpu,
+    ir.ComputePerCpu: Body._compute_per_cpu,
+    ir.Compute: Body._compute,
+    ir.ComputeImmediate: Body._compute_immediate,
+    ir.Place: Body._place,
+    ir.Jump: Body._jump,
+    ir.Branch: Body._branch,
+    ir.BranchImmediate: Body._branch_immediate,
+    ir.BranchPerCpu: Body._branch_per_cpu,
+    ir.CallHost: Body._call_host,
+}
+
+
+# Filling in
+
+
+def in_slot(offset: int) -> int:
+    """How a value at an offset from the stack pointer gets into a register, which is left out."""
+    return int.from_bytes(load(ZERO, SP, offset, WORD), "little")
+
+
+def in_register(number: int, offset: int = 0) -> int:
+    """The same of a register, and a number added."""
+    return int.from_bytes(asm.addi(ZERO, number, offset), "little")
+
+
+def _patch_slot(code: bytearray, at: int, word: int) -> None:
+    """The hole keeps the place of the destination register."""
+    rd = Insn(4, int.from_bytes(code[at : at + 4], "little")).rd
+    code[at : at + 4] = (word | rd << 7).to_bytes(4, "little")
+
+
+def _patch_jump(code: bytearray, at: int, target: int) -> None:
+    insn = Insn(4, int.from_bytes(code[at : at + 4], "little"))
+    distance = target - at
+    if insn.opcode == Opcode.JAL:
+        code[at : at + 4] = asm.jal(ZERO, at, target)
+        return
+    if distance not in _BRANCH_RANGE:
+        raise BranchOutOfReachError
+    code[at : at + 4] = asm.branch(Branch(insn.funct3), insn.rs1, insn.rs2, distance)
+
+
+def encoding(breakpoint_size: int) -> Encoding:
+    """For `lay_out`; its patches raise BranchOutOfReachError."""
+    return Encoding(_HOLE, 0, _patch_jump, _patch_slot, breakpoint_size)

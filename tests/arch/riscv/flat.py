@@ -1,0 +1,77 @@
+"""A flat RISC-V machine: Unicorn without page tables, for a few pages of code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import unicorn
+from unicorn import riscv_const as const
+
+from emulated_kernel.arch.riscv.assemble import C_EBREAK, EBREAK
+from emulated_kernel.arch.riscv.insn import REGISTER_NAMES
+
+PAGE = 0x1000
+NAMES = REGISTER_NAMES[1:]
+"""x1 to x31."""
+_IDS = {name: getattr(const, f"UC_RISCV_REG_{name.upper()}") for name in NAMES}
+
+OnBreak = Callable[["Flat", int], int | None]
+"""(machine, address of the breakpoint) -> where to go on, or None to stop there."""
+
+
+class Flat:
+    """Runs code between breakpoints, which the caller handles."""
+
+    def __init__(self, areas: Mapping[int, bytes], registers: Mapping[str, int]) -> None:
+        """`areas` are whole pages."""
+        self.uc = unicorn.Uc(unicorn.UC_ARCH_RISCV, unicorn.UC_MODE_RISCV64)
+        for start, data in areas.items():
+            self.uc.mem_map(start, -(-len(data) // PAGE) * PAGE)
+            self.uc.mem_write(start, data)
+        for name, value in registers.items():
+            if name in _IDS:
+                self.set(name, value)
+        # Unicorn: without page tables it doesn't say which instruction it was that found no memory.
+        self.at = 0
+        self.uc.hook_add(unicorn.UC_HOOK_CODE, self._note)
+        self.faults: Mapping[int, int] = {}
+        """Instructions that may fault, and where to go on then."""
+        self.nr_faults = 0
+
+    def _note(self, _uc: unicorn.Uc, address: int, _size: int, _data: object) -> None:
+        self.at = address
+
+    def get(self, name: str) -> int:
+        return int(self.uc.reg_read(_IDS[name]))
+
+    def set(self, name: str, value: int) -> None:
+        self.uc.reg_write(_IDS[name], value & (1 << 64) - 1)
+
+    def registers(self) -> dict[str, int]:
+        return {name: self.get(name) for name in NAMES}
+
+    def run(self, ip: int, end: int, on_break: OnBreak | None = None) -> int:
+        """Until `end`, or the breakpoint if nobody handles them; returns the address."""
+        while True:
+            try:
+                self.uc.emu_start(ip, end)
+                return end
+            except unicorn.UcError:
+                code = bytes(self.uc.mem_read(self.at, 4))
+            if code == EBREAK or code[:2] == C_EBREAK:
+                target = None if on_break is None else on_break(self, self.at)
+                if target is None:
+                    return self.at
+                ip = target
+            else:
+                self.nr_faults += 1
+                ip = self.faults[self.at]
+
+    def step(self, ip: int) -> int:
+        """One instruction; returns where it leads, which may be nowhere."""
+        try:
+            self.uc.emu_start(ip, 0, count=1)
+        except unicorn.UcError as error:
+            if error.errno != unicorn.UC_ERR_FETCH_UNMAPPED:
+                raise
+        return int(self.uc.reg_read(const.UC_RISCV_REG_PC))

@@ -1,0 +1,95 @@
+"""Compiled handlers do what their programs say, and leave what is live as it was."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from emulated_kernel.arch.base import Live
+from emulated_kernel.arch.program import HandlerCode
+from emulated_kernel.arch.riscv import frame
+from emulated_kernel.arch.riscv.arch import RISCV64, RISCV64I, Riscv
+from tests.arch.random_programs import (
+    CODE,
+    CPU,
+    PAGE,
+    PROBE,
+    SP,
+    STACK,
+    Case,
+    host_answer,
+    interpret,
+    make_case,
+)
+from tests.arch.riscv.flat import NAMES, Flat
+
+ARCHS = [RISCV64(), RISCV64I()]
+FIXED = [name for name in NAMES if name not in ("gp", "sp")]
+"""Registers that get random values: gp is the per-CPU base."""
+
+
+def make(seed: int) -> Case:
+    return make_case(random.Random(seed), 64, FIXED, {"sp": SP, "gp": CPU, "ip": PROBE})
+
+
+def check_frame(machine: Flat, case: Case) -> None:
+    """What the host finds in a struct pt_regs at the stack pointer."""
+    values = {**case.registers, **frame.FIXED_REGISTERS}
+    at = machine.get("sp")
+    for name, offset in frame.OFFSETS.items():
+        found = int.from_bytes(machine.uc.mem_read(at + offset, 8), "little")
+        assert name == "status" or found == values[name] & (1 << 64) - 1, name
+
+
+def check(case: Case, arch: Riscv, handler: HandlerCode, live: Live | None) -> None:
+    expected = interpret(case)
+    # The end is too far for a jump.
+    stub = arch.handler_stub(handler, CODE, CODE + len(handler.code) + arch.jump_size)
+    machine = Flat({**case.areas, CODE: stub.code + arch.breakpoint}, case.registers)
+    machine.faults = {CODE + fixup.access: CODE + fixup.target for fixup in stub.fixups}
+    calls: list[int] = []
+
+    def on_break(machine: Flat, at: int) -> int:
+        if live is None:
+            check_frame(machine, case)
+        call = next(call for call in stub.host_calls if CODE + call.trap == at)
+        assert call.behind == call.trap + len(arch.breakpoint)
+        behind = host_answer(
+            calls, call.number, lambda at, value: machine.uc.mem_write(at, value.to_bytes(4, "little"))
+        )
+        return CODE + (call.behind if behind else call.label)
+
+    machine.run(CODE + stub.entry, CODE + len(stub.code), on_break)
+    assert calls == expected.host_calls
+    assert machine.nr_faults == expected.faults
+    for start, data in expected.areas.items():
+        # Below the stack pointer is nobody's.
+        first = SP - STACK if start == STACK else 0
+        assert bytes(machine.uc.mem_read(start, PAGE))[first:] == data[first:], hex(start)
+    kept = NAMES if live is None else live.registers
+    assert not {name for name in kept if machine.get(name) != case.registers[name]}
+
+
+SEEDS = range(0, 800, 100)
+
+
+@pytest.mark.parametrize("first", SEEDS)
+@pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
+def test_programs_between_what_is_live(arch: Riscv, first: int) -> None:
+    for seed in range(first, first + 100):
+        case = make(seed)
+        rng = random.Random(seed)
+        share = rng.choice((0, 0.3, 0.7, 1))
+        live = Live(
+            frozenset(name for name in NAMES if rng.random() < share) | {"sp", "gp", "tp", "t0"}, False
+        )
+        check(case, arch, arch.handler_code(case.program, PROBE, live), live)
+
+
+@pytest.mark.parametrize("first", SEEDS)
+@pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
+def test_programs_in_a_frame(arch: Riscv, first: int) -> None:
+    for seed in range(first, first + 100):
+        case = make(seed)
+        check(case, arch, arch.handler_code(case.program, PROBE), None)

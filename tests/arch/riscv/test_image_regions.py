@@ -1,0 +1,113 @@
+"""Regions of the RISC-V kernels that can be detoured: run in place and through a detour, from random states.
+
+KPROBEFS_REGIONS=N takes every Nth region instead of every 40th.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from emulated_kernel.arch.riscv import frame
+from emulated_kernel.arch.riscv.arch import RISCV64, RISCV64I, Riscv
+from emulated_kernel.arch.riscv.effects import effect
+from emulated_kernel.arch.riscv.insn import REGISTER_NAMES, SP, Opcode, decode_all
+from emulated_kernel.image.image import load_image
+from tests.arch.riscv.flat import NAMES, PAGE, Flat
+
+EVERY = int(os.environ.get("KPROBEFS_REGIONS", "40"))
+CODE, BUFFER, DATA = 0x10_0000, 0x1234_0000, 0x40_0000
+ARCHS = [RISCV64(), RISCV64I()]
+_MEMORY = (Opcode.LOAD, Opcode.STORE, Opcode.AMO)
+
+
+def regions(arch: Riscv) -> Iterator[tuple[bytes, int, object]]:
+    """Bytes of a region, its address, and the rules."""
+    image = load_image(None, arch.name)
+    rules = arch.optimization_rules(image, ftrace=False)
+    (text,) = image.text_ranges
+    at, number = text.start, 0
+    while at < text.end:
+        where = image.kallsyms.lookup(at)
+        assert where is not None
+        end = min(where.symbol.address + where.symbol.size, text.end)
+        for addr in arch.instruction_boundaries(image.read(at, end - at), at):
+            length = rules.detoured_length(addr)
+            if isinstance(length, int):
+                number += 1
+                if number % EVERY == 0:
+                    yield image.read(addr, length), addr, rules
+        at = end
+
+
+def state(region: bytes, rng: random.Random) -> dict[str, int]:
+    """Registers that are read as addresses are some, as long as nothing writes them before."""
+    values = {name: rng.getrandbits(64) for name in NAMES} | {"sp": DATA + PAGE}
+    for _, insn in decode_all(region, 0, compressed=True):
+        if insn.opcode in _MEMORY and insn.rs1 != SP and insn.rs1:
+            values[REGISTER_NAMES[insn.rs1]] = DATA + 2 * PAGE + 8 * rng.randrange(64)
+    return values
+
+
+def run(
+    areas: dict[int, bytes], values: dict[str, int], arch: Riscv, trap: int, dead: set[str]
+) -> Flat | None:
+    """Up to the breakpoint behind the region; None if it meets no memory."""
+    machine, rng = Flat(areas, values), random.Random(1)
+
+    def on_break(machine: Flat, at: int) -> int | None:
+        if at != trap:
+            return None
+        for name in dead:
+            machine.uc.mem_write(machine.get("sp") + frame.OFFSETS[name], rng.randbytes(8))
+        return at + len(arch.breakpoint)
+
+    try:
+        machine.run(CODE, 0, on_break)
+    except KeyError:
+        return None
+    return machine
+
+
+@pytest.mark.parametrize("arch", ARCHS, ids=lambda arch: arch.name)
+def test_a_detour_computes_what_its_region_does(arch: Riscv) -> None:
+    rng, compared = random.Random(7), 0
+    memory = rng.randbytes(4 * PAGE)
+    for region, addr, rules in regions(arch):
+        length = len(region)
+        scratch = rules.scratch_at(addr)  # type: ignore[attr-defined]
+        dead = set(NAMES) - rules.live_at(addr).registers  # type: ignore[attr-defined]
+        live_behind = rules.live_at(addr + length).registers  # type: ignore[attr-defined]
+        values = state(region, rng)
+        straight = run({CODE: region + arch.breakpoint, DATA: memory}, values, arch, 0, set())
+        if straight is None:
+            continue
+        detour = arch.detour(region, CODE, length, BUFFER, None, scratch)
+        assert detour.trap is not None
+        jump = arch.detour_jump(CODE, length, BUFFER, scratch) + arch.breakpoint
+        areas = {CODE: jump, BUFFER: detour.code, DATA: memory}
+        found = run(areas, values, arch, BUFFER + detour.trap, dead)
+        assert found is not None, hex(addr)
+        assert found.at == CODE + length, hex(addr)
+        wrong = {name for name in live_behind if found.get(name) != straight.get(name)}
+        assert not wrong, (hex(addr), wrong)
+        above = bytes(found.uc.mem_read(DATA + PAGE, 3 * PAGE))
+        assert above == bytes(straight.uc.mem_read(DATA + PAGE, 3 * PAGE)), hex(addr)
+        compared += 1
+    assert compared > 2000 / EVERY
+
+
+def test_what_is_overwritten_in_a_region_is_known() -> None:
+    """The table names what the processor changes."""
+    for region, _, _ in list(regions(ARCHS[0]))[::4]:
+        kills = 0
+        for _, insn in decode_all(region, 0, compressed=True):
+            kills |= effect(insn)[1]
+        values = state(region, random.Random(3))
+        machine = run({CODE: region + ARCHS[0].breakpoint, DATA: bytes(4 * PAGE)}, values, ARCHS[0], 0, set())
+        if machine is not None:
+            changed = {name for name in NAMES if machine.get(name) != values[name]}
+            assert changed <= {REGISTER_NAMES[n] for n in range(32) if kills >> n & 1}

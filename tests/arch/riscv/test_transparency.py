@@ -1,0 +1,137 @@
+"""Probes that are optimized change nothing: compiled C, with a detour at each place that may have one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from emulated_kernel.arch import program as ir
+from emulated_kernel.arch.base import Scratch
+from emulated_kernel.arch.function import Function
+from emulated_kernel.arch.riscv import frame
+from emulated_kernel.arch.riscv.analysis import FunctionAnalysis
+from emulated_kernel.arch.riscv.arch import RISCV64, RISCV64I, Riscv
+from emulated_kernel.arch.riscv.insn import REGISTER_NAMES
+from emulated_kernel.arch.riscv.verdict import Optimizable, can_optimize
+from tests.arch.riscv import compiled
+from tests.arch.riscv.flat import PAGE, Flat
+
+pytestmark = pytest.mark.skipif(not compiled.have_compiler(), reason=f"no {compiled.COMPILER}")
+
+STACK, BUFFER, END, COUNT = 0x40_0000, 0x60_0000, 0x70_0000, 0x50_0000
+ARCHS = {"riscv64": RISCV64(), "riscv64i": RISCV64I()}
+BUILDS = [(name, level) for name in ARCHS for level in ("-O2", "-Os", "-O0")]
+ARGUMENTS = (9240, 1071)
+
+
+@cache
+def build(name: str, level: str) -> compiled.Program:
+    with TemporaryDirectory() as directory:
+        return compiled.build(Path(directory), compressed=ARCHS[name].compressed, optimize=level)
+
+
+def machine_for(program: compiled.Program, arch: Riscv, buffer: bytes = b"\0") -> Flat:
+    stack, end = bytes(4 * PAGE), arch.breakpoint
+    areas = {compiled.BASE: program.image, STACK: stack, BUFFER: buffer, END: end, COUNT: bytes(PAGE)}
+    registers = {name: 0x1111 * n for n, name in enumerate(REGISTER_NAMES) if n}
+    a0, a1 = ARGUMENTS
+    return Flat(areas, registers | {"sp": STACK + 3 * PAGE, "ra": END, "a0": a0, "a1": a1})
+
+
+def outcome(machine: Flat, program: compiled.Program) -> tuple[int, bytes, list[int]]:
+    """What a caller may rely on: the result, memory, and the registers that are kept."""
+    kept = ["sp", "gp", "tp", "s0", "s1", *(f"s{n}" for n in range(2, 12))]
+    return machine.get("a0"), bytes(machine.uc.mem_read(program.cells, 512)), [machine.get(n) for n in kept]
+
+
+def visits(program: compiled.Program, arch: Riscv) -> dict[int, int]:
+    machine = machine_for(program, arch)
+    count: dict[int, int] = {}
+
+    def note(_uc: object, address: int, _size: int, _data: object) -> None:
+        count[address] = count.get(address, 0) + 1
+
+    import unicorn
+
+    machine.uc.hook_add(unicorn.UC_HOOK_CODE, note)
+    machine.run(program.functions["all"].addr, 0)
+    return count
+
+
+def optimizable(function: Function, arch: Riscv) -> Iterator[tuple[int, Optimizable, FunctionAnalysis]]:
+    analysis = FunctionAnalysis(function, compressed=arch.compressed)
+    for addr in analysis.insns:
+        found = can_optimize(analysis, addr)
+        if isinstance(found, Optimizable):
+            yield addr, found, analysis
+
+
+def names(found: Optimizable) -> Scratch:
+    return Scratch(REGISTER_NAMES[found.entry], REGISTER_NAMES[found.exit])
+
+
+@pytest.mark.parametrize(("name", "level"), BUILDS)
+def test_detours_everywhere(name: str, level: str) -> None:
+    """The handler overwrites all registers that aren't live: nobody may miss them."""
+    program, arch = build(name, level), ARCHS[name]
+    expected_machine = machine_for(program, arch)
+    expected_machine.run(program.functions["all"].addr, 0)
+    expected, visited = outcome(expected_machine, program), visits(program, arch)
+    rng, places = random.Random(1), 0
+    for function in program.functions.values():
+        for addr, found, analysis in optimizable(function, arch):
+            if not 0 < visited.get(addr, 0) < 100:
+                continue
+            places += 1
+            at = addr - compiled.BASE
+            region = program.image[at : at + found.length]
+            detour = arch.detour(region, addr, found.length, BUFFER, None, names(found))
+            machine = machine_for(program, arch, detour.code)
+            machine.uc.mem_write(addr, arch.detour_jump(addr, found.length, BUFFER, names(found)))
+            dead = set(REGISTER_NAMES[1:]) - analysis.at(addr).registers
+            hits = []
+
+            def on_break(machine: Flat, at: int) -> int | None:
+                if at == END:
+                    return None
+                hits.append(at)  # noqa: B023
+                sp = machine.get("sp")
+                for register in dead:  # noqa: B023
+                    machine.uc.mem_write(sp + frame.OFFSETS[register], rng.randbytes(8))
+                return at + len(arch.breakpoint)
+
+            machine.run(program.functions["all"].addr, 0, on_break)
+            assert machine.at == END
+            assert outcome(machine, program) == expected, (function.name, hex(addr))
+            assert len(hits) == visited[addr], (function.name, hex(addr))
+    assert places > 60
+
+
+@pytest.mark.parametrize(("name", "level"), BUILDS[:4])
+def test_counting_in_the_guest(name: str, level: str) -> None:
+    """With what is dead at hand, and within a frame."""
+    program, arch = build(name, level), ARCHS[name]
+    machine = machine_for(program, arch)
+    machine.run(program.functions["all"].addr, 0)
+    expected, visited = outcome(machine, program), visits(program, arch)
+    handler_program = (ir.AddToCell(COUNT, 1),)
+    for function in program.functions.values():
+        for addr, found, analysis in optimizable(function, arch):
+            at = addr - compiled.BASE
+            region = program.image[at : at + found.length]
+            for live in (analysis.at(addr), None):
+                handler = arch.handler_code(handler_program, addr, live)
+                detour = arch.detour(region, addr, found.length, BUFFER, handler, names(found))
+                machine = machine_for(program, arch, detour.code)
+                entry = BUFFER + detour.entry
+                machine.uc.mem_write(addr, arch.detour_jump(addr, found.length, entry, names(found)))
+                machine.run(program.functions["all"].addr, 0)
+                assert machine.at == END
+                assert outcome(machine, program) == expected, (function.name, hex(addr))
+                hits = int.from_bytes(machine.uc.mem_read(COUNT, 8), "little")
+                assert hits == visited.get(addr, 0), (function.name, hex(addr))

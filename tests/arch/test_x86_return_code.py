@@ -1,0 +1,120 @@
+"""What return hooks need of generated code: words that change at once, and ways out of a trampoline."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from emulated_kernel.arch import program as ir
+from emulated_kernel.arch.base import Live
+from emulated_kernel.arch.program import Label, Program
+from emulated_kernel.arch.x86.arch import I386, X86, X86_64
+from emulated_kernel.arch.x86.assemble import Encoder
+from emulated_kernel.arch.x86.frame import Frame
+from emulated_kernel.arch.x86.handler_code import save_all, save_live
+from tests.arch.random_programs import DATA, PROBE, Case, Maker
+from tests.arch.test_x86_handler_code import FIXED, NAMES, PER_CPU_BASE, PT_REGS, check, make
+
+ARCHS = {64: X86_64(), 32: I386()}
+BUFFER = 0xA000_0000
+
+
+class LockedMaker(Maker):
+    """Programs whose accesses to memory are mostly locked."""
+
+    def memory(self) -> None:
+        rng = self.rng
+        if len(self.vregs) < 3 or rng.random() < 0.3:
+            super().memory()
+            return
+        base, expected, new = rng.sample(self.vregs, 3)
+        if rng.random() < 0.2:
+            self.ops.append(ir.Multiply(expected, new))
+        word, offset = self.bits // 8, rng.choice((0, 8, 0x80, -0x80))
+        address = DATA + 0x200 + 8 * rng.randrange(16)
+        self.ops.append(ir.SetImmediate(base, address))
+        if rng.random() < 0.4:
+            self.ops.append(ir.FetchAdd(base, offset, new))
+            return
+        if rng.random() < 0.7:
+            self.ops.append(ir.Load(expected, base, offset, word))
+        self.ops.append(ir.CompareExchange(base, offset, expected, new, self.label()))
+
+
+def _case(seed: int, bits: int) -> tuple[random.Random, Case]:
+    rng = random.Random(seed)
+    case = make(rng, bits)
+    names = [name for name in (*NAMES[bits], "flags", "ip") if name != "sp"]
+    return rng, replace(case, program=LockedMaker(rng, bits, names, PER_CPU_BASE[bits]).make())
+
+
+@pytest.mark.parametrize("bits", [64, 32])
+def test_locked_words_between_what_is_live(bits: int) -> None:
+    for seed in range(300):
+        rng, case = _case(seed, bits)
+        registers = frozenset(name for name in NAMES[bits] if rng.random() < 0.5) | {"sp"}
+        live = Live(registers, rng.random() < 0.5)
+        check(case, save_live(case.program, Encoder(bits), live, {"ip": PROBE + 1}), live)
+
+
+@pytest.mark.parametrize("bits", [64, 32])
+def test_locked_words_in_a_frame(bits: int) -> None:
+    frame = Frame(Encoder(bits), PT_REGS[bits])
+    for seed in range(300):
+        _, case = _case(seed, bits)
+        handler = save_all(case.program, Encoder(bits), frame, {"ip": PROBE + 1, **FIXED[bits]})
+        check(case, handler, Live(frozenset(NAMES[bits]), True), frame)
+
+
+def _mnemonics(arch: X86, code: bytes) -> list[str]:
+    return [line.split(":")[1][31:].split()[0].rstrip("lq") for line in arch.disassemble(code, BUFFER)]
+
+
+def _dispatch(target: int) -> Program:
+    python = Label(0)
+    return (
+        ir.LoadPerCpu(0, 0, 4),
+        ir.BranchImmediate(ir.Condition.EQ, 0, target, python, is_unlikely=True),
+        ir.JumpTo(0),
+        ir.Place(python),
+    )
+
+
+@pytest.mark.parametrize("bits", [64, 32])
+def test_a_trampoline_leaves_registers_to_the_handler(bits: int) -> None:
+    """It pushes its own address, and goes on through a register that no caller looks at."""
+    arch = ARCHS[bits]
+    made = arch.return_dispatch(_dispatch(5), BUFFER, saves_all=False)
+    assert made.finish is None
+    code = _mnemonics(arch, made.code[made.entry :])
+    assert code[:4] == ["push", "mov", "cmp", "je"]
+    assert "jmp" in code[4:6]
+    own = (BUFFER + made.entry).to_bytes(4, "little")
+    assert made.code[made.entry : made.entry + 5] == b"\x68" + own
+    assert made.code[made.trap] == 0xCC
+
+
+@pytest.mark.parametrize("bits", [64, 32])
+def test_a_trampoline_may_save_all(bits: int) -> None:
+    """In front of its program, and for the handler, which goes on where all is restored."""
+    arch = ARCHS[bits]
+    made = arch.return_dispatch(_dispatch(5), BUFFER, saves_all=True)
+    assert made.finish is not None
+    before = _mnemonics(arch, made.code[made.entry :])
+    general = 15 if bits == 64 else 7
+    assert before[: before.index("mov")].count("push") == 1 + general
+    finish = _mnemonics(arch, made.code[made.finish :])
+    assert (finish.count("pop"), finish[-1]) == (general, "ret")
+    handler = arch.return_handler((ir.GetRegister(0, "ax"), ir.Store(0, 0, 0, 4)), saves_all=True)
+    placed = arch.placed_return_handler(handler, BUFFER + 0x1000, BUFFER + made.finish)
+    # Registers are the trampoline's by then: the value is in the frame.
+    assert _mnemonics(arch, placed.code) == ["mov", "mov", "jmp"]
+
+
+@pytest.mark.parametrize("bits", [64, 32])
+def test_a_handler_returns(bits: int) -> None:
+    arch = ARCHS[bits]
+    handler = arch.return_handler((ir.SetImmediate(0, 1),), saves_all=False)
+    assert _mnemonics(arch, arch.placed_return_handler(handler, BUFFER, None).code) == ["mov", "ret"]
