@@ -30,16 +30,22 @@ class Breakpoints:
 
     def __init__(self, text: ArmedText, arch: Arch) -> None:
         self._text = text
-        self._breakpoint = arch.breakpoint
+        self._arch = arch
 
     def set(self, *probes: Kprobe) -> None:
-        self._text.poke_batch((probe.address, self._breakpoint) for probe in probes)
+        self._text.poke_batch((probe.address, self._breakpoint(probe)) for probe in probes)
         self._text.sync()
 
     def clear(self, *probes: Kprobe) -> None:
-        original, size = self._text.original, len(self._breakpoint)
-        self._text.poke_batch((probe.address, original(probe.address, size)) for probe in probes)
+        original = self._text.original
+        self._text.poke_batch(
+            (probe.address, original(probe.address, len(self._breakpoint(probe)))) for probe in probes
+        )
         self._text.sync()
+
+    def _breakpoint(self, probe: Kprobe) -> bytes:
+        insn = probe.insn
+        return self._arch.breakpoint if insn is None else self._arch.breakpoint_for(insn.prepared.length)
 
 
 class Arming:

@@ -120,12 +120,46 @@ class Compiler:
         """The detour buffer with the handler in it; None where it is Python's."""
         arch, text = self._arch, self._text
         assert head.detour is not None
-        addr, length = head.address, head.detour.length
+        addr, length, scratch = head.address, head.detour.length, head.detour.scratch
 
         def place(handler: HandlerCode, buffer: int) -> Detour:
-            return arch.detour(text.original(addr, length), addr, length, buffer, handler)
+            return arch.detour(text.original(addr, length), addr, length, buffer, handler, scratch)
 
         return self._make(head, HitWay.JUMP, arch.max_copied, place)
+
+    # Returns
+
+    @property
+    def saves_all(self) -> bool:
+        """Whether every register is saved for a handler."""
+        return self._live_at is None
+
+    def trampoline(self, builder: ProgramBuilder) -> tuple[CompiledCode, int | None] | None:
+        """A return trampoline that looks for handlers; its one trap is where Python handles returns.
+
+        With it comes where handlers in its frame go on. None where there is no room for it.
+        """
+        program, saves_all = builder.program(), self.saves_all
+        size = len(self._arch.return_dispatch(program, 0, saves_all=saves_all).code)
+        try:
+            buffer = self._text.alloc_text(size)
+        except HardwareError:
+            return None
+        made = self._arch.return_dispatch(program, buffer, saves_all=saves_all)
+        self._text.poke(buffer, made.code)
+        code = CompiledCode(buffer, size, buffer + made.entry, (buffer + made.trap,), ())
+        self._codes[code] = None
+        return code, None if made.finish is None else buffer + made.finish
+
+    def returning(self, builder: ProgramBuilder, finish: int | None) -> CompiledCode | None:
+        """A handler that a trampoline goes to; None where there is no room for it."""
+        arch = self._arch
+        handler = arch.return_handler(builder.program(), saves_all=self.saves_all)
+
+        def place(handler: HandlerCode, buffer: int) -> Detour:
+            return arch.placed_return_handler(handler, buffer, finish)
+
+        return self._put(builder, handler, arch.jump_size, place)
 
     def _make(
         self, head: Kprobe, way: HitWay, behind: int, place: Callable[[HandlerCode, int], Detour]
@@ -155,6 +189,15 @@ class Compiler:
     ) -> CompiledCode | None:
         live = None if self._live_at is None else self._live_at(address)
         handler = self._arch.handler_code(builder.program(), address, live)
+        return self._put(builder, handler, behind, place)
+
+    def _put(
+        self,
+        builder: ProgramBuilder,
+        handler: HandlerCode,
+        behind: int,
+        place: Callable[[HandlerCode, int], Detour],
+    ) -> CompiledCode | None:
         try:
             buffer = self._text.alloc_text(len(handler.code) + behind)
         except HardwareError:

@@ -19,9 +19,10 @@ class HitStatus(Enum):
 
 @dataclass
 class KprobeCtlblk:
-    """A CPU's probe state: which probe is being handled, and which one it interrupted.
+    """The current CPU's probe state: which probe is being handled, and which one it interrupted.
 
-    Mirrors: struct kprobe_ctlblk.
+    One object for all CPUs, which the handlers of hits can hold on to; `switch_to` exchanges what is in it.
+    Mirrors: struct kprobe_ctlblk, current_kprobe.
     """
 
     running: Kprobe | None = None
@@ -29,3 +30,14 @@ class KprobeCtlblk:
     interrupted: list[tuple[Kprobe, HitStatus]] = field(default_factory=list)
     by_breakpoint: bool = False
     """The latest hit came by a breakpoint, whose entry Linux counts as an NMI."""
+    cpu: int = 0
+    _others: dict[int, tuple[Kprobe | None, HitStatus, list[tuple[Kprobe, HitStatus]], bool]] = field(
+        default_factory=dict
+    )
+
+    def switch_to(self, cpu: int) -> None:
+        """Another CPU is current."""
+        self._others[self.cpu] = self.running, self.status, self.interrupted, self.by_breakpoint
+        self.cpu = cpu
+        state = self._others.get(cpu) or (None, HitStatus.STEP_DONE, [], False)
+        self.running, self.status, self.interrupted, self.by_breakpoint = state

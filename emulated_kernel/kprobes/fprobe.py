@@ -177,7 +177,7 @@ class Fprobes:
         self, fp: Fprobe, hook: ReturnHook | None, names: frozenset[str] | None
     ) -> Callable[[Any], None]:
         """Mirrors: kernel/trace/fprobe.c:fprobe_handler (v6.1)."""
-        hooks, word, size = self._hooks, self._arch.word_size, self._arch.jump_size
+        hooks, word, size = self._hooks, self._arch.word_size, self._arch.call_size
         ctlblk, nothing = self._kprobes.hits.ctlblk, memoryview(bytearray(fp.entry_data_size))
 
         def entered(regs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Fentry sites: the 5-byte nop becomes a call of one trampoline, for probes, fprobes and tracers together."""
+"""Fentry sites: the nop becomes a call of one trampoline, for probes, fprobes and tracers together."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class FtraceSites:
         self._probed.discard(site)
         if not self._is_wanted(site):
             self._calling.discard(site)
-            self._patch(site, self._text.original(site, self._arch.jump_size), self._skip(site))
+            self._patch(site, self._text.original(site, self._arch.call_size), self._skip(site))
         self._hits.forget_call(kprobe)
         self._hits.drop_code(kprobe)
 
@@ -137,7 +137,7 @@ class FtraceSites:
         insns = {site: self._arch.relative_call(site, self.trampoline) for site in starting}
         breakpoints.update({site: self._call(site, self.trampoline) for site in starting})
         for site in stopping:
-            insns[site] = self._text.original(site, self._arch.jump_size)
+            insns[site] = self._text.original(site, self._arch.call_size)
             breakpoints[site] = self._skip(site)
         self._poker.replace_all(insns)
         for site in insns:
@@ -151,18 +151,23 @@ class FtraceSites:
         del breakpoints[site]
 
     def _call(self, site: int, target: int) -> Callable[[Any], None]:
-        word, behind = self._arch.word_size, site + self._arch.jump_size
-        memory = self._hits.memory
+        word, behind = self._arch.word_size, site + self._arch.call_size
+        memory, link = self._hits.memory, self._arch.call_link
 
-        def call(regs: Any) -> None:
+        def push_and_go(regs: Any) -> None:
             memory.write(regs.sp - word, behind.to_bytes(word, "little"))
             regs.sp -= word
             regs.ip = target
 
-        return call
+        def link_and_go(regs: Any) -> None:
+            assert link is not None
+            setattr(regs, link, behind)
+            regs.ip = target
+
+        return push_and_go if link is None else link_and_go
 
     def _skip(self, site: int) -> Callable[[Any], None]:
         def skip(regs: Any) -> None:
-            regs.ip = site + self._arch.jump_size
+            regs.ip = site + self._arch.call_size
 
         return skip

@@ -14,7 +14,6 @@ from emulated_kernel.kprobes.ctlblk import HitStatus, KprobeCtlblk
 from emulated_kernel.kprobes.kprobe import AggregatorProbe, Kprobe, Regs
 from emulated_kernel.kprobes.profile import Profile, Stepper
 from emulated_kernel.kprobes.saved_regs import SavedFrames
-from emulated_kernel.machine.registers import RegisterSet
 from emulated_kernel.machine.traps import HardwareError, MemoryFault, Trap
 
 _log = logging.getLogger(__name__)
@@ -65,7 +64,7 @@ class HitHandling:
         self._arch = arch
         self._trap_flag = arch.trap_flag if profile.stepper is Stepper.TRAP_FLAG else 0
         self._frames = SavedFrames(machine.memory, arch.pt_regs, arch.word_size)
-        self._general = frozenset(arch.pt_regs).intersection(RegisterSet._fields)
+        self._general = frozenset(arch.pt_regs).intersection(machine.regs.snapshot()._fields)
         self._routed: dict[int, Kprobe] = {}
         self._first_hit = self._route_first_hit
         """One object for all probes."""
@@ -205,7 +204,7 @@ class HitHandling:
 
         A compiled handler, which the site calls by itself, would hide the calls from them.
         """
-        behind = site + self._arch.jump_size
+        behind = site + self._arch.call_size
         kprobe = self._callers.get(behind)
         if kprobe is not None and tracers:
             self.drop_code(kprobe)
@@ -233,7 +232,7 @@ class HitHandling:
         self._calls[behind] = call
 
     def _behind(self, kprobe: Kprobe) -> int:
-        return kprobe.address + self._arch.jump_size
+        return kprobe.address + self._arch.call_size
 
     # By a breakpoint
 
@@ -300,6 +299,8 @@ class HitHandling:
         resume = self._resume_for(kprobe)
         cost = kprobe.cost
         report = self.report
+        seen_ip = kprobe.address + self._arch.seen_ip
+        rewinds = self._arch.seen_ip != len(self._arch.breakpoint)
 
         def hit(regs: Regs) -> None:
             if ctlblk.running is not None:
@@ -313,6 +314,8 @@ class HitHandling:
             ctlblk.by_breakpoint = True
             pre_handler = kprobe.pre_handler
             if pre_handler is not None:
+                if rewinds:
+                    regs.ip = seen_ip
                 try:
                     if pre_handler(kprobe, regs):
                         if not kprobe.is_left_open:
@@ -459,12 +462,15 @@ class HitHandling:
 
     def _compile_detour(self, kprobe: AggregatorProbe) -> None:
         """From the next hit on the jump leads to a detour with the handlers in it."""
-        code = kprobe.code = self._compiler.detour(kprobe)
+        code, detour = self._compiler.detour(kprobe), kprobe.detour
+        kprobe.code = code
         kprobe.is_python = code is None
         if code is None:
             self.install(kprobe)
         else:
-            self.redirect(kprobe, self._arch.relative_jump(kprobe.address, code.entry))
+            assert detour is not None
+            at, length = kprobe.address, detour.length
+            self.redirect(kprobe, self._arch.detour_jump(at, length, code.entry, detour.scratch))
 
     # By a call
 
@@ -483,7 +489,7 @@ class HitHandling:
     def _called(self, kprobe: Kprobe) -> Callable[[Regs], None]:
         ctlblk, cost = self.ctlblk, kprobe.cost
         # Handlers expect the address of a breakpoint's return.
-        seen_ip, behind = kprobe.address + 1, self._behind(kprobe)
+        seen_ip, behind = kprobe.address + self._arch.seen_ip, self._behind(kprobe)
         pre_handler, post_handler, report = kprobe.pre_handler, kprobe.post_handler, self.report
         compiles = kprobe.may_compile and not kprobe.is_disabled
 
@@ -535,7 +541,7 @@ class HitHandling:
         Mirrors: arch/x86/kernel/kprobes/core.c:kprobe_debug_handler (v5.11), kprobe_fault_handler (v6.1).
         """
         target = self._compiler.fixups.get(trap.address)
-        if target is not None:
+        if target is not None and trap.vector != Vector.DEBUG:
             regs.ip = target
             return True
         running = self.ctlblk.running

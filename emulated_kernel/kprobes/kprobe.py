@@ -13,7 +13,7 @@ from emulated_kernel.abi import GuestAddr
 from emulated_kernel.arch.program_builder import HitWay, ProgramBuilder
 
 if TYPE_CHECKING:
-    from emulated_kernel.arch.base import Prepared
+    from emulated_kernel.arch.base import Prepared, Scratch
     from emulated_kernel.kprobes.compiled import CompiledCode
 
 _COSTS_KEPT = 63
@@ -106,7 +106,7 @@ class Kprobe:
     """djprobe: bytes of the region that its jump replaces; 0 for a breakpoint."""
     disabled: bool = False
     """Register it disabled (KPROBE_FLAG_DISABLED)."""
-    nmissed: int = field(default=0, init=False)
+    hits_missed: int = field(default=0, init=False, repr=False)
     """Hits that were not handled because a handler was running."""
     failures: int = field(default=0, init=False)
     """Hits whose handler raised."""
@@ -127,6 +127,20 @@ class Kprobe:
     """Registers at the hit before its handler was compiled."""
     is_python: bool = field(default=False, init=False, repr=False)
     """It was found that the handler can't be guest code as it is now."""
+
+    @property
+    def nmissed(self) -> int:
+        """Hits that were not handled; it can be set."""
+        return self.hits_missed + self.missed_otherwise
+
+    @nmissed.setter
+    def nmissed(self, value: int) -> None:
+        self.hits_missed = value - self.missed_otherwise
+
+    @property
+    def missed_otherwise(self) -> int:
+        """Those that were missed for another reason than a running handler."""
+        return 0
 
     @property
     def address(self) -> GuestAddr:
@@ -206,6 +220,8 @@ class DetourBuffer:
     size: int
     jump: bytes
     """What stands at the probe while it is optimized."""
+    scratch: Scratch | None = None
+    """What the jumps there and back overwrite."""
 
 
 @dataclass(eq=False, slots=True)

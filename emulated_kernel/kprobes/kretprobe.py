@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from emulated_kernel.arch.program_builder import HitWay, ProgramBuilder
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.ctlblk import HitStatus
 from emulated_kernel.kprobes.hit import HitHandling
-from emulated_kernel.kprobes.kprobe import Kprobe, Regs
+from emulated_kernel.kprobes.kprobe import Emit, Kprobe, Regs
 from emulated_kernel.kprobes.profile import TrampolineForm
 from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.kprobes.return_hook.hooks import Instance, ReturnHook, ReturnHooks
@@ -36,17 +37,37 @@ class Kretprobe(Kprobe):
     """
 
     handler: KretprobeHandler | None = None
+    return_program: Emit | None = None
+    """The handler as guest code, for HitWay.RETURN; see Kretprobes.handler_changed."""
     entry_handler: KretprobeHandler | None = None
     maxactive: int = 0
     data_size: int = 0
-    instances_missed: int = field(default=0, init=False)
-    """Calls missed for want of an instance; `nmissed` counts them too."""
-    returns: int = field(default=0, init=False)
-    """Calls whose return was seen."""
     hook: ReturnHook | None = field(default=None, init=False, repr=False)
+    _ended: tuple[int, int] = field(default=(0, 0), init=False, repr=False)
+    """Calls missed and returned as of its unregistration."""
 
     def __post_init__(self) -> None:
         self.kind = "r"
+
+    @property
+    def instances_missed(self) -> int:
+        """Calls missed for want of an instance; `nmissed` counts them too."""
+        return self._ended[0] if self.hook is None else self.hook.missed
+
+    @property
+    def returns(self) -> int:
+        """Calls whose return was seen."""
+        return self._ended[1] if self.hook is None else self.hook.returned
+
+    @property
+    def missed_otherwise(self) -> int:
+        return self.instances_missed
+
+    def leave_hook(self) -> ReturnHook | None:
+        """Keep the counts without it; returns it."""
+        hook, counts = self.hook, (self.instances_missed, self.returns)
+        self.hook, self._ended = None, counts
+        return hook
 
 
 class Kretprobes:
@@ -82,7 +103,7 @@ class Kretprobes:
             raise KernelError(errno.E2BIG, f"more than {KRETPROBE_MAX_DATA_SIZE} bytes of data")
         if rp.maxactive <= 0:
             rp.maxactive = self._default_maxactive
-        self._prepare(rp)
+        self._prepare(rp, address)
         try:
             self._kprobes.register_kprobe(rp)
         except KernelError:
@@ -91,16 +112,32 @@ class Kretprobes:
         assert rp.hook is not None
         rp.hook.place = rp.address
 
-    def _prepare(self, rp: Kretprobe) -> None:
-        rp.instances_missed = rp.returns = 0
+    def _prepare(self, rp: Kretprobe, address: int) -> None:
         rp.post_handler = None
-        rp.hook = self.hooks.add(self._return_handler(rp), rp.maxactive, rp.data_size)
-        rp.pre_handler = self._entry(rp, rp.hook)
+        program = rp.return_program if rp.handler is not None else _nothing
+        hook = self.hooks.add(self._return_handler(rp), rp.maxactive, rp.data_size, program)
+        hook.follows_convention = self._kprobes.follows_convention(address)
+        rp.hook = hook
+        rp.pre_handler = self._entry(rp, hook)
+        rp.program = self._entry_program(rp, hook)
+
+    def _entry_program(self, rp: Kretprobe, hook: ReturnHook) -> Emit | None:
+        """The hooking as guest code, where nobody has a say in it."""
+        native = self.hooks.native
+        if native is None or rp.entry_handler is not None or rp.data_size:
+            return None
+        return lambda builder, way: native.emit_entry(builder, way, hook)
+
+    def handler_changed(self, rp: Kretprobe) -> None:
+        """What its `return_program` makes differs from now on, or whether it makes any."""
+        if rp.hook is not None:
+            self.hooks.handler_changed(rp.hook)
+            self._kprobes.handler_changed(rp)
 
     def _release(self, rp: Kretprobe) -> None:
-        if rp.hook is not None:
-            self.hooks.remove(rp.hook)
-            rp.hook = None
+        hook = rp.leave_hook()
+        if hook is not None:
+            self.hooks.remove(hook)
 
     def register_kretprobes(self, rps: Sequence[Kretprobe]) -> None:
         """Register all or none. Raises: as register_kretprobe; EINVAL for an empty sequence."""
@@ -139,7 +176,7 @@ class Kretprobes:
         def entered(_kprobe: Kprobe, regs: Any) -> None:
             instance = hooks.try_get(hook)
             if instance is None:
-                _miss(rp)
+                hook.miss()
                 return
             if self._is_refused(rp, instance, regs):
                 hooks.recycle(instance)
@@ -149,7 +186,7 @@ class Kretprobes:
             except MemoryFault:
                 # Linux: a fault in the handler. Deviates: what has no stack has no return either.
                 hooks.recycle(instance)
-                _miss(rp)
+                hook.miss()
 
         return entered
 
@@ -169,7 +206,6 @@ class Kretprobes:
         by_breakpoint = self.hooks.trampoline.form is TrampolineForm.BREAKPOINT
 
         def returned(instance: Instance, regs: Any) -> None:
-            rp.returns += 1
             if rp.handler is None:
                 return
             ctlblk.running, ctlblk.status, ctlblk.by_breakpoint = rp, HitStatus.ACTIVE, by_breakpoint
@@ -182,6 +218,6 @@ class Kretprobes:
         return returned
 
 
-def _miss(rp: Kretprobe) -> None:
-    rp.nmissed += 1
-    rp.instances_missed += 1
+def _nothing(_builder: ProgramBuilder, _way: HitWay) -> bool:
+    """The program of no handler."""
+    return True

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Protocol
 
 from emulated_kernel.kprobes.kprobe import AggregatorProbe, Kprobe, KprobeFlag
 
-_GOLDEN_RATIO = {64: 0x61C8864680B583EB, 32: 0x61C88647}
-_TABLE_BITS = 6
-"""Linux keeps 64 hash buckets, and lists them in their order."""
+_OWN = KprobeFlag.GONE.value | KprobeFlag.DISABLED.value
+"""Flags of the user's probe that its line shows."""
+_WAYS = KprobeFlag.OPTIMIZED.value | KprobeFlag.FTRACE.value
+"""Flags of the address's entry that tell how a hit comes; the other flags are the users' probes' own."""
 
 
-_OPTIMIZED, _FTRACE = KprobeFlag.OPTIMIZED.value, KprobeFlag.FTRACE.value
-_WAYS = _OPTIMIZED | _FTRACE
-_REACHED = {0: "", _OPTIMIZED: "[OPTIMIZED]", _FTRACE: "[FTRACE]", _WAYS: "[OPTIMIZED][FTRACE]"}
-"""How a hit comes, by the flags of the address's entry; the other flags are the users' probes' own."""
+def _line_end(flags: int) -> str:
+    shown = KprobeFlag(flags & (_OWN | _WAYS))
+    own = "[GONE]" if shown & KprobeFlag.GONE else "[DISABLED]" if shown & KprobeFlag.DISABLED else ""
+    optimized = "[OPTIMIZED]" if shown & KprobeFlag.OPTIMIZED else ""
+    return own + optimized + ("[FTRACE]" if shown & KprobeFlag.FTRACE else "") + "\n"
+
+
+_LINE_ENDS = tuple(map(_line_end, range(2 * max(flag.value for flag in KprobeFlag))))
+"""How a line ends, by the flags."""
 
 
 class Location(Protocol):
@@ -46,36 +52,15 @@ class Lookup(Protocol):
     def lookup(self, address: int, /) -> Location | None: ...
 
 
-def bucket(addr: int, bits: int = 64) -> int:
-    """The hash bucket of a probed address of so many bits. Mirrors: include/linux/hash.h:hash_ptr."""
-    return (addr * _GOLDEN_RATIO[bits] & (1 << bits) - 1) >> (bits - _TABLE_BITS)
-
-
-def in_list_order(probes: Iterable[Kprobe], bits: int = 64) -> list[Kprobe]:
-    """Bucket by bucket, the latest registered address of a bucket first.
-
-    `probes` come in the order of registration.
-    """
-    latest_first = list(probes)[::-1]
-    return sorted(latest_first, key=lambda p: bucket(p.address, bits))
-
-
-def list_lines(ordered: Iterable[Kprobe], symbols: Lookup, bits: int = 64, start: int = 0) -> Iterator[str]:
-    """The lines from a number on, made when they are asked for.
-
-    Mirrors: kernel/kprobes.c:show_kprobe_addr, report_probe (v6.1).
-    """
-    for probe in ordered:
-        members = probe.members if isinstance(probe, AggregatorProbe) else (probe,)
-        if start >= len(members):
-            start -= len(members)
-            continue
-        reached = _REACHED[probe.flags._value_ & _WAYS]
-        for member in members[start:]:
-            own = "" if not member.is_disabled else "[GONE]" if member.is_gone else "[DISABLED]"
+def bucket_text(probes: Iterable[Kprobe], symbols: Lookup, bits: int = 64) -> str:
+    """The lines of a bucket's probes. Mirrors: kernel/kprobes.c:show_kprobe_addr, report_probe (v6.1)."""
+    lines = []
+    for probe in probes:
+        ways = probe.flags._value_ & _WAYS
+        for member in probe.members if isinstance(probe, AggregatorProbe) else (probe,):
             where = member.place or place(member, member.address, symbols.lookup(member.address), bits)
-            yield f"{where}{own}{reached}\n"
-        start = 0
+            lines.append(where + _LINE_ENDS[member.flags._value_ & _OWN | ways])
+    return "".join(lines)
 
 
 def place(probe: Kprobe, addr: int, where: Location | None, bits: int) -> str:

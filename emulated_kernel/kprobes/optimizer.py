@@ -82,14 +82,16 @@ class Optimizer:
         if isinstance(length, str):
             head.obstacle = length
             return
+        scratch = self._rules.scratch_at(addr)
         try:
             buffer = self._text.alloc_text(self._arch.max_detour)
         except HardwareError:
             head.obstacle = f"0x{addr:x}: no executable memory left for a detour buffer"
             return
         try:
-            detour = self._arch.detour(self._text.original(addr, length), addr, length, buffer)
-            jump = self._arch.relative_jump(addr, buffer)
+            code = self._text.original(addr, length)
+            detour = self._arch.detour(code, addr, length, buffer, scratch=scratch)
+            jump = self._arch.detour_jump(addr, length, buffer, scratch)
         except KernelError as error:
             self._text.free_text(buffer)
             head.obstacle = f"0x{addr:x}: {error.strerror}"
@@ -103,6 +105,7 @@ class Optimizer:
             copied=buffer + detour.copied,
             size=len(detour.code),
             jump=jump,
+            scratch=scratch,
         )
 
     def _discard(self, head: AggregatorProbe) -> None:
@@ -306,20 +309,28 @@ class Optimizer:
         """Mirrors: arch/x86/kernel/kprobes/opt.c:arch_optimize_kprobes (v6.1)."""
         if self._table.all_disarmed or not self.allowed:
             return
-        size = len(self._arch.breakpoint)
         for head in self.optimizing:
             assert head.detour is not None
-            head.saved_tail = self._text.current(head.address + size, self._arch.jump_size - size)
-            self._poker.replace(head.address, head.detour.jump)
+            size, jump = len(self._breakpoint(head)), head.detour.jump
+            head.saved_tail = self._text.current(head.address + size, len(jump) - size)
+            self._poker.replace(head.address, jump)
             head.is_patched = True
         self.optimizing.clear()
 
     def _expose_breakpoint(self, head: AggregatorProbe) -> None:
         """Mirrors: kernel/kprobes.c:force_unoptimize_kprobe (v6.1)."""
-        self._poker.expose_breakpoint(head.address, self._arch.breakpoint + head.saved_tail)
+        breakpoint_, poker = self._breakpoint(head), self._poker
+        # The poker's own breakpoint, the shortest, ends only shorter instructions.
+        is_own = breakpoint_ == self._arch.breakpoint
+        write = poker.expose_breakpoint if is_own else poker.replace
+        write(head.address, breakpoint_ + head.saved_tail)
         head.is_patched = False
         self._hits.drop_code(head)
         self._mark(head, optimized=False)
+
+    def _breakpoint(self, head: AggregatorProbe) -> bytes:
+        assert head.insn is not None
+        return self._arch.breakpoint_for(head.insn.prepared.length)
 
     def _mark(self, head: AggregatorProbe, *, optimized: bool) -> None:
         if optimized:

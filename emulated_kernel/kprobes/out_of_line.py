@@ -10,7 +10,7 @@ from emulated_kernel.arch.base import Arch
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.hit import HitHandling
 from emulated_kernel.kprobes.kprobe import Kprobe, OutOfLine
-from emulated_kernel.kprobes.listing import Lookup
+from emulated_kernel.kprobes.listing import Lookup, Symbol
 from emulated_kernel.kprobes.profile import Profile
 from emulated_kernel.kprobes.slots import InsnSlots, SlotText
 
@@ -52,7 +52,11 @@ class Copies:
         self.slots.on_the_way = lambda: hits.spans_on_the_way
 
     def read_tables(self) -> None:
-        """Which instructions may fault; again when that has changed."""
+        """What is known of the text: which instructions may fault, and where functions' instructions start.
+
+        Again when a module came or went.
+        """
+        self._boundaries: dict[int, frozenset[int]] = {}
         self._may_fault = frozenset(insn for insn, _ in self._image.ex_table)
 
     def prepare(self, kprobe: Kprobe) -> None:
@@ -63,13 +67,13 @@ class Copies:
         addr = kprobe.address
         where = self._symbols.lookup(addr)
         assert where is not None
-        start = where.symbol.address
-        body = self._text.original(start, where.symbol.size)
-        if addr not in self._arch.instruction_boundaries(body, start):
+        if addr not in self._boundaries_of(where.symbol):
             raise KernelError(errno.EILSEQ, f"{addr:#x} is not the start of an instruction")
+        size = min(self._arch.max_insn_size, where.symbol.size - where.offset)
+        code = self._text.original(addr, size)
         slot = self.slots.get()
         try:
-            prepared = self._arch.prepare(body[where.offset :], addr, slot, may_fault=addr in self._may_fault)
+            prepared = self._arch.prepare(code, addr, slot, may_fault=addr in self._may_fault)
         except KernelError:
             self.slots.put(slot)
             raise
@@ -81,6 +85,15 @@ class Copies:
             kprobe.insn = OutOfLine(prepared, slot)
         self.fit(kprobe)
         self._hits.install(kprobe)
+
+    def _boundaries_of(self, symbol: Symbol) -> frozenset[int]:
+        """Addresses of a function's instructions; its original text stays as it is."""
+        start = symbol.address
+        known = self._boundaries.get(start)
+        if known is None:
+            body = self._text.original(start, symbol.size)
+            known = self._boundaries[start] = frozenset(self._arch.instruction_boundaries(body, start))
+        return known
 
     def fit(self, head: Kprobe) -> None:
         """End the copy by a jump back where that can be, by the step's end where it can't.

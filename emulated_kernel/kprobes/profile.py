@@ -60,6 +60,8 @@ class Profile:
     """CONFIG_KPROBES_ON_FTRACE: probes on fentry sites are called; without it the sites are plain nops."""
     optimizer: bool = True
     """CONFIG_OPTPROBES: jump optimization."""
+    out_of_tree: bool = False
+    """With the patches that Linux never took: "Add OPTPROBES feature on RISCV", v6, 2023."""
     djprobe: Wait | None = None
     """Jumps are asked for by `length` and written by commit_kprobes(), which waits in this way."""
     jprobes: bool = False
@@ -98,6 +100,13 @@ PROFILES: Mapping[str, Profile] = MappingProxyType(
             Profile("linux-6.1-fprobe", fprobe_events=True),
             Profile("kprobes-2010", False, optimizer=False, trampoline=TrampolineForm.BREAKPOINT, **_OLD),
             Profile("optprobes-2009", False, **_OLD),
+            Profile(
+                "riscv-optprobes-2023",
+                ftrace=False,
+                out_of_tree=True,
+                saving=Saving.ALL,
+                return_hook="instances",
+            ),
             Profile("djprobe-2007", False, djprobe=Wait.SYNCHRONIZE_SCHED, **_OLD),
             Profile("djprobe-2007-preempt", True, djprobe=Wait.FREEZE_PROCESSES, **_OLD),
         )

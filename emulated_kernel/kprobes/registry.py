@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Protocol
 
 from emulated_kernel.abi import GuestAddr
@@ -83,9 +84,8 @@ class Kprobes:
         self._symbols = image.kallsyms
         self._log = log
         self._bits = arch.bits
-        self._jump_size = arch.jump_size
-        self._table = ProbeTable()
-        self._ordered: tuple[int, Sequence[Kprobe]] = (0, ())
+        self._jump_size, self._call_size = arch.jump_size, arch.call_size
+        self._table = ProbeTable(arch.bits)
         self._read_tables()
         self._build(machine, image, arch)
 
@@ -98,7 +98,8 @@ class Kprobes:
         self._jump_labels = frozenset(
             code + offset for code, *_ in image.jump_labels for offset in range(self._jump_size)
         )
-        self._fentry = frozenset(image.mcount) if self.profile.ftrace else frozenset()
+        self._traceable = frozenset(image.mcount)
+        self._fentry = self._traceable if self.profile.ftrace else frozenset()
 
     def _build(self, machine: ProbedMachine, image: ProbedImage, arch: Arch) -> None:
         """The parts of the engine that the profile asks for."""
@@ -114,7 +115,7 @@ class Kprobes:
         self.slots = self._copies.slots
         breakpoints = Breakpoints(text, arch)
         self.optimizer: Optimizer | None = None
-        if profile.optimizer:
+        if profile.optimizer and (profile.out_of_tree or not arch.optprobes_out_of_tree):
             kind = Optimizer
             if profile.djprobe is not None:
                 kind, rules = Djprobes, arch.djprobe_rules(image)
@@ -141,7 +142,7 @@ class Kprobes:
 
     def __iter__(self) -> Iterator[Kprobe]:
         """The users' probes, aggregators resolved, in the order of kprobes/list."""
-        for probe in self._in_list_order():
+        for probe in chain.from_iterable(self._table.buckets()):
             yield from probe.members if isinstance(probe, AggregatorProbe) else [probe]
 
     # Registration
@@ -356,6 +357,13 @@ class Kprobes:
         """Whether ftrace can call from there."""
         return addr in self._fentry
 
+    def follows_convention(self, addr: int) -> bool:
+        """Whether the function is known to be C, whose callers expect of it what the convention says.
+
+        What has a site for fentry is; with it the compiler relies on no more (-fipa-ra is off).
+        """
+        return addr in self._traceable
+
     def _check_address_safe(self, addr: int) -> None:
         """Mirrors: check_kprobe_address_safe (v6.1), but no reference keeps the module: nothing else runs."""
         if not _in_ranges(self._text_ranges, addr):
@@ -366,6 +374,9 @@ class Kprobes:
             raise KernelError(errno.EINVAL, f"{addr:#x} is a jump label")
         if addr in self._bugs:
             raise KernelError(errno.EINVAL, f"{addr:#x} is a BUG() site")
+        # Linux: up to v5.17; later ones let a breakpoint be written into what ftrace patches as a whole.
+        if any(addr - distance in self._fentry for distance in range(1, self._call_size)):
+            raise KernelError(errno.EILSEQ, f"{addr:#x} is within an fentry site")
 
     def is_blacklisted(self, addr: int) -> bool:
         """Mirrors: kernel/kprobes.c:within_kprobe_blacklist (v6.1)."""
@@ -514,18 +525,12 @@ class Kprobes:
 
     def list_text(self) -> list[str]:
         """Lines of kprobes/list."""
-        return list(self.list_records(0))
+        return "".join(self.list_records(0)).splitlines(keepends=True)
 
     def list_records(self, start: int) -> Iterator[str]:
-        """The same from a line on, for who reads it piece by piece."""
-        return listing.list_lines(self._in_list_order(), self._symbols, self._bits, start)
-
-    def _in_list_order(self) -> Sequence[Kprobe]:
-        version, ordered = self._ordered
-        if version != self._table.version:
-            ordered = listing.in_list_order(self._table, self._bits)
-            self._ordered = self._table.version, ordered
-        return ordered
+        """The lines of each hash bucket from one on, which is how Linux reads them."""
+        for probes in self._table.buckets(start):
+            yield listing.bucket_text(probes, self._symbols, self._bits)
 
     def blacklist_text(self) -> list[str]:
         """Lines of kprobes/blacklist."""

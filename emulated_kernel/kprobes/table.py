@@ -6,14 +6,20 @@ from collections.abc import Iterator
 
 from emulated_kernel.kprobes.kprobe import AggregatorProbe, Kprobe
 
+_BITS = 6
+"""Linux keeps 64 hash buckets, and lists them in their order."""
+_GOLDEN_RATIO = {64: 0x61C8864680B583EB, 32: 0x61C88647}
+
 
 class ProbeTable:
     """The probes by address: single ones and aggregators. Mirrors: kernel/kprobes.c:kprobe_table (v6.1)."""
 
-    def __init__(self) -> None:
+    def __init__(self, bits: int = 64) -> None:
+        """For addresses of so many bits."""
+        self._bits = bits
         self._probes: dict[int, Kprobe] = {}
-        self.version = 0
-        """Another one after each change of what stands where."""
+        self._buckets: tuple[dict[int, Kprobe], ...] = tuple({} for _ in range(1 << _BITS))
+        """The same by address, in the order in which an address was first probed."""
         self.all_disarmed = False
         """Mirrors: kernel/kprobes.c:kprobes_all_disarmed (v6.1)."""
 
@@ -24,14 +30,20 @@ class ProbeTable:
         """In the order in which addresses were first probed."""
         return iter(self._probes.values())
 
+    def buckets(self, start: int = 0) -> Iterator[Iterator[Kprobe]]:
+        """The probes of each hash bucket from one on, the latest probed address first."""
+        return (reversed(bucket.values()) for bucket in self._buckets[start:])
+
     def put(self, probe: Kprobe) -> None:
         """Add a probe, or let it take the place of the one at its address."""
-        self._probes[probe.address] = probe
-        self.version += 1
+        address = probe.address
+        self._probes[address] = probe
+        self._buckets[hash_address(address, self._bits)][address] = probe
 
     def remove(self, probe: Kprobe) -> None:
-        del self._probes[probe.address]
-        self.version += 1
+        address = probe.address
+        del self._probes[address]
+        del self._buckets[hash_address(address, self._bits)][address]
 
     def valid(self, kprobe: Kprobe) -> Kprobe | None:
         """The entry that this very probe belongs to. Mirrors: kernel/kprobes.c:__get_valid_kprobe (v6.1)."""
@@ -41,3 +53,8 @@ class ProbeTable:
         if head is kprobe or (isinstance(head, AggregatorProbe) and any(m is kprobe for m in head.members)):
             return head
         return None
+
+
+def hash_address(address: int, bits: int = 64) -> int:
+    """The hash bucket of a probed address of so many bits. Mirrors: include/linux/hash.h:hash_ptr."""
+    return (address * _GOLDEN_RATIO[bits] & (1 << bits) - 1) >> (bits - _BITS)

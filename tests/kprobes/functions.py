@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,6 +76,16 @@ class Runner:
                 state = state._replace(ip=self._ex_table[trap.address])
         self._memory.restore()
         return None
+
+    def loses_flags(self, executed: Iterable[int]) -> bool:
+        """Whether the emulator may tell wrong flags of a call that executed these.
+
+        Unicorn: cmpxchg8b leaves those flags that it doesn't set as they were when its block began.
+        """
+        original = self._machine.text.original
+        return any(
+            original(at, 3).removeprefix(b"\xf0")[:2] == b"\x0f\xc7" for at in executed if at in self._at
+        )
 
     def _is_text(self, address: int) -> bool:
         return any(start - 8 < address < end for start, end in self._machine.image.text_ranges)

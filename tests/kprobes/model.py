@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from emulated_kernel.kprobes.kprobe import Kprobe
-from emulated_kernel.kprobes.listing import bucket
+from emulated_kernel.kprobes.table import hash_address
 
 
 @dataclass(eq=False)
@@ -76,5 +76,5 @@ class Model:
     def listed(self) -> list[tuple[int, bool]]:
         """Address and disabled flag of each line of kprobes/list."""
         latest_first = reversed(list(self.points.items()))
-        ordered = sorted(latest_first, key=lambda item: bucket(item[0]))
+        ordered = sorted(latest_first, key=lambda item: hash_address(item[0]))
         return [(addr, entry.disabled) for addr, point in ordered for entry in point.entries]

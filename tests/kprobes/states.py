@@ -7,8 +7,6 @@ from random import Random
 
 from emulated_kernel.abi import PAGE_SIZE
 from emulated_kernel.machine.calls import DataSnapshot, map_stack
-from emulated_kernel.machine.layout import RECORD_CELLS_SIZE
-from emulated_kernel.machine.loader import page_up
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.paging import Prot
 from emulated_kernel.machine.registers import RegisterSet
@@ -23,6 +21,8 @@ INTERRUPT_FLAG = 0x200
 DIRECTION_FLAG = 0x400
 NON_CANONICAL = 0x8000_1234_5678_9ABC
 UNMAPPED = 0x5000
+_CELL = 0x3B000000
+"""From the CPU's base on: of no other use on either architecture."""
 
 _SPECIAL = ("sp", "ip", "flags")
 _SMALL = (
@@ -115,10 +115,12 @@ def build_arena(machine: Machine, rng: Random, *, text: bool = True) -> Arena:
 
 
 def writable_memory(machine: Machine, arena: Arena) -> DataSnapshot:
-    """Everything that the guest can write, the arena and the host's call stack; not the host's own pages."""
+    """Everything that the guest can write, the arena and the host's call stack; nothing of the host's own."""
     host = machine.memory.host_pages.base
     ranges = [r for r in machine.memory.ranges if r.prot & Prot.WRITE and r.pa < host]
-    spans = [(r.start, min(r.end - r.start, host - r.pa)) for r in ranges]
+    spans = [
+        span for r in ranges for span in _outside(r.start, r.pa, min(r.end - r.start, host - r.pa), machine)
+    ]
     stack = machine.memory.find(machine.calls.stack_top)
     assert stack is not None
     spans.append((stack.start, stack.end - stack.start))
@@ -132,9 +134,7 @@ def image_and_arena(machine: Machine, arena: Arena) -> DataSnapshot:
     """
     if machine.model.bits == 32:
         return writable_memory(machine, arena)
-    segments = machine.image.segments
-    spans = [(va, page_up(size)) for va, _, size, rights in segments if rights & Prot.WRITE]
-    return machine.data_snapshot([*spans, (arena.base, ARENA_SIZE)])
+    return machine.data_snapshot([*machine.image_data, (arena.base, ARENA_SIZE)])
 
 
 def _unmap_unused(machine: Machine) -> None:
@@ -145,8 +145,35 @@ def _unmap_unused(machine: Machine) -> None:
     host = low + memory.host_pages.base
     memory.unmap(low, image - low)
     memory.unmap(host, low + memory.ram_size - host)
-    memory.unmap(layout.record_cells, RECORD_CELLS_SIZE)
+    memory.unmap(*_reserved(machine))
     memory.unmap(layout.record_pages, layout.record_pages_size)
+
+
+def _reserved(machine: Machine) -> tuple[int, int]:
+    """Address and size of what handlers have their cells in."""
+    abi = machine.image.abi
+    return abi["percpu.base"] + abi["percpu.reserved"], abi["percpu.reserved_size"]
+
+
+def counter_cell(machine: Machine) -> tuple[int, int]:
+    """Address of 8 bytes that no state leads to, and their offset from the CPU's base."""
+    address = machine.per_cpu_bases[0] + _CELL
+    memory = machine.memory
+    memory.map(address, memory.host_pages.alloc(PAGE_SIZE), PAGE_SIZE, Prot.READ | Prot.WRITE)
+    memory.write(address, bytes(8))
+    return address, _CELL
+
+
+def _outside(start: int, pa: int, size: int, machine: Machine) -> list[tuple[int, int]]:
+    """(va, size) of what a range has besides handlers' cells."""
+    va, reserved_size = _reserved(machine)
+    found = machine.memory.find(va)
+    if found is None:
+        return [(start, size)]
+    first = va - found.start + found.pa - pa
+    last = first + reserved_size
+    pieces = [(start, min(first, size)), (start + max(last, 0), size - max(last, 0))]
+    return [piece for piece in pieces if piece[1] > 0] if first < size and last > 0 else [(start, size)]
 
 
 def _word(arena: Arena, rng: Random) -> int:

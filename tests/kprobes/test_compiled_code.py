@@ -78,7 +78,6 @@ def test_code_is_dropped_and_given_back(kernel: Kernel) -> None:
     assert old in compiler.codes
     for change in (
         lambda: kernel.kprobe_events.filters.write(event, b"common_pid != 0"),
-        lambda: kernel.trace.resize_buffer(64),
         lambda: kernel.trace.set_clock("global"),
         lambda: kernel.trace.options.set("record-cmd", 0),
     ):
@@ -96,6 +95,17 @@ def test_code_is_dropped_and_given_back(kernel: Kernel) -> None:
         kernel.call("int_sqrt", 6)
     assert not compiler.codes
     assert not compiler.fixups
+
+
+def test_a_buffer_that_moves_is_found_by_the_same_code(kernel: Kernel) -> None:
+    event = optimized(kernel, f"p:a {PLACE}")
+    probe = head(kernel, event)
+    code, before = probe.code, len(kernel.trace.buffers[0])
+    for size in (64, 8):
+        kernel.trace.resize_buffer(size)
+        kernel.call("int_sqrt", size)
+    assert probe.code is code is not None
+    assert len(kernel.trace.buffers[0]) == before + 2
 
 
 def test_what_the_guest_can_not_do_stays_with_python(kernel: Kernel) -> None:

@@ -24,14 +24,15 @@ WAYS = {
 }
 ARGUMENTS = (
     "",
-    "x=%di y=%si:s16 sp=$stack w=$stack0 top=$stack1 f=%flags:u8 ip=%ip",
-    "s=+0(%di):string b=+0(%di):b4@2/8 c=$comm a=+0(%di):u8[3] none=+0(%sp):x64",
+    "x=%FIRST y=%si:s16 sp=$stack w=$stack0 top=$stack1 f=%flags:u8 ip=%ip l=%FIRST:s64 m=+0($stack):u64[2]",
+    "s=+0(%FIRST):string b=+0(%FIRST):b4@2/8 c=$comm a=+0(%FIRST):u8[3] n=+0(%sp):x64 l=+0(%FIRST):b9@30/64",
 )
+"""FIRST is the register of the first argument."""
 
 
 @contextmanager
-def booted(profile: Profile, *, compiled: bool) -> Iterator[Kernel]:
-    with Kernel(MachineConfig(), profile=replace(profile, compiled=compiled)) as kernel:
+def booted(arch: str, profile: Profile, *, compiled: bool) -> Iterator[Kernel]:
+    with Kernel(MachineConfig(arch=arch), profile=replace(profile, compiled=compiled)) as kernel:
         yield kernel
 
 
@@ -50,7 +51,8 @@ def settle(kernel: Kernel) -> None:
 
 def story(kernel: Kernel, place: str, args: str) -> tuple[str, int]:
     """Hits before and after optimization, with changes of what is done at them."""
-    event = define(kernel, f"p:a {place} {args}")
+    first = kernel.arch.registers.arguments[0]
+    event = define(kernel, f"p:a {place} {args.replace('FIRST', first)}")
     texts = ["", "abc", "x" * 300, "abc"]
     for text in texts:
         kernel.call("strlen", text)
@@ -60,7 +62,9 @@ def story(kernel: Kernel, place: str, args: str) -> tuple[str, int]:
     kernel.kprobe_events.filters.write(event, b"common_pid > 0 && __probe_ip != 1")
     for text in texts:
         kernel.call("strlen", text)
-    kernel.kprobe_events.filters.write(event, b"common_pid == 1")
+    kernel.kprobe_events.filters.write(
+        event, b"common_pid == 1" if not args else b"l != 5 && l < 0x123456789a"
+    )
     for text in texts:
         kernel.call("strlen", text)
     kernel.kprobe_events.filters.write(event, b"0")
@@ -86,10 +90,11 @@ def story(kernel: Kernel, place: str, args: str) -> tuple[str, int]:
 @pytest.mark.parametrize("args", ARGUMENTS)
 @pytest.mark.parametrize("offset", [0, 5, 9])
 @pytest.mark.parametrize("way", WAYS)
-def test_compiled_or_not_the_trace_is_the_same(way: str, offset: int, args: str) -> None:
+@pytest.mark.parametrize("arch", ["x86_64", "i386"])
+def test_compiled_or_not_the_trace_is_the_same(arch: str, way: str, offset: int, args: str) -> None:
     told = []
     for compiled in (False, True):
-        with booted(WAYS[way], compiled=compiled) as kernel:
+        with booted(arch, WAYS[way], compiled=compiled) as kernel:
             place = "strlen" if not offset else f"strlen+{boundary(kernel, offset)}"
             told.append(story(kernel, place, args))
             assert bool(kernel.kprobes.compiler.made) is compiled

@@ -12,7 +12,7 @@ from emulated_kernel.abi import PAGE_SIZE
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
-from emulated_kernel.kprobes.listing import bucket
+from emulated_kernel.kprobes.table import hash_address
 from emulated_kernel.machine.pool import UnitPool
 from emulated_kernel.machine.traps import HardwareError
 from tests.kprobes.boundaries import all_boundaries
@@ -315,10 +315,14 @@ def test_list_is_in_the_order_of_the_hash_buckets(kernel: Kernel) -> None:
     listed = [int(line.split()[0], 16) for line in kernel.kprobes.list_text()]
     table: list[list[int]] = [[] for _ in range(64)]
     for addr in probeable:
-        table[bucket(addr)].insert(0, addr)
+        table[hash_address(addr)].insert(0, addr)
     expected = [addr for chain in table for addr in chain]
     expected.insert(expected.index(probeable[0]), probeable[0])
     assert listed == expected
     assert [probe.address for probe in kernel.kprobes] == expected
     assert max(map(len, table)) > 1, "no bucket has a chain"
+    # A reader goes on with the next bucket, without a look at those before.
+    records = list(kernel.kprobes.list_records(0))
+    assert len(records) == len(table)
+    assert list(kernel.kprobes.list_records(60)) == records[60:]
     kernel.unregister_kprobes([*probes, again])

@@ -14,19 +14,17 @@ from random import Random
 
 import pytest
 
-from emulated_kernel.abi import PAGE_SIZE
 from emulated_kernel.arch import program as ir
 from emulated_kernel.arch.program_builder import HitWay, ProgramBuilder
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.profile import Profile, Saving, Stepper
-from emulated_kernel.machine.calls import map_stack
 from emulated_kernel.machine.registers import RegisterSet
 from tests.kprobes.boundaries import Boundary, all_boundaries
 from tests.kprobes.conftest import BREAKPOINTS
 from tests.kprobes.functions import Outcome, Runner
-from tests.kprobes.states import build_arena, generate, writable_memory
+from tests.kprobes.states import build_arena, counter_cell, generate, writable_memory
 
 SEED = 64
 EVERY = int(os.environ.get("KPROBEFS_FUNCTIONS", "25"))
@@ -66,7 +64,7 @@ class Bench:
         self.boundaries = [b for b in all_boundaries(kernel.image) if b.refusal is None]
         self.hits: Counter[int] = Counter()
         arena = build_arena(machine, rng, text=False)
-        self.cell = map_stack(machine.memory, machine.model, 8, PAGE_SIZE) - PAGE_SIZE
+        self.cell, self.cell_offset = counter_cell(machine)
         """No memory of the guest's."""
         self.top = top = machine.calls.stack_top
         self.pad = machine.model.layout.host_text
@@ -110,7 +108,7 @@ class Bench:
 
     def _emit(self, builder: ProgramBuilder, _way: HitWay) -> bool:
         noise = (ir.SetImmediate(vreg, 0x1234_5678 << vreg) for vreg in range(ir.NR_VREGS))
-        builder.emit(*noise, ir.Compute(ir.Arithmetic.SUB, 0, 1), ir.AddToCell(self.cell, 1))
+        builder.emit(*noise, ir.Compute(ir.Arithmetic.SUB, 0, 1), ir.AddToPerCpu(self.cell_offset, 1))
         return True
 
     def is_as(self, call: Call, outcome: Outcome) -> bool:

@@ -9,26 +9,30 @@ import pytest
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.kernel import Kernel
 
-PLACES = {"x86_64": ("di", "si"), "i386": ("ax", "dx")}
+PLACES = {"x86_64": ("di", "si"), "i386": ("ax", "dx"), "riscv64": ("a0", "a1"), "riscv64i": ("a0", "a1")}
 """Where gcd's arguments are."""
 
 
-@pytest.fixture(params=["x86_64", "i386"])
+@pytest.fixture(params=list(PLACES))
 def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
     with Kernel(MachineConfig(arch=request.param)) as kernel:
         yield kernel
         assert kernel.machine.text.verify() == []
 
 
-@pytest.mark.parametrize("offset", [0, 5])
+def _behind_the_site(kernel: Kernel) -> int:
+    return 5 if kernel.arch.registers.link is None else 8
+
+
+@pytest.mark.parametrize("at_entry", [True, False])
 @pytest.mark.parametrize("settle", [False, True])
-def test_the_latest_hits_in_order(kernel: Kernel, offset: int, settle: bool) -> None:
+def test_the_latest_hits_in_order(kernel: Kernel, at_entry: bool, settle: bool) -> None:
     """The first hit traps, the others don't; all look alike."""
+    offset = 0 if at_entry else _behind_the_site(kernel)
     ring = kernel.hit_ring(*PLACES[kernel.arch.name], capacity=4)
     probe = ring.probe(symbol_name="gcd", offset=offset)
     kernel.register_kprobe(probe)
-    if settle:
-        assert kernel.kprobes.optimizer is not None
+    if settle and kernel.kprobes.optimizer is not None:
         kernel.kprobes.optimizer.work.flush()
     for turn in range(1, 7):
         assert kernel.call("gcd", 3 * turn, 2 * turn) == turn
@@ -43,7 +47,7 @@ def test_the_latest_hits_in_order(kernel: Kernel, offset: int, settle: bool) -> 
 
 def test_several_probes_share_it(kernel: Kernel) -> None:
     ring = kernel.hit_ring(capacity=8)
-    probes = [ring.probe(symbol_name="gcd", offset=offset) for offset in (0, 5)]
+    probes = [ring.probe(symbol_name="gcd", offset=offset) for offset in (0, _behind_the_site(kernel))]
     for probe in probes:
         kernel.register_kprobe(probe)
     for _ in range(3):

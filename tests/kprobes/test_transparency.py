@@ -14,6 +14,7 @@ import pytest
 
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.kernel import Kernel
+from emulated_kernel.machine.registers import RegisterSet
 from tests.kprobes.boundaries import ERRNOS, Boundary, all_boundaries, verdict
 from tests.kprobes.conftest import BREAKPOINTS
 from tests.kprobes.states import Arena, build_arena, generate, image_and_arena, writable_memory
@@ -61,18 +62,25 @@ def _noticed(stepper: Stepper, kernel: Kernel, arena: Arena, boundary: Boundary)
     """What differs at one boundary, over all states."""
     rng = Random(SEED * boundary.addr)
     starts = [generate(arena, rng, boundary.addr, repeats=boundary.repeats) for _ in range(_states(kernel))]
-    unprobed: list[Effect]
-    if boundary.hides_trap:
-        unprobed = [stepper.up_to(start, boundary.addr + boundary.size) for start in starts]
-    else:
-        unprobed = [stepper.unprobed(start).without_trap_flag() for start in starts]
+    unprobed = [_unprobed(stepper, boundary, start) for start in starts]
     probe = stepper.probe(boundary.addr)
     kernel.kprobes.register_kprobe(probe)
     probed = [stepper.probed(start) for start in starts]
     kernel.kprobes.unregister_kprobe(probe)
     assert kernel.kprobes.hits.may_interrupt(), f"{boundary}: the hit has not ended"
     found = [differences(a, b) for a, b in zip(unprobed, probed, strict=True)]
-    return [f"{boundary}, state {i}: {d}" for i, d in enumerate(found) if d]
+    # A state may lead to the clock: what it computes differs from run to run by itself.
+    return [
+        f"{boundary}, state {i}: {d}"
+        for i, d in enumerate(found)
+        if d and not differences(*(_unprobed(stepper, boundary, starts[i]) for _ in range(2)))
+    ]
+
+
+def _unprobed(stepper: Stepper, boundary: Boundary, start: RegisterSet) -> Effect:
+    if boundary.hides_trap:
+        return stepper.up_to(start, boundary.addr + boundary.size)
+    return stepper.unprobed(start).without_trap_flag()
 
 
 def test_no_probe_is_noticed_by_its_instruction(
@@ -84,7 +92,7 @@ def test_no_probe_is_noticed_by_its_instruction(
     probeable = [b for b in boundaries if b.refusal is None]
     noticed = [line for b in probeable for line in _noticed(stepper, kernel, arena, b)]
     assert noticed == []
-    assert stepper.runs == 2 * _states(kernel) * len(probeable)
+    assert 0 <= stepper.runs - 2 * _states(kernel) * len(probeable) < 100
     vectors = {fault.vector for fault in stepper.faults}
     wanted = {0, 6, 14} if kernel.machine.model.bits == 32 else {0, 6, 13, 14}
     assert wanted <= vectors, "the states miss some kind of fault"

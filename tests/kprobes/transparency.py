@@ -71,7 +71,7 @@ class Stepper:
         Unicorn: `pause` doesn't trap, and the instruction behind it is run too.
         """
         text = self._machine.text
-        text.poke(next_ip, bytes([INT3]))
+        text.poke(next_ip, INT3)
         try:
             trap, state = self._machine.trap_of(start)
         finally:

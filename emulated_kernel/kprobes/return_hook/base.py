@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
+from emulated_kernel.kprobes.return_hook.stack_code import StackCode, TaskOffsets
 from emulated_kernel.kprobes.return_hook.tasks import TaskFields
 from emulated_kernel.kprobes.return_hook.words import GuestWords
+
+HANDLER, POOL = 1, 2
+"""Words of a hook (struct rethook): the address of the guest code that handles its returns, 0 if Python
+does; where its free nodes are."""
+CONTROL_WORDS = 6
+"""All of it: data, handler, pool, ref, rcu. Counters follow."""
+MISSED, RETURNED, ACTIVE, HIGH_WATER = range(4)
+"""Counters of a hook, u64 each; the last two only where free nodes don't tell."""
+_COUNTERS_SIZE = 4 * 8
 
 
 class Pending(NamedTuple):
@@ -22,25 +31,12 @@ class Pending(NamedTuple):
     """The stack slot whose return address was replaced."""
 
 
-@dataclass(eq=False)
-class Usage:
-    """How many instances of a hook exist (0: as many as the stacks hold), are in use, and were at most."""
-
-    nodes: int
-    active: int = 0
-    high_water: int = 0
-    is_removed: bool = False
-
-    def take(self) -> None:
-        self.active += 1
-        self.high_water = max(self.high_water, self.active)
-
-
 class ShadowStack(ABC):
     """One of the kernel's ways of keeping return addresses.
 
     A node is taken by `try_get`, then either pushed or put back; `pop` puts back what it takes off. Nodes
-    of a removed hook stay valid until they are popped.
+    of a removed hook stay valid until they are popped. All state is words of guest memory, on which guest
+    code works too (stack_code.py): nothing may be remembered beside them.
     """
 
     name: ClassVar[str]
@@ -57,8 +53,16 @@ class ShadowStack(ABC):
         self.words = words
         self.tasks = tasks
         self.cpus = cpus
-        self.usage: dict[int, Usage] = {}
-        """By hook, the removed ones that still have calls pending too."""
+        self.hooks: dict[int, int] = {}
+        """Instances that a hook has (0: as many as the stacks hold), the removed ones' too that still have
+        calls pending."""
+        self._removed: set[int] = set()
+        self.counters: dict[int, memoryview] = {}
+        """Of each hook, live, by MISSED, RETURNED, ACTIVE and HIGH_WATER."""
+
+    def code(self, offsets: TaskOffsets) -> StackCode | None:  # noqa: ARG002 - as above
+        """How guest code works on it; None where it can't."""
+        return None
 
     @abstractmethod
     def add_hook(self, nodes: int, data_size: int) -> int:
@@ -67,18 +71,34 @@ class ShadowStack(ABC):
         Raises: KernelError ENOMEM.
         """
 
+    def _add_control(self, nodes: int) -> int:
+        hook = self.words.alloc(CONTROL_WORDS * self.words.word_size + _COUNTERS_SIZE)
+        self.hooks[hook] = nodes
+        counters = counter_at(hook, 0, self.words.word_size)
+        self.counters[hook] = self.words.view(counters, _COUNTERS_SIZE).cast("Q")
+        return hook
+
+    def _free_control(self, hook: int) -> None:
+        del self.hooks[hook], self.counters[hook]
+        self.words.free(hook)
+
+    @abstractmethod
+    def active(self, hook: int) -> int:
+        """Instances in use."""
+
+    @abstractmethod
+    def high_water(self, hook: int) -> int:
+        """The most that ever were."""
+
     def remove_hook(self, hook: int) -> None:
         """No node is taken any more; memory goes when the last pending call has returned."""
-        usage = self.usage[hook]
-        usage.is_removed = True
-        if not usage.active:
-            self._release(hook)
+        self._removed.add(hook)
+        self._release_if_unused(hook)
 
-    def _put_back(self, hook: int) -> None:
-        """One node less is in use."""
-        usage = self.usage[hook]
-        usage.active -= 1
-        if usage.is_removed and not usage.active:
+    def _release_if_unused(self, hook: int) -> None:
+        """To be called when a node has come back."""
+        if hook in self._removed and not self.active(hook):
+            self._removed.remove(hook)
             self._release(hook)
 
     @abstractmethod
@@ -110,13 +130,13 @@ class ShadowStack(ABC):
         return self.words.view(node + self.header * self.words.word_size, size)
 
     def flush(self, task: int) -> list[int]:
-        """Take off all calls of a task that has ended; the nodes that they had.
+        """Take off all calls of a task that has ended; the hooks that they had.
 
         Mirrors: kernel/trace/rethook.c:rethook_flush_task, kernel/kprobes.c:kprobe_flush_task (v6.1).
         """
-        nodes = [call.node for call in self.pending(task)]
-        self.pop(task, len(nodes))
-        return nodes
+        hooks = [call.hook for call in self.pending(task)]
+        self.pop(task, len(hooks))
+        return hooks
 
     def give_stacks(self, tasks: Iterable[int]) -> None:  # noqa: B027 - most have none
         """Every task may come to need its share now; nodes of a pool need none.
@@ -128,6 +148,10 @@ class ShadowStack(ABC):
     def memory_of(self, hook: int) -> int:
         """Bytes that were allocated for one hook."""
 
+    def lock_words(self) -> list[int]:
+        """Addresses of words that aren't 0 while a lock is held."""
+        return []
+
     def close(self) -> None:  # noqa: B027 - most have nothing left
         """Free what is left when there are no hooks."""
 
@@ -135,3 +159,8 @@ class ShadowStack(ABC):
     def shared_memory(self) -> int:
         """Bytes that were allocated once for all hooks."""
         return 0
+
+
+def counter_at(hook: int, counter: int, word_size: int) -> int:
+    """Address of a hook's counter."""
+    return hook + CONTROL_WORDS * word_size + 8 * counter

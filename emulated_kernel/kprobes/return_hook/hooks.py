@@ -10,12 +10,16 @@ from typing import Any, Protocol
 
 from emulated_kernel.arch.base import Arch
 from emulated_kernel.errors import KernelError
+from emulated_kernel.kprobes.compiled import CompiledCode, Compiler
+from emulated_kernel.kprobes.kprobe import Emit
 from emulated_kernel.kprobes.profile import TrampolineForm
-from emulated_kernel.kprobes.return_hook.base import Pending, ShadowStack
+from emulated_kernel.kprobes.return_hook.base import MISSED, RETURNED, Pending, ShadowStack
 from emulated_kernel.kprobes.return_hook.instances import InstanceTable
+from emulated_kernel.kprobes.return_hook.native import NativeReturns
 from emulated_kernel.kprobes.return_hook.objpool import ObjpoolStack
 from emulated_kernel.kprobes.return_hook.ret_stack import RetStack, UnifiedStack
 from emulated_kernel.kprobes.return_hook.rethook import RethookStack
+from emulated_kernel.kprobes.return_hook.stack_code import TaskOffsets
 from emulated_kernel.kprobes.return_hook.tasks import TaskFields
 from emulated_kernel.kprobes.return_hook.trampoline import Trampoline, TrampolineText
 from emulated_kernel.kprobes.return_hook.words import GuestWords, PageSource
@@ -58,6 +62,12 @@ class ReturnHook:
     handler: ReturnHandler
     data_size: int
     stack: ShadowStack
+    program: Emit | None = None
+    """The handler as guest code; it gets HitWay.RETURN."""
+    code: CompiledCode | None = None
+    """What was made of it."""
+    follows_convention: bool = False
+    """Callers of the hooked function expect no more than what the calling convention keeps."""
     place: int = 0
     """Address of the hooked function; 0 for many."""
     flushed: int = 0
@@ -69,17 +79,31 @@ class ReturnHook:
     @property
     def active(self) -> int:
         """Instances in use."""
-        return self.stack.usage[self.address].active
+        return self.stack.active(self.address)
 
     @property
     def nodes(self) -> int:
         """Instances that there are; 0 where the tasks' stacks limit them."""
-        return self.stack.usage[self.address].nodes
+        return self.stack.hooks[self.address]
 
     @property
     def high_water(self) -> int:
         """The most that ever were."""
-        return self.stack.usage[self.address].high_water
+        return self.stack.high_water(self.address)
+
+    @property
+    def missed(self) -> int:
+        """Calls for which none was left."""
+        return int(self.stack.counters[self.address][MISSED])
+
+    @property
+    def returned(self) -> int:
+        """Calls whose return was handled."""
+        return int(self.stack.counters[self.address][RETURNED])
+
+    def miss(self) -> None:
+        """Count a call as missed."""
+        self.stack.counters[self.address][MISSED] += 1
 
     @property
     def memory(self) -> int:
@@ -128,16 +152,23 @@ class ReturnHooks:
         cpus: int = 1,
         stack: str = RethookStack.name,
         form: TrampolineForm = TrampolineForm.ASSEMBLY,
+        compiler: Compiler | None = None,
+        current_cpu: Callable[[], int] = lambda: 0,
     ) -> None:
+        """With a `compiler` guest code hooks calls and handles returns."""
         self._memory = machine.memory
         self._abi = image.abi
         self._arch = arch
         self._cpus = cpus
+        self._current_cpu = current_cpu
+        self._per_cpu_area = image.abi.get("percpu.base", 0)
         self._breakpoints = machine.breakpoints
         self._words = GuestWords(machine, arch.word_size)
         self._tasks = TaskFields(machine.memory, image.abi, arch.word_size)
         self._hooks: dict[int, ReturnHook] = {}
-        self._instances: dict[int, Instance] = {}
+        self._removed: dict[int, ReturnHook] = {}
+        """Those of them that may still have calls pending."""
+        self._compiler = compiler
         self.trampoline = Trampoline(machine, arch, form, self._returned)
         self._has_traps = False
         self.is_shared: Callable[[], bool] = lambda: False
@@ -145,6 +176,7 @@ class ReturnHooks:
         self.all_tasks: Callable[[], Iterable[int]] = lambda: ()
         """Who may need a shadow stack; set by whoever knows tasks."""
         self.stack = self._make_stack(stack)
+        self.native = self._make_native()
 
     # The choice of the shadow stack
 
@@ -154,7 +186,10 @@ class ReturnHooks:
         except KeyError:
             known = ", ".join(SHADOW_STACKS)
             raise KernelError(errno.EINVAL, f"no return hook {name}; there are {known}") from None
-        return kind(self._words, self._tasks, self._cpus)
+        stack = kind(self._words, self._tasks, self._cpus)
+        if isinstance(stack, ObjpoolStack):
+            stack.current_cpu = self._current_cpu
+        return stack
 
     def return_hooks(self) -> list[str]:
         """Names that `select_return_hook` takes."""
@@ -171,22 +206,42 @@ class ReturnHooks:
         Raises: KernelError EINVAL (unknown), EBUSY while a function is hooked or has yet to return.
         """
         stack = self._make_stack(name)
-        if self._hooks or self._instances or self.is_shared():
+        if self.is_used or self.is_shared():
             raise KernelError(errno.EBUSY, "there are return hooks")
+        if self.native is not None:
+            self.native.close()
         self.stack.close()
         self.stack = stack
+        self.native = self._make_native()
+
+    def _make_native(self) -> NativeReturns | None:
+        """What makes guest code for the shadow stack; None where Python does all."""
+        arch = self._arch
+        offsets = TaskOffsets.of(self._abi, arch.word_size)
+        if self._compiler is None or offsets is None or arch.live_at_return is None:
+            return None
+        code = self.stack.code(offsets)
+        if code is None or arch.registers.link is not None:
+            return None
+        return NativeReturns(self.stack, code, self.trampoline, self._compiler, arch.registers.sp)
 
     # Users
 
-    def add(self, handler: ReturnHandler, nodes: int, data_size: int = 0) -> ReturnHook:
+    def add(
+        self, handler: ReturnHandler, nodes: int, data_size: int = 0, program: Emit | None = None
+    ) -> ReturnHook:
         """Make a hook of which `nodes` calls can be pending at a time, where the shadow stack limits that.
 
+        `program` makes guest code that does what the handler does, where that is possible.
         Raises: KernelError ENOMEM. Mirrors: rethook_alloc, rethook_add_node (v6.1).
         """
         self.install()
         self.stack.give_stacks(self.all_tasks())
         address = self.stack.add_hook(nodes, data_size)
-        hook = ReturnHook(address, handler, data_size, self.stack)
+        self._removed = {
+            a: hook for a, hook in self._removed.items() if a in self.stack.hooks and a != address
+        }
+        hook = ReturnHook(address, handler, data_size, self.stack, program)
         self._hooks[address] = hook
         return hook
 
@@ -195,8 +250,14 @@ class ReturnHooks:
 
         Mirrors: kernel/trace/rethook.c:rethook_free (v6.1).
         """
-        del self._hooks[hook.address]
+        self.handler_changed(hook)
+        self._removed[hook.address] = self._hooks.pop(hook.address)
         self.stack.remove_hook(hook.address)
+
+    def handler_changed(self, hook: ReturnHook) -> None:
+        """What its `program` makes differs from now on, or whether it makes any."""
+        if self.native is not None:
+            self.native.drop_handler(hook)
 
     def install(self) -> None:
         """Make the trampoline, and answer what the guest asks; once."""
@@ -206,13 +267,14 @@ class ReturnHooks:
     @property
     def is_used(self) -> bool:
         """Whether a function is hooked, or has yet to return."""
-        return bool(self._hooks or self._instances)
+        return bool(self.stack.hooks)
 
     def newest(self, hook: ReturnHook) -> Instance | None:
         """The newest pending call of the current task that this hook has."""
-        for call in self.stack.pending(self._tasks.current()):
+        task = self._tasks.current()
+        for call in self.stack.pending(task):
             if call.hook == hook.address:
-                return self._instances[call.node]
+                return _instance(hook, call, task)
         return None
 
     def _install_traps(self) -> None:
@@ -235,6 +297,10 @@ class ReturnHooks:
         breakpoints[abi["rethook_find_trap"]] = self._asked_for_caller
         word = self._arch.word_size
         self._memory.write(abi["host_return_trampoline"], self.trampoline.address.to_bytes(word, "little"))
+        at = abi.get("host_native_return_trampoline")
+        if at is None:
+            return
+        self.trampoline.on_native = lambda address: self._memory.write(at, address.to_bytes(word, "little"))
 
     # Function entry
 
@@ -263,7 +329,6 @@ class ReturnHooks:
         self.stack.push(
             instance.hook.address, instance.task, instance.node, instance.ret_addr, instance.frame
         )
-        self._instances[instance.node] = instance
 
     # The trampoline
 
@@ -281,12 +346,10 @@ class ReturnHooks:
             if call.frame != frame:
                 _log.warning("a hooked function returned with its stack pointer at %#x", frame)
                 break
-            instance = self._instances[call.node]
-            instance.ret_addr = call.ret_addr
-            if call.hook in self._hooks:
-                instance.hook.handler(instance, regs)
-        for call in calls:
-            del self._instances[call.node]
+            hook = self._hooks.get(call.hook)
+            if hook is not None:
+                self.stack.counters[call.hook][RETURNED] += 1
+                hook.handler(_instance(hook, call, task), regs)
         self.stack.pop(task, len(calls))
         return caller
 
@@ -298,7 +361,7 @@ class ReturnHooks:
         calls = []
         for call in self.stack.pending(task):
             calls.append(call)
-            if call.ret_addr != self.trampoline.address:
+            if not self.trampoline.is_one(call.ret_addr):
                 return calls, call.ret_addr
         return calls, 0
 
@@ -320,17 +383,22 @@ class ReturnHooks:
 
         Mirrors: kernel/trace/rethook.c:rethook_find_ret_addr (v6.1).
         """
-        if address != self.trampoline.address:
+        if not self.trampoline.is_one(address):
             return address
         for call in self.stack.pending(task):
-            if call.frame == slot and call.ret_addr != self.trampoline.address:
+            if call.frame == slot and not self.trampoline.is_one(call.ret_addr):
                 return call.ret_addr
         return address
 
     def flush(self, task: int) -> None:
         """A task has ended: its pending calls never return."""
-        for node in self.stack.flush(task):
-            self._instances.pop(node).hook.flushed += 1
+        for address in self.stack.flush(task):
+            self._count_flushed(address)
+
+    def _count_flushed(self, address: int) -> None:
+        hook = self._hooks.get(address) or self._removed.get(address)
+        assert hook is not None, "a call of a hook that there never was"
+        hook.flushed += 1
 
     def _task_ended(self, regs: Any) -> None:
         self.flush(getattr(regs, self._arch.registers.arguments[0]))
@@ -343,16 +411,25 @@ class ReturnHooks:
             self.real_return_address(task, slot, self.trampoline.address),
         )
 
+    def look_from(self, area: int) -> None:
+        """The CPU with this per-CPU area is the current one."""
+        self._per_cpu_area = area
+        self._tasks.look_from(area)
+
     def abandon(self) -> None:
         """A run on a stack of the host's was given up: what it had hooked never returns."""
-        if not self._instances or "task_struct.stack" not in self._abi:
+        if not self.stack.hooks or "task_struct.stack" not in self._abi:
             return
         task = self._tasks.current()
         low = self._memory.read_word(task + self._abi["task_struct.stack"])
-        top = self._memory.read_word(self._abi["percpu.base"] + self._abi["percpu.hardirq_stack_ptr"])
+        top = self._memory.read_word(self._per_cpu_area + self._abi["percpu.hardirq_stack_ptr"])
         size = self._abi["thread.size"]
         for call in list(self.stack.pending(task)):
             if low <= call.frame < low + size or top - size <= call.frame < top:
                 break
             self.stack.pop(task, 1)
-            self._instances.pop(call.node).hook.flushed += 1
+            self._count_flushed(call.hook)
+
+
+def _instance(hook: ReturnHook, call: Pending, task: int) -> Instance:
+    return Instance(hook, call.node, task, call.ret_addr, call.frame)

@@ -5,17 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
-from emulated_kernel.kprobes.return_hook.base import Pending
+from emulated_kernel.kprobes.return_hook.base import POOL, Pending
+from emulated_kernel.kprobes.return_hook.instances_code import (
+    FRAME,
+    GOLDEN_RATIO,
+    KPROBE_HASH_BITS,
+    LOCK,
+    NEXT,
+    OWNER,
+    PPREV,
+    RET_ADDR,
+    RP,
+    InstancesCode,
+)
 from emulated_kernel.kprobes.return_hook.pooled import PooledStack
+from emulated_kernel.kprobes.return_hook.stack_code import StackCode, TaskOffsets
 from emulated_kernel.kprobes.return_hook.tasks import RETHOOKS, TaskFields
 from emulated_kernel.kprobes.return_hook.words import GuestWords
-
-NEXT, PPREV, RP, RET_ADDR, TASK, FRAME = range(6)
-"""Words of struct kretprobe_instance; its list links, then what it is about."""
-FREE_INSTANCES = 2
-"""Word of the hook: head of its free instances."""
-KPROBE_HASH_BITS = 6
-_GOLDEN_RATIO = {4: 0x61C88647, 8: 0x61C8864680B583EB}
 
 
 class InstanceTable(PooledStack):
@@ -26,43 +32,63 @@ class InstanceTable(PooledStack):
 
     name = "instances"
     hook_word = RP
+    ret_addr_word = RET_ADDR
     is_kretprobes = True
 
     def __init__(self, words: GuestWords, tasks: TaskFields, cpus: int) -> None:
         super().__init__(words, tasks, cpus)
-        self._table = 0
+        self.table = self.locks = 0
+        """Heads of the lists, and their locks; addresses."""
+
+    def code(self, offsets: TaskOffsets) -> StackCode | None:
+        """Python can't wait for a lock that another CPU has been stopped with."""
+        return InstancesCode(offsets, self) if self.cpus == 1 else None
+
+    def lock_words(self) -> list[int]:
+        word = self.words.word_size
+        table = range(self.locks, self.locks + (word << KPROBE_HASH_BITS), word) if self.locks else ()
+        return [*(hook + LOCK * word for hook in self.hooks), *table]
 
     @property
     def shared_memory(self) -> int:
-        return self.words.size_of(self._table) if self._table else 0
+        """Without the locks."""
+        return self.words.size_of(self.table) if self.table else 0
 
     def close(self) -> None:
-        if self._table:
-            self.words.free(self._table)
+        if self.table:
+            self.words.free(self.table)
+            self.words.free(self.locks)
 
     def add_hook(self, nodes: int, data_size: int) -> int:
-        if not self._table:
-            self._table = self.words.alloc(self.words.word_size << KPROBE_HASH_BITS)
+        if not self.table:
+            size = self.words.word_size << KPROBE_HASH_BITS
+            self.table, self.locks = self.words.alloc(size), self.words.alloc(size)
         return super().add_hook(nodes, data_size)
 
     def _bucket(self, task: int) -> int:
         word = self.words.word_size
         bits = 8 * word
-        slot = (task * _GOLDEN_RATIO[word] & (1 << bits) - 1) >> bits - KPROBE_HASH_BITS
-        return self._table + slot * word
+        slot = (task * GOLDEN_RATIO[word] & (1 << bits) - 1) >> bits - KPROBE_HASH_BITS
+        return self.table + slot * word
 
     def _fill_pool(self, hook: int, nodes: range) -> None:
         for node in nodes:
             self._recycle(hook, node)
 
+    def _count_free(self, hook: int) -> int:
+        node, count = self.words[hook + POOL * self.words.word_size], 0
+        while node:
+            node, count = self.words[node + NEXT * self.words.word_size], count + 1
+        return count
+
     def _take(self, hook: int) -> int:
-        node = self.words[hook + FREE_INSTANCES * self.words.word_size]
+        node = self.words[hook + POOL * self.words.word_size]
         if node:
             self._unlink(node)
         return node
 
     def _recycle(self, hook: int, node: int) -> None:
-        self._link(hook + FREE_INSTANCES * self.words.word_size, node)
+        self._link(hook + POOL * self.words.word_size, node)
 
     def _link(self, head: int, node: int) -> None:
         """Mirrors: include/linux/list.h:hlist_add_head."""
@@ -85,7 +111,7 @@ class InstanceTable(PooledStack):
     def push(self, hook: int, task: int, node: int, ret_addr: int, frame: int) -> None:  # noqa: ARG002
         words, word = self.words, self.words.word_size
         words[node + RET_ADDR * word] = ret_addr
-        words[node + TASK * word] = task
+        words[node + OWNER * word] = task
         words[node + FRAME * word] = frame
         self._link(self._bucket(task), node)
         # A task without anything in the table isn't looked for when it ends.
@@ -93,10 +119,10 @@ class InstanceTable(PooledStack):
 
     def pending(self, task: int) -> Iterator[Pending]:
         words, word = self.words, self.words.word_size
-        node = words[self._bucket(task)] if self._table else 0
+        node = words[self._bucket(task)] if self.table else 0
         while node:
             following = words[node + NEXT * word]
-            if words[node + TASK * word] == task:
+            if words[node + OWNER * word] == task:
                 yield Pending(
                     node, words[node + RP * word], words[node + RET_ADDR * word], words[node + FRAME * word]
                 )

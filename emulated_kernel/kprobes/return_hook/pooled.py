@@ -5,21 +5,18 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 
-from emulated_kernel.kprobes.return_hook.base import Pending, ShadowStack, Usage
+from emulated_kernel.kprobes.return_hook.base import Pending, ShadowStack
+from emulated_kernel.kprobes.return_hook.pooled_code import FRAME, HOOK, LLIST, RET_ADDR
 from emulated_kernel.kprobes.return_hook.tasks import RETHOOKS, TaskFields
 from emulated_kernel.kprobes.return_hook.words import GuestWords
-
-LLIST, HOOK, RET_ADDR, FRAME = 2, 3, 4, 5
-"""Words of struct rethook_node; the two before them are the free list's (v6.1), or an rcu_head's."""
 
 
 class PooledStack(ShadowStack):
     """Per-task list of struct rethook_node, newest first. Mirrors: kernel/trace/rethook.c (v6.1)."""
 
     header = 6
-    control_words = 6
-    """Words of struct rethook: data, handler, pool, ref, rcu."""
     hook_word = HOOK
+    ret_addr_word = RET_ADDR
 
     def __init__(self, words: GuestWords, tasks: TaskFields, cpus: int) -> None:
         super().__init__(words, tasks, cpus)
@@ -28,7 +25,7 @@ class PooledStack(ShadowStack):
 
     def add_hook(self, nodes: int, data_size: int) -> int:
         words, word = self.words, self.words.word_size
-        hook = words.alloc(self.control_words * word)
+        hook = self._add_control(nodes)
         size = self._node_size(data_size)
         try:
             first = words.alloc(nodes * size)
@@ -38,10 +35,27 @@ class PooledStack(ShadowStack):
                 words[node + self.hook_word * word] = hook
             self._fill_pool(hook, fresh)
         except BaseException:
-            self._release_memory(hook)
+            self._release(hook)
             raise
-        self.usage[hook] = Usage(nodes)
         return hook
+
+    def _nodes(self, hook: int) -> range:
+        """Addresses of all that a hook has."""
+        first = self._blocks[hook]
+        size = self.words.size_of(first)
+        return range(first, first + size, size // self.hooks[hook])
+
+    def active(self, hook: int) -> int:
+        return self.hooks[hook] - self._count_free(hook)
+
+    @abstractmethod
+    def _count_free(self, hook: int) -> int:
+        """Nodes in the pool."""
+
+    def high_water(self, hook: int) -> int:
+        """The one put back last is taken first: so many are in use at most as ever were."""
+        words, at = self.words, self.ret_addr_word * self.words.word_size
+        return sum(1 for node in self._nodes(hook) if words[node + at])
 
     def _node_size(self, data_size: int) -> int:
         word = self.words.word_size
@@ -60,14 +74,11 @@ class PooledStack(ShadowStack):
         """A node back into the pool."""
 
     def try_get(self, hook: int, task: int) -> int:  # noqa: ARG002 - the pool is global
-        node = self._take(hook)
-        if node:
-            self.usage[hook].take()
-        return node
+        return self._take(hook)
 
     def put_back(self, hook: int, node: int) -> None:
         self._recycle(hook, node)
-        self._put_back(hook)
+        self._release_if_unused(hook)
 
     def push(self, hook: int, task: int, node: int, ret_addr: int, frame: int) -> None:  # noqa: ARG002
         words, word = self.words, self.words.word_size
@@ -94,14 +105,10 @@ class PooledStack(ShadowStack):
             self.put_back(self.words[node + HOOK * self.words.word_size], node)
 
     def _release(self, hook: int) -> None:
-        del self.usage[hook]
-        self._release_memory(hook)
-
-    def _release_memory(self, hook: int) -> None:
         block = self._blocks.pop(hook, None)
         if block is not None:
             self.words.free(block)
-        self.words.free(hook)
+        self._free_control(hook)
 
     def memory_of(self, hook: int) -> int:
         return self.words.size_of(self._blocks[hook])

@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
-from emulated_kernel.abi import PAGE_SIZE
 from emulated_kernel.errors import KernelError
-from emulated_kernel.kprobes.return_hook.base import Pending, ShadowStack, Usage
+from emulated_kernel.kprobes.return_hook.base import ACTIVE, HIGH_WATER, Pending, ShadowStack
+from emulated_kernel.kprobes.return_hook.objpool import note_taken
+from emulated_kernel.kprobes.return_hook.ret_stack_code import (
+    FRAME,
+    HOOK,
+    RET_ADDR,
+    SHADOW_STACK_SIZE,
+    SIZE,
+    TRAILER,
+    RetStackCode,
+)
+from emulated_kernel.kprobes.return_hook.stack_code import StackCode, TaskOffsets
 from emulated_kernel.kprobes.return_hook.tasks import CURR_RET_STACK, RET_STACK, TaskFields
 from emulated_kernel.kprobes.return_hook.words import GuestWords
-
-SHADOW_STACK_SIZE = PAGE_SIZE
-"""Bytes of a task's array."""
-HOOK, RET_ADDR, FRAME, SIZE = range(4)
-"""Words at the end of an entry, behind its data; SIZE is that of the whole entry in words."""
-TRAILER = 4
 
 
 class RetStack(ShadowStack):
@@ -35,17 +39,33 @@ class RetStack(ShadowStack):
         self._stacks: dict[int, int] = {}
         """Task to its array."""
 
+    def code(self, offsets: TaskOffsets) -> StackCode:
+        return RetStackCode(offsets, self._give_current)
+
+    def _give_current(self) -> bool:
+        """The running task has none yet; false if there is no memory for one."""
+        try:
+            self.give_stacks([self.tasks.current()])
+        except KernelError:
+            return False
+        return True
+
     def add_hook(self, nodes: int, data_size: int) -> int:  # noqa: ARG002 - the stacks have room or not
         word = self.words.word_size
-        hook = self.words.alloc(word)
+        hook = self._add_control(0)
         self._entry_words[hook] = TRAILER + -(-data_size // word)
-        self.usage[hook] = Usage(0)
         return hook
 
+    def active(self, hook: int) -> int:
+        return int(self.counters[hook][ACTIVE])
+
+    def high_water(self, hook: int) -> int:
+        return int(self.counters[hook][HIGH_WATER])
+
     def _release(self, hook: int) -> None:
-        del self.usage[hook], self._entry_words[hook]
-        self.words.free(hook)
-        if not self.usage:
+        del self._entry_words[hook]
+        self._free_control(hook)
+        if not self.hooks:
             for task in list(self._stacks):
                 self._free_stack(task)
 
@@ -78,7 +98,7 @@ class RetStack(ShadowStack):
         word = self.words.word_size
         if (used + size) * word > SHADOW_STACK_SIZE:
             return 0
-        self.usage[hook].take()
+        note_taken(self.counters[hook])
         node = int(fields[RET_STACK]) + used * word
         self._fill(node, size, hook)
         return node
@@ -93,7 +113,11 @@ class RetStack(ShadowStack):
         words[end - (TRAILER - SIZE) * word] = size
 
     def put_back(self, hook: int, node: int) -> None:  # noqa: ARG002 - nothing lies above it
-        self._put_back(hook)
+        self._less(hook)
+
+    def _less(self, hook: int) -> None:
+        self.counters[hook][ACTIVE] -= 1
+        self._release_if_unused(hook)
 
     def push(self, hook: int, task: int, node: int, ret_addr: int, frame: int) -> None:
         words, word = self.words, self.words.word_size
@@ -116,14 +140,14 @@ class RetStack(ShadowStack):
         fields = self.tasks.of(task)
         for call in list(islice(self.pending(task), count)):
             fields[CURR_RET_STACK] = (call.node - fields[RET_STACK]) // self.words.word_size
-            self._put_back(call.hook)
+            self._less(call.hook)
 
     def flush(self, task: int) -> list[int]:
         """Mirrors: kernel/trace/fgraph.c:ftrace_graph_exit_task (v6.1), with what was pending."""
-        nodes = super().flush(task)
+        hooks = super().flush(task)
         if task in self._stacks:
             self._free_stack(task)
-        return nodes
+        return hooks
 
     def memory_of(self, hook: int) -> int:  # noqa: ARG002 - every hook is a guest of the tasks' arrays
         return 0

@@ -2,34 +2,75 @@
 
 from __future__ import annotations
 
-from emulated_kernel.kprobes.return_hook.pooled import PooledStack
+import errno
 
-POOL = 2
-"""Word of struct rethook: the free list's head."""
-NEXT_FREE = 1
-"""Word of a node; struct freelist_node."""
+from emulated_kernel.errors import KernelError
+from emulated_kernel.kprobes.return_hook.base import POOL
+from emulated_kernel.kprobes.return_hook.pooled import PooledStack
+from emulated_kernel.kprobes.return_hook.pooled_code import NEXT_FREE, RethookCode
+from emulated_kernel.kprobes.return_hook.stack_code import StackCode, TaskOffsets
+
+NUMBER_BITS = {8: 24, 4: 20}
+"""By word size: the low bits of the free list's head, which are a node's number; the others count changes."""
 
 
 class RethookStack(PooledStack):
     """One head for all CPUs: simple, and what they contend for.
 
+    Deviates: Linux counts references of nodes, so that a node that was taken and came back isn't mistaken
+    for one that never left; here the head has a number of a node instead of its address, and a count.
     Mirrors: include/linux/freelist.h, kernel/trace/rethook.c:rethook_try_get, rethook_recycle (v6.1).
     """
 
     name = "rethook"
 
+    def code(self, offsets: TaskOffsets) -> StackCode:
+        return RethookCode(offsets, self)
+
+    @property
+    def number_mask(self) -> int:
+        """The bits of a head that are the first node's number; 0 means none."""
+        return (1 << NUMBER_BITS[self.words.word_size]) - 1
+
     def _fill_pool(self, hook: int, nodes: range) -> None:
+        if self._number(hook, nodes.stop) > self.number_mask:
+            raise KernelError(errno.ENOMEM, f"{len(nodes)} instances are too many")
         for node in nodes:
             self._recycle(hook, node)
 
+    def _change(self, hook: int, number: int) -> None:
+        """Another node is the first free one."""
+        words, at, mask = self.words, hook + POOL * self.words.word_size, self.number_mask
+        words[at] = ((words[at] | mask) + 1 & (1 << 8 * words.word_size) - 1) | number
+
+    def origin(self, hook: int) -> int:
+        """The address that numbers of nodes count words from."""
+        return self._blocks[hook] - self.words.word_size
+
+    def _node(self, hook: int, number: int) -> int:
+        return self.origin(hook) + number * self.words.word_size
+
+    def _number(self, hook: int, node: int) -> int:
+        return (node - self.origin(hook)) // self.words.word_size
+
+    def _count_free(self, hook: int) -> int:
+        words, word = self.words, self.words.word_size
+        count, number = 0, words[hook + POOL * word] & self.number_mask
+        while number:
+            number = words[self._node(hook, number) + NEXT_FREE * word]
+            count += 1
+        return count
+
     def _take(self, hook: int) -> int:
         words, word = self.words, self.words.word_size
-        node = words[hook + POOL * word]
-        if node:
-            words[hook + POOL * word] = words[node + NEXT_FREE * word]
+        number = words[hook + POOL * word] & self.number_mask
+        if not number:
+            return 0
+        node = self._node(hook, number)
+        self._change(hook, words[node + NEXT_FREE * word])
         return node
 
     def _recycle(self, hook: int, node: int) -> None:
         words, word = self.words, self.words.word_size
-        words[node + NEXT_FREE * word] = words[hook + POOL * word]
-        words[hook + POOL * word] = node
+        words[node + NEXT_FREE * word] = words[hook + POOL * word] & self.number_mask
+        self._change(hook, self._number(hook, node))

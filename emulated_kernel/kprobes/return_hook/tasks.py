@@ -22,8 +22,11 @@ class TaskFields:
     def __init__(self, memory: ViewedMemory, abi: Mapping[str, int], word_size: int) -> None:
         self._memory = memory
         self._format = _FORMATS[word_size]
+        self._word_size = word_size
         self._size = word_size * len(_FIELDS)
         self._known: dict[int, memoryview] = {}
+        self._currents: dict[int, memoryview] = {}
+        """By per-CPU area."""
         self._offset = abi.get("task_struct.rethooks")
         self._current: memoryview | None = None
         if self._offset is None:
@@ -31,7 +34,16 @@ class TaskFields:
             return
         offsets = [abi[f"task_struct.{name}"] - self._offset for name in _FIELDS]
         assert offsets == [word_size * number for number in range(len(_FIELDS))], "they aren't in a row"
-        self._current = self._words(memory.view(abi["percpu.base"] + abi["percpu.current_task"], word_size))
+        self._current_at = abi["percpu.current_task"]
+        self.look_from(abi["percpu.base"])
+
+    def look_from(self, area: int) -> None:
+        """The CPU with this per-CPU area is the current one."""
+        current = self._currents.get(area)
+        if current is None and self._offset is not None:
+            current = self._words(self._memory.view(area + self._current_at, self._word_size))
+            self._currents[area] = current
+        self._current = current
 
     def _words(self, view: memoryview) -> memoryview:
         return view.cast(self._format)  # type: ignore[call-overload, no-any-return]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from emulated_kernel.arch.base import Arch, ByteMemory
+from emulated_kernel.kprobes.compiled import CompiledCode
 from emulated_kernel.kprobes.profile import TrampolineForm
 from emulated_kernel.kprobes.saved_regs import FrameMemory, SavedFrames
 from emulated_kernel.kprobes.slots import SlotText
@@ -51,6 +52,11 @@ class Trampoline:
         """What replaces return addresses; 0 before anything was hooked."""
         self.size = 0
         """Bytes of its code."""
+        self.native = 0
+        """Where calls return to whose handlers are guest code; 0 while there are none."""
+        self._native_code: CompiledCode | None = None
+        self.on_native: Callable[[int], None] = lambda _address: None
+        """Told of each change of that."""
 
     def install(self) -> None:
         """Make it, once. Raises: HardwareError where no executable memory is left."""
@@ -69,6 +75,27 @@ class Trampoline:
             text.poke(address, stub.code)
             self._machine.breakpoints[address + stub.trap] = self._on_saved
         self.address, self.size = address, size
+
+    def is_one(self, address: int) -> bool:
+        """Whether it is what a return address is replaced by."""
+        return address != 0 and address in (self.address, self.native)
+
+    def locate(self, address: int) -> tuple[int, int] | None:
+        """Address and size of the trampoline that an address lies in."""
+        code = self._native_code
+        if code is not None and code.contains(address):
+            return code.entry, code.address + code.size - code.entry
+        if self.address <= address < self.address + self.size:
+            return self.address, self.size
+        return None
+
+    def adopt_native(self, code: CompiledCode | None) -> None:
+        """There is one in guest code now, which meets a breakpoint where Python handles a return; or none."""
+        self._native_code = code
+        self.native = 0 if code is None else code.entry
+        for trap in () if code is None else code.traps:
+            self._machine.breakpoints[trap] = self._on_saved
+        self.on_native(self.native)
 
     def replace_return_address(self, regs: Any) -> tuple[int, int]:
         """At a function's entry: the address that the function would return to, and the slot that held it.
@@ -93,8 +120,9 @@ class Trampoline:
 
         Mirrors: arch/x86/kernel/rethook.c:arch_rethook_trampoline_callback (v6.1).
         """
-        slot = regs.sp + len(self._arch.pt_regs) * self._word
-        self._write(slot, self._returned(self._frames.at(regs.sp), slot))
+        saved, behind = self._frames.at(regs.sp), regs.sp + len(self._arch.pt_regs) * self._word
+        slot = behind if self._arch.registers.link is None else saved.sp
+        self._write(behind, self._returned(saved, slot))
 
     def _on_breakpoint(self, regs: Any) -> None:
         """The return has taken the address off the stack already."""

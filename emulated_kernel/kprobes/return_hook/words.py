@@ -40,6 +40,7 @@ class GuestWords:
         self._chunks: dict[int, UnitPool] = {}
         self._pages: dict[int, memoryview] = {}
         self._sizes: dict[int, tuple[int, int]] = {}
+        """Of each piece the bytes asked for, and its chunk."""
 
     def __getitem__(self, address: int) -> int:
         return self._pages[address // PAGE_SIZE][address % PAGE_SIZE >> self._shift]
@@ -88,8 +89,11 @@ class GuestWords:
             raise KernelError(errno.ENOMEM, "no memory left for shadow stacks") from error
         self._chunks[base] = UnitPool(base, size, _UNIT)
         for page in range(base, base + size, PAGE_SIZE):
-            view = self._source.memory.view(page, PAGE_SIZE)
-            self._pages[page // PAGE_SIZE] = view.cast(_FORMATS[self.word_size])  # type: ignore[call-overload]
+            self._add_page(page)
+
+    def _add_page(self, page: int) -> None:
+        view = self._source.memory.view(page, PAGE_SIZE)
+        self._pages[page // PAGE_SIZE] = view.cast(_FORMATS[self.word_size])  # type: ignore[call-overload]
 
     def _drop_chunk(self, base: int) -> None:
         pool = self._chunks.pop(base)

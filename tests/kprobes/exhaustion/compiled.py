@@ -40,7 +40,8 @@ class CompiledProof(Proof):
 
     def count(self) -> int:
         """See Proof."""
-        return super().count() + self.probed.kernel.machine.memory.read_u64(self.cell)
+        machine = self.probed.kernel.machine
+        return super().count() + machine.memory.read_u64(machine.records.address(self.cell))
 
     def place(self, address: int, cpus: Sequence[OtherCpu]) -> Place:
         """See Proof."""
@@ -64,7 +65,7 @@ class CompiledProof(Proof):
             ir.Compute(ir.Arithmetic.XOR, 2, 3),
         )
         builder.call_host(lambda: True, end)
-        builder.emit(ir.AddToCell(self.cell, 1), ir.Place(end))
+        builder.emit(ir.AddToPerCpu(self.cell, 1), ir.Place(end))
         return True
 
 

@@ -59,6 +59,7 @@ class SitePlace(Place):
             for cpu in self.cpus
         ]
         self._all("armed", inside)
+        self._all_at_once(inside)
         for stage in ("compiling", "compiling again"):
             self._watched(stage, self._compile, inside)
             self._join(inside, self.codes[-1])
@@ -74,6 +75,19 @@ class SitePlace(Place):
         compiler.work.flush()
         if compiler.codes:
             self._note("disarmed", "code isn't freed")
+
+    def _all_at_once(self, inside: Group) -> None:
+        """As by the `enabled` file: every site goes through each step together."""
+        kprobes = self.kernel.kprobes
+        sites, head = kprobes.sites, kprobes.head(self.probe)
+        assert sites is not None
+        assert head is not None
+        self._watched("disarming all", lambda: sites.disarm_all([head]), inside, hits=0)
+        self._all(
+            "all disarmed", [[self._leaving(standing) for standing in group] for group in inside], hits=0
+        )
+        self._watched("arming all", lambda: sites.arm_all([head]), inside)
+        self._all("all armed", inside)
 
     def _note_hit(self, kprobe: Kprobe, _regs: object) -> None:
         self.probed.hits.append(("site", kprobe.address))

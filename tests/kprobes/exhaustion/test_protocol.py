@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 
@@ -89,7 +89,7 @@ class TestBrokenProtocols:
         lengths = proof.probed.kernel._arch.decode_length
         read = proof.probed.kernel.image.read
         places = [p for p in optimizable(proof.probed) if lengths(read(p[2], 16), p[2]) > 1]
-        for place in places[:: len(places) // 4]:
+        for place in places[:: len(places) // 12]:
             proof.check(place)
         return proof.problems
 
@@ -152,6 +152,18 @@ class TestBrokenCompilers(TestBrokenProtocols):
         monkeypatch.setattr(proof.probed.kernel.kprobes.compiler, "_live_at", lambda _addr: nothing)
         found = self.problems(proof)
         assert any("compiled: code" in line or "stub" in line for line in found)
+
+
+def test_sites_that_become_calls_together_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def replace_all_at_once(poker: TextPoker, insns: Mapping[int, bytes]) -> None:
+        poker._text.poke_batch(insns.items())
+        poker._text.sync()
+
+    monkeypatch.setattr(TextPoker, "replace_all", replace_all_at_once)
+    with Kernel(MachineConfig(run_budget=0.2)) as kernel:
+        proof = SiteProof(Probed(kernel))
+        check_sample(proof, 1, fentry_sites)
+        assert any("arming all" in line and "stale" in line for line in proof.problems)
 
 
 def test_a_site_that_becomes_a_call_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

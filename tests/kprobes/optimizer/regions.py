@@ -49,6 +49,10 @@ class End:
         return self.registers._replace(**dead, flags=flags)
 
 
+_BELOW = 2048
+"""Bytes below the stack pointer that are put back after each run."""
+
+
 class Bench:
     """Runs pieces of the image from made-up states; memory is as before after each run."""
 
@@ -66,9 +70,8 @@ class Bench:
         # A region may end in `ret`, after any number of pops.
         pad = machine.model.layout.host_text.to_bytes(arch.word_size, "little")
         machine.memory.write(self.sp, pad * 60)
-        spans = [(va, size) for va, _, size, rights in machine.image.segments if rights & 2]
         self._snapshot: DataSnapshot = machine.data_snapshot(
-            [*spans, (self.scratch, SCRATCH), (self.sp - 2048, 2048 + 512)]
+            [*machine.image_data, (self.scratch, SCRATCH), (self.sp - _BELOW, _BELOW + 512)]
         )
 
     def states(self, seed: int) -> Iterator[RegisterSet]:
@@ -114,6 +117,16 @@ class Bench:
         written = self.written()
         self.restore()
         return End(registers, fault, written, dead or range(start.sp - self.frame, start.sp), bool(met))
+
+    def reads_below_stack(self, start: RegisterSet, end: int) -> bool:
+        """Whether what comes out depends on bytes below the stack pointer: an index gone wild.
+
+        On a real CPU an interrupt would have overwritten them. Not while the region is probed.
+        """
+        plain = self.run(start, end)
+        self.machine.memory.write(start.sp - _BELOW, b"\xa5" * _BELOW)
+        other = self.run(start, end)
+        return (plain.registers, plain.fault) != (other.registers, other.fault)
 
     def written(self) -> dict[int, int]:
         """The bytes that differ from the snapshot, as they are now."""

@@ -1,0 +1,165 @@
+"""Hooked calls without the host: guest code takes and pushes nodes at entries, and handles returns.
+
+A call whose hook has a handler in guest code returns to a trampoline of its own. Python hooks calls so that
+they return to the other one, which saves all registers for it; and where two hooks meet on one stack slot,
+that one takes both.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from emulated_kernel.arch.program import (
+    AddToCell,
+    Arithmetic,
+    Branch,
+    BranchImmediate,
+    Condition,
+    GetRegister,
+    Jump,
+    JumpTo,
+    Load,
+    StoreImmediate,
+)
+from emulated_kernel.arch.program_builder import HitWay, ProgramBuilder
+from emulated_kernel.kprobes.compiled import CompiledCode, Compiler
+from emulated_kernel.kprobes.kprobe import Emit
+from emulated_kernel.kprobes.profile import TrampolineForm
+from emulated_kernel.kprobes.return_hook.base import HANDLER, MISSED, RETURNED, ShadowStack, counter_at
+from emulated_kernel.kprobes.return_hook.stack_code import (
+    FIRST,
+    NODE,
+    RET,
+    SECOND,
+    SLOT,
+    StackCode,
+    compute,
+    unless,
+)
+from emulated_kernel.kprobes.return_hook.trampoline import Trampoline
+
+
+class NativeHook(Protocol):
+    """What this needs of a ReturnHook."""
+
+    address: int
+    program: Emit | None
+    code: CompiledCode | None
+    follows_convention: bool
+
+
+class NativeReturns:
+    """The guest code of the hooks on one shadow stack. Callers hold the kernel's control lock."""
+
+    def __init__(
+        self, stack: ShadowStack, code: StackCode, trampoline: Trampoline, compiler: Compiler, sp: str
+    ) -> None:
+        """`sp` is the stack pointer's name."""
+        self._stack = stack
+        self._code = code
+        self._word = code.word
+        self._trampoline = trampoline
+        self._compiler = compiler
+        self._sp = sp
+        self._dispatch: CompiledCode | None = None
+        self._finish: int | None = None
+
+    # Entries
+
+    def emit_entry(self, builder: ProgramBuilder, way: HitWay, hook: NativeHook) -> bool:
+        """Add the hooking of a call to what is done at its function's entry, or its being missed."""
+        if not self._trampoline.address:
+            return False
+        self._prepare_handler(hook)
+        done = builder.label()
+        with builder.out_of_line() as missed:
+            builder.emit(AddToCell(counter_at(hook.address, MISSED, self._word), 1), Jump(done))
+        builder.emit(GetRegister(SLOT, self._sp))
+        if way is HitWay.CALL:
+            builder.emit(compute(Arithmetic.ADD, SLOT, self._word))
+        # The call has just put it there: it can't fault.
+        builder.emit(Load(RET, SLOT, 0, self._word))
+        self._code.enter(builder, hook.address, missed)
+        self._replace(builder, hook)
+        builder.place(done)
+        return True
+
+    def _replace(self, builder: ProgramBuilder, hook: NativeHook) -> None:
+        """The word at SLOT, RET until now, becomes a trampoline's address."""
+        trampoline, word = self._trampoline, self._word
+        if hook.code is None:
+            builder.emit(StoreImmediate(SLOT, 0, trampoline.address, word))
+            return
+        replaced = builder.label()
+        with builder.out_of_line() as hooked_before:
+            builder.emit(StoreImmediate(SLOT, 0, trampoline.address, word), Jump(replaced))
+        for address in (trampoline.native, trampoline.address):
+            builder.emit(
+                BranchImmediate(Condition.EQ, RET, _signed(address), hooked_before, is_unlikely=True)
+            )
+        builder.emit(StoreImmediate(SLOT, 0, trampoline.native, word))
+        builder.place(replaced)
+
+    # Returns
+
+    def _prepare_handler(self, hook: NativeHook) -> None:
+        """Make the hook's handler, if it can be guest code."""
+        if hook.code is not None or hook.program is None:
+            return
+        if not (hook.follows_convention or self._compiler.saves_all) or not self._has_trampoline():
+            return
+        builder = ProgramBuilder()
+        builder.emit(GetRegister(SLOT, self._sp))
+        self._code.leave(builder, hook.address)
+        builder.emit(AddToCell(counter_at(hook.address, RETURNED, self._word), 1))
+        if not hook.program(builder, HitWay.RETURN):
+            return
+        hook.code = self._compiler.returning(builder, self._finish)
+        if hook.code is not None:
+            self._stack.words[hook.address + HANDLER * self._word] = hook.code.entry
+
+    def drop_handler(self, hook: NativeHook) -> None:
+        """What the hook does differs from now on: Python handles its returns, until the next entry."""
+        if hook.code is not None:
+            self._stack.words[hook.address + HANDLER * self._word] = 0
+            self._compiler.retire(hook.code)
+            hook.code = None
+
+    def _has_trampoline(self) -> bool:
+        """Make it, if it isn't there."""
+        if self._trampoline.form is TrampolineForm.BREAKPOINT:
+            return False
+        if self._dispatch is None:
+            builder = ProgramBuilder()
+            self._emit_dispatch(builder)
+            made = self._compiler.trampoline(builder)
+            if made is None:
+                return False
+            self._dispatch, self._finish = code, _ = made
+            self._trampoline.adopt_native(code)
+        return True
+
+    def _emit_dispatch(self, builder: ProgramBuilder) -> None:
+        """Go on at the handler of the call that returns; Python's, if that isn't the newest or has none."""
+        python = builder.label()
+        self._code.find(builder, python)
+        builder.emit(
+            GetRegister(NODE, self._sp),
+            Branch(Condition.NE, SECOND, NODE, python, is_unlikely=True),
+            Load(FIRST, FIRST, HANDLER * self._word, self._word),
+            unless(FIRST, python),
+            JumpTo(FIRST),
+        )
+        builder.place(python)
+
+    def close(self) -> None:
+        """No call is hooked any more: the trampoline goes."""
+        if self._dispatch is not None:
+            self._trampoline.adopt_native(None)
+            self._compiler.retire(self._dispatch)
+            self._dispatch = None
+
+
+def _signed(address: int) -> int:
+    """An address in reach of the guest's text as 32 bits that are extended by their sign."""
+    return (address & 0xFFFFFFFF ^ 1 << 31) - (1 << 31)

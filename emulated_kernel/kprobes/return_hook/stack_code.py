@@ -1,0 +1,101 @@
+"""StackCode: what a shadow stack does at a call's begin and end, as ops of handler programs.
+
+Each piece may be interrupted between any two instructions: a call hooked within the interrupt has returned
+before it goes on, and other CPUs find words that are shared in one of their states.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from emulated_kernel.arch.program import (
+    Arithmetic,
+    BranchImmediate,
+    ComputeImmediate,
+    Condition,
+    Label,
+    Load,
+    LoadPerCpu,
+    Op,
+    SetImmediate,
+    Store,
+)
+from emulated_kernel.arch.program_builder import ProgramBuilder
+
+NODE, TASK, SLOT, RET, FIRST, SECOND = range(6)
+"""Virtual registers: the call's node, its task, the stack slot and the real address, two to help."""
+
+
+@dataclass(frozen=True)
+class TaskOffsets:
+    """Where guest code finds the running task, and its fields that shadow stacks hang on; bytes."""
+
+    word: int
+    current_task: int
+    """From the CPU's base, as is `cpu_number`."""
+    cpu_number: int
+    rethooks: int
+    """In struct task_struct, as are the following."""
+    ret_stack: int
+    curr_ret_stack: int
+
+    @classmethod
+    def of(cls, abi: Mapping[str, int], word: int) -> TaskOffsets | None:
+        """Those of an image; None where its tasks have no such fields."""
+        fields = ("task_struct.rethooks", "task_struct.ret_stack", "task_struct.curr_ret_stack")
+        if any(name not in abi for name in (*fields, "percpu.cpu_number")):
+            return None
+        own = ("percpu.current_task", "percpu.cpu_number")
+        return cls(word, *(abi[name] for name in (*own, *fields)))
+
+
+class StackCode(ABC):
+    """The guest's part of one kind of shadow stack; Python's is ShadowStack."""
+
+    def __init__(self, offsets: TaskOffsets) -> None:
+        self.offsets = offsets
+        self.word = offsets.word
+
+    @abstractmethod
+    def find(self, builder: ProgramBuilder, none: Label) -> None:
+        """FIRST = the hook of the running task's newest call, SECOND = its frame; `none` if there is none."""
+
+    @abstractmethod
+    def enter(self, builder: ProgramBuilder, hook: int, missed: Label) -> None:
+        """The running task's newest call is one that returns to RET, whose slot is SLOT; both are kept.
+
+        Goes to `missed`, with nothing changed, where no node is left.
+        """
+
+    @abstractmethod
+    def leave(self, builder: ProgramBuilder, hook: int) -> None:
+        """The newest call, which is the hook's, returns: the word at SLOT becomes the real address.
+
+        Its node goes back.
+        """
+
+    # Ops on words
+
+    def load(self, dst: int, base: int, offset: int) -> Op:
+        return Load(dst, base, offset, self.word)
+
+    def store(self, base: int, offset: int, src: int) -> Op:
+        return Store(base, offset, src, self.word)
+
+    def current_task(self, dst: int) -> Op:
+        return LoadPerCpu(dst, self.offsets.current_task, self.word)
+
+
+def compute(op: Arithmetic, dst: int, value: int) -> Op:
+    return ComputeImmediate(op, dst, value)
+
+
+def set_to(dst: int, value: int) -> Op:
+    return SetImmediate(dst, value)
+
+
+def unless(register: int, label: Label) -> Op:
+    """Go to the label, which is unlikely, if a register is 0."""
+    return BranchImmediate(Condition.EQ, register, 0, label, is_unlikely=True)

@@ -1,0 +1,112 @@
+"""A return that guest code hooks and handles can't be noticed, nor one that it hands to Python."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from emulated_kernel.abi import PAGE_SIZE
+from emulated_kernel.arch import program as ir
+from emulated_kernel.arch.program_builder import HitWay, ProgramBuilder
+from emulated_kernel.kprobes.kretprobe import Kretprobe
+from emulated_kernel.kprobes.profile import Profile, Saving
+from emulated_kernel.kprobes.return_hook.hooks import SHADOW_STACKS
+from emulated_kernel.machine.calls import map_stack
+from tests.kprobes.functions import Outcome, Runner
+from tests.kprobes.return_hook.test_transparency import Bench, build_bench, changes_noticed, hook_all
+from tests.kprobes.states import writable_memory
+
+EVERY = int(os.environ.get("KPROBEFS_FUNCTIONS", "6"))
+CALLED = Profile("called", optimizer=False)
+BREAKPOINTS = Profile("breakpoints", ftrace=False, optimizer=False)
+OPTIMIZED = Profile("optimized", ftrace=False)
+WAYS = {
+    "called": CALLED,
+    "called, save-all": replace(CALLED, saving=Saving.ALL),
+    "breakpoints": BREAKPOINTS,
+    "optimized": OPTIMIZED,
+    "optimized, save-all": replace(OPTIMIZED, saving=Saving.ALL),
+}
+NATIVE = [name for name in SHADOW_STACKS if name != "unified"]
+
+
+@cache
+def _bench(way: str) -> Bench:
+    return build_bench(WAYS[way], every=EVERY)
+
+
+@pytest.fixture(params=list(WAYS), scope="module")
+def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
+    yield _bench(request.param)
+    _bench(request.param).kernel.close()
+    _bench.cache_clear()
+
+
+def _is_same_end(bench: Bench, plain: Outcome, hooked: Outcome, trampolines: set[int]) -> bool:
+    """A function that faults may have copies do so, and hasn't its dead registers any more.
+
+    A caller sees of one that returns what the calling convention says.
+    """
+    kernel, trap = bench.kernel, plain.trap
+    if trap.address != kernel.machine.model.layout.host_text + 1:
+        seen = hooked.trap
+        return (trap.kind, trap.vector, trap.number) == (seen.kind, seen.vector, seen.number)
+    names = set(plain.end._fields)
+    if not kernel.kprobes.compiler.saves_all:
+        assert kernel.arch.live_at_return is not None
+        names = {*kernel.arch.live_at_return.registers, "sp", "ip"}
+    return all(getattr(hooked.end, name) in (getattr(plain.end, name), *trampolines) for name in names)
+
+
+def _counting(bench: Bench, cell: int, entry: int) -> Kretprobe:
+    """Its handler overwrites whatever it may; every third one has one in Python beside it."""
+
+    def emit(builder: ProgramBuilder, way: HitWay) -> bool:
+        assert way is HitWay.RETURN
+        noise = (ir.SetImmediate(vreg, 0x1234_5678 << vreg) for vreg in range(ir.NR_VREGS))
+        builder.emit(*noise, ir.Compute(ir.Arithmetic.SUB, 0, 1), ir.AddToCell(cell, 1))
+        return True
+
+    def count(*_: object) -> None:
+        memory = bench.kernel.machine.memory
+        memory.write_u64(cell, memory.read_u64(cell) + 1)
+
+    return Kretprobe(addr=entry, handler=count, return_program=None if entry % 3 == 0 else emit)
+
+
+@pytest.mark.parametrize("stack", NATIVE)
+def test_functions_hooked_by_guest_code_end_as_unhooked_ones(bench: Bench, stack: str) -> None:
+    kernel, hooks = bench.kernel, bench.kernel.kretprobes.hooks
+    machine, memory = kernel.machine, kernel.machine.memory
+    hooks.select_return_hook(stack)
+    cell = map_stack(memory, machine.model, 8 + NATIVE.index(stack), PAGE_SIZE) - PAGE_SIZE
+    hooked = hook_all(kernel, bench.boundaries, lambda entry: _counting(bench, cell, entry))
+    assert len(hooked) > 500
+    runner = Runner(machine, writable_memory(machine, bench.arena), bench.boundaries)
+    entries = dict.fromkeys(hooked, 0)
+    own = [kernel.image.abi[f"host_{kind}return_trampoline"] for kind in ("", "native_")]
+    # The second time calls are hooked by what the first ones had compiled.
+    for start, counts, plain in bench.calls * 2:
+        end = runner.call(start)
+        trampolines = {hooks.trampoline.address, hooks.trampoline.native}
+        assert _is_same_end(bench, plain, end, trampolines), f"{start.ip:#x}: {plain} became {end}"
+        if plain.trap.address == machine.model.layout.host_text + 1:
+            assert changes_noticed(start, plain, end, own) == []
+        for address in counts.keys() & entries.keys():
+            entries[address] += counts[address]
+    for address, rp in hooked.items():
+        assert rp.hook is not None
+        assert rp.returns + rp.nmissed + rp.hook.flushed == entries[address], hex(address)
+        assert rp.hook.active == 0
+    assert memory.read_u64(cell) == sum(rp.returns for rp in hooked.values())
+    if hooks.native is not None:
+        assert sum(rp.hook is not None and rp.hook.code is not None for rp in hooked.values()) > 20
+    kernel.unregister_kretprobes(list(hooked.values()))
+    if kernel.kprobes.optimizer is not None:
+        kernel.kprobes.optimizer.work.flush()
+    assert machine.text.ledger == {}
+    assert machine.text.verify() == []

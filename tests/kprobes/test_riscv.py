@@ -1,0 +1,262 @@
+"""Probes in the RISC-V kernels: stepped, emulated, called, optimized by the patch of 2023, on returns."""
+
+from __future__ import annotations
+
+import errno
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from emulated_kernel.arch import program as ir
+from emulated_kernel.arch.program_builder import HitWay, ProgramBuilder
+from emulated_kernel.arch.riscv.insn import Insn, Opcode, decode_all
+from emulated_kernel.arch.riscv.prepare import Handling, handling
+from emulated_kernel.config import MachineConfig
+from emulated_kernel.errors import KernelError
+from emulated_kernel.kernel import Kernel
+from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.kprobes.kretprobe import Kretprobe
+from emulated_kernel.machine.traps import GuestFault
+
+OPTPROBES = "riscv-optprobes-2023"
+EBREAK, C_EBREAK = bytes.fromhex("73001000"), bytes.fromhex("0290")
+FUNCTIONS = [("gcd", (1071, 462)), ("int_sqrt", (1000000,)), ("lcm", (21, 6)), ("hex_to_bin", (ord("c"),))]
+
+
+@pytest.fixture(scope="module", params=["riscv64", "riscv64i"])
+def arch(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def kernel(arch: str) -> Iterator[Kernel]:
+    with Kernel(MachineConfig(arch=arch)) as kernel:
+        yield kernel
+
+
+@pytest.fixture(scope="module")
+def patched(arch: str) -> Iterator[Kernel]:
+    with Kernel(MachineConfig(arch=arch, profile=OPTPROBES)) as kernel:
+        yield kernel
+
+
+def instructions(kernel: Kernel, function: str) -> list[tuple[int, Insn]]:
+    start = kernel.image.kallsyms.lookup_name(function)
+    assert start is not None
+    where = kernel.image.kallsyms.lookup(start)
+    assert where is not None
+    code = kernel.image.read(start, where.symbol.size)
+    return list(decode_all(code, start, compressed=kernel.config.arch == "riscv64"))
+
+
+def text(kernel: Kernel, addr: int, size: int) -> bytes:
+    return kernel.machine.text.current(addr, size)
+
+
+def check_untouched(kernel: Kernel) -> None:
+    assert kernel.machine.text.ledger == {}
+    assert kernel.machine.text.verify() == []
+
+
+def settle(kernel: Kernel) -> None:
+    assert kernel.kprobes.optimizer is not None
+    kernel.kprobes.optimizer.work.flush()
+
+
+def passes(kernel: Kernel, function: str, arguments: tuple[int, ...]) -> Counter[int]:
+    """How often each instruction of a function is run."""
+    counts: Counter[int] = Counter()
+    entry = 0
+    for addr, _ in instructions(kernel, function):
+        probe = Kprobe(addr=addr, pre_handler=lambda kprobe, _: counts.update([kprobe.address]))
+        try:
+            kernel.register_kprobe(probe)
+        except KernelError as error:
+            assert error.errno == errno.EILSEQ  # noqa: PT017
+            counts[addr] = counts[entry]
+            continue
+        entry = entry or addr
+        kernel.call(function, *arguments)
+        kernel.unregister_kprobe(probe)
+    return counts
+
+
+def test_every_instruction_is_probed_or_refused_by_a_rule(kernel: Kernel) -> None:
+    """What is refused: tables, system instructions and fences, and the nops that ftrace patches."""
+    image, kprobes = kernel.image, kernel.kprobes
+    labels = {label.code + byte for label in image.jump_labels for byte in range(4)}
+    inside = {site + byte for site in image.mcount for byte in range(1, 8)}
+    (span,) = image.text_ranges
+    seen, wrong = Counter[str](), []
+    at = span.start
+    while at < span.end:
+        where = image.kallsyms.lookup(at)
+        assert where is not None
+        end = min(where.symbol.address + where.symbol.size, span.end)
+        code = image.read(at, end - at)
+        for addr, insn in decode_all(code, at, compressed=kernel.config.arch == "riscv64"):
+            if kprobes.is_blacklisted(addr) or addr in labels or addr in image.bugs:
+                expected = errno.EINVAL
+            elif addr in inside:
+                expected = errno.EILSEQ
+            elif handling(insn) is Handling.REJECTED and addr not in image.mcount:
+                expected = errno.EINVAL
+            else:
+                expected = 0
+            probe = Kprobe(addr=addr, disabled=True)
+            found = 0
+            try:
+                kernel.register_kprobe(probe)
+                kernel.unregister_kprobe(probe)
+            except KernelError as error:
+                found = error.errno or -1
+            seen["refused" if expected else "probed"] += 1
+            if found != expected:
+                wrong.append((hex(addr), found, expected))
+        at = end
+    assert wrong == []
+    assert seen["probed"] > 0.8 * seen.total()
+    check_untouched(kernel)
+
+
+@pytest.mark.parametrize(("function", "arguments"), FUNCTIONS)
+def test_each_instruction_of_a_function(kernel: Kernel, function: str, arguments: tuple[int, ...]) -> None:
+    """Handlers see the address of the instruction, as long ebreak replaces it, and nothing changes."""
+    expected = kernel.call(function, *arguments)
+    for addr, insn in instructions(kernel, function):
+        seen: list[int] = []
+        probe = Kprobe(addr=addr, pre_handler=lambda _, regs: seen.append(regs.ip))  # noqa: B023
+        try:
+            kernel.register_kprobe(probe)
+        except KernelError:
+            continue
+        if addr not in kernel.image.mcount:
+            assert text(kernel, addr, insn.length) == (C_EBREAK if insn.length == 2 else EBREAK)
+        assert kernel.call(function, *arguments) == expected, hex(addr)
+        assert set(seen) <= {addr}
+        kernel.unregister_kprobe(probe)
+    check_untouched(kernel)
+
+
+@pytest.mark.parametrize(("function", "arguments"), FUNCTIONS)
+@pytest.mark.parametrize("compiled", [False, True], ids=["python", "compiled"])
+def test_each_place_that_can_be_optimized(
+    kernel: Kernel, patched: Kernel, function: str, arguments: tuple[int, ...], compiled: bool
+) -> None:
+    expected, counts = kernel.call(function, *arguments), passes(kernel, function, arguments)
+    cell = patched.machine.alloc_pages(8)
+    jumps = 0
+    for addr, insn in instructions(patched, function):
+        hits: list[int] = []
+
+        def emit(builder: ProgramBuilder, _way: HitWay) -> bool:
+            builder.emit(ir.AddToCell(cell, 1))
+            return True
+
+        probe = Kprobe(addr=addr, pre_handler=lambda _, regs: hits.append(regs.ip))  # noqa: B023
+        probe.program = emit if compiled else None
+        try:
+            patched.register_kprobe(probe)
+        except KernelError:
+            continue
+        settle(patched)
+        mode = patched.kprobes.mode(probe)
+        if mode == "optimized":
+            jumps += 1
+            assert "[OPTIMIZED]" in "".join(patched.kprobes.list_text())
+            assert text(patched, addr, 1)[0] & 0x7F == 0x17, "no auipc"
+        patched.machine.memory.write(cell, bytes(8))
+        for _ in range(3):
+            assert patched.call(function, *arguments) == expected, hex(addr)
+        in_guest = int.from_bytes(patched.machine.memory.read(cell, 8), "little")
+        assert len(hits) + in_guest == 3 * counts[addr], (hex(addr), mode)
+        assert set(hits) <= {addr}
+        patched.kprobes.disable_kprobe(probe)
+        settle(patched)
+        assert text(patched, addr, insn.length) == patched.image.read(addr, insn.length)
+        patched.unregister_kprobe(probe)
+        settle(patched)
+    assert jumps >= (function in ("gcd", "int_sqrt"))
+    check_untouched(patched)
+
+
+def test_a_jump_is_taken_back_to_an_ebreak(patched: Kernel) -> None:
+    """The last two bytes of a region of ten are filled up, and come back as well."""
+    start = patched.image.kallsyms.lookup_name("gcd")
+    assert start is not None
+    for addr, insn in instructions(patched, "gcd"):
+        probe = Kprobe(addr=addr, pre_handler=lambda *_: None)
+        patched.register_kprobe(probe)
+        settle(patched)
+        if patched.kprobes.mode(probe) == "optimized":
+            patched.kprobes.set_optimization(False)
+            rest = patched.image.read(addr + insn.length, 10 - insn.length)
+            expected = (C_EBREAK if insn.length == 2 else EBREAK) + rest
+            assert text(patched, addr, 10) == expected
+            patched.kprobes.set_optimization(True)
+            settle(patched)
+            assert patched.kprobes.mode(probe) == "optimized"
+        patched.unregister_kprobe(probe)
+        settle(patched)
+    check_untouched(patched)
+
+
+def test_linux_6_1_has_no_optprobes(kernel: Kernel) -> None:
+    assert not kernel.kprobes.can_optimize
+    with pytest.raises(KernelError) as caught:
+        kernel.kprobes.set_optimization(True)
+    assert caught.value.errno == errno.EOPNOTSUPP
+
+
+def test_returns(kernel: Kernel) -> None:
+    """The link register holds the trampoline's address instead, and the caller's stack pointer is seen."""
+    seen: list[tuple[int, int]] = []
+
+    def returned(_instance: Any, regs: Any) -> None:
+        seen.append((regs.a0, regs.ip))
+
+    probe = Kretprobe(symbol_name="gcd", handler=returned)
+    kernel.register_kretprobe(probe)
+    assert kernel.call("lcm", 21, 6) == 42
+    assert [value for value, _ in seen] == [3]
+    caller = kernel.image.kallsyms.lookup(seen[0][1])
+    assert caller is not None
+    assert caller.symbol.name == "lcm"
+    kernel.unregister_kretprobe(probe)
+    assert probe.nmissed == 0
+    check_untouched(kernel)
+
+
+def test_a_call_from_an_fentry_site(kernel: Kernel) -> None:
+    """The nops of a function become auipc and jalr by t0."""
+    start = kernel.image.kallsyms.lookup_name("gcd")
+    assert start in kernel.image.mcount
+    seen: list[tuple[int, int, int]] = []
+    probe = Kprobe(symbol_name="gcd", pre_handler=lambda _, regs: seen.append((regs.ip, regs.a0, regs.a1)))
+    kernel.register_kprobe(probe)
+    assert "".join(kernel.kprobes.list_text()).count("[FTRACE]") == 1
+    assert text(kernel, start, 8) == kernel.arch.relative_call(start, kernel.kprobes.trampoline[0])
+    assert kernel.call("gcd", 12, 18) == 6
+    assert seen == [(start, 12, 18)]
+    kernel.unregister_kprobe(probe)
+    check_untouched(kernel)
+
+
+def test_a_step_faults_as_the_instruction_does(kernel: Kernel) -> None:
+    """strlen(NULL): the fault is at the probed address, and the next hit is handled."""
+    loads = [addr for addr, insn in instructions(kernel, "strlen") if insn.opcode == Opcode.LOAD]
+    hits: list[int] = []
+    probe = Kprobe(addr=loads[0], pre_handler=lambda _, regs: hits.append(regs.ip))
+    kernel.register_kprobe(probe)
+    start = kernel.image.kallsyms.lookup_name("strlen")
+    assert start is not None
+    for _ in range(2):
+        with pytest.raises(GuestFault) as caught:
+            kernel.machine.call(start, 0)
+        assert caught.value.trap.address == loads[0]
+    assert hits == [loads[0]] * 2
+    assert kernel.call("gcd", 12, 18) == 6
+    kernel.unregister_kprobe(probe)
+    check_untouched(kernel)
