@@ -6,8 +6,15 @@ is undecodable. Text for readers of a file is UTF-8 with surrogate escapes: enco
 
 from __future__ import annotations
 
+import re
+
 SPACES = "\t\n\v\f\r \xa0"
 """Linux: 0xa0 counts as space, 0x1c-0x1f and 0x85 don't. Mirrors: include/linux/ctype.h:isspace (v6.1)."""
+
+_LETTERS = "_A-Za-z\xc0-\xd6\xd8-\xf6\xf8-\xff"
+"""Mirrors: include/linux/ctype.h:isalpha (v6.1), whose table is Latin-1; and the underscore."""
+_NAME = re.compile(f"[{_LETTERS}][{_LETTERS}0-9]*")
+_SYSTEM_NAME = re.compile(f"[{_LETTERS}][{_LETTERS}0-9-]*")
 
 
 def decode_command(data: bytes) -> str:
@@ -33,28 +40,18 @@ def argv_split(command: str) -> list[str]:
     return [word for word in words.split(" ") if word]
 
 
-def is_alpha(char: str) -> bool:
-    """Mirrors: include/linux/ctype.h:isalpha (v6.1); its table is Latin-1."""
+def is_alnum(char: str) -> bool:
+    """Mirrors: include/linux/ctype.h:isalnum (v6.1)."""
     if char.isascii():
-        return char.isalpha()
+        return char.isalnum()
     return char >= "\xc0" and char not in "\xd7\xf7"
 
 
-def is_alnum(char: str) -> bool:
-    """Mirrors: include/linux/ctype.h:isalnum (v6.1)."""
-    return is_alpha(char) or "0" <= char <= "9"
-
-
-def is_good_name(name: str, extra: str = "_") -> bool:
-    """Whether it is a C identifier; `extra` are the further characters allowed after the first.
-
-    Mirrors: kernel/trace/trace_probe.h:is_good_name (v6.1).
-    """
-    if not name or not (is_alpha(name[0]) or name[0] == "_"):
-        return False
-    return all(is_alnum(c) or c in extra for c in name[1:])
+def is_good_name(name: str) -> bool:
+    """Whether it is a C identifier, of Latin-1 letters. Mirrors: kernel/trace/trace_probe.h (v6.1)."""
+    return _NAME.fullmatch(name) is not None
 
 
 def is_good_system_name(name: str) -> bool:
     """Groups may contain dashes. Mirrors: kernel/trace/trace.h:is_good_system_name (v6.1)."""
-    return is_good_name(name, "_-")
+    return _SYSTEM_NAME.fullmatch(name) is not None

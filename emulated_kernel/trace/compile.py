@@ -10,7 +10,6 @@ from emulated_kernel.arch.program import (
     ComputeImmediate,
     Label,
     Move,
-    SetImmediate,
     StoreImmediate,
 )
 from emulated_kernel.arch.program_builder import HitWay, ProgramBuilder
@@ -22,12 +21,6 @@ from emulated_kernel.trace.fetchargs import ProbeArg
 from emulated_kernel.trace.filter_ops import FilterProgram
 from emulated_kernel.trace.guest import GuestPlaces, RecordTarget
 from emulated_kernel.trace.ports import TraceArch
-
-CPU = 0
-"""The only one there is."""
-_GENERAL_REGISTERS = frozenset(
-    "ax bx cx dx si di bp sp r8 r9 r10 r11 r12 r13 r14 r15 ip flags".split()  # noqa: SIM905 - a list of names
-)
 
 
 @dataclass(frozen=True)
@@ -52,11 +45,13 @@ def compiled_event(
 ) -> CompiledEvent | None:
     """The event as guest code handles it; None where the host has to: this is the one place that decides.
 
-    The host handles return probes, `symstr`, registers that aren't general ones, too many array elements,
+    The host handles `symstr`, registers that aren't general ones, or that functions overwrite when they
+    return, too many array elements,
     filters on strings, events that something else than recording is done for, and recorders that can't be
     written to by guest code (Recorder.target).
     """
-    if event.is_return or event.needs_entry or not can_fetch(args, arch, _GENERAL_REGISTERS):
+    registers = arch.kept_at_return if event.is_return else arch.general_registers
+    if event.needs_entry or not can_fetch(args, registers):
         return None
     recordings = []
     for recorder in event.recorders:
@@ -97,9 +92,11 @@ class _EventEmitter:
         self._places = places
         self._word = arch.word_size
         self._fetch = FetchEmitter(builder, arch, places, address, way)
-        self._record = RecordEmitter(builder, places, way)
+        self._record = RecordEmitter(builder, places, way, self._word)
         self._args: Sequence[ProbeArg] = compiled.args
-        self._fixed = ENTRY_HEADER_SIZE + self._word + sum(arg.size for arg in compiled.args)
+        self._is_return = way is HitWay.RETURN
+        header = self._word * (2 if self._is_return else 1)
+        self._fixed = ENTRY_HEADER_SIZE + header + sum(arg.size for arg in compiled.args)
         self._is_dynamic = any(arg.is_dynamic for arg in compiled.args)
 
     def emit(self) -> None:
@@ -125,7 +122,7 @@ class _EventEmitter:
         """The entry is made in the scratch cells, and copied to each recorder whose filter takes it."""
         builder, record = self._builder, self._record
         done = builder.label()
-        builder.emit(SetImmediate(BASE, self._places.scratch))
+        record.scratch()
         if self._is_dynamic:
             builder.emit(Move(POSITION, BASE), ComputeImmediate(Arithmetic.ADD, POSITION, self._fixed))
         record.common_fields(0, self._compiled.event_id, None)
@@ -133,7 +130,7 @@ class _EventEmitter:
         for recording in recordings:
             following = builder.label()
             if recording.filter is not None:
-                emit_filter(builder, recording.filter, CPU, following)
+                emit_filter(builder, recording.filter, self._places.cpu_number, self._word, following)
             record.copy(self._fixed, dynamic=self._is_dynamic, target=recording.target, dropped=following)
             builder.place(following)
         builder.place(done)
@@ -142,4 +139,8 @@ class _EventEmitter:
         """The event's own fields, of the entry at BASE + at."""
         at += ENTRY_HEADER_SIZE
         self._builder.emit(StoreImmediate(BASE, at, self._address, self._word))
-        self._fetch.store(self._args, at + self._word, too_large)
+        at += self._word
+        if self._is_return:
+            self._fetch.store_return_address(at)
+            at += self._word
+        self._fetch.store(self._args, at, too_large)

@@ -22,22 +22,23 @@ from emulated_kernel.arch.program import (
     StoreImmediate,
 )
 from emulated_kernel.arch.program_builder import HitWay, ProgramBuilder
+from emulated_kernel.arch.two_words import shift_left, shift_right
 from emulated_kernel.trace.fetchargs import ProbeArg
 from emulated_kernel.trace.guest import MAX_STRING_SIZE, GuestPlaces
 from emulated_kernel.trace.ports import TraceArch
 from emulated_kernel.trace.ring_page import MAX_DATA_SIZE
 from emulated_kernel.trace.types import FetchInsn, FetchOp, FetchProgram
 
-BASE, VALUE, TEMP, OTHER, POSITION, LIMIT = range(6)
-"""Virtual registers: the entry (or its place), what is worked on, two to help, the strings' end, a string's.
+BASE, VALUE, TEMP, OTHER, POSITION, LIMIT, HIGH = range(7)
+"""Virtual registers: the entry (or its place), what is worked on, two to help, the strings' end, a string's,
+and where a word has 4 bytes the upper half of a number of 8.
 
-TEMP and OTHER are free wherever an argument begins; numbers leave POSITION and LIMIT alone.
+TEMP, OTHER and HIGH are free wherever an argument begins; numbers leave POSITION and LIMIT alone.
 """
 MAX_ELEMENTS = 256
 """Of all arguments of an event; more would be too much code."""
 _USER_OPS = frozenset({FetchOp.UDEREF, FetchOp.ST_UMEM, FetchOp.ST_USTRING})
 _ADDRESSES = frozenset({FetchOp.COMM, FetchOp.DATA})
-_WORD = 8
 
 
 def fits_displacement(value: int) -> bool:
@@ -45,9 +46,9 @@ def fits_displacement(value: int) -> bool:
     return -(1 << 31) <= value < 1 << 31
 
 
-def can_fetch(args: Sequence[ProbeArg], arch: TraceArch, registers: frozenset[str]) -> bool:
+def can_fetch(args: Sequence[ProbeArg], registers: frozenset[str]) -> bool:
     """Whether guest code can fetch the arguments; `registers` are those that it can read."""
-    if sum(arg.count or 1 for arg in args) > MAX_ELEMENTS or arch.word_size != _WORD:
+    if sum(arg.count or 1 for arg in args) > MAX_ELEMENTS:
         return False
     for arg in args:
         stages = arg.stages
@@ -69,7 +70,10 @@ class FetchEmitter:
         self._arch = arch
         self._places = places
         self._address = address
-        self._below = _WORD if way is HitWay.CALL else 0
+        self._word = arch.word_size
+        self._is_return = way is HitWay.RETURN
+        pushes = way in (HitWay.CALL, HitWay.RETURN) and arch.stack_arguments
+        self._below = self._word if pushes else 0
         """Bytes on the stack that the probed code doesn't know of."""
 
     def store(self, args: Sequence[ProbeArg], start: int, too_large: Label) -> None:
@@ -82,6 +86,14 @@ class FetchEmitter:
                 self._strings(arg, start + arg.offset, too_large)
             else:
                 self._numbers(arg, start + arg.offset)
+
+    def store_return_address(self, at: int) -> None:
+        """At BASE + at, of a function that returns."""
+        self._return_address()
+        self._emit(Store(BASE, at, VALUE, self._word))
+
+    def _return_address(self) -> None:
+        self._emit(GetRegister(VALUE, self._arch.stack_pointer), Load(VALUE, VALUE, 0, self._word))
 
     # Stages 1 and 2: VALUE
 
@@ -97,7 +109,7 @@ class FetchEmitter:
             case FetchOp.RETVAL:
                 self._register(arch.return_register)
             case FetchOp.COMM:
-                self._emit(LoadPerCpu(VALUE, self._places.current_task, _WORD))
+                self._emit(LoadPerCpu(VALUE, self._places.current_task, self._word))
                 self._emit(ComputeImmediate(Arithmetic.ADD, VALUE, self._places.comm))
             case FetchOp.ARG:
                 self._argument(insn.value)
@@ -105,9 +117,11 @@ class FetchEmitter:
                 self._emit(SetImmediate(VALUE, insn.value))
 
     def _register(self, name: str) -> None:
-        if name == "ip":
+        if name == "ip" and self._is_return:
+            self._return_address()
+        elif name == "ip":
             # As a breakpoint leaves it.
-            self._emit(SetImmediate(VALUE, self._address + 1))
+            self._emit(SetImmediate(VALUE, self._address + self._arch.seen_ip))
         else:
             self._emit(GetRegister(VALUE, name))
             if name == self._arch.stack_pointer and self._below:
@@ -131,17 +145,17 @@ class FetchEmitter:
         self._register(self._arch.stack_pointer)
         self._emit(
             Move(TEMP, VALUE),
-            ComputeImmediate(Arithmetic.ADD, VALUE, number * _WORD),
+            ComputeImmediate(Arithmetic.ADD, VALUE, number * self._word),
             Compute(Arithmetic.XOR, TEMP, VALUE),
             ComputeImmediate(Arithmetic.AND, TEMP, -self._arch.thread_size),
             BranchImmediate(Condition.NE, TEMP, 0, outside, is_unlikely=True),
-            Load(VALUE, VALUE, 0, _WORD, on_fault=outside),
+            Load(VALUE, VALUE, 0, self._word, on_fault=outside),
         )
         builder.place(done)
 
     def _follow(self, derefs: FetchProgram, fault: Label) -> None:
         for insn in derefs:
-            self._read(VALUE, insn.value, _WORD, insn.op in _USER_OPS, fault)
+            self._read(VALUE, insn.value, self._word, insn.op in _USER_OPS, fault)
 
     def _read(self, dst: int, offset: int, size: int, user: bool, fault: Label) -> None:
         """dst = memory at VALUE + offset; OTHER is overwritten where that isn't all there is to it."""
@@ -177,8 +191,9 @@ class FetchEmitter:
                 self._zeros(places, size)
                 self._emit(Jump(done))
             self._follow(stages.derefs, fault)
+        element = self._element if size <= self._word else self._long_element
         for shift, place in enumerate(places):
-            self._element(stages.store, stages.bitfield, shift * size, place)
+            element(stages.store, stages.bitfield, shift * size, place)
         builder.place(done)
 
     def _zeros(self, places: range, size: int) -> None:
@@ -201,9 +216,33 @@ class FetchEmitter:
             self._shift(bitfield)
         self._emit(Store(BASE, place, TEMP, size))
 
+    def _long_element(self, insn: FetchInsn, bitfield: FetchInsn | None, shift: int, place: int) -> None:
+        """One of two words."""
+        builder, emit, word = self._builder, self._emit, self._word
+        if insn.op is FetchOp.ST_RAW:
+            emit(Move(TEMP, VALUE), SetImmediate(HIGH, 0))
+        else:
+            stored = builder.label()
+            with builder.out_of_line() as fault:
+                emit(SetImmediate(TEMP, 0), SetImmediate(HIGH, 0), Jump(stored))
+            self._read_long(insn.value + shift, insn.op in _USER_OPS, fault)
+            builder.place(stored)
+        if bitfield is not None:
+            shift_left(builder, TEMP, HIGH, OTHER, bitfield.lshift)
+            shift_right(builder, TEMP, HIGH, OTHER, bitfield.rshift)
+        emit(Store(BASE, place, TEMP, word), Store(BASE, place + word, HIGH, word))
+
+    def _read_long(self, offset: int, user: bool, fault: Label) -> None:
+        """TEMP and HIGH = the two words at VALUE + offset."""
+        word = self._word
+        self._emit(SetImmediate(OTHER, offset), Compute(Arithmetic.ADD, OTHER, VALUE))
+        if user:
+            self._check_user(OTHER, fault)
+        self._emit(Load(TEMP, OTHER, 0, word, on_fault=fault), Load(HIGH, OTHER, word, word, on_fault=fault))
+
     def _shift(self, bitfield: FetchInsn) -> None:
         """Cut at the element's size on the left: so shift left as far as a word's end, and back."""
-        unused = 8 * (_WORD - bitfield.size)
+        unused = 8 * (self._word - bitfield.size)
         self._emit(
             ComputeImmediate(Arithmetic.SHL, TEMP, bitfield.lshift + unused),
             ComputeImmediate(Arithmetic.SHR, TEMP, bitfield.rshift + unused),
@@ -241,7 +280,7 @@ class FetchEmitter:
             return True
         self._follow(derefs[:-1], fault)
         last = derefs[-1]
-        self._read(VALUE, last.value + number * _WORD, _WORD, last.op in _USER_OPS, fault)
+        self._read(VALUE, last.value + number * self._word, self._word, last.op in _USER_OPS, fault)
         return True
 
     def _constant(self, arg: ProbeArg) -> bool:

@@ -9,13 +9,16 @@ from emulated_kernel.arch.program import (
     Jump,
     Label,
     Load,
+    LoadPerCpu,
     SetImmediate,
 )
 from emulated_kernel.arch.program_builder import ProgramBuilder
-from emulated_kernel.trace.compile_fetch import BASE, TEMP, VALUE, fits_displacement
+from emulated_kernel.arch.two_words import branch_long
+from emulated_kernel.trace.compile_fetch import BASE, HIGH, TEMP, VALUE, fits_displacement
 from emulated_kernel.trace.filter_ops import (
     ACCEPT,
     ComparePredicate,
+    CpuPredicate,
     FilterOp,
     FilterProgram,
     StringPredicate,
@@ -52,8 +55,13 @@ def _needs_host(predicate: object) -> bool:
     return isinstance(predicate, StringPredicate)
 
 
-def emit_filter(builder: ProgramBuilder, program: FilterProgram, cpu: int, reject: Label) -> None:
-    """Test the entry at BASE: go on behind, or at `reject`."""
+def emit_filter(
+    builder: ProgramBuilder, program: FilterProgram, cpu_number: int, word_size: int, reject: Label
+) -> None:
+    """Test the entry at BASE: go on behind, or at `reject`.
+
+    `cpu_number`: offset in the CPU's own data of what filters of the CPU compare.
+    """
     accept = builder.label()
     labels = [builder.label() for _ in program.steps]
 
@@ -66,13 +74,19 @@ def emit_filter(builder: ProgramBuilder, program: FilterProgram, cpu: int, rejec
         builder.place(label)
         predicate = step.predicate
         if isinstance(predicate, ComparePredicate):
-            _compare(builder, predicate, target(step.on_true))
+            compare = _compare if predicate.size <= word_size else _compare_long
+            compare(builder, predicate, target(step.on_true))
+            builder.emit(Jump(target(step.on_false)))
+        elif isinstance(predicate, CpuPredicate) and predicate.op is not FilterOp.BAND:
+            condition = _CONDITIONS[predicate.op, True]
+            builder.emit(LoadPerCpu(VALUE, cpu_number, 4))
+            builder.emit(BranchImmediate(condition, VALUE, predicate.value, target(step.on_true)))
             builder.emit(Jump(target(step.on_false)))
         else:
-            # Of what is no number of the entry the result is known now.
-            entry = RawEntry(b"", cpu, b"")
+            # Of what is no number the result is known now.
             assert not isinstance(predicate, StringPredicate)
-            builder.emit(Jump(target(step.on_true if predicate.test(entry) else step.on_false)))
+            result = predicate.test(RawEntry(b"", 0, b""))
+            builder.emit(Jump(target(step.on_true if result else step.on_false)))
     builder.place(accept)
 
 
@@ -83,3 +97,9 @@ def _compare(builder: ProgramBuilder, predicate: ComparePredicate, on_true: Labe
         builder.emit(BranchImmediate(condition, VALUE, predicate.value, on_true))
     else:
         builder.emit(SetImmediate(TEMP, predicate.value), Branch(condition, VALUE, TEMP, on_true))
+
+
+def _compare_long(builder: ProgramBuilder, predicate: ComparePredicate, on_true: Label) -> None:
+    condition, at = _CONDITIONS[predicate.op, predicate.is_signed], predicate.offset
+    builder.emit(Load(VALUE, BASE, at, 4), Load(HIGH, BASE, at + 4, 4))
+    branch_long(builder, condition, VALUE, HIGH, TEMP, predicate.value, on_true)

@@ -5,27 +5,29 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from emulated_kernel.arch.program import (
-    AddToCell,
+    AddAndFetch,
+    AddToPerCpu,
     Arithmetic,
     Branch,
     BranchImmediate,
     Compute,
     ComputeImmediate,
+    ComputePerCpu,
     Condition,
     GetRegister,
+    IncreasePerCpu,
     Jump,
     Label,
     Load,
-    LoadCell,
     LoadPerCpu,
     Move,
     SetImmediate,
     Store,
-    StoreCell,
     StoreImmediate,
+    StorePerCpu,
 )
 from emulated_kernel.arch.program_builder import HitWay, ProgramBuilder
-from emulated_kernel.trace.compile_fetch import BASE, LIMIT, OTHER, POSITION, TEMP, VALUE
+from emulated_kernel.trace.compile_fetch import BASE, HIGH, LIMIT, OTHER, POSITION, TEMP, VALUE
 from emulated_kernel.trace.guest import GuestPlaces, RecordTarget
 from emulated_kernel.trace.ring_layout import TAIL_ENTRIES, WRITE_PTR, WRITE_STAMP
 from emulated_kernel.trace.ring_page import DELTA_BITS, MAX_SMALL_DATA, event_size
@@ -33,11 +35,11 @@ from emulated_kernel.trace.trace_entry import EntryFlag
 
 ENTRY_HEADER_SIZE = 8
 """Bytes of the common fields."""
-_WORD = 8
+_CELL = 8
+"""Bytes of a word of a control block, and of other cells."""
 _LAST_OF_PAGE = 4095
-_FLAGS_SHIFT, _COUNT_SHIFT, _PID_SHIFT = 16, 24, 32
+_FLAGS_SHIFT, _COUNT_SHIFT = 16, 24
 _PID_AT = 4
-_INTERRUPT_FLAG = 1 << 9
 _SOFTIRQ_SERVED = 1 << 8
 _COUNT_MASK = 0xFF
 _LENGTH = LIMIT
@@ -64,31 +66,37 @@ class EventSpace:
 class RecordEmitter:
     """Emits the common fields and the writing of one event's records."""
 
-    def __init__(self, builder: ProgramBuilder, places: GuestPlaces, way: HitWay) -> None:
+    def __init__(self, builder: ProgramBuilder, places: GuestPlaces, way: HitWay, word_size: int) -> None:
         self._builder = builder
         self._emit = builder.emit
         self._places = places
         self._way = way
+        self._word = word_size
+        self._high = HIGH if word_size < _CELL else None
+
+    def scratch(self) -> None:
+        """BASE = the CPU's room for entries."""
+        self._emit(
+            LoadPerCpu(BASE, self._places.this_cpu_off, self._word),
+            ComputeImmediate(Arithmetic.ADD, BASE, self._places.scratch),
+        )
 
     # Common fields
 
     def common_fields(self, at: int, event_id: int, target: RecordTarget | None) -> None:
         """Store the 8 bytes at BASE + at. With a `target` the event will be recorded there for certain."""
         places, emit = self._places, self._emit
-        emit(LoadPerCpu(VALUE, places.current_task, _WORD), Load(VALUE, VALUE, places.pid, 4))
+        emit(LoadPerCpu(VALUE, places.current_task, self._word), Load(VALUE, VALUE, places.pid, 4))
         if target is not None and target.saves_comm:
             self._remember_comm()
+        emit(Store(BASE, at + _PID_AT, VALUE, 4))
         if self._way is HitWay.BREAKPOINT:
             flags, count = places.breakpoint_context
-            first = event_id | flags << _FLAGS_SHIFT | count << _COUNT_SHIFT
-            emit(StoreImmediate(BASE, at, first, 4), Store(BASE, at + _PID_AT, VALUE, 4))
+            emit(StoreImmediate(BASE, at, event_id | flags << _FLAGS_SHIFT | count << _COUNT_SHIFT, 4))
             return
-        emit(
-            ComputeImmediate(Arithmetic.SHL, VALUE, _PID_SHIFT),
-            ComputeImmediate(Arithmetic.OR, VALUE, event_id),
-        )
+        emit(SetImmediate(VALUE, event_id))
         self._context()
-        emit(Store(BASE, at, VALUE, _WORD))
+        emit(Store(BASE, at, VALUE, 4))
 
     def _remember_comm(self) -> None:
         """Of the task whose pid VALUE is."""
@@ -98,7 +106,7 @@ class RecordEmitter:
             builder.call_host(places.save_comm, known)
             self._emit(Jump(known))
         self._emit(
-            LoadCell(TEMP, places.last_pid, 4),
+            LoadPerCpu(TEMP, places.last_pid, 4),
             Branch(Condition.NE, TEMP, VALUE, unknown, is_unlikely=True),
         )
         builder.place(known)
@@ -106,6 +114,7 @@ class RecordEmitter:
     def _context(self) -> None:
         """Put flags and count into VALUE. Mirrors: tracing_gen_ctx_irq_test (v6.1), see wiring/context.py."""
         builder, emit, places = self._builder, self._emit, self._places
+        flags, interrupts_on = places.interrupt_flag
         known = builder.label()
         with builder.out_of_line() as unusual:
             emit(
@@ -120,13 +129,13 @@ class RecordEmitter:
             self._add_flag(Condition.ANY_BIT, places.hardirq_mask, EntryFlag.HARDIRQ)
             self._add_flag(Condition.ANY_BIT, _SOFTIRQ_SERVED, EntryFlag.SOFTIRQ)
             self._add_flag(Condition.ANY_BIT, places.softirq_mask & ~_SOFTIRQ_SERVED, EntryFlag.BH_OFF)
-            emit(GetRegister(TEMP, "flags"))
-            self._add_flag(Condition.NO_BIT, _INTERRUPT_FLAG, EntryFlag.IRQS_OFF)
+            emit(GetRegister(TEMP, flags))
+            self._add_flag(Condition.NO_BIT, interrupts_on, EntryFlag.IRQS_OFF)
             emit(Jump(known))
         self._branch_unless_zero(unusual)
         emit(
-            GetRegister(TEMP, "flags"),
-            BranchImmediate(Condition.NO_BIT, TEMP, _INTERRUPT_FLAG, unusual, is_unlikely=True),
+            GetRegister(TEMP, flags),
+            BranchImmediate(Condition.NO_BIT, TEMP, interrupts_on, unusual, is_unlikely=True),
         )
         builder.place(known)
 
@@ -141,7 +150,7 @@ class RecordEmitter:
     def _count_loads(self) -> list[tuple[int, int]]:
         """Offset and size of the loads that see both."""
         first, second = sorted((self._places.preempt_count, self._places.need_resched))
-        return [(first, _WORD)] if second == first + 4 else [(first, 4), (second, 4)]
+        return [(first, 8)] if second == first + 4 and self._word == 8 else [(first, 4), (second, 4)]
 
     def _add_flag(self, condition: Condition, value: int, flags: EntryFlag) -> None:
         """Set flags in VALUE if TEMP compares so."""
@@ -154,47 +163,35 @@ class RecordEmitter:
 
     # Writing
 
-    def _read_clock(self) -> None:
-        """VALUE = a reading of the guest's clock."""
-        clock = self._places.clock
-        self._emit(
-            LoadCell(VALUE, clock, _WORD),
-            ComputeImmediate(Arithmetic.ADD, VALUE, self._places.clock_step),
-            StoreCell(clock, VALUE, _WORD),
-        )
-
     def reserve(self, pointer: int, length: int | None, target: RecordTarget, dropped: Label) -> None:
         """Read the clock, get room, count the event's time: `pointer` = its place, VALUE = its delta.
 
         Without `length` it is in _LENGTH. Overwrites TEMP.
         """
-        builder, emit = self._builder, self._emit
-        control = target.control_at
+        builder, emit, places = self._builder, self._emit, self._places
+        stamp = target.control_at + WRITE_STAMP * _CELL
         again = builder.label()
         with builder.out_of_line() as long_delta:
-            emit(StoreCell(control + WRITE_STAMP * _WORD, TEMP, _WORD), Compute(Arithmetic.ADD, VALUE, TEMP))
+            emit(ComputePerCpu(Arithmetic.ADD, VALUE, stamp, self._high))
             no_room = builder.label()
             builder.place(no_room)
             self._ask_for_room(length, target, dropped)
             emit(Jump(again))
-        self._read_clock()
+        emit(AddAndFetch(VALUE, places.clock, places.clock_step(), self._high))
         builder.place(again)
         emit(
-            LoadCell(pointer, control + WRITE_PTR * _WORD, _WORD),
+            LoadPerCpu(pointer, target.control_at + WRITE_PTR * _CELL, self._word),
             Move(TEMP, pointer),
             ComputeImmediate(Arithmetic.ADD, TEMP, -1),
             ComputeImmediate(Arithmetic.AND, TEMP, _LAST_OF_PAGE),
         )
         self._check_room(length, no_room)
-        self._count_time(control + WRITE_STAMP * _WORD, long_delta)
-
-    def _count_time(self, stamp_at: int, long_delta: Label) -> None:
-        """VALUE, a time, becomes the delta to the event before; TEMP is that one's time."""
-        self._emit(
-            LoadCell(TEMP, stamp_at, _WORD),
-            StoreCell(stamp_at, VALUE, _WORD),
-            Compute(Arithmetic.SUB, VALUE, TEMP),
+        emit(ComputePerCpu(Arithmetic.SUB, VALUE, stamp, self._high))
+        if self._high is not None:
+            emit(BranchImmediate(Condition.NE, self._high, 0, long_delta, is_unlikely=True))
+        emit(
             BranchImmediate(Condition.ABOVE_EQ, VALUE, 1 << DELTA_BITS, long_delta, is_unlikely=True),
+            IncreasePerCpu(stamp, VALUE),
         )
 
     def _check_room(self, length: int | None, no_room: Label) -> None:
@@ -207,11 +204,14 @@ class RecordEmitter:
 
     def _ask_for_room(self, length: int | None, target: RecordTarget, dropped: Label) -> None:
         emit, request = self._emit, self._places.event_time
-        emit(StoreCell(request, VALUE, _WORD))
+        emit(StorePerCpu(request, VALUE, self._word))
+        if self._high is not None:
+            emit(StorePerCpu(request + self._word, self._high, self._word))
+        length_at = request + _CELL
         if length is None:
-            emit(StoreCell(request + _WORD, _LENGTH, _WORD))
+            emit(StorePerCpu(length_at, _LENGTH, self._word))
         else:
-            emit(SetImmediate(TEMP, length), StoreCell(request + _WORD, TEMP, _WORD))
+            emit(SetImmediate(TEMP, length), StorePerCpu(length_at, TEMP, self._word))
         self._builder.call_host(target.make_room, dropped)
 
     def header(self, pointer: int, space: EventSpace) -> None:
@@ -229,12 +229,12 @@ class RecordEmitter:
     def commit(self, pointer: int, length: int | None, target: RecordTarget) -> None:
         """The event is complete."""
         control = target.control_at
-        self._emit(AddToCell(control + TAIL_ENTRIES * _WORD, 1, _WORD))
+        self._emit(AddToPerCpu(control + TAIL_ENTRIES * _CELL, 1, _CELL))
         if length is None:
             self._emit(Compute(Arithmetic.ADD, pointer, _LENGTH))
         else:
             self._emit(ComputeImmediate(Arithmetic.ADD, pointer, length))
-        self._emit(StoreCell(control + WRITE_PTR * _WORD, pointer, _WORD))
+        self._emit(StorePerCpu(control + WRITE_PTR * _CELL, pointer, self._word))
 
     # Entries that were put together elsewhere
 
@@ -302,9 +302,10 @@ class RecordEmitter:
         """From BASE, which moves, to VALUE: the fixed part straight, the strings in a loop."""
         builder, emit = self._builder, self._emit
         again, copied = builder.label(), builder.label()
-        straight = fixed & -_WORD
-        for at in range(0, straight, _WORD):
-            emit(Load(TEMP, BASE, at, _WORD), Store(VALUE, at, TEMP, _WORD))
+        word = self._word
+        straight = fixed & -word
+        for at in range(0, straight, word):
+            emit(Load(TEMP, BASE, at, word), Store(VALUE, at, TEMP, word))
         emit(
             ComputeImmediate(Arithmetic.ADD, BASE, straight),
             ComputeImmediate(Arithmetic.ADD, VALUE, straight),
@@ -319,11 +320,11 @@ class RecordEmitter:
             Branch(Condition.BELOW, BASE, POSITION, again),
         )
         builder.place(copied)
-        emit(SetImmediate(BASE, self._places.scratch))
+        self.scratch()
 
     def _copy_fixed(self, space: EventSpace) -> None:
         at = 0
-        for piece in (8, 4, 2, 1):
+        for piece in (self._word, 4, 2, 1):
             while space.size - at >= piece:
                 self._emit(Load(TEMP, BASE, at, piece), Store(OTHER, space.header + at, TEMP, piece))
                 at += piece

@@ -159,6 +159,8 @@ def resolve_symbols(arg: ProbeArg, symbols: TraceSymbols, bits: int) -> ProbeArg
 
     Raises: KernelError ENOENT. Mirrors: kernel/trace/trace_probe.c:traceprobe_update_arg (v6.1).
     """
+    if all(insn.op is not FetchOp.SYMBOL for insn in arg.program):
+        return arg
     program = list(arg.program)
     for index, insn in enumerate(program):
         if insn.op is FetchOp.SYMBOL:

@@ -6,6 +6,7 @@ import errno
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
 from emulated_kernel.errors import KernelError
@@ -324,9 +325,11 @@ class EventRegistry:
     """All trace events of a kernel, by name and by id."""
 
     def __init__(self, first_id: int = FIRST_EVENT_ID) -> None:
-        self._next_id = self._first_id = first_id
+        self._next_id = first_id
         self._events: dict[tuple[str, str], TraceEvent | None] = {}
         self._by_id: dict[int, TraceEvent] = {}
+        self._free_ids: list[int] = []
+        """A heap of those that were given back."""
         self._groups: dict[str, dict[str, TraceEvent]] = {}
         self.on_added: Callable[[TraceEvent], None] = lambda _event: None
         """Told of each event that was registered."""
@@ -387,6 +390,7 @@ class EventRegistry:
         """Forget a registered event."""
         del self._events[event.group, event.name]
         del self._by_id[event.id]
+        heappush(self._free_ids, event.id)
         group = self._groups[event.group]
         del group[event.name]
         if not group:
@@ -397,7 +401,6 @@ class EventRegistry:
         if self._next_id <= LAST_EVENT_ID:
             self._next_id += 1
             return self._next_id - 1
-        for event_id in range(self._first_id, LAST_EVENT_ID + 1):
-            if event_id not in self._by_id:
-                return event_id
-        raise KernelError(errno.ENODEV, "all event ids are in use")
+        if not self._free_ids:
+            raise KernelError(errno.ENODEV, "all event ids are in use")
+        return heappop(self._free_ids)

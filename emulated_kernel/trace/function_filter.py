@@ -3,59 +3,100 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.chars import bytes_to_text
-from emulated_kernel.trace.filter_pattern import parse_pattern
-
-Functions = Sequence[tuple[int, str]]
-"""Fentry sites with the names of their functions, in the order of addresses."""
-
-
-def matching(functions: Functions, pattern: bytes) -> frozenset[int]:
-    """Sites whose functions' names match; a number means the one that stands there, counted from 1.
-
-    Mirrors: kernel/trace/ftrace.c:match_records (v6.1).
-    """
-    if pattern.isdigit():
-        return frozenset(site for site, _ in functions[max(int(pattern) - 1, 0) : int(pattern)])
-    wanted, _ = parse_pattern(pattern)
-    names = ((site, name.encode() + b"\0") for site, name in functions)
-    return frozenset(site for site, name in names if wanted.matches(name, len(name)))
+from emulated_kernel.trace.functions import Functions
 
 
 class FunctionSet:
-    """What one of the files holds; an empty set stands for no choice at all."""
+    """What one of the files holds; an empty set stands for no choice at all.
 
-    def __init__(self, functions: Functions, title: str, changed: Callable[[], None]) -> None:
-        """`title` is shown while the set is empty."""
+    `awaited` are choices among the functions of modules that may come. A set whose functions have all gone
+    with their modules isn't empty: it holds nothing, until it is cleared.
+    """
+
+    def __init__(
+        self, functions: Functions, title: str, changed: Callable[[], None], *, waiting_counts: bool = True
+    ) -> None:
+        """`title` is shown while the set is empty; `waiting_counts`: it isn't while a module is awaited."""
         self._functions = functions
         self._title = title
         self._changed = changed
+        self._waiting_counts = waiting_counts
+        self._lost_functions = False
         self.sites: frozenset[int] = frozenset()
+        self.awaited: list[tuple[bytes, bytes]] = []
+        """Patterns of functions, with the modules' names; the latest first."""
 
-    def choose(self, pattern: bytes) -> None:
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was chosen. Mirrors: kernel/trace/ftrace.c:ftrace_hash_empty (v6.1)."""
+        return not (self.sites or self._lost_functions or (self._waiting_counts and self.awaited))
+
+    def choose(self, pattern: bytes, module: bytes | None = None) -> None:
         """Add the functions that match, or take them out with "!" before the pattern.
 
         Raises: KernelError EINVAL (there are none). Mirrors: ftrace_match_records (v6.1).
         """
-        found = matching(self._functions, pattern.removeprefix(b"!"))
-        if not found:
+        if not self._match(pattern, module):
             raise KernelError(errno.EINVAL, f"no function matches {bytes_to_text(pattern)}")
-        self.sites = self.sites - found if pattern.startswith(b"!") else self.sites | found
         self._changed()
+
+    def choose_of_module(self, pattern: bytes, module: bytes) -> None:
+        """FUNCTIONS:mod:MODULE: the same of one module, now or when it comes; "!" takes a choice back.
+
+        Raises: KernelError EINVAL. Mirrors: kernel/trace/ftrace.c:ftrace_mod_callback, cache_mod (v6.1).
+        """
+        if self._match(pattern, module):
+            self._changed()
+        elif pattern.startswith(b"!"):
+            self._await_no_more(pattern[1:], module)
+        elif self._functions.has_module(bytes_to_text(module)):
+            raise KernelError(errno.EINVAL, f"no function of the module matches {bytes_to_text(pattern)}")
+        else:
+            self.awaited.insert(0, (pattern, module))
+            self._changed()
+
+    def _match(self, pattern: bytes, module: bytes | None) -> bool:
+        found = self._functions.matching(pattern.removeprefix(b"!"), module)
+        self.sites = self.sites - found if pattern.startswith(b"!") else self.sites | found
+        return bool(found)
+
+    def _await_no_more(self, pattern: bytes, module: bytes) -> None:
+        left = [each for each in self.awaited if each[1] != module or pattern not in (b"*", each[0])]
+        if len(left) == len(self.awaited):
+            raise KernelError(errno.EINVAL, "nothing of the kind is awaited")
+        self.awaited = left
+        self._changed()
+
+    def module_came(self, name: str) -> None:
+        """Choose what was awaited of it. Mirrors: kernel/trace/ftrace.c:process_mod_list (v6.1)."""
+        module = name.encode()
+        for pattern in [pattern for pattern, of in self.awaited if of == module]:
+            self._match(pattern, module)
+        self.awaited = [each for each in self.awaited if each[1] != module]
+
+    def functions_went(self, sites: frozenset[int]) -> None:
+        """Mirrors: kernel/trace/ftrace.c:clear_mod_from_hashes (v6.1)."""
+        if sites & self.sites:
+            self.sites -= sites
+            self._lost_functions = True
 
     def clear(self) -> None:
         """Opening for writing with O_TRUNC."""
-        if self.sites:
-            self.sites = frozenset()
-            self._changed()
+        if self.is_empty and not self.awaited:
+            return
+        self.sites, self.awaited, self._lost_functions = frozenset(), [], False
+        self._changed()
 
     def records(self) -> Iterator[str]:
-        """The lines of the file."""
-        if not self.sites:
+        """The lines of the file. Mirrors: kernel/trace/ftrace.c:t_start, t_show, t_mod_show (v6.1)."""
+        if self.is_empty:
             yield f"#### {self._title} ####\n"
-        for site, name in self._functions:
-            if site in self.sites:
-                yield f"{name}\n"
+        for function in self._functions:
+            if function.site in self.sites:
+                yield f"{function.shown}\n"
+        for pattern, module in self.awaited:
+            yield f"{bytes_to_text(pattern)}:mod:{bytes_to_text(module)}\n"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.chars import bytes_to_text
 from emulated_kernel.trace.event import EventRegistry
-from emulated_kernel.trace.function_filter import Functions, matching
+from emulated_kernel.trace.functions import Functions
 from emulated_kernel.trace.numbers import kstrtoul
 from emulated_kernel.trace.ports import ProbeHit, Recorder
 from emulated_kernel.trace.trigger import TraceControl
@@ -62,7 +62,7 @@ class FunctionProbes:
         Raises: KernelError EINVAL (unknown command, no such function, nothing to take back), ENOMEM.
         """
         title, limit = self._parse(command)
-        sites = matching(self._functions, pattern.removeprefix(b"!"))
+        sites = self._functions.matching(pattern.removeprefix(b"!"))
         if pattern.startswith(b"!"):
             self._remove(sites, title)
             return
@@ -84,16 +84,19 @@ class FunctionProbes:
 
     def clear(self) -> None:
         """The trace array goes."""
-        for probes in self.by_site.values():
-            for probe in probes:
+        self.functions_went(frozenset(self.by_site))
+
+    def functions_went(self, sites: frozenset[int]) -> None:
+        """Functions of a module that goes."""
+        for site in sites & self.by_site.keys():
+            for probe in self.by_site.pop(site):
                 probe.forget()
-        self.by_site.clear()
 
     def records(self) -> Iterator[str]:
         """Their lines in set_ftrace_filter."""
-        for site, name in self._functions:
-            for probe in self.by_site.get(site, ()):
-                yield name + probe.show()
+        for function in self._functions:
+            for probe in self.by_site.get(function.site, ()):
+                yield function.shown + probe.show()
 
     def _parse(self, command: str) -> tuple[str, str]:
         """The command with its event, and its limit: Linux doesn't look at that where one is taken back."""

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
 from emulated_kernel.trace.event_pids import EventPids, PidList
-from emulated_kernel.trace.function_filter import Functions, FunctionSet
+from emulated_kernel.trace.function_filter import FunctionSet
 from emulated_kernel.trace.function_probes import FunctionProbes
+from emulated_kernel.trace.functions import Functions
 from emulated_kernel.trace.ports import ProbeHit
 from emulated_kernel.trace.user_words import take_word
 
@@ -41,9 +42,12 @@ class FunctionTracer:
         self.probes = probes
         self.pids = pids
         self._chosen = FunctionSet(hooks.functions, "all functions enabled", self._update)
-        self._left_out = FunctionSet(hooks.functions, "no functions disabled", self._update)
+        self._left_out = FunctionSet(
+            hooks.functions, "no functions disabled", self._update, waiting_counts=False
+        )
         self.filter = FilterFile(self._chosen, probes, self._update)
         self.notrace = FilterFile(self._left_out, None, self._update)
+        hooks.functions.watch(self)
         self.traced_pids = PidFile(self.pids.traced)
         self.untraced_pids = PidFile(self.pids.untraced)
 
@@ -59,13 +63,27 @@ class FunctionTracer:
 
     def remove(self) -> None:
         """The trace array goes."""
+        self._hooks.functions.unwatch(self)
         self.probes.clear()
         self.stop()
 
+    def module_came(self, module: str) -> None:
+        """Its functions can be traced."""
+        self._chosen.module_came(module)
+        self._left_out.module_came(module)
+        self._update()
+
+    def functions_went(self, sites: frozenset[int]) -> None:
+        """They can't any more."""
+        self._chosen.functions_went(sites)
+        self._left_out.functions_went(sites)
+        self.probes.functions_went(sites)
+        self._update()
+
     def selected(self) -> set[int]:
         """Sites of the functions that set_ftrace_filter and set_ftrace_notrace leave."""
-        sites = self._chosen.sites or {site for site, _ in self._hooks.functions}
-        return set(sites - self._left_out.sites)
+        chosen = self._hooks.functions.sites if self._chosen.is_empty else self._chosen.sites
+        return set(chosen) - self._left_out.sites
 
     def _update(self) -> None:
         """Mirrors: kernel/trace/ftrace.c:ftrace_ops_update_code (v6.1)."""
@@ -94,18 +112,14 @@ class FilterFile:
         self._functions = functions
         self._probes = probes
         self._changed = changed
-        self._of_modules: list[str] = []
-        """FUNCTIONS:mod:MODULE of modules whose functions can't be traced."""
 
     def clear(self) -> None:
         """Opening for writing with O_TRUNC; commands stay."""
-        self._of_modules.clear()
         self._functions.clear()
 
     def records(self) -> Iterator[str]:
         """Functions, then commands."""
         yield from self._functions.records()
-        yield from (f"{text}\n" for text in self._of_modules)
         if self._probes is not None:
             yield from self._probes.records()
 
@@ -117,21 +131,13 @@ class FilterFile:
         word, size = take_word(data)
         pattern, colon, command = word.partition(b":")
         if command.startswith(b"mod:"):
-            self._choose_of_module(pattern, command)
+            self._functions.choose_of_module(pattern, command.removeprefix(b"mod:"))
         elif colon and self._probes is not None:
             self._probes.execute(pattern, command.decode("latin-1"))
             self._changed()
         elif word:
             self._functions.choose(word)
         return size
-
-    def _choose_of_module(self, pattern: bytes, command: bytes) -> None:
-        """Deviates: Linux takes the functions when the module comes, or is there."""
-        text = (pattern.removeprefix(b"!") + b":" + command).decode("latin-1")
-        if not pattern.startswith(b"!"):
-            self._of_modules.append(text)
-        elif text in self._of_modules:
-            self._of_modules.remove(text)
 
 
 class PidFile:

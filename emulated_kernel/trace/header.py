@@ -5,10 +5,11 @@ Mirrors: kernel/trace/trace.c:trace_default_header, print_trace_header, print_la
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from emulated_kernel.trace import function_graph
 from emulated_kernel.trace.options import TraceOption
+from emulated_kernel.trace.tracer_options import TracerOptions
 
 _TGID_COLUMN = ("   TGID   ", "     |    ")
 _IRQ_INDENT = 30
@@ -44,13 +45,14 @@ class HeaderFacts:
     release: str
     preemption: str
     """The preemption model in the header's words: server, desktop, preempt."""
+    tracer_options: TracerOptions = field(default_factory=TracerOptions)
 
 
 def header_text(facts: HeaderFacts, flags: TraceOption) -> str:
     """The header of a trace file under these options."""
     start = f"# tracer: {facts.tracer}\n#\n"
     if facts.tracer == function_graph.NAME:
-        return start + (function_graph.HEADER if TraceOption.CONTEXT_INFO in flags else "")
+        return start + _graph_header(facts, flags)
     return start + _default_header(facts, flags)
 
 
@@ -67,6 +69,17 @@ def _default_header(facts: HeaderFacts, flags: TraceOption) -> str:
     tgid = TraceOption.RECORD_TGID in flags
     info = f"# entries-in-buffer/entries-written: {facts.entries}/{facts.total}   #P:{facts.cpus}\n#\n"
     return info + (_irq_columns(tgid) if TraceOption.IRQ_INFO in flags else _columns(tgid))
+
+
+def _graph_header(facts: HeaderFacts, flags: TraceOption) -> str:
+    """Mirrors: kernel/trace/trace_functions_graph.c:print_graph_headers_flags (v6.1)."""
+    if TraceOption.CONTEXT_INFO not in flags:
+        return ""
+    latency = TraceOption.LATENCY_FMT in flags
+    if latency and not facts.entries:
+        return ""
+    columns = function_graph.header(facts.tracer_options, latency=latency)
+    return _latency_header(facts) + columns if latency else columns
 
 
 def _columns(tgid: bool) -> str:

@@ -59,6 +59,8 @@ class KprobeEvents:
         self.registry = EventRegistry() if registry is None else registry
         self.dynamic_events = DynamicEvents(printk) if dynamic_events is None else dynamic_events
         self.dynamic_events.register_kind(self.create)
+        self._probes: dict[TraceKprobe, None] = {}
+        """Those of them that stand on the list of dynamic events, in its order."""
         self.filters = EventFilters(recorder, self.error_log)
         """Those of the top trace array."""
 
@@ -71,9 +73,9 @@ class KprobeEvents:
         """
         return run_commands(data, self._execute, self._printk)
 
-    def records(self) -> list[str]:
-        """The lines of kprobe_events."""
-        return [probe.show() for probe in self.probes()]
+    def records(self, start: int = 0) -> Iterator[str]:
+        """The lines of kprobe_events, from one on."""
+        return (probe.show() for probe in islice(self._probes, start, None))
 
     def show(self) -> str:
         """The text of kprobe_events."""
@@ -81,7 +83,7 @@ class KprobeEvents:
 
     def profile_records(self, start: int = 0) -> Iterator[str]:
         """The lines of kprobe_profile, from one on."""
-        return (probe.profile() for probe in islice(self.probes(), start, None))
+        return (probe.profile() for probe in islice(self._probes, start, None))
 
     def profile(self) -> str:
         """The text of kprobe_profile: event, hits, missed hits."""
@@ -95,11 +97,7 @@ class KprobeEvents:
 
     def probes(self) -> list[TraceKprobe]:
         """All probes, in order of their making."""
-        return [
-            event
-            for event in self.dynamic_events.events
-            if isinstance(event, TraceKprobe) and type(event) is self.probe_class
-        ]
+        return list(self._probes)
 
     def events(self) -> list[KprobeTraceEvent]:
         """All events, in order of their making."""
@@ -212,6 +210,7 @@ class KprobeEvents:
             self._printk(_MODULE_MAY_COME)
         probe.event.probes.append(probe)
         self.dynamic_events.events.append(probe)
+        self._probes[probe] = None
 
     def remove(self, probe: TraceKprobe) -> None:
         """Remove a probe, and its event with the last one.
@@ -226,6 +225,7 @@ class KprobeEvents:
         probe.unregister()
         event.probes.remove(probe)
         self.dynamic_events.events.remove(probe)
+        del self._probes[probe]
         if is_last:
             self.registry.remove(event)
             for recorder in event.seen_by:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from enum import IntFlag
 
 from emulated_kernel.errors import KernelError
+from emulated_kernel.trace.dynamic_events import discard
+from emulated_kernel.trace.tracer_options import NopOption, TracerOptions
 
 _WRITE_LIMIT = 64
 
@@ -97,31 +99,38 @@ TOP_LEVEL_OPTIONS = TraceOption.PRINTK | TraceOption.PRINTK_MSGONLY | TraceOptio
 INHERITED_OPTIONS = ~(TraceOption.EVENT_FORK | TraceOption.FUNC_FORK)
 """Options that a new instance takes over from the top array. Mirrors: ZEROED_TRACE_FLAGS (v6.1)."""
 
-NOP_ACCEPT = "test_nop_accept"
-NOP_REFUSE = "test_nop_refuse"
-
 
 class TraceOptions:
-    """The options of one trace array, those of its tracer (nop's) included."""
+    """The options of one trace array, with those of the tracers that it has."""
 
-    def __init__(self, changed: Callable[[TraceOption, bool], None] = lambda _option, _on: None) -> None:
-        """`changed` is told of each option whose value really changed."""
+    def __init__(
+        self,
+        changed: Callable[[TraceOption, bool], None] = lambda _option, _on: None,
+        tracer_options: TracerOptions | None = None,
+        tracers: Callable[[], Collection[str]] = lambda: ("nop",),
+        current: Callable[[], str] = lambda: "nop",
+        printk: Callable[[str], None] = discard,
+    ) -> None:
+        """`changed` is told of each option of the array's own whose value really changed."""
         self.flags = DEFAULT_OPTIONS
-        self._tracer_flags = {NOP_ACCEPT: False, NOP_REFUSE: False}
+        self.of_tracers = tracer_options or TracerOptions()
         self._changed = changed
+        self._tracers = tracers
+        self._current = current
+        self._printk = printk
 
     def names(self, *, instance: bool = False) -> tuple[str, ...]:
-        """Names of the options, in the order of trace_options; or of those that an instance has files for."""
+        """Names of all options, or of those that an instance has files for."""
         own = (n for n, option in OPTION_NAMES.items() if not (instance and option in TOP_LEVEL_OPTIONS))
-        return (*own, *self._tracer_flags)
+        return (*own, *self.of_tracers.names(self._tracers()))
 
     def get(self, name: str) -> bool:
         """Whether an option is on. Raises: KernelError EINVAL for an unknown name."""
         if option := OPTION_NAMES.get(name):
             return option in self.flags
-        if name not in self._tracer_flags:
+        if name not in self.of_tracers.names(self._tracers()):
             raise KernelError(errno.EINVAL, f"no option {name!r}")
-        return self._tracer_flags[name]
+        return self.of_tracers.is_on(name)
 
     def set(self, name: str, value: int) -> None:
         """Switch an option.
@@ -136,23 +145,41 @@ class TraceOptions:
         if option := OPTION_NAMES.get(name):
             self.flags = self.flags | option if value else self.flags & ~option
             self._changed(option, bool(value))
-        elif name == NOP_REFUSE:
-            raise KernelError(errno.EINVAL, "the nop tracer refuses this option")
         else:
-            self._tracer_flags[name] = bool(value)
+            self._set_of_tracer(name, on=bool(value))
+
+    def _set_of_tracer(self, name: str, *, on: bool) -> None:
+        """Mirrors: kernel/trace/trace_nop.c:nop_set_flag (v6.1)."""
+        if name in tuple(NopOption):
+            verb = "refuse" if name == NopOption.REFUSE else "accept"
+            self._printk(
+                f"nop_test_{verb} flag set to {on:d}: we {verb}. Now cat trace_options to see the result"
+            )
+        self.of_tracers.switch(name, on=on)
 
     def write(self, data: bytes) -> int:
         """Execute one write(2) to trace_options: a name, or "no" and a name; bytes taken.
 
+        Of tracers' options it takes those of the current one.
         Raises: KernelError EINVAL. Mirrors: kernel/trace/trace.c:tracing_trace_options_write (v6.1)
         """
         if len(data) >= _WRITE_LIMIT:
             raise KernelError(errno.EINVAL, "too long")
         text = data.split(b"\0", 1)[0].decode("latin-1").strip(" \t\n\v\f\r\xa0")
         name = text.removeprefix("no")
-        self.set(name, name == text)
+        if name not in self._shown():
+            raise KernelError(errno.EINVAL, f"no option {name!r} now")
+        if name in OPTION_NAMES:
+            self.set(name, name == text)
+        else:
+            # Linux: told to the tracer even if that changes nothing.
+            self._set_of_tracer(name, on=name == text)
         return len(data)
 
     def text(self) -> str:
         """The trace_options file: a line for each option, "no" before those that are off."""
-        return "".join(f"{'' if self.get(name) else 'no'}{name}\n" for name in self.names())
+        return "".join(f"{'' if self.get(name) else 'no'}{name}\n" for name in self._shown())
+
+    def _shown(self) -> tuple[str, ...]:
+        """Mirrors: kernel/trace/trace.c:tracing_trace_options_show (v6.1)."""
+        return (*OPTION_NAMES, *self.of_tracers.names((self._current(),)))

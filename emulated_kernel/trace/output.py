@@ -13,7 +13,6 @@ from typing import NamedTuple
 from emulated_kernel.trace.chars import bytes_to_text
 from emulated_kernel.trace.clock import ns_to_usecs
 from emulated_kernel.trace.cmdlines import SavedCmdlines
-from emulated_kernel.trace.function_graph import GraphPrinter
 from emulated_kernel.trace.options import TraceOption
 from emulated_kernel.trace.trace_entry import (
     ENTRY_PRINTERS,
@@ -24,6 +23,7 @@ from emulated_kernel.trace.trace_entry import (
     EntryType,
     EventTable,
     print_message,
+    repeats,
 )
 
 SEQ_SIZE = 4095
@@ -125,9 +125,19 @@ class LineFormatter:
             return print_message(entry.record[TRACE_ENTRY.size :], self._style)
         return self._body(entry)
 
-    def graph(self, cpus: int) -> GraphPrinter:
-        """A printer of graphs under the same options."""
-        return GraphPrinter(self._flags, self._cmdlines, self._style, cpus)
+    def named(self, pid: int) -> str:
+        """The name of a task."""
+        return self._cmdlines.find(pid)
+
+    @property
+    def flags(self) -> TraceOption:
+        """The options."""
+        return self._flags
+
+    @property
+    def style(self) -> AddressStyle:
+        """How addresses are named."""
+        return self._style
 
     @property
     def annotates(self) -> bool:
@@ -151,12 +161,23 @@ class LineFormatter:
     def _body(self, entry: Entry) -> str:
         kind = entry.record[0] | entry.record[1] << 8
         payload = entry.record[TRACE_ENTRY.size :]
+        if kind == EntryType.FUNC_REPEATS:
+            return self._repeats(payload, entry.time_stamp)
         event = self._event(kind)
         if event is not None:
             return event.print_line(payload, self._style.symbols, sym_addr=self._style.sym_addr) + "\n"
         if printer := ENTRY_PRINTERS.get(kind):
             return printer(payload, self._style)
         return f"Unknown type {kind}\n"
+
+    def _repeats(self, payload: bytes, now: int) -> str:
+        """Mirrors: kernel/trace/trace_output.c:trace_func_repeats_print, trace_print_time (v6.1)."""
+        count, ago = repeats(payload, self._style)
+        last = now - ago
+        seconds, usecs = divmod(ns_to_usecs(last), 1_000_000)
+        when = f"{seconds:5d}.{usecs:06d}" if self._in_ns else f"{last:12d}"
+        call = ENTRY_PRINTERS[EntryType.FN](payload, self._style).rstrip("\n")
+        return f"{call} (repeats: {count}, last_ts: {when})\n"
 
     @staticmethod
     def _clip(context: str, body: str) -> str:

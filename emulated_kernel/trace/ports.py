@@ -33,8 +33,20 @@ class TraceArch(Protocol):
         """Attribute of a function's result."""
 
     @property
+    def kept_at_return(self) -> frozenset[str]:
+        """Attributes that have a function's values when it has returned."""
+
+    @property
     def stack_pointer(self) -> str:
         """Attribute of the stack pointer."""
+
+    @property
+    def general_registers(self) -> frozenset[str]:
+        """Attributes that guest code can read."""
+
+    @property
+    def seen_ip(self) -> int:
+        """What a probe's handlers find in ip, in bytes from the probed address on."""
 
     @property
     def word_size(self) -> int:

@@ -282,9 +282,10 @@ class RingBuffer(RingWriter):
         self._park(0)
 
     def resize(self, memory: RingMemory | memoryview, nr_pages: int) -> None:
-        """Move into other memory with `nr_pages` sub-buffers; the oldest that don't fit are overrun.
+        """Move into other pages, under the same control block or another, with `nr_pages` sub-buffers.
 
-        The memory so far is the caller's to release, when no guest code writes to it any more.
+        The oldest that don't fit are overrun. The pages so far are the caller's to release, when no guest
+        code writes to them any more.
         Mirrors: kernel/trace/ring_buffer.c:ring_buffer_resize (v6.1)
         """
         tail, old, table = self._tail(), self._words, self._table
@@ -297,7 +298,7 @@ class RingBuffer(RingWriter):
         images = [self._memory[self._data(page) - PAGE_HEADER_SIZE :][:PAGE_SIZE] for page in kept]
         entries = [table[self._entries_at + page] for page in kept]
         counters = old[:CONTROL_WORDS].tolist()
-        # Guest code that still knows the old place must come to the host.
+        # Guest code that knows another control block must come to the host.
         old[FLAGS], old[WRITE_PTR] = counters[FLAGS] | _DISABLED, 0
         self._format(memory, nr_pages, counters[FLAGS])
         words = self._words

@@ -1,6 +1,7 @@
 """Where everything stands in a ring buffer's memory: the contract between guest code and the reader here.
 
-A control block of 32 u64 words (little-endian) holds what changes with each event and counts:
+Each CPU writes to a buffer of its own. Its control block of 32 u64 words (little-endian) holds what changes
+with each event and counts:
 
     word  0 write_ptr      address of the next event; 0: nobody but the host may write one now
           1 write_stamp    time of the last event written
@@ -39,7 +40,7 @@ How guest code writes an event of `length` bytes (ring_page.event_size) at the t
     p = write_ptr
     if ((p - 1) & 4095) > 4095 - length, unsigned: no room (or off, or the first event of a sub-buffer)
     delta = t - write_stamp; if delta >= 1 << 27, unsigned: a time extend is needed
-    put the event at p; write_stamp = t; tail_entries += 1; write_ptr = p + length
+    write_stamp += delta; put the event at p; tail_entries += 1; write_ptr = p + length
 
 In both other cases the host is asked first: RingBuffer.make_room(length, t). If that says yes, the steps
 succeed when begun again; if no, the event is dropped, and counted if that is for want of room.
@@ -47,14 +48,15 @@ succeed when begun again; if no, the event is dropped, and counted if that is fo
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from enum import IntFlag
 
 from emulated_kernel.abi import PAGE_SIZE
 from emulated_kernel.trace.ring_page import PAGE_DATA_SIZE
 
 MIN_PAGES = 2
+_SIZE_MASK = (1 << 64) - 1
 
 (
     WRITE_PTR,
@@ -103,10 +105,11 @@ def _keep() -> None:
 
 @dataclass(frozen=True)
 class RingMemory:
-    """What a ring buffer stands in; `address` and `control_at` are where guest code sees the two parts.
+    """What a ring buffer stands in.
 
-    Without a control block of its own it uses the room at the start of `pages`. Memory that no guest code
-    sees has address 0.
+    Guest code sees its pages at `address`, and its control block at `control_at` from the base of the CPU
+    that the buffer is of. Without a control block of its own it uses the room at the start of `pages`.
+    Memory that no guest code sees has address 0.
     """
 
     pages: memoryview
@@ -116,12 +119,32 @@ class RingMemory:
     """Writable, CONTROL_SIZE bytes."""
     control_at: int = 0
     release: Callable[[], None] = _keep
-    """Gives the memory back."""
+    """Gives the pages back."""
+
+    def moved_to(self, pages: RingMemory) -> RingMemory:
+        """Other pages under the same control block."""
+        return replace(pages, control=self.control, control_at=self.control_at)
+
+
+@dataclass(frozen=True)
+class RingControls:
+    """The control blocks of ring buffers, one a CPU, at the same offset from the base of each."""
+
+    blocks: Sequence[memoryview]
+    offset: int = 0
+    release: Callable[[], None] = _keep
+
+    def place(self, cpu: int, pages: RingMemory) -> RingMemory:
+        """Pages under that CPU's control block."""
+        return replace(pages, control=self.blocks[cpu], control_at=self.offset)
 
 
 def pages_for(size: int) -> int:
-    """Sub-buffers in the ring for a wanted size in bytes."""
-    return max(MIN_PAGES, -(-size // PAGE_DATA_SIZE))
+    """Sub-buffers in the ring for a wanted size in bytes.
+
+    Linux: rounding up wraps around. Mirrors: kernel/trace/ring_buffer.c:ring_buffer_resize (v6.1).
+    """
+    return max(MIN_PAGES, ((size + PAGE_DATA_SIZE - 1) & _SIZE_MASK) // PAGE_DATA_SIZE)
 
 
 def memory_size(nr_pages: int) -> int:

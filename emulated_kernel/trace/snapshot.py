@@ -39,10 +39,7 @@ class Snapshot:
     def __init__(self, array: TraceArray) -> None:
         self._array = array
         self.is_allocated = False
-        self.buffers = [self._buffer(MIN_PAGES) for _ in array.buffers]
-
-    def _buffer(self, nr_pages: int) -> RingBuffer:
-        return RingBuffer(self._array.system.allocate(memory_size(nr_pages)), nr_pages)
+        self.buffers = array.new_buffers(MIN_PAGES)
 
     def text(self, cpu: int | None = None) -> str:
         """The file: the events set aside, or how to set some aside."""
@@ -83,8 +80,10 @@ class Snapshot:
         self.is_allocated = True
 
     def _replace(self, number: int, nr_pages: int) -> None:
-        old, self.buffers[number] = self.buffers[number], self._buffer(nr_pages)
-        old.place.release()
+        memory = self._array.system.allocate(memory_size(nr_pages))
+        old = self.buffers[number].place
+        self.buffers[number] = RingBuffer(old.moved_to(memory), nr_pages)
+        old.release()
 
     def take(self) -> None:
         """Swap the array's buffers with the snapshot's, where one is allocated and tracing is on.

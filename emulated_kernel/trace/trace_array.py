@@ -20,6 +20,7 @@ from emulated_kernel.trace.clock import (
     ns_to_usecs,
 )
 from emulated_kernel.trace.cmdlines import SavedCmdlines
+from emulated_kernel.trace.dynamic_events import discard
 from emulated_kernel.trace.event_pids import EventPids
 from emulated_kernel.trace.function_graph import GraphPrinter
 from emulated_kernel.trace.header import HeaderFacts, header_text
@@ -28,11 +29,18 @@ from emulated_kernel.trace.output import Entry, LineFormatter
 from emulated_kernel.trace.ports import TraceSymbols
 from emulated_kernel.trace.raw_pipe import RawPipe
 from emulated_kernel.trace.ring_buffer import RingBuffer
-from emulated_kernel.trace.ring_layout import RingMemory, memory_size, pages_for
+from emulated_kernel.trace.ring_layout import (
+    CONTROL_SIZE,
+    RingControls,
+    RingMemory,
+    memory_size,
+    pages_for,
+)
 from emulated_kernel.trace.snapshot import Snapshot
 from emulated_kernel.trace.symbolizer import CachedSymbols
 from emulated_kernel.trace.trace_entry import TRACE_ENTRY, AddressStyle, EntryType, EventTable, print_entry
 from emulated_kernel.trace.trace_pipe import PipeUsers, TracePipe
+from emulated_kernel.trace.tracer_options import TracerOptions
 
 DEFAULT_BUFFER_SIZE = 1441792
 """Bytes of events a CPU once something is traced. Mirrors: kernel/trace/trace.c:TRACE_BUF_SIZE_DEFAULT."""
@@ -56,6 +64,11 @@ class TaskContext:
     cpu: int = 0
     flags: int = 0
     preempt_count: int = 0
+
+
+def allocate_controls(cpus: int) -> RingControls:
+    """Control blocks out of the guest's sight."""
+    return RingControls([memoryview(bytearray(CONTROL_SIZE)) for _ in range(cpus)])
 
 
 def allocate_memory(size: int) -> RingMemory:
@@ -92,9 +105,14 @@ class TraceSystem:
     preemption: str = "desktop"
     clocks: ClockSource = field(default_factory=ClockSource)
     cmdlines: SavedCmdlines = field(default_factory=SavedCmdlines)
+    tracer_options: TracerOptions = field(default_factory=TracerOptions)
     allocate: Callable[[int], RingMemory] = allocate_memory
     """Zeroed or not, writable memory of that many bytes. Raises: MemoryError."""
+    allocate_controls: Callable[[int], RingControls] = allocate_controls
+    """Control blocks for that many CPUs. Raises: MemoryError."""
     expansion: Expansion = field(default_factory=Expansion)
+    printk: Callable[[str], None] = discard
+    """A line of the kernel's log."""
 
 
 class Tracer(Protocol):
@@ -116,7 +134,13 @@ class TraceArray:
     def __init__(self, system: TraceSystem, *, expanded: bool = False) -> None:
         """`expanded`: with buffers of full size at once, as instances have."""
         self.system = system
-        self.options = TraceOptions(self._option_changed)
+        self.options = TraceOptions(
+            self._option_changed,
+            system.tracer_options,
+            self.tracers,
+            lambda: self.current_tracer,
+            system.printk,
+        )
         self.clock: TraceClock = LOCAL
         self.current_tracer = NOP_TRACER
         self.tracer_kinds: dict[str, Tracer] = {}
@@ -138,8 +162,8 @@ class TraceArray:
         self._tracing_on = True
         self._stopped = 0
         self._records_comm = True
-        pages = pages_for(DEFAULT_BUFFER_SIZE if expanded else UNEXPANDED_SIZE)
-        self.buffers = [RingBuffer(system.allocate(memory_size(pages)), pages) for _ in range(system.cpus)]
+        self._controls: list[RingControls] = []
+        self.buffers = self.new_buffers(pages_for(DEFAULT_BUFFER_SIZE if expanded else UNEXPANDED_SIZE))
         self.snapshot = Snapshot(self)
 
     @property
@@ -208,6 +232,16 @@ class TraceArray:
         """Give the buffers' memory back: nothing records here any more."""
         for buffer in (*self.buffers, *self.snapshot.buffers):
             buffer.place.release()
+        for controls in self._controls:
+            controls.release()
+
+    def new_buffers(self, pages: int) -> list[RingBuffer]:
+        """An empty buffer a CPU, of that many sub-buffers. Raises: MemoryError."""
+        system = self.system
+        controls = system.allocate_controls(system.cpus)
+        self._controls.append(controls)
+        places = (controls.place(cpu, system.allocate(memory_size(pages))) for cpu in range(system.cpus))
+        return [RingBuffer(place, pages) for place in places]
 
     def write_marker(self, data: bytes) -> int:
         """Execute one write(2) to trace_marker: a PRINT record of the current task; bytes taken.
@@ -275,6 +309,7 @@ class TraceArray:
             cpus=self.system.cpus,
             release=self.system.release,
             preemption=self.system.preemption,
+            tracer_options=self.system.tracer_options,
         )
         lines = self._lines(_entries(buffers, self._cpus(cpu)), annotate=overruns > 0)
         return header_text(facts, flags) + "".join(lines)
@@ -284,7 +319,7 @@ class TraceArray:
 
     def _lines(self, entries: Iterator[Entry], *, annotate: bool) -> Iterator[str]:
         formatter = self.formatter()
-        graph = self.graph_printer(formatter)
+        graph = self.graph_printer()
         started: set[int] = set()
         annotate = annotate and formatter.annotates
         entry = next(entries, None)
@@ -296,16 +331,18 @@ class TraceArray:
                 started.add(entry.cpu)
                 if index > 1:
                     yield f"##### CPU {entry.cpu} buffer started ####\n"
-            if graph is None:
+            if graph is None or not graph.prints(entry.record):
                 yield formatter.line(entry, (following or entry).time_stamp, index)
             else:
                 behind = following.record if following is not None and following.cpu == entry.cpu else None
-                yield graph.line(entry.cpu, entry.record, behind, formatter.comment(entry))
+                yield graph.line(entry, behind, formatter)
             entry = following
 
-    def graph_printer(self, formatter: LineFormatter) -> GraphPrinter | None:
+    def graph_printer(self) -> GraphPrinter | None:
         """What prints the records while the tracer is function_graph."""
-        return formatter.graph(self.system.cpus) if self.current_tracer == function_graph.NAME else None
+        if self.current_tracer != function_graph.NAME:
+            return None
+        return GraphPrinter(self.system.cpus, self.system.tracer_options)
 
     def formatter(self) -> LineFormatter:
         """A printer of records under the options as they are now."""
@@ -333,7 +370,7 @@ class TraceArray:
         for number in self._cpus(cpu):
             self.buffers[number].reset()
         if cpu is None:
-            self._time_start = self._now()
+            self._time_start = self.now()
 
     def open_pipe(self, cpu: int | None = None, *, nonblock: bool = False) -> TracePipe:
         """A consuming reader of one CPU or of all, as TracePipe says. Raises: KernelError EBUSY."""
@@ -352,7 +389,7 @@ class TraceArray:
             f"commit overrun: {stats.commit_overrun}\n"
             f"bytes: {stats.size}\n"
             f"oldest event ts: {self._time_text(stats.oldest_event_ts)}\n"
-            f"now ts: {self._time_text(self._now())}\n"
+            f"now ts: {self._time_text(self.now())}\n"
             f"dropped events: {stats.dropped_events}\n"
             f"read events: {stats.read_events}\n"
         )
@@ -363,7 +400,8 @@ class TraceArray:
         seconds, usecs = divmod(ns_to_usecs(stamp), 1_000_000)
         return f"{seconds:5d}.{usecs:06d}"
 
-    def _now(self) -> int:
+    def now(self) -> int:
+        """The time as the clock counts it."""
         now = self.system.now_ns()
         return now if self._stamp is None else self._stamp(now)
 
@@ -513,8 +551,7 @@ class TraceArray:
             raise KernelError(errno.ENOMEM, str(error)) from error
         old = [buffer.place for buffer in changed]
         for buffer, memory in zip(changed, memories, strict=True):
-            buffer.resize(memory, pages)
-        self.notify_rewired()
+            buffer.resize(buffer.place.moved_to(memory), pages)
         for memory in old:
             memory.release()
 

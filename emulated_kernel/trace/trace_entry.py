@@ -26,6 +26,7 @@ class EntryType(IntEnum):
     GRAPH_RET = 10
     GRAPH_ENT = 11
     RAW_DATA = 18
+    FUNC_REPEATS = 19
 
 
 class EntryFlag(IntFlag):
@@ -146,6 +147,27 @@ def _function_raw(payload: bytes, style: AddressStyle) -> str:
     return f"{style.word(payload):x} {style.word(payload, style.word_size):x}\n"
 
 
+_REPEATS = Struct("<HHI")
+"""count, and the upper and lower bits of the time since the latest call."""
+
+
+def repeats_entry(call: bytes, count: int, ago: int) -> bytes:
+    """The payload of a FUNC_REPEATS record: `call` is that of the FN record which the calls are like."""
+    return call + _REPEATS.pack(count, ago >> 32 & 0xFFFF, ago & 0xFFFFFFFF)
+
+
+def repeats(payload: bytes, style: AddressStyle) -> tuple[int, int]:
+    """How many calls the record stands for, and how long ago the latest one was."""
+    count, top, bottom = _REPEATS.unpack_from(payload, 2 * style.word_size)
+    return count, top << 32 | bottom
+
+
+def _repeats_raw(payload: bytes, style: AddressStyle) -> str:
+    """Mirrors: kernel/trace/trace_output.c:trace_func_repeats_raw (v6.1)."""
+    count, ago = repeats(payload, style)
+    return f"{style.word(payload)} {style.word(payload, style.word_size)} {count} {ago}\n"
+
+
 EntryPrinter = Callable[[bytes, AddressStyle], str]
 
 ENTRY_PRINTERS: dict[int, EntryPrinter] = {
@@ -160,5 +182,6 @@ RAW_PRINTERS: dict[int, EntryPrinter] = {
     EntryType.FN: _function_raw,
     EntryType.PRINT: _print_raw,
     EntryType.RAW_DATA: _raw_data,
+    EntryType.FUNC_REPEATS: _repeats_raw,
 }
 """The same under the option `raw`; other types have no such text."""

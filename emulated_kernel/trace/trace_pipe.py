@@ -178,12 +178,12 @@ class TracePipe(PipeReader):
             self._graph = None
             return formatter.line(entry, entry.time_stamp, index)
         # It stays from one read to the next: a call's end may come in another one.
-        graph = self._graph = self._graph or self._array.graph_printer(formatter)
+        graph = self._graph = self._graph or self._array.graph_printer()
         assert graph is not None
+        if not graph.prints(entry.record):
+            return formatter.line(entry, entry.time_stamp, index)
         behind = next(islice(self._buffers[entry.cpu], 1, None), None)
-        return graph.line(
-            entry.cpu, entry.record, None if behind is None else behind[1], formatter.comment(entry)
-        )
+        return graph.line(entry, None if behind is None else behind[1], formatter)
 
     def _next_entry(self) -> tuple[Entry, int] | None:
         best: tuple[Entry, int] | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,26 +12,80 @@ from emulated_kernel.trace import ring_layout
 from emulated_kernel.trace.compile import CompiledEvent, Recording, compiled_event, emit_event
 from emulated_kernel.trace.event import KprobeTraceEvent, TraceEvent
 from emulated_kernel.trace.guest import SCRATCH_SIZE, GuestPlaces, RecordTarget
-from emulated_kernel.trace.ports import ProbeHit, RawEntry
+from emulated_kernel.trace.ports import ProbeHit, RawEntry, TraceArch
 from emulated_kernel.trace.ring_buffer import RingBuffer
 from emulated_kernel.trace.ring_layout import RingMemory, memory_size
 from emulated_kernel.trace.trace_entry import TRACE_ENTRY
 from tests.arch.interpreter import Interpreter
-from tests.trace.events.kernel import REGISTERS, X86
+from tests.trace.events.kernel import FUNCTIONS, REGISTERS_32, X86, Function
 
-KERNEL = 0xFFFF888000010000
-"""Two pages that arguments may point to; pages before and behind aren't mapped."""
-STACK = 0xFFFF888000020000
-USER = 0x00007F0000000000
-EDGE = 0x7FFFFFFFE000
-"""The last page of user space."""
-_CELLS = 0xFFFFFFFFB8000000
-_PAGES = 0xFFFFC98000000000
-_PER_CPU = 0xFFFFFFFF81100000
-_TASK = 0xFFFF888000030000
+_SCRATCH, _CONTROLS = 0x1000, 0x10000
+"""Offsets in the CPU's area."""
+CPU = 3
 PID, COMM = 4242, b"a-task"
 STEP = 57
-ARCH = X86()
+_TOP = 16384 - 512
+"""Of the stack: where the stack pointer is at a hit."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """An architecture, and where things lie in its guest."""
+
+    arch: TraceArch
+    kernel: int
+    """Two pages that arguments may point to; pages before and behind aren't mapped."""
+    stack: int
+    edge: int
+    """The last page of user space."""
+    clock: int
+    pages: int
+    per_cpu: int
+    task: int
+    user: int = 0x10000000
+
+    @property
+    def bits(self) -> int:
+        return 8 * self.arch.word_size
+
+    @property
+    def functions(self) -> list[Function]:
+        """With addresses that a word holds."""
+        return [replace(each, address=each.address & self.mask) for each in FUNCTIONS]
+
+    @property
+    def mask(self) -> int:
+        return (1 << self.bits) - 1
+
+
+TARGETS = {
+    "x86_64": Target(
+        X86(),
+        kernel=0xFFFF888000010000,
+        stack=0xFFFF888000020000,
+        user=0x00007F0000000000,
+        edge=0x7FFFFFFFE000,
+        clock=0xFFFFFFFF82000000,
+        pages=0xFFFFC98000000000,
+        per_cpu=0xFFFFFFFF81100000,
+        task=0xFFFF888000030000,
+    ),
+    "i386": Target(
+        X86(
+            registers={name: name for name in REGISTERS_32},
+            argument_registers=("ax", "dx", "cx"),
+            word_size=4,
+            task_size=0xC0000000,
+        ),
+        kernel=0xC0010000,
+        stack=0xC0020000,
+        edge=0xBFFFF000,
+        clock=0xC1200000,
+        pages=0xE0000000,
+        per_cpu=0xC1100000,
+        task=0xC0030000,
+    ),
+}
 
 
 class Memory:
@@ -90,9 +144,11 @@ class RingRecorder:
     def __post_init__(self) -> None:
         self.host_ring = RingBuffer(memoryview(bytearray(memory_size(2))), 2, overwrite=self.overwrite)
         memory = self.guest.memory
-        pages_at, control_at = _PAGES + self.number * 0x100000, _CELLS + 0x10000 + self.number * 0x100
+        target = self.guest.target
+        pages_at = target.pages + self.number * 0x100000
+        control_at = _CONTROLS + self.number * ring_layout.CONTROL_SIZE
         pages = memoryview(memory.map(pages_at, memory_size(2)))
-        control = memoryview(memory.map(control_at, ring_layout.CONTROL_SIZE))
+        control = memoryview(memory.map(target.per_cpu + control_at, ring_layout.CONTROL_SIZE))
         place = RingMemory(pages, pages_at, control, control_at)
         self.guest_ring = RingBuffer(place, 2, overwrite=self.overwrite)
 
@@ -102,13 +158,13 @@ class RingRecorder:
         return RecordTarget(self.guest_ring.place.control_at, self.saves_comm, self._make_room)
 
     def _make_room(self) -> bool:
-        request = self.guest.memory.read(self.guest.places.event_time, 16)
+        request = self.guest.memory.read(self.guest.target.per_cpu + self.guest.places.event_time, 16)
         assert request is not None
         time, length = (int.from_bytes(request[at : at + 8], "little") for at in (0, 8))
         return self.guest_ring.make_room(length, time)
 
     def entry(self, event: TraceEvent, payload: bytes, hit: ProbeHit) -> RawEntry:
-        return RawEntry(TRACE_ENTRY.pack(event.id, *self.guest.context, PID) + payload, 0, hit.comm)
+        return RawEntry(TRACE_ENTRY.pack(event.id, *self.guest.context, PID) + payload, CPU, hit.comm)
 
     def record(self, event: TraceEvent, payload: bytes, hit: ProbeHit) -> None:
         self.guest.now += STEP
@@ -134,22 +190,27 @@ class RingRecorder:
 class Guest:
     """One CPU with a task."""
 
-    def __init__(self, way: HitWay = HitWay.JUMP) -> None:
+    def __init__(self, way: HitWay = HitWay.JUMP, arch: str = "x86_64") -> None:
         self.way = way
+        self.target = target = TARGETS[arch]
+        self.word = target.arch.word_size
         self.memory = memory = Memory()
         self.now = 1_000_000
         self.saves = 0
         self.host_saved: list[int] = []
-        memory.map(KERNEL, 8192)
-        memory.map(STACK, 16384)
-        memory.map(USER, 4096)
-        memory.map(EDGE, 4096)
-        memory.map(_CELLS, 256 + SCRATCH_SIZE)
-        memory.map(_PER_CPU, 4096)
-        memory.map(_TASK, 4096)
+        memory.map(target.kernel, 8192)
+        memory.map(target.stack, 16384)
+        memory.map(target.user, 4096)
+        memory.map(target.edge, 4096)
+        memory.map(target.clock, 16)
+        memory.map(target.per_cpu, _SCRATCH + SCRATCH_SIZE)
+        memory.map(target.task, 4096)
         self.places = GuestPlaces(
-            clock=_CELLS,
-            clock_step=STEP,
+            clock=target.clock,
+            clock_step=lambda: STEP,
+            interrupt_flag=("flags", 0x200),
+            this_cpu_off=0x18,
+            cpu_number=0x20,
             current_task=0x10,
             pid=0x100,
             comm=0x200,
@@ -157,32 +218,34 @@ class Guest:
             need_resched=0x78,
             hardirq_mask=0xF0000,
             softirq_mask=0xFF00,
-            last_pid=_CELLS + 16,
-            event_time=_CELLS + 32,
-            scratch=_CELLS + 256,
+            last_pid=0x30,
+            event_time=0x40,
+            scratch=_SCRATCH,
             breakpoint_context=(0x48, 0xFF),
             save_comm=self._save_comm,
             new_counter=lambda: None,
         )
-        memory.word(_CELLS, self.now)
-        memory.word(_CELLS + 8, STEP)
-        memory.word(_PER_CPU + 0x10, _TASK)
-        memory.word(_TASK + 0x100, PID, 4)
-        memory.write(_TASK + 0x200, COMM)
-        self.regs = SimpleNamespace(**dict.fromkeys(REGISTERS, 0))
-        self.regs.sp = STACK + 16384 - 512
+        memory.word(target.clock, self.now)
+        memory.word(target.clock + 8, STEP)
+        memory.word(target.per_cpu + 0x18, target.per_cpu, self.word)
+        memory.word(target.per_cpu + 0x20, CPU, 4)
+        memory.word(target.per_cpu + 0x10, target.task, self.word)
+        memory.word(target.task + 0x100, PID, 4)
+        memory.write(target.task + 0x200, COMM)
+        self.regs = SimpleNamespace(**dict.fromkeys(target.arch.registers, 0))
+        self.regs.sp = target.stack + _TOP
         self.context = (0, 0)
         self.set_context(0, 0, interrupts=True)
 
     def _save_comm(self) -> bool:
         self.saves += 1
-        self.memory.word(self.places.last_pid, PID, 4)
+        self.memory.word(self.target.per_cpu + self.places.last_pid, PID, 4)
         return True
 
     def set_context(self, count: int, need_resched: int, *, interrupts: bool) -> None:
         """preempt_count and need_resched of the CPU, and the interrupt flag."""
-        self.memory.word(_PER_CPU + 0x7C, count, 4)
-        self.memory.word(_PER_CPU + 0x78, need_resched, 4)
+        self.memory.word(self.target.per_cpu + 0x7C, count, 4)
+        self.memory.word(self.target.per_cpu + 0x78, need_resched, 4)
         self.regs.flags = 0x202 if interrupts else 0x2
         if self.way is HitWay.BREAKPOINT:
             self.context = self.places.breakpoint_context
@@ -196,31 +259,33 @@ class Guest:
     def advance(self, ns: int) -> None:
         """Let time pass for both."""
         self.now += ns
-        self.memory.word(_CELLS, self.now)
+        self.memory.word(self.target.clock, self.now)
 
     def compile(self, event: KprobeTraceEvent) -> tuple[CompiledEvent, Program, ProgramBuilder] | None:
-        compiled = compiled_event(event, event.probes[0].args, ARCH)
+        compiled = compiled_event(event, event.probes[0].args, self.target.arch)
         if compiled is None:
             return None
         builder = ProgramBuilder()
         handle = event.probes[0].handle
         assert handle is not None
-        emit_event(builder, compiled, self.way, handle.address, ARCH, self.places)
+        emit_event(builder, compiled, self.way, handle.address, self.target.arch, self.places)
         return compiled, builder.program(), builder
 
-    def hit(self, event: KprobeTraceEvent) -> None:
+    def hit(self, event: KprobeTraceEvent, return_address: int = 0) -> None:
         """One hit, in Python and compiled; the clocks must agree afterwards."""
         handle = event.probes[0].handle
         assert handle is not None
-        self.regs.ip = handle.address + 1
-        event.probes[0].hit(Hit(self.regs, self.memory))
+        self.regs.ip = return_address or handle.address + 1
+        event.probes[0].hit(Hit(self.regs, self.memory, return_address=return_address))
         made = self.compile(event)
         assert made is not None
         _, program, builder = made
-        registers = {name: value & (1 << 64) - 1 for name, value in vars(self.regs).items()}
-        if self.way is HitWay.CALL:
-            registers["sp"] -= 8
-        interpreter = Interpreter(self.memory, registers, _PER_CPU, builder.actions)
+        registers = {name: value & self.target.mask for name, value in vars(self.regs).items()}
+        if self.way in (HitWay.CALL, HitWay.RETURN):
+            registers["sp"] -= self.word
+        interpreter = Interpreter(
+            self.memory, registers, self.target.per_cpu, builder.actions, self.target.bits
+        )
         assert len(interpreter.vregs) == NR_VREGS
         interpreter.run(program)
 

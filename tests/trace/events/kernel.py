@@ -27,18 +27,24 @@ from emulated_kernel.trace.trace_entry import TRACE_ENTRY
 ARGUMENTS = ("di", "si", "dx", "cx", "r8", "r9")
 HIGH_REGISTERS = tuple(f"r{number}" for number in range(10, 16))
 REGISTERS = (*ARGUMENTS, "ax", "bx", "bp", "sp", "ip", "flags", "cs", "ss", "orig_ax", *HIGH_REGISTERS)
+REGISTERS_32 = ("bx", "cx", "dx", "si", "di", "bp", "ax", "orig_ax", "ip", "cs", "flags", "sp", "ss")
 DEFAULT_MAXACTIVE = 10
 
 
 @dataclass(frozen=True)
 class X86:
-    """TraceArch of x86_64."""
+    """TraceArch of x86_64, and with other words and registers of i386."""
 
     registers: dict[str, str] = field(default_factory=lambda: {name: name for name in REGISTERS})
     argument_registers: tuple[str, ...] = ARGUMENTS
     stack_arguments: bool = True
+    kept_at_return: frozenset[str] = frozenset(
+        {"ax", "dx", "bx", "bp", "r12", "r13", "r14", "r15", "sp", "ip"}
+    )
     return_register: str = "ax"
     stack_pointer: str = "sp"
+    general_registers: frozenset[str] = frozenset(REGISTERS) - {"cs", "ss", "orig_ax"}
+    seen_ip: int = 1
     word_size: int = 8
     thread_size: int = 16384
     task_size: int = 0x7FFFFFFFF000

@@ -61,7 +61,7 @@ def test_definitions(
     uprobes.write(definition.format(program).encode())
     assert uprobes.records() == [shown.format(program) + "\n"]
     assert kernel.dynamic_events.records() == uprobes.records()
-    assert kernel.events.records() == []
+    assert kernel.events.probes() == []
     uprobes.write(uprobes.records()[0].replace("p:", "-:", 1).replace("r:", "-:", 1).encode())
     assert uprobes.records() == []
 
@@ -116,7 +116,7 @@ def test_kinds_are_apart(kernel: Kernel, uprobes: UprobeEvents, program: Path) -
     assert error_of(kernel, uprobes, f"p:k {program}:1").startswith("EEXIST Given group/event name")
     uprobes.write(f"p:u {program}:1\n".encode())
     kernel.events.clear()
-    assert (kernel.events.records(), len(uprobes.records())) == ([], 1)
+    assert (kernel.events.probes(), len(uprobes.records())) == ([], 1)
     kernel.dynamic_events.clear()
     assert uprobes.records() == []
 

@@ -52,10 +52,17 @@ def test_only_changes_are_told_of() -> None:
 
 
 def test_the_nop_tracers_options() -> None:
-    options = TraceOptions()
+    log: list[str] = []
+    options = TraceOptions(printk=log.append)
     options.write(b"test_nop_accept")
     assert options.get("test_nop_accept")
-    with pytest.raises(KernelError):
-        options.write(b"test_nop_refuse")
-    assert options.write(b"notest_nop_refuse") == 17
+    for refused in (b"test_nop_refuse", b"notest_nop_refuse"):
+        with pytest.raises(KernelError):
+            options.write(refused)
+    options.set("test_nop_refuse", 0)
+    assert [line.partition(".")[0] for line in log] == [
+        "nop_test_accept flag set to 1: we accept",
+        "nop_test_refuse flag set to 1: we refuse",
+        "nop_test_refuse flag set to 0: we refuse",
+    ]
     assert options.text().endswith("\ntest_nop_accept\nnotest_nop_refuse\n")

@@ -1,0 +1,71 @@
+"""Options that tracers have beside those of every trace array."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
+
+from emulated_kernel.errors import KernelError
+
+
+class NopOption(StrEnum):
+    """Mirrors: kernel/trace/trace_nop.c:nop_opts (v6.1)."""
+
+    ACCEPT = "test_nop_accept"
+    REFUSE = "test_nop_refuse"
+
+
+class FunctionOption(StrEnum):
+    """Mirrors: kernel/trace/trace_functions.c:func_opts (v6.1)."""
+
+    STACK_TRACE = "func_stack_trace"
+    NO_REPEATS = "func-no-repeats"
+
+
+class GraphOption(StrEnum):
+    """Mirrors: kernel/trace/trace_functions_graph.c:trace_opts (v6.1), without CONFIG_FUNCTION_PROFILER."""
+
+    OVERRUN = "funcgraph-overrun"
+    CPU = "funcgraph-cpu"
+    OVERHEAD = "funcgraph-overhead"
+    PROC = "funcgraph-proc"
+    DURATION = "funcgraph-duration"
+    ABSTIME = "funcgraph-abstime"
+    IRQS = "funcgraph-irqs"
+    TAIL = "funcgraph-tail"
+    SLEEP_TIME = "sleep-time"
+
+
+TracerOption = NopOption | FunctionOption | GraphOption
+
+_OPTIONS: Mapping[str, tuple[TracerOption, ...]] = {
+    "nop": tuple(NopOption),
+    "function": tuple(FunctionOption),
+    "function_graph": tuple(GraphOption),
+}
+_ON_AT_BOOT = frozenset(
+    (GraphOption.CPU, GraphOption.OVERHEAD, GraphOption.DURATION, GraphOption.IRQS, GraphOption.SLEEP_TIME)
+)
+
+
+class TracerOptions:
+    """Their values, which all trace arrays share. Mirrors: kernel/trace/trace.h:tracer_flags (v6.1)."""
+
+    def __init__(self) -> None:
+        self._on: set[str] = set(_ON_AT_BOOT)
+
+    @staticmethod
+    def names(tracers: Iterable[str]) -> tuple[str, ...]:
+        """Names of these tracers' options."""
+        return tuple(str(option) for tracer in tracers for option in _OPTIONS.get(tracer, ()))
+
+    def is_on(self, name: str) -> bool:
+        """Whether an option is on."""
+        return name in self._on
+
+    def switch(self, name: str, *, on: bool) -> None:
+        """Raises: KernelError EINVAL where the tracer refuses."""
+        if name == NopOption.REFUSE:
+            raise KernelError(errno.EINVAL, "the nop tracer refuses this option")
+        (self._on.add if on else self._on.discard)(name)

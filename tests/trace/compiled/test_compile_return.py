@@ -1,0 +1,56 @@
+"""Events of returns: what guest code records is what Python does."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from emulated_kernel.arch.program_builder import HitWay
+from tests.trace.compiled.guest import TARGETS, Guest, RingRecorder
+from tests.trace.events.kernel import REGISTERS, make_kernel
+
+TARGET = TARGETS["x86_64"]
+KERNEL, STACK = TARGET.kernel, TARGET.stack
+CALLER = KERNEL + 0x123
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "",
+        "r=$retval s=+0($retval):string",
+        "r=$retval:u8 u=+8(%dx):s16 b=$retval:b3@5/32 c=%r15",
+        "sp=%sp ip=%ip top=$stack0 p=$stack task=$comm",
+        "a=+0(+8($retval)):x64[3] f=+0(%bx):string",
+    ],
+)
+def test_records_of_returns_are_equal(arguments: str) -> None:
+    kernel = make_kernel()
+    kernel.events.write(f"r:a vfs_read {arguments}\n".encode())
+    [event] = kernel.events.events()
+    guest, rng = Guest(HitWay.RETURN), Random(7)
+    recorder = RingRecorder(guest, 0)
+    kernel.events.enable(event, recorder)
+    for number in range(20):
+        for name in REGISTERS:
+            setattr(guest.regs, name, rng.choice([KERNEL + rng.randrange(8192), rng.randrange(1 << 64), 3]))
+        guest.regs.sp = STACK + 16384 - 512
+        guest.memory.word(guest.regs.sp - TARGET.arch.word_size, CALLER)
+        guest.memory.word(KERNEL + 8 * number, KERNEL + 16)
+        guest.set_context(number % 3, 0, interrupts=number % 2 == 0)
+        guest.regs.ip = CALLER
+        guest.advance(1000)
+        guest.hit(event, return_address=CALLER)
+    recorder.same()
+
+
+@pytest.mark.parametrize("arguments", ["x=%cx", "x=%di r=$retval", "x=%flags"])
+def test_what_the_function_has_overwritten_is_left_to_python(arguments: str) -> None:
+    """What guest code would find there is its own."""
+    kernel = make_kernel()
+    kernel.events.write(f"r:a vfs_read {arguments}\n".encode())
+    [event] = kernel.events.events()
+    guest = Guest(HitWay.RETURN)
+    kernel.events.enable(event, RingRecorder(guest, 0))
+    assert guest.compile(event) is None

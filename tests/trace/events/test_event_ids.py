@@ -1,0 +1,31 @@
+"""Ids of events: they run on, and come again only when there are no new ones."""
+
+from __future__ import annotations
+
+import pytest
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.trace.event import LAST_EVENT_ID, EventRegistry, KprobeTraceEvent
+
+
+def _event(name: str) -> KprobeTraceEvent:
+    return KprobeTraceEvent("g", name, False, (), 8)
+
+
+def test_ids_run_on_and_the_smallest_free_one_comes_next() -> None:
+    registry = EventRegistry(first_id=LAST_EVENT_ID - 3)
+    events = [_event(f"e{number}") for number in range(4)]
+    registry.add(events[0])
+    registry.remove(events[0])
+    for event in events[1:]:
+        registry.add(event)
+    assert [event.id for event in events[1:]] == [LAST_EVENT_ID - 2, LAST_EVENT_ID - 1, LAST_EVENT_ID]
+    registry.remove(events[2])
+    again = [_event("a"), _event("b")]
+    for event in again:
+        registry.add(event)
+    assert [event.id for event in again] == [LAST_EVENT_ID - 3, LAST_EVENT_ID - 1]
+    with pytest.raises(KernelError) as refused:
+        registry.add(_event("c"))
+    assert refused.value.name == "ENODEV"
+    assert registry.find("g", "c") is None
