@@ -17,7 +17,7 @@ from emulated_kernel.host.cells import GuestCells
 from emulated_kernel.host.module_list import ModuleReader
 from emulated_kernel.host.modules import build_modules
 from emulated_kernel.host.processes import NoProcesses, ProcessWatch
-from emulated_kernel.image.image import load_image
+from emulated_kernel.image.image import KernelImage, load_image
 from emulated_kernel.image.modules import LiveImage
 from emulated_kernel.image.trace_events import syscall_definitions
 from emulated_kernel.kprobes.djprobe import Djprobes
@@ -30,6 +30,7 @@ from emulated_kernel.kprobes.profile import Profile, Saving, Wait, profile_named
 from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.kprobes.static_keys import StaticKeys
 from emulated_kernel.machine.machine import Machine
+from emulated_kernel.machine.traps import GuestFault, HardwareError, MemoryFault
 from emulated_kernel.trace.cmdlines import SavedCmdlines
 from emulated_kernel.trace.eprobe import EventProbes
 from emulated_kernel.trace.event import EventRegistry
@@ -50,19 +51,23 @@ from emulated_kernel.vfs.server import FileServer
 from emulated_kernel.vfs.tracefs import TracefsPorts
 from emulated_kernel.wiring.arch import TraceView, arch_named
 from emulated_kernel.wiring.arrays import KernelArrayParts
+from emulated_kernel.wiring.clock_switch import ClockSwitch
 from emulated_kernel.wiring.context import HitContext
 from emulated_kernel.wiring.fprobes import FprobeBackend
 from emulated_kernel.wiring.function_graph import build_function_graph, traceable_functions
 from emulated_kernel.wiring.functions import KernelFunctions
+from emulated_kernel.wiring.graph_moment import build_sleep_times
 from emulated_kernel.wiring.guest_records import GuestRecords
 from emulated_kernel.wiring.guest_tracefs import GuestDirectories
 from emulated_kernel.wiring.later import RequestTime
+from emulated_kernel.wiring.loads import Loads
 from emulated_kernel.wiring.machine_files import MachineFiles
 from emulated_kernel.wiring.modules import ModuleNotifier
 from emulated_kernel.wiring.probes import Hit, HitRecorder, KprobeBackend, Tasks
 from emulated_kernel.wiring.quiescence import TaskStacks
 from emulated_kernel.wiring.rehearsal import Rehearsals
 from emulated_kernel.wiring.return_hooks import build_kretprobes
+from emulated_kernel.wiring.stack_measure import build_stack_tracer
 from emulated_kernel.wiring.stats import Stats
 from emulated_kernel.wiring.symbols import KernelSymbols
 from emulated_kernel.wiring.tracefs import Instance, Instances, KprobeEventsFiles
@@ -78,6 +83,8 @@ class Kernel:
 
     One lock serialises everything; the methods here take it. `watch` tells of host processes. `profile`
     is for switches that no preset has, and goes before the one that `config` names.
+
+    Raises: KernelError ENOENT (no such architecture), ENOEXEC (no image, or one that doesn't boot), OSError.
     """
 
     def __init__(
@@ -93,18 +100,22 @@ class Kernel:
             profile = replace(profile, saving=Saving(self.config.detour))
         self.live = LiveImage(load_image(self.config.image, self.config.arch))
         self.image = self.live.core
-        self.machine = Machine(self.config, self.image)
-        try:
-            self._build(profile, watch or NoProcesses())
-        except BaseException:
-            self.machine.close()
-            raise
+        with _bootable(self.image):
+            self.machine = Machine(self.config, self.image)
+            try:
+                self._build(profile, watch or NoProcesses())
+            except BaseException:
+                self.machine.close()
+                raise
 
     def _build(self, profile: Profile, watch: ProcessWatch) -> None:
         self._arch = arch_named(self.config.arch)
-        self.cells = GuestCells(self.machine.memory, self.image.kallsyms, self.image.abi)
+        areas = self.machine.per_cpu_bases
+        self.cells = GuestCells(self.machine.memory, self.image.kallsyms, self.image.abi, areas)
+        self.machine.on_switch.append(self.cells.switch_to)
         self.guest = boot_guest(self.machine, self.image, self.cells, watch)
         self.kprobes = Kprobes(self.machine, self.live, self._arch, self.guest.log, profile)
+        self.machine.on_switch.append(self.kprobes.hits.ctlblk.switch_to)
         self._schedule_work()
         self.machine.fault_hook = self.kprobes.hits.fix_fault
         self.kretprobes, self._hook_sets = build_kretprobes(
@@ -118,15 +129,20 @@ class Kernel:
             cpus=self.config.cpus,
         )
         self.guest.executive.may_interrupt = self.kprobes.hits.may_interrupt
+        self.guest.executive.in_handler = self.kprobes.compiler.contains
         self.symbols = KernelSymbols(self.live.kallsyms, self.live, self.kretprobes.hooks.trampoline)
         self._build_tracing()
         self._build_modules()
+        self._mounts: list[GuestMount] = []
+        self.machine.text.before_first_change = self._open_in_guest
+        self.clock = ClockSwitch(self.machine.clock, self._time, self.guest_records, self.trace_arrays)
+        self.loads = Loads(self.guest, self.machine.memory, self.lock, self._before_request)
 
     def _schedule_work(self) -> None:
         """Let the optimizer run between requests, when it is due and no task is in its way."""
         machine, optimizer = self.machine, self.kprobes.optimizer
         self._time = RequestTime(machine.clock.now_ns, virtual=self.config.clock == "virtual")
-        stacks = TaskStacks(machine.memory, self.image.kallsyms, self.image.abi, self.cells, machine.regs)
+        stacks = TaskStacks(machine.memory, self.image.kallsyms, self.image.abi, machine)
         self.kprobes.slots.is_quiescent = stacks.are_clear_of
         for worker in (optimizer, self.kprobes.compiler):
             if worker is not None:
@@ -148,19 +164,23 @@ class Kernel:
 
     def _build_tracing(self) -> None:
         machine = self.machine
-        tasks = Tasks(machine.memory, self.cells, self.image.abi)
+        tasks = Tasks(machine.memory, self.cells, self.image.abi, lambda: machine.cpu)
         registry = EventRegistry()
         context = HitContext(
             self.kprobes.hits.ctlblk,
             machine.memory,
             self.image.abi,
+            self._arch.interrupt_flag,
+            machine.per_cpu_bases,
             preemption=self.kprobes.profile.preemption,
         )
+        machine.on_switch.append(context.switch_to)
         cmdlines = SavedCmdlines()
         self.guest_records = GuestRecords(machine.records, tasks, cmdlines)
         self.guest.executive.before_call = self.guest_records.forget_comm
         self.guest.executive.after_call = self.guest_records.notify
         self.trace_system = TraceSystem(
+            printk=self.guest.log,
             cpus=self.config.cpus,
             now_ns=machine.clock.read_ns,
             events=registry,
@@ -169,13 +189,17 @@ class Kernel:
             current=tasks.context,
             cmdlines=cmdlines,
             allocate=self.guest_records.allocate,
+            allocate_controls=self.guest_records.allocate_controls,
         )
-        self._add_static_events(registry, Hit(machine.memory, tasks, context.here))
+        points = self._add_static_events(registry, Hit(machine.memory, tasks, context.here))
         here = Hit(machine.memory, tasks, context.here)
         here.regs = machine.regs
         registry.add_own(PrintEvent(self._arch.word_size))
         self.functions = KernelFunctions(
             self.kprobes.sites, self.image.mcount, self.symbols, Hit(machine.memory, tasks, context.here)
+        )
+        self.stack_tracer = build_stack_tracer(
+            self.functions, machine.memory, self.symbols, self.cells, self._arch, self.image.abi
         )
         self.trace_arrays = TraceArrays(
             self.trace_system,
@@ -202,13 +226,13 @@ class Kernel:
         self.function_graph = build_function_graph(
             self.kprobes,
             self._hook_sets.graph,
-            self.image,
+            self.functions.functions,
             self._arch,
             self.trace,
             top.functions,
             tasks,
             context,
-            machine.clock.read_ns,
+            build_sleep_times(points, registry, self.trace_system.tracer_options, machine.clock.read_ns),
         )
         self.trace.tracer_kinds["function_graph"] = self.function_graph
         places = self._guest_places(context)
@@ -247,13 +271,13 @@ class Kernel:
             TraceView(self._arch), self.symbols, registry, dynamic_events, top.errors
         )
 
-    def _guest_places(self, context: HitContext) -> GuestPlaces | None:
-        """For handlers in guest code; none with a real clock, which the guest doesn't see moving in a run."""
-        self._rehearsals: Rehearsals | None = None
-        if self.config.clock != "virtual":
-            return None
+    def _guest_places(self, context: HitContext) -> GuestPlaces:
+        """For handlers in guest code."""
         machine, records = self.machine, self.guest_records
-        places = records.places(self.image.abi, context.by_breakpoint, machine.clock.step_ns)
+        clock = machine.clock
+        places = records.places(
+            self.image.abi, self._arch.interrupt_flag, context.by_breakpoint, lambda: clock.step_ns
+        )
         self._rehearsals = Rehearsals(machine, self._arch, self.kprobes.compiler, records, places)
         return places
 
@@ -261,15 +285,18 @@ class Kernel:
         reader = ModuleReader(self.machine.memory, self.image.kallsyms, self.image.abi, self._arch.word_size)
         self.modules = build_modules(self.guest, self.machine, reader, self.image)
         self.modules.notify = ModuleNotifier(
-            reader, self.live, self.kprobes, self.symbols, self.kprobe_events.module_coming
+            reader, self.live, self.kprobes, self.symbols, self.functions, self.kprobe_events.module_coming
         )
 
-    def _add_static_events(self, registry: EventRegistry, hit: Hit) -> None:
+    def _add_static_events(self, registry: EventRegistry, hit: Hit) -> Tracepoints:
         machine = self.machine
         keys = StaticKeys(self.image.jump_labels, machine.text, self._arch.relative_jump)
-        points = Tracepoints(self.image, machine.memory, machine.breakpoints, keys, hit)
+        points = Tracepoints(
+            self.image, machine.memory, machine.breakpoints, keys, hit, self._arch.registers.arguments
+        )
         for event in points.events():
             registry.add(event)
+        return points
 
     @contextmanager
     def _control(self) -> Iterator[None]:
@@ -325,7 +352,7 @@ class Kernel:
         Raises: ValueError (a register's name, a capacity that is no power of 2), HardwareError (no memory).
         """
         with self._control():
-            return HitRing(self.machine.records, self._arch, registers, capacity)
+            return HitRing(self.machine.records, self._arch, registers, capacity, lambda: self.machine.cpu)
 
     def commit_kprobes(self) -> None:
         """See Kprobes.commit_kprobes."""
@@ -441,21 +468,34 @@ class Kernel:
                 synthetic_events=self.synthetic_events,
                 uprobe_events=self.uprobe_events,
                 graph=self.function_graph,
+                stack=self.stack_tracer,
                 return_probes=True,
             ),
             return_hooks=self.kretprobes.hooks,
-            extra={"scratch": Directory(0o1777, {})},
+            extra={"scratch": Directory(0o1777, {}), "dev": Directory(0o755, {})},
             machine=MachineFiles(
-                self.image, self.machine, self.guest, self.modules, self.kprobes.profile.name
+                self.image,
+                self.machine,
+                self.guest,
+                self.modules,
+                self.clock,
+                self.loads,
+                self.kprobes.profile.name,
             ),
         )
         mount = GuestMount(FileServer(build_filesystem(ports, layout, owner), self.lock), self.guest)
-        self.machine.text.before_first_change = mount.open_in_guest
+        self._mounts.append(mount)
         return mount
 
+    def _open_in_guest(self) -> None:
+        """Text is about to change: what the mounts have open is opened in the guest too."""
+        for mount in self._mounts:
+            mount.open_in_guest()
+
     def close(self) -> None:
-        """Free the machine."""
+        """Free the machine; its loads end."""
         with self.lock:
+            self.loads.stop()
             self.machine.close()
 
     def __enter__(self) -> Self:
@@ -463,3 +503,12 @@ class Kernel:
 
     def __exit__(self, *_exception: object) -> None:
         self.close()
+
+
+@contextmanager
+def _bootable(image: KernelImage) -> Iterator[None]:
+    """What stops a kernel on its way to its first task is the image's fault."""
+    try:
+        yield
+    except (GuestFault, HardwareError, MemoryFault) as error:
+        raise KernelError(errno.ENOEXEC, f"{image.path.name} doesn't boot: {error}") from error

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from emulated_kernel.vfs.node import Directory, File, Node
-from emulated_kernel.vfs.parse import kstrtobool, sysctl_switch
+from emulated_kernel.vfs.parse import kstrtobool
 from emulated_kernel.vfs.ports import KprobesPort, ReturnHooksPort
 from emulated_kernel.vfs.seq import AttributeFile, CommandFile, SeqFile, listing, single
+from emulated_kernel.vfs.sysctl import kprobes_optimization
 
 
 def kprobes_directory(kprobes: KprobesPort, ours: Mapping[str, Node] | None = None) -> Directory:
@@ -19,11 +20,7 @@ def kprobes_directory(kprobes: KprobesPort, ours: Mapping[str, Node] | None = No
 
     sysctl: dict[str, Node] = {}
     if kprobes.can_optimize:
-        sysctl["optimization"] = AttributeFile(
-            0o644,
-            show=lambda: f"{kprobes.optimization:d}\n",
-            store=lambda data: kprobes.set_optimization(sysctl_switch(data)),
-        )
+        sysctl["optimization"] = kprobes_optimization(kprobes)
     return Directory(
         0o755,
         {

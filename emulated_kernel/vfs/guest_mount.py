@@ -17,7 +17,8 @@ from emulated_kernel.vfs.mount import Client, Stat, StatFs
 from emulated_kernel.vfs.scratch import Scratch, ScratchFile
 from emulated_kernel.vfs.server import FileServer
 
-SCRATCH = "/scratch"
+GUESTS_OWN = ("/scratch", "/dev")
+"""Directories whose files are the guest's own."""
 
 
 @dataclass(eq=False)
@@ -44,16 +45,18 @@ class GuestMount:
         self._files = files
         self._guest = guest
         self._scratch = Scratch(guest)
-        self._has_scratch = SCRATCH[1:] in files.readdir("/")
-        """Not where tracefs stands at the root."""
+        names = files.readdir("/")
+        self._guests_own = tuple(path for path in GUESTS_OWN if path[1:] in names)
+        """None where tracefs stands at the root."""
         self._lock = files.lock
         self._handles: dict[int, ControlFile | ScratchFile] = {}
         self._numbers = count(1)
 
     def _at(self, path: str) -> FileServer | Scratch:
         """Who answers for a path."""
-        if self._has_scratch and (path == SCRATCH or path.startswith(SCRATCH + "/")):
-            return self._scratch
+        for top in self._guests_own:
+            if path.startswith(top) and path[len(top) : len(top) + 1] in ("", "/"):
+                return self._scratch
         return self._files
 
     def _opened(self, handle: int) -> ControlFile | ScratchFile:
@@ -97,6 +100,16 @@ class GuestMount:
                     task, path, os.O_RDONLY | os.O_DIRECTORY, hostfs=lambda _op, _buffer, _count: 0
                 )
                 self._guest.close_file(fd)
+
+    def chdir(self, client: Client, path: str) -> None:
+        """Mount.chdir: the guest can't refuse it any more."""
+        with self._lock:
+            if self._guest.is_dead:
+                return
+            task = self._task(client)
+            if self._guest.is_watched:
+                with suppress(KernelError):
+                    self._guest.syscalls.with_path(task, "chdir", path)
 
     def readdir(self, path: str) -> list[str]:
         """Mount.readdir."""

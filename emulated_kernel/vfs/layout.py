@@ -10,8 +10,8 @@ from emulated_kernel.vfs.debugfs import kprobes_directory, return_hook_file
 from emulated_kernel.vfs.machinefs import machine_directory
 from emulated_kernel.vfs.node import Directory, Node, Owner
 from emulated_kernel.vfs.ports import KprobesPort, MachinePort, ReturnHooksPort, StatsPort
-from emulated_kernel.vfs.seq import AttributeFile
 from emulated_kernel.vfs.statsfs import stats_directory
+from emulated_kernel.vfs.sysctl import sysctl_directory
 from emulated_kernel.vfs.tracefs import (
     TracefsPorts,
     kprobe_events_file,
@@ -25,7 +25,7 @@ class Layout(Enum):
     """What the root directory holds."""
 
     FULL = "full"
-    """kprobes/, tracing/, machine/, and the two kprobe files of tracefs beside them."""
+    """kprobes/, tracing/, machine/, sysctl/, and the two kprobe files of tracefs beside them."""
     TRACEFS = "tracefs"
     """tracefs itself, for mounting where tools look for it."""
 
@@ -40,7 +40,7 @@ class KernelPorts:
     machine: MachinePort
     return_hooks: ReturnHooksPort
     extra: Mapping[str, Node] = field(default_factory=dict)
-    """Further directories of the full layout's root, such as scratch/."""
+    """Further directories of the full layout's root, such as scratch/ and dev/."""
 
 
 def build_filesystem(
@@ -52,11 +52,6 @@ def build_filesystem(
     return Filesystem(root, owner)
 
 
-def dev_directory() -> Directory:
-    """Devices that can be laid over the host's: requests for them are the guest's then."""
-    return Directory(0o755, {"null": AttributeFile(0o666, show=lambda: "", store=lambda _data: None)})
-
-
 def _full_root(ports: KernelPorts, owner: Owner) -> Directory:
     return Directory(
         0o755,
@@ -65,14 +60,14 @@ def _full_root(ports: KernelPorts, owner: Owner) -> Directory:
                 ports.kprobes,
                 {
                     "return_hook": return_hook_file(ports.return_hooks),
-                    "stats": stats_directory(ports.stats),
+                    "stats": stats_directory(ports.stats, owner),
                 },
             ),
             "kprobe_events": kprobe_events_file(ports.tracefs.kprobe_events),
             "kprobe_profile": kprobe_profile_file(ports.tracefs.kprobe_events),
             "tracing": tracefs_directory(ports.tracefs),
             "machine": machine_directory(ports.machine, owner),
-            "dev": dev_directory(),
+            "sysctl": sysctl_directory(ports.kprobes, ports.tracefs.stack),
             **ports.extra,
         },
     )

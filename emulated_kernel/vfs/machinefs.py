@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.vfs.mount import Client
 from emulated_kernel.vfs.node import Directory, Owner
 from emulated_kernel.vfs.ports import MachinePort
 from emulated_kernel.vfs.seq import (
+    CommandFile,
+    Execute,
     GuestCommandFile,
     PerClientCommandFile,
     PerClientFile,
@@ -20,7 +23,7 @@ from emulated_kernel.vfs.seq import (
 
 
 def machine_directory(machine: MachinePort, owner: Owner) -> Directory:
-    """version, kallsyms, dmesg, modules, tasks, call; `owner` may see addresses."""
+    """The files of machine/; `owner` may see addresses."""
 
     def kallsyms_for(client: Client) -> Records:
         hidden = not owner.is_privileged(client)
@@ -30,11 +33,6 @@ def machine_directory(machine: MachinePort, owner: Owner) -> Directory:
         hidden = not owner.is_privileged(client)
         return listing(lambda: machine.modules(hidden))
 
-    def command_modules(data: bytes) -> int:
-        for line in _lines(data):
-            machine.command_module(line)
-        return len(data)
-
     calls = _Calls(machine)
     return Directory(
         0o755,
@@ -42,11 +40,26 @@ def machine_directory(machine: MachinePort, owner: Owner) -> Directory:
             "version": SeqFile(0o444, single(lambda: f"{machine.version()}\n")),
             "kallsyms": PerClientFile(0o444, kallsyms_for),
             "dmesg": SeqFile(0o400, listing(machine.dmesg)),
-            "modules": PerClientCommandFile(0o644, modules_for, command_modules),
+            "modules": PerClientCommandFile(0o644, modules_for, _each_line(machine.command_module)),
             "tasks": SeqFile(0o444, listing(machine.tasks)),
+            "cpus": SeqFile(0o444, listing(machine.cpus)),
+            "meminfo": SeqFile(0o444, listing(machine.meminfo)),
+            "clock": CommandFile(0o644, single(machine.clock), _each_line(machine.command_clock)),
+            "load": GuestCommandFile(0o644, listing(machine.loads), _each_line(machine.command_load)),
             "call": GuestCommandFile(0o600, single(lambda: calls.result), calls.execute),
         },
     )
+
+
+def _each_line(command: Callable[[str], None]) -> Execute:
+    """Execute each line of a write; those before one that fails are done."""
+
+    def execute(data: bytes) -> int:
+        for line in _lines(data):
+            command(line)
+        return len(data)
+
+    return execute
 
 
 class _Calls:

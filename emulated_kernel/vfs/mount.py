@@ -54,6 +54,9 @@ class Mount(Protocol):
     def opendir(self, client: Client, path: str) -> None:
         """A directory is about to be listed."""
 
+    def chdir(self, client: Client, path: str) -> None:
+        """The client makes a directory its working directory, and names it so."""
+
     def readdir(self, path: str) -> list[str]:
         """Plain names in the directory, without "." and ".."."""
 

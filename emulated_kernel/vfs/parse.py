@@ -8,7 +8,8 @@ import re
 from emulated_kernel.errors import KernelError
 
 _UNSIGNED = re.compile(rb"\+?([0-9]+)\n?")
-_INTEGER = re.compile(rb"(?=.{1,20}\Z)-?[0-9]+")
+_INTEGER = re.compile(rb"(-?)(0[xX][0-9a-fA-F]+|0[0-7]*|[1-9][0-9]*)(?=[ \t\n]|\Z)")
+_INTEGER_LIMIT = 20
 """Linux: takes no number of more characters, sign and zeros included. Mirrors: proc_get_long (v6.1)."""
 _HEXADECIMAL = re.compile(rb"[0-9a-fA-F]+")
 _CHUNK_DIGITS = 8
@@ -57,10 +58,26 @@ def sysctl_switch(data: bytes) -> bool:
 
     Raises: KernelError EINVAL. Mirrors: kernel/sysctl.c:proc_dointvec_minmax (v6.1).
     """
-    words = data.split(b"\0", 1)[0].split()
-    if not words or not _INTEGER.fullmatch(words[0]) or int(words[0]) not in (0, 1):
+    value = sysctl_int(data)
+    if value not in (0, 1):
         raise KernelError(errno.EINVAL, "neither 0 nor 1")
-    return int(words[0]) == 1
+    return value == 1
+
+
+def sysctl_int(data: bytes) -> int:
+    """An int as an integer sysctl takes it: blanks around it are skipped.
+
+    Raises: KernelError EINVAL. Mirrors: kernel/sysctl.c:proc_dointvec (v6.1).
+    """
+    match = _INTEGER.match(data.lstrip())
+    if match is None or len(match[0]) > _INTEGER_LIMIT:
+        raise KernelError(errno.EINVAL, "not a number")
+    sign, digits = match.groups()
+    is_octal = digits[:1] == b"0" and digits[1:2] not in (b"x", b"X")
+    value = int(sign + digits, 8 if is_octal else 0)
+    if not -(1 << 31) <= value < 1 << 31:
+        raise KernelError(errno.EINVAL, "not an int")
+    return value
 
 
 def cpumask(data: bytes, cpus: int) -> int:

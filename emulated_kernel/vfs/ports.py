@@ -10,7 +10,7 @@ class KprobesPort(Protocol):
     """What debugfs kprobes/ and its sysctl show and set."""
 
     def list_records(self, start: int) -> Iterable[str]:
-        """A line for each registered probe from one on, with its newline."""
+        """Lines of the registered probes, those of each hash bucket from one on."""
 
     def blacklist_text(self) -> Iterable[str]:
         """A line for each range that can't be probed, with its newline."""
@@ -195,12 +195,40 @@ class GraphPort(Protocol):
     def set_max_depth(self, depth: int) -> None:
         """Record calls up to that depth from now on."""
 
+    threshold_ns: int
+    """Only calls that took at least so long are recorded, when they return; 0: all are."""
+
+
+class StackTracerPort(Protocol):
+    """The deepest stack that was found."""
+
+    @property
+    def enabled(self) -> int:
+        """What was last written to sysctl kernel.stack_tracer_enabled; 0: nothing is looked for."""
+
+    def enable(self, value: int) -> None:
+        """The sysctl."""
+
+    @property
+    def max_size(self) -> int:
+        """Its depth in bytes."""
+
+    def set_max_size(self, size: int) -> None:
+        """Look for deeper ones than that."""
+
+    def records(self) -> Iterable[str]:
+        """A title, and a line for each call on it."""
+
+    @property
+    def filter(self) -> ListPort:
+        """The functions at whose calls stacks are looked at; none: all are."""
+
 
 class KprobeEventsPort(Protocol):
     """kprobe_events and kprobe_profile."""
 
-    def definitions(self) -> Iterable[str]:
-        """A line for each event, with its newline, as it could be written back."""
+    def definitions(self, start: int) -> Iterable[str]:
+        """A line for each event from one on, with its newline, as it could be written back."""
 
     def execute(self, data: bytes) -> int:
         """Create and delete events as the lines of one write(2) say; bytes taken.
@@ -341,6 +369,27 @@ class MachinePort(Protocol):
 
         Raises: KernelError EINVAL, ENOENT, ENOEXEC (no module), EEXIST, EWOULDBLOCK and EBUSY (in use)...
         """
+
+    def cpus(self) -> Iterable[str]:
+        """A line for each CPU, with its newline, after a header."""
+
+    def meminfo(self) -> Iterable[str]:
+        """Lines as those of /proc/meminfo, with their newlines."""
+
+    def loads(self) -> Iterable[str]:
+        """A line for each load that runs or ran, with its newline."""
+
+    def command_load(self, line: str) -> None:
+        """Start or stop loads as `line` says ("KIND [rate=N] [duration=SECONDS]", "stop").
+
+        Raises: KernelError EINVAL, ERANGE, EOPNOTSUPP (not with this kernel), EBUSY (runs), ENOENT...
+        """
+
+    def clock(self) -> str:
+        """What the clock follows, its seed, and the time since boot: a line each."""
+
+    def command_clock(self, line: str) -> None:
+        """Let the clock follow something else ("MODE", "seed N"). Raises: KernelError EINVAL."""
 
     def call(self, line: str) -> str:
         """Call a guest function as `line` says ("name argument..."); its result as a line of text.

@@ -60,6 +60,10 @@ tracing: what the files of this directory do.
   set_graph_function      - where trees begin; none: everywhere (function_graph)
   set_graph_notrace       - what is left out with all that it calls (function_graph)
   max_graph_depth         - how deep trees are, 0 is without a limit (function_graph)
+  tracing_thresh          - microseconds that a call must take to be shown, by its end (function_graph)
+  stack_trace             - the deepest stack that was seen, while sysctl kernel.stack_tracer_enabled is 1
+  stack_max_size          - its depth in bytes; a lower number lets the search begin anew
+  stack_trace_filter      - functions at whose calls alone stacks are looked at
   tracing_max_latency     - the longest time that a latency tracer saw, in microseconds
   instances/              - mkdir makes a buffer with files of its own, rmdir removes it
 

@@ -1,9 +1,10 @@
-"""scratch/: the guest's own ramfs, each request a system call of the client's task."""
+"""scratch/ and dev/: the guest's own files, each request a system call of the client's task."""
 
 from __future__ import annotations
 
 import os
 import select
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,7 +25,7 @@ class ScratchFile:
 
 
 class Scratch:
-    """The guest's /scratch, with the methods of Mount. Callers hold the control lock.
+    """The guest's /scratch and /dev, with the methods of Mount. Callers hold the control lock.
 
     Attributes are asked for by the host kernel's path walks, which are no system calls of the
     client's: init's task answers them.
@@ -116,10 +117,12 @@ class Scratch:
         self._sys.utimens(self._task(client), path, atime, mtime)
 
     def _stat(self, guest: GuestStat) -> Stat:
+        """A device is shown as a file: with its own type the host would ask a driver of its own for it."""
         wall = self._guest.times.to_wall
+        is_device = stat.S_ISCHR(guest.mode)
         return Stat(
             ino=guest.ino,
-            mode=guest.mode,
+            mode=stat.S_IFREG | stat.S_IMODE(guest.mode) if is_device else guest.mode,
             nlink=guest.nlink,
             uid=guest.uid,
             gid=guest.gid,
@@ -128,5 +131,5 @@ class Scratch:
             mtime_ns=wall(guest.mtime_ns),
             ctime_ns=wall(guest.ctime_ns),
             blocks=guest.blocks,
-            rdev=guest.rdev,
+            rdev=0 if is_device else guest.rdev,
         )

@@ -17,6 +17,8 @@ from emulated_kernel.vfs.ports import Stream
 
 SPLIT_SIZE = (128 << 10) - 4096
 """A write of at least so many bytes may be a part of a longer one: FUSE splits at 128 KiB, less an offset."""
+_USUAL_SIZE = 256
+"""Bytes that most records stay below; fewer are rendered at a time than a read takes of such."""
 Records = Callable[[int], Iterable[str]]
 """Records of a file from an index on; asked for anew by each read(2) that needs more of them."""
 Store = Callable[[bytes], None]
@@ -69,14 +71,16 @@ class SeqReader:
         missing = size - len(self._buffer)
         if missing <= 0:
             return
-        rendered = []
-        for record in self._records(self._index):
-            rendered.append(record)
-            self._index += 1
-            missing -= len(record)
-            if missing <= 0:
+        records = iter(self._records(self._index))
+        rendered = [self._buffer]
+        while missing > 0:
+            batch = list(islice(records, missing // _USUAL_SIZE + 1))
+            if not batch:
                 break
-        self._buffer += encode("".join(rendered))
+            self._index += len(batch)
+            rendered.append(encode("".join(batch)))
+            missing -= len(rendered[-1])
+        self._buffer = b"".join(rendered)
 
 
 class SeqFile(File):

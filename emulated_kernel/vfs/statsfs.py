@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Callable
 
 from emulated_kernel.errors import KernelError
-from emulated_kernel.vfs.node import Directory, DynamicDirectory, File, Node, Objects
+from emulated_kernel.vfs.mount import Client
+from emulated_kernel.vfs.node import Directory, DynamicDirectory, File, Node, Objects, Owner
 from emulated_kernel.vfs.parse import kstrtoul, switch
 from emulated_kernel.vfs.ports import ProbeStats, StatsGroupPort, StatsPort
-from emulated_kernel.vfs.seq import AttributeFile, SeqFile, single
+from emulated_kernel.vfs.seq import AttributeFile, PerClientFile, Records, SeqFile, single
 
 DIRECTORY = 0o755
 READ_WRITE = 0o644
 READ_ONLY = 0o444
+_ADDRESS = re.compile(r"0x([0-9a-f]{8,})")
+"""What is as long as an address is taken for one."""
 
 
-def stats_directory(stats: StatsPort) -> Directory:
-    """stats/<group>/<event>/..."""
-    return DynamicDirectory(DIRECTORY, Objects(stats.names, stats.find, _group_directory))
+def stats_directory(stats: StatsPort, owner: Owner) -> Directory:
+    """stats/<group>/<event>/...; `owner` may see addresses."""
+
+    def group_directory(group: StatsGroupPort) -> Directory:
+        return DynamicDirectory(DIRECTORY, Objects(group.names, group.find, probe_directory))
+
+    def probe_directory(probe: ProbeStats) -> Directory:
+        return _probe_directory(probe, owner)
+
+    return DynamicDirectory(DIRECTORY, Objects(stats.names, stats.find, group_directory))
 
 
-def _group_directory(group: StatsGroupPort) -> Directory:
-    return DynamicDirectory(DIRECTORY, Objects(group.names, group.find, _probe_directory))
-
-
-def _probe_directory(probe: ProbeStats) -> Directory:
+def _probe_directory(probe: ProbeStats, owner: Owner) -> Directory:
     return Directory(
         DIRECTORY,
         {
@@ -34,10 +41,10 @@ def _probe_directory(probe: ProbeStats) -> Directory:
             "mode": _text(lambda: probe.mode),
             "enabled": _switch(lambda: probe.enabled, probe.set_enabled),
             "optimized": _switch(lambda: probe.optimized, probe.set_optimized),
-            "reason": _text(lambda: probe.reason),
-            "address": _text(lambda: probe.address),
+            "reason": _addressed(lambda: probe.reason, owner),
+            "address": _addressed(lambda: probe.address, owner),
             "bytes": _text(lambda: probe.bytes),
-            "detour": _text(lambda: probe.detour),
+            "detour": _addressed(lambda: probe.detour, owner),
             "cost": _text(lambda: probe.cost),
             **(_return_files(probe) if probe.is_return else {}),
         },
@@ -70,4 +77,19 @@ def _switch(value: Callable[[], bool], set_value: Callable[[bool], None]) -> Fil
 
 def _text(value: Callable[[], str]) -> File:
     """A text of whole lines; an empty one is an empty file."""
-    return SeqFile(READ_ONLY, single(lambda: f"{text}\n" if (text := value()) else ""))
+    return SeqFile(READ_ONLY, single(_whole(value)))
+
+
+def _addressed(value: Callable[[], str], owner: Owner) -> File:
+    """A text with addresses in it, which are 0 for who may not know them, as in kallsyms."""
+
+    def records_for(client: Client) -> Records:
+        if owner.is_privileged(client):
+            return single(_whole(value))
+        return single(_whole(lambda: _ADDRESS.sub(lambda found: "0x" + "0" * len(found[1]), value())))
+
+    return PerClientFile(READ_ONLY, records_for)
+
+
+def _whole(value: Callable[[], str]) -> Callable[[], str]:
+    return lambda: f"{text}\n" if (text := value()) else ""

@@ -183,8 +183,8 @@ def resize_buffer(trace: TracePort, data: bytes, cpu: int | None = None) -> None
 
 
 def tracer_name(data: bytes) -> str:
-    """The written name, without blanks at its end. Mirrors: tracing_set_trace_write (v6.1)."""
-    return data[:NAME_MAX].decode("latin-1").rstrip()
+    """The written name, without blanks around it. Mirrors: tracing_set_trace_write (v6.1)."""
+    return data[:NAME_MAX].decode("latin-1").strip()
 
 
 def clock_name(data: bytes) -> str:

@@ -9,11 +9,13 @@ from emulated_kernel.vfs.instances import instances_directory
 from emulated_kernel.vfs.modes import READ_ONLY, READ_WRITE, ROOT
 from emulated_kernel.vfs.node import Directory, File, Node
 from emulated_kernel.vfs.parse import kstrtoul
-from emulated_kernel.vfs.ports import GraphPort, KprobeEventsPort, ListPort, ProfiledPort
+from emulated_kernel.vfs.ports import GraphPort, KprobeEventsPort, ListPort, ProfiledPort, StackTracerPort
 from emulated_kernel.vfs.readme import readme
 from emulated_kernel.vfs.seq import AttributeFile, CommandFile, GuestLinesFile, SeqFile, listing
 from emulated_kernel.vfs.trace_array_files import trace_array_files
 from emulated_kernel.vfs.trace_ports import CmdlinesPort, FunctionsPort, InstancePort, InstancesPort
+
+_ULONG_MAX = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class TracefsPorts:
     synthetic_events: ListPort
     uprobe_events: ProfiledPort
     graph: GraphPort | None = None
+    stack: StackTracerPort | None = None
     return_probes: bool = False
     """Whether kprobe_events takes `r`; README says so."""
 
@@ -61,18 +64,39 @@ def _top_files(ports: TracefsPorts) -> dict[str, Node]:
         "uprobe_events": definitions_file(ports.uprobe_events),
         "uprobe_profile": SeqFile(READ_ONLY, listing(ports.uprobe_events.profile_records)),
         **({} if ports.graph is None else _graph_files(ports.graph)),
+        **({} if ports.stack is None else _stack_files(ports.stack)),
     }
 
 
 def _graph_files(graph: GraphPort) -> dict[str, Node]:
+    def set_threshold(data: bytes) -> None:
+        graph.threshold_ns = kstrtoul(data) * 1000 & _ULONG_MAX
+
     return {
         "max_graph_depth": AttributeFile(
             READ_WRITE,
             show=lambda: f"{graph.max_depth}\n",
             store=lambda data: graph.set_max_depth(kstrtoul(data)),
         ),
+        "tracing_thresh": AttributeFile(
+            READ_WRITE,
+            show=lambda: f"{-1 if graph.threshold_ns == _ULONG_MAX else graph.threshold_ns // 1000}\n",
+            store=set_threshold,
+        ),
         "set_graph_function": _function_set(graph.functions),
         "set_graph_notrace": _function_set(graph.notrace),
+    }
+
+
+def _stack_files(stack: StackTracerPort) -> dict[str, Node]:
+    return {
+        "stack_max_size": AttributeFile(
+            READ_WRITE,
+            show=lambda: f"{stack.max_size}\n",
+            store=lambda data: stack.set_max_size(kstrtoul(data)),
+        ),
+        "stack_trace": SeqFile(READ_ONLY, listing(stack.records)),
+        "stack_trace_filter": _function_set(stack.filter),
     }
 
 
@@ -92,7 +116,7 @@ def definitions_file(port: ListPort) -> File:
 
 def kprobe_events_file(port: KprobeEventsPort) -> File:
     """As definitions_file, of kprobe events alone."""
-    return GuestLinesFile(READ_WRITE, listing(port.definitions), port.execute, port.clear)
+    return GuestLinesFile(READ_WRITE, port.definitions, port.execute, port.clear)
 
 
 def kprobe_profile_file(port: KprobeEventsPort) -> File:

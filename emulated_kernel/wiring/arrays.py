@@ -45,7 +45,6 @@ class KernelArrayParts:
         self._here = here
         self._functions = functions
         self._tasks = tasks
-        self._memory = memory
         self._stack = CallStack(memory, symbols, arch, THREAD_SIZE)
 
     def triggers(
@@ -63,9 +62,10 @@ class KernelArrayParts:
     def functions(self, array: TraceArray, recorder: Recorder, registry: EventRegistry, /) -> FunctionTracer:
         """The tracer of its functions."""
         hooks = self._functions
-        probes = FunctionProbes(hooks.functions, self._control(array, recorder), registry, recorder)
+        control = self._control(array, recorder)
+        probes = FunctionProbes(hooks.functions, control, registry, recorder)
         pids = EventPids()
-        calls = CallRecorder(array, pids, self._tasks, self._memory)
+        calls = CallRecorder(array, pids, self._tasks, self._stack.caller, control.record_stack)
         return FunctionTracer(hooks, probes, pids, calls.record)
 
     def _control(self, array: TraceArray, recorder: Recorder) -> ArrayControl:

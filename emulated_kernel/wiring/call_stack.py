@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import chain, islice
 from struct import unpack_from
 from typing import Any, Protocol
 
@@ -33,17 +34,35 @@ class CallStack:
         self._arch = arch
         self._thread_size = thread_size
 
+    def caller(self, regs: Any) -> int:
+        """Where the function that stands at its entry returns to."""
+        link = self._arch.registers.link
+        if link is not None:
+            return int(getattr(regs, link))
+        size = self._arch.word_size
+        return int.from_bytes(self._memory.read(getattr(regs, self._arch.registers.sp), size), "little")
+
     def callers(self, regs: Any) -> list[int]:
         """The place of `regs`, then return addresses, innermost first."""
-        chain: list[int] = [getattr(regs, self._arch.registers.ip)]
-        function = self._function(chain[0])
-        for word in self._words(getattr(regs, self._arch.registers.sp)):
-            if len(chain) == MAX_CALLERS or not function:
-                break
+        registers = self._arch.registers
+        place, sp = getattr(regs, registers.ip), getattr(regs, registers.sp)
+        link = None if registers.link is None else getattr(regs, registers.link)
+        found = islice(self.returns(place, sp, link), MAX_CALLERS - 1)
+        return [place, *(address for address, _ in found)]
+
+    def returns(self, place: int, sp: int, link: int | None = None) -> Iterator[tuple[int, int]]:
+        """Where the calls that led to `place` return to, innermost first, each with its stack slot.
+
+        `link`: what the link register holds, which may be the first of them.
+        """
+        function = self._function(place)
+        slots = ((word, sp + number * self._arch.word_size) for number, word in enumerate(self._words(sp)))
+        for word, slot in slots if link is None else chain([(link, sp)], slots):
+            if not function:
+                return
             if self._returns_from(word, function):
-                chain.append(word)
+                yield word, slot
                 function = self._function(word)
-        return chain
 
     def _words(self, sp: int) -> Sequence[int]:
         """Up to where a task's stack ends; the CPU's own ones are smaller, with nothing behind them."""

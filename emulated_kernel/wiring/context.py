@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from emulated_kernel.kprobes.ctlblk import KprobeCtlblk
 from emulated_kernel.trace.trace_entry import EntryFlag
 
-INTERRUPT_FLAG = 1 << 9
-"""X86_EFLAGS_IF."""
 SOFTIRQ_SERVED = 1 << 8
 """SOFTIRQ_OFFSET: one level of serving; each disabling counts two."""
 _COUNT_MASK = 0xFF
@@ -28,14 +26,30 @@ class HitContext:
     """
 
     def __init__(
-        self, ctlblk: KprobeCtlblk, memory: CellMemory, abi: Mapping[str, int], *, preemption: bool
+        self,
+        ctlblk: KprobeCtlblk,
+        memory: CellMemory,
+        abi: Mapping[str, int],
+        interrupt_flag: tuple[str, int],
+        areas: Sequence[int],
+        *,
+        preemption: bool,
     ) -> None:
+        """`interrupt_flag`: register and bit that tell whether interrupts are on; `areas`: per-CPU areas."""
         self._ctlblk = ctlblk
-        self._count = _cell(memory, abi, "preempt_count")
-        self._need_resched = _cell(memory, abi, "need_resched")
+        self._flags, self._interrupts = interrupt_flag
+        self._cells = [
+            (_cell(memory, abi, area, "preempt_count"), _cell(memory, abi, area, "need_resched"))
+            for area in areas
+        ]
+        self.switch_to(0)
         self._hardirq, self._softirq = abi["preempt.hardirq_mask"], abi["preempt.softirq_mask"]
         nmi = EntryFlag.NMI | EntryFlag.HARDIRQ
         self.by_breakpoint = (nmi, _COUNT_MASK) if preemption else (nmi | EntryFlag.IRQS_OFF, 0)
+
+    def switch_to(self, cpu: int) -> None:
+        """Another CPU is current."""
+        self._count, self._need_resched = self._cells[cpu]
 
     def of(self, regs: Any) -> tuple[int, int]:
         """common_flags and common_preempt_count of the probe's hit with these registers."""
@@ -46,7 +60,7 @@ class HitContext:
     def here(self, regs: Any) -> tuple[int, int]:
         """The same for where the guest stands, probe or not."""
         count = int(self._count[0])
-        flags = 0 if regs.flags & INTERRUPT_FLAG else int(EntryFlag.IRQS_OFF)
+        flags = 0 if getattr(regs, self._flags) & self._interrupts else int(EntryFlag.IRQS_OFF)
         if self._need_resched[0]:
             flags |= EntryFlag.NEED_RESCHED | EntryFlag.PREEMPT_RESCHED
         if count & self._hardirq:
@@ -58,5 +72,5 @@ class HitContext:
         return flags, count & _COUNT_MASK
 
 
-def _cell(memory: CellMemory, abi: Mapping[str, int], name: str) -> memoryview:
-    return memory.view(abi["percpu.base"] + abi[f"percpu.{name}"], 4).cast("I")
+def _cell(memory: CellMemory, abi: Mapping[str, int], area: int, name: str) -> memoryview:
+    return memory.view(area + abi[f"percpu.{name}"], 4).cast("I")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from struct import Struct
 from typing import Any
 
@@ -15,14 +15,16 @@ from emulated_kernel.kprobes.ftrace import FtraceSites
 from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.kprobes.return_hook.hooks import Instance, ReturnHook, ReturnHooks
 from emulated_kernel.trace.function_tracer import FunctionTracer
+from emulated_kernel.trace.functions import Functions
 from emulated_kernel.trace.graph_tracer import Frame, GraphTracer
 from emulated_kernel.trace.trace_array import TraceArray
 from emulated_kernel.trace.trace_entry import EntryType
 from emulated_kernel.wiring.context import HitContext
-from emulated_kernel.wiring.probes import CPU, Tasks
+from emulated_kernel.wiring.graph_moment import KernelGraphMoment, SleepTimes
+from emulated_kernel.wiring.probes import Tasks
 
-_FRAME = Struct("<QqQ")
-"""func, depth (~depth of a hidden one), called_ns."""
+_FRAME = Struct("<Qi??QQ")
+"""The fields of a Frame."""
 
 
 class FunctionGraphHooks:
@@ -34,23 +36,23 @@ class FunctionGraphHooks:
     def __init__(
         self,
         sites: FtraceSites | None,
-        functions: Iterable[int],
         selected: Callable[[], set[int]],
         hooks: Callable[[], ReturnHooks],
         ctlblk: KprobeCtlblk,
         site_size: int,
+        moment: KernelGraphMoment,
     ) -> None:
-        """`selected` tells which of the functions the filters leave.
+        """`selected` tells which functions the filters leave.
 
         `hooks` gives those to use, asked at each start; `site_size` is the bytes of a call.
         """
         self._sites = sites
-        self._functions = frozenset(functions)
         self._selected = selected
         self._hooked: frozenset[int] = frozenset()
         self._choose_hooks = hooks
         self._ctlblk = ctlblk
         self._site_size = site_size
+        self._moment = moment
         self._running: tuple[ReturnHooks, ReturnHook, Callable[[Any], None]] | None = None
 
     def start(self, graph: GraphTracer, /) -> None:
@@ -61,12 +63,13 @@ class FunctionGraphHooks:
         hook = hooks.add(self._returned(graph), nodes=0, data_size=_FRAME.size)
         entered = self._entered(graph, hooks, hook)
         self._running = hooks, hook, entered
+        self._moment.start()
         self.refresh()
 
     def refresh(self) -> None:
         """The filters may have changed: hook what they leave, no more."""
         if self._running is not None:
-            self._hook(self._functions & self._selected())
+            self._hook(frozenset(self._selected()))
 
     def _hook(self, wanted: frozenset[int]) -> None:
         assert self._sites is not None
@@ -81,6 +84,7 @@ class FunctionGraphHooks:
         hooks, hook, _ = self._running
         self._hook(frozenset())
         hooks.remove(hook)
+        self._moment.stop()
         self._running = None
 
     def _entered(self, graph: GraphTracer, hooks: ReturnHooks, hook: ReturnHook) -> Callable[[Any], None]:
@@ -90,14 +94,14 @@ class FunctionGraphHooks:
             parent = hooks.newest(hook)
             instance = hooks.try_get(hook)
             if instance is None:
+                graph.overran()
                 return
             ctlblk.by_breakpoint = False
             frame = graph.entered(regs.ip - site_size, None if parent is None else _read(parent), regs)
             if frame is None:
                 hooks.recycle(instance)
                 return
-            depth = ~frame.depth if frame.is_hidden else frame.depth
-            instance.data[:] = _FRAME.pack(frame.func, depth, frame.called_ns)
+            instance.data[:] = _pack(frame)
             hooks.hook(instance, regs)
 
         return entered
@@ -112,26 +116,31 @@ class FunctionGraphHooks:
         return returned
 
 
+def _pack(frame: Frame) -> bytes:
+    flags = frame.is_hidden, frame.in_irq
+    return _FRAME.pack(frame.func, frame.depth, *flags, frame.called_ns, frame.slept_ns)
+
+
 def _read(instance: Instance) -> Frame:
-    func, depth, called_ns = _FRAME.unpack(instance.data)
-    return Frame(func, max(depth, ~depth), depth < 0, called_ns)
+    return Frame(*_FRAME.unpack(instance.data))
 
 
 def build_function_graph(
     kprobes: Kprobes,
     hooks: Callable[[], ReturnHooks],
-    image: KernelImage,
+    functions: Functions,
     arch: Arch,
     array: TraceArray,
     filters: FunctionTracer,
     tasks: Tasks,
     context: HitContext,
-    now_ns: Callable[[], int],
+    sleeps: SleepTimes,
 ) -> GraphTracer:
     """The tracer of the top trace array, under the filters of its function tracer."""
-    functions = traceable_functions(image)
+    system = array.system
+    moment = KernelGraphMoment(context, tasks, filters.pids, sleeps)
     graph_hooks = FunctionGraphHooks(
-        kprobes.sites, functions.values(), filters.selected, hooks, kprobes.hits.ctlblk, arch.jump_size
+        kprobes.sites, filters.selected, hooks, kprobes.hits.ctlblk, arch.call_size, moment
     )
     filters.on_filter = graph_hooks.refresh
 
@@ -141,7 +150,7 @@ def build_function_graph(
         array.record(
             kind,
             payload,
-            cpu=CPU,
+            cpu=task.cpu,
             pid=task.pid,
             comm=task.comm,
             flags=flags,
@@ -149,7 +158,9 @@ def build_function_graph(
             timestamp_ns=stamp,
         )
 
-    return GraphTracer(functions, graph_hooks, record, now_ns, arch.word_size)
+    return GraphTracer(
+        functions, graph_hooks, record, moment, system.tracer_options, system.now_ns, arch.word_size
+    )
 
 
 def traceable_functions(image: KernelImage) -> dict[str, int]:

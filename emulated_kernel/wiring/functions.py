@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 from emulated_kernel.trace.event_pids import EventPids
-from emulated_kernel.trace.function_filter import Functions
 from emulated_kernel.trace.function_tracer import CallHandler
-from emulated_kernel.trace.ports import ProbeHit, TraceSymbols
+from emulated_kernel.trace.functions import Functions, TraceableFunction
+from emulated_kernel.trace.ports import ProbeHit, SymbolLocation, TraceSymbols
 from emulated_kernel.trace.trace_array import TraceArray
-from emulated_kernel.trace.trace_entry import EntryType
-from emulated_kernel.wiring.probes import CPU, Hit, Tasks
+from emulated_kernel.trace.trace_entry import EntryType, repeats_entry
+from emulated_kernel.trace.tracer_options import FunctionOption
+from emulated_kernel.wiring.probes import Hit, Tasks
+
+_MAX_REPEATS = 0xFFFF
 
 
 class Sites(Protocol):
@@ -23,18 +27,52 @@ class Sites(Protocol):
     def users(self) -> Mapping[int, tuple[int, bool]]: ...
 
 
+class FunctionSymbols(TraceSymbols, Protocol):
+    """Knows functions of modules even when they have been freed."""
+
+    def remember(self, module: str, functions: Iterable[SymbolLocation], /) -> None: ...
+
+    def forget(self, module: str, /) -> None: ...
+
+
 class KernelFunctions:
-    """Implements trace.function_tracer.FunctionHooks, and shows who uses which site.
+    """Implements trace.function_tracer.FunctionHooks, and shows who uses which site."""
 
-    Deviates: functions of modules can't be traced.
-    """
-
-    def __init__(self, sites: Sites | None, fentry: frozenset[int], symbols: TraceSymbols, hit: Hit) -> None:
+    def __init__(
+        self, sites: Sites | None, fentry: frozenset[int], symbols: FunctionSymbols, hit: Hit
+    ) -> None:
         self._sites = sites
         self._hit = hit
         self._owners: dict[object, Mapping[int, tuple[CallHandler, ...]]] = {}
-        found = ((site, symbols.lookup(site)) for site in sorted(fentry) if sites is not None)
-        self.functions: Functions = [(site, where.name) for site, where in found if where is not None]
+        self._symbols = symbols
+        self.functions = Functions(self._at(fentry), symbols.has_module)
+
+    def _at(self, fentry: Iterable[int]) -> list[TraceableFunction]:
+        if self._sites is None:
+            return []
+        found = ((site, self._symbols.lookup(site)) for site in sorted(fentry))
+        return [
+            TraceableFunction(site, where.name, where.module) for site, where in found if where is not None
+        ]
+
+    def module_came(self, name: str, fentry: frozenset[int]) -> None:
+        """A module was loaded, and its symbols can be looked up."""
+        self.functions.add(name, self._at(fentry))
+
+    def init_goes(self, name: str, fentry: frozenset[int]) -> None:
+        """The text of a module's init function is about to be freed.
+
+        Mirrors: kernel/trace/ftrace.c:ftrace_free_mem (v6.1).
+        """
+        if any(self._owners.values()):
+            found = map(self._symbols.lookup, sorted(fentry))
+            self._symbols.remember(name, (where for where in found if where is not None))
+        self.functions.remove(fentry)
+
+    def module_goes(self, name: str, fentry: frozenset[int]) -> None:
+        """A module is about to be freed."""
+        self._symbols.forget(name)
+        self.functions.remove(fentry)
 
     def attach(self, owner: object, handlers: Mapping[int, tuple[CallHandler, ...]], /) -> None:
         self._owners[owner] = handlers
@@ -51,39 +89,81 @@ class KernelFunctions:
 
     def available(self) -> Iterator[str]:
         """available_filter_functions."""
-        return (f"{name}\n" for _, name in self.functions)
+        return (f"{function.shown}\n" for function in self.functions)
 
     def enabled(self) -> Iterator[str]:
         """enabled_functions. Mirrors: kernel/trace/ftrace.c:t_show (v6.1)."""
         users = {} if self._sites is None else self._sites.users()
-        for site, name in self.functions:
-            if site in users:
-                count, is_probed = users[site]
+        for function in self.functions:
+            if function.site in users:
+                count, is_probed = users[function.site]
                 # Linux: R, I and D; a kprobe asks for all registers and may change the ip.
-                yield f"{name} ({count}){' R' if is_probed else '  '}{' I' if is_probed else '  '}  \n"
+                flags = " R I" if is_probed else "    "
+                yield f"{function.shown} ({count}){flags}  \n"
+
+
+@dataclass(slots=True)
+class _Repeated:
+    """Calls like the latest recorded one, only counted. Mirrors: struct trace_func_repeats (v6.1)."""
+
+    call: bytes = b""
+    count: int = 0
+    latest: int = 0
+    """Time of the latest one, as the clock counts."""
 
 
 class CallRecorder:
-    """Writes the function tracer's entries into a trace array."""
+    """Writes the function tracer's entries into a trace array, as its options say."""
 
-    def __init__(self, array: TraceArray, pids: EventPids, tasks: Tasks, memory: Any) -> None:
+    def __init__(
+        self,
+        array: TraceArray,
+        pids: EventPids,
+        tasks: Tasks,
+        parent: Callable[[Any], int],
+        record_stack: Callable[[ProbeHit], None],
+    ) -> None:
+        """`parent`: where the function that stands at its entry was called from."""
         self._array = array
         self._pids = pids
         self._tasks = tasks
-        self._memory = memory
+        self._parent = parent
+        self._record_stack = record_stack
+        self._is_on = array.system.tracer_options.is_on
+        self._repeated = [_Repeated() for _ in range(array.cpus)]
         self._word = array.system.word_size
 
     def record(self, site: int, hit: ProbeHit) -> None:
-        """Mirrors: kernel/trace/trace_functions.c:function_trace_call (v6.1)."""
+        """Mirrors: kernel/trace/trace_functions.c:function_trace_call and its likes (v6.1)."""
         pid = self._tasks.pid()
         if self._pids.is_active and self._pids.ignores(pid):
             return
+        call = b"".join(each.to_bytes(self._word, "little") for each in (site, self._parent(hit.regs)))
+        if self._is_on(FunctionOption.NO_REPEATS) and self._repeats(call, pid, hit):
+            return
+        self._write(EntryType.FN, call, pid, hit)
+        if self._is_on(FunctionOption.STACK_TRACE):
+            self._record_stack(hit)
+
+    def _repeats(self, call: bytes, pid: int, hit: ProbeHit) -> bool:
+        """Whether it is only counted. Mirrors: is_repeat_check, process_repeats (v6.1)."""
+        last = self._repeated[self._tasks.cpu()]
+        if last.call == call and last.count < _MAX_REPEATS:
+            last.count += 1
+            last.latest = self._array.now()
+            return True
+        if last.count:
+            ago = self._array.now() - last.latest
+            self._write(EntryType.FUNC_REPEATS, repeats_entry(last.call, last.count, ago), pid, hit)
+        last.call, last.count = call, 0
+        return False
+
+    def _write(self, kind: EntryType, payload: bytes, pid: int, hit: ProbeHit) -> None:
         flags, preempt_count = hit.context
-        parent = self._memory.read(hit.regs.sp, self._word)
         self._array.record(
-            EntryType.FN,
-            site.to_bytes(self._word, "little") + parent,
-            cpu=CPU,
+            kind,
+            payload,
+            cpu=self._tasks.cpu(),
             pid=pid,
             comm=hit.comm.decode("utf-8", "surrogateescape"),
             flags=flags,

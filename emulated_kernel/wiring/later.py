@@ -23,7 +23,7 @@ class RequestTime:
         self, now_ns: Callable[[], int], *, virtual: bool, wall: Callable[[], float] = monotonic
     ) -> None:
         self._now_ns = now_ns
-        self._virtual = virtual
+        self.virtual = virtual
         self._wall = wall
         self._extra = 0
         self._latest: float | None = None
@@ -33,13 +33,13 @@ class RequestTime:
 
     def count_call(self) -> None:
         """A request of the program itself: how long it paused is its own affair."""
-        if self._virtual:
+        if self.virtual:
             self._extra += 1
 
     def count_request(self) -> None:
         """A request of a process of the host."""
         self.count_call()
         now = self._wall()
-        if self._virtual and self._latest is not None and now - self._latest >= PAUSE:
+        if self.virtual and self._latest is not None and now - self._latest >= PAUSE:
             self._extra += int((now - self._latest) * HZ)
         self._latest = now

@@ -1,4 +1,4 @@
-"""machine/: version, kallsyms, dmesg, tasks and call, told from the image and the running guest."""
+"""machine/: its files, told from the image and the running guest."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from emulated_kernel.errors import KernelError
+from emulated_kernel.host.cpu_list import read_cpus
 from emulated_kernel.host.guest import Guest
 from emulated_kernel.host.guest_log import read_log
+from emulated_kernel.host.memory_info import MemoryReader
 from emulated_kernel.host.modules import Modules
 from emulated_kernel.host.task_list import read_tasks
 from emulated_kernel.image.image import KernelImage
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.traps import MemoryFault
+from emulated_kernel.wiring.clock_switch import ClockSwitch
+from emulated_kernel.wiring.loads import Loads
 
 MAX_ARGUMENTS = 6
 
@@ -23,12 +27,23 @@ class MachineFiles:
     """Implements MachinePort."""
 
     def __init__(
-        self, image: KernelImage, machine: Machine, guest: Guest, modules: Modules, profile: str
+        self,
+        image: KernelImage,
+        machine: Machine,
+        guest: Guest,
+        modules: Modules,
+        clock: ClockSwitch,
+        loads: Loads,
+        profile: str,
     ) -> None:
+        self._clock = clock
+        self._loads = loads
+        self._memory_reader = MemoryReader(machine.memory, image.kallsyms, image.abi)
         self._profile = profile
         self._modules = modules
         self._image = image
         self._memory = machine.memory
+        self._per_cpu_areas = machine.per_cpu_bases
         self._guest = guest
 
     def version(self) -> str:
@@ -51,6 +66,49 @@ class MachineFiles:
         yield f"{'PID':>7} {'PPID':>7} {'UID':>6} STATE COMM\n"
         for task in tasks:
             yield f"{task.pid:>7} {task.parent:>7} {task.uid:>6} {task.state:<5} {task.comm}\n"
+
+    def cpus(self) -> Iterable[str]:
+        """Raises: KernelError EIO where the guest has corrupted its per-CPU areas."""
+        with _readable("CPU's area"):
+            cpus = list(read_cpus(self._memory, self._image.abi, self._per_cpu_areas))
+        yield f"{'CPU':>3} {'STATE':<7} {'RUNNABLE':>8} {'SWITCHES':>9} {'INTERRUPTS':>10} {'PID':>7} COMM\n"
+        for cpu in cpus:
+            state = "dead" if self._guest.is_dead else "idle" if cpu.is_idle else "running"
+            yield (
+                f"{cpu.number:>3} {state:<7} {cpu.runnable:>8} {cpu.switches:>9} {cpu.interrupts:>10} "
+                f"{cpu.task.pid:>7} {cpu.task.comm}\n"
+            )
+
+    def meminfo(self) -> Iterable[str]:
+        """Raises: KernelError EIO where the guest has corrupted its lists."""
+        with _readable("list of slab caches"):
+            info = self._memory_reader.info()
+        return info.text()
+
+    def loads(self) -> Iterable[str]:
+        return self._loads.text()
+
+    def command_load(self, line: str) -> None:
+        """Raises: as Loads.command; the kernel log says why."""
+        with self._told("load"):
+            self._loads.command(line)
+
+    def clock(self) -> str:
+        return self._clock.text()
+
+    def command_clock(self, line: str) -> None:
+        """Raises: as ClockSwitch.command; the kernel log says why."""
+        with self._told("clock"):
+            self._clock.command(line)
+
+    @contextmanager
+    def _told(self, file: str) -> Iterator[None]:
+        """A process sees no more than an errno of what a write failed of."""
+        try:
+            yield
+        except KernelError as error:
+            self._guest.log(f"{file}: {error.strerror}")
+            raise
 
     def modules(self, zero_addresses: bool) -> Iterable[str]:
         """Raises: KernelError EIO where the guest has corrupted its list."""

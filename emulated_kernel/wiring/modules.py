@@ -29,6 +29,16 @@ class ModuleTables(Protocol):
     def tables_changed(self) -> None: ...
 
 
+class TracedFunctions(Protocol):
+    """The functions whose calls can be traced."""
+
+    def module_came(self, name: str, fentry: frozenset[int], /) -> None: ...
+
+    def init_goes(self, name: str, fentry: frozenset[int], /) -> None: ...
+
+    def module_goes(self, name: str, fentry: frozenset[int], /) -> None: ...
+
+
 class ModuleNotifier:
     """Keeps a LiveImage and the probes in step with the guest's modules.
 
@@ -41,12 +51,14 @@ class ModuleNotifier:
         live: LiveImage,
         probes: ModuleProbes,
         symbols: ModuleTables,
+        functions: TracedFunctions,
         coming: Callable[[str], None],
     ) -> None:
         self._reader = reader
         self._live = live
         self._probes = probes
         self._symbols = symbols
+        self._functions = functions
         self._coming = coming
 
     def __call__(self, state: ModuleState, module: int) -> None:
@@ -62,6 +74,7 @@ class ModuleNotifier:
     def _arrive(self, module: Module) -> None:
         self._live.put(module)
         self._tables_changed()
+        self._functions.module_came(module.name, module.mcount)
         self._coming(module.name)
 
     def _settle(self, name: str) -> None:
@@ -69,14 +82,17 @@ class ModuleNotifier:
         module = self._live.find(name)
         if module is None:
             return
+        left = module.without_init()
+        self._functions.init_goes(name, module.mcount - left.mcount)
         self._probes.kill_within((module.init_text,))
-        self._live.put(module.without_init())
+        self._live.put(left)
         self._tables_changed()
 
     def _leave(self, name: str) -> None:
         module = self._live.find(name)
         if module is None:
             return
+        self._functions.module_goes(name, module.mcount)
         self._probes.kill_within((module.text, module.init_text))
         self._live.remove(name)
         self._tables_changed()

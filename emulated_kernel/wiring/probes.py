@@ -18,8 +18,6 @@ from emulated_kernel.trace.trace_entry import TRACE_ENTRY
 from emulated_kernel.wiring.context import HitContext
 from emulated_kernel.wiring.guest_records import GuestRecords
 
-CPU = 0
-"""The only one there is."""
 _HOST_OPTIONS = TraceOption.STACKTRACE | TraceOption.USERSTACKTRACE | TraceOption.RECORD_TGID
 """With these there is more to do for a record than writing it."""
 
@@ -37,7 +35,11 @@ class Current(Protocol):
 class Tasks:
     """Reads the current task of the guest: pid and name, for records and $comm."""
 
-    def __init__(self, memory: GuestMemory, cells: Current, abi: Mapping[str, int]) -> None:
+    def __init__(
+        self, memory: GuestMemory, cells: Current, abi: Mapping[str, int], cpu: Callable[[], int]
+    ) -> None:
+        """`cpu` gives the number of the CPU that runs."""
+        self.cpu = cpu
         self._memory = memory
         self._current = cells.current_task
         self._pid = abi["task_struct.pid"]
@@ -53,7 +55,8 @@ class Tasks:
     def context(self) -> TaskContext:
         """For records that no probe makes."""
         pid = self.pid()
-        return TaskContext(pid=pid, comm=self.comm().decode("utf-8", "surrogateescape"), tgid=pid)
+        comm = self.comm().decode("utf-8", "surrogateescape")
+        return TaskContext(pid=pid, comm=comm, tgid=pid, cpu=self.cpu())
 
 
 class Hit:
@@ -108,7 +111,7 @@ class KprobeBackend:
     def register(self, spec: ProbeSpec, handler: HitHandler, program: Emit, /) -> EventProbe:
         """Raises: KernelError as register_kprobe, register_kretprobe."""
         if spec.is_return:
-            return self._register_return(spec, handler)
+            return self._register_return(spec, handler, program)
         hit = self._hit
 
         def pre_handler(_kprobe: Kprobe, regs: Regs) -> None:
@@ -127,7 +130,7 @@ class KprobeBackend:
         self._kprobes.register_kprobe(kprobe)
         return kprobe
 
-    def _register_return(self, spec: ProbeSpec, handler: HitHandler) -> EventKretprobe:
+    def _register_return(self, spec: ProbeSpec, handler: HitHandler, program: Emit) -> EventKretprobe:
         hit = self._hit
 
         def returned(instance: KretprobeInstance, regs: Regs) -> None:
@@ -139,6 +142,7 @@ class KprobeBackend:
             offset=spec.offset,
             addr=spec.address or None,
             handler=returned,
+            return_program=program,
             maxactive=spec.maxactive,
             disabled=spec.disabled,
         )
@@ -159,7 +163,11 @@ class KprobeBackend:
         self._kprobes.disable_kprobe(_kprobe(handle))
 
     def handler_changed(self, handle: ProbeHandle, /) -> None:
-        self._kprobes.handler_changed(_kprobe(handle))
+        probe = _kprobe(handle)
+        if isinstance(probe, Kretprobe):
+            self._kretprobes.handler_changed(probe)
+        else:
+            self._kprobes.handler_changed(probe)
 
     def on_func_entry(self, symbol: str, offset: int, /) -> bool:
         """Raises: KernelError ENOENT."""
@@ -197,22 +205,16 @@ class HitRecorder:
     def target(self) -> RecordTarget | None:
         """Where guest code records to; None where that takes more than writing to the buffer.
 
-        That is so with clocks that don't count the guest's nanoseconds, options that add to a record, and
-        lists of pids.
+        That is so with clocks that don't count the guest's nanoseconds, or that the host sets, with options
+        that add to a record, and lists of pids.
         """
         array, guest = self._array, self._guest
         if guest is None or not array.clock.in_ns or array.options.flags & _HOST_OPTIONS:
             return None
-        if array.pids.is_active:
+        if not guest.can_tell_time or array.pids.is_active:
             return None
-        buffer = array.buffers[CPU]
-        control_at = buffer.place.control_at
-
-        def make_room(length: int, time_stamp: int) -> bool:
-            # Another one has taken its place if not.
-            return buffer.place.control_at == control_at and buffer.make_room(length, time_stamp)
-
-        return RecordTarget(control_at, array.records_comm, guest.room_maker(make_room))
+        buffers = array.buffers
+        return RecordTarget(buffers[0].place.control_at, array.records_comm, guest.room_maker(buffers))
 
     def _rewired(self) -> None:
         for event in self._events:
@@ -221,7 +223,7 @@ class HitRecorder:
 
     def entry(self, event: TraceEvent, payload: bytes, hit: ProbeHit, /) -> RawEntry:
         header = TRACE_ENTRY.pack(event.id, *hit.context, self._tasks.pid())
-        return RawEntry(header + payload, CPU, hit.comm)
+        return RawEntry(header + payload, self._tasks.cpu(), hit.comm)
 
     def record(self, event: TraceEvent, payload: bytes, hit: ProbeHit, /) -> None:
         pids = self._array.pids
@@ -234,7 +236,7 @@ class HitRecorder:
         self._array.record(
             event_id,
             payload,
-            cpu=CPU,
+            cpu=self._tasks.cpu(),
             pid=self._tasks.pid(),
             comm=hit.comm.decode("utf-8", "surrogateescape"),
             flags=flags,

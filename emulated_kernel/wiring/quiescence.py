@@ -1,4 +1,4 @@
-"""Quiescence: whether any task of the guest stands, or will come back, in text that is to be patched."""
+"""Quiescence: whether any CPU or task stands, or will come back, in text that is to be patched."""
 
 from __future__ import annotations
 
@@ -10,59 +10,79 @@ from typing import Protocol
 from emulated_kernel.host.task_list import TaskMemory, TaskSymbols, read_tasks
 
 
-class StackPointer(Protocol):
+class Cpus(Protocol):
+    """What it needs of the machine."""
+
     @property
-    def sp(self) -> int: ...
+    def per_cpu_bases(self) -> list[int]: ...
+
+    def stands(self) -> list[tuple[int, int]]:
+        """Instruction and stack pointer of each CPU."""
 
 
-class Current(Protocol):
-    def current_task(self) -> int: ...
+class Spans:
+    """Ranges [start, end) of addresses."""
+
+    def __init__(self, spans: Sequence[tuple[int, int]]) -> None:
+        self._ordered = sorted(spans)
+        self._starts = [start for start, _ in self._ordered]
+        self.first, self.last = self._starts[0], max(end for _, end in self._ordered)
+
+    def __contains__(self, address: int) -> bool:
+        if not self.first <= address < self.last:
+            return False
+        start, end = self._ordered[bisect_right(self._starts, address) - 1]
+        return start <= address < end
 
 
 class TaskStacks:
-    """Looks for addresses on the live stacks of all tasks: an interrupted task's pt_regs holds its ip.
+    """Looks for addresses in the CPUs and on the live stacks of all tasks.
 
-    Linux waits until each task has switched by its own will, since it can't look. The guest must be stopped
-    at a hypercall, so that the CPU itself is nowhere else. Mirrors: synchronize_rcu_tasks (v6.1).
+    An interrupted task's pt_regs holds its ip. Linux waits until each task has switched by its own will,
+    since it can't look. The guest must be stopped. Mirrors: synchronize_rcu_tasks (v6.1).
     """
 
-    def __init__(
-        self,
-        memory: TaskMemory,
-        symbols: TaskSymbols,
-        abi: Mapping[str, int],
-        current: Current,
-        regs: StackPointer,
-    ) -> None:
+    def __init__(self, memory: TaskMemory, symbols: TaskSymbols, abi: Mapping[str, int], cpus: Cpus) -> None:
         self._memory = memory
         self._symbols = symbols
         self._abi = abi
-        self._current = current
-        self._regs = regs
+        self._cpus = cpus
+        self._size = abi["thread.size"]
 
     def are_clear_of(self, spans: Sequence[tuple[int, int]]) -> bool:
-        """Whether no stack holds an address in the ranges [start, end)."""
+        """Whether no CPU stands in the ranges [start, end), and no stack holds an address in them."""
         if not spans:
             return True
-        ordered = sorted(spans)
-        starts = [start for start, _ in ordered]
-        first, last = starts[0], max(end for _, end in ordered)
-        for words in self._stacks():
+        wanted, stands = Spans(spans), self._cpus.stands()
+        if any(ip in wanted for ip, _ in stands):
+            return False
+        first, last = wanted.first, wanted.last
+        for words in self._stacks(stands):
             for word in words:
-                if first <= word < last:
-                    start, end = ordered[bisect_right(starts, word) - 1]
-                    if start <= word < end:
-                        return False
+                if first <= word < last and word in wanted:
+                    return False
         return True
 
-    def _stacks(self) -> Iterator[tuple[int, ...]]:
+    def _stacks(self, stands: Sequence[tuple[int, int]]) -> Iterator[tuple[int, ...]]:
         read_word, abi = self._memory.read_word, self._abi
-        word, code = self._memory.word_size, "Q" if self._memory.word_size == 8 else "I"
-        running = self._current.current_task()
-        for task in read_tasks(self._memory, self._symbols, abi):
-            base = read_word(task.addr + abi["task_struct.stack"])
-            saved = read_word(task.addr + abi["task_struct.sp"])
-            sp = self._regs.sp if task.addr == running else saved
-            size = base + abi["thread.size"] - sp
-            if 0 < size <= abi["thread.size"]:
-                yield unpack_from(f"<{size // word}{code}", self._memory.read(sp, size))
+        running = {}
+        tasks = [task.addr for task in read_tasks(self._memory, self._symbols, abi)]
+        for area, (_, sp) in zip(self._cpus.per_cpu_bases, stands, strict=True):
+            running[read_word(area + abi["percpu.current_task"])] = sp
+            idle = read_word(area + abi["percpu.idle_task"])
+            if idle not in tasks:
+                tasks.append(idle)
+            yield from self._part(read_word(area + abi["percpu.hardirq_stack_ptr"]) - self._size, sp)
+        for task in tasks:
+            base = read_word(task + abi["task_struct.stack"])
+            sp = running.get(task, read_word(task + abi["task_struct.sp"]))
+            # Of a CPU that stands on its interrupt stack it is not known where it left the task's.
+            yield from self._part(base, sp if base <= sp <= base + self._size else base)
+
+    def _part(self, base: int, sp: int) -> Iterator[tuple[int, ...]]:
+        """The words from `sp` to the top of a stack; none if it points elsewhere."""
+        size = base + self._size - sp
+        if 0 < size <= self._size:
+            word = self._memory.word_size
+            code = "Q" if word == 8 else "I"
+            yield unpack_from(f"<{size // word}{code}", self._memory.read(sp, size))

@@ -11,7 +11,6 @@ from emulated_kernel.arch.program_builder import HitWay, ProgramBuilder
 from emulated_kernel.kprobes.compiled import Compiler
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.machine.machine import Machine
-from emulated_kernel.machine.registers import RegisterSet
 from emulated_kernel.machine.traps import GuestFault
 from emulated_kernel.trace.guest import GuestPlaces, RecordTarget
 from emulated_kernel.trace.ring_buffer import RingBuffer
@@ -35,17 +34,22 @@ class Rehearsals:
         self._machine = machine
         self._arch = arch
         self._compiler = compiler
-        self._ring = ring = RingBuffer(records.allocate(memory_size(_PAGES)), _PAGES)
-        self._at = machine.records.alloc_cells(_CELLS_SIZE)
-        self._cells = machine.records.view(self._at, _CELLS_SIZE).cast("Q")
+        controls = records.allocate_controls(machine.config.cpus)
+        self._rings = [
+            RingBuffer(controls.place(cpu, records.allocate(memory_size(_PAGES))), _PAGES)
+            for cpu in range(len(controls.blocks))
+        ]
+        self._offset = machine.records.alloc_cells(_CELLS_SIZE)
+        self._at = machine.records.address(self._offset)
+        self._cells = [cell.cast("Q") for cell in machine.records.cells(self._offset, _CELLS_SIZE)]
         self._tasks = records.tasks
         self._places = replace(
-            places, clock=self._at + _CLOCK, last_pid=self._at + _PID, save_comm=self._save_comm
+            places, clock=self._at + _CLOCK, last_pid=self._offset + _PID, save_comm=self._save_comm
         )
-        self._target = RecordTarget(ring.place.control_at, True, records.room_maker(ring.make_room))
+        self._target = RecordTarget(controls.offset, True, records.room_maker(self._rings))
 
     def _save_comm(self) -> bool:
-        self._cells[_PID >> 3] = self._tasks.pid()
+        self._cells[self._tasks.cpu()][_PID >> 3] = self._tasks.pid()
         return True
 
     def median_ns(self, probe: TraceKprobe, kprobe: Kprobe, way: HitWay) -> float | None:
@@ -56,7 +60,7 @@ class Rehearsals:
         if kprobe.sample is None or self._machine.is_running:
             return None
         builder = ProgramBuilder()
-        if not probe.rehearse(builder, way, self._places, self._target, self._at + _COUNTER):
+        if not probe.rehearse(builder, way, self._places, self._target, self._offset + _COUNTER):
             return None
         text = self._machine.text
         loop = text.alloc_text(self._arch.max_repetition)
@@ -79,11 +83,10 @@ class Rehearsals:
         """Median nanoseconds of one call of `entry`."""
         machine = self._machine
         machine.text.poke(loop, self._arch.repetition(loop, entry, self._at + _TURNS))
-        known = {name: value for name, value in sample.items() if name in RegisterSet._fields}
-        start = RegisterSet(**{**known, "ip": loop, "sp": machine.calls.stack_top})
+        start = machine.model.register_set(**{**sample, "ip": loop, "sp": machine.calls.stack_top})
         costs = []
         for _ in range(_ROUNDS):
-            self._cells[_TURNS >> 3] = _HITS
+            self._cells[0][_TURNS >> 3] = _HITS
             before = thread_time_ns()
             machine.execute(start)
             costs.append((thread_time_ns() - before) / _HITS)

@@ -37,6 +37,12 @@ class HookSets:
             self._graph = self._make(RetStack.name)
         return self._graph
 
+    def look_from(self, area: int) -> None:
+        """See ReturnHooks.look_from."""
+        for hooks in (self.first, self._graph):
+            if hooks is not None:
+                hooks.look_from(area)
+
     def abandon(self) -> None:
         """See ReturnHooks.abandon."""
         for hooks in (self.first, self._graph):
@@ -54,8 +60,18 @@ def build_kretprobes(
         return (task.addr for task in read_tasks(machine.memory, image.kallsyms, image.abi))
 
     def make(stack: str) -> ReturnHooks:
-        hooks = ReturnHooks(machine, image, arch, cpus=config.cpus, stack=stack, form=profile.trampoline)
+        hooks = ReturnHooks(
+            machine,
+            image,
+            arch,
+            cpus=config.cpus,
+            stack=stack,
+            form=profile.trampoline,
+            compiler=kprobes.compiler,
+            current_cpu=lambda: machine.cpu,
+        )
         hooks.all_tasks = all_tasks
+        hooks.look_from(machine.per_cpu_bases[machine.cpu])
         return hooks
 
     sets = HookSets(make, config.return_hook or profile.return_hook)
@@ -65,6 +81,7 @@ def build_kretprobes(
         sets.abandon()
 
     machine.calls.on_leave = leave
+    machine.on_switch.append(lambda cpu: sets.look_from(machine.per_cpu_bases[cpu]))
     blacklist = _not_returning(image, arch)
     return Kretprobes(kprobes, sets.first, cpus=config.cpus, blacklist=blacklist), sets
 

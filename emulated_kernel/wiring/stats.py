@@ -203,7 +203,7 @@ class Stats:
         detour = self.kprobes.detour(kprobe)
         if detour is not None:
             return detour.length
-        return kprobe.insn.prepared.length if kprobe.insn is not None else self._arch.jump_size
+        return kprobe.insn.prepared.length if kprobe.insn is not None else self._arch.call_size
 
     def detour_text(self, kprobe: Kprobe) -> str:
         """Disassembly of what runs out of line; an emulated instruction has no copy and is shown itself."""

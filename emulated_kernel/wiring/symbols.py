@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from dataclasses import replace
 from typing import Protocol
 
 from emulated_kernel.trace.ports import SymbolLocation
@@ -49,13 +50,11 @@ class FentrySites(Protocol):
 
 
 class ReturnTrampoline(Protocol):
-    """What hooked functions return to; all zero before any was hooked."""
+    """What hooked functions return to."""
 
-    @property
-    def address(self) -> int: ...
+    def is_one(self, address: int, /) -> bool: ...
 
-    @property
-    def size(self) -> int: ...
+    def locate(self, address: int, /) -> tuple[int, int] | None: ...
 
 
 class KernelSymbols:
@@ -65,6 +64,7 @@ class KernelSymbols:
         self._kallsyms = kallsyms
         self._image = image
         self._trampoline = trampoline
+        self._freed: dict[str, list[SymbolLocation]] = {}
         self.tables_changed()
 
     def tables_changed(self) -> None:
@@ -81,15 +81,35 @@ class KernelSymbols:
     def lookup(self, address: int) -> SymbolLocation | None:
         where = self._kallsyms.lookup(address)
         if where is None:
-            return self._lookup_trampoline(address)
+            return self._lookup_trampoline(address) or self._lookup_freed(address)
         symbol = where.symbol
         return SymbolLocation(symbol.name, symbol.address, symbol.size, where.offset, where.module)
 
     def _lookup_trampoline(self, address: int) -> SymbolLocation | None:
-        start, size = self._trampoline.address, self._trampoline.size
-        if not start <= address < start + size:
+        found = self._trampoline.locate(address)
+        if found is None:
             return None
+        start, size = found
         return SymbolLocation(TRAMPOLINE_NAME, start, size, address - start)
+
+    def remember(self, module: str, functions: Iterable[SymbolLocation]) -> None:
+        """Functions of a module's init text, which was traced and is freed: their addresses keep these names.
+
+        Mirrors: kernel/trace/ftrace.c:save_ftrace_mod_rec (v6.1).
+        """
+        self._freed[module] = list(functions)
+
+    def forget(self, module: str) -> None:
+        """The module goes."""
+        self._freed.pop(module, None)
+
+    def _lookup_freed(self, address: int) -> SymbolLocation | None:
+        """Mirrors: kernel/trace/ftrace.c:ftrace_mod_address_lookup (v6.1)."""
+        for functions in self._freed.values():
+            for each in functions:
+                if each.start <= address < each.start + each.size:
+                    return replace(each, offset=address - each.start)
+        return None
 
     def has_module(self, name: str) -> bool:
         return self._kallsyms.has_module(name)
@@ -100,4 +120,4 @@ class KernelSymbols:
 
     def is_return_trampoline(self, address: int) -> bool:
         """Whether it is where hooked functions return to."""
-        return address != 0 and address == self._trampoline.address
+        return self._trampoline.is_one(address)

@@ -198,8 +198,8 @@ class KprobeEventsFiles:
     def __init__(self, events: KprobeEvents) -> None:
         self._events = events
 
-    def definitions(self) -> Iterable[str]:
-        return self._events.records()
+    def definitions(self, start: int) -> Iterable[str]:
+        return self._events.records(start)
 
     def execute(self, data: bytes) -> int:
         return self._events.write(data)

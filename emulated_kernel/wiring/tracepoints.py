@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import errno
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any, Protocol
 
+from emulated_kernel.errors import KernelError
+from emulated_kernel.host.cells import address_of
 from emulated_kernel.image.image import KernelImage
 from emulated_kernel.image.trace_events import event_definitions, syscall_definitions
 from emulated_kernel.kprobes.static_keys import StaticKeys
@@ -16,14 +20,10 @@ from emulated_kernel.trace.syscall_events import SyscallEnter, SyscallExit, Sysc
 from emulated_kernel.wiring.probes import Hit
 
 RAW_SYSCALLS = "raw_syscalls"
-_RECORD_SIZE = 24
-"""Bytes of struct host_trace_record: three u64."""
 
 
 class TracedMemory(Protocol):
     def read(self, va: int, size: int) -> bytes: ...
-
-    def view(self, va: int, size: int) -> memoryview: ...
 
 
 class Tracepoint:
@@ -54,6 +54,7 @@ class Tracepoints:
         breakpoints: dict[int, Callable[[Any], None]],
         keys: StaticKeys,
         hit: Hit,
+        argument_registers: Sequence[str],
     ) -> None:
         """`hit` is what handlers are told of the moment."""
         self._image = image
@@ -63,14 +64,16 @@ class Tracepoints:
         self._hit = hit
         self._points: dict[int, Tracepoint] = {}
         """By the address of their struct trace_event_call."""
+        self.by_name: dict[str, Tracepoint] = {}
+        """By GROUP:EVENT."""
         self._live = 0
         self._word = image.bits // 8
+        self._arguments: Callable[[Any], tuple[int, int, int]] = attrgetter(*argument_registers[:3])
+        """Of the function where the guest hands a record over."""
 
     def _switch(self, key: int, on: bool) -> None:
         """Records are taken before the first can come, and until the last can't."""
         if not self._live:
-            record = self._address("host_trace_record")
-            self._record = self._memory.view(record, _RECORD_SIZE).cast("Q")
             self._breakpoints[self._address("host_trace_commit")] = self._commit
         self._keys.switch(key, on)
         self._live += 1 if on else -1
@@ -79,16 +82,14 @@ class Tracepoints:
 
     def _commit(self, regs: Any) -> None:
         """The guest has filled a record in; it goes on behind the breakpoint, where it stands already."""
-        call, entry, size = self._record
+        call, entry, size = self._arguments(regs)
         payload = self._memory.read(entry + COMMON_SIZE, size - COMMON_SIZE)
         self._hit.regs = regs
         for handler in self._points[call].handlers:
             handler(payload, self._hit)
 
     def _address(self, name: str) -> int:
-        address = self._image.kallsyms.lookup_name(name)
-        assert address is not None, f"an image with trace events has {name}"
-        return address
+        return address_of(self._image.kallsyms, name)
 
     def events(self) -> Iterator[TraceEvent]:
         """An event for each tracepoint, then two for each system call."""
@@ -96,12 +97,14 @@ class Tracepoints:
         raw: dict[str, Tracepoint] = {}
         for each in event_definitions(self._image):
             point = self._points[each.address] = Tracepoint(partial(self._switch, each.key))
+            self.by_name[f"{each.system}:{each.name}"] = point
             if each.system == RAW_SYSCALLS:
                 raw[each.name] = point
             fields = layout_fields(each.fields)
             yield StaticEvent(each.system, each.name, fields, each.print_fmt, point, functions, self._word)
         if raw:
-            entry, end = (SyscallTracepoint(raw[name], self._word) for name in ("sys_enter", "sys_exit"))
+            points = (_named(raw, name) for name in ("sys_enter", "sys_exit"))
+            entry, end = (SyscallTracepoint(point, self._word) for point in points)
             for syscall in syscall_definitions(self._image):
                 yield SyscallEnter(syscall, entry)
                 yield SyscallExit(syscall, end)
@@ -116,3 +119,9 @@ class Tracepoints:
 
     def _variable(self, name: str) -> int:
         return int.from_bytes(self._memory.read(self._address(name), self._word), "little")
+
+
+def _named(points: Mapping[str, Tracepoint], name: str) -> Tracepoint:
+    if name not in points:
+        raise KernelError(errno.ENOEXEC, f"the kernel image has no event {RAW_SYSCALLS}:{name}")
+    return points[name]

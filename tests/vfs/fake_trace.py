@@ -30,6 +30,24 @@ class FakeList:
         self.lines.clear()
 
 
+@dataclass
+class FakeStackTracer:
+    """stack_trace and its likes."""
+
+    enabled: int = 0
+    max_size: int = 0
+    filter: FakeList = field(default_factory=FakeList)
+
+    def enable(self, value: int) -> None:
+        self.enabled = value
+
+    def set_max_size(self, size: int) -> None:
+        self.max_size = size
+
+    def records(self) -> Iterable[str]:
+        return [f"{self.max_size} bytes\n"]
+
+
 class FakeCmdlines:
     """saved_cmdlines."""
 

@@ -13,7 +13,7 @@ from emulated_kernel.vfs.layout import KernelPorts, Layout, build_filesystem
 from emulated_kernel.vfs.node import Owner
 from emulated_kernel.vfs.tracefs import TracefsPorts
 from emulated_kernel.vfs.tree import Filesystem
-from tests.vfs.fake_trace import FakeCmdlines, FakeList, FakeTrace
+from tests.vfs.fake_trace import FakeCmdlines, FakeList, FakeStackTracer, FakeTrace
 
 
 @dataclass(eq=False)
@@ -149,8 +149,8 @@ class FakeEvents:
         for group in self.groups.values():
             group.set_enabled(enabled)
 
-    def definitions(self) -> Iterable[str]:
-        return [f"p:{event.group}/{event.name} {event.place}\n" for event in self.all()]
+    def definitions(self, start: int) -> Iterable[str]:
+        return [f"p:{event.group}/{event.name} {event.place}\n" for event in self.all()][start:]
 
     def profile(self, start: int) -> Iterable[str]:
         lines = [f"  {event.name:<44} {event.hits:>15} {event.nmissed:>15}\n" for event in self.all()]
@@ -238,6 +238,24 @@ class FakeMachine:
             raise KernelError(errno.ENOENT, name)
         (self.loaded.append if verb == "load" else self.loaded.remove)(name)
 
+    def cpus(self) -> Iterable[str]:
+        return ["CPU STATE\n", "0 idle\n"]
+
+    def meminfo(self) -> Iterable[str]:
+        return ["MemTotal: 4 kB\n"]
+
+    def loads(self) -> Iterable[str]:
+        return []
+
+    def command_load(self, line: str) -> None:
+        raise KernelError(errno.EINVAL, line)
+
+    def clock(self) -> str:
+        return "mode virtual\n"
+
+    def command_clock(self, line: str) -> None:
+        raise KernelError(errno.EINVAL, line)
+
     def call(self, line: str) -> str:
         name, *arguments = line.split()
         if name != "add":
@@ -312,6 +330,7 @@ class FakeKernel:
     trace: FakeTrace = field(default_factory=FakeTrace)
     machine: FakeMachine = field(default_factory=FakeMachine)
     hooks: FakeReturnHooks = field(default_factory=FakeReturnHooks)
+    stack: FakeStackTracer = field(default_factory=FakeStackTracer)
     return_probes: bool = True
 
     instances: FakeInstances = field(default_factory=FakeInstances)
@@ -327,6 +346,7 @@ class FakeKernel:
             dynamic_events=self.dynamic_events,
             synthetic_events=FakeList(),
             uprobe_events=FakeList(),
+            stack=self.stack,
             return_probes=self.return_probes,
         )
         return build_filesystem(

@@ -61,7 +61,20 @@ def test_kstrtoul(data: bytes, expected: object) -> None:
 
 @pytest.mark.parametrize(
     ("data", "expected"),
-    [(b"2", "EINVAL"), (b" 1 \n", True), (b"00", False), (b"", "EINVAL"), (b"-0", False)],
+    [
+        (b"2", "EINVAL"),
+        (b" 1 \n", True),
+        (b"00", False),
+        (b"", "EINVAL"),
+        (b"-0", False),
+        (b"0x1", True),
+        (b"0X0", False),
+        (b"01\t2", True),
+        (b"08", "EINVAL"),
+        (b"1\0", "EINVAL"),
+        (b"-1", "EINVAL"),
+        (b"1,", "EINVAL"),
+    ],
 )
 def test_sysctl_switch(data: bytes, expected: object) -> None:
     assert outcome(sysctl_switch, data) == expected

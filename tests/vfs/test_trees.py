@@ -69,6 +69,26 @@ def test_modes_as_recorded(tree: Filesystem, sample: str, prefix: str, directory
     assert ours.keys() & recorded.keys()
 
 
+def test_sysctl(kernel: FakeKernel, tree: Filesystem) -> None:
+    assert tree.readdir("/sysctl") == ["debug", "kernel"]
+    write(tree, "/sysctl/debug/kprobes-optimization", "0\n")
+    assert (kernel.kprobes.optimization, read(tree, "/kprobes/optimization")) == (False, "0\n")
+    assert read(tree, "/sysctl/kernel/stack_tracer_enabled") == "0\n"
+    assert write(tree, "/sysctl/kernel/stack_tracer_enabled", " -3 rest") == 8
+    assert read(tree, "/sysctl/kernel/stack_tracer_enabled") == "-3\n"
+    for junk in ("", "x", "1x", str(1 << 31)):
+        with assert_errno(errno.EINVAL):
+            write(tree, "/sysctl/kernel/stack_tracer_enabled", junk)
+
+
+def test_stack_tracer(kernel: FakeKernel, tree: Filesystem) -> None:
+    write(tree, "/tracing/stack_max_size", "100\n")
+    assert (kernel.stack.max_size, read(tree, "/tracing/stack_max_size")) == (100, "100\n")
+    assert read(tree, "/tracing/stack_trace") == "100 bytes\n"
+    write(tree, "/tracing/stack_trace_filter", "f\n")
+    assert read(tree, "/tracing/stack_trace_filter") == "f\n"
+
+
 def test_the_root_of_tracefs_is_private(kernel: FakeKernel) -> None:
     root = kernel.filesystem(Layout.TRACEFS).getattr("/")
     assert stat.filemode(root.mode) == "drwx------"
@@ -76,7 +96,8 @@ def test_the_root_of_tracefs_is_private(kernel: FakeKernel) -> None:
 
 
 def test_full_layout(tree: Filesystem) -> None:
-    assert tree.readdir("/") == ["kprobes", "kprobe_events", "kprobe_profile", "tracing", "machine", "dev"]
+    files = ["kprobe_events", "kprobe_profile"]
+    assert tree.readdir("/") == ["kprobes", *files, "tracing", "machine", "sysctl"]
     assert tree.readdir("/kprobes") == [
         "list",
         "enabled",
