@@ -7,6 +7,7 @@ import ctypes
 import errno
 import logging
 import os
+import stat
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -15,6 +16,7 @@ from time import time_ns
 from typing import Any, NoReturn, TypeVar
 
 from emulated_kernel.errors import KernelError, WouldBlock
+from emulated_kernel.host.working_directory import chdir_argument
 from emulated_kernel.vfs.mount import Client, Mount, Stat
 from kprobefs.failure import Failure
 from kprobefs.loops import Loops
@@ -78,13 +80,16 @@ class Server:
             "entry_timeout": 0,
             "attr_timeout": ATTRIBUTES_AGE,
             "atomic_o_trunc": True,
-            "default_permissions": True,
             "use_ino": True,
             "hard_remove": True,
             "fsname": self._options.source,
             "subtype": self._options.subtype,
             "allow_other": self._options.allow_other,
         }
+        # Root alone may enter, and modes keep nothing from it: without checks of its own the kernel asks
+        # for an access where a process changes its directory, the one sign of that.
+        if os.geteuid() or self._options.allow_other:
+            options["default_permissions"] = True
         try:
             _libfuse.fuse_main_real = self._main
             _Session(
@@ -277,6 +282,18 @@ class _Operations:
     def opendir(self, path: str) -> int:
         self._mount.opendir(_client(), path)
         return 0
+
+    def access(self, path: str, mode: int) -> None:
+        """access(2) by root, or chdir(2), which asks for the same."""
+        if not mode & os.X_OK:
+            return
+        found = self._mount.getattr(path).mode
+        client = _client()
+        if not stat.S_ISDIR(found):
+            if not found & 0o111:
+                raise KernelError(errno.EACCES)
+        elif (named := chdir_argument(client.pid)) is not None:
+            self._mount.chdir(client, named or path)
 
     def readdir(self, path: str, handle: int) -> list[str]:
         del handle

@@ -18,12 +18,16 @@ from kprobefs.failure import Exit, Failure
 CLONE_NEWNS = 0x00020000
 CLONE_NEWUSER = 0x10000000
 MS_BIND = 0x1000
+MS_MOVE = 0x2000
 MS_REC = 0x4000
 MS_PRIVATE = 1 << 18
 TRACING = "/sys/kernel/tracing"
 DEBUG = "/sys/kernel/debug"
 SYMBOLS = {"/proc/kallsyms": "machine/kallsyms", "/proc/modules": "machine/modules"}
-FTRACE_SWITCH = "/proc/sys/kernel/ftrace_enabled"
+SYSCTL = "/proc/sys/kernel"
+STACK_TRACER = "stack_tracer_enabled"
+HOST = ".host"
+"""Beside it, where the host's kernel has no such switch: what else the host has there."""
 
 
 def enter_namespace() -> None:
@@ -56,9 +60,28 @@ def lay_over(directory: str, work: Path) -> dict[str, str]:
         if os.path.exists(place) and os.path.exists(f"{directory}/{ours}"):
             _mount(f"{directory}/{ours}", place, MS_BIND)
     _lay_file("/proc/version", work / "version", f"{_first_line(f'{directory}/machine/version')}\n")
-    if os.path.exists(FTRACE_SWITCH):
-        _lay_file(FTRACE_SWITCH, work / "ftrace_enabled", "1\n")
+    if os.path.exists(f"{SYSCTL}/ftrace_enabled"):
+        _lay_file(f"{SYSCTL}/ftrace_enabled", work / "ftrace_enabled", "1\n")
+    if os.path.exists(f"{directory}/sysctl"):
+        _lay_sysctl(f"{directory}/sysctl/kernel/{STACK_TRACER}", work)
     return _pretend_type(work)
+
+
+def _lay_sysctl(ours: str, work: Path) -> None:
+    """Put the stack tracer's switch to its place, which only kernels with a stack tracer have."""
+    if not os.path.exists(f"{SYSCTL}/{STACK_TRACER}"):
+        made = work / "sysctl"
+        host = made / HOST
+        made.mkdir()
+        _mount("tmpfs", str(made), 0, "tmpfs")
+        host.mkdir()
+        (made / STACK_TRACER).touch()
+        for name in os.listdir(SYSCTL):
+            (made / name).symlink_to(f"{HOST}/{name}")
+        _mount(SYSCTL, str(host), MS_BIND | MS_REC)
+        # Nothing of the host's stays below `work`, which is going to be removed.
+        _mount(str(made), SYSCTL, MS_MOVE)
+    _mount(ours, f"{SYSCTL}/{STACK_TRACER}", MS_BIND)
 
 
 def _make_places() -> None:

@@ -105,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command = commands.add_parser("bench", help="measure what hits and probes cost here")
-    command.add_argument("what", choices=("hit", "probes"))
+    command.add_argument("what", choices=("hit", "probes", "return"))
     command.add_argument("--arch", default="x86_64", help="(default: %(default)s)")
     command.add_argument(
         "--hits", type=int, default=20000, metavar="N", help="a round (default: %(default)s)"
@@ -114,6 +114,10 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     command.add_argument(
         "--count", type=int, default=10000, metavar="N", help="how many probes (default: %(default)s)"
     )
+    command.add_argument(
+        "--tasks", type=int, nargs="+", metavar="N", help="return: tasks in the hooked function"
+    )
+    command.add_argument("--cpus", type=int, nargs="+", metavar="N", help="return: CPUs that call it")
     command.add_argument("--json", action="store_true", help="as JSON")
     command.set_defaults(function=_bench)
 
@@ -123,11 +127,15 @@ def _add_machine_options(parser: argparse.ArgumentParser) -> None:
 
     group = parser.add_argument_group("the emulated machine")
     group.add_argument("--arch", choices=ARCHITECTURES, default="x86_64", help="(default: %(default)s)")
+    group.add_argument("--image", metavar="FILE", help="the kernel to run (default: our own)")
     group.add_argument(
         "--layout",
         choices=LAYOUTS,
         default="full",
         help="full: kprobes/ tracing/ machine/; tracefs: tracefs itself at the root (default: %(default)s)",
+    )
+    group.add_argument(
+        "--private", action="store_true", help="root's mount lets nobody else in; chdir(2) is seen then"
     )
     group.add_argument("--cpus", type=_cpus, default=1, metavar="N", help="(default: %(default)s)")
     group.add_argument("--seed", type=int, default=1, metavar="N", help="same seed, same trace (default: 1)")
@@ -148,8 +156,7 @@ def _add_machine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--detour",
         choices=DETOURS,
-        default=DETOURS[0],
-        help="which registers a handler in guest code saves (default: %(default)s)",
+        help="which registers a handler in guest code saves (default: as in the profile)",
     )
 
 
@@ -220,6 +227,11 @@ def _bench(parsed: argparse.Namespace, build: Builder | None) -> int:
         raise Failure(f"bench: no figures for {parsed.arch}", Exit.USAGE)
     if parsed.what == "hit":
         bench.hit(parsed.arch, parsed.hits, parsed.rounds, as_json=parsed.json)
+    elif parsed.what == "return":
+        from kprobefs import bench_return
+
+        tasks, cpus = parsed.tasks or bench_return.TASKS, parsed.cpus or bench_return.CPUS
+        bench_return.returns(parsed.arch, parsed.hits, parsed.rounds, tasks, cpus, as_json=parsed.json)
     else:
         bench.probes(parsed.arch, parsed.count, parsed.rounds, as_json=parsed.json)
     return Exit.OK
@@ -243,6 +255,8 @@ def _djprobe_analyze(parsed: argparse.Namespace, build: Builder | None) -> int:
 
 
 def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
+    from pathlib import Path
+
     from emulated_kernel.config import MachineConfig
     from kprobefs.options import MountOptions
 
@@ -252,10 +266,11 @@ def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
         clock=parsed.clock,
         seed=parsed.seed,
         profile=parsed.profile,
+        image=None if parsed.image is None else Path(os.path.abspath(parsed.image)),
         return_hook=parsed.return_hook,
         detour=parsed.detour,
     )
-    return MountOptions(directory, machine, parsed.layout)
+    return MountOptions(directory, machine, parsed.layout, parsed.private)
 
 
 def _builder() -> Builder:

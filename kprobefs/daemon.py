@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import os
 import signal
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
+from queue import SimpleQueue
 from types import FrameType
 from typing import TYPE_CHECKING, BinaryIO, NoReturn
 
@@ -31,6 +33,8 @@ END_TIMEOUT = 2.0
 """Seconds that the session may take to end once it is unmounted; the process ends anyhow."""
 SWITCH_INTERVAL = 0.0002
 """Seconds. Handlers of the emulator compete with requests for the interpreter; see sys.setswitchinterval."""
+FULL_COLLECTIONS = 50
+"""Collections of younger garbage for each full one, which takes longer than registering a thousand probes."""
 READY = b"\0"
 PR_SET_PDEATHSIG = 1
 
@@ -41,7 +45,7 @@ class Service:
     def __init__(self, options: MountOptions, build: Builder) -> None:
         self._options = options
         self._build = build
-        self._wake = threading.Event()
+        self._wake = _Wake()
         self._mounted = False
         self._failure: Failure | None = None
 
@@ -63,8 +67,14 @@ class Service:
         mount.prepare(self._options.directory)
         from kprobefs.adapter import FuseOptions, Server
 
+        # What the kernel is made of stays; it would be looked at by each full collection.
+        gc.disable()
         served = self._build(self._options)
-        server = Server(served, FuseOptions(self._options.source, allow_other=os.geteuid() == 0))
+        gc.freeze()
+        gc.set_threshold(*gc.get_threshold()[:2], FULL_COLLECTIONS)
+        gc.enable()
+        shared = os.geteuid() == 0 and not self._options.private
+        server = Server(served, FuseOptions(self._options.source, allow_other=shared))
         if self._wake.is_set():
             return
         sys.setswitchinterval(SWITCH_INTERVAL)
@@ -176,6 +186,29 @@ def start_as_child(options: MountOptions, build: Builder, log_file: Path) -> int
         os.waitpid(child, 0)
         raise
     return child
+
+
+class _Wake:
+    """An event that a signal handler may set.
+
+    threading.Event.set() waits for ever for a lock that the interrupted thread holds, in wait() for example.
+    """
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._queue: SimpleQueue[None] = SimpleQueue()
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        self._is_set = True
+        self._queue.put(None)
+
+    def wait(self) -> None:
+        """For one thread alone."""
+        if not self._is_set:
+            self._queue.get()
 
 
 class _Report:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from emulated_kernel.arch.function import Function
 from emulated_kernel.arch.x86.djprobe import DetouredRegion, DjprobeAnalysis
-from emulated_kernel.arch.x86.function import Function
 from emulated_kernel.image.debuginfo import DebugInfo, DescribedFunction, open_debuginfo
 from kprobefs.failure import Exit, Failure
 

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from emulated_kernel.kprobes import profile
+from kprobefs.failure import Failure
 
 if TYPE_CHECKING:
     from emulated_kernel.config import MachineConfig
     from emulated_kernel.vfs.mount import Mount
 
 LAYOUTS = ("full", "tracefs")
-ARCHITECTURES = ("x86_64", "i386", "riscv64")
+ARCHITECTURES = ("x86_64", "i386", "riscv64", "riscv64i")
 CLOCKS = ("virtual", "real")
 PROFILES = tuple(profile.PROFILES)
 RETURN_HOOKS = tuple(profile.RETURN_HOOKS)
@@ -26,6 +27,8 @@ class MountOptions:
     directory: str
     machine: MachineConfig
     layout: str = "full"
+    private: bool = False
+    """Root's mount is for root alone; anybody else's is for its owner in any case."""
 
     @property
     def source(self) -> str:
@@ -40,7 +43,7 @@ class Builder(Protocol):
 
 
 def build_kernel(options: MountOptions) -> Mount:
-    """Boot an emulated kernel; its files belong to the user who mounts."""
+    """Boot an emulated kernel; its files belong to the user who mounts. Raises: Failure."""
     import os
 
     from emulated_kernel.host.processes import HostProcesses
@@ -48,5 +51,9 @@ def build_kernel(options: MountOptions) -> Mount:
     from emulated_kernel.vfs.layout import Layout
     from emulated_kernel.vfs.node import Owner
 
-    kernel = Kernel(options.machine, HostProcesses())
+    try:
+        kernel = Kernel(options.machine, HostProcesses())
+    except OSError as error:
+        place = f"{options.machine.image}: " if options.machine.image else ""
+        raise Failure(f"{place}{error.strerror or error}") from error
     return kernel.mount(Layout(options.layout), Owner(os.geteuid(), os.getegid()))

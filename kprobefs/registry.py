@@ -7,6 +7,7 @@ import json
 import os
 import time
 import zlib
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
@@ -36,13 +37,22 @@ class Registration:
     def __init__(self, daemon: Daemon) -> None:
         """Raises: Failure when another daemon serves the directory."""
         self._path = _record_path(daemon.directory)
-        self._file = open(self._path, "a+", encoding="utf-8")  # noqa: SIM115 (open as long as we run)
-        if not _lock(self._file):
-            self._file.close()
-            raise Failure(f"{daemon.directory}: another kprobefs serves it")
+        self._file = self._locked(daemon.directory)
         self._file.truncate(0)
         json.dump(asdict(daemon), self._file)
         self._file.flush()
+
+    def _locked(self, directory: str) -> TextIO:
+        """The record, locked; a new one where a daemon that ended removed it while we waited."""
+        while True:
+            file = open(self._path, "a+", encoding="utf-8")  # noqa: SIM115 (open as long as we run)
+            if not _lock(file):
+                file.close()
+                raise Failure(f"{directory}: another kprobefs serves it")
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file.fileno()), os.stat(self._path)):
+                    return file
+            file.close()
 
     def close(self) -> None:
         """The daemon ends."""

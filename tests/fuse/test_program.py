@@ -18,6 +18,7 @@ from kprobefs.failure import Exit
 from tests.fuse.harness import (
     PATIENCE,
     PROGRAM,
+    REAL_PROGRAM,
     ROOT,
     Daemon,
     daemon,
@@ -69,6 +70,22 @@ class TestWithoutMount:
     )
     def test_wrong_usage(self, arguments: list[str]) -> None:
         assert kprobefs(*arguments).returncode == Exit.USAGE
+
+    @needs_fuse
+    @pytest.mark.parametrize("command", [["mount"], ["mount", "-f"], ["run"]], ids=" ".join)
+    def test_an_image_that_is_none(self, command: list[str], tmp_path: Path) -> None:
+        image, directory = tmp_path / "vmlinux", tmp_path / "mnt"
+        directory.mkdir()
+        target = ["--", "true"] if command == ["run"] else [str(directory)]
+        for data, why in ((b"\x7fELF", "truncated ELF identification"), (b"text", "no ELF magic")):
+            image.write_bytes(data)
+            result = kprobefs(*command, "--image", str(image), *target, program=REAL_PROGRAM)
+            assert result.returncode in (Exit.FAILURE, Exit.RUN_FAILED)
+            assert one_line(result).endswith(f"{image}: not a usable kernel image: {why}\n")
+        image.unlink()
+        result = kprobefs(*command, "--image", str(image), *target, program=REAL_PROGRAM)
+        assert one_line(result).endswith(f"{image}: No such file or directory\n")
+        assert not is_mounted(directory)
 
     def test_nothing_mounted(self, tmp_path: Path) -> None:
         for command in ("umount", "status"):

@@ -51,6 +51,9 @@ def test_results(line: str, result: str | None, files: Files) -> None:
         ),
         ('strlen "a\0b"', errno.EINVAL, "strlen: a string with NUL in it\n"),
         ("strlen \xe9", errno.EINVAL, ""),
+        ("memset 0 1", errno.EINVAL, "memset: memset takes 3 arguments, not 2\n"),
+        ("strlen", errno.EINVAL, "strlen: strlen takes 1 argument, not 0\n"),
+        ("_printk", errno.EINVAL, "_printk: _printk takes 1 argument, not 0\n"),
     ],
 )
 def test_errors(line: str, number: int, why: str, files: Files) -> None:

@@ -54,6 +54,58 @@ def test_a_loop_is_ended(files: Files) -> None:
     assert_all_works(files)
 
 
+@pytest.mark.parametrize(
+    ("call", "log"),
+    [
+        ('sort "cba" 3 1 0 0', "RIP: 0010:0x0"),
+        ('sort "cba" 3 1 0xffffffff82000000 0', "Oops: 0010"),
+        ("sort 0xffff888001000000 100000000 8 0 0", "Oops: "),
+        ("do_exit 0", ""),
+        ("make_task_dead 11", ""),
+    ],
+)
+def test_a_wild_call_ends_alone(call: str, log: str, files: Files) -> None:
+    """A jump to nowhere, to data, a walk over all memory, an end of the task itself."""
+    with assert_errno(errno.EFAULT):
+        files.write("machine/call", call)
+    assert log in files.read("machine/dmesg")
+    assert_all_works(files)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "call",
+    [
+        "host_hypercall 5 0 0 0 0",
+        "host_hypercall 2 0 0 0 0",
+        "host_hypercall 77 0 0 0 0",
+        "host_idle 0",
+        "host_park 8",
+        "schedule",
+        "memset 0xffffffff82000000 0xff 0x100000",
+        "memset 0xffff888001060000 0xff 0x2000000",
+        "wake_up_new_task 0xffffffff81000000",
+        'local_bh_disable\n_raw_spin_lock_irqsave "held"',
+    ],
+)
+def test_whatever_becomes_of_the_guest_the_mount_answers(call: str, files: Files) -> None:
+    """It may lose its way; then who asks it gets EIO, in time, and the control files go on."""
+    files.probe("p:reads vfs_read")
+    started = time.monotonic()
+    with suppress(OSError):
+        files.write("machine/call", call)
+    for name in ("machine/tasks", "machine/cpus", "machine/meminfo", "machine/dmesg", "scratch/none"):
+        with suppress(OSError):
+            files.read(name)
+    with suppress(OSError):
+        files.path("scratch/file").write_text("content")
+    for name in ("kprobes/list", "kprobe_events", "machine/version", "machine/clock", "tracing/trace"):
+        assert files.read(name)
+    assert time.monotonic() - started < 45
+    files.write(f"{EVENTS}/reads/enable", "0")
+    assert files.shell("> kprobe_events; cat kprobes/list").stdout == ""
+
+
 def test_earlier_results_of_a_failing_write_are_kept_apart(files: Files) -> None:
     with assert_errno(errno.EFAULT):
         files.write("machine/call", 'strlen "one"\nstrlen 0\nstrlen "never"\n')

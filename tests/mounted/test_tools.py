@@ -51,6 +51,14 @@ class TestPlaces:
         """
         assert as_system(script, tmp_path) == "p:kprobes/foo vfs_read\nT vfs_read\nsame\n"
 
+    def test_the_stack_tracer_has_its_switch(self, tmp_path: Path) -> None:
+        script = """
+            cd /proc/sys/kernel && test -r pid_max
+            cat stack_tracer_enabled && echo 1 > stack_tracer_enabled
+            grep -c ' 0)' /sys/kernel/tracing/stack_trace
+        """
+        assert as_system(script, tmp_path) == "0\n1\n"
+
     def test_nothing_is_left(self, tmp_path: Path) -> None:
         before = Path("/proc/self/mountinfo").read_text()
         as_system("true", tmp_path)

@@ -1,0 +1,216 @@
+"""`kprobefs bench return`: what a hooked return costs on each shadow stack, for many tasks and CPUs."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from emulated_kernel.config import MachineConfig
+from emulated_kernel.kernel import Kernel
+from emulated_kernel.kprobes.kretprobe import Kretprobe
+from emulated_kernel.kprobes.profile import RETURN_HOOKS, Profile, Saving, TrampolineForm
+from kprobefs.bench import (
+    BOOSTED,
+    FTRACE,
+    FUNCTION,
+    OPTIMIZED,
+    RETURNS_ELSEWHERE,
+    SAVE_ALL,
+    STEPPED,
+    caller,
+    elsewhere,
+    quantile,
+)
+from kprobefs.contention import instructions_a_call
+
+_PLAIN = Profile("bench", ftrace=False, optimizer=False)
+_OPTIMIZED = replace(_PLAIN, optimizer=True)
+MODES = {
+    STEPPED: replace(_PLAIN, trampoline=TrampolineForm.BREAKPOINT),
+    BOOSTED: replace(_PLAIN, preemption=False),
+    OPTIMIZED: _OPTIMIZED,
+    SAVE_ALL: replace(_OPTIMIZED, saving=Saving.ALL),
+    FTRACE: replace(_PLAIN, ftrace=True),
+}
+"""How the entry is reached. In the first one the trampoline is a breakpoint, as it once was."""
+SLOW = {STEPPED, BOOSTED}
+TARGETS = {OPTIMIZED: 60.0, FTRACE: 60.0, SAVE_ALL: 250.0}
+"""Nanoseconds net that the project wants to stay under, on x86_64."""
+NEEDS_FENTRY = "unified"
+TASKS, CPUS = (1, 100, 500), (1, 2, 4, 8)
+
+_FIRST_PID = 10_000
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shadow stack and way to the entry, with so many tasks in the hooked function, and so many CPUs."""
+
+    backend: str
+    mode: str
+    tasks: int = 1
+    cpus: int = 1
+    arch: str = "x86_64"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Net nanoseconds of the host's CPU for a hooked call, one sample a round, and guest instructions."""
+
+    case: Case
+    net: tuple[float, ...]
+    traps: float
+    """Breakpoints met, a call."""
+    instructions: float | None
+    """Of the guest, a call, net, when all CPUs call at the same time; None where the host handles it."""
+    locked: float | None
+    """Those of them while a lock is held."""
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.net)
+
+    def as_dict(self) -> dict[str, object]:
+        net, case = sorted(self.net), self.case
+        return {
+            "arch": case.arch,
+            "backend": case.backend,
+            "mode": case.mode,
+            "tasks": case.tasks,
+            "cpus": case.cpus,
+            "ns": self.median,
+            "spread": {"min": net[0], "p10": quantile(net, 1), "p90": quantile(net, 9), "max": net[-1]},
+            "samples": len(net),
+            "traps": self.traps,
+            "instructions": self.instructions,
+            "locked": self.locked,
+        }
+
+
+def cases(
+    arch: str,
+    tasks: Sequence[int] = TASKS,
+    cpus: Sequence[int] = CPUS,
+    backends: Sequence[str] = RETURN_HOOKS,
+) -> list[Case]:
+    """All that is measured: every mode alone, then the quickest one with more tasks, and with more CPUs."""
+    found = []
+    for backend in backends:
+        modes = [FTRACE] if backend == NEEDS_FENTRY else list(MODES)
+        quickest = modes[0] if backend == NEEDS_FENTRY else OPTIMIZED
+        found += [Case(backend, mode, 1, 1, arch) for mode in modes]
+        found += [Case(backend, quickest, number, 1, arch) for number in tasks if number > 1]
+        found += [Case(backend, quickest, 1, number, arch) for number in cpus if number > 1]
+    return found
+
+
+def measure(case: Case, hits: int, rounds: int) -> Figure:
+    """One case in a kernel of its own, rounds with the probe and without in turns; the first one warms up."""
+    config = MachineConfig(arch=case.arch, run_budget=60, cpus=case.cpus, return_hook=case.backend)
+    if case.mode in SLOW:
+        hits = max(1, hits // 4)
+    with Kernel(config, profile=MODES[case.mode]) as kernel:
+        run = caller(kernel, hits)
+        bare = instructions_a_call(kernel, FUNCTION, case.cpus)
+        ring = kernel.hit_ring("ax", "dx")
+        rp = ring.return_probe(symbol_name=FUNCTION, maxactive=case.tasks + case.cpus, disabled=True)
+        kernel.register_kretprobe(rp)
+        net = []
+        for _ in range(rounds + 1):
+            # The text has just changed, and is translated anew.
+            run()
+            unprobed = run()
+            _switch(kernel, rp, True)
+            with _sleepers(kernel, rp, case.tasks - 1):
+                run()
+                net.append(run() - unprobed)
+            _switch(kernel, rp, False)
+        _switch(kernel, rp, True)
+        run()
+        traps = _traps(kernel, run) / hits
+        if (rp.returns, rp.nmissed, ring.hits) != (rp.returns, 0, rp.returns) or rp.returns % hits:
+            raise AssertionError("a return was lost, or counted twice")
+        if traps >= 1:
+            return Figure(case, tuple(net[1:]), traps, None, None)
+        taken = instructions_a_call(kernel, FUNCTION, case.cpus)
+    return Figure(case, tuple(net[1:]), traps, taken.all - bare.all, taken.locked)
+
+
+def _traps(kernel: Kernel, run: Callable[[], object]) -> int:
+    """Breakpoints that a run meets."""
+    met = 0
+    breakpoints = kernel.machine.breakpoints
+
+    def counted(handler: Callable[[Any], None]) -> Callable[[Any], None]:
+        def count(regs: Any) -> None:
+            nonlocal met
+            met += 1
+            handler(regs)
+
+        return count
+
+    before = dict(breakpoints)
+    breakpoints.update({address: counted(handler) for address, handler in before.items()})
+    run()
+    breakpoints.update(before)
+    return met
+
+
+def _switch(kernel: Kernel, rp: Kretprobe, on: bool) -> None:
+    (kernel.enable_kretprobe if on else kernel.disable_kretprobe)(rp)
+    if kernel.kprobes.optimizer is not None:
+        kernel.kprobes.optimizer.flush()
+
+
+@contextmanager
+def _sleepers(kernel: Kernel, rp: Kretprobe, number: int) -> Iterator[None]:
+    """Other tasks, each with one call of the hooked function pending."""
+    stack = kernel.kretprobes.hooks.stack
+    assert rp.hook is not None
+    tasks = [kernel.guest.mirror.task_of(_FIRST_PID + n, 0, 0).addr for n in range(number)]
+    for task in tasks:
+        node = stack.try_get(rp.hook.address, task)
+        stack.push(rp.hook.address, task, node, rp.address, rp.address)
+    yield
+    for task in tasks:
+        stack.pop(task, 1)
+
+
+# Reports
+
+
+def returns(
+    arch: str, hits: int, rounds: int, tasks: Sequence[int], cpus: Sequence[int], *, as_json: bool
+) -> None:
+    """All cases, one after the other, in a table or as JSON."""
+    figures = [measure(case, hits, rounds) for case in cases(arch, tasks, cpus)]
+    if as_json:
+        print(json.dumps([figure.as_dict() for figure in figures], indent=2))
+        return
+    print("\n".join(table(figures)))
+
+
+def table(figures: Sequence[Figure]) -> Iterator[str]:
+    """Lines: net nanoseconds and guest instructions of each case, and the sources' figures."""
+    yield f"{figures[0].case.arch}, a return probe that records number, address and two registers"
+    head = ("backend", "mode", "tasks", "cpus", "net ns", "p10", "p90", "traps", "instructions", "locked")
+    yield "  {:10}{:20}{:>6}{:>6}{:>9}{:>9}{:>9}{:>7}{:>14}{:>8}  target".format(*head)
+    yield from map(_row, figures)
+    yield ""
+    yield from elsewhere(RETURNS_ELSEWHERE)
+
+
+def _row(figure: Figure) -> str:
+    case, net = figure.case, figure.net
+    target = TARGETS.get(case.mode) if case.arch == "x86_64" and figure.traps < 1 else None
+    verdict = "-" if target is None else f"{target:g} {'met' if figure.median <= target else 'missed'}"
+    counts = ["-" if count is None else f"{count:.1f}" for count in (figure.instructions, figure.locked)]
+    return (
+        f"  {case.backend:10}{case.mode:20}{case.tasks:6}{case.cpus:6}{figure.median:9.1f}"
+        f"{quantile(net, 1):9.1f}{quantile(net, 9):9.1f}{figure.traps:7.1f}"
+        f"{counts[0]:>14}{counts[1]:>8}  {verdict}"
+    )

@@ -1,0 +1,97 @@
+"""Calls of a function by several CPUs at the same time, one instruction each in random turns, counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from random import Random
+
+from emulated_kernel.kernel import Kernel
+from emulated_kernel.machine.registers import RegisterSet
+
+_FIRST_PID = 20_000
+_SEED = 2023
+_CALLS = 6
+_STACK = 1 << 10
+_TRAP_FLAG = 1 << 8
+_INTERRUPT_FLAG = 1 << 9
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Instructions of the guest that a call takes, what it does again because of others too."""
+
+    all: float
+    locked: float
+    """Those while a lock of the shadow stack's is held, by whomever."""
+
+
+def instructions_a_call(kernel: Kernel, function: str, cpus: int, calls: int = _CALLS) -> Taken:
+    """What a call of `function` takes; each CPU runs a task of its own. The turns are the same every time."""
+    address = kernel.image.kallsyms.lookup_name(function)
+    assert address is not None
+    taken, locked, rng = 0, 0, Random(_SEED)
+    read, locks = kernel.machine.memory.read_word, kernel.kretprobes.hooks.stack.lock_words()
+    with _contexts(kernel, address, cpus) as contexts:
+        left = [context for context in contexts for _ in range(calls)]
+        while left:
+            context = rng.choice(left)
+            context.step()
+            taken += 1
+            locked += any(map(read, locks))
+            if context.has_returned:
+                left.remove(context)
+                context.restart()
+    return Taken(taken / (cpus * calls), locked / (cpus * calls))
+
+
+@contextmanager
+def _contexts(kernel: Kernel, address: int, cpus: int) -> Iterator[list[_Context]]:
+    """CPUs about to call; afterwards all is as before."""
+    machine, abi = kernel.machine, kernel.image.abi
+    word = kernel.arch.word_size
+    tasks = [kernel.guest.mirror.task_of(_FIRST_PID + cpu, 0, 0).addr for cpu in range(cpus)]
+    area = machine.per_cpu_bases[machine.cpu]
+    view = machine.memory.view(area + abi["percpu.current_task"], word)
+    current = view.cast("Q") if word == 8 else view.cast("I")
+    number = machine.memory.view(area + abi["percpu.cpu_number"], 4).cast("I")
+    before, on_leave = (current[0], number[0]), machine.calls.on_leave
+    # A context that isn't its turn isn't one that was given up.
+    machine.calls.on_leave = lambda: None
+    try:
+        yield [_Context(kernel, address, cpu, tasks[cpu], current, number) for cpu in range(cpus)]
+    finally:
+        machine.calls.on_leave = on_leave
+        current[0], number[0] = before
+
+
+class _Context:
+    """The registers of one CPU, and what tells the guest which one it is."""
+
+    def __init__(
+        self, kernel: Kernel, address: int, cpu: int, task: int, current: memoryview, number: memoryview
+    ) -> None:
+        machine = kernel.machine
+        self._machine = machine
+        self._identity = task, cpu
+        self._current, self._number = current, number
+        self._pad = machine.model.layout.host_text
+        self._start = RegisterSet(
+            ip=address, sp=machine.calls.stack_top - (cpu + 1) * _STACK, flags=_INTERRUPT_FLAG
+        )
+        self.restart()
+
+    def restart(self) -> None:
+        self._state = self._start
+        self._machine.memory.write_word(self._start.sp, self._pad)
+
+    @property
+    def has_returned(self) -> bool:
+        return self._state.ip == self._pad
+
+    def step(self) -> None:
+        """One instruction; a breakpoint's handler runs with it."""
+        self._current[0], self._number[0] = self._identity
+        _, state = self._machine.trap_of(self._state._replace(flags=self._state.flags | _TRAP_FLAG))
+        self._state = state._replace(flags=state.flags & ~_TRAP_FLAG)
