@@ -66,7 +66,7 @@ prepare() {
         done
     done
     mkdir "$work/mnt" "$work/logs"
-    PYTHONPATH=$root "$python" -m kprobefs mount --foreground --log "$work/daemon.log" "$work/mnt" &
+    PYTHONPATH=$root "$python" -m kprobefs mount --private --foreground --log "$work/daemon.log" "$work/mnt" &
     daemon=$!
     tries=0
     until mountpoint -q "$work/mnt" && [ -e "$work/mnt/tracing/README" ]; do
@@ -85,15 +85,39 @@ lay_over() {
     head -n 1 "$work/mnt/machine/version" >"$work/version"
     mount --bind "$work/version" /proc/version
     mount --bind "$work/mnt/machine/kallsyms" /proc/kallsyms
+    # Where one of the tests looks for it, wherever it is mounted.
+    [ ! -d /sys/kernel/tracing ] || mount --bind "$work/mnt/tracing" /sys/kernel/tracing
     # Requests for these two are what some tests probe.
     mount --bind "$work/mnt/dev/null" /dev/null
     mount --bind "$work/mnt/scratch" /tmp
+    lay_sysctl stack_tracer_enabled
+}
+
+# lay_sysctl NAME: the emulated kernel's switch in /proc/sys/kernel, be it that the host's kernel has none.
+lay_sysctl() {
+    kernel=/proc/sys/kernel
+    if [ ! -e "$kernel/$1" ]; then
+        mkdir "$work/sysctl"
+        mount -t tmpfs sysctl "$work/sysctl"
+        mkdir "$work/sysctl/.host"
+        : >"$work/sysctl/$1"
+        find "$kernel" -mindepth 1 -maxdepth 1 -printf '%f\n' | while read -r name; do
+            ln -s ".host/$name" "$work/sysctl/$name"
+        done
+        mount --rbind "$kernel" "$work/sysctl/.host"
+        # Nothing of the host's stays below the directory, which is going to be removed.
+        mount --move "$work/sysctl" "$kernel"
+    fi
+    mount --bind "$work/mnt/sysctl/kernel/$1" "$kernel/$1"
 }
 
 finish() {
     status=$?
     trap - EXIT
-    umount -l /tmp /dev/null /proc/kallsyms /proc/version 2>/dev/null || :
+    umount -l /proc/sys/kernel/stack_tracer_enabled 2>/dev/null || :
+    [ ! -e /proc/sys/kernel/.host ] || umount -l /proc/sys/kernel || :
+    ! mountpoint -q "$work/sysctl" || umount -l "$work/sysctl"
+    umount -l /tmp /dev/null /sys/kernel/tracing /proc/kallsyms /proc/version 2>/dev/null || :
     [ -z "${other:-}" ] || kill "$other" 2>/dev/null || :
     if [ -n "${daemon:-}" ]; then
         kill "$daemon" 2>/dev/null || :
@@ -140,7 +164,7 @@ END
 # path_for TEST: modules only where one is probed; those that are here print nothing into the trace.
 path_for() {
     case $1 in
-    kprobe/*) printf '%s:%s:%s' "$work/modules" "$work/bin" "$PATH" ;;
+    kprobe/* | ftrace/func_mod_trace.tc) printf '%s:%s:%s' "$work/modules" "$work/bin" "$PATH" ;;
     *) printf '%s:%s' "$work/bin" "$PATH" ;;
     esac
 }

@@ -24,7 +24,7 @@ CHECK_EVERY = 100
 _VOLATILE = frozenset(
     {
         *("trace", "snapshot", "error_log", "hits", "nmissed", "call", "filter", "trace_marker"),
-        *("trace_marker_raw", "free_buffer", "buffer_size_kb", "tracing_on"),
+        *("trace_marker_raw", "free_buffer", "buffer_size_kb", "tracing_on", "stack_max_size", "clock"),
     }
 )
 """Files whose text changes by itself: a snapshot that a trigger takes swaps buffers of any size.
@@ -39,7 +39,10 @@ _WEIGHTS = {
 _PARTLY_DONE = ("ENOTSUP", "EBUSY")
 """Linux: of several events that a command means those that can be enabled, or removed, are."""
 _WORD_BY_WORD = frozenset(
-    {"set_event", "set_ftrace_filter", "set_ftrace_notrace", "set_graph_function", "set_graph_notrace"}
+    {
+        *("set_event", "set_ftrace_filter", "set_ftrace_notrace"),
+        *("set_graph_function", "set_graph_notrace", "stack_trace_filter"),
+    }
 )
 """Files in which each word is a command."""
 _FLAGS = (

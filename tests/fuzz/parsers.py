@@ -20,6 +20,7 @@ from emulated_kernel.trace.filter_fields import FilterField, FilterType
 from emulated_kernel.trace.filter_parse import parse_filter
 from emulated_kernel.trace.filter_pattern import parse_pattern
 from emulated_kernel.trace.function_filter import FunctionSet
+from emulated_kernel.trace.functions import Functions, TraceableFunction
 from emulated_kernel.trace.ports import RawEntry
 from emulated_kernel.vfs.parse import cpumask, kstrtobool, kstrtoul, switch, sysctl_switch
 from emulated_kernel.vfs.trace_array_files import clock_name, tracer_name
@@ -39,7 +40,10 @@ _FIELDS = {
     "cpu": FilterField(FilterType.CPU, 0, 4, True),
     "comm": FilterField(FilterType.COMM, 0, 16, False),
 }
-_FUNCTIONS = [(0x100 * at, name) for at, name in enumerate(("vfs_read", "vfs_write", "strlen", "a"))]
+_FUNCTIONS = Functions(
+    TraceableFunction(0x100 * at, name, "m" if name == "a" else None)
+    for at, name in enumerate(("vfs_read", "vfs_write", "strlen", "a"))
+)
 _PATTERN_MAX = 256
 """Bytes of the longest pattern that a filter hands on; a word of set_ftrace_filter is shorter."""
 _NUMBERS: tuple[Callable[[bytes], object], ...] = (
@@ -147,8 +151,18 @@ def _pattern(data: bytes) -> None:
 
 def _functions(data: bytes) -> None:
     chosen = FunctionSet(_FUNCTIONS, "none", lambda: None)
-    chosen.choose(data[:_PATTERN_MAX])
-    list(chosen.records())
+    pattern, colon, module = data[:_PATTERN_MAX].partition(b":mod:")
+    try:
+        if colon:
+            chosen.choose_of_module(pattern, module)
+            chosen.module_came("m")
+        else:
+            chosen.choose(pattern)
+    finally:
+        list(chosen.records())
+        chosen.functions_went(frozenset(_FUNCTIONS.sites))
+        if chosen.sites:
+            raise Violation("functions are gone, and still chosen")
 
 
 def _pids(data: bytes) -> None:

@@ -30,6 +30,7 @@ SETUP = (
 """Events that the rules name, so that filters and triggers have something to be about."""
 STATE = (
     *("kprobe_events", "dynamic_events", "synthetic_events", "uprobe_events", "set_event", "set_event_pid"),
+    *("set_graph_function", "set_graph_notrace", "stack_trace_filter"),
     *("set_event_notrace_pid", "set_ftrace_filter", "set_ftrace_notrace", "set_ftrace_pid", "trace_options"),
     *("trace_clock", "tracing_cpumask", "current_tracer", "available_events"),
     *("saved_cmdlines_size", "buffer_percent", "tracing_max_latency"),
@@ -160,7 +161,11 @@ class Session:
         for _ in range(3):
             self._drop_triggers()
         self.write(f"{TRACING}/events/enable", b"0")
-        for name in ("set_ftrace_filter", "set_ftrace_notrace", "set_event_pid", "set_event_notrace_pid"):
+        self.write("/sysctl/kernel/stack_tracer_enabled", b"0")
+        for name in (
+            *("set_ftrace_filter", "set_ftrace_notrace", "set_event_pid", "set_event_notrace_pid"),
+            *("set_graph_function", "set_graph_notrace", "stack_trace_filter"),
+        ):
             self.write(f"{TRACING}/{name}", flags=os.O_WRONLY | os.O_TRUNC)
         self._remove_event_probes()
         for name in ("synthetic_events", "kprobe_events", "uprobe_events", "dynamic_events"):

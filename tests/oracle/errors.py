@@ -26,6 +26,7 @@ Step = str | list[str]
 TIMESTAMP = re.compile(r"^\[ *\d+\.\d+\] ", re.MULTILINE)
 DEFINITION = re.compile(r"^\s*(?:p|r\w*)(?::\S*)?\s+(?:\w+:)?([A-Za-z_.]\w*)", re.MULTILINE)
 IN_MODULE = re.compile(r"^\s*[pr]\w*(?::\S*)?\s+(\w+):(\w+)", re.MULTILINE)
+DEFINED = re.compile(r"^\s*[a-z]\w*:(\w+)/(\w+)", re.MULTILINE)
 PENDING = "might be able to register after target module is loaded"
 MODULE = "ktgt"
 MODULE_STAND_INS = {"0": "ktgt_add", "EILSEQ": "ktgt_add", "EINVAL": "ktgt_np"}
@@ -154,8 +155,12 @@ def _lacks_ambiguous_names(mounted: Mounted, record: Record) -> bool:
     return record["errno"] == "EADDRNOTAVAIL" and not mounted.has_ambiguous_names
 
 
-def _collides_with_static_event(_mounted: Mounted, record: Record) -> bool:
-    return record["errno"] == "EEXIST" and not record["setup"]
+def _collides_with_static_event(mounted: Mounted, record: Record) -> bool:
+    """With an event of the recorded kernel that this one lacks."""
+    named = DEFINED.search(record["bytes"])
+    if record["errno"] != "EEXIST" or record["setup"] or named is None:
+        return False
+    return not mounted.path(f"tracing/events/{named[1]}/{named[2]}").exists()
 
 
 def _chooses_missing_tracer(mounted: Mounted, record: Record) -> bool:

@@ -12,10 +12,12 @@ from errno import errorcode
 from pathlib import Path
 from typing import Any
 
-from emulated_kernel.arch.x86.function import CALL_SIZE, Function, FunctionTable, Site, TextLayout
+from emulated_kernel.arch.function import Function, FunctionTable, Site, TextLayout
 
 ROOT = Path(__file__).resolve().parents[2]
 IMAGE_ALIGNMENT = 2 << 20
+CALL_SIZE = 5
+"""Bytes of a static call site."""
 MODULES = range(0xFFFFFFFFC0000000, 0xFFFFFFFFFF000000)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from emulated_kernel.arch.x86.function import FunctionTable
+from emulated_kernel.arch.function import FunctionTable
 from emulated_kernel.arch.x86.verdict import Verdict, Verdicts
 from tests.oracle.recorded import Point, Recording, errno_name, oracle_directory, recordings
 

@@ -1,0 +1,46 @@
+"""From nothing to a kernel's first system call, of each architecture; target: 0.2 s.
+
+Within one process that has imported everything: what a daemon takes beside the interpreter's own start.
+"""
+
+from __future__ import annotations
+
+import time
+
+from common import Distribution, arguments, report
+
+from emulated_kernel.config import MachineConfig
+from emulated_kernel.image.image import PREBUILT
+from emulated_kernel.kernel import Kernel
+
+ARCHITECTURES = ("x86_64", "i386", "riscv64", "riscv64i")
+TARGET = 0.2
+
+
+def boot(arch: str) -> float:
+    """Seconds until the first system call of a task has returned."""
+    start = time.perf_counter()
+    with Kernel(MachineConfig(arch=arch)) as kernel:
+        kernel.guest.syscalls.call(kernel.guest.mirror.init, "getpid")
+        return time.perf_counter() - start
+
+
+def main() -> None:
+    """Run, report."""
+    parser = arguments(__doc__)
+    parser.add_argument("--runs", type=int, default=20)
+    options = parser.parse_args()
+    present = [arch for arch in ARCHITECTURES if (PREBUILT / arch / "vmlinux").exists()]
+    for arch in present:
+        boot(arch)
+    # In turns, so that a slow minute of the host falls on all of them.
+    samples = [[boot(arch) for arch in present] for _ in range(options.runs)]
+    figures = [
+        Distribution(f"boot to first system call, {arch}", "s", tuple(run[index] for run in samples), TARGET)
+        for index, arch in enumerate(present)
+    ]
+    report(figures, options.json)
+
+
+if __name__ == "__main__":
+    main()

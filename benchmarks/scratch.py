@@ -1,0 +1,86 @@
+"""Bytes a second through scratch/, beside a FUSE file system in C that hands a file in memory through.
+
+passthrough.c speaks the FUSE protocol itself, so that it needs no library's headers; it needs gcc and root.
+Both are used by the same client with the same blocks, past the page cache, in turns.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from common import Distribution, arguments, mounted, report
+
+SOURCE = Path(__file__).with_name("passthrough.c")
+BLOCK = 128 << 10
+
+
+@contextmanager
+def passthrough(cpu: int) -> Iterator[Path]:
+    """A file that is handed through, mounted for the length of a block; served on the client's CPU."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        program, mount = Path(directory, "passthrough"), Path(directory, "mnt")
+        subprocess.run(["gcc", "-O2", "-o", program, SOURCE], check=True)
+        mount.mkdir()
+        backing = Path(directory, "backing")
+        with subprocess.Popen([program, backing, mount], stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            if process.stdout.readline() != "mounted\n":
+                raise SystemExit("passthrough did not mount: it needs root and /dev/fuse")
+            try:
+                os.sched_setaffinity(process.pid, {cpu})
+                yield mount / "file"
+            finally:
+                subprocess.run(["umount", mount], check=True)
+
+
+def write(file: Path, size: int) -> float:
+    """MB a second into a file, block by block."""
+    block = bytes(range(256)) * (BLOCK >> 8)
+    descriptor = os.open(file, os.O_WRONLY)
+    start = time.perf_counter()
+    for offset in range(0, size, BLOCK):
+        os.pwrite(descriptor, block, offset)
+    took = time.perf_counter() - start
+    os.close(descriptor)
+    return size / took / 1e6
+
+
+def read(file: Path, size: int) -> float:
+    """MB a second out of a file, block by block."""
+    descriptor = os.open(file, os.O_RDONLY)
+    start = time.perf_counter()
+    done = sum(len(os.pread(descriptor, BLOCK, offset)) for offset in range(0, size, BLOCK))
+    took = time.perf_counter() - start
+    os.close(descriptor)
+    if done != size:
+        raise SystemExit(f"{file}: {done} bytes, not {size}")
+    return size / took / 1e6
+
+
+def main() -> None:
+    """Run, report."""
+    parser = arguments(__doc__)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--mib", type=int, default=8, help="of a file")
+    options = parser.parse_args()
+    size = options.mib << 20
+    samples: dict[str, list[float]] = {}
+    cpu = options.client_cpu if options.client_cpu is not None else min(os.sched_getaffinity(0))
+    with passthrough(cpu) as theirs, mounted(options) as mount:
+        ours = mount.path / "scratch/file"
+        ours.touch()
+        for _ in range(options.rounds):
+            for what, action in (("write", write), ("read", read)):
+                for whose, file in (("passthrough in C", theirs), ("scratch/", ours)):
+                    samples.setdefault(f"{what}, {whose}", []).append(action(file, size))
+    report([Distribution(name, "MB/s", tuple(each)) for name, each in samples.items()], options.json)
+
+
+if __name__ == "__main__":
+    main()

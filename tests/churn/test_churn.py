@@ -1,0 +1,31 @@
+"""A short churn: what a kernel holds is the same after every cycle."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.churn.__main__ import churn, main, verdict
+from tests.churn.session import Session
+
+SECONDS = 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["x86_64"])
+def test_nothing_grows(arch: str) -> None:
+    samples = churn(Session(arch), SECONDS, quiet=True)
+    assert verdict(samples) == []
+    assert samples[-1].cycle > samples[0].cycle + 5
+
+
+def test_what_grows_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A page that each cycle keeps."""
+    monkeypatch.setattr("tests.churn.__main__.WARM_UP", 1)
+
+    def keep(session: Session) -> None:
+        session.kernel.call("__get_free_pages", 0, 0)
+        session.cycles += 1
+
+    monkeypatch.setattr(Session, "cycle", keep)
+    assert main(["--minutes", "0.001"]) == 1
+    assert "free_pages: " in capsys.readouterr().err

@@ -1,0 +1,64 @@
+"""`kprobefs bench`: every case can be measured, and says what it is. No figure is judged here."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kprobefs import bench, bench_return
+from kprobefs.cli import main
+
+
+@pytest.mark.parametrize("arch", bench.ARCHITECTURES)
+def test_return_probes_are_among_the_hits(arch: str) -> None:
+    found = {(case.probe, case.mode) for case in bench.cases(arch)}
+    modes = (
+        {bench.STEPPED, bench.OPTIMIZED}
+        if arch.startswith("riscv")
+        else {bench.STEPPED, bench.BOOSTED, bench.OPTIMIZED}
+    )
+    assert {(bench.RETURNING, mode) for mode in modes} <= found
+    figure = bench.measure(bench.Case(bench.RETURNING, bench.OPTIMIZED, arch), hits=50, rounds=2)
+    assert len(figure.net) == 2
+    assert "return probes:" in list(bench.table([figure]))
+
+
+@pytest.mark.parametrize("backend", bench_return.RETURN_HOOKS)
+def test_returns_of_tasks_and_cpus(backend: str) -> None:
+    mode = bench.FTRACE if backend == bench_return.NEEDS_FENTRY else bench.OPTIMIZED
+    # Python handles what has locks, where there are several CPUs.
+    cpus = 1 if backend == "instances" else 2
+    case = bench_return.Case(backend, mode, tasks=5, cpus=cpus)
+    figure = bench_return.measure(case, hits=40, rounds=1)
+    found = figure.as_dict()
+    assert {key: found[key] for key in ("backend", "mode", "tasks", "cpus")} == {
+        "backend": backend,
+        "mode": mode,
+        "tasks": 5,
+        "cpus": cpus,
+    }
+    assert isinstance(found["ns"], float)
+    assert figure.traps == 0
+    assert figure.instructions is not None
+    assert 50 < figure.instructions < 400
+
+
+def test_every_backend_has_every_mode_once() -> None:
+    cases = bench_return.cases("x86_64", (1, 100), (1, 8))
+    assert len(cases) == len(set(cases))
+    alone = [(case.backend, case.mode) for case in cases if (case.tasks, case.cpus) == (1, 1)]
+    assert len(alone) == 4 * len(bench_return.MODES) + 1
+    assert {(case.tasks, case.cpus) for case in cases} == {(1, 1), (100, 1), (1, 8)}
+
+
+def test_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_return, "RETURN_HOOKS", ("fgraph",))
+    monkeypatch.setattr(bench_return, "MODES", {bench.OPTIMIZED: bench_return.MODES[bench.OPTIMIZED]})
+    monkeypatch.setattr(bench_return, "cases", lambda *_: [bench_return.Case("fgraph", bench.OPTIMIZED)])
+    assert main(["bench", "return", "--hits", "30", "--rounds", "1", "--json"]) == 0
+    [figure] = json.loads(capsys.readouterr().out)
+    found = [figure[key] for key in ("backend", "mode", "tasks", "cpus")]
+    assert found == ["fgraph", "optimized", 1, 1]
+    assert main(["bench", "return", "--hits", "30", "--rounds", "1"]) == 0
+    assert "fgraph" in capsys.readouterr().out
