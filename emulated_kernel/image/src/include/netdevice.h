@@ -16,12 +16,17 @@ struct net_device_ops {
 	int (*ndo_start_xmit)(struct sk_buff *skb, struct net_device *dev);
 };
 
+/* What went through a device on one CPU; changed with bottom halves off. */
+struct pcpu_lstats {
+	u64 rx_packets, tx_packets, rx_bytes, tx_bytes;
+};
+
 struct net_device {
 	char name[16];
 	int ifindex;
 	unsigned int mtu;
 	const struct net_device_ops *netdev_ops;
-	u64 rx_packets, tx_packets, rx_bytes, tx_bytes, rx_dropped;
+	struct pcpu_lstats *lstats; /* per-CPU */
 };
 
 struct packet_type {

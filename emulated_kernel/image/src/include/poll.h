@@ -17,6 +17,7 @@
 struct file;
 
 struct poll_table_entry {
+	struct file *filp;
 	wait_queue_entry_t wait;
 	wait_queue_head_t *wait_address;
 };

@@ -9,8 +9,6 @@
 #define HARDIRQ_OFFSET (1U << 16)
 #define SOFTIRQ_MASK (0xffU << 8)
 #define HARDIRQ_MASK (0xfU << 16)
-/* What a task's count is when it runs for the first time: __schedule() and the runqueue lock. */
-#define FORK_PREEMPT_COUNT 2
 
 DECLARE_PER_CPU(u32, __preempt_count);
 DECLARE_PER_CPU(u32, __need_resched);

@@ -170,6 +170,7 @@ void attach_pid(struct task_struct *task, struct pid *pid);
 struct pid *find_vpid(int nr);
 struct task_struct *pid_task(struct pid *pid, int type);
 struct task_struct *find_task_by_vpid(pid_t nr);
+struct task_struct *find_get_task_by_vpid(pid_t nr);
 void __set_task_comm(struct task_struct *tsk, const char *from, bool exec);
 char *__get_task_comm(char *buf, size_t buf_size, struct task_struct *tsk);
 
@@ -231,6 +232,9 @@ int wake_up_process(struct task_struct *p);
 int wake_up_state(struct task_struct *p, unsigned int state);
 int default_wake_function(wait_queue_entry_t *curr, unsigned int mode, int wake_flags, void *key);
 void wake_up_new_task(struct task_struct *p);
+int set_cpus_allowed_ptr(struct task_struct *p, u64 new_mask);
+long sched_setaffinity(pid_t pid, u64 in_mask);
+long sched_getaffinity(pid_t pid, u64 *mask);
 void host_enqueue_task(struct task_struct *p);
 void do_task_dead(void) __noreturn;
 void do_sched_yield(void);

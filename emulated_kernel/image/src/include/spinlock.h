@@ -22,6 +22,25 @@ void _raw_spin_unlock_irq(raw_spinlock_t *lock);
 unsigned long _raw_spin_lock_irqsave(raw_spinlock_t *lock);
 void _raw_spin_unlock_irqrestore(raw_spinlock_t *lock, unsigned long flags);
 
+/* The lock alone, where preemption is off already. */
+void queued_spin_lock_slowpath(raw_spinlock_t *lock);
+
+static __always_inline bool arch_spin_trylock(raw_spinlock_t *lock)
+{
+	return !__atomic_exchange_n(&lock->locked, 1, __ATOMIC_SEQ_CST);
+}
+
+static __always_inline void arch_spin_lock(raw_spinlock_t *lock)
+{
+	if (unlikely(!arch_spin_trylock(lock)))
+		queued_spin_lock_slowpath(lock);
+}
+
+static __always_inline void arch_spin_unlock(raw_spinlock_t *lock)
+{
+	__atomic_store_n(&lock->locked, 0, __ATOMIC_RELEASE);
+}
+
 /* The same for code that must fire no probe; interrupts are off. */
 void host_lock(raw_spinlock_t *lock);
 void host_unlock(raw_spinlock_t *lock);

@@ -6,6 +6,15 @@
 #include "types.h"
 #include <asm/syscall.h>
 
+/* All six, whether the call has them or not. */
+static __always_inline void syscall_get_arguments(const struct pt_regs *regs, unsigned long *args)
+{
+	int i;
+
+	for (i = 0; i < 6; i++)
+		args[i] = syscall_arg(regs, i);
+}
+
 typedef long (*sys_call_ptr_t)(const struct pt_regs *regs);
 
 /* What trace events tell of a system call: types and names of its arguments. */

@@ -26,6 +26,7 @@ struct tcphdr {
 #define TCP_RTO_MIN (HZ / 5)
 #define TCP_FIN_TIMEOUT (60 * HZ)
 #define TCP_RETRIES 8
+#define TCP_DELAYED (HZ / 20) /* until the next try, where a task has the socket */
 
 /* Of a packet: its place in the stream. */
 struct tcp_skb_cb {
@@ -48,6 +49,7 @@ struct tcp_sock {
 	unsigned int retransmits;
 	bool timer_is_fin;
 	struct timer_list timer;
+	unsigned long timeout; /* when it is meant to expire, unless it has to try again */
 	struct sk_buff_head rtx_queue; /* sent, and not acknowledged */
 };
 

@@ -65,6 +65,7 @@ u64 local_clock(void);
 ktime_t ktime_get(void);
 void ktime_get_real_ts64(struct timespec64 *ts);
 struct timespec64 ns_to_timespec64(s64 nsec);
+int get_duration(u64 *ns, const struct __kernel_timespec __user *uts);
 u64 nsecs_to_jiffies64(u64 n);
 time64_t mktime64(unsigned int year0, unsigned int mon0, unsigned int day, unsigned int hour,
 		  unsigned int min, unsigned int sec);

@@ -3,8 +3,7 @@
 #ifndef _UACCESS_H
 #define _UACCESS_H
 
-#include "types.h"
-#include <asm/uaccess.h>
+#include "extable.h"
 
 bool __access_ok(const void __user *ptr, unsigned long size);
 #define access_ok(ptr, size) __access_ok(ptr, size)

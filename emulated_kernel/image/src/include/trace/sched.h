@@ -23,6 +23,24 @@ DEFINE_EVENT(sched_wakeup_template, sched_waking, PROTO(struct task_struct *p), 
 DEFINE_EVENT(sched_wakeup_template, sched_wakeup, PROTO(struct task_struct *p), ARGS(p))
 DEFINE_EVENT(sched_wakeup_template, sched_wakeup_new, PROTO(struct task_struct *p), ARGS(p))
 
+TRACE_EVENT(sched_migrate_task,
+	PROTO(struct task_struct *p, int dest_cpu),
+	ARGS(p, dest_cpu),
+	FIELDS(
+		__array(char, comm, TASK_COMM_LEN)
+		__field(pid_t, pid)
+		__field(int, prio)
+		__field(int, orig_cpu)
+		__field(int, dest_cpu)),
+	ASSIGN(
+		trace_copy_comm(__entry->comm, p);
+		__entry->pid = p->pid;
+		__entry->prio = p->prio;
+		__entry->orig_cpu = task_cpu(p);
+		__entry->dest_cpu = dest_cpu;),
+	PRINT("comm=%s pid=%d prio=%d orig_cpu=%d dest_cpu=%d",
+	      __entry->comm, __entry->pid, __entry->prio, __entry->orig_cpu, __entry->dest_cpu))
+
 TRACE_EVENT(sched_switch,
 	PROTO(bool preempt, struct task_struct *prev, struct task_struct *next, u32 prev_state),
 	ARGS(preempt, prev, next, prev_state),

@@ -1,25 +1,14 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
-// The scheduler: one round-robin queue a CPU, wake-ups and which CPU they lead to, context switches, preemption.
+// The scheduler: one round-robin queue a CPU, wake-ups, context switches, preemption.
 #include "bug.h"
 #include "printk.h"
-#include "sched.h"
-#include "smp.h"
+#include "rq.h"
 #include "timer.h"
 #include "tracepoint.h"
 
 DEFINE_PER_CPU(u32, __preempt_count) = 1;
 DEFINE_PER_CPU(u32, __need_resched);
 DEFINE_PER_CPU(struct rq, runqueues);
-
-static __always_inline void rq_lock(struct rq *rq)
-{
-	_raw_spin_lock(&rq->__lock);
-}
-
-static __always_inline void rq_unlock(struct rq *rq)
-{
-	_raw_spin_unlock(&rq->__lock);
-}
 
 static noinline void update_rq_clock(struct rq *rq)
 {
@@ -40,15 +29,15 @@ static noinline void dequeue_task(struct rq *rq, struct task_struct *p,
 	rq->nr_running--;
 }
 
-static noinline void activate_task(struct rq *rq, struct task_struct *p, int flags)
+void activate_task(struct rq *rq, struct task_struct *p, int flags)
 {
 	enqueue_task(rq, p, flags);
-	p->on_rq = 1;
+	__atomic_store_n(&p->on_rq, TASK_ON_RQ_QUEUED, __ATOMIC_RELEASE);
 }
 
-static noinline void deactivate_task(struct rq *rq, struct task_struct *p, int flags)
+void deactivate_task(struct rq *rq, struct task_struct *p, int flags)
 {
-	p->on_rq = 0;
+	WRITE_ONCE(p->on_rq, flags & DEQUEUE_SLEEP ? 0 : TASK_ON_RQ_MIGRATING);
 	dequeue_task(rq, p, flags);
 }
 
@@ -65,33 +54,6 @@ void resched_curr(struct rq *rq)
 	smp_send_reschedule(cpu);
 }
 
-static __always_inline bool idle_cpu(int cpu)
-{
-	struct rq *rq = cpu_rq(cpu);
-
-	return READ_ONCE(rq->curr) == rq->idle && !READ_ONCE(rq->nr_running);
-}
-
-/* The CPU that it ran on last, if that has nothing else to do; else one that has not. */
-static noinline int select_idle_sibling(struct task_struct *p, int prev_cpu)
-{
-	int cpu;
-
-	if (idle_cpu(prev_cpu) && p->cpus_mask & cpumask_of(prev_cpu))
-		return prev_cpu;
-	for_each_online_cpu(cpu) {
-		if (idle_cpu(cpu) && p->cpus_mask & cpumask_of(cpu))
-			return cpu;
-	}
-	if (p->cpus_mask & cpumask_of(prev_cpu))
-		return prev_cpu;
-	for_each_online_cpu(cpu) {
-		if (p->cpus_mask & cpumask_of(cpu))
-			return cpu;
-	}
-	return prev_cpu;
-}
-
 static noinline void ttwu_do_wakeup(struct rq *rq, struct task_struct *p)
 {
 	resched_curr(rq);
@@ -101,16 +63,15 @@ static noinline void ttwu_do_wakeup(struct rq *rq, struct task_struct *p)
 
 static __always_inline int select_task_rq(struct task_struct *p, int prev_cpu)
 {
-	return nr_cpu_ids == 1 ? 0 : select_idle_sibling(p, prev_cpu);
+	return nr_cpu_ids == 1 ? 0 : select_task_rq_fair(p, prev_cpu, 0);
 }
 
 /* It has not left its queue yet: it was about to sleep, and now goes on. */
 static __always_inline bool ttwu_runnable(struct task_struct *p)
 {
-	struct rq *rq = cpu_rq(task_cpu(p));
+	struct rq *rq = __task_rq_lock(p);
 	bool on_rq;
 
-	rq_lock(rq);
 	on_rq = p->on_rq;
 	if (on_rq)
 		ttwu_do_wakeup(rq, p);
@@ -122,8 +83,9 @@ static __always_inline void ttwu_queue(struct task_struct *p, int cpu, int wake_
 {
 	struct rq *rq = cpu_rq(cpu);
 
+	if (task_cpu(p) != cpu)
+		set_task_cpu(p, cpu);
 	rq_lock(rq);
-	WRITE_ONCE(p->cpu, cpu);
 	activate_task(rq, p, wake_flags);
 	ttwu_do_wakeup(rq, p);
 	rq_unlock(rq);
@@ -205,7 +167,7 @@ noinstr void host_enqueue_task(struct task_struct *p)
 	rq = this_rq();
 	host_lock(&rq->__lock);
 	p->__state = TASK_RUNNING;
-	p->on_rq = 1;
+	p->on_rq = TASK_ON_RQ_QUEUED;
 	p->cpu = rq->cpu;
 	p->cpus_mask = CPU_MASK_ALL;
 	list_add_tail(&p->run_list, &rq->queue);
@@ -217,9 +179,9 @@ noinstr void host_enqueue_task(struct task_struct *p)
 
 static noinline struct task_struct *pick_next_task(struct rq *rq, struct task_struct *prev)
 {
-	if (prev != rq->idle && prev->on_rq)
+	if (prev != rq->idle && prev->on_rq == TASK_ON_RQ_QUEUED)
 		list_move_tail(&prev->run_list, &rq->queue);
-	if (list_empty(&rq->queue))
+	if (list_empty(&rq->queue) && (nr_cpu_ids == 1 || !newidle_balance(rq)))
 		return rq->idle;
 	return list_first_entry(&rq->queue, struct task_struct, run_list);
 }
@@ -228,10 +190,13 @@ static noinline void finish_task_switch(struct task_struct *prev)
 {
 	struct rq *rq = this_rq();
 	bool dead = prev->__state == TASK_DEAD;
+	bool leaves = prev->on_rq == TASK_ON_RQ_MIGRATING;
 
 	/* From here on it may run elsewhere. */
 	__atomic_store_n(&prev->on_cpu, 0, __ATOMIC_RELEASE);
 	rq_unlock(rq);
+	if (unlikely(leaves))
+		attach_task(prev);
 	local_irq_enable();
 	if (unlikely(dead)) {
 		trace_sched_process_free(prev);
@@ -270,6 +235,8 @@ static void notrace __schedule(unsigned int sched_mode)
 	prev = rq->curr;
 	prev_state = prev->__state;
 	if (sched_mode == SM_NONE && prev_state && prev != rq->idle)
+		deactivate_task(rq, prev, DEQUEUE_SLEEP);
+	else if (unlikely(nr_cpu_ids > 1 && !is_cpu_allowed(prev, rq->cpu)))
 		deactivate_task(rq, prev, 0);
 	next = pick_next_task(rq, prev);
 	this_cpu_write(__need_resched, 0);
