@@ -3,11 +3,12 @@
 #include "netdevice.h"
 #include "errno.h"
 #include "sched.h"
+#include "smp.h"
 #include "timer.h"
 
 #define NETDEV_BUDGET 300
 
-/* The packets that came in on this CPU. */
+/* The packets that came in on this CPU; nobody else touches it. */
 struct softnet_data {
 	struct sk_buff_head input_pkt_queue;
 	unsigned int processed;
@@ -23,8 +24,8 @@ void dev_add_pack(struct packet_type *pt)
 
 static noinline int xmit_one(struct sk_buff *skb, struct net_device *dev)
 {
-	dev->tx_packets++;
-	dev->tx_bytes += skb->len;
+	this_cpu_ptr(dev->lstats)->tx_packets++;
+	this_cpu_ptr(dev->lstats)->tx_bytes += skb->len;
 	return dev->netdev_ops->ndo_start_xmit(skb, dev);
 }
 
@@ -44,23 +45,13 @@ int __dev_queue_xmit(struct sk_buff *skb, struct net_device *sb_dev __attribute_
 	return rc;
 }
 
-static __always_inline struct softnet_data *this_softnet(void)
-{
-	struct softnet_data *sd = this_cpu_ptr(&softnet_data);
-
-	if (unlikely(!sd->input_pkt_queue.list.next))
-		skb_queue_head_init(&sd->input_pkt_queue);
-	return sd;
-}
-
 /* Interrupts are off. */
 static noinline int enqueue_to_backlog(struct sk_buff *skb)
 {
-	struct softnet_data *sd = this_softnet();
+	struct softnet_data *sd = this_cpu_ptr(&softnet_data);
 
 	if (unlikely(sd->input_pkt_queue.qlen > NETDEV_MAX_BACKLOG)) {
 		sd->dropped++;
-		skb->dev->rx_dropped++;
 		kfree_skb(skb);
 		return NET_RX_DROP;
 	}
@@ -94,8 +85,8 @@ static noinline int __netif_receive_skb_core(struct sk_buff *skb)
 {
 	struct packet_type *pt = ptype_ip;
 
-	skb->dev->rx_packets++;
-	skb->dev->rx_bytes += skb->len;
+	this_cpu_ptr(skb->dev->lstats)->rx_packets++;
+	this_cpu_ptr(skb->dev->lstats)->rx_bytes += skb->len;
 	skb_reset_network_header(skb);
 	if (pt && pt->type == skb->protocol)
 		return pt->func(skb, skb->dev, pt, skb->dev);
@@ -134,7 +125,7 @@ static noinline int process_backlog(struct softnet_data *sd, int quota)
 
 static noinline void net_rx_action(void)
 {
-	struct softnet_data *sd = this_softnet();
+	struct softnet_data *sd = this_cpu_ptr(&softnet_data);
 
 	if (process_backlog(sd, NETDEV_BUDGET) == NETDEV_BUDGET)
 		raise_softirq(NET_RX_SOFTIRQ);
@@ -142,6 +133,10 @@ static noinline void net_rx_action(void)
 
 __init void net_dev_init(void)
 {
+	int cpu;
+
+	for_each_possible_cpu(cpu)
+		skb_queue_head_init(&per_cpu_ptr(&softnet_data, cpu)->input_pkt_queue);
 	skb_init();
 	open_softirq(NET_RX_SOFTIRQ, net_rx_action);
 }

@@ -54,18 +54,25 @@ void sk_free(struct sock *sk)
 	__sk_destruct(sk);
 }
 
-/* Called with the spinlock, and comes back with it. */
+/* Called with the spinlock, and comes back with it. Queued before it is let go: release_sock() looks who waits. */
 static noinline void __lock_sock(struct sock *sk)
 {
-	spin_unlock_bh(&sk->sk_lock.slock);
-	wait_event_exclusive(&sk->sk_lock.wq, !READ_ONCE(sk->sk_lock.owned));
-	spin_lock_bh(&sk->sk_lock.slock);
+	wait_queue_entry_t wait;
+
+	init_wait_entry(&wait, 0);
+	while (sock_owned_by_user(sk)) {
+		prepare_to_wait_exclusive(&sk->sk_lock.wq, &wait, TASK_UNINTERRUPTIBLE);
+		spin_unlock_bh(&sk->sk_lock.slock);
+		schedule();
+		spin_lock_bh(&sk->sk_lock.slock);
+	}
+	finish_wait(&sk->sk_lock.wq, &wait);
 }
 
 void lock_sock_nested(struct sock *sk, int subclass __attribute__((unused)))
 {
 	spin_lock_bh(&sk->sk_lock.slock);
-	while (sock_owned_by_user(sk))
+	if (sock_owned_by_user(sk))
 		__lock_sock(sk);
 	sk->sk_lock.owned = 1;
 	spin_unlock_bh(&sk->sk_lock.slock);
@@ -89,8 +96,9 @@ void release_sock(struct sock *sk)
 	spin_lock_bh(&sk->sk_lock.slock);
 	__release_sock(sk);
 	sk->sk_lock.owned = 0;
+	if (!list_empty(&sk->sk_lock.wq.head))
+		wake_up(&sk->sk_lock.wq);
 	spin_unlock_bh(&sk->sk_lock.slock);
-	wake_up(&sk->sk_lock.wq);
 }
 
 noinline void sk_add_backlog(struct sock *sk, struct sk_buff *skb)
@@ -134,10 +142,7 @@ int sock_queue_rcv_skb(struct sock *sk, struct sk_buff *skb)
 
 int sock_error(struct sock *sk)
 {
-	int err = sk->sk_err;
-
-	sk->sk_err = 0;
-	return -err;
+	return sk->sk_err ? -__atomic_exchange_n(&sk->sk_err, 0, __ATOMIC_SEQ_CST) : 0;
 }
 
 static bool datagram_or_end(struct sock *sk)

@@ -4,7 +4,7 @@
 #include "inet.h"
 #include "string.h"
 
-static u16 ip_ident;
+static atomic_t ip_ident;
 
 /* Deviates: nothing is fragmented; a packet that is too long isn't sent. */
 static noinline int ip_finish_output2(struct sk_buff *skb)
@@ -58,7 +58,7 @@ static void ip_push_header(struct sk_buff *skb, __be32 saddr, __be32 daddr, u8 p
 	skb_reset_network_header(skb);
 	memset(iph, 0, sizeof(*iph));
 	iph->version_ihl = 0x45;
-	iph->id = htons(ip_ident++);
+	iph->id = htons((u16)__atomic_fetch_add(&ip_ident.counter, 1, __ATOMIC_RELAXED));
 	iph->frag_off = htons(0x4000);
 	iph->ttl = IPDEFTTL;
 	iph->protocol = protocol;

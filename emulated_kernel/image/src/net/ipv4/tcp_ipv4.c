@@ -76,6 +76,7 @@ static noinline struct sock *tcp_create_openreq_child(const struct sock *sk, con
 	return newsk;
 }
 
+/* It comes locked: as soon as it is in the table, another CPU may have a packet for it. */
 static noinline struct sock *tcp_v4_syn_recv_sock(struct sock *sk, struct sk_buff *skb)
 {
 	struct sock *newsk = tcp_create_openreq_child(sk, skb);
@@ -90,21 +91,41 @@ static noinline struct sock *tcp_v4_syn_recv_sock(struct sock *sk, struct sk_buf
 	sock_hold(sk);
 	newsk->sk_listener = sk;
 	newsk->sk_state = TCP_SYN_RECV;
+	bh_lock_sock(newsk);
 	inet_share_port(newsk, sk);
 	inet_hash(newsk);
 	return newsk;
 }
 
-/* Linux remembers a request, and makes the socket when it is acknowledged; here it is there at once. */
+/* Sent twice, the second time while the first one waited for the listener's lock. */
+static noinline bool tcp_request_is_known(const struct sk_buff *skb)
+{
+	const struct iphdr *iph = ip_hdr(skb);
+	const struct tcphdr *th = tcp_hdr(skb);
+	struct sock *sk = __inet_lookup_established(iph->saddr, th->source, iph->daddr, ntohs(th->dest));
+
+	if (sk)
+		sock_put(sk);
+	return sk != NULL;
+}
+
+/*
+ * Linux remembers a request, and makes the socket when it is acknowledged; here it is there at once. The
+ * listener is locked, by its spinlock or by a task that sees to its backlog.
+ */
 int tcp_conn_request(struct sock *sk, struct sk_buff *skb)
 {
 	struct sock *newsk;
 
-	if (sk_acceptq_is_full(sk))
+	if (sk_acceptq_is_full(sk) || tcp_request_is_known(skb))
 		return 0;
+	local_bh_disable();
 	newsk = tcp_v4_syn_recv_sock(sk, skb);
-	if (newsk)
+	if (newsk) {
 		tcp_send_syn(newsk, TCPHDR_SYN | TCPHDR_ACK);
+		bh_unlock_sock(newsk);
+	}
+	local_bh_enable();
 	return 0;
 }
 

@@ -24,14 +24,25 @@ static noinline void tcp_retransmit_timer(struct sock *sk)
 	tcp_rearm_rto(sk);
 }
 
-/* The timer has a reference, which it gives back here, or takes on to its next time. */
+/* The timer has a reference. */
+static void start_timer(struct sock *sk, unsigned long expires)
+{
+	if (!mod_timer(&tcp_sk(sk)->timer, expires))
+		sock_hold(sk);
+}
+
+/* Whoever has the socket may set the timer anew, on another CPU, after it has expired and before this runs. */
 static noinline void tcp_write_timer(struct timer_list *t)
 {
 	struct sock *sk = &container_of(t, struct tcp_sock, timer)->sk;
+	unsigned long timeout;
 
 	bh_lock_sock(sk);
+	timeout = READ_ONCE(tcp_sk(sk)->timeout);
 	if (sock_owned_by_user(sk))
-		tcp_rearm_rto(sk);
+		start_timer(sk, jiffies + TCP_DELAYED);
+	else if (!time_after_eq(jiffies, timeout))
+		start_timer(sk, timeout);
 	else if (tcp_sk(sk)->timer_is_fin)
 		tcp_done(sk);
 	else
@@ -47,8 +58,8 @@ void tcp_init_xmit_timers(struct sock *sk)
 
 static void reset_timer(struct sock *sk, unsigned long delay)
 {
-	if (!mod_timer(&tcp_sk(sk)->timer, jiffies + delay))
-		sock_hold(sk);
+	WRITE_ONCE(tcp_sk(sk)->timeout, jiffies + delay);
+	start_timer(sk, tcp_sk(sk)->timeout);
 }
 
 void tcp_rearm_rto(struct sock *sk)
