@@ -12,14 +12,14 @@
 #define POLL_FDS_MAX 64
 
 /* NULL: the events alone are asked for. */
-void poll_wait(struct file *filp __attribute__((unused)), wait_queue_head_t *wait_address,
-	       poll_table *p)
+void poll_wait(struct file *filp, wait_queue_head_t *wait_address, poll_table *p)
 {
 	struct poll_table_entry *entry;
 
 	if (!p || p->nr == POLL_QUEUES)
 		return;
 	entry = &p->entries[p->nr++];
+	entry->filp = get_file(filp);
 	entry->wait_address = wait_address;
 	init_waitqueue_func_entry(&entry->wait, default_wake_function);
 	add_wait_queue(wait_address, &entry->wait);
@@ -27,8 +27,10 @@ void poll_wait(struct file *filp __attribute__((unused)), wait_queue_head_t *wai
 
 static noinline void poll_freewait(poll_table *p)
 {
-	while (p->nr--)
+	while (p->nr--) {
 		remove_wait_queue(p->entries[p->nr].wait_address, &p->entries[p->nr].wait);
+		fput(p->entries[p->nr].filp);
+	}
 }
 
 unsigned int vfs_poll(struct file *file, poll_table *wait)
@@ -63,7 +65,6 @@ static int poll_once(struct pollfd *fds, unsigned int nfds, poll_table *wait)
 	return count;
 }
 
-/* The files can't go away meanwhile: whoever closes one has this task's table, and so this task. */
 static noinline int do_poll(struct pollfd *fds, unsigned int nfds, long timeout)
 {
 	poll_table table = { .nr = 0 };
@@ -104,5 +105,24 @@ SYSCALL_DEFINE3(poll, struct pollfd __user *, ufds, unsigned int, nfds, int, tim
 {
 	long timeout = timeout_msecs < 0 ? MAX_SCHEDULE_TIMEOUT : (long)msecs_to_jiffies(timeout_msecs);
 
+	return do_sys_poll(ufds, nfds, timeout);
+}
+
+/* Deviates: no signal ever comes, and what is left of the time isn't written back. */
+SYSCALL_DEFINE5(ppoll, struct pollfd __user *, ufds, unsigned int, nfds, struct __kernel_timespec __user *, tsp,
+		const void __user *, sigmask, size_t, sigsetsize)
+{
+	long timeout = MAX_SCHEDULE_TIMEOUT;
+	u64 ns;
+	int err;
+
+	if (tsp) {
+		err = get_duration(&ns, tsp);
+		if (err)
+			return err;
+		timeout = (long)min((ns + TICK_NSEC - 1) / TICK_NSEC, (u64)MAX_SCHEDULE_TIMEOUT);
+	}
+	if (sigmask && sigsetsize != sizeof(u64))
+		return -EINVAL;
 	return do_sys_poll(ufds, nfds, timeout);
 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
 // start_kernel(): everything in its order, until the idle loop takes over.
+#include "entry.h"
 #include "fs.h"
 #include "host_abi.h"
 #include "mm.h"
@@ -10,7 +11,6 @@
 #include "smp.h"
 #include "timer.h"
 #include "workqueue.h"
-#include <asm/entry.h>
 
 extern const char linux_banner[];
 void start_kernel(void) __noreturn;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
 // The exception table, and what counts as kernel text.
+#include "entry.h"
 #include "kallsyms.h"
 #include "module.h"
 #include "string.h"
@@ -28,6 +29,18 @@ const struct exception_table_entry *search_exception_tables(unsigned long addr)
 		    sizeof(*__start___ex_table), cmp_ex_search);
 	return e ?: search_module_extables(addr);
 }
+
+/* Sends a fault back to the place that the table names. */
+int fixup_exception(struct pt_regs *regs)
+{
+	const struct exception_table_entry *e = search_exception_tables(instruction_pointer(regs));
+
+	if (!e)
+		return 0;
+	instruction_pointer_set(regs, (unsigned long)&e->fixup + e->fixup);
+	return 1;
+}
+NOKPROBE_SYMBOL(fixup_exception);
 
 int core_kernel_text(unsigned long addr)
 {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
 // What the host asks for beside Linux's system calls; none of it can be probed or traced.
+#include "entry.h"
 #include "errno.h"
 #include "fs.h"
 #include "host_abi.h"
@@ -7,7 +8,6 @@
 #include "sched.h"
 #include "syscalls.h"
 #include "uaccess.h"
-#include <asm/entry.h>
 
 extern int nr_threads;
 int host_attach_pid(struct task_struct *task, pid_t nr);

@@ -44,6 +44,20 @@ struct task_struct *find_task_by_vpid(pid_t nr)
 	return pid_task(find_vpid(nr), 0);
 }
 
+/* With a reference. */
+struct task_struct *find_get_task_by_vpid(pid_t nr)
+{
+	struct task_struct *task;
+	unsigned long flags;
+
+	spin_lock_irqsave(&pidmap_lock, flags);
+	task = find_task_by_vpid(nr);
+	if (task)
+		get_task_struct(task);
+	spin_unlock_irqrestore(&pidmap_lock, flags);
+	return task;
+}
+
 static bool pid_is_taken(int nr)
 {
 	struct pid *pid = __find_pid(nr);

@@ -2,13 +2,14 @@
 // The other CPUs: their per-CPU areas, how they are brought up, and calls from one to another.
 #include "atomic.h"
 #include "bug.h"
+#include "entry.h"
 #include "host_abi.h"
 #include "kallsyms.h"
 #include "printk.h"
 #include "sched.h"
 #include "smp.h"
 #include "string.h"
-#include <asm/entry.h>
+#include <asm/sync_core.h>
 
 unsigned long __per_cpu_offset[NR_CPUS];
 unsigned int nr_cpu_ids = 1;
@@ -114,6 +115,12 @@ void generic_smp_call_function_interrupt(void)
 		__atomic_store_n(&csd->locked, 0, __ATOMIC_RELEASE);
 	}
 }
+
+noinline notrace void sync_core(void)
+{
+	serialize();
+}
+NOKPROBE_SYMBOL(sync_core);
 
 /* As little as can be: text that any probe may stand in is being patched. */
 noinstr void sysvec_sync_core(struct pt_regs *regs __attribute__((unused)))

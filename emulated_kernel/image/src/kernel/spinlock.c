@@ -7,30 +7,29 @@
 int __lockfunc _raw_spin_trylock(raw_spinlock_t *lock)
 {
 	preempt_disable();
-	if (!xchg_u32(&lock->locked, 1))
+	if (arch_spin_trylock(lock))
 		return 1;
 	preempt_enable();
 	return 0;
 }
 
 /* The holder runs on another CPU, or will as soon as this one lets it. */
-static noinline void __lockfunc queued_spin_lock_slowpath(raw_spinlock_t *lock)
+noinline void __lockfunc queued_spin_lock_slowpath(raw_spinlock_t *lock)
 {
 	do
 		smp_cond_wait(!READ_ONCE(lock->locked));
-	while (xchg_u32(&lock->locked, 1));
+	while (!arch_spin_trylock(lock));
 }
 
 void __lockfunc _raw_spin_lock(raw_spinlock_t *lock)
 {
 	preempt_disable();
-	if (unlikely(xchg_u32(&lock->locked, 1)))
-		queued_spin_lock_slowpath(lock);
+	arch_spin_lock(lock);
 }
 
 void __lockfunc _raw_spin_unlock(raw_spinlock_t *lock)
 {
-	__atomic_store_n(&lock->locked, 0, __ATOMIC_RELEASE);
+	arch_spin_unlock(lock);
 	preempt_enable();
 }
 
@@ -42,7 +41,7 @@ void __lockfunc _raw_spin_lock_irq(raw_spinlock_t *lock)
 
 void __lockfunc _raw_spin_unlock_irq(raw_spinlock_t *lock)
 {
-	__atomic_store_n(&lock->locked, 0, __ATOMIC_RELEASE);
+	arch_spin_unlock(lock);
 	local_irq_enable();
 	preempt_enable();
 }
@@ -58,18 +57,18 @@ unsigned long __lockfunc _raw_spin_lock_irqsave(raw_spinlock_t *lock)
 
 void __lockfunc _raw_spin_unlock_irqrestore(raw_spinlock_t *lock, unsigned long flags)
 {
-	__atomic_store_n(&lock->locked, 0, __ATOMIC_RELEASE);
+	arch_spin_unlock(lock);
 	local_irq_restore(flags);
 	preempt_enable();
 }
 
 noinstr void host_lock(raw_spinlock_t *lock)
 {
-	while (xchg_u32(&lock->locked, 1))
+	while (!arch_spin_trylock(lock))
 		smp_cond_wait(!READ_ONCE(lock->locked));
 }
 
 noinstr void host_unlock(raw_spinlock_t *lock)
 {
-	__atomic_store_n(&lock->locked, 0, __ATOMIC_RELEASE);
+	arch_spin_unlock(lock);
 }

@@ -13,6 +13,9 @@ static noinline int loopback_xmit(struct sk_buff *skb, struct net_device *dev __
 
 static const struct net_device_ops loopback_ops = { .ndo_start_xmit = loopback_xmit };
 
+static DEFINE_PER_CPU(struct pcpu_lstats, loopback_stats);
+
 struct net_device loopback_dev = {
 	.name = "lo", .ifindex = 1, .mtu = LOOPBACK_MTU, .netdev_ops = &loopback_ops,
+	.lstats = &loopback_stats,
 };

@@ -56,17 +56,29 @@ SYSCALL_DEFINE2(gettimeofday, struct __kernel_old_timeval __user *, tv, struct t
 	return put_timespec64(&ts, tv);
 }
 
+/* Nanoseconds. */
+int get_duration(u64 *ns, const struct __kernel_timespec __user *uts)
+{
+	struct timespec64 ts;
+
+	if (copy_from_user(&ts, uts, sizeof(ts)))
+		return -EFAULT;
+	if (ts.tv_sec < 0 || ts.tv_nsec < 0 || ts.tv_nsec >= (s64)NSEC_PER_SEC)
+		return -EINVAL;
+	*ns = (u64)ts.tv_sec * NSEC_PER_SEC + ts.tv_nsec;
+	return 0;
+}
+
 SYSCALL_DEFINE2(nanosleep, struct __kernel_timespec __user *, rqtp,
 		struct __kernel_timespec __user *, rmtp)
 {
-	struct timespec64 ts;
 	u64 ns;
+	int err = get_duration(&ns, rqtp);
 
-	if (copy_from_user(&ts, rqtp, sizeof(ts)))
-		return -EFAULT;
-	if (ts.tv_sec < 0 || ts.tv_nsec < 0 || ts.tv_nsec >= (s64)NSEC_PER_SEC || rmtp)
+	if (err)
+		return err;
+	if (rmtp)
 		return -EINVAL;
-	ns = (u64)ts.tv_sec * NSEC_PER_SEC + ts.tv_nsec;
 	set_current_state(TASK_INTERRUPTIBLE);
 	schedule_timeout(ns / TICK_NSEC + 1);
 	return 0;

@@ -4,10 +4,10 @@
 #include "mm.h"
 #include "sched.h"
 #include "string.h"
+#include "syscalls.h"
 #include "timer.h"
 #include "tracepoint.h"
 #include "trace_events.h"
-#include <asm/syscall.h>
 
 #define STRINGS_MAX 256
 #define trace_copy_comm(to, task) __builtin_memcpy(to, (task)->comm, TASK_COMM_LEN)

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
-// The architecture's share of creating tasks and switching between them; its registers in an oops report.
+// The architecture's share of switching between tasks; its registers in an oops report.
+#include "entry.h"
 #include "printk.h"
 #include "sched.h"
-#include "string.h"
 #include <asm/asm.h>
-#include <asm/entry.h>
 
 BUILD_BUG_ON(sizeof(struct pt_regs) != PT_REGS_SIZE);
 BUILD_BUG_ON(offsetof(struct pt_regs, ra) != PT_RA);
@@ -17,51 +16,7 @@ BUILD_BUG_ON(offsetof(struct pt_regs, cause) != PT_CAUSE);
 BUILD_BUG_ON(offsetof(struct pt_regs, orig_a0) != PT_ORIG_A0);
 BUILD_BUG_ON(offsetof(struct task_struct, thread.sp) != 0);
 
-DEFINE_PER_CPU(struct task_struct *, current_task) = &init_task;
-
-/* What __switch_to_asm loads from the stack of a task that has not run yet. */
-struct inactive_task_frame {
-	unsigned long ret_addr;
-	unsigned long fn, fn_arg; /* s0, s1 */
-	unsigned long s2, s3, s4, s5, s6, s7, s8, s9, s10, s11;
-	unsigned long pad;
-};
 BUILD_BUG_ON(sizeof(struct inactive_task_frame) != INACTIVE_FRAME_SIZE);
-
-static void notrace init_fork_frame(struct task_struct *p, int (*fn)(void *), void *arg)
-{
-	struct inactive_task_frame *frame = (struct inactive_task_frame *)task_pt_regs(p) - 1;
-
-	memset(frame, 0, sizeof(*frame));
-	frame->fn = (unsigned long)fn;
-	frame->fn_arg = (unsigned long)arg;
-	frame->ret_addr = (unsigned long)ret_from_fork;
-	p->thread.sp = (unsigned long)frame;
-}
-
-int copy_thread(struct task_struct *p, const struct kernel_clone_args *args)
-{
-	struct pt_regs *childregs = task_pt_regs(p);
-
-	if (args->fn) {
-		memset(childregs, 0, sizeof(*childregs));
-	} else {
-		*childregs = *task_pt_regs(current);
-		childregs->a0 = 0;
-	}
-	init_fork_frame(p, args->fn, args->fn_arg);
-	return 0;
-}
-
-/* The same for an adopted task; it fires no probe. */
-noinstr void host_init_thread(struct task_struct *p)
-{
-	struct inactive_task_frame *frame = (struct inactive_task_frame *)task_pt_regs(p) - 1;
-
-	__builtin_memset(frame, 0, sizeof(*frame));
-	frame->ret_addr = (unsigned long)ret_from_fork;
-	p->thread.sp = (unsigned long)frame;
-}
 
 __visible __kprobes notrace struct task_struct *__switch_to(struct task_struct *prev,
 							    struct task_struct *next)

@@ -2,7 +2,7 @@
 /* Copies that survive a fault and say how much is left. */
 #define __ASSEMBLY__
 #include "linkage.h"
-#include <asm/uaccess.h>
+#include "extable.h"
 
 	.text
 /* a0 = to, a1 = from, a2 = bytes; a0 = bytes not copied. */

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
 // Page faults: a fixup from the exception table, or an oops that says what was accessed.
+#include "entry.h"
 #include "printk.h"
 #include "sched.h"
-#include <asm/entry.h>
 
 static noinline void die_kernel_fault(const char *msg, struct pt_regs *regs)
 {
 	pr_alert("Unable to handle kernel %s at virtual address %016lx\n", msg, regs->badaddr);
-	die(regs, "Oops");
+	die("Oops", regs, 0);
 }
 NOKPROBE_SYMBOL(die_kernel_fault);
 

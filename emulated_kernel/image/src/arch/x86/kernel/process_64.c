@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
 // The registers of x86_64 in an oops report.
+#include "entry.h"
 #include "printk.h"
 #include "sched.h"
-#include <asm/entry.h>
 
 noinline void __show_regs(struct pt_regs *regs)
 {

@@ -2,7 +2,7 @@
 /* Copies that survive a fault and say how much is left. */
 #define __ASSEMBLY__
 #include "linkage.h"
-#include <asm/uaccess.h>
+#include "extable.h"
 
 	.text
 /* eax = to, edx = from, ecx = bytes; eax = bytes not copied. */

@@ -2,7 +2,7 @@
 /* Copies that survive a fault and say how much is left. */
 #define __ASSEMBLY__
 #include "linkage.h"
-#include <asm/uaccess.h>
+#include "extable.h"
 
 	.text
 /* rdi = to, rsi = from, rdx = bytes; rax = bytes not copied. */

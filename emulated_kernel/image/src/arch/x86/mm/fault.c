@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
 // Page faults: a fixup from the exception table, or an oops that says what was accessed.
+#include "entry.h"
 #include "host_abi.h"
 #include "printk.h"
 #include "sched.h"
-#include <asm/entry.h>
 
 #define X86_PF_PROT 1
 #define X86_PF_WRITE 2

@@ -16,6 +16,7 @@ struct pt_regs {
 };
 
 #define user_mode(regs) (((regs)->status & SR_SPP) == 0)
+#define set_user_mode(regs) ((regs)->status &= ~SR_SPP)
 #define instruction_pointer(regs) ((regs)->epc)
 #define instruction_pointer_set(regs, val) ((regs)->epc = (val))
 #define regs_irqs_disabled(regs) (!((regs)->status & SR_SPIE))

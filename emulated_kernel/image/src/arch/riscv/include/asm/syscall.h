@@ -13,18 +13,8 @@ static __always_inline unsigned long syscall_arg(const struct pt_regs *regs, int
 	return n ? (&regs->a0)[n] : regs->orig_a0;
 }
 
-/* All six, whether the call has them or not. */
-static __always_inline void syscall_get_arguments(const struct pt_regs *regs, unsigned long *args)
-{
-	int i;
-
-	for (i = 0; i < 6; i++)
-		args[i] = syscall_arg(regs, i);
-}
-
-static __always_inline long syscall_get_nr(const struct pt_regs *regs)
-{
-	return (int)regs->a7;
-}
+#define syscall_get_nr(regs) ((long)(int)(regs)->a7)
+#define syscall_return_value(regs) ((long)(regs)->a0)
+#define syscall_set_return_value(regs, val) ((regs)->a0 = (unsigned long)(val))
 
 #endif

@@ -11,6 +11,14 @@ struct thread_struct {
 	unsigned long sp; /* saved stack pointer while another task runs */
 };
 
+/* What __switch_to_asm loads from the stack of a task that has not run yet. */
+struct inactive_task_frame {
+	unsigned long ret_addr;
+	unsigned long fn, fn_arg; /* s0, s1 */
+	unsigned long s2, s3, s4, s5, s6, s7, s8, s9, s10, s11;
+	unsigned long pad;
+};
+
 struct task_struct;
 DECLARE_PER_CPU(struct task_struct *, current_task);
 register struct task_struct *riscv_current_is_tp __asm__("tp");

@@ -31,6 +31,7 @@
 	__SYSCALL(64, write)      \
 	__SYSCALL(67, pread64)    \
 	__SYSCALL(68, pwrite64)   \
+	__SYSCALL(73, ppoll)      \
 	__SYSCALL(78, readlinkat) \
 	__SYSCALL(79, newfstatat) \
 	__SYSCALL(80, newfstat)   \
@@ -43,6 +44,8 @@
 	__SYSCALL(105, init_module) \
 	__SYSCALL(106, delete_module) \
 	__SYSCALL(113, clock_gettime) \
+	__SYSCALL(122, sched_setaffinity) \
+	__SYSCALL(123, sched_getaffinity) \
 	__SYSCALL(124, sched_yield) \
 	__SYSCALL(144, setgid)    \
 	__SYSCALL(146, setuid)    \

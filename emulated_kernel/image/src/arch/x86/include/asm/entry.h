@@ -14,6 +14,7 @@
 #define PT_SS 64
 #define HOST_FRAME_SIZE 16
 #define FAKE_USER_IP 0x8048000
+#define ARCH_START_KERNEL i386_start_kernel
 #define FAKE_USER_SP 0xbffde000
 #else
 #define PT_REGS_SIZE 168
@@ -26,33 +27,18 @@
 #define PT_SS 160
 #define HOST_FRAME_SIZE 32
 #define FAKE_USER_IP 0x401000
+#define ARCH_START_KERNEL x86_64_start_kernel
 #define FAKE_USER_SP 0x7ffffffde000
 #endif
 
 #ifndef __ASSEMBLY__
-extern char host_user_hlt[], host_user_resume[];
-extern char host_hypercall_hlt[], host_hypercall_resume[];
-extern char host_idle_hlt[], host_idle_resume[];
-extern char ret_from_fork[];
+struct pt_regs;
 extern char __entry_text_start[], __entry_text_end[];
 
-void do_host_interrupt(struct pt_regs *regs);
-void do_syscall_64(struct pt_regs *regs, int nr);
-void do_int80_syscall_32(struct pt_regs *regs);
-void call_on_irq_stack(void (*func)(struct pt_regs *), struct pt_regs *regs);
-int fixup_exception(struct pt_regs *regs);
 void show_opcodes(struct pt_regs *regs);
-void __show_regs(struct pt_regs *regs);
-void die(const char *str, struct pt_regs *regs, long err);
+void do_int80_syscall_32(struct pt_regs *regs);
+void do_syscall_64(struct pt_regs *regs, int nr);
 void exc_page_fault(struct pt_regs *regs, unsigned long error_code);
-void sysvec_timer(struct pt_regs *regs);
-void sysvec_host_wake(struct pt_regs *regs);
-void sysvec_watchdog(struct pt_regs *regs);
-void sysvec_reschedule_ipi(struct pt_regs *regs);
-void sysvec_call_function(struct pt_regs *regs);
-void setup_arch(void);
-void host_park(struct task_struct *wake);
-long host_syscall(struct pt_regs *regs, int nr);
 #endif
 
 #endif

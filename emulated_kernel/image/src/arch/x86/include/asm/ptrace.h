@@ -43,6 +43,7 @@ struct host_frame {
 };
 
 #define user_mode(regs) (((regs)->cs & 3) != 0)
+#define set_user_mode(regs) ((regs)->cs = __USER_CS)
 #define instruction_pointer(regs) ((regs)->ip)
 #define instruction_pointer_set(regs, val) ((regs)->ip = (val))
 #define regs_irqs_disabled(regs) irqs_disabled_flags((regs)->flags)

@@ -35,18 +35,8 @@ static __always_inline unsigned long syscall_arg(const struct pt_regs *regs, int
 }
 #endif
 
-/* All six, whether the call has them or not. */
-static __always_inline void syscall_get_arguments(const struct pt_regs *regs, unsigned long *args)
-{
-	int i;
-
-	for (i = 0; i < 6; i++)
-		args[i] = syscall_arg(regs, i);
-}
-
-static __always_inline long syscall_get_nr(const struct pt_regs *regs)
-{
-	return (int)regs->orig_ax;
-}
+#define syscall_get_nr(regs) ((long)(int)(regs)->orig_ax)
+#define syscall_return_value(regs) ((long)(regs)->ax)
+#define syscall_set_return_value(regs, val) ((regs)->ax = (unsigned long)(val))
 
 #endif

@@ -11,6 +11,16 @@ struct thread_struct {
 	unsigned long sp; /* saved stack pointer while another task runs */
 };
 
+/* What __switch_to_asm pops from the stack of a task that has not run yet. */
+struct inactive_task_frame {
+#ifdef CONFIG_X86_32
+	unsigned long si, fn_arg, fn, bp;
+#else
+	unsigned long r15, r14, r13, fn_arg, fn, bp;
+#endif
+	unsigned long ret_addr;
+};
+
 struct task_struct;
 DECLARE_PER_CPU(struct task_struct *, current_task);
 

@@ -64,6 +64,8 @@
 	__SYSCALL(214, setgid)    \
 	__SYSCALL(220, getdents64) \
 	__SYSCALL(224, gettid)    \
+	__SYSCALL(241, sched_setaffinity) \
+	__SYSCALL(242, sched_getaffinity) \
 	__SYSCALL(252, exit_group) \
 	__SYSCALL(295, openat)    \
 	__SYSCALL(296, mkdirat) \
@@ -90,6 +92,7 @@
 	__SYSCALL(373, shutdown)  \
 	__SYSCALL(403, clock_gettime) \
 	__SYSCALL(412, utimensat) \
+	__SYSCALL(414, ppoll)     \
 	__SYSCALL(437, openat2)
 
 #endif

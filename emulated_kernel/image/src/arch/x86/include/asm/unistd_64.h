@@ -71,6 +71,8 @@
 	__SYSCALL(175, init_module) \
 	__SYSCALL(176, delete_module) \
 	__SYSCALL(186, gettid)    \
+	__SYSCALL(203, sched_setaffinity) \
+	__SYSCALL(204, sched_getaffinity) \
 	__SYSCALL(217, getdents64) \
 	__SYSCALL(228, clock_gettime) \
 	__SYSCALL(231, exit_group) \
@@ -84,6 +86,7 @@
 	__SYSCALL(267, readlinkat) \
 	__SYSCALL(268, fchmodat) \
 	__SYSCALL(269, faccessat) \
+	__SYSCALL(271, ppoll)     \
 	__SYSCALL(280, utimensat) \
 	__SYSCALL(288, accept4)   \
 	__SYSCALL(292, dup3)      \

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
-// System calls: from the number to the table of Linux or to the host's own.
+// The table of system calls; what interrupts see to on their way in and out.
+#include "entry.h"
 #include "errno.h"
 #include "host_abi.h"
 #include "sched.h"
 #include "syscalls.h"
 #include "tracepoint.h"
-#include <asm/entry.h>
 #include <asm/unistd.h>
 
 long sys_ni_syscall(void);
@@ -15,7 +15,7 @@ long SYSCALL_SYMBOL(ni_syscall)(const struct pt_regs *regs);
 __SYSCALLS
 #undef __SYSCALL
 
-/* The later entries override the default. */
+/* The later entries of the host's calls and of Linux override the default. */
 #pragma GCC diagnostic ignored "-Woverride-init"
 const sys_call_ptr_t sys_call_table[NR_syscalls] = {
 	[0 ... NR_syscalls - 1] = SYSCALL_SYMBOL(ni_syscall),
@@ -46,24 +46,35 @@ SYSCALL_DEFINE0(ni_syscall)
 	return sys_ni_syscall();
 }
 
-static __always_inline void syscall_handler(struct pt_regs *regs, int nr)
+/* An unanswered hypercall is asked again; idling ends. */
+noinstr void host_restart_hypercall(struct pt_regs *regs)
 {
-	unsigned int unr = nr;
+	unsigned long ip = instruction_pointer(regs);
 
-	regs->a0 = -ENOSYS;
-	if (likely(unr < NR_syscalls)) {
-		trace_sys_enter(regs, nr);
-		regs->a0 = sys_call_table[unr](regs);
-		trace_sys_exit(regs, regs->a0);
-	} else if (nr >= HOST_NR_BASE && nr < HOST_NR_END) {
-		regs->a0 = host_syscall(regs, nr);
+	if (ip == (unsigned long)host_user_resume)
+		ip = (unsigned long)host_user_hlt;
+	else if (ip == (unsigned long)host_hypercall_resume)
+		ip = (unsigned long)host_hypercall_hlt;
+	else if (ip == (unsigned long)host_idle_hlt)
+		ip = (unsigned long)host_idle_resume;
+	instruction_pointer_set(regs, ip);
+	if (ip == (unsigned long)host_user_hlt)
+		set_user_mode(regs);
+}
+
+static noinstr void irqentry_exit_to_user_mode(void)
+{
+	while (need_resched()) {
+		local_irq_enable();
+		schedule();
+		local_irq_disable();
 	}
 }
 
-__visible noinstr void do_trap_ecall_u(struct pt_regs *regs)
+noinstr void irqentry_exit(struct pt_regs *regs)
 {
-	regs->epc += 4;
-	syscall_handler(regs, (int)regs->a7);
-	while (need_resched())
-		schedule();
+	if (user_mode(regs))
+		irqentry_exit_to_user_mode();
+	else if (!regs_irqs_disabled(regs) && !preempt_count() && need_resched())
+		preempt_schedule_irq();
 }

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
 // Oops reports: registers and the stack's return addresses; then the task ends.
+#include "entry.h"
 #include "kallsyms.h"
 #include "printk.h"
 #include "sched.h"
 #include "spinlock.h"
 #include "uaccess.h"
-#include <asm/entry.h>
+#include <asm/stacktrace.h>
 
 static int die_counter;
 static DEFINE_SPINLOCK(die_lock);
@@ -24,22 +25,24 @@ static unsigned long stack_end_of(struct task_struct *task, unsigned long sp)
 }
 
 /* Without frame pointers every text address on the stack may be a return address. */
-static void dump_backtrace(struct task_struct *task, unsigned long sp, const char *loglvl)
+static void show_trace_log_lvl(struct task_struct *task, unsigned long sp, const char *log_lvl)
 {
 	unsigned long end = stack_end_of(task, sp);
 	unsigned long word;
 	int shown = 0;
 
-	printk("%sCall Trace:\n", loglvl);
+	printk("%sCall Trace:\n", log_lvl);
+	show_trace_start(log_lvl);
 	for (sp = ALIGN(sp, sizeof(long)); sp < end && shown < 32; sp += sizeof(long)) {
 		if (copy_from_kernel_nofault(&word, (void *)sp, sizeof(word)))
 			break;
 		word = rethook_find_ret_addr(task, (unsigned long *)sp);
 		if (!kernel_text_address(word))
 			continue;
-		printk("%s[<%016lx>] %pB\n", loglvl, word, (void *)word);
+		show_trace_entry(log_lvl, word);
 		shown++;
 	}
+	show_trace_end(log_lvl);
 }
 
 void show_stack(struct task_struct *task, unsigned long *sp, const char *loglvl)
@@ -50,7 +53,7 @@ void show_stack(struct task_struct *task, unsigned long *sp, const char *loglvl)
 		task = current;
 	if (!start)
 		start = task == current ? (unsigned long)__builtin_frame_address(0) : task->thread.sp;
-	dump_backtrace(task, start, loglvl);
+	show_trace_log_lvl(task, start, loglvl);
 }
 
 void dump_stack(void)
@@ -65,21 +68,41 @@ void show_regs(struct pt_regs *regs)
 	printk(KERN_DEFAULT "CPU: %d PID: %d Comm: %s 6.1.0-kprobefs\n", smp_processor_id(),
 	       current->pid, current->comm);
 	__show_regs(regs);
-	dump_backtrace(current, regs->sp, KERN_DEFAULT);
+	show_trace_log_lvl(current, regs->sp, KERN_DEFAULT);
 }
 NOKPROBE_SYMBOL(show_regs);
 
-void die(struct pt_regs *regs, const char *str)
+static noinline void __die(const char *str, struct pt_regs *regs, long err)
+{
+	show_die(str, err, ++die_counter);
+	show_regs(regs);
+}
+NOKPROBE_SYMBOL(__die);
+
+static unsigned long oops_begin(void)
 {
 	unsigned long flags;
 
 	spin_lock_irqsave(&die_lock, flags);
-	pr_emerg("%s [#%d]\n", str, ++die_counter);
-	show_regs(regs);
+	return flags;
+}
+NOKPROBE_SYMBOL(oops_begin);
+
+static void oops_end(unsigned long flags, int signr)
+{
 	spin_unlock_irqrestore(&die_lock, flags);
 	printk(KERN_DEFAULT "---[ end trace 0000000000000000 ]---\n");
 	if (in_interrupt())
 		panic("Fatal exception in interrupt");
-	make_task_dead(SIGSEGV);
+	make_task_dead(signr);
+}
+NOKPROBE_SYMBOL(oops_end);
+
+void die(const char *str, struct pt_regs *regs, long err)
+{
+	unsigned long flags = oops_begin();
+
+	__die(str, regs, err);
+	oops_end(flags, SIGSEGV);
 }
 NOKPROBE_SYMBOL(die);

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
 // First C code: takes over what the host left in the boot parameters.
+#include "entry.h"
 #include "host_abi.h"
 #include "kallsyms.h"
 #include "sched.h"
 #include "smp.h"
 #include "timer.h"
-#include <asm/entry.h>
 
 struct boot_params boot_params;
 struct host_clock host_clock __aligned(8); /* on i386 too: its time is added to at once */
@@ -14,14 +14,6 @@ DECLARE_PER_CPU(char *, hardirq_stack_ptr);
 
 char init_stack[THREAD_SIZE] __aligned(4096);
 static char irq_stack_backing_store[THREAD_SIZE] __aligned(4096);
-
-void start_kernel(void) __noreturn;
-
-#ifdef CONFIG_X86_32
-#define ARCH_START_KERNEL i386_start_kernel
-#else
-#define ARCH_START_KERNEL x86_64_start_kernel
-#endif
 
 __visible __init notrace void ARCH_START_KERNEL(struct boot_params *params)
 {
@@ -36,15 +28,6 @@ __init void arch_setup_cpu(int cpu, char *irq_stack_top)
 {
 	*per_cpu_ptr(&hardirq_stack_ptr, cpu) = irq_stack_top;
 }
-
-/* A serialising instruction: what was fetched before it is fetched anew. */
-noinline notrace void sync_core(void)
-{
-	u32 ax = 0, bx, cx = 0, dx;
-
-	__asm__ __volatile__("cpuid" : "+a"(ax), "=b"(bx), "+c"(cx), "=d"(dx) : : "memory");
-}
-NOKPROBE_SYMBOL(sync_core);
 
 __init void setup_arch(void)
 {
