@@ -23,6 +23,9 @@ class MachineConfig:
 
     Each instruction then costs a tenth of a microsecond: for tests.
     """
+    stale_fetch: bool = False
+    """With a quantum: a CPU whose turn ends goes on with bytes that it may have fetched before text changed,
+    until it takes an interrupt. For tests of how text is patched."""
     run_budget: float = 1.0
     """Wall time that one uninterrupted guest run may take before it counts as looping."""
     profile: str = "linux-6.1"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from emulated_kernel.abi import PARK, Hypercall, Vector
@@ -72,6 +72,8 @@ class SmpExecutive(Executive):
         self._preempts = False
         """CPUs may stand anywhere, not only where they wait."""
         self._max_turns = MAX_INSTRUCTIONS // quantum if quantum else MAX_WAITS
+        self._server: int | None = None
+        """The CPU whose question is being answered."""
         self._questions: dict[int, Trap] = {}
         """What a CPU asked while it ran for something else; its turn begins with the answer."""
         self.on_turn: Callable[[], None] = lambda: None
@@ -123,27 +125,49 @@ class SmpExecutive(Executive):
     def sync_core(self) -> None:
         """Let all other CPUs execute a serialising instruction. Mirrors: text_poke_sync() (v6.1).
 
+        None takes the interrupt in the middle of a hit: afterwards each hit that was underway has ended.
         Within a hit nothing is done: the others are entered anew from the host, which serialises too.
         """
         if self._cpu.is_running or self.is_dead:
             return
-        here = self._cpus.cpu
-        for number in range(len(self._seats)):
-            if number != here and self._seat(number)[0] is not At.OFFLINE:
-                self._sync(number)
+        here, turns, cells = self._cpus.cpu, self._turns, self._smp_cells
+        waiting = {number: cells.syncs_of(number) for number in self._round() if self._is_other(number)}
+        for number in waiting:
+            cells.send(number, Vector.SYNC_CORE)
+        if self._preempts:
+            self._run_before_interrupt(waiting)
+        lets_others_run = False
+        for _ in range(self._max_turns):
+            for number in list(self._round()):
+                if number in waiting or (lets_others_run and self._may_run_for_sync(number)):
+                    self._turn_to(number)
+                    # Those sent before have a lower vector, and come first.
+                    self._interrupt_current()
+                    self._run_for_sync(number)
+            waiting = {number: count for number, count in waiting.items() if cells.syncs_of(number) == count}
+            if not waiting or self.is_dead:
+                break
+            # One may wait for a lock, with interrupts off.
+            lets_others_run = True
+        self._turns = turns
         self._turn_to(here)
 
-    def _sync(self, number: int) -> None:
-        before, cells, turns = self._smp_cells.syncs_of(number), self._smp_cells, self._turns
-        cells.send(number, Vector.SYNC_CORE)
-        self._turn_to(number)
-        for _ in range(self._max_turns):
-            # Those sent before have a lower vector, and come first.
-            self._interrupt_current()
-            self._run_for_sync(number)
-            if cells.syncs_of(number) != before or self.is_dead:
-                break
-        self._turns = turns
+    def _run_before_interrupt(self, numbers: Iterable[int]) -> None:
+        """An interrupt from another CPU takes its time."""
+        for number in numbers:
+            if self._seat(number)[0] is At.UNDERWAY and number not in self._questions:
+                self._turn_to(number)
+                self._run_for_sync(number)
+
+    def _is_other(self, number: int) -> bool:
+        """Whether a CPU isn't the one that patches text, which may be none of the guest's."""
+        at = self._seat(number)[0]
+        if number == self._cpus.cpu:
+            return at is At.UNDERWAY and self._server is None
+        return at is not At.OFFLINE
+
+    def _may_run_for_sync(self, number: int) -> bool:
+        return number != self._server and number not in self._questions and self._can_go_on(number)
 
     def _run_for_sync(self, number: int) -> None:
         """Run the current CPU until it stands somewhere, with nothing answered."""
@@ -189,7 +213,11 @@ class SmpExecutive(Executive):
     def _serve(self, args: tuple[int, ...]) -> int:
         if self._preempts:
             self._finish_records()
-        return super()._serve(args)
+        self._server = self._cpus.cpu
+        try:
+            return super()._serve(args)
+        finally:
+            self._server = None
 
     def _finish_records(self) -> None:
         """Let each CPU that stands in a handler come to its end: buffers may be read and changed then.
@@ -258,6 +286,8 @@ class SmpExecutive(Executive):
                 self._smp_cells.send(number, Vector.TIMER)
 
     def _await_time(self, request: Request, slept: int) -> None:
+        """Ticks also end the turn of a task in user mode that has nothing to do, where others wait for it."""
+        self._send_ticks()
         self._turn_to(TIME_KEEPER)
         super()._await_time(request, slept)
 

@@ -14,7 +14,7 @@ from emulated_kernel.machine.runner import Runner
 from emulated_kernel.machine.traps import BudgetExceeded, GuestFault, Trap, TrapKind
 
 MAX_ARGUMENTS = 6
-_LINE = 64
+_LINE = 128
 _TRAPS = (Vector.DEBUG, Vector.BREAKPOINT)
 """Reported behind the instruction: what stands there didn't fault."""
 
@@ -115,39 +115,46 @@ class DataSnapshot:
 
     def __init__(self, memory: Memory, ram_address: int, spans: Iterable[tuple[int, int]]) -> None:
         """Keep [va, va + size) of each span; each must be physically contiguous."""
-        self._memory = memory
-        self._saved = [
-            (va, ram_address + memory.translate(va), ctypes.create_string_buffer(memory.read(va, size), size))
-            for va, size in spans
+        saved = [(va, ctypes.create_string_buffer(memory.read(va, size), size)) for va, size in spans]
+        self._spans = [
+            (va, ram_address + memory.translate(va), ctypes.addressof(data), len(data)) for va, data in saved
         ]
+        self._keep = saved
 
     def unchanged(self) -> bool:
         """Whether memory is as it was; one memcmp a span."""
-        return not any(_memcmp(where, saved, len(saved)) for _, where, saved in self._saved)
+        return not any(_memcmp(where, kept, size) for _, where, kept, size in self._spans)
 
     def changes(self) -> dict[int, tuple[int, int]]:
         """Address of each byte that differs, to what it was and what it is."""
-        found = {}
-        for va, where, saved in self._saved:
-            for page in range(0, len(saved), PAGE_SIZE):
-                size = min(PAGE_SIZE, len(saved) - page)
-                kept = ctypes.addressof(saved) + page
-                if _memcmp(where + page, kept, size):
-                    before, now = ctypes.string_at(kept, size), self._memory.read(va + page, size)
-                    found.update({va + page + i: (before[i], now[i]) for i in _differing(before, now)})
-        return found
+        return {
+            va + i: (before[i], now[i])
+            for va, before, now in self.changed_lines()
+            for i in range(len(now))
+            if before[i] != now[i]
+        }
+
+    def changed_lines(self) -> Iterator[tuple[int, bytes, bytes]]:
+        """(va, what it was, what it is) of each line with bytes that differ."""
+        for va, where, kept, span in self._spans:
+            for page, page_size in _differing(kept, where, span, PAGE_SIZE):
+                for line, size in _differing(kept + page, where + page, page_size, _LINE):
+                    at = page + line
+                    yield va + at, ctypes.string_at(kept + at, size), ctypes.string_at(where + at, size)
 
     def restore(self) -> None:
         """Make memory as it was."""
-        for _, where, saved in self._saved:
-            ctypes.memmove(where, saved, len(saved))
+        for _, where, kept, size in self._spans:
+            ctypes.memmove(where, kept, size)
 
 
-def _differing(before: bytes, now: bytes) -> Iterator[int]:
-    """Indices of the bytes that differ; line by line, for few do."""
-    for line in range(0, len(before), _LINE):
-        if before[line : line + _LINE] != now[line : line + _LINE]:
-            yield from (i for i in range(line, min(line + _LINE, len(before))) if before[i] != now[i])
+def _differing(before: int, now: int, size: int, grain: int) -> Iterator[tuple[int, int]]:
+    """(offset, size) of each grain in which two places in the host's memory differ; most don't."""
+    if _memcmp(before, now, size):
+        for at in range(0, size, grain):
+            part = min(grain, size - at)
+            if _memcmp(before + at, now + at, part):
+                yield at, part
 
 
 def map_stack(memory: Memory, cpu: CpuModel, number: int, size: int = 4 * PAGE_SIZE) -> int:

@@ -64,6 +64,8 @@ class CpuModel(ABC):
 
     halt: bytes
     """The instruction that ends a run; the CPU stands behind it then."""
+    breakpoints: tuple[bytes, ...]
+    """The breakpoint instructions that there are."""
     filler: bytes
     """The shortest breakpoint, which fills text that nobody has written."""
     cleared_flags: int = 0

@@ -108,6 +108,7 @@ class Riscv64Cpu(RiscvCpu):
     """With compressed instructions: the shortest breakpoint has two bytes."""
 
     name = "riscv64"
+    breakpoints = (C_EBREAK, EBREAK)
     filler = C_EBREAK
 
 
@@ -115,4 +116,5 @@ class Riscv64iCpu(RiscvCpu):
     """Without them."""
 
     name = "riscv64i"
+    breakpoints = (EBREAK,)
     filler = EBREAK

@@ -56,6 +56,7 @@ class X86Cpu(CpuModel):
     """A return address, and room for stack arguments; 8 modulo 16."""
     hypercall_register = "ax"
     halt = HLT
+    breakpoints = (INT3,)
     filler = INT3
     cleared_flags = FLAG_TF | FLAG_IF | FLAG_NT | FLAG_RF
 

@@ -7,8 +7,6 @@ import importlib.util
 import mmap
 import os
 import sys
-from collections.abc import Callable
-from typing import Any
 
 from emulated_kernel.machine.traps import HardwareError
 
@@ -35,9 +33,6 @@ _TRANSLATED = 16 << 20
 INTR_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_void_p)
 INSN_INVALID_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_void_p)
 CODE_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_void_p)
-
-Callback = Callable[..., Any]
-
 
 _LIBRARIES = {"darwin": "libunicorn.2.dylib"}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
+from functools import partial
 from time import monotonic, time_ns
 from typing import Any, Self
 
@@ -24,6 +25,7 @@ from emulated_kernel.machine.record_memory import RecordMemory, extra_size
 from emulated_kernel.machine.region import Region
 from emulated_kernel.machine.registers import Regs, api_regs, fast_regs
 from emulated_kernel.machine.runner import Runner
+from emulated_kernel.machine.stale import StaleFetch
 from emulated_kernel.machine.text import Text
 from emulated_kernel.machine.traps import GuestFault, HardwareError, MemoryFault, Trap, TrapKind
 from emulated_kernel.machine.vcpu import VCpu
@@ -136,6 +138,9 @@ class Machine:
 
     def _boot(self) -> None:
         self._quantum: Quantum | None = None
+        self._stale: StaleFetch | None = None
+        self._is_preempted = False
+        """The last run ended in the middle: the next one is no beginning."""
         self.boot_ns = time_ns() if self.config.clock == "real" else 0
         """What the guest takes for the wall time of its boot, in nanoseconds since the epoch."""
         params = boot.write_boot_params(self.memory, self.model, self.config, self._free_ram, self.boot_ns)
@@ -148,6 +153,9 @@ class Machine:
             raise GuestFault(trap, self._panic_message(trap))
         self.per_cpu_bases = boot.per_cpu_bases(self.memory, self.image, self.config.cpus)
         """Address of each CPU's per-CPU area."""
+        if self.config.stale_fetch:
+            self._stale = StaleFetch(self.text, self.model.breakpoints, self.config.seed)
+            self.text.watcher = self._stale
         if self.config.quantum:
             self._quantum = Quantum(self._engine, self._hooks, self.config.quantum, self.config.seed)
         self._cr2_offset = self.image.abi.get("percpu.host_cr2")
@@ -191,11 +199,24 @@ class Machine:
         """
         if self._quantum is None:
             return self._runner.run(budget=budget)
-        self._quantum.arm()
+        fetched = self._stale.show(self.cpu, self.regs.ip) if self._stale is not None else None
+        self._quantum.arm(fetched)
         try:
-            return self._runner.run(budget=budget)
+            # With time moved on by each turn, the clock's compare-and-exchange might fail for ever.
+            trap = self._runner.run(tick=not self._is_preempted, budget=budget)
         finally:
             self._quantum.disarm()
+            if self._stale is not None:
+                self._stale.hide()
+        self._is_preempted = trap.kind is TrapKind.PREEMPTED
+        if self._stale is not None:
+            self._stale.stopped(self.cpu, self.regs.ip, self._is_preempted)
+        return trap
+
+    def preempt_if(self, may_end: Callable[[], bool]) -> None:
+        """Ask when the current CPU's quantum is used up; if it may not end, one instruction more is run."""
+        if self._quantum is not None:
+            self._quantum.may_end = may_end
 
     def leave(self, within: Callable[[int], bool]) -> None:
         """Let the current CPU, which was preempted in there, run until it isn't within any more."""
@@ -249,6 +270,15 @@ class Machine:
             for cpu in self.cpus
         ]
 
+    def held(self) -> list[int]:
+        """What is in the registers of all CPUs, instruction pointers included, flags not."""
+        held: list[int] = []
+        for cpu in self.cpus:
+            current = cpu.number == self.cpu
+            read = partial(getattr, self.regs) if current else cpu.saved
+            held += [read(name) for name in self.model.registers]
+        return held
+
     def answer(self, value: int, *args: int) -> None:
         """Answer the hypercall that the guest stopped at (USER: system call number, then its arguments)."""
         regs = self.regs
@@ -265,6 +295,8 @@ class Machine:
         """
         if not self._delivery.possible:
             raise HardwareError("the image takes no interrupts")
+        if self._stale is not None:
+            self._stale.serialise(self.cpu)
         try:
             self._delivery.enter(vector, error_code, cr2)
         except MemoryFault as fault:

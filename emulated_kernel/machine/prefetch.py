@@ -1,6 +1,7 @@
 """What CPUs may have fetched before text changed under them: the hazard that makes text_poke() synchronise.
 
-Since the machine's CPUs run in turns, none of them really has anything stale. Here is what it could have.
+Since the machine's CPUs run in turns, none of them really has anything stale. Here is what it could have;
+machine/stale.py lets a CPU run it.
 """
 
 from __future__ import annotations
@@ -33,10 +34,9 @@ class Prefetch:
     """
 
     def __init__(self, text: Text) -> None:
-        """Watch `text` from now on; until then all CPUs are taken as synchronised."""
+        """Until now all CPUs are taken as synchronised; what is written to `text` has to be told."""
         self._text = text
         self._writes: list[_Write] = []
-        text.watcher = self
 
     def written(self, va: int, before: bytes, after: bytes) -> None:
         """See TextWatcher."""
@@ -46,6 +46,10 @@ class Prefetch:
     def synchronised(self) -> None:
         """See TextWatcher."""
         self._writes.clear()
+
+    def concerns(self, va: int) -> bool:
+        """Whether anything changed of what a CPU about to execute at `va` has fetched."""
+        return any(write.va < va + WINDOW and va < write.va + len(write.before) for write in self._writes)
 
     def windows(self, va: int) -> set[bytes]:
         """All that a CPU about to execute at `va` may have fetched, what stands there now included."""

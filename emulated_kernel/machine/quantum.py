@@ -9,7 +9,7 @@ from emulated_kernel.machine.engine import CODE_CALLBACK, HOOK_CODE, Engine
 from emulated_kernel.machine.hooks import TrapHooks
 from emulated_kernel.machine.traps import Trap, TrapKind
 
-_FEWEST = 2
+_FEWEST = 1
 """Instructions; the first one of a run takes the host's answer, which an interrupt before it would lose."""
 
 
@@ -20,18 +20,24 @@ class Quantum:
     """
 
     def __init__(self, engine: Engine, hooks: TrapHooks, mean: int, seed: int) -> None:
-        """`mean`: instructions of a run on average."""
+        """`mean`: instructions of a run on average. Raises: ValueError: fewer than one."""
+        if mean < _FEWEST:
+            raise ValueError(f"a quantum of {mean} instructions")
         self._hooks = hooks
-        self._longest = max(_FEWEST, 2 * mean - _FEWEST)
+        self._longest = 2 * mean - _FEWEST
         self._dice = Random(seed)
         self._left = 0
         self._within: Callable[[int], bool] | None = None
+        self.may_end: Callable[[], bool] = lambda: True
+        """See Machine.preempt_if."""
         engine.add_hook(HOOK_CODE, CODE_CALLBACK(self._count))
         engine.flush_code()
 
-    def arm(self) -> None:
-        """The run that follows may be ended."""
-        self._left = self._dice.randint(_FEWEST, self._longest)
+    def arm(self, within: range | None = None) -> None:
+        """The run that follows may be ended, and is at the first instruction that isn't within."""
+        self._within = None if within is None else within.__contains__
+        # It ends in front of the one behind its last.
+        self._left = self._dice.randint(_FEWEST, self._longest) + 1
 
     def disarm(self) -> None:
         """Runs of the host's own are left alone."""
@@ -47,5 +53,9 @@ class Quantum:
             self._hooks.stop(Trap(TrapKind.PREEMPTED, address))
         if self._left:
             self._left -= 1
-            if not self._left:
+            if self._left:
+                return
+            if self.may_end():
                 self._hooks.stop(Trap(TrapKind.PREEMPTED, address))
+            else:
+                self._left = 1

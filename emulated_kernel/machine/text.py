@@ -114,6 +114,11 @@ class Text:
                 for va, data in done:
                     self._invalidate(va, len(data))
 
+    def substitute(self, va: int, data: bytes) -> None:
+        """Let CPUs run other bytes for a while: neither ledger nor watcher is told. Raises: MemoryFault."""
+        self._store(data, self._physical(va, len(data)))
+        self._invalidate(va, len(data))
+
     def sync(self) -> None:
         """Interrupt all CPUs for a serialising instruction. Mirrors: text_poke_sync() (v6.1).
 
@@ -183,12 +188,15 @@ class Text:
         pieces = self._physical(va, len(data))
         self._note(va, data)
         before = self._memory.read(va, len(data)) if self.watcher is not None else b""
+        self._store(data, pieces)
+        if self.watcher is not None:
+            self.watcher.written(va, before, data)
+
+    def _store(self, data: bytes, pieces: Sequence[tuple[int, int]]) -> None:
         done = 0
         for pa, size in pieces:
             self._ram[pa : pa + size] = data[done : done + size]
             done += size
-        if self.watcher is not None:
-            self.watcher.written(va, before, data)
 
     def _announce(self, va: int) -> None:
         """Text that nobody has changed is about to change."""

@@ -1,0 +1,87 @@
+"""StaleFetch: CPUs run what they had fetched when their turn ended, though text has changed since."""
+
+from __future__ import annotations
+
+from random import Random
+
+from emulated_kernel.machine.prefetch import WINDOW, Prefetch
+from emulated_kernel.machine.text import Text
+
+
+class StaleFetch:
+    """Watches text for all CPUs; a serialising instruction of one of them is told by `serialise`.
+
+    Of all that a CPU may have fetched the seed picks one, for one instruction after the other. It lasts until
+    the CPU leaves those bytes.
+    """
+
+    def __init__(self, text: Text, breakpoints: tuple[bytes, ...], seed: int) -> None:
+        self._text = text
+        self._breakpoints = breakpoints
+        self._dice = Random(seed)
+        self._fetched: dict[int, tuple[int, Prefetch]] = {}
+        """Of each CPU that stands in the middle: where, and what has changed since."""
+        self._shown: range | None = None
+        self._traps = False
+        """What is shown begins with a breakpoint."""
+        self._true = bytearray()
+        """What really stands where other bytes are shown."""
+
+    def written(self, va: int, before: bytes, after: bytes) -> None:
+        """See TextWatcher."""
+        if self._shown is not None:
+            before = self._replace(va, before, after)
+        for _, prefetch in self._fetched.values():
+            prefetch.written(va, before, after)
+
+    def _replace(self, va: int, before: bytes, after: bytes) -> bytes:
+        """Text is written in the middle of a run that is shown other bytes; what really stood there."""
+        assert self._shown is not None
+        really = bytearray(before)
+        for at, byte in enumerate(after):
+            if va + at in self._shown:
+                offset = va + at - self._shown.start
+                really[at], self._true[offset] = self._true[offset], byte
+        return bytes(really)
+
+    def synchronised(self) -> None:
+        """See TextWatcher: the interrupts have been taken, or left out."""
+
+    def serialise(self, cpu: int) -> None:
+        """A CPU is interrupted, or has trapped: what it runs next is fetched then."""
+        self._fetched.pop(cpu, None)
+
+    def stopped(self, cpu: int, ip: int, is_preempted: bool) -> None:
+        """A CPU's run has ended at `ip`."""
+        traps, self._traps = self._traps, False
+        if traps or not is_preempted:
+            self.serialise(cpu)
+        if not is_preempted:
+            return
+        start, prefetch = self._fetched.get(cpu, (0, None))
+        if prefetch is None or not start <= ip < start + WINDOW:
+            start, prefetch = ip, Prefetch(self._text)
+        self._fetched[cpu] = start, prefetch
+
+    def show(self, cpu: int, ip: int) -> range | None:
+        """Put what the CPU has fetched in the place of text, for one instruction.
+
+        Where that stands; None if nothing differs.
+        """
+        start, prefetch = self._fetched.get(cpu, (0, None))
+        if prefetch is None or not prefetch.concerns(ip):
+            return None
+        size = start + WINDOW - ip
+        true = self._text.current(ip, size)
+        windows = {window[:size] for window in prefetch.windows(ip)}
+        picked = self._dice.choice(sorted(windows))
+        self._shown, self._true = range(ip, ip + size), bytearray(true)
+        self._traps = picked.startswith(self._breakpoints)
+        self._text.substitute(ip, picked)
+        return range(ip, ip + 1)
+
+    def hide(self) -> None:
+        """Text is as it should be again."""
+        if self._shown is not None:
+            shown, self._shown = self._shown, None
+            self._text.substitute(shown.start, bytes(self._true))
