@@ -1,4 +1,4 @@
-"""What the rules look at: the tables of a kernel binary, as they ask for them."""
+"""The tables of a kernel binary, as those ask for them who decide what can be probed, and how."""
 
 from __future__ import annotations
 
@@ -18,8 +18,16 @@ class Symbol(Protocol):
 
 
 class Location(Protocol):
+    """A symbol and the offset into it, in bytes."""
+
     @property
     def symbol(self) -> Symbol: ...
+
+    @property
+    def offset(self) -> int: ...
+
+    @property
+    def module(self) -> str | None: ...
 
 
 class Symbols(Protocol):

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from emulated_kernel.arch.analysed import AnalysedImage
 from emulated_kernel.arch.program import Fixup, HandlerCode, HostCall, Program
 from emulated_kernel.errors import KernelError
 
@@ -69,6 +70,18 @@ class Detour:
     """Where a hit enters it."""
     host_calls: tuple[HostCall, ...] = ()
     fixups: tuple[Fixup, ...] = ()
+
+    @classmethod
+    def compiled(cls, handler: HandlerCode, rest: bytes) -> Detour:
+        """A compiled handler, and what follows it."""
+        return cls(
+            code=handler.code + rest,
+            trap=None,
+            copied=len(handler.code),
+            entry=handler.entry,
+            host_calls=handler.host_calls,
+            fixups=handler.fixups,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,12 +295,15 @@ class Arch(ABC):
     live_at_return: Live | None = None
     """What the caller may read when a function has returned; None where Python handles all returns."""
 
-    def return_dispatch(self, program: Program, buffer: int, *, saves_all: bool) -> ReturnDispatch:
+    def return_dispatch(
+        self, program: Program, buffer: int, own: int | None = None, *, saves_all: bool
+    ) -> ReturnDispatch:
         """The trampoline at `buffer` whose `program` ends in a JumpTo of a handler, if there is one.
 
-        Registers are saved by the trampoline, with `saves_all`, or by the handler.
+        `own` is where functions return to, if not right to it. Registers are saved by the trampoline, with
+        `saves_all`, or by the handler.
         """
-        del program, buffer, saves_all
+        del program, buffer, own, saves_all
         raise KernelError(errno.EOPNOTSUPP, f"no return handlers in guest code on {self.name}")
 
     def return_handler(self, program: Program, *, saves_all: bool) -> HandlerCode:
@@ -335,10 +351,10 @@ class Arch(ABC):
         """
 
     @abstractmethod
-    def optimization_rules(self, image: Any, *, ftrace: bool) -> OptimizationRules:
+    def optimization_rules(self, image: AnalysedImage, *, ftrace: bool) -> OptimizationRules:
         """The rules for a KernelImage; without `ftrace` its fentry sites are plain nops."""
 
-    def djprobe_rules(self, image: Any) -> OptimizationRules:
+    def djprobe_rules(self, image: AnalysedImage) -> OptimizationRules:
         """The rules of djprobe's static analysis. Raises: KernelError(EOPNOTSUPP) where there are none."""
         del image
         raise KernelError(errno.EOPNOTSUPP, f"no djprobes on {self.name}")

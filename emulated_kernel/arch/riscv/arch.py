@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from types import MappingProxyType
 from typing import Any, cast
 
+from emulated_kernel.arch.analysed import AnalysedImage
 from emulated_kernel.arch.base import (
     Arch,
     ByteMemory,
@@ -130,7 +131,7 @@ class Riscv(Arch):
     def handler_stub(self, handler: HandlerCode, buffer: int, target: int) -> Detour:
         return detours.handler_stub(handler, buffer, target)
 
-    def optimization_rules(self, image: Any, *, ftrace: bool) -> OptimizationRules:
+    def optimization_rules(self, image: AnalysedImage, *, ftrace: bool) -> OptimizationRules:
         return OptprobeRules(image, compressed=self.compressed, ftrace=ftrace)
 
     def repetition(self, at: int, entry: int, turns: int) -> bytes:

@@ -29,8 +29,6 @@ _LOAD_UNSIGNED = 4
 """Bit of funct3 that makes a load extend by zeros."""
 _SIZE_BITS = {1: 0, 2: 1, 4: 2, 8: 3}
 _SUB, _SRA = 0x20, 0x20
-_LUI_CARRY = 0x800
-"""What is added to the upper part, as the lower 12 bits have a sign."""
 _SIGNED_12 = range(-0x800, 0x800)
 
 

@@ -88,23 +88,12 @@ def detour(region: Region, buffer: int, breakpoint_: bytes) -> Detour:
 
 def compiled_detour(region: Region, buffer: int, handler: HandlerCode) -> Detour:
     """As `detour`, with the handler's code instead of the breakpoint; raises the same."""
-    return _behind(handler, region.moved(buffer + len(handler.code)))
+    return Detour.compiled(handler, region.moved(buffer + len(handler.code)))
 
 
 def handler_stub(handler: HandlerCode, buffer: int, target: int) -> Detour:
     """A handler at `buffer` that goes on at `target`. Raises: KernelError(ERANGE) beyond 1 MiB."""
-    return _behind(handler, jal(ZERO, buffer + len(handler.code), target))
-
-
-def _behind(handler: HandlerCode, rest: bytes) -> Detour:
-    return Detour(
-        code=handler.code + rest,
-        trap=None,
-        copied=len(handler.code),
-        entry=handler.entry,
-        host_calls=handler.host_calls,
-        fixups=handler.fixups,
-    )
+    return Detour.compiled(handler, jal(ZERO, buffer + len(handler.code), target))
 
 
 def ftrace_trampoline(breakpoint_: bytes) -> HandlerStub:

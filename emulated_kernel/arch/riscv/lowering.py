@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
 
 from emulated_kernel.arch import program as ir
 from emulated_kernel.arch.base import Live
-from emulated_kernel.arch.code_layout import Block, Encoding
+from emulated_kernel.arch.code_layout import Encoding
+from emulated_kernel.arch.lowering import BIT_TESTS, Assignment, Lowering, cost, registers_read
 from emulated_kernel.arch.program import Arithmetic, Condition, Program
 from emulated_kernel.arch.riscv import assemble as asm
 from emulated_kernel.arch.riscv.assemble import Branch, fits_12, load, set_register, store
@@ -67,7 +67,6 @@ _CONDITIONS = {
     Condition.NO_BIT: (Branch.EQ, False),
 }
 """The branch, and whether its operands change places."""
-_BIT_TESTS = (Condition.ANY_BIT, Condition.NO_BIT)
 
 _SPARE, _SECOND = -1, -2
 """Ask for registers besides the virtual ones, for what one op needs."""
@@ -83,27 +82,11 @@ class BranchOutOfReachError(Exception):
 @lru_cache(1024)
 def _preference(live: frozenset[str], reads: frozenset[str]) -> tuple[int, ...]:
     """Registers for the program, the cheapest first: those that are dead and that it doesn't ask for."""
-
-    def cost(number: int) -> int:
-        name = REGISTER_NAMES[number]
-        return 4 * (name in reads) + 2 * (name in live)
-
-    return tuple(sorted(_ORDER, key=cost))
+    return tuple(sorted(_ORDER, key=lambda number: cost(REGISTER_NAMES[number], live, reads)))
 
 
-class _Assignment(dict[int, int]):
-    """Virtual registers to real ones, given out when first asked for."""
-
-    def __init__(self, order: tuple[int, ...]) -> None:
-        self._order = iter(order)
-
-    def __missing__(self, vreg: int) -> int:
-        number = self[vreg] = next(self._order)
-        return number
-
-
-class Body:
-    """The ops' code in blocks, and what it needs of its surroundings."""
+class Body(Lowering):
+    """The lowering to RISC-V."""
 
     def __init__(
         self,
@@ -115,38 +98,14 @@ class Body:
         before_host: bytes = b"",
         far: bool = False,
     ) -> None:
-        """`live` is None if all registers are saved already; `constants` are registers of known value.
-
-        `before_host` is code in front of each host call; `far`: branches may lead beyond 4 KiB.
-        """
-        self._before_host = before_host
-        self._constants = constants
-        self._breakpoint = breakpoint_
-        self._far = far
-        reads = frozenset([op.name for op in program if type(op) is ir.GetRegister])
+        """`live` is None if all registers are saved already; `far`: branches may lead beyond 4 KiB."""
         registers = frozenset() if live is None else live.registers
-        self._real = _Assignment(_preference(registers, reads))
-        self.slots: set[int] = set()
-        """Registers whose values at the hit are read."""
-        self.blocks: list[Block] = []
-        self._start(Block())
-        self.labels: dict[int, int] = {}
-        """Numbers of labels to indices of blocks."""
-        lowering = _LOWERING
-        for op in program:
-            lowering[type(op)](self, op)
-
-    @property
-    def used(self) -> frozenset[int]:
-        """Registers that the program writes to."""
-        return frozenset(self._real.values())
+        order = _preference(registers, registers_read(program))
+        super().__init__(Assignment(order, set()), constants, breakpoint_, before_host)
+        self._far = far
+        self._lower(program)
 
     # Pieces of code
-
-    def _start(self, block: Block) -> None:
-        self.blocks.append(block)
-        self._block = block
-        self._code = block.code
 
     def _branch_if(self, condition: Condition, left: int, right: int, label: ir.Label) -> None:
         code = self._code
@@ -169,22 +128,18 @@ class Body:
 
     # Registers
 
-    def _set_immediate(self, op: ir.SetImmediate) -> None:
-        self._code += set_register(self._real[op.dst], op.value)
+    def _load_immediate(self, register: int, value: int) -> None:
+        self._code += set_register(register, value)
 
     def _move(self, op: ir.Move) -> None:
         self._code += asm.move(self._real[op.dst], self._real[op.src])
 
-    def _get_register(self, op: ir.GetRegister) -> None:
-        dst = self._real[op.dst]
-        known = self._constants.get(op.name)
-        if known is not None:
-            self._code += set_register(dst, known)
-        elif op.name == "status":
+    def _read_register(self, dst: int, name: str) -> None:
+        if name == "status":
             self._code += read_status(dst)
         else:
             # Whether it still holds the value isn't known before all registers are given out.
-            number = NUMBERS[op.name]
+            number = NUMBERS[name]
             self.slots.add(number)
             self._block.slots.append((len(self._code), number))
             self._code += asm.lui(dst, 0)
@@ -281,17 +236,9 @@ class Body:
 
     # Control
 
-    def _place(self, op: ir.Place) -> None:
-        self.labels[op.label.number] = len(self.blocks)
-        self._start(Block())
-
-    def _jump(self, op: ir.Jump) -> None:
-        self._block.next_label = op.label.number
-        self._start(Block(is_label=False))
-
     def _branch(self, op: ir.Branch) -> None:
         left, right = self._real[op.left], self._real[op.right]
-        if op.condition in _BIT_TESTS:
+        if op.condition in BIT_TESTS:
             spare = self._real[_SPARE]
             self._code += asm.arithmetic(asm.Arithmetic.AND, spare, left, right)
             left, right = spare, ZERO
@@ -308,7 +255,7 @@ class Body:
         self._compare(op.condition, left, sign_extend(op.value, 8 * op.size), op.label)
 
     def _compare(self, condition: Condition, left: int, value: int, label: ir.Label) -> None:
-        if condition not in _BIT_TESTS:
+        if condition not in BIT_TESTS:
             self._branch_if(condition, left, self._number(value, _SPARE), label)
             return
         spare = self._real[_SPARE]
@@ -318,37 +265,6 @@ class Body:
             self._code += set_register(spare, value)
             self._code += asm.arithmetic(asm.Arithmetic.AND, spare, left, spare)
         self._branch_if(condition, spare, ZERO, label)
-
-    def _call_host(self, op: ir.CallHost) -> None:
-        self._code += self._before_host
-        self._block.host_calls.append((len(self._code), op.number, op.label.number))
-        self._code += self._breakpoint
-
-
-_LOWERING: dict[type, Callable[[Body, Any], None]] = {
-    ir.SetImmediate: Body._set_immediate,
-    ir.Move: Body._move,
-    ir.GetRegister: Body._get_register,
-    ir.Load: Body._load,
-    ir.Store: Body._store,
-    ir.StoreImmediate: Body._store_immediate,
-    ir.LoadCell: Body._load_cell,
-    ir.AddToCell: Body._add_to_cell,
-    ir.AddAndFetch: Body._add_and_fetch,
-    ir.LoadPerCpu: Body._load_per_cpu,
-    ir.StorePerCpu: Body._store_per_cpu,
-    ir.AddToPerCpu: Body._add_to_per_cpu,
-    ir.IncreasePerCpu: Body._increase_per_cpu,
-    ir.ComputePerCpu: Body._compute_per_cpu,
-    ir.Compute: Body._compute,
-    ir.ComputeImmediate: Body._compute_immediate,
-    ir.Place: Body._place,
-    ir.Jump: Body._jump,
-    ir.Branch: Body._branch,
-    ir.BranchImmediate: Body._branch_immediate,
-    ir.BranchPerCpu: Body._branch_per_cpu,
-    ir.CallHost: Body._call_host,
-}
 
 
 # Filling in

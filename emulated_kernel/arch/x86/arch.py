@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, cast
 
+from emulated_kernel.arch.analysed import AnalysedImage
 from emulated_kernel.arch.base import (
     Arch,
     ByteMemory,
@@ -63,7 +64,9 @@ class X86(Arch):
     no_return_hook = ("__switch_to",)
     _encoder: Encoder
     _frame: Frame
+    _ftrace_trampoline: Callable[[], HandlerStub]
     _saving_trampoline: Callable[[int], HandlerStub]
+    _trapping_detour: Callable[[bytes, int, int, int], Detour]
     _fixed_registers: Mapping[str, int]
     """Registers that are the same at every hit; with ip and sp all that aren't general."""
 
@@ -103,10 +106,12 @@ class X86(Arch):
     def return_trampoline(self, address: int) -> HandlerStub:
         return self._saving_trampoline(address)
 
-    def return_dispatch(self, program: Program, buffer: int, *, saves_all: bool) -> ReturnDispatch:
+    def return_dispatch(
+        self, program: Program, buffer: int, own: int | None = None, *, saves_all: bool
+    ) -> ReturnDispatch:
         live = None if saves_all else self.live_at_return
         stub_at = self._saving_trampoline
-        return return_code.dispatch(program, buffer, self._encoder, self._frame, live, stub_at)
+        return return_code.dispatch(program, buffer, own, self._encoder, self._frame, live, stub_at)
 
     def return_handler(self, program: Program, *, saves_all: bool) -> HandlerCode:
         live = None if saves_all else self.live_at_return
@@ -114,6 +119,22 @@ class X86(Arch):
 
     def placed_return_handler(self, handler: HandlerCode, buffer: int, finish: int | None) -> Detour:
         return return_code.placed(handler, buffer, finish)
+
+    def ftrace_trampoline(self) -> HandlerStub:
+        return self._ftrace_trampoline()
+
+    def detour(
+        self,
+        code: bytes,
+        addr: int,
+        length: int,
+        buffer: int,
+        handler: HandlerCode | None = None,
+        scratch: Scratch | None = None,  # noqa: ARG002 - jumps overwrite nothing
+    ) -> Detour:
+        if handler is not None:
+            return detours.compiled_detour(code, addr, length, buffer, handler, self.bits)
+        return self._trapping_detour(code, addr, length, buffer)
 
     def handler_stub(self, handler: HandlerCode, buffer: int, target: int) -> Detour:
         return detours.handler_stub(handler, buffer, target)
@@ -126,10 +147,10 @@ class X86(Arch):
         back = -(len(turn) + 2)
         return turn + b"\x75" + back.to_bytes(1, "little", signed=True) + b"\xc3"  # jnz at; ret
 
-    def optimization_rules(self, image: Any, *, ftrace: bool) -> OptimizationRules:
+    def optimization_rules(self, image: AnalysedImage, *, ftrace: bool) -> OptimizationRules:
         return OptprobeRules(image, self.bits, ftrace=ftrace)
 
-    def djprobe_rules(self, image: Any) -> OptimizationRules:
+    def djprobe_rules(self, image: AnalysedImage) -> OptimizationRules:
         return DjprobeRules(image, self.bits)
 
     def is_call(self, code: bytes) -> bool:
@@ -172,24 +193,10 @@ class X86_64(X86):
     pt_regs = detours.PT_REGS
     _encoder = Encoder(64)
     _frame = Frame(_encoder, detours.PT_REGS)
+    _ftrace_trampoline = staticmethod(detours.ftrace_trampoline)
     _saving_trampoline = staticmethod(return_trampoline)
+    _trapping_detour = staticmethod(detours.detour)
     _fixed_registers = MappingProxyType(detours.FIXED_REGISTERS)
-
-    def ftrace_trampoline(self) -> HandlerStub:
-        return detours.ftrace_trampoline()
-
-    def detour(
-        self,
-        code: bytes,
-        addr: int,
-        length: int,
-        buffer: int,
-        handler: HandlerCode | None = None,
-        scratch: Scratch | None = None,  # noqa: ARG002 - jumps overwrite nothing
-    ) -> Detour:
-        if handler is not None:
-            return detours.compiled_detour(code, addr, length, buffer, handler, self.bits)
-        return detours.detour(code, addr, length, buffer, self.bits)
 
 
 class I386(X86):
@@ -213,21 +220,7 @@ class I386(X86):
     pt_regs = detours_32.PT_REGS
     _encoder = Encoder(32)
     _frame = Frame(_encoder, detours_32.PT_REGS)
+    _ftrace_trampoline = staticmethod(detours_32.ftrace_trampoline)
     _saving_trampoline = staticmethod(detours_32.return_trampoline)
+    _trapping_detour = staticmethod(detours_32.detour)
     _fixed_registers = MappingProxyType(detours_32.FIXED_REGISTERS)
-
-    def ftrace_trampoline(self) -> HandlerStub:
-        return detours_32.ftrace_trampoline()
-
-    def detour(
-        self,
-        code: bytes,
-        addr: int,
-        length: int,
-        buffer: int,
-        handler: HandlerCode | None = None,
-        scratch: Scratch | None = None,  # noqa: ARG002 - jumps overwrite nothing
-    ) -> Detour:
-        if handler is not None:
-            return detours.compiled_detour(code, addr, length, buffer, handler, self.bits)
-        return detours_32.detour(code, addr, length, buffer)

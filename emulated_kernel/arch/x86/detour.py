@@ -70,7 +70,7 @@ def ftrace_trampoline() -> HandlerStub:
     return HandlerStub(save + INT3 + _STORE_WAY_BACK + _POP_GENERAL + _TAKE_WAY_BACK, len(save))
 
 
-def detour(code: bytes, addr: int, length: int, buffer: int, bits: int = 64) -> Detour:
+def detour(code: bytes, addr: int, length: int, buffer: int) -> Detour:
     """The detour at `buffer` for `length` bytes of whole instructions at `addr`, which `code` starts with.
 
     Raises: KernelError EINVAL or ERANGE where the buffer is too far away.
@@ -81,7 +81,7 @@ def detour(code: bytes, addr: int, length: int, buffer: int, bits: int = 64) -> 
         _PUSH_SS + _PUSH_SP + _PUSHF + _adjust_sp(8) + _PUSH_CS + b"\x68" + ip + _PUSH_NO_SYSCALL
     ) + _PUSH_GENERAL
     template = save + INT3 + _POP_GENERAL + _SKIP_TO_FLAGS + _POPF + _SKIP_SP_SS
-    result = template + _relocated(code, addr, length, buffer + len(template), bits)
+    result = template + relocated(code, addr, length, buffer + len(template), 64)
     assert len(result) <= MAX_DETOUR
     return Detour(result, len(save), len(template))
 
@@ -90,28 +90,16 @@ def compiled_detour(
     code: bytes, addr: int, length: int, buffer: int, handler: HandlerCode, bits: int
 ) -> Detour:
     """As `detour`, with the handler's code instead of the breakpoint; raises the same."""
-    return compiled(handler, _relocated(code, addr, length, buffer + len(handler.code), bits))
+    return Detour.compiled(handler, relocated(code, addr, length, buffer + len(handler.code), bits))
 
 
 def handler_stub(handler: HandlerCode, buffer: int, target: int) -> Detour:
     """A handler at `buffer` that goes on at `target`. Raises: KernelError(ERANGE)."""
-    return compiled(handler, relative_jump(buffer + len(handler.code), target))
+    return Detour.compiled(handler, relative_jump(buffer + len(handler.code), target))
 
 
-def compiled(handler: HandlerCode, rest: bytes) -> Detour:
-    """A handler, and what follows it."""
-    return Detour(
-        code=handler.code + rest,
-        trap=None,
-        copied=len(handler.code),
-        entry=handler.entry,
-        host_calls=handler.host_calls,
-        fixups=handler.fixups,
-    )
-
-
-def _relocated(code: bytes, addr: int, length: int, to: int, bits: int) -> bytes:
-    """The region's instructions for `to`, and a jump to what follows them."""
+def relocated(code: bytes, addr: int, length: int, to: int, bits: int) -> bytes:
+    """Its instructions for `to`, and a jump to what follows them. Raises: KernelError EINVAL, ERANGE."""
     result = b""
     done = 0
     while done < length:

@@ -7,7 +7,8 @@ loaded from it.
 from __future__ import annotations
 
 from emulated_kernel.arch.base import Detour, HandlerStub
-from emulated_kernel.arch.x86.prepare import INT3, copy_instruction, relative_jump
+from emulated_kernel.arch.x86.detour import relocated
+from emulated_kernel.arch.x86.prepare import INT3
 
 PT_REGS = (
     "bx", "cx", "dx", "si", "di", "bp", "ax", "ds", "es", "fs", "gs",
@@ -19,7 +20,6 @@ FIXED_REGISTERS = {
     "ds": 0x7B, "es": 0x7B, "fs": 0xD8, "gs": 0, "cs": 0x60, "ss": 0x68, "orig_ax": -1,
 }  # fmt: skip
 """What the frame has in place of registers that are the same at every hit."""
-_BITS = 32
 _PUSH_SS = b"\x6a\x68"
 _PUSH_SP = b"\x54"
 _PUSHF, _POPF = b"\x9c", b"\x9d"
@@ -87,13 +87,7 @@ def detour(code: bytes, addr: int, length: int, buffer: int) -> Detour:
     save = (_PUSH_SS + _PUSH_SP + _PUSHF + _adjust_sp(4) + _PUSH_CS + b"\x68" + ip + _PUSH_NO_SYSCALL) + (
         _PUSH_SEGMENTS + _PUSH_GENERAL
     )
-    result = save + INT3 + _POP_GENERAL + _SKIP_TO_FLAGS + _POPF + _SKIP_SP_SS
-    copied = len(result)
-    done = 0
-    while done < length:
-        insn, decoded = copy_instruction(code[done:], addr + done, buffer + len(result), _BITS)
-        result += insn
-        done += decoded.length
-    result += relative_jump(buffer + len(result), addr + length)
-    assert done == length, "the region ends within an instruction"
-    return Detour(result, len(save), copied)
+    template = save + INT3 + _POP_GENERAL + _SKIP_TO_FLAGS + _POPF + _SKIP_SP_SS
+    return Detour(
+        template + relocated(code, addr, length, buffer + len(template), 32), len(save), len(template)
+    )

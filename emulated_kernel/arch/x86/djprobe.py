@@ -22,6 +22,7 @@ _UD2 = b"\x0f\x0b"
 _CALLS = (b"\xe8", b"\x9a")
 _RETURNS = (b"\xc2", b"\xc3", b"\xca", b"\xcb", b"\xcf")
 _TRAPS = (b"\xcc", b"\xcd", b"\xce", b"\xf1", _UD2, b"\x0f\xff", b"\x0f\xb9")
+_FAR_JUMP = b"\xea"
 _GROUP_5 = b"\xff"
 
 
@@ -127,7 +128,7 @@ def _branches(insn: Insn) -> bool:
 
 def _never_falls_through(insn: Insn) -> bool:
     """An absolute jump or a return."""
-    return insn.opcode in _RETURNS or (insn.opcode == _GROUP_5 and insn.reg in (4, 5))
+    return insn.opcode in (*_RETURNS, _FAR_JUMP) or (insn.opcode == _GROUP_5 and insn.reg in (4, 5))
 
 
 def _unmovable(region: DetouredRegion, insns: list[Insn]) -> Finding | None:

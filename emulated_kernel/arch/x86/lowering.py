@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from struct import Struct
-from typing import Any
 
 from emulated_kernel.arch import program as ir
 from emulated_kernel.arch.base import Live
 from emulated_kernel.arch.code_layout import Block, Encoding
+from emulated_kernel.arch.lowering import BIT_TESTS, Assignment, Lowering, cost, registers_read
 from emulated_kernel.arch.program import Arithmetic, Condition, Program
 from emulated_kernel.arch.x86 import assemble as asm
 from emulated_kernel.arch.x86.assemble import AX, BP, BX, CX, DI, DX, PER_CPU, SI, SP, Encoder, signed
@@ -42,7 +42,6 @@ _CONDITIONS = {
     Condition.NO_BIT: asm.EQUAL,
 }
 _BRANCH = {condition: asm.branch(code) + asm.HOLE for condition, code in _CONDITIONS.items()}
-_BIT_TESTS = (Condition.ANY_BIT, Condition.NO_BIT)
 _GROUP1 = {
     Arithmetic.ADD: asm.ADD,
     Arithmetic.SUB: asm.SUB,
@@ -102,33 +101,17 @@ def _preference(bits: int, live: frozenset[str], reads: frozenset[str], saves_fl
     isn't, the flags stay in it if nothing else has to be there.
     """
 
-    def cost(number: int) -> int:
+    def of(number: int) -> int:
         name = REGISTER_NAMES[number]
         if number == AX and saves_flags:
             return -1 if name in live or name in reads else 1
-        return 4 * (name in reads) + 2 * (name in live)
+        return cost(name, live, reads)
 
-    return tuple(sorted(_ORDER[bits], key=cost))
-
-
-class _Assignment(dict[int, int]):
-    """Virtual registers to real ones, given out when first asked for."""
-
-    def __init__(self, order: tuple[int, ...], pinned: set[int], clobbered: set[int]) -> None:
-        self._order = order
-        self._pinned = pinned
-        self._clobbered = clobbered
-
-    def __missing__(self, vreg: int) -> int:
-        taken = self.values()
-        number = next(n for n in self._order if n not in taken and n not in self._pinned)
-        self._clobbered.add(number)
-        self[vreg] = number
-        return number
+    return tuple(sorted(_ORDER[bits], key=of))
 
 
-class Body:
-    """The ops' code in blocks, and what it needs of its surroundings."""
+class Body(Lowering):
+    """The lowering to x86."""
 
     def __init__(
         self,
@@ -140,48 +123,20 @@ class Body:
         *,
         overwritten: bool = False,
     ) -> None:
-        """`live` is None if all registers are saved already; `constants` are registers of known value.
-
-        `before_host` is code in front of each host call. With `overwritten` saved values alone are left.
-        """
-        self._before_host = before_host
+        """`live` is None if all registers are saved already; `overwritten`: saved values alone are left."""
         self._encoder = encoder
-        self._constants = constants
         overwrites = live is not None and live.flags and _overwrites_flags(program, encoder)
         self.saves_flags = overwrites
         """Live flags are overwritten; ax is, by saving them."""
         self._keeps_flags = live is not None and live.flags and not overwrites
-        self.reads = frozenset([op.name for op in program if type(op) is ir.GetRegister])
+        self.reads = registers_read(program)
         registers = live.registers if live is not None else _NONE
         order = _preference(encoder.bits, registers, self.reads, overwrites)
-        self._pinned: set[int] = set()
-        """Those that the program may not use, as it reads them."""
-        self._clobbered = {AX} if overwrites else set()
-        if overwritten:
-            self._clobbered.update(NUMBERS.values())
-        """Registers that don't hold the probed code's value any more."""
-        self._real = _Assignment(order, self._pinned, self._clobbered)
-        self.slots: set[int] = set()
-        """Registers, and SLOT_*, whose saved values are read."""
-        self.blocks: list[Block] = []
-        self._start(Block())
-        self.labels: dict[int, int] = {}
-        """Numbers of labels to indices of blocks."""
-        lowering = _LOWERING
-        for op in program:
-            lowering[type(op)](self, op)
-
-    @property
-    def used(self) -> frozenset[int]:
-        """Registers that the program writes to."""
-        return frozenset(self._real.values())
+        lost = set(NUMBERS.values()) if overwritten else {AX} if overwrites else set()
+        super().__init__(Assignment(order, lost), constants, asm.INT3, before_host)
+        self._lower(program)
 
     # Pieces of code
-
-    def _start(self, block: Block) -> None:
-        self.blocks.append(block)
-        self._block = block
-        self._code = block.code
 
     def _read_slot(self, dst: int, number: int) -> None:
         """Where it will be isn't known yet."""
@@ -197,38 +152,35 @@ class Body:
 
     # Registers
 
-    def _set_immediate(self, op: ir.SetImmediate) -> None:
-        self._code += self._encoder.set_register(self._real[op.dst], op.value)
+    def _load_immediate(self, register: int, value: int) -> None:
+        self._code += self._encoder.set_register(register, value)
 
     def _move(self, op: ir.Move) -> None:
         self._code += self._encoder.move(self._real[op.dst], self._real[op.src])
 
-    def _get_register(self, op: ir.GetRegister) -> None:
-        dst = self._real[op.dst]
-        known = self._constants.get(op.name)
-        if known is not None:
-            self._code += self._encoder.set_register(dst, known)
-        elif op.name == "flags":
+    def _read_register(self, dst: int, name: str) -> None:
+        if name == "flags":
             self._read_slot(dst, SLOT_FLAGS)
+            return
+        number = NUMBERS[name]
+        if number == SP:
+            self._read_slot(dst, SLOT_SP)
+        elif self._holds_original(number):
+            self._code += self._encoder.move(dst, number)
         else:
-            number = NUMBERS[op.name]
-            if number == SP:
-                self._read_slot(dst, SLOT_SP)
-            elif self._holds_original(number):
-                self._code += self._encoder.move(dst, number)
-            else:
-                self._read_slot(dst, number)
+            self._read_slot(dst, number)
 
     def _holds_original(self, number: int) -> bool:
         """Whether a register has the probed code's value here, whatever way led here."""
-        if number in self._clobbered:
+        if number in self._real.overwritten:
             return False
-        if not self.labels or number in self._pinned:
+        pinned = self._real.pinned
+        if not self.labels or number in pinned:
             return True
         # A later use of the register may come before this op when the program runs.
-        if len(self._pinned) == _MAX_PINNED[self._encoder.bits]:
+        if len(pinned) == _MAX_PINNED[self._encoder.bits]:
             return False
-        self._pinned.add(number)
+        pinned.add(number)
         return True
 
     def _compute(self, op: ir.Compute) -> None:
@@ -387,17 +339,9 @@ class Body:
         self._block.leaves = True
         self._start(Block(is_label=False))
 
-    def _place(self, op: ir.Place) -> None:
-        self.labels[op.label.number] = len(self.blocks)
-        self._start(Block())
-
-    def _jump(self, op: ir.Jump) -> None:
-        self._block.next_label = op.label.number
-        self._start(Block(is_label=False))
-
     def _branch(self, op: ir.Branch) -> None:
         left, right = self._real[op.left], self._real[op.right]
-        if op.condition in _BIT_TESTS:
+        if op.condition in BIT_TESTS:
             self._code += self._encoder.test(left, right)
         else:
             self._code += self._encoder.arithmetic(asm.CMP, left, right)
@@ -405,7 +349,7 @@ class Body:
 
     def _branch_immediate(self, op: ir.BranchImmediate) -> None:
         left, value = self._real[op.left], op.value
-        if op.condition in _BIT_TESTS:
+        if op.condition in BIT_TESTS:
             self._code += self._encoder.test_immediate(left, value)
         elif value == 0:
             self._code += self._encoder.test(left, left)
@@ -415,16 +359,11 @@ class Body:
 
     def _branch_per_cpu(self, op: ir.BranchPerCpu) -> None:
         encoder = self._encoder
-        if op.condition in _BIT_TESTS:
+        if op.condition in BIT_TESTS:
             self._code += encoder.test_memory(PER_CPU, op.offset, op.value, op.size)
         else:
             self._code += encoder.arithmetic_memory(asm.CMP, PER_CPU, op.offset, op.value, op.size)
         self._jump_if(op.condition, op.label)
-
-    def _call_host(self, op: ir.CallHost) -> None:
-        self._code += self._before_host
-        self._block.host_calls.append((len(self._code), op.number, op.label.number))
-        self._code += asm.INT3
 
 
 def _patch_jump(code: bytearray, at: int, target: int) -> None:
@@ -433,32 +372,3 @@ def _patch_jump(code: bytearray, at: int, target: int) -> None:
 
 ENCODING = Encoding(asm.JUMP + asm.HOLE, len(asm.JUMP), _patch_jump, _DISPLACEMENT.pack_into, len(asm.INT3))
 """All jumps have 32 bits: what short ones would save is little beside the time to see where they reach."""
-
-_LOWERING: dict[type, Callable[[Body, Any], None]] = {
-    ir.SetImmediate: Body._set_immediate,
-    ir.Move: Body._move,
-    ir.GetRegister: Body._get_register,
-    ir.Load: Body._load,
-    ir.Store: Body._store,
-    ir.StoreImmediate: Body._store_immediate,
-    ir.LoadCell: Body._load_cell,
-    ir.AddToCell: Body._add_to_cell,
-    ir.LoadPerCpu: Body._load_per_cpu,
-    ir.StorePerCpu: Body._store_per_cpu,
-    ir.AddToPerCpu: Body._add_to_per_cpu,
-    ir.IncreasePerCpu: Body._increase_per_cpu,
-    ir.ComputePerCpu: Body._compute_per_cpu,
-    ir.AddAndFetch: Body._add_and_fetch,
-    ir.Compute: Body._compute,
-    ir.ComputeImmediate: Body._compute_immediate,
-    ir.Place: Body._place,
-    ir.Jump: Body._jump,
-    ir.Branch: Body._branch,
-    ir.BranchImmediate: Body._branch_immediate,
-    ir.BranchPerCpu: Body._branch_per_cpu,
-    ir.CallHost: Body._call_host,
-    ir.Multiply: Body._multiply,
-    ir.CompareExchange: Body._compare_exchange,
-    ir.FetchAdd: Body._fetch_add,
-    ir.JumpTo: Body._jump_to,
-}

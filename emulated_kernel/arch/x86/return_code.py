@@ -12,7 +12,6 @@ from emulated_kernel.arch.base import Detour, HandlerStub, Live, ReturnDispatch
 from emulated_kernel.arch.code_layout import lay_out
 from emulated_kernel.arch.program import HandlerCode, Program
 from emulated_kernel.arch.x86.assemble import Encoder, jump_through
-from emulated_kernel.arch.x86.detour import compiled
 from emulated_kernel.arch.x86.frame import Frame
 from emulated_kernel.arch.x86.handler_code import Saving, slots_of
 from emulated_kernel.arch.x86.lowering import ENCODING, LEAVING, NUMBERS, Body
@@ -32,6 +31,7 @@ def push_own(address: int) -> bytes:
 def dispatch(
     program: Program,
     buffer: int,
+    own: int | None,
     encoder: Encoder,
     frame: Frame,
     live: Live | None,
@@ -39,9 +39,9 @@ def dispatch(
 ) -> ReturnDispatch:
     """For the addresses from `buffer` on. Without `live` all registers are saved in front of the program.
 
-    `stub_at` makes what saves them for Python.
+    `own` is what is pushed, if not its address; `stub_at` makes what saves registers for Python.
     """
-    address = buffer + _dispatch(program, 0, encoder, frame, live).entry
+    address = buffer + _dispatch(program, 0, encoder, frame, live).entry if own is None else own
     found = _dispatch(program, address, encoder, frame, live)
     stub = stub_at(address)
     slow = stub.code[_OWN_SIZE:]
@@ -88,4 +88,4 @@ def handler(program: Program, encoder: Encoder, frame: Frame, live: Live | None)
 
 def placed(code: HandlerCode, buffer: int, finish: int | None) -> Detour:
     """A return handler at `buffer`; one in a frame goes on at `finish`. Raises: KernelError(ERANGE)."""
-    return compiled(code, b"" if finish is None else relative_jump(buffer + len(code.code), finish))
+    return Detour.compiled(code, b"" if finish is None else relative_jump(buffer + len(code.code), finish))
