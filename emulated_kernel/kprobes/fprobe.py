@@ -10,9 +10,14 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from emulated_kernel.arch.base import Arch
+from emulated_kernel.arch.program import Move
+from emulated_kernel.arch.program_builder import HitWay, ProgramBuilder
 from emulated_kernel.errors import KernelError
+from emulated_kernel.kprobes.compiled import CompiledCode
+from emulated_kernel.kprobes.kprobe import Emit
 from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.kprobes.return_hook.hooks import Instance, ReturnHook, ReturnHooks
+from emulated_kernel.kprobes.return_hook.stack_code import SLOT
 from emulated_kernel.machine.traps import MemoryFault
 
 
@@ -26,6 +31,8 @@ class RegisterSet(Enum):
     struct fgraph_ret_regs (v6.5)."""
 
 
+CALLED = 3
+"""The virtual register in which programs find the function's address."""
 FprobeHandler = Callable[["Fprobe", int, Any, memoryview], object]
 """(fprobe, address of the function, registers, the call's private data)"""
 
@@ -49,12 +56,29 @@ class Fprobe:
     registers: RegisterSet = RegisterSet.PT_REGS
     entry_registers: Sequence[str] = ()
     exit_registers: Sequence[str] = ()
+    entry_program: Emit | None = None
+    exit_program: Emit | None = None
+    """The handlers as guest code, for HitWay.CALL and HitWay.RETURN; see Fprobes.handler_changed. The virtual
+    register CALLED is the function's address; ip isn't known."""
     is_disabled: bool = False
-    nmissed: int = field(default=0, init=False)
-    """Calls missed for want of an instance."""
+    """See Fprobes.disable_fprobe."""
+    hook: ReturnHook | None = field(default=None, init=False, repr=False)
+    _missed: int = field(default=0, init=False, repr=False)
+    """As of its unregistration."""
     failures: int = field(default=0, init=False)
     functions: tuple[int, ...] = field(default=(), init=False)
     """Their addresses, while it is registered."""
+
+    @property
+    def nmissed(self) -> int:
+        """Calls missed for want of an instance, since it was registered."""
+        return self._missed if self.hook is None else self.hook.missed
+
+    def leave_hook(self) -> ReturnHook | None:
+        """Keep the count without it; returns it."""
+        hook, missed = self.hook, self.nmissed
+        self.hook, self._missed = None, missed
+        return hook
 
 
 class PartialRegs:
@@ -80,11 +104,13 @@ class PartialRegs:
         setattr(self._regs, name, value)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Registered:
-    hooks: ReturnHooks
-    hook: ReturnHook | None
     entered: Callable[[Any], None]
+    code: CompiledCode | None = None
+    """What the functions' sites call instead."""
+    is_python: bool = False
+    """Whether there can be none."""
 
 
 class Fprobes:
@@ -119,7 +145,7 @@ class Fprobes:
         fp.functions = self._matching(fp)
         if not fp.functions:
             raise KernelError(errno.EINVAL, f"no function {fp.filter} can be traced")
-        fp.nmissed = fp.failures = 0
+        fp.failures = fp._missed = 0
         registered = self._registered[fp] = self._prepare(fp)
         sites.add(fp.functions, registered.entered)
 
@@ -133,9 +159,38 @@ class Fprobes:
             raise KernelError(errno.EINVAL, "the fprobe isn't registered")
         assert self._kprobes.sites is not None
         self._kprobes.sites.remove(fp.functions, registered.entered)
-        if registered.hook is not None:
-            registered.hooks.remove(registered.hook)
+        self._drop_code(registered)
+        hook = fp.leave_hook()
+        if hook is not None:
+            self._hooks.remove(hook)
         fp.functions = ()
+
+    def disable_fprobe(self, fp: Fprobe) -> None:
+        """Its handlers aren't called any more. Mirrors: include/linux/fprobe.h:disable_fprobe (v6.1)."""
+        fp.is_disabled = True
+        self.handler_changed(fp)
+
+    def enable_fprobe(self, fp: Fprobe) -> None:
+        """Its handlers are called again. Mirrors: include/linux/fprobe.h:enable_fprobe (v6.1)."""
+        fp.is_disabled = False
+        self.handler_changed(fp)
+
+    def handler_changed(self, fp: Fprobe) -> None:
+        """What its programs make differs from now on, or whether they make any."""
+        registered = self._registered.get(fp)
+        if registered is None:
+            return
+        self._drop_code(registered)
+        if fp.hook is not None:
+            self._hooks.handler_changed(fp.hook)
+
+    def _drop_code(self, registered: _Registered) -> None:
+        registered.is_python = False
+        if registered.code is not None:
+            assert self._kprobes.sites is not None
+            self._kprobes.sites.set_code(registered.entered, None)
+            self._kprobes.compiler.retire(registered.code)
+            registered.code = None
 
     def _matching(self, fp: Fprobe) -> tuple[int, ...]:
         return tuple(
@@ -165,19 +220,49 @@ class Fprobes:
     def _prepare(self, fp: Fprobe) -> _Registered:
         on_entry, on_exit = self._saved(fp)
         partial = fp.registers is RegisterSet.FTRACE_REGS
-        hook = None
         if fp.exit_handler is not None:
             nodes = fp.nr_maxactive or 2 * self._cpus * len(fp.functions)
             returned = self._returned(fp, on_exit if partial else None)
             size = self._arch.word_size + fp.entry_data_size
-            hook = self._hooks.add(returned, nodes, size)
-        return _Registered(self._hooks, hook, self._entered(fp, hook, on_entry if partial else None))
+            program = None if fp.exit_program is None else lambda builder, way: _exits(fp, builder, way)
+            fp.hook = self._hooks.add(returned, nodes, size, program)
+            fp.hook.follows_convention = True
+        entered = self._entered(fp, on_entry if partial else None)
 
-    def _entered(
-        self, fp: Fprobe, hook: ReturnHook | None, names: frozenset[str] | None
-    ) -> Callable[[Any], None]:
+        def enter(regs: Any) -> None:
+            entered(regs)
+            registered = self._registered[fp]
+            if registered.code is None and not registered.is_python:
+                self._compile(fp, registered)
+
+        return _Registered(enter)
+
+    def _compile(self, fp: Fprobe, registered: _Registered) -> None:
+        """What hits are to be from now on."""
+        sites, hits, builder = self._kprobes.sites, self._kprobes.hits, ProgramBuilder()
+        assert sites is not None
+        if self._kprobes.compiler.enabled and self._emit_entry(fp, builder):
+            registered.code = self._kprobes.compiler.entries(builder, hits.return_at)
+        registered.is_python = registered.code is None
+        if registered.code is not None:
+            sites.set_code(registered.entered, registered.code.entry)
+
+    def _emit_entry(self, fp: Fprobe, builder: ProgramBuilder) -> bool:
+        """What `_entered` does as guest code, where Python has no say in it."""
+        native = self._hooks.native
+        if native is None or fp.is_disabled or fp.entry_data_size:
+            return False
+        if fp.entry_handler is not None:
+            if fp.entry_program is None:
+                return False
+            native.get_called(builder, CALLED)
+            if not fp.entry_program(builder, HitWay.CALL):
+                return False
+        return fp.hook is None or native.emit_entry(builder, HitWay.CALL, fp.hook)
+
+    def _entered(self, fp: Fprobe, names: frozenset[str] | None) -> Callable[[Any], None]:
         """Mirrors: kernel/trace/fprobe.c:fprobe_handler (v6.1)."""
-        hooks, word, size = self._hooks, self._arch.word_size, self._arch.call_size
+        hooks, hook, word, size = self._hooks, fp.hook, self._arch.word_size, self._arch.call_size
         ctlblk, nothing = self._kprobes.hits.ctlblk, memoryview(bytearray(fp.entry_data_size))
 
         def entered(regs: Any) -> None:
@@ -187,14 +272,14 @@ class Fprobes:
             address = regs.ip - size
             instance = hooks.try_get(hook) if hook is not None else None
             if hook is not None and instance is None:
-                fp.nmissed += 1
+                hook.miss()
                 return
             if instance is not None:
                 instance.data[:word] = address.to_bytes(word, "little")
             data = nothing if instance is None else instance.data[word:]
             seen = regs if names is None else PartialRegs(regs, names)
             skips = self._call(fp, fp.entry_handler, address, seen, data)
-            if instance is None:
+            if hook is None or instance is None:
                 return
             if skips:
                 hooks.recycle(instance)
@@ -203,7 +288,7 @@ class Fprobes:
                 hooks.hook(instance, regs)
             except MemoryFault:
                 hooks.recycle(instance)
-                fp.nmissed += 1
+                hook.miss()
 
         return entered
 
@@ -234,3 +319,12 @@ class Fprobes:
             fp.failures += 1
             self._kprobes.hits.note_failure(error, address, is_first=fp.failures == 1)
             return False
+
+
+def _exits(fp: Fprobe, builder: ProgramBuilder, way: HitWay) -> bool:
+    """The exit handler behind what has left the function's address in SLOT."""
+    assert fp.exit_program is not None
+    if fp.is_disabled:
+        return False
+    builder.emit(Move(CALLED, SLOT))
+    return fp.exit_program(builder, way)

@@ -20,6 +20,7 @@ from emulated_kernel.arch.program import (
     StorePerCpu,
 )
 from emulated_kernel.arch.program_builder import ProgramBuilder
+from emulated_kernel.kprobes.fprobe import CALLED, Fprobe
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.kretprobe import Kretprobe
 
@@ -114,6 +115,15 @@ class HitRing:
             rp.return_program = lambda builder, _way: self._emit(builder, rp.address)
         return rp
 
+    def fprobe(self, filter_: str, **options: Any) -> Fprobe:
+        """The same for returns of all functions that match; `options` as for Fprobe."""
+        fp = Fprobe(
+            filter_, exit_handler=lambda _fp, address, regs, _data: self._note(address, regs), **options
+        )
+        if self._kept.issuperset(self._registers):
+            fp.exit_program = lambda builder, _way: self._emit(builder, None)
+        return fp
+
     @property
     def hits(self) -> int:
         """Hits recorded so far, those too that were overwritten."""
@@ -147,9 +157,10 @@ class HitRing:
         self._entry.pack_into(self._views[cpu], self._place(hits), hits, address, *values)
         self._cells[cpu][0] = hits + 1 & (1 << 8 * self._word) - 1
 
-    def _emit(self, builder: ProgramBuilder, address: int) -> bool:
-        """The same as guest code."""
+    def _emit(self, builder: ProgramBuilder, address: int | None) -> bool:
+        """The same as guest code; without an address it is in CALLED."""
         word = self._word
+        at = _AT, word
         builder.emit(
             LoadPerCpu(_COUNT, self._offset, word),
             Move(_AT, _COUNT),
@@ -157,7 +168,7 @@ class HitRing:
             ComputeImmediate(Arithmetic.SHL, _AT, self._shift),
             ComputePerCpu(Arithmetic.ADD, _AT, self._offset + word),
             Store(_AT, 0, _COUNT, word),
-            StoreImmediate(_AT, word, address, word),
+            Store(*at, CALLED, word) if address is None else StoreImmediate(*at, address, word),
         )
         for number, name in enumerate(self._registers, _FIXED):
             builder.emit(GetRegister(_VALUE, name), Store(_AT, number * word, _VALUE, word))

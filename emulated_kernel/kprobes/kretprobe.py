@@ -9,6 +9,7 @@ from typing import Any
 
 from emulated_kernel.arch.program_builder import HitWay, ProgramBuilder
 from emulated_kernel.errors import KernelError
+from emulated_kernel.kprobes.batch import register_all
 from emulated_kernel.kprobes.ctlblk import HitStatus
 from emulated_kernel.kprobes.hit import HitHandling
 from emulated_kernel.kprobes.kprobe import Emit, Kprobe, Regs
@@ -141,14 +142,7 @@ class Kretprobes:
 
     def register_kretprobes(self, rps: Sequence[Kretprobe]) -> None:
         """Register all or none. Raises: as register_kretprobe; EINVAL for an empty sequence."""
-        if not rps:
-            raise KernelError(errno.EINVAL, "no probes given")
-        for done, rp in enumerate(rps):
-            try:
-                self.register_kretprobe(rp)
-            except KernelError:
-                self.unregister_kretprobes(rps[:done])
-                raise
+        register_all(rps, self.register_kretprobe, self.unregister_kretprobe)
 
     def unregister_kretprobe(self, rp: Kretprobe) -> None:
         """Calls that are pending return without the handler. One that isn't registered is ignored."""

@@ -60,9 +60,9 @@ class ShadowStack(ABC):
         self.counters: dict[int, memoryview] = {}
         """Of each hook, live, by MISSED, RETURNED, ACTIVE and HIGH_WATER."""
 
-    def code(self, offsets: TaskOffsets) -> StackCode | None:  # noqa: ARG002 - as above
-        """How guest code works on it; None where it can't."""
-        return None
+    @abstractmethod
+    def code(self, offsets: TaskOffsets) -> StackCode:
+        """How guest code works on it."""
 
     @abstractmethod
     def add_hook(self, nodes: int, data_size: int) -> int:
@@ -151,6 +151,11 @@ class ShadowStack(ABC):
     def lock_words(self) -> list[int]:
         """Addresses of words that aren't 0 while a lock is held."""
         return []
+
+    @property
+    def is_locked(self) -> bool:
+        """Whether guest code holds a lock, which Python can't wait for: another CPU mustn't run now."""
+        return any(self.words[address] for address in self.lock_words())
 
     def close(self) -> None:  # noqa: B027 - most have nothing left
         """Free what is left when there are no hooks."""

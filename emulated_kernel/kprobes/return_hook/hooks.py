@@ -157,6 +157,7 @@ class ReturnHooks:
     ) -> None:
         """With a `compiler` guest code hooks calls and handles returns."""
         self._memory = machine.memory
+        self._text = machine.text
         self._abi = image.abi
         self._arch = arch
         self._cpus = cpus
@@ -221,9 +222,7 @@ class ReturnHooks:
         if self._compiler is None or offsets is None or arch.live_at_return is None:
             return None
         code = self.stack.code(offsets)
-        if code is None or arch.registers.link is not None:
-            return None
-        return NativeReturns(self.stack, code, self.trampoline, self._compiler, arch.registers.sp)
+        return NativeReturns(self.stack, code, self.trampoline, self._compiler, arch)
 
     # Users
 
@@ -251,6 +250,8 @@ class ReturnHooks:
         Mirrors: kernel/trace/rethook.c:rethook_free (v6.1).
         """
         self.handler_changed(hook)
+        # No CPU is in code of the hook's when its memory goes. Linux: frees it behind a grace period of RCU.
+        self._text.sync()
         self._removed[hook.address] = self._hooks.pop(hook.address)
         self.stack.remove_hook(hook.address)
 

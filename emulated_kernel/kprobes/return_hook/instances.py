@@ -40,9 +40,8 @@ class InstanceTable(PooledStack):
         self.table = self.locks = 0
         """Heads of the lists, and their locks; addresses."""
 
-    def code(self, offsets: TaskOffsets) -> StackCode | None:
-        """Python can't wait for a lock that another CPU has been stopped with."""
-        return InstancesCode(offsets, self) if self.cpus == 1 else None
+    def code(self, offsets: TaskOffsets) -> StackCode:
+        return InstancesCode(offsets, self)
 
     def lock_words(self) -> list[int]:
         word = self.words.word_size

@@ -32,8 +32,8 @@ from emulated_kernel.kprobes.return_hook.stack_code import (
     unless,
 )
 
-NEXT, PPREV, RP, RET_ADDR, OWNER, FRAME = range(6)
-"""Words of struct kretprobe_instance; its list links, then what it is about."""
+NEXT, PPREV, RP, RET_ADDR, OWNER, FRAME, HEADER = range(7)
+"""Words of struct kretprobe_instance, and all of them; its list links, then what it is about."""
 LOCK = 3
 """Word of a hook: the lock of its free instances."""
 KPROBE_HASH_BITS = 6
@@ -53,9 +53,12 @@ class HashTable(Protocol):
 class InstancesCode(StackCode):
     """Locks are held for a few instructions, by interrupts of the same CPU never.
 
-    Linux: turns interrupts off; here they don't come to compiled code (HitHandling.may_interrupt).
+    Linux: turns interrupts off; here they don't come to compiled code (HitHandling.may_interrupt), nor is a
+    CPU preempted with a lock (Machine.preempt_if), for Python can't wait for it.
     Mirrors: kernel/kprobes.c:pre_handler_kretprobe, recycle_rp_inst, kretprobe_table_lock (v5.10).
     """
+
+    data_word = HEADER
 
     def __init__(self, offsets: TaskOffsets, table: HashTable) -> None:
         super().__init__(offsets)
@@ -79,7 +82,7 @@ class InstancesCode(StackCode):
             self.load(SECOND, NODE, FRAME * word),
         )
 
-    def enter(self, builder: ProgramBuilder, hook: int, missed: Label) -> None:
+    def enter(self, builder: ProgramBuilder, hook: int, missed: Label, data: int = 0) -> None:  # noqa: ARG002
         word, head = self.word, POOL * self.word
         builder.emit(set_to(SECOND, hook))
         self._lock(builder, SECOND, LOCK * word, FIRST, TASK)
@@ -99,7 +102,7 @@ class InstancesCode(StackCode):
         builder.emit(StoreImmediate(SECOND, self._to_lock, 0, word))
         self._count(builder, 1)
 
-    def leave(self, builder: ProgramBuilder, hook: int) -> None:
+    def leave(self, builder: ProgramBuilder, hook: int, data: int = 0) -> None:
         word, never = self.word, builder.label()
         self._own_list(builder)
         self._lock(builder, SECOND, self._to_lock, FIRST, RET)
@@ -109,8 +112,8 @@ class InstancesCode(StackCode):
         builder.emit(
             StoreImmediate(SECOND, self._to_lock, 0, word),
             self.load(RET, NODE, RET_ADDR * word),
-            self.store(SLOT, 0, RET),
         )
+        self._give_back(builder, data)
         self._count(builder, -1)
         builder.emit(set_to(RET, hook))
         self._lock(builder, RET, LOCK * word, FIRST, TASK)

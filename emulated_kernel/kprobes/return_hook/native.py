@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from emulated_kernel.arch.base import Arch
 from emulated_kernel.arch.program import (
     AddToCell,
     Arithmetic,
@@ -24,7 +25,6 @@ from emulated_kernel.arch.program import (
 from emulated_kernel.arch.program_builder import HitWay, ProgramBuilder
 from emulated_kernel.kprobes.compiled import CompiledCode, Compiler
 from emulated_kernel.kprobes.kprobe import Emit
-from emulated_kernel.kprobes.profile import TrampolineForm
 from emulated_kernel.kprobes.return_hook.base import HANDLER, MISSED, RETURNED, ShadowStack, counter_at
 from emulated_kernel.kprobes.return_hook.stack_code import (
     FIRST,
@@ -46,28 +46,32 @@ class NativeHook(Protocol):
     program: Emit | None
     code: CompiledCode | None
     follows_convention: bool
+    data_size: int
 
 
 class NativeReturns:
     """The guest code of the hooks on one shadow stack. Callers hold the kernel's control lock."""
 
     def __init__(
-        self, stack: ShadowStack, code: StackCode, trampoline: Trampoline, compiler: Compiler, sp: str
+        self, stack: ShadowStack, code: StackCode, trampoline: Trampoline, compiler: Compiler, arch: Arch
     ) -> None:
-        """`sp` is the stack pointer's name."""
         self._stack = stack
         self._code = code
         self._word = code.word
         self._trampoline = trampoline
         self._compiler = compiler
-        self._sp = sp
+        self._sp = arch.registers.sp
+        self._call_size = arch.call_size
         self._dispatch: CompiledCode | None = None
         self._finish: int | None = None
 
     # Entries
 
     def emit_entry(self, builder: ProgramBuilder, way: HitWay, hook: NativeHook) -> bool:
-        """Add the hooking of a call to what is done at its function's entry, or its being missed."""
+        """Add the hooking of a call to what is done at its function's entry, or its being missed.
+
+        The first word of data, where the hook has any, becomes the function's address; HitWay.CALL alone.
+        """
         if not self._trampoline.address:
             return False
         self._prepare_handler(hook)
@@ -79,10 +83,24 @@ class NativeReturns:
             builder.emit(compute(Arithmetic.ADD, SLOT, self._word))
         # The call has just put it there: it can't fault.
         builder.emit(Load(RET, SLOT, 0, self._word))
-        self._code.enter(builder, hook.address, missed)
+        self._code.enter(builder, hook.address, missed, self._data_words(hook))
         self._replace(builder, hook)
+        if hook.data_size:
+            self.get_called(builder, FIRST)
+            builder.emit(self._code.store_data(FIRST))
         builder.place(done)
         return True
+
+    def _data_words(self, hook: NativeHook) -> int:
+        return -(-hook.data_size // self._word)
+
+    def get_called(self, builder: ProgramBuilder, register: int) -> None:
+        """`register` = the address of the function whose fentry site has called."""
+        builder.emit(
+            GetRegister(register, self._sp),
+            Load(register, register, 0, self._word),
+            compute(Arithmetic.ADD, register, -self._call_size),
+        )
 
     def _replace(self, builder: ProgramBuilder, hook: NativeHook) -> None:
         """The word at SLOT, RET until now, becomes a trampoline's address."""
@@ -110,7 +128,7 @@ class NativeReturns:
             return
         builder = ProgramBuilder()
         builder.emit(GetRegister(SLOT, self._sp))
-        self._code.leave(builder, hook.address)
+        self._code.leave(builder, hook.address, self._data_words(hook))
         builder.emit(AddToCell(counter_at(hook.address, RETURNED, self._word), 1))
         if not hook.program(builder, HitWay.RETURN):
             return
@@ -127,12 +145,10 @@ class NativeReturns:
 
     def _has_trampoline(self) -> bool:
         """Make it, if it isn't there."""
-        if self._trampoline.form is TrampolineForm.BREAKPOINT:
-            return False
         if self._dispatch is None:
             builder = ProgramBuilder()
             self._emit_dispatch(builder)
-            made = self._compiler.trampoline(builder)
+            made = self._compiler.trampoline(builder, self._trampoline.native_breakpoint)
             if made is None:
                 return False
             self._dispatch, self._finish = code, _ = made

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterator
 
 from emulated_kernel.kprobes.return_hook.base import Pending, ShadowStack
-from emulated_kernel.kprobes.return_hook.pooled_code import FRAME, HOOK, LLIST, RET_ADDR
+from emulated_kernel.kprobes.return_hook.pooled_code import FRAME, HEADER, HOOK, LLIST, RET_ADDR
 from emulated_kernel.kprobes.return_hook.tasks import RETHOOKS, TaskFields
 from emulated_kernel.kprobes.return_hook.words import GuestWords
 
@@ -14,7 +14,7 @@ from emulated_kernel.kprobes.return_hook.words import GuestWords
 class PooledStack(ShadowStack):
     """Per-task list of struct rethook_node, newest first. Mirrors: kernel/trace/rethook.c (v6.1)."""
 
-    header = 6
+    header = HEADER
     hook_word = HOOK
     ret_addr_word = RET_ADDR
 

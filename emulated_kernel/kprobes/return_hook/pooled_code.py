@@ -29,12 +29,14 @@ from emulated_kernel.kprobes.return_hook.stack_code import (
     unless,
 )
 
-NEXT_FREE, LLIST, HOOK, RET_ADDR, FRAME = range(1, 6)
-"""Words of struct rethook_node; the first two are the free list's (v6.1), or an rcu_head's."""
+NEXT_FREE, LLIST, HOOK, RET_ADDR, FRAME, HEADER = range(1, 7)
+"""Words of struct rethook_node, and their number; the first two are a free list's (v6.1) or an rcu_head's."""
 
 
 class PooledCode(StackCode):
     """Mirrors: kernel/trace/rethook.c:rethook_hook, rethook_trampoline_handler (v6.1)."""
+
+    data_word = HEADER
 
     def find(self, builder: ProgramBuilder, none: Label) -> None:
         word = self.word
@@ -46,7 +48,7 @@ class PooledCode(StackCode):
             self.load(SECOND, NODE, FRAME * word),
         )
 
-    def enter(self, builder: ProgramBuilder, hook: int, missed: Label) -> None:
+    def enter(self, builder: ProgramBuilder, hook: int, missed: Label, data: int = 0) -> None:  # noqa: ARG002
         word, rethooks = self.word, self.offsets.rethooks
         self._take(builder, hook, missed)
         builder.emit(
@@ -58,16 +60,15 @@ class PooledCode(StackCode):
             self.store(TASK, rethooks, NODE),
         )
 
-    def leave(self, builder: ProgramBuilder, hook: int) -> None:
+    def leave(self, builder: ProgramBuilder, hook: int, data: int = 0) -> None:
         word, rethooks = self.word, self.offsets.rethooks
         builder.emit(
             self.current_task(TASK),
             self.load(NODE, TASK, rethooks),
             self.load(RET, NODE, RET_ADDR * word),
-            self.store(SLOT, 0, RET),
-            self.load(FIRST, NODE, LLIST * word),
-            self.store(TASK, rethooks, FIRST),
         )
+        self._give_back(builder, data)
+        builder.emit(self.load(FIRST, NODE, LLIST * word), self.store(TASK, rethooks, FIRST))
         self._put(builder, hook)
 
     @abstractmethod

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from emulated_kernel.arch.program import (
     Arithmetic,
@@ -52,7 +53,13 @@ class TaskOffsets:
 
 
 class StackCode(ABC):
-    """The guest's part of one kind of shadow stack; Python's is ShadowStack."""
+    """The guest's part of one kind of shadow stack; Python's is ShadowStack.
+
+    `data` is how many words of private data the hook's nodes have.
+    """
+
+    data_word: ClassVar[int]
+    """Where they begin in a node."""
 
     def __init__(self, offsets: TaskOffsets) -> None:
         self.offsets = offsets
@@ -63,18 +70,28 @@ class StackCode(ABC):
         """FIRST = the hook of the running task's newest call, SECOND = its frame; `none` if there is none."""
 
     @abstractmethod
-    def enter(self, builder: ProgramBuilder, hook: int, missed: Label) -> None:
-        """The running task's newest call is one that returns to RET, whose slot is SLOT; both are kept.
+    def enter(self, builder: ProgramBuilder, hook: int, missed: Label, data: int = 0) -> None:
+        """The running task's newest call, NODE, is one that returns to RET, its slot SLOT; these are kept.
 
         Goes to `missed`, with nothing changed, where no node is left.
         """
 
     @abstractmethod
-    def leave(self, builder: ProgramBuilder, hook: int) -> None:
+    def leave(self, builder: ProgramBuilder, hook: int, data: int = 0) -> None:
         """The newest call, which is the hook's, returns: the word at SLOT becomes the real address.
 
-        Its node goes back.
+        Its node goes back; SLOT is the first word of data that it had.
         """
+
+    def store_data(self, src: int) -> Op:
+        """The first word of NODE's data becomes that of a register."""
+        return self.store(NODE, self.data_word * self.word, src)
+
+    def _give_back(self, builder: ProgramBuilder, data: int) -> None:
+        """What returns is NODE, with the real address in RET."""
+        builder.emit(self.store(SLOT, 0, RET))
+        if data:
+            builder.emit(self.load(SLOT, NODE, self.data_word * self.word))
 
     # Ops on words
 

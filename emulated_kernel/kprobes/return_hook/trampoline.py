@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 from emulated_kernel.arch.base import Arch, ByteMemory
@@ -14,6 +15,8 @@ from emulated_kernel.kprobes.slots import SlotText
 
 class TrampolineText(SlotText, Protocol):
     """Executable memory near the kernel's."""
+
+    def sync(self) -> None: ...
 
 
 class TrampolineMemory(ByteMemory, FrameMemory, Protocol):
@@ -54,6 +57,8 @@ class Trampoline:
         """Bytes of its code."""
         self.native = 0
         """Where calls return to whose handlers are guest code; 0 while there are none."""
+        self.native_breakpoint: int | None = None
+        """What that is where trampolines are breakpoints."""
         self._native_code: CompiledCode | None = None
         self.on_native: Callable[[int], None] = lambda _address: None
         """Told of each change of that."""
@@ -65,10 +70,11 @@ class Trampoline:
         text, arch = self._machine.text, self._arch
         stub = arch.return_trampoline(0) if self.form is TrampolineForm.ASSEMBLY else None
         size = len(arch.breakpoint if stub is None else stub.code)
-        address = text.alloc_text(size)
+        address = text.alloc_text(2 * size if stub is None else size)
         if stub is None:
             # Filled with breakpoints already.
             self._machine.breakpoints[address] = self._on_breakpoint
+            self.native_breakpoint = address + size
         else:
             stub = arch.return_trampoline(address)
             assert stub is not None
@@ -85,16 +91,21 @@ class Trampoline:
         code = self._native_code
         if code is not None and code.contains(address):
             return code.entry, code.address + code.size - code.entry
-        if self.address <= address < self.address + self.size:
-            return self.address, self.size
+        for start in (self.address, self.native_breakpoint):
+            if start is not None and start <= address < start + self.size:
+                return start, self.size
         return None
 
     def adopt_native(self, code: CompiledCode | None) -> None:
         """There is one in guest code now, which meets a breakpoint where Python handles a return; or none."""
         self._native_code = code
-        self.native = 0 if code is None else code.entry
-        for trap in () if code is None else code.traps:
-            self._machine.breakpoints[trap] = self._on_saved
+        self.native = 0
+        if code is not None:
+            self.native = self.native_breakpoint or code.entry
+            for trap in code.traps:
+                self._machine.breakpoints[trap] = self._on_saved
+            if self.native != code.entry:
+                self._machine.breakpoints[self.native] = partial(_go_to, code.entry)
         self.on_native(self.native)
 
     def replace_return_address(self, regs: Any) -> tuple[int, int]:
@@ -129,3 +140,7 @@ class Trampoline:
         slot = regs.sp if self._arch.registers.link is not None else regs.sp - self._word
         regs.ip = self.address
         regs.ip = self._returned(regs, slot)
+
+
+def _go_to(address: int, regs: Any) -> None:
+    regs.ip = address
