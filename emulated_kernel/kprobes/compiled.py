@@ -6,24 +6,19 @@ runs while a handler in Python does, so that code here never meets a hit within 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 from emulated_kernel.arch.base import Arch, Detour, Live
 from emulated_kernel.arch.program import HandlerCode
 from emulated_kernel.arch.program_builder import HitWay, HostAction, ProgramBuilder
 from emulated_kernel.errors import KernelError
+from emulated_kernel.kprobes.garbage import TextGarbage
 from emulated_kernel.kprobes.kprobe import AggregatorProbe, Kprobe
 from emulated_kernel.kprobes.slots import SlotText
-from emulated_kernel.kprobes.work import DelayedWork
 from emulated_kernel.machine.traps import HardwareError
-
-COLLECT_DELAY = 5
-"""Jiffies from the replacement of code until it is freed, if no CPU stands in it then."""
-
-Spans = Sequence[tuple[int, int]]
-"""Address ranges [start, end)."""
 
 
 class CompiledText(SlotText, Protocol):
@@ -61,6 +56,7 @@ class Compiler:
         arch: Arch,
         breakpoints: dict[int, Callable[[Any], None]],
         live_at: Callable[[int], Live] | None,
+        waste: TextGarbage,
     ) -> None:
         """Without `live_at` every register is saved."""
         self._text = text
@@ -74,9 +70,7 @@ class Compiler:
         self.fixups: dict[int, int] = {}
         """Address of an access that may fault to where the CPU goes on then."""
         self._codes: dict[CompiledCode, None] = {}
-        self.work = DelayedWork(self._collect)
-        self.is_quiescent: Callable[[Spans], bool] = lambda _spans: True
-        """Whether no task was interrupted, or comes back, within the ranges."""
+        self._waste = waste
 
     @property
     def codes(self) -> Sequence[CompiledCode]:
@@ -116,6 +110,20 @@ class Compiler:
 
         return self._make(head, HitWay.CALL, arch.jump_size, place)
 
+    def entries(self, builder: ProgramBuilder, ret: int) -> CompiledCode | None:
+        """A program that the fentry sites of many functions call; it goes on at `ret`, a return instruction.
+
+        Any of them may read any register. None where there is no room for it.
+        """
+        arch = self._arch
+        live = None if self.saves_all else Live(arch.general_registers - {"ip", "sp", "flags"}, flags=False)
+        handler = arch.handler_code(builder.program(), 0, live)
+
+        def place(handler: HandlerCode, buffer: int) -> Detour:
+            return arch.handler_stub(handler, buffer, ret)
+
+        return self._put(builder, handler, arch.jump_size, place)
+
     def detour(self, head: AggregatorProbe) -> CompiledCode | None:
         """The detour buffer with the handler in it; None where it is Python's."""
         arch, text = self._arch, self._text
@@ -134,18 +142,19 @@ class Compiler:
         """Whether every register is saved for a handler."""
         return self._live_at is None
 
-    def trampoline(self, builder: ProgramBuilder) -> tuple[CompiledCode, int | None] | None:
+    def trampoline(self, builder: ProgramBuilder, own: int | None) -> tuple[CompiledCode, int | None] | None:
         """A return trampoline that looks for handlers; its one trap is where Python handles returns.
 
-        With it comes where handlers in its frame go on. None where there is no room for it.
+        Functions return to `own`, or right to it. With it comes where handlers in its frame go on. None where
+        there is no room for it.
         """
         program, saves_all = builder.program(), self.saves_all
-        size = len(self._arch.return_dispatch(program, 0, saves_all=saves_all).code)
+        size = len(self._arch.return_dispatch(program, 0, own, saves_all=saves_all).code)
         try:
             buffer = self._text.alloc_text(size)
         except HardwareError:
             return None
-        made = self._arch.return_dispatch(program, buffer, saves_all=saves_all)
+        made = self._arch.return_dispatch(program, buffer, own, saves_all=saves_all)
         self._text.poke(buffer, made.code)
         code = CompiledCode(buffer, size, buffer + made.entry, (buffer + made.trap,), ())
         self._codes[code] = None
@@ -231,31 +240,19 @@ class Compiler:
     # Freeing
 
     def retire(self, code: CompiledCode) -> None:
-        """Nothing leads into it any more; it is freed when no task stands in it."""
+        """Nothing leads into it any more; CPUs in it still go on to slots, detours and trampolines."""
         code.retired = True
-        self.work.schedule(COLLECT_DELAY)
+        span = code.address, code.address + code.size
+        self._waste.put(span, partial(self._free, code), leads_on=True)
 
-    @property
-    def retired_spans(self) -> list[tuple[int, int]]:
-        """Code that waits to be freed; from there CPUs still go on to slots and detours."""
-        return [(code.address, code.address + code.size) for code in self._retired()]
-
-    def _retired(self) -> Iterator[CompiledCode]:
-        return (code for code in self._codes if code.retired)
-
-    def _collect(self) -> None:
-        retired = list(self._retired())
-        if not self.is_quiescent(self.retired_spans):
-            self.work.schedule(COLLECT_DELAY)
-            return
-        for code in retired:
-            del self._codes[code]
-            for trap in code.traps:
-                del self._breakpoints[trap]
-            self._breakpoints.pop(code.tail, None)
-            for access in code.accesses:
-                del self.fixups[access]
-            self._text.free_text(code.address)
+    def _free(self, code: CompiledCode) -> None:
+        del self._codes[code]
+        for trap in code.traps:
+            del self._breakpoints[trap]
+        self._breakpoints.pop(code.tail, None)
+        for access in code.accesses:
+            del self.fixups[access]
+        self._text.free_text(code.address)
 
 
 def _host_call(action: HostAction, behind: int, label: int) -> Callable[[Any], None]:

@@ -35,6 +35,11 @@ class KprobeCtlblk:
         default_factory=dict
     )
 
+    @property
+    def is_underway(self) -> bool:
+        """Whether any CPU handles a hit."""
+        return self.running is not None or any(state[0] is not None for state in self._others.values())
+
     def switch_to(self, cpu: int) -> None:
         """Another CPU is current."""
         self._others[self.cpu] = self.running, self.status, self.interrupted, self.by_breakpoint

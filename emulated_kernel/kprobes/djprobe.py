@@ -22,6 +22,7 @@ class Djprobes(Optimizer):
     unregistering_list.
     """
 
+    queued = "waits for commit_kprobes()"
     freezes = False
     """Whether check_safety() is freeze_processes(), for preemptible kernels, or synchronize_sched()."""
     let_tasks_run: Callable[[], object] = staticmethod(lambda: None)
@@ -30,6 +31,17 @@ class Djprobes(Optimizer):
     def wants(self, kprobe: Kprobe) -> bool:
         """See Optimizer.wants: a probe without a length is no djprobe."""
         return bool(kprobe.length)
+
+    def ask(self, kprobe: Kprobe) -> None:
+        """See Optimizer.ask: what the paper's user does, who takes the length from the static analysis.
+
+        Raises: KernelError EOPNOTSUPP: that says 0.
+        """
+        length = self._rules.detoured_length(kprobe.address)
+        if isinstance(length, str):
+            raise KernelError(errno.EOPNOTSUPP, length)
+        kprobe.length = length
+        self.check_conflicts(kprobe)
 
     def check_conflicts(self, kprobe: Kprobe) -> None:
         """What other probes mean for one that is about to be registered; its `length` may be cleared.
@@ -41,6 +53,7 @@ class Djprobes(Optimizer):
         addr = kprobe.address
         if self.covering(addr) is not None:
             raise KernelError(errno.EEXIST, f"{addr:#x} is in the detoured region of a djprobe")
+        kprobe.obstacle = ""
         if not kprobe.length:
             return
         length = self._rules.detoured_length(addr)
@@ -49,8 +62,10 @@ class Djprobes(Optimizer):
                 length if isinstance(length, str) else f"the detoured region at {addr:#x} has {length} bytes"
             )
             raise KernelError(errno.EINVAL, f"length {kprobe.length}: {told}")
-        if any(self._table.get(addr + distance) is not None for distance in range(1, length)):
-            kprobe.length = 0
+        for inner in range(addr + 1, addr + length):
+            if self._table.get(inner) is not None:
+                kprobe.length = 0
+                kprobe.obstacle = f"0x{addr:x}: a probe at 0x{inner:x} was in its region before"
 
     def unoptimize(self, head: Kprobe, *, force: bool) -> None:
         """See Optimizer.unoptimize; always at once. Source: section 3.6.2."""
@@ -73,9 +88,7 @@ class Djprobes(Optimizer):
         if not self._is_safe():
             raise KernelError(errno.EBUSY, "a task stands in a detoured region or an out-of-line buffer")
         self._optimize_all()
-        for head in list(self.freeing):
-            super().free(head)
-        self.freeing.clear()
+        self._free_all()
 
     def _is_safe(self) -> bool:
         """Section 2.2: without preemption every CPU's trip through the scheduler is enough."""

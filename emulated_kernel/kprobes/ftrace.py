@@ -32,12 +32,14 @@ class FtraceSites:
         self.trampoline = text.alloc_text(self.trampoline_size)
         text.poke(self.trampoline, stub.code)
         hits.breakpoints[self.trampoline + stub.trap] = hits.on_call
-        self._calling: set[int] = set()
-        """Sites that hold a call now."""
+        self._calling: dict[int, int] = {}
+        """Sites that hold a call now, and where it leads."""
         self._probed: set[int] = set()
         """Sites of armed probes."""
         self._added: dict[int, Tracers] = {}
         self._traced: dict[int, Tracers] = {}
+        self._code: dict[Tracer, int] = {}
+        """What sites call instead of the trampoline where nobody but this tracer wants them to."""
         hits.return_at = self.trampoline + self.trampoline_size - arch.return_size
         hits.redirect_call = self._redirect
 
@@ -46,23 +48,25 @@ class FtraceSites:
         site = kprobe.address
         self._hits.call_from(kprobe)
         self._probed.add(site)
-        if site not in self._calling:
-            self._calling.add(site)
+        if self._calling.get(site) != self.trampoline:
             self._redirect(kprobe, None)
 
     def _redirect(self, kprobe: Kprobe, entry: int | None) -> None:
         """Let the site call a compiled handler, or the trampoline."""
         site, target = kprobe.address, self.trampoline if entry is None else entry
+        self._calling[site] = target
         self._patch(site, self._arch.relative_call(site, target), self._call(site, target))
 
     def disarm(self, kprobe: Kprobe) -> None:
         site = kprobe.address
         self._probed.discard(site)
         if not self._is_wanted(site):
-            self._calling.discard(site)
+            self._calling.pop(site, None)
             self._patch(site, self._text.original(site, self._arch.call_size), self._skip(site))
         self._hits.forget_call(kprobe)
         self._hits.drop_code(kprobe)
+        if self._is_wanted(site):
+            self._update([site])
 
     def arm_all(self, kprobes: Sequence[Kprobe]) -> None:
         """`arm` for many probes at once."""
@@ -99,6 +103,14 @@ class FtraceSites:
                 self._added[site] = left
         self._update(sites)
 
+    def set_code(self, tracer: Tracer, entry: int | None) -> None:
+        """Sites call guest code that does what an added tracer does; or no longer."""
+        if entry is None:
+            self._code.pop(tracer, None)
+        else:
+            self._code[tracer] = entry
+        self._update([site for site, tracers in self._added.items() if tracer in tracers])
+
     def set_traced(self, wanted: Mapping[int, Tracers]) -> None:
         """Let exactly these sites call these tracers, beside what was added; not while the guest runs.
 
@@ -117,6 +129,15 @@ class FtraceSites:
     def _tracers(self, site: int) -> Tracers:
         return (*self._added.get(site, ()), *self._traced.get(site, ()))
 
+    def _target(self, site: int) -> int:
+        """Where a site's call is to lead, but for a probe's own code."""
+        if not self._code or site in self._probed:
+            return self.trampoline
+        tracers = self._tracers(site)
+        if len(tracers) != 1:
+            return self.trampoline
+        return self._code.get(tracers[0], self.trampoline)
+
     def _is_wanted(self, site: int) -> bool:
         return site in self._probed or site in self._added or site in self._traced
 
@@ -126,16 +147,20 @@ class FtraceSites:
         stops = set(sites) - calls
         for site in calls:
             self._hits.trace_call(site, self._tracers(site))
-        starting, stopping = calls - self._calling, stops & self._calling
-        self._start_and_stop(starting, stopping)
-        self._calling = (self._calling | starting) - stops
+        targets = {site: self._target(site) for site in calls}
+        changed = {site: target for site, target in targets.items() if self._calling.get(site) != target}
+        stopping = stops & self._calling.keys()
+        self._start_and_stop(changed, stopping)
+        self._calling.update(changed)
+        for site in stopping:
+            del self._calling[site]
         for site in stops:
             self._hits.trace_call(site, ())
 
-    def _start_and_stop(self, starting: set[int], stopping: set[int]) -> None:
+    def _start_and_stop(self, starting: Mapping[int, int], stopping: set[int]) -> None:
         breakpoints = self._hits.breakpoints
-        insns = {site: self._arch.relative_call(site, self.trampoline) for site in starting}
-        breakpoints.update({site: self._call(site, self.trampoline) for site in starting})
+        insns = {site: self._arch.relative_call(site, target) for site, target in starting.items()}
+        breakpoints.update({site: self._call(site, target) for site, target in starting.items()})
         for site in stopping:
             insns[site] = self._text.original(site, self._arch.call_size)
             breakpoints[site] = self._skip(site)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Protocol
 
 from emulated_kernel.abi import Vector
 from emulated_kernel.arch.base import Arch, ByteMemory
 from emulated_kernel.kprobes.compiled import CompiledCode, Compiler
 from emulated_kernel.kprobes.ctlblk import HitStatus, KprobeCtlblk
-from emulated_kernel.kprobes.kprobe import AggregatorProbe, Kprobe, Regs
+from emulated_kernel.kprobes.kprobe import AggregatorProbe, Kprobe, OutOfLine, Regs
 from emulated_kernel.kprobes.profile import Profile, Stepper
 from emulated_kernel.kprobes.saved_regs import SavedFrames
 from emulated_kernel.machine.traps import HardwareError, MemoryFault, Trap
@@ -55,6 +54,10 @@ class HitHandling:
         self._compiler = compiler
         self.redirect: Callable[[AggregatorProbe, bytes], None] = lambda _head, _jump: None
         """Writes the jump of an optimized probe anew, to another detour."""
+        self.is_patching: Callable[[], bool] = lambda: False
+        """Whether text is being patched, with this hit by another CPU in between: it is left alone then."""
+        self.is_in_jump: Callable[[int], bool] = lambda _ip: False
+        """Whether a CPU there has executed the first of the instructions that are patched as one."""
         self.redirect_call: Callable[[Kprobe, int | None], None] = lambda _kprobe, _entry: None
         """Writes the call of an fentry site anew: None leads to the trampoline."""
         self.return_at = 0
@@ -105,14 +108,12 @@ class HitHandling:
     def may_interrupt(self) -> bool:
         """False from a hit until its step has ended: the slot's registers belong to nobody else.
 
-        Nor in a compiled handler, which may have written half a record.
+        Nor in a compiled handler, which may have written half a record, nor between instructions of a jump or
+        call that may be taken back. Linux: where those are two, nothing is preempted, so that no task is
+        between them while they are patched.
         """
-        return self.ctlblk.running is None and not self._compiler.contains(self._machine.regs.ip)
-
-    @property
-    def spans_on_the_way(self) -> list[tuple[int, int]]:
-        """Where a CPU may stand that goes on to a slot or detour, though nothing leads there any more."""
-        return self._compiler.retired_spans
+        ip = self._machine.regs.ip
+        return self.ctlblk.running is None and not self._compiler.contains(ip) and not self.is_in_jump(ip)
 
     # What is routed where
 
@@ -126,35 +127,43 @@ class HitHandling:
             if self._behind(kprobe) in self._probed:
                 self.call_from(kprobe)
             return
-        self._routed[kprobe.address] = kprobe
         if kprobe.stub is not None and kprobe.stub.target != self._target(kprobe):
             self._drop_stub(kprobe)
-        self.breakpoints[kprobe.address] = self._first_hit
-        if insn.step_end is not None and not self._trap_flag:
-            self.breakpoints[insn.step_end] = partial(self._first_step_end, kprobe)
+        self._lead(kprobe.address, kprobe)
+        step_end = insn.step_end
+        if step_end is not None and not self._trap_flag:
+            self._lead(step_end, kprobe)
         detour = kprobe.detour if isinstance(kprobe, AggregatorProbe) else None
-        if detour is not None:
-            assert isinstance(kprobe, AggregatorProbe)
+        if detour is None:
+            return
+        if kprobe.is_disabled:
             # Linux: a probe that is disabled, but not unoptimized yet, is passed through.
-            self.breakpoints[detour.trap] = (
-                _pass if kprobe.is_disabled else partial(self._first_detour, kprobe)
-            )
+            self.pass_detour(detour.trap)
+        else:
+            self._lead(detour.trap, kprobe)
+
+    def _lead(self, trap: int, kprobe: Kprobe) -> None:
+        """Let the breakpoint there lead to the probe."""
+        self._routed[trap] = kprobe
+        self.breakpoints[trap] = self._first_hit
+
+    def _forget(self, trap: int) -> None:
+        self.breakpoints.pop(trap, None)
+        self._routed.pop(trap, None)
 
     def _route_first_hit(self, regs: Regs) -> None:
-        address = regs.ip - len(self._arch.breakpoint)
-        hit = self.breakpoints[address] = self._route(self._routed[address])
-        hit(regs)
+        trap = regs.ip - len(self._arch.breakpoint)
+        taken = self.breakpoints[trap] = self._way(trap, self._routed[trap])
+        taken(regs)
 
-    def _first_step_end(self, kprobe: Kprobe, regs: Regs) -> None:
-        assert kprobe.insn is not None
-        assert kprobe.insn.step_end is not None
-        stepped = self.breakpoints[kprobe.insn.step_end] = self._on_step_end(kprobe)
-        stepped(regs)
-
-    def _first_detour(self, kprobe: AggregatorProbe, regs: Regs) -> None:
-        assert kprobe.detour is not None
-        hit = self.breakpoints[kprobe.detour.trap] = self._on_detour(kprobe)
-        hit(regs)
+    def _way(self, trap: int, kprobe: Kprobe) -> Callable[[Regs], None]:
+        """What takes the breakpoint there, one of those that lead to the probe."""
+        if trap == kprobe.address:
+            return self._route(kprobe)
+        if kprobe.insn is not None and trap == kprobe.insn.step_end:
+            return self._on_step_end(kprobe)
+        assert isinstance(kprobe, AggregatorProbe)
+        return self._on_detour(kprobe)
 
     def drop_code(self, kprobe: Kprobe) -> None:
         """Let Python take the hits again, until the next one: what the handlers do has changed."""
@@ -179,12 +188,20 @@ class HitHandling:
         """Nothing leads to the probe any more; its detour goes by `remove_detour`."""
         self.drop_code(kprobe)
         if self._routed.get(kprobe.address) is kprobe:
-            del self._routed[kprobe.address], self.breakpoints[kprobe.address]
-        if kprobe.insn is not None and kprobe.insn.step_end is not None:
-            self.breakpoints.pop(kprobe.insn.step_end, None)
+            self._forget(kprobe.address)
+
+    def remove_step_end(self, insn: OutOfLine) -> None:
+        """A slot goes."""
+        if insn.step_end is not None:
+            self._forget(insn.step_end)
+
+    def pass_detour(self, trap: int) -> None:
+        """Nothing leads into a detour any more; who is in it meets no handler."""
+        self._routed.pop(trap, None)
+        self.breakpoints[trap] = _pass
 
     def remove_detour(self, trap: int) -> None:
-        self.breakpoints.pop(trap, None)
+        self._forget(trap)
 
     def call_from(self, kprobe: Kprobe) -> None:
         """Route the trampoline's calls from the probe's fentry site."""
@@ -273,6 +290,7 @@ class HitHandling:
         insn = kprobe.insn
         assert insn is not None
         steps = stub.target == insn.slot and not insn.boosted
+        cost = kprobe.cost
         if stub.target is None:
             self.breakpoints[stub.tail] = lambda regs: resume(regs, False)
 
@@ -282,6 +300,7 @@ class HitHandling:
                 resume(regs, True)
                 return
             if steps:
+                cost.start()
                 ctlblk.running = kprobe
                 ctlblk.status = HitStatus.SINGLE_STEP
             regs.ip = entry
@@ -289,10 +308,20 @@ class HitHandling:
         def hit_and_back(regs: Regs) -> None:
             hit(regs)
             if regs.ip == entry:
+                cost.start()
                 ctlblk.running = kprobe
                 ctlblk.status = HitStatus.ACTIVE
 
         return hit if stub.target is not None else hit_and_back
+
+    def stub_traps(self, kprobe: Kprobe) -> int:
+        """How many traps a hit takes whose handlers are in the probe's stub."""
+        insn, stub = kprobe.insn, kprobe.stub
+        assert insn is not None
+        assert stub is not None
+        if stub.target is None:
+            return 2 if insn.slot is None else 3
+        return 2 if stub.target == insn.slot and not insn.boosted else 1
 
     def _on_breakpoint(self, kprobe: Kprobe) -> Callable[[Regs], None]:
         ctlblk = self.ctlblk
@@ -401,7 +430,9 @@ class HitHandling:
 
         def stepped(regs: Regs) -> None:
             regs.ip = next_ip
-            self._post_process(kprobe, regs)
+            # Nobody's step ends where the copy was a boosted one when the CPU came into it.
+            if self.ctlblk.running is not None:
+                self._post_process(kprobe, regs)
 
         return stepped
 
@@ -454,7 +485,7 @@ class HitHandling:
             kprobe.run_all_pre_handlers(frame_at(regs.sp))
             ctlblk.running = None
             cost.stop()
-            if compiles and kprobe.is_patched and kprobe.code is None:
+            if compiles and kprobe.is_patched and kprobe.code is None and not self.is_patching():
                 kprobe.sample = self._sample(frame_at(regs.sp))
                 self._compile_detour(kprobe)
 
@@ -515,7 +546,7 @@ class HitHandling:
                     frame.ip = behind
             ctlblk.running = None
             cost.stop()
-            if compiles and kprobe.code is None and behind not in self._traced:
+            if compiles and kprobe.code is None and behind not in self._traced and not self.is_patching():
                 kprobe.sample = self._sample(frame)
                 self._compile_call(kprobe)
 

@@ -6,13 +6,15 @@ Source: "Kernel Probes" (2010), section 1.2. Linux had it up to 4.14.
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from emulated_kernel.abi import PAGE_SIZE
 from emulated_kernel.arch.base import Arch, Registers
 from emulated_kernel.errors import KernelError
+from emulated_kernel.kprobes.batch import register_all
+from emulated_kernel.kprobes.ctlblk import KprobeCtlblk
 from emulated_kernel.kprobes.hit import HitHandling
 from emulated_kernel.kprobes.kprobe import Kprobe, Regs
 from emulated_kernel.machine.traps import MemoryFault
@@ -56,6 +58,10 @@ class Registry(Protocol):
 
     def unregister_kprobe(self, kprobe: Kprobe, /) -> None: ...
 
+    def enable_kprobe(self, kprobe: Kprobe, /) -> None: ...
+
+    def disable_kprobe(self, kprobe: Kprobe, /) -> None: ...
+
 
 @dataclass(eq=False)
 class Jprobe:
@@ -72,6 +78,7 @@ class Jprobe:
 
     def __post_init__(self) -> None:
         self.kp = Kprobe(symbol_name=self.symbol_name, addr=self.addr)
+        self.kp.kind = "j"
 
 
 class Jprobes:
@@ -96,13 +103,29 @@ class Jprobes:
         addr, on_entry = self._registry.locate(kp)
         if not on_entry:
             raise KernelError(errno.EINVAL, f"{addr:#x} is not the entry of a function")
-        mirror = _Mirror(jprobe.entry, self._registers, self._memory)
+        mirror = _Mirror(jprobe.entry, self._registers, self._memory, self._registry.hits.ctlblk)
         kp.pre_handler, kp.break_handler = mirror.enter, mirror.leave
         self._registry.register_kprobe(kp)
+
+    def register_jprobes(self, jprobes: Sequence[Jprobe]) -> None:
+        """Register all or none. Raises: as register_jprobe; EINVAL for an empty sequence."""
+        register_all(jprobes, self.register_jprobe, self.unregister_jprobe)
 
     def unregister_jprobe(self, jprobe: Jprobe) -> None:
         """As unregister_kprobe."""
         self._registry.unregister_kprobe(jprobe.kp)
+
+    def unregister_jprobes(self, jprobes: Sequence[Jprobe]) -> None:
+        for jprobe in jprobes:
+            self.unregister_jprobe(jprobe)
+
+    def enable_jprobe(self, jprobe: Jprobe) -> None:
+        """See Kprobes.enable_kprobe."""
+        self._registry.enable_kprobe(jprobe.kp)
+
+    def disable_jprobe(self, jprobe: Jprobe) -> None:
+        """See Kprobes.disable_kprobe."""
+        self._registry.disable_kprobe(jprobe.kp)
 
 
 class _Mirror:
@@ -111,18 +134,18 @@ class _Mirror:
     Mirrors: arch/x86/kernel/kprobes/core.c:setjmp_pre_handler, longjmp_break_handler (v4.14).
     """
 
-    def __init__(self, entry: int, registers: Registers, memory: JprobeMemory) -> None:
+    def __init__(self, entry: int, registers: Registers, memory: JprobeMemory, ctlblk: KprobeCtlblk) -> None:
         self._entry = entry
         self._registers = registers
         self._memory = memory
-        self._saved: Any = None
-        self._stack = b""
+        self._ctlblk = ctlblk
+        self._saved: dict[int, tuple[Any, bytes]] = {}
+        """Registers and stack of each CPU: one in the mirror may have to wait for another one."""
 
     def enter(self, _kprobe: Kprobe, regs: Regs) -> int:
         """The kprobe's pre_handler."""
-        sp = getattr(regs, self._registers.sp)
-        self._saved = regs.snapshot()
-        self._stack = self._read_stack(sp)
+        stack = self._read_stack(getattr(regs, self._registers.sp))
+        self._saved[self._ctlblk.cpu] = regs.snapshot(), stack
         setattr(regs, self._registers.ip, self._entry)
         return 1
 
@@ -134,6 +157,7 @@ class _Mirror:
 
     def leave(self, _kprobe: Kprobe, regs: Regs) -> int:
         """The kprobe's break_handler, at jprobe_return."""
-        regs.restore(self._saved)
-        self._memory.write(getattr(regs, self._registers.sp), self._stack)
+        saved, stack = self._saved.pop(self._ctlblk.cpu)
+        regs.restore(saved)
+        self._memory.write(getattr(regs, self._registers.sp), stack)
         return 1

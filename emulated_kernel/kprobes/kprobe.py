@@ -36,10 +36,9 @@ BreakHandler = Callable[["Kprobe", Regs], int | None]
 class HitCost:
     """What handling a hit took on the host: from the breakpoint to the instruction behind the probed one."""
 
-    __slots__ = ("_started", "hits", "latest")
+    __slots__ = ("_started", "latest")
 
     def __init__(self) -> None:
-        self.hits = 0
         self.latest: list[int] = []
         """Nanoseconds; the oldest one is forgotten first."""
         self._started = 0
@@ -48,17 +47,16 @@ class HitCost:
         self._started = perf_counter_ns()
 
     def stop(self) -> None:
-        self.hits += 1
         latest = self.latest
         latest.append(perf_counter_ns() - self._started)
         if len(latest) > _COSTS_KEPT:
             del latest[0]
 
-    def text(self) -> str:
-        """Hits handled, and the median of the latest ones' nanoseconds."""
+    def text(self, hits: int) -> str:
+        """Hits, and the median of the latest ones' nanoseconds."""
         if not self.latest:
-            return "hits 0"
-        return f"hits {self.hits} median {round(median(self.latest))} ns of the last {len(self.latest)}"
+            return f"hits {hits}"
+        return f"hits {hits} median {round(median(self.latest))} ns of the last {len(self.latest)}"
 
 
 class KprobeFlag(Flag):
@@ -112,7 +110,7 @@ class Kprobe:
     """Hits whose handler raised."""
     flags: KprobeFlag = field(default=KprobeFlag.NONE, init=False)
     kind: str = field(default="k", init=False)
-    """As kprobes/list shows it: `k` kprobe, `r` kretprobe."""
+    """As kprobes/list shows it: `k` kprobe, `r` kretprobe, `j` jprobe."""
     insn: OutOfLine | None = field(default=None, init=False, repr=False)
     cost: HitCost = field(default_factory=HitCost, init=False, repr=False)
     obstacle: str = field(default="", init=False, repr=False)
@@ -155,9 +153,14 @@ class Kprobe:
         return self.program(builder, way)
 
     @property
+    def has_program(self) -> bool:
+        """Whether the pre_handler may be guest code."""
+        return self.program is not None
+
+    @property
     def may_compile(self) -> bool:
         """Whether it is worth asking."""
-        return self.program is not None and not self.is_python
+        return self.has_program and not self.is_python
 
     @property
     def is_disabled(self) -> bool:
@@ -235,6 +238,8 @@ class AggregatorProbe(Kprobe):
     members: list[Kprobe] = field(default_factory=list, init=False)
     """Newest first, as their handlers run."""
     detour: DetourBuffer | None = field(default=None, init=False, repr=False)
+    has_used_detour: bool = field(default=False, init=False, repr=False)
+    """CPUs have been led into it since it was made."""
     is_patched: bool = field(default=False, init=False)
     """A jump to the detour stands in the text."""
     saved_tail: bytes = field(default=b"", init=False, repr=False)
@@ -265,7 +270,7 @@ class AggregatorProbe(Kprobe):
     @property
     def may_compile(self) -> bool:
         handled = [member for _, member in self._pre_handlers]
-        return bool(handled) and not self.is_python and all(member.program is not None for member in handled)
+        return bool(handled) and not self.is_python and all(member.has_program for member in handled)
 
     @property
     def is_left_open(self) -> bool:
@@ -314,8 +319,21 @@ class AggregatorProbe(Kprobe):
         self._pre_handlers = tuple((m.pre_handler, m) for m in enabled if m.pre_handler is not None)
         self._post_handlers = tuple((m.post_handler, m) for m in enabled if m.post_handler is not None)
         has_post = any(m.post_handler is not None for m in self.members)
-        self.pre_handler = lambda _kp, regs: self.run_pre_handlers(regs)
+        self.pre_handler = _run_pre_handlers
         self.break_handler = next(
             (m.break_handler for m in self.members if m.break_handler is not None), None
         )
-        self.post_handler = (lambda _kp, regs: self.run_post_handlers(regs)) if has_post else None
+        self.post_handler = _run_post_handlers if has_post else None
+
+
+# One object each for all aggregators, whose own handlers they are.
+
+
+def _run_pre_handlers(head: Kprobe, regs: Regs) -> int | None:
+    assert isinstance(head, AggregatorProbe)
+    return head.run_pre_handlers(regs)
+
+
+def _run_post_handlers(head: Kprobe, regs: Regs) -> None:
+    assert isinstance(head, AggregatorProbe)
+    head.run_post_handlers(regs)

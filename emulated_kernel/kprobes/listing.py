@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
 
+from emulated_kernel.arch.analysed import Location, Symbols
 from emulated_kernel.kprobes.kprobe import AggregatorProbe, Kprobe, KprobeFlag
 
 _OWN = KprobeFlag.GONE.value | KprobeFlag.DISABLED.value
@@ -24,35 +24,7 @@ _LINE_ENDS = tuple(map(_line_end, range(2 * max(flag.value for flag in KprobeFla
 """How a line ends, by the flags."""
 
 
-class Location(Protocol):
-    """A symbol and the offset into it, in bytes."""
-
-    @property
-    def symbol(self) -> Symbol: ...
-
-    @property
-    def offset(self) -> int: ...
-
-    @property
-    def module(self) -> str | None: ...
-
-
-class Symbol(Protocol):
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def address(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-
-class Lookup(Protocol):
-    def lookup(self, address: int, /) -> Location | None: ...
-
-
-def bucket_text(probes: Iterable[Kprobe], symbols: Lookup, bits: int = 64) -> str:
+def bucket_text(probes: Iterable[Kprobe], symbols: Symbols, bits: int = 64) -> str:
     """The lines of a bucket's probes. Mirrors: kernel/kprobes.c:show_kprobe_addr, report_probe (v6.1)."""
     lines = []
     for probe in probes:

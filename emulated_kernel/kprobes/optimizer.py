@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Protocol
 
 from emulated_kernel.abi import GuestAddr
 from emulated_kernel.arch.base import Arch, OptimizationRules
 from emulated_kernel.errors import KernelError
+from emulated_kernel.kprobes.garbage import TextGarbage
 from emulated_kernel.kprobes.hit import HitHandling
 from emulated_kernel.kprobes.kprobe import AggregatorProbe, DetourBuffer, Kprobe, KprobeFlag
 from emulated_kernel.kprobes.slots import SlotText
@@ -41,6 +43,9 @@ class Optimizer:
     under CONFIG_OPTPROBES.
     """
 
+    queued = "queued for the optimizer"
+    """Why a probe that gets its jump has none yet."""
+
     def __init__(
         self,
         table: ProbeTable,
@@ -51,6 +56,7 @@ class Optimizer:
         hits: HitHandling,
         disarm: Callable[[Kprobe], None],
         release: Callable[[Kprobe], None],
+        waste: TextGarbage,
     ) -> None:
         """`disarm` takes a breakpoint out of the text, `release` gives a probe's copy back."""
         self._table = table
@@ -61,6 +67,7 @@ class Optimizer:
         self._hits = hits
         self._disarm = disarm
         self._release = release
+        self._waste = waste
         self.allowed = True
         """sysctl debug.kprobes-optimization."""
         self.optimizing: Queue = {}
@@ -98,6 +105,7 @@ class Optimizer:
             return
         assert detour.trap is not None
         self._text.poke(buffer, detour.code)
+        head.has_used_detour = False
         head.detour = DetourBuffer(
             address=GuestAddr(buffer),
             length=length,
@@ -109,11 +117,23 @@ class Optimizer:
         )
 
     def _discard(self, head: AggregatorProbe) -> None:
-        """Mirrors: arch/x86/kernel/kprobes/opt.c:arch_remove_optimized_kprobe (v6.1)."""
+        """Mirrors: arch/x86/kernel/kprobes/opt.c:arch_remove_optimized_kprobe (v6.1).
+
+        Linux: nobody is left in a detour when it goes, for it goes by the worker alone. Deviates: one whose
+        probe was unoptimized earlier goes with its probe.
+        """
         detour, head.detour = head.detour, None
-        if detour is not None:
-            self._hits.remove_detour(detour.trap)
-            self._text.free_text(detour.address)
+        if detour is None:
+            return
+        if not head.has_used_detour:
+            self._free_detour(detour)
+            return
+        self._hits.pass_detour(detour.trap)
+        self._waste.put((detour.address, detour.address + detour.size), partial(self._free_detour, detour))
+
+    def _free_detour(self, detour: DetourBuffer) -> None:
+        self._hits.remove_detour(detour.trap)
+        self._text.free_text(detour.address)
 
     def tables_changed(self) -> None:
         """A module came or went."""
@@ -147,6 +167,9 @@ class Optimizer:
     def wants(self, kprobe: Kprobe) -> bool:  # noqa: ARG002 - djprobe's answer depends on it
         """Whether it is to get a detour, if it can have one."""
         return True
+
+    def ask(self, kprobe: Kprobe) -> None:
+        """Its user wants a jump that it didn't ask for when it was registered. Raises: KernelError."""
 
     def check_conflicts(self, kprobe: Kprobe) -> None:
         """What other probes mean for one that is about to be registered. Raises: KernelError."""
@@ -267,26 +290,52 @@ class Optimizer:
         self._unoptimize_all()
         if self.is_quiescent(self._affected()):
             self._optimize_all()
-            for head in self.freeing:
-                self.free(head)
-            self.freeing.clear()
+            self._free_all()
         if self.optimizing or self.unoptimizing or self.freeing:
             self._kick()
 
+    def _free_all(self) -> None:
+        """Free what nobody is in."""
+        for head in self.freeing:
+            head.has_used_detour = False
+            self._discard(head)
+            self._release(head)
+        self.freeing.clear()
+
     def _affected(self) -> list[tuple[int, int]]:
-        """Where no CPU may stand: text that a jump is about to cover, the slots that lead back into it,
-        detours and slots about to go, and the code of handlers that leads to all of these."""
-        spans = self._hits.spans_on_the_way
+        """Where no CPU may stand: text that a jump is about to cover, what leads back into it of this probe
+        and of others around, what is about to go, and the garbage, which leads to all of these."""
+        spans = {*self._waste.spans}
         for head in self.optimizing:
             assert head.detour is not None
-            spans.append((head.address + 1, head.address + head.detour.length))
+            spans.add((head.address + 1, head.address + head.detour.length))
+            spans.update(self._leading_to(head))
         for head in self.freeing:
-            if head.detour is not None:
-                spans.append((head.detour.address, head.detour.address + head.detour.size))
-        for head in (*self.optimizing, *self.freeing):
-            if head.insn is not None and head.insn.slot is not None:
-                spans.append((head.insn.slot, head.insn.slot + self._arch.max_insn_size))
-        return spans
+            spans.update(self._places_of(head))
+        return [*spans]
+
+    def _leading_to(self, head: AggregatorProbe) -> Iterator[tuple[int, int]]:
+        """From where CPUs may come back to the middle of a region without a hit: by its own slot, and by
+        all that probes have whose instructions end there."""
+        assert head.detour is not None
+        for distance in range(1 - self._arch.max_detoured, head.detour.length):
+            other = self._table.get(head.address + distance)
+            if other is head:
+                yield from self._slot_of(head)
+            elif other is not None:
+                yield from self._places_of(other)
+
+    def _places_of(self, probe: Kprobe) -> Iterator[tuple[int, int]]:
+        """The executable memory of a probe."""
+        yield from self._slot_of(probe)
+        detour = probe.detour if isinstance(probe, AggregatorProbe) else None
+        for code in (detour, probe.stub, probe.code):
+            if code is not None:
+                yield code.address, code.address + code.size
+
+    def _slot_of(self, probe: Kprobe) -> Iterator[tuple[int, int]]:
+        if probe.insn is not None and probe.insn.slot is not None:
+            yield probe.insn.slot, probe.insn.slot + self._arch.max_insn_size
 
     def _unoptimize_all(self) -> None:
         """Mirrors: kernel/kprobes.c:do_unoptimize_kprobes (v6.1)."""
@@ -335,6 +384,7 @@ class Optimizer:
     def _mark(self, head: AggregatorProbe, *, optimized: bool) -> None:
         if optimized:
             head.flags |= KprobeFlag.OPTIMIZED
+            head.has_used_detour = True
         else:
             head.flags &= ~KprobeFlag.OPTIMIZED
         self._hits.install(head)

@@ -6,11 +6,12 @@ import errno
 from collections.abc import Iterable
 from typing import Protocol
 
+from emulated_kernel.arch.analysed import Symbol, Symbols
 from emulated_kernel.arch.base import Arch
 from emulated_kernel.errors import KernelError
+from emulated_kernel.kprobes.garbage import TextGarbage
 from emulated_kernel.kprobes.hit import HitHandling
 from emulated_kernel.kprobes.kprobe import Kprobe, OutOfLine
-from emulated_kernel.kprobes.listing import Lookup, Symbol
 from emulated_kernel.kprobes.profile import Profile
 from emulated_kernel.kprobes.slots import InsnSlots, SlotText
 
@@ -18,10 +19,12 @@ from emulated_kernel.kprobes.slots import InsnSlots, SlotText
 class CopiedText(SlotText, Protocol):
     def original(self, va: int, size: int, /) -> bytes: ...
 
+    def sync(self) -> None: ...
+
 
 class CopiedImage(Protocol):
     @property
-    def kallsyms(self) -> Lookup: ...
+    def kallsyms(self) -> Symbols: ...
 
     @property
     def ex_table(self) -> Iterable[tuple[int, int]]: ...
@@ -40,6 +43,7 @@ class Copies:
         arch: Arch,
         hits: HitHandling,
         profile: Profile,
+        waste: TextGarbage,
     ) -> None:
         self._text = text
         self._image = image
@@ -48,8 +52,7 @@ class Copies:
         self._arch = arch
         self._hits = hits
         self._boosts = not profile.preemption
-        self.slots = InsnSlots(text, arch.max_insn_size, arch.breakpoint)
-        self.slots.on_the_way = lambda: hits.spans_on_the_way
+        self.slots = InsnSlots(text, arch.max_insn_size, arch.breakpoint, waste)
 
     def read_tables(self) -> None:
         """What is known of the text: which instructions may fault, and where functions' instructions start.
@@ -106,6 +109,9 @@ class Copies:
         boosted = self._boosts and insn.prepared.boostable and head.post_handler is None
         if boosted == insn.boosted:
             return
+        if self._hits.ctlblk.is_underway:
+            # A CPU in the middle of a step needs its end.
+            self._text.sync()
         end = insn.prepared.length
         tail = insn.prepared.slot_bytes[end:]
         if boosted:
@@ -116,7 +122,8 @@ class Copies:
     def release(self, kprobe: Kprobe) -> None:
         """Give the slot back and forget the ways into the probe."""
         self._hits.remove(kprobe)
-        if kprobe.insn is not None and kprobe.insn.slot is not None:
-            # A boosted copy is left without a trap.
-            self.slots.put(kprobe.insn.slot, dirty=kprobe.insn.boosted)
-        kprobe.insn = None
+        insn, kprobe.insn = kprobe.insn, None
+        if insn is not None and insn.slot is not None:
+            # A boosted copy is left without a trap; a stepped one by the end of a hit.
+            dirty = insn.boosted or self._hits.ctlblk.is_underway
+            self.slots.put(insn.slot, dirty=dirty, on_free=lambda: self._hits.remove_step_end(insn))

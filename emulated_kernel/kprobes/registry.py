@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import errno
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Protocol
 
 from emulated_kernel.abi import GuestAddr
+from emulated_kernel.arch.analysed import AnalysedImage
 from emulated_kernel.arch.base import Arch
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes import listing, report
 from emulated_kernel.kprobes.arming import ArmedText, Arming, Breakpoints
+from emulated_kernel.kprobes.batch import register_all
 from emulated_kernel.kprobes.compiled import Compiler
 from emulated_kernel.kprobes.djprobe import Djprobes
 from emulated_kernel.kprobes.ftrace import FtraceSites
+from emulated_kernel.kprobes.garbage import TextGarbage
 from emulated_kernel.kprobes.gone import GoneCode
 from emulated_kernel.kprobes.hit import HitHandling, HitMachine
 from emulated_kernel.kprobes.jprobe import Jprobes
@@ -36,33 +39,14 @@ class ProbedMachine(HitMachine, Protocol):
     def text(self) -> ProbedText: ...
 
 
-class Symbols(listing.Lookup, Protocol):
-    def lookup_name(self, name: str, /) -> int | None: ...
-
-
-class ProbedImage(Protocol):
+class ProbedImage(AnalysedImage, Protocol):
     """The tables of the kernel binary that decide what can be probed."""
-
-    @property
-    def kallsyms(self) -> Symbols: ...
-
-    @property
-    def text_ranges(self) -> Sequence[tuple[int, int]]: ...
 
     @property
     def blacklist(self) -> Sequence[tuple[int, int, str]]: ...
 
     @property
     def bugs(self) -> Iterable[int]: ...
-
-    @property
-    def ex_table(self) -> Iterable[tuple[int, int]]: ...
-
-    @property
-    def mcount(self) -> Collection[int]: ...
-
-    @property
-    def jump_labels(self) -> Iterable[tuple[int, int, int]]: ...
 
 
 class Kprobes:
@@ -107,11 +91,15 @@ class Kprobes:
         self.poker = TextPoker(text, arch.breakpoint)
         rules = arch.optimization_rules(image, ftrace=profile.ftrace)
         live_at = rules.live_at if profile.saving is Saving.LIVENESS else None
-        self.compiler = Compiler(text, arch, machine.breakpoints, live_at)
+        self.garbage = TextGarbage()
+        self.compiler = Compiler(text, arch, machine.breakpoints, live_at, self.garbage)
         self.compiler.enabled = profile.compiled
         self.hits = HitHandling(machine, arch, profile, self.compiler)
+        self.hits.is_patching = lambda: self.poker.is_busy
+        if arch.call_link is not None:
+            self.hits.is_in_jump = self._is_in_jump
         self.hits.redirect = lambda head, jump: self.poker.replace(head.address, jump)
-        self._copies = Copies(text, image, arch, self.hits, profile)
+        self._copies = Copies(text, image, arch, self.hits, profile, self.garbage)
         self.slots = self._copies.slots
         breakpoints = Breakpoints(text, arch)
         self.optimizer: Optimizer | None = None
@@ -120,7 +108,15 @@ class Kprobes:
             if profile.djprobe is not None:
                 kind, rules = Djprobes, arch.djprobe_rules(image)
             self.optimizer = kind(
-                self._table, rules, arch, text, self.poker, self.hits, breakpoints.clear, self._copies.release
+                self._table,
+                rules,
+                arch,
+                text,
+                self.poker,
+                self.hits,
+                breakpoints.clear,
+                self._copies.release,
+                self.garbage,
             )
         self.jprobes = Jprobes(self, machine, arch) if profile.jprobes else None
         self.sites = sites = FtraceSites(text, self.poker, arch, self.hits) if profile.ftrace else None
@@ -128,6 +124,14 @@ class Kprobes:
         """Address and size in bytes of what armed fentry sites call."""
         self._arming = Arming(self._table, breakpoints, sites, self.optimizer, self._log)
         self._gone = GoneCode(self._table, self._arming, self._copies, self.optimizer)
+
+    def _is_in_jump(self, ip: int) -> bool:
+        """Of an optimized probe, or in an fentry site, be there a call or nops."""
+        for start in range(ip - self._call_size + 1, ip):
+            head = self._table.get(start)
+            if start in self._fentry or (isinstance(head, AggregatorProbe) and head.is_optimized):
+                return True
+        return False
 
     def tables_changed(self) -> None:
         """A module came or went: look at the image's tables again."""
@@ -212,22 +216,16 @@ class Kprobes:
 
     def register_kprobes(self, kprobes: Sequence[Kprobe]) -> None:
         """Register all or none. Raises: as register_kprobe; EINVAL for an empty sequence."""
-        if not kprobes:
-            raise KernelError(errno.EINVAL, "no probes given")
-        for done, kprobe in enumerate(kprobes):
-            try:
-                self.register_kprobe(kprobe)
-            except KernelError:
-                self.unregister_kprobes(kprobes[:done])
-                raise
+        register_all(kprobes, self.register_kprobe, self.unregister_kprobe)
 
     def unregister_kprobe(self, kprobe: Kprobe) -> None:
-        """Disarm and forget a probe. Linux ignores one that isn't registered; so do we.
+        """Disarm and forget a probe; one that isn't registered loses its address, as in Linux.
 
         Mirrors: kernel/kprobes.c:__unregister_kprobe_top, __unregister_kprobe_bottom (v6.1).
         """
         head = self._table.valid(kprobe)
         if head is None:
+            kprobe.addr = None
             return
         self._disable(kprobe, head)
         if isinstance(head, AggregatorProbe):
@@ -298,6 +296,8 @@ class Kprobes:
 
         Mirrors: kernel/kprobes.c:init_aggr_kprobe (v6.1).
         """
+        # Compiled, it leads to the handlers of that probe alone.
+        self.hits.drop_code(first)
         head.flags = first.flags
         head.insn, head.cost = first.insn, first.cost
         head.members.append(first)
@@ -457,6 +457,11 @@ class Kprobes:
         head = self._table.valid(kprobe)
         return isinstance(head, AggregatorProbe) and head.is_patched
 
+    def runs_in_detour(self, kprobe: Kprobe) -> bool:
+        """Whether hits go on in the probe's detour: by the jump, or by the breakpoint before it."""
+        head = self._table.valid(kprobe)
+        return isinstance(head, AggregatorProbe) and head.is_optimized
+
     def detour(self, kprobe: Kprobe) -> DetourBuffer | None:
         """The detour of the probe's address, used or only prepared."""
         head = self._table.valid(kprobe)
@@ -502,6 +507,10 @@ class Kprobes:
         if head is None:
             raise KernelError(errno.EINVAL, "the probe isn't registered")
         optimizer = self.optimizer
+        if optimizer is not None and wanted and head is kprobe and not kprobe.is_gone:
+            optimizer.ask(kprobe)
+            self._try_to_optimize(kprobe)
+            head = self._table.valid(kprobe)
         if optimizer is not None and isinstance(head, AggregatorProbe) and head.detour is not None:
             optimizer.hold(head, not wanted)
             if not wanted or head.post_handler is None:

@@ -62,7 +62,9 @@ def _passing_rule(kprobes: Kprobes, kprobe: Kprobe) -> str:
         return "this kernel is built without jump optimization"
     if not optimizer.allowed:
         return "optimization is off, see kprobes/optimization"
-    assert isinstance(head, AggregatorProbe), "without an obstacle there is a detour"
+    if not isinstance(head, AggregatorProbe) or head.detour is None:
+        # Djprobe's alone: the optimizer tries all others.
+        return "registered without a length, so it is no djprobe"
     if head.break_handler is not None:
         return "a jprobe goes elsewhere from the breakpoint"
     if head.post_handler is not None:
@@ -73,5 +75,5 @@ def _passing_rule(kprobes: Kprobes, kprobe: Kprobe) -> str:
     if other is not None:
         return f"the jump would cover the probe at 0x{other.address:x}"
     if head.is_optimized:
-        return "queued for the optimizer"
+        return optimizer.queued
     return "unoptimized for a probe that its jump covered"

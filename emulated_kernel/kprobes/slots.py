@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from emulated_kernel.abi import PAGE_SIZE, GuestAddr
 from emulated_kernel.errors import KernelError
+from emulated_kernel.kprobes.garbage import TextGarbage
 from emulated_kernel.machine.traps import HardwareError
 
 _ALIGN = 16
@@ -31,29 +33,24 @@ class SlotPage:
     address: int
     clean: list[int]
     """Addresses of slots that nothing uses."""
-    dirty: list[int] = field(default_factory=list)
-    """Given back, but somebody may still be on his way through."""
 
 
 class InsnSlots:
-    """Slots of one size in pages of executable memory, and the collector of their garbage.
+    """Slots of one size in pages of executable memory.
 
     Mirrors: kernel/kprobes.c:struct kprobe_insn_cache (v6.1).
     """
 
-    def __init__(self, text: SlotText, size: int, breakpoint_: bytes) -> None:
+    def __init__(self, text: SlotText, size: int, breakpoint_: bytes, waste: TextGarbage) -> None:
         """`size`: bytes of a slot, at least."""
         self._text = text
+        self._waste = waste
         self._size = -(-size // _ALIGN) * _ALIGN
         self._empty = breakpoint_ * (self._size // len(breakpoint_))
         self.slots_per_page = PAGE_SIZE // self._size
         self._pages: dict[SlotPage, None] = {}
         self._page_of: dict[int, SlotPage] = {}
         self._garbage = 0
-        self.is_quiescent: Callable[[Sequence[tuple[int, int]]], bool] = lambda _spans: True
-        """Whether no task was interrupted, or comes back, within the ranges."""
-        self.on_the_way: Callable[[], Sequence[tuple[int, int]]] = lambda: ()
-        """Where a CPU may stand that goes on to a slot."""
 
     @property
     def used(self) -> int:
@@ -76,7 +73,8 @@ class InsnSlots:
         Mirrors: kernel/kprobes.c:__get_insn_slot (v6.1).
         """
         page = self._page_with_room()
-        if page is None and self._garbage and self.collect():
+        if page is None and self._garbage:
+            self._waste.collect()
             page = self._page_with_room()
         if page is None:
             page = self._new_page()
@@ -84,35 +82,22 @@ class InsnSlots:
         self._page_of[slot] = page
         return GuestAddr(slot)
 
-    def put(self, slot: int, *, dirty: bool = False) -> None:
+    def put(self, slot: int, *, dirty: bool = False, on_free: Callable[[], None] = lambda: None) -> None:
         """Give a slot back; a `dirty` one is used again only when nobody can be in it.
 
-        Mirrors: kernel/kprobes.c:__free_insn_slot (v6.1).
+        `on_free` is called when that is so. Mirrors: kernel/kprobes.c:__free_insn_slot (v6.1).
         """
-        page = self._page_of[slot]
         if not dirty:
-            self._reclaim(page, slot)
+            self._reclaim(slot, on_free)
             return
-        page.dirty.append(slot)
         self._garbage += 1
+        self._waste.put((slot, slot + self._size), partial(self._collect, slot, on_free))
         if self._garbage > self.slots_per_page:
-            self.collect()
+            self._waste.collect()
 
-    def collect(self) -> bool:
-        """Reclaim the garbage; False while somebody may be in it.
-
-        Mirrors: kernel/kprobes.c:collect_garbage_slots (v6.1), which waits instead.
-        """
-        pages = [page for page in self._pages if page.dirty]
-        spans = [(slot, slot + self._size) for page in pages for slot in page.dirty]
-        if not self.is_quiescent([*spans, *self.on_the_way()]):
-            return False
-        for page in pages:
-            dirty, page.dirty = page.dirty, []
-            self._garbage -= len(dirty)
-            for slot in dirty:
-                self._reclaim(page, slot)
-        return True
+    def _collect(self, slot: int, on_free: Callable[[], None]) -> None:
+        self._garbage -= 1
+        self._reclaim(slot, on_free)
 
     def _page_with_room(self) -> SlotPage | None:
         return next((page for page in reversed(self._pages) if page.clean), None)
@@ -127,9 +112,10 @@ class InsnSlots:
         self._pages[page] = None
         return page
 
-    def _reclaim(self, page: SlotPage, slot: int) -> None:
+    def _reclaim(self, slot: int, on_free: Callable[[], None]) -> None:
         """Mirrors: kernel/kprobes.c:collect_one_slot (v6.1): one empty page is kept."""
-        del self._page_of[slot]
+        on_free()
+        page = self._page_of.pop(slot)
         self._text.poke(slot, self._empty)
         page.clean.append(slot)
         if len(page.clean) == self.slots_per_page and len(self._pages) > 1:

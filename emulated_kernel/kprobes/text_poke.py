@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from enum import Enum, auto
 from typing import Protocol
 
@@ -37,11 +38,14 @@ class TextPoker:
         self._text = text
         self._breakpoint = breakpoint_
         self.on_step: Callable[[PokeStep, int], None] = lambda _step, _address: None
+        self.is_busy = False
+        """Text is being patched: a hit in between must leave it alone. Linux: text_mutex is held."""
 
     def replace(self, va: int, insn: bytes) -> None:
         """Breakpoint, tail, first byte."""
-        self.expose_breakpoint(va, insn)
-        self._write(PokeStep.FIRST_BYTE, va, insn)
+        with self._patching():
+            self._expose(va, insn)
+            self._write(PokeStep.FIRST_BYTE, va, insn)
 
     def replace_all(self, insns: Mapping[int, bytes]) -> None:
         """The same for several instructions at once, with one synchronisation a step for all."""
@@ -51,17 +55,30 @@ class TextPoker:
             [(va + size, insn[size:]) for va, insn in insns.items()],
             [(va, insn[:size]) for va, insn in insns.items()],
         )
-        for pokes in steps:
-            self._text.poke_batch(pokes)
-            self._text.sync()
+        with self._patching():
+            for pokes in steps:
+                self._text.poke_batch(pokes)
+                self._text.sync()
 
     def expose_breakpoint(self, va: int, insn: bytes) -> None:
         """Breakpoint, then the tail of `insn`; the breakpoint stays.
 
         Mirrors: arch/x86/kernel/kprobes/opt.c:arch_unoptimize_kprobe (v6.1).
         """
+        with self._patching():
+            self._expose(va, insn)
+
+    def _expose(self, va: int, insn: bytes) -> None:
         self._write(PokeStep.BREAKPOINT, va, self._breakpoint)
         self._write(PokeStep.TAIL, va, insn)
+
+    @contextmanager
+    def _patching(self) -> Iterator[None]:
+        self.is_busy = True
+        try:
+            yield
+        finally:
+            self.is_busy = False
 
     def _write(self, step: PokeStep, va: int, insn: bytes) -> None:
         """Write the part of `insn` that a step changes; when it returns no CPU has an older one."""
