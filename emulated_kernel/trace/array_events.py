@@ -136,7 +136,4 @@ class ArrayEvents:
         """The trace array goes: nothing of it is kept with the events."""
         self.clear()
         for event in self.registry:
-            event.filters.pop(self.recorder, None)
-            event.files.pop(self.recorder, None)
-            if self.recorder in event.seen_by:
-                event.seen_by.remove(self.recorder)
+            event.forget(self.recorder)

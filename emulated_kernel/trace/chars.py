@@ -14,7 +14,7 @@ SPACES = "\t\n\v\f\r \xa0"
 _LETTERS = "_A-Za-z\xc0-\xd6\xd8-\xf6\xf8-\xff"
 """Mirrors: include/linux/ctype.h:isalpha (v6.1), whose table is Latin-1; and the underscore."""
 _NAME = re.compile(f"[{_LETTERS}][{_LETTERS}0-9]*")
-_SYSTEM_NAME = re.compile(f"[{_LETTERS}][{_LETTERS}0-9-]*")
+_SYSTEM_NAME = re.compile(f"[{_LETTERS}-][{_LETTERS}0-9-]*")
 
 
 def decode_command(data: bytes) -> str:

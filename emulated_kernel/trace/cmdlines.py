@@ -8,6 +8,10 @@ from emulated_kernel.errors import KernelError
 
 PID_MAX_DEFAULT = 0x8000
 DEFAULT_SIZE = 6552
+_HEADER = 4 * (PID_MAX_DEFAULT + 1) + 20
+_ELEMENT = 20
+_PAGE = 4096
+"""Bytes: of the table of pids and what follows it, of a name and its pid, of a page."""
 UNKNOWN_COMM = "<...>"
 _NO_PID = -1
 
@@ -36,13 +40,13 @@ class SavedCmdlines:
         return self._size
 
     def resize(self, size: int) -> None:
-        """Forget all names and remember `size` tasks from now on.
+        """Forget all names and remember `size` tasks from now on, or as many more as the pages have room for.
 
         Raises: KernelError EINVAL. Mirrors: kernel/trace/trace.c:tracing_saved_cmdlines_size_write (v6.1)
         """
         if not 0 < size <= PID_MAX_DEFAULT:
             raise KernelError(errno.EINVAL, "saved_cmdlines_size out of range")
-        self._clear(size)
+        self._clear(_fitting(size))
 
     def save(self, pid: int, comm: str) -> None:
         """Remember `comm` as the name of `pid`; the idle task needs no entry."""
@@ -84,3 +88,10 @@ class SavedCmdlines:
     def tgid_records(self) -> list[str]:
         """The lines of saved_tgids: pid and thread group."""
         return [f"{pid} {tgid}\n" for pid, tgid in sorted(self._tgids.items()) if tgid]
+
+
+def _fitting(size: int) -> int:
+    """Tasks that fit into the pages for `size` of them. Mirrors: allocate_cmdlines_buffer (v6.1)."""
+    pages = -(-(_HEADER + size * _ELEMENT) // _PAGE)
+    allocated = _PAGE << (pages - 1).bit_length()
+    return (allocated - _HEADER) // _ELEMENT

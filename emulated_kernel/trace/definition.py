@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from sys import intern
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.chars import is_good_name, is_good_system_name
@@ -22,7 +23,7 @@ KRETPROBE_MAXACTIVE_MAX = 4096
 _UINT_MAX = 0xFFFFFFFF
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Place:
     """Where to probe: `symbol` (may be MODULE:NAME) + `offset` bytes, or `address`."""
 
@@ -49,7 +50,7 @@ class Place:
         return name.replace(":", "_").replace(".", "_")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ProbeDefinition:
     """A parsed command. Strings have one character a byte."""
 
@@ -132,6 +133,8 @@ def _place(word: str, is_return: bool, around: Surroundings, log: CommandLog) ->
         raise log.error(len(name), ProbeError.BAD_ADDR_SUFFIX)
     try:
         symbol, offset = split_symbol_offset(name, bits)
+        # Many probes may be in one function.
+        symbol = intern(symbol)
     except KernelError:
         offset = -1
     if not 0 <= offset <= _UINT_MAX:
@@ -154,7 +157,16 @@ def split_symbol_offset(text: str, bits: int) -> tuple[str, int]:
     return text[: min(signs)], kstrtol(text[min(signs) :], 0, bits)
 
 
-def resolve_symbols(arg: ProbeArg, symbols: TraceSymbols, bits: int) -> ProbeArg:
+def resolve_symbols(args: tuple[ProbeArg, ...], symbols: TraceSymbols, bits: int) -> tuple[ProbeArg, ...]:
+    """The arguments with the addresses of their `@symbol` put in; they themselves where there is none.
+
+    Raises: KernelError ENOENT.
+    """
+    resolved = tuple(resolve_symbol(arg, symbols, bits) for arg in args)
+    return args if resolved == args else resolved
+
+
+def resolve_symbol(arg: ProbeArg, symbols: TraceSymbols, bits: int) -> ProbeArg:
     """The argument with the addresses of its `@symbol` put in.
 
     Raises: KernelError ENOENT. Mirrors: kernel/trace/trace_probe.c:traceprobe_update_arg (v6.1).

@@ -9,7 +9,7 @@ from functools import partial
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.chars import argv_split, to_text
-from emulated_kernel.trace.definition import parse_event_name, resolve_symbols
+from emulated_kernel.trace.definition import parse_event_name, resolve_symbol
 from emulated_kernel.trace.dynamic_events import DynamicEvents
 from emulated_kernel.trace.error_log import ErrorLog
 from emulated_kernel.trace.event import (
@@ -268,7 +268,7 @@ class EventProbes:
             if first.name not in _COMM:
                 raise log.error(0, ProbeError.BAD_ATTACH_ARG, errno.ENOENT)
             arg = replace(arg, program=(FetchInsn(FetchOp.COMM), *rest))
-        return resolve_symbols(arg, self._symbols, 8 * self._arch.word_size)
+        return resolve_symbol(arg, self._symbols, 8 * self._arch.word_size)
 
     def _remove(self, probe: Eprobe) -> None:
         """Raises: KernelError EBUSY. Mirrors: unregister_trace_eprobe (v6.1)."""

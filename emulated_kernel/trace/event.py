@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.chars import bytes_to_text
@@ -26,7 +26,7 @@ FIRST_EVENT_ID = 21
 LAST_EVENT_ID = 0xFFFF
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class EventField:
     """A field of an entry; offset and size in bytes, the offset from the entry's start."""
 
@@ -56,37 +56,70 @@ COMMON_FIELDS = (
 )
 
 
+_V = TypeVar("_V")
+_NONE: Mapping[Any, Any] = {}
+"""The filters and the files of an event that has none."""
+
+
 class TraceEvent(ABC):
-    """An event: `id` stands in its entries as common_type, 0 before it is registered."""
+    """An event: `id` stands in its entries as common_type, 0 before it is registered.
+
+    There may be thousands that nobody has enabled. So their collections are never changed but replaced, and
+    the empty ones are shared by all.
+    """
+
+    __slots__ = (
+        "_fields",
+        "_print_fmt",
+        "files",
+        "filters",
+        "group",
+        "id",
+        "name",
+        "on_change",
+        "recorders",
+        "references",
+        "seen_by",
+    )
 
     is_switchable = True
     """Whether it can be enabled; others are there for their format alone."""
 
-    def __init__(self, group: str, name: str, fields: Iterable[EventField], print_fmt: str) -> None:
+    def __init__(self, group: str, name: str, fields: Iterable[EventField] = (), print_fmt: str = "") -> None:
         self.group = group
         self.name = name
         self.id = 0
-        self.fields = tuple(fields)
-        self.print_fmt = print_fmt
+        self._fields = tuple(fields)
+        self._print_fmt = print_fmt
         self.references = 0
         """Users such as hist triggers and event probes; while there are any, it can't be removed."""
-        self.filters: dict[Recorder, EventFilter] = {}
+        self.filters: Mapping[Recorder, EventFilter] = _NONE
         """Of each trace array that has one for this event."""
-        self.recorders: list[Recorder] = []
+        self.recorders: tuple[Recorder, ...] = ()
         """Those that have it enabled."""
-        self.seen_by: list[Recorder] = []
+        self.seen_by: tuple[Recorder, ...] = ()
         """Those that ever had it enabled, and may hold entries of it."""
-        self.files: dict[Recorder, EventFile] = {}
+        self.files: Mapping[Recorder, EventFile] = _NONE
         """Triggers and soft mode, of each trace array where there ever were any."""
-        self.on_change: list[Callable[[TraceEvent], None]] = []
+        self.on_change: tuple[Callable[[TraceEvent], None], ...] = ()
         """Called when what is done at its hits differs: recorders, filters, triggers; see changed()."""
+
+    @property
+    def fields(self) -> tuple[EventField, ...]:
+        """Those of its own, in the order of `format`."""
+        return self._fields
+
+    @property
+    def print_fmt(self) -> str:
+        """As in the `format` file."""
+        return self._print_fmt
 
     def changed(self) -> None:
         """What is done at its hits differs from now on.
 
         To be called after each such change, also when a recorder's target() has changed.
         """
-        for listener in tuple(self.on_change):
+        for listener in self.on_change:
             listener(self)
 
     @property
@@ -98,8 +131,25 @@ class TraceEvent(ABC):
         """The event in that trace array: its triggers and soft mode."""
         found = self.files.get(recorder)
         if found is None:
-            found = self.files[recorder] = EventFile(self, recorder)
+            found = EventFile(self, recorder)
+            self.files = {**self.files, recorder: found}
         return found
+
+    def set_filter(self, recorder: Recorder, event_filter: EventFilter | None) -> None:
+        """Let only what the filter accepts be recorded in `recorder`; all with None."""
+        if event_filter is not None:
+            self.filters = {**self.filters, recorder: event_filter}
+        elif recorder in self.filters:
+            self.filters = _without(recorder, self.filters)
+        else:
+            return
+        self.changed()
+
+    def forget(self, recorder: Recorder) -> None:
+        """The trace array goes, and doesn't have the event enabled."""
+        self.filters = _without(recorder, self.filters)
+        self.files = _without(recorder, self.files)
+        self.seen_by = _others(recorder, self.seen_by)
 
     @property
     def is_enabled(self) -> bool:
@@ -119,23 +169,23 @@ class TraceEvent(ABC):
         self.check_alive()
         if recorder in self.recorders:
             return
-        self.recorders.append(recorder)
+        self.recorders += (recorder,)
         if len(self.recorders) == 1:
             try:
                 self.start()
             except KernelError:
-                self.recorders.remove(recorder)
+                self.recorders = ()
                 raise
         self.changed()
         if recorder not in self.seen_by:
-            self.seen_by.append(recorder)
+            self.seen_by += (recorder,)
 
     def disable(self, recorder: Recorder) -> None:
         """Stop recording in `recorder`; the last one stops the event. Raises: KernelError ENODEV."""
         self.check_alive()
         if recorder not in self.recorders:
             return
-        self.recorders.remove(recorder)
+        self.recorders = _others(recorder, self.recorders)
         self.changed()
         if not self.recorders:
             self.stop()
@@ -158,7 +208,7 @@ class TraceEvent(ABC):
 
         `payload` is what follows the common fields. Every kind of event has its hits go through here.
         """
-        for recorder in tuple(self.recorders):
+        for recorder in self.recorders:
             file = self.files.get(recorder)
             if file is not None and file.is_special:
                 file.fire(payload, hit)
@@ -191,21 +241,40 @@ class TraceEvent(ABC):
         return f"{self.name}: {self.print_record(payload, symbols, sym_addr=sym_addr)}"
 
 
+def _without(recorder: Recorder, owned: Mapping[Recorder, _V]) -> Mapping[Recorder, _V]:
+    return {each: value for each, value in owned.items() if each is not recorder} or _NONE
+
+
+def _others(recorder: Recorder, recorders: tuple[Recorder, ...]) -> tuple[Recorder, ...]:
+    return tuple(each for each in recorders if each is not recorder)
+
+
 class KprobeTraceEvent(TraceEvent):
     """The event of one or more kprobes, which all have the same arguments.
 
     Mirrors: kernel/trace/trace_probe.h:struct trace_probe_event (v6.1).
     """
 
+    __slots__ = ("args", "is_return", "probes", "word_size")
+
     def __init__(
         self, group: str, name: str, is_return: bool, args: tuple[ProbeArg, ...], word_size: int
     ) -> None:
+        super().__init__(group, name)
         self.is_return = is_return
         self.args = args
         self.word_size = word_size
-        self.probes: list[TraceKprobe] = []
-        names = ("__probe_func", "__probe_ret_ip") if is_return else ("__probe_ip",)
-        super().__init__(group, name, probe_fields(names, args, word_size), probe_fmt(names, args))
+        self.probes: tuple[TraceKprobe, ...] = ()
+
+    # Made when they are asked for, which few events' are.
+
+    @property
+    def fields(self) -> tuple[EventField, ...]:
+        return tuple(probe_fields(address_names(self.is_return), self.args, self.word_size))
+
+    @property
+    def print_fmt(self) -> str:
+        return probe_fmt(address_names(self.is_return), self.args)
 
     @property
     def is_removed(self) -> bool:
@@ -283,6 +352,11 @@ def _string_text(location: int, payload: bytes) -> str:
         return "(fault)"
     text = payload[(location & 0xFFFF) - COMMON_SIZE :].partition(b"\0")[0]
     return f'"{bytes_to_text(text)}"'
+
+
+def address_names(is_return: bool) -> Sequence[str]:
+    """The fields that a probe's event begins with."""
+    return ("__probe_func", "__probe_ret_ip") if is_return else ("__probe_ip",)
 
 
 def probe_fields(names: Sequence[str], args: Sequence[ProbeArg], word_size: int) -> Iterator[EventField]:

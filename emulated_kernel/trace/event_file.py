@@ -126,15 +126,19 @@ class EventFile:
 
         Mirrors: __trace_trigger_soft_disabled, __event_trigger_test_discard (v6.1).
         """
+        recorder = self.recorder
         deferred: list[Trigger] = []
         if self.needs_entry:
-            deferred = self.run_on_entry(self.recorder.entry(self.event, payload, hit), hit)
+            # What triggers do to the buffers doesn't move the entry that they have seen.
+            place = recorder.reserve()
+            deferred = self.run_on_entry(recorder.entry(self.event, payload, hit), hit)
         else:
             for trigger in tuple(self.triggers):
                 if not trigger.paused:
                     trigger.fire(hit, None)
-        if not self.soft_disabled and self.event.passes_filter(self.recorder, payload, hit):
-            self.recorder.record(self.event, payload, hit)
+            place = recorder.reserve()
+        if place is not None and not self.soft_disabled and self.event.passes_filter(recorder, payload, hit):
+            recorder.commit(place, self.event, payload, hit)
         self.run_deferred(deferred, hit)
 
     def run_on_entry(self, entry: RawEntry, hit: ProbeHit) -> list[Trigger]:

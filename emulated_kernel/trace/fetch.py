@@ -49,6 +49,25 @@ def store(args: Sequence[ProbeArg], header: bytes, environment: FetchEnvironment
     return bytes(entry)
 
 
+def read_string(read: Callable[[int, int], bytes | None], address: int, limit: int) -> bytes | None:
+    """The string at an address and its NUL, `limit` bytes at most; None where it can't be read.
+
+    Reads up to page ends, so that a string that ends before an unmapped page is whole.
+    """
+    text = b""
+    while len(text) < limit:
+        chunk = min(_PAGE_SIZE - (address & _PAGE_SIZE - 1), limit - len(text))
+        data = read(address, chunk)
+        if data is None:
+            return None
+        head, end, _ = data.partition(b"\0")
+        text += head
+        if end:
+            return text + end
+        address += chunk
+    return text[: limit - 1] + b"\0"
+
+
 @dataclass
 class _DynamicArea:
     """The strings' part of an entry: position of the next byte, and bytes left."""
@@ -211,22 +230,8 @@ class _ArgRun:
         address = value + insn.value & self._mask
         if insn.op is FetchOp.ST_SYMSTR:
             return self._environment.sprint_symbol(address).encode("utf-8", "surrogateescape") + b"\0"
-        return self._string_at(address, insn.op in _USER_OPS)
-
-    def _string_at(self, address: int, user: bool) -> bytes | None:
-        """Reads up to page ends, so that a string that ends before an unmapped page is whole."""
-        text = b""
-        while len(text) < MAX_STRING_SIZE:
-            chunk = min(_PAGE_SIZE - (address & _PAGE_SIZE - 1), MAX_STRING_SIZE - len(text))
-            data = self._read(address, chunk, user)
-            if data is None:
-                return None
-            head, end, _ = data.partition(b"\0")
-            text += head
-            if end:
-                return text + end
-            address += chunk
-        return text[: MAX_STRING_SIZE - 1] + b"\0"
+        user = insn.op in _USER_OPS
+        return read_string(lambda at, size: self._read(at, size, user), address, MAX_STRING_SIZE)
 
     def _store_string(self, text: bytes | None, area: _DynamicArea) -> bytes:
         """Write a string into `area`; returns its __data_loc.

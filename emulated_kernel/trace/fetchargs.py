@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.chars import is_good_name
@@ -120,7 +120,13 @@ def parse_args(words: Sequence[str], context: FetchContext) -> tuple[ProbeArg, .
         arg = _ArgParser(context, body, offset).parse(name, size)
         args.append(arg if context.finish is None else context.finish(arg))
         size += args[-1].size
-    return tuple(args)
+    return _shared(tuple(args))
+
+
+@lru_cache(maxsize=256)
+def _shared(args: tuple[ProbeArg, ...]) -> tuple[ProbeArg, ...]:
+    """The same object for equal arguments: many events have the same."""
+    return args
 
 
 def _split_name(word: str, number: int, args: Sequence[ProbeArg], log: CommandLog) -> tuple[str, str, int]:

@@ -92,25 +92,20 @@ class EventFilters:
 
     def _clear(self, events: Iterable[TraceEvent]) -> None:
         for event in events:
-            if event.filters.pop(self._recorder, None) is not None:
-                event.changed()
+            event.set_filter(self._recorder, None)
 
     def _set(self, event: TraceEvent, text: str) -> FilterParseError | None:
         try:
             program = parse_filter(text, partial(find_event_field, event))
         except FilterParseError as failure:
             return failure
-        self._put(event, EventFilter(text, program))
+        event.set_filter(self._recorder, EventFilter(text, program))
         return None
-
-    def _put(self, event: TraceEvent, event_filter: EventFilter) -> None:
-        event.filters[self._recorder] = event_filter
-        event.changed()
 
     def _show_error(self, event: TraceEvent, text: str, failure: FilterParseError) -> None:
         """Mirrors: append_filter_err (v6.1)."""
         log_filter_error(self._error_log, text, failure)
-        self._put(event, EventFilter(_error_text(text, failure), None))
+        event.set_filter(self._recorder, EventFilter(_error_text(text, failure), None))
 
 
 def log_filter_error(error_log: ErrorLog, text: str, failure: FilterParseError) -> None:

@@ -16,13 +16,14 @@ class FilterType(Enum):
     OTHER = auto()
     STATIC_STRING = auto()
     DYN_STRING = auto()
+    PTR_STRING = auto()
     COMM = auto()
     CPU = auto()
 
     @property
     def is_string(self) -> bool:
         """Whether it is compared with strings, not with numbers."""
-        return self in (FilterType.STATIC_STRING, FilterType.DYN_STRING, FilterType.COMM)
+        return self not in (FilterType.OTHER, FilterType.CPU)
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,8 @@ def filter_type_of(declared: str) -> FilterType:
 
     Mirrors: kernel/trace/trace_events_filter.c:filter_assign_type (v6.1).
     """
+    if declared in ("char *", "const char *"):
+        return FilterType.PTR_STRING
     if "char" not in declared:
         return FilterType.OTHER
     if "__data_loc" in declared:

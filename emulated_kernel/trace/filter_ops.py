@@ -49,6 +49,8 @@ class StringSource(Enum):
     STATIC = "in the entry itself"
     DYNAMIC = "where the __data_loc in the entry says"
     COMM = "in the current task"
+    KERNEL = "where a pointer in the entry leads to"
+    USER = "where a pointer in the entry leads to in user space"
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,10 @@ class CpuPredicate:
         return self.op is not FilterOp.BAND and self.op.compare(entry.cpu, self.value)
 
 
+POINTED_STRING_MAX = 1024
+"""Bytes that are looked at of a string by its pointer, NUL included. Mirrors: USTRING_BUF_SIZE (v6.1)."""
+
+
 @dataclass(frozen=True)
 class StringPredicate:
     """Compares a string; `offset` and `size` in bytes are those of the field."""
@@ -91,11 +97,11 @@ class StringPredicate:
 
     def test(self, entry: RawEntry) -> bool:
         """Whether the string matches."""
-        data, length = self._string(entry)
-        return self.pattern.matches(data, length) is not self.negated
+        found = self._string(entry)
+        return found is not None and self.pattern.matches(*found) is not self.negated
 
-    def _string(self, entry: RawEntry) -> tuple[bytes, int]:
-        """Its bytes and what follows them, and the length of its room."""
+    def _string(self, entry: RawEntry) -> tuple[bytes, int] | None:
+        """Its bytes and what follows them, and the length of its room; None where it can't be read."""
         match self.source:
             case StringSource.COMM:
                 return entry.comm.ljust(TASK_COMM_LEN, b"\0"), TASK_COMM_LEN
@@ -104,6 +110,10 @@ class StringPredicate:
             case StringSource.DYNAMIC:
                 location = int.from_bytes(entry.data[self.offset : self.offset + 4], "little")
                 return entry.data[location & 0xFFFF :], location >> 16
+            case StringSource.KERNEL | StringSource.USER:
+                pointer = int.from_bytes(entry.data[self.offset : self.offset + self.size], "little")
+                text = entry.string_at(pointer, self.source is StringSource.USER)
+                return None if text is None else (text, len(text))
 
 
 @dataclass(frozen=True)

@@ -31,10 +31,12 @@ MAX_FILTER_STR_VAL = 256
 _NUMBER_SIZE = 24
 """Bytes of a number operand and its ending NUL."""
 _QUOTES = "'\""
+_USER_STRING = ".ustring"
 _NUMBER_SIZES = (1, 2, 4, 8)
 _SOURCES = {
     FilterType.STATIC_STRING: StringSource.STATIC,
     FilterType.DYN_STRING: StringSource.DYNAMIC,
+    FilterType.PTR_STRING: StringSource.KERNEL,
     FilterType.COMM: StringSource.COMM,
 }
 
@@ -181,8 +183,11 @@ class _PredicateParser:
         field = self._find_field(text[at:end])
         if field is None:
             raise _error(FilterError.FIELD_NOT_FOUND, end)
-        # Linux: taken, and without a meaning for these fields.
-        end += len(".ustring") if text.startswith(".ustring", end) else 0
+        source = _SOURCES.get(field.type)
+        if text.startswith(_USER_STRING, end):
+            # Linux: without a meaning for other fields, and taken.
+            source = StringSource.USER if source is StringSource.KERNEL else source
+            end += len(_USER_STRING)
         end = self._skip(end, SPACES.__contains__)
         op = next((op for op in FilterOp if text.startswith(op.value, end)), None)
         if op is None:
@@ -190,7 +195,7 @@ class _PredicateParser:
         end = self._skip(end + len(op.value), SPACES.__contains__)
         first = text[end : end + 1]
         if first and first in _QUOTES:
-            return self._string(field, op, end)
+            return self._string(field, source, op, end)
         if first == "-" or is_digit(first):
             return self._number(field, op, end)
         raise _error(FilterError.INVALID_VALUE, end)
@@ -201,10 +206,12 @@ class _PredicateParser:
             at += 1
         return at
 
-    def _string(self, field: FilterField, op: FilterOp, start: int) -> tuple[Predicate, int]:
+    def _string(
+        self, field: FilterField, source: StringSource | None, op: FilterOp, start: int
+    ) -> tuple[Predicate, int]:
         if op not in (FilterOp.EQ, FilterOp.NE, FilterOp.GLOB):
             raise _error(FilterError.ILLEGAL_FIELD_OP, start)
-        if not field.type.is_string:
+        if source is None:
             raise _error(FilterError.EXPECT_DIGIT, start)
         end = self._text.index(self._text[start], start + 1)
         value = self._text[start + 1 : end].encode("latin-1")
@@ -213,7 +220,6 @@ class _PredicateParser:
         pattern, negated = literal_pattern(value), op is FilterOp.NE
         if op is FilterOp.GLOB:
             pattern, negated = parse_pattern(value)
-        source = _SOURCES[field.type]
         return StringPredicate(source, field.offset, field.size, pattern, negated), end + 1
 
     def _number(self, field: FilterField, op: FilterOp, start: int) -> tuple[Predicate, int]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from emulated_kernel.arch.program_builder import HitWay, ProgramBuilder
 from emulated_kernel.trace.definition import ProbeDefinition, parse_definition
 from emulated_kernel.trace.kprobe_events import KprobeEvents
 from emulated_kernel.trace.probe_errors import CommandLog, ProbeError
 from emulated_kernel.trace.trace_kprobe import TraceKprobe
+from emulated_kernel.trace.types import FetchOp
 
 FPROBE_EVENT_SYSTEM = "fprobes"
 
@@ -16,8 +18,15 @@ FPROBE_EVENT_SYSTEM = "fprobes"
 class TraceFprobe(TraceKprobe):
     """One function's entry or exit. Mirrors: kernel/trace/trace_fprobe.c:struct trace_fprobe (v6.5)."""
 
+    __slots__ = ()
+
     def _head(self) -> str:
         return f"f{self.maxactive or '' if self.is_return else ''}"
+
+    def emit(self, builder: ProgramBuilder, way: HitWay) -> bool:
+        """False too where an entry's ip is asked for, which is behind the fentry site and no constant."""
+        asks = any(insn.op is FetchOp.REG and insn.name == "ip" for arg in self.args for insn in arg.program)
+        return (self.is_return or not asks) and super().emit(builder, way)
 
     def _place_text(self) -> str:
         return super()._place_text() + ("%return" if self.is_return else "")

@@ -18,10 +18,15 @@ Action = Callable[[ProbeHit], bool]
 """What a call does; whether it counts against the limit."""
 
 
+Kind = tuple[str, bool]
+"""A command's name and whether a limit was written: a function has one of each kind."""
+
+
 @dataclass(eq=False)
 class FunctionProbe:
     """A command on one function; `count` None: without limit."""
 
+    kind: Kind
     title: str
     action: Action
     count: int | None
@@ -59,21 +64,32 @@ class FunctionProbes:
     def execute(self, pattern: bytes, command: str) -> None:
         """`COMMAND[:COUNT]` on the functions that match; with "!" before the pattern it is taken back.
 
-        Raises: KernelError EINVAL (unknown command, no such function, nothing to take back), ENOMEM.
+        Raises: KernelError EINVAL (unknown command, no function that hasn't it or, to take it back, has it),
+        ENODEV (no function at all has it), ERANGE, ENOMEM.
         """
         title, limit = self._parse(command)
-        sites = self._functions.matching(pattern.removeprefix(b"!"))
+        kind = title.partition(":")[0], limit is not None
         if pattern.startswith(b"!"):
-            self._remove(sites, title)
+            self._remove(pattern.removeprefix(b"!"), kind)
             return
-        if not sites:
-            raise KernelError(errno.EINVAL, f"no function matches {bytes_to_text(pattern)}")
-        count = kstrtoul(limit) if limit else None
-        for site in sites:
-            self.by_site.setdefault(site, []).insert(0, self._make(title, count))
+        count = _count(title, limit)
+        sites = self._functions.matching(pattern)
+        new = [site for site in sites if all(probe.kind != kind for probe in self.by_site.get(site, ()))]
+        if not new:
+            raise KernelError(errno.EINVAL, f"no other function matches {bytes_to_text(pattern)}")
+        for site in new:
+            self.by_site.setdefault(site, []).insert(0, self._make(kind, title, count))
 
-    def _remove(self, sites: frozenset[int], title: str) -> None:
-        gone = [(s, p) for s in sites for p in self.by_site.get(s, ()) if p.title == title]
+    def _remove(self, pattern: bytes, kind: Kind) -> None:
+        """Linux: not only those of the event that is named.
+
+        Mirrors: kernel/trace/ftrace.c:unregister_ftrace_function_probe_func (v6.1).
+        """
+        of_kind = [(s, p) for s, probes in self.by_site.items() for p in probes if p.kind == kind]
+        if not of_kind:
+            raise KernelError(errno.ENODEV, "no function has such a command")
+        sites = self._functions.matching(pattern)
+        gone = [(site, probe) for site, probe in of_kind if site in sites]
         if not gone:
             raise KernelError(errno.EINVAL, "no such command on these functions")
         for site, probe in gone:
@@ -98,26 +114,26 @@ class FunctionProbes:
             for probe in self.by_site.get(function.site, ()):
                 yield function.shown + probe.show()
 
-    def _parse(self, command: str) -> tuple[str, str]:
+    def _parse(self, command: str) -> tuple[str, str | None]:
         """The command with its event, and its limit: Linux doesn't look at that where one is taken back."""
-        name, _, rest = command.partition(":")
+        name, colon, rest = command.partition(":")
         title = name
         if name in ("enable_event", "disable_event"):
             group, _, rest = rest.partition(":")
-            event, _, rest = rest.partition(":")
+            event, colon, rest = rest.partition(":")
             title = f"{name}:{group}:{event}"
             if self._registry.find(group, event) is None:
                 raise KernelError(errno.EINVAL, f"no event {group}:{event}")
         elif name not in self._plain:
             raise KernelError(errno.EINVAL, f"no command {name!r}")
-        return title, rest
+        return title, rest.partition(":")[0] if colon else None
 
-    def _make(self, title: str, count: int | None) -> FunctionProbe:
+    def _make(self, kind: Kind, title: str, count: int | None) -> FunctionProbe:
         plain = self._plain.get(title)
         if plain is not None:
             if title == "snapshot":
                 self._control.allocate_snapshot()
-            return FunctionProbe(title, plain, count, lambda: None)
+            return FunctionProbe(kind, title, plain, count, lambda: None)
         name, group, event_name = title.split(":")
         event = self._registry.find(group, event_name)
         assert event is not None, "was looked up while parsing"
@@ -129,7 +145,7 @@ class FunctionProbes:
             file.soft_disabled = name == "disable_event"
             return changes
 
-        return FunctionProbe(title, switch, count, file.disable_soft)
+        return FunctionProbe(kind, title, switch, count, file.disable_soft)
 
     def _switch(self, on: bool) -> bool:
         """Mirrors: kernel/trace/trace_functions.c:update_traceon_count (v6.1)."""
@@ -145,3 +161,8 @@ class FunctionProbes:
     def _snapshot(self, _hit: ProbeHit) -> bool:
         self._control.take_snapshot()
         return True
+
+
+def _count(title: str, limit: str | None) -> int | None:
+    """Linux: an empty limit is none, except with an event. Raises: KernelError EINVAL, ERANGE."""
+    return None if limit is None or (not limit and ":" not in title) else kstrtoul(limit)

@@ -54,7 +54,7 @@ class KprobeEvents:
         """With `guest`, hits are handled by guest code as far as that can be."""
         self._around = Surroundings(arch, symbols, backend, guest)
         self._recorder = recorder
-        self._printk = printk
+        self.printk = printk
         self.error_log = ErrorLog(clock) if error_log is None else error_log
         self.registry = EventRegistry() if registry is None else registry
         self.dynamic_events = DynamicEvents(printk) if dynamic_events is None else dynamic_events
@@ -71,7 +71,7 @@ class KprobeEvents:
 
         Raises: KernelError; lines before the one that failed stay done.
         """
-        return run_commands(data, self._execute, self._printk)
+        return run_commands(data, self._execute, self.printk)
 
     def records(self, start: int = 0) -> Iterator[str]:
         """The lines of kprobe_events, from one on."""
@@ -185,7 +185,7 @@ class KprobeEvents:
         )
 
     def _probe(self, definition: ProbeDefinition, event: KprobeTraceEvent) -> TraceKprobe:
-        return self.probe_class(definition, event, self._around, self._printk, self.remove)
+        return self.probe_class(definition, event, self._around, self)
 
     @staticmethod
     def _check_append(probe: TraceKprobe, event: KprobeTraceEvent, log: CommandLog) -> None:
@@ -207,8 +207,8 @@ class KprobeEvents:
         except KernelError as failure:
             if failure.errno != errno.ENOENT or not probe.awaits_module():
                 raise
-            self._printk(_MODULE_MAY_COME)
-        probe.event.probes.append(probe)
+            self.printk(_MODULE_MAY_COME)
+        probe.event.probes += (probe,)
         self.dynamic_events.events.append(probe)
         self._probes[probe] = None
 
@@ -219,11 +219,11 @@ class KprobeEvents:
         Mirrors: kernel/trace/trace_kprobe.c:unregister_trace_kprobe (v6.1).
         """
         event = probe.event
-        is_last = event.probes == [probe]
+        is_last = event.probes == (probe,)
         if is_last and (event.is_enabled or event.references):
             raise KernelError(errno.EBUSY, f"{event.group}/{event.name} is in use")
         probe.unregister()
-        event.probes.remove(probe)
+        event.probes = tuple(each for each in event.probes if each is not probe)
         self.dynamic_events.events.remove(probe)
         del self._probes[probe]
         if is_last:
@@ -245,7 +245,7 @@ class KprobeEvents:
             except KernelError as failure:
                 event = probe.event.name
                 code = -(failure.errno or 0)
-                self._printk(f"trace_kprobe: Failed to re-register probe {event} on {module}: {code}")
+                self.printk(f"trace_kprobe: Failed to re-register probe {event} on {module}: {code}")
 
     # Enabling
 

@@ -117,9 +117,13 @@ class ProbeHit(Protocol):
         """Guest memory; None where a byte of it faults."""
 
 
-HitHandler = Callable[[ProbeHit], None]
-Emit = Callable[[ProgramBuilder, HitWay], bool]
-"""Adds a handler to a program of guest code; False, with nothing added, where it can't be."""
+class ProbeUser(Protocol):
+    """What is done at a probe's hits."""
+
+    def hit(self, hit: ProbeHit, /) -> None: ...
+
+    def emit(self, builder: ProgramBuilder, way: HitWay, /) -> bool:
+        """Add what hit() does to a program of guest code; False, with nothing added, where it can't be."""
 
 
 @dataclass(frozen=True)
@@ -160,10 +164,8 @@ class ProbeHandle(Protocol):
 class ProbeBackend(Protocol):
     """The kprobes engine. All methods raise KernelError with the errno that Linux would give."""
 
-    def register(self, spec: ProbeSpec, handler: HitHandler, program: Emit, /) -> ProbeHandle:
-        """`program` makes guest code that does what `handler` does, where that is possible.
-
-        Raises: KernelError ENOENT (nothing there), EILSEQ (not an instruction), EINVAL, EOPNOTSUPP..."""
+    def register(self, spec: ProbeSpec, user: ProbeUser, /) -> ProbeHandle:
+        """Raises: KernelError ENOENT (nothing there), EILSEQ (not an instruction), EINVAL, EOPNOTSUPP..."""
 
     def unregister(self, handle: ProbeHandle, /) -> None: ...
 
@@ -172,7 +174,7 @@ class ProbeBackend(Protocol):
     def disable(self, handle: ProbeHandle, /) -> None: ...
 
     def handler_changed(self, handle: ProbeHandle, /) -> None:
-        """What `program` makes differs from now on."""
+        """What the user's emit() makes differs from now on."""
 
     def on_func_entry(self, symbol: str, offset: int, /) -> bool:
         """Whether the place is a function's entry. Raises: KernelError ENOENT.
@@ -189,6 +191,14 @@ class RawEntry:
     cpu: int
     comm: bytes
     """The current task's name, without padding."""
+    string_at: Callable[[int, bool], bytes | None] = lambda _address, _is_user: None
+    """The string at an address of user space or of the kernel, and its NUL; None where there is none."""
+
+
+class EntryPlace(Protocol):
+    """A ring buffer that entries are written to."""
+
+    def write(self, payload: bytes, time_stamp: int, /) -> bool: ...
 
 
 class Recorder(Protocol):
@@ -199,6 +209,15 @@ class Recorder(Protocol):
 
     def record(self, event: TraceEvent, payload: bytes, hit: ProbeHit, /) -> None:
         """Write an entry: `payload` is what follows the 8 bytes of common fields."""
+
+    def reserve(self) -> EntryPlace | None:
+        """Where an entry would be written now; None while none is taken.
+
+        Mirrors: kernel/trace/trace.c:trace_event_buffer_lock_reserve (v6.1).
+        """
+
+    def commit(self, place: EntryPlace, event: TraceEvent, payload: bytes, hit: ProbeHit, /) -> None:
+        """As record(), to where reserve() said."""
 
     def target(self) -> RecordTarget | None:
         """Its buffer for guest code to write to, as it is now; None where record() has to be called."""

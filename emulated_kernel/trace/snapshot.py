@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from emulated_kernel.errors import KernelError
@@ -39,6 +40,8 @@ class Snapshot:
     def __init__(self, array: TraceArray) -> None:
         self._array = array
         self.is_allocated = False
+        self.is_conditional: Callable[[], bool] = lambda: False
+        """Whether a histogram says when it is taken; nobody else may change it then."""
         self.buffers = array.new_buffers(MIN_PAGES)
 
     def text(self, cpu: int | None = None) -> str:
@@ -56,9 +59,11 @@ class Snapshot:
     def write(self, number: int, cpu: int | None = None) -> None:
         """Execute a write: 0 frees, 1 takes a snapshot, any other number clears it.
 
-        Raises: KernelError EINVAL (0 or 1 for one CPU), ENOMEM.
+        Raises: KernelError EBUSY (it has a condition), EINVAL (0 or 1 for one CPU), ENOMEM.
         Mirrors: kernel/trace/trace.c:tracing_snapshot_write (v6.1).
         """
+        if self.is_conditional():
+            raise KernelError(errno.EBUSY, "a histogram takes the snapshots")
         if number in (0, 1) and cpu is not None:
             raise KernelError(errno.EINVAL, "not for one CPU alone")
         if number == 0:

@@ -26,7 +26,7 @@ from emulated_kernel.trace.function_graph import GraphPrinter
 from emulated_kernel.trace.header import HeaderFacts, header_text
 from emulated_kernel.trace.options import TraceOption, TraceOptions
 from emulated_kernel.trace.output import Entry, LineFormatter
-from emulated_kernel.trace.ports import TraceSymbols
+from emulated_kernel.trace.ports import EntryPlace, TraceSymbols
 from emulated_kernel.trace.raw_pipe import RawPipe
 from emulated_kernel.trace.ring_buffer import RingBuffer
 from emulated_kernel.trace.ring_layout import (
@@ -161,7 +161,7 @@ class TraceArray:
         self._time_start = 0
         self._tracing_on = True
         self._stopped = 0
-        self._records_comm = True
+        self._records_comm, self._records_tgid = True, False
         self._controls: list[RingControls] = []
         self.buffers = self.new_buffers(pages_for(DEFAULT_BUFFER_SIZE if expanded else UNEXPANDED_SIZE))
         self.snapshot = Snapshot(self)
@@ -184,28 +184,30 @@ class TraceArray:
         flags: int = 0,
         preempt_count: int = 0,
         timestamp_ns: int,
+        place: EntryPlace | None = None,
     ) -> bool:
-        """Append a record to the buffer of `cpu`; False if tracing is off or there is no room.
+        """Append a record to the buffer of `cpu`, or to `place`; False if tracing is off or there is no room.
 
         `payload` is what follows the trace_entry; `comm`, where known, is remembered for `pid`.
         """
         stamp = self._stamp
         header = TRACE_ENTRY.pack(event_id, flags, preempt_count, pid)
         when = timestamp_ns if stamp is None else stamp(timestamp_ns)
-        if not self.buffers[cpu].write(header + payload, when):
+        buffer = self.buffers[cpu] if place is None else place
+        if not buffer.write(header + payload, when):
             return False
-        if comm is not None and self._records_comm:
-            self.system.cmdlines.save(pid, comm)
+        if comm is not None:
+            self._note_task(pid, comm)
         if self.listeners:
             self.notify()
         return True
 
-    def note_task(self, pid: int, comm: str, tgid: int = 0) -> None:
-        """Remember a traced task's name and thread group, as the options record-cmd and record-tgid say."""
+    def _note_task(self, pid: int, comm: str) -> None:
+        """As the options record-cmd and record-tgid say; each task of the guest is a thread group."""
         if self._records_comm:
             self.system.cmdlines.save(pid, comm)
-        if tgid and self.options.flags & TraceOption.RECORD_TGID:
-            self.system.cmdlines.save_tgid(pid, tgid)
+        if self._records_tgid:
+            self.system.cmdlines.save_tgid(pid, pid)
 
     def notify(self) -> None:
         """Tell the listeners that there may be data, or a reason to stop waiting for it.
@@ -512,6 +514,7 @@ class TraceArray:
         """Have these options, which are another trace array's."""
         self.options.flags = flags
         self._records_comm = TraceOption.RECORD_CMD in flags
+        self._records_tgid = TraceOption.RECORD_TGID in flags
         self.apply_switches()
         self.notify_rewired()
 
@@ -520,6 +523,8 @@ class TraceArray:
             self.apply_switches()
         elif option is TraceOption.RECORD_CMD:
             self._records_comm = on
+        elif option is TraceOption.RECORD_TGID:
+            self._records_tgid = on
         self.notify_rewired()
 
     # -- sizes

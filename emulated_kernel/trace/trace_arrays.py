@@ -46,6 +46,9 @@ class ArrayParts(Protocol):
     def functions(self, array: TraceArray, recorder: Recorder, registry: EventRegistry, /) -> FunctionTracer:
         """The tracer of its functions."""
 
+    def is_held(self, recorder: Recorder, /) -> bool:
+        """Whether something beside open files keeps the trace array from being removed."""
+
 
 class TraceArrays:
     """Callers serialise: Linux holds event_mutex and trace_types_lock.
@@ -115,11 +118,15 @@ class TraceArrays:
     def remove(self, name: str) -> None:
         """Remove an instance that nobody uses.
 
-        Raises: KernelError ENODEV (there is none). Mirrors: kernel/trace/trace.c:__remove_instance (v6.1).
+        Raises: KernelError ENODEV (there is none), EBUSY.
+        Mirrors: kernel/trace/trace.c:__remove_instance (v6.1).
         """
-        tracing = self._instances.pop(name, None)
+        tracing = self._instances.get(name)
         if tracing is None:
             raise KernelError(errno.ENODEV, f"no instance {name}")
+        if self._parts.is_held(tracing.recorder):
+            raise KernelError(errno.EBUSY, f"a histogram of {name} has variables")
+        del self._instances[name]
         tracing.functions.remove()
         tracing.triggers.clear()
         tracing.events.forget()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
 
 from emulated_kernel.arch.program import AddToPerCpu
 from emulated_kernel.arch.program_builder import HitWay, ProgramBuilder
@@ -24,26 +24,53 @@ _PROFILE_LINE = "  %-44s %15d %15d\n"
 """Event, hits and misses; takes half as long as an f-string, and there are thousands of lines."""
 
 
-@dataclass(eq=False)
+class ProbeOwner(Protocol):
+    """Who made a probe."""
+
+    def printk(self, text: str, /) -> None:
+        """Say something in the kernel's log."""
+
+    def remove(self, probe: TraceKprobe, /) -> None:
+        """Raises: KernelError EBUSY."""
+
+
 class TraceKprobe:
-    """Mirrors: kernel/trace/trace_kprobe.c:struct trace_kprobe (v6.1)."""
+    """Implements trace.ports.ProbeUser. Mirrors: kernel/trace/trace_kprobe.c:struct trace_kprobe (v6.1)."""
 
-    definition: ProbeDefinition
-    event: KprobeTraceEvent
-    around: Surroundings
-    printk: Callable[[str], None]
-    on_release: Callable[[TraceKprobe], None]
-    """Removes it. Raises: KernelError EBUSY."""
+    __slots__ = (
+        "_counter",
+        "_hits",
+        "_owner",
+        "_shown",
+        "args",
+        "around",
+        "definition",
+        "event",
+        "handle",
+        "maxactive",
+    )
 
-    def __post_init__(self) -> None:
-        self.args = self.definition.args
+    def __init__(
+        self,
+        definition: ProbeDefinition,
+        event: KprobeTraceEvent,
+        around: Surroundings,
+        owner: ProbeOwner,
+    ) -> None:
+        self.definition = definition
+        self.event = event
+        self.around = around
+        self._owner = owner
+        self.args = definition.args
         """With the addresses of `@symbol` put in, once registered."""
-        self.maxactive = self.definition.maxactive
+        self.maxactive = definition.maxactive
         self.handle: ProbeHandle | None = None
         """None while the place doesn't exist (yet)."""
         self._hits = 0
         """Those that the counter doesn't have."""
         self._counter: HitCounter | None = None
+        self._shown = ""
+        """What a definition never changes, once shown: its line behind what maxactive is a part of."""
 
     @property
     def is_return(self) -> bool:
@@ -78,13 +105,13 @@ class TraceKprobe:
             raise KernelError(errno.EINVAL, "the probe is registered already")
         place = self.definition.place
         if within_notrace_func(self.around.symbols, self._wanted_address()):
-            self.printk(f"trace_kprobe: Could not probe notrace function {self.symbol}")
+            self._owner.printk(f"trace_kprobe: Could not probe notrace function {self.symbol}")
             raise KernelError(errno.EINVAL, f"{self.symbol} is a notrace function")
         symbols, bits = self.around.symbols, 8 * self.around.arch.word_size
-        self.args = tuple(resolve_symbols(arg, symbols, bits) for arg in self.definition.args)
+        self.args = resolve_symbols(self.definition.args, symbols, bits)
         disabled = not self.event.is_enabled
         spec = ProbeSpec(place.symbol, place.offset, place.address, place.is_return, self.maxactive, disabled)
-        self.handle = self.around.backend.register(spec, self.hit, self.emit)
+        self.handle = self.around.backend.register(spec, self)
         if place.is_return:
             self.maxactive = self.handle.maxactive
 
@@ -145,15 +172,15 @@ class TraceKprobe:
 
     def release(self) -> None:
         """Remove it. Raises: KernelError EBUSY."""
-        self.on_release(self)
+        self._owner.remove(self)
 
     def show(self) -> str:
         """Its line in kprobe_events. Mirrors: kernel/trace/trace_kprobe.c:trace_kprobe_show (v6.1)."""
+        if not self._shown:
+            self._shown = self._definition_text()
         return self._head() + self._shown
 
-    @cached_property
-    def _shown(self) -> str:
-        """What a definition never changes: all of the line behind what maxactive is a part of."""
+    def _definition_text(self) -> str:
         definition = self.definition
         words = [f":{definition.group}/{definition.event}", self._place_text()]
         words += [f"{arg.name}={arg.expression}" for arg in definition.args]

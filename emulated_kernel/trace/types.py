@@ -54,7 +54,7 @@ class FetchOp(Enum):
     LP_ARRAY = auto()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class FetchInsn:
     """An operation and its operands, as FetchOp says; offsets and sizes in bytes."""
 

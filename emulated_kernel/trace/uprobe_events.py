@@ -13,7 +13,7 @@ from emulated_kernel.trace.chars import argv_split, to_text
 from emulated_kernel.trace.definition import MAX_EVENT_NAME_LEN, parse_event_name
 from emulated_kernel.trace.dynamic_events import DynamicEvents, discard, run_commands
 from emulated_kernel.trace.error_log import ErrorLog
-from emulated_kernel.trace.event import EventRegistry, TraceEvent, probe_fields, probe_fmt
+from emulated_kernel.trace.event import EventRegistry, TraceEvent, address_names, probe_fields, probe_fmt
 from emulated_kernel.trace.fetchargs import (
     MAX_ARGSTR_LEN,
     FetchContext,
@@ -63,7 +63,7 @@ class UprobeTraceEvent(TraceEvent):
         self.is_return = is_return
         self.args = args
         self.probes: list[TraceUprobe] = []
-        names = ("__probe_func", "__probe_ret_ip") if is_return else ("__probe_ip",)
+        names = address_names(is_return)
         super().__init__(group, name, probe_fields(names, args, word_size), probe_fmt(names, args))
 
     @property

@@ -33,6 +33,7 @@ from emulated_kernel.trace.hist.map import (
     TracingMap,
     Value,
 )
+from emulated_kernel.trace.hist.operators import leftmost_operand
 from emulated_kernel.trace.hist.variables import Variables
 from emulated_kernel.trace.ports import ProbeHit, RawEntry
 
@@ -100,7 +101,9 @@ class HistData:
         """
         self.variables.definitions = parse_variables(self.attrs, self.log)
         self._build_values()
-        for name, expression in self.variables.definitions:
+        for number, (name, expression) in enumerate(self.variables.definitions):
+            # Before: operands behind the first may name the variable itself.
+            self.variables.definitions[number] = name, leftmost_operand(expression)
             self._build_variable(name, expression)
         self._build_keys()
         self.variables.definitions = []
@@ -175,7 +178,7 @@ class HistData:
             return HistField(self, Flag.KEY | Flag.STACKTRACE, size=8 * STACK_DEPTH)
         made = ExpressionParser(self.variables).parse(text, Flag.KEY)
         if _has_variables(made):
-            raise self.log.error(HistError.INVALID_REF_KEY, text)
+            raise self.log.error(HistError.INVALID_REF_KEY, leftmost_operand(text))
         return made
 
     def _build_sort_keys(self) -> None:

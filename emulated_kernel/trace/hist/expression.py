@@ -15,7 +15,6 @@ from emulated_kernel.trace.hist.field import (
     HistHit,
     Operator,
     Source,
-    constant_value,
     find_source,
     make_field,
 )
@@ -117,10 +116,12 @@ class ExpressionParser:
         self, operator: Operator, operands: tuple[HistField, ...], flags: Flag, variable: str | None
     ) -> HistField:
         """Both operands are constant: so is the result."""
-        field = HistField(self._owner, flags | Flag.CONST, variable=variable, operands=operands)
+        field = make_field(self._owner, None, flags | Flag.CONST, variable)
+        assert field is not None, "a constant has a size"
+        field.operands = operands
         value = OPERATIONS[operator](field, _NOWHERE)
         assert isinstance(value, int), "operators give numbers"
-        field.constant, field.operands, field.compute = value, (), constant_value
+        field.constant, field.operands = value, ()
         field.name = field.expression_text()
         return field
 

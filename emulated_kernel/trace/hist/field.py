@@ -185,15 +185,20 @@ class HistField:
         return text if self.flags & Flag.VAR_REF else text + self.modifier()
 
     def expression_text(self, level: int = 0) -> str:
-        """The name of an expression. Mirrors: expr_str (v6.1)."""
+        """The name of an expression. Linux: none where it negates a bucket or, twice, an expression.
+
+        Mirrors: expr_str (v6.1).
+        """
         if level > 1:
             return ""
         if not self.operands:
             return self.operand_text()
         if self.operator is Operator.UNARY_MINUS:
-            return f"-({self.operands[0].expression_text(level + 1)})"
+            inner = self.operands[0].expression_text(level + 1)
+            return f"-({inner})" if inner else ""
+        if self.operator is None:
+            return ""
         left, right = self.operands
-        assert self.operator is not None, "two operands have an operator between them"
         return f"{left.operand_text()}{self.operator.value}{right.operand_text()}"
 
 

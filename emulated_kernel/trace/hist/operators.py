@@ -21,6 +21,19 @@ def find_operator(text: str) -> tuple[Operator, int] | None:
     return (Operator.DIV, div) if div >= 0 else None
 
 
+def leftmost_operand(text: str) -> str:
+    """What parsing an expression leaves of its text, for a later `$name` in the same command.
+
+    Linux: it is cut at each operator, so that with `a=x-y,b=$a` b is x, and at the dots of GROUP.EVENT.$NAME.
+    Mirrors: kernel/trace/trace_events_hist.c:parse_expr, parse_atom (v6.1).
+    """
+    found = find_operator(text)
+    if found is None:
+        return text.split(".", maxsplit=1)[0] if text.count(".") > 1 else text
+    operator, at = found
+    return text if operator is Operator.UNARY_MINUS else leftmost_operand(text[:at])
+
+
 def is_reference(text: str) -> bool:
     """Whether it is `$` and a name."""
     return len(text) >= 2 and text.startswith("$")
