@@ -143,11 +143,12 @@ class Kernel:
         machine, optimizer = self.machine, self.kprobes.optimizer
         self._time = RequestTime(machine.clock.now_ns, virtual=self.config.clock == "virtual")
         stacks = TaskStacks(machine.memory, self.image.kallsyms, self.image.abi, machine)
-        self.kprobes.slots.is_quiescent = stacks.are_clear_of
-        for worker in (optimizer, self.kprobes.compiler):
-            if worker is not None:
-                worker.is_quiescent = stacks.are_clear_of
-                worker.work.now_jiffies = self._time.jiffies
+        garbage = self.kprobes.garbage
+        garbage.occupied = stacks.occupied
+        garbage.work.now_jiffies = self._time.jiffies
+        if optimizer is not None:
+            optimizer.is_quiescent = stacks.are_clear_of
+            optimizer.work.now_jiffies = self._time.jiffies
         if isinstance(optimizer, Djprobes):
             optimizer.freezes = self.kprobes.profile.djprobe is Wait.FREEZE_PROCESSES
             optimizer.let_tasks_run = lambda: self.guest.call_function("yield")
@@ -158,7 +159,7 @@ class Kernel:
         self._work()
 
     def _work(self) -> None:
-        self.kprobes.compiler.work.run_if_due()
+        self.kprobes.garbage.work.run_if_due()
         if self.kprobes.optimizer is not None:
             self.kprobes.optimizer.work.run_if_due()
 
@@ -175,22 +176,7 @@ class Kernel:
             preemption=self.kprobes.profile.preemption,
         )
         machine.on_switch.append(context.switch_to)
-        cmdlines = SavedCmdlines()
-        self.guest_records = GuestRecords(machine.records, tasks, cmdlines)
-        self.guest.executive.before_call = self.guest_records.forget_comm
-        self.guest.executive.after_call = self.guest_records.notify
-        self.trace_system = TraceSystem(
-            printk=self.guest.log,
-            cpus=self.config.cpus,
-            now_ns=machine.clock.read_ns,
-            events=registry,
-            symbols=self.symbols,
-            word_size=self._arch.word_size,
-            current=tasks.context,
-            cmdlines=cmdlines,
-            allocate=self.guest_records.allocate,
-            allocate_controls=self.guest_records.allocate_controls,
-        )
+        self._build_trace_system(registry, tasks)
         points = self._add_static_events(registry, Hit(machine.memory, tasks, context.here))
         here = Hit(machine.memory, tasks, context.here)
         here.regs = machine.regs
@@ -201,12 +187,18 @@ class Kernel:
         self.stack_tracer = build_stack_tracer(
             self.functions, machine.memory, self.symbols, self.cells, self._arch, self.image.abi
         )
-        self.trace_arrays = TraceArrays(
+        self.trace_arrays: TraceArrays = TraceArrays(
             self.trace_system,
             registry,
             KernelArrayParts(
                 lambda array: HitRecorder(
-                    array, tasks, machine.clock.read_ns, context, self.guest_records, registry
+                    array,
+                    tasks,
+                    machine.clock.read_ns,
+                    context,
+                    self._arch.task_size,
+                    self.guest_records,
+                    registry,
                 ),
                 machine.memory,
                 self.symbols,
@@ -235,6 +227,29 @@ class Kernel:
             build_sleep_times(points, registry, self.trace_system.tracer_options, machine.clock.read_ns),
         )
         self.trace.tracer_kinds["function_graph"] = self.function_graph
+        self._build_dynamic_events(registry, tasks, context)
+
+    def _build_trace_system(self, registry: EventRegistry, tasks: Tasks) -> None:
+        """What all trace arrays share, and the memory that guest code records in."""
+        machine, cmdlines = self.machine, SavedCmdlines()
+        self.guest_records = GuestRecords(machine.records, tasks, cmdlines)
+        self.guest.executive.before_call = self.guest_records.forget_comm
+        self.guest.executive.after_call = self.guest_records.notify
+        self.trace_system = TraceSystem(
+            printk=self.guest.log,
+            cpus=self.config.cpus,
+            now_ns=machine.clock.read_ns,
+            events=registry,
+            symbols=self.symbols,
+            word_size=self._arch.word_size,
+            current=tasks.context,
+            cmdlines=cmdlines,
+            allocate=self.guest_records.allocate,
+            allocate_controls=self.guest_records.allocate_controls,
+        )
+
+    def _build_dynamic_events(self, registry: EventRegistry, tasks: Tasks, context: HitContext) -> None:
+        machine, top = self.machine, self.trace_arrays.top
         places = self._guest_places(context)
         self.kprobe_events = KprobeEvents(
             TraceView(self._arch),
@@ -260,6 +275,7 @@ class Kernel:
                 registry=registry,
                 dynamic_events=dynamic_events,
                 printk=self.guest.log,
+                guest=places,
             )
         self.synthetic_events = SyntheticEvents(
             registry, dynamic_events, top.errors, self._arch.word_size, self.guest.log
@@ -290,7 +306,13 @@ class Kernel:
 
     def _add_static_events(self, registry: EventRegistry, hit: Hit) -> Tracepoints:
         machine = self.machine
-        keys = StaticKeys(self.image.jump_labels, machine.text, self._arch.relative_jump)
+        keys = StaticKeys(
+            self.image.jump_labels,
+            machine.text,
+            self.kprobes.poker,
+            machine.breakpoints,
+            self._arch.relative_jump,
+        )
         points = Tracepoints(
             self.image, machine.memory, machine.breakpoints, keys, hit, self._arch.registers.arguments
         )
@@ -340,6 +362,26 @@ class Kernel:
         """See Jprobes.unregister_jprobe."""
         with self._control():
             self._jprobes().unregister_jprobe(jprobe)
+
+    def register_jprobes(self, jprobes: Sequence[Jprobe]) -> None:
+        """See Jprobes.register_jprobes. Raises: KernelError EOPNOTSUPP for a kernel without them."""
+        with self._control():
+            self._jprobes().register_jprobes(jprobes)
+
+    def unregister_jprobes(self, jprobes: Sequence[Jprobe]) -> None:
+        """See Jprobes.unregister_jprobes."""
+        with self._control():
+            self._jprobes().unregister_jprobes(jprobes)
+
+    def enable_jprobe(self, jprobe: Jprobe) -> None:
+        """See Kprobes.enable_kprobe."""
+        with self._control():
+            self._jprobes().enable_jprobe(jprobe)
+
+    def disable_jprobe(self, jprobe: Jprobe) -> None:
+        """See Kprobes.disable_kprobe."""
+        with self._control():
+            self._jprobes().disable_jprobe(jprobe)
 
     def _jprobes(self) -> Jprobes:
         if self.kprobes.jprobes is None:
@@ -408,6 +450,16 @@ class Kernel:
         """See Fprobes.unregister_fprobe."""
         with self._control():
             self.fprobes.unregister_fprobe(fp)
+
+    def enable_fprobe(self, fp: Fprobe) -> None:
+        """See Fprobes.enable_fprobe."""
+        with self._control():
+            self.fprobes.enable_fprobe(fp)
+
+    def disable_fprobe(self, fp: Fprobe) -> None:
+        """See Fprobes.disable_fprobe."""
+        with self._control():
+            self.fprobes.disable_fprobe(fp)
 
     # The guest
 

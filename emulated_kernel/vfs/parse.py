@@ -86,7 +86,7 @@ def cpumask(data: bytes, cpus: int) -> int:
     Raises: KernelError EINVAL (not hexadecimal), EOVERFLOW (more bits than a chunk or the machine has).
     Mirrors: lib/bitmap.c:bitmap_parse (v6.1).
     """
-    text = data.partition(b"\n")[0].replace(b",", b" ")
+    text = re.split(rb"[\n\0]", data, maxsplit=1)[0].replace(b",", b" ")
     mask = 0
     for chunk in text.split():
         if not _HEXADECIMAL.fullmatch(chunk):

@@ -55,6 +55,7 @@ class KernelArrayParts:
         markers = registry.find(FTRACE_SYSTEM, "print")
         if isinstance(markers, PrintEvent):
             array.on_marker = lambda text: markers.written(recorder, text, self._here())
+        array.snapshot.is_conditional = lambda: recorder in self._hists.snapshots
         control = self._control(array, recorder)
         commands = (*plain_commands(control), HistCommand(self._hists))
         return EventTriggers(recorder, control, registry, errors, self._symbols, commands)
@@ -67,6 +68,10 @@ class KernelArrayParts:
         pids = EventPids()
         calls = CallRecorder(array, pids, self._tasks, self._stack.caller, control.record_stack)
         return FunctionTracer(hooks, probes, pids, calls.record)
+
+    def is_held(self, recorder: Recorder, /) -> bool:
+        """Mirrors: kernel/trace/trace_events_hist.c:save_hist_vars (v6.1), which takes a reference."""
+        return bool(self._hists.with_variables(recorder))
 
     def _control(self, array: TraceArray, recorder: Recorder) -> ArrayControl:
         assert isinstance(recorder, HitRecorder), "a recorder of ours"

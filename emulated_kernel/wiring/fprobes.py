@@ -8,7 +8,7 @@ from typing import Any
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.fprobe import Fprobe, Fprobes
 from emulated_kernel.kprobes.registry import Kprobes
-from emulated_kernel.trace.ports import Emit, HitHandler, ProbeHandle, ProbeSpec
+from emulated_kernel.trace.ports import ProbeHandle, ProbeSpec, ProbeUser
 from emulated_kernel.wiring.probes import Hit
 
 
@@ -39,9 +39,8 @@ class FprobeBackend:
         self._kprobes = kprobes
         self._hit = hit
 
-    def register(self, spec: ProbeSpec, handler: HitHandler, program: Emit, /) -> EventFprobe:
+    def register(self, spec: ProbeSpec, user: ProbeUser, /) -> EventFprobe:
         """Raises: KernelError EINVAL (can't be traced), ENOENT, and as register_fprobe."""
-        del program
         assert spec.symbol is not None, "a symbol was asked for"
         address = self._fprobes.functions.get(spec.symbol)
         if address is None:
@@ -52,12 +51,14 @@ class FprobeBackend:
         def called(_fp: Fprobe, _address: int, regs: Any, _data: memoryview) -> None:
             # At the exit this is where the function returns to.
             hit.regs, hit.return_address = regs, regs.ip if spec.is_return else 0
-            handler(hit)
+            user.hit(hit)
 
         fprobe = Fprobe(
             spec.symbol,
             entry_handler=None if spec.is_return else called,
             exit_handler=called if spec.is_return else None,
+            entry_program=None if spec.is_return else user.emit,
+            exit_program=user.emit if spec.is_return else None,
             nr_maxactive=spec.maxactive,
         )
         handle = EventFprobe(fprobe, address)
@@ -83,7 +84,8 @@ class FprobeBackend:
             event.is_enabled = False
 
     def handler_changed(self, handle: ProbeHandle, /) -> None:
-        """Nothing of them is compiled."""
+        """See trace.ports.ProbeBackend."""
+        self._fprobes.handler_changed(_fprobe(handle).fprobe)
 
     def on_func_entry(self, symbol: str, offset: int, /) -> bool:
         """Raises: KernelError ENOENT."""

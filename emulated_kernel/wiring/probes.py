@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
+from emulated_kernel.arch.program_builder import HitWay, ProgramBuilder
 from emulated_kernel.kprobes.kprobe import Kprobe, Regs
 from emulated_kernel.kprobes.kretprobe import Kretprobe, KretprobeInstance, Kretprobes
 from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.machine.traps import MemoryFault
 from emulated_kernel.trace.event import KprobeTraceEvent, TraceEvent
+from emulated_kernel.trace.fetch import read_string
+from emulated_kernel.trace.filter_ops import POINTED_STRING_MAX
 from emulated_kernel.trace.guest import RecordTarget
 from emulated_kernel.trace.options import TraceOption
-from emulated_kernel.trace.ports import Emit, HitHandler, ProbeHandle, ProbeHit, ProbeSpec, RawEntry
+from emulated_kernel.trace.ports import (
+    EntryPlace,
+    ProbeHandle,
+    ProbeHit,
+    ProbeSpec,
+    ProbeUser,
+    RawEntry,
+)
 from emulated_kernel.trace.trace_array import TaskContext, TraceArray
 from emulated_kernel.trace.trace_entry import TRACE_ENTRY
 from emulated_kernel.wiring.context import HitContext
@@ -85,16 +97,28 @@ class Hit:
             return None
 
 
+@dataclass(eq=False, slots=True)
 class EventKprobe(Kprobe):
     """The kprobe of a trace event."""
+
+    user: ProbeUser = field(kw_only=True)
 
     @property
     def maxactive(self) -> int:
         return 0
 
+    @property
+    def has_program(self) -> bool:
+        return True
+
+    def emit(self, builder: ProgramBuilder, way: HitWay) -> bool:
+        return self.user.emit(builder, way)
+
 
 class EventKretprobe(Kretprobe):
     """The return probe of a trace event."""
+
+    __slots__ = ()
 
 
 EventProbe = EventKprobe | EventKretprobe
@@ -108,41 +132,43 @@ class KprobeBackend:
         self._kretprobes = kretprobes
         self._hit = hit
 
-    def register(self, spec: ProbeSpec, handler: HitHandler, program: Emit, /) -> EventProbe:
+        def pre_handler(kprobe: Kprobe, regs: Regs) -> None:
+            assert isinstance(kprobe, EventKprobe)
+            hit.regs = regs
+            kprobe.user.hit(hit)
+
+        self._pre_handler = pre_handler
+        """One object for all events."""
+
+    def register(self, spec: ProbeSpec, user: ProbeUser, /) -> EventProbe:
         """Raises: KernelError as register_kprobe, register_kretprobe."""
         if spec.is_return:
-            return self._register_return(spec, handler, program)
-        hit = self._hit
-
-        def pre_handler(_kprobe: Kprobe, regs: Regs) -> None:
-            hit.regs = regs
-            handler(hit)
-
+            return self._register_return(spec, user)
         kprobe = EventKprobe(
             symbol_name=spec.symbol,
             offset=spec.offset,
             # Linux: address 0 is a null pointer, no address.
             addr=spec.address or None,
-            pre_handler=pre_handler,
-            program=program,
+            pre_handler=self._pre_handler,
+            user=user,
             disabled=spec.disabled,
         )
         self._kprobes.register_kprobe(kprobe)
         return kprobe
 
-    def _register_return(self, spec: ProbeSpec, handler: HitHandler, program: Emit) -> EventKretprobe:
+    def _register_return(self, spec: ProbeSpec, user: ProbeUser) -> EventKretprobe:
         hit = self._hit
 
         def returned(instance: KretprobeInstance, regs: Regs) -> None:
             hit.regs, hit.return_address = regs, instance.ret_addr
-            handler(hit)
+            user.hit(hit)
 
         rp = EventKretprobe(
             symbol_name=spec.symbol,
             offset=spec.offset,
             addr=spec.address or None,
             handler=returned,
-            return_program=program,
+            return_program=user.emit,
             maxactive=spec.maxactive,
             disabled=spec.disabled,
         )
@@ -188,6 +214,7 @@ class HitRecorder:
         tasks: Tasks,
         now_ns: Callable[[], int],
         context: HitContext,
+        task_size: int,
         guest: GuestRecords | None = None,
         events: Iterable[TraceEvent] = (),
     ) -> None:
@@ -196,6 +223,7 @@ class HitRecorder:
         self._tasks = tasks
         self._now_ns = now_ns
         self._context = context
+        self._task_size = task_size
         self._guest = guest
         self._events = events
         array.rewired.append(self._rewired)
@@ -223,14 +251,29 @@ class HitRecorder:
 
     def entry(self, event: TraceEvent, payload: bytes, hit: ProbeHit, /) -> RawEntry:
         header = TRACE_ENTRY.pack(event.id, *hit.context, self._tasks.pid())
-        return RawEntry(header + payload, self._tasks.cpu(), hit.comm)
+        return RawEntry(header + payload, self._tasks.cpu(), hit.comm, partial(self._string_at, hit))
+
+    def _string_at(self, hit: ProbeHit, address: int, is_user: bool) -> bytes | None:
+        """Mirrors: strncpy_from_user_nofault, strncpy_from_kernel_nofault (v6.1)."""
+        if (address < self._task_size) is not is_user:
+            return None
+        return read_string(hit.read, address, POINTED_STRING_MAX)
 
     def record(self, event: TraceEvent, payload: bytes, hit: ProbeHit, /) -> None:
+        self.commit(None, event, payload, hit)
+
+    def reserve(self) -> EntryPlace | None:
+        buffer = self._array.buffers[self._tasks.cpu()]
+        return None if buffer.disabled else buffer
+
+    def commit(self, place: EntryPlace | None, event: TraceEvent, payload: bytes, hit: ProbeHit, /) -> None:
         pids = self._array.pids
         if not (pids.is_active and pids.leaves_out(event, payload, self._tasks.pid())):
-            self.record_raw(event.id, payload, hit)
+            self.record_raw(event.id, payload, hit, place)
 
-    def record_raw(self, event_id: int, payload: bytes, hit: ProbeHit, /) -> None:
+    def record_raw(
+        self, event_id: int, payload: bytes, hit: ProbeHit, place: EntryPlace | None = None, /
+    ) -> None:
         """As record(), of any type of entry."""
         flags, preempt_count = hit.context
         self._array.record(
@@ -242,6 +285,7 @@ class HitRecorder:
             flags=flags,
             preempt_count=preempt_count,
             timestamp_ns=self._now_ns(),
+            place=place,
         )
 
     def event_removed(self, _event: TraceEvent, /) -> None:

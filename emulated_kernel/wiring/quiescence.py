@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from struct import unpack_from
 from typing import Protocol
 
@@ -19,6 +20,9 @@ class Cpus(Protocol):
     def stands(self) -> list[tuple[int, int]]:
         """Instruction and stack pointer of each CPU."""
 
+    def held(self) -> list[int]:
+        """What is in the registers of all CPUs, the instruction pointers included."""
+
 
 class Spans:
     """Ranges [start, end) of addresses."""
@@ -28,18 +32,20 @@ class Spans:
         self._starts = [start for start, _ in self._ordered]
         self.first, self.last = self._starts[0], max(end for _, end in self._ordered)
 
-    def __contains__(self, address: int) -> bool:
+    def around(self, address: int) -> tuple[int, int] | None:
+        """The range that holds an address."""
         if not self.first <= address < self.last:
-            return False
+            return None
         start, end = self._ordered[bisect_right(self._starts, address) - 1]
-        return start <= address < end
+        return (start, end) if start <= address < end else None
 
 
 class TaskStacks:
-    """Looks for addresses in the CPUs and on the live stacks of all tasks.
+    """Looks for addresses in the CPUs' registers and on the live stacks of all tasks.
 
-    An interrupted task's pt_regs holds its ip. Linux waits until each task has switched by its own will,
-    since it can't look. The guest must be stopped. Mirrors: synchronize_rcu_tasks (v6.1).
+    An interrupted task's pt_regs holds its ip. A word that only looks like an address counts too. Linux waits
+    until each task has switched by its own will, since it can't look. The guest must be stopped.
+    Mirrors: synchronize_rcu_tasks (v6.1).
     """
 
     def __init__(self, memory: TaskMemory, symbols: TaskSymbols, abi: Mapping[str, int], cpus: Cpus) -> None:
@@ -50,18 +56,24 @@ class TaskStacks:
         self._size = abi["thread.size"]
 
     def are_clear_of(self, spans: Sequence[tuple[int, int]]) -> bool:
-        """Whether no CPU stands in the ranges [start, end), and no stack holds an address in them."""
+        """Whether no register and no stack holds an address in the ranges [start, end)."""
+        return next(self._met(spans), None) is None
+
+    def occupied(self, spans: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
+        """Those of the ranges, none over another, in which a register or a stack holds an address."""
+        return set(self._met(spans))
+
+    def _met(self, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
         if not spans:
-            return True
-        wanted, stands = Spans(spans), self._cpus.stands()
-        if any(ip in wanted for ip, _ in stands):
-            return False
-        first, last = wanted.first, wanted.last
-        for words in self._stacks(stands):
+            return
+        wanted = Spans(spans)
+        first, last, around = wanted.first, wanted.last, wanted.around
+        for words in chain([self._cpus.held()], self._stacks(self._cpus.stands())):
             for word in words:
-                if first <= word < last and word in wanted:
-                    return False
-        return True
+                if first <= word < last:
+                    span = around(word)
+                    if span is not None:
+                        yield span
 
     def _stacks(self, stands: Sequence[tuple[int, int]]) -> Iterator[tuple[int, ...]]:
         read_word, abi = self._memory.read_word, self._abi

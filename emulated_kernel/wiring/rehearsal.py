@@ -53,9 +53,10 @@ class Rehearsals:
         return True
 
     def median_ns(self, probe: TraceKprobe, kprobe: Kprobe, way: HitWay) -> float | None:
-        """Nanoseconds of the host's CPU that a hit takes in the guest; None where that can't be told.
+        """Nanoseconds of the host's CPU that a hit takes; None where that can't be told.
 
-        The registers are those of the hit before the handler was compiled.
+        By a breakpoint its trap is a part of it. The registers are those of the hit before the handler was
+        compiled.
         """
         if kprobe.sample is None or self._machine.is_running:
             return None
@@ -63,18 +64,25 @@ class Rehearsals:
         if not probe.rehearse(builder, way, self._places, self._target, self._offset + _COUNTER):
             return None
         text = self._machine.text
-        loop = text.alloc_text(self._arch.max_repetition)
+        loop = text.alloc_text(self._arch.max_repetition + len(self._arch.breakpoint))
+        trap = loop + self._arch.max_repetition
         empty = self._arch.repetition(loop, loop, self._at + _TURNS)
         ret = loop + len(empty) - self._arch.return_size
         code = self._compiler.place(builder, kprobe.address, ret)
         try:
             if code is None:
                 return None
+            entry = code.entry
+            if way is HitWay.BREAKPOINT:
+                text.poke(trap, self._arch.breakpoint)
+                self._machine.breakpoints[trap] = lambda regs: setattr(regs, "ip", code.entry)
+                entry = trap
             base = self._rounds(loop, ret, kprobe.sample)
-            return max(0.0, self._rounds(loop, code.entry, kprobe.sample) - base)
+            return max(0.0, self._rounds(loop, entry, kprobe.sample) - base)
         except GuestFault:
             return None
         finally:
+            self._machine.breakpoints.pop(trap, None)
             text.free_text(loop)
             if code is not None:
                 self._compiler.retire(code)

@@ -81,6 +81,7 @@ def build_kretprobes(
         sets.abandon()
 
     machine.calls.on_leave = leave
+    machine.preempt_if(lambda: not sets.first.stack.is_locked)
     machine.on_switch.append(lambda cpu: sets.look_from(machine.per_cpu_bases[cpu]))
     blacklist = _not_returning(image, arch)
     return Kretprobes(kprobes, sets.first, cpus=config.cpus, blacklist=blacklist), sets

@@ -219,7 +219,7 @@ class Stats:
     def _copy_text(self, kprobe: Kprobe) -> str:
         """What runs behind a handler that isn't in the same piece, or traps."""
         insn, detour = kprobe.insn, self.kprobes.detour(kprobe)
-        if detour is not None:
+        if detour is not None and self.kprobes.runs_in_detour(kprobe):
             return self._disassembly(detour.address, detour.size)
         if insn is None:
             trampoline = self.kprobes.trampoline
@@ -232,17 +232,16 @@ class Stats:
         return self._disassembly(insn.slot, insn.prepared.length + end)
 
     def cost_text(self, probe: TraceKprobe, kprobe: Kprobe) -> str:
-        """Hits, and the nanoseconds of one: of the latest in Python, or in guest code if it handles them."""
+        """Hits, and the nanoseconds of one: of the latest where Python sees its end, else of rehearsals."""
         head = self.kprobes.head(kprobe)
         if head is None or (head.code is None and head.stub is None):
-            return kprobe.cost.text()
-        way = self._way(head)
-        cost = None if self._rehearsals is None else self._rehearsals.median_ns(probe, head, way)
-        text = f"hits {probe.hits}" + ("" if cost is None else f" median {cost:.0f} ns in guest code")
-        if way is not HitWay.BREAKPOINT:
-            return text
-        assert head.insn is not None
-        return f"{text}, {1 if head.insn.boosted or self.kprobes.is_optimized(kprobe) else 2} traps"
+            return kprobe.cost.text(probe.hits)
+        traps = 0 if head.stub is None else self.kprobes.hits.stub_traps(head)
+        if traps > 1:
+            return f"{kprobe.cost.text(probe.hits)}, {traps} traps"
+        cost = None if self._rehearsals is None else self._rehearsals.median_ns(probe, head, self._way(head))
+        text = f"hits {probe.hits}" + ("" if cost is None else f" median {cost:.1f} ns")
+        return f"{text}, 1 trap" if traps else f"{text} in guest code"
 
     def _way(self, head: Kprobe) -> HitWay:
         if head.code is None:

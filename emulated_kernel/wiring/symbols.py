@@ -7,39 +7,14 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Protocol
 
+from emulated_kernel.arch.analysed import Symbols
 from emulated_kernel.trace.ports import SymbolLocation
 
 TRAMPOLINE_NAME = "arch_rethook_trampoline"
 
 
-class ImageSymbol(Protocol):
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def address(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-
-class ImageLocation(Protocol):
-    @property
-    def symbol(self) -> ImageSymbol: ...
-
-    @property
-    def offset(self) -> int: ...
-
-    @property
-    def module(self) -> str | None: ...
-
-
-class ImageKallsyms(Protocol):
-    def lookup_name(self, name: str) -> int | None: ...
-
+class ImageKallsyms(Symbols, Protocol):
     def count_name(self, name: str) -> int: ...
-
-    def lookup(self, address: int) -> ImageLocation | None: ...
 
     def has_module(self, name: str) -> bool: ...
 

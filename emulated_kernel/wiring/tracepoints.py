@@ -8,11 +8,13 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, Protocol
 
+from emulated_kernel.abi import PAGE_SIZE
 from emulated_kernel.errors import KernelError
 from emulated_kernel.host.cells import address_of
 from emulated_kernel.image.image import KernelImage
 from emulated_kernel.image.trace_events import event_definitions, syscall_definitions
 from emulated_kernel.kprobes.static_keys import StaticKeys
+from emulated_kernel.machine.traps import MemoryFault
 from emulated_kernel.trace.event import TraceEvent
 from emulated_kernel.trace.fetch import COMMON_SIZE
 from emulated_kernel.trace.static_event import RecordHandler, StaticEvent, layout_fields
@@ -66,26 +68,25 @@ class Tracepoints:
         """By the address of their struct trace_event_call."""
         self.by_name: dict[str, Tracepoint] = {}
         """By GROUP:EVENT."""
-        self._live = 0
         self._word = image.bits // 8
         self._arguments: Callable[[Any], tuple[int, int, int]] = attrgetter(*argument_registers[:3])
         """Of the function where the guest hands a record over."""
 
-    def _switch(self, key: int, on: bool) -> None:
-        """Records are taken before the first can come, and until the last can't."""
-        if not self._live:
-            self._breakpoints[self._address("host_trace_commit")] = self._commit
-        self._keys.switch(key, on)
-        self._live += 1 if on else -1
-        if not self._live:
-            del self._breakpoints[self._address("host_trace_commit")]
-
     def _commit(self, regs: Any) -> None:
-        """The guest has filled a record in; it goes on behind the breakpoint, where it stands already."""
+        """The guest has filled a record in; it goes on behind the breakpoint, where it stands already.
+
+        Anybody may call the function, with any arguments: what is no record is passed by.
+        """
         call, entry, size = self._arguments(regs)
-        payload = self._memory.read(entry + COMMON_SIZE, size - COMMON_SIZE)
+        point = self._points.get(call)
+        if point is None or not point.handlers or not COMMON_SIZE <= size <= PAGE_SIZE:
+            return
+        try:
+            payload = self._memory.read(entry + COMMON_SIZE, size - COMMON_SIZE)
+        except MemoryFault:
+            return
         self._hit.regs = regs
-        for handler in self._points[call].handlers:
+        for handler in point.handlers:
             handler(payload, self._hit)
 
     def _address(self, name: str) -> int:
@@ -96,12 +97,15 @@ class Tracepoints:
         functions = self._functions()
         raw: dict[str, Tracepoint] = {}
         for each in event_definitions(self._image):
-            point = self._points[each.address] = Tracepoint(partial(self._switch, each.key))
+            point = self._points[each.address] = Tracepoint(partial(self._keys.switch, each.key))
             self.by_name[f"{each.system}:{each.name}"] = point
             if each.system == RAW_SYSCALLS:
                 raw[each.name] = point
             fields = layout_fields(each.fields)
             yield StaticEvent(each.system, each.name, fields, each.print_fmt, point, functions, self._word)
+        if self._points:
+            # For good: a CPU may still be on its way there when the last event is disabled.
+            self._breakpoints[self._address("host_trace_commit")] = self._commit
         if raw:
             points = (_named(raw, name) for name in ("sys_enter", "sys_exit"))
             entry, end = (SyscallTracepoint(point, self._word) for point in points)
