@@ -14,7 +14,7 @@ from emulated_kernel.config import MachineConfig
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
-from emulated_kernel.kprobes.profile import Profile, Saving
+from emulated_kernel.kprobes.profile import Profile, Saving, TrampolineForm
 
 ARCHITECTURES = ("x86_64", "i386", "riscv64", "riscv64i")
 _RISCV = ARCHITECTURES[2:]
@@ -37,13 +37,14 @@ HANDLERS = {
 }
 _PLAIN = Profile("bench", ftrace=False, optimizer=False)
 _OPTIMIZED = replace(_PLAIN, optimizer=True, out_of_tree=True)
-_MODES = {
-    STEPPED: _PLAIN,
+MODES = {
+    STEPPED: replace(_PLAIN, trampoline=TrampolineForm.BREAKPOINT),
     BOOSTED: replace(_PLAIN, preemption=False),
     FTRACE: replace(_PLAIN, ftrace=True),
     SAVE_ALL: replace(_OPTIMIZED, saving=Saving.ALL),
     OPTIMIZED: _OPTIMIZED,
 }
+"""How an entry is reached. In the first one the return trampoline is a breakpoint, as it once was."""
 TARGETS = {
     (RECORDING, OPTIMIZED): 30.0,
     (RECORDING, SAVE_ALL): 150.0,
@@ -120,13 +121,13 @@ def quantile(samples: Sequence[float], tenth: int) -> float:
 
 def cases(arch: str) -> list[Case]:
     """All that is measured on an architecture."""
-    modes = [mode for mode in _MODES if arch not in _RISCV or mode != BOOSTED]
+    modes = [mode for mode in MODES if arch not in _RISCV or mode != BOOSTED]
     return [Case(probe, mode, arch) for probe in HANDLERS for mode in modes]
 
 
 def measure(case: Case, hits: int, rounds: int) -> Figure:
     """One case in a kernel of its own, `hits` calls a round. The first round only warms up."""
-    profile = _MODES[case.mode]
+    profile = MODES[case.mode]
     with Kernel(MachineConfig(arch=case.arch, run_budget=60), profile=profile) as kernel:
         run = caller(kernel, hits)
         # The first instruction behind the fentry site can be optimized.

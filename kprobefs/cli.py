@@ -118,6 +118,7 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--tasks", type=int, nargs="+", metavar="N", help="return: tasks in the hooked function"
     )
     command.add_argument("--cpus", type=int, nargs="+", metavar="N", help="return: CPUs that call it")
+    command.add_argument("--memory", action="store_true", help="return: memory of each shadow stack instead")
     command.add_argument("--json", action="store_true", help="as JSON")
     command.set_defaults(function=_bench)
 
@@ -227,6 +228,10 @@ def _bench(parsed: argparse.Namespace, build: Builder | None) -> int:
         raise Failure(f"bench: no figures for {parsed.arch}", Exit.USAGE)
     if parsed.what == "hit":
         bench.hit(parsed.arch, parsed.hits, parsed.rounds, as_json=parsed.json)
+    elif parsed.what == "return" and parsed.memory:
+        from kprobefs.return_memory import memory
+
+        memory(as_json=parsed.json)
     elif parsed.what == "return":
         from kprobefs import bench_return
 

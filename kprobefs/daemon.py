@@ -13,7 +13,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from queue import SimpleQueue
 from types import FrameType
 from typing import TYPE_CHECKING, BinaryIO, NoReturn
 
@@ -45,7 +44,7 @@ class Service:
     def __init__(self, options: MountOptions, build: Builder) -> None:
         self._options = options
         self._build = build
-        self._wake = _Wake()
+        self._wake = Wake()
         self._mounted = False
         self._failure: Failure | None = None
 
@@ -188,27 +187,32 @@ def start_as_child(options: MountOptions, build: Builder, log_file: Path) -> int
     return child
 
 
-class _Wake:
-    """An event that a signal handler may set.
+class Wake:
+    """An event that a signal handler may set, for the main thread to wait for; there is one in a process.
 
-    threading.Event.set() waits for ever for a lock that the interrupted thread holds, in wait() for example.
+    A handler runs when the main thread runs Python again. A wait for a lock goes on if the signal came just
+    before it, or to another thread; reading a pipe is ended by the byte that the interpreter writes then.
     """
 
     def __init__(self) -> None:
         self._is_set = False
-        self._queue: SimpleQueue[None] = SimpleQueue()
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
 
     def is_set(self) -> bool:
         return self._is_set
 
     def set(self) -> None:
+        """From any thread."""
         self._is_set = True
-        self._queue.put(None)
+        with suppress(BlockingIOError):
+            os.write(self._writer, b"\0")
 
     def wait(self) -> None:
-        """For one thread alone."""
-        if not self._is_set:
-            self._queue.get()
+        """For the main thread alone."""
+        while not self._is_set:
+            os.read(self._reader, 64)
 
 
 class _Report:
