@@ -1,11 +1,13 @@
 """The whole proof: python -m tests.kprobes.exhaustion [--profile P] [--arch A] [--detour D] [--sites]
-[--states N] [--part I/N].
+[--states N] [--part I/N] [--jobs N].
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
 
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.kernel import Kernel
@@ -14,6 +16,49 @@ from tests.kprobes.exhaustion.proof import Proof
 from tests.kprobes.exhaustion.sites import SiteProof, fentry_sites
 from tests.kprobes.optimizer.conftest import Probed
 from tests.kprobes.optimizer.regions import optimizable
+from tests.progress import show_progress
+
+Where = tuple[str, int, int]
+
+
+class Prover:
+    """A kernel of its own, and the proof on it."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        is_compiled = options.detour != "python"
+        detour = options.detour if is_compiled else None
+        kernel = Kernel(MachineConfig(arch=options.arch, profile=options.profile, detour=detour))
+        kind = SiteProof if options.sites else CompiledProof if is_compiled else Proof
+        self._find = fentry_sites if options.sites else optimizable
+        self._proof = kind(Probed(kernel), options.states)
+
+    def places(self) -> list[Where]:
+        """Where there is something to prove."""
+        return list(self._find(self._proof.probed))
+
+    def check(self, place: Where) -> tuple[int, list[str]]:
+        """Runs made for a place, and what went wrong."""
+        proof = self._proof
+        runs, known = proof.runs, len(proof.problems)
+        proof.check(place)
+        return proof.runs - runs, proof.problems[known:]
+
+
+_prover: Prover
+"""This process's."""
+
+
+def _boot(options: argparse.Namespace) -> None:
+    global _prover
+    _prover = Prover(options)
+
+
+def _places() -> list[Where]:
+    return _prover.places()
+
+
+def _check(place: Where) -> tuple[int, list[str]]:
+    return _prover.check(place)
 
 
 def main() -> int:
@@ -25,22 +70,19 @@ def main() -> int:
     parser.add_argument("--sites", action="store_true", help="fentry sites instead of optimizable places")
     parser.add_argument("--states", type=int, default=1, help="register states a place, 3 at most")
     parser.add_argument("--part", default="0/1", metavar="I/N", help="every Nth place, from the Ith on")
-    parsed = parser.parse_args()
-    first, step = map(int, parsed.part.split("/"))
-    is_compiled = parsed.detour != "python"
-    detour = parsed.detour if is_compiled else None
-    with Kernel(MachineConfig(arch=parsed.arch, profile=parsed.profile, detour=detour)) as kernel:
-        probed = Probed(kernel)
-        kind = SiteProof if parsed.sites else CompiledProof if is_compiled else Proof
-        proof = kind(probed, parsed.states)
-        places = list(fentry_sites(probed) if parsed.sites else optimizable(probed))[first::step]
-        for number, place in enumerate(places, 1):
-            proof.check(place)
-            if sys.stderr.isatty() or not number % 500:
-                print(f"{number}/{len(places)} places, {proof.runs} runs", end="\r", file=sys.stderr)
-    print(f"{len(places)} places, {proof.runs} runs, {len(proof.problems)} problems")
-    print(*proof.problems[:20], sep="\n")
-    return int(bool(proof.problems))
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    options = parser.parse_args()
+    first, step = map(int, options.part.split("/"))
+    runs, problems, start = 0, [], time.monotonic()
+    with ProcessPoolExecutor(options.jobs, initializer=_boot, initargs=(options,)) as pool:
+        places = pool.submit(_places).result()[first::step]
+        for number, (more, found) in enumerate(pool.map(_check, places, chunksize=8), 1):
+            runs += more
+            problems += found
+            show_progress(number, len(places), start, f"{runs} runs, {len(problems)} problems")
+    print(f"{len(places)} places, {runs} runs, {len(problems)} problems")
+    print(*problems[:20], sep="\n")
+    return int(bool(problems))
 
 
 if __name__ == "__main__":

@@ -35,13 +35,14 @@ class CompiledProof(Proof):
     def __post_init__(self) -> None:
         super().__post_init__()
         kernel = self.probed.kernel
-        self.cell = kernel.machine.records.alloc_cells(8)
+        records = kernel.machine.records
+        self.cell = records.alloc_cells(8)
+        self._counted = kernel.machine.memory.view(records.address(self.cell), 8).cast("Q")
         kernel.kprobes.compiler.enabled = False
 
     def count(self) -> int:
         """See Proof."""
-        machine = self.probed.kernel.machine
-        return super().count() + machine.memory.read_u64(machine.records.address(self.cell))
+        return super().count() + self._counted[0]
 
     def place(self, address: int, cpus: Sequence[OtherCpu]) -> Place:
         """See Proof."""
@@ -79,7 +80,7 @@ class CompiledPlace(Place):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.compiler = self.kernel.kprobes.compiler
+        self.compiler, self.garbage = self.kernel.kprobes.compiler, self.kernel.kprobes.garbage
 
     def _register(self) -> Kprobe:
         return self.probed.probe("probe", at=self.address, program=self.proof.emit)
@@ -100,17 +101,17 @@ class CompiledPlace(Place):
         self._watched("compiling again", self._compile, _joined(detours, old))
         now = _joined(detours, self._in_code(self.codes[1]))
         self._all("compiled again", _joined(now, old))
-        compiler.work.flush()
+        self.garbage.work.flush()
         if self.codes[0] in compiler.codes or self.codes[1] not in compiler.codes:
             self._note("compiled again", "the replaced code isn't freed, or the new one is")
         self._all("freed", now)
-        compiler.is_quiescent = lambda _spans: False
+        self.garbage.occupied = lambda spans: spans
         return now
 
     def _leave(self, detours: Group) -> None:
         super()._leave(detours)
-        self.compiler.is_quiescent = lambda _spans: True
-        self.compiler.work.flush()
+        self.garbage.occupied = lambda _spans: ()
+        self.garbage.work.flush()
         if self.compiler.codes:
             self._note("unregistered", "code isn't freed")
 
@@ -124,7 +125,7 @@ class CompiledPlace(Place):
             self._note("compiling a stub", "there is none")
             return [[] for _ in self.cpus]
         self._all("compiled stub", None)
-        return [list(self._inside(cpu, stub.address, stub.size, "stub")) for cpu in self.cpus]
+        return [self._inside(cpu, stub.address, stub.size, "stub") for cpu in self.cpus]
 
     def _compile(self) -> None:
         """What the first hit by the jump does; it is no run of this machine, so that others can go on."""
@@ -137,22 +138,22 @@ class CompiledPlace(Place):
         self.kernel.kprobes.handler_changed(self.probe)
 
     def _in_code(self, code: CompiledCode) -> Group:
-        return [list(self._inside(cpu, code.address, code.size, "code")) for cpu in self.cpus]
+        return [self._inside(cpu, code.address, code.size, "code") for cpu in self.cpus]
 
     def _waits_for(self, group: Group) -> None:
         """Replaced code isn't freed while a CPU stands in it."""
         waited: list[bool] = []
 
-        def is_quiescent(spans: Spans) -> bool:
+        def occupied(spans: Spans) -> Spans:
             waited.append(all(any(a <= at.ip < b for a, b in spans) for each in group for at in each))
-            return False
+            return spans
 
-        self.compiler.is_quiescent = is_quiescent
-        self.compiler.work.flush()
+        self.garbage.occupied = occupied
+        self.garbage.work.flush()
         self._all("changed", group)
         if waited != [True]:
             self._note("changed", "a CPU in replaced code isn't waited for")
-        self.compiler.is_quiescent = lambda _spans: True
+        self.garbage.occupied = lambda _spans: ()
 
     def _leaving(self, standing: Standing) -> Standing:
         """A hit in guest code is counted there."""

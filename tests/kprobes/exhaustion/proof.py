@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from emulated_kernel.arch.base import Live
@@ -40,7 +40,8 @@ class Proof:
 
     def __post_init__(self) -> None:
         self.bench = Bench(self.probed)
-        self.watch = Watch(self.probed.kernel.machine.text)
+        text = self.probed.kernel.machine.text
+        self.watch = text.watcher = Watch(text)
 
     def count(self) -> int:
         """Hits handled so far."""
@@ -70,6 +71,7 @@ class Proof:
         cpus = [OtherCpu(self.probed, self.bench, end, start, self.count, live) for start in starts]
         before = len(self.problems)
         self.place(address, cpus).run()
+        self.probed.hits.clear()
         self.problems[before:] = [f"{symbol}+{offset:#x}: {line}" for line in self.problems[before:]]
 
 
@@ -91,16 +93,16 @@ class Place:
     def run(self) -> None:
         """Optimize, unoptimize, optimize again, unregister; each step watched."""
         kernel = self.kernel
-        interiors = [list(self._interior(cpu)) for cpu in self.cpus]
+        interiors = [self._interior(cpu) for cpu in self.cpus]
         self.probe = self._register()
         self.head = self._head()
         self._hold(True)
-        slots = [list(self._slot(cpu)) for cpu in self.cpus]
+        slots = [self._slot(cpu) for cpu in self.cpus]
         self._delays(interiors, slots)
         self._watched("optimizing", lambda: self._hold(False))
         if not self.head.is_patched:
             self.proof.problems.append(f"isn't optimized: {kernel.kprobes.reason(self.probe)}")
-        detours = [list(self._detour(cpu)) for cpu in self.cpus]
+        detours = [self._detour(cpu) for cpu in self.cpus]
         self._all("optimized", detours)
         detours = self._handled_otherwise(detours)
         self._watched("unoptimizing", lambda: self._hold(True), detours)
@@ -117,33 +119,34 @@ class Place:
 
     # Where a CPU can stand
 
-    def _interior(self, cpu: OtherCpu) -> Iterator[Standing]:
+    def _interior(self, cpu: OtherCpu) -> list[Standing]:
         """Behind each instruction of the region, executed before there was a probe."""
         code = self.kernel.machine.text.current(self.address, cpu.end - self.address)
-        for addr in self.kernel._arch.instruction_boundaries(code, self.address)[1:]:
-            yield from self._at(cpu, addr, f"interior {addr - self.address:#x}", 0)
+        inner = self.kernel._arch.instruction_boundaries(code, self.address)[1:]
+        return self._met(cpu, inner, self.address, "interior ", 0)
 
-    def _slot(self, cpu: OtherCpu) -> Iterator[Standing]:
+    def _slot(self, cpu: OtherCpu) -> list[Standing]:
         insn = self.head.insn
         assert insn is not None
-        if insn.slot is not None and insn.step_end is not None:
-            for addr in (insn.slot, insn.step_end):
-                yield from self._at(cpu, addr, f"slot +{addr - insn.slot:#x}", 1)
+        if insn.slot is None or insn.step_end is None:
+            return []
+        return self._met(cpu, (insn.slot, insn.step_end), insn.slot, "slot +", 1)
 
-    def _detour(self, cpu: OtherCpu) -> Iterator[Standing]:
+    def _detour(self, cpu: OtherCpu) -> list[Standing]:
         detour = self._buffer()
-        yield from self._inside(cpu, detour.address, detour.size, "detour")
+        return self._inside(cpu, detour.address, detour.size, "detour")
 
-    def _inside(self, cpu: OtherCpu, address: int, size: int, what: str) -> Iterator[Standing]:
+    def _inside(self, cpu: OtherCpu, address: int, size: int, what: str) -> list[Standing]:
         """At each instruction of code that a hit goes through."""
         code = self.kernel.machine.text.current(address, size)
-        for addr in self.kernel._arch.instruction_boundaries(code, address):
-            yield from self._at(cpu, addr, f"{what} +{addr - address:#x}", 1)
+        boundaries = self.kernel._arch.instruction_boundaries(code, address)
+        return self._met(cpu, boundaries, address, f"{what} +", 1)
 
-    def _at(self, cpu: OtherCpu, addr: int, what: str, hits: int) -> Iterator[Standing]:
-        found = cpu.standing_at(addr, what, hits)
-        if found is not None:
-            yield found
+    def _met(
+        self, cpu: OtherCpu, addresses: Sequence[int], base: int, what: str, hits: int
+    ) -> list[Standing]:
+        with cpu.running():
+            return cpu.standings({addr: f"{what}{addr - base:#x}" for addr in addresses}, hits)
 
     # What is done to the probe
 
@@ -218,18 +221,20 @@ class Place:
     def _all(self, stage: str, others: list[list[Standing]] | None, hits: int = 1) -> None:
         for number, cpu in enumerate(self.cpus):
             at_start = cpu.at_start(hits)
-            for standing in (at_start, *(others[number] if others else ())):
-                self._note(stage, cpu.problem(standing))
-            for window in self.proof.watch.windows(self.address):
-                if NO_FLAGS not in window:
-                    self._note(stage, self._stale(cpu, at_start, window))
+            windows = self.proof.watch.windows(self.address)
+            with cpu.running():
+                for standing in (at_start, *(others[number] if others else ())):
+                    self._note(stage, cpu.problem(standing))
+                for window in windows:
+                    if NO_FLAGS not in window:
+                        self._note(stage, self._stale(cpu, at_start, window))
 
     def _stale(self, cpu: OtherCpu, at_start: Standing, window: bytes) -> str | None:
         jumps = self._jumps()
         if window[:1] == b"\xcc" or window[:JUMP_SIZE] in jumps:
             return cpu.stale_problem(at_start, window, jumps)
         # Executing the original instruction, it has passed before the probe was there.
-        passed = Standing(at_start.what, at_start.registers, {}, 0)
+        passed = Standing(at_start.what, at_start.registers, (), 0)
         return cpu.stale_problem(passed, window, jumps)
 
     def _jumps(self) -> dict[bytes, int]:

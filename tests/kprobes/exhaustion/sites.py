@@ -52,11 +52,11 @@ class SitePlace(Place):
         assert sites is not None
         self.trampoline = sites.trampoline
         self.probe = Kprobe(addr=self.address, pre_handler=self._note_hit, program=self.proof.emit)
-        compiler.is_quiescent = lambda _spans: False
+        garbage = kernel.kprobes.garbage
+        garbage.occupied = lambda spans: spans
         self._watched("arming", lambda: kernel.register_kprobe(self.probe))
         inside = [
-            list(self._inside(cpu, sites.trampoline, sites.trampoline_size, "trampoline"))
-            for cpu in self.cpus
+            self._inside(cpu, sites.trampoline, sites.trampoline_size, "trampoline") for cpu in self.cpus
         ]
         self._all("armed", inside)
         self._all_at_once(inside)
@@ -71,8 +71,8 @@ class SitePlace(Place):
         self._watched("disarming", lambda: kernel.unregister_kprobe(self.probe), inside, hits=0)
         leaving = [[self._leaving(standing) for standing in group] for group in inside]
         self._all("disarmed", leaving, hits=0)
-        compiler.is_quiescent = lambda _spans: True
-        compiler.work.flush()
+        garbage.occupied = lambda _spans: ()
+        garbage.work.flush()
         if compiler.codes:
             self._note("disarmed", "code isn't freed")
 
@@ -127,4 +127,4 @@ class SitePlace(Place):
         sp = at_start.registers.sp - word
         pushed = (self.address + JUMP_SIZE).to_bytes(word, "little")
         registers = at_start.registers._replace(sp=sp, ip=target)
-        return replace(at_start, registers=registers, memory=dict(enumerate(pushed, sp)), hits=1)
+        return replace(at_start, registers=registers, memory=((sp, pushed),), hits=1)

@@ -14,7 +14,7 @@ from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.machine.prefetch import WINDOW
 from emulated_kernel.machine.registers import RegisterSet, Regs
 from tests.kprobes.optimizer.conftest import Probed
-from tests.kprobes.optimizer.regions import Bench, End
+from tests.kprobes.optimizer.regions import Bench, Expected, Pieces
 
 TF = 0x100
 INT3 = 0xCC
@@ -28,7 +28,7 @@ class Standing:
 
     what: str
     registers: RegisterSet
-    memory: Mapping[int, int]
+    memory: Pieces
     hits: int
     running: Kprobe | None = None
     status: HitStatus = HitStatus.STEP_DONE
@@ -40,7 +40,7 @@ class Standing:
 
 @dataclass
 class OtherCpu:
-    """Runs one region from the states of a bench; the text is left as it was found."""
+    """Runs one region from a state of a bench; the text is left as it was found."""
 
     probed: Probed
     bench: Bench
@@ -52,37 +52,65 @@ class OtherCpu:
     """Hits so far."""
     live: Live = ALL_LIVE
     """What may not differ behind the region."""
-    expected: End = field(init=False)
+    expected: Expected = field(init=False)
 
     def __post_init__(self) -> None:
-        self.expected = self.bench.run(self.start, self.end)
+        with self.running():
+            self.expected = self.bench.expect(self.start, self.live)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Within, it can run; what is written to stop and look isn't what the kernel writes."""
+        text = self.probed.kernel.machine.text
+        watcher, text.watcher = text.watcher, None
+        try:
+            with self.bench.until(self.end):
+                yield
+        finally:
+            text.watcher = watcher
 
     def at_start(self, hits: int) -> Standing:
-        return Standing("at the probe", self.start, {}, hits)
+        return Standing("at the probe", self.start, (), hits)
 
-    def standing_at(self, addr: int, what: str, hits: int) -> Standing | None:
-        """Where a run from the start, of so many `hits`, meets `addr`; None if it never does."""
-        found: list[Standing] = []
-        before = self.count()
-        ctlblk = self.probed.kernel.kprobes.hits.ctlblk
+    def standings(self, places: Mapping[int, str], hits: int) -> list[Standing]:
+        """Where a run from the start, of so many `hits`, meets these addresses, each for the first time."""
+        self.bench.run(self.start)  # A probe's first hit makes its handlers.
+        machine = self.probed.kernel.machine
+        ctlblk, text, breakpoints = self.probed.kernel.kprobes.hits.ctlblk, machine.text, machine.breakpoints
+        usual = {addr: breakpoints.get(addr) for addr in places}
+        before = {addr: text.current(addr, 1) for addr in places}
+        counted = self.count()
+        found: dict[int, Standing] = {}
 
-        def stop(regs: Regs) -> None:
-            regs.ip = addr
-            state = regs.snapshot()
-            to_come = hits - (self.count() - before)
-            found.append(Standing(what, state, {}, to_come, ctlblk.running, ctlblk.status))
-            regs.ip = self.probed.kernel.machine.model.layout.host_text
+        def meet(regs: Regs) -> None:
+            regs.ip = addr = regs.ip - 1
+            to_come = hits - (self.count() - counted)
+            state, memory = regs.snapshot(), self.bench.changed()
+            found[addr] = Standing(places[addr], state, memory, to_come, ctlblk.running, ctlblk.status)
+            put_back(addr)
+            handler = usual[addr]
+            if handler is not None:
+                regs.ip = addr + 1
+                handler(regs)
 
-        with self._unwatched(), self._breakpoint(addr, stop):
-            end = self.bench.run(self.start, self.end)
-        if not found:
-            return None
-        return replace(found[0], memory=end.written)
+        def put_back(addr: int) -> None:
+            del breakpoints[addr]
+            handler = usual[addr]
+            if handler is not None:
+                breakpoints[addr] = handler
+            text.poke(addr, before[addr])
+
+        for addr in places:
+            breakpoints[addr] = meet
+            text.poke(addr, bytes([INT3]))
+        self.bench.run(self.start)
+        for addr in places.keys() - found.keys():
+            put_back(addr)
+        return list(found.values())
 
     def problem(self, standing: Standing) -> str | None:
         """What goes wrong when it goes on from there with the text as it is now."""
-        with self._unwatched():
-            return self._compare(standing, standing.registers, standing.hits)
+        return self._compare(standing, standing.registers, standing.hits)
 
     def stale_problem(self, standing: Standing, window: bytes, jumps: Mapping[bytes, int]) -> str | None:
         """The same when it executes what it has fetched before it looks at memory again.
@@ -90,19 +118,17 @@ class OtherCpu:
         `jumps`: those that lead to handlers, and where they do.
         """
         at, text = standing.ip, self.probed.kernel.machine.text
-        what = f"{standing.what}, stale {window[:8].hex()}"
-        with self._unwatched():
-            target = jumps.get(window[:JUMP_SIZE])
-            if target is not None:
-                problem = self._compare(standing, standing.registers._replace(ip=target), standing.hits)
-            elif window[0] == INT3:
-                before = text.current(at, 1)
-                text.poke(at, window[:1])
-                problem = self._compare(standing, standing.registers, standing.hits)
-                text.poke(at, before)
-            else:
-                problem = self._step_window(standing, window)
-        return problem and f"{what}: {problem}"
+        target = jumps.get(window[:JUMP_SIZE])
+        if target is not None:
+            problem = self._compare(standing, standing.registers._replace(ip=target), standing.hits)
+        elif window[0] == INT3:
+            before = text.current(at, 1)
+            text.poke(at, window[:1])
+            problem = self._compare(standing, standing.registers, standing.hits)
+            text.poke(at, before)
+        else:
+            problem = self._step_window(standing, window)
+        return problem and f"{standing.what}, stale {window[:8].hex()}: {problem}"
 
     def _step_window(self, standing: Standing, window: bytes) -> str | None:
         """Its first instruction alone, and all of them, and from there on by memory."""
@@ -114,14 +140,14 @@ class OtherCpu:
             machine.text.poke(first, window)
             trap, state = machine.trap_of(state._replace(flags=state.flags | TF))
             machine.text.poke(first, now)
+            memory = self.bench.changed()
+            self.bench.restore()
             if trap.vector != Vector.DEBUG:
-                self.bench.restore()
                 fault = (trap.vector, trap.error_code, trap.cr2)
-                return None if fault == self.expected.fault else f"fault {fault}"
+                return None if fault == self.expected.end.fault else f"fault {fault}"
             state = state._replace(flags=state.flags & ~TF)
             steps += 1
-            standing = replace(standing, registers=state, memory=self.bench.written(), hits=0)
-            self.bench.restore()
+            standing = replace(standing, registers=state, memory=memory, hits=0)
             if steps == MAX_STEPS:
                 return "never leaves what it has fetched"
             problem = self._compare(standing, state, 0) if steps == 1 else None
@@ -134,40 +160,16 @@ class OtherCpu:
         ctlblk = self.probed.kernel.kprobes.hits.ctlblk
         ctlblk.running, ctlblk.status = standing.running, standing.status
         before = self.count()
-        end = self.bench.run(registers, self.end, dead=self.expected.dead)
+        deviation = self.bench.deviation(registers, self.expected)
         ctlblk.running = None
         counted = self.count() - before
-        if not end.is_as(self.expected, self.live):
-            return f"{standing.what}: {end} instead of {self.expected}"
+        if deviation:
+            return f"{standing.what}: {deviation}"
         if counted != hits:
             return f"{standing.what}: {counted} hits instead of {hits}"
         return None
 
     def _put(self, standing: Standing) -> None:
-        for addr, byte in standing.memory.items():
-            self.probed.kernel.machine.memory.write(addr, bytes([byte]))
-
-    @contextmanager
-    def _unwatched(self) -> Iterator[None]:
-        """What is written to stop and look isn't what the kernel writes."""
-        text = self.probed.kernel.machine.text
-        watcher, text.watcher = text.watcher, None
-        try:
-            yield
-        finally:
-            text.watcher = watcher
-
-    @contextmanager
-    def _breakpoint(self, addr: int, handler: object) -> Iterator[None]:
-        machine = self.probed.kernel.machine
-        before, usual = machine.text.current(addr, 1), machine.breakpoints.get(addr)
-        machine.text.poke(addr, bytes([INT3]))
-        machine.breakpoints[addr] = handler  # type: ignore[assignment]
-        try:
-            yield
-        finally:
-            machine.text.poke(addr, before)
-            if usual is None:
-                del machine.breakpoints[addr]
-            else:
-                machine.breakpoints[addr] = usual
+        write = self.probed.kernel.machine.memory.write
+        for addr, data in standing.memory:
+            write(addr, data)

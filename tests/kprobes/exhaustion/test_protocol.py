@@ -9,7 +9,7 @@ import pytest
 from emulated_kernel.arch.base import Live
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.kernel import Kernel
-from emulated_kernel.kprobes.compiled import Compiler
+from emulated_kernel.kprobes.garbage import TextGarbage
 from emulated_kernel.kprobes.optimizer import Spans
 from emulated_kernel.kprobes.text_poke import PokeStep, TextPoker
 from tests.kprobes.exhaustion.compiled import CompiledProof
@@ -142,7 +142,7 @@ class TestBrokenCompilers(TestBrokenProtocols):
             yield CompiledProof(Probed(kernel))
 
     def test_replaced_code_forgotten(self, proof: Proof, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(Compiler, "retired_spans", [])
+        monkeypatch.setattr(TextGarbage, "spans", [])
         found = self.problems(proof)
         assert any("replaced code isn't waited for" in line for line in found)
         assert any("region or slot isn't waited for" in line for line in found)

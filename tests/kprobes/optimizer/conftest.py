@@ -67,8 +67,9 @@ class Probed:
         return list(self.hits)
 
     def settle(self) -> None:
-        """Let the optimizer do all that it has to do."""
+        """Let the optimizer do all that it has to do, and what is left behind be freed."""
         self.optimizer.work.flush()
+        self.kernel.kprobes.garbage.work.flush()
 
 
 class Boot(Protocol):

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from operator import and_
+from typing import NamedTuple
 
 from emulated_kernel.arch.base import Live
 from emulated_kernel.arch.x86.liveness import ALL_LIVE
 from emulated_kernel.machine.calls import DataSnapshot
+from emulated_kernel.machine.memory import Memory
 from emulated_kernel.machine.registers import RegisterSet, Regs
 from tests.kprobes.optimizer.conftest import Probed
 
@@ -19,38 +24,57 @@ STATES = 3
 SCRATCH = 16 << 10
 
 
-@dataclass(frozen=True)
-class End:
-    """How a run ended: its registers, or its fault, and what it wrote."""
+Pieces = Sequence[tuple[int, bytes]]
+"""Addresses, and what stands there."""
+
+
+class End(NamedTuple):
+    """How a run ended: its registers, or its fault."""
 
     registers: RegisterSet | None
     fault: tuple[int, int, int] | None
-    written: dict[int, int]
-    dead: range
-    """The stack that was free at the start, and may hold anything that the run didn't write."""
     arrived: bool
     """Behind the piece, not by a return."""
 
-    def is_as(self, expected: End, live: Live = ALL_LIVE) -> bool:
-        """Whether this run of a probed piece ended as the unprobed one, in what is live behind the piece."""
-        theirs = expected.written
+
+@dataclass(frozen=True)
+class Expected:
+    """How the unprobed piece ended from a state, to compare the probed one with."""
+
+    end: End
+    written: Mapping[int, int]
+    live: tuple[int, ...]
+    """The bits of each register that may not differ."""
+    registers: tuple[int, ...] | None
+    """Those bits."""
+    memory: DataSnapshot
+    """All memory as it was left, but for `free`."""
+    free: range
+    """The stack that was free at the start: it may hold anything where the piece wrote nothing."""
+    written_in_free: Pieces
+    undo: Pieces
+    """What to write after a run that ended so."""
+
+    def is_met(self, end: End, memory: Memory) -> bool:
+        """Whether a run ended as this one; `memory` is as that run left it."""
+        registers = end.registers and tuple(map(and_, end.registers, self.live))
         return (
-            (self.arrived, self.fault) == (expected.arrived, expected.fault)
-            and self._seen(live) == expected._seen(live)
-            and all(self.written.get(at) == byte for at, byte in theirs.items())
-            and all(at in theirs or at in self.dead for at in self.written)
+            registers == self.registers
+            and end[1:] == self.end[1:]
+            and self.memory.unchanged()
+            and all(memory.read(at, 1) == byte for at, byte in self.written_in_free)
         )
 
-    def _seen(self, live: Live) -> RegisterSet | None:
-        if self.registers is None or not self.arrived or live is ALL_LIVE:
-            return self.registers
-        dead = dict.fromkeys(ALL_LIVE.registers - live.registers & {*self.registers._fields}, 0)
-        flags = self.registers.flags if live.flags else self.registers.flags & ~STATUS_FLAGS
-        return self.registers._replace(**dead, flags=flags)
+
+@cache
+def _bits(live: Live) -> tuple[int, ...]:
+    dead = ALL_LIVE.registers - live.registers
+    flags = -1 if live.flags else ~STATUS_FLAGS
+    return tuple(flags if name == "flags" else -(name not in dead) for name in RegisterSet._fields)
 
 
-_BELOW = 2048
-"""Bytes below the stack pointer that are put back after each run."""
+_BELOW, _ABOVE = 2048, 512
+"""Bytes around the stack pointer that are put back after each run."""
 
 
 class Bench:
@@ -66,13 +90,16 @@ class Bench:
         """Bytes below the stack pointer that a detour uses; nothing of the kernel's lives there."""
         self.scratch = machine.alloc_pages(SCRATCH)
         machine.memory.write(self.scratch, random.Random(7).randbytes(SCRATCH))
-        self.sp = machine.calls.stack_top - 512
+        self.sp = machine.calls.stack_top - _ABOVE
         # A region may end in `ret`, after any number of pops.
-        pad = machine.model.layout.host_text.to_bytes(arch.word_size, "little")
-        machine.memory.write(self.sp, pad * 60)
-        self._snapshot: DataSnapshot = machine.data_snapshot(
-            [*machine.image_data, (self.scratch, SCRATCH), (self.sp - _BELOW, _BELOW + 512)]
-        )
+        self._pad = machine.model.layout.host_text
+        machine.memory.write(self.sp, self._pad.to_bytes(arch.word_size, "little") * 60)
+        self._snapshot = machine.data_snapshot([*self._data(), (self.sp - _BELOW, _BELOW + _ABOVE)])
+        self._met = False
+
+    def _data(self) -> list[tuple[int, int]]:
+        """Address and size of all memory that runs may write, but the stack."""
+        return [*self.machine.image_data, (self.scratch, SCRATCH)]
 
     def states(self, seed: int) -> Iterator[RegisterSet]:
         """Registers that are pointers, numbers and flags of all kinds; the same for a seed."""
@@ -93,46 +120,90 @@ class Bench:
             flags = INTERRUPTS_ON | sum(flag for flag in ARITHMETIC if dice.random() < 0.5)
             yield RegisterSet(**values, sp=self.sp, flags=flags)
 
-    def run(self, start: RegisterSet, end: int, dead: range | None = None) -> End:
-        """From `start` until `end` is reached, or it returns, or faults; `dead`: as in End."""
-
-        met = []
+    @contextmanager
+    def until(self, end: int) -> Iterator[None]:
+        """Within, pieces end in front of `end`; there is a breakpoint."""
 
         def stop(regs: Regs) -> None:
-            met.append(end)
-            regs.ip = self.machine.model.layout.host_text
+            self._met = True
+            regs.ip = self._pad
 
         breakpoints, text = self.machine.breakpoints, self.machine.text
         before = text.current(end, 1)
         breakpoints[end] = stop
         text.poke(end, b"\xcc")
         try:
-            trap, state = self.machine.trap_of(start, fixup=True)
+            yield
         finally:
             text.poke(end, before)
             del breakpoints[end]
-        arrived = trap.address == self.machine.model.layout.host_text + 1
-        registers = state if arrived else None
-        fault = None if arrived else (trap.vector, trap.error_code, trap.cr2)
-        written = self.written()
-        self.restore()
-        return End(registers, fault, written, dead or range(start.sp - self.frame, start.sp), bool(met))
 
-    def reads_below_stack(self, start: RegisterSet, end: int) -> bool:
+    def _run(self, start: RegisterSet) -> End:
+        """Until the end of the piece, a return or a fault; memory is left as it is then."""
+        self._met = False
+        trap, state = self.machine.trap_of(start, fixup=True)
+        if trap.address == self._pad + 1:
+            return End(state, None, self._met)
+        return End(None, (trap.vector, trap.error_code, trap.cr2), self._met)
+
+    def run(self, start: RegisterSet) -> End:
+        """How the piece ends."""
+        end = self._run(start)
+        self.restore()
+        return end
+
+    def expect(self, start: RegisterSet, live: Live = ALL_LIVE) -> Expected:
+        """Run the unprobed piece; `live`: what may not differ behind it."""
+        end = self._run(start)
+        free = range(start.sp - self.frame, start.sp)
+        stack = [(self.sp - _BELOW, free.start - self.sp + _BELOW), (free.stop, self.sp + _ABOVE - free.stop)]
+        memory = self.machine.data_snapshot([*self._data(), *stack])
+        written = self._written()
+        undo = [(at, before) for at, before, _ in self._snapshot.changed_lines()]
+        self.restore()
+        undo.append((free.start, self.machine.memory.read(free.start, len(free))))
+        bits = _bits(live if end.arrived else ALL_LIVE)
+        return Expected(
+            end,
+            written,
+            bits,
+            end.registers and tuple(map(and_, end.registers, bits)),
+            memory,
+            free,
+            [(at, bytes([byte])) for at, byte in written.items() if at in free],
+            undo,
+        )
+
+    def deviation(self, start: RegisterSet, expected: Expected) -> str | None:
+        """Run the probed piece; how it ended, if that was otherwise."""
+        end, memory = self._run(start), self.machine.memory
+        if expected.is_met(end, memory):
+            for at, data in expected.undo:
+                memory.write(at, data)
+            return None
+        deviation = f"{end}, written {self._written()}, instead of {expected.end}, {expected.written}"
+        self.restore()
+        return deviation
+
+    def reads_below_stack(self, start: RegisterSet) -> bool:
         """Whether what comes out depends on bytes below the stack pointer: an index gone wild.
 
         On a real CPU an interrupt would have overwritten them. Not while the region is probed.
         """
-        plain = self.run(start, end)
+        plain = self.run(start)
         self.machine.memory.write(start.sp - _BELOW, b"\xa5" * _BELOW)
-        other = self.run(start, end)
-        return (plain.registers, plain.fault) != (other.registers, other.fault)
+        other = self.run(start)
+        return plain[:2] != other[:2]
 
-    def written(self) -> dict[int, int]:
-        """The bytes that differ from the snapshot, as they are now."""
+    def _written(self) -> dict[int, int]:
         return {at: byte for at, (_, byte) in self._snapshot.changes().items()}
 
+    def changed(self) -> Pieces:
+        """The memory that differs from the snapshot, as it is now."""
+        return [(at, now) for at, _, now in self._snapshot.changed_lines()]
+
     def restore(self) -> None:
+        """Make memory as it was."""
         self._snapshot.restore()
 
 

@@ -281,7 +281,7 @@ class TestQuiescence:
         assert probe.insn is not None
         slot, size = probe.insn.slot, probed.kernel._arch.max_insn_size
         assert slot is not None
-        assert asked[-1] == [(probe.address + 1, probe.address + 6), (slot, slot + size)]
+        assert set(asked[-1]) == {(probe.address + 1, probe.address + 6), (slot, slot + size)}
         assert (probed.kernel.kprobes.mode(probe), probed.optimizer.work.is_pending) == ("int3", True)
         clear[0] = True
         probed.settle()
@@ -297,6 +297,21 @@ class TestQuiescence:
         probed.settle()
         assert (probed.kernel.kprobes.mode(again), probed.gcd()) == ("optimized", [HIT])
         assert probed.kernel.machine.text._slots.used == used
+
+    def test_what_leads_into_the_region_of_another_probe_is_waited_for(self, probed: Probed) -> None:
+        """From the first one's detour or slot a CPU comes back into what the second jump covers."""
+        first = probed.probe("gcd", GCD_HEAD)
+        probed.settle()
+        second = probed.probe("gcd", GCD_TAIL)
+        asked: list[tuple[int, int]] = []
+        probed.optimizer.is_quiescent = lambda spans: asked.extend(spans) or True
+        probed.optimizer.work.flush()
+        assert probed.kernel.kprobes.mode(second) == "optimized"
+        detour = probed.kernel.kprobes.detour(first)
+        assert detour is not None
+        assert first.insn is not None
+        assert (detour.address, detour.address + detour.size) in asked
+        assert first.insn.slot in [start for start, _ in asked]
 
     def test_an_address_on_a_stack_delays(self, probed: Probed) -> None:
         """An interrupted task's registers lie on its stack."""
@@ -322,7 +337,7 @@ class TestRemoval:
         assert (probed.flags(), probed.text("gcd", GCD_HEAD)[0], probed.gcd()) == ({}, 0xE9, [])
         probed.settle()
         assert probed.kernel.machine.text.ledger == {}
-        assert len(probed.kernel.machine.breakpoints) == 1, "the trampoline's alone"
+        assert len(probed.kernel.machine.breakpoints) == 2, "the trampoline's and the tracepoints'"
 
     def test_a_new_probe_rescues_it(self, probed: Probed) -> None:
         first = probed.probe("gcd", GCD_HEAD)

@@ -17,20 +17,23 @@ def compare(probed: Probed, bench: Bench, place: tuple[str, int, int]) -> list[s
     length = probed.optimizer._rules.detoured_length(address)
     assert isinstance(length, int)
     starts = [state._replace(ip=address) for state in bench.states(address)]
-    expected = [bench.run(start, address + length) for start in starts]
+    end = address + length
+    with bench.until(end):
+        expected = [bench.expect(start) for start in starts]
     probe = probed.probe(symbol, offset, at=address)
     probed.settle()
     wrong = []
     if probed.kernel.kprobes.mode(probe) != "optimized":
         wrong.append(f"{symbol}+{offset:#x}: {probed.kernel.kprobes.reason(probe)}")
     probed.hits.clear()
-    ends = zip(starts, expected, strict=True)
-    differ = [start for start, end in ends if not bench.run(start, address + length).is_as(end)]
+    with bench.until(end):
+        differ = [s for s, unprobed in zip(starts, expected, strict=True) if bench.deviation(s, unprobed)]
     if len(probed.hits) != len(starts):
         wrong.append(f"{symbol}+{offset:#x}: {len(probed.hits)} hits of {len(starts)}")
     probed.kernel.unregister_kprobe(probe)
     probed.settle()
-    differ = [start for start in differ if not bench.reads_below_stack(start, address + length)]
+    with bench.until(end):
+        differ = [start for start in differ if not bench.reads_below_stack(start)]
     return wrong + [f"{symbol}+{offset:#x}: {start}" for start in differ]
 
 

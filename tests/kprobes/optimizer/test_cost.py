@@ -1,0 +1,67 @@
+"""What stats/*/cost says of a hit in each mode: how it was measured, and how many traps are in it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from emulated_kernel.kprobes import kprobe as measuring
+from tests.kprobes.optimizer.conftest import Boot
+from tests.kprobes.optimizer.test_wiring import Files
+
+COST = "/kprobes/stats/kprobes/ev/cost"
+
+
+@pytest.mark.parametrize(
+    ("profile", "offset", "optimized", "expected"),
+    [
+        ("linux-6.1", 0x5, False, r"hits \d+ median \d+ ns of the last \d+, 2 traps"),
+        ("linux-6.1", 0x5, True, r"hits \d+ median \d+\.\d ns in guest code"),
+        ("linux-6.1", 0xE, False, r"hits \d+ median \d+ ns of the last \d+, 2 traps"),
+        ("linux-6.1-nopreempt", 0x5, False, r"hits \d+ median \d+\.\d ns, 1 trap"),
+        ("kprobes-2010", 0x5, False, r"hits \d+ median \d+\.\d ns, 1 trap"),
+        ("kprobes-2010", 0x18, False, r"hits \d+ median \d+ ns of the last \d+, 3 traps"),
+    ],
+)
+def test_each_way(boot: Boot, profile: str, offset: int, optimized: bool, expected: str) -> None:
+    probed = boot(profile)
+    files = Files(probed.kernel)
+    if probed.kernel.kprobes.optimizer is not None:
+        files.write("/kprobes/optimization", str(int(optimized)))
+    files.write("/kprobe_events", f"p:ev gcd+{offset:#x}")
+    assert files.read(COST) == "hits 0\n"
+    files.write("/tracing/events/kprobes/ev/enable", "1")
+    if optimized:
+        probed.settle()
+    for _ in range(3):
+        probed.kernel.call("gcd", 1071, 462)
+    assert re.fullmatch(expected, files.read(COST).strip())
+
+
+def test_before_the_jump_is_there(boot: Boot) -> None:
+    """A breakpoint that leads to the detour's copies takes one trap."""
+    probed = boot("linux-6.1")
+    files = Files(probed.kernel)
+    files.write("/kprobe_events", "p:ev gcd+5")
+    files.write("/tracing/events/kprobes/ev/enable", "1")
+    for _ in range(3):
+        probed.gcd()
+    assert re.fullmatch(r"hits 3 median \d+\.\d ns, 1 trap\n", files.read(COST))
+
+
+def test_only_whole_hits_are_measured(boot: Boot, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that counts its readings, from a hit's start to its end it is one."""
+    readings = iter(range(1, 1 << 20))
+    monkeypatch.setattr(measuring, "perf_counter_ns", lambda: next(readings))
+    probed = boot("linux-6.1")
+    files = Files(probed.kernel)
+    files.write("/kprobes/optimization", "0")
+    files.write("/kprobe_events", "p:ev gcd+5")
+    files.write("/tracing/events/kprobes/ev/enable", "1")
+    for _ in range(9):
+        probed.gcd()
+    assert files.read(COST) == "hits 9 median 1 ns of the last 9, 2 traps\n"
+    files.write("/tracing/events/kprobes/ev/trigger", "traceoff:1")
+    probed.gcd()
+    assert files.read(COST).startswith("hits 10 median 1 ns")

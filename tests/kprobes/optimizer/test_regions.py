@@ -1,0 +1,67 @@
+"""What the bench compares: anything that a probed run does otherwise, anywhere, is a deviation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from emulated_kernel.arch.base import Live
+from emulated_kernel.arch.x86.liveness import ALL_LIVE
+from emulated_kernel.kprobes.kprobe import Kprobe
+from tests.kprobes.optimizer.conftest import GCD_HEAD, Boot, Probed
+from tests.kprobes.optimizer.regions import Bench
+
+DIRECTION_FLAG = 0x400
+"""Neither set by gcd's first instructions nor looked at."""
+
+
+def deviation(probed: Probed, does: Callable[[Probed, Bench], object], live: Live = ALL_LIVE) -> str | None:
+    """Run the first instructions of gcd with a probe that `does` something, and once more without."""
+    bench, start = Bench(probed), probed.address("gcd", GCD_HEAD)
+    end = start + probed.optimizer._rules.detoured_length(start)  # type: ignore[operator]
+    state = next(bench.states(1))._replace(ip=start)
+    with bench.until(end):
+        expected = bench.expect(state, live)
+
+    def handler(_kprobe: Kprobe, _regs: Any) -> None:
+        does(probed, bench)
+
+    probe = probed.probe("gcd", GCD_HEAD, pre_handler=handler)
+    with bench.until(end):
+        found = bench.deviation(state, expected)
+    probed.kernel.unregister_kprobe(probe)
+    with bench.until(end):
+        assert bench.deviation(state, expected) is None, "memory isn't as it was"
+    return found
+
+
+def write(address: int, probed: Probed) -> None:
+    """Change a byte."""
+    memory = probed.kernel.machine.memory
+    memory.write(address, bytes([memory.read_u8(address) ^ 1]))
+
+
+@pytest.mark.parametrize("arch", ["x86_64", "i386"])
+def test_what_is_noticed(boot: Boot, arch: str) -> None:
+    probed = boot("linux-6.1", arch)
+    regs = probed.kernel.machine.regs
+    data = probed.kernel.machine.image_data[-1]
+    assert deviation(probed, lambda *_: None) is None
+    assert deviation(probed, lambda probed, bench: write(bench.scratch + 9, probed))
+    assert deviation(probed, lambda probed, _bench: write(data[0], probed))
+    assert deviation(probed, lambda probed, _bench: write(sum(data) - 1, probed))
+    assert deviation(probed, lambda probed, bench: write(bench.sp, probed))
+    assert deviation(probed, lambda probed, bench: write(bench.sp - bench.frame - 1, probed))
+    assert deviation(probed, lambda *_: regs.set("bp", 1))
+    assert deviation(probed, lambda *_: regs.set("flags", regs.flags ^ DIRECTION_FLAG))
+
+
+def test_what_may_differ(probed: Probed) -> None:
+    """The stack that is free, and registers that are dead behind the piece."""
+    regs = probed.kernel.machine.regs
+    assert deviation(probed, lambda probed, bench: write(bench.sp - 1, probed)) is None
+    dead = Live(ALL_LIVE.registers - {"bp"}, flags=True)
+    assert deviation(probed, lambda *_: regs.set("bp", 1), dead) is None
+    assert deviation(probed, lambda *_: regs.set("r12", 1), dead)
