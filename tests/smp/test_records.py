@@ -15,44 +15,30 @@ from emulated_kernel.host.executive import GuestTask, Request
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.profile import Profile, Saving
 from emulated_kernel.trace.event import KprobeTraceEvent
-from tests.smp.conftest import clients
+from tests.smp.conftest import ARCHITECTURES, clients
+from tests.smp.loops import TURNS, loop
 from tests.smp.test_races import together
 
-ARCHITECTURES = ("x86_64", "i386")
-"""Those that the loop below is code of."""
-PLAIN = Profile("plain", ftrace=False, optimizer=False)
+PLAIN = Profile("plain", ftrace=False, optimizer=False, out_of_tree=True)
 WAYS = {
-    "stepped": (PLAIN, 5),
-    "boosted": (replace(PLAIN, preemption=False), 5),
-    "optimized": (replace(PLAIN, optimizer=True), 5),
-    "optimized, save-all": (replace(PLAIN, optimizer=True, saving=Saving.ALL), 5),
-    "called": (replace(PLAIN, ftrace=True), 0),
+    "stepped": PLAIN,
+    "boosted": replace(PLAIN, preemption=False),
+    "optimized": replace(PLAIN, optimizer=True),
+    "optimized, save-all": replace(PLAIN, optimizer=True, saving=Saving.ALL),
+    "called": replace(PLAIN, ftrace=True),
 }
-"""Profile, and offset of the probe."""
-TURNS = 40
-"""Calls of the probed function in each call of the loop."""
+
+
+def offset_of(kernel: Kernel, way: str) -> int:
+    """Where a function is probed: at its fentry site, or behind it."""
+    return 0 if way == "called" else kernel.arch.call_size
 
 
 @contextmanager
 def booted(cpus: int, arch: str, way: str, seed: int, quantum: int = 9) -> Iterator[Kernel]:
     config = MachineConfig(cpus=cpus, arch=arch, seed=seed, quantum=quantum, run_budget=5)
-    with Kernel(config, profile=WAYS[way][0]) as kernel:
+    with Kernel(config, profile=WAYS[way]) as kernel:
         yield kernel
-
-
-def loop(kernel: Kernel) -> int:
-    """A guest function that calls int_sqrt, TURNS times."""
-    text = kernel.machine.text
-    code = text.alloc_text(64)
-    target = kernel.image.kallsyms.lookup_name("int_sqrt")
-    assert target is not None
-    head = b"\x53\xbb" + TURNS.to_bytes(4, "little")  # push bx; mov bx, TURNS
-    argument = b"\x89\xdf" if kernel.arch.bits == 64 else b"\x89\xd8"  # mov edi, ebx; mov eax, ebx
-    at = code + len(head) + len(argument)
-    turn = argument + b"\xe8" + (target - at - 5).to_bytes(4, "little", signed=True)  # call
-    turn += b"\xff\xcb\x75"  # dec ebx; jnz
-    text.poke(code, head + turn + (-(len(turn) + 1)).to_bytes(1, "little", signed=True) + b"\x5b\xc3")
-    return code
 
 
 def run(
@@ -60,8 +46,13 @@ def run(
     tasks: Sequence[GuestTask],
     address: int,
     others: Sequence[tuple[GuestTask, Request]] = (),
+    *,
+    results: tuple[int, ...] = (1,),
 ) -> None:
-    """All tasks call a guest function at once, and other calls are made beside."""
+    """All tasks call a guest function at once, and other calls are made beside.
+
+    `results`: what it may return; empty: anything.
+    """
     nr, size = kernel.guest.syscalls.number("host_call"), 6 * kernel.machine.memory.word_size
     with ExitStack() as stack:
         calls = list(others)
@@ -71,11 +62,11 @@ def run(
             calls.append((task, Request(nr, (address, buffer), None)))
         together(kernel, calls)
         assert [request.failure for _, request in calls if request.failure is not None] == []
-        assert all(request.result == 1 for _, request in calls[len(others) :])
+        assert not results or all(request.result in results for _, request in calls[len(others) :])
 
 
 def define(kernel: Kernel, way: str, args: str = "") -> KprobeTraceEvent:
-    kernel.kprobe_events.write(f"p:a int_sqrt+{WAYS[way][1]} {args}\n".encode())
+    kernel.kprobe_events.write(f"p:a int_sqrt+{offset_of(kernel, way)} {args}\n".encode())
     event = kernel.kprobe_events.probes()[-1].event
     kernel.trace.expand()
     kernel.kprobe_events.enable(event)
@@ -136,7 +127,7 @@ def test_what_does_not_fit_is_counted(arch: str, overwrite: bool) -> None:
 def test_the_hit_ring_counts_on_each_cpu(arch: str, way: str) -> None:
     with booted(4, arch, way, 7) as kernel:
         ring = kernel.hit_ring(kernel.arch.registers.arguments[0], capacity=256)
-        kernel.register_kprobe(ring.probe(symbol_name="int_sqrt", offset=WAYS[way][1]))
+        kernel.register_kprobe(ring.probe(symbol_name="int_sqrt", offset=offset_of(kernel, way)))
         if kernel.kprobes.optimizer is not None:
             kernel.kprobes.optimizer.flush()
         run(kernel, clients(kernel, 4), loop(kernel))
@@ -197,3 +188,29 @@ def test_buffers_are_changed_between_records(arch: str, seed: int) -> None:
         assert event.probes[0].hits == 13 * 3 * TURNS
         assert sum(s.entries + s.overrun for s in stats) == event.probes[0].hits
         assert kernel.trace.trace_text().count(" a: (int_sqrt") == sum(s.entries for s in stats)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("way", "tracer"),
+    [
+        ("stepped", "nop"),
+        ("optimized", "nop"),
+        ("called", "nop"),
+        ("called", "function"),
+        ("called", "function_graph"),
+    ],
+)
+def test_only_cpus_of_the_mask_record(arch: str, way: str, tracer: str) -> None:
+    with booted(2, arch, way, 1) as kernel:
+        event = define(kernel, way)
+        if tracer != "nop":
+            kernel.kprobe_events.disable(event)
+            kernel.trace.set_tracer(tracer)
+        code, tasks = loop(kernel), clients(kernel, 2)
+        for mask in (0b10, 0b01, 0b11):
+            kernel.trace.set_cpumask(mask)
+            kernel.trace.clear_trace()
+            for _ in range(3):
+                run(kernel, tasks, code)
+            assert [bool(stamps(kernel, cpu)) for cpu in range(2)] == [bool(mask & 1), bool(mask & 2)]

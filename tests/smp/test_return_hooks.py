@@ -7,6 +7,7 @@ import pytest
 from emulated_kernel.kprobes.kretprobe import Kretprobe
 from emulated_kernel.kprobes.return_hook.hooks import SHADOW_STACKS
 from tests.smp.conftest import Boot, clients
+from tests.smp.seeds import seeds
 from tests.smp.test_races import GFP_KERNEL, assert_well, function_calls, together
 
 FUNCTIONS = ("__kmalloc", "int_sqrt")
@@ -15,7 +16,7 @@ CPUS = 4
 
 @pytest.mark.parametrize("stack", SHADOW_STACKS)
 @pytest.mark.parametrize("maxactive", [1, 0])
-@pytest.mark.parametrize("seed", [1, 3, 4])
+@pytest.mark.parametrize("seed", seeds(6))
 def test_every_call_counts_once(boot: Boot, stack: str, maxactive: int, seed: int) -> None:
     kernel = boot(CPUS, "x86_64", seed=seed, quantum=20)
     kernel.kretprobes.hooks.select_return_hook(stack)
@@ -40,6 +41,30 @@ def test_every_call_counts_once(boot: Boot, stack: str, maxactive: int, seed: in
     assert rp.hook.active == 0
     assert rp.returns + rp.nmissed >= 8 * CPUS
     native = [rp.hook.code is not None for rp in probes.values() if rp.hook is not None]
-    assert native == [stack != "instances"] * len(FUNCTIONS)
+    assert native == [True] * len(FUNCTIONS)
     kernel.unregister_kretprobes([*probes.values(), in_python])
+    assert_well(kernel)
+
+
+@pytest.mark.parametrize("stack", SHADOW_STACKS)
+@pytest.mark.parametrize("nr_maxactive", [1, 0])
+def test_calls_of_one_fprobe_keep_their_functions(boot: Boot, stack: str, nr_maxactive: int) -> None:
+    """One pool of nodes for two functions, one of which calls the other."""
+    kernel = boot(CPUS, "x86_64", seed=2, quantum=20)
+    kernel.kretprobes.hooks.select_return_hook(stack)
+    ring = kernel.hit_ring("ax", capacity=1024)
+    fp = ring.fprobe("[gl]c[dm]", nr_maxactive=nr_maxactive)
+    kernel.register_fprobe(fp)
+    tasks = clients(kernel, CPUS)
+    for _ in range(8):
+        with function_calls(kernel, tasks, "lcm", 4, 6) as calls:
+            assert together(kernel, calls) == [12] * CPUS
+    assert fp.hook is not None
+    assert fp.hook.code is not None
+    assert (fp.hook.returned + fp.nmissed, fp.hook.active) == (2 * 8 * CPUS, 0)
+    assert fp.hook.returned == ring.hits
+    expected = {"gcd": (2,), "lcm": (12,)}
+    named = {kernel.image.kallsyms.lookup_name(name): result for name, result in expected.items()}
+    assert all(named[entry.address] == entry.registers for entry in ring.entries())
+    kernel.unregister_fprobe(fp)
     assert_well(kernel)

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from itertools import count
 from random import Random
 from typing import Any
 
 import pytest
 
+from emulated_kernel.config import MachineConfig
+from emulated_kernel.errors import KernelError
 from emulated_kernel.host.smp import SmpExecutive
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.kprobes.text_poke import TextPoker
+from emulated_kernel.machine.text import Text
+from emulated_kernel.machine.traps import HardwareError
 from tests.smp.conftest import ARCHITECTURES, Boot, clients
-from tests.smp.test_races import SEEDS, assert_well, function_calls, together
+from tests.smp.loops import loop
+from tests.smp.seeds import seeds
+from tests.smp.test_races import assert_well, function_calls, together
+from tests.smp.test_records import WAYS, offset_of, run
+
+STALE = ("x86_64", "i386")
+"""Where StaleFetch knows how instructions are fetched."""
+ENOUGH_TURNS = 40_000
 
 
 def executive_of(kernel: Kernel) -> SmpExecutive:
@@ -32,10 +46,10 @@ def test_each_other_cpu_is_interrupted_to_synchronise(boot: Boot, arch: str) -> 
     assert kernel.machine.cpu == here
 
 
-@pytest.mark.parametrize("arch", ["x86_64", "i386"])
-@pytest.mark.parametrize("seed", SEEDS[:3])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("seed", seeds(3))
 def test_patched_under_load(boot: Boot, arch: str, seed: int) -> None:
-    """Two CPUs compute; between their turns probes are armed, disarmed and optimized."""
+    """Two CPUs compute; between their turns probes are armed, disarmed, and optimized as Linux does it."""
     kernel = boot(2, arch, seed=seed, quantum=12)
     tasks, dice = clients(kernel, 2), Random(seed)
     hits: list[int] = []
@@ -46,7 +60,7 @@ def test_patched_under_load(boot: Boot, arch: str, seed: int) -> None:
     for probe in probes:
         kernel.register_kprobe(probe)
     optimizer = kernel.kprobes.optimizer
-    assert optimizer is not None
+    assert (optimizer is not None) == (arch in ("x86_64", "i386"))
 
     def patch() -> None:
         action = dice.randrange(8)
@@ -55,7 +69,7 @@ def test_patched_under_load(boot: Boot, arch: str, seed: int) -> None:
             kernel.enable_kprobe(probe)
         elif action == 1:
             kernel.disable_kprobe(probe)
-        elif action == 2:
+        elif action == 2 and optimizer is not None:
             optimizer.work.flush()
 
     executive_of(kernel).on_turn = patch
@@ -66,7 +80,8 @@ def test_patched_under_load(boot: Boot, arch: str, seed: int) -> None:
     assert set(hits) == {0, 1}
     for probe in probes:
         kernel.unregister_kprobe(probe)
-    optimizer.work.flush()
+    if optimizer is not None:
+        optimizer.work.flush()
     assert kernel.machine.text.verify() == []
     assert_well(kernel)
 
@@ -88,7 +103,7 @@ def instructions(kernel: Kernel, name: str) -> list[int]:
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("seed", SEEDS[:3])
+@pytest.mark.parametrize("seed", seeds(3))
 def test_hits_and_misses_add_up(boot: Boot, arch: str, seed: int) -> None:
     """A probe that is stepped on one CPU is hit on the other; each has its own state of handling."""
     kernel = boot(3, arch, seed=seed, quantum=15)
@@ -112,3 +127,98 @@ def test_hits_and_misses_add_up(boot: Boot, arch: str, seed: int) -> None:
     assert probe.nmissed == 0
     assert sorted(hits) == sorted(behind) == sorted([task.addr for task in tasks] * 4)
     assert_well(kernel)
+
+
+@pytest.mark.parametrize("arch", STALE)
+def test_a_left_out_sync_is_caught(arch: str) -> None:
+    """CPUs may run what they fetched before a jump came or went; the right steps keep that from harm."""
+    for seed in seeds(2):
+        assert flipped_under_load(arch, seed, syncs=True) == "well"
+    assert "harmed" in [flipped_under_load(arch, seed, syncs=False) for seed in range(1, 5)]
+
+
+def flipped_under_load(arch: str, seed: int, *, syncs: bool) -> str:
+    """A probe is optimized and unoptimized while two CPUs run through it; how the guest is afterwards."""
+    config = MachineConfig(cpus=2, arch=arch, seed=seed, quantum=6, stale_fetch=True, run_budget=5)
+    with Kernel(config, profile=WAYS["optimized"]) as kernel:
+        probe = Kprobe(symbol_name="int_sqrt", offset=offset_of(kernel, "optimized"), pre_handler=_pass)
+        kernel.register_kprobe(probe)
+        optimizer, dice = kernel.kprobes.optimizer, Random(seed)
+        assert optimizer is not None
+        code, tasks = loop(kernel), clients(kernel, 2)
+        if not syncs:
+            kernel.machine.text.interrupt_cpus = _pass
+
+        def flip() -> None:
+            if dice.randrange(8) == 0:
+                optimizer.allow(not optimizer.allowed)
+                optimizer.work.flush()
+
+        executive_of(kernel).on_turn = flip
+        try:
+            run(kernel, tasks, code)
+            executive_of(kernel).on_turn = _pass
+            assert kernel.machine.text.verify() == []
+            assert_well(kernel)
+        except (AssertionError, KernelError, HardwareError):
+            return "harmed"
+        return "well"
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_static_keys_switched_under_load(arch: str) -> None:
+    """Nops become jumps, and nops again, where CPUs stand before, in and behind them."""
+    for seed in seeds(2):
+        assert switched_under_load(arch, seed, stale_fetch=arch in STALE) == "well"
+
+
+@pytest.mark.parametrize("arch", STALE)
+@pytest.mark.parametrize("left_out", ["breakpoints", "syncs"])
+def test_a_static_key_switched_at_once_is_caught(
+    arch: str, left_out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def replace_all_at_once(poker: TextPoker, insns: Mapping[int, bytes]) -> None:
+        poker._text.poke_batch(insns.items())
+        poker._text.sync()
+
+    if left_out == "breakpoints":
+        monkeypatch.setattr(TextPoker, "replace_all", replace_all_at_once)
+    else:
+        monkeypatch.setattr(Text, "sync", _pass)
+    assert switched_under_load(arch, 2, stale_fetch=True) == "harmed"
+
+
+def switched_under_load(arch: str, seed: int, *, stale_fetch: bool) -> str:
+    """An event is enabled and disabled while two CPUs run through its nop; how the guest is afterwards."""
+    config = MachineConfig(
+        cpus=2, arch=arch, seed=seed, quantum=6, stale_fetch=stale_fetch, run_budget=5, profile="linux-6.1"
+    )
+    with Kernel(config) as kernel:
+        event = kernel.kprobe_events.registry.find("kmem", "kfree")
+        assert event is not None
+        events, dice = kernel.trace_arrays.top.events, Random(seed)
+        code, tasks = loop(kernel, "kfree", 0), clients(kernel, 2)
+        turns = count(1)
+
+        def flip() -> None:
+            assert next(turns) < ENOUGH_TURNS, "a CPU has lost its way"
+            if dice.randrange(8) == 0:
+                events.set_enabled(event, not events.is_enabled(event))
+
+        executive_of(kernel).on_turn = flip
+        try:
+            for _ in range(4):
+                run(kernel, tasks, code, results=())
+            executive_of(kernel).on_turn = _pass
+            events.set_enabled(event, False)
+            assert kernel.machine.text.verify() == []
+            assert kernel.machine.text.ledger == {}
+            assert sum(len(buffer) for buffer in kernel.trace.buffers) > 0
+            assert_well(kernel)
+        except (AssertionError, KernelError, HardwareError):
+            return "harmed"
+        return "well"
+
+
+def _pass(*_: object) -> None:
+    pass
