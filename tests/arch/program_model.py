@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import singledispatchmethod
+from typing import Protocol
 
 from emulated_kernel.arch import program as ir
 from emulated_kernel.arch.program import Arithmetic, Condition
@@ -69,6 +70,11 @@ _SIGNED = {
 }
 
 
+def _immediate(value: int) -> int:
+    assert -(1 << 31) <= value < 1 << 31, "no 32 bits with sign"
+    return value
+
+
 def holds(condition: Condition, left: int, right: int, bits: int) -> bool:
     mask = (1 << bits) - 1
     if condition in _UNSIGNED:
@@ -76,8 +82,19 @@ def holds(condition: Condition, left: int, right: int, bits: int) -> bool:
     return bool(_SIGNED[condition](signed(left, bits), signed(right, bits)))
 
 
-Host = Callable[[int, Regions], bool]
+Host = Callable[[int], bool]
 """Called with the number of a host call; whether to go on behind it."""
+
+MAX_STEPS = 200_000
+"""Ops that a program may take before it counts as looping."""
+
+
+class ProgramMemory(Protocol):
+    """Numbers in memory. Raises: Unmapped."""
+
+    def read(self, address: int, size: int, /) -> int: ...
+
+    def write(self, address: int, value: int, size: int, /) -> None: ...
 
 
 @dataclass
@@ -86,19 +103,23 @@ class Interpreter:
 
     bits: int
     registers: Mapping[str, int]
-    memory: Regions
+    memory: ProgramMemory
     per_cpu: int
     """Address of the per-CPU base."""
     host: Host
     vregs: list[int] = field(default_factory=lambda: [0] * ir.NR_VREGS)
+    """Zeroed, as machine code that is compared with it starts."""
     faults: int = 0
 
     def run(self, program: ir.Program) -> None:
         places = {op.label: at for at, op in enumerate(program) if isinstance(op, ir.Place)}
         at = 0
-        while at < len(program):
+        for _ in range(MAX_STEPS):
+            if at == len(program):
+                return
             label = self._do(program[at])
             at = places[label] if label is not None else at + 1
+        raise AssertionError("the program loops")
 
     def _set(self, vreg: int, value: int) -> None:
         self.vregs[vreg] = value & (1 << self.bits) - 1
@@ -190,7 +211,7 @@ class Interpreter:
 
     @_do.register
     def _(self, op: ir.ComputeImmediate) -> None:
-        self._set(op.dst, _ARITHMETIC[op.op](self.vregs[op.dst], op.value, self.bits))
+        self._set(op.dst, _ARITHMETIC[op.op](self.vregs[op.dst], _immediate(op.value), self.bits))
 
     @_do.register
     def _(self, _op: ir.Place) -> None:
@@ -207,16 +228,17 @@ class Interpreter:
 
     @_do.register
     def _(self, op: ir.BranchImmediate) -> ir.Label | None:
-        return op.label if holds(op.condition, self.vregs[op.left], op.value, self.bits) else None
+        value = _immediate(op.value)
+        return op.label if holds(op.condition, self.vregs[op.left], value, self.bits) else None
 
     @_do.register
     def _(self, op: ir.BranchPerCpu) -> ir.Label | None:
         value = self.memory.read(self.per_cpu + op.offset, op.size)
-        return op.label if holds(op.condition, value, op.value, 8 * op.size) else None
+        return op.label if holds(op.condition, value, _immediate(op.value), 8 * op.size) else None
 
     @_do.register
     def _(self, op: ir.CallHost) -> ir.Label | None:
-        return None if self.host(op.number, self.memory) else op.label
+        return None if self.host(op.number) else op.label
 
     @_do.register
     def _(self, op: ir.Multiply) -> None:

@@ -52,7 +52,7 @@ def host_answer(calls: list[int], number: int, write: object) -> bool:
 def interpret(case: Case) -> Outcome:
     calls: list[int] = []
 
-    def host(number: int, memory: Regions) -> bool:
+    def host(number: int) -> bool:
         return host_answer(calls, number, lambda at, value: memory.write(at, value, 4))
 
     memory = Regions(case.areas)

@@ -39,6 +39,7 @@ def test_region_is_whole_instructions(code: str, length: int) -> None:
         ("89e5 83c001 ffe0", 5),
         ("89e5 90 ffe0", 5),
         ("90 ff2500000000", 7),
+        ("ea 00100000 1000", 7),
         ("89e5 c3", Reason.BEYOND_FUNCTION),
     ],
 )

@@ -6,67 +6,19 @@ import struct
 from types import SimpleNamespace
 
 import pytest
-import unicorn
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
-from unicorn import x86_const as const
 
 from emulated_kernel.arch.x86.arch import X86_64
-
-CODE, STACK, SIZE = 0x10_0000, 0x20_0000, 0x1000
-SP = STACK + SIZE // 2
-NAMES = ("ax", "cx", "dx", "bx", "bp", "si", "di", *(f"r{n}" for n in range(8, 16)))
-IDS = {
-    name: getattr(const, f"UC_X86_REG_{name if name[1:].isdigit() else 'R' + name}".upper())
-    for name in (*NAMES, "sp", "ip")
-} | {"flags": const.UC_X86_REG_EFLAGS}
-STATUS = 0x8D5 | 0x200 | 0x400
-"""Flags that the tests vary: CF PF AF ZF SF OF, IF, DF."""
+from tests.arch.processor import CODE, SIZE, SP, STATUS, Processor, StackMemory
 
 ARCH = X86_64()
-
-
-class StackMemory:
-    """The guest stack as Python bytes."""
-
-    def __init__(self, data: bytes) -> None:
-        self.data = bytearray(data)
-
-    def read(self, va: int, size: int) -> bytes:
-        return bytes(self.data[va - STACK : va - STACK + size])
-
-    def write(self, va: int, data: bytes) -> None:
-        self.data[va - STACK : va - STACK + len(data)] = data
-
-
-def run_on_processor(code: bytes, regs: SimpleNamespace, stack: bytes) -> tuple[dict[str, int], bytes]:
-    """One step of the original instruction, at privilege level 0."""
-    uc = unicorn.Uc(unicorn.UC_ARCH_X86, unicorn.UC_MODE_64)
-    uc.mem_map(CODE - SIZE, 2 * SIZE)
-    uc.mem_write(CODE - SIZE, b"\xf4" * 2 * SIZE)
-    uc.mem_map(STACK, SIZE)
-    uc.mem_write(CODE, code)
-    uc.mem_write(STACK, stack)
-    for name, number in IDS.items():
-        uc.reg_write(number, getattr(regs, name))
-    uc.emu_start(CODE, 0, count=1)
-    return {name: uc.reg_read(number) for name, number in IDS.items()}, bytes(uc.mem_read(STACK, SIZE))
+NAMES = ("ax", "cx", "dx", "bx", "bp", "si", "di", *(f"r{n}" for n in range(8, 16)))
+PROCESSOR = Processor(ARCH, NAMES)
 
 
 def check(code: bytes, values: dict[str, int], flags: int, stack_top: bytes = b"") -> None:
-    stack = bytearray(SIZE)
-    stack[SIZE // 2 : SIZE // 2 + len(stack_top)] = stack_top
-    regs = SimpleNamespace(
-        **(dict.fromkeys(NAMES, 0) | {"sp": SP} | values), flags=flags | 2, ip=CODE, cs=0x10
-    )
-    expected, expected_stack = run_on_processor(code, regs, bytes(stack))
-    memory = StackMemory(stack)
-    prepared = ARCH.prepare(code + bytes(15), CODE, CODE + 0x800)
-    assert prepared.emulate is not None
-    assert prepared.length == len(code)
-    ARCH.emulate(prepared.emulate, regs, memory)
-    assert {name: getattr(regs, name) for name in IDS} == expected
-    assert bytes(memory.data) == expected_stack
+    PROCESSOR.check(code, values, flags, stack_top)
 
 
 words = st.integers(0, (1 << 64) - 1)

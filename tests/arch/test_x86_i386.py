@@ -4,49 +4,16 @@ from __future__ import annotations
 
 import errno
 import random
-from types import SimpleNamespace
 
 import pytest
-import unicorn
-from unicorn import x86_const as const
 
 from emulated_kernel.arch.x86.arch import I386
 from emulated_kernel.arch.x86.detour_32 import PT_REGS
 from emulated_kernel.errors import KernelError
+from tests.arch.processor import CODE, STATUS, Processor
 
-CODE, STACK, SIZE = 0x10_0000, 0x20_0000, 0x1000
-SP = STACK + SIZE // 2
 NAMES = ("ax", "cx", "dx", "bx", "bp", "si", "di")
-IDS = {name: getattr(const, f"UC_X86_REG_E{name.upper()}") for name in (*NAMES, "sp", "ip")} | {
-    "flags": const.UC_X86_REG_EFLAGS
-}
-STATUS = 0x8D5 | 0x200 | 0x400
 ARCH = I386()
-
-
-class StackMemory:
-    """The guest stack as Python bytes."""
-
-    def __init__(self, data: bytes) -> None:
-        self.data = bytearray(data)
-
-    def read(self, va: int, size: int) -> bytes:
-        return bytes(self.data[va - STACK : va - STACK + size])
-
-    def write(self, va: int, data: bytes) -> None:
-        self.data[va - STACK : va - STACK + len(data)] = data
-
-
-def _on_processor(code: bytes, values: dict[str, int], stack: bytes) -> tuple[dict[str, int], bytes]:
-    uc = unicorn.Uc(unicorn.UC_ARCH_X86, unicorn.UC_MODE_32)
-    uc.mem_map(0, CODE + SIZE)
-    uc.mem_map(STACK, SIZE)
-    uc.mem_write(CODE, code)
-    uc.mem_write(STACK, stack)
-    for name, number in IDS.items():
-        uc.reg_write(number, values[name])
-    uc.emu_start(CODE, 0, count=1)
-    return {name: uc.reg_read(number) for name, number in IDS.items()}, bytes(uc.mem_read(STACK, SIZE))
 
 
 @pytest.mark.parametrize(
@@ -81,16 +48,8 @@ def test_emulation_is_as_the_processor(code: str) -> None:
     dice = random.Random(code)
     for _ in range(40):
         values = {name: dice.choice((0, 1, 0x10000, dice.randrange(CODE))) for name in NAMES}
-        values |= {"sp": SP, "ip": CODE, "flags": dice.getrandbits(12) & STATUS | 2}
-        stack = bytearray(SIZE)
-        stack[SIZE // 2 : SIZE // 2 + 4] = dice.choice((0x8D7, 0x202, 0x4000)).to_bytes(4, "little")
-        regs, memory = SimpleNamespace(**values, cs=0x60), StackMemory(bytes(stack))
-        emulation = ARCH.prepare(bytes.fromhex(code), CODE, 0xF000_0000).emulate
-        assert emulation is not None
-        ARCH.emulate(emulation, regs, memory)
-        expected, expected_stack = _on_processor(bytes.fromhex(code), values, bytes(stack))
-        assert {name: getattr(regs, name) for name in IDS} == expected
-        assert bytes(memory.data) == expected_stack
+        top = dice.choice((0x8D7, 0x202, 0x4000)).to_bytes(4, "little")
+        Processor(ARCH, NAMES).check(bytes.fromhex(code), values, dice.getrandbits(12) & STATUS, top)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ usage: tests/conformance/ftracetest.sh [DIR] [TEST...]
 Runs the tests of DIR (a directory with ftracetest and test.d/), or of Debian's package
 linux-source-6.1, which is fetched once into the user's cache. TEST is a file or a directory below
 test.d/, as in kprobe/profile.tc or instances; without any, all are run.
-Needs root. Nothing outside of a private mount namespace is changed.
+Needs root. Nothing outside of private namespaces is changed.
 END
 }
 
@@ -66,7 +66,7 @@ prepare() {
         done
     done
     mkdir "$work/mnt" "$work/logs"
-    PYTHONPATH=$root "$python" -m kprobefs mount --private --foreground --log "$work/daemon.log" "$work/mnt" &
+    PYTHONPATH=$root "$python" -m kprobefs mount --private --cpus 2 --foreground --log "$work/daemon.log" "$work/mnt" &
     daemon=$!
     tries=0
     until mountpoint -q "$work/mnt" && [ -e "$work/mnt/tracing/README" ]; do
@@ -252,4 +252,5 @@ if [ -n "${1-}" ] && [ -e "$1/ftracetest" ]; then
 else
     selftests=$(fetch)
 fi
-exec unshare --mount --propagation private "$here/ftracetest.sh" --inside "$selftests" "$@"
+# In a PID namespace of their own: they compare counts of forks, which those of the whole host would change.
+exec unshare --mount --propagation private --pid --fork --kill-child --mount-proc "$here/ftracetest.sh" --inside "$selftests" "$@"

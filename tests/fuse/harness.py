@@ -45,6 +45,12 @@ class Daemon:
         """What it has written to standard error."""
         return self.log_file.read_text()
 
+    @property
+    def cpu_seconds(self) -> float:
+        """CPU time that it has used, in the clock's ticks."""
+        stat = Path(f"/proc/{self.process.pid}/stat").read_text()
+        return sum(map(int, stat.rpartition(")")[2].split()[11:13])) / os.sysconf("SC_CLK_TCK")
+
     def path(self, *names: str) -> str:
         """A path in the mount."""
         return str(self.directory.joinpath(*names))

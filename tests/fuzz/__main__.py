@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 
 from tests.fuzz.fuzzer import Fuzzer, counts
-from tests.fuzz.report import show_progress
+from tests.progress import show_progress
 
 
 def main() -> int:
@@ -26,7 +26,7 @@ def main() -> int:
     with suppress(KeyboardInterrupt):
         for done in range(1, parsed.inputs + 1):
             fuzzer.run(parsed.first + done - 1)
-            show_progress(done, parsed.inputs, start, len(fuzzer.findings.all))
+            show_progress(done, parsed.inputs, start, f"{len(fuzzer.findings.all)} findings")
     fuzzer.close()
     print(*counts(fuzzer.answers), sep="\n")
     print(*fuzzer.findings.all, sep="\n\n")

@@ -11,9 +11,10 @@ from random import Random
 from emulated_kernel.errors import KernelError
 from tests.fuzz.grammar import Mutator
 from tests.fuzz.parsers import Target, targets
-from tests.fuzz.report import Finding, Findings, show_progress
+from tests.fuzz.report import Finding, Findings
 from tests.fuzz.rules import TOKENS
 from tests.fuzz.session import time_limit
+from tests.progress import show_progress
 
 
 class ParserFuzzer:
@@ -60,7 +61,7 @@ def main() -> int:
         with suppress(KeyboardInterrupt):
             for done in range(1, parsed.inputs + 1):
                 fuzzer.run(done - 1)
-                show_progress(done, parsed.inputs, start, len(fuzzer.findings.all))
+                show_progress(done, parsed.inputs, start, f"{len(fuzzer.findings.all)} findings")
         found += fuzzer.findings.all
         seconds = time.monotonic() - start
         print(f"{name:<20} {done:>9} inputs, {fuzzer.refused:>9} refused, {seconds:.0f} s", flush=True)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
-import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,13 +51,3 @@ class Findings:
             shown = f"{type(error).__name__}: {str(error)[:600]}"
             trace = "".join(traceback.format_list(frames[-_SHOWN_FRAMES:]))
             self._by_place[title] = Finding(shown, place, trace, tuple(history))
-
-
-def show_progress(done: int, inputs: int, start: float, findings: int) -> None:
-    """A bar on a terminal; `start` is a time of time.monotonic()."""
-    if not sys.stderr.isatty() or (done % 20 and done != inputs):
-        return
-    bar = "#" * (30 * done // inputs)
-    rate = done / max(time.monotonic() - start, 0.001)
-    line = f"[{bar:<30}] {done}/{inputs}, {rate:.0f}/s, {findings} findings "
-    print(line, end="\n" if done == inputs else "\r", file=sys.stderr, flush=True)

@@ -155,7 +155,11 @@ class Session:
         """
         self.as_client(0)
         for name in list(self.mount.readdir(f"{TRACING}/instances")):
-            self.mount.rmdir(self.client, f"{TRACING}/instances/{name}")
+            instance = f"{TRACING}/instances/{name}"
+            # Histograms with variables hold it.
+            for _ in range(3):
+                self._drop_triggers(instance)
+            self.mount.rmdir(self.client, instance)
         self.write(f"{TRACING}/current_tracer", b"nop")
         # A trigger keeps its event and those that it names: the ones that refer go first.
         for _ in range(3):
@@ -174,10 +178,10 @@ class Session:
         self._check_clean()
         self._setup()
 
-    def _drop_triggers(self) -> None:
+    def _drop_triggers(self, array: str = TRACING) -> None:
         """Triggers, and commands on functions: a line without its state removes what it shows."""
-        triggers = [path for path in self.writable(f"{TRACING}/events") if path.endswith("/trigger")]
-        for path in (f"{TRACING}/set_ftrace_filter", *triggers):
+        triggers = [path for path in self.writable(f"{array}/events") if path.endswith("/trigger")]
+        for path in (f"{array}/set_ftrace_filter", *triggers):
             for line in self.read(path).decode("latin-1").splitlines():
                 command = _STATE.sub("", line)
                 if not line.startswith("#") and (":" in line or path.endswith("/trigger")):

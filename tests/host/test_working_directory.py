@@ -20,7 +20,7 @@ def test_a_call_whose_argument_is_no_path(monkeypatch: pytest.MonkeyPatch) -> No
     with open("/proc/self/syscall", encoding="ascii") as file:
         fields = file.read().split()
     if len(fields) < 2:
-        pytest.skip("this kernel doesn't tell the system call of a running task")
+        pytest.skip("the host's kernel doesn't tell the system call of a running task")
     for chdir, fchdir in ((int(fields[0]), -1), (-1, int(fields[0]))):
         monkeypatch.setattr(working_directory, "_NUMBERS", working_directory._Numbers(chdir, fchdir))
         assert chdir_argument(os.getpid()) == ""

@@ -54,15 +54,15 @@ BY_ARCH = {
 
 X86_ALONE = {
     *("startup_64", "x86_64_start_kernel", "asm_host_interrupt", "host_interrupt_return", "do_syscall_64"),
-    *("syscall_exit_to_user_mode", "dispatch_vector", "exc_debug", "exc_divide_error", "exc_int3"),
+    *("dispatch_vector", "exc_debug", "exc_divide_error", "exc_int3"),
     *("exc_general_protection", "exc_invalid_op", "exc_page_fault", "kernelmode_fixup_or_oops"),
-    *("page_fault_oops", "show_fault_oops", "show_opcodes", "show_trace_log_lvl", "__die", "oops_begin"),
-    *("oops_end", "truncate_inode_pages", "__alt_instructions", "__alt_instructions_end"),
+    *("page_fault_oops", "show_fault_oops", "show_opcodes"),
+    *("truncate_inode_pages", "__alt_instructions", "__alt_instructions_end"),
 }
 """The last one is inlined elsewhere."""
 RISCV_ALONE = {
-    *("_start", "riscv_start_kernel", "handle_exception", "ret_from_exception", "do_trap_ecall_u", "do_irq"),
-    *("do_exception", "do_trap_break", "do_page_fault", "no_context", "die_kernel_fault", "dump_backtrace"),
+    *("_start", "riscv_start_kernel", "handle_exception", "ret_from_exception", "do_trap_ecall_u"),
+    *("vector_of", "do_exception", "do_trap_break", "do_page_fault", "no_context", "die_kernel_fault"),
     *("__clzdi2", "__ctzdi2", "__popcountdi2", "__bswapsi2", "__bswapdi2"),
 }
 

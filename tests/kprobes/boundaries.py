@@ -5,10 +5,13 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 from iced_x86 import Decoder, FlowControl, Instruction, InstructionInfoFactory, Mnemonic, OpKind, Register
 
 from emulated_kernel.errors import KernelError
+from emulated_kernel.image import KernelImage, load_image
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.registry import Kprobes
 from emulated_kernel.machine.registers import RegisterSet
@@ -88,22 +91,28 @@ def refusal(insn: Instruction, blacklisted: bool, is_label: bool, is_bug: bool) 
     return None
 
 
-def all_boundaries(image: object) -> list[Boundary]:
+def all_boundaries(image: KernelImage) -> list[Boundary]:
     """Function by function over the whole of the core text."""
-    return list(_walk(image))
+    return _boundaries(image.path, image.arch)
 
 
-def _walk(image: object) -> Iterator[Boundary]:
-    (text,) = image.text_ranges  # type: ignore[attr-defined]
-    forbidden = [(start, end) for start, end, _ in image.blacklist]  # type: ignore[attr-defined]
-    bugs = set(image.bugs)  # type: ignore[attr-defined]
-    labels = {label.code for label in image.jump_labels}  # type: ignore[attr-defined]
-    bits = 32 if image.arch == "i386" else 64  # type: ignore[attr-defined]
+@cache
+def _boundaries(path: Path, arch: str) -> list[Boundary]:
+    """Half a second's work, the same for every kernel that is booted of an image."""
+    return list(_walk(load_image(path, arch)))
+
+
+def _walk(image: KernelImage) -> Iterator[Boundary]:
+    (text,) = image.text_ranges
+    forbidden = [(start, end) for start, end, _ in image.blacklist]
+    bugs = set(image.bugs)
+    labels = {label.code for label in image.jump_labels}
+    bits = 32 if image.arch == "i386" else 64
     at = text.start
     while at < text.end:
-        where = image.kallsyms.lookup(at)  # type: ignore[attr-defined]
+        where = image.kallsyms.lookup(at)
         end = min(where.symbol.address + where.symbol.size, text.end)
-        for insn in Decoder(bits, image.read(at, end - at), ip=at):  # type: ignore[attr-defined]
+        for insn in Decoder(bits, image.read(at, end - at), ip=at):
             blacklisted = any(start <= insn.ip < stop for start, stop in forbidden)
             yield Boundary(
                 insn.ip,

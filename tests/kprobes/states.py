@@ -100,7 +100,7 @@ def build_arena(machine: Machine, rng: Random, *, text: bool = True) -> Arena:
     segments = sorted(machine.image.segments)
     names = ("init_task", "jiffies", "init_stack", "super_blocks", "runqueue", "__log_buf")
     lookup = machine.image.kallsyms.lookup_name
-    writable = [va + size // 2 for va, _, size, rights in segments if rights & 2]
+    writable = [va + size // 2 for va, size in machine.image_data]
     arena = Arena(
         base,
         tuple(name for name in machine.model.registers if name not in _SPECIAL),

@@ -133,6 +133,40 @@ class TestConflicts:
         assert gcd.text(outer)[:1] == b"\xcc"
 
 
+class TestAsked:
+    """What stats/*/reason says, and what a 1 into stats/*/optimized does for probes that have no length."""
+
+    def test_a_kprobe_becomes_a_djprobe(self, gcd: Gcd) -> None:
+        kprobe, kprobes = gcd.probe(length=0), gcd.kernel.kprobes
+        assert "registered without a length" in kprobes.reason(kprobe)
+        kprobes.set_optimized(kprobe, True)
+        assert (kprobe.length, kprobes.mode(kprobe), kprobes.reason(kprobe)) == (LENGTH, "optimized", "")
+        assert (gcd.text(kprobe)[:1], gcd.call()) == (b"\xe9", ["hit"])
+        kprobes.set_optimized(kprobe, False)
+        assert (gcd.text(kprobe)[:1], gcd.call()) == (b"\xcc", ["hit"])
+
+    def test_a_djprobe_waits_for_the_commit(self, gcd: Gcd) -> None:
+        assert "waits for commit_kprobes()" in gcd.kernel.kprobes.reason(gcd.probe())
+
+    def test_refused(self, gcd: Gcd) -> None:
+        """Where the analysis says 0, where another probe is in the region, and where a kprobe came first."""
+        kprobes = gcd.kernel.kprobes
+        jump, inner = gcd.probe(0xE, 0), gcd.probe(OFFSET + 3, 0)
+        outer = gcd.probe()
+        refused(errno.EOPNOTSUPP, kprobes.set_optimized, jump, True)
+        refused(errno.EOPNOTSUPP, kprobes.set_optimized, outer, True)
+        assert f"a probe at {inner.address:#x} was in its region" in kprobes.reason(outer)
+        second = gcd.probe()
+        refused(errno.EOPNOTSUPP, kprobes.set_optimized, second, True)
+        assert "registered without a length" in kprobes.reason(second)
+        assert gcd.text(outer)[:1] == b"\xcc"
+        for kprobe in (inner, outer, second):
+            gcd.kernel.unregister_kprobe(kprobe)
+        kprobes.register_kprobe(again := Kprobe(symbol_name="gcd", offset=OFFSET))
+        kprobes.set_optimized(again, True)
+        assert gcd.text(again)[:1] == b"\xe9"
+
+
 class TestWaiting:
     def test_a_task_in_the_region(self, gcd: Gcd) -> None:
         """A preemptible kernel lets tasks run on to the freezer; the other one has none to wait for."""

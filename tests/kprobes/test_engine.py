@@ -119,6 +119,8 @@ def test_what_needs_a_registered_probe(kernel: Kernel) -> None:
         with pytest.raises(KernelError) as caught:
             act(kprobe)
         assert caught.value.errno == errno.EINVAL
+    kernel.unregister_kprobe(lost := Kprobe(addr=address(kernel, "strlen")))
+    assert lost.addr is None
     kernel.register_kprobe(Kprobe(symbol_name="strlen"))
     with pytest.raises(KernelError):
         kernel.disable_kprobe(Kprobe(addr=address(kernel, "strlen")))
@@ -136,7 +138,7 @@ def test_batch_is_all_or_nothing(kernel: Kernel) -> None:
         assert kernel.kprobes.list_text() == []
         assert kernel.machine.text.ledger == {}
         assert kernel.kprobes.slots.used == 0
-        assert not kernel.machine.breakpoints
+        assert len(kernel.machine.breakpoints) == 1, "the tracepoints' alone"
     kernel.register_kprobes(batch)
     assert len(kernel.kprobes.list_text()) == 3
     kernel.unregister_kprobes(batch)

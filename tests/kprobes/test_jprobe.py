@@ -25,13 +25,14 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
 
 def mirror(kernel: Kernel, source: str) -> int:
     """A guest function; `{cells}` in its source is memory of its own, `{jprobe_return}` its way out."""
-    from keystone import KS_ARCH_X86, KS_MODE_64, Ks
+    from keystone import KS_ARCH_X86, KS_MODE_32, KS_MODE_64, Ks
 
     assert kernel.kprobes.jprobes is not None
     text = kernel.machine.text
     at = text.alloc_text(128)
     names = {"cells": hex(cells(kernel)), "jprobe_return": hex(kernel.kprobes.jprobes.jprobe_return)}
-    code, _ = Ks(KS_ARCH_X86, KS_MODE_64).asm(source.format(**names), at)
+    mode = KS_MODE_64 if kernel.machine.model.bits == 64 else KS_MODE_32
+    code, _ = Ks(KS_ARCH_X86, mode).asm(source.format(**names), at)
     text.poke(at, bytes(code))
     return at
 
@@ -61,13 +62,50 @@ MIRROR = """
 """Notes its arguments and spoils registers, flags, and the stack that the probed function owns."""
 
 
+MIRROR_32 = """
+    mov ecx, {cells}
+    mov [ecx], eax
+    mov [ecx + 4], edx
+    xor eax, eax
+    xor edx, edx
+    mov dword ptr [esp], 0
+    mov dword ptr [esp + 4], 0
+    push ebx
+    mov ebx, 77
+    stc
+    mov eax, {jprobe_return}
+    call eax
+"""
+
+
+def noted(kernel: Kernel) -> list[int]:
+    """The arguments that the mirror saw."""
+    word = kernel.machine.memory.word_size
+    return [kernel.machine.memory.read_word(cells(kernel) + at) for at in (0, word)]
+
+
 def test_the_mirror_sees_the_arguments_and_spoils_nothing(kernel: Kernel) -> None:
-    jprobe = Jprobe(mirror(kernel, MIRROR), symbol_name="gcd")
+    _check_mirror(kernel, MIRROR)
+
+
+def test_on_i386() -> None:
+    with Kernel(MachineConfig(arch="i386", profile="kprobes-2010")) as kernel:
+        _check_mirror(kernel, MIRROR_32)
+
+
+def _check_mirror(kernel: Kernel, source: str) -> None:
+    jprobe = Jprobe(mirror(kernel, source), symbol_name="gcd")
     kernel.register_jprobe(jprobe)
     for a, b in ((12, 18), (35, 49)):
         assert kernel.call("gcd", a, b) == {12: 6, 35: 7}[a]
-        assert [kernel.machine.memory.read_u64(cells(kernel) + at) for at in (0, 8)] == [a, b]
+        assert noted(kernel) == [a, b]
     assert kernel.kprobes.hits.may_interrupt()
+    kernel.disable_jprobe(jprobe)
+    assert kernel.call("gcd", 9, 6) == 3
+    assert noted(kernel) == [35, 49]
+    kernel.enable_jprobe(jprobe)
+    assert kernel.call("gcd", 9, 6) == 3
+    assert noted(kernel) == [9, 6]
     kernel.unregister_jprobe(jprobe)
     assert kernel.machine.text.ledger == {}
     assert kernel.call("gcd", 12, 18) == 6
@@ -109,6 +147,22 @@ def test_beside_kprobes(kernel: Kernel) -> None:
     kernel.unregister_jprobe(jprobe)
     assert kernel.call("gcd", 12, 18) == 6
     assert hits == ["b", "a"] * 2
+
+
+def test_arrays_are_all_or_nothing(kernel: Kernel) -> None:
+    entry = mirror(kernel, MIRROR)
+    jprobes = [Jprobe(entry, symbol_name=name) for name in ("gcd", "int_sqrt")]
+    for bad, number in (([], errno.EINVAL), ([*jprobes, Jprobe(entry, symbol_name="none")], errno.ENOENT)):
+        with pytest.raises(KernelError) as caught:
+            kernel.register_jprobes(bad)
+        assert caught.value.errno == number
+        assert list(kernel.kprobes) == []
+        assert kernel.machine.text.ledger == {}
+    kernel.register_jprobes(jprobes)
+    kinds = [line.split()[1:3] for line in kernel.kprobes.list_text()]
+    assert sorted(kinds) == [["j", "gcd+0x0"], ["j", "int_sqrt+0x0"]]
+    kernel.unregister_jprobes(jprobes)
+    assert list(kernel.kprobes) == []
 
 
 def test_only_on_entries(kernel: Kernel) -> None:

@@ -72,6 +72,7 @@ def probed() -> Iterator[Probed]:
 
 def resources(kernel: Kernel) -> tuple[int, int, int]:
     """What probes hold: slots, executable memory, handlers at addresses."""
+    kernel.kprobes.garbage.collect()
     text = kernel.machine.text
     return kernel.kprobes.slots.used, text._slots.used, len(kernel.machine.breakpoints)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
 
 import pytest
 
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
+from emulated_kernel.kprobes.garbage import TextGarbage
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.slots import InsnSlots
 from emulated_kernel.machine.traps import HardwareError
@@ -42,8 +42,13 @@ def text() -> Text:
 
 
 @pytest.fixture
-def slots(text: Text) -> InsnSlots:
-    return InsnSlots(text, 15, b"\xcc")
+def garbage() -> TextGarbage:
+    return TextGarbage()
+
+
+@pytest.fixture
+def slots(text: Text, garbage: TextGarbage) -> InsnSlots:
+    return InsnSlots(text, 15, b"\xcc", garbage)
 
 
 def test_slots_share_pages(slots: InsnSlots) -> None:
@@ -88,21 +93,31 @@ class TestGarbage:
         slots.put(taken[5], dirty=True)
         assert slots.get() == taken[5]
 
-    def test_not_while_somebody_is_in_it(self, slots: InsnSlots) -> None:
-        asked: list[Sequence[tuple[int, int]]] = []
+    def test_not_while_somebody_is_in_it(self, slots: InsnSlots, garbage: TextGarbage) -> None:
+        one, other = slots.get(), slots.get()
+        occupied = [(one, one + 16)]
+        garbage.occupied = lambda _spans: occupied
+        freed: list[str] = []
+        slots.put(one, dirty=True, on_free=lambda: freed.append("one"))
+        slots.put(other, dirty=True, on_free=lambda: freed.append("other"))
+        assert not garbage.collect()
+        assert (freed, slots.garbage, garbage.spans) == (["other"], 1, occupied)
+        assert garbage.work.is_pending
+        occupied.clear()
+        garbage.work.flush()
+        assert (freed, slots.garbage, garbage.spans) == (["other", "one"], 0, [])
+        assert not garbage.work.is_pending
 
-        def is_quiescent(spans: Sequence[tuple[int, int]]) -> bool:
-            asked.append(spans)
-            return False
-
-        slots.is_quiescent = is_quiescent
-        slot = slots.get()
-        slots.put(slot, dirty=True)
-        assert not slots.collect()
-        assert (asked, slots.garbage) == ([[(slot, slot + 16)]], 1)
-        slots.on_the_way = lambda: [(1, 2)]
-        assert not slots.collect()
-        assert asked[1:] == [[(slot, slot + 16), (1, 2)]]
+    def test_not_while_somebody_is_on_the_way(self, slots: InsnSlots, garbage: TextGarbage) -> None:
+        occupied = [(1, 2)]
+        garbage.occupied = lambda _spans: occupied
+        garbage.put((1, 2), lambda: None, leads_on=True)
+        slots.put(slots.get(), dirty=True)
+        assert not garbage.collect()
+        assert slots.garbage == 1
+        occupied.clear()
+        assert garbage.collect()
+        assert slots.garbage == 0
 
 
 def test_boosted_probes_leave_garbage() -> None:
@@ -118,5 +133,5 @@ def test_boosted_probes_leave_garbage() -> None:
         kernel.unregister_kprobe(kprobe)
         assert kernel.machine.text.current(slot, 8) == before
         assert kernel.kprobes.slots.garbage == 1
-        assert kernel.kprobes.slots.collect()
+        assert kernel.kprobes.garbage.collect()
         assert kernel.machine.text.current(slot, 8) == b"\xcc" * 8

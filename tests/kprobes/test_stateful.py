@@ -85,7 +85,7 @@ class Probing(RuleBasedStateMachine):
         kernel.unregister_kprobes([entry.kprobe for _, entry in self.entries()])
         assert kernel.machine.text.ledger == {}
         assert kernel.kprobes.slots.used == 0
-        assert not kernel.machine.breakpoints
+        assert len(kernel.machine.breakpoints) == 1, "the tracepoints' alone"
         kernel.close()
 
     def entries(self) -> list[tuple[int, Entry]]:

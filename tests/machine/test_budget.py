@@ -82,9 +82,10 @@ def test_runs_that_end_with_their_budget_lose_nothing(fast: bool) -> None:
     machine = boot(source, fast_registers=fast, run_budget=0.001)
     kinds = dict.fromkeys(TrapKind, 0)
     expected = 0
-    until = time.monotonic() + 1.0
+    until = time.monotonic() + 30
     machine.regs.di = length = 400_000
-    while time.monotonic() < until:
+    while min(kinds[TrapKind.BUDGET], kinds[TrapKind.HYPERCALL]) < 150:
+        assert time.monotonic() < until, kinds
         trap = machine.run()
         kinds[trap.kind] += 1
         if trap.kind is TrapKind.BUDGET:
@@ -93,4 +94,3 @@ def test_runs_that_end_with_their_budget_lose_nothing(fast: bool) -> None:
         assert (trap.number, machine.regs.bx) == (2, expected)
         length = max(1000, length + (5000 if kinds[TrapKind.BUDGET] < kinds[TrapKind.HYPERCALL] else -5000))
         machine.regs.di = length
-    assert min(kinds[TrapKind.BUDGET], kinds[TrapKind.HYPERCALL]) > 20

@@ -172,6 +172,11 @@ def test_clock_never_goes_behind_what_the_guest_has_read() -> None:
         boot(clock="sundial")
 
 
+def test_a_quantum_has_instructions() -> None:
+    with pytest.raises(ValueError, match="a quantum of -1 instructions"):
+        boot("hlt", quantum=-1)
+
+
 def test_other_threads_run_while_the_guest_runs() -> None:
     machine = boot("here: jmp here", run_budget=0.2)
     counted = 0

@@ -103,6 +103,48 @@ def test_snapshots_and_pages(files: Files) -> None:
         os.close(descriptor)
 
 
+def test_an_entry_that_a_trigger_saw_stays_where_it_was_begun(files: Files, instance: Path) -> None:
+    """A filter needs the entry: it is begun in the buffer that is live before the trigger acts."""
+    trigger = f"{INSTANCE}/events/kprobes/made/trigger"
+    files.write(f"{INSTANCE}/events/kprobes/made/enable", "1")
+    files.write(trigger, "snapshot:1 if common_pid > 0")
+    for name in ("a", "b"):
+        files.path(f"scratch/{name}").mkdir()
+    assert hits(instance) == ["made"]
+    assert files.read(f"{INSTANCE}/snapshot").count(" made: ") == 1
+    files.write(trigger, "!snapshot")
+    files.shell(f"echo > {INSTANCE}/trace")
+    files.write(trigger, "traceon if common_pid > 0")
+    files.write(f"{INSTANCE}/tracing_on", "0")
+    for name in ("c", "d"):
+        files.path(f"scratch/{name}").mkdir()
+    assert hits(instance) == ["made"]
+
+
+def test_variables_of_a_histogram_keep_it(files: Files, instance: Path) -> None:
+    trigger = f"{INSTANCE}/events/kprobes/made/trigger"
+    files.write(trigger, "hist:keys=common_pid:ip=__probe_ip")
+    with assert_errno(errno.EBUSY):
+        instance.rmdir()
+    files.write(trigger, "!hist:keys=common_pid:ip=__probe_ip")
+    files.write(trigger, "hist:keys=common_pid")
+    instance.rmdir()
+
+
+@pytest.mark.usefixtures("instance")
+def test_a_snapshot_with_a_condition_is_its_histograms(files: Files) -> None:
+    trigger = f"{INSTANCE}/events/kprobes/made/trigger"
+    command = "hist:keys=common_pid:ip=__probe_ip:onchange($ip).snapshot()"
+    files.write(trigger, command)
+    for number in ("0", "1", "2"):
+        with assert_errno(errno.EBUSY):
+            files.write(f"{INSTANCE}/snapshot", number)
+    with assert_errno(errno.EBUSY):
+        files.write(f"{INSTANCE}/per_cpu/cpu0/snapshot", "0")
+    files.write(trigger, f"!{command}")
+    files.write(f"{INSTANCE}/snapshot", "0")
+
+
 def test_event_directories_are_made_in_the_guest(files: Files) -> None:
     files.probe("p:dir tracefs_create_dir name=+0(%di):string")
     files.write("kprobe_events", "p:grp/new vfs_rmdir\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 
@@ -72,3 +73,17 @@ def test_a_program_is_executed_by_its_path(files: Files) -> None:
     subprocess.run(command, cwd=files.root, stdout=subprocess.PIPE, timeout=TIMEOUT, check=True)
     pattern = r"cat-(\d+) .*sched_process_exec: filename=(/usr)?/bin/cat pid=\1 old_pid=\1"
     assert re.search(pattern, files.read("tracing/trace"))
+
+
+def test_a_filter_on_what_a_pointer_of_the_client_leads_to(files: Files) -> None:
+    event = "tracing/events/syscalls/sys_enter_openat"
+    counts = []
+    for text in ('filename.ustring == "/scratch/wanted"', 'filename.ustring ~ "*other"', 'filename ~ "*"'):
+        files.write(f"{event}/filter", text)
+        files.write(f"{event}/enable", "1")
+        files.write("scratch/wanted", "x", os.O_CREAT)
+        files.read("machine/version")
+        files.write(f"{event}/enable", "0")
+        counts.append(len(files.records()))
+        files.write("tracing/trace", "", os.O_TRUNC)
+    assert counts == [1, 0, 0]

@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Replays recorded writes through a mount and compares what they led to with Linux's answers.
 
     errors.py FILE [--sections NAME,...] [--first N]

@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Compares our verdicts with a real kernel's: `verdict.py [DIR]`; exit 1 if any differs."""
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Report:
 def compare(recording: Recording) -> Report:
     """All points of a recording."""
     report = Report(recording.version)
-    started = time.perf_counter()
+    started = time.process_time()
     verdicts = Verdicts(recording.table)
     for point in recording.points:
         if point.addr is None:
@@ -70,7 +71,7 @@ def compare(recording: Recording) -> Report:
             report.errno.add(point.place, "EADDRNOTAVAIL", point.errno, "the symbol isn't unique")
         else:
             _compare_at(report, verdicts, recording.table, point, point.addr)
-    report.seconds = time.perf_counter() - started
+    report.seconds = time.process_time() - started
     return report
 
 
@@ -120,7 +121,7 @@ def _print(report: Report) -> None:
             print(difference)
     judged = report.errno.total + report.parentless.total
     print(
-        f"{report.version}: {judged / report.seconds:,.0f} verdicts a second; "
+        f"{report.version}: {judged / report.seconds:,.0f} verdicts a second of CPU time; "
         f"{report.by_parent} points refused for their parent alone; "
         f"{report.unknown} points in modules, without bytes"
     )

@@ -29,9 +29,9 @@ class Step:
     output: str
 
 
-def blocks(info: str) -> list[str]:
-    """The bodies of README's blocks that are fenced with exactly this info string."""
-    return [match["body"] for match in _FENCE.finditer(README.read_text()) if match["info"] == info]
+def blocks(info: str, document: Path = README) -> list[str]:
+    """The bodies of a document's blocks that are fenced with exactly this info string."""
+    return [match["body"] for match in _FENCE.finditer(document.read_text()) if match["info"] == info]
 
 
 def steps(body: str) -> list[Step]:

@@ -8,6 +8,9 @@ import pytest
 
 from kprobefs import bench, bench_return
 from kprobefs.cli import main
+from tests.project.readme import README, blocks, steps
+
+QUICK = (bench.OPTIMIZED, *bench_return.BY_FENTRY)
 
 
 @pytest.mark.parametrize("arch", bench.ARCHITECTURES)
@@ -24,19 +27,19 @@ def test_return_probes_are_among_the_hits(arch: str) -> None:
     assert "return probes:" in list(bench.table([figure]))
 
 
-@pytest.mark.parametrize("backend", bench_return.RETURN_HOOKS)
-def test_returns_of_tasks_and_cpus(backend: str) -> None:
-    mode = bench.FTRACE if backend == bench_return.NEEDS_FENTRY else bench.OPTIMIZED
-    # Python handles what has locks, where there are several CPUs.
-    cpus = 1 if backend == "instances" else 2
-    case = bench_return.Case(backend, mode, tasks=5, cpus=cpus)
+@pytest.mark.parametrize(
+    ("backend", "mode"),
+    sorted({(case.backend, case.mode) for case in bench_return.cases("x86_64") if case.mode in QUICK}),
+)
+def test_returns_of_tasks_and_cpus(backend: str, mode: str) -> None:
+    case = bench_return.Case(backend, mode, tasks=5, cpus=2)
     figure = bench_return.measure(case, hits=40, rounds=1)
     found = figure.as_dict()
     assert {key: found[key] for key in ("backend", "mode", "tasks", "cpus")} == {
         "backend": backend,
         "mode": mode,
         "tasks": 5,
-        "cpus": cpus,
+        "cpus": 2,
     }
     assert isinstance(found["ns"], float)
     assert figure.traps == 0
@@ -48,13 +51,12 @@ def test_every_backend_has_every_mode_once() -> None:
     cases = bench_return.cases("x86_64", (1, 100), (1, 8))
     assert len(cases) == len(set(cases))
     alone = [(case.backend, case.mode) for case in cases if (case.tasks, case.cpus) == (1, 1)]
-    assert len(alone) == 4 * len(bench_return.MODES) + 1
+    assert len(alone) == 4 * len(bench_return.HOOKED) + 2
     assert {(case.tasks, case.cpus) for case in cases} == {(1, 1), (100, 1), (1, 8)}
 
 
 def test_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_return, "RETURN_HOOKS", ("fgraph",))
-    monkeypatch.setattr(bench_return, "MODES", {bench.OPTIMIZED: bench_return.MODES[bench.OPTIMIZED]})
     monkeypatch.setattr(bench_return, "cases", lambda *_: [bench_return.Case("fgraph", bench.OPTIMIZED)])
     assert main(["bench", "return", "--hits", "30", "--rounds", "1", "--json"]) == 0
     [figure] = json.loads(capsys.readouterr().out)
@@ -62,3 +64,19 @@ def test_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     assert found == ["fgraph", "optimized", 1, 1]
     assert main(["bench", "return", "--hits", "30", "--rounds", "1"]) == 0
     assert "fgraph" in capsys.readouterr().out
+
+
+def test_the_memory_table_is_the_one_in_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
+    [body] = blocks("console memory", README.parent / "docs" / "return-hooks.md")
+    [step] = steps(body)
+    program, *arguments = step.command.split()
+    assert program == "kprobefs"
+    assert main(arguments) == 0
+    assert capsys.readouterr().out == step.output
+    assert main([*arguments, "--json"]) == 0
+    found = {
+        (cell["backend"], cell["probes"], cell["nodes"]): cell for cell in json.loads(capsys.readouterr().out)
+    }
+    assert len(found) == 5 * 4
+    assert found["objpool", 1, 10]["bytes"] == 1760
+    assert found["objpool", 1, 10]["slides"] == "1.6KB"

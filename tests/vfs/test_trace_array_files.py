@@ -19,8 +19,6 @@ from tests.vfs import oracle
 from tests.vfs.fakes import FakeKernel
 
 ROOT = Client(1, 0, 0)
-TRACERS_OPTIONS = ("blk_", "func", "graph", "sleep-time")
-"""How options of tracers begin that aren't here."""
 
 
 @pytest.fixture
@@ -171,6 +169,7 @@ def test_free_buffer_acts_when_it_is_closed(kernel: FakeKernel, tree: Filesystem
 def test_masks(cpus: int, mask: int, text: str) -> None:
     assert mask_text(mask, cpus) == text
     assert cpumask(text.encode(), cpus) == mask
+    assert cpumask(text.encode() + b"\0x", cpus) == mask
 
 
 @pytest.mark.parametrize(

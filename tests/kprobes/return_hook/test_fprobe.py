@@ -13,7 +13,9 @@ from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.fprobe import Fprobe, RegisterSet
 from emulated_kernel.kprobes.kretprobe import Kretprobe
+from emulated_kernel.wiring.arch import arch_named
 from tests.kprobes.return_hook.conftest import Boot
+from tests.project.readme import README
 
 
 def errno_of(action: Callable[[], object]) -> int:
@@ -105,11 +107,14 @@ def test_beside_kretprobes_and_disabled(kernel: Kernel) -> None:
     kernel.register_fprobe(fp)
     assert kernel.call("gcd", 12, 18) == 6
     assert sorted(results) == ["fprobe", "kretprobe"]
-    fp.is_disabled = True
+    kernel.disable_fprobe(fp)
     kernel.unregister_kretprobe(rp)
     results.clear()
     assert kernel.call("gcd", 12, 18) == 6
     assert results == []
+    kernel.enable_fprobe(fp)
+    kernel.call("gcd", 12, 18)
+    assert results == ["fprobe"]
 
 
 @pytest.mark.parametrize(
@@ -185,3 +190,16 @@ def test_a_failing_handler_is_raised_to_the_caller(boot: Boot) -> None:
 def test_without_fentry_sites(boot: Boot) -> None:
     kernel = boot("optprobes-2009")
     assert errno_of(lambda: kernel.register_fprobe(Fprobe("gcd"))) == errno.EOPNOTSUPP
+
+
+def test_the_docs_say_what_is_saved() -> None:
+    text = (README.parent / "docs" / "return-hooks.md").read_text()
+    rows = {line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("|")}
+    archs = [arch_named(name) for name in ("x86_64", "i386", "riscv64")]
+    sets = {
+        "words of `pt_regs`": [(str(len(arch.pt_regs)),) for arch in archs],
+        "`ftrace_regs`, on entry": [arch.ftrace_regs for arch in archs],
+        "`fgraph_ret_regs`, on exit": [arch.return_regs for arch in archs],
+    }
+    for title, wanted in sets.items():
+        assert [tuple(cell.split()) for cell in rows[title].split("|")[2:-1]] == wanted

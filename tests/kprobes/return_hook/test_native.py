@@ -20,6 +20,7 @@ from emulated_kernel.vfs.mount import Client
 from tests.kprobes.return_hook.conftest import Boot, dmesg
 from tests.kprobes.return_hook.test_kretprobe import PER_TASK, accounted, address, recurse
 from tests.kprobes.return_hook.test_tasks import sleepers
+from tests.kprobes.return_hook.test_transparency import ways_with_stacks
 
 NATIVE = ("rethook", "objpool", "instances", "fgraph", "unified")
 WAYS = {
@@ -27,8 +28,10 @@ WAYS = {
     "optimized": Profile("optimized", ftrace=False),
     "optimized, save-all": Profile("optimized", ftrace=False, saving=Saving.ALL),
     "boosted": Profile("boosted", preemption=False, ftrace=False, optimizer=False),
+    "stepped": Profile("stepped", ftrace=False, optimizer=False, trampoline=TrampolineForm.BREAKPOINT),
 }
-TRAPS = {"ftrace": 0, "optimized": 0, "optimized, save-all": 0, "boosted": 1}
+TRAPS = {"ftrace": 0, "optimized": 0, "optimized, save-all": 0, "boosted": 1, "stepped": 3}
+"""Breakpoints met by a call: the entry, the end of its step, the trampoline."""
 
 
 @pytest.fixture(params=NATIVE)
@@ -72,11 +75,9 @@ def hooked(kernel: Kernel, symbol: str, **options: Any) -> tuple[Kretprobe, HitR
 # Counts
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "stack"), ways_with_stacks(WAYS))
 @pytest.mark.parametrize("arch", ["x86_64", "i386"])
 def test_a_hooked_call_stays_in_the_guest(arch: str, way: str, stack: str) -> None:
-    if stack == "unified" and not WAYS[way].ftrace:
-        pytest.skip("it hooks fentry sites alone")
     with Kernel(MachineConfig(arch=arch, return_hook=stack), profile=WAYS[way]) as kernel:
         rp, ring = hooked(kernel, "int_sqrt")
         target = address(kernel, "int_sqrt")
@@ -207,14 +208,22 @@ def test_a_kprobe_in_python_at_the_entry_takes_both(boot: Boot, stack: str) -> N
     assert (seen, rp.returns, ring.hits) == ([0, 1, 2], 3, 3)
 
 
-def test_a_breakpoint_for_a_trampoline_keeps_returns_in_python() -> None:
-    profile = Profile("old", ftrace=False, optimizer=False, trampoline=TrampolineForm.BREAKPOINT)
-    with Kernel(profile=profile) as kernel:
-        rp, ring = hooked(kernel, "int_sqrt")
+@pytest.mark.parametrize("arch", ["x86_64", "i386"])
+def test_breakpoints_for_trampolines(arch: str) -> None:
+    """One leads to the handlers in guest code, the other one is Python's; either is left for the caller."""
+    with Kernel(MachineConfig(arch=arch), profile=WAYS["stepped"]) as kernel:
+        (first, ring), (second, another) = (hooked(kernel, "int_sqrt") for _ in range(2))
         for number in range(4):
             assert kernel.call("int_sqrt", number * number) == number
-        assert rp.hook is not None
-        assert (rp.returns, ring.hits, rp.hook.code) == (4, 4, None)
+        trampoline = kernel.kretprobes.hooks.trampoline
+        assert trampoline.native not in (0, trampoline.address)
+        assert (first.returns, second.returns, ring.hits, another.hits) == (4, 4, 4, 4)
+        kernel.unregister_kretprobe(second)
+        assert [kernel.call("int_sqrt", number * number) for number in range(3)] == [0, 1, 2]
+        assert (first.returns, ring.hits) == (7, 7)
+        name = kernel.symbols.lookup(trampoline.native)
+        assert name is not None
+        assert name.name == "arch_rethook_trampoline"
 
 
 # Tasks

@@ -23,6 +23,8 @@ WAYS = {
     "save-all": Profile("save-all", ftrace=False, saving=Saving.ALL),
 }
 STACKS = ("rethook", "objpool", "fgraph")
+"""Without locks: a call may come between any two instructions of another."""
+ALL_STACKS = (*STACKS, "instances")
 BELOW = 1024
 
 
@@ -156,7 +158,7 @@ def test_by_another_cpu(stack: str, way: str, maxactive: int) -> None:
         assert at > 60
 
 
-@pytest.mark.parametrize("stack", STACKS)
+@pytest.mark.parametrize("stack", ALL_STACKS)
 @pytest.mark.parametrize("maxactive", [1, 3, 8])
 def test_cpus_in_random_turns(stack: str, maxactive: int) -> None:
     with Kernel(MachineConfig(return_hook=stack, cpus=8), profile=WAYS["optimized"]) as kernel:
@@ -174,9 +176,9 @@ def test_cpus_in_random_turns(stack: str, maxactive: int) -> None:
 
 
 def test_what_the_slides_say_of_scalability() -> None:
-    """One free list for all CPUs is tried again and again; rings and arrays of their own are not."""
-    taken = {}
-    for stack in STACKS:
+    """One free list for all CPUs is tried again and again, and waited for under a lock; others are not."""
+    taken, locked = {}, {}
+    for stack in ALL_STACKS:
         for cpus in (1, 8):
             with Kernel(MachineConfig(return_hook=stack, cpus=cpus), profile=WAYS["optimized"]) as kernel:
                 rp = Kretprobe(symbol_name="int_sqrt", maxactive=16)
@@ -185,10 +187,13 @@ def test_what_the_slides_say_of_scalability() -> None:
                 kernel.kprobes.optimizer.flush()
                 for _ in range(3):
                     kernel.call("int_sqrt", 4)
-                taken[stack, cpus] = instructions_a_call(kernel, "int_sqrt", cpus).all
+                both = instructions_a_call(kernel, "int_sqrt", cpus)
+                taken[stack, cpus], locked[stack, cpus] = both.all, both.locked
     assert taken["rethook", 8] > 1.5 * taken["rethook", 1]
     assert taken["objpool", 8] < 1.2 * taken["objpool", 1]
     assert taken["fgraph", 8] < 1.1 * taken["fgraph", 1]
+    assert taken["instances", 8] > 1.1 * taken["instances", 1]
+    assert locked["instances", 8] > 3 * locked["instances", 1]
 
 
 @pytest.mark.parametrize(

@@ -12,17 +12,24 @@ import pytest
 from emulated_kernel.abi import PAGE_SIZE
 from emulated_kernel.arch import program as ir
 from emulated_kernel.arch.program_builder import HitWay, ProgramBuilder
+from emulated_kernel.kprobes.fprobe import Fprobe
 from emulated_kernel.kprobes.kretprobe import Kretprobe
-from emulated_kernel.kprobes.profile import Profile, Saving
+from emulated_kernel.kprobes.profile import Profile, Saving, TrampolineForm
 from emulated_kernel.kprobes.return_hook.hooks import SHADOW_STACKS
 from emulated_kernel.machine.calls import map_stack
 from tests.kprobes.functions import Outcome, Runner
-from tests.kprobes.return_hook.test_transparency import Bench, build_bench, changes_noticed, hook_all
+from tests.kprobes.return_hook.test_transparency import (
+    Bench,
+    build_bench,
+    changes_noticed,
+    hook_all,
+    ways_with_stacks,
+)
 from tests.kprobes.states import writable_memory
 
 EVERY = int(os.environ.get("KPROBEFS_FUNCTIONS", "6"))
 CALLED = Profile("called", optimizer=False)
-BREAKPOINTS = Profile("breakpoints", ftrace=False, optimizer=False)
+BREAKPOINTS = Profile("breakpoints", ftrace=False, optimizer=False, trampoline=TrampolineForm.BREAKPOINT)
 OPTIMIZED = Profile("optimized", ftrace=False)
 WAYS = {
     "called": CALLED,
@@ -31,7 +38,7 @@ WAYS = {
     "optimized": OPTIMIZED,
     "optimized, save-all": replace(OPTIMIZED, saving=Saving.ALL),
 }
-NATIVE = [name for name in SHADOW_STACKS if name != "unified"]
+STACKS = list(SHADOW_STACKS)
 
 
 @cache
@@ -39,7 +46,7 @@ def _bench(way: str) -> Bench:
     return build_bench(WAYS[way], every=EVERY)
 
 
-@pytest.fixture(params=list(WAYS), scope="module")
+@pytest.fixture(scope="module")
 def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     yield _bench(request.param)
     _bench(request.param).kernel.close()
@@ -78,18 +85,11 @@ def _counting(bench: Bench, cell: int, entry: int) -> Kretprobe:
     return Kretprobe(addr=entry, handler=count, return_program=None if entry % 3 == 0 else emit)
 
 
-@pytest.mark.parametrize("stack", NATIVE)
-def test_functions_hooked_by_guest_code_end_as_unhooked_ones(bench: Bench, stack: str) -> None:
+def _run_all(bench: Bench, runner: Runner, entries: dict[int, int]) -> None:
+    """Each call twice: the second time calls are hooked by what the first ones had compiled."""
     kernel, hooks = bench.kernel, bench.kernel.kretprobes.hooks
-    machine, memory = kernel.machine, kernel.machine.memory
-    hooks.select_return_hook(stack)
-    cell = map_stack(memory, machine.model, 8 + NATIVE.index(stack), PAGE_SIZE) - PAGE_SIZE
-    hooked = hook_all(kernel, bench.boundaries, lambda entry: _counting(bench, cell, entry))
-    assert len(hooked) > 500
-    runner = Runner(machine, writable_memory(machine, bench.arena), bench.boundaries)
-    entries = dict.fromkeys(hooked, 0)
+    machine = kernel.machine
     own = [kernel.image.abi[f"host_{kind}return_trampoline"] for kind in ("", "native_")]
-    # The second time calls are hooked by what the first ones had compiled.
     for start, counts, plain in bench.calls * 2:
         end = runner.call(start)
         trampolines = {hooks.trampoline.address, hooks.trampoline.native}
@@ -98,6 +98,19 @@ def test_functions_hooked_by_guest_code_end_as_unhooked_ones(bench: Bench, stack
             assert changes_noticed(start, plain, end, own) == []
         for address in counts.keys() & entries.keys():
             entries[address] += counts[address]
+
+
+@pytest.mark.parametrize(("bench", "stack"), ways_with_stacks(WAYS), indirect=["bench"])
+def test_functions_hooked_by_guest_code_end_as_unhooked_ones(bench: Bench, stack: str) -> None:
+    kernel, hooks = bench.kernel, bench.kernel.kretprobes.hooks
+    machine, memory = kernel.machine, kernel.machine.memory
+    hooks.select_return_hook(stack)
+    cell = map_stack(memory, machine.model, 8 + STACKS.index(stack), PAGE_SIZE) - PAGE_SIZE
+    hooked = hook_all(kernel, bench.boundaries, lambda entry: _counting(bench, cell, entry))
+    assert len(hooked) > 500
+    runner = Runner(machine, writable_memory(machine, bench.arena), bench.boundaries)
+    entries = dict.fromkeys(hooked, 0)
+    _run_all(bench, runner, entries)
     for address, rp in hooked.items():
         assert rp.hook is not None
         assert rp.returns + rp.nmissed + rp.hook.flushed == entries[address], hex(address)
@@ -108,5 +121,47 @@ def test_functions_hooked_by_guest_code_end_as_unhooked_ones(bench: Bench, stack
     kernel.unregister_kretprobes(list(hooked.values()))
     if kernel.kprobes.optimizer is not None:
         kernel.kprobes.optimizer.work.flush()
+    assert machine.text.ledger == {}
+    assert machine.text.verify() == []
+
+
+@pytest.mark.parametrize(
+    ("bench", "stack"), ways_with_stacks({"called": CALLED, "called, save-all": CALLED}), indirect=["bench"]
+)
+def test_functions_of_one_fprobe_end_as_unhooked_ones(bench: Bench, stack: str) -> None:
+    """Its programs overwrite whatever they may."""
+    kernel, hooks = bench.kernel, bench.kernel.kretprobes.hooks
+    machine, memory = kernel.machine, kernel.machine.memory
+    hooks.select_return_hook(stack)
+    entered = map_stack(memory, machine.model, 16 + STACKS.index(stack), PAGE_SIZE) - PAGE_SIZE
+    exited = entered + 8
+
+    def note(cell: int) -> None:
+        memory.write_u64(cell, memory.read_u64(cell) + 1)
+
+    def emit(builder: ProgramBuilder, way: HitWay) -> bool:
+        noise = (ir.SetImmediate(vreg, 0x1234_5678 << vreg) for vreg in range(ir.NR_VREGS))
+        builder.emit(*noise, ir.Compute(ir.Arithmetic.SUB, 0, 1))
+        builder.emit(ir.AddToCell(exited if way is HitWay.RETURN else entered, 1))
+        return True
+
+    fp = Fprobe(
+        "*",
+        entry_handler=lambda *_: note(entered),
+        exit_handler=lambda *_: note(exited),
+        entry_program=emit,
+        exit_program=emit,
+    )
+    kernel.register_fprobe(fp)
+    runner = Runner(machine, writable_memory(machine, bench.arena), bench.boundaries)
+    entries = dict.fromkeys(fp.functions, 0)
+    assert len(entries) > 500
+    _run_all(bench, runner, entries)
+    assert fp.hook is not None
+    assert fp.hook.code is not None
+    assert memory.read_u64(exited) == fp.hook.returned
+    assert memory.read_u64(entered) == fp.hook.returned + fp.hook.flushed
+    assert fp.hook.returned + fp.hook.flushed + fp.nmissed == sum(entries.values())
+    kernel.unregister_fprobe(fp)
     assert machine.text.ledger == {}
     assert machine.text.verify() == []

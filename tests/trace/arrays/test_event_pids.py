@@ -6,11 +6,10 @@ import errno
 
 import pytest
 
-from emulated_kernel.trace.event import TraceEvent
 from emulated_kernel.trace.event_pids import EventPids, PidList
-from emulated_kernel.trace.ports import TraceSymbols
 from emulated_kernel.trace.user_words import take_word
 from tests.trace.events.kernel import errno_of
+from tests.trace.events.plain_event import PlainEvent
 
 PAIRS = ((5, 9), (9, 5), (8, 9))
 """The current task and the other one."""
@@ -110,7 +109,7 @@ def test_children_follow() -> None:
     assert pids.traced.pids == {5}
 
 
-class _Scheduled(TraceEvent):
+class _Scheduled(PlainEvent):
     """An event of the scheduler: the pid of the other task is all that it holds."""
 
     def __init__(self, name: str) -> None:
@@ -118,15 +117,6 @@ class _Scheduled(TraceEvent):
 
     def other_task(self, payload: bytes) -> int | None:
         return int.from_bytes(payload, "little") if payload else None
-
-    def start(self) -> None:
-        """It is always there."""
-
-    def stop(self) -> None:
-        """It stays."""
-
-    def print_record(self, payload: bytes, symbols: TraceSymbols, *, sym_addr: bool = False) -> str:
-        raise NotImplementedError
 
 
 @pytest.mark.parametrize("name", ["sched_waking", "sched_wakeup", "sched_wakeup_new"])

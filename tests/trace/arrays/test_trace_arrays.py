@@ -20,6 +20,18 @@ def test_each_records_for_itself(kernel: Kernel, arrays: TraceArrays) -> None:
     assert (names(one), names(two)) == (["a"], ["b", "b"])
 
 
+def test_thread_groups_of_hits_are_recorded(kernel: Kernel, arrays: TraceArrays) -> None:
+    """Of those that guest code handled before the option was set, too, as soon as they come again."""
+    one = arrays.make("one")
+    one.events.write(b"a")
+    for value in (0, 0, 1, 1):
+        one.array.options.set("record-tgid", value)
+        kernel.call("strlen", "x")
+    pid = kernel.trace_system.current().pid
+    assert [f"({pid:7d})" in line for line in one.array.trace_text().splitlines()[-4:]] == [True] * 4
+    assert f"{pid} {pid}\n" in kernel.trace_system.cmdlines.tgid_records()
+
+
 def test_filters_and_errors_are_its_own(kernel: Kernel, arrays: TraceArrays) -> None:
     one = arrays.make("one")
     event = kernel.kprobe_events.find("kprobes", "a")

@@ -12,11 +12,11 @@ from emulated_kernel.trace import ring_layout
 from emulated_kernel.trace.compile import CompiledEvent, Recording, compiled_event, emit_event
 from emulated_kernel.trace.event import KprobeTraceEvent, TraceEvent
 from emulated_kernel.trace.guest import SCRATCH_SIZE, GuestPlaces, RecordTarget
-from emulated_kernel.trace.ports import ProbeHit, RawEntry, TraceArch
+from emulated_kernel.trace.ports import EntryPlace, ProbeHit, RawEntry, TraceArch
 from emulated_kernel.trace.ring_buffer import RingBuffer
 from emulated_kernel.trace.ring_layout import RingMemory, memory_size
 from emulated_kernel.trace.trace_entry import TRACE_ENTRY
-from tests.arch.interpreter import Interpreter
+from tests.arch.program_model import Interpreter, Unmapped
 from tests.trace.events.kernel import FUNCTIONS, REGISTERS_32, X86, Function
 
 _SCRATCH, _CONTROLS = 0x1000, 0x10000
@@ -118,6 +118,22 @@ class Memory:
 
 
 @dataclass
+class Numbers:
+    """The same memory as programs see it."""
+
+    memory: Memory
+
+    def read(self, address: int, size: int) -> int:
+        data = self.memory.read(address, size)
+        if data is None:
+            raise Unmapped(hex(address))
+        return int.from_bytes(data, "little")
+
+    def write(self, address: int, value: int, size: int) -> None:
+        self.memory.word(address, value, size)
+
+
+@dataclass
 class Hit:
     """ProbeHit over the same memory."""
 
@@ -165,6 +181,13 @@ class RingRecorder:
 
     def entry(self, event: TraceEvent, payload: bytes, hit: ProbeHit) -> RawEntry:
         return RawEntry(TRACE_ENTRY.pack(event.id, *self.guest.context, PID) + payload, CPU, hit.comm)
+
+    def reserve(self) -> EntryPlace:
+        return self.host_ring
+
+    def commit(self, place: EntryPlace, event: TraceEvent, payload: bytes, hit: ProbeHit) -> None:
+        assert place is self.host_ring
+        self.record(event, payload, hit)
 
     def record(self, event: TraceEvent, payload: bytes, hit: ProbeHit) -> None:
         self.guest.now += STEP
@@ -283,11 +306,15 @@ class Guest:
         registers = {name: value & self.target.mask for name, value in vars(self.regs).items()}
         if self.way in (HitWay.CALL, HitWay.RETURN):
             registers["sp"] -= self.word
-        interpreter = Interpreter(
-            self.memory, registers, self.target.per_cpu, builder.actions, self.target.bits
-        )
-        assert len(interpreter.vregs) == NR_VREGS
-        interpreter.run(program)
+        vregs = [0xDEAD0000 + number for number in range(NR_VREGS)]
+        Interpreter(
+            self.target.bits,
+            registers,
+            Numbers(self.memory),
+            self.target.per_cpu,
+            lambda number: builder.actions[number](),
+            vregs,
+        ).run(program)
 
 
 def recordings(compiled: CompiledEvent) -> tuple[Recording, ...]:

@@ -14,14 +14,16 @@ from emulated_kernel.trace.event import TraceEvent
 from emulated_kernel.trace.guest import RecordTarget
 from emulated_kernel.trace.kprobe_events import KprobeEvents
 from emulated_kernel.trace.ports import (
-    Emit,
-    HitHandler,
+    EntryPlace,
     ProbeHit,
     ProbeSpec,
+    ProbeUser,
     RawEntry,
     SymbolLocation,
     TraceArch,
 )
+from emulated_kernel.trace.ring_buffer import RingBuffer
+from emulated_kernel.trace.ring_layout import MIN_PAGES, memory_size
 from emulated_kernel.trace.trace_entry import TRACE_ENTRY
 
 ARGUMENTS = ("di", "si", "dx", "cx", "r8", "r9")
@@ -109,7 +111,7 @@ class Handle:
     """ProbeHandle."""
 
     spec: ProbeSpec
-    handler: HitHandler
+    handler: Callable[[ProbeHit], None]
     address: int
     maxactive: int
     enabled: bool
@@ -135,7 +137,7 @@ class Backend:
             raise KernelError(errno.EINVAL)
         return spec.address
 
-    def register(self, spec: ProbeSpec, handler: HitHandler, _program: Emit | None = None) -> Handle:
+    def register(self, spec: ProbeSpec, user: ProbeUser) -> Handle:
         address = self._address(spec)
         function = self.symbols.at(address)
         if function is None:
@@ -145,7 +147,7 @@ class Backend:
         if address - function.address not in function.boundaries:
             raise KernelError(errno.EILSEQ)
         maxactive = (spec.maxactive or DEFAULT_MAXACTIVE) if spec.is_return else 0
-        handle = Handle(spec, handler, address, maxactive, not spec.disabled)
+        handle = Handle(spec, user.hit, address, maxactive, not spec.disabled)
         self.handles.append(handle)
         return handle
 
@@ -195,9 +197,19 @@ class Recorder:
 
     entries: list[tuple[TraceEvent, bytes]] = field(default_factory=list)
     removed: list[TraceEvent] = field(default_factory=list)
+    place: EntryPlace = field(
+        default_factory=lambda: RingBuffer(memoryview(bytearray(memory_size(MIN_PAGES))), MIN_PAGES)
+    )
 
     def entry(self, event: TraceEvent, payload: bytes, hit: ProbeHit) -> RawEntry:
         return RawEntry(TRACE_ENTRY.pack(event.id, 0, 1, 42) + payload, 0, hit.comm)
+
+    def reserve(self) -> EntryPlace:
+        return self.place
+
+    def commit(self, place: EntryPlace, event: TraceEvent, payload: bytes, hit: ProbeHit) -> None:
+        assert place is self.place
+        self.record(event, payload, hit)
 
     def record(self, event: TraceEvent, payload: bytes, hit: ProbeHit) -> None:
         del hit

@@ -31,6 +31,7 @@ def _refusal(command: str) -> tuple[str, str, int]:
         ("p:" + "e" * 64 + " vfs_read", "EINVAL", "Event name is too long", 2),
         ("p:g/" + "e" * 64 + " vfs_read", "EINVAL", "Event name is too long", 4),
         ("p: vfs_read", "EINVAL", "Event name is not specified", 2),
+        ("p:g+/e vfs_read", "EINVAL", "Group name must follow the same rules as C identifiers", 2),
         ("p:1g/e vfs_read", "EINVAL", "Group name must follow the same rules as C identifiers", 2),
         ("p:a vfs_read x=@99999999999999999999", "ERANGE", "Invalid memory address", 15),
         ("p:a vfs_read +99999999999999999999(%di)", "ERANGE", "Invalid dereference offset", 13),
@@ -187,3 +188,10 @@ def test_what_is_shown_can_be_written_again(words: list[str]) -> None:
     shown = kernel.events.show()
     again.events.write(shown.encode("utf-8", "surrogateescape"))
     assert again.events.show() == shown
+
+
+@pytest.mark.parametrize("group", ["-", "-a", "g-1", "_", "G"])
+def test_groups(group: str) -> None:
+    kernel = make_kernel()
+    kernel.events.write(f"p:{group}/e vfs_read\n".encode())
+    assert kernel.events.show() == f"p:{group}/e vfs_read\n"

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, seed
 from hypothesis import strategies as st
 
-from emulated_kernel.trace.event import EventField, KprobeTraceEvent, TraceEvent
+from emulated_kernel.trace.event import EventField, KprobeTraceEvent
 from emulated_kernel.trace.filter import EventFilters
 from emulated_kernel.trace.filter_fields import FilterField, FilterType, find_event_field
-from emulated_kernel.trace.ports import TraceSymbols
 from tests.trace.events.kernel import Hit, Kernel, Recorder, errno_of, hit_all, make_kernel
+from tests.trace.events.plain_event import PlainEvent
 
 _NAME = 0xFFFF888000001000
 _ARGS = (
@@ -160,22 +160,9 @@ def test_what_does_not_fit_into_a_page_is_not_shown(kernel: Kernel) -> None:
     assert filters.text(event) == "x".rjust(4000) + "\n"
 
 
-class _Event(TraceEvent):
-    """One with fields that no probe has."""
-
-    def start(self) -> None:
-        """It is always there."""
-
-    def stop(self) -> None:
-        """It stays."""
-
-    def print_record(self, payload: bytes, symbols: TraceSymbols, *, sym_addr: bool = False) -> str:
-        raise NotImplementedError
-
-
 def test_an_own_field_hides_the_others() -> None:
     fields = [EventField("char[16]", "comm", 8, 16, False), EventField("u8", "common_pid", 24, 1, False)]
-    event = _Event("g", "e", fields, "")
+    event = PlainEvent("g", "e", fields, "")
     assert find_event_field(event, "comm") == FilterField(FilterType.STATIC_STRING, 8, 16, False)
     assert find_event_field(event, "common_pid") == FilterField(FilterType.OTHER, 24, 1, False)
     assert find_event_field(event, "COMM") == FilterField(FilterType.COMM, 0, 16, False)

@@ -10,7 +10,7 @@ from hypothesis import given, seed
 from hypothesis import strategies as st
 
 from emulated_kernel.trace.filter_errors import FilterError, FilterParseError
-from emulated_kernel.trace.filter_fields import FilterField, FilterType
+from emulated_kernel.trace.filter_fields import FilterField, FilterType, filter_type_of
 from emulated_kernel.trace.filter_ops import (
     ACCEPT,
     REJECT,
@@ -36,6 +36,7 @@ FIELDS |= {
     "fix": FilterField(FilterType.STATIC_STRING, 8, 16, True),
     "cpu": FilterField(FilterType.CPU, 0, 4, True),
     "comm": FilterField(FilterType.COMM, 0, 16, False),
+    "ptr": FilterField(FilterType.PTR_STRING, 8, 8, False),
 }
 
 
@@ -205,3 +206,46 @@ def test_anything_is_a_filter_or_an_error(text: str) -> None:
     for index, step in enumerate(program.steps):
         assert all(target in (ACCEPT, REJECT) or target > index for target in (step.on_true, step.on_false))
     program.accepts(RawEntry(bytes(16), 0, b"x"))
+
+
+def _strings(address: int, is_user: bool) -> bytes | None:
+    """The same address is one of user space, where "inner" is, and of the kernel, where "outer" is."""
+    return {(16, True): b"inner\0", (16, False): b"outer\0"}.get((address, is_user))
+
+
+@pytest.mark.parametrize(
+    ("text", "pointer", "accepted"),
+    [
+        ('ptr == "outer"', 16, True),
+        ('ptr == "inner"', 16, False),
+        ('ptr != "inner"', 16, True),
+        ('ptr.ustring == "inner"', 16, True),
+        ('ptr.ustring ~ "*er"', 16, True),
+        ('ptr.ustring ~ "out*"', 16, False),
+        ('ptr.ustring != "inner"', 16, False),
+        ('ptr == "outer"', 17, False),
+        ('ptr != "outer"', 17, False),
+    ],
+)
+def test_strings_by_their_pointer(text: str, pointer: int, accepted: bool) -> None:
+    entry = RawEntry(bytes(8) + pointer.to_bytes(8, "little"), 0, b"x", _strings)
+    assert parse_filter(text, FIELDS.get).accepts(entry) is accepted
+
+
+def test_a_pointer_to_a_string_is_no_number() -> None:
+    assert _failure("ptr == 16") == ("EINVAL", FilterError.EXPECT_STRING, 8)
+
+
+@pytest.mark.parametrize(
+    ("declared", "type_"),
+    [
+        ("const char *", FilterType.PTR_STRING),
+        ("char *", FilterType.PTR_STRING),
+        ("const char **", FilterType.OTHER),
+        ("char[16]", FilterType.STATIC_STRING),
+        ("__data_loc char[]", FilterType.DYN_STRING),
+        ("unsigned char", FilterType.OTHER),
+    ],
+)
+def test_types(declared: str, type_: FilterType) -> None:
+    assert filter_type_of(declared) is type_

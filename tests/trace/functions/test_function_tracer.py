@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -12,6 +13,7 @@ from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.trace.function_tracer import FunctionTracer
 from emulated_kernel.trace.options import TraceOption
+from tests.trace.events.kernel import errno_of
 
 
 @pytest.fixture(params=["x86_64", "i386", "riscv64", "riscv64i"])
@@ -69,7 +71,7 @@ def test_filters_are_chosen_by_patterns(kernel: Kernel, tracer: FunctionTracer) 
 
 
 @pytest.mark.parametrize(
-    "words", [b"no_such_function", b"*nothing*", b"schedule:bad", b"nothing:traceoff", b"!schedule:traceoff"]
+    "words", [b"no_such_function", b"*nothing*", b"schedule:bad", b"nothing:traceoff", b"schedule:traceoff:x"]
 )
 def test_what_means_nothing_is_refused(kernel: Kernel, tracer: FunctionTracer, words: bytes) -> None:
     with pytest.raises(KernelError) as refused:
@@ -153,7 +155,28 @@ def test_commands_switch_events(kernel: Kernel, tracer: FunctionTracer) -> None:
     assert events.enabled_text(event) == "1*"
     assert "ev: (close_fd" in kernel.trace.trace_text()
     assert "vfs_open:enable_event:kprobes:ev:count=0\n" in tracer.filter.records()
-    tracer.filter.write(b"!vfs_open:enable_event:kprobes:ev")
+    tracer.filter.write(b"!vfs_open:enable_event:kprobes:ev:0")
+    assert list(tracer.filter.records()) == ["#### all functions enabled ####\n"]
+
+
+def test_a_function_has_a_command_once_with_and_once_without_limit(
+    kernel: Kernel, tracer: FunctionTracer
+) -> None:
+    def answers(*words: str) -> list[str]:
+        return [errno_of(partial(tracer.filter.write, word.encode())) for word in words]
+
+    kernel.kprobe_events.write(b"p:one close_fd\np:two close_fd\n")
+    assert answers("!vfs_open:traceon", "vfs_open:traceon", "vfs_open:traceon") == ["ENODEV", "", "EINVAL"]
+    assert answers("vfs_open:traceon:2:x", "vfs_open:traceon:", "vfs_*:traceon") == ["", "EINVAL", ""]
+    assert answers("!close_fd:traceon", "!vfs_*:traceon", "!vfs_*:traceon") == ["EINVAL", "", "ENODEV"]
+    assert list(tracer.filter.records())[1:] == ["vfs_open:traceon:count=2\n"]
+    event = "vfs_open:enable_event:kprobes"
+    assert answers(f"{event}:one", f"{event}:two", f"{event}:two:", f"{event}:two:5") == [
+        *("", "EINVAL", "EINVAL", "")
+    ]
+    assert answers(f"!{event}:two", f"!{event}:two", f"!{event}:one:0") == ["", "ENODEV", ""]
+    assert answers("!vfs_open:traceon:0") == [""]
+    assert list(tracer.filter.records()) == ["#### all functions enabled ####\n"]
 
 
 def test_instances_trace_their_own(kernel: Kernel) -> None:

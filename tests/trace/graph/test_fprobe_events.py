@@ -11,6 +11,7 @@ from emulated_kernel.config import MachineConfig
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.trace.fprobe_events import FprobeEvents
+from tests.kprobes.return_hook.test_native import counted_traps
 
 
 @pytest.fixture
@@ -98,3 +99,41 @@ def test_records(kernel: Kernel) -> None:
     kernel.call("gcd", 12, 18)
     assert [probe.hits for probe in _events(kernel).probes()] == [1, 1]
     kernel.kprobe_events.dynamic_events.clear()
+
+
+@pytest.mark.parametrize("arch", ["x86_64", "i386"])
+def test_records_of_guest_code_are_the_same(arch: str) -> None:
+    """Once they are made there; one that asks where the entry stands never is."""
+    with Kernel(MachineConfig(arch=arch, profile="linux-6.1-fprobe")) as kernel:
+        write(kernel, "f:in gcd a=$arg1:u32 b=$arg2:u32 s=$stack0:x32")
+        write(kernel, "f:out lcm%return result=$retval:u32 ip=%ip:x32")
+        write(kernel, "f:at int_sqrt ip=%ip:x32 sp=$stack:x32")
+        for name in ("in", "out", "at"):
+            event = _events(kernel).find("fprobes", name)
+            assert event is not None
+            _events(kernel).enable(event)
+        lcm, root = (kernel.image.kallsyms.lookup_name(name) for name in ("lcm", "int_sqrt"))
+        assert lcm is not None
+        assert root is not None
+        texts = []
+        for number in range(4):
+            with counted_traps(kernel) as met:
+                assert kernel.machine.call(lcm, 4, 6) == 12
+                assert kernel.machine.call(root, 9) == 3
+            assert len(met) == 1 or number < 2
+            lines = [
+                line.partition(": ")[2] for line in kernel.trace.trace_text().splitlines() if line[0] != "#"
+            ]
+            assert len(lines) == 3 * (number + 1)
+            texts.append(lines[-3:])
+        assert all(text == texts[0] for text in texts)
+        assert [probe.hits for probe in _events(kernel).probes()] == [4, 4, 4]
+        assert f" ip={root + kernel.arch.call_size & 0xFFFFFFFF:#x} " in texts[0][2]
+        for name in ("in", "out", "at"):
+            event = _events(kernel).find("fprobes", name)
+            assert event is not None
+            _events(kernel).disable(event)
+        kernel.machine.call(lcm, 4, 6)
+        assert kernel.trace.trace_text().count(": (") == 12
+        kernel.kprobe_events.dynamic_events.clear()
+        assert kernel.machine.text.ledger == {}

@@ -68,6 +68,15 @@ def test_a_delay_between_two_events(kernel: TriggerKernel) -> None:
     assert len(_printed(kernel)) == 1, "the reference in an expression takes the variable"
 
 
+def test_a_variable_of_the_same_command_stands_for_its_first_operand(kernel: TriggerKernel) -> None:
+    """As Linux does it: by then the expression's text is cut at its operators."""
+    kernel.write("hist:keys=id:a=prio*2-id,b=$a", "begin")
+    assert ":a=prio*2-id,b=prio:" in kernel.show("begin")
+    for command in ("d=$c,c=prio-id", "c=-(prio),d=$c", "c=prio-id:vals=$c", "c=prio-id,d=$c,e=$d"):
+        line = f"hist:keys=prio:{command}"
+        assert errno_of(lambda line=line: kernel.write(line, "begin")) == "EINVAL"
+
+
 def test_fields_of_the_matching_event(kernel: TriggerKernel) -> None:
     """A field of the other event makes a histogram there, which goes with this one."""
     kernel.write("hist:keys=id:t0=common_timestamp.usecs", "begin")
@@ -175,3 +184,42 @@ def test_variables_of_one_name_need_the_event(kernel: TriggerKernel) -> None:
 def test_constants_fold(kernel: TriggerKernel) -> None:
     kernel.write("hist:keys=id:k=10*6-4,half=result/2,third=result/3", "end")
     assert ":k=56,half=result/2,third=result/3:" in kernel.show("end")
+
+
+@pytest.mark.parametrize(
+    ("command", "told", "column"),
+    [
+        ("hist:keys=id:a=result-1:b=$a", None, 0),
+        ("hist:keys=id:a=5/$a", "Couldn't find field", 15),
+        ("hist:keys=id:a=5+2:b=result-$a", "Couldn't find field", 15),
+        ("hist:keys=id:a=result-1:b=$a-1:c=$b-1", "Couldn't find field", 33),
+        ("hist:keys=id:a=kprobes.begin.$p:b=$a", "Couldn't find field", 15),
+    ],
+)
+def test_what_parsing_leaves_of_a_variable(
+    command: str, told: str | None, column: int, kernel: TriggerKernel
+) -> None:
+    """Linux: of an expression its first operand is left, and a reference to the variable means that."""
+    kernel.write("hist:keys=id:p=prio", "begin")
+    if told is None:
+        kernel.write(command, "end")
+        assert ":a=result-1,b=result:" in kernel.show("end")
+        return
+    assert errno_of(lambda: kernel.write(command, "end")) == "EINVAL"
+    lines = kernel.kernel.events.error_log.show().splitlines()
+    assert told in lines[-3]
+    assert lines[-1].index("^") == len("  Command: ") + column
+
+
+def test_a_folded_constant_is_removed_as_it_is_shown(kernel: TriggerKernel) -> None:
+    kernel.write("hist:keys=id:five=10/2", "begin")
+    shown = kernel.show("begin").partition(" [")[0]
+    assert ":five=5:" in shown
+    kernel.write(f"!{shown}", "begin")
+    assert shown not in kernel.show("begin")
+
+
+@pytest.mark.parametrize("modifier", ["buckets=3", "log2"])
+def test_a_negated_bucket_has_no_name(modifier: str, kernel: TriggerKernel) -> None:
+    kernel.write(f"hist:keys=id:z=-(prio.{modifier})", "begin")
+    assert ":z=:" in kernel.show("begin")

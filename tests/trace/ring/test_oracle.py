@@ -88,14 +88,19 @@ def record_all(bench: Bench, matches: list[re.Match[str]]) -> None:
 
 
 def set_up(name: str) -> Bench:
-    """A trace array with the option or clock that the sample's name tells."""
+    """A trace array with the clock that the sample's name tells."""
     bench = make_bench()
     bench.array.expand()
-    if option := re.match(r"trace_opt_(.+)_(on|off)\.txt", name):
-        bench.array.options.set(option[1], option[2] == "on")
     if clock := re.match(r"trace_clock_(.+)\.txt", name):
         bench.array.set_clock(clock[1])
     return bench
+
+
+def text_with_option(bench: Bench, name: str) -> str:
+    """The trace, looked at with the option that the sample's name tells, set when all had been recorded."""
+    if option := re.match(r"trace_opt_(.+)_(on|off)\.txt", name):
+        bench.array.options.set(option[1], option[2] == "on")
+    return bench.array.trace_text()
 
 
 def with_counts(text: str, events: int) -> str:
@@ -113,7 +118,7 @@ def test_trace_text_is_byte_for_byte_what_linux_printed(samples: Path, name: str
         for _ in range(int(matches[0]["time"]) - 2):
             bench.array.stats_text(0)
     record_all(bench, matches)
-    assert bench.array.trace_text() == with_counts(text, len(matches))
+    assert text_with_option(bench, name) == with_counts(text, len(matches))
 
 
 @pytest.mark.parametrize("cpu", [0, 1])
@@ -138,7 +143,7 @@ def test_formats_without_words(samples: Path, name: str) -> None:
             bench.record("", stamp, cpu=cpu, event=event, pid=pid)
     events = len(bench.array.buffers[1])
     wanted = with_counts(read(samples / name), events)
-    written = bench.array.trace_text()
+    written = text_with_option(bench, name)
     assert events > 20
     # The recordings have different lengths.
     length = min(len(wanted), len(written))
@@ -150,7 +155,8 @@ def test_latency_format(samples: Path) -> None:
     times = read(samples / "trace_opt_raw_on.txt")
     stamps = [int(m) for m in re.findall(r"^\d+ \d+ (\d+) type", times, re.MULTILINE)]
     lines = re.findall(r"^ python3-117 {7}1\.{5} (\d+)us.: (\w+): (.*(?:\n\".*)?)", text, re.MULTILINE)
-    bench = set_up("trace_opt_latency-format_on.txt")
+    bench = make_bench()
+    bench.array.expand()
     count = min(len(stamps), len(lines)) - 1
     # When tracing began is known by how the lines were rounded.
     shown = [int(line[0]) * 1000 for line in lines[:count]]
@@ -161,7 +167,7 @@ def test_latency_format(samples: Path) -> None:
         bench.events[number] = TextEvent(event)
         bench.record(body, stamp, cpu=1, event=number)
     wanted = text.replace("#77/77", f"#{count}/{count}").splitlines()
-    written = bench.array.trace_text().splitlines()
+    written = text_with_option(bench, "trace_opt_latency-format_on.txt").splitlines()
     assert count > 15
     assert written[:-1] == wanted[: len(written) - 1]
 

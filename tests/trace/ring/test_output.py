@@ -8,7 +8,7 @@ import pytest
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.clock import ns_to_usecs
-from emulated_kernel.trace.cmdlines import SavedCmdlines
+from emulated_kernel.trace.cmdlines import DEFAULT_SIZE, SavedCmdlines
 from emulated_kernel.trace.output import delay_mark, latency_flags
 from emulated_kernel.trace.ports import SymbolLocation
 from emulated_kernel.trace.symbolizer import CachedSymbols
@@ -89,8 +89,11 @@ def test_pids_that_share_an_entry() -> None:
 def test_saved_cmdlines_size() -> None:
     cmdlines = SavedCmdlines()
     cmdlines.save(1, "init")
-    cmdlines.resize(0x8000)
-    assert (cmdlines.size, cmdlines.records()) == (0x8000, [])
+    assert cmdlines.size == DEFAULT_SIZE
+    # As many as fit into a power of two of pages.
+    for size, got in ((1, 6552), (6552, 6552), (6553, 19659), (0x8000, 45874)):
+        cmdlines.resize(size)
+        assert (cmdlines.size, cmdlines.records()) == (got, [])
     for size in (0, 0x8001):
         with pytest.raises(KernelError) as caught:
             cmdlines.resize(size)

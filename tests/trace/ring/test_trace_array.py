@@ -267,12 +267,11 @@ def test_task_names_are_remembered_as_the_options_say(bench: Bench) -> None:
     bench.array.options.set("record-cmd", 1)
     bench.record("x", 2, pid=8)
     bench.record("x", 3, pid=0)
-    bench.array.note_task(8, "renamed", tgid=6)
     bench.array.options.set("record-tgid", 1)
-    assert [line.split()[0] for line in bench.lines()] == ["<...>-7", "renamed-8", "<idle>-0"]
+    assert [line.split()[0] for line in bench.lines()] == ["<...>-7", "python3-8", "<idle>-0"]
     assert "(-------)" in bench.lines()[1]
-    bench.array.note_task(8, "renamed", tgid=6)
-    assert "renamed-8       (      6) [000]" in bench.lines()[1]
+    bench.record("x", 4, pid=8)
+    assert ["python3-8       (      8) [000]" in line for line in bench.lines()] == [False, True, False, True]
 
 
 def test_verbose_latency_lines() -> None:

@@ -8,6 +8,7 @@ import re
 import pytest
 
 from emulated_kernel.errors import KernelError
+from emulated_kernel.image.trace_events import event_definitions
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.trace.static_event import StaticEvent
@@ -48,6 +49,21 @@ def test_a_record_says_what_happened(kernel: Kernel, enable: Enable) -> None:
         taken,
     )
     assert re.fullmatch(rf"{worker} kfree: {site} ptr={pointer:016x}", freed)
+
+
+def test_what_is_no_record_is_passed_by(kernel: Kernel, enable: Enable) -> None:
+    event = find(kernel, "sched/sched_process_exec")
+    enable("sched/sched_process_exec")
+    before = len(records(kernel))
+    known = next(each.address for each in event_definitions(kernel.image) if each.name == event.name)
+    for arguments in (
+        (0, 0, 0),
+        (known, 0, 16),
+        (known, kernel.machine.calls.stack_top, 2),
+        (known, 1, 1 << 40),
+    ):
+        kernel.call("host_trace_commit", *arguments)
+    assert len(records(kernel)) == before
 
 
 def test_each_event_of_a_tracepoint_follows_its_switch(kernel: Kernel, enable: Enable) -> None:

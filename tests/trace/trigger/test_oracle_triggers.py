@@ -8,27 +8,13 @@ from typing import Any
 
 import pytest
 
-from emulated_kernel.trace.event import TraceEvent
-from emulated_kernel.trace.ports import TraceSymbols
 from tests.trace.events.kernel import errno_of
+from tests.trace.events.plain_event import PlainEvent
 from tests.trace.events.recorded import oracle_path
 from tests.trace.trigger.control import TriggerKernel
 
 _FILE = re.compile(r"tracing/events/(\w+)/(\w+)/trigger")
 _TIME = re.compile(r"^\[ *\d+\.\d+\]", re.MULTILINE)
-
-
-class _Static(TraceEvent):
-    """An event that no probe makes."""
-
-    def start(self) -> None:
-        """It is always there."""
-
-    def stop(self) -> None:
-        """It stays."""
-
-    def print_record(self, payload: bytes, symbols: TraceSymbols, *, sym_addr: bool = False) -> str:
-        raise NotImplementedError
 
 
 def _load() -> list[dict[str, Any]]:
@@ -68,7 +54,7 @@ def _replay(record: dict[str, Any]) -> list[str]:
     """What differs from the record."""
     kernel = TriggerKernel()
     events = kernel.kernel.events
-    events.registry.add(_Static("sched", "sched_switch", (), ""))
+    events.registry.add(PlainEvent("sched", "sched_switch", (), ""))
     for step in record["setup"]:
         file, text = ("tracing/kprobe_events", step) if isinstance(step, str) else step[:2]
         assert _write(kernel, file, text) == "0"

@@ -205,7 +205,7 @@ def test_changes_are_told(kernel: TriggerKernel) -> None:
     event = kernel.kernel.events.find("kprobes", "b")
     assert event is not None
     told: list[bool] = []
-    event.on_change.append(lambda changed: told.append(changed.needs_entry))
+    event.on_change += (lambda changed: told.append(changed.needs_entry),)
     kernel.write("enable_event:kprobes:b")
     kernel.write("!enable_event:kprobes:b")
     # First the recorder, then the trigger.

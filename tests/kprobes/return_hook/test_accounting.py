@@ -1,0 +1,158 @@
+"""Every entry is a return seen, a miss, or a call that is pending or never returns: always."""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Callable
+
+import pytest
+
+from emulated_kernel.config import MachineConfig
+from emulated_kernel.errors import KernelError, WouldBlock
+from emulated_kernel.kernel import Kernel
+from emulated_kernel.kprobes.kretprobe import Kretprobe
+from emulated_kernel.kprobes.profile import Profile, TrampolineForm
+from emulated_kernel.vfs.mount import Client
+from tests.kprobes.return_hook.conftest import Boot, dmesg
+from tests.kprobes.return_hook.test_kretprobe import accounted, recurse
+from tests.kprobes.return_hook.test_tasks import sleepers
+
+Make = Callable[[Kernel, str], Kretprobe]
+
+
+def in_python(_kernel: Kernel, symbol: str) -> Kretprobe:
+    return Kretprobe(symbol_name=symbol, handler=lambda *_: None)
+
+
+def in_guest(kernel: Kernel, symbol: str) -> Kretprobe:
+    rp = kernel.hit_ring("ax").return_probe(symbol_name=symbol)
+    assert rp.return_program is not None
+    return rp
+
+
+@pytest.fixture(params=[in_python, in_guest])
+def make(request: pytest.FixtureRequest) -> Make:
+    """A return probe whose handler runs here or there."""
+    made: Make = request.param
+    return made
+
+
+def assert_well(kernel: Kernel) -> None:
+    assert not [line for line in dmesg(kernel) if "BUG" in line or "Oops" in line]
+
+
+def test_disabled_while_calls_are_pending(kernel: Kernel, make: Make) -> None:
+    """Those are still seen; calls that begin meanwhile aren't, nor are they missed."""
+    mount = kernel.mount()
+    rp = make(kernel, "vfs_read")
+    kernel.register_kretprobe(rp)
+    pipe, clients = sleepers(mount, 3)
+    kernel.disable_kretprobe(rp)
+    mount.give_up(clients.pop(), pipe, errno.EINTR)
+    later = [Client(900, 0, 0), Client(901, 0, 0)]
+    for client in later:
+        with pytest.raises(WouldBlock):
+            mount.read(client, pipe, 100, 0)
+    assert (rp.returns, accounted(rp)) == (1, 3)
+    kernel.enable_kretprobe(rp)
+    for client in (*clients, *later):
+        mount.give_up(client, pipe, errno.EINTR)
+    assert (rp.returns, rp.nmissed, accounted(rp)) == (3, 0, 3)
+    assert_well(kernel)
+
+
+def test_tasks_that_end_while_other_calls_are_pending(kernel: Kernel, make: Make) -> None:
+    mount, guest = kernel.mount(), kernel.guest
+    probes = [make(kernel, name) for name in ("vfs_read", "do_exit")]
+    kernel.register_kretprobes(probes)
+    pipe, clients = sleepers(mount, 2)
+    for pid in range(600, 604):
+        guest.mirror.task_of(pid, 0, 0)
+        guest.mirror.exit(pid)
+    for client in clients:
+        mount.give_up(client, pipe, errno.EINTR)
+    guest.mirror.task_of(604, 0, 0)
+    reads, exits = probes
+    assert exits.hook is not None
+    assert (reads.returns, accounted(reads)) == (2, 2)
+    assert (exits.returns, exits.hook.flushed, exits.hook.active) == (0, 4, 0)
+
+
+@pytest.mark.parametrize("stack", ["rethook", "objpool", "instances"])
+def test_a_missed_call_skips_the_entry_handler(kernel: Kernel) -> None:
+    """And what was missed is counted from each registration on."""
+    entries: list[int] = []
+    rp = Kretprobe(
+        symbol_name="bsearch",
+        entry_handler=lambda instance, _regs: entries.append(instance.frame),
+        handler=lambda *_: None,
+        maxactive=2,
+    )
+    for _ in range(2):
+        entries.clear()
+        kernel.register_kretprobe(rp)
+        assert (rp.nmissed, rp.returns) == (0, 0)
+        recurse(kernel, 6)
+        assert (len(entries), rp.returns, rp.nmissed) == (2, 2, 5)
+        kernel.unregister_kretprobe(rp)
+        assert (rp.returns, rp.nmissed) == (2, 5)
+
+
+def test_a_module_that_goes(kernel: Kernel, make: Make) -> None:
+    """Its exit function's return is the last one; what was counted stays, and nothing is pending."""
+    kernel.load_module("ktgt")
+    probes = [make(kernel, f"ktgt:{name}") for name in ("ktgt_add", "ktgt_exit")]
+    kernel.register_kretprobes(probes)
+    for number in range(4):
+        assert kernel.call("ktgt:ktgt_add", number, 1) == number + 1
+    kernel.unload_module("ktgt")
+    assert all(rp.is_gone for rp in probes)
+    assert [(rp.returns, accounted(rp)) for rp in probes] == [(4, 4), (1, 1)]
+    kernel.unregister_kretprobes(probes)
+    assert not kernel.kretprobes.hooks.is_used
+    kernel.load_module("ktgt")
+    assert kernel.call("ktgt:ktgt_add", 1, 1) == 2
+    assert_well(kernel)
+
+
+# What others see of it
+
+
+@pytest.mark.parametrize("form", TrampolineForm)
+@pytest.mark.parametrize("arch", ["x86_64", "i386"])
+def test_a_stack_trace_shows_the_caller(arch: str, form: TrampolineForm, stack: str, make: Make) -> None:
+    """An oops below a hooked call."""
+    profile = Profile("any", trampoline=form)
+    with Kernel(MachineConfig(arch=arch, return_hook=stack), profile=profile) as kernel:
+        traces = []
+        for rp in (None, make(kernel, "crc32_le")):
+            if rp is not None:
+                kernel.register_kretprobe(rp)
+            for _ in range(3):
+                kernel.call("crc32_le", 0, "four", 4)
+            with pytest.raises(KernelError):
+                kernel.call("crc32_le", 0, 0x5000, 4)
+            log = "\n".join(dmesg(kernel))
+            # Below the first one lies what other calls have left there.
+            traces.append(re.findall(r"(?m)^ \? (\w+)\+0x", log[log.rindex("Call Trace") :]))
+            kernel.guest.mirror.worker()
+        assert traces[0][0] == traces[1][0]
+        assert set(traces[0]) == set(traces[1])
+
+
+def test_a_record_of_the_inner_of_two_names_no_caller(boot: Boot) -> None:
+    """Of two events on a function, the one whose return address is the trampoline."""
+    kernel = boot()
+    events = kernel.kprobe_events
+    events.write(b"r:one int_sqrt\nr:two int_sqrt\n")
+    for event in events.events():
+        events.enable(event)
+    kernel.trace.expand()
+    for number in range(4):
+        assert kernel.call("int_sqrt", number * number) == number
+    text = kernel.trace.trace_text()
+    callers = re.findall(r"(one|two): \((\S+) <- int_sqrt\)", text)
+    assert callers.count(("one", "[unknown/kretprobe'd]")) == 4, text
+    assert not [caller for name, caller in callers if name == "two" and "unknown" in caller]
+    assert len(callers) == 8

@@ -1,0 +1,185 @@
+"""Fprobes in guest code: one piece of it for all entries and one for all exits, and how they meet Python."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+
+from emulated_kernel.arch.program import AddToCell, Compute, FetchAdd, SetImmediate
+from emulated_kernel.arch.program import Arithmetic as Op
+from emulated_kernel.arch.program_builder import HitWay, ProgramBuilder
+from emulated_kernel.config import MachineConfig
+from emulated_kernel.kernel import Kernel
+from emulated_kernel.kprobes.fprobe import CALLED, Fprobe
+from emulated_kernel.kprobes.hit_ring import HitRing
+from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.kprobes.profile import Profile, Saving
+from tests.kprobes.return_hook.conftest import Boot, dmesg
+from tests.kprobes.return_hook.test_kretprobe import address
+from tests.kprobes.return_hook.test_native import counted_traps
+from tests.kprobes.return_hook.test_tasks import sleepers
+from tests.kprobes.test_functions import _session as session
+
+PAIR = "[gl]c[dm]"
+WAYS = {"liveness": Profile("ftrace"), "save-all": Profile("ftrace", saving=Saving.ALL)}
+
+
+def warmed(kernel: Kernel, **options: int) -> tuple[Fprobe, HitRing]:
+    """An fprobe on gcd and lcm, which calls gcd; its code is there."""
+    ring = kernel.hit_ring("ax")
+    fp = ring.fprobe(PAIR, **options)
+    kernel.register_fprobe(fp)
+    for _ in range(2):
+        assert kernel.machine.call(address(kernel, "lcm"), 4, 6) == 12
+    return fp, ring
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("arch", ["x86_64", "i386"])
+def test_entries_and_exits_stay_in_the_guest(arch: str, way: str, stack: str) -> None:
+    with Kernel(MachineConfig(arch=arch, return_hook=stack), profile=WAYS[way]) as kernel:
+        fp, ring = warmed(kernel)
+        gcd, lcm = (address(kernel, name) for name in ("gcd", "lcm"))
+        with counted_traps(kernel) as met:
+            results = [kernel.machine.call(lcm, number, 6) for number in range(1, 20)]
+        assert met == []
+        entries = ring.entries()[-2 * len(results) :]
+        assert [entry.registers[0] for entry in entries[1::2]] == results
+        assert [entry.address for entry in entries] == [gcd, lcm] * len(results)
+        assert (ring.hits, fp.nmissed) == (4 + 38, 0)
+        assert fp.hook is not None
+        assert (fp.hook.returned, fp.hook.active) == (42, 0)
+        kernel.unregister_fprobe(fp)
+        assert kernel.machine.text.ledger == {}
+
+
+def test_a_program_for_entries(boot: Boot, stack: str) -> None:
+    """It and its handler in Python do the same, and know which function it is."""
+    kernel = boot(return_hook=stack)
+    memory = kernel.machine.memory
+    hits = kernel.machine.alloc_pages(4096)
+    total = hits + 8
+
+    def entered(_fp: Fprobe, called: int, _regs: object, _data: memoryview) -> None:
+        memory.write_u64(hits, memory.read_u64(hits) + 1)
+        memory.write_u64(total, memory.read_u64(total) + called)
+
+    def emit(builder: ProgramBuilder, way: HitWay) -> bool:
+        assert way is HitWay.CALL
+        builder.emit(AddToCell(hits, 1), SetImmediate(0, total), FetchAdd(0, 0, CALLED))
+        builder.emit(*(SetImmediate(vreg, -1) for vreg in range(6)), Compute(Op.SUB, 0, 1))
+        return True
+
+    fp = Fprobe(PAIR, entry_handler=entered, entry_program=emit)
+    kernel.register_fprobe(fp)
+    for _ in range(3):
+        assert kernel.call("lcm", 4, 6) == 12
+    with counted_traps(kernel) as met:
+        assert kernel.machine.call(address(kernel, "lcm"), 4, 6) == 12
+    assert met == []
+    both = sum(address(kernel, name) for name in ("gcd", "lcm"))
+    assert (memory.read_u64(hits), memory.read_u64(total)) == (8, 4 * both & (1 << 64) - 1)
+
+
+@pytest.mark.parametrize("stack", ["rethook", "objpool", "instances"])
+def test_calls_missed_are_counted(boot: Boot, stack: str) -> None:
+    kernel = boot(return_hook=stack)
+    fp, ring = warmed(kernel, nr_maxactive=1)
+    for _ in range(10):
+        kernel.machine.call(address(kernel, "lcm"), 4, 6)
+    assert {entry.address for entry in ring.entries()} == {address(kernel, "lcm")}
+    assert (ring.hits, fp.nmissed) == (12, 12)
+    kernel.unregister_fprobe(fp)
+    assert fp.nmissed == 12
+
+
+def test_whoever_else_wants_a_site_takes_it_to_python(boot: Boot, stack: str) -> None:
+    """Entries and returns of that function trap then; none do when the other one has gone."""
+    kernel = boot(return_hook=stack)
+    fp, ring = warmed(kernel)
+    seen: list[int] = []
+    other = Fprobe("gcd", entry_handler=lambda *_: seen.append(1))
+    probe = Kprobe(symbol_name="lcm", pre_handler=lambda *_: seen.append(2))
+    lcm = address(kernel, "lcm")
+
+    def traps() -> int:
+        hits = ring.hits
+        with counted_traps(kernel) as met:
+            assert kernel.machine.call(lcm, 4, 6) == 12
+        assert ring.hits == hits + 2
+        return len(met)
+
+    kernel.register_fprobe(other)
+    assert (traps(), seen) == (2, [1])
+    kernel.register_kprobe(probe)
+    assert (traps(), seen) == (4, [1, 2, 1])
+    kernel.unregister_fprobe(other)
+    assert (traps(), seen) == (2, [1, 2, 1, 2])
+    kernel.unregister_kprobe(probe)
+    assert traps() == 0
+    kernel.unregister_fprobe(fp)
+    assert kernel.machine.text.ledger == {}
+
+
+def test_a_kernel_without_guest_code(stack: str) -> None:
+    profile = Profile("python", compiled=False)
+    with Kernel(MachineConfig(return_hook=stack), profile=profile) as kernel:
+        _, ring = warmed(kernel)
+        with counted_traps(kernel) as met:
+            kernel.machine.call(address(kernel, "lcm"), 4, 6)
+        assert (len(met), ring.hits) == (4, 6)
+
+
+def test_disabled_and_enabled(boot: Boot, stack: str) -> None:
+    kernel = boot(return_hook=stack)
+    fp, ring = warmed(kernel)
+    hits = ring.hits
+    kernel.disable_fprobe(fp)
+    for _ in range(2):
+        kernel.call("gcd", 12, 18)
+    assert ring.hits == hits
+    kernel.enable_fprobe(fp)
+    for _ in range(2):
+        kernel.call("gcd", 12, 18)
+    with counted_traps(kernel) as met:
+        kernel.machine.call(address(kernel, "gcd"), 12, 18)
+    assert (met, ring.hits) == ([], hits + 3)
+
+
+def test_unregistered_while_calls_are_pending(boot: Boot, stack: str) -> None:
+    kernel = boot(return_hook=stack)
+    mount, ring = kernel.mount(), kernel.hit_ring("ax")
+    fp = ring.fprobe("vfs_re[ab]d", nr_maxactive=4)
+    kernel.register_fprobe(fp)
+    pipe, clients = sleepers(mount, 4)
+    assert fp.hook is not None
+    assert fp.hook.code is not None
+    mount.give_up(clients.pop(), pipe, errno.EINTR)
+    assert (ring.hits, fp.hook.active) == (1, 3)
+    kernel.unregister_fprobe(fp)
+    for client in clients:
+        mount.give_up(client, pipe, errno.EINTR)
+    assert ring.hits == 1
+    assert not [line for line in dmesg(kernel) if "BUG" in line or "Oops" in line]
+    assert not kernel.kretprobes.hooks.is_used
+
+
+def test_all_functions_of_a_session(boot: Boot, stack: str) -> None:
+    """System calls with task switches, an exit and a fork give what they give unprobed."""
+    plain, kernel = boot(), boot(return_hook=stack)
+    expected = session(plain)
+    ring = kernel.hit_ring("ax")
+    fp = ring.fprobe("*")
+    kernel.register_fprobe(fp)
+    assert session(kernel) == expected
+    with counted_traps(kernel) as met:
+        kernel.call("gcd", 12, 18)
+    assert len(met) < 40
+    assert fp.hook is not None
+    hits, (returned, flushed, active) = ring.hits, (fp.hook.returned, fp.hook.flushed, fp.hook.active)
+    assert hits == returned > 1000
+    assert flushed + active < 100
+    kernel.unregister_fprobe(fp)
+    assert kernel.call("gcd", 12, 18) == 6
+    assert kernel.machine.text.ledger == {}
