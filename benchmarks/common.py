@@ -32,10 +32,11 @@ class Distribution:
         return statistics.median(self.samples)
 
     def quantile(self, tenth: int) -> float:
-        """The `tenth` decile, 1 to 9; with one sample that sample."""
-        if len(self.samples) == 1:
-            return self.samples[0]
-        return statistics.quantiles(self.samples, n=10, method="inclusive")[tenth - 1]
+        """The `tenth` decile, 1 to 9, between the samples beside it; never outside of them by a rounding."""
+        ordered = sorted(self.samples)
+        whole, tenths = divmod(tenth * (len(ordered) - 1), 10)
+        low, high = ordered[whole], ordered[min(whole + 1, len(ordered) - 1)]
+        return low + (high - low) * tenths / 10
 
     def as_dict(self) -> dict[str, object]:
         return {
