@@ -17,7 +17,7 @@ die() {
 }
 
 # Programs that tests use where they are: unmodified tools for tracefs, and what tells of bad shell.
-test_tools="perf-tools-unstable linux-perf trace-cmd bpftrace gcc shellcheck"
+test_tools="perf-tools-unstable linux-perf trace-cmd bpftrace gcc gcc-riscv64-linux-gnu groff shellcheck"
 
 # setup run|test: afterwards $venv/bin/kprobefs works, and for "test" the test tools beside it.
 setup() {

@@ -85,7 +85,7 @@ show 'echo 0 > kprobes/optimization'
 show 'echo p:deep ksys_read+5 >> kprobe_events'
 show 'echo 1 > kprobes/stats/kprobes/deep/enabled'
 show 'for i in 1 2 3 4 5 6 7 8 9; do cat scratch/greeting; done > /dev/null'
-show 'cd kprobes/stats/kprobes/deep && cat mode bytes cost'
+show 'cd kprobes/stats/kprobes/deep && cat mode bytes cost; tail -n 2 detour'
 expect 'int3' "the probe at ksys_read+5 isn't armed by a breakpoint"
 
 explain "The optimizer makes a jump of it, to a detour around the handlers:"
