@@ -262,6 +262,27 @@ def test_a_handler_that_makes_the_instruction_fault(kernel: Kernel) -> None:
     assert kernel.call("strlen", "abc") == 3
 
 
+def test_an_oops_while_an_oops_is_reported(kernel: Kernel) -> None:
+    """The second is reported too; the task is dead, and the next one that faults is reported as well."""
+    spoilt: list[int] = []
+
+    def spoil(_kprobe: Kprobe, regs: Any) -> int:
+        if spoilt:
+            return 0
+        spoilt.append(regs.ip)
+        regs.ip = 0
+        return 1
+
+    kernel.register_kprobe(Kprobe(symbol_name="kallsyms_lookup", pre_handler=spoil))
+    for oopses in (2, 3):
+        with pytest.raises(KernelError):
+            kernel.call("strlen", 0)
+        log = dmesg(kernel)
+        assert f"[#{oopses}]" in log
+        assert f"[#{oopses + 1}]" not in log
+        assert kernel.call("strlen", "abc") == 3
+
+
 def test_emulated_push_on_a_bad_stack_faults_in_its_caller(kernel: Kernel) -> None:
     """The fault of a probed call instruction reaches whoever runs the guest, as an unprobed one's would."""
     machine = kernel.machine

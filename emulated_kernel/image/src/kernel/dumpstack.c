@@ -10,6 +10,7 @@
 
 static int die_counter;
 static DEFINE_SPINLOCK(die_lock);
+static int die_owner = -1;
 DECLARE_PER_CPU(char *, hardirq_stack_ptr);
 
 static unsigned long stack_end_of(struct task_struct *task, unsigned long sp)
@@ -83,13 +84,18 @@ static unsigned long oops_begin(void)
 {
 	unsigned long flags;
 
-	spin_lock_irqsave(&die_lock, flags);
+	local_irq_save(flags);
+	/* What faults while it reports an oops holds the lock already. */
+	if (!spin_trylock(&die_lock) && die_owner != smp_processor_id())
+		spin_lock(&die_lock);
+	die_owner = smp_processor_id();
 	return flags;
 }
 NOKPROBE_SYMBOL(oops_begin);
 
 static void oops_end(unsigned long flags, int signr)
 {
+	die_owner = -1;
 	spin_unlock_irqrestore(&die_lock, flags);
 	printk(KERN_DEFAULT "---[ end trace 0000000000000000 ]---\n");
 	if (in_interrupt())
