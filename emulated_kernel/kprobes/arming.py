@@ -79,11 +79,10 @@ class Arming:
             self._optimizer.optimize(head)
 
     def _uncover(self, head: Kprobe) -> None:
-        """Take back a jump that lies over the probed address."""
-        covering = self._optimizer.covering(head.address) if self._optimizer is not None else None
-        if covering is not None:
-            assert self._optimizer is not None
-            self._optimizer.unoptimize(covering, force=True)
+        """Take back a jump that lies over the probed address, or would soon."""
+        if self._optimizer is not None:
+            for covering in self._optimizer.covering(head.address):
+                self._optimizer.unoptimize(covering, force=True)
 
     def disarm(self, head: Kprobe) -> None:
         """Mirrors: disarm_kprobe, __disarm_kprobe (v6.1)."""

@@ -51,7 +51,7 @@ class Djprobes(Optimizer):
         has no disassembler.
         """
         addr = kprobe.address
-        if self.covering(addr) is not None:
+        if any(self.covering(addr)):
             raise KernelError(errno.EEXIST, f"{addr:#x} is in the detoured region of a djprobe")
         kprobe.obstacle = ""
         if not kprobe.length:

@@ -182,19 +182,19 @@ class Optimizer:
         """Mirrors: kernel/kprobes.c:kprobe_disarmed (v6.1)."""
         return head.is_disabled and not self.is_queued(head)
 
-    def covering(self, addr: int) -> AggregatorProbe | None:
-        """The probe that can be optimized and whose jump would cover `addr` behind its first byte.
+    def covering(self, addr: int) -> Iterator[AggregatorProbe]:
+        """The probes that can be optimized and whose jumps would cover `addr` behind their first bytes.
 
-        Linux: only the nearest probe before `addr` is looked at.
+        Linux: looks at the nearest probe before `addr` alone; where that one is disabled, a breakpoint gets
+        into the jump of another one before it. Deviates: finds them all.
         Mirrors: kernel/kprobes.c:get_optimized_kprobe (v6.1).
         """
         for distance in range(1, self._arch.max_detoured):
             found = self._table.get(addr - distance)
-            if isinstance(found, AggregatorProbe) and found.detour is not None:
-                return found if distance < found.detour.length else None
-            if found is not None:
-                return None
-        return None
+            if not isinstance(found, AggregatorProbe) or found.detour is None:
+                continue
+            if distance < found.detour.length:
+                yield found
 
     def blocked_by(self, head: AggregatorProbe) -> Kprobe | None:
         """An armed probe in what the jump would cover. Mirrors: arch_check_optimized_kprobe (v6.1)."""

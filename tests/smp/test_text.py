@@ -25,6 +25,13 @@ from tests.smp.test_records import WAYS, offset_of, run
 
 STALE = ("x86_64", "i386")
 """Where StaleFetch knows how instructions are fetched."""
+OPTIMIZING = {
+    "x86_64": "linux-6.1",
+    "i386": "linux-6.1",
+    "riscv64": "riscv-optprobes-2023",
+    "riscv64i": "riscv-optprobes-2023",
+}
+"""Profiles with an optimizer."""
 ENOUGH_TURNS = 40_000
 
 
@@ -50,7 +57,7 @@ def test_each_other_cpu_is_interrupted_to_synchronise(boot: Boot, arch: str) -> 
 @pytest.mark.parametrize("seed", seeds(3))
 def test_patched_under_load(boot: Boot, arch: str, seed: int) -> None:
     """Two CPUs compute; between their turns probes are armed, disarmed, and optimized as Linux does it."""
-    kernel = boot(2, arch, seed=seed, quantum=12)
+    kernel = boot(2, arch, seed=seed, quantum=12, profile=OPTIMIZING[arch])
     tasks, dice = clients(kernel, 2), Random(seed)
     hits: list[int] = []
     probes = [
@@ -60,7 +67,7 @@ def test_patched_under_load(boot: Boot, arch: str, seed: int) -> None:
     for probe in probes:
         kernel.register_kprobe(probe)
     optimizer = kernel.kprobes.optimizer
-    assert (optimizer is not None) == (arch in ("x86_64", "i386"))
+    assert optimizer is not None
 
     def patch() -> None:
         action = dice.randrange(8)
@@ -69,7 +76,7 @@ def test_patched_under_load(boot: Boot, arch: str, seed: int) -> None:
             kernel.enable_kprobe(probe)
         elif action == 1:
             kernel.disable_kprobe(probe)
-        elif action == 2 and optimizer is not None:
+        elif action == 2:
             optimizer.work.flush()
 
     executive_of(kernel).on_turn = patch
@@ -80,8 +87,7 @@ def test_patched_under_load(boot: Boot, arch: str, seed: int) -> None:
     assert set(hits) == {0, 1}
     for probe in probes:
         kernel.unregister_kprobe(probe)
-    if optimizer is not None:
-        optimizer.work.flush()
+    optimizer.work.flush()
     assert kernel.machine.text.verify() == []
     assert_well(kernel)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,10 +12,22 @@ from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.optimizer import OPTIMIZE_DELAY
 from emulated_kernel.kprobes.text_poke import PokeStep
-from tests.kprobes.optimizer.conftest import GCD_HEAD, GCD_TAIL, Probed
+from tests.kprobes.optimizer.conftest import GCD_HEAD, GCD_TAIL, Boot, Probed
+from tests.kprobes.optimizer.regions import optimizable
 
 HIT = ("gcd", GCD_HEAD)
 INNER = ("gcd", GCD_TAIL)
+
+
+def threes(probed: Probed) -> Iterator[tuple[int, int, int]]:
+    """The first three instructions of regions that have so many."""
+    arch, rules = probed.kernel._arch, probed.optimizer._rules
+    for _, _, start in optimizable(probed):
+        length = rules.detoured_length(start)
+        assert isinstance(length, int)
+        insns = arch.instruction_boundaries(probed.kernel.machine.text.original(start, length), start)
+        if len(insns) > 2:
+            yield insns[0], insns[1], insns[2]
 
 
 class TestSteps:
@@ -210,6 +222,31 @@ class TestWhoIsOptimized:
         probed.kernel.enable_kprobe(outer)
         probed.settle()
         assert (probed.kernel.kprobes.mode(outer), probed.gcd()) == ("optimized", [HIT])
+
+    @pytest.mark.parametrize(
+        ("profile", "arch"),
+        [("linux-6.1", "x86_64"), ("linux-6.1", "i386"), ("riscv-optprobes-2023", "riscv64")],
+    )
+    @pytest.mark.parametrize("settled", [True, False])
+    def test_a_disabled_probe_between_hides_no_jump(
+        self, boot: Boot, profile: str, arch: str, settled: bool
+    ) -> None:
+        """Linux finds the nearest probe before the one that it arms, and writes into the other one's jump."""
+        probed = boot(profile, arch)
+        start, between, behind = next(threes(probed))
+        outer = probed.probe("", at=start)
+        others = [Kprobe(addr=at, disabled=True) for at in (between, behind)]
+        probed.kernel.register_kprobes(others)
+        if settled:
+            probed.settle()
+        assert probed.kernel.kprobes.runs_in_detour(outer)
+        probed.kernel.enable_kprobe(others[1])
+        assert not probed.kernel.kprobes.runs_in_detour(outer)
+        probed.settle()
+        text = probed.kernel.machine.text
+        for at, armed in ((start, True), (between, False), (behind, True)):
+            assert (text.current(at, 1) != text.original(at, 1)) == armed
+        assert probed.kernel.kprobes.mode(outer) == "int3"
 
     def test_an_armed_probe_inside_prevents_it(self, probed: Probed) -> None:
         probed.probe("gcd", GCD_TAIL)

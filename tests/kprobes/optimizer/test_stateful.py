@@ -178,7 +178,6 @@ class Optimizing(RuleBasedStateMachine):
         queues = [*optimizer.optimizing, *optimizer.unoptimizing, *optimizer.freeing]
         heads = [h for p in self.probes if (h := self.kprobes.head(p)) is not None] + queues
         for head in heads:
-            covering = optimizer.covering(head.address)
             first = text.current(head.address, 1)[0]
             size = 5 if head.is_ftrace else 1
             if isinstance(head, AggregatorProbe) and head.is_patched:
@@ -186,7 +185,7 @@ class Optimizing(RuleBasedStateMachine):
                 size = head.detour.length
                 assert first == FIRST_BYTES["optimized"]
             elif self.kprobes.is_armed(head):
-                assert covering is None or not covering.is_patched
+                assert not any(covering.is_patched for covering in optimizer.covering(head.address))
                 assert first == FIRST_BYTES["ftrace" if head.is_ftrace else "int3"]
             elif head not in queues:
                 continue
