@@ -66,6 +66,8 @@ class CpuModel(ABC):
     """The instruction that ends a run; the CPU stands behind it then."""
     breakpoints: tuple[bytes, ...]
     """The breakpoint instructions that there are."""
+    fetch_unit: int = 1
+    """Bytes that CPUs fetch in one piece, aligned to as many; instructions consist of such pieces."""
     filler: bytes
     """The shortest breakpoint, which fills text that nobody has written."""
     cleared_flags: int = 0

@@ -109,6 +109,7 @@ class Riscv64Cpu(RiscvCpu):
 
     name = "riscv64"
     breakpoints = (C_EBREAK, EBREAK)
+    fetch_unit = len(C_EBREAK)
     filler = C_EBREAK
 
 
@@ -117,4 +118,5 @@ class Riscv64iCpu(RiscvCpu):
 
     name = "riscv64i"
     breakpoints = (EBREAK,)
+    fetch_unit = len(EBREAK)
     filler = EBREAK

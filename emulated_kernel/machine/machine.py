@@ -154,7 +154,9 @@ class Machine:
         self.per_cpu_bases = boot.per_cpu_bases(self.memory, self.image, self.config.cpus)
         """Address of each CPU's per-CPU area."""
         if self.config.stale_fetch:
-            self._stale = StaleFetch(self.text, self.model.breakpoints, self.config.seed)
+            self._stale = StaleFetch(
+                self.text, self.model.breakpoints, self.model.fetch_unit, self.config.seed
+            )
             self.text.watcher = self._stale
         if self.config.quantum:
             self._quantum = Quantum(self._engine, self._hooks, self.config.quantum, self.config.seed)

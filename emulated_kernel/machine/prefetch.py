@@ -33,9 +33,13 @@ class Prefetch:
     Source: "Djprobe" (Ottawa Linux Symposium 2007), section 2.3; Linux: text_poke_bp_batch (v6.1).
     """
 
-    def __init__(self, text: Text) -> None:
-        """Until now all CPUs are taken as synchronised; what is written to `text` has to be told."""
+    def __init__(self, text: Text, unit: int) -> None:
+        """Until now all CPUs are taken as synchronised; what is written to `text` has to be told.
+
+        `unit`: bytes that are fetched in one piece, where they are aligned to as many.
+        """
         self._text = text
+        self._unit = unit
         self._writes: list[_Write] = []
 
     def written(self, va: int, before: bytes, after: bytes) -> None:
@@ -58,7 +62,7 @@ class Prefetch:
             early[:split] + late[split:]
             for early in moments
             for late in moments
-            for split in range(WINDOW + 1)
+            for split in range(-va % self._unit, WINDOW + 1, self._unit)
         }
 
     def _moments(self, va: int) -> set[bytes]:

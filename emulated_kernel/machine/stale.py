@@ -15,9 +15,10 @@ class StaleFetch:
     the CPU leaves those bytes.
     """
 
-    def __init__(self, text: Text, breakpoints: tuple[bytes, ...], seed: int) -> None:
+    def __init__(self, text: Text, breakpoints: tuple[bytes, ...], unit: int, seed: int) -> None:
         self._text = text
         self._breakpoints = breakpoints
+        self._unit = unit
         self._dice = Random(seed)
         self._fetched: dict[int, tuple[int, Prefetch]] = {}
         """Of each CPU that stands in the middle: where, and what has changed since."""
@@ -60,7 +61,7 @@ class StaleFetch:
             return
         start, prefetch = self._fetched.get(cpu, (0, None))
         if prefetch is None or not start <= ip < start + WINDOW:
-            start, prefetch = ip, Prefetch(self._text)
+            start, prefetch = ip, Prefetch(self._text, self._unit)
         self._fetched[cpu] = start, prefetch
 
     def show(self, cpu: int, ip: int) -> range | None:

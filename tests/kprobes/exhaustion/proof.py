@@ -41,7 +41,7 @@ class Proof:
     def __post_init__(self) -> None:
         self.bench = Bench(self.probed)
         text = self.probed.kernel.machine.text
-        self.watch = text.watcher = Watch(text)
+        self.watch = text.watcher = Watch(text, self.probed.kernel.machine.model.fetch_unit)
 
     def count(self) -> int:
         """Hits handled so far."""
