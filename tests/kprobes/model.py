@@ -15,6 +15,7 @@ class Entry:
     kprobe: Kprobe
     disabled: bool
     hits: int = 0
+    missed: int = 0
 
 
 @dataclass
@@ -29,7 +30,8 @@ class Point:
 class Model:
     """Linux 6.1's registry without any text."""
 
-    def __init__(self) -> None:
+    def __init__(self, bits: int = 64) -> None:
+        self._bits = bits
         self.points: dict[int, Point] = {}
         self.all_disarmed = False
 
@@ -40,13 +42,18 @@ class Model:
         else:
             point.shared = True
             point.disabled = point.disabled and disabled
-        point.entries.insert(0, Entry(kprobe, disabled))
+        is_last = kprobe.kind == "j"
+        point.entries.insert(len(point.entries) if is_last else 0, Entry(kprobe, disabled))
 
     def unregister(self, addr: int, entry: Entry) -> None:
         self.disable(addr, entry)
         self.points[addr].entries.remove(entry)
         if not self.points[addr].entries:
             del self.points[addr]
+
+    def forget(self, addr: int, kprobe: Kprobe) -> None:
+        """A registered array is taken back."""
+        self.unregister(addr, next(e for e in self.points[addr].entries if e.kprobe is kprobe))
 
     def disable(self, addr: int, entry: Entry) -> None:
         point = self.points[addr]
@@ -73,8 +80,14 @@ class Model:
                 if not entry.disabled:
                     entry.hits += counts.get(addr, 0)
 
-    def listed(self) -> list[tuple[int, bool]]:
-        """Address and disabled flag of each line of kprobes/list."""
+    def missed(self, counts: dict[int, int]) -> None:
+        """As `called`, but within a hit: disabled ones count it as well, as in Linux."""
+        for addr in self.armed():
+            for entry in self.points[addr].entries:
+                entry.missed += counts.get(addr, 0)
+
+    def listed(self) -> list[tuple[int, str, bool]]:
+        """Address, kind and disabled flag of each line of kprobes/list."""
         latest_first = reversed(list(self.points.items()))
-        ordered = sorted(latest_first, key=lambda item: hash_address(item[0]))
-        return [(addr, entry.disabled) for addr, point in ordered for entry in point.entries]
+        ordered = sorted(latest_first, key=lambda item: hash_address(item[0], self._bits))
+        return [(addr, e.kprobe.kind, e.disabled) for addr, point in ordered for e in point.entries]

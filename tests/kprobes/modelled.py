@@ -1,0 +1,286 @@
+"""State machines over the probe API: random acts on a kernel and on the model, which must stay alike."""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, ClassVar, NamedTuple
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from emulated_kernel.config import MachineConfig
+from emulated_kernel.kernel import Kernel
+from emulated_kernel.kprobes.jprobe import Jprobe
+from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.kprobes.profile import Profile
+from tests.kprobes.boundaries import Boundary, all_boundaries
+from tests.kprobes.conftest import BREAKPOINTS
+from tests.kprobes.functions import ProbesEverywhere
+from tests.kprobes.model import Entry, Model
+
+CALLS: dict[str, tuple[int | str | bytes, ...]] = {
+    "gcd": (2**10 * 9, 2**7 * 27),
+    "int_sqrt": (1 << 30,),
+    "crc32_le": (0, b"12345", 5),
+}
+"""Functions that nothing else in the kernel calls meanwhile, with arguments."""
+PLACES = st.integers(0, 12)
+PICKS = st.integers(0, 20)
+MOSTLY = st.sampled_from([True, True, True, False])
+SELDOM = MOSTLY.map(operator.not_)
+
+
+class Reference(NamedTuple):
+    """The functions without probes."""
+
+    boundaries: tuple[Boundary, ...]
+    """The instructions that can be probed."""
+    counts: dict[str, Counter[int]]
+    """How often a call executes each."""
+    results: dict[str, int]
+
+
+@cache
+def reference(arch: str) -> Reference:
+    """What calls do on an architecture."""
+    with Kernel(MachineConfig(arch=arch), profile=BREAKPOINTS) as kernel:
+        boundaries = [b for b in all_boundaries(kernel.image) if b.function in CALLS]
+        counts, results = {}, {}
+        with ProbesEverywhere(kernel.kprobes, boundaries) as probes:
+            for name, arguments in CALLS.items():
+                probes.hits.clear()
+                results[name] = kernel.call(name, *arguments)
+                counts[name] = Counter(probes.hits)
+        return Reference(tuple(b for b in boundaries if b.refusal is None), counts, results)
+
+
+def run(machine: type[OnKernel], examples: int, **attributes: Any) -> None:
+    """Run a machine, the same way each time, with some of its class attributes set."""
+    spare: list[Kernel] = []
+    try:
+        run_state_machine_as_test(
+            type("Machine", (machine,), {**attributes, "spare": spare}),
+            settings=settings(
+                derandomize=True, max_examples=examples, stateful_step_count=40, deadline=None, database=None
+            ),
+        )
+    finally:
+        for kernel in spare:
+            kernel.close()
+
+
+class OnKernel(RuleBasedStateMachine):
+    """Acts on a kernel that is as before when all has been undone, so that another example can have it."""
+
+    arch: ClassVar[str] = "x86_64"
+    profile: ClassVar[Profile] = BREAKPOINTS
+    spare: ClassVar[list[Kernel]]
+
+    def __init__(self) -> None:
+        super().__init__()
+        fresh = not self.spare
+        config = MachineConfig(arch=self.arch)
+        self.kernel = Kernel(config, profile=self.profile) if fresh else self.spare.pop()
+        self.kprobes = self.kernel.kprobes
+        if fresh:
+            self.warm_up()
+        self.before = self._held()
+
+    def warm_up(self) -> None:
+        """Take what the first of its kind takes, and what is kept then."""
+
+    def undo(self) -> None:
+        """Unregister what is left, and have freed what is only freed later."""
+
+    def _held(self) -> tuple[int, int, int]:
+        machine = self.kernel.machine
+        return machine.text._slots.used, self.kprobes.slots.used, len(machine.breakpoints)
+
+    def teardown(self) -> None:
+        is_well = sys.exc_info()[0] is None
+        try:
+            self.kprobes.set_enabled(True)
+            self.undo()
+            self._check_undone()
+        except BaseException:
+            is_well = False
+            raise
+        finally:
+            if is_well:
+                self.spare.append(self.kernel)
+            else:
+                self.kernel.close()
+
+    def _check_undone(self) -> None:
+        self.kprobes.garbage.work.flush()
+        assert self.kernel.machine.text.ledger == {}
+        assert self.kernel.machine.text.verify() == []
+        assert self.kprobes.list_text() == []
+        assert self._held() == self.before
+
+
+class Modelled(OnKernel):
+    """What can be done with probes of any kind; subclasses register them."""
+
+    def __init__(self) -> None:
+        self.reference = reference(self.arch)
+        self.places = [b.addr for b in self.reference.boundaries][::7]
+        """Where probes are registered."""
+        self.hits: Counter[int] = Counter()
+        """By the number of the probe."""
+        self.steps: Counter[int] = Counter()
+        self.numbers: dict[Kprobe, int] = {}
+        self.owners: dict[Kprobe, Jprobe] = {}
+        """Of the kprobes that are part of something else."""
+        super().__init__()
+        self.model = Model(self.kernel.machine.model.bits)
+
+    def warm_up(self) -> None:
+        first = self.kprobe(self.entry("gcd"))
+        self.kernel.register_kprobe(first)
+        self.kernel.call("gcd", 1, 1)
+        self.kernel.unregister_kprobe(first)
+
+    def undo(self) -> None:
+        for _, entry in self.entries():
+            self.act("unregister", entry.kprobe)
+
+    def entries(self) -> list[tuple[int, Entry]]:
+        return [(addr, entry) for addr, point in self.model.points.items() for entry in point.entries]
+
+    def pick(self, number: int) -> tuple[int, Entry]:
+        entries = self.entries()
+        return entries[number % len(entries)]
+
+    def place(self, number: int) -> int:
+        """Small numbers are few places, so that probes meet."""
+        return self.places[number % len(self.places)]
+
+    def name(self, addr: int) -> tuple[str, int]:
+        """The function and the offset."""
+        function = next(b.function for b in self.reference.boundaries if b.addr == addr)
+        return function, addr - self.entry(function)
+
+    def entry(self, function: str) -> int:
+        return next(b.addr for b in self.reference.boundaries if b.function == function)
+
+    def counter(self) -> tuple[int, dict[str, Any]]:
+        """The number of a new probe, and handlers that count for it."""
+        number = len(self.numbers)
+
+        def hit(_kprobe: Kprobe, _regs: Any) -> None:
+            self.hits[number] += 1
+
+        def step(_kprobe: Kprobe, _regs: Any) -> None:
+            self.steps[number] += 1
+
+        return number, {"pre_handler": hit, "post_handler": step}
+
+    def kprobe(
+        self,
+        addr: int,
+        *,
+        disabled: bool = False,
+        by_name: bool = False,
+        stepped: bool = False,
+        length: int = 0,
+    ) -> Kprobe:
+        """A probe whose handlers count."""
+        number, handlers = self.counter()
+        if not stepped:
+            del handlers["post_handler"]
+        where: dict[str, Any] = {"addr": addr}
+        if by_name:
+            where = dict(zip(("symbol_name", "offset"), self.name(addr), strict=True))
+        kprobe = Kprobe(**where, **handlers, disabled=disabled, length=length)
+        self.numbers[kprobe] = number
+        return kprobe
+
+    def act(self, verb: str, kprobe: Kprobe) -> None:
+        """Do to a probe what is done to its kind."""
+        kind = {"k": "kprobe", "j": "jprobe", "r": "kretprobe"}[kprobe.kind]
+        getattr(self.kernel, f"{verb}_{kind}")(self.owners.get(kprobe, kprobe))
+
+    @precondition(lambda self: self.model.points)
+    @rule(number=PICKS)
+    def unregister(self, number: int) -> None:
+        addr, entry = self.pick(number)
+        self.act("unregister", entry.kprobe)
+        self.act("unregister", entry.kprobe)
+        self.model.unregister(addr, entry)
+
+    @precondition(lambda self: self.model.points)
+    @rule(number=PICKS)
+    def disable(self, number: int) -> None:
+        addr, entry = self.pick(number)
+        self.act("disable", entry.kprobe)
+        self.model.disable(addr, entry)
+
+    @precondition(lambda self: self.model.points)
+    @rule(number=PICKS)
+    def enable(self, number: int) -> None:
+        addr, entry = self.pick(number)
+        self.act("enable", entry.kprobe)
+        self.model.enable(addr, entry)
+
+    @rule(armed=MOSTLY)
+    def set_enabled(self, armed: bool) -> None:
+        self.kprobes.set_enabled(armed)
+        self.model.all_disarmed = not armed
+
+    @rule(name=st.sampled_from(sorted(CALLS)))
+    def call(self, name: str) -> None:
+        assert self.kernel.call(name, *CALLS[name]) == self.reference.results[name]
+        self.model.called(self.reference.counts[name])
+
+    def patches(self) -> Mapping[int, bytes]:
+        """What stands in the text, by address."""
+        return dict.fromkeys(self.model.armed(), b"\xcc")
+
+    @invariant()
+    def text_is_as_the_ledger_says(self) -> None:
+        machine = self.kernel.machine
+        changed: set[int] = set()
+        for addr, data in self.patches().items():
+            assert machine.text.current(addr, len(data)) == data
+            original = self.kernel.image.read(addr, len(data))
+            changed.update(addr + at for at, byte in enumerate(data) if byte != original[at])
+            if data == b"\xcc":
+                assert addr in machine.breakpoints
+        assert machine.text.ledger.keys() == changed
+        assert machine.text.verify() == []
+
+    def optimized(self) -> set[int]:
+        """The addresses that are shown as optimized."""
+        return set()
+
+    @invariant()
+    def list_is_the_models(self) -> None:
+        optimized = self.optimized()
+        shown = [
+            (int(line.split()[0], 16), line.split()[1], "[DISABLED]" in line, "[OPTIMIZED]" in line)
+            for line in self.kprobes.list_text()
+        ]
+        assert shown == [(*line, line[0] in optimized) for line in self.model.listed()]
+        assert self.kprobes.enabled is not self.model.all_disarmed
+
+    @invariant()
+    def every_entry_is_a_hit(self) -> None:
+        for _, entry in self.entries():
+            kprobe = entry.kprobe
+            number = self.numbers[kprobe]
+            assert self.hits[number] == entry.hits
+            assert kprobe.nmissed == entry.missed
+            assert self.steps[number] == (entry.hits if kprobe.post_handler else 0)
+        assert self.kprobes.hits.may_interrupt()
