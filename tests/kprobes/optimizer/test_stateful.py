@@ -4,96 +4,107 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import suppress
+from functools import cache
+from itertools import islice
 from typing import Any, ClassVar
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import AggregatorProbe, Kprobe
 from emulated_kernel.kprobes.kretprobe import Kretprobe
+from emulated_kernel.kprobes.profile import PROFILES
+from tests.kprobes.modelled import MOSTLY, PICKS, SELDOM, OnKernel, run
 from tests.kprobes.optimizer.conftest import Probed
 
-FIRST_BYTES = {"int3": 0xCC, "optimized": 0xE9, "ftrace": 0xE8}
-REACH = 0x20
-"""Bytes of gcd in which probes meet."""
-PICKS = st.integers(0, 20)
+CALLS = {"gcd": ((12, 18), 6), "lcm": ((21, 6), 42)}
+"""Arguments and results. In lcm regions have three and more instructions on all architectures."""
+MEETING = 4
+"""Places in the function at which probes are registered."""
 
 
-class Optimizing(RuleBasedStateMachine):
+@cache
+def passes(arch: str, profile: str, function: str) -> dict[int, int]:
+    """How often a call passes its entry, and the first offsets that jumps cover."""
+    found, covered = {}, {0}
+    with Kernel(MachineConfig(arch=arch, profile=profile)) as kernel:
+        probed, (arguments, result) = Probed(kernel), CALLS[function]
+        where = kernel.image.kallsyms.lookup(probed.address(function))
+        assert where is not None
+        for offset in range(where.symbol.size):
+            with suppress(KernelError):
+                probe = probed.probe(function, offset)
+                detour = kernel.kprobes.detour(probe)
+                covered.update(range(offset, offset + detour.length) if detour is not None else ())
+                probed.hits.clear()
+                assert kernel.machine.call(probed.address(function), *arguments) == result
+                found[offset] = len(probed.hits)
+                kernel.unregister_kprobe(probe)
+    return dict(islice(((offset, count) for offset, count in found.items() if offset in covered), MEETING))
+
+
+class Optimizing(OnKernel):
     """Acts on a kernel with an optimizer, and compares text, list and hits with what was asked for."""
 
-    arch: ClassVar[str]
-    profile: ClassVar[str]
+    function: ClassVar[str]
 
     def __init__(self) -> None:
+        self.passes = passes(self.arch, self.profile.name, self.function)
         super().__init__()
-        self.probed = Probed(Kernel(MachineConfig(arch=self.arch, profile=self.profile)))
-        self.kernel, self.kprobes = self.probed.kernel, self.probed.kernel.kprobes
-        self.passes = self._passes()
-        """How often a call of gcd passes each offset that takes a probe."""
         self.probes: dict[Kprobe, int] = {}
         self.hits: Counter[Kprobe] = Counter()
         self.entries: Counter[Kprobe] = Counter()
         self.returns = 0
         self.kretprobe: Kretprobe | None = None
-        # The first one makes trampolines that stay.
-        self.hook_return()
-        self.probed.gcd()
-        self.hook_return()
+
+    @property
+    def probed(self) -> Probed:
+        return Probed(self.kernel)
+
+    def warm_up(self) -> None:
+        # The first ones make trampolines and pages of slots that stay.
+        self.kernel.unregister_kprobe(self.probed.probe(self.function, max(self.passes)))
+        kretprobe = Kretprobe(symbol_name=self.function, handler=lambda _instance, _regs: None)
+        self.kernel.register_kretprobe(kretprobe)
+        self.call_function()
+        self.kernel.unregister_kretprobe(kretprobe)
         self.probed.settle()
-        self.before = self._held()
 
-    def _passes(self) -> dict[int, int]:
-        passes = {}
-        for offset in range(REACH):
-            with suppress(KernelError):
-                probe = self.probed.probe("gcd", offset)
-                passes[offset] = len(self.probed.gcd())
-                self.kernel.unregister_kprobe(probe)
-        self.probed.settle()
-        return passes
+    def call_function(self) -> None:
+        arguments, result = CALLS[self.function]
+        assert self.kernel.machine.call(self.probed.address(self.function), *arguments) == result
 
-    def _held(self) -> tuple[int, int, int]:
-        machine = self.kernel.machine
-        return machine.text._slots.used, self.kprobes.slots.used, len(machine.breakpoints)
-
-    def teardown(self) -> None:
-        self.kprobes.set_enabled(True)
+    def undo(self) -> None:
         self.kernel.unregister_kprobes(list(self.probes))
         if self.kretprobe is not None:
             self.kernel.unregister_kretprobe(self.kretprobe)
+        self.kprobes.set_optimization(True)
         self.probed.settle()
         self.probed.settle()
         optimizer = self.probed.optimizer
         assert (optimizer.optimizing, optimizer.unoptimizing, optimizer.freeing) == ({}, {}, {})
-        assert self.kernel.machine.text.ledger == {}
-        assert self.kernel.machine.text.verify() == []
-        assert self.kprobes.list_text() == []
-        assert self._held() == self.before
-        self.kernel.close()
 
     def pick(self, number: int) -> Kprobe:
         return list(self.probes)[number % len(self.probes)]
 
-    @rule(number=PICKS, disabled=st.booleans(), stepped=st.sampled_from([False, False, False, True]))
+    @initialize(order=st.permutations(range(MEETING)), disabled=st.lists(st.booleans(), min_size=MEETING))
+    def begin(self, order: list[int], disabled: list[bool]) -> None:
+        """What becomes of a jump depends on which of the others was there first, and which is armed."""
+        for number, is_disabled in zip(order, disabled, strict=False):
+            self.register(number, disabled=is_disabled, stepped=False)
+
+    @rule(number=PICKS, disabled=st.booleans(), stepped=SELDOM)
     def register(self, number: int, disabled: bool, stepped: bool) -> None:
         def hit(kprobe: Kprobe, _regs: Any) -> None:
             self.hits[kprobe] += 1
 
         offset = list(self.passes)[number % len(self.passes)]
-        options = {"post_handler": lambda _kp, _regs: None} if stepped else {}
-        probe = self.probed.probe("gcd", offset, pre_handler=hit, disabled=disabled, **options)
+        options: dict[str, Any] = {"post_handler": lambda _kp, _regs: None} if stepped else {}
+        probe = self.probed.probe(self.function, offset, pre_handler=hit, disabled=disabled, **options)
         self.probes[probe] = offset
 
     @precondition(lambda self: self.probes)
@@ -113,11 +124,11 @@ class Optimizing(RuleBasedStateMachine):
     def enable(self, number: int) -> None:
         self.kernel.enable_kprobe(self.pick(number))
 
-    @rule(armed=st.booleans())
+    @rule(armed=MOSTLY)
     def set_enabled(self, armed: bool) -> None:
         self.kprobes.set_enabled(armed)
 
-    @rule(allowed=st.booleans())
+    @rule(allowed=MOSTLY)
     def set_optimization(self, allowed: bool) -> None:
         self.kprobes.set_optimization(allowed)
         head = [h for p in self.probes if isinstance(h := self.kprobes.head(p), AggregatorProbe)]
@@ -149,7 +160,7 @@ class Optimizing(RuleBasedStateMachine):
     @rule()
     def hook_return(self) -> None:
         if self.kretprobe is None:
-            self.kretprobe = Kretprobe(symbol_name="gcd", handler=self._returned)
+            self.kretprobe = Kretprobe(symbol_name=self.function, handler=self._returned)
             self.kernel.register_kretprobe(self.kretprobe)
         else:
             self.kernel.unregister_kretprobe(self.kretprobe)
@@ -164,7 +175,7 @@ class Optimizing(RuleBasedStateMachine):
             if self.kprobes.is_armed(probe) and not probe.is_disabled:
                 self.entries[probe] += self.passes[offset]
         before = self.returns
-        self.probed.gcd()
+        self.call_function()
         for probe in self.probes:
             assert self.hits[probe] + probe.nmissed == self.entries[probe]
         assert self.returns - before == int(self.kretprobe is not None and self.kprobes.enabled)
@@ -172,27 +183,35 @@ class Optimizing(RuleBasedStateMachine):
 
     @invariant()
     def text_is_as_the_probes_states_say(self) -> None:
-        text, optimizer = self.kernel.machine.text, self.probed.optimizer
+        text, optimizer, arch = self.kernel.machine.text, self.probed.optimizer, self.kernel._arch
         assert text.verify() == []
         patched: set[int] = set()
+        behind: set[int] = set()
         queues = [*optimizer.optimizing, *optimizer.unoptimizing, *optimizer.freeing]
-        heads = [h for p in self.probes if (h := self.kprobes.head(p)) is not None] + queues
-        for head in heads:
-            first = text.current(head.address, 1)[0]
-            size = 5 if head.is_ftrace else 1
+        probes = [*self.probes, *([] if self.kretprobe is None else [self.kretprobe])]
+        heads = [h for p in probes if (h := self.kprobes.head(p)) is not None]
+        for head in [*heads, *queues]:
+            expected = self.armed_by(head)
+            size = arch.call_size if head.is_ftrace else len(expected)
             if isinstance(head, AggregatorProbe) and head.is_patched:
                 assert head.detour is not None
                 size = head.detour.length
-                assert first == FIRST_BYTES["optimized"]
+                behind.update(range(head.address + 1, head.address + size))
+                assert text.current(head.address, len(head.detour.jump)) == head.detour.jump
             elif self.kprobes.is_armed(head):
-                assert not any(covering.is_patched for covering in optimizer.covering(head.address))
-                assert first == FIRST_BYTES["ftrace" if head.is_ftrace else "int3"]
+                assert text.current(head.address, len(expected)) == expected
             elif head not in queues:
                 continue
             patched.update(range(head.address, head.address + size))
-        entry = self.probed.address("gcd")
-        patched.update(range(entry, entry + 5) if self.kretprobe is not None else ())
+        assert not any(head.address in behind for head in heads if self.kprobes.is_armed(head))
         assert text.ledger.keys() <= patched
+
+    def armed_by(self, head: Kprobe) -> bytes:
+        """What an armed probe that isn't optimized begins with: its breakpoint, or a call to anywhere."""
+        arch = self.kernel._arch
+        if head.insn is None:
+            return arch.relative_call(head.address, head.address)[:1]
+        return arch.breakpoint_for(head.insn.prepared.length)
 
     @invariant()
     def list_tells_what_stands_in_the_text(self) -> None:
@@ -209,13 +228,17 @@ class Optimizing(RuleBasedStateMachine):
         assert listed == expected
 
 
-@pytest.mark.parametrize("arch", ["x86_64", "i386"])
-@pytest.mark.parametrize("profile", ["linux-6.1", "linux-6.1-nopreempt"])
-def test_optimizing(arch: str, profile: str) -> None:
-    machine = type("Machine", (Optimizing,), {"arch": arch, "profile": profile})
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
-        machine,
-        settings=settings(
-            derandomize=True, max_examples=16, stateful_step_count=40, deadline=None, database=None
-        ),
-    )
+@pytest.mark.parametrize("function", CALLS)
+@pytest.mark.parametrize(
+    ("arch", "profile"),
+    [
+        ("x86_64", "linux-6.1"),
+        ("i386", "linux-6.1"),
+        ("x86_64", "linux-6.1-nopreempt"),
+        ("i386", "linux-6.1-nopreempt"),
+        ("riscv64", "riscv-optprobes-2023"),
+        ("riscv64i", "riscv-optprobes-2023"),
+    ],
+)
+def test_optimizing(arch: str, profile: str, function: str) -> None:
+    run(Optimizing, 30, arch=arch, profile=PROFILES[profile], function=function)
