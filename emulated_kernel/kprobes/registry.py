@@ -265,8 +265,9 @@ class Kprobes:
         head = old if isinstance(old, AggregatorProbe) else self._aggregate(old)
         if kprobe.break_handler is not None and head.break_handler is not None:
             raise KernelError(errno.EEXIST, f"{kprobe.address:#x} has a jprobe already")
-        if head.is_unused and self.optimizer is not None:
+        if head.is_unused and not kprobe.is_disabled and self.optimizer is not None:
             # On its way out, with a jump still in the text. Mirrors: reuse_unused_kprobe (v6.1).
+            # Linux: keeps the jump for a disabled probe too, and for good. Deviates: lets it go.
             head.flags &= ~KprobeFlag.DISABLED
             self.optimizer.optimize(head)
         if head.is_gone:

@@ -248,6 +248,17 @@ class TestWhoIsOptimized:
             assert (text.current(at, 1) != text.original(at, 1)) == armed
         assert probed.kernel.kprobes.mode(outer) == "int3"
 
+    def test_a_disabled_probe_keeps_no_jump_that_is_on_its_way_out(self, probed: Probed) -> None:
+        first = probed.probe("gcd", GCD_HEAD)
+        probed.settle()
+        probed.kernel.unregister_kprobe(first)
+        second = probed.probe("gcd", GCD_HEAD, disabled=True)
+        assert probed.gcd() == []
+        probed.kernel.unregister_kprobe(second)
+        probed.settle()
+        assert probed.kernel.machine.text.ledger == {}
+        assert probed.gcd() == []
+
     def test_an_armed_probe_inside_prevents_it(self, probed: Probed) -> None:
         probed.probe("gcd", GCD_TAIL)
         probed.settle()
