@@ -11,7 +11,7 @@ from emulated_kernel.kprobes.kprobe import AggregatorProbe, DetourBuffer, Kprobe
 from emulated_kernel.machine.prefetch import Prefetch
 from tests.kprobes.exhaustion.standing import JUMP_SIZE, OtherCpu, Standing
 from tests.kprobes.optimizer.conftest import Probed
-from tests.kprobes.optimizer.regions import Bench
+from tests.kprobes.optimizer.regions import Bench, loose_flags
 
 Spans = Sequence[tuple[int, int]]
 NO_FLAGS = b"\x9c"
@@ -67,8 +67,10 @@ class Proof:
         region = self.length(address)
         starts = [s._replace(ip=address) for s in self.bench.states(address)][: self.states]
         end = address + region
-        live = self.live_at(end)
-        cpus = [OtherCpu(self.probed, self.bench, end, start, self.count, live) for start in starts]
+        live, kernel = self.live_at(end), self.probed.kernel
+        code = kernel.machine.text.original(address, region)
+        loose = loose_flags(code, address, kernel.arch.bits, live=self.live_at(address).flags)
+        cpus = [OtherCpu(self.probed, self.bench, end, start, self.count, live, loose) for start in starts]
         before = len(self.problems)
         self.place(address, cpus).run()
         self.probed.hits.clear()
