@@ -243,6 +243,9 @@ class Kprobes:
         self._refresh(head)
         optimizer = self.optimizer
         if not head.members:
+            if not head.is_disabled:
+                # A jump was reused for a disabled probe. Linux: it stays in the text for good.
+                self._disarm(head)
             # Linux: a jump that is still there keeps the aggregator until the worker has taken it back.
             if optimizer is None or not optimizer.is_queued(head):
                 self._table.remove(head)
@@ -265,9 +268,8 @@ class Kprobes:
         head = old if isinstance(old, AggregatorProbe) else self._aggregate(old)
         if kprobe.break_handler is not None and head.break_handler is not None:
             raise KernelError(errno.EEXIST, f"{kprobe.address:#x} has a jprobe already")
-        if head.is_unused and not kprobe.is_disabled and self.optimizer is not None:
+        if head.is_unused and self.optimizer is not None:
             # On its way out, with a jump still in the text. Mirrors: reuse_unused_kprobe (v6.1).
-            # Linux: keeps the jump for a disabled probe too, and for good. Deviates: lets it go.
             head.flags &= ~KprobeFlag.DISABLED
             self.optimizer.optimize(head)
         if head.is_gone:
@@ -427,10 +429,13 @@ class Kprobes:
             kprobe.flags |= KprobeFlag.DISABLED
             self._refresh(head)
         if head is kprobe or (isinstance(head, AggregatorProbe) and all(m.is_disabled for m in head.members)):
-            if not self.all_disarmed and not head.is_disabled:
-                self._arming.disarm(head)
-            head.flags |= KprobeFlag.DISABLED
-            self._refresh(head)
+            self._disarm(head)
+
+    def _disarm(self, head: Kprobe) -> None:
+        if not self.all_disarmed and not head.is_disabled:
+            self._arming.disarm(head)
+        head.flags |= KprobeFlag.DISABLED
+        self._refresh(head)
 
     @property
     def all_disarmed(self) -> bool:
