@@ -34,6 +34,8 @@ class Cpus(Cpu, Protocol):
 
     def leave(self, within: Callable[[int], bool], /) -> None: ...
 
+    def serialise(self) -> None: ...
+
     def start_cpu(self, number: int, entry: int, stack: int) -> None: ...
 
 
@@ -126,9 +128,12 @@ class SmpExecutive(Executive):
         """Let all other CPUs execute a serialising instruction. Mirrors: text_poke_sync() (v6.1).
 
         None takes the interrupt in the middle of a hit: afterwards each hit that was underway has ended.
-        Within a hit nothing is done: the others are entered anew from the host, which serialises too.
+        Within a hit none is sent: the host holds the others, and entering them anew serialises too.
         """
-        if self._cpu.is_running or self.is_dead:
+        if self._cpu.is_running:
+            self._cpus.serialise()
+            return
+        if self.is_dead:
             return
         here, turns, cells = self._cpus.cpu, self._turns, self._smp_cells
         waiting = {number: cells.syncs_of(number) for number in self._round() if self._is_other(number)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from emulated_kernel.arch.base import Arch
@@ -10,11 +10,10 @@ from emulated_kernel.kprobes.ftrace import FtraceSites
 from emulated_kernel.kprobes.kprobe import AggregatorProbe, Kprobe
 from emulated_kernel.kprobes.optimizer import Optimizer
 from emulated_kernel.kprobes.table import ProbeTable
+from emulated_kernel.kprobes.text_poke import TextPoker
 
 
 class ArmedText(Protocol):
-    def poke(self, va: int, data: bytes, /) -> None: ...
-
     def poke_batch(self, pokes: Iterable[tuple[int, bytes]], /) -> None: ...
 
     def sync(self) -> None: ...
@@ -25,23 +24,31 @@ class ArmedText(Protocol):
 class Breakpoints:
     """Writes and takes back the breakpoint at a probed address.
 
-    Mirrors: arch/x86/kernel/kprobes/core.c:arch_arm_kprobe, arch_disarm_kprobe (v6.1).
+    Linux: on RISC-V under stop_machine(). Deviates: a breakpoint that CPUs may fetch in two parts is written
+    in steps, as a jump is. Mirrors: arch/*/kernel/**/kprobes.c:arch_arm_kprobe, arch_disarm_kprobe (v6.1).
     """
 
-    def __init__(self, text: ArmedText, arch: Arch) -> None:
+    def __init__(self, text: ArmedText, arch: Arch, poker: TextPoker) -> None:
         self._text = text
         self._arch = arch
+        self._poker = poker
 
     def set(self, *probes: Kprobe) -> None:
-        self._text.poke_batch((probe.address, self._breakpoint(probe)) for probe in probes)
-        self._text.sync()
+        self._write({probe.address: self._breakpoint(probe) for probe in probes})
 
     def clear(self, *probes: Kprobe) -> None:
         original = self._text.original
-        self._text.poke_batch(
-            (probe.address, original(probe.address, len(self._breakpoint(probe)))) for probe in probes
+        self._write(
+            {probe.address: original(probe.address, len(self._breakpoint(probe))) for probe in probes}
         )
+
+    def _write(self, insns: Mapping[int, bytes]) -> None:
+        size = len(self._arch.breakpoint)
+        self._text.poke_batch((va, insn) for va, insn in insns.items() if len(insn) == size)
         self._text.sync()
+        longer = {va: insn for va, insn in insns.items() if len(insn) > size}
+        if longer:
+            self._poker.replace_all(longer)
 
     def _breakpoint(self, probe: Kprobe) -> bytes:
         insn = probe.insn

@@ -101,7 +101,7 @@ class Kprobes:
         self.hits.redirect = lambda head, jump: self.poker.replace(head.address, jump)
         self._copies = Copies(text, image, arch, self.hits, profile, self.garbage)
         self.slots = self._copies.slots
-        breakpoints = Breakpoints(text, arch)
+        breakpoints = Breakpoints(text, arch, self.poker)
         self.optimizer: Optimizer | None = None
         if profile.optimizer and (profile.out_of_tree or not arch.optprobes_out_of_tree):
             kind = Optimizer

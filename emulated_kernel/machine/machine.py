@@ -229,6 +229,11 @@ class Machine:
         finally:
             self._quantum.disarm()
 
+    def serialise(self) -> None:
+        """All CPUs are held, and fetch anew when they go on."""
+        if self._stale is not None:
+            self._stale.serialise_all()
+
     def _deliver_or_stop(self, trap: Trap) -> None:
         stop = self._delivery.deliver(trap)
         if stop is not None:

@@ -52,6 +52,10 @@ class StaleFetch:
         """A CPU is interrupted, or has trapped: what it runs next is fetched then."""
         self._fetched.pop(cpu, None)
 
+    def serialise_all(self) -> None:
+        """The host has entered all of them anew."""
+        self._fetched.clear()
+
     def stopped(self, cpu: int, ip: int, is_preempted: bool) -> None:
         """A CPU's run has ended at `ip`."""
         traps, self._traps = self._traps, False
