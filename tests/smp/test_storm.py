@@ -1,0 +1,230 @@
+"""Everything that patches text, at random between any two turns of CPUs that work on files meanwhile."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from random import Random
+from typing import Any
+
+import pytest
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.host.executive import GuestTask, Request
+from emulated_kernel.kernel import Kernel
+from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.kprobes.kretprobe import Kretprobe
+from emulated_kernel.trace.event import KprobeTraceEvent
+from tests.smp.conftest import Boot, clients
+from tests.smp.seeds import seeds
+from tests.smp.test_races import AT_FDCWD, assert_well, together
+from tests.smp.test_text import executive_of
+
+KERNELS = [
+    ("x86_64", "linux-6.1"),
+    ("x86_64", "linux-6.1-nopreempt"),
+    ("x86_64", "kprobes-2010"),
+    ("i386", "linux-6.1"),
+    ("i386", "optprobes-2009"),
+    ("riscv64", "linux-6.1"),
+    ("riscv64", "riscv-optprobes-2023"),
+    ("riscv64i", "riscv-optprobes-2023"),
+]
+FUNCTIONS = (
+    "vfs_read",
+    "vfs_write",
+    "do_sys_openat2",
+    "path_openat",
+    "link_path_walk",
+    "d_lookup",
+    "getname_flags",
+    "filp_close",
+    "fput",
+    "_copy_to_user",
+    "_copy_from_user",
+    "__kmalloc",
+    "kfree",
+    "kmem_cache_alloc",
+    "memcpy",
+    "strlen",
+    "schedule",
+    "try_to_wake_up",
+    "update_process_times",
+    "scheduler_tick",
+)
+NEAR = 14
+"""Instructions at a function's start that are probed, so that regions meet."""
+FETCHED = ("", "s=$stack0", "c=$comm", "s=$stack1 b=+0($stack0):x32")
+RETURNED = ("", "v=$retval", "c=$comm v=$retval:s32")
+EVENTS = 14
+SIZE, ROOM = 300, 1024
+"""Bytes of each file, and of each task's part of a buffer."""
+
+
+class Storm:
+    """Acts that a kernel's control lock allows at any moment, picked by a seed."""
+
+    def __init__(self, kernel: Kernel, seed: int) -> None:
+        self.kernel = kernel
+        self.dice = Random(seed)
+        self.probes: list[Kprobe] = []
+        self.kretprobes: list[Kretprobe] = []
+        self._hits = 0
+        self._is_busy = False
+        self._places = {name: self._offsets(name) for name in FUNCTIONS}
+        self._acts: list[Callable[[], object]] = [
+            self._register,
+            self._register,
+            self._unregister,
+            self._register_kretprobe,
+            self._unregister_kretprobe,
+            lambda: self.probes and kernel.enable_kprobe(self.dice.choice(self.probes)),
+            lambda: self.probes and kernel.disable_kprobe(self.dice.choice(self.probes)),
+            lambda: kernel.kprobe_events.enable(self._event()),
+            lambda: kernel.kprobe_events.enable(self._event()),
+            lambda: kernel.kprobe_events.disable(self._event()),
+            lambda: self._seldom() and kernel.kprobes.set_enabled(not kernel.kprobes.enabled),
+            lambda: self._seldom() and kernel.trace.set_tracer(self.dice.choice(kernel.trace.tracers())),
+            kernel.kprobes.garbage.work.flush,
+        ]
+        optimizer = kernel.kprobes.optimizer
+        if optimizer is not None:
+            self._acts += [optimizer.work.flush, lambda: optimizer.allow(not optimizer.allowed)]
+
+    def _offsets(self, function: str) -> Sequence[int]:
+        kernel = self.kernel
+        start = kernel.image.kallsyms.lookup_name(function)
+        assert start is not None
+        where = kernel.image.kallsyms.lookup(start)
+        assert where is not None
+        code = kernel.image.read(start, where.symbol.size)
+        return [addr - start for addr in kernel.arch.instruction_boundaries(code, start)][:NEAR]
+
+    def define_events(self) -> None:
+        """Before the storm: their files are made by the guest."""
+        for number in range(EVENTS):
+            function = self.dice.choice(FUNCTIONS)
+            offset = self.dice.choice(self._places[function])
+            entry = f"p:e{number} {function}+{offset} {self.dice.choice(FETCHED)}\n"
+            returning = f"r:e{number} {function} {self.dice.choice(RETURNED)}\n"
+            with suppress(KernelError):
+                self.kernel.kprobe_events.write(self.dice.choice((entry, returning)).encode())
+
+    def act(self) -> None:
+        """One act, or none; none within another one, which may run the guest."""
+        if self._is_busy or self.dice.randrange(3):
+            return
+        self._is_busy = True
+        with suppress(KernelError):
+            self.dice.choice(self._acts)()
+        self._is_busy = False
+
+    def _seldom(self) -> bool:
+        return self.dice.randrange(4) == 0
+
+    def _event(self) -> KprobeTraceEvent:
+        return self.dice.choice(self.kernel.kprobe_events.events())
+
+    def _hit(self, *_: Any) -> int:
+        self._hits += 1
+        return 0
+
+    def _register(self) -> None:
+        function = self.dice.choice(FUNCTIONS)
+        probe = Kprobe(
+            symbol_name=function,
+            offset=self.dice.choice(self._places[function]),
+            pre_handler=self._hit,
+            post_handler=self._hit if self._seldom() else None,
+            disabled=self._seldom(),
+        )
+        self.kernel.register_kprobe(probe)
+        self.probes.append(probe)
+
+    def _unregister(self) -> None:
+        if self.probes:
+            self.kernel.unregister_kprobe(self.probes.pop(self.dice.randrange(len(self.probes))))
+
+    def _register_kretprobe(self) -> None:
+        rp = Kretprobe(
+            symbol_name=self.dice.choice(FUNCTIONS),
+            maxactive=self.dice.choice((0, 1, 8)),
+            handler=self.dice.choice((None, self._hit)),
+            entry_handler=self._hit if self._seldom() else None,
+        )
+        self.kernel.register_kretprobe(rp)
+        self.kretprobes.append(rp)
+
+    def _unregister_kretprobe(self) -> None:
+        if self.kretprobes:
+            self.kernel.unregister_kretprobe(self.kretprobes.pop(self.dice.randrange(len(self.kretprobes))))
+
+    def end(self) -> int:
+        """Take all back, and look whether text is as it was; how often Python was called."""
+        kernel = self.kernel
+        kernel.kprobes.set_enabled(True)
+        kernel.trace.set_tracer("nop")
+        kernel.unregister_kprobes(self.probes)
+        kernel.unregister_kretprobes(self.kretprobes)
+        for event in kernel.kprobe_events.events():
+            kernel.kprobe_events.disable(event)
+        kernel.kprobe_events.clear()
+        for _ in range(3):
+            if kernel.kprobes.optimizer is not None:
+                kernel.kprobes.optimizer.work.flush()
+            kernel.kprobes.garbage.work.flush()
+        assert kernel.kprobes.list_text() == []
+        assert kernel.machine.text.verify() == []
+        assert kernel.machine.text.ledger == {}
+        assert_well(kernel)
+        return self._hits
+
+
+@contextmanager
+def raging(storm: Storm) -> Iterator[None]:
+    """Within, it acts whenever one CPU has run, before the next."""
+    executive = executive_of(storm.kernel)
+    executive.on_turn = storm.act
+    yield
+    executive.on_turn = lambda: None
+
+
+def work(kernel: Kernel, tasks: Sequence[GuestTask]) -> None:
+    """Each task makes a file, writes it, reads it, and removes it."""
+    numbers, memory = kernel.guest.syscalls.number, kernel.machine.memory
+    here = AT_FDCWD & (1 << kernel.arch.bits) - 1
+    each = range(len(tasks))
+
+    def call(name: str, arguments: Callable[[int], tuple[int, ...]]) -> list[int]:
+        return together(kernel, [(tasks[n], Request(numbers(name), arguments(n), None)) for n in each])
+
+    with kernel.guest.buffers.borrowed() as names, kernel.guest.buffers.borrowed() as data:
+        contents = [bytes([ord("A") + n]) * SIZE for n in each]
+        for n in each:
+            memory.write(names + 64 * n, b"/scratch/f%d\0" % n)
+            memory.write(data + ROOM * n, contents[n])
+        fds = call("openat", lambda n: (here, names + 64 * n, os.O_RDWR | os.O_CREAT, 0o644))
+        assert all(0 <= fd < 8 for fd in fds), fds
+        assert call("write", lambda n: (fds[n], data + ROOM * n, SIZE)) == [SIZE] * len(tasks)
+        for n in each:
+            memory.write(data + ROOM * n, bytes(SIZE))
+        assert call("pread64", lambda n: (fds[n], data + ROOM * n, SIZE, 0)) == [SIZE] * len(tasks)
+        assert [memory.read(data + ROOM * n, SIZE) for n in each] == contents
+        assert call("close", lambda n: (fds[n],)) == [0] * len(tasks)
+        assert call("unlinkat", lambda n: (here, names + 64 * n, 0)) == [0] * len(tasks)
+
+
+@pytest.mark.parametrize(("arch", "profile"), KERNELS)
+def test_a_storm(boot: Boot, arch: str, profile: str) -> None:
+    """CPUs run what they had fetched; results, text and the guest's log are as without any of it."""
+    for seed in seeds(2):
+        cpus = 2 + seed % 3
+        quantum = (7, 14, 40)[seed % 3]
+        kernel = boot(cpus, arch, seed=seed, quantum=quantum, profile=profile, stale_fetch=True)
+        tasks, storm = clients(kernel, cpus), Storm(kernel, seed)
+        kernel.trace.expand()
+        storm.define_events()
+        with raging(storm):
+            work(kernel, tasks)
+        assert storm.end() > 0
