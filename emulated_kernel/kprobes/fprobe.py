@@ -154,11 +154,13 @@ class Fprobes:
 
         Raises: KernelError EINVAL. Mirrors: kernel/trace/fprobe.c:unregister_fprobe (v6.1).
         """
-        registered = self._registered.pop(fp, None)
+        registered = self._registered.get(fp)
         if registered is None:
             raise KernelError(errno.EINVAL, "the fprobe isn't registered")
         assert self._kprobes.sites is not None
+        # Other CPUs call it until the text has changed.
         self._kprobes.sites.remove(fp.functions, registered.entered)
+        del self._registered[fp]
         self._drop_code(registered)
         hook = fp.leave_hook()
         if hook is not None:
@@ -232,7 +234,8 @@ class Fprobes:
         def enter(regs: Any) -> None:
             entered(regs)
             registered = self._registered[fp]
-            if registered.code is None and not registered.is_python:
+            is_settled = registered.is_python or registered.code is not None
+            if not is_settled and not self._kprobes.hits.is_patching():
                 self._compile(fp, registered)
 
         return _Registered(enter)

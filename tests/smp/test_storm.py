@@ -13,6 +13,7 @@ import pytest
 from emulated_kernel.errors import KernelError
 from emulated_kernel.host.executive import GuestTask, Request
 from emulated_kernel.kernel import Kernel
+from emulated_kernel.kprobes.fprobe import Fprobe
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.kretprobe import Kretprobe
 from emulated_kernel.trace.event import KprobeTraceEvent
@@ -53,6 +54,8 @@ FUNCTIONS = (
     "update_process_times",
     "scheduler_tick",
 )
+GLOBS = ("vfs_*", "*_page*", "kmem_cache_alloc")
+STATIC_EVENTS = (("kmem", "kfree"), ("sched", "sched_switch"), ("raw_syscalls", "sys_enter"))
 NEAR = 14
 """Instructions at a function's start that are probed, so that regions meet."""
 FETCHED = ("", "s=$stack0", "c=$comm", "s=$stack1 b=+0($stack0):x32")
@@ -70,6 +73,7 @@ class Storm:
         self.dice = Random(seed)
         self.probes: list[Kprobe] = []
         self.kretprobes: list[Kretprobe] = []
+        self.fprobes: list[Fprobe] = []
         self._hits = 0
         self._is_busy = False
         self._places = {name: self._offsets(name) for name in FUNCTIONS}
@@ -87,6 +91,9 @@ class Storm:
             lambda: self._seldom() and kernel.kprobes.set_enabled(not kernel.kprobes.enabled),
             lambda: self._seldom() and kernel.trace.set_tracer(self.dice.choice(kernel.trace.tracers())),
             kernel.kprobes.garbage.work.flush,
+            self._register_fprobe,
+            self._unregister_fprobe,
+            self._switch_static_event,
         ]
         optimizer = kernel.kprobes.optimizer
         if optimizer is not None:
@@ -160,6 +167,26 @@ class Storm:
         if self.kretprobes:
             self.kernel.unregister_kretprobe(self.kretprobes.pop(self.dice.randrange(len(self.kretprobes))))
 
+    def _register_fprobe(self) -> None:
+        fp = Fprobe(
+            self.dice.choice(GLOBS),
+            nr_maxactive=self.dice.choice((0, 1)),
+            entry_handler=self._hit if self._seldom() else None,
+            exit_handler=self.dice.choice((None, self._hit)),
+        )
+        self.kernel.register_fprobe(fp)
+        self.fprobes.append(fp)
+
+    def _unregister_fprobe(self) -> None:
+        if self.fprobes:
+            self.kernel.unregister_fprobe(self.fprobes.pop(self.dice.randrange(len(self.fprobes))))
+
+    def _switch_static_event(self) -> None:
+        event = self.kernel.kprobe_events.registry.find(*self.dice.choice(STATIC_EVENTS))
+        events = self.kernel.trace_arrays.top.events
+        assert event is not None
+        events.set_enabled(event, not events.is_enabled(event))
+
     def end(self) -> int:
         """Take all back, and look whether text is as it was; how often Python was called."""
         kernel = self.kernel
@@ -167,6 +194,13 @@ class Storm:
         kernel.trace.set_tracer("nop")
         kernel.unregister_kprobes(self.probes)
         kernel.unregister_kretprobes(self.kretprobes)
+        for fp in self.fprobes:
+            kernel.unregister_fprobe(fp)
+        events = kernel.trace_arrays.top.events
+        for name in STATIC_EVENTS:
+            event = kernel.kprobe_events.registry.find(*name)
+            assert event is not None
+            events.set_enabled(event, False)
         for event in kernel.kprobe_events.events():
             kernel.kprobe_events.disable(event)
         kernel.kprobe_events.clear()

@@ -203,3 +203,18 @@ def test_the_docs_say_what_is_saved() -> None:
     }
     for title, wanted in sets.items():
         assert [tuple(cell.split()) for cell in rows[title].split("|")[2:-1]] == wanted
+
+
+def test_functions_that_run_while_their_sites_are_patched(kernel: Kernel) -> None:
+    """As on other CPUs: between the steps of arming, of disarming, and of what the first hit has compiled."""
+    within: list[int] = []
+    kernel.machine.text.interrupt_cpus = lambda: within.append(kernel.call("lcm", 4, 6))
+    exits: list[int] = []
+    fp = Fprobe("[gl]c[dm]", exit_handler=lambda _fp, address, _regs, _data: exits.append(address))
+    for _ in range(2):
+        kernel.register_fprobe(fp)
+        kernel.unregister_fprobe(fp)
+    assert set(within) == {12}
+    assert set(exits) == {kernel.image.kallsyms.lookup_name(name) for name in ("gcd", "lcm")}
+    assert fp.failures == 0
+    assert kernel.machine.text.ledger == {}
