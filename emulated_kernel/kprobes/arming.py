@@ -44,9 +44,10 @@ class Breakpoints:
 
     def _write(self, insns: Mapping[int, bytes]) -> None:
         size = len(self._arch.breakpoint)
-        self._text.poke_batch((va, insn) for va, insn in insns.items() if len(insn) == size)
-        self._text.sync()
         longer = {va: insn for va, insn in insns.items() if len(insn) > size}
+        if len(longer) < len(insns):
+            self._text.poke_batch((va, insn) for va, insn in insns.items() if va not in longer)
+            self._text.sync()
         if longer:
             self._poker.replace_all(longer)
 

@@ -18,6 +18,7 @@ from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.kretprobe import Kretprobe
+from emulated_kernel.machine.prefetch import Prefetch
 from emulated_kernel.machine.traps import GuestFault
 
 OPTPROBES = "riscv-optprobes-2023"
@@ -201,6 +202,38 @@ def test_a_jump_is_taken_back_to_an_ebreak(patched: Kernel) -> None:
         patched.unregister_kprobe(probe)
         settle(patched)
     check_untouched(patched)
+
+
+class Fetched(Prefetch):
+    """All that CPUs may have fetched at an address since it was made."""
+
+    def __init__(self, kernel: Kernel, address: int) -> None:
+        super().__init__(kernel.machine.text, kernel.machine.model.fetch_unit)
+        self.address = address
+        self.seen: set[bytes] = set()
+
+    def synchronised(self) -> None:
+        self.seen |= self.windows(self.address)
+        super().synchronised()
+
+
+def test_no_cpu_fetches_half_a_breakpoint(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four bytes may be fetched in two pieces: an ebreak comes and goes by way of the short one."""
+    image, machine = kernel.image, kernel.machine
+    for addr, insn in instructions(kernel, "gcd"):
+        watch = Fetched(kernel, addr)
+        monkeypatch.setattr(machine.text, "watcher", watch)
+        probe = Kprobe(addr=addr, pre_handler=lambda *_: None)
+        try:
+            kernel.register_kprobe(probe)
+        except KernelError:
+            continue
+        kernel.unregister_kprobe(probe)
+        if addr not in image.mcount:
+            whole = (image.read(addr, insn.length), *machine.model.breakpoints)
+            assert [code.hex() for code in watch.seen if not code.startswith(whole)] == []
+            assert len(watch.seen) > 1
+    check_untouched(kernel)
 
 
 def test_linux_6_1_has_no_optprobes(kernel: Kernel) -> None:
