@@ -55,7 +55,7 @@ class HitHandling:
         self.redirect: Callable[[AggregatorProbe, bytes], None] = lambda _head, _jump: None
         """Writes the jump of an optimized probe anew, to another detour."""
         self.is_patching: Callable[[], bool] = lambda: False
-        """Whether text is being patched, with this hit by another CPU in between: it is left alone then."""
+        """Whether a hit has to leave text alone: it is being patched, or another CPU stands within a jump."""
         self.is_in_jump: Callable[[int], bool] = lambda _ip: False
         """Whether a CPU there has executed the first of the instructions that are patched as one."""
         self.redirect_call: Callable[[Kprobe, int | None], None] = lambda _kprobe, _entry: None

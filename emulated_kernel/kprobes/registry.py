@@ -38,6 +38,8 @@ class ProbedMachine(HitMachine, Protocol):
     @property
     def text(self) -> ProbedText: ...
 
+    def stands(self) -> Sequence[tuple[int, int]]: ...
+
 
 class ProbedImage(AnalysedImage, Protocol):
     """The tables of the kernel binary that decide what can be probed."""
@@ -98,6 +100,7 @@ class Kprobes:
         self.hits.is_patching = lambda: self.poker.is_busy
         if arch.call_link is not None:
             self.hits.is_in_jump = self._is_in_jump
+            self.hits.is_patching = lambda: self.poker.is_busy or self._any_in_jump(machine)
         self.hits.redirect = lambda head, jump: self.poker.replace(head.address, jump)
         self._copies = Copies(text, image, arch, self.hits, profile, self.garbage)
         self.slots = self._copies.slots
@@ -124,6 +127,10 @@ class Kprobes:
         """Address and size in bytes of what armed fentry sites call."""
         self._arming = Arming(self._table, breakpoints, sites, self.optimizer, self._log)
         self._gone = GoneCode(self._table, self._arming, self._copies, self.optimizer)
+
+    def _any_in_jump(self, machine: ProbedMachine) -> bool:
+        """Whether a CPU is to go on with the rest of a jump: within a hit nobody can let it do that first."""
+        return any(self._is_in_jump(ip) for ip, _ in machine.stands())
 
     def _is_in_jump(self, ip: int) -> bool:
         """Of an optimized probe, or in an fentry site, be there a call or nops."""

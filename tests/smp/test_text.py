@@ -21,7 +21,7 @@ from tests.smp.conftest import ARCHITECTURES, Boot, clients
 from tests.smp.loops import loop
 from tests.smp.seeds import seeds
 from tests.smp.test_races import assert_well, function_calls, together
-from tests.smp.test_records import WAYS, offset_of, run
+from tests.smp.test_records import WAYS, define, offset_of, run
 
 OPTIMIZING = {
     "x86_64": "linux-6.1",
@@ -167,6 +167,55 @@ def flipped_under_load(arch: str, seed: int, *, syncs: bool) -> str:
         except (AssertionError, KernelError, HardwareError):
             return "harmed"
         return "well"
+
+
+@pytest.mark.parametrize("way", ["optimized", "called"])
+@pytest.mark.parametrize("arch", ["x86_64", "riscv64"])
+def test_handlers_made_under_load(arch: str, way: str) -> None:
+    """Hits lead jumps and calls to new code while other CPUs have fetched the old ones, or a half of them."""
+    for seed in seeds(2):
+        config = MachineConfig(cpus=2, arch=arch, seed=seed, quantum=6, stale_fetch=True, run_budget=5)
+        with Kernel(config, profile=WAYS[way]) as kernel:
+            define(kernel, way)
+            (probe,) = kernel.kprobes
+            compiler, dice = kernel.kprobes.compiler, Random(seed)
+            code, tasks = loop(kernel), clients(kernel, 2)
+
+            def change(kernel: Kernel = kernel, probe: Kprobe = probe, dice: Random = dice) -> None:
+                if dice.randrange(3) == 0:
+                    kernel.kprobes.handler_changed(probe)
+
+            executive_of(kernel).on_turn = change
+            for _ in range(3):
+                run(kernel, tasks, code)
+            executive_of(kernel).on_turn = _pass
+            assert compiler.made > 100
+            assert kernel.machine.text.verify() == []
+            assert_well(kernel)
+
+
+@pytest.mark.parametrize("way", ["optimized", "called"])
+@pytest.mark.parametrize("arch", ["riscv64", "riscv64i"])
+def test_no_jump_is_led_elsewhere_around_a_cpu(arch: str, way: str) -> None:
+    """One that has executed auipc goes on with the jalr that belongs to it: the next hit makes the code."""
+    with Kernel(MachineConfig(cpus=2, arch=arch), profile=WAYS[way]) as kernel:
+        define(kernel, way)
+        (probe,) = kernel.kprobes
+        machine, made = kernel.machine, kernel.kprobes.compiler.made
+        function = probe.address - offset_of(kernel, way)
+        machine.switch_to(1)
+        idle, machine.regs.ip = machine.regs.ip, probe.address + 4
+        machine.switch_to(0)
+        before = machine.text.current(probe.address, 8)
+        assert machine.call(function, 81) == 9
+        assert machine.text.current(probe.address, 8) == before
+        machine.switch_to(1)
+        machine.regs.ip = idle
+        machine.switch_to(0)
+        assert machine.call(function, 81) == 9
+        assert machine.text.current(probe.address, 8) != before
+        assert kernel.kprobes.compiler.made == made + 1
+        assert_well(kernel)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
