@@ -12,11 +12,9 @@ from emulated_kernel.arch.program_builder import HitWay, ProgramBuilder
 from emulated_kernel.kprobes.compiled import CompiledCode, Compiler
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.profile import Saving
-from tests.kprobes.exhaustion.proof import Place, Proof, Spans
-from tests.kprobes.exhaustion.standing import JUMP_SIZE, OtherCpu, Standing
-
-Group = list[list[Standing]]
-"""Of each CPU the states that it may be in."""
+from tests.kprobes.exhaustion.proof import Group, Place, Proof, Spans, joined
+from tests.kprobes.exhaustion.standing import OtherCpu, Standing
+from tests.kprobes.optimizer.regions import Pieces
 
 
 @contextmanager
@@ -39,10 +37,16 @@ class CompiledProof(Proof):
         self.cell = records.alloc_cells(8)
         self._counted = kernel.machine.memory.view(records.address(self.cell), 8).cast("Q")
         kernel.kprobes.compiler.enabled = False
+        self.pointer = "di" if "di" in kernel._arch.general_registers else "a0"
+        """A register that may hold an address."""
 
     def count(self) -> int:
         """See Proof."""
         return super().count() + self._counted[0]
+
+    def own(self) -> Pieces:
+        """See Proof: where counting takes several instructions, a CPU is between them."""
+        return [(self.probed.kernel.machine.records.address(self.cell), self._counted.tobytes())]
 
     def place(self, address: int, cpus: Sequence[OtherCpu]) -> Place:
         """See Proof."""
@@ -53,13 +57,13 @@ class CompiledProof(Proof):
         kprobes = self.probed.kernel.kprobes
         if kprobes.profile.saving is Saving.ALL:
             return super().live_at(addr)
-        return self.probed.optimizer._rules.live_at(addr)
+        return self.probed.rules.live_at(addr)
 
     def emit(self, builder: ProgramBuilder, _way: HitWay) -> bool:
         """The handler as a program."""
         unread, end = builder.label(), builder.label()
         builder.emit(
-            ir.GetRegister(0, "di"),
+            ir.GetRegister(0, self.pointer),
             ir.Load(1, 0, 0, 4, on_fault=unread),
             ir.Place(unread),
             *(ir.SetImmediate(vreg, 0x1234_5678 << vreg) for vreg in range(2, ir.NR_VREGS)),
@@ -87,7 +91,7 @@ class CompiledPlace(Place):
 
     def _delays(self, interiors: Group, slots: Group) -> None:
         """A CPU in a stub is on its way to the slot."""
-        super()._delays(interiors, _joined(slots, self._stubs()))
+        super()._delays(interiors, joined(slots, self._stubs()))
 
     def _handled_otherwise(self, detours: Group) -> Group:
         """The jump is led to one compiled detour, back to Python's, and to another."""
@@ -95,12 +99,12 @@ class CompiledPlace(Place):
         self.codes.clear()
         self._watched("compiling", self._compile, detours)
         old = self._in_code(self.codes[0])
-        self._all("compiled", _joined(detours, old))
-        self._watched("changing the handler", self._change, _joined(detours, old))
+        self._all("compiled", joined(detours, old))
+        self._watched("changing the handler", self._change, joined(detours, old))
         self._waits_for(old)
-        self._watched("compiling again", self._compile, _joined(detours, old))
-        now = _joined(detours, self._in_code(self.codes[1]))
-        self._all("compiled again", _joined(now, old))
+        self._watched("compiling again", self._compile, joined(detours, old))
+        now = joined(detours, self._in_code(self.codes[1]))
+        self._all("compiled again", joined(now, old))
         self.garbage.work.flush()
         if self.codes[0] in compiler.codes or self.codes[1] not in compiler.codes:
             self._note("compiled again", "the replaced code isn't freed, or the new one is")
@@ -165,15 +169,12 @@ class CompiledPlace(Place):
 
     def _code_jumps(self) -> dict[bytes, int]:
         codes = {*self.codes, *([self.head.code] if self.head.code is not None else [])}
-        jump = self.kernel._arch.relative_jump
-        return {jump(self.address, code.entry): code.entry for code in codes}
+        jump, buffer = self.kernel._arch.detour_jump, self._buffer()
+        at, length, scratch = self.address, buffer.length, buffer.scratch
+        return {jump(at, length, code.entry, scratch): code.entry for code in codes}
 
     def _stale(self, cpu: OtherCpu, at_start: Standing, window: bytes) -> str | None:
         # The code counts the hit, whatever has become of the probe.
-        if window[:JUMP_SIZE] in self._code_jumps():
+        if window.startswith(tuple(self._code_jumps())):
             at_start = replace(at_start, hits=1)
         return super()._stale(cpu, at_start, window)
-
-
-def _joined(some: Group, others: Group) -> Group:
-    return [a + b for a, b in zip(some, others, strict=True)]

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from emulated_kernel.arch.base import Live
-from emulated_kernel.arch.x86.liveness import ALL_LIVE
 from emulated_kernel.kprobes.kprobe import AggregatorProbe, DetourBuffer, Kprobe
 from emulated_kernel.machine.prefetch import Prefetch
-from tests.kprobes.exhaustion.standing import JUMP_SIZE, OtherCpu, Standing
+from tests.kprobes.exhaustion.standing import OtherCpu, Standing
 from tests.kprobes.optimizer.conftest import Probed
-from tests.kprobes.optimizer.regions import Bench, loose_flags
+from tests.kprobes.optimizer.regions import Bench, Pieces, loose_flags
 
 Spans = Sequence[tuple[int, int]]
-NO_FLAGS = b"\x9c"
-"""pushf: stepping it shows."""
+Group = list[list[Standing]]
+"""Of each CPU the states that it may be in."""
+PUSH_FLAGS = b"\x9c"
+"""Stepping it by the trap flag shows."""
 
 
 class Watch(Prefetch):
@@ -47,9 +48,13 @@ class Proof:
         """Hits handled so far."""
         return len(self.probed.hits)
 
+    def own(self) -> Pieces:
+        """The cells of a CPU's own that handlers write."""
+        return ()
+
     def length(self, address: int) -> int:
         """Bytes of whole instructions that are replaced."""
-        length = self.probed.optimizer._rules.detoured_length(address)
+        length = self.probed.rules.detoured_length(address)
         assert isinstance(length, int)
         return length
 
@@ -59,7 +64,23 @@ class Proof:
 
     def live_at(self, _addr: int) -> Live:
         """What may not differ from there on."""
-        return ALL_LIVE
+        return self.bench.all_live
+
+    def live_behind(self, address: int, end: int) -> Live:
+        """The same behind a region: registers of its jumps may that nobody reads there."""
+        live, scratch = self.live_at(end), self.probed.rules.scratch_at(address)
+        if scratch is None:
+            return live
+        free = {scratch.entry, scratch.exit} - self.probed.rules.live_at(end).registers
+        return replace(live, registers=live.registers - free)
+
+    def loose_flags(self, address: int, size: int) -> int:
+        """But these flags may too."""
+        arch = self.probed.kernel.arch
+        if not self.bench.all_live.flags:
+            return 0
+        code = self.probed.kernel.machine.text.original(address, size)
+        return loose_flags(code, address, arch.bits, live=self.live_at(address).flags)
 
     def check(self, place: tuple[str, int, int]) -> None:
         """Prove one place, or add to the problems."""
@@ -67,10 +88,9 @@ class Proof:
         region = self.length(address)
         starts = [s._replace(ip=address) for s in self.bench.states(address)][: self.states]
         end = address + region
-        live, kernel = self.live_at(end), self.probed.kernel
-        code = kernel.machine.text.original(address, region)
-        loose = loose_flags(code, address, kernel.arch.bits, live=self.live_at(address).flags)
-        cpus = [OtherCpu(self.probed, self.bench, end, start, self.count, live, loose) for start in starts]
+        live = self.live_behind(address, end)
+        behind = live, self.loose_flags(address, region)
+        cpus = [OtherCpu(self.probed, self.bench, end, at, self.count, self.own, *behind) for at in starts]
         before = len(self.problems)
         self.place(address, cpus).run()
         self.probed.hits.clear()
@@ -87,19 +107,22 @@ class Place:
 
     def __post_init__(self) -> None:
         self.probed = self.proof.probed
-        self.optimizer = self.probed.optimizer
         self.kernel = self.probed.kernel
-        self.stage = ""
-        self.asked: list[tuple[int, int]] = []
+        self.in_jump: Group = [[] for _ in self.cpus]
+        """Those that have executed a part of the jump: see `_stays`."""
 
     def run(self) -> None:
         """Optimize, unoptimize, optimize again, unregister; each step watched."""
         kernel = self.kernel
-        interiors = [self._interior(cpu) for cpu in self.cpus]
+        interiors = [self._behind_each(cpu, cpu.end - self.address, "interior", 0) for cpu in self.cpus]
         self.probe = self._register()
         self.head = self._head()
         self._hold(True)
         slots = [self._slot(cpu) for cpu in self.cpus]
+        if self._breakpoint_size() > len(kernel._arch.breakpoint):
+            around = joined(interiors, slots)
+            self._watched("disarming", lambda: kernel.disable_kprobe(self.probe), around, hits=0)
+            self._watched("arming", lambda: kernel.enable_kprobe(self.probe), around)
         self._delays(interiors, slots)
         self._watched("optimizing", lambda: self._hold(False))
         if not self.head.is_patched:
@@ -108,24 +131,42 @@ class Place:
         self._all("optimized", detours)
         detours = self._handled_otherwise(detours)
         self._watched("unoptimizing", lambda: self._hold(True), detours)
-        self._all("unoptimized", [a + b for a, b in zip(detours, slots, strict=True)])
+        self._all("unoptimized", joined(detours, slots))
         self._watched("optimizing again", lambda: self._hold(False), detours)
         self._leave(detours)
 
     def _register(self) -> Kprobe:
         return self.probed.probe("probe", at=self.address)
 
-    def _handled_otherwise(self, detours: list[list[Standing]]) -> list[list[Standing]]:
+    def _breakpoint_size(self) -> int:
+        insn = self.head.insn
+        assert insn is not None
+        return len(self.kernel._arch.breakpoint_for(insn.prepared.length))
+
+    def _handled_otherwise(self, detours: Group) -> Group:
         """What else can be done while there is a jump; CPUs that may stand somewhere then."""
         return detours
 
     # Where a CPU can stand
 
-    def _interior(self, cpu: OtherCpu) -> list[Standing]:
-        """Behind each instruction of the region, executed before there was a probe."""
-        code = self.kernel.machine.text.current(self.address, cpu.end - self.address)
+    def _behind_each(self, cpu: OtherCpu, size: int, what: str, hits: int) -> list[Standing]:
+        """Behind each instruction but the last in so many bytes of what stands at the probe now."""
+        code = self.kernel.machine.text.current(self.address, size)
         inner = self.kernel._arch.instruction_boundaries(code, self.address)[1:]
-        return self._met(cpu, inner, self.address, "interior ", 0)
+        return self._met(cpu, inner, self.address, f"{what} +", hits)
+
+    def _inside_jump(self) -> Group:
+        """CPUs that have executed a part of what stands at the probe now as one."""
+        size = len(self._buffer().jump) if self.head.is_patched else 0
+        return [self._behind_each(cpu, size, "jump", 1) for cpu in self.cpus]
+
+    def _stays(self, standing: Standing) -> bool:
+        """Whether a CPU may still stand there when all have synchronised: if that may interrupt it."""
+        regs = self.kernel.machine.regs
+        here, regs.ip = regs.ip, standing.ip
+        stays = self.kernel.kprobes.hits.may_interrupt()
+        regs.ip = here
+        return stays
 
     def _slot(self, cpu: OtherCpu) -> list[Standing]:
         insn = self.head.insn
@@ -147,17 +188,19 @@ class Place:
     def _met(
         self, cpu: OtherCpu, addresses: Sequence[int], base: int, what: str, hits: int
     ) -> list[Standing]:
+        if not addresses:
+            return []
         with cpu.running():
             return cpu.standings({addr: f"{what}{addr - base:#x}" for addr in addresses}, hits)
 
     # What is done to the probe
 
     def _hold(self, held: bool) -> None:
-        self.optimizer.hold(self.head, held)
+        self.probed.optimizer.hold(self.head, held)
 
-    def _delays(self, interiors: list[list[Standing]], slots: list[list[Standing]]) -> None:
+    def _delays(self, interiors: Group, slots: Group) -> None:
         """While a CPU stands in the region or in the slot, nothing may be patched, and it goes on well."""
-        standings = [a + b for a, b in zip(interiors, slots, strict=True)]
+        standings = joined(interiors, slots)
         patched: list[bool] = []
 
         def is_quiescent(spans: Spans) -> bool:
@@ -165,15 +208,15 @@ class Place:
             patched.append(inside)
             return False
 
-        self.optimizer.is_quiescent = is_quiescent
+        self.probed.optimizer.is_quiescent = is_quiescent
         self._hold(False)
         self._all("queued", standings)
         if self.head.is_patched or patched != [True]:
             self.proof.problems.append("a CPU in the region or slot isn't waited for")
         self._hold(True)
-        self.optimizer.is_quiescent = lambda _spans: True
+        self.probed.optimizer.is_quiescent = lambda _spans: True
 
-    def _leave(self, detours: list[list[Standing]]) -> None:
+    def _leave(self, detours: Group) -> None:
         """Unregistered with CPUs in the detour: it stays until they have left."""
         waited: list[bool] = []
 
@@ -181,13 +224,14 @@ class Place:
             waited.append(all(any(a <= at.ip < b for a, b in spans) for group in detours for at in group))
             return False
 
-        self.optimizer.is_quiescent = is_quiescent
+        self.probed.optimizer.is_quiescent = is_quiescent
         in_detour = [[self._leaving(standing) for standing in group] for group in detours]
+        self.in_jump = [[self._leaving(standing) for standing in group] for group in self.in_jump]
         self._watched("unregistering", self._unregister, in_detour, hits=0)
         self._all("unregistered", in_detour, hits=0)
         if waited[-1:] != [True]:
             self.proof.problems.append("a CPU in the detour isn't waited for")
-        self.optimizer.is_quiescent = lambda _spans: True
+        self.probed.optimizer.is_quiescent = lambda _spans: True
         self.probed.settle()
 
     def _leaving(self, standing: Standing) -> Standing:
@@ -204,7 +248,7 @@ class Place:
         self,
         what: str,
         action: Callable[[], None],
-        others: list[list[Standing]] | None = None,
+        others: Group | None = None,
         hits: int = 1,
     ) -> None:
         """Do it, and before each synchronisation let all CPUs go on from where they stand."""
@@ -213,31 +257,43 @@ class Place:
         def look() -> None:
             self.moment += 1
             self._all(f"{what}, {self.moment}", others, hits)
+            self.in_jump = [[at for at in group if self._stays(at)] for group in self.in_jump]
 
         self.proof.watch.before_sync = look
         try:
             action()
         finally:
             self.proof.watch.before_sync = lambda: None
+        self.in_jump = joined(self.in_jump, self._inside_jump())
 
-    def _all(self, stage: str, others: list[list[Standing]] | None, hits: int = 1) -> None:
+    def _all(self, stage: str, others: Group | None, hits: int = 1) -> None:
         for number, cpu in enumerate(self.cpus):
-            at_start = cpu.at_start(hits)
-            windows = self.proof.watch.windows(self.address)
+            at_start, in_jump = cpu.at_start(hits), self.in_jump[number]
+            windows = self._windows(self.address)
+            in_windows = [(at, window) for at in in_jump for window in self._windows(at.ip, changed=True)]
             with cpu.running():
-                for standing in (at_start, *(others[number] if others else ())):
+                for standing in (at_start, *(others[number] if others else ()), *in_jump):
                     self._note(stage, cpu.problem(standing))
                 for window in windows:
-                    if NO_FLAGS not in window:
-                        self._note(stage, self._stale(cpu, at_start, window))
+                    self._note(stage, self._stale(cpu, at_start, window))
+                for standing, window in in_windows:
+                    self._note(stage, cpu.stale_problem(standing, window, self._jumps().values()))
+
+    def _windows(self, address: int, *, changed: bool = False) -> set[bytes]:
+        """All that a CPU there may have fetched that can be stepped; `changed`: nothing if that is as now."""
+        watch = self.proof.watch
+        if changed and not watch.concerns(address):
+            return set()
+        traps = self.kernel._arch.trap_flag
+        return {window for window in watch.windows(address) if not (traps and PUSH_FLAGS in window)}
 
     def _stale(self, cpu: OtherCpu, at_start: Standing, window: bytes) -> str | None:
         jumps = self._jumps()
-        if window[:1] == b"\xcc" or window[:JUMP_SIZE] in jumps:
-            return cpu.stale_problem(at_start, window, jumps)
+        if self.kernel._arch.is_breakpoint(window) or window.startswith(tuple(jumps)):
+            return cpu.stale_problem(at_start, window, jumps.values())
         # Executing the original instruction, it has passed before the probe was there.
         passed = Standing(at_start.what, at_start.registers, (), 0)
-        return cpu.stale_problem(passed, window, jumps)
+        return cpu.stale_problem(passed, window, jumps.values())
 
     def _jumps(self) -> dict[bytes, int]:
         """Those that may stand at the probe, and where they lead."""
@@ -258,3 +314,8 @@ class Place:
         detour = self.head.detour
         assert detour is not None
         return detour
+
+
+def joined(some: Group, others: Group) -> Group:
+    """Of each CPU both."""
+    return [a + b for a, b in zip(some, others, strict=True)]

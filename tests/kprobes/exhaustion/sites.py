@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from emulated_kernel.arch.base import Live
 from emulated_kernel.kprobes.compiled import CompiledCode
 from emulated_kernel.kprobes.kprobe import Kprobe
-from tests.kprobes.exhaustion.compiled import CompiledProof, Group, enabled
-from tests.kprobes.exhaustion.proof import Place
-from tests.kprobes.exhaustion.standing import JUMP_SIZE, OtherCpu, Standing
+from tests.kprobes.exhaustion.compiled import CompiledProof, enabled
+from tests.kprobes.exhaustion.proof import Group, Place
+from tests.kprobes.exhaustion.standing import OtherCpu, Standing
 from tests.kprobes.optimizer.conftest import Probed
 
 
@@ -31,7 +32,12 @@ class SiteProof(CompiledProof):
 
     def length(self, _address: int) -> int:
         """See Proof."""
-        return JUMP_SIZE
+        return self.probed.kernel._arch.call_size
+
+    def live_behind(self, address: int, end: int) -> Live:
+        """See Proof."""
+        live = super().live_behind(address, end)
+        return replace(live, registers=live.registers - {self.probed.kernel._arch.call_link})
 
     def place(self, address: int, cpus: Sequence[OtherCpu]) -> Place:
         """See Proof."""
@@ -54,6 +60,7 @@ class SitePlace(Place):
         self.probe = Kprobe(addr=self.address, pre_handler=self._note_hit, program=self.proof.emit)
         garbage = kernel.kprobes.garbage
         garbage.occupied = lambda spans: spans
+        self.in_jump = self._inside_jump()
         self._watched("arming", lambda: kernel.register_kprobe(self.probe))
         inside = [
             self._inside(cpu, sites.trampoline, sites.trampoline_size, "trampoline") for cpu in self.cpus
@@ -89,6 +96,12 @@ class SitePlace(Place):
         self._watched("arming all", lambda: sites.arm_all([head]), inside)
         self._all("all armed", inside)
 
+    def _inside_jump(self) -> Group:
+        """Behind a nop they have passed, whatever becomes of the site."""
+        size = self.kernel._arch.call_size
+        calls = self.kernel.machine.text.current(self.address, size) in self._jumps()
+        return [self._behind_each(cpu, size, "call" if calls else "nop", calls) for cpu in self.cpus]
+
     def _note_hit(self, kprobe: Kprobe, _regs: object) -> None:
         self.probed.hits.append(("site", kprobe.address))
 
@@ -106,25 +119,14 @@ class SitePlace(Place):
         in_code = any(code.contains(standing.ip) for code in self.codes)
         return standing if in_code else replace(standing, hits=0)
 
-    def _targets(self) -> dict[bytes, int]:
+    def _jumps(self) -> dict[bytes, int]:
         """The calls that may stand at the site, and what they call."""
         codes = {*self.codes, *([self.probe.code] if self.probe.code is not None else [])}
         call = self.kernel._arch.relative_call
         return {call(self.address, to): to for to in (self.trampoline, *(code.entry for code in codes))}
 
     def _stale(self, cpu: OtherCpu, at_start: Standing, window: bytes) -> str | None:
-        target = self._targets().get(window[:JUMP_SIZE])
-        if target is not None:
-            problem = cpu.problem(self._called(at_start, target))
-            return problem and f"stale {window[:JUMP_SIZE].hex()}: {problem}"
-        if window[:1] == b"\xcc":
-            return cpu.stale_problem(at_start, window, {})
-        return cpu.stale_problem(replace(at_start, hits=0), window, {})
-
-    def _called(self, at_start: Standing, target: int) -> Standing:
-        """Behind the call: that is a hit, whatever becomes of the probe meanwhile."""
-        word = self.kernel._arch.word_size
-        sp = at_start.registers.sp - word
-        pushed = (self.address + JUMP_SIZE).to_bytes(word, "little")
-        registers = at_start.registers._replace(sp=sp, ip=target)
-        return replace(at_start, registers=registers, memory=((sp, pushed),), hits=1)
+        # A call is a hit, whatever becomes of the probe meanwhile.
+        if window.startswith(tuple(self._jumps())):
+            at_start = replace(at_start, hits=1)
+        return super()._stale(cpu, at_start, window)

@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
-from emulated_kernel.abi import Vector
 from emulated_kernel.arch.base import Live
-from emulated_kernel.arch.x86.liveness import ALL_LIVE
 from emulated_kernel.kprobes.ctlblk import HitStatus
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.machine.prefetch import WINDOW
-from emulated_kernel.machine.registers import RegisterSet, Regs
+from emulated_kernel.machine.registers import Regs
 from tests.kprobes.optimizer.conftest import Probed
-from tests.kprobes.optimizer.regions import Bench, Expected, Pieces
+from tests.kprobes.optimizer.regions import Bench, Expected, Pieces, State
 
-TF = 0x100
-INT3 = 0xCC
-JUMP_SIZE = 5
 MAX_STEPS = 1 << 10
 
 
 @dataclass(frozen=True)
 class Standing:
-    """A CPU's state; `memory` is what it has written in the region, `hits` what has yet to come."""
+    """A CPU's state; `memory` is what it has written so far, `hits` what has yet to come."""
 
     what: str
-    registers: RegisterSet
+    registers: State
     memory: Pieces
     hits: int
     running: Kprobe | None = None
@@ -46,11 +41,13 @@ class OtherCpu:
     bench: Bench
     end: int
     """Address behind the region."""
-    start: RegisterSet
+    start: State
     """At the region's first instruction."""
     count: Callable[[], int]
     """Hits so far."""
-    live: Live = ALL_LIVE
+    own: Callable[[], Pieces]
+    """The cells of its per-CPU area that handlers write, as they are now."""
+    live: Live
     """What may not differ behind the region."""
     loose_flags: int = 0
     """But these flags may."""
@@ -78,86 +75,76 @@ class OtherCpu:
         """Where a run from the start, of so many `hits`, meets these addresses, each for the first time."""
         self.bench.run(self.start)  # A probe's first hit makes its handlers.
         machine = self.probed.kernel.machine
-        ctlblk, text, breakpoints = self.probed.kernel.kprobes.hits.ctlblk, machine.text, machine.breakpoints
-        usual = {addr: breakpoints.get(addr) for addr in places}
-        before = {addr: text.current(addr, 1) for addr in places}
+        ctlblk, trap_size = self.probed.kernel.kprobes.hits.ctlblk, len(self.probed.kernel._arch.breakpoint)
+        usual = {addr: machine.breakpoints.get(addr) for addr in places}
         counted = self.count()
         found: dict[int, Standing] = {}
+        unmet = {addr: ExitStack() for addr in places}
 
         def meet(regs: Regs) -> None:
-            regs.ip = addr = regs.ip - 1
+            behind = regs.ip
+            regs.ip = addr = behind - trap_size
             to_come = hits - (self.count() - counted)
-            state, memory = regs.snapshot(), self.bench.changed()
+            state, memory = regs.snapshot(), [*self.bench.changed(), *self.own()]
             found[addr] = Standing(places[addr], state, memory, to_come, ctlblk.running, ctlblk.status)
-            put_back(addr)
+            unmet[addr].close()
             handler = usual[addr]
             if handler is not None:
-                regs.ip = addr + 1
+                regs.ip = behind
                 handler(regs)
 
-        def put_back(addr: int) -> None:
-            del breakpoints[addr]
-            handler = usual[addr]
-            if handler is not None:
-                breakpoints[addr] = handler
-            text.poke(addr, before[addr])
-
-        for addr in places:
-            breakpoints[addr] = meet
-            text.poke(addr, bytes([INT3]))
+        for addr, until_met in unmet.items():
+            until_met.enter_context(self.bench.trapping({addr: meet}))
         self.bench.run(self.start)
-        for addr in places.keys() - found.keys():
-            put_back(addr)
+        for until_met in unmet.values():
+            until_met.close()
         return list(found.values())
 
     def problem(self, standing: Standing) -> str | None:
         """What goes wrong when it goes on from there with the text as it is now."""
         return self._compare(standing, standing.registers, standing.hits)
 
-    def stale_problem(self, standing: Standing, window: bytes, jumps: Mapping[bytes, int]) -> str | None:
+    def stale_problem(self, standing: Standing, window: bytes, targets: Iterable[int]) -> str | None:
         """The same when it executes what it has fetched before it looks at memory again.
 
-        `jumps`: those that lead to handlers, and where they do.
+        `targets`: where jumps that it may have fetched lead.
         """
-        at, text = standing.ip, self.probed.kernel.machine.text
-        target = jumps.get(window[:JUMP_SIZE])
-        if target is not None:
-            problem = self._compare(standing, standing.registers._replace(ip=target), standing.hits)
-        elif window[0] == INT3:
-            before = text.current(at, 1)
-            text.poke(at, window[:1])
-            problem = self._compare(standing, standing.registers, standing.hits)
-            text.poke(at, before)
+        at, machine = standing.ip, self.probed.kernel.machine
+        trap = next((code for code in machine.model.breakpoints if window.startswith(code)), None)
+        if trap is None:
+            problem = self._step_window(standing, window, targets)
         else:
-            problem = self._step_window(standing, window)
+            before = machine.text.current(at, len(trap))
+            machine.text.poke(at, trap)
+            problem = self._compare(standing, standing.registers, standing.hits)
+            machine.text.poke(at, before)
         return problem and f"{standing.what}, stale {window[:8].hex()}: {problem}"
 
-    def _step_window(self, standing: Standing, window: bytes) -> str | None:
+    def _step_window(self, standing: Standing, window: bytes, targets: Iterable[int]) -> str | None:
         """Its first instruction alone, and all of them, and from there on by memory."""
-        machine, first = self.probed.kernel.machine, standing.ip
-        now = machine.text.current(first, WINDOW)
+        text, first = self.probed.kernel.machine.text, standing.ip
+        now = text.current(first, WINDOW)
         state, steps = standing.registers, 0
         while first <= state.ip < min(first + WINDOW, self.end):
             self._put(standing)
-            machine.text.poke(first, window)
-            trap, state = machine.trap_of(state._replace(flags=state.flags | TF))
-            machine.text.poke(first, now)
+            text.poke(first, window)
+            end = self.bench.step(state, targets)
+            text.poke(first, now)
             memory = self.bench.changed()
             self.bench.restore()
-            if trap.vector != Vector.DEBUG:
-                fault = (trap.vector, trap.error_code, trap.cr2)
-                return None if fault == self.expected.end.fault else f"fault {fault}"
-            state = state._replace(flags=state.flags & ~TF)
+            if end.registers is None:
+                return None if end.fault == self.expected.end.fault else f"fault {end.fault}"
+            state = end.registers
             steps += 1
-            standing = replace(standing, registers=state, memory=memory, hits=0)
+            standing = replace(standing, registers=state, memory=memory)
             if steps == MAX_STEPS:
                 return "never leaves what it has fetched"
-            problem = self._compare(standing, state, 0) if steps == 1 else None
+            problem = self._compare(standing, state, standing.hits) if steps == 1 else None
             if problem:
                 return problem
-        return self._compare(standing, state, 0)
+        return self._compare(standing, state, standing.hits) if steps != 1 else None
 
-    def _compare(self, standing: Standing, registers: RegisterSet, hits: int) -> str | None:
+    def _compare(self, standing: Standing, registers: State, hits: int) -> str | None:
         self._put(standing)
         ctlblk = self.probed.kernel.kprobes.hits.ctlblk
         ctlblk.running, ctlblk.status = standing.running, standing.status

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import pytest
 
+from emulated_kernel.arch.base import OptimizationRules
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
@@ -29,6 +31,14 @@ class Probed:
         optimizer = self.kernel.kprobes.optimizer
         assert optimizer is not None
         return optimizer
+
+    @cached_property
+    def rules(self) -> OptimizationRules:
+        """The optimizer's; where there is none, what they would be."""
+        kernel = self.kernel
+        if kernel.kprobes.optimizer is not None:
+            return kernel.kprobes.optimizer._rules
+        return kernel._arch.optimization_rules(kernel.image, ftrace=kernel.kprobes.profile.ftrace)
 
     def address(self, symbol: str, offset: int = 0) -> int:
         found = self.kernel.image.kallsyms.lookup_name(symbol)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from operator import and_
@@ -12,12 +12,14 @@ from typing import NamedTuple
 
 from iced_x86 import RflagsBits
 
+from emulated_kernel.abi import Vector
 from emulated_kernel.arch.base import Live
 from emulated_kernel.arch.x86.decode import iced_decoder
-from emulated_kernel.arch.x86.liveness import ALL_LIVE
+from emulated_kernel.errors import KernelError
 from emulated_kernel.machine.calls import DataSnapshot
 from emulated_kernel.machine.memory import Memory
-from emulated_kernel.machine.registers import RegisterSet, Regs
+from emulated_kernel.machine.register_sets import RegisterSet, RiscvRegisterSet
+from emulated_kernel.machine.registers import Regs
 from tests.kprobes.optimizer.conftest import Probed
 
 _ICED_FLAGS = {
@@ -30,10 +32,13 @@ _ICED_FLAGS = {
 }
 ARITHMETIC = tuple(_ICED_FLAGS)
 STATUS_FLAGS = sum(ARITHMETIC)
-INTERRUPTS_ON = 0x202
+COUNTS = ("cx", "dx")
+"""A string instruction with a huge count would write where no snapshot is; memcpy takes it of dx."""
 STATES = 3
 SCRATCH = 16 << 10
 
+State = RegisterSet | RiscvRegisterSet
+"""A CPU's registers."""
 
 Pieces = Sequence[tuple[int, bytes]]
 """Addresses, and what stands there."""
@@ -42,7 +47,7 @@ Pieces = Sequence[tuple[int, bytes]]
 class End(NamedTuple):
     """How a run ended: its registers, or its fault."""
 
-    registers: RegisterSet | None
+    registers: State | None
     fault: tuple[int, int, int] | None
     arrived: bool
     """Behind the piece, not by a return."""
@@ -91,10 +96,10 @@ def loose_flags(code: bytes, addr: int, bits: int, *, live: bool) -> int:
 
 
 @cache
-def _bits(live: Live, loose: int) -> tuple[int, ...]:
-    dead = ALL_LIVE.registers - live.registers
-    flags = (-1 if live.flags else ~STATUS_FLAGS) & ~loose
-    return tuple(flags if name == "flags" else -(name not in dead) for name in RegisterSet._fields)
+def _bits(live: Live, everything: Live, loose: int, fields: tuple[str, ...]) -> tuple[int, ...]:
+    dead = everything.registers - live.registers
+    flags = (~STATUS_FLAGS if everything.flags and not live.flags else -1) & ~loose
+    return tuple(flags if name == "flags" else -(name not in dead) for name in fields)
 
 
 _BELOW, _ABOVE = 2048, 512
@@ -106,28 +111,36 @@ class Bench:
 
     def __init__(self, probed: Probed) -> None:
         self.machine = machine = probed.kernel.machine
-        arch = probed.kernel._arch
+        self._arch = arch = probed.kernel._arch
+        self._model = model = machine.model
+        self.all_live = probed.rules.live_at(0)
+        """Of nowhere nothing is known."""
         self.noise = 64 if arch.bits == 64 else 31
         """Bits of numbers that are no pointers: on i386 wider ones could be."""
-        self.general = [name for name in machine.model.registers if name not in ("sp", "ip")]
+        self.general = [name for name in model.registers if name not in ("sp", "ip", *model.kept_in_calls)]
+        """Registers that may hold anything."""
         self.frame = (len(arch.pt_regs) + 1) * arch.word_size
         """Bytes below the stack pointer that a detour uses; nothing of the kernel's lives there."""
         self.scratch = machine.alloc_pages(SCRATCH)
         machine.memory.write(self.scratch, random.Random(7).randbytes(SCRATCH))
         self.sp = machine.calls.stack_top - _ABOVE
         # A region may end in `ret`, after any number of pops.
-        self._pad = machine.model.layout.host_text
+        self._pad = model.layout.host_text
         machine.memory.write(self.sp, self._pad.to_bytes(arch.word_size, "little") * 60)
         self._snapshot = machine.data_snapshot([*self._data(), (self.sp - _BELOW, _BELOW + _ABOVE)])
-        self._met = False
+        self._met: int | None = None
+        """Where the piece has ended."""
 
     def _data(self) -> list[tuple[int, int]]:
         """Address and size of all memory that runs may write, but the stack."""
         return [*self.machine.image_data, (self.scratch, SCRATCH)]
 
-    def states(self, seed: int) -> Iterator[RegisterSet]:
+    def states(self, seed: int) -> Iterator[State]:
         """Registers that are pointers, numbers and flags of all kinds; the same for a seed."""
         dice = random.Random(seed)
+        kept = {name: self.machine.regs.get(name) for name in self._model.kept_in_calls}
+        interrupts_on = self._model.register_set().flags | self._model.interrupt_flag
+        arithmetic = ARITHMETIC if self.all_live.flags else ()
         for _ in range(STATES):
             values = {
                 name: dice.choice(
@@ -139,45 +152,82 @@ class Bench:
                 )
                 for name in self.general
             }
-            # A string instruction with a huge count would write where no snapshot is; memcpy takes it of dx.
-            values["cx"], values["dx"] = dice.randrange(256), dice.randrange(256)
-            flags = INTERRUPTS_ON | sum(flag for flag in ARITHMETIC if dice.random() < 0.5)
-            yield RegisterSet(**values, sp=self.sp, flags=flags)
+            values |= {name: dice.randrange(256) for name in COUNTS if name in values}
+            flags = interrupts_on | sum(flag for flag in arithmetic if dice.random() < 0.5)
+            yield self._model.register_set(**values, **kept, sp=self.sp, flags=flags)
 
     @contextmanager
-    def until(self, end: int) -> Iterator[None]:
-        """Within, pieces end in front of `end`; there is a breakpoint."""
-
-        def stop(regs: Regs) -> None:
-            self._met = True
-            regs.ip = self._pad
-
-        breakpoints, text = self.machine.breakpoints, self.machine.text
-        before = text.current(end, 1)
-        breakpoints[end] = stop
-        text.poke(end, b"\xcc")
+    def trapping(self, handlers: Mapping[int, Callable[[Regs], None]]) -> Iterator[None]:
+        """Within, there are breakpoints with these handlers, whatever stands there otherwise."""
+        breakpoints, text, trap = self.machine.breakpoints, self.machine.text, self._arch.breakpoint
+        usual = {addr: (text.current(addr, len(trap)), breakpoints.get(addr)) for addr in handlers}
+        breakpoints |= handlers
+        for addr in handlers:
+            text.poke(addr, trap)
         try:
             yield
         finally:
-            text.poke(end, before)
-            del breakpoints[end]
+            for addr, (code, handler) in usual.items():
+                text.poke(addr, code)
+                if handler is None:
+                    del breakpoints[addr]
+                else:
+                    breakpoints[addr] = handler
 
-    def _run(self, start: RegisterSet) -> End:
+    def until(self, *ends: int) -> AbstractContextManager[None]:
+        """Within, pieces end in front of these addresses."""
+
+        def stop(regs: Regs) -> None:
+            self._met = regs.ip - len(self._arch.breakpoint)
+            regs.ip = self._pad
+
+        return self.trapping(dict.fromkeys(ends, stop))
+
+    def _run(self, start: State) -> End:
         """Until the end of the piece, a return or a fault; memory is left as it is then."""
-        self._met = False
+        self._met = None
         trap, state = self.machine.trap_of(start, fixup=True)
-        if trap.address == self._pad + 1:
-            return End(state, None, self._met)
-        return End(None, (trap.vector, trap.error_code, trap.cr2), self._met)
+        arrived = self._met is not None
+        if trap.address == self._pad + len(self._model.halt):
+            return End(state, None, arrived)
+        return End(None, (trap.vector, trap.error_code, trap.cr2), arrived)
 
-    def run(self, start: RegisterSet) -> End:
+    def step(self, start: State, targets: Iterable[int]) -> End:
+        """A single instruction; memory is left as it is then.
+
+        `targets`: where it may jump to. Where there is no trap flag a breakpoint is what stops it there.
+        """
+        flag = self._arch.trap_flag
+        if not flag:
+            with self.until(self._behind(start.ip), *targets):
+                end = self._run(start)
+            if end.registers is None or self._met is None:
+                return end
+            return end._replace(registers=end.registers._replace(ip=self._met))
+        trap, state = self.machine.trap_of(start._replace(flags=start.flags | flag))
+        if trap.vector == Vector.DEBUG:
+            return End(state._replace(flags=state.flags & ~flag), None, True)
+        return End(None, (trap.vector, trap.error_code, trap.cr2), False)
+
+    def _behind(self, addr: int) -> int:
+        """Where the instruction there ends; of one that faults, for it is none, any address will do."""
+        code = self.machine.text.current(addr, self._arch.max_insn_size)
+        try:
+            return addr + self._arch.decode_length(code, addr)
+        except KernelError:
+            return addr + self._arch.min_insn_size
+
+    def run(self, start: State) -> End:
         """How the piece ends."""
         end = self._run(start)
         self.restore()
         return end
 
-    def expect(self, start: RegisterSet, live: Live = ALL_LIVE, loose: int = 0) -> Expected:
-        """Run the unprobed piece; `live`: what may not differ behind it, but for the flags `loose`."""
+    def expect(self, start: State, live: Live | None = None, loose: int = 0) -> Expected:
+        """Run the unprobed piece.
+
+        `live`: what may not differ behind it, if not everything, but for the flags `loose`.
+        """
         end = self._run(start)
         free = range(start.sp - self.frame, start.sp)
         stack = [(self.sp - _BELOW, free.start - self.sp + _BELOW), (free.stop, self.sp + _ABOVE - free.stop)]
@@ -186,7 +236,8 @@ class Bench:
         undo = [(at, before) for at, before, _ in self._snapshot.changed_lines()]
         self.restore()
         undo.append((free.start, self.machine.memory.read(free.start, len(free))))
-        bits = _bits(live if end.arrived else ALL_LIVE, loose)
+        behind = live if live is not None and end.arrived else self.all_live
+        bits = _bits(behind, self.all_live, loose, start._fields)
         return Expected(
             end,
             written,
@@ -198,7 +249,7 @@ class Bench:
             undo,
         )
 
-    def deviation(self, start: RegisterSet, expected: Expected) -> str | None:
+    def deviation(self, start: State, expected: Expected) -> str | None:
         """Run the probed piece; how it ended, if that was otherwise."""
         end, memory = self._run(start), self.machine.memory
         if expected.is_met(end, memory):
@@ -209,7 +260,7 @@ class Bench:
         self.restore()
         return deviation
 
-    def reads_below_stack(self, start: RegisterSet) -> bool:
+    def reads_below_stack(self, start: State) -> bool:
         """Whether what comes out depends on bytes below the stack pointer: an index gone wild.
 
         On a real CPU an interrupt would have overwritten them. Not while the region is probed.
@@ -233,7 +284,7 @@ class Bench:
 
 def optimizable(probed: Probed) -> Iterator[tuple[str, int, int]]:
     """(symbol, offset, address) of every probe point of the image that can be optimized."""
-    kernel, rules = probed.kernel, probed.optimizer._rules
+    kernel, rules = probed.kernel, probed.rules
     image = kernel.image
     end = image.text_ranges[0].end
     seen = set()

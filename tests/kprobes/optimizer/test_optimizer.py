@@ -21,7 +21,7 @@ INNER = ("gcd", GCD_TAIL)
 
 def threes(probed: Probed) -> Iterator[tuple[int, int, int]]:
     """The first three instructions of regions that have so many."""
-    arch, rules = probed.kernel._arch, probed.optimizer._rules
+    arch, rules = probed.kernel._arch, probed.rules
     for _, _, start in optimizable(probed):
         length = rules.detoured_length(start)
         assert isinstance(length, int)
@@ -268,7 +268,7 @@ class TestWhoIsOptimized:
 
     def test_a_jump_into_the_middle_prevents_it(self, probed: Probed) -> None:
         """gcd has loops: the instructions around a jump target stay as they are."""
-        rules, reasons = probed.optimizer._rules, set()
+        rules, reasons = probed.rules, set()
         start = probed.address("gcd")
         for offset in range(5, 120):
             outcome = rules.detoured_length(start + offset)

@@ -17,10 +17,12 @@ DIRECTION_FLAG = 0x400
 """Neither set by gcd's first instructions nor looked at."""
 
 
-def deviation(probed: Probed, does: Callable[[Probed, Bench], object], live: Live = ALL_LIVE) -> str | None:
+def deviation(
+    probed: Probed, does: Callable[[Probed, Bench], object], live: Live | None = None
+) -> str | None:
     """Run the first instructions of gcd with a probe that `does` something, and once more without."""
     bench, start = Bench(probed), probed.address("gcd", GCD_HEAD)
-    end = start + probed.optimizer._rules.detoured_length(start)  # type: ignore[operator]
+    end = start + probed.rules.detoured_length(start)  # type: ignore[operator]
     state = next(bench.states(1))._replace(ip=start)
     with bench.until(end):
         expected = bench.expect(state, live)

@@ -14,7 +14,7 @@ ARCHS = ("x86_64", "i386")
 def compare(probed: Probed, bench: Bench, place: tuple[str, int, int]) -> list[str]:
     """What differs between the unprobed and the optimized run of a detoured region."""
     symbol, offset, address = place
-    length = probed.optimizer._rules.detoured_length(address)
+    length = probed.rules.detoured_length(address)
     assert isinstance(length, int)
     starts = [state._replace(ip=address) for state in bench.states(address)]
     end = address + length
