@@ -18,8 +18,8 @@ from emulated_kernel.trace.ring_layout import memory_size
 from emulated_kernel.trace.trace_kprobe import TraceKprobe
 from emulated_kernel.wiring.guest_records import GuestRecords
 
-_HITS = 500
-"""A round."""
+_HITS = {HitWay.BREAKPOINT: 500, HitWay.JUMP: 4000, HitWay.CALL: 4000}
+"""A round: so many that entering the guest for it is little beside them."""
 _ROUNDS = 7
 _PAGES = 4
 _CLOCK, _PID, _COUNTER, _TURNS, _CELLS_SIZE = 0, 8, 16, 24, 32
@@ -63,11 +63,11 @@ class Rehearsals:
         builder = ProgramBuilder()
         if not probe.rehearse(builder, way, self._places, self._target, self._offset + _COUNTER):
             return None
-        text = self._machine.text
-        loop = text.alloc_text(self._arch.max_repetition + len(self._arch.breakpoint))
-        trap = loop + self._arch.max_repetition
-        empty = self._arch.repetition(loop, loop, self._at + _TURNS)
-        ret = loop + len(empty) - self._arch.return_size
+        text, size = self._machine.text, self._arch.max_repetition
+        empty = text.alloc_text(2 * size + len(self._arch.breakpoint))
+        loop, trap = empty + size, empty + 2 * size
+        nothing = self._arch.repetition(empty, empty, self._at + _TURNS)
+        ret = empty + len(nothing) - self._arch.return_size
         code = self._compiler.place(builder, kprobe.address, ret)
         try:
             if code is None:
@@ -77,25 +77,28 @@ class Rehearsals:
                 text.poke(trap, self._arch.breakpoint)
                 self._machine.breakpoints[trap] = lambda regs: setattr(regs, "ip", code.entry)
                 entry = trap
-            base = self._rounds(loop, ret, kprobe.sample)
-            return max(0.0, self._rounds(loop, entry, kprobe.sample) - base)
+            for at, called in ((empty, ret), (loop, entry)):
+                text.poke(at, self._arch.repetition(at, called, self._at + _TURNS))
+            cost = self._cost(loop, empty, kprobe.sample, _HITS[way])
+            return cost if cost > 0 else None
         except GuestFault:
             return None
         finally:
             self._machine.breakpoints.pop(trap, None)
-            text.free_text(loop)
+            text.free_text(empty)
             if code is not None:
                 self._compiler.retire(code)
 
-    def _rounds(self, loop: int, entry: int, sample: dict[str, int]) -> float:
-        """Median nanoseconds of one call of `entry`."""
+    def _cost(self, loop: int, empty: int, sample: dict[str, int], hits: int) -> float:
+        """Median nanoseconds of what a turn of `loop` takes beyond one of `empty`; both in turns."""
+        taken = self._taken
+        rounds = [taken(loop, sample, hits) - taken(empty, sample, hits) for _ in range(_ROUNDS)]
+        return median(rounds) / hits
+
+    def _taken(self, loop: int, sample: dict[str, int], turns: int) -> int:
         machine = self._machine
-        machine.text.poke(loop, self._arch.repetition(loop, entry, self._at + _TURNS))
         start = machine.model.register_set(**{**sample, "ip": loop, "sp": machine.calls.stack_top})
-        costs = []
-        for _ in range(_ROUNDS):
-            self._cells[0][_TURNS >> 3] = _HITS
-            before = thread_time_ns()
-            machine.execute(start)
-            costs.append((thread_time_ns() - before) / _HITS)
-        return median(costs)
+        self._cells[0][_TURNS >> 3] = turns
+        before = thread_time_ns()
+        machine.execute(start)
+        return thread_time_ns() - before

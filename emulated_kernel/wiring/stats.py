@@ -236,7 +236,7 @@ class Stats:
         head = self.kprobes.head(kprobe)
         if head is None or (head.code is None and head.stub is None):
             return kprobe.cost.text(probe.hits)
-        traps = 0 if head.stub is None else self.kprobes.hits.stub_traps(head)
+        traps = 0 if head.code is not None else self.kprobes.hits.stub_traps(head)
         if traps > 1:
             return f"{kprobe.cost.text(probe.hits)}, {traps} traps"
         cost = None if self._rehearsals is None else self._rehearsals.median_ns(probe, head, self._way(head))

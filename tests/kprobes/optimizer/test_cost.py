@@ -39,8 +39,8 @@ def test_each_way(boot: Boot, profile: str, offset: int, optimized: bool, expect
     assert re.fullmatch(expected, files.read(COST).strip())
 
 
-def test_before_the_jump_is_there(boot: Boot) -> None:
-    """A breakpoint that leads to the detour's copies takes one trap."""
+def test_before_and_behind_the_jump(boot: Boot) -> None:
+    """A breakpoint that leads to the detour's copies takes one trap; the jump takes none."""
     probed = boot("linux-6.1")
     files = Files(probed.kernel)
     files.write("/kprobe_events", "p:ev gcd+5")
@@ -48,6 +48,10 @@ def test_before_the_jump_is_there(boot: Boot) -> None:
     for _ in range(3):
         probed.gcd()
     assert re.fullmatch(r"hits 3 median \d+\.\d ns, 1 trap\n", files.read(COST))
+    probed.settle()
+    for _ in range(3):
+        probed.gcd()
+    assert re.fullmatch(r"hits 6 median \d+\.\d ns in guest code\n", files.read(COST))
 
 
 def test_only_whole_hits_are_measured(boot: Boot, monkeypatch: pytest.MonkeyPatch) -> None:
