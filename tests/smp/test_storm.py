@@ -76,6 +76,8 @@ class Storm:
         self.fprobes: list[Fprobe] = []
         self._hits = 0
         self._is_busy = False
+        find = kernel.kprobe_events.registry.find
+        self._static_events = [event for name in STATIC_EVENTS if (event := find(*name)) is not None]
         self._places = {name: self._offsets(name) for name in FUNCTIONS}
         self._acts: list[Callable[[], object]] = [
             self._register,
@@ -182,9 +184,8 @@ class Storm:
             self.kernel.unregister_fprobe(self.fprobes.pop(self.dice.randrange(len(self.fprobes))))
 
     def _switch_static_event(self) -> None:
-        event = self.kernel.kprobe_events.registry.find(*self.dice.choice(STATIC_EVENTS))
+        event = self.dice.choice(self._static_events)
         events = self.kernel.trace_arrays.top.events
-        assert event is not None
         events.set_enabled(event, not events.is_enabled(event))
 
     def end(self) -> int:
@@ -196,11 +197,8 @@ class Storm:
         kernel.unregister_kretprobes(self.kretprobes)
         for fp in self.fprobes:
             kernel.unregister_fprobe(fp)
-        events = kernel.trace_arrays.top.events
-        for name in STATIC_EVENTS:
-            event = kernel.kprobe_events.registry.find(*name)
-            assert event is not None
-            events.set_enabled(event, False)
+        for static in self._static_events:
+            kernel.trace_arrays.top.events.set_enabled(static, False)
         for event in kernel.kprobe_events.events():
             kernel.kprobe_events.disable(event)
         kernel.kprobe_events.clear()
