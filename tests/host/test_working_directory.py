@@ -16,11 +16,13 @@ def test_in_another_call_and_in_none_at_all() -> None:
 
 
 def test_a_call_whose_argument_is_no_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reader of /proc/self/syscall is in read(2), whose first argument is a descriptor."""
+    """The reader of /proc/self/syscall is in read(2), whose first argument is a descriptor.
+
+    Some kernels tell nothing of a task that runs: then nobody can say in which call it is.
+    """
     with open("/proc/self/syscall", encoding="ascii") as file:
         fields = file.read().split()
-    if len(fields) < 2:
-        pytest.skip("the host's kernel doesn't tell the system call of a running task")
-    for chdir, fchdir in ((int(fields[0]), -1), (-1, int(fields[0]))):
+    number, expected = (int(fields[0]), "") if len(fields) > 1 else (0, None)
+    for chdir, fchdir in ((number, -1), (-1, number)):
         monkeypatch.setattr(working_directory, "_NUMBERS", working_directory._Numbers(chdir, fchdir))
-        assert chdir_argument(os.getpid()) == ""
+        assert chdir_argument(os.getpid()) == expected
