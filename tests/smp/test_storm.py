@@ -82,9 +82,9 @@ class Storm:
         self._acts: list[Callable[[], object]] = [
             self._register,
             self._register,
-            self._unregister,
+            lambda: self._take_back(self.probes, kernel.unregister_kprobe),
             self._register_kretprobe,
-            self._unregister_kretprobe,
+            lambda: self._take_back(self.kretprobes, kernel.unregister_kretprobe),
             lambda: self.probes and kernel.enable_kprobe(self.dice.choice(self.probes)),
             lambda: self.probes and kernel.disable_kprobe(self.dice.choice(self.probes)),
             lambda: kernel.kprobe_events.enable(self._event()),
@@ -94,7 +94,7 @@ class Storm:
             lambda: self._seldom() and kernel.trace.set_tracer(self.dice.choice(kernel.trace.tracers())),
             kernel.kprobes.garbage.work.flush,
             self._register_fprobe,
-            self._unregister_fprobe,
+            lambda: self._take_back(self.fprobes, kernel.unregister_fprobe),
             self._switch_static_event,
         ]
         optimizer = kernel.kprobes.optimizer
@@ -139,6 +139,10 @@ class Storm:
         self._hits += 1
         return 0
 
+    def _take_back(self, registered: list[Any], unregister: Callable[[Any], object]) -> None:
+        if registered:
+            unregister(registered.pop(self.dice.randrange(len(registered))))
+
     def _register(self) -> None:
         function = self.dice.choice(FUNCTIONS)
         probe = Kprobe(
@@ -151,10 +155,6 @@ class Storm:
         self.kernel.register_kprobe(probe)
         self.probes.append(probe)
 
-    def _unregister(self) -> None:
-        if self.probes:
-            self.kernel.unregister_kprobe(self.probes.pop(self.dice.randrange(len(self.probes))))
-
     def _register_kretprobe(self) -> None:
         rp = Kretprobe(
             symbol_name=self.dice.choice(FUNCTIONS),
@@ -165,10 +165,6 @@ class Storm:
         self.kernel.register_kretprobe(rp)
         self.kretprobes.append(rp)
 
-    def _unregister_kretprobe(self) -> None:
-        if self.kretprobes:
-            self.kernel.unregister_kretprobe(self.kretprobes.pop(self.dice.randrange(len(self.kretprobes))))
-
     def _register_fprobe(self) -> None:
         fp = Fprobe(
             self.dice.choice(GLOBS),
@@ -178,10 +174,6 @@ class Storm:
         )
         self.kernel.register_fprobe(fp)
         self.fprobes.append(fp)
-
-    def _unregister_fprobe(self) -> None:
-        if self.fprobes:
-            self.kernel.unregister_fprobe(self.fprobes.pop(self.dice.randrange(len(self.fprobes))))
 
     def _switch_static_event(self) -> None:
         event = self.dice.choice(self._static_events)
