@@ -21,7 +21,8 @@ def boot(arch: str) -> float:
     """Seconds until the first system call of a task has returned."""
     start = time.perf_counter()
     with Kernel(MachineConfig(arch=arch)) as kernel:
-        kernel.guest.syscalls.call(kernel.guest.mirror.init, "getpid")
+        with kernel.lock:
+            kernel.guest.syscalls.call(kernel.guest.mirror.init, "getpid")
         return time.perf_counter() - start
 
 

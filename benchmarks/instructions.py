@@ -29,7 +29,7 @@ from unicorn.x86_const import (
 
 from emulated_kernel.abi import PAGE_SIZE
 from emulated_kernel.kernel import Kernel
-from emulated_kernel.machine.cpu_x86 import CR0_PAGED, CR4_PAE_PGE_SSE
+from emulated_kernel.machine.cpu.x86 import CR0_PAGED, CR4_PAE_PGE_SSE
 
 TARGET = 1 / 0.9
 """Of the time that bare Unicorn takes."""

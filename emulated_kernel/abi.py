@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import IntEnum
+from enum import IntEnum, IntFlag
 from typing import NewType
 
 GuestAddr = NewType("GuestAddr", int)
@@ -10,6 +10,16 @@ GuestAddr = NewType("GuestAddr", int)
 
 PAGE_SIZE = 4096
 HZ = 250
+
+
+class Prot(IntFlag):
+    """Access to a segment or a page: ELF's p_flags, and whether user mode has it too."""
+
+    NONE = 0
+    EXEC = 1
+    WRITE = 2
+    READ = 4
+    USER = 8
 
 
 class Hypercall(IntEnum):

@@ -1,4 +1,4 @@
-"""The FUSE adapter: libfuse's operations over a Mount, by fusepy. The only module that imports fuse."""
+"""The FUSE adapter: libfuse's operations over a GuestMount, by fusepy. The only module that imports fuse."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from time import time_ns
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from emulated_kernel.errors import KernelError, WouldBlock
-from emulated_kernel.host.working_directory import chdir_argument
-from emulated_kernel.vfs.mount import Client, Mount, Stat
+from emulated_kernel.vfs.core.client import Client, DirEntry, Stat
 from kprobefs.failure import Failure
 from kprobefs.loops import Loops
+from kprobefs.mount import STATE_LINK, MountState
+
+if TYPE_CHECKING:
+    from kprobefs.options import ServedMount
 
 try:
     import fuse
@@ -40,8 +43,13 @@ WAIT_SLICE = 0.05
 ATTRIBUTES_AGE = 0.01
 """Seconds that fstat(2) may show old attributes; with 0 each open asks for them twice more."""
 BLOCK_SIZE = 4096
+PAGED_SIZE = 1 << 40
+"""Bytes in st_size of a file whose pages are spliced: more than anybody takes out of it."""
+NAME_MAX = 255
 UTIME_NOW = (1 << 30) - 1
 UTIME_OMIT = (1 << 30) - 2
+STATE_PATH = f"/{STATE_LINK}"
+STATE_ATTRIBUTES = Stat(ino=(1 << 32) - 1, mode=stat.S_IFLNK | 0o777, nlink=1, uid=0, gid=0)
 PATH_CODEC = "kprobefs_path"
 """Name of a codec: UTF-8, with surrogates for other bytes. fusepy takes a codec's name alone."""
 
@@ -55,15 +63,17 @@ class FuseOptions:
     subtype: str = "kprobefs"
     allow_other: bool = False
     """Let other users in, as far as modes allow. For root, or where /etc/fuse.conf says user_allow_other."""
+    is_spliced: bool = False
+    """Files that have pages show PAGED_SIZE: at st_size the host's kernel ends a splice(2) without asking."""
 
 
 class Server:
-    """One FUSE session over a Mount; serve() runs it, stop() ends what blocks in it."""
+    """One FUSE session over a GuestMount; serve() runs it, stop() ends what blocks in it."""
 
-    def __init__(self, mount: Mount, options: FuseOptions) -> None:
+    def __init__(self, mount: ServedMount, options: FuseOptions) -> None:
         self._options = options
         self._stopping = threading.Event()
-        self._operations = _Operations(mount, self._stopping)
+        self._operations = _Operations(mount, self._stopping, is_spliced=options.is_spliced)
 
     def serve(self, directory: str, ready: Callable[[], None]) -> None:
         """Mount on `directory` and answer requests until it is unmounted.
@@ -90,13 +100,16 @@ class Server:
         # for an access where a process changes its directory, the one sign of that.
         if os.geteuid() or self._options.allow_other:
             options["default_permissions"] = True
+        # A page that was read ahead would be missing from the reads that follow.
+        if self._options.is_spliced:
+            options["max_readahead"] = 0
         try:
             _libfuse.fuse_main_real = self._main
             _Session(
                 self._operations, directory, raw_fi=True, foreground=True, encoding=PATH_CODEC, **options
             )
         except RuntimeError as error:
-            raise Failure(f"{directory}: FUSE refused the mount (libfuse said why above)") from error
+            raise Failure(f"{directory}: FUSE refused the mount", is_explained=True) from error
 
     def _main(self, argc: int, argv: Any, operations: Any, size: int, data: Any) -> int:
         """What libfuse's main does, with loops of ours between set-up and end."""
@@ -178,6 +191,8 @@ class _Session(_fuse.FUSE):  # type: ignore[misc]  # fusepy has no types
             return func(*args) or 0
         except KernelError as error:
             return -(error.errno or errno.EIO)
+        except MemoryError:
+            return -errno.ENOMEM
         # A SystemExit or KeyboardInterrupt that reached libfuse would become a garbage answer.
         except BaseException:
             operations.faults += 1
@@ -206,6 +221,18 @@ class _Session(_fuse.FUSE):  # type: ignore[misc]  # fusepy has no types
         data: bytes = self.operations.read(None, size, offset, file_info.contents)
         ctypes.memmove(buffer, data, len(data))
         return len(data)
+
+    def readdir(self, _path: bytes, buffer: int, filler: Any, offset: int, file_info: Any) -> int:
+        """struct fuse_operations.readdir; of the attributes libfuse passes on type and number alone.
+
+        With offsets, so that each getdents64(2) is a request.
+        """
+        attributes = _fuse.c_stat()
+        entries = self.operations.readdir(file_info.contents, offset)
+        for number, (name, attributes.st_mode, attributes.st_ino) in enumerate(entries, offset + 1):
+            if filler(buffer, name.encode("utf-8", "surrogateescape"), attributes, number):
+                break
+        return 0
 
     def release(self, _path: bytes | None, file_info: Any) -> int:
         """struct fuse_operations.release."""
@@ -251,6 +278,13 @@ class _Pollers:
             _libfuse.fuse_pollhandle_destroy(handle)
 
 
+class _Thread(threading.local):
+    """Who asks for attributes next: the client, or within a request that made a file libfuse itself."""
+
+    def __init__(self) -> None:
+        self.client: Callable[[], Client] | None = _client
+
+
 class _Operations:
     """What fusepy calls. An operation that isn't here costs one ENOSYS; the kernel asks no more."""
 
@@ -258,14 +292,16 @@ class _Operations:
     flag_nullpath_ok = 1
     flag_utime_omit_ok = 1
 
-    def __init__(self, mount: Mount, stopping: threading.Event) -> None:
+    def __init__(self, mount: ServedMount, stopping: threading.Event, *, is_spliced: bool) -> None:
         self._mount = mount
         self._stopping = stopping
+        self._is_spliced = is_spliced
         self._pollers = _Pollers()
         self.ready: Callable[[], None] = lambda: None
         self.blocking: Callable[[], AbstractContextManager[None]] = nullcontext
         """Around what waits: gives the requests another thread."""
         self.faults = 0
+        self._thread = _Thread()
 
     def __call__(self, operation: str, *arguments: Any) -> Any:
         return getattr(self, operation)(*arguments)
@@ -275,49 +311,67 @@ class _Operations:
         self.ready()
 
     def getattr(self, path: str | None, info: Any = None) -> Stat:
-        if info is not None and info.fh:
-            return self._mount.fgetattr(info.fh)
-        return self._mount.getattr(_named(path))
+        client, self._thread.client = self._thread.client, _client
+        try:
+            if info is not None and info.fh:
+                found = self._mount.fgetattr(info.fh, client)
+            else:
+                found = self._mount.getattr(_named(path), client)
+        except KernelError as error:
+            if path == STATE_PATH and error.errno == errno.ENOENT:
+                return STATE_ATTRIBUTES
+            raise
+        return found._replace(size=PAGED_SIZE) if found.is_paged and self._is_spliced else found
 
     def opendir(self, path: str) -> int:
-        self._mount.opendir(_client(), path)
-        return 0
+        return self._mount.opendir(_client(), path)
+
+    def releasedir(self, _path: str, handle: int) -> None:
+        self._mount.release(handle)
 
     def access(self, path: str, mode: int) -> None:
         """access(2) by root, or chdir(2), which asks for the same."""
         if not mode & os.X_OK:
             return
         found = self._mount.getattr(path).mode
-        client = _client()
-        if not stat.S_ISDIR(found):
-            if not found & 0o111:
-                raise KernelError(errno.EACCES)
-        elif (named := chdir_argument(client.pid)) is not None:
-            self._mount.chdir(client, named or path)
+        if stat.S_ISDIR(found):
+            self._mount.chdir(_client(), path)
+        elif not found & 0o111:
+            raise KernelError(errno.EACCES)
 
-    def readdir(self, path: str, handle: int) -> list[str]:
-        del handle
-        return [".", "..", *self._mount.readdir(path)]
+    def readdir(self, info: Any, start: int) -> list[DirEntry]:
+        return self._mount.getdents(_client(), info.fh, start)
+
+    def fsync(self, path: str | None, _datasync: int, info: Any) -> None:
+        del path
+        self._mount.fsync(_client(), info.fh)
 
     def statfs(self, path: str) -> dict[str, int]:
+        """Of a pseudo filesystem, which has nothing to count."""
         del path
-        figures = self._mount.statfs()
-        return {"f_bsize": figures.block_size, "f_frsize": figures.block_size, "f_namemax": figures.name_max}
+        return {"f_bsize": BLOCK_SIZE, "f_frsize": BLOCK_SIZE, "f_namemax": NAME_MAX}
 
     def open(self, path: str, info: Any) -> int:
         return self._opened(info, self._mount.open(_client(), path, info.flags))
 
     def create(self, path: str, mode: int, info: Any) -> int:
-        return self._opened(info, self._mount.create(_client(), path, mode, info.flags))
+        handle = self._mount.create(_client(), path, mode, info.flags)
+        self._thread.client = None
+        return self._opened(info, handle)
 
     def read(self, path: str | None, size: int, offset: int, info: Any) -> bytes:
         del path
         client, handle = _client(), info.fh
-        return self._blocking(client, info, lambda: self._mount.read(client, handle, size, offset))
+        # The host's page cache has no owner of locks; whoever called read(2) has.
+        read = self._mount.read if info.lock_owner else self._mount.read_page
+        return self._blocking(client, info, lambda: read(client, handle, size, offset))
 
     def write(self, path: str | None, data: bytes, offset: int, info: Any) -> int:
         del path
         client, handle = _client(), info.fh
+        if self._mount.reads_host(handle):
+            with self.blocking():
+                return self._mount.write(client, handle, data, offset)
         return self._blocking(client, info, lambda: self._mount.write(client, handle, data, offset))
 
     def release(self, path: str | None, info: Any) -> None:
@@ -336,21 +390,23 @@ class _Operations:
         return self._mount.poll(handle, notify)
 
     def truncate(self, path: str | None, length: int, info: Any = None) -> None:
-        del info
-        self._mount.truncate(_client(), _named(path), length)
+        self._mount.truncate(_client(), _named(path), length, None if info is None else info.fh)
 
     def listxattr(self, path: str) -> tuple[str, ...]:
         del path
         return ()
 
-    def mknod(self, path: str, mode: int, device: int) -> None:
-        raise KernelError(errno.EACCES, f"{path}: mknod {mode:o} {device}")
+    def mknod(self, path: str, mode: int, _device: int) -> None:
+        self._mount.mknod(_client(), path, mode)
+        self._thread.client = None
 
     def link(self, target: str, source: str) -> None:
-        raise KernelError(errno.EPERM, f"{target}: link to {source}")
+        self._mount.link(_client(), source, target)
+        self._thread.client = None
 
     def mkdir(self, path: str, mode: int) -> None:
         self._mount.mkdir(_client(), path, mode)
+        self._thread.client = None
 
     def rmdir(self, path: str) -> None:
         self._mount.rmdir(_client(), path)
@@ -363,9 +419,13 @@ class _Operations:
 
     def symlink(self, target: str, source: str) -> None:
         self._mount.symlink(_client(), target, source)
+        self._thread.client = None
 
     def readlink(self, path: str) -> str:
-        return self._mount.readlink(path)
+        if path == STATE_PATH:
+            found = MountState.PANICKED if self._mount.is_dead() else MountState.SERVING
+            return str(found.value)
+        return self._mount.readlink(_client(), path)
 
     def chmod(self, path: str, mode: int) -> None:
         self._mount.chmod(_client(), path, mode)
@@ -392,8 +452,11 @@ class _Operations:
             except WouldBlock:
                 if info.flags & os.O_NONBLOCK:
                     self._give_up(client, info, errno.EAGAIN)
-            with self.blocking():
-                self._mount.wait(info.fh, WAIT_SLICE)
+            try:
+                with self.blocking():
+                    self._mount.wait(info.fh, WAIT_SLICE)
+            except KernelError as error:
+                self._give_up(client, info, error.errno or errno.EIO)
             if _libfuse.fuse_interrupted():
                 self._give_up(client, info, errno.EINTR)
         raise KernelError(errno.EIO, "the mount ends")
@@ -403,9 +466,25 @@ class _Operations:
         raise KernelError(error)
 
 
+class _Context(ctypes.Structure):
+    """struct fuse_context up to its end; fusepy's stops before umask."""
+
+    _fields_ = [
+        ("fuse", ctypes.c_void_p),
+        ("uid", ctypes.c_uint),
+        ("gid", ctypes.c_uint),
+        ("pid", ctypes.c_int),
+        ("private_data", ctypes.c_void_p),
+        ("umask", ctypes.c_uint),
+    ]
+
+
+_libfuse.fuse_get_context.restype = ctypes.POINTER(_Context)
+
+
 def _client() -> Client:
-    uid, gid, pid = _fuse.fuse_get_context()
-    return Client(pid, uid, gid)
+    context = _libfuse.fuse_get_context().contents
+    return Client(context.pid, context.uid, context.gid, context.umask)
 
 
 def _time_set(value: int) -> int | None:

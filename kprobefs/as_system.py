@@ -45,7 +45,12 @@ def enter_namespace() -> None:
     _mount("none", "/", MS_REC | MS_PRIVATE)
     for point in reversed(mount.mount_points()):
         if point.fstype in ("tracefs", "debugfs") and os.path.ismount(point.directory):
-            mount.detach(point.directory)
+            try:
+                mount.detach(point.directory)
+            except Failure:
+                # What an ordinary user's namespace got from the host is locked there; ours will cover it.
+                if not uid:
+                    raise
 
 
 def lay_over(directory: str, work: Path) -> dict[str, str]:

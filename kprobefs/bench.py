@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from emulated_kernel.arch.program_builder import HitWay, ProgramBuilder
+from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
-from emulated_kernel.kprobes.profile import Profile, Saving, TrampolineForm
+from emulated_kernel.kprobes.profile import OUT_OF_TREE, Profile, Saving, TrampolineForm
 
 ARCHITECTURES = ("x86_64", "i386", "riscv64", "riscv64i")
 _RISCV = ARCHITECTURES[2:]
@@ -36,7 +36,7 @@ HANDLERS = {
     PYTHON: "a handler in Python that does nothing",
 }
 _PLAIN = Profile("bench", ftrace=False, optimizer=False)
-_OPTIMIZED = replace(_PLAIN, optimizer=True, out_of_tree=True)
+_OPTIMIZED = replace(_PLAIN, optimizer=True, strategies=OUT_OF_TREE)
 MODES = {
     STEPPED: replace(_PLAIN, trampoline=TrampolineForm.BREAKPOINT),
     BOOSTED: replace(_PLAIN, preemption=False),
@@ -79,7 +79,7 @@ DETOUR_ELSEWHERE = 200
 
 
 @dataclass(frozen=True)
-class Case:
+class HitCase:
     """One way to take hits, with one kind of handler."""
 
     probe: str
@@ -88,10 +88,10 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Figure:
+class HitFigure:
     """Nanoseconds of the host's CPU for a call of the probed function, one sample a round."""
 
-    case: Case
+    case: HitCase
     probed: tuple[float, ...]
     net: tuple[float, ...]
     """What the probe adds: against the unprobed rounds before and after."""
@@ -119,13 +119,13 @@ def quantile(samples: Sequence[float], tenth: int) -> float:
     return statistics.quantiles(samples, n=10, method="inclusive")[tenth - 1]
 
 
-def cases(arch: str) -> list[Case]:
+def cases(arch: str) -> list[HitCase]:
     """All that is measured on an architecture."""
     modes = [mode for mode in MODES if arch not in _RISCV or mode != BOOSTED]
-    return [Case(probe, mode, arch) for probe in HANDLERS for mode in modes]
+    return [HitCase(probe, mode, arch) for probe in HANDLERS for mode in modes]
 
 
-def measure(case: Case, hits: int, rounds: int) -> Figure:
+def measure(case: HitCase, hits: int, rounds: int) -> HitFigure:
     """One case in a kernel of its own, `hits` calls a round. The first round only warms up."""
     profile = MODES[case.mode]
     with Kernel(MachineConfig(arch=case.arch, run_budget=60), profile=profile) as kernel:
@@ -144,7 +144,7 @@ def measure(case: Case, hits: int, rounds: int) -> Figure:
         probe.enable(False)
         unprobed += [run() for _ in range(rounds)]
     base = statistics.median(unprobed)
-    return Figure(case, tuple(probed), tuple(sample - base for sample in probed))
+    return HitFigure(case, tuple(probed), tuple(sample - base for sample in probed))
 
 
 def caller(kernel: Kernel, hits: int) -> Callable[[], float]:
@@ -225,13 +225,15 @@ def _recording(kernel: Kernel, offset: int) -> _Probe:
 
 
 def _event(kernel: Kernel, offset: int) -> _Probe:
-    events = kernel.kprobe_events
-    events.write(f"p:bench {FUNCTION}+{offset}\n".encode())
+    events = kernel.tracing.kprobe_events
+    with kernel.lock:
+        events.write(f"p:bench {FUNCTION}+{offset}\n".encode())
     [event] = events.events()
     kernel.trace.expand()
 
     def enable(on: bool) -> None:
-        (events.enable if on else events.disable)(event)
+        with kernel.lock:
+            (event.enable if on else event.disable)(kernel.trace)
         _settle(kernel)
 
     return _Probe(enable, lambda: event.probes[0].hits)
@@ -262,7 +264,8 @@ def _switch(kernel: Kernel, probe: Kprobe, on: bool) -> None:
 
 def _settle(kernel: Kernel) -> None:
     if kernel.kprobes.optimizer is not None:
-        kernel.kprobes.optimizer.flush()
+        with kernel.lock:
+            kernel.kprobes.optimizer.flush()
 
 
 # Reports
@@ -277,7 +280,7 @@ def hit(arch: str, hits: int, rounds: int, *, as_json: bool) -> None:
     print("\n".join(table(figures)))
 
 
-def table(figures: Sequence[Figure]) -> Iterator[str]:
+def table(figures: Sequence[HitFigure]) -> Iterator[str]:
     """Lines: net nanoseconds of each case, their ratio to the save-all detour, and the sources' figures."""
     head = f"{'':21} {'net ns':>8} {'p10':>8} {'p90':>8} {'peak':>8} {'ratio':>7}  target"
     for probe, title in HANDLERS.items():
@@ -309,7 +312,7 @@ def elsewhere(rows: Sequence[tuple[str, int | None, int | None, int | None]]) ->
         yield f"{name:54} " + " ".join(f"{cell:>13}" for cell in cells)
 
 
-def _row(figure: Figure, base: float) -> str:
+def _row(figure: HitFigure, base: float) -> str:
     net = figure.net
     target = TARGETS.get((figure.case.probe, figure.case.mode))
     verdict = "-"
@@ -375,7 +378,7 @@ def probes(arch: str, count: int, rounds: int, *, as_json: bool) -> None:
 
 def many_probes(arch: str, count: int, rounds: int) -> ManyProbes:
     """Probes on the first `count` instructions that take one."""
-    with Kernel(MachineConfig(arch=arch)) as kernel:
+    with Kernel(MachineConfig(arch=arch)) as kernel, kernel.lock:
         kernel.kprobes.set_enabled(False)
         before = _resident_kb()
         start = time.perf_counter()

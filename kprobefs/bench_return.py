@@ -11,9 +11,9 @@ from typing import Any
 
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.kernel import Kernel
-from emulated_kernel.kprobes.hit_ring import HitRing
+from emulated_kernel.kprobes.kinds.hit_ring import HitRing
 from emulated_kernel.kprobes.profile import RETURN_HOOKS
-from emulated_kernel.kprobes.return_hook.hooks import ReturnHook
+from emulated_kernel.kprobes.return_hook.hook import ReturnHook
 from kprobefs.bench import (
     BOOSTED,
     FTRACE,
@@ -26,6 +26,9 @@ from kprobefs.bench import (
     caller,
     elsewhere,
     quantile,
+)
+from kprobefs.bench import (
+    cases as bench_cases,
 )
 from kprobefs.contention import instructions_a_call
 
@@ -43,7 +46,7 @@ _FIRST_PID = 10_000
 
 
 @dataclass(frozen=True)
-class Case:
+class ReturnCase:
     """One shadow stack and way to the entry, with so many tasks in the hooked function, and so many CPUs."""
 
     backend: str
@@ -54,15 +57,18 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Figure:
+class ReturnFigure:
     """Net nanoseconds of the host's CPU for a hooked call, one sample a round, and guest instructions."""
 
-    case: Case
+    case: ReturnCase
     net: tuple[float, ...]
     traps: float
     """Breakpoints met, a call."""
     instructions: float | None
-    """Of the guest, a call, net, when all CPUs call at the same time; None where the host handles it."""
+    """Of the guest, a call, net, when all CPUs call at the same time.
+
+    None where the host handles it, and on RISC-V, whose CPUs have no trap flag to count by.
+    """
     locked: float | None
     """Those of them while a lock is held."""
 
@@ -92,27 +98,29 @@ def cases(
     tasks: Sequence[int] = TASKS,
     cpus: Sequence[int] = CPUS,
     backends: Sequence[str] = RETURN_HOOKS,
-) -> list[Case]:
+) -> list[ReturnCase]:
     """All that is measured: every mode alone, then the quickest one with more tasks, and with more CPUs."""
-    found = []
+    found, known = [], (FPROBE, *(case.mode for case in bench_cases(arch)))
     for backend in backends:
-        modes = BY_FENTRY if backend == NEEDS_FENTRY else tuple(HOOKED)
+        modes = BY_FENTRY if backend == NEEDS_FENTRY else tuple(mode for mode in HOOKED if mode in known)
         quickest = FTRACE if backend == NEEDS_FENTRY else OPTIMIZED
-        found += [Case(backend, mode, 1, 1, arch) for mode in modes]
-        found += [Case(backend, quickest, number, 1, arch) for number in tasks if number > 1]
-        found += [Case(backend, quickest, 1, number, arch) for number in cpus if number > 1]
+        found += [ReturnCase(backend, mode, 1, 1, arch) for mode in modes]
+        found += [ReturnCase(backend, quickest, number, 1, arch) for number in tasks if number > 1]
+        found += [ReturnCase(backend, quickest, 1, number, arch) for number in cpus if number > 1]
     return found
 
 
-def measure(case: Case, hits: int, rounds: int) -> Figure:
+def measure(case: ReturnCase, hits: int, rounds: int) -> ReturnFigure:
     """One case in a kernel of its own, rounds with the probe and without in turns; the first one warms up."""
     config = MachineConfig(arch=case.arch, run_budget=60, cpus=case.cpus, return_hook=case.backend)
     if case.mode in SLOW:
         hits = max(1, hits // 4)
     with Kernel(config, profile=HOOKED[case.mode]) as kernel:
         run = caller(kernel, hits)
-        bare = instructions_a_call(kernel, FUNCTION, case.cpus)
-        ring = kernel.hit_ring("ax", "dx")
+        steps = bool(kernel.arch.trap_flag)
+        bare = instructions_a_call(kernel, FUNCTION, case.cpus) if steps else None
+        result = kernel.arch.registers.return_value
+        ring = kernel.hit_ring(result, "dx" if result == "ax" else "a1")
         switch, hook = _hooked(kernel, ring, case)
         net = []
         for _ in range(rounds + 1):
@@ -129,10 +137,10 @@ def measure(case: Case, hits: int, rounds: int) -> Figure:
         traps = _traps(kernel, run) / hits
         if hook().missed or hook().returned % hits or ring.hits != (2 * rounds + 4) * hits:
             raise AssertionError("a return was lost, or counted twice")
-        if traps >= 1:
-            return Figure(case, tuple(net[1:]), traps, None, None)
+        if traps >= 1 or bare is None:
+            return ReturnFigure(case, tuple(net[1:]), traps, None, None)
         taken = instructions_a_call(kernel, FUNCTION, case.cpus)
-    return Figure(case, tuple(net[1:]), traps, taken.all - bare.all, taken.locked)
+    return ReturnFigure(case, tuple(net[1:]), traps, taken.all - bare.all, taken.locked)
 
 
 def _traps(kernel: Kernel, run: Callable[[], object]) -> int:
@@ -140,7 +148,7 @@ def _traps(kernel: Kernel, run: Callable[[], object]) -> int:
     met = 0
     breakpoints = kernel.machine.breakpoints
 
-    def counted(handler: Callable[[Any], None]) -> Callable[[Any], None]:
+    def counted(handler: Callable[[Any], object]) -> Callable[[Any], None]:
         def count(regs: Any) -> None:
             nonlocal met
             met += 1
@@ -156,7 +164,7 @@ def _traps(kernel: Kernel, run: Callable[[], object]) -> int:
 
 
 def _hooked(
-    kernel: Kernel, ring: HitRing, case: Case
+    kernel: Kernel, ring: HitRing, case: ReturnCase
 ) -> tuple[Callable[[bool], None], Callable[[], ReturnHook]]:
     """What switches hooking on and off, and what gives the hook while it is on."""
     nodes = case.tasks + case.cpus
@@ -169,7 +177,8 @@ def _hooked(
     def switch(on: bool) -> None:
         (kernel.enable_kretprobe if on else kernel.disable_kretprobe)(rp)
         if kernel.kprobes.optimizer is not None:
-            kernel.kprobes.optimizer.flush()
+            with kernel.lock:
+                kernel.kprobes.optimizer.flush()
 
     def hook() -> ReturnHook:
         found = fp.hook if case.mode == FPROBE else rp.hook
@@ -186,7 +195,8 @@ def _hooked(
 def _sleepers(kernel: Kernel, hook: ReturnHook, number: int) -> Iterator[None]:
     """Other tasks, each with one call of the hooked function pending."""
     stack, place = kernel.kretprobes.hooks.stack, hook.address
-    tasks = [kernel.guest.mirror.task_of(_FIRST_PID + n, 0, 0).addr for n in range(number)]
+    with kernel.lock:
+        tasks = [kernel.guest.mirror.task_of(_FIRST_PID + n, 0, 0).addr for n in range(number)]
     for task in tasks:
         node = stack.try_get(place, task)
         stack.push(place, task, node, place, place)
@@ -209,7 +219,7 @@ def returns(
     print("\n".join(table(figures)))
 
 
-def table(figures: Sequence[Figure]) -> Iterator[str]:
+def table(figures: Sequence[ReturnFigure]) -> Iterator[str]:
     """Lines: net nanoseconds and guest instructions of each case, and the sources' figures."""
     yield f"{figures[0].case.arch}, a return probe that records number, address and two registers"
     head = ("backend", "mode", "tasks", "cpus", "net ns", "p10", "p90", "traps", "instructions", "locked")
@@ -219,7 +229,7 @@ def table(figures: Sequence[Figure]) -> Iterator[str]:
     yield from elsewhere(RETURNS_ELSEWHERE)
 
 
-def _row(figure: Figure) -> str:
+def _row(figure: ReturnFigure) -> str:
     case, net = figure.case, figure.net
     target = TARGETS.get(case.mode) if case.arch == "x86_64" and figure.traps < 1 else None
     verdict = "-" if target is None else f"{target:g} {'met' if figure.median <= target else 'missed'}"

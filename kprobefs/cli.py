@@ -3,50 +3,115 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TextIO
+from dataclasses import replace
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from kprobefs import __version__
-from kprobefs.failure import Exit, Failure
+from kprobefs.failure import Exit, Failure, shown
 
 if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
+
     from kprobefs.options import Builder, MountOptions
 
 EPILOG = """\
-exit status: 0 done, 1 failed, 2 wrong usage, 3 nothing of ours is mounted there;
-run: the command's own, 125 the mount failed, 126/127 the command can't be run/found.
+exit status: 0 done, 1 failed, 2 wrong usage, 3 nothing of ours is mounted;
+status: 4 busy, 5 panicked, 6 hung, 7 dead (the highest of all that it shows);
+run: the command's own, 125 the mount failed, 126 and 127 the command can't be
+run and wasn't found.
 """
+MAX_CPUS = 64
+SEED_LIMIT = 1 << 63
+
+
+class _Parser(argparse.ArgumentParser):
+    """Wrong usage takes one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise Failure(f"{message} ({self.prog} --help)", Exit.USAGE)
+
+    def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
+        # argparse's own hides that nothing could be written.
+        (file or sys.stderr).write(message)
 
 
 def main(arguments: Sequence[str] | None = None, build: Builder | None = None) -> int:
     """Run the program; returns its exit status. `build` replaces what makes the served kernel."""
-    parsed = _parser().parse_args(arguments)
-    command: Callable[[argparse.Namespace, Builder | None], int] = parsed.function
+    _open_standard_streams()
     try:
-        return int(command(parsed, build))
+        status = _run_command(arguments, build)
+        sys.stdout.flush()
     except Failure as failure:
         return _complain(str(failure), failure.status)
     except BrokenPipeError:
         # Whoever read our output has enough; the interpreter must not try to flush it again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _give_up_output()
         return Exit.FAILURE
     except OSError as error:
+        if error.errno == errno.ENOSPC and not error.filename:
+            _give_up_output()
         place = f"{error.filename}: " if error.filename else ""
         return _complain(f"{place}{error.strerror or error}", Exit.FAILURE)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    return status
+
+
+def _run_command(arguments: Sequence[str] | None, build: Builder | None) -> int:
+    parser = _parser()
+    if "_ARGCOMPLETE" in os.environ:
+        _complete(parser)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    behind: list[str] = []
+    if words[:1] == ["trace"] and "--" in words:
+        # argparse takes no options between two lists of words.
+        at = words.index("--")
+        words, behind = words[:at], words[at + 1 :]
+    try:
+        parsed = parser.parse_args(words, argparse.Namespace(behind=behind))
+    except SystemExit as end:
+        # --help and --version are done.
+        return int(end.code or 0)
+    command: Callable[[argparse.Namespace, Builder | None], int] = parsed.function
+    return int(command(parsed, build))
+
+
+def _complete(parser: argparse.ArgumentParser) -> None:
+    """Answer a shell that completes a command line, and end."""
+    try:
+        import argcomplete
+    except ImportError:
+        return
+    argcomplete.autocomplete(parser)
+
+
+def _open_standard_streams() -> None:
+    """Where the caller has closed one of the three, a file of ours would get its number."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 (for good)
+
+
+def _give_up_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _complain(message: str, status: Exit) -> Exit:
-    print(f"{_coloured('kprobefs:', '31', sys.stderr)} {message}", file=sys.stderr)
+    print(f"{_coloured('kprobefs:', '31', sys.stderr)} {shown(message)}", file=sys.stderr)
     return status
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="kprobefs",
         description="Linux's kprobes files, mounted anywhere, over an emulated kernel.",
         epilog=EPILOG,
@@ -61,17 +126,60 @@ def _parser() -> argparse.ArgumentParser:
         "-f", "--foreground", action="store_true", help="serve in this process until a signal"
     )
     command.add_argument("--log", metavar="FILE", help="write the daemon's log there")
+    command.add_argument("--mkdir", action="store_true", help="make the directory where there is none")
     _add_machine_options(command)
     command.set_defaults(function=_mount)
 
     command = commands.add_parser("umount", help="end the daemon of a mount, and unmount")
     command.add_argument("directory", metavar="DIR")
+    command.add_argument("--force", action="store_true", help="kill a daemon that doesn't end")
+    command.add_argument(
+        "--dead", action="store_true", help="only what a killed daemon left; anything else stays as it is"
+    )
     command.set_defaults(function=_umount)
 
     command = commands.add_parser("status", help="show running mounts")
     command.add_argument("directory", metavar="DIR", nargs="?")
     command.add_argument("--json", action="store_true", help="as a JSON array")
     command.set_defaults(function=_status)
+
+    command = commands.add_parser(
+        "trace", help="run a command with probes, and show what they record (p:vfs_read count=$arg3)"
+    )
+    command.add_argument(
+        "probes", metavar="PROBE", nargs="+", help="p:PLACE ARGS, r:PLACE ARGS or t:GROUP:EVENT"
+    )
+    command.add_argument(
+        "-f", "--filter", default="", help="which hits are recorded, as in an event's filter"
+    )
+    command.add_argument("-m", "--mount", metavar="DIR", help="on this mount (default: one of its own)")
+    command.add_argument("-o", "--output", metavar="FILE", help="(default: standard output)")
+    command.add_argument("--json", action="store_true", help="each record as a JSON object in a line")
+    _add_machine_options(command)
+    command.set_defaults(function=_trace)
+
+    command = commands.add_parser("tour", help="a walk through probing, step by step, on a mount of its own")
+    _add_machine_options(command)
+    command.set_defaults(function=_tour)
+
+    command = commands.add_parser(
+        "top", help="watch the probes of a mount: mode, hits a second, cost, reason"
+    )
+    command.add_argument(
+        "directory", metavar="DIR", nargs="?", help="(default: $KPROBEFS, or the only mount there is)"
+    )
+    command.add_argument(
+        "-d", "--delay", type=_seconds, default=1.0, metavar="S", help="between two looks (default: 1)"
+    )
+    command.add_argument("-n", "--count", type=_count, metavar="N", help="end after so many looks")
+    command.add_argument("--json", action="store_true", help="each look as a JSON array in a line")
+    command.set_defaults(function=_top)
+
+    command = commands.add_parser(
+        "reboot", help="boot a mount's kernel anew, with what is defined and recorded"
+    )
+    command.add_argument("directory", metavar="DIR")
+    command.set_defaults(function=_reboot)
 
     command = commands.add_parser("run", help="run a command with a mount in $KPROBEFS, then unmount")
     command.add_argument(
@@ -82,6 +190,33 @@ def _parser() -> argparse.ArgumentParser:
     _add_machine_options(command)
     command.add_argument("command", nargs=argparse.REMAINDER, metavar="[--] CMD...")
     command.set_defaults(function=_run)
+
+    command = commands.add_parser(
+        "images", help="list the kernels that have been booted, for mounts to start from"
+    )
+    command.add_argument("--clear", action="store_true", help="remove them")
+    command.set_defaults(function=_images)
+
+    command = commands.add_parser("load", help="define and switch on what files say")
+    _add_mount_option(command)
+    command.add_argument(
+        "files", metavar="FILE", nargs="*", help="(default: *.probes of the probes.d directories; -: stdin)"
+    )
+    command.set_defaults(function=_load)
+
+    command = commands.add_parser("save", help="write what is defined and switched on, for load")
+    _add_mount_option(command)
+    command.add_argument("file", metavar="FILE", nargs="?", help="(default: standard output)")
+    command.set_defaults(function=_save)
+
+    command = commands.add_parser("install-service", help="put the units where systemd finds them")
+    command.add_argument("--user", action="store_true", help="for this user's own manager")
+    command.add_argument("--root", metavar="DIR", default="/", help="below DIR, for packages and images")
+    command.set_defaults(function=_install_service)
+
+    command = commands.add_parser("completion", help="print what makes a shell complete kprobefs's commands")
+    command.add_argument("shell", choices=("bash", "zsh", "fish"))
+    command.set_defaults(function=_completion)
 
     command = commands.add_parser(
         "djprobe-analyze", help="how many bytes of a function djprobe's jump would detour, or why it can't"
@@ -100,35 +235,67 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(function=_djprobe_analyze)
 
     _add_bench(commands)
+    _add_coverage(commands)
     return parser
 
 
-def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_mount_option(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "-m", "--mount", metavar="DIR", help="which mount (default: $KPROBEFS, or the only one there is)"
+    )
+
+
+def _add_coverage(commands: argparse._SubParsersAction[_Parser]) -> None:
+    command = commands.add_parser("coverage", help="how much of a kernel can be probed, and by a jump")
+    what = command.add_mutually_exclusive_group()
+    what.add_argument("--arch", metavar="A", help="our own kernel for it (default: x86_64)")
+    what.add_argument(
+        "--image", metavar="F", help="a vmlinuz, a vmlinux, a Debian package, or host: the one that runs here"
+    )
+    what.add_argument("--functions", metavar="FILE", help="recorded functions with their tables, as JSON")
+    command.add_argument(
+        "--profile", metavar="P", help="(default: linux-6.1; for RISC-V riscv-optprobes-2023)"
+    )
+    command.add_argument("--json", action="store_true", help="all that was counted, by symbol too")
+    command.set_defaults(function=_coverage)
+
+
+def _add_bench(commands: argparse._SubParsersAction[_Parser]) -> None:
     command = commands.add_parser("bench", help="measure what hits and probes cost here")
     command.add_argument("what", choices=("hit", "probes", "return"))
     command.add_argument("--arch", default="x86_64", help="(default: %(default)s)")
     command.add_argument(
-        "--hits", type=int, default=20000, metavar="N", help="a round (default: %(default)s)"
+        "--hits", type=_count, default=20000, metavar="N", help="a round (default: %(default)s)"
     )
-    command.add_argument("--rounds", type=int, default=9, metavar="N", help="(default: %(default)s)")
+    command.add_argument("--rounds", type=_count, default=9, metavar="N", help="(default: %(default)s)")
     command.add_argument(
-        "--count", type=int, default=10000, metavar="N", help="how many probes (default: %(default)s)"
+        "--count", type=_count, default=10000, metavar="N", help="how many probes (default: %(default)s)"
     )
     command.add_argument(
-        "--tasks", type=int, nargs="+", metavar="N", help="return: tasks in the hooked function"
+        "--tasks", type=_count, nargs="+", metavar="N", help="return: tasks in the hooked function"
     )
-    command.add_argument("--cpus", type=int, nargs="+", metavar="N", help="return: CPUs that call it")
+    command.add_argument("--cpus", type=_cpus, nargs="+", metavar="N", help="return: CPUs that call it")
     command.add_argument("--memory", action="store_true", help="return: memory of each shadow stack instead")
     command.add_argument("--json", action="store_true", help="as JSON")
     command.set_defaults(function=_bench)
 
 
 def _add_machine_options(parser: argparse.ArgumentParser) -> None:
-    from kprobefs.options import ARCHITECTURES, CLOCKS, DETOURS, LAYOUTS, PROFILES, RETURN_HOOKS
+    from kprobefs.options import ARCHITECTURES, CLOCKS, DETOURS, ENGINES, LAYOUTS, PROFILES, RETURN_HOOKS
 
     group = parser.add_argument_group("the emulated machine")
     group.add_argument("--arch", choices=ARCHITECTURES, default="x86_64", help="(default: %(default)s)")
-    group.add_argument("--image", metavar="FILE", help="the kernel to run (default: our own)")
+    group.add_argument(
+        "--image",
+        metavar="FILE",
+        help="the kernel to run (default: our own); with --engine native a vmlinuz, vmlinux, .deb, or host",
+    )
+    group.add_argument(
+        "--engine",
+        choices=ENGINES,
+        default=ENGINES[0],
+        help="whose kprobes answer: ours, or those of a distribution's kernel (default: %(default)s)",
+    )
     group.add_argument(
         "--layout",
         choices=LAYOUTS,
@@ -139,7 +306,9 @@ def _add_machine_options(parser: argparse.ArgumentParser) -> None:
         "--private", action="store_true", help="root's mount lets nobody else in; chdir(2) is seen then"
     )
     group.add_argument("--cpus", type=_cpus, default=1, metavar="N", help="(default: %(default)s)")
-    group.add_argument("--seed", type=int, default=1, metavar="N", help="same seed, same trace (default: 1)")
+    group.add_argument(
+        "--seed", type=_seed, default=1, metavar="N", help="same seed, same trace (default: 1)"
+    )
     group.add_argument(
         "--clock", choices=CLOCKS, default="virtual", help="what timestamps follow (default: %(default)s)"
     )
@@ -147,12 +316,14 @@ def _add_machine_options(parser: argparse.ArgumentParser) -> None:
         "--profile",
         choices=PROFILES,
         default=PROFILES[0],
-        help="which kernel's ways of probing it has (default: %(default)s)",
+        metavar="NAME",
+        help="which kernel's ways of probing it has: %(choices)s (default: %(default)s)",
     )
     group.add_argument(
         "--return-hook",
         choices=RETURN_HOOKS,
-        help="where return addresses of probed functions are kept (default: as in the profile)",
+        metavar="NAME",
+        help="where return addresses of probed functions are kept: %(choices)s (default: as in the profile)",
     )
     group.add_argument(
         "--detour",
@@ -162,52 +333,184 @@ def _add_machine_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _cpus(text: str) -> int:
-    number = int(text)
-    if not 1 <= number <= 64:
-        raise argparse.ArgumentTypeError("between 1 and 64")
-    return number
+    return _between(text, 1, MAX_CPUS)
+
+
+def _count(text: str) -> int:
+    return _between(text, 1, 1_000_000_000)
+
+
+def _seed(text: str) -> int:
+    return _between(text, 0, SEED_LIMIT - 1)
+
+
+def _seconds(text: str) -> float:
+    if not re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})?", text) or not float(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
+    return float(text)
+
+
+def _between(text: str, least: int, most: int) -> int:
+    # int() alone takes underscores, blanks and the digits of all scripts.
+    if not re.fullmatch("[0-9]{1,20}", text) or not least <= int(text) <= most:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from {least} to {most}")
+    return int(text)
 
 
 def _mount(parsed: argparse.Namespace, build: Builder | None) -> int:
     from pathlib import Path
 
-    from kprobefs import daemon, mount
+    from kprobefs import daemon, load, mount
 
-    options = _options(parsed, os.path.realpath(parsed.directory))
+    options = replace(_options(parsed, mount.resolve(parsed.directory)), make_directory=parsed.mkdir)
     log_file = Path(os.path.abspath(parsed.log)) if parsed.log else None
-    builder = build or _builder()
+    builder = build or _builder(options)
     if parsed.foreground:
         daemon.run_in_foreground(options, builder, log_file)
+        return Exit.OK
+    # Here too, so that the daemon isn't started in vain.
+    mount.prepare(options.directory, make=parsed.mkdir)
+    daemon.start_in_background(options, builder, log_file)
+    _complain_of(load.load(options.directory, []))
+    return Exit.OK
+
+
+def _images(parsed: argparse.Namespace, build: Builder | None) -> int:
+    del build
+    from emulated_kernel.linux import snapshot
+
+    if parsed.clear:
+        removed = snapshot.clear()
+        print(f"{removed} removed from {shown(str(snapshot.directory()))}")
+        return Exit.OK
+    for kernel in snapshot.cached():
+        print(f"{kernel.size >> 20} MiB  {shown(kernel.release)}  {shown(kernel.source)}")
+    return Exit.OK
+
+
+def _load(parsed: argparse.Namespace, build: Builder | None) -> int:
+    del build
+    from kprobefs import load
+
+    failed = load.load(load.which_mount(parsed.mount), parsed.files)
+    _complain_of(failed)
+    return Exit.FAILURE if failed else Exit.OK
+
+
+def _save(parsed: argparse.Namespace, build: Builder | None) -> int:
+    del build
+    from pathlib import Path
+
+    from kprobefs import load
+
+    text = load.saved(load.which_mount(parsed.mount))
+    if parsed.file:
+        Path(parsed.file).write_bytes(text)
     else:
-        # Here too, so that the daemon isn't started in vain.
-        mount.prepare(options.directory)
-        daemon.start_in_background(options, builder, log_file)
+        sys.stdout.flush()
+        sys.stdout.buffer.write(text)
+    return Exit.OK
+
+
+def _complain_of(failed: Sequence[str]) -> None:
+    for message in failed:
+        # A message has lines of its own, each escaped already.
+        print(f"{_coloured('kprobefs:', '31', sys.stderr)} {message}", file=sys.stderr)
+
+
+def _install_service(parsed: argparse.Namespace, build: Builder | None) -> int:
+    del build
+    from kprobefs.install_service import install
+
+    print("\n".join(map(shown, install(parsed.root, user=parsed.user))))
+    return Exit.OK
+
+
+def _completion(parsed: argparse.Namespace, build: Builder | None) -> int:
+    del build
+    try:
+        from argcomplete.shell_integration import shellcode
+    except ImportError:
+        raise Failure("the Python package argcomplete is missing: pip install argcomplete") from None
+    print(shellcode(["kprobefs"], shell=parsed.shell))
     return Exit.OK
 
 
 def _umount(parsed: argparse.Namespace, build: Builder | None) -> int:
     del build
-    from kprobefs import control
+    from kprobefs import control, mount
 
-    control.unmount(_directory(parsed.directory))
+    directory = mount.resolve(parsed.directory)
+    if parsed.dead:
+        control.unmount_dead(directory)
+    else:
+        control.unmount(directory, force=parsed.force)
     return Exit.OK
 
 
 def _status(parsed: argparse.Namespace, build: Builder | None) -> int:
     del build
-    from kprobefs import control
+    from kprobefs import control, mount
 
-    states = control.states(_directory(parsed.directory) if parsed.directory else None)
+    states = control.states(mount.resolve(parsed.directory) if parsed.directory else None)
     if parsed.json:
         import json
 
         json.dump([state.as_dict() for state in states], sys.stdout, indent=2)
         print()
-    for state in states if not parsed.json else ():
-        colour = "32" if state.serving else "31"
-        print(_coloured(state.condition, colour, sys.stdout), state.directory, *state.details)
+    elif sys.stdout.isatty():
+        from kprobefs.status_table import print_table
+
+        print_table(states)
+    else:
+        for state in states:
+            print(state.condition.value, shown(state.directory), *map(shown, state.details))
     if parsed.directory and not states:
         raise Failure(f"{parsed.directory}: kprobefs isn't mounted there", Exit.NOT_MOUNTED)
+    return max((state.condition.status for state in states), default=Exit.OK)
+
+
+def _trace(parsed: argparse.Namespace, build: Builder | None) -> int:
+    if not parsed.behind:
+        raise Failure("trace: which command? kprobefs trace PROBE... -- CMD...", Exit.USAGE)
+    from contextlib import nullcontext
+
+    from kprobefs import load
+    from kprobefs.run import run, run_traced
+    from kprobefs.trace import OneLiner
+
+    with open(parsed.output, "w", encoding="utf-8") if parsed.output else nullcontext(sys.stdout) as output:
+        tracing = OneLiner(parsed.probes, parsed.filter, output, as_json=parsed.json)
+        if parsed.mount:
+            return run_traced(load.which_mount(parsed.mount), parsed.behind, tracing)
+        options = _options(parsed, "")
+        return run(options, build or _builder(options), parsed.behind, tracing=tracing)
+
+
+def _tour(parsed: argparse.Namespace, build: Builder | None) -> int:
+    from kprobefs.run import mounted
+    from kprobefs.tour import tour
+
+    options = _options(parsed, "")
+    with mounted(options, build or _builder(options)) as base:
+        tour(f"{base}/mnt")
+    return Exit.OK
+
+
+def _top(parsed: argparse.Namespace, build: Builder | None) -> int:
+    del build
+    from kprobefs import load
+    from kprobefs.top import top
+
+    top(load.which_mount(parsed.directory), parsed.delay, parsed.count, as_json=parsed.json)
+    return Exit.OK
+
+
+def _reboot(parsed: argparse.Namespace, build: Builder | None) -> int:
+    del build
+    from kprobefs import control, mount
+
+    control.reboot(mount.resolve(parsed.directory))
     return Exit.OK
 
 
@@ -217,7 +520,8 @@ def _run(parsed: argparse.Namespace, build: Builder | None) -> int:
         raise Failure("run: which command? kprobefs run -- CMD...", Exit.USAGE)
     from kprobefs.run import run
 
-    return run(_options(parsed, ""), build or _builder(), command, as_system=parsed.as_system)
+    options = _options(parsed, "")
+    return run(options, build or _builder(options), command, as_system=parsed.as_system)
 
 
 def _bench(parsed: argparse.Namespace, build: Builder | None) -> int:
@@ -242,6 +546,14 @@ def _bench(parsed: argparse.Namespace, build: Builder | None) -> int:
     return Exit.OK
 
 
+def _coverage(parsed: argparse.Namespace, build: Builder | None) -> int:
+    del build
+    from kprobefs import coverage
+
+    coverage.run(parsed.arch, parsed.image, parsed.functions, parsed.profile, as_json=parsed.json)
+    return Exit.OK
+
+
 def _djprobe_analyze(parsed: argparse.Namespace, build: Builder | None) -> int:
     del build
     from pathlib import Path
@@ -260,38 +572,46 @@ def _djprobe_analyze(parsed: argparse.Namespace, build: Builder | None) -> int:
 
 
 def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
+    """Raises: Failure for a kernel that the engine can't run."""
     from pathlib import Path
 
     from emulated_kernel.config import MachineConfig
-    from kprobefs.options import MountOptions
+    from emulated_kernel.image.linux.source import HOST
+    from kprobefs.options import NATIVE, MountOptions, check_engine
 
+    image = None
+    if parsed.image is not None:
+        is_host = parsed.image == HOST and parsed.engine == NATIVE
+        image = Path(parsed.image if is_host else os.path.abspath(parsed.image))
     machine = MachineConfig(
         arch=parsed.arch,
         cpus=parsed.cpus,
         clock=parsed.clock,
         seed=parsed.seed,
         profile=parsed.profile,
-        image=None if parsed.image is None else Path(os.path.abspath(parsed.image)),
+        image=image,
         return_hook=parsed.return_hook,
         detour=parsed.detour,
     )
-    return MountOptions(directory, machine, parsed.layout, parsed.private)
+    options = MountOptions(directory, machine, parsed.layout, parsed.private, engine=parsed.engine)
+    check_engine(options)
+    return options
 
 
-def _builder() -> Builder:
-    from kprobefs.options import build_kernel
+def _builder(options: MountOptions) -> Builder:
+    """What makes the served kernel; one that takes seconds to boot has booted then."""
+    from kprobefs.options import NATIVE, build_kernel
 
+    if options.engine == NATIVE:
+        from kprobefs.native import prepare
+
+        prepare(options)
     return build_kernel
 
 
-def _directory(path: str) -> str:
-    """The mount point that `path` means. The last component isn't asked for: its daemon may be dead."""
-    absolute = os.path.abspath(path)
-    parent, name = os.path.split(absolute)
-    return os.path.join(os.path.realpath(parent), name)
-
-
 def _coloured(text: str, code: str, stream: TextIO) -> str:
-    if not stream.isatty() or "NO_COLOR" in os.environ:
+    from kprobefs.terminal import has_colours
+
+    if not has_colours(stream):
         return text
     return f"\033[{code}m{text}\033[0m"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from random import Random
 
 from emulated_kernel.kernel import Kernel
-from emulated_kernel.machine.registers import RegisterSet
+from emulated_kernel.machine.cpu.registers import RegisterSet
 
 _FIRST_PID = 20_000
 _SEED = 2023
@@ -51,18 +51,16 @@ def _contexts(kernel: Kernel, address: int, cpus: int) -> Iterator[list[_Context
     """CPUs about to call; afterwards all is as before."""
     machine, abi = kernel.machine, kernel.image.abi
     word = kernel.arch.word_size
-    tasks = [kernel.guest.mirror.task_of(_FIRST_PID + cpu, 0, 0).addr for cpu in range(cpus)]
+    with kernel.lock:
+        tasks = [kernel.guest.mirror.task_of(_FIRST_PID + cpu, 0, 0).addr for cpu in range(cpus)]
     area = machine.per_cpu_bases[machine.cpu]
     view = machine.memory.view(area + abi["percpu.current_task"], word)
     current = view.cast("Q") if word == 8 else view.cast("I")
     number = machine.memory.view(area + abi["percpu.cpu_number"], 4).cast("I")
-    before, on_leave = (current[0], number[0]), machine.calls.on_leave
-    # A context that isn't its turn isn't one that was given up.
-    machine.calls.on_leave = lambda: None
+    before = current[0], number[0]
     try:
         yield [_Context(kernel, address, cpu, tasks[cpu], current, number) for cpu in range(cpus)]
     finally:
-        machine.calls.on_leave = on_leave
         current[0], number[0] = before
 
 
@@ -93,5 +91,7 @@ class _Context:
     def step(self) -> None:
         """One instruction; a breakpoint's handler runs with it."""
         self._current[0], self._number[0] = self._identity
-        _, state = self._machine.trap_of(self._state._replace(flags=self._state.flags | _TRAP_FLAG))
+        # A context that isn't its turn isn't one that was given up.
+        start = self._state._replace(flags=self._state.flags | _TRAP_FLAG)
+        _, state = self._machine.trap_of(start, goes_on=True)
         self._state = state._replace(flags=state.flags & ~_TRAP_FLAG)

@@ -1,20 +1,18 @@
-"""What is said to daemons that run already: umount and status."""
+"""What is said to daemons that run already: umount, reboot and status."""
 
 from __future__ import annotations
 
-import os
 import signal
-import time
-from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from kprobefs import mount
 from kprobefs.failure import Exit, Failure
-from kprobefs.registry import Daemon, running
+from kprobefs.mount import MountState
+from kprobefs.registry import Daemon, Running, known, running
 
 END_TIMEOUT = 5.0
 """Seconds that a daemon may take to unmount by itself."""
-POLL_INTERVAL = 0.01
 
 
 @dataclass(frozen=True)
@@ -22,14 +20,9 @@ class State:
     """A mount of ours, and its daemon where one is known."""
 
     directory: str
-    condition: str
-    """"serving", "dead", "hung", or "mounted": by a daemon that isn't in this user's registry."""
+    condition: MountState
     daemon: Daemon | None
-
-    @property
-    def serving(self) -> bool:
-        """Whether a daemon is there."""
-        return self.condition in ("serving", "mounted")
+    """None: it is dead, or isn't in this user's registry."""
 
     @property
     def details(self) -> list[str]:
@@ -45,49 +38,69 @@ class State:
 
     def as_dict(self) -> dict[str, object]:
         """For machines: directory, condition, daemon (null or its record)."""
-        return asdict(self)
+        return {**asdict(self), "condition": self.condition.value}
 
 
 def states(directory: str | None = None) -> list[State]:
-    """All mounts of ours, or the one on `directory`."""
-    directories = dict.fromkeys(point.directory for point in mount.our_mounts())
-    return [_state(found) for found in directories if directory in (None, found)]
+    """All mounts of ours, or the one on `directory`; known in less than two seconds."""
+    found: dict[str, str] = {}
+    for point in mount.our_mounts():
+        # A bind mount is no mount of its own, unless somebody asks for it.
+        if directory in (None, point.directory):
+            found.setdefault(point.device, point.directory)
+    asked = mount.conditions(dict.fromkeys(found.values()))
+    return [State(each, condition, running(each)) for each, condition in asked.items()]
 
 
-def unmount(directory: str) -> None:
+def unmount(directory: str, *, force: bool = False) -> None:
     """End the daemon that serves `directory`; what is left of a dead one is detached.
 
-    Files still open there fail from now on. Raises: Failure.
+    Files still open there fail from now on. `force`: a daemon that doesn't end is killed. Raises: Failure.
     """
-    if not states(directory):
+    point = _mounted_on(directory)
+    if point is None:
         raise Failure(f"{directory}: kprobefs isn't mounted there", Exit.NOT_MOUNTED)
-    daemon = running(directory)
-    if daemon is not None:
-        _terminate(daemon)
-    while states(directory):
+    mount.check_owner(point)
+    with known(directory) as daemon:
+        if daemon is not None:
+            _terminate(daemon, force=force)
+    while _mounted_on(directory) is not None:
         mount.detach(directory)
 
 
-def _state(directory: str) -> State:
-    daemon = running(directory)
-    if daemon is not None:
-        return State(directory, "serving", daemon)
+def reboot(directory: str) -> None:
+    """Boot the kernel of a mount anew. Raises: Failure; OSError where it can't be booted."""
+    if _mounted_on(directory) is None:
+        raise Failure(f"{directory}: kprobefs isn't mounted there", Exit.NOT_MOUNTED)
+    condition = mount.condition(directory)
+    if condition in (MountState.HUNG, MountState.DEAD):
+        raise Failure(f"{directory}: {condition.value}", condition.status)
     try:
-        return State(directory, "dead" if mount.is_dead(directory) else "mounted", None)
-    except Failure:
-        return State(directory, "hung", None)
+        Path(directory, "machine", "power").write_text("reboot\n")
+    except FileNotFoundError:
+        raise Failure(f"{directory}: its layout has no machine/power: mount it anew") from None
 
 
-def _terminate(daemon: Daemon) -> None:
-    try:
-        os.kill(daemon.pid, signal.SIGTERM)
-    except PermissionError:
-        raise Failure(f"{daemon.directory}: belongs to another user's daemon, pid {daemon.pid}") from None
-    except ProcessLookupError:
+def unmount_dead(directory: str) -> None:
+    """Detach what a killed daemon left at `directory`; anything else stays as it is. Raises: Failure."""
+    while _mounted_on(directory) is not None and mount.condition(directory) is MountState.DEAD:
+        mount.detach(directory)
+
+
+def _mounted_on(directory: str) -> mount.MountPoint | None:
+    """The mount of ours on a directory, which nothing else covers."""
+    point = mount.mounted_on(directory)
+    return point if point is not None and point.fstype == mount.FSTYPE else None
+
+
+def _terminate(daemon: Running, *, force: bool) -> None:
+    daemon.send(signal.SIGTERM)
+    if daemon.ends(END_TIMEOUT if not daemon.is_stopped else 0):
         return
-    deadline = time.monotonic() + END_TIMEOUT
-    while running(daemon.directory) is not None and time.monotonic() < deadline:
-        time.sleep(POLL_INTERVAL)
-    with suppress(Failure):
-        if mount.mounted_on(daemon.directory) is not None and running(daemon.directory) is not None:
-            mount.detach(daemon.directory)
+    if force:
+        daemon.send(signal.SIGKILL)
+        if daemon.ends(END_TIMEOUT):
+            return
+    directory, pid = daemon.daemon.directory, daemon.daemon.pid
+    why = f"is stopped, and ends once it goes on (kill -CONT {pid})" if daemon.is_stopped else "doesn't end"
+    raise Failure(f"{directory}: its daemon, pid {pid}, {why}; or kprobefs umount --force", Exit.HUNG)

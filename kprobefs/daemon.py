@@ -9,15 +9,21 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
+from select import POLLERR, POLLIN, poll
 from types import FrameType
-from typing import TYPE_CHECKING, BinaryIO, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
-from kprobefs import __version__, mount
-from kprobefs.failure import Exit, Failure
+from kprobefs import __version__, dropins, mount
+from kprobefs.failure import Exit, Failure, shown
+from kprobefs.heartbeat import PR_SET_PDEATHSIG, Heartbeat, watchdog_interval
+from kprobefs.load import LoadingProcess
+from kprobefs.log_file import check_log, last_line, open_log
+from kprobefs.namespace import Companions
 from kprobefs.options import Builder, MountOptions
 from kprobefs.registry import Daemon, Registration, log_path
 from kprobefs.sd_notify import sd_notify
@@ -28,42 +34,57 @@ if TYPE_CHECKING:
 log = logging.getLogger("kprobefs")
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+CLOSE_TIMEOUT = 1.0
+"""Seconds that who waits in a read has to be sent away before the mount is taken off."""
 END_TIMEOUT = 2.0
 """Seconds that the session may take to end once it is unmounted; the process ends anyhow."""
 SWITCH_INTERVAL = 0.0002
 """Seconds. Handlers of the emulator compete with requests for the interpreter; see sys.setswitchinterval."""
 FULL_COLLECTIONS = 50
 """Collections of younger garbage for each full one, which takes longer than registering a thousand probes."""
+LOADING_TIMEOUT = 30.0
+"""Seconds that a start waits for the definitions."""
 READY = b"\0"
-PR_SET_PDEATHSIG = 1
 
 
 class Service:
     """One mount, from building its kernel to the end. Needs the main thread, for signals."""
 
-    def __init__(self, options: MountOptions, build: Builder) -> None:
+    def __init__(self, options: MountOptions, build: Builder, *, loads_definitions: bool) -> None:
+        """`loads_definitions`: those that mounts begin with; otherwise who starts it does that."""
         self._options = options
         self._build = build
+        self._loads_definitions = loads_definitions
         self._wake = Wake()
+        self._companions = Companions()
         self._mounted = False
         self._failure: Failure | None = None
 
-    def run(self, on_ready: Callable[[], None]) -> None:
-        """Serve until SIGTERM, SIGINT, SIGHUP or umount; `on_ready` is called once the mount answers.
+    def run(self, on_prepared: Callable[[], None], on_ready: Callable[[], object]) -> None:
+        """Serve until SIGTERM, SIGINT, SIGHUP or umount.
 
+        `on_prepared` is called while there are no threads yet, `on_ready` once the mount answers.
         Raises: Failure.
         """
         # Before libfuse is loaded: it takes signals that still have their default action.
         for number in SIGNALS:
             signal.signal(number, self._on_signal)
         registration = Registration(self._describe())
+        heartbeat = None
         try:
-            self._serve(on_ready)
+            mount.prepare(self._options.directory, make=self._options.make_directory)
+            interval = watchdog_interval()
+            if interval is not None:
+                heartbeat = Heartbeat(self._options.directory, interval)
+                self._companions.add(heartbeat.pid)
+            on_prepared()
+            self._serve(heartbeat, on_ready)
         finally:
+            if heartbeat is not None:
+                heartbeat.end()
             registration.close()
 
-    def _serve(self, on_ready: Callable[[], None]) -> None:
-        mount.prepare(self._options.directory)
+    def _serve(self, heartbeat: Heartbeat | None, on_ready: Callable[[], object]) -> None:
         from kprobefs.adapter import FuseOptions, Server
 
         # What the kernel is made of stays; it would be looked at by each full collection.
@@ -73,7 +94,8 @@ class Service:
         gc.set_threshold(*gc.get_threshold()[:2], FULL_COLLECTIONS)
         gc.enable()
         shared = os.geteuid() == 0 and not self._options.private
-        server = Server(served, FuseOptions(self._options.source, allow_other=shared))
+        spliced = self._options.as_system
+        server = Server(served, FuseOptions(self._options.source, allow_other=shared, is_spliced=spliced))
         if self._wake.is_set():
             return
         sys.setswitchinterval(SWITCH_INTERVAL)
@@ -82,16 +104,64 @@ class Service:
         session.start()
         ready.wait()
         if self._mounted:
-            sd_notify("READY=1", f"STATUS=serving {self._options.directory}")
-            log.info("serving %s", self._options.directory)
+            directory = shown(self._options.directory)
             on_ready()
-            self._wake.wait()
+            log.info("serving %s", directory)
+            loading = LoadingProcess(self._options.directory) if self._has_definitions() else None
+            self._wait(heartbeat, loading)
             sd_notify("STOPPING=1")
+            if loading is not None:
+                loading.end()
         server.stop()
-        served.close()
+        # It waits for the request that has the kernel, which may be a long one.
+        closing = threading.Thread(target=served.close, name="close", daemon=True)
+        closing.start()
+        closing.join(CLOSE_TIMEOUT)
         self._end(session)
         if self._failure is not None:
             raise self._failure
+
+    def _has_definitions(self) -> bool:
+        return self._loads_definitions and bool(dropins.files())
+
+    def _wait(self, heartbeat: Heartbeat | None, loading: LoadingProcess | None) -> None:
+        """Until it is time to end; meanwhile the service manager hears what the mount answers.
+
+        The start is over when the definitions are loaded, or have taken too long; they go on then.
+        """
+        directory, condition = shown(self._options.directory), "serving"
+        deadline = time.monotonic() + LOADING_TIMEOUT
+        remark, told, is_ready = "" if loading is None else "loading definitions", "", False
+        if heartbeat is not None:
+            heartbeat.start()
+        while True:
+            status = f"{condition} {directory}{remark and ': '}{remark}"
+            if not is_ready and (loading is None or time.monotonic() > deadline):
+                is_ready = True
+                sd_notify("READY=1", f"STATUS={status}")
+            elif status != told:
+                sd_notify(f"STATUS={status}")
+            told = status
+            timeout = self._companions.interval if is_ready else max(0, deadline - time.monotonic())
+            sources = [source.descriptor for source in (heartbeat, loading) if source is not None]
+            found = self._wake.wait(sources, timeout)
+            if self._wake.is_set():
+                return
+            if not found and is_ready and self._companions.have_gone():
+                log.info("nobody else is left in the mount namespace")
+                return
+            if loading is not None and loading.descriptor in found:
+                ended = loading.read()
+                if ended is not None:
+                    remark, loading = ended, None
+            if heartbeat is not None and heartbeat.descriptor in found:
+                answer = heartbeat.answer()
+                if not answer:
+                    log.error("nothing asks the mount for its state any more")
+                    heartbeat = None
+                    continue
+                sd_notify("WATCHDOG=1")
+                condition = answer
 
     def _session(self, server: Server, ready: threading.Event) -> None:
         def mounted() -> None:
@@ -121,7 +191,7 @@ class Service:
                 mount.detach(directory)
         # A file that somebody still holds open keeps the session alive; the end of the process closes it.
         session.join(END_TIMEOUT)
-        log.info("stopped serving %s", directory)
+        log.info("stopped serving %s", shown(directory))
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         del number, frame
@@ -138,35 +208,38 @@ class Service:
         )
 
 
-def run_in_foreground(options: MountOptions, build: Builder, log_file: Path | None = None) -> None:
-    """Serve in this process. Raises: Failure."""
-    _start_logging(log_file)
-    Service(options, build).run(on_ready=lambda: None)
+def run_in_foreground(options: MountOptions, build: Builder, log_file: Path | None) -> None:
+    """Serve in this process, with what mounts begin with. Raises: Failure."""
+    if log_file is None:
+        _start_logging(logging.INFO, sys.stderr)
+    else:
+        descriptor = open_log(str(log_file), options.directory, anew=False)
+        _start_logging(logging.INFO, os.fdopen(descriptor, "a"))
+    Service(options, build, loads_definitions=True).run(lambda: None, lambda: None)
 
 
 def start_in_background(options: MountOptions, build: Builder, log_file: Path | None = None) -> None:
     """Start a daemon, and return when its mount answers. Raises: Failure with the daemon's reason."""
-    log_file = log_file or log_path(options.directory)
-    reader, writer = os.pipe()
+    start = _Start(options, build, log_file)
     child = os.fork()
     if child == 0:
-        os.close(reader)
         os.setsid()
         if os.fork() == 0:
-            _daemon(options, build, log_file, _Report(writer))
+            start.serve()
         os._exit(0)
-    os.close(writer)
     os.waitpid(child, 0)
-    _await_ready(reader, log_file)
+    start.await_ready()
 
 
-def start_as_child(options: MountOptions, build: Builder, log_file: Path) -> int:
-    """Start a daemon that ends with its parent; its pid, when its mount answers. Raises: Failure."""
-    reader, writer = os.pipe()
+def start_as_child(options: MountOptions, build: Builder, on_orphaned: Callable[[], None]) -> int:
+    """Start a daemon that ends with its parent; its pid, when its mount answers. Raises: Failure.
+
+    `on_orphaned` is called at its end, where the parent is gone then.
+    """
+    start = _Start(options, build, None)
     parent = os.getpid()
     child = os.fork()
     if child == 0:
-        os.close(reader)
         # A session of its own: an interrupt from the terminal is for the command. Until the service has its
         # handlers the caller's would swallow the signal of the parent's death.
         os.setsid()
@@ -175,10 +248,9 @@ def start_as_child(options: MountOptions, build: Builder, log_file: Path) -> int
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:
             os._exit(Exit.FAILURE)
-        _daemon(options, build, log_file, _Report(writer))
-    os.close(writer)
+        start.serve(lambda: None if os.getppid() == parent else on_orphaned())
     try:
-        _await_ready(reader, log_file)
+        start.await_ready()
     except BaseException:
         with suppress(ProcessLookupError):
             os.kill(child, signal.SIGTERM)
@@ -209,69 +281,111 @@ class Wake:
         with suppress(BlockingIOError):
             os.write(self._writer, b"\0")
 
-    def wait(self) -> None:
-        """For the main thread alone."""
+    def wait(self, others: Sequence[int] = (), timeout: float | None = None) -> Collection[int]:
+        """Until it is set, or `others` can be read: which of these descriptors; for the main thread alone."""
+        waiting = poll()
+        for descriptor in (self._reader, *others):
+            waiting.register(descriptor, POLLIN)
         while not self._is_set:
-            os.read(self._reader, 64)
+            found = dict(waiting.poll(None if timeout is None else timeout * 1000))
+            if self._reader in found:
+                os.read(self._reader, 64)
+            elif found or timeout is not None:
+                return found.keys()
+        return ()
 
 
-class _Report:
-    """The daemon's end of the readiness pipe; it takes one message."""
+class _Start:
+    """A daemon's start, seen from both sides of the fork: it ends in a mount, or in nothing and a reason."""
 
-    def __init__(self, descriptor: int) -> None:
-        self._pipe: BinaryIO | None = os.fdopen(descriptor, "wb")
+    def __init__(self, options: MountOptions, build: Builder, log_file: Path | None) -> None:
+        """Raises: Failure where the log can't be written."""
+        self._options = options
+        self._build = build
+        self._is_own_log = log_file is None
+        self._log_file = log_file or log_path(options.directory)
+        check_log(str(self._log_file), options.directory)
+        self._reader, self._writer = os.pipe()
+        self._is_told = threading.Lock()
 
-    def send(self, message: bytes) -> None:
-        """Tell who started the daemon; nothing after the first time."""
+    def await_ready(self) -> None:
+        """For who started it. Raises: Failure with the daemon's reason."""
+        os.close(self._writer)
+        with os.fdopen(self._reader, "rb") as pipe:
+            answer = pipe.read()
+        if answer != READY:
+            raise Failure(answer.decode(errors="surrogateescape") or self._bug("it ended without a word"))
+
+    def serve(self, at_end: Callable[[], None] = lambda: None) -> NoReturn:
+        """For the daemon: serve, and end the process."""
+        os.close(self._reader)
+        status = Exit.FAILURE
+        try:
+            self._leave_terminal()
+            _start_logging(logging.WARNING if self._is_own_log else logging.INFO, sys.stderr)
+            service = Service(self._options, self._build, loads_definitions=False)
+            service.run(self._watch_starter, lambda: self._tell(READY))
+            status = Exit.OK
+        except Failure as failure:
+            why = last_line(sys.stderr.fileno()) if failure.is_explained else ""
+            message = f"{failure}: {why}" if why else str(failure)
+            log.error("%s", shown(message))
+            if self._tell(message.encode(errors="surrogateescape")) and self._is_own_log:
+                self._log_file.unlink(missing_ok=True)
+        # This is a forked copy of the caller: nothing may get back into its frames.
+        except BaseException as error:
+            log.exception("the daemon failed")
+            self._tell(self._bug(f"{type(error).__name__}: {error}").encode(errors="surrogateescape"))
+        finally:
+            with suppress(BaseException):
+                at_end()
+            if self._is_own_log and status == Exit.OK and not os.fstat(2).st_size:
+                self._log_file.unlink(missing_ok=True)
+            logging.shutdown()
+            os._exit(status)
+
+    def _bug(self, what: str) -> str:
+        return f"the daemon failed at its start: {what}: see {self._log_file}"
+
+    def _tell(self, message: bytes) -> bool:
+        """Tell who started the daemon; False where it was told before."""
+        if not self._is_told.acquire(blocking=False):
+            return False
         # Who started it may be gone.
         with suppress(BrokenPipeError):
-            if self._pipe is not None:
-                self._pipe.write(message)
-                self._pipe.close()
-        self._pipe = None
+            os.write(self._writer, message)
+        os.close(self._writer)
+        return True
+
+    def _watch_starter(self) -> None:
+        """From now on the daemon ends when who started it goes before the mount stands."""
+
+        def watch() -> None:
+            waiting = poll()
+            waiting.register(self._writer, 0)
+            # What is shorter than this needs no watch; and the descriptor is closed with the answer.
+            while not self._is_told.locked():
+                if any(event & POLLERR for _, event in waiting.poll(100)) and self._is_told.acquire(False):
+                    log.error("who started the daemon went before the mount was there")
+                    if mount.mounted_on(self._options.directory):
+                        with suppress(Failure):
+                            mount.detach(self._options.directory)
+                    os._exit(Exit.FAILURE)
+
+        threading.Thread(target=watch, name="starter", daemon=True).start()
+
+    def _leave_terminal(self) -> None:
+        os.chdir("/")
+        null = os.open(os.devnull, os.O_RDONLY)
+        output = open_log(str(self._log_file), self._options.directory, anew=self._is_own_log)
+        for target, source in ((0, null), (1, output), (2, output)):
+            os.dup2(source, target)
+        os.close(null)
+        os.close(output)
 
 
-def _daemon(options: MountOptions, build: Builder, log_file: Path, report: _Report) -> NoReturn:
-    status = Exit.FAILURE
-    try:
-        _leave_terminal(log_file)
-        _start_logging(None)
-        Service(options, build).run(on_ready=lambda: report.send(READY))
-        status = Exit.OK
-    except Failure as failure:
-        log.error("%s", failure)
-        report.send(str(failure).encode(errors="surrogateescape"))
-    # This is a forked copy of the caller: nothing may get back into its frames.
-    except BaseException:
-        log.exception("the daemon failed")
-    finally:
-        logging.shutdown()
-        os._exit(status)
-
-
-def _await_ready(reader: int, log_file: Path) -> None:
-    with os.fdopen(reader, "rb") as pipe:
-        answer = pipe.read()
-    if answer == READY:
-        return
-    raise Failure(
-        answer.decode(errors="surrogateescape") or f"the daemon failed at its start: see {log_file}"
-    )
-
-
-def _leave_terminal(log_file: Path) -> None:
-    os.chdir("/")
-    null = os.open(os.devnull, os.O_RDONLY)
-    output = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
-    for target, source in ((0, null), (1, output), (2, output)):
-        os.dup2(source, target)
-
-
-def _start_logging(log_file: Path | None) -> None:
+def _start_logging(level: int, stream: TextIO) -> None:
     form = "%(asctime)s %(name)s[%(process)d]: %(levelname)s: %(message)s"
-    if log_file is not None:
-        logging.basicConfig(level=logging.INFO, format=form, filename=log_file)
-    elif "JOURNAL_STREAM" in os.environ:
-        logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s", stream=sys.stderr)
-    else:
-        logging.basicConfig(level=logging.INFO, format=form, stream=sys.stderr)
+    if "JOURNAL_STREAM" in os.environ:
+        form = "%(levelname)s: %(message)s"
+    logging.basicConfig(level=level, format=form, stream=stream)

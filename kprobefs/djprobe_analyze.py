@@ -8,8 +8,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from emulated_kernel.arch.function import Function
-from emulated_kernel.arch.x86.djprobe import DetouredRegion, DjprobeAnalysis
+from emulated_kernel.arch.analysis.function import Function
+from emulated_kernel.arch.analysis.region import Region
+from emulated_kernel.arch.x86 import djprobe
+from emulated_kernel.arch.x86.analysis import X86FunctionAnalysis
 from emulated_kernel.image.debuginfo import DebugInfo, DescribedFunction, open_debuginfo
 from kprobefs.failure import Exit, Failure
 
@@ -41,14 +43,14 @@ def analyze(path: Path, place: str, debug_path: Path | None = None, bug_size: in
         function, addr = _find(info, place)
         code = info.text(function)
         described = Function(function.name, function.low_pc, len(code), code)
-        found = DjprobeAnalysis(described, info.bits, bug_size).region(addr)
-    region = found if isinstance(found, DetouredRegion) else None
+        found = djprobe.region(X86FunctionAnalysis(described, bits=info.bits, bug_size=bug_size), addr)
+    region = found if isinstance(found, Region) else None
     return Answer(
         address=f"{addr:#x}",
         function=function.name,
         offset=addr - function.low_pc,
         length=region.length if region else 0,
-        reason="" if isinstance(found, DetouredRegion) else found.text,
+        reason="" if isinstance(found, Region) else found.text,
     )
 
 

@@ -13,6 +13,14 @@ class Exit(IntEnum):
     USAGE = 2
     NOT_MOUNTED = 3
     """umount, status: nothing of ours is mounted there."""
+    BUSY = 4
+    """status: the mount's kernel has been at something for a while."""
+    PANICKED = 5
+    """status: the mount's kernel has stopped for good."""
+    HUNG = 6
+    """status, mount, umount: the mount's daemon doesn't answer, or doesn't end."""
+    DEAD = 7
+    """status: the mount's daemon is gone."""
     RUN_FAILED = 125
     """run: the mount failed, the command wasn't started."""
     NOT_EXECUTABLE = 126
@@ -22,6 +30,20 @@ class Exit(IntEnum):
 class Failure(Exception):
     """Ends the program with one line on standard error and an exit status."""
 
-    def __init__(self, message: str, status: Exit = Exit.FAILURE) -> None:
+    def __init__(self, message: str, status: Exit = Exit.FAILURE, *, is_explained: bool = False) -> None:
+        """`is_explained`: standard error says why already."""
         super().__init__(message)
         self.status = status
+        self.is_explained = is_explained
+
+
+def shown(text: str) -> str:
+    """Text with names in it that others gave, for a terminal: nothing in it moves the cursor or hides."""
+    return "".join(character if character.isprintable() else _escape(character) for character in text)
+
+
+def _escape(character: str) -> str:
+    # Bytes that are no UTF-8 arrive as surrogates.
+    if "\udc80" <= character <= "\udcff":
+        return f"\\x{ord(character) - 0xDC00:02x}"
+    return character.encode("unicode_escape").decode("ascii")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+from emulated_kernel.errors import KernelError
 
 FREE_LOOPS = 3
 """Threads that take requests while others block. More only wait for the interpreter's lock."""
@@ -35,10 +38,16 @@ class Loops:
 
     @contextmanager
     def blocking(self) -> Iterator[None]:
-        """The calling thread waits for something: another one takes requests meanwhile."""
+        """The calling thread waits for something: another one takes requests meanwhile.
+
+        Raises: KernelError ENOMEM, where the host has no thread for that: the last one may not wait.
+        """
         with self._lock:
             self._blocked += 1
             self._refill()
+            if len(self._threads) == self._blocked:
+                self._blocked -= 1
+                raise KernelError(errno.ENOMEM, "no thread to take requests meanwhile")
         try:
             yield
         finally:
@@ -48,5 +57,8 @@ class Loops:
     def _refill(self) -> None:
         while len(self._threads) - self._blocked < FREE_LOOPS:
             thread = threading.Thread(target=self._loop, name="fuse-loop", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                return
             self._threads.append(thread)
-            thread.start()

@@ -5,18 +5,51 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import signal
 import subprocess
-import threading
+import time
+from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import Enum
+from select import select
+from typing import NoReturn
 
-from kprobefs.failure import Failure
+from kprobefs.failure import Exit, Failure
 
 FSTYPE = "fuse.kprobefs"
+STATE_LINK = ".kprobefs"
+"""A symbolic link in each mount's root that no listing shows; its target is the mount's condition."""
 MNT_DETACH = 2
 UMOUNT_NOFOLLOW = 8
-ANSWER_TIMEOUT = 2.0
+MAX_LINKS = 40
+ANSWER_TIMEOUT = 1.2
 """Seconds after which a mount counts as hung."""
+CONTROL_TIMEOUT = 0.5
+"""Seconds more after which one that answers counts as busy: something keeps its kernel."""
+REAP_ATTEMPTS = 10
+REAP_PAUSE = 0.005
 _DEAD = (errno.ENOTCONN, errno.ECONNABORTED)
+
+
+class MountState(Enum):
+    """What a mount of ours is found to be."""
+
+    SERVING = "serving"
+    BUSY = "busy"
+    """Its daemon answers, and its kernel has been at something for a while."""
+    PANICKED = "panicked"
+    """Its kernel has stopped for good; the files still answer."""
+    HUNG = "hung"
+    """Its daemon doesn't answer."""
+    DEAD = "dead"
+    """Its daemon is gone."""
+    MOUNTED = "mounted"
+    """Another user's, which lets nobody else ask."""
+
+    @property
+    def status(self) -> Exit:
+        """Exit status of `kprobefs status`."""
+        return Exit.OK if self in (MountState.SERVING, MountState.MOUNTED) else Exit[self.name]
 
 
 @dataclass(frozen=True)
@@ -28,6 +61,8 @@ class MountPoint:
     """major:minor"""
     fstype: str
     source: str
+    owner: int | None
+    """Who mounted it, where that is said: the user_id of FUSE mounts."""
 
 
 def mount_points() -> list[MountPoint]:
@@ -47,25 +82,126 @@ def mounted_on(directory: str) -> MountPoint | None:
     return found[-1] if found else None
 
 
-def is_dead(directory: str) -> bool:
-    """Whether a FUSE mount's daemon is gone. Raises: Failure when the mount hangs."""
-    outcome: list[int] = []
+def resolve(path: str) -> str:
+    """Absolute and without symbolic links; a mount of ours is asked for nothing: its daemon may hang.
 
-    def ask() -> None:
+    Raises: Failure.
+    """
+    if not path:
+        raise Failure("the directory's name is empty", Exit.USAGE)
+    ours = [point.directory for point in our_mounts()]
+    try:
+        found = "/" if path.startswith("/") else os.getcwd()
+    except FileNotFoundError:
+        raise Failure("the working directory is gone: give an absolute path") from None
+    pending, links = path.split("/")[::-1], 0
+    while pending:
+        name = pending.pop()
+        if name in ("", "."):
+            continue
+        if name == "..":
+            found = os.path.dirname(found)
+            continue
+        found = os.path.join(found, name)
+        if any(_is_in(found, directory) for directory in ours):
+            continue
+        try:
+            target = os.readlink(found)
+        except OSError:
+            continue
+        links += 1
+        if links > MAX_LINKS:
+            raise Failure(f"{path}: {os.strerror(errno.ELOOP)}")
+        pending += target.split("/")[::-1]
+        found = "/" if target.startswith("/") else os.path.dirname(found)
+    return found
+
+
+def _is_in(path: str, directory: str) -> bool:
+    return path == directory or path.startswith(f"{directory.rstrip('/')}/")
+
+
+def conditions(directories: Iterable[str]) -> dict[str, MountState]:
+    """What mounts of ours are, all asked at the same time, in less than two seconds."""
+    # A request that has reached a hung daemon can't be interrupted: only processes of their own wait for it.
+    asked = {directory: _Question(directory) for directory in directories}
+    start = time.monotonic()
+    return {directory: question.answer(start) for directory, question in asked.items()}
+
+
+def condition(directory: str) -> MountState:
+    """What a mount of ours is."""
+    return conditions([directory])[directory]
+
+
+class _Question:
+    """A process that asks a mount how it is."""
+
+    def __init__(self, directory: str) -> None:
+        self._pipe, writer = os.pipe()
+        self._told = b""
+        self._child = os.fork()
+        if self._child == 0:
+            _ask(directory, writer)
+        os.close(writer)
+
+    def answer(self, start: float) -> MountState:
+        """What comes of it, waiting no longer than the time-outs from `start`."""
+        try:
+            found = self._line(start + ANSWER_TIMEOUT)
+            if not found:
+                return MountState.HUNG
+            number = int(found)
+            if number in _DEAD:
+                return MountState.DEAD
+            if number:
+                return MountState.MOUNTED
+            told = self._line(start + ANSWER_TIMEOUT + CONTROL_TIMEOUT)
+            if not told:
+                return MountState.BUSY
+            return MountState.PANICKED if told == MountState.PANICKED.value else MountState.SERVING
+        finally:
+            os.close(self._pipe)
+            os.kill(self._child, signal.SIGKILL)
+            # One that can't be interrupted is left to init.
+            for _ in range(REAP_ATTEMPTS):
+                if os.waitpid(self._child, os.WNOHANG) != (0, 0):
+                    break
+                time.sleep(REAP_PAUSE)
+
+    def _line(self, deadline: float) -> str:
+        """The next line that it tells; "" where none comes in time."""
+        while b"\n" not in self._told:
+            if not select([self._pipe], [], [], max(0, deadline - time.monotonic()))[0]:
+                return ""
+            data = os.read(self._pipe, 256)
+            if not data:
+                return ""
+            self._told += data
+        line, _, self._told = self._told.partition(b"\n")
+        return line.decode("ascii", "replace")
+
+
+def _ask(directory: str, writer: int) -> NoReturn:
+    """Write the errno of a request that the daemon answers alone, then the state, which needs its kernel."""
+    try:
+        # Whoever waits for the end of our parent's output must not wait for us.
+        os.closerange(0, writer)
+        os.closerange(writer + 1, 1 << 20)
         try:
             # Not stat(2): the host kernel may know the attributes of a moment ago.
             os.statvfs(directory)
-            outcome.append(0)
         except OSError as error:
-            outcome.append(error.errno or 0)
-
-    # A request to a hung daemon can't be interrupted: only a thread of its own may be lost in it.
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(ANSWER_TIMEOUT)
-    if not outcome:
-        raise Failure(f"{directory}: the mount doesn't answer: end its daemon, then umount -l {directory}")
-    return outcome[0] in _DEAD
+            os.write(writer, f"{error.errno}\n".encode())
+            os._exit(0)
+        os.write(writer, b"0\n")
+        try:
+            told = os.readlink(os.path.join(directory, STATE_LINK))
+        except OSError:
+            told = MountState.SERVING.value
+        os.write(writer, f"{told}\n".encode())
+    finally:
+        os._exit(0)
 
 
 def detach(directory: str) -> None:
@@ -76,26 +212,61 @@ def detach(directory: str) -> None:
         _fusermount(directory)
 
 
-def prepare(directory: str) -> None:
-    """Make sure that `directory` can be mounted on; what a killed daemon left there is removed.
+def check_owner(point: MountPoint) -> None:
+    """Raises: Failure where only somebody else may unmount it."""
+    if os.geteuid() in (0, point.owner) or point.owner is None:
+        return
+    import pwd
 
-    Raises: Failure.
+    try:
+        name = pwd.getpwuid(point.owner).pw_name
+    except KeyError:
+        name = f"user {point.owner}"
+    others = "" if point.owner == 0 else f"{name} or "
+    raise Failure(f"{point.directory}: {name} has mounted it: only {others}root can unmount it")
+
+
+def prepare(directory: str, *, make: bool = False) -> None:
+    """See that `directory` can be mounted on; what a killed daemon of ours left there is removed.
+
+    `make`: a directory that isn't there is made. Raises: Failure.
     """
-    point = mounted_on(directory)
-    if point is not None and point.fstype == FSTYPE:
-        if not is_dead(directory):
-            raise Failure(f"{directory}: kprobefs is mounted there already (kprobefs umount {directory})")
-        detach(directory)
+    for point in our_mounts():
+        if point.directory != directory and _is_in(directory, point.directory):
+            raise Failure(f"{directory}: inside a mount of kprobefs, {point.directory}; mount elsewhere")
+    found = mounted_on(directory)
+    if found is not None and found.fstype == FSTYPE:
+        _remove_dead(found)
+    if make:
+        try:
+            os.makedirs(directory, exist_ok=True)
+        except OSError as error:
+            raise Failure(f"{directory}: can't make it: {error.strerror}") from None
     _check_directory(directory)
     _check_device()
+
+
+def _remove_dead(point: MountPoint) -> None:
+    directory, found = point.directory, condition(point.directory)
+    if found is MountState.HUNG:
+        raise Failure(
+            f"{directory}: kprobefs is mounted there, and hangs (kprobefs umount --force {directory})",
+            Exit.HUNG,
+        )
+    if found is not MountState.DEAD:
+        raise Failure(f"{directory}: kprobefs is mounted there already (kprobefs umount {directory})")
+    check_owner(point)
+    detach(directory)
 
 
 def _check_directory(directory: str) -> None:
     try:
         if os.listdir(directory):
             raise Failure(f"{directory}: not empty; take an empty directory")
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
         raise Failure(f"{directory}: no such directory (mkdir -p {directory})") from None
+    except NotADirectoryError:
+        raise Failure(f"{directory}: not a directory; take an empty directory") from None
     except OSError as error:
         raise Failure(f"{directory}: {error.strerror}; take a directory of yours") from None
     if os.geteuid() != 0 and not os.access(directory, os.W_OK):
@@ -114,10 +285,12 @@ def _check_device() -> None:
 
 
 def _parse(line: str) -> MountPoint:
-    left, _, right = line.partition(" - ")
+    left, _, right = line.rstrip("\n").partition(" - ")
     _, _, device, _, directory, *_ = left.split(" ")
-    fstype, source, *_ = right.split(" ")
-    return MountPoint(_unescape(directory), device, fstype, _unescape(source))
+    fstype, source, options, *_ = [*right.split(" "), ""]
+    users = [option[8:] for option in options.split(",") if option.startswith("user_id=")]
+    owner = int(users[0]) if users else None
+    return MountPoint(_unescape(directory), device, fstype, _unescape(source), owner)
 
 
 def _unescape(field: str) -> str:

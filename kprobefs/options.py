@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import stat
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from emulated_kernel.kprobes import profile
-from kprobefs.failure import Failure
+from kprobefs.failure import Exit, Failure
 
 if TYPE_CHECKING:
-    from emulated_kernel.config import MachineConfig
-    from emulated_kernel.vfs.mount import Mount
+    from pathlib import Path
 
+    from emulated_kernel.config import MachineConfig
+    from emulated_kernel.linux.linux_mount import LinuxMount
+    from emulated_kernel.vfs.guest.guest_mount import GuestMount
+
+    ServedMount = GuestMount | LinuxMount
+    """What the adapter serves: both have the same methods."""
+
+NATIVE = "native"
+ENGINES = ("ours", NATIVE)
 LAYOUTS = ("full", "tracefs")
 ARCHITECTURES = ("x86_64", "i386", "riscv64", "riscv64i")
 CLOCKS = ("virtual", "real")
 PROFILES = tuple(profile.PROFILES)
 RETURN_HOOKS = tuple(profile.RETURN_HOOKS)
+IMAGE_LIMIT = 1 << 30
+"""Bytes. One with debug information has a few hundred MiB."""
 DETOURS = tuple(saving.value for saving in profile.Saving)
 
 
@@ -29,6 +40,12 @@ class MountOptions:
     layout: str = "full"
     private: bool = False
     """Root's mount is for root alone; anybody else's is for its owner in any case."""
+    make_directory: bool = False
+    """Make the directory where there is none."""
+    engine: str = ENGINES[0]
+    """Whose kprobes answer: ours, or those of a distribution's kernel, which `machine.image` is then."""
+    as_system: bool = False
+    """Tools find it where they expect a tracefs, from which they splice."""
 
     @property
     def source(self) -> str:
@@ -37,23 +54,69 @@ class MountOptions:
 
 
 class Builder(Protocol):
-    """Makes the Mount that is served: the emulated kernel, or something smaller in tests."""
+    """Makes the mount that is served: the emulated kernel, or something smaller in tests."""
 
-    def __call__(self, options: MountOptions) -> Mount: ...
+    def __call__(self, options: MountOptions) -> ServedMount: ...
 
 
-def build_kernel(options: MountOptions) -> Mount:
+def check_image(path: Path) -> None:
+    """Raises: Failure where `path` is no file that could be a kernel image; what is in it isn't looked at."""
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise Failure(f"{path}: {error.strerror}") from None
+    if not stat.S_ISREG(found.st_mode):
+        raise Failure(f"{path}: not a regular file")
+    if found.st_size > IMAGE_LIMIT:
+        raise Failure(f"{path}: {found.st_size >> 20} MiB; a kernel image has at most {IMAGE_LIMIT >> 20}")
+
+
+def check_engine(options: MountOptions) -> None:
+    """Raises: Failure where the engine and the kernel don't go together."""
+    image, arch = options.machine.image, options.machine.arch
+    if options.engine == NATIVE:
+        if image is None:
+            raise Failure(
+                "--engine native takes a kernel: --image vmlinuz, vmlinux, .deb or host", Exit.USAGE
+            )
+        if arch != "x86_64" or options.machine.cpus != 1:
+            raise Failure("--engine native runs kernels for x86_64, on one CPU", Exit.USAGE)
+    elif image is not None and _is_linux(image):
+        raise Failure(f"{image}: a distribution's kernel runs with --engine native alone", Exit.USAGE)
+
+
+def _is_linux(image: Path) -> bool:
+    """Whether it is a vmlinuz or a package; what else it is shows when it is loaded."""
+    from emulated_kernel.image.linux.bzimage import is_bzimage
+    from emulated_kernel.image.linux.deb import AR_MAGIC
+
+    try:
+        if not stat.S_ISREG(image.stat().st_mode):
+            return False
+        with open(image, "rb") as file:
+            start = file.read(0x210)
+    except OSError:
+        return False
+    return is_bzimage(start) or start.startswith(AR_MAGIC)
+
+
+def build_kernel(options: MountOptions) -> ServedMount:
     """Boot an emulated kernel; its files belong to the user who mounts. Raises: Failure."""
     import os
 
-    from emulated_kernel.host.processes import HostProcesses
-    from emulated_kernel.kernel import Kernel
-    from emulated_kernel.vfs.layout import Layout
-    from emulated_kernel.vfs.node import Owner
+    if options.engine == NATIVE:
+        from kprobefs.native import native_mount
 
+        return native_mount(options)
+    from emulated_kernel.vfs.core.node import Owner
+    from emulated_kernel.vfs.trees.layout import RootLayout
+    from kprobefs.power import LivingKernel
+
+    if options.machine.image is not None:
+        check_image(options.machine.image)
     try:
-        kernel = Kernel(options.machine, HostProcesses())
+        owner = Owner(os.geteuid(), os.getegid())
+        return LivingKernel(options.machine, RootLayout(options.layout), owner).mount
     except OSError as error:
         place = f"{options.machine.image}: " if options.machine.image else ""
         raise Failure(f"{place}{error.strerror or error}") from error
-    return kernel.mount(Layout(options.layout), Owner(os.geteuid(), os.getegid()))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -16,60 +18,111 @@ from types import FrameType
 from kprobefs import as_system as as_system_places
 from kprobefs import daemon, mount
 from kprobefs.failure import Exit, Failure
+from kprobefs.heartbeat import PR_SET_PDEATHSIG
 from kprobefs.options import Builder, MountOptions
+from kprobefs.trace import OneLiner
 
 END_TIMEOUT = 5.0
 """Seconds that the daemon may take to end before it is killed."""
 POLL_INTERVAL = 0.01
 
+# Before a fork: afterwards nothing may be loaded.
+_libc = ctypes.CDLL(None)
 
-def run(options: MountOptions, build: Builder, command: Sequence[str], *, as_system: bool = False) -> int:
+
+def run(
+    options: MountOptions,
+    build: Builder,
+    command: Sequence[str],
+    *,
+    as_system: bool = False,
+    tracing: OneLiner | None = None,
+) -> int:
     """Mount on a temporary directory, run `command` with its path in $KPROBEFS, clean up.
 
     `as_system`: the mount stands at the system's places too, in a mount namespace of its own.
+    `tracing`: the command is traced, and runs where that says.
     Returns the command's exit status, 128 + number where a signal ended it. Raises: Failure.
     """
     if as_system:
         as_system_places.enter_namespace()
-    runner = _Runner(command)
-    for number in daemon.SIGNALS:
-        signal.signal(number, runner.on_signal)
-    with tempfile.TemporaryDirectory(prefix="kprobefs-") as parent:
-        base = Path(os.path.realpath(parent))
+    runner = _runner(command, tracing)
+    with mounted(options, build, as_system=as_system) as base:
+        directory = f"{base}/mnt"
+        if as_system:
+            runner.environment = as_system_places.lay_over(directory, base)
+        return runner.run(directory, tracing)
+
+
+@contextmanager
+def mounted(options: MountOptions, build: Builder, *, as_system: bool = False) -> Iterator[Path]:
+    """A temporary directory, with a mount in its `mnt`; both go at the end. Raises: Failure."""
+    base = Path(os.path.realpath(tempfile.mkdtemp(prefix="kprobefs-")))
+
+    def remove() -> None:
+        if mount.mounted_on(f"{base}/mnt") is None:
+            shutil.rmtree(base, ignore_errors=True)
+
+    try:
         # The mount's own modes decide who gets in.
         base.chmod(0o755)
         directory = base / "mnt"
         directory.mkdir()
-        log_file = base / "log"
         try:
-            child = daemon.start_as_child(replace(options, directory=str(directory)), build, log_file)
+            served = replace(options, directory=str(directory), as_system=as_system)
+            child = daemon.start_as_child(served, build, remove)
         except Failure as failure:
             raise Failure(str(failure), Exit.RUN_FAILED) from failure
         try:
-            if as_system:
-                runner.environment = as_system_places.lay_over(str(directory), base)
-            return runner.run(str(directory))
+            yield base
         finally:
             _end(child, str(directory))
+    finally:
+        remove()
+
+
+def run_traced(directory: str, command: Sequence[str], tracing: OneLiner) -> int:
+    """Run `command` with probes on a mount that is there; its exit status, as run(). Raises: Failure."""
+    return _runner(command, tracing).run(directory, tracing)
+
+
+def _runner(command: Sequence[str], tracing: OneLiner | None) -> _Runner:
+    """Standard output is for the records where they are for a program."""
+    runner = _Runner(command, 2 if tracing is not None and tracing.as_json else None)
+    for number in daemon.SIGNALS:
+        signal.signal(number, runner.on_signal)
+    return runner
 
 
 class _Runner:
     """Runs the command, and passes signals on to it; before there is one they are kept."""
 
-    def __init__(self, command: Sequence[str]) -> None:
+    def __init__(self, command: Sequence[str], stdout: int | None) -> None:
+        """`stdout`: its standard output's descriptor; None: ours."""
         self._command = list(command)
         self._process: subprocess.Popen[bytes] | None = None
         self._pending = 0
+        self._stdout = stdout
         self.environment: dict[str, str] = {}
         """What is added to the command's."""
 
-    def run(self, directory: str) -> int:
+    def run(self, directory: str, tracing: OneLiner | None) -> int:
         """The command's exit status as a shell gives it. Raises: Failure when it can't be started."""
+        with tracing.of(directory, self._command) if tracing else nullcontext() as place:
+            return self._run(directory, place)
+
+    def _run(self, directory: str, place: str | None) -> int:
         if self._pending:
             return 128 + self._pending
         try:
             environment = {**os.environ, **self.environment, "KPROBEFS": directory}
-            self._process = subprocess.Popen(self._command, env=environment)
+            self._process = subprocess.Popen(
+                self._command,
+                env=environment,
+                cwd=place,
+                stdout=self._stdout,
+                preexec_fn=_end_with_parent,  # noqa: PLW1509
+            )
         except FileNotFoundError:
             raise Failure(f"{self._command[0]}: no such command", Exit.NOT_FOUND) from None
         except OSError as error:
@@ -92,6 +145,11 @@ class _Runner:
         # A terminal has sent its interrupt to the command too.
         if self._process is not None and (number != signal.SIGINT or not _in_foreground()):
             self._process.send_signal(number)
+
+
+def _end_with_parent() -> None:
+    """For the command: it gets a hangup, as from a terminal that goes, when `run` is killed."""
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGHUP)
 
 
 def _in_foreground() -> bool:

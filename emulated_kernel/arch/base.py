@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import errno
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from emulated_kernel.arch.analysed import AnalysedImage
-from emulated_kernel.arch.program import Fixup, HandlerCode, HostCall, Program
-from emulated_kernel.errors import KernelError
+from emulated_kernel.arch.analysis.disassembly import Disassembler
+from emulated_kernel.arch.analysis.frames import CFA, IP, Frame, FrameInsn
+from emulated_kernel.arch.analysis.region import Live, Region
+from emulated_kernel.arch.analysis.tables import ProbedTables
+from emulated_kernel.arch.program.ops import Fixup, HandlerCode, HostCall, Program
+from emulated_kernel.arch.verdict import Strategy, Verdict
 
 
 class ByteMemory(Protocol):
@@ -24,11 +26,18 @@ class ByteMemory(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Emulation:
-    """An instruction that is executed in software instead of out of line; each architecture extends it."""
+class Emulation(ABC):
+    """An instruction that is executed in software instead of out of line."""
 
     next_ip: int
     """Address of the following instruction."""
+
+    @abstractmethod
+    def run(self, regs: Any, memory: ByteMemory) -> None:
+        """Execute it on the live registers, leaving `ip` where it would go on.
+
+        Raises: what `memory` raises; the registers are unchanged then.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,26 +94,6 @@ class Detour:
 
 
 @dataclass(frozen=True, slots=True)
-class Live:
-    """What the probed code may still read from an address on."""
-
-    registers: frozenset[str]
-    """pt_regs names."""
-    flags: bool
-    """Whether any of the status flags is live."""
-
-
-@dataclass(frozen=True, slots=True)
-class Scratch:
-    """Registers that the jumps of an optimized probe may overwrite, by pt_regs name."""
-
-    entry: str
-    """Dead in front of the replaced instructions."""
-    exit: str
-    """Dead behind them."""
-
-
-@dataclass(frozen=True, slots=True)
 class ReturnDispatch:
     """A return trampoline that looks for a handler in guest code first; offsets in bytes from its start."""
 
@@ -118,32 +107,6 @@ class ReturnDispatch:
 
 
 @dataclass(frozen=True, slots=True)
-class CallSite:
-    """A call instruction: of the function at `target`, of any where that is None."""
-
-    target: int | None
-
-
-class OptimizationRules(Protocol):
-    """Which probes of an image can be jump-optimized; nothing is patched by asking."""
-
-    def detoured_length(self, addr: int, /) -> int | str:
-        """Bytes of the whole instructions that the jump replaces, or why it can't: address and rule.
-
-        Mirrors: arch_prepare_optimized_kprobe, can_optimize.
-        """
-
-    def scratch_at(self, addr: int, /) -> Scratch | None:
-        """Registers for the jumps of a probe that can be optimized; None where jumps need none."""
-
-    def refresh(self) -> None:
-        """A module came or went: what was said of its addresses is void."""
-
-    def live_at(self, addr: int, /) -> Live:
-        """What the function at `addr` may still read from there on; everything where that isn't known."""
-
-
-@dataclass(frozen=True, slots=True)
 class Registers:
     """The names of a register file: fetchargs on one side, attributes of the live registers on the other."""
 
@@ -151,14 +114,39 @@ class Registers:
     """What may follow `%` in a fetcharg -> attribute of the register object."""
     arguments: tuple[str, ...]
     """Attributes that hold $arg1, $arg2, ... on function entry."""
-    stack_argument: int
-    """Index of the first stack argument, in words from the stack pointer on function entry."""
     ip: str
     sp: str
     flags: str | None
     return_value: str
     link: str | None = None
     """Attribute holding the return address on entry; None where it is on the stack."""
+
+
+class ReturnCode(ABC):
+    """Return handlers in guest code; registers are saved by the trampoline, with `saves_all`, or by them."""
+
+    live: Live
+    """What the caller may read when a function has returned."""
+
+    @abstractmethod
+    def dispatch(
+        self, program: Program, buffer: int, own: int | None = None, *, saves_all: bool
+    ) -> ReturnDispatch:
+        """The trampoline at `buffer` whose `program` ends in a JumpTo of a handler, if there is one.
+
+        `own` is where functions return to, if not right to it.
+        """
+
+    @abstractmethod
+    def handler(self, program: Program, *, saves_all: bool) -> HandlerCode:
+        """A handler for a `dispatch` with the same `saves_all`."""
+
+    @abstractmethod
+    def placed(self, handler: HandlerCode, buffer: int, finish: int | None) -> Detour:
+        """Such a handler at `buffer`; `finish` is that of the dispatch, an address.
+
+        Raises: KernelError(ERANGE).
+        """
 
 
 class Arch(ABC):
@@ -172,18 +160,18 @@ class Arch(ABC):
     bits: int
     registers: Registers
     breakpoint: bytes
-    """The shortest breakpoint. Whoever meets one finds ip as many bytes behind its start."""
+    """The shortest breakpoint; the CPU reports its trap with ip behind it."""
     seen_ip = 0
-    """What a probe's handlers find in ip, in bytes from the probed address on."""
+    """Address in ip when a probe's handlers are called, minus the probed address, in bytes."""
     max_insn_size: int
     """Bytes that a probe looks at, and the size of an insn slot."""
-    min_insn_size: int
     jump_size: int
     """Bytes of `relative_jump`."""
     call_size: int
     """Bytes of `relative_call`, and of an fentry site."""
-    optprobes_out_of_tree = False
-    """Jump optimization is a patch that Linux doesn't have."""
+    strategies: Mapping[str, Strategy[Any]]
+    """The ways in which a jump can take a breakpoint's place, by name."""
+    disassembler: Disassembler
     call_link: str | None = None
     """The register that `relative_call` leaves the return address in; None: it is pushed."""
     general_registers: frozenset[str]
@@ -193,15 +181,17 @@ class Arch(ABC):
     return_size: int
     """Bytes of the return instruction that ends the ftrace trampoline."""
     max_repetition: int
-    """Bytes of `repetition`."""
+    """Bytes of the code that `repetition` makes."""
     max_detour: int
     """Bytes that a detour buffer without a compiled handler can need."""
     max_copied: int
     """Bytes that a detour buffer can need behind its handler, and a stub as well."""
     max_detoured: int
-    """Bytes that a probe's jump can replace at most, plus one."""
+    """Bytes of the longest region that a jump can replace, plus one."""
     task_size: int
     """The first address behind user space."""
+    thread_size = 16 << 10
+    """Bytes of a kernel stack, which is aligned to its size."""
     interrupt_flag: tuple[str, int] = ("flags", 1 << 9)
     """The pt_regs name and the bit that say whether interrupts are on."""
     trap_flag: int
@@ -217,17 +207,15 @@ class Arch(ABC):
         """All ones in a register."""
         return (1 << self.bits) - 1
 
-    @abstractmethod
-    def decode_length(self, code: bytes, addr: int) -> int:
-        """Length of the instruction at `addr`. Raises: KernelError(EINVAL) if it isn't decodable."""
+    @property
+    def kept_at_return(self) -> frozenset[str]:
+        """Attributes that have a function's values when it has returned."""
+        returns = self.returns
+        return frozenset() if returns is None else returns.live.registers | {self.registers.sp, "ip"}
 
     @abstractmethod
     def instruction_boundaries(self, code: bytes, addr: int) -> tuple[int, ...]:
         """Addresses of the instructions in `code`, up to its end or the first that isn't decodable."""
-
-    @abstractmethod
-    def is_breakpoint(self, code: bytes) -> bool:
-        """Whether `code` starts with a breakpoint instruction of any length."""
 
     def breakpoint_for(self, length: int) -> bytes:  # noqa: ARG002 - one for all
         """The instruction that arms a probe on one of `length` bytes."""
@@ -243,13 +231,6 @@ class Arch(ABC):
         """
 
     @abstractmethod
-    def emulate(self, emulation: Emulation, regs: Any, memory: ByteMemory) -> None:
-        """Execute a prepared instruction on the live registers, leaving `ip` where it would go on.
-
-        Raises: what `memory` raises; the registers are unchanged then.
-        """
-
-    @abstractmethod
     def relative_jump(self, source: int, target: int) -> bytes:
         """`jump_size` bytes of a jump from `source` to `target`. Raises: KernelError(ERANGE) if too far."""
 
@@ -257,9 +238,9 @@ class Arch(ABC):
     def relative_call(self, source: int, target: int) -> bytes:
         """A call for the fentry site at `source`. Raises: KernelError(ERANGE) if too far."""
 
-    def detour_jump(self, addr: int, length: int, target: int, scratch: Scratch | None) -> bytes:  # noqa: ARG002
-        """What replaces `length` bytes of an optimized probe. Raises: KernelError(ERANGE) if too far."""
-        return self.relative_jump(addr, target)
+    def detour_jump(self, region: Region, target: int) -> bytes:
+        """What replaces the bytes of a region. Raises: KernelError(ERANGE) if too far."""
+        return self.relative_jump(region.addr, target)
 
     @abstractmethod
     def ftrace_trampoline(self) -> HandlerStub:
@@ -270,54 +251,58 @@ class Arch(ABC):
     return_regs: tuple[str, ...] = ()
     """What its exit needs: results and frame pointer. Mirrors: struct fgraph_ret_regs (v6.5)."""
 
-    max_call_size = 0
-    """Bytes of a call instruction; 0 where stacks can't be walked by looking for calls."""
+    unwind_roots = frozenset((
+        *("startup_64", "startup_32", "_start", "_text", "_stext", "host_secondary_entry", "host_return"),
+        *("ret_from_fork", "host_user_mode", "host_user_hlt", "host_user_resume", "host_syscall_return"),
+    ))  # fmt: skip
+    """The image's functions that nobody has called, with the labels in them."""
+    interrupt_entries = frozenset(("asm_host_interrupt", "handle_exception"))
+    """Where an interrupt leads to."""
+    kept_by_calls: frozenset[str]
+    """Registers that a called function leaves as they were."""
+    stack_switches = frozenset(("__switch_to_asm",))
+    """What leaves one stack and returns on another, which it has left before."""
 
-    def call_before(self, code: bytes, address: int) -> CallSite | None:  # noqa: ARG002 - as above
-        """The call that returns to `address`, where `code` ends."""
-        return None
+    @abstractmethod
+    def frame_insns(self, code: bytes, addr: int, *, switches_stack: bool) -> Iterator[tuple[int, FrameInsn]]:
+        """What the instructions of a function do to its stack frame.
 
-    def jump_targets(self, code: bytes, addr: int) -> Iterator[int]:  # noqa: ARG002 - as above
-        """Where the function `code` may jump to, as to one that it calls last."""
-        return iter(())
+        `switches_stack`: a stack pointer that it loads is that of a stack which the same code has left.
+        """
+
+    @abstractmethod
+    def entry_frame(self, *, by_interrupt: bool) -> Frame:
+        """What is known in front of a function's first instruction."""
+
+    def traced_entry(self) -> Frame:
+        """The same for what an fentry site calls."""
+        frame = self.entry_frame(by_interrupt=False)
+        if self.call_link is not None and self.registers.link is not None:
+            link = self.registers.link
+            frame.regs |= {self.call_link: (IP, 0), link: (link, 0)}
+        return frame
+
+    def detour_entry(self) -> Frame:
+        """The same for what is jumped to: where it goes on, code doesn't say."""
+        regs = {name: (name, 0) for name in self.entry_frame(by_interrupt=False).regs}
+        return Frame(regs | {self.registers.sp: (CFA, 0)}, {})
 
     no_return_hook: tuple[str, ...] = ()
     """Functions that come back on another stack than they were called on. Mirrors: kretprobe_blacklist."""
 
-    def return_trampoline(self, address: int) -> HandlerStub | None:  # noqa: ARG002
-        """At `address`, what hooked functions return to; None where a breakpoint has to do.
+    trampoline_slot: int
+    """Where a return trampoline keeps the address to go on at: bytes from the caller's stack pointer."""
+
+    @abstractmethod
+    def return_trampoline(self, address: int) -> HandlerStub:
+        """At `address`, what hooked functions return to.
 
         The saved sp is that of the caller, the saved ip the trampoline. Behind the saved registers lies the
         word that is returned to in the end, for the handler to fill in.
         """
-        return None
 
-    live_at_return: Live | None = None
-    """What the caller may read when a function has returned; None where Python handles all returns."""
-
-    def return_dispatch(
-        self, program: Program, buffer: int, own: int | None = None, *, saves_all: bool
-    ) -> ReturnDispatch:
-        """The trampoline at `buffer` whose `program` ends in a JumpTo of a handler, if there is one.
-
-        `own` is where functions return to, if not right to it. Registers are saved by the trampoline, with
-        `saves_all`, or by the handler.
-        """
-        del program, buffer, own, saves_all
-        raise KernelError(errno.EOPNOTSUPP, f"no return handlers in guest code on {self.name}")
-
-    def return_handler(self, program: Program, *, saves_all: bool) -> HandlerCode:
-        """A handler for a `return_dispatch` with the same `saves_all`. Raises: KernelError(EOPNOTSUPP)."""
-        del program, saves_all
-        raise KernelError(errno.EOPNOTSUPP, f"no return handlers in guest code on {self.name}")
-
-    def placed_return_handler(self, handler: HandlerCode, buffer: int, finish: int | None) -> Detour:
-        """Such a handler at `buffer`; `finish` is that of the dispatch, an address.
-
-        Raises: KernelError(EOPNOTSUPP, ERANGE).
-        """
-        del handler, buffer, finish
-        raise KernelError(errno.EOPNOTSUPP, f"no return handlers in guest code on {self.name}")
+    returns: ReturnCode | None = None
+    """None where Python handles all returns."""
 
     @abstractmethod
     def handler_code(self, program: Program, addr: int, live: Live | None = None) -> HandlerCode:
@@ -328,18 +313,9 @@ class Arch(ABC):
         """
 
     @abstractmethod
-    def detour(
-        self,
-        code: bytes,
-        addr: int,
-        length: int,
-        buffer: int,
-        handler: HandlerCode | None = None,
-        scratch: Scratch | None = None,
-    ) -> Detour:
-        """The detour buffer at `buffer` for `length` bytes of instructions at `addr`, which start `code`.
+    def detour(self, region: Region, buffer: int, handler: HandlerCode | None = None) -> Detour:
+        """The detour buffer at `buffer`; its handler is compiled, or reached by a breakpoint.
 
-        Its handler is compiled, or reached by a breakpoint. `scratch`: as the rules say for `addr`.
         Raises: KernelError(EINVAL, ERANGE) if an instruction can't be moved that far.
         """
 
@@ -351,29 +327,20 @@ class Arch(ABC):
         """
 
     @abstractmethod
-    def optimization_rules(self, image: AnalysedImage, *, ftrace: bool) -> OptimizationRules:
-        """The rules for a KernelImage; without `ftrace` its fentry sites are plain nops."""
+    def verdict(self, image: ProbedTables, strategy: Strategy[Any] | None, *, ftrace: bool) -> Verdict[Any]:
+        """Where the kernel of these tables can be probed, and how; see Verdict."""
 
-    def djprobe_rules(self, image: AnalysedImage) -> OptimizationRules:
-        """The rules of djprobe's static analysis. Raises: KernelError(EOPNOTSUPP) where there are none."""
-        del image
-        raise KernelError(errno.EOPNOTSUPP, f"no djprobes on {self.name}")
+    def strategy(self, names: Iterable[str]) -> Strategy[Any] | None:
+        """The first of these that there is for this architecture."""
+        return next((self.strategies[name] for name in names if name in self.strategies), None)
 
     @abstractmethod
     def repetition(self, at: int, entry: int, turns: int) -> bytes:
-        """Code at `at` that calls `entry` as often as the u64 cell at `turns` says, counting it down.
+        """Code at `at` that calls `entry` as often as the u64 at `turns` says, counting it down.
 
         It ends in a return instruction. Raises: KernelError(ERANGE) if `entry` is too far away.
         """
 
-    @abstractmethod
-    def is_call(self, code: bytes) -> bool:
-        """Whether the first instruction is a call."""
-
-    @abstractmethod
-    def is_return(self, code: bytes) -> bool:
-        """Whether the first instruction returns to the caller."""
-
-    @abstractmethod
     def disassemble(self, code: bytes, addr: int) -> list[str]:
         """One line an instruction: address, bytes, mnemonic and operands."""
+        return self.disassembler.lines(code, addr)

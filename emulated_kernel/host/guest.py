@@ -4,82 +4,71 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable
+from contextlib import suppress
 
 from emulated_kernel.errors import KernelError
-from emulated_kernel.host.buffers import BUFFER_SIZE, UserBuffers
-from emulated_kernel.host.cells import address_of
-from emulated_kernel.host.executive import Executive, GuestTask, HostfsHandler, Request
-from emulated_kernel.host.mirror import TaskMirror
-from emulated_kernel.host.syscalls import Syscalls, UserMemory, check
+from emulated_kernel.host.builtin_kernel import BuiltinKernel
+from emulated_kernel.host.client_call import ClientCall
+from emulated_kernel.host.executive.buffers import BUFFER_SIZE
+from emulated_kernel.host.executive.executive import Executive, GuestTask, HostfsHandler, Request
+from emulated_kernel.host.executive.syscalls import Syscalls, check
+from emulated_kernel.host.mirror.mirror import TaskMirror
 from emulated_kernel.host.wall_time import WallTime
+from emulated_kernel.image.prototypes import load_argument_counts
+from emulated_kernel.machine.guest_info import Message
 
 MAX_ARGUMENTS = 6
 _STRINGS = 8 << 10
 """Where strings start in a call's buffer, in bytes; the arguments lie before them."""
 
 
-class GuestCpu(Protocol):
-    """What calling functions needs of the machine."""
-
-    def call(self, address: int, *args: int, variadic: bool = False) -> int: ...
-
-
-class GuestSymbol(Protocol):
-    @property
-    def address(self) -> int: ...
-
-    @property
-    def is_text(self) -> bool: ...
-
-
-class GuestSymbols(Protocol):
-    def lookup_name(self, name: str) -> int | None: ...
-
-    def by_name(self, name: str) -> Sequence[GuestSymbol]: ...
-
-
 class Guest:
-    """What the front end needs of the guest. Callers hold the control lock."""
+    """What the front end needs of the guest."""
 
     def __init__(
         self,
+        kernel: BuiltinKernel,
         executive: Executive,
         mirror: TaskMirror,
         syscalls: Syscalls,
-        memory: UserMemory,
-        buffers: UserBuffers,
-        cpu: GuestCpu,
-        symbols: GuestSymbols,
-        times: WallTime,
-        patched: Mapping[int, int],
-        argument_counts: Mapping[str, int] | None = None,
     ) -> None:
-        """`argument_counts`: how many arguments functions take at least, as far as that is known."""
-        self._argument_counts = argument_counts or {}
-        self._cpu = cpu
-        self._symbols = symbols
+        self.kernel = kernel
+        machine, image = kernel.machine, kernel.image
+        self._memory = machine.memory
+        self._symbols = image.kallsyms
+        self._argument_counts = load_argument_counts(image.path)
+        """How many arguments functions take at least, as far as that is known."""
         self.executive = executive
         self.mirror = mirror
         self.syscalls = syscalls
-        self.times = times
-        self._memory = memory
-        self.buffers = buffers
-        self._patched = patched
+        self.buffers = kernel.buffers
+        self._read_buffer = kernel.buffers.get()
+        """Where all reads of our files get their data, which come when a read ends: however many sleep, each
+        with this address, one of them at a time is served."""
+        self.times = WallTime(machine)
+        self._patched = machine.text.ledger
 
     @property
     def is_watched(self) -> bool:
         """Whether a system call could be noticed: some of the guest's text is patched."""
         return bool(self._patched) and not self.executive.is_dead
 
+    def client_call(self, pid: int, uid: int) -> ClientCall | None:
+        """The system call that the guest may do in a process's stead; None where nobody would see it."""
+        return self.mirror.call_of(pid, uid) if self._patched else None
+
     @property
     def is_dead(self) -> bool:
         """It takes no more system calls: it panicked, or lost its way."""
         return self.executive.is_dead
 
-    def read_file(self, task: GuestTask, fd: int, size: int, produce: Callable[[], bytes]) -> bytes:
+    def read_file(
+        self, task: GuestTask, fd: int, size: int, produce: Callable[[], bytes], number: int | None = None
+    ) -> bytes:
         """read(2) on a file of ours: the guest asks for the data in the middle of its vfs_read.
+
+        `number`: what the process calls the descriptor.
 
         Raises: WouldBlock when `produce` does; the task sleeps then, and the same call goes on with it.
         """
@@ -91,16 +80,20 @@ class Guest:
             self._memory.write(buffer, data)
             return len(data)
 
-        self._transfer(task, "read", fd, min(size, BUFFER_SIZE), serve)
+        with self.syscalls.numbered(task, number, fd):
+            self._transfer(task, "read", fd if number is None else number, min(size, BUFFER_SIZE), serve)
         return data
 
-    def write_file(self, task: GuestTask, fd: int, data: bytes, consume: Callable[[], int]) -> int:
+    def write_file(
+        self, task: GuestTask, fd: int, data: bytes, consume: Callable[[], int], number: int | None = None
+    ) -> int:
         """write(2) on a file of ours; the data stand in user memory for who probes vfs_write."""
 
         def serve(_op: int, _buffer: int, _count: int) -> int:
             return consume()
 
-        return self._transfer(task, "write", fd, len(data), serve, data)
+        with self.syscalls.numbered(task, number, fd):
+            return self._transfer(task, "write", fd if number is None else number, len(data), serve, data)
 
     def _transfer(
         self, task: GuestTask, name: str, fd: int, size: int, serve: HostfsHandler, data: bytes | None = None
@@ -110,18 +103,20 @@ class Guest:
         if sleeping is not None and (sleeping.nr, sleeping.args[0], sleeping.args[2]) == (nr, fd, size):
             sleeping.hostfs = serve
             return check(self.executive.resume(task), self._memory.word_size)
-        buffer = self.buffers.get()
-        if data is not None:
+        if data is None:
+            request = Request(nr, (fd, self._read_buffer, size), serve)
+            return check(self.executive.run(task, request), self._memory.word_size)
+        with self.buffers.borrowed() as buffer:
             self._memory.write(buffer, data)
-        request = Request(nr, (fd, buffer, size), serve, on_end=lambda: self.buffers.put(buffer))
-        return check(self.executive.run(task, request), self._memory.word_size)
+            request = Request(nr, (fd, buffer, size), serve)
+            return check(self.executive.run(task, request), self._memory.word_size)
 
-    def give_up(self, task: GuestTask, fd: int, error: int) -> None:
+    def give_up(self, task: GuestTask, error: int) -> None:
         """The process doesn't wait for the file that its task sleeps in: the call ends with this errno.
 
-        Otherwise it would sleep on, with one of the buffers, until the process asks for something else.
+        Otherwise it would sleep on until the process asks for something else.
         """
-        if not self.is_dead and task.request is not None and task.request.args[0] == fd:
+        if not self.is_dead and task.request is not None:
             self.executive.interrupt(task, error)
 
     def enter(self, task: GuestTask) -> None:
@@ -134,9 +129,17 @@ class Guest:
         flags &= ~(os.O_CREAT | os.O_EXCL | os.O_TRUNC)
         return self.syscalls.open(self.mirror.init, path, flags, hostfs=lambda _op, _buffer, _count: 0)
 
-    def close_file(self, fd: int) -> None:
-        """close(2) in the task that ran last, mostly the closing one: FUSE doesn't say who it is."""
-        self.syscalls.call(self.executive.at_hand or self.mirror.init, "close", fd)
+    def close_file(self, fd: int, number: int | None = None) -> None:
+        """close(2) in the task that ran last, mostly the closing one: FUSE doesn't say who it is.
+
+        `number`: what the process calls the descriptor.
+        """
+        task = self.executive.at_hand or self.mirror.init
+        if number is None:
+            self.syscalls.call(task, "close", fd)
+        else:
+            with self.syscalls.numbered(task, number, fd):
+                self.syscalls.call(task, "close", number)
 
     def call_function(self, name: str, *args: int | str | bytes) -> int:
         """Call a kernel function in the worker's task; strings are passed by address. The raw result.
@@ -189,9 +192,15 @@ class Guest:
 
     def log(self, message: str) -> None:
         """printk: a line of the host's in the kernel log, wherever the guest stands; not if it is dead."""
-        if self.is_dead:
-            return
-        printk = address_of(self._symbols, "_printk")
-        with self.buffers.borrowed() as buffer:
-            self._memory.write(buffer, b"%s\n\0" + message.encode()[:1000] + b"\0")
-            self._cpu.call(printk, buffer, buffer + 4, variadic=True)
+        if not self.is_dead:
+            with suppress(KernelError):
+                self.kernel.print(message)
+
+    def messages(self) -> list[Message]:
+        """The kernel log, as far as it can be read, and what the host has to say behind it."""
+        try:
+            messages = self.kernel.messages()
+        except KernelError as error:
+            self.executive.note(str(error.strerror))
+            messages = []
+        return messages + self.executive.notes

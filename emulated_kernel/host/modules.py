@@ -5,21 +5,20 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from emulated_kernel.abi import ModuleOp, ModuleState
 from emulated_kernel.errors import KernelError
-from emulated_kernel.host.buffers import BUFFER_SIZE
-from emulated_kernel.host.executive import Request
+from emulated_kernel.host.executive.buffers import BUFFER_SIZE
+from emulated_kernel.host.executive.executive import Request
+from emulated_kernel.host.executive.syscalls import check
 from emulated_kernel.host.guest import Guest
-from emulated_kernel.host.module_list import ModuleInfo, ModuleReader
-from emulated_kernel.host.syscalls import UserMemory, check
-from emulated_kernel.image.image import KernelImage, prebuilt_dependencies
-from emulated_kernel.machine.machine import Machine
-from emulated_kernel.machine.traps import HardwareError, MemoryFault
+from emulated_kernel.image.image import prebuilt_dependencies
+from emulated_kernel.machine.guest_info import ModuleInfo
+from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault
 
 MAX_SIZE = 4 << 20
 """Bytes of a module's file."""
@@ -28,104 +27,72 @@ Notify = Callable[[ModuleState, int], None]
 """Told of a module's new state, and where its struct module is. Raises: KernelError to refuse it."""
 
 
-class ModulePages(Protocol):
-    """Memory for modules."""
+@dataclass(frozen=True)
+class ModuleFile:
+    """A module's file as it was read before the control lock was taken."""
 
-    def alloc(self, size: int, *, is_text: bool) -> int: ...
-
-    def size(self, va: int) -> int: ...
-
-    def place(self, va: int, code: bytes) -> None: ...
-
-    def free(self, va: int) -> None: ...
-
-
-class UserRegion(Protocol):
-    """The window of user space."""
-
-    def alloc(self, size: int) -> int: ...
-
-    def free(self, va: int) -> int: ...
-
-
-class ModuleFiles(Protocol):
-    """The modules that come with the kernel image."""
-
-    def find(self, name: str) -> Path | None:
-        """The file of a module."""
-
-    def depends(self, name: str) -> Sequence[str]:
-        """What it needs to be loaded before it."""
+    name: str
+    """Of a module that comes with the image; or a path, with a slash in it."""
+    data: bytes = field(default=b"", repr=False)
+    refusal: tuple[int, str] | None = None
+    """Why there are no data: errno, and the line for the kernel log."""
 
 
 class Modules:
-    """The guest's modules. Callers hold the control lock."""
+    """The guest's modules."""
 
     def __init__(
         self,
         guest: Guest,
-        memory: UserMemory,
-        region: UserRegion,
-        pages: ModulePages,
-        reader: ModuleReader,
-        files: ModuleFiles,
+        notify: Notify,
     ) -> None:
         self._guest = guest
-        self._memory = memory
-        self._region = region
-        self._pages = pages
-        self._reader = reader
-        self._files = files
-        self.notify: Notify = lambda _state, _module: None
+        machine, image = guest.kernel.machine, guest.kernel.image
+        self._memory = machine.memory
+        self._region = machine.user_buffers
+        self._pages = machine.modules
+        self._directory = image.path.parent / "modules"
+        """NAME.ko of those that come with the image."""
+        self._depends = prebuilt_dependencies(image.arch)
+        self.notify = notify
         """Mirrors: register_module_notifier (v6.1)."""
 
     def loaded(self) -> list[ModuleInfo]:
         """The loaded modules, newest first. Raises: KernelError EIO where the guest has corrupted them."""
-        try:
-            return list(self._reader.modules())
-        except MemoryFault as fault:
-            raise KernelError(errno.EIO, f"the module list leads to {fault}") from fault
+        return self._guest.kernel.modules()
 
-    def load_or_insert(self, name: str) -> None:
-        """A path has a slash in it; a name hasn't. Raises: as `load`, `insert`."""
+    def read(self, name: str) -> list[ModuleFile]:
+        """The file at a path (told by its slash), or a module of the image's behind what it uses.
+
+        They may be slow, or served by this very process: the control lock must not be held. So `load`
+        tells what couldn't be read.
+        """
         if "/" in name:
-            self.insert(Path(name))
-        else:
-            self.load(name)
-
-    def load(self, name: str) -> None:
-        """Load a module that comes with the image, after those that it uses; one that is there stays.
-
-        Raises: KernelError ENOENT (no such module), and as `insert`. Mirrors: modprobe.
-        """
+            return [_read_file(Path(name), name)]
         name = name.replace("-", "_")
-        path = self._files.find(name)
-        if path is None:
-            raise self._refusal(errno.ENOENT, f"module {name}: there is none of that name")
-        if any(module.name == name for module in self.loaded()):
-            return
-        for needed in self._files.depends(name):
-            self.load(needed)
-        self.insert(path)
+        path = self._directory / f"{name}.ko"
+        # Not Path.exists: it raises ENAMETOOLONG.
+        if not name.isidentifier() or not os.path.exists(path):
+            return [ModuleFile(name, refusal=(errno.ENOENT, f"module {name}: there is none of that name"))]
+        needed = [file for other in self._depends.get(name, ()) for file in self.read(other)]
+        return [*needed, _read_file(path, name)]
 
-    def insert(self, path: Path) -> None:
-        """Load a module from a file of the host. Mirrors: insmod.
+    def load(self, files: list[ModuleFile]) -> None:
+        """Load what `read` gave; of those that come with the image, one that is there stays.
 
-        Raises: KernelError ENOENT and others of the file, EINVAL (no regular file), EFBIG, ENOEXEC (no module
-        for this kernel), ENOENT (an unresolved symbol), EEXIST (loaded already), ENOMEM, what its init
-        returned, EFAULT (its init was killed).
+        Raises: KernelError ENOENT (no such module) and others of the file, EINVAL (no regular file), EFBIG,
+        ENOEXEC (no module for this kernel), ENOENT (an unresolved symbol), EEXIST (loaded already), ENOMEM,
+        what its init returned, EFAULT (its init was killed). Mirrors: modprobe; insmod for a path.
         """
-        try:
-            data = _read_regular(path)
-        except OSError as error:
-            raise self._refusal(error.errno or errno.EIO, f"module {path.name}: {error.strerror}") from error
-        # Python's, for a path with NUL.
-        except ValueError as error:
-            raise self._refusal(errno.ENOENT, f"module {path.name!r}: {error}") from error
-        self.init_module(data, path.name)
+        for file in files:
+            if any(module.name == file.name for module in self.loaded()):
+                continue
+            if file.refusal is not None:
+                raise self._refusal(*file.refusal)
+            self.init_module(file.data, Path(file.name).name if "/" in file.name else f"{file.name}.ko")
 
     def init_module(self, data: bytes, name: str) -> None:
-        """Load the file's content; `name` is for the log. Raises: as `insert`. Mirrors: init_module(2)."""
+        """Load the file's content; `name` is for the log. Raises: as `load`. Mirrors: init_module(2)."""
         if len(data) > MAX_SIZE:
             raise self._refusal(errno.EFBIG, f"module {name}: more than {MAX_SIZE} bytes")
         with self._user_memory(len(data) + 1, name) as image:
@@ -215,34 +182,26 @@ class Modules:
         return 0
 
 
+def _read_file(path: Path, name: str) -> ModuleFile:
+    try:
+        return ModuleFile(name, _read_regular(path))
+    except OSError as error:
+        return ModuleFile(name, refusal=(error.errno or errno.EIO, f"module {path.name}: {error.strerror}"))
+    # Python's, for a path with NUL.
+    except ValueError as error:
+        return ModuleFile(name, refusal=(errno.ENOENT, f"module {path.name!r}: {error}"))
+
+
 def _read_regular(path: Path) -> bytes:
     """A file's content, or as much as shows that it is too much.
 
     Raises: OSError, EINVAL for what isn't a regular file: a pipe or a device might never end; ValueError.
     """
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file")
-        return file.read(MAX_SIZE + 1)
-
-
-def build_modules(guest: Guest, machine: Machine, reader: ModuleReader, image: KernelImage) -> Modules:
-    """The modules of a guest whose loader runs in this machine."""
-    files = PrebuiltModules(image.path.parent / "modules", prebuilt_dependencies(image.arch))
-    return Modules(guest, machine.memory, machine.user_buffers, machine.modules, reader, files)
-
-
-class PrebuiltModules:
-    """Implements ModuleFiles: a directory of NAME.ko, and a manifest's table of what they depend on."""
-
-    def __init__(self, directory: Path, depends: Mapping[str, Sequence[str]]) -> None:
-        self._directory = directory
-        self._depends = depends
-
-    def find(self, name: str) -> Path | None:
-        path = self._directory / f"{name}.ko"
-        # Not Path.exists: it raises ENAMETOOLONG.
-        return path if name.isidentifier() and os.path.exists(path) else None
-
-    def depends(self, name: str) -> Sequence[str]:
-        return self._depends.get(name, ())
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        with open(fd, "rb", closefd=False) as file:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise OSError(errno.EINVAL, "not a regular file")
+            return file.read(MAX_SIZE + 1)
+    finally:
+        os.close(fd)

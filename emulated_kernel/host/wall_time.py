@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable
+from time import time_ns
+
+from emulated_kernel.machine.machine import Machine
 
 GRANULARITY_NS = 1_000_000
 """How far apart two moments are that are remembered, in nanoseconds."""
 MAX_MOMENTS = 1 << 16
 """Beyond this many, every other one is forgotten."""
 EXPLICIT_NS = (1 << 33) * 1_000_000_000
-"""Added to times that a process set: that is how they are told from the clock's, in nanoseconds."""
+"""Added to times that a process set: which distinguishes them from the clock's; nanoseconds."""
 
 
 class WallTime:
@@ -21,15 +23,18 @@ class WallTime:
     from run to run. Times that utimensat(2) sets lie in a range of their own and are kept exactly.
     """
 
-    def __init__(self, guest_ns: Callable[[], int], wall_ns: Callable[[], int]) -> None:
-        self._guest_ns = guest_ns
-        self._wall_ns = wall_ns
+    def __init__(self, machine: Machine) -> None:
+        self._clock = machine.clock
+        self._boot_ns = machine.boot_ns
         self._guest = array("q", [0])
-        self._wall = array("q", [wall_ns() - guest_ns()])
+        self._wall = array("q", [time_ns() - self._guest_ns()])
+
+    def _guest_ns(self) -> int:
+        return self._boot_ns + self._clock.now_ns()
 
     def remember(self) -> None:
         """Call it before the guest does something that it may note the time of."""
-        wall = self._wall_ns()
+        wall = time_ns()
         if abs(wall - self._wall[-1]) < GRANULARITY_NS:
             return
         guest = self._guest_ns()

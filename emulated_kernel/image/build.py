@@ -13,16 +13,69 @@ import struct
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from emulated_kernel.image import prototypes
-from emulated_kernel.image.elf import ElfFile
+from emulated_kernel.image.elf import SHN_UNDEF, STB_WEAK, ElfFile
 from emulated_kernel.image.image import PREBUILT, KernelImage, load_image
 from emulated_kernel.image.kallsyms import Kallsyms, elf_symbols
-from emulated_kernel.image.module_build import MODULES, build_modules, dependencies
+
+MODULES = "modules"
+COMMON = Path(MODULES) / "module-common.c"
+_EXPORT = "__ksymtab_"
+
+Compile = Callable[[Path, Path, list[str]], None]
+"""Compiles (source relative to src/, output, further flags)."""
+Link = Callable[[list[Path], Path], None]
+"""Links objects into one that can still be relocated."""
+
+
+def build_modules(source: Path, work: Path, compile_: Compile, link: Link) -> dict[str, bytes]:
+    """All modules by name."""
+    built = {}
+    for directory in sorted((source / MODULES).iterdir()):
+        if directory.is_dir():
+            built[directory.name] = _build(source, directory, work, compile_, link)
+    return built
+
+
+def _build(source: Path, directory: Path, work: Path, compile_: Compile, link: Link) -> bytes:
+    name = directory.name
+    flags = ["-DMODULE", f'-DKBUILD_MODNAME="{name}"']
+    objects = []
+    for path in [*sorted(directory.glob("*.c")), source / COMMON]:
+        output = work / f"{name}-{path.stem}.o"
+        compile_(path.relative_to(source), output, flags)
+        objects.append(output)
+    module = work / f"{name}.ko"
+    link(objects, module)
+    return module.read_bytes()
+
+
+def dependencies(modules: Mapping[str, bytes]) -> dict[str, list[str]]:
+    """For each module the others whose exported symbols it uses. Mirrors: modules.dep of depmod."""
+    symbols = {name: ElfFile(data).symbols for name, data in modules.items()}
+    owner = {
+        symbol.name.removeprefix(_EXPORT): name
+        for name, table in symbols.items()
+        for symbol in table
+        if symbol.name.startswith(_EXPORT)
+    }
+    return {
+        name: sorted(
+            {
+                owner[symbol.name]
+                for symbol in table
+                if symbol.section == SHN_UNDEF and symbol.binding != STB_WEAK and symbol.name in owner
+            }
+        )
+        for name, table in symbols.items()
+    }
+
 
 SOURCE = Path(__file__).parent / "src"
 MANIFEST = PREBUILT / "manifest.json"
@@ -40,7 +93,7 @@ COMMON_FLAGS = (
 
 
 @dataclass(frozen=True)
-class Target:
+class BuildTarget:
     """How the image of one architecture is compiled and linked."""
 
     compiler: str
@@ -55,9 +108,9 @@ class Target:
     has_modules: bool = True
 
 
-def _riscv(isa: str, flags: str) -> Target:
+def _riscv(isa: str, flags: str) -> BuildTarget:
     """The nops at a function's entry are 8 bytes, whatever a nop has."""
-    return Target(
+    return BuildTarget(
         compiler="riscv64-linux-gnu-gcc",
         linker="riscv64-linux-gnu-ld",
         arch_directory="arch/riscv",
@@ -73,7 +126,7 @@ def _riscv(isa: str, flags: str) -> Target:
 
 
 TARGETS = {
-    "x86_64": Target(
+    "x86_64": BuildTarget(
         compiler="gcc",
         linker="ld",
         arch_directory="arch/x86",
@@ -86,7 +139,7 @@ TARGETS = {
         ),
         linker_flags="-m elf_x86_64 -z max-page-size=0x1000 -z noexecstack --build-id=none",
     ),
-    "i386": Target(
+    "i386": BuildTarget(
         compiler="gcc",
         linker="ld",
         arch_directory="arch/x86",
@@ -252,7 +305,7 @@ def _argument_counts(work: Path, image: KernelImage, modules: dict[str, bytes]) 
     return prototypes.to_json(prototypes.argument_counts(path.read_text() for path in notes), names)
 
 
-def _build_modules(target: Target, work: Path) -> dict[str, bytes]:
+def _build_modules(target: BuildTarget, work: Path) -> dict[str, bytes]:
     def link(objects: list[Path], output: Path) -> None:
         emulation = target.linker_flags.split()[:2]
         _run([target.linker, *emulation, "-r", "-o", str(output), *map(str, objects)])
@@ -268,7 +321,7 @@ def _describe_modules(modules: dict[str, bytes]) -> dict[str, Any]:
     }
 
 
-def sources(target: Target) -> list[Path]:
+def sources(target: BuildTarget) -> list[Path]:
     """All C and assembly files of a target, relative to src/, in a fixed order."""
     found = [path.relative_to(SOURCE) for path in SOURCE.rglob("*.[cS]")]
     found = [p for p in found if p.parts[0] != MODULES]
@@ -277,18 +330,18 @@ def sources(target: Target) -> list[Path]:
     return sorted((p for p in mine if not p.stem.endswith(other_width)), key=lambda p: p.as_posix())
 
 
-def _compile_all(target: Target, work: Path) -> list[Path]:
+def _compile_all(target: BuildTarget, work: Path) -> list[Path]:
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
         return list(pool.map(lambda source: _compile(target, source, work), sources(target)))
 
 
-def _compile(target: Target, source: Path, work: Path) -> Path:
+def _compile(target: BuildTarget, source: Path, work: Path) -> Path:
     output = work / (source.as_posix().replace("/", "_") + ".o")
     _compile_to(target, source, output, [])
     return output
 
 
-def _compile_to(target: Target, source: Path, output: Path, more: list[str]) -> None:
+def _compile_to(target: BuildTarget, source: Path, output: Path, more: list[str]) -> None:
     """Relative paths from src/ keep __FILE__ and the file symbols free of the build place."""
     includes = ["-nostdinc", "-Iinclude", f"-I{target.arch_directory}/include"]
     flags = [*f"{COMMON_FLAGS} {target.flags}".split(), f"-ffile-prefix-map={output.parent}=.", *more]
@@ -297,7 +350,7 @@ def _compile_to(target: Target, source: Path, output: Path, more: list[str]) -> 
     _run([target.compiler, *flags, *includes, "-c", source.as_posix(), "-o", str(output)])
 
 
-def _link_with_symbols(target: Target, objects: list[Path], work: Path) -> Path:
+def _link_with_symbols(target: BuildTarget, objects: list[Path], work: Path) -> Path:
     """Links until the symbol table inside the image is the one of the image."""
     _preprocess_script(target, work)
     table = _assemble_symbols(target, None, work)
@@ -313,7 +366,7 @@ def _link_with_symbols(target: Target, objects: list[Path], work: Path) -> Path:
     raise BuildError("the symbol table doesn't settle")
 
 
-def _link(target: Target, objects: list[Path], work: Path) -> Path:
+def _link(target: BuildTarget, objects: list[Path], work: Path) -> Path:
     vmlinux = work / "vmlinux"
     script = str(work / _SCRIPT)
     command = [target.linker, *target.linker_flags.split(), "-X", "-T", script, "-o", str(vmlinux)]
@@ -321,13 +374,13 @@ def _link(target: Target, objects: list[Path], work: Path) -> Path:
     return vmlinux
 
 
-def _preprocess_script(target: Target, work: Path) -> None:
+def _preprocess_script(target: BuildTarget, work: Path) -> None:
     """The compiler's own macros would replace words of the script, such as i386."""
     command = [target.compiler, *target.flags.split(), "-undef", "-E", "-P", "-xc", target.linker_script]
     _run([*command, "-o", str(work / _SCRIPT)])
 
 
-def _assemble_symbols(target: Target, symbols: Kallsyms | None, work: Path) -> Path:
+def _assemble_symbols(target: BuildTarget, symbols: Kallsyms | None, work: Path) -> Path:
     """The tables that kernel/kallsyms.c reads; without symbols they are empty."""
     source, output = work / "kallsyms.S", work / "kallsyms.o"
     source.write_text(_symbol_source(symbols))

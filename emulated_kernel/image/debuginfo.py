@@ -25,7 +25,7 @@ class DescribedFunction:
 
 
 class DebugInfo:
-    """The functions of one ELF file for x86; only the compile units that are asked about are parsed."""
+    """The functions of one ELF file for x86; a compile unit is parsed at the first look-up in it."""
 
     def __init__(self, code: Any, debug: Any) -> None:
         """`code` and `debug` are open ELF files, which may be the same: text, and what describes it."""

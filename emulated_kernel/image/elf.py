@@ -35,7 +35,7 @@ class ElfMachine(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class SectionHeader:
     """One section header; `address` is virtual, `offset` and `size` are in bytes."""
 
     index: int
@@ -122,13 +122,6 @@ class ElfFile:
                 return self._read_symbols(section)
         return []
 
-    def section_data(self, name: str) -> bytes:
-        """The contents of a section; empty where there is no such section."""
-        section = self.sections.get(name)
-        if section is None or section.type == SHT_NOBITS:
-            return b""
-        return self._slice(section.offset, section.size, f"section {name}")
-
     def segment_data(self, segment: ProgramHeader) -> bytes:
         """The bytes of a segment that are in the file."""
         return self._slice(segment.offset, segment.file_size, f"segment at {segment.vaddr:#x}")
@@ -145,7 +138,7 @@ class ElfFile:
                 segments.append(ProgramHeader(flags, start, vaddr, paddr, file_size, mem_size))
         return segments
 
-    def _read_sections(self, offset: int, size: int, count: int) -> dict[str, Section]:
+    def _read_sections(self, offset: int, size: int, count: int) -> dict[str, SectionHeader]:
         headers = [
             self._unpack(self._layout.section, offset + index * size, "section header")
             for index in range(count)
@@ -155,13 +148,15 @@ class ElfFile:
         if self._shstrndx >= len(headers):
             _bad("section names are outside of the section table")
         names = self._slice(headers[self._shstrndx][4], headers[self._shstrndx][5], "section names")
-        sections: dict[str, Section] = {}
+        sections: dict[str, SectionHeader] = {}
         for index, (name, kind, flags, address, start, length, link, _, _, entry) in enumerate(headers):
-            section = Section(index, _string(names, name), kind, flags, address, start, length, link, entry)
+            section = SectionHeader(
+                index, _string(names, name), kind, flags, address, start, length, link, entry
+            )
             sections.setdefault(section.name, section)
         return sections
 
-    def _read_symbols(self, table: Section) -> list[ElfSymbol]:
+    def _read_symbols(self, table: SectionHeader) -> list[ElfSymbol]:
         linked = next((s for s in self.sections.values() if s.index == table.link), None)
         if linked is None:
             _bad("symbol table without string table")

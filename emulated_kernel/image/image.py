@@ -7,19 +7,18 @@ import struct
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from enum import IntFlag
 from errno import ENOENT, ENOEXEC
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
+from emulated_kernel.abi import Prot
 from emulated_kernel.errors import KernelError
 from emulated_kernel.image.alternatives import CPU_FEATURES, alternatives, replaced
 from emulated_kernel.image.elf import ElfFile, ElfMachine
 from emulated_kernel.image.kallsyms import Kallsyms, Symbol, elf_symbols
 
 PREBUILT = Path(__file__).parent / "prebuilt"
-BUGFLAG_WARNING = 1
 
 _MACHINES = {
     "x86_64": ElfMachine.X86_64,
@@ -27,14 +26,6 @@ _MACHINES = {
     "riscv64": ElfMachine.RISCV,
     "riscv64i": ElfMachine.RISCV,
 }
-
-
-class Prot(IntFlag):
-    """Access to a segment, with ELF's values."""
-
-    X = 1
-    W = 2
-    R = 4
 
 
 class Segment(NamedTuple):
@@ -76,6 +67,14 @@ class JumpLabel(NamedTuple):
     key: int
 
 
+class StaticCall(NamedTuple):
+    """A call that the static call at `key` leads to another function."""
+
+    site: int
+    key: int
+    is_tail_call: bool
+
+
 @dataclass(frozen=True, slots=True)
 class BugEntry:
     """A ud2 of BUG() or WARN()."""
@@ -84,11 +83,6 @@ class BugEntry:
     file: str
     line: int
     flags: int
-
-    @property
-    def is_warning(self) -> bool:
-        """Whether execution goes on behind it."""
-        return bool(self.flags & BUGFLAG_WARNING)
 
 
 class AbiTable(dict[str, int]):
@@ -119,6 +113,8 @@ class KernelImage:
     """By address."""
     jump_labels: tuple[JumpLabel, ...]
     """Sorted by address."""
+    static_calls: tuple[StaticCall, ...]
+    """Sorted by address."""
     abi: dict[str, int]
     """The guest's own table of layouts; empty for images that aren't ours."""
     version: str
@@ -129,7 +125,7 @@ class KernelImage:
     @property
     def data(self) -> Iterator[tuple[int, bytes]]:
         """What isn't code, with its addresses."""
-        return ((segment.va, segment.data) for segment in self.segments if not segment.prot & Prot.X)
+        return ((segment.va, segment.data) for segment in self.segments if not segment.prot & Prot.EXEC)
 
     def read(self, va: int, size: int) -> bytes:
         """Bytes as the image holds them before it runs.
@@ -222,6 +218,7 @@ class _Loader:
             mcount=frozenset(self._words("__start_mcount_loc", "__stop_mcount_loc")),
             bugs=self._bugs(),
             jump_labels=tuple(sorted(self._jump_labels())),
+            static_calls=tuple(sorted(self._static_calls())),
             abi=abi,
             version=self._banner(),
             bits=self._elf.bits,
@@ -274,6 +271,14 @@ class _Loader:
             label, target, key = struct.unpack_from(code, data, at)
             # Linux: of the key's address the lowest bits say what the branch does by default.
             yield JumpLabel(base + at + label, base + at + 4 + target, (base + at + 8 + key) & ~3)
+
+    def _static_calls(self) -> Iterator[StaticCall]:
+        base, data = self._between("__start_static_call_sites", "__stop_static_call_sites")
+        for at in range(0, len(data) - 7, 8):
+            site, key = struct.unpack_from("<ii", data, at)
+            key += base + at + 4
+            # Linux: of the key's address the lowest bit says that it is a tail call.
+            yield StaticCall(base + at + site, key & ~3, bool(key & 1))
 
     def _bugs(self) -> dict[int, BugEntry]:
         base, data = self._between("__start___bug_table", "__stop___bug_table")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from emulated_kernel.errors import KernelError
 from emulated_kernel.image.elf import (
     SHF_ALLOC,
     SHF_EXECINSTR,
@@ -21,7 +23,7 @@ from emulated_kernel.image.elf import (
     STT_SECTION,
     ElfFile,
     ElfSymbol,
-    Section,
+    SectionHeader,
 )
 
 _OWN_TABLES = frozenset(
@@ -173,7 +175,7 @@ def _is_kallsyms_symbol(symbol: ElfSymbol) -> bool:
     return not symbol.name.startswith(("$", ".L"))
 
 
-def _type_letter(symbol: ElfSymbol, section: Section) -> str:
+def _type_letter(symbol: ElfSymbol, section: SectionHeader) -> str:
     """nm's letter. Mirrors: binutils bfd_decode_symclass"""
     if symbol.binding == STB_WEAK:
         return "V" if symbol.type == STT_OBJECT else "W"
@@ -215,3 +217,11 @@ def _with_sizes(symbols: list[Symbol], end: int) -> Iterator[Symbol]:
             next_address, last = last, symbol.address
         sized.append(Symbol(symbol.name, symbol.address, symbol.type, max(next_address - symbol.address, 0)))
     return reversed(sized)
+
+
+def address_of(symbols: Kallsyms, name: str) -> int:
+    """Address of a symbol that the host cannot do without. Raises: KernelError ENOEXEC."""
+    address = symbols.lookup_name(name)
+    if address is None:
+        raise KernelError(errno.ENOEXEC, f"the kernel image has no symbol {name}")
+    return address

@@ -7,7 +7,15 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from emulated_kernel.image.image import BlacklistEntry, BugEntry, ExTableEntry, JumpLabel, KernelImage, Range
+from emulated_kernel.image.image import (
+    BlacklistEntry,
+    BugEntry,
+    ExTableEntry,
+    JumpLabel,
+    KernelImage,
+    Range,
+    StaticCall,
+)
 from emulated_kernel.image.kallsyms import Kallsyms, Location, Symbol
 
 
@@ -188,6 +196,11 @@ class LiveImage:
     def jump_labels(self) -> tuple[JumpLabel, ...]:
         """Modules have none."""
         return self.core.jump_labels
+
+    @property
+    def static_calls(self) -> tuple[StaticCall, ...]:
+        """Modules have none."""
+        return self.core.static_calls
 
     @property
     def bugs(self) -> Collection[int]:

@@ -1,77 +1,30 @@
-"""Arming: the breakpoint, call or jump of a probe comes into the text, or goes."""
+"""Arming: a probe's breakpoint, call or jump comes into the text, or goes; or the text itself goes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from emulated_kernel.arch.base import Arch
 from emulated_kernel.kprobes.ftrace import FtraceSites
-from emulated_kernel.kprobes.kprobe import AggregatorProbe, Kprobe
-from emulated_kernel.kprobes.optimizer import Optimizer
+from emulated_kernel.kprobes.kprobe import AggregatorProbe, Kprobe, KprobeFlag
+from emulated_kernel.kprobes.optimizer.optimizer import Optimizer
+from emulated_kernel.kprobes.out_of_line import Breakpoints, Copies
 from emulated_kernel.kprobes.table import ProbeTable
-from emulated_kernel.kprobes.text_poke import TextPoker
 
 
-class ArmedText(Protocol):
-    def poke_batch(self, pokes: Iterable[tuple[int, bytes]], /) -> None: ...
+@dataclass(frozen=True, eq=False)
+class Arming:
+    """Arms and disarms one probe, or all, and takes from those whose text goes what they held.
 
-    def sync(self) -> None: ...
-
-    def original(self, va: int, size: int, /) -> bytes: ...
-
-
-class Breakpoints:
-    """Writes and takes back the breakpoint at a probed address.
-
-    Linux: on RISC-V under stop_machine(). Deviates: a breakpoint that CPUs may fetch in two parts is written
-    in steps, as a jump is. Mirrors: arch/*/kernel/**/kprobes.c:arch_arm_kprobe, arch_disarm_kprobe (v6.1).
+    Mirrors: kernel/kprobes.c (v6.1).
     """
 
-    def __init__(self, text: ArmedText, arch: Arch, poker: TextPoker) -> None:
-        self._text = text
-        self._arch = arch
-        self._poker = poker
-
-    def set(self, *probes: Kprobe) -> None:
-        self._write({probe.address: self._breakpoint(probe) for probe in probes})
-
-    def clear(self, *probes: Kprobe) -> None:
-        original = self._text.original
-        self._write(
-            {probe.address: original(probe.address, len(self._breakpoint(probe))) for probe in probes}
-        )
-
-    def _write(self, insns: Mapping[int, bytes]) -> None:
-        size = len(self._arch.breakpoint)
-        longer = {va: insn for va, insn in insns.items() if len(insn) > size}
-        if len(longer) < len(insns):
-            self._text.poke_batch((va, insn) for va, insn in insns.items() if va not in longer)
-            self._text.sync()
-        if longer:
-            self._poker.replace_all(longer)
-
-    def _breakpoint(self, probe: Kprobe) -> bytes:
-        insn = probe.insn
-        return self._arch.breakpoint if insn is None else self._arch.breakpoint_for(insn.prepared.length)
-
-
-class Arming:
-    """Arms and disarms one probe, or all. Mirrors: kernel/kprobes.c (v6.1)."""
-
-    def __init__(
-        self,
-        table: ProbeTable,
-        breakpoints: Breakpoints,
-        sites: FtraceSites | None,
-        optimizer: Optimizer | None,
-        log: Callable[[str], None],
-    ) -> None:
-        self._table = table
-        self._breakpoints = breakpoints
-        self._sites = sites
-        self._optimizer = optimizer
-        self._log = log
+    _table: ProbeTable
+    _breakpoints: Breakpoints
+    _sites: FtraceSites | None
+    _optimizer: Optimizer | None
+    _copies: Copies
+    _log: Callable[[str], None]
 
     def arm(self, head: Kprobe) -> None:
         """Mirrors: arm_kprobe, __arm_kprobe (v6.1)."""
@@ -138,3 +91,44 @@ class Arming:
         if self._optimizer is not None:
             self._optimizer.flush()
         self._log("kprobes: Kprobes globally disabled")
+
+    # Text that goes with its module
+
+    def kill_within(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Code is about to be freed: what is probed in the ranges [start, end) is gone.
+
+        Mirrors: kernel/kprobes.c:kprobes_module_callback (v6.1).
+        """
+        for head in list(self._table):
+            if any(start <= head.address < end for start, end in spans):
+                self._kill(head)
+        if self._optimizer is not None:
+            self._optimizer.leave_text(spans)
+
+    def _kill(self, head: Kprobe) -> None:
+        """Linux: the text is left as it is. Mirrors: kernel/kprobes.c:kill_kprobe (v6.1)."""
+        if head.is_ftrace and not head.is_disabled and not self._table.all_disarmed:
+            self.disarm(head)
+        head.flags |= KprobeFlag.GONE
+        if isinstance(head, AggregatorProbe):
+            for member in head.members:
+                member.flags |= KprobeFlag.GONE
+                member.insn = None
+            head.enabled_members = 0
+            head.refresh_handlers()
+            head.post_handler = None
+            if self._optimizer is not None:
+                self._optimizer.kill(head)
+        self._copies.release(head)
+
+    def revive(self, head: AggregatorProbe) -> None:
+        """New code stands at the address of a gone probe, and is probed again.
+
+        Raises: KernelError EILSEQ, ENOMEM, EINVAL, EOPNOTSUPP (as Copies.prepare). Mirrors: the part of
+        kernel/kprobes.c:register_aggr_kprobe (v6.1) for gone ones.
+        """
+        if not head.is_ftrace:
+            self._copies.prepare(head)
+            if self._optimizer is not None and head.detour is None:
+                self._optimizer.prepare(head)
+        head.flags = head.flags & ~KprobeFlag.GONE | KprobeFlag.DISABLED

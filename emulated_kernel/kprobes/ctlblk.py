@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from time import perf_counter_ns
 
-from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.kprobes.kprobe import COSTS_KEPT, Kprobe
 
 
 class HitStatus(Enum):
@@ -39,6 +40,45 @@ class KprobeCtlblk:
     def is_underway(self) -> bool:
         """Whether any CPU handles a hit."""
         return self.running is not None or any(state[0] is not None for state in self._others.values())
+
+    def set_current(self, kprobe: Kprobe, by_breakpoint: bool) -> None:
+        """A hit begins. Mirrors: set_current_kprobe (v6.1)."""
+        kprobe.cost.started = perf_counter_ns()
+        self.running = kprobe
+        self.status = HitStatus.ACTIVE
+        self.by_breakpoint = by_breakpoint
+
+    def reset_current(self, kprobe: Kprobe) -> None:
+        """The probe's hit is over, if it hasn't been abandoned. Mirrors: reset_current_kprobe (v6.1)."""
+        self.running = None
+        cost = kprobe.cost
+        latest = cost.latest
+        latest.append(perf_counter_ns() - cost.started)
+        if len(latest) > COSTS_KEPT:
+            del latest[0]
+
+    def save_previous(self, kprobe: Kprobe) -> None:
+        """A probe is hit within the handling of another hit. Mirrors: save_previous_kprobe (v6.1)."""
+        assert self.running is not None
+        self.interrupted.append((self.running, self.status))
+        self.running = kprobe
+        self.status = HitStatus.REENTER
+
+    def restore_previous(self) -> None:
+        """The hit within the other one is over. Mirrors: restore_previous_kprobe (v6.1)."""
+        self.running, self.status = self.interrupted.pop()
+
+    def forget_current(self) -> None:
+        """Leave the current hit without its step's end: it faulted, or its task was killed."""
+        if self.status is HitStatus.REENTER:
+            self.restore_previous()
+        else:
+            self.running = None
+
+    def abandon(self) -> None:
+        """The guest's run was given up: hits that it interrupted will not be resumed."""
+        self.interrupted.clear()
+        self.running = None
 
     def switch_to(self, cpu: int) -> None:
         """Another CPU is current."""

@@ -3,75 +3,165 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 from emulated_kernel.arch.base import Arch
+from emulated_kernel.kprobes.handlers.compiler import Compiler
 from emulated_kernel.kprobes.hit import HitHandling
 from emulated_kernel.kprobes.kprobe import Kprobe
-from emulated_kernel.kprobes.slots import SlotText
-from emulated_kernel.kprobes.text_poke import TextPoker
+from emulated_kernel.kprobes.split_jumps import SplitJumps
+from emulated_kernel.lock import ControlLock
+from emulated_kernel.machine.machine import Machine
+from emulated_kernel.machine.text.text_poke import TextPoker
 
 Tracer = Callable[[Any], None]
 Tracers = tuple[Tracer, ...]
 
 
-class SiteText(SlotText, Protocol):
-    def original(self, va: int, size: int, /) -> bytes: ...
-
-
 class FtraceSites:
     """Arms fentry sites. Mirrors: kernel/kprobes.c:arm_kprobe_ftrace, disarm_kprobe_ftrace (v6.1)."""
 
-    def __init__(self, text: SiteText, poker: TextPoker, arch: Arch, hits: HitHandling) -> None:
+    def __init__(
+        self,
+        machine: Machine,
+        arch: Arch,
+        hits: HitHandling,
+        compiler: Compiler,
+        poker: TextPoker,
+        split_jumps: SplitJumps,
+        lock: ControlLock,
+    ) -> None:
+        self._lock = lock
+        text = machine.text
         self._text = text
-        self._poker = poker
+        self._memory = machine.memory
+        self._breakpoints = machine.breakpoints
         self._arch = arch
         self._hits = hits
+        self._compiler = compiler
+        self._poker = poker
+        self._split_jumps = split_jumps
         stub = arch.ftrace_trampoline()
         self.trampoline_size = len(stub.code)
         self.trampoline = text.alloc_text(self.trampoline_size)
+        """Address of what armed sites call."""
         text.poke(self.trampoline, stub.code)
-        hits.breakpoints[self.trampoline + stub.trap] = hits.on_call
-        self._calling: dict[int, int] = {}
-        """Sites that hold a call now, and where it leads."""
+        self.return_at = self.trampoline + self.trampoline_size - arch.return_size
+        """Address of a return instruction, at which compiled handlers go on."""
+        self._calls: dict[int, Callable[[Any], object]] = {}
+        """What a call does, by the address behind its site: tracers, then the probe."""
+        self._breakpoints[self.trampoline + stub.trap] = self._make_on_call()
+        self._callers: dict[int, Kprobe] = {}
+        """Site to the probe that its calls go to."""
         self._probed: set[int] = set()
         """Sites of armed probes."""
+        self._calling: dict[int, int] = {}
+        """By site that holds a call now, the call's target."""
         self._added: dict[int, Tracers] = {}
         self._traced: dict[int, Tracers] = {}
         self._code: dict[Tracer, int] = {}
-        """What sites call instead of the trampoline where nobody but this tracer wants them to."""
-        hits.return_at = self.trampoline + self.trampoline_size - arch.return_size
-        hits.redirect_call = self._redirect
+        """By tracer, the code that sites call instead of the trampoline where it is the only user."""
+
+    # What a call does
+
+    def _make_on_call(self) -> Callable[[Any], None]:
+        """In the trampoline: the saved ip is behind the site, and is where it returns to."""
+        find, frame_at = self._calls.get, self._hits.frame_at
+
+        def call(regs: Any) -> None:
+            frame = frame_at(regs.sp)
+            hit = find(frame.ip)
+            if hit is not None:
+                hit(frame)
+
+        return call
+
+    def install(self, kprobe: Kprobe) -> None:
+        """What the probe does at a call has changed, if it is armed."""
+        if kprobe.address in self._callers:
+            self._callers[kprobe.address] = kprobe
+            self._route(kprobe.address, self._tracers(kprobe.address))
+
+    def _route(self, site: int, tracers: Tracers) -> None:
+        """Let calls from a site go to these tracers, then to its probe."""
+        behind, kprobe = site + self._arch.call_size, self._callers.get(site)
+        if kprobe is not None and not tracers:
+            self._calls[behind] = partial(self._first_by_call, kprobe, behind)
+        elif kprobe is not None:
+            # Compiled handlers, which the site calls by itself, would hide the calls from the tracers.
+            self.drop_code(kprobe)
+            self._calls[behind] = _each(*tracers, partial(self._hits.on_call, kprobe, behind))
+        elif tracers:
+            self._calls[behind] = _each(*tracers)
+        else:
+            self._calls.pop(behind, None)
+
+    def _first_by_call(self, kprobe: Kprobe, behind: int, frame: Any) -> None:
+        """The first hit since the handlers have changed; they become guest code, if they can be."""
+        if not kprobe.may_compile or kprobe.is_disabled:
+            self._calls[behind] = partial(self._hits.on_call, kprobe, behind)
+            self._hits.on_call(kprobe, behind, frame)
+            return
+        route = self._calls[behind]
+        if (
+            self._hits.on_call(kprobe, behind, frame)
+            and self._calls.get(behind) is route
+            and kprobe.code is None
+            and self._split_jumps.may_patch()
+        ):
+            self._compiler.keep_sample(kprobe, frame)
+            self.compile_call(kprobe)
+
+    def compile_call(self, kprobe: Kprobe) -> None:
+        """From the next hit on the site calls the handlers themselves, if they can be guest code."""
+        code = kprobe.code = self._compiler.call(kprobe, self.return_at)
+        kprobe.is_python = code is None
+        if code is not None:
+            self._redirect(kprobe.address, code.entry)
+
+    def drop_code(self, kprobe: Kprobe) -> None:
+        """Let Python take the hits again, until the next one: what the handlers do has changed."""
+        kprobe.is_python = False
+        code, kprobe.code = kprobe.code, None
+        if code is not None:
+            if kprobe.address in self._callers:
+                self._redirect(kprobe.address, self.trampoline)
+            self._compiler.retire(code)
+
+    # Probes
 
     def arm(self, kprobe: Kprobe) -> None:
         """Let the site call the probe."""
         site = kprobe.address
-        self._hits.call_from(kprobe)
+        self._callers[site] = kprobe
         self._probed.add(site)
+        self._route(site, self._tracers(site))
         if self._calling.get(site) != self.trampoline:
-            self._redirect(kprobe, None)
-
-    def _redirect(self, kprobe: Kprobe, entry: int | None) -> None:
-        """Let the site call a compiled handler, or the trampoline."""
-        site, target = kprobe.address, self.trampoline if entry is None else entry
-        self._calling[site] = target
-        self._patch(site, self._arch.relative_call(site, target), self._call(site, target))
+            self._redirect(site, self.trampoline)
 
     def disarm(self, kprobe: Kprobe) -> None:
+        """Let the site call tracers alone, or be nops again."""
         site = kprobe.address
         self._probed.discard(site)
         if not self._is_wanted(site):
             self._calling.pop(site, None)
             self._patch(site, self._text.original(site, self._arch.call_size), self._skip(site))
-        self._hits.forget_call(kprobe)
-        self._hits.drop_code(kprobe)
+        self._forget(kprobe)
         if self._is_wanted(site):
             self._update([site])
+
+    def _forget(self, kprobe: Kprobe) -> None:
+        """The text has stopped to call the probe."""
+        site = kprobe.address
+        self._callers.pop(site, None)
+        self._route(site, self._tracers(site))
+        self.drop_code(kprobe)
 
     def arm_all(self, kprobes: Sequence[Kprobe]) -> None:
         """`arm` for many probes at once."""
         for kprobe in kprobes:
-            self._hits.call_from(kprobe)
+            self._callers[kprobe.address] = kprobe
             self._probed.add(kprobe.address)
         self._update([kprobe.address for kprobe in kprobes])
 
@@ -81,14 +171,16 @@ class FtraceSites:
             self._probed.discard(kprobe.address)
         self._update([kprobe.address for kprobe in kprobes])
         for kprobe in kprobes:
-            self._hits.forget_call(kprobe)
-            self._hits.drop_code(kprobe)
+            self._forget(kprobe)
+
+    # Tracers
 
     def add(self, sites: Iterable[int], tracer: Tracer) -> None:
         """Let the sites call a tracer too, newest first and before their probes; not while the guest runs.
 
         It gets the saved registers, ip behind the site. Mirrors: register_ftrace_function (v6.1).
         """
+        self._lock.assert_held()
         sites = list(sites)
         for site in sites:
             self._added[site] = (tracer, *self._added.get(site, ()))
@@ -96,6 +188,7 @@ class FtraceSites:
 
     def remove(self, sites: Iterable[int], tracer: Tracer) -> None:
         """Take back what `add` did. Mirrors: unregister_ftrace_function (v6.1)."""
+        self._lock.assert_held()
         sites = list(sites)
         for site in sites:
             left = tuple(other for other in self._added.pop(site) if other is not tracer)
@@ -116,6 +209,7 @@ class FtraceSites:
 
         Mirrors: kernel/trace/ftrace.c:ftrace_run_update_code (v6.1).
         """
+        self._lock.assert_held()
         before, self._traced = self._traced, dict(wanted)
         self._update(before.keys() | wanted.keys())
 
@@ -130,7 +224,7 @@ class FtraceSites:
         return (*self._added.get(site, ()), *self._traced.get(site, ()))
 
     def _target(self, site: int) -> int:
-        """Where a site's call is to lead, but for a probe's own code."""
+        """Target of a site's call, a probe's own code left aside."""
         if not self._code or site in self._probed:
             return self.trampoline
         tracers = self._tracers(site)
@@ -146,7 +240,7 @@ class FtraceSites:
         calls = {site for site in sites if self._is_wanted(site)}
         stops = set(sites) - calls
         for site in calls:
-            self._hits.trace_call(site, self._tracers(site))
+            self._route(site, self._tracers(site))
         targets = {site: self._target(site) for site in calls}
         changed = {site: target for site, target in targets.items() if self._calling.get(site) != target}
         stopping = stops & self._calling.keys()
@@ -155,10 +249,10 @@ class FtraceSites:
         for site in stopping:
             del self._calling[site]
         for site in stops:
-            self._hits.trace_call(site, ())
+            self._route(site, ())
 
     def _start_and_stop(self, starting: Mapping[int, int], stopping: set[int]) -> None:
-        breakpoints = self._hits.breakpoints
+        breakpoints = self._breakpoints
         insns = {site: self._arch.relative_call(site, target) for site, target in starting.items()}
         breakpoints.update({site: self._call(site, target) for site, target in starting.items()})
         for site in stopping:
@@ -168,16 +262,21 @@ class FtraceSites:
         for site in insns:
             del breakpoints[site]
 
+    def _redirect(self, site: int, target: int) -> None:
+        """Let the site call a compiled handler, or the trampoline."""
+        self._calling[site] = target
+        self._patch(site, self._arch.relative_call(site, target), self._call(site, target))
+
     def _patch(self, site: int, insn: bytes, meanwhile: Callable[[Any], None]) -> None:
         """`meanwhile` does what the new instruction does, for a CPU that meets the breakpoint."""
-        breakpoints = self._hits.breakpoints
+        breakpoints = self._breakpoints
         breakpoints[site] = meanwhile
         self._poker.replace(site, insn)
         del breakpoints[site]
 
     def _call(self, site: int, target: int) -> Callable[[Any], None]:
         word, behind = self._arch.word_size, site + self._arch.call_size
-        memory, link = self._hits.memory, self._arch.call_link
+        memory, link = self._memory, self._arch.call_link
 
         def push_and_go(regs: Any) -> None:
             memory.write(regs.sp - word, behind.to_bytes(word, "little"))
@@ -196,3 +295,13 @@ class FtraceSites:
             regs.ip = site + self._arch.call_size
 
         return skip
+
+
+def _each(*calls: Callable[[Any], object]) -> Callable[[Any], None]:
+    """In this order, for the last one may send the task elsewhere."""
+
+    def call(frame: Any) -> None:
+        for handle in calls:
+            handle(frame)
+
+    return call

@@ -1,4 +1,4 @@
-"""Kprobe: what a user registers, and AggregatorProbe: what stands for several of them at one address."""
+"""Kprobe: what a user registers, and its guest code; AggregatorProbe: what stands for several of them."""
 
 from __future__ import annotations
 
@@ -6,17 +6,38 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Flag, auto
 from statistics import median
-from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from emulated_kernel.abi import GuestAddr
-from emulated_kernel.arch.program_builder import HitWay, ProgramBuilder
+from emulated_kernel.arch.analysis.reason import Finding
+from emulated_kernel.arch.analysis.region import Region
+from emulated_kernel.arch.base import Prepared
+from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
 
-if TYPE_CHECKING:
-    from emulated_kernel.arch.base import Prepared, Scratch
-    from emulated_kernel.kprobes.compiled import CompiledCode
 
-_COSTS_KEPT = 63
+@dataclass(eq=False)
+class CompiledCode:
+    """Guest code of a probe's handler, with what follows it: a stub or a detour; addresses and bytes."""
+
+    address: int
+    size: int
+    entry: int
+    """Where a hit enters it."""
+    traps: tuple[int, ...]
+    """Breakpoints where it calls the host."""
+    accesses: tuple[int, ...]
+    """Instructions with a fixup."""
+    target: int | None = field(default=None, init=False)
+    """Of a stub for breakpoints: where it goes on, None if at the host."""
+    tail: int = field(default=0, init=False)
+    """Of such a stub: the breakpoint at its end."""
+    retired: bool = field(default=False, init=False)
+
+    def contains(self, address: int) -> bool:
+        return self.address <= address < self.address + self.size
+
+
+COSTS_KEPT = 63
 """Latest hits whose cost is kept; an odd number has a median."""
 
 Regs = Any
@@ -36,21 +57,13 @@ BreakHandler = Callable[["Kprobe", Regs], int | None]
 class HitCost:
     """What handling a hit took on the host: from the breakpoint to the instruction behind the probed one."""
 
-    __slots__ = ("_started", "latest")
+    __slots__ = ("latest", "started")
 
     def __init__(self) -> None:
         self.latest: list[int] = []
         """Nanoseconds; the oldest one is forgotten first."""
-        self._started = 0
-
-    def start(self) -> None:
-        self._started = perf_counter_ns()
-
-    def stop(self) -> None:
-        latest = self.latest
-        latest.append(perf_counter_ns() - self._started)
-        if len(latest) > _COSTS_KEPT:
-            del latest[0]
+        self.started = 0
+        """When the hit began that is being handled; nanoseconds."""
 
     def text(self, hits: int) -> str:
         """Hits, and the median of the latest ones' nanoseconds."""
@@ -113,16 +126,18 @@ class Kprobe:
     """As kprobes/list shows it: `k` kprobe, `r` kretprobe, `j` jprobe."""
     insn: OutOfLine | None = field(default=None, init=False, repr=False)
     cost: HitCost = field(default_factory=HitCost, init=False, repr=False)
-    obstacle: str = field(default="", init=False, repr=False)
-    """Why it can't be optimized: address and rule; empty where nothing stands in the way."""
+    obstacle: Finding | str = field(default="", init=False, repr=False)
+    """Why it can't be optimized: address and rule; empty where it can."""
     place: str = field(default="", init=False, repr=False)
     """What its line in kprobes/list begins with, in the kernel proper, where it never changes."""
     stub: CompiledCode | None = field(default=None, init=False, repr=False)
     """The handler that a hit by a breakpoint is sent to."""
     code: CompiledCode | None = field(default=None, init=False, repr=False)
-    """The handler that the jump or call in the text leads to, if it is compiled."""
+    """The compiled handler that the jump or call in the text reaches; None: it traps."""
     sample: dict[str, int] | None = field(default=None, init=False, repr=False)
     """Registers at the hit before its handler was compiled."""
+    aggregator: AggregatorProbe | None = field(default=None, init=False, repr=False)
+    """What stands in the table for it, where it isn't that itself."""
     is_python: bool = field(default=False, init=False, repr=False)
     """It was found that the handler can't be guest code as it is now."""
 
@@ -214,8 +229,7 @@ class DetourBuffer:
     """A detour that stands ready in executable memory; addresses and bytes."""
 
     address: GuestAddr
-    length: int
-    """Bytes of whole instructions that the jump replaces (djprobe's DCR)."""
+    region: Region
     trap: int
     """Address of the breakpoint that reaches the handlers."""
     copied: int
@@ -223,8 +237,11 @@ class DetourBuffer:
     size: int
     jump: bytes
     """What stands at the probe while it is optimized."""
-    scratch: Scratch | None = None
-    """What the jumps there and back overwrite."""
+
+    @property
+    def length(self) -> int:
+        """Bytes of whole instructions that the jump replaces."""
+        return self.region.length
 
 
 @dataclass(eq=False, slots=True)
@@ -241,15 +258,19 @@ class AggregatorProbe(Kprobe):
     has_used_detour: bool = field(default=False, init=False, repr=False)
     """CPUs have been led into it since it was made."""
     is_patched: bool = field(default=False, init=False)
-    """A jump to the detour stands in the text."""
+    """The text has a jump to the detour at its address."""
     saved_tail: bytes = field(default=b"", init=False, repr=False)
     """Text behind the breakpoint, as it was when the jump was written over it."""
     is_held: bool = field(default=False, init=False)
     """Its user wants it unoptimized."""
     _stopped_by: Kprobe | None = field(default=None, init=False, repr=False)
     """The member whose pre_handler was the last one of the latest hit. Linux: kprobe_instance."""
-    _pre_handlers: tuple[tuple[PreHandler, Kprobe], ...] = field(default=(), init=False, repr=False)
-    _post_handlers: tuple[tuple[PostHandler, Kprobe], ...] = field(default=(), init=False, repr=False)
+    enabled_members: int = field(default=0, init=False, repr=False)
+    _with_post_handler: int = field(default=0, init=False, repr=False)
+    """Members that have one, disabled or not."""
+    _pre_handlers: list[tuple[PreHandler, Kprobe]] | None = field(default=None, init=False, repr=False)
+    """Those of enabled members; None: to be collected at the next hit, for thousands may change before."""
+    _post_handlers: list[tuple[PostHandler, Kprobe]] = field(default_factory=list, init=False, repr=False)
 
     @property
     def is_optimized(self) -> bool:
@@ -265,11 +286,11 @@ class AggregatorProbe(Kprobe):
         """All its members' handlers, or none of them."""
         if self.post_handler is not None:
             return False
-        return all(member.emit(builder, way) for _, member in self._pre_handlers)
+        return all(member.emit(builder, way) for _, member in self._collected())
 
     @property
     def may_compile(self) -> bool:
-        handled = [member for _, member in self._pre_handlers]
+        handled = [member for _, member in self._collected()]
         return bool(handled) and not self.is_python and all(member.has_program for member in handled)
 
     @property
@@ -285,7 +306,8 @@ class AggregatorProbe(Kprobe):
 
     def run_pre_handlers(self, regs: Regs) -> int | None:
         self._stopped_by = None
-        for pre_handler, member in self._pre_handlers:
+        pre_handlers = self._pre_handlers
+        for pre_handler, member in self._collected() if pre_handlers is None else pre_handlers:
             try:
                 if pre_handler(member, regs):
                     self._stopped_by = member
@@ -296,34 +318,59 @@ class AggregatorProbe(Kprobe):
 
     def run_all_pre_handlers(self, regs: Regs) -> None:
         """On the detour a handler can't go elsewhere. Mirrors: kernel/kprobes.c:opt_pre_handler (v6.1)."""
-        for pre_handler, member in self._pre_handlers:
+        pre_handlers = self._pre_handlers
+        for pre_handler, member in self._collected() if pre_handlers is None else pre_handlers:
             try:
                 pre_handler(member, regs)
             except BaseException as error:
                 self.report(member, error)
 
     def run_post_handlers(self, regs: Regs) -> None:
+        self._collected()
         for post_handler, member in self._post_handlers:
             try:
                 post_handler(member, regs)
             except BaseException as error:
                 self.report(member, error)
 
+    def add(self, member: Kprobe) -> None:
+        """Newest first; a jprobe doesn't come back to the others."""
+        self.members.insert(0 if member.break_handler is None else len(self.members), member)
+        member.aggregator = self
+        self.enabled_members += not member.is_disabled
+        self._with_post_handler += member.post_handler is not None
+        if member.break_handler is not None:
+            self.break_handler = member.break_handler
+
+    def remove(self, member: Kprobe) -> None:
+        """The opposite of `add`; of jprobes there is one at most."""
+        self.members.remove(member)
+        member.aggregator = None
+        self.enabled_members -= not member.is_disabled
+        self._with_post_handler -= member.post_handler is not None
+        if member.break_handler is not None:
+            self.break_handler = None
+
     def refresh_handlers(self) -> None:
-        """Collect the handlers of enabled members; to be called when a member or its flags change.
+        """The handlers of enabled members change; to be called when a member or its flags do.
 
         A post_handler of its own it has exactly while a member has one: it decides on boosting and
         optimization, disabled or not.
         """
-        enabled = [m for m in self.members if not m.is_disabled]
-        self._pre_handlers = tuple((m.pre_handler, m) for m in enabled if m.pre_handler is not None)
-        self._post_handlers = tuple((m.post_handler, m) for m in enabled if m.post_handler is not None)
-        has_post = any(m.post_handler is not None for m in self.members)
+        self._pre_handlers = None
         self.pre_handler = _run_pre_handlers
-        self.break_handler = next(
-            (m.break_handler for m in self.members if m.break_handler is not None), None
-        )
-        self.post_handler = _run_post_handlers if has_post else None
+        self.post_handler = _run_post_handlers if self._with_post_handler else None
+
+    def _collected(self) -> list[tuple[PreHandler, Kprobe]]:
+        """The enabled members' pre_handlers; their post_handlers are collected with them."""
+        pre_handlers = self._pre_handlers
+        if pre_handlers is None:
+            enabled = [m for m in self.members if not m.is_disabled]
+            self._pre_handlers = pre_handlers = [
+                (m.pre_handler, m) for m in enabled if m.pre_handler is not None
+            ]
+            self._post_handlers = [(m.post_handler, m) for m in enabled if m.post_handler is not None]
+        return pre_handlers
 
 
 # One object each for all aggregators, whose own handlers they are.

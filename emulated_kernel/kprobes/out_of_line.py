@@ -1,33 +1,57 @@
-"""Out-of-line copies: prepared when a probe is registered, given back when it goes."""
+"""What takes a probed instruction's place: the breakpoint over it, and the copy that is run out of line."""
 
 from __future__ import annotations
 
-import errno
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
-from emulated_kernel.arch.analysed import Symbol, Symbols
+from emulated_kernel.arch.analysis.tables import ProbedTables
 from emulated_kernel.arch.base import Arch
+from emulated_kernel.arch.verdict import Verdict
 from emulated_kernel.errors import KernelError
-from emulated_kernel.kprobes.garbage import TextGarbage
-from emulated_kernel.kprobes.hit import HitHandling
+from emulated_kernel.kprobes.handlers.garbage import TextGarbage
+from emulated_kernel.kprobes.handlers.slots import InsnSlots
 from emulated_kernel.kprobes.kprobe import Kprobe, OutOfLine
 from emulated_kernel.kprobes.profile import Profile
-from emulated_kernel.kprobes.slots import InsnSlots, SlotText
+from emulated_kernel.kprobes.trap_routes import TrapRoutes
+from emulated_kernel.machine.text.text import Text
+from emulated_kernel.machine.text.text_poke import TextPoker
 
 
-class CopiedText(SlotText, Protocol):
-    def original(self, va: int, size: int, /) -> bytes: ...
+@dataclass(frozen=True, eq=False)
+class Breakpoints:
+    """Writes and takes back the breakpoint at a probed address.
 
-    def sync(self) -> None: ...
+    Linux: on RISC-V under stop_machine(). Deviates: a breakpoint that CPUs may fetch in two parts is written
+    in steps, as a jump is. Mirrors: arch/*/kernel/**/kprobes.c:arch_arm_kprobe, arch_disarm_kprobe (v6.1).
+    """
 
+    _text: Text
+    _arch: Arch
+    _poker: TextPoker
 
-class CopiedImage(Protocol):
-    @property
-    def kallsyms(self) -> Symbols: ...
+    def set(self, *probes: Kprobe) -> None:
+        self._write({probe.address: self._breakpoint(probe) for probe in probes})
 
-    @property
-    def ex_table(self) -> Iterable[tuple[int, int]]: ...
+    def clear(self, *probes: Kprobe) -> None:
+        original = self._text.original
+        self._write(
+            {probe.address: original(probe.address, len(self._breakpoint(probe))) for probe in probes}
+        )
+
+    def _write(self, insns: Mapping[int, bytes]) -> None:
+        size = len(self._arch.breakpoint)
+        longer = {va: insn for va, insn in insns.items() if len(insn) > size}
+        if len(longer) < len(insns):
+            self._text.poke_batch((va, insn) for va, insn in insns.items() if va not in longer)
+            self._text.sync()
+        if longer:
+            self._poker.replace_all(longer)
+
+    def _breakpoint(self, probe: Kprobe) -> bytes:
+        insn = probe.insn
+        return self._arch.breakpoint if insn is None else self._arch.breakpoint_for(insn.prepared.length)
 
 
 class Copies:
@@ -38,67 +62,51 @@ class Copies:
 
     def __init__(
         self,
-        text: CopiedText,
-        image: CopiedImage,
+        text: Text,
+        image: ProbedTables,
+        verdict: Verdict[Any],
         arch: Arch,
-        hits: HitHandling,
+        routes: TrapRoutes,
         profile: Profile,
-        waste: TextGarbage,
+        garbage: TextGarbage,
     ) -> None:
         self._text = text
         self._image = image
-        self._symbols = image.kallsyms
-        self.read_tables()
+        self._verdict = verdict
         self._arch = arch
-        self._hits = hits
+        self._routes = routes
         self._boosts = not profile.preemption
-        self.slots = InsnSlots(text, arch.max_insn_size, arch.breakpoint, waste)
-
-    def read_tables(self) -> None:
-        """What is known of the text: which instructions may fault, and where functions' instructions start.
-
-        Again when a module came or went.
-        """
-        self._boundaries: dict[int, frozenset[int]] = {}
-        self._may_fault = frozenset(insn for insn, _ in self._image.ex_table)
+        self.slots = InsnSlots(text, arch.max_insn_size, arch.breakpoint, garbage)
 
     def prepare(self, kprobe: Kprobe) -> None:
-        """Check the instruction boundary and make the copy.
+        """Check the instruction and make the copy.
 
-        Raises: KernelError EILSEQ, ENOMEM, EINVAL or EOPNOTSUPP (can't be copied).
+        Raises: KernelError EILSEQ, ENOMEM, EINVAL, EOPNOTSUPP or ENOSPC (can't be copied).
         """
         addr = kprobe.address
-        where = self._symbols.lookup(addr)
+        refused = self._verdict.check_prepare(addr)
+        if refused is not None:
+            raise KernelError(refused.errno, refused.text)
+        where = self._image.kallsyms.lookup(addr)
         assert where is not None
-        if addr not in self._boundaries_of(where.symbol):
-            raise KernelError(errno.EILSEQ, f"{addr:#x} is not the start of an instruction")
         size = min(self._arch.max_insn_size, where.symbol.size - where.offset)
         code = self._text.original(addr, size)
         slot = self.slots.get()
         try:
-            prepared = self._arch.prepare(code, addr, slot, may_fault=addr in self._may_fault)
+            prepared = self._arch.prepare(code, addr, slot, may_fault=addr in self._verdict.may_fault)
         except KernelError:
-            self.slots.put(slot)
+            self.slots.free(slot)
             raise
         if prepared.emulate is not None:
-            self.slots.put(slot)
+            self.slots.free(slot)
             kprobe.insn = OutOfLine(prepared, None)
         else:
             self._text.poke(slot, prepared.slot_bytes)
             kprobe.insn = OutOfLine(prepared, slot)
-        self.fit(kprobe)
-        self._hits.install(kprobe)
+        self.boost_or_step(kprobe)
+        self._routes.install(kprobe)
 
-    def _boundaries_of(self, symbol: Symbol) -> frozenset[int]:
-        """Addresses of a function's instructions; its original text stays as it is."""
-        start = symbol.address
-        known = self._boundaries.get(start)
-        if known is None:
-            body = self._text.original(start, symbol.size)
-            known = self._boundaries[start] = frozenset(self._arch.instruction_boundaries(body, start))
-        return known
-
-    def fit(self, head: Kprobe) -> None:
+    def boost_or_step(self, head: Kprobe) -> None:
         """End the copy by a jump back where that can be, by the step's end where it can't.
 
         Linux: boosted once and for all, so that a post_handler added later never runs. Deviates: it does.
@@ -109,7 +117,7 @@ class Copies:
         boosted = self._boosts and insn.prepared.boostable and head.post_handler is None
         if boosted == insn.boosted:
             return
-        if self._hits.ctlblk.is_underway:
+        if self._routes.hits.ctlblk.is_underway:
             # A CPU in the middle of a step needs its end.
             self._text.sync()
         end = insn.prepared.length
@@ -121,9 +129,9 @@ class Copies:
 
     def release(self, kprobe: Kprobe) -> None:
         """Give the slot back and forget the ways into the probe."""
-        self._hits.remove(kprobe)
+        self._routes.remove(kprobe)
         insn, kprobe.insn = kprobe.insn, None
         if insn is not None and insn.slot is not None:
             # A boosted copy is left without a trap; a stepped one by the end of a hit.
-            dirty = insn.boosted or self._hits.ctlblk.is_underway
-            self.slots.put(insn.slot, dirty=dirty, on_free=lambda: self._hits.remove_step_end(insn))
+            dirty = insn.boosted or self._routes.hits.ctlblk.is_underway
+            self.slots.free(insn.slot, dirty=dirty, on_free=lambda: self._routes.remove_step_end(insn))

@@ -31,7 +31,7 @@ class Saving(Enum):
 
 
 class Wait(Enum):
-    """How a commit makes sure that nobody stands in a detoured region ("Djprobe", section 2.2)."""
+    """How a commit makes sure that no task is within a detoured region ("Djprobe", section 2.2)."""
 
     SYNCHRONIZE_SCHED = auto()
     """Each CPU goes through the scheduler: enough where the kernel isn't preempted."""
@@ -60,8 +60,8 @@ class Profile:
     """CONFIG_KPROBES_ON_FTRACE: probes on fentry sites are called; without it the sites are plain nops."""
     optimizer: bool = True
     """CONFIG_OPTPROBES: jump optimization."""
-    out_of_tree: bool = False
-    """With the patches that Linux never took: "Add OPTPROBES feature on RISCV", v6, 2023."""
+    strategies: tuple[str, ...] = ("optprobe",)
+    """Whose rules it follows: the first of Arch.strategies that the architecture has."""
     djprobe: Wait | None = None
     """Jumps are asked for by `length` and written by commit_kprobes(), which waits in this way."""
     jprobes: bool = False
@@ -80,6 +80,8 @@ class Profile:
 
 
 DEFAULT = "linux-6.1"
+OUT_OF_TREE = ("optprobe", "optprobe-riscv")
+"""With a patch that Linux never took: "Add OPTPROBES feature on RISCV", v6, 2023."""
 _OLD: dict[str, Any] = {
     "stepper": Stepper.TRAP_FLAG,
     "ftrace": False,
@@ -103,12 +105,14 @@ PROFILES: Mapping[str, Profile] = MappingProxyType(
             Profile(
                 "riscv-optprobes-2023",
                 ftrace=False,
-                out_of_tree=True,
+                strategies=OUT_OF_TREE,
                 saving=Saving.ALL,
                 return_hook="instances",
             ),
-            Profile("djprobe-2007", False, djprobe=Wait.SYNCHRONIZE_SCHED, **_OLD),
-            Profile("djprobe-2007-preempt", True, djprobe=Wait.FREEZE_PROCESSES, **_OLD),
+            Profile("djprobe-2007", False, strategies=("djprobe",), djprobe=Wait.SYNCHRONIZE_SCHED, **_OLD),
+            Profile(
+                "djprobe-2007-preempt", True, strategies=("djprobe",), djprobe=Wait.FREEZE_PROCESSES, **_OLD
+            ),
         )
     }
 )

@@ -1,13 +1,14 @@
-"""What is told of a probe beside Linux's files: how its hits are taken, and why not better."""
+"""What files show of probes: kprobes/list, how hits are taken, and which rule forbids a faster way."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
-from emulated_kernel.kprobes.kprobe import AggregatorProbe, Kprobe
-
-if TYPE_CHECKING:
-    from emulated_kernel.kprobes.registry import Kprobes
+from emulated_kernel.arch.analysis.reason import Finding, Reason
+from emulated_kernel.image.kallsyms import Kallsyms, Location
+from emulated_kernel.kprobes.kprobe import AggregatorProbe, Kprobe, KprobeFlag
+from emulated_kernel.kprobes.optimizer.optimizer import Optimizer
+from emulated_kernel.kprobes.table import ProbeTable
 
 OPTIMIZATION_MESSAGES = {
     True: "kprobes: kprobe jump-optimization is enabled. All kprobes are optimized if possible.",
@@ -16,50 +17,43 @@ OPTIMIZATION_MESSAGES = {
 """What Linux logs at a change of the sysctl."""
 
 
-def mode(kprobes: Kprobes, kprobe: Kprobe) -> str:
+def mode(table: ProbeTable, kprobe: Kprobe) -> str:
     """int3, boosted, optimized, ftrace, disarmed or gone, as the text stands now."""
     if kprobe.is_gone:
         return "gone"
-    if kprobes.is_optimized(kprobe):
+    if table.is_patched(kprobe):
         return "optimized"
-    if not kprobes.is_armed(kprobe) or kprobe.is_disabled:
+    if not table.is_armed(kprobe) or kprobe.is_disabled:
         return "disarmed"
     if kprobe.is_ftrace:
         return "ftrace"
     return "boosted" if kprobe.insn is not None and kprobe.insn.boosted else "int3"
 
 
-def reason(kprobes: Kprobes, kprobe: Kprobe) -> str:
+def reason(table: ProbeTable, optimizer: Optimizer | None, kprobe: Kprobe) -> str:
     """The first rule that keeps the probe from a better mode; empty if there is no better one."""
     if kprobe.is_gone:
         rule = "the probed code is gone"
     elif kprobe.is_disabled:
         rule = "the probe is disabled"
-    elif kprobes.all_disarmed:
+    elif table.all_disarmed:
         rule = "all probes are disarmed, see kprobes/enabled"
-    elif not kprobes.is_armed(kprobe):
+    elif not table.is_armed(kprobe):
         rule = "enabled while all probes were disarmed: disable and enable it again"
     elif kprobe.is_ftrace:
-        rule = "fentry site: ftrace calls the probe"
-    elif kprobes.is_optimized(kprobe):
+        return Finding(Reason.FTRACE, kprobe.address).text
+    elif table.is_patched(kprobe):
         return ""
     else:
-        return _not_optimized(kprobes, kprobe)
+        return str(kprobe.obstacle) or f"0x{kprobe.address:x}: {_passing_rule(table, optimizer, kprobe)}"
     return f"0x{kprobe.address:x}: {rule}"
 
 
-def _not_optimized(kprobes: Kprobes, kprobe: Kprobe) -> str:
-    """Of an armed probe."""
-    if kprobe.obstacle:
-        return kprobe.obstacle
-    return f"0x{kprobe.address:x}: {_passing_rule(kprobes, kprobe)}"
-
-
-def _passing_rule(kprobes: Kprobes, kprobe: Kprobe) -> str:
-    """What may change while the probe lives."""
-    optimizer, head = kprobes.optimizer, kprobes.head(kprobe)
+def _passing_rule(table: ProbeTable, optimizer: Optimizer | None, kprobe: Kprobe) -> str:
+    """What may change while the armed probe lives."""
+    head = table.valid(kprobe)
     if optimizer is None:
-        return "this kernel is built without jump optimization"
+        return Reason.NOT_BUILT.value
     if not optimizer.allowed:
         return "optimization is off, see kprobes/optimization"
     if not isinstance(head, AggregatorProbe) or head.detour is None:
@@ -77,3 +71,45 @@ def _passing_rule(kprobes: Kprobes, kprobe: Kprobe) -> str:
     if head.is_optimized:
         return optimizer.queued
     return "unoptimized for a probe that its jump covered"
+
+
+_OWN = KprobeFlag.GONE.value | KprobeFlag.DISABLED.value
+"""Flags of the user's probe that its line shows."""
+_WAYS = KprobeFlag.OPTIMIZED.value | KprobeFlag.FTRACE.value
+"""Flags of the address's entry that tell how a hit comes; the other flags are the users' probes' own."""
+
+
+def _line_end(flags: int) -> str:
+    shown = KprobeFlag(flags & (_OWN | _WAYS))
+    own = "[GONE]" if shown & KprobeFlag.GONE else "[DISABLED]" if shown & KprobeFlag.DISABLED else ""
+    optimized = "[OPTIMIZED]" if shown & KprobeFlag.OPTIMIZED else ""
+    return own + optimized + ("[FTRACE]" if shown & KprobeFlag.FTRACE else "") + "\n"
+
+
+_LINE_ENDS = tuple(map(_line_end, range(2 * max(flag.value for flag in KprobeFlag))))
+"""How a line ends, by the flags."""
+
+
+def bucket_text(probes: Iterable[Kprobe], symbols: Kallsyms, bits: int = 64) -> str:
+    """The lines of a bucket's probes. Mirrors: kernel/kprobes.c:show_kprobe_addr, report_probe (v6.1)."""
+    lines = []
+    for probe in probes:
+        ways = probe.flags._value_ & _WAYS
+        for member in probe.members if isinstance(probe, AggregatorProbe) else (probe,):
+            where = member.place or place(member, member.address, symbols.lookup(member.address), bits)
+            lines.append(where + _LINE_ENDS[member.flags._value_ & _OWN | ways])
+    return "".join(lines)
+
+
+def place(probe: Kprobe, addr: int, where: Location | None, bits: int) -> str:
+    """What a probe's line begins with; `where` is None in a module that has gone."""
+    text = (
+        f"0x{addr:x} " if where is None else f"{where.symbol.name}+0x{where.offset:x}  {where.module or ' '} "
+    )
+    return f"{addr:0{bits // 4}x}  {probe.kind}  {text}"
+
+
+def blacklist_lines(blacklist: Iterable[tuple[int, int, str]], bits: int = 64) -> list[str]:
+    """Mirrors: kernel/kprobes.c:kprobe_blacklist_seq_show (v6.1)."""
+    digits = bits // 4
+    return [f"0x{start:0{digits}x}-0x{end:0{digits}x}\t{name}\n" for start, end, name in blacklist]

@@ -1,4 +1,4 @@
-"""ProbeTable: what stands at which probed address, and whether anything is armed at all."""
+"""ProbeTable: the probe or aggregator probe of each probed address, and whether any is armed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ProbeTable:
         """The probes of each hash bucket from one on, the latest probed address first."""
         return (reversed(bucket.values()) for bucket in self._buckets[start:])
 
-    def put(self, probe: Kprobe) -> None:
+    def add(self, probe: Kprobe) -> None:
         """Add a probe, or let it take the place of the one at its address."""
         address = probe.address
         self._probes[address] = probe
@@ -50,9 +50,22 @@ class ProbeTable:
         if kprobe.addr is None:
             return None
         head = self._probes.get(kprobe.addr)
-        if head is kprobe or (isinstance(head, AggregatorProbe) and any(m is kprobe for m in head.members)):
-            return head
-        return None
+        return head if head is not None and head in (kprobe, kprobe.aggregator) else None
+
+    def is_armed(self, kprobe: Kprobe) -> bool:
+        """Whether text is patched for the probe's address."""
+        head = self.valid(kprobe)
+        return head is not None and not head.is_disabled and not self.all_disarmed
+
+    def is_patched(self, kprobe: Kprobe) -> bool:
+        """Whether the text has a jump to the probe's detour."""
+        head = self.valid(kprobe)
+        return isinstance(head, AggregatorProbe) and head.is_patched
+
+    def runs_in_detour(self, kprobe: Kprobe) -> bool:
+        """Whether hits go on in the probe's detour: by the jump, or by the breakpoint before it."""
+        head = self.valid(kprobe)
+        return isinstance(head, AggregatorProbe) and head.is_optimized
 
 
 def hash_address(address: int, bits: int = 64) -> int:

@@ -6,10 +6,10 @@ import struct
 
 from emulated_kernel.abi import HZ, PAGE_SIZE
 from emulated_kernel.config import MachineConfig
-from emulated_kernel.machine.cpu import CpuModel
-from emulated_kernel.machine.guest_image import GuestImage
-from emulated_kernel.machine.memory import Memory
-from emulated_kernel.machine.registers import Regs
+from emulated_kernel.image.image import KernelImage
+from emulated_kernel.machine.cpu.model import CpuModel
+from emulated_kernel.machine.cpu.registers import Regs
+from emulated_kernel.machine.memory.memory import Memory
 
 _BOOT_PARAMS = struct.Struct("<QQQIIQQ")
 
@@ -30,13 +30,13 @@ def write_boot_params(
     return where
 
 
-def per_cpu_base(image: GuestImage) -> int:
+def per_cpu_base(image: KernelImage) -> int:
     """Where the boot CPU's per-CPU area is; a stock Linux has no ABI table, but this symbol."""
     base = image.abi.get("percpu.base")
     return base if base is not None else image.kallsyms.lookup_name("__per_cpu_load") or 0
 
 
-def per_cpu_bases(memory: Memory, image: GuestImage, cpus: int) -> list[int]:
+def per_cpu_bases(memory: Memory, image: KernelImage, cpus: int) -> list[int]:
     """Where the per-CPU area of each CPU is, once the kernel has booted."""
     first, table = per_cpu_base(image), image.abi.get("__per_cpu_offset")
     if table is None:
@@ -45,13 +45,13 @@ def per_cpu_bases(memory: Memory, image: GuestImage, cpus: int) -> list[int]:
     return [first, *others]
 
 
-def per_cpu_address(image: GuestImage, name: str) -> int | None:
+def per_cpu_address(image: KernelImage, name: str) -> int | None:
     """Address of the boot CPU's copy of a per-CPU variable in the ABI table."""
     offset = image.abi.get(f"percpu.{name}")
     return None if offset is None else per_cpu_base(image) + offset
 
 
-def enter(regs: Regs, cpu: CpuModel, image: GuestImage, boot_params: int, host_stack: int) -> None:
+def enter(regs: Regs, cpu: CpuModel, image: KernelImage, boot_params: int, host_stack: int) -> None:
     """Registers at the entry: boot parameters, sp = init_stack.top, interrupts off, all else 0.
 
     An image without an ABI table starts on a stack of the host's.

@@ -1,26 +1,19 @@
-"""Functions of the guest called by the host, and snapshots of the data they touch."""
+"""Functions of the guest called by the host, on a stack of its own."""
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from emulated_kernel.abi import PAGE_SIZE, Vector
-from emulated_kernel.machine.cpu import CpuModel
-from emulated_kernel.machine.memory import Memory
-from emulated_kernel.machine.paging import Prot
+from emulated_kernel.abi import PAGE_SIZE, Prot, Vector
+from emulated_kernel.machine.cpu.model import CpuModel
+from emulated_kernel.machine.memory.memory import Memory
 from emulated_kernel.machine.runner import Runner
-from emulated_kernel.machine.traps import BudgetExceeded, GuestFault, Trap, TrapKind
+from emulated_kernel.machine.traps.trap import BudgetExceeded, GuestFault, Trap, TrapKind
 
 MAX_ARGUMENTS = 6
-_LINE = 128
 _TRAPS = (Vector.DEBUG, Vector.BREAKPOINT)
 """Reported behind the instruction: what stands there didn't fault."""
-
-_libc = ctypes.PyDLL(None)
-_memcmp = _libc.memcmp
-_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 class HostCalls:
@@ -38,16 +31,14 @@ class HostCalls:
         self._return_pad = return_pad
         self.stack_top = stack_top
         """Stack pointer at the entry of a called function, where the return address lies."""
-        self.on_leave: Callable[[], None] = lambda: None
+        self.on_leave: list[Callable[[], None]] = []
         """Called when a run has ended, maybe half way: whatever it stood in is never ended."""
 
     def call(self, address: int, *args: int, variadic: bool = False) -> int:
         """Call a function with up to six integer arguments, each a word; returns its result register.
 
-        Raises:
-            GuestFault: it ended in an exception without a fixup, or in a hypercall.
-            BudgetExceeded: it did not return in time.
-            TypeError: too many arguments.
+        Raises: GuestFault: it ended in an exception without a fixup, or in a hypercall; BudgetExceeded: it
+        did not return in time; TypeError: too many arguments.
         """
         if len(args) > MAX_ARGUMENTS:
             raise TypeError(f"{len(args)} arguments; at most {MAX_ARGUMENTS} are passed")
@@ -67,19 +58,19 @@ class HostCalls:
         the stack (`stack_top` is good). The end state's ip is behind the return pad. The guest's own
         registers are as before in any case. The clock is not set: from the same state comes the same end.
 
-        Raises:
-            GuestFault, BudgetExceeded, MemoryFault: as `call`; the stack isn't writable.
+        Raises: GuestFault, BudgetExceeded, MemoryFault: as `call`; the stack isn't writable.
         """
         return self._enter(start, tick=False)
 
-    def trap_of(self, start: Any, *, fixup: bool = False) -> tuple[Trap, Any]:
+    def trap_of(self, start: Any, *, fixup: bool = False, goes_on: bool = False) -> tuple[Trap, Any]:
         """Run from a complete register state until anything stops it; how it stopped, and the registers then.
 
         Exceptions stop it, those too that have a fixup unless `fixup` is set; TF in `start.flags` runs a
         single instruction (DEBUG). Nothing is pushed: `start.sp` may be any value. The guest's own
-        registers are as before.
+        registers are as before. `goes_on`: the caller runs on from the state returned, so
+        that nobody is told that the run has been left.
         """
-        return self._run(start, self._fixup if fixup else self._hooks.stop, tick=False)
+        return self._run(start, self._fixup if fixup else self._hooks.stop, tick=False, leaves=not goes_on)
 
     def _enter(self, start: Any, tick: bool) -> Any:
         start = self._cpu.as_called(self._memory, start, self._return_pad)
@@ -88,7 +79,9 @@ class HostCalls:
             return end
         raise BudgetExceeded(trap) if trap.kind is TrapKind.BUDGET else GuestFault(trap)
 
-    def _run(self, start: Any, dispatch: Callable[[Trap], None], tick: bool) -> tuple[Trap, Any]:
+    def _run(
+        self, start: Any, dispatch: Callable[[Trap], None], tick: bool, leaves: bool = True
+    ) -> tuple[Trap, Any]:
         regs, hooks = self._regs, self._hooks
         self._runner.check_stopped()
         saved, usual = regs.snapshot(), hooks.dispatch
@@ -99,7 +92,8 @@ class HostCalls:
         finally:
             hooks.dispatch = usual
             regs.restore(saved)
-            self.on_leave()
+            for tell in self.on_leave if leaves else ():
+                tell()
 
     def _fixup(self, trap: Trap) -> None:
         """Go on at the exception table's fixup. Mirrors: fixup_exception() (v6.1)."""
@@ -108,53 +102,6 @@ class HostCalls:
             self._hooks.stop(trap)
         else:
             self._regs.ip = fixup
-
-
-class DataSnapshot:
-    """Contents of writable guest memory at one moment, to compare with and to go back to."""
-
-    def __init__(self, memory: Memory, ram_address: int, spans: Iterable[tuple[int, int]]) -> None:
-        """Keep [va, va + size) of each span; each must be physically contiguous."""
-        saved = [(va, ctypes.create_string_buffer(memory.read(va, size), size)) for va, size in spans]
-        self._spans = [
-            (va, ram_address + memory.translate(va), ctypes.addressof(data), len(data)) for va, data in saved
-        ]
-        self._keep = saved
-
-    def unchanged(self) -> bool:
-        """Whether memory is as it was; one memcmp a span."""
-        return not any(_memcmp(where, kept, size) for _, where, kept, size in self._spans)
-
-    def changes(self) -> dict[int, tuple[int, int]]:
-        """Address of each byte that differs, to what it was and what it is."""
-        return {
-            va + i: (before[i], now[i])
-            for va, before, now in self.changed_lines()
-            for i in range(len(now))
-            if before[i] != now[i]
-        }
-
-    def changed_lines(self) -> Iterator[tuple[int, bytes, bytes]]:
-        """(va, what it was, what it is) of each line with bytes that differ."""
-        for va, where, kept, span in self._spans:
-            for page, page_size in _differing(kept, where, span, PAGE_SIZE):
-                for line, size in _differing(kept + page, where + page, page_size, _LINE):
-                    at = page + line
-                    yield va + at, ctypes.string_at(kept + at, size), ctypes.string_at(where + at, size)
-
-    def restore(self) -> None:
-        """Make memory as it was."""
-        for _, where, kept, size in self._spans:
-            ctypes.memmove(where, kept, size)
-
-
-def _differing(before: int, now: int, size: int, grain: int) -> Iterator[tuple[int, int]]:
-    """(offset, size) of each grain in which two places in the host's memory differ; most don't."""
-    if _memcmp(before, now, size):
-        for at in range(0, size, grain):
-            part = min(grain, size - at)
-            if _memcmp(before + at, now + at, part):
-                yield at, part
 
 
 def map_stack(memory: Memory, cpu: CpuModel, number: int, size: int = 4 * PAGE_SIZE) -> int:

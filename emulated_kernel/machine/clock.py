@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from time import monotonic_ns
 from typing import Protocol
 
 KINDS = ("virtual", "real")
 _U64 = (1 << 64) - 1
 _NOW, _STEP = 0, 1
+
+
+_CMPXCHG8B = b"\xf0\x0f\xc7\x0d"
+_JNE = 0x75
+
+
+def compare_loops(va: int, text: bytes, cells: int) -> Iterator[range]:
+    """Loops of i386 that add to the clock by cmpxchg8b until nobody else has; `va`: where `text` stands."""
+    exchange = _CMPXCHG8B + cells.to_bytes(4, "little")
+    at = text.find(exchange)
+    while at >= 0:
+        end = at + len(exchange) + 2
+        opcode, distance = text[end - 2 : end]
+        if opcode == _JNE:
+            yield range(va + end - (256 - distance), va + end)
+        at = text.find(exchange, end)
 
 
 class Clock(Protocol):
@@ -41,15 +59,12 @@ class RealClock:
         self._boot = monotonic_ns() - cells[_NOW]
 
     def tick(self) -> None:
-        """Set the guest's time."""
         self._cells[_NOW] = self.now_ns()
 
     def now_ns(self) -> int:
-        """Nanoseconds since boot."""
         return max(monotonic_ns() - self._boot, self._cells[_NOW])
 
     def read_ns(self) -> int:
-        """A reading that moves time on."""
         self._cells[_NOW] = now = max(monotonic_ns() - self._boot, self._cells[_NOW] + self._cells[_STEP])
         return now
 
@@ -72,15 +87,12 @@ class VirtualClock:
         self.step_ns = dice.randrange(40, 80)
 
     def tick(self) -> None:
-        """Set the guest's time."""
         self.advance(self.RUN_NS)
 
     def now_ns(self) -> int:
-        """Nanoseconds since boot."""
         return int(self._cells[_NOW])
 
     def read_ns(self) -> int:
-        """A reading that moves time on."""
         self.advance(self._cells[_STEP])
         return int(self._cells[_NOW])
 
@@ -92,19 +104,18 @@ class VirtualClock:
 class MachineClock:
     """The machine's clock, over the guest's two u64 cells; what it follows can be changed.
 
-    Raises:
-        ValueError: as `select`.
+    Raises: ValueError: as `select`.
     """
 
     def __init__(self, cells: memoryview, kind: str, seed: int) -> None:
         self._cells = cells
+        self._is_held = False
         self.select(kind, seed)
 
     def select(self, kind: str, seed: int) -> None:
         """Follow "real" or "virtual" time from now on; the guest's time goes on where it is.
 
-        Raises:
-            ValueError: neither of the two.
+        Raises: ValueError: neither of the two.
         """
         if kind not in KINDS:
             raise ValueError(f"unknown clock {kind!r}")
@@ -114,18 +125,29 @@ class MachineClock:
         self.tick = self._source.tick
 
     @property
+    def is_virtual(self) -> bool:
+        """Whether only runs of the guest move it on."""
+        return self.kind == "virtual"
+
+    @property
     def step_ns(self) -> int:
-        """What a reading within a run adds."""
         return self._source.step_ns
 
     def now_ns(self) -> int:
-        """Nanoseconds since boot; never less than what the guest has read."""
         return self._source.now_ns()
 
     def read_ns(self) -> int:
-        """A reading as the guest itself makes one: time moves on by it."""
-        return self._source.read_ns()
+        """A reading as the guest itself makes one: time moves on by it, unless it is held."""
+        return int(self._cells[_NOW]) if self._is_held else self._source.read_ns()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Readings within the block leave the time as it is."""
+        self._is_held = True
+        try:
+            yield
+        finally:
+            self._is_held = False
 
     def advance(self, ns: int) -> None:
-        """Let time pass in which nothing runs."""
         self._source.advance(ns)

@@ -5,27 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from emulated_kernel.machine import quirks_riscv, quirks_x86
+from emulated_kernel.image.image import KernelImage
 from emulated_kernel.machine.boot import per_cpu_address
-from emulated_kernel.machine.cpu import CpuModel
-from emulated_kernel.machine.cpu_i386 import I386Cpu
-from emulated_kernel.machine.cpu_riscv import Riscv64Cpu, Riscv64iCpu
-from emulated_kernel.machine.cpu_x86_64 import X86_64Cpu
-from emulated_kernel.machine.delivery import Delivery
-from emulated_kernel.machine.delivery_riscv import RiscvDelivery
+from emulated_kernel.machine.budget import HandlerTime
+from emulated_kernel.machine.cpu.i386 import I386Cpu
+from emulated_kernel.machine.cpu.model import CpuModel
+from emulated_kernel.machine.cpu.registers import Regs
+from emulated_kernel.machine.cpu.riscv import Riscv64Cpu, Riscv64iCpu
+from emulated_kernel.machine.cpu.x86_64 import X86_64Cpu
 from emulated_kernel.machine.engine import Engine
-from emulated_kernel.machine.exceptions import NoExceptionState
-from emulated_kernel.machine.guest_image import GuestImage
-from emulated_kernel.machine.hooks import TrapHooks
-from emulated_kernel.machine.hooks_riscv import RiscvTrapHooks
-from emulated_kernel.machine.memory import Memory
-from emulated_kernel.machine.quirks import Bench, SelfTest
-from emulated_kernel.machine.registers import Regs
-from emulated_kernel.machine.traps import HardwareError
+from emulated_kernel.machine.interrupts.delivery import Delivery, RiscvDelivery
+from emulated_kernel.machine.interrupts.exceptions import NoExceptionState
+from emulated_kernel.machine.interrupts.hooks import RiscvTrapHooks, TrapHooks
+from emulated_kernel.machine.memory.memory import Memory
+from emulated_kernel.machine.quirks import riscv as quirks_riscv
+from emulated_kernel.machine.quirks import x86 as quirks_x86
+from emulated_kernel.machine.quirks.bench import Bench, SelfTest
+from emulated_kernel.machine.traps.trap import HardwareError
 
 Adapt = Callable[[Bench, int | None], list[SelfTest]]
 """Makes the hooks fit the library, and tests it; takes what `quirks.find_cpu_state` found."""
-Deliver = Callable[[Engine, CpuModel, Memory, Regs, GuestImage], Delivery]
+Deliver = Callable[[Engine, CpuModel, Memory, Regs, KernelImage], Delivery]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +36,13 @@ class _Parts:
     deliver: Deliver
 
 
-def _by_frames(_engine: Engine, cpu: CpuModel, memory: Memory, regs: Regs, image: GuestImage) -> Delivery:
+def _by_frames(_engine: Engine, cpu: CpuModel, memory: Memory, regs: Regs, image: KernelImage) -> Delivery:
     handler = image.kallsyms.lookup_name("asm_host_interrupt")
     return Delivery(cpu, memory, regs, handler, per_cpu_address(image, "host_cr2"))
 
 
 def _by_trap_registers(
-    engine: Engine, cpu: CpuModel, memory: Memory, regs: Regs, _image: GuestImage
+    engine: Engine, cpu: CpuModel, memory: Memory, regs: Regs, _image: KernelImage
 ) -> Delivery:
     return RiscvDelivery(engine, cpu, memory, regs)
 
@@ -65,12 +65,12 @@ def cpu_model(arch: str) -> CpuModel:
     return _CPUS[arch].model
 
 
-def trap_hooks(engine: Engine, cpu: CpuModel, regs: Regs) -> TrapHooks:
+def trap_hooks(engine: Engine, cpu: CpuModel, regs: Regs, handler_time: HandlerTime) -> TrapHooks:
     """What the emulator calls; to be adapted."""
-    return _CPUS[cpu.name].hooks(engine, cpu, regs, NoExceptionState())
+    return _CPUS[cpu.name].hooks(engine, cpu, regs, NoExceptionState(), handler_time)
 
 
-def delivery(engine: Engine, cpu: CpuModel, memory: Memory, regs: Regs, image: GuestImage) -> Delivery:
+def delivery(engine: Engine, cpu: CpuModel, memory: Memory, regs: Regs, image: KernelImage) -> Delivery:
     """How the image takes interrupts."""
     return _CPUS[cpu.name].deliver(engine, cpu, memory, regs, image)
 

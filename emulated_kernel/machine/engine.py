@@ -7,8 +7,11 @@ import importlib.util
 import mmap
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeVar
 
-from emulated_kernel.machine.traps import HardwareError
+from emulated_kernel.machine.traps.trap import HardwareError
 
 ARCH_X86 = 4
 ARCH_RISCV = 8
@@ -17,23 +20,35 @@ MODE_64 = 1 << 3
 MODE_RISCV64 = 1 << 3
 PROT_ALL = 7
 HOOK_INTR = 1 << 0
+HOOK_INSN = 1 << 1
 HOOK_CODE = 1 << 2
 HOOK_INSN_INVALID = 1 << 14
 
 _CTL_WRITE = 1 << 30
+_CTL_CPU_MODEL = _CTL_WRITE | 1 << 26 | 7
 _CTL_USE_EXITS = _CTL_WRITE | 1 << 26 | 4
 _CTL_EXITS = _CTL_WRITE | 2 << 26 | 6
 _CTL_REMOVE_CACHE = _CTL_WRITE | 2 << 26 | 9
 _CTL_FLUSH_TB = _CTL_WRITE | 10
 _CTL_FLUSH_TLB = _CTL_WRITE | 11
 _CTL_TCG_BUFFER_SIZE = _CTL_WRITE | 1 << 26 | 13
-_TRANSLATED = 16 << 20
+TRANSLATED = 16 << 20
 """Bytes of translated code. Without a bound what is translated anew fills a GiB before any is given back."""
 
 INTR_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_void_p)
 INSN_INVALID_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_void_p)
 CODE_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_void_p)
 
+INSN_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+"""For syscall, whose result is ignored, and rdtsc, where 1 says that the hook has done it."""
+IN_CALLBACK = ctypes.CFUNCTYPE(
+    ctypes.c_uint32, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int, ctypes.c_void_p
+)
+OUT_CALLBACK = ctypes.CFUNCTYPE(
+    None, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p
+)
+
+_Raw = TypeVar("_Raw", bound=ctypes.Structure)
 _LIBRARIES = {"darwin": "libunicorn.2.dylib"}
 
 
@@ -48,17 +63,23 @@ def _library_path() -> str:
     return next((path for path in paths if os.path.exists(path)), name)
 
 
+def library_release() -> int:
+    """The library's whole version, a byte each for major, minor, patch and what follows that.
+
+    Raises: OSError where there is no library.
+    """
+    return int(ctypes.PyDLL(_library_path()).uc_version(None, None))
+
+
 class Engine:
     """One uc_engine; every method is a single library call.
 
     Calls that are short keep the GIL (PyDLL, no release and reacquire); `start` releases it, so that other
-    threads run while the guest runs.
-
-    Raises:
-        HardwareError: the library isn't there or refuses.
+    threads run while the guest runs. Raises: HardwareError: the library isn't there or refuses.
     """
 
-    def __init__(self, arch: int, mode: int) -> None:
+    def __init__(self, arch: int, mode: int, cpu_model: int | None = None) -> None:
+        """`cpu_model`: the library's number of another CPU than its default."""
         path = _library_path()
         try:
             self._held = held = ctypes.PyDLL(path)
@@ -71,8 +92,12 @@ class Engine:
         assert handle.value is not None
         self.address: int = handle.value
         self.handle = handle
+        self.exit_switch: memoryview | None = None
+        """See quirks.stops.find_exit_switch."""
         self._bind()
-        self._check(held.uc_ctl(handle, _CTL_TCG_BUFFER_SIZE, _TRANSLATED), "uc_ctl_set_tcg_buffer_size")
+        if cpu_model is not None:
+            self._check(held.uc_ctl(handle, _CTL_CPU_MODEL, cpu_model), "uc_ctl_set_cpu_model")
+        self._check(held.uc_ctl(handle, _CTL_TCG_BUFFER_SIZE, TRANSLATED), "uc_ctl_set_tcg_buffer_size")
         self._check(held.uc_ctl(handle, _CTL_USE_EXITS, 1), "uc_ctl_exits_enable")
         self._check(held.uc_ctl(handle, _CTL_EXITS, None, ctypes.c_size_t(0)), "uc_ctl_set_exits")
 
@@ -124,6 +149,11 @@ class Engine:
         """Set a register that is a structure (descriptor tables, model specific registers)."""
         self._check(self._reg_write(self.handle, register, ctypes.byref(value)), f"uc_reg_write({register})")
 
+    def reg_read_raw(self, register: int, value: _Raw) -> _Raw:
+        """A register that is a structure; `value` says which one, and is filled in."""
+        self._check(self._reg_read(self.handle, register, ctypes.byref(value)), f"uc_reg_read({register})")
+        return value
+
     def map_ram(self, address: int, ram: mmap.mmap) -> int:
         """Map `ram` as physical memory at `address`; returns where it lies in this process."""
         buffer = (ctypes.c_char * len(ram)).from_buffer(ram)
@@ -140,21 +170,58 @@ class Engine:
         self._check(function(self.handle, address, len(ram), PROT_ALL, where), "uc_mem_map_ptr")
         return where
 
-    def add_hook(self, kind: int, callback: object) -> None:
-        """Register a ctypes callback for all addresses and keep it alive as long as the engine."""
+    def add_hook(
+        self, kind: int, callback: object, *, at: int | None = None, instruction: int | None = None
+    ) -> ctypes.c_void_p:
+        """Register a ctypes callback, for one address or for all, and keep it alive as long as the engine.
+
+        `instruction`: the library's number of it, with HOOK_INSN.
+        """
         self._keep.append(callback)
         hook = ctypes.c_void_p()
-        begin, end = ctypes.c_uint64(1), ctypes.c_uint64(0)
-        error = self._held.uc_hook_add(self.handle, ctypes.byref(hook), kind, callback, None, begin, end)
+        begin, end = (1, 0) if at is None else (at, at)
+        more = () if instruction is None else (ctypes.c_int(instruction),)
+        error = self._held.uc_hook_add(
+            self.handle,
+            ctypes.byref(hook),
+            kind,
+            callback,
+            None,
+            ctypes.c_uint64(begin),
+            ctypes.c_uint64(end),
+            *more,
+        )
         self._check(error, "uc_hook_add")
+        return hook
+
+    @contextmanager
+    def stopped_at(self, address: int) -> Iterator[None]:
+        """Within the block a run is stopped when it comes to `address`; what is translated then has to go."""
+        hook = self.add_hook(HOOK_CODE, CODE_CALLBACK(lambda *_: self.stop()), at=address)
+        try:
+            yield
+        finally:
+            self._check(self._held.uc_hook_del(self.handle, hook), "uc_hook_del")
+            self.flush_code()
 
     def start(self, address: int) -> int:
         """Run from `address` until the guest halts or is stopped; returns the uc_err."""
         return int(self._emu_start(self.handle, address, 0, 0, 0))
 
     def stop(self) -> None:
-        """End the current run at the next block; may be called from any thread."""
+        """End the current run; may be called from any thread, and then `stops_between_blocks` says where."""
         self._emu_stop(self.handle)
+
+    @property
+    def stops_between_blocks(self) -> bool:
+        """A stop comes between two instructions; else what an instruction has done may be done again."""
+        return self.exit_switch is not None and bool(self.exit_switch[0])
+
+    def stop_between_blocks(self, only: bool) -> None:
+        """Of code that is translated from now on: stop there alone, or behind each hook and access too."""
+        if self.exit_switch is not None:
+            self.exit_switch[0] = int(only)
+            self.flush_code()
 
     def remove_cache(self, start: int, end: int) -> None:
         """Forget code translated from virtual addresses [start, end), which must lie in one page."""
@@ -179,6 +246,23 @@ class Engine:
         function = self._held.uc_context_size
         function.restype = ctypes.c_size_t
         return int(function(self.handle))
+
+    def saved_context(self) -> bytes:
+        """The CPU state as bytes, for an engine of the same library and CPU model."""
+        context = self.context_alloc()
+        self.context_save(context)
+        assert context.value is not None
+        return ctypes.string_at(context.value, self.context_size())
+
+    def restore_context(self, saved: bytes) -> None:
+        """Raises: HardwareError for bytes that aren't as many as a context has."""
+        context = self.context_alloc()
+        if len(saved) != self.context_size():
+            raise HardwareError("a saved CPU state of another size")
+        assert context.value is not None
+        ctypes.memmove(context.value, saved, len(saved))
+        self.context_restore(context)
+        self.flush_tlb()
 
     def context_save(self, context: ctypes.c_void_p) -> None:
         """Copy the CPU state into `context`."""

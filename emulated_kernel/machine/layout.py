@@ -10,7 +10,7 @@ MODULE_SPACE_SIZE = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class MemoryLayout:
     """First addresses."""
 
     user_buffers: int

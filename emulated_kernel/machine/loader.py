@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from emulated_kernel.abi import PAGE_SIZE
-from emulated_kernel.machine.guest_image import GuestImage
-from emulated_kernel.machine.layout import Layout
-from emulated_kernel.machine.memory import Memory
-from emulated_kernel.machine.paging import Prot
-from emulated_kernel.machine.traps import HardwareError
+from emulated_kernel.abi import PAGE_SIZE, Prot
+from emulated_kernel.image.image import KernelImage
+from emulated_kernel.machine.layout import MemoryLayout
+from emulated_kernel.machine.memory.memory import Memory
+from emulated_kernel.machine.traps.trap import HardwareError
 
 Placed = tuple[int, int, bool]
 """Physical [start, end), and whether it is writable."""
@@ -20,11 +19,10 @@ def page_up(value: int) -> int:
     return -(-value // PAGE_SIZE) * PAGE_SIZE
 
 
-def load(memory: Memory, image: GuestImage, layout: Layout) -> int:
+def load(memory: Memory, image: KernelImage, layout: MemoryLayout) -> int:
     """Copy and map all segments, then the direct map; returns the first free physical address behind them.
 
-    Raises:
-        HardwareError: the image does not fit in RAM, or the RAM not in the direct map.
+    Raises: HardwareError: the image does not fit in RAM, or the RAM not in the direct map.
     """
     limit = memory.host_pages.base
     if len(memory.ram) > layout.direct_map_size:
@@ -47,7 +45,7 @@ def load(memory: Memory, image: GuestImage, layout: Layout) -> int:
     return free
 
 
-def _map_direct(memory: Memory, layout: Layout, placed: list[Placed]) -> None:
+def _map_direct(memory: Memory, layout: MemoryLayout, placed: list[Placed]) -> None:
     """All RAM at the direct map, never executable; what the image has read-only is read-only here too.
 
     Where the image itself lies in the direct map it is mapped already.

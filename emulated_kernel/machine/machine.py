@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 from time import monotonic, time_ns
-from typing import Any, Self
+from typing import Self
 
-from emulated_kernel.abi import PAGE_SIZE, Hypercall
+from emulated_kernel.abi import PAGE_SIZE, Hypercall, Prot
 from emulated_kernel.config import MachineConfig
-from emulated_kernel.machine import boot, cpus, loader, quirks
-from emulated_kernel.machine.calls import DataSnapshot, HostCalls, map_stack
-from emulated_kernel.machine.clock import MachineClock
+from emulated_kernel.image.image import KernelImage
+from emulated_kernel.machine import boot, cpus, loader
+from emulated_kernel.machine.budget import HandlerTime
+from emulated_kernel.machine.calls import HostCalls, map_stack
+from emulated_kernel.machine.clock import MachineClock, compare_loops
+from emulated_kernel.machine.cpu.registers import Regs, api_regs, fast_regs
+from emulated_kernel.machine.cpu.vcpu import VCpu
 from emulated_kernel.machine.engine import Engine
-from emulated_kernel.machine.guest_image import GuestImage
-from emulated_kernel.machine.hooks import Breakpoints
+from emulated_kernel.machine.interrupts.hooks import Breakpoints
 from emulated_kernel.machine.layout import USER_BUFFERS_SIZE
-from emulated_kernel.machine.memory import Memory
-from emulated_kernel.machine.module_space import ModuleSpace
-from emulated_kernel.machine.paging import Prot
+from emulated_kernel.machine.memory.memory import Memory
+from emulated_kernel.machine.memory.record_memory import RecordMemory, extra_size
+from emulated_kernel.machine.memory.region import GuestPool
 from emulated_kernel.machine.quantum import Quantum
-from emulated_kernel.machine.record_memory import RecordMemory, extra_size
-from emulated_kernel.machine.region import Region
-from emulated_kernel.machine.registers import Regs, api_regs, fast_regs
+from emulated_kernel.machine.quirks import bench as quirks
 from emulated_kernel.machine.runner import Runner
-from emulated_kernel.machine.stale import StaleFetch
-from emulated_kernel.machine.text import Text
-from emulated_kernel.machine.traps import GuestFault, HardwareError, MemoryFault, Trap, TrapKind
-from emulated_kernel.machine.vcpu import VCpu
+from emulated_kernel.machine.text.module_space import ModuleSpace
+from emulated_kernel.machine.text.stale_fetch import StaleFetch
+from emulated_kernel.machine.text.text import Text
+from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, MemoryFault, Trap, TrapKind
 
 _HOST_SHARE = 4
 _HOST_LIMIT = 16 << 20
@@ -41,16 +42,16 @@ class Machine:
 
     Not thread-safe: one thread at a time runs or inspects it. While the guest runs, other Python threads run.
 
-    Raises:
-        HardwareError: the image does not fit, the architecture is unknown, or the library is broken.
-        GuestFault: the kernel stopped otherwise than booted.
+    Raises: HardwareError: the image does not fit, the architecture is unknown, or the library is broken;
+    GuestFault: the kernel stopped otherwise than booted.
     """
 
-    def __init__(self, config: MachineConfig, image: GuestImage) -> None:
+    def __init__(self, config: MachineConfig, image: KernelImage) -> None:
         self.model = cpus.cpu_model(image.arch)
         """The instruction set and the memory map that this machine has."""
         self.config = config
         self.image = image
+        self._quantum: Quantum | None = None
         with ExitStack() as unless_built:
             self._resources = unless_built
             self._build_memory()
@@ -68,11 +69,11 @@ class Machine:
             size,
             host_size,
             self.model.page_tables,
+            self._engine.flush_tlb,
             self.model.word_size,
             extra_size(self.model.layout),
         )
-        self._ram_address = self._engine.map_ram(0, self.memory.ram)
-        self.memory.on_remap = self._engine.flush_tlb
+        self._engine.map_ram(0, self.memory.ram)
         self._free_ram = loader.load(self.memory, self.image, self.model.layout)
         self.records = RecordMemory(
             self.memory, self.model.layout, self.image.abi, lambda: self.per_cpu_bases
@@ -90,31 +91,41 @@ class Machine:
         found = quirks.find_cpu_state(engine, cpu) if self.config.fast_registers else None
         self.regs: Regs = api_regs(cpu, engine) if found is None else fast_regs(cpu, engine, found)
         self._resources.callback(self.regs.close)
-        self._hooks = cpus.trap_hooks(engine, cpu, self.regs)
+        self.handler_time = HandlerTime()
+        self._hooks = cpus.trap_hooks(engine, cpu, self.regs, self.handler_time)
         bench = quirks.Bench(engine, cpu, self.memory, self._hooks, self.regs, self._stack)
-        self._self_test = cpus.adapt(bench, found)
+        self.self_test = cpus.adapt(bench, found)
+        """What the start-up self-test found, one entry a deviation of the library."""
         self.cpus = [VCpu(engine, cpu, number) for number in range(self.config.cpus)]
         self.cpu = 0
         """Number of the CPU that runs, and that `regs` and `deliver` are about; see `switch_to`."""
         self.on_switch: list[Callable[[int], None]] = []
         """Told the number of the CPU that is current from now on."""
+        self.interrupt_if: list[Callable[[], bool]] = []
+        """The current CPU takes an interrupt where it stands if all of these say so."""
+        self.in_handler: list[Callable[[int], bool]] = []
+        """Whether an ip lies in a handler in guest code, where a CPU may have written half a record."""
 
     def _build_devices(self) -> None:
         image, memory = self.image, self.memory
         lookup = image.kallsyms.lookup_name
-        self.text = Text(self._engine, self.model, memory)
+        self.text = Text(self._engine, self.model, memory, self.config.cpus)
+        cells = lookup("host_clock")
+        self.clock_loops: list[range] = []
+        """Text that reads the clock, and again if that has moved meanwhile."""
         for va, data, _, rights in image.segments:
             if rights & Prot.EXEC:
                 self.text.adopt(va, data)
+                if cells is not None and self.model.word_size == 4:
+                    self.clock_loops += compare_loops(va, data, cells)
         self.modules = ModuleSpace(self.model, memory, self.text)
-        self.user_buffers = Region(
+        self.user_buffers = GuestPool(
             memory,
             self.model.layout.user_buffers,
             USER_BUFFERS_SIZE,
             unit=PAGE_SIZE,
             prot=Prot.READ | Prot.WRITE | Prot.USER,
         )
-        cells = lookup("host_clock")
         view = memory.view(cells, 16) if cells is not None else memoryview(bytearray(16))
         self.clock = MachineClock(view.cast("Q"), self.config.clock, self.config.seed)
         self._delivery = cpus.delivery(self._engine, self.model, memory, self.regs, image)
@@ -126,6 +137,8 @@ class Machine:
             self.regs,
             self._hooks,
             clock=self.clock,
+            stop=self._stop_run,
+            handler_time=self.handler_time,
             budget=self.config.run_budget,
         )
         self._resources.callback(self._runner.close)
@@ -135,9 +148,9 @@ class Machine:
             return_pad=self._pad,
             stack_top=self._stack - self.model.room_above_call,
         )
+        self.call, self.execute, self.trap_of = self.calls.call, self.calls.execute, self.calls.trap_of
 
     def _boot(self) -> None:
-        self._quantum: Quantum | None = None
         self._stale: StaleFetch | None = None
         self._is_preempted = False
         """The last run ended in the middle: the next one is no beginning."""
@@ -185,19 +198,14 @@ class Machine:
 
     @property
     def is_running(self) -> bool:
-        """Whether this is asked from within a run: in a breakpoint handler or the fault hook."""
+        """Whether the guest is running: true in a breakpoint handler and in the fault hook."""
         return self._runner.is_running
-
-    def self_test(self) -> list[quirks.SelfTest]:
-        """What the start-up self-test found, one entry a deviation of the library."""
-        return list(self._self_test)
 
     def run(self, budget: float | None = None) -> Trap:
         """Run the guest until it stops by itself, or for `budget` seconds instead of the configured ones.
 
-        Raises:
-            HardwareError: called from within a run; the emulator failed.
-            Exception: what a breakpoint handler or the fault hook raised; the guest stands where it was.
+        Raises: HardwareError: called from within a run; the emulator failed; Exception: what a breakpoint
+        handler or the fault hook raised; the guest stands where it was.
         """
         if self._quantum is None:
             return self._runner.run(budget=budget)
@@ -215,13 +223,25 @@ class Machine:
             self._stale.stopped(self.cpu, self.regs.ip, self._is_preempted)
         return trap
 
+    def _stop_run(self) -> None:
+        """From the watchdog's thread."""
+        if self._quantum is None:
+            self._engine.stop()
+        else:
+            self._quantum.stop_soon()
+
+    @property
+    def stops_exactly(self) -> bool:
+        """A run whose budget is used up ends between two instructions; else what it did may be done again."""
+        return self._quantum is not None or self._engine.stops_between_blocks
+
     def preempt_if(self, may_end: Callable[[], bool]) -> None:
-        """Ask when the current CPU's quantum is used up; if it may not end, one instruction more is run."""
+        """Call `may_end` when the current CPU's quantum is used up; if false, one more instruction is run."""
         if self._quantum is not None:
-            self._quantum.may_end = may_end
+            self._quantum.may_end.append(may_end)
 
     def leave(self, within: Callable[[int], bool]) -> None:
-        """Let the current CPU, which was preempted in there, run until it isn't within any more."""
+        """Run the current CPU, preempted at an ip in `within`, until its ip has left `within`."""
         assert self._quantum is not None, "nothing preempts it"
         self._quantum.arm_behind(within)
         try:
@@ -242,8 +262,7 @@ class Machine:
     def switch_to(self, number: int) -> None:
         """Make another CPU the current one; the one that was stays where it stands.
 
-        Raises:
-            HardwareError: called from within a run.
+        Raises: HardwareError: called from within a run.
         """
         if number == self.cpu:
             return
@@ -269,7 +288,7 @@ class Machine:
         cpu.save()
         here.restore()
 
-    def stands(self) -> list[tuple[int, int]]:
+    def positions(self) -> list[tuple[int, int]]:
         """Instruction and stack pointer of each CPU, by its number."""
         here = self.cpu
         return [
@@ -277,14 +296,14 @@ class Machine:
             for cpu in self.cpus
         ]
 
-    def held(self) -> list[int]:
-        """What is in the registers of all CPUs, instruction pointers included, flags not."""
-        held: list[int] = []
+    def register_values(self) -> list[int]:
+        """Values of the registers of all CPUs, instruction pointers included, flags not."""
+        values: list[int] = []
         for cpu in self.cpus:
             current = cpu.number == self.cpu
             read = partial(getattr, self.regs) if current else cpu.saved
-            held += [read(name) for name in self.model.registers]
-        return held
+            values += [read(name) for name in self.model.registers]
+        return values
 
     def answer(self, value: int, *args: int) -> None:
         """Answer the hypercall that the guest stopped at (USER: system call number, then its arguments)."""
@@ -296,9 +315,8 @@ class Machine:
     def deliver(self, vector: int, error_code: int = 0, cr2: int = 0) -> None:
         """Interrupt the stopped guest: it enters its handler at the next run.
 
-        Raises:
-            GuestFault: its stack can't take the frame (DOUBLE_FAULT).
-            HardwareError: the image has no interrupt handler.
+        Raises: GuestFault: its stack can't take the frame (DOUBLE_FAULT); HardwareError: the image has no
+        interrupt handler.
         """
         if not self._delivery.possible:
             raise HardwareError("the image takes no interrupts")
@@ -319,56 +337,20 @@ class Machine:
     def alloc_pages(self, size: int) -> int:
         """Zeroed pages of the host's that the guest can read and write (ring buffers); a direct-map address.
 
-        Raises:
-            HardwareError: none left.
+        Raises: HardwareError: none left.
         """
         va = self.model.layout.direct_map + self.memory.host_pages.alloc(size)
         self.memory.write(va, bytes(loader.page_up(size)))
         return va
 
     def free_pages(self, va: int) -> None:
-        """Give back what `alloc_pages` returned.
-
-        Raises:
-            HardwareError: not allocated.
-        """
+        """Give back what `alloc_pages` returned. Raises: HardwareError: not allocated."""
         self.memory.host_pages.free(va - self.model.layout.direct_map)
 
     @property
     def interrupts_enabled(self) -> bool:
         """Whether an interrupt may be delivered now (IF, SIE); exceptions and WATCHDOG always may."""
         return bool(self.regs.flags & self.model.interrupt_flag)
-
-    def call(self, address: int, *args: int, variadic: bool = False) -> int:
-        """Call a guest function; see `HostCalls.call`."""
-        return self.calls.call(address, *args, variadic=variadic)
-
-    def execute(self, start: Any) -> Any:
-        """Run a guest function from a complete register state; see `HostCalls.execute`."""
-        return self.calls.execute(start)
-
-    def trap_of(self, start: Any, *, fixup: bool = False) -> tuple[Trap, Any]:
-        """Run from a complete register state until anything stops it; see `HostCalls.trap_of`."""
-        return self.calls.trap_of(start, fixup=fixup)
-
-    @property
-    def image_data(self) -> list[tuple[int, int]]:
-        """(va, size) of the image's writable pages.
-
-        What it reserves for handlers' cells is left out: those count what the host knows of.
-        """
-        reserved = boot.per_cpu_address(self.image, "reserved")
-        return [
-            (va, loader.page_up(size))
-            for va, _, size, rights in self.image.segments
-            if rights & Prot.WRITE and va != reserved
-        ]
-
-    def data_snapshot(self, spans: Iterable[tuple[int, int]] | None = None) -> DataSnapshot:
-        """Snapshot of (va, size) spans; by default `image_data` and the host-call stack."""
-        if spans is None:
-            spans = [*self.image_data, (self._stack - 4 * PAGE_SIZE, 4 * PAGE_SIZE)]
-        return DataSnapshot(self.memory, self._ram_address, spans)
 
     def __enter__(self) -> Self:
         return self

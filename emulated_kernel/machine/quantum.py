@@ -6,8 +6,8 @@ from collections.abc import Callable
 from random import Random
 
 from emulated_kernel.machine.engine import CODE_CALLBACK, HOOK_CODE, Engine
-from emulated_kernel.machine.hooks import TrapHooks
-from emulated_kernel.machine.traps import Trap, TrapKind
+from emulated_kernel.machine.interrupts.hooks import TrapHooks
+from emulated_kernel.machine.traps.trap import Trap, TrapKind
 
 _FEWEST = 1
 """Instructions; the first one of a run takes the host's answer, which an interrupt before it would lose."""
@@ -28,9 +28,12 @@ class Quantum:
         self._dice = Random(seed)
         self._left = 0
         self._within: Callable[[int], bool] | None = None
-        self.may_end: Callable[[], bool] = lambda: True
+        self._overdue = False
+        self.may_end: list[Callable[[], bool]] = []
         """See Machine.preempt_if."""
         engine.add_hook(HOOK_CODE, CODE_CALLBACK(self._count))
+        # A stop in the hook, in front of an instruction, has to be seen there.
+        engine.stop_between_blocks(False)
         engine.flush_code()
 
     def arm(self, within: range | None = None) -> None:
@@ -47,7 +50,15 @@ class Quantum:
         """The run that follows is ended at the first instruction that isn't within."""
         self._within = within
 
+    def stop_soon(self) -> None:
+        """End the run in front of the next instruction; from any thread."""
+        self._overdue = True
+
     def _count(self, _engine: int, address: int, _size: int, _data: int) -> None:
+        if self._overdue:
+            self._overdue = False
+            self._hooks.stop(Trap(TrapKind.BUDGET, address))
+            return
         if self._within is not None and not self._within(address):
             self._within = None
             self._hooks.stop(Trap(TrapKind.PREEMPTED, address))
@@ -55,7 +66,7 @@ class Quantum:
             self._left -= 1
             if self._left:
                 return
-            if self.may_end():
+            if all(may_end() for may_end in self.may_end):
                 self._hooks.stop(Trap(TrapKind.PREEMPTED, address))
             else:
                 self._left = 1

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from operator import attrgetter
 
-from emulated_kernel.machine.budget import Watchdog
+from emulated_kernel.machine.budget import HandlerTime, Watchdog
 from emulated_kernel.machine.clock import Clock
-from emulated_kernel.machine.cpu import CpuModel
+from emulated_kernel.machine.cpu.model import CpuModel
+from emulated_kernel.machine.cpu.registers import Regs
 from emulated_kernel.machine.engine import Engine
-from emulated_kernel.machine.hooks import TrapHooks
-from emulated_kernel.machine.memory import Memory
-from emulated_kernel.machine.registers import Regs
-from emulated_kernel.machine.traps import HardwareError, MemoryFault, Trap, TrapKind
+from emulated_kernel.machine.interrupts.hooks import TrapHooks
+from emulated_kernel.machine.memory.memory import Memory
+from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault, Trap, TrapKind
 
 
 class Runner:
@@ -27,6 +27,8 @@ class Runner:
         hooks: TrapHooks,
         *,
         clock: Clock,
+        stop: Callable[[], None],
+        handler_time: HandlerTime,
         budget: float,
     ) -> None:
         self._engine = engine
@@ -36,7 +38,7 @@ class Runner:
         self.regs = regs
         self.hooks = hooks
         self._clock = clock
-        self._watchdog = Watchdog(engine.stop, budget)
+        self._watchdog = Watchdog(stop, handler_time, budget)
         self._running = False
         self._number = attrgetter(cpu.hypercall_register)
         self._halts: set[int] = set()
@@ -47,9 +49,8 @@ class Runner:
 
         `budget`: seconds that this run may take; None takes the machine's.
 
-        Raises:
-            HardwareError: called from within a run; the emulator failed.
-            Exception: what a Python hook raised.
+        Raises: HardwareError: called from within a run; the emulator failed; Exception: what a Python hook
+        raised.
         """
         self.check_stopped()
         if tick:
@@ -67,7 +68,7 @@ class Runner:
 
     @property
     def is_running(self) -> bool:
-        """Whether this is asked from within a run, by a hook."""
+        """Whether the guest is running: true in hooks."""
         return self._running
 
     def check_stopped(self) -> None:
@@ -77,9 +78,10 @@ class Runner:
 
     def _why_stopped(self, error: int, expired: bool) -> Trap:
         hooks, regs = self.hooks, self.regs
+        stopped = hooks.stopped_by
         if expired:
             self._drain_stop(regs.ip)
-        stopped, hooks.stopped_by = hooks.stopped_by, None
+        hooks.stopped_by = None
         hooks.check()
         if stopped is not None:
             return stopped

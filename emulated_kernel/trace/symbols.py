@@ -1,54 +1,83 @@
-"""Symbols as trace text shows them, and which functions may not be probed because tracing needs them."""
+"""kallsyms for tracing: the kernel's symbols and its modules', the return trampoline, and freed init text."""
 
 from __future__ import annotations
 
-from emulated_kernel.trace.ports import TraceSymbols
+from collections.abc import Iterable
+from dataclasses import replace
+
+from emulated_kernel.image.kallsyms import Location, Symbol
+from emulated_kernel.image.modules import LiveImage
+from emulated_kernel.kprobes.ftrace import FtraceSites
+from emulated_kernel.kprobes.return_hook.hook_sets import GRAPH_TRAMPOLINE, RETHOOK_TRAMPOLINE, HookSets
+
+FTRACE_TRAMPOLINE = "ftrace_regs_caller"
+ADDED_TEXT = frozenset((RETHOOK_TRAMPOLINE, GRAPH_TRAMPOLINE, FTRACE_TRAMPOLINE))
+"""Names of text that the host has added."""
+_REMEMBERED = 8192
+"""Addresses whose symbols are kept; texts name the same few again and again."""
 
 
-def sprint_symbol(symbols: TraceSymbols, address: int) -> str:
-    """`name+0xoffset/0xsize [module]`, or the bare address.
+class KernelSymbols:
+    """Names of addresses, and addresses of names."""
 
-    Mirrors: kernel/kallsyms.c:sprint_symbol (v6.1).
-    """
-    found = symbols.lookup(address)
-    if found is None:
-        return f"{address:#x}"
-    module = f" [{found.module}]" if found.module else ""
-    return f"{found.name}+{found.offset:#x}/{found.size:#x}{module}"
+    def __init__(self, image: LiveImage, hook_sets: HookSets, sites: FtraceSites | None) -> None:
+        self._kallsyms = image.kallsyms
+        self.lookup_name = image.kallsyms.lookup_name
+        """The address of `NAME` or `MODULE:NAME`, or None. Mirrors: kallsyms_lookup_name (v6.1)."""
+        self.count_name = image.kallsyms.count_name
+        """How many symbols, in the kernel and all modules, have a name."""
+        self.has_module = image.kallsyms.has_module
+        """Whether a module of that name is loaded. Mirrors: find_module (v6.1)."""
+        self.is_return_trampoline = hook_sets.first.trampoline.is_one
+        """Whether it is where hooked functions return to. Mirrors: is_kretprobe_trampoline (v6.1)."""
+        self._trampolines = hook_sets.trampolines
+        self._sites = sites
+        self._freed: dict[str, list[Location]] = {}
+        self.version = 0
+        """Another one whenever addresses may have other symbols."""
+        self.tables_changed()
 
+    def tables_changed(self) -> None:
+        """A module came or went."""
+        self.version += 1
+        self._found: dict[int, Location] = {}
 
-def print_ip(symbols: TraceSymbols, address: int, *, offset: bool, digits: int) -> str:
-    """An instruction address of an entry's header; `digits` is how many trace option sym-addr adds, or 0.
+    def lookup(self, address: int) -> Location | None:
+        """The symbol that `address` lies in, the first alias. Mirrors: kallsyms_lookup (v6.1)."""
+        found = self._found.get(address) or self._kallsyms.lookup(address)
+        if found is None:
+            return self._lookup_trampoline(address) or self._lookup_freed(address)
+        if len(self._found) == _REMEMBERED:
+            self._found.clear()
+        self._found[address] = found
+        return found
 
-    Mirrors: kernel/trace/trace_output.c:seq_print_ip_sym (v6.1).
-    """
-    if not address:
-        return "0"
-    suffix = f" <{address:0{digits}x}>" if digits else ""
-    return _name_of(symbols, address, offset) + suffix
+    def _lookup_trampoline(self, address: int) -> Location | None:
+        for name, trampoline in self._trampolines():
+            found = trampoline.locate(address)
+            if found is not None:
+                return Location(Symbol(name, found[0], "t", found[1]), address - found[0])
+        sites = self._sites
+        if sites is not None and 0 <= address - sites.trampoline < sites.trampoline_size:
+            symbol = Symbol(FTRACE_TRAMPOLINE, sites.trampoline, "t", sites.trampoline_size)
+            return Location(symbol, address - sites.trampoline)
+        return None
 
+    def remember(self, module: str, functions: Iterable[Location]) -> None:
+        """Functions of a module's init text, which was traced and is freed: their addresses keep these names.
 
-def _name_of(symbols: TraceSymbols, address: int, offset: bool) -> str:
-    if symbols.is_return_trampoline(address):
-        return "[unknown/kretprobe'd]"
-    if offset:
-        return sprint_symbol(symbols, address)
-    found = symbols.lookup(address)
-    return found.name if found is not None else f"0x{address:08x}"
+        Mirrors: kernel/trace/ftrace.c:save_ftrace_mod_rec (v6.1).
+        """
+        self._freed[module] = list(functions)
 
+    def forget(self, module: str) -> None:
+        """The module goes."""
+        self._freed.pop(module, None)
 
-def within_notrace_func(symbols: TraceSymbols, address: int) -> bool:
-    """Whether the function at `address` has no fentry site, so that tracing itself may use it.
-
-    A compiler's part of a function (`foo.cold`) takes this from the function. An address outside all
-    symbols isn't in any. Mirrors: kernel/trace/trace_kprobe.c:within_notrace_func (v6.1).
-    """
-    found = symbols.lookup(address)
-    if not address or found is None or symbols.has_fentry(found.start, found.start + found.size - 1):
-        return False
-    base, dot, _ = found.name.partition(".")
-    whole = symbols.lookup_name(base) if dot else None
-    if not whole:
-        return True
-    found = symbols.lookup(whole)
-    return found is not None and not symbols.has_fentry(found.start, found.start + found.size - 1)
+    def _lookup_freed(self, address: int) -> Location | None:
+        """Mirrors: kernel/trace/ftrace.c:ftrace_mod_address_lookup (v6.1)."""
+        for functions in self._freed.values():
+            for each in functions:
+                if 0 <= address - each.symbol.address < each.symbol.size:
+                    return replace(each, offset=address - each.symbol.address)
+        return None

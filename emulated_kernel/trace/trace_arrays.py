@@ -5,18 +5,22 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 from emulated_kernel.errors import KernelError
-from emulated_kernel.trace.array_events import ArrayEvents
-from emulated_kernel.trace.error_log import ErrorLog
-from emulated_kernel.trace.event import EventRegistry
-from emulated_kernel.trace.filter import EventFilters
-from emulated_kernel.trace.function_tracer import FunctionTracer
-from emulated_kernel.trace.options import INHERITED_OPTIONS, TraceOption
-from emulated_kernel.trace.ports import Recorder
-from emulated_kernel.trace.trace_array import FUNCTION_TRACER, TraceArray, TraceSystem
-from emulated_kernel.trace.trigger import EventTriggers
+from emulated_kernel.lock import ControlLock
+from emulated_kernel.trace.array.system import FUNCTION_TRACER, TraceSystem
+from emulated_kernel.trace.array.trace_array import TraceArray
+from emulated_kernel.trace.events.array_events import ArrayEvents
+from emulated_kernel.trace.events.event_filters import EventFilters
+from emulated_kernel.trace.events.event_pids import EventPids
+from emulated_kernel.trace.hist.trigger import HistCommand
+from emulated_kernel.trace.output.options import INHERITED_OPTIONS, TraceOption
+from emulated_kernel.trace.text.error_log import ErrorLog
+from emulated_kernel.trace.tracers.call_sites import CallRecorder, KernelFunctions
+from emulated_kernel.trace.tracers.function_probes import FunctionProbes
+from emulated_kernel.trace.tracers.function_tracer import FunctionTracer
+from emulated_kernel.trace.trigger.commands import PLAIN_COMMANDS
+from emulated_kernel.trace.trigger.triggers import EventTriggers
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,30 +28,11 @@ class Tracing:
     """A trace array with all that belongs to it."""
 
     array: TraceArray
-    recorder: Recorder
     events: ArrayEvents
     filters: EventFilters
     triggers: EventTriggers
     errors: ErrorLog
     functions: FunctionTracer
-
-
-class ArrayParts(Protocol):
-    """What a trace array needs of the layers around, made for each."""
-
-    def recorder(self, array: TraceArray, /) -> Recorder:
-        """What writes its entries."""
-
-    def triggers(
-        self, array: TraceArray, recorder: Recorder, registry: EventRegistry, errors: ErrorLog, /
-    ) -> EventTriggers:
-        """The triggers of its events."""
-
-    def functions(self, array: TraceArray, recorder: Recorder, registry: EventRegistry, /) -> FunctionTracer:
-        """The tracer of its functions."""
-
-    def is_held(self, recorder: Recorder, /) -> bool:
-        """Whether something beside open files keeps the trace array from being removed."""
 
 
 class TraceArrays:
@@ -60,30 +45,32 @@ class TraceArrays:
     def __init__(
         self,
         system: TraceSystem,
-        registry: EventRegistry,
-        parts: ArrayParts,
+        hists: HistCommand,
+        functions: KernelFunctions,
         clock: Callable[[], int],
+        lock: ControlLock,
     ) -> None:
         self._system = system
-        self._registry = registry
-        self._parts = parts
+        self._hists = hists
+        self._functions = functions
         self._clock = clock
+        self._lock = lock
         self._instances: dict[str, Tracing] = {}
-        top = TraceArray(system)
-        self._expand = top.expand
-        """Linux: an event enabled anywhere makes the top array's buffers grow, and no others."""
-        self.top = self._tracing(top)
+        self.top = self._tracing(TraceArray(system), None)
 
-    def _tracing(self, array: TraceArray) -> Tracing:
-        recorder, errors = self._parts.recorder(array), ErrorLog(self._clock)
-        functions = self._parts.functions(array, recorder, self._registry)
-        array.tracer_kinds[FUNCTION_TRACER] = functions
+    def _tracing(self, array: TraceArray, top: TraceArray | None) -> Tracing:
+        system, errors, pids = self._system, ErrorLog(self._clock), EventPids(_is_asked_at_each_call)
+        registry = system.events
+        probes = FunctionProbes(self._functions.functions, array, registry)
+        functions = FunctionTracer(self._functions, probes, pids, CallRecorder(array, pids).record)
+        array.register_tracer(FUNCTION_TRACER, functions)
+        commands = (*PLAIN_COMMANDS, self._hists)
         return Tracing(
             array,
-            recorder,
-            ArrayEvents(self._registry, recorder, self._expand),
-            EventFilters(recorder, errors),
-            self._parts.triggers(array, recorder, self._registry, errors),
+            # Linux: an event enabled anywhere makes the top array's buffers grow, and no others.
+            ArrayEvents(registry, array, (top or array).expand),
+            EventFilters(array, errors),
+            EventTriggers(array, registry, errors, system.symbols, commands),
             errors,
             functions,
         )
@@ -105,6 +92,7 @@ class TraceArrays:
 
         Raises: KernelError EEXIST, ENOMEM. Mirrors: kernel/trace/trace.c:trace_array_create (v6.1).
         """
+        self._lock.assert_held()
         if name in self._instances:
             raise KernelError(errno.EEXIST, f"instance {name} exists")
         try:
@@ -112,7 +100,7 @@ class TraceArrays:
         except MemoryError as error:
             raise KernelError(errno.ENOMEM, str(error)) from error
         array.take_over(self.top.array.options.flags & INHERITED_OPTIONS)
-        self._instances[name] = tracing = self._tracing(array)
+        self._instances[name] = tracing = self._tracing(array, self.top.array)
         return tracing
 
     def remove(self, name: str) -> None:
@@ -121,10 +109,12 @@ class TraceArrays:
         Raises: KernelError ENODEV (there is none), EBUSY.
         Mirrors: kernel/trace/trace.c:__remove_instance (v6.1).
         """
+        self._lock.assert_held()
         tracing = self._instances.get(name)
         if tracing is None:
             raise KernelError(errno.ENODEV, f"no instance {name}")
-        if self._parts.is_held(tracing.recorder):
+        # Mirrors: kernel/trace/trace_events_hist.c:save_hist_vars (v6.1), which takes a reference.
+        if self._hists.system.with_variables(tracing.array):
             raise KernelError(errno.EBUSY, f"a histogram of {name} has variables")
         del self._instances[name]
         tracing.functions.remove()
@@ -132,7 +122,29 @@ class TraceArrays:
         tracing.events.forget()
         tracing.array.release()
 
-    def follow_fork(self, parent: int, child: int) -> None:
+    def take_records(self, former: TraceArrays) -> None:
+        """The arrays of another kernel, of the same names, give these their records: all, or none.
+
+        Raises: MemoryError.
+        """
+        pairs = [(self.top.array, former.top.array)]
+        for name, tracing in self._instances.items():
+            if (found := former.find(name)) is not None:
+                pairs.append((tracing.array, found.array))
+        rooms = [mine.memory_for(theirs) for mine, theirs in pairs]
+        self._system.cmdlines.take_over(former._system.cmdlines)
+        self._system.expansion.is_done |= former._system.expansion.is_done
+        for (mine, theirs), memory in zip(pairs, rooms, strict=True):
+            mine.take_records(theirs, memory)
+
+    # What the guest does
+
+    def call_ended(self) -> None:
+        """Tell those who wait for records, if guest code may have made some."""
+        for tracing in self:
+            tracing.array.notify_of_guest()
+
+    def forked(self, parent: int, child: int) -> None:
         """A task was forked: option event-fork lets it be traced as its parent is."""
         for tracing in self:
             if TraceOption.EVENT_FORK in tracing.array.options.flags:
@@ -140,10 +152,14 @@ class TraceArrays:
             if TraceOption.FUNC_FORK in tracing.array.options.flags:
                 tracing.functions.pids.follow(parent, child)
 
-    def forget_task(self, pid: int) -> None:
+    def exited(self, pid: int) -> None:
         """A task has ended: with option event-fork its pid isn't traced any more."""
         for tracing in self:
             if TraceOption.EVENT_FORK in tracing.array.options.flags:
                 tracing.array.pids.forget(pid)
             if TraceOption.FUNC_FORK in tracing.array.options.flags:
                 tracing.functions.pids.forget(pid)
+
+
+def _is_asked_at_each_call() -> None:
+    """Whether the list of pids filters: nothing depends on the answer in between."""

@@ -46,7 +46,7 @@ class Processor:
         prepared = self.arch.prepare(code + bytes(15), CODE, CODE + 0x800)
         assert prepared.emulate is not None
         assert prepared.length == len(code)
-        self.arch.emulate(prepared.emulate, regs, memory)
+        prepared.emulate.run(regs, memory)
         expected, expected_stack = self._step(code, before, bytes(stack))
         assert {name: getattr(regs, name) for name in before} == expected
         assert bytes(memory.data) == expected_stack

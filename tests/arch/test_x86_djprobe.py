@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from emulated_kernel.arch.function import Function
-from emulated_kernel.arch.reason import Reason
-from emulated_kernel.arch.x86.djprobe import DetouredRegion, DjprobeAnalysis
+from emulated_kernel.arch.analysis.function import Function
+from emulated_kernel.arch.analysis.reason import Reason
+from emulated_kernel.arch.analysis.region import Region
+from emulated_kernel.arch.x86 import djprobe
+from emulated_kernel.arch.x86.analysis import X86FunctionAnalysis
 
 ADDR = 0xC031_2C3E
 
@@ -14,13 +16,14 @@ ADDR = 0xC031_2C3E
 def analyse(code: str, offset: int = 0, bits: int = 32, bug_size: int = 2) -> int | Reason:
     """The length of the region, or the rule that forbids it."""
     data = bytes.fromhex(code.replace(" ", ""))
-    found = DjprobeAnalysis(Function("f", ADDR, len(data), data), bits, bug_size).region(ADDR + offset)
-    return found.length if isinstance(found, DetouredRegion) else found.reason
+    analysis = X86FunctionAnalysis(Function("f", ADDR, len(data), data), bits=bits, bug_size=bug_size)
+    found = djprobe.region(analysis, ADDR + offset)
+    return found.length if isinstance(found, Region) else found.reason
 
 
 def test_terms_of_the_paper() -> None:
-    region = DetouredRegion(ADDR, 7)
-    assert (region.return_addr, region.prohibited) == (ADDR + 7, range(ADDR + 1, ADDR + 5))
+    region = Region(ADDR, bytes(7))
+    assert (region.end, djprobe.prohibited(region)) == (ADDR + 7, range(ADDR + 1, ADDR + 5))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import struct
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, seed, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emulated_kernel.arch.x86.arch import X86_64
@@ -24,13 +24,13 @@ def check(code: bytes, values: dict[str, int], flags: int, stack_top: bytes = b"
 words = st.integers(0, (1 << 64) - 1)
 counts = st.one_of(st.sampled_from([0, 1, 2, 1 << 16, 1 << 32, (1 << 32) + 1, (1 << 64) - 1]), words)
 flag_sets = st.integers(0, 0xFFF).map(lambda value: value & STATUS)
-fixed = settings(max_examples=40, deadline=None, derandomize=True, database=None)
+drawn = settings(max_examples=40)
 CONDITIONS = range(16)
 
 
 @pytest.mark.parametrize("condition", CONDITIONS)
 @pytest.mark.parametrize("near", [False, True], ids=["short", "near"])
-@fixed
+@drawn
 @given(flags=flag_sets, distance=st.integers(-64, 63))
 def test_jcc(condition: int, near: bool, flags: int, distance: int) -> None:
     code = (
@@ -53,14 +53,14 @@ def test_jcc_under_every_combination_of_flags() -> None:
 
 @pytest.mark.parametrize("opcode", [0xE0, 0xE1, 0xE2, 0xE3], ids=["loopne", "loope", "loop", "jrcxz"])
 @pytest.mark.parametrize("prefix", [b"", b"\x67"], ids=["rcx", "ecx"])
-@fixed
+@drawn
 @given(cx=counts, flags=flag_sets, distance=st.integers(-64, 63))
 def test_loop(opcode: int, prefix: bytes, cx: int, flags: int, distance: int) -> None:
     check(prefix + bytes((opcode,)) + struct.pack("<b", distance), {"cx": cx}, flags)
 
 
 @pytest.mark.parametrize("code", [b"\xeb", b"\xe9", b"\xe8"], ids=["jmp8", "jmp32", "call"])
-@fixed
+@drawn
 @given(flags=flag_sets, distance=st.integers(-64, 63))
 def test_relative(code: bytes, flags: int, distance: int) -> None:
     check(code + struct.pack("<b" if code == b"\xeb" else "<i", distance), {}, flags)
@@ -76,28 +76,28 @@ def test_indirect(register: int, group: int, rex: int) -> None:
 
 
 @pytest.mark.parametrize("code", [b"\xc3", b"\xf3\xc3", b"\xc2\x18\x00", b"\xc2\xf8\x7f"])
-@fixed
+@drawn
 @given(target=st.integers(CODE, CODE + SIZE - 1), flags=flag_sets)
 def test_ret(code: bytes, target: int, flags: int) -> None:
     check(code, {}, flags, struct.pack("<Q", target))
 
 
 @pytest.mark.parametrize("code", [b"\xfa", b"\xfb"], ids=["cli", "sti"])
-@fixed
+@drawn
 @given(flags=flag_sets)
 def test_interrupt_flag(code: bytes, flags: int) -> None:
     check(code, {}, flags)
 
 
 @pytest.mark.parametrize("code", [b"\x9c", b"\x66\x9c"], ids=["pushfq", "pushfw"])
-@fixed
+@drawn
 @given(flags=flag_sets)
 def test_pushf(code: bytes, flags: int) -> None:
     check(code, {}, flags)
 
 
 @pytest.mark.parametrize("code", [b"\x9d", b"\x66\x9d"], ids=["popfq", "popfw"])
-@fixed
+@drawn
 @given(flags=flag_sets, value=words.map(lambda value: value & ~(1 << 8 | 1 << 16 | 1 << 17)))
 def test_popf(code: bytes, flags: int, value: int) -> None:
     check(code, {}, flags, struct.pack("<Q", value))
@@ -111,7 +111,7 @@ def test_far_return_pops_target_and_selector(code: bytes, size: int) -> None:
     regs = SimpleNamespace(sp=SP, ip=CODE, cs=0)
     emulation = ARCH.prepare(code + bytes(15), CODE, CODE + 0x800).emulate
     assert emulation is not None
-    ARCH.emulate(emulation, regs, StackMemory(bytes(SIZE // 2) + stack + bytes(64)))
+    emulation.run(regs, StackMemory(bytes(SIZE // 2) + stack + bytes(64)))
     assert (regs.ip, regs.cs) == (CODE + 0x40, 0x10)
     assert regs.sp == SP + 2 * size + (16 if len(code) == 4 else 0)
 
@@ -129,12 +129,11 @@ def test_nothing_changes_if_the_stack_faults(code: bytes) -> None:
     emulation = ARCH.prepare(code + bytes(15), CODE, CODE + 0x800).emulate
     assert emulation is not None
     with pytest.raises(MemoryError):
-        ARCH.emulate(emulation, regs, Faulting())
+        emulation.run(regs, Faulting())
     assert regs == SimpleNamespace(sp=SP, ip=CODE, flags=2, ax=CODE)
 
 
-@seed(1)
-@fixed
+@drawn
 @given(flags=flag_sets, condition=st.sampled_from(CONDITIONS))
 def test_operand_size_prefix_on_a_near_branch_is_ignored(flags: int, condition: int) -> None:
     """As Intel's processors do (and as Linux decodes); the test processor follows AMD here."""
@@ -144,6 +143,6 @@ def test_operand_size_prefix_on_a_near_branch_is_ignored(flags: int, condition: 
     assert prefixed is not None
     one = SimpleNamespace(ip=CODE, flags=flags)
     two = SimpleNamespace(ip=CODE, flags=flags)
-    ARCH.emulate(plain, one, StackMemory(b""))
-    ARCH.emulate(prefixed, two, StackMemory(b""))
+    plain.run(one, StackMemory(b""))
+    prefixed.run(two, StackMemory(b""))
     assert (one.ip, two.ip) in ((CODE + 70, CODE + 70), (CODE + 6, CODE + 7))

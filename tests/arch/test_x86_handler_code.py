@@ -8,15 +8,15 @@ import pytest
 import unicorn
 from unicorn import x86_const as const
 
-from emulated_kernel.arch import program as ir
-from emulated_kernel.arch.base import Detour, Live
-from emulated_kernel.arch.program import Condition, HandlerCode, Label, Program
-from emulated_kernel.arch.x86 import detour as detours
-from emulated_kernel.arch.x86 import detour_32 as detours_32
+from emulated_kernel.arch.analysis.region import Live
+from emulated_kernel.arch.base import Detour
+from emulated_kernel.arch.program import ops as ir
+from emulated_kernel.arch.program.ops import Condition, HandlerCode, Label, Program
 from emulated_kernel.arch.x86.arch import X86_64
 from emulated_kernel.arch.x86.assemble import Encoder
+from emulated_kernel.arch.x86.detour import handler_stub
 from emulated_kernel.arch.x86.emulate import REGISTER_NAMES
-from emulated_kernel.arch.x86.frame import Frame
+from emulated_kernel.arch.x86.frame import FRAME_32, FRAME_64, RegsFrame
 from emulated_kernel.arch.x86.handler_code import save_all, save_live
 from tests.arch.random_programs import (
     CODE,
@@ -35,11 +35,7 @@ from tests.arch.random_programs import (
 
 STATUS = 0x8D5
 FLAGS = 0x246
-PT_REGS = {
-    64: detours.PT_REGS,
-    32: detours_32.PT_REGS,
-}
-FIXED = {64: detours.FIXED_REGISTERS, 32: detours_32.FIXED_REGISTERS}
+FRAMES = {64: FRAME_64, 32: FRAME_32}
 PER_CPU_BASE = {64: CPU, 32: 0}
 """Unicorn has no way to set fs in a flat 32-bit mode."""
 NAMES = {64: REGISTER_NAMES, 32: REGISTER_NAMES[:8]}
@@ -53,7 +49,7 @@ def register_id(name: str, bits: int) -> int:
 class Processor:
     """Runs a stub on Unicorn as the host of a probe would: host calls and faults go where it says."""
 
-    def __init__(self, case: Case, stub: Detour, frame: Frame | None) -> None:
+    def __init__(self, case: Case, stub: Detour, frame: RegsFrame | None) -> None:
         self.case = case
         self.frame = frame
         self.stub = stub
@@ -92,11 +88,11 @@ class Processor:
         )
         uc.reg_write(self.ip, CODE + (call.behind if behind else call.label))
 
-    def _check_frame(self, frame: Frame) -> None:
+    def _check_frame(self, frame: RegsFrame) -> None:
         """What the host finds in a struct pt_regs at the stack pointer."""
         word = self.case.bits // 8
         at = self.uc.reg_read(register_id("sp", self.case.bits))
-        values = {**self.case.registers, **FIXED[self.case.bits]}
+        values = {**self.case.registers, **frame.fixed}
         for name, offset in frame.offsets.items():
             found = int.from_bytes(self.uc.mem_read(at + offset, word), "little")
             assert found == values[name] & (1 << 8 * word) - 1, name
@@ -123,9 +119,9 @@ def make(rng: random.Random, bits: int) -> Case:
     return make_case(rng, bits, NAMES[bits], others, PER_CPU_BASE[bits])
 
 
-def check(case: Case, handler: HandlerCode, live: Live, frame: Frame | None = None) -> None:
+def check(case: Case, handler: HandlerCode, live: Live, frame: RegsFrame | None = None) -> None:
     expected = interpret(case)
-    found = Processor(case, detours.handler_stub(handler, CODE, END), frame).run()
+    found = Processor(case, handler_stub(handler, CODE, END), frame).run()
     assert found.host_calls == expected.host_calls
     assert found.faults == expected.faults
     for start, data in expected.areas.items():
@@ -158,10 +154,10 @@ def test_programs_between_what_is_live(bits: int, first: int) -> None:
 @pytest.mark.parametrize("first", SEEDS)
 @pytest.mark.parametrize("bits", [64, 32])
 def test_programs_in_a_frame(bits: int, first: int) -> None:
-    frame = Frame(Encoder(bits), PT_REGS[bits])
+    frame = FRAMES[bits]
     for seed in range(first, first + 100):
         case = make(random.Random(seed), bits)
-        handler = save_all(case.program, Encoder(bits), frame, {"ip": PROBE + 1, **FIXED[bits]})
+        handler = save_all(case.program, frame, {"ip": PROBE + 1, **frame.fixed})
         check(case, handler, Live(frozenset(NAMES[bits]), True), frame)
 
 

@@ -8,8 +8,8 @@ import random
 import pytest
 
 from emulated_kernel.arch.x86.arch import I386
-from emulated_kernel.arch.x86.detour_32 import PT_REGS
 from emulated_kernel.errors import KernelError
+from tests.arch.decoding import insn_length
 from tests.arch.processor import CODE, STATUS, Processor
 
 NAMES = ("ax", "cx", "dx", "bx", "bp", "si", "di")
@@ -67,7 +67,7 @@ def test_emulation_is_as_the_processor(code: str) -> None:
     ],
 )
 def test_lengths(code: str, length: int) -> None:
-    assert ARCH.decode_length(bytes.fromhex(code) + b"\x90" * 8, CODE) == length
+    assert insn_length(ARCH, bytes.fromhex(code) + b"\x90" * 8) == length
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_a_copy_has_no_displacement_to_mend() -> None:
 
 
 def test_registers_are_those_of_struct_pt_regs() -> None:
-    assert tuple(ARCH.registers.names) == PT_REGS
+    assert tuple(ARCH.registers.names) == ARCH.pt_regs
     assert (ARCH.word_size, ARCH.mask, ARCH.registers.arguments) == (4, 0xFFFFFFFF, ("ax", "dx", "cx"))
 
 

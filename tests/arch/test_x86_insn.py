@@ -5,7 +5,7 @@ from __future__ import annotations
 from errno import EINVAL, ENOSPC, EOPNOTSUPP, ERANGE
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from emulated_kernel.arch.x86.arch import X86_64
@@ -16,7 +16,11 @@ from tests.oracle.recorded import oracle_directory, recordings
 
 ARCH = X86_64()
 ADDR, SLOT = 0xFFFF_FFFF_8100_0000, 0xFFFF_FFFF_A000_0000
-fixed = settings(max_examples=800, deadline=None, derandomize=True, database=None)
+# Few of all byte strings are instructions.
+drawn = settings(
+    max_examples=800,
+    suppress_health_check=[*settings().suppress_health_check, HealthCheck.filter_too_much],
+)
 
 
 def length_for_linux(code: bytes, bits: int) -> int:
@@ -44,7 +48,7 @@ def parts_with_the_processor(code: bytes) -> bool:
     return rex_then_prefix or odd_two_byte or too_many_prefixes
 
 
-@fixed
+@drawn
 @given(code=st.binary(min_size=15, max_size=15))
 @pytest.mark.parametrize("prefix", [b"", b"\x0f", b"\x48", b"\x66", b"\xf3\x0f", b"\x67", b"\xc5"])
 def test_lengths_agree_with_iced_on_random_bytes(prefix: bytes, code: bytes) -> None:
@@ -58,7 +62,7 @@ def test_lengths_agree_on_a_real_kernel() -> None:
     recorded = next(recordings(oracle_directory()), None)
     if recorded is None:
         pytest.skip(f"no recorded functions in {oracle_directory()}")
-    for function in recorded.table.functions[::7]:
+    for function in recorded.sample.functions[::7]:
         for addr, length, insn in decode_all(function.code, function.addr):
             if insn is not None and addr + length <= function.end:
                 assert decode_insn(function.code[addr - function.addr :]).length == length, hex(addr)
@@ -110,7 +114,7 @@ def test_copy_is_followed_by_a_breakpoint() -> None:
     displacement=st.integers(-(1 << 31), (1 << 31) - 1),
     distance=st.integers(-(1 << 31), (1 << 31) - 1),
 )
-@fixed
+@drawn
 def test_rip_relative_copy_names_the_same_address(displacement: int, distance: int) -> None:
     code = b"\x48\x8b\x05" + displacement.to_bytes(4, "little", signed=True)
     slot = ADDR + distance
@@ -174,16 +178,6 @@ def test_relative_jump() -> None:
     with pytest.raises(KernelError) as caught:
         ARCH.relative_jump(ADDR, ADDR + (1 << 31) + 5)
     assert caught.value.errno == ERANGE
-
-
-def test_classes_of_control_flow() -> None:
-    assert [ARCH.is_call(bytes.fromhex(code)) for code in ("e800000000", "ffd0", "ffe0", "90")] == [
-        *(True, True),
-        *(False, False),
-    ]
-    assert ARCH.is_return(b"\xc3")
-    assert not ARCH.is_return(b"\x90")
-    assert ARCH.is_breakpoint(b"\xcc")
 
 
 def test_disassembly_names_address_bytes_and_operands() -> None:

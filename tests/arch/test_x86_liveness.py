@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from unicorn import x86_const as const
 
-from emulated_kernel.arch.base import Live
-from emulated_kernel.arch.function import Function
+from emulated_kernel.arch.analysis.function import Function
+from emulated_kernel.arch.analysis.region import Live
 from emulated_kernel.arch.x86.emulate import REGISTER_NAMES
 from emulated_kernel.arch.x86.liveness import Liveness
 
@@ -51,7 +51,7 @@ def live(code: str, offset: int = 0, **fields: object) -> Live:
     return Liveness(Function("f", ADDR, len(data), data, **fields)).at(ADDR + offset)  # type: ignore[arg-type]
 
 
-@settings(max_examples=400, deadline=None, derandomize=True, database=None)
+@settings(max_examples=400)
 @given(insns=st.lists(st.sampled_from(INSNS), min_size=1, max_size=8), number=st.integers(0, 1 << 32))
 def test_dead_state_does_not_matter(insns: list[bytes], number: int) -> None:
     code = b"".join(insns)

@@ -7,15 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from emulated_kernel.arch import program as ir
-from emulated_kernel.arch.base import Live
-from emulated_kernel.arch.program import Label, Program
+from emulated_kernel.arch.analysis.region import Live
+from emulated_kernel.arch.program import ops as ir
+from emulated_kernel.arch.program.ops import Label, Program
 from emulated_kernel.arch.x86.arch import I386, X86, X86_64
 from emulated_kernel.arch.x86.assemble import Encoder
-from emulated_kernel.arch.x86.frame import Frame
 from emulated_kernel.arch.x86.handler_code import save_all, save_live
 from tests.arch.random_programs import DATA, PROBE, Case, Maker
-from tests.arch.test_x86_handler_code import FIXED, NAMES, PER_CPU_BASE, PT_REGS, check, make
+from tests.arch.test_x86_handler_code import FRAMES, NAMES, PER_CPU_BASE, check, make
 
 ARCHS = {64: X86_64(), 32: I386()}
 BUFFER = 0xA000_0000
@@ -61,10 +60,10 @@ def test_locked_words_between_what_is_live(bits: int) -> None:
 
 @pytest.mark.parametrize("bits", [64, 32])
 def test_locked_words_in_a_frame(bits: int) -> None:
-    frame = Frame(Encoder(bits), PT_REGS[bits])
+    frame = FRAMES[bits]
     for seed in range(300):
         _, case = _case(seed, bits)
-        handler = save_all(case.program, Encoder(bits), frame, {"ip": PROBE + 1, **FIXED[bits]})
+        handler = save_all(case.program, frame, {"ip": PROBE + 1, **frame.fixed})
         check(case, handler, Live(frozenset(NAMES[bits]), True), frame)
 
 
@@ -86,7 +85,7 @@ def _dispatch(target: int) -> Program:
 def test_a_trampoline_leaves_registers_to_the_handler(bits: int) -> None:
     """It pushes its own address, and goes on through a register that no caller looks at."""
     arch = ARCHS[bits]
-    made = arch.return_dispatch(_dispatch(5), BUFFER, saves_all=False)
+    made = arch.returns.dispatch(_dispatch(5), BUFFER, saves_all=False)
     assert made.finish is None
     code = _mnemonics(arch, made.code[made.entry :])
     assert code[:4] == ["push", "mov", "cmp", "je"]
@@ -100,15 +99,15 @@ def test_a_trampoline_leaves_registers_to_the_handler(bits: int) -> None:
 def test_a_trampoline_may_save_all(bits: int) -> None:
     """In front of its program, and for the handler, which goes on where all is restored."""
     arch = ARCHS[bits]
-    made = arch.return_dispatch(_dispatch(5), BUFFER, saves_all=True)
+    made = arch.returns.dispatch(_dispatch(5), BUFFER, saves_all=True)
     assert made.finish is not None
     before = _mnemonics(arch, made.code[made.entry :])
     general = 15 if bits == 64 else 7
     assert before[: before.index("mov")].count("push") == 1 + general
     finish = _mnemonics(arch, made.code[made.finish :])
     assert (finish.count("pop"), finish[-1]) == (general, "ret")
-    handler = arch.return_handler((ir.GetRegister(0, "ax"), ir.Store(0, 0, 0, 4)), saves_all=True)
-    placed = arch.placed_return_handler(handler, BUFFER + 0x1000, BUFFER + made.finish)
+    handler = arch.returns.handler((ir.GetRegister(0, "ax"), ir.Store(0, 0, 0, 4)), saves_all=True)
+    placed = arch.returns.placed(handler, BUFFER + 0x1000, BUFFER + made.finish)
     # Registers are the trampoline's by then: the value is in the frame.
     assert _mnemonics(arch, placed.code) == ["mov", "mov", "jmp"]
 
@@ -116,5 +115,5 @@ def test_a_trampoline_may_save_all(bits: int) -> None:
 @pytest.mark.parametrize("bits", [64, 32])
 def test_a_handler_returns(bits: int) -> None:
     arch = ARCHS[bits]
-    handler = arch.return_handler((ir.SetImmediate(0, 1),), saves_all=False)
-    assert _mnemonics(arch, arch.placed_return_handler(handler, BUFFER, None).code) == ["mov", "ret"]
+    handler = arch.returns.handler((ir.SetImmediate(0, 1),), saves_all=False)
+    assert _mnemonics(arch, arch.returns.placed(handler, BUFFER, None).code) == ["mov", "ret"]

@@ -13,6 +13,8 @@ from tests.churn.session import Sample, Session
 
 WARM_UP = 20
 """Cycles, and a tenth of the time: until caches have what they keep."""
+MEASURED = 10
+"""Cycles at least, from the first sample on."""
 GROWTH = {"host_bytes": 1 << 20, "resident": 24 << 20}
 """Bytes that there may be more from then on: text is used again after 1 MiB, translated code after 16."""
 LINES = 30
@@ -44,7 +46,11 @@ def churn(session: Session, seconds: float, *, quiet: bool) -> list[Sample]:
     samples: list[Sample] = []
     shown = -1.0
     with session.kernel:
-        while (now := time.monotonic() - start) < seconds or len(samples) < 2:
+        while (
+            (now := time.monotonic() - start) < seconds
+            or not samples
+            or session.cycles < samples[0].cycle + MEASURED
+        ):
             session.cycle()
             if session.cycles < WARM_UP or now < seconds / 10:
                 continue

@@ -10,11 +10,12 @@ from pathlib import Path
 
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.errors import KernelError
-from emulated_kernel.host.load import Load, kinds_of
-from emulated_kernel.host.memory_info import MemoryReader
-from emulated_kernel.host.processes import Fork
+from emulated_kernel.host.loads.load import BackgroundLoad, kinds_of
+from emulated_kernel.host.mirror.processes import Fork
+from emulated_kernel.host.readers.memory_info import MemoryReader
 from emulated_kernel.kernel import Kernel
-from emulated_kernel.vfs.mount import Client
+from emulated_kernel.vfs.core.client import Client
+from tests.fuzz.report import answered_in_time
 from tests.host.conftest import ScriptedWatch
 
 SHELL, WORKER = Client(500, 0, 0), Client(501, 1000, 1000)
@@ -78,7 +79,7 @@ class Session:
         memory = self.kernel.machine.memory
         self._memory = MemoryReader(memory, self.kernel.image.kallsyms, self.kernel.image.abi)
         self._loads = [
-            Load(self.kernel.guest, memory, kind, LOAD_PID + number)
+            BackgroundLoad(self.kernel.guest, kind, LOAD_PID + number)
             for number, kind in enumerate(kinds_of(self.kernel.guest))
         ]
 
@@ -116,9 +117,10 @@ class Session:
 
     def loads(self) -> None:
         for load in self._loads:
-            for _ in range(ROUNDS):
-                load.round()
-            load.end()
+            with self.kernel.lock:
+                for _ in range(ROUNDS):
+                    load.round()
+                load.end()
 
     def files(self) -> None:
         """A directory with files, grown, cut, linked and gone again."""
@@ -133,7 +135,7 @@ class Session:
             mount.truncate(WORKER, path, 100)
         mount.symlink(WORKER, "/scratch/d/s", "0")
         mount.rename(WORKER, "/scratch/d/1", "/scratch/d/2")
-        for name in mount.readdir("/scratch/d"):
+        for name, *_ in mount.readdir("/scratch/d")[2:]:
             mount.unlink(WORKER, f"/scratch/d/{name}")
         mount.rmdir(WORKER, "/scratch/d")
 
@@ -155,16 +157,18 @@ class Session:
             self.read("/machine/version")
 
     def write(self, path: str, text: str) -> None:
-        handle = self.mount.open(SHELL, path, os.O_WRONLY | os.O_APPEND)
-        try:
-            self.mount.write(SHELL, handle, text.encode(), 0)
-        finally:
-            self.mount.release(handle)
+        with answered_in_time(path):
+            handle = self.mount.open(SHELL, path, os.O_WRONLY | os.O_APPEND)
+            try:
+                self.mount.write(SHELL, handle, text.encode(), 0)
+            finally:
+                self.mount.release(handle)
 
     def read(self, path: str, client: Client = SHELL) -> bytes:
-        handle = self.mount.open(client, path, os.O_RDONLY)
-        data = b"".join(self._pieces(client, handle))
-        self.mount.release(handle)
+        with answered_in_time(path):
+            handle = self.mount.open(client, path, os.O_RDONLY)
+            data = b"".join(self._pieces(client, handle))
+            self.mount.release(handle)
         return data
 
     def _pieces(self, client: Client, handle: int) -> Iterator[bytes]:

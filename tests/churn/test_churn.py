@@ -6,8 +6,9 @@ import pytest
 
 from tests.churn.__main__ import churn, main, verdict
 from tests.churn.session import Session
+from tests.sample import fewer
 
-SECONDS = 20
+SECONDS = fewer(20, 4)
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,8 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KPROBEFS_RUNTIME_DIRECTORY", str(tmp_path / "runtime"))
 
 
-@pytest.fixture
-def directory() -> Iterator[Path]:
+@contextmanager
+def mount_point() -> Iterator[Path]:
     """An empty directory that every user reaches; what is still mounted there afterwards is detached."""
     with tempfile.TemporaryDirectory(prefix="kprobefs-test-") as parent:
         path = Path(os.path.realpath(parent)) / "mnt"
@@ -32,7 +33,14 @@ def directory() -> Iterator[Path]:
 
 
 @pytest.fixture
+def directory() -> Iterator[Path]:
+    """A mount point of the test's own."""
+    with mount_point() as path:
+        yield path
+
+
+@pytest.fixture
 def mounted(directory: Path) -> Iterator[Daemon]:
-    """A daemon that serves the full layout of the fake kernel."""
+    """A daemon that serves the full layout."""
     with daemon(directory) as running:
         yield running

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +17,8 @@ import pytest
 from kprobefs.mount import FSTYPE, detach, mounted_on
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAM = [sys.executable, str(ROOT / "tests" / "fuse" / "fake_program.py")]
-"""The program over the fake kernel."""
+PROGRAM = [sys.executable, str(ROOT / "tests" / "fuse" / "bare_program.py")]
+"""The program without an eye on host processes."""
 REAL_PROGRAM = [sys.executable, "-m", "kprobefs"]
 """The program as users have it."""
 PATIENCE = 10.0
@@ -102,8 +102,24 @@ def _answers(directory: Path) -> bool:
 
 
 @contextmanager
-def daemon(directory: Path, *options: str, program: list[str] = PROGRAM) -> Iterator[Daemon]:
-    """A foreground daemon that is mounted; ended and unmounted afterwards, whatever happened."""
+def watched(daemon: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Within, there is a limit to how long it may be stuck."""
+    watchdog = threading.Timer(WATCHDOG, daemon.kill)
+    watchdog.start()
+    try:
+        yield
+    finally:
+        watchdog.cancel()
+
+
+@contextmanager
+def daemon(
+    directory: Path, *options: str, program: list[str] = PROGRAM, is_shared: bool = False
+) -> Iterator[Daemon]:
+    """A foreground daemon that is mounted; ended and unmounted afterwards, whatever happened.
+
+    `is_shared`: whoever uses it has it watched meanwhile.
+    """
     log_file = directory.with_name(f"{directory.name}.log")
     with log_file.open("wb") as log:
         process = subprocess.Popen(
@@ -113,12 +129,12 @@ def daemon(directory: Path, *options: str, program: list[str] = PROGRAM) -> Iter
             stdout=subprocess.DEVNULL,
             stderr=log,
         )
-    watchdog = threading.Timer(WATCHDOG, process.kill)
-    watchdog.start()
     try:
-        eventually(lambda: _answers(directory) or process.poll() is not None)
-        assert process.poll() is None, log_file.read_text()
-        yield Daemon(process, directory, log_file)
+        with watched(process):
+            eventually(lambda: _answers(directory) or process.poll() is not None)
+            assert process.poll() is None, log_file.read_text()
+        with nullcontext() if is_shared else watched(process):
+            yield Daemon(process, directory, log_file)
     finally:
         if process.poll() is None:
             process.terminate()
@@ -127,6 +143,5 @@ def daemon(directory: Path, *options: str, program: list[str] = PROGRAM) -> Iter
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        watchdog.cancel()
         if is_mounted(directory):
             detach(str(directory))

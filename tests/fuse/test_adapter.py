@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -39,9 +41,23 @@ import kprobefs.adapter
     assert advice in last
 
 
+def test_no_memory_is_an_answer_and_no_fault() -> None:
+    adapter = pytest.importorskip("kprobefs.adapter")
+
+    class Session:
+        operations = SimpleNamespace(faults=0)
+
+        def read(self) -> int:
+            raise MemoryError
+
+    assert adapter._Session._wrapper(Session().read) == -errno.ENOMEM
+    assert Session.operations.faults == 0
+
+
 def test_mount_points_are_unescaped() -> None:
     line = "36 35 0:98 / /mnt/a\\040b\\134c rw,nosuid shared:1 - fuse.kprobefs trace\\011fs rw\n"
-    assert mount._parse(line) == mount.MountPoint("/mnt/a b\\c", "0:98", "fuse.kprobefs", "trace\tfs")
+    assert mount._parse(line) == mount.MountPoint("/mnt/a b\\c", "0:98", "fuse.kprobefs", "trace\tfs", None)
+    assert mount._parse(line.replace(" rw\n", " rw,user_id=7,group_id=7\n")).owner == 7
 
 
 def test_the_root_is_a_mount_point() -> None:

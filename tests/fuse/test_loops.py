@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import threading
+from contextlib import ExitStack
 
+import pytest
+
+from emulated_kernel.errors import KernelError
 from kprobefs.loops import FREE_LOOPS, Loops
 
 
@@ -39,3 +44,27 @@ def test_a_loop_that_blocks_is_replaced() -> None:
     release.set()
     runner.join(5)
     assert not runner.is_alive()
+
+
+def test_the_last_thread_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the host has no more threads, requests that would block fail, and the others are answered."""
+    threads = FREE_LOOPS
+    start = threading.Thread.start
+
+    def scarce(thread: threading.Thread) -> None:
+        nonlocal threads
+        if not threads:
+            raise RuntimeError("can't start new thread")
+        threads -= 1
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", scarce)
+    loops = Loops(lambda: None)
+    loops.run()
+    for _ in range(2):
+        with ExitStack() as blocked:
+            for _ in range(FREE_LOOPS - 1):
+                blocked.enter_context(loops.blocking())
+            with pytest.raises(KernelError) as caught:
+                blocked.enter_context(loops.blocking())
+            assert caught.value.errno == errno.ENOMEM

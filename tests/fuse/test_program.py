@@ -66,7 +66,8 @@ class TestWithoutMount:
         assert project.get("version", __version__) == __version__
 
     @pytest.mark.parametrize(
-        "arguments", [[], ["nonsense"], ["mount"], ["mount", "--cpus", "0", "/x"], ["run"], ["run", "--"]]
+        "arguments",
+        [[], ["nonsense"], ["mount"], ["mount", "--cpus", "0", "/x"], ["mount", ""], ["run"], ["run", "--"]],
     )
     def test_wrong_usage(self, arguments: list[str]) -> None:
         assert kprobefs(*arguments).returncode == Exit.USAGE
@@ -98,7 +99,8 @@ class TestWithoutMount:
         assert (result.returncode, "mkdir -p" in one_line(result)) == (Exit.FAILURE, True)
         (tmp_path / "file").write_text("")
         assert "not empty" in one_line(kprobefs("mount", str(tmp_path)))
-        assert "no such directory" in one_line(kprobefs("mount", str(tmp_path / "file")))
+        message = one_line(kprobefs("mount", str(tmp_path / "file")))
+        assert ("not a directory" in message, "mkdir" in message) == (True, False)
 
 
 @needs_fuse
@@ -136,6 +138,7 @@ class TestMount:
     def test_a_failing_start_is_told(self, directory: Path) -> None:
         result = kprobefs("mount", "--seed", "666", str(directory))
         assert result.returncode == Exit.FAILURE
+        assert "RuntimeError: this kernel can't be built" in one_line(result)
         log = Path(one_line(result).rpartition("see ")[2].strip())
         assert "this kernel can't be built" in log.read_text()
         log.unlink()
@@ -263,6 +266,4 @@ class TestRun:
         process.wait(PATIENCE)
         process.stdout.close()
         eventually(lambda: not is_mounted(path))
-        path.rmdir()
-        (path.parent / "log").unlink()
-        path.parent.rmdir()
+        eventually(lambda: not path.parent.exists())

@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuse.harness import REAL_PROGRAM, ROOT, eventually, needs_fuse
+from kprobefs import install_service
+from tests.fuse.harness import REAL_PROGRAM, ROOT, eventually, kprobefs, needs_fuse
 
 UNITS = ROOT / "systemd"
 SYSTEMD = Path("/usr/lib/systemd/systemd")
@@ -38,7 +40,7 @@ def install(unit: str, directory: Path, name: str | None = None, extra: str = ""
     """A unit with the program's path substituted."""
     directory.mkdir(exist_ok=True)
     text = (UNITS / unit).read_text()
-    text = re.sub(r"^ExecStart=\S+", f"ExecStart={program_path(directory)}", text, flags=re.M)
+    text = re.sub(r"^(Exec\w+=)\S+", rf"\g<1>{program_path(directory)}", text, flags=re.M)
     path = directory / (name or Path(unit).name)
     path.write_text(text.replace("[Unit]\n", f"[Unit]\n{extra}", 1))
     return path
@@ -104,6 +106,12 @@ class Manager:
     def show(self, unit: str, name: str) -> str:
         """A property of a unit."""
         return self.inside("systemctl", "show", "-P", name, unit).stdout.strip()
+
+    def drop_in(self, unit: str, text: str) -> None:
+        """Add to a unit's settings."""
+        path = f"/run/systemd/system/{unit}.d/test.conf"
+        self.inside("sh", "-c", 'mkdir -p "${1%/*}"; printf %s "$2" > "$1"', "sh", path, text)
+        assert self.inside("systemctl", "daemon-reload").returncode == 0
 
     def is_mounted(self, directory: str) -> bool:
         """Whether something is mounted there, as seen by everybody else than the unit."""
@@ -225,9 +233,110 @@ class TestService:
         assert reader.wait(5) != 0
 
     def test_template(self, systemd: Manager) -> None:
-        unit, directory = "kprobefs@run-other.service", "/run/other"
-        systemd.inside("mkdir", directory)
+        """It makes its directory."""
+        unit, directory = "kprobefs@run-some-where.service", "/run/some/where"
         assert systemd.inside("systemctl", "start", unit).returncode == 0
         assert systemd.is_mounted(directory)
         assert systemd.inside("systemctl", "stop", unit).returncode == 0
         assert not systemd.is_mounted(directory)
+
+    def test_a_foreign_mount_keeps_its_data(self, systemd: Manager) -> None:
+        unit, directory = "kprobefs@run-data.service", "/run/data"
+        script = f"mkdir {directory} && mount -t tmpfs data {directory} && echo kept > {directory}/file"
+        assert systemd.inside("sh", "-c", script).returncode == 0
+        for command in ("start", "stop", "restart", "stop"):
+            systemd.inside("systemctl", command, unit)
+            assert systemd.inside("cat", f"{directory}/file").stdout == "kept\n", command
+        systemd.inside("systemctl", "reset-failed", unit)
+
+    def test_a_daemon_that_hangs_is_restarted(self, systemd: Manager) -> None:
+        unit, directory = "kprobefs@run-hangs.service", "/run/hangs"
+        systemd.drop_in(unit, "[Service]\nWatchdogSec=3\n")
+        assert systemd.inside("systemctl", "start", unit).returncode == 0
+        before = systemd.show(unit, "MainPID")
+        time.sleep(5)
+        assert (systemd.show(unit, "MainPID"), systemd.show(unit, "NRestarts")) == (before, "0")
+        systemd.inside("kill", "-STOP", before)
+        eventually(lambda: systemd.show(unit, "NRestarts") == "1", "it was not restarted")
+        eventually(lambda: systemd.show(unit, "ActiveState") == "active", "it didn't come back")
+        assert systemd.show(unit, "MainPID") != before
+        assert "Linux version" in systemd.inside("cat", f"{directory}/machine/version").stdout
+        assert systemd.inside("systemctl", "stop", unit).returncode == 0
+
+    def test_wrong_options_are_not_tried_again(self, systemd: Manager) -> None:
+        unit = "kprobefs@run-wrong.service"
+        systemd.drop_in(unit, "[Service]\nEnvironment=KPROBEFS_OPTIONS=--cpus=none\n")
+        assert systemd.inside("systemctl", "start", unit).returncode != 0
+        assert systemd.show(unit, "ExecMainStatus") == "2"
+        assert (systemd.show(unit, "ActiveState"), systemd.show(unit, "NRestarts")) == ("failed", "0")
+
+    def test_nothing_dead_is_left(self, systemd: Manager) -> None:
+        unit, directory = "kprobefs@run-dies.service", "/run/dies"
+        systemd.drop_in(unit, "[Service]\nRestart=no\n")
+        assert systemd.inside("systemctl", "start", unit).returncode == 0
+        systemd.inside("systemctl", "kill", "-s", "KILL", unit)
+        eventually(lambda: systemd.show(unit, "ActiveState") == "failed")
+        assert not systemd.is_mounted(directory)
+
+    def test_the_manager_is_told_of_a_panic(self, systemd: Manager) -> None:
+        unit, directory = "kprobefs@run-panics.service", "/run/panics"
+        systemd.drop_in(unit, "[Service]\nWatchdogSec=2\n")
+        assert systemd.inside("systemctl", "start", unit).returncode == 0
+        assert systemd.show(unit, "StatusText") == f"serving {directory}"
+        systemd.inside("sh", "-c", f"echo 'panic \"x\"' > {directory}/machine/call")
+        eventually(lambda: systemd.show(unit, "StatusText") == f"panicked {directory}")
+        assert systemd.inside("systemctl", "stop", unit).returncode == 0
+
+    def test_reload_reads_the_definitions(self, systemd: Manager) -> None:
+        unit, probes = "kprobefs@run-probes.service", "/run/kprobefs/probes.d"
+        systemd.inside("sh", "-c", f"mkdir -p {probes}; echo p:one vfs_read > {probes}/a.probes")
+        assert systemd.inside("systemctl", "start", unit).returncode == 0
+        events = "/run/probes/kprobe_events"
+        assert systemd.inside("cat", events).stdout == "p:kprobes/one vfs_read\n"
+        systemd.inside("sh", "-c", f"echo p:two vfs_write > {probes}/b.probes")
+        assert systemd.inside("systemctl", "reload", unit).returncode == 0
+        assert systemd.inside("cat", events).stdout == "p:kprobes/one vfs_read\np:kprobes/two vfs_write\n"
+        assert systemd.inside("systemctl", "stop", unit).returncode == 0
+
+
+class TestInstallService:
+    """install-service: the units, with the path of the program that wrote them."""
+
+    @pytest.mark.parametrize("scope", ["system", "user"])
+    def test_units(self, scope: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("XDG_CONFIG_HOME", "/home/x/.config")
+        program = tmp_path / "a dir" / "kprobefs"
+        program.parent.mkdir()
+        program.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {shlex.join(REAL_PROGRAM)} "$@"\n')
+        program.chmod(0o755)
+        monkeypatch.setattr(sys, "argv", [str(program)])
+        done = install_service.install(str(tmp_path), user=scope == "user")
+        below = "home/x/.config/systemd/user" if scope == "user" else "etc/systemd/system"
+        written = sorted((tmp_path / below).iterdir())
+        names = {
+            "user": ["kprobefs.service"],
+            "system": ["kprobefs.service", "kprobefs@.service"],
+        }
+        assert [path.name for path in written] == names[scope]
+        assert done[-1].endswith("enable --now kprobefs")
+        for path in written:
+            commands = re.findall(r"^Exec\w+=(.*)", path.read_text(), re.M)
+            assert len(commands) == 3
+            assert all(command.startswith(f'"{program}" ') for command in commands)
+            if shutil.which("systemd-analyze") is not None:
+                unit = path.rename(path.with_name(path.name.replace("@.", "@mnt-kp.")))
+                flag = ["--user"] if scope == "user" else []
+                result = subprocess.run(
+                    ["systemd-analyze", *flag, "verify", "--man=no", str(unit)],
+                    env={**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)},
+                    capture_output=True,
+                    text=True,
+                    timeout=30,
+                    check=False,
+                )
+                assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+    def test_the_command(self, tmp_path: Path) -> None:
+        result = kprobefs("install-service", "--root", str(tmp_path), program=REAL_PROGRAM)
+        assert (result.returncode, result.stderr) == (0, "")
+        assert f"wrote {tmp_path}/etc/systemd/system/kprobefs@.service\n" in result.stdout

@@ -15,18 +15,19 @@ from emulated_kernel.errors import KernelError
 from emulated_kernel.image.elf import ElfFile
 from emulated_kernel.image.image import PREBUILT, load_image
 from emulated_kernel.kernel import Kernel
-from emulated_kernel.trace.event_pids import PidList
-from emulated_kernel.trace.filter_fields import FilterField, FilterType
-from emulated_kernel.trace.filter_parse import parse_filter
-from emulated_kernel.trace.filter_pattern import parse_pattern
-from emulated_kernel.trace.function_filter import FunctionSet
-from emulated_kernel.trace.functions import Functions, TraceableFunction
-from emulated_kernel.trace.ports import RawEntry
-from emulated_kernel.vfs.parse import cpumask, kstrtobool, kstrtoul, switch, sysctl_switch
-from emulated_kernel.vfs.trace_array_files import clock_name, tracer_name
+from emulated_kernel.trace.events.event_pids import PidList
+from emulated_kernel.trace.filter.fields import FilterField, FilterType
+from emulated_kernel.trace.filter.parse import parse_filter
+from emulated_kernel.trace.filter.pattern import parse_pattern
+from emulated_kernel.trace.ring.trace_entry import RawEntry
+from emulated_kernel.trace.tracers.function_filter import FunctionSet
+from emulated_kernel.trace.tracers.functions import Functions, TraceableFunction
+from emulated_kernel.vfs.core.parse import cpumask, kstrtobool, kstrtoul, switch, sysctl_switch
+from emulated_kernel.vfs.trees.trace_array_files import clock_name, tracer_name
 from tests.fuzz.grammar import Mutator
 from tests.fuzz.report import Violation
 from tests.fuzz.rules import GRAMMAR
+from tests.ledger import ledger_mismatches
 from tests.trace.events.kernel import Hit
 from tests.trace.trigger.control import TriggerKernel
 
@@ -41,8 +42,11 @@ _FIELDS = {
     "comm": FilterField(FilterType.COMM, 0, 16, False),
 }
 _FUNCTIONS = Functions(
-    TraceableFunction(0x100 * at, name, "m" if name == "a" else None)
-    for at, name in enumerate(("vfs_read", "vfs_write", "strlen", "a"))
+    (
+        TraceableFunction(0x100 * at, name, "m" if name == "a" else None)
+        for at, name in enumerate(("vfs_read", "vfs_write", "strlen", "a"))
+    ),
+    has_module=lambda name: name == "m",
 )
 _PATTERN_MAX = 256
 """Bytes of the longest pattern that a filter hands on; a word of set_ftrace_filter is shorter."""
@@ -112,7 +116,7 @@ class _Commands:
         self._define(data, kernel.synthetic.write)
 
     def _define(self, data: bytes, write: Callable[[bytes], int]) -> None:
-        show = self._kernel.kernel.dynamic_events.show
+        show = self._kernel.kernel.dynamic_events.records
         before = show()
         try:
             write(data)
@@ -140,7 +144,7 @@ class _Commands:
 
 def _filter(data: bytes) -> None:
     program = parse_filter(data.decode("latin-1").rstrip(), _FIELDS.get)
-    program.accepts(RawEntry(bytes(range(64)), 0, b"comm"))
+    program.accepts(RawEntry(bytes(range(64)), 0, b"comm", lambda _address, _is_user: None))
 
 
 def _pattern(data: bytes) -> None:
@@ -166,7 +170,7 @@ def _functions(data: bytes) -> None:
 
 
 def _pids(data: bytes) -> None:
-    pids = PidList()
+    pids = PidList(lambda: None)
     pids.write(data)
     pids.records()
 
@@ -182,8 +186,7 @@ def _elf(data: bytes) -> None:
     len(elf.symbols)
     for segment in elf.segments:
         elf.segment_data(segment)
-    for name in elf.sections:
-        elf.section_data(name)
+    len(elf.sections)
 
 
 def _image(data: bytes) -> None:
@@ -214,7 +217,7 @@ class _Modules:
             if kernel.guest.is_dead or kernel.modules.loaded():
                 self._kernel = None
                 kernel.close()
-            elif wrong := kernel.machine.text.verify():
+            elif wrong := ledger_mismatches(kernel.machine.text):
                 raise Violation(f"text at {wrong[0]:#x} isn't what the ledger says")
 
 

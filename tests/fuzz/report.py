@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import os
+import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 _SHOWN_INPUTS = 6
 _SHOWN_FRAMES = 12
+SLOWEST = 2.0
+"""Seconds of CPU time that a request may take, whatever else the machine does."""
 
 
 class Violation(Exception):
     """Something that must hold doesn't."""
+
+
+@contextmanager
+def answered_in_time(path: str) -> Iterator[None]:
+    """A request of this thread's to a file. Raises: Violation where it took longer than any may."""
+    begun = time.thread_time()
+    yield
+    if (used := time.thread_time() - begun) > SLOWEST:
+        raise Violation(f"{path} answered after {used:.1f} s")
 
 
 @dataclass(frozen=True)

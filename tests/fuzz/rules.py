@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from emulated_kernel.vfs.readme import readme
+from emulated_kernel.vfs.trees.readme import README
 from tests.fuzz.grammar import Grammar
 
 _WORDS = {
@@ -525,7 +525,7 @@ _VALUES = {
 
 GRAMMAR = Grammar(_WORDS | _PROBES | _TRIGGERS | _VALUES)
 """All rules."""
-TOKENS = sorted({token.encode() for token in (*GRAMMAR.tokens, *readme(True).split())})
+TOKENS = sorted({token.encode() for token in (*GRAMMAR.tokens, *README.split())})
 """Words to put into damaged texts: those of the rules, and of the description that tools read."""
 
 RULES = {

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Iterator
+from contextlib import closing
 
 import pytest
 
 from emulated_kernel.errors import KernelError
-from emulated_kernel.trace.kprobe_events import KprobeEvents
+from emulated_kernel.trace.probes.kprobe_events import KprobeEvents
 from tests.fuzz.fuzzer import RESET_EVERY, Fuzzer
 from tests.fuzz.parse import ParserFuzzer
 from tests.fuzz.parsers import Target, targets
-from tests.fuzz.report import Finding
+from tests.fuzz.report import Finding, Violation
+from tests.fuzz.session import TRACING, Session
+from tests.sample import fewer
 
-INPUTS = 2000
+INPUTS = fewer(2000, 4)
 PARSER_INPUTS = 500
 SLOW, SLOW_INPUTS = ("image", "module"), 30
 
@@ -35,37 +38,62 @@ def test_every_write_ends_in_success_or_an_errno(fuzzer: Fuzzer) -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("not an errno"), KernelError(0)])
-def test_other_errors_are_findings(fuzzer: Fuzzer, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_are_findings(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_events: KprobeEvents, data: bytes) -> int:
         if b"no_such" in data:
             raise error
         return len(data)
 
-    assert "no_such" in str(_first_finding(fuzzer, fail, monkeypatch).history[-1])
+    assert "no_such" in str(_first_finding(fail, monkeypatch).history[-1])
 
 
-def test_changed_state_is_a_finding(fuzzer: Fuzzer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_state_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     write = KprobeEvents.write
 
     def fail(events: KprobeEvents, _data: bytes) -> int:
         write(events, b"p vfs_read\n")
         raise KernelError(errno.EINVAL)
 
-    assert "refused with EINVAL" in _first_finding(fuzzer, fail, monkeypatch).error
+    assert "refused with EINVAL" in _first_finding(fail, monkeypatch).error
 
 
-def _first_finding(
-    fuzzer: Fuzzer, write: Callable[[KprobeEvents, bytes], int], monkeypatch: pytest.MonkeyPatch
-) -> Finding:
-    """What is found first when kprobe_events takes commands so."""
-    fuzzer.kinds = ("kprobe_events",)
-    fuzzer.run(0)
-    monkeypatch.setattr(KprobeEvents, "write", write)
-    for number in range(1, RESET_EVERY):
-        fuzzer.run(number)
-        for finding in fuzzer.findings.all:
-            return finding
+def _first_finding(write: Callable[[KprobeEvents, bytes], int], monkeypatch: pytest.MonkeyPatch) -> Finding:
+    """What is found first when kprobe_events takes commands so, from the second input on."""
+    real, begun = KprobeEvents.write, False
+
+    def switched(events: KprobeEvents, data: bytes) -> int:
+        return write(events, data) if begun else real(events, data)
+
+    # Before the files are made, which hold the method.
+    monkeypatch.setattr(KprobeEvents, "write", switched)
+    with closing(Fuzzer(seed=7)) as fuzzer:
+        fuzzer.kinds = ("kprobe_events",)
+        fuzzer.run(0)
+        begun = True
+        for number in range(1, RESET_EVERY):
+            fuzzer.run(number)
+            for finding in fuzzer.findings.all:
+                return finding
     pytest.fail("nothing was found")
+
+
+def test_a_late_answer_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(Session()) as session:
+        monkeypatch.setattr("tests.fuzz.report.SLOWEST", 0.0)
+        with pytest.raises(Violation, match="/machine/version answered after"):
+            session.read("/machine/version")
+
+
+def test_function_stacks_in_several_arrays_are_in_time() -> None:
+    """Each call of the guest's is recorded with its stack in each of them."""
+    with closing(Session()) as session:
+        for number in range(3):
+            session.mount.mkdir(session.client, f"{TRACING}/instances/{number}", 0o755)
+        for array in (TRACING, *(f"{TRACING}/instances/{number}" for number in range(3))):
+            session.write(f"{array}/current_tracer", b"function")
+            session.write(f"{array}/options/func_stack_trace", b"1")
+        session.use()
+        assert b"<stack trace>" in session.read(f"{TRACING}/instances/2/trace")
 
 
 @pytest.mark.parametrize("target", targets().values(), ids=lambda target: target.name)

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 import pytest
 
 from emulated_kernel.config import MachineConfig
-from emulated_kernel.host.guest_log import read_log
-from emulated_kernel.host.processes import Fork
-from emulated_kernel.host.task_list import TaskInfo, read_tasks
+from emulated_kernel.host.client_call import ClientCall
+from emulated_kernel.host.mirror.processes import Fork
+from emulated_kernel.host.readers.guest_log import read_log
+from emulated_kernel.host.readers.task_list import TaskInfo, read_tasks
 from emulated_kernel.kernel import Kernel
 
 FIRST_PID = 500
@@ -24,6 +25,9 @@ class ScriptedWatch:
     pending_exits: list[int] = field(default_factory=list)
     comms: dict[int, str] = field(default_factory=dict)
     followed: list[int] = field(default_factory=list)
+    calls: dict[int, ClientCall] = field(default_factory=dict)
+    pins: dict[int, int] = field(default_factory=dict)
+    free_fds: dict[int, int] = field(default_factory=dict)
 
     def forks(self) -> list[Fork]:
         told, self.pending_forks = self.pending_forks, []
@@ -38,6 +42,15 @@ class ScriptedWatch:
 
     def follow(self, pid: int) -> None:
         self.followed.append(pid)
+
+    def pinned_to(self, pid: int) -> int | None:
+        return self.pins.get(pid)
+
+    def call(self, pid: int, _uid: int) -> ClientCall | None:
+        return self.calls.get(pid)
+
+    def next_fd(self, pid: int) -> int | None:
+        return self.free_fds.get(pid)
 
     def close(self) -> None:
         pass

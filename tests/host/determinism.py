@@ -12,10 +12,10 @@ from contextlib import suppress
 
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.errors import KernelError
-from emulated_kernel.host.processes import Fork
+from emulated_kernel.host.mirror.processes import Fork
 from emulated_kernel.kernel import Kernel
-from emulated_kernel.vfs.guest_mount import GuestMount
-from emulated_kernel.vfs.mount import Client
+from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.guest.guest_mount import GuestMount
 from tests.host.conftest import ScriptedWatch
 
 DEFAULTS = ("x86_64", "1", "1")

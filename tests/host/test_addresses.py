@@ -13,9 +13,9 @@ import pytest
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
-from emulated_kernel.vfs.guest_mount import GuestMount
-from emulated_kernel.vfs.mount import Client
-from emulated_kernel.vfs.node import Owner
+from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.core.node import Owner
+from emulated_kernel.vfs.guest.guest_mount import GuestMount
 
 ROOT, OWNER, OTHER = Client(501, 0, 0), Client(502, 1000, 1000), Client(503, 2000, 2000)
 SHOWING = ("/machine/kallsyms", "/machine/modules", "/kprobes/stats/kprobes/a/address")
@@ -54,7 +54,7 @@ def read(mount: GuestMount, client: Client, path: str) -> str:
 
 def readable(mount: GuestMount, directory: str = "") -> Iterator[str]:
     """Files that others may read, in directories that they may enter."""
-    for name in mount.readdir(directory or "/"):
+    for name, *_ in mount.readdir(directory or "/")[2:]:
         path = f"{directory}/{name}"
         if path == "/dev":
             continue  # Devices: one of them has no end.

@@ -10,8 +10,8 @@ import pytest
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
-from emulated_kernel.vfs.guest_mount import GuestMount
-from emulated_kernel.vfs.mount import Client
+from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.guest.guest_mount import GuestMount
 
 CLIENT = Client(500, 0, 0)
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from emulated_kernel.errors import KernelError, WouldBlock
-from emulated_kernel.host.buffers import MAX_BUFFERS
-from emulated_kernel.host.executive import NSEC_PER_JIFFY, GuestTask, RunElsewhere
+from emulated_kernel.host.executive.buffers import MAX_BUFFERS
+from emulated_kernel.host.executive.executive import NSEC_PER_JIFFY, GuestTask, RunElsewhere
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from tests.host.conftest import FIRST_PID, dmesg, tasks
@@ -98,21 +98,6 @@ def test_another_call_interrupts_a_blocked_one(kernel: Kernel, task: GuestTask, 
     block_in(kernel, task, fd)
     kernel.guest.executive.interrupt(task)
     assert task.request is None
-
-
-def test_blocked_calls_are_limited_by_their_buffers(kernel: Kernel) -> None:
-    mirror = kernel.guest.mirror
-    readers = [mirror.task_of(pid, 0, 0) for pid in range(1000, 1000 + MAX_BUFFERS + 1)]
-    blocked = 0
-    with pytest.raises(KernelError) as caught:  # noqa: PT012 - it is the last of them that fails
-        for reader in readers:
-            block_in(kernel, reader, open_ours(kernel, reader))
-            blocked += 1
-    assert caught.value.errno == errno.ENOMEM
-    assert blocked > MAX_BUFFERS - 3
-    for reader in readers[:blocked]:
-        mirror.exit(reader.pid)
-    assert kernel.call("strlen", "text") == 4
 
 
 def test_a_process_ends_while_its_read_blocks(kernel: Kernel, task: GuestTask, fd: int) -> None:
@@ -201,3 +186,24 @@ def test_a_stack_that_takes_no_interrupt_is_the_guests_end(kernel: Kernel, task:
             kernel.guest.syscalls.call(task, "getpid")
         assert caught.value.errno == errno.EIO
     assert kernel.guest.is_dead
+
+
+@pytest.mark.parametrize("event", ["call_begins", "call_ended"])
+def test_an_observer_that_raises_leaves_no_call_under_way(
+    kernel: Kernel, task: GuestTask, event: str
+) -> None:
+    executive = kernel.guest.executive
+    told = getattr(executive.events, event)
+
+    def fail() -> None:
+        told.remove(fail)
+        raise RuntimeError("an observer's fault")
+
+    told.append(fail)
+    with pytest.raises(RuntimeError, match="an observer's fault"):
+        kernel.guest.syscalls.call(task, "getpid")
+    assert not executive.is_busy
+    assert task.request is None
+    other = kernel.guest.mirror.task_of(FIRST_PID + 1, 0, 0)
+    assert kernel.guest.syscalls.call(other, "getpid") == FIRST_PID + 1
+    assert kernel.guest.syscalls.call(task, "getpid") == FIRST_PID

@@ -9,17 +9,17 @@ from collections.abc import Callable
 import pytest
 
 from emulated_kernel.errors import KernelError
-from emulated_kernel.host.load import Load, LoadKind
+from emulated_kernel.host.loads.load import BackgroundLoad, LoadKind
+from emulated_kernel.host.loads.loads import LoadOrder
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
-from emulated_kernel.wiring.loads import LoadOrder
 from tests.host.conftest import dmesg, tasks
 
 PID = 77_777
 
 
-def load_of(kernel: Kernel, kind: LoadKind) -> Load:
-    return Load(kernel.guest, kernel.machine.memory, kind, PID)
+def load_of(kernel: Kernel, kind: LoadKind) -> BackgroundLoad:
+    return BackgroundLoad(kernel.guest, kind, PID)
 
 
 def count(kernel: Kernel, symbol: str) -> list[int]:
@@ -66,7 +66,7 @@ def test_rounds_are_system_calls(kind: LoadKind, kernel: Kernel) -> None:
     assert tasks(kernel)[PID].comm == f"load/{kind.value}"
     load.end()
     assert PID not in tasks(kernel)
-    assert kernel.guest.syscalls.listdir(kernel.guest.mirror.init, "/scratch") == []
+    assert not list(kernel.guest.syscalls.look_entries("/scratch"))
 
 
 @pytest.mark.parametrize("kind", list(LoadKind))

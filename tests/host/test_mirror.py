@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from emulated_kernel.config import MachineConfig
 from emulated_kernel.errors import KernelError
-from emulated_kernel.host.processes import Fork
+from emulated_kernel.host.mirror.processes import Fork
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from tests.host.conftest import FIRST_PID, ScriptedWatch, tasks
@@ -75,7 +76,7 @@ def test_a_fork_that_is_over_already(kernel: Kernel, watch: ScriptedWatch, count
     watch.comms[SHELL] = "bash"
     mirror = kernel.guest.mirror
     mirror.task_of(SHELL, 1000, 1000)
-    watch.pending_forks = [fork(CHILD, None, "", alive=False), fork(CHILD + 1, 77, alive=False)]
+    watch.pending_forks = [fork(CHILD, SHELL, "", alive=False), fork(CHILD + 1, SHELL, alive=False)]
     mirror.task_of(SHELL, 1000, 1000)
     assert counted == {"kernel_clone": 2, "do_exit": 2}
     assert [task.pid for task in mirror] == [1, SHELL]
@@ -108,10 +109,28 @@ def test_a_pid_that_is_used_again(kernel: Kernel, watch: ScriptedWatch) -> None:
 def test_unknown_and_repeated_news(kernel: Kernel, watch: ScriptedWatch, counted: Counter[str]) -> None:
     mirror = kernel.guest.mirror
     watch.pending_exits = [4242]
-    watch.pending_forks = [fork(CHILD, 4242), fork(CHILD, 4242)]
+    watch.comms = {SHELL: "bash"}
+    watch.pending_forks = [fork(CHILD, SHELL), fork(CHILD, SHELL)]
     mirror.catch_up()
     assert counted == {"kernel_clone": 1}
+    assert tasks(kernel)[CHILD].parent == SHELL
+
+
+@pytest.mark.parametrize("parent", [None, 4242])
+def test_a_fork_by_nobody_knows_whom(
+    kernel: Kernel, watch: ScriptedWatch, counted: Counter[str], parent: int | None
+) -> None:
+    """It isn't the last client's, nor init's: it isn't told, and the child is adopted if it ever asks."""
+    watch.comms[SHELL] = "bash"
+    mirror = kernel.guest.mirror
+    mirror.task_of(SHELL, 1000, 1000)
+    watch.pending_forks = [fork(CHILD, parent), fork(CHILD + 1, parent, alive=False)]
+    mirror.task_of(SHELL, 1000, 1000)
+    assert not counted
+    assert CHILD not in tasks(kernel)
+    mirror.task_of(CHILD, 1000, 1000)
     assert tasks(kernel)[CHILD].parent == 1
+    assert not counted
 
 
 def test_many_processes_come_and_go(kernel: Kernel, watch: ScriptedWatch) -> None:
@@ -144,3 +163,24 @@ def test_names_of_any_bytes(kernel: Kernel, watch: ScriptedWatch) -> None:
     watch.comms[SHELL] = "\udcff"
     kernel.guest.mirror.task_of(SHELL, 0, 0)
     assert os.fsencode(tasks(kernel)[SHELL].comm) == b"\xff"
+
+
+def test_a_pinned_process_runs_on_its_cpu(watch: ScriptedWatch) -> None:
+    """Modulo the guest's CPUs; its children inherit that, until they may go anywhere."""
+    watch.comms = {SHELL: "bash", CHILD: "bash"}
+    with Kernel(MachineConfig(cpus=2), watch) as kernel:
+        mirror, abi = kernel.guest.mirror, kernel.image.abi
+
+        def cpu_of(pid: int) -> int:
+            task = mirror.task_of(pid, 0, 0)
+            kernel.guest.syscalls.call(task, "getpid")
+            return kernel.machine.memory.read_u32(task.addr + abi["task_struct.cpu"])
+
+        for pin in (5, 4, 1, 0):
+            watch.pins[SHELL] = watch.pins[CHILD] = pin
+            assert cpu_of(SHELL) == pin % 2
+            watch.pending_forks = [fork(CHILD, SHELL, "bash")]
+            assert cpu_of(CHILD) == pin % 2
+            watch.pending_exits = [CHILD]
+        watch.pins.clear()
+        assert mirror.task_of(SHELL, 0, 0).cpu is None

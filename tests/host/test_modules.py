@@ -14,11 +14,13 @@ import pytest
 
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.errors import KernelError
-from emulated_kernel.host.guest_log import read_log
+from emulated_kernel.host.readers.guest_log import read_log
 from emulated_kernel.image.elf import ElfFile
 from emulated_kernel.image.image import PREBUILT
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
+from tests.kprobes.listed import list_lines
+from tests.ledger import ledger_mismatches
 
 DIRECTORY = PREBUILT / "x86_64" / "modules"
 LOADED = ("ktgt", "twins", "counter_user", "trace_printk")
@@ -38,7 +40,7 @@ def kernel(shared: Kernel) -> Iterator[Kernel]:
     for module in shared.modules.loaded():
         shared.unload_module(module.name)
     assert shared.machine.modules.used == 0
-    assert not shared.machine.text.verify()
+    assert not ledger_mismatches(shared.machine.text)
 
 
 def file_of(name: str) -> bytes:
@@ -280,7 +282,7 @@ def test_in_any_order() -> None:
                 assert kernel.call("second_twin", step) == 3 * (step + 2)
             if "counter_user" in loaded:
                 assert kernel.call("counter_twice", 0) == 1
-        assert not kernel.machine.text.verify()
+        assert not ledger_mismatches(kernel.machine.text)
 
 
 @pytest.mark.parametrize(("arch", "inside"), [("i386", 5), ("riscv64", 8), ("riscv64i", 8)])
@@ -306,7 +308,7 @@ def test_other_architectures(arch: str, inside: int) -> None:
         assert lines[-1] == f"ktgt 8192 0 - Live 0x{address:0{bits // 4}x}\n"
         for name in ("ktgt", "counter_user", "counter"):
             kernel.unload_module(name)
-        assert all("[GONE]" in line for line in kernel.kprobes.list_text())
+        assert all("[GONE]" in line for line in list_lines(kernel.kprobes))
         assert kernel.machine.modules.used == 0
 
 

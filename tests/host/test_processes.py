@@ -12,7 +12,7 @@ from time import monotonic, sleep
 
 import pytest
 
-from emulated_kernel.host.processes import HostProcesses, NoProcesses, _pids_between
+from emulated_kernel.host.mirror.processes import HostProcesses, NoProcesses, _pids_between
 
 LIMIT = 5.0
 
@@ -75,13 +75,6 @@ def test_a_fork_is_told_once(watch: HostProcesses) -> None:
         assert (found.uid, found.gid) == (os.getuid(), os.getgid())
         assert found.comm == watch.comm(os.getpid())
         assert all(fork.pid != pid for fork in watch.forks())
-
-
-def test_a_fork_that_has_ended(watch: HostProcesses) -> None:
-    with child() as pid:
-        pass
-    (found,) = [fork for fork in watch.forks() if fork.pid == pid]
-    assert (found.parent, found.alive) == (None, False)
 
 
 def test_a_zombie_is_not_alive(watch: HostProcesses) -> None:
@@ -214,4 +207,44 @@ def test_no_processes() -> None:
     watch = NoProcesses()
     watch.follow(1)
     assert (watch.forks(), watch.exited(), watch.comm(1)) == ([], [], None)
+    watch.close()
+
+
+def test_the_parent_of_a_process_that_has_ended(watch: HostProcesses) -> None:
+    """Told by the host's kernel, or else by what its parent has waited for; a stranger's is nobody's."""
+    watch.comm(os.getpid())
+    with child() as pid:
+        pass
+    (found,) = [fork for fork in watch.forks() if fork.pid == pid]
+    assert (found.parent, found.alive) == (os.getpid(), False)
+
+
+def test_without_a_word_from_the_hosts_kernel(watch: HostProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("emulated_kernel.host.mirror.processes._fork_events", lambda: None)
+    silent = HostProcesses()
+    try:
+        for client, expected in (
+            (os.getpid(), os.getpid()),
+            (os.getppid(), None),
+            (os.getpid(), os.getpid()),
+        ):
+            silent.comm(client)
+            silent.forks()
+            with child() as pid:
+                pass
+            (found,) = [fork for fork in silent.forks() if fork.pid == pid]
+            assert (found.parent, found.alive) == (expected, False)
+    finally:
+        silent.close()
+    watch.forks()
+
+
+def test_who_waits_for_nobody_has_forked_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("emulated_kernel.host.mirror.processes._fork_events", lambda: None)
+    watch = HostProcesses()
+    with child() as bystander:
+        watch.comm(bystander)
+        with child() as pid:
+            pass
+        assert [fork.parent for fork in watch.forks() if fork.pid == pid] == [None]
     watch.close()

@@ -10,9 +10,8 @@ from typing import Any
 from unicorn import UC_ARCH_X86, UC_HOOK_INSN_INVALID, UC_HOOK_INTR, UC_MODE_64, Uc
 from unicorn import x86_const as x86
 
-from emulated_kernel.abi import PAGE_SIZE, PARK, HostfsOp, Hypercall, Vector
+from emulated_kernel.abi import PAGE_SIZE, PARK, HostfsOp, Hypercall, Prot, Vector
 from emulated_kernel.image import KernelImage
-from emulated_kernel.image.image import Prot
 
 RAM_SIZE = 64 << 20
 PAGE_OFFSET = 0xFFFF_8880_0000_0000
@@ -23,6 +22,8 @@ USER_PHYS = 0xC0_0000
 TABLES_PHYS = 0x10_0000
 BOOT_PARAMS_PHYS = 0x8000
 NX = 1 << 63
+BUGFLAG_WARNING = 1
+"""Execution goes on behind such a ud2."""
 SYSCALL_REGS = [getattr(x86, f"UC_X86_REG_R{n}") for n in ("DI", "SI", "DX", "10", "8", "9")]
 GPRS = [
     *(getattr(x86, f"UC_X86_REG_R{n}") for n in ("AX", "BX", "CX", "DX", "SI", "DI", "BP", "SP")),
@@ -356,7 +357,7 @@ class Guest:
         for page in range(0, self.ram_size, PAGE_SIZE):
             self._map(PAGE_OFFSET + page, page, 3 | NX)
         for segment in self.image.segments:
-            flags = 1 | (2 if segment.prot & Prot.W else 0) | (0 if segment.prot & Prot.X else NX)
+            flags = 1 | (2 if segment.prot & Prot.WRITE else 0) | (0 if segment.prot & Prot.EXEC else NX)
             for va in range(segment.va & ~0xFFF, segment.va + segment.mem_size, PAGE_SIZE):
                 self._map(va, va - KERNEL_MAP, flags)
         for page in range(0, USER_SIZE, PAGE_SIZE):

@@ -6,11 +6,10 @@ import json
 
 import pytest
 
-from emulated_kernel.image.build import MANIFEST
+from emulated_kernel.image.build import MANIFEST, dependencies
 from emulated_kernel.image.elf import ElfFile
 from emulated_kernel.image.image import PREBUILT, KernelImage, Range
 from emulated_kernel.image.kallsyms import Symbol
-from emulated_kernel.image.module_build import dependencies
 from emulated_kernel.image.modules import LiveImage, Module
 
 BASE = 0xFFFFFFFFC0000000
@@ -54,9 +53,11 @@ def test_the_manifest_names_them_all(arch: str) -> None:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("name", sorted(files_of("x86_64")))
 def test_a_file_is_relocatable_and_says_its_name(name: str, arch: str) -> None:
-    elf = ElfFile(files_of(arch)[name])
+    data = files_of(arch)[name]
+    elf = ElfFile(data)
     assert elf.type == 1
-    info = elf.section_data(".modinfo").split(b"\0")
+    section = elf.sections[".modinfo"]
+    info = data[section.offset : section.offset + section.size].split(b"\0")
     assert f"name={name}".encode() in info
     assert b"vermagic=6.1.0-kprobefs preempt mod_unload " in info
     assert {"init_module", "cleanup_module", "__this_module"} <= {symbol.name for symbol in elf.symbols}

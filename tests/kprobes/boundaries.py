@@ -13,9 +13,10 @@ from iced_x86 import Decoder, FlowControl, Instruction, InstructionInfoFactory, 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.image import KernelImage, load_image
 from emulated_kernel.kprobes.kprobe import Kprobe
-from emulated_kernel.kprobes.registry import Kprobes
-from emulated_kernel.machine.registers import RegisterSet
+from emulated_kernel.kprobes.kprobes import Kprobes
+from emulated_kernel.machine.cpu.registers import RegisterSet
 
+_RAISING = (Mnemonic.DIV, Mnemonic.IDIV, Mnemonic.UD2)
 INDIRECT = (FlowControl.INDIRECT_CALL, FlowControl.INDIRECT_BRANCH)
 
 
@@ -46,6 +47,8 @@ class Boundary:
     hides_trap: bool
     """Stepping isn't what running it does: pushf stores the trap flag, pause swallows the trap."""
     operands: tuple[Operand, ...] = ()
+    raises: bool = False
+    """A division or an undefined instruction: exceptions that few others have."""
 
 
 _NAMES = {value: name.lower() for name, value in vars(Register).items() if isinstance(value, int)}
@@ -112,8 +115,12 @@ def _walk(image: KernelImage) -> Iterator[Boundary]:
     while at < text.end:
         where = image.kallsyms.lookup(at)
         end = min(where.symbol.address + where.symbol.size, text.end)
+        # foo.cold may be probed where foo may.
+        whole = image.kallsyms.lookup_name(where.name.partition(".")[0])
+        is_forbidden = any(start <= whole < stop for start, stop in forbidden) if whole else False
+        near = [(start, stop) for start, stop in forbidden if start < end and at < stop]
         for insn in Decoder(bits, image.read(at, end - at), ip=at):
-            blacklisted = any(start <= insn.ip < stop for start, stop in forbidden)
+            blacklisted = is_forbidden or any(start <= insn.ip < stop for start, stop in near)
             yield Boundary(
                 insn.ip,
                 insn.len,
@@ -122,6 +129,7 @@ def _walk(image: KernelImage) -> Iterator[Boundary]:
                 repeats=insn.has_rep_prefix or insn.has_repne_prefix,
                 hides_trap=insn.mnemonic in (Mnemonic.PUSHFQ, Mnemonic.PUSHFD, Mnemonic.PAUSE),
                 operands=_operands(insn),
+                raises=insn.mnemonic in _RAISING,
             )
         at = end
 

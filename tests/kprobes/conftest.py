@@ -8,6 +8,7 @@ import pytest
 
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.profile import Profile
+from tests.ledger import ledger_mismatches
 
 BREAKPOINTS = Profile("breakpoints", ftrace=False, optimizer=False)
 """Every probe is an int3 with a step: what all other ways must be equal to."""
@@ -18,4 +19,4 @@ def kernel() -> Iterator[Kernel]:
     """A kernel of the test's own; its text must be the original again when the test ends."""
     with Kernel(profile=BREAKPOINTS) as kernel:
         yield kernel
-        assert kernel.machine.text.verify() == []
+        assert ledger_mismatches(kernel.machine.text) == []

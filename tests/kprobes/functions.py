@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from emulated_kernel.abi import Vector
+from emulated_kernel.kprobes.kinds.batch import register_all
 from emulated_kernel.kprobes.kprobe import Kprobe
-from emulated_kernel.kprobes.registry import Kprobes
-from emulated_kernel.machine.calls import DataSnapshot
+from emulated_kernel.kprobes.kprobes import Kprobes
+from emulated_kernel.machine.cpu.registers import RegisterSet
 from emulated_kernel.machine.machine import Machine
-from emulated_kernel.machine.registers import RegisterSet
-from emulated_kernel.machine.traps import Trap
+from emulated_kernel.machine.traps.trap import Trap
 from tests.kprobes.boundaries import Boundary
 from tests.kprobes.states import TF
 from tests.kprobes.transparency import Changes
+from tests.snapshot import DataSnapshot
 
 MAX_STEPS = 3000
 """Instructions of a call that are counted one by one."""
@@ -111,9 +112,9 @@ class Runner:
 
 
 class ProbesEverywhere:
-    """A probe on each probeable instruction, counting its hits."""
+    """A probe on each probeable instruction of some, counting its hits."""
 
-    def __init__(self, kprobes: Kprobes, boundaries: list[Boundary]) -> None:
+    def __init__(self, kprobes: Kprobes, boundaries: Sequence[Boundary]) -> None:
         self._kprobes = kprobes
         self.hits: Counter[int] = Counter()
         self.probes = [
@@ -130,8 +131,9 @@ class ProbesEverywhere:
         self.behind += 1
 
     def __enter__(self) -> ProbesEverywhere:
-        self._kprobes.register_kprobes(self.probes)
+        register_all(self.probes, self._kprobes.register_kprobe, self._kprobes.unregister_kprobe)
         return self
 
     def __exit__(self, *_error: object) -> None:
-        self._kprobes.unregister_kprobes(self.probes)
+        for probe in self.probes:
+            self._kprobes.unregister_kprobe(probe)

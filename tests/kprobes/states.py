@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-from emulated_kernel.abi import PAGE_SIZE
-from emulated_kernel.machine.calls import DataSnapshot, map_stack
+from emulated_kernel.abi import PAGE_SIZE, Prot
+from emulated_kernel.machine.calls import map_stack
+from emulated_kernel.machine.cpu.registers import RegisterSet
 from emulated_kernel.machine.machine import Machine
-from emulated_kernel.machine.paging import Prot
-from emulated_kernel.machine.registers import RegisterSet
+from tests.snapshot import DataSnapshot, data_snapshot, image_data
 
 MAX_REPETITIONS = 1 << 10
 ARENA_SIZE = 4 * PAGE_SIZE
@@ -100,7 +100,7 @@ def build_arena(machine: Machine, rng: Random, *, text: bool = True) -> Arena:
     segments = sorted(machine.image.segments)
     names = ("init_task", "jiffies", "init_stack", "super_blocks", "runqueue", "__log_buf")
     lookup = machine.image.kallsyms.lookup_name
-    writable = [va + size // 2 for va, size in machine.image_data]
+    writable = [va + size // 2 for va, size in image_data(machine)]
     arena = Arena(
         base,
         tuple(name for name in machine.model.registers if name not in _SPECIAL),
@@ -124,7 +124,7 @@ def writable_memory(machine: Machine, arena: Arena) -> DataSnapshot:
     stack = machine.memory.find(machine.calls.stack_top)
     assert stack is not None
     spans.append((stack.start, stack.end - stack.start))
-    return machine.data_snapshot([*spans, (arena.base, ARENA_SIZE)])
+    return data_snapshot(machine, [*spans, (arena.base, ARENA_SIZE)])
 
 
 def image_and_arena(machine: Machine, arena: Arena) -> DataSnapshot:
@@ -134,7 +134,7 @@ def image_and_arena(machine: Machine, arena: Arena) -> DataSnapshot:
     """
     if machine.model.bits == 32:
         return writable_memory(machine, arena)
-    return machine.data_snapshot([*machine.image_data, (arena.base, ARENA_SIZE)])
+    return data_snapshot(machine, [*image_data(machine), (arena.base, ARENA_SIZE)])
 
 
 def _unmap_unused(machine: Machine) -> None:

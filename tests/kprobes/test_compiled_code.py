@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.kprobes.kprobes import Kprobes
 from emulated_kernel.kprobes.profile import Profile
-from emulated_kernel.trace.event import KprobeTraceEvent
+from emulated_kernel.trace.probes.trace_kprobe import KprobeTraceEvent
+from tests.ledger import ledger_mismatches
 
 PLACE = "int_sqrt+5"
 
@@ -22,17 +24,17 @@ def kernel() -> Iterator[Kernel]:
 
 
 def enabled(kernel: Kernel, command: str) -> KprobeTraceEvent:
-    kernel.kprobe_events.write(command.encode() + b"\n")
-    event = kernel.kprobe_events.probes()[-1].event
+    kernel.tracing.kprobe_events.write(command.encode() + b"\n")
+    event = kernel.tracing.kprobe_events.probes()[-1].event
     kernel.trace.expand()
-    kernel.kprobe_events.enable(event)
+    event.enable(kernel.trace)
     return event
 
 
 def head(kernel: Kernel, event: KprobeTraceEvent) -> Kprobe:
     handle = event.probes[0].handle
     assert isinstance(handle, Kprobe)
-    found = kernel.kprobes.head(handle)
+    found = kernel.kprobes.table.valid(handle)
     assert found is not None
     return found
 
@@ -77,7 +79,7 @@ def test_code_is_dropped_and_given_back(kernel: Kernel) -> None:
     old = probe.code
     assert old in compiler.codes
     for change in (
-        lambda: kernel.kprobe_events.filters.write(event, b"common_pid != 0"),
+        lambda: kernel.tracing.arrays.top.filters.write(event, b"common_pid != 0"),
         lambda: kernel.trace.set_clock("global"),
         lambda: kernel.trace.options.set("record-cmd", 0),
     ):
@@ -89,8 +91,8 @@ def test_code_is_dropped_and_given_back(kernel: Kernel) -> None:
         kernel.call("int_sqrt", 5)
     assert old not in compiler.codes
     assert {code for code in compiler.codes if not code.retired} == {probe.code}
-    kernel.kprobe_events.disable(event)
-    kernel.kprobe_events.clear()
+    event.disable(kernel.trace)
+    kernel.tracing.kprobe_events.clear()
     for _ in range(20):
         kernel.call("int_sqrt", 6)
     assert not compiler.codes
@@ -168,3 +170,51 @@ def test_entries_and_lost_are_hits(kernel: Kernel) -> None:
     stats = kernel.trace.buffers[0].stats()
     assert stats.overrun > 0
     assert stats.entries + stats.overrun == event.probes[0].hits == 401
+
+
+CHANGES: dict[str, Callable[[Kprobes, Kprobe], object]] = {
+    "unoptimized": lambda kprobes, probe: kprobes.set_optimized(probe, False),
+    "disabled": lambda kprobes, probe: kprobes.disable_kprobe(probe),
+    "unregistered": lambda kprobes, probe: kprobes.unregister_kprobe(probe),
+}
+
+
+@pytest.mark.parametrize(
+    ("way", "change"),
+    [
+        *((way, change) for way in ("int3", "jump") for change in CHANGES),
+        *(("call", change) for change in ("disabled", "unregistered")),
+    ],
+)
+def test_a_handler_that_changes_its_probe_at_the_first_hit(way: str, change: str) -> None:
+    """What the hit was about to compile would lead where the probe doesn't lead any more."""
+    with Kernel(profile=Profile("of a test", ftrace=way == "call")) as kernel:
+        hits = 0
+
+        def change_once(kprobe: Kprobe, _regs: object) -> None:
+            nonlocal hits
+            hits += 1
+            if hits == 1:
+                CHANGES[change](kernel.kprobes, kprobe)
+
+        probe = Kprobe(
+            symbol_name="int_sqrt",
+            offset=0 if way == "call" else 5,
+            pre_handler=change_once,
+            program=lambda _builder, _way: True,
+        )
+        kernel.register_kprobe(probe)
+        address = probe.address
+        found = kernel.kprobes.table.valid(probe)
+        assert found is not None
+        if way == "jump" and kernel.kprobes.optimizer is not None:
+            kernel.kprobes.optimizer.flush()
+        routes = len(kernel.machine.breakpoints)
+        assert kernel.call("int_sqrt", 49) == 7
+        assert (found.stub, found.code) == (None, None)
+        assert len(kernel.machine.breakpoints) <= routes
+        if kernel.kprobes.optimizer is not None:
+            kernel.kprobes.optimizer.flush()
+        assert (address in kernel.machine.text.ledger) is (change == "unoptimized")
+        assert kernel.call("int_sqrt", 49) == 7
+        assert (hits, ledger_mismatches(kernel.machine.text)) == (1 + (change == "unoptimized"), [])

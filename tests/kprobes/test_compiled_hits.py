@@ -11,7 +11,7 @@ import pytest
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.profile import PROFILES, Profile, Saving, Stepper
-from emulated_kernel.trace.event import KprobeTraceEvent
+from emulated_kernel.trace.probes.trace_kprobe import KprobeTraceEvent
 
 PLAIN = Profile("plain", ftrace=False, optimizer=False)
 WAYS = {
@@ -37,10 +37,10 @@ def booted(arch: str, profile: Profile, *, compiled: bool) -> Iterator[Kernel]:
 
 
 def define(kernel: Kernel, command: str) -> KprobeTraceEvent:
-    kernel.kprobe_events.write(command.encode() + b"\n")
-    event = kernel.kprobe_events.probes()[-1].event
+    kernel.tracing.kprobe_events.write(command.encode() + b"\n")
+    event = kernel.tracing.kprobe_events.probes()[-1].event
     kernel.trace.expand()
-    kernel.kprobe_events.enable(event)
+    event.enable(kernel.trace)
     return event
 
 
@@ -59,22 +59,22 @@ def story(kernel: Kernel, place: str, args: str) -> tuple[str, int]:
     settle(kernel)
     for text in texts:
         kernel.call("strlen", text)
-    kernel.kprobe_events.filters.write(event, b"common_pid > 0 && __probe_ip != 1")
+    kernel.tracing.arrays.top.filters.write(event, b"common_pid > 0 && __probe_ip != 1")
     for text in texts:
         kernel.call("strlen", text)
-    kernel.kprobe_events.filters.write(
+    kernel.tracing.arrays.top.filters.write(
         event, b"common_pid == 1" if not args else b"l != 5 && l < 0x123456789a"
     )
     for text in texts:
         kernel.call("strlen", text)
-    kernel.kprobe_events.filters.write(event, b"0")
+    kernel.tracing.arrays.top.filters.write(event, b"0")
     kernel.trace.set_tracing_on(False)
     kernel.call("strlen", "lost")
     kernel.trace.set_tracing_on(True)
     kernel.trace.resize_buffer(8)
-    kernel.kprobe_events.disable(event)
+    event.disable(kernel.trace)
     kernel.call("strlen", "not seen")
-    kernel.kprobe_events.enable(event)
+    event.enable(kernel.trace)
     for text in texts:
         kernel.call("strlen", text)
     kernel.trace.set_clock("counter")
@@ -106,5 +106,5 @@ def boundary(kernel: Kernel, offset: int) -> int:
     start = kernel.image.kallsyms.lookup_name("strlen")
     assert start is not None
     body = kernel.machine.text.original(start, 64)
-    starts = kernel._arch.instruction_boundaries(body, start)
+    starts = kernel.arch.instruction_boundaries(body, start)
     return next(addr - start for addr in starts if addr - start >= offset)

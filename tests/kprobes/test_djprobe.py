@@ -11,8 +11,11 @@ import pytest
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
-from emulated_kernel.kprobes.djprobe import Djprobes
 from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.kprobes.optimizer.djprobe import Djprobes
+from emulated_kernel.kprobes.profile import Wait
+from tests.kprobes.scripted import script
+from tests.ledger import ledger_mismatches
 
 OFFSET, LENGTH = 5, 6
 """gcd: behind its fentry nop, whole instructions that a jump can replace."""
@@ -22,7 +25,7 @@ OFFSET, LENGTH = 5, 6
 def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
     with Kernel(MachineConfig(profile=request.param)) as kernel:
         yield kernel
-        assert kernel.machine.text.verify() == []
+        assert ledger_mismatches(kernel.machine.text) == []
 
 
 class Gcd:
@@ -69,7 +72,7 @@ def slots_used(kernel: Kernel) -> int:
 def test_the_jump_comes_with_the_commit(gcd: Gcd) -> None:
     kprobe = gcd.probe()
     assert (gcd.text(kprobe)[:1], gcd.call()) == (b"\xcc", ["hit"])
-    gcd.kernel._work()
+    gcd.kernel.parts.requests.before_call()
     assert gcd.text(kprobe)[:1] == b"\xcc"
     gcd.kernel.commit_kprobes()
     assert (gcd.text(kprobe)[:1], gcd.call()) == (b"\xe9", ["hit"])
@@ -172,14 +175,13 @@ class TestWaiting:
         """A preemptible kernel lets tasks run on to the freezer; the other one has none to wait for."""
         djprobes = gcd.kernel.kprobes.optimizer
         assert isinstance(djprobes, Djprobes)
-        turns: list[None] = []
-        djprobes.let_tasks_run = lambda: turns.append(None)
-        djprobes.is_quiescent = lambda _spans: False
+        scheduler, freezes = script(gcd.kernel), djprobes._profile.djprobe is Wait.FREEZE_PROCESSES
+        scheduler.quiescent_in = lambda _spans: False
         kprobe = gcd.probe()
         refused(errno.EBUSY, gcd.kernel.commit_kprobes)
         assert gcd.text(kprobe)[:1] == b"\xcc"
-        assert len(turns) == (64 if djprobes.freezes else 1)
-        djprobes.is_quiescent = lambda _spans: len(turns) % 3 == 0 or not djprobes.freezes
+        assert scheduler.turns == (64 if freezes else 1)
+        scheduler.quiescent_in = lambda _spans: scheduler.turns % 3 == 0 or not freezes
         gcd.kernel.commit_kprobes()
         assert gcd.text(kprobe)[:1] == b"\xe9"
 
@@ -187,7 +189,7 @@ class TestWaiting:
         djprobes = gcd.kernel.kprobes.optimizer
         assert isinstance(djprobes, Djprobes)
         answers = iter([False, True])
-        djprobes.is_quiescent = lambda _spans: next(answers)
+        script(gcd.kernel).quiescent_in = lambda _spans: next(answers)
         gcd.probe()
         gcd.kernel.commit_kprobes()
         assert gcd.call() == ["hit"]

@@ -16,9 +16,10 @@ from hypothesis.stateful import initialize, rule
 from iced_x86 import Decoder, FlowControl, Instruction
 
 from emulated_kernel.errors import KernelError
-from emulated_kernel.kprobes.djprobe import Djprobes
+from emulated_kernel.kprobes.optimizer.djprobe import Djprobes
 from emulated_kernel.kprobes.profile import PROFILES
 from tests.kprobes.modelled import MOSTLY, PLACES, SELDOM, Modelled, run
+from tests.kprobes.scripted import script
 
 REACH = 0x20
 """Bytes of gcd in which probes meet."""
@@ -88,7 +89,7 @@ class Djprobing(Modelled):
         self.djprobes = self.kprobes.optimizer
         self.standing: int | None = None
         """Where a task was preempted, that doesn't run on."""
-        self.djprobes.is_quiescent = lambda spans: (
+        script(self.kernel).quiescent_in = lambda spans: (
             not any(self.standing is not None and start <= self.standing < end for start, end in spans)
         )
         self.instances: dict[int, int] = {}
@@ -193,6 +194,7 @@ class Djprobing(Modelled):
         return found
 
 
+@pytest.mark.stateful
 @pytest.mark.parametrize("profile", ["djprobe-2007", "djprobe-2007-preempt"])
 def test_djprobing(profile: str) -> None:
     run(Djprobing, 60, profile=PROFILES[profile])

@@ -13,9 +13,10 @@ from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.table import hash_address
-from emulated_kernel.machine.pool import UnitPool
-from emulated_kernel.machine.traps import HardwareError
+from emulated_kernel.machine.memory.pool import UnitPool
+from emulated_kernel.machine.traps.trap import HardwareError
 from tests.kprobes.boundaries import all_boundaries
+from tests.kprobes.listed import list_lines
 
 INT3 = 0xCC
 
@@ -28,21 +29,21 @@ def address(kernel: Kernel, name: str) -> int:
 
 def refused(kernel: Kernel, kprobe: Kprobe) -> str:
     """The errno's name that registering answers; nothing of it may remain."""
-    before = (kernel.kprobes.list_text(), dict(kernel.machine.text.ledger), kernel.kprobes.slots.used)
+    before = (list_lines(kernel.kprobes), dict(kernel.machine.text.ledger), kernel.kprobes.slots.used)
     with pytest.raises(KernelError) as caught:
         kernel.register_kprobe(kprobe)
-    after = (kernel.kprobes.list_text(), dict(kernel.machine.text.ledger), kernel.kprobes.slots.used)
+    after = (list_lines(kernel.kprobes), dict(kernel.machine.text.ledger), kernel.kprobes.slots.used)
     assert before == after
     return caught.value.name
 
 
 def flags(kernel: Kernel) -> list[str]:
     """The last column of kprobes/list."""
-    return [line.rstrip("\n").split("    ")[-1] for line in kernel.kprobes.list_text()]
+    return [line.rstrip("\n").split("    ")[-1] for line in list_lines(kernel.kprobes)]
 
 
 def is_armed(kernel: Kernel, addr: int) -> bool:
-    return kernel.machine.memory.read_u8(addr) == INT3
+    return kernel.machine.memory.read(addr, 1)[0] == INT3
 
 
 # Where a probe may stand
@@ -93,7 +94,7 @@ def test_an_address_without_a_name_and_an_offset(kernel: Kernel) -> None:
     by_offset = Kprobe(addr=vfs_read, offset=second - vfs_read)
     kernel.register_kprobe(by_offset)
     assert by_offset.address == second
-    assert kernel.kprobes.list_text() == [f"{second:016x}  k  vfs_read+0x{second - vfs_read:x}    \n"]
+    assert list_lines(kernel.kprobes) == [f"{second:016x}  k  vfs_read+0x{second - vfs_read:x}    \n"]
     kernel.unregister_kprobe(by_offset)
 
 
@@ -135,12 +136,12 @@ def test_batch_is_all_or_nothing(kernel: Kernel) -> None:
         batch = [Kprobe(symbol_name=name) for name in ("strlen", "vfs_read", "strlen")]
         with pytest.raises(KernelError):
             kernel.register_kprobes([*batch, bad, Kprobe(symbol_name="vfs_write")])
-        assert kernel.kprobes.list_text() == []
+        assert list_lines(kernel.kprobes) == []
         assert kernel.machine.text.ledger == {}
         assert kernel.kprobes.slots.used == 0
         assert len(kernel.machine.breakpoints) == 1, "the tracepoints' alone"
     kernel.register_kprobes(batch)
-    assert len(kernel.kprobes.list_text()) == 3
+    assert len(list_lines(kernel.kprobes)) == 3
     kernel.unregister_kprobes(batch)
     assert kernel.machine.text.ledger == {}
 
@@ -153,7 +154,7 @@ def test_empty_batch_and_the_same_probe_twice(kernel: Kernel) -> None:
     kprobe = Kprobe(symbol_name="strlen")
     with pytest.raises(KernelError):
         kernel.register_kprobes([kprobe, kprobe])
-    assert kernel.kprobes.list_text() == []
+    assert list_lines(kernel.kprobes) == []
 
 
 def test_slot_exhaustion(kernel: Kernel) -> None:
@@ -163,7 +164,7 @@ def test_slot_exhaustion(kernel: Kernel) -> None:
     with pytest.raises(KernelError) as caught:
         kernel.register_kprobes(stepped)
     assert caught.value.errno == errno.ENOMEM
-    assert (kernel.kprobes.list_text(), kernel.kprobes.slots.used) == ([], 0)
+    assert (list_lines(kernel.kprobes), kernel.kprobes.slots.used) == ([], 0)
     assert kernel.machine.text.ledger == {}
     for page in taken:
         pages.free(page)
@@ -211,7 +212,7 @@ def test_aggregated_probes(kernel: Kernel) -> None:
     kernel.call("strlen", "")
     assert order == [3, 2, -3]
     kernel.unregister_kprobes(probes)
-    assert kernel.kprobes.list_text() == []
+    assert list_lines(kernel.kprobes) == []
     assert not is_armed(kernel, address(kernel, "strlen"))
 
 
@@ -314,7 +315,7 @@ def test_list_is_in_the_order_of_the_hash_buckets(kernel: Kernel) -> None:
     kernel.register_kprobes(probes)
     again = Kprobe(addr=probeable[0])
     kernel.register_kprobe(again)
-    listed = [int(line.split()[0], 16) for line in kernel.kprobes.list_text()]
+    listed = [int(line.split()[0], 16) for line in list_lines(kernel.kprobes)]
     table: list[list[int]] = [[] for _ in range(64)]
     for addr in probeable:
         table[hash_address(addr)].insert(0, addr)

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from emulated_kernel.arch.x86.arch import X86_64
 from emulated_kernel.errors import KernelError
-from emulated_kernel.host.guest_log import read_log
+from emulated_kernel.host.readers.guest_log import read_log
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
-from emulated_kernel.machine.traps import BudgetExceeded, GuestFault, HardwareError
+from emulated_kernel.machine.traps.trap import BudgetExceeded, GuestFault, HardwareError
 from tests.kprobes.boundaries import all_boundaries
+from tests.kprobes.listed import list_lines
 
 
 def address(kernel: Kernel, name: str) -> int:
@@ -77,8 +77,8 @@ def test_instruction_pointer_is_heeded_only_with_a_true_result(kernel: Kernel) -
 
 
 def test_post_handler_changes_the_result(kernel: Kernel) -> None:
-    text, is_return = kernel.machine.text, X86_64().is_return
-    ret = next(addr for addr in body(kernel, "int_sqrt") if is_return(text.original(addr, 15)))
+    text = kernel.machine.text
+    ret = next(addr for addr in body(kernel, "int_sqrt") if text.original(addr, 1) == b"\xc3")
 
     def double(_kprobe: Kprobe, regs: Any) -> None:
         regs.ax *= 2
@@ -162,12 +162,12 @@ def test_a_handler_cannot_call_into_the_guest_nor_change_probes(kernel: Kernel) 
                 errors.append(error)
 
     kernel.register_kprobe(Kprobe(symbol_name="strlen", pre_handler=handler))
-    before = kernel.kprobes.list_text()
+    before = list_lines(kernel.kprobes)
     for _ in range(3):
         errors.clear()
         assert kernel.call("strlen", "abc") == 3
         assert [getattr(error, "errno", None) for error in errors] == [errno.EDEADLK] * 8 + [None] * 2
-    assert kernel.kprobes.list_text() == before
+    assert list_lines(kernel.kprobes) == before
     assert "Oops" not in dmesg(kernel)
 
 
@@ -289,7 +289,7 @@ def test_emulated_push_on_a_bad_stack_faults_in_its_caller(kernel: Kernel) -> No
     call = next(
         b.addr
         for b in all_boundaries(kernel.image)
-        if b.refusal is None and X86_64().is_call(machine.text.original(b.addr, b.size))
+        if b.refusal is None and machine.text.original(b.addr, 1) == b"\xe8"
     )
     kernel.register_kprobe(Kprobe(addr=call))
     stack = machine.memory.find(machine.calls.stack_top)
@@ -312,3 +312,14 @@ def test_a_call_given_up_in_the_middle_of_a_hit(kernel: Kernel) -> None:
         assert kernel.kprobes.hits.may_interrupt()
     kernel.machine.call(address(kernel, "crc32_le"), 0, page, 16)
     assert all(probe.nmissed == 0 for probe in probes)
+
+
+def test_a_hit_that_is_abandoned_within_its_handler(kernel: Kernel) -> None:
+    """The hit's end finds no current probe, and says nothing: it would be an error within the guest's run."""
+    ctlblk = kernel.kprobes.hits.ctlblk
+    probe = Kprobe(symbol_name="gcd", pre_handler=lambda _kprobe, _regs: ctlblk.abandon())
+    behind = Kprobe(symbol_name="gcd", offset=body(kernel, "gcd")[1] - address(kernel, "gcd"))
+    behind.post_handler = lambda _kprobe, _regs, *_flags: ctlblk.abandon()
+    kernel.register_kprobes([probe, behind])
+    assert [kernel.call("gcd", 12, 18) for _ in range(2)] == [6, 6]
+    assert (probe.nmissed, behind.nmissed, ctlblk.running) == (0, 0, None)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from random import Random
 from types import SimpleNamespace
 
 import pytest
 
 from emulated_kernel.arch.x86.arch import X86_64
-from emulated_kernel.kprobes.registry import Kprobes
+from emulated_kernel.image import Kallsyms, Symbol
+from emulated_kernel.kprobes.kprobes import Kprobes
+from emulated_kernel.lock import ControlLock
 from emulated_kernel.machine.machine import Machine
 from tests.kprobes.conftest import BREAKPOINTS
+from tests.kprobes.scripted import ScriptedScheduler
 from tests.kprobes.states import build_arena, generate, image_and_arena
 from tests.kprobes.transparency import Stepper, differences
 from tests.machine import guests
@@ -74,19 +76,6 @@ SHOW_TRAP_FLAG = ("pushf", "pushf, 16 bits")
 LOAD_TRAP_FLAG = ("popf", "popf, 16 bits")
 
 
-@dataclass(frozen=True)
-class Symbols:
-    """One function over all of the fake kernel's text."""
-
-    symbol: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(name="f", address=CODE, size=64))
-
-    def lookup_name(self, name: str) -> int | None:
-        return CODE if name == "f" else None
-
-    def lookup(self, address: int) -> SimpleNamespace:
-        return SimpleNamespace(symbol=self.symbol, offset=address - CODE, module=None)
-
-
 @pytest.fixture
 def machine() -> Iterator[Machine]:
     machine = guests.boot("ret")
@@ -102,18 +91,20 @@ def _kprobes(machine: Machine, code: bytes) -> Kprobes:
     machine.text.poke(CODE, padded)
     machine.text.adopt(guests.TEXT, machine.text.current(guests.TEXT, 0x4000))
     image = SimpleNamespace(
-        kallsyms=Symbols(),
+        kallsyms=Kallsyms([Symbol("f", CODE, "t")], CODE, CODE + 64),
         text_ranges=[(CODE, CODE + 64)],
         blacklist=[],
         bugs=[],
         ex_table=[],
         mcount=[],
         jump_labels=[],
+        static_calls=[],
+        data=[],
+        read=machine.text.original,
         arch="x86_64",
     )
-    kprobes = Kprobes(machine, image, X86_64(), print, BREAKPOINTS)
-    machine.fault_hook = kprobes.hits.fix_fault
-    machine.calls.on_leave = kprobes.hits.abandon
+    kprobes = Kprobes(machine, image, X86_64(), print, ScriptedScheduler(), ControlLock(), BREAKPOINTS)
+    machine.calls.on_leave.append(kprobes.hits.ctlblk.abandon)
     return kprobes
 
 

@@ -11,26 +11,28 @@ import pytest
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
-from emulated_kernel.kprobes.jprobe import Jprobe
+from emulated_kernel.kprobes.kinds.jprobe import Jprobe
 from emulated_kernel.kprobes.kprobe import Kprobe
-from emulated_kernel.machine.traps import GuestFault
+from emulated_kernel.machine.traps.trap import GuestFault
+from tests.kprobes.listed import list_lines
+from tests.ledger import ledger_mismatches
 
 
 @pytest.fixture(params=["kprobes-2010", "optprobes-2009"])
 def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
     with Kernel(MachineConfig(profile=request.param)) as kernel:
         yield kernel
-        assert kernel.machine.text.verify() == []
+        assert ledger_mismatches(kernel.machine.text) == []
 
 
 def mirror(kernel: Kernel, source: str) -> int:
     """A guest function; `{cells}` in its source is memory of its own, `{jprobe_return}` its way out."""
     from keystone import KS_ARCH_X86, KS_MODE_32, KS_MODE_64, Ks
 
-    assert kernel.kprobes.jprobes is not None
+    assert kernel.parts.engine.jprobes is not None
     text = kernel.machine.text
     at = text.alloc_text(128)
-    names = {"cells": hex(cells(kernel)), "jprobe_return": hex(kernel.kprobes.jprobes.jprobe_return)}
+    names = {"cells": hex(cells(kernel)), "jprobe_return": hex(kernel.parts.engine.jprobes.jprobe_return)}
     mode = KS_MODE_64 if kernel.machine.model.bits == 64 else KS_MODE_32
     code, _ = Ks(KS_ARCH_X86, mode).asm(source.format(**names), at)
     text.poke(at, bytes(code))
@@ -159,7 +161,7 @@ def test_arrays_are_all_or_nothing(kernel: Kernel) -> None:
         assert list(kernel.kprobes) == []
         assert kernel.machine.text.ledger == {}
     kernel.register_jprobes(jprobes)
-    kinds = [line.split()[1:3] for line in kernel.kprobes.list_text()]
+    kinds = [line.split()[1:3] for line in list_lines(kernel.kprobes)]
     assert sorted(kinds) == [["j", "gcd+0x0"], ["j", "int_sqrt+0x0"]]
     kernel.unregister_jprobes(jprobes)
     assert list(kernel.kprobes) == []

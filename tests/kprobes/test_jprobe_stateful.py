@@ -13,9 +13,9 @@ from hypothesis.stateful import initialize, rule
 
 from emulated_kernel.abi import PAGE_SIZE
 from emulated_kernel.errors import KernelError
-from emulated_kernel.kprobes.jprobe import Jprobe
+from emulated_kernel.kprobes.kinds.jprobe import Jprobe
+from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe, KretprobeInstance
 from emulated_kernel.kprobes.kprobe import Kprobe
-from emulated_kernel.kprobes.kretprobe import Kretprobe, KretprobeInstance
 from emulated_kernel.kprobes.profile import PROFILES
 from tests.kprobes.modelled import CALLS, PLACES, SELDOM, Modelled, run
 
@@ -101,11 +101,11 @@ class Jprobing(Modelled):
     def jprobe(self, function: str, *, disabled: bool = False, calls: bool = False) -> Jprobe:
         """A jprobe with a mirror of its own."""
         machine, number = self.kernel.machine, len(self.numbers)
-        assert self.kprobes.jprobes is not None
+        assert self.kernel.parts.engine.jprobes is not None
         cells = self.cells + number * CELLS_SIZE
         names = NAMES[self.arch] | {
             "cells": cells,
-            "jprobe_return": self.kprobes.jprobes.jprobe_return,
+            "jprobe_return": self.kernel.parts.engine.jprobes.jprobe_return,
             "inner": self.entry(INNER),
             "argument": CALLS[INNER][0],
         }
@@ -218,6 +218,7 @@ class Jprobing(Modelled):
         return memory.read_word(mirror.cells + at * memory.word_size)
 
 
+@pytest.mark.stateful
 @pytest.mark.parametrize("arch", ["x86_64", "i386"])
 def test_jprobing(arch: str) -> None:
     run(Jprobing, 60, arch=arch)

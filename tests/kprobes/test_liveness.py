@@ -1,4 +1,7 @@
-"""What liveness calls dead is overwritten at every instruction of every function, and nothing comes of it."""
+"""What liveness calls dead is overwritten at every instruction, and nothing comes of it.
+
+A share of the functions is called; KPROBEFS_WHOLE=1 calls all.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +13,26 @@ from typing import Any
 
 import pytest
 
-from emulated_kernel.arch import program as ir
-from emulated_kernel.arch.base import Live
-from emulated_kernel.arch.program import Arithmetic, Condition, Label, Program
+from emulated_kernel.arch.analysis.reason import Finding
+from emulated_kernel.arch.analysis.region import Live
+from emulated_kernel.arch.program import ops as ir
+from emulated_kernel.arch.program.ops import Arithmetic, Condition, Label, Program
 from emulated_kernel.arch.x86.emulate import REGISTER_NAMES
 from emulated_kernel.arch.x86.liveness import ALL_LIVE
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
-from emulated_kernel.machine.registers import RegisterSet
-from emulated_kernel.machine.traps import TrapKind
+from emulated_kernel.machine.cpu.registers import RegisterSet
+from emulated_kernel.machine.traps.trap import TrapKind
 from tests.kprobes.boundaries import all_boundaries
 from tests.kprobes.conftest import BREAKPOINTS
 from tests.kprobes.functions import Outcome, Runner
 from tests.kprobes.states import ARITHMETIC_FLAGS, build_arena, counter_cell, generate, writable_memory
+from tests.ledger import ledger_mismatches
+from tests.sample import share
 
 SEED = 4
+PARTS = 4
 MAX_HITS = 5000
 """Of a call; a longer one is cut off, and says nothing."""
 STACK_SIZE = 16 << 10
@@ -37,9 +44,9 @@ class Calls:
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
         self.boundaries = [b for b in all_boundaries(kernel.image) if b.refusal is None]
-        self.arch = kernel._arch
+        self.arch = kernel.arch
         self.names = {name for name in self.arch.pt_regs if name in REGISTER_NAMES}
-        self.rules = self.arch.optimization_rules(kernel.image, ftrace=False)
+        self.verdict = self.arch.verdict(kernel.image, self.arch.strategies["optprobe"], ftrace=False)
         machine, rng = kernel.machine, Random(SEED)
         self.pad = machine.model.layout.host_text
         self.counter, self.counter_offset = counter_cell(machine)
@@ -51,15 +58,16 @@ class Calls:
         entries = {b.function: b.addr for b in reversed(self.boundaries)}
         starts = [generate(arena, rng, entry)._replace(sp=top) for entry in entries.values()]
         self._returned: list[tuple[RegisterSet, Outcome]] = []
+        called = share(starts, machine.model.bits // 32, PARTS)
         with self._switches() as switches:
-            for start in starts:
+            for start in called:
                 switches.clear()
                 end = self._run(start)
                 # Where a function faults its registers are seen by nobody but this test, and what is left
                 # on the stacks of other tasks by nobody either.
                 if end.trap.address == self.pad + 1 and not switches:
                     self._returned.append((start, end))
-        assert len(self._returned) > 0.3 * len(starts)
+        assert len(self._returned) > 0.3 * len(called)
 
     @contextmanager
     def _switches(self) -> Iterator[list[int]]:
@@ -142,7 +150,7 @@ class Overwriting:
 
 def test_what_is_dead_may_be_overwritten(calls: Calls) -> None:
     overwriting = Overwriting(calls.names, calls.pad)
-    live_at = calls.rules.live_at
+    live_at = calls.verdict.live_at
     probes = [
         overwriting.probe(boundary.addr, live)
         for boundary in calls.boundaries
@@ -174,19 +182,19 @@ def greedy(counter: int, rng: Random) -> Program:
 def test_compiled_detours_are_transparent(calls: Calls, saves_all: bool) -> None:
     """As many jumps as fit into the image, at once."""
     kernel, arch, rng = calls.kernel, calls.arch, Random(SEED)
-    text, image = kernel.machine.text, kernel.image
+    text = kernel.machine.text
     buffers, pokes = [], []
     free = 0
     for boundary in calls.boundaries:
         addr = boundary.addr
-        length = calls.rules.detoured_length(addr)
-        if addr < free or isinstance(length, str) or rng.random() < 0.5:
+        region = calls.verdict.detoured(addr)
+        if addr < free or isinstance(region, Finding) or rng.random() < 0.5:
             continue
-        free = addr + length
-        live = None if saves_all else calls.rules.live_at(addr)
+        free = region.end
+        live = None if saves_all else calls.verdict.live_at(addr)
         handler = arch.handler_code(greedy(calls.counter_offset, rng), addr, live)
         buffers.append(text.alloc_text(len(handler.code) + arch.max_copied))
-        detour = arch.detour(image.read(addr, length), addr, length, buffers[-1], handler)
+        detour = arch.detour(region, buffers[-1], handler)
         assert len(detour.code) <= len(handler.code) + arch.max_copied
         pokes += [(buffers[-1], detour.code), (addr, arch.relative_jump(addr, buffers[-1] + detour.entry))]
     assert len(buffers) > 1000
@@ -196,6 +204,6 @@ def test_compiled_detours_are_transparent(calls: Calls, saves_all: bool) -> None
     text.poke_batch([(at, text.original(at, arch.jump_size)) for at, data in pokes[1::2]])
     for buffer in buffers:
         text.free_text(buffer)
-    assert text.verify() == []
+    assert ledger_mismatches(text) == []
     assert calls.unexplained(found) == []
     assert hits > 1000

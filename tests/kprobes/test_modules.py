@@ -13,7 +13,10 @@ from emulated_kernel.config import MachineConfig
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
-from emulated_kernel.kprobes.optimizer import Optimizer
+from emulated_kernel.kprobes.optimizer.optimizer import Optimizer
+from tests.kprobes.listed import list_lines
+from tests.kprobes.scripted import script
+from tests.ledger import ledger_mismatches
 
 
 class Probed:
@@ -41,7 +44,7 @@ class Probed:
 
     def listed(self) -> list[str]:
         """kprobes/list without addresses."""
-        return [line.split(maxsplit=2)[2] for line in self.kernel.kprobes.list_text()]
+        return [line.split(maxsplit=2)[2] for line in list_lines(self.kernel.kprobes)]
 
     def every_probe(self, *functions: str) -> list[Kprobe]:
         """A probe wherever one can be in these functions."""
@@ -67,7 +70,7 @@ def probed() -> Iterator[Probed]:
     with Kernel() as kernel:
         kernel.load_module("ktgt")
         yield Probed(kernel)
-        assert not kernel.machine.text.verify()
+        assert not ledger_mismatches(kernel.machine.text)
 
 
 def resources(kernel: Kernel) -> tuple[int, int, int]:
@@ -164,7 +167,7 @@ class TestGone:
         kernel = probed.kernel
         probe = probed.probe("ktgt_add+5")
         probed.optimize()
-        assert kernel.kprobes.is_optimized(probe)
+        assert kernel.kprobes.table.is_patched(probe)
         kernel.unregister_kprobe(probe)
         assert probed.optimizer.unoptimizing
         kernel.unload_module("ktgt")
@@ -178,12 +181,13 @@ class TestGone:
         probe = probed.probe("ktgt_add+5")
         probed.optimize()
         kernel.unregister_kprobe(probe)
-        optimizer.is_quiescent = lambda _spans: False
+        scheduler = script(kernel)
+        scheduler.quiescent_in = lambda _spans: False
         probed.optimize()
         assert optimizer.freeing
         kernel.unload_module("ktgt")
         probed.optimize()
-        optimizer.is_quiescent = lambda _spans: True
+        scheduler.quiescent_in = lambda _spans: True
         probed.optimize()
         assert not optimizer.freeing
 
@@ -191,13 +195,13 @@ class TestGone:
         kernel = probed.kernel
         probed.every_probe("ktgt_add")
         kernel.unload_module("ktgt")
-        kernel.kprobes.disarm_all()
-        kernel.kprobes.arm_all()
+        kernel.kprobes.set_enabled(False)
+        kernel.kprobes.set_enabled(True)
         assert all("[GONE]" in line for line in probed.listed())
 
     def test_disarmed_fentry_probes_go_too(self, probed: Probed) -> None:
         probed.probe("ktgt_add")
-        probed.kernel.kprobes.disarm_all()
+        probed.kernel.kprobes.set_enabled(False)
         probed.kernel.unload_module("ktgt")
         assert "[GONE][FTRACE]" in probed.listed()[0]
 
@@ -218,7 +222,7 @@ class TestAgain:
             "ktgt_add+0x5  ktgt [OPTIMIZED]\n",
         ]
         probed.optimize()
-        assert kernel.kprobes.is_optimized(new[1])
+        assert kernel.kprobes.table.is_patched(new[1])
         for probe in old + new:
             kernel.unregister_kprobe(probe)
         assert probed.listed() == []
@@ -267,7 +271,7 @@ def test_names_of_two_functions(probed: Probed) -> None:
     kernel.load_module("twins")
     first, second = kernel.live.kallsyms.by_name("twins:twin")
     probed.probe("twins:twin")
-    assert kernel.kprobes.list_text()[0].startswith(f"{first.address:016x}")
+    assert list_lines(kernel.kprobes)[0].startswith(f"{first.address:016x}")
     kprobe = Kprobe(addr=second.address, pre_handler=lambda _k, _r: probed.hits.append("second"))
     kernel.register_kprobe(kprobe)
     assert kernel.call("second_twin", 0) == 6

@@ -9,17 +9,22 @@ from typing import Any
 
 import pytest
 
-from emulated_kernel.arch import program as ir
-from emulated_kernel.arch.program_builder import HitWay, ProgramBuilder
-from emulated_kernel.arch.riscv.insn import Insn, Opcode, decode_all
+from emulated_kernel.arch.program import ops as ir
+from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
+from emulated_kernel.arch.riscv.insn import RiscvInsn, RiscvOpcode, decode_all
 from emulated_kernel.arch.riscv.prepare import Handling, handling
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
+from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.kprobe import Kprobe
-from emulated_kernel.kprobes.kretprobe import Kretprobe
-from emulated_kernel.machine.prefetch import Prefetch
-from emulated_kernel.machine.traps import GuestFault
+from emulated_kernel.kprobes.profile import Profile
+from emulated_kernel.machine.cpu.riscv import CAUSE_LOAD_FAULT, CAUSE_STORE_FAULT
+from emulated_kernel.machine.text.stale_fetch import Prefetch
+from emulated_kernel.machine.traps.trap import GuestFault
+from tests.kprobes.blacklist import is_blacklisted
+from tests.kprobes.listed import list_lines
+from tests.ledger import ledger_mismatches
 
 OPTPROBES = "riscv-optprobes-2023"
 EBREAK, C_EBREAK = bytes.fromhex("73001000"), bytes.fromhex("0290")
@@ -43,7 +48,7 @@ def patched(arch: str) -> Iterator[Kernel]:
         yield kernel
 
 
-def instructions(kernel: Kernel, function: str) -> list[tuple[int, Insn]]:
+def instructions(kernel: Kernel, function: str) -> list[tuple[int, RiscvInsn]]:
     start = kernel.image.kallsyms.lookup_name(function)
     assert start is not None
     where = kernel.image.kallsyms.lookup(start)
@@ -58,7 +63,7 @@ def text(kernel: Kernel, addr: int, size: int) -> bytes:
 
 def check_untouched(kernel: Kernel) -> None:
     assert kernel.machine.text.ledger == {}
-    assert kernel.machine.text.verify() == []
+    assert ledger_mismatches(kernel.machine.text) == []
 
 
 def settle(kernel: Kernel) -> None:
@@ -86,7 +91,7 @@ def passes(kernel: Kernel, function: str, arguments: tuple[int, ...]) -> Counter
 
 def test_every_instruction_is_probed_or_refused_by_a_rule(kernel: Kernel) -> None:
     """What is refused: tables, system instructions and fences, and the nops that ftrace patches."""
-    image, kprobes = kernel.image, kernel.kprobes
+    image = kernel.image
     labels = {label.code + byte for label in image.jump_labels for byte in range(4)}
     inside = {site + byte for site in image.mcount for byte in range(1, 8)}
     (span,) = image.text_ranges
@@ -98,7 +103,7 @@ def test_every_instruction_is_probed_or_refused_by_a_rule(kernel: Kernel) -> Non
         end = min(where.symbol.address + where.symbol.size, span.end)
         code = image.read(at, end - at)
         for addr, insn in decode_all(code, at, compressed=kernel.config.arch == "riscv64"):
-            if kprobes.is_blacklisted(addr) or addr in labels or addr in image.bugs:
+            if is_blacklisted(kernel, addr) or addr in labels or addr in image.bugs:
                 expected = errno.EINVAL
             elif addr in inside:
                 expected = errno.EILSEQ
@@ -166,7 +171,7 @@ def test_each_place_that_can_be_optimized(
         mode = patched.kprobes.mode(probe)
         if mode == "optimized":
             jumps += 1
-            assert "[OPTIMIZED]" in "".join(patched.kprobes.list_text())
+            assert "[OPTIMIZED]" in "".join(list_lines(patched.kprobes))
             assert text(patched, addr, 1)[0] & 0x7F == 0x17, "no auipc"
         patched.machine.memory.write(cell, bytes(8))
         for _ in range(3):
@@ -237,7 +242,7 @@ def test_no_cpu_fetches_half_a_breakpoint(kernel: Kernel, monkeypatch: pytest.Mo
 
 
 def test_linux_6_1_has_no_optprobes(kernel: Kernel) -> None:
-    assert not kernel.kprobes.can_optimize
+    assert kernel.kprobes.optimizer is None
     with pytest.raises(KernelError) as caught:
         kernel.kprobes.set_optimization(True)
     assert caught.value.errno == errno.EOPNOTSUPP
@@ -269,7 +274,7 @@ def test_a_call_from_an_fentry_site(kernel: Kernel) -> None:
     seen: list[tuple[int, int, int]] = []
     probe = Kprobe(symbol_name="gcd", pre_handler=lambda _, regs: seen.append((regs.ip, regs.a0, regs.a1)))
     kernel.register_kprobe(probe)
-    assert "".join(kernel.kprobes.list_text()).count("[FTRACE]") == 1
+    assert "".join(list_lines(kernel.kprobes)).count("[FTRACE]") == 1
     assert text(kernel, start, 8) == kernel.arch.relative_call(start, kernel.kprobes.trampoline[0])
     assert kernel.call("gcd", 12, 18) == 6
     assert seen == [(start, 12, 18)]
@@ -279,7 +284,7 @@ def test_a_call_from_an_fentry_site(kernel: Kernel) -> None:
 
 def test_a_step_faults_as_the_instruction_does(kernel: Kernel) -> None:
     """strlen(NULL): the fault is at the probed address, and the next hit is handled."""
-    loads = [addr for addr, insn in instructions(kernel, "strlen") if insn.opcode == Opcode.LOAD]
+    loads = [addr for addr, insn in instructions(kernel, "strlen") if insn.opcode == RiscvOpcode.LOAD]
     hits: list[int] = []
     probe = Kprobe(addr=loads[0], pre_handler=lambda _, regs: hits.append(regs.ip))
     kernel.register_kprobe(probe)
@@ -293,3 +298,47 @@ def test_a_step_faults_as_the_instruction_does(kernel: Kernel) -> None:
     assert kernel.call("gcd", 12, 18) == 6
     kernel.unregister_kprobe(probe)
     check_untouched(kernel)
+
+
+class TestFaultHandlers:
+    """They are told what RISC-V's CPUs say: scause."""
+
+    @pytest.fixture
+    def kernel(self, arch: str) -> Iterator[Kernel]:
+        profile = Profile("faults", fault_handlers=True, ftrace=False)
+        with Kernel(MachineConfig(arch=arch), profile=profile) as kernel:
+            yield kernel
+
+    def test_of_the_step(self, kernel: Kernel) -> None:
+        causes: list[int] = []
+
+        def fault(_kprobe: Kprobe, _regs: Any, cause: int) -> int:
+            causes.append(cause)
+            return 0
+
+        start = kernel.image.kallsyms.lookup_name("strlen")
+        assert start is not None
+        loads = [at for at, insn in instructions(kernel, "strlen") if insn.opcode == RiscvOpcode.LOAD]
+        kernel.register_kprobe(
+            Kprobe(addr=loads[0], fault_handler=fault, post_handler=lambda _kprobe, _regs: None)
+        )
+        with pytest.raises(GuestFault):
+            kernel.machine.call(start, 0x10)
+        assert causes == [CAUSE_LOAD_FAULT]
+
+    @pytest.mark.parametrize("writes", [False, True])
+    def test_of_a_handler(self, kernel: Kernel, writes: bool) -> None:
+        causes: list[int] = []
+
+        def access(_kprobe: Kprobe, _regs: Any) -> None:
+            if writes:
+                kernel.machine.memory.write(0x10, b"data")
+            kernel.machine.memory.read(0x10, 8)
+
+        def fault(_kprobe: Kprobe, _regs: Any, cause: int) -> int:
+            causes.append(cause)
+            return 1
+
+        kernel.register_kprobe(Kprobe(symbol_name="gcd", pre_handler=access, fault_handler=fault))
+        assert kernel.call("gcd", 12, 18) == 6
+        assert causes == [CAUSE_STORE_FAULT if writes else CAUSE_LOAD_FAULT]

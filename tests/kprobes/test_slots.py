@@ -9,10 +9,11 @@ import pytest
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
-from emulated_kernel.kprobes.garbage import TextGarbage
+from emulated_kernel.kprobes.handlers.garbage import TextGarbage
+from emulated_kernel.kprobes.handlers.slots import InsnSlots
 from emulated_kernel.kprobes.kprobe import Kprobe
-from emulated_kernel.kprobes.slots import InsnSlots
-from emulated_kernel.machine.traps import HardwareError
+from emulated_kernel.machine.traps.trap import HardwareError
+from tests.kprobes.scripted import ScriptedScheduler
 
 
 class Text:
@@ -42,8 +43,13 @@ def text() -> Text:
 
 
 @pytest.fixture
-def garbage() -> TextGarbage:
-    return TextGarbage()
+def scheduler() -> ScriptedScheduler:
+    return ScriptedScheduler()
+
+
+@pytest.fixture
+def garbage(scheduler: ScriptedScheduler) -> TextGarbage:
+    return TextGarbage(scheduler)
 
 
 @pytest.fixture
@@ -63,14 +69,14 @@ def test_no_memory(slots: InsnSlots) -> None:
     with pytest.raises(KernelError) as caught:
         slots.get()
     assert caught.value.errno == errno.ENOMEM
-    slots.put(taken[7])
+    slots.free(taken[7])
     assert slots.get() == taken[7]
 
 
 def test_one_empty_page_is_kept(slots: InsnSlots, text: Text) -> None:
     taken = [slots.get() for _ in range(2 * slots.slots_per_page)]
     for slot in taken:
-        slots.put(slot)
+        slots.free(slot)
     assert (slots.pages, slots.used, len(text.free)) == (1, 0, 2)
 
 
@@ -78,41 +84,45 @@ class TestGarbage:
     def test_dirty_slots_are_left_alone(self, slots: InsnSlots, text: Text) -> None:
         taken = [slots.get() for _ in range(4)]
         for slot in taken:
-            slots.put(slot, dirty=True)
+            slots.free(slot, dirty=True)
         assert (slots.used, slots.garbage, text.poked) == (0, 4, [])
         assert slots.get() not in taken
 
     def test_collected_when_there_is_more_than_a_page_of_it(self, slots: InsnSlots) -> None:
         taken = [slots.get() for _ in range(slots.slots_per_page + 1)]
         for slot in taken:
-            slots.put(slot, dirty=True)
+            slots.free(slot, dirty=True)
         assert (slots.garbage, slots.pages) == (0, 1)
 
     def test_collected_before_memory_is_asked_for(self, slots: InsnSlots) -> None:
         taken = [slots.get() for _ in range(3 * slots.slots_per_page)]
-        slots.put(taken[5], dirty=True)
+        slots.free(taken[5], dirty=True)
         assert slots.get() == taken[5]
 
-    def test_not_while_somebody_is_in_it(self, slots: InsnSlots, garbage: TextGarbage) -> None:
+    def test_not_while_somebody_is_in_it(
+        self, slots: InsnSlots, garbage: TextGarbage, scheduler: ScriptedScheduler
+    ) -> None:
         one, other = slots.get(), slots.get()
         occupied = [(one, one + 16)]
-        garbage.occupied = lambda _spans: occupied
+        scheduler.occupied_of = lambda _spans: occupied
         freed: list[str] = []
-        slots.put(one, dirty=True, on_free=lambda: freed.append("one"))
-        slots.put(other, dirty=True, on_free=lambda: freed.append("other"))
+        slots.free(one, dirty=True, on_free=lambda: freed.append("one"))
+        slots.free(other, dirty=True, on_free=lambda: freed.append("other"))
         assert not garbage.collect()
         assert (freed, slots.garbage, garbage.spans) == (["other"], 1, occupied)
-        assert garbage.work.is_pending
+        assert garbage.work.due is not None
         occupied.clear()
         garbage.work.flush()
         assert (freed, slots.garbage, garbage.spans) == (["other", "one"], 0, [])
-        assert not garbage.work.is_pending
+        assert garbage.work.due is None
 
-    def test_not_while_somebody_is_on_the_way(self, slots: InsnSlots, garbage: TextGarbage) -> None:
+    def test_not_while_somebody_is_on_the_way(
+        self, slots: InsnSlots, garbage: TextGarbage, scheduler: ScriptedScheduler
+    ) -> None:
         occupied = [(1, 2)]
-        garbage.occupied = lambda _spans: occupied
-        garbage.put((1, 2), lambda: None, leads_on=True)
-        slots.put(slots.get(), dirty=True)
+        scheduler.occupied_of = lambda _spans: occupied
+        garbage.add((1, 2), lambda: None, leads_on=True)
+        slots.free(slots.get(), dirty=True)
         assert not garbage.collect()
         assert slots.garbage == 1
         occupied.clear()

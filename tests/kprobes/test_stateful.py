@@ -76,5 +76,6 @@ class Probing(Modelled):
             self.model.forget(addr, kprobe)
 
 
+@pytest.mark.stateful
 def test_probing() -> None:
     run(Probing, 200)

@@ -8,12 +8,12 @@ from typing import Any
 
 from emulated_kernel.abi import Vector
 from emulated_kernel.kprobes.kprobe import Kprobe
-from emulated_kernel.machine.calls import DataSnapshot
-from emulated_kernel.machine.cpu_x86 import INT3
+from emulated_kernel.machine.cpu.registers import RegisterSet
+from emulated_kernel.machine.cpu.x86 import INT3
 from emulated_kernel.machine.machine import Machine
-from emulated_kernel.machine.registers import RegisterSet
-from emulated_kernel.machine.traps import Trap, TrapKind
+from emulated_kernel.machine.traps.trap import Trap, TrapKind
 from tests.kprobes.states import MAX_REPETITIONS, TF
+from tests.snapshot import DataSnapshot
 
 Changes = dict[int, tuple[int, int]]
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 from keystone import KS_ARCH_X86, KS_MODE_64, Ks
 
+from emulated_kernel.abi import Prot
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.machine.cpus import cpu_model
 from emulated_kernel.machine.machine import Machine
-from emulated_kernel.machine.paging import Prot
 
 LAYOUT = cpu_model("x86_64").layout
 TEXT = 0xFFFFFFFF81000000
@@ -78,7 +78,7 @@ class FakeSymbols:
 
 @dataclass
 class FakeImage:
-    """A GuestImage of 16 KiB text, a page of rodata and 16 KiB of data."""
+    """A kernel image of 16 KiB text, a page of rodata and 16 KiB of data."""
 
     code: bytes = b""
     handler: str | None = HANDLER

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from emulated_kernel.machine.budget import Watchdog
-from emulated_kernel.machine.traps import TrapKind
-from tests.machine.guests import boot
+from emulated_kernel.machine.budget import HandlerTime, Watchdog
+from emulated_kernel.machine.traps.trap import TrapKind
+from tests.machine.guests import CODE, boot
 
 
 def _switches(thread_id: int) -> int:
@@ -47,7 +47,7 @@ def busy(until: Callable[[], bool]) -> None:
 
 def test_a_run_kept_from_the_cpu_is_not_over_its_budget() -> None:
     stopped = threading.Event()
-    watchdog = Watchdog(stopped.set, 0.02)
+    watchdog = Watchdog(stopped.set, HandlerTime(), 0.02)
     watchdog.arm()
     assert not stopped.wait(0.2)
     assert not watchdog.disarm()
@@ -56,7 +56,7 @@ def test_a_run_kept_from_the_cpu_is_not_over_its_budget() -> None:
 
 def test_expired_run_is_told_from_the_next_one() -> None:
     stopped = threading.Event()
-    watchdog = Watchdog(stopped.set, 0.02)
+    watchdog = Watchdog(stopped.set, HandlerTime(), 0.02)
     watchdog.arm()
     busy(stopped.is_set)
     assert watchdog.disarm()
@@ -67,7 +67,7 @@ def test_expired_run_is_told_from_the_next_one() -> None:
 
 def test_watchdog_stops_again_if_the_first_stop_was_missed() -> None:
     stops = []
-    watchdog = Watchdog(lambda: stops.append(time.monotonic()), 0.02)
+    watchdog = Watchdog(lambda: stops.append(time.monotonic()), HandlerTime(), 0.02)
     watchdog.arm()
     busy(lambda: len(stops) >= 2)
     assert watchdog.disarm()
@@ -94,3 +94,26 @@ def test_runs_that_end_with_their_budget_lose_nothing(fast: bool) -> None:
         assert (trap.number, machine.regs.bx) == (2, expected)
         length = max(1000, length + (5000 if kinds[TrapKind.BUDGET] < kinds[TrapKind.HYPERCALL] else -5000))
         machine.regs.di = length
+
+
+def spin(seconds: float) -> None:
+    """CPU time of the host's, within a run."""
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+@pytest.mark.parametrize(("hits", "seconds"), [(2, 0.1), (400, 0.0005)])
+def test_handlers_take_little_time_of_the_guests(hits: int, seconds: float) -> None:
+    """Few long ones and many short ones, longer than the budget."""
+    machine = boot(f"mov ecx, {hits}; again: int3; dec ecx; jnz again; mov eax, 2; hlt", run_budget=0.15)
+    machine.breakpoints[CODE + 5] = lambda _regs: spin(seconds)
+    assert machine.run().kind is TrapKind.HYPERCALL
+    assert not machine.handler_time.is_measured
+
+
+def test_a_loop_with_handlers_ends_too() -> None:
+    """Even where the guest does next to nothing in between."""
+    machine = boot("again: int3; jmp again", run_budget=0.02)
+    machine.breakpoints[CODE] = lambda _regs: spin(0.0001)
+    assert machine.run().kind is TrapKind.BUDGET

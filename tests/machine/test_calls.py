@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emulated_kernel.abi import Hypercall
-from emulated_kernel.machine.registers import RegisterSet
-from emulated_kernel.machine.traps import BudgetExceeded, GuestFault, TrapKind
+from emulated_kernel.machine.cpu.registers import RegisterSet
+from emulated_kernel.machine.traps.trap import BudgetExceeded, GuestFault, TrapKind
 from tests.machine import guests
 from tests.machine.guests import CLOCK, CODE, DATA, asm, boot
+from tests.snapshot import data_snapshot
 
 SUM = "lea rax, [rdi+rsi]; add rax, rdx; add rax, rcx; add rax, r8; add rax, r9; ret"
 
@@ -46,7 +47,7 @@ def test_exception_table_is_used() -> None:
     fixup = CODE + 4
     machine = boot("mov rax, [rdi]; ret; mov rax, -14; ret", ex_table=[(CODE, fixup)])
     assert code[3] == 0xC3
-    machine.memory.write_u64(DATA + 64, 99)
+    machine.memory.write_word(DATA + 64, 99)
     assert machine.call(CODE, DATA + 64) == 99
     assert machine.call(CODE, 0x5000) == (1 << 64) - 14
 
@@ -79,7 +80,7 @@ def test_run_delivers_again_after_a_call() -> None:
     machine = boot("ud2; hlt")
     with pytest.raises(GuestFault):
         machine.call(CODE)
-    machine.memory.write_u64(DATA + 8, 2)
+    machine.memory.write_word(DATA + 8, 2)
     assert machine.run().kind is TrapKind.HYPERCALL
     assert len(guests.exceptions(machine)) == 1
 
@@ -99,7 +100,7 @@ def caller(request: pytest.FixtureRequest):  # type: ignore[no-untyped-def]
     machine.close()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(start=STATE)
 def test_complete_state_passes_through(caller, start: RegisterSet) -> None:  # type: ignore[no-untyped-def]
     """A lone ret changes sp and ip alone: every register and flag goes in and comes out exactly."""
@@ -108,7 +109,7 @@ def test_complete_state_passes_through(caller, start: RegisterSet) -> None:  # t
     assert end._replace(ip=CODE) == start._replace(sp=start.sp + 8)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(a=WORD, b=WORD)
 def test_flags_after_arithmetic_are_exact(caller, a: int, b: int) -> None:  # type: ignore[no-untyped-def]
     caller.text.poke(CODE, asm("cmp rdi, rsi; ret"))
@@ -125,7 +126,7 @@ def test_flags_after_arithmetic_are_exact(caller, a: int, b: int) -> None:  # ty
 
 def test_data_snapshot() -> None:
     machine = boot("mov [rdi], sil; ret")
-    snapshot = machine.data_snapshot([(DATA, 0x4000)])
+    snapshot = data_snapshot(machine, [(DATA, 0x4000)])
     assert snapshot.unchanged()
     top = machine.calls.stack_top
     machine.execute(RegisterSet(ip=CODE, sp=top, di=DATA + 0x1FFF, si=7))
@@ -134,13 +135,13 @@ def test_data_snapshot() -> None:
     assert snapshot.changes() == {DATA + 0x1FFF: (0, 7)}
     snapshot.restore()
     assert snapshot.unchanged()
-    assert machine.memory.read_u8(DATA + 0x1FFF) == 0
+    assert machine.memory.read(DATA + 0x1FFF, 1)[0] == 0
 
 
 def test_default_snapshot_covers_data_and_the_call_stack() -> None:
     machine = boot("push rdi; pop rax; ret")
     machine.call(CODE, 1)
-    snapshot = machine.data_snapshot()
+    snapshot = data_snapshot(machine)
     machine.execute(RegisterSet(ip=CODE, sp=machine.calls.stack_top, di=0x55))
     assert snapshot.changes() == {machine.calls.stack_top - 8: (1, 0x55)}
 
@@ -164,7 +165,7 @@ def test_clock_never_goes_behind_what_the_guest_has_read() -> None:
     machine = boot("again: nop; hlt; jmp again", clock="real")
     machine.run()
     ahead = machine.memory.read_u64(CLOCK) + 10**12
-    machine.memory.write_u64(CLOCK, ahead)
+    machine.memory.write_word(CLOCK, ahead)
     machine.run()
     assert machine.memory.read_u64(CLOCK) >= ahead
     assert machine.clock.now_ns() >= ahead

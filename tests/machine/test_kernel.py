@@ -12,7 +12,8 @@ from emulated_kernel.abi import PARK, Hypercall, Vector
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.image.image import load_image
 from emulated_kernel.machine.machine import Machine
-from emulated_kernel.machine.traps import GuestFault, Trap, TrapKind
+from emulated_kernel.machine.traps.trap import GuestFault, Trap, TrapKind
+from tests.ledger import ledger_mismatches
 
 AT_FDCWD = -100 & 0xFFFFFFFF
 
@@ -51,7 +52,7 @@ def _idle(machine: Machine) -> Trap:
 def test_boots_to_idle(machine: Machine) -> None:
     _idle(machine)
     assert machine.interrupts_enabled
-    assert machine.text.verify() == []
+    assert ledger_mismatches(machine.text) == []
 
 
 def test_system_call_and_its_fault(machine: Machine) -> None:

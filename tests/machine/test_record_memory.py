@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from emulated_kernel.abi import Prot
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.machine.machine import Machine
-from emulated_kernel.machine.paging import Prot
-from emulated_kernel.machine.traps import HardwareError, MemoryFault
+from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault
 
 PAGE = 4096
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from emulated_kernel.abi import Vector
+from emulated_kernel.machine.cpu.registers import Regs
 from emulated_kernel.machine.machine import Machine
-from emulated_kernel.machine.registers import Regs
-from emulated_kernel.machine.traps import GuestFault, HardwareError, Trap, TrapKind
+from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, Trap, TrapKind
 from tests.machine.guests import CODE, DATA, HANDLER, LAYOUT, RODATA, TEXT, asm, boot, exceptions
 
 Booter = Callable[..., Machine]
@@ -46,7 +46,7 @@ FAULTS = {
 def test_fault_reaches_the_guests_handler(start: Booter, name: str) -> None:
     source, size, vector, error, cr2 = FAULTS[name]
     machine = start(f"{source}; mov r15, 77; hlt")
-    machine.memory.write_u64(DATA + 8, size)
+    machine.memory.write_word(DATA + 8, size)
     sp = machine.regs.sp
     assert machine.run().kind is TrapKind.HYPERCALL
     ((seen_vector, seen_error, seen_ip, seen_cr2),) = exceptions(machine)
@@ -73,7 +73,7 @@ def test_faults_in_a_row_are_no_double_faults(start: Booter) -> None:
         hlt
         """
     )
-    machine.memory.write_u64(DATA + 8, 3)
+    machine.memory.write_word(DATA + 8, 3)
     assert machine.run().kind is TrapKind.HYPERCALL
     row = [Vector.PAGE_FAULT, Vector.DIVIDE_ERROR, Vector.INVALID_OPCODE]
     assert [entry[0] for entry in exceptions(machine)] == row * 5
@@ -104,7 +104,7 @@ def test_unhandled_int3_is_delivered_behind_the_instruction(start: Booter) -> No
 
 def test_fault_hook_declines_and_the_guest_gets_it(start: Booter) -> None:
     machine = start("ud2; hlt")
-    machine.memory.write_u64(DATA + 8, 2)
+    machine.memory.write_word(DATA + 8, 2)
     seen: list[Trap] = []
     machine.fault_hook = lambda trap, _regs: bool(seen.append(trap))
     machine.run()
@@ -186,7 +186,7 @@ def test_delivery_to_a_wild_stack_raises(start: Booter) -> None:
 
 def test_delivery_clears_and_returns_the_interrupt_flags(start: Booter) -> None:
     machine = start("sti; ud2; hlt", handler="pushfq; pop r14;" + HANDLER)
-    machine.memory.write_u64(DATA + 8, 2)
+    machine.memory.write_word(DATA + 8, 2)
     machine.run()
     assert not machine.regs.r14 & 0x200
     assert machine.regs.flags & 0x200
@@ -280,7 +280,7 @@ def test_exception_in_the_fault_hook_is_raised_outside(start: Booter) -> None:
     with pytest.raises(ZeroDivisionError):
         machine.run()
     machine.fault_hook = None
-    machine.memory.write_u64(DATA + 8, 2)
+    machine.memory.write_word(DATA + 8, 2)
     assert machine.run().kind is TrapKind.HYPERCALL
 
 
@@ -306,7 +306,7 @@ def test_budget_stops_a_loop_and_running_goes_on(start: Booter) -> None:
 def test_budget_of_a_jump_to_itself_leaves_a_deliverable_state(start: Booter) -> None:
     machine = start("here: jmp here; nop; hlt", run_budget=0.05)
     assert machine.run() == Trap(TrapKind.BUDGET, CODE)
-    machine.memory.write_u64(DATA + 8, 2)
+    machine.memory.write_word(DATA + 8, 2)
     machine.deliver(Vector.WATCHDOG)
     assert machine.run().kind is TrapKind.HYPERCALL
     assert exceptions(machine) == [(Vector.WATCHDOG, 0, CODE, 0)]

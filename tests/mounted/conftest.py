@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.fuse.conftest import directory, runtime
-from tests.fuse.harness import REAL_PROGRAM, Daemon, daemon
-from tests.mounted.files import Files
+from tests.fuse.conftest import directory, mount_point, runtime
+from tests.fuse.harness import REAL_PROGRAM, Daemon, daemon, watched
+from tests.mounted.files import EVENTS, Files
 
 __all__ = ["directory", "runtime"]
 
@@ -19,8 +20,39 @@ def mounted(directory: Path) -> Iterator[Daemon]:
     """A daemon that serves the emulated kernel; its log must tell of no fault."""
     with daemon(directory, program=REAL_PROGRAM) as running:
         yield running
-    assert "ERROR" not in running.log, running.log
-    assert "Traceback" not in running.log, running.log
+    assert_no_fault(running)
+
+
+@pytest.fixture(scope="module")
+def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    """A daemon for all tests of a module that write what is refused."""
+    with pytest.MonkeyPatch.context() as patch, mount_point() as path:
+        patch.setenv("KPROBEFS_RUNTIME_DIRECTORY", str(tmp_path_factory.mktemp("runtime")))
+        with daemon(path, program=REAL_PROGRAM, is_shared=True) as running:
+            yield running
+
+
+@pytest.fixture
+def shared(lasting: Daemon) -> Iterator[Files]:
+    """Its files: no event is defined, no error logged, nothing called."""
+    files = Files(lasting.directory)
+    with watched(lasting.process):
+        yield files
+        assert_no_fault(lasting)
+        assert lasting.process.poll() is None
+        if files.read("kprobe_events"):
+            files.write(f"{EVENTS}/enable", "0")
+        files.write("machine/call", "\n")
+        for name in ("kprobe_events", "tracing/error_log"):
+            files.write(name, "", os.O_TRUNC)
+        for name in ("kprobe_events", "tracing/error_log", "machine/call"):
+            assert files.read(name) == ""
+
+
+def assert_no_fault(daemon: Daemon) -> None:
+    """Nothing unexpected is in its log."""
+    assert "ERROR" not in daemon.log, daemon.log
+    assert "Traceback" not in daemon.log, daemon.log
 
 
 @pytest.fixture

@@ -48,13 +48,13 @@ DEFINITIONS = [
 
 
 @pytest.mark.parametrize("bad", DEFINITIONS, ids=lambda bad: repr(bad.definition)[:40])
-def test_definitions(bad: Bad, files: Files) -> None:
-    files.probe("p:kept vfs_write")
-    before = state(files)
+def test_definitions(bad: Bad, shared: Files) -> None:
+    shared.probe("p:kept vfs_write")
+    before = state(shared)
     with assert_errno(bad.errno):
-        files.write("kprobe_events", bad.definition + "\n")
-    assert state(files) == before
-    log = files.lines("tracing/error_log")
+        shared.write("kprobe_events", bad.definition + "\n")
+    assert state(shared) == before
+    log = shared.lines("tracing/error_log")
     if not bad.message:
         assert log == []
         return
@@ -101,14 +101,14 @@ READ_ONLY = [
 
 
 @pytest.mark.parametrize("name", READ_ONLY)
-def test_read_only_files(name: str, files: Files) -> None:
+def test_read_only_files(name: str, shared: Files) -> None:
     if os.geteuid() != 0:
         pytest.skip("for others than root open(2) fails already")
-    files.write("kprobe_events", "p:a vfs_read")
-    before = files.read(name)
+    shared.write("kprobe_events", "p:a vfs_read")
+    before = shared.read(name)
     with assert_errno(errno.EINVAL):
-        files.write(name, "1")
-    assert files.read(name) == before or name == "machine/tasks"
+        shared.write(name, "1")
+    assert shared.read(name) == before or name == "machine/tasks"
 
 
 @pytest.mark.parametrize(
@@ -126,15 +126,15 @@ def test_read_only_files(name: str, files: Files) -> None:
         ("tracing/tracing_on", "x", errno.EINVAL),
     ],
 )
-def test_values(name: str, data: str, number: int, files: Files) -> None:
-    files.write("kprobe_events", "p:a vfs_read")
+def test_values(name: str, data: str, number: int, shared: Files) -> None:
+    shared.write("kprobe_events", "p:a vfs_read")
     if not number:
-        assert files.write(name, data) == 0
+        assert shared.write(name, data) == 0
         return
     with assert_errno(number):
-        files.write(name, data)
-    assert files.read("kprobes/enabled") == "1\n"
-    assert files.read(f"{EVENTS}/a/enable") == "0\n"
+        shared.write(name, data)
+    assert shared.read("kprobes/enabled") == "1\n"
+    assert shared.read(f"{EVENTS}/a/enable") == "0\n"
 
 
 def test_names_that_are_not_there(files: Files) -> None:

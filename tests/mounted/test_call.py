@@ -26,13 +26,13 @@ pytestmark = [needs_fuse, pytest.mark.mounted]
         ('strlen    "blanks  inside"   ', "strlen = 0xe (14)"),
     ],
 )
-def test_results(line: str, result: str | None, files: Files) -> None:
+def test_results(line: str, result: str | None, shared: Files) -> None:
     if result is None:
         with assert_errno(errno.ENOENT):
-            files.write("machine/call", line)
+            shared.write("machine/call", line)
         return
-    files.write("machine/call", line + "\n")
-    assert files.read("machine/call") == result + "\n"
+    shared.write("machine/call", line + "\n")
+    assert shared.read("machine/call") == result + "\n"
 
 
 @pytest.mark.parametrize(
@@ -56,10 +56,10 @@ def test_results(line: str, result: str | None, files: Files) -> None:
         ("_printk", errno.EINVAL, "_printk: _printk takes 1 argument, not 0\n"),
     ],
 )
-def test_errors(line: str, number: int, why: str, files: Files) -> None:
+def test_errors(line: str, number: int, why: str, shared: Files) -> None:
     with assert_errno(number):
-        files.write("machine/call", line)
-    assert files.read("machine/call") == why
+        shared.write("machine/call", line)
+    assert shared.read("machine/call") == why
 
 
 def test_several_lines(files: Files) -> None:

@@ -38,7 +38,7 @@ def test_probes_with_their_arguments(files: Files) -> None:
     )
     assert (result.returncode, result.stderr) == (0, "")
     text = result.stdout
-    assert 'dfd=-100 file="/scratch/greeting" sp=0xc' in text
+    assert 'dfd=-100 file="scratch/greeting" sp=0xc' in text
     assert " seg=0xd8\n" in text
     assert re.search(r"reads: \(vfs_read\+0x0/0x[0-9a-f]+\) size=0x20000 fourth=0xc[0-9a-f]{7}\n", text)
     assert re.search(r"^c1[0-9a-f]{6}  k  vfs_read\+0x0    \[FTRACE\]$", text, re.MULTILINE)

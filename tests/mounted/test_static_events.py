@@ -78,7 +78,8 @@ def test_a_program_is_executed_by_its_path(files: Files) -> None:
 def test_a_filter_on_what_a_pointer_of_the_client_leads_to(files: Files) -> None:
     event = "tracing/events/syscalls/sys_enter_openat"
     counts = []
-    for text in ('filename.ustring == "/scratch/wanted"', 'filename.ustring ~ "*other"', 'filename ~ "*"'):
+    wanted = f'filename.ustring == "{files.path("scratch/wanted")}"'
+    for text in (wanted, 'filename.ustring ~ "*other"', 'filename ~ "*"'):
         files.write(f"{event}/filter", text)
         files.write(f"{event}/enable", "1")
         files.write("scratch/wanted", "x", os.O_CREAT)

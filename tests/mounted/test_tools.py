@@ -4,41 +4,23 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from tempfile import gettempdir
 
 import pytest
 
-from tests.fuse.harness import ROOT, needs_fuse
+from tests.fuse.harness import needs_fuse
+from tests.mounted.system import as_system
 
 pytestmark = [
     pytest.mark.mounted,
     needs_fuse,
     pytest.mark.skipif(os.geteuid() != 0, reason="mounting at the system's places needs root"),
 ]
-TIMEOUT = 60
 
 
 def needs(program: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(shutil.which(program) is None, reason=f"{program} isn't installed")
-
-
-def as_system(script: str, home: Path, *options: str) -> str:
-    """What a shell script prints whose commands see the mount where a system has its tracefs."""
-    own = {"PYTHONPATH": str(ROOT), "HOME": str(home), "TMPDIR": str(home), "LC_ALL": "C"}
-    result = subprocess.run(
-        [sys.executable, "-m", "kprobefs", "run", "--as-system", *options, "--", "bash", "-c", script],
-        env={**os.environ, **own},
-        cwd="/",
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
 
 
 class TestPlaces:
@@ -145,6 +127,55 @@ class TestTraceCmd:
         """
         out = as_system(script, tmp_path, "--cpus", str(os.sysconf("SC_NPROCESSORS_CONF")))
         assert "sched_process_fork:   comm=bash pid=" in out
+
+    CPUS = str(os.sysconf("SC_NPROCESSORS_CONF"))
+    """It asks the host how many CPUs there are, and wants a buffer of each."""
+    PROBE = """
+        cd "$HOME"
+        touch /sys/kernel/debug/scratch/many
+        printf 'p:foo vfs_open a=$arg1 b=$arg2 c=$arg3 d=$arg4' > /sys/kernel/tracing/kprobe_events
+        cat >load <<'END'
+import sys, time
+for _ in range(int(sys.argv[1])):
+    open("/sys/kernel/debug/scratch/many").close()
+    time.sleep(0.002)
+END
+    """
+    """Beside it a program whose argument says how often it hits."""
+
+    def test_record_into_small_buffers_loses_nothing(self, tmp_path: Path) -> None:
+        """1000 records of 52 bytes through buffers of 32 KiB."""
+        script = f"""{self.PROBE}
+            timeout 40 trace-cmd record -b 32 -e foo -o trace.dat python3 load 1000 >/dev/null
+            trace-cmd report -i trace.dat >report
+            grep -c foo: report; grep -ci lost report || :
+        """
+        recorded, lost = as_system(script, tmp_path, "--cpus", self.CPUS).split()
+        assert int(recorded) >= 1000
+        assert int(lost) == 0
+
+    def test_stream_shows_events_while_they_come(self, tmp_path: Path) -> None:
+        script = f"""{self.PROBE}
+            timeout -k 1 40 trace-cmd stream -b 32 -e foo >stream &
+            cd /sys/kernel/tracing
+            until [ "$(cat events/kprobes/foo/enable tracing_on)" = $'1\\n1' ]; do sleep 0.1; done
+            cd "$HOME"
+            for more in 1 2; do
+                before=$(grep -c foo: stream)
+                python3 load 300
+                until [ "$(grep -c foo: stream)" -gt $((before + 100)) ]; do sleep 0.1; done
+                echo more
+            done
+            kill -INT %1; wait
+            grep -ci lost stream || :
+        """
+        assert as_system(script, tmp_path, "--cpus", self.CPUS) == "more\nmore\n0\n"
+
+    def test_profile_ends(self, tmp_path: Path) -> None:
+        script = f"""{self.PROBE}
+            timeout 40 trace-cmd profile -p nop -b 32 -e sched_switch -e raw_syscalls python3 load 50
+        """
+        assert "Event: sys_enter:" in as_system(script, tmp_path, "--cpus", self.CPUS)
 
     def test_stat(self, tmp_path: Path) -> None:
         out = as_system("trace-cmd stat", tmp_path)

@@ -12,13 +12,13 @@ from errno import errorcode
 from pathlib import Path
 from typing import Any
 
-from emulated_kernel.arch.function import Function, FunctionTable, Site, TextLayout
+from emulated_kernel.arch.analysis.function import Function, Site
+from tests.arch.sample import MODULES, Sample
 
 ROOT = Path(__file__).resolve().parents[2]
 IMAGE_ALIGNMENT = 2 << 20
 CALL_SIZE = 5
-"""Bytes of a static call site."""
-MODULES = range(0xFFFFFFFFC0000000, 0xFFFFFFFFFF000000)
+"""Bytes of a static call site, and of an fentry site."""
 
 
 def oracle_directory() -> Path:
@@ -50,7 +50,7 @@ class Recording:
     """One kernel's answers."""
 
     version: str
-    table: FunctionTable
+    sample: Sample
     points: tuple[Point, ...]
 
 
@@ -61,7 +61,7 @@ def recordings(directory: Path) -> Iterator[Recording]:
         verdicts = directory / f"optverdict-{version}.csv.gz"
         if verdicts.exists():
             points = tuple(_points(verdicts))
-            yield Recording(version, _table(functions, points), points)
+            yield Recording(version, _sample(functions, points), points)
 
 
 def _points(path: Path) -> Iterator[Point]:
@@ -77,21 +77,17 @@ def _points(path: Path) -> Iterator[Point]:
             )
 
 
-def _table(path: Path, points: tuple[Point, ...]) -> FunctionTable:
+def _sample(path: Path, points: tuple[Point, ...]) -> Sample:
     with gzip.open(path) as file:
         recorded = json.load(file)
-    ranges = {name: int(value, 16) for name, value in recorded.pop("_meta")["ranges"].items()}
-    functions = [_function(name, entry) for name, entry in recorded.items()]
-    text = range(ranges["_stext"], ranges["_etext"])
-    return FunctionTable.build(
-        TextLayout(
-            text=text,
-            image_end=_image_end(text, points),
-            entry_text=range(ranges["__entry_text_start"], ranges["__entry_text_end"]),
-            thunks=range(ranges["__indirect_thunk_start"], ranges["__indirect_thunk_end"]),
-            modules=MODULES,
-        ),
-        functions,
+    names = {name: int(value, 16) for name, value in recorded.pop("_meta")["ranges"].items()}
+    text = range(names["_stext"], names["_etext"])
+    return Sample(
+        functions=[_function(name, entry) for name, entry in recorded.items()],
+        text=text,
+        end=_image_end(text, points),
+        names=names,
+        blacklisted=frozenset(name for name, entry in recorded.items() if entry["blacklisted"]),
         complete=False,
     )
 
@@ -107,17 +103,19 @@ def _function(name: str, entry: dict[str, Any]) -> Function:
     def addresses(key: str) -> frozenset[int]:
         return frozenset(int(value, 16) for value in entry.get(key, ()))
 
+    def sites(key: str) -> tuple[Site, ...]:
+        return tuple(Site(addr, CALL_SIZE) for addr in sorted(addresses(key)))
+
     return Function(
         name=name,
         addr=int(entry["addr"], 16),
         size=entry["size"],
         code=bytes.fromhex(entry["bytes_hex"]),
-        blacklisted=entry["blacklisted"],
-        fentry_sites=addresses("mcount"),
+        fentry_sites=sites("mcount"),
         exception_entries=addresses("ex_table"),
         bug_entries=addresses("bug"),
         jump_labels=tuple(Site(int(addr, 16), size) for addr, size in entry.get("jump_labels", ())),
-        static_calls=tuple(Site(addr, CALL_SIZE) for addr in sorted(addresses("static_calls"))),
+        static_calls=sites("static_calls"),
     )
 
 

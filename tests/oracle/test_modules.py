@@ -28,7 +28,7 @@ class Replay:
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
-        self.events = kernel.kprobe_events
+        self.events = kernel.tracing.kprobe_events
         self.has_return = True
 
     def define(self, command: str) -> None:
@@ -44,18 +44,18 @@ class Replay:
         for name in names:
             event = self.events.find("kprobes", name)
             if event is not None:
-                self.events.enable(event)
+                event.enable(self.kernel.trace)
 
     def toggle(self, name: str) -> None:
         event = self.events.find("kprobes", name)
         assert event is not None
-        self.events.disable(event)
-        self.events.enable(event)
+        event.disable(self.kernel.trace)
+        event.enable(self.kernel.trace)
 
     def agrees(self, headline: str) -> None:
         """kprobes/list is what the recording has under that headline."""
         section = LISTS.read_text().partition(f"--- {headline}\n")[2].partition("---")[0]
-        assert self.listed("".join(self.kernel.kprobes.list_text())) == self.listed(section)
+        assert self.listed("".join(self.kernel.kprobes.list_records(0))) == self.listed(section)
 
     def listed(self, text: str) -> list[str]:
         """Sorted by address, of one address as in the list; addresses are named, as they differ."""

@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from emulated_kernel.arch.function import FunctionTable
-from emulated_kernel.arch.x86.verdict import Verdict, Verdicts
+from emulated_kernel.arch.analysis.reason import Finding, Reason
+from emulated_kernel.arch.analysis.region import Region
+from emulated_kernel.arch.x86.arch import X86_64
+from emulated_kernel.arch.x86.verdict import X86Verdict
+from tests.arch.sample import Sample
 from tests.oracle.recorded import Point, Recording, errno_name, oracle_directory, recordings
 
 SHOWN = 20
@@ -59,43 +62,86 @@ class Report:
         return all(part.agree == part.total for part in (self.errno, self.flags, self.parentless))
 
 
+@dataclass(frozen=True)
+class Answer:
+    """What comes of a probe of kprobe_events that is the only one in its function."""
+
+    refused: Finding | None
+    detoured: Region | Finding
+
+    @property
+    def errno(self) -> str:
+        return errno_name(self.refused.errno if self.refused else 0)
+
+    @property
+    def flags(self) -> str:
+        """As in kprobes/list."""
+        if isinstance(self.detoured, Region):
+            return "[OPTIMIZED]"
+        return "[FTRACE]" if self.detoured.reason is Reason.FTRACE else ""
+
+    @property
+    def why(self) -> str:
+        """The rule that decides."""
+        found = self.refused or self.detoured
+        return "optimized" if isinstance(found, Region) else found.reason.value
+
+
+def linux_verdict(sample: Sample) -> X86Verdict:
+    """By what Linux looks at alone."""
+    arch = X86_64()
+    return arch.verdict(sample, arch.strategies["optprobe-linux"], ftrace=True)
+
+
+def answer(verdict: X86Verdict, addr: int) -> Answer:
+    """Raises: LookupError if the sample lacks what decides.
+
+    Mirrors: kernel/trace/trace_kprobe.c:__register_trace_kprobe (v6.1).
+    """
+    return probed(verdict, addr, verdict.check_traced(addr))
+
+
+def probed(verdict: X86Verdict, addr: int, refused: Finding | None = None) -> Answer:
+    """The same of a plain kprobe."""
+    refused = refused or verdict.may_probe(addr)
+    return Answer(refused, refused or verdict.detoured(addr))
+
+
 def compare(recording: Recording) -> Report:
     """All points of a recording."""
     report = Report(recording.version)
     started = time.process_time()
-    verdicts = Verdicts(recording.table)
+    verdict = linux_verdict(recording.sample)
+    # The same functions as if each were all there is: without their parents' word.
+    alone = linux_verdict(replace(recording.sample, complete=True))
     for point in recording.points:
         if point.addr is None:
             report.errno.add(point.place, "ENOENT", point.errno, "no such symbol")
         elif point.ambiguous:
             report.errno.add(point.place, "EADDRNOTAVAIL", point.errno, "the symbol isn't unique")
         else:
-            _compare_at(report, verdicts, recording.table, point, point.addr)
+            _compare_at(report, verdict, alone, point, point.addr)
     report.seconds = time.process_time() - started
     return report
 
 
-def _compare_at(report: Report, verdicts: Verdicts, table: FunctionTable, point: Point, addr: int) -> None:
+def _compare_at(report: Report, verdict: X86Verdict, alone: X86Verdict, point: Point, addr: int) -> None:
     try:
-        verdict = verdicts.at(addr)
-        report.errno.add(point.place, errno_name(verdict.errno), point.errno, _why(verdict))
+        found = answer(verdict, addr)
+        report.errno.add(point.place, found.errno, point.errno, found.why)
     except LookupError:
-        function = table.containing(addr)
-        if function is None:
+        try:
+            found = probed(alone, addr)
+        except LookupError:
             report.unknown += 1
             return
-        verdict = verdicts.within(function, addr)
-        ours = errno_name(verdict.errno)
+        ours = found.errno
         if point.errno == "EINVAL" != ours:
             report.by_parent += 1
             ours = "EINVAL"
-        report.parentless.add(point.place, ours, point.errno, _why(verdict))
+        report.parentless.add(point.place, ours, point.errno, found.why)
     if point.errno == "0" and point.flags != "?":
-        report.flags.add(point.place, verdict.flags, point.flags, _why(verdict))
-
-
-def _why(verdict: Verdict) -> str:
-    return verdict.finding.text if verdict.finding else "optimized"
+        report.flags.add(point.place, found.flags, point.flags, found.why)
 
 
 def main(arguments: list[str]) -> int:

@@ -22,7 +22,7 @@ def test_return_probes_are_among_the_hits(arch: str) -> None:
         else {bench.STEPPED, bench.BOOSTED, bench.OPTIMIZED}
     )
     assert {(bench.RETURNING, mode) for mode in modes} <= found
-    figure = bench.measure(bench.Case(bench.RETURNING, bench.OPTIMIZED, arch), hits=50, rounds=2)
+    figure = bench.measure(bench.HitCase(bench.RETURNING, bench.OPTIMIZED, arch), hits=50, rounds=2)
     assert len(figure.net) == 2
     assert "return probes:" in list(bench.table([figure]))
 
@@ -32,7 +32,7 @@ def test_return_probes_are_among_the_hits(arch: str) -> None:
     sorted({(case.backend, case.mode) for case in bench_return.cases("x86_64") if case.mode in QUICK}),
 )
 def test_returns_of_tasks_and_cpus(backend: str, mode: str) -> None:
-    case = bench_return.Case(backend, mode, tasks=5, cpus=2)
+    case = bench_return.ReturnCase(backend, mode, tasks=5, cpus=2)
     figure = bench_return.measure(case, hits=40, rounds=1)
     found = figure.as_dict()
     assert {key: found[key] for key in ("backend", "mode", "tasks", "cpus")} == {
@@ -47,6 +47,18 @@ def test_returns_of_tasks_and_cpus(backend: str, mode: str) -> None:
     assert 50 < figure.instructions < 400
 
 
+@pytest.mark.parametrize("arch", bench.ARCHITECTURES)
+def test_returns_on_every_architecture(arch: str) -> None:
+    modes = {case.mode for case in bench_return.cases(arch, (), (), ("rethook",))}
+    assert (bench.BOOSTED in modes) == (not arch.startswith("riscv"))
+    figure = bench_return.measure(
+        bench_return.ReturnCase("rethook", bench.OPTIMIZED, cpus=2, arch=arch), 20, 1
+    )
+    # By the trap flag, which RISC-V doesn't have.
+    assert (figure.instructions is None) == arch.startswith("riscv")
+    assert list(bench_return.table([figure]))
+
+
 def test_every_backend_has_every_mode_once() -> None:
     cases = bench_return.cases("x86_64", (1, 100), (1, 8))
     assert len(cases) == len(set(cases))
@@ -57,7 +69,9 @@ def test_every_backend_has_every_mode_once() -> None:
 
 def test_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_return, "RETURN_HOOKS", ("fgraph",))
-    monkeypatch.setattr(bench_return, "cases", lambda *_: [bench_return.Case("fgraph", bench.OPTIMIZED)])
+    monkeypatch.setattr(
+        bench_return, "cases", lambda *_: [bench_return.ReturnCase("fgraph", bench.OPTIMIZED)]
+    )
     assert main(["bench", "return", "--hits", "30", "--rounds", "1", "--json"]) == 0
     [figure] = json.loads(capsys.readouterr().out)
     found = [figure[key] for key in ("backend", "mode", "tasks", "cpus")]

@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
+UNITS = ROOT / "systemd"
 pytestmark = pytest.mark.slow
 
 
@@ -41,7 +42,8 @@ def metadata(wheel: Path) -> str:
 
 def shipped() -> set[str]:
     """What has to be in the wheel: all that the packages hold except what builds the images."""
-    return {
+    units = {f"kprobefs/systemd/{path.relative_to(UNITS)}" for path in UNITS.rglob("*") if path.is_file()}
+    return units | {
         path.relative_to(ROOT).as_posix()
         for package in ("kprobefs", "emulated_kernel")
         for path in (ROOT / package).rglob("*")
@@ -52,7 +54,12 @@ def shipped() -> set[str]:
 
 
 def test_holds_both_packages_whole(names: set[str]) -> None:
-    assert {name for name in names if ".dist-info/" not in name} == shipped()
+    assert {name for name in names if ".dist-info/" not in name and ".data/" not in name} == shipped()
+
+
+def test_holds_the_manual(names: set[str]) -> None:
+    pages = {name.partition("/data/")[2] for name in names if "/share/man/" in name}
+    assert pages == {"share/man/man1/kprobefs.1", "share/man/man5/kprobefs.5"}
 
 
 def test_holds_the_kernel_images(names: set[str]) -> None:
@@ -91,3 +98,7 @@ def test_starts_from_a_venv_of_its_own(wheel: Path, tmp_path: Path) -> None:
         [venv / "bin/kprobefs", "--version"], cwd=tmp_path, check=True, capture_output=True, text=True
     )
     assert PROJECT["version"] in done.stdout
+    written = [venv / "bin/kprobefs", "install-service", "--root", tmp_path / "root"]
+    done = subprocess.run(written, cwd=tmp_path, check=True, capture_output=True, text=True)
+    unit = tmp_path / "root/etc/systemd/system/kprobefs.service"
+    assert f'ExecStart="{venv}/bin/kprobefs" mount' in unit.read_text()

@@ -9,17 +9,26 @@ from pathlib import Path
 
 import pytest
 
-from tests.project.readme import README, blocks, normalise, steps
+from tests.project.readme import README, Step, blocks, normalise, steps
 
 KPROBEFS = Path(sys.executable).with_name("kprobefs")
+EXAMPLES = README.parent / "docs" / "examples.md"
+SESSIONS = [
+    # README goes on from block to block; each example has a mount of its own.
+    pytest.param([step for body in blocks("console mounted") for step in steps(body)], id="README"),
+    *(
+        pytest.param(steps(body), id=f"example {number}")
+        for number, body in enumerate(blocks("console mounted", EXAMPLES), 1)
+    ),
+]
 MARK = "\x1e"
 """Ends each command's output; no file of ours shows it."""
 
 
 @pytest.mark.mounted
 @pytest.mark.skipif(not Path("/dev/fuse").exists(), reason="/dev/fuse is missing")
-def test_console_blocks_show_what_a_mount_shows() -> None:
-    session = [step for body in blocks("console mounted") for step in steps(body)]
+@pytest.mark.parametrize("session", SESSIONS)
+def test_console_blocks_show_what_a_mount_shows(session: list[Step]) -> None:
     script = "".join(f"{step.command}\nprintf '{MARK}'\n" for step in session)
     done = subprocess.run(
         [KPROBEFS, "run", "--", "bash", "-c", f"exec 2>&1\n{script}"],

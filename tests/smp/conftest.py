@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import pytest
 
 from emulated_kernel.config import MachineConfig
-from emulated_kernel.host.executive import GuestTask
+from emulated_kernel.host.executive.executive import GuestTask
 from emulated_kernel.kernel import Kernel
 
 FIRST_PID = 500

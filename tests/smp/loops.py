@@ -42,6 +42,6 @@ def _riscv(_kernel: Kernel, code: int, target: int, given: int | None) -> bytes:
     argument = riscv.move(A0, S0) if given is None else riscv.addi(A0, ZERO, given)
     turn = argument + riscv.long_jump(RA, T0, code + len(head) + len(argument), target)
     turn += riscv.addi(S0, S0, -1)
-    turn += riscv.branch(riscv.Branch.NE, S0, ZERO, -len(turn))
+    turn += riscv.branch(riscv.BranchFunct3.NE, S0, ZERO, -len(turn))
     tail = riscv.load(RA, SP, 8, 8) + riscv.load(S0, SP, 0, 8) + riscv.addi(SP, SP, 16)
     return head + turn + tail + riscv.jump_register(RA)

@@ -12,15 +12,16 @@ from typing import Any
 import pytest
 
 from emulated_kernel.errors import KernelError
-from emulated_kernel.host.executive import GuestTask, Request
+from emulated_kernel.host.executive.executive import GuestTask, Request
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from tests.smp.conftest import Boot, clients
+from tests.smp.seeds import seeds
 from tests.smp.test_cpus import SHELL, write
 from tests.smp.test_races import assert_well, function_calls, together
 
 ARCHITECTURES = ("x86_64", "i386", "riscv64")
-SEEDS = range(1, 4)
+SEEDS = seeds(3)
 CPUS = 4
 SIGCHLD = 17
 
@@ -55,7 +56,7 @@ def refused(code: int) -> Iterator[None]:
 
 
 def cpu_of(kernel: Kernel, task: GuestTask) -> int:
-    return kernel.cells.cpu_of(task.addr)
+    return kernel.guest.kernel.cpu_of(task.addr)
 
 
 def test_a_task_moves_itself(kernel: Kernel) -> None:
@@ -83,7 +84,7 @@ def test_a_task_is_moved_by_another_one(kernel: Kernel) -> None:
 def test_children_inherit_it(kernel: Kernel) -> None:
     (parent,) = clients(kernel, 1)
     set_affinity(kernel, parent, 0, 1 << 2)
-    kernel.cells.set_field(parent.addr, "host_clone_pid", 700)
+    kernel.guest.kernel.set_field(parent.addr, "host_clone_pid", 700)
     nr = kernel.guest.syscalls.number("clone")
     assert kernel.guest.executive.syscall(parent, nr, SIGCHLD, 0, 0, 0, 0) == 700
     assert get_affinity(kernel, parent, 700) == 1 << 2
@@ -126,7 +127,7 @@ def test_the_event_says_from_where_to_where(kernel: Kernel) -> None:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_all_move_each_other_at_once(boot: Boot, arch: str, seed: int) -> None:
-    kernel = boot(CPUS, arch, seed=seed, quantum=40)
+    kernel = boot(CPUS, arch, seed=seed, quantum=400)
     tasks = clients(kernel, 6)
     number = kernel.guest.syscalls.number("sched_setaffinity")
     masks = [kernel.guest.buffers.get() for _ in tasks]

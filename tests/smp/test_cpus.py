@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from emulated_kernel.host.guest_log import read_log
-from emulated_kernel.host.task_list import read_tasks
+from emulated_kernel.host.readers.guest_log import read_log
+from emulated_kernel.host.readers.task_list import read_tasks
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
-from emulated_kernel.vfs.guest_mount import GuestMount
-from emulated_kernel.vfs.mount import Client
+from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.guest.guest_mount import GuestMount
 from tests.smp.conftest import ARCHITECTURES, Boot, clients
 
 SHELL = Client(500, 0, 0)
@@ -38,9 +38,9 @@ def test_all_come_up(boot: Boot, arch: str, cpus: int) -> None:
     kernel = boot(cpus, arch)
     assert len(set(kernel.machine.per_cpu_bases)) == cpus
     assert [on(kernel, number, "cpu_number") for number in range(cpus)] == list(range(cpus))
-    assert kernel.cells.task_of(0) != 0
+    assert kernel.guest.kernel.task_of(0) != 0
     for number in range(1, cpus):
-        idle = kernel.cells.task_of(number)
+        idle = kernel.guest.kernel.task_of(number)
         comm = kernel.machine.memory.read(idle + kernel.image.abi["task_struct.comm"], 16)
         assert comm.split(b"\0")[0].decode() == f"swapper/{number}"
     texts = [message.text for message in read_log(kernel.machine.memory, kernel.image.kallsyms)]
@@ -53,8 +53,8 @@ def test_tasks_spread_over_the_cpus(boot: Boot, arch: str) -> None:
     where = {}
     for task in clients(kernel, 8) * 3:
         assert kernel.guest.syscalls.call(task, "getpid") == task.pid
-        assert kernel.cells.current_task() == task.addr
-        assert cpu_number(kernel) == kernel.machine.cpu == kernel.cells.cpu_of(task.addr)
+        assert kernel.guest.kernel.current_task() == task.addr
+        assert cpu_number(kernel) == kernel.machine.cpu == kernel.guest.kernel.cpu_of(task.addr)
         where[task.pid] = kernel.machine.cpu
     assert set(where.values()) == {0, 1, 2, 3}
 
@@ -66,13 +66,13 @@ def test_a_hit_is_on_its_cpu(boot: Boot, arch: str) -> None:
     seen = []
 
     def note(_kprobe: Kprobe, _regs: Any) -> None:
-        seen.append((kernel.cells.current_task(), kernel.machine.cpu, cpu_number(kernel)))
+        seen.append((kernel.guest.kernel.current_task(), kernel.machine.cpu, cpu_number(kernel)))
 
     symbol = SYSTEM_CALL.get(arch, "__riscv_sys_getpid")
     kernel.register_kprobe(Kprobe(symbol_name=symbol, pre_handler=note))
     for task in tasks * 2:
         kernel.guest.syscalls.call(task, "getpid")
-        expected = kernel.cells.cpu_of(task.addr)
+        expected = kernel.guest.kernel.cpu_of(task.addr)
         assert seen.pop() == (task.addr, expected, expected)
     assert not seen
 
@@ -83,10 +83,10 @@ def test_forks_go_to_other_cpus(boot: Boot) -> None:
     nr = kernel.guest.syscalls.number("clone")
     cpus = set()
     for pid in range(700, 720):
-        kernel.cells.set_field(parent.addr, "host_clone_pid", pid)
+        kernel.guest.kernel.set_field(parent.addr, "host_clone_pid", pid)
         assert kernel.guest.executive.syscall(parent, nr, 17, 0, 0, 0, 0) == pid
         tasks = read_tasks(kernel.machine.memory, kernel.image.kallsyms, kernel.image.abi)
-        cpus.add(next(kernel.cells.cpu_of(task.addr) for task in tasks if task.pid == pid))
+        cpus.add(next(kernel.guest.kernel.cpu_of(task.addr) for task in tasks if task.pid == pid))
     assert len(cpus) > 1
 
 

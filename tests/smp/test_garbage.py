@@ -6,15 +6,15 @@ from random import Random
 
 import pytest
 
-from emulated_kernel.host.smp import SmpExecutive
 from emulated_kernel.kernel import Kernel
+from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.kprobe import Kprobe
-from emulated_kernel.kprobes.kretprobe import Kretprobe
+from tests.ledger import ledger_mismatches
 from tests.smp.conftest import clients
 from tests.smp.seeds import seeds
 from tests.smp.test_races import assert_well, function_calls, together
 from tests.smp.test_records import WAYS, booted
-from tests.smp.test_text import executive_of, instructions
+from tests.smp.test_text import between_turns, instructions
 
 CPUS = 3
 MOST = 6
@@ -98,24 +98,22 @@ def _nothing(*_: object) -> None:
 @pytest.mark.parametrize("seed", seeds(2))
 def test_probes_come_and_go_under_load(arch: str, way: str, seed: int) -> None:
     with booted(CPUS, arch, way, seed, quantum=(5, 9, 20)[seed % 3]) as kernel:
-        tasks, executive = clients(kernel, CPUS), executive_of(kernel)
+        tasks = clients(kernel, CPUS)
         kprobes = kernel.kprobes
         probes = ComingAndGoing(kernel, way, seed)
-        assert isinstance(executive, SmpExecutive)
         kernel.kretprobes.hooks.install()
         kprobes.garbage.work.flush()
         before = footprint(kernel)
-        executive.on_turn = probes.act
-        for _ in range(3):
-            with function_calls(kernel, tasks, "gcd", 2 * 3 * 5 * 7 * 11, 3 * 7 * 13) as calls:
-                assert together(kernel, calls) == [21] * CPUS
-        executive.on_turn = _nothing
+        with between_turns(kernel, probes.act):
+            for _ in range(3):
+                with function_calls(kernel, tasks, "gcd", 2 * 3 * 5 * 7 * 11, 3 * 7 * 13) as calls:
+                    assert together(kernel, calls) == [21] * CPUS
         assert probes.removed > 0
         probes.end()
         with function_calls(kernel, tasks, "gcd", 12, 18) as calls:
             assert together(kernel, calls) == [6] * CPUS
         assert_well(kernel)
-        assert kernel.machine.text.verify() == []
+        assert ledger_mismatches(kernel.machine.text) == []
         assert kprobes.garbage.spans == []
         assert (kprobes.slots.used, kprobes.slots.garbage, kprobes.slots.pages) == (0, 0, 1)
         assert [code for code in kprobes.compiler.codes if code.retired] == []

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from emulated_kernel.host.executive import GuestTask, Request
-from emulated_kernel.host.guest_log import read_log
-from emulated_kernel.host.smp import SmpExecutive
-from emulated_kernel.host.task_list import read_tasks
+from emulated_kernel.host.executive.executive import GuestTask, Request
+from emulated_kernel.host.executive.smp import SmpExecutive
+from emulated_kernel.host.readers.guest_log import read_log
+from emulated_kernel.host.readers.task_list import read_tasks
 from emulated_kernel.kernel import Kernel
 from tests.smp.conftest import ARCHITECTURES, Boot, clients
 from tests.smp.seeds import seeds
@@ -23,10 +24,39 @@ AT_FDCWD = -100
 
 
 def together(kernel: Kernel, calls: Sequence[tuple[GuestTask, Request]]) -> list[int]:
-    """Run system calls of several tasks at once."""
+    """Run system calls of several tasks at the same time, as far as there are CPUs; their results."""
     executive = kernel.guest.executive
     assert isinstance(executive, SmpExecutive)
-    return executive.run_together(calls)
+    for task, request in calls:
+        assert task.request is None, "a task makes one call at a time"
+        task.request = request
+    executive._depth += 1
+    for tell in executive.events.call_begins:
+        tell()
+    try:
+        _run_all(executive, calls)
+    finally:
+        executive._depth -= 1
+        for tell in executive.events.call_ended:
+            tell()
+        for task, _ in calls:
+            task.request = None
+    return [-errno.EIO if request.result is None else request.result for _, request in calls]
+
+
+def _run_all(executive: SmpExecutive, calls: Sequence[tuple[GuestTask, Request]]) -> None:
+    executive._tick()
+    slept = 0
+    while waiting := [(task, request) for task, request in calls if request.result is None]:
+        assert not executive.is_dead, "the emulated kernel has stopped"
+        told = [executive._tell(task, may_rouse=not request.started) for task, request in waiting]
+        if not any(told):
+            _, request = waiting[0]
+            assert not request.waits_for_host, "a file of ours waits in the middle of calls together"
+            assert request.elsewhere is None, "a file of ours waits in the middle of calls together"
+            executive._await_time(request, slept)
+            slept += 1
+        executive._step()
 
 
 @contextmanager
@@ -90,7 +120,7 @@ def test_a_storm_of_forks_and_exits(boot: Boot, arch: str, seed: int) -> None:
         calls = []
         for number, task in enumerate(tasks):
             pid = 1000 + 4 * round_ + number
-            kernel.cells.set_field(task.addr, "host_clone_pid", pid)
+            kernel.guest.kernel.set_field(task.addr, "host_clone_pid", pid)
             calls.append((task, Request(clone, (SIGCHLD, 0, 0, 0, 0), None)))
         calls += [(child, Request(leave, (0,), None)) for child in children]
         pids = together(kernel, calls)[:4]

@@ -11,15 +11,17 @@ from dataclasses import replace
 import pytest
 
 from emulated_kernel.config import MachineConfig
-from emulated_kernel.host.executive import GuestTask, Request
+from emulated_kernel.host.executive.executive import GuestTask, Request
 from emulated_kernel.kernel import Kernel
-from emulated_kernel.kprobes.profile import Profile, Saving
-from emulated_kernel.trace.event import KprobeTraceEvent
+from emulated_kernel.kprobes.profile import OUT_OF_TREE, Profile, Saving
+from emulated_kernel.trace.probes.trace_kprobe import KprobeTraceEvent
+from tests.sample import share
 from tests.smp.conftest import ARCHITECTURES, clients
 from tests.smp.loops import TURNS, loop
+from tests.smp.seeds import seeds
 from tests.smp.test_races import together
 
-PLAIN = Profile("plain", ftrace=False, optimizer=False, out_of_tree=True)
+PLAIN = Profile("plain", ftrace=False, optimizer=False, strategies=OUT_OF_TREE)
 WAYS = {
     "stepped": PLAIN,
     "boosted": replace(PLAIN, preemption=False),
@@ -66,10 +68,10 @@ def run(
 
 
 def define(kernel: Kernel, way: str, args: str = "") -> KprobeTraceEvent:
-    kernel.kprobe_events.write(f"p:a int_sqrt+{offset_of(kernel, way)} {args}\n".encode())
-    event = kernel.kprobe_events.probes()[-1].event
+    kernel.tracing.kprobe_events.write(f"p:a int_sqrt+{offset_of(kernel, way)} {args}\n".encode())
+    event = kernel.tracing.kprobe_events.probes()[-1].event
     kernel.trace.expand()
-    kernel.kprobe_events.enable(event)
+    event.enable(kernel.trace)
     if kernel.kprobes.optimizer is not None:
         kernel.kprobes.optimizer.flush()
     return event
@@ -79,9 +81,10 @@ def stamps(kernel: Kernel, cpu: int) -> list[int]:
     return [stamp for stamp, _ in kernel.trace.buffers[cpu]]
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("cpus", "seed"), [(2, 1), (3, 2), (4, 3)])
+CASES = [(arch, way, seed + 1, seed) for way in WAYS for arch in ARCHITECTURES for seed in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(("arch", "way", "cpus", "seed"), share(CASES, 0, 2))
 def test_every_hit_is_recorded_once_on_its_cpu(arch: str, way: str, cpus: int, seed: int) -> None:
     with booted(cpus, arch, way, seed) as kernel:
         first = kernel.arch.registers.arguments[0]
@@ -143,7 +146,7 @@ def test_the_hit_ring_counts_on_each_cpu(arch: str, way: str) -> None:
 def test_a_filter_of_the_cpu() -> None:
     with booted(3, "x86_64", "optimized", 4) as kernel:
         event = define(kernel, "optimized")
-        kernel.kprobe_events.filters.write(event, b"cpu == 1 || CPU > 1")
+        kernel.tracing.arrays.top.filters.write(event, b"cpu == 1 || CPU > 1")
         for _ in range(2):
             run(kernel, clients(kernel, 3), loop(kernel))
         assert [len(buffer) > 0 for buffer in kernel.trace.buffers] == [False, True, True]
@@ -160,7 +163,7 @@ def test_a_mask_of_cpus() -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", seeds(3))
 def test_buffers_are_changed_between_records(arch: str, seed: int) -> None:
     """A file of ours is asked while other CPUs stand in handlers: they come to their end first."""
     with booted(4, arch, "optimized", seed) as kernel:
@@ -172,7 +175,7 @@ def test_buffers_are_changed_between_records(arch: str, seed: int) -> None:
         def change(_op: int, _buffer: int, _count: int) -> int:
             nonlocal asked
             asked += 1
-            assert not any(in_handler(ip) for ip, _ in kernel.machine.stands())
+            assert not any(in_handler(ip) for ip, _ in kernel.machine.positions())
             kernel.trace.resize_buffer(sizes[asked % 2])
             return 0
 
@@ -205,7 +208,7 @@ def test_only_cpus_of_the_mask_record(arch: str, way: str, tracer: str) -> None:
     with booted(2, arch, way, 1) as kernel:
         event = define(kernel, way)
         if tracer != "nop":
-            kernel.kprobe_events.disable(event)
+            event.disable(kernel.trace)
             kernel.trace.set_tracer(tracer)
         code, tasks = loop(kernel), clients(kernel, 2)
         for mask in (0b10, 0b01, 0b11):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from emulated_kernel.kprobes.kretprobe import Kretprobe
+from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.return_hook.hooks import SHADOW_STACKS
 from tests.smp.conftest import Boot, clients
 from tests.smp.seeds import seeds

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 
 import pytest
 
-from emulated_kernel.host.executive import GuestTask, Request
+from emulated_kernel.host.executive.executive import GuestTask, Request
 from emulated_kernel.kernel import Kernel
 from tests.smp.conftest import Boot, clients
+from tests.smp.seeds import seeds
 from tests.smp.test_races import assert_well, function_calls, together
 
 ARCHITECTURES = ("x86_64", "i386", "riscv64")
-SEEDS = range(1, 5)
+SEEDS = seeds(4)
 AF_INET, STREAM, DGRAM, ICMP = 2, 1, 2, 1
 SOCKADDR = 16
 MAX_DATAGRAM = 1400

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from random import Random
 from typing import Any
 
 import pytest
 
 from emulated_kernel.errors import KernelError
-from emulated_kernel.host.executive import GuestTask, Request
+from emulated_kernel.host.executive.executive import GuestTask, Request
 from emulated_kernel.kernel import Kernel
-from emulated_kernel.kprobes.fprobe import Fprobe
+from emulated_kernel.kprobes.kinds.fprobe import Fprobe
+from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.kprobe import Kprobe
-from emulated_kernel.kprobes.kretprobe import Kretprobe
-from emulated_kernel.trace.event import KprobeTraceEvent
+from emulated_kernel.trace.probes.trace_kprobe import KprobeTraceEvent
+from tests.kprobes.listed import list_lines
+from tests.ledger import ledger_mismatches
 from tests.smp.conftest import Boot, clients
 from tests.smp.seeds import seeds
 from tests.smp.test_races import AT_FDCWD, assert_well, together
-from tests.smp.test_text import executive_of
+from tests.smp.test_text import between_turns
 
 KERNELS = [
     ("x86_64", "linux-6.1"),
@@ -76,7 +78,7 @@ class Storm:
         self.fprobes: list[Fprobe] = []
         self._hits = 0
         self._is_busy = False
-        find = kernel.kprobe_events.registry.find
+        find = kernel.tracing.kprobe_events.registry.find
         self._static_events = [event for name in STATIC_EVENTS if (event := find(*name)) is not None]
         self._places = {name: self._offsets(name) for name in FUNCTIONS}
         self._acts: list[Callable[[], object]] = [
@@ -87,10 +89,10 @@ class Storm:
             lambda: self._take_back(self.kretprobes, kernel.unregister_kretprobe),
             lambda: self.probes and kernel.enable_kprobe(self.dice.choice(self.probes)),
             lambda: self.probes and kernel.disable_kprobe(self.dice.choice(self.probes)),
-            lambda: kernel.kprobe_events.enable(self._event()),
-            lambda: kernel.kprobe_events.enable(self._event()),
-            lambda: kernel.kprobe_events.disable(self._event()),
-            lambda: self._seldom() and kernel.kprobes.set_enabled(not kernel.kprobes.enabled),
+            lambda: self._event().enable(kernel.trace),
+            lambda: self._event().enable(kernel.trace),
+            lambda: self._event().disable(kernel.trace),
+            lambda: self._seldom() and kernel.kprobes.set_enabled(kernel.kprobes.table.all_disarmed),
             lambda: self._seldom() and kernel.trace.set_tracer(self.dice.choice(kernel.trace.tracers())),
             kernel.kprobes.garbage.work.flush,
             self._register_fprobe,
@@ -118,7 +120,7 @@ class Storm:
             entry = f"p:e{number} {function}+{offset} {self.dice.choice(FETCHED)}\n"
             returning = f"r:e{number} {function} {self.dice.choice(RETURNED)}\n"
             with suppress(KernelError):
-                self.kernel.kprobe_events.write(self.dice.choice((entry, returning)).encode())
+                self.kernel.tracing.kprobe_events.write(self.dice.choice((entry, returning)).encode())
 
     def act(self) -> None:
         """One act, or none; none within another one, which may run the guest."""
@@ -133,7 +135,7 @@ class Storm:
         return self.dice.randrange(4) == 0
 
     def _event(self) -> KprobeTraceEvent:
-        return self.dice.choice(self.kernel.kprobe_events.events())
+        return self.dice.choice(self.kernel.tracing.kprobe_events.events())
 
     def _hit(self, *_: Any) -> int:
         self._hits += 1
@@ -191,27 +193,18 @@ class Storm:
             kernel.unregister_fprobe(fp)
         for static in self._static_events:
             kernel.trace_arrays.top.events.set_enabled(static, False)
-        for event in kernel.kprobe_events.events():
-            kernel.kprobe_events.disable(event)
-        kernel.kprobe_events.clear()
+        for event in kernel.tracing.kprobe_events.events():
+            event.disable(kernel.trace)
+        kernel.tracing.kprobe_events.clear()
         for _ in range(3):
             if kernel.kprobes.optimizer is not None:
                 kernel.kprobes.optimizer.work.flush()
             kernel.kprobes.garbage.work.flush()
-        assert kernel.kprobes.list_text() == []
-        assert kernel.machine.text.verify() == []
+        assert list_lines(kernel.kprobes) == []
+        assert ledger_mismatches(kernel.machine.text) == []
         assert kernel.machine.text.ledger == {}
         assert_well(kernel)
         return self._hits
-
-
-@contextmanager
-def raging(storm: Storm) -> Iterator[None]:
-    """Within, it acts whenever one CPU has run, before the next."""
-    executive = executive_of(storm.kernel)
-    executive.on_turn = storm.act
-    yield
-    executive.on_turn = lambda: None
 
 
 def work(kernel: Kernel, tasks: Sequence[GuestTask]) -> None:
@@ -243,12 +236,12 @@ def work(kernel: Kernel, tasks: Sequence[GuestTask]) -> None:
 def test_a_storm(boot: Boot, arch: str, profile: str) -> None:
     """CPUs run what they had fetched; results, text and the guest's log are as without any of it."""
     for seed in seeds(2):
-        cpus = 2 + seed % 3
-        quantum = (7, 14, 40)[seed % 3]
+        shape = (seed + KERNELS.index((arch, profile))) % 3
+        cpus, quantum = 2 + shape, (7, 14, 40)[shape]
         kernel = boot(cpus, arch, seed=seed, quantum=quantum, profile=profile, stale_fetch=True)
         tasks, storm = clients(kernel, cpus), Storm(kernel, seed)
         kernel.trace.expand()
         storm.define_events()
-        with raging(storm):
+        with between_turns(storm.kernel, storm.act):
             work(kernel, tasks)
         assert storm.end() > 0

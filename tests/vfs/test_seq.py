@@ -6,17 +6,17 @@ import errno
 import os
 import select
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from emulated_kernel.errors import KernelError, WouldBlock
-from emulated_kernel.vfs.mount import Client
-from emulated_kernel.vfs.node import Directory, File
-from emulated_kernel.vfs.open_file import ALWAYS_READY, Cursor, OpenFile
-from emulated_kernel.vfs.seq import (
+from emulated_kernel.kernel import Kernel
+from emulated_kernel.trace.array.trace_pipe import TracePipe
+from emulated_kernel.vfs.core.node import Directory
+from emulated_kernel.vfs.core.open_file import ALWAYS_READY, Cursor, File, OpenFile
+from emulated_kernel.vfs.core.seq import (
     AttributeFile,
     CommandFile,
     LinesFile,
@@ -27,18 +27,12 @@ from emulated_kernel.vfs.seq import (
     listing,
     single,
 )
-from tests.vfs.fake_trace import FakeTrace
-
-ROOT = Client(1, 0, 0)
+from tests.vfs.files import ROOT, assert_errno
 
 
 def open_file(file: File, flags: int = os.O_RDWR) -> OpenFile:
     Directory(0o755, {"file": file})
     return file.open(flags, ROOT)
-
-
-def assert_errno(number: int) -> AbstractContextManager[object]:
-    return pytest.raises(KernelError, match=rf"Errno {number}\b")
 
 
 @given(st.lists(st.text(max_size=9), max_size=9), st.lists(st.integers(1, 12), min_size=1, max_size=40))
@@ -188,22 +182,23 @@ def test_what_truncation_raises_open_raises() -> None:
         open_file(CommandFile(0o640, single(lambda: ""), len, busy), os.O_WRONLY | os.O_TRUNC)
 
 
-def test_pipe_blocks_and_tells() -> None:
-    trace = FakeTrace()
-    opened = open_file(PipeFile(0o440, lambda nonblock: trace.open_pipe(nonblock=nonblock)), os.O_RDONLY)
+def test_pipe_blocks_and_tells(kernel: Kernel) -> None:
+    array = kernel.trace
+    opened = open_file(PipeFile(0o440, lambda nonblock: TracePipe(array, nonblock=nonblock)), os.O_RDONLY)
     told: list[int] = []
     assert opened.stream
     assert opened.poll(lambda: told.append(1)) == 0
     with pytest.raises(WouldBlock):
         opened.read(100, 0)
-    trace.write_marker(b"hello\n")
+    array.write_marker(b"hello\n")
     assert told == [1]
     assert opened.poll() & select.POLLIN
-    assert opened.read(3, 0) + opened.read(100, 3) == b"hello\n"
+    text = opened.read(3, 0) + opened.read(1000, 3)
+    assert text.endswith(b": tracing_mark_write: hello\n")
     with assert_errno(errno.EBUSY):
-        trace.open_pipe()
+        TracePipe(array)
     opened.release()
-    trace.open_pipe()
+    TracePipe(array)
 
 
 def test_other_files_are_always_ready() -> None:

@@ -5,107 +5,152 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from contextlib import AbstractContextManager
 
 import pytest
 
-from emulated_kernel.errors import KernelError
-from emulated_kernel.vfs.mount import Client
-from emulated_kernel.vfs.open_file import OpenFile
-from emulated_kernel.vfs.parse import cpumask
-from emulated_kernel.vfs.trace_array_files import mask_text
-from emulated_kernel.vfs.tree import Filesystem
-from tests.vfs import oracle
-from tests.vfs.fakes import FakeKernel
-
-ROOT = Client(1, 0, 0)
-
-
-@pytest.fixture
-def kernel() -> FakeKernel:
-    return FakeKernel()
-
-
-@pytest.fixture
-def tree(kernel: FakeKernel) -> Filesystem:
-    return kernel.filesystem()
+from emulated_kernel.kernel import Kernel
+from emulated_kernel.vfs.core.open_file import OpenFile
+from emulated_kernel.vfs.core.parse import cpumask
+from emulated_kernel.vfs.core.tree import Filesystem
+from emulated_kernel.vfs.trees.trace_array_files import mask_text
+from tests.vfs import files, oracle
+from tests.vfs.files import ROOT, assert_errno, names
 
 
 def opened(tree: Filesystem, path: str, flags: int = os.O_RDONLY) -> OpenFile:
-    return tree.open(f"/tracing/{path}", flags, ROOT)
+    return files.opened(tree, f"/tracing/{path}", flags)
 
 
 def read(tree: Filesystem, path: str) -> str:
-    file = opened(tree, path)
-    text = file.read(1 << 20, 0).decode()
-    tree.release(file)
-    return text
+    return files.read(tree, f"/tracing/{path}")
 
 
 def write(tree: Filesystem, path: str, text: str) -> None:
-    file = opened(tree, path, os.O_WRONLY)
-    file.write(text.encode(), 0)
-    tree.release(file)
+    files.write(tree, f"/tracing/{path}", text)
 
 
-def assert_errno(number: int) -> AbstractContextManager[object]:
-    return pytest.raises(KernelError, match=rf"Errno {number}\b")
-
-
-def test_modes_of_a_cpu_as_recorded(tree: Filesystem) -> None:
+def test_modes_of_a_cpu_as_recorded(unchanged: Filesystem) -> None:
     prefix = "/sys/kernel/tracing/per_cpu/cpu0/"
     recorded = oracle.modes("ls_tracefs_options_percpu_instances.txt", prefix)
-    ours = tree.readdir("/tracing/per_cpu/cpu0")
-    assert {n: stat.filemode(tree.getattr(f"/tracing/per_cpu/cpu0/{n}").mode) for n in ours} == recorded
-    assert tree.readdir("/tracing/per_cpu") == ["cpu0", "cpu1"]
+    ours = names(unchanged, "/tracing/per_cpu/cpu0")
+    modes = {n: stat.filemode(unchanged.getattr(f"/tracing/per_cpu/cpu0/{n}").mode) for n in ours}
+    assert modes == recorded
+    assert names(unchanged, "/tracing/per_cpu") == ["cpu0", "cpu1"]
 
 
 def test_modes_of_an_instance_as_recorded(tree: Filesystem) -> None:
-    tree.mkdir("/tracing/instances/i", 0o755)
+    tree.mkdir(ROOT, "/tracing/instances/i", 0o755)
     recorded = {}
     for line in oracle.oracle_path("samples/ls_instance.txt").read_text().splitlines():
         mode, _, name = line.partition(" ")
         recorded[name] = mode
     base = "/tracing/instances/i"
-    ours = {name: stat.filemode(tree.getattr(f"{base}/{name}").mode) for name in tree.readdir(base)}
+    ours = {name: stat.filemode(tree.getattr(f"{base}/{name}").mode) for name in names(tree, base)}
     assert ours.items() <= recorded.items()
     assert {name for name in recorded.keys() - ours.keys() if "ftrace" not in name} == set()
 
 
-def test_per_cpu(kernel: FakeKernel, tree: Filesystem) -> None:
-    assert read(tree, "per_cpu/cpu1/trace") == "CPU 1\n"
-    assert read(tree, "per_cpu/cpu1/stats") == "entries: 1\n"
-    assert read(tree, "per_cpu/cpu1/snapshot") == "snapshot 1\n"
-    write(tree, "per_cpu/cpu0/snapshot", "2")
+@pytest.fixture
+def cpus(kernel: Kernel) -> tuple[int, int]:
+    """The CPU that runs, and the other one."""
+    return kernel.machine.cpu, 1 - kernel.machine.cpu
+
+
+def test_per_cpu(tree: Filesystem, cpus: tuple[int, int]) -> None:
+    """What the CPU that runs has recorded is in its own files alone."""
+    here, other = (f"per_cpu/cpu{cpu}" for cpu in cpus)
+    write(tree, "trace_marker", "hello\n")
+    assert "hello" in read(tree, f"{here}/trace")
+    assert "hello" not in read(tree, f"{other}/trace")
+    assert read(tree, f"{here}/stats").startswith("entries: 1\n")
+    assert read(tree, f"{other}/stats").startswith("entries: 0\n")
+    write(tree, f"{other}/buffer_size_kb", "64")
+    assert read(tree, f"{other}/buffer_size_kb") == "67\n"
+    assert read(tree, "buffer_size_kb") == "X\n"
+    with assert_errno(errno.EINVAL):
+        write(tree, f"{other}/buffer_size_kb", "0")
+
+
+def test_snapshots(tree: Filesystem, cpus: tuple[int, int]) -> None:
+    here, other = (f"per_cpu/cpu{cpu}/snapshot" for cpu in cpus)
+    write(tree, "trace_marker", "hello\n")
     write(tree, "snapshot", "1\n")
-    assert kernel.trace.snapshot.written == [(2, 0), (1, None)]
-    write(tree, "per_cpu/cpu0/buffer_size_kb", "64")
-    assert read(tree, "buffer_size_kb") == "64\n"
+    assert "hello" in read(tree, "snapshot")
+    assert "hello" in read(tree, here)
+    assert "hello" not in read(tree, other)
+    write(tree, other, "2")
+    assert "hello" in read(tree, "snapshot")
+    write(tree, here, "2")
+    assert "hello" not in read(tree, "snapshot")
+    with assert_errno(errno.EINVAL):
+        write(tree, "snapshot", "x")
 
 
-def test_values(kernel: FakeKernel, tree: Filesystem) -> None:
+def test_pipes_of_one_cpu(tree: Filesystem, cpus: tuple[int, int]) -> None:
+    here = f"per_cpu/cpu{cpus[0]}"
+    write(tree, "trace_marker", "hello\n")
+    write(tree, "snapshot", "1")
+    write(tree, "trace_marker", "again\n")
+    pipe = opened(tree, f"{here}/trace_pipe")
+    assert b"again" in pipe.read(1000, 0)
+    tree.release(pipe)
+    write(tree, "trace_marker", "later\n")
+    for name, text in (("trace_pipe_raw", b"later"), ("snapshot_raw", b"hello")):
+        raw = opened(tree, f"{here}/{name}")
+        assert text in raw.read(4096, 0)
+        tree.release(raw)
+
+
+def test_pages(tree: Filesystem, cpus: tuple[int, int]) -> None:
+    """Whole ones, of raw files alone."""
+    raw = f"per_cpu/cpu{cpus[0]}/trace_pipe_raw"
+    write(tree, "buffer_size_kb", "64")
+    for _ in range(100):
+        write(tree, "trace_marker", "x" * 100)
+    file = opened(tree, raw)
+    with assert_errno(errno.EINVAL):
+        file.read_page(2048)
+    assert b"x" * 100 in file.read_page(4096)
+    tree.release(file)
+    for name, paged in ((raw, True), ("trace", False), (f"per_cpu/cpu{cpus[0]}/trace_pipe", False)):
+        assert tree.getattr(f"/tracing/{name}").is_paged == paged
+        assert tree.getattr(f"/tracing/{name}").size == 0
+    file = opened(tree, "trace")
+    with assert_errno(errno.EINVAL):
+        file.read_page(4096)
+    tree.release(file)
+
+
+def test_values(kernel: Kernel, tree: Filesystem) -> None:
     write(tree, "buffer_percent", "75")
     assert read(tree, "buffer_percent") == "75\n"
     write(tree, "trace_clock", "global\n")
-    assert read(tree, "trace_clock") == "[global]\n"
+    assert "[global]" in read(tree, "trace_clock").split()
     for text in ("bogus", "x" * 64):
         with assert_errno(errno.EINVAL):
             write(tree, "trace_clock", text)
     write(tree, "tracing_max_latency", "7")
-    assert (kernel.trace.max_latency_ns, read(tree, "tracing_max_latency")) == (7000, "7\n")
-    write(tree, "saved_cmdlines_size", "10")
-    assert read(tree, "saved_cmdlines") == "117 bash\n"
-    assert read(tree, "saved_tgids") == "117 117\n"
+    array = kernel.trace
+    assert (array.max_latency_ns, read(tree, "tracing_max_latency")) == (7000, "7\n")
+    write(tree, "options/record-tgid", "1")
+    kernel.guest.enter(kernel.guest.mirror.init)
+    write(tree, "trace_marker", "hello")
+    task = kernel.tracing.system.tasks.context()
+    assert f"{task.pid} {task.comm}\n" in read(tree, "saved_cmdlines")
+    assert read(tree, "saved_tgids") == f"{task.pid} {task.pid}\n"
+    write(tree, "saved_cmdlines_size", "1000")
+    assert int(read(tree, "saved_cmdlines_size")) >= 1000
+    assert read(tree, "saved_cmdlines") == ""
     assert read(tree, "printk_formats") == ""
     assert read(tree, "timestamp_mode") == "[delta] absolute\n"
-    write(tree, "trace_marker_raw", "abcd")
-    assert kernel.trace.raw_markers == [b"abcd"]
+    write(tree, "trace_marker_raw", "abcdefgh")
+    assert "# 64636261 buf: 65 66 67 68" in read(tree, "trace")
 
 
 def test_options(tree: Filesystem) -> None:
     write(tree, "options/record-cmd", "0")
     assert read(tree, "options/record-cmd") == "0\n"
-    assert read(tree, "trace_options") == "nopause-on-trace\nnorecord-cmd\n"
+    assert {"nopause-on-trace", "norecord-cmd"} <= set(read(tree, "trace_options").split())
     write(tree, "trace_options", "record-cmd\n")
     assert read(tree, "options/record-cmd") == "1\n"
     for text in ("2", "x", ""):
@@ -113,45 +158,58 @@ def test_options(tree: Filesystem) -> None:
             write(tree, "options/record-cmd", text)
 
 
-def test_option_files_are_among_the_recorded(tree: Filesystem) -> None:
+def test_option_files_are_among_the_recorded(unchanged: Filesystem) -> None:
     prefix = "/sys/kernel/tracing/options/"
     recorded = oracle.modes("ls_tracefs_options_percpu_instances.txt", prefix)
-    assert set(tree.readdir("/tracing/options")) <= recorded.keys()
+    assert set(names(unchanged, "/tracing/options")) <= recorded.keys()
 
 
-def test_lists(kernel: FakeKernel, tree: Filesystem) -> None:
-    for name, port in (
-        ("set_event", kernel.events.chosen),
-        ("set_event_pid", kernel.trace.pids.traced),
-        ("set_event_notrace_pid", kernel.trace.pids.untraced),
-        ("dynamic_events", kernel.dynamic_events),
-    ):
-        write(tree, name, "x\n")
-        assert read(tree, name) == "x\n"
-        opened(tree, name, os.O_WRONLY | os.O_TRUNC)
-        assert port.lines == []
+@pytest.mark.parametrize(
+    ("name", "line", "empty"),
+    [
+        ("set_event", "kprobes:a\n", ""),
+        ("set_event_pid", "7\n", ""),
+        ("set_event_notrace_pid", "7\n", ""),
+        ("set_ftrace_filter", "vfs_read\n", "#### all functions enabled ####\n"),
+        ("set_ftrace_notrace", "vfs_read\n", "#### no functions disabled ####\n"),
+        ("set_ftrace_pid", "7\n", "no pid\n"),
+        ("set_ftrace_notrace_pid", "7\n", "no pid\n"),
+        ("dynamic_events", "p:kprobes/b vfs_mkdir\n", ""),
+        ("synthetic_events", "delay\tu64 d\n", ""),
+        ("uprobe_events", "p:uprobes/u /bin/sh:0x0000000000001000\n", ""),
+    ],
+)
+def test_lists(tree: Filesystem, name: str, line: str, empty: str) -> None:
+    if name.endswith("_events"):
+        files.truncate(tree, "/tracing/dynamic_events")
+    assert read(tree, name) == empty
+    write(tree, name, line)
+    assert read(tree, name) == line
+    files.truncate(tree, f"/tracing/{name}")
+    assert read(tree, name) == empty
 
 
-def test_the_trace_stands_still_for_its_readers(kernel: FakeKernel, tree: Filesystem) -> None:
-    trace = kernel.trace
+def test_the_trace_stands_still_for_its_readers(kernel: Kernel, tree: Filesystem) -> None:
+    array = kernel.trace
     tree.release(opened(tree, "trace"))
-    assert trace.stopped == 0
+    assert not array.is_stopped
     write(tree, "options/pause-on-trace", "1")
     reader = opened(tree, "trace")
     writer = opened(tree, "trace", os.O_WRONLY)
-    assert trace.stopped == 1
+    assert array.is_stopped
     tree.release(writer)
-    assert trace.stopped == 1
+    assert array.is_stopped
     tree.release(reader)
-    assert trace.stopped == 0
+    assert not array.is_stopped
 
 
-def test_free_buffer_acts_when_it_is_closed(kernel: FakeKernel, tree: Filesystem) -> None:
+def test_free_buffer_acts_when_it_is_closed(tree: Filesystem) -> None:
+    write(tree, "buffer_size_kb", "64")
     file = opened(tree, "free_buffer", os.O_WRONLY)
     assert file.write(b"anything", 0) == 8
-    assert not kernel.trace.is_freed
+    assert read(tree, "buffer_size_kb") == "67\n"
     tree.release(file)
-    assert kernel.trace.is_freed
+    assert read(tree, "buffer_size_kb") != "67\n"
     with assert_errno(errno.EINVAL):
         read(tree, "free_buffer")
 
@@ -187,41 +245,50 @@ def test_wrong_masks(text: bytes, number: int) -> None:
         cpumask(text, 2)
 
 
-def test_cpumask_file(kernel: FakeKernel, tree: Filesystem) -> None:
+def test_cpumask_file(kernel: Kernel, tree: Filesystem) -> None:
     assert read(tree, "tracing_cpumask") == "3\n"
     write(tree, "tracing_cpumask", "2\n")
-    assert kernel.trace.cpumask == 2
+    assert (kernel.trace.cpumask, read(tree, "tracing_cpumask")) == (2, "2\n")
 
 
-def test_instances(kernel: FakeKernel, tree: Filesystem) -> None:
-    tree.mkdir("/tracing/instances/i", 0o755)
-    assert tree.readdir("/tracing/instances") == ["i"]
+def test_instances(kernel: Kernel, tree: Filesystem) -> None:
+    tree.mkdir(ROOT, "/tracing/instances/i", 0o755)
+    assert names(tree, "/tracing/instances") == ["i"]
     with assert_errno(errno.EEXIST):
-        tree.mkdir("/tracing/instances/i", 0o755)
+        tree.mkdir(ROOT, "/tracing/instances/i", 0o755)
     write(tree, "instances/i/trace_marker", "hello\n")
     assert "hello" in read(tree, "instances/i/trace")
     assert "hello" not in read(tree, "trace")
-    assert tree.readdir("/tracing/instances/i/options") == ["pause-on-trace"]
-    tree.rmdir("/tracing/instances/i")
-    assert not kernel.instances.made
+    assert "record-cmd" not in names(tree, "/tracing/instances/i/options")
+    assert "markers" in names(tree, "/tracing/instances/i/options")
+    write(tree, "instances/i/events/kprobes/a/enable", "1")
+    assert read(tree, "events/kprobes/a/enable") == "0\n"
+    number, removed = tree.getattr("/tracing/instances/i").ino, opened(tree, "instances/i/trace")
+    tree.release(removed)
+    tree.rmdir(ROOT, "/tracing/instances/i")
+    assert not kernel.trace_arrays.names()
     with assert_errno(errno.ENOENT):
-        tree.rmdir("/tracing/instances/i")
+        tree.rmdir(ROOT, "/tracing/instances/i")
+    tree.mkdir(ROOT, "/tracing/instances/i", 0o755)
+    assert tree.getattr("/tracing/instances/i").ino != number
+    with assert_errno(errno.ENODEV):
+        removed.read(1, 0)
 
 
 def test_an_instance_in_use_stays(tree: Filesystem) -> None:
-    tree.mkdir("/tracing/instances/i", 0o755)
+    tree.mkdir(ROOT, "/tracing/instances/i", 0o755)
     file = opened(tree, "instances/i/per_cpu/cpu0/trace")
     with assert_errno(errno.EBUSY):
-        tree.rmdir("/tracing/instances/i")
+        tree.rmdir(ROOT, "/tracing/instances/i")
     tree.release(file)
-    tree.rmdir("/tracing/instances/i")
+    tree.rmdir(ROOT, "/tracing/instances/i")
 
 
 def test_only_instances_are_made_and_removed(tree: Filesystem) -> None:
-    tree.mkdir("/tracing/instances/i", 0o755)
+    tree.mkdir(ROOT, "/tracing/instances/i", 0o755)
     for path in ("/tracing/x", "/tracing/events/x", "/tracing/instances/i/x", "/tracing/per_cpu/cpu9"):
         with assert_errno(errno.EPERM):
-            tree.mkdir(path, 0o755)
+            tree.mkdir(ROOT, path, 0o755)
     for path in ("/tracing/instances", "/tracing/instances/i/events", "/tracing/per_cpu/cpu0"):
         with assert_errno(errno.EPERM):
-            tree.rmdir(path)
+            tree.rmdir(ROOT, path)

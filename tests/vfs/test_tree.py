@@ -4,59 +4,40 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable
 
 import pytest
 
-from emulated_kernel.errors import KernelError
-from emulated_kernel.vfs.mount import Client, Mount
-from emulated_kernel.vfs.node import Directory, DynamicDirectory, Objects, Owner
-from emulated_kernel.vfs.seq import SeqFile, single
-from emulated_kernel.vfs.server import FileServer
-from emulated_kernel.vfs.tree import Filesystem
+from emulated_kernel.kernel import Kernel
+from emulated_kernel.trace.array.trace_pipe import TracePipe
+from emulated_kernel.vfs.core.client import INO_SPACES, DirEntry
+from emulated_kernel.vfs.core.node import Directory, DynamicDirectory, Objects, Owner
+from emulated_kernel.vfs.core.seq import SeqFile, single
+from emulated_kernel.vfs.core.tree import Filesystem
 from tests.vfs import oracle
-from tests.vfs.fakes import FakeKernel
+from tests.vfs.files import ROOT, name_of, names
 
-ROOT = Client(1, 0, 0)
 EVENT = "/tracing/events/kprobes/a"
 
 
-@pytest.fixture
-def kernel() -> FakeKernel:
-    made = FakeKernel()
-    made.events.command("p:a vfs_read")
-    return made
-
-
-@pytest.fixture
-def tree(kernel: FakeKernel) -> Filesystem:
-    return kernel.filesystem()
-
-
-def name_of(action: Callable[[], object]) -> str:
-    """The errno's name, or "None"."""
-    try:
-        action()
-    except KernelError as error:
-        return error.name
-    return "None"
+def define(kernel: Kernel, line: str) -> None:
+    kernel.tracing.kprobe_events.write(f"{line}\n".encode())
 
 
 def test_directory_operations_fail_as_recorded(tree: Filesystem) -> None:
     create = os.O_CREAT | os.O_WRONLY
     ours = {
-        "mkdir tracing/x": name_of(lambda: tree.mkdir("/tracing/x", 0o755)),
-        "mkdir events/x": name_of(lambda: tree.mkdir("/tracing/events/x", 0o755)),
-        "unlink kprobe_events": name_of(lambda: tree.unlink("/tracing/kprobe_events")),
-        "rename": name_of(lambda: tree.rename("/tracing/trace", "/tracing/t")),
-        "rmdir events/kprobes/a": name_of(lambda: tree.rmdir(EVENT)),
+        "mkdir tracing/x": name_of(lambda: tree.mkdir(ROOT, "/tracing/x", 0o755)),
+        "mkdir events/x": name_of(lambda: tree.mkdir(ROOT, "/tracing/events/x", 0o755)),
+        "unlink kprobe_events": name_of(lambda: tree.unlink(ROOT, "/tracing/kprobe_events")),
+        "rename": name_of(lambda: tree.rename(ROOT, "/tracing/trace", "/tracing/t")),
+        "rmdir events/kprobes/a": name_of(lambda: tree.rmdir(ROOT, EVENT)),
         "create file": name_of(lambda: tree.open("/tracing/x", create, ROOT)),
-        "symlink": name_of(lambda: tree.link("/tracing/x")),
-        "link": name_of(lambda: tree.link("/tracing/x")),
-        "truncate": name_of(lambda: tree.truncate("/tracing/kprobe_events", 0)),
-        "truncate 5": name_of(lambda: tree.truncate("/tracing/kprobe_events", 5)),
-        "mkdir debug/kprobes/x": name_of(lambda: tree.mkdir("/kprobes/x", 0o755)),
-        "unlink debug/kprobes/list": name_of(lambda: tree.unlink("/kprobes/list")),
+        "symlink": name_of(lambda: tree.symlink(ROOT, "/tracing/x", "trace")),
+        "link": name_of(lambda: tree.symlink(ROOT, "/tracing/x", "trace")),
+        "truncate": name_of(lambda: tree.truncate(ROOT, "/tracing/kprobe_events", 0)),
+        "truncate 5": name_of(lambda: tree.truncate(ROOT, "/tracing/kprobe_events", 5)),
+        "mkdir debug/kprobes/x": name_of(lambda: tree.mkdir(ROOT, "/kprobes/x", 0o755)),
+        "unlink debug/kprobes/list": name_of(lambda: tree.unlink(ROOT, "/kprobes/list")),
         "create debug": name_of(lambda: tree.open("/kprobes/x", create, ROOT)),
     }
     recorded = oracle.quirks()["fs_ops"]
@@ -83,19 +64,20 @@ def path_of(recorded: str) -> str:
     return f"/tracing/{recorded}"
 
 
-def test_open_modes_as_recorded() -> None:
+def test_open_modes_as_recorded(kernel: Kernel, tree: Filesystem) -> None:
     compared = 0
     for file, answers in oracle.quirks()["open_modes"].items():
+        path = path_of(file)
         for flags, answer in answers.items():
-            kernel = FakeKernel()
-            kernel.events.command("p:a vfs_read")
-            tree = kernel.filesystem()
-            path = path_of(file)
-            if name_of(lambda path=path, tree=tree: tree.lookup(path)) == "ENOENT" and file != "ev inject":
+            if name_of(lambda path=path: tree.lookup(path)) == "ENOENT" and file != "ev inject":
                 continue
-            opening = name_of(lambda path=path, flags=flags, tree=tree: tree.open(path, FLAGS[flags], ROOT))
+            opening = name_of(
+                lambda path=path, flags=flags: tree.release(tree.open(path, FLAGS[flags], ROOT))
+            )
             assert (file, flags, opening) == (file, flags, answer.removeprefix("ERR ").replace("ok", "None"))
             compared += 1
+            if name_of(lambda: tree.lookup(EVENT)) == "ENOENT":
+                define(kernel, "p:a vfs_read")
     assert compared > 100
 
 
@@ -117,41 +99,43 @@ def test_lookup(tree: Filesystem, path: str, expected: str) -> None:
 def test_errno_of_the_wrong_kind(tree: Filesystem) -> None:
     assert name_of(lambda: tree.open("/tracing", os.O_RDONLY, ROOT)) == "EISDIR"
     assert name_of(lambda: tree.readdir("/tracing/trace")) == "ENOTDIR"
-    assert name_of(lambda: tree.rmdir("/tracing/trace")) == "ENOTDIR"
-    assert name_of(lambda: tree.rmdir("/")) == "EBUSY"
-    assert name_of(lambda: tree.unlink("/tracing")) == "EISDIR"
-    assert name_of(lambda: tree.mkdir("/tracing", 0o755)) == "EEXIST"
-    assert name_of(lambda: tree.readlink("/tracing/trace")) == "EINVAL"
+    assert name_of(lambda: tree.rmdir(ROOT, "/tracing/trace")) == "ENOTDIR"
+    assert name_of(lambda: tree.rmdir(ROOT, "/")) == "EBUSY"
+    assert name_of(lambda: tree.unlink(ROOT, "/tracing")) == "EISDIR"
+    assert name_of(lambda: tree.mkdir(ROOT, "/tracing", 0o755)) == "EEXIST"
+    assert name_of(lambda: tree.readlink(ROOT, "/tracing/trace")) == "EINVAL"
     assert name_of(lambda: tree.open("/none/x", os.O_CREAT, ROOT)) == "ENOENT"
 
 
-def test_inode_numbers_last_as_long_as_the_object(kernel: FakeKernel, tree: Filesystem) -> None:
+def test_inode_numbers_last_as_long_as_the_object(kernel: Kernel, tree: Filesystem) -> None:
     first = tree.getattr(f"{EVENT}/enable").ino
     assert tree.getattr(f"{EVENT}/enable").ino == first
     assert tree.getattr("/tracing/trace").ino != first
-    kernel.events.command("-:a")
-    kernel.events.command("p:a vfs_mkdir")
+    define(kernel, "-:a")
+    define(kernel, "p:a vfs_mkdir")
     assert tree.getattr(f"{EVENT}/enable").ino != first
 
 
-def test_a_removed_events_files_are_gone(kernel: FakeKernel, tree: Filesystem) -> None:
+def test_a_removed_events_files_are_gone(kernel: Kernel, tree: Filesystem) -> None:
     """Deletion succeeds with its files open; what is done with those then is ENODEV."""
     enable = tree.open(f"{EVENT}/enable", os.O_RDWR, ROOT)
     assert enable.read(10, 0) == b"0\n"
-    kernel.events.command("-:a")
+    define(kernel, "-:a")
     assert name_of(lambda: tree.lookup(EVENT)) == "ENOENT"
-    kernel.events.command("p:a vfs_mkdir")
+    define(kernel, "p:a vfs_mkdir")
     assert name_of(lambda: enable.read(10, 0)) == "ENODEV"
     assert name_of(lambda: enable.write(b"1", 0)) == "ENODEV"
     assert name_of(lambda: tree.open(f"{EVENT}/enable", os.O_RDWR, ROOT)) == "None"
 
 
-def test_nlink_as_recorded(kernel: FakeKernel, tree: Filesystem) -> None:
+def test_nlink_as_recorded(kernel: Kernel, tree: Filesystem) -> None:
     assert tree.getattr("/tracing/events/kprobes").nlink == 3
     assert tree.getattr(EVENT).nlink == 2
     assert tree.getattr(f"{EVENT}/enable").nlink == 1
-    kernel.events.command("p:g/b vfs_read")
-    assert tree.getattr("/tracing/events").nlink == 4
+    define(kernel, "p:g/b vfs_read")
+    groups = tree.getattr("/tracing/events").nlink
+    define(kernel, "p:h/b vfs_read")
+    assert tree.getattr("/tracing/events").nlink == groups + 1
 
 
 def test_chmod_chown_utimens(tree: Filesystem) -> None:
@@ -167,7 +151,7 @@ def test_chmod_chown_utimens(tree: Filesystem) -> None:
     assert found.ctime_ns > 2
 
 
-def test_files_belong_to_whom_mounts(kernel: FakeKernel) -> None:
+def test_files_belong_to_whom_mounts(kernel: Kernel) -> None:
     found = kernel.filesystem(owner=Owner(1000, 1001)).getattr("/tracing/trace")
     assert (found.uid, found.gid, found.size) == (1000, 1001, 0)
 
@@ -179,15 +163,17 @@ def test_a_node_has_one_name() -> None:
         Directory(0o755, {"b": node})
 
 
-def test_the_server_is_a_mount(tree: Filesystem) -> None:
-    server: Mount = FileServer(tree)
-    handle = server.open(ROOT, "/tracing/kprobe_events", os.O_RDWR)
-    assert server.read(ROOT, handle, 100, 0) == b"p:kprobes/a vfs_read\n"
-    assert not server.is_stream(handle)
-    server.release(handle)
-    assert name_of(lambda: server.read(ROOT, handle, 1, 0)) == "EBADF"
-    server.close()
-    assert name_of(lambda: server.read(ROOT, handle, 1, 0)) == "ENODEV"
+def test_handles_end_with_their_file_and_with_the_mount(kernel: Kernel) -> None:
+    mount = kernel.mount()
+    handle = mount.open(ROOT, "/tracing/kprobe_events", os.O_RDWR)
+    assert mount.read(ROOT, handle, 100, 0) == b"p:kprobes/a vfs_read\n"
+    assert not mount.is_stream(handle)
+    mount.release(handle)
+    assert name_of(lambda: mount.read(ROOT, handle, 1, 0)) == "EBADF"
+    pipe = mount.open(ROOT, "/tracing/trace_pipe", os.O_RDONLY)
+    mount.close()
+    assert name_of(lambda: mount.read(ROOT, pipe, 1, 0)) == "EIO"
+    TracePipe(kernel.trace).close()
 
 
 def test_directories_of_removed_objects_are_forgotten() -> None:
@@ -202,5 +188,43 @@ def test_directories_of_removed_objects_are_forgotten() -> None:
     for number in range(1000):
         names[1:] = [f"n{number}"]
         assert directory.get(names[1]) is not None
-    assert len(directory._nodes) < 100
+    assert len(directory._members) < 100
     assert directory.get("kept") is kept
+
+
+def test_listings_tell_what_stat_tells(tree: Filesystem) -> None:
+    """Types and numbers; nothing in the tree has another's number, or one of another file system's."""
+    paths = {4: "/"}
+
+    def look(directory: str) -> None:
+        this, parent, *entries = tree.readdir(directory)
+        above = tree.getattr(os.path.dirname(directory))
+        assert this == DirEntry(".", stat.S_IFDIR, tree.getattr(directory).ino)
+        assert parent == DirEntry("..", stat.S_IFDIR, above.ino)
+        for name, kind, ino in entries:
+            path = os.path.join(directory, name)
+            found = tree.getattr(path)
+            assert (path, found.ino, stat.S_IFMT(found.mode)) == (path, ino, kind)
+            assert ino % INO_SPACES == 0
+            assert paths.setdefault(ino, path) == path
+            if kind == stat.S_IFDIR:
+                look(path)
+
+    look("/")
+    assert len(paths) > 1000
+
+
+def test_listing_a_directory_makes_no_other(kernel: Kernel, tree: Filesystem) -> None:
+    """Numbers that it gives stay, when the directories are made later."""
+    define(kernel, "\n".join(f"p:many/e{number} vfs_read" for number in range(200)))
+    group = "/tracing/events/many"
+    listed = {entry.name: entry.ino for entry in tree.readdir(group)}
+    node = tree.lookup(group)
+    assert isinstance(node, DynamicDirectory)
+    assert not any(member.directory for member in node._members.values())
+    assert tree.getattr(f"{group}/e7").ino == listed["e7"]
+    assert {entry.name: entry.ino for entry in tree.readdir(group)} == listed
+    define(kernel, "-:many/e7")
+    define(kernel, "p:many/e7 vfs_mkdir")
+    assert tree.getattr(f"{group}/e7").ino not in listed.values()
+    assert names(tree, group)[-1] == "e7"

@@ -4,30 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
-from emulated_kernel.arch.analysed import AnalysedImage
+from emulated_kernel.arch.analysis.disassembly import Disassembler
+from emulated_kernel.arch.analysis.frames import Frame, FrameInsn
+from emulated_kernel.arch.analysis.region import Live, Region
+from emulated_kernel.arch.analysis.tables import ProbedTables
 from emulated_kernel.arch.base import (
     Arch,
-    ByteMemory,
-    CallSite,
     Detour,
-    Emulation,
     HandlerStub,
-    Live,
-    OptimizationRules,
     Prepared,
     Registers,
-    Scratch,
 )
-from emulated_kernel.arch.program import HandlerCode, Program
-from emulated_kernel.arch.riscv import assemble, calls, frame
+from emulated_kernel.arch.program.ops import HandlerCode, Program
+from emulated_kernel.arch.riscv import assemble, frame, frames
 from emulated_kernel.arch.riscv import detour as detours
-from emulated_kernel.arch.riscv import emulate as emulation_table
 from emulated_kernel.arch.riscv import prepare as out_of_line
 from emulated_kernel.arch.riscv.handler_code import Target, handler_code
-from emulated_kernel.arch.riscv.insn import RVC_SIZE, RVI_SIZE, T0, ZERO, decode_all, decode_insn
-from emulated_kernel.arch.riscv.rules import OptprobeRules
+from emulated_kernel.arch.riscv.insn import RVI_SIZE, T0, ZERO, decode_all
+from emulated_kernel.arch.riscv.verdict import STRATEGIES, RiscvVerdict
+from emulated_kernel.arch.verdict import Strategy
 
 
 class Riscv(Arch):
@@ -37,11 +34,10 @@ class Riscv(Arch):
     compressed: bool
     """Whether the kernel has instructions of 2 bytes."""
     max_insn_size = RVI_SIZE + len(assemble.EBREAK)
-    max_call_size = calls.MAX_CALL_SIZE
     jump_size = assemble.JUMP_SIZE
     call_size = assemble.LONG_JUMP_SIZE
     call_link = "t0"
-    optprobes_out_of_tree = True
+    strategies = MappingProxyType(STRATEGIES)
     return_size = RVI_SIZE
     max_repetition = 128
     max_detour = detours.MAX_DETOUR
@@ -53,7 +49,6 @@ class Riscv(Arch):
     registers = Registers(
         names=MappingProxyType({"epc": "ip"} | {name: name for name in frame.PT_REGS if name != "ip"}),
         arguments=tuple(f"a{n}" for n in range(8)),
-        stack_argument=0,
         ip="ip",
         sp="sp",
         flags=None,
@@ -65,17 +60,14 @@ class Riscv(Arch):
     pt_regs = frame.PT_REGS
     general_registers = frozenset(frame.PT_REGS)
     no_return_hook = ("__switch_to",)
-
-    def decode_length(self, code: bytes, addr: int) -> int:  # noqa: ARG002 - the hook's signature
-        return decode_insn(code, compressed=self.compressed).length
+    detour_jump = staticmethod(detours.detour_jump)
+    handler_stub = staticmethod(detours.handler_stub)
+    repetition = staticmethod(detours.repetition)
+    kept_by_calls = frozenset(f"s{n}" for n in range(12))
+    trampoline_slot = -16
 
     def instruction_boundaries(self, code: bytes, addr: int) -> tuple[int, ...]:
         return tuple(at for at, _ in decode_all(code, addr, compressed=self.compressed))
-
-    def is_breakpoint(self, code: bytes) -> bool:
-        return code[:RVI_SIZE] == assemble.EBREAK or (
-            self.compressed and code[:RVC_SIZE] == assemble.C_EBREAK
-        )
 
     def breakpoint_for(self, length: int) -> bytes:
         """Mirrors: arch/riscv/kernel/probes/kprobes.c:arch_arm_kprobe (v6.1)."""
@@ -84,24 +76,17 @@ class Riscv(Arch):
     def prepare(self, code: bytes, addr: int, slot_addr: int, *, may_fault: bool = False) -> Prepared:  # noqa: ARG002
         return out_of_line.prepare(code, addr, self.breakpoint, compressed=self.compressed)
 
-    def emulate(self, emulation: Emulation, regs: Any, memory: ByteMemory) -> None:  # noqa: ARG002 - none is asked
-        emulation_table.emulate(cast("emulation_table.RiscvEmulation", emulation), regs)
-
     def relative_jump(self, source: int, target: int) -> bytes:
         return assemble.jal(ZERO, source, target)
 
     def relative_call(self, source: int, target: int) -> bytes:
         return assemble.long_jump(T0, T0, source, target)
 
-    def detour_jump(self, addr: int, length: int, target: int, scratch: Scratch | None) -> bytes:
-        assert scratch is not None, "there is no far jump without a register"
-        return detours.detour_jump(addr, length, target, scratch)
+    def frame_insns(self, code: bytes, addr: int, *, switches_stack: bool) -> Iterator[tuple[int, FrameInsn]]:
+        return frames.frame_insns(code, addr, compressed=self.compressed, switches_stack=switches_stack)
 
-    def call_before(self, code: bytes, address: int) -> CallSite | None:
-        return calls.call_before(code, address, compressed=self.compressed)
-
-    def jump_targets(self, code: bytes, addr: int) -> Iterator[int]:
-        return calls.jump_targets(code, addr, compressed=self.compressed)
+    def entry_frame(self, *, by_interrupt: bool) -> Frame:
+        return frames.entry_frame(by_interrupt=by_interrupt)
 
     def ftrace_trampoline(self) -> HandlerStub:
         return detours.ftrace_trampoline(self.breakpoint)
@@ -113,46 +98,13 @@ class Riscv(Arch):
         target = Target(self.breakpoint, {"ip": addr, **frame.FIXED_REGISTERS})
         return handler_code(program, target, live)
 
-    def detour(
-        self,
-        code: bytes,
-        addr: int,
-        length: int,
-        buffer: int,
-        handler: HandlerCode | None = None,
-        scratch: Scratch | None = None,
-    ) -> Detour:
-        assert scratch is not None, "there is no far jump without a register"
-        region = detours.Region(code, addr, length, scratch, self.compressed)
+    def detour(self, region: Region, buffer: int, handler: HandlerCode | None = None) -> Detour:
         if handler is not None:
-            return detours.compiled_detour(region, buffer, handler)
-        return detours.detour(region, buffer, self.breakpoint)
+            return detours.compiled_detour(region, buffer, handler, compressed=self.compressed)
+        return detours.detour(region, buffer, self.breakpoint, compressed=self.compressed)
 
-    def handler_stub(self, handler: HandlerCode, buffer: int, target: int) -> Detour:
-        return detours.handler_stub(handler, buffer, target)
-
-    def optimization_rules(self, image: AnalysedImage, *, ftrace: bool) -> OptimizationRules:
-        return OptprobeRules(image, compressed=self.compressed, ftrace=ftrace)
-
-    def repetition(self, at: int, entry: int, turns: int) -> bytes:
-        return detours.repetition(at, entry, turns)
-
-    def is_call(self, code: bytes) -> bool:
-        return decode_insn(code, compressed=self.compressed).is_call
-
-    def is_return(self, code: bytes) -> bool:
-        return decode_insn(code, compressed=self.compressed).is_return
-
-    def disassemble(self, code: bytes, addr: int) -> list[str]:
-        from capstone import CS_ARCH_RISCV, CS_MODE_RISCV64, CS_MODE_RISCVC, Cs
-
-        mode = CS_MODE_RISCV64 | (CS_MODE_RISCVC if self.compressed else 0)
-        engine: Any = cast("Any", Cs)(CS_ARCH_RISCV, mode)
-        engine.skipdata = True
-        return [
-            f"{at:#x}: {code[at - addr : at - addr + size].hex(' '):<12} {mnemonic} {operands}".rstrip()
-            for at, size, mnemonic, operands in engine.disasm_lite(code, addr)
-        ]
+    def verdict(self, image: ProbedTables, strategy: Strategy[Any] | None, *, ftrace: bool) -> RiscvVerdict:
+        return RiscvVerdict(image, strategy, self.disassembler, compressed=self.compressed, ftrace=ftrace)
 
 
 class RISCV64(Riscv):
@@ -161,7 +113,7 @@ class RISCV64(Riscv):
     name = "riscv64"
     compressed = True
     breakpoint = assemble.C_EBREAK
-    min_insn_size = RVC_SIZE
+    disassembler = Disassembler("CS_ARCH_RISCV", "CS_MODE_RISCV64", "CS_MODE_RISCVC", width=12)
 
 
 class RISCV64I(Riscv):
@@ -170,4 +122,4 @@ class RISCV64I(Riscv):
     name = "riscv64i"
     compressed = False
     breakpoint = assemble.EBREAK
-    min_insn_size = RVI_SIZE
+    disassembler = Disassembler("CS_ARCH_RISCV", "CS_MODE_RISCV64", width=12)

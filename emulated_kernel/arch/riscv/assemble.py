@@ -10,7 +10,7 @@ from errno import ERANGE
 from functools import cache, lru_cache
 
 from emulated_kernel.arch.riscv.encode import b_type, i_type, j_type, r_type, s_type, u_type
-from emulated_kernel.arch.riscv.insn import SP, ZERO, Opcode, sign_extend
+from emulated_kernel.arch.riscv.insn import SP, ZERO, RiscvOpcode, sign_extend
 from emulated_kernel.errors import KernelError
 
 EBREAK = bytes.fromhex("73001000")
@@ -32,7 +32,7 @@ _SUB, _SRA = 0x20, 0x20
 _SIGNED_12 = range(-0x800, 0x800)
 
 
-class Branch(IntEnum):
+class BranchFunct3(IntEnum):
     """funct3 of branches."""
 
     EQ = 0
@@ -43,7 +43,7 @@ class Branch(IntEnum):
     GEU = 7
 
 
-class Arithmetic(IntEnum):
+class ArithmeticFunct3(IntEnum):
     """funct3 of OP; OP-IMM has no SUB. SUB and SRA have a bit more."""
 
     ADD = 0x00
@@ -69,20 +69,20 @@ def fits_12(value: int) -> bool:
 
 
 @cache
-def arithmetic(op: Arithmetic, rd: int, rs1: int, rs2: int) -> bytes:
+def arithmetic(op: ArithmeticFunct3, rd: int, rs1: int, rs2: int) -> bytes:
     """rd = rs1 op rs2; shifts take the low 6 bits of rs2."""
-    return _bytes(r_type(Opcode.OP, rd, op & 7, rs1, rs2, (op >> 4) * _SUB))
+    return _bytes(r_type(RiscvOpcode.OP, rd, op & 7, rs1, rs2, (op >> 4) * _SUB))
 
 
 @lru_cache(4096)
-def arithmetic_immediate(op: Arithmetic, rd: int, rs1: int, value: int) -> bytes:
+def arithmetic_immediate(op: ArithmeticFunct3, rd: int, rs1: int, value: int) -> bytes:
     """rd = rs1 op value: 12 bits with sign, or a shift by 0 to 63."""
-    return _bytes(i_type(Opcode.OP_IMM, rd, op & 7, rs1, value | (op >> 4) * _SRA << 5))
+    return _bytes(i_type(RiscvOpcode.OP_IMM, rd, op & 7, rs1, value | (op >> 4) * _SRA << 5))
 
 
 def addi(rd: int, rs1: int, value: int) -> bytes:
     """rd = rs1 + value of 12 bits."""
-    return arithmetic_immediate(Arithmetic.ADD, rd, rs1, value)
+    return arithmetic_immediate(ArithmeticFunct3.ADD, rd, rs1, value)
 
 
 def move(rd: int, rs: int) -> bytes:
@@ -92,12 +92,12 @@ def move(rd: int, rs: int) -> bytes:
 
 def lui(rd: int, value: int) -> bytes:
     """rd = the upper 20 of 32 bits, sign-extended."""
-    return _bytes(u_type(Opcode.LUI, rd, value))
+    return _bytes(u_type(RiscvOpcode.LUI, rd, value))
 
 
 def auipc(rd: int, value: int) -> bytes:
     """rd = its own address + the upper 20 of 32 bits."""
-    return _bytes(u_type(Opcode.AUIPC, rd, value))
+    return _bytes(u_type(RiscvOpcode.AUIPC, rd, value))
 
 
 def halves(value: int) -> tuple[int, int]:
@@ -115,13 +115,15 @@ def set_register(rd: int, value: int) -> bytes:
     if -(1 << 31) <= value < 1 << 31:
         high, low = halves(value)
         # addiw: above 0x7ffff7ff the sum has to wrap at 32 bits.
-        rest = _bytes(i_type(Opcode.OP_IMM_32, rd, 0, rd, low)) if low else b""
+        rest = _bytes(i_type(RiscvOpcode.OP_IMM_32, rd, 0, rd, low)) if low else b""
         return lui(rd, high) + rest
     low = sign_extend(value, 12)
     upper = value - low >> 12
     shift = 12 + (upper & -upper).bit_length() - 1
     head = set_register(rd, sign_extend(value - low >> shift, 64 - shift))
-    return head + arithmetic_immediate(Arithmetic.SLL, rd, rd, shift) + (addi(rd, rd, low) if low else b"")
+    return (
+        head + arithmetic_immediate(ArithmeticFunct3.SLL, rd, rd, shift) + (addi(rd, rd, low) if low else b"")
+    )
 
 
 # Memory
@@ -131,18 +133,18 @@ def set_register(rd: int, value: int) -> bytes:
 def load(rd: int, base: int, offset: int, size: int, *, sign: bool = False) -> bytes:
     """rd = `size` bytes at base + offset of 12 bits, extended to the word."""
     unsigned = 0 if sign or size == 8 else _LOAD_UNSIGNED
-    return _bytes(i_type(Opcode.LOAD, rd, _SIZE_BITS[size] | unsigned, base, offset))
+    return _bytes(i_type(RiscvOpcode.LOAD, rd, _SIZE_BITS[size] | unsigned, base, offset))
 
 
 @lru_cache(4096)
 def store(base: int, offset: int, src: int, size: int) -> bytes:
     """The low `size` bytes of src at base + offset of 12 bits."""
-    return _bytes(s_type(Opcode.STORE, _SIZE_BITS[size], base, src, offset))
+    return _bytes(s_type(RiscvOpcode.STORE, _SIZE_BITS[size], base, src, offset))
 
 
 def atomic_add(rd: int, base: int, src: int) -> bytes:
     """amoadd.d: add a register to the doubleword at base; rd = what that was."""
-    return _bytes(r_type(Opcode.AMO, rd, _SIZE_BITS[8], base, src, 0))
+    return _bytes(r_type(RiscvOpcode.AMO, rd, _SIZE_BITS[8], base, src, 0))
 
 
 def move_stack_pointer(size: int) -> bytes:
@@ -153,9 +155,9 @@ def move_stack_pointer(size: int) -> bytes:
 # Control
 
 
-def branch(condition: Branch, left: int, right: int, offset: int) -> bytes:
+def branch(condition: BranchFunct3, left: int, right: int, offset: int) -> bytes:
     """Go to its address + offset, 4 KiB at most, if the condition holds."""
-    return _bytes(b_type(Opcode.BRANCH, condition, left, right, offset))
+    return _bytes(b_type(RiscvOpcode.BRANCH, condition, left, right, offset))
 
 
 def jal(rd: int, source: int, target: int) -> bytes:
@@ -163,12 +165,12 @@ def jal(rd: int, source: int, target: int) -> bytes:
     distance = target - source
     if not -_JUMP_RANGE <= distance < _JUMP_RANGE:
         raise KernelError(ERANGE, f"jump from {source:#x} to {target:#x} is longer than 1 MiB")
-    return _bytes(j_type(Opcode.JAL, rd, distance))
+    return _bytes(j_type(RiscvOpcode.JAL, rd, distance))
 
 
 def jalr(rd: int, base: int, offset: int) -> bytes:
     """Go to base + offset of 12 bits."""
-    return _bytes(i_type(Opcode.JALR, rd, 0, base, offset))
+    return _bytes(i_type(RiscvOpcode.JALR, rd, 0, base, offset))
 
 
 def jump_register(register: int) -> bytes:

@@ -6,15 +6,15 @@ and restore the registers from what the handler left.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from errno import EINVAL
 
-from emulated_kernel.arch.base import Detour, HandlerStub, Scratch
-from emulated_kernel.arch.program import HandlerCode
+from emulated_kernel.arch.analysis.region import Region, ScratchRegisters
+from emulated_kernel.arch.base import Detour, HandlerStub
+from emulated_kernel.arch.program.ops import HandlerCode
 from emulated_kernel.arch.riscv.assemble import (
     C_NOP,
     LONG_JUMP_SIZE,
-    Branch,
+    BranchFunct3,
     addi,
     auipc,
     branch,
@@ -27,7 +27,7 @@ from emulated_kernel.arch.riscv.assemble import (
     store,
 )
 from emulated_kernel.arch.riscv.frame import OFFSETS, SIZE, WORD, complete, load_general, save_general
-from emulated_kernel.arch.riscv.insn import RA, REGISTER_NAMES, SP, T0, T1, ZERO, decode_insn
+from emulated_kernel.arch.riscv.insn import RA, REGISTER_NAMES, SP, T0, T1, ZERO, decode_all
 from emulated_kernel.arch.riscv.prepare import Handling, handling
 from emulated_kernel.errors import KernelError
 
@@ -40,40 +40,31 @@ _RETURN_ROOM = SIZE + 2 * WORD
 _NUMBERS = {name: number for number, name in enumerate(REGISTER_NAMES)}
 
 
-def detour_jump(addr: int, length: int, target: int, scratch: Scratch) -> bytes:
-    """What replaces `length` bytes at `addr`: auipc and jalr on a free register, filled up by a c.nop.
+def detour_jump(region: Region, target: int) -> bytes:
+    """What replaces a region: auipc and jalr on a free register, filled up by a c.nop.
 
     Raises: KernelError(ERANGE). Mirrors: opt.c:arch_optimize_kprobes (optprobes v6, 2023).
     """
-    register = _NUMBERS[scratch.entry]
-    jump = long_jump(register, register, addr, target)
-    return jump + C_NOP * ((length - len(jump)) // len(C_NOP))
+    register = _NUMBERS[_scratch(region).entry]
+    jump = long_jump(register, register, region.addr, target)
+    return jump + C_NOP * ((region.length - len(jump)) // len(C_NOP))
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
-    """`length` bytes of whole instructions at `addr`, which `code` starts with."""
-
-    code: bytes
-    addr: int
-    length: int
-    scratch: Scratch
-    compressed: bool
-
-    def moved(self, to: int) -> bytes:
-        """The instructions at `to`, and a jump to what follows them. Raises: KernelError(EINVAL, ERANGE)."""
-        done = 0
-        while done < self.length:
-            insn = decode_insn(self.code[done:], compressed=self.compressed)
-            if handling(insn) is not Handling.COPIED:
-                raise KernelError(EINVAL, "an instruction that needs its address")
-            done += insn.length
-        assert done == self.length, "the region ends within an instruction"
-        back = long_jump(ZERO, _NUMBERS[self.scratch.exit], to + done, self.addr + done)
-        return self.code[:done] + back
+def _moved(region: Region, to: int, *, compressed: bool) -> bytes:
+    """The instructions at `to`, and a jump to what follows them. Raises: KernelError(EINVAL, ERANGE)."""
+    insns = decode_all(region.code, region.addr, compressed=compressed)
+    if any(handling(insn) is not Handling.COPIED for _, insn in insns):
+        raise KernelError(EINVAL, "an instruction that needs its address")
+    back = long_jump(ZERO, _NUMBERS[_scratch(region).exit], to + region.length, region.end)
+    return region.code + back
 
 
-def detour(region: Region, buffer: int, breakpoint_: bytes) -> Detour:
+def _scratch(region: Region) -> ScratchRegisters:
+    assert region.scratch is not None, "there is no far jump without a register"
+    return region.scratch
+
+
+def detour(region: Region, buffer: int, breakpoint_: bytes, *, compressed: bool) -> Detour:
     """The detour of a region at `buffer`. Raises: KernelError(EINVAL, ERANGE).
 
     Linux: the address behind the region is loaded from beside the code. Deviates: auipc alone reaches it.
@@ -81,14 +72,14 @@ def detour(region: Region, buffer: int, breakpoint_: bytes) -> Detour:
     """
     save = save_general() + complete(set_register(T0, region.addr))
     template = save + breakpoint_ + load_general() + move_stack_pointer(SIZE)
-    result = template + region.moved(buffer + len(template))
+    result = template + _moved(region, buffer + len(template), compressed=compressed)
     assert len(result) <= MAX_DETOUR
     return Detour(result, len(save), len(template))
 
 
-def compiled_detour(region: Region, buffer: int, handler: HandlerCode) -> Detour:
+def compiled_detour(region: Region, buffer: int, handler: HandlerCode, *, compressed: bool) -> Detour:
     """As `detour`, with the handler's code instead of the breakpoint; raises the same."""
-    return Detour.compiled(handler, region.moved(buffer + len(handler.code)))
+    return Detour.compiled(handler, _moved(region, buffer + len(handler.code), compressed=compressed))
 
 
 def handler_stub(handler: HandlerCode, buffer: int, target: int) -> Detour:
@@ -124,5 +115,5 @@ def repetition(at: int, entry: int, turns: int) -> bytes:
     head = move_stack_pointer(-2 * WORD) + store(SP, 0, RA, WORD)
     turn = long_jump(RA, RA, at + len(head), entry) + set_register(T0, turns)
     turn += load(T1, T0, 0, WORD) + addi(T1, T1, -1) + store(T0, 0, T1, WORD)
-    turn += branch(Branch.NE, T1, ZERO, -len(turn))
+    turn += branch(BranchFunct3.NE, T1, ZERO, -len(turn))
     return head + turn + load(RA, SP, 0, WORD) + move_stack_pointer(2 * WORD) + jump_register(RA)

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from emulated_kernel.arch.base import Emulation
-from emulated_kernel.arch.riscv.insn import REGISTER_NAMES, ZERO, Insn, Opcode, sign_extend
+from emulated_kernel.arch.base import ByteMemory, Emulation
+from emulated_kernel.arch.riscv.insn import REGISTER_NAMES, ZERO, RiscvInsn, RiscvOpcode, sign_extend
 
 _MASK = (1 << 64) - 1
 
@@ -21,17 +21,15 @@ class RiscvEmulation(Emulation):
     """One prepared instruction."""
 
     address: int
-    insn: Insn
+    insn: RiscvInsn
+
+    def run(self, regs: Any, memory: ByteMemory) -> None:  # noqa: ARG002 - none is asked
+        _TABLE[RiscvOpcode(self.insn.opcode)](self, regs)
 
 
-def is_emulated(insn: Insn) -> bool:
+def is_emulated(insn: RiscvInsn) -> bool:
     """Whether it is executed in software, as it needs its address."""
     return insn.opcode in _TABLE
-
-
-def emulate(emulation: RiscvEmulation, regs: Any) -> None:
-    """Execute an instruction on `regs`."""
-    _TABLE[Opcode(emulation.insn.opcode)](emulation, regs)
 
 
 def _get(regs: Any, register: int) -> int:
@@ -77,9 +75,9 @@ def _holds(funct3: int, left: int, right: int) -> bool:
     return found != bool(funct3 & 1)
 
 
-_TABLE: dict[Opcode, Callable[[RiscvEmulation, Any], None]] = {
-    Opcode.AUIPC: _auipc,
-    Opcode.JAL: _jal,
-    Opcode.JALR: _jalr,
-    Opcode.BRANCH: _branch,
+_TABLE: dict[RiscvOpcode, Callable[[RiscvEmulation, Any], None]] = {
+    RiscvOpcode.AUIPC: _auipc,
+    RiscvOpcode.JAL: _jal,
+    RiscvOpcode.JALR: _jalr,
+    RiscvOpcode.BRANCH: _branch,
 }

@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from emulated_kernel.arch.base import Live
-from emulated_kernel.arch.code_layout import lay_out
-from emulated_kernel.arch.program import HandlerCode, Program
+from emulated_kernel.arch.analysis.region import Live
+from emulated_kernel.arch.program.code_layout import lay_out
+from emulated_kernel.arch.program.ops import HandlerCode, Program
 from emulated_kernel.arch.riscv import frame
 from emulated_kernel.arch.riscv.assemble import load, move_stack_pointer, set_register, store
 from emulated_kernel.arch.riscv.frame import WORD
 from emulated_kernel.arch.riscv.insn import REGISTER_NAMES, SP, T0
 from emulated_kernel.arch.riscv.lowering import (
     NUMBERS,
-    Body,
     BranchOutOfReachError,
+    RiscvLowering,
     encoding,
     in_register,
     in_slot,
@@ -48,7 +48,7 @@ def handler_code(program: Program, target: Target, live: Live | None) -> Handler
 def _handler_code(program: Program, target: Target, live: Live | None, *, far: bool) -> HandlerCode:
     if live is None:
         return _save_all(program, target, far=far)
-    body = Body(program, live, target.constants, target.breakpoint, far=far)
+    body = RiscvLowering(program, live, target.constants, target.breakpoint, far=far)
     before, after, slots = _save_live(body, live)
     return lay_out(body, before, after, slots, encoding(len(target.breakpoint)))
 
@@ -56,7 +56,7 @@ def _handler_code(program: Program, target: Target, live: Live | None, *, far: b
 def _save_all(program: Program, target: Target, *, far: bool) -> HandlerCode:
     """A program within a frame; the stack pointer is at the frame, complete, at all its host calls."""
     completed = _complete_around(target.constants["ip"])
-    body = Body(program, None, target.constants, target.breakpoint, before_host=completed, far=far)
+    body = RiscvLowering(program, None, target.constants, target.breakpoint, before_host=completed, far=far)
     slots = {number: in_slot(WORD * number) for number in body.slots}
     slots[SP] = in_register(SP, frame.SIZE)
     after = frame.load_general() + move_stack_pointer(frame.SIZE)
@@ -68,7 +68,7 @@ def _complete_around(ip: int) -> bytes:
     return frame.complete(set_register(T0, ip))
 
 
-def _save_live(body: Body, live: Live) -> tuple[bytes, bytes, dict[int, int]]:
+def _save_live(body: RiscvLowering, live: Live) -> tuple[bytes, bytes, dict[int, int]]:
     """What stands before and behind the program, and where it finds registers as they were."""
     used = body.used
     restored = [number for number in sorted(used) if REGISTER_NAMES[number] in live.registers]

@@ -22,7 +22,7 @@ RVI_SIZE, RVC_SIZE = 4, 2
 """Bytes of an instruction."""
 
 
-class Opcode(IntEnum):
+class RiscvOpcode(IntEnum):
     """The low seven bits of a 32-bit instruction."""
 
     LOAD = 0x03
@@ -50,7 +50,7 @@ def sign_extend(value: int, bits: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Insn:
+class RiscvInsn:
     """One instruction."""
 
     length: int
@@ -104,23 +104,23 @@ class Insn:
     @property
     def relative_target(self) -> int | None:
         """Bytes from its address to where a branch or a jal may go; None for other instructions."""
-        if self.opcode == Opcode.BRANCH:
+        if self.opcode == RiscvOpcode.BRANCH:
             return self.branch_offset
-        return self.jump_offset if self.opcode == Opcode.JAL else None
+        return self.jump_offset if self.opcode == RiscvOpcode.JAL else None
 
     @property
     def is_call(self) -> bool:
         """Whether it leaves its address behind it in a register."""
-        return self.opcode in (Opcode.JAL, Opcode.JALR) and self.rd != ZERO
+        return self.opcode in (RiscvOpcode.JAL, RiscvOpcode.JALR) and self.rd != ZERO
 
     @property
     def is_return(self) -> bool:
-        return self.opcode == Opcode.JALR and self.rd == ZERO and self.rs1 == RA
+        return self.opcode == RiscvOpcode.JALR and self.rd == ZERO and self.rs1 == RA
 
     @property
     def is_indirect_jump(self) -> bool:
         """Whether it goes to an address in a register, and neither calls nor returns."""
-        return self.opcode == Opcode.JALR and self.rd == ZERO and self.rs1 != RA
+        return self.opcode == RiscvOpcode.JALR and self.rd == ZERO and self.rs1 != RA
 
 
 def insn_length(half: int) -> int:
@@ -128,7 +128,7 @@ def insn_length(half: int) -> int:
     return RVI_SIZE if half & 3 == 3 else RVC_SIZE
 
 
-def decode_insn(code: bytes, *, compressed: bool) -> Insn:
+def decode_insn(code: bytes, *, compressed: bool) -> RiscvInsn:
     """The first instruction of `code`; `compressed`: the kernel has RVC.
 
     Linux: whatever stands there is an instruction, also where a processor knows none.
@@ -139,13 +139,13 @@ def decode_insn(code: bytes, *, compressed: bool) -> Insn:
     if len(code) < length:
         raise KernelError(EINVAL, "the code ends within an instruction")
     if length == RVI_SIZE:
-        return Insn(length, int.from_bytes(code[:RVI_SIZE], "little"))
+        return RiscvInsn(length, int.from_bytes(code[:RVI_SIZE], "little"))
     if not compressed:
         raise KernelError(EINVAL, "a compressed instruction in a kernel without")
-    return Insn(length, expand(half) or 0)
+    return RiscvInsn(length, expand(half) or 0)
 
 
-def decode_all(code: bytes, addr: int, *, compressed: bool) -> Iterator[tuple[int, Insn]]:
+def decode_all(code: bytes, addr: int, *, compressed: bool) -> Iterator[tuple[int, RiscvInsn]]:
     """Address and instruction, up to the end of `code` or the first that isn't decodable."""
     at = 0
     while at < len(code):

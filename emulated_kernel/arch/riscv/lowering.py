@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 
-from emulated_kernel.arch import program as ir
-from emulated_kernel.arch.base import Live
-from emulated_kernel.arch.code_layout import Encoding
-from emulated_kernel.arch.lowering import BIT_TESTS, Assignment, Lowering, cost, registers_read
-from emulated_kernel.arch.program import Arithmetic, Condition, Program
+from emulated_kernel.arch.analysis.region import Live
+from emulated_kernel.arch.program import ops as ir
+from emulated_kernel.arch.program.code_layout import Encoding
+from emulated_kernel.arch.program.lowering import BIT_TESTS, Assignment, Lowering, cost, registers_read
+from emulated_kernel.arch.program.ops import Arithmetic, Condition, Program
 from emulated_kernel.arch.riscv import assemble as asm
-from emulated_kernel.arch.riscv.assemble import Branch, fits_12, load, set_register, store
+from emulated_kernel.arch.riscv.assemble import BranchFunct3, fits_12, load, set_register, store
 from emulated_kernel.arch.riscv.frame import WORD, read_status
 from emulated_kernel.arch.riscv.insn import (
     A0,
@@ -27,8 +27,8 @@ from emulated_kernel.arch.riscv.insn import (
     T3,
     T6,
     ZERO,
-    Insn,
-    Opcode,
+    RiscvInsn,
+    RiscvOpcode,
     sign_extend,
 )
 
@@ -42,29 +42,29 @@ _ORDER = (T1, T2, *range(T3, T6 + 1), *range(A7, A0 - 1, -1), RA, *range(18, T3)
 Not t0: a handler that an fentry site calls returns by it.
 """
 _PLAIN = {
-    Arithmetic.ADD: asm.Arithmetic.ADD,
-    Arithmetic.SUB: asm.Arithmetic.SUB,
-    Arithmetic.AND: asm.Arithmetic.AND,
-    Arithmetic.OR: asm.Arithmetic.OR,
-    Arithmetic.XOR: asm.Arithmetic.XOR,
-    Arithmetic.SHL: asm.Arithmetic.SLL,
-    Arithmetic.SHR: asm.Arithmetic.SRL,
-    Arithmetic.SAR: asm.Arithmetic.SRA,
+    Arithmetic.ADD: asm.ArithmeticFunct3.ADD,
+    Arithmetic.SUB: asm.ArithmeticFunct3.SUB,
+    Arithmetic.AND: asm.ArithmeticFunct3.AND,
+    Arithmetic.OR: asm.ArithmeticFunct3.OR,
+    Arithmetic.XOR: asm.ArithmeticFunct3.XOR,
+    Arithmetic.SHL: asm.ArithmeticFunct3.SLL,
+    Arithmetic.SHR: asm.ArithmeticFunct3.SRL,
+    Arithmetic.SAR: asm.ArithmeticFunct3.SRA,
 }
 _SHIFTS = (Arithmetic.SHL, Arithmetic.SHR, Arithmetic.SAR)
 _CONDITIONS = {
-    Condition.EQ: (Branch.EQ, False),
-    Condition.NE: (Branch.NE, False),
-    Condition.BELOW: (Branch.LTU, False),
-    Condition.BELOW_EQ: (Branch.GEU, True),
-    Condition.ABOVE: (Branch.LTU, True),
-    Condition.ABOVE_EQ: (Branch.GEU, False),
-    Condition.LESS: (Branch.LT, False),
-    Condition.LESS_EQ: (Branch.GE, True),
-    Condition.GREATER: (Branch.LT, True),
-    Condition.GREATER_EQ: (Branch.GE, False),
-    Condition.ANY_BIT: (Branch.NE, False),
-    Condition.NO_BIT: (Branch.EQ, False),
+    Condition.EQ: (BranchFunct3.EQ, False),
+    Condition.NE: (BranchFunct3.NE, False),
+    Condition.BELOW: (BranchFunct3.LTU, False),
+    Condition.BELOW_EQ: (BranchFunct3.GEU, True),
+    Condition.ABOVE: (BranchFunct3.LTU, True),
+    Condition.ABOVE_EQ: (BranchFunct3.GEU, False),
+    Condition.LESS: (BranchFunct3.LT, False),
+    Condition.LESS_EQ: (BranchFunct3.GE, True),
+    Condition.GREATER: (BranchFunct3.LT, True),
+    Condition.GREATER_EQ: (BranchFunct3.GE, False),
+    Condition.ANY_BIT: (BranchFunct3.NE, False),
+    Condition.NO_BIT: (BranchFunct3.EQ, False),
 }
 """The branch, and whether its operands change places."""
 
@@ -85,7 +85,7 @@ def _preference(live: frozenset[str], reads: frozenset[str]) -> tuple[int, ...]:
     return tuple(sorted(_ORDER, key=lambda number: cost(REGISTER_NAMES[number], live, reads)))
 
 
-class Body(Lowering):
+class RiscvLowering(Lowering):
     """The lowering to RISC-V."""
 
     def __init__(
@@ -114,7 +114,7 @@ class Body(Lowering):
             left, right = right, left
         if self._far:
             # The lowest bit of funct3 turns the condition round.
-            code += asm.branch(Branch(funct3 ^ 1), left, right, _FAR_BRANCH_SIZE)
+            code += asm.branch(BranchFunct3(funct3 ^ 1), left, right, _FAR_BRANCH_SIZE)
         self._block.jumps.append((len(code), label.number))
         code += _HOLE if self._far else asm.branch(funct3, left, right, 0)
 
@@ -166,7 +166,7 @@ class Body(Lowering):
         spare = self._real[_SPARE]
         low = sign_extend(offset, 12)
         self._code += set_register(spare, offset - low)
-        self._code += asm.arithmetic(asm.Arithmetic.ADD, spare, spare, base)
+        self._code += asm.arithmetic(asm.ArithmeticFunct3.ADD, spare, spare, base)
         return spare, low
 
     def _load(self, op: ir.Load) -> None:
@@ -227,7 +227,9 @@ class Body(Lowering):
         src, value = self._real[op.src], self._real[_SECOND]
         base, offset = self._operand(PER_CPU, op.offset)
         self._code += load(value, base, offset, WORD)
-        self._code += asm.arithmetic(asm.Arithmetic.ADD, value, value, src) + store(base, offset, value, WORD)
+        self._code += asm.arithmetic(asm.ArithmeticFunct3.ADD, value, value, src) + store(
+            base, offset, value, WORD
+        )
 
     def _compute_per_cpu(self, op: ir.ComputePerCpu) -> None:
         dst, value = self._real[op.dst], self._real[_SECOND]
@@ -240,7 +242,7 @@ class Body(Lowering):
         left, right = self._real[op.left], self._real[op.right]
         if op.condition in BIT_TESTS:
             spare = self._real[_SPARE]
-            self._code += asm.arithmetic(asm.Arithmetic.AND, spare, left, right)
+            self._code += asm.arithmetic(asm.ArithmeticFunct3.AND, spare, left, right)
             left, right = spare, ZERO
         self._branch_if(op.condition, left, right, op.label)
 
@@ -260,10 +262,10 @@ class Body(Lowering):
             return
         spare = self._real[_SPARE]
         if fits_12(value):
-            self._code += asm.arithmetic_immediate(asm.Arithmetic.AND, spare, left, value)
+            self._code += asm.arithmetic_immediate(asm.ArithmeticFunct3.AND, spare, left, value)
         else:
             self._code += set_register(spare, value)
-            self._code += asm.arithmetic(asm.Arithmetic.AND, spare, left, spare)
+            self._code += asm.arithmetic(asm.ArithmeticFunct3.AND, spare, left, spare)
         self._branch_if(condition, spare, ZERO, label)
 
 
@@ -282,19 +284,19 @@ def in_register(number: int, offset: int = 0) -> int:
 
 def _patch_slot(code: bytearray, at: int, word: int) -> None:
     """The hole keeps the place of the destination register."""
-    rd = Insn(4, int.from_bytes(code[at : at + 4], "little")).rd
+    rd = RiscvInsn(4, int.from_bytes(code[at : at + 4], "little")).rd
     code[at : at + 4] = (word | rd << 7).to_bytes(4, "little")
 
 
 def _patch_jump(code: bytearray, at: int, target: int) -> None:
-    insn = Insn(4, int.from_bytes(code[at : at + 4], "little"))
+    insn = RiscvInsn(4, int.from_bytes(code[at : at + 4], "little"))
     distance = target - at
-    if insn.opcode == Opcode.JAL:
+    if insn.opcode == RiscvOpcode.JAL:
         code[at : at + 4] = asm.jal(ZERO, at, target)
         return
     if distance not in _BRANCH_RANGE:
         raise BranchOutOfReachError
-    code[at : at + 4] = asm.branch(Branch(insn.funct3), insn.rs1, insn.rs2, distance)
+    code[at : at + 4] = asm.branch(BranchFunct3(insn.funct3), insn.rs1, insn.rs2, distance)
 
 
 def encoding(breakpoint_size: int) -> Encoding:

@@ -7,10 +7,10 @@ from errno import EINVAL
 
 from emulated_kernel.arch.base import Prepared
 from emulated_kernel.arch.riscv.emulate import RiscvEmulation, is_emulated
-from emulated_kernel.arch.riscv.insn import Insn, Opcode, decode_insn
+from emulated_kernel.arch.riscv.insn import RiscvInsn, RiscvOpcode, decode_insn
 from emulated_kernel.errors import KernelError
 
-_REJECTED = (Opcode.SYSTEM, Opcode.MISC_MEM)
+_REJECTED = (RiscvOpcode.SYSTEM, RiscvOpcode.MISC_MEM)
 
 
 class Handling(Enum):
@@ -23,7 +23,7 @@ class Handling(Enum):
     """INSN_GOOD."""
 
 
-def handling(insn: Insn) -> Handling:
+def handling(insn: RiscvInsn) -> Handling:
     """How an instruction is run out of line.
 
     Deviates: v6.1 refuses the compressed jumps and branches, which v6.6 simulates; and it takes c.addiw for

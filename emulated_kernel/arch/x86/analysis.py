@@ -1,108 +1,146 @@
-"""One pass over a function: instruction boundaries, and what forbids jump optimization in it."""
+"""One function decoded for the verdict: its instructions and branches, and apart from them its liveness."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import NamedTuple
 
-from emulated_kernel.arch.function import Function, TextLayout
-from emulated_kernel.arch.reason import Finding, Reason
-from emulated_kernel.arch.x86.decode import decode_all
-from emulated_kernel.arch.x86.insn import MAX_INSN_SIZE, Insn, decode_insn, opcodes
+from emulated_kernel.arch.analysis.function import Function, TextLayout
+from emulated_kernel.arch.analysis.reason import Finding, Reason
+from emulated_kernel.arch.x86.facts import TABLES, ControlTransfer, Facts, FactsTable
+from emulated_kernel.arch.x86.insn import MAX_INSN_SIZE
+from emulated_kernel.arch.x86.liveness import Liveness
+from emulated_kernel.errors import KernelError
 
 NOP5 = bytes.fromhex("0f1f440000")
 """What ftrace keeps at a disabled fentry site."""
+UD2_SIZE = 2
+JUMP_SIZE = 5
+"""Bytes of a jump with a displacement of 32 bits."""
+_NOWHERE = TextLayout()
 
-_RELATIVE_JUMPS = opcodes("70-7f e0-e3 e9 eb")
-_JMP_FAR = 0xEA
-_GROUP_5 = 0xFF
 
-
-@dataclass(frozen=True, slots=True)
-class Jump:
-    """A relative jump; calls aren't jumps here."""
+class RelativeBranch(NamedTuple):
+    """A relative jump or call."""
 
     target: int
     source: int
 
 
-class FunctionAnalysis:
-    """What the rules ask about a function, decoded once.
+class X86FunctionAnalysis:
+    """A function as Linux reads it.
+
+    `bug_size`: bytes of a BUG(); kernels of 2007 kept the line and file behind the ud2 (i386: 8 bytes),
+    today's keep them in a table (2).
+    """
+
+    def __init__(
+        self, function: Function, layout: TextLayout = _NOWHERE, bits: int = 64, bug_size: int = UD2_SIZE
+    ) -> None:
+        self.function = function
+        self.layout = layout
+        self.bits = bits
+        self._code = _unpatched(function)
+        self._bug_size = bug_size
+
+    def bytes_at(self, addr: int, size: int = MAX_INSN_SIZE) -> bytes:
+        """The unpatched text from `addr` on, with zeros behind the function."""
+        at = addr - self.function.addr
+        return self._code[at : at + size].ljust(size, b"\0")
+
+    @cached_property
+    def flow(self) -> FunctionFlow:
+        """Its instructions and jumps, decoded when a probe is to be registered there: liveness needs none."""
+        return FunctionFlow(self.function, self.layout, self._code, self.bits, self._bug_size)
+
+    @cached_property
+    def patched(self) -> frozenset[int]:
+        """The bytes that others patch."""
+        function = self.function
+        sites = (*function.fentry_sites, *function.jump_labels, *function.static_calls)
+        return frozenset(addr for site in sites for addr in range(site.addr, site.addr + site.size))
+
+    @cached_property
+    def liveness(self) -> Liveness:
+        """What may still be read at each instruction."""
+        return Liveness(self.function, self.bits)
+
+
+class FunctionFlow:
+    """The instructions of a function, and what forbids jump optimization in it.
 
     Decoding stops at the first instruction that Linux can't decode: nothing behind it can be probed,
     and nothing in front of it optimized.
     """
 
-    def __init__(self, function: Function, layout: TextLayout, bits: int = 64) -> None:
-        self.function = function
-        self.bits = bits
-        self.code = _unpatched(function)
-        self.lengths: dict[int, int] = {}
-        """Length in bytes of the instruction at each boundary."""
+    def __init__(self, function: Function, layout: TextLayout, code: bytes, bits: int, bug_size: int) -> None:
+        self._thunks = layout.thunks
+        self.facts: dict[int, Facts] = {}
+        """Of the instruction at each boundary."""
         self.hazard: Finding | None = None
         """The first thing that forbids optimization anywhere in the function."""
-        self._thunks = layout.thunks
-        self._jumps: list[Jump] = []
-        self._scan()
-        self._jumps.sort(key=lambda jump: jump.target)
-        self._targets = [jump.target for jump in self._jumps]
+        self._calls: list[RelativeBranch] = []
+        self._jumps: list[RelativeBranch] = []
+        self._scan(function, code, TABLES[bits], bug_size)
+        self._jumps.sort()
 
-    def bytes_at(self, addr: int) -> bytes:
-        """The unpatched text from `addr` on, with zeros behind the function."""
-        at = addr - self.function.addr
-        return self.code[at : at + MAX_INSN_SIZE].ljust(MAX_INSN_SIZE, b"\0")
+    def jump_into(self, first: int, last: int) -> RelativeBranch | None:
+        """The jump of the function with a target in first..last, both inclusive, that comes first."""
+        index = bisect_left(self._jumps, (first, 0))
+        if index == len(self._jumps) or self._jumps[index].target > last:
+            return None
+        found = self._jumps[index : bisect_left(self._jumps, (last + 1, 0), index)]
+        return min(found, key=lambda jump: jump.source)
 
-    def jump_into(self, first: int, last: int) -> Jump | None:
-        """The first jump of the function with a target in first..last, both inclusive."""
-        index = bisect_left(self._targets, first)
-        found = []
-        while index < len(self._jumps) and self._targets[index] <= last:
-            found.append(self._jumps[index])
-            index += 1
-        return min(found, key=lambda jump: jump.source, default=None)
+    def branch_into(self, inside: range) -> RelativeBranch | None:
+        """The same, with calls."""
+        found = [branch for branch in (*self._jumps, *self._calls) if branch.target in inside]
+        return min(found, key=lambda branch: branch.source, default=None)
 
-    def _scan(self) -> None:
-        entries = self.function.exception_entries
-        next_addr = self.function.addr
-        for addr, length, insn in decode_all(self.code, self.function.addr, self.bits):
-            self.lengths[addr] = length
-            next_addr = addr + length
-            if addr in entries:
-                self._forbid(Reason.EXCEPTION_TABLE, addr)
-            self._look_at_branch(addr, length, insn)
-        if next_addr < self.function.end:
-            self._forbid(Reason.UNDECODABLE, next_addr)
+    @cached_property
+    def entered(self) -> frozenset[int]:
+        """Where a jump of five bytes, or the byte behind it, would be jumped into: most places are none."""
+        ahead = range(1, JUMP_SIZE + 1)
+        return frozenset(jump.target - distance for jump in self._jumps for distance in ahead)
+
+    def _scan(self, function: Function, code: bytes, table: FactsTable, bug_size: int) -> None:
+        start, at, end = function.addr, 0, len(code)
+        code, facts_at = code.ljust(end + MAX_INSN_SIZE, b"\0"), table.at
+        while at < end:
+            try:
+                facts = facts_at(code, at)
+            except KernelError:
+                break
+            addr = start + at
+            self.facts[addr] = facts
+            at += facts.length
+            if facts.branch is not None:
+                self._look_at_branch(addr, facts, code[at - facts.displacement : at])
+            elif facts.is_ud2:
+                at += bug_size - UD2_SIZE
+        entries = [addr for addr in function.exception_entries if addr in self.facts]
+        if entries:
+            self._forbid(Reason.EXCEPTION_TABLE, min(entries))
+        if at < function.size:
+            self._forbid(Reason.UNDECODABLE, start + at)
 
     def _forbid(self, reason: Reason, addr: int) -> None:
-        if self.hazard is None:
+        if self.hazard is None or addr < self.hazard.addr:
             self.hazard = Finding(reason, addr)
 
-    def _look_at_branch(self, addr: int, length: int, insn: Any) -> None:
-        if insn is not None and not insn.flow_control and not insn.encoding:
-            return
-        # Linux looks at opcode bytes, so that a VEX instruction whose opcode is 70 counts as a jo.
-        seen = decode_insn(self.bytes_at(addr), self.bits)
-        if is_indirect_jump(seen):
+    def _look_at_branch(self, addr: int, facts: Facts, displacement: bytes) -> None:
+        if facts.branch is ControlTransfer.INDIRECT_JUMP:
             self._forbid(Reason.INDIRECT_JUMP, addr)
-        elif is_relative_jump(seen):
-            target = addr + length + seen.immediate
-            self._jumps.append(Jump(target, addr))
-            if self._thunks and self._thunks.start <= target <= self._thunks.stop:
-                self._forbid(Reason.THUNK_JUMP, addr)
-
-
-def is_indirect_jump(insn: Insn) -> bool:
-    """Mirrors: arch/x86/kernel/kprobes/opt.c:__insn_is_indirect_jump (v6.1)."""
-    opcode = insn.opcode[0]
-    return opcode == _JMP_FAR or (opcode == _GROUP_5 and insn.reg in (4, 5))
-
-
-def is_relative_jump(insn: Insn) -> bool:
-    """The opcodes of arch/x86/kernel/kprobes/opt.c:insn_jump_into_range (v6.1)."""
-    if insn.opcode[0] == 0x0F:
-        return insn.opcode[1] & 0xF0 == 0x80
-    return insn.opcode[0] in _RELATIVE_JUMPS
+            return
+        target = addr + facts.length + int.from_bytes(displacement, "little", signed=True)
+        if facts.branch is ControlTransfer.CALL:
+            self._calls.append(RelativeBranch(target, addr))
+            return
+        self._jumps.append(RelativeBranch(target, addr))
+        thunks = self._thunks
+        if thunks and thunks.start <= target <= thunks.stop:
+            self._forbid(Reason.THUNK_JUMP, addr)
 
 
 def _unpatched(function: Function) -> bytes:
@@ -112,7 +150,7 @@ def _unpatched(function: Function) -> bytes:
     """
     code = bytearray(function.code[: function.size])
     for site in function.fentry_sites:
-        at = site - function.addr
+        at = site.addr - function.addr
         if 0 <= at <= len(code) - len(NOP5):
             code[at : at + len(NOP5)] = NOP5
     return bytes(code)

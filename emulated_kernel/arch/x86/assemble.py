@@ -41,7 +41,7 @@ _NEEDS_REX = range(4, 8)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Opcode:
+class X86Opcode:
     """What stands around ModRM of an instruction; `wide` is REX.W, `byte` tells of a byte register operand.
 
     Compared by identity, which makes it a cheap key.
@@ -64,37 +64,37 @@ def signed(value: int, bits: int) -> int:
     return value - (1 << bits) if value >> bits - 1 else value
 
 
-def _sized(code: bytes, size: int) -> Opcode:
+def _sized(code: bytes, size: int) -> X86Opcode:
     """The form of an opcode for 1, 2, 4 or 8 bytes; byte opcodes have bit 0 clear."""
     if size == _BYTE:
-        return Opcode(code[:-1] + bytes([code[-1] & ~1]))
-    return Opcode(code, wide=size == 8, prefix=_OPERAND_SIZE if size == _WORD else b"")
+        return X86Opcode(code[:-1] + bytes([code[-1] & ~1]))
+    return X86Opcode(code, wide=size == 8, prefix=_OPERAND_SIZE if size == _WORD else b"")
 
 
-_STORE = {size: _sized(b"\x89", size) for size in (2, 4, 8)} | {1: Opcode(b"\x88", byte=True)}
+_STORE = {size: _sized(b"\x89", size) for size in (2, 4, 8)} | {1: X86Opcode(b"\x88", byte=True)}
 _LOAD = {
-    (1, False): Opcode(b"\x0f\xb6"),
-    (2, False): Opcode(b"\x0f\xb7"),
-    (4, False): Opcode(b"\x8b"),
-    (8, False): Opcode(b"\x8b", wide=True),
-    (8, True): Opcode(b"\x8b", wide=True),
+    (1, False): X86Opcode(b"\x0f\xb6"),
+    (2, False): X86Opcode(b"\x0f\xb7"),
+    (4, False): X86Opcode(b"\x8b"),
+    (8, False): X86Opcode(b"\x8b", wide=True),
+    (8, True): X86Opcode(b"\x8b", wide=True),
 }
-_EXTEND = {1: Opcode(b"\x0f\xb6", byte=True), 2: Opcode(b"\x0f\xb7")}
-_LOAD_SIGNED_32 = {1: Opcode(b"\x0f\xbe"), 2: Opcode(b"\x0f\xbf"), 4: Opcode(b"\x8b")}
+_EXTEND = {1: X86Opcode(b"\x0f\xb6", byte=True), 2: X86Opcode(b"\x0f\xb7")}
+_LOAD_SIGNED_32 = {1: X86Opcode(b"\x0f\xbe"), 2: X86Opcode(b"\x0f\xbf"), 4: X86Opcode(b"\x8b")}
 _LOAD_SIGNED_64 = {
-    1: Opcode(b"\x0f\xbe", wide=True),
-    2: Opcode(b"\x0f\xbf", wide=True),
-    4: Opcode(b"\x63", wide=True),
+    1: X86Opcode(b"\x0f\xbe", wide=True),
+    2: X86Opcode(b"\x0f\xbf", wide=True),
+    4: X86Opcode(b"\x63", wide=True),
 }
 
 
 @cache
-def _registers(opcode: Opcode, reg: int, rm: int) -> bytes:
+def _registers(opcode: X86Opcode, reg: int, rm: int) -> bytes:
     """An instruction on two registers, or a register and an opcode extension."""
     return _head(opcode, reg, rm, rm) + bytes([0xC0 | (reg & 7) << 3 | rm & 7])
 
 
-def _head(opcode: Opcode, reg: int, rm: int, byte_register: int) -> bytes:
+def _head(opcode: X86Opcode, reg: int, rm: int, byte_register: int) -> bytes:
     """Prefixes and opcode; `byte_register` is the operand that a byte opcode takes."""
     rex = opcode.wide << 3 | (reg >> 3) << 2 | rm >> 3
     forced = opcode.byte and byte_register in _NEEDS_REX
@@ -102,7 +102,7 @@ def _head(opcode: Opcode, reg: int, rm: int, byte_register: int) -> bytes:
 
 
 @lru_cache(4096)
-def _based(opcode: Opcode, reg: int, base: int, offset: int) -> bytes:
+def _based(opcode: X86Opcode, reg: int, base: int, offset: int) -> bytes:
     """An instruction with the operand offset(base), up to its displacement."""
     if offset == 0 and base & 7 != BP:
         mod, displacement = 0, b""
@@ -126,22 +126,22 @@ class Encoder:
         wide = bits == 64
         self._beyond = 0xFFFFFFFF if wide else 0
         self._per_cpu_segment = b"\x65" if wide else b"\x64"
-        self._move = Opcode(b"\x89", wide)
-        self._lea = Opcode(b"\x8d", wide)
-        self._xchg = Opcode(b"\x87", wide)
-        self._test = Opcode(b"\x85", wide)
-        self._test_immediate = Opcode(b"\xf7", wide)
-        self._group1 = {op: Opcode(bytes([op << 3 | 1]), wide) for op in range(8)}
-        self._group1_load = {op: Opcode(bytes([op << 3 | 3]), wide) for op in range(8)}
-        self._group1_byte = Opcode(b"\x83", wide)
-        self._group1_long = Opcode(b"\x81", wide)
-        self._shift = Opcode(b"\xc1", wide)
-        self._shift_by_cl = Opcode(b"\xd3", wide)
-        self._not = Opcode(b"\xf7", wide)
-        self._immediate = Opcode(b"\xc7", wide)
-        self._multiply = Opcode(b"\x0f\xaf", wide)
-        self._compare_exchange = Opcode(b"\x0f\xb1", wide, LOCK)
-        self._exchange_add = Opcode(b"\x0f\xc1", wide, LOCK)
+        self._move = X86Opcode(b"\x89", wide)
+        self._lea = X86Opcode(b"\x8d", wide)
+        self._xchg = X86Opcode(b"\x87", wide)
+        self._test = X86Opcode(b"\x85", wide)
+        self._test_immediate = X86Opcode(b"\xf7", wide)
+        self._group1 = {op: X86Opcode(bytes([op << 3 | 1]), wide) for op in range(8)}
+        self._group1_load = {op: X86Opcode(bytes([op << 3 | 3]), wide) for op in range(8)}
+        self._group1_byte = X86Opcode(b"\x83", wide)
+        self._group1_long = X86Opcode(b"\x81", wide)
+        self._shift = X86Opcode(b"\xc1", wide)
+        self._shift_by_cl = X86Opcode(b"\xd3", wide)
+        self._not = X86Opcode(b"\xf7", wide)
+        self._immediate = X86Opcode(b"\xc7", wide)
+        self._multiply = X86Opcode(b"\x0f\xaf", wide)
+        self._compare_exchange = X86Opcode(b"\x0f\xb1", wide, LOCK)
+        self._exchange_add = X86Opcode(b"\x0f\xc1", wide, LOCK)
         narrow = _LOAD_SIGNED_64 if wide else _LOAD_SIGNED_32
         self._loads = _LOAD | {(size, True): opcode for size, opcode in narrow.items()}
 
@@ -275,7 +275,7 @@ class Encoder:
         """dst = base + index, which isn't sp; the flags are left alone."""
         return _lea_sum(self._lea, dst, base, index)
 
-    def _operand(self, opcode: Opcode, reg: int, base: int, offset: int) -> bytes:
+    def _operand(self, opcode: X86Opcode, reg: int, base: int, offset: int) -> bytes:
         if base >= 0:
             return _based(opcode, reg, base, offset)
         segment = self._per_cpu_segment if base == PER_CPU else b""
@@ -299,7 +299,7 @@ def high_byte_load(offset: int) -> bytes:
 
 _PUSH = tuple((b"\x41" if n > 7 else b"") + bytes([0x50 | n & 7]) for n in range(16))
 _POP = tuple((b"\x41" if n > 7 else b"") + bytes([0x58 | n & 7]) for n in range(16))
-_CMPXCHG8B = Opcode(b"\x0f\xc7", prefix=LOCK)
+_CMPXCHG8B = X86Opcode(b"\x0f\xc7", prefix=LOCK)
 _IMMEDIATES = {size: _sized(b"\xc7", size) for size in (1, 2, 4, 8)}
 _TESTS = {size: _sized(b"\xf7", size) for size in (1, 2, 4, 8)}
 _GROUP1_LONG = {size: _sized(b"\x81", size) for size in (1, 2, 4, 8)}
@@ -307,7 +307,7 @@ _GROUP1_BYTE = {size: _sized(b"\x83", size) for size in (2, 4, 8)} | {1: _GROUP1
 
 
 @lru_cache(1024)
-def _group1_memory(value: int, size: int) -> tuple[Opcode, bytes]:
+def _group1_memory(value: int, size: int) -> tuple[X86Opcode, bytes]:
     if size == _BYTE:
         return _GROUP1_LONG[1], bytes([value & 0xFF])
     number = signed(value, 8 * size)
@@ -324,7 +324,7 @@ def _immediate(value: int, size: int) -> bytes:
 
 
 @cache
-def _absolute(opcode: Opcode, reg: int, bits: int) -> bytes:
+def _absolute(opcode: X86Opcode, reg: int, bits: int) -> bytes:
     """An instruction with an absolute operand, up to the address."""
     # On 64 bits the short form is relative to the instruction pointer.
     modrm = bytes([(reg & 7) << 3 | 4, 0x25]) if bits == 64 else bytes([(reg & 7) << 3 | 5])
@@ -332,12 +332,12 @@ def _absolute(opcode: Opcode, reg: int, bits: int) -> bytes:
 
 
 @cache
-def _stack_operand(opcode: Opcode, reg: int) -> bytes:
+def _stack_operand(opcode: X86Opcode, reg: int) -> bytes:
     return _head(opcode, reg, SP, reg) + bytes([0x80 | (reg & 7) << 3 | SP, 0x24]) + HOLE
 
 
 @cache
-def _lea_sum(lea: Opcode, dst: int, base: int, index: int) -> bytes:
+def _lea_sum(lea: X86Opcode, dst: int, base: int, index: int) -> bytes:
     if base & 7 == BP and index & 7 != BP:
         base, index = index, base
     rex = lea.wide << 3 | (dst >> 3) << 2 | (index >> 3) << 1 | base >> 3

@@ -1,4 +1,4 @@
-"""Instruction lengths and boundaries: iced-x86 for real code, Linux's rule where iced sees none."""
+"""Instruction lengths and boundaries: iced-x86 for real code, Linux's rule where it sees none; and calls."""
 
 from __future__ import annotations
 

@@ -1,96 +1,78 @@
-"""Guest code around a probe's handler: ftrace's trampoline and the detour buffer of an optimized probe.
+"""Guest code around a probe's handler: ftrace's and the return trampoline, and an optimized probe's detour.
 
-Both save a struct pt_regs on the stack of the probed code, meet a breakpoint where the handler is reached,
-and restore every register from what the handler left. Only x86_64.
+They save a struct pt_regs on the stack of the probed code, meet a breakpoint where the handler is reached,
+and restore every register from what the handler left.
 """
 
 from __future__ import annotations
 
+from emulated_kernel.arch.analysis.region import Region
 from emulated_kernel.arch.base import Detour, HandlerStub
-from emulated_kernel.arch.program import HandlerCode
+from emulated_kernel.arch.program.ops import HandlerCode
+from emulated_kernel.arch.x86.assemble import AX, CX, SP
+from emulated_kernel.arch.x86.frame import POPF, RegsFrame, push_address
 from emulated_kernel.arch.x86.insn import MAX_INSN_SIZE
 from emulated_kernel.arch.x86.prepare import DISP32_SIZE, INT3, JMP32_SIZE, copy_instruction, relative_jump
 
-PT_REGS = (
-    "r15", "r14", "r13", "r12", "bp", "bx", "r11", "r10", "r9", "r8", "ax", "cx", "dx", "si", "di",
-    "orig_ax", "ip", "cs", "flags", "sp", "ss",
-)  # fmt: skip
-"""struct pt_regs, from the lowest address up, in words."""
-
-_PUSH_SS = b"\x6a\x18"
-_PUSH_SP = b"\x54"
-_PUSHF, _POPF = b"\x9c", b"\x9d"
-_PUSH_CS = b"\x6a\x10"
-_PUSH_NO_SYSCALL = b"\x6a\xff"
-_PUSH_ZERO = b"\x6a\x00"
-_PUSH_RETURN_ADDRESS = b"\xff\x74\x24\x20"
-"""push 32(%rsp): below it lie ss, sp, flags and cs."""
-_STORE_WAY_BACK = bytes.fromhex(
-    "488b842498000000"  # mov 19*8(%rsp), %rax: sp
-    "488b8c2480000000"  # mov 16*8(%rsp), %rcx: ip
-    "488948f8"  # mov %rcx, -8(%rax)
-    "488b8c2490000000"  # mov 18*8(%rsp), %rcx: flags
-    "488948f0"  # mov %rcx, -16(%rax)
-    "488d40f0"  # lea -16(%rax), %rax
-    "4889842498000000"  # mov %rax, 19*8(%rsp): an interrupt must find nothing of use below rsp
-)
-_TAKE_WAY_BACK = bytes.fromhex("488b642420 9d c3")
-"""mov 32(%rsp), %rsp; popf; ret, with rsp at orig_ax."""
-_SKIP_TO_FLAGS = b"\x48\x8d\x64\x24\x18"
-_SKIP_SP_SS = b"\x48\x8d\x64\x24\x10"
-"""lea 16(%rsp), %rsp: unlike an add, it leaves the flags alone."""
-
-_PUSH_GENERAL = bytes.fromhex("57 56 52 51 50 4150 4151 4152 4153 53 55 4154 4155 4156 4157")
-_POP_GENERAL = bytes.fromhex("415f 415e 415d 415c 5d 5b 415b 415a 4159 4158 58 59 5a 5e 5f")
-
+RET = b"\xc3"
 MAX_DETOUR = 160
 """Bytes; the template and what a region of 5 to 19 bytes needs."""
 MAX_COPIED = MAX_INSN_SIZE + DISP32_SIZE + JMP32_SIZE
 """Bytes of the largest region and of a jump."""
 
-FIXED_REGISTERS = {"cs": 0x10, "ss": 0x18, "orig_ax": -1}
-"""What the frame has in place of registers that are the same at every hit."""
 
-
-def _adjust_sp(size: int) -> bytes:
-    """add $size, 8(%rsp): the saved sp as it was before the first push."""
-    return b"\x48\x83\x44\x24\x08" + bytes([size])
-
-
-def ftrace_trampoline() -> HandlerStub:
+def ftrace_trampoline(frame: RegsFrame) -> HandlerStub:
     """What an fentry site calls; it goes on at the saved ip and sp.
 
     Linux: a changed sp is ignored, and a handler that skips the function sends it to a `ret`. Deviates: the
     same handler does for a call and for a breakpoint.
-    Mirrors: arch/x86/kernel/ftrace_64.S:ftrace_regs_caller (v6.1); orig_ax is 0 there too.
+    Mirrors: arch/x86/kernel/ftrace_64.S, ftrace_32.S:ftrace_regs_caller (v6.1); orig_ax is 0 there too.
     """
-    save = (
-        _PUSH_SS + _PUSH_SP + _PUSHF + _adjust_sp(16) + _PUSH_CS + _PUSH_RETURN_ADDRESS + _PUSH_ZERO
-    ) + _PUSH_GENERAL
-    return HandlerStub(save + INT3 + _STORE_WAY_BACK + _POP_GENERAL + _TAKE_WAY_BACK, len(save))
+    encoder, at, word = frame.encoder, frame.offsets, frame.encoder.word
+    # The return address: below it lie ss, sp, flags and cs.
+    save = frame.save_whole(b"\xff\x74\x24" + bytes([4 * word]), 0, words=1)
+    store_way_back = (
+        encoder.load(AX, SP, at["sp"], word)
+        + encoder.load(CX, SP, at["ip"], word)
+        + encoder.store(AX, -word, CX, word)
+        + encoder.load(CX, SP, at["flags"], word)
+        + encoder.store(AX, -2 * word, CX, word)
+        + encoder.lea(AX, AX, -2 * word)
+        # An interrupt must find nothing of use below sp.
+        + encoder.store(SP, at["sp"], AX, word)
+    )
+    take_way_back = encoder.load(SP, SP, at["sp"] - frame.above_general, word) + POPF + RET
+    return HandlerStub(save + INT3 + store_way_back + frame.pops + take_way_back, len(save))
 
 
-def detour(code: bytes, addr: int, length: int, buffer: int) -> Detour:
-    """The detour at `buffer` for `length` bytes of whole instructions at `addr`, which `code` starts with.
+def return_trampoline(frame: RegsFrame, address: int) -> HandlerStub:
+    """What hooked functions return to, at `address`.
+
+    It pushes its own address where the return address was taken from, so that whoever looks at the stack
+    meanwhile sees a hooked function; the handler puts the real one there.
+    Mirrors: arch/x86/kernel/rethook.c:arch_rethook_trampoline (v6.1).
+    """
+    own = push_address(address)
+    save = own + frame.save_whole(own, -1, words=1)
+    return HandlerStub(save + INT3 + frame.restore_whole + RET, len(save))
+
+
+def detour(frame: RegsFrame, region: Region, buffer: int) -> Detour:
+    """The detour of a region at `buffer`.
 
     Raises: KernelError EINVAL or ERANGE where the buffer is too far away.
     Mirrors: arch/x86/kernel/kprobes/opt.c:optprobe_template_entry, arch_prepare_optimized_kprobe (v6.1).
     """
-    ip = (addr + 1 & 0xFFFFFFFF).to_bytes(4, "little")
-    save = (
-        _PUSH_SS + _PUSH_SP + _PUSHF + _adjust_sp(8) + _PUSH_CS + b"\x68" + ip + _PUSH_NO_SYSCALL
-    ) + _PUSH_GENERAL
-    template = save + INT3 + _POP_GENERAL + _SKIP_TO_FLAGS + _POPF + _SKIP_SP_SS
-    result = template + relocated(code, addr, length, buffer + len(template), 64)
+    save = frame.save_whole(push_address(region.addr + 1), -1, words=0)
+    template = save + INT3 + frame.restore_whole
+    result = template + relocated(region, buffer + len(template), frame.encoder.bits)
     assert len(result) <= MAX_DETOUR
     return Detour(result, len(save), len(template))
 
 
-def compiled_detour(
-    code: bytes, addr: int, length: int, buffer: int, handler: HandlerCode, bits: int
-) -> Detour:
+def compiled_detour(region: Region, buffer: int, handler: HandlerCode, bits: int) -> Detour:
     """As `detour`, with the handler's code instead of the breakpoint; raises the same."""
-    return Detour.compiled(handler, relocated(code, addr, length, buffer + len(handler.code), bits))
+    return Detour.compiled(handler, relocated(region, buffer + len(handler.code), bits))
 
 
 def handler_stub(handler: HandlerCode, buffer: int, target: int) -> Detour:
@@ -98,16 +80,14 @@ def handler_stub(handler: HandlerCode, buffer: int, target: int) -> Detour:
     return Detour.compiled(handler, relative_jump(buffer + len(handler.code), target))
 
 
-def relocated(code: bytes, addr: int, length: int, to: int, bits: int) -> bytes:
+def relocated(region: Region, to: int, bits: int) -> bytes:
     """Its instructions for `to`, and a jump to what follows them. Raises: KernelError EINVAL, ERANGE."""
     result = b""
-    done = 0
-    while done < length:
-        insn, decoded = copy_instruction(code[done:], addr + done, to + len(result), bits)
+    while len(result) < region.length:
+        done = len(result)
+        insn, _ = copy_instruction(region.code[done:], region.addr + done, to + done, bits)
         result += insn
-        done += decoded.length
-    assert done == length, "the region ends within an instruction"
-    return result + relative_jump(to + len(result), addr + length)
+    return result + relative_jump(to + len(result), region.end)
 
 
 def relative_call(source: int, target: int) -> bytes:

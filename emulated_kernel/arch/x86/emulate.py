@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Any
 
 from emulated_kernel.arch.base import ByteMemory, Emulation
@@ -29,31 +28,15 @@ REGISTER_NAMES = (
 """Register numbers of ModRM to pt_regs names."""
 
 
-class Op(Enum):
-    """The emulated instructions; one row of the table each."""
-
-    CLI = auto()
-    STI = auto()
-    PUSHF = auto()
-    POPF = auto()
-    RET = auto()
-    FAR_RET = auto()
-    CALL = auto()
-    JMP = auto()
-    JCC = auto()
-    LOOPNE = auto()
-    LOOPE = auto()
-    LOOP = auto()
-    JCXZ = auto()
-    CALL_INDIRECT = auto()
-    JMP_INDIRECT = auto()
+X86Operation = Callable[["X86Emulation", Any, ByteMemory], None]
 
 
 @dataclass(frozen=True, slots=True)
 class X86Emulation(Emulation):
     """One prepared instruction."""
 
-    op: Op
+    op: X86Operation
+    """What it does, one of the functions below."""
     target: int = 0
     """Of a relative branch."""
     condition: int = 0
@@ -69,10 +52,8 @@ class X86Emulation(Emulation):
     mask: int = (1 << 64) - 1
     """All ones in a register."""
 
-
-def emulate(insn: X86Emulation, regs: Any, memory: ByteMemory) -> None:
-    """Execute `insn` on `regs`; nothing of them changes if a stack access raises."""
-    _TABLE[insn.op](insn, regs, memory)
+    def run(self, regs: Any, memory: ByteMemory) -> None:
+        self.op(self, regs, memory)
 
 
 def condition_holds(condition: int, flags: int) -> bool:
@@ -108,22 +89,22 @@ def _top(insn: X86Emulation, regs: Any, memory: ByteMemory, index: int = 0) -> i
     return int.from_bytes(memory.read((regs.sp + index * size) & insn.mask, size), "little")
 
 
-def _cli(insn: X86Emulation, regs: Any, _memory: ByteMemory) -> None:
+def cli(insn: X86Emulation, regs: Any, _memory: ByteMemory) -> None:
     regs.flags &= ~IF
     regs.ip = insn.next_ip
 
 
-def _sti(insn: X86Emulation, regs: Any, _memory: ByteMemory) -> None:
+def sti(insn: X86Emulation, regs: Any, _memory: ByteMemory) -> None:
     regs.flags |= IF
     regs.ip = insn.next_ip
 
 
-def _pushf(insn: X86Emulation, regs: Any, memory: ByteMemory) -> None:
+def pushf(insn: X86Emulation, regs: Any, memory: ByteMemory) -> None:
     _push(insn, regs, memory, regs.flags & PUSHF_MASK)
     regs.ip = insn.next_ip
 
 
-def _popf(insn: X86Emulation, regs: Any, memory: ByteMemory) -> None:
+def popf(insn: X86Emulation, regs: Any, memory: ByteMemory) -> None:
     mask = POPF_MASK & (1 << insn.operand_size * 8) - 1
     value = _top(insn, regs, memory)
     regs.sp = (regs.sp + insn.operand_size) & insn.mask
@@ -131,33 +112,33 @@ def _popf(insn: X86Emulation, regs: Any, memory: ByteMemory) -> None:
     regs.ip = insn.next_ip
 
 
-def _ret(insn: X86Emulation, regs: Any, memory: ByteMemory) -> None:
+def ret(insn: X86Emulation, regs: Any, memory: ByteMemory) -> None:
     target = _top(insn, regs, memory)
     regs.sp = (regs.sp + insn.operand_size + insn.release) & insn.mask
     regs.ip = target
 
 
-def _far_ret(insn: X86Emulation, regs: Any, memory: ByteMemory) -> None:
+def far_ret(insn: X86Emulation, regs: Any, memory: ByteMemory) -> None:
     target, selector = _top(insn, regs, memory), _top(insn, regs, memory, 1)
     regs.sp = (regs.sp + 2 * insn.operand_size + insn.release) & insn.mask
     regs.cs = selector & 0xFFFF
     regs.ip = target
 
 
-def _call(insn: X86Emulation, regs: Any, memory: ByteMemory) -> None:
+def call(insn: X86Emulation, regs: Any, memory: ByteMemory) -> None:
     _push(insn, regs, memory, insn.next_ip)
     regs.ip = insn.target
 
 
-def _jmp(insn: X86Emulation, regs: Any, _memory: ByteMemory) -> None:
+def jmp(insn: X86Emulation, regs: Any, _memory: ByteMemory) -> None:
     regs.ip = insn.target
 
 
-def _jcc(insn: X86Emulation, regs: Any, _memory: ByteMemory) -> None:
+def jcc(insn: X86Emulation, regs: Any, _memory: ByteMemory) -> None:
     regs.ip = insn.target if condition_holds(insn.condition, regs.flags) else insn.next_ip
 
 
-def _loop_while(wanted: Callable[[int], bool]) -> Callable[[X86Emulation, Any, ByteMemory], None]:
+def loop_while(wanted: Callable[[int], bool]) -> X86Operation:
     """loop, loope, loopne: count down, and jump while the counter isn't 0 and `wanted(flags)`.
 
     A 32-bit counter clears the upper half of rcx, as every 32-bit write does; a 16-bit one keeps the rest.
@@ -172,35 +153,16 @@ def _loop_while(wanted: Callable[[int], bool]) -> Callable[[X86Emulation, Any, B
     return loop
 
 
-def _jcxz(insn: X86Emulation, regs: Any, _memory: ByteMemory) -> None:
+def jcxz(insn: X86Emulation, regs: Any, _memory: ByteMemory) -> None:
     regs.ip = insn.next_ip if regs.cx & insn.counter_mask else insn.target
 
 
-def _call_indirect(insn: X86Emulation, regs: Any, memory: ByteMemory) -> None:
+def call_indirect(insn: X86Emulation, regs: Any, memory: ByteMemory) -> None:
     # The operand is read before the push: `call *%rsp` goes to the old stack pointer.
     target: int = getattr(regs, insn.register)
     _push(insn, regs, memory, insn.next_ip)
     regs.ip = target
 
 
-def _jmp_indirect(insn: X86Emulation, regs: Any, _memory: ByteMemory) -> None:
+def jmp_indirect(insn: X86Emulation, regs: Any, _memory: ByteMemory) -> None:
     regs.ip = getattr(regs, insn.register)
-
-
-_TABLE: dict[Op, Callable[[X86Emulation, Any, ByteMemory], None]] = {
-    Op.CLI: _cli,
-    Op.STI: _sti,
-    Op.PUSHF: _pushf,
-    Op.POPF: _popf,
-    Op.RET: _ret,
-    Op.FAR_RET: _far_ret,
-    Op.CALL: _call,
-    Op.JMP: _jmp,
-    Op.JCC: _jcc,
-    Op.LOOPNE: _loop_while(lambda flags: not flags & ZF),
-    Op.LOOPE: _loop_while(lambda flags: bool(flags & ZF)),
-    Op.LOOP: _loop_while(lambda _flags: True),
-    Op.JCXZ: _jcxz,
-    Op.CALL_INDIRECT: _call_indirect,
-    Op.JMP_INDIRECT: _jmp_indirect,
-}

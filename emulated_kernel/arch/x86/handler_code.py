@@ -8,26 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from emulated_kernel.arch.base import Live
-from emulated_kernel.arch.code_layout import lay_out
-from emulated_kernel.arch.program import CallHost, HandlerCode, Program
+from emulated_kernel.arch.analysis.region import Live
+from emulated_kernel.arch.base import Detour, ReturnCode, ReturnDispatch
+from emulated_kernel.arch.program.code_layout import lay_out
+from emulated_kernel.arch.program.ops import CallHost, HandlerCode, Program
 from emulated_kernel.arch.x86 import assemble as asm
-from emulated_kernel.arch.x86.assemble import AX, SP, Encoder
+from emulated_kernel.arch.x86.assemble import AX, SP, Encoder, jump_through
+from emulated_kernel.arch.x86.detour import RET, return_trampoline
 from emulated_kernel.arch.x86.emulate import REGISTER_NAMES
-from emulated_kernel.arch.x86.frame import Frame
-from emulated_kernel.arch.x86.lowering import ENCODING, NUMBERS, SLOT_FLAGS, SLOT_SP, Body
+from emulated_kernel.arch.x86.frame import RegsFrame, push_address
+from emulated_kernel.arch.x86.lowering import ENCODING, LEAVING, NUMBERS, SLOT_FLAGS, SLOT_SP, X86Lowering
+from emulated_kernel.arch.x86.prepare import relative_jump
 
 _PUSHF = b"\x9c"
 
 
-def save_all(program: Program, encoder: Encoder, frame: Frame, constants: Mapping[str, int]) -> HandlerCode:
+def save_all(program: Program, frame: RegsFrame, constants: Mapping[str, int]) -> HandlerCode:
     """A program within a frame; the stack pointer is at the frame, complete, at all its host calls."""
     has_host_calls = any(type(op) is CallHost for op in program)
-    body = Body(program, encoder, None, constants, frame.completed(constants) if has_host_calls else b"")
+    before_host = frame.completed(constants) if has_host_calls else b""
+    body = X86Lowering(program, frame.encoder, None, constants, before_host)
     return lay_out(body, frame.save, frame.restore, slots_of(frame), ENCODING)
 
 
-def slots_of(frame: Frame) -> dict[int, int]:
+def slots_of(frame: RegsFrame) -> dict[int, int]:
     """Where the saved values are, from the stack pointer within the frame; bytes."""
     offsets = {NUMBERS[name]: offset for name, offset in frame.offsets.items() if name in NUMBERS}
     offsets[SLOT_FLAGS] = frame.offsets["flags"]
@@ -37,19 +41,19 @@ def slots_of(frame: Frame) -> dict[int, int]:
 
 def save_live(program: Program, encoder: Encoder, live: Live, constants: Mapping[str, int]) -> HandlerCode:
     """A program that keeps what is live, and for the rest what is cheapest."""
-    body = Body(program, encoder, live, constants)
+    body = X86Lowering(program, encoder, live, constants)
     keep = {NUMBERS[name] for name in live.registers}
-    saving = Saving(body, encoder, keep)
+    saving = SavedRegisters(body, encoder, keep)
     return lay_out(body, saving.before, saving.after, saving.offsets, ENCODING)
 
 
-class Saving:
+class SavedRegisters:
     """What is pushed: first what is only read by the program, then what is restored, the status flags last.
 
     lahf and sahf cost a third of pushf and popf, which ends a translated block.
     """
 
-    def __init__(self, body: Body, encoder: Encoder, live: set[int]) -> None:
+    def __init__(self, body: X86Lowering, encoder: Encoder, live: set[int]) -> None:
         changed = {*body.used, AX} if body.saves_flags else set(body.used)
         restored = [number for number in sorted(changed) if number in live]
         reads = sorted(body.slots.difference(restored, [SLOT_SP]))
@@ -71,7 +75,7 @@ class Saving:
         self.offsets[SLOT_SP] = words * encoder.word
 
 
-def _flags_keeping(body: Body, encoder: Encoder, live: set[int]) -> tuple[bytes, bytes, int]:
+def _flags_keeping(body: X86Lowering, encoder: Encoder, live: set[int]) -> tuple[bytes, bytes, int]:
     """Where the flags in ax stay during the program: how they get there, and back, and words pushed."""
     if AX not in body.used:
         return b"", b"", 0
@@ -80,3 +84,59 @@ def _flags_keeping(body: Body, encoder: Encoder, live: set[int]) -> tuple[bytes,
         if number != SP and number not in body.used and number not in live and name not in body.reads:
             return encoder.move(number, AX), encoder.move(AX, number), 0
     return encoder.push(AX), encoder.pop(AX), 1
+
+
+_OWN_SIZE = len(push_address(0))
+_NO_CONSTANTS: Mapping[str, int] = {}
+
+
+class X86ReturnCode(ReturnCode):
+    """With a frame of either width."""
+
+    def __init__(self, frame: RegsFrame, registers: str) -> None:
+        """`registers`: what the caller may read when a function has returned."""
+        self._frame = frame
+        self.live = Live(frozenset(registers.split()), flags=False)
+
+    def dispatch(
+        self, program: Program, buffer: int, own: int | None = None, *, saves_all: bool
+    ) -> ReturnDispatch:
+        address = buffer + self._dispatch(program, 0, saves_all=saves_all).entry if own is None else own
+        found = self._dispatch(program, address, saves_all=saves_all)
+        stub = return_trampoline(self._frame, address)
+        slow = stub.code[_OWN_SIZE:]
+        finish = self._frame.restore + RET if saves_all else b""
+        behind = len(found.code)
+        return ReturnDispatch(
+            code=found.code + slow + finish,
+            entry=found.entry,
+            trap=behind + stub.trap - _OWN_SIZE,
+            finish=behind + len(slow) if finish else None,
+        )
+
+    def _dispatch(self, program: Program, address: int, *, saves_all: bool) -> HandlerCode:
+        own, frame, leave = push_address(address), self._frame, jump_through(LEAVING)
+        if saves_all:
+            body = X86Lowering(program, frame.encoder, None, _NO_CONSTANTS)
+            return lay_out(body, own + frame.save, frame.restore, slots_of(frame), ENCODING, leave)
+        body, saving = self._saving(program)
+        return lay_out(
+            body, own + saving.before, saving.after, saving.offsets, ENCODING, saving.after + leave
+        )
+
+    def handler(self, program: Program, *, saves_all: bool) -> HandlerCode:
+        if saves_all:
+            # The trampoline's program has used registers already.
+            body = X86Lowering(program, self._frame.encoder, None, _NO_CONSTANTS, overwritten=True)
+            return lay_out(body, b"", b"", slots_of(self._frame), ENCODING)
+        body, saving = self._saving(program)
+        return lay_out(body, saving.before, saving.after + RET, saving.offsets, ENCODING)
+
+    def _saving(self, program: Program) -> tuple[X86Lowering, SavedRegisters]:
+        encoder = self._frame.encoder
+        body = X86Lowering(program, encoder, self.live, _NO_CONSTANTS)
+        return body, SavedRegisters(body, encoder, {NUMBERS[name] for name in self.live.registers})
+
+    def placed(self, handler: HandlerCode, buffer: int, finish: int | None) -> Detour:
+        behind = b"" if finish is None else relative_jump(buffer + len(handler.code), finish)
+        return Detour.compiled(handler, behind)

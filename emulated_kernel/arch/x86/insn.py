@@ -16,6 +16,7 @@ from emulated_kernel.errors import KernelError
 
 MAX_INSN_SIZE = 15
 _EMULATE_PREFIXES = (b"\x0f\x0bxen", b"\x0f\x0bkvm")
+EMULATE_PREFIX_SIZE = 5
 
 
 class Imm(Enum):
@@ -37,10 +38,12 @@ class Imm(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Insn:
+class X86Insn:
     """Mirrors: arch/x86/include/asm/insn.h:struct insn (v6.1); sizes in bytes."""
 
     length: int
+    head_size: int
+    """What stands in front of the displacement and the immediate."""
     prefixes: bytes
     """Legacy prefixes, each once."""
     rex: int
@@ -75,7 +78,7 @@ class Insn:
         return 0 if self.modrm is None else (self.modrm & 7) | (self.rex & 1) << 3
 
 
-def decode_insn(code: bytes, bits: int = 64) -> Insn:
+def decode_insn(code: bytes, bits: int = 64) -> X86Insn:
     """The instruction at the start of `code`.
 
     Raises: KernelError(EINVAL) if it isn't decodable or not complete.
@@ -85,7 +88,7 @@ def decode_insn(code: bytes, bits: int = 64) -> Insn:
 
 
 @lru_cache(maxsize=4096)
-def _decode(code: bytes, bits: int) -> Insn:
+def _decode(code: bytes, bits: int) -> X86Insn:
     try:
         return _Decoder(code, bits).decode()
     except IndexError:
@@ -147,10 +150,10 @@ class _Decoder:
         self.operand_size = 4
         self.address_size = bits // 8
 
-    def decode(self) -> Insn:
+    def decode(self) -> X86Insn:
         emulate_prefix = self._code.startswith(_EMULATE_PREFIXES)
         if emulate_prefix:
-            self._at = len(_EMULATE_PREFIXES[0])
+            self._at = EMULATE_PREFIX_SIZE
         self._read_prefixes()
         opcode = self._read_opcode()
         has_modrm, kind = self._layout(opcode)
@@ -158,10 +161,11 @@ class _Decoder:
         if self.vex_map is None:
             kind = _immediate_of_group(opcode, modrm, kind)
         self._force_operand_size(opcode, modrm)
-        displacement_offset, displacement = self._read_displacement(modrm)
+        displacement_offset, displacement, head_size = self._read_displacement(modrm)
         immediate_size, immediate = self._read_immediate(kind)
-        return Insn(
+        return X86Insn(
             length=self._at,
+            head_size=head_size,
             prefixes=self.prefixes,
             rex=self.rex,
             opcode=opcode,
@@ -262,17 +266,18 @@ class _Decoder:
         if self._long and (one_byte or (len(opcode) == 2 and opcode[1] & 0xF0 == 0x80)):
             self.operand_size = 8
 
-    def _read_displacement(self, modrm: int | None) -> tuple[int, int]:
-        """Offset in the instruction, and value."""
+    def _read_displacement(self, modrm: int | None) -> tuple[int, int, int]:
+        """Offset in the instruction, and value; then where it, or an immediate, would begin."""
         if modrm is None or modrm >> 6 == 3:
-            return 0, 0
+            return 0, 0, self._at
         mod, rm = modrm >> 6, modrm & 7
         if self.address_size == 2:
             size = 2 if (mod == 0 and rm == 6) or mod == 2 else mod
         else:
             base = self._next() & 7 if rm == 4 else rm
             size = 4 if (mod == 0 and base == 5) or mod == 2 else mod
-        return (self._at, self._take(size)) if size else (0, 0)
+        start = self._at
+        return (start, self._take(size), start) if size else (0, 0, start)
 
     def _read_immediate(self, kind: Imm) -> tuple[int, int]:
         """Size and value; of the two parts of a far pointer or of enter, the first."""

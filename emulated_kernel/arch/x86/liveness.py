@@ -10,9 +10,9 @@ from __future__ import annotations
 from functools import cache, lru_cache
 from typing import Any
 
-from emulated_kernel.arch.base import Live
-from emulated_kernel.arch.dataflow import Effect, solve
-from emulated_kernel.arch.function import Function
+from emulated_kernel.arch.analysis.dataflow import Effect, solve
+from emulated_kernel.arch.analysis.function import Function
+from emulated_kernel.arch.analysis.region import Live
 from emulated_kernel.arch.x86.decode import decode_all
 from emulated_kernel.arch.x86.emulate import REGISTER_NAMES
 
@@ -93,7 +93,7 @@ def _registers(info: Any) -> tuple[int, int]:
     writing = (OpAccess.WRITE, OpAccess.READ_WRITE)
     reads = kills = 0
     for used in info.used_registers():
-        number = _register_numbers().get(RegisterExt.full_register(used.register))
+        number = register_numbers().get(RegisterExt.full_register(used.register))
         if number is None:
             continue
         if used.access in reading:
@@ -120,7 +120,7 @@ def _flags(insn: Any) -> tuple[int, int]:
 
 
 @cache
-def _register_numbers() -> dict[int, int]:
+def register_numbers() -> dict[int, int]:
     """iced's 64-bit register to its number in ModRM."""
     from iced_x86 import Register
 

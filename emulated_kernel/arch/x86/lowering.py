@@ -6,15 +6,56 @@ from collections.abc import Mapping
 from functools import lru_cache
 from struct import Struct
 
-from emulated_kernel.arch import program as ir
-from emulated_kernel.arch.base import Live
-from emulated_kernel.arch.code_layout import Block, Encoding
-from emulated_kernel.arch.lowering import BIT_TESTS, Assignment, Lowering, cost, registers_read
-from emulated_kernel.arch.program import Arithmetic, Condition, Program
+from emulated_kernel.arch.analysis.region import Live
+from emulated_kernel.arch.program import ops as ir
+from emulated_kernel.arch.program.code_layout import Block, Encoding
+from emulated_kernel.arch.program.lowering import BIT_TESTS, Assignment, Lowering, cost, registers_read
+from emulated_kernel.arch.program.ops import Arithmetic, Condition, Program
 from emulated_kernel.arch.x86 import assemble as asm
-from emulated_kernel.arch.x86.assemble import AX, BP, BX, CX, DI, DX, PER_CPU, SI, SP, Encoder, signed
+from emulated_kernel.arch.x86.assemble import (
+    ABSOLUTE,
+    AX,
+    BP,
+    BX,
+    CX,
+    DI,
+    DX,
+    PER_CPU,
+    SI,
+    SP,
+    Encoder,
+    signed,
+)
 from emulated_kernel.arch.x86.emulate import REGISTER_NAMES
-from emulated_kernel.arch.x86.sum_32 import add_and_fetch_8
+
+_JNE_SHORT = b"\x75"
+
+
+def add_and_fetch_8(encoder: Encoder, address: int, value: int, low: int, high: int) -> bytes:
+    """high:low = the 8 bytes at an absolute address + value, stored there; other registers are left alone."""
+    kept = [register for register in (AX, DX, BX, CX) if register not in (low, high)]
+    load = encoder.load(AX, ABSOLUTE, address, 4) + encoder.load(DX, ABSOLUTE, address + 4, 4)
+    turn = (
+        encoder.move(BX, AX)
+        + encoder.move(CX, DX)
+        + encoder.arithmetic_immediate(asm.ADD, BX, value)
+        + encoder.arithmetic_immediate(asm.ADC, CX, 0)
+        + encoder.compare_exchange_8(ABSOLUTE, address)
+    )
+    turn += _JNE_SHORT + (-len(turn) - 2).to_bytes(1, "little", signed=True)
+    save = b"".join(map(encoder.push, kept))
+    restore = b"".join(map(encoder.pop, reversed(kept)))
+    return save + load + turn + _from_sum(encoder, low, high) + restore
+
+
+def _from_sum(encoder: Encoder, low: int, high: int) -> bytes:
+    """high:low = cx:bx, whichever registers they are."""
+    if high != BX:
+        return encoder.move(high, CX) + encoder.move(low, BX)
+    if low == CX:
+        return encoder.exchange(BX, CX)
+    return encoder.move(low, BX) + encoder.move(high, CX)
+
 
 NUMBERS = {name: number for number, name in enumerate(REGISTER_NAMES)}
 """pt_regs names to numbers in ModRM."""
@@ -110,7 +151,7 @@ def _preference(bits: int, live: frozenset[str], reads: frozenset[str], saves_fl
     return tuple(sorted(_ORDER[bits], key=of))
 
 
-class Body(Lowering):
+class X86Lowering(Lowering):
     """The lowering to x86."""
 
     def __init__(

@@ -1,14 +1,50 @@
-"""From the probed instruction to its out-of-line form: a fixed copy for a slot, or an emulation."""
+"""From the probed instruction to its out-of-line form: a copy for a slot, boosted or not, or an emulation."""
 
 from __future__ import annotations
 
 from errno import EINVAL, ENOSPC, EOPNOTSUPP, ERANGE
 
 from emulated_kernel.arch.base import Prepared
-from emulated_kernel.arch.x86.boost import can_boost
-from emulated_kernel.arch.x86.emulate import REGISTER_NAMES, Op, X86Emulation
-from emulated_kernel.arch.x86.insn import MAX_INSN_SIZE, OPERAND_SIZE_PREFIX, Insn, decode_insn
+from emulated_kernel.arch.x86 import emulate
+from emulated_kernel.arch.x86.emulate import REGISTER_NAMES, X86Emulation, X86Operation
+from emulated_kernel.arch.x86.insn import (
+    ADDRESS_SIZE_PREFIX,
+    MAX_INSN_SIZE,
+    OPERAND_SIZE_PREFIX,
+    X86Insn,
+    decode_insn,
+    opcodes,
+)
 from emulated_kernel.errors import KernelError
+
+_CS_PREFIX = 0x2E
+
+# A row for each high digit of the second opcode byte; bit 0x8000 is low digit 0.
+_TWO_BYTE_ROWS = (
+    0x32C0, 0x0001, 0xF000, 0x4000, 0xFFFF, 0x0000, 0xFFF3, 0x0F03,
+    0x0000, 0xFFFF, 0xDCDD, 0xFF1F, 0xC0FF, 0x74DD, 0x64DD, 0x74EE,
+)  # fmt: skip
+
+_NOT_BOOSTABLE = opcodes("62 70-7f 9a c0-c1 cc-ce d0-d3 d6 d8-df e0-e3 e8-e9 eb f0-f4 f6-f7 fe")
+_GROUP_5, _JMP_INDIRECT = 0xFF, 4
+
+
+def can_boost(insn: X86Insn, *, may_fault: bool = False) -> bool:
+    """Whether `insn` neither changes control nor needs its address; `may_fault`: it is in __ex_table.
+
+    Mirrors: arch/x86/kernel/kprobes/core.c:can_boost (v6.1)
+    """
+    if may_fault or len(insn.opcode) > 2:
+        return False
+    if len(insn.opcode) == 2:
+        return bool(_TWO_BYTE_ROWS[insn.opcode[1] >> 4] & 0x8000 >> (insn.opcode[1] & 15))
+    if _CS_PREFIX in insn.prefixes or ADDRESS_SIZE_PREFIX in insn.prefixes:
+        return False
+    opcode = insn.opcode[0]
+    if opcode == _GROUP_5:
+        return insn.reg == _JMP_INDIRECT
+    return opcode not in _NOT_BOOSTABLE
+
 
 INT3 = b"\xcc"
 INT3_SIZE = 1
@@ -30,7 +66,7 @@ def fits_s32(value: int) -> bool:
     return -(1 << 31) <= value < 1 << 31
 
 
-def copy_instruction(code: bytes, addr: int, real: int, bits: int = 64) -> tuple[bytes, Insn]:
+def copy_instruction(code: bytes, addr: int, real: int, bits: int = 64) -> tuple[bytes, X86Insn]:
     """The first instruction of `code`, which stands at `addr`, made to run at `real`.
 
     Raises: KernelError(EINVAL) for what must not be copied: a breakpoint of somebody else, forced
@@ -38,12 +74,7 @@ def copy_instruction(code: bytes, addr: int, real: int, bits: int = 64) -> tuple
     Mirrors: arch/x86/kernel/kprobes/core.c:__copy_instruction (v6.1)
     """
     insn = decode_insn(code, bits)
-    if insn.emulate_prefix:
-        raise KernelError(EINVAL, "forced-emulation prefix")
-    if insn.opcode == INT3:
-        raise KernelError(EINVAL, "breakpoint of another debugger")
-    if masks_exceptions(insn):
-        raise KernelError(EINVAL, "loads the stack segment, which masks exceptions")
+    check_copyable(insn)
     copied = bytearray(code[: insn.length])
     if insn.rip_relative:
         displacement = addr + insn.displacement - real
@@ -54,7 +85,17 @@ def copy_instruction(code: bytes, addr: int, real: int, bits: int = 64) -> tuple
     return bytes(copied), insn
 
 
-def masks_exceptions(insn: Insn) -> bool:
+def check_copyable(insn: X86Insn) -> None:
+    """Raises: KernelError(EINVAL) for what must not be copied, wherever to."""
+    if insn.emulate_prefix:
+        raise KernelError(EINVAL, "forced-emulation prefix")
+    if insn.opcode == INT3:
+        raise KernelError(EINVAL, "breakpoint of another debugger")
+    if masks_exceptions(insn):
+        raise KernelError(EINVAL, "loads the stack segment, which masks exceptions")
+
+
+def masks_exceptions(insn: X86Insn) -> bool:
     """`pop %ss` and `mov ..., %ss` hold back the breakpoint behind them.
 
     Mirrors: arch/x86/include/asm/insn.h:insn_masking_exception (v6.1)
@@ -81,7 +122,7 @@ def prepare(code: bytes, addr: int, slot_addr: int, bits: int = 64, *, may_fault
     )
 
 
-def prepare_emulation(insn: Insn, addr: int, bits: int = 64) -> X86Emulation | None:
+def prepare_emulation(insn: X86Insn, addr: int, bits: int = 64) -> X86Emulation | None:
     """How `insn` is emulated, or None if its copy can be stepped.
 
     Raises: KernelError(EOPNOTSUPP) for control transfers that can be neither.
@@ -95,7 +136,7 @@ def prepare_emulation(insn: Insn, addr: int, bits: int = 64) -> X86Emulation | N
     if opcode == 0xFF:
         return _prepare_indirect(insn, addr, bits)
     if 0x70 <= opcode <= 0x7F:
-        return _branch(insn, addr, bits, Op.JCC)
+        return _branch(insn, addr, bits, emulate.jcc)
     if opcode in _LOOPS:
         return _prepare_loop(insn, addr, bits)
     if opcode in _RELATIVE:
@@ -106,17 +147,22 @@ def prepare_emulation(insn: Insn, addr: int, bits: int = 64) -> X86Emulation | N
 
 
 _REFUSED = frozenset((0x9A, 0xEA, 0xCC, 0xCF))
-_RELATIVE = {0xE8: Op.CALL, 0xE9: Op.JMP, 0xEB: Op.JMP}
-_LOOPS = {0xE0: Op.LOOPNE, 0xE1: Op.LOOPE, 0xE2: Op.LOOP, 0xE3: Op.JCXZ}
+_RELATIVE = {0xE8: emulate.call, 0xE9: emulate.jmp, 0xEB: emulate.jmp}
+_LOOPS = {
+    0xE0: emulate.loop_while(lambda flags: not flags & emulate.ZF),
+    0xE1: emulate.loop_while(lambda flags: bool(flags & emulate.ZF)),
+    0xE2: emulate.loop_while(lambda _flags: True),
+    0xE3: emulate.jcxz,
+}
 _STACK = {
-    0xFA: Op.CLI,
-    0xFB: Op.STI,
-    0x9C: Op.PUSHF,
-    0x9D: Op.POPF,
-    0xC2: Op.RET,
-    0xC3: Op.RET,
-    0xCA: Op.FAR_RET,
-    0xCB: Op.FAR_RET,
+    0xFA: emulate.cli,
+    0xFB: emulate.sti,
+    0x9C: emulate.pushf,
+    0x9D: emulate.popf,
+    0xC2: emulate.ret,
+    0xC3: emulate.ret,
+    0xCA: emulate.far_ret,
+    0xCB: emulate.far_ret,
 }
 _TAKES_RELEASE = frozenset((0xC2, 0xCA))
 
@@ -125,7 +171,7 @@ def _mask(bits: int) -> int:
     return (1 << bits) - 1
 
 
-def _branch(insn: Insn, addr: int, bits: int, op: Op) -> X86Emulation:
+def _branch(insn: X86Insn, addr: int, bits: int, op: X86Operation) -> X86Emulation:
     """A relative call or jump; a 16-bit operand size (32-bit mode only) cuts the target."""
     next_ip = addr + insn.length
     target = (next_ip + insn.immediate) & (0xFFFF if insn.operand_size == 2 else _mask(bits))
@@ -139,7 +185,7 @@ def _branch(insn: Insn, addr: int, bits: int, op: Op) -> X86Emulation:
     )
 
 
-def _prepare_loop(insn: Insn, addr: int, bits: int) -> X86Emulation:
+def _prepare_loop(insn: X86Insn, addr: int, bits: int) -> X86Emulation:
     branch = _branch(insn, addr, bits, _LOOPS[insn.opcode[0]])
     return X86Emulation(
         next_ip=branch.next_ip,
@@ -150,7 +196,7 @@ def _prepare_loop(insn: Insn, addr: int, bits: int) -> X86Emulation:
     )
 
 
-def _prepare_stack(insn: Insn, addr: int, bits: int) -> X86Emulation:
+def _prepare_stack(insn: X86Insn, addr: int, bits: int) -> X86Emulation:
     return X86Emulation(
         next_ip=addr + insn.length,
         op=_STACK[insn.opcode[0]],
@@ -160,26 +206,26 @@ def _prepare_stack(insn: Insn, addr: int, bits: int) -> X86Emulation:
     )
 
 
-def _stack_operand_size(insn: Insn, bits: int) -> int:
+def _stack_operand_size(insn: X86Insn, bits: int) -> int:
     """pushf and popf obey the operand size prefix, which Linux's decoder overrides in 64-bit mode."""
     if insn.opcode[0] in (0x9C, 0x9D) and OPERAND_SIZE_PREFIX in insn.prefixes and not insn.rex & 8:
         return 2 if bits == 64 else insn.operand_size
     return insn.operand_size
 
 
-def _prepare_two_byte(insn: Insn, addr: int, bits: int) -> X86Emulation | None:
+def _prepare_two_byte(insn: X86Insn, addr: int, bits: int) -> X86Emulation | None:
     if insn.opcode[1] & 0xF0 == 0x80:
-        return _branch(insn, addr, bits, Op.JCC)
+        return _branch(insn, addr, bits, emulate.jcc)
     if insn.opcode[1] == 0x01 and insn.mod == 3 and insn.reg == 0:
         raise KernelError(EOPNOTSUPP, "VM extension")
     return None
 
 
-def _prepare_indirect(insn: Insn, addr: int, bits: int) -> X86Emulation | None:
+def _prepare_indirect(insn: X86Insn, addr: int, bits: int) -> X86Emulation | None:
     """Group 5: only register operands of the full width are emulated."""
     if insn.reg in (3, 5):
         raise KernelError(EOPNOTSUPP, "indirect far transfer")
-    op = {2: Op.CALL_INDIRECT, 4: Op.JMP_INDIRECT}.get(insn.reg)
+    op = {2: emulate.call_indirect, 4: emulate.jmp_indirect}.get(insn.reg)
     if op is None:
         return None
     if insn.address_size * 8 != bits or insn.mod != 3:

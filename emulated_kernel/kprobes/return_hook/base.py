@@ -6,9 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from typing import ClassVar, NamedTuple
 
-from emulated_kernel.kprobes.return_hook.stack_code import StackCode, TaskOffsets
-from emulated_kernel.kprobes.return_hook.tasks import TaskFields
-from emulated_kernel.kprobes.return_hook.words import GuestWords
+from emulated_kernel.kprobes.return_hook.guest_heap import GuestHeap, TaskFields
 
 HANDLER, POOL = 1, 2
 """Words of a hook (struct rethook): the address of the guest code that handles its returns, 0 if Python
@@ -49,7 +47,7 @@ class ShadowStack(ABC):
     needs_fentry: ClassVar[bool] = False
     """Functions are hooked from their fentry sites alone."""
 
-    def __init__(self, words: GuestWords, tasks: TaskFields, cpus: int) -> None:
+    def __init__(self, words: GuestHeap, tasks: TaskFields, cpus: int) -> None:
         self.words = words
         self.tasks = tasks
         self.cpus = cpus
@@ -59,10 +57,6 @@ class ShadowStack(ABC):
         self._removed: set[int] = set()
         self.counters: dict[int, memoryview] = {}
         """Of each hook, live, by MISSED, RETURNED, ACTIVE and HIGH_WATER."""
-
-    @abstractmethod
-    def code(self, offsets: TaskOffsets) -> StackCode:
-        """How guest code works on it."""
 
     @abstractmethod
     def add_hook(self, nodes: int, data_size: int) -> int:
@@ -96,7 +90,7 @@ class ShadowStack(ABC):
         self._release_if_unused(hook)
 
     def _release_if_unused(self, hook: int) -> None:
-        """To be called when a node has come back."""
+        """Called after a node was given back: releases a removed hook with its last one."""
         if hook in self._removed and not self.active(hook):
             self._removed.remove(hook)
             self._release(hook)
@@ -169,3 +163,9 @@ class ShadowStack(ABC):
 def counter_at(hook: int, counter: int, word_size: int) -> int:
     """Address of a hook's counter."""
     return hook + CONTROL_WORDS * word_size + 8 * counter
+
+
+def note_taken(counters: memoryview) -> None:
+    """One instance more of a hook is in use."""
+    counters[ACTIVE] += 1
+    counters[HIGH_WATER] = max(counters[HIGH_WATER], counters[ACTIVE])

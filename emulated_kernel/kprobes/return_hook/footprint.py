@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from emulated_kernel.abi import PAGE_SIZE
 from emulated_kernel.kprobes.return_hook.base import ShadowStack
-from emulated_kernel.kprobes.return_hook.tasks import TaskFields
-from emulated_kernel.kprobes.return_hook.words import GuestWords
+from emulated_kernel.kprobes.return_hook.guest_heap import GuestHeap, TaskFields
 
 WORD = 8
 _FIELDS = {"task_struct.rethooks": 0, "task_struct.ret_stack": WORD, "task_struct.curr_ret_stack": 2 * WORD}
@@ -32,7 +31,7 @@ def footprint(kind: type[ShadowStack], *, cpus: int, tasks: int, probes: int, no
     """
     source = _Pages()
     fields = TaskFields(source.memory, {**_FIELDS, "percpu.base": 0, "percpu.current_task": 0}, WORD)
-    stack = kind(GuestWords(source, WORD), fields, cpus)
+    stack = kind(GuestHeap(source, WORD), fields, cpus)
     hooks = [stack.add_hook(nodes, 0) for _ in range(probes)]
     stack.give_stacks(range(_Memory.TASKS, _Memory.TASKS + tasks * _TASK_SIZE, _TASK_SIZE))
     memory = stack.shared_memory + sum(stack.memory_of(hook) for hook in hooks)
@@ -66,7 +65,7 @@ class _Memory:
 
 
 class _Pages:
-    """A machine's memory, as far as GuestWords needs one."""
+    """A machine's memory, as far as GuestHeap needs one."""
 
     def __init__(self) -> None:
         self.memory = _Memory()

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
+from typing import Any
 
 from emulated_kernel.arch.base import Arch
 from emulated_kernel.errors import KernelError
-from emulated_kernel.kprobes.compiled import CompiledCode, Compiler
+from emulated_kernel.image.image import KernelImage
+from emulated_kernel.kprobes.handlers.compiler import Compiler
 from emulated_kernel.kprobes.kprobe import Emit
 from emulated_kernel.kprobes.profile import TrampolineForm
-from emulated_kernel.kprobes.return_hook.base import MISSED, RETURNED, Pending, ShadowStack
-from emulated_kernel.kprobes.return_hook.instances import InstanceTable
+from emulated_kernel.kprobes.return_hook.base import RETURNED, Pending, ShadowStack
+from emulated_kernel.kprobes.return_hook.guest_heap import GuestHeap, TaskFields
+from emulated_kernel.kprobes.return_hook.hook import Instance, ReturnHandler, ReturnHook
+from emulated_kernel.kprobes.return_hook.instances import InstancesCode, InstanceTable
 from emulated_kernel.kprobes.return_hook.native import NativeReturns
-from emulated_kernel.kprobes.return_hook.objpool import ObjpoolStack
-from emulated_kernel.kprobes.return_hook.ret_stack import RetStack, UnifiedStack
-from emulated_kernel.kprobes.return_hook.rethook import RethookStack
-from emulated_kernel.kprobes.return_hook.stack_code import TaskOffsets
-from emulated_kernel.kprobes.return_hook.tasks import TaskFields
-from emulated_kernel.kprobes.return_hook.trampoline import Trampoline, TrampolineText
-from emulated_kernel.kprobes.return_hook.words import GuestWords, PageSource
+from emulated_kernel.kprobes.return_hook.objpool import ObjpoolCode, ObjpoolStack
+from emulated_kernel.kprobes.return_hook.ret_stack import RetStack, RetStackCode, UnifiedStack
+from emulated_kernel.kprobes.return_hook.rethook import RethookCode, RethookStack
+from emulated_kernel.kprobes.return_hook.stack_code import StackCode, TaskOffsets
+from emulated_kernel.kprobes.return_hook.trampoline import Trampoline
+from emulated_kernel.kprobes.scheduler import Scheduler
+from emulated_kernel.lock import ControlLock
+from emulated_kernel.machine.machine import Machine
+from emulated_kernel.machine.traps.trap import MemoryFault
 
 _log = logging.getLogger(__name__)
 
@@ -30,154 +35,55 @@ SHADOW_STACKS: Mapping[str, type[ShadowStack]] = {
     stack.name: stack for stack in (RethookStack, ObjpoolStack, InstanceTable, RetStack, UnifiedStack)
 }
 """By name; the first one is that of Linux 6.1."""
-
-
-@dataclass(eq=False, slots=True)
-class Instance:
-    """A call whose return is awaited. Mirrors: struct rethook_node (v6.1)."""
-
-    hook: ReturnHook
-    node: int
-    """Where it stands in the shadow stack's memory; an address."""
-    task: int
-    ret_addr: int = 0
-    """What was replaced; of several hooks on a function all but one have the trampoline here."""
-    frame: int = 0
-    """Address of the stack slot."""
-
-    @property
-    def data(self) -> memoryview:
-        """The hook's private bytes for this call; valid until the return handler has ended."""
-        return self.hook.data_of(self.node)
-
-
-ReturnHandler = Callable[[Instance, Any], None]
-
-
-@dataclass(eq=False, slots=True)
-class ReturnHook:
-    """One user of return hooks. Mirrors: struct rethook (v6.1)."""
-
-    address: int
-    handler: ReturnHandler
-    data_size: int
-    stack: ShadowStack
-    program: Emit | None = None
-    """The handler as guest code; it gets HitWay.RETURN."""
-    code: CompiledCode | None = None
-    """What was made of it."""
-    follows_convention: bool = False
-    """Callers of the hooked function expect no more than what the calling convention keeps."""
-    place: int = 0
-    """Address of the hooked function; 0 for many."""
-    flushed: int = 0
-    """Calls that never returned, because their task ended or their run was given up."""
-
-    def data_of(self, node: int) -> memoryview:
-        return self.stack.data(node, self.data_size)
-
-    @property
-    def active(self) -> int:
-        """Instances in use."""
-        return self.stack.active(self.address)
-
-    @property
-    def nodes(self) -> int:
-        """Instances that there are; 0 where the tasks' stacks limit them."""
-        return self.stack.hooks[self.address]
-
-    @property
-    def high_water(self) -> int:
-        """The most that ever were."""
-        return self.stack.high_water(self.address)
-
-    @property
-    def missed(self) -> int:
-        """Calls for which none was left."""
-        return int(self.stack.counters[self.address][MISSED])
-
-    @property
-    def returned(self) -> int:
-        """Calls whose return was handled."""
-        return int(self.stack.counters[self.address][RETURNED])
-
-    def miss(self) -> None:
-        """Count a call as missed."""
-        self.stack.counters[self.address][MISSED] += 1
-
-    @property
-    def memory(self) -> int:
-        """Bytes allocated for it alone."""
-        return self.stack.memory_of(self.address)
-
-
-class HookedMemory(Protocol):
-    def read_word(self, va: int, /) -> int: ...
-
-    def read(self, va: int, size: int, /) -> bytes: ...
-
-    def write(self, va: int, data: bytes, /) -> None: ...
-
-    def view(self, va: int, size: int, /) -> memoryview: ...
-
-
-class HookedMachine(PageSource, Protocol):
-    @property
-    def memory(self) -> HookedMemory: ...
-
-    @property
-    def breakpoints(self) -> dict[int, Callable[[Any], None]]: ...
-
-    @property
-    def text(self) -> TrampolineText: ...
-
-
-class HookedImage(Protocol):
-    @property
-    def abi(self) -> Mapping[str, int]: ...
+_CODES: Mapping[str, type[StackCode[Any]]] = {
+    RethookStack.name: RethookCode,
+    ObjpoolStack.name: ObjpoolCode,
+    InstanceTable.name: InstancesCode,
+    RetStack.name: RetStackCode,
+    UnifiedStack.name: RetStackCode,
+}
+"""What guest code does on each."""
 
 
 class ReturnHooks:
-    """All return hooks of one kernel. Callers hold the kernel's control lock.
+    """All return hooks of one kernel.
 
     Mirrors: kernel/trace/rethook.c (v6.1).
     """
 
     def __init__(
         self,
-        machine: HookedMachine,
-        image: HookedImage,
+        machine: Machine,
+        image: KernelImage,
         arch: Arch,
-        *,
-        cpus: int = 1,
-        stack: str = RethookStack.name,
-        form: TrampolineForm = TrampolineForm.ASSEMBLY,
-        compiler: Compiler | None = None,
-        current_cpu: Callable[[], int] = lambda: 0,
+        form: TrampolineForm,
+        compiler: Compiler,
+        scheduler: Scheduler,
+        lock: ControlLock,
+        stack: str,
+        sets: list[ReturnHooks],
     ) -> None:
-        """With a `compiler` guest code hooks calls and handles returns."""
+        """`stack` names the shadow stack; `sets` are all return hooks of the kernel, which these join."""
+        self._machine = machine
         self._memory = machine.memory
-        self._text = machine.text
         self._abi = image.abi
         self._arch = arch
-        self._cpus = cpus
-        self._current_cpu = current_cpu
-        self._per_cpu_area = image.abi.get("percpu.base", 0)
+        self._compiler = compiler
+        self._scheduler = scheduler
+        self._lock = lock
+        self._sets = sets
         self._breakpoints = machine.breakpoints
-        self._words = GuestWords(machine, arch.word_size)
+        self._words = GuestHeap(machine, arch.word_size)
         self._tasks = TaskFields(machine.memory, image.abi, arch.word_size)
         self._hooks: dict[int, ReturnHook] = {}
         self._removed: dict[int, ReturnHook] = {}
         """Those of them that may still have calls pending."""
-        self._compiler = compiler
-        self.trampoline = Trampoline(machine, arch, form, self._returned)
+        self.trampoline = Trampoline(machine, image.abi, arch, form, self._returned)
         self._has_traps = False
-        self.is_shared: Callable[[], bool] = lambda: False
-        """Whether other hooks use a shadow stack that this may not change to; set by whoever made them."""
-        self.all_tasks: Callable[[], Iterable[int]] = lambda: ()
-        """Who may need a shadow stack; set by whoever knows tasks."""
         self.stack = self._make_stack(stack)
         self.native = self._make_native()
+        sets.append(self)
+        self.look_from(machine.cpu)
 
     # The choice of the shadow stack
 
@@ -187,10 +93,7 @@ class ReturnHooks:
         except KeyError:
             known = ", ".join(SHADOW_STACKS)
             raise KernelError(errno.EINVAL, f"no return hook {name}; there are {known}") from None
-        stack = kind(self._words, self._tasks, self._cpus)
-        if isinstance(stack, ObjpoolStack):
-            stack.current_cpu = self._current_cpu
-        return stack
+        return kind(self._words, self._tasks, self._machine.config.cpus)
 
     def return_hooks(self) -> list[str]:
         """Names that `select_return_hook` takes."""
@@ -206,8 +109,9 @@ class ReturnHooks:
 
         Raises: KernelError EINVAL (unknown), EBUSY while a function is hooked or has yet to return.
         """
+        self._lock.assert_held()
         stack = self._make_stack(name)
-        if self.is_used or self.is_shared():
+        if any(hooks.is_used for hooks in self._sets):
             raise KernelError(errno.EBUSY, "there are return hooks")
         if self.native is not None:
             self.native.close()
@@ -219,9 +123,9 @@ class ReturnHooks:
         """What makes guest code for the shadow stack; None where Python does all."""
         arch = self._arch
         offsets = TaskOffsets.of(self._abi, arch.word_size)
-        if self._compiler is None or offsets is None or arch.live_at_return is None:
+        if offsets is None or arch.returns is None:
             return None
-        code = self.stack.code(offsets)
+        code = _CODES[self.stack.name](offsets, self.stack)
         return NativeReturns(self.stack, code, self.trampoline, self._compiler, arch)
 
     # Users
@@ -234,8 +138,9 @@ class ReturnHooks:
         `program` makes guest code that does what the handler does, where that is possible.
         Raises: KernelError ENOMEM. Mirrors: rethook_alloc, rethook_add_node (v6.1).
         """
+        self._lock.assert_held()
         self.install()
-        self.stack.give_stacks(self.all_tasks())
+        self.stack.give_stacks(self._scheduler.tasks())
         address = self.stack.add_hook(nodes, data_size)
         self._removed = {
             a: hook for a, hook in self._removed.items() if a in self.stack.hooks and a != address
@@ -249,9 +154,10 @@ class ReturnHooks:
 
         Mirrors: kernel/trace/rethook.c:rethook_free (v6.1).
         """
+        self._lock.assert_held()
         self.handler_changed(hook)
         # No CPU is in code of the hook's when its memory goes. Linux: frees it behind a grace period of RCU.
-        self._text.sync()
+        self._machine.text.sync()
         self._removed[hook.address] = self._hooks.pop(hook.address)
         self.stack.remove_hook(hook.address)
 
@@ -296,40 +202,39 @@ class ReturnHooks:
         if before is not None:
             return
         breakpoints[abi["rethook_find_trap"]] = self._asked_for_caller
-        word = self._arch.word_size
-        self._memory.write(abi["host_return_trampoline"], self.trampoline.address.to_bytes(word, "little"))
-        at = abi.get("host_native_return_trampoline")
-        if at is None:
-            return
-        self.trampoline.on_native = lambda address: self._memory.write(at, address.to_bytes(word, "little"))
+        self.trampoline.tell_guest()
 
     # Function entry
 
-    def try_get(self, hook: ReturnHook) -> Instance | None:
-        """An instance for the call that has just begun; None where none is left."""
-        task = self._tasks.current()
-        node = self.stack.try_get(hook.address, task)
-        if not node:
-            return None
-        instance = Instance(hook, node, task)
-        if hook.data_size:
-            instance.data[:] = bytes(hook.data_size)
-        return instance
+    def hook_call(
+        self, hook: ReturnHook, regs: Any, wants: Callable[[Instance, Any], bool] | None = None
+    ) -> bool:
+        """Let the function that stands at its entry return to the trampoline; False: it is missed.
 
-    def recycle(self, instance: Instance) -> None:
-        """The call isn't hooked after all."""
-        self.stack.put_back(instance.hook.address, instance.node)
-
-    def hook(self, instance: Instance, regs: Any) -> None:
-        """Let the function that stands at its entry return to the trampoline.
-
-        Raises: MemoryFault where its stack can't be read or written; nothing has changed then.
-        Mirrors: arch/x86/kernel/rethook.c:arch_rethook_prepare (v6.1).
+        Where `wants(instance, regs)` is false the call isn't of interest, and isn't missed.
+        Mirrors: kernel/trace/rethook.c:rethook_try_get, rethook_hook (v6.1).
         """
-        instance.ret_addr, instance.frame = self.trampoline.replace_return_address(regs)
-        self.stack.push(
-            instance.hook.address, instance.task, instance.node, instance.ret_addr, instance.frame
-        )
+        stack, task = self.stack, self._tasks.current()
+        node = stack.try_get(hook.address, task)
+        if not node:
+            hook.miss()
+            return False
+        if wants is not None or hook.data_size:
+            instance = Instance(hook, node, task)
+            if hook.data_size:
+                instance.data[:] = bytes(hook.data_size)
+            if wants is not None and not wants(instance, regs):
+                stack.put_back(hook.address, node)
+                return True
+        try:
+            ret_addr, frame = self.trampoline.replace_return_address(regs)
+        except MemoryFault:
+            # Linux: a fault in the handler. Deviates: what has no stack has no return either.
+            stack.put_back(hook.address, node)
+            hook.miss()
+            return False
+        stack.push(hook.address, task, node, ret_addr, frame)
+        return True
 
     # The trampoline
 
@@ -391,6 +296,19 @@ class ReturnHooks:
                 return call.ret_addr
         return address
 
+    def replaced(self, slot: int) -> Iterator[int]:
+        """What hooks have replaced in a stack slot, newest first.
+
+        While the stack is that of a task which isn't the current one yet, all are searched.
+        """
+        current = self._tasks.current()
+        others = (task for task in self._scheduler.tasks() if task != current)
+        for task in chain((current,), others if self.stack.hooks else ()):
+            calls = [call.ret_addr for call in self.stack.pending(task) if call.frame == slot]
+            if calls:
+                yield from calls
+                return
+
     def flush(self, task: int) -> None:
         """A task has ended: its pending calls never return."""
         for address in self.stack.flush(task):
@@ -412,10 +330,9 @@ class ReturnHooks:
             self.real_return_address(task, slot, self.trampoline.address),
         )
 
-    def look_from(self, area: int) -> None:
-        """The CPU with this per-CPU area is the current one."""
-        self._per_cpu_area = area
-        self._tasks.look_from(area)
+    def look_from(self, cpu: int) -> None:
+        """Another CPU is the current one."""
+        self._tasks.look_from(cpu, self._machine.per_cpu_bases[cpu])
 
     def abandon(self) -> None:
         """A run on a stack of the host's was given up: what it had hooked never returns."""
@@ -423,7 +340,8 @@ class ReturnHooks:
             return
         task = self._tasks.current()
         low = self._memory.read_word(task + self._abi["task_struct.stack"])
-        top = self._memory.read_word(self._per_cpu_area + self._abi["percpu.hardirq_stack_ptr"])
+        area = self._machine.per_cpu_bases[self._machine.cpu]
+        top = self._memory.read_word(area + self._abi["percpu.hardirq_stack_ptr"])
         size = self._abi["thread.size"]
         for call in list(self.stack.pending(task)):
             if low <= call.frame < low + size or top - size <= call.frame < top:

@@ -5,26 +5,44 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
-from emulated_kernel.kprobes.return_hook.base import POOL, Pending
-from emulated_kernel.kprobes.return_hook.instances_code import (
-    FRAME,
-    GOLDEN_RATIO,
-    KPROBE_HASH_BITS,
-    LOCK,
-    NEXT,
-    OWNER,
-    PPREV,
-    RET_ADDR,
-    RP,
-    InstancesCode,
+from emulated_kernel.arch.program.builder import ProgramBuilder
+from emulated_kernel.arch.program.ops import (
+    Arithmetic,
+    Branch,
+    BranchImmediate,
+    CompareExchange,
+    Compute,
+    Condition,
+    Jump,
+    Label,
+    Multiply,
+    StoreImmediate,
 )
-from emulated_kernel.kprobes.return_hook.pooled import PooledStack
-from emulated_kernel.kprobes.return_hook.stack_code import StackCode, TaskOffsets
-from emulated_kernel.kprobes.return_hook.tasks import RETHOOKS, TaskFields
-from emulated_kernel.kprobes.return_hook.words import GuestWords
+from emulated_kernel.kprobes.return_hook.base import POOL, Pending
+from emulated_kernel.kprobes.return_hook.guest_heap import RETHOOKS, GuestHeap, TaskFields
+from emulated_kernel.kprobes.return_hook.rethook_list import RethookListStack
+from emulated_kernel.kprobes.return_hook.stack_code import (
+    FIRST,
+    NODE,
+    RET,
+    SECOND,
+    SLOT,
+    TASK,
+    StackCode,
+    compute,
+    set_to,
+    unless,
+)
+
+NEXT, PPREV, RP, RET_ADDR, OWNER, FRAME, HEADER = range(7)
+"""Words of struct kretprobe_instance, and all of them; its list links, then what it is about."""
+LOCK = 3
+"""Word of a hook: the lock of its free instances."""
+KPROBE_HASH_BITS = 6
+GOLDEN_RATIO = {4: 0x61C88647, 8: 0x61C8864680B583EB}
 
 
-class InstanceTable(PooledStack):
+class InstanceTable(RethookListStack):
     """All pending calls of the kernel in a table of lists; tasks of one hash share a list and its lock.
 
     Mirrors: kernel/kprobes.c:kretprobe_inst_table, hash_ptr (v5.10).
@@ -35,13 +53,10 @@ class InstanceTable(PooledStack):
     ret_addr_word = RET_ADDR
     is_kretprobes = True
 
-    def __init__(self, words: GuestWords, tasks: TaskFields, cpus: int) -> None:
+    def __init__(self, words: GuestHeap, tasks: TaskFields, cpus: int) -> None:
         super().__init__(words, tasks, cpus)
         self.table = self.locks = 0
         """Heads of the lists, and their locks; addresses."""
-
-    def code(self, offsets: TaskOffsets) -> StackCode:
-        return InstancesCode(offsets, self)
 
     def lock_words(self) -> list[int]:
         word = self.words.word_size
@@ -132,3 +147,141 @@ class InstanceTable(PooledStack):
             self._unlink(call.node)
             self.put_back(call.hook, call.node)
         self.tasks.of(task)[RETHOOKS] -= count
+
+
+class InstancesCode(StackCode[InstanceTable]):
+    """Locks are held for a few instructions, by interrupts of the same CPU never.
+
+    Linux: turns interrupts off; here they don't come to compiled code (HitHandling.may_interrupt), nor is a
+    CPU preempted with a lock (Machine.preempt_if), for Python can't wait for it.
+    Mirrors: kernel/kprobes.c:pre_handler_kretprobe, recycle_rp_inst, kretprobe_table_lock (v5.10).
+    """
+
+    data_word = HEADER
+
+    @property
+    def _to_lock(self) -> int:
+        """From a list's head to its lock; bytes."""
+        return self.stack.locks - self.stack.table
+
+    def find(self, builder: ProgramBuilder, none: Label) -> None:
+        word = self.word
+        self._own_list(builder)
+        self._lock(builder, SECOND, self._to_lock, FIRST, RET)
+        with builder.out_of_line() as lost:
+            builder.emit(StoreImmediate(SECOND, self._to_lock, 0, word), Jump(none))
+        self._newest(builder, lost)
+        builder.emit(
+            StoreImmediate(SECOND, self._to_lock, 0, word),
+            self.load(FIRST, NODE, RP * word),
+            self.load(SECOND, NODE, FRAME * word),
+        )
+
+    def enter(self, builder: ProgramBuilder, hook: int, missed: Label, data: int = 0) -> None:  # noqa: ARG002
+        word, head = self.word, POOL * self.word
+        builder.emit(set_to(SECOND, hook))
+        self._lock(builder, SECOND, LOCK * word, FIRST, TASK)
+        with builder.out_of_line() as none:
+            builder.emit(StoreImmediate(SECOND, LOCK * word, 0, word), Jump(missed))
+        builder.emit(self.load(NODE, SECOND, head), unless(NODE, none))
+        self._unlink(builder, FIRST, TASK)
+        builder.emit(
+            StoreImmediate(SECOND, LOCK * word, 0, word),
+            self.store(NODE, RET_ADDR * word, RET),
+            self.store(NODE, FRAME * word, SLOT),
+        )
+        self._own_list(builder)
+        builder.emit(self.store(NODE, OWNER * word, TASK))
+        self._lock(builder, SECOND, self._to_lock, FIRST, TASK)
+        self._link(builder, FIRST)
+        builder.emit(StoreImmediate(SECOND, self._to_lock, 0, word))
+        self._count(builder, 1)
+
+    def leave(self, builder: ProgramBuilder, hook: int, data: int = 0) -> None:
+        word, never = self.word, builder.label()
+        self._own_list(builder)
+        self._lock(builder, SECOND, self._to_lock, FIRST, RET)
+        self._newest(builder, never)
+        builder.place(never)
+        self._unlink(builder, FIRST, TASK)
+        builder.emit(
+            StoreImmediate(SECOND, self._to_lock, 0, word),
+            self.load(RET, NODE, RET_ADDR * word),
+        )
+        self._give_back(builder, data)
+        self._count(builder, -1)
+        builder.emit(set_to(RET, hook))
+        self._lock(builder, RET, LOCK * word, FIRST, TASK)
+        builder.emit(set_to(SECOND, hook + POOL * word))
+        self._link(builder, FIRST)
+        builder.emit(StoreImmediate(RET, LOCK * word, 0, word))
+
+    # Pieces
+
+    def _own_list(self, builder: ProgramBuilder) -> None:
+        """TASK = the running one, SECOND = the head of the list that it is in. Mirrors: hash_ptr."""
+        word = self.word
+        builder.emit(
+            self.current_task(TASK),
+            set_to(SECOND, GOLDEN_RATIO[word]),
+            Multiply(SECOND, TASK),
+            compute(Arithmetic.SHR, SECOND, 8 * word - KPROBE_HASH_BITS),
+            compute(Arithmetic.SHL, SECOND, word.bit_length() - 1),
+            set_to(FIRST, self.stack.table),
+            Compute(Arithmetic.ADD, SECOND, FIRST),
+        )
+
+    def _lock(self, builder: ProgramBuilder, base: int, offset: int, first: int, second: int) -> None:
+        """Take the lock at base + offset; two registers are overwritten."""
+        again = builder.label()
+        builder.place(again)
+        builder.emit(set_to(first, 0), set_to(second, 1), CompareExchange(base, offset, first, second, again))
+
+    def _newest(self, builder: ProgramBuilder, none: Label) -> None:
+        """NODE = the first one of TASK in the list SECOND."""
+        again, found = builder.label(), builder.label()
+        builder.emit(self.load(NODE, SECOND, 0))
+        builder.place(again)
+        builder.emit(
+            unless(NODE, none),
+            self.load(FIRST, NODE, OWNER * self.word),
+            Branch(Condition.EQ, FIRST, TASK, found),
+            self.load(NODE, NODE, NEXT * self.word),
+            Jump(again),
+        )
+        builder.place(found)
+
+    def _unlink(self, builder: ProgramBuilder, following: int, before: int) -> None:
+        """NODE isn't in its list any more. Mirrors: include/linux/list.h:__hlist_del."""
+        word, last = self.word, builder.label()
+        builder.emit(
+            self.load(following, NODE, NEXT * word),
+            self.load(before, NODE, PPREV * word),
+            self.store(before, 0, following),
+            BranchImmediate(Condition.EQ, following, 0, last),
+            self.store(following, PPREV * word, before),
+        )
+        builder.place(last)
+
+    def _link(self, builder: ProgramBuilder, first: int) -> None:
+        """NODE is the first one of the list SECOND. Mirrors: include/linux/list.h:hlist_add_head."""
+        word, alone = self.word, builder.label()
+        builder.emit(
+            self.load(first, SECOND, 0),
+            self.store(NODE, NEXT * word, first),
+            self.store(NODE, PPREV * word, SECOND),
+            self.store(SECOND, 0, NODE),
+            BranchImmediate(Condition.EQ, first, 0, alone),
+            self.store(first, PPREV * word, NODE),
+        )
+        builder.place(alone)
+
+    def _count(self, builder: ProgramBuilder, number: int) -> None:
+        """The running task has so many more in the table."""
+        rethooks = self.offsets.rethooks
+        builder.emit(
+            self.current_task(TASK),
+            self.load(FIRST, TASK, rethooks),
+            compute(Arithmetic.ADD, FIRST, number),
+            self.store(TASK, rethooks, FIRST),
+        )

@@ -7,10 +7,11 @@ that one takes both.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any
 
 from emulated_kernel.arch.base import Arch
-from emulated_kernel.arch.program import (
+from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
+from emulated_kernel.arch.program.ops import (
     AddToCell,
     Arithmetic,
     Branch,
@@ -22,10 +23,10 @@ from emulated_kernel.arch.program import (
     Load,
     StoreImmediate,
 )
-from emulated_kernel.arch.program_builder import HitWay, ProgramBuilder
-from emulated_kernel.kprobes.compiled import CompiledCode, Compiler
-from emulated_kernel.kprobes.kprobe import Emit
+from emulated_kernel.kprobes.handlers.compiler import Compiler
+from emulated_kernel.kprobes.kprobe import CompiledCode
 from emulated_kernel.kprobes.return_hook.base import HANDLER, MISSED, RETURNED, ShadowStack, counter_at
+from emulated_kernel.kprobes.return_hook.hook import ReturnHook
 from emulated_kernel.kprobes.return_hook.stack_code import (
     FIRST,
     NODE,
@@ -39,21 +40,11 @@ from emulated_kernel.kprobes.return_hook.stack_code import (
 from emulated_kernel.kprobes.return_hook.trampoline import Trampoline
 
 
-class NativeHook(Protocol):
-    """What this needs of a ReturnHook."""
-
-    address: int
-    program: Emit | None
-    code: CompiledCode | None
-    follows_convention: bool
-    data_size: int
-
-
 class NativeReturns:
-    """The guest code of the hooks on one shadow stack. Callers hold the kernel's control lock."""
+    """The guest code of the hooks on one shadow stack."""
 
     def __init__(
-        self, stack: ShadowStack, code: StackCode, trampoline: Trampoline, compiler: Compiler, arch: Arch
+        self, stack: ShadowStack, code: StackCode[Any], trampoline: Trampoline, compiler: Compiler, arch: Arch
     ) -> None:
         self._stack = stack
         self._code = code
@@ -67,7 +58,7 @@ class NativeReturns:
 
     # Entries
 
-    def emit_entry(self, builder: ProgramBuilder, way: HitWay, hook: NativeHook) -> bool:
+    def emit_entry(self, builder: ProgramBuilder, way: HitWay, hook: ReturnHook) -> bool:
         """Add the hooking of a call to what is done at its function's entry, or its being missed.
 
         The first word of data, where the hook has any, becomes the function's address; HitWay.CALL alone.
@@ -91,7 +82,7 @@ class NativeReturns:
         builder.place(done)
         return True
 
-    def _data_words(self, hook: NativeHook) -> int:
+    def _data_words(self, hook: ReturnHook) -> int:
         return -(-hook.data_size // self._word)
 
     def get_called(self, builder: ProgramBuilder, register: int) -> None:
@@ -102,7 +93,7 @@ class NativeReturns:
             compute(Arithmetic.ADD, register, -self._call_size),
         )
 
-    def _replace(self, builder: ProgramBuilder, hook: NativeHook) -> None:
+    def _replace(self, builder: ProgramBuilder, hook: ReturnHook) -> None:
         """The word at SLOT, RET until now, becomes a trampoline's address."""
         trampoline, word = self._trampoline, self._word
         if hook.code is None:
@@ -120,7 +111,7 @@ class NativeReturns:
 
     # Returns
 
-    def _prepare_handler(self, hook: NativeHook) -> None:
+    def _prepare_handler(self, hook: ReturnHook) -> None:
         """Make the hook's handler, if it can be guest code."""
         if hook.code is not None or hook.program is None:
             return
@@ -136,7 +127,7 @@ class NativeReturns:
         if hook.code is not None:
             self._stack.words[hook.address + HANDLER * self._word] = hook.code.entry
 
-    def drop_handler(self, hook: NativeHook) -> None:
+    def drop_handler(self, hook: ReturnHook) -> None:
         """What the hook does differs from now on: Python handles its returns, until the next entry."""
         if hook.code is not None:
             self._stack.words[hook.address + HANDLER * self._word] = 0

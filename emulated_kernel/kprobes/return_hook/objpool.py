@@ -1,18 +1,38 @@
-"""Rethook on objpool as in Linux 6.7: a ring of free nodes for each CPU."""
+"""Rethook on objpool as in Linux 6.7: a ring of free nodes for each CPU, the others' where that is empty."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from emulated_kernel.arch.program.builder import ProgramBuilder
+from emulated_kernel.arch.program.ops import (
+    Arithmetic,
+    Branch,
+    CompareExchange,
+    Compute,
+    Condition,
+    Jump,
+    Label,
+    LoadPerCpu,
+    Move,
+)
+from emulated_kernel.kprobes.return_hook.base import ACTIVE, HIGH_WATER, POOL, note_taken
+from emulated_kernel.kprobes.return_hook.guest_heap import GuestHeap, TaskFields
+from emulated_kernel.kprobes.return_hook.rethook_list import RethookListCode, RethookListStack
+from emulated_kernel.kprobes.return_hook.stack_code import (
+    FIRST,
+    NODE,
+    SECOND,
+    TASK,
+    compute,
+    count_one_less,
+    count_one_more,
+    set_to,
+)
 
-from emulated_kernel.kprobes.return_hook.base import ACTIVE, HIGH_WATER, POOL
-from emulated_kernel.kprobes.return_hook.objpool_code import ENTRIES, HEAD, TAIL, ObjpoolCode
-from emulated_kernel.kprobes.return_hook.pooled import PooledStack
-from emulated_kernel.kprobes.return_hook.stack_code import StackCode, TaskOffsets
-from emulated_kernel.kprobes.return_hook.tasks import TaskFields
-from emulated_kernel.kprobes.return_hook.words import GuestWords
+HEAD, TAIL, ENTRIES = range(3)
+"""Words of a CPU's ring: counters of what was taken and given back, and where the entries begin."""
 
 
-class ObjpoolStack(PooledStack):
+class ObjpoolStack(RethookListStack):
     """A CPU takes from its own ring, and from the others' only where that is empty.
 
     Each ring has room for all nodes, so that giving back never fails. Mirrors: lib/objpool.c (v6.7).
@@ -20,13 +40,9 @@ class ObjpoolStack(PooledStack):
 
     name = "objpool"
 
-    def __init__(self, words: GuestWords, tasks: TaskFields, cpus: int) -> None:
+    def __init__(self, words: GuestHeap, tasks: TaskFields, cpus: int) -> None:
         super().__init__(words, tasks, cpus)
-        self.current_cpu: Callable[[], int] = lambda: 0
         self._counter = (1 << 8 * words.word_size) - 1
-
-    def code(self, offsets: TaskOffsets) -> StackCode:
-        return ObjpoolCode(offsets, self)
 
     def _fill_pool(self, hook: int, nodes: range) -> None:
         words, word = self.words, self.words.word_size
@@ -84,7 +100,7 @@ class ObjpoolStack(PooledStack):
 
     def _take(self, hook: int) -> int:
         words, word = self.words, self.words.word_size
-        first = self.current_cpu()
+        first = self.tasks.cpu
         for number in range(self.cpus):
             ring = self.ring(hook, (first + number) % self.cpus)
             head = words[ring + HEAD * word]
@@ -94,7 +110,7 @@ class ObjpoolStack(PooledStack):
         return 0
 
     def _recycle(self, hook: int, node: int) -> None:
-        self._put(hook, self.ring(hook, self.current_cpu()), node)
+        self._put(hook, self.ring(hook, self.tasks.cpu), node)
 
     def _release(self, hook: int) -> None:
         slots = self.slots(hook)
@@ -110,12 +126,86 @@ class ObjpoolStack(PooledStack):
         return super().memory_of(hook) + entries
 
 
-def note_taken(counters: memoryview) -> None:
-    """One instance more of a hook is in use."""
-    counters[ACTIVE] += 1
-    counters[HIGH_WATER] = max(counters[HIGH_WATER], counters[ACTIVE])
-
-
 def ring_capacity(nodes: int) -> int:
     """Entries of a ring: a power of two that holds all nodes and one more."""
     return 1 << nodes.bit_length()
+
+
+class ObjpoolCode(RethookListCode[ObjpoolStack]):
+    """Mirrors: lib/objpool.c:objpool_try_get_slot, objpool_try_add_slot (v6.7).
+
+    Nodes are given back to the CPU's own ring alone, where an interrupt may not come in between. Linux: turns
+    interrupts off; here they don't come to compiled code (HitHandling.may_interrupt).
+    """
+
+    def _take(self, builder: ProgramBuilder, hook: int, missed: Label) -> None:
+        again, word = builder.label(), self.word
+        self._own_ring(builder, hook, SECOND, FIRST)
+        with builder.out_of_line() as empty:
+            self._next_ring(builder, hook, missed, again)
+        builder.place(again)
+        builder.emit(
+            self.load(FIRST, SECOND, HEAD * word),
+            self.load(TASK, SECOND, TAIL * word),
+            Branch(Condition.EQ, FIRST, TASK, empty, is_unlikely=True),
+            Move(NODE, FIRST),
+        )
+        self._entry(builder, hook, NODE)
+        builder.emit(
+            self.load(NODE, NODE, ENTRIES * word),
+            Move(TASK, FIRST),
+            compute(Arithmetic.ADD, TASK, 1),
+            CompareExchange(SECOND, HEAD * word, FIRST, TASK, again),
+        )
+        count_one_more(builder, hook, word)
+
+    def _put(self, builder: ProgramBuilder, hook: int) -> None:
+        word = self.word
+        self._own_ring(builder, hook, SECOND, FIRST)
+        builder.emit(self.load(FIRST, SECOND, TAIL * word), Move(TASK, FIRST))
+        self._entry(builder, hook, TASK)
+        builder.emit(
+            self.store(TASK, ENTRIES * word, NODE),
+            compute(Arithmetic.ADD, FIRST, 1),
+            self.store(SECOND, TAIL * word, FIRST),
+        )
+        count_one_less(builder, hook, word)
+
+    def _entry(self, builder: ProgramBuilder, hook: int, counter: int) -> None:
+        """What a counter means in the ring SECOND, without its head."""
+        builder.emit(
+            compute(Arithmetic.AND, counter, self.stack.capacity(hook) - 1),
+            compute(Arithmetic.SHL, counter, self.shift),
+            Compute(Arithmetic.ADD, counter, SECOND),
+        )
+
+    def _own_ring(self, builder: ProgramBuilder, hook: int, ring: int, other: int) -> None:
+        """`ring` = that of the CPU."""
+        rings = self.stack
+        if rings.cpus == 1:
+            builder.emit(set_to(ring, rings.ring(hook, 0)))
+            return
+        builder.emit(
+            LoadPerCpu(ring, self.offsets.cpu_number, 4),
+            compute(Arithmetic.SHL, ring, self.shift),
+            set_to(other, rings.slots(hook)),
+            Compute(Arithmetic.ADD, ring, other),
+            self.load(ring, ring, 0),
+        )
+
+    def _next_ring(self, builder: ProgramBuilder, hook: int, missed: Label, found: Label) -> None:
+        """SECOND = the ring behind it; the search ends at the CPU's own."""
+        rings, stride = self.stack, self.stack.stride(hook)
+        if rings.cpus == 1:
+            builder.emit(Jump(missed))
+            return
+        first, other = rings.ring(hook, 0), builder.label()
+        builder.emit(
+            compute(Arithmetic.ADD, SECOND, stride),
+            set_to(FIRST, first + rings.cpus * stride),
+            Branch(Condition.NE, SECOND, FIRST, other),
+            set_to(SECOND, first),
+        )
+        builder.place(other)
+        self._own_ring(builder, hook, FIRST, TASK)
+        builder.emit(Branch(Condition.EQ, SECOND, FIRST, missed), Jump(found))

@@ -1,25 +1,46 @@
-"""The function graph's shadow stack: an array for each task, whoever hooks what."""
+"""The function graph's shadow stack: one array a task, shared by all hooks and by no other task."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
-from emulated_kernel.errors import KernelError
-from emulated_kernel.kprobes.return_hook.base import ACTIVE, HIGH_WATER, Pending, ShadowStack
-from emulated_kernel.kprobes.return_hook.objpool import note_taken
-from emulated_kernel.kprobes.return_hook.ret_stack_code import (
-    FRAME,
-    HOOK,
-    RET_ADDR,
-    SHADOW_STACK_SIZE,
-    SIZE,
-    TRAILER,
-    RetStackCode,
+from emulated_kernel.abi import PAGE_SIZE
+from emulated_kernel.arch.program.builder import ProgramBuilder
+from emulated_kernel.arch.program.ops import (
+    Arithmetic,
+    BranchImmediate,
+    Compute,
+    Condition,
+    Jump,
+    Label,
+    Move,
+    StoreImmediate,
 )
-from emulated_kernel.kprobes.return_hook.stack_code import StackCode, TaskOffsets
-from emulated_kernel.kprobes.return_hook.tasks import CURR_RET_STACK, RET_STACK, TaskFields
-from emulated_kernel.kprobes.return_hook.words import GuestWords
+from emulated_kernel.errors import KernelError
+from emulated_kernel.kprobes.return_hook.base import ACTIVE, HIGH_WATER, Pending, ShadowStack, note_taken
+from emulated_kernel.kprobes.return_hook.guest_heap import CURR_RET_STACK, RET_STACK, GuestHeap, TaskFields
+from emulated_kernel.kprobes.return_hook.stack_code import (
+    FIRST,
+    NODE,
+    RET,
+    SECOND,
+    SLOT,
+    TASK,
+    StackCode,
+    compute,
+    count_one_less,
+    count_one_more,
+    set_to,
+    unless,
+)
+
+SHADOW_STACK_SIZE = PAGE_SIZE
+"""Bytes of a task's array."""
+HOOK, RET_ADDR, FRAME, SIZE = range(4)
+"""Words at the end of an entry, behind its data; SIZE is that of the whole entry in words."""
+TRAILER = 4
+"""All of them."""
 
 
 class RetStack(ShadowStack):
@@ -33,16 +54,13 @@ class RetStack(ShadowStack):
     name = "fgraph"
     header = 0
 
-    def __init__(self, words: GuestWords, tasks: TaskFields, cpus: int) -> None:
+    def __init__(self, words: GuestHeap, tasks: TaskFields, cpus: int) -> None:
         super().__init__(words, tasks, cpus)
         self._entry_words: dict[int, int] = {}
         self._stacks: dict[int, int] = {}
         """Task to its array."""
 
-    def code(self, offsets: TaskOffsets) -> StackCode:
-        return RetStackCode(offsets, self._give_current)
-
-    def _give_current(self) -> bool:
+    def give_current(self) -> bool:
         """The running task has none yet; false if there is no memory for one."""
         try:
             self.give_stacks([self.tasks.current()])
@@ -165,3 +183,66 @@ class UnifiedStack(RetStack):
 
     name = "unified"
     needs_fentry = True
+
+
+class RetStackCode(StackCode[RetStack]):
+    """Mirrors: kernel/trace/fgraph.c:ftrace_push_return_trace, ftrace_pop_return_trace (v6.1)."""
+
+    data_word = 0
+
+    def find(self, builder: ProgramBuilder, none: Label) -> None:
+        offsets, word = self.offsets, self.word
+        builder.emit(
+            self.current_task(TASK),
+            self.load(SECOND, TASK, offsets.curr_ret_stack),
+            unless(SECOND, none),
+            self.load(NODE, TASK, offsets.ret_stack),
+            compute(Arithmetic.SHL, SECOND, self.shift),
+            Compute(Arithmetic.ADD, NODE, SECOND),
+            self.load(FIRST, NODE, (HOOK - TRAILER) * word),
+            self.load(SECOND, NODE, (FRAME - TRAILER) * word),
+        )
+
+    def enter(self, builder: ProgramBuilder, hook: int, missed: Label, data: int = 0) -> None:
+        offsets, word, again, size = self.offsets, self.word, builder.label(), TRAILER + data
+        with builder.out_of_line() as young:
+            builder.call_host(self.stack.give_current, missed)
+            builder.emit(Jump(again))
+        builder.place(again)
+        builder.emit(
+            self.current_task(TASK),
+            self.load(NODE, TASK, offsets.ret_stack),
+            unless(NODE, young),
+            self.load(FIRST, TASK, offsets.curr_ret_stack),
+            BranchImmediate(
+                Condition.ABOVE, FIRST, SHADOW_STACK_SIZE // word - size, missed, is_unlikely=True
+            ),
+            # First the room is taken: an interrupt hooks calls behind it.
+            Move(SECOND, FIRST),
+            compute(Arithmetic.ADD, SECOND, size),
+            self.store(TASK, offsets.curr_ret_stack, SECOND),
+            compute(Arithmetic.SHL, FIRST, self.shift),
+            Compute(Arithmetic.ADD, NODE, FIRST),
+            set_to(SECOND, hook),
+            self.store(NODE, (data + HOOK) * word, SECOND),
+            self.store(NODE, (data + RET_ADDR) * word, RET),
+            self.store(NODE, (data + FRAME) * word, SLOT),
+            StoreImmediate(NODE, (data + SIZE) * word, size, word),
+        )
+        count_one_more(builder, hook, word)
+
+    def leave(self, builder: ProgramBuilder, hook: int, data: int = 0) -> None:
+        offsets, word = self.offsets, self.word
+        builder.emit(
+            self.current_task(TASK),
+            self.load(NODE, TASK, offsets.ret_stack),
+            self.load(FIRST, TASK, offsets.curr_ret_stack),
+            compute(Arithmetic.ADD, FIRST, -TRAILER - data),
+            Move(SECOND, FIRST),
+            compute(Arithmetic.SHL, SECOND, self.shift),
+            Compute(Arithmetic.ADD, NODE, SECOND),
+            self.load(RET, NODE, (data + RET_ADDR) * word),
+        )
+        self._give_back(builder, data)
+        builder.emit(self.store(TASK, offsets.curr_ret_stack, FIRST))
+        count_one_less(builder, hook, word)

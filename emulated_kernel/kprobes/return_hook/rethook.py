@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import errno
 
+from emulated_kernel.arch.program.builder import ProgramBuilder
+from emulated_kernel.arch.program.ops import Arithmetic, CompareExchange, Compute, Label, LoadCell, Move
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.return_hook.base import POOL
-from emulated_kernel.kprobes.return_hook.pooled import PooledStack
-from emulated_kernel.kprobes.return_hook.pooled_code import NEXT_FREE, RethookCode
-from emulated_kernel.kprobes.return_hook.stack_code import StackCode, TaskOffsets
+from emulated_kernel.kprobes.return_hook.rethook_list import NEXT_FREE, RethookListCode, RethookListStack
+from emulated_kernel.kprobes.return_hook.stack_code import FIRST, NODE, SECOND, TASK, compute, set_to, unless
 
 NUMBER_BITS = {8: 24, 4: 20}
 """By word size: the low bits of the free list's head, which are a node's number; the others count changes."""
 
 
-class RethookStack(PooledStack):
+class RethookStack(RethookListStack):
     """One head for all CPUs: simple, and what they contend for.
 
     Deviates: Linux counts references of nodes, so that a node that was taken and came back isn't mistaken
@@ -23,9 +24,6 @@ class RethookStack(PooledStack):
     """
 
     name = "rethook"
-
-    def code(self, offsets: TaskOffsets) -> StackCode:
-        return RethookCode(offsets, self)
 
     @property
     def number_mask(self) -> int:
@@ -74,3 +72,48 @@ class RethookStack(PooledStack):
         words, word = self.words, self.words.word_size
         words[node + NEXT_FREE * word] = words[hook + POOL * word] & self.number_mask
         self._change(hook, self._number(hook, node))
+
+
+class RethookCode(RethookListCode[RethookStack]):
+    """The free list's head changes as a whole, its count with it: see RethookStack."""
+
+    def _take(self, builder: ProgramBuilder, hook: int, missed: Label) -> None:
+        head, mask, again = hook + POOL * self.word, self.stack.number_mask, builder.label()
+        builder.emit(LoadCell(FIRST, head, self.word))
+        builder.place(again)
+        builder.emit(
+            Move(NODE, FIRST),
+            compute(Arithmetic.AND, NODE, mask),
+            unless(NODE, missed),
+            compute(Arithmetic.SHL, NODE, self.shift),
+            set_to(SECOND, self.stack.origin(hook)),
+            Compute(Arithmetic.ADD, NODE, SECOND),
+            self.load(TASK, NODE, NEXT_FREE * self.word),
+        )
+        self._change(builder, hook, again)
+
+    def _put(self, builder: ProgramBuilder, hook: int) -> None:
+        head, again = hook + POOL * self.word, builder.label()
+        builder.emit(LoadCell(FIRST, head, self.word))
+        builder.place(again)
+        builder.emit(
+            Move(TASK, FIRST),
+            compute(Arithmetic.AND, TASK, self.stack.number_mask),
+            self.store(NODE, NEXT_FREE * self.word, TASK),
+            set_to(SECOND, self.stack.origin(hook)),
+            Move(TASK, NODE),
+            Compute(Arithmetic.SUB, TASK, SECOND),
+            compute(Arithmetic.SHR, TASK, self.shift),
+        )
+        self._change(builder, hook, again)
+
+    def _change(self, builder: ProgramBuilder, hook: int, again: Label) -> None:
+        """The node with the number TASK becomes the first free one, if the head is FIRST still."""
+        builder.emit(
+            Move(SECOND, FIRST),
+            compute(Arithmetic.OR, SECOND, self.stack.number_mask),
+            compute(Arithmetic.ADD, SECOND, 1),
+            Compute(Arithmetic.OR, TASK, SECOND),
+            set_to(SECOND, hook),
+            CompareExchange(SECOND, POOL * self.word, FIRST, TASK, again),
+        )

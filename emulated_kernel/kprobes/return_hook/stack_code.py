@@ -9,13 +9,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Generic, TypeVar
 
-from emulated_kernel.arch.program import (
+from emulated_kernel.arch.program.builder import ProgramBuilder
+from emulated_kernel.arch.program.ops import (
     Arithmetic,
+    Branch,
     BranchImmediate,
+    CompareExchange,
     ComputeImmediate,
     Condition,
+    FetchAdd,
+    Jump,
     Label,
     Load,
     LoadPerCpu,
@@ -23,10 +28,13 @@ from emulated_kernel.arch.program import (
     SetImmediate,
     Store,
 )
-from emulated_kernel.arch.program_builder import ProgramBuilder
+from emulated_kernel.kprobes.return_hook.base import ACTIVE, HIGH_WATER, ShadowStack, counter_at
 
 NODE, TASK, SLOT, RET, FIRST, SECOND = range(6)
 """Virtual registers: the call's node, its task, the stack slot and the real address, two to help."""
+
+
+Stack = TypeVar("Stack", bound=ShadowStack)
 
 
 @dataclass(frozen=True)
@@ -52,8 +60,8 @@ class TaskOffsets:
         return cls(word, *(abi[name] for name in (*own, *fields)))
 
 
-class StackCode(ABC):
-    """The guest's part of one kind of shadow stack; Python's is ShadowStack.
+class StackCode(ABC, Generic[Stack]):
+    """The guest's part of one kind of shadow stack; Python's is `stack`.
 
     `data` is how many words of private data the hook's nodes have.
     """
@@ -61,9 +69,12 @@ class StackCode(ABC):
     data_word: ClassVar[int]
     """Where they begin in a node."""
 
-    def __init__(self, offsets: TaskOffsets) -> None:
+    def __init__(self, offsets: TaskOffsets, stack: Stack) -> None:
         self.offsets = offsets
+        self.stack = stack
         self.word = offsets.word
+        self.shift = self.word.bit_length() - 1
+        """Words to bytes, as a shift."""
 
     @abstractmethod
     def find(self, builder: ProgramBuilder, none: Label) -> None:
@@ -116,3 +127,28 @@ def set_to(dst: int, value: int) -> Op:
 def unless(register: int, label: Label) -> Op:
     """Go to the label, which is unlikely, if a register is 0."""
     return BranchImmediate(Condition.EQ, register, 0, label, is_unlikely=True)
+
+
+def count_one_more(builder: ProgramBuilder, hook: int, word: int) -> None:
+    """An instance more is in use; FIRST, SECOND and TASK are overwritten."""
+    active, high = (counter_at(hook, number, word) - hook for number in (ACTIVE, HIGH_WATER))
+    counted = builder.label()
+    with builder.out_of_line() as higher:
+        builder.emit(CompareExchange(SECOND, high, TASK, FIRST, changed := builder.label()), Jump(counted))
+        builder.place(changed)
+        builder.emit(Branch(Condition.BELOW, TASK, FIRST, higher), Jump(counted))
+    builder.emit(
+        set_to(FIRST, 1),
+        set_to(SECOND, hook),
+        FetchAdd(SECOND, active, FIRST),
+        compute(Arithmetic.ADD, FIRST, 1),
+        Load(TASK, SECOND, high, word),
+        Branch(Condition.BELOW, TASK, FIRST, higher, is_unlikely=True),
+    )
+    builder.place(counted)
+
+
+def count_one_less(builder: ProgramBuilder, hook: int, word: int) -> None:
+    """An instance less is in use; FIRST and SECOND are overwritten."""
+    active = counter_at(hook, ACTIVE, word) - hook
+    builder.emit(set_to(FIRST, -1), set_to(SECOND, hook), FetchAdd(SECOND, active, FIRST))

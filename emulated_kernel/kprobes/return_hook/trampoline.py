@@ -2,37 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-from emulated_kernel.arch.base import Arch, ByteMemory
-from emulated_kernel.kprobes.compiled import CompiledCode
+from emulated_kernel.arch.base import Arch
+from emulated_kernel.kprobes.handlers.saved_regs import SavedFrames
+from emulated_kernel.kprobes.kprobe import CompiledCode
 from emulated_kernel.kprobes.profile import TrampolineForm
-from emulated_kernel.kprobes.saved_regs import FrameMemory, SavedFrames
-from emulated_kernel.kprobes.slots import SlotText
-
-
-class TrampolineText(SlotText, Protocol):
-    """Executable memory near the kernel's."""
-
-    def sync(self) -> None: ...
-
-
-class TrampolineMemory(ByteMemory, FrameMemory, Protocol):
-    """What reading and replacing a return address needs."""
-
-
-class TrampolineMachine(Protocol):
-    @property
-    def memory(self) -> TrampolineMemory: ...
-
-    @property
-    def text(self) -> TrampolineText: ...
-
-    @property
-    def breakpoints(self) -> dict[int, Callable[[Any], None]]: ...
-
+from emulated_kernel.machine.machine import Machine
 
 Returned = Callable[[Any, int], int]
 """(registers, frame) -> the address to go on at; the frame is that of Pending."""
@@ -42,26 +20,29 @@ class Trampoline:
     """One for all hooked functions; it is made when the first one is hooked, and stays."""
 
     def __init__(
-        self, machine: TrampolineMachine, arch: Arch, form: TrampolineForm, returned: Returned
+        self, machine: Machine, abi: Mapping[str, int], arch: Arch, form: TrampolineForm, returned: Returned
     ) -> None:
         self._machine = machine
         self._memory = machine.memory
+        self._abi = abi
         self._arch = arch
         self._word = arch.word_size
-        self.form = form if arch.return_trampoline(0) is not None else TrampolineForm.BREAKPOINT
+        self.form = form
         self._returned = returned
         self._frames = SavedFrames(machine.memory, arch.pt_regs, arch.word_size)
         self.address = 0
         """What replaces return addresses; 0 before anything was hooked."""
         self.size = 0
         """Bytes of its code."""
+        self.filled_in = 0
+        """From there on the real return address is where the trampoline takes it from."""
         self.native = 0
         """Where calls return to whose handlers are guest code; 0 while there are none."""
         self.native_breakpoint: int | None = None
         """What that is where trampolines are breakpoints."""
         self._native_code: CompiledCode | None = None
-        self.on_native: Callable[[int], None] = lambda _address: None
-        """Told of each change of that."""
+        self._is_told = False
+        """Whether the guest knows it."""
 
     def install(self) -> None:
         """Make it, once. Raises: HardwareError where no executable memory is left."""
@@ -77,10 +58,21 @@ class Trampoline:
             self.native_breakpoint = address + size
         else:
             stub = arch.return_trampoline(address)
-            assert stub is not None
             text.poke(address, stub.code)
             self._machine.breakpoints[address + stub.trap] = self._on_saved
+            self.filled_in = address + stub.trap + len(arch.breakpoint)
         self.address, self.size = address, size
+
+    def tell_guest(self) -> None:
+        """Let the guest ask for the caller where it finds this one on a stack; see kernel/rethook.c."""
+        self._is_told = True
+        self._write(self._abi["host_return_trampoline"], self.address)
+        self._tell_native()
+
+    def _tell_native(self) -> None:
+        at = self._abi.get("host_native_return_trampoline")
+        if self._is_told and at is not None:
+            self._write(at, self.native)
 
     def is_one(self, address: int) -> bool:
         """Whether it is what a return address is replaced by."""
@@ -97,7 +89,7 @@ class Trampoline:
         return None
 
     def adopt_native(self, code: CompiledCode | None) -> None:
-        """There is one in guest code now, which meets a breakpoint where Python handles a return; or none."""
+        """Use this trampoline in guest code, which traps where Python has to handle a return; None: none."""
         self._native_code = code
         self.native = 0
         if code is not None:
@@ -106,7 +98,7 @@ class Trampoline:
                 self._machine.breakpoints[trap] = self._on_saved
             if self.native != code.entry:
                 self._machine.breakpoints[self.native] = partial(_go_to, code.entry)
-        self.on_native(self.native)
+        self._tell_native()
 
     def replace_return_address(self, regs: Any) -> tuple[int, int]:
         """At a function's entry: the address that the function would return to, and the slot that held it.

@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from emulated_kernel.errors import KernelError
-from emulated_kernel.trace.chars import SPACES
-from emulated_kernel.trace.hist.data import HistData, set_variables
 from emulated_kernel.trace.hist.errors import HistError
-from emulated_kernel.trace.hist.field import HistField, HistHit, as_number
+from emulated_kernel.trace.hist.field import HistField, HistHit, Histogram, as_number, set_variables
 from emulated_kernel.trace.hist.map import Element
 from emulated_kernel.trace.synth.event import FIELDS_MAX, SyntheticEvent
+from emulated_kernel.trace.text.chars import SPACES
 
 
 class Handler(Enum):
@@ -46,7 +45,7 @@ class Action:
     """Of onmatch(): group and name of the event that came before."""
     tracked_name: str = ""
     """Of onmax() and onchange(): the variable, as written."""
-    owner: HistData | None = None
+    owner: Histogram | None = None
     tracked: HistField | None = None
     """The reference to that variable."""
     track_index: int = -1
@@ -98,34 +97,33 @@ class Action:
         elif self.owner is not None:
             self._snapshot(self.owner, element, key)
 
-    def _snapshot(self, owner: HistData, element: Element, key: bytes) -> None:
+    def _snapshot(self, owner: Histogram, element: Element, key: bytes) -> None:
         """Mirrors: cond_snapshot_update (v6.1)."""
-        triggers = owner.setting.triggers
-        taken = owner.setting.system.snapshots.get(triggers.recorder)
-        if taken is None:
+        snapshot = owner.triggers.array.snapshot
+        taken = snapshot.condition
+        if not isinstance(taken, TrackedSnapshot):
             return
         value = taken.action.track_value(element)
         if not taken.action.passes(taken.value, value):
             return
         taken.value, taken.key, taken.comm, taken.updated = value, key, element.comm, True
-        triggers.control.take_snapshot()
+        snapshot.take()
 
     def destroy(self) -> None:
         """Let go of what it holds."""
         if self.synthetic is not None:
             self.synthetic.hist_references -= 1
         if self.kind is ActionKind.SNAPSHOT and self.owner is not None:
-            setting = self.owner.setting
-            taken = setting.system.snapshots.get(setting.triggers.recorder)
-            if taken is not None and taken.action is self:
-                del setting.system.snapshots[setting.triggers.recorder]
+            snapshot = self.owner.triggers.array.snapshot
+            if isinstance(snapshot.condition, TrackedSnapshot) and snapshot.condition.action is self:
+                snapshot.condition = None
 
 
 @dataclass
 class TrackedSnapshot:
     """A trace array's condition for snapshots. Mirrors: struct track_data (v6.1)."""
 
-    data: HistData
+    data: Histogram
     action: Action
     value: int = 0
     key: bytes = b""
@@ -136,7 +134,7 @@ class TrackedSnapshot:
 # Parsing; mirrors kernel/trace/trace_events_hist.c:parse_actions (v6.1)
 
 
-def parse_action(text: str, data: HistData) -> Action:
+def parse_action(text: str, data: Histogram) -> Action:
     """`HANDLER(SUBJECT).ACTION(PARAMS)`. Raises: KernelError EINVAL."""
     handler_name, _, rest = text.partition("(")
     action = Action(Handler(handler_name))
@@ -150,7 +148,7 @@ def parse_action(text: str, data: HistData) -> Action:
     return action
 
 
-def _parse_match(subject: str, closed: bool, data: HistData) -> tuple[str, str]:
+def _parse_match(subject: str, closed: bool, data: Histogram) -> tuple[str, str]:
     if not closed:
         raise data.log.error(HistError.NO_CLOSING_PAREN, subject)
     group, dot, event = subject.partition(".")
@@ -158,10 +156,11 @@ def _parse_match(subject: str, closed: bool, data: HistData) -> tuple[str, str]:
         raise data.log.error(HistError.SUBSYS_NOT_FOUND, group)
     if data.find_file(group, event) is None:
         raise data.log.error(HistError.INVALID_SUBSYS_EVENT, event)
+    data.matches.append((group, event))
     return group, event
 
 
-def _parse_body(action: Action, text: str, data: HistData) -> None:
+def _parse_body(action: Action, text: str, data: Histogram) -> None:
     """Mirrors: action_parse (v6.1); a name that only starts like an action is one too."""
     action.name, opened, rest = text.partition(".")[2].partition("(")
     if "." not in text or not opened:
@@ -180,7 +179,7 @@ def _parse_body(action: Action, text: str, data: HistData) -> None:
         raise data.log.error(HistError.ACTION_MISMATCH, action.name)
 
 
-def _parse_params(action: Action, text: str, data: HistData, *, named: bool) -> None:
+def _parse_params(action: Action, text: str, data: Histogram, *, named: bool) -> None:
     for number, part in enumerate(text.split(",")):
         if len(action.params) >= FIELDS_MAX:
             raise data.log.error(HistError.TOO_MANY_PARAMS)

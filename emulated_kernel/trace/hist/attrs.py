@@ -6,10 +6,10 @@ import errno
 from dataclasses import dataclass, field
 
 from emulated_kernel.errors import KernelError
-from emulated_kernel.trace.chars import SPACES
 from emulated_kernel.trace.hist.errors import HistError, HistLog
 from emulated_kernel.trace.hist.map import MAX_BITS, MIN_BITS, VARS_MAX
-from emulated_kernel.trace.numbers import kstrtoul
+from emulated_kernel.trace.text.chars import SPACES
+from emulated_kernel.trace.text.numbers import kstrtoul
 
 ACTIONS_MAX = 8
 _HANDLERS = ("onmatch(", "onmax(", "onchange(")

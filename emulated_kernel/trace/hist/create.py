@@ -9,12 +9,12 @@ import errno
 from collections.abc import Callable
 
 from emulated_kernel.errors import KernelError
-from emulated_kernel.trace.event_file import EventFile
+from emulated_kernel.trace.events.event import EventFile
 from emulated_kernel.trace.hist.actions import Action, ActionKind, Handler, TrackedSnapshot
-from emulated_kernel.trace.hist.data import FieldVariable, HistData
+from emulated_kernel.trace.hist.data import HistData
 from emulated_kernel.trace.hist.errors import HistError
 from emulated_kernel.trace.hist.expression import ExpressionParser
-from emulated_kernel.trace.hist.field import MAX_STRING, Flag, HistField
+from emulated_kernel.trace.hist.field import MAX_STRING, FieldVariable, Flag, HistField, Histogram
 from emulated_kernel.trace.hist.holder import hists_of, holders_of
 from emulated_kernel.trace.hist.variables import find_file_variable
 from emulated_kernel.trace.synth.event import FIELDS_MAX
@@ -74,14 +74,11 @@ class ActionMaker:
 
     def _snapshot(self, action: Action) -> None:
         """Mirrors: kernel/trace/trace.c:tracing_snapshot_cond_enable (v6.1)."""
-        setting = self._data.setting
-        control, recorder = setting.triggers.control, setting.triggers.recorder
-        if not control.has_snapshots:
-            raise KernelError(errno.ENODEV, "there is no snapshot buffer")
-        control.allocate_snapshot()
-        if recorder in setting.system.snapshots:
+        snapshot = self._data.triggers.array.snapshot
+        snapshot.allocate()
+        if snapshot.condition is not None:
             raise KernelError(errno.EBUSY, "another histogram takes snapshots")
-        setting.system.snapshots[recorder] = TrackedSnapshot(self._data, action)
+        snapshot.condition = TrackedSnapshot(self._data, action)
 
     def _save(self, action: Action) -> None:
         if self._data.saved_variables:
@@ -203,14 +200,14 @@ def _qualified(param: str) -> tuple[str | None, str | None, str]:
     return (None, None, param) if len(parts) == 1 else (parts[0], parts[1], parts[2])
 
 
-def _same_keys(one: HistData, other: HistData) -> bool:
+def _same_keys(one: Histogram, other: Histogram) -> bool:
     """Mirrors: compatible_keys (v6.1)."""
     return [(key.type, key.size, key.is_signed) for key in one.keys] == [
         (key.type, key.size, key.is_signed) for key in other.keys
     ]
 
 
-def _hist_command(model: HistData, file: EventFile, variable: str, name: str) -> str:
+def _hist_command(model: Histogram, file: EventFile, variable: str, name: str) -> str:
     """A histogram with the keys and the filter of another. Raises: KernelError E2BIG."""
     keys = ",".join(key.full_name() for key in model.keys)
     text = f"keys={keys}:{variable}={name}"

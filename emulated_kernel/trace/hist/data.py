@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from emulated_kernel.errors import KernelError
-from emulated_kernel.trace.clock import ns_to_usecs
-from emulated_kernel.trace.event_file import EventFile
+from emulated_kernel.trace.events.event import EventFile
+from emulated_kernel.trace.hist.actions import Action
 from emulated_kernel.trace.hist.attrs import HistAttrs, parse_variables
 from emulated_kernel.trace.hist.errors import HistError, HistLog
 from emulated_kernel.trace.hist.expression import ExpressionParser
@@ -19,8 +17,11 @@ from emulated_kernel.trace.hist.field import (
     Flag,
     HistField,
     HistHit,
+    Histogram,
     execname_value,
     make_field,
+    set_variable,
+    set_variables,
 )
 from emulated_kernel.trace.hist.map import (
     DEFAULT_BITS,
@@ -34,26 +35,16 @@ from emulated_kernel.trace.hist.map import (
     Value,
 )
 from emulated_kernel.trace.hist.operators import leftmost_operand
+from emulated_kernel.trace.hist.system import HistSystem
 from emulated_kernel.trace.hist.variables import Variables
-from emulated_kernel.trace.ports import ProbeHit, RawEntry
-
-if TYPE_CHECKING:
-    from emulated_kernel.trace.hist.actions import Action
-    from emulated_kernel.trace.hist.system import HistSystem
-    from emulated_kernel.trace.trigger import EventTriggers
+from emulated_kernel.trace.hits.probe_hit import ProbeHit
+from emulated_kernel.trace.ring.trace_entry import RawEntry
+from emulated_kernel.trace.trigger.triggers import EventTriggers
 
 HITCOUNT = "hitcount"
 _KEY_SIZE_MAX = MAX_STRING + 8 * STACK_DEPTH
 _NOT_FOR_VARIABLES = Flag.GRAPH | Flag.PERCENT | Flag.BUCKET | Flag.LOG2
 _NOT_FOR_VALUES = Flag.BUCKET | Flag.LOG2 | Flag.SYM | Flag.SYM_OFFSET | Flag.SYSCALL | Flag.STACKTRACE
-
-
-@dataclass(frozen=True)
-class FieldVariable:
-    """A variable that was made for a field of the event itself. Mirrors: struct field_var (v6.1)."""
-
-    variable: HistField
-    value: HistField
 
 
 @dataclass(eq=False)
@@ -67,30 +58,19 @@ class Setting:
     removes: bool = False
 
 
-class HistData:
+class HistData(Histogram):
     """Mirrors: kernel/trace/trace_events_hist.c:struct hist_trigger_data (v6.1)."""
 
     def __init__(self, setting: Setting, attrs: HistAttrs) -> None:
+        super().__init__(setting.triggers, setting.file, setting.log, attrs)
         self.setting = setting
-        self.file = setting.file
-        self.log = setting.log
-        self.attrs = attrs
-        self.fields: list[HistField] = []
-        """Values, hitcount first, then variables, then keys."""
-        self.value_count = 0
-        """Values and variables."""
         self.variable_count = 0
         self.key_size = 0
         self.sort_keys: list[SortKey] = [SortKey()]
-        self.uses_time = False
-        self.references: list[HistField] = []
         self.actions: list[Action] = []
-        self.field_variables: list[FieldVariable] = []
-        self.saved_variables: list[FieldVariable] = []
         self.made_hists: list[tuple[EventFile, str]] = []
         """Histograms that were made on other events for their fields, as commands."""
-        self.map = TracingMap(attrs.bits or DEFAULT_BITS, 0, 0)
-        self.variables = Variables(self)
+        self.variables = Variables(self, setting.system)
 
     # Making one; mirrors create_hist_data, create_hist_fields (v6.1)
 
@@ -214,30 +194,6 @@ class HistData:
 
     # What others ask
 
-    @property
-    def values(self) -> list[HistField]:
-        """Values and variables, hitcount first."""
-        return self.fields[: self.value_count]
-
-    @property
-    def keys(self) -> list[HistField]:
-        """The key's parts."""
-        return self.fields[self.value_count :]
-
-    @property
-    def with_variables(self) -> Sequence[HistData]:
-        """The trace array's histograms that define or use variables, newest first."""
-        return self.setting.system.with_variables(self.setting.triggers.recorder)
-
-    def variable(self, name: str) -> HistField | None:
-        """The variable of that name. Mirrors: find_var_field (v6.1)."""
-        found = (each for each in self.fields if each.flags & Flag.VAR and each.variable == name)
-        return next(found, None)
-
-    def find_file(self, group: str, name: str) -> EventFile | None:
-        """Another event of the same trace array."""
-        return self.setting.triggers.find_file(group, name)
-
     def has_variables(self) -> bool:
         """Mirrors: has_hist_vars (v6.1)."""
         return bool(self.references) or any(_has_variables(each) for each in self.fields)
@@ -246,15 +202,10 @@ class HistData:
         """Whether another histogram uses a variable of this one. Mirrors: check_var_refs (v6.1)."""
         return any(
             reference.owner is self
-            for other in self.with_variables
+            for other in self.setting.system.with_variables(self.triggers.array)
             if other is not self
             for reference in other.references
         )
-
-    def timestamp(self, time: int) -> int:
-        """A time in the unit that the histogram counts in."""
-        in_usecs = self.attrs.in_usecs and self.setting.triggers.control.clock_in_ns
-        return ns_to_usecs(time) if in_usecs else time
 
     def compare(self, key: SortKey, one: Element, other: Element) -> int:
         """Order of two elements by one sort key: below, at or above 0."""
@@ -279,7 +230,7 @@ class HistData:
 
     def count(self, hit: ProbeHit, entry: RawEntry) -> None:
         """Count a hit, unless a variable that it needs isn't set. Mirrors: event_hist_trigger (v6.1)."""
-        now = HistHit(hit, entry, self.setting.triggers.control.now)
+        now = HistHit(hit, entry, self.triggers.array.now)
         key = self._compound_key(now)
         references: list[Value] = [0] * len(self.references)
         if not self._resolve(key, references, own=False):
@@ -299,7 +250,7 @@ class HistData:
 
     def _key_bytes(self, part: HistField, hit: HistHit) -> bytes:
         if part.flags & Flag.STACKTRACE:
-            callers = self.setting.triggers.control.callers(hit.hit)[:STACK_DEPTH]
+            callers = self.triggers.array.callers(hit.hit)[:STACK_DEPTH]
             return b"".join(caller.to_bytes(8, "little") for caller in callers).ljust(part.size, b"\0")
         value = part.value(hit)
         if isinstance(value, bytes):
@@ -330,19 +281,6 @@ class HistData:
             else:
                 element.sums[index] = element.sums[index] + each.number(hit) & (1 << 64) - 1
         set_variables(element, self.field_variables, hit)
-
-
-def set_variable(element: Element, variable: HistField, value: Value) -> None:
-    """Give a variable its value; a string is cut to its room."""
-    if isinstance(value, bytes):
-        value = value[: max(min(variable.size, MAX_STRING) - 1, 0)]
-    element.variables[variable.index] = value
-
-
-def set_variables(element: Element, variables: Sequence[FieldVariable], hit: HistHit) -> None:
-    """Give variables of fields the fields' values."""
-    for each in variables:
-        set_variable(element, each.variable, each.value.value(hit))
 
 
 def _has_variables(each: HistField, level: int = 0) -> bool:

@@ -6,7 +6,7 @@ import errno
 from enum import Enum
 
 from emulated_kernel.errors import KernelError
-from emulated_kernel.trace.error_log import ErrorLog
+from emulated_kernel.trace.text.error_log import ErrorLog
 
 PREFIX = "hist:"
 

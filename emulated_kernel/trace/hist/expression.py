@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 
 from emulated_kernel.errors import KernelError
-from emulated_kernel.trace.filter_fields import FilterType
+from emulated_kernel.trace.filter.fields import FilterType
 from emulated_kernel.trace.hist.errors import HistError
 from emulated_kernel.trace.hist.field import (
     OPERATIONS,
@@ -20,8 +20,8 @@ from emulated_kernel.trace.hist.field import (
 )
 from emulated_kernel.trace.hist.operators import find_operator, is_reference
 from emulated_kernel.trace.hist.variables import Variables
-from emulated_kernel.trace.numbers import is_digit, kstrtoul
-from emulated_kernel.trace.ports import RawEntry
+from emulated_kernel.trace.ring.trace_entry import RawEntry
+from emulated_kernel.trace.text.numbers import is_digit, kstrtoul
 
 _SUBEXPRESSIONS_MAX = 3
 _PLAIN_MODIFIERS = {
@@ -32,7 +32,8 @@ _PLAIN_MODIFIERS = {
     "log2": Flag.LOG2,
     "usecs": Flag.TIMESTAMP_USECS,
 }
-_NOWHERE = HistHit(None, RawEntry(b"", 0, b""), lambda: 0)  # type: ignore[arg-type]
+_NO_ENTRY = RawEntry(b"", 0, b"", lambda _address, _is_user: None)
+_NOWHERE = HistHit(None, _NO_ENTRY, lambda: 0)  # type: ignore[arg-type]
 
 
 class ExpressionParser:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntFlag
 from functools import cached_property
-from typing import TYPE_CHECKING
 
-from emulated_kernel.trace.event import COMMON_FIELDS, EventField, TraceEvent
-from emulated_kernel.trace.filter_fields import GENERIC_FIELDS, FilterType, filter_type_of
-from emulated_kernel.trace.hist.map import U64, Element, Value
-from emulated_kernel.trace.ports import ProbeHit, RawEntry
-
-if TYPE_CHECKING:
-    from emulated_kernel.trace.hist.data import HistData
+from emulated_kernel.trace.events.event import EventFile, TraceEvent
+from emulated_kernel.trace.filter.fields import GENERIC_FIELDS, FilterType, filter_type_of
+from emulated_kernel.trace.hist.attrs import HistAttrs
+from emulated_kernel.trace.hist.errors import HistLog
+from emulated_kernel.trace.hist.map import DEFAULT_BITS, U64, Element, TracingMap, Value
+from emulated_kernel.trace.hits.probe_hit import ProbeHit
+from emulated_kernel.trace.ring.clock import ns_to_usecs
+from emulated_kernel.trace.ring.trace_entry import COMMON_FIELDS, EventField, RawEntry
+from emulated_kernel.trace.trigger.triggers import EventTriggers
 
 MAX_STRING = 256
 """Bytes of a string and its NUL. Mirrors: MAX_FILTER_STR_VAL, STR_VAR_LEN_MAX (v6.1)."""
@@ -110,7 +111,7 @@ def _nothing(_field: HistField, _hit: HistHit) -> Value:
 class HistField:
     """Sizes and offsets in bytes. Mirrors: kernel/trace/trace_events_hist.c:struct hist_field (v6.1)."""
 
-    owner: HistData
+    owner: Histogram
     flags: Flag
     field: EventField | None = None
     type: str = ""
@@ -200,6 +201,72 @@ class HistField:
             return ""
         left, right = self.operands
         return f"{left.operand_text()}{self.operator.value}{right.operand_text()}"
+
+
+class Histogram:
+    """Its fields and its map, as fields, actions and other histograms see them."""
+
+    def __init__(self, triggers: EventTriggers, file: EventFile, log: HistLog, attrs: HistAttrs) -> None:
+        self.triggers = triggers
+        self.file = file
+        self.log = log
+        self.attrs = attrs
+        self.fields: list[HistField] = []
+        """Values, hitcount first, then variables, then keys."""
+        self.value_count = 0
+        """Values and variables."""
+        self.references: list[HistField] = []
+        self.matches: list[tuple[str, str]] = []
+        """Groups and names of the events that its onmatch() actions name."""
+        self.field_variables: list[FieldVariable] = []
+        self.saved_variables: list[FieldVariable] = []
+        self.uses_time = False
+        self.map = TracingMap(attrs.bits or DEFAULT_BITS, 0, 0)
+
+    @property
+    def values(self) -> list[HistField]:
+        """Values and variables, hitcount first."""
+        return self.fields[: self.value_count]
+
+    @property
+    def keys(self) -> list[HistField]:
+        """The key's parts."""
+        return self.fields[self.value_count :]
+
+    def variable(self, name: str) -> HistField | None:
+        """The variable of that name. Mirrors: find_var_field (v6.1)."""
+        found = (each for each in self.fields if each.flags & Flag.VAR and each.variable == name)
+        return next(found, None)
+
+    def find_file(self, group: str, name: str) -> EventFile | None:
+        """Another event of the same trace array."""
+        return self.triggers.find_file(group, name)
+
+    def timestamp(self, time: int) -> int:
+        """A time in the unit that the histogram counts in."""
+        in_usecs = self.attrs.in_usecs and self.triggers.array.clock.in_ns
+        return ns_to_usecs(time) if in_usecs else time
+
+
+@dataclass(frozen=True)
+class FieldVariable:
+    """A variable that was made for a field of the event itself. Mirrors: struct field_var (v6.1)."""
+
+    variable: HistField
+    value: HistField
+
+
+def set_variable(element: Element, variable: HistField, value: Value) -> None:
+    """Give a variable its value; a string is cut to its room."""
+    if isinstance(value, bytes):
+        value = value[: max(min(variable.size, MAX_STRING) - 1, 0)]
+    element.variables[variable.index] = value
+
+
+def set_variables(element: Element, variables: Sequence[FieldVariable], hit: HistHit) -> None:
+    """Give variables of fields the fields' values."""
+    for each in variables:
+        set_variable(element, each.variable, each.value.value(hit))
 
 
 def as_number(value: Value) -> int:
@@ -322,7 +389,9 @@ OPERATIONS: dict[Operator, Compute] = {
 }
 
 
-def make_field(owner: HistData, source: Source | None, flags: Flag, variable: str | None) -> HistField | None:
+def make_field(
+    owner: Histogram, source: Source | None, flags: Flag, variable: str | None
+) -> HistField | None:
     """A field that isn't an expression; None for one whose size is no number's.
 
     Mirrors: kernel/trace/trace_events_hist.c:create_hist_field (v6.1).

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from emulated_kernel.trace.event_file import EventFile
-from emulated_kernel.trace.trigger import Trigger, TriggerFilter, TriggerKind
-
-if TYPE_CHECKING:
-    from emulated_kernel.trace.hist.data import HistData
+from emulated_kernel.trace.events.event import EventFile
+from emulated_kernel.trace.events.trigger import Trigger, TriggerFilter, TriggerKind
+from emulated_kernel.trace.hist.field import Histogram
 
 
 class HistHolder(Trigger):
@@ -18,7 +15,7 @@ class HistHolder(Trigger):
     kind = TriggerKind.EVENT_HIST
     wants_entry = True
 
-    def __init__(self, data: HistData, filter_: TriggerFilter | None) -> None:
+    def __init__(self, data: Histogram, filter_: TriggerFilter | None) -> None:
         super().__init__(filter_)
         self.data = data
 
@@ -28,6 +25,6 @@ def holders_of(file: EventFile) -> Iterator[HistHolder]:
     return (trigger for trigger in file.triggers if isinstance(trigger, HistHolder))
 
 
-def hists_of(file: EventFile) -> Iterator[HistData]:
+def hists_of(file: EventFile) -> Iterator[Histogram]:
     """The histograms of an event, in order."""
     return (holder.data for holder in holders_of(file))

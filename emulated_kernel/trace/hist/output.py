@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from emulated_kernel.trace.chars import bytes_to_text, to_text
-from emulated_kernel.trace.hist.actions import ActionKind, Handler
+from emulated_kernel.trace.hist.actions import ActionKind, Handler, TrackedSnapshot
 from emulated_kernel.trace.hist.data import HistData
 from emulated_kernel.trace.hist.field import Flag, HistField
 from emulated_kernel.trace.hist.map import U64, Element, Value
-from emulated_kernel.trace.ports import TraceSymbols
-from emulated_kernel.trace.symbols import sprint_symbol
+from emulated_kernel.trace.symbols import KernelSymbols
+from emulated_kernel.trace.text.chars import bytes_to_text, to_text
+from emulated_kernel.trace.text.sprint_symbol import sprint_symbol
 
 _BAR_SIZE = 20
 
@@ -42,7 +42,7 @@ def _sort_texts(data: HistData) -> list[str]:
 class HistPrinter:
     """Prints one histogram."""
 
-    def __init__(self, data: HistData, symbols: TraceSymbols) -> None:
+    def __init__(self, data: HistData, symbols: KernelSymbols) -> None:
         self._data = data
         self._symbols = symbols
         self._syscall_name = data.setting.system.syscall_name
@@ -148,10 +148,9 @@ class HistPrinter:
         return text
 
     def _snapshot(self) -> str:
-        setting = self._data.setting
-        taken = setting.system.snapshots.get(setting.triggers.recorder)
+        taken = self._data.triggers.array.snapshot.condition
         own = any(action.kind is ActionKind.SNAPSHOT for action in self._data.actions)
-        if taken is None or not taken.updated or not own:
+        if not isinstance(taken, TrackedSnapshot) or not taken.updated or not own:
             return ""
         action = next(each for each in self._data.actions if each.kind is ActionKind.SNAPSHOT)
         return (

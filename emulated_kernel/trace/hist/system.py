@@ -1,19 +1,14 @@
-"""What histograms share: names, variables, and the synthetic events that their actions fire."""
+"""What histograms share: variables, and the synthetic events that their actions fire."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from emulated_kernel.trace.event import EventRegistry, TraceEvent
-from emulated_kernel.trace.ports import Recorder
+from emulated_kernel.trace.events.event import Recorder, TraceEvent
+from emulated_kernel.trace.events.registry import EventRegistry
+from emulated_kernel.trace.hist.field import Histogram
 from emulated_kernel.trace.synth.event import SYSTEM, SyntheticEvent
-
-if TYPE_CHECKING:
-    from emulated_kernel.trace.hist.actions import TrackedSnapshot
-    from emulated_kernel.trace.hist.data import HistData
-    from emulated_kernel.trace.hist.trigger import HistTrigger
 
 
 @dataclass
@@ -21,37 +16,27 @@ class HistSystem:
     """The histograms of a kernel, in all its trace arrays."""
 
     registry: EventRegistry
-    syscall_name: Callable[[int], str | None] = lambda _number: None
+    syscall_name: Callable[[int], str | None]
     """The name of a system call, such as sys_read."""
-    named: list[HistTrigger] = field(default_factory=list)
-    """Those with a name, newest first."""
-    snapshots: dict[Recorder, TrackedSnapshot] = field(default_factory=dict)
-    """Of each trace array, who takes its snapshots under a condition."""
-    _with_variables: dict[Recorder, list[HistData]] = field(default_factory=dict)
+    _with_variables: dict[Recorder, list[Histogram]] = field(default_factory=dict)
 
     def find_synthetic(self, name: str) -> SyntheticEvent | None:
         """The synthetic event of that name."""
         return self.synthetic_of(self.registry.find(SYSTEM, name))
 
-    def find_named(self, name: str | None) -> HistTrigger | None:
-        """The trigger that owns the data of all of that name. Mirrors: find_named_trigger (v6.1)."""
-        if name is None:
-            return None
-        return next((each for each in self.named if each.shared is None and each.name == name), None)
-
-    def with_variables(self, recorder: Recorder) -> Sequence[HistData]:
+    def with_variables(self, recorder: Recorder) -> Sequence[Histogram]:
         """A trace array's histograms that define or use variables, newest first."""
         return self._with_variables.get(recorder, ())
 
-    def save_variables(self, data: HistData) -> None:
+    def save_variables(self, data: Histogram) -> None:
         """Let others find its variables. Mirrors: save_hist_vars (v6.1)."""
-        listed = self._with_variables.setdefault(data.setting.triggers.recorder, [])
+        listed = self._with_variables.setdefault(data.triggers.array, [])
         if data not in listed:
             listed.insert(0, data)
 
-    def remove_variables(self, data: HistData) -> None:
+    def remove_variables(self, data: Histogram) -> None:
         """Mirrors: remove_hist_vars (v6.1)."""
-        listed = self._with_variables.get(data.setting.triggers.recorder, [])
+        listed = self._with_variables.get(data.triggers.array, [])
         if data in listed:
             listed.remove(data)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import errno
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from emulated_kernel.errors import KernelError
-from emulated_kernel.trace.event import TraceEvent
-from emulated_kernel.trace.event_file import EventFile
+from emulated_kernel.trace.events.event import EventFile, TraceEvent
+from emulated_kernel.trace.events.trigger import TriggerFilter
 from emulated_kernel.trace.hist.actions import parse_action
 from emulated_kernel.trace.hist.attrs import parse_attrs, split_filter
 from emulated_kernel.trace.hist.create import ActionMaker
@@ -17,11 +17,12 @@ from emulated_kernel.trace.hist.field import HistField
 from emulated_kernel.trace.hist.holder import HistHolder
 from emulated_kernel.trace.hist.output import HistPrinter, command_text
 from emulated_kernel.trace.hist.system import HistSystem
-from emulated_kernel.trace.ports import ProbeHit, RawEntry
+from emulated_kernel.trace.hits.probe_hit import ProbeHit
+from emulated_kernel.trace.ring.trace_entry import RawEntry
 from emulated_kernel.trace.synth.event import SyntheticEvent
-from emulated_kernel.trace.trigger import (
+from emulated_kernel.trace.trigger.triggers import (
     EventTriggers,
-    TriggerFilter,
+    TriggerCommand,
     TriggerWrite,
     parse_trigger_filter,
 )
@@ -35,6 +36,7 @@ class HistTrigger(HistHolder):
 
     def __init__(self, data: HistData, filter_: TriggerFilter | None, release: HistCommand) -> None:
         super().__init__(data, filter_)
+        self.data: HistData = data
         self.name: str | None = None
         self.shared: HistTrigger | None = None
         """Of a named one: the trigger whose data it uses."""
@@ -66,11 +68,13 @@ class HistTrigger(HistHolder):
 
 
 @dataclass(frozen=True)
-class HistCommand:
+class HistCommand(TriggerCommand):
     """`hist:keys=...`. Mirrors: kernel/trace/trace_events_hist.c:event_hist_trigger_parse (v6.1)."""
 
     system: HistSystem
     name: str = "hist"
+    named: list[HistTrigger] = field(default_factory=list, compare=False)
+    """Those with a name, in all trace arrays, newest first."""
 
     def execute(self, triggers: EventTriggers, file: EventFile, write: TriggerWrite) -> None:
         """Raises: KernelError EINVAL, ENOMEM, EDOM, EEXIST, ENOENT, EBUSY, as parse_filter()."""
@@ -118,12 +122,12 @@ class HistCommand:
 
     def _make_for(self, data: HistData, file: EventFile, command: str) -> None:
         """Make a histogram on another event for the sake of `data`, whose command goes on being logged."""
-        self._run(Setting(data.setting.triggers, self.system, file, data.log), command)
+        self._run(Setting(data.triggers, self.system, file, data.log), command)
 
     def _register(self, trigger: HistTrigger, setting: Setting) -> None:
         """Mirrors: hist_register_trigger (v6.1)."""
         attrs, log = trigger.data.attrs, setting.log
-        shared = self.system.find_named(attrs.name)
+        shared = self._find_named(attrs.name)
         if shared is not None and not self._matches(trigger, shared, shared, ignore_filter=True):
             raise log.error(HistError.NAMED_MISMATCH, attrs.name or "")
         is_first = attrs.name is not None and shared is None
@@ -136,10 +140,16 @@ class HistCommand:
             self._set_clock(setting, attrs.clock)
         self._take_name(trigger, shared)
 
+    def _find_named(self, name: str | None) -> HistTrigger | None:
+        """The trigger that owns the data of all of that name. Mirrors: find_named_trigger (v6.1)."""
+        if name is None:
+            return None
+        return next((each for each in self.named if each.shared is None and each.name == name), None)
+
     @staticmethod
     def _set_clock(setting: Setting, clock: str) -> None:
         try:
-            setting.triggers.control.set_clock(clock)
+            setting.triggers.array.set_clock(clock)
         except KernelError as failure:
             code = failure.errno or errno.EINVAL
             raise setting.log.error(HistError.SET_CLOCK_FAIL, clock, code) from None
@@ -148,7 +158,7 @@ class HistCommand:
         trigger.name = trigger.data.attrs.name
         trigger.users = 1
         if trigger.name is not None:
-            self.system.named.insert(0, trigger)
+            self.named.insert(0, trigger)
         if shared is not None:
             own = trigger.data
             trigger.shared, trigger.data = shared, shared.data
@@ -160,7 +170,7 @@ class HistCommand:
         attrs = trigger.data.attrs
         if not attrs.changes:
             return False
-        shared = self.system.find_named(attrs.name)
+        shared = self._find_named(attrs.name)
         is_known = shared is not None and self._matches(trigger, shared, shared, ignore_filter=True)
         if attrs.name is not None and not is_known:
             return False
@@ -179,7 +189,7 @@ class HistCommand:
 
     def _remove(self, trigger: HistTrigger, file: EventFile) -> None:
         """Raises: KernelError EBUSY while another histogram uses its variables."""
-        existing = self._find_match(trigger, file, self.system.find_named(trigger.data.attrs.name))
+        existing = self._find_match(trigger, file, self._find_named(trigger.data.attrs.name))
         if existing is None:
             return
         if existing.data.is_referred_to():
@@ -203,8 +213,8 @@ class HistCommand:
             self.release(trigger.shared)
         if trigger.users:
             return
-        if trigger in self.system.named:
-            self.system.named.remove(trigger)
+        if trigger in self.named:
+            self.named.remove(trigger)
         if trigger.shared is None:
             self._discard(trigger.data)
 
@@ -215,7 +225,7 @@ class HistCommand:
             action.destroy()
         made, data.made_hists = data.made_hists, []
         for file, command in made:
-            self._run(Setting(data.setting.triggers, self.system, file, data.log, removes=True), command)
+            self._run(Setting(data.triggers, self.system, file, data.log, removes=True), command)
 
     # Comparing
 
@@ -237,7 +247,7 @@ class HistCommand:
     ) -> bool:
         """Whether both are the same histogram. Mirrors: hist_trigger_match (v6.1)."""
         if shared is None:
-            if other in self.system.named:
+            if other in self.named:
                 return False
         elif shared is not other and shared is not other.shared:
             return False

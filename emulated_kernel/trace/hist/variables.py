@@ -1,20 +1,17 @@
-"""Variables of histograms: where a name leads to, in this histogram or another event's."""
+"""Variables of histograms: resolving a name, in this histogram or in another event's."""
 
 from __future__ import annotations
 
 import errno
-from typing import TYPE_CHECKING
 
 from emulated_kernel.errors import KernelError
-from emulated_kernel.trace.event_file import EventFile
+from emulated_kernel.trace.events.event import EventFile
 from emulated_kernel.trace.hist.errors import HistError
-from emulated_kernel.trace.hist.field import TIME_FLAGS, Flag, HistField, reference_value
+from emulated_kernel.trace.hist.field import TIME_FLAGS, Flag, HistField, Histogram, reference_value
 from emulated_kernel.trace.hist.holder import hists_of
 from emulated_kernel.trace.hist.map import VARS_MAX
 from emulated_kernel.trace.hist.operators import find_operator, is_reference
-
-if TYPE_CHECKING:
-    from emulated_kernel.trace.hist.data import HistData
+from emulated_kernel.trace.hist.system import HistSystem
 
 
 def find_file_variable(file: EventFile, name: str) -> HistField | None:
@@ -26,8 +23,9 @@ def find_file_variable(file: EventFile, name: str) -> HistField | None:
 class Variables:
     """What a histogram that is being made knows of variables."""
 
-    def __init__(self, owner: HistData) -> None:
+    def __init__(self, owner: Histogram, system: HistSystem) -> None:
         self.owner = owner
+        self._system = system
         self.log = owner.log
         self.definitions: list[tuple[str, str]] = []
         """Names and expressions of those that it defines."""
@@ -82,10 +80,8 @@ class Variables:
         Mirrors: find_match_var (v6.1).
         """
         found: HistField | None = None
-        for action in self.owner.actions:
-            if action.match is None:
-                continue
-            file = self.owner.find_file(*action.match)
+        for match in self.owner.matches:
+            file = self.owner.find_file(*match)
             variable = None if file is None else find_file_variable(file, name)
             if variable is not None:
                 if found is not None:
@@ -98,7 +94,7 @@ class Variables:
         if system is not None:
             return self.owner.find_file(system, event_name or "")
         found: EventFile | None = None
-        for data in self.owner.with_variables:
+        for data in self._system.with_variables(self.owner.triggers.array):
             if data.file is found or data.variable(name) is None:
                 continue
             if found is not None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from emulated_kernel.trace.event import EventField, TraceEvent
-from emulated_kernel.trace.fetch import COMMON_SIZE
-from emulated_kernel.trace.ports import ProbeHit, TraceSymbols
-from emulated_kernel.trace.synth.fields import STRING_MAX, SyntheticField
+from emulated_kernel.trace.events.event import TraceEvent
+from emulated_kernel.trace.hits.probe_hit import ProbeHit
+from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE, EventField
+from emulated_kernel.trace.symbols import KernelSymbols
+from emulated_kernel.trace.synth.fields import SyntheticField
 
 SYSTEM = "synthetic"
 FIELDS_MAX = 64
@@ -45,38 +46,22 @@ class SyntheticEvent(TraceEvent):
             self.record(self._payload(values), hit)
 
     def _payload(self, values: Sequence[int | bytes]) -> bytes:
-        fixed, dynamic = b"", b""
+        fixed, dynamic, end = b"", b"", COMMON_SIZE + self.fixed_size
         for field, value in zip(self.synthetic_fields, values, strict=True):
-            data = value if isinstance(value, bytes) else b""
-            if field.is_dynamic:
-                data += b"\0"
-                location = COMMON_SIZE + self.fixed_size + len(dynamic) | len(data) << 16
-                fixed += location.to_bytes(8, "little")
-                dynamic += data
-            elif field.is_string:
-                fixed += data[:STRING_MAX].ljust(STRING_MAX, b"\0")
-            else:
-                number = value if isinstance(value, int) else 0
-                fixed += (number & (1 << 8 * field.size) - 1).to_bytes(8, "little")
+            here, behind = field.parts(value, end + len(dynamic))
+            fixed += here
+            dynamic += behind
         return fixed + dynamic
 
-    def print_record(self, payload: bytes, symbols: TraceSymbols, *, sym_addr: bool = False) -> str:
+    def print_record(self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False) -> str:
         """Mirrors: kernel/trace/trace_events_synth.c:print_synth_event (v6.1)."""
         del sym_addr
         return " ".join(self._texts(payload, symbols))
 
-    def _texts(self, payload: bytes, symbols: TraceSymbols) -> Iterator[str]:
+    def _texts(self, payload: bytes, symbols: KernelSymbols) -> Iterator[str]:
         at = 0
         for field in self.synthetic_fields:
-            value = int.from_bytes(payload[at : at + 8], "little")
-            if field.is_dynamic:
-                start = (value & 0xFFFF) - COMMON_SIZE
-                text = field.dynamic_text(payload[start : start + (value >> 16 & 0xFFFF)], symbols)
-            elif field.is_string:
-                text = field.dynamic_text(payload[at : at + field.room], symbols)
-            else:
-                text = field.number_text(value & (1 << 8 * field.size) - 1)
-            yield f"{field.name}={text}"
+            yield f"{field.name}={field.text(payload, at, symbols)}"
             at += field.room
 
 
@@ -91,10 +76,4 @@ def _event_fields(fields: Sequence[SyntheticField]) -> Iterator[EventField]:
 def _print_fmt(fields: Sequence[SyntheticField]) -> str:
     """Mirrors: __set_synth_event_print_fmt (v6.1)."""
     text = ", ".join(f"{field.name}={field.print_fmt}" for field in fields)
-    return f'"{text}", {", ".join(_print_value(field) for field in fields)}'
-
-
-def _print_value(field: SyntheticField) -> str:
-    if field.is_stack:
-        return f"__get_stacktrace({field.name})"
-    return f"__get_str({field.name})" if field.is_dynamic else f"REC->{field.name}"
+    return f'"{text}", {", ".join(field.print_value for field in fields)}'

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from enum import Enum
+from itertools import islice
 
 from emulated_kernel.errors import KernelError
-from emulated_kernel.trace.chars import SPACES, argv_split, is_good_name, to_text
-from emulated_kernel.trace.dynamic_events import DynamicEvents, discard, run_commands
-from emulated_kernel.trace.error_log import ErrorLog
-from emulated_kernel.trace.event import EventRegistry
+from emulated_kernel.trace.probes.dynamic_events import DynEvent, EventCommands, EventKind
 from emulated_kernel.trace.synth.event import FIELDS_MAX, SYSTEM, SyntheticEvent
 from emulated_kernel.trace.synth.fields import SyntheticField, make_field
+from emulated_kernel.trace.text.chars import SPACES, argv_split, is_good_name, to_text
+from emulated_kernel.trace.text.error_log import ErrorLog
 
 _LOCATION = "synthetic_events"
 
@@ -45,7 +45,7 @@ class _Log:
         return KernelError(code, error.value)
 
 
-class _Entry:
+class _Entry(DynEvent):
     """A synthetic event on the list of dynamic events."""
 
     def __init__(self, event: SyntheticEvent, owner: SyntheticEvents) -> None:
@@ -53,6 +53,7 @@ class _Entry:
         self._owner = owner
 
     def line(self) -> str:
+        """Its line in synthetic_events."""
         fields = "; ".join(field.declaration for field in self.event.synthetic_fields)
         return f"{to_text(f'{self.event.name}')}\t{to_text(fields)}\n"
 
@@ -72,58 +73,33 @@ class _Entry:
         self._owner.remove(self)
 
 
-class SyntheticEvents:
-    """All synthetic events of a kernel. Callers serialize: Linux holds event_mutex.
+class SyntheticEvents(EventKind[_Entry]):
+    """All synthetic events of a kernel. Mirrors: kernel/trace/trace_events_synth.c (v6.1)."""
 
-    Mirrors: kernel/trace/trace_events_synth.c (v6.1).
-    """
-
-    def __init__(
-        self,
-        registry: EventRegistry,
-        dynamic_events: DynamicEvents,
-        error_log: ErrorLog,
-        word_size: int = 8,
-        printk: Callable[[str], None] = discard,
-    ) -> None:
-        self._registry = registry
-        self._dynamic_events = dynamic_events
-        self._error_log = error_log
+    def __init__(self, commands: EventCommands, word_size: int) -> None:
+        super().__init__(commands)
         self._word_size = word_size
-        self._printk = printk
-        dynamic_events.register_kind(self.create)
 
     def find(self, name: str) -> SyntheticEvent | None:
         """The event of that name. Mirrors: find_synth_event (v6.1)."""
-        return next((entry.event for entry in self._entries() if entry.event.name == name), None)
+        entry = self._find(name)
+        return None if entry is None else entry.event
 
-    def _entries(self) -> list[_Entry]:
-        return [event for event in self._dynamic_events.events if isinstance(event, _Entry)]
+    def _find(self, name: str) -> _Entry | None:
+        return next((entry for entry in self._own if entry.event.name == name), None)
 
-    # The file
-
-    def write(self, data: bytes) -> int:
-        """One write(2) to synthetic_events; bytes taken: all. Raises: KernelError."""
-        return run_commands(data, self._execute, self._printk)
-
-    def records(self) -> list[str]:
+    def records(self, start: int = 0) -> Iterator[str]:
         """The lines of synthetic_events."""
-        return [entry.line() for entry in self._entries()]
-
-    def clear(self) -> None:
-        """Opening with O_TRUNC. Raises: KernelError EBUSY."""
-        self._dynamic_events.release_all(self._entries())
+        return (entry.line() for entry in islice(self._own, start, None))
 
     def remove(self, entry: _Entry) -> None:
         """Raises: KernelError EBUSY. Mirrors: synth_event_release (v6.1)."""
         event = entry.event
         if event.hist_references or event.references or event.is_enabled:
             raise KernelError(errno.EBUSY, f"{event.name} is in use")
-        self._dynamic_events.events.remove(entry)
-        self._registry.remove(event)
+        self._unlist(entry)
         event.is_gone = True
-        for recorder in event.seen_by:
-            recorder.event_removed(event)
+        self._forget(event)
 
     # Commands
 
@@ -132,7 +108,7 @@ class SyntheticEvents:
         command = command.lstrip(SPACES)
         if not command:
             return
-        log = _Log(self._error_log, command)
+        log = _Log(self.error_log, command)
         name, fields = _split_name(command)
         _check_form(command, fields, log)
         if command.startswith("!"):
@@ -141,7 +117,7 @@ class SyntheticEvents:
             self._create(name, fields or "", log)
 
     def _delete(self, name: str) -> None:
-        entry = next((entry for entry in self._entries() if entry.event.name == name), None)
+        entry = self._find(name)
         if entry is None:
             raise KernelError(errno.ENOENT, f"no synthetic event {name}")
         self.remove(entry)
@@ -156,7 +132,7 @@ class SyntheticEvents:
             return True
         if not command.startswith("s:"):
             return False
-        log = _Log(self._error_log, command)
+        log = _Log(self.error_log, command)
         rest = command[2:]
         if _split_name(command)[1] is None:
             raise log.error(SynthError.INVALID_CMD)
@@ -178,8 +154,8 @@ class SyntheticEvents:
         if self.find(name) is not None:
             raise log.error(SynthError.EVENT_EXISTS, name, errno.EEXIST)
         event = SyntheticEvent(name, _parse_fields(fields, self._word_size, log))
-        self._registry.add(event)
-        self._dynamic_events.events.append(_Entry(event, self))
+        self.registry.add(event)
+        self._list(_Entry(event, self))
 
 
 def _split_name(text: str) -> tuple[str, str | None]:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import errno
+import struct
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from emulated_kernel.errors import KernelError
-from emulated_kernel.trace.chars import bytes_to_text
-from emulated_kernel.trace.numbers import kstrtoul
-from emulated_kernel.trace.ports import TraceSymbols
-from emulated_kernel.trace.symbols import sprint_symbol
+from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE
+from emulated_kernel.trace.symbols import KernelSymbols
+from emulated_kernel.trace.text.chars import bytes_to_text
+from emulated_kernel.trace.text.numbers import kstrtoul
+from emulated_kernel.trace.text.sprint_symbol import sprint_symbol
 
 STRING_MAX = 256
 """Bytes of a string and its NUL; one of fixed size takes so many in an entry."""
@@ -45,61 +49,127 @@ _RENDER: dict[str, Callable[[int], str]] = {
 
 
 @dataclass(frozen=True)
-class SyntheticField:
-    """Mirrors: kernel/trace/trace_synth.h:struct synth_field (v6.1)."""
+class SyntheticField(ABC):
+    """A field by its kind. Mirrors: kernel/trace/trace_synth.h:struct synth_field (v6.1)."""
 
     type: str
     """As in `format`."""
     name: str
     size: int
-    is_dynamic: bool
-
-    @property
-    def is_string(self) -> bool:
-        return "char[" in self.type
-
-    @property
-    def is_stack(self) -> bool:
-        return not self.is_string and "long[" in self.type
+    room: ClassVar[int] = 8
+    """Bytes in the fixed part of an entry."""
 
     @property
     def is_signed(self) -> bool:
         return not self.type.startswith("u") and self.type != "gfp_t"
 
     @property
-    def room(self) -> int:
-        """Bytes in the fixed part of an entry."""
-        return STRING_MAX if self.is_string and not self.is_dynamic else 8
-
-    @property
-    def print_fmt(self) -> str:
-        """As in `print fmt:`."""
-        return "%s" if self.is_string or self.is_stack else _SIZES_AND_FORMATS[self.type][1]
-
-    @property
     def declaration(self) -> str:
         """As in synthetic_events."""
         return f"{self.type.removeprefix(_DATA_LOC)} {self.name}"
 
+    @property
+    def print_fmt(self) -> str:
+        """As in `print fmt:`."""
+        return "%s"
+
+    @property
+    def print_value(self) -> str:
+        """The argument of `print_fmt`."""
+        return f"REC->{self.name}"
+
     def takes(self, type_: str, size: int, is_signed: bool) -> bool:
         """Whether a variable of that type can be its value. Mirrors: check_synth_field (v6.1)."""
-        if self.is_string and self.is_dynamic and "char[" in type_:
-            return True
-        if self.is_stack:
-            return False
-        return type_ == self.type or (size == self.size and (self.is_string or is_signed is self.is_signed))
+        del is_signed
+        return type_ == self.type or size == self.size
 
-    def number_text(self, value: int) -> str:
-        """A number as `trace` shows it. Linux: those of 1 and 2 bytes are unsigned, whatever their type."""
+    @abstractmethod
+    def parts(self, value: int | bytes, end: int) -> tuple[bytes, bytes]:
+        """What stands in the fixed part of an entry, and what is put at its byte `end`."""
+
+    @abstractmethod
+    def text(self, payload: bytes, at: int, symbols: KernelSymbols) -> str:
+        """The value at byte `at` of a payload, as `trace` shows it."""
+
+
+class NumberField(SyntheticField):
+    """A number, in 8 bytes whatever its type."""
+
+    @property
+    def print_fmt(self) -> str:
+        return _SIZES_AND_FORMATS[self.type][1]
+
+    def takes(self, type_: str, size: int, is_signed: bool) -> bool:
+        return type_ == self.type or (size, is_signed) == (self.size, self.is_signed)
+
+    def parts(self, value: int | bytes, end: int) -> tuple[bytes, bytes]:
+        del end
+        number = value if isinstance(value, int) else 0
+        return (number & (1 << 8 * self.size) - 1).to_bytes(8, "little"), b""
+
+    def text(self, payload: bytes, at: int, symbols: KernelSymbols) -> str:
+        """Linux: those of 1 and 2 bytes are unsigned, whatever their type."""
+        del symbols
+        value = int.from_bytes(payload[at : at + self.size], "little")
         fmt = "%d" if self.print_fmt == "%ld" and self.size == 4 else self.print_fmt
         text = _RENDER.get(fmt, str)(value)
         # Deviates: Linux names the flags.
         return f"{text} ({value:#x})" if self.type == "gfp_t" else text
 
-    def dynamic_text(self, data: bytes, symbols: TraceSymbols) -> str:
-        """A string or stack, from its bytes."""
-        if not self.is_stack:
-            return bytes_to_text(data.partition(b"\0")[0])
+
+class StringField(SyntheticField):
+    """A string of a declared size."""
+
+    room = STRING_MAX
+
+    def parts(self, value: int | bytes, end: int) -> tuple[bytes, bytes]:
+        del end
+        data = value if isinstance(value, bytes) else b""
+        return data[:STRING_MAX].ljust(STRING_MAX, b"\0"), b""
+
+    def text(self, payload: bytes, at: int, symbols: KernelSymbols) -> str:
+        del symbols
+        return bytes_to_text(payload[at : at + STRING_MAX].partition(b"\0")[0])
+
+
+class DynamicStringField(SyntheticField):
+    """A string of any size, behind the fixed part."""
+
+    @property
+    def print_value(self) -> str:
+        return f"__get_str({self.name})"
+
+    def takes(self, type_: str, size: int, is_signed: bool) -> bool:
+        return "char[" in type_ or super().takes(type_, size, is_signed)
+
+    def parts(self, value: int | bytes, end: int) -> tuple[bytes, bytes]:
+        data = (value if isinstance(value, bytes) else b"") + b"\0"
+        return (end | len(data) << 16).to_bytes(8, "little"), data
+
+    def text(self, payload: bytes, at: int, symbols: KernelSymbols) -> str:
+        del symbols
+        return bytes_to_text(self._data(payload, at).partition(b"\0")[0])
+
+    @staticmethod
+    def _data(payload: bytes, at: int) -> bytes:
+        place, length = struct.unpack_from("<HH", payload, at)
+        start = place - COMMON_SIZE
+        return payload[start : start + length]
+
+
+class StackField(DynamicStringField):
+    """A call chain, behind the fixed part; it takes no variable's value."""
+
+    @property
+    def print_value(self) -> str:
+        return f"__get_stacktrace({self.name})"
+
+    def takes(self, type_: str, size: int, is_signed: bool) -> bool:
+        del type_, size, is_signed
+        return False
+
+    def text(self, payload: bytes, at: int, symbols: KernelSymbols) -> str:
+        data = self._data(payload, at)
         words = (int.from_bytes(data[at : at + 8], "little") for at in range(0, len(data), 8))
         return "STACK:\n" + "".join(f"=> {sprint_symbol(symbols, word)}\n" for word in words if word)
 
@@ -111,14 +181,13 @@ def make_field(type_: str, name: str, word_size: int) -> SyntheticField | None:
     """
     if type_ in _SIZES_AND_FORMATS:
         size = word_size if type_ in _WORDS else _SIZES_AND_FORMATS[type_][0]
-        return SyntheticField(type_, name, size, False)
+        return NumberField(type_, name, size)
     if "char[" in type_:
         size = _string_size(type_)
         if size:
-            return SyntheticField(type_, name, size, False)
-    elif "long[" not in type_:
-        return None
-    return SyntheticField(_DATA_LOC + type_, name, 8, True)
+            return StringField(type_, name, size)
+        return DynamicStringField(_DATA_LOC + type_, name, 8)
+    return StackField(_DATA_LOC + type_, name, 8) if "long[" in type_ else None
 
 
 def _string_size(type_: str) -> int:

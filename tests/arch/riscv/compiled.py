@@ -10,7 +10,7 @@ from typing import Any
 
 from elftools.elf.elffile import ELFFile
 
-from emulated_kernel.arch.function import Function
+from emulated_kernel.arch.analysis.function import Function
 
 COMPILER = "riscv64-linux-gnu-gcc"
 BASE = 0x10_0000

@@ -7,10 +7,12 @@ from errno import EINVAL, ERANGE
 
 import pytest
 
-from emulated_kernel.arch import program as ir
-from emulated_kernel.arch.base import Detour, Scratch
+from emulated_kernel.arch.analysis.region import Region, ScratchRegisters
+from emulated_kernel.arch.base import Detour
+from emulated_kernel.arch.program import ops as ir
 from emulated_kernel.arch.riscv import assemble as asm
 from emulated_kernel.arch.riscv import frame
+from emulated_kernel.arch.riscv.analysis import ALL_LIVE
 from emulated_kernel.arch.riscv.arch import RISCV64, RISCV64I, Riscv
 from emulated_kernel.errors import KernelError
 from tests.arch.riscv.flat import NAMES, PAGE, Flat
@@ -18,7 +20,7 @@ from tests.arch.riscv.flat import NAMES, PAGE, Flat
 CODE, BUFFER, STACK, DATA = 0x10_0000, 0x1234_0000, 0x40_0000, 0x50_0000
 SP = STACK + 0x800
 ARCHS = [RISCV64(), RISCV64I()]
-WIDE = asm.addi(10, 10, 5) + asm.arithmetic(asm.Arithmetic.XOR, 11, 10, 12)
+WIDE = asm.addi(10, 10, 5) + asm.arithmetic(asm.ArithmeticFunct3.XOR, 11, 10, 12)
 NARROW = bytes.fromhex("1505 aa95 0145") + asm.addi(13, 12, 1)
 """addi a0, 5; add a1, a0; li a0, 0; and 4 bytes: 10 in all."""
 REGIONS = [(ARCHS[0], NARROW), (ARCHS[0], WIDE), (ARCHS[1], WIDE)]
@@ -35,10 +37,10 @@ def straight(region: bytes, values: dict[str, int], arch: Riscv) -> dict[str, in
     return machine.registers()
 
 
-def probed(arch: Riscv, region: bytes, detour: Detour, scratch: Scratch, values: dict[str, int]) -> Flat:
+def probed(arch: Riscv, region: Region, detour: Detour, values: dict[str, int]) -> Flat:
     """The machine with the probe's jump in place."""
-    jump = arch.detour_jump(CODE, len(region), BUFFER + detour.entry, scratch)
-    assert len(jump) == len(region)
+    jump = arch.detour_jump(region, BUFFER + detour.entry)
+    assert len(jump) == region.length
     areas = {CODE: jump + arch.breakpoint, BUFFER: detour.code, STACK: bytes(PAGE), DATA: bytes(PAGE)}
     return Flat(areas, values)
 
@@ -49,13 +51,15 @@ def words(machine: Flat, at: int, size: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(("arch", "region"), REGIONS)
-@pytest.mark.parametrize("scratch", [Scratch("t1", "t1"), Scratch("ra", "a4"), Scratch("t0", "s11")])
-def test_a_hit_is_seen_and_not_felt(arch: Riscv, region: bytes, scratch: Scratch) -> None:
+@pytest.mark.parametrize(
+    "scratch", [ScratchRegisters("t1", "t1"), ScratchRegisters("ra", "a4"), ScratchRegisters("t0", "s11")]
+)
+def test_a_hit_is_seen_and_not_felt(arch: Riscv, region: bytes, scratch: ScratchRegisters) -> None:
     values = random_registers(len(region))
     expected = straight(region, values, arch)
-    detour = arch.detour(region, CODE, len(region), BUFFER, None, scratch)
+    detour = arch.detour(Region(CODE, region, scratch), BUFFER)
     assert len(detour.code) <= arch.max_detour
-    machine = probed(arch, region, detour, scratch, values)
+    machine = probed(arch, Region(CODE, region, scratch), detour, values)
     frames = []
 
     def on_break(machine: Flat, at: int) -> int | None:
@@ -78,10 +82,10 @@ def test_a_hit_is_seen_and_not_felt(arch: Riscv, region: bytes, scratch: Scratch
 
 
 def test_what_a_handler_changes_is_restored() -> None:
-    arch, region, scratch = ARCHS[0], WIDE, Scratch("t1", "t1")
+    arch, region, scratch = ARCHS[0], WIDE, ScratchRegisters("t1", "t1")
     values = random_registers(9)
-    detour = arch.detour(region, CODE, len(region), BUFFER, None, scratch)
-    machine = probed(arch, region, detour, scratch, values)
+    detour = arch.detour(Region(CODE, region, scratch), BUFFER)
+    machine = probed(arch, Region(CODE, region, scratch), detour, values)
 
     def on_break(machine: Flat, at: int) -> int | None:
         if at == CODE + len(region):
@@ -95,7 +99,7 @@ def test_what_a_handler_changes_is_restored() -> None:
 
 @pytest.mark.parametrize(("arch", "region"), REGIONS)
 def test_a_compiled_handler_in_the_detour(arch: Riscv, region: bytes) -> None:
-    scratch = Scratch("t1", "t1")
+    scratch = ScratchRegisters("t1", "t1")
     values = random_registers(3)
     program = (
         ir.AddToCell(DATA + 8, 1),
@@ -104,11 +108,11 @@ def test_a_compiled_handler_in_the_detour(arch: Riscv, region: bytes) -> None:
         ir.Store(1, 0, 0, 8),
     )
     expected = straight(region, values, arch)
-    for live in (None, *(arch.optimization_rules(NoImage(), ftrace=False).live_at(0),)):
+    for live in (None, ALL_LIVE):
         handler = arch.handler_code(program, CODE, live)
-        detour = arch.detour(region, CODE, len(region), BUFFER, handler, scratch)
+        detour = arch.detour(Region(CODE, region, scratch), BUFFER, handler)
         assert len(detour.code) - len(handler.code) <= arch.max_copied
-        machine = probed(arch, region, detour, scratch, values)
+        machine = probed(arch, Region(CODE, region, scratch), detour, values)
         assert machine.run(CODE, 0) == CODE + len(region)
         found = machine.registers()
         assert {name for name in NAMES if found[name] != expected[name]} <= {"t1"}
@@ -116,34 +120,17 @@ def test_a_compiled_handler_in_the_detour(arch: Riscv, region: bytes) -> None:
         assert data == values["a2"].to_bytes(8, "little") + (1).to_bytes(8, "little")
 
 
-class NoSymbols:
-    def lookup(self, _address: int, /) -> None:
-        return None
-
-    def lookup_name(self, _name: str, /) -> None:
-        return None
-
-
-class NoImage:
-    """An image of which nothing is known."""
-
-    kallsyms = NoSymbols()
-    text_ranges = ((CODE, CODE + PAGE),)
-    ex_table = ()
-    mcount = frozenset[int]()
-    jump_labels = ()
-
-
 def test_what_cant_be_moved_or_reached() -> None:
-    arch, scratch = ARCHS[0], Scratch("t1", "t1")
+    arch, scratch = ARCHS[0], ScratchRegisters("t1", "t1")
     with pytest.raises(KernelError) as caught:
-        arch.detour(asm.auipc(10, 0) + asm.NOP, CODE, 8, BUFFER, None, scratch)
+        arch.detour(Region(CODE, asm.auipc(10, 0) + asm.NOP, scratch), BUFFER)
     assert caught.value.errno == EINVAL
+    region = Region(1 << 33, asm.NOP * 2, scratch)
     for far in (1 << 31, -(1 << 31) - 0x801):
         with pytest.raises(KernelError) as caught:
-            arch.detour_jump(1 << 33, 8, (1 << 33) + far, scratch)
+            arch.detour_jump(region, region.addr + far)
         assert caught.value.errno == ERANGE
-    assert arch.detour_jump(1 << 33, 8, (1 << 33) + (1 << 31) - 0x801, scratch)
+    assert arch.detour_jump(region, region.addr + (1 << 31) - 0x801)
     with pytest.raises(KernelError) as caught:
         arch.relative_jump(0, 1 << 20)
     assert caught.value.errno == ERANGE

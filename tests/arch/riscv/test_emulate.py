@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from emulated_kernel.arch.riscv import assemble as asm
+from emulated_kernel.arch.riscv.analysis import effect
 from emulated_kernel.arch.riscv.arch import RISCV64, RISCV64I
-from emulated_kernel.arch.riscv.effects import effect
 from emulated_kernel.arch.riscv.insn import REGISTER_NAMES, decode_insn
 from emulated_kernel.arch.riscv.prepare import Handling, handling
 from emulated_kernel.errors import KernelError
@@ -45,7 +45,7 @@ def check(code: bytes, values: dict[str, int]) -> None:
     prepared = ARCH.prepare(code + bytes(8), CODE, SLOT)
     assert prepared.emulate is not None
     assert prepared.length == len(code)
-    ARCH.emulate(prepared.emulate, regs, NoMemory())
+    prepared.emulate.run(regs, NoMemory())
     assert {name: getattr(regs, name) for name in NAMES} == machine.registers(), code.hex()
     assert regs.ip == ip, code.hex()
 

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from emulated_kernel.arch.base import Live
-from emulated_kernel.arch.program import HandlerCode
+from emulated_kernel.arch.analysis.region import Live
+from emulated_kernel.arch.program.ops import HandlerCode
 from emulated_kernel.arch.riscv import frame
 from emulated_kernel.arch.riscv.arch import RISCV64, RISCV64I, Riscv
 from tests.arch.random_programs import (

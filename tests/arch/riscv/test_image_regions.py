@@ -1,33 +1,36 @@
 """Regions of the RISC-V kernels that can be detoured: run in place and through a detour, from random states.
 
-KPROBEFS_REGIONS=N takes every Nth region instead of every 40th.
+A share of them; KPROBEFS_WHOLE=1 takes all.
 """
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
+from emulated_kernel.arch.analysis.region import Region
 from emulated_kernel.arch.riscv import frame
+from emulated_kernel.arch.riscv.analysis import effect
 from emulated_kernel.arch.riscv.arch import RISCV64, RISCV64I, Riscv
-from emulated_kernel.arch.riscv.effects import effect
-from emulated_kernel.arch.riscv.insn import REGISTER_NAMES, SP, Opcode, decode_all
+from emulated_kernel.arch.riscv.insn import REGISTER_NAMES, SP, RiscvOpcode, decode_all
+from emulated_kernel.arch.riscv.verdict import RiscvVerdict
 from emulated_kernel.image.image import load_image
 from tests.arch.riscv.flat import NAMES, PAGE, Flat
+from tests.sample import WHOLE, fewer
 
-EVERY = int(os.environ.get("KPROBEFS_REGIONS", "40"))
+PARTS = 40
 CODE, BUFFER, DATA = 0x10_0000, 0x1234_0000, 0x40_0000
 ARCHS = [RISCV64(), RISCV64I()]
-_MEMORY = (Opcode.LOAD, Opcode.STORE, Opcode.AMO)
+_MEMORY = (RiscvOpcode.LOAD, RiscvOpcode.STORE, RiscvOpcode.AMO)
 
 
-def regions(arch: Riscv) -> Iterator[tuple[bytes, int, object]]:
-    """Bytes of a region, its address, and the rules."""
+def regions(arch: Riscv) -> Iterator[tuple[Region, RiscvVerdict]]:
+    """Regions, and who told them."""
     image = load_image(None, arch.name)
-    rules = arch.optimization_rules(image, ftrace=False)
+    verdict = arch.verdict(image, arch.strategies["optprobe-riscv"], ftrace=False)
     (text,) = image.text_ranges
     at, number = text.start, 0
     while at < text.end:
@@ -35,11 +38,11 @@ def regions(arch: Riscv) -> Iterator[tuple[bytes, int, object]]:
         assert where is not None
         end = min(where.symbol.address + where.symbol.size, text.end)
         for addr in arch.instruction_boundaries(image.read(at, end - at), at):
-            length = rules.detoured_length(addr)
-            if isinstance(length, int):
+            region = verdict.detoured(addr)
+            if isinstance(region, Region):
                 number += 1
-                if number % EVERY == 0:
-                    yield image.read(addr, length), addr, rules
+                if WHOLE or number % PARTS == 0:
+                    yield region, verdict
         at = end
 
 
@@ -76,34 +79,34 @@ def run(
 def test_a_detour_computes_what_its_region_does(arch: Riscv) -> None:
     rng, compared = random.Random(7), 0
     memory = rng.randbytes(4 * PAGE)
-    for region, addr, rules in regions(arch):
-        length = len(region)
-        scratch = rules.scratch_at(addr)  # type: ignore[attr-defined]
-        dead = set(NAMES) - rules.live_at(addr).registers  # type: ignore[attr-defined]
-        live_behind = rules.live_at(addr + length).registers  # type: ignore[attr-defined]
-        values = state(region, rng)
-        straight = run({CODE: region + arch.breakpoint, DATA: memory}, values, arch, 0, set())
+    for found, verdict in regions(arch):
+        code, addr, length = found.code, found.addr, found.length
+        dead = set(NAMES) - verdict.live_at(addr).registers
+        live_behind = verdict.live_at(found.end).registers
+        values = state(code, rng)
+        straight = run({CODE: code + arch.breakpoint, DATA: memory}, values, arch, 0, set())
         if straight is None:
             continue
-        detour = arch.detour(region, CODE, length, BUFFER, None, scratch)
+        region = replace(found, addr=CODE)
+        detour = arch.detour(region, BUFFER)
         assert detour.trap is not None
-        jump = arch.detour_jump(CODE, length, BUFFER, scratch) + arch.breakpoint
+        jump = arch.detour_jump(region, BUFFER) + arch.breakpoint
         areas = {CODE: jump, BUFFER: detour.code, DATA: memory}
-        found = run(areas, values, arch, BUFFER + detour.trap, dead)
-        assert found is not None, hex(addr)
-        assert found.at == CODE + length, hex(addr)
-        wrong = {name for name in live_behind if found.get(name) != straight.get(name)}
+        detoured = run(areas, values, arch, BUFFER + detour.trap, dead)
+        assert detoured is not None, hex(addr)
+        assert detoured.at == CODE + length, hex(addr)
+        wrong = {name for name in live_behind if detoured.get(name) != straight.get(name)}
         assert not wrong, (hex(addr), wrong)
-        above = bytes(found.uc.mem_read(DATA + PAGE, 3 * PAGE))
+        above = bytes(detoured.uc.mem_read(DATA + PAGE, 3 * PAGE))
         assert above == bytes(straight.uc.mem_read(DATA + PAGE, 3 * PAGE)), hex(addr)
         compared += 1
-    assert compared > 2000 / EVERY
+    assert compared > fewer(2000, PARTS)
 
 
 def test_what_is_overwritten_in_a_region_is_known() -> None:
     """The table names what the processor changes."""
-    for region, _, _ in list(regions(ARCHS[0]))[::4]:
-        kills = 0
+    for found, _ in list(regions(ARCHS[0]))[::4]:
+        region, kills = found.code, 0
         for _, insn in decode_all(region, 0, compressed=True):
             kills |= effect(insn)[1]
         values = state(region, random.Random(3))

@@ -10,14 +10,14 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from emulated_kernel.arch import program as ir
-from emulated_kernel.arch.base import Scratch
-from emulated_kernel.arch.function import Function
+from emulated_kernel.arch.analysis.function import Function
+from emulated_kernel.arch.analysis.region import Region
+from emulated_kernel.arch.program import ops as ir
 from emulated_kernel.arch.riscv import frame
-from emulated_kernel.arch.riscv.analysis import FunctionAnalysis
+from emulated_kernel.arch.riscv.analysis import RiscvFunctionAnalysis
 from emulated_kernel.arch.riscv.arch import RISCV64, RISCV64I, Riscv
 from emulated_kernel.arch.riscv.insn import REGISTER_NAMES
-from emulated_kernel.arch.riscv.verdict import Optimizable, can_optimize
+from emulated_kernel.arch.riscv.verdict import detoured_region
 from tests.arch.riscv import compiled
 from tests.arch.riscv.flat import PAGE, Flat
 
@@ -63,16 +63,12 @@ def visits(program: compiled.Program, arch: Riscv) -> dict[int, int]:
     return count
 
 
-def optimizable(function: Function, arch: Riscv) -> Iterator[tuple[int, Optimizable, FunctionAnalysis]]:
-    analysis = FunctionAnalysis(function, compressed=arch.compressed)
+def optimizable(function: Function, arch: Riscv) -> Iterator[tuple[Region, RiscvFunctionAnalysis]]:
+    analysis = RiscvFunctionAnalysis(function, compressed=arch.compressed)
     for addr in analysis.insns:
-        found = can_optimize(analysis, addr)
-        if isinstance(found, Optimizable):
-            yield addr, found, analysis
-
-
-def names(found: Optimizable) -> Scratch:
-    return Scratch(REGISTER_NAMES[found.entry], REGISTER_NAMES[found.exit])
+        found = detoured_region(analysis, addr)
+        if isinstance(found, Region):
+            yield found, analysis
 
 
 @pytest.mark.parametrize(("name", "level"), BUILDS)
@@ -84,15 +80,14 @@ def test_detours_everywhere(name: str, level: str) -> None:
     expected, visited = outcome(expected_machine, program), visits(program, arch)
     rng, places = random.Random(1), 0
     for function in program.functions.values():
-        for addr, found, analysis in optimizable(function, arch):
+        for region, analysis in optimizable(function, arch):
+            addr = region.addr
             if not 0 < visited.get(addr, 0) < 100:
                 continue
             places += 1
-            at = addr - compiled.BASE
-            region = program.image[at : at + found.length]
-            detour = arch.detour(region, addr, found.length, BUFFER, None, names(found))
+            detour = arch.detour(region, BUFFER)
             machine = machine_for(program, arch, detour.code)
-            machine.uc.mem_write(addr, arch.detour_jump(addr, found.length, BUFFER, names(found)))
+            machine.uc.mem_write(addr, arch.detour_jump(region, BUFFER))
             dead = set(REGISTER_NAMES[1:]) - analysis.at(addr).registers
             hits = []
 
@@ -121,15 +116,13 @@ def test_counting_in_the_guest(name: str, level: str) -> None:
     expected, visited = outcome(machine, program), visits(program, arch)
     handler_program = (ir.AddToCell(COUNT, 1),)
     for function in program.functions.values():
-        for addr, found, analysis in optimizable(function, arch):
-            at = addr - compiled.BASE
-            region = program.image[at : at + found.length]
+        for region, analysis in optimizable(function, arch):
+            addr = region.addr
             for live in (analysis.at(addr), None):
                 handler = arch.handler_code(handler_program, addr, live)
-                detour = arch.detour(region, addr, found.length, BUFFER, handler, names(found))
+                detour = arch.detour(region, BUFFER, handler)
                 machine = machine_for(program, arch, detour.code)
-                entry = BUFFER + detour.entry
-                machine.uc.mem_write(addr, arch.detour_jump(addr, found.length, entry, names(found)))
+                machine.uc.mem_write(addr, arch.detour_jump(region, BUFFER + detour.entry))
                 machine.run(program.functions["all"].addr, 0)
                 assert machine.at == END
                 assert outcome(machine, program) == expected, (function.name, hex(addr))

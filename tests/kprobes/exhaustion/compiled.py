@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from emulated_kernel.arch import program as ir
-from emulated_kernel.arch.base import Live
-from emulated_kernel.arch.program_builder import HitWay, ProgramBuilder
-from emulated_kernel.kprobes.compiled import CompiledCode, Compiler
-from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.arch.analysis.region import Live
+from emulated_kernel.arch.program import ops as ir
+from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
+from emulated_kernel.kprobes.handlers.compiler import Compiler
+from emulated_kernel.kprobes.kprobe import CompiledCode, Kprobe
 from emulated_kernel.kprobes.profile import Saving
 from tests.kprobes.exhaustion.proof import Group, Place, Proof, Spans, joined
 from tests.kprobes.exhaustion.standing import OtherCpu, Standing
@@ -37,7 +37,7 @@ class CompiledProof(Proof):
         self.cell = records.alloc_cells(8)
         self._counted = kernel.machine.memory.view(records.address(self.cell), 8).cast("Q")
         kernel.kprobes.compiler.enabled = False
-        self.pointer = "di" if "di" in kernel._arch.general_registers else "a0"
+        self.pointer = "di" if "di" in kernel.arch.general_registers else "a0"
         """A register that may hold an address."""
 
     def count(self) -> int:
@@ -57,7 +57,7 @@ class CompiledProof(Proof):
         kprobes = self.probed.kernel.kprobes
         if kprobes.profile.saving is Saving.ALL:
             return super().live_at(addr)
-        return self.probed.rules.live_at(addr)
+        return self.probed.verdict.live_at(addr)
 
     def emit(self, builder: ProgramBuilder, _way: HitWay) -> bool:
         """The handler as a program."""
@@ -109,12 +109,12 @@ class CompiledPlace(Place):
         if self.codes[0] in compiler.codes or self.codes[1] not in compiler.codes:
             self._note("compiled again", "the replaced code isn't freed, or the new one is")
         self._all("freed", now)
-        self.garbage.occupied = lambda spans: spans
+        self.scheduler.occupied_of = lambda spans: spans
         return now
 
     def _leave(self, detours: Group) -> None:
         super()._leave(detours)
-        self.garbage.occupied = lambda _spans: ()
+        self.scheduler.occupied_of = lambda _spans: ()
         self.garbage.work.flush()
         if self.compiler.codes:
             self._note("unregistered", "code isn't freed")
@@ -134,7 +134,7 @@ class CompiledPlace(Place):
     def _compile(self) -> None:
         """What the first hit by the jump does; it is no run of this machine, so that others can go on."""
         with enabled(self.compiler):
-            self.kernel.kprobes.hits._compile_detour(self.head)
+            self.kernel.kprobes.routes.compile_detour(self.head)
         assert self.head.code is not None
         self.codes.append(self.head.code)
 
@@ -152,12 +152,12 @@ class CompiledPlace(Place):
             waited.append(all(any(a <= at.ip < b for a, b in spans) for each in group for at in each))
             return spans
 
-        self.garbage.occupied = occupied
+        self.scheduler.occupied_of = occupied
         self.garbage.work.flush()
         self._all("changed", group)
         if waited != [True]:
             self._note("changed", "a CPU in replaced code isn't waited for")
-        self.garbage.occupied = lambda _spans: ()
+        self.scheduler.occupied_of = lambda _spans: ()
 
     def _leaving(self, standing: Standing) -> Standing:
         """A hit in guest code is counted there."""
@@ -169,9 +169,8 @@ class CompiledPlace(Place):
 
     def _code_jumps(self) -> dict[bytes, int]:
         codes = {*self.codes, *([self.head.code] if self.head.code is not None else [])}
-        jump, buffer = self.kernel._arch.detour_jump, self._buffer()
-        at, length, scratch = self.address, buffer.length, buffer.scratch
-        return {jump(at, length, code.entry, scratch): code.entry for code in codes}
+        jump, buffer = self.kernel.arch.detour_jump, self._buffer()
+        return {jump(buffer.region, code.entry): code.entry for code in codes}
 
     def _stale(self, cpu: OtherCpu, at_start: Standing, window: bytes) -> str | None:
         # The code counts the hit, whatever has become of the probe.

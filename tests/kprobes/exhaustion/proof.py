@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from emulated_kernel.arch.base import Live
+from emulated_kernel.arch.analysis.reason import Finding
+from emulated_kernel.arch.analysis.region import Live
 from emulated_kernel.kprobes.kprobe import AggregatorProbe, DetourBuffer, Kprobe
-from emulated_kernel.machine.prefetch import Prefetch
+from emulated_kernel.machine.text.stale_fetch import Prefetch
+from tests.arch.decoding import starts_with_breakpoint
 from tests.kprobes.exhaustion.standing import OtherCpu, Standing
 from tests.kprobes.optimizer.conftest import Probed
 from tests.kprobes.optimizer.regions import Bench, Pieces, loose_flags
+from tests.kprobes.scripted import script
 
 Spans = Sequence[tuple[int, int]]
 Group = list[list[Standing]]
@@ -41,6 +44,7 @@ class Proof:
 
     def __post_init__(self) -> None:
         self.bench = Bench(self.probed)
+        self.scheduler = script(self.probed.kernel)
         text = self.probed.kernel.machine.text
         self.watch = text.watcher = Watch(text, self.probed.kernel.machine.model.fetch_unit)
 
@@ -54,9 +58,7 @@ class Proof:
 
     def length(self, address: int) -> int:
         """Bytes of whole instructions that are replaced."""
-        length = self.probed.rules.detoured_length(address)
-        assert isinstance(length, int)
-        return length
+        return self.probed.region(address).length
 
     def place(self, address: int, cpus: Sequence[OtherCpu]) -> Place:
         """What is done at a place."""
@@ -68,10 +70,10 @@ class Proof:
 
     def live_behind(self, address: int, end: int) -> Live:
         """The same behind a region: registers of its jumps may that nobody reads there."""
-        live, scratch = self.live_at(end), self.probed.rules.scratch_at(address)
-        if scratch is None:
+        live, region = self.live_at(end), self.probed.verdict.detoured(address)
+        if isinstance(region, Finding) or region.scratch is None:
             return live
-        free = {scratch.entry, scratch.exit} - self.probed.rules.live_at(end).registers
+        free = {region.scratch.entry, region.scratch.exit} - self.probed.verdict.live_at(end).registers
         return replace(live, registers=live.registers - free)
 
     def loose_flags(self, address: int, size: int) -> int:
@@ -107,7 +109,7 @@ class Place:
 
     def __post_init__(self) -> None:
         self.probed = self.proof.probed
-        self.kernel = self.probed.kernel
+        self.kernel, self.scheduler = self.probed.kernel, self.proof.scheduler
         self.in_jump: Group = [[] for _ in self.cpus]
         """Those that have executed a part of the jump: see `_stays`."""
 
@@ -119,7 +121,7 @@ class Place:
         self.head = self._head()
         self._hold(True)
         slots = [self._slot(cpu) for cpu in self.cpus]
-        if self._breakpoint_size() > len(kernel._arch.breakpoint):
+        if self._breakpoint_size() > len(kernel.arch.breakpoint):
             around = joined(interiors, slots)
             self._watched("disarming", lambda: kernel.disable_kprobe(self.probe), around, hits=0)
             self._watched("arming", lambda: kernel.enable_kprobe(self.probe), around)
@@ -141,7 +143,7 @@ class Place:
     def _breakpoint_size(self) -> int:
         insn = self.head.insn
         assert insn is not None
-        return len(self.kernel._arch.breakpoint_for(insn.prepared.length))
+        return len(self.kernel.arch.breakpoint_for(insn.prepared.length))
 
     def _handled_otherwise(self, detours: Group) -> Group:
         """What else can be done while there is a jump; CPUs that may stand somewhere then."""
@@ -152,7 +154,7 @@ class Place:
     def _behind_each(self, cpu: OtherCpu, size: int, what: str, hits: int) -> list[Standing]:
         """Behind each instruction but the last in so many bytes of what stands at the probe now."""
         code = self.kernel.machine.text.current(self.address, size)
-        inner = self.kernel._arch.instruction_boundaries(code, self.address)[1:]
+        inner = self.kernel.arch.instruction_boundaries(code, self.address)[1:]
         return self._met(cpu, inner, self.address, f"{what} +", hits)
 
     def _inside_jump(self) -> Group:
@@ -182,7 +184,7 @@ class Place:
     def _inside(self, cpu: OtherCpu, address: int, size: int, what: str) -> list[Standing]:
         """At each instruction of code that a hit goes through."""
         code = self.kernel.machine.text.current(address, size)
-        boundaries = self.kernel._arch.instruction_boundaries(code, address)
+        boundaries = self.kernel.arch.instruction_boundaries(code, address)
         return self._met(cpu, boundaries, address, f"{what} +", 1)
 
     def _met(
@@ -208,13 +210,13 @@ class Place:
             patched.append(inside)
             return False
 
-        self.probed.optimizer.is_quiescent = is_quiescent
+        self.scheduler.quiescent_in = is_quiescent
         self._hold(False)
         self._all("queued", standings)
         if self.head.is_patched or patched != [True]:
             self.proof.problems.append("a CPU in the region or slot isn't waited for")
         self._hold(True)
-        self.probed.optimizer.is_quiescent = lambda _spans: True
+        self.scheduler.quiescent_in = lambda _spans: True
 
     def _leave(self, detours: Group) -> None:
         """Unregistered with CPUs in the detour: it stays until they have left."""
@@ -224,14 +226,14 @@ class Place:
             waited.append(all(any(a <= at.ip < b for a, b in spans) for group in detours for at in group))
             return False
 
-        self.probed.optimizer.is_quiescent = is_quiescent
+        self.scheduler.quiescent_in = is_quiescent
         in_detour = [[self._leaving(standing) for standing in group] for group in detours]
         self.in_jump = [[self._leaving(standing) for standing in group] for group in self.in_jump]
         self._watched("unregistering", self._unregister, in_detour, hits=0)
         self._all("unregistered", in_detour, hits=0)
         if waited[-1:] != [True]:
             self.proof.problems.append("a CPU in the detour isn't waited for")
-        self.probed.optimizer.is_quiescent = lambda _spans: True
+        self.scheduler.quiescent_in = lambda _spans: True
         self.probed.settle()
 
     def _leaving(self, standing: Standing) -> Standing:
@@ -284,12 +286,12 @@ class Place:
         watch = self.proof.watch
         if changed and not watch.concerns(address):
             return set()
-        traps = self.kernel._arch.trap_flag
+        traps = self.kernel.arch.trap_flag
         return {window for window in watch.windows(address) if not (traps and PUSH_FLAGS in window)}
 
     def _stale(self, cpu: OtherCpu, at_start: Standing, window: bytes) -> str | None:
         jumps = self._jumps()
-        if self.kernel._arch.is_breakpoint(window) or window.startswith(tuple(jumps)):
+        if starts_with_breakpoint(self.kernel.arch, window) or window.startswith(tuple(jumps)):
             return cpu.stale_problem(at_start, window, jumps.values())
         # Executing the original instruction, it has passed before the probe was there.
         passed = Standing(at_start.what, at_start.registers, (), 0)
@@ -306,7 +308,7 @@ class Place:
             self.proof.problems.append(f"{stage}: {problem}")
 
     def _head(self) -> AggregatorProbe:
-        head = self.kernel.kprobes.head(self.probe)
+        head = self.kernel.kprobes.table.valid(self.probe)
         assert isinstance(head, AggregatorProbe)
         return head
 

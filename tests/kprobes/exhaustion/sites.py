@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from emulated_kernel.arch.base import Live
-from emulated_kernel.kprobes.compiled import CompiledCode
-from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.arch.analysis.region import Live
+from emulated_kernel.kprobes.kprobe import CompiledCode, Kprobe
+from tests.kprobes.blacklist import is_blacklisted
 from tests.kprobes.exhaustion.compiled import CompiledProof, enabled
 from tests.kprobes.exhaustion.proof import Group, Place
 from tests.kprobes.exhaustion.standing import OtherCpu, Standing
@@ -19,7 +19,7 @@ def fentry_sites(probed: Probed) -> Iterator[tuple[str, int, int]]:
     kernel = probed.kernel
     for address in sorted(kernel.image.mcount):
         where = kernel.image.kallsyms.lookup(address)
-        if where is not None and not kernel.kprobes.is_blacklisted(address):
+        if where is not None and not is_blacklisted(kernel, address):
             yield where.symbol.name, where.offset, address
 
 
@@ -32,12 +32,12 @@ class SiteProof(CompiledProof):
 
     def length(self, _address: int) -> int:
         """See Proof."""
-        return self.probed.kernel._arch.call_size
+        return self.probed.kernel.arch.call_size
 
     def live_behind(self, address: int, end: int) -> Live:
         """See Proof."""
         live = super().live_behind(address, end)
-        return replace(live, registers=live.registers - {self.probed.kernel._arch.call_link})
+        return replace(live, registers=live.registers - {self.probed.kernel.arch.call_link})
 
     def place(self, address: int, cpus: Sequence[OtherCpu]) -> Place:
         """See Proof."""
@@ -59,7 +59,7 @@ class SitePlace(Place):
         self.trampoline = sites.trampoline
         self.probe = Kprobe(addr=self.address, pre_handler=self._note_hit, program=self.proof.emit)
         garbage = kernel.kprobes.garbage
-        garbage.occupied = lambda spans: spans
+        self.scheduler.occupied_of = lambda spans: spans
         self.in_jump = self._inside_jump()
         self._watched("arming", lambda: kernel.register_kprobe(self.probe))
         inside = [
@@ -78,7 +78,7 @@ class SitePlace(Place):
         self._watched("disarming", lambda: kernel.unregister_kprobe(self.probe), inside, hits=0)
         leaving = [[self._leaving(standing) for standing in group] for group in inside]
         self._all("disarmed", leaving, hits=0)
-        garbage.occupied = lambda _spans: ()
+        self.scheduler.occupied_of = lambda _spans: ()
         garbage.work.flush()
         if compiler.codes:
             self._note("disarmed", "code isn't freed")
@@ -86,7 +86,7 @@ class SitePlace(Place):
     def _all_at_once(self, inside: Group) -> None:
         """As by the `enabled` file: every site goes through each step together."""
         kprobes = self.kernel.kprobes
-        sites, head = kprobes.sites, kprobes.head(self.probe)
+        sites, head = kprobes.sites, kprobes.table.valid(self.probe)
         assert sites is not None
         assert head is not None
         self._watched("disarming all", lambda: sites.disarm_all([head]), inside, hits=0)
@@ -98,7 +98,7 @@ class SitePlace(Place):
 
     def _inside_jump(self) -> Group:
         """Behind a nop they have passed, whatever becomes of the site."""
-        size = self.kernel._arch.call_size
+        size = self.kernel.arch.call_size
         calls = self.kernel.machine.text.current(self.address, size) in self._jumps()
         return [self._behind_each(cpu, size, "call" if calls else "nop", calls) for cpu in self.cpus]
 
@@ -107,7 +107,8 @@ class SitePlace(Place):
 
     def _compile(self) -> None:
         with enabled(self.kernel.kprobes.compiler):
-            self.kernel.kprobes.hits._compile_call(self.probe)
+            assert self.kernel.kprobes.sites is not None
+            self.kernel.kprobes.sites.compile_call(self.probe)
         assert self.probe.code is not None
         self.codes.append(self.probe.code)
 
@@ -122,7 +123,7 @@ class SitePlace(Place):
     def _jumps(self) -> dict[bytes, int]:
         """The calls that may stand at the site, and what they call."""
         codes = {*self.codes, *([self.probe.code] if self.probe.code is not None else [])}
-        call = self.kernel._arch.relative_call
+        call = self.kernel.arch.relative_call
         return {call(self.address, to): to for to in (self.trampoline, *(code.entry for code in codes))}
 
     def _stale(self, cpu: OtherCpu, at_start: Standing, window: bytes) -> str | None:

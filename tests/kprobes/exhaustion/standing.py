@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
-from emulated_kernel.arch.base import Live
+from emulated_kernel.arch.analysis.region import Live
 from emulated_kernel.kprobes.ctlblk import HitStatus
 from emulated_kernel.kprobes.kprobe import Kprobe
-from emulated_kernel.machine.prefetch import WINDOW
-from emulated_kernel.machine.registers import Regs
+from emulated_kernel.machine.cpu.registers import Regs
+from emulated_kernel.machine.text.stale_fetch import WINDOW
 from tests.kprobes.optimizer.conftest import Probed
 from tests.kprobes.optimizer.regions import Bench, Expected, Pieces, State
 
@@ -75,7 +75,7 @@ class OtherCpu:
         """Where a run from the start, of so many `hits`, meets these addresses, each for the first time."""
         self.bench.run(self.start)  # A probe's first hit makes its handlers.
         machine = self.probed.kernel.machine
-        ctlblk, trap_size = self.probed.kernel.kprobes.hits.ctlblk, len(self.probed.kernel._arch.breakpoint)
+        ctlblk, trap_size = self.probed.kernel.kprobes.hits.ctlblk, len(self.probed.kernel.arch.breakpoint)
         usual = {addr: machine.breakpoints.get(addr) for addr in places}
         counted = self.count()
         found: dict[int, Standing] = {}

@@ -9,11 +9,15 @@ from typing import Any, Protocol
 
 import pytest
 
-from emulated_kernel.arch.base import OptimizationRules
+from emulated_kernel.arch.analysis.region import Region
+from emulated_kernel.arch.verdict import Verdict
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
-from emulated_kernel.kprobes.optimizer import Optimizer
+from emulated_kernel.kprobes.optimizer.optimizer import Optimizer
+from emulated_kernel.kprobes.profile import OUT_OF_TREE
+from tests.kprobes.listed import list_lines
+from tests.ledger import ledger_mismatches
 
 GCD_HEAD, GCD_TAIL = 5, 8
 """gcd: a jump at the first covers the second, and the second can have one too."""
@@ -33,12 +37,19 @@ class Probed:
         return optimizer
 
     @cached_property
-    def rules(self) -> OptimizationRules:
-        """The optimizer's; where there is none, what they would be."""
-        kernel = self.kernel
-        if kernel.kprobes.optimizer is not None:
-            return kernel.kprobes.optimizer._rules
-        return kernel._arch.optimization_rules(kernel.image, ftrace=kernel.kprobes.profile.ftrace)
+    def verdict(self) -> Verdict[Any]:
+        """The optimizer's; where there is none, what it would be."""
+        kernel, kprobes = self.kernel, self.kernel.kprobes
+        if kprobes.optimizer is not None:
+            return kprobes.verdict
+        strategy = kernel.arch.strategy(OUT_OF_TREE)
+        return kernel.arch.verdict(kernel.image, strategy, ftrace=kprobes.profile.ftrace)
+
+    def region(self, address: int) -> Region:
+        """What the jump replaces of a place that can be optimized."""
+        found = self.verdict.detoured(address)
+        assert isinstance(found, Region)
+        return found
 
     def address(self, symbol: str, offset: int = 0) -> int:
         found = self.kernel.image.kallsyms.lookup_name(symbol)
@@ -60,7 +71,7 @@ class Probed:
     def flags(self) -> dict[str, str]:
         """symbol+offset to the flags in kprobes/list; of several probes there, joined by a comma."""
         found: dict[str, str] = {}
-        for line in self.kernel.kprobes.list_text():
+        for line in list_lines(self.kernel.kprobes):
             _, _, place, *flags = line.split()
             text = "".join(flags)
             found[place] = f"{found[place]},{text}" if place in found else text
@@ -97,7 +108,7 @@ def boot() -> Iterator[Boot]:
 
     yield build
     for kernel in kernels:
-        assert kernel.machine.text.verify() == []
+        assert ledger_mismatches(kernel.machine.text) == []
         kernel.close()
 
 

@@ -13,14 +13,16 @@ from typing import NamedTuple
 from iced_x86 import RflagsBits
 
 from emulated_kernel.abi import Vector
-from emulated_kernel.arch.base import Live
+from emulated_kernel.arch.analysis.region import Live, Region
 from emulated_kernel.arch.x86.decode import iced_decoder
 from emulated_kernel.errors import KernelError
-from emulated_kernel.machine.calls import DataSnapshot
-from emulated_kernel.machine.memory import Memory
-from emulated_kernel.machine.register_sets import RegisterSet, RiscvRegisterSet
-from emulated_kernel.machine.registers import Regs
+from emulated_kernel.machine.cpu.register_sets import RegisterSet, RiscvRegisterSet
+from emulated_kernel.machine.cpu.registers import Regs
+from emulated_kernel.machine.memory.memory import Memory
+from tests.arch.decoding import insn_length
+from tests.kprobes.blacklist import is_blacklisted
 from tests.kprobes.optimizer.conftest import Probed
+from tests.snapshot import DataSnapshot, data_snapshot, image_data
 
 _ICED_FLAGS = {
     0x1: RflagsBits.CF,
@@ -111,9 +113,9 @@ class Bench:
 
     def __init__(self, probed: Probed) -> None:
         self.machine = machine = probed.kernel.machine
-        self._arch = arch = probed.kernel._arch
+        self._arch = arch = probed.kernel.arch
         self._model = model = machine.model
-        self.all_live = probed.rules.live_at(0)
+        self.all_live = probed.verdict.live_at(0)
         """Of nowhere nothing is known."""
         self.noise = 64 if arch.bits == 64 else 31
         """Bits of numbers that are no pointers: on i386 wider ones could be."""
@@ -127,13 +129,13 @@ class Bench:
         # A region may end in `ret`, after any number of pops.
         self._pad = model.layout.host_text
         machine.memory.write(self.sp, self._pad.to_bytes(arch.word_size, "little") * 60)
-        self._snapshot = machine.data_snapshot([*self._data(), (self.sp - _BELOW, _BELOW + _ABOVE)])
+        self._snapshot = data_snapshot(machine, [*self._data(), (self.sp - _BELOW, _BELOW + _ABOVE)])
         self._met: int | None = None
         """Where the piece has ended."""
 
     def _data(self) -> list[tuple[int, int]]:
         """Address and size of all memory that runs may write, but the stack."""
-        return [*self.machine.image_data, (self.scratch, SCRATCH)]
+        return [*image_data(self.machine), (self.scratch, SCRATCH)]
 
     def states(self, seed: int) -> Iterator[State]:
         """Registers that are pointers, numbers and flags of all kinds; the same for a seed."""
@@ -213,9 +215,9 @@ class Bench:
         """Where the instruction there ends; of one that faults, for it is none, any address will do."""
         code = self.machine.text.current(addr, self._arch.max_insn_size)
         try:
-            return addr + self._arch.decode_length(code, addr)
+            return addr + insn_length(self._arch, code)
         except KernelError:
-            return addr + self._arch.min_insn_size
+            return addr + len(self._arch.breakpoint)
 
     def run(self, start: State) -> End:
         """How the piece ends."""
@@ -231,7 +233,7 @@ class Bench:
         end = self._run(start)
         free = range(start.sp - self.frame, start.sp)
         stack = [(self.sp - _BELOW, free.start - self.sp + _BELOW), (free.stop, self.sp + _ABOVE - free.stop)]
-        memory = self.machine.data_snapshot([*self._data(), *stack])
+        memory = data_snapshot(self.machine, [*self._data(), *stack])
         written = self._written()
         undo = [(at, before) for at, before, _ in self._snapshot.changed_lines()]
         self.restore()
@@ -284,7 +286,17 @@ class Bench:
 
 def optimizable(probed: Probed) -> Iterator[tuple[str, int, int]]:
     """(symbol, offset, address) of every probe point of the image that can be optimized."""
-    kernel, rules = probed.kernel, probed.rules
+    return (place for place in instructions(probed) if is_optimizable(probed, place))
+
+
+def is_optimizable(probed: Probed, place: tuple[str, int, int]) -> bool:
+    """Whether a jump may stand there."""
+    return isinstance(probed.verdict.detoured(place[2]), Region)
+
+
+def instructions(probed: Probed) -> Iterator[tuple[str, int, int]]:
+    """(symbol, offset, address) of every instruction that a probe may be on, but fentry sites."""
+    kernel = probed.kernel
     image = kernel.image
     end = image.text_ranges[0].end
     seen = set()
@@ -292,9 +304,9 @@ def optimizable(probed: Probed) -> Iterator[tuple[str, int, int]]:
         if not symbol.is_text or symbol.address in seen or symbol.address + symbol.size > end:
             continue
         seen.add(symbol.address)
-        if kernel.kprobes.is_blacklisted(symbol.address):
+        if is_blacklisted(kernel, symbol.address):
             continue
         body = image.read(symbol.address, symbol.size)
-        for address in kernel._arch.instruction_boundaries(body, symbol.address):
-            if address not in image.mcount and isinstance(rules.detoured_length(address), int):
+        for address in kernel.arch.instruction_boundaries(body, symbol.address):
+            if address not in image.mcount:
                 yield symbol.name, address - symbol.address, address

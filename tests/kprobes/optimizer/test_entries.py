@@ -8,12 +8,14 @@ from collections.abc import Iterator
 import pytest
 from iced_x86 import Decoder, FlowControl
 
+from emulated_kernel.abi import Prot
+from emulated_kernel.arch.analysis.reason import Finding, Reason
+from emulated_kernel.arch.analysis.region import Region
 from emulated_kernel.config import MachineConfig
-from emulated_kernel.image.image import Prot, prebuilt_dependencies
+from emulated_kernel.image.image import prebuilt_dependencies
 from emulated_kernel.image.modules import LiveImage
 from emulated_kernel.kernel import Kernel
-from emulated_kernel.kprobes.djprobe import Djprobes
-from emulated_kernel.kprobes.optimizer import Optimizer
+from emulated_kernel.kprobes.optimizer.djprobe import Djprobes
 
 DIRECT = (FlowControl.CONDITIONAL_BRANCH, FlowControl.UNCONDITIONAL_BRANCH, FlowControl.CALL)
 
@@ -41,7 +43,7 @@ def branches(live: LiveImage, bits: int) -> Iterator[tuple[int, str]]:
 def words(live: LiveImage, size: int) -> Iterator[tuple[int, str]]:
     """Whatever could be an address in memory that isn't code: entries of jump tables are among it."""
     for segment in live.core.segments:
-        if segment.prot & Prot.X:
+        if segment.prot & Prot.EXEC:
             continue
         for offset in range(0, len(segment.data) - size + 1, 4):
             word = int.from_bytes(segment.data[offset : offset + size], "little")
@@ -66,21 +68,20 @@ def test_nothing_leads_into_a_region(arch: str, profile: str) -> None:
         for module in prebuilt_dependencies(arch):
             if module != "initfail":
                 kernel.load_module(module)
-        live, bits = kernel.live, kernel._arch.bits
+        live, bits = kernel.live, kernel.arch.bits
         ways = [*branches(live, bits), *words(live, bits // 8)]
         ways += [(entry.fixup, f"the fixup of {entry.insn:#x}") for entry in live.ex_table]
         ways += [(label.target, f"the jump label at {label.code:#x}") for label in live.jump_labels]
         ways.sort()
         targets = [target for target, _ in ways]
-        optimizer = kernel.kprobes.optimizer
-        assert isinstance(optimizer, Optimizer)
+        is_djprobe = isinstance(kernel.kprobes.optimizer, Djprobes)
         regions, found = 0, []
         for start, body in code(live):
-            for address in kernel._arch.instruction_boundaries(body, start):
-                length = optimizer._rules.detoured_length(address)
-                if isinstance(length, int):
+            for address in kernel.arch.instruction_boundaries(body, start):
+                region = kernel.kprobes.verdict.detoured(address)
+                if isinstance(region, Region):
                     # A djprobe's last bytes stay what they are, and may be jumped to.
-                    length = min(length, JUMP_SIZE) if isinstance(optimizer, Djprobes) else length
+                    length = min(region.length, JUMP_SIZE) if is_djprobe else region.length
                     regions += 1
                     inside = slice(bisect_left(targets, address + 1), bisect_left(targets, address + length))
                     found += [f"{hex(address)}+{length}: {what}" for _, what in ways[inside]]
@@ -91,15 +92,13 @@ def test_nothing_leads_into_a_region(arch: str, profile: str) -> None:
 @pytest.mark.parametrize("arch", ["x86_64", "i386"])
 def test_branches_of_cold_parts_and_neighbours_are_told(arch: str) -> None:
     with Kernel(MachineConfig(arch=arch)) as kernel:
-        optimizer, image = kernel.kprobes.optimizer, kernel.image
-        assert isinstance(optimizer, Optimizer)
+        verdict, image = kernel.kprobes.verdict, kernel.image
         told = []
         for start, body in code(kernel.live):
-            for address in kernel._arch.instruction_boundaries(body, start):
-                length = optimizer._rules.detoured_length(address)
-                if isinstance(length, str) and "in another function" in length:
-                    source = int(length.split(":")[0], 16)
-                    where = image.kallsyms.lookup(source)
+            for address in kernel.arch.instruction_boundaries(body, start):
+                found = verdict.detoured(address)
+                if isinstance(found, Finding) and found.reason is Reason.FOREIGN_BRANCH:
+                    where = image.kallsyms.lookup(found.addr)
                     assert where is not None
                     told.append((address - start, where.symbol.name))
         assert {name for _, name in told} >= {"show_opcodes", "layout_sections.cold"}

@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 
+from emulated_kernel.arch.analysis.reason import Finding
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.kprobe import Kprobe
-from emulated_kernel.kprobes.optimizer import OPTIMIZE_DELAY
-from emulated_kernel.kprobes.text_poke import PokeStep
+from emulated_kernel.kprobes.optimizer.optimizer import OPTIMIZE_DELAY
+from emulated_kernel.machine.text.text_poke import PokeStep, TextPoker
 from tests.kprobes.optimizer.conftest import GCD_HEAD, GCD_TAIL, Boot, Probed
 from tests.kprobes.optimizer.regions import optimizable
+from tests.kprobes.scripted import script
+from tests.ledger import ledger_mismatches
 
 HIT = ("gcd", GCD_HEAD)
 INNER = ("gcd", GCD_TAIL)
@@ -21,11 +24,9 @@ INNER = ("gcd", GCD_TAIL)
 
 def threes(probed: Probed) -> Iterator[tuple[int, int, int]]:
     """The first three instructions of regions that have so many."""
-    arch, rules = probed.kernel._arch, probed.rules
+    arch = probed.kernel.arch
     for _, _, start in optimizable(probed):
-        length = rules.detoured_length(start)
-        assert isinstance(length, int)
-        insns = arch.instruction_boundaries(probed.kernel.machine.text.original(start, length), start)
+        insns = arch.instruction_boundaries(probed.region(start).code, start)
         if len(insns) > 2:
             yield insns[0], insns[1], insns[2]
 
@@ -34,16 +35,21 @@ class TestSteps:
     """Each step of a patch is a state in which the guest may run."""
 
     @pytest.fixture
-    def steps(self, probed: Probed) -> list[tuple[PokeStep, bytes, int, list[tuple[str, int]]]]:
+    def steps(
+        self, probed: Probed, monkeypatch: pytest.MonkeyPatch
+    ) -> list[tuple[PokeStep, bytes, int, list[tuple[str, int]]]]:
         """(step, bytes at the probe, bytes in the ledger, hits of a call) at each step from here on."""
         seen = []
 
-        def look(step: PokeStep, address: int) -> None:
+        write = TextPoker._write
+
+        def write_and_look(poker: TextPoker, step: PokeStep, address: int, insn: bytes) -> None:
+            write(poker, step, address, insn)
             text = probed.kernel.machine.text
-            assert text.verify() == []
+            assert ledger_mismatches(text) == []
             seen.append((step, text.current(address, 5), len(text.ledger), probed.gcd()))
 
-        probed.kernel.kprobes.poker.on_step = look
+        monkeypatch.setattr(TextPoker, "_write", write_and_look)
         return seen
 
     def test_optimizing(self, probed: Probed, steps: list[Any]) -> None:
@@ -174,16 +180,16 @@ class TestHits:
 
 class TestWhoIsOptimized:
     def test_waits_five_jiffies(self, probed: Probed) -> None:
-        work, now = probed.optimizer.work, [100]
-        work.now_jiffies = lambda: now[0]
+        work, scheduler = probed.optimizer.work, script(probed.kernel)
+        scheduler.now = 100
         probe = probed.probe("gcd", GCD_HEAD)
-        now[0] += OPTIMIZE_DELAY - 1
+        scheduler.now += OPTIMIZE_DELAY - 1
         work.run_if_due()
         assert probed.kernel.kprobes.mode(probe) == "int3"
-        now[0] += 1
+        scheduler.now += 1
         work.run_if_due()
         assert probed.kernel.kprobes.mode(probe) == "optimized"
-        assert not work.is_pending
+        assert work.due is None
 
     def test_a_post_handler_prevents_it(self, probed: Probed) -> None:
         probe = probed.probe("gcd", GCD_HEAD)
@@ -239,9 +245,9 @@ class TestWhoIsOptimized:
         probed.kernel.register_kprobes(others)
         if settled:
             probed.settle()
-        assert probed.kernel.kprobes.runs_in_detour(outer)
+        assert probed.kernel.kprobes.table.runs_in_detour(outer)
         probed.kernel.enable_kprobe(others[1])
-        assert not probed.kernel.kprobes.runs_in_detour(outer)
+        assert not probed.kernel.kprobes.table.runs_in_detour(outer)
         probed.settle()
         text = probed.kernel.machine.text
         for at, armed in ((start, True), (between, False), (behind, True)):
@@ -268,15 +274,15 @@ class TestWhoIsOptimized:
 
     def test_a_jump_into_the_middle_prevents_it(self, probed: Probed) -> None:
         """gcd has loops: the instructions around a jump target stay as they are."""
-        rules, reasons = probed.rules, set()
+        reasons = set()
         start = probed.address("gcd")
         for offset in range(5, 120):
-            outcome = rules.detoured_length(start + offset)
-            if isinstance(outcome, str) and "leads into" in outcome:
+            outcome = probed.verdict.detoured(start + offset)
+            if isinstance(outcome, Finding) and "leads into" in outcome.text:
                 reasons.add(offset)
         assert reasons
         boundaries = probed.kernel.machine.text.original(start, 120)
-        arch = probed.kernel._arch
+        arch = probed.kernel.arch
         offset = next(
             o for o in sorted(reasons) if start + o in arch.instruction_boundaries(boundaries, start)
         )
@@ -286,13 +292,13 @@ class TestWhoIsOptimized:
         assert "a jump here leads into" in probed.kernel.kprobes.reason(probe)
 
     def test_no_memory_for_a_detour(self, probed: Probed, monkeypatch: pytest.MonkeyPatch) -> None:
-        from emulated_kernel.machine.traps import HardwareError
+        from emulated_kernel.machine.traps.trap import HardwareError
 
         text = probed.kernel.machine.text
         alloc = text.alloc_text
 
         def scarce(size: int) -> int:
-            if size == probed.kernel._arch.max_detour:
+            if size == probed.kernel.arch.max_detour:
                 raise HardwareError("none left")
             return alloc(size)
 
@@ -302,7 +308,7 @@ class TestWhoIsOptimized:
         assert "no executable memory" in probed.kernel.kprobes.reason(probe)
 
     def test_no_memory_for_a_slot(self, probed: Probed, monkeypatch: pytest.MonkeyPatch) -> None:
-        from emulated_kernel.machine.traps import HardwareError
+        from emulated_kernel.machine.traps.trap import HardwareError
 
         def none(_size: int) -> int:
             raise HardwareError("none left")
@@ -323,14 +329,14 @@ class TestQuiescence:
             asked.append(list(spans))
             return clear[0]
 
-        probed.optimizer.is_quiescent = is_quiescent
+        script(probed.kernel).quiescent_in = is_quiescent
         probe = probed.probe("gcd", GCD_HEAD)
         probed.settle()
         assert probe.insn is not None
-        slot, size = probe.insn.slot, probed.kernel._arch.max_insn_size
+        slot, size = probe.insn.slot, probed.kernel.arch.max_insn_size
         assert slot is not None
         assert set(asked[-1]) == {(probe.address + 1, probe.address + 6), (slot, slot + size)}
-        assert (probed.kernel.kprobes.mode(probe), probed.optimizer.work.is_pending) == ("int3", True)
+        assert (probed.kernel.kprobes.mode(probe), probed.optimizer.work.due is not None) == ("int3", True)
         clear[0] = True
         probed.settle()
         assert probed.kernel.kprobes.mode(probe) == "optimized"
@@ -352,7 +358,7 @@ class TestQuiescence:
         probed.settle()
         second = probed.probe("gcd", GCD_TAIL)
         asked: list[tuple[int, int]] = []
-        probed.optimizer.is_quiescent = lambda spans: asked.extend(spans) or True
+        script(probed.kernel).quiescent_in = lambda spans: asked.extend(spans) or True
         probed.optimizer.work.flush()
         assert probed.kernel.kprobes.mode(second) == "optimized"
         detour = probed.kernel.kprobes.detour(first)
@@ -367,11 +373,11 @@ class TestQuiescence:
         probe = probed.probe("gcd", GCD_HEAD)
         sp = kernel.machine.regs.sp
         before = kernel.machine.memory.read_u64(sp - 8)
-        kernel.machine.memory.write_u64(sp - 8, probe.address + 3)
+        kernel.machine.memory.write_word(sp - 8, probe.address + 3)
         kernel.machine.regs.sp = sp - 8
         probed.settle()
         assert kernel.kprobes.mode(probe) == "int3"
-        kernel.machine.memory.write_u64(sp - 8, before)
+        kernel.machine.memory.write_word(sp - 8, before)
         kernel.machine.regs.sp = sp
         probed.settle()
         assert kernel.kprobes.mode(probe) == "optimized"
@@ -459,7 +465,7 @@ def test_without_an_optimizer(boot: Callable[[str], Probed]) -> None:
     probed = boot("kprobes-2010")
     kprobes = probed.kernel.kprobes
     probe = probed.probe("gcd", GCD_HEAD)
-    assert (kprobes.can_optimize, kprobes.optimization) == (False, False)
+    assert kprobes.optimizer is None
     assert "without jump optimization" in kprobes.reason(probe)
     with pytest.raises(KernelError) as caught:
         kprobes.set_optimization(True)

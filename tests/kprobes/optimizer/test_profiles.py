@@ -11,6 +11,7 @@ import pytest
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.profile import DEFAULT, PROFILES, Stepper, profile_named
+from tests.kprobes.blacklist import is_blacklisted
 from tests.kprobes.optimizer.conftest import GCD_HEAD, Probed
 
 TRAP_FLAG = 0x100
@@ -50,7 +51,7 @@ def test_boosting(boot: Callable[[str], Probed], profile: str, mode: str) -> Non
     probed = boot(profile)
     probe = probed.probe("gcd", GCD_HEAD, disabled=True)
     kprobes = probed.kernel.kprobes
-    if kprobes.can_optimize:
+    if kprobes.optimizer is not None:
         kprobes.set_optimization(False)
     kprobes.enable_kprobe(probe)
     assert (kprobes.mode(probe), probed.gcd()) == (mode, [("gcd", GCD_HEAD)])
@@ -95,13 +96,13 @@ def test_a_repeated_string_instruction(boot: Callable[[str], Probed], profile: s
 
 
 def _find_rep(probed: Probed) -> tuple[str, int] | None:
-    image, kprobes = probed.kernel.image, probed.kernel.kprobes
+    image = probed.kernel.image
     for symbol in image.kallsyms.symbols:
-        if not symbol.is_text or kprobes.is_blacklisted(symbol.address) or symbol.size > 4096:
+        if not symbol.is_text or is_blacklisted(probed.kernel, symbol.address) or symbol.size > 4096:
             continue
         code = image.read(symbol.address, symbol.size)
         at = code.find(b"\xf3\x48\xa5")
-        boundaries = probed.kernel._arch.instruction_boundaries(code, symbol.address)
+        boundaries = probed.kernel.arch.instruction_boundaries(code, symbol.address)
         if at >= 0 and symbol.address + at in boundaries:
             return symbol.name, symbol.address + at
     return None
@@ -109,7 +110,7 @@ def _find_rep(probed: Probed) -> tuple[str, int] | None:
 
 def _run_rep(kernel: Any, address: int, pages: int) -> None:
     """Run the instruction alone: 8 words from `pages` to 2048 bytes behind it."""
-    from emulated_kernel.machine.registers import RegisterSet
+    from emulated_kernel.machine.cpu.registers import RegisterSet
 
     def stop(regs: Any) -> None:
         regs.ip = machine.model.layout.host_text

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from emulated_kernel.arch.base import Live
+from emulated_kernel.arch.analysis.region import Live
 from emulated_kernel.arch.x86.liveness import ALL_LIVE
 from emulated_kernel.kprobes.kprobe import Kprobe
 from tests.kprobes.optimizer.conftest import GCD_HEAD, Boot, Probed
 from tests.kprobes.optimizer.regions import Bench
+from tests.snapshot import image_data
 
 DIRECTION_FLAG = 0x400
 """Neither set by gcd's first instructions nor looked at."""
@@ -22,7 +23,7 @@ def deviation(
 ) -> str | None:
     """Run the first instructions of gcd with a probe that `does` something, and once more without."""
     bench, start = Bench(probed), probed.address("gcd", GCD_HEAD)
-    end = start + probed.rules.detoured_length(start)  # type: ignore[operator]
+    end = probed.region(start).end
     state = next(bench.states(1))._replace(ip=start)
     with bench.until(end):
         expected = bench.expect(state, live)
@@ -42,14 +43,14 @@ def deviation(
 def write(address: int, probed: Probed) -> None:
     """Change a byte."""
     memory = probed.kernel.machine.memory
-    memory.write(address, bytes([memory.read_u8(address) ^ 1]))
+    memory.write(address, bytes([memory.read(address, 1)[0] ^ 1]))
 
 
 @pytest.mark.parametrize("arch", ["x86_64", "i386"])
 def test_what_is_noticed(boot: Boot, arch: str) -> None:
     probed = boot("linux-6.1", arch)
     regs = probed.kernel.machine.regs
-    data = probed.kernel.machine.image_data[-1]
+    data = image_data(probed.kernel.machine)[-1]
     assert deviation(probed, lambda *_: None) is None
     assert deviation(probed, lambda probed, bench: write(bench.scratch + 9, probed))
     assert deviation(probed, lambda probed, _bench: write(data[0], probed))

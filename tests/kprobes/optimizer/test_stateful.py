@@ -15,11 +15,13 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
+from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.kprobe import AggregatorProbe, Kprobe
-from emulated_kernel.kprobes.kretprobe import Kretprobe
 from emulated_kernel.kprobes.profile import PROFILES
+from tests.kprobes.listed import list_lines
 from tests.kprobes.modelled import MOSTLY, PICKS, SELDOM, OnKernel, run
 from tests.kprobes.optimizer.conftest import Probed
+from tests.ledger import ledger_mismatches
 
 CALLS = {"gcd": ((12, 18), 6), "lcm": ((21, 6), 42)}
 """Arguments and results. In lcm regions have three and more instructions on all architectures."""
@@ -140,7 +142,7 @@ class Optimizing(OnKernel):
     @rule(allowed=MOSTLY)
     def set_optimization(self, allowed: bool) -> None:
         self.kprobes.set_optimization(allowed)
-        head = [h for p in self.probes if isinstance(h := self.kprobes.head(p), AggregatorProbe)]
+        head = [h for p in self.probes if isinstance(h := self.kprobes.table.valid(p), AggregatorProbe)]
         assert allowed or not any(h.is_patched for h in head)
 
     @precondition(lambda self: self.probes)
@@ -148,7 +150,7 @@ class Optimizing(OnKernel):
     def hold(self, number: int) -> None:
         probe = self.pick(number)
         self.kprobes.set_optimized(probe, False)
-        assert not self.kprobes.is_optimized(probe)
+        assert not self.kprobes.table.is_patched(probe)
 
     @precondition(lambda self: self.probes)
     @rule(number=PICKS)
@@ -159,10 +161,10 @@ class Optimizing(OnKernel):
     @rule()
     def settle(self) -> None:
         self.probed.settle()
-        if not self.kprobes.optimization:
+        if not self.probed.optimizer.allowed:
             return
         for probe in self.probes:
-            head = self.kprobes.head(probe)
+            head = self.kprobes.table.valid(probe)
             if isinstance(head, AggregatorProbe) and head.is_optimized:
                 assert head.is_patched
 
@@ -181,24 +183,26 @@ class Optimizing(OnKernel):
     @invariant()
     def a_call_gives_its_result_and_hits(self) -> None:
         for probe, offset in self.probes.items():
-            if self.kprobes.is_armed(probe) and not probe.is_disabled:
+            if self.kprobes.table.is_armed(probe) and not probe.is_disabled:
                 self.entries[probe] += self.passes[offset]
         before = self.returns
         self.call_function()
         for probe in self.probes:
             assert self.hits[probe] + probe.nmissed == self.entries[probe]
-        assert self.returns - before == int(self.kretprobe is not None and self.kprobes.enabled)
+        assert self.returns - before == int(
+            self.kretprobe is not None and not self.kprobes.table.all_disarmed
+        )
         assert self.kprobes.hits.may_interrupt()
 
     @invariant()
     def text_is_as_the_probes_states_say(self) -> None:
-        text, optimizer, arch = self.kernel.machine.text, self.probed.optimizer, self.kernel._arch
-        assert text.verify() == []
+        text, optimizer, arch = self.kernel.machine.text, self.probed.optimizer, self.kernel.arch
+        assert ledger_mismatches(text) == []
         patched: set[int] = set()
         behind: set[int] = set()
         queues = [*optimizer.optimizing, *optimizer.unoptimizing, *optimizer.freeing]
         probes = [*self.probes, *([] if self.kretprobe is None else [self.kretprobe])]
-        heads = [h for p in probes if (h := self.kprobes.head(p)) is not None]
+        heads = [h for p in probes if (h := self.kprobes.table.valid(p)) is not None]
         for head in [*heads, *queues]:
             expected = self.armed_by(head)
             size = arch.call_size if head.is_ftrace else len(expected)
@@ -207,17 +211,17 @@ class Optimizing(OnKernel):
                 size = head.detour.length
                 behind.update(range(head.address + 1, head.address + size))
                 assert text.current(head.address, len(head.detour.jump)) == head.detour.jump
-            elif self.kprobes.is_armed(head):
+            elif self.kprobes.table.is_armed(head):
                 assert text.current(head.address, len(expected)) == expected
             elif head not in queues:
                 continue
             patched.update(range(head.address, head.address + size))
-        assert not any(head.address in behind for head in heads if self.kprobes.is_armed(head))
+        assert not any(head.address in behind for head in heads if self.kprobes.table.is_armed(head))
         assert text.ledger.keys() <= patched
 
     def armed_by(self, head: Kprobe) -> bytes:
         """What an armed probe that isn't optimized begins with: its breakpoint, or a call to anywhere."""
-        arch = self.kernel._arch
+        arch = self.kernel.arch
         if head.insn is None:
             return arch.relative_call(head.address, head.address)[:1]
         return arch.breakpoint_for(head.insn.prepared.length)
@@ -225,18 +229,19 @@ class Optimizing(OnKernel):
     @invariant()
     def list_tells_what_stands_in_the_text(self) -> None:
         optimizer, listed = self.probed.optimizer, Counter[tuple[int, bool, bool]]()
-        for line in self.kprobes.list_text():
+        for line in list_lines(self.kprobes):
             if line.split()[1] == "k":
                 listed[int(line.split()[0], 16), "[DISABLED]" in line, "[OPTIMIZED]" in line] += 1
         expected = Counter[tuple[int, bool, bool]]()
         for probe in self.probes:
-            head = self.kprobes.head(probe)
+            head = self.kprobes.table.valid(probe)
             assert head is not None
             jumps = isinstance(head, AggregatorProbe) and (head.is_patched or head in optimizer.optimizing)
             expected[head.address, probe.is_disabled, jumps] += 1
         assert listed == expected
 
 
+@pytest.mark.stateful
 @pytest.mark.parametrize("function", CALLS)
 @pytest.mark.parametrize(
     ("arch", "profile"),

@@ -55,10 +55,10 @@ def test_sysctl_waits_for_the_worker_one_way_only(probed: Probed) -> None:
     probed.probe("gcd", GCD_HEAD)
     probed.settle()
     probed.kernel.kprobes.set_optimization(False)
-    assert not probed.optimizer.work.is_pending
-    assert not probed.kernel.kprobes.optimization
+    assert probed.optimizer.work.due is None
+    assert not probed.optimizer.allowed
     probed.kernel.kprobes.set_optimization(True)
-    assert probed.optimizer.work.is_pending
+    assert probed.optimizer.work.due is not None
 
 
 def test_an_optimizable_probe_is_an_aggregate(probed: Probed) -> None:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
-from emulated_kernel.machine.traps import GuestFault
+from emulated_kernel.arch.analysis.region import Region
+from emulated_kernel.arch.x86.decode import iced_decoder
+from emulated_kernel.machine.traps.trap import GuestFault
 from tests.kprobes.optimizer.conftest import Boot, Probed
 from tests.kprobes.optimizer.regions import Bench, optimizable
+from tests.sample import share
 
 ARCHS = ("x86_64", "i386")
+PARTS = 6
 
 
 def compare(probed: Probed, bench: Bench, place: tuple[str, int, int]) -> list[str]:
     """What differs between the unprobed and the optimized run of a detoured region."""
     symbol, offset, address = place
-    length = probed.rules.detoured_length(address)
-    assert isinstance(length, int)
     starts = [state._replace(ip=address) for state in bench.states(address)]
-    end = address + length
+    end = probed.region(address).end
     with bench.until(end):
         expected = [bench.expect(start) for start in starts]
     probe = probed.probe(symbol, offset, at=address)
@@ -37,15 +41,30 @@ def compare(probed: Probed, bench: Bench, place: tuple[str, int, int]) -> list[s
     return wrong + [f"{symbol}+{offset:#x}: {start}" for start in differ]
 
 
+def different(probed: Probed) -> Iterator[tuple[str, int, int]]:
+    """One place of each code that a jump can replace, and all places where it depends on its address."""
+    bits, seen = probed.kernel.arch.bits, set()
+    for place in optimizable(probed):
+        address = place[2]
+        code = probed.region(address).code
+        insns = iced_decoder(code, address, bits)
+        is_fixed = any(insn.is_ip_rel_memory_operand or insn.near_branch_target for insn in insns)
+        key = code, address if is_fixed else None
+        if key not in seen:
+            seen.add(key)
+            yield place
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_optimizable_point(boot: Boot, arch: str) -> None:
-    """Each detoured region of the image, from states in which it may fault too."""
+    """Detoured regions of the image, with KPROBEFS_WHOLE=1 each, from states in which it may fault too."""
     probed = boot("linux-6.1", arch)
     bench = Bench(probed)
-    places = list(optimizable(probed))
-    assert len(places) > 5000
-    wrong = [line for place in places for line in compare(probed, bench, place)]
+    places = list(different(probed))
+    assert len(places) > 10_000
+    taken = share(places, ARCHS.index(arch), PARTS)
+    wrong = [line for place in taken for line in compare(probed, bench, place)]
     assert wrong == []
     assert probed.kernel.machine.text.ledger == {}
 
@@ -71,7 +90,7 @@ def test_whole_functions(
     found = kernel.image.kallsyms.lookup(start)
     assert found is not None
     expected, seen = machine.call(start, *arguments), set()
-    for address in kernel._arch.instruction_boundaries(kernel.image.read(start, found.symbol.size), start):
+    for address in kernel.arch.instruction_boundaries(kernel.image.read(start, found.symbol.size), start):
         counts = []
         probe = probed.probe(function, address - start)
         for settle in (False, True):
@@ -94,8 +113,8 @@ def test_a_step_faults_as_the_instruction_does(boot: Boot, profile: str, arch: s
     machine, start = probed.kernel.machine, probed.address("strlen")
     probed.probe("strlen", 5)
     kprobes = probed.kernel.kprobes
-    rules = kprobes.optimizer._rules if kprobes.optimizer else None
-    steps = kprobes.profile.preemption and not (rules and isinstance(rules.detoured_length(start + 5), int))
+    detoured = isinstance(kprobes.verdict.detoured(start + 5), Region)
+    steps = kprobes.profile.preemption and not detoured
     for _ in range(2):
         with pytest.raises(GuestFault) as caught:
             machine.call(start, 0)

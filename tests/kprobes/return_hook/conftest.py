@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from emulated_kernel.config import MachineConfig
-from emulated_kernel.host.guest_log import read_log
+from emulated_kernel.host.readers.guest_log import read_log
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.return_hook.hooks import SHADOW_STACKS
+from tests.ledger import ledger_mismatches
 
 Boot = Callable[..., Kernel]
 
@@ -26,7 +27,7 @@ def boot() -> Iterator[Boot]:
 
     yield build
     for kernel in kernels:
-        assert kernel.machine.text.verify() == []
+        assert ledger_mismatches(kernel.machine.text) == []
         kernel.close()
 
 

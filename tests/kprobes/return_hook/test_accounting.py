@@ -11,9 +11,9 @@ import pytest
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.errors import KernelError, WouldBlock
 from emulated_kernel.kernel import Kernel
-from emulated_kernel.kprobes.kretprobe import Kretprobe
+from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.profile import Profile, TrampolineForm
-from emulated_kernel.vfs.mount import Client
+from emulated_kernel.vfs.core.client import Client
 from tests.kprobes.return_hook.conftest import Boot, dmesg
 from tests.kprobes.return_hook.test_kretprobe import accounted, recurse
 from tests.kprobes.return_hook.test_tasks import sleepers
@@ -144,10 +144,10 @@ def test_a_stack_trace_shows_the_caller(arch: str, form: TrampolineForm, stack: 
 def test_a_record_of_the_inner_of_two_names_no_caller(boot: Boot) -> None:
     """Of two events on a function, the one whose return address is the trampoline."""
     kernel = boot()
-    events = kernel.kprobe_events
+    events = kernel.tracing.kprobe_events
     events.write(b"r:one int_sqrt\nr:two int_sqrt\n")
     for event in events.events():
-        events.enable(event)
+        event.enable(kernel.trace)
     kernel.trace.expand()
     for number in range(4):
         assert kernel.call("int_sqrt", number * number) == number

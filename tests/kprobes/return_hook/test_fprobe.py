@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from emulated_kernel.arch.architectures import arch_named
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
-from emulated_kernel.kprobes.fprobe import Fprobe, RegisterSet
-from emulated_kernel.kprobes.kretprobe import Kretprobe
-from emulated_kernel.wiring.arch import arch_named
+from emulated_kernel.kprobes.kinds.fprobe import Fprobe, FprobeRegs
+from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from tests.kprobes.return_hook.conftest import Boot
 from tests.project.readme import README
 
@@ -99,6 +99,22 @@ def test_entry_handler_decides_and_instances_run_out(boot: Boot) -> None:
     assert (exits, fp.nmissed) == ([30], 1)
 
 
+@pytest.mark.parametrize("exits", [False, True])
+def test_a_handler_unregisters_its_own_fprobe(kernel: Kernel, exits: bool) -> None:
+    hits: list[int] = []
+
+    def entered(fp: Fprobe, address: int, *_: Any) -> None:
+        hits.append(address)
+        kernel.fprobes.unregister_fprobe(fp)
+
+    exit_handler = (lambda *_: hits.append(0)) if exits else None
+    fp = Fprobe("gcd", entry_handler=entered, exit_handler=exit_handler)
+    kernel.register_fprobe(fp)
+    assert [kernel.call("gcd", 12, 18) for _ in range(2)] == [6, 6]
+    assert len(hits) == 1
+    assert kernel.machine.text.ledger == {}
+
+
 def test_beside_kretprobes_and_disabled(kernel: Kernel) -> None:
     results: list[str] = []
     rp = Kretprobe(symbol_name="gcd", handler=lambda *_: results.append("kretprobe"))
@@ -124,11 +140,11 @@ def test_beside_kretprobes_and_disabled(kernel: Kernel) -> None:
         ({"filter": "gcd", "notfilter": "g*"}, errno.EINVAL),
         ({"filter": "gcd", "entry_registers": ("nonsense",)}, errno.EOPNOTSUPP),
         (
-            {"filter": "gcd", "registers": RegisterSet.FTRACE_REGS, "entry_registers": ("bx",)},
+            {"filter": "gcd", "registers": FprobeRegs.FTRACE_REGS, "entry_registers": ("bx",)},
             errno.EOPNOTSUPP,
         ),
         (
-            {"filter": "gcd", "registers": RegisterSet.FTRACE_REGS, "exit_registers": ("di",)},
+            {"filter": "gcd", "registers": FprobeRegs.FTRACE_REGS, "exit_registers": ("di",)},
             errno.EOPNOTSUPP,
         ),
     ],
@@ -164,7 +180,7 @@ def test_partial_registers(boot: Boot) -> None:
         "gcd",
         entry_handler=entered,
         exit_handler=returned,
-        registers=RegisterSet.FTRACE_REGS,
+        registers=FprobeRegs.FTRACE_REGS,
         entry_registers=("di", "si"),
         exit_registers=("ax",),
     )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from emulated_kernel.errors import KernelError
-from emulated_kernel.kprobes.kretprobe import Kretprobe
+from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.profile import PROFILES
 from tests.kprobes.return_hook.conftest import Boot
 

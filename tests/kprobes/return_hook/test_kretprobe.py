@@ -10,9 +10,10 @@ import pytest
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
+from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe, KretprobeInstance
 from emulated_kernel.kprobes.kprobe import Kprobe
-from emulated_kernel.kprobes.kretprobe import Kretprobe, KretprobeInstance
 from emulated_kernel.kprobes.profile import PROFILES
+from tests.kprobes.listed import list_lines
 from tests.kprobes.return_hook.conftest import Boot, dmesg
 
 PER_TASK = ("fgraph", "unified")
@@ -69,7 +70,7 @@ def test_refused(boot: Boot, place: dict[str, Any], error: int) -> None:
     rp = Kretprobe(**place)
     assert errno_of(lambda: kernel.register_kretprobe(rp)) == error
     assert rp.hook is None
-    assert kernel.kprobes.list_text() == []
+    assert list_lines(kernel.kprobes) == []
     kernel.kretprobes.hooks.select_return_hook("fgraph")
 
 
@@ -102,12 +103,12 @@ def test_batch_is_all_or_none(kernel: Kernel) -> None:
     batch = [Kretprobe(symbol_name="gcd"), Kretprobe(symbol_name="strlen"), Kretprobe(symbol_name="nothing")]
     assert errno_of(lambda: kernel.register_kretprobes(batch)) == errno.ENOENT
     assert errno_of(lambda: kernel.register_kretprobes([])) == errno.EINVAL
-    assert kernel.kprobes.list_text() == []
+    assert list_lines(kernel.kprobes) == []
     kernel.register_kretprobes(batch[:2])
-    listed = {tuple(line.split()[1:]) for line in kernel.kprobes.list_text()}
+    listed = {tuple(line.split()[1:]) for line in list_lines(kernel.kprobes)}
     assert listed == {("r", "gcd+0x0", "[FTRACE]"), ("r", "strlen+0x0", "[FTRACE]")}
     kernel.unregister_kretprobes(batch[:2])
-    assert kernel.kprobes.list_text() == []
+    assert list_lines(kernel.kprobes) == []
 
 
 # What handlers see
@@ -120,7 +121,7 @@ def test_result_and_caller(boot: Boot, profile: str, stack: str) -> None:
         # It hooks fentry sites alone.
         probe = Kretprobe(symbol_name="gcd")
         assert errno_of(lambda: kernel.register_kretprobe(probe)) == errno.EOPNOTSUPP
-        assert kernel.kprobes.list_text() == []
+        assert list_lines(kernel.kprobes) == []
         return
     seen: Seen = []
     callers: list[int] = []
@@ -248,7 +249,7 @@ def recurse(kernel: Kernel, depth: int) -> None:
     code = code[:4] + bytes([len(code) - jump_from]) + code[5:] + bytes.fromhex("31c0c3")
     machine.text.poke(stub, code)
     words = machine.alloc_pages(64)
-    machine.memory.write_u64(words, depth)
+    machine.memory.write_word(words, depth)
     kernel.call("bsearch", words, words, 1, 1, stub)
     assert machine.memory.read_u64(words) == (1 << 64) - 1
 
@@ -312,7 +313,7 @@ def test_a_return_that_nobody_knows_is_a_bug_of_the_guest(kernel: Kernel, stack:
     kernel.register_kretprobe(rp)
     thief = Kprobe(
         symbol_name="__slab_free",
-        pre_handler=lambda *_: hooks.flush(kernel.cells.current_task()),
+        pre_handler=lambda *_: hooks.flush(kernel.guest.kernel.current_task()),
     )
     kernel.register_kprobe(thief)
     assert errno_of(lambda: kernel.call("kfree", block)) == errno.EFAULT

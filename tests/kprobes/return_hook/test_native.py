@@ -12,11 +12,11 @@ import pytest
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.errors import KernelError, WouldBlock
 from emulated_kernel.kernel import Kernel
-from emulated_kernel.kprobes.hit_ring import HitRing
+from emulated_kernel.kprobes.kinds.hit_ring import HitRing
+from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.kprobe import Kprobe
-from emulated_kernel.kprobes.kretprobe import Kretprobe
 from emulated_kernel.kprobes.profile import Profile, Saving, TrampolineForm
-from emulated_kernel.vfs.mount import Client
+from emulated_kernel.vfs.core.client import Client
 from tests.kprobes.return_hook.conftest import Boot, dmesg
 from tests.kprobes.return_hook.test_kretprobe import PER_TASK, accounted, address, recurse
 from tests.kprobes.return_hook.test_tasks import sleepers
@@ -221,7 +221,7 @@ def test_breakpoints_for_trampolines(arch: str) -> None:
         kernel.unregister_kretprobe(second)
         assert [kernel.call("int_sqrt", number * number) for number in range(3)] == [0, 1, 2]
         assert (first.returns, ring.hits) == (7, 7)
-        name = kernel.symbols.lookup(trampoline.native)
+        name = kernel.tracing.symbols.lookup(trampoline.native)
         assert name is not None
         assert name.name == "arch_rethook_trampoline"
 

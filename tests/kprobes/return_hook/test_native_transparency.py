@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
 
 import pytest
 
 from emulated_kernel.abi import PAGE_SIZE
-from emulated_kernel.arch import program as ir
-from emulated_kernel.arch.program_builder import HitWay, ProgramBuilder
-from emulated_kernel.kprobes.fprobe import Fprobe
-from emulated_kernel.kprobes.kretprobe import Kretprobe
+from emulated_kernel.arch.program import ops as ir
+from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
+from emulated_kernel.kprobes.kinds.fprobe import Fprobe
+from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.profile import Profile, Saving, TrampolineForm
 from emulated_kernel.kprobes.return_hook.hooks import SHADOW_STACKS
 from emulated_kernel.machine.calls import map_stack
 from tests.kprobes.functions import Outcome, Runner
 from tests.kprobes.return_hook.test_transparency import (
     Bench,
-    build_bench,
+    benches,
     changes_noticed,
     hook_all,
     ways_with_stacks,
 )
 from tests.kprobes.states import writable_memory
+from tests.ledger import ledger_mismatches
 
-EVERY = int(os.environ.get("KPROBEFS_FUNCTIONS", "6"))
 CALLED = Profile("called", optimizer=False)
 BREAKPOINTS = Profile("breakpoints", ftrace=False, optimizer=False, trampoline=TrampolineForm.BREAKPOINT)
 OPTIMIZED = Profile("optimized", ftrace=False)
@@ -41,16 +38,8 @@ WAYS = {
 STACKS = list(SHADOW_STACKS)
 
 
-@cache
-def _bench(way: str) -> Bench:
-    return build_bench(WAYS[way], every=EVERY)
-
-
-@pytest.fixture(scope="module")
-def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
-    yield _bench(request.param)
-    _bench(request.param).kernel.close()
-    _bench.cache_clear()
+CASES = ways_with_stacks(WAYS)
+FPROBE_CASES = [(way, stack) for way, stack in CASES if WAYS[way].ftrace]
 
 
 def _is_same_end(bench: Bench, plain: Outcome, hooked: Outcome, trampolines: set[int]) -> bool:
@@ -64,8 +53,8 @@ def _is_same_end(bench: Bench, plain: Outcome, hooked: Outcome, trampolines: set
         return (trap.kind, trap.vector, trap.number) == (seen.kind, seen.vector, seen.number)
     names = set(plain.end._fields)
     if not kernel.kprobes.compiler.saves_all:
-        assert kernel.arch.live_at_return is not None
-        names = {*kernel.arch.live_at_return.registers, "sp", "ip"}
+        assert kernel.arch.returns is not None
+        names = {*kernel.arch.returns.live.registers, "sp", "ip"}
     return all(getattr(hooked.end, name) in (getattr(plain.end, name), *trampolines) for name in names)
 
 
@@ -80,7 +69,7 @@ def _counting(bench: Bench, cell: int, entry: int) -> Kretprobe:
 
     def count(*_: object) -> None:
         memory = bench.kernel.machine.memory
-        memory.write_u64(cell, memory.read_u64(cell) + 1)
+        memory.write_word(cell, memory.read_u64(cell) + 1)
 
     return Kretprobe(addr=entry, handler=count, return_program=None if entry % 3 == 0 else emit)
 
@@ -100,8 +89,14 @@ def _run_all(bench: Bench, runner: Runner, entries: dict[int, int]) -> None:
             entries[address] += counts[address]
 
 
-@pytest.mark.parametrize(("bench", "stack"), ways_with_stacks(WAYS), indirect=["bench"])
-def test_functions_hooked_by_guest_code_end_as_unhooked_ones(bench: Bench, stack: str) -> None:
+@pytest.mark.parametrize(("way", "stack"), CASES)
+def test_functions_hooked_by_guest_code_end_as_unhooked_ones(way: str, stack: str) -> None:
+    """Each case calls other functions; all are hooked."""
+    with benches(WAYS[way], CASES.index((way, stack)), len(CASES)) as bench:
+        _end_as_unhooked(bench, stack)
+
+
+def _end_as_unhooked(bench: Bench, stack: str) -> None:
     kernel, hooks = bench.kernel, bench.kernel.kretprobes.hooks
     machine, memory = kernel.machine, kernel.machine.memory
     hooks.select_return_hook(stack)
@@ -122,14 +117,17 @@ def test_functions_hooked_by_guest_code_end_as_unhooked_ones(bench: Bench, stack
     if kernel.kprobes.optimizer is not None:
         kernel.kprobes.optimizer.work.flush()
     assert machine.text.ledger == {}
-    assert machine.text.verify() == []
+    assert ledger_mismatches(machine.text) == []
 
 
-@pytest.mark.parametrize(
-    ("bench", "stack"), ways_with_stacks({"called": CALLED, "called, save-all": CALLED}), indirect=["bench"]
-)
-def test_functions_of_one_fprobe_end_as_unhooked_ones(bench: Bench, stack: str) -> None:
+@pytest.mark.parametrize(("way", "stack"), FPROBE_CASES)
+def test_functions_of_one_fprobe_end_as_unhooked_ones(way: str, stack: str) -> None:
     """Its programs overwrite whatever they may."""
+    with benches(WAYS[way], FPROBE_CASES.index((way, stack)), len(FPROBE_CASES)) as bench:
+        _end_as_unhooked_by_an_fprobe(bench, stack)
+
+
+def _end_as_unhooked_by_an_fprobe(bench: Bench, stack: str) -> None:
     kernel, hooks = bench.kernel, bench.kernel.kretprobes.hooks
     machine, memory = kernel.machine, kernel.machine.memory
     hooks.select_return_hook(stack)
@@ -137,7 +135,7 @@ def test_functions_of_one_fprobe_end_as_unhooked_ones(bench: Bench, stack: str) 
     exited = entered + 8
 
     def note(cell: int) -> None:
-        memory.write_u64(cell, memory.read_u64(cell) + 1)
+        memory.write_word(cell, memory.read_u64(cell) + 1)
 
     def emit(builder: ProgramBuilder, way: HitWay) -> bool:
         noise = (ir.SetImmediate(vreg, 0x1234_5678 << vreg) for vreg in range(ir.NR_VREGS))
@@ -164,4 +162,4 @@ def test_functions_of_one_fprobe_end_as_unhooked_ones(bench: Bench, stack: str) 
     assert fp.hook.returned + fp.hook.flushed + fp.nmissed == sum(entries.values())
     kernel.unregister_fprobe(fp)
     assert machine.text.ledger == {}
-    assert machine.text.verify() == []
+    assert ledger_mismatches(machine.text) == []

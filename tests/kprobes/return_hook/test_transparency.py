@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import cache
+from contextlib import contextmanager
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
@@ -14,15 +14,17 @@ import pytest
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
+from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.kprobe import Kprobe
-from emulated_kernel.kprobes.kretprobe import Kretprobe
 from emulated_kernel.kprobes.profile import Profile, TrampolineForm
 from emulated_kernel.kprobes.return_hook.hooks import SHADOW_STACKS
-from emulated_kernel.machine.cpu_x86_64 import X86_64Cpu
-from emulated_kernel.machine.registers import RegisterSet
+from emulated_kernel.machine.cpu.registers import RegisterSet
+from emulated_kernel.machine.cpu.x86_64 import X86_64Cpu
 from tests.kprobes.boundaries import Boundary, all_boundaries
 from tests.kprobes.functions import Outcome, Runner
 from tests.kprobes.states import DIRECTION_FLAG, Arena, build_arena, generate, writable_memory
+from tests.ledger import ledger_mismatches
+from tests.sample import share
 
 SEED = 63
 LAYOUT = X86_64Cpu.layout
@@ -82,14 +84,14 @@ def _call(state: RegisterSet, top: int) -> RegisterSet:
     return state._replace(sp=top, flags=state.flags & ~DIRECTION_FLAG)
 
 
-@cache
-def _bench(form: str) -> Bench:
-    return build_bench(FORMS[form])
+@contextmanager
+def benches(profile: Profile, part: int, parts: int) -> Iterator[Bench]:
+    """A kernel to hook functions of; one part of all functions is called."""
+    with Kernel(CONFIG, profile=profile) as kernel:
+        yield _build_bench(kernel, part, parts)
 
 
-def build_bench(profile: Profile, arch: str = "x86_64", every: int = 1) -> Bench:
-    """A kernel to hook functions of; each `every`-th one is called."""
-    kernel = Kernel(replace(CONFIG, arch=arch), profile=profile)
+def _build_bench(kernel: Kernel, part: int, parts: int) -> Bench:
     machine = kernel.machine
     # The guest is told of the trampoline first: wild calls read those words, too.
     kernel.kretprobes.hooks.install()
@@ -99,11 +101,11 @@ def build_bench(profile: Profile, arch: str = "x86_64", every: int = 1) -> Bench
     runner = Runner(machine, writable_memory(machine, arena), boundaries)
     rng = Random(SEED)
     top = machine.calls.stack_top
-    starts = [_call(generate(arena, rng, entry), top) for entry in _entries(boundaries)[::every]]
+    starts = [_call(generate(arena, rng, entry), top) for entry in _entries(boundaries)]
     switch = kernel.image.kallsyms.lookup_name("__switch_to")
     counted = [
         (start, counts)
-        for start in starts
+        for start in share(starts, part, parts)
         # Memory is put back after each call, under the feet of other tasks that ran in it.
         if (counts := runner.count(start)) is not None and switch not in counts
     ]
@@ -131,13 +133,6 @@ def _depends_on_return_address(kernel: Kernel, runner: Runner, start: RegisterSe
     address = plain.trap.address + _OTHER_PAD if returned else plain.trap.address
     ends = [end._replace(ip=0) if returned else end for end in (plain.end, other.end)]
     return (plain.trap.kind, address) != (other.trap.kind, other.trap.address) or ends[0] != ends[1]
-
-
-@pytest.fixture(scope="module")
-def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
-    yield _bench(request.param)
-    _bench(request.param).kernel.close()
-    _bench.cache_clear()
 
 
 def _counting(entries: Counter[int]) -> Callable[[Kprobe, Any], None]:
@@ -204,8 +199,17 @@ def changes_noticed(start: RegisterSet, plain: Outcome, hooked: Outcome, own: li
     ]
 
 
-@pytest.mark.parametrize(("bench", "stack"), ways_with_stacks(FORMS), indirect=["bench"])
-def test_hooked_functions_end_as_unhooked_ones(bench: Bench, stack: str) -> None:
+CASES = ways_with_stacks(FORMS)
+
+
+@pytest.mark.parametrize(("form", "stack"), CASES)
+def test_hooked_functions_end_as_unhooked_ones(form: str, stack: str) -> None:
+    """Each case calls other functions; all are hooked."""
+    with benches(FORMS[form], CASES.index((form, stack)), len(CASES)) as bench:
+        _end_as_unhooked(bench, stack)
+
+
+def _end_as_unhooked(bench: Bench, stack: str) -> None:
     kernel, hooks = bench.kernel, bench.kernel.kretprobes.hooks
     hooks.select_return_hook(stack)
     hooked = hook_all(kernel, bench.boundaries)
@@ -231,4 +235,4 @@ def test_hooked_functions_end_as_unhooked_ones(bench: Bench, stack: str) -> None
     if kernel.kprobes.optimizer is not None:
         kernel.kprobes.optimizer.work.flush()
     assert kernel.machine.text.ledger == {}
-    assert kernel.machine.text.verify() == []
+    assert ledger_mismatches(kernel.machine.text) == []

@@ -7,7 +7,8 @@ import errno
 import pytest
 
 from emulated_kernel.errors import KernelError
-from emulated_kernel.kprobes.kretprobe import Kretprobe
+from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
+from tests.kprobes.blacklist import is_blacklisted
 from tests.kprobes.return_hook.conftest import Boot
 
 
@@ -19,7 +20,7 @@ def test_functions_without_fentry_are_refused(boot: Boot) -> None:
         for symbol in kernel.image.kallsyms.symbols
         if symbol.is_text
         and symbol.address not in kernel.image.mcount
-        and not kernel.kprobes.is_blacklisted(symbol.address)
+        and not is_blacklisted(kernel, symbol.address)
         and not symbol.name.endswith(".cold")
         and (where := lookup(symbol.address)) is not None
         and where.offset == 0

@@ -19,13 +19,13 @@ def booted() -> Iterator[Kernel]:
 @pytest.fixture
 def kernel(booted: Kernel) -> Iterator[Kernel]:
     """With events a and b of group kprobes, and g/c; all are gone afterwards."""
-    booted.kprobe_events.write(b"p:a strlen s=+0(%di):string\np:b strlen\np:g/c memcmp\n")
+    booted.tracing.kprobe_events.write(b"p:a strlen s=+0(%di):string\np:b strlen\np:g/c memcmp\n")
     yield booted
     for name in list(booted.trace_arrays.names()):
         booted.trace_arrays.remove(name)
     booted.trace_arrays.top.events.clear()
     booted.trace.clear_trace()
-    booted.kprobe_events.clear()
+    booted.tracing.kprobe_events.clear()
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from emulated_kernel.kernel import Kernel
-from emulated_kernel.trace.array_events import ArrayEvents
+from emulated_kernel.trace.events.array_events import ArrayEvents
 from tests.trace.events.kernel import errno_of
 
 
@@ -66,7 +66,7 @@ def test_newest_first_and_clearing(events: ArrayEvents) -> None:
 
 
 def test_texts_of_sets(kernel: Kernel, events: ArrayEvents) -> None:
-    members = list(kernel.kprobe_events.registry.in_group("kprobes").values())
+    members = list(kernel.tracing.kprobe_events.registry.in_group("kprobes").values())
     assert events.set_enabled_text([]) == "?"
     assert events.set_enabled_text(members) == "0"
     events.write(b"a")
@@ -76,8 +76,8 @@ def test_texts_of_sets(kernel: Kernel, events: ArrayEvents) -> None:
 
 
 def test_one_that_fails_does_not_keep_the_others(kernel: Kernel, events: ArrayEvents) -> None:
-    kernel.kprobe_events.write(b"p:d strcpy\n")
-    members = list(kernel.kprobe_events.registry.in_group("kprobes").values())
-    kernel.kprobe_events.write(b"-:b\n")
+    kernel.tracing.kprobe_events.write(b"p:d strcpy\n")
+    members = list(kernel.tracing.kprobe_events.registry.in_group("kprobes").values())
+    kernel.tracing.kprobe_events.write(b"-:b\n")
     assert errno_of(lambda: events.set_all(members, True)) == "ENODEV"
     assert enabled(events) == "ad"

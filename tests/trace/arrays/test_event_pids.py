@@ -6,8 +6,8 @@ import errno
 
 import pytest
 
-from emulated_kernel.trace.event_pids import EventPids, PidList
-from emulated_kernel.trace.user_words import take_word
+from emulated_kernel.trace.events.event_pids import EventPids, PidList
+from emulated_kernel.trace.text.user_words import take_word
 from tests.trace.events.kernel import errno_of
 from tests.trace.events.plain_event import PlainEvent
 
@@ -49,7 +49,7 @@ def test_a_word_is_not_too_long() -> None:
     ],
 )
 def test_written_pids(data: bytes, pids: list[int]) -> None:
-    made = PidList()
+    made = PidList(lambda: None)
     assert made.write(data) == len(data)
     assert made.records() == [f"{pid}\n" for pid in pids]
 
@@ -65,14 +65,14 @@ def test_written_pids(data: bytes, pids: list[int]) -> None:
     ],
 )
 def test_a_wrong_one_changes_nothing(data: bytes, number: int) -> None:
-    made = PidList()
+    made = PidList(lambda: None)
     made.write(b"7")
     assert errno_of(lambda: made.write(b"8 " + data)) == errno.errorcode[number]
     assert made.pids == {7}
 
 
 def test_writes_append_and_truncating_clears() -> None:
-    made = PidList()
+    made = PidList(lambda: None)
     made.write(b"1")
     made.write(b"2")
     assert made.pids == {1, 2}
@@ -81,7 +81,7 @@ def test_writes_append_and_truncating_clears() -> None:
 
 
 def test_who_is_ignored() -> None:
-    pids = EventPids()
+    pids = EventPids(lambda: None)
     assert (pids.is_active, pids.ignores(1)) == (False, False)
     pids.traced.write(b"1 2")
     assert [pids.ignores(pid) for pid in (1, 2, 3)] == [False, False, True]
@@ -91,7 +91,7 @@ def test_who_is_ignored() -> None:
 
 
 def test_a_switch_is_ignored_if_both_tasks_are() -> None:
-    pids = EventPids()
+    pids = EventPids(lambda: None)
     pids.traced.write(b"1")
     assert [pids.ignores_switch(*tasks) for tasks in ((1, 9), (9, 1), (8, 9))] == [False, False, True]
     pids.traced.clear()
@@ -100,7 +100,7 @@ def test_a_switch_is_ignored_if_both_tasks_are() -> None:
 
 
 def test_children_follow() -> None:
-    pids = EventPids()
+    pids = EventPids(lambda: None)
     pids.traced.write(b"1")
     pids.follow(1, 5)
     pids.follow(7, 8)
@@ -121,14 +121,14 @@ class _Scheduled(PlainEvent):
 
 @pytest.mark.parametrize("name", ["sched_waking", "sched_wakeup", "sched_wakeup_new"])
 def test_waking_a_traced_task_is_recorded(name: str) -> None:
-    pids, event = EventPids(), _Scheduled(name)
+    pids, event = EventPids(lambda: None), _Scheduled(name)
     pids.traced.write(b"5")
     left_out = [pids.leaves_out(event, woken.to_bytes(4, "little"), pid) for pid, woken in PAIRS]
     assert left_out == [False, False, True]
 
 
 def test_switches_to_and_from_a_traced_task_are_recorded() -> None:
-    pids, event = EventPids(), _Scheduled("sched_switch")
+    pids, event = EventPids(lambda: None), _Scheduled("sched_switch")
     pids.traced.write(b"5")
     left_out = [pids.leaves_out(event, after.to_bytes(4, "little"), pid) for pid, after in PAIRS]
     assert left_out == [False, False, True]

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from emulated_kernel.errors import WouldBlock
-from emulated_kernel.trace.page_format import header_event_text, header_page_text
+from emulated_kernel.trace.array.raw_pipe import RawPipe
+from emulated_kernel.trace.ring.page_format import header_event_text, header_page_text
 from tests.trace.events.kernel import errno_of
 from tests.trace.ring.conftest import Bench, make_bench, samples
 
@@ -20,31 +21,31 @@ def bench() -> Bench:
 
 
 def test_help_as_recorded(bench: Bench, samples: Path) -> None:
-    assert bench.array.snapshot.text() == (samples / "initial_snapshot").read_text()
-    assert "Not supported" in bench.array.snapshot.text(1)
+    assert bench.array.snapshot_text() == (samples / "initial_snapshot").read_text()
+    assert "Not supported" in bench.array.snapshot_text(1)
 
 
 def test_one_takes_it(bench: Bench) -> None:
     bench.record("before", 1000)
     bench.array.snapshot.write(1)
     bench.record("after", 2000)
-    assert "before" in bench.array.snapshot.text()
+    assert "before" in bench.array.snapshot_text()
     assert [line.split(": ")[-1] for line in bench.lines()] == ["after"]
     bench.array.snapshot.write(1)
-    assert "after" in bench.array.snapshot.text()
+    assert "after" in bench.array.snapshot_text()
     assert [line.split(": ")[-1] for line in bench.lines()] == ["before"]
 
 
 def test_two_clears_and_zero_frees(bench: Bench) -> None:
-    snapshot = bench.array.snapshot
+    array, snapshot = bench.array, bench.array.snapshot
     snapshot.write(2)
-    assert "is freed" in snapshot.text()
+    assert "is freed" in array.snapshot_text()
     bench.record("x", 1000)
     snapshot.write(1)
     snapshot.write(7)
-    assert "is allocated" in snapshot.text()
+    assert "is allocated" in array.snapshot_text()
     snapshot.write(0)
-    assert "is freed" in snapshot.text()
+    assert "is freed" in array.snapshot_text()
     assert snapshot.buffers[0].nr_pages == 2
 
 
@@ -54,10 +55,10 @@ def test_one_cpu(bench: Bench) -> None:
     bench.record("a", 1000, cpu=0)
     bench.record("b", 2000, cpu=1)
     bench.array.snapshot.write(1)
-    assert "ev: b" not in bench.array.snapshot.text(0)
+    assert "ev: b" not in bench.array.snapshot_text(0)
     bench.array.snapshot.write(2, 0)
-    assert "ev: a" not in bench.array.snapshot.text()
-    assert "ev: b" in bench.array.snapshot.text(1)
+    assert "ev: a" not in bench.array.snapshot_text()
+    assert "ev: b" in bench.array.snapshot_text(1)
 
 
 def test_switches_stay(bench: Bench) -> None:
@@ -87,7 +88,7 @@ def test_nothing_is_taken_while_a_reader_wants_it_still(bench: Bench) -> None:
     bench.array.stop()
     assert not bench.record("b", 2000)
     bench.array.snapshot.write(1)
-    assert "is allocated" in bench.array.snapshot.text()
+    assert "is allocated" in bench.array.snapshot_text()
     bench.array.start()
     assert bench.record("b", 3000)
     bench.array.start()
@@ -95,7 +96,7 @@ def test_nothing_is_taken_while_a_reader_wants_it_still(bench: Bench) -> None:
 
 
 def test_pages_of_a_cpu(bench: Bench) -> None:
-    pipe = bench.array.open_raw_pipe(0)
+    pipe = RawPipe(bench.array, 0)
     with pytest.raises(WouldBlock):
         pipe.read(4096)
     bench.record("a", 1000)
@@ -110,8 +111,31 @@ def test_pages_of_a_cpu(bench: Bench) -> None:
     assert pipe.read(1) == b""
 
 
+def test_pages_for_splice_are_those_of_read(bench: Bench) -> None:
+    """But for the page that is still written to, which read alone takes."""
+    bench.array.resize_buffer(64, None)
+    for n in range(1000):
+        bench.record("a", 1000 + n)
+    bench.array.snapshot.write(1)
+    read, spliced = (RawPipe(bench.array, 0, snapshot=snapshot) for snapshot in (False, True))
+    for n in range(1000):
+        bench.record("a", 1000 + n)
+    full_pages = bench.array.buffers[0].dirty_pages
+    assert full_pages >= 2
+    for _ in range(full_pages):
+        assert spliced.splice_page() == read.read(4096)
+    assert errno_of(spliced.splice_page) == "EAGAIN"
+    assert spliced.read(100) == read.read(100)
+    assert errno_of(spliced.splice_page) == "EINVAL"
+    assert spliced.read(4096) == read.read(4096)
+    with pytest.raises(WouldBlock):
+        spliced.read(4096)
+    spliced.close()
+    assert errno_of(spliced.splice_page) == "EAGAIN"
+
+
 def test_pages_set_aside(bench: Bench) -> None:
-    pipe = bench.array.open_raw_pipe(0, snapshot=True)
+    pipe = RawPipe(bench.array, 0, snapshot=True)
     bench.record("a", 1000)
     with pytest.raises(WouldBlock):
         pipe.read(4096)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from emulated_kernel.kernel import Kernel
-from emulated_kernel.trace.options import TraceOption
+from emulated_kernel.trace.output.options import TraceOption
 from emulated_kernel.trace.trace_arrays import TraceArrays
 from tests.trace.arrays.conftest import names
 from tests.trace.events.kernel import errno_of
@@ -27,14 +27,14 @@ def test_thread_groups_of_hits_are_recorded(kernel: Kernel, arrays: TraceArrays)
     for value in (0, 0, 1, 1):
         one.array.options.set("record-tgid", value)
         kernel.call("strlen", "x")
-    pid = kernel.trace_system.current().pid
+    pid = kernel.tracing.system.tasks.pid()
     assert [f"({pid:7d})" in line for line in one.array.trace_text().splitlines()[-4:]] == [True] * 4
-    assert f"{pid} {pid}\n" in kernel.trace_system.cmdlines.tgid_records()
+    assert f"{pid} {pid}\n" in kernel.tracing.system.cmdlines.tgid_records()
 
 
 def test_filters_and_errors_are_its_own(kernel: Kernel, arrays: TraceArrays) -> None:
     one = arrays.make("one")
-    event = kernel.kprobe_events.find("kprobes", "a")
+    event = kernel.tracing.kprobe_events.find("kprobes", "a")
     assert event is not None
     one.filters.write(event, b's == "yes"')
     assert errno_of(lambda: one.filters.write(event, b"nosuch == 1")) == "EINVAL"
@@ -48,9 +48,9 @@ def test_filters_and_errors_are_its_own(kernel: Kernel, arrays: TraceArrays) -> 
 
 def test_an_instance_keeps_an_event_from_being_removed(kernel: Kernel, arrays: TraceArrays) -> None:
     arrays.make("one").events.write(b"a")
-    assert errno_of(lambda: kernel.kprobe_events.write(b"-:a")) == "EBUSY"
+    assert errno_of(lambda: kernel.tracing.kprobe_events.write(b"-:a")) == "EBUSY"
     arrays.remove("one")
-    kernel.kprobe_events.write(b"-:a")
+    kernel.tracing.kprobe_events.write(b"-:a")
 
 
 def test_names(arrays: TraceArrays) -> None:
@@ -99,7 +99,7 @@ def test_forks_are_followed_where_the_option_is_on(arrays: TraceArrays) -> None:
     one.options.set("event-fork", 1)
     for array in (one, two):
         array.pids.traced.write(b"10")
-    arrays.follow_fork(10, 11)
-    arrays.follow_fork(11, 12)
-    arrays.forget_task(10)
+    arrays.forked(10, 11)
+    arrays.forked(11, 12)
+    arrays.exited(10)
     assert (one.pids.traced.pids, two.pids.traced.pids) == ({11, 12}, {10})

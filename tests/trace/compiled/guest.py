@@ -6,18 +6,21 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
-from emulated_kernel.arch.program import NR_VREGS, Program
-from emulated_kernel.arch.program_builder import HitWay, ProgramBuilder
-from emulated_kernel.trace import ring_layout
-from emulated_kernel.trace.compile import CompiledEvent, Recording, compiled_event, emit_event
-from emulated_kernel.trace.event import KprobeTraceEvent, TraceEvent
-from emulated_kernel.trace.guest import SCRATCH_SIZE, GuestPlaces, RecordTarget
-from emulated_kernel.trace.ports import EntryPlace, ProbeHit, RawEntry, TraceArch
-from emulated_kernel.trace.ring_buffer import RingBuffer
-from emulated_kernel.trace.ring_layout import RingMemory, memory_size
-from emulated_kernel.trace.trace_entry import TRACE_ENTRY
+from emulated_kernel.arch.base import Arch
+from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
+from emulated_kernel.arch.program.ops import NR_VREGS, Program
+from emulated_kernel.arch.x86.arch import I386, X86_64
+from emulated_kernel.trace.compiled.handler import CompiledEvent, EventEmitter, Recording, compiled_event
+from emulated_kernel.trace.compiled.places import SCRATCH_SIZE, GuestPlaces
+from emulated_kernel.trace.events.event import Recorder, TraceEvent
+from emulated_kernel.trace.hits.probe_hit import ProbeHit
+from emulated_kernel.trace.probes.trace_kprobe import KprobeTraceEvent
+from emulated_kernel.trace.ring import layout as ring_layout
+from emulated_kernel.trace.ring.buffer import RingBuffer
+from emulated_kernel.trace.ring.layout import RecordTarget, RingMemory, memory_size
+from emulated_kernel.trace.ring.trace_entry import TRACE_ENTRY, RawEntry
 from tests.arch.program_model import Interpreter, Unmapped
-from tests.trace.events.kernel import FUNCTIONS, REGISTERS_32, X86, Function
+from tests.trace.events.kernel import FUNCTIONS, Function, no_string
 
 _SCRATCH, _CONTROLS = 0x1000, 0x10000
 """Offsets in the CPU's area."""
@@ -32,7 +35,7 @@ _TOP = 16384 - 512
 class Target:
     """An architecture, and where things lie in its guest."""
 
-    arch: TraceArch
+    arch: Arch
     kernel: int
     """Two pages that arguments may point to; pages before and behind aren't mapped."""
     stack: int
@@ -60,7 +63,7 @@ class Target:
 
 TARGETS = {
     "x86_64": Target(
-        X86(),
+        X86_64(),
         kernel=0xFFFF888000010000,
         stack=0xFFFF888000020000,
         user=0x00007F0000000000,
@@ -71,12 +74,7 @@ TARGETS = {
         task=0xFFFF888000030000,
     ),
     "i386": Target(
-        X86(
-            registers={name: name for name in REGISTERS_32},
-            argument_registers=("ax", "dx", "cx"),
-            word_size=4,
-            task_size=0xC0000000,
-        ),
+        I386(),
         kernel=0xC0010000,
         stack=0xC0020000,
         edge=0xBFFFF000,
@@ -147,7 +145,7 @@ class Hit:
 
 
 @dataclass(eq=False)
-class RingRecorder:
+class RingRecorder(Recorder):
     """A Recorder with a ring buffer, and its twin, which guest code writes to."""
 
     guest: Guest
@@ -180,16 +178,17 @@ class RingRecorder:
         return self.guest_ring.make_room(length, time)
 
     def entry(self, event: TraceEvent, payload: bytes, hit: ProbeHit) -> RawEntry:
-        return RawEntry(TRACE_ENTRY.pack(event.id, *self.guest.context, PID) + payload, CPU, hit.comm)
+        return RawEntry(
+            TRACE_ENTRY.pack(event.id, *self.guest.context, PID) + payload, CPU, hit.comm, no_string
+        )
 
-    def reserve(self) -> EntryPlace:
+    def reserve(self) -> RingBuffer:
         return self.host_ring
 
-    def commit(self, place: EntryPlace, event: TraceEvent, payload: bytes, hit: ProbeHit) -> None:
-        assert place is self.host_ring
-        self.record(event, payload, hit)
-
-    def record(self, event: TraceEvent, payload: bytes, hit: ProbeHit) -> None:
+    def record(
+        self, event: TraceEvent, payload: bytes, hit: ProbeHit, place: RingBuffer | None = None
+    ) -> None:
+        assert place in (None, self.host_ring)
         self.guest.now += STEP
         if self.host_ring.write(self.entry(event, payload, hit).data, self.guest.now):
             self.guest.host_saved += [PID] * self.saves_comm
@@ -255,7 +254,7 @@ class Guest:
         memory.word(target.per_cpu + 0x10, target.task, self.word)
         memory.word(target.task + 0x100, PID, 4)
         memory.write(target.task + 0x200, COMM)
-        self.regs = SimpleNamespace(**dict.fromkeys(target.arch.registers, 0))
+        self.regs = SimpleNamespace(**dict.fromkeys(target.arch.registers.names, 0))
         self.regs.sp = target.stack + _TOP
         self.context = (0, 0)
         self.set_context(0, 0, interrupts=True)
@@ -285,13 +284,13 @@ class Guest:
         self.memory.word(self.target.clock, self.now)
 
     def compile(self, event: KprobeTraceEvent) -> tuple[CompiledEvent, Program, ProgramBuilder] | None:
-        compiled = compiled_event(event, event.probes[0].args, self.target.arch)
+        compiled = compiled_event(event, event.is_return, event.probes[0].args, self.target.arch)
         if compiled is None:
             return None
         builder = ProgramBuilder()
         handle = event.probes[0].handle
         assert handle is not None
-        emit_event(builder, compiled, self.way, handle.address, self.target.arch, self.places)
+        EventEmitter(builder, compiled, self.way, handle.address, self.target.arch, self.places).emit()
         return compiled, builder.program(), builder
 
     def hit(self, event: KprobeTraceEvent, return_address: int = 0) -> None:
@@ -299,7 +298,7 @@ class Guest:
         handle = event.probes[0].handle
         assert handle is not None
         self.regs.ip = return_address or handle.address + 1
-        event.probes[0].hit(Hit(self.regs, self.memory, return_address=return_address))
+        event.probes[0].hit(Hit(self.regs, self.memory, return_address=return_address))  # type: ignore[arg-type]
         made = self.compile(event)
         assert made is not None
         _, program, builder = made

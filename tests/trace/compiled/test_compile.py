@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, seed, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emulated_kernel.arch.program_builder import HitWay
+from emulated_kernel.arch.program.builder import HitWay
 from emulated_kernel.errors import KernelError
-from emulated_kernel.trace.event import KprobeTraceEvent
+from emulated_kernel.trace.probes.trace_kprobe import KprobeTraceEvent
+from tests.sample import fewer
 from tests.trace.compiled.drawn import CONTEXTS, Drawn
 from tests.trace.compiled.guest import TARGETS, Guest, RingRecorder
 from tests.trace.events.kernel import Kernel, make_kernel
@@ -25,8 +26,7 @@ def defined(text: str, arch: str = "x86_64") -> tuple[Kernel, KprobeTraceEvent]:
 
 
 @both
-@seed(20240607)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=fewer(400, 5))
 @given(data=st.data())
 def test_records_are_equal(arch: str, data: st.DataObject) -> None:
     drawn = Drawn(arch)
@@ -39,7 +39,7 @@ def test_records_are_equal(arch: str, data: st.DataObject) -> None:
     drawn.fill(guest, data)
     recorders = [RingRecorder(guest, number, saves_comm=number == 0) for number in range(len(filters))]
     for recorder, text_of_filter in zip(recorders, filters, strict=True):
-        kernel.events.enable(event, recorder)
+        event.enable(recorder)
         if text_of_filter is not None:
             set_filter(kernel, event, recorder, text_of_filter)
     for _ in range(data.draw(st.integers(1, 3))):
@@ -59,8 +59,8 @@ STEP_MARGIN = 57
 
 
 def set_filter(kernel: Kernel, event: KprobeTraceEvent, recorder: RingRecorder, text: str) -> None:
-    from emulated_kernel.trace.error_log import ErrorLog
-    from emulated_kernel.trace.filter import EventFilters
+    from emulated_kernel.trace.events.event_filters import EventFilters
+    from emulated_kernel.trace.text.error_log import ErrorLog
 
     del kernel
     EventFilters(recorder, ErrorLog(lambda: 0)).write(event, text.encode())
@@ -70,10 +70,10 @@ def set_filter(kernel: Kernel, event: KprobeTraceEvent, recorder: RingRecorder, 
 @pytest.mark.parametrize("overwrite", [True, False])
 @pytest.mark.parametrize("args", ["", "%di:u8", "+0(%di):x64[20]", "+0(%di):string", '\\"12345" $comm'])
 def test_pages_fill_up(args: str, overwrite: bool, arch: str) -> None:
-    kernel, event = defined(args, arch)
+    _, event = defined(args, arch)
     guest = Guest(arch=arch)
     recorder = RingRecorder(guest, 0, overwrite=overwrite)
-    kernel.events.enable(event, recorder)
+    event.enable(recorder)
     guest.regs.di = guest.target.kernel
     guest.memory.write(guest.target.kernel, b"x" * 100)
     for _ in range(600):
@@ -92,10 +92,10 @@ def test_pages_fill_up(args: str, overwrite: bool, arch: str) -> None:
 @pytest.mark.parametrize("room", [0, 1, 2])
 def test_long_strings(length: int, room: int, arch: str) -> None:
     """They are cut at 4096 bytes, the NUL included; an entry so large is never recorded, but counts."""
-    kernel, event = defined("+0(%di):string +0(%di):string", arch)
+    _, event = defined("+0(%di):string +0(%di):string", arch)
     guest = Guest(arch=arch)
     recorder = RingRecorder(guest, 0)
-    kernel.events.enable(event, recorder)
+    event.enable(recorder)
     guest.memory.write(guest.target.kernel, b"a" * 8192)
     guest.regs.di = guest.target.kernel + 8192 - length - room
     guest.memory.write(guest.regs.di + length, bytes(room))
@@ -106,10 +106,10 @@ def test_long_strings(length: int, room: int, arch: str) -> None:
 @both
 @pytest.mark.parametrize("length", [0, 1, 3, 75, 76, 77, 2000, 3900, 4030, 4035, 4036, 4040])
 def test_strings_of_all_sizes(length: int, arch: str) -> None:
-    kernel, event = defined("+0(%di):string", arch)
+    _, event = defined("+0(%di):string", arch)
     guest = Guest(arch=arch)
     recorder = RingRecorder(guest, 0)
-    kernel.events.enable(event, recorder)
+    event.enable(recorder)
     guest.memory.write(guest.target.kernel, bytes(range(1, 256)) * 17)
     guest.memory.write(guest.target.kernel + length, b"\0")
     guest.regs.di = guest.target.kernel
@@ -120,10 +120,10 @@ def test_strings_of_all_sizes(length: int, arch: str) -> None:
 
 
 def test_a_buffer_that_is_off_takes_nothing() -> None:
-    kernel, event = defined("")
+    _, event = defined("")
     guest = Guest()
     recorder = RingRecorder(guest, 0)
-    kernel.events.enable(event, recorder)
+    event.enable(recorder)
     for off in (True, False, True, False):
         for ring in (recorder.guest_ring, recorder.host_ring):
             ring.disabled = off
@@ -134,8 +134,8 @@ def test_a_buffer_that_is_off_takes_nothing() -> None:
 
 @pytest.mark.parametrize("args", ["%di:symstr", "%cs", "%orig_ax:u8", "+0(%di):u8[64] " * 5])
 def test_what_python_has_to_fetch(args: str) -> None:
-    kernel, event = defined(args)
-    kernel.events.enable(event, RingRecorder(Guest(), 0))
+    _, event = defined(args)
+    event.enable(RingRecorder(Guest(), 0))
     assert Guest().compile(event) is None
 
 
@@ -144,17 +144,17 @@ def test_what_python_has_to_filter(text: str) -> None:
     kernel, event = defined("s=+0(%dx):string")
     guest = Guest()
     recorder = RingRecorder(guest, 0)
-    kernel.events.enable(event, recorder)
+    event.enable(recorder)
     assert guest.compile(event) is not None
     set_filter(kernel, event, recorder, text)
     assert guest.compile(event) is None
 
 
 def test_a_recorder_that_guest_code_can_not_write_to() -> None:
-    kernel, event = defined("")
+    _, event = defined("")
     guest = Guest()
-    kernel.events.enable(event, RingRecorder(guest, 0))
-    kernel.events.enable(event, RingRecorder(guest, 1, compilable=False))
+    event.enable(RingRecorder(guest, 0))
+    event.enable(RingRecorder(guest, 1, compilable=False))
     assert guest.compile(event) is None
 
 
@@ -162,7 +162,7 @@ def test_the_same_event_compiles_the_same() -> None:
     kernel, event = defined("+0(%di):u8[3]")
     guest = Guest()
     recorder = RingRecorder(guest, 0)
-    kernel.events.enable(event, recorder)
+    event.enable(recorder)
     first, again = guest.compile(event), guest.compile(event)
     assert first is not None
     assert again is not None

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from emulated_kernel.arch.program_builder import HitWay
+from emulated_kernel.arch.program.builder import HitWay
 from tests.trace.compiled.guest import TARGETS, Guest, RingRecorder
 from tests.trace.events.kernel import REGISTERS, make_kernel
 
@@ -31,7 +31,7 @@ def test_records_of_returns_are_equal(arguments: str) -> None:
     [event] = kernel.events.events()
     guest, rng = Guest(HitWay.RETURN), Random(7)
     recorder = RingRecorder(guest, 0)
-    kernel.events.enable(event, recorder)
+    event.enable(recorder)
     for number in range(20):
         for name in REGISTERS:
             setattr(guest.regs, name, rng.choice([KERNEL + rng.randrange(8192), rng.randrange(1 << 64), 3]))
@@ -52,5 +52,5 @@ def test_what_the_function_has_overwritten_is_left_to_python(arguments: str) -> 
     kernel.events.write(f"r:a vfs_read {arguments}\n".encode())
     [event] = kernel.events.events()
     guest = Guest(HitWay.RETURN)
-    kernel.events.enable(event, RingRecorder(guest, 0))
+    event.enable(RingRecorder(guest, 0))
     assert guest.compile(event) is None

@@ -8,48 +8,35 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from emulated_kernel.arch.analysis.reason import Finding, Reason
+from emulated_kernel.arch.base import Arch
+from emulated_kernel.arch.x86.arch import X86_64
 from emulated_kernel.errors import KernelError
-from emulated_kernel.trace.dynamic_events import DynamicEvents
-from emulated_kernel.trace.event import TraceEvent
-from emulated_kernel.trace.guest import RecordTarget
-from emulated_kernel.trace.kprobe_events import KprobeEvents
-from emulated_kernel.trace.ports import (
-    EntryPlace,
-    ProbeHit,
-    ProbeSpec,
-    ProbeUser,
-    RawEntry,
-    SymbolLocation,
-    TraceArch,
+from emulated_kernel.image.kallsyms import Location, Symbol
+from emulated_kernel.kprobes.kprobe import KprobeFlag
+from emulated_kernel.trace.events.event import Recorder, TraceEvent
+from emulated_kernel.trace.events.event_filters import EventFilters
+from emulated_kernel.trace.events.registry import FIRST_EVENT_ID, EventRegistry
+from emulated_kernel.trace.hits.probe_hit import ProbeHit
+from emulated_kernel.trace.probes.dynamic_events import DynamicEvents, EventCommands
+from emulated_kernel.trace.probes.kprobe_events import KprobeEvents
+from emulated_kernel.trace.probes.trace_kprobe import (
+    EventKprobe,
+    EventKretprobe,
+    EventProbe,
+    ProbeEngine,
+    TraceKprobe,
 )
-from emulated_kernel.trace.ring_buffer import RingBuffer
-from emulated_kernel.trace.ring_layout import MIN_PAGES, memory_size
-from emulated_kernel.trace.trace_entry import TRACE_ENTRY
+from emulated_kernel.trace.ring.buffer import RingBuffer
+from emulated_kernel.trace.ring.layout import MIN_PAGES, RecordTarget, memory_size
+from emulated_kernel.trace.ring.trace_entry import TRACE_ENTRY, RawEntry
+from emulated_kernel.trace.text.error_log import ErrorLog
 
 ARGUMENTS = ("di", "si", "dx", "cx", "r8", "r9")
 HIGH_REGISTERS = tuple(f"r{number}" for number in range(10, 16))
 REGISTERS = (*ARGUMENTS, "ax", "bx", "bp", "sp", "ip", "flags", "cs", "ss", "orig_ax", *HIGH_REGISTERS)
 REGISTERS_32 = ("bx", "cx", "dx", "si", "di", "bp", "ax", "orig_ax", "ip", "cs", "flags", "sp", "ss")
 DEFAULT_MAXACTIVE = 10
-
-
-@dataclass(frozen=True)
-class X86:
-    """TraceArch of x86_64, and with other words and registers of i386."""
-
-    registers: dict[str, str] = field(default_factory=lambda: {name: name for name in REGISTERS})
-    argument_registers: tuple[str, ...] = ARGUMENTS
-    stack_arguments: bool = True
-    kept_at_return: frozenset[str] = frozenset(
-        {"ax", "dx", "bx", "bp", "r12", "r13", "r14", "r15", "sp", "ip"}
-    )
-    return_register: str = "ax"
-    stack_pointer: str = "sp"
-    general_registers: frozenset[str] = frozenset(REGISTERS) - {"cs", "ss", "orig_ax"}
-    seen_ip: int = 1
-    word_size: int = 8
-    thread_size: int = 16384
-    task_size: int = 0x7FFFFFFFF000
 
 
 @dataclass(frozen=True)
@@ -66,7 +53,7 @@ class Function:
 
 
 class Symbols:
-    """TraceSymbols over a list of functions."""
+    """KernelSymbols over a list of functions."""
 
     def __init__(self, functions: Iterable[Function], modules: Iterable[str] = ()) -> None:
         self.functions = list(functions)
@@ -88,18 +75,15 @@ class Symbols:
                 return function
         return None
 
-    def lookup(self, address: int) -> SymbolLocation | None:
+    def lookup(self, address: int) -> Location | None:
         function = self.at(address)
         if function is None:
             return None
-        offset = address - function.address
-        return SymbolLocation(function.name, function.address, function.size, offset, function.module)
+        symbol = Symbol(function.name, function.address, "t", function.size)
+        return Location(symbol, address - function.address, function.module)
 
     def has_module(self, name: str) -> bool:
         return name in self.modules
-
-    def has_fentry(self, start: int, end: int) -> bool:
-        return any(f.fentry for f in self.functions if start <= f.address <= end)
 
     def is_return_trampoline(self, address: int) -> bool:
         function = self.at(address)
@@ -108,74 +92,79 @@ class Symbols:
 
 @dataclass(eq=False)
 class Handle:
-    """ProbeHandle."""
+    """What was registered for a probe of an event."""
 
-    spec: ProbeSpec
-    handler: Callable[[ProbeHit], None]
-    address: int
-    maxactive: int
+    kprobe: EventProbe
+    user: TraceKprobe
     enabled: bool
-    nmissed: int = 0
-    is_gone: bool = False
+
+    @property
+    def address(self) -> int:
+        return self.kprobe.address
+
+    def gone(self) -> None:
+        """Its module went."""
+        self.kprobe.flags |= KprobeFlag.GONE
 
 
 class Backend:
-    """ProbeBackend that refuses what a table of functions says."""
+    """Kprobes and Kretprobes in one, which refuse what a table of functions says."""
 
     def __init__(self, symbols: Symbols) -> None:
         self.symbols = symbols
         self.handles: list[Handle] = []
         self.refuse_enabling: set[int] = set()
+        self.verdict = self
 
-    def _address(self, spec: ProbeSpec) -> int:
-        if spec.symbol is not None:
-            address = self.symbols.lookup_name(spec.symbol)
-            if address is None:
-                raise KernelError(errno.ENOENT)
-            return address + spec.offset
-        if not spec.address:
+    def check_traced(self, addr: int) -> Finding | None:
+        function = self.symbols.at(addr)
+        if function is None or function.fentry:
+            return None
+        whole = self.symbols.at(self.symbols.lookup_name(function.name.partition(".")[0]) or 0)
+        return None if whole is not None and whole.fentry else Finding(Reason.NOTRACE, function.address)
+
+    def _register(self, kprobe: EventProbe, user: TraceKprobe) -> None:
+        if not kprobe.addr:
             raise KernelError(errno.EINVAL)
-        return spec.address
-
-    def register(self, spec: ProbeSpec, user: ProbeUser) -> Handle:
-        address = self._address(spec)
-        function = self.symbols.at(address)
+        function = self.symbols.at(kprobe.addr)
         if function is None:
             raise KernelError(errno.ENOENT)
         if function.refused:
             raise KernelError(function.refused)
-        if address - function.address not in function.boundaries:
+        if kprobe.addr - function.address not in function.boundaries:
             raise KernelError(errno.EILSEQ)
-        maxactive = (spec.maxactive or DEFAULT_MAXACTIVE) if spec.is_return else 0
-        handle = Handle(spec, user.hit, address, maxactive, not spec.disabled)
-        self.handles.append(handle)
-        return handle
+        self.handles.append(Handle(kprobe, user, not kprobe.disabled))
 
-    def unregister(self, handle: Any) -> None:
-        self.handles.remove(handle)
+    def register_kprobe(self, kprobe: EventKprobe) -> None:
+        self._register(kprobe, kprobe.user)
 
-    def enable(self, handle: Any) -> None:
-        if handle.address in self.refuse_enabling:
+    def register_kretprobe(self, rp: EventKretprobe) -> None:
+        self._register(rp, rp.handler.__self__)  # type: ignore[union-attr]
+        rp.maxactive = rp.maxactive or DEFAULT_MAXACTIVE
+
+    def _of(self, kprobe: EventProbe) -> Handle:
+        return next(handle for handle in self.handles if handle.kprobe is kprobe)
+
+    def unregister_kprobe(self, kprobe: EventProbe) -> None:
+        self.handles.remove(self._of(kprobe))
+
+    unregister_kretprobe = unregister_kprobe
+
+    def enable_kprobe(self, kprobe: EventProbe) -> None:
+        if kprobe.address in self.refuse_enabling:
             raise KernelError(errno.EINVAL)
-        handle.enabled = True
+        self._of(kprobe).enabled = True
 
-    def disable(self, handle: Any) -> None:
-        handle.enabled = False
+    def disable_kprobe(self, kprobe: EventProbe) -> None:
+        self._of(kprobe).enabled = False
 
-    def handler_changed(self, handle: Any) -> None:
+    def handler_changed(self, kprobe: EventProbe) -> None:
         """Nothing is compiled here."""
-
-    def on_func_entry(self, symbol: str, offset: int) -> bool:
-        address = self.symbols.lookup_name(symbol)
-        if address is None or self.symbols.at(address + offset) is None:
-            raise KernelError(errno.ENOENT)
-        location = self.symbols.lookup(address + offset)
-        return location is not None and location.offset == 0
 
 
 @dataclass
 class Hit:
-    """ProbeHit over chunks of memory, each the only content of its pages."""
+    """A ProbeHit over chunks of memory, each the only content of its pages."""
 
     regs: Any = field(default_factory=lambda: SimpleNamespace(**dict.fromkeys(REGISTERS, 0)))
     memory: dict[int, bytes] = field(default_factory=dict)
@@ -192,27 +181,26 @@ class Hit:
 
 
 @dataclass(eq=False)
-class Recorder:
-    """Recorder that keeps everything; its task's pid is 42."""
+class FakeRecorder(Recorder):
+    """Keeps everything; its task's pid is 42."""
 
     entries: list[tuple[TraceEvent, bytes]] = field(default_factory=list)
     removed: list[TraceEvent] = field(default_factory=list)
-    place: EntryPlace = field(
+    place: RingBuffer = field(
         default_factory=lambda: RingBuffer(memoryview(bytearray(memory_size(MIN_PAGES))), MIN_PAGES)
     )
 
     def entry(self, event: TraceEvent, payload: bytes, hit: ProbeHit) -> RawEntry:
-        return RawEntry(TRACE_ENTRY.pack(event.id, 0, 1, 42) + payload, 0, hit.comm)
+        return RawEntry(TRACE_ENTRY.pack(event.id, 0, 1, 42) + payload, 0, hit.comm, no_string)
 
-    def reserve(self) -> EntryPlace:
+    def reserve(self) -> RingBuffer:
         return self.place
 
-    def commit(self, place: EntryPlace, event: TraceEvent, payload: bytes, hit: ProbeHit) -> None:
-        assert place is self.place
-        self.record(event, payload, hit)
-
-    def record(self, event: TraceEvent, payload: bytes, hit: ProbeHit) -> None:
+    def record(
+        self, event: TraceEvent, payload: bytes, hit: ProbeHit, place: RingBuffer | None = None
+    ) -> None:
         del hit
+        assert place in (None, self.place)
         self.entries.append((event, payload))
 
     def target(self) -> RecordTarget | None:
@@ -222,19 +210,23 @@ class Recorder:
         self.removed.append(event)
 
 
+def no_string(_address: int, _is_user: bool) -> None:
+    """RawEntry.string_at of a hit without memory."""
+
+
 @dataclass
 class Kernel:
     """Everything together."""
 
     symbols: Symbols
     backend: Backend
-    recorder: Recorder
+    recorder: FakeRecorder
     messages: list[str]
+    commands: EventCommands
     events: KprobeEvents
-
-    @property
-    def dynamic_events(self) -> DynamicEvents:
-        return self.events.dynamic_events
+    dynamic_events: DynamicEvents
+    """Of kprobe events alone."""
+    filters: EventFilters
 
 
 FUNCTIONS = (
@@ -255,22 +247,28 @@ FUNCTIONS = (
 def make_kernel(
     functions: Iterable[Function] = FUNCTIONS,
     modules: Iterable[str] = ("ktgt",),
-    arch: TraceArch | None = None,
+    arch: Arch | None = None,
+    recorder: FakeRecorder | None = None,
+    first_id: int = FIRST_EVENT_ID,
 ) -> Kernel:
     """A kernel without events."""
-    symbols = Symbols(functions, modules)
-    backend = Backend(symbols)
-    recorder = Recorder()
+    symbols: Any = Symbols(functions, modules)
+    backend: Any = Backend(symbols)
+    recorder = recorder or FakeRecorder()
     messages: list[str] = []
-    events = KprobeEvents(arch or X86(), symbols, backend, recorder, lambda: 0, printk=messages.append)
-    return Kernel(symbols, backend, recorder, messages, events)
+    nothing: Any = None
+    engine = ProbeEngine(arch or X86_64(), symbols, backend, backend, nothing, nothing, nothing)
+    commands = EventCommands(EventRegistry(first_id), ErrorLog(lambda: 0), messages.append)
+    events = KprobeEvents(engine, commands)
+    dynamic_events, filters = DynamicEvents(commands, events), EventFilters(recorder, commands.error_log)
+    return Kernel(symbols, backend, recorder, messages, commands, events, dynamic_events, filters)
 
 
 def hit_all(kernel: Kernel, hit: Hit) -> None:
     """One hit of every armed probe, newest first, as Linux runs them."""
     for handle in reversed(kernel.backend.handles):
-        if handle.enabled and not handle.is_gone:
-            handle.handler(hit)
+        if handle.enabled and not handle.kprobe.is_gone:
+            handle.user.hit(hit)  # type: ignore[arg-type]
 
 
 def errno_of(action: Callable[[], object]) -> str:

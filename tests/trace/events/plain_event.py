@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from emulated_kernel.trace.event import TraceEvent
-from emulated_kernel.trace.ports import TraceSymbols
+from emulated_kernel.trace.events.event import TraceEvent
+from emulated_kernel.trace.symbols import KernelSymbols
 
 
 class PlainEvent(TraceEvent):
@@ -15,6 +15,6 @@ class PlainEvent(TraceEvent):
     def stop(self) -> None:
         """It stays."""
 
-    def print_record(self, payload: bytes, symbols: TraceSymbols, *, sym_addr: bool = False) -> str:
+    def print_record(self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False) -> str:
         del symbols, sym_addr
         return payload.hex()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from emulated_kernel.errors import KernelError
-from emulated_kernel.trace.event import LAST_EVENT_ID, EventRegistry, KprobeTraceEvent
+from emulated_kernel.trace.events.registry import LAST_EVENT_ID, EventRegistry
+from emulated_kernel.trace.probes.trace_kprobe import KprobeTraceEvent
 
 
 def _event(name: str) -> KprobeTraceEvent:

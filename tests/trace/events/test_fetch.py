@@ -6,8 +6,9 @@ import struct
 
 import pytest
 
-from emulated_kernel.trace.fetch import MAX_STRING_SIZE
-from tests.trace.events.kernel import X86, Function, Hit, Kernel, hit_all, make_kernel
+from emulated_kernel.arch.x86.arch import I386
+from emulated_kernel.trace.fetch.types import MAX_STRING_SIZE
+from tests.trace.events.kernel import Function, Hit, Kernel, hit_all, make_kernel
 
 _ENTRY = 0xFFFFFFFF8134CC50
 _DATA = 0xFFFF888004000000
@@ -23,7 +24,7 @@ def _print(hit: Hit, args: str) -> str:
 
 def _hit_and_print(kernel: Kernel, hit: Hit) -> str:
     [event] = kernel.events.events()
-    kernel.events.enable(event)
+    event.enable(kernel.recorder)
     hit_all(kernel, hit)
     text = event.print_record(kernel.recorder.entries[-1][1], kernel.symbols)
     return text.partition(") ")[2]
@@ -162,7 +163,7 @@ def test_resolved_symbols() -> None:
 
 
 def test_32_bit_words() -> None:
-    kernel = make_kernel(arch=X86(word_size=4, task_size=0xC0000000), functions=[Function("f", 0xC1000000)])
+    kernel = make_kernel(arch=I386(), functions=[Function("f", 0xC1000000)])
     kernel.events.write(b"p:a f %di:symbol %si s=+0(+0(%sp)):string w=%di:u64\n")
     hit = _hit(di=0xC1000005, si=0x1FFFFFFFF, sp=0xC2000000)
     hit.memory = {0xC2000000: struct.pack("<I", 0xC2000010) + bytes(12) + b"text\0"}

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import errno
+from typing import Any
 
 import pytest
 
 from emulated_kernel.errors import KernelError
-from emulated_kernel.trace.event import FIRST_EVENT_ID, KprobeTraceEvent
+from emulated_kernel.trace.events.registry import FIRST_EVENT_ID
+from emulated_kernel.trace.probes.dynamic_events import DynamicEvents
+from emulated_kernel.trace.probes.trace_kprobe import KprobeTraceEvent
 from tests.trace.events.kernel import (
     FUNCTIONS,
+    FakeRecorder,
     Function,
     Hit,
     Kernel,
-    Recorder,
     errno_of,
     hit_all,
     make_kernel,
@@ -46,25 +49,25 @@ def test_ids_run_on(kernel: Kernel) -> None:
 
 def test_hits_are_counted_by_probe(kernel: Kernel) -> None:
     kernel.events.write(b"p:a vfs_read\np:a vfs_write\nr:b vfs_read\n")
-    kernel.events.enable(_event(kernel))
+    _event(kernel).enable(kernel.recorder)
     hit_all(kernel, Hit())
     hit_all(kernel, Hit())
     assert [probe.hits for probe in kernel.events.probes()] == [2, 2, 0]
-    kernel.backend.handles[2].nmissed = 7
-    assert kernel.events.profile().splitlines()[2].split() == ["b", "0", "7"]
+    kernel.backend.handles[2].kprobe.nmissed = 7
+    assert "".join(kernel.events.profile_records()).splitlines()[2].split() == ["b", "0", "7"]
 
 
 def test_recorders_are_independent(kernel: Kernel) -> None:
     kernel.events.write(b"p:a vfs_read\n")
-    event, instance = _event(kernel), Recorder()
-    kernel.events.enable(event)
-    kernel.events.enable(event, instance)
+    event, instance = _event(kernel), FakeRecorder()
+    event.enable(kernel.recorder)
+    event.enable(instance)
     hit_all(kernel, Hit())
-    kernel.events.disable(event)
+    event.disable(kernel.recorder)
     hit_all(kernel, Hit())
     assert (len(kernel.recorder.entries), len(instance.entries)) == (1, 2)
     assert event.is_enabled
-    kernel.events.disable(event, instance)
+    event.disable(instance)
     assert not kernel.backend.handles[0].enabled
     kernel.events.write(b"-:a\n")
     assert kernel.recorder.removed == instance.removed == [event]
@@ -73,14 +76,14 @@ def test_recorders_are_independent(kernel: Kernel) -> None:
 def test_enabling_is_all_or_none(kernel: Kernel) -> None:
     kernel.events.write(b"p:a vfs_read\np:a vfs_write\n")
     kernel.backend.refuse_enabling.add(0xFFFFFFFF8134D3D0)
-    assert errno_of(lambda: kernel.events.enable(_event(kernel))) == "EINVAL"
+    assert errno_of(lambda: _event(kernel).enable(kernel.recorder)) == "EINVAL"
     assert not _event(kernel).is_enabled
     assert [handle.enabled for handle in kernel.backend.handles] == [False, False]
 
 
 def test_appending_to_an_enabled_event_arms(kernel: Kernel) -> None:
     kernel.events.write(b"p:a vfs_read\n")
-    kernel.events.enable(_event(kernel))
+    _event(kernel).enable(kernel.recorder)
     kernel.events.write(b"p:a vfs_write\n")
     assert [handle.enabled for handle in kernel.backend.handles] == [True, True]
 
@@ -89,31 +92,31 @@ def test_removed_events_are_gone(kernel: Kernel) -> None:
     kernel.events.write(b"p:a vfs_read\n")
     event = _event(kernel)
     kernel.events.write(b"-:a\n")
-    assert errno_of(lambda: kernel.events.enable(event)) == "ENODEV"
-    assert errno_of(lambda: kernel.events.disable(event)) == "ENODEV"
+    assert errno_of(lambda: event.enable(kernel.recorder)) == "ENODEV"
+    assert errno_of(lambda: event.disable(kernel.recorder)) == "ENODEV"
     assert kernel.backend.handles == []
 
 
 def test_busy_events_stay(kernel: Kernel) -> None:
     kernel.events.write(b"p:a vfs_read\np:b vfs_write\n")
-    kernel.events.enable(_event(kernel))
+    _event(kernel).enable(kernel.recorder)
     assert errno_of(kernel.events.clear) == "EBUSY"
     assert errno_of(kernel.dynamic_events.clear) == "EBUSY"
     assert _write(kernel, "-:a") == "EBUSY"
     assert len(kernel.events.probes()) == 2
-    kernel.events.disable(_event(kernel))
+    _event(kernel).disable(kernel.recorder)
     _event(kernel).references = 1
     assert _write(kernel, "-:a") == "EBUSY"
     _event(kernel).references = 0
     kernel.events.clear()
-    assert kernel.events.show() == ""
+    assert "".join(kernel.events.records()) == ""
 
 
 def test_one_of_several_probes_goes_while_enabled(kernel: Kernel) -> None:
     kernel.events.write(b"p:a vfs_read\np:a vfs_write\n")
-    kernel.events.enable(_event(kernel))
+    _event(kernel).enable(kernel.recorder)
     assert _write(kernel, "-:a vfs_read") == ""
-    assert kernel.events.show() == "p:kprobes/a vfs_write\n"
+    assert "".join(kernel.events.records()) == "p:kprobes/a vfs_write\n"
     assert _write(kernel, "-:a") == "EBUSY"
 
 
@@ -134,7 +137,7 @@ def test_removal_by_name_group_and_place(kernel: Kernel, command: str, left: str
     if command == "-:a":
         expected = ["kprobes/b"]
     assert _write(kernel, command) == ""
-    assert [line.split()[0][2:] for line in kernel.events.show().splitlines()] == expected
+    assert [line.split()[0][2:] for line in "".join(kernel.events.records()).splitlines()] == expected
 
 
 def test_text_beyond_63_bytes_never_matches(kernel: Kernel) -> None:
@@ -147,8 +150,8 @@ def test_text_beyond_63_bytes_never_matches(kernel: Kernel) -> None:
 
 def test_a_pending_probe_registers_with_its_module(kernel: Kernel) -> None:
     kernel.events.write(b"r:a late:init $retval\n")
-    assert kernel.events.show() == "r:kprobes/a late:init arg1=$retval\n"
-    kernel.events.enable(_event(kernel))
+    assert "".join(kernel.events.records()) == "r:kprobes/a late:init arg1=$retval\n"
+    _event(kernel).enable(kernel.recorder)
     assert kernel.backend.handles == []
     kernel.symbols.functions.append(Function("init", 0xFFFFFFFFC0300000, module="late"))
     kernel.symbols.modules.add("late")
@@ -156,7 +159,7 @@ def test_a_pending_probe_registers_with_its_module(kernel: Kernel) -> None:
     assert kernel.backend.handles == []
     kernel.events.module_coming("late")
     assert [handle.enabled for handle in kernel.backend.handles] == [True]
-    assert kernel.events.show() == "r10:kprobes/a late:init arg1=$retval\n"
+    assert "".join(kernel.events.records()) == "r10:kprobes/a late:init arg1=$retval\n"
 
 
 def test_what_a_module_lacks_stays_pending(kernel: Kernel) -> None:
@@ -168,8 +171,8 @@ def test_what_a_module_lacks_stays_pending(kernel: Kernel) -> None:
 
 def test_gone_probes_are_left_out_of_enabling(kernel: Kernel) -> None:
     kernel.events.write(b"p:a ktgt:ktgt_add\n")
-    kernel.backend.handles[0].is_gone = True
-    kernel.events.enable(_event(kernel))
+    kernel.backend.handles[0].gone()
+    _event(kernel).enable(kernel.recorder)
     assert not kernel.backend.handles[0].enabled
 
 
@@ -199,7 +202,7 @@ def test_all_raw_addresses_count_as_one_place(kernel: Kernel) -> None:
 
 def test_names_by_default(kernel: Kernel) -> None:
     kernel.events.write(b"p ktgt:ktgt_add+5\np 0xffffffff8134cc50\np:g/ vfs_read\nr:h. vfs_read\n")
-    names = [line.split()[0] for line in kernel.events.show().splitlines()]
+    names = [line.split()[0] for line in "".join(kernel.events.records()).splitlines()]
     assert names == [
         "p:kprobes/p_ktgt_ktgt_add_5",
         "p:kprobes/p_0xffffffff8134cc50",
@@ -231,14 +234,16 @@ def test_other_events_names_are_taken(kernel: Kernel) -> None:
 def test_dynamic_events_tries_each_kind(kernel: Kernel) -> None:
     taken: list[str] = []
 
-    def create(command: str) -> bool:
-        taken.append(command)
-        return command.startswith("s:")
+    class Other:
+        def create(self, command: str) -> bool:
+            taken.append(command)
+            return command.startswith("s:")
 
-    kernel.dynamic_events.register_kind(create)
-    kernel.dynamic_events.write(b"p:a vfs_read\ns:x int a\n\n")
+    other: Any = Other()
+    dynamic_events = DynamicEvents(kernel.commands, kernel.events, other)
+    dynamic_events.write(b"p:a vfs_read\ns:x int a\n\n")
     assert taken == ["s:x int a"]
-    assert errno_of(lambda: kernel.dynamic_events.write(b"p:up /bin/sh:0x10\n")) == "EINVAL"
+    assert errno_of(lambda: dynamic_events.write(b"p:up /bin/sh:0x10\n")) == "EINVAL"
     assert taken[-1] == "p:up /bin/sh:0x10"
-    kernel.dynamic_events.write(b"!:kprobes/a\n")
-    assert kernel.dynamic_events.show() == ""
+    dynamic_events.write(b"!:kprobes/a\n")
+    assert dynamic_events.records() == []

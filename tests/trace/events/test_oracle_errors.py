@@ -74,7 +74,7 @@ def _set_up(kernel: Kernel, step: str | list[str]) -> None:
     assert step[1] == "1"
     event = kernel.events.find(enable[1], enable[2])
     assert event is not None
-    kernel.events.enable(event)
+    event.enable(kernel.recorder)
 
 
 def _replay(record: dict[str, Any], functions: list[Function]) -> list[str]:
@@ -89,7 +89,7 @@ def _replay(record: dict[str, Any], functions: list[Function]) -> list[str]:
     got = {
         "errno": _write(kernel, record["file"], record["bytes"]),
         "error_log": _TIME.sub("[]", kernel.events.error_log.show()),
-        "kprobe_events": _ADDRESS.sub(" ADDRESS", kernel.events.show()),
+        "kprobe_events": _ADDRESS.sub(" ADDRESS", "".join(kernel.events.records())),
         "kmsg": kernel.messages,
     }
     expected = {

@@ -8,9 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from emulated_kernel.trace.event import EventRegistry
-from emulated_kernel.trace.kprobe_events import KprobeEvents
-from tests.trace.events.kernel import X86, Backend, Function, Hit, Kernel, Recorder, Symbols, hit_all
+from tests.trace.events.kernel import Function, Hit, Kernel, hit_all, make_kernel
 from tests.trace.events.recorded import sample
 
 _DI = 0xFFFFFFFF82A519E0
@@ -32,27 +30,24 @@ _PLACES = (
 @pytest.fixture
 def kernel() -> Kernel:
     """A kernel with the events of the samples; the first id is the recorded one."""
-    symbols = Symbols(_PLACES)
-    backend, recorder, messages = Backend(symbols), Recorder(), list[str]()
-    registry = EventRegistry(first_id=1392)
-    events = KprobeEvents(X86(), symbols, backend, recorder, lambda: 0, registry=registry)
+    kernel = make_kernel(_PLACES, first_id=1392)
     written = re.findall(r"^WRITE ('.*') -> \d+$", sample("log.txt"), re.MULTILINE)
     assert len(written) == 22
     for literal in written:
-        events.write(ast.literal_eval(literal).encode() + b"\n")
-    return Kernel(symbols, backend, recorder, messages, events)
+        kernel.events.write(ast.literal_eval(literal).encode() + b"\n")
+    return kernel
 
 
 def test_kprobe_events(kernel: Kernel) -> None:
-    assert kernel.events.show() == sample("kprobe_events_all.txt")
-    assert kernel.dynamic_events.show() == sample("dynamic_events_all.txt")
+    assert "".join(kernel.events.records()) == sample("kprobe_events_all.txt")
+    assert "".join(kernel.dynamic_events.records()) == sample("dynamic_events_all.txt")
 
 
 def test_kprobe_profile(kernel: Kernel) -> None:
     recorded = sample("kprobe_profile.txt")
     for probe, line in zip(kernel.events.probes(), recorded.splitlines(), strict=True):
         probe.hits = int(line.split()[1])
-    assert kernel.events.profile() == recorded
+    assert "".join(kernel.events.profile_records()) == recorded
 
 
 def test_formats(kernel: Kernel) -> None:
@@ -96,7 +91,7 @@ def _hit() -> Hit:
 def test_trace_lines(kernel: Kernel, name: str) -> None:
     event = kernel.events.find("kprobes", name)
     assert event is not None
-    kernel.events.enable(event)
+    event.enable(kernel.recorder)
     hit_all(kernel, _hit())
     [(recorded_event, payload)] = kernel.recorder.entries
     assert recorded_event is event
@@ -108,7 +103,7 @@ def test_trace_lines(kernel: Kernel, name: str) -> None:
 def test_trace_lines_with_addresses(kernel: Kernel, name: str) -> None:
     event = kernel.events.find("kprobes", name)
     assert event is not None
-    kernel.events.enable(event)
+    event.enable(kernel.recorder)
     hit_all(kernel, _hit())
     text = event.print_record(kernel.recorder.entries[0][1], kernel.symbols, sym_addr=True)
     line = next(_lines("trace_opt_sym-addr_on.txt", f" {name}: "))

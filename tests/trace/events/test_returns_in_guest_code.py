@@ -8,7 +8,7 @@ import pytest
 
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.kernel import Kernel
-from emulated_kernel.kprobes.kretprobe import Kretprobe
+from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.profile import Profile, Saving
 
 DEFINITIONS = (
@@ -26,14 +26,14 @@ WAYS = {
 def trace(profile: Profile, filtered: bool) -> tuple[list[str], list[tuple[int, int]], int]:
     """Lines without their times, hits and misses of each event, and how many are in guest code."""
     with Kernel(MachineConfig(), profile=profile) as kernel:
-        events = kernel.kprobe_events
+        events = kernel.tracing.kprobe_events
         for definition in DEFINITIONS:
             events.write(definition.encode() + b"\n")
         kernel.trace.expand()
         for event in events.events():
-            events.enable(event)
+            event.enable(kernel.trace)
             if filtered and event.name == "a":
-                events.filters.write(event, b"r > 4 && common_pid != 0")
+                kernel.tracing.arrays.top.filters.write(event, b"r > 4 && common_pid != 0")
         if kernel.kprobes.optimizer is not None:
             kernel.kprobes.optimizer.flush()
         for number in range(12):
@@ -66,18 +66,18 @@ def test_the_trace_is_the_one_that_python_makes(way: str, filtered: bool) -> Non
 def test_what_changes_is_recorded_anew() -> None:
     """Filters and clocks of events whose calls are hooked by guest code."""
     with Kernel(MachineConfig()) as kernel:
-        events = kernel.kprobe_events
+        events = kernel.tracing.kprobe_events
         events.write(b"r:a int_sqrt r=$retval\n")
         [event] = events.events()
         kernel.trace.expand()
-        events.enable(event)
+        event.enable(kernel.trace)
         for number in range(3):
             kernel.call("int_sqrt", number)
         rp = event.probes[0].handle
         assert isinstance(rp, Kretprobe)
         assert rp.hook is not None
         for change in (
-            lambda: events.filters.write(event, b"r != 3"),
+            lambda: kernel.tracing.arrays.top.filters.write(event, b"r != 3"),
             lambda: kernel.trace.set_clock("global"),
         ):
             assert rp.hook.code is not None
@@ -85,8 +85,8 @@ def test_what_changes_is_recorded_anew() -> None:
             for number in (1, 9, 16):
                 kernel.call("int_sqrt", number)
         assert event.probes[0].hits == 9
-        events.filters.write(event, b"0")
-        events.disable(event)
+        kernel.tracing.arrays.top.filters.write(event, b"0")
+        event.disable(kernel.trace)
         events.clear()
         for number in range(20):
             kernel.call("int_sqrt", number)

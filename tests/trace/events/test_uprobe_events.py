@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from emulated_kernel.arch.x86.arch import X86_64
 from emulated_kernel.errors import KernelError
-from emulated_kernel.trace.uprobe_events import UprobeEvents
-from tests.trace.events.kernel import X86, Kernel, errno_of, make_kernel
+from emulated_kernel.trace.probes.uprobe_events import UprobeEvents
+from tests.trace.events.kernel import Kernel, errno_of, make_kernel
 
 
 @pytest.fixture
@@ -19,8 +20,7 @@ def kernel() -> Kernel:
 
 @pytest.fixture
 def uprobes(kernel: Kernel) -> UprobeEvents:
-    events = kernel.events
-    return UprobeEvents(X86(), events.registry, events.dynamic_events, events.error_log)
+    return UprobeEvents(X86_64(), kernel.commands)
 
 
 @pytest.fixture
@@ -59,11 +59,11 @@ def test_definitions(
     kernel: Kernel, uprobes: UprobeEvents, program: Path, definition: str, shown: str
 ) -> None:
     uprobes.write(definition.format(program).encode())
-    assert uprobes.records() == [shown.format(program) + "\n"]
-    assert kernel.dynamic_events.records() == uprobes.records()
+    assert list(uprobes.records()) == [shown.format(program) + "\n"]
+    assert kernel.dynamic_events.records() == list(uprobes.records())
     assert kernel.events.probes() == []
-    uprobes.write(uprobes.records()[0].replace("p:", "-:", 1).replace("r:", "-:", 1).encode())
-    assert uprobes.records() == []
+    uprobes.write(next(uprobes.records()).replace("p:", "-:", 1).replace("r:", "-:", 1).encode())
+    assert list(uprobes.records()) == []
 
 
 @pytest.mark.parametrize(
@@ -106,9 +106,9 @@ def test_probes_of_one_event(kernel: Kernel, uprobes: UprobeEvents, program: Pat
     ):
         assert error_of(kernel, uprobes, command).startswith(f"EEXIST {error}")
     assert errno_of(lambda: uprobes.write(f"p:other {program}:1(8)".encode())) == "EINVAL"
-    assert len(uprobes.profile_records()) == 2
+    assert len(list(uprobes.profile_records())) == 2
     uprobes.write(b"-:up\n")
-    assert (uprobes.records(), list(kernel.events.registry)) == ([], [])
+    assert (list(uprobes.records()), list(kernel.events.registry)) == ([], [])
 
 
 def test_kinds_are_apart(kernel: Kernel, uprobes: UprobeEvents, program: Path) -> None:
@@ -116,9 +116,9 @@ def test_kinds_are_apart(kernel: Kernel, uprobes: UprobeEvents, program: Path) -
     assert error_of(kernel, uprobes, f"p:k {program}:1").startswith("EEXIST Given group/event name")
     uprobes.write(f"p:u {program}:1\n".encode())
     kernel.events.clear()
-    assert (kernel.events.probes(), len(uprobes.records())) == ([], 1)
+    assert (kernel.events.probes(), len(list(uprobes.records()))) == ([], 1)
     kernel.dynamic_events.clear()
-    assert uprobes.records() == []
+    assert list(uprobes.records()) == []
 
 
 def test_they_cannot_be_enabled(kernel: Kernel, uprobes: UprobeEvents, program: Path) -> None:

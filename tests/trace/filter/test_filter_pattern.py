@@ -5,10 +5,10 @@ from __future__ import annotations
 import fnmatch
 
 import pytest
-from hypothesis import given, seed
+from hypothesis import given
 from hypothesis import strategies as st
 
-from emulated_kernel.trace.filter_pattern import MatchType, StringPattern, literal_pattern, parse_pattern
+from emulated_kernel.trace.filter.pattern import MatchType, StringPattern, literal_pattern, parse_pattern
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,6 @@ def test_globs_take_no_exponential_time() -> None:
     assert not parse_pattern(b"a*" * 60 + b"[b]")[0].matches(b"a" * 4000 + b"\0", 4001)
 
 
-@seed(61)
 @given(st.text("ab*?", max_size=8), st.text("ab", max_size=8))
 def test_globs_agree_with_fnmatch(pattern: str, text: str) -> None:
     parsed, _ = parse_pattern(pattern.encode())

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from emulated_kernel.trace.filter import GROUP_FILTER_TEXT
+from emulated_kernel.trace.events.event_filters import GROUP_FILTER_TEXT
 from tests.trace.events.kernel import Kernel, errno_of, make_kernel
 from tests.trace.events.recorded import oracle_path
 
@@ -30,10 +30,10 @@ def _write(kernel: Kernel, file: str, text: str) -> str:
         return errno_of(lambda: events.write(data)) or "0"
     if place[2] is None:
         members = [event for event in events.events() if event.group == place[1]]
-        return errno_of(lambda: events.filters.write_group(members, data)) or "0"
+        return errno_of(lambda: kernel.filters.write_group(members, data)) or "0"
     event = events.find(place[1], place[2])
     assert event is not None
-    return errno_of(lambda: events.filters.write(event, data)) or "0"
+    return errno_of(lambda: kernel.filters.write(event, data)) or "0"
 
 
 def _show(kernel: Kernel, file: str) -> str:
@@ -43,7 +43,7 @@ def _show(kernel: Kernel, file: str) -> str:
         return GROUP_FILTER_TEXT
     event = kernel.events.find(place[1], place[2])
     assert event is not None
-    return kernel.events.filters.text(event)
+    return kernel.filters.text(event)
 
 
 def _replay(record: dict[str, Any]) -> list[str]:
@@ -56,7 +56,7 @@ def _replay(record: dict[str, Any]) -> list[str]:
     got = {
         "errno": _write(kernel, record["file"], record["bytes"]),
         "error_log": _TIME.sub("[]", kernel.events.error_log.show()),
-        "kprobe_events": kernel.events.show(),
+        "kprobe_events": "".join(kernel.events.records()),
         "files": {file: _show(kernel, file) for file in record["show"]},
     }
     expected = {

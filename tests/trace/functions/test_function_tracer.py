@@ -11,8 +11,8 @@ from emulated_kernel.config import MachineConfig
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
-from emulated_kernel.trace.function_tracer import FunctionTracer
-from emulated_kernel.trace.options import TraceOption
+from emulated_kernel.trace.output.options import TraceOption
+from emulated_kernel.trace.tracers.function_tracer import FunctionTracer
 from tests.trace.events.kernel import errno_of
 
 
@@ -45,7 +45,7 @@ def test_all_functions_and_their_callers(kernel: Kernel) -> None:
     calls = _calls(kernel)
     assert "path_openat <-do_filp_open" in calls
     assert "vfs_open <-do_open" in calls
-    names = {function.name for function in kernel.functions.functions}
+    names = {function.name for function in kernel.tracing.functions.functions}
     assert {call.split(" <-")[0] for call in calls} <= names
     kernel.trace.set_tracer("nop")
     assert kernel.machine.text.ledger == {}
@@ -83,7 +83,7 @@ def test_what_means_nothing_is_refused(kernel: Kernel, tracer: FunctionTracer, w
 
 def test_a_number_is_a_place_in_the_list(kernel: Kernel, tracer: FunctionTracer) -> None:
     tracer.filter.write(b"3")
-    assert list(tracer.filter.records()) == [f"{list(kernel.functions.functions)[2].name}\n"]
+    assert list(tracer.filter.records()) == [f"{list(kernel.tracing.functions.functions)[2].name}\n"]
 
 
 def test_a_probe_and_the_tracer_share_a_site(kernel: Kernel, tracer: FunctionTracer) -> None:
@@ -100,7 +100,8 @@ def test_a_probe_and_the_tracer_share_a_site(kernel: Kernel, tracer: FunctionTra
         expected += probed
         assert (len(hits), len(_calls(kernel))) == (expected, int(tracers))
         count = tracers + probed
-        assert [line.split()[1] for line in kernel.functions.enabled()] == ([f"({count})"] if count else [])
+        users = [line.split()[1] for line in kernel.tracing.functions.enabled()]
+        assert users == ([f"({count})"] if count else [])
     kernel.unregister_kprobe(probe)
     assert kernel.machine.text.ledger == {}
 
@@ -120,7 +121,7 @@ def test_only_the_wanted_tasks(kernel: Kernel, tracer: FunctionTracer) -> None:
     _read(kernel)
     assert len(_calls(kernel)) == 1
     kernel.trace.options.flags |= TraceOption.FUNC_FORK
-    kernel.trace_arrays.follow_fork(1, 77)
+    kernel.trace_arrays.forked(1, 77)
     assert "77\n" in tracer.traced_pids.records()
 
 
@@ -145,8 +146,8 @@ def test_commands_act_with_any_tracer(kernel: Kernel, tracer: FunctionTracer) ->
 
 
 def test_commands_switch_events(kernel: Kernel, tracer: FunctionTracer) -> None:
-    kernel.kprobe_events.write(b"p:ev close_fd\n")
-    event = kernel.kprobe_events.find("kprobes", "ev")
+    kernel.tracing.kprobe_events.write(b"p:ev close_fd\n")
+    event = kernel.tracing.kprobe_events.find("kprobes", "ev")
     assert event is not None
     events = kernel.trace_arrays.top.events
     tracer.filter.write(b"vfs_open:enable_event:kprobes:ev:1")
@@ -165,7 +166,7 @@ def test_a_function_has_a_command_once_with_and_once_without_limit(
     def answers(*words: str) -> list[str]:
         return [errno_of(partial(tracer.filter.write, word.encode())) for word in words]
 
-    kernel.kprobe_events.write(b"p:one close_fd\np:two close_fd\n")
+    kernel.tracing.kprobe_events.write(b"p:one close_fd\np:two close_fd\n")
     assert answers("!vfs_open:traceon", "vfs_open:traceon", "vfs_open:traceon") == ["ENODEV", "", "EINVAL"]
     assert answers("vfs_open:traceon:2:x", "vfs_open:traceon:", "vfs_*:traceon") == ["", "EINVAL", ""]
     assert answers("!close_fd:traceon", "!vfs_*:traceon", "!vfs_*:traceon") == ["EINVAL", "", "ENODEV"]

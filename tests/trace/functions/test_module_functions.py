@@ -9,7 +9,7 @@ import pytest
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
-from emulated_kernel.trace.function_tracer import FunctionTracer
+from emulated_kernel.trace.tracers.function_tracer import FunctionTracer
 
 NAME = "trace_printk"
 WORKER = "trace_printk_irq_work"
@@ -35,27 +35,27 @@ def _calls(kernel: Kernel) -> list[str]:
 
 
 def _available(kernel: Kernel) -> set[str]:
-    return {line for line in kernel.functions.available() if f"[{NAME}]" in line}
+    return {line for line in kernel.tracing.functions.available() if f"[{NAME}]" in line}
 
 
 def test_they_come_and_go_with_the_module(kernel: Kernel) -> None:
-    before = list(kernel.functions.available())
+    before = list(kernel.tracing.functions.available())
     kernel.load_module(NAME)
     assert f"{WORKER} [{NAME}]\n" in _available(kernel)
     # What its init function was made of has been freed.
     assert f"{INIT} [{NAME}]\n" not in _available(kernel)
-    assert list(kernel.functions.available())[: len(before)] == before
+    assert list(kernel.tracing.functions.available())[: len(before)] == before
     kernel.unload_module(NAME)
-    assert list(kernel.functions.available()) == before
+    assert list(kernel.tracing.functions.available()) == before
 
 
 def test_the_tracer_takes_a_module_that_comes(kernel: Kernel) -> None:
     kernel.trace.set_tracer("function")
     kernel.load_module(NAME)
     assert {INIT, WORKER} <= set(_calls(kernel))
-    assert f"{WORKER} [{NAME}] (1)      \n" in list(kernel.functions.enabled())
+    assert f"{WORKER} [{NAME}] (1)      \n" in list(kernel.tracing.functions.enabled())
     kernel.unload_module(NAME)
-    assert not any(NAME in line for line in kernel.functions.enabled())
+    assert not any(NAME in line for line in kernel.tracing.functions.enabled())
     kernel.load_module(NAME)
     kernel.trace.set_tracer("nop")
     assert kernel.machine.text.ledger == {}
@@ -141,18 +141,18 @@ def test_commands_on_a_module_that_goes(kernel: Kernel, tracer: FunctionTracer) 
 def test_other_tracers(kernel: Kernel) -> None:
     """The graph and the stack tracer let go of what goes."""
     kernel.load_module(NAME)
-    kernel.function_graph.functions.write(WORKER.encode())
-    assert list(kernel.function_graph.functions.records()) == [f"{WORKER} [{NAME}]\n"]
-    kernel.stack_tracer.filter.write(WORKER.encode())
-    kernel.stack_tracer.enable(1)
+    kernel.tracing.function_graph.functions.write(WORKER.encode())
+    assert list(kernel.tracing.function_graph.functions.records()) == [f"{WORKER} [{NAME}]\n"]
+    kernel.tracing.stack_tracer.filter.write(WORKER.encode())
+    kernel.tracing.stack_tracer.enable(1)
     kernel.trace.set_tracer("function_graph")
     kernel.unload_module(NAME)
-    assert list(kernel.function_graph.functions.records()) == [ALL]
-    assert list(kernel.stack_tracer.filter.records()) == []
+    assert list(kernel.tracing.function_graph.functions.records()) == [ALL]
+    assert list(kernel.tracing.stack_tracer.filter.records()) == []
     kernel.load_module(NAME)
-    assert kernel.stack_tracer.max_size == 0
+    assert kernel.tracing.stack_tracer.max_size == 0
     kernel.trace.set_tracer("nop")
-    kernel.stack_tracer.enable(0)
+    kernel.tracing.stack_tracer.enable(0)
     assert kernel.machine.text.ledger == {}
 
 

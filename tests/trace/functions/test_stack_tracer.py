@@ -11,7 +11,7 @@ from emulated_kernel.config import MachineConfig
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
-from emulated_kernel.trace.stack_tracer import StackTracer
+from emulated_kernel.trace.tracers.stack_tracer import StackTracer
 
 LINE = re.compile(r" *(\d+)\) +(\d+) +(\d+)   (\w[\w.]*)\+0x([0-9a-f]+)/0x[0-9a-f]+")
 
@@ -24,7 +24,7 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
 
 @pytest.fixture
 def tracer(kernel: Kernel) -> StackTracer:
-    return kernel.stack_tracer
+    return kernel.tracing.stack_tracer
 
 
 def _open(kernel: Kernel) -> None:
@@ -78,11 +78,11 @@ def _note_stack(
     memory, abi, word = kernel.machine.memory, kernel.image.abi, kernel.arch.word_size
 
     def pre_handler(_kprobe: Kprobe, _regs: object) -> None:
-        stack = memory.read_word(kernel.cells.current_task() + abi["task_struct.stack"])
+        stack = memory.read_word(kernel.guest.kernel.current_task() + abi["task_struct.stack"])
         top = stack + abi["thread.size"]
         for depth, _, _ in shown[1:]:
             address = int.from_bytes(memory.read(top - depth, word), "little")
-            where = kernel.symbols.lookup(address)
+            where = kernel.tracing.symbols.lookup(address)
             assert where is not None
             seen.append((depth, where.name, where.offset))
 

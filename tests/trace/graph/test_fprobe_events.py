@@ -10,7 +10,7 @@ import pytest
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
-from emulated_kernel.trace.fprobe_events import FprobeEvents
+from emulated_kernel.trace.probes.fprobe_events import FprobeEvents
 from tests.kprobes.return_hook.test_native import counted_traps
 
 
@@ -22,8 +22,8 @@ def kernel() -> Iterator[Kernel]:
 
 
 def _events(kernel: Kernel) -> FprobeEvents:
-    assert kernel.fprobe_events is not None
-    return kernel.fprobe_events
+    assert kernel.tracing.fprobe_events is not None
+    return kernel.tracing.fprobe_events
 
 
 def test_the_default_kernel_has_none() -> None:
@@ -33,7 +33,7 @@ def test_the_default_kernel_has_none() -> None:
 
 
 def write(kernel: Kernel, line: str) -> None:
-    kernel.kprobe_events.dynamic_events.write(line.encode() + b"\n")
+    kernel.tracing.dynamic_events.write(line.encode() + b"\n")
 
 
 @pytest.mark.parametrize(
@@ -49,10 +49,14 @@ def write(kernel: Kernel, line: str) -> None:
 )
 def test_shown_in_dynamic_events_alone(kernel: Kernel, command: str, shown: str) -> None:
     write(kernel, command)
-    assert kernel.kprobe_events.dynamic_events.show() == f"{shown}\n"
-    assert kernel.kprobe_events.show() == kernel.kprobe_events.profile() == ""
+    assert "".join(kernel.tracing.dynamic_events.records()) == f"{shown}\n"
+    assert (
+        "".join(kernel.tracing.kprobe_events.records())
+        == "".join(kernel.tracing.kprobe_events.profile_records())
+        == ""
+    )
     write(kernel, "-:" + shown.partition(":")[2].split()[0])
-    assert kernel.kprobe_events.dynamic_events.show() == ""
+    assert "".join(kernel.tracing.dynamic_events.records()) == ""
 
 
 @pytest.mark.parametrize(
@@ -73,8 +77,8 @@ def test_refused(kernel: Kernel, command: str, error: int, message: str) -> None
         write(kernel, command)
     assert caught.value.errno == error
     assert f"trace_fprobe: error: {message}\n" in "".join(_events(kernel).error_log.records())
-    assert kernel.kprobe_events.dynamic_events.show() == "p:kprobes/k vfs_read\n"
-    kernel.kprobe_events.clear()
+    assert "".join(kernel.tracing.dynamic_events.records()) == "p:kprobes/k vfs_read\n"
+    kernel.tracing.kprobe_events.clear()
 
 
 def test_records(kernel: Kernel) -> None:
@@ -83,7 +87,7 @@ def test_records(kernel: Kernel) -> None:
     events = [_events(kernel).find("fprobes", name) for name in ("in", "out")]
     for event in events:
         assert event is not None
-        _events(kernel).enable(event)
+        event.enable(kernel.trace)
     assert kernel.call("gcd", 12, 18) == 6
     lines = [line.partition(": ")[2] for line in kernel.trace.trace_text().splitlines() if line[0] != "#"]
     assert lines[0].startswith("in: (gcd+0x0/")
@@ -95,10 +99,10 @@ def test_records(kernel: Kernel) -> None:
     assert caught.value.errno == errno.EBUSY
     for event in events:
         assert event is not None
-        _events(kernel).disable(event)
+        event.disable(kernel.trace)
     kernel.call("gcd", 12, 18)
     assert [probe.hits for probe in _events(kernel).probes()] == [1, 1]
-    kernel.kprobe_events.dynamic_events.clear()
+    kernel.tracing.dynamic_events.clear()
 
 
 @pytest.mark.parametrize("arch", ["x86_64", "i386"])
@@ -111,7 +115,7 @@ def test_records_of_guest_code_are_the_same(arch: str) -> None:
         for name in ("in", "out", "at"):
             event = _events(kernel).find("fprobes", name)
             assert event is not None
-            _events(kernel).enable(event)
+            event.enable(kernel.trace)
         lcm, root = (kernel.image.kallsyms.lookup_name(name) for name in ("lcm", "int_sqrt"))
         assert lcm is not None
         assert root is not None
@@ -132,8 +136,8 @@ def test_records_of_guest_code_are_the_same(arch: str) -> None:
         for name in ("in", "out", "at"):
             event = _events(kernel).find("fprobes", name)
             assert event is not None
-            _events(kernel).disable(event)
+            event.disable(kernel.trace)
         kernel.machine.call(lcm, 4, 6)
         assert kernel.trace.trace_text().count(": (") == 12
-        kernel.kprobe_events.dynamic_events.clear()
+        kernel.tracing.dynamic_events.clear()
         assert kernel.machine.text.ledger == {}

@@ -11,8 +11,9 @@ import pytest
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
-from emulated_kernel.kprobes.kretprobe import Kretprobe
-from emulated_kernel.trace.function_graph import NAME, duration_text, overhead_mark
+from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
+from emulated_kernel.trace.output.function_graph import NAME, duration_text, overhead_mark
+from tests.ledger import ledger_mismatches
 
 HEADER = """\
 # tracer: function_graph
@@ -56,7 +57,7 @@ def test_marks(nanoseconds: int, mark: str) -> None:
 def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
     with Kernel(MachineConfig(return_hook=request.param)) as kernel:
         yield kernel
-        assert kernel.machine.text.verify() == []
+        assert ledger_mismatches(kernel.machine.text) == []
 
 
 def lines(kernel: Kernel) -> list[str]:
@@ -84,20 +85,20 @@ def tree(text: list[str]) -> list[tuple[int, str]]:
 
 def test_calls_of_a_function(kernel: Kernel) -> None:
     for function in (b"kfree\n", b"__kmalloc\n"):
-        kernel.function_graph.functions.write(function)
+        kernel.tracing.function_graph.functions.write(function)
     kernel.trace.set_tracer(NAME)
     block = kernel.call("__kmalloc", 64, 0xCC0)
     kernel.call("kfree", block)
+    calls = tree(lines(kernel))
     kernel.trace.set_tracer("nop")
     assert kernel.machine.text.ledger == {}
-    kernel.trace.current_tracer = NAME
-    calls = tree(lines(kernel))
+    assert "kfree" not in kernel.trace.trace_text()
     assert [name for depth, name in calls if depth == 0] == ["__kmalloc", "kfree"]
     assert (1, "kmem_cache_alloc") in calls or len(calls) > 2
 
 
 def test_leaves_and_depth(kernel: Kernel) -> None:
-    graph = kernel.function_graph
+    graph = kernel.tracing.function_graph
     graph.functions.write(b"kfree")
     graph.set_max_depth(1)
     kernel.trace.set_tracer(NAME)
@@ -110,7 +111,7 @@ def test_leaves_and_depth(kernel: Kernel) -> None:
 
 
 def test_notrace_hides_what_is_called(kernel: Kernel) -> None:
-    graph = kernel.function_graph
+    graph = kernel.tracing.function_graph
     graph.functions.write(b"kfree")
     for pattern in (b"*slab*", b"virt_to_head_page"):
         graph.notrace.write(pattern)
@@ -125,9 +126,9 @@ def test_a_whole_session_closes_what_it_opens(kernel: Kernel) -> None:
     kernel.guest.mirror.task_of(600, 0, 0)
     kernel.guest.mirror.exit(600)
     kernel.call("gcd", 12, 18)
-    kernel.trace.set_tracer("nop")
-    kernel.trace.current_tracer = NAME
+    kernel.trace.set_tracing_on(False)
     text = kernel.trace.trace_text()
+    kernel.trace.set_tracer("nop")
     assert "=>" in text
     assert " gcd();\n" in text
     depth = [line for line in text.splitlines() if line.endswith("{")]
@@ -141,7 +142,7 @@ def test_beside_a_kretprobe(kernel: Kernel) -> None:
     results: list[int] = []
     rp = Kretprobe(symbol_name="gcd", handler=lambda _instance, regs: results.append(regs.ax))
     kernel.register_kretprobe(rp)
-    kernel.function_graph.functions.write(b"gcd")
+    kernel.tracing.function_graph.functions.write(b"gcd")
     kernel.trace.set_tracer(NAME)
     for other in ("rethook", "fgraph"):
         with pytest.raises(KernelError) as caught:
@@ -156,9 +157,9 @@ def test_beside_a_kretprobe(kernel: Kernel) -> None:
 
 
 def test_sets_of_functions(kernel: Kernel) -> None:
-    functions = kernel.function_graph.functions
+    functions = kernel.tracing.function_graph.functions
     assert list(functions.records()) == ["#### all functions enabled ####\n"]
-    assert list(kernel.function_graph.notrace.records()) == ["#### no functions disabled ####\n"]
+    assert list(kernel.tracing.function_graph.notrace.records()) == ["#### no functions disabled ####\n"]
     assert functions.write(b"vfs_read vfs_w*te\n") == len("vfs_read ")
     functions.write(b"vfs_w*te\n")
     assert sorted(functions.records()) == ["vfs_read\n", "vfs_write\n"]
@@ -173,19 +174,19 @@ def test_sets_of_functions(kernel: Kernel) -> None:
 
 
 def test_events_stand_between_the_calls_as_comments(kernel: Kernel) -> None:
-    kernel.function_graph.functions.write(b"gcd")
-    kernel.kprobe_events.write(b"r:result gcd value=$retval\n")
-    event = kernel.kprobe_events.find("kprobes", "result")
+    kernel.tracing.function_graph.functions.write(b"gcd")
+    kernel.tracing.kprobe_events.write(b"r:result gcd value=$retval\n")
+    event = kernel.tracing.kprobe_events.find("kprobes", "result")
     assert event is not None
-    kernel.kprobe_events.enable(event, kernel.trace_arrays.top.recorder)
+    event.enable(kernel.trace)
     kernel.trace.set_tracer(NAME)
     kernel.call("gcd", 12, 18)
     comments = [line for line in lines(kernel) if "/*" in line]
     assert len(comments) == 1
     assert re.match(r"^ 0\)               \|  +/\* result: \(.* <- gcd\) value=0x6 \*/$", comments[0])
     kernel.trace.set_tracer("nop")
-    kernel.kprobe_events.disable(event, kernel.trace_arrays.top.recorder)
-    kernel.kprobe_events.clear()
+    event.disable(kernel.trace)
+    kernel.tracing.kprobe_events.clear()
 
 
 def test_without_fentry_sites_there_is_no_graph() -> None:

@@ -11,8 +11,8 @@ from emulated_kernel.config import MachineConfig
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
-from emulated_kernel.trace.function_graph import header
-from emulated_kernel.trace.tracer_options import GraphOption, TracerOptions
+from emulated_kernel.trace.output.function_graph import header
+from emulated_kernel.trace.output.tracer_options import GraphOption, TracerOptions
 
 NAME = "function_graph"
 JIFFIES_NS = 50_000_000
@@ -22,7 +22,7 @@ JIFFIES_NS = 50_000_000
 @pytest.fixture
 def kernel() -> Iterator[Kernel]:
     with Kernel(MachineConfig(clock="virtual")) as booted:
-        booted.function_graph.functions.write(b"kfree")
+        booted.tracing.function_graph.functions.write(b"kfree")
         booted.trace.set_tracer(NAME)
         yield booted
 
@@ -113,7 +113,7 @@ def test_headers() -> None:
 
 
 def test_only_what_took_long_enough(kernel: Kernel) -> None:
-    graph = kernel.function_graph
+    graph = kernel.tracing.function_graph
     everything = _lines(kernel)
     assert len(everything) > 3
     graph.threshold_ns = 300
@@ -127,7 +127,7 @@ def test_only_what_took_long_enough(kernel: Kernel) -> None:
 
 def _longest_schedule(kernel: Kernel) -> float:
     """Microseconds between two ends of a task's turn on the CPU."""
-    graph, mirror, syscalls = kernel.function_graph, kernel.guest.mirror, kernel.guest.syscalls
+    graph, mirror, syscalls = kernel.tracing.function_graph, kernel.guest.mirror, kernel.guest.syscalls
     other = mirror.task_of(700, 0, 0)
     graph.functions.write(b"schedule")
     kernel.trace.clear_trace()
@@ -149,7 +149,7 @@ def test_sleep_time(kernel: Kernel) -> None:
 
 
 def test_calls_in_interrupts(kernel: Kernel) -> None:
-    kernel.function_graph.functions.clear()
+    kernel.tracing.function_graph.functions.clear()
     _switch(kernel, "latency-format")
     in_irq = re.compile(r"^ 0\)  ..[hH]")
 
@@ -162,7 +162,7 @@ def test_calls_in_interrupts(kernel: Kernel) -> None:
     assert any("do_timer" in line for line in seen())
     _switch(kernel, "nofuncgraph-irqs")
     assert seen() == []
-    kernel.function_graph.functions.write(b"do_timer")
+    kernel.tracing.function_graph.functions.write(b"do_timer")
     assert any("do_timer" in line for line in seen())
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, seed, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emulated_kernel.errors import KernelError
@@ -71,8 +71,8 @@ def _state(kernel: TriggerKernel) -> tuple[object, ...]:
         [(event.references, event.is_enabled) for event in events],
         kernel.kernel.dynamic_events.records(),
         tuple(kernel.system.with_variables(kernel.kernel.recorder)),
-        list(kernel.system.named),
-        dict(kernel.system.snapshots),
+        list(kernel.hists.named),
+        kernel.control.snapshot.condition,
         [each.hist_references for each in (kernel.synthetic.find("syn"),) if each],
     )
 
@@ -82,8 +82,7 @@ def _hit(kernel: TriggerKernel) -> None:
         kernel.hit(Hit(memory={0x1000: b"x\0"}), di=n, si=3, dx=0x1000)
 
 
-@seed(6)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.tuples(st.sampled_from(["a", "b", "syn"]), st.booleans(), _HISTS), min_size=1, max_size=6))
 def test_histograms(writes: list[tuple[str, bool, str]]) -> None:
     kernel = _kernel()
@@ -99,11 +98,10 @@ def test_histograms(writes: list[tuple[str, bool, str]]) -> None:
         kernel.triggers.truncate(kernel.event(event))
     kernel.synthetic.clear()
     kernel.kernel.events.clear()
-    assert not kernel.system.named
+    assert not kernel.hists.named
 
 
-@seed(6)
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(
     st.sampled_from(["trigger", "synthetic", "dynamic"]),
     st.one_of(_TEXTS, _TEXTS.map("hist:keys=n:".__add__)),

@@ -37,7 +37,7 @@ def _hit(kernel: TriggerKernel, number: int, time: int, regs: dict[str, int]) ->
         setattr(hit.regs, name, value)
     handle = kernel.kernel.backend.handles[number]
     if handle.enabled:
-        handle.handler(hit)
+        handle.user.hit(hit)
 
 
 def _enable(kernel: TriggerKernel, name: str) -> None:
@@ -58,7 +58,7 @@ def test_a_delay_between_two_events(kernel: TriggerKernel) -> None:
         "hist:keys=id:vals=hitcount:d=common_timestamp.usecs-$t0:sort=hitcount:size=2048:clock=global"
         ":onmatch(kprobes.begin).delay($d,id,kprobes.begin.$p) [active]\n"
     )
-    assert kernel.control.clock == "global"
+    assert kernel.control.clock_name == "global"
     _enable(kernel, "delay")
     _begin(kernel, 5000, di=7, si=3)
     _end(kernel, 9000, di=8)
@@ -130,7 +130,7 @@ def test_a_synthetic_event_in_use_stays(kernel: TriggerKernel) -> None:
     assert errno_of(lambda: kernel.write(command, "end")) == "EINVAL"
     assert kernel.synthetic.find("delay") is not None
     kernel.synthetic.clear()
-    assert kernel.synthetic.records() == []
+    assert list(kernel.synthetic.records()) == []
 
 
 def test_onmax_saves_fields(kernel: TriggerKernel) -> None:
@@ -166,7 +166,7 @@ def test_snapshots_of_the_greatest(kernel: TriggerKernel) -> None:
         "\ttriggered by event with key: { id:          8 }\n"
     ) in kernel.hist("end")
     kernel.triggers.truncate(kernel.event("end"))
-    assert not kernel.system.snapshots
+    assert kernel.control.snapshot.condition is None
 
 
 def test_variables_of_one_name_need_the_event(kernel: TriggerKernel) -> None:

@@ -8,10 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from emulated_kernel.trace.chars import bytes_to_text
-from emulated_kernel.trace.output import encode_text
-from emulated_kernel.trace.ports import SymbolLocation, TraceSymbols
-from emulated_kernel.trace.trace_array import TaskContext, TraceArray, TraceSystem
+from emulated_kernel.arch.base import Arch
+from emulated_kernel.arch.x86.arch import X86_64
+from emulated_kernel.image.kallsyms import Location, Symbol
+from emulated_kernel.trace.array.system import TraceSystem
+from emulated_kernel.trace.array.trace_array import TraceArray
+from emulated_kernel.trace.events.event import TraceEvent
+from emulated_kernel.trace.events.print_event import PrintEvent
+from emulated_kernel.trace.events.registry import EventRegistry
+from emulated_kernel.trace.hits.probe_hit import TaskContext
+from emulated_kernel.trace.output.line_formatter import encode_text
+from emulated_kernel.trace.ring.layout import CONTROL_SIZE, RingControls, RingMemory
+from emulated_kernel.trace.symbols import KernelSymbols
+from emulated_kernel.trace.text.chars import bytes_to_text
+from emulated_kernel.trace.text.cmdlines import SavedCmdlines
 
 PROJECT = Path(__file__).resolve().parents[3]
 
@@ -22,44 +32,65 @@ class Symbols:
     ranges = ((0xFFFFFFFF8135D4F0, 0x140, "vfs_mkdir", None), (0xFFFFFFFFC0219000, 0x10, "ktgt_add", "ktgt"))
     trampoline = 0xFFFFFFFF81C01000
 
-    def lookup(self, address: int) -> SymbolLocation | None:
+    def lookup(self, address: int) -> Location | None:
         for start, size, name, module in self.ranges:
             if start <= address < start + size:
-                return SymbolLocation(name, start, size, address - start, module)
+                return Location(Symbol(name, start, "t", size), address - start, module)
         return None
-
-    def lookup_name(self, name: str) -> int | None:
-        return next((start for start, _, its, _ in self.ranges if its == name), None)
-
-    def count_name(self, name: str) -> int:
-        return sum(its == name for _, _, its, _ in self.ranges)
-
-    def has_module(self, name: str) -> bool:
-        return name == "ktgt"
-
-    def has_fentry(self, start: int, end: int) -> bool:
-        return any(start <= begin <= end for begin, *_ in self.ranges)
 
     def is_return_trampoline(self, address: int) -> bool:
         return address == self.trampoline
 
 
-@dataclass
-class TextEvent:
+class TextEvent(TraceEvent):
     """An event whose records hold their own text, ended by a NUL."""
 
-    name: str
+    def __init__(self, name: str) -> None:
+        super().__init__("texts", name)
 
-    def print_line(self, payload: bytes, symbols: TraceSymbols, *, sym_addr: bool = False) -> str:
+    def start(self) -> None:
+        """It is always there."""
+
+    def stop(self) -> None:
+        """It stays."""
+
+    def print_record(self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False) -> str:
         del symbols, sym_addr
-        return f"{self.name}: {bytes_to_text(payload.split(bytes(1), 1)[0])}"
+        return bytes_to_text(payload.split(bytes(1), 1)[0])
 
 
-class Events(dict[int, TextEvent]):
-    """An event table."""
+class Events(EventRegistry):
+    """Events of ids that the tests choose."""
 
-    def by_id(self, event_id: int) -> TextEvent | None:
-        return self.get(event_id)
+    def __setitem__(self, number: int, event: TextEvent) -> None:
+        self._by_id[number] = event
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+
+class HostMemory:
+    """GuestRecords out of the guest's sight."""
+
+    can_tell_time = False
+
+    def allocate(self, size: int) -> RingMemory:
+        if size > 256 << 20:
+            raise MemoryError(f"{size} bytes for a ring buffer")
+        return RingMemory(memoryview(bytearray(size)))
+
+    def allocate_controls(self, cpus: int) -> RingControls:
+        return RingControls([memoryview(bytearray(CONTROL_SIZE)) for _ in range(cpus)])
+
+
+@dataclass
+class OneTask:
+    """Tasks of which one runs."""
+
+    task: TaskContext
+
+    def context(self) -> TaskContext:
+        return self.task
 
 
 @dataclass
@@ -83,7 +114,7 @@ class Bench:
 
     def record(self, text: str, ns: int, cpu: int = 0, event: int = 1400, **more: int) -> bool:
         payload = encode_text(text) + b"\0"
-        return self.array.record(
+        return self.array.append(
             event, payload, cpu=cpu, pid=more.pop("pid", 117), comm="python3", timestamp_ns=ns, **more
         )
 
@@ -95,18 +126,25 @@ class Bench:
         ]
 
 
-def make_bench(cpus: int = 2, **more: object) -> Bench:
-    clock = Clock()
-    events = Events({1400: TextEvent("ev")})
+def make_bench(cpus: int = 2, arch: Arch | None = None) -> Bench:
+    clock, events = Clock(), Events()
+    events[1400] = TextEvent("ev")
     task = TaskContext(117, "python3", tgid=117, cpu=cpus - 1)
+    arch = arch or X86_64()
     system = TraceSystem(
         cpus=cpus,
         now_ns=clock.now,
         events=events,
-        symbols=Symbols(),
-        current=lambda: task,
+        symbols=Symbols(),  # type: ignore[arg-type]
+        arch=arch,
+        tasks=OneTask(task),  # type: ignore[arg-type]
+        stack=None,  # type: ignore[arg-type]
+        here=None,  # type: ignore[arg-type]
+        memory=HostMemory(),  # type: ignore[arg-type]
+        markers=PrintEvent(arch.word_size),
+        cmdlines=SavedCmdlines(),
+        printk=lambda _text: None,
         release="6.1.0-56-cloud-amd64",
-        **more,  # type: ignore[arg-type]
     )
     return Bench(clock, events, TraceArray(system), task)
 

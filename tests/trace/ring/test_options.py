@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 
 import pytest
 
 from emulated_kernel.errors import KernelError
-from emulated_kernel.trace.options import TraceOption, TraceOptions
+from emulated_kernel.trace.output.options import TraceOption, TraceOptions
+from emulated_kernel.trace.output.tracer_options import TracerOptions
+
+
+def _options(
+    changed: Callable[[TraceOption, bool], None] = lambda _option, _on: None,
+    printk: Callable[[str], None] = lambda _text: None,
+) -> TraceOptions:
+    return TraceOptions(TracerOptions(), changed, lambda: ("nop",), lambda: "nop", printk)
 
 
 @pytest.mark.parametrize("data", [b"sym-addr", b"sym-addr\n", b"  sym-addr \n", b"sym-addr\0junk"])
 def test_switch_on_and_off(data: bytes) -> None:
-    options = TraceOptions()
+    options = _options()
     assert options.write(data) == len(data)
     assert options.get("sym-addr")
     assert "\nsym-addr\n" in options.text()
@@ -24,7 +33,7 @@ def test_switch_on_and_off(data: bytes) -> None:
     "data", [b"", b"\n", b"no", b"bogus", b"nobogus", b"sym-addr sym-offset", b"nonohex", b"x" * 64]
 )
 def test_what_is_refused(data: bytes) -> None:
-    options = TraceOptions()
+    options = _options()
     before = options.text()
     with pytest.raises(KernelError) as caught:
         options.write(data)
@@ -33,19 +42,19 @@ def test_what_is_refused(data: bytes) -> None:
 
 
 def test_longest_write() -> None:
-    assert TraceOptions().write(b"hex".ljust(63)) == 63
+    assert _options().write(b"hex".ljust(63)) == 63
 
 
 @pytest.mark.parametrize("value", [2, 10, (1 << 64) - 1])
 def test_option_files_take_0_and_1(value: int) -> None:
     with pytest.raises(KernelError) as caught:
-        TraceOptions().set("hex", value)
+        _options().set("hex", value)
     assert caught.value.errno == errno.EINVAL
 
 
 def test_only_changes_are_told_of() -> None:
     told: list[tuple[TraceOption, bool]] = []
-    options = TraceOptions(lambda option, on: told.append((option, on)))
+    options = _options(changed=lambda option, on: told.append((option, on)))
     for value in (1, 0, 0, 1):
         options.set("overwrite", value)
     assert told == [(TraceOption.OVERWRITE, False), (TraceOption.OVERWRITE, True)]
@@ -53,7 +62,7 @@ def test_only_changes_are_told_of() -> None:
 
 def test_the_nop_tracers_options() -> None:
     log: list[str] = []
-    options = TraceOptions(printk=log.append)
+    options = _options(printk=log.append)
     options.write(b"test_nop_accept")
     assert options.get("test_nop_accept")
     for refused in (b"test_nop_refuse", b"notest_nop_refuse"):

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from emulated_kernel.trace.chars import bytes_to_text
-from emulated_kernel.trace.options import OPTION_NAMES
+from emulated_kernel.trace.array.trace_pipe import TracePipe
+from emulated_kernel.trace.output.options import OPTION_NAMES
+from emulated_kernel.trace.text.chars import bytes_to_text
 
 from .conftest import Bench, TextEvent, make_bench
 
@@ -192,7 +193,7 @@ def test_stats_at_start(samples: Path) -> None:
 def test_stats_after_half_of_the_events_were_piped(samples: Path) -> None:
     bench = make_bench()
     bench.array.expand()
-    pipe = bench.array.open_pipe()
+    pipe = TracePipe(bench.array)
     for n in range(24):
         bench.record("x" * 60, 11_003_921_000 + n * 1000)
     while len(bench.array.buffers[0]):

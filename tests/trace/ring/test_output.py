@@ -7,12 +7,10 @@ import errno
 import pytest
 
 from emulated_kernel.errors import KernelError
-from emulated_kernel.trace.clock import ns_to_usecs
-from emulated_kernel.trace.cmdlines import DEFAULT_SIZE, SavedCmdlines
-from emulated_kernel.trace.output import delay_mark, latency_flags
-from emulated_kernel.trace.ports import SymbolLocation
-from emulated_kernel.trace.symbolizer import CachedSymbols
-from emulated_kernel.trace.trace_entry import AddressStyle
+from emulated_kernel.trace.output.line_formatter import delay_mark, latency_flags
+from emulated_kernel.trace.ring.clock import ns_to_usecs
+from emulated_kernel.trace.ring.trace_entry import AddressStyle
+from emulated_kernel.trace.text.cmdlines import DEFAULT_SIZE, SavedCmdlines
 
 from .conftest import Symbols
 
@@ -129,21 +127,3 @@ def test_places(address: int, plain: str, with_offset: str) -> None:
 
 def test_sym_addr_shows_places_as_numbers_too() -> None:
     assert AddressStyle(Symbols(), sym_addr=True).place(START) == "vfs_mkdir <ffffffff8135d4f0>"
-
-
-def test_a_symbol_is_looked_up_once() -> None:
-    class Counting(Symbols):
-        lookups = 0
-
-        def lookup(self, address: int) -> SymbolLocation | None:
-            self.lookups += 1
-            return super().lookup(address)
-
-    table = Counting()
-    cached = CachedSymbols(table)
-    assert [cached.lookup(START + 1) for _ in range(3)] == [table.lookup(START + 1)] * 3
-    assert table.lookups == 2
-    assert (cached.lookup_name("vfs_mkdir"), cached.count_name("vfs_mkdir")) == (START, 1)
-    assert cached.has_module("ktgt")
-    assert cached.has_fentry(START, START)
-    assert cached.is_return_trampoline(Symbols.trampoline)

@@ -6,10 +6,10 @@ import struct
 
 import pytest
 
-from emulated_kernel.trace import ring_layout
-from emulated_kernel.trace.ring_buffer import RingBuffer
-from emulated_kernel.trace.ring_layout import RingMemory, memory_size, pages_for
-from emulated_kernel.trace.ring_page import (
+from emulated_kernel.trace.ring import layout as ring_layout
+from emulated_kernel.trace.ring.buffer import RingBuffer
+from emulated_kernel.trace.ring.layout import RingMemory, memory_size, pages_for
+from emulated_kernel.trace.ring.page import (
     MAX_DATA_SIZE,
     MISSED_EVENTS,
     MISSED_STORED,

@@ -8,10 +8,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from emulated_kernel.trace import ring_layout as layout
-from emulated_kernel.trace.ring_buffer import RingBuffer
-from emulated_kernel.trace.ring_layout import memory_size
-from emulated_kernel.trace.ring_page import MAX_DATA_SIZE
+from emulated_kernel.trace.ring import layout
+from emulated_kernel.trace.ring.buffer import RingBuffer
+from emulated_kernel.trace.ring.layout import memory_size
+from emulated_kernel.trace.ring.page import MAX_DATA_SIZE
 
 SIZES = st.one_of(
     st.integers(0, 40),
@@ -150,7 +150,5 @@ def same(mine: tuple[int, bytes], its: tuple[int, bytes]) -> bool:
     return mine[0] == its[0] and its[1][: len(mine[1])] == mine[1] and len(its[1]) - len(mine[1]) < 8
 
 
-RingMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=60, deadline=None, derandomize=True
-)
+RingMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=60)
 TestRing = RingMachine.TestCase

@@ -7,11 +7,12 @@ import struct
 
 import pytest
 
+from emulated_kernel.arch.x86.arch import I386
 from emulated_kernel.errors import KernelError
-from emulated_kernel.trace.trace_array import TraceArray, TraceSystem
-from emulated_kernel.trace.trace_entry import TRACE_ENTRY, EntryType, stack_entry
+from emulated_kernel.trace.array.trace_array import TraceArray
+from emulated_kernel.trace.ring.trace_entry import TRACE_ENTRY, EntryType, stack_entry
 
-from .conftest import Bench, Clock, Events, Symbols, make_bench
+from .conftest import Bench, Symbols, make_bench
 
 
 def failure(call: object, *args: object) -> int | None:
@@ -29,7 +30,7 @@ def test_events_of_all_cpus_come_in_the_order_of_time(bench: Bench) -> None:
 
 
 def test_a_record_starts_with_its_trace_entry(bench: Bench) -> None:
-    bench.array.record(1400, b"payload!", cpu=0, pid=-5, flags=0x48, preempt_count=0xFF, timestamp_ns=1)
+    bench.array.append(1400, b"payload!", cpu=0, pid=-5, flags=0x48, preempt_count=0xFF, timestamp_ns=1)
     [(_, record)] = list(bench.array.buffers[0])
     assert TRACE_ENTRY.unpack_from(record) == (1400, 0x48, 0xFF, -5)
     assert record[8:] == b"payload!"
@@ -115,7 +116,7 @@ def test_expanding_keeps_events_and_happens_once(bench: Bench) -> None:
 
 
 def test_instances_have_full_buffers_at_once() -> None:
-    system = TraceSystem(cpus=1, now_ns=Clock().now, events=Events(), symbols=Symbols())
+    system = make_bench(cpus=1).array.system
     array = TraceArray(system, expanded=True)
     # Linux: nothing of the top array has been used yet.
     assert array.buffer_size_text() == "1410 (expanded: 1408)\n"
@@ -190,7 +191,12 @@ def test_marker_errors(bench: Bench) -> None:
 
 def test_raw_marker(bench: Bench) -> None:
     assert bench.array.write_raw_marker(struct.pack("<I", 0x2A) + b"\x01\xff\x00\x10") == 8
-    assert bench.lines()[0].endswith(": # 2a buf: 01 ff 00 10")
+    for more in (0, 9, 12, 13):
+        bench.array.write_raw_marker(bytes(4 + more))
+    dumps = [line.split(" buf: ")[1].split() for line in bench.lines()]
+    assert dumps[0] == ["01", "ff", "00", "10", *["00"] * 12]
+    assert [len(dump) for dump in dumps] == [16, 16, 16, 16, 20]
+    assert bench.lines()[0].split(": ", 1)[1].startswith("# 2a buf: ")
     for size in (0, 3, 3073):
         assert failure(bench.array.write_raw_marker, bytes(size)) == errno.EINVAL
 
@@ -206,7 +212,7 @@ def test_markers_alone(bench: Bench) -> None:
 
 def test_stack_trace(bench: Bench) -> None:
     callers = [Symbols.ranges[0][0] + 9, 0xFFFFFFFFC02190C8, Symbols.ranges[1][0]]
-    bench.array.record(EntryType.STACK, stack_entry(callers), cpu=0, pid=117, timestamp_ns=1)
+    bench.array.append(EntryType.STACK, stack_entry(callers), cpu=0, pid=117, timestamp_ns=1)
     text = bench.array.trace_text()
     assert text.endswith(": <stack trace>\n => vfs_mkdir\n => 0xffffffffc02190c8\n => ktgt_add\n")
     bench.array.options.set("sym-offset", 1)
@@ -289,10 +295,10 @@ def test_verbose_latency_lines() -> None:
 
 
 def test_a_32_bit_guest() -> None:
-    bench = make_bench(cpus=1, word_size=4)
+    bench = make_bench(cpus=1, arch=I386())
     bench.array.write_marker(b"hello")
     callers = stack_entry([0xC1001234], word_size=4)
-    bench.array.record(EntryType.STACK, callers, cpu=0, pid=117, timestamp_ns=1)
+    bench.array.append(EntryType.STACK, callers, cpu=0, pid=117, timestamp_ns=1)
     assert bench.array.trace_text().endswith(" => 0xc1001234\n")
     bench.array.options.set("sym-addr", 1)
     assert "tracing_mark_write <fffff000>: hello\n" in bench.array.trace_text()

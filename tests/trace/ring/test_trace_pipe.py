@@ -9,6 +9,7 @@ import threading
 import pytest
 
 from emulated_kernel.errors import KernelError, WouldBlock
+from emulated_kernel.trace.array.trace_pipe import TracePipe
 
 from .conftest import Bench
 
@@ -20,7 +21,7 @@ def texts(data: bytes) -> list[str]:
 def test_reading_consumes(bench: Bench) -> None:
     bench.record("b", 2000, cpu=1)
     bench.record("a", 1000)
-    pipe = bench.array.open_pipe()
+    pipe = TracePipe(bench.array)
     assert pipe.read(65536) == (
         b"         python3-117     [000] .....     0.000001: ev: a\n"
         b"         python3-117     [001] .....     0.000002: ev: b\n"
@@ -32,7 +33,7 @@ def test_reading_consumes(bench: Bench) -> None:
 def test_what_size_cuts_off_comes_later(bench: Bench) -> None:
     for n in range(3):
         bench.record(f"n{n}", n * 1000)
-    pipe = bench.array.open_pipe()
+    pipe = TracePipe(bench.array)
     first = pipe.read(10)
     assert len(first) == 10
     assert len(bench.array.buffers[0]) == 2
@@ -44,7 +45,7 @@ def test_what_size_cuts_off_comes_later(bench: Bench) -> None:
 def test_a_read_gives_4095_bytes_at_most_in_whole_lines(bench: Bench) -> None:
     for n in range(90):
         bench.record(f"n{n:03}", n * 1000)
-    pipe = bench.array.open_pipe()
+    pipe = TracePipe(bench.array)
     reads = [pipe.read(65536), pipe.read(65536)]
     line = len(reads[0].splitlines(keepends=True)[0])
     assert len(reads[0]) == 4095 // line * line
@@ -54,7 +55,7 @@ def test_a_read_gives_4095_bytes_at_most_in_whole_lines(bench: Bench) -> None:
 def test_small_reads_stop_at_the_line_that_fills_them(bench: Bench) -> None:
     for n in range(9):
         bench.record(f"n{n}", n * 1000)
-    pipe = bench.array.open_pipe()
+    pipe = TracePipe(bench.array)
     pipe.read(100)
     assert len(bench.array.buffers[0]) == 7
 
@@ -62,7 +63,7 @@ def test_small_reads_stop_at_the_line_that_fills_them(bench: Bench) -> None:
 def test_lost_events_are_told_of(one_cpu: Bench) -> None:
     for n in range(13):
         one_cpu.record(f"n{n}" + "x" * 994, n)
-    pipe = one_cpu.array.open_pipe()
+    pipe = TracePipe(one_cpu.array)
     text = pipe.read(65536)
     lost = int(re.match(rb"CPU:0 \[LOST (\d+) EVENTS\]\n", text)[1])  # type: ignore[index]
     while len(one_cpu.array.buffers[0]):
@@ -74,14 +75,14 @@ def test_lost_events_are_told_of(one_cpu: Bench) -> None:
 def test_too_long_a_line_is_cut(one_cpu: Bench) -> None:
     one_cpu.record("x" * 4060, 1)
     one_cpu.record("y", 2)
-    assert one_cpu.array.open_pipe().read(65536) == (
+    assert TracePipe(one_cpu.array).read(65536) == (
         b"         python3-117     [000] .....     0.000000: [LINE TOO BIG]\n"
         b"         python3-117     [000] .....     0.000000: ev: y\n"
     )
 
 
 def test_an_empty_pipe_waits(bench: Bench) -> None:
-    pipe = bench.array.open_pipe()
+    pipe = TracePipe(bench.array)
     with pytest.raises(WouldBlock):
         pipe.read(10)
     bench.record("x", 1)
@@ -91,7 +92,7 @@ def test_an_empty_pipe_waits(bench: Bench) -> None:
 
 
 def test_the_end_is_where_tracing_is_off_and_something_was_read(bench: Bench) -> None:
-    pipe = bench.array.open_pipe()
+    pipe = TracePipe(bench.array)
     bench.array.set_tracing_on(False)
     with pytest.raises(WouldBlock):
         pipe.read(10)
@@ -103,7 +104,7 @@ def test_the_end_is_where_tracing_is_off_and_something_was_read(bench: Bench) ->
 
 
 def test_a_closed_pipe_is_at_its_end(bench: Bench) -> None:
-    pipe = bench.array.open_pipe()
+    pipe = TracePipe(bench.array)
     bench.record("x", 1)
     pipe.close()
     assert pipe.read(4096) == b""
@@ -111,7 +112,7 @@ def test_a_closed_pipe_is_at_its_end(bench: Bench) -> None:
 
 
 def test_a_nonblocking_reader_never_sees_an_end(bench: Bench) -> None:
-    pipe = bench.array.open_pipe(nonblock=True)
+    pipe = TracePipe(bench.array, nonblock=True)
     bench.record("x", 1)
     pipe.read(4096)
     bench.array.set_tracing_on(False)
@@ -123,35 +124,35 @@ def test_a_nonblocking_reader_never_sees_an_end(bench: Bench) -> None:
     ("first", "second", "busy"), [(None, None, 1), (None, 0, 1), (0, None, 1), (0, 0, 1), (0, 1, 0)]
 )
 def test_one_reader_at_a_time(bench: Bench, first: int | None, second: int | None, busy: bool) -> None:
-    pipe = bench.array.open_pipe(first)
+    pipe = TracePipe(bench.array, first)
     if busy:
         with pytest.raises(KernelError) as caught:
-            bench.array.open_pipe(second)
+            TracePipe(bench.array, second)
         assert caught.value.errno == errno.EBUSY
     else:
-        bench.array.open_pipe(second).close()
+        TracePipe(bench.array, second).close()
     pipe.close()
     pipe.close()
-    bench.array.open_pipe(second)
+    TracePipe(bench.array, second)
     assert len(bench.array.listeners) == 1
 
 
 def test_one_cpus_pipe(bench: Bench) -> None:
     bench.record("other", 1, cpu=0)
     bench.record("mine", 2, cpu=1)
-    assert texts(bench.array.open_pipe(1).read(4096)) == ["mine"]
+    assert texts(TracePipe(bench.array, 1).read(4096)) == ["mine"]
     assert len(bench.lines()) == 1
 
 
 def test_options_apply_at_the_time_of_reading(bench: Bench) -> None:
-    pipe = bench.array.open_pipe()
+    pipe = TracePipe(bench.array)
     bench.record("x", 1000)
     bench.array.options.set("context-info", 0)
     assert pipe.read(4096) == b"ev: x\n"
 
 
 def test_ready(bench: Bench) -> None:
-    pipe = bench.array.open_pipe()
+    pipe = TracePipe(bench.array)
     assert not pipe.ready()
     bench.record("x", 1)
     assert pipe.ready()
@@ -163,7 +164,7 @@ def test_ready(bench: Bench) -> None:
 
 def test_one_cpus_pipe_is_ready_when_buffer_percent_is_full(bench: Bench) -> None:
     bench.array.resize_buffer(16)
-    pipe = bench.array.open_pipe(0)
+    pipe = TracePipe(bench.array, 0)
     for n in range(4):
         bench.record("x" * 1000, n)
     assert not pipe.ready()
@@ -177,7 +178,7 @@ def test_one_cpus_pipe_is_ready_when_buffer_percent_is_full(bench: Bench) -> Non
 
 def test_subscribers_hear_once(bench: Bench) -> None:
     heard: list[str] = []
-    pipe = bench.array.open_pipe()
+    pipe = TracePipe(bench.array)
     pipe.subscribe(lambda: heard.append("data"))
     assert heard == []
     bench.record("x", 1)
@@ -193,7 +194,7 @@ def test_subscribers_hear_once(bench: Bench) -> None:
 
 
 def test_wait_returns_when_data_comes(bench: Bench) -> None:
-    pipe = bench.array.open_pipe()
+    pipe = TracePipe(bench.array)
     with pytest.raises(WouldBlock):
         pipe.read(1)
     writer = threading.Timer(0.02, bench.record, ("x", 1))

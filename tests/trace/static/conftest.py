@@ -8,7 +8,7 @@ import pytest
 
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.kernel import Kernel
-from emulated_kernel.trace.event import TraceEvent
+from emulated_kernel.trace.events.event import TraceEvent
 
 Enable = Callable[..., None]
 
@@ -31,7 +31,7 @@ def enable(kernel: Kernel) -> Enable:
 
 def find(kernel: Kernel, path: str) -> TraceEvent:
     """The event `group/name`."""
-    event = kernel.kprobe_events.registry.find(*path.split("/"))
+    event = kernel.tracing.kprobe_events.registry.find(*path.split("/"))
     assert event is not None, path
     return event
 

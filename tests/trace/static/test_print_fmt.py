@@ -6,7 +6,7 @@ import struct
 
 import pytest
 
-from emulated_kernel.trace.print_fmt import PrintContext, PrintField, compile_print_fmt
+from emulated_kernel.trace.text.print_fmt import PrintContext, PrintField, compile_print_fmt
 from tests.trace.ring.conftest import Symbols
 
 FIELDS = {

@@ -11,7 +11,7 @@ from emulated_kernel.errors import KernelError
 from emulated_kernel.image.trace_events import event_definitions
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
-from emulated_kernel.trace.static_event import StaticEvent
+from emulated_kernel.trace.events.static_event import StaticEvent
 from tests.trace.static.conftest import Enable, find, records
 
 FIELD = re.compile(r"\tfield:(.*);\toffset:(\d+);\tsize:(\d+);\tsigned:([01]);")
@@ -148,7 +148,7 @@ def test_no_detour_covers_a_jump_label(kernel: Kernel) -> None:
 
 
 def test_formats_lay_fields_out_as_the_compiler_does(kernel: Kernel) -> None:
-    for event in kernel.kprobe_events.registry:
+    for event in kernel.tracing.kprobe_events.registry:
         text = event.format_text()
         assert text.startswith(f"name: {event.name}\nID: {event.id}\nformat:\n")
         end = 0
@@ -158,10 +158,10 @@ def test_formats_lay_fields_out_as_the_compiler_does(kernel: Kernel) -> None:
 
 
 def test_every_print_format_is_understood(kernel: Kernel) -> None:
-    for event in kernel.kprobe_events.registry:
+    for event in kernel.tracing.kprobe_events.registry:
         if isinstance(event, StaticEvent):
             size = max(field.offset + field.size for field in event.fields)
-            assert event.print_record(bytes(size), kernel.symbols)
+            assert event.print_record(bytes(size), kernel.tracing.symbols)
 
 
 @pytest.mark.parametrize(

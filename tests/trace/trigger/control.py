@@ -5,31 +5,51 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from emulated_kernel.arch.x86.arch import X86_64
 from emulated_kernel.errors import KernelError
-from emulated_kernel.trace.eprobe import EventProbes
-from emulated_kernel.trace.event import TraceEvent
+from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.hist.system import HistSystem
 from emulated_kernel.trace.hist.trigger import HistCommand, hist_text
-from emulated_kernel.trace.ports import ProbeHit
+from emulated_kernel.trace.hits.probe_hit import ProbeHit
+from emulated_kernel.trace.probes.dynamic_events import DynamicEvents
+from emulated_kernel.trace.probes.eprobe import EventProbes
+from emulated_kernel.trace.ring.clock import TraceClock
 from emulated_kernel.trace.synth.events import SyntheticEvents
-from emulated_kernel.trace.trigger import EventTriggers
-from emulated_kernel.trace.trigger_commands import plain_commands
-from tests.trace.events.kernel import FUNCTIONS, X86, Function, Hit, Kernel, hit_all, make_kernel
+from emulated_kernel.trace.trigger.commands import PLAIN_COMMANDS
+from emulated_kernel.trace.trigger.triggers import EventTriggers
+from tests.trace.events.kernel import FUNCTIONS, FakeRecorder, Function, Hit, Kernel, hit_all, make_kernel
 
 CLOCKS = {"local": True, "global": True, "counter": False, "uptime": False, "mono": True}
 
 
 @dataclass
-class Control:
-    """TraceControl."""
+class FakeSnapshot:
+    """Tells what is done to it."""
+
+    actions: list[str]
+    condition: object = None
+
+    def allocate(self) -> None:
+        self.actions.append("allocate")
+
+    def take(self) -> None:
+        self.actions.append("snapshot")
+
+
+@dataclass(eq=False)
+class Control(FakeRecorder):
+    """A TraceArray."""
 
     tracing_on: bool = True
-    has_snapshots: bool = True
-    clock: str = "local"
+    clock_name: str = "local"
     time: int = 1000
     chain: tuple[int, ...] = (0xFFFFFFFF8135D4F1, 0xFFFFFFFF8134CC60)
     actions: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.snapshot = FakeSnapshot(self.actions)
 
     def set_tracing_on(self, on: bool) -> None:
         self.tracing_on = on
@@ -43,45 +63,35 @@ class Control:
         del hit
         return self.chain
 
-    def allocate_snapshot(self) -> None:
-        self.actions.append("allocate")
-
-    def take_snapshot(self) -> None:
-        self.actions.append("snapshot")
-
     def now(self) -> int:
         return self.time
 
     def set_clock(self, name: str) -> None:
         if name not in CLOCKS:
             raise KernelError(errno.EINVAL, "no such clock")
-        self.clock = name
+        self.clock_name = name
 
     @property
-    def clock_in_ns(self) -> bool:
-        return CLOCKS[self.clock]
+    def clock(self) -> TraceClock:
+        return TraceClock(self.clock_name, CLOCKS[self.clock_name])
 
 
 class TriggerKernel:
     """A kernel with triggers on its events."""
 
     def __init__(self, control: Control | None = None, functions: Iterable[Function] = FUNCTIONS) -> None:
-        self.kernel: Kernel = make_kernel(functions)
         self.control = control or Control()
-        events = self.kernel.events
-        self.synthetic = SyntheticEvents(events.registry, events.dynamic_events, events.error_log)
-        self.event_probes = EventProbes(
-            X86(), self.kernel.symbols, events.registry, events.dynamic_events, events.error_log
-        )
+        self.kernel: Kernel = make_kernel(functions, recorder=self.control)
+        events, commands = self.kernel.events, self.kernel.commands
+        symbols: Any = self.kernel.symbols
+        array: Any = self.control
+        self.synthetic = SyntheticEvents(commands, 8)
+        self.event_probes = EventProbes(X86_64(), symbols, commands)
+        self.kernel.dynamic_events = DynamicEvents(commands, events, self.synthetic, self.event_probes)
         self.system = HistSystem(events.registry, {0: "sys_read"}.get)
-        self.triggers = EventTriggers(
-            self.kernel.recorder,
-            self.control,
-            events.registry,
-            events.error_log,
-            self.kernel.symbols,
-            (*plain_commands(self.control), HistCommand(self.system)),
-        )
+        self.hists = HistCommand(self.system)
+        triggers = (*PLAIN_COMMANDS, self.hists)
+        self.triggers = EventTriggers(array, events.registry, events.error_log, symbols, triggers)
 
     def define(self, *commands: str) -> None:
         """Make kprobe events."""

@@ -62,7 +62,7 @@ def _replay(record: dict[str, Any]) -> list[str]:
     got = {
         "errno": _write(kernel, record["file"], record["bytes"]),
         "error_log": _TIME.sub("[]", events.error_log.show()),
-        "kprobe_events": events.show(),
+        "kprobe_events": "".join(events.records()),
         "files": {file: _show(kernel, file) for file in record.get("show", ())},
     }
     expected = {

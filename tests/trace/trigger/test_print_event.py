@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from emulated_kernel.trace.print_event import PrintEvent
+from emulated_kernel.trace.events.print_event import PrintEvent
 from tests.trace.events.kernel import Hit, errno_of
 from tests.trace.trigger.control import TriggerKernel
 

@@ -36,7 +36,7 @@ def _find(kernel: TriggerKernel, name: str) -> SyntheticEvent:
 def test_shown(kernel: TriggerKernel, written: str, shown: str) -> None:
     kernel.synthetic.write(f"{written}\n".encode())
     assert "".join(kernel.synthetic.records()) == shown
-    assert kernel.kernel.dynamic_events.show() == f"s:synthetic/{shown}"
+    assert "".join(kernel.kernel.dynamic_events.records()) == f"s:synthetic/{shown}"
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_errors(kernel: TriggerKernel, written: str, name: str, message: str, co
     assert errno_of(lambda: kernel.synthetic.write(f"{written}\n".encode())) == name
     expected = f"synthetic_events: error: {message}\n  Command: {written}\n{' ' * (11 + column)}^\n"
     assert kernel.errors() == (expected if message else "")
-    assert kernel.synthetic.records() == []
+    assert list(kernel.synthetic.records()) == []
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_removal(kernel: TriggerKernel) -> None:
     assert errno_of(lambda: kernel.synthetic.write(b"one u64 a\n")) == "EEXIST"
     kernel.synthetic.write(b"!one\n")
     kernel.kernel.dynamic_events.write(b"-:synthetic/two\n")
-    assert kernel.synthetic.records() == []
+    assert list(kernel.synthetic.records()) == []
 
 
 def test_an_enabled_event_stays(kernel: TriggerKernel) -> None:
@@ -127,7 +127,7 @@ def test_entries(kernel: TriggerKernel) -> None:
     (_, payload) = kernel.kernel.recorder.entries[0]
     text = event.print_record(payload, kernel.kernel.symbols)
     assert text == "a=-1 b=255 c=-1 d=fixed e=dynamic f=cc0 (0xcc0)"
-    kernel.kernel.events.filters.write(event, b'd == "fixed" && e ~ "dyn*" && c == -1')
+    kernel.kernel.filters.write(event, b'd == "fixed" && e ~ "dyn*" && c == -1')
     event.trace([0, 0, minus, b"fixed", b"dynamic", 0], Hit())
     event.trace([0, 0, minus, b"fixed", b"other", 0], Hit())
     assert len(kernel.kernel.recorder.entries) == 2
@@ -139,4 +139,4 @@ def test_a_trace_array_that_goes_keeps_nothing(kernel: TriggerKernel) -> None:
     assert errno_of(kernel.synthetic.clear) == "EBUSY"
     kernel.triggers.clear()
     kernel.synthetic.clear()
-    assert kernel.synthetic.records() == []
+    assert list(kernel.synthetic.records()) == []

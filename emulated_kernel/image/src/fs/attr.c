@@ -141,6 +141,18 @@ int vfs_utimes(const struct path *path, const struct timespec64 *times)
 	return error;
 }
 
+static noinline long do_utimes_fd(int fd, const struct timespec64 *times, int flags)
+{
+	struct fd f = fdget(fd);
+	int error;
+
+	if (!f.file)
+		return -EBADF;
+	error = flags ? -EINVAL : vfs_utimes(&f.file->f_path, times);
+	fdput(f);
+	return error;
+}
+
 static noinline long do_utimes(int dfd, const char __user *filename, const struct timespec64 *times,
 		      int flags)
 {
@@ -149,6 +161,8 @@ static noinline long do_utimes(int dfd, const char __user *filename, const struc
 
 	if (flags & ~AT_SYMLINK_NOFOLLOW)
 		return -EINVAL;
+	if (!filename && dfd != AT_FDCWD)
+		return do_utimes_fd(dfd, times, flags);
 	error = user_path_at(dfd, filename, flags & AT_SYMLINK_NOFOLLOW ? 0 : LOOKUP_FOLLOW, &path);
 	if (error)
 		return error;

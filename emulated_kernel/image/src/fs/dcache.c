@@ -19,7 +19,7 @@ __init void dcache_init(void)
 	dentry_cachep = kmem_cache_create("dentry", sizeof(struct dentry), 64, 0, NULL);
 }
 
-unsigned int full_name_hash(const void *salt, const char *name, unsigned int len)
+static __always_inline unsigned int name_hash(const void *salt, const char *name, unsigned int len)
 {
 	unsigned int hash = (unsigned int)((unsigned long)salt >> 6);
 
@@ -28,7 +28,12 @@ unsigned int full_name_hash(const void *salt, const char *name, unsigned int len
 	return hash;
 }
 
-static struct hlist_head *d_hash(unsigned int hash)
+unsigned int full_name_hash(const void *salt, const char *name, unsigned int len)
+{
+	return name_hash(salt, name, len);
+}
+
+static __always_inline struct hlist_head *d_hash(unsigned int hash)
 {
 	return &dentry_hashtable[hash >> (32 - D_HASH_BITS)];
 }
@@ -59,6 +64,29 @@ struct dentry *__d_lookup(const struct dentry *parent, const struct qstr *name)
 struct dentry *d_lookup(const struct dentry *parent, const struct qstr *name)
 {
 	return __d_lookup(parent, name);
+}
+
+static __always_inline bool host_same_name(const struct dentry *dentry, const char *name, unsigned int len)
+{
+	unsigned int i;
+
+	for (i = 0; i < len; i++)
+		if (dentry->d_name.name[i] != name[i])
+			return false;
+	return true;
+}
+
+/* For the host, which asks while nothing else runs: without locks, references and traces. */
+noinstr struct dentry *host_d_lookup(const struct dentry *parent, const char *name, unsigned int len)
+{
+	unsigned int hash = name_hash(parent, name, len);
+	struct dentry *dentry;
+
+	hlist_for_each_entry(dentry, d_hash(hash), d_hash)
+		if (dentry->d_name.hash == hash && dentry->d_parent == parent && dentry->d_name.len == len &&
+		    host_same_name(dentry, name, len))
+			return dentry->d_inode ? dentry : NULL;
+	return NULL;
 }
 
 static int set_name(struct dentry *dentry, const struct qstr *name)

@@ -113,6 +113,20 @@ static __always_inline int __alloc_fd(struct files_struct *files, unsigned int s
 	return (int)fd;
 }
 
+/* A process of the host counts its descriptors itself: its number, for the length of a system call. */
+static __always_inline unsigned int real_fd(unsigned int fd)
+{
+	return current->host_fd && current->host_fd == fd + 1 ? current->host_real_fd : fd;
+}
+
+static __always_inline int host_fd(int fd)
+{
+	if (fd < 0 || !current->host_fd)
+		return fd;
+	current->host_real_fd = fd;
+	return (int)current->host_fd - 1;
+}
+
 /* A number that is reserved, but has no file yet, holds an error pointer. */
 int alloc_fd(unsigned int start, unsigned int end, unsigned int flags __attribute__((unused)))
 {
@@ -120,7 +134,7 @@ int alloc_fd(unsigned int start, unsigned int end, unsigned int flags __attribut
 	int fd;
 
 	spin_lock(&files->file_lock);
-	fd = __alloc_fd(files, start, end);
+	fd = host_fd(__alloc_fd(files, start, end));
 	spin_unlock(&files->file_lock);
 	return fd;
 }
@@ -145,6 +159,7 @@ void put_unused_fd(unsigned int fd)
 {
 	struct files_struct *files = current->files;
 
+	fd = real_fd(fd);
 	spin_lock(&files->file_lock);
 	__put_unused_fd(files, fd);
 	spin_unlock(&files->file_lock);
@@ -154,6 +169,7 @@ void fd_install(unsigned int fd, struct file *file)
 {
 	struct files_struct *files = current->files;
 
+	fd = real_fd(fd);
 	BUG_ON(fd >= files->max_fds);
 	spin_lock(&files->file_lock);
 	files->fd[fd] = file;
@@ -178,7 +194,7 @@ static noinline struct file *pick_file(struct files_struct *files, unsigned int 
 int close_fd(unsigned int fd)
 {
 	struct files_struct *files = current->files;
-	struct file *file = pick_file(files, fd);
+	struct file *file = pick_file(files, real_fd(fd));
 
 	if (IS_ERR(file))
 		return -EBADF;
@@ -203,7 +219,7 @@ static noinline struct file *__fget(unsigned int fd)
 	if (!files)
 		return NULL;
 	spin_lock(&files->file_lock);
-	file = files_lookup_fd(files, fd);
+	file = files_lookup_fd(files, real_fd(fd));
 	if (file)
 		get_file(file);
 	spin_unlock(&files->file_lock);

@@ -120,13 +120,20 @@ static struct inode *hostfs_iget(umode_t mode)
 	return inode;
 }
 
-/* The host has found the name already, except where it is about to be made. */
+static bool is_missing(unsigned int flags)
+{
+	if (current->host_lookup == HOST_LOOKUP_DEFAULT)
+		return flags & (LOOKUP_EXCL | LOOKUP_RENAME_TARGET);
+	return current->host_lookup == HOST_LOOKUP_MISSING;
+}
+
+/* The host has looked for the name already. */
 static struct dentry *hostfs_lookup(struct inode *dir __attribute__((unused)),
 				    struct dentry *dentry, unsigned int flags)
 {
 	struct inode *inode;
 
-	if (flags & (LOOKUP_EXCL | LOOKUP_RENAME_TARGET)) {
+	if (is_missing(flags)) {
 		d_add(dentry, NULL);
 		return NULL;
 	}

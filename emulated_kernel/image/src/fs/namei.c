@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
 // Path lookup: names from user space, the walk from component to component, symbolic links.
 #include "errno.h"
+#include "extable.h"
 #include "fs_struct.h"
 #include "internal.h"
 #include "mm.h"
@@ -17,6 +18,25 @@ __init void namei_init(void)
 	names_cachep = kmem_cache_create("names_cache", PATH_MAX, 8, 0, NULL);
 }
 
+/* Behind the name; where there isn't room for both, the path takes its place. */
+static __always_inline void host_walk_name(struct filename *result, const char __user *filename, long len)
+{
+	char *walk = result->iname + len + 1;
+	u8 c = 1;
+
+	if (!current->host_names)
+		return;
+	if (len > EMBEDDED_NAME_MAX / 2)
+		walk = result->iname;
+	result->walk = walk;
+	for (filename += PATH_MAX; c && walk < result->iname + EMBEDDED_NAME_MAX - 1; walk++) {
+		if (__load_u8_nofault(&c, filename++))
+			c = 0;
+		*walk = (char)c;
+	}
+	*walk = '\0';
+}
+
 struct filename *getname_flags(const char __user *filename, int flags, int *empty)
 {
 	struct filename *result = kmem_cache_alloc(names_cachep, GFP_KERNEL);
@@ -26,7 +46,7 @@ struct filename *getname_flags(const char __user *filename, int flags, int *empt
 		return ERR_PTR(-ENOMEM);
 	result->refcnt = 1;
 	result->uptr = filename;
-	result->name = result->iname;
+	result->name = result->walk = result->iname;
 	len = strncpy_from_user(result->iname, filename, EMBEDDED_NAME_MAX);
 	if (len == EMBEDDED_NAME_MAX)
 		len = -ENAMETOOLONG;
@@ -34,8 +54,10 @@ struct filename *getname_flags(const char __user *filename, int flags, int *empt
 		*empty = 1;
 	if (!len && !(flags & LOOKUP_EMPTY))
 		len = -ENOENT;
-	if (len >= 0)
+	if (len >= 0) {
+		host_walk_name(result, filename, len);
 		return result;
+	}
 	putname(result);
 	return ERR_PTR(len);
 }
@@ -53,7 +75,7 @@ struct filename *getname_kernel(const char *filename)
 		return ERR_PTR(-ENOMEM);
 	result->refcnt = 1;
 	result->uptr = NULL;
-	result->name = result->iname;
+	result->name = result->walk = result->iname;
 	if (strscpy(result->iname, filename, EMBEDDED_NAME_MAX) < 0) {
 		putname(result);
 		return ERR_PTR(-ENAMETOOLONG);
@@ -298,9 +320,9 @@ int path_init(struct nameidata *nd, int dfd, struct filename *name, unsigned int
 	nd->flags = flags;
 	nd->nr_links = 0;
 	nd->path = (struct path){ NULL, NULL };
-	if (name->name[0] != '/' && dfd != AT_FDCWD)
+	if (name->walk[0] != '/' && dfd != AT_FDCWD)
 		return path_init_at(nd, dfd);
-	if (name->name[0] != '/') {
+	if (name->walk[0] != '/') {
 		get_fs_pwd(&nd->path);
 		return 0;
 	}
@@ -323,7 +345,7 @@ static int path_lookupat(struct nameidata *nd, int dfd, struct filename *name, u
 	int err = path_init(nd, dfd, name, flags);
 
 	if (!err)
-		err = link_path_walk(name->name, nd);
+		err = link_path_walk(name->walk, nd);
 	if (!err && nd->last_type != LAST_ROOT) {
 		if (trailing_slash(nd))
 			nd->flags |= LOOKUP_FOLLOW | LOOKUP_DIRECTORY;
@@ -364,5 +386,5 @@ int path_parentat(struct nameidata *nd, int dfd, struct filename *name, unsigned
 {
 	int err = path_init(nd, dfd, name, flags);
 
-	return err ? err : link_path_walk(name->name, nd);
+	return err ? err : link_path_walk(name->walk, nd);
 }

@@ -207,6 +207,58 @@ int do_mkdirat(int dfd, struct filename *name, umode_t mode)
 	return error;
 }
 
+int vfs_mknod(struct user_namespace *mnt_userns, struct inode *dir, struct dentry *dentry, umode_t mode,
+	      dev_t dev)
+{
+	int error = may_create(mnt_userns, dir, dentry);
+
+	if (error)
+		return error;
+	if ((mode & S_IFMT) == S_IFCHR && current_cred()->fsuid.val)
+		return -EPERM;
+	if (!dir->i_op->mknod)
+		return -EPERM;
+	return dir->i_op->mknod(mnt_userns, dir, dentry, mode, dev);
+}
+
+static int may_mknod(umode_t mode)
+{
+	switch (mode & S_IFMT) {
+	case 0:
+	case S_IFREG:
+	case S_IFCHR:
+	case S_IFIFO:
+	case S_IFSOCK:
+		return 0;
+	case S_IFDIR:
+		return -EPERM;
+	default:
+		return -EINVAL;
+	}
+}
+
+static noinline int do_mknodat(int dfd, struct filename *name, umode_t mode, unsigned int dev)
+{
+	struct path path;
+	struct dentry *dentry = ERR_PTR(may_mknod(mode));
+	umode_t masked = mode & ~current->umask;
+	int error = PTR_ERR_OR_ZERO(dentry);
+
+	if (!error) {
+		dentry = filename_create(dfd, name, &path, 0);
+		error = PTR_ERR_OR_ZERO(dentry);
+	}
+	if (!error) {
+		if (mode & S_IFMT & ~S_IFREG)
+			error = vfs_mknod(&init_user_ns, path.dentry->d_inode, dentry, masked, dev);
+		else
+			error = vfs_create(&init_user_ns, path.dentry->d_inode, dentry, masked, true);
+		done_path_create(&path, dentry);
+	}
+	putname(name);
+	return error;
+}
+
 int do_symlinkat(struct filename *from, int newdfd, struct filename *to)
 {
 	struct path path;
@@ -226,11 +278,11 @@ int do_symlinkat(struct filename *from, int newdfd, struct filename *to)
 	return error;
 }
 
-int do_linkat(int olddfd, struct filename *old, int newdfd, struct filename *new)
+int do_linkat(int olddfd, struct filename *old, int newdfd, struct filename *new, int flags)
 {
 	struct path old_path, new_path;
 	struct dentry *dentry;
-	int error = filename_lookup(olddfd, old, 0, &old_path, NULL);
+	int error = filename_lookup(olddfd, old, flags & AT_SYMLINK_FOLLOW ? LOOKUP_FOLLOW : 0, &old_path, NULL);
 
 	if (!error) {
 		dentry = filename_create(newdfd, new, &new_path, 0);
@@ -261,7 +313,9 @@ static int remove_last(struct nameidata *nd, bool isdir)
 		inode = dentry->d_inode;
 		if (inode)
 			ihold(inode);
-		if (isdir)
+		if (!inode)
+			error = -ENOENT;
+		else if (isdir)
 			error = vfs_rmdir(&init_user_ns, dir, dentry);
 		else
 			error = vfs_unlink(&init_user_ns, dir, dentry, NULL);
@@ -330,6 +384,16 @@ SYSCALL_DEFINE3(mkdirat, int, dfd, const char __user *, pathname, umode_t, mode)
 	return do_mkdirat(dfd, getname(pathname), mode);
 }
 
+SYSCALL_DEFINE4(mknodat, int, dfd, const char __user *, filename, umode_t, mode, unsigned int, dev)
+{
+	return do_mknodat(dfd, getname(filename), mode, dev);
+}
+
+SYSCALL_DEFINE3(mknod, const char __user *, filename, umode_t, mode, unsigned, dev)
+{
+	return do_mknodat(AT_FDCWD, getname(filename), mode, dev);
+}
+
 SYSCALL_DEFINE1(rmdir, const char __user *, pathname)
 {
 	return do_rmdir(AT_FDCWD, getname(pathname));
@@ -362,12 +426,12 @@ SYSCALL_DEFINE3(symlinkat, const char __user *, oldname, int, newdfd, const char
 SYSCALL_DEFINE5(linkat, int, olddfd, const char __user *, oldname, int, newdfd,
 		const char __user *, newname, int, flags)
 {
-	if (flags)
+	if (flags & ~AT_SYMLINK_FOLLOW)
 		return -EINVAL;
-	return do_linkat(olddfd, getname(oldname), newdfd, getname(newname));
+	return do_linkat(olddfd, getname(oldname), newdfd, getname(newname), flags);
 }
 
 SYSCALL_DEFINE2(link, const char __user *, oldname, const char __user *, newname)
 {
-	return do_linkat(AT_FDCWD, getname(oldname), AT_FDCWD, getname(newname));
+	return do_linkat(AT_FDCWD, getname(oldname), AT_FDCWD, getname(newname), 0);
 }

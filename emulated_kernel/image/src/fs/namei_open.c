@@ -122,7 +122,7 @@ static noinline struct file *path_openat(struct nameidata *nd, int dfd, struct f
 		return file;
 	error = path_init(nd, dfd, name, op->lookup_flags);
 	if (!error)
-		error = link_path_walk(name->name, nd);
+		error = link_path_walk(name->walk, nd);
 	if (!error) {
 		do
 			error = open_last_lookups(nd, op, &created);

@@ -131,14 +131,14 @@ static noinline int do_fchownat(int dfd, const char __user *filename, uid_t user
 	return error;
 }
 
-static noinline long do_faccessat(int dfd, const char __user *filename, int mode)
+static noinline long do_faccessat(int dfd, const char __user *filename, int mode, int flags)
 {
 	struct path path;
 	long res;
 
-	if (mode & ~7)
+	if (mode & ~7 || flags & ~(AT_EACCESS | AT_SYMLINK_NOFOLLOW | AT_EMPTY_PATH))
 		return -EINVAL;
-	res = user_path_at(dfd, filename, LOOKUP_FOLLOW, &path);
+	res = user_path_at(dfd, filename, flags & AT_SYMLINK_NOFOLLOW ? 0 : LOOKUP_FOLLOW, &path);
 	if (res)
 		return res;
 	res = inode_permission(&init_user_ns, path.dentry->d_inode, mode);
@@ -381,10 +381,15 @@ SYSCALL_DEFINE3(fchown, unsigned int, fd, uid_t, user, gid_t, group)
 
 SYSCALL_DEFINE2(access, const char __user *, filename, int, mode)
 {
-	return do_faccessat(AT_FDCWD, filename, mode);
+	return do_faccessat(AT_FDCWD, filename, mode, 0);
 }
 
 SYSCALL_DEFINE3(faccessat, int, dfd, const char __user *, filename, int, mode)
 {
-	return do_faccessat(dfd, filename, mode);
+	return do_faccessat(dfd, filename, mode, 0);
+}
+
+SYSCALL_DEFINE4(faccessat2, int, dfd, const char __user *, filename, int, mode, int, flags)
+{
+	return do_faccessat(dfd, filename, mode, flags);
 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
 // Reading attributes: stat(2) and its relatives.
+#include "chrdev.h"
 #include "errno.h"
 #include "fs.h"
 #include "printk.h"
@@ -62,7 +63,7 @@ int vfs_statx(int dfd, struct filename *filename, int flags, struct kstat *stat,
 	struct path path;
 	int error;
 
-	if (flags & ~(AT_SYMLINK_NOFOLLOW | AT_EMPTY_PATH))
+	if (flags & ~(AT_SYMLINK_NOFOLLOW | AT_NO_AUTOMOUNT | AT_EMPTY_PATH | AT_STATX_SYNC_TYPE))
 		return -EINVAL;
 	error = filename_lookup(dfd, filename, lookup_flags, &path, NULL);
 	if (error)
@@ -74,7 +75,7 @@ int vfs_statx(int dfd, struct filename *filename, int flags, struct kstat *stat,
 
 int vfs_fstatat(int dfd, const char __user *filename, struct kstat *stat, int flags)
 {
-	struct filename *name = getname_flags(filename, 0, NULL);
+	struct filename *name = getname_flags(filename, flags & AT_EMPTY_PATH ? LOOKUP_EMPTY : 0, NULL);
 	int ret = vfs_statx(dfd, name, flags, stat, 0x7ff);
 
 	putname(name);
@@ -136,4 +137,47 @@ SYSCALL_DEFINE2(newfstat, unsigned int, fd, struct stat __user *, statbuf)
 	int error = vfs_fstat(fd, &stat);
 
 	return error ? error : cp_new_stat(&stat, statbuf);
+}
+
+static noinline int cp_statx(const struct kstat *stat, struct statx __user *buffer)
+{
+	struct statx tmp = {
+		.stx_mask = stat->result_mask,
+		.stx_blksize = stat->blksize,
+		.stx_nlink = stat->nlink,
+		.stx_uid = stat->uid.val,
+		.stx_gid = stat->gid.val,
+		.stx_mode = stat->mode,
+		.stx_ino = stat->ino,
+		.stx_size = (u64)stat->size,
+		.stx_blocks = stat->blocks,
+		.stx_atime = { .tv_sec = stat->atime.tv_sec, .tv_nsec = (u32)stat->atime.tv_nsec },
+		.stx_ctime = { .tv_sec = stat->ctime.tv_sec, .tv_nsec = (u32)stat->ctime.tv_nsec },
+		.stx_mtime = { .tv_sec = stat->mtime.tv_sec, .tv_nsec = (u32)stat->mtime.tv_nsec },
+		.stx_rdev_major = MAJOR(stat->rdev),
+		.stx_rdev_minor = MINOR(stat->rdev),
+		.stx_dev_major = MAJOR(stat->dev),
+		.stx_dev_minor = MINOR(stat->dev),
+	};
+
+	return copy_to_user(buffer, &tmp, sizeof(tmp)) ? -EFAULT : 0;
+}
+
+noinline int do_statx(int dfd, struct filename *filename, unsigned int flags, unsigned int mask,
+		      struct statx __user *buffer)
+{
+	struct kstat stat;
+	int error = vfs_statx(dfd, filename, (int)flags, &stat, mask);
+
+	return error ? error : cp_statx(&stat, buffer);
+}
+
+SYSCALL_DEFINE5(statx, int, dfd, const char __user *, filename, unsigned, flags, unsigned int, mask,
+		struct statx __user *, buffer)
+{
+	struct filename *name = getname_flags(filename, flags & AT_EMPTY_PATH ? LOOKUP_EMPTY : 0, NULL);
+	int ret = do_statx(dfd, name, flags, mask, buffer);
+
+	putname(name);
+	return ret;
 }

@@ -24,8 +24,12 @@
 
 #define AT_FDCWD (-100)
 #define AT_SYMLINK_NOFOLLOW 0x100
+#define AT_EACCESS 0x200
 #define AT_REMOVEDIR 0x200
+#define AT_SYMLINK_FOLLOW 0x400
+#define AT_NO_AUTOMOUNT 0x800
 #define AT_EMPTY_PATH 0x1000
+#define AT_STATX_SYNC_TYPE 0x6000
 
 #define FMODE_READ 0x1U
 #define FMODE_WRITE 0x2U
@@ -248,6 +252,7 @@ struct inode_operations {
 
 struct filename {
 	const char *name;
+	const char *walk; /* the same file's path in this kernel, where a process of the host names it otherwise */
 	const char __user *uptr;
 	int refcnt;
 	char iname[];
@@ -304,6 +309,8 @@ int vfs_create(struct user_namespace *mnt_userns, struct inode *dir, struct dent
 	       umode_t mode, bool want_excl);
 int vfs_mkdir(struct user_namespace *mnt_userns, struct inode *dir, struct dentry *dentry,
 	      umode_t mode);
+int vfs_mknod(struct user_namespace *mnt_userns, struct inode *dir, struct dentry *dentry, umode_t mode,
+	      dev_t dev);
 int vfs_rmdir(struct user_namespace *mnt_userns, struct inode *dir, struct dentry *dentry);
 int vfs_unlink(struct user_namespace *mnt_userns, struct inode *dir, struct dentry *dentry,
 	       struct inode **delegated_inode);
@@ -323,7 +330,7 @@ int do_mkdirat(int dfd, struct filename *name, umode_t mode);
 int do_rmdir(int dfd, struct filename *name);
 int do_unlinkat(int dfd, struct filename *name);
 int do_symlinkat(struct filename *from, int newdfd, struct filename *to);
-int do_linkat(int olddfd, struct filename *old, int newdfd, struct filename *new);
+int do_linkat(int olddfd, struct filename *old, int newdfd, struct filename *new, int flags);
 int do_renameat2(int olddfd, struct filename *from, int newdfd, struct filename *to,
 		 unsigned int flags);
 

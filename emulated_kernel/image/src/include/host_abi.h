@@ -19,6 +19,11 @@
 #define HOSTFS_MKDIR 3
 #define HOSTFS_RMDIR 4
 
+#define HOST_LOOKUP_DEFAULT 0 /* there, except where it is about to be made */
+#define HOST_LOOKUP_MISSING 1
+#define HOST_LOOKUP_EXISTS 2
+#define HOST_REPLY_SIZE 8192
+
 #define MODULE_OP_ALLOC 0
 #define MODULE_OP_PLACE 1
 #define MODULE_OP_FREE 2

@@ -61,6 +61,33 @@ struct stat {
 	s64 __unused[3];
 };
 
+struct statx_timestamp {
+	s64 tv_sec;
+	u32 tv_nsec;
+	s32 __reserved;
+};
+
+struct statx {
+	u32 stx_mask;
+	u32 stx_blksize;
+	u64 stx_attributes;
+	u32 stx_nlink;
+	u32 stx_uid;
+	u32 stx_gid;
+	u16 stx_mode;
+	u16 __spare0[1];
+	u64 stx_ino;
+	u64 stx_size;
+	u64 stx_blocks;
+	u64 stx_attributes_mask;
+	struct statx_timestamp stx_atime, stx_btime, stx_ctime, stx_mtime;
+	u32 stx_rdev_major;
+	u32 stx_rdev_minor;
+	u32 stx_dev_major;
+	u32 stx_dev_minor;
+	u64 __spare2[14];
+};
+
 struct linux_dirent64 {
 	u64 d_ino;
 	s64 d_off;

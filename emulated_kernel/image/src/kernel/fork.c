@@ -79,6 +79,7 @@ static noinline struct task_struct *dup_task_struct(struct task_struct *orig)
 	tsk->vfork_done = NULL;
 	tsk->host_clone_pid = 0;
 	tsk->host_file = 0;
+	tsk->host_fd = tsk->host_names = tsk->host_lookup = 0;
 	tsk->exit_state = tsk->exit_code = 0;
 	tsk->worker_private = NULL;
 	init_waitqueue_head(&tsk->wait_chldexit);

@@ -23,6 +23,7 @@ extern char host_user_hlt[], host_hypercall_hlt[], host_idle_hlt[];
 extern char rethook_flush_trap[], rethook_find_trap[];
 extern unsigned long host_return_trampoline, host_native_return_trampoline;
 void rethook_bug(bool is_kretprobe, unsigned long rp, unsigned long addr);
+extern char host_path[], host_reply[];
 void host_return(void);
 
 #define VALUE(name, value) { name, (unsigned long)(value) }
@@ -48,6 +49,10 @@ const struct host_abi_entry __guest_abi[] __used = {
 	OFFSET(task_struct, host_file),
 	OFFSET(task_struct, host_clone_pid),
 	OFFSET(task_struct, umask),
+	OFFSET(task_struct, host_fd),
+	OFFSET(task_struct, host_real_fd),
+	OFFSET(task_struct, host_names),
+	OFFSET(task_struct, host_lookup),
 	OFFSET(task_struct, start_time),
 	OFFSET(task_struct, utime),
 	OFFSET(task_struct, stime),
@@ -100,6 +105,8 @@ const struct host_abi_entry __guest_abi[] __used = {
 	SIZE(pt_regs),
 	SIZE(boot_params),
 	ADDRESS(host_clock),
+	ADDRESS(host_path),
+	ADDRESS(host_reply),
 	ADDRESS(host_exits),
 	VALUE("host_exits.ring", offsetof(struct host_exits, ring)),
 	VALUE("host_exits.entries", HOST_EXIT_RING),

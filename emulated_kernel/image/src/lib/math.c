@@ -23,32 +23,29 @@ unsigned long int_sqrt(unsigned long x)
 	return y;
 }
 
+/* Stein's binary algorithm: powers of two that both share are counted, all others are dropped. */
 unsigned long gcd(unsigned long a, unsigned long b)
 {
-	unsigned long r = a | b;
+	unsigned long bits = a | b;
+	unsigned int shared = 0;
 
 	if (!a || !b)
-		return r;
-	r &= -r;
-	while (!(b & r))
-		b >>= 1;
-	if (b == r)
-		return r;
-	for (;;) {
-		while (!(a & r))
+		return bits;
+	for (; !(bits & 1); bits >>= 1)
+		shared++;
+	a >>= shared;
+	b >>= shared;
+	while (a != b) {
+		if (!(a & 1))
 			a >>= 1;
-		if (a == r)
-			return r;
-		if (a == b)
-			return a;
-		if (a < b)
-			swap(a, b);
-		a -= b;
-		a >>= 1;
-		if (a & r)
-			a += b;
-		a >>= 1;
+		else if (!(b & 1))
+			b >>= 1;
+		else if (a > b)
+			a = (a - b) >> 1;
+		else
+			b = (b - a) >> 1;
 	}
+	return a << shared;
 }
 
 unsigned long lcm(unsigned long a, unsigned long b)

@@ -9,6 +9,7 @@
 	__SYSCALL(17, getcwd)     \
 	__SYSCALL(23, dup)        \
 	__SYSCALL(24, dup3)       \
+	__SYSCALL(33, mknodat) \
 	__SYSCALL(34, mkdirat)    \
 	__SYSCALL(35, unlinkat)   \
 	__SYSCALL(36, symlinkat)  \
@@ -72,6 +73,8 @@
 	__SYSCALL(242, accept4)   \
 	__SYSCALL(260, wait4)     \
 	__SYSCALL(276, renameat2) \
-	__SYSCALL(437, openat2)
+	__SYSCALL(291, statx) \
+	__SYSCALL(437, openat2) \
+	__SYSCALL(439, faccessat2)
 
 #endif

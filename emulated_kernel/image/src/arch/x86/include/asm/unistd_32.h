@@ -17,6 +17,7 @@
 	__SYSCALL(10, unlink)     \
 	__SYSCALL(11, execve)     \
 	__SYSCALL(12, chdir)      \
+	__SYSCALL(14, mknod) \
 	__SYSCALL(15, chmod)      \
 	__SYSCALL(19, lseek)      \
 	__SYSCALL(20, getpid)     \
@@ -69,6 +70,7 @@
 	__SYSCALL(252, exit_group) \
 	__SYSCALL(295, openat)    \
 	__SYSCALL(296, mkdirat) \
+	__SYSCALL(297, mknodat) \
 	__SYSCALL(298, fchownat) \
 	__SYSCALL(300, newfstatat) \
 	__SYSCALL(301, unlinkat)  \
@@ -90,9 +92,11 @@
 	__SYSCALL(369, sendto)    \
 	__SYSCALL(371, recvfrom)  \
 	__SYSCALL(373, shutdown)  \
+	__SYSCALL(383, statx) \
 	__SYSCALL(403, clock_gettime) \
 	__SYSCALL(412, utimensat) \
 	__SYSCALL(414, ppoll)     \
-	__SYSCALL(437, openat2)
+	__SYSCALL(437, openat2) \
+	__SYSCALL(439, faccessat2)
 
 #endif

@@ -68,6 +68,7 @@
 	__SYSCALL(105, setuid)    \
 	__SYSCALL(106, setgid)    \
 	__SYSCALL(110, getppid)   \
+	__SYSCALL(133, mknod) \
 	__SYSCALL(175, init_module) \
 	__SYSCALL(176, delete_module) \
 	__SYSCALL(186, gettid)    \
@@ -78,6 +79,7 @@
 	__SYSCALL(231, exit_group) \
 	__SYSCALL(257, openat)    \
 	__SYSCALL(258, mkdirat) \
+	__SYSCALL(259, mknodat) \
 	__SYSCALL(260, fchownat) \
 	__SYSCALL(262, newfstatat) \
 	__SYSCALL(263, unlinkat)  \
@@ -92,6 +94,8 @@
 	__SYSCALL(292, dup3)      \
 	__SYSCALL(293, pipe2)     \
 	__SYSCALL(316, renameat2) \
-	__SYSCALL(437, openat2)
+	__SYSCALL(332, statx) \
+	__SYSCALL(437, openat2) \
+	__SYSCALL(439, faccessat2)
 
 #endif

@@ -1,0 +1,1 @@
+"""What verdicts are computed from: functions, ways into them, tables, data flow."""

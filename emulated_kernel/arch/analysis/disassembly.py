@@ -1,0 +1,40 @@
+"""Instructions in the assembler's words, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any, cast
+
+
+class Disassembler:
+    """Capstone for one instruction set; loaded when somebody looks, as that takes a quarter of a second."""
+
+    def __init__(self, arch: str, *modes: str, width: int) -> None:
+        """Names of capstone's constants; `width`: columns for an instruction's bytes."""
+        self._arch = arch
+        self._modes = modes
+        self._width = width
+
+    @cached_property
+    def _engine(self) -> Any:
+        import capstone
+
+        mode = sum(getattr(capstone, name) for name in self._modes)
+        engine = cast("Any", capstone.Cs)(getattr(capstone, self._arch), mode)
+        if self._arch == "CS_ARCH_X86":
+            engine.syntax = capstone.CS_OPT_SYNTAX_ATT
+        engine.skipdata = True
+        return engine
+
+    def insns(self, code: bytes, addr: int) -> Iterator[tuple[int, int, str]]:
+        """Address, size in bytes, and text of each."""
+        for at, size, mnemonic, operands in self._engine.disasm_lite(code, addr):
+            yield at, size, f"{mnemonic} {operands}".rstrip()
+
+    def lines(self, code: bytes, addr: int) -> list[str]:
+        """One line an instruction: address, bytes, mnemonic and operands."""
+        return [
+            f"{at:#x}: {code[at - addr : at - addr + size].hex(' '):<{self._width}} {text}"
+            for at, size, text in self.insns(code, addr)
+        ]

@@ -1,0 +1,75 @@
+"""What a verdict is computed from: a function's bytes, the tables about it, and text that others patch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from emulated_kernel.arch.analysis.reason import Finding, Reason
+
+_EMPTY_RANGE = range(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A piece of text that somebody else patches."""
+
+    addr: int
+    size: int
+
+    def overlaps(self, first: int, last: int) -> bool:
+        """Whether a byte of it lies in first..last, both inclusive."""
+        return self.addr <= last and self.addr + self.size > first
+
+
+@dataclass(frozen=True, eq=False)
+class Function:
+    """A symbol of the text and all table entries inside it; addresses are absolute.
+
+    `size` is kallsyms' size, so padding up to the next symbol belongs to it.
+    """
+
+    name: str
+    addr: int
+    size: int
+    code: bytes
+    """The text in memory without any probe; shorter than `size` where it couldn't be read."""
+    fentry_sites: tuple[Site, ...] = ()
+    """ftrace's mcount locations."""
+    exception_entries: frozenset[int] = frozenset()
+    """Instructions that have a fixup in __ex_table."""
+    bug_entries: frozenset[int] = frozenset()
+    """The trap instructions of __bug_table."""
+    jump_labels: tuple[Site, ...] = ()
+    static_calls: tuple[Site, ...] = ()
+
+    @property
+    def end(self) -> int:
+        """Address of the first byte behind it."""
+        return self.addr + self.size
+
+
+@dataclass(frozen=True, slots=True)
+class TextLayout:
+    """Address ranges of the kernel that rules refer to."""
+
+    text: range = _EMPTY_RANGE
+    """_stext.._etext."""
+    entry_text: range = _EMPTY_RANGE
+    thunks: range = _EMPTY_RANGE
+    """Indirect- and return-thunks; its end counts as inside, as Linux compares."""
+
+
+def reserved_range(function: Function, first: int, last: int) -> Finding | None:
+    """What is in the way of a jump over first..last, both inclusive.
+
+    Mirrors: arch/x86/kernel/kprobes/opt.c:copy_optimized_instructions (v6.1), its last lines.
+    """
+    for sites, reason in (
+        (function.fentry_sites, Reason.RESERVED_BY_FTRACE),
+        (function.jump_labels, Reason.RESERVED_BY_JUMP_LABEL),
+        (function.static_calls, Reason.RESERVED_BY_STATIC_CALL),
+    ):
+        for site in sites:
+            if site.overlaps(first, last):
+                return Finding(reason, site.addr)
+    return None

@@ -1,0 +1,95 @@
+"""Numbers of 8 bytes where a word has 4: shifts and comparisons of two virtual registers."""
+
+from __future__ import annotations
+
+from emulated_kernel.arch.program.builder import ProgramBuilder
+from emulated_kernel.arch.program.ops import (
+    Arithmetic,
+    Branch,
+    Compute,
+    ComputeImmediate,
+    Condition,
+    Jump,
+    Label,
+    Move,
+    SetImmediate,
+)
+
+WORD_BITS = 32
+_ONE_OF_BOTH = {
+    Condition.EQ: (Condition.NE, False),
+    Condition.NE: (Condition.NE, True),
+    Condition.ANY_BIT: (Condition.ANY_BIT, True),
+    Condition.NO_BIT: (Condition.ANY_BIT, False),
+}
+"""What it takes that one pair of words decides, and whether that is for the condition."""
+_ORDER = {
+    Condition.BELOW: (Condition.BELOW, Condition.BELOW),
+    Condition.BELOW_EQ: (Condition.BELOW, Condition.BELOW_EQ),
+    Condition.ABOVE: (Condition.ABOVE, Condition.ABOVE),
+    Condition.ABOVE_EQ: (Condition.ABOVE, Condition.ABOVE_EQ),
+    Condition.LESS: (Condition.LESS, Condition.BELOW),
+    Condition.LESS_EQ: (Condition.LESS, Condition.BELOW_EQ),
+    Condition.GREATER: (Condition.GREATER, Condition.ABOVE),
+    Condition.GREATER_EQ: (Condition.GREATER, Condition.ABOVE_EQ),
+}
+"""Between the upper words, and between the lower ones if those are equal."""
+
+
+def shift_left(builder: ProgramBuilder, low: int, high: int, spare: int, count: int) -> None:
+    """high:low <<= count, 0 to 63 bits; `spare` is overwritten."""
+    _shift(builder, Arithmetic.SHL, Arithmetic.SHR, low, high, spare, count)
+
+
+def shift_right(builder: ProgramBuilder, low: int, high: int, spare: int, count: int) -> None:
+    """high:low >>= count, 0 to 63 bits, filled up with zeros; `spare` is overwritten."""
+    _shift(builder, Arithmetic.SHR, Arithmetic.SHL, high, low, spare, count)
+
+
+def _shift(
+    builder: ProgramBuilder,
+    away: Arithmetic,
+    back: Arithmetic,
+    source: int,
+    sink: int,
+    spare: int,
+    count: int,
+) -> None:
+    """Bits go from `source` to `sink`; `away` is the direction, `back` the other one."""
+    if count >= WORD_BITS:
+        builder.emit(
+            Move(sink, source), ComputeImmediate(away, sink, count - WORD_BITS), SetImmediate(source, 0)
+        )
+    elif count:
+        builder.emit(
+            Move(spare, source),
+            ComputeImmediate(back, spare, WORD_BITS - count),
+            ComputeImmediate(away, source, count),
+            ComputeImmediate(away, sink, count),
+            Compute(Arithmetic.OR, sink, spare),
+        )
+
+
+def branch_long(
+    builder: ProgramBuilder, condition: Condition, low: int, high: int, spare: int, value: int, label: Label
+) -> None:
+    """Go to `label` if high:low compares so with the low 64 bits of a number; `spare` is overwritten."""
+    upper, lower = value >> WORD_BITS, value
+    otherwise = builder.label()
+    if condition in _ONE_OF_BOTH:
+        deciding, holds = _ONE_OF_BOTH[condition]
+        decided = label if holds else otherwise
+        for word, part in ((high, upper), (low, lower)):
+            builder.emit(SetImmediate(spare, part), Branch(deciding, word, spare, decided))
+        if not holds:
+            builder.emit(Jump(label))
+    else:
+        of_upper, of_lower = _ORDER[condition]
+        builder.emit(
+            SetImmediate(spare, upper),
+            Branch(of_upper, high, spare, label),
+            Branch(Condition.NE, high, spare, otherwise),
+            SetImmediate(spare, lower),
+            Branch(of_lower, low, spare, label),
+        )
+    builder.place(otherwise)

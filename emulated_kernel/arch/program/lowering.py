@@ -1,0 +1,117 @@
+"""The lowering of a program's ops to instructions, as far as all architectures do it alike."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, ClassVar
+
+from emulated_kernel.arch.program import ops as ir
+from emulated_kernel.arch.program.code_layout import Block
+from emulated_kernel.arch.program.ops import Condition, Program
+
+BIT_TESTS = (Condition.ANY_BIT, Condition.NO_BIT)
+
+
+def registers_read(program: Program) -> frozenset[str]:
+    """The pt_regs names that a program asks for."""
+    return frozenset([op.name for op in program if type(op) is ir.GetRegister])
+
+
+def cost(name: str, live: Collection[str], reads: Collection[str]) -> int:
+    """Of using a register: none for one that is dead and that the program doesn't ask for."""
+    return 4 * (name in reads) + 2 * (name in live)
+
+
+class Assignment(dict[int, int]):
+    """Virtual registers to real ones, given out in an order when first asked for."""
+
+    def __init__(self, order: Sequence[int], overwritten: set[int]) -> None:
+        self._order = order
+        self.pinned: set[int] = set()
+        """Those that the program may not use, as it reads them."""
+        self.overwritten = overwritten
+        """Those that don't hold the probed code's value any more."""
+
+    def __missing__(self, vreg: int) -> int:
+        taken = self.values()
+        number = next(n for n in self._order if n not in taken and n not in self.pinned)
+        self.overwritten.add(number)
+        self[vreg] = number
+        return number
+
+
+class Lowering(ABC):
+    """The ops' code in blocks, and what it needs of its surroundings. Each op has a method of its name."""
+
+    _methods: ClassVar[Mapping[type, Callable[[Any, Any], None]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        named = {op: _method_name(op) for op in ir.Op.__subclasses__()}
+        cls._methods = {op: getattr(cls, name) for op, name in named.items() if hasattr(cls, name)}
+
+    def __init__(
+        self, real: Assignment, constants: Mapping[str, int], breakpoint_: bytes, before_host: bytes
+    ) -> None:
+        """`constants` are registers of known value; `before_host` is code in front of each host call."""
+        self._real = real
+        self._constants = constants
+        self._breakpoint = breakpoint_
+        self._before_host = before_host
+        self.slots: set[int] = set()
+        """Numbers of what is read as it was at the hit."""
+        self.blocks: list[Block] = []
+        self._start(Block())
+        self.labels: dict[int, int] = {}
+        """Numbers of labels to indices of blocks."""
+
+    @property
+    def used(self) -> frozenset[int]:
+        """Registers that the program writes to."""
+        return frozenset(self._real.values())
+
+    @abstractmethod
+    def _load_immediate(self, register: int, value: int) -> None: ...
+
+    @abstractmethod
+    def _read_register(self, dst: int, name: str) -> None:
+        """The value of a register at the hit."""
+
+    def _lower(self, program: Program) -> None:
+        methods = self._methods
+        for op in program:
+            methods[type(op)](self, op)
+
+    def _start(self, block: Block) -> None:
+        self.blocks.append(block)
+        self._block = block
+        self._code = block.code
+
+    def _set_immediate(self, op: ir.SetImmediate) -> None:
+        self._load_immediate(self._real[op.dst], op.value)
+
+    def _get_register(self, op: ir.GetRegister) -> None:
+        dst = self._real[op.dst]
+        known = self._constants.get(op.name)
+        if known is not None:
+            self._load_immediate(dst, known)
+        else:
+            self._read_register(dst, op.name)
+
+    def _place(self, op: ir.Place) -> None:
+        self.labels[op.label.number] = len(self.blocks)
+        self._start(Block())
+
+    def _jump(self, op: ir.Jump) -> None:
+        self._block.next_label = op.label.number
+        self._start(Block(is_label=False))
+
+    def _call_host(self, op: ir.CallHost) -> None:
+        self._code += self._before_host
+        self._block.host_calls.append((len(self._code), op.number, op.label.number))
+        self._code += self._breakpoint
+
+
+def _method_name(op: type) -> str:
+    return "".join(f"_{word.lower()}" for word in re.findall("[A-Z][a-z]*", op.__name__))

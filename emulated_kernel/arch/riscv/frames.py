@@ -1,0 +1,112 @@
+"""What RISC-V's instructions do to a stack frame."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+from emulated_kernel.arch.analysis.frames import CFA, IP, Flow, Frame, FrameInsn
+from emulated_kernel.arch.riscv.analysis import effect
+from emulated_kernel.arch.riscv.insn import (
+    REGISTER_NAMES,
+    SP,
+    ZERO,
+    RiscvInsn,
+    RiscvOpcode,
+    decode_all,
+    sign_extend,
+)
+
+EXCEPTION_PC = "sepc"
+_SEPC = 0x141
+_WORD = 8
+_DOUBLE = 3
+"""funct3 of ld and sd."""
+_SRET = 0x10200073
+_SCRATCH = (EXCEPTION_PC, "ra", *(f"t{n}" for n in range(7)), *(f"a{n}" for n in range(8)))
+"""What a called function may leave with other values."""
+_Effect = Callable[[Frame], None]
+
+
+def frame_insns(
+    code: bytes, addr: int, *, compressed: bool, switches_stack: bool
+) -> Iterator[tuple[int, FrameInsn]]:
+    """Each instruction of a function; `switches_stack`: to one that was left by the same code."""
+    upper: tuple[int, int] | None = None
+    for at, insn in decode_all(code, addr, compressed=compressed):
+        yield at, _read(insn, at, upper, switches_stack)
+        upper = (insn.rd, at + insn.upper_immediate) if insn.opcode == RiscvOpcode.AUIPC else None
+
+
+def _read(insn: RiscvInsn, at: int, upper: tuple[int, int] | None, switches_stack: bool) -> FrameInsn:
+    length = insn.length
+    if insn.is_call:
+        return FrameInsn(length, _called, Flow.CALL)
+    if insn.opcode == RiscvOpcode.JAL:
+        return FrameInsn(length, _nothing, Flow.JUMP, at + insn.jump_offset)
+    if insn.opcode == RiscvOpcode.BRANCH:
+        return FrameInsn(length, _nothing, Flow.BRANCH, at + insn.branch_offset)
+    if insn.is_return or insn.word == _SRET:
+        return FrameInsn(length, _nothing, Flow.RETURN)
+    if insn.is_indirect_jump:
+        if upper is not None and upper[0] == insn.rs1:
+            return FrameInsn(length, _nothing, Flow.JUMP, upper[1] + insn.immediate)
+        return FrameInsn(length, _nothing, Flow.INDIRECT)
+    return FrameInsn(length, _effect(insn, switches_stack))
+
+
+def _effect(insn: RiscvInsn, switches_stack: bool) -> _Effect:
+    rd, rs1, rs2 = (REGISTER_NAMES[number] for number in (insn.rd, insn.rs1, insn.rs2))
+    if insn.opcode == RiscvOpcode.OP_IMM and not insn.funct3 and ZERO not in (insn.rd, insn.rs1):
+        if insn.rd == insn.rs1 == SP:
+            return lambda frame: frame.moved("sp", insn.immediate)
+        return lambda frame: frame.add(rd, rs1, insn.immediate)
+    if insn.opcode == RiscvOpcode.OP and insn.word >> 25 == 0 and not insn.funct3 and insn.rs1 == ZERO:
+        return lambda frame: frame.add(rd, rs2, 0)  # c.mv
+    if insn.opcode == RiscvOpcode.STORE:
+        offset = _store_offset(insn)
+        size = 1 << (insn.funct3 & 3)
+        return lambda frame: frame.store(frame.at(rs1, offset), frame.regs.get(rs2), size, _WORD)
+    if insn.opcode == RiscvOpcode.LOAD and insn.funct3 == _DOUBLE:
+        if insn.rd == SP and insn.rs1 != SP and switches_stack:
+            return _nothing
+        return lambda frame: frame.load(rd, frame.at(rs1, insn.immediate))
+    if insn.opcode == RiscvOpcode.SYSTEM and insn.word >> 20 == _SEPC:
+        return partial(_exception_pc, rd if insn.rd else None, rs1 if insn.rs1 else None)
+    writes = effect(insn)[1]
+    names = [name for number, name in enumerate(REGISTER_NAMES) if writes >> number & 1]
+    return partial(_forget, names)
+
+
+def _store_offset(insn: RiscvInsn) -> int:
+    return sign_extend(insn.word >> 25 << 5 | insn.rd, 12)
+
+
+def _called(frame: Frame) -> None:
+    for name in _SCRATCH:
+        frame.set(name, None)
+
+
+def _exception_pc(to: str | None, source: str | None, frame: Frame) -> None:
+    """csrr and csrw of sepc."""
+    was = frame.regs.get(EXCEPTION_PC)
+    if source is not None:
+        frame.set(EXCEPTION_PC, frame.regs.get(source))
+    if to is not None:
+        frame.set(to, was)
+
+
+def _forget(names: Sequence[str], frame: Frame) -> None:
+    for name in names:
+        frame.set(name, None)
+
+
+def _nothing(_frame: Frame) -> None:
+    """The frame stays as it is."""
+
+
+def entry_frame(*, by_interrupt: bool) -> Frame:
+    """The return address is in ra; an interrupt leaves it in a register of the CPU's."""
+    regs = {name: (name, 0) for name in REGISTER_NAMES[1:]}
+    regs |= {"sp": (CFA, 0), EXCEPTION_PC if by_interrupt else "ra": (IP, 0)}
+    return Frame(regs, {})

@@ -1,0 +1,364 @@
+"""Where a kernel can be probed, and where a jump can take a breakpoint's place: from bytes and tables.
+
+It needs no machine: the tables may be those of a file.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from bisect import bisect_left, bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from operator import itemgetter
+from typing import Generic, TypeVar
+
+from emulated_kernel.arch.analysis.disassembly import Disassembler
+from emulated_kernel.arch.analysis.entrances import Entrances
+from emulated_kernel.arch.analysis.function import Function, Site, TextLayout
+from emulated_kernel.arch.analysis.reason import OF_AN_INSTRUCTION, Finding, Reason
+from emulated_kernel.arch.analysis.region import Live, Region
+from emulated_kernel.arch.analysis.tables import ProbedTables
+from emulated_kernel.image.kallsyms import Symbol
+
+MAX_KNOWN = 512
+"""Functions whose analyses are kept, those that were asked about last."""
+Analysis = TypeVar("Analysis")
+"""What an architecture finds out about a function in one pass."""
+
+
+@dataclass(frozen=True)
+class Strategy(Generic[Analysis]):
+    """A set of rules by which a jump may take the place of a breakpoint; profiles name it."""
+
+    name: str
+    region: Callable[[Analysis, int], Region | Finding]
+    """What the jump replaces, or the first rule against it that is seen in the function itself."""
+    entered: Callable[[Region], range] | None = None
+    """Addresses that must not be branch targets from outside the function; None: not checked."""
+    by_data: bool = False
+    """Exception fixups and pointers in data count as well."""
+
+
+class _Known(Generic[Analysis]):
+    """A function with a probe or a candidate in it; decoded at the first check of its instructions."""
+
+    def __init__(self, symbol: Symbol, function: Function, analyse: Callable[[Function], Analysis]) -> None:
+        self.symbol = symbol
+        self._function = function
+        self._analyse = analyse
+
+    @cached_property
+    def analysis(self) -> Analysis:
+        return self._analyse(self._function)
+
+    @cached_property
+    def reserved(self) -> dict[int, Finding]:
+        """Why its bytes that others patch or trap on can't be probed, by the first of Linux's checks.
+
+        Linux: an fentry site up to v5.17; later ones let a breakpoint be written into what ftrace patches as
+        a whole.
+        """
+        function, found = self._function, dict[int, Finding]()
+        for sites, reason in (
+            (function.jump_labels, Reason.JUMP_LABEL),
+            (function.static_calls, Reason.STATIC_CALL),
+            ([Site(bug, 1) for bug in function.bug_entries], Reason.BUG),
+            ([Site(site.addr + 1, site.size - 1) for site in function.fentry_sites], Reason.WITHIN_FENTRY),
+        ):
+            for site in sites:
+                for addr in range(site.addr, site.addr + site.size):
+                    found.setdefault(addr, Finding(reason, addr))
+        return found
+
+
+class Verdict(ABC, Generic[Analysis]):
+    """Whether a probe can be registered and optimized; a function is decoded once, at its first check.
+
+    Deviates: Linux looks for jumps into a region in the function alone that the region is in, as it is now.
+    But its cold part, another symbol, jumps there too, and so does a jump label that is off now.
+    """
+
+    all_live: Live
+    """What is said where nothing is known."""
+    bits: int
+    """Of a word."""
+    fentry_size: int
+    """Bytes of an fentry site."""
+    call_size = 0
+    """Bytes of a static call site."""
+    max_insn_size: int
+    """Bytes of the longest instruction."""
+
+    def __init__(
+        self,
+        image: ProbedTables,
+        strategy: Strategy[Analysis] | None,
+        disassembler: Disassembler,
+        *,
+        ftrace: bool,
+    ) -> None:
+        """`ftrace`: probes on fentry sites are called from there; otherwise the sites are plain nops."""
+        self.strategy = strategy
+        self._disassembler = disassembler
+        self._image = image
+        self._symbols = image.kallsyms
+        self._ftrace = ftrace
+        self.mcount: frozenset[int] = frozenset()
+        """All fentry sites."""
+        self.fentry: frozenset[int] = frozenset()
+        """Those that ftrace calls probes from: all, or none."""
+        self.may_fault: frozenset[int] = frozenset()
+        """Instructions that have a fixup in __ex_table."""
+        self.layout = self.text_layout(image)
+        self._known: OrderedDict[int, _Known[Analysis]] = OrderedDict()
+        self.tables_changed()
+
+    # What differs between architectures
+
+    @abstractmethod
+    def analyse(self, function: Function) -> Analysis:
+        """Decode a function."""
+
+    @abstractmethod
+    def insns(self, analysis: Analysis) -> Collection[int]:
+        """The addresses of a function's instructions."""
+
+    @abstractmethod
+    def check_insn(self, analysis: Analysis, addr: int) -> Finding | None:
+        """Why an instruction can't be executed elsewhere. Mirrors: arch_prepare_kprobe (v6.1)."""
+
+    @abstractmethod
+    def live_in(self, analysis: Analysis, addr: int) -> Live:
+        """What the function may still read from there on."""
+
+    @abstractmethod
+    def possible_branches(self, addr: int, code: bytes) -> Iterator[tuple[int, int]]:
+        """Target and source of what looks like a direct branch, wherever instructions begin."""
+
+    @abstractmethod
+    def label_size(self, code: bytes) -> int:
+        """Bytes of the jump label that begins so."""
+
+    def text_layout(self, image: ProbedTables) -> TextLayout:
+        """The ranges that symbols of an image tell."""
+        core, *_ = image.text_ranges
+        return TextLayout(text=range(*core))
+
+    # Tables
+
+    def tables_changed(self) -> None:
+        """A module came or went: what was said of its addresses is void."""
+        image = self._image
+        self._text_ranges = sorted(image.text_ranges)
+        self._blacklist = sorted(image.blacklist)
+        self._mcount = sorted(image.mcount)
+        self.mcount = frozenset(self._mcount)
+        self.fentry = self.mcount if self._ftrace else frozenset()
+        self._exceptions = sorted(insn for insn, _ in image.ex_table)
+        self.may_fault = frozenset(self._exceptions)
+        self._bugs = sorted(image.bugs)
+        self._labels = sorted(code for code, *_ in image.jump_labels)
+        self._static_calls = sorted(site for site, *_ in image.static_calls)
+        self._entrances = Entrances(image, self.bits, self.possible_branches)
+        core = self.layout.text
+        for start in [start for start in self._known if start not in core]:
+            del self._known[start]
+
+    # Registering
+
+    def may_probe(self, addr: int) -> Finding | None:
+        """Why a kprobe can't be registered there; None: it can.
+
+        Mirrors: kernel/kprobes.c:register_kprobe (v6.1).
+        """
+        return self.check_address_safe(addr) or self.check_prepare(addr)
+
+    def check_address_safe(self, addr: int) -> Finding | None:
+        """What the tables have against a probe.
+
+        Mirrors: kernel/kprobes.c:check_kprobe_address_safe (v6.1).
+        """
+        where = self._symbols.lookup(addr)
+        if where is None:
+            return Finding(Reason.NO_SYMBOL, addr)
+        if _span(self._text_ranges, addr) is None:
+            return Finding(Reason.NOT_TEXT, addr)
+        forbidden = self._forbidden(where.symbol, addr)
+        return forbidden or self._function(where.symbol).reserved.get(addr)
+
+    def check_prepare(self, addr: int) -> Finding | None:
+        """Why the instruction there, which the tables don't forbid, can't be probed."""
+        if addr in self.fentry:
+            return None
+        found = self.check_insn(self._analysis(addr), addr)
+        return found and self._named(found)
+
+    def check_traced(self, addr: int) -> Finding | None:
+        """Why events keep out of the function: tracing itself may use it.
+
+        Mirrors: kernel/trace/trace_kprobe.c:within_notrace_func (v6.1).
+        """
+        where = self._symbols.lookup(addr)
+        if where is None or _inside(self._mcount, where.symbol):
+            return None
+        whole = self._split_from(where.symbol)
+        found = None if whole is None else self._symbols.lookup(whole)
+        if found is not None and _inside(self._mcount, found.symbol):
+            return None
+        return Finding(Reason.NOTRACE, where.symbol.address)
+
+    def _forbidden(self, symbol: Symbol, addr: int) -> Finding | None:
+        """By the blacklist. A part that the compiler split off (`foo.cold`, `foo.part.0`) follows `foo`.
+
+        Mirrors: kernel/kprobes.c:within_kprobe_blacklist (v6.1).
+        """
+        entry = _span(self._blacklist, addr)
+        if entry is None:
+            whole = self._split_from(symbol)
+            entry = None if whole is None else _span(self._blacklist, whole)
+        return None if entry is None else Finding(Reason.BLACKLISTED, entry)
+
+    def _split_from(self, symbol: Symbol) -> int | None:
+        """Where the function begins that the compiler made a part of this name of."""
+        base, dot, _ = symbol.name.partition(".")
+        return self._symbols.lookup_name(base) if dot else None
+
+    def has_whole(self, symbol: Symbol) -> bool:
+        """Whether it is no part that the compiler split off, or one of a function that is known."""
+        return "." not in symbol.name or self._split_from(symbol) is not None
+
+    # Optimizing
+
+    def detoured(self, addr: int) -> Region | Finding:
+        """What the jump of a probe there would replace, or why there can't be one; `addr` may be probed.
+
+        Mirrors: arch_prepare_optimized_kprobe, can_optimize (v6.1).
+        """
+        where = self._symbols.lookup(addr)
+        if where is None:
+            return Finding(Reason.NO_SYMBOL, addr)
+        found = self._detoured(self._function(where.symbol), addr)
+        return self._named(found) if isinstance(found, Finding) else found
+
+    def _detoured(self, known: _Known[Analysis], addr: int) -> Region | Finding:
+        strategy = self.strategy
+        if addr in self.fentry:
+            return Finding(Reason.FTRACE, addr)
+        if strategy is None:
+            return Finding(Reason.NOT_BUILT, addr)
+        found = strategy.region(known.analysis, addr)
+        if strategy.entered is None or isinstance(found, Finding):
+            return found
+        return self._entered(strategy, strategy.entered(found), known.symbol) or found
+
+    def _entered(self, strategy: Strategy[Analysis], inside: range, symbol: Symbol) -> Finding | None:
+        """A way into a region that its function doesn't show."""
+        ways = self._entrances
+        found = ways.label(inside)
+        if found is None and strategy.by_data:
+            found = ways.fixup(inside) or ways.pointer(inside)
+        return found or ways.branch(inside, symbol, self._is_insn)
+
+    def live_at(self, addr: int) -> Live:
+        """What the function at `addr` may still read from there on; everything where that isn't known."""
+        where = self._symbols.lookup(addr)
+        return self.all_live if where is None else self.live_in(self._function(where.symbol).analysis, addr)
+
+    # Whole functions
+
+    def judged(self, symbol: Symbol) -> Iterator[tuple[int, Finding | None, Region | Finding]]:
+        """Of each instruction of a function: address, may_probe() and detoured(), findings without `what`."""
+        known = self._function(symbol)
+        forbidden = self._has_forbidden(symbol)
+        for addr in self.insns(known.analysis):
+            refused = (self._forbidden(symbol, addr) if forbidden else None) or known.reserved.get(addr)
+            if refused is None and addr not in self.fentry:
+                refused = self.check_insn(known.analysis, addr)
+            yield addr, refused, self._detoured(known, addr)
+
+    def reasons(self, symbol: Symbol) -> Iterator[tuple[int, Reason | None]]:
+        """Of each instruction of a function the first reason against a jump there; None: there can be one."""
+        for addr, refused, outcome in self.judged(symbol):
+            finding = refused or outcome
+            yield addr, finding.reason if isinstance(finding, Finding) else None
+
+    def _has_forbidden(self, symbol: Symbol) -> bool:
+        """Whether the blacklist has anything to do with a function."""
+        whole = self._split_from(symbol)
+        if whole is not None and _span(self._blacklist, whole) is not None:
+            return True
+        end = bisect_left(self._blacklist, symbol.address + symbol.size, key=itemgetter(0))
+        # Spans are disjoint: one that reaches into the function is the last that begins before its end.
+        return end > 0 and self._blacklist[end - 1][1] > symbol.address
+
+    def forget(self) -> None:
+        """Drop the decoded functions; for a count over a whole kernel, which needs each once."""
+        self._known.clear()
+
+    # Functions
+
+    def _analysis(self, addr: int) -> Analysis:
+        where = self._symbols.lookup(addr)
+        assert where is not None, "callers have looked for the symbol"
+        return self._function(where.symbol).analysis
+
+    def _is_insn(self, symbol: Symbol, addr: int) -> bool:
+        return addr in self.insns(self._function(symbol).analysis)
+
+    def _function(self, symbol: Symbol) -> _Known[Analysis]:
+        start = symbol.address
+        known = self._known.get(start)
+        if known is None:
+            if len(self._known) == MAX_KNOWN:
+                self._known.popitem(last=False)
+            known = self._known[start] = _Known(symbol, self._read(symbol), self.analyse)
+        else:
+            self._known.move_to_end(start)
+        return known
+
+    def _read(self, symbol: Symbol) -> Function:
+        size = symbol.size
+        if symbol.address in self.layout.text:
+            # The last function's size runs up to the next symbol, which may be data.
+            size = min(size, self.layout.text.stop - symbol.address)
+        read = self._image.read
+        labels = [Site(code, self.label_size(read(code, 2))) for code in _inside(self._labels, symbol)]
+        fentry = _inside(self._mcount, symbol) if self.fentry else ()
+        return Function(
+            name=symbol.name,
+            addr=symbol.address,
+            size=symbol.size,
+            code=read(symbol.address, size),
+            fentry_sites=tuple(Site(site, self.fentry_size) for site in fentry),
+            exception_entries=frozenset(_inside(self._exceptions, symbol)),
+            bug_entries=frozenset(_inside(self._bugs, symbol)),
+            jump_labels=tuple(labels),
+            static_calls=tuple(Site(site, self.call_size) for site in _inside(self._static_calls, symbol)),
+        )
+
+    def _named(self, finding: Finding) -> Finding:
+        if finding.reason not in OF_AN_INSTRUCTION:
+            return finding
+        return replace(finding, insn_text=self._insn_text)
+
+    def _insn_text(self, addr: int) -> str:
+        where = self._symbols.lookup(addr)
+        size = self.max_insn_size
+        if where is not None:
+            size = min(size, where.symbol.size - where.offset)
+        _, _, text = next(self._disassembler.insns(self._image.read(addr, size), addr))
+        return text
+
+
+def _inside(addresses: Sequence[int], symbol: Symbol) -> Sequence[int]:
+    """Those of the sorted addresses that lie in a function: a kernel has tens of thousands of them."""
+    first = bisect_left(addresses, symbol.address)
+    return addresses[first : bisect_left(addresses, symbol.address + symbol.size)]
+
+
+def _span(spans: Sequence[tuple[int, int] | tuple[int, int, str]], addr: int) -> int | None:
+    """Where the one of the sorted, disjoint spans begins that holds `addr`."""
+    at = bisect_right(spans, addr, key=itemgetter(0)) - 1
+    return spans[at][0] if at >= 0 and addr < spans[at][1] else None

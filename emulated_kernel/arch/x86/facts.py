@@ -1,0 +1,125 @@
+"""What the rules need of an instruction, known from its head: prefixes, opcode, ModRM and SIB.
+
+A kernel has millions of instructions, but few heads. Displacements and immediates matter for nothing but
+a branch's target.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+from errno import EOPNOTSUPP
+from typing import Any, NamedTuple
+
+from emulated_kernel.arch.analysis.reason import Reason
+from emulated_kernel.arch.x86.insn import EMULATE_PREFIX_SIZE, MAX_INSN_SIZE, X86Insn, decode_insn, opcodes
+from emulated_kernel.arch.x86.prepare import INT3_SIZE, can_boost, check_copyable, prepare_emulation
+from emulated_kernel.errors import KernelError
+
+_RELATIVE_JUMPS = opcodes("70-7f e0-e3 e9 eb")
+_CALL, _JMP_FAR, _GROUP_5 = 0xE8, 0xEA, 0xFF
+_UD2 = b"\x0f\x0b"
+
+
+class ControlTransfer(Enum):
+    """Control transfers as Linux's opcode checks, and the paper's, see them."""
+
+    JUMP = auto()
+    CALL = auto()
+    INDIRECT_JUMP = auto()
+
+
+class Facts(NamedTuple):
+    """Of an instruction, whatever its operands are."""
+
+    length: int
+    """Bytes."""
+    refusal: Reason | None
+    """Why a kprobe can't execute it elsewhere."""
+    copyable: bool
+    """A copy of it may be executed."""
+    boostable: bool
+    """By nothing but its own address; in the exception table it isn't."""
+    branch: ControlTransfer | None
+    displacement: int
+    """Bytes of the displacement of a direct branch, at its end; 0 for all others."""
+    is_ud2: bool
+
+
+class FactsTable:
+    """A trie of instruction heads, byte by byte; heads are prefix-free, so each leaf is one head's facts."""
+
+    def __init__(self, bits: int) -> None:
+        self._bits = bits
+        self._root: dict[int, Any] = {}
+
+    def at(self, code: bytes, at: int) -> Facts:
+        """For the instruction at that offset, behind which there are MAX_INSN_SIZE bytes.
+
+        Raises: KernelError(EINVAL) where Linux knows none.
+        """
+        node: Any = self._root
+        behind = at
+        while node.__class__ is dict:
+            node = node.get(code[behind])
+            behind += 1
+        return self._add(code[at : at + MAX_INSN_SIZE]) if node is None else node
+
+    def _add(self, code: bytes) -> Facts:
+        insn = decode_insn(code, self._bits)
+        facts = _facts(insn, self._bits)
+        # A ud2 may begin a forced-emulation prefix, of five bytes.
+        size = max(insn.head_size, EMULATE_PREFIX_SIZE) if facts.is_ud2 else insn.head_size
+        node = self._root
+        for byte in code[: size - 1]:
+            node = node.setdefault(byte, {})
+        node[code[size - 1]] = facts
+        return facts
+
+
+TABLES = {64: FactsTable(64), 32: FactsTable(32)}
+"""By the decoder's mode. They only remember: two kernels may share them."""
+
+
+def _facts(insn: X86Insn, bits: int) -> Facts:
+    branch = _branch(insn)
+    refusal = _refusal(insn, bits)
+    return Facts(
+        length=insn.length,
+        refusal=refusal,
+        copyable=refusal is not Reason.NOT_COPYABLE,
+        boostable=can_boost(insn),
+        branch=branch,
+        displacement=insn.immediate_size if branch in (ControlTransfer.JUMP, ControlTransfer.CALL) else 0,
+        is_ud2=insn.opcode == _UD2,
+    )
+
+
+def _refusal(insn: X86Insn, bits: int) -> Reason | None:
+    try:
+        check_copyable(insn)
+        prepare_emulation(insn, 0, bits)
+    except KernelError as error:
+        return Reason.NOT_EMULATED if error.errno == EOPNOTSUPP else Reason.NOT_COPYABLE
+    return Reason.TOO_LONG if insn.length + INT3_SIZE > MAX_INSN_SIZE else None
+
+
+def _branch(insn: X86Insn) -> ControlTransfer | None:
+    """Linux looks at opcode bytes, so that a VEX instruction whose opcode is 70 counts as a jo."""
+    if is_indirect_jump(insn):
+        return ControlTransfer.INDIRECT_JUMP
+    if is_relative_jump(insn):
+        return ControlTransfer.JUMP
+    return ControlTransfer.CALL if insn.opcode[0] == _CALL else None
+
+
+def is_indirect_jump(insn: X86Insn) -> bool:
+    """Mirrors: arch/x86/kernel/kprobes/opt.c:__insn_is_indirect_jump (v6.1)."""
+    opcode = insn.opcode[0]
+    return opcode == _JMP_FAR or (opcode == _GROUP_5 and insn.reg in (4, 5))
+
+
+def is_relative_jump(insn: X86Insn) -> bool:
+    """The opcodes of arch/x86/kernel/kprobes/opt.c:insn_jump_into_range (v6.1)."""
+    if insn.opcode[0] == 0x0F:
+        return insn.opcode[1] & 0xF0 == 0x80
+    return insn.opcode[0] in _RELATIVE_JUMPS

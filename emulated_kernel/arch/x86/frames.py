@@ -1,0 +1,248 @@
+"""What x86's instructions do to a stack frame."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from emulated_kernel.arch.analysis.frames import ALIGNED, CFA, IP, Flow, Frame, FrameInsn
+from emulated_kernel.arch.x86.decode import decode_all
+from emulated_kernel.arch.x86.emulate import REGISTER_NAMES
+from emulated_kernel.arch.x86.liveness import register_numbers
+
+_SCRATCH = {64: ("ax", "cx", "dx", "si", "di", "r8", "r9", "r10", "r11"), 32: ("ax", "cx", "dx")}
+"""What a called function may leave with other values."""
+_Effect = Callable[[Frame], None]
+
+
+def frame_insns(
+    code: bytes, addr: int, bits: int, *, switches_stack: bool
+) -> Iterator[tuple[int, FrameInsn]]:
+    """Each instruction of a function; `switches_stack`: to one that was left by the same code."""
+    from iced_x86 import InstructionInfoFactory
+
+    reader = _Reader(bits, InstructionInfoFactory(), range(addr + 1, addr + len(code)), switches_stack)
+    for at, length, insn in decode_all(code, addr, bits):
+        if insn is not None:
+            yield at, reader.read(insn, length)
+
+
+class _Reader:
+    def __init__(self, bits: int, factory: Any, inside: range, switches_stack: bool) -> None:
+        self._word = bits // 8
+        self._factory = factory
+        self._inside = inside
+        self._switches_stack = switches_stack
+        self._scratch = _SCRATCH[bits]
+        self._numbers = register_numbers()
+
+    def read(self, insn: Any, length: int) -> FrameInsn:
+        from iced_x86 import FlowControl
+
+        flow, target = insn.flow_control, insn.near_branch_target or None
+        if flow == FlowControl.CALL and target in self._inside:
+            # As in retpolines: the address is pushed alone.
+            return FrameInsn(length, partial(self._push, None), Flow.JUMP, target)
+        if flow in (FlowControl.CALL, FlowControl.INDIRECT_CALL):
+            return FrameInsn(length, self._called, Flow.CALL)
+        if flow == FlowControl.EXCEPTION:
+            return FrameInsn(length, _nothing, Flow.TRAP)
+        effect = self._effect(insn)
+        if flow == FlowControl.CONDITIONAL_BRANCH:
+            return FrameInsn(length, effect, Flow.BRANCH, target)
+        if flow == FlowControl.UNCONDITIONAL_BRANCH:
+            return FrameInsn(length, effect, Flow.JUMP, target)
+        if flow == FlowControl.INDIRECT_BRANCH:
+            return FrameInsn(length, effect, Flow.INDIRECT)
+        if flow in (FlowControl.NEXT, FlowControl.INTERRUPT):
+            return FrameInsn(length, effect)
+        return FrameInsn(length, effect, Flow.RETURN)
+
+    def _effect(self, insn: Any) -> _Effect:
+        from iced_x86 import Mnemonic
+
+        special: dict[int, Callable[[Any], _Effect | None]] = {
+            Mnemonic.PUSH: self._pushing,
+            Mnemonic.POP: lambda i: partial(self._pop, self._register(i, 0)),
+            Mnemonic.LEAVE: lambda _: self._leave,
+            Mnemonic.MOV: self._move,
+            Mnemonic.LEA: self._address,
+            Mnemonic.ADD: partial(self._sum, sign=1),
+            Mnemonic.SUB: partial(self._sum, sign=-1),
+            Mnemonic.AND: self._and,
+        }
+        make = special.get(insn.mnemonic)
+        found = None if make is None else make(insn)
+        return self._other(insn) if found is None else found
+
+    # Operands
+
+    def _name(self, register: Any) -> str | None:
+        """Of a whole register."""
+        from iced_x86 import RegisterExt
+
+        number = self._numbers.get(RegisterExt.full_register(register))
+        if number is None or RegisterExt.size(register) != self._word:
+            return None
+        return REGISTER_NAMES[number]
+
+    def _register(self, insn: Any, operand: int) -> str | None:
+        from iced_x86 import OpKind
+
+        return self._name(insn.op_register(operand)) if insn.op_kind(operand) == OpKind.REGISTER else None
+
+    def _place(self, insn: Any) -> tuple[str, int] | None:
+        """Register and offset of a memory operand that has no more."""
+        from iced_x86 import Register
+
+        if insn.memory_index != Register.NONE or insn.segment_prefix != Register.NONE:
+            return None
+        name = self._name(insn.memory_base)
+        return None if name is None else (name, self._signed(insn.memory_displacement))
+
+    def _signed(self, number: int) -> int:
+        return number - (1 << 8 * self._word if number >> 8 * self._word - 1 else 0)
+
+    # Effects
+
+    def _called(self, frame: Frame) -> None:
+        for name in self._scratch:
+            frame.set(name, None)
+
+    def _pushing(self, insn: Any) -> _Effect:
+        if insn.op_count and (name := self._register(insn, 0)) is not None:
+            return partial(self._push, name)
+        from iced_x86 import OpKind
+
+        if insn.op_kind(0) == OpKind.MEMORY and (place := self._place(insn)) is not None:
+            return partial(self._push_from, place)
+        return partial(self._push, None)
+
+    def _push(self, name: str | None, frame: Frame) -> None:
+        value = None if name is None else frame.regs.get(name)
+        frame.moved("sp", -self._word)
+        frame.store(frame.at("sp"), value, self._word, self._word)
+
+    def _push_from(self, place: tuple[str, int], frame: Frame) -> None:
+        at = frame.at(*place)
+        value = None if at is None else frame.slots.get(at)
+        frame.moved("sp", -self._word)
+        frame.store(frame.at("sp"), value, self._word, self._word)
+
+    def _pop(self, name: str | None, frame: Frame) -> None:
+        if name is not None:
+            frame.load(name, frame.at("sp"))
+        frame.moved("sp", self._word)
+
+    def _leave(self, frame: Frame) -> None:
+        frame.add("sp", "bp", 0)
+        self._pop("bp", frame)
+
+    def _move(self, insn: Any) -> _Effect | None:
+        from iced_x86 import OpKind
+
+        to, source = self._register(insn, 0), self._register(insn, 1)
+        if to is not None and source is not None:
+            return lambda frame: frame.add(to, source, 0)
+        place = self._place(insn) if OpKind.MEMORY in (insn.op0_kind, insn.op1_kind) else None
+        if to is not None and insn.op1_kind == OpKind.MEMORY:
+            if to == "sp" and self._switches_stack:
+                return _nothing
+            return None if place is None else lambda frame: frame.load(to, frame.at(*place))
+        if insn.op0_kind == OpKind.MEMORY and place is not None and source is not None:
+            word = self._word
+            return lambda frame: frame.store(frame.at(*place), frame.regs.get(source), word, word)
+        return None
+
+    def _address(self, insn: Any) -> _Effect | None:
+        to, place = self._register(insn, 0), self._place(insn)
+        if to is None or place is None:
+            return None
+        source, offset = place
+        if to == source == "sp":
+            return lambda frame: frame.moved("sp", offset)
+        return lambda frame: frame.set(to, frame.at(source, offset))
+
+    def _sum(self, insn: Any, sign: int) -> _Effect | None:
+        from iced_x86 import OpKind
+
+        to = self._register(insn, 0)
+        if insn.op1_kind in (OpKind.REGISTER, OpKind.MEMORY):
+            return None
+        by = sign * self._signed(insn.immediate(1))
+        if to is None:
+            return self._sum_in_memory(insn, by)
+        if to == "sp":
+            return lambda frame: frame.moved("sp", by)
+        return lambda frame: frame.set(to, frame.at(to, by))
+
+    def _sum_in_memory(self, insn: Any, by: int) -> _Effect | None:
+        """To an address that was saved, as ftrace's trampoline does."""
+        from iced_x86 import MemorySizeExt, OpKind
+
+        place = self._place(insn) if insn.op0_kind == OpKind.MEMORY else None
+        if place is None or MemorySizeExt.size(insn.memory_size) != self._word:
+            return None
+        word = self._word
+
+        def add(frame: Frame) -> None:
+            at = frame.at(*place)
+            base, offset = ("", 0) if at is None else frame.slots.get(at, ("", 0))
+            frame.store(at, (base, offset + by) if base in (CFA, ALIGNED) else None, word, word)
+
+        return add
+
+    def _and(self, insn: Any) -> _Effect | None:
+        return _align if self._register(insn, 0) == "sp" else None
+
+    def _other(self, insn: Any) -> _Effect:
+        """What it writes isn't known any more."""
+        from iced_x86 import MemorySizeExt, OpAccess, RegisterExt
+
+        info = self._factory.info(insn)
+        reads = (OpAccess.NONE, OpAccess.READ, OpAccess.COND_READ, OpAccess.NO_MEM_ACCESS)
+        moved = insn.stack_pointer_increment
+        names = [
+            REGISTER_NAMES[number]
+            for used in info.used_registers()
+            if used.access not in reads
+            and (number := self._numbers.get(RegisterExt.full_register(used.register))) is not None
+            and not (moved and REGISTER_NAMES[number] == "sp")
+        ]
+        stores = [
+            (name, self._signed(used.displacement), MemorySizeExt.size(used.memory_size))
+            for used in info.used_memory()
+            if used.access not in reads and not used.index and (name := self._name(used.base)) is not None
+        ]
+
+        def forget(frame: Frame) -> None:
+            if moved:
+                frame.moved("sp", moved)
+            for base, offset, size in () if moved else stores:
+                frame.store(frame.at(base, offset), None, size, self._word)
+            for name in names:
+                frame.set(name, None)
+
+        return forget
+
+
+def _align(frame: Frame) -> None:
+    frame.slots = {at: value for at, value in frame.slots.items() if at[0] != ALIGNED}
+    frame.set("sp", (ALIGNED, 0))
+
+
+def _nothing(_frame: Frame) -> None:
+    """The frame stays, or another one takes its place that looks the same."""
+
+
+_HOST_FRAME = 4
+"""Words that an interrupt pushes: vector, error code, flags, ip; from the lowest address up."""
+
+
+def entry_frame(bits: int, *, by_interrupt: bool) -> Frame:
+    """The return address is the word that was pushed last; the ip in an interrupt's frame the first one."""
+    word = bits // 8
+    regs = {name: (name, 0) for name in REGISTER_NAMES[: 16 if bits == 64 else 8]}
+    regs["sp"] = (CFA, -word * (_HOST_FRAME if by_interrupt else 1))
+    return Frame(regs, {(CFA, -word): (IP, 0)})

@@ -1,0 +1,361 @@
+"""Puts the parts of a kernel together, in the order in which one needs the other."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from emulated_kernel.arch.architectures import arch_named
+from emulated_kernel.arch.base import Arch
+from emulated_kernel.config import MachineConfig
+from emulated_kernel.errors import KernelError
+from emulated_kernel.host.boot import boot_guest
+from emulated_kernel.host.builtin_kernel import BuiltinKernel
+from emulated_kernel.host.guest import Guest
+from emulated_kernel.host.loads.loads import Loads
+from emulated_kernel.host.mirror.processes import ProcessWatch
+from emulated_kernel.host.modules import Modules
+from emulated_kernel.host.request_clock import RequestClock, RequestObserver
+from emulated_kernel.image.image import KernelImage, load_image
+from emulated_kernel.image.modules import LiveImage
+from emulated_kernel.image.trace_events import syscall_definitions
+from emulated_kernel.joints.clock_switch import ClockSwitch
+from emulated_kernel.joints.guest_directories import GuestDirectories
+from emulated_kernel.joints.module_notifier import ModuleNotifier
+from emulated_kernel.kprobes.kinds.fprobe import Fprobes
+from emulated_kernel.kprobes.kinds.jprobe import Jprobes
+from emulated_kernel.kprobes.kinds.kretprobe import Kretprobes
+from emulated_kernel.kprobes.kprobes import Kprobes
+from emulated_kernel.kprobes.profile import Profile, Saving, profile_named
+from emulated_kernel.kprobes.return_hook.hook_sets import HookSets, never_returning
+from emulated_kernel.kprobes.scheduler import Scheduler
+from emulated_kernel.lock import ControlLock
+from emulated_kernel.machine.machine import Machine
+from emulated_kernel.machine.task_events import TaskEvents
+from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, MemoryFault
+from emulated_kernel.trace.array.system import TraceSystem
+from emulated_kernel.trace.compiled.guest_records import GuestRecords
+from emulated_kernel.trace.events.own_entries import own_events
+from emulated_kernel.trace.events.print_event import PrintEvent
+from emulated_kernel.trace.events.registry import EventRegistry
+from emulated_kernel.trace.events.static_keys import StaticKeys
+from emulated_kernel.trace.events.tracepoints import Tracepoints
+from emulated_kernel.trace.hist.system import HistSystem
+from emulated_kernel.trace.hist.trigger import HistCommand
+from emulated_kernel.trace.hits.call_stack import CallStack
+from emulated_kernel.trace.hits.function_frames import FrameTables
+from emulated_kernel.trace.hits.hit_context import HitContext
+from emulated_kernel.trace.hits.probe_hit import ProbeHit, Tasks
+from emulated_kernel.trace.probes.dynamic_events import DynamicEvents, EventCommands
+from emulated_kernel.trace.probes.eprobe import EventProbes
+from emulated_kernel.trace.probes.fprobe_events import FprobeEvents
+from emulated_kernel.trace.probes.handler_cost import HandlerCosts
+from emulated_kernel.trace.probes.kprobe_events import KprobeEvents
+from emulated_kernel.trace.probes.trace_kprobe import ProbeEngine
+from emulated_kernel.trace.probes.uprobe_events import UprobeEvents
+from emulated_kernel.trace.symbols import KernelSymbols
+from emulated_kernel.trace.synth.events import SyntheticEvents
+from emulated_kernel.trace.text.cmdlines import SavedCmdlines
+from emulated_kernel.trace.trace_arrays import TraceArrays, Tracing
+from emulated_kernel.trace.tracers.call_sites import KernelFunctions
+from emulated_kernel.trace.tracers.graph_tracer import GraphTracer, traceable_functions
+from emulated_kernel.trace.tracers.sleep_times import build_sleep_times
+from emulated_kernel.trace.tracers.stack_tracer import StackMeasure, StackTracer
+
+
+@dataclass(frozen=True, eq=False)
+class ProbeRegistries:
+    """What probes are registered with."""
+
+    kprobes: Kprobes
+    jprobes: Jprobes | None
+    """None where the profile's kernel has none."""
+    kretprobes: Kretprobes
+    hook_sets: HookSets
+    fprobes: Fprobes
+
+
+@dataclass(frozen=True, eq=False)
+class TraceParts:
+    """The objects that tracefs shows."""
+
+    symbols: KernelSymbols
+    system: TraceSystem
+    arrays: TraceArrays
+    functions: KernelFunctions
+    function_graph: GraphTracer
+    stack_tracer: StackTracer
+    guest_records: GuestRecords
+    handler_costs: HandlerCosts
+    dynamic_events: DynamicEvents
+    kprobe_events: KprobeEvents
+    fprobe_events: FprobeEvents | None
+    """None where the profile's kernel has none."""
+    synthetic_events: SyntheticEvents
+    uprobe_events: UprobeEvents
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """A booted kernel, taken apart."""
+
+    config: MachineConfig
+    lock: ControlLock
+    live: LiveImage
+    arch: Arch
+    machine: Machine
+    guest: Guest
+    engine: ProbeRegistries
+    tracing: TraceParts
+    modules: Modules
+    requests: RequestObserver
+    clock: ClockSwitch
+    loads: Loads
+
+
+def build(
+    config: MachineConfig,
+    watch: ProcessWatch,
+    profile: Profile | None = None,
+    lock: ControlLock | None = None,
+) -> Parts:
+    """A kernel booted to its first system call, with the engine and tracing around it.
+
+    `profile` goes before the one that `config` names; `lock` is one that is held, where the kernel takes
+    another one's place.
+    Raises: KernelError ENOENT (no such architecture), ENOEXEC (no image, or one that doesn't boot), OSError.
+    """
+    profile = profile or profile_named(config.profile)
+    if config.detour is not None:
+        profile = replace(profile, saving=Saving(config.detour))
+    live = LiveImage(load_image(config.image, config.arch))
+    with _bootable(live.core):
+        machine = Machine(config, live.core)
+        try:
+            return _on_machine(machine, live, watch, profile, lock or ControlLock())
+        except BaseException:
+            machine.close()
+            raise
+
+
+@contextmanager
+def _bootable(image: KernelImage) -> Iterator[None]:
+    """What stops a kernel on its way to its first task is the image's fault."""
+    try:
+        yield
+    except (GuestFault, HardwareError, MemoryFault) as error:
+        raise KernelError(errno.ENOEXEC, f"{image.path.name} doesn't boot: {error}") from error
+
+
+def _on_machine(
+    machine: Machine, live: LiveImage, watch: ProcessWatch, profile: Profile, lock: ControlLock
+) -> Parts:
+    config, image = machine.config, live.core
+    arch = arch_named(config.arch)
+    guest = boot_guest(BuiltinKernel(machine, image), watch, TaskEvents(), lock)
+    clock = RequestClock(machine.clock)
+    engine = _engine(machine, live, arch, guest, clock, lock, profile)
+    requests = RequestObserver(clock, engine.kprobes)
+    guest.executive.events.request_begins.append(requests.request_begins)
+    trace = _TracingBuilder(machine, live, arch, guest, engine, lock).build()
+    return Parts(
+        config=config,
+        lock=lock,
+        live=live,
+        arch=arch,
+        machine=machine,
+        guest=guest,
+        engine=engine,
+        tracing=trace,
+        modules=_modules(live, guest, engine, trace),
+        requests=requests,
+        clock=ClockSwitch(machine.clock, trace.arrays, lock),
+        loads=Loads(guest, lock, requests),
+    )
+
+
+# The engine
+
+
+def _engine(
+    machine: Machine,
+    live: LiveImage,
+    arch: Arch,
+    guest: Guest,
+    clock: RequestClock,
+    lock: ControlLock,
+    profile: Profile,
+) -> ProbeRegistries:
+    image = live.core
+    scheduler = Scheduler(guest.kernel, clock.jiffies, lambda: guest.call_function("yield"))
+    kprobes = Kprobes(machine, live, arch, guest.log, scheduler, lock, profile)
+    machine.on_switch.append(kprobes.hits.ctlblk.switch_to)
+    hook_sets = HookSets(machine, image, arch, kprobes, scheduler, machine.config.return_hook)
+    kretprobes = Kretprobes(
+        kprobes, hook_sets.first, cpus=machine.config.cpus, blacklist=never_returning(image, arch)
+    )
+    traceable, cpus = traceable_functions(image), machine.config.cpus
+    return ProbeRegistries(
+        kprobes,
+        Jprobes(kprobes, machine, arch) if profile.jprobes else None,
+        kretprobes,
+        hook_sets,
+        Fprobes(kprobes, kretprobes.hooks, arch, traceable, cpus=cpus),
+    )
+
+
+# Tracing
+
+
+class _TracingBuilder:
+    """What the parts of tracing have in common, and the order in which they are made."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        live: LiveImage,
+        arch: Arch,
+        guest: Guest,
+        engine: ProbeRegistries,
+        lock: ControlLock,
+    ) -> None:
+        self._machine, self._live, self._image, self._arch = machine, live, live.core, arch
+        self._guest, self._engine, self._lock = guest, engine, lock
+        self._kprobes = kprobes = engine.kprobes
+        self._registry, self._cmdlines = EventRegistry(), SavedCmdlines()
+        self._symbols = KernelSymbols(live, engine.hook_sets, kprobes.sites)
+        self._tasks = Tasks(machine, live.core.abi)
+        self._context = HitContext(
+            kprobes.hits.ctlblk,
+            machine.memory,
+            live.core.abi,
+            arch.interrupt_flag,
+            machine.per_cpu_bases,
+            preemption=kprobes.profile.preemption,
+        )
+        machine.on_switch.append(self._context.switch_to)
+        self._records = GuestRecords(machine.records, self._tasks, self._cmdlines, machine.clock)
+        guest.executive.events.call_begins.append(self._records.call_begins)
+
+    def build(self) -> TraceParts:
+        """All of them."""
+        machine, arch, kprobes, context = self._machine, self._arch, self._kprobes, self._context
+        points = self._static_events()
+        system = self._system()
+        functions = KernelFunctions(
+            kprobes.sites, self._image.mcount, self._symbols, self._hit(context.trace_ctx)
+        )
+        arrays = self._arrays(system, functions)
+        GuestDirectories(self._guest, self._registry, machine)
+        function_graph = self._function_graph(arrays.top, functions, points)
+        measure = StackMeasure(machine.memory, self._tasks, system.stack, arch, self._image.abi)
+        places = self._records.places(self._image.abi, arch.interrupt_flag, context.breakpoint_trace_ctx)
+        commands = EventCommands(self._registry, arrays.top.errors, self._guest.log)
+        engine = ProbeEngine(
+            arch,
+            self._symbols,
+            kprobes,
+            self._engine.kretprobes,
+            self._engine.fprobes,
+            self._hit(context.hit_trace_ctx),
+            places,
+        )
+        kprobe_events = KprobeEvents(engine, commands)
+        fprobe_events = FprobeEvents(engine, commands) if kprobes.profile.fprobe_events else None
+        synthetic_events = SyntheticEvents(commands, arch.word_size)
+        uprobe_events = UprobeEvents(arch, commands)
+        return TraceParts(
+            symbols=self._symbols,
+            system=system,
+            arrays=arrays,
+            functions=functions,
+            function_graph=function_graph,
+            stack_tracer=StackTracer(functions, measure, self._symbols, arch.word_size),
+            guest_records=self._records,
+            handler_costs=HandlerCosts(machine, arch, kprobes.compiler, self._records, places),
+            dynamic_events=DynamicEvents(
+                commands,
+                kprobe_events,
+                *((fprobe_events,) if fprobe_events else ()),
+                synthetic_events,
+                uprobe_events,
+                EventProbes(arch, self._symbols, commands),
+            ),
+            kprobe_events=kprobe_events,
+            fprobe_events=fprobe_events,
+            synthetic_events=synthetic_events,
+            uprobe_events=uprobe_events,
+        )
+
+    def _hit(self, trace_ctx: Callable[[Any], tuple[int, int]]) -> ProbeHit:
+        return ProbeHit(self._machine.memory, self._tasks, trace_ctx)
+
+    def _static_events(self) -> Tracepoints:
+        machine, image, arch = self._machine, self._image, self._arch
+        keys = StaticKeys(image.jump_labels, machine, self._kprobes.poker, arch)
+        hit = self._hit(self._context.trace_ctx)
+        points = Tracepoints(image, machine.memory, machine.breakpoints, keys, hit, arch.registers.arguments)
+        for event in points.events():
+            self._registry.add(event)
+        return points
+
+    def _system(self) -> TraceSystem:
+        machine, arch = self._machine, self._arch
+        here = self._hit(self._context.trace_ctx)
+        here.regs = machine.regs
+        markers = PrintEvent(arch.word_size)
+        for own in (markers, *own_events(arch.word_size)):
+            self._registry.add_own(own)
+        hook_sets = self._engine.hook_sets
+        tables = FrameTables(machine.text, self._live, self._symbols, arch, hook_sets)
+        return TraceSystem(
+            cpus=machine.config.cpus,
+            now_ns=machine.clock.read_ns,
+            events=self._registry,
+            symbols=self._symbols,
+            arch=arch,
+            tasks=self._tasks,
+            stack=CallStack(
+                machine.memory, tables, self._live, self._symbols, arch, hook_sets, self._kprobes
+            ),
+            here=here,
+            memory=self._records,
+            markers=markers,
+            cmdlines=self._cmdlines,
+            printk=self._guest.log,
+        )
+
+    def _arrays(self, system: TraceSystem, functions: KernelFunctions) -> TraceArrays:
+        syscall_names = {call.nr: call.name for call in syscall_definitions(self._image)}
+        hists = HistCommand(HistSystem(self._registry, syscall_names.get))
+        arrays = TraceArrays(system, hists, functions, self._machine.clock.now_ns, self._lock)
+        events = self._guest.executive.events
+        events.call_ended.append(arrays.call_ended)
+        events.forked.append(arrays.forked)
+        events.exited.append(arrays.exited)
+        return arrays
+
+    def _function_graph(self, top: Tracing, functions: KernelFunctions, points: Tracepoints) -> GraphTracer:
+        system = top.array.system
+        graph = GraphTracer(
+            self._kprobes,
+            self._engine.hook_sets.graph,
+            functions.functions,
+            self._arch,
+            top.array,
+            top.functions,
+            self._context,
+            build_sleep_times(points, self._registry, system.tracer_options, system.now_ns),
+        )
+        top.array.register_tracer("function_graph", graph)
+        return graph
+
+
+def _modules(live: LiveImage, guest: Guest, engine: ProbeRegistries, trace: TraceParts) -> Modules:
+    notifier = ModuleNotifier(
+        guest.kernel, live, engine.kprobes, trace.symbols, trace.functions, trace.kprobe_events
+    )
+    return Modules(guest, notifier)

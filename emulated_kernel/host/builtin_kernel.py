@@ -1,0 +1,183 @@
+"""BuiltinKernel: the kernel that comes with the program, as GuestKernel asks for it."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from emulated_kernel.abi import Vector
+from emulated_kernel.errors import KernelError
+from emulated_kernel.host.executive.buffers import UserBuffers
+from emulated_kernel.host.readers.cpu_list import read_cpus
+from emulated_kernel.host.readers.guest_log import read_log
+from emulated_kernel.host.readers.memory_info import MemoryReader
+from emulated_kernel.host.readers.module_list import ModuleReader
+from emulated_kernel.host.readers.task_list import read_tasks
+from emulated_kernel.host.task_stacks import TaskStacks
+from emulated_kernel.image.image import KernelImage
+from emulated_kernel.image.kallsyms import address_of
+from emulated_kernel.image.modules import Module
+from emulated_kernel.machine.guest_info import CpuInfo, MemoryInfo, Message, ModuleInfo, TaskInfo
+from emulated_kernel.machine.guest_kernel import GuestKernel
+from emulated_kernel.machine.machine import Machine
+from emulated_kernel.machine.memory.memory import Memory
+from emulated_kernel.machine.traps.trap import GuestFault, MemoryFault
+
+_EXIT_RECORD_WORDS = 2
+"""struct host_exit_record: the task, then pid and code."""
+_FIRST_INTERRUPT = Vector.TIMER
+_UIDS = ("uid", "euid", "fsuid")
+_GIDS = ("gid", "egid", "fsgid")
+_SYSCALL = "nr."
+"""Prefix of system call numbers in the guest's ABI table."""
+_SPLIT = "ia32_"
+"""What i386 marks calls with whose arguments it splits."""
+_MAX_MESSAGE = 1000
+"""Bytes of a line of the host's."""
+
+
+class BuiltinKernel(GuestKernel):
+    """Reads our kernel's structures by its ABI table.
+
+    What changes often it shares as variables, through memoryviews: 0.1 us each, and no call of the guest's.
+    """
+
+    def __init__(self, machine: Machine, image: KernelImage) -> None:
+        super().__init__(machine, image)
+        symbols, abi, areas = image.kallsyms, image.abi, machine.per_cpu_bases
+        self._memory = memory = machine.memory
+        self._currents = [_pointer(memory, area + abi["percpu.current_task"]) for area in areas]
+        self._mailboxes = [_pointer(memory, area + abi["percpu.host_mailbox"]) for area in areas]
+        self._sent = [memory.view(area + abi["percpu.host_irr"], 4).cast("I") for area in areas]
+        self._syncs = [memory.view(area + abi["percpu.host_syncs"], 4).cast("I") for area in areas]
+        self._switch_to(0)
+        machine.on_switch.append(self._switch_to)
+        exits = address_of(symbols, "host_exits")
+        self._exit_slots = abi["host_exits.entries"]
+        self._exits = memory.view(exits, 8 + self._exit_slots * 8 * _EXIT_RECORD_WORDS).cast("Q")
+        self._exits_seen = 0
+        self.buffers = UserBuffers(machine.user_buffers)
+        self._child_reaper = address_of(symbols, "child_reaper")
+        self._host_find_task = address_of(symbols, "host_find_task")
+        self._printk = address_of(symbols, "_printk")
+        self._memory_reader = MemoryReader(memory, symbols, abi)
+        self._module_reader = ModuleReader(memory, symbols, abi, memory.word_size)
+        self._stacks = TaskStacks(memory, symbols, abi, machine)
+
+    def _switch_to(self, cpu: int) -> None:
+        """Another CPU is current."""
+        self._current, self._mailbox = self._currents[cpu], self._mailboxes[cpu]
+
+    def task_of(self, cpu: int) -> int:
+        return int(self._currents[cpu][0])
+
+    def sent_to(self, cpu: int) -> int:
+        return int(self._sent[cpu][0])
+
+    def send(self, cpu: int, vector: int) -> None:
+        self._sent[cpu][0] |= 1 << vector - _FIRST_INTERRUPT
+
+    def take_sent(self, cpu: int) -> int:
+        waiting = int(self._sent[cpu][0])
+        lowest = waiting & -waiting
+        self._sent[cpu][0] = waiting & ~lowest
+        return _FIRST_INTERRUPT + lowest.bit_length() - 1
+
+    def syncs_of(self, cpu: int) -> int:
+        return int(self._syncs[cpu][0])
+
+    def cpu_of(self, task: int) -> int:
+        return self._memory.read_u32(task + self.image.abi["task_struct.cpu"])
+
+    def is_queued(self, task: int) -> bool:
+        return self._memory.read_u32(task + self.image.abi["task_struct.on_rq"]) != 0
+
+    def current_task(self) -> int:
+        return int(self._current[0])
+
+    def set_mailbox(self, task: int) -> None:
+        self._mailbox[0] = task
+
+    def new_exits(self) -> list[int]:
+        """More than the ring holds can't come together: the executive looks after each stop of the guest."""
+        count = int(self._exits[0])
+        if count == self._exits_seen:
+            return []
+        # A count that says more than the ring holds was overwritten.
+        fresh = range(max(self._exits_seen, count - self._exit_slots), count)
+        self._exits_seen = count
+        return [int(self._exits[1 + at % self._exit_slots * _EXIT_RECORD_WORDS]) for at in fresh]
+
+    def set_field(self, task: int, field: str, value: int) -> None:
+        self._memory.write_u32(task + self.image.abi[f"task_struct.{field}"], value)
+
+    def get_field(self, task: int, field: str) -> int:
+        return self._memory.read_u32(task + self.image.abi[f"task_struct.{field}"])
+
+    def set_owner(self, task: int, uid: int, gid: int) -> None:
+        cred = self._memory.read_word(task + self.image.abi["task_struct.cred"])
+        for value, fields in ((uid, _UIDS), (gid, _GIDS)):
+            for field in fields:
+                self._memory.write_u32(cred + self.image.abi[f"cred.{field}"], value)
+
+    @property
+    def syscall_numbers(self) -> dict[str, int]:
+        abi = self.image.abi
+        names = {name.removeprefix(_SYSCALL): nr for name, nr in abi.items() if name.startswith(_SYSCALL)}
+        split = {name.removeprefix(_SPLIT): nr for name, nr in names.items() if name.startswith(_SPLIT)}
+        return names | split
+
+    def first_task(self) -> int:
+        return self._memory.read_word(self._child_reaper)
+
+    def find_task(self, pid: int) -> int:
+        with readable("task list"):
+            return self.machine.call(self._host_find_task, pid)
+
+    def print(self, message: str) -> None:
+        with self.buffers.borrowed() as buffer, readable("log"):
+            self._memory.write(buffer, b"%s\n\0" + message.encode()[:_MAX_MESSAGE] + b"\0")
+            self.machine.call(self._printk, buffer, buffer + 4, variadic=True)
+
+    def messages(self) -> list[Message]:
+        with readable("log"):
+            return list(read_log(self._memory, self.image.kallsyms))
+
+    def tasks(self) -> list[TaskInfo]:
+        with readable("task list"):
+            return list(read_tasks(self._memory, self.image.kallsyms, self.image.abi))
+
+    def cpus(self) -> list[CpuInfo]:
+        with readable("CPU's area"):
+            return list(read_cpus(self._memory, self.image.abi, self.machine.per_cpu_bases))
+
+    def memory(self) -> MemoryInfo:
+        with readable("list of slab caches"):
+            return self._memory_reader.info()
+
+    def modules(self) -> list[ModuleInfo]:
+        with readable("module list"):
+            return list(self._module_reader.modules())
+
+    def module_name(self, module: int) -> str:
+        return self._module_reader.name(module)
+
+    def read_module(self, module: int) -> Module:
+        return self._module_reader.read(module)
+
+    def occupied(self, spans: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
+        return self._stacks.occupied(spans)
+
+
+def _pointer(memory: Memory, va: int) -> memoryview:
+    return memory.view(va, memory.word_size).cast("Q" if memory.word_size == 8 else "I")
+
+
+@contextmanager
+def readable(what: str) -> Iterator[None]:
+    """What the guest did to its own data is no fault of ours. Raises: KernelError EIO."""
+    try:
+        yield
+    except (MemoryFault, GuestFault) as fault:
+        raise KernelError(errno.EIO, f"the {what} leads to {fault}") from fault

@@ -1,0 +1,314 @@
+"""SmpExecutive: the executive of a guest with several CPUs, which run in turns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from emulated_kernel.abi import PARK, Hypercall, Vector
+from emulated_kernel.host.executive.executive import (
+    NSEC_PER_JIFFY,
+    At,
+    Executive,
+    GuestTask,
+    Request,
+)
+from emulated_kernel.lock import ControlLock
+from emulated_kernel.machine.guest_kernel import GuestKernel
+from emulated_kernel.machine.machine import Machine
+from emulated_kernel.machine.task_events import TaskEvents
+from emulated_kernel.machine.traps.trap import Trap, TrapKind
+
+TIME_KEEPER = 0
+"""The CPU that counts jiffies and runs timers."""
+MAX_WAITS = 50_000
+"""Turns in which CPUs have waited, without any of them coming to rest, after which one counts as looping."""
+MAX_INSTRUCTIONS = 50_000_000
+"""The same for what they have executed, where turns end after so many instructions."""
+
+
+class SmpExecutive(Executive):
+    """Runs a guest's CPUs round robin, from one place where they can't go on to the next.
+
+    Between calls each CPU is at rest: in its idle loop, or with a task in user mode, and no interrupt waits
+    for it. What runs when depends on the guest alone, and so does each trace.
+    """
+
+    def __init__(self, machine: Machine, kernel: GuestKernel, events: TaskEvents, lock: ControlLock) -> None:
+        """As many CPUs as `machine` has; with a quantum their turns end after so many instructions."""
+        super().__init__(machine, kernel, events, lock)
+        machine.text.interrupt_cpus = self.sync_core
+        quantum = machine.config.quantum
+        self._seats: list[tuple[At, GuestTask | None]] = [(At.OFFLINE, None)] * machine.config.cpus
+        """Where the CPUs stand that aren't current."""
+        self._turns = 0
+        self._preempts = False
+        """CPUs may stand anywhere, not only where they wait."""
+        self._max_turns = MAX_INSTRUCTIONS // quantum if quantum else MAX_WAITS
+        self._server: int | None = None
+        """The CPU whose hypercall is being served."""
+        self._unserved: dict[int, Trap] = {}
+        """By CPU, a hypercall that it stopped at out of its turn; served when its turn begins."""
+
+    def add(self, task: GuestTask) -> None:
+        """A child may be in user mode already: another CPU took it while its parent was still in its fork."""
+        super().add(task)
+        for number in self._round():
+            if self._seat(number) == (At.USER, None) and self._kernel.task_of(number) == task.addr:
+                if number == self._machine.cpu:
+                    self._user = task
+                else:
+                    self._seats[number] = At.USER, task
+
+    def _turn_to(self, number: int) -> None:
+        """Make a CPU current."""
+        here = self._machine.cpu
+        if number == here or self.is_dead:
+            return
+        self._seats[here] = self._at, self._user
+        self._machine.switch_to(number)
+        self._at, self._user = self._seats[number]
+
+    def _seat(self, number: int) -> tuple[At, GuestTask | None]:
+        return (self._at, self._user) if number == self._machine.cpu else self._seats[number]
+
+    def _step(self) -> None:
+        """Run all CPUs until each is idle or in user mode; the current one's hypercall is answered."""
+        following: int | None = self._machine.cpu
+        while following is not None:
+            super()._step()
+            if self._at is not At.UNDERWAY:
+                self._turns = 0
+            following = None if self.is_dead else self._next()
+            if following is not None:
+                self._turn_to(following)
+                self._begin_turn()
+
+    def _begin_turn(self) -> None:
+        self._interrupt_current()
+        question = self._unserved.pop(self._machine.cpu, None)
+        if question is not None:
+            self._machine.answer(self._serve(question.args))
+
+    def sync_core(self) -> None:
+        """Let all other CPUs execute a serialising instruction. Mirrors: text_poke_sync() (v6.1).
+
+        None takes the interrupt in the middle of a hit: afterwards each hit that was underway has ended.
+        Within a hit none is sent: the host holds the others, and entering them anew serialises too.
+        """
+        if self._machine.is_running:
+            self._machine.serialise()
+            return
+        if self.is_dead:
+            return
+        here, turns, shared = self._machine.cpu, self._turns, self._kernel
+        waiting = {number: shared.syncs_of(number) for number in self._round() if self._is_other(number)}
+        for number in waiting:
+            shared.send(number, Vector.SYNC_CORE)
+        if self._preempts:
+            self._run_before_interrupt(waiting)
+        lets_others_run = False
+        for _ in range(self._max_turns):
+            for number in list(self._round()):
+                if number in waiting or (lets_others_run and self._may_run_for_sync(number)):
+                    self._turn_to(number)
+                    # Those sent before have a lower vector, and come first.
+                    self._interrupt_current()
+                    self._run_for_sync(number)
+            waiting = {number: count for number, count in waiting.items() if shared.syncs_of(number) == count}
+            if not waiting or self.is_dead:
+                break
+            # One may wait for a lock, with interrupts off.
+            lets_others_run = True
+        self._turns = turns
+        self._turn_to(here)
+
+    def _run_before_interrupt(self, numbers: Iterable[int]) -> None:
+        """An interrupt from another CPU takes its time."""
+        for number in numbers:
+            if self._seat(number)[0] is At.UNDERWAY and number not in self._unserved:
+                self._turn_to(number)
+                self._run_for_sync(number)
+
+    def _is_other(self, number: int) -> bool:
+        """Whether a CPU isn't the one that patches text, which may be none of the guest's."""
+        at = self._seat(number)[0]
+        if number == self._machine.cpu:
+            return at is At.UNDERWAY and self._server is None
+        return at is not At.OFFLINE
+
+    def _may_run_for_sync(self, number: int) -> bool:
+        return number != self._server and number not in self._unserved and self._can_go_on(number)
+
+    def _run_for_sync(self, number: int) -> None:
+        """Run the current CPU until it stands somewhere, with nothing answered."""
+        trap = self._run_cpu(None)
+        if trap is None:
+            return
+        if trap.number == Hypercall.USER:
+            self._enter_user(trap.args[0])
+        elif trap.number == Hypercall.IDLE:
+            self._at, self._user = At.IDLE, None
+        elif trap.number in (Hypercall.HOSTFS, Hypercall.MODULE):
+            self._at, self._unserved[number] = At.UNDERWAY, trap
+        elif trap.kind is TrapKind.BUDGET:
+            self._at = At.UNDERWAY
+            if self._may_interrupt():
+                self._deliver(Vector.WATCHDOG)
+        else:
+            self._stopped_otherwise(trap)
+
+    def _next(self) -> int | None:
+        """The CPU whose turn is next, of those that can go on."""
+        return next((number for number in self._round() if self._can_go_on(number)), None)
+
+    def _round(self) -> Iterator[int]:
+        """All CPUs, the current one last."""
+        count, here = len(self._seats), self._machine.cpu
+        return ((here + step) % count for step in range(1, count + 1))
+
+    def _can_go_on(self, number: int) -> bool:
+        at, _ = self._seat(number)
+        if at in (At.UNDERWAY, At.ANSWERED):
+            return True
+        return at in (At.IDLE, At.USER) and self._kernel.sent_to(number) != 0
+
+    def _interrupt_current(self) -> None:
+        """Deliver one of the interrupts that were sent to the current CPU, if it takes any."""
+        cpu = self._machine.cpu
+        if self._at is At.ANSWERED or not self._kernel.sent_to(cpu):
+            return
+        if self._machine.interrupts_enabled and self._may_interrupt():
+            # It asks again behind the interrupt.
+            self._unserved.pop(cpu, None)
+            self._deliver(Vector(self._kernel.take_sent(cpu)))
+
+    def _serve(self, args: tuple[int, ...]) -> int:
+        if self._preempts:
+            self._finish_records()
+        self._server = self._machine.cpu
+        try:
+            return super()._serve(args)
+        finally:
+            self._server = None
+
+    def _finish_records(self) -> None:
+        """Run each CPU whose ip is in a handler to the handler's end: buffers may be read and changed then.
+
+        Linux: waits for a grace period of RCU.
+        """
+        machine, here = self._machine, self._machine.cpu
+
+        def in_handler(ip: int) -> bool:
+            return any(holds(ip) for holds in machine.in_handler)
+
+        for number, (ip, _) in enumerate(machine.positions()):
+            if number != here and self._seats[number][0] is At.UNDERWAY and in_handler(ip):
+                machine.switch_to(number)
+                machine.leave(in_handler)
+        machine.switch_to(here)
+
+    def _stopped_otherwise(self, trap: Trap) -> None:
+        if trap.number == Hypercall.CPU_UP:
+            number, entry, stack, _ = trap.args
+            self._machine.start_cpu(number, entry, stack)
+            self._seats[number] = At.UNDERWAY, None
+            self._machine.answer(0)
+            self._at = At.ANSWERED
+        elif trap.number == Hypercall.YIELD or trap.kind is TrapKind.PREEMPTED:
+            self._at, self._user = At.UNDERWAY, None
+            self._preempts = self._preempts or trap.kind is TrapKind.PREEMPTED
+            self._count_turn()
+        else:
+            super()._stopped_otherwise(trap)
+
+    def _count_turn(self) -> None:
+        if self._jiffy_passed():
+            self._send_ticks()
+            self._kernel.send(TIME_KEEPER, Vector.TIMER)
+        self._turns += 1
+        if self._turns > self._max_turns and self._may_interrupt():
+            self._turns = 0
+            self._deliver(Vector.WATCHDOG)
+
+    def _place_of(self, task: GuestTask) -> int | None:
+        """The CPU where this task is in user mode."""
+        return next((number for number in self._round() if self._seat(number)[1] is task), None)
+
+    def _run_to_end(self, task: GuestTask) -> int:
+        try:
+            return super()._run_to_end(task)
+        finally:
+            place = self._place_of(task)
+            if place is not None:
+                self._turn_to(place)
+
+    def _tick(self) -> None:
+        if self._jiffy_passed() and not self.is_dead:
+            self._send_ticks()
+            self._turn_to(TIME_KEEPER)
+            self._deliver(Vector.TIMER)
+            self._step()
+
+    def _jiffy_passed(self) -> bool:
+        jiffy = self._machine.clock.now_ns() // NSEC_PER_JIFFY
+        passed = jiffy != self._last_jiffy
+        self._last_jiffy = jiffy
+        return passed
+
+    def _send_ticks(self) -> None:
+        """To the CPUs that have work; idle ones have stopped their ticks."""
+        for number in self._round():
+            if number != TIME_KEEPER and self._seat(number)[0] in (At.USER, At.UNDERWAY):
+                self._kernel.send(number, Vector.TIMER)
+
+    def _await_time(self, request: Request, slept: int) -> None:
+        """Ticks also end the turn of a task in user mode that has nothing to do, where others wait for it."""
+        self._send_ticks()
+        self._turn_to(TIME_KEEPER)
+        super()._await_time(request, slept)
+
+    def _wake(self, task: GuestTask) -> None:
+        if self.is_dead:
+            self._refuse(task)
+        self._tell(task, may_rouse=True)
+
+    def _go_on(self, task: GuestTask, slept: int) -> bool:
+        if self._tell(task, may_rouse=False):
+            return False
+        assert task.request is not None
+        self._await_time(task.request, slept)
+        return True
+
+    def _tell(self, task: GuestTask, *, may_rouse: bool) -> bool:
+        """Tell the CPU that can bring this task forward to go on; False: none at rest can, or it sleeps."""
+        place = self._place_of(task)
+        if place is not None:
+            self._turn_to(place)
+            self._feed()
+        elif self._kernel.is_queued(task.addr):
+            # It waits behind another task on its CPU: that one goes to sleep.
+            place = self._kernel.cpu_of(task.addr)
+            if self._seat(place)[0] is not At.USER:
+                return False
+            self._turn_to(place)
+            self._machine.answer(PARK, 0)
+        elif not may_rouse or not self._rouse(task):
+            return False
+        if not self.is_dead:
+            self._at, self._user = At.ANSWERED, None
+        return True
+
+    def _rouse(self, task: GuestTask) -> bool:
+        """It sleeps: a CPU without work takes it, if there is one; else the one that it ran on last."""
+        last = self._kernel.cpu_of(task.addr)
+        idle = next((cpu for cpu in (last, *self._round()) if self._seat(cpu)[0] is At.IDLE), None)
+        if idle is not None:
+            self._turn_to(idle)
+            self._kernel.set_mailbox(task.addr)
+            self._deliver(Vector.WAKE)
+        elif self._seat(last)[0] is At.USER:
+            self._turn_to(last)
+            self._machine.answer(PARK, task.addr)
+        else:
+            return False
+        return True

@@ -1,0 +1,349 @@
+"""System calls of guest tasks as Python calls: paths and data through user buffers, errno as KernelError."""
+
+from __future__ import annotations
+
+import errno
+import os
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.host.client_call import ARGUMENTS, ClientCall
+from emulated_kernel.host.executive.buffers import BUFFER_SIZE, UserBuffers
+from emulated_kernel.host.executive.executive import Executive, GuestTask, HostfsHandler
+from emulated_kernel.image.image import KernelImage
+from emulated_kernel.image.kallsyms import address_of
+from emulated_kernel.machine.guest_kernel import GuestKernel
+from emulated_kernel.machine.machine import Machine
+
+PATH_MAX = 4096
+AT_FDCWD = -100 & 0xFFFFFFFF
+"""An int in a register, as a program passes it."""
+AT_SYMLINK_NOFOLLOW = 0x100
+UTIME_OMIT = (1 << 30) - 2
+"""A file's time stays as it is, in the field of its nanoseconds."""
+AT_REMOVEDIR = 0x200
+_MAX_ERRNO = 4095
+_STAT = struct.Struct("<QQQIIIIQqqqQQQQQQ")
+"""struct stat of the guest: x86_64's layout on every architecture."""
+_ENTRY = struct.Struct("<QIBB")
+_ENTRY_SIZE = 16
+"""struct host_entry up to its name, and its size without one; each begins at a multiple of 8."""
+_OUTPUT, _SLOT = 64 << 10, 2 * PATH_MAX
+"""Where output goes in a buffer; bytes of each name before it: as the process wrote it, and what to walk."""
+
+_AT: dict[str, tuple[str, tuple[int, ...]]] = {
+    "access": ("faccessat", ()),
+    "chmod": ("fchmodat", ()),
+    "chown": ("fchownat", (0,)),
+    "lchown": ("fchownat", (AT_SYMLINK_NOFOLLOW,)),
+    "mkdir": ("mkdirat", ()),
+    "mknod": ("mknodat", ()),
+    "newlstat": ("newfstatat", (AT_SYMLINK_NOFOLLOW,)),
+    "newstat": ("newfstatat", (0,)),
+    "open": ("openat", ()),
+    "readlink": ("readlinkat", ()),
+    "rmdir": ("unlinkat", (AT_REMOVEDIR,)),
+    "unlink": ("unlinkat", (0,)),
+}
+"""What younger architectures have instead: a directory goes before the path, and these flags come last."""
+_AT_PATHS: dict[str, Callable[[int, int], tuple[str, tuple[int, ...]]]] = {
+    "creat": lambda path, mode: ("openat", (AT_FDCWD, path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, mode)),
+    "link": lambda old, new: ("linkat", (AT_FDCWD, old, AT_FDCWD, new, 0)),
+    "rename": lambda old, new: ("renameat2", (AT_FDCWD, old, AT_FDCWD, new, 0)),
+    "symlink": lambda target, path: ("symlinkat", (target, AT_FDCWD, path)),
+}
+
+
+class HostLookup(IntEnum):
+    """What the host knows of a name of its own. Mirrors: HOST_LOOKUP_* of the guest's host_abi.h."""
+
+    DEFAULT = 0
+    MISSING = 1
+    EXISTS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class GuestStat:
+    """What stat(2) in the guest says; sizes in bytes, times in nanoseconds since the epoch."""
+
+    ino: int
+    nlink: int
+    mode: int
+    uid: int
+    gid: int
+    rdev: int
+    size: int
+    blocks: int
+    atime_ns: int
+    mtime_ns: int
+    ctime_ns: int
+
+
+class GuestEntry(NamedTuple):
+    """A directory's entry as getdents64(2) gives it; `kind` is the type of the file's mode."""
+
+    name: str
+    kind: int
+    ino: int
+
+
+def check(result: int, word_size: int) -> int:
+    """A system call's result register of so many bytes. Raises: KernelError for a negative errno."""
+    size = 1 << 8 * word_size
+    result %= size
+    if result >= size - _MAX_ERRNO:
+        raise KernelError(size - result)
+    return result
+
+
+class Syscalls:
+    """The system calls that the front end makes for host processes."""
+
+    def __init__(
+        self,
+        executive: Executive,
+        machine: Machine,
+        image: KernelImage,
+        kernel: GuestKernel,
+        buffers: UserBuffers,
+        numbers: Mapping[str, int],
+    ) -> None:
+        self._executive = executive
+        self._machine = machine
+        self._memory = machine.memory
+        self._kernel = kernel
+        self._buffers = buffers
+        self._nr = numbers
+        self._path, self._reply = (image.abi[name] for name in ("host_path", "host_reply"))
+        self._look_path, self._look_fd, self._look_link, self._look_entries = (
+            address_of(image.kallsyms, f"host_look_{what}") for what in ("path", "fd", "link", "entries")
+        )
+
+    def number(self, name: str) -> int:
+        """The guest's number of a system call."""
+        return self._nr[name]
+
+    def has(self, name: str) -> bool:
+        """Whether the guest has a system call."""
+        return name in self._nr
+
+    def call(self, task: GuestTask, name: str, *args: int, hostfs: HostfsHandler | None = None) -> int:
+        """One system call by its name. Raises: KernelError; WouldBlock (see Executive.syscall)."""
+        nr = self._nr[name]
+        return check(self._executive.syscall(task, nr, *args, hostfs=hostfs), self._memory.word_size)
+
+    def with_path(
+        self, task: GuestTask, name: str, path: str, *args: int, hostfs: HostfsHandler | None = None
+    ) -> int:
+        """A system call whose first argument is a path."""
+        with self._buffers.borrowed() as buffer:
+            self._put_path(buffer, path)
+            return self._at_path(task, name, buffer, *args, hostfs=hostfs)
+
+    def _at_path(
+        self, task: GuestTask, name: str, path: int, *args: int, hostfs: HostfsHandler | None = None
+    ) -> int:
+        """A system call on the path at that address, by the name that most architectures have for it."""
+        if name in self._nr or name not in _AT:
+            return self.call(task, name, path, *args, hostfs=hostfs)
+        instead, flags = _AT[name]
+        return self.call(task, instead, AT_FDCWD, path, *args, *flags, hostfs=hostfs)
+
+    def with_paths(self, task: GuestTask, name: str, first: str, second: str) -> int:
+        """A system call on two paths."""
+        with self._buffers.borrowed() as buffer:
+            self._put_path(buffer, first)
+            self._put_path(buffer + PATH_MAX, second)
+            return self._on_paths(task, name, buffer, buffer + PATH_MAX)
+
+    def _on_paths(self, task: GuestTask, name: str, first: int, second: int) -> int:
+        if name in self._nr:
+            return self.call(task, name, first, second)
+        name, args = _AT_PATHS[name](first, second)
+        return self.call(task, name, *args)
+
+    def of_client(
+        self,
+        task: GuestTask,
+        call: ClientCall,
+        walks: Sequence[str] = (),
+        lookup: HostLookup = HostLookup.DEFAULT,
+        hostfs: HostfsHandler | None = None,
+    ) -> int:
+        """The system call that a process waits in, with the arguments that it passed.
+
+        `walks`: where its paths lead, from the guest's root. A descriptor, its own number or the one that an
+        open returns, takes numbered() around this.
+        """
+        with self._buffers.borrowed() as buffer:
+            args, paths, slot = list(call.args), iter(walks), buffer
+            for at, kind in enumerate(ARGUMENTS[call.name]):
+                if kind == "o":
+                    args[at] = buffer + _OUTPUT
+                elif at in call.data and args[at]:
+                    args[at], text = slot, call.data[at]
+                    self._memory.write(slot, text + b"\0")
+                    walk = next(paths, None) if kind == "p" else None
+                    self._put_path(slot + PATH_MAX, os.fsdecode(text) if walk is None else walk)
+                    slot += _SLOT
+            if call.name in ("getdents64", "readlink", "readlinkat"):
+                args[-1] = min(args[-1], BUFFER_SIZE - _OUTPUT)
+            with self._set(task, host_names=1, host_lookup=lookup):
+                return self._by_any_name(task, call.name, args, hostfs)
+
+    def _by_any_name(self, task: GuestTask, name: str, args: list[int], hostfs: HostfsHandler | None) -> int:
+        bits = 8 * self._memory.word_size
+        if name in ("truncate", "ftruncate") and bits == 32:
+            name, args = f"{name}64", [args[0], *self._offset(args[1])]
+        elif name == "lseek" and args[1] >> bits - 1 not in (0, (1 << 65 - bits) - 1):
+            raise KernelError(errno.EOVERFLOW, f"lseek to {args[1]:#x}")
+        args = [value & (1 << bits) - 1 for value in args]
+        if name in _AT_PATHS and name not in self._nr:
+            return self._on_paths(task, name, *args)
+        return self._at_path(task, name, *args, hostfs=hostfs)
+
+    @contextmanager
+    def numbered(self, task: GuestTask, number: int | None, fd: int = 0) -> Iterator[None]:
+        """Let the guest call this descriptor by the number that its process has for it.
+
+        An open in the block returns `number`; real_fd() tells the guest's.
+        """
+        if number is None:
+            yield
+        else:
+            with self._set(task, host_fd=number + 1, host_real_fd=fd):
+                yield
+
+    def real_fd(self, task: GuestTask) -> int:
+        """What the last open in a numbered() block gave."""
+        return self._kernel.get_field(task.addr, "host_real_fd")
+
+    @contextmanager
+    def _set(self, task: GuestTask, **fields: int) -> Iterator[None]:
+        for field, value in fields.items():
+            self._kernel.set_field(task.addr, field, value)
+        try:
+            yield
+        finally:
+            # One that was killed in the call may be another's memory by now.
+            if self._executive.is_alive(task):
+                for field in fields.keys() - {"host_real_fd"}:
+                    self._kernel.set_field(task.addr, field, 0)
+
+    def set_umask(self, task: GuestTask, umask: int) -> None:
+        """The process's own, before a call that makes a file."""
+        self._kernel.set_field(task.addr, "umask", umask)
+
+    def _put_path(self, buffer: int, path: str) -> None:
+        data = path.encode("utf-8", "surrogateescape") + b"\0"
+        if len(data) > PATH_MAX:
+            raise KernelError(errno.ENAMETOOLONG)
+        self._memory.write(buffer, data)
+
+    def open(
+        self, task: GuestTask, path: str, flags: int, mode: int = 0, hostfs: HostfsHandler | None = None
+    ) -> int:
+        """openat(2); the file descriptor."""
+        buffer = self._buffers.get()
+        try:
+            self._put_path(buffer, path)
+            return self.call(task, "openat", AT_FDCWD, buffer, flags, mode, hostfs=hostfs)
+        finally:
+            self._buffers.put(buffer)
+
+    def read(self, task: GuestTask, fd: int, size: int, offset: int | None = None) -> bytes:
+        """read(2), or pread64(2) when `offset` is given."""
+        size = min(size, BUFFER_SIZE)
+        with self._buffers.borrowed() as buffer:
+            if offset is None:
+                count = self.call(task, "read", fd, buffer, size)
+            else:
+                count = self.call(task, "pread64", fd, buffer, size, *self._offset(offset))
+            return self._memory.read(buffer, count)
+
+    def write(self, task: GuestTask, fd: int, data: bytes, offset: int | None = None) -> int:
+        """write(2), or pwrite64(2) when `offset` is given; bytes taken."""
+        data = data[:BUFFER_SIZE]
+        with self._buffers.borrowed() as buffer:
+            self._memory.write(buffer, data)
+            if offset is None:
+                return self.call(task, "write", fd, buffer, len(data))
+            return self.call(task, "pwrite64", fd, buffer, len(data), *self._offset(offset))
+
+    def truncate(self, task: GuestTask, path: str, size: int) -> None:
+        """truncate(2)."""
+        if self._memory.word_size == 8:
+            self.with_path(task, "truncate", path, size)
+        else:
+            self.with_path(task, "truncate64", path, *self._offset(size))
+
+    def seek(self, task: GuestTask, fd: int, offset: int) -> None:
+        """lseek(2) from the file's start. Raises: KernelError, EOVERFLOW beyond the guest's long."""
+        if offset >> 8 * self._memory.word_size - 1:
+            raise KernelError(errno.EOVERFLOW, f"lseek to {offset:#x}")
+        self.call(task, "lseek", fd, offset, os.SEEK_SET)
+
+    def _offset(self, value: int) -> tuple[int, ...]:
+        """An offset as arguments: two on a 32-bit machine, the low half first."""
+        return (value,) if self._memory.word_size == 8 else (value & 0xFFFFFFFF, value >> 32)
+
+    def fstat(self, task: GuestTask, fd: int) -> None:
+        """fstat(2)."""
+        with self._buffers.borrowed() as buffer:
+            self.call(task, "newfstat", fd, buffer)
+
+    def look(self, path: str) -> GuestStat:
+        """Attributes of a file in memory, as lstat(2) has them, but nobody's system call: nothing sees it."""
+        self._ask(self._look_path, path)
+        return self._stat()
+
+    def look_fd(self, fd: int) -> GuestStat:
+        """Attributes of an open file, as look()."""
+        self._ask(self._look_fd, "", fd)
+        return self._stat()
+
+    def look_link(self, path: str) -> str:
+        """Where a symbolic link points, as look()."""
+        return os.fsdecode(self._memory.read(self._reply, self._ask(self._look_link, path)))
+
+    def look_entries(self, path: str) -> Iterator[GuestEntry]:
+        """A directory's entries, without "." and "..", as look()."""
+        start = 0
+        while size := self._ask(self._look_entries, path, start):
+            data, at = self._memory.read(self._reply, size), 0
+            while at < size:
+                ino, start, kind, length = _ENTRY.unpack_from(data, at)
+                name = data[at + _ENTRY.size : at + _ENTRY.size + length]
+                yield GuestEntry(os.fsdecode(name), kind << 12, ino)
+                at += (_ENTRY_SIZE + length + 7) & ~7
+
+    def _ask(self, function: int, path: str, *args: int) -> int:
+        """Raises: KernelError, EIO where the guest is dead, EDEADLK from a probe's handler."""
+        self._executive.check_stopped()
+        if self._executive.is_dead:
+            raise KernelError(errno.EIO, "the emulated kernel has stopped; see machine/dmesg")
+        self._put_path(self._path, path)
+        return check(self._machine.call(function, *args), self._memory.word_size)
+
+    def _stat(self) -> GuestStat:
+        fields = _STAT.unpack(self._memory.read(self._reply, _STAT.size))
+        _dev, ino, nlink, mode, uid, gid, _pad, rdev, size, _blksize, blocks = fields[:11]
+        atime, mtime, ctime = (s * 10**9 + ns for s, ns in zip(fields[11::2], fields[12::2], strict=True))
+        return GuestStat(ino, nlink, mode, uid, gid, rdev, size, blocks, atime, mtime, ctime)
+
+    def utimens(self, task: GuestTask, path: str, atime_ns: int | None, mtime_ns: int | None) -> None:
+        """utimensat(2) without following a symbolic link; times since the epoch, None leaves one alone."""
+        times = struct.pack("<4q", *_timespec(atime_ns), *_timespec(mtime_ns))
+        with self._buffers.borrowed() as buffer:
+            self._memory.write(buffer, times)
+            self._put_path(buffer + len(times), path)
+            self.call(task, "utimensat", AT_FDCWD, buffer + len(times), buffer, AT_SYMLINK_NOFOLLOW)
+
+
+def _timespec(time_ns: int | None) -> tuple[int, int]:
+    return (0, UTIME_OMIT) if time_ns is None else divmod(time_ns, 10**9)

@@ -1,0 +1,179 @@
+"""Load: tasks of the guest's own that make real system calls, so that something runs that can be probed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import struct
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from enum import Enum
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.host.executive.executive import GuestTask
+from emulated_kernel.host.guest import Guest
+
+FILE_SIZE = 5120
+"""Bytes of a file: more than a page."""
+MESSAGE_SIZE = 512
+"""Bytes through a pipe or a connection at once: less than either holds."""
+SLEEP_NS = 1_000_000
+PROGRAM = "/bin/true"
+_AF_INET, _SOCK_STREAM = 2, 1
+_PORT = 7000
+_LOOPBACK = 0x7F000001
+
+
+class LoadKind(Enum):
+    """What a round of a load does."""
+
+    FORK = "fork"
+    """A child that executes a program and exits."""
+    FILES = "files"
+    """A file in scratch/ made, written, read, renamed and removed."""
+    PIPE = "pipe"
+    """A message through a new pipe."""
+    TCP = "tcp"
+    """A connection over the loopback, with a message each way."""
+    TIMERS = "timers"
+    """A sleep of a millisecond."""
+
+
+SYSTEM_CALLS: dict[LoadKind, tuple[str, ...]] = {
+    LoadKind.FORK: ("clone", "execve", "exit"),
+    LoadKind.FILES: ("openat", "write", "pread64", "newfstat", "rename", "unlink", "close"),
+    LoadKind.PIPE: ("pipe2", "write", "read", "close"),
+    LoadKind.TCP: ("socket", "bind", "listen", "connect", "accept4", "write", "read", "close"),
+    LoadKind.TIMERS: ("nanosleep",),
+}
+"""What a kernel needs for each kind."""
+
+
+def kinds_of(guest: Guest) -> Collection[LoadKind]:
+    """The kinds that this guest has the system calls for."""
+    return [kind for kind, names in SYSTEM_CALLS.items() if all(map(guest.syscalls.has, names))]
+
+
+class BackgroundLoad:
+    """One kind of load by one task.
+
+    `pid` must be no process of the host's; with the children's it is free again after `end`.
+    """
+
+    def __init__(self, guest: Guest, kind: LoadKind, pid: int) -> None:
+        self._guest = guest
+        self._sys = guest.syscalls
+        self._memory = guest.kernel.machine.memory
+        self._kind = kind
+        self._pid = pid
+        self._round: Callable[[GuestTask], None] = {
+            LoadKind.FORK: self._fork,
+            LoadKind.FILES: self._files,
+            LoadKind.PIPE: self._pipe,
+            LoadKind.TCP: self._tcp,
+            LoadKind.TIMERS: self._sleep,
+        }[kind]
+        self._path = f"/scratch/.load-{pid}"
+        self._listener = -1
+
+    def round(self) -> None:
+        """Make one round; a task that was killed is replaced. Raises: KernelError."""
+        task = self._guest.mirror.resident(self._pid, f"load/{self._kind.value}")
+        self._round(task)
+
+    def end(self) -> None:
+        """Leave nothing behind in the guest."""
+        if self._guest.is_dead:
+            return
+        with suppress(KernelError):
+            if self._listener >= 0:
+                self._guest.close_file(self._listener)
+        self._listener = -1
+        for path in (self._path, self._path + ".new"):
+            with suppress(KernelError):
+                self._sys.with_path(self._guest.mirror.init, "unlink", path)
+        with suppress(KernelError):
+            self._guest.mirror.exit(self._pid)
+
+    def _fork(self, task: GuestTask) -> None:
+        mirror = self._guest.mirror
+        child = mirror.clone(task, mirror.unused_pid())
+        if child is None:
+            raise KernelError(errno.ENOMEM, "no memory for a child")
+        try:
+            with self._guest.buffers.borrowed() as name:
+                self._memory.write(name, PROGRAM.encode() + b"\0")
+                self._sys.call(child, "execve", name, 0, 0)
+            self._sys.call(child, "getpid")
+        finally:
+            mirror.exit(child.pid)
+
+    def _files(self, task: GuestTask) -> None:
+        content = bytes(range(256)) * (FILE_SIZE // 256)
+        fd = self._sys.open(task, self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            self._sys.write(task, fd, content)
+            _expect(self._sys.read(task, fd, FILE_SIZE, 0), content)
+            self._sys.fstat(task, fd)
+        finally:
+            self._sys.call(task, "close", fd)
+        self._sys.with_paths(task, "rename", self._path, self._path + ".new")
+        self._sys.with_path(task, "unlink", self._path + ".new")
+
+    def _pipe(self, task: GuestTask) -> None:
+        with self._guest.buffers.borrowed() as ends:
+            self._sys.call(task, "pipe2", ends, 0)
+            source, sink = struct.unpack("<ii", self._memory.read(ends, 8))
+        try:
+            self._send(task, sink, source, b"p" * MESSAGE_SIZE)
+        finally:
+            self._sys.call(task, "close", source)
+            self._sys.call(task, "close", sink)
+
+    def _tcp(self, task: GuestTask) -> None:
+        if self._listener < 0:
+            self._listener = self._listen(task)
+        client = self._socket(task)
+        served = -1
+        try:
+            self._with_address(task, "connect", client)
+            served = self._sys.call(task, "accept4", self._listener, 0, 0, 0)
+            self._send(task, client, served, b"?" * MESSAGE_SIZE)
+            self._send(task, served, client, b"!" * MESSAGE_SIZE)
+        finally:
+            for fd in (client, served):
+                if fd >= 0:
+                    self._sys.call(task, "close", fd)
+
+    def _listen(self, task: GuestTask) -> int:
+        fd = self._socket(task)
+        try:
+            self._with_address(task, "bind", fd)
+            self._sys.call(task, "listen", fd, 8)
+        except KernelError:
+            self._sys.call(task, "close", fd)
+            raise
+        return fd
+
+    def _socket(self, task: GuestTask) -> int:
+        return self._sys.call(task, "socket", _AF_INET, _SOCK_STREAM, 0)
+
+    def _with_address(self, task: GuestTask, name: str, fd: int) -> None:
+        address = struct.pack("<H", _AF_INET) + struct.pack(">HI8x", _PORT, _LOOPBACK)
+        with self._guest.buffers.borrowed() as buffer:
+            self._memory.write(buffer, address)
+            self._sys.call(task, name, fd, buffer, len(address))
+
+    def _send(self, task: GuestTask, sink: int, source: int, message: bytes) -> None:
+        self._sys.write(task, sink, message)
+        _expect(self._sys.read(task, source, len(message)), message)
+
+    def _sleep(self, task: GuestTask) -> None:
+        with self._guest.buffers.borrowed() as request:
+            self._memory.write(request, struct.pack("<2q", 0, SLEEP_NS))
+            self._sys.call(task, "nanosleep", request, 0)
+
+
+def _expect(got: bytes, wanted: bytes) -> None:
+    if got != wanted:
+        raise KernelError(errno.EIO, f"{len(got)} bytes came back, not the {len(wanted)} that were written")

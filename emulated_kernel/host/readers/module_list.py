@@ -1,0 +1,178 @@
+"""The guest's modules, read out of its memory: the list of them, and one with all its tables."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+
+from emulated_kernel.abi import ModuleState
+from emulated_kernel.image.image import BlacklistEntry, BugEntry, ExTableEntry, Range
+from emulated_kernel.image.kallsyms import Kallsyms, Symbol
+from emulated_kernel.image.modules import Module
+from emulated_kernel.machine.guest_info import ModuleInfo
+from emulated_kernel.machine.loader import page_up
+from emulated_kernel.machine.memory.memory import Memory
+
+TEXT, DATA, INIT_TEXT, INIT_DATA = range(4)
+"""enum mod_mem_type."""
+REF_BASE = 1
+"""What a module's refcount holds beside its users."""
+_MAX_MODULES = 1 << 12
+"""Where a corrupted list is given up."""
+_NAME_SIZE = 56
+_STATES = {ModuleState.COMING: "Loading", ModuleState.GOING: "Unloading"}
+_SYMBOLS = {8: struct.Struct("<IBBHQQ"), 4: struct.Struct("<IIIBBH")}
+"""Elf_Sym by the size of a word."""
+
+
+class ModuleReader:
+    """Reads struct module as the guest's ABI table lays it out.
+
+    Raises, in all methods: MemoryFault where the guest has corrupted it.
+    """
+
+    def __init__(self, memory: Memory, symbols: Kallsyms, abi: Mapping[str, int], word_size: int = 8) -> None:
+        self._memory = memory
+        self._head = symbols.lookup_name("modules") or 0
+        self._abi = abi
+        self._word_size = word_size
+
+    def modules(self) -> Iterator[ModuleInfo]:
+        """The modules, newest first, but those that are in pieces."""
+        link = self._abi["module.list"]
+        for entry in self._entries(self._head):
+            module = entry - link
+            state = self._u32(module, "module.state")
+            if state != ModuleState.UNFORMED:
+                yield self._info(module, ModuleState(state))
+
+    def name(self, module: int) -> str:
+        """A module's name."""
+        raw = self._memory.read(module + self._abi["module.name"], _NAME_SIZE)
+        return raw.split(b"\0", 1)[0].decode("ascii", "replace")
+
+    def read(self, module: int) -> Module:
+        """All of a module that is coming."""
+        parts = [self._part(module, kind) for kind in (TEXT, DATA, INIT_TEXT, INIT_DATA)]
+        symbols = tuple(self._symbols(module, parts))
+        return Module(
+            name=self.name(module),
+            text=parts[TEXT],
+            init_text=parts[INIT_TEXT],
+            data=(parts[DATA], parts[INIT_DATA]),
+            symbols=symbols,
+            ex_table=tuple(self._ex_table(module)),
+            blacklist=tuple(self._blacklist(module, symbols)),
+            mcount=frozenset(self._words(module, "ftrace_callsites")),
+            bugs=self._bugs(module),
+            code=self._bytes(parts[TEXT], parts[INIT_TEXT]),
+            contents=self._bytes(parts[DATA], parts[INIT_DATA]),
+        )
+
+    def _bytes(self, *parts: Range) -> dict[int, bytes]:
+        return {p.start: self._memory.read(p.start, p.end - p.start) for p in parts if p.start}
+
+    def _info(self, module: int, state: ModuleState) -> ModuleInfo:
+        parts = [self._part(module, kind) for kind in (TEXT, DATA, INIT_TEXT, INIT_DATA)]
+        use, source = self._abi["module_use.source_list"], self._abi["module_use.source"]
+        users = self._entries(module + self._abi["module.source_list"])
+        return ModuleInfo(
+            name=self.name(module),
+            size=sum(page_up(part.end - part.start) for part in parts),
+            users=self._u32(module, "module.refcnt") - REF_BASE,
+            used_by=tuple(self.name(self._word(entry - use + source)) for entry in users),
+            state=_STATES.get(state, "Live"),
+            address=parts[TEXT].start,
+            digits=2 * self._word_size,
+        )
+
+    def _entries(self, head: int) -> Iterator[int]:
+        entry = self._word(head)
+        for _ in range(_MAX_MODULES):
+            if entry == head:
+                return
+            yield entry
+            entry = self._word(entry)
+
+    def _part(self, module: int, kind: int) -> Range:
+        memory = module + self._abi["module.mem"] + kind * self._abi["module_memory.size_of"]
+        base = self._word(memory + self._abi["module_memory.base"])
+        return Range(base, base + self._word(memory + self._abi["module_memory.size"]))
+
+    def _symbols(self, module: int, parts: list[Range]) -> Iterator[Symbol]:
+        """Those with an address in the module; each reaches up to the next one or the end of its part."""
+        table = self._word(module + self._abi["module.kallsyms"])
+        count = self._u32(table, "mod_kallsyms.num_symtab")
+        letters = self._memory.read(self._word(table + self._abi["mod_kallsyms.typetab"]), count)
+        found = []
+        for (name, address), letter in zip(self._named(table, count), letters.decode("ascii"), strict=True):
+            part = next((part for part in parts if part.start <= address < part.end), None)
+            if part is not None and name and not name.startswith(".L"):
+                found.append((name, address, letter, part.end))
+        exported = set(self._exported(module))
+        following = dict(pairwise(sorted({address for _, address, _, _ in found})))
+        for name, address, letter, end in found:
+            shown = letter.upper() if address in exported else letter.lower()
+            yield Symbol(name, address, shown, min(following.get(address, end), end) - address)
+
+    def _named(self, table: int, count: int) -> Iterator[tuple[str, int]]:
+        """Name and value of each entry of a symbol table."""
+        entry = _SYMBOLS[self._word_size]
+        raw = self._memory.read(self._word(table + self._abi["mod_kallsyms.symtab"]), count * entry.size)
+        strings = self._word(table + self._abi["mod_kallsyms.strtab"])
+        for fields in entry.iter_unpack(raw):
+            name = self._memory.read_cstring(strings + fields[0]).decode("ascii", "replace")
+            yield name, fields[4] if self._word_size == 8 else fields[1]
+
+    def _exported(self, module: int) -> Iterator[int]:
+        table, count = self._table(module, "syms")
+        for index in range(count):
+            yield self._word(table + 2 * index * self._word_size)
+
+    def _ex_table(self, module: int) -> Iterator[ExTableEntry]:
+        table, count = self._table(module, "extable", "exentries")
+        for at in range(table, table + 8 * count, 8):
+            insn, fixup = struct.unpack("<ii", self._memory.read(at, 8))
+            yield ExTableEntry(self._address(at + insn), self._address(at + 4 + fixup))
+
+    def _bugs(self, module: int) -> dict[int, BugEntry]:
+        table, count = self._table(module, "bug_table", "bugs")
+        bugs = {}
+        for at in range(table, table + 12 * count, 12):
+            address, file, line, flags = struct.unpack("<iiHH", self._memory.read(at, 12))
+            address = self._address(at + address)
+            name = self._memory.read_cstring(self._address(at + 4 + file)).decode("ascii", "replace")
+            bugs[address] = BugEntry(address, name, line, flags)
+        return bugs
+
+    def _blacklist(self, module: int, symbols: tuple[Symbol, ...]) -> Iterator[BlacklistEntry]:
+        """Mirrors: kernel/kprobes.c:add_module_kprobe_blacklist (v6.1)."""
+        functions = {symbol.address: symbol for symbol in reversed(symbols)}
+        for address in self._words(module, "kprobe_blacklist"):
+            symbol = functions.get(address)
+            if symbol is not None:
+                yield BlacklistEntry(address, address + symbol.size, symbol.name)
+        for section in ("kprobes_text", "noinstr_text"):
+            start = self._word(module + self._abi[f"module.{section}_start"])
+            end = start + self._word(module + self._abi[f"module.{section}_size"])
+            for address, symbol in functions.items():
+                if start <= address < end:
+                    yield BlacklistEntry(address, address + symbol.size, symbol.name)
+
+    def _words(self, module: int, name: str) -> list[int]:
+        table, count = self._table(module, name)
+        return [self._word(table + index * self._word_size) for index in range(count)]
+
+    def _table(self, module: int, name: str, counted: str | None = None) -> tuple[int, int]:
+        table = self._word(module + self._abi[f"module.{name}"])
+        return table, self._word(module + self._abi[f"module.num_{counted or name}"]) if table else 0
+
+    def _address(self, value: int) -> int:
+        return value & ((1 << (8 * self._word_size)) - 1)
+
+    def _word(self, va: int) -> int:
+        return int.from_bytes(self._memory.read(va, self._word_size), "little")
+
+    def _u32(self, base: int, field: str) -> int:
+        return int.from_bytes(self._memory.read(base + self._abi[field], 4), "little")

@@ -1,0 +1,67 @@
+"""When delayed work is due: the guest's clock, and in virtual time the requests that come in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import monotonic
+
+from emulated_kernel.abi import HZ
+from emulated_kernel.kprobes.kprobes import Kprobes
+from emulated_kernel.machine.clock import MachineClock
+
+NSEC_PER_JIFFY = 1_000_000_000 // HZ
+PAUSE = 0.1
+"""Seconds without a request from which on the virtual clock counts the pause as long as it was."""
+
+
+class RequestClock:
+    """Jiffies as delayed work counts them.
+
+    A virtual clock hardly moves between two commands of a shell. So there each request counts a jiffy, the
+    same in each run of a script; and a pause between requests counts as long as it was.
+    """
+
+    def __init__(self, clock: MachineClock, wall: Callable[[], float] = monotonic) -> None:
+        self._clock = clock
+        self._wall = wall
+        self._extra = 0
+        self._latest: float | None = None
+
+    def jiffies(self) -> int:
+        return self._clock.now_ns() // NSEC_PER_JIFFY + self._extra
+
+    def count_call(self) -> None:
+        """A request of the program itself: how long it paused is its own affair."""
+        if self._clock.is_virtual:
+            self._extra += 1
+
+    def count_request(self) -> None:
+        """A request of a process of the host."""
+        self.count_call()
+        now = self._wall()
+        if self._clock.is_virtual and self._latest is not None and now - self._latest >= PAUSE:
+            self._extra += int((now - self._latest) * HZ)
+        self._latest = now
+
+
+class RequestObserver:
+    """What each request begins with: it counts for the clock, and delayed work that is due is done."""
+
+    def __init__(self, clock: RequestClock, kprobes: Kprobes) -> None:
+        self._clock = clock
+        self._kprobes = kprobes
+
+    def request_begins(self) -> None:
+        """See TaskEvents."""
+        self._clock.count_request()
+        self._work()
+
+    def before_call(self) -> None:
+        """The program itself does."""
+        self._clock.count_call()
+        self._work()
+
+    def _work(self) -> None:
+        self._kprobes.garbage.work.run_if_due()
+        if self._kprobes.optimizer is not None:
+            self._kprobes.optimizer.work.run_if_due()

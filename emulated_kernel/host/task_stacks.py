@@ -1,0 +1,85 @@
+"""Quiescence: whether any CPU or task stands, or will come back, in text that is to be patched."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from struct import unpack_from
+
+from emulated_kernel.host.readers.task_list import read_tasks
+from emulated_kernel.image.kallsyms import Kallsyms
+from emulated_kernel.machine.machine import Machine
+from emulated_kernel.machine.memory.memory import Memory
+
+
+class Spans:
+    """Ranges [start, end) of addresses."""
+
+    def __init__(self, spans: Sequence[tuple[int, int]]) -> None:
+        self._ordered = sorted(spans)
+        self._starts = [start for start, _ in self._ordered]
+        self.first, self.last = self._starts[0], max(end for _, end in self._ordered)
+
+    def around(self, address: int) -> tuple[int, int] | None:
+        """The range that holds an address."""
+        if not self.first <= address < self.last:
+            return None
+        start, end = self._ordered[bisect_right(self._starts, address) - 1]
+        return (start, end) if start <= address < end else None
+
+
+class TaskStacks:
+    """Looks for addresses in the CPUs' registers and on the live stacks of all tasks.
+
+    An interrupted task's pt_regs holds its ip. A word that only looks like an address counts too. Linux waits
+    until each task has switched by its own will, since it can't look. The guest must be stopped.
+    Mirrors: synchronize_rcu_tasks (v6.1).
+    """
+
+    def __init__(self, memory: Memory, symbols: Kallsyms, abi: Mapping[str, int], cpus: Machine) -> None:
+        self._memory = memory
+        self._symbols = symbols
+        self._abi = abi
+        self._cpus = cpus
+        self._size = abi["thread.size"]
+
+    def occupied(self, spans: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
+        """Which of the disjoint ranges hold the value of a CPU's register or a word of a task's stack."""
+        return set(self._met(spans))
+
+    def _met(self, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+        if not spans:
+            return
+        wanted = Spans(spans)
+        first, last, around = wanted.first, wanted.last, wanted.around
+        for words in chain([self._cpus.register_values()], self._stacks(self._cpus.positions())):
+            for word in words:
+                if first <= word < last:
+                    span = around(word)
+                    if span is not None:
+                        yield span
+
+    def _stacks(self, positions: Sequence[tuple[int, int]]) -> Iterator[tuple[int, ...]]:
+        read_word, abi = self._memory.read_word, self._abi
+        running = {}
+        tasks = [task.addr for task in read_tasks(self._memory, self._symbols, abi)]
+        for area, (_, sp) in zip(self._cpus.per_cpu_bases, positions, strict=True):
+            running[read_word(area + abi["percpu.current_task"])] = sp
+            idle = read_word(area + abi["percpu.idle_task"])
+            if idle not in tasks:
+                tasks.append(idle)
+            yield from self._part(read_word(area + abi["percpu.hardirq_stack_ptr"]) - self._size, sp)
+        for task in tasks:
+            base = read_word(task + abi["task_struct.stack"])
+            sp = running.get(task, read_word(task + abi["task_struct.sp"]))
+            # Of a CPU that stands on its interrupt stack it is not known where it left the task's.
+            yield from self._part(base, sp if base <= sp <= base + self._size else base)
+
+    def _part(self, base: int, sp: int) -> Iterator[tuple[int, ...]]:
+        """The words from `sp` to the top of a stack; none if it points elsewhere."""
+        size = base + self._size - sp
+        if 0 < size <= self._size:
+            word = self._memory.word_size
+            code = "Q" if word == 8 else "I"
+            yield unpack_from(f"<{size // word}{code}", self._memory.read(sp, size))

@@ -1,0 +1,330 @@
+"""BTF, the kernel's own description of its types: sizes, offsets of members, prototypes of functions.
+
+Source: Documentation/bpf/btf.rst. pahole writes it when a kernel is built with CONFIG_DEBUG_INFO_BTF.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from errno import ENOENT
+from functools import cached_property
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.image.linux.unusable import unusable
+
+_MAGIC = 0xEB9F
+_HEADER = struct.Struct("<HBBIIIII")
+_TYPE = struct.Struct("<III")
+_WORDS3 = struct.Struct("<III")
+_DEPTH = 64
+"""Types that refer to each other in a row; damaged ones may do so for ever."""
+_BIG = 1 << 31
+
+
+class Kind(IntEnum):
+    """What a type is. Mirrors: include/uapi/linux/btf.h (v6.1)"""
+
+    VOID = 0
+    INT = 1
+    PTR = 2
+    ARRAY = 3
+    STRUCT = 4
+    UNION = 5
+    ENUM = 6
+    FWD = 7
+    TYPEDEF = 8
+    VOLATILE = 9
+    CONST = 10
+    RESTRICT = 11
+    FUNC = 12
+    FUNC_PROTO = 13
+    VAR = 14
+    DATASEC = 15
+    FLOAT = 16
+    DECL_TAG = 17
+    TYPE_TAG = 18
+    ENUM64 = 19
+
+
+_FIXED_TAIL = {Kind.INT: 4, Kind.ARRAY: 12, Kind.VAR: 4, Kind.DECL_TAG: 4}
+_TAIL_EACH = {
+    Kind.STRUCT: 12, Kind.UNION: 12, Kind.ENUM: 8, Kind.FUNC_PROTO: 8, Kind.DATASEC: 12, Kind.ENUM64: 12,
+}  # fmt: skip
+"""Bytes behind a type's three words, and for each of its members."""
+_MODIFIERS = (Kind.TYPEDEF, Kind.VOLATILE, Kind.CONST, Kind.RESTRICT, Kind.TYPE_TAG)
+_QUALIFIERS = {Kind.VOLATILE: "volatile", Kind.CONST: "const", Kind.RESTRICT: "restrict"}
+_KEYWORDS = {Kind.STRUCT: "struct", Kind.UNION: "union", Kind.ENUM: "enum", Kind.ENUM64: "enum"}
+
+
+@dataclass(frozen=True, slots=True)
+class Type:
+    """One type; `size_or_type` is its size in bytes, or the number of the type that it refers to."""
+
+    kind: Kind
+    name: int
+    count: int
+    flag: bool
+    size_or_type: int
+    tail: int
+    """Where what follows its three words begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A member of a structure or union; offset and width in bits, width 0 if it is no bit field."""
+
+    name: str
+    type: int
+    offset: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prototype:
+    """A function as C declares it; parameters are names (empty where not known) and types."""
+
+    name: str
+    returns: str
+    parameters: tuple[tuple[str, str], ...]
+    is_variadic: bool
+
+
+class Btf:
+    """The types of one kernel; each has a number, void is 0.
+
+    Raises: KernelError ENOEXEC for damaged data, ENOENT for what it has no type for.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        if len(data) < _HEADER.size:
+            raise unusable("its BTF is truncated")
+        magic, _, _, header, type_at, type_size, text_at, text_size = _HEADER.unpack_from(data)
+        if magic != _MAGIC:
+            raise unusable("its BTF has another magic number")
+        self._types = data[header + type_at : header + type_at + type_size]
+        self._texts = data[header + text_at : header + text_at + text_size]
+        if len(self._types) < type_size or len(self._texts) < text_size:
+            raise unusable("its BTF is truncated")
+        self.types = list(self._read())
+
+    def find(self, kind: Kind, name: str) -> int:
+        """The number of the first type of that kind and name. Raises: KernelError ENOENT."""
+        number = self._by_name.get((kind, name))
+        if number is None:
+            raise KernelError(ENOENT, f"this kernel's BTF has no {kind.name.lower()} {name}")
+        return number
+
+    def size(self, structure: str) -> int:
+        """Bytes of a structure."""
+        return self.types[self.find(Kind.STRUCT, structure)].size_or_type
+
+    def offset(self, path: str) -> int:
+        """Bytes from the start of a structure to a member, as in "task_struct.thread.sp"."""
+        bits, _ = self.locate(path)
+        return bits // 8
+
+    def locate(self, path: str) -> tuple[int, Member]:
+        """A member by its path, with its whole offset in bits; anonymous members are looked through."""
+        structure, *names = path.split(".")
+        number, offset, member = self.find(Kind.STRUCT, structure), 0, None
+        for name in names:
+            found = self._member(self.resolve(number), name, _DEPTH)
+            if found is None:
+                raise KernelError(ENOENT, f"this kernel's BTF has no {path}")
+            member = found[1]
+            offset, number = offset + found[0], member.type
+        if member is None:
+            raise KernelError(ENOENT, f"{path} names no member")
+        return offset, member
+
+    def has(self, path: str) -> bool:
+        """Whether a structure, or a member of one, exists."""
+        try:
+            return bool(self.locate(path) if "." in path else self.find(Kind.STRUCT, path))
+        except KernelError as error:
+            if error.errno == ENOENT:
+                return False
+            raise
+
+    def members(self, number: int) -> Iterator[Member]:
+        """The members of a structure or union in the order of its declaration."""
+        kind = self._type(number)
+        if kind.kind not in (Kind.STRUCT, Kind.UNION):
+            return
+        for index in range(kind.count):
+            name, member, offset = _WORDS3.unpack_from(self._types, kind.tail + 12 * index)
+            width = offset >> 24 if kind.flag else 0
+            yield Member(self.text(name), member, offset & 0xFFFFFF if kind.flag else offset, width)
+
+    def resolve(self, number: int) -> int:
+        """The type behind typedefs and qualifiers."""
+        for _ in range(_DEPTH):
+            kind = self._type(number)
+            if kind.kind not in _MODIFIERS:
+                return number
+            number = kind.size_or_type
+        raise unusable("types of its BTF refer to each other in a circle")
+
+    def enumerators(self, number: int) -> dict[str, int]:
+        """Names and values of an enum."""
+        kind = self._type(number)
+        big = kind.kind is Kind.ENUM64
+        found = {}
+        for index in range(kind.count):
+            if big:
+                name, low, high = _WORDS3.unpack_from(self._types, kind.tail + 12 * index)
+                value = low | high << 32
+            else:
+                name, value = struct.unpack_from("<II", self._types, kind.tail + 8 * index)
+            bits = 64 if big else 32
+            found[self.text(name)] = value - (1 << bits) if kind.flag and value >> bits - 1 else value
+        return found
+
+    @cached_property
+    def constants(self) -> dict[str, int]:
+        """All enumerators of all enums; of equal names the first."""
+        found: dict[str, int] = {}
+        for number, kind in enumerate(self.types):
+            if kind.kind in (Kind.ENUM, Kind.ENUM64):
+                for name, value in self.enumerators(number).items():
+                    found.setdefault(name, value)
+        return found
+
+    @cached_property
+    def functions(self) -> dict[str, int]:
+        """The number of the prototype of each function that is described; of equal names the first."""
+        found: dict[str, int] = {}
+        for kind in self.types:
+            if kind.kind is Kind.FUNC:
+                found.setdefault(self.text(kind.name), kind.size_or_type)
+        return found
+
+    def prototype(self, function: str) -> Prototype:
+        """A function's declaration. Raises: KernelError ENOENT."""
+        number = self.functions.get(function)
+        if number is None:
+            raise KernelError(ENOENT, f"this kernel's BTF has no function {function}")
+        proto = self._type(number)
+        if proto.kind is not Kind.FUNC_PROTO:
+            raise unusable(f"in its BTF the function {function} has no prototype")
+        parameters = [
+            struct.unpack_from("<II", self._types, proto.tail + 8 * index) for index in range(proto.count)
+        ]
+        variadic = bool(parameters) and parameters[-1] == (0, 0)
+        return Prototype(
+            function,
+            self.type_name(proto.size_or_type),
+            tuple(
+                (self.text(name), self.type_name(kind))
+                for name, kind in parameters[: -1 if variadic else None]
+            ),
+            variadic,
+        )
+
+    def type_name(self, number: int) -> str:
+        """A type as C writes it where it declares nothing."""
+        return self._declared(number, "", _DEPTH)
+
+    def text(self, offset: int) -> str:
+        """A name by its offset in the texts."""
+        end = self._texts.find(b"\0", offset)
+        return self._texts[offset : max(end, offset)].decode("utf-8", "replace")
+
+    def _type(self, number: int) -> Type:
+        if not 0 <= number < len(self.types):
+            raise unusable("its BTF refers to a type that it doesn't have")
+        return self.types[number]
+
+    @cached_property
+    def _by_name(self) -> dict[tuple[Kind, str], int]:
+        found: dict[tuple[Kind, str], int] = {}
+        for number, kind in enumerate(self.types):
+            if kind.name:
+                found.setdefault((kind.kind, self.text(kind.name)), number)
+        return found
+
+    def _read(self) -> Iterator[Type]:
+        yield Type(Kind.VOID, 0, 0, False, 0, 0)
+        data, at = self._types, 0
+        while at < len(data):
+            if at + _TYPE.size > len(data):
+                raise unusable("its BTF ends within a type")
+            name, info, size = _TYPE.unpack_from(data, at)
+            number, count = info >> 24 & 0x1F, info & 0xFFFF
+            if not 0 < number <= Kind.ENUM64:
+                raise unusable(f"its BTF has types of an unknown kind, {number}")
+            kind = Kind(number)
+            tail = at + _TYPE.size
+            at = tail + _FIXED_TAIL.get(kind, 0) + _TAIL_EACH.get(kind, 0) * count
+            if at > len(data):
+                raise unusable("its BTF ends within a type")
+            yield Type(kind, name, count, bool(info & _BIG), size, tail)
+
+    def _member(self, number: int, name: str, depth: int) -> tuple[int, Member] | None:
+        if not depth:
+            raise unusable("structures of its BTF contain each other")
+        for member in self.members(number):
+            if member.name == name:
+                return member.offset, member
+            if not member.name:
+                found = self._member(self.resolve(member.type), name, depth - 1)
+                if found:
+                    return member.offset + found[0], found[1]
+        return None
+
+    def _declared(self, number: int, inner: str, depth: int) -> str:
+        """C's declarations are read from the inside: `inner` is what stands where the name would."""
+        if not depth:
+            raise unusable("types of its BTF refer to each other in a circle")
+        kind = self._type(number)
+        write = _WRITTEN.get(kind.kind)
+        if write is not None:
+            return write(self, kind, inner, depth - 1)
+        keyword = _KEYWORDS.get(kind.kind, "")
+        if kind.kind is Kind.FWD:
+            keyword = "union" if kind.flag else "struct"
+        name = "void" if kind.kind is Kind.VOID else self.text(kind.name) or "{...}"
+        return _joined(f"{keyword} {name}" if keyword else name, inner)
+
+    def _pointer(self, kind: Type, inner: str, depth: int) -> str:
+        to = self._type(kind.size_or_type).kind
+        star = f"(*{inner})" if to in (Kind.ARRAY, Kind.FUNC_PROTO) else f"*{inner}"
+        return self._declared(kind.size_or_type, star, depth)
+
+    def _array(self, kind: Type, inner: str, depth: int) -> str:
+        element, _, count = _WORDS3.unpack_from(self._types, kind.tail)
+        return self._declared(element, f"{inner}[{count}]", depth)
+
+    def _function(self, kind: Type, inner: str, depth: int) -> str:
+        parameters = [
+            self._declared(struct.unpack_from("<II", self._types, kind.tail + 8 * index)[1], "", depth)
+            for index in range(kind.count)
+        ]
+        return self._declared(kind.size_or_type, f"{inner}({', '.join(parameters) or 'void'})", depth)
+
+    def _qualified(self, kind: Type, inner: str, depth: int) -> str:
+        word = _QUALIFIERS[kind.kind]
+        if self._type(kind.size_or_type).kind is Kind.PTR:
+            return self._declared(kind.size_or_type, _joined(word, inner), depth)
+        return f"{word} {self._declared(kind.size_or_type, inner, depth)}"
+
+    def _tagged(self, kind: Type, inner: str, depth: int) -> str:
+        return self._declared(kind.size_or_type, inner, depth)
+
+
+_WRITTEN: dict[Kind, Callable[[Btf, Type, str, int], str]] = {
+    Kind.PTR: Btf._pointer,
+    Kind.ARRAY: Btf._array,
+    Kind.FUNC_PROTO: Btf._function,
+    Kind.VOLATILE: Btf._qualified,
+    Kind.CONST: Btf._qualified,
+    Kind.RESTRICT: Btf._qualified,
+    Kind.TYPE_TAG: Btf._tagged,
+}
+
+
+def _joined(word: str, inner: str) -> str:
+    return f"{word} {inner}" if inner else word

@@ -1,0 +1,58 @@
+"""bzImage: where its compressed kernel stands. Source: Documentation/x86/boot.rst, protocol 2.08 on."""
+
+from __future__ import annotations
+
+import io
+import struct
+
+from emulated_kernel.image.linux.compression import GZIP_MAGIC, unpack
+from emulated_kernel.image.linux.unusable import unusable
+
+SECTOR = 512
+_MAGIC_AT, _MAGIC = 0x202, b"HdrS"
+_PAYLOAD_PROTOCOL = 0x208
+_HEADER_END = 0x250
+VMLINUX_LIMIT = 256 << 20
+"""Bytes; distributions' kernels have 50 to 70 MiB."""
+ELF_MAGIC = b"\x7fELF"
+
+
+def is_bzimage(start: bytes) -> bool:
+    """Whether a file that starts so is a bzImage; x86's Linux has its setup header at 0x1f1."""
+    return start[_MAGIC_AT : _MAGIC_AT + 4] == _MAGIC
+
+
+def unpack_bzimage(data: bytes) -> bytes:
+    """The vmlinux within. Raises: KernelError ENOEXEC."""
+    payload = _payload(data)
+    declared = struct.unpack("<I", payload[-4:])[0]
+    if not 0 < declared <= VMLINUX_LIMIT:
+        raise unusable(f"its payload says that {declared >> 20} MiB come out of it")
+    # The size is gzip's own; with all others the kernel's build wrote it behind what they made.
+    packed = payload if payload.startswith(GZIP_MAGIC) else payload[:-4]
+    vmlinux = b"".join(unpack(io.BytesIO(packed), declared))
+    if len(vmlinux) != declared:
+        raise unusable(f"its payload gives {len(vmlinux)} bytes, where it says {declared}")
+    if not vmlinux.startswith(ELF_MAGIC):
+        raise unusable("what its payload holds is no ELF file")
+    return vmlinux
+
+
+def _payload(data: bytes) -> bytes:
+    if len(data) < _HEADER_END:
+        raise unusable("truncated within the setup header")
+    protocol = struct.unpack_from("<H", data, _MAGIC_AT + 4)[0]
+    if protocol < _PAYLOAD_PROTOCOL:
+        raise unusable(
+            f"boot protocol {protocol >> 8}.{protocol & 255:02}, which doesn't tell where the payload is"
+        )
+    setup = ((data[0x1F1] or 4) + 1) * SECTOR
+    offset, length = struct.unpack_from("<II", data, 0x248)
+    if length < 8:
+        raise unusable("its payload is empty")
+    payload = data[setup + offset : setup + offset + length]
+    if len(payload) < length:
+        raise unusable(
+            f"truncated: its payload ends at {setup + offset + length:#x}, the file at {len(data):#x}"
+        )
+    return payload

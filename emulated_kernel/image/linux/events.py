@@ -1,0 +1,194 @@
+"""A kernel's trace events and system calls, read out of its structures by what its BTF says of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.image.linux.btf import Btf
+from emulated_kernel.image.linux.vmlinux import Vmlinux
+
+_MOST_FIELDS = 256
+_TEXT_OR_NAME = re.compile(r'"(?:\\.|[^"\\])*"|[A-Za-z_]\w*')
+_SYSCALL_PREFIXES = ("__x64_sys_", "__do_sys_", "__se_sys_", "sys_")
+_MOST_SYSCALLS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class RecordField:
+    """A field of an event's record, without those that all events have; sizes in bytes.
+
+    The kernel works out the offsets when it boots: each field stands at the next multiple of its alignment.
+    """
+
+    type: str
+    name: str
+    size: int
+    align: int
+    is_signed: bool
+    length: int
+    """Elements of an array, 0 where it is none or its type alone tells."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelEvent:
+    """A trace event; `address` is that of its struct trace_event_call."""
+
+    address: int
+    system: str
+    name: str
+    print_fmt: str
+    """Empty where the kernel makes it when it boots, as for system calls."""
+    fields: tuple[RecordField, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSyscall:
+    """A system call with its parameters; `number` is -1 where the kernel's table doesn't have it."""
+
+    number: int
+    name: str
+    types: tuple[str, ...]
+    args: tuple[str, ...]
+
+
+class Structures:
+    """Structures in a kernel's memory, read member by member."""
+
+    def __init__(self, vmlinux: Vmlinux, btf: Btf) -> None:
+        self.vmlinux = vmlinux
+        self.btf = btf
+        self._places: dict[str, tuple[int, int]] = {}
+
+    def value(self, address: int, path: str, size: int = 8) -> int:
+        """A member of the structure at `address` as an unsigned number of `size` bytes."""
+        place = self._places.get(path)
+        if place is None:
+            offset, member = self.btf.locate(path)
+            place = self._places[path] = offset, member.width
+        offset, width = place
+        if not width:
+            return int.from_bytes(self.vmlinux.read(address + offset // 8, size), "little")
+        raw = int.from_bytes(self.vmlinux.read(address + offset // 8, size), "little")
+        return raw >> offset % 8 & (1 << width) - 1
+
+    def text(self, address: int, path: str) -> str:
+        """The string that a member points to; empty where it points to none."""
+        pointer = self.value(address, path)
+        return self.vmlinux.string(pointer) if pointer else ""
+
+
+def kernel_events(
+    structures: Structures, calls: tuple[int, ...], maps: tuple[int, ...]
+) -> Iterator[KernelEvent]:
+    """The events whose structures are at `calls`; `maps`: where the constants of formats are explained."""
+    constants = eval_maps(structures, maps)
+    flag = structures.btf.constants.get("TRACE_EVENT_FL_TRACEPOINT", 0)
+    for address in calls:
+        values = constants.get(system := _system(structures, address), {})
+        yield KernelEvent(
+            address,
+            system,
+            _name(structures, address, flag),
+            with_values(structures.text(address, "trace_event_call.print_fmt"), values),
+            tuple(_fields(structures, address, values)),
+        )
+
+
+def eval_maps(structures: Structures, maps: tuple[int, ...]) -> dict[str, dict[str, int]]:
+    """Of each system the values of the constants that its formats name."""
+    found: dict[str, dict[str, int]] = {}
+    for address in maps:
+        system = structures.text(address, "trace_eval_map.system")
+        name = structures.text(address, "trace_eval_map.eval_string")
+        value = structures.value(address, "trace_eval_map.eval_value")
+        found.setdefault(system, {}).setdefault(name, value - (1 << 64) if value >> 63 else value)
+    return found
+
+
+def with_values(text: str, values: Mapping[str, int]) -> str:
+    """A format with numbers in place of constants, outside of its strings.
+
+    Mirrors: kernel/trace/trace_events.c:update_event_printk (v6.1)
+    """
+    return _TEXT_OR_NAME.sub(lambda found: str(values.get(found[0], found[0])), text) if values else text
+
+
+def _system(structures: Structures, address: int) -> str:
+    event_class = structures.value(address, "trace_event_call.class")
+    return structures.text(event_class, "trace_event_class.system")
+
+
+def _name(structures: Structures, address: int, tracepoint_flag: int) -> str:
+    """Mirrors: include/linux/trace_events.h:trace_event_name (v6.1)"""
+    if structures.value(address, "trace_event_call.flags", 4) & tracepoint_flag:
+        tracepoint = structures.value(address, "trace_event_call.tp")
+        return structures.text(tracepoint, "tracepoint.name")
+    return structures.text(address, "trace_event_call.name")
+
+
+def _fields(structures: Structures, address: int, values: Mapping[str, int]) -> Iterator[RecordField]:
+    """Those of the class's array; a class without one defines them by code."""
+    event_class = structures.value(address, "trace_event_call.class")
+    if not structures.btf.has("trace_event_class.fields_array"):
+        return
+    tells_length = structures.btf.has("trace_event_fields.len")
+    at = structures.value(event_class, "trace_event_class.fields_array")
+    step = structures.btf.size("trace_event_fields")
+    for index in range(_MOST_FIELDS if at else 0):
+        field = at + index * step
+        kind = structures.value(field, "trace_event_fields.type")
+        # Linux: an address that is none is TRACE_FUNCTION_TYPE: a function of the kernel tells the fields.
+        if not kind or not structures.vmlinux.has(kind):
+            return
+        yield RecordField(
+            with_values(structures.vmlinux.string(kind), values),
+            structures.text(field, "trace_event_fields.name"),
+            structures.value(field, "trace_event_fields.size", 4),
+            structures.value(field, "trace_event_fields.align", 4),
+            bool(structures.value(field, "trace_event_fields.is_signed", 4)),
+            structures.value(field, "trace_event_fields.len", 4) if tells_length else 0,
+        )
+
+
+def kernel_syscalls(
+    structures: Structures, metadata: tuple[int, ...], numbers: Mapping[str, int]
+) -> Iterator[KernelSyscall]:
+    """The system calls whose struct syscall_metadata are at `metadata`."""
+    for address in metadata:
+        name = structures.text(address, "syscall_metadata.name")
+        count = min(structures.value(address, "syscall_metadata.nb_args", 4), 6)
+        types, args = (
+            tuple(
+                structures.vmlinux.string(
+                    int.from_bytes(structures.vmlinux.read(array + 8 * each, 8), "little")
+                )
+                for each in range(count)
+            )
+            for array in (
+                structures.value(address, f"syscall_metadata.{which}") if count else 0
+                for which in ("types", "args")
+            )
+        )
+        yield KernelSyscall(numbers.get(name.removeprefix("sys_"), -1), name, types, args)
+
+
+def syscall_numbers(vmlinux: Vmlinux, table: int, names: Mapping[int, list[str]]) -> dict[str, int]:
+    """Number by name without sys_, out of sys_call_table; `names`: the symbols at an address."""
+    found: dict[str, int] = {}
+    for number in range(_MOST_SYSCALLS):
+        try:
+            entry = int.from_bytes(vmlinux.read(table + 8 * number, 8), "little")
+        except KernelError:
+            break
+        symbols = names.get(entry)
+        if symbols is None:
+            break
+        for symbol in symbols:
+            for prefix in _SYSCALL_PREFIXES:
+                if symbol.startswith(prefix):
+                    found.setdefault(symbol.removeprefix(prefix), number)
+                    break
+    return found

@@ -1,0 +1,198 @@
+"""The kernel's own symbol table, found in an image by what it looks like: no symbol says where it is.
+
+scripts/kallsyms.c writes, in one of two orders, num_syms, names (each the numbers of tokens that it is put
+together of), markers (where each 256th name begins), a token table and its index, and addresses: whole ones,
+or offsets from a base, of which those of per-CPU variables may be absolute. v6.2 added sequence numbers.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice, pairwise
+
+from emulated_kernel.image.kallsyms import Symbol
+from emulated_kernel.image.linux.vmlinux import LoadSegment, Vmlinux
+
+_TOKENS = 256
+_MARKED = 256
+"""A marker for each so many names."""
+_DIGITS = re.compile(b"(?<=\\x00)" + b"".join(b"%d\\x00" % digit for digit in range(10)))
+"""What the tokens for digits look like, since hardly any name's part is worth the token of a digit."""
+_FIRST_DIGIT = ord("0")
+_TOKEN_TABLE_LIMIT = 1 << 14
+_TYPES = frozenset(bytes((letter,)) for letter in b"aAbBcCdDgGiInNpPrRsStTuUvVwW-?")
+_NAMES_LIMIT = 1 << 26
+"""Bytes in front of the token table in which the names are looked for."""
+_MOST_SYMBOLS = 1 << 22
+_MOST_TABLES = 64
+"""Places that are looked at: a hostile image may be full of digits."""
+_ALIGNMENT = 8
+
+
+@dataclass(slots=True)
+class _Budget:
+    """Names that may still be put together: a hostile image can be full of what looks like a beginning."""
+
+    names: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    start: int
+    """Of the token table in its segment."""
+    end: int
+    """Behind the index."""
+    texts: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    start: int
+    """Of num_syms in its segment."""
+    names: list[bytes]
+    """Each with its type in front."""
+
+
+def find_symbols(vmlinux: Vmlinux) -> list[Symbol]:
+    """All symbols of the table in its order, without sizes; none where there is no table.
+
+    The layouts of v5.0 to v6.12.
+    Mirrors: kernel/kallsyms.c:kallsyms_sym_address, kallsyms_expand_symbol (v6.1)
+    """
+    budget = _Budget(2 * _MOST_SYMBOLS)
+    for segment in vmlinux.segments:
+        for tokens in _token_tables(segment.data):
+            names = _find_names(segment.data, tokens, budget)
+            addresses = names and _find_addresses(vmlinux, segment, tokens, names)
+            if names and addresses:
+                return [
+                    Symbol(name[1:].decode("utf-8", "replace"), address, chr(name[0]))
+                    for name, address in zip(names.names, addresses, strict=True)
+                ]
+    return []
+
+
+def _token_tables(data: bytes) -> Iterator[_Tokens]:
+    """Where ten digits stand in a row, with an index behind that fits the texts around them."""
+    for match in islice(_DIGITS.finditer(data), _MOST_TABLES):
+        for start in range(match.start(), max(match.start() - _TOKEN_TABLE_LIMIT, -1), -1):
+            if start % _ALIGNMENT == 0:
+                tokens = _tokens_at(data, start, match.start())
+                if tokens:
+                    yield tokens
+                    break
+
+
+def _tokens_at(data: bytes, start: int, digits: int) -> _Tokens | None:
+    """The table if one begins at `start`: 48 texts stand in front of the digits, and the index agrees."""
+    if data.count(b"\0", start, digits) != _FIRST_DIGIT:
+        return None
+    texts = tuple(data[start : start + _TOKEN_TABLE_LIMIT].split(b"\0", _TOKENS)[:_TOKENS])
+    if len(texts) < _TOKENS:
+        return None
+    offsets = [0]
+    for text in texts:
+        offsets.append(offsets[-1] + len(text) + 1)
+    expected = struct.pack(f"<{_TOKENS}H", *(offset & 0xFFFF for offset in offsets[:-1]))
+    index = _aligned(start + offsets[-1])
+    for at in (index, start + offsets[-1]):
+        if data.startswith(expected, at):
+            return _Tokens(start, at + len(expected), texts)
+    return None
+
+
+def _find_names(data: bytes, tokens: _Tokens, budget: _Budget) -> _Names | None:
+    """num_syms and the names behind it, which end where markers say the same, in front of the tokens."""
+    first = max(0, tokens.start - _NAMES_LIMIT)
+    first += -first % _ALIGNMENT
+    end = tokens.start - tokens.start % _ALIGNMENT
+    words = memoryview(data)[first:end].cast("I")
+    for index in range(len(words) - 2, -1, -2):
+        count = words[index]
+        if budget.names <= 0:
+            return None
+        if words[index + 1] or not 0 < count <= _MOST_SYMBOLS or count * 2 > (len(words) - index) * 4:
+            continue
+        start = first + index * 4
+        names = _names_at(data, start + _ALIGNMENT, count, tokens, budget)
+        if names:
+            return _Names(start, names)
+    return None
+
+
+def _names_at(data: bytes, start: int, count: int, tokens: _Tokens, budget: _Budget) -> list[bytes] | None:
+    """`count` names from `start` on, if markers follow that agree; None otherwise."""
+    texts, limit = tokens.texts, tokens.start
+    names, markers, at = [], [], start
+    join = b"".join
+    for number in range(count):
+        if not number % _MARKED:
+            markers.append(at - start)
+        length = data[at]
+        at += 1
+        if length & 0x80:
+            # v6.1: a name's length may take two bytes.
+            length = length & 0x7F | data[at] << 7
+            at += 1
+        if not length or at + length > limit:
+            break
+        name = join([texts[token] for token in data[at : at + length]])
+        if name[:1] not in _TYPES or len(name) < 2:
+            break
+        names.append(name)
+        at += length
+    budget.names -= len(names) + 1
+    if len(names) < count:
+        return None
+    expected = struct.pack(f"<{len(markers)}I", *markers)
+    return (
+        names if data.startswith(expected, _aligned(at)) and _aligned(at) + len(expected) <= limit else None
+    )
+
+
+def _find_addresses(
+    vmlinux: Vmlinux, segment: LoadSegment, tokens: _Tokens, names: _Names
+) -> list[int] | None:
+    """In front of num_syms (up to v6.3), or behind the token index: the layout in which addresses ascend."""
+    count = len(names.names)
+    data, offsets_size = segment.data, _aligned(4 * count)
+    behind = _aligned(tokens.end)
+    for offsets, base in (
+        (names.start - 8 - offsets_size, names.start - 8),
+        (behind, behind + offsets_size),
+    ):
+        if offsets >= 0 and base + 8 <= len(data):
+            start = struct.unpack_from("<Q", data, base)[0]
+            found = vmlinux.has(start) and _relative(data, offsets, count, start)
+            if found:
+                return found
+    for absolute in (names.start - 8 * count, behind):
+        if absolute >= 0 and absolute + 8 * count <= len(data):
+            addresses = list(struct.unpack_from(f"<{count}Q", data, absolute))
+            if _ascend(addresses) and any(map(vmlinux.has, (addresses[count // 2], addresses[-1]))):
+                return addresses
+    return None
+
+
+def _relative(data: bytes, offsets: int, count: int, base: int) -> list[int] | None:
+    """Offsets from a base: all of them, or the negative ones, with those of per-CPU variables absolute."""
+    signed = struct.unpack_from(f"<{count}i", data, offsets)
+    for addresses in (
+        [offset if offset >= 0 else base - 1 - offset for offset in signed],
+        [base + (offset & 0xFFFFFFFF) for offset in signed],
+    ):
+        # All offsets from 0 up could be absolute too; but no kernel has per-CPU variables alone.
+        if _ascend(addresses) and addresses[-1] >= base:
+            return addresses
+    return None
+
+
+def _ascend(addresses: list[int]) -> bool:
+    return all(low <= high for low, high in pairwise(addresses)) and any(addresses)
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGNMENT) * _ALIGNMENT

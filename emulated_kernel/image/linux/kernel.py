@@ -1,0 +1,260 @@
+"""LinuxKernel: a distribution's kernel as linked, never booted: symbols, types, tables, events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from copy import copy
+from enum import Enum
+from errno import ENODATA
+from functools import cached_property
+from typing import NamedTuple, Self
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.image.image import BlacklistEntry, BugEntry, ExTableEntry, JumpLabel, Range, StaticCall
+from emulated_kernel.image.kallsyms import Kallsyms, Symbol
+from emulated_kernel.image.linux import tables
+from emulated_kernel.image.linux.btf import Btf
+from emulated_kernel.image.linux.events import (
+    KernelEvent,
+    KernelSyscall,
+    Structures,
+    kernel_events,
+    kernel_syscalls,
+    syscall_numbers,
+)
+from emulated_kernel.image.linux.kallsyms_tables import find_symbols
+from emulated_kernel.image.linux.source import open_vmlinux
+from emulated_kernel.image.linux.unusable import unusable
+from emulated_kernel.image.linux.vmlinux import Vmlinux
+
+_BANNER_LIMIT = 512
+_SECOND_HALF = 0x20
+"""Of a cache line, as a bit of an address."""
+
+
+class Returns(Enum):
+    """What a CPU's mitigations make of a kernel's returns; the value is what people call it."""
+
+    PLAIN = "plain returns"
+    ITS = "return thunks in the first half of cache lines"
+    """Against Indirect Target Selection."""
+    THUNKS = "return thunks"
+
+    def has_thunk(self, site: int) -> bool:
+        """Mirrors: arch/x86/kernel/alternative.c:cpu_wants_rethunk_at (v6.1.139)"""
+        return self is Returns.THUNKS or (self is Returns.ITS and not site & _SECOND_HALF)
+
+
+class _Place(NamedTuple):
+    """Where a table stands: between two symbols, or in a section of its own."""
+
+    start: str
+    stop: str
+    section: str = ""
+
+
+_EX_TABLE = _Place("__start___ex_table", "__stop___ex_table", "__ex_table")
+_BLACKLIST = _Place("__start_kprobe_blacklist", "__stop_kprobe_blacklist", "_kprobe_blacklist")
+_MCOUNT = _Place("__start_mcount_loc", "__stop_mcount_loc", "__mcount_loc")
+_JUMP_LABELS = _Place("__start___jump_table", "__stop___jump_table", "__jump_table")
+_STATIC_CALLS = _Place("__start_static_call_sites", "__stop_static_call_sites", ".static_call_sites")
+_BUGS = _Place("__start___bug_table", "__stop___bug_table", "__bug_table")
+_RETURN_SITES = _Place("__return_sites", "__return_sites_end", ".return_sites")
+_BTF = _Place("__start_BTF", "__stop_BTF", ".BTF")
+_EVENTS = _Place("__start_ftrace_events", "__stop_ftrace_events", "_ftrace_events")
+_EVAL_MAPS = _Place("__start_ftrace_eval_maps", "__stop_ftrace_eval_maps", "_ftrace_eval_map")
+_SYSCALLS = _Place("__start_syscalls_metadata", "__stop_syscalls_metadata", "__syscalls_metadata")
+
+
+class LinuxKernel:
+    """What a kernel's file tells; a table is read when first asked for, and empty where there is none.
+
+    Raises: KernelError ENOEXEC for a kernel without symbols.
+    """
+
+    bits = 64
+
+    def __init__(self, vmlinux: Vmlinux) -> None:
+        self.vmlinux = vmlinux
+        symbols = find_symbols(vmlinux) or [
+            Symbol(name, address, letter) for address, letter, name in vmlinux.symtab
+        ]
+        if not symbols:
+            raise unusable("it has no symbols (neither kallsyms nor a symbol table)")
+        self.symbols = symbols
+        """In the order of its own table."""
+        addresses = {symbol.name: symbol.address for symbol in reversed(symbols)}
+        for name in ("_stext", "_etext", "_end"):
+            if name not in addresses:
+                raise unusable(f"its symbols lack {name}")
+        self.text = Range(addresses["_stext"], addresses["_etext"])
+        if not vmlinux.has(self.text.start) or not 0 < self.text.end - self.text.start <= 1 << 30:
+            raise unusable("its text isn't where its symbols say")
+        self._addresses = addresses
+
+    # The tables that decide about probes
+
+    @cached_property
+    def kallsyms(self) -> Kallsyms:
+        """Symbols by name and by address."""
+        return Kallsyms(self.symbols, self.text.start, self._addresses["_end"])
+
+    @property
+    def text_ranges(self) -> Sequence[tuple[int, int]]:
+        """Where probes may be: the text that stays after boot."""
+        return (self.text,)
+
+    @cached_property
+    def ex_table(self) -> tuple[ExTableEntry, ...]:
+        """Instructions that may fault, by address."""
+        return tuple(sorted(tables.ex_table(*self._table(_EX_TABLE))))
+
+    @cached_property
+    def mcount(self) -> frozenset[int]:
+        """ftrace's sites: five bytes each at a function's beginning. Linux: linkers pad them with zeros."""
+        return frozenset(tables.words(self._table(_MCOUNT)[1])) - {0}
+
+    @cached_property
+    def jump_labels(self) -> tuple[JumpLabel, ...]:
+        """By address."""
+        return tuple(sorted(tables.jump_labels(*self._table(_JUMP_LABELS))))
+
+    @cached_property
+    def static_calls(self) -> tuple[StaticCall, ...]:
+        """By address."""
+        return tuple(sorted(tables.static_calls(*self._table(_STATIC_CALLS))))
+
+    @cached_property
+    def bugs(self) -> dict[int, BugEntry]:
+        """By the address of the ud2."""
+        return {bug.address: bug for bug in tables.bugs(*self._table(_BUGS), self.vmlinux)}
+
+    @cached_property
+    def return_sites(self) -> tuple[int, ...]:
+        """The jumps to the return thunk, which boot turns into plain returns where the CPU needs no thunk."""
+        return tuple(sorted(tables.return_sites(*self._table(_RETURN_SITES))))
+
+    @property
+    def returns(self) -> tuple[Returns, ...]:
+        """What its returns can be made of; nothing where it was built without return thunks."""
+        if not self.return_sites:
+            return ()
+        return tuple(
+            kind for kind in Returns if kind is not Returns.ITS or "its_return_thunk" in self._addresses
+        )
+
+    @cached_property
+    def blacklist(self) -> tuple[BlacklistEntry, ...]:
+        """Functions that mustn't be probed. Mirrors: kernel/kprobes.c:populate_kprobe_blacklist (v6.1)"""
+        entries = [self._function_at(address) for address in tables.words(self._table(_BLACKLIST)[1])]
+        for area in ("kprobes", "noinstr", "entry"):
+            entries += self._functions_between(self.between(f"__{area}_text_start", f"__{area}_text_end"))
+        return tuple(entry for entry in entries if entry is not None)
+
+    def between(self, start: str, end: str) -> Range:
+        """The range between two symbols; empty where one isn't there."""
+        first, last = self._addresses.get(start, 0), self._addresses.get(end, 0)
+        return Range(first, last) if first < last else Range(0, 0)
+
+    # Memory
+
+    def read(self, va: int, size: int, /) -> bytes:
+        """Memory as it is linked: nothing is patched yet that boot patches."""
+        return self.vmlinux.read(va, size)
+
+    @property
+    def data(self) -> Iterator[tuple[int, bytes]]:
+        """Address and bytes of what isn't text."""
+        for segment in self.vmlinux.segments:
+            start, end = segment.va, segment.va + len(segment.data)
+            for first, last in ((start, min(end, self.text.start)), (max(start, self.text.end), end)):
+                aligned = -(-first // 8) * 8
+                if aligned < last:
+                    yield aligned, segment.data[aligned - start : last - start]
+
+    def text_as_booted(self, returns: Returns) -> bytes:
+        """The text with the returns that boot gives it; nothing else of what boot patches is."""
+        text = bytearray(self.read(self.text.start, self.text.end - self.text.start))
+        for site in self.return_sites:
+            at = site - self.text.start
+            if 0 <= at <= len(text) - tables.RETURN_SIZE and not returns.has_thunk(site):
+                patched = tables.plain_return(bytes(text[at : at + tables.RETURN_SIZE]))
+                if patched:
+                    text[at : at + tables.RETURN_SIZE] = patched
+        return bytes(text)
+
+    def booted(self, returns: Returns) -> Self:
+        """The same kernel with that text."""
+        copied = copy(self)
+        copied.vmlinux = self.vmlinux.with_bytes(self.text.start, self.text_as_booted(returns))
+        return copied
+
+    # What it says about itself
+
+    @cached_property
+    def version(self) -> str:
+        """linux_banner, or nothing."""
+        address = self._addresses.get("linux_banner")
+        return self.vmlinux.string(address, _BANNER_LIMIT).strip() if address else ""
+
+    @cached_property
+    def release(self) -> str:
+        """As uname -r says it."""
+        words = self.version.split()
+        return words[2] if len(words) > 2 else ""
+
+    @cached_property
+    def btf(self) -> Btf:
+        """Its types. Raises: KernelError ENODATA where it was built without."""
+        _, data = self._table(_BTF)
+        if not data:
+            raise KernelError(ENODATA, "this kernel has no BTF: it was built without CONFIG_DEBUG_INFO_BTF")
+        return Btf(data)
+
+    @cached_property
+    def events(self) -> tuple[KernelEvent, ...]:
+        """Its trace events, those of system calls too. Raises: KernelError ENODATA without BTF."""
+        structures = Structures(self.vmlinux, self.btf)
+        calls, maps = (tables.words(self._table(place)[1]) for place in (_EVENTS, _EVAL_MAPS))
+        return tuple(kernel_events(structures, calls, maps))
+
+    @cached_property
+    def syscalls(self) -> tuple[KernelSyscall, ...]:
+        """Its system calls, with the types and names of their parameters. Raises: KernelError ENODATA."""
+        structures = Structures(self.vmlinux, self.btf)
+        names: dict[int, list[str]] = {}
+        for symbol in self.symbols:
+            names.setdefault(symbol.address, []).append(symbol.name)
+        numbers = syscall_numbers(self.vmlinux, self._addresses.get("sys_call_table", 0), names)
+        return tuple(kernel_syscalls(structures, tables.words(self._table(_SYSCALLS)[1]), numbers))
+
+    def _table(self, place: _Place) -> tuple[int, bytes]:
+        """Address and contents; nothing where it isn't there."""
+        found = self.between(place.start, place.stop)
+        if found.end:
+            return found.start, self.read(found.start, found.end - found.start)
+        return self.vmlinux.section_bytes(place.section)
+
+    def _function_at(self, address: int) -> BlacklistEntry | None:
+        found = self.kallsyms.lookup(address)
+        if found is None:
+            return None
+        return BlacklistEntry(address, address + found.symbol.size - found.offset, found.name)
+
+    def _functions_between(self, area: Range) -> Iterator[BlacklistEntry]:
+        """Mirrors: kernel/kprobes.c:kprobe_add_area_blacklist (v6.1)"""
+        address = area.start
+        while address < area.end:
+            entry = self._function_at(address)
+            if entry is None:
+                return
+            yield entry
+            address = max(entry.end, address + 1)
+
+
+def open_kernel(source: str) -> LinuxKernel:
+    """The kernel of a vmlinuz, a vmlinux or a Debian package, or with `host` the one that runs here.
+
+    Raises: KernelError ENOEXEC for what isn't one, ENOENT without the running kernel's file; OSError.
+    """
+    return LinuxKernel(open_vmlinux(source))

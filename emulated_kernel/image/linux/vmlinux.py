@@ -1,0 +1,225 @@
+"""An unpacked vmlinux: its memory by virtual address, its sections where it has them, its symbol table."""
+
+from __future__ import annotations
+
+import os
+import struct
+from bisect import bisect_right
+from collections.abc import Iterator
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, BinaryIO, Self
+
+from emulated_kernel.image.linux.unusable import unusable
+
+_HEADER = struct.Struct("<4sBBB9xHHIQQQIHHHHHH")
+_PROGRAM = struct.Struct("<IIQQQQQQ")
+_SECTION = struct.Struct("<IIQQQQIIQQ")
+_SYMBOL = struct.Struct("<IBBHQQ")
+_X86_64 = 62
+_ET_EXEC, _ET_DYN = 2, 3
+_PT_LOAD = 1
+_SHT_SYMTAB, _SHT_NOBITS = 2, 8
+_SHF_WRITE, _SHF_ALLOC, _SHF_EXECINSTR = 1, 2, 4
+_SHN_ABS = 0xFFF1
+_STT_NOTYPE, _STT_OBJECT, _STT_FUNC = 0, 1, 2
+FILE_LIMIT = 256 << 20
+"""Bytes of all segments together in the file; distributions' kernels have 30 to 70 MiB."""
+_MEMORY_LIMIT = 1 << 30
+"""In memory: the kernel's text mapping takes no more (KERNEL_IMAGE_SIZE)."""
+_SYMTAB_LIMIT = 32 << 20
+_NAMES_LIMIT = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSegment:
+    """A PT_LOAD segment; what `data` lacks of `mem_size` is zero. `flags`: 1 execute, 2 write, 4 read."""
+
+    va: int
+    pa: int
+    data: bytes
+    mem_size: int
+    flags: int
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A section that has an address."""
+
+    address: int
+    size: int
+    flags: int
+    in_file: bool
+
+
+class Vmlinux:
+    """An ELF file for x86_64 as it is linked, never booted: reading it is all that is done with the file.
+
+    Raises: KernelError ENOEXEC for anything else.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._size = file.seek(0, os.SEEK_END)
+        fields = self._unpack(_HEADER, 0, "ELF header")
+        magic, elf_class, order, _, kind, machine, _, self.entry, phoff, shoff = fields[:10]
+        phentsize, phnum, shentsize, shnum, names = fields[12:17]
+        if magic != b"\x7fELF":
+            raise unusable("no ELF file")
+        if (elf_class, order, machine) != (2, 1, _X86_64):
+            raise unusable(f"an ELF file for another machine than x86_64 (number {machine})")
+        if kind not in (_ET_EXEC, _ET_DYN):
+            raise unusable("an ELF file that isn't linked (a module?), or a dump")
+        self.segments = self._segments(phoff, phentsize, phnum)
+        self._starts = [segment.va for segment in self.segments]
+        self.sections: dict[str, Section] = {}
+        """By name; none where the file's section headers were dropped."""
+        self._symbol_table: tuple[list[tuple[int, ...]], bytes, bytes] | None = None
+        self._read_sections(shoff, shentsize, shnum, names)
+        del self._file
+
+    @cached_property
+    def symtab(self) -> list[tuple[int, str, str]]:
+        """Address, nm's letter and name of each symbol; none where the file is stripped."""
+        return list(self._symbols(*self._symbol_table)) if self._symbol_table else []
+
+    def read(self, va: int, size: int) -> bytes:
+        """Memory as it is linked. Raises: KernelError ENOEXEC where there is none."""
+        segment = self._segment_at(va)
+        if segment is None or va + size > segment.va + segment.mem_size or size < 0:
+            raise unusable(f"{size} bytes at {va:#x} aren't in it")
+        offset = va - segment.va
+        return segment.data[offset : offset + size].ljust(size, b"\0")
+
+    def string(self, va: int, limit: int = 1 << 16) -> str:
+        """The text at an address, up to its zero byte. Raises: KernelError ENOEXEC where there is none."""
+        segment = self._segment_at(va)
+        if segment is None or not segment.va <= va < segment.va + len(segment.data):
+            raise unusable(f"no text at {va:#x}")
+        start = va - segment.va
+        end = segment.data.find(b"\0", start, start + limit)
+        return segment.data[start : end if end >= 0 else start + limit].decode("utf-8", "replace")
+
+    def has(self, va: int) -> bool:
+        """Whether an address lies in a segment."""
+        segment = self._segment_at(va)
+        return segment is not None and va < segment.va + segment.mem_size
+
+    def with_bytes(self, va: int, data: bytes) -> Self:
+        """A copy with other bytes at an address; they are in one segment's file."""
+        segment = self._segment_at(va)
+        if segment is None or va + len(data) > segment.va + len(segment.data):
+            raise unusable(f"{len(data)} bytes at {va:#x} aren't in its file")
+        at = va - segment.va
+        patched = segment.data[:at] + data + segment.data[at + len(data) :]
+        copied = copy(self)
+        copied.segments = tuple(
+            replace(each, data=patched) if each is segment else each for each in self.segments
+        )
+        return copied
+
+    def section_bytes(self, name: str) -> tuple[int, bytes]:
+        """Address and contents; empty where there is no such section, or it has no contents."""
+        section = self.sections.get(name)
+        if section is None or not section.in_file or not self.has(section.address):
+            return 0, b""
+        return section.address, self.read(section.address, section.size)
+
+    def _segment_at(self, va: int) -> LoadSegment | None:
+        index = bisect_right(self._starts, va) - 1
+        return self.segments[index] if index >= 0 else None
+
+    def _segments(self, offset: int, size: int, count: int) -> tuple[LoadSegment, ...]:
+        found, in_file, in_memory = [], 0, 0
+        for index in range(count):
+            header = self._unpack(_PROGRAM, offset + index * size, "program header")
+            kind, flags, at, va, pa, file_size, mem_size, _ = header
+            if kind != _PT_LOAD or not mem_size:
+                continue
+            in_file, in_memory = in_file + file_size, in_memory + mem_size
+            if file_size > mem_size or in_file > FILE_LIMIT or in_memory > _MEMORY_LIMIT:
+                raise unusable(
+                    f"its segments want {in_file >> 20} MiB of the file, and {in_memory >> 20} of memory"
+                )
+            found.append(LoadSegment(va, pa, self._slice(at, file_size, f"segment {index}"), mem_size, flags))
+        if not found:
+            raise unusable("no segment to load; debug information alone?")
+        found.sort(key=lambda segment: segment.va)
+        if any(low.va + low.mem_size > high.va for low, high in pairwise(found)):
+            raise unusable("its segments overlap")
+        return tuple(found)
+
+    def _read_sections(self, offset: int, size: int, count: int, names: int) -> None:
+        """Section headers tell more about a sound kernel, and none are needed: damaged ones are as none."""
+        if not count or size < _SECTION.size:
+            return
+        raw = self._read_at(offset, size * count)
+        if len(raw) < size * count:
+            return
+        headers = [_SECTION.unpack_from(raw, index * size) for index in range(count)]
+        if names >= count or headers[names][5] > _NAMES_LIMIT:
+            return
+        texts = self._read_at(headers[names][4], headers[names][5])
+        for name, kind, flags, address, _, length, *_ in headers:
+            if flags & _SHF_ALLOC:
+                section = Section(address, length, flags, kind != _SHT_NOBITS)
+                self.sections.setdefault(_text(texts, name), section)
+        for header in headers:
+            if header[1] == _SHT_SYMTAB and header[6] < count:
+                strings = headers[header[6]]
+                if max(header[5], strings[5]) > _SYMTAB_LIMIT:
+                    raise unusable("its symbol table has no sensible size")
+                texts = self._slice(strings[4], strings[5], "symbol names")
+                data = self._slice(header[4], header[5] // _SYMBOL.size * _SYMBOL.size, "symbol table")
+                self._symbol_table = headers, texts, data
+
+    @staticmethod
+    def _symbols(headers: list[tuple[int, ...]], texts: bytes, data: bytes) -> Iterator[tuple[int, str, str]]:
+        for name, info, _, section, value, _ in _SYMBOL.iter_unpack(data):
+            if not name or info & 15 not in (_STT_NOTYPE, _STT_OBJECT, _STT_FUNC):
+                continue
+            letter = _letter(info, section, headers)
+            text = _text(texts, name)
+            if letter and not text.startswith((".L", "$", "__crc_", "__cfi_", "__pfx_")):
+                yield value, letter, text
+
+    def _unpack(self, layout: struct.Struct, offset: int, what: str) -> tuple[Any, ...]:
+        return layout.unpack(self._slice(offset, layout.size, what))
+
+    def _slice(self, offset: int, size: int, what: str) -> bytes:
+        data = self._read_at(offset, size)
+        if len(data) < size:
+            raise unusable(f"truncated: {what} isn't all there")
+        return data
+
+    def _read_at(self, offset: int, size: int) -> bytes:
+        """What is there; a size beyond the file's end must not make anybody find memory for it."""
+        end = min(offset + size, self._size)
+        if offset >= end:
+            return b""
+        self._file.seek(offset)
+        return self._file.read(end - offset)
+
+
+def _text(texts: bytes, offset: int) -> str:
+    end = texts.find(b"\0", offset)
+    return texts[offset : end if end >= 0 else len(texts)].decode("utf-8", "replace")
+
+
+def _letter(info: int, section: int, headers: list[tuple[int, ...]]) -> str:
+    """nm's letter; none for a symbol that kallsyms leaves out. Mirrors: binutils bfd_decode_symclass"""
+    if section == _SHN_ABS:
+        letter = "A"
+    elif not 0 < section < len(headers) or not headers[section][2] & _SHF_ALLOC:
+        return ""
+    elif info >> 4 == 2:
+        return "V" if info & 15 == _STT_OBJECT else "W"
+    elif headers[section][2] & _SHF_EXECINSTR:
+        letter = "T"
+    elif headers[section][1] == _SHT_NOBITS:
+        letter = "B"
+    else:
+        letter = "D" if headers[section][2] & _SHF_WRITE else "R"
+    return letter if info >> 4 else letter.lower()

@@ -1,0 +1,74 @@
+"""What happens to symbols, probes and events when a module comes, is complete, or goes."""
+
+from __future__ import annotations
+
+from emulated_kernel.abi import ModuleState
+from emulated_kernel.image.modules import LiveImage, Module
+from emulated_kernel.kprobes.kprobes import Kprobes
+from emulated_kernel.machine.guest_kernel import GuestKernel
+from emulated_kernel.trace.probes.kprobe_events import KprobeEvents
+from emulated_kernel.trace.symbols import KernelSymbols
+from emulated_kernel.trace.tracers.call_sites import KernelFunctions
+
+
+class ModuleNotifier:
+    """Keeps a LiveImage and the probes in step with the guest's modules.
+
+    Mirrors: kernel/kprobes.c:kprobes_module_callback (v6.1), and those of tracing.
+    """
+
+    def __init__(
+        self,
+        kernel: GuestKernel,
+        live: LiveImage,
+        kprobes: Kprobes,
+        symbols: KernelSymbols,
+        functions: KernelFunctions,
+        events: KprobeEvents,
+    ) -> None:
+        self._kernel = kernel
+        self._live = live
+        self._kprobes = kprobes
+        self._symbols = symbols
+        self._functions = functions
+        self._events = events
+
+    def __call__(self, state: ModuleState, module: int) -> None:
+        """Raises: MemoryFault where the guest shows no sound module."""
+        match state:
+            case ModuleState.COMING:
+                self._arrive(self._kernel.read_module(module))
+            case ModuleState.LIVE:
+                self._settle(self._kernel.module_name(module))
+            case ModuleState.GOING:
+                self._leave(self._kernel.module_name(module))
+
+    def _arrive(self, module: Module) -> None:
+        self._live.put(module)
+        self._tables_changed()
+        self._functions.module_came(module.name, module.mcount)
+        self._events.module_coming(module.name)
+
+    def _settle(self, name: str) -> None:
+        """Its init text is about to be freed."""
+        module = self._live.find(name)
+        if module is None:
+            return
+        left = module.without_init()
+        self._functions.init_goes(name, module.mcount - left.mcount)
+        self._kprobes.kill_within((module.init_text,))
+        self._live.put(left)
+        self._tables_changed()
+
+    def _leave(self, name: str) -> None:
+        module = self._live.find(name)
+        if module is None:
+            return
+        self._functions.module_goes(name, module.mcount)
+        self._kprobes.kill_within((module.text, module.init_text))
+        self._live.remove(name)
+        self._tables_changed()
+
+    def _tables_changed(self) -> None:
+        self._kprobes.tables_changed()
+        self._symbols.tables_changed()

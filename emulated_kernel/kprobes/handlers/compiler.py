@@ -1,0 +1,218 @@
+"""Handlers as guest code: made at a probe's first hit, replaced when what they do changes.
+
+Until then, and where a handler can't be guest code, the trap into Python takes the hits. No other guest code
+runs while a handler in Python does, so that code here never meets a hit within a hit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from emulated_kernel.arch.analysis.region import Live
+from emulated_kernel.arch.base import Arch, Detour
+from emulated_kernel.arch.program.builder import HitWay, HostAction, ProgramBuilder
+from emulated_kernel.arch.program.ops import HandlerCode
+from emulated_kernel.arch.verdict import Verdict
+from emulated_kernel.errors import KernelError
+from emulated_kernel.kprobes.handlers.garbage import TextGarbage
+from emulated_kernel.kprobes.kprobe import AggregatorProbe, CompiledCode, Kprobe
+from emulated_kernel.kprobes.profile import Profile, Saving
+from emulated_kernel.machine.machine import Machine
+from emulated_kernel.machine.traps.trap import HardwareError
+
+Placing = Callable[[HandlerCode, int], Detour]
+"""Completes a handler for the address that it is to stand at. Raises: KernelError (out of reach)."""
+
+
+class Compiler:
+    """Makes and frees the guest code of handlers."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        arch: Arch,
+        profile: Profile,
+        verdict: Verdict[Any],
+        garbage: TextGarbage,
+    ) -> None:
+        self._text = machine.text
+        self._breakpoints = machine.breakpoints
+        self._arch = arch
+        self._verdict = verdict
+        self._sampled = frozenset(arch.pt_regs).intersection(machine.regs.snapshot()._fields)
+        self.saves_all = profile.saving is Saving.ALL
+        """Whether every register is saved for a handler."""
+        self.enabled = profile.compiled
+        """Whether new code is made; what there is already stays until it is dropped."""
+        self.made = 0
+        """Handlers compiled so far."""
+        self.fixups: dict[int, int] = {}
+        """Address of an access that may fault to where the CPU goes on then."""
+        self.codes: dict[CompiledCode, None] = {}
+        """All that there is, what waits to be freed too, in the order of its making."""
+        self._garbage = garbage
+
+    def contains(self, address: int) -> bool:
+        """Whether an address lies in a handler: records may be half written there."""
+        return any(code.contains(address) for code in self.codes)
+
+    def keep_sample(self, kprobe: Kprobe, regs: Any) -> None:
+        """Keep the registers of a hit, which the handler is measured with when it is guest code."""
+        kprobe.sample = {name: getattr(regs, name) for name in self._sampled}
+
+    # Making
+
+    def stub(self, head: Kprobe, target: int | None) -> CompiledCode | None:
+        """The handler for hits by a breakpoint, which goes on at `target`; None where it is Python's.
+
+        Without a target it ends in a breakpoint, `CompiledCode.tail`, which is the caller's.
+        """
+        arch, breakpoint_ = self._arch, self._arch.breakpoint
+
+        def place(handler: HandlerCode, buffer: int) -> Detour:
+            tail = buffer + len(handler.code) + arch.jump_size
+            made = arch.handler_stub(handler, buffer, tail if target is None else target)
+            return replace(made, code=made.code + breakpoint_)
+
+        code = self._make(head, HitWay.BREAKPOINT, arch.jump_size + len(breakpoint_), place)
+        if code is not None:
+            code.target = target
+            code.tail = code.address + code.size - len(breakpoint_)
+        return code
+
+    def call(self, head: Kprobe, ret: int) -> CompiledCode | None:
+        """The handler that an fentry site calls; it goes on at `ret`, a return instruction."""
+        return self._make(head, HitWay.CALL, self._arch.jump_size, self._going_on_at(ret))
+
+    def entries(self, builder: ProgramBuilder, ret: int) -> CompiledCode | None:
+        """A program that the fentry sites of many functions call; it goes on at `ret`, a return instruction.
+
+        Any of them may read any register. None where there is no room for it.
+        """
+        arch = self._arch
+        live = None if self.saves_all else Live(arch.general_registers - {"ip", "sp", "flags"}, flags=False)
+        handler = arch.handler_code(builder.program(), 0, live)
+        return self._write(builder, handler, arch.jump_size, self._going_on_at(ret))
+
+    def as_handler(self, builder: ProgramBuilder, address: int, target: int) -> CompiledCode | None:
+        """A program as if it were a handler of the probe at `address`, which goes on at `target`.
+
+        None where there is no room for it.
+        """
+        handler = self._handler(builder, address)
+        return self._write(builder, handler, self._arch.jump_size, self._going_on_at(target))
+
+    def detour(self, head: AggregatorProbe) -> CompiledCode | None:
+        """The detour buffer with the handler in it; None where it is Python's."""
+        arch = self._arch
+        assert head.detour is not None
+        region = head.detour.region
+
+        def place(handler: HandlerCode, buffer: int) -> Detour:
+            return arch.detour(region, buffer, handler)
+
+        return self._make(head, HitWay.JUMP, arch.max_copied, place)
+
+    # Returns
+
+    def trampoline(self, builder: ProgramBuilder, own: int | None) -> tuple[CompiledCode, int | None] | None:
+        """A return trampoline that looks for handlers; its one trap is where Python handles returns.
+
+        Functions return to `own`, or right to it. With it comes where handlers in its frame go on. None where
+        there is no room for it.
+        """
+        program, saves_all, returns = builder.program(), self.saves_all, self._arch.returns
+        assert returns is not None, "there is a trampoline for Python alone"
+        size = len(returns.dispatch(program, 0, own, saves_all=saves_all).code)
+        try:
+            buffer = self._text.alloc_text(size)
+        except HardwareError:
+            return None
+        made = returns.dispatch(program, buffer, own, saves_all=saves_all)
+        self._text.poke(buffer, made.code)
+        code = CompiledCode(buffer, size, buffer + made.entry, (buffer + made.trap,), ())
+        self.codes[code] = None
+        return code, None if made.finish is None else buffer + made.finish
+
+    def returning(self, builder: ProgramBuilder, finish: int | None) -> CompiledCode | None:
+        """A handler that a trampoline goes to; None where there is no room for it."""
+        returns = self._arch.returns
+        assert returns is not None, "it goes with such a trampoline"
+        handler = returns.handler(builder.program(), saves_all=self.saves_all)
+        return self._write(
+            builder, handler, self._arch.jump_size, lambda made, at: returns.placed(made, at, finish)
+        )
+
+    # Writing it
+
+    def _make(self, head: Kprobe, way: HitWay, behind: int, place: Placing) -> CompiledCode | None:
+        """What a probe does at a hit, with `behind` bytes at most that `place` adds."""
+        builder = ProgramBuilder()
+        if not self.enabled or not head.emit(builder, way):
+            return None
+        return self._write(builder, self._handler(builder, head.address), behind, place)
+
+    def _handler(self, builder: ProgramBuilder, address: int) -> HandlerCode:
+        """It saves what may be read behind the probe at `address`."""
+        live = None if self.saves_all else self._verdict.live_at(address)
+        return self._arch.handler_code(builder.program(), address, live)
+
+    def _going_on_at(self, target: int) -> Placing:
+        return lambda handler, buffer: self._arch.handler_stub(handler, buffer, target)
+
+    def _write(
+        self, builder: ProgramBuilder, handler: HandlerCode, behind: int, place: Placing
+    ) -> CompiledCode | None:
+        try:
+            buffer = self._text.alloc_text(len(handler.code) + behind)
+        except HardwareError:
+            return None
+        try:
+            made = place(handler, buffer)
+        except KernelError:
+            self._text.free_text(buffer)
+            return None
+        self._text.poke(buffer, made.code)
+        self.made += 1
+        for call in made.host_calls:
+            self._breakpoints[buffer + call.trap] = _host_call(
+                builder.actions[call.number], buffer + call.behind, buffer + call.label
+            )
+        for fixup in made.fixups:
+            self.fixups[buffer + fixup.access] = buffer + fixup.target
+        code = CompiledCode(
+            address=buffer,
+            size=len(made.code),
+            entry=buffer + made.entry,
+            traps=tuple(buffer + call.trap for call in made.host_calls),
+            accesses=tuple(buffer + fixup.access for fixup in made.fixups),
+        )
+        self.codes[code] = None
+        return code
+
+    # Freeing
+
+    def retire(self, code: CompiledCode) -> None:
+        """Nothing jumps to it any more; CPUs in it still go on to slots, detours and trampolines."""
+        code.retired = True
+        span = code.address, code.address + code.size
+        self._garbage.add(span, partial(self._free, code), leads_on=True)
+
+    def _free(self, code: CompiledCode) -> None:
+        del self.codes[code]
+        for trap in code.traps:
+            del self._breakpoints[trap]
+        self._breakpoints.pop(code.tail, None)
+        for access in code.accesses:
+            del self.fixups[access]
+        self._text.free_text(code.address)
+
+
+def _host_call(action: HostAction, behind: int, label: int) -> Callable[[Any], None]:
+    def call(regs: Any) -> None:
+        regs.ip = behind if action() else label
+
+    return call

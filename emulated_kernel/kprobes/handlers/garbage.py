@@ -1,0 +1,57 @@
+"""TextGarbage: unreferenced executable memory, kept until no register and no stack holds an address in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from emulated_kernel.kprobes.scheduler import DelayedWork, Scheduler, Span
+
+COLLECT_DELAY = 5
+"""Jiffies until the garbage is looked at, so that much goes at once."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Piece:
+    span: Span
+    free: Callable[[], None]
+    leads_on: bool
+
+
+class TextGarbage:
+    """Slots, detours and handlers that were taken out of use: each is freed at its quiescence.
+
+    That is when no CPU's register and no live stack holds an address in it. Linux: waits for grace periods,
+    of which `synchronize_rcu_tasks` is the longest.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._pieces: list[_Piece] = []
+        self.work = DelayedWork(self._work, scheduler)
+
+    @property
+    def spans(self) -> list[Span]:
+        """Ranges of all pieces; a CPU in one of them may still jump from it into text."""
+        return [piece.span for piece in self._pieces]
+
+    def add(self, span: Span, free: Callable[[], None], *, leads_on: bool = False) -> None:
+        """Call `free` once `span` is quiescent; `leads_on`: its code may jump into other garbage."""
+        self._pieces.append(_Piece(span, free, leads_on))
+        self.work.schedule(COLLECT_DELAY)
+
+    def collect(self) -> bool:
+        """Free what can be freed now; False: something is left."""
+        occupied = set(self._scheduler.occupied(self.spans)) if self._pieces else set()
+        stuck = [piece for piece in self._pieces if piece.span in occupied]
+        if any(piece.leads_on for piece in stuck):
+            return False
+        freed = [piece for piece in self._pieces if piece.span not in occupied]
+        self._pieces = stuck
+        for piece in freed:
+            piece.free()
+        return not stuck
+
+    def _work(self) -> None:
+        if not self.collect():
+            self.work.schedule(COLLECT_DELAY)

@@ -1,0 +1,58 @@
+"""Registers that guest code has saved as a struct pt_regs: handlers read and change them in guest memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from emulated_kernel.machine.memory.memory import Memory
+
+_KEPT = 64
+
+
+class SavedRegs:
+    """One frame, valid until the guest goes on; the attributes are those of the live registers."""
+
+    __slots__ = ("_words",)
+
+    def __init__(self, words: memoryview) -> None:
+        self._words = words
+
+
+class SavedFrames:
+    """Finds frames by address. Linux: the handler gets the same struct pt_regs by pointer."""
+
+    def __init__(self, memory: Memory, names: Sequence[str], word_size: int) -> None:
+        self._view = memory.view
+        self._size = len(names) * word_size
+        self._wide = word_size == 8
+        mask = (1 << 8 * word_size) - 1
+        fields = {name: _word(index, mask) for index, name in enumerate(names)}
+        self._class: Callable[[memoryview], Any] = type(
+            "SavedPtRegs", (SavedRegs,), {"__slots__": (), **fields}
+        )
+        self._known: dict[int, Any] = {}
+
+    def at(self, address: int) -> Any:
+        """The frame at a stack address; stacks stay mapped where they are, so known ones are kept.
+
+        Raises: MemoryFault where it isn't writable memory in one piece.
+        """
+        frame = self._known.get(address)
+        if frame is None:
+            if len(self._known) >= _KEPT:
+                self._known.clear()
+            view = self._view(address, self._size)
+            frame = self._class(view.cast("Q") if self._wide else view.cast("I"))
+            self._known[address] = frame
+        return frame
+
+
+def _word(index: int, mask: int) -> property:
+    def get(self: SavedRegs) -> int:
+        return self._words[index]
+
+    def put(self: SavedRegs, value: int) -> None:
+        self._words[index] = value & mask
+
+    return property(get, put)

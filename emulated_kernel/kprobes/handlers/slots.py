@@ -1,0 +1,113 @@
+"""Insn slots: where copies of probed instructions are run out of line."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from emulated_kernel.abi import PAGE_SIZE, GuestAddr
+from emulated_kernel.errors import KernelError
+from emulated_kernel.kprobes.handlers.garbage import TextGarbage
+from emulated_kernel.machine.text.text import Text
+from emulated_kernel.machine.traps.trap import HardwareError
+
+_ALIGN = 16
+
+
+@dataclass(eq=False)
+class SlotPage:
+    """A page of slots. Mirrors: kernel/kprobes.c:struct kprobe_insn_page (v6.1)."""
+
+    address: int
+    clean: list[int]
+    """Addresses of slots that nothing uses."""
+
+
+class InsnSlots:
+    """Slots of one size in pages of executable memory.
+
+    Mirrors: kernel/kprobes.c:struct kprobe_insn_cache (v6.1).
+    """
+
+    def __init__(self, text: Text, size: int, breakpoint_: bytes, garbage: TextGarbage) -> None:
+        """`size`: bytes of a slot, at least."""
+        self._text = text
+        self._waiting = garbage
+        self._size = -(-size // _ALIGN) * _ALIGN
+        self._empty = breakpoint_ * (self._size // len(breakpoint_))
+        self.slots_per_page = PAGE_SIZE // self._size
+        self._pages: dict[SlotPage, None] = {}
+        self._page_of: dict[int, SlotPage] = {}
+        self._garbage = 0
+
+    @property
+    def used(self) -> int:
+        """Slots that hold a copy."""
+        return len(self._page_of) - self._garbage
+
+    @property
+    def garbage(self) -> int:
+        """Slots that wait for the collector."""
+        return self._garbage
+
+    @property
+    def pages(self) -> int:
+        """Pages of executable memory."""
+        return len(self._pages)
+
+    def get(self) -> GuestAddr:
+        """Reserve a slot. Raises: KernelError ENOMEM.
+
+        Mirrors: kernel/kprobes.c:__get_insn_slot (v6.1).
+        """
+        page = self._page_with_room()
+        if page is None and self._garbage:
+            self._waiting.collect()
+            page = self._page_with_room()
+        if page is None:
+            page = self._new_page()
+        slot = page.clean.pop()
+        self._page_of[slot] = page
+        return GuestAddr(slot)
+
+    def free(self, slot: int, *, dirty: bool = False, on_free: Callable[[], None] = lambda: None) -> None:
+        """Give a slot back; a `dirty` one is used again only when nobody can be in it.
+
+        `on_free` is called when that is so. Mirrors: kernel/kprobes.c:__free_insn_slot (v6.1).
+        """
+        if not dirty:
+            self._reclaim(slot, on_free)
+            return
+        self._garbage += 1
+        self._waiting.add((slot, slot + self._size), partial(self._collect, slot, on_free))
+        if self._garbage > self.slots_per_page:
+            self._waiting.collect()
+
+    def _collect(self, slot: int, on_free: Callable[[], None]) -> None:
+        self._garbage -= 1
+        self._reclaim(slot, on_free)
+
+    def _page_with_room(self) -> SlotPage | None:
+        return next((page for page in reversed(self._pages) if page.clean), None)
+
+    def _new_page(self) -> SlotPage:
+        try:
+            address = self._text.alloc_text(PAGE_SIZE)
+        except HardwareError as error:
+            raise KernelError(errno.ENOMEM, "no executable memory left for insn slots") from error
+        slots = range(address, address + self.slots_per_page * self._size, self._size)
+        page = SlotPage(address, [*reversed(slots)])
+        self._pages[page] = None
+        return page
+
+    def _reclaim(self, slot: int, on_free: Callable[[], None]) -> None:
+        """Mirrors: kernel/kprobes.c:collect_one_slot (v6.1): one empty page is kept."""
+        on_free()
+        page = self._page_of.pop(slot)
+        self._text.poke(slot, self._empty)
+        page.clean.append(slot)
+        if len(page.clean) == self.slots_per_page and len(self._pages) > 1:
+            del self._pages[page]
+            self._text.free_text(page.address)

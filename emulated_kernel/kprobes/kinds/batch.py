@@ -1,0 +1,32 @@
+"""Arrays of probes: all of them are registered, or none; any kind of probe."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from emulated_kernel.errors import KernelError
+
+AnyProbe = TypeVar("AnyProbe")
+
+
+def register_all(
+    probes: Sequence[AnyProbe],
+    register: Callable[[AnyProbe], None],
+    unregister: Callable[[AnyProbe], None],
+) -> None:
+    """Register in order; at the first that fails unregister those before it.
+
+    Raises: KernelError of that one; EINVAL for an empty sequence.
+    Mirrors: kernel/kprobes.c:register_kprobes (v6.1).
+    """
+    if not probes:
+        raise KernelError(errno.EINVAL, "no probes given")
+    for done, probe in enumerate(probes):
+        try:
+            register(probe)
+        except KernelError:
+            for earlier in probes[:done]:
+                unregister(earlier)
+            raise

@@ -1,0 +1,335 @@
+"""Fprobe: entry and exit of a set of functions, by fentry sites and one return hook for all of them."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from fnmatch import fnmatchcase
+from typing import Any
+
+from emulated_kernel.arch.base import Arch
+from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
+from emulated_kernel.arch.program.ops import Move
+from emulated_kernel.errors import KernelError
+from emulated_kernel.kprobes.kprobe import CompiledCode, Emit
+from emulated_kernel.kprobes.kprobes import Kprobes
+from emulated_kernel.kprobes.return_hook.hook import Instance, ReturnHook
+from emulated_kernel.kprobes.return_hook.hooks import ReturnHooks
+from emulated_kernel.kprobes.return_hook.stack_code import SLOT
+
+
+class FprobeRegs(Enum):
+    """What handlers are given of the registers."""
+
+    PT_REGS = auto()
+    """All of them, as a breakpoint would."""
+    FTRACE_REGS = auto()
+    """On entry those of the calling convention, on exit those of results. Mirrors: struct ftrace_regs,
+    struct fgraph_ret_regs (v6.5)."""
+
+
+CALLED = 3
+"""The virtual register in which programs find the function's address."""
+FprobeHandler = Callable[["Fprobe", int, Any, memoryview], object]
+"""(fprobe, address of the function, registers, the call's private data)"""
+
+
+@dataclass(eq=False)
+class Fprobe:
+    """Handlers for the functions whose names match `filter`, but not `notfilter`; both are globs.
+
+    A true result of `entry_handler` means that the call's exit isn't of interest (Linux: from 6.4 on).
+    `entry_registers` and `exit_registers` name what the handlers read, to be checked against `registers`;
+    others don't exist in what they are given. Mirrors: include/linux/fprobe.h:struct fprobe (v6.1).
+    """
+
+    filter: str
+    notfilter: str | None = None
+    entry_handler: FprobeHandler | None = None
+    exit_handler: FprobeHandler | None = None
+    nr_maxactive: int = 0
+    """Calls that can be pending at a time; 0: two a function and CPU."""
+    entry_data_size: int = 0
+    registers: FprobeRegs = FprobeRegs.PT_REGS
+    entry_registers: Sequence[str] = ()
+    exit_registers: Sequence[str] = ()
+    entry_program: Emit | None = None
+    exit_program: Emit | None = None
+    """The handlers as guest code, for HitWay.CALL and HitWay.RETURN; see Fprobes.handler_changed. The virtual
+    register CALLED is the function's address; ip isn't known."""
+    is_disabled: bool = False
+    """See Fprobes.disable_fprobe."""
+    hook: ReturnHook | None = field(default=None, init=False, repr=False)
+    _missed: int = field(default=0, init=False, repr=False)
+    """As of its unregistration."""
+    failures: int = field(default=0, init=False)
+    functions: tuple[int, ...] = field(default=(), init=False)
+    """Their addresses, while it is registered."""
+
+    @property
+    def nmissed(self) -> int:
+        """Calls missed for want of an instance, since it was registered."""
+        return self._missed if self.hook is None else self.hook.missed
+
+    def leave_hook(self) -> ReturnHook | None:
+        """Keep the count without it; returns it."""
+        hook, missed = self.hook, self.nmissed
+        self.hook, self._missed = None, missed
+        return hook
+
+
+class PartialRegs:
+    """The registers that were saved; others are no attributes."""
+
+    __slots__ = ("_names", "_regs")
+
+    _names: frozenset[str]
+    _regs: Any
+
+    def __init__(self, regs: Any, names: frozenset[str]) -> None:
+        object.__setattr__(self, "_regs", regs)
+        object.__setattr__(self, "_names", names)
+
+    def __getattr__(self, name: str) -> int:
+        if name not in self._names:
+            raise AttributeError(f"{name} isn't saved")
+        return int(getattr(self._regs, name))
+
+    def __setattr__(self, name: str, value: int) -> None:
+        if name not in self._names:
+            raise AttributeError(f"{name} isn't saved")
+        setattr(self._regs, name, value)
+
+
+@dataclass(eq=False)
+class _Registered:
+    entered: Callable[[Any], None]
+    code: CompiledCode | None = None
+    """What the functions' sites call instead."""
+    is_python: bool = False
+    """Whether there can be none."""
+
+
+class Fprobes:
+    """All fprobes of one kernel.
+
+    Mirrors: kernel/trace/fprobe.c (v6.1).
+    """
+
+    def __init__(
+        self, kprobes: Kprobes, hooks: ReturnHooks, arch: Arch, functions: Mapping[str, int], *, cpus: int
+    ) -> None:
+        """`functions` gives the address of each that can be traced."""
+        self._kprobes = kprobes
+        self._hooks = hooks
+        self._arch = arch
+        self.functions = functions
+        self._cpus = cpus
+        self._registered: dict[Fprobe, _Registered] = {}
+
+    def register_fprobe(self, fp: Fprobe) -> None:
+        """Hook all functions that match.
+
+        Raises: KernelError EINVAL (none matches, registered already), EOPNOTSUPP (no fentry sites, or a
+        register that isn't saved), ENOMEM. Mirrors: kernel/trace/fprobe.c:register_fprobe (v6.1).
+        """
+        self._kprobes.lock.assert_held()
+        sites = self._kprobes.sites
+        if sites is None:
+            raise KernelError(errno.EOPNOTSUPP, "this kernel has no fentry sites")
+        if fp in self._registered:
+            raise KernelError(errno.EINVAL, "the fprobe is registered already")
+        self._check_registers(fp)
+        fp.functions = self._matching(fp)
+        if not fp.functions:
+            raise KernelError(errno.EINVAL, f"no function {fp.filter} can be traced")
+        fp.failures = fp._missed = 0
+        registered = self._registered[fp] = self._prepare(fp)
+        sites.add(fp.functions, registered.entered)
+
+    def unregister_fprobe(self, fp: Fprobe) -> None:
+        """Calls that are pending return without the handler.
+
+        Raises: KernelError EINVAL. Mirrors: kernel/trace/fprobe.c:unregister_fprobe (v6.1).
+        """
+        self._kprobes.lock.assert_held()
+        registered = self._registered.get(fp)
+        if registered is None:
+            raise KernelError(errno.EINVAL, "the fprobe isn't registered")
+        assert self._kprobes.sites is not None
+        # Other CPUs call it until the text has changed.
+        self._kprobes.sites.remove(fp.functions, registered.entered)
+        del self._registered[fp]
+        self._drop_code(registered)
+        # Its own handler may be what has called this: nothing is made of it any more.
+        registered.is_python = True
+        hook = fp.leave_hook()
+        if hook is not None:
+            self._hooks.remove(hook)
+        fp.functions = ()
+
+    def disable_fprobe(self, fp: Fprobe) -> None:
+        """Its handlers aren't called any more. Mirrors: include/linux/fprobe.h:disable_fprobe (v6.1)."""
+        self._kprobes.lock.assert_held()
+        fp.is_disabled = True
+        self.handler_changed(fp)
+
+    def enable_fprobe(self, fp: Fprobe) -> None:
+        """Its handlers are called again. Mirrors: include/linux/fprobe.h:enable_fprobe (v6.1)."""
+        self._kprobes.lock.assert_held()
+        fp.is_disabled = False
+        self.handler_changed(fp)
+
+    def handler_changed(self, fp: Fprobe) -> None:
+        """What its programs make differs from now on, or whether they make any."""
+        registered = self._registered.get(fp)
+        if registered is None:
+            return
+        self._drop_code(registered)
+        if fp.hook is not None:
+            self._hooks.handler_changed(fp.hook)
+
+    def _drop_code(self, registered: _Registered) -> None:
+        registered.is_python = False
+        if registered.code is not None:
+            assert self._kprobes.sites is not None
+            self._kprobes.sites.set_code(registered.entered, None)
+            self._kprobes.compiler.retire(registered.code)
+            registered.code = None
+
+    def _matching(self, fp: Fprobe) -> tuple[int, ...]:
+        return tuple(
+            address
+            for name, address in self.functions.items()
+            if fnmatchcase(name, fp.filter) and not (fp.notfilter and fnmatchcase(name, fp.notfilter))
+        )
+
+    # Registers
+
+    def _saved(self, fp: Fprobe) -> tuple[frozenset[str], frozenset[str]]:
+        """Names of what the entry and the exit handler get."""
+        if fp.registers is FprobeRegs.PT_REGS:
+            return (frozenset(self._arch.pt_regs),) * 2
+        return frozenset(self._arch.ftrace_regs), frozenset(self._arch.return_regs)
+
+    def _check_registers(self, fp: Fprobe) -> None:
+        wanted = zip(("entry", "exit"), (fp.entry_registers, fp.exit_registers), self._saved(fp), strict=True)
+        for when, names, saved in wanted:
+            missing = [name for name in names if name not in saved]
+            if missing:
+                what = f"{', '.join(missing)} isn't saved on {when}; there are {', '.join(sorted(saved))}"
+                raise KernelError(errno.EOPNOTSUPP, what)
+
+    # Hits
+
+    def _prepare(self, fp: Fprobe) -> _Registered:
+        on_entry, on_exit = self._saved(fp)
+        partial = fp.registers is FprobeRegs.FTRACE_REGS
+        if fp.exit_handler is not None:
+            nodes = fp.nr_maxactive or 2 * self._cpus * len(fp.functions)
+            returned = self._returned(fp, on_exit if partial else None)
+            size = self._arch.word_size + fp.entry_data_size
+            program = None if fp.exit_program is None else lambda builder, way: _exits(fp, builder, way)
+            fp.hook = self._hooks.add(returned, nodes, size, program)
+            fp.hook.follows_convention = True
+        entered = self._entered(fp, on_entry if partial else None)
+
+        def enter(regs: Any) -> None:
+            entered(regs)
+            is_settled = registered.is_python or registered.code is not None
+            if not is_settled and self._kprobes.split_jumps.may_patch():
+                self._compile(fp, registered)
+
+        registered = _Registered(enter)
+        return registered
+
+    def _compile(self, fp: Fprobe, registered: _Registered) -> None:
+        """What hits are to be from now on."""
+        sites, builder = self._kprobes.sites, ProgramBuilder()
+        assert sites is not None
+        if self._kprobes.compiler.enabled and self._emit_entry(fp, builder):
+            registered.code = self._kprobes.compiler.entries(builder, sites.return_at)
+        registered.is_python = registered.code is None
+        if registered.code is not None:
+            sites.set_code(registered.entered, registered.code.entry)
+
+    def _emit_entry(self, fp: Fprobe, builder: ProgramBuilder) -> bool:
+        """What `_entered` does as guest code, where Python has no say in it."""
+        native = self._hooks.native
+        if native is None or fp.is_disabled or fp.entry_data_size:
+            return False
+        if fp.entry_handler is not None:
+            if fp.entry_program is None:
+                return False
+            native.get_called(builder, CALLED)
+            if not fp.entry_program(builder, HitWay.CALL):
+                return False
+        return fp.hook is None or native.emit_entry(builder, HitWay.CALL, fp.hook)
+
+    def _entered(self, fp: Fprobe, names: frozenset[str] | None) -> Callable[[Any], None]:
+        """Mirrors: kernel/trace/fprobe.c:fprobe_handler (v6.1)."""
+        hook_call, hook, word, size = (
+            self._hooks.hook_call,
+            fp.hook,
+            self._arch.word_size,
+            self._arch.call_size,
+        )
+        ctlblk, nothing = self._kprobes.hits.ctlblk, memoryview(bytearray(fp.entry_data_size))
+
+        def wants(instance: Instance, regs: Any) -> bool:
+            address, data = regs.ip - size, instance.data
+            data[:word] = address.to_bytes(word, "little")
+            seen = regs if names is None else PartialRegs(regs, names)
+            return not self._call(fp, fp.entry_handler, address, seen, data[word:])
+
+        def entered(regs: Any) -> None:
+            if fp.is_disabled:
+                return
+            ctlblk.by_breakpoint = False
+            if hook is None:
+                seen = regs if names is None else PartialRegs(regs, names)
+                self._call(fp, fp.entry_handler, regs.ip - size, seen, nothing)
+            else:
+                hook_call(hook, regs, wants)
+
+        return entered
+
+    def _returned(self, fp: Fprobe, names: frozenset[str] | None) -> Callable[[Instance, Any], None]:
+        """Mirrors: kernel/trace/fprobe.c:fprobe_exit_handler (v6.1)."""
+        word, ctlblk = self._arch.word_size, self._kprobes.hits.ctlblk
+
+        def returned(instance: Instance, regs: Any) -> None:
+            if fp.is_disabled:
+                return
+            ctlblk.by_breakpoint = False
+            data = instance.data
+            address = int.from_bytes(data[:word], "little")
+            self._call(
+                fp, fp.exit_handler, address, regs if names is None else PartialRegs(regs, names), data[word:]
+            )
+
+        return returned
+
+    def _call(
+        self, fp: Fprobe, handler: FprobeHandler | None, address: int, regs: Any, data: memoryview
+    ) -> bool:
+        """A handler that raises counts as one that returned 0."""
+        if handler is None:
+            return False
+        try:
+            return bool(handler(fp, address, regs, data))
+        except BaseException as error:
+            fp.failures += 1
+            self._kprobes.hits.note_failure(error, address, is_first=fp.failures == 1)
+            return False
+
+
+def _exits(fp: Fprobe, builder: ProgramBuilder, way: HitWay) -> bool:
+    """The exit handler behind what has left the function's address in SLOT."""
+    assert fp.exit_program is not None
+    if fp.is_disabled:
+        return False
+    builder.emit(Move(CALLED, SLOT))
+    return fp.exit_program(builder, way)

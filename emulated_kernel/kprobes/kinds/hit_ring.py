@@ -1,0 +1,151 @@
+"""HitRing: the latest hits of probes, with some of their registers, written by guest code without a trap."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from emulated_kernel.arch.base import Arch
+from emulated_kernel.arch.program.builder import ProgramBuilder
+from emulated_kernel.arch.program.ops import (
+    Arithmetic,
+    ComputeImmediate,
+    ComputePerCpu,
+    GetRegister,
+    LoadPerCpu,
+    Move,
+    Store,
+    StoreImmediate,
+    StorePerCpu,
+)
+from emulated_kernel.kprobes.kinds.fprobe import CALLED, Fprobe
+from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
+from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.machine.machine import Machine
+
+_COUNT, _AT, _VALUE = 0, 1, 2
+_FIXED = 2
+"""Words of an entry before the registers: the hit's number and the probe's address."""
+
+
+@dataclass(frozen=True, slots=True)
+class RingEntry:
+    """One hit: how many there were before it on its CPU, the probed address, and the registers asked for."""
+
+    number: int
+    address: int
+    registers: tuple[int, ...]
+    cpu: int = 0
+
+
+class HitRing:
+    """The latest `capacity` hits of all its probes on each CPU; older ones are overwritten.
+
+    `registers` are names as in pt_regs, two for an entry of four words. What its probes do at a hit is a
+    handful of loads and stores, so that it is the cheapest handler there is.
+    """
+
+    def __init__(self, machine: Machine, arch: Arch, registers: Sequence[str], capacity: int) -> None:
+        """Raises: ValueError (capacity is no power of 2, a register's name), HardwareError (no memory)."""
+        if capacity < 1 or capacity & (capacity - 1):
+            raise ValueError(f"{capacity} entries: take a power of 2")
+        for name in registers:
+            if name not in arch.pt_regs:
+                raise ValueError(f"no register {name}")
+        self._machine = machine
+        self._memory = cells = machine.records
+        self._word = word = arch.word_size
+        self._registers = tuple(registers)
+        self._kept = frozenset() if arch.returns is None else arch.returns.live.registers
+        self._capacity = capacity
+        words = 1 << (_FIXED + len(registers) - 1).bit_length()
+        self._shift = (words * word).bit_length() - 1
+        code = "Q" if word == 8 else "I"
+        self._entry = struct.Struct(f"<{_FIXED + len(registers)}{code}")
+        self._offset = cells.alloc_cells(2 * word)
+        self._cells = [cell.cast(code) for cell in cells.cells(self._offset, 2 * word)]  # type: ignore[call-overload]
+        """Of each CPU: hits so far, and the address of its entries."""
+        self._starts = [self._new_ring(cell) for cell in self._cells]
+        self._views = [cells.view(start, capacity << self._shift) for start in self._starts]
+
+    def _new_ring(self, cell: memoryview) -> int:
+        cell[1] = address = self._memory.alloc_pages(self._capacity << self._shift)
+        return address
+
+    def probe(self, **place: Any) -> Kprobe:
+        """A probe that records its hits here, to be registered; `place` as for Kprobe."""
+        kprobe = Kprobe(pre_handler=lambda kprobe, regs: self._note(kprobe.address, regs), **place)
+        kprobe.program = lambda builder, _way: self._emit(builder, kprobe.address)
+        return kprobe
+
+    def return_probe(self, **place: Any) -> Kretprobe:
+        """The same for returns of a function; `place` as for Kretprobe. Registers are those at the return.
+
+        Guest code records those alone that the calling convention keeps.
+        """
+        rp = Kretprobe(handler=lambda _instance, regs: self._note(rp.address, regs), **place)
+        if self._kept.issuperset(self._registers):
+            rp.return_program = lambda builder, _way: self._emit(builder, rp.address)
+        return rp
+
+    def fprobe(self, filter_: str, **options: Any) -> Fprobe:
+        """The same for returns of all functions that match; `options` as for Fprobe."""
+        fp = Fprobe(
+            filter_, exit_handler=lambda _fp, address, regs, _data: self._note(address, regs), **options
+        )
+        if self._kept.issuperset(self._registers):
+            fp.exit_program = lambda builder, _way: self._emit(builder, None)
+        return fp
+
+    @property
+    def hits(self) -> int:
+        """Hits recorded so far, those too that were overwritten."""
+        return sum(cell[0] for cell in self._cells)
+
+    def entries(self) -> list[RingEntry]:
+        """The hits that are still there, oldest first, one CPU's after the other's."""
+        return [entry for cpu in range(len(self._cells)) for entry in self._entries(cpu)]
+
+    def _entries(self, cpu: int) -> Iterator[RingEntry]:
+        hits = self._cells[cpu][0]
+        for number in range(max(0, hits - self._capacity), hits):
+            count, address, *registers = self._entry.unpack_from(self._views[cpu], self._place(number))
+            yield RingEntry(count, address, tuple(registers), cpu)
+
+    def _place(self, number: int) -> int:
+        return number % self._capacity << self._shift
+
+    def close(self) -> None:
+        """Give the memory back, when none of its probes is registered any more."""
+        for view, start in zip(self._views, self._starts, strict=True):
+            view.release()
+            self._memory.free_pages(start)
+        self._memory.free_cells(self._offset)
+
+    def _note(self, address: int, regs: Any) -> None:
+        """The handler, where the hit has trapped anyway."""
+        cpu = self._machine.cpu
+        hits = self._cells[cpu][0]
+        values = [getattr(regs, name) for name in self._registers]
+        self._entry.pack_into(self._views[cpu], self._place(hits), hits, address, *values)
+        self._cells[cpu][0] = hits + 1 & (1 << 8 * self._word) - 1
+
+    def _emit(self, builder: ProgramBuilder, address: int | None) -> bool:
+        """The same as guest code; without an address it is in CALLED."""
+        word = self._word
+        at = _AT, word
+        builder.emit(
+            LoadPerCpu(_COUNT, self._offset, word),
+            Move(_AT, _COUNT),
+            ComputeImmediate(Arithmetic.AND, _AT, self._capacity - 1),
+            ComputeImmediate(Arithmetic.SHL, _AT, self._shift),
+            ComputePerCpu(Arithmetic.ADD, _AT, self._offset + word),
+            Store(_AT, 0, _COUNT, word),
+            Store(*at, CALLED, word) if address is None else StoreImmediate(*at, address, word),
+        )
+        for number, name in enumerate(self._registers, _FIXED):
+            builder.emit(GetRegister(_VALUE, name), Store(_AT, number * word, _VALUE, word))
+        builder.emit(ComputeImmediate(Arithmetic.ADD, _COUNT, 1), StorePerCpu(self._offset, _COUNT, word))
+        return True

@@ -1,0 +1,187 @@
+"""Kretprobe: a probe on a function's return; the entry probe that hooks it, and what both share."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
+from emulated_kernel.errors import KernelError
+from emulated_kernel.kprobes.ctlblk import HitStatus
+from emulated_kernel.kprobes.hit import HitHandling
+from emulated_kernel.kprobes.kprobe import Emit, Kprobe, Regs
+from emulated_kernel.kprobes.kprobes import Kprobes
+from emulated_kernel.kprobes.profile import TrampolineForm
+from emulated_kernel.kprobes.return_hook.hook import Instance, ReturnHook
+from emulated_kernel.kprobes.return_hook.hooks import ReturnHooks
+
+KRETPROBE_MAX_DATA_SIZE = 4096
+_MIN_MAXACTIVE = 10
+
+KretprobeInstance = Instance
+"""What handlers get: one call of the probed function, from its entry to its return."""
+KretprobeHandler = Callable[[KretprobeInstance, Regs], object]
+
+
+@dataclass(eq=False, slots=True)
+class Kretprobe(Kprobe):
+    """A probe on the return of a function, named as a Kprobe is: by its entry.
+
+    `entry_handler(instance, regs)` runs when the function is entered; a true result means that this call
+    isn't of interest. `handler(instance, regs)` runs when it returns, with regs.ip where it returns to.
+    `maxactive` calls can be pending at a time (0: a default by the number of CPUs); a call more is missed.
+    `data_size` bytes of `instance.data` belong to the call. Handlers must not sleep.
+    Mirrors: include/linux/kprobes.h:struct kretprobe (v6.1).
+    """
+
+    handler: KretprobeHandler | None = None
+    return_program: Emit | None = None
+    """The handler as guest code, for HitWay.RETURN; see Kretprobes.handler_changed."""
+    entry_handler: KretprobeHandler | None = None
+    maxactive: int = 0
+    data_size: int = 0
+    hook: ReturnHook | None = field(default=None, init=False, repr=False)
+    _ended: tuple[int, int] = field(default=(0, 0), init=False, repr=False)
+    """Calls missed and returned as of its unregistration."""
+
+    def __post_init__(self) -> None:
+        self.kind = "r"
+
+    @property
+    def instances_missed(self) -> int:
+        """Calls missed for want of an instance; `nmissed` counts them too."""
+        return self._ended[0] if self.hook is None else self.hook.missed
+
+    @property
+    def returns(self) -> int:
+        """Calls whose return was seen."""
+        return self._ended[1] if self.hook is None else self.hook.returned
+
+    @property
+    def missed_otherwise(self) -> int:
+        return self.instances_missed
+
+    def leave_hook(self) -> ReturnHook | None:
+        """Keep the counts without it; returns it."""
+        hook, counts = self.hook, (self.instances_missed, self.returns)
+        self.hook, self._ended = None, counts
+        return hook
+
+
+class Kretprobes:
+    """All kretprobes of one kernel.
+
+    Mirrors: kernel/kprobes.c, the part under CONFIG_KRETPROBES (v6.1).
+    """
+
+    def __init__(self, kprobes: Kprobes, hooks: ReturnHooks, *, cpus: int, blacklist: Sequence[int]) -> None:
+        """`blacklist`: addresses of functions whose return can't be hooked."""
+        self._kprobes = kprobes
+        self._hits: HitHandling = kprobes.hits
+        self.hooks = hooks
+        self._blacklist = frozenset(blacklist)
+        preemption = kprobes.profile.preemption
+        self._default_maxactive = max(_MIN_MAXACTIVE, 2 * cpus) if preemption else cpus
+
+    def register_kretprobe(self, rp: Kretprobe) -> None:
+        """Register a probe on a function's return.
+
+        Raises: KernelError EINVAL (not a function's entry, its return can't be hooked, registered already),
+        E2BIG (data_size), EOPNOTSUPP (unified, and not traceable), ENOMEM, and as register_kprobe.
+        Mirrors: kernel/kprobes.c:register_kretprobe (v6.1).
+        """
+        address = self._kprobes.function_entry(rp)
+        if self._kprobes.table.valid(rp) is not None:
+            raise KernelError(errno.EINVAL, "the probe is registered already")
+        if address in self._blacklist:
+            raise KernelError(errno.EINVAL, f"{address:#x} doesn't return to its caller")
+        if self.hooks.stack.needs_fentry and address not in self._kprobes.verdict.fentry:
+            raise KernelError(errno.EOPNOTSUPP, f"{address:#x} can't be traced, so its return isn't hooked")
+        if rp.data_size > KRETPROBE_MAX_DATA_SIZE:
+            raise KernelError(errno.E2BIG, f"more than {KRETPROBE_MAX_DATA_SIZE} bytes of data")
+        if rp.maxactive <= 0:
+            rp.maxactive = self._default_maxactive
+        self._prepare(rp, address)
+        try:
+            self._kprobes.register_kprobe(rp)
+        except KernelError:
+            self._release(rp)
+            raise
+        assert rp.hook is not None
+        rp.hook.place = rp.address
+
+    def _prepare(self, rp: Kretprobe, address: int) -> None:
+        rp.post_handler = None
+        program = rp.return_program if rp.handler is not None else _nothing
+        hook = self.hooks.add(self._return_handler(rp), rp.maxactive, rp.data_size, program)
+        # What has a site for fentry is C; with it the compiler relies on no more (-fipa-ra is off).
+        hook.follows_convention = address in self._kprobes.verdict.mcount
+        rp.hook = hook
+        rp.pre_handler = self._entry(rp, hook)
+        rp.program = self._entry_program(rp, hook)
+
+    def _entry_program(self, rp: Kretprobe, hook: ReturnHook) -> Emit | None:
+        """The hooking as guest code; None where an entry handler or instance data need Python."""
+        native = self.hooks.native
+        if native is None or rp.entry_handler is not None or rp.data_size:
+            return None
+        return lambda builder, way: native.emit_entry(builder, way, hook)
+
+    def handler_changed(self, rp: Kretprobe) -> None:
+        """What its `return_program` makes differs from now on, or whether it makes any."""
+        if rp.hook is not None:
+            self.hooks.handler_changed(rp.hook)
+            self._kprobes.handler_changed(rp)
+
+    def _release(self, rp: Kretprobe) -> None:
+        hook = rp.leave_hook()
+        if hook is not None:
+            self.hooks.remove(hook)
+
+    def unregister_kretprobe(self, rp: Kretprobe) -> None:
+        """Calls that are pending return without the handler. One that isn't registered is ignored."""
+        self._kprobes.unregister_kprobe(rp)
+        self._release(rp)
+
+    # Hits
+
+    def _entry(self, rp: Kretprobe, hook: ReturnHook) -> Callable[[Kprobe, Any], None]:
+        """Mirrors: kernel/kprobes.c:pre_handler_kretprobe (v6.1)."""
+        hook_call, entry_handler = self.hooks.hook_call, rp.entry_handler
+
+        def wants(instance: Instance, regs: Any) -> bool:
+            assert entry_handler is not None
+            try:
+                return not entry_handler(instance, regs)
+            except BaseException as error:
+                self._hits.report(rp, error)
+                return True
+
+        def entered(_kprobe: Kprobe, regs: Any) -> None:
+            hook_call(hook, regs, None if entry_handler is None else wants)
+
+        return entered
+
+    def _return_handler(self, rp: Kretprobe) -> Callable[[Instance, Any], None]:
+        """Mirrors: kernel/kprobes.c:kretprobe_rethook_handler (v6.1)."""
+        ctlblk = self._hits.ctlblk
+        by_breakpoint = self.hooks.trampoline.form is TrampolineForm.BREAKPOINT
+
+        def returned(instance: Instance, regs: Any) -> None:
+            if rp.handler is None:
+                return
+            ctlblk.running, ctlblk.status, ctlblk.by_breakpoint = rp, HitStatus.ACTIVE, by_breakpoint
+            try:
+                rp.handler(instance, regs)
+            except BaseException as error:
+                self._hits.report(rp, error)
+            ctlblk.running = None
+
+        return returned
+
+
+def _nothing(_builder: ProgramBuilder, _way: HitWay) -> bool:
+    """The program of no handler."""
+    return True

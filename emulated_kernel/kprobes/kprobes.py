@@ -1,0 +1,434 @@
+"""Kprobes: registration, enabling and arming of probes, in Linux's order of checks."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+
+from emulated_kernel.abi import GuestAddr
+from emulated_kernel.arch.analysis.tables import ProbedTables
+from emulated_kernel.arch.base import Arch
+from emulated_kernel.errors import KernelError
+from emulated_kernel.kprobes import report
+from emulated_kernel.kprobes.arming import Arming
+from emulated_kernel.kprobes.ftrace import FtraceSites
+from emulated_kernel.kprobes.handlers.compiler import Compiler
+from emulated_kernel.kprobes.handlers.garbage import TextGarbage
+from emulated_kernel.kprobes.hit import HitHandling
+from emulated_kernel.kprobes.kprobe import AggregatorProbe, DetourBuffer, Kprobe, KprobeFlag
+from emulated_kernel.kprobes.optimizer.djprobe import Djprobes
+from emulated_kernel.kprobes.optimizer.optimizer import Optimizer
+from emulated_kernel.kprobes.out_of_line import Breakpoints, Copies
+from emulated_kernel.kprobes.profile import DEFAULT, PROFILES, Profile
+from emulated_kernel.kprobes.scheduler import Scheduler
+from emulated_kernel.kprobes.split_jumps import SplitJumps
+from emulated_kernel.kprobes.table import ProbeTable
+from emulated_kernel.kprobes.trap_routes import TrapRoutes
+from emulated_kernel.lock import ControlLock
+from emulated_kernel.machine.machine import Machine
+from emulated_kernel.machine.text.text_poke import TextPoker
+
+
+class Kprobes:
+    """All probes of one kernel. What changes them asserts that the control lock is held.
+
+    Mirrors: kernel/kprobes.c (v6.1).
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        image: ProbedTables,
+        arch: Arch,
+        log: Callable[[str], None],
+        scheduler: Scheduler,
+        lock: ControlLock,
+        profile: Profile = PROFILES[DEFAULT],
+    ) -> None:
+        self.profile = profile
+        self.lock = lock
+        """The control lock, for what registers probes here and has something of its own to change."""
+        self._image = image
+        self._symbols = image.kallsyms
+        self._log = log
+        self._bits = arch.bits
+        self.table = table = ProbeTable(arch.bits)
+        """The probes by address, and whether they are armed."""
+        self._slot_size = arch.max_insn_size
+        strategy = arch.strategy(profile.strategies) if profile.optimizer else None
+        self.verdict = verdict = arch.verdict(image, strategy, ftrace=profile.ftrace)
+        text = machine.text
+        self.poker = poker = TextPoker(text, arch.breakpoint)
+        self.garbage = garbage = TextGarbage(scheduler)
+        self.compiler = compiler = Compiler(machine, arch, profile, verdict, garbage)
+        self.split_jumps = split_jumps = SplitJumps(machine, verdict, arch, table, poker)
+        self.hits = hits = HitHandling(machine, arch, profile, compiler, split_jumps)
+        self.sites: FtraceSites | None = None
+        if profile.ftrace:
+            self.sites = FtraceSites(machine, arch, hits, compiler, poker, split_jumps, lock)
+        self.routes = routes = TrapRoutes(
+            machine, arch, profile, table, hits, compiler, poker, split_jumps, self.sites
+        )
+        self.trampoline = None if self.sites is None else (self.sites.trampoline, self.sites.trampoline_size)
+        """Address and size in bytes of what armed fentry sites call."""
+        self._copies = copies = Copies(text, image, verdict, arch, routes, profile, garbage)
+        self.slots = copies.slots
+        breakpoints = Breakpoints(text, arch, poker)
+        self.optimizer: Optimizer | None = None
+        if strategy is not None:
+            self.optimizer = (Optimizer if profile.djprobe is None else Djprobes)(
+                table, verdict, arch, text, poker, routes, breakpoints, copies, garbage, scheduler, profile
+            )
+        self._arming = Arming(table, breakpoints, self.sites, self.optimizer, copies, log)
+
+    def tables_changed(self) -> None:
+        """A module came or went: look at the image's tables again."""
+        self.lock.assert_held()
+        self.verdict.tables_changed()
+
+    def kill_within(self, spans: Sequence[tuple[int, int]]) -> None:
+        """See Arming.kill_within."""
+        self.lock.assert_held()
+        self._arming.kill_within(spans)
+
+    def __iter__(self) -> Iterator[Kprobe]:
+        """The users' probes, aggregators resolved, in the order of kprobes/list."""
+        for probe in chain.from_iterable(self.table.buckets()):
+            yield from probe.members if isinstance(probe, AggregatorProbe) else [probe]
+
+    # Registration
+
+    def register_kprobe(self, kprobe: Kprobe) -> None:
+        """Register a probe, and arm it unless it is disabled or all probes are disarmed.
+
+        Raises: KernelError EINVAL (contradicting place, registered already, blacklisted, not text),
+        ENOENT (unknown symbol or outside of any), EILSEQ (not at an instruction), ENOMEM.
+        Mirrors: kernel/kprobes.c:register_kprobe (v6.1).
+        """
+        self.lock.assert_held()
+        addr, on_entry = self.locate(kprobe)
+        if self.table.valid(kprobe) is not None:
+            raise KernelError(errno.EINVAL, "the probe is registered already")
+        refused = self.verdict.check_address_safe(addr)
+        if refused is not None:
+            raise KernelError(refused.errno, refused.text)
+        self._check_handlers(kprobe)
+        given = kprobe.addr
+        kprobe.addr, kprobe.nmissed, kprobe.failures = addr, 0, 0
+        kprobe.flags = KprobeFlag.DISABLED if kprobe.disabled else KprobeFlag.NONE
+        if on_entry:
+            kprobe.flags |= KprobeFlag.ON_FUNC_ENTRY
+        if addr in self.verdict.fentry:
+            kprobe.flags |= KprobeFlag.FTRACE
+        try:
+            self._insert(kprobe)
+        except KernelError:
+            kprobe.addr = given
+            raise
+
+    def _check_handlers(self, kprobe: Kprobe) -> None:
+        """Raises: KernelError EOPNOTSUPP for what this kernel's struct kprobe doesn't have."""
+        profile = self.profile
+        if kprobe.fault_handler is not None and not profile.fault_handlers:
+            raise KernelError(errno.EOPNOTSUPP, f"{profile.name} has no fault handlers")
+        if kprobe.break_handler is not None and not profile.jprobes:
+            raise KernelError(errno.EOPNOTSUPP, f"{profile.name} has no jprobes")
+        if kprobe.length and profile.djprobe is None:
+            raise KernelError(errno.EOPNOTSUPP, f"{profile.name} has no djprobes")
+
+    def _insert(self, kprobe: Kprobe) -> None:
+        if self.optimizer is not None:
+            self.optimizer.check_conflicts(kprobe)
+        old = self.table.get(kprobe.address)
+        if old is not None:
+            self._register_aggregate(old, kprobe)
+            return
+        if not kprobe.is_ftrace:
+            self._copies.prepare(kprobe)
+        self.table.add(kprobe)
+        if not self.table.all_disarmed and not kprobe.is_disabled:
+            self._arming.arm(kprobe)
+        self._try_to_optimize(kprobe)
+
+    def _try_to_optimize(self, kprobe: Kprobe) -> None:
+        """A probe that can be optimized gets an aggregator, be it alone or disabled.
+
+        Mirrors: kernel/kprobes.c:try_to_optimize_kprobe (v6.1).
+        """
+        if self.optimizer is None or kprobe.is_ftrace or not self.optimizer.wants(kprobe):
+            return
+        head = AggregatorProbe(addr=kprobe.address, report=self.hits.report)
+        self.optimizer.prepare(head)
+        kprobe.obstacle = head.obstacle
+        if head.detour is not None:
+            self._put_aggregator(head, kprobe)
+            self.optimizer.optimize(head)
+
+    def unregister_kprobe(self, kprobe: Kprobe) -> None:
+        """Disarm and forget a probe; one that isn't registered loses its address, as in Linux.
+
+        Mirrors: kernel/kprobes.c:__unregister_kprobe_top, __unregister_kprobe_bottom (v6.1).
+        """
+        self.lock.assert_held()
+        head = self.table.valid(kprobe)
+        if head is None:
+            kprobe.addr = None
+            return
+        self._disable(kprobe, head)
+        if isinstance(head, AggregatorProbe):
+            self._remove_member(head, kprobe)
+        else:
+            self.table.remove(head)
+            self._copies.release(head)
+        if kprobe.symbol_name is not None:
+            # Linux keeps it, and refuses to register the structure again until its owner has cleared it.
+            kprobe.addr = None
+
+    def _remove_member(self, head: AggregatorProbe, kprobe: Kprobe) -> None:
+        head.remove(kprobe)
+        kprobe.insn = None
+        self._refresh(head)
+        optimizer = self.optimizer
+        if not head.members:
+            if not head.is_disabled:
+                # A jump was reused for a disabled probe. Linux: it stays in the text for good.
+                self._disarm(head)
+            # Linux: a jump that is still there keeps the aggregator until the worker has taken it back.
+            if optimizer is None or not optimizer.is_queued(head):
+                self.table.remove(head)
+                self._release(head)
+        elif optimizer is not None and not self.table.all_disarmed:
+            optimizer.optimize(head)
+
+    def _release(self, head: AggregatorProbe) -> None:
+        if self.optimizer is not None:
+            self.optimizer.free(head)
+        else:
+            self._copies.release(head)
+
+    def _register_aggregate(self, old: Kprobe, kprobe: Kprobe) -> None:
+        """A further probe at an address. Mirrors: kernel/kprobes.c:register_aggr_kprobe (v6.1)."""
+        head = old if isinstance(old, AggregatorProbe) else self._aggregate(old)
+        if kprobe.break_handler is not None and head.break_handler is not None:
+            raise KernelError(errno.EEXIST, f"{kprobe.address:#x} has a jprobe already")
+        if head.is_unused and self.optimizer is not None:
+            # On its way out, with a jump still in the text. Mirrors: reuse_unused_kprobe (v6.1).
+            head.flags &= ~KprobeFlag.DISABLED
+            self.optimizer.optimize(head)
+        if head.is_gone:
+            self._arming.revive(head)
+        kprobe.insn, kprobe.cost, kprobe.obstacle = head.insn, head.cost, head.obstacle
+        if kprobe.needs_breakpoint and self.optimizer is not None:
+            self.optimizer.unoptimize(head, force=True)
+        head.add(kprobe)
+        self._refresh(head)
+        if head.is_disabled and not kprobe.is_disabled:
+            head.flags &= ~KprobeFlag.DISABLED
+            self._refresh(head)
+            if not self.table.all_disarmed:
+                self._arming.arm(head)
+
+    def _aggregate(self, first: Kprobe) -> AggregatorProbe:
+        head = AggregatorProbe(addr=first.address, report=self.hits.report)
+        wanted = self.optimizer is not None and not first.is_gone and self.optimizer.wants(first)
+        if self.optimizer is not None and not first.is_ftrace and wanted:
+            self.optimizer.prepare(head)
+        self._put_aggregator(head, first)
+        return head
+
+    def _put_aggregator(self, head: AggregatorProbe, first: Kprobe) -> None:
+        """Put an aggregator in the place of a single probe, armed as it was.
+
+        Mirrors: kernel/kprobes.c:init_aggr_kprobe (v6.1).
+        """
+        # Compiled, it leads to the handlers of that probe alone.
+        self.routes.drop_code(first)
+        head.flags = first.flags
+        head.insn, head.cost = first.insn, first.cost
+        head.add(first)
+        self.table.add(head)
+        self._refresh(head)
+
+    def _refresh(self, head: Kprobe) -> None:
+        """Let what happens at hits follow a change of the probes at an address or of their flags."""
+        if isinstance(head, AggregatorProbe):
+            head.refresh_handlers()
+        self.routes.drop_code(head)
+        self._copies.boost_or_step(head)
+        self.routes.install(head)
+
+    def handler_changed(self, kprobe: Kprobe) -> None:
+        """What the probe's `program` makes differs from now on, or whether it makes any."""
+        head = self.table.valid(kprobe)
+        if head is not None:
+            self.routes.drop_code(head)
+            self.routes.install(head)
+
+    def locate(self, kprobe: Kprobe) -> tuple[GuestAddr, bool]:
+        """The address meant, and whether it is a function's entry. Raises: KernelError EINVAL, ENOENT.
+
+        Mirrors: kernel/kprobes.c:_kprobe_addr (v6.1).
+        """
+        name, addr = kprobe.symbol_name, kprobe.addr
+        if (name is None) == (addr is None):
+            raise KernelError(errno.EINVAL, "give a symbol name or an address, not both and not neither")
+        if name is not None:
+            addr = self._symbols.lookup_name(name)
+            if addr is None:
+                raise KernelError(errno.ENOENT, f"no symbol named {name}")
+        assert addr is not None
+        addr += kprobe.offset
+        where = self._symbols.lookup(addr)
+        if where is None:
+            raise KernelError(errno.ENOENT, f"{addr:#x} is in no symbol")
+        kprobe.place = "" if where.module else report.place(kprobe, addr, where, self._bits)
+        return GuestAddr(addr), where.offset == 0
+
+    def function_entry(self, kprobe: Kprobe) -> GuestAddr:
+        """The address of a probe that has to be on a function's entry. Raises: KernelError EINVAL, ENOENT."""
+        address, on_entry = self.locate(kprobe)
+        if not on_entry:
+            raise KernelError(errno.EINVAL, f"{address:#x} is not the entry of a function")
+        return address
+
+    def commit_kprobes(self) -> None:
+        """Write the jumps of registered djprobes. Raises: KernelError EOPNOTSUPP (no djprobes), EBUSY.
+
+        Source: "Djprobe" (Ottawa Linux Symposium 2007), section 3.4.
+        """
+        self.lock.assert_held()
+        if not isinstance(self.optimizer, Djprobes):
+            raise KernelError(errno.EOPNOTSUPP, f"{self.profile.name} has no djprobes")
+        self.optimizer.commit()
+
+    # Enabling and arming
+
+    def enable_kprobe(self, kprobe: Kprobe) -> None:
+        """Raises: KernelError EINVAL when the probe isn't registered or its code is gone.
+
+        Mirrors: kernel/kprobes.c:enable_kprobe (v6.1).
+        """
+        self.lock.assert_held()
+        head = self.table.valid(kprobe)
+        if head is None:
+            raise KernelError(errno.EINVAL, "the probe isn't registered")
+        if kprobe.is_gone:
+            raise KernelError(errno.EINVAL, "the probed code is gone")
+        if isinstance(head, AggregatorProbe) and kprobe.is_disabled:
+            kprobe.flags &= ~KprobeFlag.DISABLED
+            head.enabled_members += 1
+            self._refresh(head)
+        if not self.table.all_disarmed and head.is_disabled:
+            head.flags &= ~KprobeFlag.DISABLED
+            self._refresh(head)
+            self._arming.arm(head)
+
+    def disable_kprobe(self, kprobe: Kprobe) -> None:
+        """Raises: KernelError EINVAL when the probe isn't registered."""
+        self.lock.assert_held()
+        head = self.table.valid(kprobe)
+        if head is None:
+            raise KernelError(errno.EINVAL, "the probe isn't registered")
+        self._disable(kprobe, head)
+
+    def _disable(self, kprobe: Kprobe, head: Kprobe) -> None:
+        """Mirrors: kernel/kprobes.c:__disable_kprobe (v6.1)."""
+        if kprobe.is_disabled:
+            return
+        if isinstance(head, AggregatorProbe):
+            kprobe.flags |= KprobeFlag.DISABLED
+            head.enabled_members -= 1
+            self._refresh(head)
+            if head.enabled_members:
+                return
+        self._disarm(head)
+
+    def _disarm(self, head: Kprobe) -> None:
+        if not self.table.all_disarmed and not head.is_disabled:
+            self._arming.disarm(head)
+        head.flags |= KprobeFlag.DISABLED
+        self._refresh(head)
+
+    def stands_for(self, address: int) -> tuple[int, int | None] | None:
+        """The probed instruction that a slot or a detour is run for; None for other code.
+
+        With it comes where that code begins, if `address` lies in front of the instruction's copy.
+        """
+        for kprobe in self.table:
+            insn, detour = kprobe.insn, kprobe.detour if isinstance(kprobe, AggregatorProbe) else None
+            slot = None if insn is None else insn.slot
+            if insn is not None and slot is not None and 0 <= address - slot < self._slot_size:
+                return kprobe.address + min(address - slot, insn.prepared.length), None
+            if detour is not None and 0 <= address - detour.address < detour.size:
+                if address < detour.copied:
+                    return detour.region.addr, detour.address
+                return detour.region.addr + min(address - detour.copied, detour.length), None
+        return None
+
+    def detour(self, kprobe: Kprobe) -> DetourBuffer | None:
+        """The detour of the probe's address, used or only prepared."""
+        head = self.table.valid(kprobe)
+        return head.detour if isinstance(head, AggregatorProbe) else None
+
+    def mode(self, kprobe: Kprobe) -> str:
+        """How hits of a probe are taken now."""
+        return report.mode(self.table, kprobe)
+
+    def reason(self, kprobe: Kprobe) -> str:
+        """Why the probe isn't in a better mode: the address and the rule; empty in the best one."""
+        return report.reason(self.table, self.optimizer, kprobe)
+
+    def set_optimization(self, allowed: bool) -> None:
+        """Raises: KernelError EOPNOTSUPP without an optimizer.
+
+        Mirrors: kernel/kprobes.c:proc_kprobes_optimization_handler (v6.1).
+        """
+        self.lock.assert_held()
+        if self.optimizer is None:
+            raise KernelError(errno.EOPNOTSUPP, "built without jump optimization")
+        if allowed == self.optimizer.allowed:
+            return
+        self.optimizer.allow(allowed)
+        self._log(report.OPTIMIZATION_MESSAGES[allowed])
+
+    def set_optimized(self, kprobe: Kprobe, wanted: bool) -> None:
+        """Unoptimize and hold the probes of an address, or ask for their optimization again.
+
+        Raises: KernelError EINVAL (not registered), EOPNOTSUPP (unsafe, or a post_handler needs the step's
+        end).
+        """
+        self.lock.assert_held()
+        head = self.table.valid(kprobe)
+        if head is None:
+            raise KernelError(errno.EINVAL, "the probe isn't registered")
+        optimizer = self.optimizer
+        if optimizer is not None and wanted and head is kprobe and not kprobe.is_gone:
+            optimizer.ask(kprobe)
+            self._try_to_optimize(kprobe)
+            head = self.table.valid(kprobe)
+        if optimizer is not None and isinstance(head, AggregatorProbe) and head.detour is not None:
+            optimizer.hold(head, not wanted)
+            if not wanted or head.post_handler is None:
+                return
+        if wanted:
+            raise KernelError(errno.EOPNOTSUPP, self.reason(kprobe))
+
+    # What debugfs shows
+
+    def set_enabled(self, enabled: bool) -> None:
+        """Arm or disarm all probes; see Arming."""
+        self.lock.assert_held()
+        if enabled:
+            self._arming.arm_all()
+        else:
+            self._arming.disarm_all()
+
+    def list_records(self, start: int) -> Iterator[str]:
+        """The lines of each hash bucket from one on, which is how Linux reads them."""
+        for probes in self.table.buckets(start):
+            yield report.bucket_text(probes, self._symbols, self._bits)
+
+    def blacklist_text(self) -> list[str]:
+        """Lines of kprobes/blacklist."""
+        return report.blacklist_lines(self._image.blacklist, self._bits)

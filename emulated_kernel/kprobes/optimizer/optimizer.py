@@ -1,0 +1,368 @@
+"""The optimizer: from a breakpoint to a jump and back, later and when no CPU stands in the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar
+
+from emulated_kernel.abi import GuestAddr
+from emulated_kernel.arch.analysis.reason import Finding
+from emulated_kernel.arch.base import Arch
+from emulated_kernel.arch.verdict import Verdict
+from emulated_kernel.errors import KernelError
+from emulated_kernel.kprobes.handlers.garbage import TextGarbage
+from emulated_kernel.kprobes.kprobe import AggregatorProbe, DetourBuffer, Kprobe, KprobeFlag
+from emulated_kernel.kprobes.out_of_line import Breakpoints, Copies
+from emulated_kernel.kprobes.profile import Profile
+from emulated_kernel.kprobes.scheduler import DelayedWork, Scheduler, Span
+from emulated_kernel.kprobes.table import ProbeTable
+from emulated_kernel.kprobes.trap_routes import TrapRoutes
+from emulated_kernel.machine.text.text import Text
+from emulated_kernel.machine.text.text_poke import TextPoker
+from emulated_kernel.machine.traps.trap import HardwareError
+
+OPTIMIZE_DELAY = 5
+"""Jiffies from the first request to the optimizer's run, so that several are done at once."""
+
+
+Queue = dict[AggregatorProbe, None]
+"""One of Linux's lists; a set that keeps its order, as thousands of probes are looked for in it."""
+
+
+@dataclass(eq=False)
+class Optimizer:
+    """Jump optimization of aggregator probes.
+
+    Three lists hold what has been asked for; `work` does it. Mirrors: kernel/kprobes.c (v6.1), the part
+    under CONFIG_OPTPROBES.
+    """
+
+    queued: ClassVar[str] = "queued for the optimizer"
+    """Why a probe that gets its jump has none yet."""
+
+    _table: ProbeTable
+    _verdict: Verdict[Any]
+    _arch: Arch
+    _text: Text
+    _poker: TextPoker
+    _routes: TrapRoutes
+    _breakpoints: Breakpoints
+    _copies: Copies
+    _garbage: TextGarbage
+    _scheduler: Scheduler
+    _profile: Profile
+    allowed: bool = field(default=True, init=False)
+    """sysctl debug.kprobes-optimization."""
+    optimizing: Queue = field(default_factory=dict, init=False)
+    unoptimizing: Queue = field(default_factory=dict, init=False)
+    freeing: Queue = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self.work = DelayedWork(self._run, self._scheduler)
+
+    # Detours
+
+    def prepare(self, head: AggregatorProbe) -> None:
+        """Make the detour of a probe; where there can't be one its `obstacle` says why.
+
+        Mirrors: arch/x86/kernel/kprobes/opt.c:arch_prepare_optimized_kprobe (v6.1).
+        """
+        addr = head.address
+        region = self._verdict.detoured(addr)
+        if isinstance(region, Finding):
+            head.obstacle = region
+            return
+        try:
+            buffer = self._text.alloc_text(self._arch.max_detour)
+        except HardwareError:
+            head.obstacle = f"0x{addr:x}: no executable memory left for a detour buffer"
+            return
+        try:
+            detour = self._arch.detour(region, buffer)
+            jump = self._arch.detour_jump(region, buffer)
+        except KernelError as error:
+            self._text.free_text(buffer)
+            head.obstacle = f"0x{addr:x}: {error.strerror}"
+            return
+        assert detour.trap is not None
+        self._text.poke(buffer, detour.code)
+        head.has_used_detour = False
+        head.detour = DetourBuffer(
+            address=GuestAddr(buffer),
+            region=region,
+            trap=buffer + detour.trap,
+            copied=buffer + detour.copied,
+            size=len(detour.code),
+            jump=jump,
+        )
+
+    def _discard(self, head: AggregatorProbe) -> None:
+        """Mirrors: arch/x86/kernel/kprobes/opt.c:arch_remove_optimized_kprobe (v6.1).
+
+        Linux: nobody is left in a detour when it goes, for it goes by the worker alone. Deviates: one whose
+        probe was unoptimized earlier goes with its probe.
+        """
+        detour, head.detour = head.detour, None
+        if detour is None:
+            return
+        if not head.has_used_detour:
+            self._free_detour(detour)
+            return
+        self._routes.pass_detour(detour.trap)
+        self._garbage.add((detour.address, detour.address + detour.size), partial(self._free_detour, detour))
+
+    def _free_detour(self, detour: DetourBuffer) -> None:
+        self._routes.remove_detour(detour.trap)
+        self._text.free_text(detour.address)
+
+    def kill(self, head: AggregatorProbe) -> None:
+        """The probed text goes: it isn't touched. Mirrors: kernel/kprobes.c:kill_optimized_kprobe (v6.1)."""
+        was_queued = self.is_queued(head)
+        for queue in (self.optimizing, self.unoptimizing, self.freeing):
+            queue.pop(head, None)
+        head.flags &= ~KprobeFlag.OPTIMIZED
+        head.is_patched = False
+        self._discard(head)
+        if was_queued and head.is_unused:
+            # Without members, it was only waiting for its text.
+            self._table.remove(head)
+
+    def leave_text(self, spans: Sequence[Span]) -> None:
+        """Text goes: probes that only wait to be freed don't touch it any more."""
+        for head in self.freeing:
+            if any(start <= head.address < end for start, end in spans):
+                head.flags |= KprobeFlag.GONE
+
+    def free(self, head: AggregatorProbe) -> None:
+        """Give back all that a probe without members holds. Mirrors: free_aggr_kprobe (v6.1)."""
+        self._discard(head)
+        self._copies.release(head)
+
+    # Questions
+
+    def wants(self, kprobe: Kprobe) -> bool:  # noqa: ARG002 - djprobe's answer depends on it
+        """Whether it is to get a detour, if it can have one."""
+        return True
+
+    def ask(self, kprobe: Kprobe) -> None:
+        """Its user wants a jump that it didn't ask for when it was registered. Raises: KernelError."""
+
+    def check_conflicts(self, kprobe: Kprobe) -> None:
+        """What other probes mean for one that is about to be registered. Raises: KernelError."""
+
+    def is_queued(self, head: Kprobe) -> bool:
+        """Whether the worker still has to do with it. Mirrors: kprobe_queued (v6.1)."""
+        return any(head in ops for ops in (self.optimizing, self.unoptimizing, self.freeing))
+
+    def is_disarmed(self, head: Kprobe) -> bool:
+        """Mirrors: kernel/kprobes.c:kprobe_disarmed (v6.1)."""
+        return head.is_disabled and not self.is_queued(head)
+
+    def covering(self, addr: int) -> Iterator[AggregatorProbe]:
+        """The probes that can be optimized and whose jumps would cover `addr` behind their first bytes.
+
+        Linux: looks at the nearest probe before `addr` alone; where that one is disabled, a breakpoint gets
+        into the jump of another one before it. Deviates: finds them all.
+        Mirrors: kernel/kprobes.c:get_optimized_kprobe (v6.1).
+        """
+        for distance in range(1, self._arch.max_detoured):
+            found = self._table.get(addr - distance)
+            if not isinstance(found, AggregatorProbe) or found.detour is None:
+                continue
+            if distance < found.detour.length:
+                yield found
+
+    def blocked_by(self, head: AggregatorProbe) -> Kprobe | None:
+        """An armed probe in what the jump would cover. Mirrors: arch_check_optimized_kprobe (v6.1)."""
+        assert head.detour is not None
+        for distance in range(1, head.detour.length):
+            other = self._table.get(head.address + distance)
+            if other is not None and not self.is_disarmed(other):
+                return other
+        return None
+
+    # Requests
+
+    def optimize(self, head: Kprobe) -> None:
+        """Queue a probe for its jump, if it may have one. Mirrors: optimize_kprobe (v6.1)."""
+        if not isinstance(head, AggregatorProbe) or head.detour is None or head.is_held:
+            return
+        if not self.allowed or head.is_disabled or self._table.all_disarmed:
+            return
+        if head.needs_breakpoint or self.blocked_by(head) is not None:
+            return
+        if head.is_optimized:
+            if head in self.unoptimizing:
+                del self.unoptimizing[head]
+            return
+        self._mark(head, optimized=True)
+        self.optimizing[head] = None
+        self._kick()
+
+    def unoptimize(self, head: Kprobe, *, force: bool) -> None:
+        """Take the jump back: later by the worker, or with `force` now.
+
+        Mirrors: kernel/kprobes.c:unoptimize_kprobe (v6.1).
+        """
+        if not isinstance(head, AggregatorProbe) or self.is_disarmed(head) or not head.is_optimized:
+            return
+        if head in self.optimizing:
+            del self.optimizing[head]
+            self._mark(head, optimized=False)
+        elif head in self.unoptimizing:
+            if force:
+                self._expose_breakpoint(head)
+                del self.unoptimizing[head]
+                self.freeing[head] = None
+        elif force:
+            self._expose_breakpoint(head)
+        else:
+            self.unoptimizing[head] = None
+            self._kick()
+
+    def allow(self, allowed: bool) -> None:
+        """Let probes be optimized from now on, or take all jumps back before this returns.
+
+        Mirrors: kernel/kprobes.c:optimize_all_kprobes, unoptimize_all_kprobes (v6.1).
+        """
+        if allowed == self.allowed:
+            return
+        self.allowed = allowed
+        for head in list(self._table):
+            if head.is_disabled:
+                continue
+            if allowed:
+                self.optimize(head)
+            else:
+                self.unoptimize(head, force=False)
+        if not allowed:
+            self.flush()
+
+    def hold(self, head: AggregatorProbe, held: bool) -> None:
+        """Keep one probe unoptimized, or let it be optimized again; done when this returns."""
+        head.is_held = held
+        if held:
+            self.unoptimize(head, force=False)
+        else:
+            self.optimize(head)
+        self.flush()
+
+    # The worker
+
+    def flush(self) -> None:
+        """Do now what is queued. Mirrors: kernel/kprobes.c:wait_for_kprobe_optimizer (v6.1).
+
+        Linux: waits for the quiescence too. Deviates: the guest stands still here, so that what isn't
+        quiescent stays queued.
+        """
+        if self.optimizing or self.unoptimizing:
+            self.work.flush()
+
+    def _kick(self) -> None:
+        self.work.schedule(OPTIMIZE_DELAY)
+
+    def _run(self) -> None:
+        """Mirrors: kernel/kprobes.c:kprobe_optimizer (v6.1)."""
+        self._unoptimize_all()
+        if self._scheduler.is_quiescent(self._affected()):
+            self._optimize_all()
+            self._free_all()
+        if self.optimizing or self.unoptimizing or self.freeing:
+            self._kick()
+
+    def _free_all(self) -> None:
+        """Free the slots and detours of unoptimized probes; the caller has made sure of their quiescence."""
+        for head in self.freeing:
+            head.has_used_detour = False
+            self._discard(head)
+            self._copies.release(head)
+        self.freeing.clear()
+
+    def _affected(self) -> list[Span]:
+        """Ranges that must be quiescent: text that a jump is about to cover, slots and detours that jump back
+        into it, those about to be freed, and the garbage, which may jump into all of these."""
+        spans = {*self._garbage.spans}
+        for head in self.optimizing:
+            assert head.detour is not None
+            spans.add((head.address + 1, head.address + head.detour.length))
+            spans.update(self._leading_to(head))
+        for head in self.freeing:
+            spans.update(self._places_of(head))
+        return [*spans]
+
+    def _leading_to(self, head: AggregatorProbe) -> Iterator[Span]:
+        """Code that returns to the middle of a region without a hit: the probe's own slot, and slots, detours
+        and handlers of probes whose instructions end in the region."""
+        assert head.detour is not None
+        for distance in range(1 - self._arch.max_detoured, head.detour.length):
+            other = self._table.get(head.address + distance)
+            if other is head:
+                yield from self._slot_of(head)
+            elif other is not None:
+                yield from self._places_of(other)
+
+    def _places_of(self, probe: Kprobe) -> Iterator[Span]:
+        """The executable memory of a probe."""
+        yield from self._slot_of(probe)
+        detour = probe.detour if isinstance(probe, AggregatorProbe) else None
+        for code in (detour, probe.stub, probe.code):
+            if code is not None:
+                yield code.address, code.address + code.size
+
+    def _slot_of(self, probe: Kprobe) -> Iterator[Span]:
+        if probe.insn is not None and probe.insn.slot is not None:
+            yield probe.insn.slot, probe.insn.slot + self._arch.max_insn_size
+
+    def _unoptimize_all(self) -> None:
+        """Mirrors: kernel/kprobes.c:do_unoptimize_kprobes (v6.1)."""
+        for head in self.unoptimizing:
+            self._expose_breakpoint(head)
+        done = [*self.freeing, *self.unoptimizing]
+        self.unoptimizing.clear()
+        self.freeing.clear()
+        for head in done:
+            if head.is_disabled and not head.is_gone:
+                self._breakpoints.clear(head)
+            if not head.is_unused:
+                continue
+            if self._table.get(head.address) is head:
+                self._table.remove(head)
+                self._routes.remove(head)
+            self.freeing[head] = None
+
+    def _optimize_all(self) -> None:
+        """Mirrors: arch/x86/kernel/kprobes/opt.c:arch_optimize_kprobes (v6.1)."""
+        if self._table.all_disarmed or not self.allowed:
+            return
+        for head in self.optimizing:
+            assert head.detour is not None
+            size, jump = len(self._breakpoint(head)), head.detour.jump
+            head.saved_tail = self._text.current(head.address + size, len(jump) - size)
+            self._poker.replace(head.address, jump)
+            head.is_patched = True
+        self.optimizing.clear()
+
+    def _expose_breakpoint(self, head: AggregatorProbe) -> None:
+        """Mirrors: kernel/kprobes.c:force_unoptimize_kprobe (v6.1)."""
+        breakpoint_, poker = self._breakpoint(head), self._poker
+        # The poker's own breakpoint, the shortest, ends only shorter instructions.
+        is_own = breakpoint_ == self._arch.breakpoint
+        write = poker.expose_breakpoint if is_own else poker.replace
+        write(head.address, breakpoint_ + head.saved_tail)
+        head.is_patched = False
+        self._routes.drop_code(head)
+        self._mark(head, optimized=False)
+
+    def _breakpoint(self, head: AggregatorProbe) -> bytes:
+        assert head.insn is not None
+        return self._arch.breakpoint_for(head.insn.prepared.length)
+
+    def _mark(self, head: AggregatorProbe, *, optimized: bool) -> None:
+        if optimized:
+            head.flags |= KprobeFlag.OPTIMIZED
+            head.has_used_detour = True
+        else:
+            head.flags &= ~KprobeFlag.OPTIMIZED
+        self._routes.install(head)

@@ -1,0 +1,164 @@
+"""Words of guest memory: GuestHeap allocates those of shadow stacks, TaskFields finds a task_struct's."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Mapping
+from typing import Protocol
+
+from emulated_kernel.abi import PAGE_SIZE
+from emulated_kernel.errors import KernelError
+from emulated_kernel.machine.memory.pool import UnitPool
+from emulated_kernel.machine.traps.trap import HardwareError
+
+_CHUNK = 64 << 10
+_UNIT = 16
+_FORMATS = {4: "I", 8: "Q"}
+
+
+class ViewedMemory(Protocol):
+    def view(self, va: int, size: int, /) -> memoryview: ...
+
+
+class PageSource(Protocol):
+    """What the machine gives: pages that host and guest can read and write."""
+
+    @property
+    def memory(self) -> ViewedMemory: ...
+
+    def alloc_pages(self, size: int, /) -> int: ...
+
+    def free_pages(self, va: int, /) -> None: ...
+
+
+class GuestHeap:
+    """Allocates zeroed memory in small pieces; `words[address]` is the word there."""
+
+    def __init__(self, source: PageSource, word_size: int) -> None:
+        self._source = source
+        self.word_size = word_size
+        self._shift = word_size.bit_length() - 1
+        self._chunks: dict[int, UnitPool] = {}
+        self._pages: dict[int, memoryview] = {}
+        self._sizes: dict[int, tuple[int, int]] = {}
+        """Of each piece the bytes asked for, and its chunk."""
+
+    def __getitem__(self, address: int) -> int:
+        return self._pages[address // PAGE_SIZE][address % PAGE_SIZE >> self._shift]
+
+    def __setitem__(self, address: int, value: int) -> None:
+        self._pages[address // PAGE_SIZE][address % PAGE_SIZE >> self._shift] = value
+
+    def view(self, address: int, size: int) -> memoryview:
+        """Live bytes of an allocated piece, or of a part of it."""
+        return self._source.memory.view(address, size)
+
+    @property
+    def used(self) -> int:
+        """Bytes asked for, as the sum of what was allocated and not freed."""
+        return sum(size for size, _ in self._sizes.values())
+
+    def size_of(self, address: int) -> int:
+        """Bytes asked for by the `alloc` that returned `address`."""
+        return self._sizes[address][0]
+
+    def alloc(self, size: int) -> int:
+        """Address of `size` zeroed bytes. Raises: KernelError ENOMEM."""
+        for base, pool in self._chunks.items():
+            try:
+                address = pool.alloc(size)
+            except HardwareError:
+                continue
+            self._sizes[address] = size, base
+            self.view(address, size)[:] = bytes(size)
+            return address
+        self._add_chunk(max(_CHUNK, -(-size // PAGE_SIZE) * PAGE_SIZE))
+        return self.alloc(size)
+
+    def free(self, address: int) -> None:
+        """Give back a piece; pages without any go back to the machine."""
+        _, base = self._sizes.pop(address)
+        pool = self._chunks[base]
+        pool.free(address)
+        if not pool.used:
+            self._drop_chunk(base)
+
+    def _add_chunk(self, size: int) -> None:
+        try:
+            base = self._source.alloc_pages(size)
+        except HardwareError as error:
+            raise KernelError(errno.ENOMEM, "no memory left for shadow stacks") from error
+        self._chunks[base] = UnitPool(base, size, _UNIT)
+        for page in range(base, base + size, PAGE_SIZE):
+            self._add_page(page)
+
+    def _add_page(self, page: int) -> None:
+        view = self._source.memory.view(page, PAGE_SIZE)
+        self._pages[page // PAGE_SIZE] = view.cast(_FORMATS[self.word_size])  # type: ignore[call-overload]
+
+    def _drop_chunk(self, base: int) -> None:
+        pool = self._chunks.pop(base)
+        for page in range(base, pool.end, PAGE_SIZE):
+            del self._pages[page // PAGE_SIZE]
+        self._source.free_pages(base)
+
+
+_KEPT = 1024
+_FIELDS = ("rethooks", "ret_stack", "curr_ret_stack")
+RETHOOKS, RET_STACK, CURR_RET_STACK = range(len(_FIELDS))
+"""Indices of `TaskFields.of`."""
+_FORMATS = {4: "I", 8: "Q"}
+
+
+class TaskFields:
+    """Finds the fields by task. An image without them has one shadow stack for all that runs.
+
+    Mirrors: include/linux/sched.h:struct task_struct, rethooks, ret_stack, curr_ret_stack (v6.1).
+    """
+
+    def __init__(self, memory: ViewedMemory, abi: Mapping[str, int], word_size: int) -> None:
+        self._memory = memory
+        self._format = _FORMATS[word_size]
+        self._word_size = word_size
+        self._size = word_size * len(_FIELDS)
+        self._known: dict[int, memoryview] = {}
+        self._currents: dict[int, memoryview] = {}
+        """By per-CPU area."""
+        self._offset = abi.get("task_struct.rethooks")
+        self._current: memoryview | None = None
+        self.cpu = 0
+        """Number of the CPU that is the current one."""
+        if self._offset is None:
+            self._known[0] = self._words(memoryview(bytearray(self._size)))
+            return
+        offsets = [abi[f"task_struct.{name}"] - self._offset for name in _FIELDS]
+        assert offsets == [word_size * number for number in range(len(_FIELDS))], "they aren't in a row"
+        self._current_at = abi["percpu.current_task"]
+        self.look_from(0, abi["percpu.base"])
+
+    def look_from(self, cpu: int, area: int) -> None:
+        """The CPU with this number and per-CPU area is the current one."""
+        self.cpu = cpu
+        current = self._currents.get(area)
+        if current is None and self._offset is not None:
+            current = self._words(self._memory.view(area + self._current_at, self._word_size))
+            self._currents[area] = current
+        self._current = current
+
+    def _words(self, view: memoryview) -> memoryview:
+        return view.cast(self._format)  # type: ignore[call-overload, no-any-return]
+
+    def current(self) -> int:
+        """The task that runs on the CPU."""
+        return 0 if self._current is None else int(self._current[0])
+
+    def of(self, task: int) -> memoryview:
+        """The live words of a task, by RETHOOKS, RET_STACK and CURR_RET_STACK."""
+        fields = self._known.get(task)
+        if fields is None:
+            if len(self._known) >= _KEPT:
+                self._known.clear()
+            assert self._offset is not None, "there is one task only"
+            fields = self._words(self._memory.view(task + self._offset, self._size))
+            self._known[task] = fields
+        return fields

@@ -1,0 +1,89 @@
+"""ReturnHook: one user of the return hooks; Instance: one call whose return it awaits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from emulated_kernel.kprobes.kprobe import CompiledCode, Emit
+from emulated_kernel.kprobes.return_hook.base import MISSED, RETURNED, ShadowStack
+
+
+@dataclass(eq=False, slots=True)
+class Instance:
+    """A call whose return is awaited. Mirrors: struct rethook_node (v6.1)."""
+
+    hook: ReturnHook
+    node: int
+    """Where it stands in the shadow stack's memory; an address."""
+    task: int
+    ret_addr: int = 0
+    """What was replaced; of several hooks on a function all but one have the trampoline here."""
+    frame: int = 0
+    """Address of the stack slot."""
+
+    @property
+    def data(self) -> memoryview:
+        """The hook's private bytes for this call; valid until the return handler has ended."""
+        return self.hook.data_of(self.node)
+
+
+ReturnHandler = Callable[[Instance, Any], None]
+
+
+@dataclass(eq=False, slots=True)
+class ReturnHook:
+    """One user of return hooks. Mirrors: struct rethook (v6.1)."""
+
+    address: int
+    handler: ReturnHandler
+    data_size: int
+    stack: ShadowStack
+    program: Emit | None = None
+    """The handler as guest code; it gets HitWay.RETURN."""
+    code: CompiledCode | None = None
+    """What was made of it."""
+    follows_convention: bool = False
+    """Callers of the hooked function expect no more than what the calling convention keeps."""
+    place: int = 0
+    """Address of the hooked function; 0 for many."""
+    flushed: int = 0
+    """Calls that never returned, because their task ended or their run was given up."""
+
+    def data_of(self, node: int) -> memoryview:
+        return self.stack.data(node, self.data_size)
+
+    @property
+    def active(self) -> int:
+        """Instances in use."""
+        return self.stack.active(self.address)
+
+    @property
+    def nodes(self) -> int:
+        """Instances that there are; 0 where the tasks' stacks limit them."""
+        return self.stack.hooks[self.address]
+
+    @property
+    def high_water(self) -> int:
+        """The most that ever were."""
+        return self.stack.high_water(self.address)
+
+    @property
+    def missed(self) -> int:
+        """Calls for which none was left."""
+        return int(self.stack.counters[self.address][MISSED])
+
+    @property
+    def returned(self) -> int:
+        """Calls whose return was handled."""
+        return int(self.stack.counters[self.address][RETURNED])
+
+    def miss(self) -> None:
+        """Count a call as missed."""
+        self.stack.counters[self.address][MISSED] += 1
+
+    @property
+    def memory(self) -> int:
+        """Bytes allocated for it alone."""
+        return self.stack.memory_of(self.address)

@@ -1,0 +1,110 @@
+"""Return hooks put together: shadow stacks know of the guest's tasks, and a symbol of the trampoline."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import partial
+
+from emulated_kernel.arch.base import Arch
+from emulated_kernel.image.image import KernelImage
+from emulated_kernel.kprobes.kprobes import Kprobes
+from emulated_kernel.kprobes.return_hook.hooks import ReturnHooks
+from emulated_kernel.kprobes.return_hook.ret_stack import RetStack
+from emulated_kernel.kprobes.return_hook.trampoline import Trampoline
+from emulated_kernel.kprobes.scheduler import Scheduler
+from emulated_kernel.machine.machine import Machine
+
+RETHOOK_TRAMPOLINE, GRAPH_TRAMPOLINE = "arch_rethook_trampoline", "return_to_handler"
+COLD_PART = re.compile(r"\.cold(\.\d+)?$")
+
+
+class HookSets:
+    """The return hooks of kretprobes, and a second set for who must have the function graph's.
+
+    A CPU isn't preempted while guest code on it holds a shadow stack's lock, which Python can't wait for.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        image: KernelImage,
+        arch: Arch,
+        kprobes: Kprobes,
+        scheduler: Scheduler,
+        chosen: str | None,
+    ) -> None:
+        """`chosen` names a shadow stack that goes before the profile's."""
+        profile = kprobes.profile
+        self._hits = kprobes.hits
+        self._sets: list[ReturnHooks] = []
+        self._make = partial(
+            ReturnHooks,
+            machine,
+            image,
+            arch,
+            profile.trampoline,
+            kprobes.compiler,
+            scheduler,
+            kprobes.lock,
+            sets=self._sets,
+        )
+        self.first = self._make(stack=chosen or profile.return_hook)
+        self._graph: ReturnHooks | None = None
+        machine.calls.on_leave.append(self._abandon)
+        machine.preempt_if(lambda: not self.first.stack.is_locked)
+        machine.on_switch.append(self._look_from)
+
+    def graph(self) -> ReturnHooks:
+        """Hooks whose shadow stack is an array for each task."""
+        if isinstance(self.first.stack, RetStack):
+            return self.first
+        if self._graph is None:
+            # Who asks the guest for a caller means the first ones' trampoline.
+            self.first.install()
+            self._graph = self._make(stack=RetStack.name)
+        return self._graph
+
+    def real_return_address(self, slot: int, address: int) -> int:
+        """What a stack slot that holds `address` would hold but for hooks.
+
+        Functions that share it, for the one has jumped to the other, may be hooked by one set and by another
+        in turns. Mirrors: kernel/trace/rethook.c:rethook_find_ret_addr (v6.1).
+        """
+        replaced = [(hooks.trampoline.is_one, hooks.replaced(slot)) for hooks in self._sets]
+        found = address
+        while True:
+            calls = next((calls for is_one, calls in replaced if is_one(found)), None)
+            if calls is None:
+                return found
+            before = next(calls, None)
+            if before is None:
+                return address
+            found = before
+
+    def trampolines(self) -> Iterator[tuple[str, Trampoline]]:
+        """Where hooked functions return to, by the names that Linux has for them."""
+        for hooks in self._sets:
+            yield (RETHOOK_TRAMPOLINE if hooks is self.first else GRAPH_TRAMPOLINE), hooks.trampoline
+
+    def _look_from(self, cpu: int) -> None:
+        for hooks in self._sets:
+            hooks.look_from(cpu)
+
+    def _abandon(self) -> None:
+        """A run on a stack of the host's has ended: what it hits and hooks doesn't go on."""
+        self._hits.ctlblk.abandon()
+        for hooks in self._sets:
+            hooks.abandon()
+
+
+def never_returning(image: KernelImage, arch: Arch) -> list[int]:
+    """Functions that switch stacks, and the cold parts of functions, which are jumped to.
+
+    Linux: has only the first on its list, and damages the stack of a task that runs into a hooked cold part.
+    """
+    return [
+        symbol.address
+        for symbol in image.kallsyms.symbols
+        if symbol.name in arch.no_return_hook or COLD_PART.search(symbol.name)
+    ]

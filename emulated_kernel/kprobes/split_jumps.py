@@ -1,0 +1,48 @@
+"""SplitJumps: where a jump or call is two instructions, a CPU may stand between them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from emulated_kernel.arch.base import Arch
+from emulated_kernel.arch.verdict import Verdict
+from emulated_kernel.kprobes.kprobe import AggregatorProbe
+from emulated_kernel.kprobes.table import ProbeTable
+from emulated_kernel.machine.machine import Machine
+from emulated_kernel.machine.text.text_poke import TextPoker
+
+
+class SplitJumps:
+    """Finds CPUs that have executed the first of the instructions that are patched as one.
+
+    On x86 a jump is one instruction, and nobody is ever within it.
+    """
+
+    def __init__(
+        self, machine: Machine, verdict: Verdict[Any], arch: Arch, table: ProbeTable, poker: TextPoker
+    ) -> None:
+        self._machine = machine
+        self._verdict = verdict
+        self._table = table
+        self._poker = poker
+        self._reach = range(1, arch.call_size) if arch.call_link is not None else range(0)
+        """How far behind the start of a jump or call a CPU may stand within it; bytes."""
+
+    def contains(self, ip: int) -> bool:
+        """Whether `ip` is within the jump of an optimized probe, or an fentry site, a call or nops."""
+        for distance in self._reach:
+            head = self._table.get(ip - distance)
+            if ip - distance in self._verdict.fentry or (
+                isinstance(head, AggregatorProbe) and head.is_optimized
+            ):
+                return True
+        return False
+
+    def may_patch(self) -> bool:
+        """Whether a hit may retarget a jump or call: no CPU's ip may be in the middle of one then.
+
+        Nor may text be being patched. Within a hit a CPU can't be run to the end of a split jump first.
+        """
+        if self._poker.is_busy:
+            return False
+        return not self._reach or not any(self.contains(ip) for ip, _ in self._machine.positions())

@@ -1,0 +1,191 @@
+"""TrapRoutes: which breakpoint is which step of a hit, and when its handlers become guest code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from emulated_kernel.arch.base import Arch
+from emulated_kernel.kprobes.ftrace import FtraceSites
+from emulated_kernel.kprobes.handlers.compiler import Compiler
+from emulated_kernel.kprobes.hit import HitHandling
+from emulated_kernel.kprobes.kprobe import AggregatorProbe, Kprobe, OutOfLine, Regs
+from emulated_kernel.kprobes.profile import Profile, Stepper
+from emulated_kernel.kprobes.split_jumps import SplitJumps
+from emulated_kernel.kprobes.table import ProbeTable
+from emulated_kernel.machine.machine import Machine
+from emulated_kernel.machine.text.text_poke import TextPoker
+
+
+class TrapRoutes:
+    """Fills the machine's table of breakpoints.
+
+    Of many probes few are ever hit: handlers become guest code at the first hit behind each change.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        arch: Arch,
+        profile: Profile,
+        table: ProbeTable,
+        hits: HitHandling,
+        compiler: Compiler,
+        poker: TextPoker,
+        split_jumps: SplitJumps,
+        sites: FtraceSites | None,
+    ) -> None:
+        self.breakpoints = machine.breakpoints
+        self.hits = hits
+        self._arch = arch
+        self._steps_by_trap_flag = profile.stepper is Stepper.TRAP_FLAG
+        self._table = table
+        self._compiler = compiler
+        self._poker = poker
+        self._split_jumps = split_jumps
+        self._sites = sites
+        self._clock = machine.clock
+
+    def install(self, kprobe: Kprobe) -> None:
+        """Route all ways into the probe as its state is now; again after each change of that."""
+        insn = kprobe.insn
+        if insn is None:
+            if self._sites is not None:
+                self._sites.install(kprobe)
+            return
+        breakpoints, address = self.breakpoints, kprobe.address
+        if kprobe.stub is not None and kprobe.stub.target != self._leads_to(kprobe):
+            self._drop_stub(kprobe)
+        in_clock_loop = self.hits.in_clock_loop(address)
+        if in_clock_loop:
+            breakpoints[address] = partial(self._in_clock_loop, partial(self.hits.on_breakpoint, kprobe))
+        elif kprobe.stub is None:
+            breakpoints[address] = partial(self._first_by_breakpoint, kprobe)
+        else:
+            breakpoints[address] = partial(self.hits.on_breakpoint_to_stub, kprobe)
+        step_end = insn.step_end
+        if step_end is not None and not self._steps_by_trap_flag:
+            next_ip = address + insn.prepared.length
+            on_step_end = partial(self.hits.on_step_end, kprobe, next_ip)
+            if in_clock_loop:
+                on_step_end = partial(self._in_clock_loop, on_step_end)
+            breakpoints[step_end] = on_step_end
+        if not isinstance(kprobe, AggregatorProbe) or kprobe.detour is None:
+            return
+        detour = kprobe.detour
+        if kprobe.is_disabled:
+            # Linux: a probe that is disabled, but not unoptimized yet, is passed through.
+            self.pass_detour(detour.trap)
+        elif in_clock_loop:
+            breakpoints[detour.trap] = partial(self._in_clock_loop, partial(self.hits.on_detour, kprobe))
+        else:
+            breakpoints[detour.trap] = partial(self._first_by_detour, kprobe, detour.trap)
+
+    def _in_clock_loop(self, on_hit: Callable[[Regs], object], regs: Regs) -> None:
+        """The probed code retries when the clock has moved: handlers read it without moving it."""
+        with self._clock.held():
+            on_hit(regs)
+
+    def _leads_to(self, kprobe: Kprobe) -> int | None:
+        """Where a hit by a breakpoint goes on behind its handlers; None where only Python can do that."""
+        if isinstance(kprobe, AggregatorProbe) and kprobe.is_optimized:
+            assert kprobe.detour is not None
+            return kprobe.detour.copied
+        insn = kprobe.insn
+        assert insn is not None
+        return None if self._steps_by_trap_flag and not insn.boosted else insn.slot
+
+    # The first hit since the handlers have changed
+
+    def _first_by_breakpoint(self, kprobe: Kprobe, regs: Regs) -> None:
+        hits, insn, leads_to = self.hits, kprobe.insn, self._leads_to(kprobe)
+        assert insn is not None
+        breakpoints, address = self.breakpoints, kprobe.address
+        route = breakpoints[address] = partial(hits.on_breakpoint, kprobe)
+        if kprobe.is_disabled or not kprobe.may_compile:
+            hits.on_breakpoint(kprobe, regs)
+            return
+        self._compiler.keep_sample(kprobe, regs)
+        hits.on_breakpoint(kprobe, regs)
+        if breakpoints.get(address) is not route:
+            # A handler has changed the probe, or removed it: the way is another one.
+            return
+        kprobe.stub = self._compiler.stub(kprobe, leads_to)
+        kprobe.is_python = kprobe.stub is None
+        if kprobe.stub is not None:
+            breakpoints[address] = partial(hits.on_breakpoint_to_stub, kprobe)
+            if leads_to is None:
+                breakpoints[kprobe.stub.tail] = partial(self._behind_stub, kprobe, insn)
+
+    def _behind_stub(self, kprobe: Kprobe, insn: OutOfLine, regs: Regs) -> None:
+        self.hits.singlestep(kprobe, insn, regs, False)
+
+    def _first_by_detour(self, kprobe: AggregatorProbe, trap: int, regs: Regs) -> None:
+        if not kprobe.may_compile:
+            self.breakpoints[trap] = partial(self.hits.on_detour, kprobe)
+            self.hits.on_detour(kprobe, regs)
+            return
+        route = self.breakpoints[trap]
+        if (
+            self.hits.on_detour(kprobe, regs)
+            and self.breakpoints.get(trap) is route
+            and kprobe.is_patched
+            and kprobe.code is None
+            and self._split_jumps.may_patch()
+        ):
+            self._compiler.keep_sample(kprobe, self.hits.frame_at(regs.sp))
+            self.compile_detour(kprobe)
+
+    def compile_detour(self, kprobe: AggregatorProbe) -> None:
+        """Point the jump to a detour with the handlers compiled in, where they can be."""
+        code, detour = self._compiler.detour(kprobe), kprobe.detour
+        kprobe.code = code
+        kprobe.is_python = code is None
+        if code is not None:
+            assert detour is not None
+            self._poker.replace(kprobe.address, self._arch.detour_jump(detour.region, code.entry))
+
+    def drop_code(self, kprobe: Kprobe) -> None:
+        """Let Python take the hits again, until the next one: what the handlers do has changed."""
+        if kprobe.is_ftrace and self._sites is not None:
+            self._sites.drop_code(kprobe)
+            return
+        kprobe.is_python = False
+        self._drop_stub(kprobe)
+        if kprobe.code is None:
+            return
+        code, kprobe.code = kprobe.code, None
+        if isinstance(kprobe, AggregatorProbe) and kprobe.is_patched:
+            assert kprobe.detour is not None
+            self._poker.replace(kprobe.address, kprobe.detour.jump)
+        self._compiler.retire(code)
+
+    def _drop_stub(self, kprobe: Kprobe) -> None:
+        if kprobe.stub is not None:
+            self._compiler.retire(kprobe.stub)
+            kprobe.stub = None
+
+    # What goes
+
+    def remove(self, kprobe: Kprobe) -> None:
+        """Drop the routes of the probe's breakpoints; `remove_detour` drops those of its detour."""
+        self.drop_code(kprobe)
+        if self._table.get(kprobe.address) in (kprobe, None):
+            self.breakpoints.pop(kprobe.address, None)
+
+    def remove_step_end(self, insn: OutOfLine) -> None:
+        """A slot goes."""
+        if insn.step_end is not None:
+            self.breakpoints.pop(insn.step_end, None)
+
+    def pass_detour(self, trap: int) -> None:
+        """No jump has the detour as its target any more; a CPU still in it calls no handler."""
+        self.breakpoints[trap] = _pass
+
+    def remove_detour(self, trap: int) -> None:
+        """A detour goes."""
+        self.breakpoints.pop(trap, None)
+
+
+def _pass(_regs: Regs) -> None:
+    """A detour whose probe is disabled."""

@@ -1,0 +1,91 @@
+"""For each host process that makes requests a task of the guest: its name, owner and, if free, pid."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.host.mirror.processes import ProcessWatch
+from emulated_kernel.linux.tasks import LinuxTask, LinuxTasks
+from emulated_kernel.vfs.core.client import Client
+
+_MAX_TASKS = 500
+"""Processes beyond that many share a task: each takes 64 KiB of the guest's memory."""
+_SHARED = 0
+"""Pid of the processes that share one, and of those that another pid namespace hides."""
+
+
+class LinuxClients:
+    """Keeps the guest's tasks in step with those processes, and with what they fork.
+
+    Who has mounted (`owner`) is root in the guest: its files are his.
+    """
+
+    def __init__(self, tasks: LinuxTasks, watch: ProcessWatch, owner: int) -> None:
+        self._tasks = tasks
+        self._watch = watch
+        self._owner = owner
+        self._by_pid: dict[int, LinuxTask] = {}
+
+    def task_of(self, client: Client) -> LinuxTask:
+        """The task that makes a client's request; what happened on the host before comes first.
+
+        One that is shared (see is_shared()) mustn't sleep, for others' calls wait behind it.
+        """
+        self.catch_up()
+        task = self.known(client.pid) if client.pid > 0 else None
+        if task is None:
+            pid = _SHARED if client.pid <= 0 or len(self._by_pid) >= _MAX_TASKS else client.pid
+            task = self.known(pid) or self._fork(self._tasks.init, pid)
+        uid, gid = (0, 0) if client.uid == self._owner else (client.uid, client.gid)
+        self._tasks.own(task, uid, gid)
+        comm = self._watch.comm(client.pid)
+        if comm:
+            self._tasks.name(task, comm)
+        return task
+
+    def is_shared(self, task: LinuxTask) -> bool:
+        """Whether it makes the calls of more than one process."""
+        return task is self._by_pid.get(_SHARED)
+
+    def known(self, pid: int) -> LinuxTask | None:
+        """The task of a process, if it has one that lives."""
+        task = self._by_pid.get(pid)
+        if task is not None and not task.alive:
+            del self._by_pid[pid]
+            return None
+        return task
+
+    def _fork(self, parent: LinuxTask, pid: int) -> LinuxTask:
+        task = self._by_pid[pid] = self._tasks.fork(parent, pid)
+        if pid != _SHARED:
+            self._watch.follow(pid)
+        return task
+
+    def catch_up(self) -> None:
+        """Let the guest see what its clients forked, and which of them have ended."""
+        for fork in self._watch.forks():
+            parent = self.known(fork.parent) if fork.parent is not None else None
+            if parent is None or parent.pending or self.known(fork.pid) or len(self._by_pid) >= _MAX_TASKS:
+                continue
+            # Who makes this request has nothing to do with a fork that the guest has no room for.
+            with suppress(KernelError):
+                child = self._fork(parent, fork.pid)
+                if fork.comm:
+                    self._tasks.name(child, fork.comm)
+        for pid in self._watch.exited():
+            self.end(pid)
+
+    def end(self, pid: int) -> None:
+        """The process has ended, or doesn't wait any more for the call that its task sleeps in."""
+        task = self._by_pid.pop(pid, None)
+        if task is not None:
+            try:
+                self._tasks.exit(task)
+            except KernelError:
+                # A task that can't be killed ends when its call does.
+                task.alive = False
+
+    def close(self) -> None:
+        """Watch no more."""
+        self._watch.close()

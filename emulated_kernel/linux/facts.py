@@ -1,0 +1,55 @@
+"""What the host must know of a kernel: a few addresses and offsets, out of its symbols and its BTF."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from errno import ENOENT
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.image.linux.kernel import LinuxKernel
+from emulated_kernel.image.linux.unusable import unusable
+
+_SYMBOLS = (
+    "do_exit", "do_sync_core", "emergency_restart", "init_pid_ns", "level3_kernel_pgt", "pid_max",
+    "wake_up_process", "x86_platform_ipi_callback", "__per_cpu_offset",
+)  # fmt: skip
+_MEMBERS = (
+    "task_struct.pid", "task_struct.stack", "task_struct.__state", "task_struct.comm", "task_struct.mm",
+    "task_struct.thread_info.flags", "task_struct.cred", "mm_struct.pgd", "pid_namespace.idr.idr_next",
+    "cred.uid", "cred.cap_permitted", "cred.cap_effective",
+)  # fmt: skip
+_HOT = "pcpu_hot.current_task"
+
+
+@dataclass(frozen=True)
+class KernelFacts:
+    """Addresses by symbol, offsets by path; `current_task` is one in the per-CPU area."""
+
+    release: str
+    symbols: dict[str, int]
+    offsets: dict[str, int]
+    current_task: int
+
+
+def kernel_facts(kernel: LinuxKernel) -> KernelFacts:
+    """Raises: KernelError ENOEXEC for a kernel that lacks one of them, ENODATA for one without BTF."""
+    symbols = {}
+    for name in _SYMBOLS:
+        address = kernel.kallsyms.lookup_name(name)
+        if address is None:
+            raise unusable(f"its symbols lack {name}")
+        symbols[name] = address
+    try:
+        offsets = {path: kernel.btf.offset(path) for path in _MEMBERS}
+        current = kernel.kallsyms.lookup_name("current_task")
+        # Since 6.2.
+        hot = kernel.kallsyms.lookup_name("pcpu_hot") if current is None else None
+        if hot is not None:
+            current = hot + kernel.btf.offset(_HOT)
+    except KernelError as error:
+        if error.errno != ENOENT:
+            raise
+        raise unusable(error.strerror or "") from None
+    if current is None:
+        raise unusable("its symbols lack current_task and pcpu_hot")
+    return KernelFacts(kernel.release, symbols, offsets, current)

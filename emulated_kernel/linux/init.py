@@ -1,0 +1,76 @@
+"""The first process of the guest: some bytes that wait for the host, as an ELF file in an initramfs.
+
+The stub's `hlt` is a #GP in user mode, which the host takes for itself; behind it stands the system call
+that it wants made.
+"""
+
+from __future__ import annotations
+
+import stat
+import struct
+from typing import NamedTuple
+
+_BASE = 0x400000
+STUB = _BASE + 0x1000
+SYSCALL = STUB + 1
+TOUCH = STUB + 5
+"""Stores al to rdi, then to each of as many pages as ecx says."""
+CODE = bytes.fromhex(
+    "f4"  # stub: hlt
+    "0f05"  # syscall
+    "ebfb"  # jmp stub
+    "8807"  # touch: mov [rdi], al
+    "4881c700100000"  # add rdi, 4096
+    "ffc9"  # dec ecx
+    "75f3"  # jnz touch
+    "ebec"  # jmp stub
+)
+BUFFER, BUFFER_SIZE = 0x600000, 1 << 20
+"""Memory of each client's own: paths, and what is read and written."""
+DEBUGFS, TRACEFS, TMPFS = "/debug", "/tracing", "/scratch"
+"""Where file systems are mounted in the guest."""
+_CLASS64, _LITTLE, _EXECUTABLE, _X86_64 = 2, 1, 2, 62
+_HEADER_SIZE, _PROGRAM_SIZE = 64, 56
+_LOAD, _READ_EXEC, _READ_WRITE = 1, 5, 6
+
+
+class CpioFile(NamedTuple):
+    """A file of an initramfs."""
+
+    name: str
+    mode: int
+    data: bytes = b""
+
+
+def init_program() -> bytes:
+    """An ELF file of two segments: the stub, and the buffer."""
+    sizes = _HEADER_SIZE, _PROGRAM_SIZE, 2, 0, 0, 0
+    identity = struct.pack("<4sBBB9x", b"\x7fELF", _CLASS64, _LITTLE, 1)
+    header = identity + struct.pack(
+        "<HHIQQQIHHHHHH", _EXECUTABLE, _X86_64, 1, STUB, _HEADER_SIZE, 0, 0, *sizes
+    )
+    size = len(CODE)
+    code = struct.pack("<IIQQQQQQ", _LOAD, _READ_EXEC, STUB - _BASE, STUB, STUB, size, size, 4096)
+    buffer = struct.pack("<IIQQQQQQ", _LOAD, _READ_WRITE, 0, BUFFER, BUFFER, 0, BUFFER_SIZE, 4096)
+    return (header + code + buffer).ljust(STUB - _BASE, b"\0") + CODE
+
+
+def initramfs() -> bytes:
+    """init, and the directories that things are mounted on; always the same."""
+    directories = [CpioFile(name[1:], stat.S_IFDIR | 0o755) for name in (DEBUGFS, TRACEFS, TMPFS)]
+    return _cpio([*directories, CpioFile("init", stat.S_IFREG | 0o755, init_program())])
+
+
+def _cpio(files: list[CpioFile]) -> bytes:
+    """The format "newc". Source: Documentation/driver-api/early-userspace/buffer-format.rst."""
+    parts = []
+    for number, file in enumerate([*files, CpioFile("TRAILER!!!", 0)], start=1):
+        name = file.name.encode() + b"\0"
+        fields = (number, file.mode, 0, 0, 1, 0, len(file.data), 0, 0, 0, 0, len(name), 0)
+        head = b"070701" + b"".join(b"%08x" % field for field in fields) + name
+        parts += [_padded(head), _padded(file.data)]
+    return b"".join(parts)
+
+
+def _padded(data: bytes) -> bytes:
+    return data.ljust(-(-len(data) // 4) * 4, b"\0")

@@ -1,0 +1,423 @@
+"""LinuxMount: the guest's own tracefs and debugfs as a mount; requests are system calls of its tasks."""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import count
+
+from emulated_kernel.errors import KernelError, WouldBlock
+from emulated_kernel.host.mirror.processes import ProcessWatch
+from emulated_kernel.linux.clients import LinuxClients
+from emulated_kernel.linux.init import DEBUGFS, TMPFS, TRACEFS
+from emulated_kernel.linux.syscalls import PATIENCE, LinuxSyscalls
+from emulated_kernel.linux.tasks import Blocked, LinuxTask, LinuxTasks
+from emulated_kernel.lock import ControlLock
+from emulated_kernel.machine.traps.trap import GuestFault
+from emulated_kernel.vfs.core.client import Client, DirEntry, Stat
+from emulated_kernel.vfs.core.node import Owner
+
+_LINKED = ("/kprobe_events", "/kprobe_profile")
+"""Files of tracefs that the root shows too."""
+_MACHINE, _DMESG, _VERSION = "/machine", "/machine/dmesg", "/machine/version"
+_TEXTS = (_DMESG, _VERSION)
+_HOST_INO = 1 << 40
+"""Numbers of what the guest doesn't have begin there."""
+_POLLED = select.POLLIN | select.POLLOUT | select.POLLPRI | select.POLLRDNORM | select.POLLWRNORM
+
+
+@dataclass(eq=False)
+class OpenLinuxFile:
+    """An open file of the guest, or a text of the machine's."""
+
+    path: str
+    fd: int
+    """-1 for a text or a directory."""
+    seekable: bool = True
+    flags: int = 0
+    position: int = 0
+    text: bytes = b""
+
+
+class LinuxMount:
+    """What a front end serves; the methods are GuestMount's. Takes the control lock.
+
+    All raise KernelError with the guest's errno; EIO when the guest has died.
+    """
+
+    def __init__(self, tasks: LinuxTasks, watch: ProcessWatch, owner: Owner, *, is_tracefs: bool) -> None:
+        """`is_tracefs`: tracefs is the mount's root, and all that there is."""
+        self._tasks = tasks
+        self._owner = owner
+        self._is_tracefs = is_tracefs
+        self._lock = ControlLock()
+        self._syscalls = LinuxSyscalls(tasks)
+        self._clients = LinuxClients(tasks, watch, owner.uid)
+        self._handles: dict[int, OpenLinuxFile] = {}
+        self._numbers = count(1)
+        self._asleep: dict[int, int] = {}
+        """Clients whose call sleeps in the guest: by pid, the number of requests at the last look."""
+        self._requests = 0
+        self._pollers: dict[int, tuple[int, Callable[[], None]]] = {}
+        """By handle: what was there when it was asked, and whom to tell that this has changed."""
+        self._activity = threading.Condition()
+        self._closed = False
+
+    @contextmanager
+    def _guest(self) -> Iterator[None]:
+        """Around all that may run the guest."""
+        try:
+            with self._lock:
+                if self._closed:
+                    raise KernelError(errno.EIO, "the mount has ended")
+                yield
+        except GuestFault as fault:
+            raise KernelError(errno.EIO, f"the guest has died: {fault}") from fault
+
+    @contextmanager
+    def _request(self, client: Client) -> Iterator[LinuxTask]:
+        """A system call of the client's, which may change what others wait for."""
+        with self._guest():
+            yield self._clients.task_of(client)
+            self._requests += 1
+            self._tell_pollers()
+        with self._activity:
+            self._activity.notify_all()
+
+    def _at(self, path: str) -> str:
+        """The path in the guest."""
+        if self._is_tracefs:
+            return TRACEFS + path
+        if path in _LINKED:
+            return TRACEFS + path
+        for top in (TRACEFS, TMPFS):
+            if path == top or path.startswith(f"{top}/"):
+                return path
+        return DEBUGFS + path
+
+    def _is_machine(self, path: str) -> bool:
+        return not self._is_tracefs and (path == _MACHINE or path.startswith(f"{_MACHINE}/"))
+
+    def _opened(self, handle: int) -> OpenLinuxFile:
+        try:
+            return self._handles[handle]
+        except KeyError:
+            raise KernelError(errno.EBADF, f"no handle {handle}") from None
+
+    def _add(self, file: OpenLinuxFile) -> int:
+        handle = next(self._numbers)
+        self._handles[handle] = file
+        return handle
+
+    # Attributes and names
+
+    def getattr(self, path: str, _client: Callable[[], Client] | None = None) -> Stat:
+        """Attributes of a file."""
+        if self._is_machine(path):
+            return self._machine_stat(path)
+        with self._guest():
+            found = self._syscalls.lstat(self._at(path))
+        return self._shown(found)
+
+    def fgetattr(self, handle: int, _client: Callable[[], Client] | None = None) -> Stat:
+        """Attributes of an open file or directory."""
+        file = self._opened(handle)
+        if file.fd < 0:
+            return self.getattr(file.path)
+        with self._guest():
+            return self._shown(self._syscalls.fstat(file.fd))
+
+    def _shown(self, found: Stat) -> Stat:
+        """Root's files are the mounting user's, and devices are files: the host would ask a driver."""
+        kind = stat.S_IFMT(found.mode)
+        return found._replace(
+            mode=stat.S_IMODE(found.mode) | (stat.S_IFREG if kind in (stat.S_IFCHR, stat.S_IFBLK) else kind),
+            uid=found.uid or self._owner.uid,
+            gid=found.gid or self._owner.gid,
+            rdev=0,
+        )
+
+    def _machine_stat(self, path: str) -> Stat:
+        if path == _MACHINE:
+            return Stat(_HOST_INO, stat.S_IFDIR | 0o755, 2, self._owner.uid, self._owner.gid)
+        if path in _TEXTS:
+            return Stat(
+                _HOST_INO + 1 + _TEXTS.index(path), stat.S_IFREG | 0o444, 1, self._owner.uid, self._owner.gid
+            )
+        raise KernelError(errno.ENOENT)
+
+    def opendir(self, client: Client, path: str) -> int:
+        """The client opens a directory and closes it; `getdents` lists it."""
+        if not self._is_machine(path):
+            with self._request(client) as task:
+                fd = self._syscalls.open(task, self._at(path), os.O_RDONLY | os.O_DIRECTORY)
+                self._syscalls.close(fd)
+        return self._add(OpenLinuxFile(path, -1))
+
+    def getdents(self, _client: Client, handle: int, start: int) -> list[DirEntry]:
+        """The entries of an open directory from number `start` on."""
+        return self.readdir(self._opened(handle).path)[start:]
+
+    def chdir(self, client: Client, path: str) -> None:
+        """The host has found that the client may; there is nothing to do in the guest."""
+
+    def readdir(self, path: str) -> list[DirEntry]:
+        """The entries, "." and ".." first."""
+        if self._is_machine(path):
+            if path != _MACHINE:
+                raise KernelError(errno.ENOTDIR)
+            texts = [
+                DirEntry(text.rsplit("/", 1)[1], stat.S_IFREG, self.getattr(text).ino) for text in _TEXTS
+            ]
+            return [self._directory(".", _MACHINE), self._directory("..", "/"), *texts]
+        with self._guest():
+            entries = self._syscalls.listdir(self._at(path))
+        if path == "/" and not self._is_tracefs:
+            added = (TRACEFS, TMPFS, _MACHINE)
+            entries = [entry for entry in entries if f"/{entry.name}" not in added]
+            entries += [self._directory(top[1:], top) for top in added]
+            entries += [DirEntry(name[1:], stat.S_IFREG, self.getattr(name).ino) for name in _LINKED]
+        return sorted(entries, key=lambda entry: (entry.name not in (".", ".."), entry.name))
+
+    def _directory(self, name: str, path: str) -> DirEntry:
+        return DirEntry(name, stat.S_IFDIR, self.getattr(path).ino)
+
+    def readlink(self, _client: Client, path: str) -> str:
+        """Where a symbolic link leads."""
+        with self._guest():
+            return self._syscalls.readlink(self._at(path))
+
+    # Open files
+
+    def open(self, client: Client, path: str, flags: int) -> int:
+        """Open with open(2)'s flags; returns the handle for the calls below."""
+        if self._is_machine(path):
+            return self._add(OpenLinuxFile(path, -1, text=self._machine_text(path, flags)))
+        return self._open(client, path, flags & ~os.O_CREAT, 0)
+
+    def create(self, client: Client, path: str, mode: int, flags: int) -> int:
+        """Make a regular file and open it."""
+        if self._is_machine(path):
+            raise KernelError(errno.EPERM)
+        return self._open(client, path, flags | os.O_CREAT, mode)
+
+    def _open(self, client: Client, path: str, flags: int, mode: int) -> int:
+        at = self._at(path)
+        with self._request(client) as task:
+            try:
+                fd = self._syscalls.open(task, at, flags, mode)
+            except Blocked:
+                # Nothing here waits in open(2), but a FIFO in scratch/: nobody could ask for its answer.
+                self._clients.end(client.pid)
+                raise KernelError(errno.EINTR) from None
+            seekable = at.startswith(TMPFS) or self._syscalls.is_seekable(fd)
+            return self._add(OpenLinuxFile(at, fd, seekable, flags))
+
+    def _machine_text(self, path: str, flags: int) -> bytes:
+        self._machine_stat(path)
+        if flags & os.O_ACCMODE != os.O_RDONLY:
+            raise KernelError(errno.EACCES)
+        with self._guest():
+            machine = self._tasks.machine
+            if path == _VERSION:
+                return f"Linux {self._tasks.release}\n".encode()
+            if not machine.death:
+                with suppress(GuestFault):
+                    return self._syscalls.log()
+            return bytes(machine.pc.console) + f"{machine.death}\n".encode()
+
+    def is_stream(self, handle: int) -> bool:
+        """Whether lseek(2) on the handle has to answer ESPIPE."""
+        return not self._opened(handle).seekable
+
+    def reads_host(self, handle: int) -> bool:
+        """No file here does."""
+        self._opened(handle)
+        return False
+
+    def read(self, client: Client, handle: int, size: int, offset: int) -> bytes:
+        """At most `size` bytes; b"" is the end. Raises: WouldBlock: the call sleeps in the guest."""
+        file = self._opened(handle)
+        if file.fd < 0:
+            return file.text[offset : offset + size]
+        with self._request(client) as task:
+            jumped = file.seekable and offset != file.position
+            may_block = not file.flags & os.O_NONBLOCK
+            at = offset if jumped else None
+            if (
+                may_block
+                and self._clients.is_shared(task)
+                and not self._syscalls.poll(file.fd, select.POLLIN)
+            ):
+                raise WouldBlock
+
+            def begin() -> int:
+                return self._syscalls.begin_read(task, file.fd, size, at, may_block=may_block)
+
+            count = self._slept(client, task, begin)
+            if not jumped:
+                file.position += count
+            return self._syscalls.read_data(task, count)
+
+    def read_page(self, client: Client, handle: int, size: int, offset: int) -> bytes:
+        """What the host's page cache asks for."""
+        return self.read(client, handle, size, offset)
+
+    def write(self, client: Client, handle: int, data: bytes, offset: int) -> int:
+        """Number of bytes taken. Raises: WouldBlock as read() does."""
+        file = self._opened(handle)
+        with self._request(client) as task:
+            jumped = file.seekable and not file.flags & os.O_APPEND and offset != file.position
+            count = self._slept(
+                client, task, lambda: self._syscalls.write(task, file.fd, data, offset if jumped else None)
+            )
+            if not jumped:
+                file.position += count
+            return count
+
+    def _slept(self, client: Client, task: LinuxTask, begin: Callable[[], int]) -> int:
+        """What a call returns that may sleep: it is made once, and asked for until it has ended."""
+        asked = self._asleep.get(client.pid)
+        try:
+            if asked is None:
+                result = begin()
+            else:
+                # What somebody has done may wake it in some ticks, and nothing else but time itself.
+                result = self._tasks.answer(task, 1 if asked == self._requests else PATIENCE)
+        except Blocked:
+            self._asleep[client.pid] = self._requests
+            raise WouldBlock from None
+        except BaseException:
+            self._asleep.pop(client.pid, None)
+            raise
+        self._asleep.pop(client.pid, None)
+        return result
+
+    def wait(self, handle: int, timeout: float) -> None:
+        """Return once a request has been made that may have woken somebody, or after `timeout` seconds."""
+        self._opened(handle)
+        with self._activity:
+            self._activity.wait(timeout)
+
+    def give_up(self, client: Client, handle: int, error: int) -> None:
+        """The client doesn't wait any more: its task, which sleeps in the call, is killed."""
+        del handle, error
+        with self._guest():
+            self._asleep.pop(client.pid, None)
+            self._clients.end(client.pid)
+
+    def poll(self, handle: int, notify: Callable[[], None] | None) -> int:
+        """Readiness as poll(2)'s mask; `notify` is called once, when it has changed."""
+        file = self._opened(handle)
+        if file.fd < 0:
+            return select.POLLIN | select.POLLRDNORM
+        with self._guest():
+            mask = self._syscalls.poll(file.fd, _POLLED)
+            if notify is not None:
+                self._pollers[handle] = mask, notify
+            return mask
+
+    def _tell_pollers(self) -> None:
+        for handle, (mask, notify) in list(self._pollers.items()):
+            file = self._handles.get(handle)
+            if file is None or self._syscalls.poll(file.fd, _POLLED) != mask:
+                del self._pollers[handle]
+                notify()
+
+    def release(self, handle: int) -> None:
+        """The last descriptor was closed; the request comes from no process."""
+        with self._lock:
+            file = self._handles.pop(handle, None)
+            self._pollers.pop(handle, None)
+            if file is not None and file.fd >= 0 and not self._closed:
+                with suppress(GuestFault, KernelError):
+                    self._syscalls.close(file.fd)
+
+    # Changes of the tree
+
+    def truncate(self, client: Client, path: str, size: int, _handle: int | None = None) -> None:
+        """truncate(2), for an ftruncate(2) too."""
+        with self._request(client) as task:
+            self._syscalls.truncate(task, self._changed(path), size)
+
+    def mkdir(self, client: Client, path: str, mode: int) -> None:
+        """mkdir(2); in instances/ it makes a trace array."""
+        with self._request(client) as task:
+            self._syscalls.mkdir(task, self._changed(path), mode)
+
+    def rmdir(self, client: Client, path: str) -> None:
+        """rmdir(2)."""
+        with self._request(client) as task:
+            self._syscalls.rmdir(task, self._changed(path))
+
+    def unlink(self, client: Client, path: str) -> None:
+        """unlink(2)."""
+        with self._request(client) as task:
+            self._syscalls.unlink(task, self._changed(path))
+
+    def rename(self, client: Client, old: str, new: str) -> None:
+        """rename(2)."""
+        with self._request(client) as task:
+            self._syscalls.rename(task, self._changed(old), self._changed(new))
+
+    def link(self, _client: Client, old: str, new: str) -> None:
+        """Raises: KernelError EPERM."""
+        raise KernelError(errno.EPERM, f"{new}: link to {old}")
+
+    def mknod(self, _client: Client, path: str, mode: int) -> None:
+        """Raises: KernelError EACCES."""
+        raise KernelError(errno.EACCES, f"{path}: mknod {mode:o}")
+
+    def fsync(self, _client: Client, handle: int) -> None:
+        """What is in memory alone is where it belongs. Raises: KernelError EBADF."""
+        self._opened(handle)
+
+    def symlink(self, client: Client, path: str, target: str) -> None:
+        """Make `path` a symbolic link to `target`."""
+        with self._request(client) as task:
+            self._syscalls.symlink(task, self._changed(path), target)
+
+    def chmod(self, client: Client, path: str, mode: int) -> None:
+        """Set the permission bits."""
+        with self._request(client) as task:
+            self._syscalls.chmod(task, self._changed(path), mode)
+
+    def chown(self, client: Client, path: str, uid: int, gid: int) -> None:
+        """Set the owner; -1 leaves a field alone."""
+        uid, gid = 0 if uid == self._owner.uid else uid, 0 if gid == self._owner.gid else gid
+        with self._request(client) as task:
+            self._syscalls.chown(task, self._changed(path), uid, gid)
+
+    def utimens(self, client: Client, path: str, atime_ns: int | None, mtime_ns: int | None) -> None:
+        """Set the times, in nanoseconds since the epoch; None leaves one alone."""
+        with self._request(client) as task:
+            self._syscalls.utimens(task, self._changed(path), atime_ns, mtime_ns)
+
+    def _changed(self, path: str) -> str:
+        if self._is_machine(path):
+            raise KernelError(errno.EPERM)
+        return self._at(path)
+
+    # The end
+
+    def is_dead(self) -> bool:
+        """Whether the guest can't run any more."""
+        with self._lock:
+            return bool(self._tasks.machine.death)
+
+    def close(self) -> None:
+        """The mount ends: wake who waits, free the machine."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._clients.close()
+            self._tasks.machine.close()
+        with self._activity:
+            self._activity.notify_all()

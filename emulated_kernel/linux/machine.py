@@ -1,0 +1,215 @@
+"""LinuxMachine: the PC with its CPU, running a kernel until that is idle or a process waits for the host."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from enum import Enum
+
+from emulated_kernel.abi import Vector
+from emulated_kernel.linux.cpu import CPU_MODEL, LinuxCpu
+from emulated_kernel.linux.exception_cells import cpu_state
+from emulated_kernel.linux.init import STUB
+from emulated_kernel.linux.memory import LinuxMemory
+from emulated_kernel.linux.pc import Pc
+from emulated_kernel.machine.budget import HandlerTime, Watchdog
+from emulated_kernel.machine.cpu import x86
+from emulated_kernel.machine.cpu.registers import Regs, fast_regs
+from emulated_kernel.machine.cpu.x86_64 import X86_64Cpu
+from emulated_kernel.machine.engine import (
+    CODE_CALLBACK,
+    HOOK_CODE,
+    HOOK_INSN,
+    IN_CALLBACK,
+    INSN_CALLBACK,
+    OUT_CALLBACK,
+    Engine,
+)
+from emulated_kernel.machine.interrupts.exceptions import LiveExceptionState
+from emulated_kernel.machine.interrupts.hooks import TrapHooks
+from emulated_kernel.machine.traps.trap import GuestFault, Trap, TrapKind
+
+_IN, _OUT, _SYSCALL, _RDTSC, _RDTSCP = 218, 500, 699, 608, 609
+"""The library's numbers of these instructions (x86.h)."""
+_TIMER_LIMIT = 1 << 20
+"""Idle interrupts in a row; more of them mean that the guest waits for what never comes."""
+
+
+class Stopped(Enum):
+    """Why a run has ended."""
+
+    AT_STUB = "a process waits for the host"
+    IDLE = "nothing can run before the next interrupt"
+
+
+class LinuxMachine:
+    """One PC; not thread-safe.
+
+    `cells`: see find_exception_cells. `budget`: seconds that one run may take; after one that took longer the
+    machine can't be used.
+
+    Raises: HardwareError.
+    """
+
+    def __init__(self, ram: mmap.mmap, seed: int, cells: tuple[int, int], budget: float) -> None:
+        self.memory = LinuxMemory(ram)
+        self.pc = Pc(seed)
+        self.engine = engine = Engine(*X86_64Cpu.engine_mode, CPU_MODEL)
+        self.model = X86_64Cpu()
+        engine.map_ram(0, ram)
+        state = cpu_state(engine)
+        self.regs: Regs = fast_regs(self.model, engine, state)
+        self.cpu = LinuxCpu(engine, self.regs, self.memory, state)
+        error, in_flight = cells
+        handler_time = HandlerTime()
+        exceptions = LiveExceptionState(state + error, state + in_flight)
+        self._hooks = TrapHooks(engine, self.model, self.regs, exceptions, handler_time)
+        self._hooks.dispatch = self._exception
+        self._at_stub = False
+        self._is_text_stale = False
+        self._watchdog = Watchdog(engine.stop, handler_time, budget)
+        self._is_reset = False
+        self.death: str = ""
+        """Why the guest can't run any more; empty while it can."""
+        self._hook_instructions()
+
+    def _hook_instructions(self) -> None:
+        pc, regs = self.pc, self.regs
+
+        def read_port(_engine: int, port: int, size: int, _data: int) -> int:
+            return pc.read_port(port, size)
+
+        def write_port(_engine: int, port: int, _size: int, value: int, _data: int) -> None:
+            pc.write_port(port, value)
+
+        def syscall(_engine: int, _data: int) -> int:
+            self.cpu.syscall()
+            return 0
+
+        def rdtsc(_engine: int, _data: int) -> int:
+            tsc = pc.read_tsc()
+            regs.ax, regs.dx = tsc & 0xFFFFFFFF, tsc >> 32
+            return 1
+
+        def rdtscp(_engine: int, _data: int) -> int:
+            regs.cx = 0
+            return rdtsc(0, 0)
+
+        for number, callback in (
+            (_IN, IN_CALLBACK(read_port)),
+            (_OUT, OUT_CALLBACK(write_port)),
+            (_SYSCALL, INSN_CALLBACK(syscall)),
+            (_RDTSC, INSN_CALLBACK(rdtsc)),
+            (_RDTSCP, INSN_CALLBACK(rdtscp)),
+        ):
+            self.engine.add_hook(HOOK_INSN, callback, instruction=number)
+
+    def call_at(self, address: int, function: Callable[[], object]) -> None:
+        """Have `function` called whenever the guest comes to an address; it may only look."""
+        self.engine.add_hook(HOOK_CODE, CODE_CALLBACK(lambda *_: function()), at=address)
+
+    def watch_text(self, do_sync_core: int) -> None:
+        """The guest changes its text, then has its CPUs run do_sync_core(): translated code is stale there.
+
+        Unicorn: it doesn't see that text is written through another mapping.
+        """
+
+        def sync(*_arguments: int) -> None:
+            # The run that goes on comes here once more.
+            self._is_text_stale = not self._is_text_stale
+            if self._is_text_stale:
+                self.engine.stop()
+
+        self.engine.add_hook(HOOK_CODE, CODE_CALLBACK(sync), at=do_sync_core)
+
+    def _exception(self, trap: Trap) -> None:
+        if trap.vector == Vector.GENERAL_PROTECTION and trap.address == STUB and self.cpu.privilege:
+            self._at_stub = True
+            self._hooks.end_run()
+        else:
+            self.cpu.raise_exception(trap)
+
+    def watch_reset(self, emergency_restart: int) -> None:
+        """The guest ends there after a panic; what it does to a real machine's keyboard takes long."""
+
+        def reset(*_arguments: int) -> None:
+            self._is_reset = True
+            self.engine.stop()
+
+        self.engine.add_hook(HOOK_CODE, CODE_CALLBACK(reset), at=emergency_restart)
+
+    def check_alive(self) -> None:
+        """Raises: GuestFault where the guest is dead."""
+        if self.death:
+            raise GuestFault(Trap(TrapKind.DOUBLE_FAULT, 0), self.death)
+
+    def run(self) -> Stopped:
+        """Go on until a process is at the stub, or the guest idle. Raises: GuestFault: the guest is dead."""
+        self.check_alive()
+        try:
+            return self._run()
+        except GuestFault as fault:
+            self.death = str(fault)
+            raise
+
+    def _run(self) -> Stopped:
+        self._at_stub = False
+        while True:
+            self._watchdog.arm()
+            try:
+                error = self.engine.start(self.regs.ip)
+            finally:
+                expired = self._watchdog.disarm()
+            self._hooks.check()
+            ip = self.regs.ip
+            if expired:
+                # Unicorn: a store in flight at an asynchronous stop is done twice: there is no going on.
+                raise GuestFault(
+                    Trap(TrapKind.BUDGET, ip), f"it ran for too long, and was given up at {ip:#x}"
+                )
+            if error:
+                message = f"the emulator stopped at {ip:#x}: {self.engine.strerror(error)}"
+                raise GuestFault(Trap(TrapKind.FAULT, ip), message)
+            if self._is_reset:
+                raise GuestFault(Trap(TrapKind.FAULT, ip), self._panic())
+            if self._at_stub:
+                return Stopped.AT_STUB
+            if self._is_text_stale:
+                self.engine.flush_code()
+            elif self.regs.flags & x86.FLAG_IF:
+                return Stopped.IDLE
+            else:
+                raise GuestFault(Trap(TrapKind.FAULT, ip), f"it halted for good at {ip:#x}")
+
+    def _panic(self) -> str:
+        """What it said last, where that is why it restarts."""
+        said = self.pc.console.decode("latin1").splitlines()
+        panics = (line.partition("Kernel panic - ")[2] for line in reversed(said))
+        return f"it has restarted: {next(filter(None, panics), 'nobody knows why')}"
+
+    def timer(self) -> None:
+        """Time passes to the timer's interrupt, which the next run begins with.
+
+        Raises: GuestFault where none will ever come.
+        """
+        vector = self.pc.timer_vector
+        if vector is None:
+            raise GuestFault(Trap(TrapKind.FAULT, self.regs.ip), "it waits, and nothing will interrupt it")
+        self.pc.timer_fires()
+        self.cpu.interrupt(vector)
+
+    def run_to_stub(self) -> None:
+        """Run, with time passing whenever the guest is idle. Raises: GuestFault."""
+        for _ in range(_TIMER_LIMIT):
+            if self.run() is Stopped.AT_STUB:
+                return
+            self.timer()
+        raise GuestFault(Trap(TrapKind.FAULT, self.regs.ip), "it is idle for ever")
+
+    def close(self) -> None:
+        """Free it all, RAM too."""
+        self._watchdog.close()
+        self.regs.close()
+        self.engine.close()
+        self.memory.close()
+        self.memory.ram.close()

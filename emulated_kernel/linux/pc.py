@@ -1,0 +1,158 @@
+"""The devices of a small PC, as far as Linux drives them: interrupt controller, timer, serial line, clock.
+
+All ports that nothing answers read as ones. Sources: data sheets of the 8259A, 8254, 16550 and MC146818.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+TSC_KHZ = 2_600_000
+PIT_HZ = 1_193_182
+_PIC_COMMAND, _PIC_DATA = (0x20, 0xA0), (0x21, 0xA1)
+_ICW1 = 0x10
+_PIT_CHANNEL0, _PIT_CONTROL, _PORT_61 = 0x40, 0x43, 0x61
+_UART = range(0x3F8, 0x400)
+_UART_DATA, _UART_IER, _UART_IIR, _UART_LSR, _UART_MSR = 0x3F8, 0x3F9, 0x3FA, 0x3FD, 0x3FE
+_RTC_INDEX, _RTC_DATA = 0x70, 0x71
+_RTC = {0: 0, 2: 0, 4: 0x12, 6: 1, 7: 1, 8: 1, 9: 0x24, 10: 0x26, 11: 2, 13: 0x80}
+"""Monday, 1 January 2024, noon, whenever it is asked: a boot must not know the day."""
+_LOG_LIMIT = 1 << 16
+_LCG = 6364136223846793005, 1442695040888963407
+_MASK = (1 << 64) - 1
+
+
+class Pc:
+    """Devices and time; time is the TSC, which goes on at each reading, by a seeded step."""
+
+    def __init__(self, seed: int) -> None:
+        self.tsc = 10**9
+        self.random = seed
+        self.due: int | None = None
+        """The TSC at which the timer interrupts; None: it doesn't."""
+        self.period = 0
+        """In cycles; 0: it interrupts once."""
+        self.reads = 0
+        """How often time was read, as a measure of progress."""
+        self.console = bytearray()
+        """The end of what the kernel has said on its serial line."""
+        self._pic_mask = [0xFF, 0xFF]
+        self._pic_base = [0, 0]
+        self._pic_words = [0, 0]
+        """Initialisation words that are still to come."""
+        self._pit_mode = 0
+        self._pit_count = 0x10000
+        self._pit_low: int | None = None
+        self._pit_reads = 0
+        self._port_61 = 0
+        self._rtc_index = 0
+        self._ier = 0
+
+    STATE = (
+        "tsc", "random", "due", "period", "_pic_mask", "_pic_base", "_pic_words", "_pit_mode", "_pit_count",
+        "_pit_low", "_pit_reads", "_port_61", "_rtc_index", "_ier",
+    )  # fmt: skip
+    """What a snapshot keeps."""
+
+    def state(self) -> dict[str, Any]:
+        """For a snapshot."""
+        return {name: getattr(self, name) for name in self.STATE}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Raises: KeyError."""
+        for name in self.STATE:
+            setattr(self, name, state[name])
+
+    # Time
+
+    def read_tsc(self) -> int:
+        """rdtsc. The step varies: some code waits until it has seen two that differ."""
+        factor, addend = _LCG
+        self.random = (self.random * factor + addend) & _MASK
+        self.tsc += 50 + (self.random >> 57)
+        self.reads += 1
+        return self.tsc
+
+    @property
+    def timer_vector(self) -> int | None:
+        """Where the timer would interrupt; None where it doesn't, or is masked."""
+        if self.due is None or self._pic_mask[0] & 1:
+            return None
+        return self._pic_base[0]
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the timer interrupts now."""
+        return self.due is not None and self.tsc >= self.due and self.timer_vector is not None
+
+    def timer_fires(self) -> None:
+        """Time passes to the timer's interrupt, which is taken now."""
+        assert self.due is not None
+        self.tsc = max(self.tsc, self.due)
+        self.due = self.tsc + self.period if self.period else None
+
+    # Ports
+
+    def read_port(self, port: int, size: int) -> int:
+        """`in`."""
+        if port in _PIC_DATA:
+            return self._pic_mask[_PIC_DATA.index(port)]
+        if port in _UART:
+            return self._read_uart(port)
+        if port == _PIT_CHANNEL0:
+            self._pit_reads ^= 1
+            left = self._pit_count - self.tsc * PIT_HZ // (TSC_KHZ * 1000) % self._pit_count
+            return left & 0xFF if self._pit_reads else left >> 8 & 0xFF
+        if port == _PORT_61:
+            # The output of channel 2, and the refresh toggle: whoever waits for either gets it.
+            self._port_61 ^= 0x30
+            return self._port_61
+        if port == _RTC_DATA:
+            return _RTC.get(self._rtc_index, 0)
+        return (1 << 8 * size) - 1
+
+    def write_port(self, port: int, value: int) -> None:
+        """`out`."""
+        if port in _PIC_COMMAND:
+            if value & _ICW1:
+                self._pic_words[_PIC_COMMAND.index(port)] = 3
+        elif port in _PIC_DATA:
+            self._write_pic(_PIC_DATA.index(port), value)
+        elif port == _UART_DATA:
+            self.console.append(value & 0xFF)
+            del self.console[:-_LOG_LIMIT]
+        elif port == _UART_IER:
+            self._ier = value & 0xF
+        elif port == _RTC_INDEX:
+            self._rtc_index = value & 0x7F
+        elif port == _PIT_CONTROL and not value >> 6:
+            self._pit_mode, self._pit_low = value >> 1 & 7, None
+        elif port == _PIT_CHANNEL0:
+            self._write_pit(value)
+
+    def _write_pic(self, chip: int, value: int) -> None:
+        left = self._pic_words[chip]
+        if not left:
+            self._pic_mask[chip] = value
+            return
+        if left == 3:
+            self._pic_base[chip] = value
+        self._pic_words[chip] = left - 1
+
+    def _write_pit(self, value: int) -> None:
+        """Low byte, then high byte; with that the count begins."""
+        if self._pit_low is None:
+            self._pit_low = value
+            return
+        self._pit_count = (self._pit_low | value << 8) or 0x10000
+        self._pit_low = None
+        cycles = self._pit_count * TSC_KHZ * 1000 // PIT_HZ
+        self.due = self.tsc + cycles
+        self.period = cycles if self._pit_mode in (2, 3, 6, 7) else 0
+
+    def _read_uart(self, port: int) -> int:
+        if port == _UART_IER:
+            return self._ier
+        if port == _UART_IIR:
+            return 2 if self._ier & 2 else 1
+        return {_UART_LSR: 0x60, _UART_MSR: 0xB0}.get(port, 0)

@@ -1,0 +1,205 @@
+"""A booted machine as a file: RAM with holes where it is zero, behind a header of what isn't RAM.
+
+RAM is mapped privately from it, so that mounts of one kernel share what none has changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import struct
+import tempfile
+import zlib
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from emulated_kernel.linux import boot
+from emulated_kernel.linux.facts import KernelFacts
+from emulated_kernel.linux.init import initramfs
+from emulated_kernel.linux.machine import LinuxMachine
+from emulated_kernel.machine.engine import library_release
+from emulated_kernel.machine.traps.trap import HardwareError
+
+_MAGIC = b"kprobefs booted kernel 2\n"
+_HEADER = 256 << 10
+"""Bytes in front of RAM."""
+_PIECE = 64 << 10
+_LIMIT = 600 << 20
+"""Bytes on disk that are kept; what wasn't used for the longest goes first."""
+_SUFFIX = ".booted"
+_BUDGET = 20.0
+"""Seconds that one run may take."""
+
+
+@dataclass(frozen=True)
+class CachedKernel:
+    """A snapshot as `kprobefs images` shows it; `size` in bytes on disk."""
+
+    path: Path
+    release: str
+    source: str
+    size: int
+    used: float
+
+
+def directory() -> Path:
+    """Where snapshots are kept."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home and home.startswith("/") else Path.home() / ".cache") / "kprobefs" / "kernels"
+
+
+def place(source: Path, seed: int) -> Path:
+    """Where a kernel's snapshot is, by the file's hash, the way it is booted, and the library's version.
+
+    Raises: OSError.
+    """
+    with open(source, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256")
+    digest.update(repr((_MAGIC, seed, library_release(), boot.RAM_SIZE, boot.COMMAND_LINE)).encode())
+    digest.update(initramfs())
+    return directory() / f"{digest.hexdigest()[:32]}{_SUFFIX}"
+
+
+def save(
+    target: Path, machine: LinuxMachine, facts: KernelFacts, cells: tuple[int, int], source: str
+) -> None:
+    """Write a snapshot, which appears under its name when all of it is there. Raises: OSError."""
+    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    ram = machine.memory.ram
+    with tempfile.NamedTemporaryFile(dir=target.parent, prefix=".booting-", delete=False) as file:
+        try:
+            checksum = 0
+            file.truncate(_HEADER + len(ram))
+            for at, piece in _pieces(ram):
+                file.seek(_HEADER + at)
+                file.write(piece)
+                checksum = zlib.crc32(piece, checksum)
+            about = {
+                "source": source,
+                "facts": asdict(facts),
+                "cells": cells,
+                "pc": machine.pc.state(),
+                "cpu": zlib.compress(machine.engine.saved_context()).hex(),
+                "ram": len(ram),
+                "checksum": checksum,
+            }
+            text = json.dumps(about).encode()
+            file.seek(0)
+            file.write(_MAGIC + struct.pack("<II", len(text), zlib.crc32(text)) + text)
+            file.flush()
+            os.rename(file.name, target)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(file.name)
+            raise
+    _prune(target)
+
+
+def _pieces(ram: mmap.mmap) -> Iterator[tuple[int, bytes]]:
+    zeros = bytes(_PIECE)
+    for at in range(0, len(ram), _PIECE):
+        piece = ram[at : at + _PIECE]
+        if piece != zeros:
+            yield at, piece
+
+
+def load(source: Path) -> tuple[LinuxMachine, KernelFacts] | None:
+    """The machine as it was saved; None where there is none, or a damaged one, which is removed."""
+    try:
+        with open(source, "rb") as file:
+            about = _header(file.fileno())
+            if about is not None and _checksum(file.fileno(), about["ram"]) == about["checksum"]:
+                os.utime(file.fileno())
+                ram = mmap.mmap(
+                    file.fileno(),
+                    about["ram"],
+                    flags=mmap.MAP_PRIVATE,
+                    prot=mmap.PROT_READ | mmap.PROT_WRITE,
+                    offset=_HEADER,
+                )
+                return _machine(ram, about)
+    except FileNotFoundError:
+        return None
+    except (OSError, KeyError, TypeError, ValueError, zlib.error, HardwareError):
+        pass
+    with suppress(OSError):
+        source.unlink()
+    return None
+
+
+def _machine(ram: mmap.mmap, about: dict[str, Any]) -> tuple[LinuxMachine, KernelFacts]:
+    machine = LinuxMachine(ram, 0, tuple(about["cells"]), _BUDGET)
+    try:
+        machine.engine.restore_context(zlib.decompress(bytes.fromhex(about["cpu"])))
+        machine.pc.restore(about["pc"])
+        facts = KernelFacts(**about["facts"])
+        machine.watch_text(facts.symbols["do_sync_core"])
+    except BaseException:
+        machine.close()
+        raise
+    return machine, facts
+
+
+def _header(file: int) -> dict[str, Any] | None:
+    start = os.pread(file, _HEADER, 0)
+    if not start.startswith(_MAGIC):
+        return None
+    size, checksum = struct.unpack_from("<II", start, len(_MAGIC))
+    text = start[len(_MAGIC) + 8 :][:size]
+    if len(text) != size or zlib.crc32(text) != checksum:
+        return None
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def _checksum(file: int, size: int) -> int:
+    """Of the pieces that are in the file; reading by the mapping would take memory for the holes."""
+    if os.fstat(file).st_size != _HEADER + size:
+        return -1
+    zeros, checksum, at = bytes(_PIECE), 0, _HEADER
+    while at < _HEADER + size:
+        try:
+            # A hole may begin within a piece.
+            at = max(at, os.lseek(file, at, os.SEEK_DATA) & -_PIECE)
+        except OSError:
+            break
+        piece = os.pread(file, _PIECE, at)
+        if piece != zeros:
+            checksum = zlib.crc32(piece, checksum)
+        at += _PIECE
+    return checksum
+
+
+def cached() -> list[CachedKernel]:
+    """All snapshots, the one that was used last in front."""
+    found = []
+    for path in directory().glob(f"*{_SUFFIX}"):
+        with suppress(OSError, KeyError, TypeError, ValueError), open(path, "rb") as file:
+            about = _header(file.fileno())
+            status = os.fstat(file.fileno())
+            release, source = (about["facts"]["release"], about["source"]) if about else ("damaged", "?")
+            found.append(CachedKernel(path, release, source, status.st_blocks * 512, status.st_mtime))
+    return sorted(found, key=lambda kernel: -kernel.used)
+
+
+def clear() -> int:
+    """Remove all snapshots, and what an interrupted boot left; how many they were. Raises: OSError."""
+    removed = 0
+    for path in (*directory().glob(f"*{_SUFFIX}"), *directory().glob(".booting-*")):
+        path.unlink(missing_ok=True)
+        removed += 1
+    return removed
+
+
+def _prune(newest: Path) -> None:
+    total = 0
+    for kernel in cached():
+        total += kernel.size
+        if total > _LIMIT and kernel.path != newest:
+            with suppress(OSError):
+                kernel.path.unlink()

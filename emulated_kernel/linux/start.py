@@ -1,0 +1,103 @@
+"""A distribution's kernel, ready for clients: out of the cache, or booted once and put there."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+from collections.abc import Callable
+from errno import EIO, ENOEXEC
+from pathlib import Path
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.image.linux.kernel import LinuxKernel, open_kernel
+from emulated_kernel.image.linux.source import HOST, host_kernel
+from emulated_kernel.linux import snapshot
+from emulated_kernel.linux.boot import RAM_SIZE, boot, load
+from emulated_kernel.linux.exception_cells import find_exception_cells
+from emulated_kernel.linux.facts import KernelFacts, kernel_facts
+from emulated_kernel.linux.init import DEBUGFS, TMPFS, TRACEFS
+from emulated_kernel.linux.machine import LinuxMachine
+from emulated_kernel.linux.syscalls import LinuxSyscalls
+from emulated_kernel.linux.tasks import LinuxTasks
+from emulated_kernel.machine.traps.trap import GuestFault, HardwareError
+
+_MOUNTS = (("debugfs", DEBUGFS), ("tracefs", TRACEFS), ("tmpfs", TMPFS))
+log = logging.getLogger("kprobefs.linux")
+
+_SETTLING = 3_000_000
+"""Microseconds of the guest's time."""
+_BOOT_BUDGET = 120.0
+"""Seconds that the longest run of a boot may take."""
+
+
+def ensure_cached(source: str, seed: int, progress: Callable[[int, int], None]) -> None:
+    """Boot the kernel of a file, or with `host` of the one that runs here, unless that was done before.
+
+    `progress` is called with what of the boot is done, and what there is to do.
+    Raises: KernelError ENOEXEC for a kernel that can't be run, EIO where the emulator can't; OSError.
+    """
+    path = _path(source)
+    place = snapshot.place(path, seed)
+    if not place.exists():
+        _boot_and_save(path, place, seed, progress).machine.close()
+
+
+def started(source: str, seed: int) -> LinuxTasks:
+    """The tasks of that kernel, out of the cache, or booted. Raises: as ensure_cached()."""
+    path = _path(source)
+    place = snapshot.place(path, seed)
+    try:
+        found = snapshot.load(place)
+        if found is not None:
+            return LinuxTasks(*found)
+    except (HardwareError, GuestFault, KeyError) as error:
+        log.warning("%s: not usable: %s", place, error)
+    return _boot_and_save(path, place, seed, lambda _done, _total: None)
+
+
+def _path(source: str) -> Path:
+    return host_kernel() if source == HOST else Path(source)
+
+
+def _boot_and_save(path: Path, place: Path, seed: int, progress: Callable[[int, int], None]) -> LinuxTasks:
+    kernel = open_kernel(str(path))
+    try:
+        cells = find_exception_cells()
+        machine, facts = _booted(kernel, seed, cells, progress)
+    except HardwareError as error:
+        raise KernelError(EIO, f"the emulator can't run it: {error}") from error
+    try:
+        snapshot.save(place, machine, facts, cells, str(path))
+    except OSError as error:
+        log.warning("%s: can't keep the booted kernel there: %s", place.parent, error.strerror)
+    return LinuxTasks(machine, facts)
+
+
+def _booted(
+    kernel: LinuxKernel, seed: int, cells: tuple[int, int], progress: Callable[[int, int], None]
+) -> tuple[LinuxMachine, KernelFacts]:
+    facts = kernel_facts(kernel)
+    ram = mmap.mmap(-1, RAM_SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    machine = LinuxMachine(ram, seed, cells, _BOOT_BUDGET)
+    try:
+        machine.watch_text(facts.symbols["do_sync_core"])
+        load(machine, kernel.vmlinux)
+        boot(machine, kernel, progress)
+        _prepare(LinuxTasks(machine, facts))
+    except GuestFault as fault:
+        machine.close()
+        raise KernelError(ENOEXEC, f"{kernel.release} doesn't boot: {fault}") from fault
+    except BaseException:
+        machine.close()
+        raise
+    return machine, facts
+
+
+def _prepare(tasks: LinuxTasks) -> None:
+    tasks.prepare()
+    syscalls = LinuxSyscalls(tasks)
+    for kind, directory in _MOUNTS:
+        syscalls.mount(kind, directory)
+    # What initcalls have left to workqueues, such as tracefs's events, is done while nobody asks.
+    tasks.idle(_SETTLING)
+    syscalls.umask(tasks.init, 0)

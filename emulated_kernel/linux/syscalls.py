@@ -1,0 +1,235 @@
+"""System calls of the guest's tasks as calls of Python, with their buffers in the tasks' own memory."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator
+
+from emulated_kernel.linux.init import BUFFER
+from emulated_kernel.linux.tasks import LinuxTask, LinuxTasks
+from emulated_kernel.vfs.core.client import DirEntry, Stat
+
+DATA_SIZE = 512 << 10
+"""Bytes that one call may read or write."""
+PATIENCE = 10_000
+"""Microseconds of the guest's time that a read may sleep before its client waits outside."""
+_LONG = 60_000_000
+"""The same for calls that sleep for locks, grace periods and the like alone."""
+_SECOND_PATH, _DATA = BUFFER + 4096, BUFFER + 8192
+_READ, _WRITE, _CLOSE, _FSTAT, _POLL, _LSEEK, _PREAD, _PWRITE, _TRUNCATE = 0, 1, 3, 5, 7, 8, 17, 18, 76
+_UMASK, _SYSLOG, _MOUNT, _GETDENTS, _OPENAT, _MKDIRAT, _FCHOWNAT, _NEWFSTATAT = (
+    95,
+    103,
+    165,
+    217,
+    257,
+    258,
+    260,
+    262,
+)
+_UNLINKAT, _RENAMEAT, _SYMLINKAT, _READLINKAT, _FCHMODAT, _UTIMENSAT = 263, 264, 266, 267, 268, 280
+_AT_FDCWD, _AT_SYMLINK_NOFOLLOW, _AT_REMOVEDIR = -100, 0x100, 0x200
+_SEEK_CUR = 1
+_SYSLOG_READ_ALL = 3
+_LOG_SIZE = 256 << 10
+_LISTING = 32 << 10
+_STAT = struct.Struct("<QQQIIIxxxxQqqq6Q24x")
+"""Mirrors: arch/x86/include/uapi/asm/stat.h:struct stat (v6.1)"""
+_DIRENT = struct.Struct("<QqHB")
+_POLLFD = struct.Struct("<ihh")
+_OPEN_FLAGS = (
+    os.O_ACCMODE | os.O_CREAT | os.O_EXCL | os.O_TRUNC | os.O_APPEND | os.O_NONBLOCK | os.O_DIRECTORY
+)
+_UTIME_OMIT = (1 << 30) - 2
+
+
+class LinuxSyscalls:
+    """Each takes the task that makes it; all raise KernelError with its errno, and GuestFault."""
+
+    def __init__(self, tasks: LinuxTasks) -> None:
+        self._tasks = tasks
+        self._call = tasks.call
+
+    def mount(self, source: str, directory: str) -> None:
+        """A file system of that type, by init."""
+        init = self._tasks.init
+        self._path(init, directory)
+        self._tasks.put(init, _SECOND_PATH, os.fsencode(source) + b"\0")
+        self._call(init, _MOUNT, _SECOND_PATH, BUFFER, _SECOND_PATH, 0, 0)
+
+    def umask(self, task: LinuxTask, mask: int) -> None:
+        """umask(2); forks inherit it."""
+        self._call(task, _UMASK, mask)
+
+    def log(self) -> bytes:
+        """The kernel log as dmesg(1) gets it: lines with level and time."""
+        init = self._tasks.init
+        size = self._call(init, _SYSLOG, _SYSLOG_READ_ALL, _DATA, _LOG_SIZE)
+        return self._tasks.get(init, _DATA, size)
+
+    def open(self, task: LinuxTask, path: str, flags: int, mode: int = 0) -> int:
+        """openat(2); the descriptor is everybody's."""
+        self._path(task, path)
+        return self._call(task, _OPENAT, _AT_FDCWD, BUFFER, flags & _OPEN_FLAGS, mode, patience=_LONG)
+
+    def close(self, fd: int) -> None:
+        """close(2), by init: nobody knows who closes it last."""
+        self._call(self._tasks.init, _CLOSE, fd)
+
+    def is_seekable(self, fd: int) -> bool:
+        """Whether lseek(2) works on it, asked by init."""
+        try:
+            self._call(self._tasks.init, _LSEEK, fd, 0, _SEEK_CUR)
+        except OSError:
+            return False
+        return True
+
+    def begin_read(self, task: LinuxTask, fd: int, size: int, offset: int | None, *, may_block: bool) -> int:
+        """read(2), or pread64(2) with an offset; how many bytes `read_data` gets. Raises: Blocked."""
+        patience = PATIENCE if may_block else _LONG
+        size = min(size, DATA_SIZE)
+        if offset is None:
+            return self._call(task, _READ, fd, _DATA, size, patience=patience)
+        return self._call(task, _PREAD, fd, _DATA, size, offset, patience=patience)
+
+    def read_data(self, task: LinuxTask, size: int) -> bytes:
+        """What a read has read."""
+        return self._tasks.get(task, _DATA, size)
+
+    def write(self, task: LinuxTask, fd: int, data: bytes, offset: int | None) -> int:
+        """write(2), or pwrite64(2) with an offset. Raises: Blocked."""
+        data = data[:DATA_SIZE]
+        self._tasks.put(task, _DATA, data)
+        if offset is None:
+            return self._call(task, _WRITE, fd, _DATA, len(data), patience=_LONG)
+        return self._call(task, _PWRITE, fd, _DATA, len(data), offset, patience=_LONG)
+
+    def poll(self, fd: int, events: int) -> int:
+        """What of `events` is there now, asked by init."""
+        init = self._tasks.init
+        self._tasks.put(init, _DATA, _POLLFD.pack(fd, events, 0))
+        self._call(init, _POLL, _DATA, 1, 0)
+        return int(_POLLFD.unpack(self._tasks.get(init, _DATA, _POLLFD.size))[2]) & 0xFFFF
+
+    def lstat(self, path: str) -> Stat:
+        """newfstatat(2), asked by init."""
+        init = self._tasks.init
+        self._path(init, path)
+        self._call(init, _NEWFSTATAT, _AT_FDCWD, BUFFER, _DATA, _AT_SYMLINK_NOFOLLOW)
+        return self._stat()
+
+    def fstat(self, fd: int) -> Stat:
+        """fstat(2), asked by init."""
+        self._call(self._tasks.init, _FSTAT, fd, _DATA)
+        return self._stat()
+
+    def _stat(self) -> Stat:
+        data = self._tasks.get(self._tasks.init, _DATA, _STAT.size)
+        device, ino, nlink, mode, uid, gid, rdev, size, _, blocks, *times = _STAT.unpack(data)
+        atime, mtime, ctime = (times[at] * 10**9 + times[at + 1] for at in (0, 2, 4))
+        return Stat(
+            # Numbers of several file systems, which look like one from outside.
+            ino=ino << 8 | device & 0xFF,
+            mode=mode,
+            nlink=nlink,
+            uid=uid,
+            gid=gid,
+            size=size,
+            atime_ns=atime,
+            mtime_ns=mtime,
+            ctime_ns=ctime,
+            blocks=blocks,
+            rdev=rdev,
+        )
+
+    def listdir(self, path: str) -> list[DirEntry]:
+        """getdents64(2) to its end, by init; "." and ".." too."""
+        init = self._tasks.init
+        device = self.lstat(path).ino & 0xFF
+        fd = self.open(init, path, os.O_RDONLY | os.O_DIRECTORY)
+        entries: list[DirEntry] = []
+        try:
+            while size := self._call(init, _GETDENTS, fd, _DATA, _LISTING):
+                entries += _entries(self._tasks.get(init, _DATA, size), device)
+        finally:
+            self.close(fd)
+        return entries
+
+    def readlink(self, path: str) -> str:
+        """readlinkat(2), by init."""
+        init = self._tasks.init
+        self._path(init, path)
+        size = self._call(init, _READLINKAT, _AT_FDCWD, BUFFER, _DATA, 4096)
+        return os.fsdecode(self._tasks.get(init, _DATA, size))
+
+    def mkdir(self, task: LinuxTask, path: str, mode: int) -> None:
+        """mkdirat(2)."""
+        self._path(task, path)
+        self._call(task, _MKDIRAT, _AT_FDCWD, BUFFER, mode)
+
+    def rmdir(self, task: LinuxTask, path: str) -> None:
+        """unlinkat(2) of a directory."""
+        self._path(task, path)
+        self._call(task, _UNLINKAT, _AT_FDCWD, BUFFER, _AT_REMOVEDIR)
+
+    def unlink(self, task: LinuxTask, path: str) -> None:
+        """unlinkat(2)."""
+        self._path(task, path)
+        self._call(task, _UNLINKAT, _AT_FDCWD, BUFFER, 0)
+
+    def rename(self, task: LinuxTask, old: str, new: str) -> None:
+        """renameat(2)."""
+        self._path(task, old)
+        self._tasks.put(task, _SECOND_PATH, _c_string(new))
+        self._call(task, _RENAMEAT, _AT_FDCWD, BUFFER, _AT_FDCWD, _SECOND_PATH)
+
+    def symlink(self, task: LinuxTask, path: str, target: str) -> None:
+        """symlinkat(2): `path` leads to `target` afterwards."""
+        self._path(task, path)
+        self._tasks.put(task, _SECOND_PATH, _c_string(target))
+        self._call(task, _SYMLINKAT, _SECOND_PATH, _AT_FDCWD, BUFFER)
+
+    def chmod(self, task: LinuxTask, path: str, mode: int) -> None:
+        """fchmodat(2)."""
+        self._path(task, path)
+        self._call(task, _FCHMODAT, _AT_FDCWD, BUFFER, mode)
+
+    def chown(self, task: LinuxTask, path: str, uid: int, gid: int) -> None:
+        """fchownat(2) of the link itself; -1 leaves an owner alone."""
+        self._path(task, path)
+        self._call(
+            task, _FCHOWNAT, _AT_FDCWD, BUFFER, uid & 0xFFFFFFFF, gid & 0xFFFFFFFF, _AT_SYMLINK_NOFOLLOW
+        )
+
+    def truncate(self, task: LinuxTask, path: str, size: int) -> None:
+        """truncate(2)."""
+        self._path(task, path)
+        self._call(task, _TRUNCATE, BUFFER, size)
+
+    def utimens(self, task: LinuxTask, path: str, atime_ns: int | None, mtime_ns: int | None) -> None:
+        """utimensat(2) of the link itself."""
+        self._path(task, path)
+        times = b"".join(
+            struct.pack("<qq", 0, _UTIME_OMIT) if time is None else struct.pack("<qq", *divmod(time, 10**9))
+            for time in (atime_ns, mtime_ns)
+        )
+        self._tasks.put(task, _DATA, times)
+        self._call(task, _UTIMENSAT, _AT_FDCWD, BUFFER, _DATA, _AT_SYMLINK_NOFOLLOW)
+
+    def _path(self, task: LinuxTask, path: str) -> None:
+        self._tasks.put(task, BUFFER, _c_string(path))
+
+
+def _c_string(path: str) -> bytes:
+    """Cut where no path goes on: the kernel answers ENAMETOOLONG to what has no end within a page."""
+    return (os.fsencode(path) + b"\0")[:4096]
+
+
+def _entries(data: bytes, device: int) -> Iterator[DirEntry]:
+    at = 0
+    while at < len(data):
+        ino, _, size, kind = _DIRENT.unpack_from(data, at)
+        name = data[at + _DIRENT.size : at + size].split(b"\0", 1)[0]
+        yield DirEntry(os.fsdecode(name), kind << 12, ino << 8 | device)
+        at += size

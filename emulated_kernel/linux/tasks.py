@@ -1,0 +1,348 @@
+"""Clients as tasks of the guest's kernel: forks of init, each driven by the host through its stub.
+
+A client that isn't driven sleeps as a task that an interrupt put to sleep: it is in no system call. The host
+changes clients by one platform interrupt, whose callback wakes the next one; the kernel does all else, and no
+system call is made that a probe could see.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from errno import EAGAIN, ESRCH
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.linux.boot import HOST_SIZE
+from emulated_kernel.linux.facts import KernelFacts
+from emulated_kernel.linux.init import BUFFER, BUFFER_SIZE, SYSCALL, TOUCH
+from emulated_kernel.linux.machine import LinuxMachine, Stopped
+from emulated_kernel.linux.memory import PAGE, WRITABLE
+from emulated_kernel.linux.pc import TSC_KHZ
+from emulated_kernel.machine.traps.trap import GuestFault, Trap, TrapKind
+
+_PLATFORM_IPI = 0xF7
+_INTERRUPTIBLE = 1
+_NEED_RESCHED = 1 << 3
+_THREAD_SIZE = 16 << 10
+_PT_REGS = (
+    "r15", "r14", "r13", "r12", "bp", "bx", "r11", "r10", "r9", "r8", "ax", "cx", "dx", "si", "di",
+    "orig_ax", "ip",
+)  # fmt: skip
+_PT_REGS_WORDS = 21
+_SLOT = {name: number for number, name in enumerate(_PT_REGS)}
+_ARGUMENTS = ("di", "si", "dx", "r10", "r8", "r9")
+_HOST_TEXT, _HOST_DATA = 0xFFFFFFFF70000000, 0xFFFFFFFF70001000
+"""In a part of the kernel's own gigabytes that Linux leaves free, within reach of a jump from its text."""
+_ARRIVAL = TSC_KHZ // 1000
+"""Cycles that each arrival at the stub takes: time must pass for the guest's own housekeeping."""
+_CLONE, _EXIT_GROUP, _RT_SIGACTION, _MADVISE, _KILL = 56, 231, 13, 28, 62
+_CLONE_FILES, _SIGCHLD, _SIGKILL = 0x400, 17, 9
+_SIG_IGN = 1
+_WIPE_ON_FORK = 18
+_PID_MAX = 1 << 22
+_ROUNDS = 1 << 16
+"""Runs until an answer is there; more of them mean that the guest has lost it."""
+_WORD = (1 << 64) - 1
+
+
+class Blocked(Exception):
+    """The call sleeps in the guest; `answer` may be asked for again."""
+
+
+class LinuxTask:
+    """A client's task; its registers and flags are reached where the kernel keeps them."""
+
+    __slots__ = (
+        "address",
+        "alive",
+        "comm",
+        "flags",
+        "owner",
+        "pending",
+        "pid",
+        "registers",
+        "result",
+        "root",
+        "state",
+    )
+
+    def __init__(self, address: int, pid: int, root: int, registers: int, state: int, flags: int) -> None:
+        """`root`, `registers`, `state` and `flags` are physical addresses."""
+        self.address = address
+        self.pid = pid
+        self.root = root
+        self.registers = registers
+        self.state = state
+        self.flags = flags
+        self.owner = 0, 0
+        self.comm = ""
+        self.pending = False
+        self.result = 0
+        self.alive = True
+
+
+class LinuxTasks:
+    """The tasks, and which of them stands at the stub; needs a machine at init's stub.
+
+    Raises: KernelError with the errno of a system call; GuestFault: the guest has died.
+    """
+
+    def __init__(self, machine: LinuxMachine, facts: KernelFacts) -> None:
+        self.machine = machine
+        self.release = facts.release
+        """Of the kernel, as uname -r says it."""
+        self._facts = facts
+        self._memory = machine.memory
+        self._ram = machine.memory.ram
+        self._by_address: dict[int, LinuxTask] = {}
+        self._per_cpu = self._word(facts.symbols["__per_cpu_offset"])
+        self._current = self._physical(self._per_cpu + facts.current_task)
+        self._cursor = self._physical(
+            facts.symbols["init_pid_ns"] + facts.offsets["pid_namespace.idr.idr_next"]
+        )
+        machine.call_at(facts.symbols["do_exit"], self._exiting)
+        machine.watch_reset(facts.symbols["emergency_restart"])
+        self.init = self._adopt(self._memory.words[self._current >> 3])
+        self.current: LinuxTask | None = self.init
+        """Who stands at the stub; None: the CPU is idle, or between two of them."""
+
+    def prepare(self) -> None:
+        """Once, behind a boot: the thunk, and what all forks of init have from it."""
+        self._map_thunk()
+        self._store("<i", self._physical(self._facts.symbols["pid_max"]), _PID_MAX)
+        self.put(self.init, BUFFER, struct.pack("<4Q", _SIG_IGN, 0, 0, 0))
+        self.call(self.init, _RT_SIGACTION, _SIGCHLD, BUFFER, 0, 8)
+        self.call(self.init, _MADVISE, BUFFER, BUFFER_SIZE, _WIPE_ON_FORK)
+
+    def _map_thunk(self) -> None:
+        """wake_up_process() of the task in a word of the host's, as the platform interrupt's callback."""
+        base = len(self._ram) - HOST_SIZE
+        text, data, table, directory = (base + PAGE * number for number in range(4))
+        slot = self._physical(self._facts.symbols["level3_kernel_pgt"]) + (_HOST_TEXT >> 30 & 511) * 8
+        self._store("<Q", directory + (_HOST_TEXT >> 21 & 511) * 8, table | 0x63)
+        self._store("<Q", table, text | 0x163)
+        self._store("<Q", table + 8, data | 0x163 | 1 << 63)
+        self._store("<Q", slot, directory | 0x63)
+        wake = self._facts.symbols["wake_up_process"]
+        code = b"\x48\x8b\x3d" + struct.pack("<i", _HOST_DATA - _HOST_TEXT - 7)  # mov rdi, [task]
+        code += b"\x48\x85\xff\x74\x05"  # test rdi, rdi; jz the ret
+        code += b"\xe9" + struct.pack("<i", wake - (_HOST_TEXT + len(code) + 5)) + b"\xc3"  # jmp wake; ret
+        self._ram[text : text + len(code)] = code
+        self._store("<Q", self._physical(self._facts.symbols["x86_platform_ipi_callback"]), _HOST_TEXT)
+        self.machine.engine.flush_tlb()
+
+    # The kernel's structures
+
+    def _physical(self, va: int) -> int:
+        return self._memory.translate(self.machine.cpu.root, va)
+
+    def _word(self, va: int) -> int:
+        return self._memory.words[self._physical(va) >> 3]
+
+    def _store(self, form: str, physical: int, *values: int) -> None:
+        struct.pack_into(form, self._ram, physical, *values)
+
+    def _adopt(self, address: int) -> LinuxTask:
+        offset = self._facts.offsets
+        stack = self._word(address + offset["task_struct.stack"])
+        task = LinuxTask(
+            address,
+            int(struct.unpack_from("<i", self._ram, self._physical(address + offset["task_struct.pid"]))[0]),
+            self._physical(
+                self._word(self._word(address + offset["task_struct.mm"]) + offset["mm_struct.pgd"])
+            ),
+            self._physical(stack + _THREAD_SIZE - 8 * _PT_REGS_WORDS),
+            self._physical(address + offset["task_struct.__state"]),
+            self._physical(address + offset["task_struct.thread_info.flags"]),
+        )
+        self._by_address[address] = task
+        return task
+
+    def name(self, task: LinuxTask, comm: str) -> None:
+        """As its process is called on the host."""
+        if comm != task.comm:
+            task.comm = comm
+            at = self._physical(task.address + self._facts.offsets["task_struct.comm"])
+            self._ram[at : at + 16] = comm.encode("utf-8", "surrogateescape")[:15].ljust(16, b"\0")
+
+    def own(self, task: LinuxTask, uid: int, gid: int) -> None:
+        """Its credentials, which a fork has for itself; without root's capabilities for anybody else."""
+        if (uid, gid) == task.owner:
+            return
+        offset = self._facts.offsets
+        task.owner = uid, gid
+        cred = self._word(task.address + offset["task_struct.cred"])
+        self._store("<8I", self._physical(cred + offset["cred.uid"]), *(uid, gid) * 4)
+        capabilities = 0 if uid else (1 << 40) - 1
+        for name in ("cred.cap_permitted", "cred.cap_effective"):
+            self._store("<Q", self._physical(cred + offset[name]), capabilities)
+
+    # Running
+
+    def _exiting(self) -> None:
+        """Whoever comes here never comes to the stub again; its task_struct may become another's."""
+        task = self._by_address.pop(self._memory.words[self._current >> 3], None)
+        if task is not None:
+            task.alive, task.pending, task.result = False, False, -ESRCH
+
+    def _run(self) -> LinuxTask | None:
+        """Until a task is at the stub; None where the CPU is idle."""
+        self.current = None
+        if self.machine.run() is Stopped.IDLE:
+            return None
+        address = self._memory.words[self._current >> 3]
+        task = self._by_address.get(address) or self._adopt(address)
+        if task.pending:
+            result = self.machine.regs.ax
+            task.pending, task.result = False, result - (1 << 64) if result >> 63 else result
+        self.machine.pc.tsc += _ARRIVAL
+        self.current = task
+        return task
+
+    def _switch(self, to: LinuxTask | None) -> None:
+        """Send away whoever is at the stub, and wake `to`. The CPU has to run next."""
+        task, self.current = self.current, None
+        self._store("<Q", len(self._ram) - HOST_SIZE + PAGE, to.address if to else 0)
+        if task is not None:
+            self._store("<I", task.state, _INTERRUPTIBLE)
+            # The way back to user mode calls schedule().
+            self._memory.words[task.flags >> 3] |= _NEED_RESCHED
+        self.machine.cpu.interrupt(_PLATFORM_IPI)
+
+    def _begin(self, task: LinuxTask, ip: int, ax: int, arguments: tuple[int, ...], cx: int = 0) -> None:
+        self.machine.check_alive()
+        if not task.alive:
+            raise KernelError(ESRCH, f"task {task.pid} has ended")
+        if self.current is not None:
+            self._take_interrupts()
+        values = dict(zip(_ARGUMENTS, (*arguments, *(0,) * (6 - len(arguments))), strict=True))
+        values.update(ax=ax, ip=ip, cx=cx)
+        task.pending = True
+        if task is self.current:
+            for name, value in values.items():
+                setattr(self.machine.regs, name, value & _WORD)
+            return
+        base = task.registers >> 3
+        for name, value in values.items():
+            self._memory.words[base + _SLOT[name]] = value & _WORD
+        self._switch(task)
+
+    def _take_interrupts(self) -> None:
+        while self.current is not None and self.machine.pc.is_due:
+            self.machine.timer()
+            self._run()
+
+    def call(self, task: LinuxTask, number: int, *arguments: int, patience: int = 0) -> int:
+        """A system call of the task's. Raises: Blocked; KernelError with its errno."""
+        self._begin(task, SYSCALL, number, arguments)
+        return self.answer(task, patience)
+
+    def answer(self, task: LinuxTask, patience: int = 0) -> int:
+        """What its call has returned. Raises: Blocked where it sleeps for more than `patience` microseconds.
+
+        With 0 it waits for ever, as far as something will ever interrupt the guest. KernelError.
+        """
+        end = self.machine.pc.tsc + patience * TSC_KHZ // 1000
+        for _ in range(_ROUNDS):
+            if not task.pending and self.current is not None:
+                break
+            found = self._run()
+            if found is None:
+                if not task.pending:
+                    break
+                if patience and self.machine.pc.tsc >= end:
+                    raise Blocked
+                self.machine.timer()
+            elif task.pending:
+                self._switch(None)
+        else:
+            self.machine.death = f"task {task.pid} doesn't come back from its call"
+            raise GuestFault(Trap(TrapKind.BUDGET, 0), self.machine.death)
+        if -4096 < task.result < 0:
+            raise KernelError(-task.result)
+        return task.result
+
+    def idle(self, microseconds: int) -> None:
+        """Let time pass, for what the guest has to do by itself."""
+        end = self.machine.pc.tsc + microseconds * TSC_KHZ // 1000
+        if self.current is not None:
+            self._switch(None)
+        while True:
+            if self._run() is not None:
+                self._switch(None)
+            elif self.machine.pc.tsc >= end or self.machine.pc.timer_vector is None:
+                return
+            else:
+                self.machine.timer()
+
+    # Life
+
+    def fork(self, parent: LinuxTask, pid: int) -> LinuxTask:
+        """A child, of that pid if nobody has it. Raises: KernelError EAGAIN, ENOMEM."""
+        known, cursor = set(self._by_address), struct.unpack_from("<I", self._ram, self._cursor)[0]
+        self._store("<I", self._cursor, pid)
+        self._begin(parent, SYSCALL, _CLONE, (_CLONE_FILES | _SIGCHLD,))
+        child = None
+        for _ in range(_ROUNDS):
+            found = self._run()
+            if found is not None and found.address not in known:
+                child = found
+            if not parent.pending and (child is not None or parent.result < 0):
+                break
+            if found is None:
+                self.machine.timer()
+            else:
+                self._switch(None)
+        # The kernel's own threads go on where they were.
+        self._store("<I", self._cursor, cursor)
+        if child is None:
+            raise KernelError(-parent.result if parent.result < 0 else EAGAIN)
+        child.owner, child.comm = parent.owner, parent.comm
+        return child
+
+    def exit(self, task: LinuxTask) -> None:
+        """The process has ended on the host; one that sleeps in a call is killed."""
+        if not task.alive:
+            return
+        if task.pending:
+            self.call(self.init, _KILL, task.pid, _SIGKILL)
+            self._switch(None)
+        else:
+            self._begin(task, SYSCALL, _EXIT_GROUP, (0,))
+        for _ in range(_ROUNDS):
+            found = self._run()
+            if not task.alive:
+                return
+            if found is None:
+                self.machine.timer()
+            else:
+                self._switch(None)
+
+    # Memory of a client's own
+
+    def _places(self, task: LinuxTask, va: int, size: int) -> Iterator[tuple[int, int, int]]:
+        """Where its pages lie: physical address, offset in what is meant, size. They are its own then."""
+        for page in range(va & -PAGE, va + size, PAGE):
+            found = self._memory.walk(task.root, page)
+            if found is None or not found[1] & WRITABLE:
+                kept = self._ram[found[0]] if found else 0
+                self._begin(task, TOUCH, kept, (page,), cx=1)
+                self.answer(task)
+                found = self._memory.walk(task.root, page)
+                assert found is not None
+            first, last = max(page, va), min(page + PAGE, va + size)
+            yield found[0] + first - page, first - va, last - first
+
+    def put(self, task: LinuxTask, va: int, data: bytes) -> None:
+        """Write to its memory."""
+        for at, offset, size in self._places(task, va, len(data)):
+            self._ram[at : at + size] = data[offset : offset + size]
+
+    def get(self, task: LinuxTask, va: int, size: int) -> bytes:
+        """Read its memory; what isn't there is zeros."""
+        parts = []
+        for page in range(va & -PAGE, va + size, PAGE):
+            first, last = max(page, va), min(page + PAGE, va + size)
+            found = self._memory.walk(task.root, first)
+            parts.append(self._ram[found[0] : found[0] + last - first] if found else bytes(last - first))
+        return b"".join(parts)

@@ -1,0 +1,39 @@
+"""ControlLock: the one lock that serialises whatever uses a kernel, and the check that it is held."""
+
+from __future__ import annotations
+
+import threading
+from typing import Self
+
+
+class ControlLock:
+    """Re-entrant; taken at each entry from outside: a request, a call, a background load.
+
+    Inside, methods that need it say so by assert_held(), as lockdep_assert_held() does. A probe hit needs no
+    check: the guest only runs while its runner holds the lock.
+    """
+
+    __slots__ = ("_depth", "_lock", "_owner")
+
+    def __init__(self) -> None:
+        # An RLock: an interrupt between two bytecodes can't leave it held by nobody.
+        self._lock = threading.RLock()
+        self._owner = 0
+        """Identifier of the thread that holds it; 0: nobody. For assert_held() alone."""
+        self._depth = 0
+
+    def __enter__(self) -> Self:
+        self._lock.acquire()
+        self._owner = threading.get_ident()
+        self._depth += 1
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._owner = 0
+        self._lock.release()
+
+    def assert_held(self) -> None:
+        """Raises: AssertionError unless the calling thread holds it."""
+        assert self._owner == threading.get_ident(), "the control lock isn't held"

@@ -1,0 +1,40 @@
+"""One virtual CPU: its registers are in the engine while it is current, in a context otherwise."""
+
+from __future__ import annotations
+
+from emulated_kernel.machine.cpu.model import CpuModel
+from emulated_kernel.machine.engine import Engine
+
+
+class VCpu:
+    """A context of the one engine: all CPUs share translated code and memory, one runs at a time."""
+
+    def __init__(self, engine: Engine, cpu: CpuModel, number: int) -> None:
+        self.number = number
+        self._model = cpu
+        self._engine = engine
+        self._context = engine.context_alloc()
+
+    def save(self) -> None:
+        """Keep the engine's CPU state as this CPU's."""
+        self._engine.context_save(self._context)
+
+    def restore(self) -> None:
+        """Make this CPU current."""
+        self._engine.context_restore(self._context)
+
+    def saved(self, name: str) -> int:
+        """A register as it was saved, by its name in pt_regs; only while another CPU is current.
+
+        Raises: KeyError: no such register.
+        """
+        return self._engine.context_read(self._context, self._model.registers[name])
+
+    @property
+    def per_cpu_base(self) -> int:
+        """Address of the per-CPU area, while this CPU is current."""
+        return self._engine.reg_read(self._model.per_cpu_register)
+
+    @per_cpu_base.setter
+    def per_cpu_base(self, address: int) -> None:
+        self._engine.reg_write(self._model.per_cpu_register, address)

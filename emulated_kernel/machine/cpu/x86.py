@@ -1,0 +1,92 @@
+"""What the x86 CPUs of both widths have in common, as unicorn numbers it and as Linux uses it."""
+
+from __future__ import annotations
+
+import ctypes
+from types import MappingProxyType
+from typing import Any
+
+from emulated_kernel.abi import PAGE_SIZE, Vector
+from emulated_kernel.machine.cpu.model import CpuModel
+from emulated_kernel.machine.cpu.register_sets import RegisterSet
+from emulated_kernel.machine.engine import Engine
+from emulated_kernel.machine.memory.memory import Memory
+from emulated_kernel.machine.traps.trap import Trap, TrapKind
+
+EFLAGS, CS, SS, DS, ES, FS, GS = 25, 11, 49, 17, 28, 32, 33
+CR0, CR2, CR3, CR4 = 50, 52, 53, 54
+IDTR, GDTR, MSR, FS_BASE, GS_BASE = 242, 243, 248, 250, 251
+
+FLAG_FIXED, FLAG_TF, FLAG_IF, FLAG_NT, FLAG_RF = 1 << 1, 1 << 8, 1 << 9, 1 << 14, 1 << 16
+HLT = b"\xf4"
+INT3 = b"\xcc"
+
+CR0_PAGED = 0x80050033
+"""PG AM WP NE ET MP PE: WP makes read-only pages read-only for the kernel too."""
+CR4_PAE_PGE_SSE = 0x6A0
+EFER_NX = 0x800
+_MSR_EFER = 0xC0000080
+_FIRST_INTERRUPT = 32
+_INT_N_SIZE = 2
+
+
+class Msr(ctypes.Structure):
+    """A model specific register, as the library takes and gives it."""
+
+    _fields_ = (("rid", ctypes.c_uint32), ("value", ctypes.c_uint64))
+
+
+class TableRegister(ctypes.Structure):
+    """GDTR, IDTR or TR, as the library takes them."""
+
+    _fields_ = (
+        ("selector", ctypes.c_uint16),
+        ("base", ctypes.c_uint64),
+        ("limit", ctypes.c_uint32),
+        ("flags", ctypes.c_uint32),
+    )
+
+
+class X86Cpu(CpuModel):
+    """x86 of either width."""
+
+    register_set = RegisterSet
+    flags_register = EFLAGS
+    fixed_flags = FLAG_FIXED
+    interrupt_flag = FLAG_IF
+    special_registers = MappingProxyType({"cs": CS, "ss": SS, "ds": DS, "es": ES, "fs": FS, "gs": GS})
+    result = "ax"
+    room_above_call = 40
+    """A return address, and room for stack arguments; 8 modulo 16."""
+    hypercall_register = "ax"
+    halt = HLT
+    breakpoints = (INT3,)
+    filler = INT3
+    cleared_flags = FLAG_TF | FLAG_IF | FLAG_NT | FLAG_RF
+
+    def exception(self, engine: Engine, ip: int, vector: int, error_code: int) -> Trap:
+        if vector >= _FIRST_INTERRUPT:
+            # `int n` without a gate in the IDT: the guest has none.
+            general_protection = vector << 3 | 2
+            return Trap(TrapKind.FAULT, ip - _INT_N_SIZE, Vector.GENERAL_PROTECTION, general_protection)
+        cr2 = engine.reg_read(CR2) if vector == Vector.PAGE_FAULT else 0
+        return Trap(TrapKind.FAULT, ip, vector, error_code, cr2)
+
+    def access_fault(self, ip: int, address: int, *, write: bool, present: bool) -> Trap:
+        return Trap(TrapKind.FAULT, ip, Vector.PAGE_FAULT, present | write << 1, address)
+
+    def as_called(self, memory: Memory, start: Any, return_address: int) -> Any:
+        memory.write_word(start.sp, return_address)
+        return start
+
+    def _page_on(self, engine: Engine, memory: Memory, efer: int) -> None:
+        engine.reg_write(CR4, CR4_PAE_PGE_SSE)
+        engine.reg_write_raw(MSR, Msr(_MSR_EFER, efer))
+        engine.reg_write(CR3, memory.tables.root)
+        engine.reg_write(CR0, CR0_PAGED)
+
+    def _load_gdt(self, engine: Engine, memory: Memory, gdt: bytes) -> None:
+        """Put a descriptor table into a page of the host's and load its register."""
+        where = self.layout.direct_map + memory.host_pages.alloc(PAGE_SIZE)
+        memory.write(where, gdt)
+        engine.reg_write_raw(GDTR, TableRegister(0, where, len(gdt) - 1, 0))

@@ -1,0 +1,237 @@
+"""Guest memory as the host sees it: one mmap of RAM, and the ranges mapped over it."""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from emulated_kernel.abi import PAGE_SIZE, Prot
+from emulated_kernel.machine.memory.paging import PageTables
+from emulated_kernel.machine.memory.pool import UnitPool
+from emulated_kernel.machine.traps.trap import MemoryFault
+
+_U16, _U32, _U64 = struct.Struct("<H"), struct.Struct("<I"), struct.Struct("<Q")
+
+
+@dataclass(frozen=True, slots=True)
+class MappedRange:
+    """Virtual [start, end) over physical memory from `pa`."""
+
+    start: int
+    end: int
+    pa: int
+    prot: Prot
+
+
+class Memory:
+    """RAM at physical 0 behind page tables; `read` and `write` take virtual addresses.
+
+    `host_pages` are the physical pages at the top of RAM that the guest's memory map leaves out. Behind RAM,
+    `extra_size` bytes of physical memory can follow that is no RAM to anybody.
+    """
+
+    def __init__(
+        self,
+        ram_size: int,
+        host_size: int,
+        tables: type[PageTables],
+        on_remap: Callable[[], None],
+        word_size: int = 8,
+        extra_size: int = 0,
+    ) -> None:
+        """`on_remap` is called after a mapping was changed or removed, to flush the TLB."""
+        self.word_size = word_size
+        """Bytes of a pointer and of `unsigned long`."""
+        self._word = _U64 if word_size == 8 else _U32
+        self.ram_size = ram_size
+        flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+        self.ram = mmap.mmap(-1, ram_size + extra_size, flags=flags)
+        """All physical memory."""
+        self.host_pages = UnitPool(ram_size - host_size, host_size, PAGE_SIZE)
+        self.tables = tables(self.ram, self.host_pages)
+        self._on_remap = on_remap
+        self._ranges: list[MappedRange] = []
+        self._index()
+
+    def _index(self) -> None:
+        """Parallel lists beside the ranges: what the hot lookups touch."""
+        self._starts = [r.start for r in self._ranges]
+        self._ends = [r.end for r in self._ranges]
+        self._deltas = [r.pa - r.start for r in self._ranges]
+        self._writable = [bool(r.prot & Prot.WRITE) for r in self._ranges]
+        self._executable = [bool(r.prot & Prot.EXEC) for r in self._ranges]
+
+    @property
+    def ranges(self) -> tuple[MappedRange, ...]:
+        """All mapped ranges, by address."""
+        return tuple(self._ranges)
+
+    def map(self, va: int, pa: int, size: int, prot: Prot) -> None:
+        """Map pages that are not mapped yet.
+
+        Raises: MemoryFault: a part is mapped already, or not page-aligned.
+        """
+        if (va | pa | size) % PAGE_SIZE:
+            raise MemoryFault(va, "not page-aligned")
+        if any(r.start < va + size and va < r.end for r in self._ranges):
+            raise MemoryFault(va, "already mapped")
+        self.tables.map(va, pa, size, prot)
+        self._insert(MappedRange(va, va + size, pa, prot))
+        self._index()
+
+    def unmap(self, va: int, size: int) -> None:
+        """Remove the pages of [va, va + size). Raises: MemoryFault: a part isn't mapped."""
+        self._cut(va, va + size)
+        self.tables.unmap(va, size)
+        self._index()
+        self._on_remap()
+
+    def _insert(self, new: MappedRange) -> None:
+        """Add a range, joined to its neighbour below where it only continues that."""
+        at = bisect_right([r.start for r in self._ranges], new.start)
+        below = self._ranges[at - 1] if at else None
+        if (
+            below
+            and (below.end, below.prot) == (new.start, new.prot)
+            and new.pa - new.start == below.pa - below.start
+        ):
+            self._ranges[at - 1] = MappedRange(below.start, new.end, below.pa, new.prot)
+        else:
+            self._ranges.insert(at, new)
+
+    def _cut(self, start: int, end: int) -> list[MappedRange]:
+        """Take [start, end) out of the ranges; returns the pieces taken."""
+        taken, kept = [], []
+        for r in self._ranges:
+            low, high = max(r.start, start), min(r.end, end)
+            if low >= high:
+                kept.append(r)
+                continue
+            taken.append(MappedRange(low, high, r.pa + low - r.start, r.prot))
+            if r.start < low:
+                kept.append(MappedRange(r.start, low, r.pa, r.prot))
+            if high < r.end:
+                kept.append(MappedRange(high, r.end, r.pa + high - r.start, r.prot))
+        if sum(r.end - r.start for r in taken) != end - start:
+            raise MemoryFault(start, "not wholly mapped")
+        self._ranges = kept
+        return taken
+
+    def find(self, va: int) -> MappedRange | None:
+        """The range that holds `va`."""
+        i = bisect_right(self._starts, va) - 1
+        return self._ranges[i] if i >= 0 and va < self._ends[i] else None
+
+    def translate(self, va: int) -> int:
+        """Physical address of `va`. Raises: MemoryFault: not mapped."""
+        i = bisect_right(self._starts, va) - 1
+        if i < 0 or va >= self._ends[i]:
+            raise MemoryFault(va)
+        return va + self._deltas[i]
+
+    def locate_text(self, va: int, size: int) -> int | None:
+        """Physical address of [va, va + size) if that is executable and contiguous."""
+        i = bisect_right(self._starts, va) - 1
+        if i < 0 or va + size > self._ends[i] or not self._executable[i]:
+            return None
+        return va + self._deltas[i]
+
+    def pieces(self, va: int, size: int) -> Iterator[tuple[int, int]]:
+        """(pa, length) of the physically contiguous parts of [va, va + size), in order.
+
+        Raises: MemoryFault: with the first address that isn't mapped.
+        """
+        end = va + size
+        while va < end:
+            i = bisect_right(self._starts, va) - 1
+            if i < 0 or va >= self._ends[i]:
+                raise MemoryFault(va)
+            length = min(end, self._ends[i]) - va
+            yield va + self._deltas[i], length
+            va += length
+
+    def read(self, va: int, size: int) -> bytes:
+        """Bytes at `va`, as the guest sees them now.
+
+        Raises: MemoryFault: with the first address that isn't mapped.
+        """
+        i = bisect_right(self._starts, va) - 1
+        if i >= 0 and va + size <= self._ends[i]:
+            pa = va + self._deltas[i]
+            return self.ram[pa : pa + size]
+        return b"".join([self.ram[pa : pa + length] for pa, length in self.pieces(va, size)])
+
+    def write(self, va: int, data: bytes) -> None:
+        """Store bytes where the guest could store them too; all or nothing.
+
+        Text is refused: `Text.poke` is its only writer, as a plain store leaves translated code stale.
+
+        Raises: MemoryFault: with the first address that isn't mapped writable.
+        """
+        size = len(data)
+        i = bisect_right(self._starts, va) - 1
+        if i >= 0 and va + size <= self._ends[i] and self._writable[i]:
+            pa = va + self._deltas[i]
+            self.ram[pa : pa + size] = data
+            return
+        self._write_across(va, data)
+
+    def _write_across(self, va: int, data: bytes) -> None:
+        for address in (va, *range(va - va % PAGE_SIZE + PAGE_SIZE, va + len(data), PAGE_SIZE)):
+            where = self.find(address)
+            if where is None or not where.prot & Prot.WRITE:
+                raise MemoryFault(address, "not mapped" if where is None else "not writable", write=True)
+        done = 0
+        for pa, length in self.pieces(va, len(data)):
+            self.ram[pa : pa + length] = data[done : done + length]
+            done += length
+
+    def view(self, va: int, size: int) -> memoryview:
+        """Live bytes of a physically contiguous part, for ring buffers and shared cells; never for text.
+
+        Raises: MemoryFault: not mapped writable in one piece.
+        """
+        where = self.find(va)
+        if where is None or va + size > where.end or not where.prot & Prot.WRITE:
+            raise MemoryFault(va, "not writable in one piece")
+        pa = where.pa + va - where.start
+        return memoryview(self.ram)[pa : pa + size]
+
+    def read_u32(self, va: int) -> int:
+        """A little-endian 32-bit number. Raises MemoryFault."""
+        return int(_U32.unpack(self.read(va, 4))[0])
+
+    def read_u64(self, va: int) -> int:
+        """A little-endian 64-bit number. Raises MemoryFault."""
+        return int(_U64.unpack(self.read(va, 8))[0])
+
+    def read_word(self, va: int) -> int:
+        """A pointer or an `unsigned long`. Raises MemoryFault."""
+        return int(self._word.unpack(self.read(va, self.word_size))[0])
+
+    def write_word(self, va: int, value: int) -> None:
+        """Store a pointer or an `unsigned long`. Raises MemoryFault."""
+        self.write(va, (value & (1 << 8 * self.word_size) - 1).to_bytes(self.word_size, "little"))
+
+    def write_u32(self, va: int, value: int) -> None:
+        """Store a 32-bit number. Raises MemoryFault."""
+        self.write(va, _U32.pack(value & 0xFFFFFFFF))
+
+    def read_cstring(self, va: int, limit: int = PAGE_SIZE) -> bytes:
+        """Bytes up to a NUL (not included) or up to `limit`, whatever comes first.
+
+        Raises: MemoryFault: unmapped memory comes before the NUL and the limit.
+        """
+        parts: list[bytes] = []
+        while limit > 0:
+            size = min(limit, PAGE_SIZE - va % PAGE_SIZE)
+            head, nul, _ = self.read(va, size).partition(b"\0")
+            parts.append(head)
+            if nul:
+                break
+            va += size
+            limit -= size
+        return b"".join(parts)

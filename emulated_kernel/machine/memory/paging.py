@@ -1,0 +1,193 @@
+"""Page tables in guest RAM: what makes kernel addresses, NX data (quick stores) and real page faults."""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from abc import ABC, abstractmethod
+
+from emulated_kernel.abi import PAGE_SIZE, Prot
+from emulated_kernel.machine.memory.pool import UnitPool
+
+LARGE_PAGE_SIZE = 2 << 20
+_ENTRY = struct.Struct("<Q")
+
+
+class PageTables(ABC):
+    """Radix tables with 512 eight-byte entries and two leaf sizes, 4 KiB and 2 MiB.
+
+    Subclasses give the geometry and the entry bits.
+    Nothing here flushes a TLB: that is the caller's duty after any change of an existing entry.
+    """
+
+    shifts: tuple[int, ...]
+    """Bit positions of the index fields, root first."""
+    page_step: int = PAGE_SIZE
+    """What the entries of neighbouring pages differ by."""
+
+    def __init__(self, ram: mmap.mmap, pool: UnitPool) -> None:
+        self._ram = ram
+        self._pool = pool
+        self.root = self._new_table()
+
+    @abstractmethod
+    def leaf(self, pa: int, prot: Prot, large: bool) -> int:
+        """Entry that maps a page."""
+
+    @abstractmethod
+    def branch(self, pa: int, shift: int) -> int:
+        """Entry at level `shift` that points to the next table."""
+
+    @abstractmethod
+    def target(self, entry: int) -> int:
+        """Physical address in an entry."""
+
+    @abstractmethod
+    def is_leaf(self, entry: int, shift: int) -> bool:
+        """Whether the entry at level `shift` maps a page."""
+
+    def map(self, va: int, pa: int, size: int, prot: Prot) -> None:
+        """Map [va, va + size) to [pa, pa + size) with the largest pages that fit."""
+        end = va + size
+        while va < end:
+            large = not (va | pa) & (LARGE_PAGE_SIZE - 1) and end - va >= LARGE_PAGE_SIZE
+            if large and not self._occupied(va):
+                self._put(self._slot(va, LARGE_PAGE_SIZE), self.leaf(pa, prot, True))
+                step = LARGE_PAGE_SIZE
+            else:
+                step = min(end - va, LARGE_PAGE_SIZE - va % LARGE_PAGE_SIZE)
+                self._map_small(va, pa, step, prot)
+            va += step
+            pa += step
+
+    def unmap(self, va: int, size: int) -> None:
+        """Remove [va, va + size), splitting large pages at its borders."""
+        for page in range(va, va + size, PAGE_SIZE):
+            self._put(self._slot(page, PAGE_SIZE), 0)
+
+    def _map_small(self, va: int, pa: int, size: int, prot: Prot) -> None:
+        first = self._slot(va, PAGE_SIZE)
+        entry = self.leaf(pa, prot, False)
+        count = size // PAGE_SIZE
+        step = self.page_step
+        entries = range(entry, entry + count * step, step)
+        struct.pack_into(f"<{count}Q", self._ram, first, *entries)
+
+    def _slot(self, va: int, page_size: int) -> int:
+        """Physical address of the entry that maps the page at `va`; makes the tables on the way."""
+        table = self.root
+        for shift in self.shifts:
+            slot = table + (va >> shift & 511) * 8
+            if 1 << shift == page_size:
+                return slot
+            entry = self._get(slot)
+            if not entry:
+                entry = self._grow(slot, shift)
+            elif self.is_leaf(entry, shift):
+                entry = self._split(slot, shift, entry)
+            table = self.target(entry)
+        raise AssertionError(f"no level for pages of {page_size} bytes")
+
+    def _occupied(self, va: int) -> bool:
+        """Whether the 2 MiB entry for `va` points to a table of 4 KiB entries."""
+        entry = self._get(self._slot(va, LARGE_PAGE_SIZE))
+        return bool(entry) and not self.is_leaf(entry, 21)
+
+    def _grow(self, slot: int, shift: int) -> int:
+        entry = self.branch(self._new_table(), shift)
+        self._put(slot, entry)
+        return entry
+
+    def _split(self, slot: int, shift: int, entry: int) -> int:
+        """Replace a 2 MiB leaf by a table of 4 KiB leaves with the same rights."""
+        table = self._new_table()
+        small, step = self.shrink(entry), self.page_step
+        struct.pack_into("<512Q", self._ram, table, *range(small, small + 512 * step, step))
+        branch = self.branch(table, shift)
+        self._put(slot, branch)
+        return branch
+
+    @abstractmethod
+    def shrink(self, entry: int) -> int:
+        """The 4 KiB leaf for the first page of a 2 MiB leaf."""
+
+    def _new_table(self) -> int:
+        table = self._pool.alloc(PAGE_SIZE)
+        self._ram[table : table + PAGE_SIZE] = bytes(PAGE_SIZE)
+        return table
+
+    def _get(self, slot: int) -> int:
+        return int(_ENTRY.unpack_from(self._ram, slot)[0])
+
+    def _put(self, slot: int, entry: int) -> None:
+        _ENTRY.pack_into(self._ram, slot, entry)
+
+
+class X86PageTables(PageTables):
+    """4-level paging with NX. Accessed and dirty are preset: the walker then never writes entries."""
+
+    shifts: tuple[int, ...] = (39, 30, 21, 12)
+    _PRESENT, _WRITE, _USER, _ACCESSED_DIRTY, _LARGE, _NX = 1, 2, 4, 0x60, 0x80, 1 << 63
+    _TARGET = 0x000FFFFFFFFFF000
+
+    def leaf(self, pa: int, prot: Prot, large: bool) -> int:
+        bits = self._PRESENT | self._ACCESSED_DIRTY
+        bits |= self._WRITE if prot & Prot.WRITE else 0
+        bits |= self._USER if prot & Prot.USER else 0
+        bits |= 0 if prot & Prot.EXEC else self._NX
+        bits |= self._LARGE if large else 0
+        return pa | bits
+
+    def branch(self, pa: int, shift: int) -> int:  # noqa: ARG002 - PAE's root needs the level
+        """Entry that points to the next table; rights are cut at the leaves alone."""
+        return pa | self._PRESENT | self._WRITE | self._USER | 0x20
+
+    def target(self, entry: int) -> int:
+        return entry & self._TARGET
+
+    def is_leaf(self, entry: int, shift: int) -> bool:
+        return shift == 12 or bool(entry & self._LARGE)
+
+    def shrink(self, entry: int) -> int:
+        return entry & ~self._LARGE
+
+
+class PaePageTables(X86PageTables):
+    """3-level paging of i386 with PAE and NX; the root has 4 entries, one a GiB."""
+
+    shifts = (30, 21, 12)
+
+    def branch(self, pa: int, shift: int) -> int:
+        """Entry that points to the next table; those of the root have no rights, their bits are reserved."""
+        return pa | self._PRESENT if shift == self.shifts[0] else super().branch(pa, shift)
+
+
+class Sv39PageTables(PageTables):
+    """3 levels, 39-bit addresses. Accessed and dirty are preset: the walker then never writes entries."""
+
+    shifts = (30, 21, 12)
+    page_step = 1 << 10
+    _VALID, _READ, _WRITE, _EXEC, _USER, _ACCESSED_DIRTY = 1, 2, 4, 8, 16, 0xC0
+    _RIGHTS = _READ | _WRITE | _EXEC
+
+    def leaf(self, pa: int, prot: Prot, large: bool) -> int:  # noqa: ARG002 - the level says it
+        bits = self._VALID | self._ACCESSED_DIRTY
+        bits |= self._READ if prot & Prot.READ else 0
+        bits |= self._WRITE if prot & Prot.WRITE else 0
+        bits |= self._EXEC if prot & Prot.EXEC else 0
+        bits |= self._USER if prot & Prot.USER else 0
+        return pa >> 2 | bits
+
+    def branch(self, pa: int, shift: int) -> int:  # noqa: ARG002 - all levels are alike
+        """Entry that points to the next table: one without rights."""
+        return pa >> 2 | self._VALID
+
+    def target(self, entry: int) -> int:
+        return entry >> 10 << 12
+
+    def is_leaf(self, entry: int, shift: int) -> bool:  # noqa: ARG002 - all levels are alike
+        return bool(entry & self._RIGHTS)
+
+    def shrink(self, entry: int) -> int:
+        """The 4 KiB leaf for the first page of a 2 MiB leaf: the same entry, a level below."""
+        return entry

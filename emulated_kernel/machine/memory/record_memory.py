@@ -1,0 +1,94 @@
+"""RecordMemory: what handlers in guest code write to: small cells of each CPU, and pages for records."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
+
+from emulated_kernel.abi import PAGE_SIZE, Prot
+from emulated_kernel.machine.layout import MemoryLayout
+from emulated_kernel.machine.memory.memory import Memory
+from emulated_kernel.machine.memory.pool import UnitPool
+
+CELL_UNIT = 8
+"""Bytes; allocations of cells are multiples of it, and aligned to it."""
+
+
+def extra_size(layout: MemoryLayout) -> int:
+    """Bytes of physical memory behind RAM that this needs; the host gives pages to what is touched alone."""
+    return layout.record_pages_size
+
+
+class RecordMemory:
+    """Cells in what the image reserves of each CPU's area, and pages of a window of their own.
+
+    A cell has the same offset from the base of every CPU. Neither is known to the guest's allocators.
+    """
+
+    def __init__(
+        self, memory: Memory, layout: MemoryLayout, abi: Mapping[str, int], bases: Callable[[], Sequence[int]]
+    ) -> None:
+        """`memory` has extra_size(layout) bytes behind its RAM; `bases` are those of the CPUs.
+
+        An image that reserves nothing has no cells.
+        """
+        self._memory = memory
+        self._bases = bases
+        pages, pages_size = layout.record_pages, layout.record_pages_size
+        memory.map(pages, memory.ram_size, pages_size, Prot.READ | Prot.WRITE)
+        self._pages = UnitPool(pages, pages_size, PAGE_SIZE)
+        reserved, self._size = abi.get("percpu.reserved", 0), abi.get("percpu.reserved_size", 0)
+        self._cells = UnitPool(reserved, self._size, CELL_UNIT)
+
+    def alloc_cells(self, size: int) -> int:
+        """Offset of `size` bytes of each CPU, zeroed. Raises: HardwareError: none left."""
+        offset = self._cells.alloc(size)
+        for view in self.cells(offset, size):
+            view[:] = bytes(size)
+        return offset
+
+    def free_cells(self, offset: int) -> None:
+        """Give back what `alloc_cells` returned. Raises: HardwareError: not allocated."""
+        self._cells.free(offset)
+
+    def cells(self, offset: int, size: int) -> list[memoryview]:
+        """Live bytes of an allocation, of each CPU."""
+        start = offset - self._cells.base
+        return [reserved[start : start + size] for reserved in self._reserved]
+
+    def address(self, offset: int, cpu: int = 0) -> int:
+        """Where a CPU's cell is, for everybody."""
+        return self._bases()[cpu] + offset
+
+    @cached_property
+    def _reserved(self) -> list[memoryview]:
+        return [self._memory.view(base + self._cells.base, self._size) for base in self._bases()]
+
+    @cached_property
+    def words(self) -> list[memoryview]:
+        """What is reserved of each CPU, as u64."""
+        return [reserved.cast("Q") for reserved in self._reserved]
+
+    def word_index(self, offset: int) -> int:
+        """Of a cell, in `words`."""
+        return (offset - self._cells.base) // 8
+
+    def alloc_pages(self, size: int) -> int:
+        """Address of whole pages, of any content. Raises: HardwareError: none left."""
+        return self._pages.alloc(size)
+
+    def free_pages(self, va: int) -> None:
+        """Give back what `alloc_pages` returned, and the host its memory.
+
+        Raises: HardwareError: not allocated.
+        """
+        size = self._pages.free(va)
+        # Not every host can take pages out of a shared mapping; they stay with us then.
+        with suppress(OSError, AttributeError):
+            self._memory.ram.madvise(mmap.MADV_REMOVE, self._memory.translate(va), size)
+
+    def view(self, va: int, size: int) -> memoryview:
+        """Live bytes of pages."""
+        return self._memory.view(va, size)

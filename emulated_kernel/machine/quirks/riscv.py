@@ -1,0 +1,239 @@
+"""Where the library differs from a riscv64 CPU: each deviation found or checked at start, one by one."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+
+from emulated_kernel.abi import Vector
+from emulated_kernel.machine.cpu.registers import Regs
+from emulated_kernel.machine.cpu.riscv import (
+    CAUSE_FETCH_FAULT,
+    CAUSE_ILLEGAL,
+    CAUSE_LOAD_FAULT,
+    CAUSE_STORE_FAULT,
+    EBREAK,
+    SCAUSE,
+    SEPC,
+    SR_SIE,
+    SR_SPIE,
+    SR_SPP,
+    STVAL,
+)
+from emulated_kernel.machine.engine import Engine
+from emulated_kernel.machine.interrupts.exceptions import NoExceptionState
+from emulated_kernel.machine.interrupts.hooks import RiscvTrapHooks
+from emulated_kernel.machine.quirks.bench import (
+    Bench,
+    SelfTest,
+    check_changed_code_runs,
+    check_halt_ends_run,
+    context_words,
+    find_cpu_state,
+    found,
+    mark_registers,
+    run_checks,
+)
+from emulated_kernel.machine.quirks.stops import stop_between_blocks
+from emulated_kernel.machine.traps.trap import HardwareError, Trap
+
+_LOAD = bytes.fromhex("03350500")  # ld a0, 0(a0)
+_STORE = bytes.fromhex("2330b500")  # sd a1, 0(a0)
+_JUMP = bytes.fromhex("67000500")  # jr a0
+_NOP = bytes.fromhex("13000000")
+_NEXT = bytes.fromhex("6f004000")  # j .+4
+_ONE, _TWO = bytes.fromhex("13051000"), bytes.fromhex("13052000")  # li a0, 1; li a0, 2
+_ILLEGAL = bytes(4)
+_SRET = bytes.fromhex("73002010")
+_READ_TRAP_REGISTERS = bytes.fromhex("73251014f325201473263014")  # csrr a0, sepc; a1, scause; a2, stval
+_HANDLE_SIZE = 4096
+_UC_ERR_EXCEPTION = 21
+
+
+class LiveBadAddress:
+    """The cell of the emulator's CPU state that holds the address of the last page fault."""
+
+    def __init__(self, address: int) -> None:
+        self._cell = memoryview(ctypes.c_uint64.from_address(address)).cast("B").cast("Q")
+
+    def take(self) -> int:
+        """The address, which the library never puts into stval."""
+        return self._cell[0]
+
+
+class ContextBadAddress:
+    """The same cell, seen by saving a context: API only."""
+
+    def __init__(self, engine: Engine, offset: int) -> None:
+        self._engine = engine
+        self._context = context = engine.context_alloc()
+        assert context.value is not None
+        self._cell = ctypes.c_uint64.from_address(context.value + offset)
+
+    def take(self) -> int:
+        """The address."""
+        self._engine.context_save(self._context)
+        return self._cell.value
+
+
+def find_bad_address(bench: Bench) -> tuple[int, int] | None:
+    """Offsets in a saved context: first register, address of the last page fault; None if it isn't found."""
+    engine = bench.engine
+    clean, context = engine.context_alloc(), engine.context_alloc()
+    pattern = mark_registers(engine, bench.cpu)
+    first = context_words(engine, clean, "Q").tobytes().find(pattern)
+    left = None
+    for _ in range(2):
+        address = int.from_bytes(os.urandom(4), "little") << 3
+        engine.context_restore(clean)
+        bench.run(_LOAD, a0=address, t0=0)
+        # The register that has the address is not what is looked for.
+        bench.regs.set("a0", 0)
+        holding = {at for at, word in enumerate(context_words(engine, context, "Q")) if word == address}
+        left = holding if left is None else left & holding
+    engine.context_restore(clean)
+    if first < 0 or not left or len(left) != 1:
+        return None
+    return first, left.pop() * 8
+
+
+def find_error_cell(bench: Bench) -> int | None:
+    """Address of the error that an ebreak leaves in the library's handle; None if it isn't found.
+
+    Looked at from within the hook: when the run has ended it is gone.
+    """
+    seen: list[memoryview] = []
+
+    def look(_trap: Trap, _regs: Regs) -> bool:
+        seen.append(_handle_words(bench.engine))
+        return False
+
+    bench.hooks.fault_hook = look
+    try:
+        for code in (EBREAK, _ILLEGAL) * 2:
+            bench.run(code)
+    finally:
+        bench.hooks.fault_hook = None
+    expected = (_UC_ERR_EXCEPTION, 0) * 2
+    places = [at for at, values in enumerate(zip(*seen, strict=True)) if values == expected]
+    return bench.engine.address + places[0] * 4 if len(places) == 1 else None
+
+
+def _handle_words(engine: Engine) -> memoryview:
+    """Through /proc/self/mem, as in `find_cpu_state`; empty where that can't be read."""
+    try:
+        memory = os.open("/proc/self/mem", os.O_RDONLY)
+    except OSError:
+        return memoryview(b"").cast("I")
+    try:
+        return memoryview(os.pread(memory, _HANDLE_SIZE, engine.address)[: _HANDLE_SIZE & ~3]).cast("I")
+    except OSError:
+        return memoryview(b"").cast("I")
+    finally:
+        os.close(memory)
+
+
+def check_breakpoints_in_a_row(bench: Bench) -> None:
+    """Behind an ebreak that was dealt with the guest goes on, faults are reported, and no error is left."""
+    size = len(bench.cpu.filler)
+    met = []
+    places = [bench.va + at * size for at in range(3)]
+    for place in places:
+        bench.hooks.breakpoints[place] = lambda regs: met.append(regs.ip)
+    try:
+        bench.run(bench.cpu.filler * 3 + _ONE)
+        end, error = bench.regs.get("a0"), bench.error
+        bench.run(bench.cpu.filler * 3 + _LOAD, a0=0x1000)
+    finally:
+        for place in places:
+            del bench.hooks.breakpoints[place]
+    if met != [place + size for place in places] * 2 or end != 1 or error:
+        raise HardwareError(f"after {len(met)} of 6 breakpoints a0 is {end}, error {error}")
+    if [(trap.vector, trap.address) for trap in bench.traps] != [(Vector.PAGE_FAULT, places[-1] + size)]:
+        raise HardwareError(f"a fault behind a breakpoint arrived as {[str(trap) for trap in bench.traps]}")
+
+
+def check_faults(bench: Bench) -> None:
+    """Unicorn reports each exception four bytes behind the instruction, of whatever length that is."""
+    unmapped, text = 0x1000, bench.cpu.layout.host_text
+    for code, address, cause, place in (
+        (_LOAD, unmapped, CAUSE_LOAD_FAULT, bench.va),
+        (_STORE, text, CAUSE_STORE_FAULT, bench.va),
+        (_JUMP, unmapped, CAUSE_FETCH_FAULT, unmapped),
+        (_ILLEGAL, 0, CAUSE_ILLEGAL, bench.va),
+    ) * 2:
+        bench.run(code, a0=address)
+        seen = [(trap.error_code, trap.address, trap.cr2) for trap in bench.traps]
+        blind = isinstance(bench.hooks.state, NoExceptionState)
+        about = 0 if blind or cause == CAUSE_ILLEGAL else address
+        if seen != [(cause, place, about)]:
+            raise HardwareError(f"exception {cause} arrived as {[str(trap) for trap in bench.traps]}")
+
+
+def check_breakpoint_without_handler(bench: Bench) -> None:
+    """An ebreak that nobody knows is an exception, at the instruction."""
+    bench.run(_NOP + EBREAK)
+    if [(trap.vector, trap.address) for trap in bench.traps] != [(Vector.BREAKPOINT, bench.va + 4)]:
+        raise HardwareError(f"ebreak arrived as {[str(trap) for trap in bench.traps]}")
+
+
+def check_wfi_ends_run(bench: Bench) -> None:
+    """See check_halt_ends_run."""
+    check_halt_ends_run(bench, _NOP)
+
+
+def check_patched_text(bench: Bench) -> None:
+    """See check_changed_code_runs."""
+    check_changed_code_runs(bench, _ONE, _TWO, "a0")
+
+
+def check_trap_registers(bench: Bench) -> None:
+    """What the host puts into sepc, scause and stval is what the guest reads; sret goes where they say."""
+    for number, value in ((SEPC, bench.va + 16), (SCAUSE, 7), (STVAL, 9)):
+        bench.engine.reg_write(number, value)
+    end = bench.run(_READ_TRAP_REGISTERS)
+    if (end.a0, end.a1, end.a2) != (bench.va + 16, 7, 9):
+        raise HardwareError(f"trap registers read as {end.a0:#x}, {end.a1}, {end.a2}")
+    bench.regs.flags = end.flags & ~SR_SIE | SR_SPIE | SR_SPP
+    end = bench.run(_SRET + _ILLEGAL * 3)
+    bench.regs.flags = end.flags & ~SR_SIE
+    if end.ip != bench.va + 20 or not end.flags & SR_SIE:
+        raise HardwareError(f"sret went to {end.ip:#x}, status {end.flags:#x}")
+
+
+CHECKS: tuple[Callable[[Bench], None], ...] = (
+    check_breakpoints_in_a_row,
+    check_faults,
+    check_breakpoint_without_handler,
+    check_wfi_ends_run,
+    check_patched_text,
+    check_trap_registers,
+)
+
+
+def adapt(bench: Bench, cpu: int | None) -> list[SelfTest]:
+    """Make the machine's hooks fit this library and check that it then behaves like a CPU.
+
+    `cpu` is what `find_cpu_state` found; without it nothing of the library's inside is touched.
+
+    Raises: HardwareError: a check failed: the library can't be used.
+    """
+    hooks = bench.hooks
+    assert isinstance(hooks, RiscvTrapHooks)
+    cells = find_bad_address(bench)
+    if cells is not None:
+        first, offset = cells
+        hooks.state = (
+            ContextBadAddress(bench.engine, offset) if cpu is None else LiveBadAddress(cpu + offset - first)
+        )
+    cell = None if cpu is None else find_error_cell(bench)
+    if cell is not None:
+        hooks.error_cell = memoryview(ctypes.c_int32.from_address(cell)).cast("B").cast("i")
+    return [
+        found(find_cpu_state, cpu is not None, "API" if cpu is None else f"{cpu:#x}"),
+        found(find_bad_address, cells is not None, type(hooks.state).__name__),
+        found(find_error_cell, cell is not None, "restart" if cell is None else f"{cell:#x}"),
+        stop_between_blocks(bench, _ONE, _NEXT, _TWO, "a0"),
+        *run_checks(bench, CHECKS),
+    ]

@@ -1,0 +1,150 @@
+"""Where the library differs from an x86 CPU: each deviation found or checked at start, one function each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from emulated_kernel.abi import Vector
+from emulated_kernel.machine.cpu import x86 as cpu_x86
+from emulated_kernel.machine.cpu.model import CpuModel
+from emulated_kernel.machine.interrupts.exceptions import (
+    NONE_IN_FLIGHT,
+    CleanContextExceptionState,
+    ContextExceptionState,
+    ExceptionState,
+    LiveExceptionState,
+)
+from emulated_kernel.machine.quirks.bench import (
+    Bench,
+    SelfTest,
+    check_changed_code_runs,
+    check_halt_ends_run,
+    context_words,
+    find_cpu_state,
+    found,
+    mark_registers,
+    run_checks,
+)
+from emulated_kernel.machine.quirks.stops import stop_between_blocks
+from emulated_kernel.machine.traps.trap import HardwareError
+
+_DIV_BY_ZERO = bytes.fromhex("31c9 f7f1")  # xor ecx, ecx; div ecx
+_READ = bytes.fromhex("8b03")  # mov eax, [rbx]
+_WRITE = bytes.fromhex("8903")  # mov [rbx], eax
+_JUMP = bytes.fromhex("ffe3")  # jmp rbx
+_NEXT = bytes.fromhex("eb00")  # jmp .+2
+_ONE, _TWO = bytes.fromhex("b801000000"), bytes.fromhex("b802000000")  # mov eax, 1; mov eax, 2
+_UNMAPPED = 0x1000
+
+
+def find_exception_cells(bench: Bench) -> tuple[int, int, int] | None:
+    """Offsets in a saved context: first register, exception error code, exception in flight.
+
+    Four faults with known codes are compared with a clean state; None if that leaves no single cell.
+    """
+    engine = bench.engine
+    clean, context = engine.context_alloc(), engine.context_alloc()
+    pattern = mark_registers(engine, bench.cpu)
+    start = context_words(engine, clean, "i")
+    first = start.tobytes().find(pattern)
+    errors = list(range(len(start)))
+    in_flight = [at for at, word in enumerate(start) if word == NONE_IN_FLIGHT]
+    for code, rbx, error, vector in known_faults(bench.cpu):
+        engine.context_restore(clean)
+        bench.run(code, bx=rbx)
+        after = context_words(engine, context, "i")
+        errors = [at for at in errors if after[at] == error]
+        in_flight = [at for at in in_flight if after[at] == vector]
+    engine.context_restore(clean)
+    if first < 0 or len(errors) != 1 or len(in_flight) != 1:
+        return None
+    return first, errors[0] * 4, in_flight[0] * 4
+
+
+def known_faults(cpu: CpuModel) -> tuple[tuple[bytes, int, int, Vector], ...]:
+    """Code, its rbx, the error code and vector it must fault with; the rarest error code first."""
+    return (
+        (_JUMP, cpu.layout.direct_map, 0x11, Vector.PAGE_FAULT),
+        (_WRITE, cpu.layout.host_text, 0x3, Vector.PAGE_FAULT),
+        (_READ, _UNMAPPED, 0, Vector.PAGE_FAULT),
+        (_DIV_BY_ZERO, 0, 0, Vector.DIVIDE_ERROR),
+    )
+
+
+def exception_state(bench: Bench, cells: tuple[int, int, int] | None, cpu: int | None) -> ExceptionState:
+    """The best way there is to read and acknowledge an exception."""
+    if cells is None:
+        return CleanContextExceptionState(bench.engine, bench.regs)
+    first, error_code, in_flight = cells
+    if cpu is None:
+        return ContextExceptionState(bench.engine, error_code, in_flight)
+    return LiveExceptionState(cpu + error_code - first, cpu + in_flight - first)
+
+
+def check_faults_in_a_row(bench: Bench) -> None:
+    """Unicorn keeps the last fault in flight for ever: unacknowledged, the next one is a double fault."""
+    for code, rbx, _, vector in known_faults(bench.cpu) * 2:
+        bench.run(code, bx=rbx)
+        if [trap.vector for trap in bench.traps] != [vector]:
+            raise HardwareError(f"exception {vector} arrived as {[str(trap) for trap in bench.traps]}")
+
+
+def check_hlt_ends_run(bench: Bench) -> None:
+    """See check_halt_ends_run."""
+    check_halt_ends_run(bench, b"\x90")
+
+
+def check_patched_text(bench: Bench) -> None:
+    """See check_changed_code_runs."""
+    check_changed_code_runs(bench, _ONE, _TWO, "ax")
+
+
+def check_undefined_instruction(bench: Bench) -> None:
+    """Unicorn has a hook of its own for ud2, called with the address of the instruction."""
+    bench.run(bytes.fromhex("0f0b"))
+    if [(trap.vector, trap.address) for trap in bench.traps] != [(Vector.INVALID_OPCODE, bench.va)]:
+        raise HardwareError("ud2 did not arrive as #UD")
+
+
+def check_breakpoint(bench: Bench) -> None:
+    """int3 is seen behind the instruction, and a changed instruction pointer is where the guest goes on."""
+    bench.hooks.breakpoints[bench.va] = lambda regs: regs.set("ip", regs.ip + 1)
+    try:
+        end = bench.run(cpu_x86.INT3 + bytes.fromhex("0f0b")[:1] + b"\x90")
+    finally:
+        del bench.hooks.breakpoints[bench.va]
+    if bench.traps or end.ip != bench.va + 4:
+        raise HardwareError(f"int3 handler: the guest went on to {end.ip:#x}")
+
+
+def check_flags(bench: Bench) -> None:
+    """Unicorn computes arithmetic flags when asked; a write must be seen by the guest, fixed bit included."""
+    bench.regs.flags = 0x8D5 & ~0x100
+    end = bench.run(bytes.fromhex("9c58"))  # pushf; pop rax
+    if end.ax & 0x8D5 != 0x8D5 & ~0x100 or end.flags & 0x8D5 != 0x8D5 & ~0x100:
+        raise HardwareError(f"flags written as 0x8d5 read as {end.flags:#x} and {end.ax:#x}")
+
+
+CHECKS: tuple[Callable[[Bench], None], ...] = (
+    check_faults_in_a_row,
+    check_hlt_ends_run,
+    check_patched_text,
+    check_undefined_instruction,
+    check_breakpoint,
+    check_flags,
+)
+
+
+def adapt(bench: Bench, cpu: int | None) -> list[SelfTest]:
+    """Make the machine's hooks fit this library and check that it then behaves like a CPU.
+
+    `cpu` is what `find_cpu_state` found. Raises: HardwareError: a check failed: the library can't be used.
+    """
+    cells = find_exception_cells(bench)
+    bench.hooks.state = exception_state(bench, cells, cpu)
+    return [
+        found(find_cpu_state, cpu is not None, "API" if cpu is None else f"{cpu:#x}"),
+        found(find_exception_cells, cells is not None, type(bench.hooks.state).__name__),
+        stop_between_blocks(bench, _ONE, _NEXT, _TWO, "ax"),
+        *run_checks(bench, CHECKS),
+    ]

@@ -1,0 +1,214 @@
+"""Text: the only writer of guest code, and the ledger of every byte that differs from the original."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from emulated_kernel.abi import PAGE_SIZE, Prot
+from emulated_kernel.machine.cpu.model import CpuModel
+from emulated_kernel.machine.engine import Engine
+from emulated_kernel.machine.layout import TEXT_SPACE_SIZE
+from emulated_kernel.machine.memory.memory import Memory
+from emulated_kernel.machine.memory.region import GuestPool
+from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault
+
+_FLUSH_FROM = 32
+"""Batches of this many pokes flush all translated code instead of dropping it site by site."""
+_SLOT_ALIGN = 16
+
+
+class TextWatcher(Protocol):
+    """Follows what other CPUs may have fetched; see stale_fetch.py."""
+
+    def written(self, va: int, before: bytes, after: bytes, /) -> None:
+        """Text changed in memory."""
+
+    def synchronised(self) -> None:
+        """All CPUs have executed a serialising instruction."""
+
+
+class Text:
+    """Patches text as the kernel's text_poke() does: for all CPUs, seen at the next instruction fetched.
+
+    Original text is what `adopt` was called for: the image's segments, and modules once loaded. Only there
+    is a ledger kept; insn slots and detour buffers are the host's own and have no original.
+    """
+
+    def __init__(self, engine: Engine, cpu: CpuModel, memory: Memory, cpus: int) -> None:
+        self._engine = engine
+        self._filler = cpu.filler
+        self._memory = memory
+        self._ram = memory.ram
+        self._originals: list[tuple[int, int, bytes]] = []
+        self._starts: list[int] = []
+        self._slots = GuestPool(
+            memory,
+            cpu.layout.text_space,
+            TEXT_SPACE_SIZE,
+            unit=_SLOT_ALIGN,
+            prot=Prot.READ | Prot.EXEC,
+            fill=cpu.filler,
+        )
+        self.ledger: dict[int, int] = {}
+        """Address to original byte, for exactly the bytes that differ; read it, never change it."""
+        self.before_first_change: list[Callable[[], None]] = []
+        """Called when original text is about to change and nothing differs yet; it may run the guest."""
+        self.watcher: TextWatcher | None = None
+        self._cpus = cpus
+        self.interrupt_cpus: Callable[[], None] | None = None
+        """Makes the other CPUs execute a serialising instruction; it may run the guest. Who runs several CPUs
+        sets it."""
+
+    def adopt(self, va: int, original: bytes) -> None:
+        """Declare mapped text as original: from here on its changes are in the ledger.
+
+        Raises: MemoryFault: not mapped executable.
+        """
+        self._physical(va, len(original))
+        at = bisect_right(self._starts, va)
+        self._originals.insert(at, (va, va + len(original), original))
+        self._starts.insert(at, va)
+
+    def disown(self, va: int) -> None:
+        """Forget the original that begins at `va` and its ledger entries: a module goes.
+
+        Raises: KeyError: none begins there.
+        """
+        at = bisect_right(self._starts, va) - 1
+        if at < 0 or self._starts[at] != va:
+            raise KeyError(va)
+        start, end, _ = self._originals.pop(at)
+        self._starts.pop(at)
+        for address in [address for address in self.ledger if start <= address < end]:
+            del self.ledger[address]
+
+    def poke(self, va: int, data: bytes) -> None:
+        """Write text and drop what was translated from it. Mirrors: text_poke() (v6.1), all CPUs at once.
+
+        Raises: MemoryFault: a part isn't mapped executable; nothing was written.
+        """
+        self._announce(va)
+        self._write(va, data)
+        self._invalidate(va, len(data))
+
+    def poke_batch(self, pokes: Iterable[tuple[int, bytes]]) -> None:
+        """Several pokes with one invalidation.
+
+        Raises: MemoryFault: as `poke`; the pokes before the bad one are done.
+        """
+        done: list[tuple[int, bytes]] = []
+        try:
+            for va, data in pokes:
+                self._announce(va)
+                self._write(va, data)
+                done.append((va, data))
+        finally:
+            if len(done) >= _FLUSH_FROM:
+                self._engine.flush_code()
+            else:
+                for va, data in done:
+                    self._invalidate(va, len(data))
+
+    def substitute(self, va: int, data: bytes) -> None:
+        """Bytes that CPUs run for a while; neither ledger nor watcher sees them. Raises: MemoryFault."""
+        self._store(data, self._physical(va, len(data)))
+        self._invalidate(va, len(data))
+
+    def sync(self) -> None:
+        """Interrupt all CPUs for a serialising instruction. Mirrors: text_poke_sync() (v6.1).
+
+        The CPUs of one emulator have nothing fetched ahead: only the watcher's do.
+        Raises: HardwareError where several CPUs are and nobody can interrupt them.
+        """
+        if self.interrupt_cpus is not None:
+            self.interrupt_cpus()
+        elif self._cpus > 1:
+            raise HardwareError("text changes while nobody can interrupt the other CPUs")
+        if self.watcher is not None:
+            self.watcher.synchronised()
+
+    def current(self, va: int, size: int) -> bytes:
+        """Text as patched now. Raises MemoryFault."""
+        return self._memory.read(va, size)
+
+    def original(self, va: int, size: int) -> bytes:
+        """Text as it was before any poke. Raises MemoryFault."""
+        data = self._memory.read(va, size)
+        ledger = self.ledger
+        if not ledger:
+            return data
+        return bytes([ledger.get(va + i, byte) for i, byte in enumerate(data)])
+
+    def alloc_text(self, size: int) -> int:
+        """Executable memory of the host's own, 16-byte aligned, filled with breakpoints; `poke` writes it.
+
+        Raises: HardwareError: none left.
+        """
+        return self._slots.alloc(size)
+
+    def free_text(self, va: int) -> None:
+        """Give it back; it is filled with breakpoints so that a late jump there traps.
+
+        Raises: HardwareError: not allocated.
+        """
+        size = self._slots.free(va)
+        self.poke(va, self._filler * (size // len(self._filler)))
+
+    def _physical(self, va: int, size: int) -> Sequence[tuple[int, int]]:
+        """(pa, length) of the contiguous parts of text. Raises MemoryFault before anything is written."""
+        pa = self._memory.locate_text(va, size)
+        if pa is not None:
+            return ((pa, size),)
+        for page in (va, *range(va - va % PAGE_SIZE + PAGE_SIZE, va + size, PAGE_SIZE)):
+            if self._memory.locate_text(page, 1) is None:
+                raise MemoryFault(page, "not text")
+        return tuple(self._memory.pieces(va, size))
+
+    def _write(self, va: int, data: bytes) -> None:
+        pieces = self._physical(va, len(data))
+        self._note(va, data)
+        before = self._memory.read(va, len(data)) if self.watcher is not None else b""
+        self._store(data, pieces)
+        if self.watcher is not None:
+            self.watcher.written(va, before, data)
+
+    def _store(self, data: bytes, pieces: Sequence[tuple[int, int]]) -> None:
+        done = 0
+        for pa, size in pieces:
+            self._ram[pa : pa + size] = data[done : done + size]
+            done += size
+
+    def _announce(self, va: int) -> None:
+        """Text that nobody has changed is about to change."""
+        if not self.ledger and any(start <= va < end for start, end, _ in self._originals):
+            for tell in self.before_first_change:
+                tell()
+
+    def _note(self, va: int, data: bytes) -> None:
+        """Bring the ledger up to date for a poke."""
+        end = va + len(data)
+        at = bisect_right(self._starts, va) - 1
+        if at >= 0 and end <= self._originals[at][1]:
+            start, _, original = self._originals[at]
+            self._compare(va, data, original[va - start : end - start])
+        elif len(data) > 1 and any(start < end and va < stop for start, stop, _ in self._originals):
+            for i in range(len(data)):
+                self._note(va + i, data[i : i + 1])
+
+    def _compare(self, va: int, data: bytes, original: bytes) -> None:
+        ledger = self.ledger
+        for address, byte, before in zip(range(va, va + len(data)), data, original, strict=True):
+            if byte != before:
+                ledger[address] = before
+            elif address in ledger:
+                del ledger[address]
+
+    def _invalidate(self, va: int, size: int) -> None:
+        """Drop translated code. Unicorn: only the start is translated, so it is done page by page."""
+        end = va + size
+        while va < end:
+            stop = min(end, va - va % PAGE_SIZE + PAGE_SIZE)
+            self._engine.remove_cache(va, stop)
+            va = stop

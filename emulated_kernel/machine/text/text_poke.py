@@ -1,0 +1,82 @@
+"""Patching live text in the steps that keep every CPU on whole instructions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from enum import Enum, auto
+
+from emulated_kernel.machine.text.text import Text
+
+
+class PokeStep(Enum):
+    """What has just been written and synchronised on all CPUs."""
+
+    BREAKPOINT = auto()
+    """The first byte is an int3."""
+    TAIL = auto()
+    """All bytes behind it are the new ones."""
+    FIRST_BYTE = auto()
+    """The new instruction stands there."""
+
+
+class TextPoker:
+    """Replaces an instruction while a breakpoint keeps CPUs from its middle.
+
+    The caller has a handler for a hit in between.
+    Mirrors: arch/x86/kernel/alternative.c:text_poke_bp_batch (v6.1).
+    """
+
+    def __init__(self, text: Text, breakpoint_: bytes) -> None:
+        self._text = text
+        self._breakpoint = breakpoint_
+        self.is_busy = False
+        """Text is being patched: a hit in between must leave it alone. Linux: text_mutex is held."""
+
+    def replace(self, va: int, insn: bytes) -> None:
+        """Breakpoint, tail, first byte."""
+        with self._patching():
+            self._expose(va, insn)
+            self._write(PokeStep.FIRST_BYTE, va, insn)
+
+    def replace_all(self, insns: Mapping[int, bytes]) -> None:
+        """The same for several instructions at once, with one synchronisation a step for all."""
+        size = len(self._breakpoint)
+        steps = (
+            [(va, self._breakpoint) for va in insns],
+            [(va + size, insn[size:]) for va, insn in insns.items()],
+            [(va, insn[:size]) for va, insn in insns.items()],
+        )
+        with self._patching():
+            for pokes in steps:
+                self._text.poke_batch(pokes)
+                self._text.sync()
+
+    def expose_breakpoint(self, va: int, insn: bytes) -> None:
+        """Breakpoint, then the tail of `insn`; the breakpoint stays.
+
+        Mirrors: arch/x86/kernel/kprobes/opt.c:arch_unoptimize_kprobe (v6.1).
+        """
+        with self._patching():
+            self._expose(va, insn)
+
+    def _expose(self, va: int, insn: bytes) -> None:
+        self._write(PokeStep.BREAKPOINT, va, self._breakpoint)
+        self._write(PokeStep.TAIL, va, insn)
+
+    @contextmanager
+    def _patching(self) -> Iterator[None]:
+        self.is_busy = True
+        try:
+            yield
+        finally:
+            self.is_busy = False
+
+    def _write(self, step: PokeStep, va: int, insn: bytes) -> None:
+        """Write the part of `insn` that a step changes; when it returns no CPU has an older one."""
+        size = len(self._breakpoint)
+        if step is PokeStep.TAIL:
+            self._text.poke(va + size, insn[size:])
+        else:
+            self._text.poke(va, insn[:size])
+        self._text.sync()

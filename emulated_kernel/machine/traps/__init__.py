@@ -1,0 +1,1 @@
+"""What ends a run of the guest: Trap, and the errors that the machine raises. Everybody may import it."""

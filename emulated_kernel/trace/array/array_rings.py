@@ -1,0 +1,196 @@
+"""The ring buffers of a trace array: their memory, sizes and switches, and who waits for their events."""
+
+from __future__ import annotations
+
+import errno
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.trace.array.system import TraceSystem
+from emulated_kernel.trace.ring.buffer import RingBuffer
+from emulated_kernel.trace.ring.layout import RingControls, RingMemory, memory_size, pages_for
+
+DEFAULT_BUFFER_SIZE = 1441792
+"""Bytes of events a CPU once something is traced. Mirrors: kernel/trace/trace.c:TRACE_BUF_SIZE_DEFAULT."""
+UNEXPANDED_SIZE = 1
+
+
+class ArrayRings(ABC):
+    """A ring buffer for each CPU; callers serialise, and `listeners` are called under their lock.
+
+    Mirrors: kernel/trace/trace.h:struct array_buffer (v6.1)
+    """
+
+    def __init__(self, system: TraceSystem, *, expanded: bool) -> None:
+        """`expanded`: with buffers of full size at once. Raises: MemoryError."""
+        self.system = system
+        self.listeners: list[Callable[[], None]] = []
+        self.cpumask = (1 << system.cpus) - 1
+        """CPUs whose events are recorded, a bit each."""
+        self._overwrite = True
+        self._tracing_on = True
+        self._stopped = 0
+        self._notified = 0
+        """Records in the buffer at the last call of the listeners for those of guest code."""
+        self._sets: list[tuple[RingControls, list[RingBuffer]]] = []
+        self.buffers = self.new_buffers(pages_for(DEFAULT_BUFFER_SIZE if expanded else UNEXPANDED_SIZE))
+
+    @property
+    def cpus(self) -> int:
+        """CPUs that have a buffer."""
+        return self.system.cpus
+
+    # -- memory
+
+    def new_buffers(self, pages: int) -> list[RingBuffer]:
+        """An empty buffer a CPU, of that many sub-buffers. Raises: MemoryError, nothing taken."""
+        system = self.system
+        controls = system.memory.allocate_controls(system.cpus)
+        try:
+            memories = self.allocate([pages] * system.cpus)
+        except MemoryError:
+            controls.release()
+            raise
+        buffers = [RingBuffer(controls.place(cpu, memory), pages) for cpu, memory in enumerate(memories)]
+        self._sets.append((controls, buffers))
+        return buffers
+
+    def allocate(self, sizes: Iterable[int]) -> list[RingMemory]:
+        """Memory for buffers of so many sub-buffers each. Raises: MemoryError, nothing taken."""
+        memories: list[RingMemory] = []
+        with ExitStack() as undo:
+            for pages in sizes:
+                memories.append(self.system.memory.allocate(memory_size(pages)))
+                undo.callback(memories[-1].release)
+            undo.pop_all()
+        return memories
+
+    def release(self) -> None:
+        """Give the memory of all buffers back: nothing records here any more."""
+        for controls, buffers in self._sets:
+            for buffer in buffers:
+                buffer.place.release()
+            controls.release()
+
+    # -- who waits
+
+    def notify(self) -> None:
+        """Tell the listeners that there may be data, or a reason to stop waiting for it.
+
+        Call it too after guest code wrote into a buffer's memory.
+        """
+        for listener in tuple(self.listeners):
+            listener()
+
+    @property
+    def written(self) -> int:
+        """Records made since the buffers were emptied, guest code's too."""
+        return sum(buffer.written for buffer in self.buffers)
+
+    def notify_of_guest(self) -> None:
+        """The guest has run: notify() if its code made records here."""
+        if self.listeners and self.written != self._notified:
+            self._notified = self.written
+            self.notify()
+
+    @abstractmethod
+    def notify_rewired(self) -> None:
+        """Other buffers take the place of those so far, which guest code writes to until this is called."""
+
+    # -- switches
+
+    @property
+    def tracing_on(self) -> bool:
+        """Whether the buffers take records."""
+        return self._tracing_on
+
+    def set_tracing_on(self, on: bool) -> None:
+        """Let the buffers take records, or not; switching off wakes who waits for data.
+
+        Mirrors: kernel/trace/trace.c:rb_simple_write (v6.1)
+        """
+        if on == self._tracing_on:
+            return
+        self._tracing_on = on
+        self.apply_switches()
+        if not on:
+            self.notify()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether somebody reads a trace that must not change meanwhile."""
+        return self._stopped > 0
+
+    def stop(self) -> None:
+        """Take no records until start() was called as often. Mirrors: tracing_stop_tr (v6.1)."""
+        self._stopped += 1
+        self.apply_switches()
+
+    def start(self) -> None:
+        """The other half of stop(), without which it does nothing. Mirrors: tracing_start_tr (v6.1)."""
+        self._stopped = max(0, self._stopped - 1)
+        self.apply_switches()
+
+    def set_cpumask(self, mask: int) -> None:
+        """Record the events of these CPUs alone, a bit each. Mirrors: tracing_set_cpumask (v6.1)."""
+        self.cpumask = mask
+        self.apply_switches()
+
+    def apply_switches(self) -> None:
+        """Tell the buffers, which may be other ones now, whether they take records, and overwrite."""
+        is_on = self._tracing_on and not self._stopped
+        for cpu, buffer in enumerate(self.buffers):
+            buffer.disabled = not (is_on and self.cpumask >> cpu & 1)
+            buffer.overwrite = self._overwrite
+
+    # -- sizes
+
+    def expand(self) -> None:
+        """Give the buffers their full size; called before an event is enabled.
+
+        Mirrors: kernel/trace/trace.c:tracing_update_buffers (v6.1)
+        """
+        if not self.system.expansion.is_done:
+            self._resize(DEFAULT_BUFFER_SIZE, None)
+
+    def resize_buffer(self, size_kb: int, cpu: int | None = None) -> None:
+        """Execute a write to buffer_size_kb, of one CPU or of all. Raises: KernelError EINVAL, ENOMEM.
+
+        Mirrors: kernel/trace/trace.c:tracing_entries_write (v6.1)
+        """
+        if not size_kb:
+            raise KernelError(errno.EINVAL, "a buffer has some size")
+        self._resize((size_kb << 10) & ((1 << 64) - 1), cpu)
+
+    def _resize(self, size: int, cpu: int | None) -> None:
+        pages = pages_for(size)
+        self.system.expansion.is_done = True
+        changed = [self.buffers[n] for n in self._cpus(cpu) if self.buffers[n].nr_pages != pages]
+        try:
+            memories = self.allocate([pages] * len(changed))
+        except MemoryError as error:
+            raise KernelError(errno.ENOMEM, str(error)) from error
+        old = [buffer.place for buffer in changed]
+        for buffer, memory in zip(changed, memories, strict=True):
+            buffer.resize(buffer.place.moved_to(memory), pages)
+        for memory in old:
+            memory.release()
+
+    def buffer_size_text(self, cpu: int | None = None) -> str:
+        """buffer_size_kb of one CPU or of all; "X" where they differ."""
+        sizes = {self.buffers[number].size >> 10 for number in self._cpus(cpu)}
+        if len(sizes) > 1:
+            return "X\n"
+        note = f" (expanded: {DEFAULT_BUFFER_SIZE >> 10})"
+        return f"{sizes.pop()}{'' if self.system.expansion.is_done or cpu is not None else note}\n"
+
+    def buffer_total_size_text(self) -> str:
+        """buffer_total_size_kb."""
+        total = sum(buffer.size >> 10 for buffer in self.buffers)
+        full = (DEFAULT_BUFFER_SIZE >> 10) * self.system.cpus
+        return f"{total}\n" if self.system.expansion.is_done else f"{total} (expanded: {full})\n"
+
+    def _cpus(self, cpu: int | None) -> range:
+        return range(self.system.cpus) if cpu is None else range(cpu, cpu + 1)

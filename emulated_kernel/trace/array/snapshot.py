@@ -1,0 +1,113 @@
+"""snapshot: a second set of buffers, which a trace array's events can be set aside in."""
+
+from __future__ import annotations
+
+import errno
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.trace.array.array_rings import ArrayRings
+from emulated_kernel.trace.ring.buffer import RingBuffer
+from emulated_kernel.trace.ring.layout import MIN_PAGES
+
+_ALL_HELP = """\
+# echo 0 > snapshot : Clears and frees snapshot buffer
+# echo 1 > snapshot : Allocates snapshot buffer, if not already allocated.
+#                      Takes a snapshot of the main buffer.
+# echo 2 > snapshot : Clears snapshot buffer (but does not allocate or free)
+#                      (Doesn't have to be '2' works with any number that
+#                       is not a '0' or '1')
+"""
+_CPU_HELP = """\
+# echo 0 > snapshot : Invalid for per_cpu snapshot file.
+# echo 1 > snapshot : Not supported with this kernel.
+#                     Must use main snapshot file to allocate.
+# echo 2 > snapshot : Clears this cpu's snapshot buffer (but does not allocate)
+#                      (Doesn't have to be '2' works with any number that
+#                       is not a '0' or '1')
+"""
+
+
+class Snapshot:
+    """The snapshot of one trace array; without one it holds buffers of the smallest size.
+
+    As built without per-CPU swapping. Mirrors: kernel/trace/trace.c:struct trace_array.max_buffer (v6.1).
+    """
+
+    def __init__(self, array: ArrayRings) -> None:
+        """Raises: MemoryError, nothing taken."""
+        self._array = array
+        self.is_allocated = False
+        self.condition: object = None
+        """The histogram's action that says when it is taken; nobody else may change it then."""
+        self.buffers = array.new_buffers(MIN_PAGES)
+
+    def usage(self, tracer: str, cpu: int | None = None) -> str:
+        """What the file says while no events are set aside: how to set some aside."""
+        state = "allocated" if self.is_allocated else "freed"
+        return (
+            f"# tracer: {tracer}\n#\n#\n# * Snapshot is {state} *\n#\n# Snapshot commands:\n"
+            f"{_ALL_HELP if cpu is None else _CPU_HELP}"
+        )
+
+    def write(self, number: int, cpu: int | None = None) -> None:
+        """Execute a write: 0 frees, 1 takes a snapshot, any other number clears it.
+
+        Raises: KernelError EBUSY (it has a condition), EINVAL (0 or 1 for one CPU), ENOMEM.
+        Mirrors: kernel/trace/trace.c:tracing_snapshot_write (v6.1).
+        """
+        if self.condition is not None:
+            raise KernelError(errno.EBUSY, "a histogram takes the snapshots")
+        if number in (0, 1) and cpu is not None:
+            raise KernelError(errno.EINVAL, "not for one CPU alone")
+        if number == 0:
+            self.free()
+        elif number == 1:
+            self.allocate()
+            self.take()
+        else:
+            self.clear(cpu)
+
+    def allocate(self) -> None:
+        """Give the snapshot the sizes that the array's buffers have. Raises: KernelError ENOMEM."""
+        sizes = [buffer.nr_pages for buffer in self._array.buffers]
+        changed = [cpu for cpu, pages in enumerate(sizes) if self.buffers[cpu].nr_pages != pages]
+        try:
+            memories = self._array.allocate(sizes[cpu] for cpu in changed)
+        except MemoryError as error:
+            raise KernelError(errno.ENOMEM, str(error)) from error
+        for cpu, memory in zip(changed, memories, strict=True):
+            old = self.buffers[cpu].place
+            self.buffers[cpu] = RingBuffer(old.moved_to(memory), sizes[cpu])
+            old.release()
+        self.is_allocated = True
+
+    def take(self) -> None:
+        """Swap the array's buffers with the snapshot's, where one is allocated and tracing is on.
+
+        Linux: what was in the snapshot comes back as the buffers' content.
+        Mirrors: kernel/trace/trace.c:update_max_tr (v6.1).
+        """
+        array = self._array
+        if not self.is_allocated or array.is_stopped:
+            return
+        array.buffers, self.buffers = self.buffers, array.buffers
+        array.apply_switches()
+        array.notify_rewired()
+        array.notify()
+
+    def clear(self, cpu: int | None = None) -> None:
+        """Forget what was set aside, of one CPU or of all."""
+        if self.is_allocated:
+            for buffer in self.buffers if cpu is None else (self.buffers[cpu],):
+                buffer.reset()
+
+    def free(self) -> None:
+        """Give the memory back."""
+        if not self.is_allocated:
+            return
+        for cpu, buffer in enumerate(self.buffers):
+            # First, so that there is room for the smaller one.
+            buffer.place.release()
+            (memory,) = self._array.allocate((MIN_PAGES,))
+            self.buffers[cpu] = RingBuffer(buffer.place.moved_to(memory), MIN_PAGES)
+        self.is_allocated = False

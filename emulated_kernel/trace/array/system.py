@@ -1,0 +1,69 @@
+"""What all trace arrays of a kernel share, and what each of them can have as its tracer."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from emulated_kernel.arch.base import Arch
+from emulated_kernel.trace.compiled.guest_records import GuestRecords
+from emulated_kernel.trace.events.print_event import PrintEvent
+from emulated_kernel.trace.events.registry import EventRegistry
+from emulated_kernel.trace.hits.call_stack import CallStack
+from emulated_kernel.trace.hits.probe_hit import ProbeHit, Tasks
+from emulated_kernel.trace.output.tracer_options import TracerOptions
+from emulated_kernel.trace.ring.clock import ClockSource
+from emulated_kernel.trace.symbols import KernelSymbols
+from emulated_kernel.trace.text.cmdlines import SavedCmdlines
+
+NOP_TRACER = "nop"
+FUNCTION_TRACER = "function"
+
+
+class Expansion:
+    """Whether buffers got their full size: no memory is spent on them before something is traced.
+
+    Mirrors: kernel/trace/trace.c:ring_buffer_expanded (v6.1)
+    """
+
+    is_done = False
+
+
+@dataclass(frozen=True)
+class TraceSystem:
+    """What all trace arrays of a kernel share."""
+
+    cpus: int
+    now_ns: Callable[[], int]
+    """The machine's nanoseconds since boot."""
+    events: EventRegistry
+    symbols: KernelSymbols
+    arch: Arch
+    tasks: Tasks
+    stack: CallStack
+    here: ProbeHit
+    """The current task and its context, for entries that no probe writes: markers, tracers, printk."""
+    memory: GuestRecords
+    """Memory for ring buffers, and how guest code writes to them."""
+    markers: PrintEvent
+    cmdlines: SavedCmdlines
+    printk: Callable[[str], None]
+    """A line of the kernel's log."""
+    release: str = "6.1.0"
+    preemption: str = "desktop"
+    clocks: ClockSource = field(default_factory=ClockSource)
+    tracer_options: TracerOptions = field(default_factory=TracerOptions)
+    expansion: Expansion = field(default_factory=Expansion)
+
+
+class Tracer(ABC):
+    """What fills the buffer while it is the current tracer."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Raises: KernelError where it can't."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """It is another one now."""

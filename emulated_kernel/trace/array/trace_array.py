@@ -1,0 +1,466 @@
+"""A trace array (tracefs itself, or an instance): ring buffers with options, clock and texts."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Collection, Sequence
+from functools import partial
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.trace.array.array_rings import ArrayRings
+from emulated_kernel.trace.array.pipe_users import PipeUsers
+from emulated_kernel.trace.array.snapshot import Snapshot
+from emulated_kernel.trace.array.system import NOP_TRACER, Tracer, TraceSystem
+from emulated_kernel.trace.array.trace_lines import timed_records, trace_lines
+from emulated_kernel.trace.events.event import Recorder, TraceEvent
+from emulated_kernel.trace.events.event_pids import EventPids
+from emulated_kernel.trace.fetch.load import read_string
+from emulated_kernel.trace.filter.ops import POINTED_STRING_MAX
+from emulated_kernel.trace.hits.probe_hit import ProbeHit
+from emulated_kernel.trace.output import function_graph
+from emulated_kernel.trace.output.function_graph import GraphPrinter
+from emulated_kernel.trace.output.header import HeaderFacts, header_text
+from emulated_kernel.trace.output.line_formatter import LineFormatter
+from emulated_kernel.trace.output.options import TraceOption, TraceOptions
+from emulated_kernel.trace.ring.buffer import RingBuffer
+from emulated_kernel.trace.ring.clock import LOCAL, TraceClock, clocks_text, find_clock, ns_to_usecs
+from emulated_kernel.trace.ring.layout import RecordTarget, RingMemory
+from emulated_kernel.trace.ring.trace_entry import (
+    TRACE_ENTRY,
+    AddressStyle,
+    EntryFlag,
+    EntryType,
+    RawEntry,
+    print_entry,
+    raw_data_entry,
+    stack_entry,
+    user_stack_entry,
+)
+
+MARKER_LIMIT = 1024
+RAW_MARKER_LIMIT = 3072
+_STACKS = TraceOption.STACKTRACE | TraceOption.USERSTACKTRACE
+_HOST_OPTIONS = _STACKS | TraceOption.RECORD_TGID
+"""With these there is more to do for a record than writing it."""
+
+
+REBOOT_MARK = b"kprobefs: the kernel was booted anew\n"
+"""What stands behind the records of a kernel whose place another one took."""
+
+
+class TraceArray(ArrayRings, Recorder):
+    """The ring buffers of all CPUs and everything that shows or controls them.
+
+    Callers serialise all methods with one lock; `listeners` are called under it.
+    Mirrors: kernel/trace/trace.c:struct trace_array (v6.1)
+    """
+
+    def __init__(self, system: TraceSystem, *, expanded: bool = False) -> None:
+        """`expanded`: with buffers of full size at once, as instances have.
+
+        Raises: MemoryError, nothing taken.
+        """
+        super().__init__(system, expanded=expanded)
+        self.options = TraceOptions(
+            system.tracer_options,
+            self._option_changed,
+            self.tracers,
+            lambda: self.current_tracer,
+            system.printk,
+        )
+        self.clock: TraceClock = LOCAL
+        self.current_tracer = NOP_TRACER
+        self._tracers: dict[str, Tracer] = {}
+        """Tracers beside nop, by name; Linux lists the latest first."""
+        self.buffer_percent = 50
+        self.pipe_users = PipeUsers()
+        self.pids = EventPids(self.notify_rewired)
+        self.max_latency_ns = 0
+        """The longest latency so far, or what was written to tracing_max_latency."""
+        self._stamp = system.clocks.converter(LOCAL)
+        self._time_start = 0
+        self._records_comm, self._records_tgid = True, False
+        try:
+            self.snapshot = Snapshot(self)
+        except MemoryError:
+            self.release()
+            raise
+
+    # -- recording
+
+    def record(
+        self, event: TraceEvent, payload: bytes, hit: ProbeHit, place: RingBuffer | None = None, /
+    ) -> None:
+        """See Recorder; what set_event_pid leaves out isn't written."""
+        pids = self.pids
+        if pids.is_active and pids.leaves_out(event, payload, self.system.tasks.pid()):
+            return
+        if self.record_at(event.id, payload, hit, place) and self.options.flags & _STACKS:
+            self._record_stacks(hit, place)
+
+    def _record_stacks(self, hit: ProbeHit, place: RingBuffer | None) -> None:
+        """Mirrors: kernel/trace/trace.c:trace_buffer_unlock_commit_regs, ftrace_trace_userstack (v6.1)."""
+        system, flags = self.system, self.options.flags
+        if TraceOption.STACKTRACE in flags:
+            self.record_stack(hit, place)
+        if TraceOption.USERSTACKTRACE in flags and not hit.context[0] & EntryFlag.NMI:
+            tasks, word = system.tasks, system.arch.word_size
+            callers = system.stack.user_callers(tasks.current())
+            self.record_at(EntryType.USER_STACK, user_stack_entry(tasks.pid(), callers, word), hit, place)
+
+    def record_at(self, kind: int, payload: bytes, hit: ProbeHit, place: RingBuffer | None = None, /) -> bool:
+        """As record(), of any type of entry; False where it wasn't taken."""
+        flags, preempt_count = hit.context
+        system = self.system
+        return self.append(
+            kind,
+            payload,
+            cpu=system.tasks.cpu(),
+            pid=system.tasks.pid(),
+            comm=hit.comm.decode("utf-8", "surrogateescape"),
+            flags=flags,
+            preempt_count=preempt_count,
+            timestamp_ns=system.now_ns(),
+            place=place,
+        )
+
+    def append(
+        self,
+        kind: int,
+        payload: bytes,
+        *,
+        cpu: int,
+        pid: int,
+        comm: str | None = None,
+        flags: int = 0,
+        preempt_count: int = 0,
+        timestamp_ns: int,
+        place: RingBuffer | None = None,
+    ) -> bool:
+        """Append a record to the buffer of `cpu`, or to `place`; False if tracing is off or there is no room.
+
+        `payload` is what follows the trace_entry; `comm`, where known, is remembered for `pid`.
+        """
+        stamp = self._stamp
+        header = TRACE_ENTRY.pack(kind, flags, preempt_count, pid)
+        when = timestamp_ns if stamp is None else stamp(timestamp_ns)
+        buffer = self.buffers[cpu] if place is None else place
+        if not buffer.write(header + payload, when):
+            return False
+        if comm is not None:
+            self._note_task(pid, comm)
+        if self.listeners:
+            self.notify()
+        return True
+
+    def _note_task(self, pid: int, comm: str) -> None:
+        """As the options record-cmd and record-tgid say; each task of the guest is a thread group."""
+        if self._records_comm:
+            self.system.cmdlines.save(pid, comm)
+        if self._records_tgid:
+            self.system.cmdlines.save_tgid(pid, pid)
+
+    def notify_rewired(self) -> None:
+        """Other buffers take the place of those so far, or a clock, an option or a list of pids changed.
+
+        Guest code writes to the old ones until this is called.
+        """
+        for event in self.system.events:
+            if self in event.recorders:
+                event.changed()
+
+    def entry(self, event: TraceEvent, payload: bytes, hit: ProbeHit, /) -> RawEntry:
+        """See Recorder."""
+        tasks = self.system.tasks
+        header = TRACE_ENTRY.pack(event.id, *hit.context, tasks.pid())
+        return RawEntry(header + payload, tasks.cpu(), hit.comm, partial(self._string_at, hit))
+
+    def _string_at(self, hit: ProbeHit, address: int, is_user: bool) -> bytes | None:
+        """Mirrors: strncpy_from_user_nofault, strncpy_from_kernel_nofault (v6.1)."""
+        if (address < self.system.arch.task_size) is not is_user:
+            return None
+        return read_string(hit.read, address, POINTED_STRING_MAX)
+
+    def reserve(self) -> RingBuffer | None:
+        """See Recorder."""
+        buffer = self.buffers[self.system.tasks.cpu()]
+        return None if buffer.disabled else buffer
+
+    def target(self) -> RecordTarget | None:
+        """Where guest code records to; None where that takes more than writing to the buffer.
+
+        That is so with clocks that don't count the guest's nanoseconds, or that the host sets, with options
+        that add to a record, and lists of pids.
+        """
+        memory = self.system.memory
+        if not self.clock.in_ns or self.options.flags & _HOST_OPTIONS:
+            return None
+        if not memory.can_tell_time or self.pids.is_active:
+            return None
+        buffers = self.buffers
+        return RecordTarget(buffers[0].place.control_at, self._records_comm, memory.room_maker(buffers))
+
+    def callers(self, hit: ProbeHit) -> Sequence[int]:
+        """The call chain of a hit: its place, then return addresses, innermost first."""
+        return self.system.stack.callers(hit.regs)
+
+    def record_stack(self, hit: ProbeHit, place: RingBuffer | None = None) -> None:
+        """Record the call chain of a hit."""
+        entry = stack_entry(self.callers(hit), self.system.arch.word_size)
+        self.record_at(EntryType.STACK, entry, hit, place)
+
+    def event_removed(self, _event: TraceEvent, /) -> None:
+        """Its entries can't be printed any more: empty the buffers."""
+        self.clear_trace()
+        self.snapshot.clear()
+
+    def memory_for(self, former: TraceArray) -> list[RingMemory]:
+        """Where take_records() moves the buffers of that array to. Raises: MemoryError."""
+        return self.allocate([buffer.nr_pages for buffer in (*former.buffers, *former.snapshot.buffers)])
+
+    def take_records(self, former: TraceArray, memory: list[RingMemory]) -> None:
+        """Another kernel's array gives its buffers away, with what is in them; a mark follows."""
+        rooms = iter(memory)
+        for mine, theirs in (
+            (self.buffers, former.buffers),
+            (self.snapshot.buffers, former.snapshot.buffers),
+        ):
+            for cpu, buffer in enumerate(theirs):
+                place = mine[cpu].place
+                buffer.resize(place.moved_to(next(rooms)), buffer.nr_pages)
+                place.release()
+                mine[cpu] = buffer
+        self.snapshot.is_allocated = former.snapshot.is_allocated
+        self._time_start, self.max_latency_ns = former._time_start, former.max_latency_ns
+        if self.written:
+            # Whatever is switched off: it says where this kernel's records would begin.
+            self.buffers[0].disabled = False
+            entry = TRACE_ENTRY.pack(EntryType.PRINT, 0, 0, 0)
+            self.buffers[0].write(entry + print_entry(REBOOT_MARK, self.system.arch.word_size), self.now())
+        self.apply_switches()
+        self.notify_rewired()
+
+    def write_marker(self, data: bytes) -> int:
+        """Execute one write(2) to trace_marker: a PRINT record of the current task; bytes taken.
+
+        Raises: KernelError EINVAL (option markers is off), EBADF (tracing is off).
+        Mirrors: kernel/trace/trace.c:tracing_mark_write (v6.1)
+        """
+        self._check_markers()
+        if not data:
+            return 0
+        text = data[:MARKER_LIMIT]
+        system = self.system
+        recorded = system.markers.written(self, text, system.here) if self._tracing_on else None
+        self._write_mark(EntryType.PRINT, print_entry(text, system.arch.word_size))
+        if recorded is not None:
+            recorded()
+        return len(text)
+
+    def write_raw_marker(self, data: bytes) -> int:
+        """Execute one write(2) to trace_marker_raw: a u32 of the writer's choice and bytes; bytes taken.
+
+        Raises: KernelError EINVAL (option markers is off, size), EBADF (tracing is off).
+        Mirrors: kernel/trace/trace.c:tracing_mark_raw_write (v6.1)
+        """
+        self._check_markers()
+        if not 4 <= len(data) <= RAW_MARKER_LIMIT:
+            raise KernelError(errno.EINVAL, "a raw marker has 4 to 3072 bytes")
+        self._write_mark(EntryType.RAW_DATA, raw_data_entry(data))
+        return len(data)
+
+    def _check_markers(self) -> None:
+        if not self.options.flags & TraceOption.MARKERS:
+            raise KernelError(errno.EINVAL, "markers are switched off")
+
+    def _write_mark(self, kind: EntryType, body: bytes) -> None:
+        task = self.system.tasks.context()
+        written = self.append(
+            kind,
+            body,
+            cpu=task.cpu,
+            pid=task.pid,
+            comm=task.comm,
+            flags=task.flags,
+            preempt_count=task.preempt_count,
+            timestamp_ns=self.system.now_ns(),
+        )
+        if not written:
+            raise KernelError(errno.EBADF, "tracing is off")
+
+    # -- the trace file
+
+    def trace_text(self, cpu: int | None = None, buffers: Sequence[RingBuffer] | None = None) -> str:
+        """The trace file, of one CPU or of all in the order of time; nothing is consumed.
+
+        The header tells of all CPUs in either case. `buffers` are the array's own where not given.
+        """
+        buffers = self.buffers if buffers is None else buffers
+        flags = self.options.flags
+        stats = [buffer.stats() for buffer in buffers]
+        entries = sum(s.entries for s in stats)
+        overruns = sum(s.overrun for s in stats)
+        facts = HeaderFacts(
+            tracer=self.current_tracer,
+            entries=entries,
+            total=entries + overruns,
+            cpus=self.system.cpus,
+            release=self.system.release,
+            preemption=self.system.preemption,
+            tracer_options=self.system.tracer_options,
+        )
+        records = timed_records(buffers, self._cpus(cpu))
+        lines = trace_lines(records, self.formatter(), self.graph_printer(), annotate=overruns > 0)
+        return header_text(facts, flags) + "".join(lines)
+
+    def snapshot_text(self, cpu: int | None = None) -> str:
+        """The snapshot file: the events set aside, or how to set some aside."""
+        aside = self.snapshot.buffers
+        if any(len(aside[number]) for number in self._cpus(cpu)):
+            return self.trace_text(cpu, aside)
+        return self.snapshot.usage(self.current_tracer, cpu)
+
+    def graph_printer(self) -> GraphPrinter | None:
+        """What prints the records while the tracer is function_graph."""
+        if self.current_tracer != function_graph.NAME:
+            return None
+        return GraphPrinter(self.system.cpus, self.system.tracer_options)
+
+    def formatter(self) -> LineFormatter:
+        """A printer of records under the options as they are now."""
+        system, flags = self.system, self.options.flags
+        return LineFormatter(
+            flags,
+            in_ns=self.clock.in_ns,
+            events=system.events,
+            cmdlines=system.cmdlines,
+            style=AddressStyle(
+                system.symbols,
+                word_size=system.arch.word_size,
+                sym_offset=TraceOption.SYM_OFFSET in flags,
+                sym_addr=TraceOption.SYM_ADDR in flags,
+                print_parent=TraceOption.PRINT_PARENT in flags,
+            ),
+            time_start=self._time_start,
+        )
+
+    def clear_trace(self, cpu: int | None = None) -> None:
+        """Forget the events of one CPU or of all: what O_TRUNC does to a trace file opened for writing.
+
+        Mirrors: kernel/trace/trace.c:tracing_reset_cpu, tracing_reset_online_cpus (v6.1)
+        """
+        for number in self._cpus(cpu):
+            self.buffers[number].reset()
+        if cpu is None:
+            self._time_start = self.now()
+
+    def stats_text(self, cpu: int) -> str:
+        """per_cpu/cpuN/stats. Mirrors: kernel/trace/trace.c:tracing_stats_read (v6.1)."""
+        stats = self.buffers[cpu].stats()
+        return (
+            f"entries: {stats.entries}\n"
+            f"overrun: {stats.overrun}\n"
+            f"commit overrun: {stats.commit_overrun}\n"
+            f"bytes: {stats.size}\n"
+            f"oldest event ts: {self._time_text(stats.oldest_event_ts)}\n"
+            f"now ts: {self._time_text(self.now())}\n"
+            f"dropped events: {stats.dropped_events}\n"
+            f"read events: {stats.read_events}\n"
+        )
+
+    def _time_text(self, stamp: int) -> str:
+        if not self.clock.in_ns:
+            return str(stamp)
+        seconds, usecs = divmod(ns_to_usecs(stamp), 1_000_000)
+        return f"{seconds:5d}.{usecs:06d}"
+
+    def now(self) -> int:
+        """The time as the clock counts it."""
+        now = self.system.now_ns()
+        return now if self._stamp is None else self._stamp(now)
+
+    # -- controls
+
+    @property
+    def pauses_for_readers(self) -> bool:
+        """Option pause-on-trace."""
+        return TraceOption.PAUSE_ON_TRACE in self.options.flags
+
+    def tracers(self) -> Collection[str]:
+        """Names that current_tracer takes."""
+        return (*reversed(self._tracers), NOP_TRACER)
+
+    def register_tracer(self, name: str, tracer: Tracer) -> None:
+        """Let current_tracer take it. Mirrors: kernel/trace/trace.c:register_tracer (v6.1)."""
+        self._tracers[name] = tracer
+
+    def set_tracer(self, name: str) -> None:
+        """Use another tracer and expand the buffers, which lose what the one before has written.
+
+        Raises: KernelError EINVAL for an unknown one. Mirrors: kernel/trace/trace.c:tracer_init (v6.1).
+        """
+        self.expand()
+        if name not in self.tracers():
+            raise KernelError(errno.EINVAL, f"no tracer {name!r}")
+        if name == self.current_tracer:
+            return
+        if self.current_tracer in self._tracers:
+            self._tracers[self.current_tracer].stop()
+        self.current_tracer = NOP_TRACER
+        self.clear_trace()
+        if name in self._tracers:
+            self._tracers[name].start()
+        self.current_tracer = name
+
+    def set_clock(self, name: str) -> None:
+        """Count time with another clock; the buffers are cleared, as old times don't compare.
+
+        Raises: KernelError EINVAL for an unknown one. Mirrors: kernel/trace/trace.c:tracing_set_clock (v6.1)
+        """
+        clock = find_clock(name)
+        if clock is None:
+            raise KernelError(errno.EINVAL, f"no clock {name!r}")
+        self.clock = clock
+        self._stamp = self.system.clocks.converter(clock)
+        self.clear_trace()
+        self.snapshot.clear()
+        self.notify_rewired()
+
+    def clock_text(self) -> str:
+        """The trace_clock file."""
+        return clocks_text(self.clock)
+
+    def timestamp_mode_text(self) -> str:
+        """The timestamp_mode file: whether the buffers store times as differences."""
+        return "[delta] absolute\n"
+
+    def set_buffer_percent(self, percent: int) -> None:
+        """How full a buffer has to be for poll(2) on its CPU's pipe. Raises: KernelError EINVAL."""
+        if percent > 100:
+            raise KernelError(errno.EINVAL, "more than 100 percent")
+        self.buffer_percent = percent
+
+    def take_over(self, flags: TraceOption) -> None:
+        """Have these options, which are another trace array's."""
+        self.options.flags = flags
+        self._records_comm = TraceOption.RECORD_CMD in flags
+        self._records_tgid = TraceOption.RECORD_TGID in flags
+        self._overwrite = TraceOption.OVERWRITE in flags
+        self.apply_switches()
+        self.notify_rewired()
+
+    def _option_changed(self, option: TraceOption, on: bool) -> None:
+        if option is TraceOption.OVERWRITE:
+            self._overwrite = on
+            self.apply_switches()
+        elif option is TraceOption.RECORD_CMD:
+            self._records_comm = on
+        elif option is TraceOption.RECORD_TGID:
+            self._records_tgid = on
+        self.notify_rewired()
+
+    def free_buffer(self) -> None:
+        """What closing free_buffer does. Mirrors: kernel/trace/trace.c:tracing_free_buffer_release (v6.1)."""
+        if self.options.flags & TraceOption.STOP_ON_FREE:
+            self.set_tracing_on(False)
+        self._resize(0, None)

@@ -1,0 +1,169 @@
+"""trace_pipe: readers that take events out of the buffers; as text, and what all of them share."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from itertools import islice
+
+from emulated_kernel.abi import PAGE_SIZE
+from emulated_kernel.errors import WouldBlock
+from emulated_kernel.trace.array.trace_array import TraceArray
+from emulated_kernel.trace.output import function_graph
+from emulated_kernel.trace.output.function_graph import GraphPrinter
+from emulated_kernel.trace.output.line_formatter import (
+    SEQ_SIZE,
+    TOO_BIG,
+    LineFormatter,
+    TimedRecord,
+    encode_text,
+)
+from emulated_kernel.trace.output.options import TraceOption
+from emulated_kernel.trace.ring.buffer import RingBuffer
+
+
+class PipeReader:
+    """The waiting half of a consuming reader of all CPUs, or of one."""
+
+    def __init__(self, array: TraceArray, cpu: int | None) -> None:
+        self._array = array
+        self._cpu = cpu
+        self._cpus = range(array.system.cpus) if cpu is None else range(cpu, cpu + 1)
+        self._closed = False
+        self._changed = threading.Event()
+        self._subscribers: list[Callable[[], None]] = []
+        array.listeners.append(self._wake)
+
+    @property
+    def _buffers(self) -> Sequence[RingBuffer]:
+        """What is read; a snapshot may have put other buffers in the place of those."""
+        return self._array.buffers
+
+    def _is_empty(self) -> bool:
+        return not any(len(self._buffers[cpu]) for cpu in self._cpus)
+
+    def ready(self) -> bool:
+        """Whether poll(2) says that read() gives something.
+
+        One CPU's pipe is ready only once buffer_percent of its buffer is full; with option block all are.
+        Mirrors: kernel/trace/ring_buffer.c:ring_buffer_poll_wait, full_hit (v6.1)
+        """
+        if self._array.options.flags & TraceOption.BLOCK:
+            return True
+        if self._cpu is None:
+            return not self._is_empty()
+        buffer, percent = self._buffers[self._cpu], self._array.buffer_percent
+        if not percent:
+            return not self._is_empty()
+        return bool(len(buffer)) and (buffer.dirty_pages + 1) * 100 >= percent * buffer.nr_pages
+
+    def wait(self, timeout: float) -> None:
+        """Return once read() may give something else than the last time, or after `timeout` seconds.
+
+        Call it without the lock that serialises the trace array.
+        """
+        self._changed.wait(timeout)
+
+    def subscribe(self, notify: Callable[[], None]) -> None:
+        """Call `notify` once, when the pipe is ready or closed; now, if it is already."""
+        if self.ready() or self._closed:
+            notify()
+        else:
+            self._subscribers.append(notify)
+
+    def _wake(self) -> None:
+        self._changed.set()
+        if self._subscribers and (self.ready() or not self._array.tracing_on):
+            self._tell()
+
+    def _tell(self) -> None:
+        subscribers, self._subscribers = self._subscribers, []
+        for notify in subscribers:
+            notify()
+
+    def close(self) -> None:
+        """Wake all who wait; nothing comes any more."""
+        if self._closed:
+            return
+        self._closed = True
+        self._array.listeners.remove(self._wake)
+        self._changed.set()
+        self._tell()
+
+
+class TracePipe(PipeReader):
+    """An open trace_pipe of all CPUs, or of one."""
+
+    def __init__(self, array: TraceArray, cpu: int | None = None, *, nonblock: bool = False) -> None:
+        """`nonblock`: opened with O_NONBLOCK. Raises: KernelError EBUSY while the CPU has a reader."""
+        array.pipe_users.acquire(cpu)
+        super().__init__(array, cpu)
+        self._nonblock = nonblock
+        self._tail = b""
+        self._has_read = False
+        self._graph: GraphPrinter | None = None
+
+    def close(self) -> None:
+        """Let go of the CPUs and wake all who wait."""
+        if not self._closed:
+            self._array.pipe_users.release(self._cpu)
+        super().close()
+
+    def read(self, size: int) -> bytes:
+        """Text of the oldest events, which are consumed: whole lines where `size` allows; b"" is the end.
+
+        A read gives 4095 bytes at most. What `size` cuts off comes with the next read.
+        Raises: WouldBlock while there is nothing. A blocking reader that has read something is at the
+        end as soon as tracing is off, and so is every reader once the pipe is closed.
+        Mirrors: kernel/trace/trace.c:tracing_read_pipe, tracing_wait_pipe (v6.1)
+        """
+        if self._closed:
+            return b""
+        if not self._tail and size > 0:
+            if self._is_empty():
+                self._changed.clear()
+                if self._has_read and not self._nonblock and not self._array.tracing_on:
+                    return b""
+                raise WouldBlock
+            self._has_read = True
+            self._tail = self._take_lines(min(size, PAGE_SIZE - 1))
+        data, self._tail = self._tail[:size], self._tail[size:]
+        return data
+
+    def _take_lines(self, wanted: int) -> bytes:
+        formatter = self._array.formatter()
+        text = b""
+        index = 0
+        while len(text) < wanted and (found := self._next_entry()):
+            entry, lost = found
+            index += 1
+            line = encode_text(self._line(formatter, entry, index))
+            if lost:
+                line = b"CPU:%d [LOST %d EVENTS]\n" % (entry.cpu, lost) + line
+            if len(text) + len(line) > SEQ_SIZE:
+                if text:
+                    break
+                line = line[: SEQ_SIZE - len(TOO_BIG)] + TOO_BIG.encode()
+            text += line
+            self._buffers[entry.cpu].consume()
+        return text
+
+    def _line(self, formatter: LineFormatter, entry: TimedRecord, index: int) -> str:
+        if self._array.current_tracer != function_graph.NAME:
+            self._graph = None
+            return formatter.line(entry, entry.time_stamp, index)
+        # It stays from one read to the next: a call's end may come in another one.
+        graph = self._graph = self._graph or self._array.graph_printer()
+        assert graph is not None
+        if not graph.prints(entry.record):
+            return formatter.line(entry, entry.time_stamp, index)
+        behind = next(islice(self._buffers[entry.cpu], 1, None), None)
+        return graph.line(entry, None if behind is None else behind[1], formatter)
+
+    def _next_entry(self) -> tuple[TimedRecord, int] | None:
+        best: tuple[TimedRecord, int] | None = None
+        for cpu in self._cpus:
+            event = self._buffers[cpu].peek()
+            if event is not None and (best is None or event.time_stamp < best[0].time_stamp):
+                best = TimedRecord(event.time_stamp, cpu, event.record), event.lost_events
+        return best

@@ -1,0 +1,99 @@
+"""Event filters as guest code: the predicates on numbers, in ops of a handler program."""
+
+from __future__ import annotations
+
+from emulated_kernel.arch.program.builder import ProgramBuilder
+from emulated_kernel.arch.program.int64_on_32 import branch_long
+from emulated_kernel.arch.program.ops import (
+    Branch,
+    BranchImmediate,
+    Condition,
+    Jump,
+    Label,
+    Load,
+    LoadPerCpu,
+    SetImmediate,
+)
+from emulated_kernel.trace.compiled.fetch import BASE, HIGH, TEMP, VALUE, fits_displacement
+from emulated_kernel.trace.filter.ops import (
+    ACCEPT,
+    ComparePredicate,
+    CpuPredicate,
+    FilterOp,
+    FilterProgram,
+    StringPredicate,
+)
+from emulated_kernel.trace.ring.trace_entry import RawEntry
+
+_CONDITIONS = {
+    FilterOp.EQ: (Condition.EQ, Condition.EQ),
+    FilterOp.NE: (Condition.NE, Condition.NE),
+    FilterOp.LT: (Condition.BELOW, Condition.LESS),
+    FilterOp.LE: (Condition.BELOW_EQ, Condition.LESS_EQ),
+    FilterOp.GT: (Condition.ABOVE, Condition.GREATER),
+    FilterOp.GE: (Condition.ABOVE_EQ, Condition.GREATER_EQ),
+    FilterOp.BAND: (Condition.ANY_BIT, Condition.ANY_BIT),
+}
+"""For fields without sign, and with one."""
+_NO_ENTRY = RawEntry(b"", 0, b"", lambda _address, _is_user: None)
+
+
+def can_filter(program: FilterProgram) -> bool:
+    """Whether guest code can test it: numbers only."""
+    return not any(_needs_host(step.predicate) for step in program.steps)
+
+
+def _needs_host(predicate: object) -> bool:
+    if isinstance(predicate, ComparePredicate):
+        return predicate.size not in (1, 2, 4, 8) or predicate.op is FilterOp.GLOB
+    return isinstance(predicate, StringPredicate)
+
+
+def emit_filter(
+    builder: ProgramBuilder, program: FilterProgram, cpu_number: int, word_size: int, reject: Label
+) -> None:
+    """Test the entry at BASE: go on behind, or at `reject`.
+
+    `cpu_number`: offset in the CPU's own data of what filters of the CPU compare.
+    """
+    accept = builder.label()
+    labels = [builder.label() for _ in program.steps]
+
+    def target(index: int) -> Label:
+        if index >= 0:
+            return labels[index]
+        return accept if index == ACCEPT else reject
+
+    for label, step in zip(labels, program.steps, strict=True):
+        builder.place(label)
+        predicate = step.predicate
+        if isinstance(predicate, ComparePredicate):
+            compare = _compare if predicate.size <= word_size else _compare_long
+            compare(builder, predicate, target(step.on_true))
+            builder.emit(Jump(target(step.on_false)))
+        elif isinstance(predicate, CpuPredicate) and predicate.op is not FilterOp.BAND:
+            condition = _CONDITIONS[predicate.op][True]
+            builder.emit(LoadPerCpu(VALUE, cpu_number, 4))
+            builder.emit(BranchImmediate(condition, VALUE, predicate.value, target(step.on_true)))
+            builder.emit(Jump(target(step.on_false)))
+        else:
+            # Of what is no number the result is known now.
+            assert not isinstance(predicate, StringPredicate)
+            result = predicate.test(_NO_ENTRY)
+            builder.emit(Jump(target(step.on_true if result else step.on_false)))
+    builder.place(accept)
+
+
+def _compare(builder: ProgramBuilder, predicate: ComparePredicate, on_true: Label) -> None:
+    condition = _CONDITIONS[predicate.op][predicate.is_signed]
+    builder.emit(Load(VALUE, BASE, predicate.offset, predicate.size, predicate.is_signed))
+    if fits_displacement(predicate.value):
+        builder.emit(BranchImmediate(condition, VALUE, predicate.value, on_true))
+    else:
+        builder.emit(SetImmediate(TEMP, predicate.value), Branch(condition, VALUE, TEMP, on_true))
+
+
+def _compare_long(builder: ProgramBuilder, predicate: ComparePredicate, on_true: Label) -> None:
+    condition, at = _CONDITIONS[predicate.op][predicate.is_signed], predicate.offset
+    builder.emit(Load(VALUE, BASE, at, 4), Load(HIGH, BASE, at + 4, 4))
+    branch_long(builder, condition, VALUE, HIGH, TEMP, predicate.value, on_true)

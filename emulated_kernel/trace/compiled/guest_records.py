@@ -1,0 +1,118 @@
+"""Records made by guest code: the pages and per-CPU memory that it writes to, and what it asks the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from emulated_kernel.machine.clock import MachineClock
+from emulated_kernel.machine.memory.record_memory import RecordMemory
+from emulated_kernel.machine.traps.trap import HardwareError
+from emulated_kernel.trace.compiled.places import SCRATCH_SIZE, GuestPlaces, HitCounter
+from emulated_kernel.trace.hits.probe_hit import Tasks
+from emulated_kernel.trace.ring.buffer import RingBuffer
+from emulated_kernel.trace.ring.layout import CONTROL_SIZE, RingControls, RingMemory
+from emulated_kernel.trace.text.cmdlines import SavedCmdlines
+
+_CELL = 8
+_NO_PID = 0xFFFFFFFF
+
+
+class GuestRecords:
+    """Gives out the memory, and answers the calls of compiled handlers."""
+
+    def __init__(
+        self, cells: RecordMemory, tasks: Tasks, cmdlines: SavedCmdlines, clock: MachineClock
+    ) -> None:
+        self._cells = cells
+        self.tasks = tasks
+        self._cmdlines = cmdlines
+        self._request_at = cells.alloc_cells(2 * _CELL)
+        self._requests = [cell.cast("Q") for cell in cells.cells(self._request_at, 2 * _CELL)]
+        """Of each CPU."""
+        self._last_pid_at = cells.alloc_cells(_CELL)
+        self._last_pids = [cell.cast("Q") for cell in cells.cells(self._last_pid_at, _CELL)]
+        self._scratch_at = cells.alloc_cells(SCRATCH_SIZE)
+        self._clock = clock
+        self.call_begins()
+
+    @property
+    def can_tell_time(self) -> bool:
+        """Whether the guest's clock moves while it runs: a real one, which is set between runs, doesn't."""
+        return self._clock.is_virtual
+
+    def allocate(self, size: int) -> RingMemory:
+        """Pages for a ring buffer. Raises: MemoryError."""
+        cells = self._cells
+        try:
+            pages = cells.alloc_pages(size)
+        except HardwareError as error:
+            raise MemoryError(f"{size} bytes for a ring buffer") from error
+        return RingMemory(cells.view(pages, size), pages, release=lambda: cells.free_pages(pages))
+
+    def allocate_controls(self, cpus: int) -> RingControls:
+        """Control blocks for the ring buffers of that many CPUs. Raises: MemoryError."""
+        cells = self._cells
+        try:
+            offset = cells.alloc_cells(CONTROL_SIZE)
+        except HardwareError as error:
+            raise MemoryError("ring buffers' control blocks") from error
+        blocks = cells.cells(offset, CONTROL_SIZE)[:cpus]
+        return RingControls(blocks, offset, lambda: cells.free_cells(offset))
+
+    def new_counter(self) -> HitCounter | None:
+        """A counter at 0; None if the per-CPU memory is used up."""
+        cells = self._cells
+        try:
+            offset = cells.alloc_cells(_CELL)
+        except HardwareError:
+            return None
+        return HitCounter(offset, cells.words, cells.word_index(offset), lambda: cells.free_cells(offset))
+
+    def places(
+        self,
+        abi: Mapping[str, int],
+        interrupt_flag: tuple[str, int],
+        breakpoint_context: tuple[int, int],
+    ) -> GuestPlaces:
+        """All that compiled handlers need to know of this guest."""
+        return GuestPlaces(
+            clock=abi["host_clock"],
+            clock_step=lambda: self._clock.step_ns,
+            this_cpu_off=abi["percpu.this_cpu_off"],
+            cpu_number=abi["percpu.cpu_number"],
+            current_task=abi["percpu.current_task"],
+            pid=abi["task_struct.pid"],
+            comm=abi["task_struct.comm"],
+            preempt_count=abi["percpu.preempt_count"],
+            need_resched=abi["percpu.need_resched"],
+            hardirq_mask=abi["preempt.hardirq_mask"],
+            softirq_mask=abi["preempt.softirq_mask"],
+            interrupt_flag=interrupt_flag,
+            last_pid=self._last_pid_at,
+            event_time=self._request_at,
+            scratch=self._scratch_at,
+            breakpoint_context=breakpoint_context,
+            save_comm=self._save_comm,
+            new_counter=self.new_counter,
+        )
+
+    def call_begins(self) -> None:
+        """A task's name may have changed, or its saved one be gone: the next record saves it anew."""
+        for cell in self._last_pids:
+            cell[0] = _NO_PID
+
+    def _save_comm(self) -> bool:
+        pid = self.tasks.pid()
+        self._cmdlines.save(pid, self.tasks.comm().decode("utf-8", "surrogateescape"))
+        self._last_pids[self.tasks.cpu()][0] = pid
+        return True
+
+    def room_maker(self, buffers: Sequence[RingBuffer]) -> Callable[[], bool]:
+        """RingBuffer.make_room of the CPU's buffer, called for the event that a handler asks for."""
+
+        def make_room() -> bool:
+            cpu = self.tasks.cpu()
+            time_stamp, length = self._requests[cpu]
+            return buffers[cpu].make_room(int(length), int(time_stamp))
+
+        return make_room

@@ -1,0 +1,138 @@
+"""Handlers of trace events as guest code: which can be, and how they are put together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from emulated_kernel.arch.base import Arch
+from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
+from emulated_kernel.arch.program.ops import (
+    Arithmetic,
+    ComputeImmediate,
+    Label,
+    Move,
+    StoreImmediate,
+)
+from emulated_kernel.trace.compiled.fetch import BASE, POSITION, FetchEmitter, can_fetch
+from emulated_kernel.trace.compiled.filter import can_filter, emit_filter
+from emulated_kernel.trace.compiled.places import GuestPlaces
+from emulated_kernel.trace.compiled.record import ENTRY_HEADER_SIZE, EventSpace, RecordEmitter
+from emulated_kernel.trace.events.event import TraceEvent
+from emulated_kernel.trace.fetch.fetchargs import ProbeArg
+from emulated_kernel.trace.filter.ops import FilterProgram
+from emulated_kernel.trace.ring.layout import RecordTarget
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One recorder of an event: its buffer, and the filter that it has for the event."""
+
+    target: RecordTarget
+    filter: FilterProgram | None
+
+
+@dataclass(frozen=True)
+class CompiledEvent:
+    """What guest code does at the hits of an event's probe, as far as it doesn't depend on how they come."""
+
+    event_id: int
+    args: tuple[ProbeArg, ...]
+    recordings: tuple[Recording, ...]
+
+
+def compiled_event(
+    event: TraceEvent, is_return: bool, args: tuple[ProbeArg, ...], arch: Arch
+) -> CompiledEvent | None:
+    """The event as guest code handles it; None where the host has to: this is the one place that decides.
+
+    The host handles `symstr`, registers that aren't general ones, or that functions overwrite when they
+    return, too many array elements,
+    filters on strings, events that something else than recording is done for, and recorders that can't be
+    written to by guest code (Recorder.target).
+    """
+    registers = arch.kept_at_return if is_return else arch.general_registers
+    if event.needs_entry or not can_fetch(args, registers):
+        return None
+    recordings = []
+    for recorder in event.recorders:
+        target = recorder.target()
+        event_filter = event.filters.get(recorder)
+        program = None if event_filter is None else event_filter.program
+        if target is None or (program is not None and not can_filter(program)):
+            return None
+        recordings.append(Recording(target, program))
+    return CompiledEvent(event.id, args, tuple(recordings))
+
+
+class EventEmitter:
+    """Emits what is done at a hit of the probe at `address`, besides counting it."""
+
+    def __init__(
+        self,
+        builder: ProgramBuilder,
+        compiled: CompiledEvent,
+        way: HitWay,
+        address: int,
+        arch: Arch,
+        places: GuestPlaces,
+    ) -> None:
+        self._builder = builder
+        self._compiled = compiled
+        self._address = address
+        self._places = places
+        self._word = arch.word_size
+        self._fetch = FetchEmitter(builder, arch, places, address, way)
+        self._record = RecordEmitter(builder, places, way, self._word)
+        self._args: Sequence[ProbeArg] = compiled.args
+        self._is_return = way is HitWay.RETURN
+        header = self._word * (2 if self._is_return else 1)
+        self._fixed = ENTRY_HEADER_SIZE + header + sum(arg.size for arg in compiled.args)
+        self._is_dynamic = any(arg.type.is_dynamic for arg in compiled.args)
+
+    def emit(self) -> None:
+        """An entry for each recording."""
+        recordings = self._compiled.recordings
+        if len(recordings) == 1 and not recordings[0].filter and not self._is_dynamic:
+            self._record_in_place(recordings[0].target)
+        elif recordings:
+            self._record_copies(recordings)
+
+    def _record_in_place(self, target: RecordTarget) -> None:
+        """An entry of known size that nobody may reject is made where it stays."""
+        builder, record = self._builder, self._record
+        space = EventSpace(self._fixed)
+        done = builder.label()
+        record.reserve(BASE, space.length, target, done)
+        record.header(BASE, space)
+        record.common_fields(space.header, self._compiled.event_id, target)
+        self._fields(space.header, done)
+        record.commit(BASE, space.length, target)
+        builder.place(done)
+
+    def _record_copies(self, recordings: Sequence[Recording]) -> None:
+        """The entry is made in scratch memory, and copied to each recorder whose filter takes it."""
+        builder, record = self._builder, self._record
+        done = builder.label()
+        record.scratch()
+        if self._is_dynamic:
+            builder.emit(Move(POSITION, BASE), ComputeImmediate(Arithmetic.ADD, POSITION, self._fixed))
+        record.common_fields(0, self._compiled.event_id, None)
+        self._fields(0, done)
+        for recording in recordings:
+            following = builder.label()
+            if recording.filter is not None:
+                emit_filter(builder, recording.filter, self._places.cpu_number, self._word, following)
+            record.copy(self._fixed, dynamic=self._is_dynamic, target=recording.target, dropped=following)
+            builder.place(following)
+        builder.place(done)
+
+    def _fields(self, at: int, too_large: Label) -> None:
+        """The event's own fields, of the entry at BASE + at."""
+        at += ENTRY_HEADER_SIZE
+        self._builder.emit(StoreImmediate(BASE, at, self._address, self._word))
+        at += self._word
+        if self._is_return:
+            self._fetch.store_return_address(at)
+            at += self._word
+        self._fetch.store(self._args, at, too_large)

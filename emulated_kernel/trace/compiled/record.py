@@ -1,0 +1,330 @@
+"""Records as guest code: an entry's common fields, and its way into a ring buffer (ring_layout.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
+from emulated_kernel.arch.program.ops import (
+    AddAndFetch,
+    AddToPerCpu,
+    Arithmetic,
+    Branch,
+    BranchImmediate,
+    Compute,
+    ComputeImmediate,
+    ComputePerCpu,
+    Condition,
+    GetRegister,
+    IncreasePerCpu,
+    Jump,
+    Label,
+    Load,
+    LoadPerCpu,
+    Move,
+    SetImmediate,
+    Store,
+    StoreImmediate,
+    StorePerCpu,
+)
+from emulated_kernel.trace.compiled.fetch import BASE, HIGH, LIMIT, OTHER, POSITION, TEMP, VALUE
+from emulated_kernel.trace.compiled.places import GuestPlaces
+from emulated_kernel.trace.ring.layout import TAIL_ENTRIES, WRITE_PTR, WRITE_STAMP, RecordTarget
+from emulated_kernel.trace.ring.page import DELTA_BITS, MAX_SMALL_DATA, event_size
+from emulated_kernel.trace.ring.trace_entry import EntryFlag
+
+ENTRY_HEADER_SIZE = 8
+"""Bytes of the common fields."""
+_CELL = 8
+"""Bytes of a word of a control block, and of the other per-CPU words."""
+_LAST_OF_PAGE = 4095
+_FLAGS_SHIFT, _COUNT_SHIFT = 16, 24
+_PID_AT = 4
+_SOFTIRQ_SERVED = 1 << 8
+_COUNT_MASK = 0xFF
+_LENGTH = LIMIT
+"""Of an event whose size isn't known before; free when the strings are complete."""
+
+
+@dataclass(frozen=True)
+class EventSpace:
+    """Where an entry of known size stands on a page, from the event's start on; bytes."""
+
+    size: int
+
+    @property
+    def length(self) -> int:
+        """Of the whole event."""
+        return event_size(self.size)
+
+    @property
+    def header(self) -> int:
+        """Of what describes it."""
+        return 4 if self.size <= MAX_SMALL_DATA else 8
+
+
+class RecordEmitter:
+    """Emits the common fields and the writing of one event's records."""
+
+    def __init__(self, builder: ProgramBuilder, places: GuestPlaces, way: HitWay, word_size: int) -> None:
+        self._builder = builder
+        self._emit = builder.emit
+        self._places = places
+        self._way = way
+        self._word = word_size
+        self._high = HIGH if word_size < _CELL else None
+
+    def scratch(self) -> None:
+        """BASE = the CPU's room for entries."""
+        self._emit(
+            LoadPerCpu(BASE, self._places.this_cpu_off, self._word),
+            ComputeImmediate(Arithmetic.ADD, BASE, self._places.scratch),
+        )
+
+    # Common fields
+
+    def common_fields(self, at: int, event_id: int, target: RecordTarget | None) -> None:
+        """Store the 8 bytes at BASE + at. With a `target` the event will be recorded there for certain."""
+        places, emit = self._places, self._emit
+        emit(LoadPerCpu(VALUE, places.current_task, self._word), Load(VALUE, VALUE, places.pid, 4))
+        if target is not None and target.saves_comm:
+            self._remember_comm()
+        emit(Store(BASE, at + _PID_AT, VALUE, 4))
+        if self._way is HitWay.BREAKPOINT:
+            flags, count = places.breakpoint_context
+            emit(StoreImmediate(BASE, at, event_id | flags << _FLAGS_SHIFT | count << _COUNT_SHIFT, 4))
+            return
+        emit(SetImmediate(VALUE, event_id))
+        self._context()
+        emit(Store(BASE, at, VALUE, 4))
+
+    def _remember_comm(self) -> None:
+        """Of the task whose pid VALUE is."""
+        builder, places = self._builder, self._places
+        known = builder.label()
+        with builder.out_of_line() as unknown:
+            builder.call_host(places.save_comm, known)
+            self._emit(Jump(known))
+        self._emit(
+            LoadPerCpu(TEMP, places.last_pid, 4),
+            Branch(Condition.NE, TEMP, VALUE, unknown, is_unlikely=True),
+        )
+        builder.place(known)
+
+    def _context(self) -> None:
+        """Put flags and count into VALUE, as hit_context.py. Mirrors: tracing_gen_ctx_irq_test (v6.1)."""
+        builder, emit, places = self._builder, self._emit, self._places
+        flags, interrupts_on = places.interrupt_flag
+        known = builder.label()
+        with builder.out_of_line() as unusual:
+            emit(
+                LoadPerCpu(TEMP, places.preempt_count, 4),
+                ComputeImmediate(Arithmetic.AND, TEMP, _COUNT_MASK),
+                ComputeImmediate(Arithmetic.SHL, TEMP, _COUNT_SHIFT),
+                Compute(Arithmetic.OR, VALUE, TEMP),
+            )
+            emit(LoadPerCpu(TEMP, places.need_resched, 4))
+            self._add_flag(Condition.NE, 0, EntryFlag.NEED_RESCHED | EntryFlag.PREEMPT_RESCHED)
+            emit(LoadPerCpu(TEMP, places.preempt_count, 4))
+            self._add_flag(Condition.ANY_BIT, places.hardirq_mask, EntryFlag.HARDIRQ)
+            self._add_flag(Condition.ANY_BIT, _SOFTIRQ_SERVED, EntryFlag.SOFTIRQ)
+            self._add_flag(Condition.ANY_BIT, places.softirq_mask & ~_SOFTIRQ_SERVED, EntryFlag.BH_OFF)
+            emit(GetRegister(TEMP, flags))
+            self._add_flag(Condition.NO_BIT, interrupts_on, EntryFlag.IRQS_OFF)
+            emit(Jump(known))
+        self._branch_unless_zero(unusual)
+        emit(
+            GetRegister(TEMP, flags),
+            BranchImmediate(Condition.NO_BIT, TEMP, interrupts_on, unusual, is_unlikely=True),
+        )
+        builder.place(known)
+
+    def _branch_unless_zero(self, label: Label) -> None:
+        """Go to `label` if preempt_count or need_resched says anything."""
+        for offset, size in self._count_loads():
+            self._emit(
+                LoadPerCpu(TEMP, offset, size),
+                BranchImmediate(Condition.NE, TEMP, 0, label, is_unlikely=True),
+            )
+
+    def _count_loads(self) -> list[tuple[int, int]]:
+        """Offset and size of the loads that see both."""
+        first, second = sorted((self._places.preempt_count, self._places.need_resched))
+        return [(first, 8)] if second == first + 4 and self._word == 8 else [(first, 4), (second, 4)]
+
+    def _add_flag(self, condition: Condition, value: int, flags: EntryFlag) -> None:
+        """Set flags in VALUE if TEMP compares so."""
+        builder = self._builder
+        skip, add = builder.label(), builder.label()
+        self._emit(BranchImmediate(condition, TEMP, value, add), Jump(skip))
+        builder.place(add)
+        self._emit(ComputeImmediate(Arithmetic.OR, VALUE, int(flags) << _FLAGS_SHIFT))
+        builder.place(skip)
+
+    # Writing
+
+    def reserve(self, pointer: int, length: int | None, target: RecordTarget, dropped: Label) -> None:
+        """Read the clock, get room, count the event's time: `pointer` = its place, VALUE = its delta.
+
+        Without `length` it is in _LENGTH. Overwrites TEMP.
+        """
+        builder, emit, places = self._builder, self._emit, self._places
+        stamp = target.control_at + WRITE_STAMP * _CELL
+        again = builder.label()
+        with builder.out_of_line() as long_delta:
+            emit(ComputePerCpu(Arithmetic.ADD, VALUE, stamp, self._high))
+            no_room = builder.label()
+            builder.place(no_room)
+            self._ask_for_room(length, target, dropped)
+            emit(Jump(again))
+        emit(AddAndFetch(VALUE, places.clock, places.clock_step(), self._high))
+        builder.place(again)
+        emit(
+            LoadPerCpu(pointer, target.control_at + WRITE_PTR * _CELL, self._word),
+            Move(TEMP, pointer),
+            ComputeImmediate(Arithmetic.ADD, TEMP, -1),
+            ComputeImmediate(Arithmetic.AND, TEMP, _LAST_OF_PAGE),
+        )
+        self._check_room(length, no_room)
+        emit(ComputePerCpu(Arithmetic.SUB, VALUE, stamp, self._high))
+        if self._high is not None:
+            emit(BranchImmediate(Condition.NE, self._high, 0, long_delta, is_unlikely=True))
+        emit(
+            BranchImmediate(Condition.ABOVE_EQ, VALUE, 1 << DELTA_BITS, long_delta, is_unlikely=True),
+            IncreasePerCpu(stamp, VALUE),
+        )
+
+    def _check_room(self, length: int | None, no_room: Label) -> None:
+        limit = _LAST_OF_PAGE
+        if length is None:
+            self._emit(Compute(Arithmetic.ADD, TEMP, _LENGTH))
+        else:
+            limit -= length
+        self._emit(BranchImmediate(Condition.ABOVE, TEMP, limit, no_room, is_unlikely=True))
+
+    def _ask_for_room(self, length: int | None, target: RecordTarget, dropped: Label) -> None:
+        emit, request = self._emit, self._places.event_time
+        emit(StorePerCpu(request, VALUE, self._word))
+        if self._high is not None:
+            emit(StorePerCpu(request + self._word, self._high, self._word))
+        length_at = request + _CELL
+        if length is None:
+            emit(StorePerCpu(length_at, _LENGTH, self._word))
+        else:
+            emit(SetImmediate(TEMP, length), StorePerCpu(length_at, TEMP, self._word))
+        self._builder.call_host(target.make_room, dropped)
+
+    def header(self, pointer: int, space: EventSpace) -> None:
+        """Store what describes an event of known size; VALUE is its delta."""
+        emit = self._emit
+        emit(ComputeImmediate(Arithmetic.SHL, VALUE, 5))
+        if space.header == 4:
+            emit(ComputeImmediate(Arithmetic.OR, VALUE, (space.length - 4) >> 2))
+        emit(Store(pointer, 0, VALUE, 4))
+        if space.header == 8:
+            emit(StoreImmediate(pointer, 4, space.length - 4, 4))
+        if space.size % 4 or space.header + space.size < space.length:
+            emit(StoreImmediate(pointer, space.length - 4, 0, 4))
+
+    def commit(self, pointer: int, length: int | None, target: RecordTarget) -> None:
+        """The event is complete."""
+        control = target.control_at
+        self._emit(AddToPerCpu(control + TAIL_ENTRIES * _CELL, 1, _CELL))
+        if length is None:
+            self._emit(Compute(Arithmetic.ADD, pointer, _LENGTH))
+        else:
+            self._emit(ComputeImmediate(Arithmetic.ADD, pointer, length))
+        self._emit(StorePerCpu(control + WRITE_PTR * _CELL, pointer, self._word))
+
+    # Entries that were put together elsewhere
+
+    def copy(self, fixed: int, *, dynamic: bool, target: RecordTarget, dropped: Label) -> None:
+        """Record the entry at BASE: its first `fixed` bytes, or if `dynamic` all up to POSITION."""
+        space = EventSpace(fixed)
+        length = None if dynamic else space.length
+        if dynamic:
+            self._measure()
+        self.reserve(OTHER, length, target, dropped)
+        if dynamic:
+            self._dynamic_header()
+            self._copy_all(fixed)
+        else:
+            self.header(OTHER, space)
+            self._copy_fixed(space)
+        if target.saves_comm:
+            self._emit(Load(VALUE, BASE, _PID_AT, 4))
+            self._remember_comm()
+        self.commit(OTHER, length, target)
+
+    def _measure(self) -> None:
+        """_LENGTH = bytes of the event; the entry is padded by zeros. Mirrors: event_size."""
+        builder, emit = self._builder, self._emit
+        small = builder.label()
+        emit(
+            StoreImmediate(POSITION, 0, 0, 4),
+            Move(_LENGTH, POSITION),
+            Compute(Arithmetic.SUB, _LENGTH, BASE),
+            BranchImmediate(Condition.BELOW_EQ, _LENGTH, MAX_SMALL_DATA, small),
+            ComputeImmediate(Arithmetic.ADD, _LENGTH, 4),
+        )
+        builder.place(small)
+        emit(
+            ComputeImmediate(Arithmetic.ADD, _LENGTH, 4 + 3),
+            ComputeImmediate(Arithmetic.AND, _LENGTH, -4),
+        )
+
+    def _dynamic_header(self) -> None:
+        """Store what describes the event at OTHER; VALUE is its delta, and its data's place afterwards."""
+        builder, emit = self._builder, self._emit
+        small, done = builder.label(), builder.label()
+        emit(
+            ComputeImmediate(Arithmetic.SHL, VALUE, 5),
+            Move(TEMP, _LENGTH),
+            ComputeImmediate(Arithmetic.ADD, TEMP, -4),
+            BranchImmediate(Condition.BELOW_EQ, TEMP, MAX_SMALL_DATA, small),
+            Store(OTHER, 0, VALUE, 4),
+            Store(OTHER, 4, TEMP, 4),
+            Move(VALUE, OTHER),
+            ComputeImmediate(Arithmetic.ADD, VALUE, 8),
+            Jump(done),
+        )
+        builder.place(small)
+        emit(
+            ComputeImmediate(Arithmetic.SHR, TEMP, 2),
+            Compute(Arithmetic.OR, VALUE, TEMP),
+            Store(OTHER, 0, VALUE, 4),
+            Move(VALUE, OTHER),
+            ComputeImmediate(Arithmetic.ADD, VALUE, 4),
+        )
+        builder.place(done)
+
+    def _copy_all(self, fixed: int) -> None:
+        """From BASE, which moves, to VALUE: the fixed part straight, the strings in a loop."""
+        builder, emit = self._builder, self._emit
+        again, copied = builder.label(), builder.label()
+        word = self._word
+        straight = fixed & -word
+        for at in range(0, straight, word):
+            emit(Load(TEMP, BASE, at, word), Store(VALUE, at, TEMP, word))
+        emit(
+            ComputeImmediate(Arithmetic.ADD, BASE, straight),
+            ComputeImmediate(Arithmetic.ADD, VALUE, straight),
+            Branch(Condition.ABOVE_EQ, BASE, POSITION, copied),
+        )
+        builder.place(again)
+        emit(
+            Load(TEMP, BASE, 0, 4),
+            Store(VALUE, 0, TEMP, 4),
+            ComputeImmediate(Arithmetic.ADD, BASE, 4),
+            ComputeImmediate(Arithmetic.ADD, VALUE, 4),
+            Branch(Condition.BELOW, BASE, POSITION, again),
+        )
+        builder.place(copied)
+        self.scratch()
+
+    def _copy_fixed(self, space: EventSpace) -> None:
+        at = 0
+        for piece in (self._word, 4, 2, 1):
+            while space.size - at >= piece:
+                self._emit(Load(TEMP, BASE, at, piece), Store(OTHER, space.header + at, TEMP, piece))
+                at += piece

@@ -1,0 +1,139 @@
+"""The events of one trace array: switched one by one, in groups, and by lines of set_event."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.trace.events.event import Recorder, TraceEvent
+from emulated_kernel.trace.events.registry import EventRegistry
+from emulated_kernel.trace.text.chars import bytes_to_text
+from emulated_kernel.trace.text.user_words import take_word
+
+_ANY = ("", "*")
+
+
+@dataclass(frozen=True)
+class EventChoice:
+    """Which events a word of set_event means; None stands for all.
+
+    Mirrors: kernel/trace/trace_events.c:ftrace_set_clr_event (v6.1).
+    """
+
+    group: str | None = None
+    name: str | None = None
+    either: str | None = None
+    """A word without a colon: the name of a group or of events."""
+
+    @classmethod
+    def parse(cls, word: str) -> EventChoice:
+        """`GROUP:EVENT`, where `*` or nothing is any; or a name of either kind."""
+        group, colon, name = word.partition(":")
+        if not colon:
+            return cls(either=word)
+        return cls(None if group in _ANY else group, None if name in _ANY else name)
+
+    def means(self, event: TraceEvent) -> bool:
+        """Whether `event` is among them."""
+        return (
+            self.either in (None, event.name, event.group)
+            and self.group in (None, event.group)
+            and self.name in (None, event.name)
+        )
+
+
+class ArrayEvents:
+    """What one trace array has enabled; `recorder` stands for it.
+
+    `expand` is called before anything is enabled. Callers serialise: Linux holds event_mutex.
+    Mirrors: kernel/trace/trace_events.c (v6.1).
+    """
+
+    def __init__(self, registry: EventRegistry, recorder: Recorder, expand: Callable[[], None]) -> None:
+        self.registry = registry
+        self.recorder = recorder
+        self._expand = expand
+
+    def is_enabled(self, event: TraceEvent) -> bool:
+        """Whether this array has the event's hits come."""
+        return self.recorder in event.recorders
+
+    def enabled_text(self, event: TraceEvent) -> str:
+        """An event's `enable` file, without its newline. Raises: KernelError ENODEV."""
+        event.check_alive()
+        return event.file(self.recorder).enabled_text()
+
+    def set_enabled(self, event: TraceEvent, enabled: bool) -> None:
+        """Record the event or not.
+
+        Raises: KernelError ENODEV (the event was removed), and what starting it raises.
+        """
+        event.check_alive()
+        if enabled:
+            self._expand()
+            event.file(self.recorder).enable()
+        elif self.recorder in event.recorders:
+            event.file(self.recorder).disable()
+
+    def set_all(self, events: Iterable[TraceEvent], enabled: bool) -> None:
+        """Switch all of `events`. Linux: one that fails doesn't keep the others from it.
+
+        Raises: KernelError of the first that failed.
+        """
+        failure: KernelError | None = None
+        for event in list(events):
+            try:
+                self.set_enabled(event, enabled)
+            except KernelError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def switchable(self) -> Iterable[TraceEvent]:
+        """Events that can be enabled at all, newest first."""
+        return (event for event in self.registry.newest_first() if event.is_switchable)
+
+    def set_enabled_text(self, events: Iterable[TraceEvent]) -> str:
+        """ "0", "1", "X" (some are enabled) or "?" (none can be).
+
+        Mirrors: kernel/trace/trace_events.c:system_enable_read (v6.1).
+        """
+        states = {self.is_enabled(event) for event in events if event.is_switchable}
+        return "?" if not states else "X" if len(states) > 1 else f"{states.pop():d}"
+
+    # The set_event file
+
+    def records(self) -> list[str]:
+        """The enabled events, a line each."""
+        return [f"{e.group}:{e.name}\n" for e in self.switchable() if self.is_enabled(e)]
+
+    def write(self, data: bytes) -> int:
+        """One write(2) to set_event: its first word, "!" before it disables; bytes taken, which may be fewer.
+
+        Raises: KernelError EINVAL (no such event), and what switching one raises.
+        Mirrors: kernel/trace/trace_events.c:ftrace_event_write (v6.1).
+        """
+        self._expand()
+        word, size = take_word(data)
+        if word:
+            text = bytes_to_text(word)
+            self._choose(EventChoice.parse(text.removeprefix("!")), not text.startswith("!"))
+        return size
+
+    def _choose(self, choice: EventChoice, enabled: bool) -> None:
+        chosen = [event for event in self.switchable() if choice.means(event)]
+        if not chosen:
+            raise KernelError(errno.EINVAL, "no such event")
+        self.set_all(chosen, enabled)
+
+    def clear(self) -> None:
+        """Disable all: opening set_event with O_TRUNC."""
+        self.set_all(self.switchable(), False)
+
+    def forget(self) -> None:
+        """The trace array goes: nothing of it is kept with the events."""
+        self.clear()
+        for event in self.registry:
+            event.forget(self.recorder)

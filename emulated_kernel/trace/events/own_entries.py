@@ -1,0 +1,147 @@
+"""ftrace/: the formats of tracing's own entries, for clients that read them in binary.
+
+Mirrors: kernel/trace/trace_entries.h, kernel/trace/trace_export.c (v6.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from emulated_kernel.trace.events.event import TraceEvent
+from emulated_kernel.trace.events.print_event import OwnEntryEvent
+from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE, EventField
+
+_THREE = r'"\t=> %ps\n\t=> %ps\n\t=> %ps\n"'
+_CALLERS = ", ".join(f"(void *)REC->caller[{number}]" for number in range(8))
+_STACK = rf'{_THREE} {_THREE} "\t=> %ps\n\t=> %ps\n", {_CALLERS}'
+_SWITCH = (
+    "REC->prev_pid, REC->prev_prio, REC->prev_state, "
+    "REC->next_pid, REC->next_prio, REC->next_state, REC->next_cpu"
+)
+_SWITCH_FIELDS = (
+    "unsigned int prev_pid; unsigned int next_pid; unsigned int next_cpu; "
+    "unsigned char prev_prio; unsigned char prev_state; unsigned char next_prio; unsigned char next_state"
+)
+_CALL = "unsigned long ip; unsigned long parent_ip"
+
+
+@dataclass(frozen=True)
+class OwnEntry:
+    """An entry's type, fields and print format; `packed`: its fields aren't aligned."""
+
+    id: int
+    name: str
+    fields: str
+    """As C declares them."""
+    print_fmt: str
+    packed: bool = False
+
+
+OWN_ENTRIES = (
+    OwnEntry(1, "function", _CALL, '" %ps <-- %ps", (void *)REC->ip, (void *)REC->parent_ip'),
+    OwnEntry(
+        11,
+        "funcgraph_entry",
+        "unsigned long func; int depth",
+        '"--> %ps (%d)", (void *)REC->func, REC->depth',
+        packed=True,
+    ),
+    OwnEntry(
+        10,
+        "funcgraph_exit",
+        "unsigned long func; int depth; unsigned int overrun; "
+        "unsigned long long calltime; unsigned long long rettime",
+        '"<-- %ps (%d) (start: %llx  end: %llx) over: %d", '
+        "(void *)REC->func, REC->depth, REC->calltime, REC->rettime, REC->depth",
+        packed=True,
+    ),
+    OwnEntry(2, "context_switch", _SWITCH_FIELDS, f'"%u:%u:%u  ==> %u:%u:%u [%03u]", {_SWITCH}'),
+    OwnEntry(3, "wakeup", _SWITCH_FIELDS, f'"%u:%u:%u  ==+ %u:%u:%u [%03u]", {_SWITCH}'),
+    OwnEntry(4, "kernel_stack", "int size; unsigned long caller[8]", _STACK),
+    OwnEntry(12, "user_stack", "unsigned int tgid; unsigned long caller[8]", _STACK),
+    OwnEntry(
+        6, "bprint", "unsigned long ip; const char * fmt; u32 buf[]", '"%ps: %s", (void *)REC->ip, REC->fmt'
+    ),
+    OwnEntry(18, "raw_data", "unsigned int id; char buf[]", '"id:%04x %08x", REC->id, (int)REC->buf[0]'),
+    OwnEntry(14, "bputs", "unsigned long ip; const char * str", '"%ps: %s", (void *)REC->ip, REC->str'),
+    OwnEntry(
+        7,
+        "mmiotrace_rw",
+        "resource_size_t phys; unsigned long value; unsigned long pc; int map_id; "
+        "unsigned char opcode; unsigned char width",
+        '"%lx %lx %lx %d %x %x", (unsigned long)REC->phys, REC->value, REC->pc, REC->map_id, REC->opcode, '
+        "REC->width",
+    ),
+    OwnEntry(
+        8,
+        "mmiotrace_map",
+        "resource_size_t phys; unsigned long virt; unsigned long len; int map_id; unsigned char opcode",
+        '"%lx %lx %lx %d %x", (unsigned long)REC->phys, REC->virt, REC->len, REC->map_id, REC->opcode',
+    ),
+    OwnEntry(
+        9,
+        "branch",
+        "unsigned int line; char func[30+1]; char file[20+1]; char correct; char constant",
+        '"%u:%s:%s (%u)%s", REC->line, REC->func, REC->file, REC->correct, REC->constant ? " CONSTANT" : ""',
+    ),
+    OwnEntry(
+        15,
+        "hwlat",
+        "u64 duration; u64 outer_duration; u64 nmi_total_ts; s64 tv_sec; long tv_nsec; "
+        "unsigned int nmi_count; unsigned int seqnum; unsigned int count",
+        r'"cnt:%u\tts:%010llu.%010lu\tinner:%llu\touter:%llu\tcount:%d\tnmi-ts:%llu\tnmi-count:%u\n", '
+        "REC->seqnum, REC->tv_sec, REC->tv_nsec, REC->duration, REC->outer_duration, REC->count, "
+        "REC->nmi_total_ts, REC->nmi_count",
+    ),
+    OwnEntry(
+        19,
+        "func_repeats",
+        f"{_CALL}; u16 count; u16 top_delta_ts; u32 bottom_delta_ts",
+        r'" %ps <-%ps\t(repeats:%u  delta: -%llu)", (void *)REC->ip, (void *)REC->parent_ip, REC->count, '
+        "(((u64)(REC)->top_delta_ts << 32) | (REC)->bottom_delta_ts)",
+    ),
+    OwnEntry(
+        16,
+        "osnoise",
+        "u64 noise; u64 runtime; u64 max_sample; unsigned int hw_count; unsigned int nmi_count; "
+        "unsigned int irq_count; unsigned int softirq_count; unsigned int thread_count",
+        r'"noise:%llu\tmax_sample:%llu\thw:%u\tnmi:%u\tirq:%u\tsoftirq:%u\tthread:%u\n", '
+        "REC->noise, REC->max_sample, REC->hw_count, REC->nmi_count, REC->irq_count, REC->softirq_count, "
+        "REC->thread_count",
+    ),
+    OwnEntry(
+        17,
+        "timerlat",
+        "unsigned int seqnum; int context; u64 timer_latency",
+        r'"seq:%u\tcontext:%d\ttimer_latency:%llu\n", REC->seqnum, REC->context, REC->timer_latency',
+    ),
+)
+"""All that Linux exports, whatever its configuration, but `print`; see PrintEvent."""
+_SIZES = {
+    "char": 1, "unsigned char": 1, "u16": 2, "int": 4, "unsigned int": 4, "u32": 4,
+    "u64": 8, "s64": 8, "unsigned long long": 8,
+}  # fmt: skip
+"""Bytes; other types are as wide as an unsigned long."""
+_SIGNED = frozenset(("char", "int", "long", "s64"))
+
+
+def own_events(word_size: int) -> Iterator[TraceEvent]:
+    """An event of each entry."""
+    for entry in OWN_ENTRIES:
+        yield OwnEntryEvent(entry.id, entry.name, _fields(entry, word_size), entry.print_fmt, word_size)
+
+
+def _fields(entry: OwnEntry, word_size: int) -> Iterator[EventField]:
+    at = COMMON_SIZE
+    for declaration in entry.fields.split("; "):
+        type_name, _, name = declaration.rpartition(" ")
+        name, bracket, length = name.partition("[")
+        size = _SIZES.get(type_name, word_size)
+        if not entry.packed:
+            at += -at % min(size, word_size)
+        count = sum(map(int, length.rstrip("]").split("+"))) if len(length) > 1 else 0
+        total = size * count if bracket else size
+        shown = f"{name}[{length}" if bracket else name
+        yield EventField(type_name, shown, at, total, type_name in _SIGNED)
+        at += total

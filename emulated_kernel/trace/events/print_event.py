@@ -1,0 +1,67 @@
+"""Events of tracing's own entries: they can't be enabled; that of trace_marker's can have triggers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from emulated_kernel.trace.events.event import Recorder, TraceEvent
+from emulated_kernel.trace.hits.probe_hit import ProbeHit
+from emulated_kernel.trace.ring.trace_entry import (
+    COMMON_SIZE,
+    ENTRY_PRINTERS,
+    AddressStyle,
+    EntryType,
+    EventField,
+    marker_ip,
+)
+from emulated_kernel.trace.symbols import KernelSymbols
+
+FTRACE_SYSTEM = "ftrace"
+
+
+class OwnEntryEvent(TraceEvent):
+    """An event of tracing's own entries: nobody enables it, and it is there for its format."""
+
+    is_switchable = False
+
+    def __init__(
+        self, kind: int, name: str, fields: Iterable[EventField], print_fmt: str, word_size: int
+    ) -> None:
+        super().__init__(FTRACE_SYSTEM, name, fields, print_fmt)
+        self.id = kind
+        self._word_size = word_size
+
+    def start(self) -> None:
+        """Nothing: its entries are written when somebody writes them."""
+
+    def stop(self) -> None:
+        """Nothing."""
+
+    def print_record(self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False) -> str:
+        """As without an event, less the newline."""
+        style = AddressStyle(symbols, self._word_size, sym_addr=sym_addr)
+        return ENTRY_PRINTERS[self.id](payload, style).removesuffix("\n")
+
+
+class PrintEvent(OwnEntryEvent):
+    """ftrace:print. Mirrors: kernel/trace/trace_entries.h, the entry `print` (v6.1)."""
+
+    def __init__(self, word_size: int) -> None:
+        fields = (
+            EventField("unsigned long", "ip", COMMON_SIZE, word_size, False),
+            EventField("char[]", "buf", COMMON_SIZE + word_size, 0, True),
+        )
+        print_fmt = '"%ps: %s", (void *)REC->ip, REC->buf'
+        super().__init__(EntryType.PRINT, "print", fields, print_fmt, word_size)
+
+    def written(self, recorder: Recorder, text: bytes, hit: ProbeHit) -> Callable[[], None] | None:
+        """Run the triggers of a trace array for a marker that is about to be recorded there.
+
+        What is returned runs those that wait until it is. Mirrors: tracing_mark_write (v6.1).
+        """
+        file = self.files.get(recorder)
+        if file is None or not file.triggers:
+            return None
+        payload = marker_ip(self._word_size).to_bytes(self._word_size, "little") + text + b"\0"
+        deferred = file.run_on_entry(recorder.entry(self, payload, hit), hit)
+        return lambda: file.run_deferred(deferred, hit)

@@ -1,0 +1,128 @@
+"""All trace events of a kernel, by name and by id."""
+
+from __future__ import annotations
+
+import errno
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping
+from heapq import heappop, heappush
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.trace.events.event import TraceEvent
+
+FIRST_EVENT_ID = 1 << 15
+"""Lower ids are tracing's own entries, and the host's events, which perf_event_open(2) takes by number alone.
+
+Deviates: Linux's begin at __TRACE_LAST_TYPE.
+"""
+LAST_EVENT_ID = 0xFFFF
+
+
+class EventWatcher(ABC):
+    """Told of events that come and go."""
+
+    @abstractmethod
+    def event_added(self, event: TraceEvent) -> None:
+        """It was registered."""
+
+    @abstractmethod
+    def event_removed(self, event: TraceEvent) -> None:
+        """It is registered no more."""
+
+
+class EventRegistry:
+    """All trace events of a kernel, by name and by id."""
+
+    def __init__(self, first_id: int = FIRST_EVENT_ID) -> None:
+        self._next_id = first_id
+        self._events: dict[tuple[str, str], TraceEvent | None] = {}
+        self._by_id: dict[int, TraceEvent] = {}
+        self._free_ids: list[int] = []
+        """A heap of those that were given back."""
+        self._kept_ids: dict[tuple[str, str], int] = {}
+        self._groups: dict[str, dict[str, TraceEvent]] = {}
+        self._watchers: list[EventWatcher] = []
+
+    def watch(self, watcher: EventWatcher) -> None:
+        """Tell this one of changes from now on."""
+        self._watchers.append(watcher)
+
+    def __iter__(self) -> Iterator[TraceEvent]:
+        """In order of registration."""
+        return (event for event in self._events.values() if event is not None)
+
+    def find(self, group: str, name: str) -> TraceEvent | None:
+        """The event of that name; None for a reserved name too."""
+        return self._events.get((group, name))
+
+    def by_id(self, event_id: int) -> TraceEvent | None:
+        """The event whose entries have this common_type."""
+        return self._by_id.get(event_id)
+
+    def has_group(self, group: str) -> bool:
+        """Whether the group has an event."""
+        return group in self._groups
+
+    def groups(self) -> Collection[str]:
+        """Names of the groups that have events."""
+        return self._groups.keys()
+
+    def in_group(self, group: str) -> Mapping[str, TraceEvent]:
+        """The events of a group by name, in order of registration."""
+        return self._groups.get(group, {})
+
+    def newest_first(self) -> Iterator[TraceEvent]:
+        """In the order that Linux lists events in."""
+        return (event for event in reversed(self._events.values()) if event is not None)
+
+    def reserve(self, group: str, name: str) -> None:
+        """Take a name for an event that isn't ours to print."""
+        self._events[group, name] = None
+
+    def add(self, event: TraceEvent) -> None:
+        """Give the event its id; ids run on, and are used again only when there are no new ones.
+
+        Raises: KernelError EEXIST (name in use), ENODEV (no id left).
+        Mirrors: kernel/trace/trace_output.c:register_trace_event (v6.1).
+        """
+        if (event.group, event.name) in self._events:
+            raise KernelError(errno.EEXIST, f"{event.group}/{event.name} exists")
+        event.id = self._kept_ids.pop((event.group, event.name), 0) or self._take_id()
+        self._by_id[event.id] = event
+        self.add_own(event)
+
+    def keep_ids(self, former: EventRegistry) -> None:
+        """Events that are still to come have the ids that those of their names have in `former`."""
+        self._next_id, self._free_ids = former._next_id, former._free_ids.copy()
+        self._kept_ids = {
+            (event.group, event.name): event.id
+            for event in former._by_id.values()
+            if event.id not in self._by_id
+        }
+
+    def add_own(self, event: TraceEvent) -> None:
+        """Name an event of tracing's own entries, which has its id and is printed without its help."""
+        self._events[event.group, event.name] = event
+        self._groups.setdefault(event.group, {})[event.name] = event
+        for watcher in self._watchers:
+            watcher.event_added(event)
+
+    def remove(self, event: TraceEvent) -> None:
+        """Forget a registered event."""
+        del self._events[event.group, event.name]
+        del self._by_id[event.id]
+        heappush(self._free_ids, event.id)
+        group = self._groups[event.group]
+        del group[event.name]
+        if not group:
+            del self._groups[event.group]
+        for watcher in self._watchers:
+            watcher.event_removed(event)
+
+    def _take_id(self) -> int:
+        if self._next_id <= LAST_EVENT_ID:
+            self._next_id += 1
+            return self._next_id - 1
+        if not self._free_ids:
+            raise KernelError(errno.ENODEV, "all event ids are in use")
+        return heappop(self._free_ids)

@@ -1,0 +1,106 @@
+"""Static events: those that the image itself has, at its tracepoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
+
+from emulated_kernel.image.trace_events import FieldDefinition
+from emulated_kernel.trace.events.event import TraceEvent
+from emulated_kernel.trace.hits.probe_hit import ProbeHit
+from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE, EventField
+from emulated_kernel.trace.symbols import KernelSymbols
+from emulated_kernel.trace.text.print_fmt import Function, PrintContext, PrintField, compile_print_fmt
+
+_OTHER_TASKS = {
+    "sched_switch": "next_pid",
+    "sched_waking": "pid",
+    "sched_wakeup": "pid",
+    "sched_wakeup_new": "pid",
+}
+
+RecordHandler = Callable[[bytes, ProbeHit], None]
+"""Takes a record of a tracepoint: what follows the common fields, and the hit."""
+
+
+class Tracepoint:
+    """A place in the kernel that makes records while its event is enabled."""
+
+    def __init__(self, switch: Callable[[bool], None]) -> None:
+        self._switch = switch
+        self.handlers: tuple[RecordHandler, ...] = ()
+
+    def subscribe(self, handler: RecordHandler, /) -> None:
+        """Hand each record to `handler`; the first one makes the tracepoint live."""
+        self.handlers += (handler,)
+        if len(self.handlers) == 1:
+            self._switch(True)
+
+    def unsubscribe(self, handler: RecordHandler, /) -> None:
+        """No more; without handlers the tracepoint costs nothing."""
+        self.handlers = tuple(each for each in self.handlers if each != handler)
+        if not self.handlers:
+            self._switch(False)
+
+
+def layout_fields(definitions: Iterable[FieldDefinition]) -> Iterator[EventField]:
+    """Fields with their offsets. Mirrors: kernel/trace/trace_events.c:event_define_fields (v6.1)."""
+    offset = COMMON_SIZE
+    for each in definitions:
+        offset += -offset % each.align
+        yield EventField(each.type, each.name, offset, each.size, each.is_signed, each.length)
+        offset += each.size
+
+
+class StaticEvent(TraceEvent):
+    """An event whose records the guest fills in at a tracepoint of its own."""
+
+    def __init__(
+        self,
+        group: str,
+        name: str,
+        fields: Iterable[EventField],
+        print_fmt: str,
+        tracepoint: Tracepoint,
+        functions: Mapping[str, Function],
+        word_size: int,
+    ) -> None:
+        """`functions`: those of the kernel that the print format calls."""
+        super().__init__(group, name, fields, print_fmt)
+        self._tracepoint = tracepoint
+        self._functions = functions
+        self._word_size = word_size
+
+    def other_task(self, payload: bytes) -> int | None:
+        """The task that is switched to or woken.
+
+        Mirrors: kernel/trace/trace_events.c:register_pid_events (v6.1).
+        """
+        field = _OTHER_TASKS.get(self.name)
+        if field is None or self.group != "sched":
+            return None
+        at = next(each.offset for each in self.fields if each.name == field) - COMMON_SIZE
+        return int.from_bytes(payload[at : at + 4], "little")
+
+    def start(self) -> None:
+        """Make the tracepoint live."""
+        self._tracepoint.subscribe(self.record)
+
+    def stop(self) -> None:
+        """Take it back."""
+        self._tracepoint.unsubscribe(self.record)
+
+    @cached_property
+    def _print(self) -> Callable[[PrintContext], str]:
+        fields = {
+            field.name: PrintField(
+                field.offset, field.size, field.is_signed, field.type.startswith("char"), field.length
+            )
+            for field in self.fields
+        }
+        return compile_print_fmt(self.print_fmt, fields, self._word_size, self._functions)
+
+    def print_record(self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False) -> str:
+        """What its print format says."""
+        del sym_addr
+        return self._print(PrintContext(payload, symbols))

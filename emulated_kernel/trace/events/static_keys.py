@@ -1,0 +1,43 @@
+"""Static keys: their branches are nops in the text, or jumps while the key is switched on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+from emulated_kernel.arch.base import Arch
+from emulated_kernel.image.image import JumpLabel
+from emulated_kernel.machine.machine import Machine
+from emulated_kernel.machine.text.text_poke import TextPoker
+
+
+class StaticKeys:
+    """Flips the jump labels of a key. Mirrors: kernel/jump_label.c:__jump_label_update (v6.1)."""
+
+    def __init__(self, labels: Iterable[JumpLabel], machine: Machine, poker: TextPoker, arch: Arch) -> None:
+        self._text = machine.text
+        self._breakpoints = machine.breakpoints
+        self._poker = poker
+        self._arch = arch
+        self._labels: dict[int, list[JumpLabel]] = {}
+        for label in labels:
+            self._labels.setdefault(label.key, []).append(label)
+
+    def switch(self, key: int, on: bool) -> None:
+        """Make all branches of the key jumps, or nops again."""
+        insns: dict[int, bytes] = {}
+        for label in self._labels.get(key, ()):
+            insn = jump = self._arch.relative_jump(label.code, label.target)
+            if not on:
+                insn = self._text.original(label.code, len(jump))
+            insns[label.code] = insn
+            # For a CPU that meets the poker's breakpoint: what the new instruction does.
+            self._breakpoints[label.code] = partial(_go, label.target if on else label.code + len(jump))
+        self._poker.replace_all(insns)
+        for code in insns:
+            del self._breakpoints[code]
+
+
+def _go(to: int, regs: Any) -> None:
+    regs.ip = to

@@ -1,0 +1,132 @@
+"""Events of single system calls: made of the records of raw_syscalls, which every call passes."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+from emulated_kernel.image.trace_events import SyscallDefinition
+from emulated_kernel.trace.events.event import TraceEvent
+from emulated_kernel.trace.events.static_event import Tracepoint
+from emulated_kernel.trace.hits.probe_hit import ProbeHit
+from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE, EventField
+from emulated_kernel.trace.symbols import KernelSymbols
+
+GROUP = "syscalls"
+
+
+class SyscallTracepoint:
+    """The entry or the exit of all system calls: gives each record to the event of its call.
+
+    Mirrors: kernel/trace/trace_syscalls.c:ftrace_syscall_enter, ftrace_syscall_exit (v6.1).
+    """
+
+    def __init__(self, raw: Tracepoint, word_size: int) -> None:
+        """`raw`: that of raw_syscalls:sys_enter or sys_exit, whose records begin with the number."""
+        self._raw = raw
+        self.word_size = word_size
+        self._events: dict[int, SyscallEvent] = {}
+
+    def start(self, event: SyscallEvent) -> None:
+        """Let the event have the records of its call."""
+        if not self._events:
+            self._raw.subscribe(self._record)
+        self._events[event.syscall.nr] = event
+
+    def stop(self, event: SyscallEvent) -> None:
+        """Let it have no more."""
+        del self._events[event.syscall.nr]
+        if not self._events:
+            self._raw.unsubscribe(self._record)
+
+    def _record(self, raw: bytes, hit: ProbeHit) -> None:
+        number = int.from_bytes(raw[: self.word_size], "little", signed=True)
+        event = self._events.get(number)
+        if event is not None:
+            event.record(raw[:4].ljust(self.word_size, b"\0") + event.words(raw[self.word_size :]), hit)
+
+
+class SyscallEvent(TraceEvent):
+    """What entries and exits have in common: records of `int __syscall_nr`, then words."""
+
+    def __init__(
+        self,
+        name: str,
+        syscall: SyscallDefinition,
+        calls: SyscallTracepoint,
+        fields: Sequence[tuple[str, str, bool]],
+        print_fmt: str,
+    ) -> None:
+        """`fields`: type, name and signedness of each word."""
+        self.syscall = syscall
+        self._calls = calls
+        self._word = word = calls.word_size
+        words = (
+            EventField(kind, field, COMMON_SIZE + word * (1 + index), word, is_signed)
+            for index, (kind, field, is_signed) in enumerate(fields)
+        )
+        number = EventField("int", "__syscall_nr", COMMON_SIZE, 4, True)
+        super().__init__(GROUP, name, (number, *words), print_fmt)
+
+    def start(self) -> None:
+        """Take the records of this call."""
+        self._calls.start(self)
+
+    def stop(self) -> None:
+        """Take no more."""
+        self._calls.stop(self)
+
+    @abstractmethod
+    def words(self, raw: bytes) -> bytes:
+        """Those of the raw record behind its number that the event records."""
+
+    def print_line(self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False) -> str:
+        """Linux: a system call's line doesn't begin with the event's name."""
+        return self.print_record(payload, symbols, sym_addr=sym_addr)
+
+    def _word_at(self, payload: bytes, index: int) -> int:
+        at = self._word * (1 + index)
+        return int.from_bytes(payload[at : at + self._word], "little")
+
+
+class SyscallEnter(SyscallEvent):
+    """sys_enter_NAME: a word for each argument."""
+
+    def __init__(self, syscall: SyscallDefinition, calls: SyscallTracepoint) -> None:
+        fields = [(kind, name, False) for kind, name in zip(syscall.types, syscall.args, strict=True)]
+        name = syscall.name.replace("sys_", "sys_enter_", 1)
+        super().__init__(name, syscall, calls, fields, _enter_fmt(syscall.args, calls.word_size))
+
+    def words(self, raw: bytes) -> bytes:
+        return raw[: self._word * len(self.syscall.args)]
+
+    def print_record(self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False) -> str:
+        """Deviates: Linux gives the types too, under the option verbose.
+
+        Mirrors: kernel/trace/trace_syscalls.c:print_syscall_enter (v6.1).
+        """
+        del symbols, sym_addr
+        args = (f"{name}: {self._word_at(payload, at):x}" for at, name in enumerate(self.syscall.args))
+        return f"{self.syscall.name}({', '.join(args)})"
+
+
+class SyscallExit(SyscallEvent):
+    """sys_exit_NAME: the result."""
+
+    def __init__(self, syscall: SyscallDefinition, calls: SyscallTracepoint) -> None:
+        name = syscall.name.replace("sys_", "sys_exit_", 1)
+        super().__init__(name, syscall, calls, [("long", "ret", True)], '"0x%lx", REC->ret')
+
+    def words(self, raw: bytes) -> bytes:
+        return raw[: self._word]
+
+    def print_record(self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False) -> str:
+        """Mirrors: kernel/trace/trace_syscalls.c:print_syscall_exit (v6.1)."""
+        del symbols, sym_addr
+        return f"{self.syscall.name} -> {self._word_at(payload, 0):#x}"
+
+
+def _enter_fmt(args: Sequence[str], word_size: int) -> str:
+    """Mirrors: kernel/trace/trace_syscalls.c:__set_enter_print_fmt (v6.1)."""
+    formats = ", ".join(f"{name}: 0x%0{word_size}lx" for name in args)
+    return f'"{formats}"' + "".join(f", ((unsigned long)(REC->{name}))" for name in args)

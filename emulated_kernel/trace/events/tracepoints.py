@@ -1,0 +1,110 @@
+"""The image's tracepoints: switched by static keys, and read where the guest hands a record over."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+from emulated_kernel.abi import PAGE_SIZE
+from emulated_kernel.errors import KernelError
+from emulated_kernel.image.image import KernelImage
+from emulated_kernel.image.kallsyms import address_of
+from emulated_kernel.image.trace_events import event_definitions, syscall_definitions
+from emulated_kernel.machine.memory.memory import Memory
+from emulated_kernel.machine.traps.trap import MemoryFault
+from emulated_kernel.trace.events.event import TraceEvent
+from emulated_kernel.trace.events.static_event import StaticEvent, Tracepoint, layout_fields
+from emulated_kernel.trace.events.static_keys import StaticKeys
+from emulated_kernel.trace.events.syscall_events import SyscallEnter, SyscallExit, SyscallTracepoint
+from emulated_kernel.trace.hits.probe_hit import ProbeHit
+from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE
+
+RAW_SYSCALLS = "raw_syscalls"
+
+
+class Tracepoints:
+    """All tracepoints of an image, and the events that they are of."""
+
+    def __init__(
+        self,
+        image: KernelImage,
+        memory: Memory,
+        breakpoints: dict[int, Callable[[Any], object]],
+        keys: StaticKeys,
+        hit: ProbeHit,
+        argument_registers: Sequence[str],
+    ) -> None:
+        """`hit` is filled in with each record."""
+        self._image = image
+        self._memory = memory
+        self._breakpoints = breakpoints
+        self._keys = keys
+        self._hit = hit
+        self._points: dict[int, Tracepoint] = {}
+        """By the address of their struct trace_event_call."""
+        self.by_name: dict[str, Tracepoint] = {}
+        """By GROUP:EVENT."""
+        self._word = image.bits // 8
+        self._arguments: Callable[[Any], tuple[int, int, int]] = attrgetter(*argument_registers[:3])
+        """Of the function where the guest hands a record over."""
+
+    def _commit(self, regs: Any) -> None:
+        """The guest has filled a record in; it goes on behind the breakpoint, where it stands already.
+
+        Anybody may call the function, with any arguments: what is no record is passed by.
+        """
+        call, entry, size = self._arguments(regs)
+        point = self._points.get(call)
+        if point is None or not point.handlers or not COMMON_SIZE <= size <= PAGE_SIZE:
+            return
+        try:
+            payload = self._memory.read(entry + COMMON_SIZE, size - COMMON_SIZE)
+        except MemoryFault:
+            return
+        self._hit.regs = regs
+        for handler in point.handlers:
+            handler(payload, self._hit)
+
+    def _address(self, name: str) -> int:
+        return address_of(self._image.kallsyms, name)
+
+    def events(self) -> Iterator[TraceEvent]:
+        """An event for each tracepoint, then two for each system call."""
+        functions = self._functions()
+        raw: dict[str, Tracepoint] = {}
+        for each in event_definitions(self._image):
+            point = self._points[each.address] = Tracepoint(partial(self._keys.switch, each.key))
+            self.by_name[f"{each.system}:{each.name}"] = point
+            if each.system == RAW_SYSCALLS:
+                raw[each.name] = point
+            fields = layout_fields(each.fields)
+            yield StaticEvent(each.system, each.name, fields, each.print_fmt, point, functions, self._word)
+        if self._points:
+            # For good: a CPU may still be on its way there when the last event is disabled.
+            self._breakpoints[self._address("host_trace_commit")] = self._commit
+        if raw:
+            points = (_named(raw, name) for name in ("sys_enter", "sys_exit"))
+            entry, end = (SyscallTracepoint(point, self._word) for point in points)
+            for syscall in syscall_definitions(self._image):
+                yield SyscallEnter(syscall, entry)
+                yield SyscallExit(syscall, end)
+
+    def _functions(self) -> Mapping[str, Callable[[int], int]]:
+        """Those that print formats call."""
+        return {"pfn_to_page": self._pfn_to_page}
+
+    def _pfn_to_page(self, pfn: int) -> int:
+        first = self._variable("mem_map")
+        return first + (pfn - self._variable("min_pfn")) * self._image.abi["page.size"]
+
+    def _variable(self, name: str) -> int:
+        return int.from_bytes(self._memory.read(self._address(name), self._word), "little")
+
+
+def _named(points: Mapping[str, Tracepoint], name: str) -> Tracepoint:
+    if name not in points:
+        raise KernelError(errno.ENOEXEC, f"the kernel image has no event {RAW_SYSCALLS}:{name}")
+    return points[name]

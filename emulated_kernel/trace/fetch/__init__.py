@@ -1,0 +1,1 @@
+"""Fetch arguments: types, parsing into a fetch program, and running it at a hit."""

@@ -1,0 +1,378 @@
+"""Fetch arguments: NAME=EXPRESSION:TYPE parsed and compiled to a fetch program."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from emulated_kernel.arch.base import Arch
+from emulated_kernel.errors import KernelError
+from emulated_kernel.trace.fetch.ops import FetchInsn, FetchOp, FetchProgram, FetchStages, stages_of
+from emulated_kernel.trace.fetch.types import FetchType, bitfield_of, find_fetch_type
+from emulated_kernel.trace.text.chars import is_good_name
+from emulated_kernel.trace.text.numbers import is_digit, kstrtol, kstrtoul
+from emulated_kernel.trace.text.probe_errors import CommandLog, ProbeError
+
+MAX_TRACE_ARGS = 128
+MAX_ARG_NAME_LEN = 32
+MAX_ARGSTR_LEN = 63
+MAX_ARRAY_LEN = 64
+MAX_PROBE_EVENT_SIZE = 3072
+FETCH_INSN_MAX = 16
+"""Operations of a program, its end included."""
+PARAM_MAX_STACK = 2048
+"""Words of a kernel stack, on every architecture here; $stackN and $argN may be no higher."""
+
+RESERVED_NAMES = frozenset(
+    {
+        "common_type",
+        "common_flags",
+        "common_preempt_count",
+        "common_pid",
+        "common_tgid",
+        "__probe_ip",
+        "__probe_ret_ip",
+        "__probe_func",
+    }
+)
+_ARRAY_STORES = frozenset({FetchOp.ST_MEM, FetchOp.ST_STRING, FetchOp.ST_USTRING})
+_NumberParser = Callable[[str, int, int], int]
+
+
+@dataclass(frozen=True)
+class ProbeArg:
+    """A compiled argument. `offset` counts bytes from the first argument's place in an entry."""
+
+    name: str
+    expression: str
+    """As written, type included: what kprobe_events shows."""
+    type: FetchType
+    count: int
+    """Array elements; 0 where it is no array."""
+    offset: int
+    program: FetchProgram
+
+    @property
+    def size(self) -> int:
+        """Bytes in the fixed part of an entry."""
+        return self.type.size * (self.count or 1)
+
+    @cached_property
+    def stages(self) -> FetchStages:
+        """The program as a hit runs it."""
+        return stages_of(self.program)
+
+    @property
+    def field_type(self) -> str:
+        """As in the format file's `field:`."""
+        return f"{self.type.field_type}[{self.count}]" if self.count else self.type.field_type
+
+
+@dataclass(frozen=True)
+class FetchContext:
+    """Where the arguments are evaluated, which decides what they may be."""
+
+    arch: Arch
+    log: CommandLog
+    on_return: bool = False
+    on_entry: bool = False
+    in_kernel: bool = True
+    """Whether the kernel is probed; a program has files and no symbols."""
+    finish: Callable[[ProbeArg], ProbeArg] | None = None
+    """Of an event probe, whose variables are the fields of an event: finds them, after each argument."""
+
+    @property
+    def on_event(self) -> bool:
+        """Whether `$NAME` is a field of an event, and there are no registers."""
+        return self.finish is not None
+
+
+def parse_args(words: Sequence[str], context: FetchContext) -> tuple[ProbeArg, ...]:
+    """All arguments of a command, which start at its third word.
+
+    Linux: those beyond the 128th are ignored without a word.
+    Raises: KernelError EINVAL, ERANGE, E2BIG; logged. Mirrors: traceprobe_parse_probe_arg (v6.1).
+    """
+    args: list[ProbeArg] = []
+    size = 0
+    for number, word in enumerate(words[:MAX_TRACE_ARGS]):
+        context.log.index = number + 2
+        name, body, offset = _split_name(word, number, args, context.log)
+        arg = _ArgParser(context, body, offset).parse(name, size)
+        args.append(arg if context.finish is None else context.finish(arg))
+        size += args[-1].size
+    return _shared(tuple(args))
+
+
+@lru_cache(maxsize=256)
+def _shared(args: tuple[ProbeArg, ...]) -> tuple[ProbeArg, ...]:
+    """The same object for equal arguments: many events have the same."""
+    return args
+
+
+def _split_name(word: str, number: int, args: Sequence[ProbeArg], log: CommandLog) -> tuple[str, str, int]:
+    """Name, expression, and the expression's offset in the word."""
+    name, equals, body = word.partition("=")
+    if not equals:
+        name, body = f"arg{number + 1}", word
+    elif len(name) > MAX_ARG_NAME_LEN:
+        raise log.error(0, ProbeError.ARG_NAME_TOO_LONG)
+    elif not name:
+        raise log.error(0, ProbeError.NO_ARG_NAME)
+    if not is_good_name(name):
+        raise log.error(0, ProbeError.BAD_ARG_NAME)
+    if name in RESERVED_NAMES or any(arg.name == name for arg in args):
+        raise log.error(0, ProbeError.USED_ARG_NAME)
+    return name, body, len(word) - len(body)
+
+
+def first_difference(args: Sequence[ProbeArg], others: Sequence[ProbeArg]) -> int | None:
+    """Index of the first argument that differs in name or type; of the first one extra, if the counts differ.
+
+    Mirrors: kernel/trace/trace_probe.c:trace_probe_compare_arg_type (v6.1).
+    """
+    if len(args) != len(others):
+        return min(len(args), len(others))
+    for index, (one, other) in enumerate(zip(args, others, strict=True)):
+        if (one.name, one.type, one.count) != (other.name, other.type, other.count):
+            return index
+    return None
+
+
+class _ArgParser:
+    """One argument; `offset` is the body's byte offset in its word, for carets."""
+
+    def __init__(self, context: FetchContext, body: str, offset: int) -> None:
+        self._context = context
+        self._arch = context.arch
+        self._body = body
+        self._offset = offset
+        self._bits = 8 * context.arch.word_size
+
+    def parse(self, name: str, size: int) -> ProbeArg:
+        """`size`: bytes of the arguments before this one."""
+        if len(self._body) > MAX_ARGSTR_LEN:
+            raise self._error(0, ProbeError.ARG_TOO_LONG)
+        if not self._body:
+            raise self._error(0, ProbeError.NO_ARG_BODY)
+        expression, type_name, count = self._split_type()
+        fetch_type = self._find_type(expression, type_name, count)
+        if size + fetch_type.size * (count or 1) > MAX_PROBE_EVENT_SIZE:
+            raise self._error(0, ProbeError.EVENT_TOO_BIG, errno.E2BIG)
+        code = self._expression(expression, self._offset)
+        if wrong := fetch_type.source_error(code[-1].op):
+            raise self._error(self._type_column(expression, type_name), wrong)
+        program = fetch_type.with_store(tuple(code), is_array=bool(count))
+        self._need_room(program, 0)
+        program = self._modified(program, type_name, fetch_type, count, len(expression) + 1)
+        return ProbeArg(name, self._body, fetch_type, count, size, program)
+
+    def _error(self, column: int, error: ProbeError, code: int = errno.EINVAL) -> KernelError:
+        """`column` counts from the body's start."""
+        return self._context.log.error(self._offset + column, error, code)
+
+    @staticmethod
+    def _type_column(expression: str, type_name: str | None) -> int:
+        return 0 if type_name is None else len(expression) + 1
+
+    # Type
+
+    def _split_type(self) -> tuple[str, str | None, int]:
+        """Expression, type name without an array's brackets, and the array's element count."""
+        expression, colon, type_name = self._body.partition(":")
+        if not colon:
+            return expression, None, 0
+        type_name, bracket, array = type_name.partition("[")
+        if not bracket:
+            return expression, type_name, 0
+        return expression, type_name, self._array_count(array, len(self._body) - len(array))
+
+    def _array_count(self, array: str, column: int) -> int:
+        digits, bracket, rest = array.partition("]")
+        if not bracket:
+            raise self._error(len(self._body), ProbeError.ARRAY_NO_CLOSE)
+        if rest:
+            raise self._error(column + len(digits) + 1, ProbeError.BAD_ARRAY_SUFFIX)
+        try:
+            count = kstrtoul(digits, bits=32)
+        except KernelError:
+            count = 0
+        if not count:
+            raise self._error(column, ProbeError.BAD_ARRAY_NUM)
+        if count > MAX_ARRAY_LEN:
+            raise self._error(column, ProbeError.ARRAY_TOO_BIG)
+        return count
+
+    def _find_type(self, expression: str, type_name: str | None, count: int) -> FetchType:
+        literal = expression in ("$comm", "$COMM") or expression.startswith('\\"')
+        if literal and not self._context.on_event:
+            if count or type_name not in (None, "string"):
+                raise KernelError(errno.EINVAL, "the command's name and literal strings are strings")
+            type_name = "string"
+        fetch_type = find_fetch_type(type_name, self._arch.word_size)
+        if fetch_type is None:
+            raise self._error(self._type_column(expression, type_name), ProbeError.BAD_TYPE)
+        return fetch_type
+
+    # Expression; mirrors kernel/trace/trace_probe.c:parse_probe_arg (v6.1). `at` is the caret's offset.
+
+    def _expression(self, text: str, at: int) -> list[FetchInsn]:
+        match text[:1]:
+            case "$":
+                return [self._variable(text[1:], at)]
+            case "%":
+                return [self._register(text[1:], at)]
+            case "@":
+                return self._memory(text[1:], at)
+            case "+" | "-":
+                return self._dereference(text, at)
+            case "\\":
+                return [self._immediate(text[1:], at)]
+        raise self._context.log.error(at, ProbeError.BAD_FETCH_ARG)
+
+    def _variable(self, name: str, at: int) -> FetchInsn:
+        context = self._context
+        if context.on_event:
+            return FetchInsn(FetchOp.TP_ARG, name=name)
+        if name == "retval":
+            if not context.on_return:
+                raise context.log.error(at, ProbeError.RETVAL_ON_PROBE)
+            return FetchInsn(FetchOp.RETVAL, name=self._arch.registers.return_value)
+        if name == "stack":
+            return FetchInsn(FetchOp.STACKP, name=self._arch.registers.sp)
+        if name.startswith("stack") and is_digit(name, 5):
+            number = self._number_of(name[5:], at)
+            if context.in_kernel and number > PARAM_MAX_STACK:
+                raise context.log.error(at, ProbeError.BAD_STACK_NUM)
+            return FetchInsn(FetchOp.STACK, value=number)
+        if name in ("comm", "COMM"):
+            return FetchInsn(FetchOp.COMM)
+        if context.on_entry and name.startswith("arg"):
+            number = self._number_of(name[3:], at)
+            if not 0 < number <= PARAM_MAX_STACK:
+                raise context.log.error(at, ProbeError.BAD_ARG_NUM)
+            return self._argument(number - 1)
+        raise context.log.error(at, ProbeError.BAD_VAR)
+
+    def _argument(self, number: int) -> FetchInsn:
+        """Argument `number`, from 0, of a function at its entry. Mirrors: regs_get_kernel_argument (v6.1)."""
+        registers = self._arch.registers
+        beyond = number - len(registers.arguments)
+        if beyond < 0:
+            return FetchInsn(FetchOp.REG, name=registers.arguments[number])
+        return FetchInsn(FetchOp.ARG) if registers.link else FetchInsn(FetchOp.STACK, value=beyond + 1)
+
+    def _number_of(self, digits: str, at: int) -> int:
+        try:
+            return kstrtoul(digits, 10, self._bits)
+        except KernelError:
+            raise self._context.log.error(at, ProbeError.BAD_VAR) from None
+
+    def _register(self, name: str, at: int) -> FetchInsn:
+        if self._context.on_event:
+            # Linux: goes on after the first error, and finds that nothing was fetched.
+            self._context.log.error(at, ProbeError.BAD_VAR)
+            raise self._context.log.error(at, ProbeError.BAD_FETCH_ARG)
+        attribute = self._arch.registers.names.get(name)
+        if attribute is None:
+            raise self._context.log.error(at, ProbeError.BAD_REG_NAME)
+        return FetchInsn(FetchOp.REG, name=attribute)
+
+    def _memory(self, place: str, at: int) -> list[FetchInsn]:
+        dereference = FetchInsn(FetchOp.DEREF)
+        if is_digit(place):
+            address = self._logged(kstrtoul, place, at, ProbeError.BAD_MEM_ADDR)
+            return [FetchInsn(FetchOp.IMM, value=address), dereference]
+        if place.startswith("+"):
+            return [self._file_offset(place[1:], at), dereference]
+        if not self._context.in_kernel:
+            raise self._context.log.error(at, ProbeError.SYM_ON_UPROBE)
+        return [FetchInsn(FetchOp.SYMBOL, name=place), FetchInsn(FetchOp.IMM), dereference]
+
+    def _file_offset(self, number: str, at: int) -> FetchInsn:
+        if self._context.in_kernel:
+            raise self._context.log.error(at, ProbeError.FILE_ON_KPROBE)
+        offset = self._logged(kstrtol, number, at, ProbeError.BAD_FILE_OFFS)
+        return FetchInsn(FetchOp.FOFFS, value=offset)
+
+    def _dereference(self, text: str, at: int) -> list[FetchInsn]:
+        """Linux: carets inside `+u0(...)` and `+-8(...)` stand one column early; so do ours."""
+        log = self._context.log
+        op = FetchOp.DEREF
+        if text[1:2] == "u":
+            op = FetchOp.UDEREF
+            text = text[0] + text[2:]
+        text = text.removeprefix("+")
+        number, brace, inner = text.partition("(")
+        if not brace:
+            raise log.error(at, ProbeError.DEREF_NEED_BRACE)
+        offset = self._logged(kstrtol, number, at, ProbeError.BAD_DEREF_OFFS)
+        at += len(number) + (1 if text[0] == "-" else 2)
+        if ")" not in inner:
+            raise log.error(at + len(inner), ProbeError.DEREF_OPEN_BRACE)
+        code = self._expression(inner.rpartition(")")[0], at)
+        if code[-1].op in (FetchOp.COMM, FetchOp.DATA):
+            raise log.error(at, ProbeError.COMM_CANT_DEREF)
+        if len(code) == FETCH_INSN_MAX - 1:
+            raise log.error(at, ProbeError.TOO_MANY_OPS)
+        return [*code, FetchInsn(op, value=_as_int(offset))]
+
+    def _immediate(self, text: str, at: int) -> FetchInsn:
+        if text.startswith('"'):
+            body = text[1:]
+            if not body.endswith('"'):
+                raise self._context.log.error(at + 2 + len(body), ProbeError.IMMSTR_NO_CLOSE)
+            return FetchInsn(FetchOp.DATA, data=body[:-1].encode("latin-1"))
+        value = self._logged(_str_to_immediate, text, at + 1, ProbeError.BAD_IMM)
+        return FetchInsn(FetchOp.IMM, value=value & (1 << self._bits) - 1)
+
+    def _logged(self, parse: _NumberParser, text: str, at: int, error: ProbeError) -> int:
+        """A number, or `error` logged with the number's own errno."""
+        try:
+            return parse(text, 0, self._bits)
+        except KernelError as failure:
+            raise self._context.log.error(at, error, failure.errno or errno.EINVAL) from None
+
+    # Behind the store operation; mirrors kernel/trace/trace_probe.c:traceprobe_parse_probe_arg_body (v6.1).
+
+    def _modified(
+        self, program: FetchProgram, type_name: str | None, fetch_type: FetchType, count: int, column: int
+    ) -> FetchProgram:
+        """The program with what a bitfield and an array add; `column`: of the type."""
+        store = program[-1].op
+        try:
+            bitfield = bitfield_of(type_name, fetch_type, self._bits)
+        except ValueError:
+            raise self._error(column, ProbeError.BAD_BITFIELD) from None
+        if bitfield is not None:
+            program = (*program, bitfield)
+            self._need_room(program, column, ProbeError.BAD_BITFIELD)
+        if not count:
+            return program
+        if store not in _ARRAY_STORES:
+            raise self._error(column, ProbeError.BAD_STRING)
+        program = (*program, FetchInsn(FetchOp.LP_ARRAY, value=count))
+        self._need_room(program, 0)
+        return program
+
+    def _need_room(
+        self, program: FetchProgram, column: int, error: ProbeError = ProbeError.TOO_MANY_OPS
+    ) -> None:
+        if len(program) >= FETCH_INSN_MAX:
+            raise self._error(column, error)
+
+
+def _str_to_immediate(text: str, base: int, bits: int) -> int:
+    """Mirrors: kernel/trace/trace_probe.c:str_to_immediate (v6.1)."""
+    if is_digit(text):
+        return kstrtoul(text, base, bits)
+    if text[:1] in ("-", "+"):
+        return kstrtol(text.removeprefix("+"), base, bits)
+    raise KernelError(errno.EINVAL, "not an immediate value")
+
+
+def _as_int(offset: int) -> int:
+    """Linux keeps a dereference's offset in an int."""
+    return ((offset + (1 << 31)) & 0xFFFFFFFF) - (1 << 31)

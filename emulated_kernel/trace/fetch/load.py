@@ -1,0 +1,97 @@
+"""The first half of a fetch at a hit: values out of registers, the stack and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from emulated_kernel.arch.base import Arch
+from emulated_kernel.trace.fetch.ops import FetchInsn, FetchOp, FetchProgram
+from emulated_kernel.trace.hits.probe_hit import ProbeHit
+from emulated_kernel.trace.symbols import KernelSymbols
+
+_PAGE_SIZE = 4096
+
+Value = int | bytes
+"""A loaded value; bytes stand for the address of kernel memory with that content."""
+
+
+def read_string(read: Callable[[int, int], bytes | None], address: int, limit: int) -> bytes | None:
+    """The string at an address and its NUL, `limit` bytes at most; None where it can't be read.
+
+    Reads up to page ends, so that a string that ends before an unmapped page is whole.
+    """
+    text = b""
+    while len(text) < limit:
+        chunk = min(_PAGE_SIZE - (address & _PAGE_SIZE - 1), limit - len(text))
+        data = read(address, chunk)
+        if data is None:
+            return None
+        head, end, _ = data.partition(b"\0")
+        text += head
+        if end:
+            return text + end
+        address += chunk
+    return text[: limit - 1] + b"\0"
+
+
+class FetchEnvironment:
+    """The hit that programs run at, and what else they run against."""
+
+    __slots__ = ("_arch", "_field", "_hit", "_regs", "mask", "symbols", "word_size")
+
+    def __init__(
+        self,
+        arch: Arch,
+        hit: ProbeHit,
+        symbols: KernelSymbols,
+        field: Callable[[str], Value] | None = None,
+    ) -> None:
+        """`field`: of an event probe, what a field of the entry holds."""
+        self._arch = arch
+        self._hit = hit
+        self._regs = hit.regs
+        self._field = field
+        self.symbols = symbols
+        self.word_size = arch.word_size
+        self.mask = (1 << 8 * arch.word_size) - 1
+
+    def load(self, insn: FetchInsn) -> Value:
+        """Stage 1."""
+        match insn.op:
+            case FetchOp.REG | FetchOp.STACKP | FetchOp.RETVAL:
+                value: int = getattr(self._regs, insn.name)
+                return value & self.mask
+            case FetchOp.STACK:
+                return self._stack_word(insn.value)
+            case FetchOp.COMM:
+                return self._hit.comm
+            case FetchOp.DATA:
+                return insn.data
+            case FetchOp.TP_ARG if self._field is not None:
+                return self._field(insn.name)
+        return insn.value & self.mask
+
+    def _stack_word(self, number: int) -> int:
+        """0 outside the kernel stack. Mirrors: regs_get_kernel_stack_nth (v6.1)."""
+        arch = self._arch
+        top: int = getattr(self._regs, arch.registers.sp) & self.mask
+        address = top + number * self.word_size & self.mask
+        if (address ^ top) & ~(arch.thread_size - 1) & self.mask:
+            return 0
+        return int.from_bytes(self._hit.read(address, self.word_size) or b"", "little")
+
+    def follow(self, value: Value | None, derefs: FetchProgram) -> Value | None:
+        """Stage 2; None where a pointer can't be read."""
+        for insn in derefs:
+            if not isinstance(value, int):
+                return None
+            data = self.read(value + insn.value, self.word_size, insn.op is FetchOp.UDEREF)
+            value = None if data is None else int.from_bytes(data, "little")
+        return value
+
+    def read(self, address: int, size: int, user: bool) -> bytes | None:
+        """Memory of the kernel or of a program; None where it can't be read."""
+        address &= self.mask
+        if user and address >= self._arch.task_size:
+            return None
+        return self._hit.read(address, size)

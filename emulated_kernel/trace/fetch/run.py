@@ -1,0 +1,29 @@
+"""A hit's arguments as the bytes of a trace entry."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from emulated_kernel.trace.fetch.fetchargs import ProbeArg
+from emulated_kernel.trace.fetch.load import FetchEnvironment
+from emulated_kernel.trace.fetch.types import StringArea
+from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE
+
+
+def store(args: Sequence[ProbeArg], header: bytes, environment: FetchEnvironment) -> bytes:
+    """An entry's payload: `header` (addresses), the arguments, and behind them the strings.
+
+    Deviates: an unreadable string has length 0; Linux leaves what was in the buffer.
+    Mirrors: kernel/trace/trace_probe_tmpl.h:store_trace_args (v6.1).
+    """
+    room, end = 0, COMMON_SIZE + len(header)
+    fetched = []
+    for arg in args:
+        kind = arg.type
+        elements = kind.fetch(arg.stages, environment)
+        if kind.is_dynamic:
+            room += sum(len(text) for text in elements if text is not None)
+        end += kind.size * len(elements)
+        fetched.append((kind, elements))
+    area = StringArea(end, room)
+    return b"".join([header, *[kind.fixed_part(elements, area) for kind, elements in fetched], area.data])

@@ -1,0 +1,304 @@
+"""Types of fetch arguments: what each may be written of, its field in a record, how it is fetched and shown.
+
+A new kind of type is a class here, and an entry of the table in compiled/fetch.py once guest code fetches it.
+"""
+
+from __future__ import annotations
+
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import ClassVar
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.trace.fetch.load import FetchEnvironment, Value, read_string
+from emulated_kernel.trace.fetch.ops import FetchInsn, FetchOp, FetchProgram, FetchStages
+from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE
+from emulated_kernel.trace.symbols import KernelSymbols
+from emulated_kernel.trace.text.chars import bytes_to_text
+from emulated_kernel.trace.text.numbers import kstrtoul, simple_strtoul
+from emulated_kernel.trace.text.probe_errors import ProbeError
+from emulated_kernel.trace.text.sprint_symbol import sprint_symbol
+
+MAX_STRING_SIZE = 4096
+"""Bytes of a fetched string, its ending NUL included."""
+_DATA_LOC = struct.Struct("<HH")
+"""Where a string is in its entry, and its bytes."""
+_ADDRESS_SOURCES = frozenset({FetchOp.IMM, FetchOp.COMM, FetchOp.DATA, FetchOp.TP_ARG})
+_STRING_SOURCES = _ADDRESS_SOURCES | {FetchOp.DEREF, FetchOp.UDEREF}
+_SYMSTR_SOURCES = frozenset(
+    {FetchOp.REG, FetchOp.STACK, FetchOp.RETVAL, FetchOp.ARG, FetchOp.DEREF, FetchOp.TP_ARG}
+)
+_NUMBER_STORES = {FetchOp.DEREF: FetchOp.ST_MEM, FetchOp.UDEREF: FetchOp.ST_UMEM}
+
+Elements = Sequence[bytes | None]
+"""A number's bytes, or a string with its NUL, each; None for what can't be read."""
+
+
+class StringArea:
+    """The strings of an entry, behind its fixed part."""
+
+    def __init__(self, position: int, room: int) -> None:
+        """`position`: bytes of the entry before it."""
+        self.data = bytearray(room)
+        self._position = position
+        self._used = 0
+
+    def add(self, text: bytes | None, *, overlaps: bool = False) -> bytes:
+        """Append a string that was fetched; returns its __data_loc, of length 0 for None.
+
+        `overlaps`: its length counts all that is left, and its NUL's place is the next string's.
+        """
+        used, room = self._used, len(self.data)
+        at = self._position + used & 0xFFFF
+        if text is None:
+            return _DATA_LOC.pack(at, 0)
+        self.data[used : used + len(text)] = text
+        self._used += len(text) - overlaps
+        return _DATA_LOC.pack(at, (room - used if overlaps else len(text)) & 0xFFFF)
+
+
+@dataclass(frozen=True)
+class FetchType(ABC):
+    """A type. Mirrors: kernel/trace/trace_probe.h:struct fetch_type (v6.1)."""
+
+    name: str
+    size: int
+    """Bytes of one element in the fixed part of an entry; of a string its __data_loc."""
+    is_signed: bool
+    print_fmt: str
+    """As in `print fmt:`."""
+    field_type: str
+    """As in `field:`."""
+    is_dynamic: ClassVar[bool]
+    """Whether elements are stored behind the fixed part, through __data_loc."""
+
+    @abstractmethod
+    def source_error(self, source: FetchOp) -> ProbeError | None:
+        """What is wrong with a program so far that ends with `source`."""
+
+    @abstractmethod
+    def with_store(self, code: FetchProgram, *, is_array: bool) -> FetchProgram:
+        """The program with its store. Mirrors: traceprobe_parse_probe_arg_body (v6.1)."""
+
+    @abstractmethod
+    def fetch(self, stages: FetchStages, environment: FetchEnvironment) -> Elements:
+        """The elements at a hit."""
+
+    @abstractmethod
+    def fixed_part(self, elements: Elements, area: StringArea) -> bytes:
+        """The value in the fixed part of an entry."""
+
+    @abstractmethod
+    def text(self, payload: bytes, at: int, symbols: KernelSymbols) -> str:
+        """The element at byte `at` of an entry's payload, as `trace` shows it."""
+
+    def print_value(self, element: str) -> str:
+        """The element as an argument of `print fmt:`."""
+        return f"__get_str({element})" if self.is_dynamic else f"REC->{element}"
+
+
+class Number(FetchType):
+    """A number of 1, 2, 4 or 8 bytes, shown in decimal."""
+
+    is_dynamic = False
+
+    def source_error(self, source: FetchOp) -> ProbeError | None:
+        del source
+        return None
+
+    def with_store(self, code: FetchProgram, *, is_array: bool) -> FetchProgram:
+        del is_array
+        last = code[-1]
+        if op := _NUMBER_STORES.get(last.op):
+            return (*code[:-1], replace(last, op=op, size=self.size))
+        return (*code, FetchInsn(FetchOp.ST_RAW, size=self.size))
+
+    def fetch(self, stages: FetchStages, environment: FetchEnvironment) -> Elements:
+        """Deviates: 0 is stored of what can't be read; Linux leaves what was in the buffer.
+
+        A string's address has no number here; Linux never lets one be stored as one.
+        """
+        value: Value | None = environment.load(stages.load)
+        if stages.derefs:
+            value = environment.follow(value, stages.derefs)
+        insn = stages.store
+        size = insn.size
+        raw: list[bytes]
+        if not isinstance(value, int):
+            raw = [bytes(size)] * (stages.count or 1)
+        elif insn.op is FetchOp.ST_RAW:
+            raw = [(value & (1 << 8 * size) - 1).to_bytes(size, "little")]
+        else:
+            start, user = value + insn.value, insn.op is FetchOp.ST_UMEM
+            places = range(start, start + size * (stages.count or 1), size)
+            raw = [environment.read(place, size, user) or bytes(size) for place in places]
+        shift = stages.bitfield
+        if shift is None:
+            return raw
+        mask, left, right = (1 << 8 * size) - 1, shift.lshift, shift.rshift
+        numbers = [(int.from_bytes(data, "little") << left & mask) >> right for data in raw]
+        return [number.to_bytes(size, "little") for number in numbers]
+
+    def fixed_part(self, elements: Elements, area: StringArea) -> bytes:
+        del area
+        return b"".join(filter(None, elements))
+
+    def value(self, payload: bytes, at: int) -> int:
+        """The number at byte `at`."""
+        return int.from_bytes(payload[at : at + self.size], "little", signed=self.is_signed)
+
+    def text(self, payload: bytes, at: int, symbols: KernelSymbols) -> str:
+        del symbols
+        return str(self.value(payload, at))
+
+
+class Hexadecimal(Number):
+    """A number shown in hexadecimal."""
+
+    def text(self, payload: bytes, at: int, symbols: KernelSymbols) -> str:
+        del symbols
+        return hex(self.value(payload, at))
+
+
+class SymbolType(Number):
+    """An address, shown as symbol and offset."""
+
+    def text(self, payload: bytes, at: int, symbols: KernelSymbols) -> str:
+        return sprint_symbol(symbols, self.value(payload, at))
+
+
+class String(FetchType):
+    """What the last dereference points to, up to its NUL; of an array each element is a pointer."""
+
+    is_dynamic = True
+    _store_op: ClassVar[FetchOp | None] = None
+    """Where it doesn't depend on the dereference."""
+
+    def source_error(self, source: FetchOp) -> ProbeError | None:
+        return None if source in _STRING_SOURCES else ProbeError.BAD_STRING
+
+    def with_store(self, code: FetchProgram, *, is_array: bool) -> FetchProgram:
+        last = code[-1]
+        if is_array or last.op in _ADDRESS_SOURCES:
+            return (*code, FetchInsn(self._store_op or FetchOp.ST_STRING, size=self.size))
+        op = FetchOp.ST_USTRING if last.op is FetchOp.UDEREF else FetchOp.ST_STRING
+        return (*code[:-1], replace(last, op=self._store_op or op, size=self.size))
+
+    def fetch(self, stages: FetchStages, environment: FetchEnvironment) -> Elements:
+        value = environment.follow(environment.load(stages.load), stages.derefs)
+        pointer, store = stages.pointer, stages.store
+        if not stages.count:
+            return [self._string(value, store, environment)]
+        if pointer is None or not isinstance(value, int):
+            return [None] * stages.count
+        table = range(value, value + stages.count * environment.word_size, environment.word_size)
+        return [self._string(environment.follow(place, (pointer,)), store, environment) for place in table]
+
+    def _string(self, value: Value | None, store: FetchInsn, environment: FetchEnvironment) -> bytes | None:
+        if value is None:
+            return None
+        if isinstance(value, bytes):
+            return value.partition(b"\0")[0] + b"\0"
+        return self._string_at(
+            value + store.value & environment.mask, store.op is FetchOp.ST_USTRING, environment
+        )
+
+    def _string_at(self, address: int, user: bool, environment: FetchEnvironment) -> bytes | None:
+        read = environment.read
+        return read_string(lambda at, size: read(at, size, user), address, MAX_STRING_SIZE)
+
+    def fixed_part(self, elements: Elements, area: StringArea) -> bytes:
+        return b"".join([area.add(text) for text in elements])
+
+    def text(self, payload: bytes, at: int, symbols: KernelSymbols) -> str:
+        """Linux: of a string's length in __data_loc only 0 counts; it ends at its NUL."""
+        del symbols
+        place, length = _DATA_LOC.unpack_from(payload, at)
+        if not length:
+            return "(fault)"
+        string = payload[place - COMMON_SIZE :].partition(b"\0")[0]
+        return f'"{bytes_to_text(string)}"'
+
+
+class UserString(String):
+    """A string in a program's memory."""
+
+    _store_op = FetchOp.ST_USTRING
+
+
+class SymbolString(String):
+    """The symbol and offset of an address, stored as text."""
+
+    def source_error(self, source: FetchOp) -> ProbeError | None:
+        return None if source in _SYMSTR_SOURCES else ProbeError.BAD_SYMSTRING
+
+    def with_store(self, code: FetchProgram, *, is_array: bool) -> FetchProgram:
+        del is_array
+        return (*code, FetchInsn(FetchOp.ST_SYMSTR, size=self.size))
+
+    def _string_at(self, address: int, user: bool, environment: FetchEnvironment) -> bytes | None:
+        del user
+        return sprint_symbol(environment.symbols, address).encode("utf-8", "surrogateescape") + b"\0"
+
+    def fixed_part(self, elements: Elements, area: StringArea) -> bytes:
+        """Linux: `symstr` before another string prints both. Mirrors: fetch_store_symstring (v6.1)."""
+        return b"".join([area.add(text, overlaps=True) for text in elements])
+
+
+def _number(prefix: str, bits: int) -> FetchType:
+    kind = Hexadecimal if prefix == "x" else Number
+    wide = "L" if bits == 64 else ""
+    conversion = f"0x%{wide}x" if prefix == "x" else f"%{wide}{'d' if prefix == 's' else 'u'}"
+    field_type = f"{'s' if prefix == 's' else 'u'}{bits}"
+    return kind(f"{prefix}{bits}", bits // 8, prefix == "s", conversion, field_type)
+
+
+@cache
+def fetch_types(word_size: int) -> dict[str, FetchType]:
+    """All types by name. Mirrors: kernel/trace/trace_probe.c:probe_fetch_types (v6.1)."""
+    strings = {"string": String, "ustring": UserString, "symstr": SymbolString}
+    types: list[FetchType] = [
+        kind(name, 4, True, '\\"%s\\"', "__data_loc char[]") for name, kind in strings.items()
+    ]
+    types += [_number(prefix, bits) for prefix in "usx" for bits in (8, 16, 32, 64)]
+    types.append(SymbolType("symbol", word_size, False, "%pS", f"u{8 * word_size}"))
+    return {each.name: each for each in types}
+
+
+def find_fetch_type(name: str | None, word_size: int) -> FetchType | None:
+    """The type of that name, the default one for None; `bN@O/SIZE` is stored as uSIZE.
+
+    Mirrors: kernel/trace/trace_probe.c:find_fetch_type (v6.1).
+    """
+    if name is None:
+        name = f"x{8 * word_size}"
+    elif name.startswith("b"):
+        try:
+            name = f"u{kstrtoul(name.partition('/')[2])}"
+        except KernelError:
+            return None
+    return fetch_types(word_size).get(name)
+
+
+def bitfield_of(name: str | None, container: FetchType, word_bits: int) -> FetchInsn | None:
+    """What `bN@O/SIZE` does to its container; None for other types.
+
+    Raises: ValueError where it is malformed or too wide.
+    Mirrors: kernel/trace/trace_probe.c:__parse_bitfield_probe_arg (v6.1).
+    """
+    if name is None or not name.startswith("b"):
+        return None
+    width, end = simple_strtoul(name[1:], word_bits)
+    rest = name[1 + end :]
+    first, length = simple_strtoul(rest[1:], word_bits)
+    well_formed = width and rest.startswith("@") and length and rest[1 + length :].startswith("/")
+    bits = 8 * container.size
+    # Linux: the sum is an unsigned long and wraps.
+    used = (width + first) & (1 << word_bits) - 1
+    if not well_formed or used > bits:
+        raise ValueError(name)
+    lshift, rshift = (bits - used) & 0xFF, (bits - width) & 0xFF
+    return FetchInsn(FetchOp.MOD_BF, size=container.size, lshift=lshift, rshift=rshift)

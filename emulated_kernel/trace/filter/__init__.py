@@ -1,0 +1,1 @@
+"""Event filters: parsing, the predicates they compile to, and the filter files."""

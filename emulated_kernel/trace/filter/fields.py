@@ -1,0 +1,76 @@
+"""The fields that event filters know: an event's own, those of the task and CPU, the common ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from emulated_kernel.trace.ring.trace_entry import COMMON_FIELDS, EventField
+
+TASK_COMM_LEN = 16
+
+
+class FilterType(Enum):
+    """How a field is compared. Mirrors: include/linux/trace_events.h:FILTER_OTHER and its likes (v6.1)."""
+
+    OTHER = auto()
+    STATIC_STRING = auto()
+    DYN_STRING = auto()
+    PTR_STRING = auto()
+    COMM = auto()
+    CPU = auto()
+
+    @property
+    def is_string(self) -> bool:
+        """Whether it is compared with strings, not with numbers."""
+        return self not in (FilterType.OTHER, FilterType.CPU)
+
+
+@dataclass(frozen=True)
+class FilterField:
+    """A field as filters see it; offset and size in bytes, the offset from the entry's start."""
+
+    type: FilterType
+    offset: int
+    size: int
+    is_signed: bool
+
+
+_CPU = FilterField(FilterType.CPU, 0, 4, True)
+_COMM = FilterField(FilterType.COMM, 0, TASK_COMM_LEN, False)
+GENERIC_FIELDS = {"CPU": _CPU, "cpu": _CPU, "common_cpu": _CPU, "COMM": _COMM, "comm": _COMM}
+"""Fields of every event that no entry holds.
+
+Mirrors: kernel/trace/trace_events.c:trace_define_generic_fields (v6.1).
+"""
+
+
+def find_event_field(fields: Sequence[EventField], name: str) -> FilterField | None:
+    """The field of that name; an event's own one, out of `fields`, hides the others.
+
+    Mirrors: kernel/trace/trace_events.c:trace_find_event_field (v6.1).
+    """
+    own = _find(fields, name)
+    return own or GENERIC_FIELDS.get(name) or _find(COMMON_FIELDS, name)
+
+
+def _find(fields: Sequence[EventField], name: str) -> FilterField | None:
+    for field in fields:
+        if field.name == name:
+            return FilterField(filter_type_of(field.type), field.offset, field.size, field.is_signed)
+    return None
+
+
+def filter_type_of(declared: str) -> FilterType:
+    """Linux: an array of numbers counts as one number of the array's size.
+
+    Mirrors: kernel/trace/trace_events_filter.c:filter_assign_type (v6.1).
+    """
+    if declared in ("char *", "const char *"):
+        return FilterType.PTR_STRING
+    if "char" not in declared:
+        return FilterType.OTHER
+    if "__data_loc" in declared:
+        return FilterType.DYN_STRING
+    return FilterType.STATIC_STRING if "[" in declared else FilterType.OTHER

@@ -1,0 +1,161 @@
+"""Compiled event filters: predicates on a raw entry, and steps that branch on their results."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from emulated_kernel.trace.filter.fields import TASK_COMM_LEN
+from emulated_kernel.trace.filter.pattern import StringPattern
+from emulated_kernel.trace.ring.trace_entry import RawEntry
+
+
+class FilterOp(Enum):
+    """Operators, as written; those that start like others come before them."""
+
+    GLOB = "~"
+    NE = "!="
+    EQ = "=="
+    LE = "<="
+    LT = "<"
+    GE = ">="
+    GT = ">"
+    BAND = "&"
+
+    def compare(self, left: int, right: int) -> bool:
+        """The result for two numbers."""
+        return bool(_COMPARE[self](left, right))
+
+
+_COMPARE: Mapping[FilterOp, Callable[[int, int], int]] = {
+    FilterOp.EQ: operator.eq,
+    FilterOp.NE: operator.ne,
+    FilterOp.LE: operator.le,
+    FilterOp.LT: operator.lt,
+    FilterOp.GE: operator.ge,
+    FilterOp.GT: operator.gt,
+    FilterOp.BAND: operator.and_,
+}
+
+
+class StringSource(Enum):
+    """Where a string predicate finds its string."""
+
+    STATIC = "in the entry itself"
+    DYNAMIC = "where the __data_loc in the entry says"
+    COMM = "in the current task"
+    KERNEL = "where a pointer in the entry leads to"
+    USER = "where a pointer in the entry leads to in user space"
+
+
+@dataclass(frozen=True)
+class ComparePredicate:
+    """Compares a number of `size` bytes at `offset` of the entry; `value` is in the field's range."""
+
+    op: FilterOp
+    offset: int
+    size: int
+    is_signed: bool
+    value: int
+
+    def test(self, entry: RawEntry) -> bool:
+        """Whether the entry's number compares so."""
+        data = entry.data[self.offset : self.offset + self.size]
+        return self.op.compare(int.from_bytes(data, "little", signed=self.is_signed), self.value)
+
+
+@dataclass(frozen=True)
+class CpuPredicate:
+    """Compares the number of the CPU. Linux: `&` is accepted and never true."""
+
+    op: FilterOp
+    value: int
+
+    def test(self, entry: RawEntry) -> bool:
+        """Whether the CPU's number compares so."""
+        return self.op is not FilterOp.BAND and self.op.compare(entry.cpu, self.value)
+
+
+POINTED_STRING_MAX = 1024
+"""Bytes that are looked at of a string by its pointer, NUL included. Mirrors: USTRING_BUF_SIZE (v6.1)."""
+
+
+@dataclass(frozen=True)
+class StringPredicate:
+    """Compares a string; `offset` and `size` in bytes are those of the field."""
+
+    source: StringSource
+    offset: int
+    size: int
+    pattern: StringPattern
+    negated: bool
+
+    def test(self, entry: RawEntry) -> bool:
+        """Whether the string matches."""
+        found = self._string(entry)
+        return found is not None and self.pattern.matches(*found) is not self.negated
+
+    def _string(self, entry: RawEntry) -> tuple[bytes, int] | None:
+        """Its bytes and what follows them, and the length of its room; None where it can't be read."""
+        match self.source:
+            case StringSource.COMM:
+                return entry.comm.ljust(TASK_COMM_LEN, b"\0"), TASK_COMM_LEN
+            case StringSource.STATIC:
+                return entry.data[self.offset :], self.size
+            case StringSource.DYNAMIC:
+                location = int.from_bytes(entry.data[self.offset : self.offset + 4], "little")
+                return entry.data[location & 0xFFFF :], location >> 16
+            case StringSource.KERNEL | StringSource.USER:
+                pointer = int.from_bytes(entry.data[self.offset : self.offset + self.size], "little")
+                text = entry.string_at(pointer, self.source is StringSource.USER)
+                return None if text is None else (text, len(text))
+
+
+@dataclass(frozen=True)
+class NeverPredicate:
+    """Linux: what a comparison is of an array whose size is no number's."""
+
+    def test(self, entry: RawEntry) -> bool:
+        """Never."""
+        del entry
+        return False
+
+
+Predicate = ComparePredicate | CpuPredicate | StringPredicate | NeverPredicate
+
+ACCEPT = -1
+REJECT = -2
+
+
+@dataclass(frozen=True)
+class FilterStep:
+    """Test, then go on with the step of that index, always a later one, or ACCEPT or REJECT."""
+
+    predicate: Predicate
+    on_true: int
+    on_false: int
+
+
+@dataclass(frozen=True)
+class FilterProgram:
+    """A compiled filter; runs from the first step on. Mirrors: struct prog_entry (v6.1), in what it does."""
+
+    steps: tuple[FilterStep, ...]
+
+    def accepts(self, entry: RawEntry) -> bool:
+        """Whether the entry is to be recorded. Mirrors: filter_match_preds (v6.1)."""
+        at = 0
+        while at >= 0:
+            step = self.steps[at]
+            at = step.on_true if step.predicate.test(entry) else step.on_false
+        return at == ACCEPT
+
+
+@dataclass(frozen=True)
+class EventFilter:
+    """A filter as it was written; one that couldn't be parsed has no program, and its error in its text."""
+
+    text: str
+    program: FilterProgram | None

@@ -1,0 +1,253 @@
+"""Parses event filters: predicates, `&&`, `||`, `!` and parentheses, with Linux's errors and columns."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.trace.filter.build import FilterBuilder, Fragment
+from emulated_kernel.trace.filter.errors import FilterError, FilterParseError
+from emulated_kernel.trace.filter.fields import FilterField, FilterType
+from emulated_kernel.trace.filter.ops import (
+    ComparePredicate,
+    CpuPredicate,
+    FilterOp,
+    FilterProgram,
+    NeverPredicate,
+    Predicate,
+    StringPredicate,
+    StringSource,
+)
+from emulated_kernel.trace.filter.pattern import literal_pattern, parse_pattern
+from emulated_kernel.trace.text.chars import SPACES, is_alnum
+from emulated_kernel.trace.text.numbers import is_digit, kstrtol, kstrtoul
+
+FindField = Callable[[str], FilterField | None]
+
+MAX_FILTER_STR_VAL = 256
+"""Bytes of a string operand and its ending NUL."""
+_NUMBER_SIZE = 24
+"""Bytes of a number operand and its ending NUL."""
+_QUOTES = "'\""
+_USER_STRING = ".ustring"
+_NUMBER_SIZES = (1, 2, 4, 8)
+_SOURCES = {
+    FilterType.STATIC_STRING: StringSource.STATIC,
+    FilterType.DYN_STRING: StringSource.DYNAMIC,
+    FilterType.PTR_STRING: StringSource.KERNEL,
+    FilterType.COMM: StringSource.COMM,
+}
+
+
+def parse_filter(text: str, find_field: FindField) -> FilterProgram:
+    """Compile a filter without blanks at its end; `text` has one character a byte.
+
+    Raises: FilterParseError EPERM, ENOENT, ESRCH, EINVAL.
+    Mirrors: kernel/trace/trace_events_filter.c:process_preds (v6.1).
+    """
+    _check_nesting(text)
+    return _Parser(text, find_field).parse()
+
+
+def _check_nesting(text: str) -> None:
+    """Linux: a first look at the whole text, with errnos that aren't meant as such.
+
+    Mirrors: kernel/trace/trace_events_filter.c:calc_stack (v6.1).
+    """
+    opened: list[int] = []
+    quote, quote_at, is_empty = "", 0, True
+    for at, char in enumerate(text):
+        if quote:
+            quote = "" if char == quote else quote
+        elif char == "(":
+            opened.append(at)
+        elif char == ")":
+            if not opened:
+                raise FilterParseError(FilterError.TOO_MANY_CLOSE, at, errno.EPERM)
+            opened.pop()
+        elif char not in SPACES:
+            is_empty = False
+            if char in _QUOTES:
+                quote, quote_at = char, at
+    if quote:
+        raise FilterParseError(FilterError.MISSING_QUOTE, quote_at, errno.ESRCH)
+    if opened:
+        raise FilterParseError(FilterError.TOO_MANY_OPEN, opened[-1], errno.ENOENT)
+    if is_empty:
+        raise FilterParseError(None)
+
+
+@dataclass
+class _Level:
+    """What is known of an expression in parentheses, or of the whole; `&&` binds tighter than `||`."""
+
+    negated: bool
+    any_of: Fragment | None = None
+    all_of: Fragment | None = None
+    wants_operand: bool = False
+    """The last thing was an operator."""
+
+
+class _Parser:
+    """Levels are kept in a list: a filter may nest as deep as it is long."""
+
+    def __init__(self, text: str, find_field: FindField) -> None:
+        self._text = text
+        self._predicates = _PredicateParser(text, find_field)
+        self._builder = FilterBuilder()
+        self._levels = [_Level(negated=False)]
+        self._negated = False
+        self._at = 0
+
+    def parse(self) -> FilterProgram:
+        """Mirrors: kernel/trace/trace_events_filter.c:predicate_parse (v6.1)."""
+        while self._at < len(self._text):
+            char = self._text[self._at]
+            if char == "(":
+                self._levels.append(_Level(self._take_negation()))
+            elif char == "!" and self._text[self._at + 1 : self._at + 2] not in ("=", "~"):
+                self._negated = not self._negated
+            elif char not in SPACES:
+                predicate, self._at = self._predicates.parse(self._at)
+                self._add(self._builder.leaf(predicate), self._take_negation())
+                self._after_operand()
+                continue
+            self._at += 1
+        level = self._levels[0]
+        if level.wants_operand:
+            raise FilterParseError(FilterError.INVALID_FILTER, len(self._text))
+        whole = self._close(level)
+        if whole is None:
+            raise FilterParseError(FilterError.NO_FILTER, len(self._text))
+        return self._builder.finish(whole)
+
+    def _take_negation(self) -> bool:
+        negated, self._negated = self._negated, False
+        return negated
+
+    def _after_operand(self) -> None:
+        """Read what may follow one: closing parentheses, then an operator or the end."""
+        while self._at < len(self._text):
+            char = self._text[self._at]
+            if char in "&|" and self._text[self._at + 1 : self._at + 2] == char:
+                self._at += 2
+                self._operator(char)
+                return
+            if char == ")":
+                level = self._levels.pop()
+                inner = self._close(level)
+                assert inner is not None, "an operand was read in these parentheses"
+                self._add(inner, level.negated)
+            elif char not in SPACES:
+                raise FilterParseError(FilterError.TOO_MANY_PREDS, self._at, errno.EPERM)
+            self._at += 1
+
+    def _add(self, operand: Fragment, negated: bool) -> None:
+        level = self._levels[-1]
+        operand = operand.negated() if negated else operand
+        level.all_of = self._builder.both(level.all_of, operand) if level.all_of else operand
+        level.wants_operand = False
+
+    def _operator(self, char: str) -> None:
+        level = self._levels[-1]
+        if char == "|":
+            level.any_of, level.all_of = self._close(level), None
+        level.wants_operand = True
+
+    def _close(self, level: _Level) -> Fragment | None:
+        """All that was read at this level; None where that is nothing."""
+        if level.any_of is None or level.all_of is None:
+            return level.any_of or level.all_of
+        return self._builder.either(level.any_of, level.all_of)
+
+
+class _PredicateParser:
+    """Parses `FIELD OP VALUE`. Linux: columns of its errors are one more than the place."""
+
+    def __init__(self, text: str, find_field: FindField) -> None:
+        self._text = text
+        self._find_field = find_field
+
+    def parse(self, at: int) -> tuple[Predicate, int]:
+        """The predicate at `at`, and where it ends.
+
+        Raises: FilterParseError EPERM (no name of a field), EINVAL.
+        Mirrors: kernel/trace/trace_events_filter.c:parse_pred (v6.1).
+        """
+        text = self._text
+        end = self._skip(at, lambda char: is_alnum(char) or char == "_")
+        if end == at:
+            raise FilterParseError(None, code=errno.EPERM)
+        field = self._find_field(text[at:end])
+        if field is None:
+            raise _error(FilterError.FIELD_NOT_FOUND, end)
+        source = _SOURCES.get(field.type)
+        if text.startswith(_USER_STRING, end):
+            # Linux: without a meaning for other fields, and taken.
+            source = StringSource.USER if source is StringSource.KERNEL else source
+            end += len(_USER_STRING)
+        end = self._skip(end, SPACES.__contains__)
+        op = next((op for op in FilterOp if text.startswith(op.value, end)), None)
+        if op is None:
+            raise _error(FilterError.INVALID_OP, end)
+        end = self._skip(end + len(op.value), SPACES.__contains__)
+        first = text[end : end + 1]
+        if first and first in _QUOTES:
+            return self._string(field, source, op, end)
+        if first == "-" or is_digit(first):
+            return self._number(field, op, end)
+        raise _error(FilterError.INVALID_VALUE, end)
+
+    def _skip(self, at: int, belongs: Callable[[str], bool]) -> int:
+        """The first place from `at` on whose character doesn't belong."""
+        while at < len(self._text) and belongs(self._text[at]):
+            at += 1
+        return at
+
+    def _string(
+        self, field: FilterField, source: StringSource | None, op: FilterOp, start: int
+    ) -> tuple[Predicate, int]:
+        if op not in (FilterOp.EQ, FilterOp.NE, FilterOp.GLOB):
+            raise _error(FilterError.ILLEGAL_FIELD_OP, start)
+        if source is None:
+            raise _error(FilterError.EXPECT_DIGIT, start)
+        end = self._text.index(self._text[start], start + 1)
+        value = self._text[start + 1 : end].encode("latin-1")
+        if len(value) >= MAX_FILTER_STR_VAL:
+            raise _error(FilterError.OPERAND_TOO_LONG, end)
+        pattern, negated = literal_pattern(value), op is FilterOp.NE
+        if op is FilterOp.GLOB:
+            pattern, negated = parse_pattern(value)
+        return StringPredicate(source, field.offset, field.size, pattern, negated), end + 1
+
+    def _number(self, field: FilterField, op: FilterOp, start: int) -> tuple[Predicate, int]:
+        if field.type.is_string:
+            raise _error(FilterError.EXPECT_STRING, start)
+        if op is FilterOp.GLOB:
+            raise _error(FilterError.ILLEGAL_FIELD_OP, start)
+        end = self._skip(start + (self._text[start] == "-"), is_alnum)
+        if end - start >= _NUMBER_SIZE:
+            raise _error(FilterError.OPERAND_TOO_LONG, end)
+        convert = kstrtol if field.is_signed else kstrtoul
+        try:
+            value = convert(self._text[start:end])
+        except KernelError:
+            raise _error(FilterError.ILLEGAL_INTVAL, start) from None
+        return _compare(field, op, value), end
+
+
+def _compare(field: FilterField, op: FilterOp, value: int) -> Predicate:
+    """Linux: only the value's low bytes count, as many as the field has."""
+    if field.type is not FilterType.CPU and field.size not in _NUMBER_SIZES:
+        return NeverPredicate()
+    low = (value & (1 << 8 * field.size) - 1).to_bytes(field.size, "little")
+    value = int.from_bytes(low, "little", signed=field.is_signed)
+    if field.type is FilterType.CPU:
+        return CpuPredicate(op, value)
+    return ComparePredicate(op, field.offset, field.size, field.is_signed, value)
+
+
+def _error(error: FilterError, at: int) -> FilterParseError:
+    return FilterParseError(error, at + 1)

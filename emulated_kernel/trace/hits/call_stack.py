@@ -1,0 +1,195 @@
+"""Call chains of the guest: the one unwinder, right at any instruction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from itertools import chain, dropwhile, islice
+from typing import Any, NamedTuple
+
+from emulated_kernel.arch.analysis.frames import ALIGNED, CFA, IP, Frame, FunctionFrames
+from emulated_kernel.arch.base import Arch
+from emulated_kernel.image.modules import LiveImage
+from emulated_kernel.kprobes.kprobes import Kprobes
+from emulated_kernel.kprobes.return_hook.hook_sets import HookSets
+from emulated_kernel.machine.memory.memory import Memory
+from emulated_kernel.machine.traps.trap import MemoryFault
+from emulated_kernel.trace.hits.function_frames import FrameTables
+from emulated_kernel.trace.symbols import KernelSymbols
+
+MAX_CALLERS = 1024
+"""Mirrors: kernel/trace/trace.c:FTRACE_KSTACK_ENTRIES (v6.1)."""
+_RECORDING = ("host_trace_commit", "trace_event_raw_event_", "__traceiter_")
+"""What the functions' names begin with that run when a tracepoint is hit."""
+
+
+class Caller(NamedTuple):
+    """A place that a call returns to, or that was interrupted."""
+
+    address: int
+    slot: int
+    """Where it lies on the stack; the stack pointer, if it is in a register."""
+
+
+class _Place(NamedTuple):
+    regs: Mapping[str, int]
+    """What is known of the registers, as pt_regs names them."""
+    ip: int
+    is_behind_call: bool
+
+
+class _Left(NamedTuple):
+    """A function has returned."""
+
+    regs: Mapping[str, int]
+    cfa: int
+    slot: int
+    """Where the address that it returned to lay on the stack."""
+
+
+class CallStack:
+    """Finds callers by what each function keeps in its stack frame."""
+
+    def __init__(
+        self,
+        memory: Memory,
+        tables: FrameTables,
+        image: LiveImage,
+        symbols: KernelSymbols,
+        arch: Arch,
+        hook_sets: HookSets,
+        kprobes: Kprobes,
+    ) -> None:
+        self._memory = memory
+        self._tables = tables
+        self._image = image
+        self._symbols = symbols
+        self._arch = arch
+        self._real = hook_sets.real_return_address
+        self._kprobes = kprobes
+        self._kept = arch.kept_by_calls | {arch.registers.sp}
+        self._registers = tuple(arch.entry_frame(by_interrupt=True).regs)
+
+    def caller(self, regs: Any) -> int:
+        """Return address of the function whose first instruction is next."""
+        link = self._arch.registers.link
+        if link is not None:
+            return int(getattr(regs, link))
+        return self._memory.read_word(getattr(regs, self._arch.registers.sp))
+
+    def callers(self, regs: Any) -> list[int]:
+        """The place of `regs`, then where its callers go on, innermost first.
+
+        The code that fills a static event's record in is left out. Linux: skips so many frames.
+        """
+        place = getattr(regs, self._arch.registers.ip)
+        addresses = chain((place,), (caller.address for caller in self.returns(place, regs)))
+        return list(islice(dropwhile(self._is_recording, addresses), MAX_CALLERS))
+
+    def _is_recording(self, address: int) -> bool:
+        found = self._symbols.lookup(address)
+        return found is not None and found.symbol.name.startswith(_RECORDING)
+
+    def user_callers(self, task: int) -> list[int]:
+        """Where the task has left user mode; nothing for a kernel thread.
+
+        Linux goes on by frame pointers, of which the guest's user mode has none.
+        Mirrors: arch/x86/kernel/stacktrace.c:arch_stack_walk_user (v6.1).
+        """
+        abi, arch = self._image.core.abi, self._arch
+        top = self._memory.read_word(task + abi["task_struct.stack"]) + abi["thread.size"]
+        below = len(arch.pt_regs) - arch.pt_regs.index(arch.registers.ip)
+        ip = self._memory.read_word(top - below * arch.word_size)
+        return [ip] if 0 < ip < arch.task_size else []
+
+    def returns(self, ip: int, regs: Any) -> Iterator[Caller]:
+        """Where the calls that led to `ip` return to, innermost first; `regs` has the other registers."""
+        known = ((name, getattr(regs, name, None)) for name in self._registers)
+        place = _Place({name: value for name, value in known if value is not None}, ip, False)
+        with suppress(MemoryFault):
+            while (found := self._step(self._probed(place))) is not None:
+                caller, place = found
+                yield caller
+
+    def _step(self, place: _Place) -> tuple[Caller, _Place] | None:
+        """One frame up; None where the chain ends."""
+        address, arch = place.ip - place.is_behind_call, self._arch
+        where = self._symbols.lookup(address)
+        frames = None if where is None else self._tables.of(where.symbol)
+        found = None if frames is None else self._left(frames, place, address)
+        if frames is None or found is None or IP not in found.regs:
+            return None
+        regs, cfa = dict(found.regs), found.cfa
+        hooked = cfa if arch.registers.link is not None else cfa - arch.word_size
+        above = _Place(regs, self._real(hooked, regs.pop(IP)), not frames.by_interrupt)
+        if above.is_behind_call:
+            above = above._replace(regs={n: v for n, v in regs.items() if n in self._kept})
+        else:
+            above = self._probed(above)
+        if self._symbols.lookup(above.ip) is None:
+            # The host has called the function.
+            return None
+        return Caller(above.ip, found.slot), above
+
+    def _probed(self, place: _Place) -> _Place:
+        """Who runs a copy of a probed instruction, or stands in a detour, is where the probe is."""
+        address = place.ip - place.is_behind_call
+        if self._symbols.lookup(address) is not None:
+            return place
+        stands_for = self._kprobes.stands_for(address)
+        if stands_for is None:
+            return place
+        probed, detour = stands_for
+        if detour is not None:
+            found = self._left(self._tables.of_detour(detour, self._arch.max_detour), place, address)
+            if found is None:
+                return place
+            place = place._replace(regs=found.regs)
+        return place._replace(ip=probed + place.is_behind_call)
+
+    def _left(self, frames: FunctionFrames, place: _Place, address: int) -> _Left | None:
+        """The function's end, from any place in it."""
+        frame = frames.at(address)
+        bases = {} if frame is None else self._bases(frame, place.regs)
+        if frame is None or CFA not in bases:
+            return None
+        regs, slot = self._restored(frame, bases, place.regs)
+        regs[self._arch.registers.sp] = bases[CFA]
+        return _Left(regs, bases[CFA], slot)
+
+    def _bases(self, frame: Frame, regs: Mapping[str, int]) -> dict[str, int]:
+        found = {
+            base: regs[name] - offset & self._arch.mask
+            for name, (base, offset) in frame.regs.items()
+            if base in (CFA, ALIGNED) and name in regs
+        }
+        if CFA not in found and ALIGNED in found:
+            for (base, at), (kept, offset) in frame.slots.items():
+                if base == ALIGNED and kept == CFA:
+                    found[CFA] = self._memory.read_word(found[ALIGNED] + at) - offset & self._arch.mask
+        return found
+
+    def _restored(
+        self, frame: Frame, bases: Mapping[str, int], regs: Mapping[str, int]
+    ) -> tuple[dict[str, int], int]:
+        """The registers at the function's return, and the slot of the return address.
+
+        A slot goes before the register that it was saved from: somebody may have changed it for when it is
+        restored. Of several slots that is the lowest.
+        """
+        found: dict[str, int] = {}
+        slot = regs.get(self._arch.registers.sp, 0)
+        for (base, at), (kept, offset) in sorted(frame.slots.items(), key=_by_place):
+            if not offset and kept not in (CFA, ALIGNED) and kept not in found and base in bases:
+                found[kept] = self._memory.read_word(bases[base] + at)
+                if kept == IP:
+                    slot = bases[base] + at
+        for name, (kept, offset) in frame.regs.items():
+            if not offset and kept not in (CFA, ALIGNED) and name in regs:
+                found.setdefault(kept, regs[name])
+        return found, slot
+
+
+def _by_place(kept: tuple[tuple[str, int], tuple[str, int]]) -> tuple[bool, int]:
+    (base, at), _ = kept
+    return base != CFA, at

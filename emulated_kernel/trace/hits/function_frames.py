@@ -1,0 +1,141 @@
+"""What each function keeps on its stack at each of its instructions, found by reading its code, once.
+
+Mirrors: arch/x86/kernel/unwind_orc.c (v6.1), whose tables come from the kernel's build. Deviates: modules and
+other kernels have them as well; and code that the host has added, such as trampolines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+
+from emulated_kernel.arch.analysis.frames import CFA, IP, Frame, FunctionFrames, find_frames
+from emulated_kernel.arch.base import Arch
+from emulated_kernel.image.kallsyms import Symbol
+from emulated_kernel.image.modules import LiveImage
+from emulated_kernel.kprobes.return_hook.hook_sets import COLD_PART, HookSets
+from emulated_kernel.kprobes.return_hook.trampoline import Trampoline
+from emulated_kernel.machine.text.text import Text
+from emulated_kernel.trace.symbols import FTRACE_TRAMPOLINE, KernelSymbols
+
+
+class FrameTables:
+    """The frames of functions by their symbols; forgotten when symbols change."""
+
+    def __init__(
+        self, text: Text, image: LiveImage, symbols: KernelSymbols, arch: Arch, hook_sets: HookSets
+    ) -> None:
+        self._text = text
+        self._image = image
+        self._symbols = symbols
+        self._arch = arch
+        self._hook_sets = hook_sets
+        self._version = -1
+        self._found: dict[Symbol, FunctionFrames | None] = {}
+
+    def of(self, symbol: Symbol) -> FunctionFrames | None:
+        """None for what nobody calls, and for data."""
+        if self._version != self._symbols.version:
+            self._version, self._found = self._symbols.version, {}
+            self.__dict__.pop("_ways", None)
+        if symbol not in self._found:
+            self._found[symbol] = None
+            self._found[symbol] = self._find(symbol)
+        return self._found[symbol]
+
+    def of_detour(self, start: int, size: int) -> FunctionFrames:
+        """Of a detour, which goes on as if nothing had been."""
+        return self._solve(start, self._text.current(start, size), {start: self._arch.detour_entry()}, True)
+
+    def _find(self, symbol: Symbol) -> FunctionFrames | None:
+        arch, start, size = self._arch, symbol.address, symbol.size
+        if symbol.name in arch.unwind_roots or not symbol.is_text:
+            return None
+        if symbol.name == FTRACE_TRAMPOLINE:
+            return self._solve(start, self._text.current(start, size), {start: arch.traced_entry()}, True)
+        for _, trampoline in self._hook_sets.trampolines():
+            if start == trampoline.address:
+                return self._of_trampoline(trampoline)
+        by_interrupt = symbol.name in arch.interrupt_entries
+        entries = {start: arch.entry_frame(by_interrupt=by_interrupt)}
+        for whole in self._wholes(symbol):
+            frames = self.of(whole)
+            exits = {} if frames is None else frames.exits
+            inside = {at: frame for at, frame in exits.items() if start <= at < start + size}
+            if frames is not None and inside:
+                entries, by_interrupt = inside, frames.by_interrupt
+        return self._solve(
+            start,
+            self._text.original(start, size),
+            entries,
+            by_interrupt,
+            switches_stack=symbol.name in arch.stack_switches,
+        )
+
+    def _solve(
+        self,
+        start: int,
+        code: bytes,
+        entries: Mapping[int, Frame],
+        by_interrupt: bool,
+        *,
+        switches_stack: bool = False,
+    ) -> FunctionFrames:
+        insns = dict(self._arch.frame_insns(code, start, switches_stack=switches_stack))
+        entries = {at: frame for at, frame in entries.items() if at in insns}
+        return find_frames(insns, entries, self._ways, self._arch.registers.sp, by_interrupt)
+
+    def _of_trampoline(self, trampoline: Trampoline) -> FunctionFrames:
+        """A return trampoline, where nobody has called: the address to go on at is the shadow stack's.
+
+        On the stack or in the link register is its own address instead, until a handler has put the real one
+        to where it is taken from.
+        """
+        arch = self._arch
+        in_register = arch.registers.link is not None
+        entry = arch.entry_frame(by_interrupt=False)
+        entry.regs[arch.registers.sp] = (CFA, 0)
+        code = self._text.current(trampoline.address, trampoline.size)
+        insns = {
+            at: replace(insn, effect=partial(_filled_in, insn.effect, arch.trampoline_slot))
+            if not in_register or at + insn.length == trampoline.filled_in
+            else insn
+            for at, insn in arch.frame_insns(code, trampoline.address, switches_stack=False)
+        }
+        entries = {trampoline.address: entry}
+        return find_frames(insns, entries, {}, arch.registers.sp, by_interrupt=False)
+
+    def _wholes(self, symbol: Symbol) -> Sequence[Symbol]:
+        """What a symbol may be part of: a function whose cold part it is, or one that runs on at a label."""
+        cold = COLD_PART.search(symbol.name)
+        if cold is not None:
+            return self._image.kallsyms.by_name(symbol.name[: cold.start()])
+        if symbol.address in self._entry_text:
+            before = self._symbols.lookup(symbol.address - 1)
+            return () if before is None else (before.symbol,)
+        return ()
+
+    @cached_property
+    def _ways(self) -> Mapping[int, Sequence[int]]:
+        """Where instructions lead besides: by a jump label that is on, by a fixup."""
+        ways: dict[int, list[int]] = {}
+        for label in self._image.jump_labels:
+            ways.setdefault(label.code, []).append(label.target)
+        for entry in self._image.ex_table:
+            ways.setdefault(entry.insn, []).append(entry.fixup)
+        return ways
+
+    @cached_property
+    def _entry_text(self) -> range:
+        """Assembly with labels inside its functions."""
+        names = ("__entry_text_start", "__entry_text_end")
+        start, end = (self._image.kallsyms.lookup_name(name) for name in names)
+        return range(start or 0, end or 0)
+
+
+def _filled_in(effect: Callable[[Frame], None], slot: int, frame: Frame) -> None:
+    effect(frame)
+    frame.regs = {name: value for name, value in frame.regs.items() if value[0] != IP}
+    frame.slots = {at: value for at, value in frame.slots.items() if value[0] != IP}
+    frame.slots[CFA, slot] = (IP, 0)

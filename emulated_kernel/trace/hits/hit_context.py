@@ -1,0 +1,73 @@
+"""The context that a probe's record shows: interrupts, preemption, and how the probe was entered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from emulated_kernel.kprobes.ctlblk import KprobeCtlblk
+from emulated_kernel.machine.memory.memory import Memory
+from emulated_kernel.trace.ring.trace_entry import EntryFlag
+
+SOFTIRQ_SERVED = 1 << 8
+"""SOFTIRQ_OFFSET: one level of serving; each disabling counts two."""
+_COUNT_MASK = 0xFF
+
+
+class HitContext:
+    """Mirrors: include/linux/trace_events.h:tracing_gen_ctx_dec, tracing_gen_ctx_irq_test (v6.1).
+
+    A breakpoint is entered as an NMI with interrupts off. A kernel with preemption takes one from the whole
+    context for its handlers' own preempt_disable(), which a breakpoint's doesn't do: the borrow takes the
+    interrupt flag and leaves both counts at their top.
+    """
+
+    def __init__(
+        self,
+        ctlblk: KprobeCtlblk,
+        memory: Memory,
+        abi: Mapping[str, int],
+        interrupt_flag: tuple[str, int],
+        areas: Sequence[int],
+        *,
+        preemption: bool,
+    ) -> None:
+        """`interrupt_flag`: register and bit that tell whether interrupts are on; `areas`: per-CPU areas."""
+        self._ctlblk = ctlblk
+        self._flags, self._interrupts = interrupt_flag
+        self._variables = [
+            (_variable(memory, abi, area, "preempt_count"), _variable(memory, abi, area, "need_resched"))
+            for area in areas
+        ]
+        self.switch_to(0)
+        self._hardirq, self._softirq = abi["preempt.hardirq_mask"], abi["preempt.softirq_mask"]
+        nmi = EntryFlag.NMI | EntryFlag.HARDIRQ
+        self.breakpoint_trace_ctx = (nmi, _COUNT_MASK) if preemption else (nmi | EntryFlag.IRQS_OFF, 0)
+
+    def switch_to(self, cpu: int) -> None:
+        """Another CPU is current."""
+        self._count, self._need_resched = self._variables[cpu]
+
+    def hit_trace_ctx(self, regs: Any) -> tuple[int, int]:
+        """common_flags and common_preempt_count of the probe's hit with these registers."""
+        if self._ctlblk.by_breakpoint:
+            return self.breakpoint_trace_ctx
+        return self.trace_ctx(regs)
+
+    def trace_ctx(self, regs: Any) -> tuple[int, int]:
+        """The same for the current context, with no probe's hit to account for."""
+        count = int(self._count[0])
+        flags = 0 if getattr(regs, self._flags) & self._interrupts else int(EntryFlag.IRQS_OFF)
+        if self._need_resched[0]:
+            flags |= EntryFlag.NEED_RESCHED | EntryFlag.PREEMPT_RESCHED
+        if count & self._hardirq:
+            flags |= EntryFlag.HARDIRQ
+        if count & SOFTIRQ_SERVED:
+            flags |= EntryFlag.SOFTIRQ
+        if count & self._softirq & ~SOFTIRQ_SERVED:
+            flags |= EntryFlag.BH_OFF
+        return flags, count & _COUNT_MASK
+
+
+def _variable(memory: Memory, abi: Mapping[str, int], area: int, name: str) -> memoryview:
+    return memory.view(area + abi[f"percpu.{name}"], 4).cast("I")

@@ -1,0 +1,90 @@
+"""A hit as an event's handler sees it, and the task that made it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from emulated_kernel.machine.machine import Machine
+from emulated_kernel.machine.memory.memory import Memory
+from emulated_kernel.machine.traps.trap import MemoryFault
+
+
+@dataclass(frozen=True)
+class TaskContext:
+    """Who does something, for records made on a task's behalf."""
+
+    pid: int = 0
+    comm: str = "swapper/0"
+    tgid: int = 0
+    cpu: int = 0
+    flags: int = 0
+    preempt_count: int = 0
+
+
+class Tasks:
+    """Reads the current task of the guest: pid and name, for records and $comm."""
+
+    def __init__(self, machine: Machine, abi: Mapping[str, int]) -> None:
+        memory = machine.memory
+        self._machine = machine
+        self._memory = memory
+        word = memory.word_size
+        views = (memory.view(area + abi["percpu.current_task"], word) for area in machine.per_cpu_bases)
+        self._currents = [view.cast("Q" if word == 8 else "I") for view in views]
+        self._pid = abi["task_struct.pid"]
+        self._comm = abi["task_struct.comm"]
+
+    def cpu(self) -> int:
+        """The number of the CPU that runs."""
+        return self._machine.cpu
+
+    def current(self) -> int:
+        """The address of the task_struct that runs on it."""
+        return int(self._currents[self._machine.cpu][0])
+
+    def pid(self) -> int:
+        """Of the current task."""
+        return int.from_bytes(self._memory.read(self.current() + self._pid, 4), "little")
+
+    def comm(self) -> bytes:
+        """The name without its padding, 15 bytes at most."""
+        return self._memory.read(self.current() + self._comm, 16).split(b"\0", 1)[0]
+
+    def context(self) -> TaskContext:
+        """For records that no probe makes."""
+        pid = self.pid()
+        comm = self.comm().decode("utf-8", "surrogateescape")
+        return TaskContext(pid=pid, comm=comm, tgid=pid, cpu=self.cpu())
+
+
+class ProbeHit:
+    """The hit being handled; one object, valid during the call."""
+
+    def __init__(self, memory: Memory, tasks: Tasks, context: Callable[[Any], tuple[int, int]]) -> None:
+        """`context` gives common_flags and common_preempt_count of a hit with these registers."""
+        self.return_address = 0
+        """Of a return probe: where the function returns to."""
+        self._memory = memory
+        self._tasks = tasks
+        self._context = context
+        self.regs: Any = None
+        """The registers at the hit, attributes as in Arch.registers."""
+
+    @property
+    def context(self) -> tuple[int, int]:
+        """common_flags and common_preempt_count of its entry."""
+        return self._context(self.regs)
+
+    @property
+    def comm(self) -> bytes:
+        """The current task's name, without padding."""
+        return self._tasks.comm()
+
+    def read(self, address: int, size: int) -> bytes | None:
+        """Guest memory; None where a byte of it faults."""
+        try:
+            return self._memory.read(address, size)
+        except MemoryFault:
+            return None

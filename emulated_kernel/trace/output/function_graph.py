@@ -1,0 +1,239 @@
+"""The function_graph tracer's records, and its text: calls as a tree, with what each took.
+
+Mirrors: kernel/trace/trace_functions_graph.c (v6.1)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from struct import Struct
+
+from emulated_kernel.trace.output.line_formatter import LineFormatter, TimedRecord, latency_flags
+from emulated_kernel.trace.output.options import TraceOption
+from emulated_kernel.trace.output.tracer_options import GraphOption, TracerOptions
+from emulated_kernel.trace.ring.trace_entry import TRACE_ENTRY, EntryType
+from emulated_kernel.trace.text.sprint_symbol import print_ip
+
+NAME = "function_graph"
+INDENT = 2
+MAX_DEPTH = 50
+"""FTRACE_RETFUNC_DEPTH: calls nested deeper aren't matched with their returns."""
+_PROCINFO_LENGTH = 14
+_NO_TIME = "              |  "
+_RULE = " ------------------------------------------\n"
+_MARKS = (
+    (1_000_000_000, "$"),
+    (100_000_000, "@"),
+    (10_000_000, "*"),
+    (1_000_000, "#"),
+    (100_000, "!"),
+    (10_000, "+"),
+)
+_COMM_SHOWN = 7
+
+
+@dataclass(frozen=True)
+class GraphRecords:
+    """struct ftrace_graph_ent_entry and ftrace_graph_ret_entry, behind their trace_entry."""
+
+    entered: Struct
+    """func, depth"""
+    returned: Struct
+    """func, depth, overrun, calltime, rettime; nanoseconds"""
+
+    @classmethod
+    def of(cls, word_size: int) -> GraphRecords:
+        word = "Q" if word_size == 8 else "I"
+        return cls(Struct(f"<{word}i"), Struct(f"<{word}iIQQ"))
+
+
+def duration_text(nanoseconds: int) -> str:
+    """Microseconds in seven digits at most. Mirrors: trace_print_graph_duration (v6.1)."""
+    usecs, rest = divmod(nanoseconds, 1000)
+    text = str(usecs)
+    if len(text) < 7:
+        text += "." + f"{rest:03d}"[: 7 - len(text)]
+    return f"{text} us " + " " * (8 - len(text))
+
+
+def overhead_mark(nanoseconds: int) -> str:
+    """Mirrors: kernel/trace/trace_output.c:trace_find_mark (v6.1)."""
+    return next((mark for limit, mark in _MARKS if nanoseconds > limit), " ")
+
+
+@dataclass
+class _CpuState:
+    """How far the text of a CPU is. Mirrors: struct fgraph_cpu_data (v6.1)."""
+
+    last_pid: int = -1
+    depth: int = 0
+    functions: dict[int, int] = field(default_factory=dict)
+    """Those that were entered and not yet left, by depth."""
+    was_leaf: bool = False
+    """The next return has been printed with its call."""
+
+
+_LATENCY_LEGEND = (
+    "  _-----=> irqs-off        ",
+    " / _----=> need-resched    ",
+    "| / _---=> hardirq/softirq ",
+    "|| / _--=> preempt-depth   ",
+    "||| /                      ",
+)
+_LATENCY_INDENTS = {GraphOption.ABSTIME: 16, GraphOption.CPU: 4, GraphOption.PROC: 17}
+
+
+def header(options: TracerOptions, *, latency: bool) -> str:
+    """The titles of the columns. Mirrors: __print_graph_headers_flags, print_lat_header (v6.1)."""
+    indent = sum(width for option, width in _LATENCY_INDENTS.items() if options.is_on(option))
+    legend = "".join(f"#{'':{indent}}{line}\n" for line in _LATENCY_LEGEND) if latency else ""
+    columns = (
+        (options.is_on(GraphOption.ABSTIME), "     TIME       ", "      |         "),
+        (options.is_on(GraphOption.CPU), " CPU", " |  "),
+        (options.is_on(GraphOption.PROC), "  TASK/PID       ", "   |    |        "),
+        (latency, "||||   ", "||||   "),
+        (options.is_on(GraphOption.DURATION), "  DURATION   ", "   |   |      "),
+        (True, "               FUNCTION CALLS", "               |   |   |   |"),
+    )
+    titles = "".join(title for shown, title, _ in columns if shown)
+    marks = "".join(mark for shown, _, mark in columns if shown)
+    return f"{legend}#{titles}\n#{marks}\n"
+
+
+class GraphPrinter:
+    """Prints the records of one rendering in their order, under the options of each moment."""
+
+    def __init__(self, cpus: int, options: TracerOptions) -> None:
+        self._options = options
+        self._width = len(str(cpus - 1))
+        self._cpus = [_CpuState() for _ in range(cpus)]
+
+    def prints(self, record: bytes) -> bool:
+        """Whether a record is a call, a return, or shown as a comment."""
+        return TRACE_ENTRY.unpack_from(record)[0] not in (EntryType.STACK, EntryType.FN)
+
+    def line(self, entry: TimedRecord, following: bytes | None, formatter: LineFormatter) -> str:
+        """A record's lines; "" for a return that its call's line shows already (a leaf).
+
+        `following` is the next record of that CPU; `formatter` has the other options.
+        """
+        line = _Line(entry, self._cpus[entry.cpu], self._options, formatter, self._width)
+        kind = TRACE_ENTRY.unpack_from(entry.record)[0]
+        if kind == EntryType.GRAPH_RET:
+            return line.returned()
+        if kind == EntryType.GRAPH_ENT:
+            return line.entered(following)
+        return line.comment()
+
+
+class _Line:
+    """One record on its way to the text."""
+
+    def __init__(
+        self,
+        entry: TimedRecord,
+        state: _CpuState,
+        options: TracerOptions,
+        formatter: LineFormatter,
+        width: int,
+    ) -> None:
+        _, self._context_flags, self._preempt_count, self._pid = TRACE_ENTRY.unpack_from(entry.record)
+        self._entry = entry
+        self._state = state
+        self._is_on = options.is_on
+        self._formatter = formatter
+        self._width = width
+        self._has_context = TraceOption.CONTEXT_INFO in formatter.flags
+        self._records = GraphRecords.of(formatter.style.word_size)
+
+    def entered(self, following: bytes | None) -> str:
+        """Mirrors: print_graph_entry_leaf, print_graph_entry_nested (v6.1)."""
+        func, depth = map(int, self._records.entered.unpack_from(self._entry.record, TRACE_ENTRY.size))
+        state, prologue = self._state, self._prologue()
+        leaf = self._leaf_duration(func, following)
+        if leaf is None:
+            state.depth = depth
+            if depth < MAX_DEPTH:
+                state.functions[depth] = func
+            return prologue + self._column(None) + " " * (depth * INDENT) + f"{self._name(func)}() {{\n"
+        state.depth, state.was_leaf = depth - 1, True
+        state.functions.pop(depth, None)
+        return prologue + self._column(leaf) + " " * (depth * INDENT) + f"{self._name(func)}();\n"
+
+    def _leaf_duration(self, func: int, following: bytes | None) -> int | None:
+        """Nanoseconds of a call whose return comes next, with nothing in between."""
+        if following is None:
+            return None
+        kind, _, _, their_pid = TRACE_ENTRY.unpack_from(following)
+        if kind != EntryType.GRAPH_RET or their_pid != self._pid:
+            return None
+        returned, _, _, called, left = self._records.returned.unpack_from(following, TRACE_ENTRY.size)
+        return left - called if returned == func else None
+
+    def returned(self) -> str:
+        """Mirrors: print_graph_return (v6.1)."""
+        state = self._state
+        if state.was_leaf:
+            state.was_leaf = False
+            return ""
+        fields = self._records.returned.unpack_from(self._entry.record, TRACE_ENTRY.size)
+        func, depth, overrun, called, left = map(int, fields)
+        prologue = self._prologue()
+        state.depth = depth - 1
+        matches = depth >= MAX_DEPTH or state.functions.pop(depth, 0) == func
+        named = not matches or self._is_on(GraphOption.TAIL)
+        closing = f"}} /* {self._name(func)} */\n" if named else "}\n"
+        if self._is_on(GraphOption.OVERRUN):
+            closing += f" (Overruns: {overrun})\n"
+        return prologue + self._column(left - called) + " " * (depth * INDENT) + closing
+
+    def comment(self) -> str:
+        """Another tracer's or an event's record in between. Mirrors: print_graph_comment (v6.1)."""
+        depth = self._state.depth
+        indent = " " * ((depth + 1) * INDENT) if depth > 0 else ""
+        text = self._formatter.comment(self._entry).rstrip("\n")
+        return f"{self._prologue()}{self._column(None)}{indent}/* {text} */\n"
+
+    def _name(self, func: int) -> str:
+        return print_ip(self._formatter.style.symbols, func, offset=False, digits=0)
+
+    def _prologue(self) -> str:
+        """Mirrors: print_graph_prologue (v6.1)."""
+        switch = self._switch()
+        if not self._has_context:
+            return switch
+        text = switch
+        if self._is_on(GraphOption.ABSTIME):
+            seconds, rest = divmod(self._entry.time_stamp, 1_000_000_000)
+            text += f"{seconds:5d}.{rest // 1000:06d} |  "
+        if self._is_on(GraphOption.CPU):
+            text += self._cpu()
+        if self._is_on(GraphOption.PROC):
+            text += f"{self._task(self._pid)} | "
+        if TraceOption.LATENCY_FMT in self._formatter.flags:
+            text += f" {latency_flags(self._context_flags, self._preempt_count)} | "
+        return text
+
+    def _cpu(self) -> str:
+        return f" {self._entry.cpu:>{self._width}}) "
+
+    def _switch(self) -> str:
+        """Another task runs on this CPU now. Mirrors: verif_pid (v6.1)."""
+        previous, self._state.last_pid = self._state.last_pid, self._pid
+        if previous in (-1, self._pid):
+            return ""
+        return f"{_RULE}{self._cpu()}{self._task(previous)} => {self._task(self._pid)}\n{_RULE}\n"
+
+    def _task(self, pid: int) -> str:
+        text = f"{self._formatter.named(pid)[:_COMM_SHOWN]}-{pid}"
+        spaces = max(0, _PROCINFO_LENGTH - len(text))
+        return " " * (spaces // 2) + text + " " * (spaces - spaces // 2)
+
+    def _column(self, nanoseconds: int | None) -> str:
+        """The overhead mark and the duration. Mirrors: print_graph_duration (v6.1)."""
+        if not self._has_context or not self._is_on(GraphOption.DURATION):
+            return ""
+        if nanoseconds is None:
+            return _NO_TIME
+        mark = overhead_mark(nanoseconds) if self._is_on(GraphOption.OVERHEAD) else " "
+        return f"{mark} {duration_text(nanoseconds)}|  "

@@ -1,0 +1,120 @@
+"""The comment lines at the head of a trace file.
+
+Mirrors: kernel/trace/trace.c:trace_default_header, print_trace_header, print_lat_help_header (v6.1)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from emulated_kernel.trace.output import function_graph
+from emulated_kernel.trace.output.options import TraceOption
+from emulated_kernel.trace.output.tracer_options import TracerOptions
+
+_TGID_COLUMN = ("   TGID   ", "     |    ")
+_IRQ_INDENT = 30
+_LATENCY_INDENT = 18
+_IRQ_LEGEND = (
+    "  _-----=> irqs-off/BH-disabled",
+    " / _----=> need-resched",
+    "| / _---=> hardirq/softirq",
+    "|| / _--=> preempt-depth",
+    "||| / _-=> migrate-disable",
+    "|||| /     delay",
+)
+_LATENCY_LEGEND = (
+    "  _------=> CPU#            ",
+    " / _-----=> irqs-off/BH-disabled",
+    "| / _----=> need-resched    ",
+    "|| / _---=> hardirq/softirq ",
+    "||| / _--=> preempt-depth   ",
+    "|||| / _-=> migrate-disable ",
+    "||||| /     delay           ",
+)
+
+
+@dataclass(frozen=True)
+class HeaderFacts:
+    """What a header tells of its trace array and kernel."""
+
+    tracer: str
+    entries: int
+    total: int
+    """Events in the buffers, and these plus the overwritten ones."""
+    cpus: int
+    release: str
+    preemption: str
+    """The preemption model in the header's words: server, desktop, preempt."""
+    tracer_options: TracerOptions = field(default_factory=TracerOptions)
+
+
+def header_text(facts: HeaderFacts, flags: TraceOption) -> str:
+    """The header of a trace file under these options."""
+    start = f"# tracer: {facts.tracer}\n#\n"
+    if facts.tracer == function_graph.NAME:
+        return start + _graph_header(facts, flags)
+    return start + _default_header(facts, flags)
+
+
+def _default_header(facts: HeaderFacts, flags: TraceOption) -> str:
+    verbose = TraceOption.VERBOSE in flags
+    if TraceOption.CONTEXT_INFO not in flags:
+        return ""
+    if TraceOption.LATENCY_FMT in flags:
+        if not facts.entries:
+            return ""
+        return _latency_header(facts) + ("" if verbose else _latency_legend())
+    if verbose:
+        return ""
+    tgid = TraceOption.RECORD_TGID in flags
+    info = f"# entries-in-buffer/entries-written: {facts.entries}/{facts.total}   #P:{facts.cpus}\n#\n"
+    return info + (_irq_columns(tgid) if TraceOption.IRQ_INFO in flags else _columns(tgid))
+
+
+def _graph_header(facts: HeaderFacts, flags: TraceOption) -> str:
+    """Mirrors: kernel/trace/trace_functions_graph.c:print_graph_headers_flags (v6.1)."""
+    if TraceOption.CONTEXT_INFO not in flags:
+        return ""
+    latency = TraceOption.LATENCY_FMT in flags
+    if latency and not facts.entries:
+        return ""
+    columns = function_graph.header(facts.tracer_options, latency=latency)
+    return _latency_header(facts) + columns if latency else columns
+
+
+def _columns(tgid: bool) -> str:
+    name, mark = _TGID_COLUMN if tgid else ("", "")
+    return (
+        f"#           TASK-PID    {name} CPU#     TIMESTAMP  FUNCTION\n"
+        f"#              | |      {mark}   |         |         |\n"
+    )
+
+
+def _irq_columns(tgid: bool) -> str:
+    name, mark = _TGID_COLUMN if tgid else ("", "")
+    legend = "".join(f"#{'':{_IRQ_INDENT + len(name)}}{line}\n" for line in _IRQ_LEGEND)
+    return (
+        f"{legend}"
+        f"#           TASK-PID    {name} CPU#  |||||  TIMESTAMP  FUNCTION\n"
+        f"#              | |      {mark}   |   |||||     |         |\n"
+    )
+
+
+def _latency_header(facts: HeaderFacts) -> str:
+    rule = "#    -----------------\n"
+    return (
+        f"# {facts.tracer} latency trace v1.1.5 on {facts.release}\n"
+        f"# {'':->68}\n"
+        f"# latency: 0 us, #{facts.entries}/{facts.total}, CPU#0 |"
+        f" (M:{facts.preemption} VP:0, KP:0, SP:0 HP:0 #P:{facts.cpus})\n"
+        f"{rule}#    | task: -0 (uid:0 nice:0 policy:0 rt_prio:0)\n{rule}#\n"
+    )
+
+
+def _latency_legend() -> str:
+    legend = "".join(f"#{'':{_LATENCY_INDENT}}{line}\n" for line in _LATENCY_LEGEND)
+    columns = (
+        "#  cmd     pid     |||||| time  |   caller     ",
+        "#     \\   /        ||||||  \\    |    /       ",
+    )
+    return legend + "".join(f"{line}\n" for line in columns)

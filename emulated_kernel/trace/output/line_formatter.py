@@ -1,0 +1,264 @@
+"""Lines of the trace file: a record's context (task, CPU, flags, time) and its text.
+
+Lines are str in which bytes that are no UTF-8 stand as surrogates (encode_text turns them back).
+Mirrors: kernel/trace/trace_output.c, kernel/trace/trace.c:print_trace_line (v6.1)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from struct import Struct
+from typing import NamedTuple
+
+from emulated_kernel.trace.events.registry import EventRegistry
+from emulated_kernel.trace.output.options import TraceOption
+from emulated_kernel.trace.ring.clock import ns_to_usecs
+from emulated_kernel.trace.ring.trace_entry import (
+    ENTRY_PRINTERS,
+    RAW_PRINTERS,
+    TRACE_ENTRY,
+    AddressStyle,
+    EntryFlag,
+    EntryType,
+    print_message,
+    repeats,
+)
+from emulated_kernel.trace.text.chars import bytes_to_text
+from emulated_kernel.trace.text.cmdlines import SavedCmdlines
+
+SEQ_SIZE = 4095
+"""Bytes that one line, and one read of trace_pipe, can hold."""
+TOO_BIG = "[LINE TOO BIG]\n"
+
+_WORDLESS = TraceOption.BIN | TraceOption.HEX | TraceOption.RAW
+_BINARY_CONTEXT = Struct("<iiQ")
+_DELAY_MARKS = ((1_000_000, "$"), (100_000, "@"), (10_000, "*"), (1_000, "#"), (100, "!"), (10, "+"))
+
+
+class TimedRecord(NamedTuple):
+    """A record on its way to the text; time in clock units."""
+
+    time_stamp: int
+    cpu: int
+    record: bytes
+
+
+def encode_text(text: str) -> bytes:
+    """The bytes of trace text."""
+    return text.encode("utf-8", "surrogateescape")
+
+
+def latency_flags(flags: int, preempt_count: int) -> str:
+    """The five characters of irqs-off, need-resched, hardirq/softirq, preempt-depth, migrate-disable.
+
+    Mirrors: kernel/trace/trace_output.c:trace_print_lat_fmt (v6.1)
+    """
+    bh_off = flags & EntryFlag.BH_OFF
+    if flags & EntryFlag.IRQS_OFF:
+        irqs = "D" if bh_off else "d"
+    elif bh_off:
+        irqs = "b"
+    else:
+        irqs = "X" if flags & EntryFlag.IRQS_NOSUPPORT else "."
+    if flags & EntryFlag.NEED_RESCHED:
+        resched = "N" if flags & EntryFlag.PREEMPT_RESCHED else "n"
+    else:
+        resched = "p" if flags & EntryFlag.PREEMPT_RESCHED else "."
+    return irqs + resched + _irq_level(flags) + _digit(preempt_count & 0xF) + _digit(preempt_count >> 4)
+
+
+def _digit(depth: int) -> str:
+    return f"{depth:x}" if depth else "."
+
+
+def _irq_level(flags: int) -> str:
+    hardirq = flags & EntryFlag.HARDIRQ
+    if flags & EntryFlag.NMI:
+        return "Z" if hardirq else "z"
+    if flags & EntryFlag.SOFTIRQ:
+        return "H" if hardirq else "s"
+    return "h" if hardirq else "."
+
+
+def delay_mark(usecs: int) -> str:
+    """The character of a delay after a line. Mirrors: kernel/trace/trace_output.c:trace_find_mark (v6.1)."""
+    return next((mark for limit, mark in _DELAY_MARKS if usecs > limit), " ")
+
+
+class LineFormatter:
+    """Prints records under one setting of the options; made anew for each rendering."""
+
+    def __init__(
+        self,
+        flags: TraceOption,
+        *,
+        in_ns: bool,
+        events: EventRegistry,
+        cmdlines: SavedCmdlines,
+        style: AddressStyle,
+        time_start: int = 0,
+    ) -> None:
+        """`in_ns`: the clock counts nanoseconds; `time_start`: what latency-format counts from."""
+        self._flags = flags
+        self._in_ns = in_ns
+        self._event = events.by_id
+        self._cmdlines = cmdlines
+        self._style = style
+        self._time_start = time_start
+        self._tasks: dict[tuple[int, int, int, int], str] = {}
+        self._print = self._printer()
+        wanted = TraceOption.PRINTK | TraceOption.PRINTK_MSGONLY
+        self._message_only = flags & wanted == wanted
+
+    def line(self, entry: TimedRecord, next_time: int, index: int) -> str:
+        """The text of a record.
+
+        `next_time` is that of the one behind it in the file, or its own; `index` counts from 1.
+        """
+        if self._message_only and TRACE_ENTRY.unpack_from(entry.record)[0] == EntryType.PRINT:
+            return print_message(entry.record[TRACE_ENTRY.size :], self._style)
+        return self._print(entry, next_time, index)
+
+    def comment(self, entry: TimedRecord) -> str:
+        """What a record says between the lines of a graph."""
+        if TRACE_ENTRY.unpack_from(entry.record)[0] == EntryType.PRINT:
+            return print_message(entry.record[TRACE_ENTRY.size :], self._style)
+        return self._body(entry)
+
+    def named(self, pid: int) -> str:
+        """The name of a task."""
+        return self._cmdlines.find(pid)
+
+    @property
+    def flags(self) -> TraceOption:
+        """The options."""
+        return self._flags
+
+    @property
+    def style(self) -> AddressStyle:
+        """How addresses are named."""
+        return self._style
+
+    @property
+    def annotates(self) -> bool:
+        """Whether notes for people may stand between the lines."""
+        return TraceOption.ANNOTATE in self._flags and not self._flags & _WORDLESS
+
+    def _printer(self) -> Callable[[TimedRecord, int, int], str]:
+        flags = self._flags
+        if flags & TraceOption.BIN:
+            return self._binary_line
+        if flags & TraceOption.HEX:
+            return self._hex_line
+        if flags & TraceOption.RAW:
+            return self._raw_line
+        if not flags & TraceOption.CONTEXT_INFO:
+            return lambda entry, _next_time, _index: self._clip("", self._body(entry))
+        return self._latency_line if flags & TraceOption.LATENCY_FMT else self._default_line
+
+    # -- what happened
+
+    def _body(self, entry: TimedRecord) -> str:
+        kind = entry.record[0] | entry.record[1] << 8
+        payload = entry.record[TRACE_ENTRY.size :]
+        if kind == EntryType.FUNC_REPEATS:
+            return self._repeats(payload, entry.time_stamp)
+        event = self._event(kind)
+        if event is not None:
+            return event.print_line(payload, self._style.symbols, sym_addr=self._style.sym_addr) + "\n"
+        if printer := ENTRY_PRINTERS.get(kind):
+            return printer(payload, self._style)
+        return f"Unknown type {kind}\n"
+
+    def _repeats(self, payload: bytes, now: int) -> str:
+        """Mirrors: kernel/trace/trace_output.c:trace_func_repeats_print, trace_print_time (v6.1)."""
+        count, ago = repeats(payload, self._style)
+        last = now - ago
+        seconds, usecs = divmod(ns_to_usecs(last), 1_000_000)
+        when = f"{seconds:5d}.{usecs:06d}" if self._in_ns else f"{last:12d}"
+        call = ENTRY_PRINTERS[EntryType.FN](payload, self._style).rstrip("\n")
+        return f"{call} (repeats: {count}, last_ts: {when})\n"
+
+    @staticmethod
+    def _clip(context: str, body: str) -> str:
+        line = context + body
+        if len(line) * 4 > SEQ_SIZE and len(encode_text(line)) > SEQ_SIZE:
+            # Deviates: Linux keeps the arguments that still fit before its note.
+            return context + TOO_BIG
+        return line
+
+    # -- who, where, when
+
+    def _default_line(self, entry: TimedRecord, _next_time: int, _index: int) -> str:
+        _, flags, preempt, pid = TRACE_ENTRY.unpack_from(entry.record)
+        key = (pid, entry.cpu, flags, preempt)
+        task = self._tasks.get(key)
+        if task is None:
+            task = self._tasks[key] = self._task(*key)
+        if self._in_ns:
+            seconds, usecs = divmod(ns_to_usecs(entry.time_stamp), 1_000_000)
+            context = f"{task} {seconds:5d}.{usecs:06d}: "
+        else:
+            context = f"{task} {entry.time_stamp:12d}: "
+        return self._clip(context, self._body(entry))
+
+    def _task(self, pid: int, cpu: int, flags: int, preempt: int) -> str:
+        tgid = irqs = ""
+        if self._flags & TraceOption.RECORD_TGID:
+            number = self._cmdlines.find_tgid(pid)
+            tgid = f"({number:7d}) " if number else "(-------) "
+        if self._flags & TraceOption.IRQ_INFO:
+            irqs = latency_flags(flags, preempt)
+        return f"{self._cmdlines.find(pid):>16}-{pid:<7d} {tgid}[{cpu:03d}] {irqs}"
+
+    def _latency_line(self, entry: TimedRecord, next_time: int, index: int) -> str:
+        _, flags, preempt, pid = TRACE_ENTRY.unpack_from(entry.record)
+        comm = self._cmdlines.find(pid)
+        if self._flags & TraceOption.VERBOSE:
+            task = f"{comm:>16} {pid:7d} {entry.cpu:3d} {flags} {preempt & 0xF:08x} {index:08x} "
+            when = self._verbose_time(entry.time_stamp, next_time)
+        else:
+            task = f"{comm[:8]:>8}-{pid:<7d} {entry.cpu:3d}{latency_flags(flags, preempt)}"
+            when = self._latency_time(entry.time_stamp, next_time)
+        return self._clip(f"{task}{when}: ", self._body(entry))
+
+    def _latency_time(self, now: int, next_time: int) -> str:
+        since = now - self._time_start
+        if not self._in_ns:
+            return f" {since:4d}"
+        return f" {ns_to_usecs(since):4d}us{delay_mark(ns_to_usecs(next_time - now))}"
+
+    def _verbose_time(self, now: int, next_time: int) -> str:
+        since, delay = now - self._time_start, next_time - now
+        if not self._in_ns:
+            return f"[{now:016x}] {since} (+{delay})"
+        ms, us = divmod(ns_to_usecs(since), 1000)
+        delay_ms, delay_us = divmod(ns_to_usecs(delay), 1000)
+        return f"[{ns_to_usecs(now):08x}] {ms}.{us:03d}ms (+{delay_ms}.{delay_us:03d}ms)"
+
+    # -- the formats without words; events have no text of their own in them
+
+    def _binary_line(self, entry: TimedRecord, _next_time: int, _index: int) -> str:
+        kind, _, _, pid = TRACE_ENTRY.unpack_from(entry.record)
+        context = ""
+        if self._flags & TraceOption.CONTEXT_INFO:
+            packed = _BINARY_CONTEXT.pack(pid, entry.cpu, entry.time_stamp)
+            context = bytes_to_text(packed)
+        return f"{context}type: {kind}\n"
+
+    def _hex_line(self, entry: TimedRecord, _next_time: int, _index: int) -> str:
+        kind, _, _, pid = TRACE_ENTRY.unpack_from(entry.record)
+        context = ""
+        if self._flags & TraceOption.CONTEXT_INFO:
+            context = f"{pid & 0xFFFFFFFF:08x} {entry.cpu:08x} {entry.time_stamp:016x} "
+        return f"{context}type: {kind}\n\n"
+
+    def _raw_line(self, entry: TimedRecord, _next_time: int, _index: int) -> str:
+        kind, _, _, pid = TRACE_ENTRY.unpack_from(entry.record)
+        context = ""
+        if self._flags & TraceOption.CONTEXT_INFO:
+            context = f"{pid} {entry.cpu} {entry.time_stamp} "
+        printer = RAW_PRINTERS.get(kind)
+        return context + (
+            printer(entry.record[TRACE_ENTRY.size :], self._style) if printer else f"type: {kind}\n"
+        )

@@ -1,0 +1,165 @@
+"""Trace options: the flags behind trace_options and options/."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Collection
+from enum import IntFlag, auto
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.trace.output.tracer_options import NopOption, TracerOptions
+
+_WRITE_LIMIT = 64
+
+
+class TraceOption(IntFlag):
+    """Options of every tracer, in the order of trace_options; most names are the members' with `-` for `_`.
+
+    Mirrors: kernel/trace/trace.h:TRACE_FLAGS (v6.1), as configured for x86_64
+    """
+
+    PRINT_PARENT = auto()
+    SYM_OFFSET = auto()
+    SYM_ADDR = auto()
+    VERBOSE = auto()
+    RAW = auto()
+    HEX = auto()
+    BIN = auto()
+    BLOCK = auto()
+    PRINTK = auto()
+    ANNOTATE = auto()
+    USERSTACKTRACE = auto()
+    SYM_USEROBJ = auto()
+    PRINTK_MSGONLY = auto()
+    CONTEXT_INFO = auto()
+    LATENCY_FMT = auto()
+    RECORD_CMD = auto()
+    RECORD_TGID = auto()
+    OVERWRITE = auto()
+    STOP_ON_FREE = auto()
+    IRQ_INFO = auto()
+    MARKERS = auto()
+    EVENT_FORK = auto()
+    PAUSE_ON_TRACE = auto()
+    HASH_PTR = auto()
+    FUNCTION = auto()
+    FUNC_FORK = auto()
+    DISPLAY_GRAPH = auto()
+    STACKTRACE = auto()
+
+
+_OTHER_NAMES = {
+    TraceOption.PRINTK: "trace_printk",
+    TraceOption.PRINTK_MSGONLY: "printk-msg-only",
+    TraceOption.LATENCY_FMT: "latency-format",
+    TraceOption.STOP_ON_FREE: "disable_on_free",
+    TraceOption.FUNCTION: "function-trace",
+    TraceOption.FUNC_FORK: "function-fork",
+}
+OPTION_NAMES: dict[str, TraceOption] = {
+    _OTHER_NAMES.get(option) or str(option.name).lower().replace("_", "-"): option for option in TraceOption
+}
+
+DEFAULT_OPTIONS = (
+    TraceOption.PRINT_PARENT
+    | TraceOption.PRINTK
+    | TraceOption.ANNOTATE
+    | TraceOption.CONTEXT_INFO
+    | TraceOption.RECORD_CMD
+    | TraceOption.OVERWRITE
+    | TraceOption.IRQ_INFO
+    | TraceOption.MARKERS
+    | TraceOption.HASH_PTR
+    | TraceOption.FUNCTION
+)
+
+TOP_LEVEL_OPTIONS = TraceOption.PRINTK | TraceOption.PRINTK_MSGONLY | TraceOption.RECORD_CMD
+"""Options that an instance has no file for."""
+
+INHERITED_OPTIONS = ~(TraceOption.EVENT_FORK | TraceOption.FUNC_FORK)
+"""Options that a new instance takes over from the top array. Mirrors: ZEROED_TRACE_FLAGS (v6.1)."""
+
+
+class TraceOptions:
+    """The options of one trace array, with those of the tracers that it has."""
+
+    def __init__(
+        self,
+        tracer_options: TracerOptions,
+        changed: Callable[[TraceOption, bool], None],
+        tracers: Callable[[], Collection[str]],
+        current: Callable[[], str],
+        printk: Callable[[str], None],
+    ) -> None:
+        """`changed` is called with each option of the array's own whose value differs from before."""
+        self.flags = DEFAULT_OPTIONS
+        self.of_tracers = tracer_options
+        self._changed = changed
+        self._tracers = tracers
+        self._current = current
+        self._printk = printk
+
+    def names(self, *, instance: bool = False) -> tuple[str, ...]:
+        """Names of all options, or of those that an instance has files for."""
+        own = (n for n, option in OPTION_NAMES.items() if not (instance and option in TOP_LEVEL_OPTIONS))
+        return (*own, *self.of_tracers.names(self._tracers()))
+
+    def get(self, name: str) -> bool:
+        """Whether an option is on. Raises: KernelError EINVAL for an unknown name."""
+        if option := OPTION_NAMES.get(name):
+            return option in self.flags
+        if name not in self.of_tracers.names(self._tracers()):
+            raise KernelError(errno.EINVAL, f"no option {name!r}")
+        return self.of_tracers.is_on(name)
+
+    def set(self, name: str, value: int) -> None:
+        """Switch an option.
+
+        Raises: KernelError EINVAL for an unknown name, a value but 0 and 1, or where the tracer refuses.
+        Mirrors: kernel/trace/trace.c:trace_options_core_write, trace_options_write (v6.1)
+        """
+        if value not in (0, 1):
+            raise KernelError(errno.EINVAL, "neither 0 nor 1")
+        if self.get(name) == bool(value):
+            return
+        if option := OPTION_NAMES.get(name):
+            self.flags = self.flags | option if value else self.flags & ~option
+            self._changed(option, bool(value))
+        else:
+            self._set_of_tracer(name, on=bool(value))
+
+    def _set_of_tracer(self, name: str, *, on: bool) -> None:
+        """Mirrors: kernel/trace/trace_nop.c:nop_set_flag (v6.1)."""
+        if name in tuple(NopOption):
+            verb = "refuse" if name == NopOption.REFUSE else "accept"
+            self._printk(
+                f"nop_test_{verb} flag set to {on:d}: we {verb}. Now cat trace_options to see the result"
+            )
+        self.of_tracers.switch(name, on=on)
+
+    def write(self, data: bytes) -> int:
+        """Execute one write(2) to trace_options: a name, or "no" and a name; bytes taken.
+
+        Of tracers' options it takes those of the current one.
+        Raises: KernelError EINVAL. Mirrors: kernel/trace/trace.c:tracing_trace_options_write (v6.1)
+        """
+        if len(data) >= _WRITE_LIMIT:
+            raise KernelError(errno.EINVAL, "too long")
+        text = data.split(b"\0", 1)[0].decode("latin-1").strip(" \t\n\v\f\r\xa0")
+        name = text.removeprefix("no")
+        if name not in self._shown():
+            raise KernelError(errno.EINVAL, f"no option {name!r} now")
+        if name in OPTION_NAMES:
+            self.set(name, name == text)
+        else:
+            # Linux: the tracer's set_flag is called even if that changes nothing.
+            self._set_of_tracer(name, on=name == text)
+        return len(data)
+
+    def text(self) -> str:
+        """The trace_options file: a line for each option, "no" before those that are off."""
+        return "".join(f"{'' if self.get(name) else 'no'}{name}\n" for name in self._shown())
+
+    def _shown(self) -> tuple[str, ...]:
+        """Mirrors: kernel/trace/trace.c:tracing_trace_options_show (v6.1)."""
+        return (*OPTION_NAMES, *self.of_tracers.names((self._current(),)))

@@ -1,0 +1,1 @@
+"""Dynamic events: definitions parsed, probes registered on the engine, hits turned into records."""

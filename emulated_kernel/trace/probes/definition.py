@@ -1,0 +1,219 @@
+"""A kprobe event's command: p|r[MAXACTIVE][:[GRP/][EVENT]] PLACE [FETCHARGS], parsed."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from sys import intern
+
+from emulated_kernel.arch.base import Arch
+from emulated_kernel.errors import KernelError
+from emulated_kernel.image.kallsyms import Location
+from emulated_kernel.trace.fetch.fetchargs import FetchContext, ProbeArg, parse_args
+from emulated_kernel.trace.fetch.ops import FetchInsn, FetchOp
+from emulated_kernel.trace.symbols import KernelSymbols
+from emulated_kernel.trace.text.chars import is_good_name, is_good_system_name
+from emulated_kernel.trace.text.numbers import is_digit, kstrtol, kstrtoul
+from emulated_kernel.trace.text.probe_errors import CommandLog, ProbeError
+
+KPROBE_EVENT_SYSTEM = "kprobes"
+MAX_EVENT_NAME_LEN = 64
+"""Bytes of a name and its ending NUL."""
+KRETPROBE_MAXACTIVE_MAX = 4096
+_UINT_MAX = 0xFFFFFFFF
+
+
+@dataclass(frozen=True, slots=True)
+class ProbePoint:
+    """Where to probe: `symbol` (may be MODULE:NAME) + `offset` bytes, or `address`."""
+
+    symbol: str | None
+    offset: int
+    address: int | None
+    is_return: bool
+
+    def show(self, word_size: int) -> str:
+        """As in kprobe_events, and as `-:EVENT PLACE` has to give it.
+
+        Deviates: Linux hashes raw addresses (%p); this is what it shows under `no_hash_pointers`.
+        """
+        if self.symbol is None:
+            return f"0x{self.address or 0:0{2 * word_size}x}"
+        return f"{self.symbol}+{self.offset}" if self.offset else self.symbol
+
+    def default_event(self, word_size: int) -> str:
+        """The name of an event that was given none."""
+        place = f"{self.symbol}_{self.offset}" if self.symbol is not None else self.show(word_size)
+        name = f"{'r' if self.is_return else 'p'}_{place}"[: MAX_EVENT_NAME_LEN - 1]
+        return name.replace(":", "_").replace(".", "_")
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeDefinition:
+    """A parsed command. Strings have one character a byte."""
+
+    group: str
+    event: str
+    place: ProbePoint
+    found: Location | None
+    """Where the place is; None where it doesn't exist (yet)."""
+    maxactive: int
+    args: tuple[ProbeArg, ...]
+
+
+def locate(place: ProbePoint, symbols: KernelSymbols) -> Location | None:
+    """The place's address as a symbol and an offset; None where it doesn't exist (yet)."""
+    address = place.address if place.symbol is None else symbols.lookup_name(place.symbol)
+    return symbols.lookup(address + place.offset) if address else None
+
+
+def parse_definition(
+    argv: Sequence[str], arch: Arch, symbols: KernelSymbols, log: CommandLog
+) -> ProbeDefinition | None:
+    """Parse a command of one word or more; None where it isn't for kprobes, but maybe another kind of event.
+
+    Raises: KernelError EINVAL, ENOENT, EADDRNOTAVAIL, ERANGE, E2BIG; logged, but for a wrong type of `$comm`.
+    Mirrors: kernel/trace/trace_kprobe.c:__trace_kprobe_create (v6.1).
+    """
+    if len(argv) < 2 or argv[0][0] not in "pr":
+        return None
+    head, place_word, *arg_words = argv
+    maxactive = _maxactive(head, log)
+    if "/" in place_word and ":" in place_word:
+        return None
+    log.index = 1
+    place = _place(place_word, head[0] == "r", arch.bits, log)
+    found = locate(place, symbols)
+    if place.symbol is not None:
+        _check_symbol(place, place.symbol, found, symbols, log)
+    log.index = 0
+    group, event = KPROBE_EVENT_SYSTEM, ""
+    if ":" in head:
+        group, event = parse_event_name(head.partition(":")[2], head.index(":") + 1, log)
+    is_symbolic = place.symbol is not None
+    on_entry = is_symbolic and found is not None and not found.offset and not place.is_return
+    args = parse_args(arg_words, FetchContext(arch, log, place.is_return and is_symbolic, on_entry))
+    event = event or place.default_event(arch.word_size)
+    return ProbeDefinition(group, event, place, found, maxactive, args)
+
+
+def _maxactive(head: str, log: CommandLog) -> int:
+    """The number after `r`, 0 where there is none. Linux: anything that isn't a digit is skipped."""
+    if not is_digit(head, 1):
+        return 0
+    if head[0] != "r":
+        raise log.error(1, ProbeError.MAXACT_NO_KPROBE)
+    digits = head[1:].partition(":")[0]
+    try:
+        value = kstrtoul(digits, bits=32) if len(digits) < MAX_EVENT_NAME_LEN else 0
+    except KernelError:
+        value = 0
+    if not value:
+        raise log.error(1, ProbeError.BAD_MAXACT)
+    # Linux: an int, so that a number above INT_MAX is negative and passes for "default".
+    if KRETPROBE_MAXACTIVE_MAX < value <= _UINT_MAX >> 1:
+        raise log.error(1, ProbeError.MAXACT_TOO_BIG)
+    return value if value <= KRETPROBE_MAXACTIVE_MAX else 0
+
+
+def _place(word: str, is_return: bool, bits: int, log: CommandLog) -> ProbePoint:
+    with suppress(KernelError):
+        return ProbePoint(None, 0, kstrtoul(word, 0, bits), is_return)
+    name, percent, suffix = word.partition("%")
+    if percent and suffix != "return":
+        raise log.error(len(name), ProbeError.BAD_ADDR_SUFFIX)
+    try:
+        symbol, offset = split_symbol_offset(name, bits)
+    except KernelError:
+        symbol, offset = "", -1
+    if not 0 <= offset <= _UINT_MAX:
+        raise log.error(0, ProbeError.BAD_PROBE_ADDR)
+    # Many probes may be in one function.
+    return ProbePoint(intern(symbol), offset, None, is_return or bool(percent))
+
+
+def _check_symbol(
+    place: ProbePoint, symbol: str, found: Location | None, symbols: KernelSymbols, log: CommandLog
+) -> None:
+    """An unknown place in a module is no error yet: it may come later."""
+    if place.is_return and found is not None and found.offset:
+        raise log.error(0, ProbeError.BAD_RETPROBE)
+    count = 1 if ":" in symbol else symbols.count_name(symbol)
+    if count > 1:
+        raise log.error(0, ProbeError.NON_UNIQ_SYMBOL, errno.EADDRNOTAVAIL)
+    if count == 0:
+        raise log.error(0, ProbeError.BAD_PROBE_ADDR, errno.ENOENT)
+
+
+def split_symbol_offset(text: str, bits: int) -> tuple[str, int]:
+    """`SYM`, `SYM+N` or `SYM-N` taken apart, at the first sign.
+
+    Raises: KernelError EINVAL, ERANGE. Mirrors: traceprobe_split_symbol_offset (v6.1).
+    """
+    signs = [index for index in (text.find("+"), text.find("-")) if index >= 0]
+    if not signs:
+        return text, 0
+    return text[: min(signs)], kstrtol(text[min(signs) :], 0, bits)
+
+
+def resolve_symbols(args: tuple[ProbeArg, ...], symbols: KernelSymbols, bits: int) -> tuple[ProbeArg, ...]:
+    """The arguments with the addresses of their `@symbol` put in; they themselves where there is none.
+
+    Raises: KernelError ENOENT.
+    """
+    resolved = tuple(resolve_symbol(arg, symbols, bits) for arg in args)
+    return args if resolved == args else resolved
+
+
+def resolve_symbol(arg: ProbeArg, symbols: KernelSymbols, bits: int) -> ProbeArg:
+    """The argument with the addresses of its `@symbol` put in.
+
+    Raises: KernelError ENOENT. Mirrors: kernel/trace/trace_probe.c:traceprobe_update_arg (v6.1).
+    """
+    if all(insn.op is not FetchOp.SYMBOL for insn in arg.program):
+        return arg
+    program = list(arg.program)
+    for index, insn in enumerate(program):
+        if insn.op is FetchOp.SYMBOL:
+            name, offset = split_symbol_offset(insn.name, bits)
+            address = symbols.lookup_name(name)
+            if not address:
+                raise KernelError(errno.ENOENT, f"no symbol named {name}")
+            program[index + 1] = FetchInsn(FetchOp.IMM, value=address + offset)
+    return replace(arg, program=tuple(program))
+
+
+def parse_event_name(
+    text: str, offset: int, log: CommandLog, group: str = KPROBE_EVENT_SYSTEM
+) -> tuple[str, str]:
+    """Group and event of [GRP/][EVENT], a dot for the slash also; the event "" where only a group is given.
+
+    `group` is that of a name without one. Raises: KernelError EINVAL; logged.
+    Mirrors: kernel/trace/trace_probe.c:traceprobe_parse_event_name (v6.1).
+    """
+    event = text
+    slash = "/" if "/" in text else "."
+    if slash in text:
+        group, _, event = text.partition(slash)
+        _check_group(group, offset, log)
+        offset += len(group) + 1
+        if not event:
+            return group, ""
+    if not event:
+        raise log.error(offset, ProbeError.NO_EVENT_NAME)
+    if len(event) >= MAX_EVENT_NAME_LEN:
+        raise log.error(offset, ProbeError.EVENT_TOO_LONG)
+    if not is_good_name(event):
+        raise log.error(offset, ProbeError.BAD_EVENT_NAME)
+    return group, event
+
+
+def _check_group(group: str, offset: int, log: CommandLog) -> None:
+    if not group:
+        raise log.error(offset, ProbeError.NO_GROUP_NAME)
+    if len(group) >= MAX_EVENT_NAME_LEN:
+        raise log.error(offset, ProbeError.GROUP_TOO_LONG)
+    if not is_good_system_name(group):
+        raise log.error(offset, ProbeError.BAD_GROUP_NAME)

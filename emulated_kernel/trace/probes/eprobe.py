@@ -1,0 +1,225 @@
+"""Event probes: events that look at the entries of other events."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+from emulated_kernel.arch.base import Arch
+from emulated_kernel.errors import KernelError
+from emulated_kernel.trace.events.event import TraceEvent
+from emulated_kernel.trace.events.event_filters import log_filter_error
+from emulated_kernel.trace.events.trigger import Trigger, TriggerFilter, TriggerKind
+from emulated_kernel.trace.fetch.fetchargs import FetchContext, ProbeArg, parse_args
+from emulated_kernel.trace.fetch.load import FetchEnvironment, Value
+from emulated_kernel.trace.fetch.ops import FetchInsn, FetchOp
+from emulated_kernel.trace.fetch.run import store
+from emulated_kernel.trace.filter.errors import FilterParseError
+from emulated_kernel.trace.filter.fields import FilterType, filter_type_of, find_event_field
+from emulated_kernel.trace.filter.parse import parse_filter
+from emulated_kernel.trace.hits.probe_hit import ProbeHit
+from emulated_kernel.trace.probes.definition import parse_event_name, resolve_symbol
+from emulated_kernel.trace.probes.dynamic_events import EventCommands
+from emulated_kernel.trace.probes.probe_format import args_text
+from emulated_kernel.trace.probes.trace_kprobe import KprobeTraceEvent
+from emulated_kernel.trace.probes.trace_probe import ProbeKind, ProbeTraceEvent, TraceProbe
+from emulated_kernel.trace.ring.trace_entry import RawEntry
+from emulated_kernel.trace.symbols import KernelSymbols
+from emulated_kernel.trace.text.chars import argv_split, to_text
+from emulated_kernel.trace.text.probe_errors import CommandLog, ProbeError
+
+EPROBE_EVENT_SYSTEM = "eprobes"
+_COMM = ("comm", "COMM")
+
+
+class EprobeTrigger(Trigger):
+    """What an event probe hangs on its event; the trigger file doesn't show it."""
+
+    kind = TriggerKind.EVENT_PROBE
+    wants_entry = True
+    is_hidden = True
+
+    def __init__(self, probe: Eprobe) -> None:
+        super().__init__(probe.filter)
+        self._probe = probe
+
+    def fire(self, hit: ProbeHit, entry: RawEntry | None) -> None:
+        if entry is not None:
+            self._probe.hit(hit, entry)
+
+    def show(self) -> str:
+        return ""
+
+
+class EprobeEvent(ProbeTraceEvent):
+    """The event of an event probe, which looks at the entries of `target`."""
+
+    __slots__ = ("target",)
+
+    def __init__(
+        self, group: str, name: str, target: TraceEvent, args: tuple[ProbeArg, ...], word_size: int
+    ) -> None:
+        super().__init__(group, name, args, word_size)
+        self.target = target
+
+    def print_record(self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False) -> str:
+        """Mirrors: kernel/trace/trace_eprobe.c:print_eprobe_event (v6.1)."""
+        del sym_addr
+        return f"({self.target.group}.{self.target.name}){args_text(self.args, payload, 0, symbols)}"
+
+
+class Eprobe(TraceProbe):
+    """An event probe. Mirrors: kernel/trace/trace_eprobe.c:struct trace_eprobe (v6.1)."""
+
+    __slots__ = ("_arch", "_symbols", "_trigger", "filter", "target")
+
+    def __init__(
+        self, kind: EventProbes, event: EprobeEvent, condition: TriggerFilter | None, arch: Arch
+    ) -> None:
+        super().__init__(kind, event, event.args)
+        self.target = event.target
+        self.filter = condition
+        self._arch = arch
+        self._symbols = kind.symbols
+        self._trigger: EprobeTrigger | None = None
+
+    @property
+    def place_text(self) -> str:
+        return f"{self.target.group}.{self.target.name}"
+
+    def matches_place(self, word: str) -> bool:
+        """Mirrors: eprobe_dyn_event_match (v6.1)."""
+        return word in (self.place_text, f"{self.target.group}/{self.target.name}")
+
+    def show(self) -> str:
+        """Mirrors: eprobe_dyn_event_show (v6.1)."""
+        head = f"e:{self.event.group}/{self.event.name}"
+        return f"{head} {to_text(' '.join(self.words()))}\n"
+
+    def enable(self) -> None:
+        """Hang on to the event, in the trace array that enables this one. Raises: KernelError.
+
+        Linux: other trace arrays that enable it later get nothing. Deviates: they get its hits there.
+        """
+        trigger = EprobeTrigger(self)
+        self.target.file(self.event.recorders[0]).add(trigger, last=True)
+        self._trigger = trigger
+
+    def disable(self) -> None:
+        """Let go of the event."""
+        for file in self.target.files.values():
+            if self._trigger in file.triggers:
+                assert self._trigger is not None, "it is on a list"
+                file.remove(self._trigger)
+        self._trigger = None
+
+    def unregister(self) -> None:
+        self.target.references -= 1
+
+    def hit(self, hit: ProbeHit, entry: RawEntry) -> None:
+        """Its event was hit. Mirrors: __eprobe_trace_func (v6.1)."""
+        environment = FetchEnvironment(self._arch, hit, self._symbols, partial(self._field, entry))
+        self.event.record(store(self.args, b"", environment), hit)
+
+    def _field(self, entry: RawEntry, name: str) -> Value:
+        """Mirrors: get_event_field (v6.1)."""
+        field = next(field for field in self.target.fields if field.name == name)
+        data = entry.data[field.offset : field.offset + field.size]
+        match filter_type_of(field.type):
+            case FilterType.STATIC_STRING:
+                return data
+            case FilterType.DYN_STRING:
+                location = int.from_bytes(data[:4], "little")
+                return entry.data[location & 0xFFFF :]
+        word = data[: self._arch.word_size]
+        return int.from_bytes(word, "little", signed=field.is_signed) & self._arch.mask
+
+
+class EventProbes(ProbeKind[Eprobe]):
+    """`e` in dynamic_events. Mirrors: kernel/trace/trace_eprobe.c (v6.1)."""
+
+    def __init__(self, arch: Arch, symbols: KernelSymbols, commands: EventCommands) -> None:
+        super().__init__(commands)
+        self._arch = arch
+        self.symbols = symbols
+
+    def create(self, command: str) -> bool:
+        """Make a probe from `e[:[GROUP/]EVENT] TARGET_GROUP.TARGET [ARGS] [if FILTER]`; False for others.
+
+        Raises: KernelError EINVAL, ENODEV (no such event), ENOENT (no such field or symbol), EEXIST, E2BIG.
+        """
+        argv = argv_split(command)
+        if len(argv) < 2 or not argv[0].startswith("e"):
+            return False
+        log = CommandLog(self.error_log, "event_probe", argv)
+        self._register(self._parse(argv, log), log)
+        return True
+
+    def _shared_event(self, probe: Eprobe) -> None:
+        """Linux: each has an event of its own."""
+        del probe
+
+    def _insert(self, probe: Eprobe) -> None:
+        super()._insert(probe)
+        probe.target.references += 1
+
+    def _parse(self, argv: Sequence[str], log: CommandLog) -> Eprobe:
+        """Mirrors: __trace_eprobe_create (v6.1)."""
+        group, event = EPROBE_EVENT_SYSTEM, ""
+        before, colon, name = argv[0].partition(":")
+        if colon:
+            group, event = parse_event_name(name, len(before) + 1, log, group)
+        log.index = 1
+        target_group, target_name = self._target_names(argv[1], log)
+        target = self._find_target(target_group, target_name)
+        if target is None:
+            raise log.error(0, ProbeError.BAD_ATTACH_EVENT, errno.ENODEV)
+        words = list(argv[2:])
+        condition = None
+        if "if" in words:
+            at = words.index("if")
+            log.index = at + 3
+            condition = self._parse_filter(target, words[at + 1 :], log)
+            words = words[:at]
+        args = parse_args(words, FetchContext(self._arch, log, finish=partial(self._finish, target, log)))
+        name = to_text(event or target_name)
+        made = EprobeEvent(to_text(group), name, target, args, self._arch.word_size)
+        return Eprobe(self, made, condition, self._arch)
+
+    @staticmethod
+    def _target_names(word: str, log: CommandLog) -> tuple[str, str]:
+        try:
+            group, name = parse_event_name(word, 0, log, "")
+        except KernelError:
+            raise log.error(0, ProbeError.NO_EVENT_INFO) from None
+        if not group or not name:
+            raise log.error(0, ProbeError.NO_EVENT_INFO)
+        return group, name
+
+    def _find_target(self, group: str, name: str) -> TraceEvent | None:
+        """Linux: no event of another probe. Mirrors: find_and_get_event (v6.1)."""
+        found = self.registry.find(group, name)
+        is_eligible = found is not None and found.is_switchable
+        return found if is_eligible and not isinstance(found, (KprobeTraceEvent, EprobeEvent)) else None
+
+    def _parse_filter(self, target: TraceEvent, words: Sequence[str], log: CommandLog) -> TriggerFilter:
+        """Mirrors: trace_eprobe_parse_filter (v6.1)."""
+        if not words:
+            raise log.error(0, ProbeError.NO_EP_FILTER)
+        text = " ".join(words)
+        try:
+            return TriggerFilter(text, parse_filter(text, partial(find_event_field, target.fields)))
+        except FilterParseError as failure:
+            log_filter_error(self.error_log, text, failure)
+            raise KernelError(errno.EINVAL, "malformed filter") from None
+
+    def _finish(self, target: TraceEvent, log: CommandLog, arg: ProbeArg) -> ProbeArg:
+        """Find the field and the symbol that an argument names. Mirrors: trace_eprobe_tp_update_arg."""
+        first, *rest = arg.program
+        if first.op is FetchOp.TP_ARG and all(field.name != first.name for field in target.fields):
+            if first.name not in _COMM:
+                raise log.error(0, ProbeError.BAD_ATTACH_ARG, errno.ENOENT)
+            arg = replace(arg, program=(FetchInsn(FetchOp.COMM), *rest))
+        return resolve_symbol(arg, self.symbols, self._arch.bits)

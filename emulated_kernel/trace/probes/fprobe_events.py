@@ -1,0 +1,131 @@
+"""Fprobe events: f[MAXACTIVE][:[GRP/][EVENT]] SYM[%return] [FETCHARGS], as kernels from 6.5 on have them."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
+from emulated_kernel.errors import KernelError
+from emulated_kernel.kprobes.kinds.fprobe import Fprobe
+from emulated_kernel.trace.fetch.ops import FetchOp
+from emulated_kernel.trace.probes.definition import ProbeDefinition
+from emulated_kernel.trace.probes.kprobe_events import KprobeEvents
+from emulated_kernel.trace.probes.trace_kprobe import ProbeEngine, TraceKprobe
+from emulated_kernel.trace.text.probe_errors import CommandLog, ProbeError
+
+FPROBE_EVENT_SYSTEM = "fprobes"
+
+
+class TraceFprobe(TraceKprobe):
+    """One function's entry or exit, hooked while the event is enabled.
+
+    Mirrors: kernel/trace/trace_fprobe.c:struct trace_fprobe (v6.5).
+    """
+
+    __slots__ = ("_fprobe", "_is_hooked", "_missed_before")
+
+    def __init__(self, kind: FprobeEvents, definition: ProbeDefinition, engine: ProbeEngine) -> None:
+        super().__init__(kind, definition, engine)
+        handler, program = self._called, self.emit
+        self._fprobe = Fprobe(
+            self.symbol,
+            entry_handler=None if self.is_return else handler,
+            exit_handler=handler if self.is_return else None,
+            entry_program=None if self.is_return else program,
+            exit_program=program if self.is_return else None,
+            nr_maxactive=self.maxactive,
+        )
+        self._is_hooked = False
+        self._missed_before = 0
+        """Misses up to when it was enabled the last time."""
+
+    def _hook(self, address: int | None) -> None:
+        """Raises: KernelError EINVAL (can't be traced)."""
+        del address
+        site = self.engine.fprobes.functions.get(self.symbol)
+        if site is None:
+            raise KernelError(errno.EINVAL, f"{self.symbol} can't be traced")
+        self.address = site
+        if self.event.is_enabled:
+            self.enable()
+
+    def _unhook(self) -> None:
+        self.disable()
+
+    def enable(self) -> None:
+        """Raises: KernelError as register_fprobe."""
+        if self.address and not self._is_hooked:
+            self._missed_before += self._fprobe.nmissed
+            self.engine.fprobes.register_fprobe(self._fprobe)
+            self._is_hooked = True
+
+    def disable(self) -> None:
+        if self._is_hooked:
+            self.engine.fprobes.unregister_fprobe(self._fprobe)
+            self._is_hooked = False
+
+    def handler_changed(self) -> None:
+        if self.address:
+            self.engine.fprobes.handler_changed(self._fprobe)
+
+    @property
+    def nmissed(self) -> int:
+        return self._missed_before + self._fprobe.nmissed
+
+    @property
+    def letter(self) -> str:
+        return f"f{self.maxactive or '' if self.is_return else ''}"
+
+    @property
+    def place_text(self) -> str:
+        return super().place_text + ("%return" if self.is_return else "")
+
+    def emit(self, builder: ProgramBuilder, way: HitWay) -> bool:
+        """False too where an entry's ip is asked for, which is behind the fentry site and no constant."""
+        asks = any(insn.op is FetchOp.REG and insn.name == "ip" for arg in self.args for insn in arg.program)
+        return (self.is_return or not asks) and super().emit(builder, way)
+
+    def _called(self, _fp: Fprobe, _address: int, regs: Any, _data: memoryview) -> None:
+        """Its handler. At the exit regs.ip is where the function returns to."""
+        hit = self.engine.hit
+        hit.regs, hit.return_address = regs, regs.ip if self.is_return else 0
+        self.hit(hit)
+
+
+class FprobeEvents(KprobeEvents):
+    """All fprobe events of a kernel, beside its kprobe events; they stand in dynamic_events.
+
+    Extends: 6.1 has none. Mirrors: kernel/trace/trace_fprobe.c (v6.5), without tracepoint events.
+    """
+
+    probe_class = TraceFprobe
+    log_name = "trace_fprobe"
+
+    def _parse(self, argv: Sequence[str], log: CommandLog) -> ProbeDefinition | None:
+        """Mirrors: kernel/trace/trace_fprobe.c:__trace_fprobe_create (v6.5)."""
+        if len(argv) < 2 or argv[0][0] != "f":
+            return None
+        symbol, percent, suffix = argv[1].partition("%")
+        is_return = suffix == "return"
+        log.index = 1
+        if percent and not is_return:
+            raise log.error(len(symbol), ProbeError.BAD_ADDR_SUFFIX)
+        head = ("r" if is_return else "p") + argv[0][1:]
+        definition = super()._parse([head, symbol, *argv[2:]], log)
+        if definition is None:
+            return None
+        if definition.place.symbol is None or definition.place.offset:
+            log.index = 1
+            raise log.error(0, ProbeError.BAD_PROBE_ADDR)
+        return _named(definition, head.partition(":")[2], f"{symbol}__{'exit' if is_return else 'entry'}")
+
+
+def _named(definition: ProbeDefinition, given: str, default: str) -> ProbeDefinition:
+    """With the group and the name that an fprobe event has where none was given."""
+    has_group = "/" in given or "." in given
+    group = definition.group if has_group else FPROBE_EVENT_SYSTEM
+    has_name = bool(given) and given[-1] not in "/."
+    return replace(definition, group=group, event=definition.event if has_name else default)

@@ -1,0 +1,104 @@
+"""What compiled handlers cost: a copy of one is run again and again beside the probe, and timed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import median
+from time import thread_time_ns
+
+from emulated_kernel.arch.base import Arch
+from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
+from emulated_kernel.kprobes.handlers.compiler import Compiler
+from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.machine.machine import Machine
+from emulated_kernel.machine.traps.trap import GuestFault
+from emulated_kernel.trace.compiled.guest_records import GuestRecords
+from emulated_kernel.trace.compiled.places import GuestPlaces
+from emulated_kernel.trace.probes.trace_kprobe import TraceKprobe
+from emulated_kernel.trace.ring.buffer import RingBuffer
+from emulated_kernel.trace.ring.layout import RecordTarget, memory_size
+
+_HITS = {HitWay.BREAKPOINT: 500, HitWay.JUMP: 4000, HitWay.CALL: 4000}
+"""A round: so many that entering the guest for it is little beside them."""
+_ROUNDS = 7
+_PAGES = 4
+_CLOCK, _PID, _COUNTER, _TURNS, _CELLS_SIZE = 0, 8, 16, 24, 32
+
+
+class HandlerCosts:
+    """Measures compiled handlers of events; everything that they write to is set aside for that."""
+
+    def __init__(
+        self, machine: Machine, arch: Arch, compiler: Compiler, records: GuestRecords, places: GuestPlaces
+    ) -> None:
+        self._machine = machine
+        self._arch = arch
+        self._compiler = compiler
+        controls = records.allocate_controls(machine.config.cpus)
+        self._rings = [
+            RingBuffer(controls.place(cpu, records.allocate(memory_size(_PAGES))), _PAGES)
+            for cpu in range(len(controls.blocks))
+        ]
+        self._offset = machine.records.alloc_cells(_CELLS_SIZE)
+        self._at = machine.records.address(self._offset)
+        self._cells = [cell.cast("Q") for cell in machine.records.cells(self._offset, _CELLS_SIZE)]
+        self._tasks = records.tasks
+        self._places = replace(
+            places, clock=self._at + _CLOCK, last_pid=self._offset + _PID, save_comm=self._save_comm
+        )
+        self._target = RecordTarget(controls.offset, True, records.room_maker(self._rings))
+
+    def _save_comm(self) -> bool:
+        self._cells[self._tasks.cpu()][_PID >> 3] = self._tasks.pid()
+        return True
+
+    def median_ns(self, probe: TraceKprobe, kprobe: Kprobe, way: HitWay) -> float | None:
+        """Nanoseconds of the host's CPU that a hit takes; None where that can't be measured.
+
+        By a breakpoint its trap is a part of it. The registers are those of the hit before the handler was
+        compiled.
+        """
+        if kprobe.sample is None or self._machine.is_running:
+            return None
+        builder = ProgramBuilder()
+        if not probe.emit_apart(builder, way, self._places, self._target, self._offset + _COUNTER):
+            return None
+        text, size = self._machine.text, self._arch.max_repetition
+        empty = text.alloc_text(2 * size + len(self._arch.breakpoint))
+        loop, trap = empty + size, empty + 2 * size
+        nothing = self._arch.repetition(empty, empty, self._at + _TURNS)
+        ret = empty + len(nothing) - self._arch.return_size
+        code = self._compiler.as_handler(builder, kprobe.address, ret)
+        try:
+            if code is None:
+                return None
+            entry = code.entry
+            if way is HitWay.BREAKPOINT:
+                text.poke(trap, self._arch.breakpoint)
+                self._machine.breakpoints[trap] = lambda regs: setattr(regs, "ip", code.entry)
+                entry = trap
+            for at, called in ((empty, ret), (loop, entry)):
+                text.poke(at, self._arch.repetition(at, called, self._at + _TURNS))
+            cost = self._cost(loop, empty, kprobe.sample, _HITS[way])
+            return cost if cost > 0 else None
+        except GuestFault:
+            return None
+        finally:
+            self._machine.breakpoints.pop(trap, None)
+            text.free_text(empty)
+            if code is not None:
+                self._compiler.retire(code)
+
+    def _cost(self, loop: int, empty: int, sample: dict[str, int], hits: int) -> float:
+        """Median nanoseconds of what a turn of `loop` takes beyond one of `empty`; both in turns."""
+        taken = self._taken
+        rounds = [taken(loop, sample, hits) - taken(empty, sample, hits) for _ in range(_ROUNDS)]
+        return median(rounds) / hits
+
+    def _taken(self, loop: int, sample: dict[str, int], turns: int) -> int:
+        machine = self._machine
+        start = machine.model.register_set(**{**sample, "ip": loop, "sp": machine.calls.stack_top})
+        self._cells[0][_TURNS >> 3] = turns
+        before = thread_time_ns()
+        machine.execute(start)
+        return thread_time_ns() - before

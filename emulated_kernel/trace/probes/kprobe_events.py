@@ -1,0 +1,106 @@
+"""The kprobe_events and kprobe_profile files: kprobe events made, shown, enabled and removed by commands."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import ClassVar
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.trace.probes.definition import ProbeDefinition, locate, parse_definition
+from emulated_kernel.trace.probes.dynamic_events import EventCommands
+from emulated_kernel.trace.probes.trace_kprobe import KprobeTraceEvent, ProbeEngine, TraceKprobe
+from emulated_kernel.trace.probes.trace_probe import ProbeKind
+from emulated_kernel.trace.text.chars import argv_split
+from emulated_kernel.trace.text.probe_errors import CommandLog, ProbeError
+
+_MODULE_MAY_COME = (
+    "trace_kprobe: This probe might be able to register after target module is loaded. Continue."
+)
+
+
+class KprobeEvents(ProbeKind[TraceKprobe]):
+    """All kprobe events of a kernel. Mirrors: kernel/trace/trace_kprobe.c (v6.1)."""
+
+    probe_class: ClassVar[type[TraceKprobe]] = TraceKprobe
+    log_name: ClassVar[str] = "trace_kprobe"
+    """What its errors begin with."""
+
+    def __init__(self, engine: ProbeEngine, commands: EventCommands) -> None:
+        super().__init__(commands)
+        self._engine = engine
+
+    def profile_records(self, start: int = 0) -> Iterator[str]:
+        """The lines of kprobe_profile, from one on: event, hits, missed hits."""
+        return (probe.profile() for probe in islice(self._own, start, None))
+
+    def events(self) -> list[KprobeTraceEvent]:
+        """All events, in order of their making."""
+        return list(dict.fromkeys(probe.event for probe in self._own))
+
+    def find(self, group: str, name: str) -> KprobeTraceEvent | None:
+        """The kprobe event of that name."""
+        event = self.registry.find(group, name)
+        if not isinstance(event, KprobeTraceEvent):
+            return None
+        return event if all(probe.kind is self for probe in event.probes) else None
+
+    def create(self, command: str) -> bool:
+        """See EventKind.create."""
+        argv = argv_split(command)
+        if not argv:
+            return True
+        log = CommandLog(self.error_log, self.log_name, argv)
+        definition = self._parse(argv, log)
+        if definition is None:
+            return False
+        try:
+            self._register(self.probe_class(self, definition, self._engine), log)
+        except KernelError as failure:
+            self._log_failure(failure, log)
+            raise
+        return True
+
+    def _parse(self, argv: Sequence[str], log: CommandLog) -> ProbeDefinition | None:
+        return parse_definition(argv, self._engine.arch, self._engine.symbols, log)
+
+    @staticmethod
+    def _log_failure(failure: KernelError, log: CommandLog) -> None:
+        log.index = 1
+        match failure.errno:
+            case errno.EILSEQ:
+                log.error(0, ProbeError.BAD_INSN_BNDRY)
+            case errno.ENOENT:
+                log.error(0, ProbeError.BAD_PROBE_ADDR)
+            case errno.ENOMEM | errno.EEXIST:
+                pass
+            case _:
+                log.error(0, ProbeError.FAIL_REG_PROBE)
+
+    def _insert(self, probe: TraceKprobe) -> None:
+        """Register the probe and put it on the lists; one whose module may come stays pending."""
+        try:
+            probe.register()
+        except KernelError as failure:
+            if failure.errno != errno.ENOENT or not probe.awaits_module():
+                raise
+            self.printk(_MODULE_MAY_COME)
+        super()._insert(probe)
+
+    def module_coming(self, module: str) -> None:
+        """Register the probes that were given as `module:...`, again if they had been.
+
+        Mirrors: kernel/trace/trace_kprobe.c:trace_kprobe_module_callback (v6.1).
+        """
+        for probe in self.probes():
+            if not probe.is_in_module(module):
+                continue
+            probe.unregister()
+            probe.found = locate(probe.place, self._engine.symbols)
+            try:
+                probe.register()
+            except KernelError as failure:
+                event = probe.event.name
+                code = -(failure.errno or 0)
+                self.printk(f"trace_kprobe: Failed to re-register probe {event} on {module}: {code}")

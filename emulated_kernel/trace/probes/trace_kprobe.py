@@ -1,0 +1,350 @@
+"""Kprobe events: one probe of an event, registered with the engine, shown, and hit."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from emulated_kernel.arch.base import Arch
+from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
+from emulated_kernel.arch.program.ops import AddToPerCpu
+from emulated_kernel.errors import KernelError
+from emulated_kernel.kprobes.kinds.fprobe import Fprobes
+from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe, KretprobeInstance, Kretprobes
+from emulated_kernel.kprobes.kprobe import Kprobe, Regs
+from emulated_kernel.kprobes.kprobes import Kprobes
+from emulated_kernel.trace.compiled.handler import EventEmitter, compiled_event
+from emulated_kernel.trace.compiled.places import GuestPlaces, HitCounter
+from emulated_kernel.trace.fetch.fetchargs import MAX_ARGSTR_LEN, ProbeArg
+from emulated_kernel.trace.fetch.load import FetchEnvironment
+from emulated_kernel.trace.fetch.run import store
+from emulated_kernel.trace.hits.probe_hit import ProbeHit
+from emulated_kernel.trace.probes.definition import ProbeDefinition, resolve_symbols
+from emulated_kernel.trace.probes.probe_format import args_text, entry_or_return
+from emulated_kernel.trace.probes.trace_probe import ProbeKind, ProbeTraceEvent, TraceProbe
+from emulated_kernel.trace.ring.layout import RecordTarget
+from emulated_kernel.trace.symbols import ADDED_TEXT, KernelSymbols
+from emulated_kernel.trace.text.chars import to_text
+from emulated_kernel.trace.text.sprint_symbol import print_ip
+
+_PROFILE_LINE = "  %-44s %15d %15d\n"
+"""Event, hits and misses; takes half as long as an f-string, and there are thousands of lines."""
+
+
+@dataclass(frozen=True)
+class ProbeEngine:
+    """The registries that events' probes are registered with, and the context of their hits."""
+
+    arch: Arch
+    symbols: KernelSymbols
+    kprobes: Kprobes
+    kretprobes: Kretprobes
+    fprobes: Fprobes
+    hit: ProbeHit
+    """Filled in at each hit."""
+    places: GuestPlaces
+    """For handlers in guest code."""
+
+
+@dataclass(eq=False, slots=True)
+class EventKprobe(Kprobe):
+    """The kprobe of a trace event."""
+
+    user: TraceKprobe = field(kw_only=True)
+
+    @property
+    def maxactive(self) -> int:
+        return 0
+
+    @property
+    def has_program(self) -> bool:
+        return True
+
+    def emit(self, builder: ProgramBuilder, way: HitWay) -> bool:
+        return self.user.emit(builder, way)
+
+
+class EventKretprobe(Kretprobe):
+    """The return probe of a trace event."""
+
+    __slots__ = ()
+
+
+EventProbe = EventKprobe | EventKretprobe
+
+
+def _kprobe_hit(kprobe: Kprobe, regs: Regs) -> None:
+    """The pre_handler of all events' kprobes."""
+    assert isinstance(kprobe, EventKprobe)
+    user = kprobe.user
+    hit = user.engine.hit
+    hit.regs = regs
+    user.hit(hit)
+
+
+class KprobeTraceEvent(ProbeTraceEvent):
+    """The event of kprobes, or of return probes."""
+
+    __slots__ = ("is_return",)
+
+    probes: tuple[TraceKprobe, ...]
+
+    def __init__(
+        self, group: str, name: str, is_return: bool, args: tuple[ProbeArg, ...], word_size: int
+    ) -> None:
+        super().__init__(group, name, args, word_size)
+        self.is_return = is_return
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return entry_or_return(self.is_return)
+
+    def changed(self) -> None:
+        for probe in self.probes:
+            probe.handler_changed()
+
+    def print_record(self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False) -> str:
+        """Mirrors: kernel/trace/trace_kprobe.c:print_kprobe_event, print_kretprobe_event (v6.1)."""
+        word, digits = self.word_size, 2 * self.word_size if sym_addr else 0
+        first = int.from_bytes(payload[:word], "little")
+        text = print_ip(symbols, first, offset=not self.is_return, digits=digits)
+        if self.is_return:
+            second = int.from_bytes(payload[word : 2 * word], "little")
+            text = f"{print_ip(symbols, second, offset=True, digits=digits)} <- {text}"
+        return f"({text}){args_text(self.args, payload, word * len(self.addresses), symbols)}"
+
+
+class TraceKprobe(TraceProbe):
+    """Mirrors: kernel/trace/trace_kprobe.c:struct trace_kprobe (v6.1)."""
+
+    __slots__ = ("_counter", "_hits", "_shown", "address", "engine", "found", "handle", "maxactive", "place")
+
+    event: KprobeTraceEvent
+
+    def __init__(self, kind: ProbeKind[Any], definition: ProbeDefinition, engine: ProbeEngine) -> None:
+        self.place = definition.place
+        self.found = definition.found
+        """The place in the symbol table; None where it doesn't exist (yet)."""
+        event = KprobeTraceEvent(
+            to_text(definition.group),
+            to_text(definition.event),
+            definition.place.is_return,
+            definition.args,
+            engine.arch.word_size,
+        )
+        super().__init__(kind, event, definition.args)
+        self.engine = engine
+        self.maxactive = definition.maxactive
+        self.address = 0
+        """Of what is probed; 0 while the place doesn't exist (yet)."""
+        self.handle: EventProbe | None = None
+        """What is registered there."""
+        self._hits = 0
+        """Those that the counter doesn't have."""
+        self._counter: HitCounter | None = None
+        self._shown = ""
+        """What a definition never changes, once shown: its line behind what maxactive is a part of."""
+
+    @property
+    def is_return(self) -> bool:
+        return self.place.is_return
+
+    @property
+    def hits(self) -> int:
+        """Hits since it was made, or since they were reset."""
+        return self._hits + (0 if self._counter is None else self._counter.value)
+
+    @hits.setter
+    def hits(self, value: int) -> None:
+        self._hits = value
+        if self._counter is not None:
+            self._counter.reset()
+
+    @property
+    def nmissed(self) -> int:
+        """Missed hits since it was registered."""
+        return 0 if self.handle is None else self.handle.nmissed
+
+    # Registration
+
+    def register(self) -> None:
+        """Probe the place that was found, armed if the event is enabled.
+
+        Raises: KernelError EINVAL (a function that tracing needs), ENOENT (a symbol in an argument, or the
+        place, doesn't exist), and what the engine raises.
+        Mirrors: kernel/trace/trace_kprobe.c:__register_trace_kprobe (v6.1).
+        """
+        symbols, found = self.engine.symbols, self.found
+        address = self.place.address if found is None else found.symbol.address + found.offset
+        if address and self._is_notrace(address):
+            self.kind.printk(f"trace_kprobe: Could not probe notrace function {self.symbol}")
+            raise KernelError(errno.EINVAL, f"{self.symbol} is a notrace function")
+        self.args = resolve_symbols(self.args, symbols, self.engine.arch.bits)
+        if self.place.symbol is not None and found is None:
+            raise KernelError(errno.ENOENT, f"no symbol named {self.place.symbol}")
+        self._hook(address)
+
+    def _is_notrace(self, address: int) -> bool:
+        """See Verdict.check_traced, whose tables don't have trampolines, text of the host's own."""
+        is_trampoline = self.found is not None and self.found.symbol.name in ADDED_TEXT
+        return is_trampoline or self.engine.kprobes.verdict.check_traced(address) is not None
+
+    def _hook(self, address: int | None) -> None:
+        engine, disabled = self.engine, not self.event.is_enabled
+        # Linux: address 0 is a null pointer, no address.
+        address = address or None
+        if not self.is_return:
+            kprobe = EventKprobe(addr=address, pre_handler=_kprobe_hit, user=self, disabled=disabled)
+            engine.kprobes.register_kprobe(kprobe)
+            self.handle, self.address = kprobe, kprobe.address
+            return
+        rp = EventKretprobe(
+            addr=address,
+            handler=self._returned,
+            return_program=self.emit,
+            maxactive=self.maxactive,
+            disabled=disabled,
+        )
+        engine.kretprobes.register_kretprobe(rp)
+        self.handle, self.address, self.maxactive = rp, rp.address, rp.maxactive
+
+    def unregister(self) -> None:
+        """Mirrors: kernel/trace/trace_kprobe.c:__unregister_trace_kprobe (v6.1)."""
+        self._unhook()
+        self.address = 0
+        if self._counter is not None:
+            self._hits += self._counter.value
+            self._counter.release()
+            self._counter = None
+
+    def _unhook(self) -> None:
+        if isinstance(self.handle, EventKretprobe):
+            self.engine.kretprobes.unregister_kretprobe(self.handle)
+        elif self.handle is not None:
+            self.engine.kprobes.unregister_kprobe(self.handle)
+        self.handle = None
+
+    @property
+    def symbol(self) -> str:
+        """Linux: what stands in messages and comparisons for a probe by address."""
+        return self.place.symbol or "unknown"
+
+    def is_in_module(self, module: str) -> bool:
+        """Whether the place was given as one of that module."""
+        return self.symbol.startswith(f"{module}:")
+
+    def awaits_module(self) -> bool:
+        """Whether a place that doesn't exist may come with a module; Linux grants that to any raw address.
+
+        Mirrors: kernel/trace/trace_kprobe.c:trace_kprobe_module_exist (v6.1), negated.
+        """
+        if self.place.symbol is None:
+            return True
+        module, colon, _ = self.place.symbol.partition(":")
+        return bool(colon) and not self.engine.symbols.has_module(module)
+
+    # Enabling; what is gone or pending is left out. Linux: succeeds while all kprobes are disarmed.
+
+    def enable(self) -> None:
+        """Raises: KernelError of the engine."""
+        if self.handle is not None and not self.handle.is_gone:
+            self.engine.kprobes.enable_kprobe(self.handle)
+
+    def disable(self) -> None:
+        """Raises: KernelError of the engine."""
+        if self.handle is not None and not self.handle.is_gone:
+            self.engine.kprobes.disable_kprobe(self.handle)
+
+    def handler_changed(self) -> None:
+        """What is done at a hit differs from now on."""
+        if self.handle is None or self.handle.is_gone:
+            return
+        if isinstance(self.handle, EventKretprobe):
+            self.engine.kretprobes.handler_changed(self.handle)
+        else:
+            self.engine.kprobes.handler_changed(self.handle)
+
+    # On the list of dynamic events
+
+    @property
+    def place_text(self) -> str:
+        return self.place.show(self.engine.arch.word_size)
+
+    @property
+    def identity(self) -> Hashable:
+        """Linux: all raw addresses count as one."""
+        return self.symbol, self.place.offset
+
+    def matches_place(self, word: str) -> bool:
+        """Linux: compares at most 63 bytes. Mirrors: kernel/trace/trace_kprobe.c:trace_kprobe_match."""
+        return word == self.place_text[:MAX_ARGSTR_LEN]
+
+    def show(self) -> str:
+        """Its line in kprobe_events. Mirrors: kernel/trace/trace_kprobe.c:trace_kprobe_show (v6.1)."""
+        if not self._shown:
+            self._shown = f":{self.event.group}/{self.event.name} {to_text(' '.join(self.words()))}\n"
+        return self.letter + self._shown
+
+    @property
+    def letter(self) -> str:
+        """What its line begins with."""
+        return f"r{self.maxactive or ''}" if self.is_return else "p"
+
+    def profile(self) -> str:
+        """Its line in kprobe_profile."""
+        return _PROFILE_LINE % (self.event.name, self.hits, self.nmissed)
+
+    # Hits
+
+    def _returned(self, instance: KretprobeInstance, regs: Regs) -> None:
+        hit = self.engine.hit
+        hit.regs, hit.return_address = regs, instance.ret_addr
+        self.hit(hit)
+
+    def hit(self, hit: ProbeHit) -> None:
+        """Count the hit and record it where the event is enabled and no filter rejects it.
+
+        Mirrors: kernel/trace/trace_kprobe.c:kprobe_dispatcher, kretprobe_dispatcher (v6.1).
+        """
+        self._hits += 1
+        if not self.address or not self.event.recorders:
+            return
+        engine = self.engine
+        environment = FetchEnvironment(engine.arch, hit, engine.symbols)
+        self.event.record(store(self.args, self._header(hit), environment), hit)
+
+    def _header(self, hit: ProbeHit) -> bytes:
+        words = (self.address, hit.return_address) if self.is_return else (self.address,)
+        return b"".join(word.to_bytes(self.event.word_size, "little") for word in words)
+
+    def emit(self, builder: ProgramBuilder, way: HitWay) -> bool:
+        """Add what hit() does to guest code; False, with nothing added, where it takes Python."""
+        engine = self.engine
+        if not self.address:
+            return False
+        compiled = compiled_event(self.event, self.is_return, self.args, engine.arch)
+        self._counter = self._counter or engine.places.new_counter()
+        if compiled is None or self._counter is None:
+            return False
+        builder.emit(AddToPerCpu(self._counter.offset, 1))
+        EventEmitter(builder, compiled, way, self.address, engine.arch, engine.places).emit()
+        return True
+
+    def emit_apart(
+        self, builder: ProgramBuilder, way: HitWay, places: GuestPlaces, target: RecordTarget, counter: int
+    ) -> bool:
+        """As emit(), but all that is written to is given: every record goes to `target`.
+
+        False for a return probe too, whose entry is the smaller part of it.
+        """
+        arch = self.engine.arch
+        compiled = compiled_event(self.event, self.is_return, self.args, arch)
+        if compiled is None or not self.address or self.is_return:
+            return False
+        recordings = tuple(replace(recording, target=target) for recording in compiled.recordings)
+        builder.emit(AddToPerCpu(counter, 1))
+        apart = replace(compiled, recordings=recordings)
+        EventEmitter(builder, apart, way, self.address, arch, places).emit()
+        return True

@@ -1,0 +1,191 @@
+"""uprobe_events and uprobe_profile: definitions are parsed and kept; no user code is here to be probed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+from emulated_kernel.arch.base import Arch
+from emulated_kernel.errors import KernelError
+from emulated_kernel.trace.fetch.fetchargs import FetchContext, ProbeArg, parse_args
+from emulated_kernel.trace.probes.definition import MAX_EVENT_NAME_LEN, parse_event_name
+from emulated_kernel.trace.probes.dynamic_events import EventCommands
+from emulated_kernel.trace.probes.probe_format import entry_or_return
+from emulated_kernel.trace.probes.trace_probe import ProbeKind, ProbeTraceEvent, TraceProbe
+from emulated_kernel.trace.symbols import KernelSymbols
+from emulated_kernel.trace.text.chars import argv_split, to_text
+from emulated_kernel.trace.text.numbers import is_digit, kstrtoul
+from emulated_kernel.trace.text.probe_errors import CommandLog, ProbeError
+
+UPROBE_EVENT_SYSTEM = "uprobes"
+_RETURN = "%return"
+
+
+@dataclass(frozen=True)
+class UserPlace:
+    """Where in a file to probe; both offsets in bytes, `reference` 0 where no counter was given."""
+
+    path: str
+    offset: int
+    reference: int
+    is_return: bool
+    inode: tuple[int, int]
+
+    def show(self, word_size: int) -> str:
+        """As in uprobe_events, and as `-:EVENT PLACE` has to give it."""
+        counter = f"({self.reference:#x})" if self.reference else ""
+        return f"{self.path}:0x{self.offset:0{2 * word_size}x}{counter}"
+
+    def default_event(self) -> str:
+        """The name of an event that was given none. Linux: `p` for return probes too."""
+        name = self.path.rpartition("/")[2]
+        end = min((at for at in map(name.find, ".-_") if at >= 0), default=len(name))
+        return f"p_{name[:end]}_{self.offset:#x}"[: MAX_EVENT_NAME_LEN - 1]
+
+
+class UprobeTraceEvent(ProbeTraceEvent):
+    """The event of one or more uprobes, which all have the same arguments."""
+
+    __slots__ = ("is_return",)
+
+    def __init__(
+        self, group: str, name: str, is_return: bool, args: tuple[ProbeArg, ...], word_size: int
+    ) -> None:
+        super().__init__(group, name, args, word_size)
+        self.is_return = is_return
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return entry_or_return(self.is_return)
+
+    def print_record(self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False) -> str:
+        """Never asked for: an event that never starts has no records."""
+        del payload, symbols, sym_addr
+        raise AssertionError(f"a record of {self.name}")
+
+
+class TraceUprobe(TraceProbe):
+    """Mirrors: kernel/trace/trace_uprobe.c:struct trace_uprobe (v6.1)."""
+
+    __slots__ = ("place",)
+
+    def __init__(
+        self, kind: UprobeEvents, event: UprobeTraceEvent, place: UserPlace, args: tuple[ProbeArg, ...]
+    ) -> None:
+        super().__init__(kind, event, args)
+        self.place = place
+
+    @property
+    def place_text(self) -> str:
+        return self.place.show(self.event.word_size)
+
+    @property
+    def identity(self) -> Hashable:
+        return self.place.inode, self.place.offset
+
+    def enable(self) -> None:
+        """Deviates: it can't be, since the guest runs no programs. Raises: KernelError EOPNOTSUPP."""
+        raise KernelError(errno.EOPNOTSUPP, "there are no programs to probe")
+
+    def show(self) -> str:
+        """Its line. Mirrors: kernel/trace/trace_uprobe.c:trace_uprobe_show (v6.1)."""
+        head = f"{'r' if self.place.is_return else 'p'}:{self.event.group}/{self.event.name}"
+        return f"{head} {to_text(' '.join(self.words()))}\n"
+
+    def profile(self) -> str:
+        """Its line in uprobe_profile: there are no hits."""
+        return f"  {to_text(self.place.path)} {self.event.name:<44} {0:>15}\n"
+
+
+class UprobeEvents(ProbeKind[TraceUprobe]):
+    """All uprobe events. Mirrors: kernel/trace/trace_uprobe.c (v6.1)."""
+
+    def __init__(self, arch: Arch, commands: EventCommands) -> None:
+        super().__init__(commands)
+        self._arch = arch
+
+    def profile_records(self, start: int = 0) -> Iterator[str]:
+        """The lines of uprobe_profile, from one on."""
+        return (probe.profile() for probe in islice(self._own, start, None))
+
+    def create(self, command: str) -> bool:
+        """Make a probe from `p|r[:[GRP/][EVENT]] PATH:OFFSET[(REF)][%return] [FETCHARGS]`.
+
+        False where the command isn't one for uprobes. Raises: KernelError; logged.
+        Mirrors: kernel/trace/trace_uprobe.c:__trace_uprobe_create (v6.1).
+        """
+        argv = argv_split(command)
+        if not argv:
+            return True
+        if argv[0][0] not in "pr" or len(argv) < 2 or "/" not in argv[1]:
+            return False
+        if not is_digit(argv[1].rpartition(":")[2]) or ":" not in argv[1]:
+            return False
+        log = CommandLog(self.error_log, "trace_uprobe", argv)
+        log.index = 1
+        place = _parse_place(argv[1], argv[0][0] == "r", self._arch.bits, log)
+        log.index = 0
+        group, name = UPROBE_EVENT_SYSTEM, ""
+        if argv[0][1:2] == ":":
+            group, name = parse_event_name(argv[0][2:], 2, log, UPROBE_EVENT_SYSTEM)
+        args = parse_args(argv[2:], FetchContext(self._arch, log, place.is_return, in_kernel=False))
+        self._check_reference(place)
+        name = to_text(name or place.default_event())
+        event = UprobeTraceEvent(to_text(group), name, place.is_return, args, self._arch.word_size)
+        self._register(TraceUprobe(self, event, place, args), log)
+        return True
+
+    def _check_reference(self, place: UserPlace) -> None:
+        """Mirrors: kernel/trace/trace_uprobe.c:validate_ref_ctr_offset (v6.1)."""
+        for other in (probe.place for probe in self._own):
+            same = (other.inode, other.offset) == (place.inode, place.offset)
+            if same and other.reference != place.reference:
+                self.printk("trace_uprobe: Reference counter offset mismatch.")
+                raise KernelError(errno.EINVAL, "another probe there has another reference counter")
+
+
+def _parse_place(word: str, is_return: bool, bits: int, log: CommandLog) -> UserPlace:
+    path, _, rest = word.rpartition(":")
+    at = len(path) + 1
+    inode = _find_file(path, log)
+    digits, brace, counter = rest.partition("(")
+    reference = 0
+    if brace:
+        reference = _reference(counter, at + len(digits) + 1, bits, log)
+    digits, percent, suffix = digits.partition("%")
+    if percent and percent + suffix != _RETURN:
+        raise log.error(at + len(digits), ProbeError.BAD_ADDR_SUFFIX)
+    offset = _number(digits, at, bits, ProbeError.BAD_UPROBE_OFFS, log)
+    return UserPlace(path, offset, reference, is_return or bool(percent), inode)
+
+
+def _find_file(path: str, log: CommandLog) -> tuple[int, int]:
+    """Device and inode, which tell whether two paths are one file."""
+    try:
+        found = os.stat(path.encode("latin-1"))
+    except (OSError, ValueError) as failure:
+        code = getattr(failure, "errno", None) or errno.ENOENT
+        raise log.error(0, ProbeError.FILE_NOT_FOUND, code) from failure
+    if not stat.S_ISREG(found.st_mode):
+        raise log.error(0, ProbeError.NO_REGULAR_FILE)
+    return found.st_dev, found.st_ino
+
+
+def _reference(text: str, at: int, bits: int, log: CommandLog) -> int:
+    number, brace, rest = text.partition(")")
+    if not brace:
+        raise log.error(at + len(text), ProbeError.REFCNT_OPEN_BRACE)
+    if rest:
+        raise log.error(at + len(number) + 1, ProbeError.BAD_REFCNT_SUFFIX)
+    return _number(number, at, bits, ProbeError.BAD_REFCNT, log)
+
+
+def _number(text: str, at: int, bits: int, error: ProbeError, log: CommandLog) -> int:
+    try:
+        return kstrtoul(text, 0, bits)
+    except KernelError as failure:
+        raise log.error(at, error, failure.errno or errno.EINVAL) from None

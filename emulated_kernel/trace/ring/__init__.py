@@ -1,0 +1,1 @@
+"""Ring buffers in Linux's layout, which guest code and the host write alike."""

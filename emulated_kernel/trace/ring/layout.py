@@ -1,0 +1,145 @@
+"""Layout of a ring buffer's memory: the contract between guest code and the reader here.
+
+Each CPU writes to a buffer of its own. Its control block of 32 u64 words (little-endian) holds what changes
+with each event and counts, as the constants below say.
+
+The sub-buffers' memory starts with room for a control block (used where there is no other), then
+
+         word 32...        slots[nr_pages]: the sub-buffer's number of each ring slot
+         then              page_entries[nr_pages + 1]: events on each sub-buffer that was left behind
+
+and goes on with the nr_pages + 1 sub-buffers (page.py) from the next multiple of 4096 bytes; `base` is
+a multiple of 4096 too. The commit word of tail_page is stale: its data end at write_ptr (or parked_ptr).
+
+How guest code writes an event of `length` bytes (page.event_size) at the time t:
+
+    p = write_ptr
+    if ((p - 1) & 4095) > 4095 - length, unsigned: no room (or off, or the first event of a sub-buffer)
+    delta = t - write_stamp; if delta >= 1 << 27, unsigned: a time extend is needed
+    write_stamp += delta; put the event at p; tail_entries += 1; write_ptr = p + length
+
+In both other cases the host is asked first: RingBuffer.make_room(length, t). If that says yes, the steps
+succeed when begun again; if no, the event is dropped, and counted if that is for want of room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import IntFlag
+
+from emulated_kernel.abi import PAGE_SIZE
+from emulated_kernel.trace.ring.page import PAGE_DATA_SIZE
+
+MIN_PAGES = 2
+_SIZE_MASK = (1 << 64) - 1
+
+# Words of a control block
+
+WRITE_PTR = 0  # address of the next event; 0: nobody but the host may write one now
+WRITE_STAMP = 1  # time of the last event written
+TAIL_ENTRIES = 2  # events on the sub-buffer that is written
+PARKED_PTR = 3  # write_ptr's value while that is 0
+BASE = 4  # address of the sub-buffers' memory
+NR_PAGES = 5  # sub-buffers in the ring; one more, the reader page, stands outside of it
+FLAGS = 6  # RingFlag
+TAIL_PAGE = 7  # number of the sub-buffer that is written
+TAIL_SLOT = 8  # ring slot of tail_page (or that it had before the reader took it)
+HEAD_SLOT = 9  # ring slot of the oldest unread sub-buffer
+READER_PAGE = 10  # number of the reader's sub-buffer
+READER_READ = 11  # bytes of its data that were consumed
+ANCHOR_SLOT = 12  # where head and tail go on reset
+READ_STAMP = 13  # time of the last event consumed
+ENTRIES = 14  # events on all sub-buffers that were ever left behind
+OVERRUN = 15  # events overwritten before they were read
+COMMIT_OVERRUN = 16  # events lost because the writer met its own uncommitted ones (always 0 here)
+DROPPED = 17  # events refused for want of room (no overwriting)
+READ = 18  # events consumed
+ENTRIES_BYTES = 19  # bytes written on sub-buffers that were left behind, and not overwritten
+READ_BYTES = 20  # bytes consumed
+LAST_OVERRUN = 21  # `overrun` when the reader last took a sub-buffer
+LOST_EVENTS = 22  # events lost before the next one that the reader gets
+COUNTERS = (WRITE_STAMP, *range(READ_STAMP, LOST_EVENTS + 1))
+"""Words that a reset clears."""
+CONTROL_WORDS = 32
+CONTROL_SIZE = CONTROL_WORDS * 8
+SLOTS = CONTROL_WORDS
+
+
+class RingFlag(IntFlag):
+    """Word 6 of a control block."""
+
+    OVERWRITE = 1
+    """A full buffer loses its oldest sub-buffer; otherwise it refuses new events."""
+    DISABLED = 2
+    """Nothing is recorded or counted."""
+
+
+def _keep() -> None:
+    """Memory that goes with its last user."""
+
+
+@dataclass(frozen=True)
+class RingMemory:
+    """The memory of a ring buffer.
+
+    Guest code sees its pages at `address`, and its control block at `control_at` from the base of the CPU
+    that the buffer is of. Without a control block of its own it uses the room at the start of `pages`.
+    Memory that no guest code sees has address 0.
+    """
+
+    pages: memoryview
+    """Writable, memory_size(nr_pages) bytes at least, of any content."""
+    address: int = 0
+    control: memoryview | None = None
+    """Writable, CONTROL_SIZE bytes."""
+    control_at: int = 0
+    release: Callable[[], None] = _keep
+    """Gives the pages back."""
+
+    def moved_to(self, pages: RingMemory) -> RingMemory:
+        """Other pages under the same control block."""
+        return replace(pages, control=self.control, control_at=self.control_at)
+
+
+@dataclass(frozen=True)
+class RingControls:
+    """The control blocks of ring buffers, one a CPU, at the same offset from the base of each."""
+
+    blocks: Sequence[memoryview]
+    offset: int = 0
+    release: Callable[[], None] = _keep
+
+    def place(self, cpu: int, pages: RingMemory) -> RingMemory:
+        """Pages under that CPU's control block."""
+        return replace(pages, control=self.blocks[cpu], control_at=self.offset)
+
+
+@dataclass(frozen=True)
+class RecordTarget:
+    """A recorder's ring buffers, one of each CPU, as guest code writes to them."""
+
+    control_at: int
+    """Offset of the control blocks."""
+    saves_comm: bool
+    make_room: Callable[[], bool]
+    """RingBuffer.make_room of the CPU's buffer for the event that `event_time` tells of."""
+
+
+def pages_for(size: int) -> int:
+    """Sub-buffers in the ring for a wanted size in bytes.
+
+    Linux: rounding up wraps around. Mirrors: kernel/trace/ring_buffer.c:ring_buffer_resize (v6.1).
+    """
+    return max(MIN_PAGES, ((size + PAGE_DATA_SIZE - 1) & _SIZE_MASK) // PAGE_DATA_SIZE)
+
+
+def memory_size(nr_pages: int) -> int:
+    """Bytes of memory of a ring buffer with `nr_pages` sub-buffers."""
+    return data_start(nr_pages) + (nr_pages + 1) * PAGE_SIZE
+
+
+def data_start(nr_pages: int) -> int:
+    """Where the sub-buffers begin, in bytes."""
+    header = (SLOTS + 2 * nr_pages + 1) * 8
+    return -(-header // PAGE_SIZE) * PAGE_SIZE

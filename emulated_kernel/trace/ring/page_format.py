@@ -1,0 +1,44 @@
+"""events/header_page and header_event: the layout of trace_pipe_raw's pages, for programs that read them."""
+
+from __future__ import annotations
+
+from emulated_kernel.trace.ring.page import (
+    MAX_TYPE_LEN,
+    PADDING,
+    PAGE_DATA_SIZE,
+    PAGE_HEADER_SIZE,
+    TIME_EXTEND,
+    TIME_STAMP,
+)
+
+_STAMP_SIZE = 8
+_COMMIT_SIZE = PAGE_HEADER_SIZE - _STAMP_SIZE
+
+
+def _field(declaration: str, offset: int, size: int, signed: int) -> str:
+    return f"\tfield: {declaration};\toffset:{offset};\tsize:{size};\tsigned:{signed};\n"
+
+
+def header_page_text() -> str:
+    """The page. Mirrors: kernel/trace/ring_buffer.c:ring_buffer_print_page_header (v6.1)."""
+    return (
+        _field("u64 timestamp", 0, _STAMP_SIZE, 0)
+        + _field("local_t commit", _STAMP_SIZE, _COMMIT_SIZE, 1)
+        + _field("int overwrite", _STAMP_SIZE, 1, 1)
+        + _field("char data", PAGE_HEADER_SIZE, PAGE_DATA_SIZE, 1)
+    )
+
+
+def header_event_text() -> str:
+    """An event on it. Mirrors: kernel/trace/ring_buffer.c:ring_buffer_print_entry_header (v6.1)."""
+    return (
+        "# compressed entry header\n"
+        "\ttype_len    :    5 bits\n"
+        "\ttime_delta  :   27 bits\n"
+        "\tarray       :   32 bits\n"
+        "\n"
+        f"\tpadding     : type == {PADDING}\n"
+        f"\ttime_extend : type == {TIME_EXTEND}\n"
+        f"\ttime_stamp : type == {TIME_STAMP}\n"
+        f"\tdata max type_len  == {MAX_TYPE_LEN}\n"
+    )

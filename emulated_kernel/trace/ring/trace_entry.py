@@ -1,0 +1,248 @@
+"""Records: the header that starts each one, their fields, and the types that are no trace events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum, IntFlag
+from struct import Struct
+
+from emulated_kernel.abi import PAGE_SIZE
+from emulated_kernel.trace.symbols import KernelSymbols
+from emulated_kernel.trace.text.chars import bytes_to_text
+from emulated_kernel.trace.text.sprint_symbol import print_ip
+
+TRACE_ENTRY = Struct("<HBBi")
+"""common_type, common_flags, common_preempt_count, common_pid. Mirrors: struct trace_entry (v6.1)."""
+COMMON_SIZE = TRACE_ENTRY.size
+"""Bytes of common fields before an entry's payload; __data_loc counts from their start."""
+
+
+class EntryType(IntEnum):
+    """Types that no trace event defines. Mirrors: kernel/trace/trace.h:trace_type (v6.1)."""
+
+    FN = 1
+    STACK = 4
+    PRINT = 5
+    GRAPH_RET = 10
+    GRAPH_ENT = 11
+    USER_STACK = 12
+    RAW_DATA = 18
+    FUNC_REPEATS = 19
+
+
+class EntryFlag(IntFlag):
+    """common_flags. Mirrors: include/linux/trace_events.h:trace_flag_type (v6.1)."""
+
+    IRQS_OFF = 0x01
+    IRQS_NOSUPPORT = 0x02
+    NEED_RESCHED = 0x04
+    HARDIRQ = 0x08
+    SOFTIRQ = 0x10
+    PREEMPT_RESCHED = 0x20
+    NMI = 0x40
+    BH_OFF = 0x80
+
+
+@dataclass(frozen=True)
+class RawEntry:
+    """What an event filter looks at: a whole entry, common fields first, and who ran on which CPU."""
+
+    data: bytes
+    cpu: int
+    comm: bytes
+    """The current task's name, without padding."""
+    string_at: Callable[[int, bool], bytes | None]
+    """The string at an address of user space or of the kernel, and its NUL; None where there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class EventField:
+    """A field of an entry; offset and size in bytes, the offset from the entry's start."""
+
+    type: str
+    name: str
+    offset: int
+    size: int
+    is_signed: bool
+    length: int = 0
+    """Elements of an array of a static event; a probe's fields don't tell."""
+
+    def format_line(self) -> str:
+        """Mirrors: kernel/trace/trace_events.c:f_show (v6.1)."""
+        declaration = f"{self.type} {self.name}"
+        base, bracket, _ = self.type.partition("[")
+        if bracket and not self.type.startswith("__data_loc"):
+            declaration = f"{base} {self.name}[{self.length or ''}]"
+        rest = f"offset:{self.offset};\tsize:{self.size};\tsigned:{int(self.is_signed)}"
+        return f"\tfield:{declaration};\t{rest};\n"
+
+
+COMMON_FIELDS = (
+    EventField("unsigned short", "common_type", 0, 2, False),
+    EventField("unsigned char", "common_flags", 2, 1, False),
+    EventField("unsigned char", "common_preempt_count", 3, 1, False),
+    EventField("int", "common_pid", 4, 4, True),
+)
+
+
+MARKER_SYMBOL = "tracing_mark_write"
+_U32 = Struct("<I")
+_FAULTED_SIZE = 9
+
+
+def marker_ip(word_size: int) -> int:
+    """Where trace_marker is written from. Deviates: that is host code, at no guest address."""
+    return (1 << 8 * word_size) - PAGE_SIZE
+
+
+@dataclass(frozen=True)
+class AddressStyle:
+    """How records name addresses: their size in bytes and the options sym-offset and sym-addr."""
+
+    symbols: KernelSymbols
+    word_size: int = 8
+    sym_offset: bool = False
+    sym_addr: bool = False
+    print_parent: bool = True
+    """Whether a function's caller is named too."""
+
+    def place(self, ip: int) -> str:
+        """Where something happened."""
+        digits = 2 * self.word_size if self.sym_addr else 0
+        if ip == marker_ip(self.word_size):
+            return MARKER_SYMBOL + (f" <{ip:0{digits}x}>" if digits else "")
+        return print_ip(self.symbols, ip, offset=self.sym_offset, digits=digits)
+
+    def word(self, payload: bytes, at: int = 0) -> int:
+        """The unsigned long at an offset of a payload."""
+        return int.from_bytes(payload[at : at + self.word_size], "little")
+
+
+def print_entry(text: bytes, word_size: int = 8) -> bytes:
+    """The payload of a PRINT record for a marker `text`.
+
+    Mirrors: kernel/trace/trace.c:tracing_mark_write (v6.1), which makes room for the text "<faulted>".
+    """
+    size = max(len(text), _FAULTED_SIZE) + 2
+    line = text if text.endswith(b"\n") else text + b"\n"
+    return marker_ip(word_size).to_bytes(word_size, "little") + line.ljust(size, b"\0")
+
+
+def raw_data_entry(data: bytes) -> bytes:
+    """The payload of a RAW_DATA record: a number, and bytes up to the entry's end, which is always aligned.
+
+    Linux: its size counts the number twice, has room for the text "<faulted>", and what wasn't written is
+    left as it was; here that is 0. Mirrors: kernel/trace/trace.c:tracing_mark_raw_write (v6.1).
+    """
+    size = max(len(data), _U32.size + _FAULTED_SIZE)
+    return data.ljust(_U32.size + size + -size % _U32.size, b"\0")
+
+
+def print_message(payload: bytes, style: AddressStyle) -> str:
+    """What a PRINT record says, without who said it."""
+    return bytes_to_text(payload[style.word_size :].split(b"\0", 1)[0])
+
+
+def print_place_and_message(payload: bytes, style: AddressStyle) -> str:
+    """What a PRINT record says, and who said it."""
+    return f"{style.place(style.word(payload))}: {print_message(payload, style)}"
+
+
+def _print_raw(payload: bytes, style: AddressStyle) -> str:
+    return f"# {style.word(payload):x} {print_message(payload, style)}"
+
+
+def stack_entry(callers: Sequence[int], word_size: int = 8) -> bytes:
+    """The payload of a STACK record: return addresses, innermost first."""
+    words = b"".join(caller.to_bytes(word_size, "little") for caller in callers)
+    return len(callers).to_bytes(word_size, "little") + words
+
+
+_USER_CALLERS = 8
+
+
+def user_stack_entry(tgid: int, callers: Sequence[int], word_size: int = 8) -> bytes:
+    """The payload of a USER_STACK record, which has room for 8 addresses."""
+    words = [tgid, *callers, *[0] * (_USER_CALLERS - len(callers))]
+    return b"".join(word.to_bytes(word_size, "little") for word in words)
+
+
+def _user_stack(payload: bytes, style: AddressStyle) -> str:
+    """Mirrors: kernel/trace/trace_output.c:trace_user_stack_print, seq_print_user_ip (v6.1)."""
+    lines = ["<user stack trace>\n"]
+    for number in range(1, _USER_CALLERS + 1):
+        ip = style.word(payload, number * style.word_size)
+        if not ip:
+            break
+        lines.append(f" =>  <{ip:0{2 * style.word_size}x}>\n")
+    return "".join(lines)
+
+
+def _stack(payload: bytes, style: AddressStyle) -> str:
+    (size,) = _U32.unpack_from(payload)
+    step = style.word_size
+    lines = ["<stack trace>\n"]
+    for at in range(step, min(step + size * step, len(payload) - step + 1), step):
+        caller = style.word(payload, at)
+        if caller == (1 << 8 * step) - 1:
+            break
+        lines.append(f" => {style.place(caller)}\n")
+    return "".join(lines)
+
+
+def _raw_data(payload: bytes, _style: AddressStyle) -> str:
+    (number,) = _U32.unpack_from(payload)
+    dump = "".join(f" {byte:02x}" for byte in payload[4:])
+    return f"# {number:x} buf:{dump}\n"
+
+
+def _function(payload: bytes, style: AddressStyle) -> str:
+    """Mirrors: kernel/trace/trace_output.c:trace_fn_trace (v6.1)."""
+    text, parent = style.place(style.word(payload)), style.word(payload, style.word_size)
+    return f"{text} <-{style.place(parent)}\n" if style.print_parent and parent else f"{text}\n"
+
+
+def _function_raw(payload: bytes, style: AddressStyle) -> str:
+    return f"{style.word(payload):x} {style.word(payload, style.word_size):x}\n"
+
+
+_REPEATS = Struct("<HHI")
+"""count, and the upper and lower bits of the time since the latest call."""
+
+
+def repeats_entry(call: bytes, count: int, ago: int) -> bytes:
+    """The payload of a FUNC_REPEATS record: `call` is that of the FN record which the calls are like."""
+    return call + _REPEATS.pack(count, ago >> 32 & 0xFFFF, ago & 0xFFFFFFFF)
+
+
+def repeats(payload: bytes, style: AddressStyle) -> tuple[int, int]:
+    """How many calls the record stands for, and how long ago the latest one was."""
+    count, top, bottom = _REPEATS.unpack_from(payload, 2 * style.word_size)
+    return count, top << 32 | bottom
+
+
+def _repeats_raw(payload: bytes, style: AddressStyle) -> str:
+    """Mirrors: kernel/trace/trace_output.c:trace_func_repeats_raw (v6.1)."""
+    count, ago = repeats(payload, style)
+    return f"{style.word(payload)} {style.word(payload, style.word_size)} {count} {ago}\n"
+
+
+EntryPrinter = Callable[[bytes, AddressStyle], str]
+
+ENTRY_PRINTERS: dict[int, EntryPrinter] = {
+    EntryType.FN: _function,
+    EntryType.STACK: _stack,
+    EntryType.USER_STACK: _user_stack,
+    EntryType.PRINT: print_place_and_message,
+    EntryType.RAW_DATA: _raw_data,
+}
+"""Texts of the types that no trace event defines, newline included."""
+
+RAW_PRINTERS: dict[int, EntryPrinter] = {
+    EntryType.FN: _function_raw,
+    EntryType.PRINT: _print_raw,
+    EntryType.RAW_DATA: _raw_data,
+    EntryType.FUNC_REPEATS: _repeats_raw,
+}
+"""The same under the option `raw`; other types have no such text."""

@@ -1,0 +1,253 @@
+"""The writing half of a ring buffer: events go to the tail page, and the tail goes on.
+
+Mirrors: kernel/trace/ring_buffer.c (v6.1)
+"""
+
+from __future__ import annotations
+
+from array import array
+from struct import Struct
+
+from emulated_kernel.abi import PAGE_SIZE
+from emulated_kernel.trace.ring.layout import (
+    BASE,
+    CONTROL_SIZE,
+    CONTROL_WORDS,
+    DROPPED,
+    ENTRIES,
+    ENTRIES_BYTES,
+    FLAGS,
+    HEAD_SLOT,
+    MIN_PAGES,
+    NR_PAGES,
+    OVERRUN,
+    PARKED_PTR,
+    READER_PAGE,
+    SLOTS,
+    TAIL_ENTRIES,
+    TAIL_PAGE,
+    TAIL_SLOT,
+    WRITE_PTR,
+    WRITE_STAMP,
+    RingFlag,
+    RingMemory,
+    data_start,
+    memory_size,
+)
+from emulated_kernel.trace.ring.page import (
+    COMMIT_MASK,
+    DELTA_BITS,
+    DELTA_MASK,
+    MAX_DATA_SIZE,
+    MAX_SMALL_DATA,
+    PADDING,
+    PAGE_DATA_SIZE,
+    PAGE_HEADER_SIZE,
+    STAMP_MASK,
+    TIME_EVENT_SIZE,
+    TIME_EXTEND,
+    TIME_STAMP,
+    PageReader,
+    event_size,
+)
+
+_OVERWRITE = RingFlag.OVERWRITE.value
+_DISABLED = RingFlag.DISABLED.value
+_TWO_WORDS = Struct("<II")
+
+
+class RingWriter:
+    """What writing to a ring buffer takes; RingBuffer adds the readers."""
+
+    __slots__ = (
+        "_entries_at",
+        "_memory",
+        "_nr_pages",
+        "_place",
+        "_reader",
+        "_shift",
+        "_start",
+        "_table",
+        "_words",
+        "_words32",
+    )
+
+    def __init__(self, memory: RingMemory | memoryview, nr_pages: int, *, overwrite: bool = True) -> None:
+        """Format `memory` (of at least memory_size(nr_pages) writable bytes) as an empty buffer."""
+        self._format(memory, nr_pages, RingFlag.OVERWRITE.value if overwrite else 0)
+
+    def _format(self, memory: RingMemory | memoryview, nr_pages: int, flags: int) -> None:
+        """Sub-buffers behind the first are formatted when they are first written."""
+        if nr_pages < MIN_PAGES:
+            raise ValueError(f"a ring buffer has at least {MIN_PAGES} pages")
+        place = memory if isinstance(memory, RingMemory) else RingMemory(memory)
+        self._attach(place, nr_pages)
+        words, table = self._words, self._table
+        words[:CONTROL_WORDS] = memoryview(bytes(CONTROL_SIZE)).cast("Q")
+        words[NR_PAGES] = nr_pages
+        words[FLAGS] = flags
+        words[BASE] = place.address
+        words[READER_PAGE] = nr_pages
+        table[SLOTS : SLOTS + nr_pages] = memoryview(array("Q", range(nr_pages)))
+        for page in (0, nr_pages):
+            table[self._page_word(page)] = 0
+            self._clear_page(page)
+        words[PARKED_PTR] = self._shift + self._data(0)
+
+    def _attach(self, place: RingMemory, nr_pages: int) -> None:
+        memory = place.pages.cast("B")[: memory_size(nr_pages)]
+        self._place = place
+        self._memory = memory
+        self._table = memory.cast("Q")
+        control = memory if place.control is None else place.control.cast("B")
+        self._words = control.cast("Q")
+        self._words32 = memory.cast("I")
+        self._nr_pages = nr_pages
+        self._start = data_start(nr_pages)
+        self._shift = place.address
+        self._entries_at = SLOTS + nr_pages
+        self._reader = PageReader(memory, self._words32)
+
+    @property
+    def place(self) -> RingMemory:
+        """Where the buffer stands; another one after each resize."""
+        return self._place
+
+    def _page_word(self, page: int) -> int:
+        return (self._start + page * PAGE_SIZE) >> 3
+
+    def _data(self, page: int) -> int:
+        return self._start + page * PAGE_SIZE + PAGE_HEADER_SIZE
+
+    def _commit(self, page: int) -> int:
+        if page == self._words[TAIL_PAGE]:
+            return self._tail()
+        return self._table[self._page_word(page) + 1] & COMMIT_MASK
+
+    def _tail(self) -> int:
+        """Bytes of data on the sub-buffer that is written."""
+        words = self._words
+        return (words[WRITE_PTR] or words[PARKED_PTR]) - self._shift - self._data(words[TAIL_PAGE])
+
+    def write(self, payload: bytes, time_stamp: int) -> bool:
+        """Append one event; False when it was dropped, is too large or recording is off.
+
+        Mirrors: kernel/trace/ring_buffer.c:ring_buffer_write (v6.1)
+        """
+        size = len(payload)
+        length = event_size(size)
+        if size > MAX_DATA_SIZE or not self.make_room(length, time_stamp):
+            return False
+        words = self._words
+        pointer = words[WRITE_PTR]
+        self._put_event(pointer - self._shift, length, time_stamp - words[WRITE_STAMP], payload)
+        words[WRITE_PTR] = pointer + length
+        words[WRITE_STAMP] = time_stamp
+        words[TAIL_ENTRIES] += 1
+        return True
+
+    def make_room(self, length: int, time_stamp: int) -> bool:
+        """Let an event of `length` bytes be written at write_ptr, its delta counted from write_stamp.
+
+        False: recording is off, or there is no room, and one more is dropped.
+        """
+        words = self._words
+        if words[FLAGS] & _DISABLED:
+            return False
+        tail = self._tail()
+        delta = time_stamp - words[WRITE_STAMP] if tail else 0
+        extra = TIME_EVENT_SIZE if delta >> DELTA_BITS else 0
+        if tail + length + extra > PAGE_DATA_SIZE:
+            if not self.move_tail():
+                return False
+            tail = extra = 0
+        self._open_tail()
+        if not tail:
+            self._table[self._page_word(words[TAIL_PAGE])] = words[WRITE_STAMP] = time_stamp
+        elif extra:
+            self._put_time(words[WRITE_PTR] - self._shift, delta, time_stamp)
+            words[WRITE_PTR] += TIME_EVENT_SIZE
+            words[WRITE_STAMP] = time_stamp
+        return True
+
+    def _put_event(self, at: int, length: int, delta: int, payload: bytes) -> None:
+        memory, size = self._memory, len(payload)
+        self._words32[(at + length - 4) >> 2] = 0
+        if size > MAX_SMALL_DATA:
+            _TWO_WORDS.pack_into(memory, at, delta << 5, length - 4)
+            memory[at + 8 : at + 8 + size] = payload
+        else:
+            self._words32[at >> 2] = delta << 5 | (length - 4) >> 2
+            memory[at + 4 : at + 4 + size] = payload
+
+    def _put_time(self, at: int, delta: int, time_stamp: int) -> None:
+        # Deviates: a clock that went back (a task that moved to a vCPU behind) is stored as an absolute
+        # time; Linux stores that only for events that interrupt one another.
+        kind, value = (TIME_EXTEND, delta) if delta > 0 else (TIME_STAMP, time_stamp & STAMP_MASK)
+        _TWO_WORDS.pack_into(self._memory, at, kind | (value & DELTA_MASK) << 5, value >> DELTA_BITS)
+
+    def _open_tail(self) -> None:
+        """Guest code may write."""
+        words = self._words
+        words[WRITE_PTR] = words[WRITE_PTR] or words[PARKED_PTR]
+
+    def _park(self, tail: int) -> None:
+        """Make guest code call the host for the next event, at `tail` bytes into the tail page's data."""
+        words = self._words
+        words[PARKED_PTR] = self._shift + self._data(words[TAIL_PAGE]) + tail
+        words[WRITE_PTR] = 0
+
+    def move_tail(self) -> bool:
+        """Close the tail page and go to the next one; False (one more dropped) when there is none to take.
+
+        Mirrors: kernel/trace/ring_buffer.c:rb_move_tail (v6.1)
+        """
+        words, count = self._words, self._nr_pages
+        page, head = words[TAIL_PAGE], words[HEAD_SLOT]
+        slot = (words[TAIL_SLOT] + 1) % count
+        target = self._table[SLOTS + slot]
+        # A tail on the reader page means that the ring is empty: its head can be written at once.
+        full = slot == head and page != words[READER_PAGE]
+        self._pad_tail()
+        if full:
+            if not words[FLAGS] & _OVERWRITE:
+                words[DROPPED] += 1
+                return False
+            words[HEAD_SLOT] = (head + 1) % count
+        self._leave_tail()
+        if full:
+            self._overrun_page(target)
+        self._clear_page(target)
+        words[TAIL_SLOT] = slot
+        words[TAIL_PAGE] = target
+        self._park(0)
+        return True
+
+    def _pad_tail(self) -> None:
+        tail = self._tail()
+        room, at = PAGE_DATA_SIZE - tail, self._data(self._words[TAIL_PAGE]) + tail
+        if room >= TIME_EVENT_SIZE:
+            _TWO_WORDS.pack_into(self._memory, at, PADDING | 1 << 5, room - 4)
+            tail = PAGE_DATA_SIZE
+        elif room:
+            self._words32[at >> 2] = PADDING
+        self._park(tail)
+
+    def _leave_tail(self) -> None:
+        """Count the tail page's events to those behind it."""
+        words, table = self._words, self._table
+        page, tail = words[TAIL_PAGE], self._tail()
+        table[self._page_word(page) + 1] = tail
+        table[self._entries_at + page] = words[TAIL_ENTRIES]
+        words[ENTRIES] += words[TAIL_ENTRIES]
+        words[ENTRIES_BYTES] += tail
+        words[TAIL_ENTRIES] = 0
+
+    def _overrun_page(self, page: int) -> None:
+        words = self._words
+        words[OVERRUN] += self._table[self._entries_at + page]
+        words[ENTRIES_BYTES] -= self._commit(page)
+
+    def _clear_page(self, page: int) -> None:
+        self._table[self._page_word(page) + 1] = 0
+        self._table[self._entries_at + page] = 0

@@ -1,0 +1,101 @@
+"""saved_cmdlines: the cache of command names and thread groups of the tasks that were traced."""
+
+from __future__ import annotations
+
+import errno
+
+from emulated_kernel.errors import KernelError
+
+PID_MAX_DEFAULT = 0x8000
+DEFAULT_SIZE = 6552
+_HEADER = 4 * (PID_MAX_DEFAULT + 1) + 20
+_ELEMENT = 20
+_PAGE = 4096
+"""Bytes: of the table of pids and what follows it, of a name and its pid, of a page."""
+UNKNOWN_COMM = "<...>"
+_NO_PID = -1
+
+
+class SavedCmdlines:
+    """Command names by pid, of a fixed number of tasks; the oldest entry makes room.
+
+    Pids that agree in their low 15 bits share an entry.
+    Mirrors: kernel/trace/trace.c:trace_save_cmdline, trace_find_cmdline (v6.1)
+    """
+
+    def __init__(self, size: int = DEFAULT_SIZE) -> None:
+        self._tgids: dict[int, int] = {}
+        self._clear(size)
+
+    def _clear(self, size: int) -> None:
+        self._size = size
+        self._index = 0
+        self._slots: dict[int, int] = {}
+        self._pids = [_NO_PID] * size
+        self._comms = [""] * size
+
+    @property
+    def size(self) -> int:
+        """Tasks that are remembered (the saved_cmdlines_size file)."""
+        return self._size
+
+    def resize(self, size: int) -> None:
+        """Forget all names and remember `size` tasks from now on, or as many more as the pages have room for.
+
+        Raises: KernelError EINVAL. Mirrors: kernel/trace/trace.c:tracing_saved_cmdlines_size_write (v6.1)
+        """
+        if not 0 < size <= PID_MAX_DEFAULT:
+            raise KernelError(errno.EINVAL, "saved_cmdlines_size out of range")
+        self._clear(_fitting(size))
+
+    def take_over(self, other: SavedCmdlines) -> None:
+        """Remember what `other` does, in its place."""
+        self.__dict__.update(other.__dict__)
+
+    def save(self, pid: int, comm: str) -> None:
+        """Remember `comm` as the name of `pid`; the idle task needs no entry."""
+        if not pid:
+            return
+        key = pid & (PID_MAX_DEFAULT - 1)
+        slot = self._slots.get(key)
+        if slot is None:
+            self._index = slot = (self._index + 1) % self._size
+            if (old := self._pids[slot]) != _NO_PID:
+                self._slots.pop(old & (PID_MAX_DEFAULT - 1), None)
+            self._slots[key] = slot
+        self._pids[slot] = pid
+        self._comms[slot] = comm
+
+    def find(self, pid: int) -> str:
+        """The name of `pid`, "<...>" if unknown."""
+        if not pid:
+            return "<idle>"
+        if pid < 0:
+            return "<XXX>"
+        slot = self._slots.get(pid & (PID_MAX_DEFAULT - 1))
+        return UNKNOWN_COMM if slot is None or self._pids[slot] != pid else self._comms[slot]
+
+    def save_tgid(self, pid: int, tgid: int) -> None:
+        """Remember the thread group of `pid`."""
+        if pid:
+            self._tgids[pid] = tgid
+
+    def find_tgid(self, pid: int) -> int:
+        """The thread group of `pid`, 0 if unknown."""
+        return self._tgids.get(pid, 0)
+
+    def records(self) -> list[str]:
+        """The lines of saved_cmdlines: pid and name."""
+        entries = zip(self._pids, self._comms, strict=True)
+        return [f"{pid} {comm}\n" for pid, comm in entries if pid != _NO_PID]
+
+    def tgid_records(self) -> list[str]:
+        """The lines of saved_tgids: pid and thread group."""
+        return [f"{pid} {tgid}\n" for pid, tgid in sorted(self._tgids.items()) if tgid]
+
+
+def _fitting(size: int) -> int:
+    """Tasks that fit into the pages for `size` of them. Mirrors: allocate_cmdlines_buffer (v6.1)."""
+    pages = -(-(_HEADER + size * _ELEMENT) // _PAGE)
+    allocated = _PAGE << (pages - 1).bit_length()
+    return (allocated - _HEADER) // _ELEMENT

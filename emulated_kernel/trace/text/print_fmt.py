@@ -1,0 +1,318 @@
+"""Runs a static event's print format: the C expressions that its `format` file shows, on a record.
+
+Numbers are Python's; a cast, a comparison or a conversion wraps them to the width that C has there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from emulated_kernel.trace.symbols import KernelSymbols
+from emulated_kernel.trace.text.chars import bytes_to_text
+from emulated_kernel.trace.text.printf import Value, compile_format, signed, unsigned
+
+COMMON_SIZE = 8
+
+
+class PrintField(NamedTuple):
+    """A field as expressions read it; offset in the entry, `size` of the whole, `length` of an array."""
+
+    offset: int
+    size: int
+    is_signed: bool
+    is_char: bool
+    length: int
+
+
+@dataclass(frozen=True)
+class PrintContext:
+    """What printing a record needs: the entry behind its common fields, and names of addresses."""
+
+    payload: bytes
+    symbols: KernelSymbols
+
+    def number(self, offset: int, size: int, signed: bool) -> int:
+        at = offset - COMMON_SIZE
+        return int.from_bytes(self.payload[at : at + size], "little", signed=signed)
+
+    def text(self, offset: int, size: int) -> str:
+        """A string of at most `size` bytes."""
+        at = offset - COMMON_SIZE
+        return bytes_to_text(self.payload[at : at + size].partition(b"\0")[0])
+
+
+Expression = Callable[[PrintContext], Value]
+Function = Callable[[int], int]
+"""A kernel function that formats call, such as pfn_to_page()."""
+
+_TOKEN = re.compile(
+    r'\s*(?:(?P<string>"(?:[^"\\]|\\.)*")|(?P<number>0[xX][0-9a-fA-F]+|\d+)[uUlL]*'
+    r"|(?P<name>[A-Za-z_]\w*)|(?P<op>->|<<|>>|<=|>=|==|!=|&&|\|\||[-+*/%&|^~!<>?:,(){}\[\]]))"
+)
+_BINARY: Mapping[str, tuple[int, Callable[[int, int], int]]] = {
+    "||": (1, lambda a, b: int(bool(a) or bool(b))),
+    "&&": (2, lambda a, b: int(bool(a) and bool(b))),
+    "|": (3, lambda a, b: a | b),
+    "^": (4, lambda a, b: a ^ b),
+    "&": (5, lambda a, b: a & b),
+    "==": (6, lambda a, b: int(not (a - b) & _MASK)),
+    "!=": (6, lambda a, b: int(bool((a - b) & _MASK))),
+    "<": (7, lambda a, b: int(a < b)),
+    ">": (7, lambda a, b: int(a > b)),
+    "<=": (7, lambda a, b: int(a <= b)),
+    ">=": (7, lambda a, b: int(a >= b)),
+    "<<": (8, lambda a, b: a << b),
+    ">>": (8, lambda a, b: a >> b),
+    "+": (9, lambda a, b: a + b),
+    "-": (9, lambda a, b: a - b),
+    "*": (10, lambda a, b: a * b),
+    "/": (10, lambda a, b: a // b),
+    "%": (10, lambda a, b: a % b),
+}
+_UNARY: Mapping[str, Callable[[int], int]] = {"-": lambda a: -a, "~": lambda a: ~a, "!": lambda a: int(not a)}
+_MASK = (1 << 64) - 1
+_BITS = {"char": 8, "u8": 8, "s8": 8, "short": 16, "u16": 16, "s16": 16, "u64": 64, "s64": 64}
+_TYPE_WORDS = (
+    {"unsigned", "signed", "long", "int", "short", "char", "void", "struct", "const"}
+    | {"bool", "gfp_t", "pid_t", "size_t"}
+    | {f"{sign}{bits}" for sign in "us" for bits in (8, 16, 32, 64)}
+)
+_ESCAPES = {"n": "\n", "t": "\t", '"': '"', "\\": "\\"}
+
+
+def compile_print_fmt(
+    text: str,
+    fields: Mapping[str, PrintField],
+    word_size: int,
+    functions: Mapping[str, Function],
+) -> Callable[[PrintContext], str]:
+    """A function that prints records as `text` says. Raises: ValueError for what isn't understood."""
+    parser = _Parser(text, fields, word_size, functions)
+    layout, arguments = parser.whole()
+    render = compile_format(layout, word_size)
+    return lambda context: render([argument(context) for argument in arguments], context.symbols)
+
+
+class _Token(NamedTuple):
+    kind: str
+    text: str
+
+
+def _tokens(text: str) -> Iterator[_Token]:
+    at = 0
+    while at < len(text.rstrip()):
+        found = _TOKEN.match(text, at)
+        if found is None or found.lastgroup is None:
+            raise ValueError(f"print fmt: {text[at : at + 20]!r}")
+        yield _Token(found.lastgroup, found[found.lastgroup])
+        at = found.end()
+    yield _Token("end", "")
+
+
+class _Parser:
+    """Recursive descent over C's expressions, as far as print formats use them."""
+
+    def __init__(
+        self, text: str, fields: Mapping[str, PrintField], word_size: int, functions: Mapping[str, Function]
+    ) -> None:
+        self._tokens = list(_tokens(text))
+        self._at = 0
+        self._fields = fields
+        self._word = word_size
+        self._functions = functions
+
+    def whole(self) -> tuple[str, list[Expression]]:
+        """The format string and its arguments."""
+        layout = self._string()
+        arguments = []
+        while self._accept(","):
+            arguments.append(self.expression())
+        if self._peek().kind != "end":
+            raise ValueError(f"print fmt: {self._peek().text!r} is left over")
+        return layout, arguments
+
+    def _peek(self, ahead: int = 0) -> _Token:
+        return self._tokens[min(self._at + ahead, len(self._tokens) - 1)]
+
+    def _next(self) -> _Token:
+        token = self._peek()
+        self._at += 1
+        return token
+
+    def _accept(self, text: str) -> bool:
+        if self._peek().kind == "op" and self._peek().text == text:
+            self._at += 1
+            return True
+        return False
+
+    def _expect(self, text: str) -> None:
+        if not self._accept(text):
+            raise ValueError(f"print fmt: {text!r} is missing before {self._peek().text!r}")
+
+    def _string(self) -> str:
+        token = self._next()
+        if token.kind != "string":
+            raise ValueError("print fmt: no string")
+        return re.sub(r"\\(.)", lambda found: _ESCAPES.get(found[1], found[1]), token.text[1:-1])
+
+    def expression(self) -> Expression:
+        """Up to a comma or a closing bracket."""
+        condition = self._binary(0)
+        if not self._accept("?"):
+            return condition
+        if_true = self.expression()
+        self._expect(":")
+        if_false = self.expression()
+        return lambda context: if_true(context) if condition(context) else if_false(context)
+
+    def _binary(self, above: int) -> Expression:
+        left = self._unary()
+        while True:
+            token = self._peek()
+            priority, operation = _BINARY.get(token.text, (0, None))
+            if token.kind != "op" or operation is None or priority <= above:
+                return left
+            self._at += 1
+            left = _apply(operation, left, self._binary(priority))
+
+    def _unary(self) -> Expression:
+        token = self._peek()
+        if token.kind == "op" and token.text in _UNARY:
+            self._at += 1
+            operation, operand = _UNARY[token.text], self._unary()
+            return lambda context: operation(int(operand(context)))
+        if self._accept("("):
+            if self._peek().text in _TYPE_WORDS:
+                return self._cast()
+            inner = self.expression()
+            self._expect(")")
+            return inner
+        return self._primary()
+
+    def _cast(self) -> Expression:
+        words = []
+        while not self._accept(")"):
+            words.append(self._next().text)
+        operand = self._unary()
+        bits, is_signed = _type_of(words, 8 * self._word)
+        wrap = signed if is_signed else unsigned
+        return lambda context: wrap(operand(context), bits)
+
+    def _primary(self) -> Expression:
+        token = self._peek()
+        if token.kind == "string":
+            text = self._string()
+            return lambda _context: text
+        self._at += 1
+        if token.kind == "number":
+            number = int(token.text, 0)
+            return lambda _context: number
+        if token.text == "REC":
+            self._expect("->")
+            return self._field(self._next().text)
+        if token.text == "NULL":
+            return lambda _context: 0
+        if token.kind == "name":
+            return self._call(token.text)
+        raise ValueError(f"print fmt: {token.text!r}")
+
+    def _field(self, name: str) -> Expression:
+        field = self._lookup(name)
+        if self._accept("["):
+            index = self.expression()
+            self._expect("]")
+            size = field.size // field.length
+            return lambda context: context.number(
+                field.offset + int(index(context)) * size, size, field.is_signed
+            )
+        if field.is_char and field.length:
+            return lambda context: context.text(field.offset, field.size)
+        return lambda context: context.number(field.offset, field.size, field.is_signed)
+
+    def _lookup(self, name: str) -> PrintField:
+        if name not in self._fields:
+            raise ValueError(f"print fmt: no field {name!r}")
+        return self._fields[name]
+
+    def _call(self, name: str) -> Expression:
+        self._expect("(")
+        if name == "__get_str":
+            field = self._lookup(self._next().text)
+            self._expect(")")
+            return lambda context: _dynamic_text(context, field)
+        if name in ("__print_flags", "__print_symbolic"):
+            return self._table(flags=name == "__print_flags")
+        function = self._functions.get(name)
+        if function is None:
+            raise ValueError(f"print fmt: no function {name!r}")
+        argument = self.expression()
+        self._expect(")")
+        return lambda context: function(int(argument(context)))
+
+    def _table(self, *, flags: bool) -> Expression:
+        """The rest of __print_flags() or __print_symbolic()."""
+        value = self.expression()
+        self._expect(",")
+        delimiter = ""
+        if flags:
+            delimiter = self._string()
+            self._expect(",")
+        names: list[tuple[Expression, str]] = []
+        while not self._accept(")"):
+            self._expect("{")
+            mask = self.expression()
+            self._expect(",")
+            names.append((mask, self._string()))
+            self._expect("}")
+            self._accept(",")
+        return _flag_names(value, delimiter, names) if flags else _symbol_name(value, names)
+
+
+def _flag_names(value: Expression, delimiter: str, names: Sequence[tuple[Expression, str]]) -> Expression:
+    """Mirrors: kernel/trace/trace_output.c:trace_print_flags_seq (v6.1)."""
+
+    def text(context: PrintContext) -> str:
+        rest, found = unsigned(value(context)), []
+        for mask_of, name in names:
+            mask = unsigned(mask_of(context)) if rest else 0
+            if rest and rest & mask == mask:
+                found.append(name)
+                rest &= ~mask
+        if rest:
+            found.append(f"{rest:#x}")
+        return delimiter.join(found)
+
+    return text
+
+
+def _symbol_name(value: Expression, names: Sequence[tuple[Expression, str]]) -> Expression:
+    """Mirrors: kernel/trace/trace_output.c:trace_print_symbols_seq (v6.1)."""
+
+    def text(context: PrintContext) -> str:
+        number = unsigned(value(context))
+        return next((name for known, name in names if unsigned(known(context)) == number), f"{number:#x}")
+
+    return text
+
+
+def _apply(operation: Callable[[int, int], int], left: Expression, right: Expression) -> Expression:
+    return lambda context: operation(int(left(context)), int(right(context)))
+
+
+def _dynamic_text(context: PrintContext, field: PrintField) -> str:
+    location = context.number(field.offset, 4, signed=False)
+    return context.text(location & 0xFFFF, location >> 16)
+
+
+def _type_of(words: Sequence[str], word_bits: int) -> tuple[int, bool]:
+    """Bits and signedness of a cast's type."""
+    if "*" in words:
+        return word_bits, False
+    if "long" in words or "size_t" in words:
+        bits = 64 if words.count("long") == 2 else word_bits
+    else:
+        bits = next((size for name, size in _BITS.items() if name in words), 32)
+    return bits, not ({"unsigned", "size_t", "gfp_t", "bool", "u8", "u16", "u32", "u64"} & set(words))

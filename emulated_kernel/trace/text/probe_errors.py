@@ -1,0 +1,100 @@
+"""What can be wrong with a probe's definition, and how that gets into error_log."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Sequence
+from enum import Enum
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.trace.text.error_log import ErrorLog
+
+
+class ProbeError(Enum):
+    """Texts are interface: tools match them. Mirrors: kernel/trace/trace_probe.h ERRORS (v6.1)."""
+
+    FILE_NOT_FOUND = "Failed to find the given file"
+    NO_REGULAR_FILE = "Not a regular file"
+    BAD_REFCNT = "Invalid reference counter offset"
+    REFCNT_OPEN_BRACE = "Reference counter brace is not closed"
+    BAD_REFCNT_SUFFIX = "Reference counter has wrong suffix"
+    BAD_UPROBE_OFFS = "Invalid uprobe offset"
+    BAD_FILE_OFFS = "Invalid file offset value"
+    SYM_ON_UPROBE = "Symbol is not available with uprobe"
+    MAXACT_NO_KPROBE = "Maxactive is not for kprobe"
+    BAD_MAXACT = "Invalid maxactive number"
+    MAXACT_TOO_BIG = "Maxactive is too big"
+    BAD_PROBE_ADDR = "Invalid probed address or symbol"
+    NON_UNIQ_SYMBOL = "The symbol is not unique"
+    BAD_RETPROBE = "Retprobe address must be an function entry"
+    BAD_ADDR_SUFFIX = "Invalid probed address suffix"
+    NO_GROUP_NAME = "Group name is not specified"
+    GROUP_TOO_LONG = "Group name is too long"
+    BAD_GROUP_NAME = "Group name must follow the same rules as C identifiers"
+    NO_EVENT_NAME = "Event name is not specified"
+    EVENT_TOO_LONG = "Event name is too long"
+    BAD_EVENT_NAME = "Event name must follow the same rules as C identifiers"
+    EVENT_EXIST = "Given group/event name is already used by another event"
+    RETVAL_ON_PROBE = "$retval is not available on probe"
+    BAD_STACK_NUM = "Invalid stack number"
+    BAD_ARG_NUM = "Invalid argument number"
+    BAD_VAR = "Invalid $-variable specified"
+    BAD_REG_NAME = "Invalid register name"
+    BAD_MEM_ADDR = "Invalid memory address"
+    BAD_IMM = "Invalid immediate value"
+    IMMSTR_NO_CLOSE = "String is not closed with '\"'"
+    FILE_ON_KPROBE = "File offset is not available with kprobe"
+    TOO_MANY_OPS = "Dereference is too much nested"
+    DEREF_NEED_BRACE = "Dereference needs a brace"
+    BAD_DEREF_OFFS = "Invalid dereference offset"
+    DEREF_OPEN_BRACE = "Dereference brace is not closed"
+    COMM_CANT_DEREF = "$comm can not be dereferenced"
+    BAD_FETCH_ARG = "Invalid fetch argument"
+    ARRAY_NO_CLOSE = "Array is not closed"
+    BAD_ARRAY_SUFFIX = "Array has wrong suffix"
+    BAD_ARRAY_NUM = "Invalid array size"
+    ARRAY_TOO_BIG = "Array number is too big"
+    BAD_TYPE = "Unknown type is specified"
+    BAD_STRING = "String accepts only memory argument"
+    BAD_SYMSTRING = "Symbol String doesn't accept data/userdata"
+    BAD_BITFIELD = "Invalid bitfield"
+    ARG_NAME_TOO_LONG = "Argument name is too long"
+    NO_ARG_NAME = "Argument name is not specified"
+    BAD_ARG_NAME = "Argument name must follow the same rules as C identifiers"
+    USED_ARG_NAME = "This argument name is already used"
+    ARG_TOO_LONG = "Argument expression is too long"
+    NO_ARG_BODY = "No argument expression"
+    BAD_INSN_BNDRY = "Probe point is not an instruction boundary"
+    FAIL_REG_PROBE = "Failed to register probe event"
+    DIFF_PROBE_TYPE = "Probe type is different from existing probe"
+    DIFF_ARG_TYPE = "Argument type or name is different from existing probe"
+    SAME_PROBE = "There is already the exact same probe event"
+    EVENT_TOO_BIG = "Event too big (too many fields?)"
+    NO_EVENT_INFO = "This requires both group and event name to attach"
+    BAD_ATTACH_EVENT = "Attached event does not exist"
+    BAD_ATTACH_ARG = "Attached event does not have this field"
+    NO_EP_FILTER = "No filter rule after 'if'"
+
+
+class CommandLog:
+    """The command being parsed, as words, and which of them is looked at.
+
+    Mirrors: kernel/trace/trace_probe.c:trace_probe_log (v6.1).
+    """
+
+    def __init__(self, error_log: ErrorLog, subsystem: str, argv: Sequence[str]) -> None:
+        self._error_log = error_log
+        self._subsystem = subsystem
+        self._argv = argv
+        self.index = 0
+
+    def error(self, offset: int, error: ProbeError, code: int = errno.EINVAL) -> KernelError:
+        """Log `error` at byte `offset` of the current word; the exception is for the caller to raise.
+
+        An index past the last word points behind the command.
+        """
+        column = sum(len(word) + 1 for word in self._argv[: self.index])
+        if self.index < len(self._argv):
+            column += offset
+        self._error_log.add(self._subsystem, " ".join(self._argv), error.value, column)
+        return KernelError(code, error.value)

@@ -1,0 +1,135 @@
+"""Calls of traced functions: from fentry sites to the tracers of all trace arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from emulated_kernel.kprobes.ftrace import FtraceSites
+from emulated_kernel.trace.array.trace_array import TraceArray
+from emulated_kernel.trace.events.event_pids import EventPids
+from emulated_kernel.trace.hits.probe_hit import ProbeHit
+from emulated_kernel.trace.output.tracer_options import FunctionOption
+from emulated_kernel.trace.ring.trace_entry import EntryType, repeats_entry
+from emulated_kernel.trace.symbols import KernelSymbols
+from emulated_kernel.trace.tracers.functions import CallHandler, Functions, TraceableFunction
+
+_MAX_REPEATS = 0xFFFF
+
+
+class KernelFunctions:
+    """The fentry sites of the kernel, shared by all who want calls from them, and who uses which."""
+
+    def __init__(
+        self, sites: FtraceSites | None, fentry: frozenset[int], symbols: KernelSymbols, hit: ProbeHit
+    ) -> None:
+        self._sites = sites
+        self._hit = hit
+        self._owners: dict[object, Mapping[int, tuple[CallHandler, ...]]] = {}
+        self._symbols = symbols
+        self.functions = Functions(self._at(fentry), symbols.has_module)
+
+    def _at(self, fentry: Iterable[int]) -> list[TraceableFunction]:
+        if self._sites is None:
+            return []
+        found = ((site, self._symbols.lookup(site)) for site in sorted(fentry))
+        return [
+            TraceableFunction(site, where.name, where.module) for site, where in found if where is not None
+        ]
+
+    def module_came(self, name: str, fentry: frozenset[int]) -> None:
+        """A module was loaded, and its symbols can be looked up."""
+        self.functions.add(name, self._at(fentry))
+
+    def init_goes(self, name: str, fentry: frozenset[int]) -> None:
+        """The text of a module's init function is about to be freed.
+
+        Mirrors: kernel/trace/ftrace.c:ftrace_free_mem (v6.1).
+        """
+        if any(self._owners.values()):
+            found = map(self._symbols.lookup, sorted(fentry))
+            self._symbols.remember(name, (where for where in found if where is not None))
+        self.functions.remove(fentry)
+
+    def module_goes(self, name: str, fentry: frozenset[int]) -> None:
+        """A module is about to be freed."""
+        self._symbols.forget(name)
+        self.functions.remove(fentry)
+
+    def attach(self, owner: object, handlers: Mapping[int, tuple[CallHandler, ...]], /) -> None:
+        """Let exactly these sites call `owner`'s handlers; other owners' are left alone."""
+        self._owners[owner] = handlers
+        wanted: dict[int, tuple[Callable[[Any], None], ...]] = {}
+        for each in self._owners.values():
+            for site, calls in each.items():
+                wanted[site] = (*wanted.get(site, ()), *(partial(self._call, site, call) for call in calls))
+        if self._sites is not None:
+            self._sites.set_traced(wanted)
+
+    def _call(self, site: int, handler: CallHandler, frame: Any) -> None:
+        self._hit.regs = frame
+        handler(site, self._hit)
+
+    def available(self) -> Iterator[str]:
+        """available_filter_functions."""
+        return (f"{function.shown}\n" for function in self.functions)
+
+    def enabled(self) -> Iterator[str]:
+        """enabled_functions. Mirrors: kernel/trace/ftrace.c:t_show (v6.1)."""
+        users = {} if self._sites is None else self._sites.users()
+        for function in self.functions:
+            if function.site in users:
+                count, is_probed = users[function.site]
+                # Linux: R, I and D; a kprobe asks for all registers and may change the ip.
+                flags = " R I" if is_probed else "    "
+                yield f"{function.shown} ({count}){flags}  \n"
+
+
+@dataclass(slots=True)
+class _Repeated:
+    """Calls like the latest recorded one, only counted. Mirrors: struct trace_func_repeats (v6.1)."""
+
+    call: bytes = b""
+    count: int = 0
+    latest: int = 0
+    """Time of the latest one, as the clock counts."""
+
+
+class CallRecorder:
+    """Writes the function tracer's entries into a trace array, as its options say."""
+
+    def __init__(self, array: TraceArray, pids: EventPids) -> None:
+        system = array.system
+        self._array = array
+        self._pids = pids
+        self._tasks = system.tasks
+        self._parent = system.stack.caller
+        self._is_on = system.tracer_options.is_on
+        self._repeated = [_Repeated() for _ in range(array.cpus)]
+        self._word = system.arch.word_size
+
+    def record(self, site: int, hit: ProbeHit) -> None:
+        """Mirrors: kernel/trace/trace_functions.c:function_trace_call and its likes (v6.1)."""
+        if self._pids.is_active and self._pids.ignores(self._tasks.pid()):
+            return
+        call = b"".join(each.to_bytes(self._word, "little") for each in (site, self._parent(hit.regs)))
+        if self._is_on(FunctionOption.NO_REPEATS) and self._repeats(call, hit):
+            return
+        self._array.record_at(EntryType.FN, call, hit)
+        if self._is_on(FunctionOption.STACK_TRACE):
+            self._array.record_stack(hit)
+
+    def _repeats(self, call: bytes, hit: ProbeHit) -> bool:
+        """Whether it is only counted. Mirrors: is_repeat_check, process_repeats (v6.1)."""
+        last = self._repeated[self._tasks.cpu()]
+        if last.call == call and last.count < _MAX_REPEATS:
+            last.count += 1
+            last.latest = self._array.now()
+            return True
+        if last.count:
+            ago = self._array.now() - last.latest
+            self._array.record_at(EntryType.FUNC_REPEATS, repeats_entry(last.call, last.count, ago), hit)
+        last.call, last.count = call, 0
+        return False

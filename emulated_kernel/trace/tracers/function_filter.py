@@ -1,0 +1,145 @@
+"""Sets of functions, chosen by patterns of names: set_ftrace_filter, set_graph_function and their like."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterable, Iterator
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.trace.text.chars import bytes_to_text
+from emulated_kernel.trace.text.user_words import take_word
+from emulated_kernel.trace.tracers.functions import Functions
+
+
+class FunctionSet:
+    """What one of the files holds; an empty set stands for no choice at all.
+
+    `awaited` are choices among the functions of modules that may come. A set whose functions have all gone
+    with their modules isn't empty: it holds nothing, until it is cleared.
+    """
+
+    def __init__(
+        self, functions: Functions, title: str, changed: Callable[[], None], *, waiting_counts: bool = True
+    ) -> None:
+        """`title` is shown while the set is empty; `waiting_counts`: it isn't while a module is awaited."""
+        self._functions = functions
+        self._title = title
+        self._changed = changed
+        self._waiting_counts = waiting_counts
+        self._lost_functions = False
+        self.sites: frozenset[int] = frozenset()
+        self.awaited: list[tuple[bytes, bytes]] = []
+        """Patterns of functions, with the modules' names; the latest first."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was chosen. Mirrors: kernel/trace/ftrace.c:ftrace_hash_empty (v6.1)."""
+        return not (self.sites or self._lost_functions or (self._waiting_counts and self.awaited))
+
+    def choose(self, pattern: bytes, module: bytes | None = None) -> None:
+        """Add the functions that match, or take them out with "!" before the pattern.
+
+        Raises: KernelError EINVAL (there are none). Mirrors: ftrace_match_records (v6.1).
+        """
+        if not self._match(pattern, module):
+            raise KernelError(errno.EINVAL, f"no function matches {bytes_to_text(pattern)}")
+        self._changed()
+
+    def choose_of_module(self, pattern: bytes, module: bytes) -> None:
+        """FUNCTIONS:mod:MODULE: the same of one module, now or when it comes; "!" takes a choice back.
+
+        Raises: KernelError EINVAL. Mirrors: kernel/trace/ftrace.c:ftrace_mod_callback, cache_mod (v6.1).
+        """
+        if self._match(pattern, module):
+            self._changed()
+        elif pattern.startswith(b"!"):
+            self._await_no_more(pattern[1:], module)
+        elif self._functions.has_module(bytes_to_text(module)):
+            raise KernelError(errno.EINVAL, f"no function of the module matches {bytes_to_text(pattern)}")
+        else:
+            self.awaited.insert(0, (pattern, module))
+            self._changed()
+
+    def _match(self, pattern: bytes, module: bytes | None) -> bool:
+        found = self._functions.matching(pattern.removeprefix(b"!"), module)
+        self.sites = self.sites - found if pattern.startswith(b"!") else self.sites | found
+        return bool(found)
+
+    def _await_no_more(self, pattern: bytes, module: bytes) -> None:
+        left = [each for each in self.awaited if each[1] != module or pattern not in (b"*", each[0])]
+        if len(left) == len(self.awaited):
+            raise KernelError(errno.EINVAL, "nothing of the kind is awaited")
+        self.awaited = left
+        self._changed()
+
+    def module_came(self, name: str) -> None:
+        """Choose what was awaited of it. Mirrors: kernel/trace/ftrace.c:process_mod_list (v6.1)."""
+        module = name.encode()
+        for pattern in [pattern for pattern, of in self.awaited if of == module]:
+            self._match(pattern, module)
+        self.awaited = [each for each in self.awaited if each[1] != module]
+
+    def functions_went(self, sites: frozenset[int]) -> None:
+        """Mirrors: kernel/trace/ftrace.c:clear_mod_from_hashes (v6.1)."""
+        if sites & self.sites:
+            self.sites -= sites
+            self._lost_functions = True
+
+    def clear(self) -> None:
+        """Opening for writing with O_TRUNC."""
+        if self.is_empty and not self.awaited:
+            return
+        self.sites, self.awaited, self._lost_functions = frozenset(), [], False
+        self._changed()
+
+    def records(self) -> Iterator[str]:
+        """The lines of the file. Mirrors: kernel/trace/ftrace.c:t_start, t_show, t_mod_show (v6.1)."""
+        if self.is_empty:
+            yield f"#### {self._title} ####\n"
+        for function in self._functions:
+            if function.site in self.sites:
+                yield f"{function.shown}\n"
+        for pattern, module in self.awaited:
+            yield f"{bytes_to_text(pattern)}:mod:{bytes_to_text(module)}\n"
+
+
+class GraphSet:
+    """A file of functions: names and globs add, with `!` take away; the empty set shows a note.
+
+    Deviates: what is written holds at once; Linux waits for the file's last close.
+    Mirrors: kernel/trace/ftrace.c:ftrace_graph_write, ftrace_graph_set_hash, g_show (v6.1).
+    """
+
+    def __init__(self, functions: Functions, note: str) -> None:
+        self._functions = functions
+        self._note = note
+        self.addresses: frozenset[int] = frozenset()
+
+    def records(self) -> Iterable[str]:
+        if not self.addresses:
+            return [f"#### {self._note} ####\n"]
+        return [f"{each.shown}\n" for each in self._functions if each.site in self.addresses]
+
+    def write(self, data: bytes) -> int:
+        """One write(2): its first word; bytes taken. Raises: KernelError EINVAL where it means nothing."""
+        word, size = take_word(data)
+        if word:
+            self._choose(word)
+        return size
+
+    def _choose(self, word: bytes) -> None:
+        pattern = word.removeprefix(b"!")
+        # Linux: numbers, which other filters take for places in the list, match nothing.
+        found = frozenset() if pattern[:1].isdigit() else self._functions.matching(pattern)
+        if pattern != word:
+            found &= self.addresses
+        if not found:
+            raise KernelError(errno.EINVAL, f"no function is meant by {bytes_to_text(word)}")
+        self.addresses = self.addresses | found if pattern == word else self.addresses - found
+
+    def clear(self) -> None:
+        self.addresses = frozenset()
+
+    def forget(self, sites: frozenset[int]) -> None:
+        """Functions of a module that goes."""
+        self.addresses -= sites

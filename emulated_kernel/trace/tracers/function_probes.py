@@ -1,0 +1,165 @@
+"""Commands of set_ftrace_filter: what happens when a function is called, with or without the tracer."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.trace.array.trace_array import TraceArray
+from emulated_kernel.trace.events.registry import EventRegistry
+from emulated_kernel.trace.hits.probe_hit import ProbeHit
+from emulated_kernel.trace.text.chars import bytes_to_text
+from emulated_kernel.trace.text.numbers import kstrtoul
+from emulated_kernel.trace.tracers.functions import Functions
+
+Action = Callable[[ProbeHit], bool]
+"""What a call does; whether it counts against the limit."""
+
+
+Kind = tuple[str, bool]
+"""A command's name and whether a limit was written: a function has one of each kind."""
+
+
+@dataclass(eq=False)
+class FunctionProbe:
+    """A command on one function; `count` None: without limit."""
+
+    kind: Kind
+    title: str
+    action: Action
+    count: int | None
+    forget: Callable[[], None]
+
+    def fire(self, hit: ProbeHit) -> None:
+        """The function is called."""
+        if self.count != 0 and self.action(hit) and self.count is not None:
+            self.count -= 1
+
+    def show(self) -> str:
+        """What stands behind the function's name."""
+        count = "unlimited" if self.count is None else f"count={self.count}"
+        return f":{self.title}:{count}\n"
+
+
+class FunctionProbes:
+    """Those of one trace array. Mirrors: kernel/trace/ftrace.c:register_ftrace_function_probe (v6.1)."""
+
+    def __init__(self, functions: Functions, array: TraceArray, registry: EventRegistry) -> None:
+        self._functions = functions
+        self._array = array
+        self._registry = registry
+        self._plain: Mapping[str, Action] = {
+            "traceon": lambda _hit: self._switch(True),
+            "traceoff": lambda _hit: self._switch(False),
+            "stacktrace": self._stacktrace,
+            "snapshot": self._snapshot,
+        }
+        self.by_site: dict[int, list[FunctionProbe]] = {}
+
+    def execute(self, pattern: bytes, command: str) -> None:
+        """`COMMAND[:COUNT]` on the functions that match; with "!" before the pattern it is taken back.
+
+        Raises: KernelError EINVAL (unknown command, no function that hasn't it or, to take it back, has it),
+        ENODEV (no function at all has it), ERANGE, ENOMEM.
+        """
+        title, limit = self._parse(command)
+        kind = title.partition(":")[0], limit is not None
+        if pattern.startswith(b"!"):
+            self._remove(pattern.removeprefix(b"!"), kind)
+            return
+        count = _count(title, limit)
+        sites = self._functions.matching(pattern)
+        new = [site for site in sites if all(probe.kind != kind for probe in self.by_site.get(site, ()))]
+        if not new:
+            raise KernelError(errno.EINVAL, f"no other function matches {bytes_to_text(pattern)}")
+        for site in new:
+            self.by_site.setdefault(site, []).insert(0, self._make(kind, title, count))
+
+    def _remove(self, pattern: bytes, kind: Kind) -> None:
+        """Linux: not only those of the event that is named.
+
+        Mirrors: kernel/trace/ftrace.c:unregister_ftrace_function_probe_func (v6.1).
+        """
+        of_kind = [(s, p) for s, probes in self.by_site.items() for p in probes if p.kind == kind]
+        if not of_kind:
+            raise KernelError(errno.ENODEV, "no function has such a command")
+        sites = self._functions.matching(pattern)
+        gone = [(site, probe) for site, probe in of_kind if site in sites]
+        if not gone:
+            raise KernelError(errno.EINVAL, "no such command on these functions")
+        for site, probe in gone:
+            self.by_site[site].remove(probe)
+            probe.forget()
+            if not self.by_site[site]:
+                del self.by_site[site]
+
+    def clear(self) -> None:
+        """The trace array goes."""
+        self.functions_went(frozenset(self.by_site))
+
+    def functions_went(self, sites: frozenset[int]) -> None:
+        """Functions of a module that goes."""
+        for site in sites & self.by_site.keys():
+            for probe in self.by_site.pop(site):
+                probe.forget()
+
+    def records(self) -> Iterator[str]:
+        """Their lines in set_ftrace_filter."""
+        for function in self._functions:
+            for probe in self.by_site.get(function.site, ()):
+                yield function.shown + probe.show()
+
+    def _parse(self, command: str) -> tuple[str, str | None]:
+        """The command with its event, and its limit: Linux doesn't look at that where one is taken back."""
+        name, colon, rest = command.partition(":")
+        title = name
+        if name in ("enable_event", "disable_event"):
+            group, _, rest = rest.partition(":")
+            event, colon, rest = rest.partition(":")
+            title = f"{name}:{group}:{event}"
+            if self._registry.find(group, event) is None:
+                raise KernelError(errno.EINVAL, f"no event {group}:{event}")
+        elif name not in self._plain:
+            raise KernelError(errno.EINVAL, f"no command {name!r}")
+        return title, rest.partition(":")[0] if colon else None
+
+    def _make(self, kind: Kind, title: str, count: int | None) -> FunctionProbe:
+        plain = self._plain.get(title)
+        if plain is not None:
+            if title == "snapshot":
+                self._array.snapshot.allocate()
+            return FunctionProbe(kind, title, plain, count, lambda: None)
+        name, group, event_name = title.split(":")
+        event = self._registry.find(group, event_name)
+        assert event is not None, "was looked up while parsing"
+        file = event.file(self._array)
+        file.enable_soft()
+
+        def switch(_hit: ProbeHit) -> bool:
+            changes = file.soft_disabled is (name == "enable_event")
+            file.soft_disabled = name == "disable_event"
+            return changes
+
+        return FunctionProbe(kind, title, switch, count, file.disable_soft)
+
+    def _switch(self, on: bool) -> bool:
+        """Mirrors: kernel/trace/trace_functions.c:update_traceon_count (v6.1)."""
+        changes = self._array.tracing_on is not on
+        if changes:
+            self._array.set_tracing_on(on)
+        return changes
+
+    def _stacktrace(self, hit: ProbeHit) -> bool:
+        self._array.record_stack(hit)
+        return True
+
+    def _snapshot(self, _hit: ProbeHit) -> bool:
+        self._array.snapshot.take()
+        return True
+
+
+def _count(title: str, limit: str | None) -> int | None:
+    """Linux: an empty limit is none, except with an event. Raises: KernelError EINVAL, ERANGE."""
+    return None if limit is None or (not limit and ":" not in title) else kstrtoul(limit)

@@ -1,0 +1,153 @@
+"""The function tracer of a trace array: which functions' calls are recorded, and for which tasks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+
+from emulated_kernel.trace.array.system import Tracer
+from emulated_kernel.trace.events.event_pids import EventPids, PidList
+from emulated_kernel.trace.hits.probe_hit import ProbeHit
+from emulated_kernel.trace.text.user_words import take_word
+from emulated_kernel.trace.tracers.call_sites import KernelFunctions
+from emulated_kernel.trace.tracers.function_filter import FunctionSet
+from emulated_kernel.trace.tracers.function_probes import FunctionProbes
+from emulated_kernel.trace.tracers.functions import CallHandler, FunctionWatcher
+
+
+class FilterWatcher(ABC):
+    """Told of changes of a function tracer's filters."""
+
+    @abstractmethod
+    def filters_changed(self) -> None:
+        """FunctionTracer.selected() may give others."""
+
+
+class FunctionTracer(Tracer, FunctionWatcher):
+    """Mirrors: kernel/trace/trace_functions.c, kernel/trace/ftrace.c (v6.1). Callers serialise."""
+
+    def __init__(
+        self, hooks: KernelFunctions, probes: FunctionProbes, pids: EventPids, record: CallHandler
+    ) -> None:
+        """`record` writes the entry of a call, where `pids` (set_ftrace_pid) lets it."""
+        self._hooks = hooks
+        self._record = record
+        self._is_on = False
+        self._watchers: list[FilterWatcher] = []
+        self.probes = probes
+        self.pids = pids
+        self._chosen = FunctionSet(hooks.functions, "all functions enabled", self._update)
+        self._left_out = FunctionSet(
+            hooks.functions, "no functions disabled", self._update, waiting_counts=False
+        )
+        self.filter = FilterFile(self._chosen, probes, self._update)
+        self.notrace = FilterFile(self._left_out, None, self._update)
+        hooks.functions.watch(self)
+        self.traced_pids = PidFile(self.pids.traced)
+        self.untraced_pids = PidFile(self.pids.untraced)
+
+    def watch(self, watcher: FilterWatcher) -> None:
+        """Tell this one, for which the filters hold too, of their changes."""
+        self._watchers.append(watcher)
+
+    def start(self) -> None:
+        """current_tracer is `function` now."""
+        self._is_on = True
+        self._update()
+
+    def stop(self) -> None:
+        """It is another one now."""
+        self._is_on = False
+        self._update()
+
+    def remove(self) -> None:
+        """The trace array goes."""
+        self._hooks.functions.unwatch(self)
+        self.probes.clear()
+        self.stop()
+
+    def module_came(self, module: str) -> None:
+        """Its functions can be traced."""
+        self._chosen.module_came(module)
+        self._left_out.module_came(module)
+        self._update()
+
+    def functions_went(self, sites: frozenset[int]) -> None:
+        """They can't any more."""
+        self._chosen.functions_went(sites)
+        self._left_out.functions_went(sites)
+        self.probes.functions_went(sites)
+        self._update()
+
+    def selected(self) -> set[int]:
+        """Sites of the functions that set_ftrace_filter and set_ftrace_notrace leave."""
+        chosen = self._hooks.functions.sites if self._chosen.is_empty else self._chosen.sites
+        return set(chosen) - self._left_out.sites
+
+    def _update(self) -> None:
+        """Mirrors: kernel/trace/ftrace.c:ftrace_ops_update_code (v6.1)."""
+        wanted: dict[int, tuple[CallHandler, ...]] = {}
+        if self._is_on:
+            wanted = dict.fromkeys(self.selected(), (self._record,))
+        for site in self.probes.by_site:
+            wanted[site] = (self._fire, *wanted.get(site, ()))
+        self._hooks.attach(self, wanted)
+        for watcher in self._watchers:
+            watcher.filters_changed()
+
+    def _fire(self, site: int, hit: ProbeHit) -> None:
+        for probe in tuple(self.probes.by_site.get(site, ())):
+            probe.fire(hit)
+
+
+class FilterFile:
+    """set_ftrace_filter, with commands, or set_ftrace_notrace, without.
+
+    Deviates: Linux lets a change come into force when the file is closed.
+    """
+
+    def __init__(
+        self, functions: FunctionSet, probes: FunctionProbes | None, changed: Callable[[], None]
+    ) -> None:
+        self._functions = functions
+        self._probes = probes
+        self._changed = changed
+
+    def clear(self) -> None:
+        """Opening for writing with O_TRUNC; commands stay."""
+        self._functions.clear()
+
+    def records(self) -> Iterator[str]:
+        """Functions, then commands."""
+        yield from self._functions.records()
+        if self._probes is not None:
+            yield from self._probes.records()
+
+    def write(self, data: bytes) -> int:
+        """One write(2): its first word, a pattern or PATTERN:COMMAND; bytes taken, which may be fewer.
+
+        Raises: KernelError EINVAL, ENOMEM. Mirrors: kernel/trace/ftrace.c:ftrace_process_regex (v6.1).
+        """
+        word, size = take_word(data)
+        pattern, colon, command = word.partition(b":")
+        if command.startswith(b"mod:"):
+            self._functions.choose_of_module(pattern, command.removeprefix(b"mod:"))
+        elif colon and self._probes is not None:
+            self._probes.execute(pattern, command.decode("latin-1"))
+            self._changed()
+        elif word:
+            self._functions.choose(word)
+        return size
+
+
+class PidFile:
+    """set_ftrace_pid: a list of pids, which says so if it is empty."""
+
+    def __init__(self, pids: PidList) -> None:
+        self._pids = pids
+        self.write = pids.write
+        self.clear = pids.clear
+
+    def records(self) -> list[str]:
+        """The lines of the file. Mirrors: kernel/trace/ftrace.c:fpid_show (v6.1)."""
+        return self._pids.records() or ["no pid\n"]

@@ -1,0 +1,170 @@
+"""The stack tracer: the deepest stack that the call of a traced function was made on, and who stood on it."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+
+from emulated_kernel.arch.base import Arch
+from emulated_kernel.errors import KernelError
+from emulated_kernel.machine.memory.memory import Memory
+from emulated_kernel.trace.hits.call_stack import CallStack
+from emulated_kernel.trace.hits.probe_hit import ProbeHit, Tasks
+from emulated_kernel.trace.symbols import KernelSymbols
+from emulated_kernel.trace.text.sprint_symbol import sprint_symbol
+from emulated_kernel.trace.text.user_words import take_word
+from emulated_kernel.trace.tracers.call_sites import KernelFunctions
+from emulated_kernel.trace.tracers.function_filter import FunctionSet
+from emulated_kernel.trace.tracers.functions import FunctionWatcher
+
+_COMMANDS = frozenset(
+    (b"mod", b"traceon", b"traceoff", b"stacktrace", b"snapshot", b"enable_event", b"disable_event")
+)
+_TITLE = "        Depth    Size   Location"
+_RULE = "        -----    ----   --------\n"
+_DISABLED = """\
+#
+#  Stack tracer disabled
+#
+# To enable the stack tracer, either add 'stacktrace' to the
+# kernel command line
+# or 'echo 1 > /proc/sys/kernel/stack_tracer_enabled'
+#
+"""
+
+MAX_FRAMES = 499
+"""Mirrors: kernel/trace/trace_stack.c:STACK_TRACE_ENTRIES (v6.1), one less."""
+Frames = Sequence[tuple[int, int]]
+"""Return addresses, innermost first, with the bytes from the stack's top to where each lies."""
+
+
+class StackMeasure:
+    """Looks at the stack that a call is made on."""
+
+    def __init__(
+        self, memory: Memory, tasks: Tasks, stack: CallStack, arch: Arch, abi: Mapping[str, int]
+    ) -> None:
+        self._memory = memory
+        self._tasks = tasks
+        self._stack = stack
+        self._registers = arch.registers
+        self._pushed = 0 if arch.registers.link is not None else arch.word_size
+        """Bytes that the call from the site takes of the stack."""
+        self._site_size = arch.call_size
+        self._base = abi["task_struct.stack"]
+        self._size = abi["thread.size"]
+
+    def depth(self, hit: ProbeHit) -> int:
+        """Bytes of the task's stack in use, the traced function's return to itself included; 0 on others.
+
+        `hit` shows the stack before the call from the fentry site pushed its return address.
+        """
+        used = self._top() - getattr(hit.regs, self._registers.sp)
+        return used + self._pushed if 0 < used <= self._size else 0
+
+    def frames(self, site: int, hit: ProbeHit) -> Frames:
+        """The places that calls return to; the first one is behind the fentry site itself."""
+        registers = self._registers
+        sp, top, behind = getattr(hit.regs, registers.sp), self._top(), site + self._site_size
+        callers = islice(self._stack.returns(behind, hit.regs), MAX_FRAMES - 1)
+        return ((behind, top - sp + self._pushed), *((address, top - at) for address, at in callers))
+
+    def _top(self) -> int:
+        """Where the current task's stack ends, if it stands on that one."""
+        return self._memory.read_word(self._tasks.current() + self._base) + self._size
+
+
+class StackTracer(FunctionWatcher):
+    """sysctl kernel.stack_tracer_enabled and the files stack_*. Callers serialise.
+
+    Mirrors: kernel/trace/trace_stack.c (v6.1).
+    """
+
+    def __init__(
+        self, hooks: KernelFunctions, measure: StackMeasure, symbols: KernelSymbols, word_size: int
+    ) -> None:
+        self._hooks = hooks
+        self._measure = measure
+        self._symbols = symbols
+        self._bits = 8 * word_size
+        self.enabled = 0
+        """What was written last; on unless 0."""
+        self._max_size = 0
+        self._frames: Frames = ()
+        self._chosen = FunctionSet(hooks.functions, "all functions enabled", self._update)
+        self.filter = StackFilter(self._chosen)
+        hooks.functions.watch(self)
+
+    def enable(self, value: int) -> None:
+        """stack_tracer_enabled."""
+        was, self.enabled = self.enabled, value
+        if bool(was) != bool(value):
+            self._update()
+
+    @property
+    def max_size(self) -> int:
+        """stack_max_size: bytes, as a signed long."""
+        return self._max_size - (self._max_size >> (self._bits - 1) << self._bits)
+
+    def set_max_size(self, size: int) -> None:
+        """Look for stacks deeper than `size` bytes from now on; what was found stays until then."""
+        self._max_size = size & (1 << self._bits) - 1
+
+    def records(self) -> Iterator[str]:
+        """The lines of stack_trace. Mirrors: kernel/trace/trace_stack.c:t_show (v6.1)."""
+        frames = self._frames
+        yield f"{_TITLE}    ({len(frames)} entries)\n{_RULE}"
+        if not self.enabled and not self._max_size:
+            yield _DISABLED
+        callers = [*(depth for _, depth in frames[1:]), 0]
+        for number, ((address, depth), below) in enumerate(zip(frames, callers, strict=False)):
+            where = sprint_symbol(self._symbols, address)
+            yield f"{number:3d}) {depth:8d}   {depth - below:5d}   {where}\n"
+
+    def module_came(self, module: str) -> None:
+        """Its functions can be traced."""
+        del module
+        self._update()
+
+    def functions_went(self, sites: frozenset[int]) -> None:
+        """They can't any more."""
+        self._chosen.functions_went(sites)
+        self._update()
+
+    def _update(self) -> None:
+        chosen = self._hooks.functions.sites if self._chosen.is_empty else self._chosen.sites
+        self._hooks.attach(self, dict.fromkeys(chosen if self.enabled else (), (self._check,)))
+
+    def _check(self, site: int, hit: ProbeHit) -> None:
+        """Mirrors: kernel/trace/trace_stack.c:check_stack (v6.1)."""
+        depth = self._measure.depth(hit)
+        if depth > self._max_size:
+            self._max_size = depth
+            self._frames = self._measure.frames(site, hit)
+
+
+class StackFilter:
+    """stack_trace_filter: the functions at whose calls the stack is looked at; no commands.
+
+    Deviates: Linux lets a change come into force when the file is closed.
+    """
+
+    def __init__(self, functions: FunctionSet) -> None:
+        self._functions = functions
+        self.records = functions.records
+        self.clear = functions.clear
+
+    def write(self, data: bytes) -> int:
+        """One write(2): its first word, a pattern; bytes taken.
+
+        Raises: KernelError EINVAL, ENODEV for a command: it would be a trace array's.
+        """
+        word, size = take_word(data)
+        _, colon, rest = word.partition(b":")
+        if colon:
+            known = rest.split(b":", 1)[0] in _COMMANDS
+            raise KernelError(errno.ENODEV if known else errno.EINVAL, "no commands here")
+        if word:
+            self._functions.choose(word)
+        return size

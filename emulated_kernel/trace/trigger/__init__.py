@@ -1,0 +1,1 @@
+"""Event triggers: their commands, and what they do to a trace array."""

@@ -1,0 +1,173 @@
+"""Event triggers: what may hang on an event, the commands that make them, and the trigger files."""
+
+from __future__ import annotations
+
+import errno
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from emulated_kernel.abi import PAGE_SIZE
+from emulated_kernel.errors import KernelError
+from emulated_kernel.trace.array.trace_array import TraceArray
+from emulated_kernel.trace.events.event import EventFile, TraceEvent
+from emulated_kernel.trace.events.registry import EventRegistry
+from emulated_kernel.trace.events.trigger import TriggerFilter
+from emulated_kernel.trace.filter.fields import find_event_field
+from emulated_kernel.trace.filter.parse import parse_filter
+from emulated_kernel.trace.symbols import KernelSymbols
+from emulated_kernel.trace.text.chars import SPACES, decode_command, to_text
+from emulated_kernel.trace.text.error_log import ErrorLog
+from emulated_kernel.trace.text.numbers import is_digit, kstrtoul
+
+UNLIMITED = -1
+_LONG_BITS = 64
+_BLANKS = " \t"
+
+
+@dataclass(frozen=True)
+class TriggerWrite:
+    """A written command: `[!]NAME[:| ]rest`, with the rest None where there is none."""
+
+    name: str
+    removes: bool
+    rest: str | None
+
+
+class TriggerCommand(ABC):
+    """A name that commands start with. Mirrors: kernel/trace/trace.h:struct event_command (v6.1)."""
+
+    name: str
+    """As written."""
+
+    @abstractmethod
+    def execute(self, triggers: EventTriggers, file: EventFile, write: TriggerWrite, /) -> None:
+        """Add or remove a trigger. Raises: KernelError."""
+
+    @abstractmethod
+    def remove_all(self, triggers: EventTriggers, file: EventFile, /) -> None:
+        """What opening the file with O_TRUNC does."""
+
+
+class EventTriggers:
+    """The triggers of a trace array's events.
+
+    Callers serialize: Linux holds event_mutex. Mirrors: kernel/trace/trace_events_trigger.c (v6.1).
+    """
+
+    def __init__(
+        self,
+        array: TraceArray,
+        registry: EventRegistry,
+        error_log: ErrorLog,
+        symbols: KernelSymbols,
+        commands: Sequence[TriggerCommand],
+    ) -> None:
+        self.array = array
+        self.registry = registry
+        self.error_log = error_log
+        self.symbols = symbols
+        self._commands = tuple(commands)
+
+    def file(self, event: TraceEvent) -> EventFile:
+        """The event in this trace array."""
+        return event.file(self.array)
+
+    def find_file(self, group: str, name: str) -> EventFile | None:
+        """The event of that name in this trace array."""
+        event = self.registry.find(group, name)
+        return None if event is None else self.file(event)
+
+    def find_switchable(self, group: str, name: str) -> EventFile | None:
+        """The same, of those that can be enabled. Mirrors: find_event_file (v6.1)."""
+        file = self.find_file(group, name)
+        return file if file is not None and file.event.is_switchable else None
+
+    def records(self, event: TraceEvent) -> list[str]:
+        """Lines of the event's trigger file; hidden triggers show only beside others."""
+        shown = self.file(event).triggers
+        if all(trigger.is_hidden for trigger in shown):
+            names = "".join(f" {command.name}" for command in self._commands)
+            return [f"# Available triggers:\n#{names}\n"]
+        return [to_text(f"{trigger.show()}\n") for trigger in shown if not trigger.is_hidden]
+
+    def write(self, event: TraceEvent, data: bytes) -> int:
+        """Execute one write(2); bytes taken: all.
+
+        Raises: KernelError EINVAL (a page or more, no such command), and what the command raises.
+        """
+        if len(data) >= PAGE_SIZE:
+            raise KernelError(errno.EINVAL, "a trigger is shorter than a page")
+        if data:
+            self.execute(event, decode_command(data.partition(b"\0")[0]).strip(SPACES))
+        return len(data)
+
+    def execute(self, event: TraceEvent, text: str) -> None:
+        """Execute a command without blanks around it. Mirrors: trigger_process_regex (v6.1)."""
+        end = next((at for at, char in enumerate(text) if char in ": \t"), None)
+        name, rest = (text, None) if end is None else (text[:end], text[end + 1 :].lstrip(SPACES) or None)
+        write = TriggerWrite(name.removeprefix("!"), name.startswith("!"), rest)
+        for command in self._commands:
+            if command.name == write.name:
+                command.execute(self, self.file(event), write)
+                return
+        raise KernelError(errno.EINVAL, f"no trigger called {write.name!r}")
+
+    def truncate(self, event: TraceEvent) -> None:
+        """Opening the trigger file with O_TRUNC: histograms go, and what switches them."""
+        for command in reversed(self._commands):
+            command.remove_all(self, self.file(event))
+
+    def clear(self) -> None:
+        """Remove all triggers of this trace array. Mirrors: clear_event_triggers (v6.1)."""
+        for event in self.registry:
+            file = event.files.get(self.array)
+            for trigger in tuple(file.triggers) if file else ():
+                self.file(event).remove(trigger)
+
+
+def separate_filter(rest: str | None, required: bool) -> tuple[str | None, str | None]:
+    """Parameter and filter of `[PARAM] [if FILTER]`; an optional parameter is a number.
+
+    Raises: KernelError EINVAL. Mirrors: event_trigger_separate_filter (v6.1).
+    """
+    if rest is None:
+        if required:
+            raise KernelError(errno.EINVAL, "a parameter is missing")
+        return None, None
+    if not required and not is_digit(rest):
+        return None, rest
+    param, blank, after = split_blank(rest)
+    return param, (after.lstrip(SPACES) or None) if blank else None
+
+
+def split_blank(text: str) -> tuple[str, str, str]:
+    """What stands before the first blank, the blank, and what stands behind it."""
+    at = next((at for at, char in enumerate(text) if char in _BLANKS), None)
+    return (text, "", "") if at is None else (text[:at], text[at], text[at + 1 :])
+
+
+def parse_count(param: str | None) -> int:
+    """The number of times a trigger fires; what follows another colon is ignored.
+
+    Raises: KernelError EINVAL, ERANGE. Mirrors: event_trigger_parse_num (v6.1).
+    """
+    if param is None:
+        return UNLIMITED
+    count = kstrtoul(param.partition(":")[0], 0, _LONG_BITS)
+    # Linux: the counter is a long, so the highest number counts as unlimited.
+    return count - (1 << _LONG_BITS) if count >> _LONG_BITS - 1 else count
+
+
+def parse_trigger_filter(event: TraceEvent, text: str | None) -> TriggerFilter | None:
+    """Compile `if FILTER`. Linux: error_log tells nothing of what is wrong with it.
+
+    Raises: KernelError EINVAL, and as parse_filter(). Mirrors: set_trigger_filter (v6.1).
+    """
+    if text is None:
+        return None
+    word, blank, expression = split_blank(text)
+    if word != "if" or not blank:
+        raise KernelError(errno.EINVAL, "a filter starts with 'if'")
+    return TriggerFilter(expression, parse_filter(expression, partial(find_event_field, event.fields)))

@@ -1,0 +1,47 @@
+"""What crosses the border between a front end, such as FUSE, and the files: clients, attributes, entries."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+INO_SPACES = 4
+"""Filesystems that one mount is made of: inode n of the one numbered s is n * INO_SPACES + s outside.
+
+Programs take two files with one number for the same file. The tree of control files is number 0.
+"""
+
+
+class Client(NamedTuple):
+    """The process that a request comes from, in the daemon's pid and user namespace."""
+
+    pid: int
+    uid: int
+    gid: int
+    umask: int = 0
+    """What the mode of a new file has lost already, where the front end is told."""
+
+
+class Stat(NamedTuple):
+    """A node's attributes as stat(2) shows them; times in nanoseconds, size in bytes."""
+
+    ino: int
+    mode: int
+    nlink: int
+    uid: int
+    gid: int
+    size: int = 0
+    atime_ns: int = 0
+    mtime_ns: int = 0
+    ctime_ns: int = 0
+    blocks: int = 0
+    rdev: int = 0
+    is_paged: bool = False
+    """A front end that caches pages may ask for any page of it, and gets a whole one or an errno."""
+
+
+class DirEntry(NamedTuple):
+    """A name in a directory as readdir(3) shows it: `kind` is the type of its mode (S_IFDIR, ...)."""
+
+    name: str
+    kind: int
+    ino: int

@@ -1,0 +1,111 @@
+"""How Linux's control files read a written number or switch."""
+
+from __future__ import annotations
+
+import errno
+import re
+
+from emulated_kernel.errors import KernelError
+
+_UNSIGNED = re.compile(rb"\+?([0-9]+)\n?")
+_INTEGER = re.compile(rb"(-?)(0[xX][0-9a-fA-F]+|0[0-7]*|[1-9][0-9]*)(?=[ \t\n]|\Z)")
+_INTEGER_LIMIT = 20
+"""Linux: takes no number of more characters, sign and zeros included. Mirrors: proc_get_long (v6.1)."""
+_HEXADECIMAL = re.compile(rb"[0-9a-fA-F]+")
+_CHUNK_DIGITS = 8
+_NUMBER_BUFFER = 31
+_SWITCHES = {b"y": True, b"t": True, b"1": True, b"n": False, b"f": False, b"0": False}
+_SWITCHES_AFTER_O = {b"n": True, b"f": False}
+
+
+def kstrtobool(data: bytes) -> bool:
+    """A switch, recognised by its first letter or two: 1/0, y/n, t/f, on/off in either case.
+
+    Raises: KernelError EINVAL. Mirrors: lib/kstrtox.c:kstrtobool (v6.1).
+    """
+    lowered = data[:2].lower()
+    table, key = (_SWITCHES_AFTER_O, lowered[1:]) if lowered[:1] == b"o" else (_SWITCHES, lowered[:1])
+    if key not in table:
+        raise KernelError(errno.EINVAL, "not a switch")
+    return table[key]
+
+
+def kstrtoul(data: bytes) -> int:
+    """An unsigned decimal number with at most one newline after it.
+
+    Raises: KernelError EINVAL, ERANGE. Mirrors: lib/kstrtox.c:kstrtoul_from_user (v6.1).
+    """
+    text = data[:_NUMBER_BUFFER].split(b"\0", 1)[0]
+    match = _UNSIGNED.fullmatch(text)
+    if match is None:
+        raise KernelError(errno.EINVAL, "not an unsigned number")
+    value = int(match[1])
+    if value >= 1 << 64:
+        raise KernelError(errno.ERANGE, "number too big")
+    return value
+
+
+def switch(data: bytes) -> bool:
+    """0 or 1 and nothing else, as an event's `enable` takes it. Raises: KernelError EINVAL, ERANGE."""
+    value = kstrtoul(data)
+    if value > 1:
+        raise KernelError(errno.EINVAL, "neither 0 nor 1")
+    return bool(value)
+
+
+def sysctl_switch(data: bytes) -> bool:
+    """0 or 1 as an integer sysctl with these bounds takes it: blanks around it are skipped.
+
+    Raises: KernelError EINVAL. Mirrors: kernel/sysctl.c:proc_dointvec_minmax (v6.1).
+    """
+    value = sysctl_int(data)
+    if value not in (0, 1):
+        raise KernelError(errno.EINVAL, "neither 0 nor 1")
+    return value == 1
+
+
+def sysctl_int(data: bytes) -> int:
+    """An int as an integer sysctl takes it: blanks around it are skipped.
+
+    Raises: KernelError EINVAL. Mirrors: kernel/sysctl.c:proc_dointvec (v6.1).
+    """
+    match = _INTEGER.match(data.lstrip())
+    if match is None or len(match[0]) > _INTEGER_LIMIT:
+        raise KernelError(errno.EINVAL, "not a number")
+    sign, digits = match.groups()
+    is_octal = digits[:1] == b"0" and digits[1:2] not in (b"x", b"X")
+    value = int(sign + digits, 8 if is_octal else 0)
+    if not -(1 << 31) <= value < 1 << 31:
+        raise KernelError(errno.EINVAL, "not an int")
+    return value
+
+
+def cpumask(data: bytes, cpus: int) -> int:
+    """A set of CPUs below `cpus`, a bit each: hexadecimal, in chunks of 32 bits with commas between them.
+
+    Raises: KernelError EINVAL (not hexadecimal), EOVERFLOW (more bits than a chunk or the machine has).
+    Mirrors: lib/bitmap.c:bitmap_parse (v6.1).
+    """
+    text = re.split(rb"[\n\0]", data, maxsplit=1)[0].replace(b",", b" ")
+    mask = 0
+    for chunk in text.split():
+        if not _HEXADECIMAL.fullmatch(chunk):
+            raise KernelError(errno.EINVAL, "not hexadecimal")
+        if len(chunk) > _CHUNK_DIGITS:
+            raise KernelError(errno.EOVERFLOW, "a chunk has 32 bits")
+        mask = mask << 4 * _CHUNK_DIGITS | int(chunk, 16)
+    if mask >> cpus:
+        raise KernelError(errno.EOVERFLOW, "no such CPU")
+    return mask
+
+
+def ascii_lines(data: bytes) -> list[str]:
+    """The lines of a write without blanks around them, but those that are empty.
+
+    Raises: KernelError EINVAL where they aren't ASCII.
+    """
+    try:
+        lines = [line.strip() for line in data.decode("ascii").split("\n")]
+    except UnicodeDecodeError as error:
+        raise KernelError(errno.EINVAL, "not ASCII") from error
+    return [line for line in lines if line]

@@ -1,0 +1,181 @@
+"""Filesystem: paths to nodes, and Linux's errno for what can't be done there."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from itertools import count
+from typing import NoReturn
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.vfs.core.client import INO_SPACES, Client, DirEntry, Stat
+from emulated_kernel.vfs.core.node import Directory, Node, Owner
+from emulated_kernel.vfs.core.open_file import File, OpenFile
+
+NAME_MAX = 255
+
+
+class Filesystem:
+    """A tree of nodes, with the methods that GuestMount has for paths."""
+
+    def __init__(self, root: Directory, owner: Owner | None = None) -> None:
+        self.root = root
+        self.owner = owner or Owner()
+        self._inode_numbers = count(INO_SPACES, INO_SPACES)
+
+    def lookup(self, path: str) -> Node:
+        """The node at an absolute path; a dictionary lookup for each component.
+
+        Raises: KernelError ENOENT, ENOTDIR, ENAMETOOLONG.
+        """
+        node: Node = self.root
+        for name in path.split("/"):
+            if name:
+                node = self._child(node, name)
+        return node
+
+    def getattr(self, path: str) -> Stat:
+        """Attributes of the node at `path`. Raises: as lookup()."""
+        return self.stat(self.lookup(path))
+
+    def stat(self, node: Node) -> Stat:
+        """Attributes of `node`."""
+        node.number(self._inode_numbers)
+        return node.stat(self.owner)
+
+    def readdir(self, path: str) -> list[DirEntry]:
+        """Entries of a directory, "." and ".." first. Raises: KernelError ENOTDIR, and as lookup()."""
+        directory, numbers = self._directory(path), self._inode_numbers
+        parent = directory.parent or directory
+        return [
+            DirEntry(".", directory.kind, directory.number(numbers)),
+            DirEntry("..", parent.kind, parent.number(numbers)),
+            *directory.entries(numbers),
+        ]
+
+    def open(self, path: str, flags: int, client: Client) -> OpenFile:
+        """Open a file, made if O_CREAT says so and the directory allows it, which none here does.
+
+        Raises: KernelError EACCES, EEXIST, EISDIR, ENOTDIR; what the file's own open raises; as lookup().
+        """
+        try:
+            node = self.lookup(path)
+        except KernelError as error:
+            if error.errno == errno.ENOENT and flags & os.O_CREAT:
+                self.create(path)
+            raise
+        if flags & os.O_CREAT and flags & os.O_EXCL:
+            raise KernelError(errno.EEXIST, path)
+        if not isinstance(node, File):
+            raise KernelError(errno.EISDIR, path)
+        if flags & os.O_DIRECTORY:
+            raise KernelError(errno.ENOTDIR, path)
+        opened = node.open(flags, client)
+        node.count_open(1)
+        return opened
+
+    @staticmethod
+    def release(opened: OpenFile) -> None:
+        """The last descriptor of what open() gave was closed."""
+        opened.node.count_open(-1)
+        opened.release()
+
+    def create(self, path: str) -> NoReturn:
+        """creat(2) of a name that isn't there. Raises: KernelError EACCES, as without ->create on Linux."""
+        self._absent(path)
+        raise KernelError(errno.EACCES, path)
+
+    def mkdir(self, _client: Client, path: str, mode: int) -> None:
+        """mkdir(2). Raises: KernelError EEXIST, and what the directory's hook raises."""
+        directory, name = self._absent(path)
+        directory.mkdir(name, mode)
+
+    def rmdir(self, _client: Client, path: str) -> None:
+        """rmdir(2). Raises: KernelError ENOTDIR, and what the parent's hook raises."""
+        node = self._directory(path)
+        if node.parent is None:
+            raise KernelError(errno.EBUSY, path)
+        node.parent.rmdir(node.name)
+
+    def unlink(self, _client: Client, path: str) -> NoReturn:
+        """unlink(2). Raises: KernelError EPERM (EISDIR for a directory)."""
+        node = self.lookup(path)
+        raise KernelError(errno.EISDIR if isinstance(node, Directory) else errno.EPERM, path)
+
+    def rename(self, _client: Client, old: str, new: str) -> NoReturn:
+        """rename(2). Raises: KernelError EPERM."""
+        self.lookup(old)
+        self._split(new)
+        raise KernelError(errno.EPERM, old)
+
+    def symlink(self, _client: Client, path: str, _target: str) -> NoReturn:
+        """symlink(2) making `path`. Raises: KernelError EPERM, EEXIST."""
+        self._absent(path)
+        raise KernelError(errno.EPERM, path)
+
+    def link(self, _client: Client, old: str, new: str) -> NoReturn:
+        """link(2) making `new`. Raises: KernelError EPERM, EEXIST."""
+        self.lookup(old)
+        self._absent(new)
+        raise KernelError(errno.EPERM, new)
+
+    def mknod(self, _client: Client, path: str, mode: int) -> NoReturn:
+        """mknod(2). Raises: KernelError EPERM, EEXIST; EACCES of a regular file, as without ->create."""
+        self._absent(path)
+        raise KernelError(errno.EACCES if stat.S_IFMT(mode) in (0, stat.S_IFREG) else errno.EPERM, path)
+
+    def readlink(self, _client: Client, path: str) -> NoReturn:
+        """readlink(2). Raises: KernelError EINVAL: no node here is a symbolic link."""
+        self.lookup(path)
+        raise KernelError(errno.EINVAL, path)
+
+    def truncate(self, _client: Client, path: str, size: int) -> None:
+        """truncate(2): nothing happens, whatever the size. Raises: KernelError EISDIR, EINVAL."""
+        if size < 0:
+            raise KernelError(errno.EINVAL, path)
+        if isinstance(self.lookup(path), Directory):
+            raise KernelError(errno.EISDIR, path)
+
+    def chmod(self, _client: Client, path: str, mode: int) -> None:
+        """chmod(2); the front end has checked that the client may. Raises: as lookup()."""
+        self.lookup(path).chmod(mode)
+
+    def chown(self, _client: Client, path: str, uid: int, gid: int) -> None:
+        """chown(2), as chmod()."""
+        self.lookup(path).chown(uid, gid)
+
+    def utimens(self, _client: Client, path: str, atime_ns: int | None, mtime_ns: int | None) -> None:
+        """utimensat(2); None leaves a time alone. Raises: as lookup()."""
+        self.lookup(path).utimens(atime_ns, mtime_ns)
+
+    def runs_guest(self, path: str) -> bool:
+        """Whether a write to the file runs code in the guest. Raises: as lookup()."""
+        node = self.lookup(path)
+        return isinstance(node, File) and node.runs_guest
+
+    def _child(self, node: Node, name: str) -> Node:
+        if not isinstance(node, Directory):
+            raise KernelError(errno.ENOTDIR, node.name)
+        if len(name) > NAME_MAX:
+            raise KernelError(errno.ENAMETOOLONG, name)
+        child = node.get(name)
+        if child is None:
+            raise KernelError(errno.ENOENT, name)
+        return child
+
+    def _directory(self, path: str) -> Directory:
+        node = self.lookup(path)
+        if not isinstance(node, Directory):
+            raise KernelError(errno.ENOTDIR, path)
+        return node
+
+    def _split(self, path: str) -> tuple[Directory, str]:
+        parent, _, name = path.rstrip("/").rpartition("/")
+        return self._directory(parent), name
+
+    def _absent(self, path: str) -> tuple[Directory, str]:
+        directory, name = self._split(path)
+        if not name or directory.get(name) is not None:
+            raise KernelError(errno.EEXIST, path)
+        return directory, name

@@ -1,0 +1,98 @@
+"""How a client's names lead into the mount, and which of its calls end while the host looks them up.
+
+The host makes a lookup of each component, and a request of the call itself only if all of them went well.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import stat
+from collections.abc import Sequence
+
+from emulated_kernel.host.client_call import ClientCall
+from emulated_kernel.vfs.core.client import Stat
+
+OPENS = frozenset({"open", "openat", "openat2", "creat"})
+_LOOKS = frozenset({"newstat", "newlstat", "newfstatat", "statx", "access", "faccessat", "faccessat2"})
+_MAKES = frozenset({"mkdir", "mkdirat", "mknod", "mknodat", "symlink", "symlinkat", "link", "linkat"})
+_RENAMES = frozenset({"rename", "renameat2"})
+_AT_REMOVEDIR = 0x200
+
+
+def walk_of(text: str, path: str) -> tuple[str, bool] | None:
+    """Where the client's name leads from the mount's root, if it comes by `path`; whether it ends there."""
+    named, seen = _components(text), _components(path)
+    for end in range(len(named), 0, -1):
+        common = min(end, len(seen))
+        if common and named[end - common : end] == seen[-common:]:
+            slash = "/" if text.endswith("/") else ""
+            return "/" + "/".join([*seen, *named[end:]]) + slash, end == len(named)
+    return None
+
+
+def walks_at_end(call: ClientCall, path: str, found: Stat | None) -> Sequence[str] | None:
+    """Where the paths of a call lead that ends with the lookup of `path`; None for one that goes on.
+
+    `found`: the attributes of what is there, None for nothing.
+    """
+    paths = call.paths
+    matches = [walk_of(text, path) for _at, text in paths]
+    for (number, (_at, text)), match in zip(enumerate(paths), matches, strict=True):
+        if match is None:
+            continue
+        walk, is_last = match
+        is_new = number == len(paths) - 1
+        if _misses(call, is_last and is_new) if found is None else is_last and _stops(call, is_new, found):
+            return [
+                walk if other == number else _beside(text, walk, their_text)
+                for other, (_at, their_text) in enumerate(paths)
+            ]
+    return None
+
+
+def _misses(call: ClientCall, is_last: bool) -> bool:
+    """Whether it fails for want of a name; it may be about to make the last one."""
+    makes = call.name in _MAKES or call.name in _RENAMES or bool(_open_flags(call) & os.O_CREAT)
+    return not (is_last and makes)
+
+
+def _stops(call: ClientCall, is_new: bool, found: Stat) -> bool:
+    """Whether it has its answer with the attributes of its last name."""
+    is_directory = stat.S_ISDIR(found.mode)
+    if call.name in _LOOKS:
+        return True
+    if call.name in _MAKES:
+        return is_new
+    if call.name == "rmdir" or (call.name == "unlinkat" and call.args[2] & _AT_REMOVEDIR):
+        return not is_directory
+    if call.name in ("unlink", "unlinkat"):
+        return is_directory
+    flags = _open_flags(call)
+    if flags & os.O_CREAT and flags & os.O_EXCL:
+        return True
+    return bool(flags & os.O_DIRECTORY) and not is_directory and not stat.S_ISLNK(found.mode)
+
+
+def _open_flags(call: ClientCall) -> int:
+    if call.name == "creat":
+        return os.O_CREAT
+    if call.name == "openat2":
+        return int.from_bytes(call.data[2][:8], "little")
+    return call.args[-2] if call.name in OPENS else 0
+
+
+def _beside(text: str, walk: str, other: str) -> str:
+    """Where another name of the call leads, if it starts at the same place as the one whose way is known."""
+    if text.startswith("/") and other.startswith("/") and text.endswith(walk):
+        root = text[: -len(walk)]
+        if other.startswith(root + "/"):
+            return other[len(root) :]
+    elif walk.endswith("/" + text) and not other.startswith("/"):
+        return posixpath.normpath(walk[: -len(text)] + other)
+    return posixpath.join(posixpath.dirname(walk), posixpath.basename(other))
+
+
+def _components(path: str) -> list[str]:
+    """Without those that lead back."""
+    return [name for name in posixpath.normpath(path).split("/") if name not in ("", ".", "..")]

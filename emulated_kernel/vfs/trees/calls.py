@@ -1,0 +1,75 @@
+"""machine/call: guest functions called by lines of text, and their results."""
+
+from __future__ import annotations
+
+import errno
+import shlex
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.host.guest import MAX_ARGUMENTS, Guest
+from emulated_kernel.vfs.core.parse import ascii_lines
+
+
+class Calls:
+    """Calls of a guest whose registers have so many bytes; `result` is what the last write's calls gave."""
+
+    def __init__(self, guest: Guest, word_size: int) -> None:
+        self._guest = guest
+        self._bits = 8 * word_size
+        self.result = ""
+
+    def execute(self, data: bytes) -> int:
+        """Call a function for each line; the results can be read afterwards.
+
+        Raises: KernelError of the first call that fails; the calls before it were made.
+        """
+        lines = ascii_lines(data)
+        self.result = ""
+        for line in lines:
+            try:
+                self.result += f"{self._call(line)}\n"
+            except KernelError as error:
+                self.result += f"{line.split(maxsplit=1)[0]}: {error.strerror}\n"
+                raise
+        return len(data)
+
+    def _call(self, line: str) -> str:
+        """`FUNCTION ARG...`: numbers, strings in quotes; the result in hexadecimal and decimal.
+
+        Raises: KernelError EINVAL (malformed), ERANGE (a number wider than a register), E2BIG (too many
+        arguments), ENOENT (no such function), EFAULT (it oopsed, see dmesg), EIO (it doesn't come back).
+        """
+        name, *words = _split(line)
+        if len(words) > MAX_ARGUMENTS:
+            raise KernelError(errno.E2BIG, f"at most {MAX_ARGUMENTS} arguments")
+        value = self._guest.call_function(name, *(_argument(word, self._bits) for word in words))
+        return f"{name} = {_result(value, self._bits)}"
+
+
+def _split(line: str) -> list[str]:
+    lexer = shlex.shlex(line, posix=False, punctuation_chars=False)
+    lexer.whitespace_split = True
+    lexer.commenters = ""
+    try:
+        return list(lexer)
+    except ValueError as error:
+        raise KernelError(errno.EINVAL, str(error)) from error
+
+
+def _result(value: int, bits: int) -> str:
+    """A result register: nothing tells its C type, so a negative int is shown beside the whole."""
+    if bits > 32 and value >> 31 == 1:
+        return f"0x{value:x} ({value}, as an int {value - (1 << 32)})"
+    return f"0x{value:x} ({value - (1 << bits) if value >> bits - 1 else value})"
+
+
+def _argument(word: str, bits: int) -> int | str:
+    if len(word) >= 2 and word[0] in "\"'" and word[-1] == word[0]:
+        return word[1:-1]
+    try:
+        number = int(word, 0)
+    except ValueError:
+        raise KernelError(errno.EINVAL, f"{word!r} is neither a number nor a string in quotes") from None
+    if not -(1 << bits - 1) <= number < 1 << bits:
+        raise KernelError(errno.ERANGE, f"{word} doesn't fit into a register")
+    return number

@@ -1,0 +1,50 @@
+"""debugfs kprobes/: the probes themselves, and the switches for all of them."""
+
+from __future__ import annotations
+
+from emulated_kernel.build import Parts
+from emulated_kernel.kprobes.return_hook.hooks import ReturnHooks
+from emulated_kernel.vfs.core.node import Directory, Node, Owner
+from emulated_kernel.vfs.core.open_file import File
+from emulated_kernel.vfs.core.parse import kstrtobool
+from emulated_kernel.vfs.core.seq import AttributeFile, CommandFile, SeqFile, listing, single
+from emulated_kernel.vfs.trees.stats import stats_directory
+from emulated_kernel.vfs.trees.sysctl import kprobes_optimization
+
+
+def kprobes_directory(kernel: Parts, owner: Owner) -> Directory:
+    """list, enabled, blacklist as Linux has them; `optimization` stands for the sysctl; then our own."""
+    kprobes, table = kernel.engine.kprobes, kernel.engine.kprobes.table
+
+    def set_enabled(data: bytes) -> int:
+        kprobes.set_enabled(kstrtobool(data))
+        return len(data)
+
+    sysctl: dict[str, Node] = {}
+    if kprobes.optimizer is not None:
+        sysctl["optimization"] = kprobes_optimization(kprobes, kprobes.optimizer)
+    return Directory(
+        0o755,
+        {
+            "list": SeqFile(0o400, kprobes.list_records),
+            # Linux: a write to `enabled` leaves the file position alone, which CommandFile does too.
+            "enabled": CommandFile(0o600, single(lambda: f"{not table.all_disarmed:d}\n"), set_enabled),
+            "blacklist": SeqFile(0o400, listing(kprobes.blacklist_text)),
+            **sysctl,
+            "return_hook": _return_hook_file(kernel.engine.kretprobes.hooks),
+            "stats": stats_directory(kernel, owner),
+        },
+    )
+
+
+def _return_hook_file(hooks: ReturnHooks) -> File:
+    """The shadow stacks that there are, in brackets the one in use; a name selects."""
+
+    def names() -> str:
+        return " ".join(f"[{name}]" if name == hooks.return_hook else name for name in hooks.return_hooks())
+
+    return AttributeFile(
+        0o644,
+        show=lambda: f"{names()}\n",
+        store=lambda data: hooks.select_return_hook(data.decode("utf-8", "surrogateescape").strip()),
+    )

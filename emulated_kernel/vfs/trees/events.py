@@ -1,0 +1,98 @@
+"""events/: a directory for each group and each event in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from emulated_kernel.trace.events.array_events import ArrayEvents
+from emulated_kernel.trace.events.event import TraceEvent
+from emulated_kernel.trace.events.event_filters import GROUP_FILTER_TEXT
+from emulated_kernel.trace.hist.trigger import hist_text
+from emulated_kernel.trace.ring.page_format import header_event_text, header_page_text
+from emulated_kernel.trace.trace_arrays import Tracing
+from emulated_kernel.vfs.core.modes import DIRECTORY, READ_ONLY, READ_WRITE
+from emulated_kernel.vfs.core.node import Directory, DynamicDirectory, Node, Objects
+from emulated_kernel.vfs.core.open_file import File
+from emulated_kernel.vfs.core.parse import switch
+from emulated_kernel.vfs.core.seq import AttributeFile, CommandFile, OneReadFile, SeqFile, listing, single
+
+
+def events_directory(tracing: Tracing) -> Directory:
+    """The groups, the switch for all events, and how their records look in binary."""
+    events = tracing.events
+    return DynamicDirectory(
+        DIRECTORY,
+        Objects(
+            names=events.registry.groups,
+            # One dictionary as long as there is such a group, which has an event at least.
+            find=lambda group: events.registry.in_group(group) or None,
+            make=lambda members: _group_directory(tracing, members),
+        ),
+        {
+            "enable": _enable(events, events.switchable),
+            "header_event": AttributeFile(READ_ONLY, header_event_text),
+            "header_page": AttributeFile(READ_ONLY, header_page_text),
+        },
+    )
+
+
+def _group_directory(tracing: Tracing, members: Mapping[str, TraceEvent]) -> Directory:
+    """Linux: the group of tracing's own events has no files, as there is nothing to switch."""
+
+    def switchable() -> list[TraceEvent]:
+        return [event for event in members.values() if event.is_switchable]
+
+    files: dict[str, Node] = {
+        "enable": _enable(tracing.events, switchable),
+        "filter": OneReadFile(
+            READ_WRITE,
+            show=lambda: GROUP_FILTER_TEXT,
+            store=lambda data: tracing.filters.write_group(list(members.values()), data),
+        ),
+    }
+    return DynamicDirectory(
+        DIRECTORY,
+        Objects(members.keys, members.get, lambda event: _event_directory(tracing, event)),
+        files if switchable() else {},
+    )
+
+
+def _enable(events: ArrayEvents, chosen: Callable[[], Iterable[TraceEvent]]) -> File:
+    return AttributeFile(
+        READ_WRITE,
+        show=lambda: f"{events.set_enabled_text(chosen())}\n",
+        store=lambda data: events.set_all(chosen(), switch(data)),
+    )
+
+
+def _event_directory(tracing: Tracing, event: TraceEvent) -> Directory:
+    """Its files answer ENODEV once the event is removed: another one of its name has other nodes."""
+    events, filters, triggers = tracing.events, tracing.filters, tracing.triggers
+    switchable: dict[str, Node] = {
+        "enable": AttributeFile(
+            READ_WRITE,
+            show=lambda: f"{events.enabled_text(event)}\n",
+            store=lambda data: events.set_enabled(event, switch(data)),
+        ),
+        "filter": OneReadFile(
+            READ_WRITE, show=lambda: filters.text(event), store=lambda data: filters.write(event, data)
+        ),
+    }
+    triggerable: dict[str, Node] = {
+        "trigger": CommandFile(
+            READ_WRITE,
+            listing(lambda: triggers.records(event)),
+            execute=lambda data: triggers.write(event, data),
+            truncate=lambda: triggers.truncate(event),
+        ),
+    }
+    return Directory(
+        DIRECTORY,
+        {
+            **(switchable if event.is_switchable else {}),
+            "format": SeqFile(READ_ONLY, single(event.format_text)),
+            "id": AttributeFile(READ_ONLY, show=lambda: f"{event.id}\n"),
+            "hist": SeqFile(READ_ONLY, single(lambda: hist_text(triggers, event))),
+            **(triggerable if event.is_switchable or event.name == "print" else {}),
+        },
+    )

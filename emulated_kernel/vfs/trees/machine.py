@@ -1,0 +1,140 @@
+"""machine/: the emulated computer, as /proc would show it, and a way to call its functions."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+
+from emulated_kernel.build import Parts
+from emulated_kernel.errors import KernelError
+from emulated_kernel.host.guest import Guest
+from emulated_kernel.host.modules import Modules
+from emulated_kernel.machine.guest_kernel import GuestKernel
+from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.core.node import Directory, Node, Owner
+from emulated_kernel.vfs.core.parse import ascii_lines
+from emulated_kernel.vfs.core.seq import (
+    CommandFile,
+    Execute,
+    GuestCommandFile,
+    HostReadingFile,
+    PerClientFile,
+    Records,
+    SeqFile,
+    listing,
+    single,
+)
+from emulated_kernel.vfs.trees.calls import Calls
+
+MAX_LOADS = 16
+"""Modules that one write can load: all of their files are read before the first is loaded."""
+
+
+def machine_directory(kernel: Parts, owner: Owner, further: Mapping[str, Node]) -> Directory:
+    """The files of machine/ and `further` ones; `owner` may see addresses."""
+    image, guest, reader, modules = kernel.live.core, kernel.guest, kernel.guest.kernel, kernel.modules
+    calls = Calls(guest, kernel.machine.memory.word_size)
+    profile, version = kernel.engine.kprobes.profile, image.version.rstrip()
+    if not profile.preemption:
+        version = version.replace(" PREEMPT", "")
+    banner = f"{version}\nprofile {profile.name}\n"
+
+    def addressed(show: Callable[[bool], Iterable[str]]) -> Callable[[Client], Records]:
+        """Records by whether their addresses are 0, for who may not know them."""
+        return lambda client: listing(lambda: show(not owner.is_privileged(client)))
+
+    return Directory(
+        0o755,
+        {
+            "version": SeqFile(0o444, single(lambda: banner)),
+            "kallsyms": PerClientFile(0o444, addressed(lambda zero: [image.kallsyms.kallsyms_text(zero)])),
+            "dmesg": SeqFile(
+                0o400, listing(lambda: (line for message in guest.messages() for line in message.lines()))
+            ),
+            "modules": HostReadingFile(
+                0o644,
+                addressed(lambda zero: [module.line(zero_address=zero) for module in modules.loaded()]),
+                partial(_prepare_modules, modules),
+            ),
+            "tasks": SeqFile(0o444, listing(lambda: _task_lines(reader))),
+            "cpus": SeqFile(0o444, listing(lambda: _cpu_lines(reader, guest))),
+            "meminfo": SeqFile(0o444, listing(lambda: reader.memory().text())),
+            "clock": CommandFile(
+                0o644, single(kernel.clock.text), _each_line(_told(guest, "clock", kernel.clock.command))
+            ),
+            "load": GuestCommandFile(
+                0o644, listing(kernel.loads.text), _each_line(_told(guest, "load", kernel.loads.command))
+            ),
+            "call": GuestCommandFile(0o600, single(lambda: calls.result), calls.execute),
+            **further,
+        },
+    )
+
+
+def _task_lines(reader: GuestKernel) -> Iterator[str]:
+    tasks = reader.tasks()
+    yield f"{'PID':>7} {'PPID':>7} {'UID':>6} STATE COMM\n"
+    for task in tasks:
+        yield f"{task.pid:>7} {task.parent:>7} {task.uid:>6} {task.state:<5} {task.comm}\n"
+
+
+def _cpu_lines(reader: GuestKernel, guest: Guest) -> Iterator[str]:
+    cpus = reader.cpus()
+    yield f"{'CPU':>3} {'STATE':<7} {'RUNNABLE':>8} {'SWITCHES':>9} {'INTERRUPTS':>10} {'PID':>7} COMM\n"
+    for cpu in cpus:
+        state = "dead" if guest.is_dead else "idle" if cpu.is_idle else "running"
+        yield (
+            f"{cpu.number:>3} {state:<7} {cpu.runnable:>8} {cpu.switches:>9} {cpu.interrupts:>10} "
+            f"{cpu.task.pid:>7} {cpu.task.comm}\n"
+        )
+
+
+def _prepare_modules(modules: Modules, data: bytes) -> Callable[[], int]:
+    """Read the files of `load NAME` and `load PATH`; what is returned executes them and `unload NAME`.
+
+    Raises: KernelError EINVAL (not ASCII), E2BIG (more than MAX_LOADS). What is returned: EINVAL
+    (malformed), and as Modules.load and unload.
+    """
+    commands = [line.split(maxsplit=1) for line in ascii_lines(data)]
+    names = {words[1] for words in commands if len(words) == 2 and words[0] == "load"}
+    if len(names) > MAX_LOADS:
+        raise KernelError(errno.E2BIG, f"more than {MAX_LOADS} modules in one write")
+    files = {name: modules.read(name) for name in names}
+
+    def execute() -> int:
+        for words in commands:
+            match words:
+                case ["load", name]:
+                    modules.load(files[name])
+                case ["unload", name]:
+                    modules.unload(name)
+                case _:
+                    raise KernelError(errno.EINVAL, f"{words!r} is neither load NAME nor unload NAME")
+        return len(data)
+
+    return execute
+
+
+def _told(guest: Guest, file: str, command: Callable[[str], None]) -> Callable[[str], None]:
+    """A command whose failure the kernel log explains: a process sees no more than an errno."""
+
+    def execute(line: str) -> None:
+        try:
+            command(line)
+        except KernelError as error:
+            guest.log(f"{file}: {error.strerror}")
+            raise
+
+    return execute
+
+
+def _each_line(command: Callable[[str], None]) -> Execute:
+    """Execute each line of a write; those before one that fails are done."""
+
+    def execute(data: bytes) -> int:
+        for line in ascii_lines(data):
+            command(line)
+        return len(data)
+
+    return execute

@@ -1,0 +1,37 @@
+"""sysctl/: the part of /proc/sys that is about what this kernel has; names and values as there."""
+
+from __future__ import annotations
+
+from emulated_kernel.kprobes.kprobes import Kprobes
+from emulated_kernel.kprobes.optimizer.optimizer import Optimizer
+from emulated_kernel.trace.tracers.stack_tracer import StackTracer
+from emulated_kernel.vfs.core.node import Directory, Node
+from emulated_kernel.vfs.core.open_file import File
+from emulated_kernel.vfs.core.parse import sysctl_int, sysctl_switch
+from emulated_kernel.vfs.core.seq import AttributeFile
+
+
+def sysctl_directory(kprobes: Kprobes, stack: StackTracer) -> Directory:
+    """debug/kprobes-optimization, where the kernel has what it switches, and kernel/stack_tracer_enabled."""
+    debug: dict[str, Node] = {}
+    if kprobes.optimizer is not None:
+        debug["kprobes-optimization"] = kprobes_optimization(kprobes, kprobes.optimizer)
+    stack_tracer = AttributeFile(
+        0o644, show=lambda: f"{stack.enabled}\n", store=lambda data: stack.enable(sysctl_int(data))
+    )
+    return Directory(
+        0o555,
+        {
+            "debug": Directory(0o555, debug),
+            "kernel": Directory(0o555, {"stack_tracer_enabled": stack_tracer}),
+        },
+    )
+
+
+def kprobes_optimization(kprobes: Kprobes, optimizer: Optimizer) -> File:
+    """debug.kprobes-optimization."""
+    return AttributeFile(
+        0o644,
+        show=lambda: f"{optimizer.allowed:d}\n",
+        store=lambda data: kprobes.set_optimization(sysctl_switch(data)),
+    )

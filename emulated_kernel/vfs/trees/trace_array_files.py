@@ -1,0 +1,263 @@
+"""The files of a trace array: those that the top directory and each instance have alike."""
+
+from __future__ import annotations
+
+import errno
+
+from emulated_kernel.abi import PAGE_SIZE
+from emulated_kernel.errors import KernelError
+from emulated_kernel.trace.array.raw_pipe import RawPipe
+from emulated_kernel.trace.array.trace_array import TraceArray
+from emulated_kernel.trace.array.trace_pipe import TracePipe
+from emulated_kernel.trace.output.options import TraceOptions
+from emulated_kernel.trace.text.error_log import ErrorLog
+from emulated_kernel.trace.trace_arrays import TraceArrays, Tracing
+from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.core.modes import DIRECTORY, OWNER_WRITE_ONLY, READ_ONLY, READ_WRITE, WRITE_ONLY
+from emulated_kernel.vfs.core.node import Directory, DynamicDirectory, Node, Objects
+from emulated_kernel.vfs.core.open_file import File
+from emulated_kernel.vfs.core.parse import cpumask, kstrtoul
+from emulated_kernel.vfs.core.seq import (
+    AttributeFile,
+    CommandFile,
+    LastCloseFile,
+    MarkerFile,
+    OpenCommand,
+    OpenPipe,
+    PipeFile,
+    WrittenList,
+    listing,
+    single,
+)
+from emulated_kernel.vfs.trees.events import events_directory
+
+NAME_MAX = 100
+"""Longest tracer name. Mirrors: kernel/trace/trace.c:MAX_TRACER_SIZE (v6.1)."""
+CLOCK_BUFFER = 64
+"""A clock's name is shorter. Mirrors: kernel/trace/trace.c:tracing_clock_write (v6.1)."""
+_MASK_CHUNK = 32
+
+
+def trace_array_files(tracing: Tracing, *, instance: bool = False) -> dict[str, Node]:
+    """Names and nodes. Mirrors: kernel/trace/trace.c:init_tracer_tracefs (v6.1)."""
+    array, functions = tracing.array, tracing.functions
+    return {
+        **_buffer_files(array),
+        **_control_files(array),
+        "error_log": _error_log(tracing.errors),
+        "events": events_directory(tracing),
+        "options": _options_directory(array.options, instance=instance),
+        "per_cpu": Directory(DIRECTORY, {f"cpu{cpu}": _per_cpu(array, cpu) for cpu in range(array.cpus)}),
+        "set_event": list_file(tracing.events),
+        "set_event_notrace_pid": list_file(array.pids.untraced),
+        "set_event_pid": list_file(array.pids.traced),
+        "set_ftrace_filter": list_file(functions.filter),
+        "set_ftrace_notrace": list_file(functions.notrace),
+        "set_ftrace_notrace_pid": list_file(functions.untraced_pids),
+        "set_ftrace_pid": list_file(functions.traced_pids),
+    }
+
+
+def instances_directory(arrays: TraceArrays) -> Directory:
+    """A directory for each trace array beside the top one; with an open file it can't be removed: EBUSY."""
+
+    def remove(name: str) -> None:
+        node = directory.get(name)
+        if isinstance(node, Directory) and node.open_files:
+            raise KernelError(errno.EBUSY, f"{name} has open files")
+        arrays.remove(name)
+
+    directory: DynamicDirectory[Tracing] = DynamicDirectory(
+        DIRECTORY,
+        Objects(
+            names=arrays.names,
+            find=arrays.find,
+            make=lambda tracing: Directory(DIRECTORY, trace_array_files(tracing, instance=True)),
+        ),
+        mkdir=arrays.make,
+        rmdir=remove,
+    )
+    return directory
+
+
+def list_file(lines: WrittenList) -> File:
+    """A list in the order of its file; what is written adds to it."""
+    return CommandFile(READ_WRITE, listing(lines.records), lines.write, lines.clear)
+
+
+def _buffer_files(array: TraceArray) -> dict[str, Node]:
+    return {
+        "buffer_percent": AttributeFile(
+            READ_WRITE,
+            show=lambda: f"{array.buffer_percent}\n",
+            store=lambda data: array.set_buffer_percent(kstrtoul(data)),
+        ),
+        "buffer_size_kb": _buffer_size(array, None),
+        "buffer_total_size_kb": AttributeFile(READ_ONLY, array.buffer_total_size_text),
+        "free_buffer": LastCloseFile(OWNER_WRITE_ONLY, array.free_buffer),
+        "snapshot": _snapshot(array, None),
+        "trace": _TraceFile(array, None),
+        "trace_marker": MarkerFile(WRITE_ONLY, None, execute=array.write_marker),
+        "trace_marker_raw": MarkerFile(WRITE_ONLY, None, execute=array.write_raw_marker),
+        "trace_pipe": PipeFile(READ_ONLY, lambda nonblock: TracePipe(array, nonblock=nonblock)),
+    }
+
+
+def _control_files(array: TraceArray) -> dict[str, Node]:
+    return {
+        "available_tracers": AttributeFile(READ_ONLY, show=lambda: " ".join(array.tracers()) + "\n"),
+        "current_tracer": AttributeFile(
+            READ_WRITE,
+            show=lambda: f"{array.current_tracer}\n",
+            store=lambda data: array.set_tracer(tracer_name(data)),
+        ),
+        "timestamp_mode": AttributeFile(READ_ONLY, array.timestamp_mode_text),
+        "trace_clock": AttributeFile(
+            READ_WRITE, array.clock_text, store=lambda data: array.set_clock(clock_name(data))
+        ),
+        "trace_options": CommandFile(READ_WRITE, single(array.options.text), array.options.write),
+        "tracing_cpumask": AttributeFile(
+            READ_WRITE,
+            show=lambda: mask_text(array.cpumask, array.cpus),
+            store=lambda data: array.set_cpumask(cpumask(data, array.cpus)),
+        ),
+        "tracing_max_latency": _max_latency(array),
+        "tracing_on": AttributeFile(
+            READ_WRITE,
+            show=lambda: f"{array.tracing_on:d}\n",
+            store=lambda data: array.set_tracing_on(kstrtoul(data) != 0),
+        ),
+    }
+
+
+def _per_cpu(array: TraceArray, cpu: int) -> Directory:
+    return Directory(
+        DIRECTORY,
+        {
+            "buffer_size_kb": _buffer_size(array, cpu),
+            "snapshot": _snapshot(array, cpu),
+            "snapshot_raw": _RawFile(array, cpu, snapshot=True),
+            "stats": AttributeFile(READ_ONLY, show=lambda: array.stats_text(cpu)),
+            "trace": _TraceFile(array, cpu),
+            "trace_pipe": PipeFile(READ_ONLY, lambda nonblock: TracePipe(array, cpu, nonblock=nonblock)),
+            "trace_pipe_raw": _RawFile(array, cpu),
+        },
+    )
+
+
+def _options_directory(options: TraceOptions, *, instance: bool) -> Directory:
+    """options/: a switch each."""
+    return Directory(DIRECTORY, {name: _option(options, name) for name in options.names(instance=instance)})
+
+
+def _option(options: TraceOptions, name: str) -> File:
+    return AttributeFile(
+        READ_WRITE,
+        show=lambda: f"{options.get(name):d}\n",
+        store=lambda data: options.set(name, kstrtoul(data)),
+    )
+
+
+class _OpenTrace(OpenCommand):
+    """With option pause-on-trace nothing is recorded while it is open for reading."""
+
+    node: _TraceFile
+
+    def __init__(self, node: _TraceFile, flags: int, client: Client) -> None:
+        super().__init__(node, flags, client)
+        if self.readable and node.array.pauses_for_readers:
+            node.array.stop()
+
+    def release(self) -> None:
+        if self.readable:
+            # Linux: starts what another reader stopped too, if this one came before the option was set.
+            self.node.array.start()
+        super().release()
+
+
+class _TraceFile(CommandFile):
+    """trace: what is written to it is ignored; O_TRUNC clears the buffer."""
+
+    opened_as = _OpenTrace
+    __slots__ = ("array",)
+
+    def __init__(self, array: TraceArray, cpu: int | None) -> None:
+        text = single(lambda: array.trace_text(cpu))
+        super().__init__(READ_WRITE, text, execute=len, truncate=lambda: array.clear_trace(cpu))
+        self.array = array
+
+
+class _OpenRaw(OpenPipe):
+    _source: RawPipe
+
+    def read_page(self, size: int) -> bytes:
+        self._require_attached()
+        return self._source.splice_page() if size == PAGE_SIZE else super().read_page(size)
+
+
+class _RawFile(PipeFile):
+    """trace_pipe_raw, and snapshot_raw; several may be open."""
+
+    is_paged = True
+    opened_as = _OpenRaw
+    __slots__ = ()
+
+    def __init__(self, array: TraceArray, cpu: int, *, snapshot: bool = False) -> None:
+        super().__init__(READ_ONLY, lambda _nonblock: RawPipe(array, cpu, snapshot=snapshot))
+
+
+def _snapshot(array: TraceArray, cpu: int | None) -> File:
+    def execute(data: bytes) -> int:
+        array.snapshot.write(kstrtoul(data), cpu)
+        return len(data)
+
+    return CommandFile(READ_WRITE, single(lambda: array.snapshot_text(cpu)), execute)
+
+
+def _buffer_size(array: TraceArray, cpu: int | None) -> File:
+    """In KiB. Mirrors: kernel/trace/trace.c:tracing_entries_read, tracing_entries_write (v6.1)."""
+
+    def store(data: bytes) -> None:
+        size_kb = kstrtoul(data)
+        if size_kb == 0:
+            raise KernelError(errno.EINVAL, "a buffer holds at least one page")
+        array.resize_buffer(size_kb, cpu)
+
+    return AttributeFile(READ_WRITE, show=lambda: array.buffer_size_text(cpu), store=store)
+
+
+def _max_latency(array: TraceArray) -> File:
+    """In microseconds. Mirrors: kernel/trace/trace.c:tracing_nsecs_read, tracing_nsecs_write (v6.1)."""
+
+    def store(data: bytes) -> None:
+        array.max_latency_ns = kstrtoul(data) * 1000
+
+    return AttributeFile(READ_WRITE, show=lambda: f"{(array.max_latency_ns + 500) // 1000}\n", store=store)
+
+
+def _error_log(errors: ErrorLog) -> File:
+    return CommandFile(READ_WRITE, listing(errors.records), execute=len, truncate=errors.clear)
+
+
+def tracer_name(data: bytes) -> str:
+    """The written name, without blanks around it. Mirrors: tracing_set_trace_write (v6.1)."""
+    return data[:NAME_MAX].decode("latin-1").strip()
+
+
+def clock_name(data: bytes) -> str:
+    """The written name, without blanks around it.
+
+    Raises: KernelError EINVAL (too long). Mirrors: kernel/trace/trace.c:tracing_clock_write (v6.1).
+    """
+    if len(data) >= CLOCK_BUFFER:
+        raise KernelError(errno.EINVAL, "no clock has so long a name")
+    return data.split(b"\0", 1)[0].decode("latin-1").strip()
+
+
+def mask_text(mask: int, cpus: int) -> str:
+    """A set of CPUs in hexadecimal, commas between 32 bits. Mirrors: lib/vsprintf.c:bitmap_string (v6.1)."""
+    chunks = []
+    for start in range((cpus - 1) // _MASK_CHUNK * _MASK_CHUNK, -1, -_MASK_CHUNK):
+        digits = -(-min(_MASK_CHUNK, cpus - start) // 4)
+        chunks.append(f"{mask >> start & 0xFFFFFFFF:0{digits}x}")
+    return ",".join(chunks) + "\n"

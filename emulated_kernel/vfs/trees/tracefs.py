@@ -1,0 +1,100 @@
+"""tracefs, as far as this kernel has it: a file stands here when all of it works."""
+
+from __future__ import annotations
+
+from emulated_kernel.build import TraceParts
+from emulated_kernel.trace.probes.kprobe_events import KprobeEvents
+from emulated_kernel.trace.tracers.graph_tracer import GraphTracer
+from emulated_kernel.trace.tracers.stack_tracer import StackTracer
+from emulated_kernel.vfs.core.modes import READ_ONLY, READ_WRITE, ROOT
+from emulated_kernel.vfs.core.node import Directory, Node
+from emulated_kernel.vfs.core.open_file import File
+from emulated_kernel.vfs.core.parse import kstrtoul
+from emulated_kernel.vfs.core.seq import AttributeFile, LinesFile, SeqFile, WrittenList, listing
+from emulated_kernel.vfs.trees.readme import README
+from emulated_kernel.vfs.trees.trace_array_files import instances_directory, list_file, trace_array_files
+
+_ULONG_MAX = (1 << 64) - 1
+
+
+def tracefs_directory(trace: TraceParts) -> Directory:
+    """The whole of tracefs; its root is for its owner alone."""
+    return Directory(ROOT, {**trace_array_files(trace.arrays.top), **_top_files(trace)})
+
+
+def _top_files(trace: TraceParts) -> dict[str, Node]:
+    arrays, functions, uprobe_events = trace.arrays, trace.functions, trace.uprobe_events
+    events, cmdlines = arrays.top.events, arrays.top.array.system.cmdlines
+    return {
+        "README": AttributeFile(READ_ONLY, show=lambda: README),
+        "available_events": SeqFile(
+            READ_ONLY, listing(lambda: (f"{event.group}:{event.name}\n" for event in events.switchable()))
+        ),
+        "available_filter_functions": SeqFile(READ_ONLY, listing(functions.available)),
+        "enabled_functions": SeqFile(READ_ONLY, listing(functions.enabled)),
+        "dynamic_events": _definitions_file(trace.dynamic_events),
+        "instances": instances_directory(arrays),
+        "kprobe_events": kprobe_events_file(trace.kprobe_events),
+        "kprobe_profile": kprobe_profile_file(trace.kprobe_events),
+        # The kernel has no trace_printk() of its own whose format would stand in a record.
+        "printk_formats": SeqFile(READ_ONLY, listing(lambda: ())),
+        "saved_cmdlines": SeqFile(READ_ONLY, listing(cmdlines.records)),
+        "saved_cmdlines_size": AttributeFile(
+            READ_WRITE,
+            show=lambda: f"{cmdlines.size}\n",
+            store=lambda data: cmdlines.resize(kstrtoul(data)),
+        ),
+        "saved_tgids": SeqFile(READ_ONLY, listing(cmdlines.tgid_records)),
+        "synthetic_events": _definitions_file(trace.synthetic_events),
+        "uprobe_events": _definitions_file(uprobe_events),
+        "uprobe_profile": SeqFile(READ_ONLY, listing(uprobe_events.profile_records)),
+        **_graph_files(trace.function_graph),
+        **_stack_files(trace.stack_tracer),
+    }
+
+
+def _graph_files(graph: GraphTracer) -> dict[str, Node]:
+    def set_threshold(data: bytes) -> None:
+        graph.threshold_ns = kstrtoul(data) * 1000 & _ULONG_MAX
+
+    return {
+        "max_graph_depth": AttributeFile(
+            READ_WRITE,
+            show=lambda: f"{graph.max_depth}\n",
+            store=lambda data: graph.set_max_depth(kstrtoul(data)),
+        ),
+        "tracing_thresh": AttributeFile(
+            READ_WRITE,
+            show=lambda: f"{-1 if graph.threshold_ns == _ULONG_MAX else graph.threshold_ns // 1000}\n",
+            store=set_threshold,
+        ),
+        "set_graph_function": list_file(graph.functions),
+        "set_graph_notrace": list_file(graph.notrace),
+    }
+
+
+def _stack_files(stack: StackTracer) -> dict[str, Node]:
+    return {
+        "stack_max_size": AttributeFile(
+            READ_WRITE,
+            show=lambda: f"{stack.max_size}\n",
+            store=lambda data: stack.set_max_size(kstrtoul(data)),
+        ),
+        "stack_trace": SeqFile(READ_ONLY, listing(stack.records)),
+        "stack_trace_filter": list_file(stack.filter),
+    }
+
+
+def _definitions_file(events: WrittenList) -> File:
+    """Definitions to read, definitions to write; opening it with O_TRUNC deletes all."""
+    return LinesFile(READ_WRITE, listing(events.records), events.write, events.clear)
+
+
+def kprobe_events_file(events: KprobeEvents) -> File:
+    """As the other files of definitions, of kprobe events alone."""
+    return LinesFile(READ_WRITE, events.records, events.write, events.clear)
+
+
+def kprobe_profile_file(events: KprobeEvents) -> File:
+    """Hits and misses of each event."""
+    return SeqFile(READ_ONLY, events.profile_records)

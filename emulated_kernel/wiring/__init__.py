@@ -1,1 +1,0 @@
-"""Joints between the layers: what one part asks for, answered by the parts below it."""

@@ -1,0 +1,169 @@
+"""What `kprobefs coverage` counts over: our own image, a distribution's kernel, or recorded functions."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from errno import EINVAL
+from pathlib import Path
+from typing import Any
+
+from emulated_kernel.arch.analysis.tables import ProbedTables
+from emulated_kernel.errors import KernelError
+from emulated_kernel.image.image import load_image
+from emulated_kernel.image.kallsyms import Kallsyms, Symbol
+from emulated_kernel.image.linux.kernel import open_kernel
+
+_RECORDED_LIMIT = 256 << 20
+"""Bytes of recorded functions, unpacked."""
+_SECTIONS = (
+    "entry", "noinstr", "kprobes", "sched", "cpuidle", "lock", "irqentry", "softirqentry", "static_call",
+)  # fmt: skip
+"""Parts of the text that the kernel's linker script puts between __X_text_start and __X_text_end."""
+_TEXT = ".text"
+_UNKNOWN = "?"
+"""What lies between recorded functions."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The functions of one kernel, and what it is called."""
+
+    title: str
+    arch: str
+    tables: ProbedTables
+    symbols: tuple[Symbol, ...]
+    """Its functions by address: of several symbols at one address the first."""
+    sections: tuple[tuple[range, str], ...] = ()
+    complete: bool = True
+    """Whether a function that isn't here doesn't exist."""
+
+    def section(self, addr: int) -> str:
+        """The part of the text that an address is in."""
+        return next((name for part, name in self.sections if addr in part), _TEXT)
+
+
+def own_image(arch: str) -> Subject:
+    """The image that a mount of that architecture runs. Raises: KernelError ENOENT where there is none."""
+    return _subject(f"our own kernel for {arch}", arch, load_image(None, arch))
+
+
+def linux_image(source: str) -> Iterator[Subject]:
+    """A distribution's kernel, once for each way in which boot may patch its returns.
+
+    Raises: KernelError, OSError.
+    """
+    kernel = open_kernel(source)
+    for returns in kernel.returns:
+        yield _subject(f"Linux {kernel.release}, {returns.value}", "x86_64", kernel.booted(returns))
+    if not kernel.returns:
+        yield _subject(f"Linux {kernel.release}", "x86_64", kernel)
+
+
+def recorded_functions(path: Path) -> Subject:
+    """Functions with their tables, as in oracle/functions-*.json.gz.
+
+    Raises: KernelError EINVAL for another file, OSError.
+    """
+    data = _unpacked(path)
+    try:
+        functions: dict[str, Any] = json.loads(data)
+        about = functions.pop("_meta")
+        recorded = Recorded(about, functions)
+        title = f"{len(functions)} functions of {about['kernel']}"
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise KernelError(EINVAL, f"no recorded functions: {type(error).__name__} {error}") from error
+    return Subject(title, recorded.arch, recorded, recorded.functions, complete=False)
+
+
+def _unpacked(path: Path) -> bytes:
+    with open(path, "rb") as file:
+        packed = file.read(2) == b"\x1f\x8b"
+    try:
+        with gzip.open(path) if packed else open(path, "rb") as file:
+            data = file.read(_RECORDED_LIMIT + 1)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise KernelError(EINVAL, f"no recorded functions: {error}") from error
+    if len(data) > _RECORDED_LIMIT:
+        raise KernelError(EINVAL, f"more than {_RECORDED_LIMIT >> 20} MiB of recorded functions")
+    return data
+
+
+class Recorded:
+    """Implements ProbedTables for recorded functions; what lies between them is nobody's."""
+
+    def __init__(self, about: dict[str, Any], functions: dict[str, dict[str, Any]]) -> None:
+        """Raises: ValueError, KeyError, TypeError, AttributeError for what isn't a recording."""
+        ranges = {name: _address(value) for name, value in about.get("ranges", {}).items()}
+        if ranges:
+            self.arch, text = "x86_64", (ranges["_stext"], ranges["_etext"])
+        else:
+            self.arch = "riscv64" if about["rvc"] else "riscv64i"
+            start, size = about["text"]
+            text = _address(start), _address(start) + int(size)
+        spans = {name: (_address(entry["addr"]), int(entry["size"])) for name, entry in functions.items()}
+        self._code = {
+            _address(entry["addr"]): bytes.fromhex(entry["bytes_hex"]) for entry in functions.values()
+        }
+        self.kallsyms = _symbols(spans, ranges, text)
+        firsts = {symbol.address: symbol for symbol in self.kallsyms.symbols if symbol.name in spans}
+        self.functions = tuple(firsts.values())
+        self.text_ranges = [text]
+        forbidden = [name for name, entry in functions.items() if entry.get("blacklisted")]
+        self.blacklist = [(spans[name][0], sum(spans[name]), name) for name in forbidden]
+
+        def entries(key: str) -> Iterator[Any]:
+            return (each for entry in functions.values() for each in entry.get(key, ()))
+
+        self.mcount = [_address(site) for site in entries("mcount")]
+        self.ex_table = [(_address(insn), 0) for insn in entries("ex_table")]
+        self.bugs = [_address(bug) for bug in entries("bug")]
+        self.jump_labels = [(_address(label), 0, 0) for label, _ in entries("jump_labels")]
+        self.static_calls = [(_address(site), 0, False) for site in entries("static_calls")]
+        self.data: list[tuple[int, bytes]] = []
+
+    def read(self, va: int, size: int, /) -> bytes:
+        """Bytes of the function there; none of what wasn't recorded."""
+        where = self.kallsyms.lookup(va)
+        code = b"" if where is None else self._code.get(where.symbol.address, b"")
+        return b"" if where is None else code[where.offset : where.offset + size]
+
+
+def _symbols(spans: dict[str, tuple[int, int]], ranges: dict[str, int], text: tuple[int, int]) -> Kallsyms:
+    """The functions, what lies between them, and where ranges begin and end."""
+    starts, ends = {start for start, _ in spans.values()}, {sum(span) for span in spans.values()}
+    known = [Symbol(name, start, "t") for name, (start, _) in spans.items()]
+    gaps = [Symbol(_UNKNOWN, at, "t") for at in {*text, *ends} - starts]
+    borders = [Symbol(name, at, "t") for name, at in ranges.items() if at not in starts]
+    return Kallsyms([*known, *gaps, *borders], min({*starts, text[0]}), max({*ends, text[1]}))
+
+
+def _address(text: str) -> int:
+    return int(text, 16)
+
+
+def _subject(title: str, arch: str, tables: ProbedTables) -> Subject:
+    text = [range(*span) for span in tables.text_ranges]
+    firsts: dict[int, Symbol] = {}
+    for symbol in tables.kallsyms.symbols:
+        if symbol.size and any(symbol.address in part for part in text):
+            firsts.setdefault(symbol.address, symbol)
+    return Subject(title, arch, tables, tuple(firsts.values()), _sections(tables.kallsyms))
+
+
+def _sections(kallsyms: Kallsyms) -> tuple[tuple[range, str], ...]:
+    parts = [
+        (_between(kallsyms, f"__{name}_text_start", f"__{name}_text_end"), f".{name}.text")
+        for name in _SECTIONS
+    ]
+    thunks = _between(kallsyms, "__indirect_thunk_start", "__indirect_thunk_end")
+    parts.append((thunks, ".text.__x86.indirect_thunk"))
+    return tuple((part, name) for part, name in parts if part)
+
+
+def _between(kallsyms: Kallsyms, start: str, end: str) -> range:
+    first, last = kallsyms.lookup_name(start), kallsyms.lookup_name(end)
+    return range(0) if first is None or last is None else range(first, last)

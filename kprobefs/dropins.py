@@ -1,0 +1,52 @@
+"""Definitions that a mount begins with: *.probes in directories of the system's and of the user's."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from kprobefs.failure import Failure
+
+SYSTEM = ("/etc/kprobefs/probes.d", "/run/kprobefs/probes.d", "/usr/lib/kprobefs/probes.d")
+VARIABLE = "KPROBEFS_PROBES_PATH"
+
+
+def directories() -> list[str]:
+    """Where they are looked for; of two files of the same name the one in the earlier directory counts."""
+    if VARIABLE in os.environ:
+        return [path for path in os.environ[VARIABLE].split(":") if path]
+    if os.geteuid() == 0:
+        # sudo may leave the user's HOME: what is there isn't root's to load.
+        return list(SYSTEM)
+    home = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+    return [f"{home}/kprobefs/probes.d", *SYSTEM]
+
+
+def files() -> list[Path]:
+    """In the order of their names, whatever their directory. Mirrors: sysctl.d(5)."""
+    found: dict[str, Path] = {}
+    for directory in directories():
+        try:
+            names = os.listdir(directory)
+        except OSError:
+            continue
+        for name in names:
+            if name.endswith(".probes"):
+                found.setdefault(name, Path(directory, name))
+    # A link to /dev/null hides the files of that name.
+    return [found[name] for name in sorted(found) if os.path.realpath(found[name]) != os.devnull]
+
+
+def read(path: Path) -> str:
+    """What a file holds. Raises: Failure where it can't be read, or somebody else could have written it."""
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise Failure(f"{path}: not a regular file")
+            if status.st_uid not in (0, os.geteuid()) or status.st_mode & 0o022:
+                raise Failure(f"{path}: others could have written it; it isn't loaded")
+            return file.read().decode("utf-8", "surrogateescape")
+    except OSError as error:
+        raise Failure(f"{path}: {error.strerror}") from None

@@ -1,0 +1,67 @@
+"""`kprobefs install-service`: the units, with this program's own path in them, where systemd finds them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from importlib import resources
+from pathlib import Path
+
+from kprobefs.failure import Failure
+
+PROGRAMS = ("/usr/bin/kprobefs", "%h/.local/bin/kprobefs")
+"""What the units run as they are shipped."""
+SYSTEM_UNITS = ("kprobefs.service", "kprobefs@.service")
+USER_UNITS = ("user/kprobefs.service",)
+
+
+def install(root: str, *, user: bool) -> list[str]:
+    """Write the units below `root`, and have a running manager read them; what was done, for people.
+
+    Raises: Failure, OSError.
+    """
+    if user:
+        config = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+        directory = Path(root, config.lstrip("/"), "systemd/user")
+    else:
+        directory = Path(root, "etc/systemd/system")
+    done = []
+    directory.mkdir(parents=True, exist_ok=True)
+    for unit in USER_UNITS if user else SYSTEM_UNITS:
+        text = _units().joinpath(unit).read_text("utf-8")
+        for program in PROGRAMS:
+            text = text.replace(f"={program} ", f"={_program()} ")
+        path = directory / Path(unit).name
+        path.write_text(text, "utf-8")
+        done.append(f"wrote {path}")
+    scope = ["--user"] if user else []
+    systemctl = " ".join(["systemctl", *scope])
+    if root == "/" and shutil.which("systemctl") and os.path.isdir("/run/systemd/system"):
+        result = subprocess.run(["systemctl", *scope, "daemon-reload"], capture_output=True, check=False)
+        done += [] if result.returncode == 0 else [f"next: {systemctl} daemon-reload"]
+    return [*done, f"start it: {systemctl} enable --now kprobefs"]
+
+
+def _units() -> Path:
+    """Where the units lie: in the package, or beside it in a checkout."""
+    package = Path(str(resources.files("kprobefs")))
+    for directory in (package / "systemd", package.parent / "systemd"):
+        if (directory / SYSTEM_UNITS[0]).exists():
+            return directory
+    raise Failure("the units are missing from this installation")
+
+
+def _program() -> str:
+    """How a unit runs this program."""
+    path = os.path.abspath(sys.argv[0])
+    if os.path.basename(path) == "kprobefs" and os.access(path, os.X_OK):
+        return _quoted(path)
+    return f"{_quoted(sys.executable)} -P -m kprobefs"
+
+
+def _quoted(path: str) -> str:
+    """Mirrors: systemd.syntax(7)."""
+    escaped = path.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
+    return f'"{escaped}"' if any(character in " \t'\"\\;" for character in path) else escaped

@@ -1,0 +1,124 @@
+"""What `kprobefs load` and `save` are for: which mount, and which files."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from kprobefs import dropins, mount
+from kprobefs.failure import Exit, Failure, shown
+
+log = logging.getLogger("kprobefs")
+
+PIPE_SIZE = 1 << 16
+"""Bytes that a pipe holds. Mirrors: pipe(7)."""
+END_TIMEOUT = 1.0
+"""Seconds."""
+
+
+def which_mount(named: str | None) -> str:
+    """The mount that a command is for: the named one, $KPROBEFS, or the only one. Raises: Failure."""
+    chosen = named or os.environ.get("KPROBEFS")
+    if chosen:
+        directory = mount.resolve(chosen)
+        point = mount.mounted_on(directory)
+        if point is None or point.fstype != mount.FSTYPE:
+            raise Failure(f"{chosen}: kprobefs isn't mounted there", Exit.NOT_MOUNTED)
+    else:
+        found = sorted({point.directory for point in mount.our_mounts()})
+        if len(found) != 1:
+            raise Failure("which mount? --mount DIR" if found else "nothing is mounted", Exit.NOT_MOUNTED)
+        [directory] = found
+    condition = mount.condition(directory)
+    if condition in (mount.MountState.HUNG, mount.MountState.DEAD):
+        raise Failure(f"{directory}: {condition.value}", condition.status)
+    return directory
+
+
+def load(directory: str, files: Sequence[str]) -> list[str]:
+    """Load files into a mount, those of the probes.d directories where none are named.
+
+    Returns what to tell of lines and files that failed, made fit for a terminal. Raises: OSError.
+    """
+    chosen = files or list(map(str, dropins.files()))
+    if not chosen:
+        return []
+    from kprobefs import definitions
+    from kprobefs.files import HostFiles
+
+    loader, failed = definitions.Loader(HostFiles(directory)), []
+    for file in chosen:
+        try:
+            text = _read(file) if files else dropins.read(Path(file))
+        except Failure as failure:
+            failed.append(shown(str(failure)))
+        else:
+            failed += loader.load(list(definitions.read_lines(file, text)))
+    return failed
+
+
+def _read(file: str) -> str:
+    return sys.stdin.read() if file == "-" else Path(file).read_text("utf-8", "surrogateescape")
+
+
+class LoadingProcess:
+    """A process that loads what a mount begins with; what fails goes into the log.
+
+    Not the daemon itself: one that waits for an answer of its own process couldn't be killed.
+    """
+
+    def __init__(self, directory: str) -> None:
+        package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+        paths = filter(None, (package, os.environ.get("PYTHONPATH")))
+        # -P: nothing is imported from the working directory.
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "kprobefs", "load", "--mount", directory],
+            env={**os.environ, "PYTHONPATH": ":".join(paths)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
+        assert self._process.stderr is not None
+        self._messages = self._process.stderr
+        self._unfinished = b""
+
+    @property
+    def descriptor(self) -> int:
+        """Can be read when there is something for read()."""
+        return self._messages.fileno()
+
+    def read(self) -> str | None:
+        """Log what it has to tell; when it has ended how: "" where all was loaded."""
+        data = os.read(self.descriptor, PIPE_SIZE)
+        *lines, self._unfinished = (self._unfinished + (data or b"\n")).split(b"\n")
+        for line in filter(None, lines):
+            log.warning("%s", shown(line.decode("utf-8", "replace").removeprefix("kprobefs: ")))
+        if data:
+            return None
+        with suppress(subprocess.TimeoutExpired):
+            # Behind its last word it only closes files.
+            if self._process.wait(END_TIMEOUT) == Exit.OK:
+                return ""
+        how = "not all definitions were loaded"
+        log.error("%s", how)
+        return how
+
+    def end(self) -> None:
+        """Kill it, if it still runs: where a request of its hangs, it ends with the mount."""
+        self._process.kill()
+        self._messages.close()
+
+
+def saved(directory: str) -> bytes:
+    """What `save` writes."""
+    with suppress(FileNotFoundError):
+        return Path(directory, "machine", "definitions").read_bytes()
+    from kprobefs.definitions import saved
+    from kprobefs.files import HostFiles
+
+    return "".join(f"{line}\n" for line in saved(HostFiles(directory))).encode("utf-8", "surrogateescape")

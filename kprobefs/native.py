@@ -1,0 +1,53 @@
+"""`--engine native`: a mount in which a distribution's own kernel answers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.host.mirror.processes import HostProcesses
+from emulated_kernel.linux.linux_mount import LinuxMount
+from emulated_kernel.linux.start import ensure_cached, started
+from emulated_kernel.vfs.core.node import Owner
+from kprobefs.failure import Exit, Failure
+from kprobefs.options import MountOptions
+from kprobefs.progress import Progress
+
+
+def prepare(options: MountOptions) -> None:
+    """Have the kernel booted, for whoever watches; the mount starts from that. Raises: Failure."""
+    image, seed = str(options.machine.image), options.machine.seed
+    bar: Progress | None = None
+    shown = 0
+
+    def progress(done: int, total: int) -> None:
+        nonlocal bar, shown
+        bar = bar or Progress("booting", total)
+        bar.add(done - shown)
+        shown = done
+
+    with _explained(image):
+        ensure_cached(image, seed, progress)
+    if bar is not None:
+        bar.end()
+
+
+def native_mount(options: MountOptions) -> LinuxMount:
+    """The mount of a kernel that has booted. Raises: Failure."""
+    image = str(options.machine.image)
+    with _explained(image):
+        tasks = started(image, options.machine.seed)
+    owner = Owner(os.geteuid(), os.getegid())
+    return LinuxMount(tasks, HostProcesses(), owner, is_tracefs=options.layout == "tracefs")
+
+
+@contextmanager
+def _explained(image: str) -> Iterator[None]:
+    try:
+        yield
+    except KernelError as error:
+        raise Failure(f"{image}: {error.strerror}", Exit.USAGE) from error
+    except OSError as error:
+        raise Failure(f"{error.filename or image}: {error.strerror or error}", Exit.USAGE) from error

@@ -1,0 +1,127 @@
+"""machine/power: boots the mount's kernel anew, with all that was defined, and the records so far."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import json
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+
+from emulated_kernel.config import MachineConfig
+from emulated_kernel.errors import KernelError
+from emulated_kernel.host.mirror.processes import HostProcesses
+from emulated_kernel.kernel import Kernel
+from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.core.node import Owner
+from emulated_kernel.vfs.core.parse import ascii_lines
+from emulated_kernel.vfs.core.seq import CommandFile, SeqFile, listing
+from emulated_kernel.vfs.core.tree import Filesystem
+from emulated_kernel.vfs.trees.layout import RootLayout
+from kprobefs.definitions import Line, Loader, saved
+from kprobefs.files import TreeFiles
+
+PLACE = "the kernel before this one"
+"""Where lines that can't be loaded come from, in the kernel's log."""
+
+
+class PowerFile(CommandFile):
+    """`reboot` boots the guest anew; reading says whether it runs, and how often it was booted."""
+
+    replaces_kernel = True
+    __slots__ = ()
+
+
+class LivingKernel:
+    """A mount, and the kernel that it shows now."""
+
+    def __init__(self, config: MachineConfig, layout: RootLayout, owner: Owner) -> None:
+        """Raises: OSError, as Kernel does."""
+        self._layout = layout
+        self._owner = owner
+        self._boots = 1
+        self._processes = HostProcesses()
+        self._kernel = Kernel(config, self._processes)
+        self.mount = self._kernel.mounted(self._files(self._kernel))
+
+    def _files(self, kernel: Kernel) -> Filesystem:
+        further = {
+            "power": PowerFile(0o600, listing(self._state), self._command),
+            "definitions": SeqFile(0o400, listing(lambda: self._definitions(kernel))),
+            "probes": SeqFile(0o400, listing(lambda: self._probes(kernel))),
+        }
+        return kernel.filesystem(self._layout, self._owner, further)
+
+    def _state(self) -> Iterator[str]:
+        yield f"{'panicked' if self._kernel.guest.is_dead else 'running'}\n"
+        yield f"boots {self._boots}\n"
+
+    def _command(self, data: bytes) -> int:
+        lines = ascii_lines(data)
+        for line in lines:
+            if line.strip() != "reboot":
+                raise KernelError(errno.EINVAL, f"{line!r} isn't reboot")
+        if lines:
+            self.reboot()
+        return len(data)
+
+    def _definitions(self, kernel: Kernel) -> list[str]:
+        return [f"{line}\n" for line in saved(self._all_files(kernel))]
+
+    def _probes(self, kernel: Kernel) -> Iterator[str]:
+        """An object of JSON for each probe event: what its files in kprobes/stats/ say, in one request."""
+        files = self._all_files(kernel)
+        for group in files.directories("kprobes/stats"):
+            for event in files.directories(f"kprobes/stats/{group}"):
+                said = {
+                    name: files.read(f"kprobes/stats/{group}/{event}/{name}").strip()
+                    for name in ("mode", "enabled", "optimized", "hits", "nmissed", "reason")
+                }
+                numbers = {"hits": int(said["hits"]), "nmissed": int(said["nmissed"])}
+                switches = {name: said[name] == "1" for name in ("enabled", "optimized")}
+                yield f"{json.dumps({'event': f'{group}/{event}', **said, **numbers, **switches})}\n"
+
+    def _all_files(self, kernel: Kernel) -> TreeFiles:
+        """A tree that has all of them, whatever the layout shows."""
+        client = Client(os.getpid(), self._owner.uid, self._owner.gid)
+        return TreeFiles(kernel.filesystem(RootLayout.FULL, self._owner), client)
+
+    def reboot(self) -> None:
+        """Put a new kernel into the place of this one; where that fails nothing has changed.
+
+        Raises: KernelError.
+        """
+        with self._kernel.lock:
+            old, clock = self._kernel, self._kernel.machine.clock
+            config = replace(old.config, clock=clock.kind, seed=clock.seed)
+            with ExitStack() as undo:
+                try:
+                    processes = HostProcesses()
+                    undo.callback(processes.close)
+                    definitions = self._definitions(old)
+                    new = Kernel(config, processes, lock=old.lock)
+                    undo.callback(new.close)
+                    tree = self._files(new)
+                    new.succeed(old, partial(self._define, new, definitions))
+                except OSError as error:
+                    raise KernelError(error.errno or errno.EIO, str(error)) from error
+                undo.pop_all()
+            new.take_over(self.mount, tree)
+            self._kernel, self._boots = new, self._boots + 1
+            old.close()
+            self._processes.close()
+            self._processes = processes
+            del old
+            # What the daemon made before it served isn't looked at for garbage; the old kernel is some now.
+            gc.unfreeze()
+            gc.collect()
+            gc.freeze()
+
+    def _define(self, kernel: Kernel, definitions: list[str]) -> None:
+        lines = [Line(PLACE, number, text.rstrip("\n")) for number, text in enumerate(definitions, 1)]
+        for failed in Loader(self._all_files(kernel)).load(lines):
+            for part in failed.splitlines():
+                kernel.guest.log(part)

@@ -1,0 +1,114 @@
+"""The pytest plugin: kernels and mounts for tests of tracing tools, without root, KVM or the host's tracefs.
+
+Fixtures: `tracefs`, `kernel`, `kprobefs_mount` and `kprobefs_arch`; the marker `architectures`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from emulated_kernel.kernel import Kernel
+
+MARKER = "architectures"
+ARCHITECTURES = ("x86_64", "i386", "riscv64", "riscv64i")
+DEFAULT = ARCHITECTURES[0]
+END_TIMEOUT = 20.0
+"""Seconds."""
+# `run` ends with its command, and that with its standard input: nothing outlives pytest.
+_STAY = ("sh", "-c", 'printf "%s\\n" "$KPROBEFS"; exec cat > /dev/null')
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the marker."""
+    config.addinivalue_line(
+        "markers",
+        f"{MARKER}(*names): run the test once on a kernel of each; all that there are where none is named",
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test with the marker is one test for each architecture."""
+    marker = metafunc.definition.get_closest_marker(MARKER)
+    if marker is None:
+        return
+    names = marker.args or ARCHITECTURES
+    unknown = [name for name in names if name not in ARCHITECTURES]
+    if unknown or "kprobefs_arch" not in metafunc.fixturenames:
+        why = f"no architecture: {unknown}" if unknown else "the test uses no fixture of kprobefs"
+        raise pytest.UsageError(f"{metafunc.definition.nodeid}: {MARKER}: {why}")
+    metafunc.parametrize("kprobefs_arch", names, indirect=True)
+
+
+@pytest.fixture
+def kprobefs_arch(request: pytest.FixtureRequest) -> str:
+    """The architecture that the marker chose."""
+    return str(getattr(request, "param", DEFAULT))
+
+
+@pytest.fixture
+def kernel(kprobefs_arch: str) -> Iterator[Kernel]:
+    """An emulated kernel in this process, for `register_kprobe` and the like; it needs no FUSE."""
+    from emulated_kernel.config import MachineConfig
+    from emulated_kernel.kernel import Kernel
+
+    with Kernel(MachineConfig(arch=kprobefs_arch)) as booted:
+        yield booted
+
+
+@pytest.fixture
+def kprobefs_mount(kprobefs_arch: str) -> Iterator[Callable[..., Path]]:
+    """Mounts a kernel of its own, and gives the directory; what was mounted goes with the test.
+
+    Keyword arguments: `arch` (the marker's, or x86_64), `cpus` (1), `seed` (1), `layout` ("full": kprobes/,
+    tracing/, machine/, scratch/; "tracefs": tracefs itself).
+    """
+    with ExitStack() as stack:
+
+        def mount(*, arch: str = kprobefs_arch, cpus: int = 1, seed: int = 1, layout: str = "full") -> Path:
+            options = {"arch": arch, "cpus": cpus, "seed": seed, "layout": layout}
+            words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+            return stack.enter_context(_mounted(words))
+
+        yield mount
+
+
+@pytest.fixture
+def tracefs(kprobefs_mount: Callable[..., Path]) -> Path:
+    """A tracefs of its own, as /sys/kernel/tracing; files in `../scratch` are the emulated kernel's."""
+    return kprobefs_mount() / "tracing"
+
+
+@contextmanager
+def _mounted(options: list[str]) -> Iterator[Path]:
+    if not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        pytest.skip("no access to /dev/fuse: give the container --device /dev/fuse")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kprobefs", "run", *options, "--", *_STAY],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        directory = process.stdout.readline().rstrip("\n")
+        if not directory:
+            process.stdin.close()
+            raise RuntimeError(process.communicate()[1].strip())
+        yield Path(directory)
+    finally:
+        process.stdin.close()
+        process.wait(END_TIMEOUT)
+        for stream in (process.stdout, process.stderr):
+            if stream is not None:
+                stream.close()

@@ -1,0 +1,72 @@
+"""What commands for a terminal share: whether there is one, its size and colours, keys that are pressed."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import termios
+import tty
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+ESCAPE_TIMEOUT = 0.05
+"""Seconds in which the rest of an escape sequence follows its first byte."""
+KEYS = {"\x1b[A": "up", "\x1b[B": "down", "\x1bOA": "up", "\x1bOB": "down", "\x1b": "escape", "\r": "\n"}
+"""What some keys send."""
+
+
+def is_interactive(stream: TextIO) -> bool:
+    """Whether pictures may be drawn there: a terminal that can move its cursor."""
+    return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
+def has_colours(stream: TextIO) -> bool:
+    """As https://no-color.org says, and as far as the terminal can."""
+    return is_interactive(stream) and not os.environ.get("NO_COLOR")
+
+
+def console() -> Console:
+    """Standard output. A pipe gets plain text, whatever the environment forces."""
+    from rich.console import Console
+
+    terminal = is_interactive(sys.stdout)
+    return Console(
+        force_terminal=terminal,
+        no_color=not has_colours(sys.stdout),
+        highlight=False,
+        emoji=False,
+        markup=False,
+        soft_wrap=not terminal,
+    )
+
+
+@contextmanager
+def keyboard() -> Iterator[None]:
+    """Keys arrive at once, and aren't shown. An interrupt still is one."""
+    before = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin, termios.TCSANOW)
+    try:
+        yield
+    finally:
+        # A terminal that has gone needs nothing.
+        with suppress(termios.error):
+            termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
+
+
+def key(timeout: float) -> str:
+    """The next key within so many seconds: a character or a name of KEYS; "" where none was pressed."""
+    if not select.select([sys.stdin], [], [], max(0.0, timeout))[0]:
+        return ""
+    pressed = os.read(sys.stdin.fileno(), 1)
+    if not pressed:
+        return "q"
+    if pressed == b"\x1b":
+        while len(pressed) < 3 and select.select([sys.stdin], [], [], ESCAPE_TIMEOUT)[0]:
+            pressed += os.read(sys.stdin.fileno(), 1)
+    text = pressed.decode("ascii", "replace")
+    return KEYS.get(text, text)

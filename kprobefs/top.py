@@ -1,0 +1,330 @@
+"""`kprobefs top`: the probes of a mount, live: how often each is hit, what it costs, and why not less."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kprobefs import terminal
+from kprobefs.failure import Failure, shown
+
+if TYPE_CHECKING:
+    from rich.console import Console, Group, RenderableType
+    from rich.text import Text
+
+PROBES = "machine/probes"
+COST_AGE = 10.0
+"""Seconds for which a measured cost is shown: measuring stops the kernel for a moment."""
+RECORDS = 500
+"""Lines of the trace, the newest ones, in which an opened probe's records are looked for."""
+HELP = "q quit  up/down choose  enter open  e enable  o optimize  s sort  r reverse"
+BACK = "q quit  escape back  e enable  o optimize"
+MODE_COLOURS = {"optimized": "green", "ftrace": "green", "boosted": "cyan", "int3": "yellow", "gone": "red"}
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A probe event as machine/probes tells of it."""
+
+    event: str
+    """group/name"""
+    mode: str
+    enabled: bool
+    optimized: bool
+    hits: int
+    nmissed: int
+    reason: str
+    rate: float = 0.0
+    """Hits a second since the last look."""
+    cost: str = ""
+
+    @property
+    def directory(self) -> str:
+        """Where the mount has its files."""
+        return f"kprobes/stats/{self.event}"
+
+
+SORTS: dict[str, Callable[[Probe], tuple[float | str, ...]]] = {
+    "rate": lambda probe: (-probe.rate, -probe.hits, probe.event),
+    "hits": lambda probe: (-probe.hits, probe.event),
+    "missed": lambda probe: (-probe.nmissed, probe.event),
+    "mode": lambda probe: (probe.mode, probe.event),
+    "event": lambda probe: (probe.event,),
+}
+
+
+class Probes:
+    """The probes of one mount, looked at again and again; a look is one request."""
+
+    def __init__(self, directory: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.directory = Path(directory)
+        self._clock = clock
+        self._before: dict[str, int] = {}
+        self._looked = clock()
+        self._costs: dict[str, tuple[float, str, str]] = {}
+
+    def look(self) -> list[Probe]:
+        """As they are now. Raises: Failure where the mount has no such file."""
+        try:
+            lines = (self.directory / PROBES).read_text("utf-8", "surrogateescape").splitlines()
+        except FileNotFoundError:
+            raise Failure(f"{self.directory}: no {PROBES} there: its layout isn't full") from None
+        now = self._clock()
+        passed, self._looked = now - self._looked, now
+        found = [Probe(**json.loads(line)) for line in lines]
+        before, self._before = self._before, {probe.event: probe.hits for probe in found}
+        return [
+            replace(probe, rate=max(0, probe.hits - before.get(probe.event, probe.hits)) / max(passed, 1e-3))
+            for probe in found
+        ]
+
+    def with_cost(self, probe: Probe) -> Probe:
+        """It is read at most every COST_AGE seconds while the mode is the same."""
+        when, mode, cost = self._costs.get(probe.event, (-COST_AGE, "", ""))
+        if self._clock() - when >= COST_AGE or mode != probe.mode:
+            cost = self.text(probe, "cost").partition("\n")[0]
+            self._costs[probe.event] = self._clock(), probe.mode, cost
+        return replace(probe, cost=_short_cost(cost))
+
+    def text(self, probe: Probe, name: str) -> str:
+        """A file of it; "" where it has gone."""
+        with suppress(OSError):
+            return (self.directory / probe.directory / name).read_text("utf-8", "surrogateescape")
+        return ""
+
+    def toggle(self, probe: Probe, name: str) -> str:
+        """Write the other value into `enabled` or `optimized`; why that fails, where it does."""
+        value = "0" if (probe.enabled if name == "enabled" else probe.optimized) else "1"
+        try:
+            (self.directory / probe.directory / name).write_text(value)
+        except OSError as error:
+            return f"{probe.event}: {name} {value}: {error.strerror}"
+        return ""
+
+    def records(self, probe: Probe, count: int) -> list[str]:
+        """The newest lines of the trace that are of it."""
+        name = probe.event.rpartition("/")[2]
+        with suppress(OSError):
+            lines = (self.directory / "tracing/trace").read_text("utf-8", "surrogateescape").splitlines()
+            return [line.strip() for line in lines[-RECORDS:] if f": {name}: " in line][-count:]
+        return []
+
+
+def _short_cost(text: str) -> str:
+    """The nanoseconds of a `cost` file's line; "" where nothing was measured."""
+    before, found, after = text.partition("median ")
+    return f"{after.split()[0]} ns" if found and before else ""
+
+
+@dataclass
+class View:
+    """What is on the screen."""
+
+    sort: str = "rate"
+    is_reversed: bool = False
+    chosen: int = 0
+    opened: str = ""
+    """The event that is looked at closely."""
+    message: str = ""
+    probes: list[Probe] = field(default_factory=list)
+
+    def show(self, probes: Sequence[Probe]) -> None:
+        """Take what was found."""
+        self.probes = sorted(probes, key=SORTS[self.sort], reverse=self.is_reversed)
+        self.chosen = min(self.chosen, max(0, len(self.probes) - 1))
+        if self.opened and all(probe.event != self.opened for probe in self.probes):
+            self.opened, self.message = "", f"{self.opened} has gone"
+
+    @property
+    def selected(self) -> Probe | None:
+        """The opened one, or that under the cursor."""
+        for number, probe in enumerate(self.probes):
+            if probe.event == self.opened or (not self.opened and number == self.chosen):
+                return probe
+        return None
+
+    def press(self, key: str, probes: Probes) -> bool:
+        """Do what a key says; False: the end."""
+        self.message = "" if key else self.message
+        match key:
+            case "q":
+                return False
+            case "escape":
+                self.opened = ""
+            case "up" | "k":
+                self.chosen = max(0, self.chosen - 1)
+            case "down" | "j":
+                self.chosen = min(len(self.probes) - 1, self.chosen + 1)
+            case "s":
+                names = list(SORTS)
+                self.sort = names[(names.index(self.sort) + 1) % len(names)]
+            case "r":
+                self.is_reversed = not self.is_reversed
+            case "\n" if self.selected is not None:
+                self.opened = self.selected.event
+            case "e" | "o" if self.selected is not None:
+                self.message = probes.toggle(self.selected, "enabled" if key == "e" else "optimized")
+        return True
+
+
+def table(view: View, probes: Probes, width: int, height: int) -> Group:
+    """The list of probes, for a screen of that size; columns go where it is narrow."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    rows = max(1, height - 4)
+    first = max(0, view.chosen - rows + 1)
+    grid = Table(box=None, expand=True, padding=(0, 1, 0, 0), header_style="bold", show_edge=False)
+    grid.add_column("EVENT", no_wrap=True, overflow="ellipsis", ratio=3, min_width=8)
+    grid.add_column("MODE", no_wrap=True, width=9)
+    grid.add_column("HITS/S", justify="right", no_wrap=True, width=8)
+    if width >= 50:
+        grid.add_column("HITS", justify="right", no_wrap=True, width=9)
+    if width >= 60:
+        grid.add_column("MISSED", justify="right", no_wrap=True, width=6)
+    if width >= 72:
+        grid.add_column("COST", justify="right", no_wrap=True, width=9)
+    if width >= 90:
+        grid.add_column("REASON", no_wrap=True, overflow="ellipsis", ratio=4)
+    for number, probe in enumerate(view.probes[first : first + rows], first):
+        told = probes.with_cost(probe) if width >= 72 else probe
+        mode = Text(probe.mode.partition("\n")[0], style=MODE_COLOURS.get(probe.mode, "dim"))
+        cells: list[RenderableType] = [
+            Text(shown(probe.event)),
+            mode,
+            _rate(probe.rate),
+            str(probe.hits),
+            str(probe.nmissed),
+            told.cost,
+        ]
+        cells.append(Text(shown(probe.reason.partition("\n")[0])))
+        grid.add_row(*cells[: len(grid.columns)], style="reverse" if number == view.chosen else "")
+    order = f"{view.sort}{' reversed' if view.is_reversed else ''}"
+    head = Text(
+        f"kprobefs top  {shown(str(probes.directory))}  {len(view.probes)} probes, by {order}", style="bold"
+    )
+    head.truncate(width, overflow="ellipsis")
+    body: RenderableType = grid if view.probes else Text("no probes: echo 'p:reads vfs_read' > kprobe_events")
+    return Group(head, body, _foot(view.message, HELP, width))
+
+
+def closeup(view: View, probe: Probe, probes: Probes, width: int, height: int) -> Group:
+    """One probe: its bytes with those that were patched marked, what runs out of line, its last records."""
+    from rich.console import Group
+    from rich.text import Text
+
+    told = probes.with_cost(probe)
+    counts = f"{_rate(probe.rate)}/s  {probe.hits} hits  {probe.nmissed} missed"
+    head = f"{shown(probe.event)}  {probe.mode}  {counts}"
+    lines = [Text(head, style="bold"), Text(f"cost    {told.cost or 'not measured'}")]
+    lines.append(Text(f"reason  {shown(probe.reason) or 'none: it is in the best mode'}"))
+    lines += marked_bytes(probes.text(probe, "bytes"))
+    detour = probes.text(probe, "detour").splitlines()
+    records = probes.records(probe, max(1, (height - 8) // 3))
+    room = max(1, height - len(lines) - len(records) - 4)
+    more = [f"... {len(detour) - room} lines more"] if len(detour) > room else []
+    lines.append(Text("runs out of line", style="bold"))
+    lines += [Text(f"  {shown(line)}") for line in (*detour[: room - len(more)], *more)]
+    lines.append(Text("last records", style="bold"))
+    lines += [Text(f"  {shown(line)}") for line in records]
+    for line in lines:
+        line.truncate(width, overflow="ellipsis")
+    return Group(*lines[: height - 1], _foot(view.message, BACK, width))
+
+
+def marked_bytes(text: str) -> list[Text]:
+    """Lines of a `bytes` file; in those of now, each byte that isn't the original is marked."""
+    from rich.text import Text
+
+    found, original = [], []
+    for line in text.splitlines():
+        kind, _, rest = line.partition(" ")
+        marked = Text(f"{kind:<8}")
+        data = rest.split()
+        if kind == "original":
+            original = data
+        for number, byte in enumerate(data):
+            patched = kind == "current" and original[number : number + 1] != [byte]
+            marked.append(f"[{byte}]" if patched else f" {byte} ", style="bold red" if patched else "")
+        found.append(marked)
+    return found
+
+
+def _rate(rate: float) -> str:
+    return f"{rate:.1f}" if rate < 100 else f"{rate:.0f}" if rate < 1e6 else f"{rate / 1e6:.1f}M"
+
+
+def _foot(message: str, keys: str, width: int) -> Text:
+    from rich.text import Text
+
+    line = Text(message, style="red") if message else Text(keys, style="dim")
+    line.truncate(width, overflow="ellipsis")
+    return line
+
+
+def picture(view: View, probes: Probes, console: Console) -> Group:
+    """The whole screen."""
+    width, height = console.size
+    if view.opened and view.selected is not None:
+        return closeup(view, view.selected, probes, width, height)
+    return table(view, probes, width, height)
+
+
+def top(directory: str, delay: float, count: int | None, *, as_json: bool) -> None:
+    """Show the probes until `q`, or `count` times; as text where there is no terminal. Raises: Failure."""
+    probes, view = Probes(directory), View()
+    if as_json or not terminal.is_interactive(sys.stdout) or not sys.stdin.isatty():
+        for number in range(count or 1):
+            if number:
+                time.sleep(delay)
+            view.show(probes.look())
+            found = [probes.with_cost(probe) for probe in view.probes]
+            print(json.dumps([asdict(probe) for probe in found]) if as_json else plain(found), flush=True)
+        return
+    _live(probes, view, delay, count)
+
+
+def plain(found: Sequence[Probe]) -> str:
+    """A line a probe, in columns."""
+    head = ("EVENT", "MODE", "HITS/S", "HITS", "MISSED", "COST", "REASON")
+    rows = [head, *(_cells(probe) for probe in found)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def _cells(probe: Probe) -> tuple[str, ...]:
+    words = probe.event, probe.mode, _rate(probe.rate), str(probe.hits), str(probe.nmissed), probe.cost or "-"
+    return tuple(shown(word.partition("\n")[0]) for word in (*words, probe.reason or "-"))
+
+
+def _live(probes: Probes, view: View, delay: float, count: int | None) -> None:
+    from rich.live import Live
+
+    console = terminal.console()
+    with terminal.keyboard(), Live(console=console, screen=True, auto_refresh=False) as live:
+        shown_times = 0
+        while count is None or shown_times < count:
+            view.show(probes.look())
+            live.update(picture(view, probes, console), refresh=True)
+            shown_times += 1
+            until, size = time.monotonic() + delay, os.get_terminal_size()
+            while (left := until - time.monotonic()) > 0:
+                pressed = terminal.key(min(left, 0.25))
+                if not view.press(pressed, probes):
+                    return
+                if pressed in ("e", "o"):
+                    break
+                if pressed or size != os.get_terminal_size():
+                    view.show(view.probes)
+                    live.update(picture(view, probes, console), refresh=True)
+                    size = os.get_terminal_size()

@@ -1,0 +1,197 @@
+"""`kprobefs trace`: a one-liner that defines probes, runs a command, shows what they record, removes them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import shutil
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn, TextIO
+
+from kprobefs import terminal
+from kprobefs.failure import Exit, Failure, shown
+
+if TYPE_CHECKING:
+    from kprobefs.files import Files
+
+PROBE = re.compile(r"(?P<kind>[pr]\d*|f\d*):(?P<place>\S+)(?P<arguments>(?:\s.*)?)$")
+EVENT = re.compile(r"t:(?P<group>\w+)[:/](?P<event>\w+)$")
+LINE = re.compile(
+    r"\s*(?P<comm>.*)-(?P<pid>\d+)\s+(?:\(\s*\S+\)\s+)?\[(?P<cpu>\d+)\]\s+(?P<flags>\S+)\s+"
+    r"(?P<time>[\d.]+): (?P<event>\w+): (?P<text>.*)$"
+)
+"""Of trace_pipe, with its usual options. A command's name may have anything in it."""
+FIELD = re.compile(r'(\w+)=("(?:[^"\\]|\\.)*"|\S+)')
+READ_SIZE = 1 << 16
+USAGE = "p:PLACE [NAME=ARGUMENT...], r:PLACE [...], or t:GROUP:EVENT"
+
+
+def named(probes: Sequence[str], group: str) -> tuple[list[str], list[str]]:
+    """Definitions of probe events in a group of their own, and all events, as group/name. Raises: Failure."""
+    definitions: list[str] = []
+    events: list[str] = []
+    for text in probes:
+        if event := EVENT.match(text):
+            events.append(f"{event['group']}/{event['event']}")
+            continue
+        probe = PROBE.match(text)
+        if probe is None:
+            raise Failure(f"{shown(text)!r} is no probe: {USAGE}", Exit.USAGE)
+        name = base = re.sub(r"\W", "_", probe["place"].rpartition(":")[2])[:40]
+        while f"{group}/{name}" in events:
+            name = f"{base}_{len(events)}"
+        events.append(f"{group}/{name}")
+        definitions.append(f"{probe['kind']}:{group}/{name} {probe['place']}{probe['arguments']}")
+    return definitions, events
+
+
+class OneLiner:
+    """Probes for the life of a command, in an instance of their own."""
+
+    def __init__(self, probes: Sequence[str], filter_text: str, output: TextIO, *, as_json: bool) -> None:
+        """Raises: Failure: wrong usage."""
+        self._name = f"trace_{os.getpid()}"
+        self._definitions, self._events = named(probes, self._name)
+        self._filter = filter_text
+        self._output = output
+        self.as_json = as_json
+        self._colours = terminal.has_colours(output) and not as_json
+
+    @contextmanager
+    def of(self, directory: str, command: Sequence[str]) -> Iterator[str]:
+        """The probes of a mount, within; gives where the command is to be run. Raises: Failure.
+
+        That is scratch/, where there is one: files there are the guest's. What the command names of the
+        working directory is copied there first.
+        """
+        from kprobefs.files import HostFiles
+
+        files = HostFiles(directory)
+        tracefs = Path(directory, files.tracefs())
+        instance, scratch = tracefs / "instances" / self._name, Path(directory, "scratch")
+        copied = _copy_named(command, scratch) if scratch.is_dir() else []
+        try:
+            instance.mkdir()
+            self._define(files)
+            reader, writer = os.pipe()
+            self._output.flush()
+            # A process: there may be no thread where the command is forked.
+            child = os.fork()
+            if child == 0:
+                os.close(writer)
+                self._stream(instance, reader)
+            os.close(reader)
+            try:
+                yield str(scratch) if scratch.is_dir() else os.getcwd()
+            finally:
+                for event in self._events:
+                    with suppress(OSError):
+                        (instance / "events" / event / "enable").write_text("0")
+                os.close(writer)
+                os.waitpid(child, 0)
+        finally:
+            self._remove(tracefs, instance)
+            for path in copied:
+                path.unlink(missing_ok=True)
+
+    def _define(self, files: Files) -> None:
+        from kprobefs.definitions import Line, Loader
+
+        place = f"instances/{self._name}"
+        settings = [
+            f"{place}/events/{event}/filter = {self._filter}" for event in self._events if self._filter
+        ]
+        switches = [f"{place}/events/{event}/enable = 1" for event in self._events]
+        # Looking at the mount would be traced too.
+        own = [f"{place}/set_event_notrace_pid = {os.getpid()}"]
+        for lines in (self._definitions, settings, own, switches):
+            failed = Loader(files).load([Line("trace", number, text) for number, text in enumerate(lines, 1)])
+            if failed:
+                print("\n".join(failed), file=sys.stderr)
+                raise Failure("the probes can't be defined")
+
+    def _stream(self, instance: Path, command: int) -> NoReturn:
+        """Pass records on until the descriptor `command` says that it has ended, and there are no more."""
+        try:
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, signal.SIG_IGN)
+            with open(instance / "set_event_notrace_pid", "a", encoding="ascii") as pids:
+                pids.write(f"{os.getpid()}\n")
+            pipe = os.open(instance / "trace_pipe", os.O_RDONLY | os.O_NONBLOCK)
+            waiting = select.poll()
+            for descriptor in (pipe, command):
+                waiting.register(descriptor, select.POLLIN)
+            has_ended = False
+            while not has_ended:
+                has_ended = command in dict(waiting.poll())
+                with suppress(BlockingIOError):
+                    while data := os.read(pipe, READ_SIZE):
+                        self._show(data.decode("utf-8", "surrogateescape"))
+        # This is a forked copy: nothing may get back into its frames. The mount may end before.
+        finally:
+            os._exit(0)
+
+    def _show(self, text: str) -> None:
+        for line in text.splitlines():
+            self._output.write(f"{self._line(line)}\n")
+        self._output.flush()
+
+    def _line(self, line: str) -> str:
+        found = LINE.match(line)
+        if self.as_json:
+            return json.dumps(record(line))
+        if found is None or not self._colours:
+            return shown(line)
+        start, end = found.span("event")
+        return f"{shown(line[:start])}\033[36m{line[start:end]}\033[0m{shown(line[end:])}"
+
+    def _remove(self, tracefs: Path, instance: Path) -> None:
+        with suppress(OSError):
+            instance.rmdir()
+        for definition in self._definitions:
+            with suppress(OSError):
+                descriptor = os.open(tracefs / "dynamic_events", os.O_WRONLY | os.O_APPEND)
+                try:
+                    os.write(descriptor, f"-:{definition.split()[0].partition(':')[2]}\n".encode())
+                finally:
+                    os.close(descriptor)
+
+
+def record(line: str) -> dict[str, object]:
+    """A line of trace_pipe as an object; one that isn't a record has its text alone."""
+    found = LINE.match(line)
+    if found is None:
+        return {"text": line}
+    fields = {name: _value(text) for name, text in FIELD.findall(found["text"])}
+    return {
+        "time": float(found["time"]),
+        "cpu": int(found["cpu"]),
+        "pid": int(found["pid"]),
+        "comm": found["comm"],
+        "event": found["event"],
+        "fields": fields,
+        "text": found["text"],
+    }
+
+
+def _value(text: str) -> int | str:
+    if re.fullmatch(r"-?(0x[0-9a-f]+|\d+)", text):
+        return int(text, 0) if "x" in text else int(text)
+    return text[1:-1] if text.startswith('"') else text
+
+
+def _copy_named(command: Sequence[str], scratch: Path) -> list[Path]:
+    """Copies of regular files of the working directory that are among a command's arguments."""
+    copied = []
+    for word in command[1:]:
+        source, target = Path(word), scratch / word
+        if word and "/" not in word and source.is_file() and not target.exists():
+            shutil.copyfile(source, target)
+            copied.append(target)
+    return copied

@@ -1,0 +1,35 @@
+"""Lengths of instructions and breakpoints, by an architecture's own decoder."""
+
+from __future__ import annotations
+
+from emulated_kernel.arch.base import Arch
+from emulated_kernel.arch.riscv import insn as riscv
+from emulated_kernel.arch.riscv.arch import Riscv
+from emulated_kernel.arch.x86 import insn as x86
+
+
+def insn_length(arch: Arch, code: bytes) -> int:
+    """Bytes of the first instruction. Raises: KernelError(EINVAL) if it isn't decodable."""
+    if isinstance(arch, Riscv):
+        return riscv.decode_insn(code, compressed=arch.compressed).length
+    return x86.decode_insn(code, arch.bits).length
+
+
+def is_call(arch: Arch, code: bytes) -> bool:
+    """Whether the first instruction is a call."""
+    if isinstance(arch, Riscv):
+        return riscv.decode_insn(code, compressed=arch.compressed).is_call
+    insn = x86.decode_insn(code, arch.bits)
+    return insn.opcode in (b"\xe8", b"\x9a") or (insn.opcode == b"\xff" and insn.reg in (2, 3))
+
+
+def is_return(arch: Arch, code: bytes) -> bool:
+    """Whether the first instruction returns to the caller."""
+    if isinstance(arch, Riscv):
+        return riscv.decode_insn(code, compressed=arch.compressed).is_return
+    return x86.decode_insn(code, arch.bits).opcode in (b"\xc2", b"\xc3", b"\xca", b"\xcb", b"\xcf")
+
+
+def starts_with_breakpoint(arch: Arch, code: bytes) -> bool:
+    """Whether a breakpoint of any length is first in `code`."""
+    return code.startswith(tuple(map(arch.breakpoint_for, (len(arch.breakpoint), 4))))

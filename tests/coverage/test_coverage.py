@@ -1,0 +1,211 @@
+"""`kprobefs coverage`: every instruction is counted once, by whatever it is counted."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kprobefs.cli import main
+from kprobefs.progress import Progress
+from tests.image.linux import made
+from tests.oracle.recorded import oracle_directory
+
+Counted = dict[str, Any]
+VERDICTS = ("optimized", "breakpoint", "ftrace", "refused")
+CALL_FENTRY = b"\xe8\0\0\0\0"
+MOVES = bytes.fromhex("4889e5") * 8
+
+
+def counted(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[Counted]:
+    """What --json says."""
+    assert main(["coverage", *arguments, "--json"]) == 0
+    found: list[Counted] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line that it ends with."""
+    assert main(["coverage", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    return line
+
+
+def adds_up(found: Counted) -> bool:
+    """Whether each way of counting has the same sum."""
+    total = found["verdicts"]
+    parts = [part["verdicts"] for part in found["symbols"]], list(found["sections"].values())
+    reasons = sum(each["instructions"] for each in found["reasons"])
+    return (
+        sum(total[verdict] for verdict in VERDICTS) == total["instructions"]
+        and all(
+            sum(part[key] for part in each) == total[key]
+            for each in parts
+            for key in ("instructions", *VERDICTS)
+        )
+        and reasons + total["optimized"] == total["instructions"]
+    )
+
+
+@pytest.mark.parametrize("arch", ["x86_64", "i386", "riscv64", "riscv64i"])
+def test_our_own_kernels(arch: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (found,) = counted(capsys, "--arch", arch)
+    assert adds_up(found)
+    assert found["arch"] == arch
+    assert found["verdicts"]["instructions"] > 30_000
+    assert found["verdicts"]["optimized"] > 5_000
+    symbols = {symbol["name"]: symbol for symbol in found["symbols"]}
+    assert symbols["vfs_read"]["verdicts"]["instructions"] > 20
+    assert (found["pairs"] or 0) > found["verdicts"]["optimized"] or not arch.startswith("riscv")
+
+
+@pytest.mark.parametrize(
+    ("arch", "profile", "optimizes"),
+    [
+        ("x86_64", "kprobes-2010", False),
+        ("x86_64", "optprobes-2009", True),
+        ("i386", "djprobe-2007", True),
+        ("riscv64", "linux-6.1", False),
+    ],
+)
+def test_profiles_decide_who_optimizes(
+    arch: str, profile: str, optimizes: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (found,) = counted(capsys, "--arch", arch, "--profile", profile)
+    assert adds_up(found)
+    assert found["profile"] == profile
+    assert (found["verdicts"]["optimized"] > 0) == optimizes
+    assert bool(found["verdicts"]["ftrace"]) == (profile == "linux-6.1")
+
+
+def linux(tmp_path: Path) -> str:
+    """A vmlinuz of three functions: one that returns, one that nobody traces, one that is forbidden."""
+    kernel = made.Kernel()
+    first = kernel.function("vfs_read", CALL_FENTRY + MOVES + made.RETURN_THUNK_CALL)
+    site = kernel.text.end - 5
+    kernel.function("notrace", MOVES + b"\xc3")
+    forbidden = kernel.function("forbidden", CALL_FENTRY + MOVES + b"\xc3")
+    kernel.text.data += bytes(8)
+    thunk = kernel.mark("__indirect_thunk_start")
+    kernel.function("__x86_return_thunk", b"\xc3\xcc")
+    kernel.mark("__indirect_thunk_end")
+    at = kernel.text.address
+    kernel.text.data[site - at + 1 : site - at + 5] = (thunk - site - 5).to_bytes(4, "little", signed=True)
+    kernel.table("mcount_loc", first.to_bytes(8, "little") + forbidden.to_bytes(8, "little"))
+    kernel.table("kprobe_blacklist", forbidden.to_bytes(8, "little"))
+    where = kernel.next_data()
+    kernel.define("__return_sites", (site - where).to_bytes(4, "little", signed=True))
+    kernel.mark("__return_sites_end", kernel.area.end, "D")
+    file = tmp_path / "vmlinuz"
+    file.write_bytes(made.vmlinuz(kernel.elf(), "xz"))
+    return str(file)
+
+
+def test_a_distribution_s_kernel_once_for_each_kind_of_returns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain, thunks = counted(capsys, "--image", linux(tmp_path))
+    assert plain["subject"] == "Linux 6.1.0-made, plain returns"
+    assert adds_up(plain)
+    assert adds_up(thunks)
+    by_name = {symbol["name"]: symbol for symbol in plain["symbols"]}
+    assert by_name["vfs_read"]["verdicts"] == {
+        "instructions": 10, "optimized": 7, "breakpoint": 2, "ftrace": 1, "refused": 0,
+    }  # fmt: skip
+    assert by_name["notrace"]["reasons"] == {"notrace function: no kprobe event may be placed in it": 9}
+    assert by_name["forbidden"]["reasons"] == {"in the kprobe blacklist": 10}
+    (read,) = (symbol for symbol in thunks["symbols"] if symbol["name"] == "vfs_read")
+    assert read["verdicts"]["optimized"] == 0
+    assert read["reasons"]["function jumps into the indirect- or return-thunks here"] == 9
+
+
+def test_tables_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["coverage", "--image", linux(tmp_path)]) == 0
+    captured = capsys.readouterr()
+    assert "Linux 6.1.0-made, return thunks (x86_64), profile linux-6.1" in captured.out
+    assert "optimized               7" in captured.out
+    assert captured.err == ""
+
+
+RECORDED = {
+    "_meta": {"kernel": "made", "rvc": True, "text": ["80000000", 64]},
+    "add": {"addr": "80000000", "size": 14, "bytes_hex": "2e95" * 6 + "8280"},
+}
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bytes], ids=["packed", "plain"])
+def test_recorded_functions(pack: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "functions.json"
+    file.write_bytes(pack(json.dumps(RECORDED).encode()))
+    (found,) = counted(capsys, "--functions", str(file))
+    assert (found["arch"], found["functions"], found["profile"]) == ("riscv64", 1, "riscv-optprobes-2023")
+    assert (found["verdicts"]["instructions"], found["verdicts"]["optimized"], found["pairs"]) == (7, 3, 5)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"", b"[]", b"{}", b"nonsense", b"\x1f\x8b\x08nothing", json.dumps({"_meta": {}}).encode(),
+        json.dumps(RECORDED | {"add": {"addr": "x"}}).encode(), json.dumps(RECORDED | {"add": []}).encode(),
+        b"[" * 100_000, gzip.compress(b"{}")[:-6],
+    ],
+    ids=range(10),
+)  # fmt: skip
+def test_what_are_no_recorded_functions(
+    data: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "functions.json"
+    file.write_bytes(data)
+    assert "no recorded functions" in refused(capsys, "--functions", str(file))
+
+
+def test_what_can_not_be_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "notes.txt"
+    file.write_text("no kernel")
+    assert "notes.txt: not a usable kernel: neither a vmlinuz" in refused(capsys, "--image", str(file))
+    assert "No such file" in refused(capsys, "--image", str(tmp_path / "nothing"))
+    assert "No such file" in refused(capsys, "--functions", str(tmp_path / "nothing"))
+    assert "unknown architecture" in refused(capsys, "--arch", "vax")
+    assert "no profile linux-1.0" in refused(capsys, "--profile", "linux-1.0")
+
+
+def test_one_thing_at_a_time(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["coverage", "--arch", "i386", "--image", "x"]) == 2
+    assert "not allowed with" in capsys.readouterr().err
+
+
+def test_progress_is_for_terminals(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Progress("counting", 10).add(5)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    progress = Progress("counting", 10)
+    progress.add(5)
+    progress.end()
+    shown = capsys.readouterr().err
+    assert "counting [###############               ]  50%" in shown
+    assert shown.endswith("\r\x1b[K")
+
+
+ORACLE = oracle_directory()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (ORACLE / "functions-6.1.json.gz").exists(), reason=f"no recordings in {ORACLE}")
+@pytest.mark.parametrize(
+    ("recording", "low", "high"), [("functions-6.1", 50, 53), ("functions-6.1-rethunk", 23, 26)]
+)
+def test_shares_of_a_real_kernel(
+    recording: str, low: int, high: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (found,) = counted(capsys, "--functions", str(ORACLE / f"{recording}.json.gz"))
+    verdicts = found["verdicts"]
+    registered = verdicts["instructions"] - verdicts["refused"]
+    assert low < 100 * verdicts["optimized"] / registered < high

@@ -1,0 +1,38 @@
+"""The attacks of `python -m tests.endurance` for a moment each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.endurance.attacks import full_disk, kills, leap, operations, traffic
+from tests.fuse.conftest import directory, runtime
+from tests.fuse.harness import needs_fuse
+
+__all__ = ["directory", "runtime"]
+
+pytestmark = [needs_fuse, pytest.mark.mounted]
+PATIENT = 30.0
+"""Seconds for a request, since the machine does other things meanwhile."""
+
+
+def test_operations_of_all_kinds(directory: Path) -> None:
+    assert "kinds" in operations(directory, 300, 0, 1, PATIENT)
+
+
+def test_killed_daemons(directory: Path) -> None:
+    assert kills(directory, 1, 0, 1) == "1 daemons killed"
+
+
+def test_writers_and_readers(directory: Path) -> None:
+    assert "records" in traffic(directory, 0, 0.3, 1)
+
+
+def test_a_full_disk(directory: Path) -> None:
+    assert "1 mounts" in full_disk(directory, 1, 0, 1)
+
+
+def test_other_clocks(directory: Path) -> None:
+    if "not run" in leap(directory, 0, 0, 1):
+        pytest.skip("there is no faketime")

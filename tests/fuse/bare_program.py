@@ -1,0 +1,40 @@
+"""The program without an eye on host processes; some seeds fail: `python bare_program.py mount DIR`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+from emulated_kernel.kernel import Kernel
+from emulated_kernel.vfs.core.node import Owner
+from emulated_kernel.vfs.guest.guest_mount import GuestMount
+from emulated_kernel.vfs.trees.layout import RootLayout
+from kprobefs import namespace
+from kprobefs.cli import main
+from kprobefs.options import MountOptions
+
+
+def build(options: MountOptions) -> GuestMount:
+    """A mount over the kernel's tree; the seed selects a failure, for tests of those."""
+    if options.machine.seed == 666:
+        raise RuntimeError("this kernel can't be built")
+    kernel = Kernel(options.machine)
+    if options.machine.seed == 667:
+        # A store that raises what no kernel does.
+        kernel.kprobes.set_optimization = lambda _allowed: sys.exit(3)  # type: ignore[method-assign]
+    if options.machine.seed == 668:
+        time.sleep(60)
+    if options.machine.seed in (669, 671):
+        seconds = 4 if options.machine.seed == 669 else 40
+        kernel.kprobes.set_optimization = lambda _allowed: time.sleep(seconds)  # type: ignore[method-assign]
+    owner = Owner(os.geteuid(), os.getegid())
+    server = kernel.mount(RootLayout(options.layout), owner)
+    if options.machine.seed == 670:
+        server.is_dead = lambda: True  # type: ignore[method-assign]
+    return server
+
+
+if __name__ == "__main__":
+    namespace.INTERVAL = float(os.environ.get("KPROBEFS_TEST_INTERVAL", namespace.INTERVAL))
+    sys.exit(main(build=build))

@@ -1,0 +1,458 @@
+"""load and save: an exact round trip, wrong lines told with their place, and what a mount begins with."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kprobefs import definitions, dropins
+from kprobefs.failure import Exit, Failure
+from kprobefs.files import HostFiles
+from kprobefs.mount import MountState, condition
+from tests.fuse.harness import (
+    PATIENCE,
+    REAL_PROGRAM,
+    Daemon,
+    daemon,
+    environment,
+    eventually,
+    is_mounted,
+    kprobefs,
+    needs_fuse,
+)
+
+ALL = """\
+# what a reader does
+p:reads vfs_read count=$arg3
+p:reads vfs_write count=$arg3
+r:ret vfs_read \\
+    ret=$retval
+r3:three vfs_write+0
+p:mine/odd ksys_read+0x5 %di
+p vfs_mkdir
+s:lat u64 x
+e:each sched/sched_switch n=$prev_pid
+p:up /bin/true:0x1000
+events/kprobes/reads/filter = count > 3
+events/kprobes/reads/trigger = traceoff:3 if count == 77777
+events/kprobes/reads/trigger = stacktrace if count == 77777
+events/kprobes/reads/trigger = hist:keys=common_pid:pause if count>3
+events/kprobes/ret/trigger = hist:keys=common_pid:ts0=common_timestamp.usecs
+events/kprobes/three/trigger = enable_event:kprobes:ret if common_pid == 1
+events/mine/odd/filter = common_pid != 3 && comm ~ "a*"
+trace_options = sym-offset norecord-cmd
+trace_clock = global
+buffer_size_kb = 120
+per_cpu/cpu1/buffer_size_kb = 203
+buffer_percent = 7
+saved_cmdlines_size = 300
+tracing_cpumask = 1
+tracing_thresh = 77
+max_graph_depth = 3
+set_event_pid = 123456 77
+set_event_notrace_pid = 88
+set_ftrace_pid = 99
+set_ftrace_notrace_pid = 1234567
+set_ftrace_notrace = vfs_rename
+set_ftrace_filter = vfs_rmdir vfs_truncate vfs_symlink:traceoff:3 vfs_symlink:traceoff \\
+    vfs_link:enable_event:kprobes:ret:2
+set_ftrace_filter = ktgt*:mod:ktgt n*:mod:nosuch
+set_graph_function = vfs_rmdir vfs_truncate
+set_graph_notrace = vfs_rename
+stack_trace_filter = vfs_rmdir
+options/funcgraph-abstime = 1
+options/func_stack_trace = 1
+current_tracer = function
+trace_options = func-no-repeats
+instances/slow/set_ftrace_filter = vfs_mkdir:traceon vfs_mkdir
+instances/slow/current_tracer = function
+instances/slow/set_event_pid = 5
+instances/slow/tracing_cpumask = 2
+instances/slow/per_cpu/cpu0/buffer_size_kb = 40
+instances/slow/events/kprobes/reads/enable = 1
+instances/slow/events/kprobes/reads/filter = count < 3
+instances/a\\040b/tracing_on = 0
+instances/\\342\\200\\250/buffer_percent = 9
+instances/a\\040b/trace_options = noprint-parent
+events/mine/odd/enable = 1
+events/sched/sched_switch/enable = 1
+"""
+OUTSIDE = """\
+kprobes/enabled = 0
+sysctl/debug/kprobes-optimization = 0
+sysctl/kernel/stack_tracer_enabled = 7
+"""
+WRONG = """\
+p:oops vfs_read \\
+   %nosuch
+
+events/kprobes/none/enable = 1
+events/sched/sched_switch/filter = nosuch > 3
+hello
+p:x nosuchfn
+trace_options = print-parent badword
+/etc/passwd = 3
+instances/../x = 1
+p:good vfs_read
+"""
+
+
+def lines(text: str) -> list[tuple[int, str]]:
+    return [(line.number, line.text) for line in definitions.read_lines("f", text)]
+
+
+def test_lines_that_go_on() -> None:
+    assert lines("a \\\n  b\n\n # c\nd\\\n\\\ne\nf\\") == [(1, "a b"), (5, "d e"), (8, "f")]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("# a \\\nb\n", [(2, "b")]),
+        ("a\n  # b \\\nc\n", [(1, "a"), (3, "c")]),
+        ("a \\\n# b\nc\n", [(1, "a c")]),
+        ("a \\\n# b \\\n c \\", [(1, "a c")]),
+        ("#", []),
+    ],
+)
+def test_a_comment_joins_nothing(text: str, found: list[tuple[int, str]]) -> None:
+    assert lines(text) == found
+
+
+def test_only_newlines_end_lines() -> None:
+    assert lines("a\u2028b\x0cc\n\nd") == [(1, "a\u2028b\x0cc"), (3, "d")]
+
+
+@pytest.mark.parametrize(
+    ("shown", "written"),
+    [
+        ("traceoff:unlimited", "traceoff"),
+        ("traceoff:count=2 if a > 5", "traceoff:2 if a > 5"),
+        ("enable_event:kprobes:rr:unlimited", "enable_event:kprobes:rr"),
+        ("enable_hist:a:b:count=1", "enable_hist:a:b:1"),
+        ("hist:keys=a:vals=hitcount:size=2048 if c [active]", "hist:keys=a:vals=hitcount:size=2048 if c"),
+        ("hist:keys=a:vals=hitcount if c [paused]", "hist:keys=a:vals=hitcount:pause if c"),
+        ("hist:keys=a:vals=hitcount [paused]", "hist:keys=a:vals=hitcount:pause"),
+    ],
+)
+def test_triggers_as_they_are_written(shown: str, written: str) -> None:
+    assert definitions.saved_triggers(f"# head\n{shown}\n") == [written]
+
+
+@pytest.mark.parametrize(
+    ("name", "shown", "written"),
+    [
+        ("set_ftrace_filter", "#### all functions enabled ####", ""),
+        ("set_ftrace_pid", "no pid", ""),
+        ("set_event_pid", "3\n77", "3 77"),
+        ("set_ftrace_filter", "a\nb [m]\nx*:mod:n\ny*:mod:n", "a y*:mod:n x*:mod:n b:mod:m"),
+        ("set_ftrace_filter", "a\na\na:traceon:unlimited\na:traceon:count=3", "a a:traceon:3 a:traceon"),
+        ("set_ftrace_filter", "b [m]:enable_event:g:e:count=0", "b:enable_event:g:e:0"),
+        ("set_graph_function", "a\nb [m]", "a b"),
+    ],
+)
+def test_lists_as_they_are_written(name: str, shown: str, written: str) -> None:
+    assert " ".join(definitions.saved_words(name, f"{shown}\n")) == written
+
+
+class TestFiles:
+    """Which files a mount begins with."""
+
+    @pytest.fixture
+    def places(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+        found = [tmp_path / name for name in ("first", "second")]
+        for place in found:
+            place.mkdir()
+        monkeypatch.setenv(dropins.VARIABLE, f"{found[0]}:{found[1]}:/no/such/place")
+        return found
+
+    def test_order_and_precedence(self, places: list[Path]) -> None:
+        first, second = places
+        for path in (second / "10-a.probes", second / "20-b.probes", first / "20-b.probes", first / "c.conf"):
+            path.touch()
+        (first / "30-c.probes").symlink_to(os.devnull)
+        (second / "30-c.probes").touch()
+        assert dropins.files() == [second / "10-a.probes", first / "20-b.probes"]
+
+    @pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
+    def test_what_others_may_write_is_not_loaded(self, places: list[Path], mode: int) -> None:
+        path = places[0] / "a.probes"
+        path.touch()
+        path.chmod(mode)
+        with pytest.raises(Failure, match="others could have written it"):
+            dropins.read(path)
+
+    def test_what_others_own_is_not_loaded(self, places: list[Path]) -> None:
+        if os.geteuid() != 0:
+            pytest.skip("giving a file away needs root")
+        path = places[0] / "a.probes"
+        path.touch()
+        os.chown(path, 65534, 65534)
+        with pytest.raises(Failure, match="others could have written it"):
+            dropins.read(path)
+
+    def test_only_files_are_loaded(self, places: list[Path]) -> None:
+        path = places[0] / "a.probes"
+        os.mkfifo(path)
+        with pytest.raises(Failure, match="not a regular file"):
+            dropins.read(path)
+
+    def test_root_loads_nothing_of_a_home(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv(dropins.VARIABLE, raising=False)
+        monkeypatch.setattr(os, "geteuid", lambda: 0)
+        assert dropins.directories() == list(dropins.SYSTEM)
+        monkeypatch.setattr(os, "geteuid", lambda: 1000)
+        monkeypatch.setenv("XDG_CONFIG_HOME", "/config")
+        assert dropins.directories() == ["/config/kprobefs/probes.d", *dropins.SYSTEM]
+
+
+@pytest.fixture
+def served(directory: Path) -> Iterator[Daemon]:
+    """A real kernel, mounted."""
+    with daemon(directory, program=REAL_PROGRAM) as running:
+        yield running
+
+
+def command(name: str, mounted: Daemon, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return kprobefs(name, "--mount", str(mounted.directory), *arguments, program=REAL_PROGRAM)
+
+
+NOT_SAVED = re.compile(
+    r"trace(_pipe|_marker|_marker_raw)?|snapshot|saved_(cmdlines|tgids)|error_log|free_buffer"
+    r"|stack_(max_size|trace)|tracing_max_latency|kprobe_profile|enabled_functions"
+)
+"""What was recorded or measured."""
+
+
+def state_of(tracefs: Path) -> dict[str, str]:
+    """What all files say that tell how a tracefs is set, but those of single events."""
+    return {
+        str(path.relative_to(tracefs)): path.read_text()
+        for array in (tracefs, *tracefs.glob("instances/*"))
+        for pattern in ("*", "options/*", "per_cpu/*/buffer_size_kb")
+        for path in array.glob(pattern)
+        if path.is_file() and not NOT_SAVED.fullmatch(path.name)
+    }
+
+
+@needs_fuse
+@pytest.mark.mounted
+@pytest.mark.parametrize("layout", ["full", "tracefs"])
+def test_round_trip(layout: str, directory: Path, tmp_path: Path) -> None:
+    file, saved = tmp_path / "all.probes", tmp_path / "saved.probes"
+    outside = OUTSIDE if layout == "full" else ""
+    file.write_text(ALL + outside)
+    with daemon(directory, "--cpus", "2", "--layout", layout, program=REAL_PROGRAM) as first:
+        tracefs = directory / HostFiles(str(directory)).tracefs()
+        assert tracefs == directory / ("tracing" if layout == "full" else "")
+        loaded = command("load", first, str(file))
+        assert (loaded.stderr, loaded.stdout, loaded.returncode) == ("", "", 0)
+        assert command("save", first, str(saved)).returncode == 0
+        assert set(outside.splitlines()) <= set(saved.read_text().splitlines())
+        state = state_of(tracefs)
+        assert (tracefs / "instances" / "a b").is_dir()
+        # What is there already stays as it is, and what it has counted too.
+        before = [path.stat().st_ino for path in tracefs.glob("events/*probes/*")]
+        for again in (file, saved):
+            loaded = command("load", first, str(again))
+            assert (loaded.returncode, loaded.stderr) == (0, "")
+            assert command("save", first).stdout == saved.read_text()
+        assert before == [path.stat().st_ino for path in tracefs.glob("events/*probes/*")]
+    lines = saved.read_text().splitlines()
+    for line in (
+        "p:kprobes/reads vfs_write count=$arg3",
+        "r3:kprobes/three vfs_write",
+        "events/kprobes/reads/filter = count > 3",
+        "events/kprobes/reads/trigger = traceoff:3 if count == 77777",
+        "instances/slow/events/kprobes/reads/enable = 1",
+        "instances/a\\040b/tracing_on = 0",
+        "per_cpu/cpu1/buffer_size_kb = 203",
+        "set_event_pid = 77 123456",
+        "set_ftrace_filter = vfs_link:enable_event:kprobes:ret:2 vfs_symlink:traceoff:3 vfs_symlink:traceoff",
+        "instances/slow/tracing_cpumask = 2",
+    ):
+        assert line in lines
+    with daemon(directory, "--cpus", "2", "--layout", layout, program=REAL_PROGRAM) as second:
+        loaded = command("load", second, str(saved))
+        assert (loaded.stderr, loaded.returncode) == ("", 0)
+        assert command("save", second).stdout == saved.read_text()
+        assert state_of(tracefs) == state
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_wrong_lines_are_told_with_their_place(served: Daemon, tmp_path: Path) -> None:
+    file = tmp_path / "wrong.probes"
+    file.write_text(WRONG)
+    result = command("load", served, str(file))
+    assert result.returncode == Exit.FAILURE
+    expected = f"""\
+kprobefs: {file}:1: Invalid register name: Invalid argument
+    p:oops vfs_read %nosuch
+                    ^
+kprobefs: {file}:4: No such file or directory
+    events/kprobes/none/enable = 1
+kprobefs: {file}:5: Field not found: Invalid argument
+    events/sched/sched_switch/filter = nosuch > 3
+                                       ^
+kprobefs: {file}:6: neither a definition nor 'FILE = VALUE'
+    hello
+kprobefs: {file}:7: Invalid probed address or symbol: No such file or directory
+    p:x nosuchfn
+        ^
+kprobefs: {file}:8: Invalid argument
+    trace_options = print-parent badword
+kprobefs: {file}:9: not a file of the tracefs
+    /etc/passwd = 3
+kprobefs: {file}:10: not a file of the tracefs
+    instances/../x = 1
+"""
+    assert [line for line in result.stderr.splitlines() if line.strip() != "^"] == [
+        line for line in expected.splitlines() if line.strip() != "^"
+    ]
+    assert result.stderr.startswith("".join(expected.splitlines(keepends=True)[:3]))
+    # The others are done.
+    assert Path(served.path("tracing/dynamic_events")).read_text() == "p:kprobes/good vfs_read\n"
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_a_changed_definition_begins_anew(served: Daemon, tmp_path: Path) -> None:
+    file, events = tmp_path / "a.probes", Path(served.path("tracing/dynamic_events"))
+    for place in ("vfs_read", "vfs_write n=$arg3"):
+        file.write_text(f"p:same {place}\nevents/kprobes/same/enable = 1\n")
+        result = command("load", served, str(file))
+        assert (result.returncode, result.stderr) == (0, "")
+        assert events.read_text() == f"p:kprobes/same {place}\n"
+        assert Path(served.path("tracing/events/kprobes/same/enable")).read_text() == "1\n"
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_what_is_so_already_stays(served: Daemon, tmp_path: Path) -> None:
+    file, tracing = tmp_path / "a.probes", Path(served.path("tracing"))
+    file.write_text("trace_clock = local\nset_ftrace_filter = vfs_l*:traceoff:3\n")
+    for _ in range(2):
+        (tracing / "trace_marker").write_text("kept")
+        result = command("load", served, str(file))
+        assert (result.stderr, result.returncode) == ("", 0)
+    assert (tracing / "trace").read_text().count("kept") == 2
+    assert "vfs_link:traceoff:count=3\n" in (tracing / "set_ftrace_filter").read_text()
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_triggers_that_need_later_ones(served: Daemon, tmp_path: Path) -> None:
+    file = tmp_path / "a.probes"
+    file.write_text(
+        "p:first vfs_read\np:second vfs_write\n"
+        "events/kprobes/second/trigger = hist:keys=common_pid:d=common_timestamp.usecs-$t0\n"
+        "events/kprobes/first/trigger = hist:keys=common_pid:t0=common_timestamp.usecs\n"
+        "events/kprobes/first/trigger = hist:keys=nosuch\n"
+    )
+    result = command("load", served, str(file))
+    assert result.returncode == Exit.FAILURE
+    assert [line.split(": ")[1] for line in result.stderr.splitlines() if line.startswith("kprobefs")] == [
+        f"{file}:5"
+    ]
+    assert "d=common_timestamp" in Path(served.path("tracing/events/kprobes/second/trigger")).read_text()
+
+
+@needs_fuse
+@pytest.mark.mounted
+@pytest.mark.parametrize("foreground", [False, True], ids=["background", "foreground"])
+def test_a_mount_begins_with_its_files(
+    foreground: bool, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(dropins.VARIABLE, str(tmp_path))
+    (tmp_path / "10.probes").write_text("p:one vfs_read\n")
+    (tmp_path / "20.probes").write_text("p:bad nosuch\nevents/kprobes/one/enable = 1\n")
+    if foreground:
+        with daemon(directory, program=REAL_PROGRAM) as running:
+            switch = Path(running.path("tracing/events/kprobes/one/enable"))
+
+            eventually(lambda: switch.exists() and switch.read_text() == "1\n")
+            eventually(lambda: "serving" in running.log)
+            told = running.log
+    else:
+        result = kprobefs("mount", str(directory), program=REAL_PROGRAM)
+        assert result.returncode == 0
+        told = result.stderr
+        try:
+            assert (directory / "tracing/events/kprobes/one/enable").read_text() == "1\n"
+            (tmp_path / "30.probes").write_text("p:two vfs_write\n")
+            # What `systemctl reload` does.
+            assert kprobefs("load", "--mount", str(directory), program=REAL_PROGRAM).returncode == 1
+            assert (directory / "tracing/events/kprobes/two").is_dir()
+        finally:
+            assert kprobefs("umount", str(directory)).returncode == 0
+    assert f"{tmp_path}/20.probes:1: Invalid probed address or symbol: No such file" in told
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_a_definition_that_hangs_delays_no_stop(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(dropins.VARIABLE, str(tmp_path))
+    (tmp_path / "10.probes").write_text("sysctl/debug/kprobes-optimization = 0\n")
+    with daemon(directory, "--seed", "671") as running:
+        eventually(lambda: condition(str(directory)) is MountState.BUSY)
+        assert running.stop(signal.SIGTERM) == 0
+        assert not is_mounted(directory)
+
+
+@needs_fuse
+@pytest.mark.mounted
+@pytest.mark.parametrize("wrong", [False, True])
+def test_the_manager_is_told_of_definitions(
+    wrong: bool, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(dropins.VARIABLE, str(tmp_path))
+    (tmp_path / "10.probes").write_text("p:one nosuch\n" if wrong else "p:one vfs_read\n")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        manager.settimeout(PATIENCE)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        with daemon(directory, program=REAL_PROGRAM) as running:
+            assert manager.recv(4096).decode() == f"STATUS=serving {directory}: loading definitions"
+            how = ": not all definitions were loaded" if wrong else ""
+            assert manager.recv(4096).decode() == f"READY=1\nSTATUS=serving {directory}{how}"
+            events = Path(running.path("kprobe_events")).read_text()
+            assert events == ("" if wrong else "p:kprobes/one vfs_read\n")
+            assert ("WARNING" in running.log) is wrong
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_which_mount_it_is_for(mounted: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "isn't mounted" in kprobefs("save", "--mount", str(tmp_path)).stderr
+    monkeypatch.setenv("KPROBEFS", str(mounted.directory))
+    assert "trace_options = " in kprobefs("save").stdout
+    monkeypatch.setenv("KPROBEFS", str(tmp_path))
+    assert kprobefs("save").returncode == Exit.NOT_MOUNTED
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion(shell: str, tmp_path: Path) -> None:
+    pytest.importorskip("argcomplete")
+    script = kprobefs("completion", shell)
+    assert (script.returncode, "kprobefs" in script.stdout) == (0, True)
+    answer = tmp_path / "answer"
+    asked = {
+        **environment(),
+        "_ARGCOMPLETE": "1",
+        "_ARGCOMPLETE_STDOUT_FILENAME": str(answer),
+        "_ARGCOMPLETE_IFS": "\n",
+        "COMP_LINE": "kprobefs mount --lay",
+        "COMP_POINT": "20",
+    }
+    subprocess.run(REAL_PROGRAM, env=asked, capture_output=True, timeout=30, check=False)
+    assert answer.read_text().strip() == "--layout"

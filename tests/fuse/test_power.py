@@ -1,0 +1,265 @@
+"""machine/power: a kernel that takes another one's place has what it had, and open files go on."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from emulated_kernel.config import MachineConfig
+from emulated_kernel.errors import KernelError, WouldBlock
+from emulated_kernel.trace.array.trace_array import REBOOT_MARK, TraceArray
+from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.core.node import Owner
+from emulated_kernel.vfs.core.seq import HostReadingFile
+from emulated_kernel.vfs.guest.guest_mount import GuestMount
+from emulated_kernel.vfs.trees.layout import RootLayout
+from kprobefs.definitions import Loader, read_lines
+from kprobefs.failure import Exit
+from kprobefs.mount import condition
+from kprobefs.power import LivingKernel
+from tests.fuse.harness import REAL_PROGRAM, daemon, kprobefs, needs_fuse
+from tests.fuse.test_definitions import ALL, OUTSIDE
+from tests.mounted.files import assert_errno
+
+CLIENT = Client(os.getpid(), 0, 0)
+MARK = REBOOT_MARK.decode()
+
+
+class User:
+    """A process that uses a mount."""
+
+    def __init__(self, mount: GuestMount) -> None:
+        self.mount = mount
+
+    def open(self, path: str, flags: int = os.O_RDONLY) -> int:
+        return self.mount.open(CLIENT, path, flags)
+
+    def write(self, path: str, text: str) -> None:
+        handle = self.open(path, os.O_WRONLY)
+        try:
+            self.mount.write(CLIENT, handle, text.encode(), 0)
+        finally:
+            self.mount.release(handle)
+
+    def read(self, path: str) -> str:
+        handle = self.open(path)
+        data = self.rest(handle)
+        self.mount.release(handle)
+        return data.decode()
+
+    def rest(self, handle: int, position: int = 0) -> bytes:
+        data = b""
+        while part := self.mount.read(CLIENT, handle, 1 << 16, position + len(data)):
+            data += part
+        return data
+
+    def reboot(self) -> None:
+        self.write("/machine/power", "reboot\n")
+
+    def load(self, living: LivingKernel, text: str) -> None:
+        with living.mount._lock:
+            loader = Loader(living._all_files(living._kernel))
+            failed = loader.load(list(read_lines("f", text)))
+        # Some lines are about x86's registers and jumps.
+        assert len(failed) == (0 if living._kernel.config.arch == "x86_64" else 4)
+
+
+@pytest.fixture(params=["x86_64", "riscv64"])
+def living(request: pytest.FixtureRequest) -> Iterator[LivingKernel]:
+    found = LivingKernel(MachineConfig(arch=request.param, cpus=2), RootLayout.FULL, Owner(0, 0))
+    yield found
+    found.mount.close()
+    found._kernel.close()
+
+
+def records(trace: str) -> list[str]:
+    return [line for line in trace.splitlines() if line and not line.startswith("#")]
+
+
+def test_what_is_defined_is_there_again(living: LivingKernel) -> None:
+    user = User(living.mount)
+    user.load(living, ALL + OUTSIDE)
+    before = user.read("/machine/definitions")
+    assert "instances/slow/events/kprobes/reads/enable = 1" in before
+    old = living._kernel
+    user.reboot()
+    assert living._kernel is not old
+    assert user.read("/machine/definitions") == before
+    assert user.read("/machine/power") == "running\nboots 2\n"
+
+
+def test_records_and_ids_are_kept(living: LivingKernel) -> None:
+    user = User(living.mount)
+    user.write("/kprobe_events", "p:gone vfs_write\np:reads vfs_read count=$arg3\n")
+    living.mount.mkdir(CLIENT, "/tracing/instances/slow", 0o755)
+    user.write("/kprobe_events", "-:gone\n")
+    for place in ("/tracing", "/tracing/instances/slow"):
+        user.write(f"{place}/events/kprobes/reads/enable", "1")
+    user.write("/tracing/trace_marker", "here\n")
+    file = living.mount.create(CLIENT, "/scratch/x", 0o600, os.O_RDWR)
+    for count in range(1, 300):
+        living.mount.read(CLIENT, file, count, 0)
+    for place in ("/tracing", "/tracing/instances/slow"):
+        user.write(f"{place}/tracing_on", "0")
+    identity = user.read("/tracing/events/kprobes/reads/id")
+    before = {place: user.read(f"{place}/trace") for place in ("/tracing", "/tracing/instances/slow")}
+    assert len(records(before["/tracing"])) == 300
+    user.reboot()
+    for place, trace in before.items():
+        *kept, mark = records(user.read(f"{place}/trace"))
+        assert kept == records(trace)
+        assert f"{mark}\n".endswith(f"tracing_mark_write: {MARK}")
+        user.write(f"{place}/tracing_on", "1")
+    assert user.read("/tracing/events/kprobes/reads/id") == identity
+    user.write("/tracing/trace_marker", "there\n")
+    stamps = [line.split(": ")[0].split()[-1] for line in records(user.read("/tracing/trace"))]
+    assert stamps == sorted(stamps)
+    assert any(line.endswith(": there") for line in records(user.read("/tracing/trace")))
+
+
+def test_open_files_go_on_or_say_why_not(living: LivingKernel) -> None:
+    user, mount = User(living.mount), living.mount
+    user.write("/kprobe_events", "p:reads vfs_read count=$arg3\n")
+    definitions, version = user.open("/kprobe_events"), user.open("/machine/version")
+    begun = mount.read(CLIENT, version, 5, 0)
+    pipe = user.open("/tracing/trace_pipe", os.O_RDONLY | os.O_NONBLOCK)
+    with pytest.raises(WouldBlock):
+        mount.read(CLIENT, pipe, 100, 0)
+    told: list[bool] = []
+    assert mount.poll(pipe, lambda: told.append(True)) == 0
+    file = mount.create(CLIENT, "/scratch/x", 0o600, os.O_RDWR)
+    mount.mkdir(CLIENT, "/tracing/instances/slow", 0o755)
+    enable = user.open("/tracing/instances/slow/events/kprobes/reads/enable", os.O_RDWR)
+    user.reboot()
+    assert told == [True]
+    assert user.rest(definitions) == b"p:kprobes/reads vfs_read count=$arg3\n"
+    assert begun + user.rest(version, len(begun)) == user.read("/machine/version").encode()
+    with pytest.raises(KernelError) as caught:
+        mount.read(CLIENT, file, 1, 0)
+    assert caught.value.errno == errno.ESTALE
+    mount.release(file)
+    assert mount.write(CLIENT, enable, b"1", 0) == 1
+    assert user.read("/tracing/instances/slow/events/kprobes/reads/enable") == "1\n"
+    user.write("/tracing/trace_marker", "for the pipe\n")
+    assert b"for the pipe" in mount.read(CLIENT, pipe, 1000, 0)
+    # Armed again: a read of the new guest's own file is a hit.
+    file = mount.create(CLIENT, "/scratch/x", 0o600, os.O_RDWR)
+    mount.read(CLIENT, file, 77, 0)
+    assert "count=0x4d" in user.read("/tracing/instances/slow/trace")
+
+
+def test_a_panicked_kernel_comes_back(living: LivingKernel) -> None:
+    user = User(living.mount)
+    user.write("/kprobe_events", "p:reads vfs_read\n")
+    user.write("/tracing/events/kprobes/reads/enable", "1")
+    power = user.open("/machine/power", os.O_WRONLY)
+    with pytest.raises(KernelError):
+        user.write("/machine/call", 'panic "x"')
+    assert living.mount.is_dead()
+    assert user.read("/machine/power") == "panicked\nboots 1\n"
+    assert living.mount.write(CLIENT, power, b"reboot\n", 0) == 7
+    assert not living.mount.is_dead()
+    file = living.mount.create(CLIENT, "/scratch/x", 0o600, os.O_RDWR)
+    assert living.mount.write(CLIENT, file, b"alive", 0) == 5
+    living.mount.read(CLIENT, file, 5, 0)
+    assert "reads: (vfs_read" in user.read("/tracing/trace")
+
+
+def test_what_cannot_be_booted_changes_nothing(tmp_path: Path) -> None:
+    image = tmp_path / "image"
+    living = LivingKernel(MachineConfig(), RootLayout.FULL, Owner(0, 0))
+    user = User(living.mount)
+    kernel = living._kernel
+    kernel.config = MachineConfig(image=image)
+    for text, number in (("reboot\n", errno.ENOENT), ("halt\n", errno.EINVAL)):
+        with pytest.raises(OSError, match=rf"Errno {number}\b"):
+            user.write("/machine/power", text)
+    assert living._kernel is kernel
+    assert user.read("/machine/power") == "running\nboots 1\n"
+    kernel.close()
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_the_command(directory: Path) -> None:
+    with daemon(directory, program=REAL_PROGRAM) as running:
+        Path(running.path("kprobe_events")).write_text("p:reads vfs_read\n")
+        with pytest.raises(OSError, match="Input/output"):
+            Path(running.path("machine/call")).write_text('panic "x"')
+        assert condition(str(directory)).status == Exit.PANICKED
+        for _ in range(2):
+            result = kprobefs("reboot", str(directory), program=REAL_PROGRAM)
+            assert (result.stderr, result.returncode) == ("", 0)
+            assert condition(str(directory)).status == Exit.OK
+        assert Path(running.path("kprobe_events")).read_text() == "p:kprobes/reads vfs_read\n"
+    assert kprobefs("reboot", str(directory), program=REAL_PROGRAM).returncode == Exit.NOT_MOUNTED
+
+
+@pytest.mark.parametrize("refused", ["allocate", "image", "files"])
+def test_a_reboot_that_fails_changes_nothing(
+    living: LivingKernel, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    user, mount = User(living.mount), living.mount
+    living.mount.mkdir(CLIENT, "/tracing/instances/slow", 0o755)
+    user.write("/kprobe_events", "p:reads vfs_read\n")
+    user.write("/tracing/events/kprobes/reads/enable", "1")
+    file = mount.create(CLIENT, "/scratch/x", 0o600, os.O_RDWR)
+    old, room, asked = living._kernel, TraceArray.memory_for, []
+
+    def fail(*_args: object, **_named: object) -> NoReturn:
+        raise FileNotFoundError(errno.ENOENT, "gone")
+
+    def no_second(mine: TraceArray, theirs: TraceArray) -> object:
+        asked.append(theirs)
+        if len(asked) == 2:
+            raise MemoryError
+        return room(mine, theirs)
+
+    with monkeypatch.context() as patch:
+        if refused == "allocate":
+            patch.setattr(TraceArray, "memory_for", no_second)
+        elif refused == "image":
+            patch.setattr("kprobefs.power.Kernel", fail)
+        else:
+            patch.setattr(LivingKernel, "_files", fail)
+        with pytest.raises(MemoryError if refused == "allocate" else KernelError):
+            user.reboot()
+    assert living._kernel is old
+    assert user.read("/machine/power") == "running\nboots 1\n"
+    before = user.read("/tracing/trace").count(": reads: (")
+    mount.read(CLIENT, file, 4, 0)
+    assert user.read("/tracing/trace").count(": reads: (") > before
+
+
+def test_what_was_prepared_for_another_kernel_isnt_done(
+    living: LivingKernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user, mount = User(living.mount), living.mount
+    handle = user.open("/machine/modules", os.O_WRONLY)
+    opened_as = HostReadingFile.opened_as
+    prepare = opened_as.prepare
+
+    def slow(opened: Any, data: bytes) -> object:
+        prepared = prepare(opened, data)
+        user.reboot()
+        return prepared
+
+    with monkeypatch.context() as patch:
+        patch.setattr(opened_as, "prepare", slow)
+        with assert_errno(errno.ESTALE):
+            mount.write(CLIENT, handle, b"unload nothing\n", 0)
+    with assert_errno(errno.ENOENT):
+        mount.write(CLIENT, handle, b"unload nothing\n", 0)
+
+
+def test_one_write_boots_once_or_not_at_all(living: LivingKernel) -> None:
+    user = User(living.mount)
+    with assert_errno(errno.EINVAL):
+        user.write("/machine/power", "reboot\nnonsense\n")
+    user.write("/machine/power", "reboot\nreboot\n")
+    assert user.read("/machine/power") == "running\nboots 2\n"

@@ -1,0 +1,211 @@
+"""A start ends in a mount, or in nothing and one line that says why."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from kprobefs.failure import Exit
+from tests.fuse.harness import (
+    PATIENCE,
+    PROGRAM,
+    REAL_PROGRAM,
+    environment,
+    eventually,
+    is_mounted,
+    kprobefs,
+    needs_fuse,
+)
+
+pytestmark = [needs_fuse, pytest.mark.mounted]
+
+
+def refusal(*arguments: str) -> str:
+    """Why the program refuses; nothing is left of the start."""
+    result = kprobefs(*arguments)
+    assert result.returncode in (Exit.FAILURE, Exit.USAGE, Exit.RUN_FAILED)
+    assert (result.stdout, result.stderr.count("\n")) == ("", 1), result.stderr
+    return result.stderr.removeprefix("kprobefs: ").rstrip("\n")
+
+
+def logs() -> list[str]:
+    """What daemons have left in the runtime directory."""
+    directory = Path(os.environ["KPROBEFS_RUNTIME_DIRECTORY"], "daemons")
+    return sorted(path.suffix for path in directory.iterdir()) if directory.exists() else []
+
+
+@pytest.mark.parametrize("kind", ["device", "fifo", "directory", "huge"])
+@pytest.mark.parametrize("command", ["mount", "mount -f", "run"])
+def test_images_are_files_of_some_size(command: str, kind: str, directory: Path, tmp_path: Path) -> None:
+    image, why = tmp_path / "image", "not a regular file"
+    if kind == "fifo":
+        os.mkfifo(image)
+    elif kind == "directory":
+        image.mkdir()
+    elif kind == "device":
+        image.symlink_to("/dev/zero")
+    else:
+        image.touch()
+        os.truncate(image, 40 << 30)
+        why = "40960 MiB; a kernel image has at most 1024"
+    target = "true" if command == "run" else str(directory)
+    result = kprobefs(*command.split(), "--image", str(image), target, program=REAL_PROGRAM)
+    assert result.returncode == (Exit.RUN_FAILED if command == "run" else Exit.FAILURE)
+    assert result.stderr == f"kprobefs: {image}: {why}\n"
+    assert not is_mounted(directory)
+    assert logs() == []
+
+
+@pytest.mark.parametrize("foreground", [[], ["-f"]], ids=["background", "foreground"])
+def test_logs_are_files_outside_of_the_mount(foreground: list[str], directory: Path, tmp_path: Path) -> None:
+    fifo, link = tmp_path / "fifo", tmp_path / "link"
+    os.mkfifo(fifo)
+    link.symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "way").symlink_to(directory)
+    for path, why in {
+        str(fifo): "not a regular file",
+        str(tmp_path): "not a regular file",
+        "/dev/zero": "not a regular file",
+        str(link): "a symbolic link; name the file itself",
+        "/no/such/x": "No such file or directory",
+        f"{directory}/log": "inside a mount point",
+        f"{tmp_path}/way/log": "inside a mount point",
+    }.items():
+        assert refusal("mount", *foreground, "--log", path, str(directory)) == f"--log {path}: {why}"
+        assert not is_mounted(directory)
+    assert not (tmp_path / "elsewhere").exists()
+    assert os.listdir(directory) == []
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&-", "<&- >&- 2>&-"])
+def test_standard_descriptors_may_be_closed(closed: str, directory: Path) -> None:
+    script = f'"$@" mount "$D" {closed}; echo $?; echo 0 > "$D/kprobes/optimization"'
+    result = subprocess.run(
+        ["sh", "-c", script, "sh", *PROGRAM],
+        env={**environment(), "D": str(directory)},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert (result.stdout, result.stderr) == ("0\n", "")
+    assert kprobefs("umount", str(directory)).returncode == 0
+
+
+@pytest.mark.parametrize("seed", ["12345678901234567890123456", "-1", "1_0", "0x10", "", "\u0664"])
+def test_seeds(seed: str, directory: Path) -> None:
+    message = refusal("mount", f"--seed={seed}", str(directory))
+    assert message.startswith(f"argument --seed: {seed!r} is no number from 0 to ")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["hit", "--hits", "-1"],
+        ["hit", "--hits", "0"],
+        ["probes", "--rounds", "0"],
+        ["probes", "--count", "x"],
+        ["return", "--tasks", "0"],
+        ["return", "--cpus", "65"],
+    ],
+    ids=" ".join,
+)
+def test_numbers_of_benchmarks(arguments: list[str]) -> None:
+    assert f"argument {arguments[1]}: '{arguments[2]}' is no number from 1 to" in refusal("bench", *arguments)
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["status", "--json"]], ids=" ".join)
+def test_a_full_disk_takes_no_output(arguments: list[str], unbuffered: str) -> None:
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            [*PROGRAM, *arguments],
+            env={**environment(), "PYTHONUNBUFFERED": unbuffered},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            timeout=30,
+            check=False,
+        )
+    assert (result.returncode, result.stderr) == (1, b"kprobefs: No space left on device\n")
+
+
+def test_not_inside_of_a_mount_of_its_own(directory: Path) -> None:
+    assert kprobefs("mount", str(directory)).returncode == 0
+    try:
+        message = refusal("mount", f"{directory}/scratch")
+        assert message == f"{directory}/scratch: inside a mount of kprobefs, {directory}; mount elsewhere"
+    finally:
+        assert kprobefs("umount", str(directory)).returncode == 0
+
+
+def test_mkdir(directory: Path) -> None:
+    below = directory / "a" / "b"
+    assert kprobefs("mount", "--mkdir", str(below)).returncode == 0
+    assert is_mounted(below)
+    assert kprobefs("umount", str(below)).returncode == 0
+    below.rmdir()
+    below.parent.rmdir()
+    (directory.parent / "file").touch()
+    assert refusal("mount", "--mkdir", f"{directory.parent}/file/x").endswith(
+        "can't make it: Not a directory"
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_the_daemon_ends_with_its_starter(directory: Path, number: signal.Signals) -> None:
+    """Its kernel takes a minute to be built."""
+    starter = subprocess.Popen([*PROGRAM, "mount", "--seed", "668", str(directory)], env=environment())
+    records = Path(os.environ["KPROBEFS_RUNTIME_DIRECTORY"], "daemons")
+    eventually(lambda: records.exists() and [path for path in records.glob("*.json") if path.stat().st_size])
+    [record] = records.glob("*.json")
+
+    pid = json.loads(record.read_text())["daemon"]["pid"]
+    time.sleep(0.2)
+    starter.send_signal(number)
+    starter.wait(PATIENCE)
+    eventually(lambda: not Path(f"/proc/{pid}").exists(), "the daemon is still there")
+    assert not is_mounted(directory)
+    # Nothing keeps the next start from succeeding.
+    assert kprobefs("mount", str(directory)).returncode == 0
+    assert kprobefs("umount", str(directory)).returncode == 0
+
+
+def test_logs_do_not_pile_up(directory: Path) -> None:
+    for _ in range(3):
+        assert kprobefs("mount", str(directory)).returncode == 0
+        assert logs() == [".json", ".log"]
+        assert kprobefs("umount", str(directory)).returncode == 0
+        eventually(lambda: logs() == [])
+    assert kprobefs("run", "--", "true").returncode == 0
+    assert logs() == []
+    for number in range(12):
+        Path(os.environ["KPROBEFS_RUNTIME_DIRECTORY"], "daemons", f"left{number}.log").touch()
+    for number in range(3):
+        other = directory / str(number)
+        other.mkdir()
+        assert kprobefs("mount", "--seed", "666", str(other)).returncode == Exit.FAILURE
+        other.rmdir()
+    assert 5 < len(logs()) < 15
+
+
+def test_killing_the_runner_ends_its_command_and_removes_its_directory() -> None:
+    process = subprocess.Popen(
+        [*PROGRAM, "run", "--", "sh", "-c", "echo $$ $KPROBEFS; exec sleep 60"],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    pid, path = process.stdout.readline().split()
+    assert is_mounted(Path(path))
+    process.kill()
+    process.wait(PATIENCE)
+    process.stdout.close()
+    eventually(lambda: not Path(f"/proc/{pid}").exists(), "the command is still there")
+    eventually(lambda: not Path(path).parent.exists(), "its directory is still there")

@@ -1,0 +1,202 @@
+"""What a mount is found to be: serving, busy, panicked, hung or dead; told in time whatever it does."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from kprobefs import mount
+from kprobefs.failure import Exit
+from kprobefs.mount import MountState
+from tests.fuse.harness import (
+    PATIENCE,
+    PROGRAM,
+    Daemon,
+    daemon,
+    environment,
+    eventually,
+    is_mounted,
+    kprobefs,
+    needs_fuse,
+)
+
+pytestmark = [needs_fuse, pytest.mark.mounted]
+
+
+@contextmanager
+def stopped(running: Daemon) -> Iterator[None]:
+    """The daemon doesn't run meanwhile."""
+    running.process.send_signal(signal.SIGSTOP)
+    stat = Path(f"/proc/{running.process.pid}/stat")
+    eventually(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
+    try:
+        yield
+    finally:
+        running.process.send_signal(signal.SIGCONT)
+
+
+def condition(directory: Path) -> str:
+    """What `status --json` says, and by its exit status too."""
+    result = kprobefs("status", "--json", str(directory))
+    [state] = json.loads(result.stdout)
+    found = MountState(state["condition"])
+    assert result.returncode == found.status
+    return found.value
+
+
+def test_a_stopped_daemon(mounted: Daemon) -> None:
+    directory = str(mounted.directory)
+    with stopped(mounted):
+        assert mount.condition(directory) is MountState.HUNG
+        assert condition(mounted.directory) == "hung"
+        # Through a link too, and by a path below it: nothing is looked up in there.
+        link = mounted.directory.with_name("link")
+        link.symlink_to(directory)
+        for path in (directory, str(link)):
+            result = kprobefs("mount", path)
+            assert (result.returncode, "hangs" in result.stderr) == (Exit.HUNG, True)
+        assert "inside a mount" in kprobefs("mount", f"{link}/scratch/x").stderr
+        link.unlink()
+        result = kprobefs("umount", directory)
+        assert (result.returncode, "is stopped" in result.stderr) == (Exit.HUNG, True)
+        assert f"kill -CONT {mounted.process.pid})" in result.stderr
+        assert is_mounted(mounted.directory)
+        # What was asked for before happens when it goes on.
+    assert mounted.process.wait(PATIENCE) == 0
+
+
+def test_what_is_asked_in_time(directory: Path) -> None:
+    """All mounts at once: many that hang take no longer than one."""
+    others = [directory, directory.with_name("b"), directory.with_name("c")]
+    for other in others[1:]:
+        other.mkdir()
+    with daemon(others[0]) as one, daemon(others[1]) as two, daemon(others[2]), stopped(one), stopped(two):
+        start = time.monotonic()
+        found = mount.conditions(map(str, others))
+        assert time.monotonic() - start < 2 * (mount.ANSWER_TIMEOUT + mount.CONTROL_TIMEOUT)
+    assert list(found.values()) == [MountState.HUNG, MountState.HUNG, MountState.SERVING]
+
+
+def test_a_stopped_daemon_is_killed_by_force(mounted: Daemon) -> None:
+    with stopped(mounted):
+        assert kprobefs("umount", "--force", str(mounted.directory)).returncode == 0
+        assert mounted.process.wait(PATIENCE) == -signal.SIGKILL
+    assert not is_mounted(mounted.directory)
+
+
+def test_a_kernel_that_is_at_something(directory: Path) -> None:
+    with daemon(directory, "--seed", "669") as running:
+        assert condition(directory) == "serving"
+        writer = threading.Thread(target=Path(running.path("kprobes/optimization")).write_text, args=("0",))
+        writer.start()
+        time.sleep(0.2)
+        assert mount.condition(str(directory)) is MountState.BUSY
+        writer.join()
+        assert condition(directory) == "serving"
+
+
+def test_a_kernel_that_has_panicked(directory: Path) -> None:
+    with daemon(directory, "--seed", "670"):
+        assert condition(directory) == "panicked"
+        assert kprobefs("umount", str(directory)).returncode == 0
+
+
+def test_bind_mounts_are_shown_once(mounted: Daemon) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("a bind mount needs root")
+    other = mounted.directory.with_name("other")
+    other.mkdir()
+    script = 'mount --bind "$D/tracing" "$O"; "$@" status --json; "$@" status "$O"'
+    result = subprocess.run(
+        ["unshare", "-m", "sh", "-c", script, "sh", *PROGRAM],
+        env={**environment(), "D": str(mounted.directory), "O": str(other)},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    )
+    assert result.stdout.count(str(mounted.directory)) >= 1
+    assert f'"{other}"' not in result.stdout
+    assert result.stdout.splitlines()[-1] == f"serving {other}"
+
+
+def test_the_state_is_in_no_listing(mounted: Daemon) -> None:
+    assert mount.STATE_LINK not in os.listdir(mounted.directory)
+    assert os.readlink(mounted.directory / mount.STATE_LINK) == "serving"
+
+
+def test_a_dead_mount(directory: Path) -> None:
+    with daemon(directory) as running:
+        running.stop(signal.SIGKILL)
+        assert condition(directory) == "dead"
+        assert kprobefs("status").returncode >= Exit.DEAD
+        assert kprobefs("umount", "--dead", str(directory)).returncode == 0
+        assert not is_mounted(directory)
+
+
+def test_only_what_is_dead_and_ours_goes(mounted: Daemon, tmp_path: Path) -> None:
+    assert kprobefs("umount", "--dead", str(mounted.directory)).returncode == 0
+    assert is_mounted(mounted.directory)
+    assert kprobefs("umount", "--dead", str(tmp_path)).returncode == 0
+
+
+def test_a_foreign_mount_stays(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("mounting a tmpfs needs root")
+    script = """
+        mount -t tmpfs data "$1" && echo kept > "$1/file"
+        shift; for how in "--dead" "" "--force"; do "$@" umount $how "$D"; done
+        cat "$D/file"
+    """
+    result = subprocess.run(
+        ["unshare", "-m", "sh", "-c", script, "sh", str(tmp_path), *PROGRAM],
+        env={**environment(), "D": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert result.stdout == "kept\n"
+
+
+def test_links_and_missing_names_are_resolved_alike(mounted: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    parent = mounted.directory.parent
+    (parent / "a").mkdir()
+    (parent / "a" / "up").symlink_to("../mnt")
+    (parent / "loop").symlink_to("loop")
+    monkeypatch.chdir(parent)
+    directory = str(mounted.directory)
+    for path in ("a/up", "./a//up/", "mnt", "none/../mnt", f"{directory}/../mnt", "a/up/../mnt"):
+        assert mount.resolve(path) == directory, path
+    assert mount.resolve("a/up/tracing") == f"{directory}/tracing"
+    assert mount.resolve("none/x") == f"{parent}/none/x"
+    with pytest.raises(Exception, match="Too many levels"):
+        mount.resolve("loop")
+    assert kprobefs("umount", f"{parent}/a/up").returncode == 0
+    assert mounted.process.wait(PATIENCE) == 0
+
+
+def test_a_daemon_whose_namespace_is_left_by_all_others_ends(directory: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("a mount namespace needs root")
+    script = '"$@" mount "$D" && "$@" status --json'
+    result = subprocess.run(
+        ["unshare", "-m", "sh", "-c", script, "sh", *PROGRAM],
+        env={**environment(), "D": str(directory), "KPROBEFS_TEST_INTERVAL": "0.2"},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    )
+    states = json.loads(result.stdout)
+    [pid] = [state["daemon"]["pid"] for state in states if state["directory"] == str(directory)]
+    eventually(lambda: not Path(f"/proc/{pid}").exists(), "the daemon is still there")

@@ -1,0 +1,325 @@
+"""top, trace, tour and status: plain text in pipes, pictures that fit a terminal, JSON for programs."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import io
+import json
+import os
+import pty
+import re
+import select
+import shutil
+import struct
+import subprocess
+import termios
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from kprobefs import terminal, tour
+from kprobefs import trace as tracing
+from kprobefs.cli import main
+from kprobefs.control import State
+from kprobefs.failure import Exit, Failure
+from kprobefs.mount import MountState, our_mounts
+from kprobefs.registry import Daemon as Record
+from kprobefs.status_table import print_table
+from kprobefs.top import SORTS, Probe, Probes, View, marked_bytes, picture, plain
+from tests.fuse.harness import PATIENCE, REAL_PROGRAM, daemon, environment, kprobefs, needs_fuse
+
+PROBE = {"mode": "optimized", "enabled": True, "optimized": True, "hits": 10, "nmissed": 1, "reason": ""}
+TRACED = ("trace", "p:vfs_read count=$arg3", "-f", "count == 131072")
+
+
+class Watched:
+    """A mount's files as top reads them, written by the test."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.now = 0.0
+        (directory / "machine").mkdir()
+        self.probes = Probes(str(directory), lambda: self.now)
+
+    def has(self, *probes: dict[str, object]) -> None:
+        lines = [json.dumps(PROBE | probe) for probe in probes]
+        (self.directory / "machine/probes").write_text("".join(f"{line}\n" for line in lines))
+        for probe in probes:
+            path = self.directory / "kprobes/stats" / str(probe["event"])
+            path.mkdir(parents=True, exist_ok=True)
+            (path / "cost").write_text("hits 5 median 12.5 ns in guest code\n")
+            (path / "bytes").write_text("original 0f 1f 44 00 00\ncurrent  e8 1f 8c ff 1e\n")
+            (path / "detour").write_text("".join(f"0x{line:x}: nop\n" for line in range(100)))
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Watched:
+    return Watched(tmp_path)
+
+
+def drawn(view: View, probes: Probes, width: int, height: int) -> list[str]:
+    console = Console(width=width, height=height, file=io.StringIO(), force_terminal=True, no_color=True)
+    with console.capture() as capture:
+        console.print(picture(view, probes, console))
+    return re.sub(r"\x1b\[[0-9;]*m", "", capture.get()).rstrip("\n").split("\n")
+
+
+def test_rates_are_of_the_time_that_passed(watched: Watched) -> None:
+    watched.has({"event": "g/a", "hits": 10})
+    assert [probe.rate for probe in watched.probes.look()] == [0]
+    watched.now = 4.0
+    watched.has({"event": "g/a", "hits": 30}, {"event": "g/new", "hits": 7})
+    assert [probe.rate for probe in watched.probes.look()] == [5, 0]
+    watched.now = 5.0
+    watched.has({"event": "g/a", "hits": 0})
+    assert [probe.rate for probe in watched.probes.look()] == [0]
+
+
+@pytest.mark.parametrize("width", [20, 40, 50, 60, 72, 80, 132])
+@pytest.mark.parametrize("height", [5, 12, 24])
+def test_a_picture_fits_the_screen(watched: Watched, width: int, height: int) -> None:
+    watched.has(
+        *(
+            {"event": f"kprobes/{'long' * 9}{number}", "hits": 10**12, "reason": "why " * 40}
+            for number in range(40)
+        )
+    )
+    view = View()
+    view.show(watched.probes.look())
+    for key in ("", *["down"] * 39, "\n"):
+        assert view.press(key, watched.probes)
+        lines = drawn(view, watched.probes, width, height)
+        assert len(lines) <= height
+        assert max(map(len, lines)) <= width
+        if not view.opened and width >= 60:
+            assert sum("kprobes/long" in line for line in lines) == min(40, height - 4)
+    assert view.opened == view.probes[39].event
+
+
+def test_what_keys_do(watched: Watched) -> None:
+    watched.has({"event": "g/b", "hits": 1}, {"event": "g/a", "hits": 9, "nmissed": 0})
+    view, probes = View(), watched.probes
+    for number in range(len(SORTS)):
+        view.show(probes.look())
+        names = [probe.event for probe in view.probes]
+        assert names == (["g/b", "g/a"] if view.sort == "missed" else ["g/a", "g/b"]), number
+        view.press("s", probes)
+    assert view.sort == "rate"
+    view.press("r", probes)
+    view.show(probes.look())
+    assert [probe.event for probe in view.probes] == ["g/b", "g/a"]
+    view.press("down", probes)
+    view.press("e", probes)
+    assert (watched.directory / "kprobes/stats/g/a/enabled").read_text() == "0"
+    shutil.rmtree(watched.directory / "kprobes/stats/g/a")
+    view.press("o", probes)
+    assert view.message == f"g/a: optimized 0: {os.strerror(errno.ENOENT)}"
+    view.press("\n", probes)
+    assert view.opened == "g/a"
+    watched.has({"event": "g/b"})
+    view.show(probes.look())
+    assert (view.opened, view.message) == ("", "g/a has gone")
+    assert not view.press("q", probes)
+
+
+def test_patched_bytes_are_marked() -> None:
+    lines = marked_bytes("original 0f 1f 44 00\ncurrent  e8 1f 45 00")
+    assert [line.plain.split() for line in lines] == [
+        ["original", "0f", "1f", "44", "00"],
+        ["current", "[e8]", "1f", "[45]", "00"],
+    ]
+
+
+def test_text_for_pipes_has_a_line_each() -> None:
+    probe = Probe("g/a", "int3\nint3", True, False, 5, 0, "one\ntwo", rate=2.0, cost="12 ns")
+    head, line = plain([probe]).split("\n")
+    assert head.split() == ["EVENT", "MODE", "HITS/S", "HITS", "MISSED", "COST", "REASON"]
+    assert line.split("  ") == [word for word in line.split("  ") if "\n" not in word]
+    assert line.split() == ["g/a", "int3", "2.0", "5", "0", "12", "ns", "one"]
+
+
+@pytest.mark.parametrize("width", [30, 40, 60, 80])
+def test_status_table_cuts_no_directory(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = "/a/rather/long/path/to/a/mount/point/of/ours"
+    record = Record(77, directory, "x86_64", "full", "1", "2026-01-02T03:04:05+00:00")
+    console = Console(width=width, file=io.StringIO(), no_color=True)
+    monkeypatch.setattr(terminal, "console", lambda: console)
+    print_table([State(directory, MountState.SERVING, record), State("/b", MountState.DEAD, None)])
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert max(len(line.rstrip()) for line in lines) <= width
+    at = lines[0].index("DIRECTORY")
+    column = "".join(line[at : at + 60].split(" ")[0] for line in lines[1:-1])
+    assert column == directory
+    assert ("2026-01-02 03:04" in lines[1]) == (width >= 72)
+
+
+def test_probes_of_a_one_liner() -> None:
+    definitions, events = tracing.named(
+        ["p:vfs_read n=$arg3", "r8:vfs_read", "t:sched:sched_switch", "p:m:f+4"], "g"
+    )
+    assert definitions == ["p:g/vfs_read vfs_read n=$arg3", "r8:g/vfs_read_1 vfs_read", "p:g/f_4 m:f+4"]
+    assert events == ["g/vfs_read", "g/vfs_read_1", "sched/sched_switch", "g/f_4"]
+    for wrong in ("vfs_read", "p vfs_read", "p:", "t:sched", "x:y"):
+        with pytest.raises(Failure, match="no probe"):
+            tracing.named([wrong], "g")
+
+
+@pytest.mark.parametrize("words", ["p:vfs_read", "p:vfs_read --", "nonsense -- true"])
+def test_wrong_one_liners(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", *words.split()]) == Exit.USAGE
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_records_as_objects() -> None:
+    line = '     a - [b-77   [002] d..1.    12.000345: ev_1: (f+0x4/0x8) n=0x10 s="a b=\\"c" neg=-3 h=x'
+    assert tracing.record(line) == {
+        "time": 12.000345,
+        "cpu": 2,
+        "pid": 77,
+        "comm": "a - [b",
+        "event": "ev_1",
+        "fields": {"n": 16, "s": 'a b=\\"c', "neg": -3, "h": "x"},
+        "text": '(f+0x4/0x8) n=0x10 s="a b=\\"c" neg=-3 h=x',
+    }
+    assert tracing.record("CPU:1 [LOST 3 EVENTS]") == {"text": "CPU:1 [LOST 3 EVENTS]"}
+
+
+@needs_fuse
+@pytest.mark.mounted
+class TestTrace:
+    """One-liners."""
+
+    def test_on_a_mount_of_its_own(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "f").write_text("hello\n")
+        monkeypatch.chdir(tmp_path)
+        before = our_mounts()
+        result = kprobefs(*TRACED, "--", "sh", "-c", "cat f; exit 7", "f", "f", program=REAL_PROGRAM)
+        assert (result.returncode, result.stderr) == (7, "")
+        lines = result.stdout.splitlines()
+        assert "hello" in lines
+        hits = [line for line in lines if re.search(r"cat-\d+ .*: vfs_read: \(.*\) count=0x20000$", line)]
+        assert len(hits) == 2
+        assert our_mounts() == before
+
+    def test_on_a_mount_that_is_there(self, directory: Path) -> None:
+        with daemon(directory, program=REAL_PROGRAM) as running:
+            Path(running.path("kprobe_events")).write_text("p:mine vfs_write\n")
+            Path(running.path("scratch/f")).write_text("hello\n")
+            result = kprobefs(*TRACED, "--json", "-m", str(directory), "--", "cat", "f", program=REAL_PROGRAM)
+            assert (result.returncode, result.stderr) == (0, "hello\n")
+            found = [json.loads(line) for line in result.stdout.splitlines()]
+            assert [(each["comm"], each["event"], each["fields"]) for each in found] == [
+                ("cat", "vfs_read", {"count": 131072})
+            ] * 2
+            wrong = kprobefs(
+                "trace", "p:vfs_read %nosuch", "-m", str(directory), "--", "true", program=REAL_PROGRAM
+            )
+            assert wrong.returncode == Exit.FAILURE
+            assert "Invalid register name" in wrong.stderr
+            assert Path(running.path("tracing/dynamic_events")).read_text() == "p:kprobes/mine vfs_write\n"
+            assert os.listdir(running.path("tracing/instances")) == []
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_the_tour_in_a_pipe() -> None:
+    result = kprobefs("tour", program=REAL_PROGRAM)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "\033" not in result.stdout
+    position = 0
+    for step in tour.STEPS:
+        for command in step.commands:
+            position = result.stdout.index(f"$ {command}\n", position)
+    for said in ("p:kprobes/reads vfs_read", "[FTRACE]", "count=0x7", "got=0x6", "    optimized\n", "^\n"):
+        assert said in result.stdout
+    assert result.stdout.rstrip().endswith(tour.END)
+    assert "No such file" not in result.stdout
+
+
+class Terminal:
+    """A program on a terminal of some size."""
+
+    def __init__(self, columns: int, rows: int, *command: str, **more: str) -> None:
+        self._master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        variables = {"COLUMNS": "", "LINES": "", "NO_COLOR": "", "TERM": "xterm-256color"}
+        found = environment() | variables | more
+        for name in ("COLUMNS", "LINES"):
+            del found[name]
+        self.process = subprocess.Popen(
+            [*REAL_PROGRAM, *command],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            env=found,
+            start_new_session=True,
+        )
+        os.close(slave)
+        self.said = ""
+
+    def press(self, keys: str) -> None:
+        os.write(self._master, keys.encode())
+
+    def until(self, pattern: str) -> None:
+        """Read until something new matches."""
+        start, deadline = len(self.said), time.monotonic() + PATIENCE
+        while not re.search(pattern, self.said[start:]):
+            assert time.monotonic() < deadline, self.said[start:]
+            if select.select([self._master], [], [], 0.1)[0]:
+                try:
+                    self.said += os.read(self._master, 1 << 16).decode("utf-8", "replace")
+                except OSError:
+                    # The other end is closed.
+                    assert re.search(pattern, self.said[start:]), self.said[start:]
+
+    def end(self) -> int:
+        status = self.process.wait(PATIENCE)
+        os.close(self._master)
+        return status
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_on_a_terminal(directory: Path) -> None:
+    with daemon(directory, program=REAL_PROGRAM) as running:
+        Path(running.path("kprobe_events")).write_text("p:reads vfs_read\n")
+        top = Terminal(80, 24, "top", "-d", "0.2", str(directory))
+        top.until("kprobes/reads")
+        top.press("e")
+        top.until("ftrace")
+        assert Path(running.path("kprobes/stats/kprobes/reads/enabled")).read_text() == "1\n"
+        top.press("\r")
+        top.until(r"\[e8\]")
+        top.press("\x1b")
+        top.until("EVENT")
+        top.press("q")
+        top.until(r"\x1b\[\?1049l")
+        assert top.end() == 0
+        assert "\033[?1049h" in top.said
+        for more, coloured in (({}, True), ({"NO_COLOR": "1"}, False)):
+            status = Terminal(60, 24, "status", **more)
+            status.until("serving")
+            assert status.end() == 0
+            assert ("\033[32m" in status.said) == coloured
+        dumb = Terminal(60, 24, "top", str(directory), TERM="dumb")
+        dumb.until("kprobes/reads")
+        assert dumb.end() == 0
+        assert "\033" not in dumb.said
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_the_tour_waits_for_its_reader() -> None:
+    walk = Terminal(40, 12, "tour")
+    walk.until(tour.PROMPT)
+    assert "2/9" not in walk.said
+    walk.press("\r")
+    walk.until(f"2/{len(tour.STEPS)}")
+    walk.until(tour.PROMPT)
+    walk.press("q")
+    assert walk.end() == 0
+    assert "3/9" not in walk.said

@@ -1,0 +1,37 @@
+"""A sample of `python -m tests.fuzz.wild_calls`; it would notice a guest that ends without a word."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from emulated_kernel.host.executive.executive import Executive
+from tests.fuzz.wild_calls import WildCalls
+
+SAMPLE = 20
+LOST = ("cpu_startup_entry", "release_task", "panic", "host_idle", "schedule", "free_task")
+"""Functions that take a guest away from under itself."""
+
+
+@pytest.fixture
+def calls() -> Iterator[WildCalls]:
+    made = WildCalls(seed=1)
+    yield made
+    made.close()
+
+
+def test_control_files_answer_whatever_is_called(calls: WildCalls) -> None:
+    step = len(calls.names) // SAMPLE
+    for number in [*range(0, len(calls.names), step), *map(calls.names.index, LOST)]:
+        calls.run(number)
+    assert not calls.findings.all, "\n".join(map(str, calls.findings.all))
+    assert calls.ends["lost"]
+
+
+def test_a_guest_that_ends_without_a_word_is_a_finding(
+    calls: WildCalls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Executive, "note", lambda *_: None)
+    calls.run(calls.names.index("cpu_startup_entry"))
+    assert "doesn't say why" in calls.findings.all[0].error

@@ -1,0 +1,97 @@
+"""What a process that waits in a system call passes to it, as /proc tells."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from emulated_kernel.host import client_call as module
+from emulated_kernel.host.client_call import ARGUMENTS, ClientCall, client_call, next_fd
+
+_FIFO_READER = "import os, sys; os.open(sys.argv[1], int(sys.argv[2]), 0o640)"
+
+
+@contextmanager
+def waiting_in_open(path: str, flags: int) -> Iterator[int]:
+    """A process that waits for the other end of a FIFO; its pid."""
+    os.mkfifo(path)
+    with subprocess.Popen([sys.executable, "-c", _FIFO_READER, path, str(flags)]) as process:
+        try:
+            for _ in range(2000):
+                call = client_call(process.pid)
+                if (
+                    call is not None
+                    and call.name in ("open", "openat")
+                    and dict(call.paths).popitem()[1] == path
+                ):
+                    break
+            yield process.pid
+        finally:
+            process.kill()
+
+
+def test_nobody_at_all() -> None:
+    assert client_call(1 << 22) is None
+    assert next_fd(1 << 22) is None
+
+
+def test_an_open_with_all_that_it_was_given(tmp_path: os.PathLike[str]) -> None:
+    path = os.path.join(tmp_path, "some pipe")
+    with waiting_in_open(path, os.O_CREAT | os.O_CLOEXEC) as pid:
+        found = client_call(pid)
+        if found is None:
+            pytest.skip("/proc doesn't say in which system call a process waits")
+        assert found.name in ("open", "openat")
+        at, text = found.paths[0]
+        assert text == path
+        assert found.fd is None
+        assert found.args[at + 1] == os.O_CREAT | os.O_CLOEXEC
+        assert found.args[at + 2] == 0o640
+        assert next_fd(pid) == 3
+
+
+def test_every_call_has_its_arguments() -> None:
+    """The tables of numbers name calls alone that are described, each once."""
+    for table in (module._X86_64, module._GENERIC):
+        names = table.split()[::2]
+        assert len(set(names)) == len(names) == len(module._by_number(table))
+        assert set(names) <= ARGUMENTS.keys()
+    assert all(set(kinds) <= set("nfdpsoth") and len(kinds) <= 6 for kinds in ARGUMENTS.values())
+
+
+def test_whose_descriptor_a_call_works_on() -> None:
+    assert ClientCall("newfstat", (7, 0x1000), {}).fd == 7
+    assert ClientCall("newfstatat", (7, 0x1000, 0, 0x1000), {1: b""}).fd == 7
+    assert ClientCall("newfstatat", (7, 0x1000, 0, 0), {1: b"name"}).fd is None
+    assert ClientCall("openat", (7, 0x1000, 0, 0), {1: b"name"}).fd is None
+
+
+def test_what_the_host_has_seen_to_is_no_affair_of_the_guests() -> None:
+    how = (os.O_RDWR | os.O_DIRECT).to_bytes(8, "little") + (0o644).to_bytes(8, "little") + b"\x08" + bytes(7)
+    assert module._seen_to(how) == os.O_RDWR.to_bytes(8, "little") + (0o644).to_bytes(8, "little") + bytes(8)
+
+
+def test_a_string_that_ends_with_its_page() -> None:
+    """What lies behind it isn't touched: there may be nothing."""
+    size = 2 * 4096
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    start = libc.mmap(None, size, 3, 0x22, -1, 0)
+    ctypes.memmove(start + 4096 - 4, b"end\0", 4)
+    libc.munmap(start + 4096, 4096)
+    memory = os.open("/proc/self/mem", os.O_RDONLY)
+    try:
+        assert module._behind(memory, start + 4096 - 4, None) == b"end"
+        assert module._behind(memory, 0, None) == b""
+        with pytest.raises(OSError, match="Input/output error"):
+            module._behind(memory, start + 4096, None)
+    finally:
+        os.close(memory)

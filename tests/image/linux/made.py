@@ -1,0 +1,330 @@
+"""Small kernels made by code, in each of the formats that distributions have: nothing is fetched."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+import struct
+import tarfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+TEXT = 0xFFFF_FFFF_8100_0000
+RODATA = TEXT + 0x20_0000
+DATA = TEXT + 0x40_0000
+END = DATA + 0x10_0000
+RETURN_THUNK_CALL = b"\xe9\0\0\0\0"
+NOP5 = bytes.fromhex("0f1f440000")
+
+
+class Addresses(Enum):
+    """How a symbol table holds addresses."""
+
+    PERCPU_ABSOLUTE = auto()
+    RELATIVE = auto()
+    WHOLE = auto()
+
+
+@dataclass(frozen=True)
+class Format:
+    """A layout of kallsyms' tables."""
+
+    addresses: Addresses = Addresses.PERCPU_ABSOLUTE
+    addresses_last: bool = False
+    """As from v6.4 on."""
+    sequence: bool = False
+    """With kallsyms_seqs_of_names: as from v6.2 on."""
+
+
+FORMATS = tuple(
+    Format(addresses, last, sequence)
+    for addresses in Addresses
+    for last, sequence in ((False, False), (False, True), (True, True))
+)
+
+
+def kallsyms(symbols: Sequence[tuple[int, str, str]], form: Format, base: int = TEXT) -> bytes:
+    """The tables for address, type and name of each symbol, by ascending addresses; 8 bytes aligned."""
+    tokens = _tokens(symbols)
+    packed, markers = b"", []
+    for number, (_, letter, name) in enumerate(symbols):
+        if number % 256 == 0:
+            markers.append(len(packed))
+        text = _compress(letter + name, tokens)
+        size = bytes((len(text),)) if len(text) < 0x80 else bytes((len(text) & 0x7F | 0x80, len(text) >> 7))
+        packed += size + text
+    table = b"".join(token + b"\0" for token in tokens)
+    index, at = [], 0
+    for token in tokens:
+        index.append(at)
+        at += len(token) + 1
+    names = _padded(struct.pack("<I", len(symbols))) + _padded(packed)
+    names += _padded(struct.pack(f"<{len(markers)}I", *markers))
+    looked_up = _padded(table) + _padded(struct.pack("<256H", *index))
+    sequence = _padded(bytes(3 * len(symbols))) if form.sequence else b""
+    addresses = _addresses([address for address, _, _ in symbols], form.addresses, base)
+    if form.addresses_last:
+        return names + looked_up + addresses + sequence
+    return addresses + names + sequence + looked_up
+
+
+def _addresses(addresses: list[int], form: Addresses, base: int) -> bytes:
+    if form is Addresses.WHOLE:
+        return struct.pack(f"<{len(addresses)}Q", *addresses)
+    if form is Addresses.RELATIVE:
+        offsets = [(address - base) & 0xFFFFFFFF for address in addresses]
+        return _padded(struct.pack(f"<{len(offsets)}I", *offsets)) + struct.pack("<Q", base)
+    signed = [address if address < 1 << 31 else base - 1 - address for address in addresses]
+    return _padded(struct.pack(f"<{len(signed)}i", *signed)) + struct.pack("<Q", base)
+
+
+def _tokens(symbols: Iterable[tuple[int, str, str]]) -> list[bytes]:
+    """Characters that occur stand for themselves, and the digits always; the rest are pieces of names."""
+    used = {ord(char) for _, letter, name in symbols for char in letter + name} | set(b"0123456789")
+    pieces = iter((b"vfs_", b"__start", b"sys_", b"Tdo_", b"_text_", b"func_"))
+    return [bytes((code,)) if code in used else next(pieces, b"") for code in range(256)]
+
+
+def _compress(text: str, tokens: list[bytes]) -> bytes:
+    rest, found = text.encode(), b""
+    while rest:
+        best = max(
+            (code for code in range(256) if tokens[code] and rest.startswith(tokens[code])),
+            key=lambda code: len(tokens[code]),
+        )
+        found += bytes((best,))
+        rest = rest[len(tokens[best]) :]
+    return found
+
+
+def _padded(data: bytes) -> bytes:
+    return data + bytes(-len(data) % 8)
+
+
+class Btf:
+    """A writer of BTF; types are numbered from 1 in the order in which they are added."""
+
+    def __init__(self) -> None:
+        self._types: list[bytes] = []
+        self._texts = b"\0"
+
+    def add(
+        self, kind: int, name: str = "", size: int = 0, tail: bytes = b"", count: int = 0, flag: bool = False
+    ) -> int:
+        info = kind << 24 | count | flag << 31
+        self._types.append(struct.pack("<III", self.text(name), info, size) + tail)
+        return len(self._types)
+
+    def text(self, name: str) -> int:
+        if not name:
+            return 0
+        at = len(self._texts)
+        self._texts += name.encode() + b"\0"
+        return at
+
+    def structure(self, name: str, size: int, *members: tuple[str, int, int], union: bool = False) -> int:
+        """Members are name, type and offset in bytes."""
+        tail = b"".join(struct.pack("<III", self.text(each), kind, 8 * at) for each, kind, at in members)
+        return self.add(5 if union else 4, name, size, tail, len(members))
+
+    def prototype(self, returns: int, *parameters: tuple[str, int]) -> int:
+        tail = b"".join(struct.pack("<II", self.text(each), kind) for each, kind in parameters)
+        return self.add(13, "", returns, tail, len(parameters))
+
+    def enum(self, name: str, **values: int) -> int:
+        tail = b"".join(struct.pack("<II", self.text(each), value) for each, value in values.items())
+        return self.add(6, name, 4, tail, len(values))
+
+    def data(self) -> bytes:
+        types = b"".join(self._types)
+        header = struct.pack("<HBBIIIII", 0xEB9F, 1, 0, 24, 0, len(types), len(types), len(self._texts))
+        return header + types + self._texts
+
+
+class Area:
+    """Memory that grows: each piece gets the next aligned address."""
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+        self.data = bytearray()
+
+    @property
+    def end(self) -> int:
+        return self.address + len(self.data)
+
+    def add(self, data: bytes, align: int = 8) -> int:
+        self.data += bytes(-len(self.data) % align)
+        at = self.end
+        self.data += data
+        return at
+
+    def string(self, text: str) -> int:
+        return self.add(text.encode() + b"\0", 1)
+
+
+class Kernel:
+    """A kernel of a few functions; tables and symbols are added, then `elf()` links it."""
+
+    def __init__(self, form: Format = Format()) -> None:
+        self.form = form
+        self.text, self.rodata, self.area = Area(TEXT), Area(RODATA), Area(DATA)
+        self.symbols: list[tuple[int, str, str]] = [
+            (0, "A", "fixed_percpu_data"),
+            (0x40, "A", "current_task"),
+        ]
+        if form.addresses is Addresses.RELATIVE:
+            self.symbols = []
+        self.mark("_stext")
+        self.text.add(b"\x90" * 16)
+        self.define("linux_banner", b"Linux version 6.1.0-made (nobody@nowhere) #1\n\0")
+
+    def mark(self, name: str, address: int | None = None, letter: str = "T") -> int:
+        """A symbol, at the text's end if nothing else is said."""
+        at = self.text.end if address is None else address
+        self.symbols.append((at, letter, name))
+        return at
+
+    def function(self, name: str, code: bytes) -> int:
+        """Aligned, with int3 in front of it as linkers fill."""
+        self.text.data += b"\xcc" * (-len(self.text.data) % 16)
+        at = self.mark(name)
+        self.text.data += code
+        return at
+
+    def define(self, name: str, data: bytes, letter: str = "D") -> int:
+        """Data with a symbol."""
+        return self.mark(name, self.area.add(data), letter)
+
+    def table(self, name: str, data: bytes, stop: str | None = None) -> int:
+        """Data between __start_NAME and __stop_NAME."""
+        at = self.mark(f"__start_{name}", self.area.add(data), "D")
+        self.mark(stop or f"__stop_{name}", self.area.end, "D")
+        return at
+
+    def next_data(self) -> int:
+        """Where the next table will stand: its entries are relative to themselves."""
+        return self.area.end + -len(self.area.data) % 8
+
+    def elf(self, *, sections: bool = True, ends: bool = True) -> bytes:
+        """A stripped vmlinux; `sections`: with section headers; `ends`: with symbols for where it ends."""
+        if ends:
+            self.mark("_etext")
+            self.mark("_end", END, "B")
+        self.rodata.data = bytearray(kallsyms(sorted(self.symbols, key=lambda symbol: symbol[0]), self.form))
+        return elf(
+            [(area.address, bytes(area.data)) for area in (self.text, self.rodata, self.area)],
+            sections=sections,
+        )
+
+
+def elf(
+    segments: list[tuple[int, bytes]],
+    *,
+    machine: int = 62,
+    kind: int = 2,
+    sections: bool = True,
+    bss: int = 0x1000,
+) -> bytes:
+    """An ELF file with these segments, the last one with `bss` zero bytes more."""
+    offset, headers, body = 64 + 56 * len(segments), b"", b""
+    names = b"\0.text\0.rodata\0.data\0.shstrtab\0"
+    rows = [struct.pack("<IIQQQQIIQQ", 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)]
+    for index, (address, data) in enumerate(segments):
+        memory = len(data) + (bss if index == len(segments) - 1 else 0)
+        physical = address & 0x3FFFFFFF
+        headers += struct.pack(
+            "<IIQQQQQQ", 1, 5 if index == 0 else 6, offset, address, physical, len(data), memory, 16
+        )
+        name = names.index((b".text\0", b".rodata\0", b".data\0")[min(index, 2)])
+        flags = 6 if index == 0 else 2
+        rows.append(struct.pack("<IIQQQQIIQQ", name, 1, flags, address, offset, len(data), 0, 0, 16, 0))
+        body += data
+        offset += len(data)
+    rows.append(
+        struct.pack("<IIQQQQIIQQ", names.index(b".shstrtab"), 3, 0, 0, offset, len(names), 0, 0, 1, 0)
+    )
+    table = offset + len(names) if sections else 0
+    count = len(rows) if sections else 0
+    ident = b"\x7fELF\x02\x01\x01" + bytes(9)
+    entry = segments[0][0] if segments else 0
+    header = struct.pack(
+        "<HHIQQQIHHHHHH",
+        kind,
+        machine,
+        1,
+        entry,
+        64,
+        table,
+        0,
+        64,
+        56,
+        len(segments),
+        64,
+        count,
+        count - 1 if count else 0,
+    )
+    return ident + header + headers + body + (names + b"".join(rows) if sections else b"")
+
+
+def vmlinuz(vmlinux: bytes, packed_by: str = "gzip", *, protocol: int = 0x20F) -> bytes:
+    """A bzImage that holds it."""
+    payload = packed(vmlinux, packed_by)
+    if packed_by != "gzip":
+        payload += struct.pack("<I", len(vmlinux))
+    return around(payload, protocol=protocol)
+
+
+def around(payload: bytes, *, protocol: int = 0x20F) -> bytes:
+    """A bzImage with this payload, whatever that is."""
+    setup = bytearray(5 * 512)
+    setup[:2], setup[0x1F1], setup[0x1FE:0x200] = b"MZ", 4, b"\x55\xaa"
+    setup[0x202:0x208] = b"HdrS" + struct.pack("<H", protocol)
+    struct.pack_into("<II", setup, 0x248, 16, len(payload))
+    return bytes(setup) + bytes(16) + payload + b"behind it"
+
+
+def packed(data: bytes, by: str) -> bytes:
+    """As the kernel's build packs."""
+    if by == "zstd":
+        import zstandard
+
+        return zstandard.ZstdCompressor().compress(data)
+    if by == "lz4":
+        import lz4.block
+
+        blocks = [data[at : at + (8 << 20)] for at in range(0, len(data), 8 << 20)]
+        squeezed = [lz4.block.compress(block, store_size=False) for block in blocks]
+        return b"\x02\x21\x4c\x18" + b"".join(struct.pack("<I", len(block)) + block for block in squeezed)
+    return {
+        "gzip": lambda: gzip.compress(data, mtime=0),
+        "bzip2": lambda: bz2.compress(data),
+        "xz": lambda: lzma.compress(data, lzma.FORMAT_XZ, check=lzma.CHECK_CRC32),
+        "lzma": lambda: lzma.compress(data, lzma.FORMAT_ALONE),
+    }[by]()
+
+
+PACKERS = ("gzip", "bzip2", "xz", "lzma", "zstd", "lz4")
+
+
+def deb(files: dict[str, bytes], packed_by: str | None = "xz") -> bytes:
+    """A Debian package with these files."""
+    tar = io.BytesIO()
+    with tarfile.open(fileobj=tar, mode="w", format=tarfile.GNU_FORMAT) as archive:
+        for name, data in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    suffix = {"gzip": ".gz", "bzip2": ".bz2", "xz": ".xz", "lzma": ".lzma", "zstd": ".zst", None: ""}[
+        packed_by
+    ]
+    data = packed(tar.getvalue(), packed_by) if packed_by else tar.getvalue()
+    members = {"debian-binary": b"2.0\n", "control.tar.xz": b"odd", f"data.tar{suffix}": data}
+    return b"!<arch>\n" + b"".join(_ar_member(name, content) for name, content in members.items())
+
+
+def _ar_member(name: str, data: bytes) -> bytes:
+    header = f"{name:<16}{0:<12}{0:<6}{0:<6}{100644:<8}{len(data):<10}`\n".encode()
+    return header + data + b"\n" * (len(data) % 2)

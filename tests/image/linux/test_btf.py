@@ -1,0 +1,131 @@
+"""BTF says what C's declarations say: offsets, bit fields, prototypes; damaged, it ends in one error."""
+
+from __future__ import annotations
+
+import struct
+from errno import ENOENT, ENOEXEC
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.image.linux.btf import Btf, Kind
+from tests.image.linux import made
+
+
+def sample() -> made.Btf:
+    btf = made.Btf()
+    integer = btf.add(1, "int", 4, struct.pack("<I", 0x01000020))
+    char = btf.add(1, "char", 1, struct.pack("<I", 8))
+    const_char = btf.add(10, "", char)
+    text = btf.add(2, "", const_char)
+    array = btf.add(3, "", 0, struct.pack("<III", char, integer, 16))
+    inner = btf.structure("", 8, ("low", integer, 0), ("high", integer, 4))
+    either = btf.structure("", 8, ("whole", integer, 0), ("", inner, 0), union=True)
+    task = btf.structure(
+        "task_struct", 40, ("pid", integer, 0), ("comm", array, 4), ("", either, 24), ("next", text, 32)
+    )
+    pointer = btf.add(2, "", task)
+    typedef = btf.add(8, "task_t", task)
+    btf.structure("holder", 48, ("task", typedef, 8))
+    bits = struct.pack("<III", btf.text("flag"), integer, 1 << 24 | 3)
+    btf.add(4, "bits", 4, bits, 1, flag=True)
+    handler = btf.prototype(0, ("", pointer), ("", integer))
+    handler_pointer = btf.add(2, "", handler)
+    const_pointer = btf.add(10, "", pointer)
+    read = btf.prototype(integer, ("task", const_pointer), ("name", text), ("run", handler_pointer))
+    btf.add(12, "read_task", read, count=1)
+    printk = btf.prototype(integer, ("fmt", text), ("", 0))
+    btf.add(12, "printk", printk)
+    btf.enum("colours", RED=1, BLUE=0xFFFFFFFF)
+    big = struct.pack("<III", btf.text("HUGE"), 1, 2)
+    btf.add(19, "wide", 8, big, 1)
+    return btf
+
+
+BTF = sample().data()
+
+
+def test_offsets_through_anonymous_members_typedefs_and_arrays() -> None:
+    btf = Btf(BTF)
+    assert btf.size("task_struct") == 40
+    paths = {"task_struct.pid": 0, "task_struct.comm": 4, "task_struct.high": 28, "holder.task.low": 32}
+    assert {path: btf.offset(path) for path in paths} == paths
+    assert btf.has("holder.task")
+    assert not btf.has("holder.tusk")
+    assert not btf.has("nothing")
+
+
+def test_bit_fields_have_their_place_and_width() -> None:
+    offset, member = Btf(BTF).locate("bits.flag")
+    assert (offset, member.width) == (3, 1)
+
+
+def test_prototypes_have_the_parameters_names() -> None:
+    found = Btf(BTF).prototype("read_task")
+    assert (found.returns, found.is_variadic) == ("int", False)
+    assert found.parameters == (
+        ("task", "struct task_struct *const"),
+        ("name", "const char *"),
+        ("run", "void (*)(struct task_struct *, int)"),
+    )
+    assert Btf(BTF).prototype("printk").is_variadic
+
+
+def test_enumerators_of_both_sizes() -> None:
+    constants = Btf(BTF).constants
+    assert (constants["RED"], constants["BLUE"], constants["HUGE"]) == (1, 0xFFFFFFFF, 2 << 32 | 1)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda btf: btf.find(Kind.STRUCT, "nothing"),
+        lambda btf: btf.offset("task_struct.nothing"),
+        lambda btf: btf.offset("task_struct"),
+        lambda btf: btf.prototype("nothing"),
+    ],
+)
+def test_what_it_does_not_have(ask: object) -> None:
+    with pytest.raises(KernelError) as caught:
+        ask(Btf(BTF))  # type: ignore[operator]
+    assert caught.value.errno == ENOENT
+
+
+def circle() -> bytes:
+    btf = made.Btf()
+    btf.add(10, "", 2)
+    btf.add(10, "", 1)
+    btf.add(12, "f", 4)
+    btf.prototype(1, ("x", 2))
+    btf.structure("self", 8, ("", 5, 0))
+    return btf.data()
+
+
+@pytest.mark.parametrize(
+    "ask", [lambda btf: btf.resolve(1), lambda btf: btf.prototype("f"), lambda btf: btf.offset("self.x")]
+)
+def test_types_in_a_circle_end(ask: object) -> None:
+    with pytest.raises(KernelError, match=r"circle|each other") as caught:
+        ask(Btf(circle()))  # type: ignore[operator]
+    assert caught.value.errno == ENOEXEC
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_damaged(data: st.DataObject) -> None:
+    raw = bytearray(BTF)
+    for _ in range(data.draw(st.integers(1, 6))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    cut = bytes(raw[: data.draw(st.integers(0, len(raw)))])
+    for whole in (bytes(raw), cut):
+        try:
+            btf = Btf(whole)
+            for name in ("read_task", "printk"):
+                btf.prototype(name)
+            btf.offset("holder.task.high")
+            assert btf.constants is not None
+        except KernelError as error:
+            if error.errno not in (ENOENT, ENOEXEC):
+                raise

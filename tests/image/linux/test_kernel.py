@@ -1,0 +1,146 @@
+"""A kernel's tables: each entry is relative to itself, and found by symbols or by section."""
+
+from __future__ import annotations
+
+import io
+import struct
+from errno import ENODATA, ENOEXEC
+
+import pytest
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.image.linux.kernel import LinuxKernel, Returns
+from emulated_kernel.image.linux.vmlinux import Vmlinux
+from tests.image.guest import BUGFLAG_WARNING
+from tests.image.linux import made
+
+CALL_FENTRY = b"\xe8\0\0\0\0"
+UD2 = b"\x0f\x0b"
+BODY = bytes.fromhex("4889e5 90909090 31c0")
+
+
+def read(built: made.Kernel, *, sections: bool = True) -> LinuxKernel:
+    return LinuxKernel(Vmlinux(io.BytesIO(built.elf(sections=sections))))
+
+
+def relative(at: int, *targets: int) -> bytes:
+    """Words that say how far their targets are from themselves."""
+    return b"".join(struct.pack("<i", target - at - 4 * index) for index, target in enumerate(targets))
+
+
+def built() -> tuple[made.Kernel, dict[str, int]]:
+    kernel = made.Kernel()
+    first = kernel.function("vfs_read", CALL_FENTRY + BODY + UD2 + made.RETURN_THUNK_CALL)
+    thunked = first + len(CALL_FENTRY + BODY + UD2)
+    kernel.text.add(b"", 16)
+    kernel.mark("__noinstr_text_start")
+    second = kernel.function("quiet", BODY + made.RETURN_THUNK_CALL)
+    kernel.text.add(b"", 16)
+    kernel.mark("__noinstr_text_end")
+    third = kernel.function("forbidden", CALL_FENTRY + BODY + b"\xc3")
+    kernel.function("its_return_thunk", b"\xc3\xcc")
+    name = kernel.area.string("fs/read.c")
+    at = kernel.next_data()
+    kernel.table("__ex_table", relative(at, first + 5, first + 8) + struct.pack("<i", 3), "__stop___ex_table")
+    kernel.symbols[-2] = (at, "D", "__start___ex_table")
+    kernel.table("mcount_loc", struct.pack("<3Q", first, third, 0))
+    at = kernel.next_data()
+    kernel.table("__jump_table", relative(at, first + 8, first + 12) + struct.pack("<q", 0x1000 - 8 + 2))
+    key = at + 0x1000
+    at = kernel.next_data()
+    kernel.table("static_call_sites", relative(at, third) + struct.pack("<i", 0x2000 - 4 + 1))
+    call_key = at + 0x2000
+    at = kernel.next_data()
+    kernel.table("__bug_table", relative(at, first + 14, name) + struct.pack("<HH", 42, 1))
+    kernel.table("kprobe_blacklist", struct.pack("<Q", third))
+    at = kernel.next_data()
+    kernel.define("__return_sites", relative(at, thunked))
+    kernel.mark("__return_sites_end", kernel.area.end, "D")
+    return kernel, {
+        "first": first,
+        "second": second,
+        "third": third,
+        "key": key,
+        "call_key": call_key,
+        "thunked": thunked,
+    }
+
+
+def test_tables_say_what_was_written() -> None:
+    source, at = built()
+    kernel = read(source)
+    first, third = at["first"], at["third"]
+    assert kernel.release == "6.1.0-made"
+    assert [tuple(entry) for entry in kernel.ex_table] == [(first + 5, first + 8)]
+    assert kernel.mcount == {first, third}
+    assert [tuple(label) for label in kernel.jump_labels] == [(first + 8, first + 12, at["key"])]
+    assert [tuple(call) for call in kernel.static_calls] == [(third, at["call_key"], True)]
+    bug = kernel.bugs[first + 14]
+    assert (bug.file, bug.line, bug.flags & BUGFLAG_WARNING) == ("fs/read.c", 42, BUGFLAG_WARNING)
+    assert [entry.name for entry in kernel.blacklist] == ["forbidden", "quiet"]
+    assert kernel.text_ranges == ((made.TEXT, source.text.end),)
+
+
+def test_without_section_headers_nothing_is_missing() -> None:
+    source, at = built()
+    kernel = read(source, sections=False)
+    assert kernel.vmlinux.sections == {}
+    assert kernel.mcount == {at["first"], at["third"]}
+
+
+def test_data_is_all_but_text() -> None:
+    source, _ = built()
+    kernel = read(source)
+    assert all(address % 8 == 0 and not made.TEXT <= address < kernel.text.end for address, _ in kernel.data)
+    assert any(address <= source.area.address < address + len(data) for address, data in kernel.data)
+
+
+def test_returns_as_boot_patches_them() -> None:
+    source, at = built()
+    kernel = read(source)
+    assert kernel.returns == tuple(Returns)
+    offset = at["thunked"] - made.TEXT
+    assert kernel.text_as_booted(Returns.PLAIN)[offset : offset + 5].hex() == "c3cccccccc"
+    assert kernel.text_as_booted(Returns.THUNKS)[offset : offset + 5] == made.RETURN_THUNK_CALL
+    assert kernel.booted(Returns.PLAIN).read(at["thunked"], 5).hex() == "c3cccccccc"
+    assert kernel.read(at["thunked"], 5) == made.RETURN_THUNK_CALL
+    its = kernel.text_as_booted(Returns.ITS)[offset : offset + 5]
+    assert (its == made.RETURN_THUNK_CALL) == (at["thunked"] & 0x20 == 0)
+
+
+def test_what_it_was_built_without_is_empty_or_says_so() -> None:
+    kernel = read(made.Kernel())
+    assert not kernel.ex_table
+    assert not kernel.bugs
+    assert not kernel.returns
+    for what in ("btf", "events", "syscalls"):
+        with pytest.raises(KernelError, match="BTF") as caught:
+            getattr(kernel, what)
+        assert caught.value.errno == ENODATA
+
+
+@pytest.mark.parametrize("lost", ["_stext", "_etext", "_end"])
+def test_symbols_that_it_can_not_be_without(lost: str) -> None:
+    source = made.Kernel()
+    source.mark("_etext")
+    source.mark("_end", made.END, "B")
+    source.symbols = [symbol for symbol in source.symbols if symbol[2] != lost]
+    with pytest.raises(KernelError, match=lost) as caught:
+        LinuxKernel(Vmlinux(io.BytesIO(source.elf(ends=False))))
+    assert caught.value.errno == ENOEXEC
+
+
+def test_text_that_is_not_there() -> None:
+    source = made.Kernel()
+    source.mark("_etext", made.TEXT)
+    source.mark("_end", made.END, "B")
+    with pytest.raises(KernelError, match="isn't where"):
+        LinuxKernel(Vmlinux(io.BytesIO(source.elf(ends=False))))
+
+
+def test_reading_beyond_memory() -> None:
+    kernel = read(made.Kernel())
+    assert kernel.read(made.DATA + 0x800, 16) == bytes(16)
+    for address, size in ((made.DATA + (1 << 20), 8), (0x1000, 1), (made.TEXT - 1, 2), (made.TEXT, -1)):
+        with pytest.raises(KernelError):
+            kernel.read(address, size)

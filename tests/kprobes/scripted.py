@@ -1,0 +1,64 @@
+"""A scheduler whose answers a test gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+from emulated_kernel.kernel import Kernel
+from emulated_kernel.kprobes.scheduler import Scheduler, Span
+
+
+class ScriptedScheduler(Scheduler):
+    """Nobody stands anywhere, and time stands still, until a test says otherwise."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.turns = 0
+        """How often the tasks have got the CPU."""
+        self.occupied_of: Callable[[Sequence[Span]], Collection[Span]] = lambda _spans: ()
+        self.quiescent_in: Callable[[Sequence[Span]], bool] = lambda _spans: True
+
+    def jiffies(self) -> int:
+        return self.now
+
+    def tasks(self) -> Iterable[int]:
+        return ()
+
+    def occupied(self, spans: Sequence[Span]) -> Collection[Span]:
+        return self.occupied_of(spans)
+
+    def is_quiescent(self, spans: Sequence[Span]) -> bool:
+        return self.quiescent_in(spans)
+
+    def yield_to_tasks(self) -> None:
+        self.turns += 1
+
+
+class _InPart(ScriptedScheduler):
+    """Beside a kernel's own scheduler, which has answered until now."""
+
+    def __init__(self, real: Scheduler) -> None:
+        super().__init__()
+        self._real = real
+        self.now = -1
+        self.occupied_of, self.quiescent_in = real.occupied, real.is_quiescent
+
+    def jiffies(self) -> int:
+        return self._real.jiffies() if self.now < 0 else self.now
+
+    def yield_to_tasks(self) -> None:
+        super().yield_to_tasks()
+        self._real.yield_to_tasks()
+
+
+def script(kernel: Kernel) -> ScriptedScheduler:
+    """Let a test say what the optimizer and the garbage of a kernel are told; until then as it was."""
+    kprobes = kernel.kprobes
+    scripted = _InPart(kprobes.garbage._scheduler)
+    askers: list[Any] = [kprobes.garbage, kprobes.garbage.work]
+    if kprobes.optimizer is not None:
+        askers += [kprobes.optimizer, kprobes.optimizer.work]
+    for asker in askers:
+        asker._scheduler = scripted
+    return scripted

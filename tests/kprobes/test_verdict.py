@@ -1,0 +1,160 @@
+"""Everything that asks whether a place can be probed or detoured gets the verdict's answer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from emulated_kernel.arch.analysis.reason import Finding, Reason
+from emulated_kernel.arch.analysis.region import Region
+from emulated_kernel.config import MachineConfig
+from emulated_kernel.errors import KernelError
+from emulated_kernel.image import Symbol
+from emulated_kernel.image.image import PREBUILT
+from emulated_kernel.kernel import Kernel
+from emulated_kernel.kprobes.kprobe import AggregatorProbe, Kprobe
+from tests.kprobes.blacklist import is_blacklisted
+from tests.sample import share
+
+IMAGES = ("x86_64", "x86_64-retpoline", "i386", "riscv64", "riscv64i")
+FTRACE_AND_OTHERS = [("linux-6.1", image) for image in IMAGES]
+PROFILES = [
+    *FTRACE_AND_OTHERS,
+    ("optprobes-2009", "x86_64"),
+    ("djprobe-2007", "i386"),
+    ("riscv-optprobes-2023", "riscv64"),
+    ("riscv-optprobes-2023", "riscv64i"),
+]
+
+
+@contextmanager
+def booted(profile: str, image: str) -> Iterator[Kernel]:
+    """With a module, where there is one for the image."""
+    path = PREBUILT / image / "vmlinux"
+    with Kernel(MachineConfig(arch=image.partition("-")[0], profile=profile, image=path)) as kernel:
+        if (path.parent / "modules").exists():
+            kernel.load_module("ktgt")
+        yield kernel
+
+
+def functions(kernel: Kernel) -> Iterator[Symbol]:
+    """All of the kernel's and of its modules."""
+    kallsyms, ranges = kernel.live.kallsyms, kernel.live.text_ranges
+    names = [line.split()[0] for line in kallsyms.kallsyms_text().splitlines()]
+    for address in sorted({int(name, 16) for name in names}):
+        if any(start <= address < end for start, end in ranges):
+            where = kallsyms.lookup(address)
+            assert where is not None
+            yield where.symbol
+
+
+def registered(kernel: Kernel, addr: int) -> tuple[int, Kprobe | None]:
+    """The errno of really registering a probe there, 0 and what stands in the table."""
+    probe = Kprobe(addr=addr, disabled=True, length=0)
+    try:
+        kernel.register_kprobe(probe)
+    except KernelError as error:
+        return error.errno or -1, None
+    head = kernel.kprobes.table.valid(probe)
+    kernel.unregister_kprobe(probe)
+    return 0, head
+
+
+@pytest.mark.parametrize(("profile", "image"), PROFILES)
+def test_registry_and_optimizer_agree_with_it(profile: str, image: str) -> None:
+    """Of every instruction, and of what lies a byte behind its start.
+
+    Each profile takes a share of the functions, and of those that are parts of others or mustn't be probed.
+    KPROBEFS_WHOLE=1 takes all.
+    """
+    with booted(profile, image) as kernel:
+        known = list(functions(kernel))
+        special = [s for s in known if "." in s.name or is_blacklisted(kernel, s.address)]
+        part, parts = PROFILES.index((profile, image)), len(PROFILES)
+        chosen = {s.address: s for s in [*share(special, part, 4), *share(known, part, parts)]}
+        assert agree(kernel, list(chosen.values())) > 30_000 * len(chosen) / len(known) / 2
+
+
+def agree(kernel: Kernel, symbols: list[Symbol]) -> int:
+    """How many instructions were looked at."""
+    verdict, seen, wrong = kernel.kprobes.verdict, 0, []
+    for symbol in symbols:
+        for addr, refused, outcome in verdict.judged(symbol):
+            seen += 1
+            found, head = registered(kernel, addr)
+            if found != (refused.errno if refused else 0) or refused != verdict.may_probe(addr):
+                wrong.append((hex(addr), found, refused))
+            if refused is None and not _is_taken(kernel, head, outcome):
+                wrong.append((hex(addr), head, outcome))
+            within = verdict.may_probe(addr + 1)
+            if seen % 7 == 0 and registered(kernel, addr + 1)[0] != (within.errno if within else 0):
+                wrong.append((hex(addr + 1), within))
+    assert wrong == []
+    return seen
+
+
+def _is_taken(kernel: Kernel, head: Kprobe | None, outcome: Region | Finding) -> bool:
+    """Whether the optimizer made of a place what the verdict says; a djprobe wasn't asked for."""
+    if kernel.kprobes.profile.djprobe is not None or kernel.kprobes.optimizer is None:
+        return not isinstance(head, AggregatorProbe)
+    if isinstance(outcome, Region):
+        return isinstance(head, AggregatorProbe) and head.detour is None
+    return head is not None and (head.obstacle == outcome or outcome.reason is Reason.FTRACE)
+
+
+def test_djprobes_get_the_length_of_the_region() -> None:
+    with booted("djprobe-2007", "i386") as kernel:
+        verdict, agreed = kernel.kprobes.verdict, 0
+        for symbol in [*functions(kernel)][::19]:
+            for addr, refused, outcome in verdict.judged(symbol):
+                if refused is not None:
+                    continue
+                length = outcome.length if isinstance(outcome, Region) else 5
+                probe = Kprobe(addr=addr, disabled=True, length=length)
+                if isinstance(outcome, Finding):
+                    with pytest.raises(KernelError, match=re.escape(outcome.reason.value)):
+                        kernel.register_kprobe(probe)
+                    continue
+                kernel.register_kprobe(probe)
+                kernel.unregister_kprobe(probe)
+                kernel.kprobes.commit_kprobes()
+                agreed += 1
+        assert agreed > 200
+
+
+@pytest.mark.parametrize("image", ["x86_64", "i386"])
+def test_a_cold_part_is_as_blacklisted_as_its_function(image: str) -> None:
+    """And as open: an event is refused there, or a plain kprobe."""
+    with booted("linux-6.1", image) as kernel:
+        kallsyms = kernel.image.kallsyms
+        parts = [
+            s for s in functions(kernel) if "." in s.name and kallsyms.lookup_name(s.name.partition(".")[0])
+        ]
+        refused = {part.name for part in parts if is_blacklisted(kernel, part.address)}
+        assert "report_bug.cold" in refused
+        assert len(refused) < len(parts)
+        for part in parts:
+            whole = kallsyms.lookup_name(part.name.partition(".")[0])
+            assert whole is not None
+            assert is_blacklisted(kernel, part.address) == is_blacklisted(kernel, whole), part.name
+        with pytest.raises(KernelError) as caught:
+            kernel.tracing.kprobe_events.write(b"p:x report_bug.cold\n")
+        assert caught.value.name == "EINVAL"
+
+
+@pytest.mark.parametrize(("profile", "image"), [("linux-6.1", "x86_64"), ("riscv-optprobes-2023", "riscv64")])
+def test_the_text_of_a_finding_names_the_instruction(profile: str, image: str) -> None:
+    with booted(profile, image) as kernel:
+        verdict, told = kernel.kprobes.verdict, set[Reason]()
+        for symbol in [*functions(kernel)][::7]:
+            for addr, _, outcome in verdict.judged(symbol):
+                found = verdict.detoured(addr)
+                assert found == outcome
+                if isinstance(found, Finding) and found.insn_text is not None and found.reason not in told:
+                    told.add(found.reason)
+                    line = kernel.arch.disassemble(kernel.live.read(found.addr, 15), found.addr)[0]
+                    assert line.split(maxsplit=1)[1].endswith(found.text.rpartition(": ")[2])
+        assert len(told) >= 3

@@ -1,0 +1,37 @@
+"""Debian's kernel, booted once for this machine's cache; skipped where its package can't be had."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+from emulated_kernel.host.mirror.processes import NoProcesses, ProcessWatch
+from emulated_kernel.linux.linux_mount import LinuxMount
+from emulated_kernel.linux.start import ensure_cached, started
+from emulated_kernel.linux.tasks import LinuxTasks
+from emulated_kernel.vfs.core.node import Owner
+from tests.image.linux.debian import package
+
+META = "linux-image-cloud-amd64"
+SEED = 1
+
+
+@cache
+def _ensure(path: Path) -> Path:
+    ensure_cached(str(path), SEED, lambda _done, _total: None)
+    return path
+
+
+def image() -> Path:
+    """Its package; it has booted."""
+    return _ensure(package(META))
+
+
+def tasks() -> LinuxTasks:
+    """A kernel of its own, just booted."""
+    return started(str(image()), SEED)
+
+
+def mount(watch: ProcessWatch | None = None, *, is_tracefs: bool = False) -> LinuxMount:
+    """Its files, root's."""
+    return LinuxMount(tasks(), watch or NoProcesses(), Owner(0, 0), is_tracefs=is_tracefs)

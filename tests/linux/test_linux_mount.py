@@ -1,0 +1,224 @@
+"""The distribution's own files in a mount: definitions, records, reads that wait, instances, errors."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import select
+import stat
+from collections.abc import Iterator
+
+import pytest
+
+from emulated_kernel.errors import KernelError, WouldBlock
+from emulated_kernel.host.mirror.processes import Fork, NoProcesses
+from emulated_kernel.linux.linux_mount import LinuxMount
+from emulated_kernel.machine.traps.trap import GuestFault
+from emulated_kernel.vfs.core.client import Client
+from tests.linux import debian_kernel
+
+SHELL, OTHER, STRANGER = Client(4001, 0, 0), Client(4002, 0, 0), Client(4003, 1000, 1000)
+
+
+class Host(NoProcesses):
+    """Processes with names, of which some fork and end."""
+
+    def __init__(self) -> None:
+        self.forked: list[Fork] = []
+        self.ended: list[int] = []
+
+    def comm(self, pid: int) -> str | None:
+        return {4001: "sh", 4002: "cat"}.get(pid, "?")
+
+    def forks(self) -> list[Fork]:
+        found, self.forked = self.forked, []
+        return found
+
+    def exited(self) -> list[int]:
+        found, self.ended = self.ended, []
+        return found
+
+
+class Files:
+    """A mount as a process sees it."""
+
+    def __init__(self, mount: LinuxMount, client: Client) -> None:
+        self.mount = mount
+        self.client = client
+
+    def write(self, path: str, text: str, flags: int = os.O_WRONLY) -> None:
+        handle = self.mount.open(self.client, path, flags)
+        try:
+            assert self.mount.write(self.client, handle, text.encode(), 0) == len(text)
+        finally:
+            self.mount.release(handle)
+
+    def read(self, path: str) -> str:
+        handle = self.mount.open(self.client, path, os.O_RDONLY)
+        text = b""
+        try:
+            while piece := self.mount.read(self.client, handle, 1 << 17, len(text)):
+                text += piece
+        finally:
+            self.mount.release(handle)
+        return text.decode()
+
+    def errno(self, path: str, text: str) -> int:
+        with pytest.raises(KernelError) as refused:
+            self.write(path, text, os.O_WRONLY | os.O_APPEND)
+        return refused.value.errno or 0
+
+
+@pytest.fixture
+def host() -> Host:
+    return Host()
+
+
+@pytest.fixture
+def mount(host: Host) -> Iterator[LinuxMount]:
+    found = debian_kernel.mount(host)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def shell(mount: LinuxMount) -> Files:
+    return Files(mount, SHELL)
+
+
+def test_a_probe_from_its_definition_to_its_record(shell: Files) -> None:
+    shell.write("/kprobe_events", "p:opened do_sys_openat2 flags=+0(%dx):x64\n")
+    assert shell.read("/tracing/kprobe_events") == "p:kprobes/opened do_sys_openat2 flags=+0(%dx):x64\n"
+    shell.write("/tracing/events/kprobes/enable", "1")
+    assert "do_sys_openat2+0x0" in shell.read("/kprobes/list")
+    with pytest.raises(KernelError):
+        Files(shell.mount, OTHER).read("/scratch/nothing")
+    shell.write("/tracing/events/kprobes/enable", "0")
+    trace = shell.read("/tracing/trace")
+    assert re.search(r"\bcat-4002 .* opened: \(do_sys_openat2\+0x0/0x\w+\) flags=0x8000\n", trace)
+    assert re.search(r"opened +[1-9]", shell.read("/kprobe_profile"))
+
+
+@pytest.mark.parametrize(
+    ("definition", "number", "said"),
+    [
+        ("p:x no_such_function", errno.ENOENT, "Invalid probed address or symbol"),
+        ("p:x vfs_read+2", errno.EILSEQ, "Probe point is not an instruction boundary"),
+        ("p:x vfs_read a=\\x", errno.EINVAL, "Invalid immediate value"),
+        ("p:x vfs_read a=%nothing", errno.EINVAL, "Invalid register name"),
+        ("p:1x vfs_read", errno.EINVAL, "Event name must follow the same rules as C identifiers"),
+    ],
+)
+def test_mistakes(definition: str, number: int, said: str, shell: Files) -> None:
+    assert shell.errno("/kprobe_events", definition) == number
+    assert f"error: {said}\n  Command: {definition}\n" in shell.read("/tracing/error_log")
+
+
+def test_a_reader_of_trace_pipe_waits_for_records(shell: Files) -> None:
+    shell.write("/kprobe_events", "p:reads vfs_read\n")
+    mount = shell.mount
+    pipe = mount.open(OTHER, "/tracing/trace_pipe", os.O_RDONLY)
+    assert mount.is_stream(pipe)
+    notified: list[int] = []
+    assert not mount.poll(pipe, lambda: notified.append(1)) & select.POLLIN
+    for _ in range(3):
+        with pytest.raises(WouldBlock):
+            mount.read(OTHER, pipe, 4096, 0)
+    shell.write("/tracing/events/kprobes/enable", "1")
+    shell.read("/kprobe_profile")
+    shell.write("/tracing/events/kprobes/enable", "0")
+    assert notified == [1]
+    assert b"reads: (vfs_read+0x0" in mount.read(OTHER, pipe, 4096, 0)
+    mount.release(pipe)
+
+
+def test_who_waits_in_vain_can_be_interrupted(shell: Files) -> None:
+    mount = shell.mount
+    pipe = mount.open(OTHER, "/tracing/trace_pipe", os.O_RDONLY)
+    with pytest.raises(WouldBlock):
+        mount.read(OTHER, pipe, 4096, 0)
+    mount.give_up(OTHER, pipe, errno.EINTR)
+    mount.release(pipe)
+    assert Files(mount, OTHER).read("/kprobe_events") == ""
+    handle = mount.open(OTHER, "/tracing/trace_pipe", os.O_RDONLY | os.O_NONBLOCK)
+    with pytest.raises(KernelError) as refused:
+        mount.read(OTHER, handle, 4096, 0)
+    assert refused.value.errno == errno.EAGAIN
+
+
+def test_instances_and_directories(shell: Files) -> None:
+    mount = shell.mount
+    mount.mkdir(SHELL, "/tracing/instances/mine", 0o755)
+    names = {entry.name: entry.kind for entry in mount.readdir("/tracing/instances/mine")}
+    assert names["trace"] == stat.S_IFREG
+    assert names["events"] == names["."] == names[".."] == stat.S_IFDIR
+    mount.opendir(SHELL, "/tracing/instances/mine")
+    mount.rmdir(SHELL, "/tracing/instances/mine")
+    with pytest.raises(KernelError, match="No such file"):
+        mount.getattr("/tracing/instances/mine")
+    top = {entry.name for entry in mount.readdir("/")}
+    assert top >= {"kprobes", "tracing", "scratch", "machine", "kprobe_events", "kprobe_profile"}
+    assert {entry.name for entry in mount.readdir("/machine")} == {".", "..", "dmesg", "version"}
+
+
+def test_scratch_is_a_tmpfs_with_owners(shell: Files) -> None:
+    mount = shell.mount
+    text = "0123456789" * 2000
+    handle = mount.create(STRANGER, "/scratch/file", 0o640, os.O_RDWR)
+    assert mount.write(STRANGER, handle, text.encode(), 0) == len(text)
+    assert mount.read(STRANGER, handle, 5, 19_000) == text.encode()[19_000:19_005]
+    assert mount.fgetattr(handle) == mount.getattr("/scratch/file")
+    found = mount.getattr("/scratch/file")
+    assert (found.uid, found.gid, found.size, found.mode) == (1000, 1000, 20_000, stat.S_IFREG | 0o640)
+    mount.symlink(SHELL, "/scratch/link", "file")
+    assert mount.readlink(SHELL, "/scratch/link") == "file"
+    mount.rename(SHELL, "/scratch/file", "/scratch/other")
+    mount.chmod(SHELL, "/scratch/other", 0o600)
+    mount.chown(SHELL, "/scratch/other", 0, -1)
+    mount.utimens(SHELL, "/scratch/other", 5, None)
+    mount.truncate(SHELL, "/scratch/other", 7)
+    found = mount.getattr("/scratch/other")
+    assert (found.uid, found.gid, found.size, found.atime_ns) == (0, 1000, 7, 5)
+    with pytest.raises(KernelError) as refused:
+        mount.open(STRANGER, "/scratch/other", os.O_RDONLY)
+    assert refused.value.errno == errno.EACCES
+    mount.unlink(SHELL, "/scratch/other")
+    for change in (mount.unlink, mount.rmdir):
+        with pytest.raises(KernelError):
+            change(SHELL, "/machine/dmesg")
+
+
+def test_forks_and_ends_of_processes_are_the_guest_s(host: Host, shell: Files) -> None:
+    shell.write("/tracing/events/sched/sched_process_fork/enable", "1")
+    shell.write("/tracing/events/sched/sched_process_exit/enable", "1")
+    host.forked = [Fork(4100, 4001, "sh", 0, 0, alive=True), Fork(4200, 999, "?", 0, 0, alive=True)]
+    shell.read("/kprobe_events")
+    host.ended = [4100]
+    trace = shell.read("/tracing/trace")
+    assert re.search(r"sh-4001 .* sched_process_fork: comm=sh pid=4001 child_comm=sh child_pid=4100\n", trace)
+    assert re.search(r"sh-4100 .* sched_process_exit: comm=sh pid=4100 ", trace)
+    assert "4200" not in trace
+
+
+def test_tracefs_can_be_the_root() -> None:
+    mount = debian_kernel.mount(is_tracefs=True)
+    assert "p[:[<group>/][<event>]]" in Files(mount, SHELL).read("/README")
+    mount.close()
+    with pytest.raises(KernelError) as refused:
+        mount.getattr("/README")
+    assert refused.value.errno == errno.EIO
+
+
+def test_a_dead_guest_answers_eio_and_says_why(shell: Files) -> None:
+    mount = shell.mount
+    assert not mount.is_dead()
+    assert "Linux version 6." in shell.read("/machine/dmesg")
+    tasks = mount._tasks
+    with pytest.raises(GuestFault):
+        tasks.exit(tasks.init)
+    assert mount.is_dead()
+    with pytest.raises(KernelError) as refused:
+        shell.read("/kprobe_events")
+    assert refused.value.errno == errno.EIO
+    assert "Attempted to kill init" in shell.read("/machine/dmesg")

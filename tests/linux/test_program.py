@@ -1,0 +1,65 @@
+"""`--engine native` at the command line: what it refuses, in one line and leaving nothing behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kprobefs.cli import main
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def vmlinuz(path: Path) -> Path:
+    """Starts like one."""
+    path.write_bytes(bytes(0x1FE) + b"\x55\xaa\0\0HdrS\x0f\x02" + bytes(4096))
+    return path
+
+
+def refusal(capsys: pytest.CaptureFixture[str], directory: Path, *options: str) -> str:
+    """The one line that it says, at status 2."""
+    assert main(["mount", *options, str(directory)]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.count("\n") == 1
+    return err
+
+
+def test_a_distribution_s_kernel_needs_the_engine_that_can_run_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    package = tmp_path / "linux-image.deb"
+    package.write_bytes(b"!<arch>\n" + bytes(600))
+    for image in (vmlinuz(tmp_path / "vmlinuz"), package):
+        assert "runs with --engine native alone" in refusal(capsys, tmp_path, "--image", str(image))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ((), "takes a kernel"),
+        (("--image", "FILE", "--arch", "riscv64"), "for x86_64, on one CPU"),
+        (("--image", "FILE", "--cpus", "2"), "for x86_64, on one CPU"),
+        (("--image", "/nonexistent"), "No such file"),
+        (("--image", "/"), "Is a directory"),
+        (("--image", "FILE"), "not a usable kernel"),
+    ],
+)
+def test_bad_input(
+    options: tuple[str, ...], said: str, tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = str(vmlinuz(tmp_path / "vmlinuz"))
+    given = [file if option == "FILE" else option for option in options]
+    assert said in refusal(capsys, tmp_path, "--engine", "native", *given)
+    assert not cache.exists()
+
+
+def test_no_images_yet(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["images"]) == 0
+    assert main(["images", "--clear"]) == 0
+    assert capsys.readouterr().out == f"0 removed from {cache}/kprobefs/kernels\n"

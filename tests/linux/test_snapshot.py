@@ -1,0 +1,122 @@
+"""Snapshots: what is kept comes back, what is damaged never does, and no more is kept than the limit."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from emulated_kernel.linux import snapshot
+from emulated_kernel.linux.exception_cells import find_exception_cells
+from emulated_kernel.linux.facts import KernelFacts
+from emulated_kernel.linux.machine import LinuxMachine
+
+RAM = 4 << 20
+FACTS = KernelFacts("6.1.0-test", {"do_sync_core": 0x1000}, {"task_struct.pid": 8}, 16)
+CELLS = find_exception_cells()
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return snapshot.directory()
+
+
+@pytest.fixture
+def saved(cache: Path) -> Path:
+    """A machine with something in its RAM and registers."""
+    return save(cache / "kernel.booted")
+
+
+def save(path: Path) -> Path:
+    ram = mmap.mmap(-1, RAM)
+    ram[5 << 16 : (5 << 16) + 9] = b"something"
+    ram[RAM - 3 :] = b"end"
+    machine = LinuxMachine(ram, 7, CELLS, 1.0)
+    machine.regs.ax, machine.pc.tsc = 0x1234, 99
+    snapshot.save(path, machine, FACTS, CELLS, "vmlinuz-test")
+    machine.close()
+    return path
+
+
+def test_what_was_saved_comes_back(saved: Path) -> None:
+    found = snapshot.load(saved)
+    assert found is not None
+    machine, facts = found
+    assert facts == FACTS
+    assert (machine.regs.ax, machine.pc.tsc) == (0x1234, 99)
+    ram = machine.memory.ram
+    assert (ram[5 << 16 : (5 << 16) + 9], ram[RAM - 3 :]) == (b"something", b"end")
+    assert not any(ram[: 5 << 16])
+    ram[0:3] = b"new"
+    machine.close()
+    again = snapshot.load(saved)
+    assert again is not None
+    assert again[0].memory.ram[0:3] == bytes(3)
+    again[0].close()
+    assert saved.stat().st_blocks * 512 < RAM // 4
+    assert [path.name for path in saved.parent.iterdir()] == ["kernel.booted"]
+
+
+def test_no_damage_goes_unnoticed(saved: Path) -> None:
+    dice, whole = random.Random(1), saved.read_bytes()
+    header = whole.index(b"\0\0\0\0", 40)
+    ram = len(whole) - RAM
+    places = [dice.randrange(header) for _ in range(12)] + [
+        ram + (5 << 16) + 3,
+        len(whole) - 1,
+        ram + (9 << 16),
+    ]
+    for place in places:
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << dice.randrange(8)
+        saved.write_bytes(damaged)
+        assert snapshot.load(saved) is None, place
+        assert not saved.exists()
+    for size in (0, 10, header, ram, len(whole) - 1):
+        saved.write_bytes(whole[:size])
+        assert snapshot.load(saved) is None, size
+    saved.write_bytes(whole)
+    assert snapshot.load(saved) is not None
+
+
+def test_what_cannot_be_read_is_none(cache: Path) -> None:
+    assert snapshot.load(cache / "nothing.booted") is None
+    (cache / "directory.booted").mkdir(parents=True)
+    assert snapshot.load(cache / "directory.booted") is None
+
+
+def test_oldest_go_first(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = save(cache / "first.booted")
+    monkeypatch.setattr(snapshot, "_LIMIT", first.stat().st_blocks * 512 * 5 // 2)
+    second = save(cache / "second.booted")
+    os.utime(second, (1, 1))
+    save(cache / "third.booted")
+    assert [kernel.path.name for kernel in snapshot.cached()] == ["third.booted", "first.booted"]
+    assert {kernel.release for kernel in snapshot.cached()} == {"6.1.0-test"}
+    (cache / ".booting-x").write_bytes(b"")
+    assert snapshot.clear() == 3
+    assert not list(cache.iterdir())
+
+
+def test_names_follow_file_and_seed(tmp_path: Path) -> None:
+    file = tmp_path / "vmlinuz"
+    names = set()
+    for content, seed in ((b"a", 1), (b"a", 2), (b"b", 1)):
+        file.write_bytes(content)
+        names.add(snapshot.place(file, seed))
+        assert snapshot.place(file, seed) in names
+    assert len(names) == 3
+
+
+def test_a_save_that_fails_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "rename", full)
+    with pytest.raises(OSError, match="No space"):
+        save(cache / "kernel.booted")
+    assert not list(cache.iterdir())

@@ -1,0 +1,147 @@
+"""Clients as tasks of a real kernel: many of them, what they see of each other, calls that sleep, ends."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import struct
+from collections.abc import Iterator
+
+import pytest
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.linux.init import BUFFER
+from emulated_kernel.linux.syscalls import LinuxSyscalls
+from emulated_kernel.linux.tasks import Blocked, LinuxTask, LinuxTasks
+from emulated_kernel.machine.traps.trap import GuestFault
+from tests.linux import debian_kernel
+
+READ, WRITE, PIPE, GETPID, GETUID, KILL, PRCTL = 0, 1, 22, 39, 102, 62, 157
+PR_GET_NAME = 16
+
+
+@pytest.fixture
+def guest() -> Iterator[LinuxTasks]:
+    found = debian_kernel.tasks()
+    yield found
+    found.machine.close()
+
+
+def test_a_task_has_its_process_s_pid_name_and_owner(guest: LinuxTasks) -> None:
+    task = guest.fork(guest.init, 123456)
+    guest.name(task, "a-name-that-is-too-long")
+    guest.own(task, 1000, 100)
+    assert guest.call(task, GETPID) == task.pid == 123456
+    assert guest.call(task, GETUID) == 1000
+    guest.call(task, PRCTL, PR_GET_NAME, BUFFER)
+    assert guest.get(task, BUFFER, 16) == b"a-name-that-is-\0"
+    with pytest.raises(KernelError) as refused:
+        guest.call(task, KILL, 1, 9)
+    assert refused.value.errno == errno.EPERM
+
+
+def test_a_pid_that_the_kernel_has_given_away_is_another(guest: LinuxTasks) -> None:
+    assert guest.fork(guest.init, 2).pid > 2
+
+
+def test_random_clients_against_a_model(guest: LinuxTasks) -> None:
+    """Files of several clients, in any order, with forks and exits between."""
+    dice = random.Random(1)
+    calls = LinuxSyscalls(guest)
+    clients = [guest.fork(guest.init, 1000 + number) for number in range(6)]
+    files: dict[str, bytes] = {}
+    for step in range(400):
+        client, name = dice.choice(clients), f"/scratch/{dice.randrange(5)}"
+        what = dice.randrange(6)
+        if what == 0:
+            files[name] = dice.randbytes(dice.randrange(9000))
+            fd = calls.open(client, name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            assert calls.write(client, fd, files[name], None) == len(files[name])
+            calls.close(fd)
+        elif what == 1 and name in files:
+            fd = calls.open(client, name, os.O_RDONLY)
+            size = calls.begin_read(client, fd, 10_000, None, may_block=True)
+            assert calls.read_data(client, size) == files[name]
+            calls.close(fd)
+        elif what == 2 and name in files:
+            assert calls.lstat(name).size == len(files[name])
+        elif what == 3:
+            if files.pop(name, None) is None:
+                with pytest.raises(KernelError, match="No such file"):
+                    calls.unlink(client, name)
+            else:
+                calls.unlink(client, name)
+        elif what == 4:
+            assert guest.call(client, GETPID) == client.pid
+        else:
+            guest.exit(client)
+            assert not client.alive
+            clients[clients.index(client)] = guest.fork(guest.init, 2000 + step)
+    names = {entry.name for entry in calls.listdir("/scratch")} - {".", ".."}
+    assert {f"/scratch/{name}" for name in names} == files.keys()
+
+
+def pipe(guest: LinuxTasks, task: LinuxTask) -> tuple[int, int]:
+    guest.call(task, PIPE, BUFFER)
+    reader, writer = struct.unpack("<2i", guest.get(task, BUFFER, 8))
+    return reader, writer
+
+
+def test_a_read_sleeps_until_another_client_writes(guest: LinuxTasks) -> None:
+    reading, writing = guest.fork(guest.init, 501), guest.fork(guest.init, 502)
+    reader, writer = pipe(guest, reading)
+    with pytest.raises(Blocked):
+        guest.call(reading, READ, reader, BUFFER, 10, patience=1000)
+    with pytest.raises(Blocked):
+        guest.answer(reading, 1000)
+    guest.put(writing, BUFFER, b"hello")
+    assert guest.call(writing, WRITE, writer, BUFFER, 5) == 5
+    assert guest.answer(reading, 1000) == 5
+    assert guest.get(reading, BUFFER, 5) == b"hello"
+
+
+def test_who_sleeps_in_a_call_can_be_ended(guest: LinuxTasks) -> None:
+    task, other = guest.fork(guest.init, 501), guest.fork(guest.init, 502)
+    reader, _ = pipe(guest, task)
+    with pytest.raises(Blocked):
+        guest.call(task, READ, reader, BUFFER, 10, patience=1000)
+    guest.exit(task)
+    assert not task.alive
+    with pytest.raises(KernelError, match="has ended"):
+        guest.call(task, GETPID)
+    assert guest.call(other, GETPID) == 502
+    assert guest.fork(guest.init, 501).pid == 501
+
+
+def test_memory_is_each_task_s_own(guest: LinuxTasks) -> None:
+    first = guest.fork(guest.init, 501)
+    guest.put(first, BUFFER, b"x" * 10_000)
+    second = guest.fork(first, 502)
+    assert guest.get(second, BUFFER, 10_000) == bytes(10_000)
+    guest.put(second, BUFFER + 5000, b"y" * 100)
+    assert guest.get(first, BUFFER, 10_000) == b"x" * 10_000
+
+
+def test_the_same_requests_end_in_the_same_memory() -> None:
+    ends = []
+    for _ in range(2):
+        guest = debian_kernel.tasks()
+        clients = [guest.fork(guest.init, 700 + number) for number in range(3)]
+        for number in range(60):
+            guest.call(clients[number % 3], GETPID)
+        guest.idle(50_000)
+        machine = guest.machine
+        ends.append((hash(bytes(machine.memory.ram)), machine.pc.state(), machine.regs.snapshot()))
+        machine.close()
+    assert ends[0] == ends[1]
+
+
+def test_a_dead_guest_says_why(guest: LinuxTasks) -> None:
+    """Init's end is the kernel's panic."""
+    with pytest.raises(GuestFault):
+        guest.exit(guest.init)
+    with pytest.raises(GuestFault):
+        guest.call(guest.init, GETPID)
+    assert b"Attempted to kill init" in guest.machine.pc.console
+    assert guest.machine.death

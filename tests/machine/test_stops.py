@@ -1,0 +1,129 @@
+"""A stop from another thread: the run goes on as if nothing had been, or the guest is given up."""
+
+from __future__ import annotations
+
+import errno
+import struct
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from emulated_kernel.config import MachineConfig
+from emulated_kernel.errors import KernelError
+from emulated_kernel.kernel import Kernel
+from emulated_kernel.machine.quirks.bench import CODE_OFFSET
+from emulated_kernel.machine.traps.trap import TrapKind
+from emulated_kernel.vfs.core.client import Client
+from tests.host.test_dead_guest import read_text
+from tests.machine.guests import CODE, DATA, boot
+
+ROUNDS = 300_000
+STOPS = 2000
+CELLS = (0, 8, 24)
+"""What each round adds one to, in bytes from the base register."""
+X86_64 = bytes.fromhex("51 59 f048ff03 48ff4308 ba01000000 f0480fc15318 48ffc9")
+"""push, pop, lock inc [rbx], inc [rbx+8], lock xadd [rbx+24], 1, dec rcx"""
+I386 = bytes.fromhex("51 59 f0ff03 ff4308 ba01000000 f00fc15318 49")
+RISCV = struct.pack(
+    "<8I",
+    *(0x00053303, 0x00130313, 0x00653023),  # ld t1, 0(a0); addi t1, t1, 1; sd t1, 0(a0)
+    *(0x00853303, 0x00130313, 0x00653423),  # the same at 8(a0)
+    *(0x005633AF, 0xFFF58593),  # amoadd.d t2, t0, (a2); addi a1, a1, -1
+)
+LOOPS = {
+    "x86_64": (X86_64 + b"\x0f\x85" + struct.pack("<i", -len(X86_64) - 6), "bx", "cx"),
+    "i386": (I386 + b"\x0f\x85" + struct.pack("<i", -len(I386) - 6), "bx", "cx"),
+    # bnez a1, .-32
+    "riscv64": (RISCV + struct.pack("<I", 0xFE0590E3), "a0", "a1"),
+}
+
+
+@pytest.fixture
+def stopping() -> Iterator[list[threading.Event]]:
+    """Events that end the threads which a test has started."""
+    ends: list[threading.Event] = []
+    yield ends
+    for end in ends:
+        end.set()
+
+
+@pytest.mark.parametrize("arch", LOOPS)
+def test_a_run_that_is_stopped_anywhere_does_nothing_twice(
+    arch: str, stopping: list[threading.Event]
+) -> None:
+    code, base, counter = LOOPS[arch]
+    with Kernel(MachineConfig(arch=arch)) as kernel:
+        machine, engine = kernel.machine, kernel.machine._engine
+        va = machine.model.layout.host_text + CODE_OFFSET
+        at = machine.memory.translate(va)
+        code += machine.model.halt
+        machine.memory.ram[at : at + len(code)] = code
+        engine.flush_code()
+        cells = machine.alloc_pages(4096)
+        end = threading.Event()
+        stopping.append(end)
+
+        def stop() -> None:
+            while not end.wait(0.0001):
+                engine.stop()
+
+        thread = threading.Thread(target=stop, daemon=True)
+        thread.start()
+        rounds = stops = 0
+        sp = machine.calls.stack_top
+        until = time.monotonic() + 60
+        while stops < STOPS:
+            assert time.monotonic() < until
+            rounds += ROUNDS
+            machine.regs.set(base, cells)
+            machine.regs.set(counter, ROUNDS)
+            if arch == "riscv64":
+                machine.regs.set("a2", cells + 24)
+                machine.regs.set("t0", 1)
+            machine.regs.sp, machine.regs.ip = sp, va
+            while machine.regs.ip != va + len(code):
+                assert engine.start(machine.regs.ip) == 0
+                stops += 1
+            assert machine.regs.sp == sp
+        end.set()
+        thread.join()
+        size = machine.memory.word_size
+        counts = [int.from_bytes(machine.memory.read(cells + cell, size), "little") for cell in CELLS]
+        assert counts == [rounds] * len(CELLS)
+
+
+def test_where_stops_are_inexact_the_guest_is_given_up() -> None:
+    with Kernel(MachineConfig(run_budget=0.05)) as kernel:
+        kernel.machine._engine.stop_between_blocks(False)
+        with pytest.raises(KernelError) as caught:
+            kernel.call("_raw_spin_lock", b"held")
+        assert caught.value.errno == errno.EFAULT
+        assert kernel.guest.is_dead
+        log = read_text(kernel.mount(), "/machine/dmesg")
+        assert "kprobefs: the guest was given up: it looped at 0x" in log.splitlines()[-1]
+        assert log.endswith(", and was stopped within an instruction\n")
+
+
+def test_a_quantum_stops_in_front_of_an_instruction() -> None:
+    """Its hook would otherwise be left behind an access of memory, too."""
+    machine = boot("again: inc qword ptr [rbx]; inc rcx; jmp again", run_budget=0.02, quantum=10**9)
+    assert machine.stops_exactly
+    machine.regs.bx, machine.regs.cx = DATA, 0
+    for _ in range(20):
+        trap = machine.run()
+        assert trap.kind is TrapKind.BUDGET
+        assert machine.memory.read_u64(DATA) - machine.regs.cx == (trap.address == CODE + 3)
+
+
+def test_the_clients_requests_go_on_behind_a_loop() -> None:
+    """Stopped by its budget, interrupted and killed: what it shared with others is as it was."""
+    with Kernel(MachineConfig(run_budget=0.02)) as kernel:
+        mount, client = kernel.mount(), Client(500, 0, 0)
+        mount.mkdir(client, "/scratch/d", 0o755)
+        for _ in range(20):
+            with pytest.raises(KernelError):
+                kernel.call("_raw_spin_lock", b"held")
+        assert not kernel.guest.is_dead
+        assert [entry.name for entry in mount.readdir("/scratch/d")] == [".", ".."]

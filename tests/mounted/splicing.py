@@ -1,0 +1,251 @@
+"""A client of trace_pipe_raw that moves pages by splice(2) and sendfile(2), where a system has its tracefs.
+
+    splicing.py CASE
+
+Runs one of the functions below, on a machine of one CPU; ends with a traceback where an answer is wrong.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import shutil
+import struct
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+PAGE = 4096
+COMMIT_MASK = 0xFFFFF
+PADDING_EVENT = 29
+"""The event type that ends a page; those above hold times, in 8 bytes."""
+SPLICE_F_NONBLOCK = 2
+TRACING = Path("/sys/kernel/tracing")
+RAW = TRACING / "per_cpu/cpu0/trace_pipe_raw"
+SCRATCH = Path("/sys/kernel/debug/scratch")
+PADDING = "." * 100
+"""Of a marker: 30 of them fill a page."""
+
+
+def mark(first: int, count: int, array: Path = TRACING) -> None:
+    """Record markers with the numbers from `first` on."""
+    for number in range(first, first + count):
+        (array / "trace_marker").write_text(f"mark {number} {PADDING}\n")
+
+
+def numbers(pages: bytes) -> list[int]:
+    """Of the markers in raw pages."""
+    assert len(pages) % PAGE == 0
+    return [int(text.split()[0]) for text in pages.split(b"mark ")[1:]]
+
+
+def records(pages: bytes) -> list[bytes]:
+    """Events of raw pages, without their times."""
+    found = []
+    for start in range(0, len(pages), PAGE):
+        _, commit = struct.unpack_from("<QQ", pages, start)
+        at, end = start + 16, start + 16 + (commit & COMMIT_MASK)
+        while at < end and (kind := pages[at] & 0x1F) != PADDING_EVENT:
+            if kind > PADDING_EVENT:
+                at += 8
+            else:
+                found.append(pages[at + 4 : at + 4 + 4 * kind])
+                at += 4 + 4 * kind
+    return found
+
+
+@contextmanager
+def opened(path: Path, flags: int = os.O_NONBLOCK) -> Iterator[int]:
+    """A descriptor for reading."""
+    descriptor = os.open(path, os.O_RDONLY | flags)
+    yield descriptor
+    os.close(descriptor)
+
+
+def spliced(source: int, size: int, flags: int = 0) -> bytes:
+    """What one splice(2) takes out of a file, by way of a pipe. Raises: OSError."""
+    reading, writing = os.pipe()
+    try:
+        taken = os.splice(source, writing, size, flags=flags)
+        data = b""
+        while len(data) < taken:
+            data += os.read(reading, taken - len(data))
+        return data
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+def refused(operation: Callable[[], object]) -> int:
+    """The errno of what must fail."""
+    try:
+        answer = operation()
+    except OSError as error:
+        return error.errno or 0
+    raise AssertionError(f"it gave {answer!r}")
+
+
+def until_empty(take: Callable[[], bytes]) -> bytes:
+    """All that can be taken before EAGAIN."""
+    data = b""
+    while True:
+        try:
+            data += take()
+        except BlockingIOError:
+            return data
+
+
+def the_pages_of_read() -> None:
+    """Two arrays have recorded the same, at times of their own; one is read, the other spliced."""
+    (TRACING / "kprobe_events").write_text("p:opened vfs_open path=$arg1\n")
+    arrays = [TRACING / "instances" / name for name in ("a", "b")]
+    for array in arrays:
+        array.mkdir()
+        (array / "events/kprobes/opened/enable").write_text("1")
+    (SCRATCH / "many").touch()
+    for _ in range(700):
+        (SCRATCH / "many").read_bytes()
+    for array in arrays:
+        (array / "events/kprobes/opened/enable").write_text("0")
+    (read, split) = (array / "per_cpu/cpu0/trace_pipe_raw" for array in arrays)
+    with opened(read) as source:
+        expected = until_empty(lambda: os.read(source, PAGE))
+    with opened(split) as source:
+        found = until_empty(lambda: spliced(source, 1 << 16))
+        assert len(found) >= 4 * PAGE
+        assert len(expected) == len(found) + PAGE
+        found += os.read(source, PAGE)
+    assert records(found) == records(expected)
+
+
+def only_full_pages() -> None:
+    """Neither flag nor size of the splice makes it wait, or give a page that is still written to."""
+    with opened(RAW) as source:
+        for flags in (0, SPLICE_F_NONBLOCK):
+            assert refused(lambda flags=flags: spliced(source, PAGE, flags)) == errno.EAGAIN
+        mark(0, 3)
+        assert refused(lambda: spliced(source, 1 << 16)) == errno.EAGAIN
+        assert numbers(os.read(source, PAGE)) == [0, 1, 2]
+        mark(3, 200)
+        data = spliced(source, PAGE)
+        assert len(data) == PAGE
+        data += spliced(source, 1 << 16, SPLICE_F_NONBLOCK)
+        assert len(data) > 4 * PAGE
+        assert refused(lambda: spliced(source, 1 << 16)) == errno.EAGAIN
+        data += os.read(source, PAGE)
+        assert numbers(data) == [*range(3, 203)]
+        assert refused(lambda: os.read(source, PAGE)) == errno.EAGAIN
+
+
+def without_nonblock() -> None:
+    """A splice of a file that waits in read(2) doesn't."""
+    with opened(RAW, 0) as source:
+        assert refused(lambda: spliced(source, PAGE)) == errno.EAGAIN
+
+
+def a_poller() -> None:
+    """Who polls and splices, as trace-cmd does, misses nothing of what fills the buffer many times over."""
+    (TRACING / "buffer_size_kb").write_text("32")
+    (TRACING / "buffer_percent").write_text("30")
+    count = 1500
+    marking = threading.Thread(target=mark, args=(0, count))
+    data = b""
+    with opened(RAW, 0) as source:
+        poll = select.poll()
+        poll.register(source, select.POLLIN)
+        marking.start()
+        while marking.is_alive():
+            if poll.poll(100):
+                data += spliced(source, 1 << 16)
+        marking.join()
+        os.set_blocking(source, False)
+        data += until_empty(lambda: os.read(source, PAGE))
+    assert numbers(data) == [*range(count)]
+
+
+def copies() -> None:
+    """Newer kernels refuse sendfile(2) from files without a position, as their own trace_pipe_raw."""
+    mark(0, 100)
+    copy = Path("copy")
+    with opened(RAW) as descriptor, copy.open("wb") as target:
+        with suppress(OSError):
+            os.sendfile(target.fileno(), descriptor, None, 1 << 20)  # type: ignore[arg-type]
+        with os.fdopen(descriptor, "rb", 0, closefd=False) as source:
+            shutil.copyfileobj(source, target)
+    assert numbers(copy.read_bytes()) == [*range(100)]
+
+
+def inside_of_a_page() -> None:
+    """After a read(2) of a part of one."""
+    mark(0, 100)
+    with opened(RAW) as source:
+        data = os.read(source, 1000)
+        assert refused(lambda: spliced(source, PAGE)) == errno.EINVAL
+        data += os.read(source, PAGE)
+        assert len(data) == PAGE
+        data += spliced(source, PAGE) + until_empty(lambda: os.read(source, PAGE))
+    assert numbers(data) == [*range(100)]
+
+
+def pages_set_aside() -> None:
+    mark(0, 100)
+    (TRACING / "snapshot").write_text("1")
+    mark(100, 1)
+    with opened(RAW.with_name("snapshot_raw")) as source:
+        data = spliced(source, 1 << 16) + os.read(source, PAGE)
+    assert numbers(data) == [*range(100)]
+
+
+def opened_again() -> None:
+    """Pages that the host keeps of an open file are not the next one's."""
+    for first in (0, 100):
+        mark(first, 100)
+        with opened(RAW) as source:
+            data = spliced(source, 1 << 16) + os.read(source, PAGE)
+        assert numbers(data) == [*range(first, first + 100)]
+
+
+def files_of_scratch() -> None:
+    """They have a size that is right: what splice and sendfile give is what read(2) gives."""
+    content = bytes(range(256)) * 256
+    file = SCRATCH / "many"
+    file.write_bytes(content)
+    with opened(file) as source:
+        assert b"".join(spliced(source, 5000) for _ in range(14)) == content
+    shutil.copyfile(file, "copied")
+    assert Path("copied").read_bytes() == content
+
+
+def texts() -> None:
+    """As from tracefs, EINVAL at once, so that whoever copies them reads."""
+    for name in ("trace", "kprobe_events", "README"):
+        with open(TRACING / name, "rb") as source, open("copied", "wb") as target:
+            assert failure(lambda: os.sendfile(target.fileno(), source.fileno(), 0, PAGE)) == errno.EINVAL
+            assert failure(lambda: os.copy_file_range(source.fileno(), target.fileno(), PAGE)) == errno.EINVAL
+        shutil.copyfile(TRACING / name, "copied")
+        assert Path("copied").read_bytes() == (TRACING / name).read_bytes(), name
+    assert Path("copied").stat().st_size > PAGE
+
+
+def failure(call: Callable[[], object]) -> int | None:
+    """The errno of a call, None where it goes well."""
+    try:
+        call()
+    except OSError as error:
+        return error.errno
+    return None
+
+
+def sizes() -> None:
+    """Only raw files have one."""
+    sized = {path.name for path in TRACING.rglob("*") if path.is_file() and path.stat().st_size}
+    assert sized == {"trace_pipe_raw", "snapshot_raw"}
+    assert RAW.stat().st_blocks == 0
+
+
+if __name__ == "__main__":
+    (TRACING / "buffer_size_kb").write_text("512")
+    globals()[sys.argv[1]]()

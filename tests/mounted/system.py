@@ -1,0 +1,28 @@
+"""Commands that see a mount where a system has its tracefs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.fuse.harness import ROOT
+
+TIMEOUT = 60
+
+
+def as_system(script: str, home: Path, *options: str) -> str:
+    """What a shell script prints whose commands see the mount where a system has its tracefs."""
+    own = {"PYTHONPATH": str(ROOT), "HOME": str(home), "TMPDIR": str(home), "LC_ALL": "C"}
+    result = subprocess.run(
+        [sys.executable, "-m", "kprobefs", "run", "--as-system", *options, "--", "bash", "-c", script],
+        env={**os.environ, **own},
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout

@@ -1,0 +1,161 @@
+"""Through a real mount: a process's own system calls, as the guest's events show them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.fuse.harness import needs_fuse
+from tests.mounted.files import TIMEOUT, Files
+
+pytestmark = [needs_fuse, pytest.mark.mounted]
+
+LINE = re.compile(r".*-(\d+) +\[.*: sys_(\w+)(?:\((.*)\)| -> (\S+))$")
+ADDRESS = re.compile(r"\w+: \w{9,}(, )?")
+
+
+@pytest.fixture
+def traced(files: Files) -> Files:
+    try:
+        with open("/proc/self/syscall", encoding="ascii") as file:
+            file.read()
+    except OSError:
+        pytest.skip("/proc doesn't say in which system call a process waits")
+    files.write("tracing/events/syscalls/enable", "1")
+    return files
+
+
+def calls_of(files: Files, script: str) -> list[str]:
+    """What the guest shows of a Python program's calls: "name(arguments) -> result", without addresses."""
+    files.write("tracing/trace", "", os.O_TRUNC)
+    program = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", f"import os\nr = {str(files.root)!r}\n{script}"], cwd=files.root
+    )
+    assert program.wait(TIMEOUT) == 0
+    found = []
+    for line in files.records():
+        match = LINE.match(line)
+        if match is None or int(match[1]) != program.pid or match[2] == "exit_group":
+            continue
+        if match[4]:
+            result = int(match[4], 16)
+            found[-1] += f" -> {result - (1 << 64) if result >> 63 else result}"
+        else:
+            arguments = ADDRESS.sub("", match[3]).removesuffix(", ")
+            found.append(f"{match[2]}({arguments})")
+    return found
+
+
+def test_a_file_from_open_to_close(traced: Files) -> None:
+    """With the process's own descriptors, flags, modes and positions."""
+    found = calls_of(
+        traced,
+        """
+os.umask(0o027)
+f = os.open(r + "/scratch/f", os.O_RDWR | os.O_CREAT, 0o666)
+os.write(f, b"0123456789")
+os.lseek(f, 4, os.SEEK_SET)
+assert os.read(f, 3) == b"456"
+g = os.dup(f)
+os.write(g, b"x")
+os.fchmod(f, 0o600)
+os.ftruncate(f, 2)
+os.fsync(f)
+""",
+    )
+    number = re.search(r"-> (\d+)$", found[0])
+    assert number is not None
+    fd, other = int(number[1]), int(number[1]) + 1
+    assert found[:8] == [
+        f"openat(dfd: ffffff9c, flags: 80042, mode: 1b6) -> {fd}",
+        f"write(fd: {fd}, count: a) -> 10",
+        f"lseek(fd: {fd}, offset: 4, whence: 0) -> 4",
+        f"read(fd: {fd}, count: 3) -> 3",
+        f"write(fd: {other}, count: 1) -> 1",
+        f"fchmod(fd: {fd}, mode: 180) -> 0",
+        f"ftruncate(fd: {fd}, length: 2) -> 0",
+        f"fsync(fd: {fd}) -> 0",
+    ]
+
+
+def test_calls_that_the_lookup_ends(traced: Files) -> None:
+    found = calls_of(
+        traced,
+        """
+os.chdir(r + "/scratch")
+def fails(call, *args, **more):
+    try:
+        call(*args, **more)
+    except OSError:
+        return
+    raise SystemExit(1)
+os.mkdir("d")
+fails(os.open, "none", os.O_RDONLY)
+fails(os.open, r + "/tracing/none", os.O_RDONLY)
+fails(os.stat, "none/none")
+fails(os.unlink, "none")
+fails(os.mkdir, "d")
+fails(os.rename, "none", "other")
+fails(os.rmdir, "none")
+os.access("d", os.R_OK)
+os.lstat("d")
+os.symlink("d", "l")
+assert os.readlink("l") == "d"
+os.mkfifo("p")
+os.link("p", "q")
+os.unlink("q")
+""",
+    )
+    shown = [
+        r"mkdir(at)?\((dfd: ffffff9c, )?mode: 1ff\) -> 0",
+        r"openat\(dfd: ffffff9c, flags: 80000, mode: 1ff\) -> -2",
+        r"openat\(dfd: ffffff9c, flags: 80000, mode: 1ff\) -> -2",
+        r"new(fstatat\(dfd: ffffff9c, flag: 0|stat\()\) -> -2",
+        r"unlink\(\) -> -2",
+        r"mkdir(at)?\((dfd: ffffff9c, )?mode: 1ff\) -> -17",
+        r"rename\(\) -> -2",
+        r"rmdir\(\) -> -2",
+        r"access\(mode: 4\) -> 0",
+        r"new(fstatat\(dfd: ffffff9c, flag: 100|lstat\()\) -> 0",
+        r"symlink\(\) -> 0",
+        r"readlink\(bufsiz: \w+\) -> 1",
+        r"mknod(at)?\((dfd: ffffff9c, )?mode: 11b6, dev: 0\) -> 0",
+        r"link\(\) -> 0",
+        r"unlink\(\) -> 0",
+    ]
+    assert len(found) == len(shown), found
+    for line, pattern in zip(found, shown, strict=True):
+        assert re.fullmatch(pattern.replace("mode: 1ff\\) -> -2", r"mode: \w+\) -> -2"), line), (
+            line,
+            pattern,
+        )
+
+
+def test_listing(traced: Files) -> None:
+    """Down to the call that gives nothing more."""
+    for name in "abc":
+        traced.path(f"scratch/{name}").touch()
+    found = calls_of(traced, "assert len(os.listdir(r + '/scratch')) == 3")
+    called = [line.split("(")[0] for line in found if not line.startswith("new")]
+    assert called[:3] == ["openat", "getdents64", "getdents64"]
+    assert [line.endswith("-> 0") for line in found if "getdents64" in line] == [False, True]
+
+
+def test_instances(traced: Files) -> None:
+    """Made, refused and removed by the process itself."""
+    for function in ("do_mkdirat", "vfs_mkdir", "do_rmdir"):
+        traced.probe(f"p:{function} {function}")
+    traced.write("tracing/trace", "", os.O_TRUNC)
+    script = "mkdir tracing/instances/i; mkdir tracing/instances/i; rmdir tracing/instances/i"
+    assert traced.shell(script).returncode == 0
+    hits = [re.search(r"(mkdir|rmdir)-\d+ .*: (\w+): \(", line) for line in traced.records()]
+    assert [(hit[1], hit[2]) for hit in hits if hit] == [
+        ("mkdir", "do_mkdirat"),
+        ("mkdir", "vfs_mkdir"),
+        ("mkdir", "do_mkdirat"),
+        ("rmdir", "do_rmdir"),
+    ]

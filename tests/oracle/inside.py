@@ -1,0 +1,220 @@
+#!/usr/bin/env python3
+"""Asks a distribution's kernel, running in the emulator, what ours answers.
+
+    inside.py IMAGE [--count N] [--seed N]
+
+Definitions, of which most are wrong, go to kprobe_events of both; probes on places of the kernel's own
+text are given to it, where our verdict over the same text is asked. Exits 1 if any answer differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import random
+import re
+import sys
+from bisect import bisect_right
+from collections.abc import Iterator
+from copy import copy
+from dataclasses import dataclass, field
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from emulated_kernel.arch.analysis.reason import Finding
+from emulated_kernel.arch.x86.arch import X86_64
+from emulated_kernel.arch.x86.decode import decode_all
+from emulated_kernel.errors import KernelError
+from emulated_kernel.image.linux.kernel import LinuxKernel
+from emulated_kernel.linux.linux_mount import LinuxMount
+from emulated_kernel.linux.tasks import LinuxTasks
+from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.guest.guest_mount import GuestMount
+
+CLIENT = Client(4001, 0, 0)
+TIME = re.compile(r"^\[ *\d+\.\d+\] ", re.MULTILINE)
+ADDRESS = re.compile(r"0x(?:\(____ptrval____\)|[0-9a-f]{16})")
+"""Linux prints pointers hashed, or not at all."""
+PIECE = 1 << 17
+OPTIMIZING = 5_000_000
+"""Microseconds of the guest's time in which it optimizes what it can."""
+KINDS = ("p", "r") * 6 + ("p:", "r8", "p8", "r0", "r99999", "x", "P", "-", "pp", "r-1")
+NAMES = ("", ":x") * 4 + (":g/x", ":g/", ":1x", ":a-b", ":" + "n" * 64, ":g.h", ":kprobes/x", ":/x")
+PLACES = ("vfs_read", "vfs_write") * 4 + (
+    "vfs_read+0", "vfs_read-1", "no_such_function", "vfs_read+3", "vfs_read%return", "vfs_read%nothing",
+    "vfs_read+0%return", "", "0", "nothing:at_all", "vfs_read+x", "+8", "_text", "vfs_read+-1",
+    "@vfs_read",
+)  # fmt: skip
+ARGUMENTS = (
+    "%di", "%dx:u8", "a=%si", "a=%dx:s64", "b=$stack", "$stack0", "$stack1:x16", "$stack99999", "$stackx",
+    "$retval", "r=$retval:u8", "$comm", "c=$comm:string", "$comm:u8", "@0xffffffff81000000", "@vfs_read",
+    "@no_such_symbol", "@", "@+5", "+0(%di)", "+0(%di", "-8(%di):u32", "+0(+8(%di)):string",
+    "+u0(%si):ustring", "0(%di)", "+(%di)", "+0()", "+0", "a=%nothing", "%", "a=", "=%di", "1a=%di",
+    "a-b=%di", "a=%di:", "a=%di:nothing", "a=%di:b4@2/16", "a=%di:b0@2/16", "a=%di:b9@2/8", "a=%di:b4@2/",
+    "a=%di:x8[4]", "+0(%di):x8[4]", "+0(%di):x8[0]", "+0(%di):x8[65]", "+0(%di):x8[4",
+    "+0(%di):string[2]", "a=%di:string", "a=\\1", "a=\\x", 'a=\\"text"', 'a=\\"text', "a=%di:char",
+    "a=%di:symbol", "a=%di a=%si", "common_pid=%di", "__probe_ip=%di", "n" * 33 + "=%di", "a=%di:u128",
+    "$arg1", "$", "a=$nothing1", "+0(+0(+0(%di)))", "+99999999999999999999(%di)", "\\5", "%di:%si",
+    "a=b=%di", "imm=\\0x10:u8", "+0(\\1)",
+)  # fmt: skip
+
+
+@dataclass
+class Tally:
+    """How many answers agree, and what differs."""
+
+    compared: int = 0
+    refused: int = 0
+    """Of those both refused."""
+    differences: list[str] = field(default_factory=list)
+
+    def add(self, what: str, linux: object, ours: object, *, is_refused: bool) -> None:
+        """One question."""
+        self.compared += 1
+        self.refused += is_refused
+        if linux != ours:
+            self.differences.append(f"{what}\n  Linux {linux!r:.300}\n  ours  {ours!r:.300}")
+
+
+def definitions(count: int, seed: int) -> Iterator[str]:
+    """Definitions that are right in most of their parts."""
+    dice = random.Random(seed)
+    for _ in range(count):
+        words = [dice.choice(KINDS) + dice.choice(NAMES), dice.choice(PLACES)]
+        words += dice.sample(ARGUMENTS, k=dice.choice((0, 0, 1, 1, 1, 2, 3)))
+        yield " ".join(words)
+
+
+def read(mount: GuestMount | LinuxMount, path: str) -> str:
+    """A whole file."""
+    handle, text = mount.open(CLIENT, path, os.O_RDONLY), b""
+    while piece := mount.read(CLIENT, handle, PIECE, len(text)):
+        text += piece
+    mount.release(handle)
+    return text.decode()
+
+
+def write(mount: GuestMount | LinuxMount, path: str, text: str, flags: int = 0) -> str:
+    """One write(2); the name of its errno, or nothing."""
+    try:
+        handle = mount.open(CLIENT, path, os.O_WRONLY | flags)
+    except KernelError as error:
+        return errno.errorcode[error.errno or 0]
+    try:
+        if text:
+            mount.write(CLIENT, handle, text.encode(), 0)
+    except KernelError as error:
+        return errno.errorcode[error.errno or 0]
+    finally:
+        mount.release(handle)
+    return ""
+
+
+def answer(mount: GuestMount | LinuxMount, definition: str) -> tuple[str, str, str]:
+    """errno, error_log and kprobe_events behind a definition."""
+    for path in ("/tracing/kprobe_events", "/tracing/error_log"):
+        write(mount, path, "", os.O_TRUNC)
+    result = write(mount, "/tracing/kprobe_events", definition, os.O_APPEND)
+    log = TIME.sub("", read(mount, "/tracing/error_log"))
+    # A word that Linux spells so up to 6.1.
+    events = ADDRESS.sub("(address)", read(mount, "/tracing/kprobe_events"))
+    return result, log.replace("$-valiable", "$-variable"), events
+
+
+def compare_definitions(linux: LinuxMount, ours: GuestMount, count: int, seed: int) -> Tally:
+    """Both kernels' answers to each."""
+    tally = Tally()
+    for definition in definitions(count, seed):
+        theirs = answer(linux, definition)
+        tally.add(definition, theirs, answer(ours, definition), is_refused=bool(theirs[0]))
+    return tally
+
+
+def places(kernel: LinuxKernel, count: int, seed: int) -> Iterator[int]:
+    """Addresses in its text: most of them boundaries of instructions, some within one."""
+    dice = random.Random(seed)
+    starts = sorted({symbol.address for symbol in kernel.symbols if symbol.address in range(*kernel.text)})
+    for _ in range(count):
+        at = bisect_right(starts, dice.randrange(*kernel.text)) - 1
+        start, end = starts[at], (*starts, kernel.text.end)[at + 1]
+        boundaries = [addr for addr, *_ in decode_all(kernel.read(start, min(end - start, 2000)), start)]
+        yield dice.choice(boundaries) + (dice.random() < 0.1)
+
+
+def as_running(kernel: LinuxKernel, tasks: LinuxTasks) -> LinuxKernel:
+    """The kernel with the text that it has made of its own by now."""
+    start, end = kernel.text
+    running = copy(kernel)
+    machine = tasks.machine
+    running.vmlinux = kernel.vmlinux.with_bytes(
+        start, machine.memory.read(machine.cpu.root, start, end - start)
+    )
+    return running
+
+
+def compare_places(linux: LinuxMount, kernel: LinuxKernel, count: int, seed: int) -> Tally:
+    """`kernel`: as_running(). errno of the definition, and what kprobes/list says of the armed probe."""
+    arch = X86_64()
+    verdict = arch.verdict(kernel, arch.strategies["optprobe-linux"], ftrace=True)
+    tally, expected = Tally(), {}
+    write(linux, "/tracing/kprobe_events", "", os.O_TRUNC)
+    for addr in dict.fromkeys(places(kernel, count, seed)):
+        finding = verdict.check_traced(addr) or verdict.may_probe(addr)
+        got = write(linux, "/tracing/kprobe_events", f"p:x{addr:x} {addr:#x}", os.O_APPEND)
+        wanted = finding.errno if finding else 0
+        tally.add(
+            f"{addr:#x} {finding}", got, errno.errorcode[wanted] if wanted else "", is_refused=bool(got)
+        )
+        if not finding and not got:
+            outcome = verdict.detoured(addr)
+            optimized = (
+                "[FTRACE]"
+                if addr in verdict.fentry
+                else ""
+                if isinstance(outcome, Finding)
+                else "[OPTIMIZED]"
+            )
+            expected[addr] = optimized, outcome
+    write(linux, "/tracing/events/kprobes/enable", "1")
+    linux._tasks.idle(OPTIMIZING)
+    lines = [line.split() for line in read(linux, "/kprobes/list").splitlines()]
+    listed = {int(words[0], 16): words[3] if len(words) > 3 else "" for words in lines}
+    for addr, (wanted_flag, outcome) in expected.items():
+        tally.add(f"{addr:#x} {outcome}", listed.get(addr), wanted_flag, is_refused=False)
+    write(linux, "/tracing/events/kprobes/enable", "0")
+    write(linux, "/tracing/kprobe_events", "", os.O_TRUNC)
+    return tally
+
+
+def main() -> int:
+    """The command line."""
+    from emulated_kernel.host.mirror.processes import NoProcesses
+    from emulated_kernel.image.linux.kernel import open_kernel
+    from emulated_kernel.kernel import Kernel
+    from emulated_kernel.linux.start import started
+    from emulated_kernel.vfs.core.node import Owner
+
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("image", help="a vmlinuz, a vmlinux, a Debian package, or host")
+    parser.add_argument("--count", type=int, default=500, metavar="N", help="questions of each kind")
+    parser.add_argument("--seed", type=int, default=1, metavar="N")
+    options = parser.parse_args()
+    tasks = started(options.image, options.seed)
+    kernel = as_running(open_kernel(options.image), tasks)
+    linux = LinuxMount(tasks, NoProcesses(), Owner(0, 0), is_tracefs=False)
+    is_perfect = True
+    for what, tally in (
+        ("places", compare_places(linux, kernel, options.count, options.seed)),
+        ("definitions", compare_definitions(linux, Kernel().mount(), options.count, options.seed)),
+    ):
+        print(f"{what}: {tally.compared} answers, {tally.refused} refusals, {len(tally.differences)} differ")
+        print("".join(f"{difference}\n" for difference in tally.differences[:20]), end="")
+        is_perfect = is_perfect and not tally.differences
+    return not is_perfect
+
+
+if __name__ == "__main__":
+    sys.exit(main())

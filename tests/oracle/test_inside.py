@@ -1,0 +1,32 @@
+"""Debian's own kernel, running in the emulator, answers definitions and places for probes as ours does."""
+
+from __future__ import annotations
+
+from emulated_kernel.host.mirror.processes import NoProcesses
+from emulated_kernel.image.linux.kernel import open_kernel
+from emulated_kernel.kernel import Kernel
+from emulated_kernel.linux.linux_mount import LinuxMount
+from emulated_kernel.vfs.core.node import Owner
+from tests.linux import debian_kernel
+from tests.oracle import inside
+
+DEFINITIONS, PLACES = 150, 80
+
+
+def test_definitions_are_answered_alike() -> None:
+    linux = debian_kernel.mount()
+    found = inside.compare_definitions(linux, Kernel().mount(), DEFINITIONS, 1)
+    linux.close()
+    assert not found.differences, "\n".join(found.differences[:5])
+    assert DEFINITIONS == found.compared > found.refused > DEFINITIONS // 2
+
+
+def test_places_are_judged_alike() -> None:
+    """errno of a probe there, and whether its kernel makes it a jump."""
+    tasks = debian_kernel.tasks()
+    kernel = inside.as_running(open_kernel(str(debian_kernel.image())), tasks)
+    linux = LinuxMount(tasks, NoProcesses(), Owner(0, 0), is_tracefs=False)
+    found = inside.compare_places(linux, kernel, PLACES, 1)
+    linux.close()
+    assert not found.differences, "\n".join(found.differences[:5])
+    assert found.compared > PLACES > found.refused > PLACES // 20

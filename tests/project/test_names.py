@@ -1,0 +1,61 @@
+"""Names: one public class each, and nothing public that only tests would call."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+LIBRARY, PROGRAM, BENCHMARKS = "emulated_kernel", "kprobefs", "benchmarks"
+PUBLIC_API = "emulated_kernel/kernel.py"
+CALLED_FROM_OUTSIDE = {
+    "may_probe": "the verdict's whole question, of which registering asks the halves at two points",
+    "prototype": "a function's declaration in a kernel file, for programs that read one",
+    "readinto": "io.RawIOBase calls it",
+}
+
+
+def parsed(*packages: str) -> Iterator[tuple[str, ast.Module]]:
+    for package in packages:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            yield str(path.relative_to(ROOT)), ast.parse(path.read_text())
+
+
+def public_classes(packages: tuple[str, ...]) -> dict[str, list[str]]:
+    places = defaultdict(list)
+    for path, tree in parsed(*packages):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(f"{path}:{node.lineno}")
+    return places
+
+
+def mentions(tree: ast.Module) -> Iterator[str]:
+    """Names that are read, called, or given by keyword; a definition or an import alone is none."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.keyword(arg=str(name)):
+                yield name
+
+
+def uncalled() -> dict[str, str]:
+    mentioned = {name for _, tree in parsed(LIBRARY, PROGRAM, BENCHMARKS) for name in mentions(tree)}
+    return {
+        node.name: f"{path}:{node.lineno}"
+        for path, tree in parsed(LIBRARY)
+        if path != PUBLIC_API
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and node.name not in mentioned
+    }
+
+
+def test_no_two_public_classes_share_a_name() -> None:
+    found = public_classes((LIBRARY, PROGRAM))
+    assert len(found) > 300
+    assert {name: places for name, places in found.items() if len(places) > 1} == {}
+
+
+def test_nothing_public_is_called_by_tests_alone() -> None:
+    assert uncalled().keys() == CALLED_FROM_OUTSIDE.keys(), uncalled()

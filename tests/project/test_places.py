@@ -1,0 +1,200 @@
+"""The places that CONTRIBUTING and the documents name: each is there, and each architecture fills it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from emulated_kernel.arch.analysis.reason import ERRNO, Reason
+from emulated_kernel.arch.architectures import arch_named
+from emulated_kernel.host.builtin_kernel import BuiltinKernel
+from emulated_kernel.kernel import Kernel
+from emulated_kernel.kprobes.profile import PROFILES, profile_named
+from emulated_kernel.machine.cpus import cpu_model
+from emulated_kernel.machine.guest_kernel import GuestKernel
+from emulated_kernel.trace.compiled.fetch import _EMITTERS
+from emulated_kernel.trace.fetch.types import SymbolString, fetch_types
+from emulated_kernel.trace.ring.clock import TRACE_CLOCKS
+from emulated_kernel.trace.trigger.commands import PLAIN_COMMANDS
+from emulated_kernel.vfs.core.client import Client
+from kprobefs.cli import _parser
+
+ROOT = Path(__file__).resolve().parents[2]
+ARCHITECTURES = ("x86_64", "i386", "riscv64", "riscv64i")
+MANUAL = "".join(path.read_text().replace("\\-", "-") for path in sorted((ROOT / "docs/man").iterdir()))
+DOCUMENTS = ("CONTRIBUTING.md", "README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
+
+_PATH = re.compile(r"`([a-z_][\w.]*(?:/[\w.]+)*/?)`")
+"""In backticks, with a slash or the ending of a Python file."""
+
+
+def named_paths(document: str) -> set[str]:
+    """Python files and packages of the project that a document names, as they stand there."""
+    found = {match[1] for match in _PATH.finditer((ROOT / document).read_text())}
+    return {
+        path
+        for path in found
+        if "/" in path and (path.endswith(".py") or path.startswith("emulated_kernel/"))
+    }
+
+
+def exists(path: str) -> bool:
+    """Documents leave `emulated_kernel/` out, and scripts that the reader runs are as they are."""
+    return any((base / path).exists() for base in (ROOT, ROOT / "emulated_kernel"))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_documents_name_places_that_exist(document: str) -> None:
+    assert [path for path in named_paths(document) if not exists(path)] == []
+
+
+def test_the_table_of_places_has_paths() -> None:
+    assert len(named_paths("CONTRIBUTING.md")) > 15
+
+
+def filled_strategies() -> None:
+    rules = {strategy for name in ARCHITECTURES for strategy in arch_named(name).strategies}
+    named = {strategy for profile in PROFILES.values() for strategy in profile.strategies}
+    assert named <= rules
+
+
+def filled_architectures() -> None:
+    for name in ARCHITECTURES:
+        arch = arch_named(name)
+        assert cpu_model(name).name == name
+        assert (ROOT / "emulated_kernel/image/prebuilt" / name).is_dir()
+        assert arch.strategies
+
+
+def files_below(path: str) -> Iterator[tuple[str, str]]:
+    """Name and text of each file of a directory of ours, with a probe of each kind defined."""
+    client = Client(pid=0, uid=0, gid=0)
+    with Kernel() as kernel, kernel.lock:
+        kernel.tracing.kprobe_events.write(b"p:g/e vfs_read\nr:g/e_return vfs_read\n")
+        files = kernel.filesystem()
+        for entry in files.readdir(path)[2:]:
+            opened = files.open(f"{path}/{entry.name}", os.O_RDONLY, client)
+            yield entry.name, opened.read(1 << 20, 0).decode()
+            opened.release()
+
+
+def filled_stats_files() -> None:
+    """Each is shown of a return probe, and those of every probe of others too; the manual has all."""
+    of_probes, of_returns = (dict(files_below(f"/kprobes/stats/g/{name}")) for name in ("e", "e_return"))
+    assert of_probes.keys() < of_returns.keys()
+    assert "vfs_read+0x0/" in of_returns["address"]
+    assert [name for name in of_returns if name not in MANUAL] == []
+
+
+def filled_machine_files() -> None:
+    texts = dict(files_below("/machine"))
+    assert [name for name in texts if name not in MANUAL] == []
+    assert {name for name, text in texts.items() if not text} <= {"modules", "load", "call"}
+
+
+def filled_tracefs_files() -> None:
+    """What instances have too, the top directory has."""
+    with Kernel() as kernel, kernel.lock:
+        kernel.trace_arrays.make("one")
+        files = kernel.filesystem()
+        top, instance = (
+            {entry.name for entry in files.readdir(path)} for path in ("/tracing", "/tracing/instances/one")
+        )
+        assert instance < top
+
+
+def filled_fetch_types() -> None:
+    """Guest code fetches all kinds but the one that looks a symbol up."""
+    kinds = {type(each) for each in fetch_types(8).values()}
+    assert kinds - _EMITTERS.keys() == {SymbolString}
+    assert _EMITTERS.keys() <= kinds
+    for name, each in fetch_types(8).items():
+        assert (each.name, bool(each.print_fmt), bool(each.field_type)) == (name, True, True)
+
+
+def filled_triggers() -> None:
+    with Kernel() as kernel, kernel.lock:
+        triggers, event = (
+            kernel.trace_arrays.top.triggers,
+            kernel.tracing.system.events.find("sched", "sched_switch"),
+        )
+        assert event is not None
+        (shown,) = triggers.records(event)
+        names = [command.name for command in PLAIN_COMMANDS]
+        assert shown == f"# Available triggers:\n# {' '.join([*names, 'hist'])}\n"
+
+
+def filled_clocks() -> None:
+    with Kernel() as kernel, kernel.lock:
+        for clock in TRACE_CLOCKS:
+            kernel.trace.set_clock(clock.name)
+            assert f"[{clock.name}]" in kernel.trace.clock_text()
+            assert kernel.trace.now() <= kernel.trace.now()
+
+
+def filled_rules() -> None:
+    """Each has a text of its own, and those before the blank line, which keep probes out, an errno."""
+    assert len({reason.value for reason in Reason}) == len(Reason)
+    assert set(ERRNO) <= set(Reason)
+
+
+def filled_profiles() -> None:
+    assert all(profile_named(name).name == name for name in PROFILES)
+    assert [name for name in PROFILES if name not in MANUAL + (ROOT / "README.md").read_text()] == []
+
+
+def filled_shadow_stacks() -> None:
+    documented = (ROOT / "docs/return-hooks.md").read_text()
+    with Kernel() as kernel, kernel.lock:
+        hooks = kernel.kretprobes.hooks
+        for name in hooks.return_hooks():
+            hooks.select_return_hook(name)
+            assert hooks.return_hook == name
+            assert name in documented
+
+
+def filled_guest_questions() -> None:
+    """A kernel that left one out couldn't be built."""
+    assert GuestKernel.__abstractmethods__
+    assert not BuiltinKernel.__abstractmethods__
+
+
+def filled_commands() -> None:
+    found = [action for action in _parser()._actions if isinstance(action, argparse._SubParsersAction)]
+    (commands,) = found
+    for name, parser in commands.choices.items():
+        assert callable(parser.get_default("function")), name
+        assert name in MANUAL, name
+
+
+FILLED: dict[str, Callable[[], None]] = {
+    "a file of `kprobes/stats/GROUP/EVENT/`": filled_stats_files,
+    "a file of `machine/`": filled_machine_files,
+    "a file of tracefs": filled_tracefs_files,
+    "a type of fetch arguments": filled_fetch_types,
+    "a trigger": filled_triggers,
+    "a clock of `trace_clock`": filled_clocks,
+    "a rule that keeps probes out, or jumps": filled_rules,
+    "a strategy of optimizing": filled_strategies,
+    "a profile": filled_profiles,
+    "a shadow stack": filled_shadow_stacks,
+    "an architecture": filled_architectures,
+    "a question to the guest's kernel": filled_guest_questions,
+    "a command of the program": filled_commands,
+}
+"""How each row of CONTRIBUTING's table is seen to be filled by all that there are of it."""
+
+
+def test_each_row_of_the_table_has_its_check() -> None:
+    table = (ROOT / "CONTRIBUTING.md").read_text().partition("| what | where | how |")[2].partition("\n\n")[0]
+    assert [row.split("|")[1].strip() for row in table.splitlines()[2:]] == list(FILLED)
+
+
+@pytest.mark.parametrize("what", FILLED)
+def test_all_there_are_fill_their_places(what: str) -> None:
+    FILLED[what]()

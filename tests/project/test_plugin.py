@@ -1,0 +1,119 @@
+"""The pytest plugin and the example that shows it, run by a pytest of their own, as users run it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from kprobefs.options import ARCHITECTURES
+from kprobefs.pytest_plugin import ARCHITECTURES as OF_THE_PLUGIN
+from tests.fuse.harness import needs_fuse
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+PLUGIN = "kprobefs.pytest_plugin"
+
+
+def run_pytest(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            PLUGIN,
+            "-p",
+            "no:cacheprovider",
+            "--strict-markers",
+            *arguments,
+        ],
+        cwd=directory,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def test_it_is_found_by_its_entry_point() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    # The name is the module's: pytest takes the two for one where it was named by -p already.
+    assert project["entry-points"]["pytest11"] == {PLUGIN: PLUGIN}
+
+
+def test_architectures() -> None:
+    assert OF_THE_PLUGIN == ARCHITECTURES
+
+
+def test_importing_it_is_cheap() -> None:
+    """Each pytest of an environment imports it."""
+    script = f"import sys, pytest, {PLUGIN}; print([m for m in sys.modules if m.split('.')[0] in {{names}}])"
+    script = script.replace("{names}", "('emulated_kernel', 'unicorn', 'rich', 'fuse')")
+    result = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert result.stdout == "[]\n"
+
+
+TESTS = """\
+import pytest
+
+@pytest.mark.architectures("i386", "riscv64")
+def test_marked(kernel, kprobefs_arch):
+    assert kernel.config.arch == kprobefs_arch
+    assert kernel.call("strlen", "four") == 4
+
+def test_unmarked(kernel):
+    assert kernel.config.arch == "x86_64"
+"""
+
+
+def test_kernels_in_the_process(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(TESTS)
+    result = run_pytest(tmp_path, "-v")
+    assert result.returncode == 0, result.stdout
+    assert re.findall(r"::(\S+) PASSED", result.stdout) == [
+        "test_marked[i386]",
+        "test_marked[riscv64]",
+        "test_unmarked",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("marker", "why"), [('"vax"', "no architecture: ['vax']"), ("", "uses no fixture of kprobefs")]
+)
+def test_a_wrong_marker_is_told(marker: str, why: str, tmp_path: Path) -> None:
+    arguments = "kernel" if marker else ""
+    text = f"import pytest\n@pytest.mark.architectures({marker})\ndef test_it({arguments}): pass\n"
+    (tmp_path / "test_it.py").write_text(text)
+    result = run_pytest(tmp_path)
+    assert result.returncode != 0
+    assert why in result.stdout + result.stderr
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_the_example() -> None:
+    mounts = Path("/proc/self/mountinfo").read_text().count("fuse.kprobefs")
+    result = run_pytest(EXAMPLES, "-vv")
+    assert result.returncode == 0, result.stdout
+    assert result.stdout.count(" PASSED ") == len(ARCHITECTURES) + 2, result.stdout
+    assert Path("/proc/self/mountinfo").read_text().count("fuse.kprobefs") == mounts
+
+
+@pytest.mark.parametrize("recipe", ["github.yml", "gitlab.yml"])
+def test_recipes_run_the_example(recipe: str) -> None:
+    text = (EXAMPLES / recipe).read_text()
+    commands = [
+        line.split("- ", 1)[1].removeprefix("run: ") for line in text.splitlines() if "- " in line[:12]
+    ]
+    assert commands[-2:] in (["pip install kprobefs pytest", "pytest examples"],)
+    for command in commands:
+        assert subprocess.run(["sh", "-n", "-c", command], check=False).returncode == 0

@@ -1,0 +1,67 @@
+"""Where memory for ring buffers is refused, at whichever allocation: ENOMEM, and all is as before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+
+import pytest
+
+from emulated_kernel.kernel import Kernel
+from emulated_kernel.machine.traps.trap import HardwareError
+from emulated_kernel.trace.trace_arrays import TraceArrays
+from tests.trace.events.kernel import errno_of
+
+OPERATIONS: dict[str, Callable[[TraceArrays], object]] = {
+    "an instance": lambda arrays: arrays.make("one"),
+    "other sizes": lambda arrays: arrays.top.array.resize_buffer(512),
+    "a snapshot": lambda arrays: arrays.top.array.snapshot.write(1),
+}
+
+
+class Limited:
+    """Lets so many allocations succeed."""
+
+    def __init__(self, spared: int) -> None:
+        self._left = spared
+
+    def __call__(self, allocate: Callable[[int], int], size: int) -> int:
+        self._left -= 1
+        if self._left < 0:
+            raise HardwareError("no memory")
+        return allocate(size)
+
+
+def state(kernel: Kernel) -> tuple[object, ...]:
+    """Memory that is given out, what it is for, and what the files say of it."""
+    memory, top = kernel.machine.records, kernel.trace
+    places = [buffer.place for buffer in (*top.buffers, *top.snapshot.buffers)]
+    texts = top.buffer_size_text(0), top.snapshot_text()
+    return memory._pages.used, memory._cells.used, places, texts, list(kernel.trace_arrays.names())
+
+
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
+def test_at_each_allocation(
+    operation: Callable[[TraceArrays], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Kernel() as kernel:
+        memory = kernel.machine.records
+        if operation is OPERATIONS["a snapshot"]:
+            kernel.trace.resize_buffer(256)
+        before = state(kernel)
+        for spared in count():
+            with monkeypatch.context() as patch:
+                limited = Limited(spared)
+                patch.setattr(memory, "alloc_pages", partial(limited, memory.alloc_pages))
+                patch.setattr(memory, "alloc_cells", partial(limited, memory.alloc_cells))
+                failed = errno_of(lambda: operation(kernel.trace_arrays))
+            if not failed:
+                break
+            assert failed == "ENOMEM"
+            assert state(kernel) == before
+        assert spared
+        assert state(kernel) != before
+        for name in list(kernel.trace_arrays.names()):
+            kernel.trace_arrays.remove(name)
+            assert state(kernel) == before

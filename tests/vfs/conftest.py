@@ -1,0 +1,32 @@
+"""Booted kernels whose files are tested without a front end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from emulated_kernel.config import MachineConfig
+from emulated_kernel.kernel import Kernel
+from emulated_kernel.vfs.core.tree import Filesystem
+
+
+@pytest.fixture
+def kernel() -> Iterator[Kernel]:
+    """Of two CPUs, with an event kprobes/a that isn't enabled."""
+    with Kernel(MachineConfig(cpus=2)) as booted:
+        booted.tracing.kprobe_events.write(b"p:a vfs_read\n")
+        yield booted
+
+
+@pytest.fixture
+def tree(kernel: Kernel) -> Filesystem:
+    return kernel.filesystem()
+
+
+@pytest.fixture(scope="module")
+def unchanged() -> Iterator[Filesystem]:
+    """The files of a kernel that all tests of a module share, since they only look at it."""
+    with Kernel(MachineConfig(cpus=2)) as booted:
+        booted.tracing.kprobe_events.write(b"p:a vfs_read\n")
+        yield booted.filesystem()

@@ -1,0 +1,59 @@
+"""Files of a tree opened, read and written as root does."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import pytest
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.core.open_file import OpenFile
+from emulated_kernel.vfs.core.tree import Filesystem
+
+ROOT = Client(1, 0, 0)
+
+
+def opened(tree: Filesystem, path: str, flags: int = os.O_RDONLY) -> OpenFile:
+    return tree.open(path, flags, ROOT)
+
+
+def read(tree: Filesystem, path: str, client: Client = ROOT) -> str:
+    file = tree.open(path, os.O_RDONLY, client)
+    text = file.read(1 << 20, 0).decode()
+    tree.release(file)
+    return text
+
+
+def write(tree: Filesystem, path: str, text: str | bytes, flags: int = os.O_WRONLY) -> int:
+    """Bytes taken; the file is closed, whether it fails or not."""
+    file = tree.open(path, flags, ROOT)
+    try:
+        return file.write(text if isinstance(text, bytes) else text.encode(), 0)
+    finally:
+        tree.release(file)
+
+
+def truncate(tree: Filesystem, path: str) -> None:
+    """Open it as `> path` does, and close it."""
+    tree.release(tree.open(path, os.O_WRONLY | os.O_TRUNC, ROOT))
+
+
+def names(tree: Filesystem, path: str) -> list[str]:
+    """Of a directory's entries, without "." and ".."."""
+    return [entry.name for entry in tree.readdir(path)][2:]
+
+
+def assert_errno(number: int) -> AbstractContextManager[object]:
+    return pytest.raises(KernelError, match=rf"Errno {number}\b")
+
+
+def name_of(action: Callable[[], object]) -> str:
+    """The name of the errno that it raises, or "None"."""
+    try:
+        action()
+    except KernelError as error:
+        return error.name
+    return "None"
