@@ -1,0 +1,103 @@
+"""What holds for all tests: a profile of Hypothesis, time limits, images read once, mounts of their own."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Generator
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, Phase, is_hypothesis_test, settings
+
+from emulated_kernel.image import image
+from emulated_kernel.lock import ControlLock
+from tests.sample import WHOLE, fewer
+
+SHRINKING = 480
+"""Seconds for a test whose failure is made smaller first; Hypothesis takes up to 300 for that."""
+
+EVERYTHING = 1800
+"""Seconds for a test that takes no share."""
+
+# A machine under load is slow, and no test is about that: no deadline for an example, none for drawing one.
+# No database: two runs with one seed test the same. Explaining takes more examples, outside that limit.
+settings.register_profile(
+    "kprobefs",
+    max_examples=fewer(100, 2),
+    deadline=None,
+    database=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+    phases=[phase for phase in Phase if phase is not Phase.explain],
+)
+settings.load_profile("kprobefs")
+
+_load = image.load_image
+_load_prebuilt = cache(_load)
+
+
+def load_image(path: Path | str | None = None, arch: str = "x86_64") -> image.KernelImage:
+    """See image.load_image. Nothing changes an image, and to read one is a third of a boot."""
+    return _load_prebuilt(None, arch) if path is None else _load(path, arch)
+
+
+# Before anybody imports it: thousands of tests boot a kernel of their own.
+image.load_image = load_image
+
+
+_assert_held = ControlLock.assert_held
+
+
+def _assert_not_elsewhere(lock: ControlLock) -> None:
+    assert lock._owner in (0, threading.get_ident()), "another thread holds the control lock"
+
+
+# Most tests reach below the public API, from one thread, and would have to take the lock all over; outside of
+# tests a request, a call or a load has it. A daemon that a test starts is strict, and so is `strict_lock`.
+ControlLock.assert_held = _assert_not_elsewhere
+
+
+@pytest.fixture
+def strict_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control lock as it is outside of tests."""
+    monkeypatch.setattr(ControlLock, "assert_held", _assert_held)
+
+
+CLONE_NEWNS = 0x20000
+MS_REC, MS_PRIVATE = 0x4000, 1 << 18
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A worker has mounts of its own: commands that look at all mounts see those of one test alone."""
+    libc = ctypes.CDLL(None)
+    # Where it isn't permitted, only tests that run at the same time could see each other's.
+    if hasattr(config, "workerinput") and os.geteuid() == 0 and libc.unshare(CLONE_NEWNS) == 0:
+        libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None)
+
+
+def _sendable(value: object) -> object:
+    """`value`, its texts made such that a worker can send them."""
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_sendable(key): _sendable(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_sendable, value))
+    return value
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_report_to_serializable() -> Generator[None, object, object]:
+    """A failure that shows bytes of an odd name is told; a worker that can't send it would end all others."""
+    return _sendable((yield))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if is_hypothesis_test(getattr(item, "obj", None)) or item.get_closest_marker("stateful"):
+            item.add_marker(pytest.mark.timeout(SHRINKING))
+        elif WHOLE:
+            item.add_marker(pytest.mark.timeout(EVERYTHING))

@@ -1,0 +1,274 @@
+"""Nobody below the owner influences the owner's commands: attackers that open, lock, squat and name."""
+
+from __future__ import annotations
+
+import codecs
+import ctypes
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from kprobefs import as_system, control, registry
+from kprobefs.failure import Exit, Failure, shown
+from kprobefs.registry import Daemon, Registration, running
+from tests.fuse.harness import PATIENCE, daemon, is_mounted, kprobefs, needs_fuse
+from tests.fuse.harness import Daemon as Served
+
+NOBODY = 65534
+PR_SET_DUMPABLE = 4
+
+
+def as_nobody(action: Callable[[], object]) -> bytes:
+    """What `action` returns, as text, in a process of another user; skips where that can't be."""
+    if os.geteuid() != 0:
+        pytest.skip("becoming another user needs root")
+    # The interpreter's own files may be out of that user's reach.
+    codecs.lookup("ascii")
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with suppress(BaseException):
+            os.setgroups([])
+            os.setresgid(NOBODY, NOBODY, NOBODY)
+            os.setresuid(NOBODY, NOBODY, NOBODY)
+            os.write(writer, str(action()).encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        answer = pipe.read()
+    os.waitpid(child, 0)
+    return answer
+
+
+@contextmanager
+def attacker(path: Path) -> Iterator[str]:
+    """Another user's process that opens and locks all that it can below `path`; how much that was."""
+    if os.geteuid() != 0:
+        pytest.skip("becoming another user needs root")
+    script = f"""
+import fcntl, os, sys, time
+os.setgroups([]); os.setresgid(*[{NOBODY}] * 3); os.setresuid(*[{NOBODY}] * 3)
+held = []
+for directory, _, names in os.walk({str(path)!r}):
+    for name in [".", *names]:
+        for flags in (os.O_RDWR, os.O_RDONLY):
+            try:
+                held.append(os.open(os.path.join(directory, name), flags))
+                fcntl.flock(held[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                pass
+print(len(held), flush=True)
+time.sleep(60)
+"""
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        yield process.stdout.readline().strip()
+    finally:
+        process.kill()
+        process.wait(PATIENCE)
+        process.stdout.close()
+
+
+@pytest.fixture
+def runtime_path() -> Iterator[Path]:
+    """The runtime directory, where every user may look at its parent."""
+    import tempfile
+
+    with (
+        tempfile.TemporaryDirectory(prefix="kprobefs-test-") as parent,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        os.chmod(parent, 0o755)
+        patch.setenv("KPROBEFS_RUNTIME_DIRECTORY", f"{parent}/run")
+        yield Path(parent, "run")
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_commands_beside_an_attacker(runtime_path: Path, directory: Path) -> None:
+    """As the owner runs them; what the attacker could open is the directory that says nothing."""
+    for _ in range(2):
+        with attacker(runtime_path):
+            assert kprobefs("mount", str(directory)).returncode == 0
+            with attacker(runtime_path) as held:
+                assert held == "1"
+                [state] = json.loads(kprobefs("status", "--json", str(directory)).stdout)
+                assert (state["condition"], state["daemon"]["directory"]) == ("serving", str(directory))
+                assert kprobefs("umount", str(directory)).returncode == 0
+                assert not is_mounted(directory)
+                assert kprobefs("status", str(directory)).returncode == Exit.NOT_MOUNTED
+
+
+def test_records_are_for_their_owner(runtime_path: Path) -> None:
+    registration = Registration(Daemon(os.getpid(), "/x", "x86_64", "full", "0", "now"))
+    [record] = runtime_path.glob("daemons/*")
+    assert (record.stat().st_mode & 0o777, record.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    assert as_nobody(lambda: os.open(record, os.O_RDONLY)) == b""
+    registration.close()
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o660, 0o602])
+def test_a_record_that_others_could_lock_or_write_is_not_trusted(runtime_path: Path, mode: int) -> None:
+    registration = Registration(Daemon(os.getpid(), "/x", "x86_64", "full", "0", "now"))
+    assert running("/x") is not None
+    [record] = runtime_path.glob("daemons/*.json")
+    record.chmod(mode)
+    assert running("/x") is None
+    registration.close()
+    record.touch()
+    record.chmod(mode)
+    with record.open() as locked:
+        fcntl.flock(locked, fcntl.LOCK_EX)
+        with pytest.raises(Failure, match="not a file for you alone"):
+            Registration(Daemon(os.getpid(), "/x", "x86_64", "full", "0", "now"))
+
+
+def test_a_link_is_no_record(runtime_path: Path, tmp_path: Path) -> None:
+    Registration(Daemon(os.getpid(), "/x", "x86_64", "full", "0", "now"))
+    [record] = runtime_path.glob("daemons/*.json")
+    record.rename(tmp_path / "elsewhere")
+    record.symlink_to(tmp_path / "elsewhere")
+    assert running("/x") is None
+
+
+@pytest.mark.parametrize("squat", ["base", "daemons", "link"])
+def test_a_squatted_runtime_directory(runtime_path: Path, squat: str) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("becoming another user needs root")
+    place = runtime_path if squat == "base" else runtime_path / "daemons"
+    if squat == "link":
+        runtime_path.mkdir()
+        place.symlink_to("/tmp")
+    else:
+        place.mkdir(parents=True)
+        os.chown(place, NOBODY, NOBODY)
+    with pytest.raises(Failure, match="belongs to somebody else"):
+        registry.runtime_directory()
+
+
+def test_a_left_environment_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """After su, XDG_RUNTIME_DIR and HOME may be somebody else's."""
+    monkeypatch.delenv("KPROBEFS_RUNTIME_DIRECTORY")
+    tmp_path.chmod(0o755)
+    for name in ("XDG_RUNTIME_DIR", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.setenv(name, str(tmp_path))
+    (tmp_path / ".cache").mkdir()
+    assert as_nobody(registry._base_path) == f"/tmp/kprobefs-{NOBODY}".encode()
+
+
+def test_records_of_a_user_who_is_root_in_a_namespace(
+    monkeypatch: pytest.MonkeyPatch, runtime_path: Path
+) -> None:
+    """As under `run --as-system`: /run is another's, and each root there has a directory."""
+    monkeypatch.delenv("KPROBEFS_RUNTIME_DIRECTORY")
+    for name in ("XDG_RUNTIME_DIR", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(registry, "FALLBACK", f"{runtime_path.parent}/kprobefs-")
+    runtime_path.parent.chmod(0o777)
+
+    def inside() -> object:
+        ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1)
+        try:
+            as_system.enter_namespace()
+        except Failure as failure:
+            return f"no namespace: {failure}"
+        return os.geteuid(), str(registry.runtime_directory())
+
+    answer = as_nobody(inside).decode()
+    if answer.startswith("no namespace"):
+        pytest.skip(answer)
+    assert answer == str((0, f"{runtime_path.parent}/kprobefs-{NOBODY}/daemons"))
+
+
+class TestProcesses:
+    """A daemon is the process that it was, not the one that has its pid."""
+
+    @pytest.fixture
+    def record(self, runtime_path: Path) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
+        """The record of a daemon that is another process of ours."""
+        bystander = subprocess.Popen(["sleep", "60"])
+        registration = Registration(Daemon(bystander.pid, "/x", "x86_64", "full", "0", "now"))
+        [path] = runtime_path.glob("daemons/*.json")
+        yield path, bystander
+        registration.close()
+        bystander.kill()
+        bystander.wait(PATIENCE)
+
+    def test_it_is_known(self, record: tuple[Path, subprocess.Popen[bytes]]) -> None:
+        found = running("/x")
+        assert found is not None
+        assert found.pid == record[1].pid
+
+    @pytest.mark.parametrize("key", ["started", "executable"])
+    def test_a_reused_pid_is_nobody(
+        self, record: tuple[Path, subprocess.Popen[bytes]], key: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path, bystander = record
+        text = json.loads(path.read_text())
+        text["process"][key] = [1, 2] if key == "executable" else text["process"][key] - 1
+        path.write_text(json.dumps(text))
+        assert running("/x") is None
+        point = control.mount.MountPoint("/x", "0:1", control.mount.FSTYPE, "tracefs", os.geteuid())
+        mounted = [point]
+        monkeypatch.setattr(control.mount, "mounted_on", lambda _directory: mounted[0] if mounted else None)
+        monkeypatch.setattr(control.mount, "detach", lambda _directory: mounted.clear())
+        control.unmount("/x", force=True)
+        assert mounted == []
+        assert bystander.poll() is None
+
+    @pytest.mark.parametrize(
+        "text",
+        ["", "{", "[]", "{}", '{"daemon": 1, "process": 2}', '{"daemon": {}, "process": {}}', "\udcff"],
+    )
+    def test_a_damaged_record_is_nobody(
+        self, record: tuple[Path, subprocess.Popen[bytes]], text: str
+    ) -> None:
+        record[0].write_bytes(text.encode(errors="surrogateescape"))
+        assert running("/x") is None
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_a_mount_of_root_is_not_for_others_to_unmount(mounted: Served) -> None:
+    def unmount() -> object:
+        try:
+            return control.unmount(str(mounted.directory))
+        except Failure as failure:
+            return failure
+
+    expected = f"{mounted.directory}: root has mounted it: only root can unmount it"
+    assert as_nobody(unmount).decode() == expected
+    assert is_mounted(mounted.directory)
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_names_reach_terminals_escaped(directory: Path) -> None:
+    odd = directory / "a\033[2J\n\u202eb\udcff\u00e9"
+    odd.mkdir()
+    try:
+        with daemon(odd) as served:
+            for result in (kprobefs("status", str(odd)), kprobefs("mount", str(odd)), kprobefs("status")):
+                output = result.stdout + result.stderr
+                assert "a\\x1b[2J\\n\\u202eb\\xff\u00e9" in output
+                assert all(line.isprintable() for line in output.splitlines())
+            listed = json.loads(kprobefs("status", "--json").stdout)
+            assert str(odd) in [each["directory"] for each in listed]
+            served.stop(signal.SIGTERM)
+            assert "\033" not in served.log
+    finally:
+        odd.rmdir()
+
+
+def test_what_is_shown() -> None:
+    assert shown("plain, caf\u00e9 \u65e5\u672c") == "plain, caf\u00e9 \u65e5\u672c"
+    assert shown("\0\a\x7f\x9b\u200b\U000e0001") == "\\x00\\x07\\x7f\\x9b\\u200b\\U000e0001"
