@@ -41,11 +41,11 @@ class KprobeCtlblk:
         """Whether any CPU handles a hit."""
         return self.running is not None or any(state[0] is not None for state in self._others.values())
 
-    def set_current(self, kprobe: Kprobe, by_breakpoint: bool) -> None:
+    def set_current(self, kprobe: Kprobe, by_breakpoint: bool, status: HitStatus = HitStatus.ACTIVE) -> None:
         """A hit begins. Mirrors: set_current_kprobe (v6.1)."""
         kprobe.cost.started = perf_counter_ns()
         self.running = kprobe
-        self.status = HitStatus.ACTIVE
+        self.status = status
         self.by_breakpoint = by_breakpoint
 
     def reset_current(self, kprobe: Kprobe) -> None:

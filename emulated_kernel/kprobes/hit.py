@@ -14,13 +14,14 @@ A hit while the CPU handles another one counts as missed, and runs the probed in
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from emulated_kernel.abi import Vector
 from emulated_kernel.arch.base import Arch
 from emulated_kernel.kprobes.ctlblk import HitStatus, KprobeCtlblk
 from emulated_kernel.kprobes.handlers.compiler import Compiler
 from emulated_kernel.kprobes.handlers.saved_regs import SavedFrames
-from emulated_kernel.kprobes.kprobe import AggregatorProbe, Kprobe, KprobeFlag, OutOfLine, Regs
+from emulated_kernel.kprobes.kprobe import AggregatorProbe, CompiledCode, Kprobe, KprobeFlag, OutOfLine, Regs
 from emulated_kernel.kprobes.profile import Profile, Stepper
 from emulated_kernel.kprobes.split_jumps import SplitJumps
 from emulated_kernel.machine.machine import Machine
@@ -28,6 +29,8 @@ from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault, Trap
 
 _log = logging.getLogger(__name__)
 _OPTIMIZED = KprobeFlag.OPTIMIZED.value
+_REENTER = HitStatus.REENTER
+"""An enumeration finds its members slowly."""
 
 
 class HitHandling:
@@ -83,20 +86,27 @@ class HitHandling:
                 self.report(kprobe, error)
         self.singlestep(kprobe, insn, regs, False)
 
-    def on_breakpoint_to_stub(self, kprobe: Kprobe, regs: Regs) -> None:
-        """The same where the handlers are guest code, which goes on at the instruction's copy."""
-        ctlblk, insn, stub = self.ctlblk, kprobe.insn, kprobe.stub
+    def by_stub(self, kprobe: Kprobe, stub: CompiledCode) -> Callable[[Regs], None]:
+        """The same where the handlers are guest code, which goes on at the instruction's copy.
+
+        A closure of what is known already: it is all that Python does of such a hit.
+        """
+        ctlblk, insn, entry = self.ctlblk, kprobe.insn, stub.entry
         assert insn is not None
-        if stub is None or ctlblk.running is not None:
-            # Text is just being patched, and the stub went first; or the hit is missed.
-            self.on_breakpoint(kprobe, regs)
-            return
-        if stub.target is None:
-            ctlblk.set_current(kprobe, True)
-        elif stub.target == insn.slot and not insn.boosted:
-            ctlblk.set_current(kprobe, True)
-            ctlblk.status = HitStatus.SINGLE_STEP
-        regs.ip = stub.entry
+        steps = stub.target == insn.slot and not insn.boosted
+        returns = not steps and stub.target is not None
+        status = HitStatus.SINGLE_STEP if steps else HitStatus.ACTIVE
+
+        def hit(regs: Regs) -> None:
+            if kprobe.stub is not stub or ctlblk.running is not None:
+                # Text is just being patched, and the stub went first; or the hit is missed.
+                self.on_breakpoint(kprobe, regs)
+                return
+            if not returns:
+                ctlblk.set_current(kprobe, True, status)
+            regs.ip = entry
+
+        return hit
 
     def stub_traps(self, kprobe: Kprobe) -> int:
         """How many traps a hit takes whose handlers are in the probe's stub."""
@@ -154,7 +164,7 @@ class HitHandling:
     def _post_process(self, kprobe: Kprobe, regs: Regs) -> None:
         """Mirrors: arch/x86/kernel/kprobes/core.c:kprobe_post_process (v6.1)."""
         ctlblk = self.ctlblk
-        if ctlblk.status is HitStatus.REENTER:
+        if ctlblk.status is _REENTER:
             ctlblk.restore_previous()
             return
         if kprobe.post_handler is not None:

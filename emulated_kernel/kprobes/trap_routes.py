@@ -62,7 +62,7 @@ class TrapRoutes:
         elif kprobe.stub is None:
             breakpoints[address] = partial(self._first_by_breakpoint, kprobe)
         else:
-            breakpoints[address] = partial(self.hits.on_breakpoint_to_stub, kprobe)
+            breakpoints[address] = self.hits.by_stub(kprobe, kprobe.stub)
         step_end = insn.step_end
         if step_end is not None and not self._steps_by_trap_flag:
             next_ip = address + insn.prepared.length
@@ -113,7 +113,7 @@ class TrapRoutes:
         kprobe.stub = self._compiler.stub(kprobe, leads_to)
         kprobe.is_python = kprobe.stub is None
         if kprobe.stub is not None:
-            breakpoints[address] = partial(hits.on_breakpoint_to_stub, kprobe)
+            breakpoints[address] = hits.by_stub(kprobe, kprobe.stub)
             if leads_to is None:
                 breakpoints[kprobe.stub.tail] = partial(self._behind_stub, kprobe, insn)
 
