@@ -78,6 +78,8 @@ _GENERIC = (
     "renameat2 276 statx 291 openat2 437 faccessat2 439"
 )
 _FD_LIMIT = 1 << 20
+_LINE = 256
+"""More bytes than a line of /proc/PID/syscall has."""
 _FALLS_ASLEEP = 20, 0.0001
 """Who has just sent its request may still run: so often, and so many seconds, it is looked at again."""
 
@@ -153,18 +155,22 @@ def next_fd(pid: int) -> int | None:
     return next(fd for fd in range(len(used) + 1) if fd not in used)
 
 
-def _waiting_in(pid: int) -> list[str]:
+def _waiting_in(pid: int) -> list[bytes]:
     tries, pause = _FALLS_ASLEEP
     try:
-        with open(f"/proc/{pid}/syscall", encoding="ascii") as file:
-            for _ in range(tries):
-                fields = file.read().split()
-                if fields != ["running"]:
-                    return fields if fields and fields[0].isdigit() else []
-                sleep(pause)
-                file.seek(0)
+        file = os.open(f"/proc/{pid}/syscall", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return []
+    try:
+        for _ in range(tries):
+            fields = os.pread(file, _LINE, 0).split()
+            if fields != [b"running"]:
+                return fields if fields and fields[0].isdigit() else []
+            sleep(pause)
     except OSError:
         pass
+    finally:
+        os.close(file)
     return []
 
 
