@@ -293,6 +293,11 @@ class Arch(ABC):
     trampoline_slot: int
     """Where a return trampoline keeps the address to go on at: bytes from the caller's stack pointer."""
 
+    @property
+    def returned_at(self) -> int:
+        """The same from the stack pointer that a return handler sees."""
+        return self.trampoline_slot + (self.word_size if self.registers.link is None else 0)
+
     @abstractmethod
     def return_trampoline(self, address: int) -> HandlerStub:
         """At `address`, what hooked functions return to.

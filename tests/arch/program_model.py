@@ -102,7 +102,7 @@ class Interpreter:
     """Runs one program."""
 
     bits: int
-    registers: Mapping[str, int]
+    registers: dict[str, int]
     memory: ProgramMemory
     per_cpu: int
     """Address of the per-CPU base."""
@@ -142,6 +142,10 @@ class Interpreter:
     @_do.register
     def _(self, op: ir.GetRegister) -> None:
         self._set(op.dst, self.registers[op.name])
+
+    @_do.register
+    def _(self, op: ir.SetRegister) -> None:
+        self.registers[op.name] = self.vregs[op.src]
 
     @_do.register
     def _(self, op: ir.Load) -> ir.Label | None:

@@ -56,10 +56,11 @@ def interpret(case: Case) -> Outcome:
         return host_answer(calls, number, lambda at, value: memory.write(at, value, 4))
 
     memory = Regions(case.areas)
-    interpreter = Interpreter(case.bits, case.registers, memory, case.per_cpu, host)
+    registers = dict(case.registers)
+    interpreter = Interpreter(case.bits, registers, memory, case.per_cpu, host)
     interpreter.run(case.program)
     areas = {start: bytes(data) for start, data in memory.areas.items()}
-    return Outcome(dict(case.registers), areas, calls, interpreter.faults)
+    return Outcome(registers, areas, calls, interpreter.faults)
 
 
 class Maker:

@@ -84,6 +84,13 @@ class GetRegister(Op):
     name: str
 
 
+class SetRegister(Op):
+    """A register of the probed code = src: where there is a link register, that one alone."""
+
+    name: str
+    src: int
+
+
 class Load(Op):
     """dst = `size` bytes at base + offset, extended by zeros or by the sign.
 

@@ -21,7 +21,7 @@ from emulated_kernel.arch.program.ops import HandlerCode, Program
 from emulated_kernel.arch.riscv import assemble, frame, frames
 from emulated_kernel.arch.riscv import detour as detours
 from emulated_kernel.arch.riscv import prepare as out_of_line
-from emulated_kernel.arch.riscv.handler_code import Target, handler_code
+from emulated_kernel.arch.riscv.handler_code import RiscvReturnCode, Target, handler_code
 from emulated_kernel.arch.riscv.insn import RVI_SIZE, T0, ZERO, decode_all
 from emulated_kernel.arch.riscv.verdict import STRATEGIES, RiscvVerdict
 from emulated_kernel.arch.verdict import Strategy
@@ -113,6 +113,7 @@ class RISCV64(Riscv):
     name = "riscv64"
     compressed = True
     breakpoint = assemble.C_EBREAK
+    returns = RiscvReturnCode(breakpoint)
     disassembler = Disassembler("CS_ARCH_RISCV", "CS_MODE_RISCV64", "CS_MODE_RISCVC", width=12)
 
 
@@ -122,4 +123,5 @@ class RISCV64I(Riscv):
     name = "riscv64i"
     compressed = False
     breakpoint = assemble.EBREAK
+    returns = RiscvReturnCode(breakpoint)
     disassembler = Disassembler("CS_ARCH_RISCV", "CS_MODE_RISCV64", width=12)

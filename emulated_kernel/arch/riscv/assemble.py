@@ -29,6 +29,9 @@ _LOAD_UNSIGNED = 4
 """Bit of funct3 that makes a load extend by zeros."""
 _SIZE_BITS = {1: 0, 2: 1, 4: 2, 8: 3}
 _SUB, _SRA = 0x20, 0x20
+_MUL = 0x01
+_LR, _SC = 0b00010 << 2, 0b00011 << 2
+"""funct7 of the M extension's, and of reservations without an order."""
 _SIGNED_12 = range(-0x800, 0x800)
 
 
@@ -74,6 +77,11 @@ def arithmetic(op: ArithmeticFunct3, rd: int, rs1: int, rs2: int) -> bytes:
     return _bytes(r_type(RiscvOpcode.OP, rd, op & 7, rs1, rs2, (op >> 4) * _SUB))
 
 
+def multiply(rd: int, rs1: int, rs2: int) -> bytes:
+    """rd = the low word of the product."""
+    return _bytes(r_type(RiscvOpcode.OP, rd, 0, rs1, rs2, _MUL))
+
+
 @lru_cache(4096)
 def arithmetic_immediate(op: ArithmeticFunct3, rd: int, rs1: int, value: int) -> bytes:
     """rd = rs1 op value: 12 bits with sign, or a shift by 0 to 63."""
@@ -88,6 +96,12 @@ def addi(rd: int, rs1: int, value: int) -> bytes:
 def move(rd: int, rs: int) -> bytes:
     """rd = rs."""
     return addi(rd, rs, 0) if rd != rs else b""
+
+
+def set_to_address(rd: int, source: int, target: int) -> bytes:
+    """rd = `target`, for 8 bytes of code at `source` within 2 GiB of it."""
+    high, low = halves(target - source)
+    return auipc(rd, high) + addi(rd, rd, low)
 
 
 def lui(rd: int, value: int) -> bytes:
@@ -145,6 +159,16 @@ def store(base: int, offset: int, src: int, size: int) -> bytes:
 def atomic_add(rd: int, base: int, src: int) -> bytes:
     """amoadd.d: add a register to the doubleword at base; rd = what that was."""
     return _bytes(r_type(RiscvOpcode.AMO, rd, _SIZE_BITS[8], base, src, 0))
+
+
+def load_reserved(rd: int, base: int) -> bytes:
+    """lr.d: rd = the doubleword at base, which the next sc.d is about."""
+    return _bytes(r_type(RiscvOpcode.AMO, rd, _SIZE_BITS[8], base, ZERO, _LR))
+
+
+def store_conditional(rd: int, base: int, src: int) -> bytes:
+    """sc.d: the doubleword at base = src, and rd = 0, unless somebody has changed it since the lr.d."""
+    return _bytes(r_type(RiscvOpcode.AMO, rd, _SIZE_BITS[8], base, src, _SC))
 
 
 def move_stack_pointer(size: int) -> bytes:

@@ -16,7 +16,6 @@ from emulated_kernel.arch.riscv.assemble import (
     LONG_JUMP_SIZE,
     BranchFunct3,
     addi,
-    auipc,
     branch,
     jal,
     jump_register,
@@ -24,6 +23,7 @@ from emulated_kernel.arch.riscv.assemble import (
     long_jump,
     move_stack_pointer,
     set_register,
+    set_to_address,
     store,
 )
 from emulated_kernel.arch.riscv.frame import OFFSETS, SIZE, WORD, complete, load_general, save_general
@@ -35,7 +35,7 @@ MAX_REGION = 10
 """Bytes that the jump may replace: three compressed instructions and half of the fourth."""
 MAX_COPIED = MAX_REGION + LONG_JUMP_SIZE
 MAX_DETOUR = 384
-_RETURN_ROOM = SIZE + 2 * WORD
+RETURN_ROOM = SIZE + 2 * WORD
 """The frame and the word behind it, aligned as the stack pointer is."""
 _NUMBERS = {name: number for number, name in enumerate(REGISTER_NAMES)}
 
@@ -103,11 +103,15 @@ def return_trampoline(breakpoint_: bytes) -> HandlerStub:
 
     Mirrors: arch/riscv/kernel/probes/kprobes_trampoline.S:__kretprobe_trampoline (v6.1).
     """
-    save = save_general(_RETURN_ROOM)
-    own_address = auipc(T0, 0) + addi(T0, T0, -len(save))
-    save += complete(own_address, _RETURN_ROOM)
-    restore = load_general(but=RA) + load(RA, SP, SIZE, WORD) + move_stack_pointer(_RETURN_ROOM)
-    return HandlerStub(save + breakpoint_ + restore + jump_register(RA), len(save))
+    save = save_general(RETURN_ROOM)
+    save += complete(set_to_address(T0, len(save), 0), RETURN_ROOM)
+    return HandlerStub(save + breakpoint_ + RETURN_FROM_FRAME, len(save))
+
+
+RETURN_FROM_FRAME = (
+    load_general(but=RA) + load(RA, SP, SIZE, WORD) + move_stack_pointer(RETURN_ROOM) + jump_register(RA)
+)
+"""What a return trampoline ends with."""
 
 
 def repetition(at: int, entry: int, turns: int) -> bytes:

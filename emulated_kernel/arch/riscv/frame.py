@@ -22,9 +22,9 @@ def read_status(rd: int) -> bytes:
     return (0x100 << 20 | ZERO << 15 | 2 << 12 | rd << 7 | 0x73).to_bytes(4, "little")
 
 
-def save_general(room: int = SIZE) -> bytes:
-    """Make room for the frame, and save all but sp in it."""
-    stores = (store(SP, WORD * number, number, WORD) for number in _GENERAL)
+def save_general(room: int = SIZE, *, but: int = SP) -> bytes:
+    """Make room for the frame, and save all but sp, and another one, in it."""
+    stores = (store(SP, WORD * number, number, WORD) for number in _GENERAL if number != but)
     return move_stack_pointer(-room) + b"".join(stores)
 
 

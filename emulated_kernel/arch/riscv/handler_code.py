@@ -6,17 +6,29 @@ is kept on the stack.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from emulated_kernel.arch.analysis.region import Live
-from emulated_kernel.arch.program.code_layout import lay_out
+from emulated_kernel.arch.base import Detour, ReturnCode, ReturnDispatch
+from emulated_kernel.arch.program.code_layout import Encoding, lay_out
 from emulated_kernel.arch.program.ops import HandlerCode, Program
 from emulated_kernel.arch.riscv import frame
-from emulated_kernel.arch.riscv.assemble import load, move_stack_pointer, set_register, store
+from emulated_kernel.arch.riscv.assemble import (
+    jal,
+    jump_register,
+    load,
+    move_stack_pointer,
+    set_register,
+    set_to_address,
+    store,
+)
+from emulated_kernel.arch.riscv.detour import RETURN_FROM_FRAME, RETURN_ROOM
 from emulated_kernel.arch.riscv.frame import WORD
-from emulated_kernel.arch.riscv.insn import REGISTER_NAMES, SP, T0
+from emulated_kernel.arch.riscv.insn import RA, REGISTER_NAMES, SP, T0, ZERO
 from emulated_kernel.arch.riscv.lowering import (
+    LEAVING,
     NUMBERS,
     BranchOutOfReachError,
     RiscvLowering,
@@ -39,10 +51,15 @@ class Target:
 
 def handler_code(program: Program, target: Target, live: Live | None) -> HandlerCode:
     """Code that keeps what is live, or without that knowledge everything."""
+    return _reaching(_handler_code, program, target, live)
+
+
+def _reaching(make: Callable[..., HandlerCode], *args: Any, **options: Any) -> HandlerCode:
+    """With short branches, if they reach."""
     try:
-        return _handler_code(program, target, live, far=False)
+        return make(*args, **options, far=False)
     except BranchOutOfReachError:
-        return _handler_code(program, target, live, far=True)
+        return make(*args, **options, far=True)
 
 
 def _handler_code(program: Program, target: Target, live: Live | None, *, far: bool) -> HandlerCode:
@@ -68,8 +85,11 @@ def _complete_around(ip: int) -> bytes:
     return frame.complete(set_register(T0, ip))
 
 
-def _save_live(body: RiscvLowering, live: Live) -> tuple[bytes, bytes, dict[int, int]]:
-    """What stands before and behind the program, and where it finds registers as they were."""
+def _save_live(body: RiscvLowering, live: Live, above: int = 0) -> tuple[bytes, bytes, dict[int, int]]:
+    """What stands before and behind the program, and where it finds registers as they were.
+
+    `above`: bytes on the stack that the probed code doesn't know of.
+    """
     used = body.used
     restored = [number for number in sorted(used) if REGISTER_NAMES[number] in live.registers]
     reads = sorted((body.slots & used).difference(restored))
@@ -82,5 +102,77 @@ def _save_live(body: RiscvLowering, live: Live) -> tuple[bytes, bytes, dict[int,
     after = b"".join(load(number, SP, places[number], WORD) for number in restored) + move_stack_pointer(size)
     slots = {number: in_register(number) for number in NUMBERS.values()}
     slots |= {number: in_slot(at) for number, at in places.items()}
-    slots[SP] = in_register(SP, size)
+    slots[SP] = in_register(SP, size + above)
     return before, after, slots
+
+
+_RETURN_WORD = RETURN_ROOM - frame.SIZE
+"""Bytes above the frame of a return: the word that is returned to, at the bottom."""
+_ENTER = move_stack_pointer(-_RETURN_WORD) + store(SP, 0, RA, WORD)
+"""ra is the trampoline's address: who looks at the stack meanwhile sees a function that was called."""
+_ENTER_FRAME = frame.save_general(RETURN_ROOM, but=RA) + store(SP, frame.SIZE, RA, WORD)
+_RETURN = load(RA, SP, 0, WORD) + move_stack_pointer(_RETURN_WORD) + jump_register(RA)
+_NO_CONSTANTS: Mapping[str, int] = {}
+
+
+class RiscvReturnCode(ReturnCode):
+    """Trampolines that are entered by ra, and handlers that return by it."""
+
+    live = Live(frozenset(("a0", "a1", *(f"s{n}" for n in range(12)))), flags=False)
+
+    def __init__(self, breakpoint_: bytes) -> None:
+        self._breakpoint = breakpoint_
+
+    def dispatch(
+        self, program: Program, buffer: int, own: int | None = None, *, saves_all: bool
+    ) -> ReturnDispatch:
+        found = _reaching(self._dispatch, program, saves_all=saves_all)
+        address = buffer + found.entry if own is None else own
+        # The handler in Python finds ra as it was, in the frame.
+        code = found.code if saves_all else found.code + load(RA, SP, 0, WORD) + frame.save_general()
+        code += frame.complete(set_to_address(T0, buffer + len(code), address), RETURN_ROOM)
+        finish = len(code) + len(self._breakpoint)
+        return ReturnDispatch(
+            code=code + self._breakpoint + RETURN_FROM_FRAME,
+            entry=found.entry,
+            trap=len(code),
+            finish=finish if saves_all else None,
+        )
+
+    def _dispatch(self, program: Program, *, saves_all: bool, far: bool) -> HandlerCode:
+        leave = jump_register(LEAVING)
+        if saves_all:
+            body = self._body(program, None, far=far)
+            # Not by storing ra: of all that is on the stack the word to return to is the one that changes.
+            own = set_to_address(T0, len(_ENTER_FRAME), 0) + store(SP, WORD * RA, T0, WORD)
+            return lay_out(body, _ENTER_FRAME + own, b"", _frame_slots(body), self._encoding, leave)
+        body = self._body(program, self.live, far=far)
+        before, after, slots = _save_live(body, self.live, _RETURN_WORD)
+        return lay_out(body, _ENTER + before, after, slots, self._encoding, after + leave)
+
+    def handler(self, program: Program, *, saves_all: bool) -> HandlerCode:
+        return _reaching(self._handler, program, saves_all=saves_all)
+
+    def _handler(self, program: Program, *, saves_all: bool, far: bool) -> HandlerCode:
+        if saves_all:
+            body = self._body(program, None, far=far)
+            return lay_out(body, b"", b"", _frame_slots(body), self._encoding)
+        body = self._body(program, self.live, far=far)
+        before, after, slots = _save_live(body, self.live, _RETURN_WORD)
+        return lay_out(body, before, after + _RETURN, slots, self._encoding)
+
+    def placed(self, handler: HandlerCode, buffer: int, finish: int | None) -> Detour:
+        behind = b"" if finish is None else jal(ZERO, buffer + len(handler.code), finish)
+        return Detour.compiled(handler, behind)
+
+    def _body(self, program: Program, live: Live | None, *, far: bool) -> RiscvLowering:
+        return RiscvLowering(program, live, _NO_CONSTANTS, self._breakpoint, far=far)
+
+    @property
+    def _encoding(self) -> Encoding:
+        return encoding(len(self._breakpoint))
+
+
+def _frame_slots(body: RiscvLowering) -> dict[int, int]:
+    """Where a frame of a return has registers as they were."""
+    return {number: in_slot(WORD * number) for number in body.slots} | {SP: in_register(SP, RETURN_ROOM)}

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from emulated_kernel.arch.analysis.region import Live
 from emulated_kernel.arch.program import ops as ir
-from emulated_kernel.arch.program.code_layout import Encoding
+from emulated_kernel.arch.program.code_layout import Block, Encoding
 from emulated_kernel.arch.program.lowering import BIT_TESTS, Assignment, Lowering, cost, registers_read
 from emulated_kernel.arch.program.ops import Arithmetic, Condition, Program
 from emulated_kernel.arch.riscv import assemble as asm
@@ -22,6 +22,7 @@ from emulated_kernel.arch.riscv.insn import (
     S0,
     S1,
     SP,
+    T0,
     T1,
     T2,
     T3,
@@ -41,6 +42,8 @@ _ORDER = (T1, T2, *range(T3, T6 + 1), *range(A7, A0 - 1, -1), RA, *range(18, T3)
 
 Not t0: a handler that an fentry site calls returns by it.
 """
+LEAVING = T0
+"""The register that JumpTo goes through; it must not be live."""
 _PLAIN = {
     Arithmetic.ADD: asm.ArithmeticFunct3.ADD,
     Arithmetic.SUB: asm.ArithmeticFunct3.SUB,
@@ -68,7 +71,7 @@ _CONDITIONS = {
 }
 """The branch, and whether its operands change places."""
 
-_SPARE, _SECOND = -1, -2
+_SPARE, _SECOND, _THIRD = -1, -2, -3
 """Ask for registers besides the virtual ones, for what one op needs."""
 _BRANCH_RANGE = range(-0x1000, 0x1000)
 _HOLE = asm.jal(ZERO, 0, 0)
@@ -101,8 +104,11 @@ class RiscvLowering(Lowering):
         """`live` is None if all registers are saved already; `far`: branches may lead beyond 4 KiB."""
         registers = frozenset() if live is None else live.registers
         order = _preference(registers, registers_read(program))
+        written = {NUMBERS[op.name] for op in program if type(op) is ir.SetRegister}
+        order = tuple(number for number in order if number not in written)
         super().__init__(Assignment(order, set()), constants, breakpoint_, before_host)
         self._far = far
+        self._in_frame = live is None
         self._lower(program)
 
     # Pieces of code
@@ -143,6 +149,11 @@ class RiscvLowering(Lowering):
             self.slots.add(number)
             self._block.slots.append((len(self._code), number))
             self._code += asm.lui(dst, 0)
+
+    def _set_register(self, op: ir.SetRegister) -> None:
+        """The program uses it for nothing else."""
+        number, src = NUMBERS[op.name], self._real[op.src]
+        self._code += store(SP, WORD * number, src, WORD) if self._in_frame else asm.move(number, src)
 
     def _compute(self, op: ir.Compute) -> None:
         dst = self._real[op.dst]
@@ -236,7 +247,45 @@ class RiscvLowering(Lowering):
         base, offset = self._operand(PER_CPU, op.offset)
         self._code += load(value, base, offset, WORD) + asm.arithmetic(_PLAIN[op.op], dst, dst, value)
 
+    def _multiply(self, op: ir.Multiply) -> None:
+        dst = self._real[op.dst]
+        self._code += asm.multiply(dst, dst, self._real[op.src])
+
+    def _atomic_place(self, base: int, offset: int) -> int:
+        """A register with the address of a word that changes at once."""
+        if not offset:
+            return base
+        spare = self._real[_SPARE]
+        if fits_12(offset):
+            self._code += asm.addi(spare, base, offset)
+        else:
+            self._code += set_register(spare, offset)
+            self._code += asm.arithmetic(asm.ArithmeticFunct3.ADD, spare, spare, base)
+        return spare
+
+    def _compare_exchange(self, op: ir.CompareExchange) -> None:
+        real = self._real
+        at, expected, new = self._atomic_place(real[op.base], op.offset), real[op.expected], real[op.new]
+        found, failed = real[_SECOND], real[_THIRD]
+        # Interrupts leave a reservation as it is: it is given back, lest one that they had serves here.
+        differs = asm.store_conditional(failed, at, found) + asm.move(expected, found)
+        again = len(self._code)
+        self._code += asm.load_reserved(found, at)
+        self._code += asm.branch(BranchFunct3.EQ, found, expected, 4 + len(differs + _HOLE)) + differs
+        self._block.jumps.append((len(self._code), op.label.number))
+        self._code += _HOLE + asm.store_conditional(failed, at, new)
+        self._code += asm.branch(BranchFunct3.NE, failed, ZERO, again - len(self._code))
+
+    def _fetch_add(self, op: ir.FetchAdd) -> None:
+        at, addend = self._atomic_place(self._real[op.base], op.offset), self._real[op.addend]
+        self._code += asm.atomic_add(addend, at, addend)
+
     # Control
+
+    def _jump_to(self, op: ir.JumpTo) -> None:
+        self._code += asm.move(LEAVING, self._real[op.address])
+        self._block.leaves = True
+        self._start(Block(is_label=False))
 
     def _branch(self, op: ir.Branch) -> None:
         left, right = self._real[op.left], self._real[op.right]

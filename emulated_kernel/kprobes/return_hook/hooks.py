@@ -125,7 +125,7 @@ class ReturnHooks:
         offsets = TaskOffsets.of(self._abi, arch.word_size)
         if offsets is None or arch.returns is None:
             return None
-        code = _CODES[self.stack.name](offsets, self.stack)
+        code = _CODES[self.stack.name](offsets, self.stack, arch.returned_at)
         return NativeReturns(self.stack, code, self.trampoline, self._compiler, arch)
 
     # Users

@@ -21,6 +21,7 @@ from emulated_kernel.arch.program.ops import (
     Jump,
     JumpTo,
     Load,
+    SetRegister,
     StoreImmediate,
 )
 from emulated_kernel.kprobes.handlers.compiler import Compiler
@@ -35,6 +36,7 @@ from emulated_kernel.kprobes.return_hook.stack_code import (
     SLOT,
     StackCode,
     compute,
+    set_to,
     unless,
 )
 from emulated_kernel.kprobes.return_hook.trampoline import Trampoline
@@ -52,6 +54,8 @@ class NativeReturns:
         self._trampoline = trampoline
         self._compiler = compiler
         self._sp = arch.registers.sp
+        self._link = arch.registers.link
+        self._called_by = arch.call_link
         self._call_size = arch.call_size
         self._dispatch: CompiledCode | None = None
         self._finish: int | None = None
@@ -70,10 +74,13 @@ class NativeReturns:
         with builder.out_of_line() as missed:
             builder.emit(AddToCell(counter_at(hook.address, MISSED, self._word), 1), Jump(done))
         builder.emit(GetRegister(SLOT, self._sp))
-        if way is HitWay.CALL:
-            builder.emit(compute(Arithmetic.ADD, SLOT, self._word))
-        # The call has just put it there: it can't fault.
-        builder.emit(Load(RET, SLOT, 0, self._word))
+        if self._link is not None:
+            builder.emit(GetRegister(RET, self._link))
+        else:
+            if way is HitWay.CALL:
+                builder.emit(compute(Arithmetic.ADD, SLOT, self._word))
+            # The call has just put it there: it can't fault.
+            builder.emit(Load(RET, SLOT, 0, self._word))
         self._code.enter(builder, hook.address, missed, self._data_words(hook))
         self._replace(builder, hook)
         if hook.data_size:
@@ -87,27 +94,34 @@ class NativeReturns:
 
     def get_called(self, builder: ProgramBuilder, register: int) -> None:
         """`register` = the address of the function whose fentry site has called."""
-        builder.emit(
-            GetRegister(register, self._sp),
-            Load(register, register, 0, self._word),
-            compute(Arithmetic.ADD, register, -self._call_size),
-        )
+        if self._called_by is not None:
+            builder.emit(GetRegister(register, self._called_by))
+        else:
+            builder.emit(GetRegister(register, self._sp), Load(register, register, 0, self._word))
+        builder.emit(compute(Arithmetic.ADD, register, -self._call_size))
 
     def _replace(self, builder: ProgramBuilder, hook: ReturnHook) -> None:
-        """The word at SLOT, RET until now, becomes a trampoline's address."""
-        trampoline, word = self._trampoline, self._word
+        """Where the function returns, RET until now, becomes a trampoline's address."""
+        trampoline = self._trampoline
         if hook.code is None:
-            builder.emit(StoreImmediate(SLOT, 0, trampoline.address, word))
+            self._return_to(builder, trampoline.address)
             return
         replaced = builder.label()
         with builder.out_of_line() as hooked_before:
-            builder.emit(StoreImmediate(SLOT, 0, trampoline.address, word), Jump(replaced))
+            self._return_to(builder, trampoline.address)
+            builder.emit(Jump(replaced))
         for address in (trampoline.native, trampoline.address):
             builder.emit(
                 BranchImmediate(Condition.EQ, RET, _signed(address), hooked_before, is_unlikely=True)
             )
-        builder.emit(StoreImmediate(SLOT, 0, trampoline.native, word))
+        self._return_to(builder, trampoline.native)
         builder.place(replaced)
+
+    def _return_to(self, builder: ProgramBuilder, address: int) -> None:
+        if self._link is None:
+            builder.emit(StoreImmediate(SLOT, 0, address, self._word))
+        else:
+            builder.emit(set_to(FIRST, address), SetRegister(self._link, FIRST))
 
     # Returns
 

@@ -69,9 +69,11 @@ class StackCode(ABC, Generic[Stack]):
     data_word: ClassVar[int]
     """Where they begin in a node."""
 
-    def __init__(self, offsets: TaskOffsets, stack: Stack) -> None:
+    def __init__(self, offsets: TaskOffsets, stack: Stack, returned_at: int) -> None:
+        """`returned_at` is Arch.returned_at."""
         self.offsets = offsets
         self.stack = stack
+        self._returned_at = returned_at
         self.word = offsets.word
         self.shift = self.word.bit_length() - 1
         """Words to bytes, as a shift."""
@@ -89,9 +91,9 @@ class StackCode(ABC, Generic[Stack]):
 
     @abstractmethod
     def leave(self, builder: ProgramBuilder, hook: int, data: int = 0) -> None:
-        """The newest call, which is the hook's, returns: the word at SLOT becomes the real address.
+        """The newest call, which is the hook's, returns: the trampoline goes on at the real address.
 
-        Its node goes back; SLOT is the first word of data that it had.
+        SLOT is the stack pointer, and becomes the first word of data that the node had, which goes back.
         """
 
     def store_data(self, src: int) -> Op:
@@ -100,7 +102,7 @@ class StackCode(ABC, Generic[Stack]):
 
     def _give_back(self, builder: ProgramBuilder, data: int) -> None:
         """What returns is NODE, with the real address in RET."""
-        builder.emit(self.store(SLOT, 0, RET))
+        builder.emit(self.store(SLOT, self._returned_at, RET))
         if data:
             builder.emit(self.load(SLOT, NODE, self.data_word * self.word))
 

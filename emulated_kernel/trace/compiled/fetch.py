@@ -96,7 +96,8 @@ class FetchEmitter:
         self._emit(Store(BASE, at, VALUE, self._word))
 
     def _return_address(self) -> None:
-        self._emit(GetRegister(VALUE, self._arch.registers.sp), Load(VALUE, VALUE, 0, self._word))
+        arch = self._arch
+        self._emit(GetRegister(VALUE, arch.registers.sp), Load(VALUE, VALUE, arch.returned_at, self._word))
 
     # Stages 1 and 2: VALUE
 

@@ -68,7 +68,7 @@ def check(case: Case, arch: Riscv, handler: HandlerCode, live: Live | None) -> N
         first = SP - STACK if start == STACK else 0
         assert bytes(machine.uc.mem_read(start, PAGE))[first:] == data[first:], hex(start)
     kept = NAMES if live is None else live.registers
-    assert not {name for name in kept if machine.get(name) != case.registers[name]}
+    assert not {name for name in kept if machine.get(name) != expected.registers[name]}
 
 
 SEEDS = range(0, 800, 100)

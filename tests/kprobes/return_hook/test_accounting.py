@@ -26,7 +26,7 @@ def in_python(_kernel: Kernel, symbol: str) -> Kretprobe:
 
 
 def in_guest(kernel: Kernel, symbol: str) -> Kretprobe:
-    rp = kernel.hit_ring("ax").return_probe(symbol_name=symbol)
+    rp = kernel.hit_ring(kernel.arch.registers.return_value).return_probe(symbol_name=symbol)
     assert rp.return_program is not None
     return rp
 

@@ -27,7 +27,7 @@ WAYS = {"liveness": Profile("ftrace"), "save-all": Profile("ftrace", saving=Savi
 
 def warmed(kernel: Kernel, **options: int) -> tuple[Fprobe, HitRing]:
     """An fprobe on gcd and lcm, which calls gcd; its code is there."""
-    ring = kernel.hit_ring("ax")
+    ring = kernel.hit_ring(kernel.arch.registers.return_value)
     fp = ring.fprobe(PAIR, **options)
     kernel.register_fprobe(fp)
     for _ in range(2):
@@ -36,7 +36,7 @@ def warmed(kernel: Kernel, **options: int) -> tuple[Fprobe, HitRing]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("arch", ["x86_64", "i386"])
+@pytest.mark.parametrize("arch", ["x86_64", "i386", "riscv64"])
 def test_entries_and_exits_stay_in_the_guest(arch: str, way: str, stack: str) -> None:
     with Kernel(MachineConfig(arch=arch, return_hook=stack), profile=WAYS[way]) as kernel:
         fp, ring = warmed(kernel)

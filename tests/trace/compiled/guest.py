@@ -303,7 +303,7 @@ class Guest:
         assert made is not None
         _, program, builder = made
         registers = {name: value & self.target.mask for name, value in vars(self.regs).items()}
-        if self.way in (HitWay.CALL, HitWay.RETURN):
+        if self.way in (HitWay.CALL, HitWay.RETURN) and self.target.arch.registers.link is None:
             registers["sp"] -= self.word
         vregs = [0xDEAD0000 + number for number in range(NR_VREGS)]
         Interpreter(

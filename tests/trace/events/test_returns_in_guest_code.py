@@ -14,21 +14,23 @@ from emulated_kernel.kprobes.profile import Profile, Saving
 DEFINITIONS = (
     "r:a int_sqrt r=$retval",
     "r5:b strlen n=$retval:u8 where=+0(%sp):x64 task=$comm",
-    "r:c gcd r=$retval:s32 ip=%ip",
+    "r:c gcd r=$retval:s32 ip=%{ip}",
 )
+NAMES_OF_IP = {"x86_64": "ip", "riscv64": "epc"}
+STRATEGIES = ("optprobe", "optprobe-riscv")
 WAYS = {
     "called": Profile("called"),
-    "optimized": Profile("optimized", ftrace=False),
-    "save-all": Profile("save-all", ftrace=False, saving=Saving.ALL),
+    "optimized": Profile("optimized", ftrace=False, strategies=STRATEGIES),
+    "save-all": Profile("save-all", ftrace=False, strategies=STRATEGIES, saving=Saving.ALL),
 }
 
 
-def trace(profile: Profile, filtered: bool) -> tuple[list[str], list[tuple[int, int]], int]:
+def trace(arch: str, profile: Profile, filtered: bool) -> tuple[list[str], list[tuple[int, int]], int]:
     """Lines without their times, hits and misses of each event, and how many are in guest code."""
-    with Kernel(MachineConfig(), profile=profile) as kernel:
+    with Kernel(MachineConfig(arch=arch), profile=profile) as kernel:
         events = kernel.tracing.kprobe_events
         for definition in DEFINITIONS:
-            events.write(definition.encode() + b"\n")
+            events.write(definition.format(ip=NAMES_OF_IP[arch]).encode() + b"\n")
         kernel.trace.expand()
         for event in events.events():
             event.enable(kernel.trace)
@@ -54,9 +56,10 @@ def is_native(rp: object) -> bool:
 
 @pytest.mark.parametrize("filtered", [False, True])
 @pytest.mark.parametrize("way", WAYS)
-def test_the_trace_is_the_one_that_python_makes(way: str, filtered: bool) -> None:
-    lines, counts, native = trace(WAYS[way], filtered)
-    expected, expected_counts, none = trace(replace(WAYS[way], compiled=False), filtered)
+@pytest.mark.parametrize("arch", NAMES_OF_IP)
+def test_the_trace_is_the_one_that_python_makes(arch: str, way: str, filtered: bool) -> None:
+    lines, counts, native = trace(arch, WAYS[way], filtered)
+    expected, expected_counts, none = trace(arch, replace(WAYS[way], compiled=False), filtered)
     assert lines == expected
     assert counts == expected_counts == [(12, 0)] * 3
     assert (native, none) == (3, 0)
