@@ -39,6 +39,9 @@ class Client:
         self.root = root
         self.answers: Counter[str] = Counter()
         self.slowest = (0.0, "")
+        """Seconds that a request took, of an operation that may be many, and which one."""
+        self.began = 0.0
+        self.kind = ""
         self.opened = ""
         """The path that was opened last."""
 
@@ -48,19 +51,23 @@ class Client:
         until = time.monotonic() + seconds
         done = 0
         while (not count or done < count) and (not seconds or time.monotonic() < until):
-            kind = self.random.choice(list(KINDS))
-            begun = time.monotonic()
+            kind = self.kind = self.random.choice(list(KINDS))
+            self.began = time.monotonic()
             try:
                 KINDS[kind](self)
                 self.answers[f"{kind} ok"] += 1
             except OSError as error:
                 self.answers[f"{kind} {errno.errorcode.get(error.errno or 0, error.errno)}"] += 1
-            self.slowest = max(
-                self.slowest, (time.monotonic() - begun, f"{kind} (last opened: {self.opened})")
-            )
+            self.answered()
             done += 1
         for descriptor in self.descriptors:
             os.close(descriptor)
+
+    def answered(self) -> None:
+        """A request has been; within an operation another one begins."""
+        now = time.monotonic()
+        self.slowest = max(self.slowest, (now - self.began, f"{self.kind} (last opened: {self.opened})"))
+        self.began = now
 
     def name(self) -> str:
         return self.random.choice(NAMES)
@@ -90,8 +97,9 @@ class Client:
 
 def _read_control(client: Client) -> None:
     descriptor = client.open(client.random.choice(CONTROL), os.O_RDONLY)
+    client.answered()
     while os.read(descriptor, client.random.choice((1 << 12, 1 << 16))):
-        pass
+        client.answered()
 
 
 def _write_control(client: Client) -> None:
@@ -109,6 +117,7 @@ def _write_control(client: Client) -> None:
 
 def _walk(client: Client) -> None:
     for entry in os.scandir(client.random.choice(("tracing/events", "kprobes", "tracing", ".", "scratch"))):
+        client.answered()
         entry.stat(follow_symlinks=False)
 
 
