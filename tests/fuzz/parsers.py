@@ -207,7 +207,10 @@ class _Modules:
     def load(self, data: bytes) -> None:
         if self._kernel is None:
             self._kernel = Kernel()
-        kernel = self._kernel
+        with self._kernel.lock:
+            self._load(self._kernel, data)
+
+    def _load(self, kernel: Kernel, data: bytes) -> None:
         try:
             kernel.modules.init_module(data, "fuzzed")
         finally:
