@@ -145,6 +145,34 @@ def test_many_processes_come_and_go(kernel: Kernel, watch: ScriptedWatch) -> Non
     assert tasks(kernel).keys() == before
 
 
+def test_strangers_have_a_share_of_a_request(
+    kernel: Kernel, watch: ScriptedWatch, counted: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients' forks and the asking process's own ancestors are told; exits wait, and none is lost."""
+    stranger, grandchild = 4242, 4250
+    watch.comms = {SHELL: "bash", stranger: "cc"}
+    mirror = kernel.guest.mirror
+    mirror.task_of(SHELL, 0, 0)
+    monkeypatch.setattr("emulated_kernel.host.mirror.mirror.STRANGERS_SHARE", 0.0)
+    watch.pending_forks = [
+        *(fork(4300 + number, stranger) for number in range(5)),
+        *(fork(CHILD, SHELL), fork(4249, stranger), fork(grandchild, 4249), fork(4400, grandchild)),
+    ]
+    mirror.task_of(grandchild, 0, 0)
+    assert counted["kernel_clone"] == 3
+    assert {pid for pid in tasks(kernel) if pid > 100} >= {SHELL, CHILD, 4249, grandchild}
+    assert tasks(kernel)[grandchild].parent == 4249
+    watch.pending_exits = [CHILD, 4249, grandchild]
+    # A client that has the number of one that is over gets a task of its own.
+    assert mirror.task_of(grandchild, 7, 7).uid == 7
+    assert counted["do_exit"] == 1
+    mirror.task_of(SHELL, 0, 0)
+    mirror.task_of(SHELL, 0, 0)
+    assert counted["do_exit"] == 3
+    assert {task.pid for task in mirror} >= {SHELL, grandchild}
+    assert not {CHILD, 4249} & {task.pid for task in mirror}
+
+
 def test_the_worker_is_replaced_when_a_call_kills_it(kernel: Kernel) -> None:
     mirror = kernel.guest.mirror
     worker = mirror.worker()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
-from time import monotonic
+from collections.abc import Callable, Iterator, Sequence
+from time import monotonic, thread_time
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.host.builtin_kernel import BuiltinKernel
@@ -27,6 +27,8 @@ EXEC_WITHIN = 1.0
 """Seconds from a fork in which an execve is looked for; later its process's own requests tell."""
 MAX_TASKS = 500
 """Beyond that many, a process that forks away from us leaves no task: its memory is the guest's."""
+STRANGERS_SHARE = 0.1
+"""CPU seconds of a request for the forks of others, and for exits; beyond it forks are left out, exits wait."""
 
 
 class TaskMirror:
@@ -59,6 +61,10 @@ class TaskMirror:
         self._unnamed: deque[GuestTask] = deque(maxlen=MAX_UNNAMED)
         """Forked lately and named like their parents: most of them are about to run execve."""
         self._unnamed_until = 0.0
+        self._clients: set[int] = set()
+        """Processes that have made a request."""
+        self._ended: deque[int] = deque()
+        """Processes whose tasks are still to exit."""
         self._events.died.append(self.died)
 
     def __iter__(self) -> Iterator[GuestTask]:
@@ -67,6 +73,7 @@ class TaskMirror:
     def died(self, pid: int) -> None:
         """See TaskEvents."""
         task = self._by_pid.pop(pid, None)
+        self._clients.discard(pid)
         if task is None:
             return
         if task in self._unnamed:
@@ -82,9 +89,10 @@ class TaskMirror:
         for tell in self._events.request_begins:
             tell()
         try:
-            self.catch_up()
+            self.catch_up(pid)
             if pid <= INIT_PID:
                 return self.init
+            self._clients.add(pid)
             task = self._by_pid.get(pid)
             comm = self._watch.comm(pid)
             if task is None:
@@ -137,14 +145,32 @@ class TaskMirror:
             pid -= 1
         return pid
 
-    def catch_up(self) -> None:
-        """Let the guest see the forks and exits of host processes since the last request."""
-        for fork in self._watch.forks():
-            self._fork(fork)
-        for pid in self._watch.exited():
-            self.exit(pid)
+    def catch_up(self, client: int = 0) -> None:
+        """Let the guest see the forks and exits of host processes since the last request.
+
+        Those of clients all: strangers have a share of the time of `client`'s request, where tracers make
+        a fork take long.
+        """
+        forks, until = self._watch.forks(), thread_time() + STRANGERS_SHARE
+        ancestors = _ancestors(forks, client)
+        for fork in forks:
+            if thread_time() < until or fork.pid in ancestors or fork.parent in self._clients:
+                self._fork(fork)
+        self._exits(client)
         if self._unnamed:
             self._look_for_execs()
+
+    def _exits(self, client: int) -> None:
+        self._ended.extend(self._watch.exited())
+        if client in self._ended:
+            # It has the number of a process that is over.
+            self._ended.remove(client)
+            self._ended.appendleft(client)
+        until = thread_time() + STRANGERS_SHARE
+        while self._ended:
+            self.exit(self._ended.popleft())
+            if thread_time() > until:
+                return
 
     def _look_for_execs(self) -> None:
         """Reading a name costs a microsecond a task: a task that has kept its name for long is left out."""
@@ -247,6 +273,17 @@ class TaskMirror:
         self.died(pid)
         for tell in self._events.exited:
             tell(pid)
+
+
+def _ancestors(forks: Sequence[Fork], pid: int) -> set[int]:
+    """A process and those that it comes from, as far as these forks tell."""
+    parents = {fork.pid: fork.parent for fork in forks}
+    found: set[int] = set()
+    each: int | None = pid
+    while each is not None and each not in found:
+        found.add(each)
+        each = parents.get(each)
+    return found
 
 
 def _comm_bytes(comm: str) -> bytes:
