@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from emulated_kernel.abi import PAGE_SIZE
 from emulated_kernel.arch.architectures import arch_named
 from emulated_kernel.arch.base import Arch
 from emulated_kernel.config import MachineConfig
@@ -32,6 +33,7 @@ from emulated_kernel.kprobes.kprobes import Kprobes
 from emulated_kernel.kprobes.profile import Profile, Saving, profile_named
 from emulated_kernel.kprobes.return_hook.hook_sets import HookSets, never_returning
 from emulated_kernel.kprobes.scheduler import Scheduler
+from emulated_kernel.limits import Limit
 from emulated_kernel.lock import ControlLock
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.task_events import TaskEvents
@@ -156,6 +158,8 @@ def _on_machine(
     config, image = machine.config, live.core
     arch = arch_named(config.arch)
     guest = boot_guest(BuiltinKernel(machine, image), watch, TaskEvents(), lock)
+    if (most := config.limits[Limit.SCRATCH_BYTES]) is not None:
+        guest.kernel.limit_file_pages(most // PAGE_SIZE)
     clock = RequestClock(machine.clock)
     engine = _engine(machine, live, arch, guest, clock, lock, profile)
     requests = RequestObserver(clock, engine.kprobes)
@@ -253,7 +257,7 @@ class _TracingBuilder:
         function_graph = self._function_graph(arrays.top, functions, points)
         measure = StackMeasure(machine.memory, self._tasks, system.stack, arch, self._image.abi)
         places = self._records.places(self._image.abi, arch.interrupt_flag, context.breakpoint_trace_ctx)
-        commands = EventCommands(self._registry, arrays.top.errors, self._guest.log)
+        commands = EventCommands(self._registry, arrays.top.errors, self._guest.log, machine.config.limits)
         engine = ProbeEngine(
             arch,
             self._symbols,
@@ -331,7 +335,8 @@ class _TracingBuilder:
     def _arrays(self, system: TraceSystem, functions: KernelFunctions) -> TraceArrays:
         syscall_names = {call.nr: call.name for call in syscall_definitions(self._image)}
         hists = HistCommand(HistSystem(self._registry, syscall_names.get))
-        arrays = TraceArrays(system, hists, functions, self._machine.clock.now_ns, self._lock)
+        limits = self._machine.config.limits
+        arrays = TraceArrays(system, hists, functions, self._machine.clock.now_ns, self._lock, limits)
         events = self._guest.executive.events
         events.call_ended.append(arrays.call_ended)
         events.forked.append(arrays.forked)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from emulated_kernel.limits import Limits
+
+DEFAULT_RUN_BUDGET = 1.0
+"""Seconds."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +31,7 @@ class MachineConfig:
     stale_fetch: bool = False
     """With a quantum: a CPU whose turn ends goes on with bytes that it may have fetched before text changed,
     until it takes an interrupt. For tests of how text is patched."""
-    run_budget: float = 1.0
+    run_budget: float = DEFAULT_RUN_BUDGET
     """Wall time that one uninterrupted guest run may take before it counts as looping."""
     profile: str = "linux-6.1"
     """Which kernel's ways of probing it has: a name in kprobes.profile.PROFILES."""
@@ -34,5 +39,7 @@ class MachineConfig:
     """What compiled handlers save, "liveness" or "save-all"; None leaves it to the profile."""
     return_hook: str | None = None
     """The shadow stack of return probes: one of kprobes.profile.RETURN_HOOKS; None: the profile's."""
+    limits: Limits = field(default_factory=Limits, compare=False)
+    """What users of its files may take; shared with a kernel that takes its place."""
     fast_registers: bool = True
     """Use the live CPU state where the start-up self-test finds it; False forces the API."""

@@ -24,12 +24,18 @@ from kprobefs.mount import STATE_LINK, MountState
 if TYPE_CHECKING:
     from kprobefs.options import ServedMount
 
+# By its name: fusepy would have ldconfig(8) look for it, which takes longer and isn't there everywhere.
+_is_named = "FUSE_LIBRARY_PATH" in os.environ
+os.environ.setdefault("FUSE_LIBRARY_PATH", "libfuse.so.2")
 try:
     import fuse
 except ImportError as error:
     raise Failure("the Python package fusepy is missing: pip install fusepy") from error
 except OSError as error:
     raise Failure("libfuse 2 is missing: install it (Debian: libfuse2, Fedora: fuse-libs)") from error
+finally:
+    if not _is_named:
+        del os.environ["FUSE_LIBRARY_PATH"]
 
 _fuse: Any = fuse
 _libfuse: Any = _fuse._libfuse
@@ -63,6 +69,8 @@ class FuseOptions:
     subtype: str = "kprobefs"
     allow_other: bool = False
     """Let other users in, as far as modes allow. For root, or where /etc/fuse.conf says user_allow_other."""
+    flags: tuple[str, ...] = ()
+    """Further ones that libfuse knows: noexec and its like."""
     is_spliced: bool = False
     """Files that have pages show PAGED_SIZE: at st_size the host's kernel ends a splice(2) without asking."""
 
@@ -95,6 +103,7 @@ class Server:
             "fsname": self._options.source,
             "subtype": self._options.subtype,
             "allow_other": self._options.allow_other,
+            **dict.fromkeys(self._options.flags, True),
         }
         # Root alone may enter, and modes keep nothing from it: without checks of its own the kernel asks
         # for an access where a process changes its directory, the one sign of that.

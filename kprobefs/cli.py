@@ -27,6 +27,8 @@ run: the command's own, 125 the mount failed, 126 and 127 the command can't be
 run and wasn't found.
 """
 MAX_CPUS = 64
+FLAGS = ("noexec", "noatime", "sync", "dirsync")
+"""Options that mounts of FUSE take from mount(8)."""
 SEED_LIMIT = 1 << 63
 
 
@@ -127,6 +129,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--log", metavar="FILE", help="write the daemon's log there")
     command.add_argument("--mkdir", action="store_true", help="make the directory where there is none")
+    command.add_argument(
+        "-o",
+        action="append",
+        choices=FLAGS,
+        default=[],
+        dest="flags",
+        help="as mount(8)'s option of that name; more than once",
+    )
     _add_machine_options(command)
     command.set_defaults(function=_mount)
 
@@ -305,6 +315,14 @@ def _add_machine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--private", action="store_true", help="root's mount lets nobody else in; chdir(2) is seen then"
     )
+    group.add_argument(
+        "--limit",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="what users may take, as in machine/limits: probes, instances, open_files, scratch_bytes, "
+        "run_budget_ms; more than once",
+    )
     group.add_argument("--cpus", type=_cpus, default=1, metavar="N", help="(default: %(default)s)")
     group.add_argument(
         "--seed", type=_seed, default=1, metavar="N", help="same seed, same trace (default: 1)"
@@ -362,7 +380,11 @@ def _mount(parsed: argparse.Namespace, build: Builder | None) -> int:
 
     from kprobefs import daemon, load, mount
 
-    options = replace(_options(parsed, mount.resolve(parsed.directory)), make_directory=parsed.mkdir)
+    options = replace(
+        _options(parsed, mount.resolve(parsed.directory)),
+        make_directory=parsed.mkdir,
+        flags=tuple(parsed.flags),
+    )
     log_file = Path(os.path.abspath(parsed.log)) if parsed.log else None
     builder = build or _builder(options)
     if parsed.foreground:
@@ -577,12 +599,13 @@ def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
 
     from emulated_kernel.config import MachineConfig
     from emulated_kernel.image.linux.source import HOST
-    from kprobefs.options import NATIVE, MountOptions, check_engine
+    from kprobefs.options import NATIVE, MountOptions, check_engine, parsed_limits
 
     image = None
     if parsed.image is not None:
         is_host = parsed.image == HOST and parsed.engine == NATIVE
         image = Path(parsed.image if is_host else os.path.abspath(parsed.image))
+    limits, run_budget = parsed_limits(parsed.limit)
     machine = MachineConfig(
         arch=parsed.arch,
         cpus=parsed.cpus,
@@ -592,9 +615,11 @@ def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
         image=image,
         return_hook=parsed.return_hook,
         detour=parsed.detour,
+        limits=limits,
+        run_budget=run_budget,
     )
     options = MountOptions(directory, machine, parsed.layout, parsed.private, engine=parsed.engine)
-    check_engine(options)
+    check_engine(options, is_limited=bool(parsed.limit))
     return options
 
 

@@ -95,7 +95,12 @@ class Service:
         gc.enable()
         shared = os.geteuid() == 0 and not self._options.private
         spliced = self._options.as_system
-        server = Server(served, FuseOptions(self._options.source, allow_other=shared, is_spliced=spliced))
+        server = Server(
+            served,
+            FuseOptions(
+                self._options.source, allow_other=shared, is_spliced=spliced, flags=self._options.flags
+            ),
+        )
         if self._wake.is_set():
             return
         sys.setswitchinterval(SWITCH_INTERVAL)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import stat
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from emulated_kernel.config import DEFAULT_RUN_BUDGET
+from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes import profile
+from emulated_kernel.limits import Limit, Limits, parse_limit
 from kprobefs.failure import Exit, Failure
 
 if TYPE_CHECKING:
@@ -40,6 +44,8 @@ class MountOptions:
     layout: str = "full"
     private: bool = False
     """Root's mount is for root alone; anybody else's is for its owner in any case."""
+    flags: tuple[str, ...] = ()
+    """Options of mount(8) that are FUSE's own."""
     make_directory: bool = False
     """Make the directory where there is none."""
     engine: str = ENGINES[0]
@@ -71,7 +77,21 @@ def check_image(path: Path) -> None:
         raise Failure(f"{path}: {found.st_size >> 20} MiB; a kernel image has at most {IMAGE_LIMIT >> 20}")
 
 
-def check_engine(options: MountOptions) -> None:
+def parsed_limits(words: Sequence[str]) -> tuple[Limits, float]:
+    """What `--limit NAME=VALUE` says, and the run budget in seconds. Raises: Failure."""
+    found: dict[Limit, int | None] = {}
+    for word in words:
+        name, _, text = word.partition("=")
+        try:
+            limit, value = parse_limit(name, text)
+        except KernelError as error:
+            raise Failure(f"--limit {word}: {error.strerror}", Exit.USAGE) from None
+        found[limit] = value
+    budget = found.pop(Limit.RUN_BUDGET_MS, None)
+    return Limits(found), DEFAULT_RUN_BUDGET if budget is None else budget / 1000
+
+
+def check_engine(options: MountOptions, *, is_limited: bool = False) -> None:
     """Raises: Failure where the engine and the kernel don't go together."""
     image, arch = options.machine.image, options.machine.arch
     if options.engine == NATIVE:
@@ -79,6 +99,8 @@ def check_engine(options: MountOptions) -> None:
             raise Failure(
                 "--engine native takes a kernel: --image vmlinuz, vmlinux, .deb or host", Exit.USAGE
             )
+        if is_limited:
+            raise Failure("--engine native takes no --limit: that kernel has limits of its own", Exit.USAGE)
         if arch != "x86_64" or options.machine.cpus != 1:
             raise Failure("--engine native runs kernels for x86_64, on one CPU", Exit.USAGE)
     elif image is not None and _is_linux(image):

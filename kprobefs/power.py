@@ -96,7 +96,7 @@ class LivingKernel:
         """
         with self._kernel.lock:
             old, clock = self._kernel, self._kernel.machine.clock
-            config = replace(old.config, clock=clock.kind, seed=clock.seed)
+            config = replace(old.config, clock=clock.kind, seed=clock.seed, run_budget=old.machine.run_budget)
             with ExitStack() as undo:
                 try:
                     processes = HostProcesses()

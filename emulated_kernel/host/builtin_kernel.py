@@ -156,6 +156,14 @@ class BuiltinKernel(GuestKernel):
         with readable("list of slab caches"):
             return self._memory_reader.info()
 
+    def file_pages(self) -> int:
+        return self._memory.read_u32(address_of(self.image.kallsyms, "nr_file_pages"))
+
+    def limit_file_pages(self, most: int | None) -> None:
+        unlimited = (1 << 8 * self._memory.word_size) - 1
+        at = address_of(self.image.kallsyms, "max_file_pages")
+        self._memory.write_word(at, unlimited if most is None else min(most, unlimited))
+
     def modules(self) -> list[ModuleInfo]:
         with readable("module list"):
             return list(self._module_reader.modules())

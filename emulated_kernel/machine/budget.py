@@ -95,6 +95,17 @@ class Watchdog:
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
 
+    @property
+    def budget(self) -> float:
+        """Seconds that a run may take from now on."""
+        return self._budget
+
+    @budget.setter
+    def budget(self, seconds: float) -> None:
+        self._budget = seconds
+        # The thread may sleep as long as runs were allowed until now.
+        self._wake.set()
+
     def arm(self, budget: float | None = None) -> None:
         """A run starts; it may take `budget` seconds instead of the usual ones."""
         self._allowed = self._budget if budget is None else budget

@@ -37,6 +37,7 @@ class GuestKernel(ABC):
     | `messages` | records of our own ring | prb: descriptors and text of printk_ringbuffer |
     | `tasks`, `cpus`, `modules`, `read_module` | lists in our structures | the same lists; threads by signal->thread_head, mod_tree of later kernels |
     | `memory` | counters of our allocators | vm_zone_stat, kmem_cache; slabs by their nodes |
+    | `file_pages`, `limit_file_pages` | nr_file_pages, max_file_pages | a tmpfs's percpu_counter, its max_blocks |
     | `occupied` | registers, and words on all stacks from the saved sp | the same; irq, exception and entry stacks of each CPU beside them |
     """  # noqa: E501
 
@@ -136,6 +137,14 @@ class GuestKernel(ABC):
     @abstractmethod
     def memory(self) -> MemoryInfo:
         """How much memory there is, and what it is used for."""
+
+    @abstractmethod
+    def file_pages(self) -> int:
+        """Pages that files in memory have now."""
+
+    @abstractmethod
+    def limit_file_pages(self, most: int | None) -> None:
+        """Let files in memory have so many pages, None: all that there are; more is ENOSPC."""
 
     @abstractmethod
     def modules(self) -> list[ModuleInfo]:

@@ -201,6 +201,15 @@ class Machine:
         """Whether the guest is running: true in a breakpoint handler and in the fault hook."""
         return self._runner.is_running
 
+    @property
+    def run_budget(self) -> float:
+        """Seconds that one run may take; see MachineConfig."""
+        return self._runner.watchdog.budget
+
+    @run_budget.setter
+    def run_budget(self, seconds: float) -> None:
+        self._runner.watchdog.budget = seconds
+
     def run(self, budget: float | None = None) -> Trap:
         """Run the guest until it stops by itself, or for `budget` seconds instead of the configured ones.
 

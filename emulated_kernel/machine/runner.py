@@ -38,7 +38,7 @@ class Runner:
         self.regs = regs
         self.hooks = hooks
         self._clock = clock
-        self._watchdog = Watchdog(stop, handler_time, budget)
+        self.watchdog = Watchdog(stop, handler_time, budget)
         self._running = False
         self._number = attrgetter(cpu.hypercall_register)
         self._halts: set[int] = set()
@@ -57,11 +57,11 @@ class Runner:
             self._clock.tick()
         self._running = True
         try:
-            self._watchdog.arm(budget)
+            self.watchdog.arm(budget)
             try:
                 error = self.hooks.run(self.regs.ip)
             finally:
-                expired = self._watchdog.disarm()
+                expired = self.watchdog.disarm()
             return self._why_stopped(error, expired)
         finally:
             self._running = False
@@ -113,4 +113,4 @@ class Runner:
 
     def close(self) -> None:
         """End the watchdog's thread."""
-        self._watchdog.close()
+        self.watchdog.close()

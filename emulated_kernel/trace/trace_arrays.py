@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from emulated_kernel.errors import KernelError
+from emulated_kernel.limits import Limit, Limits
 from emulated_kernel.lock import ControlLock
 from emulated_kernel.trace.array.system import FUNCTION_TRACER, TraceSystem
 from emulated_kernel.trace.array.trace_array import TraceArray
@@ -49,8 +50,10 @@ class TraceArrays:
         functions: KernelFunctions,
         clock: Callable[[], int],
         lock: ControlLock,
+        limits: Limits,
     ) -> None:
         self._system = system
+        self._limits = limits
         self._hists = hists
         self._functions = functions
         self._clock = clock
@@ -90,11 +93,13 @@ class TraceArrays:
     def make(self, name: str) -> Tracing:
         """A new instance, with buffers of full size and the top array's options.
 
-        Raises: KernelError EEXIST, ENOMEM. Mirrors: kernel/trace/trace.c:trace_array_create (v6.1).
+        Raises: KernelError EEXIST, ENOMEM, ENOSPC (a limit).
+        Mirrors: kernel/trace/trace.c:trace_array_create (v6.1).
         """
         self._lock.assert_held()
         if name in self._instances:
             raise KernelError(errno.EEXIST, f"instance {name} exists")
+        self._limits.check(Limit.INSTANCES, len(self._instances))
         try:
             array = TraceArray(self._system, expanded=True)
         except MemoryError as error:

@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Any, Generic, TypeVar
 
 from emulated_kernel.errors import KernelError
+from emulated_kernel.limits import Limit, Limits
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.events.registry import EventRegistry
 from emulated_kernel.trace.text.chars import argv_split, decode_command
@@ -73,6 +74,7 @@ class EventCommands:
     registry: EventRegistry
     error_log: ErrorLog
     printk: Callable[[str], None]
+    limits: Limits
     listed: list[DynEvent] = field(default_factory=list)
     """All dynamic events, in order of their making."""
 
@@ -89,6 +91,7 @@ class EventKind(ABC, Generic[D]):
         self.error_log = commands.error_log
         self.printk = commands.printk
         self._listed = commands.listed
+        self._limits = commands.limits
         self._own: dict[D, None] = {}
         """Those of them that stand on the list of dynamic events, in its order."""
 
@@ -121,6 +124,14 @@ class EventKind(ABC, Generic[D]):
         """Remove all, as opening with O_TRUNC does. Raises: KernelError EBUSY."""
         release_all(self.own())
 
+    def _check_room(self) -> None:
+        """Raises: KernelError ENOSPC, logged, where no more dynamic events may be made."""
+        try:
+            self._limits.check(Limit.PROBES, len(self._listed))
+        except KernelError as error:
+            self.printk(f"limits: {error.strerror}")
+            raise
+
     def _list(self, entry: D) -> None:
         self._own[entry] = None
         self._listed.append(entry)
@@ -148,6 +159,11 @@ class DynamicEvents:
     def write(self, data: bytes) -> int:
         """Raises: KernelError, as run_commands() says."""
         return run_commands(data, self._execute, self._printk)
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self._events)
 
     def records(self) -> list[str]:
         """The lines of the file."""

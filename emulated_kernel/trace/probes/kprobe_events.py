@@ -73,7 +73,7 @@ class KprobeEvents(ProbeKind[TraceKprobe]):
                 log.error(0, ProbeError.BAD_INSN_BNDRY)
             case errno.ENOENT:
                 log.error(0, ProbeError.BAD_PROBE_ADDR)
-            case errno.ENOMEM | errno.EEXIST:
+            case errno.ENOMEM | errno.EEXIST | errno.ENOSPC:
                 pass
             case _:
                 log.error(0, ProbeError.FAIL_REG_PROBE)

@@ -160,8 +160,9 @@ class ProbeKind(EventKind[P]):
     def _register(self, probe: P, log: CommandLog) -> None:
         """Put a probe on the list, and its event into the registry unless there is one of that name already.
 
-        Raises: KernelError EEXIST, logged; and as _insert(). Mirrors: register_trace_kprobe (v6.1).
+        Raises: KernelError EEXIST, logged; ENOSPC; and as _insert(). Mirrors: register_trace_kprobe (v6.1).
         """
+        self._check_room()
         log.index = 0
         shared = self._shared_event(probe)
         if shared is not None:

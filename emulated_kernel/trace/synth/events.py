@@ -154,6 +154,7 @@ class SyntheticEvents(EventKind[_Entry]):
         if self.find(name) is not None:
             raise log.error(SynthError.EVENT_EXISTS, name, errno.EEXIST)
         event = SyntheticEvent(name, _parse_fields(fields, self._word_size, log))
+        self._check_room()
         self.registry.add(event)
         self._list(_Entry(event, self))
 

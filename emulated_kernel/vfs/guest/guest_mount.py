@@ -17,6 +17,7 @@ from emulated_kernel.host.client_call import ClientCall
 from emulated_kernel.host.executive.executive import GuestTask, HostfsHandler, RunElsewhere
 from emulated_kernel.host.executive.syscalls import HostLookup
 from emulated_kernel.host.guest import Guest
+from emulated_kernel.limits import Limit, Limits
 from emulated_kernel.lock import ControlLock
 from emulated_kernel.vfs.core.client import Client, DirEntry, Stat
 from emulated_kernel.vfs.core.open_file import OpenFile
@@ -28,6 +29,8 @@ T = TypeVar("T")
 
 GUESTS_OWN = ("/scratch", "/dev")
 """Directories whose files are the guest's own."""
+UNLIMITED_FILES = "/machine"
+"""What can always be opened: the limits are set there."""
 _ATTRIBUTES = ("newfstat", "newfstatat", "statx", "lseek")
 """Calls that ask the host's kernel for the attributes of an open file."""
 
@@ -110,8 +113,9 @@ class GuestMount:
     who asks why it died has to get an answer.
     """
 
-    def __init__(self, files: Filesystem, guest: Guest, lock: ControlLock) -> None:
+    def __init__(self, files: Filesystem, guest: Guest, lock: ControlLock, limits: Limits) -> None:
         self._lock = lock
+        self._limits = limits
         self._closed = False
         self._handles: dict[int, _Opened | None] = {}
         """Open files; None: one of a kernel whose place another one took, which has no such file."""
@@ -181,9 +185,15 @@ class GuestMount:
             raise KernelError(errno.ESTALE, "of a kernel before this one")
         return opened
 
+    def _check_room(self, path: str) -> None:
+        """Raises: KernelError ENFILE where no more files may be open; who raises the limit gets in."""
+        if not path.startswith(UNLIMITED_FILES):
+            self._limits.check(Limit.OPEN_FILES, self._limits.open_files)
+
     def _add(self, opened: _Opened) -> int:
         handle = next(self._numbers)
         self._handles[handle] = opened
+        self._limits.open_files = len(self._handles)
         return handle
 
     def _task(self, client: Client) -> GuestTask:
@@ -274,6 +284,7 @@ class GuestMount:
     def opendir(self, client: Client, path: str) -> int:
         """A directory is about to be listed; returns the handle for the calls below."""
         with self._lock:
+            self._check_room(path)
             directory = OpenDirectory(path)
             if not self._guest.is_dead:
                 task = self._task_for_control(client)
@@ -362,6 +373,7 @@ class GuestMount:
     def open(self, client: Client, path: str, flags: int) -> int:
         """Open with open(2)'s flags, O_TRUNC included; returns the handle for the calls below."""
         with self._lock:
+            self._check_room(path)
             at = self._at(path)
             if isinstance(at, GuestTree):
                 return self._add(at.open(client, path, flags))
@@ -410,6 +422,7 @@ class GuestMount:
     def create(self, client: Client, path: str, mode: int, flags: int) -> int:
         """Make a regular file and open it."""
         with self._lock:
+            self._check_room(path)
             at = self._at(path)
             if isinstance(at, Filesystem):
                 at.create(path)
@@ -537,6 +550,7 @@ class GuestMount:
         """Forget the handle: its last descriptor was closed; the request comes from no process."""
         with self._lock:
             opened = self._handles.pop(handle, None)
+            self._limits.open_files = len(self._handles)
             self._pollers.pop(handle, None)
             if isinstance(opened, ControlFile):
                 self._files.release(opened.inner)

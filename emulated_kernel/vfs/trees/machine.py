@@ -26,6 +26,7 @@ from emulated_kernel.vfs.core.seq import (
     single,
 )
 from emulated_kernel.vfs.trees.calls import Calls
+from emulated_kernel.vfs.trees.limits import limit_lines, set_limit
 
 MAX_LOADS = 16
 """Modules that one write can load: all of their files are read before the first is loaded."""
@@ -65,6 +66,11 @@ def machine_directory(kernel: Parts, owner: Owner, further: Mapping[str, Node]) 
             ),
             "load": GuestCommandFile(
                 0o644, listing(kernel.loads.text), _each_line(_told(guest, "load", kernel.loads.command))
+            ),
+            "limits": CommandFile(
+                0o644,
+                listing(lambda: limit_lines(kernel)),
+                _each_line(_told(guest, "limits", partial(set_limit, kernel))),
             ),
             "call": GuestCommandFile(0o600, single(lambda: calls.result), calls.execute),
             **further,

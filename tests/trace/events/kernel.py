@@ -14,6 +14,7 @@ from emulated_kernel.arch.x86.arch import X86_64
 from emulated_kernel.errors import KernelError
 from emulated_kernel.image.kallsyms import Location, Symbol
 from emulated_kernel.kprobes.kprobe import KprobeFlag
+from emulated_kernel.limits import Limits
 from emulated_kernel.trace.events.event import Recorder, TraceEvent
 from emulated_kernel.trace.events.event_filters import EventFilters
 from emulated_kernel.trace.events.registry import FIRST_EVENT_ID, EventRegistry
@@ -258,7 +259,7 @@ def make_kernel(
     messages: list[str] = []
     nothing: Any = None
     engine = ProbeEngine(arch or X86_64(), symbols, backend, backend, nothing, nothing, nothing)
-    commands = EventCommands(EventRegistry(first_id), ErrorLog(lambda: 0), messages.append)
+    commands = EventCommands(EventRegistry(first_id), ErrorLog(lambda: 0), messages.append, Limits())
     events = KprobeEvents(engine, commands)
     dynamic_events, filters = DynamicEvents(commands, events), EventFilters(recorder, commands.error_log)
     return Kernel(symbols, backend, recorder, messages, commands, events, dynamic_events, filters)

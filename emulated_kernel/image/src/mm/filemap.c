@@ -9,6 +9,8 @@
 #include "string.h"
 
 atomic_t nr_file_pages;
+/* How many there may be. The host writes it, for machine/limits. */
+unsigned long max_file_pages = ULONG_MAX;
 
 /* Whoever holds the inode's lock finds it unchanged. */
 static __always_inline struct page *find_page(struct address_space *mapping, unsigned long index)
@@ -72,7 +74,7 @@ static struct page *grab_cache_page(struct address_space *mapping, unsigned long
 
 	if (page)
 		return page;
-	if (!file_pages_left(1))
+	if (!file_pages_left(1) || (unsigned int)atomic_read(&nr_file_pages) >= max_file_pages)
 		return NULL;
 	page = alloc_page(GFP_KERNEL | __GFP_ZERO | __GFP_NOWARN);
 	if (!page)

@@ -1,0 +1,41 @@
+"""machine/limits: what users may take of this kernel, what they have taken, and setting it."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+
+from emulated_kernel.abi import PAGE_SIZE
+from emulated_kernel.build import Parts
+from emulated_kernel.errors import KernelError
+from emulated_kernel.limits import UNLIMITED, Limit, parse_limit
+
+
+def limit_lines(kernel: Parts) -> Iterator[str]:
+    """A line each: name, limit, what is in use of it."""
+    limits, trace = kernel.config.limits, kernel.tracing
+    used = {
+        Limit.PROBES: trace.dynamic_events.count,
+        Limit.INSTANCES: len(trace.arrays.names()),
+        Limit.OPEN_FILES: limits.open_files,
+        Limit.SCRATCH_BYTES: kernel.guest.kernel.file_pages() * PAGE_SIZE,
+    }
+    for limit, count in used.items():
+        most = limits[limit]
+        yield f"{limit.value} {UNLIMITED if most is None else most} {count}\n"
+    yield f"{Limit.RUN_BUDGET_MS.value} {round(kernel.machine.run_budget * 1000)}\n"
+
+
+def set_limit(kernel: Parts, line: str) -> None:
+    """`NAME NUMBER` or `NAME max`. Raises: KernelError EINVAL, ERANGE."""
+    words = line.split()
+    if len(words) != 2:
+        raise KernelError(errno.EINVAL, f"{line!r} isn't NAME VALUE")
+    limit, value = parse_limit(*words)
+    if limit is Limit.RUN_BUDGET_MS:
+        assert value is not None
+        kernel.machine.run_budget = value / 1000
+        return
+    if limit is Limit.SCRATCH_BYTES:
+        kernel.guest.kernel.limit_file_pages(None if value is None else value // PAGE_SIZE)
+    kernel.config.limits[limit] = value
