@@ -59,7 +59,11 @@ def test_holds_both_packages_whole(names: set[str]) -> None:
 
 def test_holds_the_manual(names: set[str]) -> None:
     pages = {name.partition("/data/")[2] for name in names if "/share/man/" in name}
-    assert pages == {"share/man/man1/kprobefs.1", "share/man/man5/kprobefs.5"}
+    assert pages == {
+        "share/man/man1/kprobefs.1",
+        "share/man/man5/kprobefs.5",
+        "share/man/man8/mount.fuse.kprobefs.8",
+    }
 
 
 def test_holds_the_kernel_images(names: set[str]) -> None:

@@ -1,0 +1,68 @@
+"""mount.fuse.kprobefs: what mount(8) runs for `mount -t fuse.kprobefs` and for lines of fstab."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from kprobefs.cli import FLAGS
+from kprobefs.cli import main as program
+from kprobefs.failure import Exit
+
+USAGE = "usage: mount.fuse.kprobefs SOURCE DIR [-sfnv] [-o OPTION[=VALUE],...]"
+WRONG_USAGE, FAILED = 1, 32
+"""Exit statuses of mount(8)."""
+NOT_OURS = frozenset(
+    """defaults rw auto noauto user nouser users nousers owner group nofail _netdev nodev nosuid exec async
+    atime relatime norelatime strictatime diratime nodiratime lazytime nolazytime silent loud""".split()  # noqa: SIM905
+)
+"""Options that are mount(8)'s own, or that a mount of FUSE has anyhow."""
+USERSPACE = ("x-", "X-", "comment=")
+"""How options begin that are for others to read in fstab."""
+
+
+def arguments(words: Sequence[str]) -> list[str] | None:
+    """The program's arguments for those of mount(8); None where nothing is to be done. Raises: ValueError."""
+    found: list[str] = []
+    places: list[str] = []
+    is_fake = False
+    left = list(words)
+    while left:
+        word = left.pop(0)
+        if word == "-N":
+            raise ValueError("-N is beyond it: nsenter -t PID -m mount ...")
+        if word in ("-o", "-t"):
+            if not left:
+                raise ValueError(f"{word} takes a value")
+            value = left.pop(0)
+            found += _options(value) if word == "-o" else []
+        elif word.startswith("-") and word.strip("sfnv") == "-":
+            is_fake |= "f" in word
+        else:
+            places.append(word)
+    if len(places) != 2:
+        raise ValueError(USAGE)
+    return None if is_fake else ["mount", *found, "--", places[1]]
+
+
+def _options(text: str) -> list[str]:
+    """`name=value,...` as options of the program."""
+    found = []
+    for word in text.split(","):
+        name, equals, value = word.partition("=")
+        if word in FLAGS:
+            found += ["-o", word]
+        elif name and name not in NOT_OURS and not word.startswith(USERSPACE):
+            found.append(f"--{name.replace('_', '-')}{equals}{value}")
+    return found
+
+
+def main() -> int:
+    """Mount, and return when the mount answers; the exit status is one of mount(8)'s."""
+    try:
+        words = arguments(sys.argv[1:])
+    except ValueError as error:
+        print(f"mount.fuse.kprobefs: {error}", file=sys.stderr)
+        return WRONG_USAGE
+    status = Exit.OK if words is None else program(words)
+    return {Exit.OK: 0, Exit.USAGE: WRONG_USAGE}.get(Exit(status), FAILED)

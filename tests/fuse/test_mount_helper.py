@@ -1,0 +1,98 @@
+"""mount.fuse.kprobefs: options in mount(8)'s words, and a real mount(8) with and without a line in fstab."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from kprobefs import mount_helper
+from tests.fuse.harness import PROGRAM, ROOT, environment, kprobefs, needs_fuse
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("none /mnt", ""),
+        ("none /mnt -o rw,defaults,noauto,x-systemd.automount,comment=mine", ""),
+        ("none /mnt -n -o arch=riscv64,return_hook=fgraph", "--arch=riscv64 --return-hook=fgraph"),
+        ("-o cpus=2,limit=probes=5 none /mnt -t fuse.kprobefs", "--cpus=2 --limit=probes=5"),
+        ("none /mnt -sv -o noexec", "-o noexec"),
+    ],
+)
+def test_options(words: str, expected: str) -> None:
+    assert mount_helper.arguments(words.split()) == ["mount", *expected.split(), "--", "/mnt"]
+
+
+def test_a_fake_mount_does_nothing() -> None:
+    assert mount_helper.arguments(["none", "/mnt", "-fn"]) is None
+
+
+@pytest.mark.parametrize("words", ["", "none", "none /mnt more", "none /mnt -o", "none /mnt -N 1"])
+def test_wrong_usage(words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["mount.fuse.kprobefs", *words.split()])
+    assert mount_helper.main() == mount_helper.WRONG_USAGE
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "status"),
+    [("ro", mount_helper.WRONG_USAGE), ("arch=z80", mount_helper.WRONG_USAGE), ("rw", mount_helper.FAILED)],
+)
+def test_what_fails_is_told_in_one_line(
+    options: str, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["mount.fuse.kprobefs", "none", "/nosuch", "-o", options])
+    assert mount_helper.main() == status
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@needs_fuse
+@pytest.mark.mounted
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may call mount(8) so")
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="no unshare")
+@pytest.mark.parametrize("way", ["command", "fstab"])
+def test_mount(way: str, directory: Path, tmp_path: Path) -> None:
+    """In a mount namespace of its own, whose /sbin has the helper alone and whose /etc/fstab one line."""
+    sbin, fstab = tmp_path / "sbin", tmp_path / "fstab"
+    sbin.mkdir()
+    helper = sbin / "mount.fuse.kprobefs"
+    code = "import sys; from kprobefs.mount_helper import main; sys.exit(main())"
+    helper.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {PROGRAM[0]} -c {shlex.quote(code)} "$@"\n')
+    helper.chmod(0o755)
+    options = "arch=riscv64,noexec,limit=instances=1"
+    fstab.write_text(f"debugfs {directory} fuse.kprobefs {options},noauto,x-mine 0 0\n")
+    command = {"command": f"-t fuse.kprobefs none {directory} -o {options}", "fstab": str(directory)}[way]
+    script = f"""
+        set -e
+        mount --make-rprivate /
+        mount --bind {sbin} /sbin
+        mount --bind {fstab} /etc/fstab
+        mount {command}
+        cat {directory}/machine/version
+        grep instances {directory}/machine/limits
+        findmnt -n -o SOURCE,FSTYPE,OPTIONS {directory}
+        mount {command} 2>&1 || echo again $?
+        umount {directory}
+        findmnt {directory} || echo gone
+    """
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", script],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    version, _profile, instances, found, *again, gone = done.stdout.splitlines()
+    assert (version.partition(" (")[0], instances) == ("Linux version 6.1.0-kprobefs", "instances 1 0")
+    assert found.split()[:2] == ["debugfs", "fuse.kprobefs"]
+    assert {"noexec", "nosuid", "nodev"} <= set(found.split()[2].split(","))
+    assert "kprobefs is mounted there already" in again[0]
+    assert (again[-1], gone) == ("again 32", "gone")
+    assert kprobefs("status", str(directory)).returncode != 0
