@@ -63,7 +63,9 @@ from emulated_kernel.trace.synth.events import SyntheticEvents
 from emulated_kernel.trace.text.cmdlines import SavedCmdlines
 from emulated_kernel.trace.trace_arrays import TraceArrays, Tracing
 from emulated_kernel.trace.tracers.call_sites import KernelFunctions
-from emulated_kernel.trace.tracers.graph_tracer import GraphTracer, traceable_functions
+from emulated_kernel.trace.tracers.function_graph import FunctionGraph, traceable_functions
+from emulated_kernel.trace.tracers.function_profiler import FunctionProfiler
+from emulated_kernel.trace.tracers.graph_tracer import GraphTracer
 from emulated_kernel.trace.tracers.sleep_times import build_sleep_times
 from emulated_kernel.trace.tracers.stack_tracer import StackMeasure, StackTracer
 
@@ -89,6 +91,7 @@ class TraceParts:
     arrays: TraceArrays
     functions: KernelFunctions
     function_graph: GraphTracer
+    function_profiler: FunctionProfiler
     stack_tracer: StackTracer
     guest_records: GuestRecords
     handler_costs: HandlerCosts
@@ -250,11 +253,16 @@ class _TracingBuilder:
         points = self._static_events()
         system = self._system()
         functions = KernelFunctions(
-            kprobes.sites, self._image.mcount, self._symbols, self._hit(context.trace_ctx)
+            kprobes.sites,
+            self._image.mcount,
+            self._symbols,
+            self._hit(context.trace_ctx),
+            arch.word_size,
         )
         arrays = self._arrays(system, functions)
         GuestDirectories(self._guest, self._registry, machine)
-        function_graph = self._function_graph(arrays.top, functions, points)
+        graph = self._function_graph(arrays.top, points)
+        graph_tracer = self._graph_tracer(arrays.top, graph, functions)
         measure = StackMeasure(machine.memory, self._tasks, system.stack, arch, self._image.abi)
         places = self._records.places(self._image.abi, arch.interrupt_flag, context.breakpoint_trace_ctx)
         commands = EventCommands(self._registry, arrays.top.errors, self._guest.log, machine.config.limits)
@@ -276,7 +284,8 @@ class _TracingBuilder:
             system=system,
             arrays=arrays,
             functions=functions,
-            function_graph=function_graph,
+            function_graph=graph_tracer,
+            function_profiler=FunctionProfiler(graph, system, lambda: graph_tracer.threshold_ns),
             stack_tracer=StackTracer(functions, measure, self._symbols, arch.word_size),
             guest_records=self._records,
             handler_costs=HandlerCosts(machine, arch, kprobes.compiler, self._records, places),
@@ -343,20 +352,16 @@ class _TracingBuilder:
         events.exited.append(arrays.exited)
         return arrays
 
-    def _function_graph(self, top: Tracing, functions: KernelFunctions, points: Tracepoints) -> GraphTracer:
+    def _function_graph(self, top: Tracing, points: Tracepoints) -> FunctionGraph:
         system = top.array.system
-        graph = GraphTracer(
-            self._kprobes,
-            self._engine.hook_sets.graph,
-            functions.functions,
-            self._arch,
-            top.array,
-            top.functions,
-            self._context,
-            build_sleep_times(points, self._registry, system.tracer_options, system.now_ns),
-        )
-        top.array.register_tracer("function_graph", graph)
-        return graph
+        sleeps = build_sleep_times(points, self._registry, system.tracer_options, system.now_ns)
+        hook_sets = self._engine.hook_sets
+        return FunctionGraph(self._kprobes, hook_sets.graph, self._arch, system, top.functions, sleeps)
+
+    def _graph_tracer(self, top: Tracing, graph: FunctionGraph, functions: KernelFunctions) -> GraphTracer:
+        tracer = GraphTracer(graph, functions.functions, top.array, top.functions.pids, self._context)
+        top.array.register_tracer("function_graph", tracer)
+        return tracer
 
 
 def _modules(live: LiveImage, guest: Guest, engine: ProbeRegistries, trace: TraceParts) -> Modules:

@@ -176,12 +176,14 @@ class ReturnHooks:
         """Whether a function is hooked, or has yet to return."""
         return bool(self.stack.hooks)
 
-    def newest(self, hook: ReturnHook) -> Instance | None:
-        """The newest pending call of the current task that this hook has."""
+    def newest(self, hook: ReturnHook, before: int | None = None) -> Instance | None:
+        """The newest pending call of the current task that this hook has; one older than node `before`."""
         task = self._tasks.current()
         for call in self.stack.pending(task):
-            if call.hook == hook.address:
+            if before is None and call.hook == hook.address:
                 return _instance(hook, call, task)
+            if call.node == before:
+                before = None
         return None
 
     def _install_traps(self) -> None:

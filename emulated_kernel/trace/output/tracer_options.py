@@ -24,7 +24,7 @@ class FunctionOption(StrEnum):
 
 
 class GraphOption(StrEnum):
-    """Mirrors: kernel/trace/trace_functions_graph.c:trace_opts (v6.1), without CONFIG_FUNCTION_PROFILER."""
+    """Mirrors: kernel/trace/trace_functions_graph.c:trace_opts (v6.1)."""
 
     OVERRUN = "funcgraph-overrun"
     CPU = "funcgraph-cpu"
@@ -35,6 +35,7 @@ class GraphOption(StrEnum):
     IRQS = "funcgraph-irqs"
     TAIL = "funcgraph-tail"
     SLEEP_TIME = "sleep-time"
+    GRAPH_TIME = "graph-time"
 
 
 TracerOption = NopOption | FunctionOption | GraphOption
@@ -45,7 +46,7 @@ _OPTIONS: Mapping[str, tuple[TracerOption, ...]] = {
     "function_graph": tuple(GraphOption),
 }
 _ON_AT_BOOT = frozenset(
-    (GraphOption.CPU, GraphOption.OVERHEAD, GraphOption.DURATION, GraphOption.IRQS, GraphOption.SLEEP_TIME)
+    set(GraphOption) - {GraphOption.OVERRUN, GraphOption.PROC, GraphOption.ABSTIME, GraphOption.TAIL}
 )
 
 

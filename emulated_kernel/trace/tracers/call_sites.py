@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from emulated_kernel.abi import PAGE_SIZE
 from emulated_kernel.kprobes.ftrace import FtraceSites
 from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.events.event_pids import EventPids
@@ -23,9 +25,15 @@ class KernelFunctions:
     """The fentry sites of the kernel, shared by all who want calls from them, and who uses which."""
 
     def __init__(
-        self, sites: FtraceSites | None, fentry: frozenset[int], symbols: KernelSymbols, hit: ProbeHit
+        self,
+        sites: FtraceSites | None,
+        fentry: frozenset[int],
+        symbols: KernelSymbols,
+        hit: ProbeHit,
+        word_size: int,
     ) -> None:
         self._sites = sites
+        self._word_size = word_size
         self._hit = hit
         self._owners: dict[object, Mapping[int, tuple[CallHandler, ...]]] = {}
         self._symbols = symbols
@@ -71,6 +79,16 @@ class KernelFunctions:
     def _call(self, site: int, handler: CallHandler, frame: Any) -> None:
         self._hit.regs = frame
         handler(site, self._hit)
+
+    def total_info(self) -> str:
+        """dyn_ftrace_total_info. Mirrors: kernel/trace/trace.c:tracing_read_dyn_info (v6.1).
+
+        Deviates: no page of dyn_ftrace is allocated; what the guest keeps are the addresses of its sites, so
+        their pages are told, a group for the kernel and for each module.
+        """
+        groups = Counter(function.module for function in self.functions)
+        pages = sum(-(-count * self._word_size // PAGE_SIZE) for count in groups.values())
+        return f"{len(self.functions)} pages:{pages} groups: {len(groups)}\n"
 
     def available(self) -> Iterator[str]:
         """available_filter_functions."""

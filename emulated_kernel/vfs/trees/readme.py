@@ -35,6 +35,8 @@ tracing: what the files of this directory do.
                             function_graph: calls, as a tree
   available_filter_functions - functions whose calls can be traced
   enabled_functions       - those that are hooked, and by how many
+  dyn_ftrace_total_info   - how many there are
+  function_profile_enabled - 1 counts and times calls, for trace_stat/ to show (not beside function_graph)
   set_ftrace_filter       - functions whose calls alone are traced, and commands
      accepts: func_full_name or glob-matching-pattern, with ! before it to take it out
       Format: <function>:<command>[:count]

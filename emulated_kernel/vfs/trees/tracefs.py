@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from emulated_kernel.build import TraceParts
 from emulated_kernel.trace.probes.kprobe_events import KprobeEvents
+from emulated_kernel.trace.tracers.function_profiler import FunctionProfiler
 from emulated_kernel.trace.tracers.graph_tracer import GraphTracer
 from emulated_kernel.trace.tracers.stack_tracer import StackTracer
-from emulated_kernel.vfs.core.modes import READ_ONLY, READ_WRITE, ROOT
+from emulated_kernel.vfs.core.modes import DIRECTORY, READ_ONLY, READ_WRITE, ROOT
 from emulated_kernel.vfs.core.node import Directory, Node
 from emulated_kernel.vfs.core.open_file import File
 from emulated_kernel.vfs.core.parse import kstrtoul
-from emulated_kernel.vfs.core.seq import AttributeFile, LinesFile, SeqFile, WrittenList, listing
+from emulated_kernel.vfs.core.seq import AttributeFile, LinesFile, SeqFile, WrittenList, listing, single
 from emulated_kernel.vfs.trees.readme import README
 from emulated_kernel.vfs.trees.trace_array_files import instances_directory, list_file, trace_array_files
 
@@ -32,6 +35,7 @@ def _top_files(trace: TraceParts) -> dict[str, Node]:
         ),
         "available_filter_functions": SeqFile(READ_ONLY, listing(functions.available)),
         "enabled_functions": SeqFile(READ_ONLY, listing(functions.enabled)),
+        "dyn_ftrace_total_info": AttributeFile(READ_ONLY, show=functions.total_info),
         "dynamic_events": _definitions_file(trace.dynamic_events),
         "instances": instances_directory(arrays),
         "kprobe_events": kprobe_events_file(trace.kprobe_events),
@@ -49,6 +53,7 @@ def _top_files(trace: TraceParts) -> dict[str, Node]:
         "uprobe_events": _definitions_file(uprobe_events),
         "uprobe_profile": SeqFile(READ_ONLY, listing(uprobe_events.profile_records)),
         **_graph_files(trace.function_graph),
+        **_profile_files(trace.function_profiler, arrays.top.array.cpus),
         **_stack_files(trace.stack_tracer),
     }
 
@@ -70,6 +75,23 @@ def _graph_files(graph: GraphTracer) -> dict[str, Node]:
         ),
         "set_graph_function": list_file(graph.functions),
         "set_graph_notrace": list_file(graph.notrace),
+    }
+
+
+def _profile_files(profiler: FunctionProfiler, cpus: int) -> dict[str, Node]:
+    return {
+        "function_profile_enabled": AttributeFile(
+            READ_WRITE,
+            show=lambda: f"{int(profiler.is_enabled)}\n",
+            store=lambda data: profiler.enable(kstrtoul(data)),
+        ),
+        "trace_stat": Directory(
+            DIRECTORY,
+            {
+                f"function{cpu}": SeqFile(READ_WRITE, single(partial(profiler.text, cpu)))
+                for cpu in range(cpus)
+            },
+        ),
     }
 
 

@@ -1,0 +1,111 @@
+"""The function profiler: how often functions are called on each CPU, and what their calls take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from struct import Struct
+from typing import Any
+
+from emulated_kernel.kprobes.return_hook.hook import Instance
+from emulated_kernel.trace.array.system import TraceSystem
+from emulated_kernel.trace.output.function_graph import duration_text
+from emulated_kernel.trace.output.tracer_options import GraphOption
+from emulated_kernel.trace.tracers.function_graph import FunctionGraph, GraphUser
+
+_U64 = (1 << 64) - 1
+_CALL = Struct("<QQQQ")
+"""func, calltime, what the task had slept by then, subtime; nanoseconds."""
+_HEADER = """\
+  Function                               Hit    Time            Avg             s^2
+  --------                               ---    ----            ---             ---
+"""
+
+
+@dataclass(eq=False, slots=True)
+class _Profile:
+    """Of one function on one CPU. Mirrors: struct ftrace_profile (v6.1)."""
+
+    func: int
+    counter: int = 0
+    time_ns: int = 0
+    time_squared: int = 0
+
+    def variance(self) -> int:
+        """s^2 in thousandths of a square microsecond, by Welford's method. Mirrors: function_stat_show."""
+        n = self.counter
+        if n <= 1:
+            return 0
+        return (n * self.time_squared - self.time_ns**2 & _U64) // (n * (n - 1) * 1000)
+
+
+class FunctionProfiler(GraphUser):
+    """function_profile_enabled, trace_stat/function*. Callers serialise.
+
+    Mirrors: kernel/trace/ftrace.c, CONFIG_FUNCTION_PROFILER with CONFIG_FUNCTION_GRAPH_TRACER (v6.1).
+    """
+
+    data_size = _CALL.size
+
+    def __init__(self, graph: FunctionGraph, system: TraceSystem, threshold_ns: Callable[[], int]) -> None:
+        """`threshold_ns`: tracing_thresh; functions that take less on average aren't shown."""
+        self.is_enabled = False
+        self._graph = graph
+        self._system = system
+        self._threshold_ns = threshold_ns
+        self._by_cpu: list[dict[int, _Profile]] = [{} for _ in range(system.cpus)]
+
+    def enable(self, value: int) -> None:
+        """Anything but 0 starts it anew, where it doesn't run. Raises: KernelError as register()."""
+        if bool(value) is self.is_enabled:
+            return
+        if value:
+            for profiles in self._by_cpu:
+                profiles.clear()
+            self._graph.register(self)
+        else:
+            self._graph.unregister()
+        self.is_enabled = bool(value)
+
+    def entered(self, func: int, caller: Instance | None, regs: Any) -> bytes:
+        """See GraphUser. Mirrors: profile_graph_entry, function_profile_call (v6.1)."""
+        del caller, regs
+        profiles = self._by_cpu[self._system.tasks.cpu()]
+        profiles.setdefault(func, _Profile(func)).counter += 1
+        slept = self._graph.sleeps.slept_ns(self._system.tasks.pid())
+        return _CALL.pack(func, self._system.now_ns(), slept, 0)
+
+    def returned(self, instance: Instance, regs: Any) -> None:
+        """See GraphUser. Mirrors: profile_graph_return (v6.1)."""
+        del regs
+        tasks = self._system.tasks
+        func, called, slept, below = _CALL.unpack(instance.data)
+        took = self._system.now_ns() - called - (self._graph.sleeps.slept_ns(tasks.pid()) - slept)
+        if not self._system.tracer_options.is_on(GraphOption.GRAPH_TIME):
+            caller = self._graph.caller_of(instance)
+            if caller is not None:
+                *own, before = _CALL.unpack(caller.data)
+                caller.data[:] = _CALL.pack(*own, before + took)
+            took = max(0, took - below)
+        profile = self._by_cpu[tasks.cpu()].get(func)
+        if profile is not None:
+            profile.time_ns += took
+            profile.time_squared += took * took
+
+    def text(self, cpu: int) -> str:
+        """A CPU's file, what took longest first.
+
+        Mirrors: function_stat_headers, function_stat_show, kernel/trace/trace_stat.c:insert_stat (v6.1).
+        """
+        lines = [_HEADER]
+        # Linux: of equals, the one that was called first comes last.
+        latest_first = list(self._by_cpu[cpu].values())[::-1]
+        for profile in sorted(latest_first, key=lambda each: -each.time_ns):
+            average = profile.time_ns // profile.counter
+            if average < self._threshold_ns():
+                continue
+            where = self._system.symbols.lookup(profile.func)
+            name = "" if where is None else where.name
+            times = map(duration_text, (profile.time_ns, average, profile.variance()))
+            lines.append(f"  {name[:30]:<30}  {profile.counter:10d}    {'    '.join(times)}\n")
+        return "".join(lines)
