@@ -163,7 +163,7 @@ def _on_machine(
     guest = boot_guest(BuiltinKernel(machine, image), watch, TaskEvents(), lock)
     if (most := config.limits[Limit.SCRATCH_BYTES]) is not None:
         guest.kernel.limit_file_pages(most // PAGE_SIZE)
-    clock = RequestClock(machine.clock)
+    clock = RequestClock(machine.clock, pauses=config.pauses)
     engine = _engine(machine, live, arch, guest, clock, lock, profile)
     requests = RequestObserver(clock, engine.kprobes)
     guest.executive.events.request_begins.append(requests.request_begins)

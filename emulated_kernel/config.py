@@ -22,6 +22,8 @@ class MachineConfig:
     """The kernel to run; None takes the prebuilt one of the architecture."""
     clock: str = "virtual"
     """"virtual" (same seed, same timestamps) or "real"."""
+    pauses: bool = True
+    """A pause between two requests counts as long as it was, for what waits in virtual time."""
     seed: int = 1
     quantum: int = 0
     """Instructions after which another CPU runs, on average, where the seed says; 0: where one has to wait.

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from emulated_kernel.errors import KernelError, WouldBlock
 from emulated_kernel.vfs.core.client import Client, DirEntry, Stat
 from kprobefs.failure import Failure
-from kprobefs.loops import Loops
+from kprobefs.loops import FREE_LOOPS, Loops
 from kprobefs.mount import STATE_LINK, MountState
 
 if TYPE_CHECKING:
@@ -71,6 +71,8 @@ class FuseOptions:
     """Let other users in, as far as modes allow. For root, or where /etc/fuse.conf says user_allow_other."""
     flags: tuple[str, ...] = ()
     """Further ones that libfuse knows: noexec and its like."""
+    is_ordered: bool = False
+    """What is asked, and in which order it is answered, doesn't hang on how fast anybody is."""
     is_spliced: bool = False
     """Files that have pages show PAGED_SIZE: at st_size the host's kernel ends a splice(2) without asking."""
 
@@ -96,7 +98,7 @@ class Server:
         options: dict[str, Any] = {
             "direct_io": True,
             "entry_timeout": 0,
-            "attr_timeout": ATTRIBUTES_AGE,
+            "attr_timeout": 0 if self._options.is_ordered else ATTRIBUTES_AGE,
             "atomic_o_trunc": True,
             "use_ino": True,
             "hard_remove": True,
@@ -128,7 +130,10 @@ class Server:
         )
         if not session:
             return 1
-        loops = Loops(lambda: _libfuse.fuse_loop(session))
+        # A close comes as a request that nobody waits for: two threads could answer it and the next open
+        # in any order.
+        free = 1 if self._options.is_ordered else FREE_LOOPS
+        loops = Loops(lambda: _libfuse.fuse_loop(session), free)
         self._operations.blocking = loops.blocking
         loops.run()
         _libfuse.fuse_teardown(session, mountpoint)

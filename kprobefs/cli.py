@@ -323,6 +323,11 @@ def _add_machine_options(parser: argparse.ArgumentParser) -> None:
         help="what users may take, as in machine/limits: probes, instances, open_files, scratch_bytes, "
         "run_budget_ms; more than once",
     )
+    group.add_argument(
+        "--clients-only",
+        action="store_true",
+        help="see no other processes, number them from 1000 on: the same requests give the same trace",
+    )
     group.add_argument("--cpus", type=_cpus, default=1, metavar="N", help="(default: %(default)s)")
     group.add_argument(
         "--seed", type=_seed, default=1, metavar="N", help="same seed, same trace (default: 1)"
@@ -610,6 +615,7 @@ def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
         arch=parsed.arch,
         cpus=parsed.cpus,
         clock=parsed.clock,
+        pauses=not parsed.clients_only,
         seed=parsed.seed,
         profile=parsed.profile,
         image=image,
@@ -618,7 +624,14 @@ def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
         limits=limits,
         run_budget=run_budget,
     )
-    options = MountOptions(directory, machine, parsed.layout, parsed.private, engine=parsed.engine)
+    options = MountOptions(
+        directory,
+        machine,
+        parsed.layout,
+        parsed.private,
+        clients_only=parsed.clients_only,
+        engine=parsed.engine,
+    )
     check_engine(options, is_limited=bool(parsed.limit))
     return options
 

@@ -94,13 +94,14 @@ class Service:
         gc.set_threshold(*gc.get_threshold()[:2], FULL_COLLECTIONS)
         gc.enable()
         shared = os.geteuid() == 0 and not self._options.private
-        spliced = self._options.as_system
-        server = Server(
-            served,
-            FuseOptions(
-                self._options.source, allow_other=shared, is_spliced=spliced, flags=self._options.flags
-            ),
+        fuse = FuseOptions(
+            self._options.source,
+            allow_other=shared,
+            is_ordered=self._options.clients_only,
+            is_spliced=self._options.as_system,
+            flags=self._options.flags,
         )
+        server = Server(served, fuse)
         if self._wake.is_set():
             return
         sys.setswitchinterval(SWITCH_INTERVAL)

@@ -21,8 +21,9 @@ class Loops:
     Python's own also keep their interpreter state from one callback to the next.
     """
 
-    def __init__(self, loop: Callable[[], object]) -> None:
+    def __init__(self, loop: Callable[[], object], free: int = FREE_LOOPS) -> None:
         self._loop = loop
+        self._free = free
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._blocked = 0
@@ -55,7 +56,7 @@ class Loops:
                 self._blocked -= 1
 
     def _refill(self) -> None:
-        while len(self._threads) - self._blocked < FREE_LOOPS:
+        while len(self._threads) - self._blocked < self._free:
             thread = threading.Thread(target=self._loop, name="fuse-loop", daemon=True)
             try:
                 thread.start()

@@ -46,6 +46,8 @@ class MountOptions:
     """Root's mount is for root alone; anybody else's is for its owner in any case."""
     flags: tuple[str, ...] = ()
     """Options of mount(8) that are FUSE's own."""
+    clients_only: bool = False
+    """Of the host's processes those alone are seen that use the mount; the same requests, the same trace."""
     make_directory: bool = False
     """Make the directory where there is none."""
     engine: str = ENGINES[0]
@@ -95,6 +97,8 @@ def check_engine(options: MountOptions, *, is_limited: bool = False) -> None:
     """Raises: Failure where the engine and the kernel don't go together."""
     image, arch = options.machine.image, options.machine.arch
     if options.engine == NATIVE:
+        if options.clients_only:
+            raise Failure("--clients-only goes with our own engine alone", Exit.USAGE)
         if image is None:
             raise Failure(
                 "--engine native takes a kernel: --image vmlinuz, vmlinux, .deb or host", Exit.USAGE
@@ -130,6 +134,8 @@ def build_kernel(options: MountOptions) -> ServedMount:
         from kprobefs.native import native_mount
 
         return native_mount(options)
+    from emulated_kernel.host.mirror.clients_only import ClientsOnly
+    from emulated_kernel.host.mirror.processes import HostProcesses
     from emulated_kernel.vfs.core.node import Owner
     from emulated_kernel.vfs.trees.layout import RootLayout
     from kprobefs.power import LivingKernel
@@ -138,7 +144,8 @@ def build_kernel(options: MountOptions) -> ServedMount:
         check_image(options.machine.image)
     try:
         owner = Owner(os.geteuid(), os.getegid())
-        return LivingKernel(options.machine, RootLayout(options.layout), owner).mount
+        watch = ClientsOnly if options.clients_only else HostProcesses
+        return LivingKernel(options.machine, RootLayout(options.layout), owner, watch).mount
     except OSError as error:
         place = f"{options.machine.image}: " if options.machine.image else ""
         raise Failure(f"{place}{error.strerror or error}") from error

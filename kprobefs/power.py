@@ -6,14 +6,14 @@ import errno
 import gc
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.errors import KernelError
-from emulated_kernel.host.mirror.processes import HostProcesses
+from emulated_kernel.host.mirror.processes import HostProcesses, ProcessWatch
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
@@ -38,12 +38,19 @@ class PowerFile(CommandFile):
 class LivingKernel:
     """A mount, and the kernel that it shows now."""
 
-    def __init__(self, config: MachineConfig, layout: RootLayout, owner: Owner) -> None:
-        """Raises: OSError, as Kernel does."""
+    def __init__(
+        self,
+        config: MachineConfig,
+        layout: RootLayout,
+        owner: Owner,
+        watch: Callable[[], ProcessWatch] = HostProcesses,
+    ) -> None:
+        """`watch` makes what each of its kernels sees of the host. Raises: OSError, as Kernel does."""
+        self._watch = watch
         self._layout = layout
         self._owner = owner
         self._boots = 1
-        self._processes = HostProcesses()
+        self._processes = watch()
         self._kernel = Kernel(config, self._processes)
         self.mount = self._kernel.mounted(self._files(self._kernel))
 
@@ -99,7 +106,7 @@ class LivingKernel:
             config = replace(old.config, clock=clock.kind, seed=clock.seed, run_budget=old.machine.run_budget)
             with ExitStack() as undo:
                 try:
-                    processes = HostProcesses()
+                    processes = self._watch()
                     undo.callback(processes.close)
                     definitions = self._definitions(old)
                     new = Kernel(config, processes, lock=old.lock)

@@ -21,9 +21,12 @@ class RequestClock:
     same in each run of a script; and a pause between requests counts as long as it was.
     """
 
-    def __init__(self, clock: MachineClock, wall: Callable[[], float] = monotonic) -> None:
+    def __init__(
+        self, clock: MachineClock, wall: Callable[[], float] = monotonic, *, pauses: bool = True
+    ) -> None:
         self._clock = clock
         self._wall = wall
+        self._pauses = pauses
         self._extra = 0
         self._latest: float | None = None
 
@@ -39,7 +42,8 @@ class RequestClock:
         """A request of a process of the host."""
         self.count_call()
         now = self._wall()
-        if self._clock.is_virtual and self._latest is not None and now - self._latest >= PAUSE:
+        waits = self._clock.is_virtual and self._pauses
+        if waits and self._latest is not None and now - self._latest >= PAUSE:
             self._extra += int((now - self._latest) * HZ)
         self._latest = now
 

@@ -29,6 +29,15 @@ class ScriptedWatch:
     pins: dict[int, int] = field(default_factory=dict)
     free_fds: dict[int, int] = field(default_factory=dict)
 
+    def number(self, pid: int) -> int:
+        return pid
+
+    def host_pid(self, number: int) -> int:
+        return number
+
+    def parent(self, _number: int) -> int | None:
+        return None
+
     def forks(self) -> list[Fork]:
         told, self.pending_forks = self.pending_forks, []
         return told

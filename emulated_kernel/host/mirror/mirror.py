@@ -53,7 +53,7 @@ class TaskMirror:
         self.next_fd = watch.next_fd
         """The descriptor that a process's open(2) will return, None where that can't be known."""
         self._nr = kernel.syscall_numbers
-        self._own_pid = os.getpid()
+        self._own_pid = watch.number(os.getpid())
         self.find_program: Callable[[int, str], str | None] = program_of
         """The path of the program that gave a process its name, if one did."""
         self.init = init
@@ -63,7 +63,7 @@ class TaskMirror:
         self._unnamed_until = 0.0
         self._clients: set[int] = set()
         """Processes that have made a request."""
-        self._ended: deque[int] = deque()
+        self._ended: dict[int, None] = {}
         """Processes whose tasks are still to exit."""
         self._events.died.append(self.died)
 
@@ -92,6 +92,7 @@ class TaskMirror:
             self.catch_up(pid)
             if pid <= INIT_PID:
                 return self.init
+            pid = self._watch.number(pid)
             self._clients.add(pid)
             task = self._by_pid.get(pid)
             comm = self._watch.comm(pid)
@@ -120,7 +121,7 @@ class TaskMirror:
 
     def known(self, pid: int) -> GuestTask:
         """The task that the process's last request was made by."""
-        return self._by_pid.get(pid, self.init)
+        return self._by_pid.get(self._watch.number(pid), self.init) if pid > INIT_PID else self.init
 
     def _adopt_or_stand_in(self, pid: int, comm: str, uid: int, gid: int) -> GuestTask:
         try:
@@ -161,16 +162,13 @@ class TaskMirror:
             self._look_for_execs()
 
     def _exits(self, client: int) -> None:
-        self._ended.extend(self._watch.exited())
-        if client in self._ended:
-            # It has the number of a process that is over.
-            self._ended.remove(client)
-            self._ended.appendleft(client)
+        """Of clients all, and of whoever had the number of this one."""
+        self._ended.update(dict.fromkeys(self._watch.exited()))
         until = thread_time() + STRANGERS_SHARE
-        while self._ended:
-            self.exit(self._ended.popleft())
-            if thread_time() > until:
-                return
+        for pid in list(self._ended):
+            if thread_time() < until or pid == client or pid in self._clients:
+                del self._ended[pid]
+                self.exit(pid)
 
     def _look_for_execs(self) -> None:
         """Reading a name costs a microsecond a task: a task that has kept its name for long is left out."""
@@ -226,8 +224,14 @@ class TaskMirror:
         return None if comm is None else self._adopt_or_stand_in(pid, comm, fork.uid, fork.gid)
 
     def _adopt(self, pid: int, comm: str, uid: int, gid: int) -> GuestTask:
-        """A process first seen at its request: a task without a fork, since that lies in the past."""
-        task = self._create(pid, comm, uid, gid)
+        """A process first seen at its request: a task without a fork, where that lies in the past."""
+        parent = self._by_pid.get(self._watch.parent(pid) or 0)
+        task = None if parent is None or parent.request is not None else self.clone(parent, pid)
+        if task is None:
+            task = self._create(pid, comm, uid, gid)
+        else:
+            self._set_owner(task, uid, gid)
+            self._set_comm(task, comm)
         self._watch.follow(pid)
         return task
 
@@ -254,7 +258,7 @@ class TaskMirror:
             return
         if task in self._unnamed:
             self._unnamed.remove(task)
-        program = self.find_program(task.pid, comm)
+        program = self.find_program(self._watch.host_pid(task.pid), comm)
         with self._buffers.borrowed() as name:
             if program is not None:
                 self._memory.write(name, os.fsencode(program) + b"\0")

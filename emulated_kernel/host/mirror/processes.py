@@ -34,7 +34,19 @@ class Fork:
 
 
 class ProcessWatch(Protocol):
-    """How the mirror learns of host processes; tests put a scripted one in its place."""
+    """How the mirror learns of host processes; tests put a scripted one in its place.
+
+    call() and next_fd() take the host's pid, the others what number() made of it.
+    """
+
+    def number(self, pid: int) -> int:
+        """The pid that a process of the host has in the guest."""
+
+    def host_pid(self, number: int) -> int:
+        """The way back."""
+
+    def parent(self, number: int) -> int | None:
+        """Who has just forked the process, in the guest's pids, if forks() doesn't tell; None: nobody."""
 
     def forks(self) -> list[Fork]: ...
 
@@ -56,7 +68,8 @@ class ProcessWatch(Protocol):
 class HostProcesses:
     """Watches /proc cheaply: one read of the last pid and one epoll call a look, about 3 us."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, sees_forks: bool = True) -> None:
+        """`sees_forks`: forks() is called."""
         self._loadavg = os.open("/proc/loadavg", os.O_RDONLY | os.O_CLOEXEC)
         self._seen = b""
         self._last_pid = self._read_last_pid()
@@ -69,13 +82,25 @@ class HostProcesses:
         self._pid_of: dict[int, int] = {}
         self._comms: OrderedDict[int, int] = OrderedDict()
         self._lost: list[int] = []
-        self._fork_events = _fork_events()
+        self._fork_events = _fork_events() if sees_forks else None
         self._parents: dict[int, int] = {}
         """As the host's kernel told, of processes that are still to be looked at."""
         self._latest = 0
         """The pid whose name was asked for last: the last client."""
         self._reaped: dict[int, int] = {}
         """Page faults of the children that a client had waited for, on a host that tells of no forks."""
+
+    def number(self, pid: int) -> int:
+        """The same."""
+        return pid
+
+    def host_pid(self, number: int) -> int:
+        """The same."""
+        return number
+
+    def parent(self, number: int) -> int | None:  # noqa: ARG002
+        """Nobody: a process seen first at its request was forked in the past."""
+        return None
 
     def _read_last_pid(self) -> int:
         return int(os.pread(self._loadavg, 64, 0).rsplit(None, 1)[-1])
@@ -221,6 +246,12 @@ def _faults_of_children(pid: int) -> int | None:
     return None if line is None else int(line.rpartition(")")[2].split()[8])
 
 
+def parent_of(pid: int) -> int | None:
+    """The parent of a process of the host, or of the process that a thread belongs to."""
+    claimed = _fields(_read(f"/proc/{pid}/status") or "").get("PPid")
+    return None if claimed is None else int(claimed)
+
+
 def _pids_between(before: int, last: int, pid_max: int) -> Iterator[int]:
     """The pids after `before` up to `last`; the counter may have wrapped at `pid_max`."""
     if last >= before:
@@ -266,6 +297,15 @@ def _read(path: str) -> str | None:
 
 class NoProcesses:
     """A host on which nothing happens: for the Python API and for tests."""
+
+    def number(self, pid: int) -> int:
+        return pid
+
+    def host_pid(self, number: int) -> int:
+        return number
+
+    def parent(self, number: int) -> int | None:  # noqa: ARG002
+        return None
 
     def forks(self) -> list[Fork]:
         return []

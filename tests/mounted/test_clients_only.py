@@ -1,0 +1,98 @@
+"""--clients-only: the same requests give the same bytes through a mount, whatever else the host does."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.fuse.harness import REAL_PROGRAM, daemon, kprobefs, needs_fuse
+from tests.mounted.files import Files
+from tests.sample import fewer
+
+pytestmark = [needs_fuse, pytest.mark.mounted]
+
+RUNS = fewer(20, 7)
+SESSION = """
+    set -e
+    echo 'p:opens do_sys_openat2 name=+0($arg2):ustring flags=+0($arg3):x64' > tracing/kprobe_events
+    echo 'r:reads vfs_read $retval' >> tracing/kprobe_events
+    echo p:body vfs_write+5 >> tracing/kprobe_events
+    echo 1 > tracing/events/kprobes/enable
+    echo 1 > tracing/events/sched/sched_process_fork/enable
+    echo 1 > tracing/events/sched/sched_process_exit/enable
+    echo 1 > tracing/events/syscalls/enable
+    for n in 1 2 3 4; do
+        echo $n > scratch/f$n
+        cat scratch/f$n > /dev/null
+        (echo forked; :)
+        mkdir scratch/d$n; stat scratch/d$n > /dev/null; sleep 0.$((RANDOM % 2))$((RANDOM % 9))
+        cat scratch/missing || :
+    done
+    echo 0 > tracing/tracing_on
+    cat tracing/trace machine/tasks kprobes/list
+"""
+NOISE = """
+import os, time
+while True:
+    if os.fork() == 0:
+        os._exit(0)
+    os.wait()
+    time.sleep(0.002)
+"""
+
+
+@pytest.fixture(scope="module")
+def busy() -> object:
+    """A host on which processes come and go, and one CPU has other work."""
+    noise = [
+        subprocess.Popen([sys.executable, "-c", NOISE]),
+        subprocess.Popen([sys.executable, "-c", "while True: pass"]),
+    ]
+    yield
+    for process in noise:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.usefixtures("busy")
+def test_runs_are_byte_identical(directory: Path) -> None:
+    shown = []
+    for _ in range(RUNS):
+        with daemon(directory, "--clients-only", program=REAL_PROGRAM) as running:
+            done = subprocess.run(
+                ["bash", "-c", SESSION], cwd=running.directory, capture_output=True, timeout=50, check=True
+            )
+        shown.append(done.stdout)
+    assert shown[0].count(b" opens: ") > 10
+    assert b"sched_process_exit: comm=cat pid=" in shown[0]
+    assert shown[1:] == shown[:-1]
+
+
+def test_clients_are_numbered_as_they_come(directory: Path) -> None:
+    with daemon(directory, "--clients-only", program=REAL_PROGRAM) as running:
+        files = Files(running.directory)
+        files.probe("p:made vfs_mkdir")
+        files.write("tracing/events/sched/sched_process_fork/enable", "1")
+        for name in "ab":
+            subprocess.run(["mkdir", files.path(f"scratch/{name}")], check=True)
+        subprocess.run(["true"], check=True)
+        lines = files.records()
+    pids = [int(re.search(r"-(\d+)", line)[1]) for line in lines if " made: " in line]  # type: ignore[index]
+    assert pids == [pids[0], pids[0] + 1]
+    assert 1000 < pids[0] < 1010
+    forks = [line for line in lines if "sched_process_fork" in line]
+    assert [int(line.rsplit("=", 1)[1]) for line in forks] == pids
+    assert str(os.getpid()) not in "\n".join(lines)
+
+
+def test_a_kernel_of_its_own_has_its_own_pids() -> None:
+    refused = kprobefs("mount", "--engine", "native", "--image", "host", "--clients-only", "/nowhere")
+    assert (refused.returncode, refused.stderr) == (
+        2,
+        "kprobefs: --clients-only goes with our own engine alone\n",
+    )
