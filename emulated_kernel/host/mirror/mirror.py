@@ -28,7 +28,7 @@ EXEC_WITHIN = 1.0
 MAX_TASKS = 500
 """Beyond that many, a process that forks away from us leaves no task: its memory is the guest's."""
 STRANGERS_SHARE = 0.1
-"""CPU seconds of a request for the forks of others, and for exits; beyond it forks are left out, exits wait."""
+"""CPU seconds of a request for forks of others, and for exits; beyond it forks are left out, exits wait."""
 
 
 class TaskMirror:
@@ -164,11 +164,12 @@ class TaskMirror:
     def _exits(self, client: int) -> None:
         """Of clients all, and of whoever had the number of this one."""
         self._ended.update(dict.fromkeys(self._watch.exited()))
-        until = thread_time() + STRANGERS_SHARE
+        until, is_over = thread_time() + STRANGERS_SHARE, False
         for pid in list(self._ended):
-            if thread_time() < until or pid == client or pid in self._clients:
+            if not is_over or pid == client or pid in self._clients:
                 del self._ended[pid]
                 self.exit(pid)
+                is_over = thread_time() > until
 
     def _look_for_execs(self) -> None:
         """Reading a name costs a microsecond a task: a task that has kept its name for long is left out."""
