@@ -11,8 +11,7 @@ import pytest
 
 from emulated_kernel.arch.program import ops as ir
 from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
-from emulated_kernel.arch.riscv.insn import RiscvInsn, RiscvOpcode, decode_all
-from emulated_kernel.arch.riscv.prepare import Handling, handling
+from emulated_kernel.arch.riscv.insn import Handling, RiscvInsn, RiscvOpcode, decode_all
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
@@ -107,7 +106,7 @@ def test_every_instruction_is_probed_or_refused_by_a_rule(kernel: Kernel) -> Non
                 expected = errno.EINVAL
             elif addr in inside:
                 expected = errno.EILSEQ
-            elif handling(insn) is Handling.REJECTED and addr not in image.mcount:
+            elif insn.handling is Handling.REJECTED and addr not in image.mcount:
                 expected = errno.EINVAL
             else:
                 expected = 0

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Effect:
+class Effect(NamedTuple):
     """One instruction: bit masks of registers and flags, and where control goes."""
 
     reads: int
@@ -21,19 +20,21 @@ class Effect:
 def solve(effects: Mapping[int, Effect], everything: int) -> dict[int, int]:
     """What is live in front of each instruction, by address; `everything` where control leaves.
 
-    Least fixed point; visiting backwards, most functions need two passes and one a loop level.
+    Least fixed point; visiting backwards, a function without loops needs one pass, and most others two.
     """
     live = dict.fromkeys(effects, 0)
-    order = sorted(effects, reverse=True)
-    changed = True
-    while changed:
-        changed = False
-        for addr in order:
-            effect = effects[addr]
-            out = everything if effect.leaves else 0
-            for successor in effect.successors:
-                out |= live.get(successor, everything)
-            now = effect.reads | out & ~effect.kills
+    order = sorted(effects.items(), reverse=True)
+    known = live.get
+    loops = changed = True
+    while loops and changed:
+        loops = changed = False
+        for addr, (reads, kills, successors, leaves) in order:
+            out = everything if leaves else 0
+            for successor in successors:
+                out |= known(successor, everything)
+                if successor <= addr:
+                    loops = True
+            now = reads | out & ~kills
             if now != live[addr]:
                 live[addr] = now
                 changed = True

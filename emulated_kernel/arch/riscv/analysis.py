@@ -10,6 +10,7 @@ from emulated_kernel.arch.analysis.function import Function
 from emulated_kernel.arch.analysis.reason import Finding, Reason
 from emulated_kernel.arch.analysis.region import Live
 from emulated_kernel.arch.riscv.insn import (
+    ALL_REGISTERS,
     GP,
     REGISTER_NAMES,
     RVC_SIZE,
@@ -23,61 +24,13 @@ from emulated_kernel.arch.riscv.insn import (
     T3,
     T6,
     TP,
+    Handling,
     RiscvInsn,
     RiscvOpcode,
     decode_all,
 )
 
-ALL_REGISTERS = 0xFFFFFFFE
-"""x1 to x31; x0 is constant."""
-
-_RS1, _RS2, _RD = 1, 2, 4
-_CSR_IMMEDIATE = 4
-"""Bit of a system instruction's funct3: the first source is a number."""
-_FORMS = {
-    RiscvOpcode.LOAD: _RS1 | _RD,
-    RiscvOpcode.LOAD_FP: _RS1,
-    RiscvOpcode.MISC_MEM: _RS1,
-    RiscvOpcode.OP_IMM: _RS1 | _RD,
-    RiscvOpcode.AUIPC: _RD,
-    RiscvOpcode.OP_IMM_32: _RS1 | _RD,
-    RiscvOpcode.STORE: _RS1 | _RS2,
-    RiscvOpcode.STORE_FP: _RS1,
-    RiscvOpcode.AMO: _RS1 | _RS2 | _RD,
-    RiscvOpcode.OP: _RS1 | _RS2 | _RD,
-    RiscvOpcode.LUI: _RD,
-    RiscvOpcode.OP_32: _RS1 | _RS2 | _RD,
-    RiscvOpcode.BRANCH: _RS1 | _RS2,
-    RiscvOpcode.JALR: _RS1 | _RD,
-    RiscvOpcode.JAL: _RD,
-}
-
-
-def effect(insn: RiscvInsn) -> tuple[int, int]:
-    """Masks of the registers that it reads, and of those that it overwrites as a whole.
-
-    What isn't known, as vectors and floating point, reads all and overwrites none.
-    """
-    if insn.opcode == RiscvOpcode.SYSTEM:
-        return _system_effect(insn)
-    form = _FORMS.get(RiscvOpcode(insn.opcode)) if insn.opcode in _OPCODES else None
-    if form is None:
-        return ALL_REGISTERS, 0
-    reads = (1 << insn.rs1 if form & _RS1 else 0) | (1 << insn.rs2 if form & _RS2 else 0)
-    return reads & ALL_REGISTERS, (1 << insn.rd if form & _RD else 0) & ALL_REGISTERS
-
-
-_OPCODES = frozenset(RiscvOpcode)
-
-
-def _system_effect(insn: RiscvInsn) -> tuple[int, int]:
-    """csr instructions; the others may do anything."""
-    if not insn.funct3 & 3:
-        return ALL_REGISTERS, 0
-    reads = 0 if insn.funct3 & _CSR_IMMEDIATE else 1 << insn.rs1
-    return reads & ALL_REGISTERS, 1 << insn.rd & ALL_REGISTERS
-
-
+_TRANSFERS = frozenset((RiscvOpcode.BRANCH, RiscvOpcode.JAL, RiscvOpcode.JALR))
 _NEVER_DEAD: int = 1 << SP | 1 << GP | 1 << TP
 _KEPT_BY_CALLS = frozenset((S0, S1, *range(18, T3)))
 _LOAD_POINTER = 3
@@ -93,50 +46,58 @@ class RiscvFunctionAnalysis:
         self.function = function
         code = function.code[: function.size]
         self.insns: dict[int, RiscvInsn] = dict(decode_all(code, function.addr, compressed=compressed))
+        last = next(reversed(self.insns), None)
+        self.end = function.addr if last is None else last + self.insns[last].length
+        """Behind the last instruction."""
         self._sources: dict[int, list[int]] = {}
         """By target of jumps and branches, the addresses of these."""
         self._mentioned = 0
+        self._indirect_jumps: list[int] = []
         for addr, insn in self.insns.items():
-            self._look_at(addr, insn)
+            if insn.reads != ALL_REGISTERS:
+                self._mentioned |= insn.reads | insn.writes
+            if insn.relative_target is not None:
+                self._sources.setdefault(addr + insn.relative_target, []).append(addr)
+            elif insn.is_indirect_jump:
+                self._look_at_indirect(addr, insn)
         self.hazard = min(self._hazards(), key=lambda finding: finding.addr, default=None)
         """The first thing that forbids optimization anywhere in the function."""
 
+    @cached_property
+    def obstacles(self) -> dict[int, Finding | None]:
+        """Of each instruction the first one from it on that a detour can't execute."""
+        found: dict[int, Finding | None] = {}
+        first = None
+        for addr, insn in reversed(self.insns.items()):
+            if insn.handling is not Handling.COPIED:
+                first = Finding(Reason.NOT_BOOSTABLE, addr)
+            found[addr] = first
+        return found
+
     def jump_into(self, inside: range) -> int | None:
         """The first jump or branch of the function with a target there."""
+        if self._sources.keys().isdisjoint(inside):
+            return None
         return min((source for to in inside for source in self._sources.get(to, ())), default=None)
 
-    def _look_at(self, addr: int, insn: RiscvInsn) -> None:
-        reads, writes = effect(insn)
-        if reads != ALL_REGISTERS:
-            self._mentioned |= reads | writes
-        target = self._target(addr, insn)
-        if target is not None:
+    def _look_at_indirect(self, addr: int, insn: RiscvInsn) -> None:
+        """By way of auipc it is a direct one."""
+        upper = self.insns.get(addr - RVI_SIZE)
+        if upper is None or upper.opcode != RiscvOpcode.AUIPC or upper.rd != insn.rs1:
+            self._indirect_jumps.append(addr)
+        else:
+            target = addr - RVI_SIZE + upper.upper_immediate + insn.immediate
             self._sources.setdefault(target, []).append(addr)
 
-    def _target(self, addr: int, insn: RiscvInsn) -> int | None:
-        """Target of a direct jump or branch, also of a jalr by way of auipc."""
-        if insn.relative_target is not None:
-            return addr + insn.relative_target
-        upper = self.insns.get(addr - RVI_SIZE)
-        if (
-            not insn.is_indirect_jump
-            or upper is None
-            or upper.opcode != RiscvOpcode.AUIPC
-            or upper.rd != insn.rs1
-        ):
-            return None
-        return addr - RVI_SIZE + upper.upper_immediate + insn.immediate
-
     def _hazards(self) -> Iterator[Finding]:
-        end = self.function.addr
-        for addr, insn in self.insns.items():
-            if addr in self.function.exception_entries:
+        for addr in self.function.exception_entries:
+            if addr in self.insns:
                 yield Finding(Reason.EXCEPTION_TABLE, addr)
-            if insn.is_indirect_jump and self._target(addr, insn) is None and not self._is_tail_call(addr):
+        for addr in self._indirect_jumps:
+            if not self._is_tail_call(addr):
                 yield Finding(Reason.INDIRECT_JUMP, addr)
-            end = addr + insn.length
-        if end < self.function.end:
-            yield Finding(Reason.UNDECODABLE, end)
+        if self.end < self.function.end:
+            yield Finding(Reason.UNDECODABLE, self.end)
 
     def _is_tail_call(self, addr: int) -> bool:
         """Whether an indirect jump goes to a pointer as it was loaded: not by a table, which is indexed.
@@ -170,7 +131,7 @@ class RiscvFunctionAnalysis:
                 continue
             seen.add(at)
             insn = self.insns[at]
-            if effect(insn)[1] >> register & 1:
+            if insn.writes >> register & 1:
                 found.add(at)
                 continue
             if insn.is_call and register not in _KEPT_BY_CALLS:
@@ -199,8 +160,8 @@ class RiscvFunctionAnalysis:
         nobody's. Mirrors: opt.c:find_register, update_free_reg (optprobes v6, 2023). Deviates: all ways are
         followed, not the straight one alone, and arguments that aren't mentioned may be passed on.
         """
-        live: int = self._live.get(addr, ALL_REGISTERS)
-        return live & (self._mentioned | ~TEMPORARIES) | _NEVER_DEAD
+        live = self._live.get(addr)
+        return ALL_REGISTERS & self._relevant | _NEVER_DEAD if live is None else live
 
     def at(self, addr: int) -> Live:
         """The same by name."""
@@ -208,20 +169,26 @@ class RiscvFunctionAnalysis:
 
     @cached_property
     def _live(self) -> dict[int, int]:
-        return solve({addr: self._effect(addr, insn) for addr, insn in self.insns.items()}, ALL_REGISTERS)
+        live = solve({addr: self._effect(addr, insn) for addr, insn in self.insns.items()}, ALL_REGISTERS)
+        relevant = self._relevant
+        return {addr: mask & relevant | _NEVER_DEAD for addr, mask in live.items()}
+
+    @property
+    def _relevant(self) -> int:
+        return self._mentioned | ~TEMPORARIES
 
     def _effect(self, addr: int, insn: RiscvInsn) -> Effect:
-        reads, kills = effect(insn)
+        reads, kills = insn.reads, insn.writes
         behind = addr + insn.length
         if addr in self.function.exception_entries:
             return Effect(ALL_REGISTERS, 0, (), True)
+        if insn.opcode not in _TRANSFERS:
+            return Effect(reads, kills, (behind,), False)
         if insn.opcode == RiscvOpcode.BRANCH:
             return Effect(reads, kills, (behind, addr + insn.branch_offset), False)
         if insn.opcode == RiscvOpcode.JAL and not insn.is_call:
             return Effect(reads, kills, (addr + insn.jump_offset,), False)
-        if insn.opcode in (RiscvOpcode.JAL, RiscvOpcode.JALR):
-            return Effect(reads, kills, (), True)
-        return Effect(reads, kills, (behind,), False)
+        return Effect(reads, kills, (), True)
 
 
 def _never_falls_through(insn: RiscvInsn) -> bool:

@@ -27,8 +27,7 @@ from emulated_kernel.arch.riscv.assemble import (
     store,
 )
 from emulated_kernel.arch.riscv.frame import OFFSETS, SIZE, WORD, complete, load_general, save_general
-from emulated_kernel.arch.riscv.insn import RA, REGISTER_NAMES, SP, T0, T1, ZERO, decode_all
-from emulated_kernel.arch.riscv.prepare import Handling, handling
+from emulated_kernel.arch.riscv.insn import RA, REGISTER_NAMES, SP, T0, T1, ZERO, Handling, decode_all
 from emulated_kernel.errors import KernelError
 
 MAX_REGION = 10
@@ -53,7 +52,7 @@ def detour_jump(region: Region, target: int) -> bytes:
 def _moved(region: Region, to: int, *, compressed: bool) -> bytes:
     """The instructions at `to`, and a jump to what follows them. Raises: KernelError(EINVAL, ERANGE)."""
     insns = decode_all(region.code, region.addr, compressed=compressed)
-    if any(handling(insn) is not Handling.COPIED for _, insn in insns):
+    if any(insn.handling is not Handling.COPIED for _, insn in insns):
         raise KernelError(EINVAL, "an instruction that needs its address")
     back = long_jump(ZERO, _NUMBERS[_scratch(region).exit], to + region.length, region.end)
     return region.code + back

@@ -27,11 +27,6 @@ class RiscvEmulation(Emulation):
         _TABLE[RiscvOpcode(self.insn.opcode)](self, regs)
 
 
-def is_emulated(insn: RiscvInsn) -> bool:
-    """Whether it is executed in software, as it needs its address."""
-    return insn.opcode in _TABLE
-
-
 def _get(regs: Any, register: int) -> int:
     return int(getattr(regs, REGISTER_NAMES[register])) if register != ZERO else 0
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from emulated_kernel.arch.analysis.frames import CFA, IP, Flow, Frame, FrameInsn
-from emulated_kernel.arch.riscv.analysis import effect
 from emulated_kernel.arch.riscv.insn import (
     REGISTER_NAMES,
     SP,
@@ -73,7 +72,7 @@ def _effect(insn: RiscvInsn, switches_stack: bool) -> _Effect:
         return lambda frame: frame.load(rd, frame.at(rs1, insn.immediate))
     if insn.opcode == RiscvOpcode.SYSTEM and insn.word >> 20 == _SEPC:
         return partial(_exception_pc, rd if insn.rd else None, rs1 if insn.rs1 else None)
-    writes = effect(insn)[1]
+    writes = insn.writes
     names = [name for number, name in enumerate(REGISTER_NAMES) if writes >> number & 1]
     return partial(_forget, names)
 

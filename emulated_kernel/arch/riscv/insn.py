@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from enum import IntEnum
+from enum import Enum, IntEnum, auto
 from errno import EINVAL
+from functools import lru_cache
 
 from emulated_kernel.arch.riscv.compressed import expand
 from emulated_kernel.errors import KernelError
@@ -49,34 +49,115 @@ def sign_extend(value: int, bits: int) -> int:
     return value - (1 << bits) if value >> bits - 1 else value
 
 
-@dataclass(frozen=True, slots=True)
+ALL_REGISTERS = 0xFFFFFFFE
+"""x1 to x31; x0 is constant."""
+
+_RS1, _RS2, _RD = 1, 2, 4
+_CSR_IMMEDIATE = 4
+"""Bit of a system instruction's funct3: the first source is a number."""
+_FORMS: dict[int, int] = {
+    RiscvOpcode.LOAD: _RS1 | _RD,
+    RiscvOpcode.LOAD_FP: _RS1,
+    RiscvOpcode.MISC_MEM: _RS1,
+    RiscvOpcode.OP_IMM: _RS1 | _RD,
+    RiscvOpcode.AUIPC: _RD,
+    RiscvOpcode.OP_IMM_32: _RS1 | _RD,
+    RiscvOpcode.STORE: _RS1 | _RS2,
+    RiscvOpcode.STORE_FP: _RS1,
+    RiscvOpcode.AMO: _RS1 | _RS2 | _RD,
+    RiscvOpcode.OP: _RS1 | _RS2 | _RD,
+    RiscvOpcode.LUI: _RD,
+    RiscvOpcode.OP_32: _RS1 | _RS2 | _RD,
+    RiscvOpcode.BRANCH: _RS1 | _RS2,
+    RiscvOpcode.JALR: _RS1 | _RD,
+    RiscvOpcode.JAL: _RD,
+}
+
+
+_REJECTED = frozenset((RiscvOpcode.SYSTEM, RiscvOpcode.MISC_MEM))
+EMULATED = frozenset((RiscvOpcode.AUIPC, RiscvOpcode.JAL, RiscvOpcode.JALR, RiscvOpcode.BRANCH))
+"""What is executed in software, as it needs its address."""
+
+
+class Handling(Enum):
+    """What a probe does with an instruction. Mirrors: decode-insn.h:enum probe_insn (v6.1)."""
+
+    REJECTED = auto()
+    SIMULATED = auto()
+    """INSN_GOOD_NO_SLOT."""
+    COPIED = auto()
+    """INSN_GOOD."""
+
+
 class RiscvInsn:
-    """One instruction."""
+    """One instruction; what rules ask of it is found once, as equal ones are one object (`insn_of`)."""
 
-    length: int
-    """Bytes."""
-    word: int
-    """Its 32 bits, or those that a compressed one expands to; 0 where there is nothing to expand to."""
+    __slots__ = (
+        "funct3",
+        "handling",
+        "is_call",
+        "is_indirect_jump",
+        "is_return",
+        "length",
+        "opcode",
+        "rd",
+        "reads",
+        "relative_target",
+        "rs1",
+        "rs2",
+        "word",
+        "writes",
+    )
 
-    @property
-    def opcode(self) -> int:
-        return self.word & 0x7F
+    def __init__(self, length: int, word: int) -> None:
+        """`word`: what a compressed one expands to; 0 where there is nothing to expand to."""
+        self.length = length
+        """Bytes."""
+        self.word = word
+        self.opcode = opcode = word & 0x7F
+        self.rd = rd = word >> 7 & 0x1F
+        self.rs1 = rs1 = word >> 15 & 0x1F
+        self.rs2 = word >> 20 & 0x1F
+        self.funct3 = word >> 12 & 7
+        self.relative_target: int | None = None
+        """Bytes from its address to where a branch or a jal may go; None for other instructions."""
+        if opcode == RiscvOpcode.BRANCH:
+            self.relative_target = self.branch_offset
+        elif opcode == RiscvOpcode.JAL:
+            self.relative_target = self.jump_offset
+        is_jump = opcode in (RiscvOpcode.JAL, RiscvOpcode.JALR)
+        self.is_call = is_jump and rd != ZERO
+        """It leaves its address behind it in a register."""
+        self.is_return = opcode == RiscvOpcode.JALR and rd == ZERO and rs1 == RA
+        self.is_indirect_jump = opcode == RiscvOpcode.JALR and rd == ZERO and rs1 != RA
+        """It goes to an address in a register, and neither calls nor returns."""
+        self.handling = (
+            Handling.REJECTED
+            if opcode in _REJECTED
+            else Handling.SIMULATED
+            if opcode in EMULATED
+            else Handling.COPIED
+        )
+        """How it is run out of line.
 
-    @property
-    def rd(self) -> int:
-        return self.word >> 7 & 0x1F
+        Deviates: v6.1 refuses the compressed jumps and branches, which v6.6 simulates; and it takes c.addiw
+        for the c.jal of 32 bits, and refuses it too.
+        Mirrors: arch/riscv/kernel/probes/decode-insn.c:riscv_probe_decode_insn (v6.6).
+        """
+        self.reads, self.writes = self._effect()
+        """Masks of the registers that it reads, and of those that it overwrites as a whole.
 
-    @property
-    def rs1(self) -> int:
-        return self.word >> 15 & 0x1F
+        What isn't known, as vectors and floating point, reads all and overwrites none.
+        """
 
-    @property
-    def rs2(self) -> int:
-        return self.word >> 20 & 0x1F
-
-    @property
-    def funct3(self) -> int:
-        return self.word >> 12 & 7
+    def _effect(self) -> tuple[int, int]:
+        form = _FORMS.get(self.opcode)
+        if self.opcode == RiscvOpcode.SYSTEM and self.funct3 & 3:
+            form = _RD if self.funct3 & _CSR_IMMEDIATE else _RS1 | _RD
+        if form is None:
+            return ALL_REGISTERS, 0
+        reads = (1 << self.rs1 if form & _RS1 else 0) | (1 << self.rs2 if form & _RS2 else 0)
+        return reads & ALL_REGISTERS, (1 << self.rd if form & _RD else 0) & ALL_REGISTERS
 
     @property
     def immediate(self) -> int:
@@ -101,26 +182,13 @@ class RiscvInsn:
         low = (word >> 21 & 0x3FF) << 1 | (word >> 20 & 1) << 11
         return sign_extend(low | (word >> 12 & 0xFF) << 12 | (word >> 31) << 20, 21)
 
-    @property
-    def relative_target(self) -> int | None:
-        """Bytes from its address to where a branch or a jal may go; None for other instructions."""
-        if self.opcode == RiscvOpcode.BRANCH:
-            return self.branch_offset
-        return self.jump_offset if self.opcode == RiscvOpcode.JAL else None
 
-    @property
-    def is_call(self) -> bool:
-        """Whether it leaves its address behind it in a register."""
-        return self.opcode in (RiscvOpcode.JAL, RiscvOpcode.JALR) and self.rd != ZERO
-
-    @property
-    def is_return(self) -> bool:
-        return self.opcode == RiscvOpcode.JALR and self.rd == ZERO and self.rs1 == RA
-
-    @property
-    def is_indirect_jump(self) -> bool:
-        """Whether it goes to an address in a register, and neither calls nor returns."""
-        return self.opcode == RiscvOpcode.JALR and self.rd == ZERO and self.rs1 != RA
+@lru_cache(1 << 17)
+def insn_of(bits: int) -> RiscvInsn:
+    """By its 16 or 32 bits: a kernel has millions of instructions, but fewer that differ."""
+    if bits & 3 == 3:
+        return RiscvInsn(RVI_SIZE, bits)
+    return RiscvInsn(RVC_SIZE, expand(bits) or 0)
 
 
 def insn_length(half: int) -> int:
@@ -134,24 +202,27 @@ def decode_insn(code: bytes, *, compressed: bool) -> RiscvInsn:
     Linux: whatever stands there is an instruction, also where a processor knows none.
     Raises: KernelError(EINVAL) where `code` ends within it, or it is 2 bytes long without RVC.
     """
-    half = int.from_bytes(code[:RVC_SIZE], "little")
-    length = insn_length(half)
+    bits = int.from_bytes(code[:RVI_SIZE], "little")
+    length = insn_length(bits)
     if len(code) < length:
         raise KernelError(EINVAL, "the code ends within an instruction")
-    if length == RVI_SIZE:
-        return RiscvInsn(length, int.from_bytes(code[:RVI_SIZE], "little"))
-    if not compressed:
+    if length == RVC_SIZE and not compressed:
         raise KernelError(EINVAL, "a compressed instruction in a kernel without")
-    return RiscvInsn(length, expand(half) or 0)
+    return insn_of(bits if length == RVI_SIZE else bits & 0xFFFF)
 
 
 def decode_all(code: bytes, addr: int, *, compressed: bool) -> Iterator[tuple[int, RiscvInsn]]:
     """Address and instruction, up to the end of `code` or the first that isn't decodable."""
-    at = 0
-    while at < len(code):
-        try:
-            insn = decode_insn(code[at : at + RVI_SIZE], compressed=compressed)
-        except KernelError:
+    at, end, from_bytes = 0, len(code), int.from_bytes
+    while at < end:
+        bits = from_bytes(code[at : at + RVI_SIZE], "little")
+        if bits & 3 != 3:
+            if not compressed:
+                return
+            bits &= 0xFFFF
+        insn = insn_of(bits)
+        length = insn.length
+        if at + length > end:
             return
         yield addr + at, insn
-        at += insn.length
+        at += length

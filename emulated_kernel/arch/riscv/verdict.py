@@ -6,17 +6,20 @@ Source of the rules of optimization: "Add OPTPROBES feature on RISCV", v6, 2023.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from functools import cache, lru_cache
+from itertools import pairwise
 
 from emulated_kernel.arch.analysis.disassembly import Disassembler
 from emulated_kernel.arch.analysis.function import Function, reserved_range
 from emulated_kernel.arch.analysis.reason import Finding, Reason
 from emulated_kernel.arch.analysis.region import Live, Region, ScratchRegisters
 from emulated_kernel.arch.analysis.tables import ProbedTables
-from emulated_kernel.arch.riscv.analysis import ALL_LIVE, ALL_REGISTERS, RiscvFunctionAnalysis
+from emulated_kernel.arch.riscv.analysis import ALL_LIVE, RiscvFunctionAnalysis
 from emulated_kernel.arch.riscv.assemble import JUMP_SIZE, LONG_JUMP_SIZE
 from emulated_kernel.arch.riscv.insn import (
     A0,
     A7,
+    ALL_REGISTERS,
     RA,
     REGISTER_NAMES,
     RVC_SIZE,
@@ -28,10 +31,10 @@ from emulated_kernel.arch.riscv.insn import (
     T2,
     T3,
     T6,
+    Handling,
     RiscvOpcode,
     decode_insn,
 )
-from emulated_kernel.arch.riscv.prepare import Handling, handling
 from emulated_kernel.arch.verdict import Strategy, Verdict
 from emulated_kernel.image.kallsyms import Symbol
 
@@ -44,7 +47,7 @@ def detoured_region(analysis: RiscvFunctionAnalysis, addr: int) -> Region | Find
     Deviates: a function with an indirect jump is left alone, as x86 does; so are fentry sites and labels.
     Mirrors: opt.c:can_optimize, arch_prepare_optimized_kprobe (optprobes v6, 2023).
     """
-    length = _copied_length(analysis, addr)
+    length = copied_length(analysis, addr)
     if isinstance(length, Finding):
         return length
     function = analysis.function
@@ -53,26 +56,27 @@ def detoured_region(analysis: RiscvFunctionAnalysis, addr: int) -> Region | Find
     jump = analysis.jump_into(range(addr + RVC_SIZE, addr + length))
     if jump is not None:
         return Finding(Reason.JUMP_INTO_RANGE, jump)
+    if analysis.hazard is not None:
+        return analysis.hazard
     reserved = reserved_range(function, addr, addr + length - 1)
-    registers = analysis.hazard or reserved or _free_registers(analysis, addr, length)
+    registers = reserved or _free_registers(analysis, addr, length)
     if isinstance(registers, Finding):
         return registers
     at = addr - function.addr
     return Region(addr, function.code[at : at + length], registers)
 
 
-def _copied_length(analysis: RiscvFunctionAnalysis, addr: int) -> int | Finding:
+def copied_length(analysis: RiscvFunctionAnalysis, addr: int) -> int | Finding:
     """Bytes of whole instructions that make room for the jump. Mirrors: opt.c:search_copied_insn."""
-    length = 0
-    while length < LONG_JUMP_SIZE:
-        at = addr + length
-        insn = analysis.insns.get(at)
-        if insn is None:
-            return Finding(Reason.NO_ROOM if length else Reason.NOT_A_BOUNDARY, addr)
-        if handling(insn) is not Handling.COPIED:
-            return Finding(Reason.NOT_BOOSTABLE, at)
-        length += insn.length
-    return length
+    if addr not in analysis.insns:
+        return Finding(Reason.NOT_A_BOUNDARY, addr)
+    obstacle = analysis.obstacles[addr]
+    if obstacle is not None and obstacle.addr < addr + LONG_JUMP_SIZE:
+        return obstacle
+    for length in (LONG_JUMP_SIZE, LONG_JUMP_SIZE + RVC_SIZE):
+        if addr + length in analysis.insns or addr + length == analysis.end:
+            return length
+    return Finding(Reason.NO_ROOM, addr)
 
 
 def _free_registers(analysis: RiscvFunctionAnalysis, addr: int, length: int) -> ScratchRegisters | Finding:
@@ -85,9 +89,15 @@ def _free_registers(analysis: RiscvFunctionAnalysis, addr: int, length: int) -> 
         return Finding(Reason.NO_FREE_REGISTER, addr)
     if not back:
         return Finding(Reason.NO_FREE_REGISTER_BEHIND, addr + length)
+    return _scratch(entry, back)
+
+
+@cache
+def _scratch(entry: int, back: int) -> ScratchRegisters:
     return ScratchRegisters(REGISTER_NAMES[entry], REGISTER_NAMES[back])
 
 
+@lru_cache(4096)
 def _preferred(mask: int) -> int:
     return next((number for number in _PREFERENCE if mask >> number & 1), 0)
 
@@ -132,7 +142,26 @@ class RiscvVerdict(Verdict[RiscvFunctionAnalysis]):
         insn = analysis.insns.get(addr)
         if insn is None:
             return Finding(Reason.NOT_A_BOUNDARY, addr)
-        return Finding(Reason.NOT_COPYABLE, addr) if handling(insn) is Handling.REJECTED else None
+        return Finding(Reason.NOT_COPYABLE, addr) if insn.handling is Handling.REJECTED else None
+
+    def reasons(self, symbol: Symbol) -> Iterator[tuple[int, Reason | None]]:
+        """Without an object for each answer where an instruction can't be moved, as in most places."""
+        known = self._function(symbol)
+        if self.strategy is None or self._has_forbidden(symbol):
+            yield from super().reasons(symbol)
+            return
+        analysis, reserved, fentry = known.analysis, known.reserved, self.fentry
+        for addr, insn in analysis.insns.items():
+            if addr in reserved:
+                yield addr, reserved[addr].reason
+            elif addr in fentry:
+                yield addr, Reason.FTRACE
+            elif insn.handling is Handling.REJECTED:
+                yield addr, Reason.NOT_COPYABLE
+            else:
+                found = copied_length(analysis, addr)
+                outcome = found if isinstance(found, Finding) else self._detoured(known, addr)
+                yield addr, outcome.reason if isinstance(outcome, Finding) else None
 
     def live_in(self, analysis: RiscvFunctionAnalysis, addr: int) -> Live:
         return analysis.at(addr)
@@ -146,7 +175,13 @@ class RiscvVerdict(Verdict[RiscvFunctionAnalysis]):
         analysis = self._analysis(symbol.address)
         if analysis.hazard is not None:
             return 0
-        return sum(_is_pair(analysis, addr) for addr in analysis.insns)
+        ends = pairwise((*analysis.insns, analysis.end))
+        next(ends, None)
+        pairs = zip(pairwise(analysis.insns.items()), ends, strict=False)
+        return sum(
+            first.handling is second.handling is Handling.COPIED and _is_free(analysis, addr, end)
+            for ((addr, first), (_, second)), (_, end) in pairs
+        )
 
     def possible_branches(self, addr: int, code: bytes) -> Iterator[tuple[int, int]]:
         step = RVC_SIZE if self._compressed else RVI_SIZE
@@ -161,13 +196,8 @@ class RiscvVerdict(Verdict[RiscvFunctionAnalysis]):
         return JUMP_SIZE
 
 
-def _is_pair(analysis: RiscvFunctionAnalysis, addr: int) -> bool:
-    end = addr
-    for _ in range(2):
-        insn = analysis.insns.get(end)
-        if insn is None or handling(insn) is not Handling.COPIED:
-            return False
-        end += insn.length
+def _is_free(analysis: RiscvFunctionAnalysis, addr: int, end: int) -> bool:
+    """Nothing jumps into these instructions, and a register is free at both ends."""
     if analysis.jump_into(range(addr + RVC_SIZE, end)) is not None:
         return False
     return analysis.live_mask(addr) | analysis.live_mask(end) != ALL_REGISTERS

@@ -9,10 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from emulated_kernel.arch.riscv import assemble as asm
-from emulated_kernel.arch.riscv.analysis import effect
 from emulated_kernel.arch.riscv.arch import RISCV64, RISCV64I
-from emulated_kernel.arch.riscv.insn import REGISTER_NAMES, decode_insn
-from emulated_kernel.arch.riscv.prepare import Handling, handling
+from emulated_kernel.arch.riscv.insn import REGISTER_NAMES, Handling, decode_insn
 from emulated_kernel.errors import KernelError
 from tests.arch.riscv.flat import NAMES, PAGE, Flat
 
@@ -83,7 +81,7 @@ def test_compressed_ones() -> None:
     for half in rng.sample(halves, 12_000):
         code = half.to_bytes(2, "little")
         insn = decode_insn(code, compressed=True)
-        if handling(insn) is not Handling.SIMULATED:
+        if insn.handling is not Handling.SIMULATED:
             continue
         values = random_registers(rng)
         if insn.opcode == 0x67:
@@ -120,7 +118,7 @@ def copied_instructions(rng: random.Random) -> bytes:
             opcode = rng.choice((0x03, 0x13, 0x1B, 0x23, 0x33, 0x37, 0x3B))
             code = (rng.getrandbits(25) << 7 | opcode).to_bytes(4, "little")
         insn = decode_insn(code, compressed=True)
-        if not insn.word or insn.opcode in (0x07, 0x27) or handling(insn) is not Handling.COPIED:
+        if not insn.word or insn.opcode in (0x07, 0x27) or insn.handling is not Handling.COPIED:
             continue
         if insn.opcode in (0x03, 0x23) and insn.rs1 not in (2, 9, 15):
             continue
@@ -138,7 +136,7 @@ def test_a_copy_computes_the_same(first: int) -> None:
         memory = rng.randbytes(2 * PAGE)
         values = random_registers(rng) | {"sp": DATA + 2048, "s1": DATA + 2048, "a5": DATA + 2056}
         insn = decode_insn(code, compressed=True)
-        reads, kills = effect(insn)
+        reads, kills = insn.reads, insn.writes
 
         def run(place: int, values: dict[str, int]) -> tuple[dict[str, int], bytes]:
             prepared = ARCH.prepare(code, CODE, place)  # noqa: B023

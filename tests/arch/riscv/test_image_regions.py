@@ -13,7 +13,6 @@ import pytest
 
 from emulated_kernel.arch.analysis.region import Region
 from emulated_kernel.arch.riscv import frame
-from emulated_kernel.arch.riscv.analysis import effect
 from emulated_kernel.arch.riscv.arch import RISCV64, RISCV64I, Riscv
 from emulated_kernel.arch.riscv.insn import REGISTER_NAMES, SP, RiscvOpcode, decode_all
 from emulated_kernel.arch.riscv.verdict import RiscvVerdict
@@ -108,7 +107,7 @@ def test_what_is_overwritten_in_a_region_is_known() -> None:
     for found, _ in list(regions(ARCHS[0]))[::4]:
         region, kills = found.code, 0
         for _, insn in decode_all(region, 0, compressed=True):
-            kills |= effect(insn)[1]
+            kills |= insn.writes
         values = state(region, random.Random(3))
         machine = run({CODE: region + ARCHS[0].breakpoint, DATA: bytes(4 * PAGE)}, values, ARCHS[0], 0, set())
         if machine is not None:

@@ -13,11 +13,10 @@ from emulated_kernel.arch.analysis.function import Function, Site
 from emulated_kernel.arch.analysis.reason import Finding, Reason
 from emulated_kernel.arch.analysis.region import Region
 from emulated_kernel.arch.riscv import assemble as asm
-from emulated_kernel.arch.riscv.analysis import ALL_REGISTERS, RiscvFunctionAnalysis
+from emulated_kernel.arch.riscv.analysis import RiscvFunctionAnalysis
 from emulated_kernel.arch.riscv.arch import RISCV64
 from emulated_kernel.arch.riscv.assemble import ArithmeticFunct3, BranchFunct3
-from emulated_kernel.arch.riscv.insn import REGISTER_NAMES
-from emulated_kernel.arch.riscv.prepare import Handling, handling
+from emulated_kernel.arch.riscv.insn import ALL_REGISTERS, REGISTER_NAMES, Handling
 from emulated_kernel.arch.riscv.verdict import detoured_region
 from emulated_kernel.errors import KernelError
 from tests.arch.decoding import insn_length
@@ -192,7 +191,7 @@ def test_as_many_as_the_patch_says() -> None:
             total += 1
             optimizable += isinstance(detoured_region(found, addr), Region)
             assert first is not None
-            moved = second is not None and {handling(first), handling(second)} == {Handling.COPIED}
+            moved = second is not None and {first.handling, second.handling} == {Handling.COPIED}
             live = (found._live.get(at, ALL_REGISTERS) for at in (addr, behind))
             pairs += moved and all(mask != ALL_REGISTERS for mask in live)
     assert total > 40_000
