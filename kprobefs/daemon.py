@@ -193,9 +193,12 @@ class Service:
         directory = self._options.directory
         point = mount.mounted_on(directory)
         if self._mounted and session.is_alive() and point is not None and point.fstype == mount.FSTYPE:
-            with suppress(Failure):
-                mount.detach(directory)
-        # A file that somebody still holds open keeps the session alive; the end of the process closes it.
+            # Another place that shows the same mount keeps the session alive as well.
+            for each in reversed(mount.mount_points()):
+                if each.device == point.device:
+                    with suppress(Failure):
+                        mount.detach(each.directory)
+        # So does a file that somebody still holds open; the end of the process closes it.
         session.join(END_TIMEOUT)
         log.info("stopped serving %s", shown(directory))
 
