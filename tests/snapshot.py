@@ -12,6 +12,7 @@ from emulated_kernel.machine.memory.memory import Memory
 
 _LINE = 128
 _BLOCK = 64 * PAGE_SIZE
+_ZEROS = ctypes.create_string_buffer(_BLOCK)
 _memcmp = ctypes.PyDLL(None).memcmp
 _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
@@ -22,49 +23,75 @@ class DataSnapshot:
     def __init__(self, memory: Memory, spans: Iterable[tuple[int, int]]) -> None:
         """Keep [va, va + size) of each span; each must be physically contiguous."""
         ram_address = ctypes.addressof(ctypes.c_char.from_buffer(memory.ram))
-        saved = [(va, ctypes.create_string_buffer(memory.read(va, size), size)) for va, size in spans]
-        self._spans = [
-            (va, ram_address + memory.translate(va), ctypes.addressof(data), len(data)) for va, data in saved
-        ]
-        self._keep = saved
+        self._keep: list[ctypes.Array[ctypes.c_char]] = []
+        self._spans: list[tuple[int, int, int, int]] = []
+        for va, size in spans:
+            where = ram_address + memory.translate(va)
+            for at in range(0, size, _BLOCK):
+                length = min(_BLOCK, size - at)
+                self._spans.append((va + at, where + at, self._kept(where + at, length), length))
+
+    def _kept(self, where: int, size: int) -> int:
+        """Host's address of a copy. Most is zero: one block for all of that stays in the CPU's cache."""
+        if not _memcmp(where, _ZEROS, size):
+            return ctypes.addressof(_ZEROS)
+        self._keep.append(ctypes.create_string_buffer(ctypes.string_at(where, size), size))
+        return ctypes.addressof(self._keep[-1])
 
     def unchanged(self) -> bool:
-        """Whether memory is as it was; one memcmp a span."""
+        """Whether memory is as it was."""
         return not any(_memcmp(where, kept, size) for _, where, kept, size in self._spans)
 
     def changes(self) -> dict[int, tuple[int, int]]:
         """Address of each byte that differs, to what it was and what it is."""
-        return {
-            va + i: (before[i], now[i])
-            for va, before, now in self.changed_lines()
-            for i in range(len(now))
-            if before[i] != now[i]
-        }
+        return _changed_bytes(self.changed_lines())
 
     def changed_lines(self) -> Iterator[tuple[int, bytes, bytes]]:
         """(va, what it was, what it is) of each line with bytes that differ."""
-        for va, where, kept, span in self._spans:
-            for page, page_size in _differing(kept, where, span, _BLOCK, PAGE_SIZE):
-                for line, size in _differing(kept + page, where + page, page_size, _LINE):
-                    at = page + line
-                    yield va + at, ctypes.string_at(kept + at, size), ctypes.string_at(where + at, size)
+        for page in self._pages():
+            yield from _changed_lines(*page)
 
     def restore(self) -> None:
         """Make memory as it was."""
-        for _, where, kept, span in self._spans:
-            for at, size in _differing(kept, where, span, _BLOCK, PAGE_SIZE):
-                ctypes.memmove(where + at, kept + at, size)
+        for _, kept, where, size in self._pages():
+            ctypes.memmove(where, kept, size)
+
+    def undo(self) -> dict[int, tuple[int, int]]:
+        """The changes, which are taken back; it looks through memory once."""
+        pages = list(self._pages())
+        # All before any is taken back: a page may be mapped at two addresses.
+        found = _changed_bytes(line for page in pages for line in _changed_lines(*page))
+        for _, kept, where, size in pages:
+            ctypes.memmove(where, kept, size)
+        return found
+
+    def _pages(self) -> Iterator[tuple[int, int, int, int]]:
+        """(va, host's address of what is kept, of what it is, size) of each page that differs."""
+        for va, where, kept, span in self._spans:
+            if _memcmp(kept, where, span):
+                for at, size in _differing(kept, where, span, PAGE_SIZE):
+                    yield va + at, kept + at, where + at, size
 
 
-def _differing(before: int, now: int, size: int, grain: int, *finer: int) -> Iterator[tuple[int, int]]:
-    """(offset, size) of each finest grain in which two places in the host's memory differ; most don't."""
+def _changed_lines(va: int, kept: int, where: int, size: int) -> Iterator[tuple[int, bytes, bytes]]:
+    for at, length in _differing(kept, where, size, _LINE):
+        yield va + at, ctypes.string_at(kept + at, length), ctypes.string_at(where + at, length)
+
+
+def _changed_bytes(lines: Iterable[tuple[int, bytes, bytes]]) -> dict[int, tuple[int, int]]:
+    return {
+        va + i: (before[i], now[i])
+        for va, before, now in lines
+        for i in range(len(now))
+        if before[i] != now[i]
+    }
+
+
+def _differing(before: int, now: int, size: int, grain: int) -> Iterator[tuple[int, int]]:
+    """(offset, size) of each grain in which two places in the host's memory differ; most don't."""
     for at in range(0, size, grain):
         part = min(grain, size - at)
-        if not _memcmp(before + at, now + at, part):
-            continue
-        if finer:
-            yield from ((at + inner, n) for inner, n in _differing(before + at, now + at, part, *finer))
-        else:
+        if _memcmp(before + at, now + at, part):
             yield at, part
 
 

@@ -45,11 +45,7 @@ class Runner:
     def call(self, start: RegisterSet) -> Outcome:
         """Run to the end; exceptions with a fixup go on there."""
         trap, end = self._machine.trap_of(start, fixup=True)
-        changes: Changes = {}
-        if not self._memory.unchanged():
-            changes = self._memory.changes()
-            self._memory.restore()
-        return Outcome(trap, end, changes)
+        return Outcome(trap, end, self._memory.undo())
 
     def count(self, start: RegisterSet) -> Counter[int] | None:
         """How often each instruction of the call is executed or tried.

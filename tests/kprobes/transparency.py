@@ -101,11 +101,7 @@ class Stepper:
         self.runs += 1
         if fault is not None:
             self.faults[fault] += 1
-        changes: Changes = {}
-        if not self._memory.unchanged():
-            changes = self._memory.changes()
-            self._memory.restore()
-        return Effect(end, fault, changes)
+        return Effect(end, fault, self._memory.undo())
 
 
 def differences(unprobed: Effect, probed: Effect) -> list[str]:
