@@ -22,7 +22,6 @@ from emulated_kernel.host.modules import Modules
 from emulated_kernel.host.request_clock import RequestClock, RequestObserver
 from emulated_kernel.image.image import KernelImage, load_image
 from emulated_kernel.image.modules import LiveImage
-from emulated_kernel.image.trace_events import syscall_definitions
 from emulated_kernel.joints.clock_switch import ClockSwitch
 from emulated_kernel.joints.guest_directories import GuestDirectories
 from emulated_kernel.joints.module_notifier import ModuleNotifier
@@ -204,13 +203,13 @@ def _engine(
     kretprobes = Kretprobes(
         kprobes, hook_sets.first, cpus=machine.config.cpus, blacklist=never_returning(image, arch)
     )
-    traceable, cpus = traceable_functions(image), machine.config.cpus
+    cpus = machine.config.cpus
     return ProbeRegistries(
         kprobes,
         Jprobes(kprobes, machine, arch) if profile.jprobes else None,
         kretprobes,
         hook_sets,
-        Fprobes(kprobes, kretprobes.hooks, arch, traceable, cpus=cpus),
+        Fprobes(kprobes, kretprobes.hooks, arch, lambda: traceable_functions(image), cpus=cpus),
     )
 
 
@@ -259,7 +258,7 @@ class _TracingBuilder:
             self._hit(context.trace_ctx),
             arch.word_size,
         )
-        arrays = self._arrays(system, functions)
+        arrays = self._arrays(system, functions, points)
         GuestDirectories(self._guest, self._registry, machine)
         graph = self._function_graph(arrays.top, points)
         graph_tracer = self._graph_tracer(arrays.top, graph, functions)
@@ -341,8 +340,8 @@ class _TracingBuilder:
             printk=self._guest.log,
         )
 
-    def _arrays(self, system: TraceSystem, functions: KernelFunctions) -> TraceArrays:
-        syscall_names = {call.nr: call.name for call in syscall_definitions(self._image)}
+    def _arrays(self, system: TraceSystem, functions: KernelFunctions, points: Tracepoints) -> TraceArrays:
+        syscall_names = {call.nr: call.name for call in points.syscalls}
         hists = HistCommand(HistSystem(self._registry, syscall_names.get))
         limits = self._machine.config.limits
         arrays = TraceArrays(system, hists, functions, self._machine.clock.now_ns, self._lock, limits)

@@ -6,7 +6,6 @@ import errno
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.image.elf import (
@@ -97,13 +96,9 @@ class Kallsyms:
         self.end = end
         self.symbols: tuple[Symbol, ...] = tuple(_with_sizes(sorted(symbols, key=_order), end))
         self._addresses = [symbol.address for symbol in self.symbols]
-
-    @cached_property
-    def _by_name(self) -> dict[str, list[Symbol]]:
-        table: dict[str, list[Symbol]] = {}
+        self._by_name: dict[str, list[Symbol]] = {}
         for symbol in self.symbols:
-            table.setdefault(symbol.name, []).append(symbol)
-        return table
+            self._by_name.setdefault(symbol.name, []).append(symbol)
 
     def __len__(self) -> int:
         return len(self.symbols)

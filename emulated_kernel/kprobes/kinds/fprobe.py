@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any
 
 from emulated_kernel.arch.base import Arch
@@ -119,15 +120,26 @@ class Fprobes:
     """
 
     def __init__(
-        self, kprobes: Kprobes, hooks: ReturnHooks, arch: Arch, functions: Mapping[str, int], *, cpus: int
+        self,
+        kprobes: Kprobes,
+        hooks: ReturnHooks,
+        arch: Arch,
+        functions: Callable[[], Mapping[str, int]],
+        *,
+        cpus: int,
     ) -> None:
-        """`functions` gives the address of each that can be traced."""
+        """`functions` gives the address of each that can be traced; it is asked once, when there is need."""
         self._kprobes = kprobes
         self._hooks = hooks
         self._arch = arch
-        self.functions = functions
+        self._traceable = functions
         self._cpus = cpus
         self._registered: dict[Fprobe, _Registered] = {}
+
+    @cached_property
+    def functions(self) -> Mapping[str, int]:
+        """Those that can be traced, with their addresses."""
+        return self._traceable()
 
     def register_fprobe(self, fp: Fprobe) -> None:
         """Hook all functions that match.

@@ -55,7 +55,7 @@ class SyscallEvent(TraceEvent):
         syscall: SyscallDefinition,
         calls: SyscallTracepoint,
         fields: Sequence[tuple[str, str, bool]],
-        print_fmt: str,
+        print_fmt: str = "",
     ) -> None:
         """`fields`: type, name and signedness of each word."""
         self.syscall = syscall
@@ -95,7 +95,11 @@ class SyscallEnter(SyscallEvent):
     def __init__(self, syscall: SyscallDefinition, calls: SyscallTracepoint) -> None:
         fields = [(kind, name, False) for kind, name in zip(syscall.types, syscall.args, strict=True)]
         name = syscall.name.replace("sys_", "sys_enter_", 1)
-        super().__init__(name, syscall, calls, fields, _enter_fmt(syscall.args, calls.word_size))
+        super().__init__(name, syscall, calls, fields)
+
+    @property
+    def print_fmt(self) -> str:
+        return _enter_fmt(self.syscall.args, self._word)
 
     def words(self, raw: bytes) -> bytes:
         return raw[: self._word * len(self.syscall.args)]

@@ -47,6 +47,7 @@ class Tracepoints:
         """By the address of their struct trace_event_call."""
         self.by_name: dict[str, Tracepoint] = {}
         """By GROUP:EVENT."""
+        self.syscalls = tuple(syscall_definitions(image))
         self._word = image.bits // 8
         self._arguments: Callable[[Any], tuple[int, int, int]] = attrgetter(*argument_registers[:3])
         """Of the function where the guest hands a record over."""
@@ -88,7 +89,7 @@ class Tracepoints:
         if raw:
             points = (_named(raw, name) for name in ("sys_enter", "sys_exit"))
             entry, end = (SyscallTracepoint(point, self._word) for point in points)
-            for syscall in syscall_definitions(self._image):
+            for syscall in self.syscalls:
                 yield SyscallEnter(syscall, entry)
                 yield SyscallExit(syscall, end)
 

@@ -39,13 +39,13 @@ class KernelFunctions:
         self._symbols = symbols
         self.functions = Functions(self._at(fentry), symbols.has_module)
 
-    def _at(self, fentry: Iterable[int]) -> list[TraceableFunction]:
+    def _at(self, fentry: Iterable[int]) -> Iterator[TraceableFunction]:
         if self._sites is None:
-            return []
-        found = ((site, self._symbols.lookup(site)) for site in sorted(fentry))
-        return [
-            TraceableFunction(site, where.name, where.module) for site, where in found if where is not None
-        ]
+            return
+        for site in sorted(fentry):
+            where = self._symbols.lookup(site)
+            if where is not None:
+                yield TraceableFunction(site, where.name, where.module)
 
     def module_came(self, name: str, fentry: frozenset[int]) -> None:
         """A module was loaded, and its symbols can be looked up."""

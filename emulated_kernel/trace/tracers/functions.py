@@ -6,6 +6,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 
 from emulated_kernel.trace.filter.pattern import StringPattern, parse_pattern
@@ -54,9 +55,14 @@ class Functions(Collection[TraceableFunction]):
 
     def __init__(self, functions: Iterable[TraceableFunction], has_module: Callable[[str], bool]) -> None:
         """`has_module` tells which modules there are, be it that none of their functions can be traced."""
-        self._functions = {function.site: function for function in functions}
+        self._at_boot = functions
         self.has_module = has_module
         self._watchers: list[FunctionWatcher] = []
+
+    @cached_property
+    def _functions(self) -> dict[int, TraceableFunction]:
+        """By site. To name a thousand is a tenth of a boot: that waits until somebody asks."""
+        return {function.site: function for function in self._at_boot}
 
     def __iter__(self) -> Iterator[TraceableFunction]:
         return iter(self._functions.values())
