@@ -8,6 +8,7 @@ import pytest
 
 from emulated_kernel.image.linux.kernel import LinuxKernel, open_kernel
 from tests.image.linux.debian import META_PACKAGES, package
+from tests.sample import share
 
 pytestmark = pytest.mark.slow
 
@@ -17,7 +18,7 @@ def opened(meta: str) -> LinuxKernel:
     return open_kernel(str(package(meta)))
 
 
-@pytest.fixture(params=META_PACKAGES)
+@pytest.fixture(params=share(META_PACKAGES, 0, 2))
 def kernel(request: pytest.FixtureRequest) -> LinuxKernel:
     package(request.param)
     return opened(request.param)
