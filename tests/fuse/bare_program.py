@@ -10,8 +10,7 @@ from emulated_kernel.kernel import Kernel
 from emulated_kernel.vfs.core.node import Owner
 from emulated_kernel.vfs.guest.guest_mount import GuestMount
 from emulated_kernel.vfs.trees.layout import RootLayout
-from kprobefs import namespace
-from kprobefs.cli import main
+from kprobefs import cli, namespace
 from kprobefs.options import MountOptions
 
 
@@ -35,6 +34,11 @@ def build(options: MountOptions) -> GuestMount:
     return server
 
 
-if __name__ == "__main__":
+def main() -> int:
+    """The command line."""
     namespace.INTERVAL = float(os.environ.get("KPROBEFS_TEST_INTERVAL", namespace.INTERVAL))
-    sys.exit(main(build=build))
+    return cli.main(build=build)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -11,10 +11,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
 from kprobefs.mount import FSTYPE, detach, mounted_on
+from tests.fuse.forker import Forked, forker
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = [sys.executable, str(ROOT / "tests" / "fuse" / "bare_program.py")]
@@ -32,11 +34,14 @@ needs_fuse = pytest.mark.skipif(
 )
 
 
+Process = subprocess.Popen[bytes] | Forked
+
+
 @dataclass
 class Daemon:
     """A daemon in the foreground, and where it is mounted."""
 
-    process: subprocess.Popen[bytes]
+    process: Process
     directory: Path
     log_file: Path
 
@@ -102,7 +107,7 @@ def _answers(directory: Path) -> bool:
 
 
 @contextmanager
-def watched(daemon: subprocess.Popen[bytes]) -> Iterator[None]:
+def watched(daemon: Process) -> Iterator[None]:
     """Within, there is a limit to how long it may be stuck."""
     watchdog = threading.Timer(WATCHDOG, daemon.kill)
     watchdog.start()
@@ -110,6 +115,13 @@ def watched(daemon: subprocess.Popen[bytes]) -> Iterator[None]:
         yield
     finally:
         watchdog.cancel()
+
+
+def _start(program: list[str], arguments: list[str], log: BinaryIO) -> Process:
+    if program in (PROGRAM, REAL_PROGRAM):
+        return forker().start(arguments, environment(), log.fileno(), is_bare=program is PROGRAM)
+    null = subprocess.DEVNULL
+    return subprocess.Popen([*program, *arguments], env=environment(), stdin=null, stdout=null, stderr=log)
 
 
 @contextmanager
@@ -122,13 +134,7 @@ def daemon(
     """
     log_file = directory.with_name(f"{directory.name}.log")
     with log_file.open("wb") as log:
-        process = subprocess.Popen(
-            [*program, "mount", "-f", *options, str(directory)],
-            env=environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=log,
-        )
+        process = _start(program, ["mount", "-f", *options, str(directory)], log)
     try:
         with watched(process):
             eventually(lambda: _answers(directory) or process.poll() is not None)
