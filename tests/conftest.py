@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
 import threading
 from collections.abc import Generator
@@ -21,6 +22,9 @@ SHRINKING = 480
 
 EVERYTHING = 1800
 """Seconds for a test that takes no share."""
+
+LEEWAY = 30
+"""Seconds more until a test that its time limit doesn't end ends its worker."""
 
 # A machine under load is slow, and no test is about that: no deadline for an example, none for drawing one.
 # No database: two runs with one seed test the same. Explaining takes more examples, outside that limit.
@@ -66,6 +70,8 @@ def strict_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ControlLock, "assert_held", _assert_held)
 
 
+TERMINAL = pytest.StashKey[int]()
+"""Standard error, as it is outside of tests."""
 CLONE_NEWNS = 0x20000
 MS_REC, MS_PRIVATE = 0x4000, 1 << 18
 
@@ -73,6 +79,9 @@ MS_REC, MS_PRIVATE = 0x4000, 1 << 18
 def pytest_configure(config: pytest.Config) -> None:
     """A worker has mounts of its own: commands that look at all mounts see those of one test alone."""
     libc = ctypes.CDLL(None)
+    capture = config.pluginmanager.getplugin("capturemanager")
+    with capture.global_and_fixture_disabled():
+        config.stash[TERMINAL] = os.dup(2)
     # Where it isn't permitted, only tests that run at the same time could see each other's.
     if hasattr(config, "workerinput") and os.geteuid() == 0 and libc.unshare(CLONE_NEWNS) == 0:
         libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None)
@@ -93,6 +102,21 @@ def _sendable(value: object) -> object:
 def pytest_report_to_serializable() -> Generator[None, object, object]:
     """A failure that shows bytes of an odd name is told; a worker that can't send it would end all others."""
     return _sendable((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """A test that nothing ends ends its worker, which xdist replaces: one test has failed, and the rest runs.
+
+    pytest-timeout raises in a signal's handler; what is raised in a callback from C is lost.
+    """
+    marker = item.get_closest_marker("timeout")
+    limit = float(marker.args[0] if marker else item.config.getini("timeout"))
+    faulthandler.dump_traceback_later(limit + LEEWAY, exit=True, file=item.config.stash[TERMINAL])
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

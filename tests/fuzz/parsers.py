@@ -226,14 +226,14 @@ class _Modules:
 
 def targets() -> dict[str, Target]:
     """All parsers by name, with state of their own."""
-    commands, modules = _Commands(), _Modules()
+    modules = _Modules()
     kernels = [PREBUILT / arch / "vmlinux" for arch in ("x86_64", "i386")]
     module_files = sorted((PREBUILT / "x86_64" / "modules").glob("*.ko"))
     found = (
-        Target("kprobe_events", "kprobe_events", commands.kprobe_events),
-        Target("dynamic_events", "dynamic_events", commands.dynamic_events),
-        Target("synthetic_events", "synthetic_events", commands.synthetic_events),
-        Target("trigger", "trigger", commands.trigger),
+        Target("kprobe_events", "kprobe_events", _Commands().kprobe_events),
+        Target("dynamic_events", "dynamic_events", _Commands().dynamic_events),
+        Target("synthetic_events", "synthetic_events", _Commands().synthetic_events),
+        Target("trigger", "trigger", _Commands().trigger),
         Target("filter", "filter", _filter),
         Target("pattern", "glob", _pattern),
         Target("functions", "functions", _functions),
