@@ -73,7 +73,8 @@ class LinuxCpu:
         self.regs = regs
         self._memory = memory
         self._state = _State.from_address(state)
-        self._gates: dict[int, tuple[int, int, bool]] = {}
+        self._system_call: tuple[int, int] | None = None
+        """Entry and flags to clear, which a kernel sets before its first process."""
         self._check_layout()
 
     def _check_layout(self) -> None:
@@ -145,11 +146,14 @@ class LinuxCpu:
         Source: Intel SDM vol. 2, SYSCALL.
         """
         regs = self.regs
+        if self._system_call is None:
+            self._system_call = self.read_msr(MSR_LSTAR) - _SYSCALL_SIZE, ~self.read_msr(MSR_SYSCALL_MASK)
+        entry, kept = self._system_call
         flags = regs.flags
         regs.cx, regs.r11 = regs.ip + _SYSCALL_SIZE, flags
-        regs.flags = flags & ~self.read_msr(MSR_SYSCALL_MASK)
+        regs.flags = flags & kept
         self._enter_kernel(KERNEL_DS)
-        regs.ip = self.read_msr(MSR_LSTAR) - _SYSCALL_SIZE
+        regs.ip = entry
 
     def raise_exception(self, trap: Trap) -> None:
         """An exception of the guest's, through its IDT. Raises: GuestFault where that can't be."""

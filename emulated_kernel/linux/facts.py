@@ -6,18 +6,28 @@ from dataclasses import dataclass
 from errno import ENOENT
 
 from emulated_kernel.errors import KernelError
+from emulated_kernel.image.linux.btf import Btf
 from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.image.linux.unusable import unusable
 
 _SYMBOLS = (
-    "do_exit", "do_sync_core", "emergency_restart", "init_pid_ns", "level3_kernel_pgt", "pid_max",
-    "wake_up_process", "x86_platform_ipi_callback", "__per_cpu_offset",
+    "d_hash_shift", "dentry_hashtable", "do_exit", "do_sync_core", "emergency_restart", "init_pid_ns",
+    "level3_kernel_pgt", "page_offset_base", "pid_max", "wake_up_process", "x86_platform_ipi_callback",
+    "__per_cpu_offset",
 )  # fmt: skip
+_OPTIONAL = ("no_llseek",)
 _MEMBERS = (
     "task_struct.pid", "task_struct.stack", "task_struct.__state", "task_struct.comm", "task_struct.mm",
     "task_struct.thread_info.flags", "task_struct.cred", "mm_struct.pgd", "pid_namespace.idr.idr_next",
-    "cred.uid", "cred.cap_permitted", "cred.cap_effective",
+    "cred.uid", "cred.cap_permitted", "cred.cap_effective", "task_struct.files", "files_struct.fdt",
+    "fdtable.fd", "file.f_mode", "file.f_op", "file.f_inode", "file.f_path.dentry", "file_operations.llseek",
+    "dentry.d_flags", "dentry.d_hash", "dentry.d_parent", "dentry.d_name", "dentry.d_inode", "qstr.name",
+    "inode.i_mode", "inode.i_uid", "inode.i_gid", "inode.i_sb", "inode.i_ino", "inode.i_nlink",
+    "inode.i_size", "inode.i_blocks", "super_block.s_dev",
 )  # fmt: skip
+_TIMES = {"seconds": ("i_{}_sec", "__i_{}.tv_sec", "i_{}.tv_sec"),
+          "nanoseconds": ("i_{}_nsec", "__i_{}.tv_nsec", "i_{}.tv_nsec")}  # fmt: skip
+"""What an inode's times are called: since 6.11, since 6.6, before."""
 _HOT = "pcpu_hot.current_task"
 
 
@@ -39,8 +49,11 @@ def kernel_facts(kernel: LinuxKernel) -> KernelFacts:
         if address is None:
             raise unusable(f"its symbols lack {name}")
         symbols[name] = address
+    symbols |= {
+        name: address for name in _OPTIONAL if (address := kernel.kallsyms.lookup_name(name)) is not None
+    }
     try:
-        offsets = {path: kernel.btf.offset(path) for path in _MEMBERS}
+        offsets = {path: kernel.btf.offset(path) for path in _MEMBERS} | _times(kernel.btf)
         current = kernel.kallsyms.lookup_name("current_task")
         # Since 6.2.
         hot = kernel.kallsyms.lookup_name("pcpu_hot") if current is None else None
@@ -53,3 +66,13 @@ def kernel_facts(kernel: LinuxKernel) -> KernelFacts:
     if current is None:
         raise unusable("its symbols lack current_task and pcpu_hot")
     return KernelFacts(kernel.release, symbols, offsets, current)
+
+
+def _times(btf: Btf) -> dict[str, int]:
+    """ "inode.atime.seconds" and so on."""
+    return {
+        f"inode.{time}.{unit}": btf.offset(next(filter(btf.has, paths), paths[-1]))
+        for time in ("atime", "mtime", "ctime")
+        for unit, names in _TIMES.items()
+        if (paths := [f"inode.{name.format(time)}" for name in names])
+    }

@@ -29,6 +29,8 @@ BUFFER, BUFFER_SIZE = 0x600000, 1 << 20
 """Memory of each client's own: paths, and what is read and written."""
 DEBUGFS, TRACEFS, TMPFS = "/debug", "/tracing", "/scratch"
 """Where file systems are mounted in the guest."""
+ROOTS = {DEBUGFS: 0, TRACEFS: 1, TMPFS: 2}
+"""Descriptors that all tasks have of them."""
 _CLASS64, _LITTLE, _EXECUTABLE, _X86_64 = 2, 1, 2, 62
 _HEADER_SIZE, _PROGRAM_SIZE = 64, 56
 _LOAD, _READ_EXEC, _READ_WRITE = 1, 5, 6

@@ -7,6 +7,7 @@ import os
 import select
 import stat
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ class OpenLinuxFile:
     path: str
     fd: int
     """-1 for a text or a directory."""
+    task: LinuxTask | None = None
+    """Whose call was the last one on it."""
     seekable: bool = True
     flags: int = 0
     position: int = 0
@@ -60,6 +63,8 @@ class LinuxMount:
         self._syscalls = LinuxSyscalls(tasks)
         self._clients = LinuxClients(tasks, watch, owner.uid)
         self._handles: dict[int, OpenLinuxFile] = {}
+        self._released: deque[OpenLinuxFile] = deque()
+        """What is to be closed in the guest."""
         self._numbers = count(1)
         self._asleep: dict[int, int] = {}
         """Clients whose call sleeps in the guest: by pid, the number of requests at the last look."""
@@ -84,6 +89,10 @@ class LinuxMount:
     def _request(self, client: Client) -> Iterator[LinuxTask]:
         """A system call of the client's, which may change what others wait for."""
         with self._guest():
+            while self._released:
+                file = self._released.popleft()
+                with suppress(KernelError):
+                    self._syscalls.close(file.task or self._tasks.init, file.fd)
             yield self._clients.task_of(client)
             self._requests += 1
             self._tell_pollers()
@@ -157,7 +166,7 @@ class LinuxMount:
         if not self._is_machine(path):
             with self._request(client) as task:
                 fd = self._syscalls.open(task, self._at(path), os.O_RDONLY | os.O_DIRECTORY)
-                self._syscalls.close(fd)
+                self._syscalls.close(task, fd)
         return self._add(OpenLinuxFile(path, -1))
 
     def getdents(self, _client: Client, handle: int, start: int) -> list[DirEntry]:
@@ -216,8 +225,8 @@ class LinuxMount:
                 # Nothing here waits in open(2), but a FIFO in scratch/: nobody could ask for its answer.
                 self._clients.end(client.pid)
                 raise KernelError(errno.EINTR) from None
-            seekable = at.startswith(TMPFS) or self._syscalls.is_seekable(fd)
-            return self._add(OpenLinuxFile(at, fd, seekable, flags))
+            seekable = self._syscalls.is_seekable(fd)
+            return self._add(OpenLinuxFile(at, fd, task, seekable, flags))
 
     def _machine_text(self, path: str, flags: int) -> bytes:
         self._machine_stat(path)
@@ -247,6 +256,7 @@ class LinuxMount:
         if file.fd < 0:
             return file.text[offset : offset + size]
         with self._request(client) as task:
+            file.task = task
             jumped = file.seekable and offset != file.position
             may_block = not file.flags & os.O_NONBLOCK
             at = offset if jumped else None
@@ -273,6 +283,7 @@ class LinuxMount:
         """Number of bytes taken. Raises: WouldBlock as read() does."""
         file = self._opened(handle)
         with self._request(client) as task:
+            file.task = task
             jumped = file.seekable and not file.flags & os.O_APPEND and offset != file.position
             count = self._slept(
                 client, task, lambda: self._syscalls.write(task, file.fd, data, offset if jumped else None)
@@ -331,13 +342,14 @@ class LinuxMount:
                 notify()
 
     def release(self, handle: int) -> None:
-        """The last descriptor was closed; the request comes from no process."""
-        with self._lock:
-            file = self._handles.pop(handle, None)
-            self._pollers.pop(handle, None)
-            if file is not None and file.fd >= 0 and not self._closed:
-                with suppress(GuestFault, KernelError):
-                    self._syscalls.close(file.fd)
+        """The last descriptor was closed; the guest does so in front of the next request.
+
+        It comes from no process, and its client goes on: waiting for the lock here would hold that up.
+        """
+        file = self._handles.pop(handle, None)
+        self._pollers.pop(handle, None)
+        if file is not None and file.fd >= 0:
+            self._released.append(file)
 
     # Changes of the tree
 

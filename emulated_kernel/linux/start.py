@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import mmap
+import os
 from collections.abc import Callable
 from errno import EIO, ENOEXEC
 from pathlib import Path
@@ -15,7 +16,7 @@ from emulated_kernel.linux import snapshot
 from emulated_kernel.linux.boot import RAM_SIZE, boot, load
 from emulated_kernel.linux.exception_cells import find_exception_cells
 from emulated_kernel.linux.facts import KernelFacts, kernel_facts
-from emulated_kernel.linux.init import DEBUGFS, TMPFS, TRACEFS
+from emulated_kernel.linux.init import DEBUGFS, ROOTS, TMPFS, TRACEFS
 from emulated_kernel.linux.machine import LinuxMachine
 from emulated_kernel.linux.syscalls import LinuxSyscalls
 from emulated_kernel.linux.tasks import LinuxTasks
@@ -98,6 +99,8 @@ def _prepare(tasks: LinuxTasks) -> None:
     syscalls = LinuxSyscalls(tasks)
     for kind, directory in _MOUNTS:
         syscalls.mount(kind, directory)
+    for directory, fd in ROOTS.items():
+        syscalls.move(tasks.init, syscalls.open(tasks.init, directory, os.O_RDONLY | os.O_DIRECTORY), fd)
     # What initcalls have left to workqueues, such as tracefs's events, is done while nobody asks.
     tasks.idle(_SETTLING)
     syscalls.umask(tasks.init, 0)

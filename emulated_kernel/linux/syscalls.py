@@ -7,6 +7,7 @@ import struct
 from collections.abc import Iterator
 
 from emulated_kernel.linux.init import BUFFER
+from emulated_kernel.linux.kernel_files import shown_ino
 from emulated_kernel.linux.tasks import LinuxTask, LinuxTasks
 from emulated_kernel.vfs.core.client import DirEntry, Stat
 
@@ -17,7 +18,7 @@ PATIENCE = 10_000
 _LONG = 60_000_000
 """The same for calls that sleep for locks, grace periods and the like alone."""
 _SECOND_PATH, _DATA = BUFFER + 4096, BUFFER + 8192
-_READ, _WRITE, _CLOSE, _FSTAT, _POLL, _LSEEK, _PREAD, _PWRITE, _TRUNCATE = 0, 1, 3, 5, 7, 8, 17, 18, 76
+_READ, _WRITE, _CLOSE, _POLL, _PREAD, _PWRITE, _DUP2, _TRUNCATE = 0, 1, 3, 7, 17, 18, 33, 76
 _UMASK, _SYSLOG, _MOUNT, _GETDENTS, _OPENAT, _MKDIRAT, _FCHOWNAT, _NEWFSTATAT = (
     95,
     103,
@@ -30,7 +31,6 @@ _UMASK, _SYSLOG, _MOUNT, _GETDENTS, _OPENAT, _MKDIRAT, _FCHOWNAT, _NEWFSTATAT = 
 )
 _UNLINKAT, _RENAMEAT, _SYMLINKAT, _READLINKAT, _FCHMODAT, _UTIMENSAT = 263, 264, 266, 267, 268, 280
 _AT_FDCWD, _AT_SYMLINK_NOFOLLOW, _AT_REMOVEDIR = -100, 0x100, 0x200
-_SEEK_CUR = 1
 _SYSLOG_READ_ALL = 3
 _LOG_SIZE = 256 << 10
 _LISTING = 32 << 10
@@ -50,6 +50,7 @@ class LinuxSyscalls:
     def __init__(self, tasks: LinuxTasks) -> None:
         self._tasks = tasks
         self._call = tasks.call
+        self._files = tasks.files
 
     def mount(self, source: str, directory: str) -> None:
         """A file system of that type, by init."""
@@ -73,17 +74,18 @@ class LinuxSyscalls:
         self._path(task, path)
         return self._call(task, _OPENAT, _AT_FDCWD, BUFFER, flags & _OPEN_FLAGS, mode, patience=_LONG)
 
-    def close(self, fd: int) -> None:
-        """close(2), by init: nobody knows who closes it last."""
-        self._call(self._tasks.init, _CLOSE, fd)
+    def close(self, task: LinuxTask, fd: int) -> None:
+        """close(2); by init where that task is in a call, or has ended."""
+        self._call(task if task.alive and not task.pending else self._tasks.init, _CLOSE, fd)
+
+    def move(self, task: LinuxTask, old: int, new: int) -> None:
+        """dup2(2), and close(2) of the old one: a descriptor gets that number."""
+        self._call(task, _DUP2, old, new)
+        self.close(task, old)
 
     def is_seekable(self, fd: int) -> bool:
-        """Whether lseek(2) works on it, asked by init."""
-        try:
-            self._call(self._tasks.init, _LSEEK, fd, 0, _SEEK_CUR)
-        except OSError:
-            return False
-        return True
+        """Whether lseek(2) works on it."""
+        return self._files.is_seekable(fd)
 
     def begin_read(self, task: LinuxTask, fd: int, size: int, offset: int | None, *, may_block: bool) -> int:
         """read(2), or pread64(2) with an offset; how many bytes `read_data` gets. Raises: Blocked."""
@@ -113,24 +115,27 @@ class LinuxSyscalls:
         return int(_POLLFD.unpack(self._tasks.get(init, _DATA, _POLLFD.size))[2]) & 0xFFFF
 
     def lstat(self, path: str) -> Stat:
-        """newfstatat(2), asked by init."""
+        """Attributes of a file; where its dentry doesn't tell, newfstatat(2), asked by init."""
+        self._tasks.machine.check_alive()
+        found = self._files.lstat(path)
+        if found is not None:
+            return found
         init = self._tasks.init
         self._path(init, path)
         self._call(init, _NEWFSTATAT, _AT_FDCWD, BUFFER, _DATA, _AT_SYMLINK_NOFOLLOW)
         return self._stat()
 
     def fstat(self, fd: int) -> Stat:
-        """fstat(2), asked by init."""
-        self._call(self._tasks.init, _FSTAT, fd, _DATA)
-        return self._stat()
+        """Attributes of an open file."""
+        self._tasks.machine.check_alive()
+        return self._files.fstat(fd)
 
     def _stat(self) -> Stat:
         data = self._tasks.get(self._tasks.init, _DATA, _STAT.size)
-        device, ino, nlink, mode, uid, gid, rdev, size, _, blocks, *times = _STAT.unpack(data)
+        device, ino, nlink, mode, uid, gid, _, size, _, blocks, *times = _STAT.unpack(data)
         atime, mtime, ctime = (times[at] * 10**9 + times[at + 1] for at in (0, 2, 4))
         return Stat(
-            # Numbers of several file systems, which look like one from outside.
-            ino=ino << 8 | device & 0xFF,
+            ino=shown_ino(ino, device),
             mode=mode,
             nlink=nlink,
             uid=uid,
@@ -140,7 +145,6 @@ class LinuxSyscalls:
             mtime_ns=mtime,
             ctime_ns=ctime,
             blocks=blocks,
-            rdev=rdev,
         )
 
     def listdir(self, path: str) -> list[DirEntry]:
@@ -153,7 +157,7 @@ class LinuxSyscalls:
             while size := self._call(init, _GETDENTS, fd, _DATA, _LISTING):
                 entries += _entries(self._tasks.get(init, _DATA, size), device)
         finally:
-            self.close(fd)
+            self.close(init, fd)
         return entries
 
     def readlink(self, path: str) -> str:

@@ -15,6 +15,7 @@ from emulated_kernel.errors import KernelError
 from emulated_kernel.linux.boot import HOST_SIZE
 from emulated_kernel.linux.facts import KernelFacts
 from emulated_kernel.linux.init import BUFFER, BUFFER_SIZE, SYSCALL, TOUCH
+from emulated_kernel.linux.kernel_files import KernelFiles
 from emulated_kernel.linux.machine import LinuxMachine, Stopped
 from emulated_kernel.linux.memory import PAGE, WRITABLE
 from emulated_kernel.linux.pc import TSC_KHZ
@@ -103,6 +104,7 @@ class LinuxTasks:
         machine.call_at(facts.symbols["do_exit"], self._exiting)
         machine.watch_reset(facts.symbols["emergency_restart"])
         self.init = self._adopt(self._memory.words[self._current >> 3])
+        self.files = KernelFiles(machine, facts, self.init.address)
         self.current: LinuxTask | None = self.init
         """Who stands at the stub; None: the CPU is idle, or between two of them."""
 

@@ -58,12 +58,12 @@ def test_random_clients_against_a_model(guest: LinuxTasks) -> None:
             files[name] = dice.randbytes(dice.randrange(9000))
             fd = calls.open(client, name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
             assert calls.write(client, fd, files[name], None) == len(files[name])
-            calls.close(fd)
+            calls.close(client, fd)
         elif what == 1 and name in files:
             fd = calls.open(client, name, os.O_RDONLY)
             size = calls.begin_read(client, fd, 10_000, None, may_block=True)
             assert calls.read_data(client, size) == files[name]
-            calls.close(fd)
+            calls.close(client, fd)
         elif what == 2 and name in files:
             assert calls.lstat(name).size == len(files[name])
         elif what == 3:

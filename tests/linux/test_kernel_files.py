@@ -1,0 +1,99 @@
+"""Attributes out of the kernel's memory: the same as its own newfstatat(2) gives, for whatever is there."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator
+
+import pytest
+
+from emulated_kernel.linux.init import BUFFER
+from emulated_kernel.linux.kernel_files import name_hash
+from emulated_kernel.linux.syscalls import LinuxSyscalls
+from emulated_kernel.linux.tasks import LinuxTasks
+from tests.linux import debian_kernel
+
+NEWFSTATAT, AT_FDCWD, AT_SYMLINK_NOFOLLOW = 262, -100, 0x100
+
+
+@pytest.fixture(scope="module")
+def guest() -> Iterator[LinuxTasks]:
+    found = debian_kernel.tasks()
+    yield found
+    found.machine.close()
+
+
+def asked(guest: LinuxTasks, path: str) -> tuple[int, ...]:
+    """Mode, owners, size, blocks and times, as the system call has them."""
+    guest.put(guest.init, BUFFER, path.encode() + b"\0")
+    guest.call(guest.init, NEWFSTATAT, AT_FDCWD, BUFFER, BUFFER + 4096, AT_SYMLINK_NOFOLLOW)
+    data = guest.get(guest.init, BUFFER + 4096, 144)
+    _, ino, nlink, mode, uid, gid, _, size, _, blocks, *times = struct.unpack("<QQQIIIxxxxQqqq6Q24x", data)
+    seconds, nanoseconds = times[::2], times[1::2]
+    return (ino, nlink, mode, uid, gid, size, blocks, *seconds, *nanoseconds)
+
+
+def test_memory_tells_what_the_system_call_tells(guest: LinuxTasks) -> None:
+    calls, client = LinuxSyscalls(guest), guest.fork(guest.init, 901)
+    guest.own(client, 1000, 100)
+    calls.chmod(guest.init, "/scratch", 0o777)
+    calls.mkdir(client, "/scratch/directory", 0o751)
+    calls.symlink(client, "/scratch/link", "directory")
+    long_name = "/scratch/directory/" + "n" * 200
+    fd = calls.open(client, long_name, os.O_RDWR | os.O_CREAT, 0o640)
+    calls.write(client, fd, bytes(9000), None)
+    calls.utimens(client, long_name, 1_500_000_000_000_000_123, 77)
+    paths = [
+        "/scratch",
+        "/scratch/directory",
+        "/scratch/link",
+        long_name,
+        "/debug/kprobes/list",
+        "/tracing/trace",
+    ]
+    paths += [
+        f"/tracing/{entry.name}" for entry in calls.listdir("/tracing") if entry.name not in (".", "..")
+    ]
+    told = 0
+    for path in paths:
+        found = guest.files.lstat(path)
+        if found is None:
+            continue
+        told += 1
+        times = [divmod(time, 10**9) for time in (found.atime_ns, found.mtime_ns, found.ctime_ns)]
+        assert asked(guest, path) == (
+            found.ino >> 8, found.nlink, found.mode, found.uid, found.gid, found.size, found.blocks,
+            *(time[0] for time in times), *(time[1] for time in times),
+        ), path  # fmt: skip
+        assert calls.lstat(path) == found
+    assert told == len(paths)
+    assert guest.files.fstat(fd) == guest.files.lstat(long_name)
+    calls.unlink(client, long_name)
+    assert guest.files.lstat(long_name) is None
+    assert guest.files.lstat("/scratch/nothing") is None
+    assert guest.files.fstat(fd).nlink == 0
+    calls.close(client, fd)
+
+
+def test_where_lseek_works(guest: LinuxTasks) -> None:
+    calls = LinuxSyscalls(guest)
+    for path, seekable in (
+        ("/tracing/trace", True),
+        ("/debug/kprobes/list", True),
+        ("/tracing/trace_pipe", False),
+    ):
+        fd = calls.open(guest.init, path, os.O_RDONLY | os.O_NONBLOCK)
+        assert calls.is_seekable(fd) == seekable, path
+        calls.close(guest.init, fd)
+
+
+def test_names_of_any_length_have_one_hash() -> None:
+    """A name's length stands above its hash, and a parent more or less makes another one."""
+    hashes = set()
+    for size in range(40):
+        for parent in (0xFFFF888000000000, 0xFFFF888000000040):
+            found = name_hash(parent, b"n" * size)
+            assert found >> 32 == size
+            hashes.add(found)
+    assert len(hashes) == 80
