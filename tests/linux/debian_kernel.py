@@ -22,16 +22,18 @@ def _ensure(path: Path) -> Path:
     return path
 
 
-def image() -> Path:
+def image(meta: str = META, suite: str = "") -> Path:
     """Its package; it has booted."""
-    return _ensure(package(META))
+    return _ensure(package(meta, suite))
 
 
-def tasks() -> LinuxTasks:
+def tasks(meta: str = META, suite: str = "") -> LinuxTasks:
     """A kernel of its own, just booted."""
-    return started(str(image()), SEED)
+    return started(str(image(meta, suite)), SEED)
 
 
-def mount(watch: ProcessWatch | None = None, *, is_tracefs: bool = False) -> LinuxMount:
+def mount(
+    watch: ProcessWatch | None = None, meta: str = META, suite: str = "", *, is_tracefs: bool = False
+) -> LinuxMount:
     """Its files, root's."""
-    return LinuxMount(tasks(), watch or NoProcesses(), Owner(0, 0), is_tracefs=is_tracefs)
+    return LinuxMount(tasks(meta, suite), watch or NoProcesses(), Owner(0, 0), is_tracefs=is_tracefs)

@@ -17,6 +17,7 @@ from emulated_kernel.linux.linux_mount import LinuxMount
 from emulated_kernel.machine.traps.trap import GuestFault
 from emulated_kernel.vfs.core.client import Client
 from tests.linux import debian_kernel
+from tests.linux.files import Files
 
 SHELL, OTHER, STRANGER = Client(4001, 0, 0), Client(4002, 0, 0), Client(4003, 1000, 1000)
 
@@ -38,36 +39,6 @@ class Host(NoProcesses):
     def exited(self) -> list[int]:
         found, self.ended = self.ended, []
         return found
-
-
-class Files:
-    """A mount as a process sees it."""
-
-    def __init__(self, mount: LinuxMount, client: Client) -> None:
-        self.mount = mount
-        self.client = client
-
-    def write(self, path: str, text: str, flags: int = os.O_WRONLY) -> None:
-        handle = self.mount.open(self.client, path, flags)
-        try:
-            assert self.mount.write(self.client, handle, text.encode(), 0) == len(text)
-        finally:
-            self.mount.release(handle)
-
-    def read(self, path: str) -> str:
-        handle = self.mount.open(self.client, path, os.O_RDONLY)
-        text = b""
-        try:
-            while piece := self.mount.read(self.client, handle, 1 << 17, len(text)):
-                text += piece
-        finally:
-            self.mount.release(handle)
-        return text.decode()
-
-    def errno(self, path: str, text: str) -> int:
-        with pytest.raises(KernelError) as refused:
-            self.write(path, text, os.O_WRONLY | os.O_APPEND)
-        return refused.value.errno or 0
 
 
 @pytest.fixture

@@ -15,25 +15,70 @@ _LIMIT = 400 << 20
 """Bytes that are kept; the oldest packages go first."""
 _SECONDS = 60
 """A fetch may take; less than a test may, so that a slow network skips and fails nothing."""
+_LISTS = "lists"
+_KEYS = "/usr/share/keyrings/debian-archive-keyring.gpg"
 META_PACKAGES = ("linux-image-cloud-amd64", "linux-image-amd64")
 
 
-def package(meta: str) -> Path:
-    """The package that a meta package stands for, fetched once; skips the test where it can't be had."""
-    found = _package(meta)
+def package(meta: str, suite: str = "") -> Path:
+    """The package that a meta package stands for, fetched once; skips the test where it can't be had.
+
+    `suite`: of another release of Debian than the one that runs here, out of the archive that this one uses.
+    """
+    found = _package(meta, suite)
     if isinstance(found, str):
         pytest.skip(found)
     return found
 
 
 @cache
-def _package(meta: str) -> Path | str:
-    name = _depends(meta)
-    cached = sorted(_directory().glob(f"{name or meta.removesuffix('-amd64')}*_amd64.deb"))
-    if cached:
-        os.utime(cached[-1])
-        return cached[-1]
-    return _fetched(name) if name else f"no cached {meta}, and apt knows none"
+def _package(meta: str, suite: str) -> Path | str:
+    directory = _directory() / suite
+    directory.mkdir(parents=True, exist_ok=True)
+    options = () if not suite or _cached(directory, meta) else _other_release(directory, suite)
+    name = _depends(meta, options) if options or not suite else None
+    found: Path | str | None = _cached(directory, name or meta)
+    if isinstance(found, Path):
+        os.utime(found)
+    elif name:
+        found = _fetched(directory, name, options)
+    shutil.rmtree(directory / _LISTS, ignore_errors=True)
+    return found or f"no cached {meta} {suite}, and apt knows none"
+
+
+def _cached(directory: Path, name: str) -> Path | None:
+    """The newest package of that name, or that a meta package of that name stands for."""
+    flavour = name.removeprefix("linux-image-")
+    return max(directory.glob(f"linux-image-*{flavour}_*.deb"), default=None)
+
+
+def _other_release(directory: Path, suite: str) -> tuple[str, ...]:
+    """Options by which apt knows another release's packages; none where it can't."""
+    archives = [
+        word
+        for file in (
+            *Path("/etc/apt").glob("sources.list"),
+            *Path("/etc/apt/sources.list.d").glob("debian.*"),
+        )
+        for word in file.read_text().split()
+        if word.startswith("http") and word.rstrip("/").endswith("/debian")
+    ]
+    if not archives or not shutil.which("apt-get"):
+        return ()
+    lists = directory / _LISTS
+    (lists / "files" / "partial").mkdir(parents=True, exist_ok=True)
+    sources = lists / "sources.list"
+    sources.write_text(f"deb [signed-by={_KEYS}] {archives[0]} {suite} main\n")
+    settings = ("Dir::Etc::sourcelist", sources), ("Dir::Etc::sourceparts", "/nonexistent")
+    places = ("Dir::State::lists", lists / "files"), ("Dir::Cache", lists)
+    options = tuple(f"-o{name}={value}" for name, value in settings + places)
+    try:
+        done = subprocess.run(
+            ("apt-get", *options, "update", "-qq"), capture_output=True, timeout=_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    return () if done.returncode else options
 
 
 def _directory() -> Path:
@@ -41,24 +86,30 @@ def _directory() -> Path:
     return Path(cache_home) / "kprobefs" / "packages"
 
 
-def _depends(meta: str) -> str | None:
+def _depends(meta: str, options: tuple[str, ...]) -> str | None:
     """linux-image-6.1.0-50-cloud-amd64 for linux-image-cloud-amd64."""
     if not shutil.which("apt-cache"):
         return None
     asked = subprocess.run(
-        ("apt-cache", "depends", meta), capture_output=True, text=True, timeout=_SECONDS, check=False
+        ("apt-cache", *options, "depends", meta),
+        capture_output=True,
+        text=True,
+        timeout=_SECONDS,
+        check=False,
     )
     words = [line.split() for line in asked.stdout.splitlines() if line.strip().startswith("Depends:")]
     return next((each[1] for each in words if each[1].startswith("linux-image-")), None)
 
 
-def _fetched(name: str) -> Path | str:
-    directory = _directory()
-    directory.mkdir(parents=True, exist_ok=True)
+def _fetched(directory: Path, name: str, options: tuple[str, ...]) -> Path | str:
     with tempfile.TemporaryDirectory(dir=directory) as place:
         try:
             done = subprocess.run(
-                ("apt-get", "download", name), cwd=place, capture_output=True, timeout=_SECONDS, check=False
+                ("apt-get", *options, "download", name),
+                cwd=place,
+                capture_output=True,
+                timeout=_SECONDS,
+                check=False,
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             return f"{name} can't be fetched: {error}"

@@ -1,0 +1,84 @@
+"""Other kernels than the one that most tests use: the same walk through each of them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+
+from emulated_kernel.linux.linux_mount import LinuxMount
+from emulated_kernel.vfs.core.client import Client
+from tests.linux import debian_kernel
+from tests.linux.files import Files
+
+SHELL, OTHER = Client(4001, 0, 0), Client(4002, 1000, 1000)
+
+
+class Kernel(NamedTuple):
+    """A kernel's package, and what its version says."""
+
+    meta: str
+    suite: str
+    release: str
+    unknown_symbol: str
+    """Its errno for a probe on no function."""
+
+
+KERNELS = (
+    Kernel("linux-image-amd64", "", r"6\.1\.0-\d+-amd64", "ENOENT"),
+    Kernel("linux-image-cloud-amd64", "trixie", r"6\.12\.\d+\+deb13-cloud-amd64", "EINVAL"),
+)
+
+
+@pytest.fixture(params=KERNELS, ids=lambda kernel: f"{kernel.meta}-{kernel.suite}")
+def kernel(request: pytest.FixtureRequest) -> Kernel:
+    found: Kernel = request.param
+    return found
+
+
+@pytest.fixture
+def mount(kernel: Kernel) -> Iterator[LinuxMount]:
+    found = debian_kernel.mount(meta=kernel.meta, suite=kernel.suite)
+    yield found
+    found.close()
+
+
+def test_a_walk(kernel: Kernel, mount: LinuxMount) -> None:
+    shell, other = Files(mount, SHELL), Files(mount, OTHER)
+    assert re.fullmatch(f"Linux {kernel.release}\n", shell.read("/machine/version"))
+    assert errno.errorcode[shell.errno("/kprobe_events", "p:x no_such_function")] == kernel.unknown_symbol
+    assert "Invalid probed address or symbol" in shell.read("/tracing/error_log")
+    shell.write("/kprobe_events", "p:opened do_sys_openat2 flags=+0(%dx):x64\n")
+    shell.write("/kprobe_events", "r:returned do_sys_openat2 $retval\n", os.O_WRONLY | os.O_APPEND)
+    shell.write("/tracing/events/kprobes/enable", "1")
+    assert len(shell.read("/kprobes/list").splitlines()) == 2
+    handle = mount.create(OTHER, "/scratch/file", 0o640, os.O_RDWR)
+    mount.write(OTHER, handle, b"hello", 0)
+    mount.release(handle)
+    assert other.read("/scratch/file") == "hello"
+    shell.write("/tracing/events/kprobes/enable", "0")
+    trace = shell.read("/tracing/trace")
+    assert re.search(r"-4002 .* opened: \(do_sys_openat2\+0x[04]/0x\w+\) flags=0x8000\n", trace)
+    assert re.search(r"-4002 .* returned: \(.* <- do_sys_openat2\) arg1=(0x)?\w+\n", trace)
+    shell.write("/kprobe_events", "\n", os.O_WRONLY | os.O_TRUNC)
+    assert shell.read("/kprobe_events") == ""
+    assert shell.read("/kprobes/list") == ""
+
+
+def test_instances_and_attributes(mount: LinuxMount) -> None:
+    shell = Files(mount, SHELL)
+    mount.mkdir(SHELL, "/tracing/instances/mine", 0o755)
+    assert mount.getattr("/tracing/instances/mine/trace").mode & stat.S_IFREG
+    shell.write("/tracing/instances/mine/events/sched/sched_switch/enable", "1")
+    shell.write("/tracing/instances/mine/events/sched/sched_switch/enable", "0")
+    assert "sched_switch: prev_comm=" in shell.read("/tracing/instances/mine/trace")
+    mount.rmdir(SHELL, "/tracing/instances/mine")
+    mount.mkdir(SHELL, "/scratch/directory", 0o700)
+    found = mount.getattr("/scratch/directory")
+    assert (found.mode, found.uid, found.nlink) == (stat.S_IFDIR | 0o700, 0, 2)
+    assert "BUG" not in shell.read("/machine/dmesg")
