@@ -20,7 +20,7 @@ RAM = 4 << 20
 READ_ONLY_DATA = 2 << 20
 """The second half of RAM is mapped so."""
 _ROOT, _POINTERS, _DIRECTORY, _CODE, _STACK = 0x1000, 0x2000, 0x3000, 0x10000, 0x20000
-_STATE_SIZE = 8192
+STATE_SIZE = 8192
 _FAULTS = (
     (b"\xff\xe3", READ_ONLY_DATA, 0x11, Vector.PAGE_FAULT),  # jmp rbx
     (b"\x89\x03", READ_ONLY_DATA, 0x3, Vector.PAGE_FAULT),  # mov [rbx], eax
@@ -69,7 +69,7 @@ def _find(engine: Engine, ram: mmap.mmap) -> tuple[int, int]:
 
     engine.add_hook(HOOK_INTR, INTR_CALLBACK(interrupt))
     cpu.power_on(_CODE, _STACK, _ROOT, (0, 8))
-    words = (ctypes.c_int32 * (_STATE_SIZE // 4)).from_address(state)
+    words = (ctypes.c_int32 * (STATE_SIZE // 4)).from_address(state)
     errors = list(range(len(words)))
     in_flight = [at for at in errors if words[at] == NONE_IN_FLIGHT]
     for number, (code, rbx, error, vector) in enumerate(_FAULTS):

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from emulated_kernel.linux import boot
+from emulated_kernel.linux.exception_cells import STATE_SIZE
 from emulated_kernel.linux.facts import KernelFacts
 from emulated_kernel.linux.init import initramfs
 from emulated_kernel.linux.machine import LinuxMachine
@@ -112,7 +113,7 @@ def load(source: Path) -> tuple[LinuxMachine, KernelFacts] | None:
     """The machine as it was saved; None where there is none, or a damaged one, which is removed."""
     try:
         with open(source, "rb") as file:
-            about = _header(file.fileno())
+            about = _header(file.fileno()) if _is_own(file.fileno()) else None
             if about is not None and _checksum(file.fileno(), about["ram"]) == about["checksum"]:
                 os.utime(file.fileno())
                 ram = mmap.mmap(
@@ -125,15 +126,24 @@ def load(source: Path) -> tuple[LinuxMachine, KernelFacts] | None:
                 return _machine(ram, about)
     except FileNotFoundError:
         return None
-    except (OSError, KeyError, TypeError, ValueError, zlib.error, HardwareError):
+    except (OSError, KeyError, TypeError, ValueError, AttributeError, zlib.error, HardwareError):
         pass
     with suppress(OSError):
         source.unlink()
     return None
 
 
+def _is_own(file: int) -> bool:
+    """Whether nobody else can have written it: a CPU state of somebody's making may do anything here."""
+    status = os.fstat(file)
+    return status.st_uid == os.geteuid() and not status.st_mode & 0o022
+
+
 def _machine(ram: mmap.mmap, about: dict[str, Any]) -> tuple[LinuxMachine, KernelFacts]:
-    machine = LinuxMachine(ram, 0, tuple(about["cells"]), _BUDGET)
+    error, in_flight = about["cells"]
+    if not 0 <= min(error, in_flight) <= max(error, in_flight) < STATE_SIZE:
+        raise ValueError("cells that are outside of the CPU's state")
+    machine = LinuxMachine(ram, 0, (error, in_flight), _BUDGET)
     try:
         machine.engine.restore_context(zlib.decompress(bytes.fromhex(about["cpu"])))
         machine.pc.restore(about["pc"])

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import random
+import struct
+import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -81,6 +85,55 @@ def test_no_damage_goes_unnoticed(saved: Path) -> None:
         assert snapshot.load(saved) is None, size
     saved.write_bytes(whole)
     assert snapshot.load(saved) is not None
+
+
+def header(whole: bytes) -> tuple[int, dict[str, Any]]:
+    """Where it starts, and what it says."""
+    start = whole.index(b"{")
+    size = struct.unpack_from("<I", whole, start - 8)[0]
+    about: dict[str, Any] = json.loads(whole[start : start + size])
+    return start, about
+
+
+def rewritten(whole: bytes, about: dict[str, Any]) -> bytes:
+    """With another header, whose checksum is right."""
+    text = json.dumps(about).encode()
+    head = whole[: header(whole)[0] - 8] + struct.pack("<II", len(text), zlib.crc32(text)) + text
+    return head.ljust(len(whole) - RAM, b"\0") + whole[-RAM:]
+
+
+STRANGE = (None, -1, 1 << 40, 5.5, "", "00", [], [1], [-4, 0], [0, 1 << 40], {}, {"tsc": "x"}, True)
+
+
+@pytest.mark.parametrize("key", ["facts", "cells", "pc", "cpu", "ram", "checksum"])
+def test_headers_that_no_mount_has_written(key: str, saved: Path) -> None:
+    whole = saved.read_bytes()
+    about = header(whole)[1]
+    others = [{name: value for name, value in about.items() if name != key}]
+    others += [about | {key: value} for value in STRANGE]
+    for other in others:
+        saved.write_bytes(rewritten(whole, other))
+        assert snapshot.load(saved) is None, other[key]
+        assert not saved.exists()
+    saved.write_bytes(rewritten(whole, about))
+    found = snapshot.load(saved)
+    assert found is not None
+    found[0].close()
+
+
+def test_what_others_could_have_written_is_not_used(saved: Path) -> None:
+    saved.chmod(0o666)
+    assert snapshot.load(saved) is None
+    assert not saved.exists()
+
+
+def test_a_cache_that_can_not_be_written_to(tmp_path: Path, cache: Path) -> None:
+    cache.parent.parent.mkdir(exist_ok=True)
+    cache.parent.write_text("a file where the directory would be")
+    with pytest.raises(OSError, match=r"exists|Not a directory"):
+        save(cache / "kernel.booted")
+    assert snapshot.cached() == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == [cache.parent.name]
 
 
 def test_what_cannot_be_read_is_none(cache: Path) -> None:
