@@ -27,8 +27,11 @@ CODE = bytes.fromhex(
 )
 BUFFER, BUFFER_SIZE = 0x600000, 1 << 20
 """Memory of each client's own: paths, and what is read and written."""
-DEBUGFS, TRACEFS, TMPFS = "/debug", "/tracing", "/scratch"
+DEBUGFS, TRACEFS, TMPFS, PROC = "/debug", "/tracing", "/scratch", "/proc"
 """Where file systems are mounted in the guest."""
+DEVICES = "/dev"
+_DIRECTORIES = DEBUGFS, TRACEFS, TMPFS, PROC, DEVICES
+_NULL = 1, 3
 ROOTS = {DEBUGFS: 0, TRACEFS: 1, TMPFS: 2}
 """Descriptors that all tasks have of them."""
 _CLASS64, _LITTLE, _EXECUTABLE, _X86_64 = 2, 1, 2, 62
@@ -42,6 +45,7 @@ class CpioFile(NamedTuple):
     name: str
     mode: int
     data: bytes = b""
+    device: tuple[int, int] = 0, 0
 
 
 def init_program() -> bytes:
@@ -58,9 +62,10 @@ def init_program() -> bytes:
 
 
 def initramfs() -> bytes:
-    """init, and the directories that things are mounted on; always the same."""
-    directories = [CpioFile(name[1:], stat.S_IFDIR | 0o755) for name in (DEBUGFS, TRACEFS, TMPFS)]
-    return _cpio([*directories, CpioFile("init", stat.S_IFREG | 0o755, init_program())])
+    """init, a null device, and the directories that things are mounted on; always the same."""
+    directories = [CpioFile(name[1:], stat.S_IFDIR | 0o755) for name in _DIRECTORIES]
+    null = CpioFile(f"{DEVICES[1:]}/null", stat.S_IFCHR | 0o666, device=_NULL)
+    return _cpio([*directories, null, CpioFile("init", stat.S_IFREG | 0o755, init_program())])
 
 
 def _cpio(files: list[CpioFile]) -> bytes:
@@ -68,7 +73,7 @@ def _cpio(files: list[CpioFile]) -> bytes:
     parts = []
     for number, file in enumerate([*files, CpioFile("TRAILER!!!", 0)], start=1):
         name = file.name.encode() + b"\0"
-        fields = (number, file.mode, 0, 0, 1, 0, len(file.data), 0, 0, 0, 0, len(name), 0)
+        fields = (number, file.mode, 0, 0, 1, 0, len(file.data), 0, 0, *file.device, len(name), 0)
         head = b"070701" + b"".join(b"%08x" % field for field in fields) + name
         parts += [_padded(head), _padded(file.data)]
     return b"".join(parts)

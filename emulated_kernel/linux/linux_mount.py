@@ -16,7 +16,7 @@ from itertools import count
 from emulated_kernel.errors import KernelError, WouldBlock
 from emulated_kernel.host.mirror.processes import ProcessWatch
 from emulated_kernel.linux.clients import LinuxClients
-from emulated_kernel.linux.init import DEBUGFS, TMPFS, TRACEFS
+from emulated_kernel.linux.init import DEBUGFS, DEVICES, PROC, TMPFS, TRACEFS
 from emulated_kernel.linux.syscalls import PATIENCE, LinuxSyscalls
 from emulated_kernel.linux.tasks import Blocked, LinuxTask, LinuxTasks
 from emulated_kernel.lock import ControlLock
@@ -26,8 +26,12 @@ from emulated_kernel.vfs.core.node import Owner
 
 _LINKED = ("/kprobe_events", "/kprobe_profile")
 """Files of tracefs that the root shows too."""
-_MACHINE, _DMESG, _VERSION = "/machine", "/machine/dmesg", "/machine/version"
-_TEXTS = (_DMESG, _VERSION)
+_MACHINE, _DMESG = "/machine", "/machine/dmesg"
+_FORWARDED = {
+    f"{_MACHINE}/{name}": f"{PROC}/{name}" for name in ("kallsyms", "meminfo", "modules", "version")
+}
+_TOPS = {"tracing": TRACEFS, "scratch": TMPFS, "sysctl": f"{PROC}/sys", "dev": DEVICES}
+"""Directories of the root that aren't debugfs's."""
 _HOST_INO = 1 << 40
 """Numbers of what the guest doesn't have begin there."""
 _POLLED = select.POLLIN | select.POLLOUT | select.POLLPRI | select.POLLRDNORM | select.POLLWRNORM
@@ -105,13 +109,16 @@ class LinuxMount:
             return TRACEFS + path
         if path in _LINKED:
             return TRACEFS + path
-        for top in (TRACEFS, TMPFS):
-            if path == top or path.startswith(f"{top}/"):
-                return path
-        return DEBUGFS + path
+        if path in _FORWARDED:
+            return _FORWARDED[path]
+        top, _, rest = path[1:].partition("/")
+        return f"{_TOPS[top]}/{rest}".rstrip("/") if top in _TOPS else DEBUGFS + path
 
     def _is_machine(self, path: str) -> bool:
-        return not self._is_tracefs and (path == _MACHINE or path.startswith(f"{_MACHINE}/"))
+        """Whether it isn't the guest's."""
+        if self._is_tracefs or path in _FORWARDED:
+            return False
+        return path == _MACHINE or path.startswith(f"{_MACHINE}/")
 
     def _opened(self, handle: int) -> OpenLinuxFile:
         try:
@@ -155,10 +162,8 @@ class LinuxMount:
     def _machine_stat(self, path: str) -> Stat:
         if path == _MACHINE:
             return Stat(_HOST_INO, stat.S_IFDIR | 0o755, 2, self._owner.uid, self._owner.gid)
-        if path in _TEXTS:
-            return Stat(
-                _HOST_INO + 1 + _TEXTS.index(path), stat.S_IFREG | 0o444, 1, self._owner.uid, self._owner.gid
-            )
+        if path == _DMESG:
+            return Stat(_HOST_INO + 1, stat.S_IFREG | 0o444, 1, self._owner.uid, self._owner.gid)
         raise KernelError(errno.ENOENT)
 
     def opendir(self, client: Client, path: str) -> int:
@@ -181,16 +186,15 @@ class LinuxMount:
         if self._is_machine(path):
             if path != _MACHINE:
                 raise KernelError(errno.ENOTDIR)
-            texts = [
-                DirEntry(text.rsplit("/", 1)[1], stat.S_IFREG, self.getattr(text).ino) for text in _TEXTS
-            ]
+            files = sorted((_DMESG, *_FORWARDED))
+            texts = [DirEntry(text.rsplit("/", 1)[1], stat.S_IFREG, self.getattr(text).ino) for text in files]
             return [self._directory(".", _MACHINE), self._directory("..", "/"), *texts]
         with self._guest():
             entries = self._syscalls.listdir(self._at(path))
         if path == "/" and not self._is_tracefs:
-            added = (TRACEFS, TMPFS, _MACHINE)
-            entries = [entry for entry in entries if f"/{entry.name}" not in added]
-            entries += [self._directory(top[1:], top) for top in added]
+            added = (*_TOPS, _MACHINE[1:])
+            entries = [entry for entry in entries if entry.name not in added]
+            entries += [self._directory(top, f"/{top}") for top in added]
             entries += [DirEntry(name[1:], stat.S_IFREG, self.getattr(name).ino) for name in _LINKED]
         return sorted(entries, key=lambda entry: (entry.name not in (".", ".."), entry.name))
 
@@ -234,8 +238,6 @@ class LinuxMount:
             raise KernelError(errno.EACCES)
         with self._guest():
             machine = self._tasks.machine
-            if path == _VERSION:
-                return f"Linux {self._tasks.release}\n".encode()
             if not machine.death:
                 with suppress(GuestFault):
                     return self._syscalls.log()

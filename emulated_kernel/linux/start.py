@@ -16,13 +16,13 @@ from emulated_kernel.linux import snapshot
 from emulated_kernel.linux.boot import RAM_SIZE, boot, load
 from emulated_kernel.linux.exception_cells import find_exception_cells
 from emulated_kernel.linux.facts import KernelFacts, kernel_facts
-from emulated_kernel.linux.init import DEBUGFS, ROOTS, TMPFS, TRACEFS
+from emulated_kernel.linux.init import DEBUGFS, PROC, ROOTS, TMPFS, TRACEFS
 from emulated_kernel.linux.machine import LinuxMachine
 from emulated_kernel.linux.syscalls import LinuxSyscalls
 from emulated_kernel.linux.tasks import LinuxTasks
 from emulated_kernel.machine.traps.trap import GuestFault, HardwareError
 
-_MOUNTS = (("debugfs", DEBUGFS), ("tracefs", TRACEFS), ("tmpfs", TMPFS))
+_MOUNTS = (("debugfs", DEBUGFS), ("tracefs", TRACEFS), ("tmpfs", TMPFS), ("proc", PROC))
 log = logging.getLogger("kprobefs.linux")
 
 _SETTLING = 3_000_000

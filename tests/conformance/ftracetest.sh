@@ -4,11 +4,11 @@ set -eu
 
 usage() {
     cat <<'END'
-usage: tests/conformance/ftracetest.sh [--arch ARCH] [DIR] [TEST...]
+usage: tests/conformance/ftracetest.sh [--arch ARCH | --native IMAGE] [DIR] [TEST...]
 Runs the tests of DIR (a directory with ftracetest and test.d/), or of Debian's package
 linux-source-6.1, which is fetched once into the user's cache; not one below /tmp, which the mount's
 scratch/ covers meanwhile. ARCH is x86_64, i386, riscv64 or riscv64i; the list of tests that have to
-pass is x86_64's. TEST is a file or a directory below
+pass is x86_64's. With --native the kernel of IMAGE answers itself (--engine native). TEST is a file or a directory below
 test.d/, as in kprobe/profile.tc or instances; without any, all are run.
 Needs root. Nothing outside of private namespaces is changed.
 END
@@ -68,12 +68,14 @@ prepare() {
         done
     done
     mkdir "$work/mnt" "$work/logs"
-    PYTHONPATH=$root "$python" -m kprobefs mount --private --arch "$arch" --cpus 2 --foreground --log "$work/daemon.log" "$work/mnt" &
+    # shellcheck disable=SC2086 # several words
+    PYTHONPATH=$root "$python" -m kprobefs mount --private $machine --foreground --log "$work/daemon.log" "$work/mnt" &
     daemon=$!
+    # A first boot takes some seconds.
     tries=0
     until mountpoint -q "$work/mnt" && [ -e "$work/mnt/tracing/README" ]; do
         tries=$((tries + 1))
-        if [ $tries -ge 100 ] || ! kill -0 "$daemon" 2>/dev/null; then
+        if [ $tries -ge 600 ] || ! kill -0 "$daemon" 2>/dev/null; then
             die "no mount: $(tail -n 1 "$work/daemon.log")"
         fi
         sleep 0.1
@@ -218,7 +220,7 @@ compare() {
 }
 
 inside() {
-    arch=$1
+    machine=$1
     shift
     scheduling_was=$(cat $scheduling 2>/dev/null || :)
     work=$(mktemp -d /var/tmp/kprobefs-conformance.XXXXXX)
@@ -235,7 +237,7 @@ inside() {
     done 3<"$work/tests"
     echo
     : >"$work/lost"
-    [ "$arch" != x86_64 ] || compare
+    case $machine in "--arch x86_64 "*) compare ;; esac
     echo
     for result in PASS XFAIL FAIL UNRESOLVED UNSUPPORTED UNTESTED; do
         printf '%-12s %d\n' $result "$(awk -v r=$result '$3 == r' "$work/results" | wc -l)"
@@ -255,13 +257,20 @@ case ${1-} in
     ;;
 esac
 [ "$(id -u)" -eq 0 ] || die "the selftests run as root alone"
-arch=x86_64
-if [ "${1-}" = --arch ]; then
-    arch=${2-}
+machine="--arch x86_64 --cpus 2"
+case ${1-} in
+--arch)
     [ $# -ge 2 ] || die "--arch takes a name"
+    case $2 in x86_64 | i386 | riscv64 | riscv64i) ;; *) die "there is no architecture $2" ;; esac
+    machine="--arch $2 --cpus 2"
     shift 2
-    case $arch in x86_64 | i386 | riscv64 | riscv64i) ;; *) die "there is no architecture $arch" ;; esac
-fi
+    ;;
+--native)
+    [ -e "${2-}" ] || die "--native takes a kernel's file or package"
+    machine="--engine native --image $(readlink -f -- "$2")"
+    shift 2
+    ;;
+esac
 if [ -n "${1-}" ] && [ -e "$1/ftracetest" ]; then
     selftests=$(readlink -f -- "$1")
     shift
@@ -270,4 +279,4 @@ else
 fi
 case $selftests in /tmp | /tmp/*) die "$selftests: the mount's scratch/ covers /tmp; take another place" ;; esac
 # In a PID namespace of their own: they compare counts of forks, which those of the whole host would change.
-exec unshare --mount --propagation private --pid --fork --kill-child --mount-proc "$here/ftracetest.sh" --inside "$arch" "$selftests" "$@"
+exec unshare --mount --propagation private --pid --fork --kill-child --mount-proc "$here/ftracetest.sh" --inside "$machine" "$selftests" "$@"

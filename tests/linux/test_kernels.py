@@ -50,7 +50,7 @@ def mount(kernel: Kernel) -> Iterator[LinuxMount]:
 
 def test_a_walk(kernel: Kernel, mount: LinuxMount) -> None:
     shell, other = Files(mount, SHELL), Files(mount, OTHER)
-    assert re.fullmatch(f"Linux {kernel.release}\n", shell.read("/machine/version"))
+    assert re.fullmatch(f"Linux version {kernel.release} .*\n", shell.read("/machine/version"))
     assert errno.errorcode[shell.errno("/kprobe_events", "p:x no_such_function")] == kernel.unknown_symbol
     assert "Invalid probed address or symbol" in shell.read("/tracing/error_log")
     shell.write("/kprobe_events", "p:opened do_sys_openat2 flags=+0(%dx):x64\n")

@@ -130,7 +130,25 @@ def test_instances_and_directories(shell: Files) -> None:
         mount.getattr("/tracing/instances/mine")
     top = {entry.name for entry in mount.readdir("/")}
     assert top >= {"kprobes", "tracing", "scratch", "machine", "kprobe_events", "kprobe_profile"}
-    assert {entry.name for entry in mount.readdir("/machine")} == {".", "..", "dmesg", "version"}
+    files = {"dmesg", "kallsyms", "meminfo", "modules", "version"}
+    assert {entry.name for entry in mount.readdir("/machine")} == {".", "..", *files}
+
+
+def test_what_the_guest_s_proc_tells(shell: Files) -> None:
+    mount = shell.mount
+    handle = mount.open(SHELL, "/machine/kallsyms", os.O_RDONLY)
+    assert re.match(rb"[0-9a-f]{16} \w \w+\n", mount.read(SHELL, handle, 4096, 0))
+    mount.release(handle)
+    assert shell.read("/machine/meminfo").startswith("MemTotal: ")
+    assert shell.read("/machine/modules") == ""
+    shell.write("/sysctl/debug/kprobes-optimization", "0")
+    assert shell.read("/sysctl/debug/kprobes-optimization") == "0\n"
+    shell.write("/dev/null", "nothing")
+    assert shell.read("/dev/null") == ""
+    assert stat.S_ISREG(mount.getattr("/dev/null").mode)
+    for path in ("/machine/kallsyms", "/machine/version", "/dev/null/x"):
+        with pytest.raises(KernelError):
+            mount.mkdir(SHELL, path, 0o755)
 
 
 def test_scratch_is_a_tmpfs_with_owners(shell: Files) -> None:
