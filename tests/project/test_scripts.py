@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = sorted((ROOT / "scripts").iterdir())
+SCRIPTS = sorted(path for path in (ROOT / "scripts").iterdir() if path.suffix != ".py")
 
 
 def lib(command: str, **env: str) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,219 @@
+"""What scripts/package puts into the Debian package: a tree of files, and dpkg-deb's control files for it."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parents[1]
+LIBRARY = "usr/lib/kprobefs"
+EXTRAS = ("", "completion")
+NOT_NEEDED = {"..", "__pycache__", "include"}
+"""Parts of paths in Python packages: commands of theirs, bytecode, headers of C."""
+LAUNCHER = """\
+#!/usr/bin/python3 -I
+# The program's own directory first: Debian's versions of what it needs are others.
+import site
+import sys
+
+sys.path.insert(0, "/{library}")
+site.addsitedir("/{library}")
+
+from {module} import main
+
+sys.exit(main())
+"""
+LAUNCHERS = {"usr/bin/kprobefs": "kprobefs.cli", "usr/sbin/mount.fuse.kprobefs": "kprobefs.mount_helper"}
+PLACES = {
+    "kprobefs.service": "usr/lib/systemd/system",
+    "kprobefs@.service": "usr/lib/systemd/system",
+    "user/kprobefs.service": "usr/lib/systemd/user",
+    "90-kprobefs.preset": "usr/lib/systemd/system-preset",
+    "kprobefs.conf": "usr/lib/tmpfiles.d",
+}
+COMPLETION = {
+    "bash": "usr/share/bash-completion/completions/kprobefs",
+    "zsh": "usr/share/zsh/vendor-completions/_kprobefs",
+    "fish": "usr/share/fish/vendor_completions.d/kprobefs.fish",
+}
+DEFAULTS = """\
+# Options for the services of kprobefs, as of `kprobefs mount`: --layout tracefs --limit probes=1000
+KPROBEFS_OPTIONS=
+"""
+CONTROL = """\
+Package: kprobefs
+Version: {version}
+Architecture: {architecture}
+Maintainer: The kprobefs developers <kprobefs@localhost>
+Installed-Size: {size}
+Depends: python3 (>= {python}), python3 (<< {next_python}), libfuse2t64 | libfuse2, libc6
+Recommends: fuse3
+Suggests: systemd, gcc
+Section: devel
+Priority: optional
+Description: {summary}
+ Tracing tools and scripts run on it unchanged, in a container or in CI.
+ .
+ The Python packages that it needs are part of it, in /{library}: Debian has
+ other versions of them, or none ({vendored}).
+"""
+POSTINST = """\
+#!/bin/sh
+set -e
+if [ "$1" = configure ] && [ -d /run/systemd/system ]; then
+    systemd-tmpfiles --create kprobefs.conf || :
+    systemctl daemon-reload || :
+fi
+"""
+PRERM = """\
+#!/bin/sh
+set -e
+if [ "$1" = remove ] && [ -d /run/systemd/system ]; then
+    systemctl stop kprobefs.service 'kprobefs@*.service' || :
+fi
+"""
+POSTRM = """\
+#!/bin/sh
+set -e
+if [ "$1" = remove ] && [ -d /run/systemd/system ]; then
+    systemctl daemon-reload || :
+fi
+"""
+
+
+def build(output: Path, *, is_quick: bool) -> Path:
+    """Build the package in directory `output`; its path. `is_quick`: not compiled, nor compressed."""
+    with tempfile.TemporaryDirectory() as work:
+        tree = Path(work, "tree")
+        tree.mkdir(mode=0o755)
+        install_program(tree, Path(work))
+        vendored = install_requirements(tree)
+        install_launchers(tree)
+        install_documents(tree)
+        if not is_quick:
+            # The tree is a temporary one: what is compiled says where it will stand.
+            compiled = ["-q", "-s", tree, "-p", "/", "--invalidation-mode", "unchecked-hash"]
+            subprocess.run([sys.executable, "-m", "compileall", *compiled, tree / LIBRARY], check=True)
+        name = write_control(tree, vendored)
+        output.mkdir(parents=True, exist_ok=True)
+        package = output / f"{name}.deb"
+        subprocess.run(
+            ["dpkg-deb", "--root-owner-group", "-Znone" if is_quick else "-Zxz", "--build", tree, package],
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+        return package
+
+
+def install_program(tree: Path, work: Path) -> None:
+    """What the wheel carries, each file where Debian has its kind."""
+    options = ["--no-deps", "--no-index", "--no-build-isolation", "--quiet", "--wheel-dir", work]
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, ROOT], check=True)
+    (wheel,) = work.glob("*.whl")
+    library = tree / LIBRARY
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(library)
+    (data,) = library.glob("*.data")
+    for page in (data / "data/share/man").rglob("*.[1-8]"):
+        put(
+            tree / "usr" / page.relative_to(data / "data").with_name(f"{page.name}.gz"),
+            packed(page.read_bytes()),
+        )
+    shutil.rmtree(data)
+    for unit, place in PLACES.items():
+        put(tree / place / Path(unit).name, (library / "kprobefs/systemd" / unit).read_bytes())
+
+
+def install_requirements(tree: Path) -> list[str]:
+    """The packages of this environment that the program needs, with what they need; names and versions."""
+    found: dict[str, metadata.Distribution] = {}
+    wanted = [("kprobefs", EXTRAS)]
+    while wanted:
+        name, extras = wanted.pop()
+        for line in metadata.requires(name) or ():
+            requirement = Requirement(line)
+            marker = requirement.marker
+            if marker is not None and not any(marker.evaluate({"extra": extra}) for extra in extras):
+                continue
+            if requirement.name not in found:
+                found[requirement.name] = metadata.distribution(requirement.name)
+                wanted.append((requirement.name, ("", *requirement.extras)))
+    for distribution in found.values():
+        for file in distribution.files or ():
+            source = Path(str(distribution.locate_file(file)))
+            if not NOT_NEEDED & set(file.parts) and file.suffix not in (".a", ".h") and source.is_file():
+                put(tree / LIBRARY / file, source.read_bytes(), source.stat().st_mode & 0o755)
+    return sorted(f"{each.name} {each.version}" for each in found.values())
+
+
+def install_launchers(tree: Path) -> None:
+    """The commands, completion for shells, and the service's options."""
+    for path, module in LAUNCHERS.items():
+        put(tree / path, LAUNCHER.format(library=LIBRARY, module=module).encode(), 0o755)
+    program = Path(sysconfig.get_path("scripts"), "kprobefs")
+    for shell, path in COMPLETION.items():
+        text = subprocess.run([program, "completion", shell], check=True, capture_output=True).stdout
+        put(tree / path, text)
+    put(tree / "etc/default/kprobefs", DEFAULTS.encode())
+    (tree / "etc/kprobefs/probes.d").mkdir(parents=True)
+
+
+def install_documents(tree: Path) -> None:
+    """Licence and documents."""
+    place = tree / "usr/share/doc/kprobefs"
+    put(place / "copyright", (ROOT / "LICENSE").read_bytes())
+    put(place / "changelog.gz", packed((ROOT / "CHANGELOG.md").read_bytes()))
+    for document in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        put(place / document.relative_to(ROOT), document.read_bytes())
+
+
+def write_control(tree: Path, vendored: list[str]) -> str:
+    """DEBIAN/ of a finished tree; the package's name with version and architecture."""
+    program = metadata.metadata("kprobefs")
+    command = ["dpkg", "--print-architecture"]
+    architecture = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    major, minor = sys.version_info[:2]
+    size = sum(path.stat().st_size for path in tree.rglob("*") if path.is_file()) // 1024
+    control = CONTROL.format(
+        version=program["Version"],
+        architecture=architecture,
+        size=size,
+        python=f"{major}.{minor}",
+        next_python=f"{major}.{minor + 1}",
+        summary=program["Summary"],
+        library=LIBRARY,
+        vendored=", ".join(vendored),
+    )
+    put(tree / "DEBIAN/control", control.encode())
+    put(tree / "DEBIAN/conffiles", b"/etc/default/kprobefs\n")
+    for name, script in (("postinst", POSTINST), ("prerm", PRERM), ("postrm", POSTRM)):
+        put(tree / "DEBIAN" / name, script.encode(), 0o755)
+    for directory, _, _ in os.walk(tree):
+        os.chmod(directory, 0o755)
+    return f"kprobefs_{program['Version']}_{architecture}"
+
+
+def put(path: Path, data: bytes, mode: int = 0o644) -> None:
+    """Write a file, and the directories above it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    path.chmod(mode)
+
+
+def packed(data: bytes) -> bytes:
+    """As gzip(1) -9n does."""
+    return gzip.compress(data, 9, mtime=0)
+
+
+if __name__ == "__main__":
+    print(build(Path(sys.argv[1]), is_quick="--quick" in sys.argv[2:]))

@@ -1,0 +1,155 @@
+"""scripts/package: all of the package is in its place and starts from there, and systemd takes its units."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fuse.harness import needs_fuse
+
+ROOT = Path(__file__).resolve().parents[2]
+ISOLATED = {"PATH": os.environ["PATH"], "HOME": "/nonexistent", "LC_ALL": "C.UTF-8"}
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("dpkg-deb") is None, reason="no dpkg-deb"),
+]
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from this environment, as the script does once that is set up."""
+    directory = tmp_path_factory.mktemp("package")
+    script = ROOT / "scripts/debian_package.py"
+    subprocess.run(
+        [sys.executable, "-P", script, directory, "--quick"],
+        check=True,
+        timeout=100,
+        stdout=subprocess.DEVNULL,
+    )
+    (built,) = directory.glob("*.deb")
+    return built
+
+
+@pytest.fixture(scope="module")
+def installed(package: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A root that has the package alone."""
+    root = tmp_path_factory.mktemp("root")
+    subprocess.run(["dpkg-deb", "-x", package, root], check=True, timeout=60)
+    yield root
+    shutil.rmtree(root)
+
+
+def field(package: Path, name: str) -> str:
+    command = ["dpkg-deb", "-f", package, name]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_says_what_it_needs(package: Path) -> None:
+    major, minor = sys.version_info[:2]
+    depends = field(package, "Depends")
+    assert f"python3 (>= {major}.{minor}), python3 (<< {major}.{minor + 1})" in depends
+    assert "libfuse2" in depends
+    assert "unicorn 2.1.3" in field(package, "Description")
+
+
+def test_all_stands_in_its_place(installed: Path) -> None:
+    places = (
+        ("usr/bin/kprobefs", 0o755),
+        ("usr/sbin/mount.fuse.kprobefs", 0o755),
+        ("usr/lib/systemd/system/kprobefs.service", 0o644),
+        ("usr/lib/systemd/system/kprobefs@.service", 0o644),
+        ("usr/lib/systemd/user/kprobefs.service", 0o644),
+        ("usr/lib/systemd/system-preset/90-kprobefs.preset", 0o644),
+        ("usr/lib/tmpfiles.d/kprobefs.conf", 0o644),
+        ("usr/share/man/man1/kprobefs.1.gz", 0o644),
+        ("usr/share/man/man5/kprobefs.5.gz", 0o644),
+        ("usr/share/man/man8/mount.fuse.kprobefs.8.gz", 0o644),
+        ("usr/share/bash-completion/completions/kprobefs", 0o644),
+        ("etc/default/kprobefs", 0o644),
+        ("usr/share/doc/kprobefs/copyright", 0o644),
+    )
+    assert {path: (installed / path).stat().st_mode & 0o777 for path, _ in places} == dict(places)
+    shipped = [path for path in installed.rglob("*") if path.is_file()]
+    assert not [path for path in shipped if path.stat().st_mode & 0o6022]
+    assert not [path for path in shipped if path.suffix in (".h", ".S", ".a")]
+
+
+def launched(installed: Path, command: str) -> list[str]:
+    """A command of the package, run by this interpreter with its own root's path instead of /."""
+    text = (installed / command).read_text().replace('"/usr', f'"{installed}/usr')
+    path = installed / f"{command}.here"
+    path.write_text(text)
+    return [sys.executable, "-I", str(path)]
+
+
+def test_starts_with_its_own_packages(installed: Path) -> None:
+    """The base interpreter has none of them, and nothing else is looked at."""
+    base = Path(sys.base_prefix, "bin", Path(sys.executable).name)
+    program = [str(base), *launched(installed, "usr/bin/kprobefs")[1:]]
+    done = subprocess.run([*program, "--version"], env=ISOLATED, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("kprobefs ")
+    library = installed / "usr/lib/kprobefs"
+    script = f"""
+import sys
+sys.path.insert(0, {str(library)!r})
+import capstone, elftools, fuse, iced_x86, keystone, lz4.frame, rich, unicorn, zstandard
+from emulated_kernel.kernel import Kernel
+with Kernel() as kernel:
+    print(kernel.call("strlen", "four"))
+assert all(each.__file__.startswith({str(library)!r}) for each in (unicorn, capstone, fuse, keystone))
+"""
+    done = subprocess.run(
+        [base, "-I", "-c", script], env=ISOLATED, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "4\n", "")
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_runs(installed: Path, tmp_path: Path) -> None:
+    program = launched(installed, "usr/bin/kprobefs")
+    environment = {**ISOLATED, "KPROBEFS_RUNTIME_DIRECTORY": str(tmp_path / "runtime")}
+    command = [*program, "run", "--", "sh", "-c", 'cat "$KPROBEFS/machine/version"']
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("Linux version 6.1")
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze")
+@pytest.mark.parametrize("unit", ["kprobefs.service", "kprobefs@mnt-kp.service"])
+def test_systemd_finds_no_fault_in_the_installed_units(installed: Path, unit: str) -> None:
+    """With the packages' own paths, which have to exist; the manager's own units come from the host."""
+    (installed / "usr/lib/systemd/system").mkdir(exist_ok=True)
+    for name in (
+        "sysinit.target",
+        "basic.target",
+        "shutdown.target",
+        "multi-user.target",
+        "system.slice",
+        "-.slice",
+    ):
+        source = Path("/usr/lib/systemd/system", name)
+        if source.exists():
+            shutil.copy(source, installed / "usr/lib/systemd/system" / name)
+    done = subprocess.run(
+        ["systemd-analyze", f"--root={installed}", "verify", "--man=no", "--recursive-errors=one", unit],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_the_completion_is_the_programs(installed: Path) -> None:
+    program = Path(sysconfig.get_path("scripts"), "kprobefs")
+    said = subprocess.run([program, "completion", "bash"], check=True, capture_output=True, text=True).stdout
+    assert (installed / "usr/share/bash-completion/completions/kprobefs").read_text() == said
