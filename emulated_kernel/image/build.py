@@ -1,6 +1,7 @@
 """Builds the kernel images from src/: compile, link with the image's own symbol table, manifest.
 
-`python -m emulated_kernel.image.build` writes prebuilt/, `--check` compares with it byte for byte.
+`python -m emulated_kernel.image.build` writes prebuilt/, `--check` compares with it byte for byte;
+`--output` writes an image elsewhere, `--module` builds a module of one's own.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +51,7 @@ def _build(source: Path, directory: Path, work: Path, compile_: Compile, link: L
     objects = []
     for path in [*sorted(directory.glob("*.c")), source / COMMON]:
         output = work / f"{name}-{path.stem}.o"
-        compile_(path.relative_to(source), output, flags)
+        compile_(path.relative_to(source) if path.is_relative_to(source) else path, output, flags)
         objects.append(output)
     module = work / f"{name}.ko"
     link(objects, module)
@@ -187,8 +189,18 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m emulated_kernel.image.build", description=__doc__)
     parser.add_argument("--check", action="store_true", help="rebuild and compare with prebuilt/")
     parser.add_argument("--arch", choices=sorted(TARGETS), action="append", help="default: all")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="the image of one --arch, not prebuilt/'s"
+    )
+    parser.add_argument("--module", type=Path, metavar="DIR", help="build DIR/*.c as the module DIR/NAME.ko")
     options = parser.parse_args(argv)
+    if (options.output or options.module) and len(options.arch or ()) != 1:
+        parser.error("--output and --module take one --arch")
     try:
+        if options.module:
+            return write_module(options.arch[0], options.module.resolve())
+        if options.output:
+            return write_image(options.arch[0], options.output)
         outcomes = {check(a) if options.check else write(a) for a in options.arch or sorted(TARGETS)}
     except (BuildError, OSError) as error:
         print(f"build: {error}", file=sys.stderr)
@@ -208,6 +220,31 @@ def write(arch: str) -> int:
     manifest[arch] = built.manifest
     MANIFEST.write_text(json.dumps(manifest, indent=2, sort_keys=True) + "\n")
     print(f"{arch}: {len(built.data)} bytes, {built.manifest['functions']} functions")
+    return 0
+
+
+def write_image(arch: str, output: Path) -> int:
+    """Builds an image for `--image`, with what is known of its functions' arguments beside it."""
+    built = build(arch)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_bytes(built.data)
+    output.with_name(prototypes.FILE_NAME).write_text(built.arguments)
+    print(f"{output}: {len(built.data)} bytes")
+    return 0
+
+
+def write_module(arch: str, directory: Path) -> int:
+    """Builds the sources in a directory as a module of its name, for `load PATH`."""
+    if not any(directory.glob("*.c")):
+        raise BuildError(f"{directory}: no C files there")
+    target = TARGETS[arch]
+    with tempfile.TemporaryDirectory(prefix="kprobefs-module-") as work:
+        data = _build(
+            SOURCE, directory, Path(work), partial(_compile_to, target), partial(_link_module, target)
+        )
+    output = directory / f"{directory.name}.ko"
+    output.write_bytes(data)
+    print(f"{output.name}: {len(data)} bytes")
     return 0
 
 
@@ -306,11 +343,12 @@ def _argument_counts(work: Path, image: KernelImage, modules: dict[str, bytes]) 
 
 
 def _build_modules(target: BuildTarget, work: Path) -> dict[str, bytes]:
-    def link(objects: list[Path], output: Path) -> None:
-        emulation = target.linker_flags.split()[:2]
-        _run([target.linker, *emulation, "-r", "-o", str(output), *map(str, objects)])
+    return build_modules(SOURCE, work, partial(_compile_to, target), partial(_link_module, target))
 
-    return build_modules(SOURCE, work, lambda *args: _compile_to(target, *args), link)
+
+def _link_module(target: BuildTarget, objects: list[Path], output: Path) -> None:
+    emulation = target.linker_flags.split()[:2]
+    _run([target.linker, *emulation, "-r", "-o", str(output), *map(str, objects)])
 
 
 def _describe_modules(modules: dict[str, bytes]) -> dict[str, Any]:

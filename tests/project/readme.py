@@ -35,10 +35,16 @@ def blocks(info: str, document: Path = README) -> list[str]:
 
 
 def steps(body: str) -> list[Step]:
-    """The commands of a console block, in order."""
+    """The commands of a console block, in order; lines that begin with ">" go on with one."""
     parts = re.split(r"^\$ ", body, flags=re.MULTILINE)
     assert not parts[0], f"output before the first command: {parts[0]!r}"
-    return [Step(*(part.partition("\n")[::2])) for part in parts[1:]]
+    found = []
+    for part in parts[1:]:
+        command, *more = part.splitlines(keepends=True)
+        while more and more[0].startswith(("> ", ">\n")):
+            command += more.pop(0)[1:].removeprefix(" ")
+        found.append(Step(command.rstrip("\n"), "".join(more)))
+    return found
 
 
 def normalise(text: str) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,10 +14,15 @@ import pytest
 from tests.project.readme import README, Step, blocks, normalise, steps
 
 KPROBEFS = Path(sys.executable).with_name("kprobefs")
-EXAMPLES = README.parent / "docs" / "examples.md"
+EXAMPLES, FIRST, OWN = (
+    README.parent / "docs" / name for name in ("examples.md", "first-probe.md", "own-kernel.md")
+)
 SESSIONS = [
-    # README goes on from block to block; each example has a mount of its own.
-    pytest.param([step for body in blocks("console mounted") for step in steps(body)], id="README"),
+    # Pages go on from block to block; each example has a mount of its own.
+    *(
+        pytest.param([step for body in blocks("console mounted", page) for step in steps(body)], id=page.stem)
+        for page in (README, FIRST)
+    ),
     *(
         pytest.param(steps(body), id=f"example {number}")
         for number, body in enumerate(blocks("console mounted", EXAMPLES), 1)
@@ -40,6 +47,26 @@ def test_console_blocks_show_what_a_mount_shows(session: list[Step]) -> None:
     outputs = done.stdout.split(MARK)
     assert len(outputs) == len(session) + 1, done.stdout + done.stderr
     for step, output in zip(session, outputs, strict=False):
+        assert normalise(output) == normalise(step.output), step.command
+
+
+@pytest.mark.mounted
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/dev/fuse").exists(), reason="/dev/fuse is missing")
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
+def test_ones_own_module_and_image(tmp_path: Path) -> None:
+    session = [step for body in blocks("console", OWN) for step in steps(body)]
+    script = "".join(f"{step.command}\nprintf '{MARK}'\n" for step in session)
+    done = subprocess.run(
+        ["bash", "-c", f"exec 2>&1\n{script}"],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": f"{KPROBEFS.parent}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    for step, output in zip(session, done.stdout.split(MARK), strict=False):
         assert normalise(output) == normalise(step.output), step.command
 
 
