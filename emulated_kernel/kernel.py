@@ -16,7 +16,7 @@ from emulated_kernel.kprobes.kinds.batch import register_all
 from emulated_kernel.kprobes.kinds.hit_ring import HitRing
 from emulated_kernel.kprobes.kinds.jprobe import Jprobe, Jprobes
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
-from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.kprobes.kprobe import Kprobe, Regs
 from emulated_kernel.kprobes.profile import Profile
 from emulated_kernel.lock import ControlLock
 from emulated_kernel.vfs.core.node import Node, Owner
@@ -93,10 +93,12 @@ class Kernel:
     unregister_fprobe = _controlled(lambda kernel: kernel.fprobes.unregister_fprobe)
     enable_fprobe = _controlled(lambda kernel: kernel.fprobes.enable_fprobe)
     disable_fprobe = _controlled(lambda kernel: kernel.fprobes.disable_fprobe)
-    register_jprobe = _controlled(lambda kernel: kernel._jprobes().register_jprobe)
-    unregister_jprobe = _controlled(lambda kernel: kernel._jprobes().unregister_jprobe)
+    register_jprobe = _controlled(lambda kernel: kernel.jprobes.register_jprobe)
+    unregister_jprobe = _controlled(lambda kernel: kernel.jprobes.unregister_jprobe)
 
-    def _jprobes(self) -> Jprobes:
+    @property
+    def jprobes(self) -> Jprobes:
+        """Raises: KernelError EOPNOTSUPP in a profile without."""
         if self.parts.engine.jprobes is None:
             raise KernelError(errno.EOPNOTSUPP, f"{self.kprobes.profile.name} has no jprobes")
         return self.parts.engine.jprobes
@@ -117,7 +119,7 @@ class Kernel:
     def register_jprobes(self, jprobes: Sequence[Jprobe]) -> None:
         """See register_all. Raises: KernelError EOPNOTSUPP for a kernel without them."""
         with self._control():
-            register_all(jprobes, self._jprobes().register_jprobe, self._jprobes().unregister_jprobe)
+            register_all(jprobes, self.jprobes.register_jprobe, self.jprobes.unregister_jprobe)
 
     def register_kretprobes(self, rps: Sequence[Kretprobe]) -> None:
         """See register_all."""
@@ -148,6 +150,10 @@ class Kernel:
             return HitRing(self.machine, self.arch, registers, capacity)
 
     # The guest
+
+    def regs_return_value(self, regs: Regs) -> int:
+        """What a function has returned, for handlers at its return. Mirrors: regs_return_value (v6.1)."""
+        return int(getattr(regs, self.arch.registers.return_value))
 
     def call(self, function: str, *args: int | str | bytes) -> int:
         """Call a guest function in a task of its own; see Guest.call_function.

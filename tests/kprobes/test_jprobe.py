@@ -13,6 +13,7 @@ from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kinds.jprobe import Jprobe
 from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.kprobes.profile import Profile
 from emulated_kernel.machine.traps.trap import GuestFault
 from tests.kprobes.listed import list_lines
 from tests.ledger import ledger_mismatches
@@ -231,3 +232,38 @@ def test_the_default_kernel_has_neither() -> None:
                 action()
             assert caught.value.errno == errno.EOPNOTSUPP
         assert list(kernel.kprobes) == []
+
+
+# In Python
+
+
+@pytest.mark.parametrize("arch", ["x86_64", "i386", "riscv64"])
+def test_a_handler_in_python_gets_as_many_arguments_as_it_takes(arch: str) -> None:
+    """On i386 those of bsearch behind the third one are on the stack."""
+    profile = Profile("jprobes", jprobes=True)
+    with Kernel(MachineConfig(arch=arch), profile=profile) as kernel:
+        seen: list[tuple[int, ...]] = []
+
+        def mirror_of_bsearch(key: int, base: int, num: int, size: int, compare: int) -> None:
+            seen.append((key, base, num, size, compare))
+
+        jprobe = Jprobe(handler=mirror_of_bsearch, symbol_name="bsearch")
+        kernel.register_jprobe(jprobe)
+        kernel.call("bsearch", 11, 22, 0, 44, 55)
+        assert seen == [(11, 22, 0, 44, 55)]
+        first: list[int] = []
+        with pytest.raises(KernelError) as caught:
+            kernel.register_jprobe(Jprobe(handler=first.append, symbol_name="bsearch"))
+        assert caught.value.errno == errno.EEXIST
+        kernel.unregister_jprobe(jprobe)
+        kernel.call("bsearch", 1, 2, 0, 4, 5)
+        assert len(seen) == 1
+        assert kernel.machine.text.ledger == {}
+
+
+def test_a_handler_in_python_that_raises_is_reported_and_spoils_nothing(kernel: Kernel) -> None:
+    jprobe = Jprobe(handler=lambda a, b: a // (b - b), symbol_name="gcd")
+    kernel.register_jprobe(jprobe)
+    assert kernel.call("gcd", 12, 18) == 6
+    assert jprobe.kp.failures == 1
+    kernel.unregister_jprobe(jprobe)

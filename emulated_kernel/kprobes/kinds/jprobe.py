@@ -1,17 +1,19 @@
-"""Jprobe: a guest function with a probed function's signature, which sees its arguments where they lie.
+"""Jprobe: a function with a probed one's signature, which sees its arguments; in the guest, or in Python.
 
 Source: "Kernel Probes" (2010), section 1.2. Linux had it up to 4.14.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 from emulated_kernel.abi import PAGE_SIZE
 from emulated_kernel.arch.base import Arch, Registers
 from emulated_kernel.kprobes.ctlblk import KprobeCtlblk
-from emulated_kernel.kprobes.kprobe import Kprobe, Regs
+from emulated_kernel.kprobes.kprobe import Kprobe, PreHandler, Regs
 from emulated_kernel.kprobes.kprobes import Kprobes
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.memory.memory import Memory
@@ -21,15 +23,20 @@ MAX_STACK_SIZE = 64
 """Bytes of the stack that are kept for the probed function, whose arguments its mirror may overwrite."""
 
 
+JprobeHandler = Callable[..., object]
+
+
 @dataclass(eq=False)
 class Jprobe:
-    """A probe on a function's entry: `entry` is the guest address of a function with the same signature.
+    """A probe on a function's entry: a function with the same signature, which is called in front of it.
 
-    It must end in a jump or call to Jprobes.jprobe_return, and runs with interrupts off. Give `symbol_name`
-    or `addr`. Mirrors: include/linux/kprobes.h:struct jprobe (v4.14).
+    `entry` is the guest address of one. It must end in a jump or call to Jprobes.jprobe_return, and runs with
+    interrupts off. Or `handler` is one in Python: it gets as many arguments as it takes, each a word. Give
+    `symbol_name` or `addr`. Mirrors: include/linux/kprobes.h:struct jprobe (v4.14).
     """
 
-    entry: int
+    entry: int = 0
+    handler: JprobeHandler | None = None
     symbol_name: str | None = None
     addr: int | None = None
     kp: Kprobe = field(init=False)
@@ -45,7 +52,7 @@ class Jprobes:
     def __init__(self, kprobes: Kprobes, machine: Machine, arch: Arch) -> None:
         self._kprobes = kprobes
         self._memory = machine.memory
-        self._registers = arch.registers
+        self._registers, self._word = arch.registers, arch.word_size
         self.jprobe_return = machine.text.alloc_text(len(arch.breakpoint))
         """Address that a mirror function jumps to or calls at its end."""
         machine.text.poke(self.jprobe_return, arch.breakpoint)
@@ -59,13 +66,34 @@ class Jprobes:
         """
         kp = jprobe.kp
         self._kprobes.function_entry(kp)
-        mirror = _Mirror(jprobe.entry, self._registers, self._memory, self._kprobes.hits.ctlblk)
-        kp.pre_handler, kp.break_handler = mirror.enter, mirror.leave
+        if jprobe.handler is not None:
+            kp.pre_handler, kp.break_handler = self._calling(jprobe.handler), _never_left_open
+        else:
+            mirror = _Mirror(jprobe.entry, self._registers, self._memory, self._kprobes.hits.ctlblk)
+            kp.pre_handler, kp.break_handler = mirror.enter, mirror.leave
         self._kprobes.register_kprobe(kp)
+
+    def _calling(self, handler: JprobeHandler) -> PreHandler:
+        """Arguments beyond the registers lie on the stack, behind the return address if that is there."""
+        count = len(signature(handler).parameters)
+        names, memory, word = self._registers.arguments[:count], self._memory, self._word
+        first = 0 if self._registers.link is not None else word
+
+        def enter(_kprobe: Kprobe, regs: Regs) -> None:
+            start = getattr(regs, self._registers.sp) + first
+            on_stack = range(start, start + word * (count - len(names)), word)
+            handler(*(getattr(regs, name) for name in names), *map(memory.read_word, on_stack))
+
+        return enter
 
     def unregister_jprobe(self, jprobe: Jprobe) -> None:
         """As unregister_kprobe."""
         self._kprobes.unregister_kprobe(jprobe.kp)
+
+
+def _never_left_open(_kprobe: Kprobe, _regs: Regs) -> int:
+    """A function has one jprobe, and no jump takes its breakpoint's place, whatever its handler is."""
+    return 0
 
 
 class _Mirror:

@@ -118,7 +118,7 @@ class Kretprobes:
         hook = self.hooks.add(self._return_handler(rp), rp.maxactive, rp.data_size, program)
         # What has a site for fentry is C; with it the compiler relies on no more (-fipa-ra is off).
         hook.follows_convention = address in self._kprobes.verdict.mcount
-        rp.hook = hook
+        rp.hook, hook.probe = hook, rp
         rp.pre_handler = self._entry(rp, hook)
         rp.program = self._entry_program(rp, hook)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from emulated_kernel.kprobes.kprobe import CompiledCode, Emit
+from emulated_kernel.kprobes.kprobe import CompiledCode, Emit, Kprobe
 from emulated_kernel.kprobes.return_hook.base import MISSED, RETURNED, ShadowStack
 
 
@@ -28,6 +28,11 @@ class Instance:
         """The hook's private bytes for this call; valid until the return handler has ended."""
         return self.hook.data_of(self.node)
 
+    @property
+    def rp(self) -> Kprobe | None:
+        """The return probe that awaits it; None for other users. Mirrors: get_kretprobe (v6.1)."""
+        return self.hook.probe
+
 
 ReturnHandler = Callable[[Instance, Any], None]
 
@@ -46,6 +51,8 @@ class ReturnHook:
     """What was made of it."""
     follows_convention: bool = False
     """Callers of the hooked function expect no more than what the calling convention keeps."""
+    probe: Kprobe | None = None
+    """The return probe that it belongs to."""
     place: int = 0
     """Address of the hooked function; 0 for many."""
     flushed: int = 0

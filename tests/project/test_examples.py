@@ -1,0 +1,56 @@
+"""The sources' example modules as programs for this API: what they print is what happened."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROBES = Path(__file__).resolve().parents[2] / "examples" / "probes"
+EXPECTED = {
+    "kprobe_example.py": r"""planted at 0x\w+
+pre_handler: int_sqrt, ip = 0x\w+, flags = 0x\w+
+post_handler: int_sqrt, ip = 0x\w+, flags = 0x\w+
+the root of 144 is 12
+unregistered; 0 hits missed
+""",
+    "jprobe_example.py": r"""planted at 0x\w+
+jprobe: a = 12, b = 18
+gcd\(12, 18\) = 6
+unregistered
+""",
+    "kretprobe_example.py": r"""planted at 0x\w+
+int_sqrt returned 12 and took \d+ ns of the guest's time
+unregistered; 0 instances missed
+""",
+    "djprobe_example.py": r"""int_sqrt: a region of \d+ bytes, boosted before the commit
+strlen: a region of \d+ bytes, boosted before the commit
+int_sqrt: optimized behind it
+strlen: optimized behind it
+hits: int_sqrt, strlen
+bytes of text that differ: 0
+""",
+}
+
+
+def printed(name: str, *arguments: str) -> str:
+    command = [sys.executable, str(PROBES / name), *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+    return result.stdout
+
+
+def test_all_of_them_are_tried() -> None:
+    assert {path.name for path in PROBES.glob("*.py")} == set(EXPECTED)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_an_example_prints_what_happened(name: str) -> None:
+    assert re.fullmatch(EXPECTED[name], printed(name))
+
+
+def test_another_function_s_returns() -> None:
+    assert "strlen returned 6 and took " in printed("kretprobe_example.py", "strlen")
