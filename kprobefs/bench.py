@@ -14,13 +14,14 @@ from emulated_kernel.config import MachineConfig
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
-from emulated_kernel.kprobes.profile import OUT_OF_TREE, Profile, Saving, TrampolineForm
+from emulated_kernel.kprobes.profile import OUT_OF_TREE, Profile, Saving, Stepper, TrampolineForm
 
 ARCHITECTURES = ("x86_64", "i386", "riscv64", "riscv64i")
 _RISCV = ARCHITECTURES[2:]
 FUNCTION = "int_sqrt"
-STEPPED, BOOSTED, OPTIMIZED, SAVE_ALL, FTRACE = (
+STEPPED, TRAP_FLAG, BOOSTED, OPTIMIZED, SAVE_ALL, FTRACE = (
     "stepped",
+    "trap-flag",
     "boosted",
     "optimized",
     "optimized-save-all",
@@ -39,12 +40,14 @@ _PLAIN = Profile("bench", ftrace=False, optimizer=False)
 _OPTIMIZED = replace(_PLAIN, optimizer=True, strategies=OUT_OF_TREE)
 MODES = {
     STEPPED: replace(_PLAIN, trampoline=TrampolineForm.BREAKPOINT),
+    TRAP_FLAG: replace(_PLAIN, stepper=Stepper.TRAP_FLAG, trampoline=TrampolineForm.BREAKPOINT),
     BOOSTED: replace(_PLAIN, preemption=False),
     FTRACE: replace(_PLAIN, ftrace=True),
     SAVE_ALL: replace(_OPTIMIZED, saving=Saving.ALL),
     OPTIMIZED: _OPTIMIZED,
 }
-"""How an entry is reached. In the first one the return trampoline is a breakpoint, as it once was."""
+"""How an entry is reached. In the first two the return trampoline is a breakpoint, as it once was."""
+_X86_MODES = (TRAP_FLAG, BOOSTED)
 TARGETS = {
     (RECORDING, OPTIMIZED): 30.0,
     (RECORDING, SAVE_ALL): 150.0,
@@ -121,7 +124,7 @@ def quantile(samples: Sequence[float], tenth: int) -> float:
 
 def cases(arch: str) -> list[HitCase]:
     """All that is measured on an architecture."""
-    modes = [mode for mode in MODES if arch not in _RISCV or mode != BOOSTED]
+    modes = [mode for mode in MODES if arch not in _RISCV or mode not in _X86_MODES]
     return [HitCase(probe, mode, arch) for probe in HANDLERS for mode in modes]
 
 

@@ -6,13 +6,13 @@ import json
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kinds.hit_ring import HitRing
-from emulated_kernel.kprobes.profile import RETURN_HOOKS
+from emulated_kernel.kprobes.profile import RETURN_HOOKS, Saving
 from emulated_kernel.kprobes.return_hook.hook import ReturnHook
 from kprobefs.bench import (
     BOOSTED,
@@ -23,6 +23,7 @@ from kprobefs.bench import (
     RETURNS_ELSEWHERE,
     SAVE_ALL,
     STEPPED,
+    TRAP_FLAG,
     caller,
     elsewhere,
     quantile,
@@ -32,11 +33,12 @@ from kprobefs.bench import (
 )
 from kprobefs.contention import instructions_a_call
 
-FPROBE = "fprobe"
-HOOKED = {**MODES, FPROBE: MODES[FTRACE]}
-"""The modes, and an fprobe's exit."""
-BY_FENTRY = (FTRACE, FPROBE)
-SLOW = {STEPPED, BOOSTED}
+FPROBE, FPROBE_REGS = "fprobe", "fprobe-pt_regs"
+FPROBES = (FPROBE, FPROBE_REGS)
+HOOKED = {**MODES, FPROBE: MODES[FTRACE], FPROBE_REGS: replace(MODES[FTRACE], saving=Saving.ALL)}
+"""The modes, and an fprobe's exit: with what the handler needs, as by ftrace_regs, or with pt_regs."""
+BY_FENTRY = (FTRACE, *FPROBES)
+SLOW = {STEPPED, TRAP_FLAG, BOOSTED}
 TARGETS = {OPTIMIZED: 60.0, FTRACE: 60.0, FPROBE: 60.0, SAVE_ALL: 250.0}
 """Nanoseconds net that the project wants to stay under, on x86_64."""
 NEEDS_FENTRY = "unified"
@@ -100,7 +102,7 @@ def cases(
     backends: Sequence[str] = RETURN_HOOKS,
 ) -> list[ReturnCase]:
     """All that is measured: every mode alone, then the quickest one with more tasks, and with more CPUs."""
-    found, known = [], (FPROBE, *(case.mode for case in bench_cases(arch)))
+    found, known = [], (*FPROBES, *(case.mode for case in bench_cases(arch)))
     for backend in backends:
         modes = BY_FENTRY if backend == NEEDS_FENTRY else tuple(mode for mode in HOOKED if mode in known)
         quickest = FTRACE if backend == NEEDS_FENTRY else OPTIMIZED
@@ -181,11 +183,11 @@ def _hooked(
                 kernel.kprobes.optimizer.flush()
 
     def hook() -> ReturnHook:
-        found = fp.hook if case.mode == FPROBE else rp.hook
+        found = fp.hook if case.mode in FPROBES else rp.hook
         assert found is not None
         return found
 
-    if case.mode == FPROBE:
+    if case.mode in FPROBES:
         return switch_fprobe, hook
     kernel.register_kretprobe(rp)
     return switch, hook

@@ -272,7 +272,7 @@ def _add_coverage(commands: argparse._SubParsersAction[_Parser]) -> None:
 
 def _add_bench(commands: argparse._SubParsersAction[_Parser]) -> None:
     command = commands.add_parser("bench", help="measure what hits and probes cost here")
-    command.add_argument("what", choices=("hit", "probes", "return"))
+    command.add_argument("what", choices=("hit", "kinds", "probes", "return"))
     command.add_argument("--arch", default="x86_64", help="(default: %(default)s)")
     command.add_argument(
         "--hits", type=_count, default=20000, metavar="N", help="a round (default: %(default)s)"
@@ -559,6 +559,10 @@ def _bench(parsed: argparse.Namespace, build: Builder | None) -> int:
         raise Failure(f"bench: no figures for {parsed.arch}", Exit.USAGE)
     if parsed.what == "hit":
         bench.hit(parsed.arch, parsed.hits, parsed.rounds, as_json=parsed.json)
+    elif parsed.what == "kinds":
+        from kprobefs.bench_kinds import kinds
+
+        kinds(parsed.arch, parsed.hits, parsed.rounds, as_json=parsed.json)
     elif parsed.what == "return" and parsed.memory:
         from kprobefs.return_memory import memory
 

@@ -6,10 +6,13 @@ import json
 
 import pytest
 
-from kprobefs import bench, bench_return
+from kprobefs import bench, bench_kinds, bench_return
 from kprobefs.cli import main
 from tests.project.readme import README, blocks, steps
+from tests.sample import share
 
+KINDS = [case for arch in ("x86_64", "i386", "riscv64") for case in bench_kinds.cases(arch)]
+MACHINES = ("i386, Pentium M", "x86_64, Opteron", "ppc64, POWER5")
 QUICK = (bench.OPTIMIZED, *bench_return.BY_FENTRY)
 
 
@@ -63,7 +66,7 @@ def test_every_backend_has_every_mode_once() -> None:
     cases = bench_return.cases("x86_64", (1, 100), (1, 8))
     assert len(cases) == len(set(cases))
     alone = [(case.backend, case.mode) for case in cases if (case.tasks, case.cpus) == (1, 1)]
-    assert len(alone) == 4 * len(bench_return.HOOKED) + 2
+    assert len(alone) == 4 * len(bench_return.HOOKED) + len(bench_return.BY_FENTRY)
     assert {(case.tasks, case.cpus) for case in cases} == {(1, 1), (100, 1), (1, 8)}
 
 
@@ -94,3 +97,31 @@ def test_the_memory_table_is_the_one_in_the_docs(capsys: pytest.CaptureFixture[s
     assert len(found) == 5 * 4
     assert found["objpool", 1, 10]["bytes"] == 1760
     assert found["objpool", 1, 10]["slides"] == "1.6KB"
+
+
+# Kinds of probes
+
+
+@pytest.mark.parametrize("arch", bench.ARCHITECTURES)
+def test_every_kind_of_every_profile(arch: str) -> None:
+    found = bench_kinds.cases(arch)
+    assert len(found) == len(set(found))
+    kinds = {
+        case.profile: "".join(each.kind for each in found if each.profile == case.profile) for case in found
+    }
+    assert kinds["linux-6.1"] == "krkr"
+    assert (
+        ("kprobes-2010" in kinds) == ("riscv-optprobes-2023" not in kinds) == (not arch.startswith("riscv"))
+    )
+    assert set(kinds.values()) <= {"krkr", "kjrkrjr"}
+
+
+@pytest.mark.parametrize(
+    "case", share(KINDS, 2, 6), ids=lambda case: f"{case.arch}-{case.profile}-{case.kind}"
+)
+def test_a_kind_is_measured(case: bench_kinds.KindCase) -> None:
+    figure = bench_kinds.measure(case, hits=30, rounds=2)
+    assert len(figure.net) == 2
+    *_, first, second, third = bench_kinds.table([figure])
+    assert all(line.startswith(name) for line, name in zip((first, second, third), MACHINES, strict=True))
+    assert figure.as_dict()["kind"] == case.kind

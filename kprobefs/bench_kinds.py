@@ -1,0 +1,143 @@
+"""`kprobefs bench kinds`: kprobes, jprobes, return probes, and two of them on one function, by profile."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from emulated_kernel.config import MachineConfig
+from emulated_kernel.kernel import Kernel
+from emulated_kernel.kprobes.kinds.jprobe import Jprobe
+from emulated_kernel.kprobes.profile import OUT_OF_TREE, PROFILES
+from kprobefs.bench import FUNCTION, caller, quantile
+
+KINDS = ("k", "j", "r", "kr", "jr")
+"""As section 6 of "Kernel Probes" (2010) calls them: kprobe, jprobe, return probe, and the last with each."""
+ELSEWHERE = (
+    ("i386, Pentium M 1495 MHz (documentation, 2010)", (0.57, 1.00, 0.92, 0.99, 1.40)),
+    ("x86_64, Opteron 246 1994 MHz (documentation, 2010)", (0.49, 0.76, 0.80, 0.82, 1.07)),
+    ("ppc64, POWER5 1656 MHz (documentation, 2010)", (0.77, 1.31, 1.26, 1.45, 1.99)),
+)
+"""Microseconds a hit, by KINDS."""
+
+
+@dataclass(frozen=True)
+class KindCase:
+    """Probes of one or two kinds on a function's entry, in a kernel of a profile."""
+
+    profile: str
+    kind: str
+    arch: str = "x86_64"
+
+
+@dataclass(frozen=True)
+class KindFigure:
+    """Microseconds of the host's CPU that they add to a call, one sample a round."""
+
+    case: KindCase
+    net: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.net)
+
+    def as_dict(self) -> dict[str, object]:
+        net, case = sorted(self.net), self.case
+        return {
+            "arch": case.arch,
+            "profile": case.profile,
+            "kind": case.kind,
+            "us": self.median,
+            "spread": {"min": net[0], "p10": quantile(net, 1), "p90": quantile(net, 9), "max": net[-1]},
+            "samples": len(net),
+        }
+
+
+def cases(arch: str) -> list[KindCase]:
+    """Every kind of every profile that has it, and that is of the architecture."""
+    is_riscv = arch.startswith("riscv")
+    return [
+        KindCase(name, kind, arch)
+        for name, profile in PROFILES.items()
+        if (is_riscv and not profile.jprobes) or (not is_riscv and profile.strategies != OUT_OF_TREE)
+        for kind in KINDS
+        if profile.jprobes or "j" not in kind
+    ]
+
+
+def measure(case: KindCase, hits: int, rounds: int) -> KindFigure:
+    """One case in a kernel of its own; the first round of probed calls only warms up."""
+    config = MachineConfig(arch=case.arch, profile=case.profile, run_budget=60)
+    with Kernel(config) as kernel:
+        run = caller(kernel, hits)
+        run()
+        before = [run() for _ in range(rounds)]
+        counts = [_PLACING[kind](kernel) for kind in case.kind]
+        if kernel.kprobes.optimizer is not None:
+            with kernel.lock:
+                kernel.kprobes.optimizer.flush()
+        run()
+        probed = [run() for _ in range(rounds)]
+        if any(count() not in (None, hits * (rounds + 1)) for count in counts):
+            raise AssertionError("a hit was lost, or counted twice")
+    base = statistics.median(before)
+    return KindFigure(case, tuple((sample - base) / 1000 for sample in probed))
+
+
+Count = Callable[[], int | None]
+"""Hits so far; None where nothing counts them."""
+
+
+def _kprobe(kernel: Kernel) -> Count:
+    ring = kernel.hit_ring(*kernel.arch.registers.arguments[:2])
+    kernel.register_kprobe(ring.probe(symbol_name=FUNCTION))
+    return lambda: ring.hits
+
+
+def _jprobe(kernel: Kernel) -> Count:
+    """Its mirror function does nothing but return."""
+    text, arch = kernel.machine.text, kernel.arch
+    entry = text.alloc_text(arch.jump_size)
+    text.poke(entry, arch.relative_jump(entry, kernel.jprobes.jprobe_return))
+    kernel.register_jprobe(Jprobe(entry, symbol_name=FUNCTION))
+    return lambda: None
+
+
+def _kretprobe(kernel: Kernel) -> Count:
+    ring = kernel.hit_ring(kernel.arch.registers.return_value)
+    kernel.register_kretprobe(ring.return_probe(symbol_name=FUNCTION))
+    return lambda: ring.hits
+
+
+_PLACING = {"k": _kprobe, "j": _jprobe, "r": _kretprobe}
+
+
+def kinds(arch: str, hits: int, rounds: int, *, as_json: bool) -> None:
+    """All cases, one after the other, in a table or as JSON."""
+    figures = [measure(case, hits, rounds) for case in cases(arch)]
+    if as_json:
+        print(json.dumps([figure.as_dict() for figure in figures], indent=2))
+        return
+    print("\n".join(table(figures)))
+
+
+def table(figures: Sequence[KindFigure]) -> Iterator[str]:
+    """Lines: median microseconds by profile and kind, and the source's figures."""
+    yield f"{figures[0].case.arch}, us a hit, the median of {len(figures[0].net)} rounds"
+    yield _line("", KINDS)
+    medians = {(figure.case.profile, figure.case.kind): figure.median for figure in figures}
+    for profile in dict.fromkeys(profile for profile, _ in medians):
+        yield _line(profile, [_us(medians.get((profile, kind))) for kind in KINDS])
+    yield ""
+    yield "measured elsewhere"
+    yield from (_line(name, [_us(cost) for cost in costs]) for name, costs in ELSEWHERE)
+
+
+def _us(cost: float | None) -> str:
+    return "-" if cost is None else f"{cost:.2f}"
+
+
+def _line(name: str, cells: Sequence[str]) -> str:
+    return f"{name:52}" + "".join(f"{cell:>8}" for cell in cells)
