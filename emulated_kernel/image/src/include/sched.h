@@ -119,6 +119,7 @@ struct task_struct {
 	u64 start_time;
 	u64 utime, stime;
 	u64 nvcsw, nivcsw;
+	u64 wait_start, sleep_start, block_start; /* since when it waits for a CPU, sleeps, or waits; or 0 */
 	struct completion *vfork_done;
 	wait_queue_head_t wait_chldexit;
 	void *worker_private; /* of a kernel thread: its struct kthread */

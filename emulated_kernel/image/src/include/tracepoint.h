@@ -10,11 +10,13 @@
 
 #include "jump_label.h"
 
+struct inode;
 struct kmem_cache;
 struct page;
 struct pt_regs;
 struct task_struct;
 struct timer_list;
+struct work_struct;
 
 /* What every record begins with; the host fills it in. */
 struct trace_entry {
@@ -68,11 +70,17 @@ void host_trace_commit(const struct trace_event_call *call, void *entry, size_t 
 		if (static_branch_unlikely(&__tracepoint_##name))                              \
 			__traceiter_##name(args);                                              \
 	}
+#include "trace/task.h"
 #include "trace/sched.h"
+#include "trace/workqueue.h"
+#include "trace/filemap.h"
 #include "trace/kmem.h"
 #include "trace/timer.h"
 #include "trace/signal.h"
 #include "trace/irq.h"
+#ifndef __riscv
+#include "trace/irq_vectors.h"
+#endif
 #include "trace/raw_syscalls.h"
 #undef EVENT_CLASS
 #undef DEFINE_EVENT

@@ -204,6 +204,7 @@ static noinline long do_wait(pid_t upid, int options, struct task_struct **child
 {
 	bool any;
 
+	trace_sched_process_wait(upid);
 	if (!wait_is_over(upid, child, &any) && options & WNOHANG)
 		return 0;
 	wait_event_interruptible(&current->wait_chldexit, wait_is_over(upid, child, &any));

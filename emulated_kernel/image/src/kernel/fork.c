@@ -173,6 +173,7 @@ struct task_struct *copy_process(struct pid *pid, int trace __attribute__((unuse
 	p->start_time = ktime_get();
 	p->real_parent = args->flags & CLONE_THREAD ? current->real_parent : current;
 	link_task(p);
+	trace_task_newtask(p, args->flags);
 	return p;
 
 bad_fork_cleanup_files:
@@ -275,6 +276,7 @@ SYSCALL_DEFINE0(vfork)
 
 void __set_task_comm(struct task_struct *tsk, const char *from, bool exec __attribute__((unused)))
 {
+	trace_task_rename(tsk, from);
 	strscpy(tsk->comm, from, sizeof(tsk->comm));
 }
 

@@ -12,12 +12,20 @@ DEFINE_PER_CPU(struct task_struct *, host_mailbox);
 DEFINE_PER_CPU(char *, hardirq_stack_ptr);
 DEFINE_PER_CPU(u8, hardirq_stack_inuse);
 
+#ifdef __riscv
+#define trace_irq_vector(name, vector)
+#else
+#define trace_irq_vector(name, vector) trace_##name(vector)
+#endif
+
 static void sysvec_timer(struct pt_regs *regs)
 {
 	irq_enter();
+	trace_irq_vector(local_timer_entry, VECTOR_TIMER);
 	if (!smp_processor_id())
 		do_timer(1);
 	update_process_times(user_mode(regs));
+	trace_irq_vector(local_timer_exit, VECTOR_TIMER);
 	irq_exit();
 }
 
@@ -37,12 +45,16 @@ static void sysvec_host_wake(struct pt_regs *regs __attribute__((unused)))
 /* The way out of the interrupt does what it is for. */
 static void sysvec_reschedule_ipi(struct pt_regs *regs __attribute__((unused)))
 {
+	trace_irq_vector(reschedule_entry, VECTOR_RESCHEDULE);
+	trace_irq_vector(reschedule_exit, VECTOR_RESCHEDULE);
 }
 
 static void sysvec_call_function(struct pt_regs *regs __attribute__((unused)))
 {
 	irq_enter();
+	trace_irq_vector(call_function_entry, VECTOR_CALL_FUNCTION);
 	generic_smp_call_function_interrupt();
+	trace_irq_vector(call_function_exit, VECTOR_CALL_FUNCTION);
 	irq_exit();
 }
 

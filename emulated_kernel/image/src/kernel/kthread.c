@@ -4,6 +4,7 @@
 #include "mm.h"
 #include "sched.h"
 #include "string.h"
+#include "tracepoint.h"
 
 struct kthread_create_info {
 	int (*threadfn)(void *data);
@@ -115,12 +116,14 @@ int kthread_stop(struct task_struct *k)
 	struct kthread *kthread = k->worker_private;
 	int ret;
 
+	trace_sched_kthread_stop(k);
 	get_task_struct(k);
 	WRITE_ONCE(kthread->should_stop, true);
 	wake_up_process(k);
 	wait_for_completion(&kthread->exited);
 	ret = k->exit_code;
 	put_task_struct(k);
+	trace_sched_kthread_stop_ret(ret);
 	return ret;
 }
 

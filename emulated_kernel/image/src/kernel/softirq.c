@@ -4,6 +4,7 @@
 #include "bottom_half.h"
 #include "sched.h"
 #include "timer.h"
+#include "tracepoint.h"
 
 static void (*softirq_vec[NR_SOFTIRQS])(void);
 static DEFINE_PER_CPU(u32, softirq_pending);
@@ -16,6 +17,7 @@ void open_softirq(int nr, void (*action)(void))
 
 void raise_softirq_irqoff(unsigned int nr)
 {
+	trace_softirq_raise(nr);
 	this_cpu_write(softirq_pending, this_cpu_read(softirq_pending) | BIT(nr));
 }
 
@@ -41,9 +43,13 @@ void __do_softirq(void)
 	while ((pending = this_cpu_read(softirq_pending))) {
 		this_cpu_write(softirq_pending, 0);
 		local_irq_enable();
-		for (nr = 0; pending; nr++, pending >>= 1)
-			if (pending & 1)
+		for (nr = 0; pending; nr++, pending >>= 1) {
+			if (pending & 1) {
+				trace_softirq_entry(nr);
 				softirq_vec[nr]();
+				trace_softirq_exit(nr);
+			}
+		}
 		local_irq_disable();
 	}
 	preempt_count_sub(SOFTIRQ_OFFSET);

@@ -5,6 +5,7 @@
 #include "mm.h"
 #include "printk.h"
 #include "sched.h"
+#include "tracepoint.h"
 
 struct worker_pool {
 	spinlock_t lock;
@@ -33,7 +34,12 @@ static void init_worker_pool(struct worker_pool *pool)
 
 static noinline void process_one_work(struct work_struct *work)
 {
-	work->func(work);
+	work_func_t func = work->func;
+
+	trace_workqueue_execute_start(work);
+	func(work);
+	/* The work itself may be gone. */
+	trace_workqueue_execute_end(work, func);
 }
 
 static struct work_struct *next_work(struct worker_pool *pool)
@@ -68,13 +74,16 @@ static noinline int worker_thread(void *__pool)
 	return 0;
 }
 
-static noinline bool insert_work(struct worker_pool *pool, struct work_struct *work)
+static noinline bool insert_work(int cpu, struct workqueue_struct *wq, struct work_struct *work)
 {
+	struct worker_pool *pool = &wq->pool;
 	unsigned long flags;
 	bool queued = false;
 
 	spin_lock_irqsave(&pool->lock, flags);
 	if (list_empty(&work->entry)) {
+		trace_workqueue_queue_work(cpu, wq->name, work);
+		trace_workqueue_activate_work(work);
 		work->pool = pool;
 		list_add_tail(&work->entry, &pool->worklist);
 		queued = true;
@@ -83,10 +92,10 @@ static noinline bool insert_work(struct worker_pool *pool, struct work_struct *w
 	return queued;
 }
 
-bool queue_work_on(int cpu __attribute__((unused)), struct workqueue_struct *wq,
+bool queue_work_on(int cpu, struct workqueue_struct *wq,
 		   struct work_struct *work)
 {
-	bool queued = insert_work(&wq->pool, work);
+	bool queued = insert_work(cpu, wq, work);
 
 	if (queued)
 		wake_up(&wq->pool.more_work);

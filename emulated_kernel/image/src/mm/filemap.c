@@ -7,6 +7,7 @@
 #include "mm.h"
 #include "printk.h"
 #include "string.h"
+#include "tracepoint.h"
 
 atomic_t nr_file_pages;
 /* How many there may be. The host writes it, for machine/limits. */
@@ -64,6 +65,8 @@ static noinline int add_to_page_cache(struct page *page, struct address_space *m
 		atomic_inc(&nr_file_pages);
 	}
 	spin_unlock(&mapping->i_pages_lock);
+	if (!err)
+		trace_mm_filemap_add_to_page_cache(page, mapping->host);
 	return err;
 }
 
@@ -188,6 +191,7 @@ static noinline void delete_from_page_cache(struct address_space *mapping, unsig
 	struct page *page = mapping->pages[index];
 
 	spin_lock(&mapping->i_pages_lock);
+	trace_mm_filemap_delete_from_page_cache(page, mapping->host);
 	mapping->pages[index] = NULL;
 	mapping->nrpages--;
 	spin_unlock(&mapping->i_pages_lock);

@@ -3,6 +3,24 @@
 #undef TRACE_SYSTEM
 #define TRACE_SYSTEM sched
 
+TRACE_EVENT(sched_kthread_stop,
+	PROTO(struct task_struct *t),
+	ARGS(t),
+	FIELDS(
+		__array(char, comm, TASK_COMM_LEN)
+		__field(pid_t, pid)),
+	ASSIGN(
+		trace_copy_comm(__entry->comm, t);
+		__entry->pid = t->pid;),
+	PRINT("comm=%s pid=%d", __entry->comm, __entry->pid))
+
+TRACE_EVENT(sched_kthread_stop_ret,
+	PROTO(int ret),
+	ARGS(ret),
+	FIELDS(__field(int, ret)),
+	ASSIGN(__entry->ret = ret;),
+	PRINT("ret=%d", __entry->ret))
+
 EVENT_CLASS(sched_wakeup_template,
 	PROTO(struct task_struct *p),
 	ARGS(p),
@@ -91,6 +109,19 @@ EVENT_CLASS(sched_process_template,
 DEFINE_EVENT(sched_process_template, sched_process_free, PROTO(struct task_struct *p), ARGS(p))
 DEFINE_EVENT(sched_process_template, sched_process_exit, PROTO(struct task_struct *p), ARGS(p))
 
+TRACE_EVENT(sched_process_wait,
+	PROTO(pid_t upid),
+	ARGS(upid),
+	FIELDS(
+		__array(char, comm, TASK_COMM_LEN)
+		__field(pid_t, pid)
+		__field(int, prio)),
+	ASSIGN(
+		trace_copy_comm(__entry->comm, current);
+		__entry->pid = upid > 0 ? upid : 0;
+		__entry->prio = current->prio;),
+	PRINT("comm=%s pid=%d prio=%d", __entry->comm, __entry->pid, __entry->prio))
+
 TRACE_EVENT(sched_process_fork,
 	PROTO(struct task_struct *parent, struct task_struct *child),
 	ARGS(parent, child),
@@ -119,3 +150,21 @@ TRACE_EVENT(sched_process_exec,
 		__entry->pid = p->pid;
 		__entry->old_pid = old_pid;),
 	PRINT("filename=%s pid=%d old_pid=%d", __get_str(filename), __entry->pid, __entry->old_pid))
+
+EVENT_CLASS(sched_stat_template,
+	PROTO(struct task_struct *tsk, u64 delay),
+	ARGS(tsk, delay),
+	FIELDS(
+		__array(char, comm, TASK_COMM_LEN)
+		__field(pid_t, pid)
+		__field(u64, delay)),
+	ASSIGN(
+		trace_copy_comm(__entry->comm, tsk);
+		__entry->pid = tsk->pid;
+		__entry->delay = delay;),
+	PRINT("comm=%s pid=%d delay=%Lu [ns]", __entry->comm, __entry->pid,
+	      (unsigned long long)__entry->delay))
+
+DEFINE_EVENT(sched_stat_template, sched_stat_wait, PROTO(struct task_struct *tsk, u64 delay), ARGS(tsk, delay))
+DEFINE_EVENT(sched_stat_template, sched_stat_sleep, PROTO(struct task_struct *tsk, u64 delay), ARGS(tsk, delay))
+DEFINE_EVENT(sched_stat_template, sched_stat_blocked, PROTO(struct task_struct *tsk, u64 delay), ARGS(tsk, delay))

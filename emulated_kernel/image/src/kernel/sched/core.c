@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
 // The scheduler: one round-robin queue a CPU, wake-ups, context switches, preemption.
 #include "bug.h"
+#include "host_abi.h"
 #include "printk.h"
 #include "rq.h"
 #include "timer.h"
@@ -15,16 +16,44 @@ static noinline void update_rq_clock(struct rq *rq)
 	rq->clock = sched_clock();
 }
 
+static __always_inline void update_stats_wait_end(struct rq *rq, struct task_struct *p)
+{
+	if (p != rq->idle)
+		trace_sched_stat_wait(p, rq->clock - p->wait_start);
+}
+
+static __always_inline void update_stats_enqueue(struct rq *rq, struct task_struct *p)
+{
+	if (p->sleep_start)
+		trace_sched_stat_sleep(p, rq->clock - p->sleep_start);
+	if (p->block_start)
+		trace_sched_stat_blocked(p, rq->clock - p->block_start);
+	p->sleep_start = p->block_start = 0;
+	if (p->on_rq != TASK_ON_RQ_MIGRATING)
+		p->wait_start = rq->clock;
+}
+
+static __always_inline void update_stats_dequeue(struct rq *rq, struct task_struct *p)
+{
+	if (p->__state & TASK_INTERRUPTIBLE)
+		p->sleep_start = rq->clock;
+	if (p->__state & TASK_UNINTERRUPTIBLE)
+		p->block_start = rq->clock;
+}
+
 static noinline void enqueue_task(struct rq *rq, struct task_struct *p,
 				  int flags __attribute__((unused)))
 {
+	update_rq_clock(rq);
+	update_stats_enqueue(rq, p);
 	list_add_tail(&p->run_list, &rq->queue);
 	rq->nr_running++;
 }
 
-static noinline void dequeue_task(struct rq *rq, struct task_struct *p,
-				  int flags __attribute__((unused)))
+static noinline void dequeue_task(struct rq *rq, struct task_struct *p, int flags)
 {
+	if (flags & DEQUEUE_SLEEP)
+		update_stats_dequeue(rq, p);
 	list_del_init(&p->run_list);
 	rq->nr_running--;
 }
@@ -135,6 +164,7 @@ void sched_fork(unsigned long clone_flags __attribute__((unused)), struct task_s
 	spin_lock_init(&p->pi_lock);
 	p->time_slice = TIME_SLICE;
 	p->utime = p->stime = p->nvcsw = p->nivcsw = 0;
+	p->wait_start = p->sleep_start = p->block_start = 0;
 	INIT_LIST_HEAD(&p->run_list);
 }
 
@@ -170,6 +200,7 @@ noinstr void host_enqueue_task(struct task_struct *p)
 	p->on_rq = TASK_ON_RQ_QUEUED;
 	p->cpu = rq->cpu;
 	p->cpus_mask = CPU_MASK_ALL;
+	p->wait_start = host_clock.now_ns;
 	list_add_tail(&p->run_list, &rq->queue);
 	rq->nr_running++;
 	this_cpu_write(__need_resched, 1);
@@ -242,6 +273,8 @@ static void notrace __schedule(unsigned int sched_mode)
 	this_cpu_write(__need_resched, 0);
 	next->time_slice = TIME_SLICE;
 	if (likely(prev != next)) {
+		update_stats_wait_end(rq, next);
+		prev->wait_start = rq->clock;
 		if (sched_mode == SM_NONE)
 			prev->nvcsw++;
 		else

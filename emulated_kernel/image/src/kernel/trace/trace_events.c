@@ -1,15 +1,26 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
 // Everything of the trace events that isn't at their tracepoints: records, fields, formats, the code
 // that fills a record. None of it can be traced, as it runs within what is traced.
+#include "fs.h"
 #include "mm.h"
 #include "sched.h"
 #include "string.h"
 #include "syscalls.h"
 #include "timer.h"
 #include "tracepoint.h"
+#include "workqueue.h"
 #include "trace_events.h"
 
 #define STRINGS_MAX 256
+/* What of a name fits; the record is zeroed before. */
+static __always_inline void trace_copy_name(char *to, const char *from)
+{
+	unsigned int i;
+
+	for (i = 0; i < TASK_COMM_LEN - 1 && from[i]; i++)
+		to[i] = from[i];
+}
+
 #define trace_copy_comm(to, task) __builtin_memcpy(to, (task)->comm, TASK_COMM_LEN)
 
 /* Puts a string behind the record; returns its __data_loc: size in the upper half, offset below it. */

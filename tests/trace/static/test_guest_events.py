@@ -1,0 +1,153 @@
+"""Events of work, threads, sleep, soft interrupts and the page cache: each says what the guest did."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from emulated_kernel.config import MachineConfig
+from emulated_kernel.kernel import Kernel
+from tests.trace.static.conftest import Enable, find, records
+
+_LINE = re.compile(r"\s*.*-(\d+)\s+\[(\d+)\] \S+\s+([\d.]+): (\w+): (.*)")
+
+
+def told(kernel: Kernel) -> list[tuple[int, int, str, str]]:
+    """Of each record the pid, the time in nanoseconds as far as shown, the event, and its text."""
+    matches = [_LINE.fullmatch(line) for line in kernel.trace.trace_text().splitlines() if line[0] != "#"]
+    return [(int(m[1]), round(float(m[3]) * 1e9), m[4], m[5]) for m in matches if m is not None]
+
+
+def fields(text: str) -> dict[str, str]:
+    return dict(re.findall(r"(\w+)=(\S+)", text))
+
+
+def test_work_is_queued_begun_and_done(kernel: Kernel, enable: Enable) -> None:
+    for name in ("queue_work", "activate_work", "execute_start", "execute_end"):
+        enable(f"workqueue/workqueue_{name}")
+    kernel.call("load_workqueue", 6)
+    stages: dict[str, list[str]] = {}
+    for line in records(kernel):
+        found = re.fullmatch(r"\d+ workqueue_(\w+): work struct[ =]([0-9a-f]+)(.*)", line)
+        assert found is not None, line
+        stages.setdefault(found[2], []).append(found[1])
+        if found[1] != "activate_work":
+            assert "load_work_fn" in found[3], line
+    assert len(stages) == 6
+    order = ["queue_work", "activate_work", "execute_start", "execute_end"]
+    assert all(stage == order for stage in stages.values())
+
+
+def test_threads_are_stopped_and_children_waited_for(kernel: Kernel, enable: Enable) -> None:
+    for name in ("sched_kthread_stop", "sched_kthread_stop_ret", "sched_process_wait", "sched_process_exit"):
+        enable(f"sched/{name}")
+    kernel.call("load_locks", 2)
+    kernel.call("load_fork", 2)
+    found = told(kernel)
+    stopped = [fields(text)["pid"] for _, _, event, text in found if event == "sched_kthread_stop"]
+    ended = [str(pid) for pid, _, event, _ in found if event == "sched_process_exit"]
+    assert len(stopped) >= 1
+    assert set(stopped) <= set(ended)
+    assert len([1 for _, _, event, _ in found if event == "sched_kthread_stop_ret"]) == len(stopped)
+    waits = [fields(text) for _, _, event, text in found if event == "sched_process_wait"]
+    assert len(waits) >= 2
+    assert {wait["pid"] for wait in waits} <= {*ended, "0"}
+
+
+def test_a_fork_and_a_name(kernel: Kernel, enable: Enable) -> None:
+    for path in ("task/task_newtask", "task/task_rename", "sched/sched_process_fork"):
+        enable(path)
+    kernel.call("load_fork", 2)
+    found = told(kernel)
+    new = [fields(text) for _, _, event, text in found if event == "task_newtask"]
+    forked = [fields(text) for _, _, event, text in found if event == "sched_process_fork"]
+    assert [each["pid"] for each in new] == [each["child_pid"] for each in forked]
+    assert {each["oom_score_adj"] for each in new} == {"0"}
+    renamed = [fields(text) for _, _, event, text in found if event == "task_rename"]
+    assert {each["newcomm"] for each in renamed} == {"true"}
+    assert {each["pid"] for each in renamed} <= {each["pid"] for each in new}
+
+
+@pytest.fixture(params=[1, 2])
+def busy(request: pytest.FixtureRequest) -> Iterator[Kernel]:
+    with Kernel(MachineConfig(cpus=request.param)) as kernel:
+        yield kernel
+
+
+def test_soft_interrupts_are_raised_entered_and_left(busy: Kernel) -> None:
+    for name in ("raise", "entry", "exit"):
+        event = find(busy, f"irq/softirq_{name}")
+        busy.trace_arrays.top.events.set_enabled(event, True)
+    busy.call("msleep", 20)
+    found = [(event, text) for _, _, event, text in told(busy)]
+    assert {text for _, text in found} == {"vec=1 [action=TIMER]"}
+    events = [event for event, _ in found]
+    assert events.count("softirq_entry") == events.count("softirq_exit") > 0
+    assert events.count("softirq_raise") >= events.count("softirq_entry")
+    entered = [event for event in events if event != "softirq_raise"]
+    assert entered == ["softirq_entry", "softirq_exit"] * (len(entered) // 2)
+
+
+def test_how_long_tasks_sleep_and_wait(busy: Kernel) -> None:
+    """A delay ends at its record, and begins where sched_switch and sched_wakeup say that it did."""
+    names = ("sched_switch", "sched_wakeup", "sched_stat_wait", "sched_stat_sleep", "sched_stat_blocked")
+    for name in names:
+        busy.trace_arrays.top.events.set_enabled(find(busy, f"sched/{name}"), True)
+    busy.call("load_locks", 2)
+    busy.call("msleep", 20)
+    left: dict[str, tuple[int, str]] = {}
+    woken: dict[str, int] = {}
+    checked = {"sched_stat_wait": 0, "sched_stat_sleep": 0, "sched_stat_blocked": 0}
+    for _, time, event, text in told(busy):
+        about = fields(text)
+        if event == "sched_switch":
+            left[about["prev_pid"]] = time, about["prev_state"][0]
+            if about["prev_state"][0] == "R":
+                woken[about["prev_pid"]] = time
+        elif event == "sched_wakeup":
+            woken[about["pid"]] = time
+        else:
+            since = woken if event == "sched_stat_wait" else {pid: at for pid, (at, _) in left.items()}
+            pid = about["pid"]
+            if pid not in since:
+                continue
+            checked[event] += 1
+            assert abs(time - since[pid] - int(about["delay"])) <= 5000, (event, text)
+            if event == "sched_stat_sleep":
+                assert left[pid][1] == "S"
+            if event == "sched_stat_blocked":
+                assert left[pid][1] in "DI"
+    assert checked["sched_stat_wait"] > 0
+    assert checked["sched_stat_blocked"] > 0
+
+
+def test_pages_of_a_file_come_and_go(kernel: Kernel, enable: Enable) -> None:
+    enable("filemap/mm_filemap_add_to_page_cache")
+    enable("filemap/mm_filemap_delete_from_page_cache")
+    init, syscalls = kernel.guest.mirror.init, kernel.guest.syscalls
+    fd = syscalls.open(init, "/scratch/a", os.O_CREAT | os.O_WRONLY, 0o644)
+    kernel.call("load_files", 1)
+    syscalls.call(init, "close", fd)
+    pages: dict[str, list[str]] = {}
+    for line in records(kernel):
+        found = re.fullmatch(
+            r"\d+ mm_filemap_(add_to|delete_from)_page_cache: dev (\d+:\d+) ino [0-9a-f]+ "
+            r"pfn=(0x[0-9a-f]+) ofs=\d+ order=0",
+            line,
+        )
+        assert found is not None, line
+        pages.setdefault(found[3], []).append(found[1])
+    assert pages
+    assert all(each == ["add_to", "delete_from"] * (len(each) // 2) for each in pages.values())
+
+
+def test_interrupts_of_the_cpu(busy: Kernel) -> None:
+    for name in ("entry", "exit"):
+        busy.trace_arrays.top.events.set_enabled(find(busy, f"irq_vectors/local_timer_{name}"), True)
+    busy.call("msleep", 20)
+    events = [event for _, _, event, _ in told(busy)]
+    assert events
+    assert events == ["local_timer_entry", "local_timer_exit"] * (len(events) // 2)
