@@ -6,6 +6,7 @@ import errno
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from emulated_kernel.abi import PAGE_SIZE
@@ -35,6 +36,7 @@ from emulated_kernel.kprobes.scheduler import Scheduler
 from emulated_kernel.limits import Limit
 from emulated_kernel.lock import ControlLock
 from emulated_kernel.machine.machine import Machine
+from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.task_events import TaskEvents
 from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, MemoryFault
 from emulated_kernel.trace.array.system import TraceSystem
@@ -89,11 +91,13 @@ class TraceParts:
     system: TraceSystem
     arrays: TraceArrays
     functions: KernelFunctions
-    function_graph: GraphTracer
-    function_profiler: FunctionProfiler
-    stack_tracer: StackTracer
+    function_graph: GraphTracer | None
+    function_profiler: FunctionProfiler | None
+    stack_tracer: StackTracer | None
+    """None where the kernel isn't our own, as are the two before."""
     guest_records: GuestRecords
-    handler_costs: HandlerCosts
+    handler_costs: HandlerCosts | None
+    """None where handlers are Python's."""
     dynamic_events: DynamicEvents
     kprobe_events: KprobeEvents
     fprobe_events: FprobeEvents | None
@@ -103,17 +107,24 @@ class TraceParts:
 
 
 @dataclass(frozen=True, eq=False)
-class Parts:
-    """A booted kernel, taken apart."""
+class ProbedParts:
+    """What files show of any kernel that is probed."""
+
+    arch: Arch
+    machine: ProbedMachine
+    engine: ProbeRegistries
+    tracing: TraceParts
+
+
+@dataclass(frozen=True, eq=False)
+class Parts(ProbedParts):
+    """A booted kernel of ours, taken apart."""
 
     config: MachineConfig
     lock: ControlLock
     live: LiveImage
-    arch: Arch
     machine: Machine
     guest: Guest
-    engine: ProbeRegistries
-    tracing: TraceParts
     modules: Modules
     requests: RequestObserver
     clock: ClockSwitch
@@ -199,7 +210,7 @@ def _engine(
     scheduler = Scheduler(guest.kernel, clock.jiffies, lambda: guest.call_function("yield"))
     kprobes = Kprobes(machine, live, arch, guest.log, scheduler, lock, profile)
     machine.on_switch.append(kprobes.hits.ctlblk.switch_to)
-    hook_sets = HookSets(machine, image, arch, kprobes, scheduler, machine.config.return_hook)
+    hook_sets = HookSets(machine, image.abi, arch, kprobes, scheduler, machine.config.return_hook)
     kretprobes = Kretprobes(
         kprobes, hook_sets.first, cpus=machine.config.cpus, blacklist=never_returning(image, arch)
     )
@@ -232,7 +243,7 @@ class _TracingBuilder:
         self._guest, self._engine, self._lock = guest, engine, lock
         self._kprobes = kprobes = engine.kprobes
         self._registry, self._cmdlines = EventRegistry(), SavedCmdlines()
-        self._symbols = KernelSymbols(live, engine.hook_sets, kprobes.sites)
+        self._symbols = KernelSymbols(live.kallsyms, engine.hook_sets, kprobes.sites)
         self._tasks = Tasks(machine, live.core.abi)
         self._context = HitContext(
             kprobes.hits.ctlblk,
@@ -263,7 +274,12 @@ class _TracingBuilder:
         graph = self._function_graph(arrays.top, points)
         graph_tracer = self._graph_tracer(arrays.top, graph, functions)
         measure = StackMeasure(machine.memory, self._tasks, system.stack, arch, self._image.abi)
-        places = self._records.places(self._image.abi, arch.interrupt_flag, context.breakpoint_trace_ctx)
+        places = self._records.places(
+            self._image.abi,
+            arch.interrupt_flag,
+            context.breakpoint_trace_ctx,
+            partial(getattr, machine.clock, "step_ns"),
+        )
         commands = EventCommands(self._registry, arrays.top.errors, self._guest.log, machine.config.limits)
         engine = ProbeEngine(
             arch,
@@ -331,7 +347,7 @@ class _TracingBuilder:
             arch=arch,
             tasks=self._tasks,
             stack=CallStack(
-                machine.memory, tables, self._live, self._symbols, arch, hook_sets, self._kprobes
+                machine.memory, tables, self._image.abi, self._symbols, arch, hook_sets, self._kprobes
             ),
             here=here,
             memory=self._records,

@@ -7,7 +7,7 @@ from time import monotonic
 
 from emulated_kernel.abi import HZ
 from emulated_kernel.kprobes.kprobes import Kprobes
-from emulated_kernel.machine.clock import MachineClock
+from emulated_kernel.machine.clock import GuestClock
 
 NSEC_PER_JIFFY = 1_000_000_000 // HZ
 PAUSE = 0.1
@@ -22,7 +22,7 @@ class RequestClock:
     """
 
     def __init__(
-        self, clock: MachineClock, wall: Callable[[], float] = monotonic, *, pauses: bool = True
+        self, clock: GuestClock, wall: Callable[[], float] = monotonic, *, pauses: bool = True
     ) -> None:
         self._clock = clock
         self._wall = wall

@@ -111,6 +111,10 @@ class Kallsyms:
         found = self._by_name.get(name)
         return found[0].address if found else None
 
+    def has_module(self, name: str) -> bool:  # noqa: ARG002 - it has the kernel's symbols alone
+        """Whether a module of that name is loaded."""
+        return False
+
     def count_name(self, name: str) -> int:
         """How many symbols have that name."""
         return len(self._by_name.get(name, ()))

@@ -12,7 +12,7 @@ from emulated_kernel.kprobes.hit import HitHandling
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.split_jumps import SplitJumps
 from emulated_kernel.lock import ControlLock
-from emulated_kernel.machine.machine import Machine
+from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.text.text_poke import TextPoker
 
 Tracer = Callable[[Any], None]
@@ -24,7 +24,7 @@ class FtraceSites:
 
     def __init__(
         self,
-        machine: Machine,
+        machine: ProbedMachine,
         arch: Arch,
         hits: HitHandling,
         compiler: Compiler,

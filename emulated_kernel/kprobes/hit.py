@@ -24,7 +24,7 @@ from emulated_kernel.kprobes.handlers.saved_regs import SavedFrames
 from emulated_kernel.kprobes.kprobe import AggregatorProbe, CompiledCode, Kprobe, KprobeFlag, OutOfLine, Regs
 from emulated_kernel.kprobes.profile import Profile, Stepper
 from emulated_kernel.kprobes.split_jumps import SplitJumps
-from emulated_kernel.machine.machine import Machine
+from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault, Trap
 
 _log = logging.getLogger(__name__)
@@ -42,7 +42,12 @@ class HitHandling:
     """
 
     def __init__(
-        self, machine: Machine, arch: Arch, profile: Profile, compiler: Compiler, split_jumps: SplitJumps
+        self,
+        machine: ProbedMachine,
+        arch: Arch,
+        profile: Profile,
+        compiler: Compiler,
+        split_jumps: SplitJumps,
     ) -> None:
         self._machine = machine
         self._compiler = compiler

@@ -26,7 +26,7 @@ from emulated_kernel.kprobes.split_jumps import SplitJumps
 from emulated_kernel.kprobes.table import ProbeTable
 from emulated_kernel.kprobes.trap_routes import TrapRoutes
 from emulated_kernel.lock import ControlLock
-from emulated_kernel.machine.machine import Machine
+from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.text.text_poke import TextPoker
 
 
@@ -38,7 +38,7 @@ class Kprobes:
 
     def __init__(
         self,
-        machine: Machine,
+        machine: ProbedMachine,
         image: ProbedTables,
         arch: Arch,
         log: Callable[[str], None],

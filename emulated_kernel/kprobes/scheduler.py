@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
-from emulated_kernel.machine.guest_kernel import GuestKernel
+from emulated_kernel.machine.guest_kernel import StandingTasks
 
 Span = tuple[int, int]
 """Addresses [start, end)."""
@@ -14,7 +14,7 @@ class Scheduler:
     """Time as delayed work counts it, and the guest's tasks and stacks; asked only while the guest stands."""
 
     def __init__(
-        self, kernel: GuestKernel, jiffies: Callable[[], int], yield_to_tasks: Callable[[], object]
+        self, kernel: StandingTasks, jiffies: Callable[[], int], yield_to_tasks: Callable[[], object]
     ) -> None:
         self._kernel = kernel
         self.jiffies = jiffies
@@ -24,9 +24,9 @@ class Scheduler:
         self.occupied: Callable[[Sequence[Span]], Collection[Span]] = kernel.occupied
         self.is_quiescent: Callable[[Sequence[Span]], bool] = kernel.is_quiescent
 
-    def tasks(self) -> Iterator[int]:
+    def tasks(self) -> Iterable[int]:
         """Addresses of all task_structs."""
-        return (task.addr for task in self._kernel.tasks())
+        return self._kernel.task_structs()
 
 
 class DelayedWork:

@@ -8,7 +8,7 @@ from emulated_kernel.arch.base import Arch
 from emulated_kernel.arch.verdict import Verdict
 from emulated_kernel.kprobes.kprobe import AggregatorProbe
 from emulated_kernel.kprobes.table import ProbeTable
-from emulated_kernel.machine.machine import Machine
+from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.text.text_poke import TextPoker
 
 
@@ -19,7 +19,7 @@ class SplitJumps:
     """
 
     def __init__(
-        self, machine: Machine, verdict: Verdict[Any], arch: Arch, table: ProbeTable, poker: TextPoker
+        self, machine: ProbedMachine, verdict: Verdict[Any], arch: Arch, table: ProbeTable, poker: TextPoker
     ) -> None:
         self._machine = machine
         self._verdict = verdict

@@ -13,7 +13,7 @@ from emulated_kernel.kprobes.kprobe import AggregatorProbe, Kprobe, OutOfLine, R
 from emulated_kernel.kprobes.profile import Profile, Stepper
 from emulated_kernel.kprobes.split_jumps import SplitJumps
 from emulated_kernel.kprobes.table import ProbeTable
-from emulated_kernel.machine.machine import Machine
+from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.text.text_poke import TextPoker
 
 
@@ -25,7 +25,7 @@ class TrapRoutes:
 
     def __init__(
         self,
-        machine: Machine,
+        machine: ProbedMachine,
         arch: Arch,
         profile: Profile,
         table: ProbeTable,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import monotonic_ns
@@ -27,6 +28,35 @@ def compare_loops(va: int, text: bytes, cells: int) -> Iterator[range]:
         if opcode == _JNE:
             yield range(va + end - (256 - distance), va + end)
         at = text.find(exchange, end)
+
+
+class GuestClock(ABC):
+    """A guest's time as handlers and tracing read it; nanoseconds since boot."""
+
+    def __init__(self) -> None:
+        self._is_held = False
+
+    @property
+    @abstractmethod
+    def is_virtual(self) -> bool:
+        """Whether only runs of the guest move it on."""
+
+    @abstractmethod
+    def now_ns(self) -> int:
+        """Never less than what the guest has read."""
+
+    @abstractmethod
+    def read_ns(self) -> int:
+        """A reading as the guest itself makes one: time moves on by it, unless it is held."""
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Readings within the block leave the time as it is."""
+        self._is_held = True
+        try:
+            yield
+        finally:
+            self._is_held = False
 
 
 class Clock(Protocol):
@@ -101,15 +131,15 @@ class VirtualClock:
         self._cells[_NOW] = (self._cells[_NOW] + ns) & _U64
 
 
-class MachineClock:
+class MachineClock(GuestClock):
     """The machine's clock, over the guest's two u64 cells; what it follows can be changed.
 
     Raises: ValueError: as `select`.
     """
 
     def __init__(self, cells: memoryview, kind: str, seed: int) -> None:
+        super().__init__()
         self._cells = cells
-        self._is_held = False
         self.select(kind, seed)
 
     def select(self, kind: str, seed: int) -> None:
@@ -126,7 +156,6 @@ class MachineClock:
 
     @property
     def is_virtual(self) -> bool:
-        """Whether only runs of the guest move it on."""
         return self.kind == "virtual"
 
     @property
@@ -137,17 +166,7 @@ class MachineClock:
         return self._source.now_ns()
 
     def read_ns(self) -> int:
-        """A reading as the guest itself makes one: time moves on by it, unless it is held."""
         return int(self._cells[_NOW]) if self._is_held else self._source.read_ns()
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Readings within the block leave the time as it is."""
-        self._is_held = True
-        try:
-            yield
-        finally:
-            self._is_held = False
 
     def advance(self, ns: int) -> None:
         self._source.advance(ns)

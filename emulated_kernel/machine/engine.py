@@ -7,6 +7,7 @@ import importlib.util
 import mmap
 import os
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -71,7 +72,19 @@ def library_release() -> int:
     return int(ctypes.PyDLL(_library_path()).uc_version(None, None))
 
 
-class Engine:
+class CodeCache(ABC):
+    """Translated code, which has to be dropped where text changes."""
+
+    @abstractmethod
+    def remove_cache(self, start: int, end: int) -> None:
+        """Forget code translated from virtual addresses [start, end), which must lie in one page."""
+
+    @abstractmethod
+    def flush_code(self) -> None:
+        """Forget all translated code."""
+
+
+class Engine(CodeCache):
     """One uc_engine; every method is a single library call.
 
     Calls that are short keep the GIL (PyDLL, no release and reacquire); `start` releases it, so that other
@@ -224,11 +237,9 @@ class Engine:
             self.flush_code()
 
     def remove_cache(self, start: int, end: int) -> None:
-        """Forget code translated from virtual addresses [start, end), which must lie in one page."""
         self._remove_cache(self.handle, _CTL_REMOVE_CACHE, start, end)
 
     def flush_code(self) -> None:
-        """Forget all translated code."""
         self._ctl(self.handle, _CTL_FLUSH_TB)
 
     def flush_tlb(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from emulated_kernel.image.image import KernelImage
 from emulated_kernel.image.modules import Module
@@ -11,7 +11,23 @@ from emulated_kernel.machine.guest_info import CpuInfo, MemoryInfo, Message, Mod
 from emulated_kernel.machine.machine import Machine
 
 
-class GuestKernel(ABC):
+class StandingTasks(ABC):
+    """The tasks of a kernel that stands still, and where each of them will go on."""
+
+    @abstractmethod
+    def task_structs(self) -> Iterable[int]:
+        """Addresses of all tasks."""
+
+    @abstractmethod
+    def occupied(self, spans: Sequence[tuple[int, int]]) -> Collection[tuple[int, int]]:
+        """Which of the disjoint ranges [start, end) hold a CPU's ip or a return address on a task's stack."""
+
+    def is_quiescent(self, spans: Sequence[tuple[int, int]]) -> bool:
+        """Whether no CPU's ip and no return address on a task's stack is in any of the ranges."""
+        return not self.occupied(spans)
+
+
+class GuestKernel(StandingTasks):
     """A kernel that has booted and stands still.
 
     What reads the guest's own structures raises KernelError EIO where it has corrupted them. Another make of
@@ -130,6 +146,9 @@ class GuestKernel(ABC):
     def tasks(self) -> list[TaskInfo]:
         """All tasks, the idle task first."""
 
+    def task_structs(self) -> Iterable[int]:
+        return (task.addr for task in self.tasks())
+
     @abstractmethod
     def cpus(self) -> list[CpuInfo]:
         """All CPUs, with what each of them runs."""
@@ -157,13 +176,3 @@ class GuestKernel(ABC):
     @abstractmethod
     def read_module(self, module: int) -> Module:
         """All of a struct module that is coming, its tables too. Raises: MemoryFault."""
-
-    # Quiescence
-
-    @abstractmethod
-    def occupied(self, spans: Sequence[tuple[int, int]]) -> Collection[tuple[int, int]]:
-        """Which of the disjoint ranges [start, end) hold a CPU's ip or a return address on a task's stack."""
-
-    def is_quiescent(self, spans: Sequence[tuple[int, int]]) -> bool:
-        """Whether no CPU's ip and no return address on a task's stack is in any of the ranges."""
-        return not self.occupied(spans)

@@ -18,11 +18,11 @@ from emulated_kernel.machine.clock import MachineClock, compare_loops
 from emulated_kernel.machine.cpu.registers import Regs, api_regs, fast_regs
 from emulated_kernel.machine.cpu.vcpu import VCpu
 from emulated_kernel.machine.engine import Engine
-from emulated_kernel.machine.interrupts.hooks import Breakpoints
 from emulated_kernel.machine.layout import USER_BUFFERS_SIZE
 from emulated_kernel.machine.memory.memory import Memory
 from emulated_kernel.machine.memory.record_memory import RecordMemory, extra_size
 from emulated_kernel.machine.memory.region import GuestPool
+from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.quantum import Quantum
 from emulated_kernel.machine.quirks import bench as quirks
 from emulated_kernel.machine.runner import Runner
@@ -37,7 +37,7 @@ _BOOT_LIMIT = 5.0
 """Seconds that booting may take, whatever the run budget."""
 
 
-class Machine:
+class Machine(ProbedMachine):
     """One emulated computer with a booted kernel, stopped at Hypercall.BOOTED when the constructor returns.
 
     Not thread-safe: one thread at a time runs or inspects it. While the guest runs, other Python threads run.
@@ -46,9 +46,12 @@ class Machine:
     GuestFault: the kernel stopped otherwise than booted.
     """
 
+    memory: Memory
+    clock: MachineClock
+
     def __init__(self, config: MachineConfig, image: KernelImage) -> None:
+        super().__init__()
         self.model = cpus.cpu_model(image.arch)
-        """The instruction set and the memory map that this machine has."""
         self.config = config
         self.image = image
         self._quantum: Quantum | None = None
@@ -92,27 +95,19 @@ class Machine:
         self.regs: Regs = api_regs(cpu, engine) if found is None else fast_regs(cpu, engine, found)
         self._resources.callback(self.regs.close)
         self.handler_time = HandlerTime()
-        self._hooks = cpus.trap_hooks(engine, cpu, self.regs, self.handler_time)
-        bench = quirks.Bench(engine, cpu, self.memory, self._hooks, self.regs, self._stack)
+        self.hooks = cpus.trap_hooks(engine, cpu, self.regs, self.handler_time)
+        bench = quirks.Bench(engine, cpu, self.memory, self.hooks, self.regs, self._stack)
         self.self_test = cpus.adapt(bench, found)
         """What the start-up self-test found, one entry a deviation of the library."""
         self.cpus = [VCpu(engine, cpu, number) for number in range(self.config.cpus)]
         self.cpu = 0
         """Number of the CPU that runs, and that `regs` and `deliver` are about; see `switch_to`."""
-        self.on_switch: list[Callable[[int], None]] = []
-        """Told the number of the CPU that is current from now on."""
-        self.interrupt_if: list[Callable[[], bool]] = []
-        """The current CPU takes an interrupt where it stands if all of these say so."""
-        self.in_handler: list[Callable[[int], bool]] = []
-        """Whether an ip lies in a handler in guest code, where a CPU may have written half a record."""
 
     def _build_devices(self) -> None:
         image, memory = self.image, self.memory
         lookup = image.kallsyms.lookup_name
         self.text = Text(self._engine, self.model, memory, self.config.cpus)
         cells = lookup("host_clock")
-        self.clock_loops: list[range] = []
-        """Text that reads the clock, and again if that has moved meanwhile."""
         for va, data, _, rights in image.segments:
             if rights & Prot.EXEC:
                 self.text.adopt(va, data)
@@ -129,13 +124,13 @@ class Machine:
         view = memory.view(cells, 16) if cells is not None else memoryview(bytearray(16))
         self.clock = MachineClock(view.cast("Q"), self.config.clock, self.config.seed)
         self._delivery = cpus.delivery(self._engine, self.model, memory, self.regs, image)
-        self._hooks.dispatch = self._deliver_or_stop
+        self.hooks.dispatch = self._deliver_or_stop
         self._runner = Runner(
             self._engine,
             self.model,
             memory,
             self.regs,
-            self._hooks,
+            self.hooks,
             clock=self.clock,
             stop=self._stop_run,
             handler_time=self.handler_time,
@@ -148,6 +143,7 @@ class Machine:
             return_pad=self._pad,
             stack_top=self._stack - self.model.room_above_call,
         )
+        self.on_leave = self.calls.on_leave
         self.call, self.execute, self.trap_of = self.calls.call, self.calls.execute, self.calls.trap_of
 
     def _boot(self) -> None:
@@ -165,14 +161,13 @@ class Machine:
         if trap.number != Hypercall.BOOTED:
             raise GuestFault(trap, self._panic_message(trap))
         self.per_cpu_bases = boot.per_cpu_bases(self.memory, self.image, self.config.cpus)
-        """Address of each CPU's per-CPU area."""
         if self.config.stale_fetch:
             self._stale = StaleFetch(
                 self.text, self.model.breakpoints, self.model.fetch_unit, self.config.seed
             )
             self.text.watcher = self._stale
         if self.config.quantum:
-            self._quantum = Quantum(self._engine, self._hooks, self.config.quantum, self.config.seed)
+            self._quantum = Quantum(self._engine, self.hooks, self.config.quantum, self.config.seed)
         self._cr2_offset = self.image.abi.get("percpu.host_cr2")
 
     def _panic_message(self, trap: Trap) -> str:
@@ -181,20 +176,6 @@ class Machine:
             if trap.number == Hypercall.PANIC:
                 return self.memory.read_cstring(trap.args[0], 200).decode("ascii", "replace")
         return ""
-
-    @property
-    def breakpoints(self) -> Breakpoints:
-        """Address of an int3 to its handler, which is called within the run with regs.ip behind the int3."""
-        return self._hooks.breakpoints
-
-    @property
-    def fault_hook(self) -> Callable[[Trap, Regs], bool] | None:
-        """Offered each exception (int3 without a handler too) before the guest gets it; True: dealt with."""
-        return self._hooks.fault_hook
-
-    @fault_hook.setter
-    def fault_hook(self, hook: Callable[[Trap, Regs], bool] | None) -> None:
-        self._hooks.fault_hook = hook
 
     @property
     def is_running(self) -> bool:
@@ -245,7 +226,6 @@ class Machine:
         return self._quantum is not None or self._engine.stops_between_blocks
 
     def preempt_if(self, may_end: Callable[[], bool]) -> None:
-        """Call `may_end` when the current CPU's quantum is used up; if false, one more instruction is run."""
         if self._quantum is not None:
             self._quantum.may_end.append(may_end)
 
@@ -266,7 +246,7 @@ class Machine:
     def _deliver_or_stop(self, trap: Trap) -> None:
         stop = self._delivery.deliver(trap)
         if stop is not None:
-            self._hooks.stop(stop)
+            self.hooks.stop(stop)
 
     def switch_to(self, number: int) -> None:
         """Make another CPU the current one; the one that was stays where it stands.
@@ -337,23 +317,12 @@ class Machine:
             trap = Trap(TrapKind.DOUBLE_FAULT, self.regs.ip, vector, error_code, cr2)
             raise GuestFault(trap) from fault
 
-    def raise_fault(self, fault: MemoryFault) -> None:
-        """Within a breakpoint handler: the instruction at regs.ip faults, as by an access of its own."""
-        present = self.memory.find(fault.address) is not None
-        trap = self.model.access_fault(self.regs.ip, fault.address, write=fault.write, present=present)
-        self._hooks.raise_exception(trap)
-
     def alloc_pages(self, size: int) -> int:
-        """Zeroed pages of the host's that the guest can read and write (ring buffers); a direct-map address.
-
-        Raises: HardwareError: none left.
-        """
         va = self.model.layout.direct_map + self.memory.host_pages.alloc(size)
         self.memory.write(va, bytes(loader.page_up(size)))
         return va
 
     def free_pages(self, va: int) -> None:
-        """Give back what `alloc_pages` returned. Raises: HardwareError: not allocated."""
         self.memory.host_pages.free(va - self.model.layout.direct_map)
 
     @property

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from emulated_kernel.image.kallsyms import Location, Symbol
-from emulated_kernel.image.modules import LiveImage
+from emulated_kernel.image.kallsyms import Kallsyms, Location, Symbol
 from emulated_kernel.kprobes.ftrace import FtraceSites
 from emulated_kernel.kprobes.return_hook.hook_sets import GRAPH_TRAMPOLINE, RETHOOK_TRAMPOLINE, HookSets
 
@@ -20,13 +19,13 @@ _REMEMBERED = 8192
 class KernelSymbols:
     """Names of addresses, and addresses of names."""
 
-    def __init__(self, image: LiveImage, hook_sets: HookSets, sites: FtraceSites | None) -> None:
-        self._kallsyms = image.kallsyms
-        self.lookup_name = image.kallsyms.lookup_name
+    def __init__(self, kallsyms: Kallsyms, hook_sets: HookSets, sites: FtraceSites | None) -> None:
+        self._kallsyms = kallsyms
+        self.lookup_name = kallsyms.lookup_name
         """The address of `NAME` or `MODULE:NAME`, or None. Mirrors: kallsyms_lookup_name (v6.1)."""
-        self.count_name = image.kallsyms.count_name
+        self.count_name = kallsyms.count_name
         """How many symbols, in the kernel and all modules, have a name."""
-        self.has_module = image.kallsyms.has_module
+        self.has_module = kallsyms.has_module
         """Whether a module of that name is loaded. Mirrors: find_module (v6.1)."""
         self.is_return_trampoline = hook_sets.first.trampoline.is_one
         """Whether it is where hooked functions return to. Mirrors: is_kretprobe_trampoline (v6.1)."""

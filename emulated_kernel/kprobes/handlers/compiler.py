@@ -20,7 +20,7 @@ from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.handlers.garbage import TextGarbage
 from emulated_kernel.kprobes.kprobe import AggregatorProbe, CompiledCode, Kprobe
 from emulated_kernel.kprobes.profile import Profile, Saving
-from emulated_kernel.machine.machine import Machine
+from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.traps.trap import HardwareError
 
 Placing = Callable[[HandlerCode, int], Detour]
@@ -32,7 +32,7 @@ class Compiler:
 
     def __init__(
         self,
-        machine: Machine,
+        machine: ProbedMachine,
         arch: Arch,
         profile: Profile,
         verdict: Verdict[Any],

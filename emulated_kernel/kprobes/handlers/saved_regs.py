@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from emulated_kernel.machine.memory.memory import Memory
+from emulated_kernel.machine.memory.guest_memory import GuestMemory
 
 _KEPT = 64
 
@@ -22,7 +22,7 @@ class SavedRegs:
 class SavedFrames:
     """Finds frames by address. Linux: the handler gets the same struct pt_regs by pointer."""
 
-    def __init__(self, memory: Memory, names: Sequence[str], word_size: int) -> None:
+    def __init__(self, memory: GuestMemory, names: Sequence[str], word_size: int) -> None:
         self._view = memory.view
         self._size = len(names) * word_size
         self._wide = word_size == 8

@@ -23,7 +23,7 @@ from emulated_kernel.arch.program.ops import (
 from emulated_kernel.kprobes.kinds.fprobe import CALLED, Fprobe
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.kprobe import Kprobe
-from emulated_kernel.machine.machine import Machine
+from emulated_kernel.machine.probed_machine import ProbedMachine
 
 _COUNT, _AT, _VALUE = 0, 1, 2
 _FIXED = 2
@@ -47,7 +47,7 @@ class HitRing:
     handful of loads and stores, so that it is the cheapest handler there is.
     """
 
-    def __init__(self, machine: Machine, arch: Arch, registers: Sequence[str], capacity: int) -> None:
+    def __init__(self, machine: ProbedMachine, arch: Arch, registers: Sequence[str], capacity: int) -> None:
         """Raises: ValueError (capacity is no power of 2, a register's name), HardwareError (no memory)."""
         if capacity < 1 or capacity & (capacity - 1):
             raise ValueError(f"{capacity} entries: take a power of 2")

@@ -16,7 +16,7 @@ from emulated_kernel.kprobes.ctlblk import KprobeCtlblk
 from emulated_kernel.kprobes.kprobe import Kprobe, PreHandler, Regs
 from emulated_kernel.kprobes.kprobes import Kprobes
 from emulated_kernel.machine.machine import Machine
-from emulated_kernel.machine.memory.memory import Memory
+from emulated_kernel.machine.memory.guest_memory import GuestMemory
 from emulated_kernel.machine.traps.trap import MemoryFault
 
 MAX_STACK_SIZE = 64
@@ -102,7 +102,7 @@ class _Mirror:
     Mirrors: arch/x86/kernel/kprobes/core.c:setjmp_pre_handler, longjmp_break_handler (v4.14).
     """
 
-    def __init__(self, entry: int, registers: Registers, memory: Memory, ctlblk: KprobeCtlblk) -> None:
+    def __init__(self, entry: int, registers: Registers, memory: GuestMemory, ctlblk: KprobeCtlblk) -> None:
         self._entry = entry
         self._registers = registers
         self._memory = memory

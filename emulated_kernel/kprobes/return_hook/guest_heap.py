@@ -111,8 +111,9 @@ _FORMATS = {4: "I", 8: "Q"}
 
 
 class TaskFields:
-    """Finds the fields by task. An image without them has one shadow stack for all that runs.
+    """Finds the fields by task; of tasks that have no room for them the host keeps them.
 
+    An image that doesn't say which task runs has one shadow stack for all.
     Mirrors: include/linux/sched.h:struct task_struct, rethooks, ret_stack, curr_ret_stack (v6.1).
     """
 
@@ -125,22 +126,21 @@ class TaskFields:
         self._currents: dict[int, memoryview] = {}
         """By per-CPU area."""
         self._offset = abi.get("task_struct.rethooks")
+        self._current_at = abi.get("percpu.current_task")
         self._current: memoryview | None = None
         self.cpu = 0
         """Number of the CPU that is the current one."""
-        if self._offset is None:
-            self._known[0] = self._words(memoryview(bytearray(self._size)))
-            return
-        offsets = [abi[f"task_struct.{name}"] - self._offset for name in _FIELDS]
-        assert offsets == [word_size * number for number in range(len(_FIELDS))], "they aren't in a row"
-        self._current_at = abi["percpu.current_task"]
-        self.look_from(0, abi["percpu.base"])
+        if self._offset is not None:
+            offsets = [abi[f"task_struct.{name}"] - self._offset for name in _FIELDS]
+            assert offsets == [word_size * number for number in range(len(_FIELDS))], "they aren't in a row"
+        if self._current_at is not None:
+            self.look_from(0, abi["percpu.base"])
 
     def look_from(self, cpu: int, area: int) -> None:
         """The CPU with this number and per-CPU area is the current one."""
         self.cpu = cpu
         current = self._currents.get(area)
-        if current is None and self._offset is not None:
+        if current is None and self._current_at is not None:
             current = self._words(self._memory.view(area + self._current_at, self._word_size))
             self._currents[area] = current
         self._current = current
@@ -156,9 +156,15 @@ class TaskFields:
         """The live words of a task, by RETHOOKS, RET_STACK and CURR_RET_STACK."""
         fields = self._known.get(task)
         if fields is None:
-            if len(self._known) >= _KEPT:
-                self._known.clear()
-            assert self._offset is not None, "there is one task only"
-            fields = self._words(self._memory.view(task + self._offset, self._size))
+            if self._offset is None:
+                fields = self._words(memoryview(bytearray(self._size)))
+            else:
+                if len(self._known) >= _KEPT:
+                    self._known.clear()
+                fields = self._words(self._memory.view(task + self._offset, self._size))
             self._known[task] = fields
         return fields
+
+    def ended(self, task: int) -> None:
+        """Its fields are those of no task any more."""
+        self._known.pop(task, None)

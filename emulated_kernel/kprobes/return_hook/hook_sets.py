@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 
+from emulated_kernel.arch.analysis.tables import ProbedTables
 from emulated_kernel.arch.base import Arch
-from emulated_kernel.image.image import KernelImage
 from emulated_kernel.kprobes.kprobes import Kprobes
 from emulated_kernel.kprobes.return_hook.hooks import ReturnHooks
 from emulated_kernel.kprobes.return_hook.ret_stack import RetStack
 from emulated_kernel.kprobes.return_hook.trampoline import Trampoline
 from emulated_kernel.kprobes.scheduler import Scheduler
-from emulated_kernel.machine.machine import Machine
+from emulated_kernel.machine.probed_machine import ProbedMachine
 
 RETHOOK_TRAMPOLINE, GRAPH_TRAMPOLINE = "arch_rethook_trampoline", "return_to_handler"
 COLD_PART = re.compile(r"\.cold(\.\d+)?$")
@@ -27,8 +27,8 @@ class HookSets:
 
     def __init__(
         self,
-        machine: Machine,
-        image: KernelImage,
+        machine: ProbedMachine,
+        abi: Mapping[str, int],
         arch: Arch,
         kprobes: Kprobes,
         scheduler: Scheduler,
@@ -41,7 +41,7 @@ class HookSets:
         self._make = partial(
             ReturnHooks,
             machine,
-            image,
+            abi,
             arch,
             profile.trampoline,
             kprobes.compiler,
@@ -51,7 +51,7 @@ class HookSets:
         )
         self.first = self._make(stack=chosen or profile.return_hook)
         self._graph: ReturnHooks | None = None
-        machine.calls.on_leave.append(self._abandon)
+        machine.on_leave.append(self._abandon)
         machine.preempt_if(lambda: not self.first.stack.is_locked)
         machine.on_switch.append(self._look_from)
 
@@ -98,7 +98,7 @@ class HookSets:
             hooks.abandon()
 
 
-def never_returning(image: KernelImage, arch: Arch) -> list[int]:
+def never_returning(image: ProbedTables, arch: Arch) -> list[int]:
     """Functions that switch stacks, and the cold parts of functions, which are jumped to.
 
     Linux: has only the first on its list, and damages the stack of a task that runs into a hooked cold part.

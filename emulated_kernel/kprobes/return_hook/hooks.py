@@ -10,7 +10,6 @@ from typing import Any
 
 from emulated_kernel.arch.base import Arch
 from emulated_kernel.errors import KernelError
-from emulated_kernel.image.image import KernelImage
 from emulated_kernel.kprobes.handlers.compiler import Compiler
 from emulated_kernel.kprobes.kprobe import Emit
 from emulated_kernel.kprobes.profile import TrampolineForm
@@ -26,7 +25,7 @@ from emulated_kernel.kprobes.return_hook.stack_code import StackCode, TaskOffset
 from emulated_kernel.kprobes.return_hook.trampoline import Trampoline
 from emulated_kernel.kprobes.scheduler import Scheduler
 from emulated_kernel.lock import ControlLock
-from emulated_kernel.machine.machine import Machine
+from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.traps.trap import MemoryFault
 
 _log = logging.getLogger(__name__)
@@ -53,8 +52,8 @@ class ReturnHooks:
 
     def __init__(
         self,
-        machine: Machine,
-        image: KernelImage,
+        machine: ProbedMachine,
+        abi: Mapping[str, int],
         arch: Arch,
         form: TrampolineForm,
         compiler: Compiler,
@@ -66,7 +65,7 @@ class ReturnHooks:
         """`stack` names the shadow stack; `sets` are all return hooks of the kernel, which these join."""
         self._machine = machine
         self._memory = machine.memory
-        self._abi = image.abi
+        self._abi = abi
         self._arch = arch
         self._compiler = compiler
         self._scheduler = scheduler
@@ -74,11 +73,11 @@ class ReturnHooks:
         self._sets = sets
         self._breakpoints = machine.breakpoints
         self._words = GuestHeap(machine, arch.word_size)
-        self._tasks = TaskFields(machine.memory, image.abi, arch.word_size)
+        self._tasks = TaskFields(machine.memory, abi, arch.word_size)
         self._hooks: dict[int, ReturnHook] = {}
         self._removed: dict[int, ReturnHook] = {}
         """Those of them that may still have calls pending."""
-        self.trampoline = Trampoline(machine, image.abi, arch, form, self._returned)
+        self.trampoline = Trampoline(machine, abi, arch, form, self._returned)
         self._has_traps = False
         self.stack = self._make_stack(stack)
         self.native = self._make_native()
@@ -93,7 +92,7 @@ class ReturnHooks:
         except KeyError:
             known = ", ".join(SHADOW_STACKS)
             raise KernelError(errno.EINVAL, f"no return hook {name}; there are {known}") from None
-        return kind(self._words, self._tasks, self._machine.config.cpus)
+        return kind(self._words, self._tasks, len(self._machine.per_cpu_bases))
 
     def return_hooks(self) -> list[str]:
         """Names that `select_return_hook` takes."""
@@ -315,6 +314,7 @@ class ReturnHooks:
         """A task has ended: its pending calls never return."""
         for address in self.stack.flush(task):
             self._count_flushed(address)
+        self._tasks.ended(task)
 
     def _count_flushed(self, address: int) -> None:
         hook = self._hooks.get(address) or self._removed.get(address)

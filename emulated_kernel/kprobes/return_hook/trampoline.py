@@ -10,7 +10,7 @@ from emulated_kernel.arch.base import Arch
 from emulated_kernel.kprobes.handlers.saved_regs import SavedFrames
 from emulated_kernel.kprobes.kprobe import CompiledCode
 from emulated_kernel.kprobes.profile import TrampolineForm
-from emulated_kernel.machine.machine import Machine
+from emulated_kernel.machine.probed_machine import ProbedMachine
 
 Returned = Callable[[Any, int], int]
 """(registers, frame) -> the address to go on at; the frame is that of Pending."""
@@ -20,7 +20,12 @@ class Trampoline:
     """One for all hooked functions; it is made when the first one is hooked, and stays."""
 
     def __init__(
-        self, machine: Machine, abi: Mapping[str, int], arch: Arch, form: TrampolineForm, returned: Returned
+        self,
+        machine: ProbedMachine,
+        abi: Mapping[str, int],
+        arch: Arch,
+        form: TrampolineForm,
+        returned: Returned,
     ) -> None:
         self._machine = machine
         self._memory = machine.memory

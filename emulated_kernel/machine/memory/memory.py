@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import mmap
-import struct
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from emulated_kernel.abi import PAGE_SIZE, Prot
+from emulated_kernel.machine.memory.guest_memory import GuestMemory
 from emulated_kernel.machine.memory.paging import PageTables
 from emulated_kernel.machine.memory.pool import UnitPool
 from emulated_kernel.machine.traps.trap import MemoryFault
-
-_U16, _U32, _U64 = struct.Struct("<H"), struct.Struct("<I"), struct.Struct("<Q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +24,7 @@ class MappedRange:
     prot: Prot
 
 
-class Memory:
+class Memory(GuestMemory):
     """RAM at physical 0 behind page tables; `read` and `write` take virtual addresses.
 
     `host_pages` are the physical pages at the top of RAM that the guest's memory map leaves out. Behind RAM,
@@ -43,13 +41,10 @@ class Memory:
         extra_size: int = 0,
     ) -> None:
         """`on_remap` is called after a mapping was changed or removed, to flush the TLB."""
-        self.word_size = word_size
-        """Bytes of a pointer and of `unsigned long`."""
-        self._word = _U64 if word_size == 8 else _U32
+        super().__init__(word_size)
         self.ram_size = ram_size
         flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
         self.ram = mmap.mmap(-1, ram_size + extra_size, flags=flags)
-        """All physical memory."""
         self.host_pages = UnitPool(ram_size - host_size, host_size, PAGE_SIZE)
         self.tables = tables(self.ram, self.host_pages)
         self._on_remap = on_remap
@@ -125,6 +120,9 @@ class Memory:
         i = bisect_right(self._starts, va) - 1
         return self._ranges[i] if i >= 0 and va < self._ends[i] else None
 
+    def is_mapped(self, va: int) -> bool:
+        return self.find(va) is not None
+
     def translate(self, va: int) -> int:
         """Physical address of `va`. Raises: MemoryFault: not mapped."""
         i = bisect_right(self._starts, va) - 1
@@ -199,39 +197,3 @@ class Memory:
             raise MemoryFault(va, "not writable in one piece")
         pa = where.pa + va - where.start
         return memoryview(self.ram)[pa : pa + size]
-
-    def read_u32(self, va: int) -> int:
-        """A little-endian 32-bit number. Raises MemoryFault."""
-        return int(_U32.unpack(self.read(va, 4))[0])
-
-    def read_u64(self, va: int) -> int:
-        """A little-endian 64-bit number. Raises MemoryFault."""
-        return int(_U64.unpack(self.read(va, 8))[0])
-
-    def read_word(self, va: int) -> int:
-        """A pointer or an `unsigned long`. Raises MemoryFault."""
-        return int(self._word.unpack(self.read(va, self.word_size))[0])
-
-    def write_word(self, va: int, value: int) -> None:
-        """Store a pointer or an `unsigned long`. Raises MemoryFault."""
-        self.write(va, (value & (1 << 8 * self.word_size) - 1).to_bytes(self.word_size, "little"))
-
-    def write_u32(self, va: int, value: int) -> None:
-        """Store a 32-bit number. Raises MemoryFault."""
-        self.write(va, _U32.pack(value & 0xFFFFFFFF))
-
-    def read_cstring(self, va: int, limit: int = PAGE_SIZE) -> bytes:
-        """Bytes up to a NUL (not included) or up to `limit`, whatever comes first.
-
-        Raises: MemoryFault: unmapped memory comes before the NUL and the limit.
-        """
-        parts: list[bytes] = []
-        while limit > 0:
-            size = min(limit, PAGE_SIZE - va % PAGE_SIZE)
-            head, nul, _ = self.read(va, size).partition(b"\0")
-            parts.append(head)
-            if nul:
-                break
-            va += size
-            limit -= size
-        return b"".join(parts)

@@ -25,10 +25,11 @@ class PageTables(ABC):
     page_step: int = PAGE_SIZE
     """What the entries of neighbouring pages differ by."""
 
-    def __init__(self, ram: mmap.mmap, pool: UnitPool) -> None:
+    def __init__(self, ram: mmap.mmap, pool: UnitPool, root: int | None = None) -> None:
+        """`root`: physical address of tables that are there already; none makes new ones."""
         self._ram = ram
         self._pool = pool
-        self.root = self._new_table()
+        self.root = self._new_table() if root is None else root
 
     @abstractmethod
     def leaf(self, pa: int, prot: Prot, large: bool) -> int:

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from emulated_kernel.abi import PAGE_SIZE, Prot
 from emulated_kernel.machine.layout import MemoryLayout
-from emulated_kernel.machine.memory.memory import Memory
+from emulated_kernel.machine.memory.guest_memory import GuestMemory
 from emulated_kernel.machine.memory.pool import UnitPool
 
 CELL_UNIT = 8
@@ -28,7 +28,11 @@ class RecordMemory:
     """
 
     def __init__(
-        self, memory: Memory, layout: MemoryLayout, abi: Mapping[str, int], bases: Callable[[], Sequence[int]]
+        self,
+        memory: GuestMemory,
+        layout: MemoryLayout,
+        abi: Mapping[str, int],
+        bases: Callable[[], Sequence[int]],
     ) -> None:
         """`memory` has extra_size(layout) bytes behind its RAM; `bases` are those of the CPUs.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from emulated_kernel.abi import Prot
-from emulated_kernel.machine.memory.memory import Memory
+from emulated_kernel.machine.memory.guest_memory import GuestMemory
 from emulated_kernel.machine.memory.pool import UnitPool
 from emulated_kernel.machine.traps.trap import HardwareError
 
@@ -16,7 +16,7 @@ class GuestPool:
     """Allocations of `unit` granularity in [base, base + size), backed by the host's physical pages."""
 
     def __init__(
-        self, memory: Memory, base: int, size: int, *, unit: int, prot: Prot, fill: bytes = b"\0"
+        self, memory: GuestMemory, base: int, size: int, *, unit: int, prot: Prot, fill: bytes = b"\0"
     ) -> None:
         self._memory = memory
         self._pool = UnitPool(base, size, unit)

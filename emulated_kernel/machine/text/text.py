@@ -8,9 +8,9 @@ from typing import Protocol
 
 from emulated_kernel.abi import PAGE_SIZE, Prot
 from emulated_kernel.machine.cpu.model import CpuModel
-from emulated_kernel.machine.engine import Engine
+from emulated_kernel.machine.engine import CodeCache
 from emulated_kernel.machine.layout import TEXT_SPACE_SIZE
-from emulated_kernel.machine.memory.memory import Memory
+from emulated_kernel.machine.memory.guest_memory import GuestMemory
 from emulated_kernel.machine.memory.region import GuestPool
 from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault
 
@@ -36,7 +36,7 @@ class Text:
     is a ledger kept; insn slots and detour buffers are the host's own and have no original.
     """
 
-    def __init__(self, engine: Engine, cpu: CpuModel, memory: Memory, cpus: int) -> None:
+    def __init__(self, engine: CodeCache, cpu: CpuModel, memory: GuestMemory, cpus: int) -> None:
         self._engine = engine
         self._filler = cpu.filler
         self._memory = memory

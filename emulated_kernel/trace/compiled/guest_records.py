@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from emulated_kernel.machine.clock import MachineClock
+from emulated_kernel.machine.clock import GuestClock
 from emulated_kernel.machine.memory.record_memory import RecordMemory
 from emulated_kernel.machine.traps.trap import HardwareError
 from emulated_kernel.trace.compiled.places import SCRATCH_SIZE, GuestPlaces, HitCounter
@@ -20,9 +20,7 @@ _NO_PID = 0xFFFFFFFF
 class GuestRecords:
     """Gives out the memory, and answers the calls of compiled handlers."""
 
-    def __init__(
-        self, cells: RecordMemory, tasks: Tasks, cmdlines: SavedCmdlines, clock: MachineClock
-    ) -> None:
+    def __init__(self, cells: RecordMemory, tasks: Tasks, cmdlines: SavedCmdlines, clock: GuestClock) -> None:
         self._cells = cells
         self.tasks = tasks
         self._cmdlines = cmdlines
@@ -73,11 +71,12 @@ class GuestRecords:
         abi: Mapping[str, int],
         interrupt_flag: tuple[str, int],
         breakpoint_context: tuple[int, int],
+        clock_step: Callable[[], int],
     ) -> GuestPlaces:
         """All that compiled handlers need to know of this guest."""
         return GuestPlaces(
             clock=abi["host_clock"],
-            clock_step=lambda: self._clock.step_ns,
+            clock_step=clock_step,
             this_cpu_off=abi["percpu.this_cpu_off"],
             cpu_number=abi["percpu.cpu_number"],
             current_task=abi["percpu.current_task"],

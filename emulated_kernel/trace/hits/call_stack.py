@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 
 from emulated_kernel.arch.analysis.frames import ALIGNED, CFA, IP, Frame, FunctionFrames
 from emulated_kernel.arch.base import Arch
-from emulated_kernel.image.modules import LiveImage
 from emulated_kernel.kprobes.kprobes import Kprobes
 from emulated_kernel.kprobes.return_hook.hook_sets import HookSets
-from emulated_kernel.machine.memory.memory import Memory
+from emulated_kernel.machine.memory.guest_memory import GuestMemory
 from emulated_kernel.machine.traps.trap import MemoryFault
 from emulated_kernel.trace.hits.function_frames import FrameTables
 from emulated_kernel.trace.symbols import KernelSymbols
@@ -52,9 +51,9 @@ class CallStack:
 
     def __init__(
         self,
-        memory: Memory,
+        memory: GuestMemory,
         tables: FrameTables,
-        image: LiveImage,
+        abi: Mapping[str, int],
         symbols: KernelSymbols,
         arch: Arch,
         hook_sets: HookSets,
@@ -62,7 +61,7 @@ class CallStack:
     ) -> None:
         self._memory = memory
         self._tables = tables
-        self._image = image
+        self._abi = abi
         self._symbols = symbols
         self._arch = arch
         self._real = hook_sets.real_return_address
@@ -96,7 +95,7 @@ class CallStack:
         Linux goes on by frame pointers, of which the guest's user mode has none.
         Mirrors: arch/x86/kernel/stacktrace.c:arch_stack_walk_user (v6.1).
         """
-        abi, arch = self._image.core.abi, self._arch
+        abi, arch = self._abi, self._arch
         top = self._memory.read_word(task + abi["task_struct.stack"]) + abi["thread.size"]
         below = len(arch.pt_regs) - arch.pt_regs.index(arch.registers.ip)
         ip = self._memory.read_word(top - below * arch.word_size)

@@ -11,9 +11,9 @@ from dataclasses import replace
 from functools import cached_property, partial
 
 from emulated_kernel.arch.analysis.frames import CFA, IP, Frame, FunctionFrames, find_frames
+from emulated_kernel.arch.analysis.tables import ProbedTables
 from emulated_kernel.arch.base import Arch
 from emulated_kernel.image.kallsyms import Symbol
-from emulated_kernel.image.modules import LiveImage
 from emulated_kernel.kprobes.return_hook.hook_sets import COLD_PART, HookSets
 from emulated_kernel.kprobes.return_hook.trampoline import Trampoline
 from emulated_kernel.machine.text.text import Text
@@ -24,7 +24,7 @@ class FrameTables:
     """The frames of functions by their symbols; forgotten when symbols change."""
 
     def __init__(
-        self, text: Text, image: LiveImage, symbols: KernelSymbols, arch: Arch, hook_sets: HookSets
+        self, text: Text, image: ProbedTables, symbols: KernelSymbols, arch: Arch, hook_sets: HookSets
     ) -> None:
         self._text = text
         self._image = image
@@ -120,10 +120,10 @@ class FrameTables:
     def _ways(self) -> Mapping[int, Sequence[int]]:
         """Where instructions lead besides: by a jump label that is on, by a fixup."""
         ways: dict[int, list[int]] = {}
-        for label in self._image.jump_labels:
-            ways.setdefault(label.code, []).append(label.target)
-        for entry in self._image.ex_table:
-            ways.setdefault(entry.insn, []).append(entry.fixup)
+        for code, target, _ in self._image.jump_labels:
+            ways.setdefault(code, []).append(target)
+        for insn, fixup in self._image.ex_table:
+            ways.setdefault(insn, []).append(fixup)
         return ways
 
     @cached_property

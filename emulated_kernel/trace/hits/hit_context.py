@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from emulated_kernel.kprobes.ctlblk import KprobeCtlblk
-from emulated_kernel.machine.memory.memory import Memory
+from emulated_kernel.machine.memory.guest_memory import GuestMemory
 from emulated_kernel.trace.ring.trace_entry import EntryFlag
 
 SOFTIRQ_SERVED = 1 << 8
@@ -25,7 +25,7 @@ class HitContext:
     def __init__(
         self,
         ctlblk: KprobeCtlblk,
-        memory: Memory,
+        memory: GuestMemory,
         abi: Mapping[str, int],
         interrupt_flag: tuple[str, int],
         areas: Sequence[int],
@@ -54,12 +54,15 @@ class HitContext:
             return self.breakpoint_trace_ctx
         return self.trace_ctx(regs)
 
+    def resched_flags(self) -> int:
+        """Whether the current task is asked to give the CPU up."""
+        return int(EntryFlag.NEED_RESCHED | EntryFlag.PREEMPT_RESCHED) if self._need_resched[0] else 0
+
     def trace_ctx(self, regs: Any) -> tuple[int, int]:
         """The same for the current context, with no probe's hit to account for."""
         count = int(self._count[0])
         flags = 0 if getattr(regs, self._flags) & self._interrupts else int(EntryFlag.IRQS_OFF)
-        if self._need_resched[0]:
-            flags |= EntryFlag.NEED_RESCHED | EntryFlag.PREEMPT_RESCHED
+        flags |= self.resched_flags()
         if count & self._hardirq:
             flags |= EntryFlag.HARDIRQ
         if count & SOFTIRQ_SERVED:
@@ -69,5 +72,5 @@ class HitContext:
         return flags, count & _COUNT_MASK
 
 
-def _variable(memory: Memory, abi: Mapping[str, int], area: int, name: str) -> memoryview:
+def _variable(memory: GuestMemory, abi: Mapping[str, int], area: int, name: str) -> memoryview:
     return memory.view(area + abi[f"percpu.{name}"], 4).cast("I")

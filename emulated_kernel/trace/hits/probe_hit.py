@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from emulated_kernel.machine.machine import Machine
-from emulated_kernel.machine.memory.memory import Memory
+from emulated_kernel.machine.memory.guest_memory import GuestMemory
+from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.traps.trap import MemoryFault
 
 
@@ -26,7 +26,7 @@ class TaskContext:
 class Tasks:
     """Reads the current task of the guest: pid and name, for records and $comm."""
 
-    def __init__(self, machine: Machine, abi: Mapping[str, int]) -> None:
+    def __init__(self, machine: ProbedMachine, abi: Mapping[str, int]) -> None:
         memory = machine.memory
         self._machine = machine
         self._memory = memory
@@ -62,7 +62,7 @@ class Tasks:
 class ProbeHit:
     """The hit being handled; one object, valid during the call."""
 
-    def __init__(self, memory: Memory, tasks: Tasks, context: Callable[[Any], tuple[int, int]]) -> None:
+    def __init__(self, memory: GuestMemory, tasks: Tasks, context: Callable[[Any], tuple[int, int]]) -> None:
         """`context` gives common_flags and common_preempt_count of a hit with these registers."""
         self.return_address = 0
         """Of a return probe: where the function returns to."""

@@ -44,8 +44,8 @@ class ProbeEngine:
     fprobes: Fprobes
     hit: ProbeHit
     """Filled in at each hit."""
-    places: GuestPlaces
-    """For handlers in guest code."""
+    places: GuestPlaces | None
+    """For handlers in guest code; None where all are Python's."""
 
 
 @dataclass(eq=False, slots=True)
@@ -322,7 +322,7 @@ class TraceKprobe(TraceProbe):
     def emit(self, builder: ProgramBuilder, way: HitWay) -> bool:
         """Add what hit() does to guest code; False, with nothing added, where it takes Python."""
         engine = self.engine
-        if not self.address:
+        if not self.address or engine.places is None:
             return False
         compiled = compiled_event(self.event, self.is_return, self.args, engine.arch)
         self._counter = self._counter or engine.places.new_counter()

@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from emulated_kernel.arch.analysis.tables import ProbedTables
 from emulated_kernel.arch.base import Arch
 from emulated_kernel.errors import KernelError
-from emulated_kernel.image.image import KernelImage
 from emulated_kernel.kprobes.kprobes import Kprobes
 from emulated_kernel.kprobes.return_hook.hook import Instance, ReturnHook
 from emulated_kernel.kprobes.return_hook.hooks import ReturnHooks
@@ -127,7 +127,7 @@ class FunctionGraph(FilterWatcher):
         return entered
 
 
-def traceable_functions(image: KernelImage) -> dict[str, int]:
+def traceable_functions(image: ProbedTables) -> dict[str, int]:
     """Those that can be traced, by name, in the order of their addresses."""
     found = ((image.kallsyms.lookup(site), site) for site in sorted(image.mcount))
     return {where.symbol.name: site for where, site in found if where is not None}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from emulated_kernel.build import Parts
+from emulated_kernel.build import ProbedParts
 from emulated_kernel.kprobes.return_hook.hooks import ReturnHooks
 from emulated_kernel.vfs.core.node import Directory, Node, Owner
 from emulated_kernel.vfs.core.open_file import File
@@ -12,8 +12,11 @@ from emulated_kernel.vfs.trees.stats import stats_directory
 from emulated_kernel.vfs.trees.sysctl import kprobes_optimization
 
 
-def kprobes_directory(kernel: Parts, owner: Owner) -> Directory:
-    """list, enabled, blacklist as Linux has them; `optimization` stands for the sysctl; then our own."""
+def kprobes_directory(kernel: ProbedParts, owner: Owner, *, choosing: bool = True) -> Directory:
+    """list, enabled, blacklist as Linux has them; `optimization` stands for the sysctl; then our own.
+
+    `choosing`: the return hook can be chosen.
+    """
     kprobes, table = kernel.engine.kprobes, kernel.engine.kprobes.table
 
     def set_enabled(data: bytes) -> int:
@@ -31,7 +34,7 @@ def kprobes_directory(kernel: Parts, owner: Owner) -> Directory:
             "enabled": CommandFile(0o600, single(lambda: f"{not table.all_disarmed:d}\n"), set_enabled),
             "blacklist": SeqFile(0o400, listing(kprobes.blacklist_text)),
             **sysctl,
-            "return_hook": _return_hook_file(kernel.engine.kretprobes.hooks),
+            **({"return_hook": _return_hook_file(kernel.engine.kretprobes.hooks)} if choosing else {}),
             "stats": stats_directory(kernel, owner),
         },
     )

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 
 from emulated_kernel.arch.program.builder import HitWay
-from emulated_kernel.build import Parts
+from emulated_kernel.build import ProbedParts
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.kprobe import Kprobe
@@ -30,7 +30,7 @@ _GONE = "gone with its module"
 """Shown of a probe whose code was freed."""
 
 
-def stats_directory(kernel: Parts, owner: Owner) -> Directory:
+def stats_directory(kernel: ProbedParts, owner: Owner) -> Directory:
     """stats/<group>/<event>/...; `owner` may see addresses."""
     events = kernel.tracing.kprobe_events
     registry = events.registry
@@ -67,7 +67,7 @@ def stats_directory(kernel: Parts, owner: Owner) -> Directory:
 class _EventStats:
     """An event's files: counters are sums over its probes; of other things each probe has a line."""
 
-    def __init__(self, event: KprobeTraceEvent, kernel: Parts) -> None:
+    def __init__(self, event: KprobeTraceEvent, kernel: ProbedParts) -> None:
         self._event = event
         self._kernel = kernel
         self._kprobes = kernel.engine.kprobes
@@ -206,7 +206,8 @@ class _EventStats:
         if traps > 1:
             return f"{kprobe.cost.text(probe.hits)}, {traps} traps"
         way = HitWay.BREAKPOINT if head.code is None else HitWay.CALL if head.is_ftrace else HitWay.JUMP
-        cost = self._kernel.tracing.handler_costs.median_ns(probe, head, way)
+        costs = self._kernel.tracing.handler_costs
+        cost = None if costs is None else costs.median_ns(probe, head, way)
         text = f"hits {probe.hits}" + ("" if cost is None else f" median {cost:.1f} ns")
         return f"{text}, 1 trap" if traps else f"{text} in guest code"
 

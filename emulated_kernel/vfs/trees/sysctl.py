@@ -11,19 +11,21 @@ from emulated_kernel.vfs.core.parse import sysctl_int, sysctl_switch
 from emulated_kernel.vfs.core.seq import AttributeFile
 
 
-def sysctl_directory(kprobes: Kprobes, stack: StackTracer) -> Directory:
-    """debug/kprobes-optimization, where the kernel has what it switches, and kernel/stack_tracer_enabled."""
+def sysctl_directory(kprobes: Kprobes, stack: StackTracer | None) -> Directory:
+    """debug/kprobes-optimization, where the kernel has what they switch, and kernel/stack_tracer_enabled."""
     debug: dict[str, Node] = {}
     if kprobes.optimizer is not None:
         debug["kprobes-optimization"] = kprobes_optimization(kprobes, kprobes.optimizer)
-    stack_tracer = AttributeFile(
-        0o644, show=lambda: f"{stack.enabled}\n", store=lambda data: stack.enable(sysctl_int(data))
-    )
+    kernel: dict[str, Node] = {}
+    if stack is not None:
+        kernel["stack_tracer_enabled"] = AttributeFile(
+            0o644, show=lambda: f"{stack.enabled}\n", store=lambda data: stack.enable(sysctl_int(data))
+        )
     return Directory(
         0o555,
         {
             "debug": Directory(0o555, debug),
-            "kernel": Directory(0o555, {"stack_tracer_enabled": stack_tracer}),
+            "kernel": Directory(0o555, kernel),
         },
     )
 

@@ -52,9 +52,9 @@ def _top_files(trace: TraceParts) -> dict[str, Node]:
         "synthetic_events": _definitions_file(trace.synthetic_events),
         "uprobe_events": _definitions_file(uprobe_events),
         "uprobe_profile": SeqFile(READ_ONLY, listing(uprobe_events.profile_records)),
-        **_graph_files(trace.function_graph),
+        **({} if trace.function_graph is None else _graph_files(trace.function_graph)),
         **_profile_files(trace.function_profiler, arrays.top.array.cpus),
-        **_stack_files(trace.stack_tracer),
+        **({} if trace.stack_tracer is None else _stack_files(trace.stack_tracer)),
     }
 
 
@@ -78,7 +78,9 @@ def _graph_files(graph: GraphTracer) -> dict[str, Node]:
     }
 
 
-def _profile_files(profiler: FunctionProfiler, cpus: int) -> dict[str, Node]:
+def _profile_files(profiler: FunctionProfiler | None, cpus: int) -> dict[str, Node]:
+    if profiler is None:
+        return {}
     return {
         "function_profile_enabled": AttributeFile(
             READ_WRITE,
