@@ -298,7 +298,7 @@ def _add_machine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--image",
         metavar="FILE",
-        help="the kernel to run (default: our own); with --engine native a vmlinuz, vmlinux, .deb, or host",
+        help="the kernel to run (default: our own); a distribution's vmlinuz or .deb too, or host",
     )
     group.add_argument(
         "--engine",
@@ -608,12 +608,11 @@ def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
 
     from emulated_kernel.config import MachineConfig
     from emulated_kernel.image.linux.source import HOST
-    from kprobefs.options import NATIVE, MountOptions, check_engine, parsed_limits
+    from kprobefs.options import MountOptions, check_engine, parsed_limits
 
     image = None
     if parsed.image is not None:
-        is_host = parsed.image == HOST and parsed.engine == NATIVE
-        image = Path(parsed.image if is_host else os.path.abspath(parsed.image))
+        image = Path(HOST if parsed.image == HOST else os.path.abspath(parsed.image))
     limits, run_budget = parsed_limits(parsed.limit)
     machine = MachineConfig(
         arch=parsed.arch,
@@ -642,9 +641,9 @@ def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
 
 def _builder(options: MountOptions) -> Builder:
     """What makes the served kernel; one that takes seconds to boot has booted then."""
-    from kprobefs.options import NATIVE, build_kernel
+    from kprobefs.options import build_kernel, runs_linux
 
-    if options.engine == NATIVE:
+    if runs_linux(options):
         from kprobefs.native import prepare
 
         prepare(options)

@@ -1,4 +1,4 @@
-"""`--engine native`: a mount in which a distribution's own kernel answers."""
+"""A distribution's kernel as what is mounted: its own kprobes answer, or ours over its text."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from contextlib import contextmanager
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.host.mirror.processes import HostProcesses
+from emulated_kernel.image.linux.kernel import open_kernel
+from emulated_kernel.kprobes.profile import profile_named
+from emulated_kernel.linux.engine import LinuxEngine
+from emulated_kernel.linux.engine_mount import EngineMount
 from emulated_kernel.linux.linux_mount import LinuxMount
 from emulated_kernel.linux.start import ensure_cached, started
 from emulated_kernel.vfs.core.node import Owner
@@ -41,6 +45,16 @@ def native_mount(options: MountOptions) -> LinuxMount:
         tasks = started(image, options.machine.seed)
     owner = Owner(os.geteuid(), os.getegid())
     return LinuxMount(tasks, HostProcesses(), owner, is_tracefs=options.layout == "tracefs")
+
+
+def engine_mount(options: MountOptions) -> EngineMount:
+    """The mount of a kernel that has booted, which our engine probes. Raises: Failure."""
+    image = str(options.machine.image)
+    with _explained(image):
+        tasks, kernel = started(image, options.machine.seed), open_kernel(image)
+        engine = LinuxEngine(tasks, kernel, profile_named(options.machine.profile))
+    owner = Owner(os.geteuid(), os.getegid())
+    return EngineMount(engine, HostProcesses(), owner, is_tracefs=options.layout == "tracefs")
 
 
 @contextmanager

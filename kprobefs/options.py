@@ -29,6 +29,8 @@ LAYOUTS = ("full", "tracefs")
 ARCHITECTURES = ("x86_64", "i386", "riscv64", "riscv64i")
 CLOCKS = ("virtual", "real")
 PROFILES = tuple(profile.PROFILES)
+LINUX_PROFILES = ("linux-6.1", "linux-6.1-nopreempt")
+"""Those that our engine probes a distribution's kernel with."""
 RETURN_HOOKS = tuple(profile.RETURN_HOOKS)
 IMAGE_LIMIT = 1 << 30
 """Bytes. One with debug information has a few hundred MiB."""
@@ -51,7 +53,7 @@ class MountOptions:
     make_directory: bool = False
     """Make the directory where there is none."""
     engine: str = ENGINES[0]
-    """Whose kprobes answer: ours, or those of a distribution's kernel, which `machine.image` is then."""
+    """Whose kprobes answer: ours, or those of a distribution's kernel, if `machine.image` is one."""
     as_system: bool = False
     """Tools find it where they expect a tracefs, from which they splice."""
 
@@ -95,26 +97,42 @@ def parsed_limits(words: Sequence[str]) -> tuple[Limits, float]:
 
 def check_engine(options: MountOptions, *, is_limited: bool = False) -> None:
     """Raises: Failure where the engine and the kernel don't go together."""
-    image, arch = options.machine.image, options.machine.arch
+    machine = options.machine
+    if options.engine == NATIVE and options.clients_only:
+        raise Failure("--clients-only goes with our own engine alone", Exit.USAGE)
+    if options.engine == NATIVE and machine.image is None:
+        raise Failure("--engine native takes a kernel: --image vmlinuz, vmlinux, .deb or host", Exit.USAGE)
+    if not runs_linux(options):
+        return
+    if is_limited:
+        raise Failure("a distribution's kernel takes no --limit: it has limits of its own", Exit.USAGE)
+    if machine.arch != "x86_64" or machine.cpus != 1:
+        raise Failure("a distribution's kernel runs on one CPU, of x86_64", Exit.USAGE)
     if options.engine == NATIVE:
-        if options.clients_only:
-            raise Failure("--clients-only goes with our own engine alone", Exit.USAGE)
-        if image is None:
-            raise Failure(
-                "--engine native takes a kernel: --image vmlinuz, vmlinux, .deb or host", Exit.USAGE
-            )
-        if is_limited:
-            raise Failure("--engine native takes no --limit: that kernel has limits of its own", Exit.USAGE)
-        if arch != "x86_64" or options.machine.cpus != 1:
-            raise Failure("--engine native runs kernels for x86_64, on one CPU", Exit.USAGE)
-    elif image is not None and _is_linux(image):
-        raise Failure(f"{image}: a distribution's kernel runs with --engine native alone", Exit.USAGE)
+        return
+    if machine.profile not in LINUX_PROFILES:
+        known = " and ".join(LINUX_PROFILES)
+        raise Failure(f"a distribution's kernel is probed with --profile {known} alone", Exit.USAGE)
+    if machine.clock != CLOCKS[0] or machine.return_hook is not None or machine.detour is not None:
+        raise Failure("a distribution's kernel takes no --clock real, --return-hook and --detour", Exit.USAGE)
+    if options.clients_only:
+        raise Failure("--clients-only goes with our own kernel alone", Exit.USAGE)
+
+
+def runs_linux(options: MountOptions) -> bool:
+    """Whether a distribution's kernel is mounted."""
+    image = options.machine.image
+    return options.engine == NATIVE or (image is not None and _is_linux(image))
 
 
 def _is_linux(image: Path) -> bool:
     """Whether it is a vmlinuz or a package; what else it is shows when it is loaded."""
     from emulated_kernel.image.linux.bzimage import is_bzimage
     from emulated_kernel.image.linux.deb import AR_MAGIC
+    from emulated_kernel.image.linux.source import HOST
+
+    if str(image) == HOST:
+        return True
 
     try:
         if not stat.S_ISREG(image.stat().st_mode):
@@ -130,10 +148,10 @@ def build_kernel(options: MountOptions) -> ServedMount:
     """Boot an emulated kernel; its files belong to the user who mounts. Raises: Failure."""
     import os
 
-    if options.engine == NATIVE:
-        from kprobefs.native import native_mount
+    if runs_linux(options):
+        from kprobefs.native import engine_mount, native_mount
 
-        return native_mount(options)
+        return native_mount(options) if options.engine == NATIVE else engine_mount(options)
     from emulated_kernel.host.mirror.clients_only import ClientsOnly
     from emulated_kernel.host.mirror.processes import HostProcesses
     from emulated_kernel.vfs.core.node import Owner

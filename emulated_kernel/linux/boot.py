@@ -17,9 +17,9 @@ from emulated_kernel.linux.machine import LinuxMachine
 from emulated_kernel.linux.pc import TSC_KHZ
 from emulated_kernel.machine.traps.trap import GuestFault
 
-RAM_SIZE = 128 << 20
-HOST_SIZE = 64 << 10
+HOST_SIZE = 64 << 20
 """At the end of RAM, which the guest isn't told of."""
+RAM_SIZE = (128 << 20) + HOST_SIZE
 COMMAND_LINE = (
     f"console=ttyS0 quiet nokaslr acpi=off nolapic noapic nosmp tsc_early_khz={TSC_KHZ} tsc=reliable "
     "no_timer_check panic=-1 initcall_blacklist=jent_mod_init"

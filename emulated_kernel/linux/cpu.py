@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from emulated_kernel.abi import Vector
 from emulated_kernel.linux.memory import LinuxMemory
@@ -102,6 +104,17 @@ class LinuxCpu:
         """CR3: the page tables that are in use."""
         return int(self._state.cr[3])
 
+    @contextmanager
+    def as_kernel(self) -> Iterator[None]:
+        """The CPU looks at memory with the kernel's rights meanwhile; it doesn't run."""
+        state = self._state
+        kept = state.hflags
+        state.hflags = kept & ~_CPL
+        try:
+            yield
+        finally:
+            state.hflags = kept
+
     def power_on(self, entry: int, stack: int, root: int, gdt: tuple[int, int]) -> None:
         """Long mode, paged, in the kernel, as its 64-bit boot protocol wants it.
 
@@ -163,6 +176,9 @@ class LinuxCpu:
             if trap.vector == Vector.PAGE_FAULT and self.privilege:
                 error |= _USER_ACCESS
         self.regs.ip = trap.address
+        if trap.vector == Vector.PAGE_FAULT:
+            # That of an access which the host made for the guest; else it is there already.
+            self._state.cr[2] = trap.cr2
         self.interrupt(trap.vector, error)
 
     def interrupt(self, vector: int, error_code: int | None = None) -> None:

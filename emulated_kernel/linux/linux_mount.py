@@ -58,12 +58,20 @@ class LinuxMount:
     All raise KernelError with the guest's errno; EIO when the guest has died.
     """
 
-    def __init__(self, tasks: LinuxTasks, watch: ProcessWatch, owner: Owner, *, is_tracefs: bool) -> None:
-        """`is_tracefs`: tracefs is the mount's root, and all that there is."""
+    def __init__(
+        self,
+        tasks: LinuxTasks,
+        watch: ProcessWatch,
+        owner: Owner,
+        *,
+        is_tracefs: bool,
+        lock: ControlLock | None = None,
+    ) -> None:
+        """`is_tracefs`: tracefs is the mount's root, and all that there is; `lock`: the control lock."""
         self._tasks = tasks
         self._owner = owner
         self._is_tracefs = is_tracefs
-        self._lock = ControlLock()
+        self._lock = lock or ControlLock()
         self._syscalls = LinuxSyscalls(tasks)
         self._clients = LinuxClients(tasks, watch, owner.uid)
         self._handles: dict[int, OpenLinuxFile] = {}
@@ -237,11 +245,15 @@ class LinuxMount:
         if flags & os.O_ACCMODE != os.O_RDONLY:
             raise KernelError(errno.EACCES)
         with self._guest():
-            machine = self._tasks.machine
-            if not machine.death:
-                with suppress(GuestFault):
-                    return self._syscalls.log()
-            return bytes(machine.pc.console) + f"{machine.death}\n".encode()
+            return self._log_text()
+
+    def _log_text(self) -> bytes:
+        """The kernel's log; when it has died, the end of its serial console and why."""
+        machine = self._tasks.machine
+        if not machine.death:
+            with suppress(GuestFault):
+                return self._syscalls.log()
+        return bytes(machine.pc.console) + f"{machine.death}\n".encode()
 
     def is_stream(self, handle: int) -> bool:
         """Whether lseek(2) on the handle has to answer ESPIPE."""

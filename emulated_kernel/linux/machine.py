@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable
+from contextlib import suppress
 from enum import Enum
 
 from emulated_kernel.abi import Vector
@@ -63,8 +64,8 @@ class LinuxMachine:
         error, in_flight = cells
         handler_time = HandlerTime()
         exceptions = LiveExceptionState(state + error, state + in_flight)
-        self._hooks = TrapHooks(engine, self.model, self.regs, exceptions, handler_time)
-        self._hooks.dispatch = self._exception
+        self.hooks = TrapHooks(engine, self.model, self.regs, exceptions, handler_time)
+        self.hooks.dispatch = self._exception
         self._at_stub = False
         self._is_text_stale = False
         self._watchdog = Watchdog(engine.stop, handler_time, budget)
@@ -125,7 +126,7 @@ class LinuxMachine:
     def _exception(self, trap: Trap) -> None:
         if trap.vector == Vector.GENERAL_PROTECTION and trap.address == STUB and self.cpu.privilege:
             self._at_stub = True
-            self._hooks.end_run()
+            self.hooks.end_run()
         else:
             self.cpu.raise_exception(trap)
 
@@ -160,7 +161,7 @@ class LinuxMachine:
                 error = self.engine.start(self.regs.ip)
             finally:
                 expired = self._watchdog.disarm()
-            self._hooks.check()
+            self.hooks.check()
             ip = self.regs.ip
             if expired:
                 # Unicorn: a store in flight at an asynchronous stop is done twice: there is no going on.
@@ -207,9 +208,10 @@ class LinuxMachine:
         raise GuestFault(Trap(TrapKind.FAULT, self.regs.ip), "it is idle for ever")
 
     def close(self) -> None:
-        """Free it all, RAM too."""
+        """Free it all; RAM goes with the last view of it."""
         self._watchdog.close()
         self.regs.close()
         self.engine.close()
         self.memory.close()
-        self.memory.ram.close()
+        with suppress(BufferError):
+            self.memory.ram.close()

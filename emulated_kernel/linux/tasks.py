@@ -8,7 +8,7 @@ system call is made that a probe could see.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from errno import EAGAIN, ESRCH
 
 from emulated_kernel.errors import KernelError
@@ -23,8 +23,10 @@ from emulated_kernel.machine.traps.trap import GuestFault, Trap, TrapKind
 
 _PLATFORM_IPI = 0xF7
 _INTERRUPTIBLE = 1
-_NEED_RESCHED = 1 << 3
-_THREAD_SIZE = 16 << 10
+NEED_RESCHED = 1 << 3
+THREAD_SIZE = 16 << 10
+THUNK_SIZE = 64 << 10
+"""Bytes of the host's memory that its code in the kernel takes, with page tables for it."""
 _PT_REGS = (
     "r15", "r14", "r13", "r12", "bp", "bx", "r11", "r10", "r9", "r8", "ax", "cx", "dx", "si", "di",
     "orig_ax", "ip",
@@ -94,8 +96,11 @@ class LinuxTasks:
         self._memory = machine.memory
         self._ram = machine.memory.ram
         self._by_address: dict[int, LinuxTask] = {}
-        self._per_cpu = self._word(facts.symbols["__per_cpu_offset"])
-        self._current = self._physical(self._per_cpu + facts.current_task)
+        self.per_cpu = self._word(facts.symbols["__per_cpu_offset"])
+        """Address of the CPU's area."""
+        self.current_cell = self.per_cpu + facts.current_task
+        """Where the address of the running task stands."""
+        self._current = self._physical(self.current_cell)
         self._cursor = self._physical(
             facts.symbols["init_pid_ns"] + facts.offsets["pid_namespace.idr.idr_next"]
         )
@@ -103,6 +108,10 @@ class LinuxTasks:
         machine.watch_reset(facts.symbols["emergency_restart"])
         self.init = self._adopt(self._memory.words[self._current >> 3])
         self.files = KernelFiles(machine, facts, self.init.address)
+        self.on_fork: list[Callable[[int, int], None]] = []
+        """Told the pids of parent and child."""
+        self.on_exit: list[Callable[[int], None]] = []
+        """Told the pid of a task that ends."""
         self.current: LinuxTask | None = self.init
         """Who stands at the stub; None: the CPU is idle, or between two of them."""
 
@@ -151,7 +160,7 @@ class LinuxTasks:
             self._physical(
                 self._word(self._word(address + offset["task_struct.mm"]) + offset["mm_struct.pgd"])
             ),
-            self._physical(stack + _THREAD_SIZE - 8 * _PT_REGS_WORDS),
+            self._physical(stack + THREAD_SIZE - 8 * _PT_REGS_WORDS),
             self._physical(address + offset["task_struct.__state"]),
             self._physical(address + offset["task_struct.thread_info.flags"]),
         )
@@ -184,6 +193,8 @@ class LinuxTasks:
         task = self._by_address.pop(self._memory.words[self._current >> 3], None)
         if task is not None:
             task.alive, task.pending, task.result = False, False, -ESRCH
+            for tell in self.on_exit:
+                tell(task.pid)
 
     def _run(self) -> LinuxTask | None:
         """Until a task is at the stub; None where the CPU is idle."""
@@ -206,7 +217,7 @@ class LinuxTasks:
         if task is not None:
             self._store("<I", task.state, _INTERRUPTIBLE)
             # The way back to user mode calls schedule().
-            self._memory.words[task.flags >> 3] |= _NEED_RESCHED
+            self._memory.words[task.flags >> 3] |= NEED_RESCHED
         self.machine.cpu.interrupt(_PLATFORM_IPI)
 
     def _begin(self, task: LinuxTask, ip: int, ax: int, arguments: tuple[int, ...], cx: int = 0) -> None:
@@ -275,6 +286,21 @@ class LinuxTasks:
             else:
                 self.machine.timer()
 
+    def bring(self, task: LinuxTask) -> None:
+        """Let it be the one that stands at the stub; what sleeps in a call stays where it is."""
+        if task is self.current or task.pending or not task.alive:
+            return
+        self.machine.check_alive()
+        self._switch(task)
+        for _ in range(_ROUNDS):
+            found = self._run()
+            if found is task:
+                return
+            if found is None:
+                self.machine.timer()
+            else:
+                self._switch(task)
+
     # Life
 
     def fork(self, parent: LinuxTask, pid: int) -> LinuxTask:
@@ -298,6 +324,8 @@ class LinuxTasks:
         if child is None:
             raise KernelError(-parent.result if parent.result < 0 else EAGAIN)
         child.owner, child.comm = parent.owner, parent.comm
+        for tell in self.on_fork:
+            tell(parent.pid, child.pid)
         return child
 
     def exit(self, task: LinuxTask) -> None:

@@ -71,10 +71,10 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
 
 
-def eventually(condition: object, message: str = "it never happened") -> None:
-    """Wait until a callable is true."""
+def eventually(condition: object, message: str = "it never happened", patience: float = PATIENCE) -> None:
+    """Wait until a callable is true, so many seconds at most."""
     assert callable(condition)
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + patience
     while not condition():
         assert time.monotonic() < deadline, message
         time.sleep(0.005)
@@ -137,7 +137,8 @@ def daemon(
         process = _start(program, ["mount", "-f", *options, str(directory)], log)
     try:
         with watched(process):
-            eventually(lambda: _answers(directory) or process.poll() is not None)
+            # A distribution's kernel takes seconds to be read.
+            eventually(lambda: _answers(directory) or process.poll() is not None, patience=WATCHDOG)
             assert process.poll() is None, log_file.read_text()
         with nullcontext() if is_shared else watched(process):
             yield Daemon(process, directory, log_file)

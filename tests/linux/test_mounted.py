@@ -40,6 +40,66 @@ grep -c 'Linux version' machine/dmesg
 """
 
 
+OURS = r"""
+set -e
+cd "$1"
+echo 'p:opened do_sys_openat2 path=+0(%si):ustring' > kprobe_events
+echo 'r:returned vfs_read size=$retval:s64' >> kprobe_events
+echo 'p:within vfs_read+5 size=%dx' >> kprobe_events
+(echo 'p:wrong no_such_function' >> kprobe_events) 2> /dev/null && exit 1
+grep -c 'Invalid probed address or symbol' tracing/error_log
+echo 1 > tracing/events/kprobes/enable
+echo hello > scratch/file
+for number in 1 2 3 4 5 6 7 8; do cat scratch/file > /dev/null; done
+awk '{ print $2, $3, $4 }' kprobes/list | sort
+cat kprobes/stats/kprobes/within/mode kprobes/stats/kprobes/within/hits > ../stats
+grep -c 'cat-[0-9]* .*opened: (do_sys_openat2+0x0/0x[0-9a-f]*) path="/scratch/file"' tracing/trace
+grep -c 'cat-[0-9]* .*returned: (ksys_read+0x[0-9a-f]*/0x[0-9a-f]* <- vfs_read) size=6$' tracing/trace
+echo mark > tracing/trace_marker
+grep -c 'sh-[0-9]* .*tracing_mark_write: mark' tracing/trace
+: > ../piped
+timeout 20 cat tracing/trace_pipe > ../piped &
+reader=$!
+until grep -q 'within: (vfs_read+0x5' ../piped; do cat scratch/file > /dev/null; done
+kill $reader
+echo 0 > tracing/events/enable
+echo > kprobe_events
+mv scratch/file tracing/trace 2> /dev/null && exit 1
+echo vfs_read > tracing/set_ftrace_filter
+echo function > tracing/current_tracer
+cat scratch/file > /dev/null
+echo nop > tracing/current_tracer
+grep -c 'Linux version' machine/dmesg
+"""
+
+
+def test_our_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KPROBEFS_RUNTIME_DIRECTORY", str(tmp_path / "runtime"))
+    directory = tmp_path / "mnt"
+    directory.mkdir()
+    with daemon(directory, "--image", str(debian_kernel.image()), program=REAL_PROGRAM) as mounted:
+        done = subprocess.run(
+            ["sh", "-c", OURS, "sh", str(directory)],
+            capture_output=True,
+            text=True,
+            timeout=50,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        error, *listed, opened, returned, marks, log = done.stdout.splitlines()
+        assert (error, marks, log) == ("1", "1", "1")
+        assert listed == [
+            "k do_sys_openat2+0x0 [FTRACE]",
+            "k vfs_read+0x5 [OPTIMIZED]",
+            "r vfs_read+0x0 [FTRACE]",
+        ]
+        assert (opened, returned) == ("8", "8")
+        mode, hits = (tmp_path / "stats").read_text().split()
+        assert mode == "optimized"
+        assert int(hits) >= 16
+        assert mounted.log.count("\n") <= 2
+
+
 def test_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KPROBEFS_RUNTIME_DIRECTORY", str(tmp_path / "runtime"))
     directory = tmp_path / "mnt"

@@ -87,6 +87,11 @@ class HookSets:
         for hooks in self._sets:
             yield (RETHOOK_TRAMPOLINE if hooks is self.first else GRAPH_TRAMPOLINE), hooks.trampoline
 
+    def task_ended(self, task: int) -> None:
+        """Its pending calls never return. For a kernel that doesn't say so itself."""
+        for hooks in self._sets:
+            hooks.flush(task)
+
     def _look_from(self, cpu: int) -> None:
         for hooks in self._sets:
             hooks.look_from(cpu)

@@ -1,0 +1,95 @@
+"""LinuxEngine: our kprobes over the text of a distribution's kernel that runs in the machine."""
+
+from __future__ import annotations
+
+import logging
+from copy import copy
+from dataclasses import replace
+
+from emulated_kernel.arch.x86.arch import X86_64
+from emulated_kernel.build import ProbedParts, ProbeRegistries
+from emulated_kernel.host.request_clock import RequestClock, RequestObserver
+from emulated_kernel.image.linux.kernel import LinuxKernel
+from emulated_kernel.kprobes.kinds.fprobe import Fprobes
+from emulated_kernel.kprobes.kinds.kretprobe import Kretprobes
+from emulated_kernel.kprobes.kprobes import Kprobes
+from emulated_kernel.kprobes.profile import DEFAULT, PROFILES, Profile
+from emulated_kernel.kprobes.return_hook.hook_sets import HookSets, never_returning
+from emulated_kernel.kprobes.scheduler import Scheduler
+from emulated_kernel.linux.kernel_stacks import KernelStacks
+from emulated_kernel.linux.linux_context import linux_abi
+from emulated_kernel.linux.probed_linux import ProbedLinux
+from emulated_kernel.linux.tasks import LinuxTasks
+from emulated_kernel.linux.tracing import linux_tracing
+from emulated_kernel.lock import ControlLock
+from emulated_kernel.trace.tracers.function_graph import traceable_functions
+
+log = logging.getLogger("kprobefs.linux")
+_TURN = 10_000
+"""Microseconds of the guest's time in which each task that wants to has run."""
+_TASK_ENDS = "do_task_dead"
+
+
+def as_running(kernel: LinuxKernel, tasks: LinuxTasks) -> LinuxKernel:
+    """The kernel with the text that it has made of its own by now."""
+    start, end = kernel.text
+    running = copy(kernel)
+    machine = tasks.machine
+    running.vmlinux = kernel.vmlinux.with_bytes(
+        start, machine.memory.read(machine.cpu.root, start, end - start)
+    )
+    return running
+
+
+class LinuxEngine:
+    """Probes of ours in that kernel: breakpoints, slots and detours are in its memory.
+
+    The guest's own breakpoints go their way: what we have a handler for is ours, all else the guest's.
+    Raises: KernelError ENOEXEC, ENOENT, ENODATA for a kernel whose structures aren't known.
+    """
+
+    def __init__(
+        self,
+        tasks: LinuxTasks,
+        kernel: LinuxKernel,
+        profile: Profile = PROFILES[DEFAULT],
+        lock: ControlLock | None = None,
+    ) -> None:
+        """`kernel`: the file that was booted."""
+        self.tasks = tasks
+        self.lock = lock or ControlLock()
+        self.kernel = running = as_running(kernel, tasks)
+        # Compiled handlers need a clock and a need_resched that guest code can read.
+        profile = replace(profile, compiled=False)
+        machine = self.machine = ProbedLinux(tasks, running)
+        arch, abi = X86_64(), linux_abi(running, tasks)
+        stacks = KernelStacks(running, tasks.machine, machine.memory, tasks.per_cpu, tasks.current_cell)
+        clock = RequestClock(machine.clock)
+        scheduler = Scheduler(stacks, clock.jiffies, lambda: tasks.idle(_TURN))
+        self.kprobes = kprobes = Kprobes(machine, running, arch, log.info, scheduler, self.lock, profile)
+        self._hook_sets = hook_sets = HookSets(machine, abi, arch, kprobes, scheduler, None)
+        kretprobes = Kretprobes(kprobes, hook_sets.first, cpus=1, blacklist=never_returning(running, arch))
+        fprobes = Fprobes(kprobes, kretprobes.hooks, arch, traceable_functions(running), cpus=1)
+        registries = ProbeRegistries(kprobes, None, kretprobes, hook_sets, fprobes)
+        tracing = linux_tracing(machine, running, arch, registries, abi, self.lock, log.info)
+        self.parts = ProbedParts(arch=arch, machine=machine, engine=registries, tracing=tracing)
+        self.requests = RequestObserver(clock, kprobes)
+        tasks.on_fork.append(tracing.arrays.forked)
+        tasks.on_exit.append(tracing.arrays.exited)
+        end = running.kallsyms.lookup_name(_TASK_ENDS)
+        if end is not None:
+            tasks.machine.call_at(end, self._task_ends)
+            tasks.machine.engine.flush_code()
+
+    def _task_ends(self) -> None:
+        """What it has pending never returns."""
+        self._hook_sets.task_ended(self.machine.memory.read_word(self.tasks.current_cell))
+
+    def request_begins(self) -> None:
+        """A process of the host asks for something: what was to be done later is done, if it is time."""
+        self.parts.tracing.guest_records.call_begins()
+        self.requests.request_begins()
+
+    def request_ended(self) -> None:
+        """Who waits for records is told, if there are some."""
+        self.parts.tracing.arrays.call_ended()

@@ -1,0 +1,50 @@
+"""LinuxClock: the time that the guest's own sched_clock() says, of which its log and our records tell."""
+
+from __future__ import annotations
+
+from struct import Struct
+
+from emulated_kernel.image.linux.kernel import LinuxKernel
+from emulated_kernel.image.linux.unusable import unusable
+from emulated_kernel.linux.pc import Pc
+from emulated_kernel.machine.clock import GuestClock
+from emulated_kernel.machine.memory.guest_memory import GuestMemory
+
+_MEMBERS = ("cyc2ns_mul", "cyc2ns_shift", "cyc2ns_offset")
+_MASK = (1 << 64) - 1
+
+
+class LinuxClock(GuestClock):
+    """Cycles as nanoseconds, by the numbers that the kernel itself uses.
+
+    Mirrors: arch/x86/kernel/tsc.c:cycles_2_ns (v6.1).
+    Raises: KernelError ENOEXEC, ENOENT, ENODATA for a kernel without them.
+    """
+
+    is_virtual = True
+
+    def __init__(self, pc: Pc, kernel: LinuxKernel, memory: GuestMemory, per_cpu: int) -> None:
+        super().__init__()
+        self._pc = pc
+        start = kernel.kallsyms.lookup_name("cyc2ns")
+        if start is None:
+            raise unusable("its symbols lack cyc2ns")
+        offset = kernel.btf.offset
+        at = [offset(f"cyc2ns_data.{name}") for name in _MEMBERS]
+        if at != [0, 4, 8]:
+            raise unusable("its clock isn't one that is known")
+        self._scale = Struct("<IIQ")
+        size = 2 * self._scale.size
+        self._scales = memory.view(per_cpu + start + offset("cyc2ns.data"), size)
+        self._version = memory.view(per_cpu + start + offset("cyc2ns.seq"), 4).cast("I")
+
+    def _ns(self, cycles: int) -> int:
+        """Of the two sets of numbers one is good while the other is written to."""
+        factor, shift, offset = self._scale.unpack_from(self._scales, self._version[0] % 2 * self._scale.size)
+        return int(offset + (cycles * factor >> shift) & _MASK)
+
+    def now_ns(self) -> int:
+        return self._ns(self._pc.tsc)
+
+    def read_ns(self) -> int:
+        return self._ns(self._pc.tsc if self._is_held else self._pc.read_tsc())

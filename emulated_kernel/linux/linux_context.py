@@ -1,0 +1,67 @@
+"""What records say of the context of a distribution's kernel, and where its structures have that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from emulated_kernel.arch.base import Arch
+from emulated_kernel.image.linux.kernel import LinuxKernel
+from emulated_kernel.image.linux.unusable import unusable
+from emulated_kernel.kprobes.ctlblk import KprobeCtlblk
+from emulated_kernel.linux.tasks import NEED_RESCHED, THREAD_SIZE, LinuxTasks
+from emulated_kernel.machine.probed_machine import ProbedMachine
+from emulated_kernel.trace.hits.hit_context import HitContext
+from emulated_kernel.trace.ring.trace_entry import EntryFlag
+
+_NOT_ASKED = 1 << 31
+"""PREEMPT_NEED_RESCHED, which is clear while the task is asked to give the CPU up."""
+_SOFTIRQ, _HARDIRQ = 0xFF00, 0xF0000
+_FIELDS = ("pid", "comm", "stack", "thread_info.flags")
+
+
+def linux_abi(kernel: LinuxKernel, tasks: LinuxTasks) -> dict[str, int]:
+    """By the names of our own image's table. Raises: KernelError ENOEXEC, ENOENT, ENODATA."""
+    count = kernel.kallsyms.lookup_name("__preempt_count")
+    if count is None:
+        # Since 6.2.
+        hot = kernel.kallsyms.lookup_name("pcpu_hot")
+        if hot is None:
+            raise unusable("its symbols lack __preempt_count and pcpu_hot")
+        count = hot + kernel.btf.offset("pcpu_hot.preempt_count")
+    return {
+        "percpu.base": tasks.per_cpu,
+        "percpu.current_task": tasks.current_cell - tasks.per_cpu,
+        "percpu.preempt_count": count,
+        "percpu.need_resched": count,
+        "preempt.hardirq_mask": _HARDIRQ,
+        "preempt.softirq_mask": _SOFTIRQ,
+        "thread.size": THREAD_SIZE,
+        **{f"task_struct.{name}": kernel.btf.offset(f"task_struct.{name}") for name in _FIELDS},
+    }
+
+
+class LinuxContext(HitContext):
+    """Whether the task is asked to give the CPU up stands in two places."""
+
+    def __init__(
+        self,
+        ctlblk: KprobeCtlblk,
+        machine: ProbedMachine,
+        abi: Mapping[str, int],
+        arch: Arch,
+        *,
+        preemption: bool,
+    ) -> None:
+        self._memory = machine.memory
+        self._current = machine.per_cpu_bases[0] + abi["percpu.current_task"]
+        self._task_flags = abi["task_struct.thread_info.flags"]
+        super().__init__(
+            ctlblk, machine.memory, abi, arch.interrupt_flag, machine.per_cpu_bases, preemption=preemption
+        )
+
+    def resched_flags(self) -> int:
+        task = self._memory.read_word(self._current)
+        flags = 0 if self._need_resched[0] & _NOT_ASKED else int(EntryFlag.PREEMPT_RESCHED)
+        if self._memory.read_u32(task + self._task_flags) & NEED_RESCHED:
+            flags |= EntryFlag.NEED_RESCHED
+        return flags

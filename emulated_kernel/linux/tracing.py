@@ -1,0 +1,107 @@
+"""Tracing over a distribution's kernel: what tracefs shows, but for what needs our own image."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+
+from emulated_kernel.arch.base import Arch
+from emulated_kernel.build import ProbeRegistries, TraceParts
+from emulated_kernel.image.linux.kernel import LinuxKernel
+from emulated_kernel.limits import Limits
+from emulated_kernel.linux.linux_context import LinuxContext
+from emulated_kernel.lock import ControlLock
+from emulated_kernel.machine.probed_machine import ProbedMachine
+from emulated_kernel.trace.array.system import TraceSystem
+from emulated_kernel.trace.compiled.guest_records import GuestRecords
+from emulated_kernel.trace.events.own_entries import own_events
+from emulated_kernel.trace.events.print_event import PrintEvent
+from emulated_kernel.trace.events.registry import EventRegistry
+from emulated_kernel.trace.hist.system import HistSystem
+from emulated_kernel.trace.hist.trigger import HistCommand
+from emulated_kernel.trace.hits.call_stack import CallStack
+from emulated_kernel.trace.hits.function_frames import FrameTables
+from emulated_kernel.trace.hits.probe_hit import ProbeHit, Tasks
+from emulated_kernel.trace.probes.dynamic_events import DynamicEvents, EventCommands
+from emulated_kernel.trace.probes.eprobe import EventProbes
+from emulated_kernel.trace.probes.kprobe_events import KprobeEvents
+from emulated_kernel.trace.probes.trace_kprobe import ProbeEngine
+from emulated_kernel.trace.probes.uprobe_events import UprobeEvents
+from emulated_kernel.trace.symbols import KernelSymbols
+from emulated_kernel.trace.synth.events import SyntheticEvents
+from emulated_kernel.trace.text.cmdlines import SavedCmdlines
+from emulated_kernel.trace.trace_arrays import TraceArrays
+from emulated_kernel.trace.tracers.call_sites import KernelFunctions
+
+
+def linux_tracing(
+    machine: ProbedMachine,
+    kernel: LinuxKernel,
+    arch: Arch,
+    engine: ProbeRegistries,
+    abi: Mapping[str, int],
+    lock: ControlLock,
+    printk: Callable[[str], None],
+) -> TraceParts:
+    """`kernel`: with its text as it runs; `printk`: a line of its log."""
+    kprobes, memory, limits = engine.kprobes, machine.memory, Limits()
+    registry, cmdlines = EventRegistry(), SavedCmdlines()
+    symbols = KernelSymbols(kernel.kallsyms, engine.hook_sets, kprobes.sites)
+    tasks = Tasks(machine, abi)
+    context = LinuxContext(kprobes.hits.ctlblk, machine, abi, arch, preemption=kprobes.profile.preemption)
+    records = GuestRecords(machine.records, tasks, cmdlines, machine.clock)
+    here = ProbeHit(memory, tasks, context.trace_ctx)
+    here.regs = machine.regs
+    markers = PrintEvent(arch.word_size)
+    for own in (markers, *own_events(arch.word_size)):
+        registry.add_own(own)
+    tables = FrameTables(machine.text, kernel, symbols, arch, engine.hook_sets)
+    system = TraceSystem(
+        cpus=len(machine.per_cpu_bases),
+        now_ns=machine.clock.read_ns,
+        events=registry,
+        symbols=symbols,
+        arch=arch,
+        tasks=tasks,
+        stack=CallStack(memory, tables, abi, symbols, arch, engine.hook_sets, kprobes),
+        here=here,
+        memory=records,
+        markers=markers,
+        cmdlines=cmdlines,
+        printk=printk,
+        release=kernel.release,
+    )
+    functions = KernelFunctions(
+        kprobes.sites, kernel.mcount, symbols, ProbeHit(memory, tasks, context.trace_ctx), arch.word_size
+    )
+    hists = HistCommand(HistSystem(registry, lambda number: _syscall_names(kernel).get(number)))
+    arrays = TraceArrays(system, hists, functions, machine.clock.now_ns, lock, limits)
+    commands = EventCommands(registry, arrays.top.errors, printk, limits)
+    hit = ProbeHit(memory, tasks, context.hit_trace_ctx)
+    probes = ProbeEngine(arch, symbols, kprobes, engine.kretprobes, engine.fprobes, hit, places=None)
+    kprobe_events = KprobeEvents(probes, commands)
+    synthetic_events = SyntheticEvents(commands, arch.word_size)
+    uprobe_events = UprobeEvents(arch, commands)
+    return TraceParts(
+        symbols=symbols,
+        system=system,
+        arrays=arrays,
+        functions=functions,
+        function_graph=None,
+        function_profiler=None,
+        stack_tracer=None,
+        guest_records=records,
+        handler_costs=None,
+        dynamic_events=DynamicEvents(
+            commands, kprobe_events, synthetic_events, uprobe_events, EventProbes(arch, symbols, commands)
+        ),
+        kprobe_events=kprobe_events,
+        fprobe_events=None,
+        synthetic_events=synthetic_events,
+        uprobe_events=uprobe_events,
+    )
+
+
+@cache
+def _syscall_names(kernel: LinuxKernel) -> Mapping[int, str]:
+    return {call.number: call.name for call in kernel.syscalls}
