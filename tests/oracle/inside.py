@@ -4,7 +4,8 @@
     inside.py IMAGE [--count N] [--seed N]
 
 Definitions, of which most are wrong, go to kprobe_events of both; probes on places of the kernel's own
-text are given to it, where our verdict over the same text is asked. Exits 1 if any answer differs.
+text are given to it, where our verdict over the same text is asked; and what a workload records is
+compared where the kernel probes itself, and where our engine probes it. Exits 1 if any answer differs.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ import random
 import re
 import sys
 from bisect import bisect_right
-from collections.abc import Iterator
-from copy import copy
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,8 +29,8 @@ from emulated_kernel.arch.x86.arch import X86_64
 from emulated_kernel.arch.x86.decode import decode_all
 from emulated_kernel.errors import KernelError
 from emulated_kernel.image.linux.kernel import LinuxKernel
+from emulated_kernel.linux.engine import LinuxEngine, as_running
 from emulated_kernel.linux.linux_mount import LinuxMount
-from emulated_kernel.linux.tasks import LinuxTasks
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.guest.guest_mount import GuestMount
 
@@ -39,6 +39,20 @@ TIME = re.compile(r"^\[ *\d+\.\d+\] ", re.MULTILINE)
 ADDRESS = re.compile(r"0x(?:\(____ptrval____\)|[0-9a-f]{16})")
 """Linux prints pointers hashed, or not at all."""
 PIECE = 1 << 17
+RECORDED = (
+    "p:k/created shmem_create mode=%cx:x16",
+    "p:k/written shmem_write_begin at=%dx size=%cx:u32 c=$comm",
+    "r:k/begun shmem_write_begin result=$retval:s32",
+    "p:k/inside shmem_write_end+5 at=%dx copied=%r8:u32 at8=+8(%si):x64",
+    "p:k/later shmem_write_end+21 copied=%r8:u32",
+    "r:k/read shmem_file_read_iter size=$retval:s64",
+    "p:k/ends shmem_evict_inode bytes=+0(%di):x8[4]",
+    "p:k/opened shmem_file_llseek to=%si",
+    "r:k/made shmem_get_inode",
+)
+"""On what requests for scratch/ run through, and for nothing else."""
+STAMP = re.compile(r" [^ ]+ +\d+\.\d{6}:")
+"""When, and in which context: a probe is a jump from when its optimizer has come to it."""
 OPTIMIZING = 5_000_000
 """Microseconds of the guest's time in which it optimizes what it can."""
 KINDS = ("p", "r") * 6 + ("p:", "r8", "p8", "r0", "r99999", "x", "P", "-", "pp", "r-1")
@@ -133,26 +147,45 @@ def compare_definitions(linux: LinuxMount, ours: GuestMount, count: int, seed: i
     return tally
 
 
+def table_places(kernel: LinuxKernel) -> Iterator[list[int]]:
+    """What each table that decides about probes names, in its text."""
+    tables: tuple[Iterable[int], ...] = (
+        kernel.mcount,
+        [code for code, *_ in kernel.jump_labels],
+        [target for _, target, _ in kernel.jump_labels],
+        [site for site, *_ in kernel.static_calls],
+        kernel.bugs,
+        [insn for insn, _ in kernel.ex_table],
+        [fixup for _, fixup in kernel.ex_table],
+        [start for start, *_ in kernel.blacklist],
+        [end for _, end, _ in kernel.blacklist],
+        kernel.return_sites,
+        [symbol.address for symbol in kernel.symbols if symbol.name.startswith("__x86_indirect_thunk")],
+    )
+    text = range(*kernel.text)
+    for table in tables:
+        found = sorted({addr for addr in table if addr in text})
+        if found:
+            yield found
+
+
 def places(kernel: LinuxKernel, count: int, seed: int) -> Iterator[int]:
-    """Addresses in its text: most of them boundaries of instructions, some within one."""
+    """Addresses in its text: most of them boundaries of instructions, some within one.
+
+    A half of them is anywhere, the others are about what a table names.
+    """
     dice = random.Random(seed)
     starts = sorted({symbol.address for symbol in kernel.symbols if symbol.address in range(*kernel.text)})
-    for _ in range(count):
-        at = bisect_right(starts, dice.randrange(*kernel.text)) - 1
+    tables = [*table_places(kernel)]
+    for number in range(count):
+        named = dice.choice(tables[number // 2 % len(tables)]) if number % 2 else None
+        at = bisect_right(starts, dice.randrange(*kernel.text) if named is None else named) - 1
         start, end = starts[at], (*starts, kernel.text.end)[at + 1]
-        boundaries = [addr for addr, *_ in decode_all(kernel.read(start, min(end - start, 2000)), start)]
+        size = min(end - start, 2000 if named is None else named - start + 16)
+        boundaries = [addr for addr, *_ in decode_all(kernel.read(start, size), start)]
+        if named is not None:
+            boundaries = [addr for addr in boundaries if -12 < addr - named < 6] or [named]
         yield dice.choice(boundaries) + (dice.random() < 0.1)
-
-
-def as_running(kernel: LinuxKernel, tasks: LinuxTasks) -> LinuxKernel:
-    """The kernel with the text that it has made of its own by now."""
-    start, end = kernel.text
-    running = copy(kernel)
-    machine = tasks.machine
-    running.vmlinux = kernel.vmlinux.with_bytes(
-        start, machine.memory.read(machine.cpu.root, start, end - start)
-    )
-    return running
 
 
 def compare_places(linux: LinuxMount, kernel: LinuxKernel, count: int, seed: int) -> Tally:
@@ -182,10 +215,43 @@ def compare_places(linux: LinuxMount, kernel: LinuxKernel, count: int, seed: int
     linux._tasks.idle(OPTIMIZING)
     lines = [line.split() for line in read(linux, "/kprobes/list").splitlines()]
     listed = {int(words[0], 16): words[3] if len(words) > 3 else "" for words in lines}
-    for addr, (wanted_flag, outcome) in expected.items():
+    for addr, (flag, outcome) in expected.items():
+        length = 0 if isinstance(outcome, Finding) else outcome.length
+        # A jump doesn't cover another probe.
+        wanted_flag = "" if any(addr + at in expected for at in range(1, length)) else flag
         tally.add(f"{addr:#x} {outcome}", listed.get(addr), wanted_flag, is_refused=False)
     write(linux, "/tracing/events/kprobes/enable", "0")
     write(linux, "/tracing/kprobe_events", "", os.O_TRUNC)
+    return tally
+
+
+def recorded(mount: GuestMount | LinuxMount) -> tuple[list[str], list[str]]:
+    """What a workload in scratch/ leaves in the trace and in kprobe_profile; without times."""
+    write(mount, "/tracing/kprobe_events", "", os.O_TRUNC)
+    for definition in RECORDED:
+        assert not write(mount, "/tracing/kprobe_events", definition, os.O_APPEND), definition
+    assert not write(mount, "/tracing/events/k/enable", "1")
+    for turn in range(8):
+        handle = mount.create(CLIENT, f"/scratch/file{turn % 3}", 0o640, os.O_RDWR)
+        mount.write(CLIENT, handle, bytes([65 + turn]) * (1 + 900 * turn), 0)
+        mount.read(CLIENT, handle, 4000, 0)
+        mount.release(handle)
+        mount.unlink(CLIENT, f"/scratch/file{turn % 3}")
+    assert not write(mount, "/tracing/events/k/enable", "0")
+    lines = read(mount, "/tracing/trace").splitlines()
+    profile = read(mount, "/kprobe_profile").splitlines()
+    write(mount, "/tracing/kprobe_events", "", os.O_TRUNC)
+    return [STAMP.sub(" ", line) for line in lines if not line.startswith("#")], profile
+
+
+def compare_records(linux: LinuxMount, ours: LinuxMount) -> Tally:
+    """Of the same kernel, probed by itself and by ours: hits, misses, and each record."""
+    tally = Tally()
+    (their_lines, their_profile), (our_lines, our_profile) = recorded(linux), recorded(ours)
+    tally.add("kprobe_profile", their_profile, our_profile, is_refused=False)
+    tally.add("records", len(their_lines), len(our_lines), is_refused=False)
+    for theirs, mine in zip(their_lines, our_lines, strict=False):
+        tally.add(theirs, theirs, mine, is_refused=False)
     return tally
 
 
@@ -194,6 +260,7 @@ def main() -> int:
     from emulated_kernel.host.mirror.processes import NoProcesses
     from emulated_kernel.image.linux.kernel import open_kernel
     from emulated_kernel.kernel import Kernel
+    from emulated_kernel.linux.engine_mount import EngineMount
     from emulated_kernel.linux.start import started
     from emulated_kernel.vfs.core.node import Owner
 
@@ -202,13 +269,17 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=500, metavar="N", help="questions of each kind")
     parser.add_argument("--seed", type=int, default=1, metavar="N")
     options = parser.parse_args()
-    tasks = started(options.image, options.seed)
-    kernel = as_running(open_kernel(options.image), tasks)
+    tasks, file = started(options.image, options.seed), open_kernel(options.image)
+    kernel = as_running(file, tasks)
     linux = LinuxMount(tasks, NoProcesses(), Owner(0, 0), is_tracefs=False)
+    engine = LinuxEngine(started(options.image, options.seed), file)
+    ours = EngineMount(engine, NoProcesses(), Owner(0, 0), is_tracefs=False)
     is_perfect = True
     for what, tally in (
         ("places", compare_places(linux, kernel, options.count, options.seed)),
         ("definitions", compare_definitions(linux, Kernel().mount(), options.count, options.seed)),
+        ("definitions over it", compare_definitions(linux, ours, options.count, options.seed + 1)),
+        ("records over it", compare_records(linux, ours)),
     ):
         print(f"{what}: {tally.compared} answers, {tally.refused} refusals, {len(tally.differences)} differ")
         print("".join(f"{difference}\n" for difference in tally.differences[:20]), end="")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from emulated_kernel.host.mirror.processes import NoProcesses
 from emulated_kernel.image.linux.kernel import open_kernel
 from emulated_kernel.kernel import Kernel
+from emulated_kernel.linux.engine import LinuxEngine, as_running
+from emulated_kernel.linux.engine_mount import EngineMount
 from emulated_kernel.linux.linux_mount import LinuxMount
 from emulated_kernel.vfs.core.node import Owner
 from tests.linux import debian_kernel
@@ -21,10 +23,25 @@ def test_definitions_are_answered_alike() -> None:
     assert DEFINITIONS == found.compared > found.refused > DEFINITIONS // 2
 
 
+def test_our_engine_over_it_answers_and_records_alike() -> None:
+    kernel = open_kernel(str(debian_kernel.image()))
+    linux = debian_kernel.mount()
+    engine = LinuxEngine(debian_kernel.tasks(), kernel)
+    ours = EngineMount(engine, NoProcesses(), Owner(0, 0), is_tracefs=False)
+    defined = inside.compare_definitions(linux, ours, DEFINITIONS // 2, 2)
+    assert not defined.differences, "\n".join(defined.differences[:5])
+    assert defined.compared > defined.refused > 0
+    found = inside.compare_records(linux, ours)
+    assert not found.differences, "\n".join(found.differences[:5])
+    assert found.compared > 60
+    linux.close()
+    ours.close()
+
+
 def test_places_are_judged_alike() -> None:
     """errno of a probe there, and whether its kernel makes it a jump."""
     tasks = debian_kernel.tasks()
-    kernel = inside.as_running(open_kernel(str(debian_kernel.image())), tasks)
+    kernel = as_running(open_kernel(str(debian_kernel.image())), tasks)
     linux = LinuxMount(tasks, NoProcesses(), Owner(0, 0), is_tracefs=False)
     found = inside.compare_places(linux, kernel, PLACES, 1)
     linux.close()
