@@ -41,6 +41,7 @@ from emulated_kernel.machine.task_events import TaskEvents
 from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, MemoryFault
 from emulated_kernel.trace.array.system import TraceSystem
 from emulated_kernel.trace.compiled.guest_records import GuestRecords
+from emulated_kernel.trace.events.link_order import link_rank
 from emulated_kernel.trace.events.own_entries import own_events
 from emulated_kernel.trace.events.print_event import PrintEvent
 from emulated_kernel.trace.events.registry import EventRegistry
@@ -326,7 +327,7 @@ class _TracingBuilder:
         keys = StaticKeys(image.jump_labels, machine, self._kprobes.poker, arch)
         hit = self._hit(self._context.trace_ctx)
         points = Tracepoints(image, machine.memory, machine.breakpoints, keys, hit, arch.registers.arguments)
-        for event in points.events():
+        for event in sorted(points.events(), key=lambda event: link_rank(event.group, event.name)):
             self._registry.add(event)
         return points
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.events.event import Recorder, TraceEvent
+from emulated_kernel.trace.events.event_pids import PidList
 from emulated_kernel.trace.events.registry import EventRegistry
 from emulated_kernel.trace.text.chars import bytes_to_text
 from emulated_kernel.trace.text.user_words import take_word
@@ -54,7 +55,8 @@ class ArrayEvents:
     def __init__(self, registry: EventRegistry, recorder: Recorder, expand: Callable[[], None]) -> None:
         self.registry = registry
         self.recorder = recorder
-        self._expand = expand
+        self.expand = expand
+        self._older = registry.registered
 
     def is_enabled(self, event: TraceEvent) -> bool:
         """Whether this array has the event's hits come."""
@@ -66,13 +68,13 @@ class ArrayEvents:
         return event.file(self.recorder).enabled_text()
 
     def set_enabled(self, event: TraceEvent, enabled: bool) -> None:
-        """Record the event or not.
+        """Record the event or not; either makes the buffers grow.
 
         Raises: KernelError ENODEV (the event was removed), and what starting it raises.
         """
         event.check_alive()
+        self.expand()
         if enabled:
-            self._expand()
             event.file(self.recorder).enable()
         elif self.recorder in event.recorders:
             event.file(self.recorder).disable()
@@ -92,8 +94,11 @@ class ArrayEvents:
             raise failure
 
     def switchable(self) -> Iterable[TraceEvent]:
-        """Events that can be enabled at all, newest first."""
-        return (event for event in self.registry.newest_first() if event.is_switchable)
+        """Events that can be enabled at all: those that came after the array, newest first; then the others.
+
+        Mirrors: kernel/trace/trace_events.c:__trace_add_event_dirs, trace_create_new_event (v6.1).
+        """
+        return (event for event in self.registry.listed(self._older) if event.is_switchable)
 
     def set_enabled_text(self, events: Iterable[TraceEvent]) -> str:
         """ "0", "1", "X" (some are enabled) or "?" (none can be).
@@ -106,8 +111,14 @@ class ArrayEvents:
     # The set_event file
 
     def records(self) -> list[str]:
-        """The enabled events, a line each."""
-        return [f"{e.group}:{e.name}\n" for e in self.switchable() if self.is_enabled(e)]
+        """The events whose hits come, a line each; trace_marker's while it has a trigger."""
+        return [f"{e.group}:{e.name}\n" for e in self.registry.listed(self._older) if self._is_listed(e)]
+
+    def _is_listed(self, event: TraceEvent) -> bool:
+        if event.is_switchable:
+            return self.is_enabled(event)
+        file = event.files.get(self.recorder)
+        return file is not None and bool(file.triggers)
 
     def write(self, data: bytes) -> int:
         """One write(2) to set_event: its first word, "!" before it disables; bytes taken, which may be fewer.
@@ -115,7 +126,7 @@ class ArrayEvents:
         Raises: KernelError EINVAL (no such event), and what switching one raises.
         Mirrors: kernel/trace/trace_events.c:ftrace_event_write (v6.1).
         """
-        self._expand()
+        self.expand()
         word, size = take_word(data)
         if word:
             text = bytes_to_text(word)
@@ -130,10 +141,25 @@ class ArrayEvents:
 
     def clear(self) -> None:
         """Disable all: opening set_event with O_TRUNC."""
-        self.set_all(self.switchable(), False)
+        for event in self.switchable():
+            if self.recorder in event.recorders:
+                event.file(self.recorder).disable()
 
     def forget(self) -> None:
         """The trace array goes: nothing of it is kept with the events."""
         self.clear()
         for event in self.registry:
             event.forget(self.recorder)
+
+
+class EventPidsFile:
+    """set_event_pid or set_event_notrace_pid. Mirrors: kernel/trace/trace_events.c:event_pid_write (v6.1)."""
+
+    def __init__(self, events: ArrayEvents, pids: PidList) -> None:
+        self.records, self.clear = pids.records, pids.clear
+        self._events, self._pids = events, pids
+
+    def write(self, data: bytes) -> int:
+        """See PidList.write(); the buffers grow before."""
+        self._events.expand()
+        return self._pids.write(data)

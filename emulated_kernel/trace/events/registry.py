@@ -6,6 +6,7 @@ import errno
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from heapq import heappop, heappush
+from itertools import chain
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.events.event import TraceEvent
@@ -42,6 +43,10 @@ class EventRegistry:
         self._kept_ids: dict[tuple[str, str], int] = {}
         self._groups: dict[str, dict[str, TraceEvent]] = {}
         self._watchers: list[EventWatcher] = []
+        self.registered = 0
+        """How many there ever were."""
+        self._numbers: dict[TraceEvent, int] = {}
+        """Which of them each is."""
 
     def watch(self, watcher: EventWatcher) -> None:
         """Tell this one of changes from now on."""
@@ -71,9 +76,15 @@ class EventRegistry:
         """The events of a group by name, in order of registration."""
         return self._groups.get(group, {})
 
-    def newest_first(self) -> Iterator[TraceEvent]:
-        """In the order that Linux lists events in."""
-        return (event for event in reversed(self._events.values()) if event is not None)
+    def listed(self, older: int) -> Iterator[TraceEvent]:
+        """As a trace array lists them that was made when so many had been registered.
+
+        Later ones come first, the newest of them before all; then the older ones as they came.
+        """
+        events, newer = [*self], 0
+        while newer < len(events) and self._numbers[events[-1 - newer]] >= older:
+            newer += 1
+        return chain(reversed(events[len(events) - newer :]), events[: len(events) - newer])
 
     def reserve(self, group: str, name: str) -> None:
         """Take a name for an event that isn't ours to print."""
@@ -103,6 +114,8 @@ class EventRegistry:
     def add_own(self, event: TraceEvent) -> None:
         """Name an event of tracing's own entries, which has its id and is printed without its help."""
         self._events[event.group, event.name] = event
+        self._numbers[event] = self.registered
+        self.registered += 1
         self._groups.setdefault(event.group, {})[event.name] = event
         for watcher in self._watchers:
             watcher.event_added(event)
@@ -110,7 +123,7 @@ class EventRegistry:
     def remove(self, event: TraceEvent) -> None:
         """Forget a registered event."""
         del self._events[event.group, event.name]
-        del self._by_id[event.id]
+        del self._by_id[event.id], self._numbers[event]
         heappush(self._free_ids, event.id)
         group = self._groups[event.group]
         del group[event.name]

@@ -9,6 +9,7 @@ from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.array.raw_pipe import RawPipe
 from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.array.trace_pipe import TracePipe
+from emulated_kernel.trace.events.array_events import EventPidsFile
 from emulated_kernel.trace.output.options import TraceOptions
 from emulated_kernel.trace.text.error_log import ErrorLog
 from emulated_kernel.trace.trace_arrays import TraceArrays, Tracing
@@ -49,8 +50,8 @@ def trace_array_files(tracing: Tracing, *, instance: bool = False) -> dict[str, 
         "options": _options_directory(array.options, instance=instance),
         "per_cpu": Directory(DIRECTORY, {f"cpu{cpu}": _per_cpu(array, cpu) for cpu in range(array.cpus)}),
         "set_event": list_file(tracing.events),
-        "set_event_notrace_pid": list_file(array.pids.untraced),
-        "set_event_pid": list_file(array.pids.traced),
+        "set_event_notrace_pid": list_file(EventPidsFile(tracing.events, array.pids.untraced)),
+        "set_event_pid": list_file(EventPidsFile(tracing.events, array.pids.traced)),
         "set_ftrace_filter": list_file(functions.filter),
         "set_ftrace_notrace": list_file(functions.notrace),
         "set_ftrace_notrace_pid": list_file(functions.untraced_pids),
