@@ -135,6 +135,10 @@ def test_values(kernel: Kernel, tree: Filesystem) -> None:
     write(tree, "options/record-tgid", "1")
     kernel.guest.enter(kernel.guest.mirror.init)
     write(tree, "trace_marker", "hello")
+    assert read(tree, "saved_cmdlines") == read(tree, "saved_tgids") == ""
+    write(tree, "events/signal/enable", "1")
+    write(tree, "trace_marker", "hello")
+    write(tree, "events/signal/enable", "0")
     task = kernel.tracing.system.tasks.context()
     assert f"{task.pid} {task.comm}\n" in read(tree, "saved_cmdlines")
     assert read(tree, "saved_tgids") == f"{task.pid} {task.pid}\n"

@@ -209,6 +209,10 @@ class TraceArray(ArrayRings, Recorder):
         entry = stack_entry(self.callers(hit), self.system.arch.word_size)
         self.record_at(EntryType.STACK, entry, hit, place)
 
+    def event_switched(self, *, enabled: bool) -> None:
+        """See Recorder."""
+        self.system.cmdlines.recorders += 1 if enabled else -1
+
     def event_removed(self, _event: TraceEvent, /) -> None:
         """Its entries can't be printed any more: empty the buffers."""
         self.clear_trace()
@@ -275,12 +279,14 @@ class TraceArray(ArrayRings, Recorder):
 
     def _write_mark(self, kind: EntryType, body: bytes) -> None:
         task = self.system.tasks.context()
+        # Linux: names are saved when tasks are switched, and that alone while somebody records.
+        is_named = self.system.cmdlines.recorders or self.current_tracer != NOP_TRACER
         written = self.append(
             kind,
             body,
             cpu=task.cpu,
             pid=task.pid,
-            comm=task.comm,
+            comm=task.comm if is_named else None,
             flags=task.flags,
             preempt_count=task.preempt_count,
             timestamp_ns=self.system.now_ns(),

@@ -46,6 +46,10 @@ class Recorder(ABC):
         """Its buffer for guest code to write to, as it is now; None where record() has to be called."""
 
     @abstractmethod
+    def event_switched(self, *, enabled: bool) -> None:
+        """An event's hits come here from now on, or don't any more."""
+
+    @abstractmethod
     def event_removed(self, event: TraceEvent, /) -> None:
         """An event that was once enabled here is gone; its entries can't be printed any more.
 
@@ -160,6 +164,7 @@ class TraceEvent(ABC):
             except KernelError:
                 self.recorders = ()
                 raise
+        recorder.event_switched(enabled=True)
         self.changed()
         if recorder not in self.seen_by:
             self.seen_by += (recorder,)
@@ -170,6 +175,7 @@ class TraceEvent(ABC):
         if recorder not in self.recorders:
             return
         self.recorders = _others(recorder, self.recorders)
+        recorder.event_switched(enabled=False)
         self.changed()
         if not self.recorders:
             self.stop()

@@ -42,8 +42,15 @@ class SyscallTracepoint:
     def _record(self, raw: bytes, hit: ProbeHit) -> None:
         number = int.from_bytes(raw[: self.word_size], "little", signed=True)
         event = self._events.get(number)
-        if event is not None:
-            event.record(raw[:4].ljust(self.word_size, b"\0") + event.words(raw[self.word_size :]), hit)
+        if event is None:
+            return
+        payload = raw[:4].ljust(self.word_size, b"\0") + event.words(raw[self.word_size :])
+        # Linux: the tracepoint's own preempt_disable_notrace(), which other events take off again.
+        hit.handler_preempt_count = 1
+        try:
+            event.record(payload, hit)
+        finally:
+            hit.handler_preempt_count = 0
 
 
 class SyscallEvent(TraceEvent):

@@ -71,11 +71,14 @@ class ProbeHit:
         self._context = context
         self.regs: Any = None
         """The registers at the hit, attributes as in Arch.registers."""
+        self.handler_preempt_count = 0
+        """What Linux's own handler adds to the count, and leaves in the entry."""
 
     @property
     def context(self) -> tuple[int, int]:
         """common_flags and common_preempt_count of its entry."""
-        return self._context(self.regs)
+        flags, count = self._context(self.regs)
+        return flags, count + self.handler_preempt_count
 
     @property
     def comm(self) -> bytes:

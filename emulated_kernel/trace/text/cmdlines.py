@@ -25,6 +25,8 @@ class SavedCmdlines:
 
     def __init__(self, size: int = DEFAULT_SIZE) -> None:
         self._tgids: dict[int, int] = {}
+        self.recorders = 0
+        """Events that are enabled, in each of the arrays. Mirrors: trace_sched_switch.c:sched_cmdline_ref."""
         self._clear(size)
 
     def _clear(self, size: int) -> None:
@@ -50,7 +52,7 @@ class SavedCmdlines:
 
     def take_over(self, other: SavedCmdlines) -> None:
         """Remember what `other` does, in its place."""
-        self.__dict__.update(other.__dict__)
+        self.__dict__.update(other.__dict__ | {"recorders": self.recorders})
 
     def save(self, pid: int, comm: str) -> None:
         """Remember `comm` as the name of `pid`; the idle task needs no entry."""

@@ -187,6 +187,7 @@ class FakeRecorder(Recorder):
 
     entries: list[tuple[TraceEvent, bytes]] = field(default_factory=list)
     removed: list[TraceEvent] = field(default_factory=list)
+    enabled_events: int = 0
     place: RingBuffer = field(
         default_factory=lambda: RingBuffer(memoryview(bytearray(memory_size(MIN_PAGES))), MIN_PAGES)
     )
@@ -206,6 +207,9 @@ class FakeRecorder(Recorder):
 
     def target(self) -> RecordTarget | None:
         return None
+
+    def event_switched(self, *, enabled: bool) -> None:
+        self.enabled_events += 1 if enabled else -1
 
     def event_removed(self, event: TraceEvent) -> None:
         self.removed.append(event)

@@ -163,16 +163,20 @@ def test_free_buffer(bench: Bench) -> None:
 
 
 def test_marker(bench: Bench) -> None:
+    """A task that no event has recorded has no name."""
     bench.clock.ns = 1_234_567_890
     assert bench.array.write_marker(b"hello") == 5
     assert bench.array.write_marker(b"two\nlines\n") == 10
     assert bench.array.write_marker(b"a\0b") == 3
     assert bench.array.write_marker(b"") == 0
     assert bench.array.trace_text().partition("  |         |\n")[2] == (
-        "         python3-117     [001] .....     1.234568: tracing_mark_write: hello\n"
-        "         python3-117     [001] .....     1.234568: tracing_mark_write: two\nlines\n"
-        "         python3-117     [001] .....     1.234568: tracing_mark_write: a"
+        "           <...>-117     [001] .....     1.234568: tracing_mark_write: hello\n"
+        "           <...>-117     [001] .....     1.234568: tracing_mark_write: two\nlines\n"
+        "           <...>-117     [001] .....     1.234568: tracing_mark_write: a"
     )
+    bench.array.event_switched(enabled=True)
+    bench.array.write_marker(b"named")
+    assert bench.lines()[-1].startswith("         python3-117 ")
 
 
 def test_long_markers_are_taken_in_part(bench: Bench) -> None:
