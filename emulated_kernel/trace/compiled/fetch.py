@@ -266,9 +266,16 @@ class FetchEmitter:
         self._emit(Move(OTHER, POSITION), ComputeImmediate(Arithmetic.ADD, OTHER, len(text)))
 
     def _copy(self, insn: FetchInsn, fault: Label) -> None:
-        """Copy from VALUE to POSITION up to the NUL, or as much as a string may be; OTHER = behind it."""
+        """Copy from VALUE to POSITION up to the NUL, or as much as a string may be; OTHER = behind it.
+
+        An empty string of user memory goes on at `fault`, as String._string_at() has it.
+        """
         builder, emit = self._builder, self._emit
-        again, done = builder.label(), builder.label()
+        again, done, stored = builder.label(), builder.label(), builder.label()
+        with builder.out_of_line() as is_empty:
+            if insn.op is not FetchOp.ST_USTRING:
+                emit(SetImmediate(TEMP, self._arch.task_size), Branch(Condition.ABOVE, VALUE, TEMP, stored))
+            emit(Jump(fault))
         if insn.value:
             emit(SetImmediate(OTHER, insn.value), Compute(Arithmetic.ADD, VALUE, OTHER))
         if insn.op is FetchOp.ST_USTRING:
@@ -289,6 +296,12 @@ class FetchEmitter:
             ComputeImmediate(Arithmetic.ADD, OTHER, 1),
         )
         builder.place(done)
+        emit(
+            Move(LIMIT, POSITION),
+            ComputeImmediate(Arithmetic.ADD, LIMIT, 1),
+            Branch(Condition.EQ, OTHER, LIMIT, is_empty, is_unlikely=True),
+        )
+        builder.place(stored)
 
     def _location(self, place: int, *, is_fault: bool) -> None:
         """Store the __data_loc of the string from POSITION to OTHER, and move POSITION behind it."""

@@ -89,9 +89,13 @@ class FetchEnvironment:
             value = None if data is None else int.from_bytes(data, "little")
         return value
 
+    def is_user(self, address: int) -> bool:
+        """Whether an address is a program's."""
+        return address & self.mask < self._arch.task_size
+
     def read(self, address: int, size: int, user: bool) -> bytes | None:
         """Memory of the kernel or of a program; None where it can't be read."""
         address &= self.mask
-        if user and address >= self._arch.task_size:
+        if user and not self.is_user(address):
             return None
         return self._hit.read(address, size)

@@ -207,8 +207,13 @@ class String(FetchType):
         )
 
     def _string_at(self, address: int, user: bool, environment: FetchEnvironment) -> bytes | None:
+        """Linux: an empty one of user memory has length 0, which stands for a fault.
+
+        Mirrors: mm/maccess.c:strncpy_from_user_nofault, trace_probe_kernel.h:fetch_store_string (v6.1).
+        """
         read = environment.read
-        return read_string(lambda at, size: read(at, size, user), address, MAX_STRING_SIZE)
+        text = read_string(lambda at, size: read(at, size, user), address, MAX_STRING_SIZE)
+        return None if text == b"\0" and (user or environment.is_user(address)) else text
 
     def fixed_part(self, elements: Elements, area: StringArea) -> bytes:
         return b"".join([area.add(text) for text in elements])

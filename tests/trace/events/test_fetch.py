@@ -107,6 +107,12 @@ def test_user_memory_is_below_task_size() -> None:
     assert _print(hit, args) == 'a="user" b="user" c="user" d=(fault) e=0 f=117'
 
 
+def test_an_empty_string_of_user_memory_counts_as_a_fault() -> None:
+    hit = _hit(di=_DATA, si=_USER)
+    hit.memory = {_DATA: bytes(8), _USER: bytes(8)}
+    assert _print(hit, "a=+0(%di):string b=+0(%si):string c=+0(%si):ustring") == 'a="" b=(fault) c=(fault)'
+
+
 def test_faults() -> None:
     args = "n=+0(\\0):u64 s=+0(\\8):string d=+8(+0(\\0)) ds=+0(+0(\\0)):string"
     assert _print(Hit(), args) == "n=0 s=(fault) d=0x0 ds=(fault)"
