@@ -242,6 +242,7 @@ def test_masks(cpus: int, mask: int, text: str) -> None:
         (b"4", errno.EOVERFLOW),
         (b"000000001", errno.EOVERFLOW),
         (b"1,00000000", errno.EOVERFLOW),
+        (b"0,1", errno.EOVERFLOW),
     ],
 )
 def test_wrong_masks(text: bytes, number: int) -> None:

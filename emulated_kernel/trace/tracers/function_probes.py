@@ -33,8 +33,10 @@ class FunctionProbe:
     forget: Callable[[], None]
 
     def fire(self, hit: ProbeHit) -> None:
-        """The function is called."""
-        if self.count != 0 and self.action(hit) and self.count is not None:
+        """The function is called. Linux: with a limit of -1, an empty one, a stack trace alone is made."""
+        if self.count is None:
+            self.action(hit)
+        elif (self.count > 0 or (self.count and self.title == "stacktrace")) and self.action(hit):
             self.count -= 1
 
     def show(self) -> str:
@@ -161,5 +163,7 @@ class FunctionProbes:
 
 
 def _count(title: str, limit: str | None) -> int | None:
-    """Linux: an empty limit is none, except with an event. Raises: KernelError EINVAL, ERANGE."""
-    return None if limit is None or (not limit and ":" not in title) else kstrtoul(limit)
+    """Linux: an empty limit is -1, except with an event. Raises: KernelError EINVAL, ERANGE."""
+    if limit is None:
+        return None
+    return -1 if not limit and ":" not in title else kstrtoul(limit)

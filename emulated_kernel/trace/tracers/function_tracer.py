@@ -140,6 +140,10 @@ class FilterFile:
         return size
 
 
+_NO_PIDS, _LAST_PID = "no pid\n", f"{1 << 22}\n"
+"""Mirrors: kernel/trace/ftrace.c:FTRACE_NO_PIDS (v6.1)."""
+
+
 class PidFile:
     """set_ftrace_pid: a list of pids, which says so if it is empty."""
 
@@ -149,5 +153,9 @@ class PidFile:
         self.clear = pids.clear
 
     def records(self) -> list[str]:
-        """The lines of the file. Mirrors: kernel/trace/ftrace.c:fpid_show (v6.1)."""
-        return self._pids.records() or ["no pid\n"]
+        """The lines of the file. Linux: the greatest pid + 1 stands for an empty list.
+
+        Mirrors: kernel/trace/ftrace.c:fpid_show (v6.1).
+        """
+        lines = self._pids.records() or [_NO_PIDS]
+        return [_NO_PIDS if line == _LAST_PID else line for line in lines]

@@ -87,14 +87,14 @@ def cpumask(data: bytes, cpus: int) -> int:
     Mirrors: lib/bitmap.c:bitmap_parse (v6.1).
     """
     text = re.split(rb"[\n\0]", data, maxsplit=1)[0].replace(b",", b" ")
-    mask = 0
-    for chunk in text.split():
+    mask, chunks = 0, text.split()
+    for chunk in chunks:
         if not _HEXADECIMAL.fullmatch(chunk):
             raise KernelError(errno.EINVAL, "not hexadecimal")
         if len(chunk) > _CHUNK_DIGITS:
             raise KernelError(errno.EOVERFLOW, "a chunk has 32 bits")
         mask = mask << 4 * _CHUNK_DIGITS | int(chunk, 16)
-    if mask >> cpus:
+    if mask >> cpus or len(chunks) > -(-cpus // (4 * _CHUNK_DIGITS)):
         raise KernelError(errno.EOVERFLOW, "no such CPU")
     return mask
 

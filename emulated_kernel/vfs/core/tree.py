@@ -176,6 +176,8 @@ class Filesystem:
 
     def _absent(self, path: str) -> tuple[Directory, str]:
         directory, name = self._split(path)
+        if len(name) > NAME_MAX:
+            raise KernelError(errno.ENAMETOOLONG, name)
         if not name or directory.get(name) is not None:
             raise KernelError(errno.EEXIST, path)
         return directory, name

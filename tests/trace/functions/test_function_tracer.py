@@ -176,7 +176,9 @@ def test_a_function_has_a_command_once_with_and_once_without_limit(
         *("", "EINVAL", "EINVAL", "")
     ]
     assert answers(f"!{event}:two", f"!{event}:two", f"!{event}:one:0") == ["", "ENODEV", ""]
-    assert answers("!vfs_open:traceon:0") == [""]
+    assert answers("!vfs_open:traceon:0", "vfs_open:traceon:") == ["", ""]
+    assert list(tracer.filter.records())[1:] == ["vfs_open:traceon:count=-1\n"]
+    assert answers("!vfs_open:traceon:") == [""]
     assert list(tracer.filter.records()) == ["#### all functions enabled ####\n"]
 
 
