@@ -213,11 +213,11 @@ class FtraceSites:
         before, self._traced = self._traced, dict(wanted)
         self._update(before.keys() | wanted.keys())
 
-    def users(self) -> Mapping[int, tuple[int, bool]]:
-        """Of each site that calls: how many want it to, and whether a probe is among them."""
+    def users(self) -> Mapping[int, tuple[int, Kprobe | None]]:
+        """Of each site that calls: how many want it to, and the probe among them."""
+        probes = {site: self._callers[site] if site in self._probed else None for site in self._calling}
         return {
-            site: (len(self._tracers(site)) + (site in self._probed), site in self._probed)
-            for site in self._calling
+            site: (len(self._tracers(site)) + (probe is not None), probe) for site, probe in probes.items()
         }
 
     def _tracers(self, site: int) -> Tracers:

@@ -18,13 +18,14 @@ def trace_lines(
     started: set[int] = set()
     annotate = annotate and formatter.annotates
     entry = next(entries, None)
-    index = 0
+    index = -1
     while entry is not None:
         following = next(entries, None)
+        # Linux: from 0 on here, in trace_pipe from 1 on.
         index += 1
         if annotate and entry.cpu not in started:
             started.add(entry.cpu)
-            if index > 1:
+            if index:
                 yield f"##### CPU {entry.cpu} buffer started ####\n"
         if graph is None or not graph.prints(entry.record):
             yield formatter.line(entry, (following or entry).time_stamp, index)

@@ -226,8 +226,11 @@ class TraceEvent(ABC):
     def print_record(self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False) -> str:
         """What `trace` shows after `name: `; `payload` is the entry behind its 8 common bytes."""
 
-    def print_line(self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False) -> str:
-        """What `trace` shows behind the time."""
+    def print_line(
+        self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False, verbose: bool = False
+    ) -> str:
+        """What `trace` shows behind the time; `sym_addr`, `verbose`: with these options."""
+        del verbose
         return f"{self.name}: {self.print_record(payload, symbols, sym_addr=sym_addr)}"
 
 

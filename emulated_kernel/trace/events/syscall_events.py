@@ -87,8 +87,11 @@ class SyscallEvent(TraceEvent):
     def words(self, raw: bytes) -> bytes:
         """Those of the raw record behind its number that the event records."""
 
-    def print_line(self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False) -> str:
+    def print_line(
+        self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False, verbose: bool = False
+    ) -> str:
         """Linux: a system call's line doesn't begin with the event's name."""
+        del verbose
         return self.print_record(payload, symbols, sym_addr=sym_addr)
 
     def _word_at(self, payload: bytes, index: int) -> int:
@@ -112,12 +115,22 @@ class SyscallEnter(SyscallEvent):
         return raw[: self._word * len(self.syscall.args)]
 
     def print_record(self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False) -> str:
-        """Deviates: Linux gives the types too, under the option verbose.
-
-        Mirrors: kernel/trace/trace_syscalls.c:print_syscall_enter (v6.1).
-        """
+        """Mirrors: kernel/trace/trace_syscalls.c:print_syscall_enter (v6.1)."""
         del symbols, sym_addr
-        args = (f"{name}: {self._word_at(payload, at):x}" for at, name in enumerate(self.syscall.args))
+        return self._call(payload, self.syscall.args)
+
+    def print_line(
+        self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False, verbose: bool = False
+    ) -> str:
+        """With the types too, under the option verbose."""
+        del symbols, sym_addr
+        pairs = zip(self.syscall.types, self.syscall.args, strict=True)
+        return self._call(
+            payload, [f"{kind} {name}" for kind, name in pairs] if verbose else self.syscall.args
+        )
+
+    def _call(self, payload: bytes, names: Sequence[str]) -> str:
+        args = (f"{name}: {self._word_at(payload, at):x}" for at, name in enumerate(names))
         return f"{self.syscall.name}({', '.join(args)})"
 
 

@@ -113,7 +113,7 @@ class LineFormatter:
     def line(self, entry: TimedRecord, next_time: int, index: int) -> str:
         """The text of a record.
 
-        `next_time` is that of the one behind it in the file, or its own; `index` counts from 1.
+        `next_time` is that of the one behind it in the file, or its own; `index` is its place there.
         """
         if self._message_only and TRACE_ENTRY.unpack_from(entry.record)[0] == EntryType.PRINT:
             return print_message(entry.record[TRACE_ENTRY.size :], self._style)
@@ -165,7 +165,8 @@ class LineFormatter:
             return self._repeats(payload, entry.time_stamp)
         event = self._event(kind)
         if event is not None:
-            return event.print_line(payload, self._style.symbols, sym_addr=self._style.sym_addr) + "\n"
+            style, verbose = self._style, TraceOption.VERBOSE in self._flags
+            return event.print_line(payload, style.symbols, sym_addr=style.sym_addr, verbose=verbose) + "\n"
         if printer := ENTRY_PRINTERS.get(kind):
             return printer(payload, self._style)
         return f"Unknown type {kind}\n"

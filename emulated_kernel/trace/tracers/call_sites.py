@@ -99,9 +99,9 @@ class KernelFunctions:
         users = {} if self._sites is None else self._sites.users()
         for function in self.functions:
             if function.site in users:
-                count, is_probed = users[function.site]
-                # Linux: R, I and D; a kprobe asks for all registers and may change the ip.
-                flags = " R I" if is_probed else "    "
+                count, probe = users[function.site]
+                # Linux: R, I and D; a kprobe asks for all registers, one with a post_handler for the ip.
+                flags = (" R" if probe else "  ") + (" I" if probe and probe.post_handler else "  ")
                 yield f"{function.shown} ({count}){flags}  \n"
 
 

@@ -291,8 +291,8 @@ def test_verbose_latency_lines() -> None:
     for option in ("latency-format", "verbose"):
         bench.array.options.set(option, 1)
     assert bench.lines() == [
-        "         python3     117   0 72 0000000f 00000001 [000003e8] 1.000ms (+2.500ms): ev: x",
-        "         python3     117   0 0 00000000 00000002 [00000dac] 3.500ms (+0.000ms): ev: y",
+        "         python3     117   0 72 0000000f 00000000 [000003e8] 1.000ms (+2.500ms): ev: x",
+        "         python3     117   0 0 00000000 00000001 [00000dac] 3.500ms (+0.000ms): ev: y",
     ]
     bench.array.clear_trace()
     assert bench.array.trace_text() == "# tracer: nop\n#\n"
