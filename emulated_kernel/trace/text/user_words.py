@@ -9,14 +9,17 @@ from emulated_kernel.trace.text.chars import SPACES
 
 WORD_MAX = 127
 """Bytes of the longest word. Mirrors: kernel/trace/trace_events.c:EVENT_BUF_SIZE, PID_BUF_SIZE (v6.1)."""
+FUNCTION_WORD_MAX = 670
+"""The same of lists of functions. Mirrors: kernel/trace/ftrace.c:FTRACE_BUFF_MAX (v6.1)."""
 _BLANKS = SPACES.encode("latin-1")
 
 
-def take_word(data: bytes) -> tuple[bytes, int]:
+def take_word(data: bytes, longest: int = WORD_MAX) -> tuple[bytes, int]:
     """The first word of `data`, and the bytes that it takes with blanks before and one blank behind.
 
     The word is empty where there are only blanks. Blanks and NUL end it.
-    Raises: KernelError EINVAL for more than 127 bytes. Mirrors: kernel/trace/trace.c:trace_get_user (v6.1).
+    Raises: KernelError EINVAL for more than `longest` bytes.
+    Mirrors: kernel/trace/trace.c:trace_get_user (v6.1).
     """
     start = len(data) - len(data.lstrip(_BLANKS))
     if start == len(data):
@@ -24,6 +27,6 @@ def take_word(data: bytes) -> tuple[bytes, int]:
     end = start
     while end < len(data) and data[end] and data[end] not in _BLANKS:
         end += 1
-    if end - start > WORD_MAX:
+    if end - start > longest:
         raise KernelError(errno.EINVAL, "the word is too long")
     return data[start:end], min(end + 1, len(data))

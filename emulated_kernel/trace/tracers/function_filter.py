@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.text.chars import bytes_to_text
-from emulated_kernel.trace.text.user_words import take_word
+from emulated_kernel.trace.text.user_words import FUNCTION_WORD_MAX, take_word
 from emulated_kernel.trace.tracers.functions import Functions
 
 
@@ -122,7 +122,7 @@ class GraphSet:
 
     def write(self, data: bytes) -> int:
         """One write(2): its first word; bytes taken. Raises: KernelError EINVAL where it means nothing."""
-        word, size = take_word(data)
+        word, size = take_word(data, FUNCTION_WORD_MAX)
         if word:
             self._choose(word)
         return size

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from emulated_kernel.trace.array.system import Tracer
 from emulated_kernel.trace.events.event_pids import EventPids, PidList
 from emulated_kernel.trace.hits.probe_hit import ProbeHit
-from emulated_kernel.trace.text.user_words import take_word
+from emulated_kernel.trace.text.user_words import FUNCTION_WORD_MAX, take_word
 from emulated_kernel.trace.tracers.call_sites import KernelFunctions
 from emulated_kernel.trace.tracers.function_filter import FunctionSet
 from emulated_kernel.trace.tracers.function_probes import FunctionProbes
@@ -128,7 +128,7 @@ class FilterFile:
 
         Raises: KernelError EINVAL, ENOMEM. Mirrors: kernel/trace/ftrace.c:ftrace_process_regex (v6.1).
         """
-        word, size = take_word(data)
+        word, size = take_word(data, FUNCTION_WORD_MAX)
         pattern, colon, command = word.partition(b":")
         if command.startswith(b"mod:"):
             self._functions.choose_of_module(pattern, command.removeprefix(b"mod:"))

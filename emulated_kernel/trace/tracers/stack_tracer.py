@@ -13,7 +13,7 @@ from emulated_kernel.trace.hits.call_stack import CallStack
 from emulated_kernel.trace.hits.probe_hit import ProbeHit, Tasks
 from emulated_kernel.trace.symbols import KernelSymbols
 from emulated_kernel.trace.text.sprint_symbol import sprint_symbol
-from emulated_kernel.trace.text.user_words import take_word
+from emulated_kernel.trace.text.user_words import FUNCTION_WORD_MAX, take_word
 from emulated_kernel.trace.tracers.call_sites import KernelFunctions
 from emulated_kernel.trace.tracers.function_filter import FunctionSet
 from emulated_kernel.trace.tracers.functions import FunctionWatcher
@@ -160,7 +160,7 @@ class StackFilter:
 
         Raises: KernelError EINVAL, ENODEV for a command: it would be a trace array's.
         """
-        word, size = take_word(data)
+        word, size = take_word(data, FUNCTION_WORD_MAX)
         _, colon, rest = word.partition(b":")
         if colon:
             known = rest.split(b":", 1)[0] in _COMMANDS
