@@ -270,6 +270,8 @@ class TraceArray(ArrayRings, Recorder):
         self._check_markers()
         if not 4 <= len(data) <= RAW_MARKER_LIMIT:
             raise KernelError(errno.EINVAL, "a raw marker has 4 to 3072 bytes")
+        # Linux: longer ones than those of trace_marker are no error, but taken in part.
+        data = data[:MARKER_LIMIT]
         self._write_mark(EntryType.RAW_DATA, raw_data_entry(data))
         return len(data)
 

@@ -203,6 +203,7 @@ def test_raw_marker(bench: Bench) -> None:
     assert bench.lines()[0].split(": ", 1)[1].startswith("# 2a buf: ")
     for size in (0, 3, 3073):
         assert failure(bench.array.write_raw_marker, bytes(size)) == errno.EINVAL
+    assert bench.array.write_raw_marker(bytes(3072)) == 1024
 
 
 def test_markers_alone(bench: Bench) -> None:
