@@ -69,7 +69,7 @@ class LinuxEngine:
         self.kprobes = kprobes = Kprobes(machine, running, arch, log.info, scheduler, self.lock, profile)
         self._hook_sets = hook_sets = HookSets(machine, abi, arch, kprobes, scheduler, None)
         kretprobes = Kretprobes(kprobes, hook_sets.first, cpus=1, blacklist=never_returning(running, arch))
-        fprobes = Fprobes(kprobes, kretprobes.hooks, arch, traceable_functions(running), cpus=1)
+        fprobes = Fprobes(kprobes, kretprobes.hooks, arch, lambda: traceable_functions(running), cpus=1)
         registries = ProbeRegistries(kprobes, None, kretprobes, hook_sets, fprobes)
         tracing = linux_tracing(machine, running, arch, registries, abi, self.lock, log.info)
         self.parts = ProbedParts(arch=arch, machine=machine, engine=registries, tracing=tracing)

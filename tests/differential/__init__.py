@@ -1,0 +1,1 @@
+"""Random cases of many kinds, answered by a distribution's kernel inside the emulator and by ours."""

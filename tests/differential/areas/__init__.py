@@ -1,0 +1,36 @@
+"""The areas by name, each with its cases."""
+
+from __future__ import annotations
+
+from tests.differential.areas import (
+    definitions,
+    filters,
+    formats,
+    functions,
+    histograms,
+    instances,
+    lists,
+    output,
+    settings,
+    triggers,
+    workloads,
+)
+from tests.differential.steps import Area
+
+AREAS: dict[str, Area] = {
+    area.name: area
+    for area in (
+        definitions.AREA,
+        filters.AREA,
+        triggers.AREA,
+        histograms.DEFINED,
+        histograms.COUNTED,
+        functions.AREA,
+        settings.AREA,
+        output.AREA,
+        instances.AREA,
+        lists.AREA,
+        formats.AREA,
+        workloads.AREA,
+    )
+}

@@ -1,0 +1,58 @@
+"""Our answers are those that a distribution's kernel gave to a sample of the random cases."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.differential import sides
+from tests.differential.areas import AREAS
+from tests.differential.compare import ResetError, Tally, answers_of, prepared
+from tests.differential.normal import Normal
+from tests.differential.recorded import Recorded, Sample
+from tests.differential.steps import read
+
+FEWEST = 15
+"""Answers of an area."""
+
+
+@pytest.fixture(scope="module")
+def sample() -> Sample:
+    return Sample.load()
+
+
+@pytest.mark.parametrize("name", AREAS)
+def test_answers(sample: Sample, name: str) -> None:
+    area, tally, normal = AREAS[name], Tally(), Normal(sample.events)
+    side = prepared(sides.ours(), area)
+    for number, (case, linux) in enumerate(sample.cases(name)):
+        try:
+            ours = answers_of(side, normal, area, case)
+        except ResetError:
+            side.close()
+            side = prepared(sides.ours(), area)
+            ours = answers_of(side, normal, area, case)
+        tally.add(name, number, case, linux, ours)
+    side.close()
+    assert not tally.differences, "\n".join(map(str, tally.differences[:5]))
+    assert tally.answers >= FEWEST
+    assert any(answer for _, answers in sample.cases(name) for answer in answers)
+
+
+def test_a_difference_is_seen(sample: Sample) -> None:
+    """A case whose recorded answer is another one counts as differing, at that step."""
+    area, tally, normal = AREAS["settings"], Tally(), Normal(sample.events)
+    side = prepared(sides.ours(), area)
+    case = [read("tracing_on"), read("buffer_percent")]
+    changed = Recorded(case, ["1\n", "51\n"])
+    assert not tally.add(area.name, 0, changed.case, changed.answers, answers_of(side, normal, area, case))
+    side.close()
+    assert (tally.answers, tally.differing, tally.differences[0].steps) == (2, 1, case)
+    assert "O 50" in str(tally.differences[0])
+
+
+def test_cases_are_made_again(sample: Sample) -> None:
+    """The same seed gives the same cases, each by itself."""
+    for area in AREAS.values():
+        first = list(area.cases(5, 4))
+        assert list(area.cases(5, 2)) == first[:2] != list(area.cases(6, 2))
+        assert len(list(sample.cases(area.name))) > 4
