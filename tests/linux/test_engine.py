@@ -67,7 +67,7 @@ def _files(calls: LinuxSyscalls, client: LinuxTask, turn: int) -> Iterator[Any]:
     size = calls.begin_read(client, fd, 5000, 0, may_block=True)
     yield calls.read_data(client, size)
     yield calls.lstat(path).size
-    calls.close(fd)
+    calls.close(client, fd)
     yield sorted(entry.name for entry in calls.listdir("/scratch"))
 
 
