@@ -51,8 +51,9 @@ RECORDED = (
     "r:k/made shmem_get_inode",
 )
 """On what requests for scratch/ run through, and for nothing else."""
-STAMP = re.compile(r" [^ ]+ +\d+\.\d{6}:")
-"""When, and in which context: a probe is a jump from when its optimizer has come to it."""
+STAMP = re.compile(r"^.*?-(?=\d+ )| [^ ]+ +\d+\.\d{6}:")
+"""Whose, which Linux knows from the next switch of tasks on; when; and in which context: a probe is a jump
+from when its optimizer has come to it."""
 OPTIMIZING = 5_000_000
 """Microseconds of the guest's time in which it optimizes what it can."""
 KINDS = ("p", "r") * 6 + ("p:", "r8", "p8", "r0", "r99999", "x", "P", "-", "pp", "r-1")
