@@ -70,11 +70,20 @@ def load(kernel: Kernel) -> list[object]:
     return answers
 
 
+def _definition(kernel: Kernel, address: int) -> str:
+    """There are fewer ids of events than places: those of a function share one."""
+    where = kernel.image.kallsyms.lookup(address)
+    assert where is not None
+    start = where.symbol.address
+    if len(kernel.image.kallsyms.by_name(where.name)) > 1:
+        return f"p:at{address:x} {address:#x}\n"
+    return f"p:in{start:x} {where.name}+{address - start}\n"
+
+
 @contextmanager
 def _enabled(kernel: Kernel, addresses: Sequence[int]) -> Iterator[None]:
     tree = kernel.filesystem()
-    # Ids of events are fewer than places: each event has many probes.
-    text = "".join(f"p:at{address >> 8:x} {address:#x}\n" for address in addresses)
+    text = "".join(_definition(kernel, address) for address in addresses)
     with kernel.lock:
         write(tree, "/kprobe_events", text)
         write(tree, "/tracing/events/kprobes/enable", "1")
