@@ -168,9 +168,9 @@ static long do_readlinkat(int dfd, const char __user *path, char __user *buf, in
 	return error;
 }
 
-SYSCALL_DEFINE4(readlinkat, int, dfd, const char __user *, path, char __user *, buf, int, bufsiz)
+SYSCALL_DEFINE4(readlinkat, int, dfd, const char __user *, pathname, char __user *, buf, int, bufsiz)
 {
-	return do_readlinkat(dfd, path, buf, bufsiz);
+	return do_readlinkat(dfd, pathname, buf, bufsiz);
 }
 
 SYSCALL_DEFINE3(readlink, const char __user *, path, char __user *, buf, int, bufsiz)

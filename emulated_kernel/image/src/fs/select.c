@@ -110,7 +110,7 @@ SYSCALL_DEFINE3(poll, struct pollfd __user *, ufds, unsigned int, nfds, int, tim
 
 /* Deviates: no signal ever comes, and what is left of the time isn't written back. */
 SYSCALL_DEFINE5(ppoll, struct pollfd __user *, ufds, unsigned int, nfds, struct __kernel_timespec __user *, tsp,
-		const void __user *, sigmask, size_t, sigsetsize)
+		const sigset_t __user *, sigmask, size_t, sigsetsize)
 {
 	long timeout = MAX_SCHEDULE_TIMEOUT;
 	u64 ns;

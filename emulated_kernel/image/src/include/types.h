@@ -42,6 +42,8 @@ typedef __builtin_va_list va_list;
 
 typedef struct { int counter; } atomic_t;
 typedef struct { s64 counter; } atomic64_t;
+/* No signal is ever delivered, so nothing looks into one. */
+typedef struct { u64 sig; } sigset_t;
 
 struct list_head {
 	struct list_head *next, *prev;

@@ -471,7 +471,7 @@ static noinline int load_module(struct load_info *info, struct module **loaded)
 	return 0;
 }
 
-SYSCALL_DEFINE3(init_module, const void __user *, umod, unsigned long, len, const char __user *, uargs)
+SYSCALL_DEFINE3(init_module, void __user *, umod, unsigned long, len, const char __user *, uargs)
 {
 	struct load_info info = {};
 	struct module *mod = NULL;

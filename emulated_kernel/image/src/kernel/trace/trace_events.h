@@ -23,7 +23,9 @@
 	gfpflag_string(__GFP_RECLAIM), gfpflag_string(__GFP_DIRECT_RECLAIM),                   \
 	gfpflag_string(__GFP_KSWAPD_RECLAIM), gfpflag_string(__GFP_ZEROTAGS)
 #define gfpflag_string(flag) {(__force unsigned long)flag, #flag}
-#define show_gfp_flags(flags) (flags) ? __print_flags(flags, "|", __def_gfpflag_names) : "none"
+#define __def_gfpflag_names_kasan
+#define show_gfp_flags(flags) \
+	(flags) ? __print_flags(flags, "|", __def_gfpflag_names __def_gfpflag_names_kasan) : "none"
 
 #define decode_timer_flags(flags)                                                              \
 	__print_flags(flags, "|", { TIMER_MIGRATING, "M" }, { TIMER_DEFERRABLE, "D" },         \
