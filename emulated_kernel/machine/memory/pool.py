@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from emulated_kernel.machine.traps.trap import HardwareError
 
 
@@ -58,3 +60,7 @@ class UnitPool:
     def used(self) -> int:
         """Bytes handed out."""
         return sum(self._lengths.values()) * self.unit
+
+    def extents(self) -> Iterator[tuple[int, int]]:
+        """Address and size in bytes of all that is handed out."""
+        return ((address, count * self.unit) for address, count in self._lengths.items())

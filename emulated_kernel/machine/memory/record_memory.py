@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
+from typing import BinaryIO
 
 from emulated_kernel.abi import PAGE_SIZE, Prot
 from emulated_kernel.machine.layout import MemoryLayout
 from emulated_kernel.machine.memory.guest_memory import GuestMemory
+from emulated_kernel.machine.memory.kept import KeptLayout, map_over, put_into
 from emulated_kernel.machine.memory.pool import UnitPool
+from emulated_kernel.machine.traps.trap import HardwareError
 
 CELL_UNIT = 8
 """Bytes; allocations of cells are multiples of it, and aligned to it."""
@@ -45,6 +49,7 @@ class RecordMemory:
         self._pages = UnitPool(pages, pages_size, PAGE_SIZE)
         reserved, self._size = abi.get("percpu.reserved", 0), abi.get("percpu.reserved_size", 0)
         self._cells = UnitPool(reserved, self._size, CELL_UNIT)
+        self._file: BinaryIO | None = None
 
     def alloc_cells(self, size: int) -> int:
         """Offset of `size` bytes of each CPU, zeroed. Raises: HardwareError: none left."""
@@ -80,8 +85,15 @@ class RecordMemory:
         return (offset - self._cells.base) // 8
 
     def alloc_pages(self, size: int) -> int:
-        """Address of whole pages, of any content. Raises: HardwareError: none left."""
-        return self._pages.alloc(size)
+        """Address of whole pages, of any content. Raises: HardwareError: none left, here or on the disk."""
+        va = self._pages.alloc(size)
+        if self._file is not None:
+            try:
+                os.posix_fallocate(self._file.fileno(), self.kept_layout.pages(va, size), size)
+            except OSError as error:
+                self._pages.free(va)
+                raise HardwareError(f"{self._file.name}: {error.strerror}") from error
+        return va
 
     def free_pages(self, va: int) -> None:
         """Give back what `alloc_pages` returned, and the host its memory.
@@ -96,3 +108,46 @@ class RecordMemory:
     def view(self, va: int, size: int) -> memoryview:
         """Live bytes of pages."""
         return self._memory.view(va, size)
+
+    # In a file
+
+    @cached_property
+    def kept_layout(self) -> KeptLayout:
+        """Of a file that has all cells and pages, behind one page of its own."""
+        spans = [self._span(base) for base in self._bases()]
+        starts = [PAGE_SIZE + sum(size for _, size in spans[:cpu]) for cpu in range(len(spans))]
+        first = [base + self._cells.base for base in self._bases()]
+        return KeptLayout(
+            tuple(start + at - va for start, at, (va, _) in zip(starts, first, spans, strict=True)),
+            self._cells.base,
+            self._size,
+            PAGE_SIZE + sum(size for _, size in spans),
+            self._pages.base,
+            self._pages.end - self._pages.base,
+        )
+
+    def _span(self, base: int) -> tuple[int, int]:
+        """Address and size of the pages that the cells of a CPU lie in."""
+        start, end = base + self._cells.base, base + self._cells.base + self._size
+        va = start - start % PAGE_SIZE
+        return va, -(-end // PAGE_SIZE) * PAGE_SIZE - va
+
+    def keep_in(self, file: BinaryIO) -> None:
+        """Let a new file hold all cells and pages from now on: what is written there outlives this process.
+
+        Raises: OSError, after which they stay where they were.
+        """
+        layout, memory, descriptor = self.kept_layout, self._memory, file.fileno()
+        os.ftruncate(descriptor, layout.size)
+        ranges = [(memory.translate(layout.pages_base), layout.pages_size, layout.pages_at)]
+        for address, size in self._pages.extents():
+            put_into(descriptor, layout.pages(address, size), memory.read(address, size))
+        at = PAGE_SIZE
+        for base in self._bases():
+            va, size = self._span(base)
+            put_into(descriptor, at, memory.read(va, size))
+            ranges.append((memory.translate(va), size, at))
+            at += size
+        for physical, size, offset in ranges:
+            map_over(memory.ram, physical, size, descriptor, offset)
+        self._file = file
