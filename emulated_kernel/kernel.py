@@ -214,8 +214,8 @@ class Kernel:
         """
         self.lock.assert_held()
         self.machine.clock.advance(max(0, old.machine.clock.now_ns() - self.machine.clock.now_ns()))
-        self.tracing.system.events.keep_ids(old.tracing.system.events)
-        define()
+        with self.tracing.system.events.keeping(old.tracing.system.events.ids()):
+            define()
         self.trace_arrays.take_records(old.trace_arrays)
         old.loads.stop()
 

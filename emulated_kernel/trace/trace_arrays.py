@@ -136,11 +136,13 @@ class TraceArrays:
         for name, tracing in self._instances.items():
             if (found := former.find(name)) is not None:
                 pairs.append((tracing.array, found.array))
-        rooms = [mine.memory_for(theirs) for mine, theirs in pairs]
+        pasts = [theirs.past() for _, theirs in pairs]
+        rooms = [mine.memory_for(past) for (mine, _), past in zip(pairs, pasts, strict=True)]
         self._system.cmdlines.take_over(former._system.cmdlines)
         self._system.expansion.is_done |= former._system.expansion.is_done
-        for (mine, theirs), memory in zip(pairs, rooms, strict=True):
-            mine.take_records(theirs, memory)
+        for (mine, _), past, memory in zip(pairs, pasts, rooms, strict=True):
+            mine.take_records(past, memory)
+            mine.mark_reboot()
 
     # What the guest does
 

@@ -40,6 +40,12 @@ class Snapshot:
         self.condition: object = None
         """The histogram's action that says when it is taken; nobody else may change it then."""
         self.buffers = array.new_buffers(MIN_PAGES)
+        self._mark()
+
+    def _mark(self) -> None:
+        """Let the memory itself tell what is set aside."""
+        for mine, theirs in zip(self.buffers, self._array.buffers, strict=True):
+            mine.is_aside, theirs.is_aside = True, False
 
     def usage(self, tracer: str, cpu: int | None = None) -> str:
         """What the file says while no events are set aside: how to set some aside."""
@@ -79,6 +85,7 @@ class Snapshot:
             old = self.buffers[cpu].place
             self.buffers[cpu] = RingBuffer(old.moved_to(memory), sizes[cpu])
             old.release()
+        self._mark()
         self.is_allocated = True
 
     def take(self) -> None:
@@ -91,6 +98,7 @@ class Snapshot:
         if not self.is_allocated or array.is_stopped:
             return
         array.buffers, self.buffers = self.buffers, array.buffers
+        self._mark()
         array.apply_switches()
         array.notify_rewired()
         array.notify()
@@ -110,4 +118,5 @@ class Snapshot:
             buffer.place.release()
             (memory,) = self._array.allocate((MIN_PAGES,))
             self.buffers[cpu] = RingBuffer(buffer.place.moved_to(memory), MIN_PAGES)
+        self._mark()
         self.is_allocated = False

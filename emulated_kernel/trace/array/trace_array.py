@@ -8,6 +8,7 @@ from functools import partial
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.array.array_rings import ArrayRings
+from emulated_kernel.trace.array.past import PastNames, PastRecords
 from emulated_kernel.trace.array.pipe_users import PipeUsers
 from emulated_kernel.trace.array.snapshot import Snapshot
 from emulated_kernel.trace.array.system import NOP_TRACER, Tracer, TraceSystem
@@ -80,6 +81,8 @@ class TraceArray(ArrayRings, Recorder):
         self._stamp = system.clocks.converter(LOCAL)
         self._time_start = 0
         self._records_comm, self._records_tgid = True, False
+        self._past: PastNames | None = None
+        """Of records that another run has made."""
         try:
             self.snapshot = Snapshot(self)
         except MemoryError:
@@ -218,31 +221,45 @@ class TraceArray(ArrayRings, Recorder):
         self.clear_trace()
         self.snapshot.clear()
 
-    def memory_for(self, former: TraceArray) -> list[RingMemory]:
-        """Where take_records() moves the buffers of that array to. Raises: MemoryError."""
-        return self.allocate([buffer.nr_pages for buffer in (*former.buffers, *former.snapshot.buffers)])
+    def past(self) -> PastRecords:
+        """The records, for another kernel's array to take."""
+        aside = self.snapshot
+        return PastRecords(
+            self.buffers,
+            aside.buffers,
+            aside.is_allocated,
+            self._time_start,
+            self.max_latency_ns,
+            self._past,
+        )
 
-    def take_records(self, former: TraceArray, memory: list[RingMemory]) -> None:
-        """Another kernel's array gives its buffers away, with what is in them; a mark follows."""
+    def memory_for(self, past: PastRecords) -> list[RingMemory]:
+        """Where take_records() moves those buffers to. Raises: MemoryError."""
+        return self.allocate([buffer.nr_pages for buffer in (*past.buffers, *past.aside)])
+
+    def take_records(self, past: PastRecords, memory: list[RingMemory]) -> None:
+        """Have the buffers of another kernel's array, with what is in them."""
         rooms = iter(memory)
-        for mine, theirs in (
-            (self.buffers, former.buffers),
-            (self.snapshot.buffers, former.snapshot.buffers),
-        ):
+        for mine, theirs in ((self.buffers, past.buffers), (self.snapshot.buffers, past.aside)):
             for cpu, buffer in enumerate(theirs):
                 place = mine[cpu].place
                 buffer.resize(place.moved_to(next(rooms)), buffer.nr_pages)
                 place.release()
                 mine[cpu] = buffer
-        self.snapshot.is_allocated = former.snapshot.is_allocated
-        self._time_start, self.max_latency_ns = former._time_start, former.max_latency_ns
+        self.snapshot.is_allocated = past.has_snapshot
+        self._time_start, self.max_latency_ns = past.time_start, past.max_latency_ns
+        self._past = past.names
+        self.apply_switches()
+        self.notify_rewired()
+
+    def mark_reboot(self) -> None:
+        """Say behind records of another kernel where those of this one would begin."""
         if self.written:
-            # Whatever is switched off: it says where this kernel's records would begin.
+            # Whatever is switched off.
             self.buffers[0].disabled = False
             entry = TRACE_ENTRY.pack(EntryType.PRINT, 0, 0, 0)
             self.buffers[0].write(entry + print_entry(REBOOT_MARK, self.system.arch.word_size), self.now())
-        self.apply_switches()
-        self.notify_rewired()
+            self.apply_switches()
 
     def write_marker(self, data: bytes) -> int:
         """Execute one write(2) to trace_marker: a PRINT record of the current task; bytes taken.
@@ -336,12 +353,12 @@ class TraceArray(ArrayRings, Recorder):
 
     def formatter(self) -> LineFormatter:
         """A printer of records under the options as they are now."""
-        system, flags = self.system, self.options.flags
+        system, flags, past = self.system, self.options.flags, self._past
         return LineFormatter(
             flags,
             in_ns=self.clock.in_ns,
-            events=system.events,
-            cmdlines=system.cmdlines,
+            find_event=system.events.by_id if past is None else past.events.get,
+            cmdlines=system.cmdlines if past is None else past.cmdlines,
             style=AddressStyle(
                 system.symbols,
                 word_size=system.arch.word_size,

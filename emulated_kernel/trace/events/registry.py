@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import chain
 
@@ -31,11 +33,20 @@ class EventWatcher(ABC):
         """It is registered no more."""
 
 
+@dataclass(frozen=True)
+class EventIds:
+    """Which ids events had in a kernel."""
+
+    next_id: int
+    names: Mapping[int, tuple[str, str]]
+    """Group and name by id."""
+
+
 class EventRegistry:
     """All trace events of a kernel, by name and by id."""
 
     def __init__(self, first_id: int = FIRST_EVENT_ID) -> None:
-        self._next_id = first_id
+        self._first_id = self._next_id = first_id
         self._events: dict[tuple[str, str], TraceEvent | None] = {}
         self._by_id: dict[int, TraceEvent] = {}
         self._free_ids: list[int] = []
@@ -98,18 +109,27 @@ class EventRegistry:
         """
         if (event.group, event.name) in self._events:
             raise KernelError(errno.EEXIST, f"{event.group}/{event.name} exists")
-        event.id = self._kept_ids.pop((event.group, event.name), 0) or self._take_id()
+        kept = self._kept_ids.get((event.group, event.name))
+        event.id = self._take_id() if kept is None or kept in self._by_id else kept
         self._by_id[event.id] = event
         self.add_own(event)
 
-    def keep_ids(self, former: EventRegistry) -> None:
-        """Events that are still to come have the ids that those of their names have in `former`."""
-        self._next_id, self._free_ids = former._next_id, former._free_ids.copy()
-        self._kept_ids = {
-            (event.group, event.name): event.id
-            for event in former._by_id.values()
-            if event.id not in self._by_id
-        }
+    def ids(self) -> EventIds:
+        """Those that are in use, and where they go on."""
+        return EventIds(self._next_id, {event_id: (e.group, e.name) for event_id, e in self._by_id.items()})
+
+    @contextmanager
+    def keeping(self, former: EventIds) -> Iterator[None]:
+        """Events that come within have the ids that those of their names had."""
+        self._next_id = max(self._next_id, former.next_id)
+        self._kept_ids = {name: event_id for event_id, name in former.names.items()}
+        try:
+            yield
+        finally:
+            self._kept_ids = {}
+            # Ids that nobody has are used again, once there are no new ones.
+            used = self._by_id.keys()
+            self._free_ids = [each for each in range(self._first_id, self._next_id) if each not in used]
 
     def add_own(self, event: TraceEvent) -> None:
         """Name an event of tracing's own entries, which has its id and is printed without its help."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from struct import Struct
 from typing import NamedTuple
 
-from emulated_kernel.trace.events.registry import EventRegistry
+from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.output.options import TraceOption
 from emulated_kernel.trace.ring.clock import ns_to_usecs
 from emulated_kernel.trace.ring.trace_entry import (
@@ -93,15 +93,17 @@ class LineFormatter:
         flags: TraceOption,
         *,
         in_ns: bool,
-        events: EventRegistry,
+        find_event: Callable[[int], TraceEvent | None],
         cmdlines: SavedCmdlines,
         style: AddressStyle,
         time_start: int = 0,
     ) -> None:
-        """`in_ns`: the clock counts nanoseconds; `time_start`: what latency-format counts from."""
+        """`find_event` by an entry's type; `in_ns`: the clock counts nanoseconds; `time_start`: what
+        latency-format counts from.
+        """
         self._flags = flags
         self._in_ns = in_ns
-        self._event = events.by_id
+        self._event = find_event
         self._cmdlines = cmdlines
         self._style = style
         self._time_start = time_start

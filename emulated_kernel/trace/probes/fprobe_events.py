@@ -75,6 +75,10 @@ class TraceFprobe(TraceKprobe):
     def nmissed(self) -> int:
         return self._missed_before + self._fprobe.nmissed
 
+    @nmissed.setter
+    def nmissed(self, value: int) -> None:
+        self._missed_before = value - self._fprobe.nmissed
+
     @property
     def letter(self) -> str:
         return f"f{self.maxactive or '' if self.is_return else ''}"

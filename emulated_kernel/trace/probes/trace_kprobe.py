@@ -167,6 +167,11 @@ class TraceKprobe(TraceProbe):
         """Missed hits since it was registered."""
         return 0 if self.handle is None else self.handle.nmissed
 
+    @nmissed.setter
+    def nmissed(self, value: int) -> None:
+        if self.handle is not None:
+            self.handle.nmissed = value
+
     # Registration
 
     def register(self) -> None:

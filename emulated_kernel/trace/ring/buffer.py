@@ -8,13 +8,15 @@ Mirrors: kernel/trace/ring_buffer.c (v6.1)
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from emulated_kernel.abi import PAGE_SIZE
 from emulated_kernel.trace.ring.layout import (
     ANCHOR_SLOT,
+    ASIDE,
     COMMIT_OVERRUN,
+    CONTROL_SIZE,
     CONTROL_WORDS,
     COUNTERS,
     DROPPED,
@@ -34,7 +36,6 @@ from emulated_kernel.trace.ring.layout import (
     TAIL_ENTRIES,
     TAIL_PAGE,
     TAIL_SLOT,
-    WRITE_PTR,
     RingFlag,
     RingMemory,
 )
@@ -134,9 +135,10 @@ class RingBuffer(RingWriter):
         head = words[HEAD_SLOT]
         taken = table[SLOTS + head]
         self._clear_page(reader)
+        # In this order: salvage.py can tell how far it came, if the process ends here.
         table[SLOTS + head] = reader
-        words[READER_PAGE] = taken
         words[READER_READ] = 0
+        words[READER_PAGE] = taken
         words[READ_STAMP] = table[self._page_word(taken)]
         words[HEAD_SLOT] = (head + 1) % count
         words[ANCHOR_SLOT] = (head - 1) % count
@@ -302,10 +304,15 @@ class RingBuffer(RingWriter):
         entries = [table[self._entries_at + page] for page in kept]
         counters = old[:CONTROL_WORDS].tolist()
         # Guest code that knows another control block must come to the host.
-        old[FLAGS], old[WRITE_PTR] = counters[FLAGS] | _DISABLED, 0
-        self._format(memory, nr_pages, counters[FLAGS])
+        self._park(tail)
+        old[FLAGS] = counters[FLAGS] | _DISABLED
+        place = memory if isinstance(memory, RingMemory) else RingMemory(memory)
+        control = place.control or place.pages[:CONTROL_SIZE]
+        # The old pages count until the new ones are whole, even if the process ends here.
+        draft = replace(place, control=memoryview(bytearray(CONTROL_SIZE)))
+        self._format(draft, nr_pages, counters[FLAGS])
         words = self._words
-        for word in (READER_READ, *COUNTERS):
+        for word in (READER_READ, ASIDE, *COUNTERS):
             words[word] = counters[word]
         numbers = [*range(len(unread)), nr_pages]
         for page, image, count in zip(numbers, images, entries, strict=True):
@@ -319,3 +326,5 @@ class RingBuffer(RingWriter):
         self._park(tail)
         if tail and not counters[FLAGS] & _DISABLED:
             self._open_tail()
+        control.cast("B")[:CONTROL_SIZE] = words.cast("B")[:CONTROL_SIZE]
+        self._attach(place, nr_pages)

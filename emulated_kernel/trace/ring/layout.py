@@ -59,6 +59,7 @@ ENTRIES_BYTES = 19  # bytes written on sub-buffers that were left behind, and no
 READ_BYTES = 20  # bytes consumed
 LAST_OVERRUN = 21  # `overrun` when the reader last took a sub-buffer
 LOST_EVENTS = 22  # events lost before the next one that the reader gets
+ASIDE = 23  # 1: the buffer of a snapshot, not of the trace array itself
 COUNTERS = (WRITE_STAMP, *range(READ_STAMP, LOST_EVENTS + 1))
 """Words that a reset clears."""
 CONTROL_WORDS = 32

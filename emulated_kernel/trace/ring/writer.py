@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from array import array
 from struct import Struct
+from typing import Self
 
 from emulated_kernel.abi import PAGE_SIZE
 from emulated_kernel.trace.ring.layout import (
+    ASIDE,
     BASE,
     CONTROL_SIZE,
     CONTROL_WORDS,
@@ -76,6 +78,13 @@ class RingWriter:
         """Format `memory` (of at least memory_size(nr_pages) writable bytes) as an empty buffer."""
         self._format(memory, nr_pages, RingFlag.OVERWRITE.value if overwrite else 0)
 
+    @classmethod
+    def over(cls, place: RingMemory, nr_pages: int) -> Self:
+        """The buffer that is in some memory already."""
+        buffer = cls.__new__(cls)
+        buffer._attach(place, nr_pages)
+        return buffer
+
     def _format(self, memory: RingMemory | memoryview, nr_pages: int, flags: int) -> None:
         """Sub-buffers behind the first are formatted when they are first written."""
         if nr_pages < MIN_PAGES:
@@ -112,6 +121,15 @@ class RingWriter:
     def place(self) -> RingMemory:
         """Where the buffer stands; another one after each resize."""
         return self._place
+
+    @property
+    def is_aside(self) -> bool:
+        """Whether a snapshot has it, rather than the trace array; kept for who finds the memory alone."""
+        return bool(self._words[ASIDE])
+
+    @is_aside.setter
+    def is_aside(self, value: bool) -> None:
+        self._words[ASIDE] = value
 
     def _page_word(self, page: int) -> int:
         return (self._start + page * PAGE_SIZE) >> 3

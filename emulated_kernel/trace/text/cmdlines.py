@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from struct import Struct
 
 from emulated_kernel.errors import KernelError
 
@@ -12,6 +13,9 @@ _HEADER = 4 * (PID_MAX_DEFAULT + 1) + 20
 _ELEMENT = 20
 _PAGE = 4096
 """Bytes: of the table of pids and what follows it, of a name and its pid, of a page."""
+_KEPT = Struct("<i16s")
+KEPT_SIZE = 1 << 20
+"""Bytes that have room for all names that any size takes."""
 UNKNOWN_COMM = "<...>"
 _NO_PID = -1
 
@@ -27,6 +31,7 @@ class SavedCmdlines:
         self._tgids: dict[int, int] = {}
         self.recorders = 0
         """Events that are enabled, in each of the arrays. Mirrors: trace_sched_switch.c:sched_cmdline_ref."""
+        self._kept: memoryview | None = None
         self._clear(size)
 
     def _clear(self, size: int) -> None:
@@ -35,6 +40,8 @@ class SavedCmdlines:
         self._slots: dict[int, int] = {}
         self._pids = [_NO_PID] * size
         self._comms = [""] * size
+        if self._kept is not None:
+            self._kept[:] = bytes(len(self._kept))
 
     @property
     def size(self) -> int:
@@ -52,7 +59,10 @@ class SavedCmdlines:
 
     def take_over(self, other: SavedCmdlines) -> None:
         """Remember what `other` does, in its place."""
-        self.__dict__.update(other.__dict__ | {"recorders": self.recorders})
+        kept, self._kept = self._kept, None
+        self.__dict__.update(other.__dict__ | {"recorders": self.recorders, "_kept": None})
+        if kept is not None:
+            self.keep_in(kept)
 
     def save(self, pid: int, comm: str) -> None:
         """Remember `comm` as the name of `pid`; the idle task needs no entry."""
@@ -65,8 +75,31 @@ class SavedCmdlines:
             if (old := self._pids[slot]) != _NO_PID:
                 self._slots.pop(old & (PID_MAX_DEFAULT - 1), None)
             self._slots[key] = slot
+        if self._kept is not None and (self._pids[slot], self._comms[slot]) != (pid, comm):
+            self._keep(slot, pid, comm)
         self._pids[slot] = pid
         self._comms[slot] = comm
+
+    def keep_in(self, memory: memoryview) -> None:
+        """Have the names in KEPT_SIZE bytes too, from now on, for who finds that memory alone."""
+        self._kept = memory
+        memory[:] = bytes(len(memory))
+        for slot, (pid, comm) in enumerate(zip(self._pids, self._comms, strict=True)):
+            if pid != _NO_PID:
+                self._keep(slot, pid, comm)
+
+    def _keep(self, slot: int, pid: int, comm: str) -> None:
+        assert self._kept is not None
+        _KEPT.pack_into(self._kept, slot * _KEPT.size, pid, comm.encode("utf-8", "surrogateescape"))
+
+    @classmethod
+    def kept(cls, memory: bytes) -> SavedCmdlines:
+        """The names that keep_in() has left there."""
+        found = cls(PID_MAX_DEFAULT)
+        for pid, comm in _KEPT.iter_unpack(memory[: len(memory) // _KEPT.size * _KEPT.size]):
+            if pid > 0:
+                found.save(pid, comm.split(b"\0", 1)[0].decode("utf-8", "surrogateescape"))
+        return found
 
     def find(self, pid: int) -> str:
         """The name of `pid`, "<...>" if unknown."""

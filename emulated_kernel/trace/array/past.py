@@ -1,0 +1,35 @@
+"""Records of a kernel that runs no more, and what they are printed with: its events, and its tasks' names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from emulated_kernel.trace.events.event import TraceEvent
+from emulated_kernel.trace.ring.buffer import RingBuffer
+from emulated_kernel.trace.text.cmdlines import SavedCmdlines
+
+
+@dataclass(frozen=True)
+class PastNames:
+    """What tells events and tasks of then from those that have their numbers now."""
+
+    events: Mapping[int, TraceEvent]
+    cmdlines: SavedCmdlines
+
+
+@dataclass(frozen=True)
+class PastRecords:
+    """What a trace array had in its buffers, one a CPU; whoever takes them has them alone."""
+
+    buffers: list[RingBuffer]
+    aside: list[RingBuffer]
+    """The snapshot's."""
+    has_snapshot: bool
+    time_start: int = 0
+    max_latency_ns: int = 0
+    names: PastNames | None = None
+    """Those that the records are printed with, where the array's kernel has others."""
+
+    def __len__(self) -> int:
+        return sum(map(len, (*self.buffers, *self.aside)))

@@ -1,0 +1,115 @@
+"""A process may end between any two stores to a ring buffer: what was complete is found."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from emulated_kernel.trace.ring.buffer import RingBuffer
+from emulated_kernel.trace.ring.layout import CONTROL_SIZE, RingMemory, memory_size
+from emulated_kernel.trace.ring.salvage import Salvaged, salvage
+from tests.sample import fewer
+
+BASE = 0x7000
+Events = list[tuple[int, bytes]]
+
+
+class Stores:
+    """A view of memory that calls back before each store."""
+
+    def __init__(self, view: memoryview, before: Callable[[], None]) -> None:
+        self._view = view
+        self._before = before
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._view[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._before()
+        self._view[key] = value
+
+
+class Watched(RingBuffer):
+    """A ring buffer that takes an image of itself in front of each store to its control block and tables."""
+
+    __slots__ = ("images", "images_of")
+
+    def _attach(self, place: RingMemory, nr_pages: int) -> None:
+        super()._attach(place, nr_pages)
+        words: Any = Stores(self._words, self.look)
+        table: Any = Stores(self._table, self.look)
+        self._words, self._table = words, table
+
+    def look(self) -> None:
+        """Keep what a process that ends now leaves."""
+        if getattr(self, "images", None) is not None:
+            self.images.append(image_of(self.images_of))
+
+
+def image_of(place: RingMemory) -> tuple[bytes, bytes]:
+    assert place.control is not None
+    return bytes(place.control), bytes(place.pages)
+
+
+def found(image: tuple[bytes, bytes]) -> Salvaged:
+    control, pages = image
+
+    def read(address: int, size: int) -> bytes:
+        assert address == BASE
+        return pages[:size]
+
+    result = salvage(control, read)
+    assert result is not None
+    return result
+
+
+def buffer(pages: int, *, overwrite: bool = True) -> Watched:
+    place = RingMemory(memoryview(bytearray(memory_size(pages))), BASE, memoryview(bytearray(CONTROL_SIZE)))
+    ring = Watched(place, pages, overwrite=overwrite)
+    ring.images, ring.images_of = [], place
+    return ring
+
+
+def steps(ring: Watched, seed: int) -> None:
+    """One thing after the other; around each, all images show what was before it or what is behind it."""
+    rng = random.Random(seed)
+    now = 1 << 20
+    for number in range(300):
+        before: Events = list(ring)
+        ring.images.clear()
+        now += rng.choice((1, 50, 1 << 27, 1 << 30))
+        payload = number.to_bytes(8, "little") + bytes(rng.choice((0, 8, 200, 900)))
+        if rng.random() < 0.7:
+            ring.write(payload, now)
+        elif before:
+            ring.consume()
+        after: Events = list(ring)
+        for image in ring.images:
+            check(found(image), before, after)
+        check(found(image_of(ring.images_of)), after, after)
+
+
+def check(result: Salvaged, before: Events, after: Events) -> None:
+    held = list(result.buffer)
+    assert result.torn <= 1
+    assert [event for event in before if event in after and event not in held] == []
+    assert [event for event in held if event not in before and event not in after] == []
+    assert held == sorted(held)
+    assert len(result.buffer) == result.buffer.stats().entries == len(held)
+    assert result.buffer.stats().size >= sum(len(payload) for _, payload in held)
+    # It goes on from there.
+    result.buffer.resize(memoryview(bytearray(memory_size(4))), 4)
+    assert list(result.buffer) == held
+    if held:
+        assert result.buffer.consume() == (*held[0], 0)
+        assert len(result.buffer) == len(held) - 1
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+@pytest.mark.parametrize("seed", range(fewer(12, 6)))
+def test_an_end_between_any_two_stores(seed: int, overwrite: bool) -> None:
+    ring = buffer(3, overwrite=overwrite)
+    steps(ring, seed)
