@@ -137,6 +137,11 @@ def _parser() -> argparse.ArgumentParser:
         dest="flags",
         help="as mount(8)'s option of that name; more than once",
     )
+    command.add_argument(
+        "--state",
+        metavar="DIR",
+        help="keep probes and records there: the next daemon has the probes, and instances/last the records",
+    )
     _add_machine_options(command)
     command.set_defaults(function=_mount)
 
@@ -384,12 +389,16 @@ def _mount(parsed: argparse.Namespace, build: Builder | None) -> int:
     from pathlib import Path
 
     from kprobefs import daemon, load, mount
+    from kprobefs.options import check_engine, check_state
 
     options = replace(
         _options(parsed, mount.resolve(parsed.directory)),
         make_directory=parsed.mkdir,
         flags=tuple(parsed.flags),
+        state=os.path.abspath(parsed.state) if parsed.state else None,
     )
+    check_engine(options)
+    check_state(options)
     log_file = Path(os.path.abspath(parsed.log)) if parsed.log else None
     builder = build or _builder(options)
     if parsed.foreground:

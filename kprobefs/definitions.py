@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -60,6 +60,10 @@ OUTSIDE = ("kprobes", "sysctl")
 """Directories beside the tracefs whose files may be named too, where the layout has them."""
 SWITCHED_OFF = ("kprobes/enabled", "sysctl/debug/kprobes-optimization")
 """Switches there that are on in a new mount."""
+STATS = "kprobes/stats"
+HELD = "held unoptimized by a write to its `optimized`"
+UNSWITCHED = {"pending", "gone"}
+"""Modes of probes that nothing can be switched of."""
 STACK_TRACER = "sysctl/kernel/stack_tracer_enabled"
 """Off in a new mount."""
 NO_FILTER = "none"
@@ -335,6 +339,7 @@ def saved(files: Files) -> Iterator[str]:
     yield from _options_of_tracers(files, tracefs)
     for prefix, array in arrays.items():
         yield from (f"{prefix}{line}" for line in array.switches())
+    yield from _single_probes(files, arrays.values())
     for value in _content(files, STACK_TRACER):
         if value != "0":
             yield f"{STACK_TRACER} = {value}"
@@ -403,6 +408,21 @@ class _Array:
             yield f"set_ftrace_filter = {' '.join(commands)}"
         if self.lines("tracing_on") == ["1"]:
             yield "tracing_on = 1"
+
+
+def _single_probes(files: Files, arrays: Iterable[_Array]) -> Iterator[str]:
+    """Switches of probes that aren't as their events are: they stand behind those, which they go by."""
+    for group in sorted(files.directories(STATS) if files.exists(STATS) else ()):
+        for event in sorted(files.directories(f"{STATS}/{group}")):
+            name = f"{STATS}/{group}/{event}"
+            switches = [array.lines(f"events/{group}/{event}/enable") for array in arrays]
+            is_wanted = any(switch != ["0"] for switch in switches)
+            if not UNSWITCHED.isdisjoint(_content(files, f"{name}/mode")):
+                continue
+            if _content(files, f"{name}/enabled") != [f"{is_wanted:d}"]:
+                yield f"{name}/enabled = {not is_wanted:d}"
+            if HELD in _content(files, f"{name}/reason"):
+                yield f"{name}/optimized = 0"
 
 
 def _options_of_tracers(files: Files, tracefs: str) -> Iterator[str]:

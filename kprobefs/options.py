@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from emulated_kernel.config import MachineConfig
     from emulated_kernel.linux.linux_mount import LinuxMount
     from emulated_kernel.vfs.guest.guest_mount import GuestMount
+    from kprobefs.state import KeptState
 
     ServedMount = GuestMount | LinuxMount
     """What the adapter serves: both have the same methods."""
@@ -54,6 +56,8 @@ class MountOptions:
     """Make the directory where there is none."""
     engine: str = ENGINES[0]
     """Whose kprobes answer: ours, or those of a distribution's kernel, if `machine.image` is one."""
+    state: str | None = None
+    """A directory for what outlives the daemon."""
     as_system: bool = False
     """Tools find it where they expect a tracefs, from which they splice."""
 
@@ -104,6 +108,8 @@ def check_engine(options: MountOptions, *, is_limited: bool = False) -> None:
         raise Failure("--engine native takes a kernel: --image vmlinuz, vmlinux, .deb or host", Exit.USAGE)
     if not runs_linux(options):
         return
+    if options.state is not None:
+        raise Failure("--state keeps what our own kernel records: it takes no distribution's", Exit.USAGE)
     if is_limited:
         raise Failure("a distribution's kernel takes no --limit: it has limits of its own", Exit.USAGE)
     if machine.arch != "x86_64" or machine.cpus != 1:
@@ -144,10 +150,27 @@ def _is_linux(image: Path) -> bool:
     return is_bzimage(start) or start.startswith(AR_MAGIC)
 
 
+def check_state(options: MountOptions) -> None:
+    """Raises: Failure where the state would lie below the mount, whose daemon would wait for itself."""
+    if options.state is None:
+        return
+    state = os.path.realpath(options.state)
+    if os.path.commonpath((state, options.directory)) == options.directory:
+        raise Failure(f"--state {options.state}: has to be outside of the mount", Exit.USAGE)
+
+
+def _state(options: MountOptions) -> KeptState | None:
+    """Raises: Failure where another daemon has it."""
+    if options.state is None:
+        return None
+    from kprobefs.state import KeptState
+    from kprobefs.state_directory import StateDirectory
+
+    return KeptState(StateDirectory(options.state), "tracing/" if options.layout == "tracefs" else "")
+
+
 def build_kernel(options: MountOptions) -> ServedMount:
     """Boot an emulated kernel; its files belong to the user who mounts. Raises: Failure."""
-    import os
-
     if runs_linux(options):
         from kprobefs.native import engine_mount, native_mount
 
@@ -163,7 +186,8 @@ def build_kernel(options: MountOptions) -> ServedMount:
     try:
         owner = Owner(os.geteuid(), os.getegid())
         watch = ClientsOnly if options.clients_only else HostProcesses
-        return LivingKernel(options.machine, RootLayout(options.layout), owner, watch).mount
+        layout = RootLayout(options.layout)
+        return LivingKernel(options.machine, layout, owner, watch, _state(options)).mount
     except OSError as error:
         place = f"{options.machine.image}: " if options.machine.image else ""
         raise Failure(f"{place}{error.strerror or error}") from error

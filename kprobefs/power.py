@@ -7,22 +7,25 @@ import gc
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.errors import KernelError
 from emulated_kernel.host.mirror.processes import HostProcesses, ProcessWatch
+from emulated_kernel.host.modules import ModuleFile
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.vfs.core.client import Client
-from emulated_kernel.vfs.core.node import Owner
+from emulated_kernel.vfs.core.node import Node, Owner
 from emulated_kernel.vfs.core.parse import ascii_lines
 from emulated_kernel.vfs.core.seq import CommandFile, SeqFile, listing
 from emulated_kernel.vfs.core.tree import Filesystem
 from emulated_kernel.vfs.trees.layout import RootLayout
+from kprobefs.counters import counts, set_counts
 from kprobefs.definitions import Line, Loader, saved
 from kprobefs.files import TreeFiles
+from kprobefs.state import KeptState
 
 PLACE = "the kernel before this one"
 """Where lines that can't be loaded come from, in the kernel's log."""
@@ -44,25 +47,50 @@ class LivingKernel:
         layout: RootLayout,
         owner: Owner,
         watch: Callable[[], ProcessWatch] = HostProcesses,
+        state: KeptState | None = None,
     ) -> None:
-        """`watch` makes what each of its kernels sees of the host. Raises: OSError, as Kernel does."""
+        """`watch` makes what each of its kernels sees of the host; `state`: what an earlier daemon has left.
+
+        Raises: OSError, as Kernel does.
+        """
         self._watch = watch
         self._layout = layout
         self._owner = owner
         self._boots = 1
+        self._state = state
         self._processes = watch()
         self._kernel = Kernel(config, self._processes)
+        is_restored = state is not None and self._restore(state)
         self.mount = self._kernel.mounted(self._files(self._kernel))
+        if state is not None:
+            kernel = self._kernel
+            with kernel.lock:
+                state.keep(kernel, self.mount, partial(self._definitions, kernel), is_fresh=not is_restored)
+
+    def _restore(self, state: KeptState) -> bool:
+        """Bring back what was left; where that fails there is a kernel that has seen nothing of it."""
+        kernel = self._kernel
+        try:
+            with kernel.lock:
+                return state.restore(kernel, self._tree(kernel))
+        # Whatever the files say, the daemon starts.
+        except Exception as error:
+            state.refuse(error)
+        self._kernel = Kernel(kernel.config, self._processes)
+        kernel.close()
+        return False
 
     def _files(self, kernel: Kernel) -> Filesystem:
-        further = {
-            "power": PowerFile(0o600, listing(self._state), self._command),
+        further: dict[str, Node] = {
+            "power": PowerFile(0o600, listing(self._power), self._command),
             "definitions": SeqFile(0o400, listing(lambda: self._definitions(kernel))),
             "probes": SeqFile(0o400, listing(lambda: self._probes(kernel))),
         }
+        if self._state is not None:
+            further["state"] = SeqFile(0o400, listing(self._state.text))
         return kernel.filesystem(self._layout, self._owner, further)
 
-    def _state(self) -> Iterator[str]:
+    def _power(self) -> Iterator[str]:
         yield f"{'panicked' if self._kernel.guest.is_dead else 'running'}\n"
         yield f"boots {self._boots}\n"
 
@@ -94,7 +122,10 @@ class LivingKernel:
     def _all_files(self, kernel: Kernel) -> TreeFiles:
         """A tree that has all of them, whatever the layout shows."""
         client = Client(os.getpid(), self._owner.uid, self._owner.gid)
-        return TreeFiles(kernel.filesystem(RootLayout.FULL, self._owner), client)
+        return TreeFiles(self._tree(kernel), client)
+
+    def _tree(self, kernel: Kernel) -> Filesystem:
+        return kernel.filesystem(RootLayout.FULL, self._owner)
 
     def reboot(self) -> None:
         """Put a new kernel into the place of this one; where that fails nothing has changed.
@@ -108,27 +139,44 @@ class LivingKernel:
                 try:
                     processes = self._watch()
                     undo.callback(processes.close)
-                    definitions = self._definitions(old)
+                    definitions, loads = self._definitions(old), old.loads.orders()
                     new = Kernel(config, processes, lock=old.lock)
                     undo.callback(new.close)
                     tree = self._files(new)
-                    new.succeed(old, partial(self._define, new, definitions))
+                    new.succeed(old, partial(self._define, new, old, definitions))
                 except OSError as error:
                     raise KernelError(error.errno or errno.EIO, str(error)) from error
                 undo.pop_all()
             new.take_over(self.mount, tree)
             self._kernel, self._boots = new, self._boots + 1
+            with suppress(KernelError):
+                new.loads.start(*loads)
             old.close()
             self._processes.close()
             self._processes = processes
+            if self._state is not None:
+                self._state.keep(new, self.mount, partial(self._definitions, new))
             del old
             # What the daemon made before it served isn't looked at for garbage; the old kernel is some now.
             gc.unfreeze()
             gc.collect()
             gc.freeze()
 
-    def _define(self, kernel: Kernel, definitions: list[str]) -> None:
+    def _define(self, kernel: Kernel, old: Kernel, definitions: list[str]) -> None:
+        for file in _modules(old):
+            try:
+                kernel.modules.load([file])
+            except KernelError as error:
+                kernel.guest.log(f"module {file.name}: {error.strerror}")
         lines = [Line(PLACE, number, text.rstrip("\n")) for number, text in enumerate(definitions, 1)]
         for failed in Loader(self._all_files(kernel)).load(lines):
             for part in failed.splitlines():
                 kernel.guest.log(part)
+        set_counts(kernel, counts(old))
+
+
+def _modules(kernel: Kernel) -> list[ModuleFile]:
+    """What to load again; nothing where the guest has lost its list."""
+    with suppress(KernelError):
+        return kernel.modules.files()
+    return []

@@ -54,6 +54,8 @@ class Modules:
         self._directory = image.path.parent / "modules"
         """NAME.ko of those that come with the image."""
         self._depends = prebuilt_dependencies(image.arch)
+        self._files: dict[str, ModuleFile] = {}
+        """What modules were loaded from, by their names."""
         self.notify = notify
         """Mirrors: register_module_notifier (v6.1)."""
 
@@ -90,6 +92,12 @@ class Modules:
             if file.refusal is not None:
                 raise self._refusal(*file.refusal)
             self.init_module(file.data, Path(file.name).name if "/" in file.name else f"{file.name}.ko")
+            for newest in self.loaded()[:1]:
+                self._files[newest.name] = file
+
+    def files(self) -> list[ModuleFile]:
+        """What the loaded modules were loaded from, in that order: another kernel may load the same."""
+        return [self._files[each.name] for each in reversed(self.loaded()) if each.name in self._files]
 
     def init_module(self, data: bytes, name: str) -> None:
         """Load the file's content; `name` is for the log. Raises: as `load`. Mirrors: init_module(2)."""

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
+from tests.endurance.state_kills import state_kills
 from tests.fuse.harness import REAL_PROGRAM, Daemon, daemon, environment, is_mounted
 from tests.fuzz.report import Violation
 from tests.mounted.files import EVENTS, Files
@@ -207,6 +208,7 @@ Attack = Callable[[Path, int, float, int, float], str]
 ATTACKS: dict[str, Attack] = {
     "operations": operations,
     "kills": kills,
+    "state-kills": lambda directory, *more: state_kills(directory.parent, *more),
     "traffic": traffic,
     "full-disk": full_disk,
     "faketime": leap,

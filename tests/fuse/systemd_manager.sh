@@ -4,6 +4,7 @@
 set -e
 mount --make-rprivate /
 mount -t tmpfs tmpfs /run
+mount -t tmpfs tmpfs /var/lib
 mkdir -p /run/systemd/system /run/lock
 umount -R -l /sys/fs/cgroup
 mount -t cgroup2 cgroup2 /sys/fs/cgroup

@@ -12,6 +12,7 @@ import pytest
 
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.errors import KernelError, WouldBlock
+from emulated_kernel.trace.array.past import PastRecords
 from emulated_kernel.trace.array.trace_array import REBOOT_MARK, TraceArray
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
@@ -215,7 +216,7 @@ def test_a_reboot_that_fails_changes_nothing(
     def fail(*_args: object, **_named: object) -> NoReturn:
         raise FileNotFoundError(errno.ENOENT, "gone")
 
-    def no_second(mine: TraceArray, theirs: TraceArray) -> object:
+    def no_second(mine: TraceArray, theirs: PastRecords) -> object:
         asked.append(theirs)
         if len(asked) == 2:
             raise MemoryError
@@ -264,3 +265,27 @@ def test_one_write_boots_once_or_not_at_all(living: LivingKernel) -> None:
         user.write("/machine/power", "reboot\nnonsense\n")
     user.write("/machine/power", "reboot\nreboot\n")
     assert user.read("/machine/power") == "running\nboots 2\n"
+
+
+def test_counts_switches_modules_and_loads_go_on(living: LivingKernel) -> None:
+    user = User(living.mount)
+    user.write("/machine/modules", "load counter_user\n")
+    user.write("/kprobe_events", "p:reads vfs_read\np:writes vfs_write\n")
+    user.write("/tracing/events/kprobes/enable", "1")
+    user.write("/kprobes/stats/kprobes/writes/enabled", "0")
+    file = living.mount.create(CLIENT, "/scratch/x", 0o600, os.O_RDWR)
+    for _ in range(20):
+        living.mount.read(CLIENT, file, 1, 0)
+    user.write("/machine/load", "timers rate=10 duration=600\n")
+    user.write("/tracing/events/kprobes/reads/enable", "0")
+    before, modules = user.read("/kprobe_profile"), user.read("/machine/modules")
+    assert modules
+    user.reboot()
+    assert user.read("/kprobe_profile") == before
+    assert user.read("/kprobes/stats/kprobes/writes/enabled") == "0\n"
+    assert user.read("/tracing/events/kprobes/writes/enable") == "1\n"
+    assert user.read("/machine/modules") == modules
+    (load,) = user.read("/machine/load").splitlines()
+    assert load.startswith("timers rate=10 ")
+    assert " state=running " in load
+    user.write("/machine/load", "stop\n")

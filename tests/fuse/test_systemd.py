@@ -243,9 +243,15 @@ class TestService:
     def test_restarts_after_a_kill(self, systemd: Manager) -> None:
         unit, directory = "kprobefs.service", "/run/kprobefs/mnt"
         assert systemd.inside("systemctl", "start", unit).returncode == 0
+        systemd.inside("sh", "-c", f"echo p:stays vfs_read > {directory}/kprobe_events")
         systemd.inside("systemctl", "kill", "-s", "KILL", unit)
         eventually(lambda: systemd.show(unit, "NRestarts") == "1")
         eventually(lambda: "Linux version" in systemd.inside("cat", f"{directory}/machine/version").stdout)
+        assert systemd.inside("cat", f"{directory}/kprobe_events").stdout == "p:kprobes/stays vfs_read\n"
+        assert (
+            "directory /var/lib/kprobefs/mnt\nkept yes\n"
+            in systemd.inside("cat", f"{directory}/machine/state").stdout
+        )
         assert systemd.inside("systemctl", "stop", unit).returncode == 0
 
     def test_stops_under_a_blocked_reader(self, systemd: Manager) -> None:

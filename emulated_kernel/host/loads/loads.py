@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import monotonic
 
 from emulated_kernel.errors import KernelError
@@ -86,6 +86,11 @@ class Loads:
     def text(self) -> Iterable[str]:
         """A line for each kind that ever ran, with what it did the last time."""
         return [running.line() for running in self._loads.values()]
+
+    def orders(self) -> list[LoadOrder]:
+        """What is left of those that run, for another kernel to go on with."""
+        running = [each for each in self._loads.values() if each.state == "running"]
+        return [replace(each.order, duration=each.left) for each in running if each.left]
 
     def command(self, line: str) -> None:
         """`KIND [rate=N] [duration=SECONDS]`, KIND `all` for each; `stop [KIND]`.

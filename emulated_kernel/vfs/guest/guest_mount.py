@@ -22,6 +22,7 @@ from emulated_kernel.lock import ControlLock
 from emulated_kernel.vfs.core.client import Client, DirEntry, Stat
 from emulated_kernel.vfs.core.open_file import OpenFile
 from emulated_kernel.vfs.core.tree import Filesystem
+from emulated_kernel.vfs.guest.changes import ChangeWatcher
 from emulated_kernel.vfs.guest.naming import OPENS, walks_at_end
 from emulated_kernel.vfs.guest.scratch import GuestFile, GuestTree
 
@@ -117,6 +118,7 @@ class GuestMount:
         self._lock = lock
         self._limits = limits
         self._closed = False
+        self.watcher: ChangeWatcher | None = None
         self._handles: dict[int, _Opened | None] = {}
         """Open files; None: one of a kernel whose place another one took, which has no such file."""
         self._numbers = count(1)
@@ -380,10 +382,16 @@ class GuestMount:
             return self._open_control(client, path, flags)
 
     def _open_control(self, client: Client, path: str, flags: int) -> int:
+        handle = self._add(self._control_file(client, path, flags))
+        if self.watcher is not None and flags & os.O_TRUNC:
+            self.watcher.truncated(path)
+        return handle
+
+    def _control_file(self, client: Client, path: str, flags: int) -> ControlFile:
         task = None if self._guest.is_dead else self._task_for_control(client)
         if task is None or not self._guest.is_watched:
             inner = self._files.open(path, flags, client)
-            return self._add(ControlFile(path, flags, client, inner, None))
+            return ControlFile(path, flags, client, inner, None)
         opened = _Once(lambda: self._files.open(path, flags, client))
 
         def execute() -> int:
@@ -405,7 +413,7 @@ class GuestMount:
         except KernelError as error:
             _unless_deadlock(error)
         inner = opened.answer if opened.is_done else opened()
-        return self._add(ControlFile(path, flags, client, inner, fd, number))
+        return ControlFile(path, flags, client, inner, fd, number)
 
     def open_in_guest(self) -> None:
         """The guest is about to be watched: open there what was opened while it was not.
@@ -491,8 +499,8 @@ class GuestMount:
             if opened.fd is None or not self._guest.is_watched or inner.node.replaces_kernel:
                 if inner.node.notes_writer and not self._guest.is_dead:
                     self._enter(client)
-                return inner.write(data, offset, prepared)
-            consume = _Once(lambda: inner.write(data, offset, prepared))
+                return self._write_control(opened, handle, data, offset, prepared)
+            consume = _Once(lambda: self._write_control(opened, handle, data, offset, prepared))
             task = self._task_for_control(client)
             if task is not None:
                 try:
@@ -503,6 +511,25 @@ class GuestMount:
                 except KernelError as error:
                     _unless_deadlock(error)
             return consume()
+
+    def _write_control(
+        self,
+        opened: ControlFile,
+        handle: int,
+        data: bytes,
+        offset: int,
+        prepared: Callable[[], int] | None,
+    ) -> int:
+        watcher = self.watcher
+        try:
+            taken = opened.inner.write(data, offset, prepared)
+        except KernelError:
+            if watcher is not None:
+                watcher.written(handle, opened.path, data, failed=True)
+            raise
+        if watcher is not None:
+            watcher.written(handle, opened.path, data[:taken], failed=False)
+        return taken
 
     def _enter(self, client: Client) -> None:
         """Make the client's task the one that runs, if the guest can."""
@@ -590,6 +617,8 @@ class GuestMount:
                 at.mkdir(client, path, mode)
             else:
                 self._change(client, ("mkdir", "mkdirat"), path, lambda: at.mkdir(client, path, mode), mode)
+                if self.watcher is not None:
+                    self.watcher.made(path)
 
     def rmdir(self, client: Client, path: str) -> None:
         """rmdir(2)."""
@@ -599,6 +628,8 @@ class GuestMount:
                 at.rmdir(client, path)
             else:
                 self._change(client, ("rmdir", "unlinkat"), path, lambda: at.rmdir(client, path))
+                if self.watcher is not None:
+                    self.watcher.removed(path)
 
     def _change(
         self, client: Client, names: tuple[str, ...], path: str, change: Callable[[], None], *args: int
@@ -708,3 +739,5 @@ class GuestMount:
                 if isinstance(opened, ControlFile):
                     self._files.release(opened.inner)
             self._handles.clear()
+            if self.watcher is not None:
+                self.watcher.closed()

@@ -36,6 +36,8 @@ class Watched(RingBuffer):
     """A ring buffer that takes an image of itself in front of each store to its control block and tables."""
 
     __slots__ = ("images", "images_of")
+    images: list[tuple[bytes, bytes]]
+    images_of: RingMemory
 
     def _attach(self, place: RingMemory, nr_pages: int) -> None:
         super()._attach(place, nr_pages)

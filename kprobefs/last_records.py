@@ -1,0 +1,157 @@
+"""What the records of a daemon that has ended are read from, and the instances that show them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from emulated_kernel.kernel import Kernel
+from emulated_kernel.machine.memory.kept import KeptLayout
+from emulated_kernel.trace.array.past import PastNames, PastRecords
+from emulated_kernel.trace.ring.buffer import RingBuffer
+from emulated_kernel.trace.ring.layout import CONTROL_SIZE, MIN_PAGES, memory_size
+from emulated_kernel.trace.ring.salvage import salvage
+from emulated_kernel.trace.text.cmdlines import KEPT_SIZE, SavedCmdlines
+from emulated_kernel.trace.trace_arrays import Tracing
+
+log = logging.getLogger("kprobefs")
+
+LAST = "last"
+"""The instance with the records that the top directory had; that of another instance has its name behind."""
+
+
+def is_last(instance: str) -> bool:
+    """Whether an instance shows what another daemon has recorded."""
+    return instance == LAST or instance.startswith(f"{LAST}.")
+
+
+@dataclass(frozen=True)
+class ArrayPlace:
+    """Where a trace array's buffers are, and how its clock counts."""
+
+    name: str
+    """Of the instance; "" of the top directory."""
+    controls: tuple[int, ...]
+    """Offsets of the control blocks: those of its own, and the snapshot's."""
+    clock: str
+    time_start: int
+    has_snapshot: bool
+
+
+def array_places(kernel: Kernel) -> list[ArrayPlace]:
+    """Of all arrays, the top one first."""
+    arrays = kernel.trace_arrays
+    names = ["", *arrays.names()]
+    return [
+        _place(name, tracing.array.past(), tracing.array.clock.name)
+        for name, tracing in zip(names, arrays, strict=True)
+    ]
+
+
+def _place(name: str, past: PastRecords, clock: str) -> ArrayPlace:
+    controls = sorted(each[0].place.control_at for each in (past.buffers, past.aside))
+    return ArrayPlace(name, tuple(controls), clock, past.time_start, past.has_snapshot)
+
+
+@dataclass
+class LastRecords:
+    """The records of a file, by the instances that will show them."""
+
+    arrays: dict[str, tuple[ArrayPlace, PastRecords]]
+    torn: int = 0
+
+    def __len__(self) -> int:
+        return sum(len(past) for _, past in self.arrays.values())
+
+
+def read_records(
+    file: BinaryIO, kernel: Kernel, places: Sequence[ArrayPlace], names_at: int
+) -> tuple[LastRecords, SavedCmdlines]:
+    """What is whole in a file that a kernel like this one had its records in.
+
+    Raises: OSError; ValueError: it isn't such a file.
+    """
+    layout = kernel.machine.records.kept_layout
+    if os.fstat(file.fileno()).st_size != layout.size:
+        raise ValueError("of another size than it was")
+    reader = _Reader(file, layout, kernel.config.cpus)
+    cmdlines = SavedCmdlines.kept(reader.pages(names_at, KEPT_SIZE))
+    found = LastRecords({})
+    for place in places:
+        past = reader.past(place, found)
+        if len(past):
+            found.arrays[place.name] = place, past
+    fresh = {name: each for name, each in found.arrays.items() if not is_last(name)}
+    if fresh:
+        # What was the last then isn't now, unless nothing came behind it.
+        found.arrays = {f"{LAST}.{name}" if name else LAST: each for name, each in fresh.items()}
+    return found, cmdlines
+
+
+class _Reader:
+    def __init__(self, file: BinaryIO, layout: KeptLayout, cpus: int) -> None:
+        self._file = file
+        self._layout = layout
+        self._cpus = cpus
+
+    def pages(self, address: int, size: int) -> bytes:
+        return self._read(self._layout.pages(address, size), size)
+
+    def _read(self, at: int, size: int) -> bytes:
+        data = b""
+        while part := os.pread(self._file.fileno(), size - len(data), at + len(data)):
+            data += part
+        if len(data) != size:
+            raise ValueError("shorter than it was")
+        return data
+
+    def past(self, place: ArrayPlace, found: LastRecords) -> PastRecords:
+        pairs = [self._buffers(place, cpu, found) for cpu in range(self._cpus)]
+        own, aside = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        return PastRecords(own, aside, place.has_snapshot, place.time_start)
+
+    def _buffers(self, place: ArrayPlace, cpu: int, found: LastRecords) -> tuple[RingBuffer, RingBuffer]:
+        """A CPU's own buffer and the snapshot's; an empty one where there is none that makes sense."""
+        own: list[RingBuffer] = []
+        aside: list[RingBuffer] = []
+        for offset in place.controls:
+            try:
+                at = self._layout.cells(cpu, offset, CONTROL_SIZE)
+                result = salvage(self._read(at, CONTROL_SIZE), self.pages)
+            except ValueError as error:
+                log.warning("records of CPU %d in %s are lost: %s", cpu, place.name or "tracing", error)
+                continue
+            if result is not None:
+                found.torn += result.torn
+                (aside if (result.is_aside and not aside) or own else own).append(result.buffer)
+        return own[0] if own else _empty(), aside[0] if aside else _empty()
+
+
+def _empty() -> RingBuffer:
+    return RingBuffer(memoryview(bytearray(memory_size(MIN_PAGES))), MIN_PAGES)
+
+
+def show(kernel: Kernel, last: LastRecords, cmdlines: SavedCmdlines) -> None:
+    """Make the instances. Raises: KernelError, MemoryError."""
+    events = kernel.tracing.system.events
+    # Entries of tracing itself are printed without the events of their ids.
+    known = {event.id: event for event in events if events.by_id(event.id) is event}
+    names = PastNames(known, cmdlines)
+    for name, (place, past) in last.arrays.items():
+        array = _instance(kernel, name).array
+        array.set_clock(place.clock)
+        array.set_tracing_on(False)
+        named = PastRecords(past.buffers, past.aside, past.has_snapshot, past.time_start, names=names)
+        array.take_records(named, array.memory_for(named))
+
+
+def _instance(kernel: Kernel, name: str) -> Tracing:
+    return kernel.trace_arrays.find(name) or kernel.trace_arrays.make(name)
+
+
+def show_empty(kernel: Kernel) -> None:
+    """Have the instance where there are no records too: it is always there. Raises: KernelError."""
+    _instance(kernel, LAST)

@@ -1,0 +1,83 @@
+"""What a state says was done, done again on another kernel's files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.core.open_file import OpenFile
+from emulated_kernel.vfs.core.tree import Filesystem
+from kprobefs.definitions import Line, Loader
+from kprobefs.files import TreeFiles
+from kprobefs.journal import Entry
+
+MODULES = "machine/modules"
+PLACE = "what was defined"
+"""Where lines that can't be loaded come from."""
+
+
+class Replay:
+    """Needs the control lock, or a kernel that nobody else knows."""
+
+    def __init__(self, tree: Filesystem, client: Client) -> None:
+        """`tree` has all files of the kernel."""
+        self._tree = tree
+        self._client = client
+        self._opened: tuple[int, OpenFile] | None = None
+        """The file that was written last, and its handle then: a long write(2) comes in parts."""
+
+    def run(self, entries: Iterable[Entry]) -> Iterator[str]:
+        """Do all of them; what to tell of those that worked then and don't now.
+
+        Raises: KeyError, TypeError, ValueError: no journal of ours says that.
+        """
+        for entry in entries:
+            match entry:
+                case {"modules": list() as names}:
+                    for name in names:
+                        yield from self._write(MODULES, -1, f"load {name}\n".encode(), failed=False)
+                    self._close()
+                case {"lines": list() as texts}:
+                    lines = [Line(PLACE, number, text) for number, text in enumerate(texts, 1)]
+                    yield from Loader(TreeFiles(self._tree, self._client)).load(lines)
+                case {"write": str() as path, "handle": int() as handle, "data": str() as data}:
+                    yield from self._write(path, handle, data.encode("latin-1"), failed=bool(entry["failed"]))
+                case {"truncate": str() as path}:
+                    yield from self._try(path, partial(self._truncate, path))
+                case {"mkdir": str() as path}:
+                    yield from self._try(path, partial(self._tree.mkdir, self._client, f"/{path}", 0o755))
+                case {"rmdir": str() as path}:
+                    self._close()
+                    yield from self._try(path, partial(self._tree.rmdir, self._client, f"/{path}"))
+        self._close()
+
+    def _write(self, path: str, handle: int, data: bytes, *, failed: bool) -> Iterator[str]:
+        try:
+            self._open(path, handle).write(data, 0)
+        except KernelError as error:
+            if not failed:
+                yield f"{path}: {error.strerror}: {data[:80].decode('latin-1')}"
+
+    def _open(self, path: str, handle: int) -> OpenFile:
+        if self._opened is None or self._opened[0] != handle:
+            self._close()
+            self._opened = handle, self._tree.open(f"/{path}", os.O_WRONLY, self._client)
+        return self._opened[1]
+
+    def _close(self) -> None:
+        if self._opened is not None:
+            self._tree.release(self._opened[1])
+            self._opened = None
+
+    def _truncate(self, path: str) -> None:
+        self._close()
+        self._tree.release(self._tree.open(f"/{path}", os.O_WRONLY | os.O_TRUNC, self._client))
+
+    def _try(self, path: str, action: Callable[[], None]) -> Iterator[str]:
+        try:
+            action()
+        except KernelError as error:
+            yield f"{path}: {error.strerror}"

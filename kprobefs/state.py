@@ -1,0 +1,341 @@
+"""`--state DIR`: what outlives the daemon: its records in a file, and a journal of what was defined.
+
+DIR has `journal`, the `records.N` that it names, and of what couldn't be used the latest, as `aside.*`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import BinaryIO
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.kernel import Kernel
+from emulated_kernel.machine.traps.trap import HardwareError
+from emulated_kernel.trace.events.event import TraceEvent
+from emulated_kernel.trace.events.registry import EventIds, EventWatcher
+from emulated_kernel.trace.text.cmdlines import KEPT_SIZE
+from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.core.tree import Filesystem
+from emulated_kernel.vfs.guest.changes import ChangeWatcher
+from emulated_kernel.vfs.guest.guest_mount import GuestMount
+from kprobefs import __version__, journal, last_records
+from kprobefs.counters import Counts, counts, set_counts
+from kprobefs.failure import shown
+from kprobefs.journal import Entry, Journal
+from kprobefs.replay import Replay
+from kprobefs.state_directory import StateDirectory
+
+log = logging.getLogger("kprobefs")
+
+VERSION = 1
+COUNTS_AGE = 1.0
+"""Seconds that hit counts may be behind in the journal."""
+COMPACT_SIZE = 256 << 10
+"""Bytes of a journal until it is written anew, from what is defined then."""
+_UNKEPT = re.compile(
+    r"tracing/(.*/)?(trace|trace_pipe|trace_pipe_raw|trace_marker|trace_marker_raw|error_log|free_buffer)$"
+    r"|tracing/instances/last(\.[^/]*)?(/|$)"
+)
+_KEPT = re.compile(
+    r"tracing/|kprobe_events$|kprobes/(enabled|optimization)$|sysctl/|machine/modules$"
+    r"|kprobes/stats/.*/(enabled|optimized)$"
+)
+_OF_LAST = re.compile(r"instances/last(\.[^/]*)?/")
+
+
+class Damaged(Exception):
+    """A state that can't be used, and why."""
+
+
+class _NewIds(EventWatcher):
+    """Ids of events that came since they were last written down."""
+
+    def __init__(self) -> None:
+        self.events: list[TraceEvent] = []
+
+    def event_added(self, event: TraceEvent) -> None:
+        self.events.append(event)
+
+    def event_removed(self, event: TraceEvent) -> None:
+        del event
+
+    def take(self) -> dict[str, list[str]]:
+        """By id, group and name."""
+        events, self.events = self.events, []
+        return {str(event.id): [event.group, event.name] for event in events}
+
+
+class KeptState(ChangeWatcher):
+    """What a daemon leaves, and finds. Nothing that is wrong with it keeps the daemon from serving.
+
+    All methods but the constructor need the kernel's lock, or a kernel that nobody else knows yet.
+    """
+
+    def __init__(self, directory: StateDirectory, root: str) -> None:
+        """`root`: what stands in front of the mount's paths in a mount that has everything."""
+        self._directory = directory
+        self._root = root
+        self._journal: Journal | None = None
+        self._kernel: Kernel
+        self._definitions: Callable[[], list[str]]
+        self._records = ""
+        self._names_at = 0
+        self._new_ids = _NewIds()
+        self._places: list[last_records.ArrayPlace] = []
+        self._counts: Counts = {}
+        self._timer: threading.Timer | None = None
+        self._base_size = 0
+        self._failure = ""
+        """Why nothing is kept now."""
+        self._found = "nothing"
+
+    def text(self) -> Iterator[str]:
+        """What machine/state shows."""
+        yield f"directory {shown(str(self._directory.path))}\n"
+        yield f"kept {f'no: {self._failure}' if self._failure else 'yes'}\n"
+        yield f"last {self._found}\n"
+
+    # What the daemon before has left
+
+    def restore(self, kernel: Kernel, tree: Filesystem) -> bool:
+        """Let a new kernel have what a state says; `tree` has all of its files. Whether there was one.
+
+        Raises: Damaged, and whatever a state that makes no sense leads to, with the kernel half done.
+        """
+        if not self._directory.attempts.begin():
+            raise Damaged("the daemon ended each time that it was brought back")
+        try:
+            text = journal.read(self._directory.journal)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise Damaged(f"{error.strerror}") from error
+        if not text.entries:
+            raise Damaged("no journal of kprobefs")
+        head = text.entries[0]
+        if head.get("kprobefs state") != VERSION:
+            raise Damaged(f"of version {head.get('kprobefs state')!r}; this program reads {VERSION}")
+        if text.lost:
+            self._complain(f"the journal's last {text.lost} bytes make no sense: aside.journal has all")
+            with suppress(OSError):
+                shutil.copyfile(self._directory.journal, self._directory.path / "aside.journal")
+        is_same = head["kernel"] == fingerprint(kernel)
+        events = kernel.tracing.system.events
+        replay = Replay(tree, Client(os.getpid(), tree.owner.uid, tree.owner.gid))
+        with events.keeping(_ids(text.entries)) if is_same else nullcontext():
+            for told in replay.run(text.entries):
+                self._complain(told)
+        known: Counts = {}
+        for entry in text.entries:
+            known |= entry.get("counts", {})
+        set_counts(kernel, known)
+        self._counts = known
+        self._find_records(kernel, text.entries, is_same=is_same)
+        return True
+
+    def _find_records(self, kernel: Kernel, entries: list[Entry], *, is_same: bool) -> None:
+        head, path = entries[0], self._directory.path / entries[0]["records"]
+        if path not in self._directory.records():
+            self._complain(f"{path.name}: the records are gone")
+            return
+        if not is_same:
+            self._complain(f"{path.name}: records of another kernel, {head['kernel']}")
+            self._directory.set_aside(path)
+            return
+        places: list[last_records.ArrayPlace] = []
+        for entry in entries:
+            if "arrays" in entry:
+                places = [last_records.ArrayPlace(**each) for each in entry["arrays"]]
+        try:
+            with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+                found, cmdlines = last_records.read_records(file, kernel, places, head["names"])
+        except (OSError, ValueError) as error:
+            self._complain(f"{path.name}: {error}")
+            self._directory.set_aside(path)
+            return
+        last_records.show(kernel, found, cmdlines)
+        self._found = f"{len(found)} records, {found.torn} torn"
+
+    def refuse(self, reason: Exception) -> None:
+        """What is there can't be used: begin anew."""
+        files = (self._directory.journal, *self._directory.records())
+        self._complain(f"{reason}: set aside as aside.*")
+        self._directory.set_aside(*files)
+
+    def _complain(self, message: str) -> None:
+        log.warning("state in %s: %s", shown(str(self._directory.path)), shown(message))
+
+    # What this one leaves
+
+    def keep(
+        self,
+        kernel: Kernel,
+        mount: GuestMount,
+        definitions: Callable[[], list[str]],
+        *,
+        is_fresh: bool = False,
+    ) -> None:
+        """From now on, what this kernel records and what the mount's clients define is kept.
+
+        `definitions` tells all that is defined and switched on: nothing yet if `is_fresh`.
+        """
+        self._kernel, self._definitions = kernel, definitions
+        self._directory.attempts.end()
+        last_records.show_empty(kernel)
+        self._new_ids = _NewIds()
+        kernel.tracing.system.events.watch(self._new_ids)
+        kernel.guest.executive.events.call_ended.append(self._note)
+        mount.watcher = self
+        former = self._directory.records()
+        try:
+            file = self._directory.new_records()
+        except OSError as error:
+            self._fail(error)
+            return
+        try:
+            self._move(file)
+            self._write_anew(() if is_fresh else definitions())
+        except (OSError, HardwareError, KernelError) as error:
+            self._fail(error)
+            with suppress(OSError):
+                os.unlink(file.name)
+            # A disk that is full must not keep buffers from growing.
+            kernel.machine.records.keep_in(os.fdopen(os.memfd_create("kprobefs-records"), "r+b"))
+            return
+        for path in former:
+            with suppress(OSError):
+                path.unlink()
+
+    def _move(self, file: BinaryIO) -> None:
+        records, cmdlines = self._kernel.machine.records, self._kernel.tracing.system.cmdlines
+        records.keep_in(file)
+        self._records = Path(file.name).name
+        self._names_at = records.alloc_pages(KEPT_SIZE)
+        cmdlines.keep_in(records.view(self._names_at, KEPT_SIZE))
+
+    def _write_anew(self, lines: Iterable[str]) -> None:
+        """A journal that says what is so now. Raises: OSError, with the one before as it is."""
+        new = Journal(self._directory.journal, self._entries(lines))
+        if self._journal is not None:
+            self._journal.close()
+        self._journal, self._base_size, self._failure = new, new.size, ""
+
+    def _entries(self, lines: Iterable[str]) -> Iterator[Entry]:
+        ids = self._kernel.tracing.system.events.ids()
+        self._new_ids.take()
+        yield {
+            "kprobefs state": VERSION,
+            "program": __version__,
+            "kernel": fingerprint(self._kernel),
+            "records": self._records,
+            "names": self._names_at,
+            "next id": ids.next_id,
+            "ids": {str(number): list(name) for number, name in ids.names.items()},
+        }
+        with suppress(KernelError):
+            yield {"modules": [file.name for file in self._kernel.modules.files()]}
+        yield {"lines": [line.rstrip("\n") for line in lines if not _OF_LAST.match(line)]}
+        self._places = last_records.array_places(self._kernel)
+        yield {"arrays": [asdict(place) for place in self._places]}
+        self._counts = counts(self._kernel)
+        yield {"counts": self._counts}
+
+    def _append(self, entry: Entry) -> None:
+        """Write down a change that was made, and what came of it."""
+        if self._journal is None:
+            return
+        if ids := self._new_ids.take():
+            entry["ids"] = ids
+        if (places := last_records.array_places(self._kernel)) != self._places:
+            self._places = places
+            entry["arrays"] = [asdict(place) for place in places]
+        try:
+            if self._failure or self._journal.size > max(COMPACT_SIZE, 2 * self._base_size):
+                self._write_anew(self._definitions())
+            else:
+                self._journal.append(entry)
+        except OSError as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        reason = str(getattr(error, "strerror", None) or error)
+        if reason != self._failure:
+            self._failure = reason
+            self._complain(f"{reason}: what changes from now on isn't kept")
+
+    # Changes
+
+    def truncated(self, path: str) -> None:
+        """See ChangeWatcher."""
+        if name := self._kept(path):
+            self._append({"truncate": name})
+
+    def written(self, handle: int, path: str, data: bytes, *, failed: bool) -> None:
+        """See ChangeWatcher."""
+        if name := self._kept(path):
+            self._append({"write": name, "handle": handle, "data": data.decode("latin-1"), "failed": failed})
+        self._note()
+
+    def made(self, path: str) -> None:
+        """See ChangeWatcher."""
+        if name := self._kept(path):
+            self._append({"mkdir": name})
+
+    def removed(self, path: str) -> None:
+        """See ChangeWatcher."""
+        if name := self._kept(path):
+            self._append({"rmdir": name})
+
+    def closed(self) -> None:
+        """See ChangeWatcher."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._save_counts()
+
+    def _kept(self, path: str) -> str:
+        """A path as a mount that has everything names it; "" where what happens there isn't kept."""
+        name = f"{self._root}{path[1:]}"
+        return name if _KEPT.match(name) and not _UNKEPT.match(name) else ""
+
+    def _note(self) -> None:
+        """Hits may have been counted."""
+        if self._timer is None and self._journal is not None:
+            self._timer = threading.Timer(COUNTS_AGE, self._save_later)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _save_later(self) -> None:
+        with self._kernel.lock:
+            self._timer = None
+            self._save_counts()
+
+    def _save_counts(self) -> None:
+        now = counts(self._kernel)
+        changed = {name: found for name, found in now.items() if self._counts.get(name) != found}
+        self._counts = now
+        if changed:
+            self._append({"counts": changed})
+
+
+def fingerprint(kernel: Kernel) -> str:
+    """What two kernels have to agree in for one to read the other's records."""
+    config, image = kernel.config, kernel.image
+    checksum = zlib.crc32(image.path.read_bytes())
+    return f"{config.arch} {config.cpus} {kernel.kprobes.profile.name} {__version__} {checksum:08x}"
+
+
+def _ids(entries: list[Entry]) -> EventIds:
+    names: dict[int, tuple[str, str]] = {}
+    for entry in entries:
+        for number, (group, name) in entry.get("ids", {}).items():
+            names[int(number)] = (group, name)
+    return EventIds(max([int(entries[0]["next id"]), *(number + 1 for number in names)]), names)
