@@ -84,10 +84,10 @@ def read_records(
         past = reader.past(place, found)
         if len(past):
             found.arrays[place.name] = place, past
+    # What was the last then isn't now, unless nothing came behind it.
     fresh = {name: each for name, each in found.arrays.items() if not is_last(name)}
-    if fresh:
-        # What was the last then isn't now, unless nothing came behind it.
-        found.arrays = {f"{LAST}.{name}" if name else LAST: each for name, each in fresh.items()}
+    renamed = {f"{LAST}.{name}" if name else LAST: each for name, each in fresh.items()}
+    found.arrays = {name: each for name, each in found.arrays.items() if is_last(name)} | renamed
     return found, cmdlines
 
 
