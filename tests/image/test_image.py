@@ -54,14 +54,17 @@ BY_ARCH = {
 }
 
 
+ENDS = ("entry", "exit")
 X86_ALONE = {
     *("startup_64", "x86_64_start_kernel", "asm_host_interrupt", "host_interrupt_return", "do_syscall_64"),
     *("dispatch_vector", "exc_debug", "exc_divide_error", "exc_int3"),
     *("exc_general_protection", "exc_invalid_op", "exc_page_fault", "kernelmode_fixup_or_oops"),
     *("page_fault_oops", "show_fault_oops", "show_opcodes"),
     *("truncate_inode_pages", "__alt_instructions", "__alt_instructions_end"),
+    *(f"__traceiter_{each}_{end}" for each in ("local_timer", "reschedule", "call_function") for end in ENDS),
+    "trace_event_raw_event_x86_irq_vector",
 }
-"""The last one is inlined elsewhere."""
+"""truncate_inode_pages is inlined elsewhere; only x86 has events of its vectors."""
 RISCV_ALONE = {
     *("_start", "riscv_start_kernel", "handle_exception", "ret_from_exception", "do_trap_ecall_u"),
     *("vector_of", "do_exception", "do_trap_break", "do_page_fault", "no_context", "die_kernel_fault"),

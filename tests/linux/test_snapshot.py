@@ -89,7 +89,7 @@ def test_no_damage_goes_unnoticed(saved: Path) -> None:
 
 def header(whole: bytes) -> tuple[int, dict[str, Any]]:
     """Where it starts, and what it says."""
-    start = whole.index(b"{")
+    start = whole.index(b'{"')
     size = struct.unpack_from("<I", whole, start - 8)[0]
     about: dict[str, Any] = json.loads(whole[start : start + size])
     return start, about

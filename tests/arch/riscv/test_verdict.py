@@ -195,7 +195,7 @@ def test_as_many_as_the_patch_says() -> None:
             live = (found._live.get(at, ALL_REGISTERS) for at in (addr, behind))
             pairs += moved and all(mask != ALL_REGISTERS for mask in live)
     assert total > 40_000
-    assert 0.49 < pairs / total < 0.55
+    assert 0.49 < pairs / total < 0.58
     assert 0.38 < optimizable / total < 0.43
 
 

@@ -223,7 +223,7 @@ class TestBrokenOnRiscv:
 
     def test_a_long_breakpoint_at_once(self, proof: Proof, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(TextPoker, "replace_all", replace_all_at_once)
-        assert finds(proof, longer(proof, 4), ": arming.*stale", ": disarming.*stale")
+        assert finds(proof, longer(proof, 24), ": arming.*stale", ": disarming.*stale")
 
 
 def test_sites_that_become_calls_together_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
