@@ -41,12 +41,15 @@ def one_line(result: subprocess.CompletedProcess[str]) -> str:
 class TestWithoutMount:
     """What needs no FUSE."""
 
-    def test_help_imports_nothing_heavy(self) -> None:
+    @pytest.mark.parametrize(
+        ("command", "option"), [("mount", "--layout"), ("trace", "--filter"), ("top", "--delay")]
+    )
+    def test_help_imports_nothing_heavy(self, command: str, option: str) -> None:
         script = (
             "import sys, kprobefs.cli\n"
-            "try: kprobefs.cli.main(['mount', '--help'])\n"
-            "except SystemExit: pass\n"
-            "heavy = {'unicorn', 'keystone', 'iced_x86', 'fuse', 'subprocess', 'logging', 'ctypes'}\n"
+            f"kprobefs.cli.main(['{command}', '--help'])\n"
+            "heavy = {'unicorn', 'keystone', 'iced_x86', 'fuse', 'subprocess', 'logging', 'ctypes',\n"
+            "         'rich', 'emulated_kernel.machine'}\n"
             "sys.exit(str(heavy & sys.modules.keys() or ''))\n"
         )
         result = subprocess.run(
@@ -58,7 +61,7 @@ class TestWithoutMount:
             check=False,
         )
         assert result.stderr == "\n"
-        assert "--layout" in result.stdout
+        assert option in result.stdout
 
     def test_version(self) -> None:
         assert kprobefs("--version").stdout == f"kprobefs {__version__}\n"
