@@ -30,6 +30,8 @@ MAX_CPUS = 64
 FLAGS = ("noexec", "noatime", "sync", "dirsync")
 """Options that mounts of FUSE take from mount(8)."""
 SEED_LIMIT = 1 << 63
+IMAGE = ("release", "source", "size")
+"""What `images --json` tells of each."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -209,7 +211,9 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "images", help="list the kernels that have been booted, for mounts to start from"
     )
-    command.add_argument("--clear", action="store_true", help="remove them")
+    form = command.add_mutually_exclusive_group()
+    form.add_argument("--clear", action="store_true", help="remove them")
+    form.add_argument("--json", action="store_true", help="as a JSON array; sizes in bytes")
     command.set_defaults(function=_images)
 
     command = commands.add_parser("load", help="define and switch on what files say")
@@ -419,8 +423,15 @@ def _images(parsed: argparse.Namespace, build: Builder | None) -> int:
         removed = snapshot.clear()
         print(f"{removed} removed from {shown(str(snapshot.directory()))}")
         return Exit.OK
-    for kernel in snapshot.cached():
-        print(f"{kernel.size >> 20} MiB  {shown(kernel.release)}  {shown(kernel.source)}")
+    found = snapshot.cached()
+    if parsed.json:
+        import json
+
+        print(json.dumps([{name: getattr(kernel, name) for name in IMAGE} for kernel in found], indent=2))
+        return Exit.OK
+    for kernel in found:
+        release, source = shown(kernel.release or "damaged"), shown(kernel.source or "?")
+        print(f"{kernel.size >> 20} MiB  {release}  {source}")
     return Exit.OK
 
 

@@ -39,11 +39,11 @@ _BUDGET = 20.0
 
 @dataclass(frozen=True)
 class CachedKernel:
-    """A snapshot as `kprobefs images` shows it; `size` in bytes on disk."""
+    """A snapshot as `kprobefs images` shows it; `size` in bytes on disk. A damaged one tells nothing else."""
 
     path: Path
-    release: str
-    source: str
+    release: str | None
+    source: str | None
     size: int
     used: float
 
@@ -192,7 +192,7 @@ def cached() -> list[CachedKernel]:
         with suppress(OSError, KeyError, TypeError, ValueError), open(path, "rb") as file:
             about = _header(file.fileno())
             status = os.fstat(file.fileno())
-            release, source = (about["facts"]["release"], about["source"]) if about else ("damaged", "?")
+            release, source = (about["facts"]["release"], about["source"]) if about else (None, None)
             found.append(CachedKernel(path, release, source, status.st_blocks * 512, status.st_mtime))
     return sorted(found, key=lambda kernel: -kernel.used)
 

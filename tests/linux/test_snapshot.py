@@ -17,6 +17,8 @@ from emulated_kernel.linux import snapshot
 from emulated_kernel.linux.exception_cells import find_exception_cells
 from emulated_kernel.linux.facts import KernelFacts
 from emulated_kernel.linux.machine import LinuxMachine
+from kprobefs.cli import main
+from kprobefs.failure import Exit
 
 RAM = 4 << 20
 FACTS = KernelFacts("6.1.0-test", {"do_sync_core": 0x1000}, {"task_struct.pid": 8}, 16)
@@ -153,6 +155,25 @@ def test_oldest_go_first(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (cache / ".booting-x").write_bytes(b"")
     assert snapshot.clear() == 3
     assert not list(cache.iterdir())
+
+
+def test_images_for_people_and_programs(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["images", "--json"]) == Exit.OK
+    assert json.loads(capsys.readouterr().out) == []
+    whole, damaged = save(cache / "whole.booted"), save(cache / "damaged.booted")
+    damaged.write_bytes(b"nothing")
+    os.utime(damaged, (1, 1))
+    assert main(["images", "--json"]) == Exit.OK
+    sizes = [path.stat().st_blocks * 512 for path in (whole, damaged)]
+    assert json.loads(capsys.readouterr().out) == [
+        {"release": "6.1.0-test", "source": "vmlinuz-test", "size": sizes[0]},
+        {"release": None, "source": None, "size": sizes[1]},
+    ]
+    assert main(["images"]) == Exit.OK
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert rows == [["0", "MiB", "6.1.0-test", "vmlinuz-test"], ["0", "MiB", "damaged", "?"]]
+    assert main(["images", "--json", "--clear"]) == Exit.USAGE
+    assert len(snapshot.cached()) == 2
 
 
 def test_names_follow_file_and_seed(tmp_path: Path) -> None:
