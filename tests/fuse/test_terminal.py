@@ -125,6 +125,26 @@ def test_what_keys_do(watched: Watched) -> None:
     assert not view.press("q", probes)
 
 
+def test_an_opened_probe(watched: Watched) -> None:
+    watched.has({"event": "g/a", "mode": "ftrace", "reason": "why"})
+    (watched.directory / "tracing").mkdir()
+    records = [f"cat-7  [000] .....  {n}.000000: {'ab'[n % 2]}: (vfs_read+0x0/0x8) n={n}" for n in range(40)]
+    (watched.directory / "tracing/trace").write_text("\n".join(records))
+    view = View()
+    view.show(watched.probes.look())
+    assert view.press("\n", watched.probes)
+    head, cost, reason, *lines = [line.rstrip() for line in drawn(view, watched.probes, 80, 24)]
+    assert head == "g/a  ftrace  0.0/s  10 hits  1 missed"
+    assert (cost, reason) == ("cost    12.5 ns", "reason  why")
+    assert lines[:2] == ["original 0f  1f  44  00  00", "current [e8] 1f [8c][ff][1e]"]
+    assert lines[2:13] == [
+        "runs out of line",
+        *(f"  0x{line:x}: nop" for line in range(9)),
+        "  ... 91 lines more",
+    ]
+    assert lines[13:19] == ["last records", *(f"  {record}" for record in records[-10::2])]
+
+
 def test_patched_bytes_are_marked() -> None:
     lines = marked_bytes("original 0f 1f 44 00\ncurrent  e8 1f 45 00")
     assert [line.plain.split() for line in lines] == [
@@ -276,10 +296,26 @@ class Terminal:
                     # The other end is closed.
                     assert re.search(pattern, self.said[start:]), self.said[start:]
 
+    def lines(self) -> list[str]:
+        """What was drawn last, without escape sequences."""
+        picture = self.said.rpartition("\x1b[H")[2]
+        return [line.rstrip() for line in re.sub(r"\x1b\[[?0-9;]*[A-Za-z]", "", picture).splitlines()]
+
     def end(self) -> int:
         status = self.process.wait(PATIENCE)
         os.close(self._master)
         return status
+
+
+def _bytes_shown(place: Path) -> set[str]:
+    """Lines of a probe's bytes; those in brackets aren't the original."""
+    original, current = [line.split()[1:] for line in (place / "bytes").read_text().splitlines()]
+    assert original != current
+    marked = [f"[{now}]" if now != was else f" {now} " for was, now in zip(original, current, strict=True)]
+    return {
+        f"original{''.join(f' {byte} ' for byte in original)}".rstrip(),
+        f"current {''.join(marked)}".rstrip(),
+    }
 
 
 @needs_fuse
@@ -292,8 +328,19 @@ def test_on_a_terminal(directory: Path) -> None:
         top.press("e")
         top.until("ftrace")
         assert Path(running.path("kprobes/stats/kprobes/reads/enabled")).read_text() == "1\n"
+        Path(running.path("scratch/f")).write_text("hello")
+        assert Path(running.path("scratch/f")).read_text() == "hello"
         top.press("\r")
-        top.until(r"\[e8\]")
+        top.until(r"\[e8\][^\x00]*: reads: \(vfs_read[^\x00]*q quit")
+        lines, place = top.lines(), Path(running.path("kprobes/stats/kprobes/reads"))
+        assert _bytes_shown(place) <= set(lines)
+        detour = (place / "detour").read_text().splitlines()
+        at = lines.index("runs out of line") + 1
+        assert detour
+        assert lines[at : at + 3] == [f"  {line}"[:80].rstrip() for line in detour[:3]]
+        records = lines[lines.index("last records") + 1 : -1]
+        assert 0 < len(records) <= 5
+        assert all(re.fullmatch(r"  \S+-\d+ .* reads: \(vfs_read.*", line) for line in records), records
         top.press("\x1b")
         top.until("EVENT")
         top.press("q")
