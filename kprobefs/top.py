@@ -213,7 +213,11 @@ def table(view: View, probes: Probes, width: int, height: int) -> Group:
     )
     head.truncate(width, overflow="ellipsis")
     body: RenderableType = grid if view.probes else Text("no probes: echo 'p:reads vfs_read' > kprobe_events")
-    return Group(head, body, _foot(view.message, HELP, width))
+    # The column is missing or cut where it is narrow.
+    why = view.selected.reason.partition("\n")[0] if view.selected is not None else ""
+    reason = Text(f"reason  {shown(why)}" if why else "")
+    reason.truncate(width, overflow="ellipsis")
+    return Group(head, body, reason, _foot(view.message, HELP, width))
 
 
 def closeup(view: View, probe: Probe, probes: Probes, width: int, height: int) -> Group:

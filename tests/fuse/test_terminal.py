@@ -99,6 +99,25 @@ def test_a_picture_fits_the_screen(watched: Watched, width: int, height: int) ->
     assert view.opened == view.probes[39].event
 
 
+@pytest.mark.parametrize("width", [40, 80])
+def test_the_chosen_probes_reason_is_shown(watched: Watched, width: int) -> None:
+    why = "vfs_read+0x8 is reached by a jump from vfs_read+0x30"
+    watched.has(
+        {"event": "g/a", "hits": 9, "reason": ""},
+        {"event": "g/b", "hits": 5, "reason": why},
+        {"event": "g/c", "hits": 1, "reason": "other"},
+    )
+    view = View()
+    found: list[str] = []
+    view.show(watched.probes.look())
+    for _ in range(3):
+        *_, reason, keys = drawn(view, watched.probes, width, 24)
+        assert keys.startswith("q quit")
+        found.append(reason.rstrip())
+        view.press("down", watched.probes)
+    assert found == ["", f"reason  {why}" if width == 80 else f"reason  {why}"[:39] + "…", "reason  other"]
+
+
 def test_what_keys_do(watched: Watched) -> None:
     watched.has({"event": "g/b", "hits": 1}, {"event": "g/a", "hits": 9, "nmissed": 0})
     view, probes = View(), watched.probes
