@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import stat
 import subprocess
 
 import pytest
@@ -21,26 +22,54 @@ def text(page: str) -> str:
     return re.sub(r"\\f[BIRP]", "", (PAGES / page).read_text()).replace("\\-", "-")
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "mount",
-        "umount",
-        "status",
-        "run",
-        "trace",
-        "top",
-        "tour",
-        "reboot",
-        "load",
-        "save",
-        "install-service",
-    ],
-)
-def test_every_option_is_described(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([command, "--help"]) == 0
-    for option in re.findall(r"--[a-z]+", capsys.readouterr().out):
-        assert option in text("kprobefs.1") or option == "--help", option
+def words(command: str) -> set[str]:
+    """What a command's line of the synopsis has."""
+    synopsis = text("kprobefs.1").partition(".SH SYNOPSIS\n")[2].partition(".SH ")[0]
+    [found] = [
+        each for each in synopsis.split(".br\n") if re.match(rf"\.BR? kprobefs {re.escape(command)}\s", each)
+    ]
+    return set(re.findall(r"[\w-]+", found))
+
+
+def said(command: str, capsys: pytest.CaptureFixture[str]) -> str:
+    assert main([*command.split(), "--help"]) == 0
+    return capsys.readouterr().out
+
+
+def test_every_command_is_described(capsys: pytest.CaptureFixture[str]) -> None:
+    commands = re.findall(r"^    ([a-z][a-z-]*)(?: |$)", said("", capsys), re.MULTILINE)
+    assert {"mount", "images", "djprobe-analyze", "bench", "coverage", "completion"} <= set(commands)
+    page = text("kprobefs.1").partition(".SH COMMANDS")[2]
+    for command in commands:
+        told = said(command, capsys)
+        for option in re.findall(r"(?<![\w-])--[a-z-]+", told):
+            assert option == "--help" or re.search(rf"{option}(?![\w-])", page), (command, option)
+        own, machine, _ = told.partition("the emulated machine:")
+        synopsis = words(command)
+        assert ("MACHINE" in synopsis) == bool(machine), command
+        for line in re.findall(r"^  (-.*?)(?:  |$)", own.partition("\noptions:")[2], re.MULTILINE):
+            forms = re.findall(r"(?<![\w-])--?[a-z-]+", line)
+            assert forms
+            assert "--help" in forms or synopsis & set(forms), (command, line)
+        if choices := re.search(r" \{([a-z,]+)\}$", own.partition("\n\n")[0]):
+            assert set(choices[1].split(",")) <= synopsis, (command, choices[1])
+
+
+def test_every_directory_is_in_the_synopsis() -> None:
+    synopsis = text("kprobefs.5").partition(".SH SYNOPSIS")[2].partition(".SH ")[0]
+    with Kernel() as kernel:
+        tree = kernel.filesystem()
+        found = [name for name, *_ in tree.readdir("/")[2:] if stat.S_ISDIR(tree.getattr(f"/{name}").mode)]
+    assert sorted(re.findall(r"/(\w+)/", synopsis)) == sorted(found)
+
+
+def test_every_tracer_is_described() -> None:
+    told = text("kprobefs.5").partition(".IR current_tracer")[2].partition("\n.TP")[0]
+    with Kernel() as kernel:
+        names = kernel.trace.tracers()
+    assert {"function", "nop"} <= set(names)
+    for name in names:
+        assert re.search(rf"^\.BR? {name}\b", told, re.MULTILINE), name
 
 
 def test_every_exit_status_is_described() -> None:
