@@ -15,6 +15,7 @@ from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.profile import OUT_OF_TREE, Profile, Saving, Stepper, TrampolineForm
+from kprobefs.progress import Progress, counted
 
 ARCHITECTURES = ("x86_64", "i386", "riscv64", "riscv64i")
 _RISCV = ARCHITECTURES[2:]
@@ -276,7 +277,7 @@ def _settle(kernel: Kernel) -> None:
 
 def hit(arch: str, hits: int, rounds: int, *, as_json: bool) -> None:
     """`kprobefs bench hit`: all cases, one after the other, in a table or as JSON."""
-    figures = [measure(case, hits, rounds) for case in cases(arch)]
+    figures = [measure(case, hits, rounds) for case in counted("bench hit", cases(arch))]
     if as_json:
         print(json.dumps([figure.as_dict() for figure in figures], indent=2))
         return
@@ -381,7 +382,11 @@ def probes(arch: str, count: int, rounds: int, *, as_json: bool) -> None:
 
 def many_probes(arch: str, count: int, rounds: int) -> ManyProbes:
     """Probes on the first `count` instructions that take one."""
-    with Kernel(MachineConfig(arch=arch)) as kernel, kernel.lock:
+    with (
+        Kernel(MachineConfig(arch=arch)) as kernel,
+        kernel.lock,
+        Progress("bench probes", 1 + rounds) as progress,
+    ):
         kernel.kprobes.set_enabled(False)
         before = _resident_kb()
         start = time.perf_counter()
@@ -389,6 +394,7 @@ def many_probes(arch: str, count: int, rounds: int) -> ManyProbes:
         took = time.perf_counter() - start
         arming = []
         for _ in range(rounds):
+            progress.add(1)
             start = time.perf_counter()
             kernel.kprobes.set_enabled(True)
             arming.append((time.perf_counter() - start) * 1000)

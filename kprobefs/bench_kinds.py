@@ -12,6 +12,7 @@ from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kinds.jprobe import Jprobe
 from emulated_kernel.kprobes.profile import OUT_OF_TREE, PROFILES
 from kprobefs.bench import FUNCTION, caller, quantile
+from kprobefs.progress import counted
 
 KINDS = ("k", "j", "r", "kr", "jr")
 """As section 6 of "Kernel Probes" (2010) calls them: kprobe, jprobe, return probe, and the last with each."""
@@ -116,7 +117,7 @@ _PLACING = {"k": _kprobe, "j": _jprobe, "r": _kretprobe}
 
 def kinds(arch: str, hits: int, rounds: int, *, as_json: bool) -> None:
     """All cases, one after the other, in a table or as JSON."""
-    figures = [measure(case, hits, rounds) for case in cases(arch)]
+    figures = [measure(case, hits, rounds) for case in counted("bench kinds", cases(arch))]
     if as_json:
         print(json.dumps([figure.as_dict() for figure in figures], indent=2))
         return

@@ -32,6 +32,7 @@ from kprobefs.bench import (
     cases as bench_cases,
 )
 from kprobefs.contention import instructions_a_call
+from kprobefs.progress import counted
 
 FPROBE, FPROBE_REGS = "fprobe", "fprobe-pt_regs"
 FPROBES = (FPROBE, FPROBE_REGS)
@@ -214,7 +215,8 @@ def returns(
     arch: str, hits: int, rounds: int, tasks: Sequence[int], cpus: Sequence[int], *, as_json: bool
 ) -> None:
     """All cases, one after the other, in a table or as JSON."""
-    figures = [measure(case, hits, rounds) for case in cases(arch, tasks, cpus)]
+    found = counted("bench return", cases(arch, tasks, cpus))
+    figures = [measure(case, hits, rounds) for case in found]
     if as_json:
         print(json.dumps([figure.as_dict() for figure in figures], indent=2))
         return

@@ -4,21 +4,33 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from typing import Self, TypeVar
 
+from kprobefs import terminal
+
+T = TypeVar("T")
 _WIDTH = 30
 _INTERVAL = 0.1
 """Seconds between two pictures of it."""
 
 
 class Progress:
-    """How much of something is done; prints nothing where standard error is no terminal."""
+    """How much of something is done; prints nothing where standard error can't move its cursor."""
 
     def __init__(self, what: str, total: int) -> None:
         self._what = what
         self._total = max(total, 1)
         self._done = 0
         self._next = 0.0
-        self._shown = sys.stderr.isatty()
+        self._shown = terminal.is_interactive(sys.stderr)
+
+    def __enter__(self) -> Self:
+        self.add(0)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
 
     def add(self, amount: int) -> None:
         """More is done."""
@@ -33,3 +45,11 @@ class Progress:
         """Leaves an empty line to whatever is printed next."""
         if self._shown:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def counted(what: str, items: Sequence[T]) -> Iterator[T]:
+    """The items, one after the other; the bar moves between them alone."""
+    with Progress(what, len(items)) as progress:
+        for item in items:
+            yield item
+            progress.add(1)

@@ -186,6 +186,10 @@ def test_progress_is_for_terminals(
     Progress("counting", 10).add(5)
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "dumb")
+    Progress("counting", 10).add(5)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("TERM", "xterm")
     progress = Progress("counting", 10)
     progress.add(5)
     progress.end()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
+from typing import Any
 
 import pytest
 
-from kprobefs import bench, bench_kinds, bench_return
+from kprobefs import bench, bench_kinds, bench_return, progress
 from kprobefs.cli import main
 from tests.project.readme import README, blocks, steps
 from tests.sample import share
@@ -97,6 +100,50 @@ def test_the_memory_table_is_the_one_in_the_docs(capsys: pytest.CaptureFixture[s
     assert len(found) == 5 * 4
     assert found["objpool", 1, 10]["bytes"] == 1760
     assert found["objpool", 1, 10]["slides"] == "1.6KB"
+
+
+# Progress
+
+
+@pytest.mark.parametrize("module", [bench, bench_kinds, bench_return])
+def test_progress_moves_between_measurements(
+    module: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    what = {bench: "hit", bench_kinds: "kinds", bench_return: "return"}[module]
+    case, real = module.cases("x86_64")[-1], module.measure
+    seen: list[tuple[str, str]] = []
+
+    def measure(*arguments: Any) -> Any:
+        before = capsys.readouterr()
+        figure = real(*arguments)
+        seen.append((before.err, capsys.readouterr().err))
+        return figure
+
+    monkeypatch.setattr(module, "cases", lambda *_: [case] * 2)
+    monkeypatch.setattr(module, "measure", measure)
+    monkeypatch.setattr(progress, "_INTERVAL", 0)
+    command = ["bench", what, "--hits", "20", "--rounds", "1"]
+    assert main(command) == 0
+    assert seen == [("", "")] * 2
+    assert capsys.readouterr().err == ""
+    seen.clear()
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert main(command) == 0
+    (first, during), (second, during_second) = seen
+    assert first.startswith(f"\rbench {what} [ ")
+    assert (first[-4:], second[-4:], during, during_second) == ("  0%", " 50%", "", "")
+    assert capsys.readouterr().err.endswith("100%\r\x1b[K")
+
+
+def test_progress_of_many_probes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(progress, "_INTERVAL", 0)
+    assert main(["bench", "probes", "--count", "10", "--rounds", "3"]) == 0
+    shown = capsys.readouterr().err
+    assert re.findall(r"(\d+)%", shown) == ["0", "25", "50", "75"]
+    assert shown.endswith("\r\x1b[K")
 
 
 # Kinds of probes
