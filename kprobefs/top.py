@@ -233,8 +233,9 @@ def closeup(view: View, probe: Probe, probes: Probes, width: int, height: int) -
     lines += marked_bytes(probes.text(probe, "bytes"))
     detour = probes.text(probe, "detour").splitlines()
     records = probes.records(probe, max(1, (height - 8) // 3))
+    records = records or [f"none: they are made while tracing/events/{probe.event}/enable is 1"]
     room = max(1, height - len(lines) - len(records) - 4)
-    more = [f"... {len(detour) - room} lines more"] if len(detour) > room else []
+    more = [f"... {len(detour) - room + 1} lines more"] if len(detour) > room else []
     lines.append(Text("runs out of line", style="bold"))
     lines += [Text(f"  {shown(line)}") for line in (*detour[: room - len(more)], *more)]
     lines.append(Text("last records", style="bold"))

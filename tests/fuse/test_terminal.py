@@ -28,7 +28,7 @@ from kprobefs.failure import Exit, Failure
 from kprobefs.mount import MountState, our_mounts
 from kprobefs.registry import Daemon as Record
 from kprobefs.status_table import print_table
-from kprobefs.top import SORTS, Probe, Probes, View, marked_bytes, picture, plain
+from kprobefs.top import BACK, SORTS, Probe, Probes, View, marked_bytes, picture, plain
 from tests.fuse.harness import PATIENCE, REAL_PROGRAM, daemon, environment, kprobefs, needs_fuse
 
 PROBE = {"mode": "optimized", "enabled": True, "optimized": True, "hits": 10, "nmissed": 1, "reason": ""}
@@ -347,6 +347,11 @@ def test_on_a_terminal(directory: Path) -> None:
         top.press("e")
         top.until("ftrace")
         assert Path(running.path("kprobes/stats/kprobes/reads/enabled")).read_text() == "1\n"
+        top.press("\r")
+        top.until(r"none: they are made while tracing/events/kprobes/reads/enable is 1")
+        top.press("\x1b")
+        top.until("EVENT")
+        Path(running.path("tracing/events/kprobes/reads/enable")).write_text("1")
         Path(running.path("scratch/f")).write_text("hello")
         assert Path(running.path("scratch/f")).read_text() == "hello"
         top.press("\r")
@@ -357,7 +362,7 @@ def test_on_a_terminal(directory: Path) -> None:
         at = lines.index("runs out of line") + 1
         assert detour
         assert lines[at : at + 3] == [f"  {line}"[:80].rstrip() for line in detour[:3]]
-        records = lines[lines.index("last records") + 1 : -1]
+        records = lines[lines.index("last records") + 1 : lines.index(BACK)]
         assert 0 < len(records) <= 5
         assert all(re.fullmatch(r"  \S+-\d+ .* reads: \(vfs_read.*", line) for line in records), records
         top.press("\x1b")
