@@ -15,6 +15,11 @@ import pytest
 from tests.fuse.harness import needs_fuse
 
 ROOT = Path(__file__).resolve().parents[2]
+COMPLETION = {
+    "bash": "usr/share/bash-completion/completions/kprobefs",
+    "zsh": "usr/share/zsh/vendor-completions/_kprobefs",
+    "fish": "usr/share/fish/vendor_completions.d/kprobefs.fish",
+}
 ISOLATED = {"PATH": os.environ["PATH"], "HOME": "/nonexistent", "LC_ALL": "C.UTF-8"}
 pytestmark = [
     pytest.mark.slow,
@@ -71,7 +76,7 @@ def test_all_stands_in_its_place(installed: Path) -> None:
         ("usr/share/man/man1/kprobefs.1.gz", 0o644),
         ("usr/share/man/man5/kprobefs.5.gz", 0o644),
         ("usr/share/man/man8/mount.fuse.kprobefs.8.gz", 0o644),
-        ("usr/share/bash-completion/completions/kprobefs", 0o644),
+        *((path, 0o644) for path in COMPLETION.values()),
         ("etc/default/kprobefs", 0o644),
         ("usr/share/doc/kprobefs/copyright", 0o644),
     )
@@ -149,7 +154,8 @@ def test_systemd_finds_no_fault_in_the_installed_units(installed: Path, unit: st
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_the_completion_is_the_programs(installed: Path) -> None:
+@pytest.mark.parametrize("shell", COMPLETION)
+def test_the_completion_is_the_programs(installed: Path, shell: str) -> None:
     program = Path(sysconfig.get_path("scripts"), "kprobefs")
-    said = subprocess.run([program, "completion", "bash"], check=True, capture_output=True, text=True).stdout
-    assert (installed / "usr/share/bash-completion/completions/kprobefs").read_text() == said
+    said = subprocess.run([program, "completion", shell], check=True, capture_output=True, text=True).stdout
+    assert (installed / COMPLETION[shell]).read_text() == said
