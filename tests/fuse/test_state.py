@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from random import Random
 
@@ -17,11 +18,13 @@ import pytest
 
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.errors import WouldBlock
+from emulated_kernel.trace.ring.layout import CONTROL_SIZE, PARKED_PTR, TAIL_ENTRIES, WRITE_PTR
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from emulated_kernel.vfs.trees.layout import RootLayout
 from kprobefs import journal, state
 from kprobefs.failure import Exit, Failure
+from kprobefs.last_records import array_places
 from kprobefs.power import LivingKernel
 from kprobefs.state import KeptState
 from kprobefs.state_directory import ATTEMPTS, Attempts, StateDirectory
@@ -219,6 +222,34 @@ def test_records_of_then_are_printed_as_then(copied: Path) -> None:
     assert run.kept() == "kept yes"
     run.mount.rmdir(CLIENT, "/tracing/instances/last")
     run.end()
+
+
+def test_a_torn_record_is_counted(copied: Path) -> None:
+    run = Run(copied)
+    run.hit(12)
+    run.write("/tracing/tracing_on", "0")
+    before = run.records("/tracing")
+    layout = run.kernel.machine.records.kept_layout
+    top = array_places(run.kernel)[0]
+    run.die()
+    torn = 0
+    with records_of(copied).open("r+b") as file:
+        for cpu, control in product(range(CONFIG.cpus), top.controls):
+            at = layout.cells(cpu, control, CONTROL_SIZE)
+            file.seek(at)
+            words = memoryview(bytearray(file.read(CONTROL_SIZE))).cast("Q")
+            if words[TAIL_ENTRIES] and not torn:
+                # The end of its last record isn't there yet.
+                words[WRITE_PTR if words[WRITE_PTR] else PARKED_PTR] -= 4
+                file.seek(at)
+                torn += file.write(words) == CONTROL_SIZE
+    assert torn == 1
+    again = Run(copied)
+    assert again.found().endswith(" records, 1 torn")
+    whole = again.records("/tracing/instances/last")
+    assert len(whole) == len(before) - 1
+    assert set(whole) < set(before)
+    again.end()
 
 
 def test_a_reboot_is_kept_too(copied: Path) -> None:

@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 
 from emulated_kernel.trace.ring.buffer import RingBuffer
-from emulated_kernel.trace.ring.layout import CONTROL_SIZE, RingMemory, memory_size
+from emulated_kernel.trace.ring.layout import (
+    CONTROL_SIZE,
+    PARKED_PTR,
+    TAIL_ENTRIES,
+    WRITE_PTR,
+    WRITE_STAMP,
+    RingMemory,
+    memory_size,
+)
 from emulated_kernel.trace.ring.salvage import Salvaged, salvage
 from tests.sample import fewer
 
@@ -115,3 +123,25 @@ def check(result: Salvaged, before: Events, after: Events) -> None:
 def test_an_end_between_any_two_stores(seed: int, overwrite: bool) -> None:
     ring = buffer(3, overwrite=overwrite)
     steps(ring, seed)
+
+
+@pytest.mark.parametrize(
+    ("word", "change", "lost"),
+    [
+        pytest.param(WRITE_STAMP, 5, 0, id="its time alone is there"),
+        pytest.param(TAIL_ENTRIES, 1, 0, id="it is counted already"),
+        pytest.param(WRITE_PTR, -4, 1, id="it is cut"),
+    ],
+)
+def test_a_torn_record_is_counted(word: int, change: int, lost: int) -> None:
+    """Guest code moves the write pointer last."""
+    ring = buffer(3)
+    for number in range(5):
+        ring.write(number.to_bytes(8, "little"), 1000 + number)
+    events = list(ring)
+    control, pages = image_of(ring.images_of)
+    words = memoryview(bytearray(control)).cast("Q")
+    words[PARKED_PTR if word == WRITE_PTR and not words[WRITE_PTR] else word] += change
+    result = found((bytes(words), pages))
+    assert result.torn == 1
+    assert list(result.buffer) == events[: len(events) - lost]
