@@ -1,18 +1,22 @@
-"""What a hit's record costs with its buffers in a file, and without: python benchmarks/state.py [DIR...]."""
+"""What a call with a recorded hit costs, its ring buffers in memory, and in a file as by --state.
+
+Of an optimized probe, in the CPU's time.
+"""
 
 from __future__ import annotations
 
 import os
-import statistics
-import sys
 import tempfile
 from contextlib import ExitStack
+
+from common import Distribution, arguments, report
 
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.kernel import Kernel
 from kprobefs.bench import FUNCTION, caller
 
-HITS, ROUNDS = 20_000, 41
+WARM_UP = 2
+"""Rounds that aren't counted."""
 
 
 def kernel_in(directory: str | None, stack: ExitStack) -> Kernel:
@@ -32,19 +36,29 @@ def kernel_in(directory: str | None, stack: ExitStack) -> Kernel:
 
 
 def main() -> None:
-    """Rounds of all places in turn; the median of the differences to those without a file."""
-    places: list[str | None] = [None, *(sys.argv[1:] or [tempfile.gettempdir(), "/dev/shm"])]
+    """Rounds of all places in turn; the differences are to those without a file, round by round."""
+    parser = arguments(__doc__)
+    parser.add_argument("places", metavar="DIR", nargs="*", default=[tempfile.gettempdir(), "/dev/shm"])
+    parser.add_argument("--hits", type=int, default=20_000, help="hits a round")
+    parser.add_argument("--rounds", type=int, default=41)
+    options = parser.parse_args()
+    places: list[str | None] = [None, *options.places]
     with ExitStack() as stack:
-        kernels = [kernel_in(place, stack) for place in places]
-        rounds = [caller(kernel, HITS) for kernel in kernels]
+        rounds = [caller(kernel_in(place, stack), options.hits) for place in places]
         samples: list[list[float]] = [[] for _ in places]
-        for _ in range(ROUNDS + 2):
+        for number in range(WARM_UP + options.rounds):
             for run, found in zip(rounds, samples, strict=True):
-                found.append(run())
-    for place, found in zip(places, samples, strict=True):
-        pairs = [mine - base for mine, base in zip(found[2:], samples[0][2:], strict=True)]
-        cost, difference = statistics.median(found[2:]), statistics.median(pairs)
-        print(f"{place or 'memory':20} {cost:8.1f} ns a hit, {difference:+6.1f} against memory")
+                cost = run()
+                if number >= WARM_UP:
+                    found.append(cost)
+    figures = [
+        Distribution(f"a hit, {place or 'memory'}", "ns", tuple(found))
+        for place, found in zip(places, samples, strict=True)
+    ]
+    for place, found in zip(options.places, samples[1:], strict=True):
+        more = tuple(mine - base for mine, base in zip(found, samples[0], strict=True))
+        figures.append(Distribution(f"against memory, {place}", "ns more", more))
+    report(figures, options.json)
 
 
 if __name__ == "__main__":

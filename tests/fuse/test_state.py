@@ -18,11 +18,14 @@ import pytest
 
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.errors import WouldBlock
+from emulated_kernel.kernel import Kernel
 from emulated_kernel.trace.ring.layout import CONTROL_SIZE, PARKED_PTR, TAIL_ENTRIES, WRITE_PTR
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from emulated_kernel.vfs.trees.layout import RootLayout
 from kprobefs import journal, state
+from kprobefs.bench import FUNCTION
+from kprobefs.contention import instructions_a_call
 from kprobefs.failure import Exit, Failure
 from kprobefs.last_records import array_places
 from kprobefs.power import LivingKernel
@@ -250,6 +253,29 @@ def test_a_torn_record_is_counted(copied: Path) -> None:
     assert len(whole) == len(before) - 1
     assert set(whole) < set(before)
     again.end()
+
+
+@pytest.mark.parametrize("arch", ["x86_64", "i386"])
+def test_a_hit_costs_what_it_costs_without(place: Path, arch: str) -> None:
+    """The same guest instructions, in an optimized probe that records."""
+    config = replace(CONFIG, arch=arch)
+    run, taken = Run(place, config), []
+    with Kernel(config) as without:
+        for kernel in (run.kernel, without):
+            bare = instructions_a_call(kernel, FUNCTION, 1)
+            with kernel.lock:
+                kernel.tracing.kprobe_events.write(f"p:turn {FUNCTION}+5 n=%ax\n".encode())
+                event = kernel.tracing.system.events.find("kprobes", "turn")
+                assert event is not None
+                kernel.trace_arrays.top.events.set_enabled(event, True)
+                assert kernel.kprobes.optimizer is not None
+                kernel.kprobes.optimizer.flush()
+                assert "[OPTIMIZED]" in "".join(kernel.kprobes.list_records(0))
+            taken.append(instructions_a_call(kernel, FUNCTION, 1, calls=6).all - bare.all)
+    assert run.kept() == "kept yes"
+    assert len(run.records("/tracing")) == 6
+    assert taken[0] == taken[1] > 20
+    run.end()
 
 
 def test_a_reboot_is_kept_too(copied: Path) -> None:

@@ -18,6 +18,7 @@ QUICK = {
     "first_line.py": ["--runs", "1"],
     "boot.py": ["--runs", "1"],
     "instructions.py": ["--rounds", "1", "--kib", "1"],
+    "state.py": ["--hits", "200", "--rounds", "1"],
     "vcpus.py": ["--rounds", "1", "--switches", "10"],
     "scratch.py": ["--rounds", "1", "--mib", "1"],
     "idle.py": ["--seconds", "0.1"],
