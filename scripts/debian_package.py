@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import zipfile
 from importlib import metadata
@@ -42,10 +41,11 @@ PLACES = {
     "kprobefs.conf": "usr/lib/tmpfiles.d",
 }
 COMPLETION = {
-    "bash": "usr/share/bash-completion/completions/kprobefs",
-    "zsh": "usr/share/zsh/vendor-completions/_kprobefs",
-    "fish": "usr/share/fish/vendor_completions.d/kprobefs.fish",
+    "bash-completion/completions/kprobefs": "bash-completion/completions/kprobefs",
+    "zsh/site-functions/_kprobefs": "zsh/vendor-completions/_kprobefs",
+    "fish/vendor_completions.d/kprobefs.fish": "fish/vendor_completions.d/kprobefs.fish",
 }
+"""Below share/: in the wheel, and in Debian."""
 DEFAULTS = """\
 # Options for the services of kprobefs, as of `kprobefs mount`: --layout tracefs --limit probes=1000
 KPROBEFS_OPTIONS=
@@ -129,6 +129,8 @@ def install_program(tree: Path, work: Path) -> None:
             tree / "usr" / page.relative_to(data / "data").with_name(f"{page.name}.gz"),
             packed(page.read_bytes()),
         )
+    for source, place in COMPLETION.items():
+        put(tree / "usr/share" / place, (data / "data/share" / source).read_bytes())
     shutil.rmtree(data)
     for unit, place in PLACES.items():
         put(tree / place / Path(unit).name, (library / "kprobefs/systemd" / unit).read_bytes())
@@ -157,13 +159,9 @@ def install_requirements(tree: Path) -> list[str]:
 
 
 def install_launchers(tree: Path) -> None:
-    """The commands, completion for shells, and the service's options."""
+    """The commands, and the service's options."""
     for path, module in LAUNCHERS.items():
         put(tree / path, LAUNCHER.format(library=LIBRARY, module=module).encode(), 0o755)
-    program = Path(sysconfig.get_path("scripts"), "kprobefs")
-    for shell, path in COMPLETION.items():
-        text = subprocess.run([program, "completion", shell], check=True, capture_output=True).stdout
-        put(tree / path, text)
     put(tree / "etc/default/kprobefs", DEFAULTS.encode())
     (tree / "etc/kprobefs/probes.d").mkdir(parents=True)
 

@@ -66,6 +66,23 @@ def test_holds_the_manual(names: set[str]) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("shell", "place"),
+    [
+        ("bash", "share/bash-completion/completions/kprobefs"),
+        ("zsh", "share/zsh/site-functions/_kprobefs"),
+        ("fish", "share/fish/vendor_completions.d/kprobefs.fish"),
+    ],
+)
+def test_holds_completion_as_the_program_prints_it(wheel: Path, shell: str, place: str) -> None:
+    program = Path(sysconfig.get_path("scripts"), "kprobefs")
+    said = subprocess.run([program, "completion", shell], check=True, capture_output=True).stdout
+    with zipfile.ZipFile(wheel) as archive:
+        held = archive.read(f"kprobefs-{PROJECT['version']}.data/data/{place}")
+    assert held == said
+    assert b"kprobefs" in held
+
+
 def test_holds_the_kernel_images(names: set[str]) -> None:
     assert any(name.startswith("emulated_kernel/image/prebuilt/") for name in names)
 
