@@ -70,6 +70,24 @@ def test_ones_own_module_and_image(tmp_path: Path) -> None:
         assert normalise(output) == normalise(step.output), step.command
 
 
+def test_it_begins_with_what_a_new_user_does() -> None:
+    """A picture, and then from installing on, each step on what is above it."""
+    text = README.read_text()
+    before, *sections = re.split(r"^## ", text, flags=re.MULTILINE)
+    assert "```\n   your shell, tool or test " in before
+    titles = [section.partition("\n")[0] for section in sections]
+    assert titles[:4] == ["Install", "Mount", "Service", "One-liners, and a tour"]
+    for title, command in (
+        ("Install", "scripts/run"),
+        ("Mount", "kprobefs mount"),
+        ("Service", "systemctl start"),
+    ):
+        assert (
+            f"    {command}" in sections[titles.index(title)]
+            or f"&& {command}" in sections[titles.index(title)]
+        )
+
+
 def test_the_python_example_runs() -> None:
     (example,) = blocks("python")
     done = subprocess.run(
