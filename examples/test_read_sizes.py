@@ -1,4 +1,4 @@
-"""Tests of read_sizes.py on emulated kernels: `pip install kprobefs pytest`, then `pytest examples`."""
+"""Tests of read_sizes.py on emulated kernels: `pip install . pytest`, then `pytest examples`."""
 
 from __future__ import annotations
 

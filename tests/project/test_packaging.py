@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.project.recipes import pip_step
+
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
@@ -98,18 +100,21 @@ def test_names_its_licence_and_holds_it(names: set[str], metadata: str) -> None:
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 
 
-def test_starts_from_a_venv_of_its_own(wheel: Path, tmp_path: Path) -> None:
-    """Installed beside the dependencies of the test's own environment, away from the checkout."""
+def test_starts_from_a_venv_of_its_own(tmp_path: Path) -> None:
+    """Installed as by the Containerfile, but without an index: beside the test environment's dependencies."""
     venv = tmp_path / "a venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
     python = venv / "bin/python"
-    options = ["--python", python, "install", "--quiet", "--no-deps", "--no-index"]
-    subprocess.run([sys.executable, "-m", "pip", *options, wheel], check=True)
     (site_packages,) = venv.glob("lib/python*/site-packages")
     # As a .pth line, so that the .pth files over there (setuptools' distutils) work as well.
     (site_packages / "dependencies.pth").write_text(
         f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
     )
+
+    step = [str(ROOT) if word == "/src" else word for word in pip_step()]
+    assert str(ROOT) in step
+    offline = ["--quiet", "--no-deps", "--no-index", "--no-build-isolation"]
+    subprocess.run([sys.executable, "-m", "pip", "--python", python, *step, *offline], check=True)
 
     where = "import emulated_kernel, kprobefs; print(emulated_kernel.__file__, kprobefs.__file__, sep='\\n')"
     files = subprocess.run([python, "-c", where], cwd=tmp_path, check=True, capture_output=True, text=True)

@@ -1,0 +1,68 @@
+"""The recipes of examples/ as data: what they run, and on which system."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+SYSTEMS = {
+    "ubuntu-24.04": "ubuntu:24.04",
+    "python:3.12-slim-bookworm": "debian:12",
+    "docker.io/library/debian:trixie-slim": "debian:13",
+}
+"""Images that recipes name, and what /etc/os-release says in them."""
+
+
+def github() -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The job and its steps."""
+    recipe = yaml.safe_load((EXAMPLES / "github.yml").read_text())
+    (job,) = recipe["jobs"].values()
+    return job, job["steps"]
+
+
+def gitlab() -> dict[str, Any]:
+    """The job."""
+    return yaml.safe_load((EXAMPLES / "gitlab.yml").read_text())["test"]
+
+
+def containerfile() -> list[tuple[str, str]]:
+    """Instructions with their arguments, on one line each."""
+    lines = (EXAMPLES / "Containerfile").read_text().replace("\\\n", " ").splitlines()
+    found = [line.partition(" ") for line in lines if line and not line.startswith("#")]
+    return [(name, arguments) for name, _, arguments in found]
+
+
+def systems() -> dict[str, tuple[str, list[str]]]:
+    """By recipe: the image that it is for, and the commands that it runs there."""
+    job, steps = github()
+    instructions = containerfile()
+    (image,) = (arguments for name, arguments in instructions if name == "FROM")
+    return {
+        "github.yml": (job["runs-on"], [step["run"] for step in steps if "run" in step]),
+        "gitlab.yml": (gitlab()["image"], [*gitlab()["before_script"], *gitlab()["script"]]),
+        "Containerfile": (image, [arguments for name, arguments in instructions if name == "RUN"]),
+    }
+
+
+def programs(commands: list[str]) -> list[list[str]]:
+    """What the shell would run for them, one after the other, in words."""
+    parts = " && ".join(commands).split("&&")
+    return [words[words[0] == "sudo" :] for words in map(shlex.split, parts)]
+
+
+def pip_step() -> list[str]:
+    """The words behind `pip` in the container's."""
+    (step,) = (words for words in programs(systems()["Containerfile"][1]) if words[0].endswith("/pip"))
+    return step[1:]
+
+
+def entry_point() -> list[str]:
+    """What the container runs by itself."""
+    found = dict(containerfile())
+    return [*json.loads(found["ENTRYPOINT"]), *json.loads(found["CMD"])]
