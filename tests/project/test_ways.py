@@ -28,8 +28,8 @@ WAYS = {
     "define": Limits(270, 54, 2, lookups=1),
     "hit, in Python": Limits(1550, 88, 8),
     "hit, in guest code": Limits(620, 52, 6),
-    "read, nothing probed": Limits(200, 26, 1),
-    "read, another probed": Limits(202, 26, 1),
+    "read, nothing probed": Limits(206, 26, 1),
+    "read, another probed": Limits(208, 26, 1),
     "disarm 1": Limits(456, 51, 4),
     "disarm 100": Limits(4400, 58, 14),
 }
