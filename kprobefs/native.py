@@ -9,11 +9,12 @@ from contextlib import contextmanager
 from emulated_kernel.errors import KernelError
 from emulated_kernel.host.mirror.processes import HostProcesses
 from emulated_kernel.image.linux.kernel import open_kernel
+from emulated_kernel.image.linux.module_files import ModuleFiles
 from emulated_kernel.kprobes.profile import profile_named
 from emulated_kernel.linux.engine import LinuxEngine
 from emulated_kernel.linux.engine_mount import EngineMount
 from emulated_kernel.linux.linux_mount import LinuxMount
-from emulated_kernel.linux.start import ensure_cached, started
+from emulated_kernel.linux.start import ensure_cached, file_of, started
 from emulated_kernel.vfs.core.node import Owner
 from kprobefs.failure import Exit, Failure
 from kprobefs.options import MountOptions
@@ -43,8 +44,9 @@ def native_mount(options: MountOptions) -> LinuxMount:
     image = str(options.machine.image)
     with _explained(image):
         tasks = started(image, options.machine.seed)
+        modules = ModuleFiles(file_of(image), tasks.release)
     owner = Owner(os.geteuid(), os.getegid())
-    return LinuxMount(tasks, HostProcesses(), owner, is_tracefs=options.layout == "tracefs")
+    return LinuxMount(tasks, HostProcesses(), owner, modules, is_tracefs=options.layout == "tracefs")
 
 
 def engine_mount(options: MountOptions) -> EngineMount:

@@ -15,8 +15,10 @@ from itertools import count
 
 from emulated_kernel.errors import KernelError, WouldBlock
 from emulated_kernel.host.mirror.processes import ProcessWatch
+from emulated_kernel.image.linux.module_files import ModuleFiles
 from emulated_kernel.linux.clients import LinuxClients
 from emulated_kernel.linux.init import DEBUGFS, DEVICES, PROC, TMPFS, TRACEFS
+from emulated_kernel.linux.kernel_modules import KernelModules
 from emulated_kernel.linux.syscalls import PATIENCE, LinuxSyscalls
 from emulated_kernel.linux.tasks import Blocked, LinuxTask, LinuxTasks
 from emulated_kernel.lock import ControlLock
@@ -26,7 +28,7 @@ from emulated_kernel.vfs.core.node import Owner
 
 _LINKED = ("/kprobe_events", "/kprobe_profile")
 """Files of tracefs that the root shows too."""
-_MACHINE, _DMESG = "/machine", "/machine/dmesg"
+_MACHINE, _DMESG, _MODULES = "/machine", "/machine/dmesg", "/machine/modules"
 _FORWARDED = {
     f"{_MACHINE}/{name}": f"{PROC}/{name}" for name in ("kallsyms", "meminfo", "modules", "version")
 }
@@ -63,16 +65,21 @@ class LinuxMount:
         tasks: LinuxTasks,
         watch: ProcessWatch,
         owner: Owner,
+        modules: ModuleFiles | None = None,
         *,
         is_tracefs: bool,
         lock: ControlLock | None = None,
     ) -> None:
-        """`is_tracefs`: tracefs is the mount's root, and all that there is; `lock`: the control lock."""
+        """`modules`: this kernel's own. `is_tracefs`: tracefs is the root, and all that there is.
+
+        `lock`: the control lock.
+        """
         self._tasks = tasks
         self._owner = owner
         self._is_tracefs = is_tracefs
         self._lock = lock or ControlLock()
         self._syscalls = LinuxSyscalls(tasks)
+        self._modules = KernelModules(self._syscalls, modules)
         self._clients = LinuxClients(tasks, watch, owner.uid)
         self._handles: dict[int, OpenLinuxFile] = {}
         self._released: deque[OpenLinuxFile] = deque()
@@ -128,6 +135,10 @@ class LinuxMount:
             return False
         return path == _MACHINE or path.startswith(f"{_MACHINE}/")
 
+    def _takes_commands(self, path: str) -> bool:
+        """Whether writes to it are none of the guest's file's."""
+        return path == _MODULES and not self._is_tracefs
+
     def _opened(self, handle: int) -> OpenLinuxFile:
         try:
             return self._handles[handle]
@@ -147,7 +158,7 @@ class LinuxMount:
             return self._machine_stat(path)
         with self._guest():
             found = self._syscalls.lstat(self._at(path))
-        return self._shown(found)
+        return self._shown(found, takes_commands=self._takes_commands(path))
 
     def fgetattr(self, handle: int, _client: Callable[[], Client] | None = None) -> Stat:
         """Attributes of an open file or directory."""
@@ -155,13 +166,15 @@ class LinuxMount:
         if file.fd < 0:
             return self.getattr(file.path)
         with self._guest():
-            return self._shown(self._syscalls.fstat(file.fd))
+            takes_commands = file.path == _FORWARDED[_MODULES]
+            return self._shown(self._syscalls.fstat(file.fd), takes_commands=takes_commands)
 
-    def _shown(self, found: Stat) -> Stat:
+    def _shown(self, found: Stat, *, takes_commands: bool) -> Stat:
         """Root's files are the mounting user's, and devices are files: the host would ask a driver."""
         kind = stat.S_IFMT(found.mode)
+        mode = stat.S_IMODE(found.mode) | (stat.S_IWUSR if takes_commands else 0)
         return found._replace(
-            mode=stat.S_IMODE(found.mode) | (stat.S_IFREG if kind in (stat.S_IFCHR, stat.S_IFBLK) else kind),
+            mode=mode | (stat.S_IFREG if kind in (stat.S_IFCHR, stat.S_IFBLK) else kind),
             uid=found.uid or self._owner.uid,
             gid=found.gid or self._owner.gid,
             rdev=0,
@@ -220,6 +233,10 @@ class LinuxMount:
         """Open with open(2)'s flags; returns the handle for the calls below."""
         if self._is_machine(path):
             return self._add(OpenLinuxFile(path, -1, text=self._machine_text(path, flags)))
+        if self._takes_commands(path) and flags & os.O_ACCMODE:
+            if flags & os.O_ACCMODE != os.O_WRONLY or client.uid not in (0, self._owner.uid):
+                raise KernelError(errno.EACCES)
+            return self._add(OpenLinuxFile(path, -1))
         return self._open(client, path, flags & ~os.O_CREAT, 0)
 
     def create(self, client: Client, path: str, mode: int, flags: int) -> int:
@@ -231,14 +248,20 @@ class LinuxMount:
     def _open(self, client: Client, path: str, flags: int, mode: int) -> int:
         at = self._at(path)
         with self._request(client) as task:
-            try:
+            # Nothing here waits in open(2), but a FIFO in scratch/.
+            with self._unasked(client):
                 fd = self._syscalls.open(task, at, flags, mode)
-            except Blocked:
-                # Nothing here waits in open(2), but a FIFO in scratch/: nobody could ask for its answer.
-                self._clients.end(client.pid)
-                raise KernelError(errno.EINTR) from None
             seekable = self._syscalls.is_seekable(fd)
             return self._add(OpenLinuxFile(at, fd, task, seekable, flags))
+
+    @contextmanager
+    def _unasked(self, client: Client) -> Iterator[None]:
+        """Around a call whose answer nobody could ask for, were it to sleep. Raises: KernelError EINTR."""
+        try:
+            yield
+        except Blocked:
+            self._clients.end(client.pid)
+            raise KernelError(errno.EINTR) from None
 
     def _machine_text(self, path: str, flags: int) -> bytes:
         self._machine_stat(path)
@@ -260,9 +283,8 @@ class LinuxMount:
         return not self._opened(handle).seekable
 
     def reads_host(self, handle: int) -> bool:
-        """No file here does."""
-        self._opened(handle)
-        return False
+        """Whether a write to it reads files of the host, and so takes as long as they do; no lock is held."""
+        return self._opened(handle).path == _MODULES
 
     def read(self, client: Client, handle: int, size: int, offset: int) -> bytes:
         """At most `size` bytes; b"" is the end. Raises: WouldBlock: the call sleeps in the guest."""
@@ -296,6 +318,11 @@ class LinuxMount:
     def write(self, client: Client, handle: int, data: bytes, offset: int) -> int:
         """Number of bytes taken. Raises: WouldBlock as read() does."""
         file = self._opened(handle)
+        if file.path == _MODULES:
+            change = self._modules.prepared(data)
+            with self._request(client) as task, self._unasked(client):
+                change(task, self._syscalls.read_all(_FORWARDED[_MODULES]).decode())
+            return len(data)
         with self._request(client) as task:
             file.task = task
             jumped = file.seekable and not file.flags & os.O_APPEND and offset != file.position

@@ -37,7 +37,7 @@ def ensure_cached(source: str, seed: int, progress: Callable[[int, int], None]) 
     `progress` is called with what of the boot is done, and what there is to do.
     Raises: KernelError ENOEXEC for a kernel that can't be run, EIO where the emulator can't; OSError.
     """
-    path = _path(source)
+    path = file_of(source)
     place = snapshot.place(path, seed)
     if not place.exists():
         _boot_and_save(path, place, seed, progress).machine.close()
@@ -45,7 +45,7 @@ def ensure_cached(source: str, seed: int, progress: Callable[[int, int], None]) 
 
 def started(source: str, seed: int) -> LinuxTasks:
     """The tasks of that kernel, out of the cache, or booted. Raises: as ensure_cached()."""
-    path = _path(source)
+    path = file_of(source)
     place = snapshot.place(path, seed)
     try:
         found = snapshot.load(place)
@@ -56,7 +56,8 @@ def started(source: str, seed: int) -> LinuxTasks:
     return _boot_and_save(path, place, seed, lambda _done, _total: None)
 
 
-def _path(source: str) -> Path:
+def file_of(source: str) -> Path:
+    """The kernel's file. Raises: KernelError ENOENT."""
     return host_kernel() if source == HOST else Path(source)
 
 

@@ -30,6 +30,8 @@ _UMASK, _SYSLOG, _MOUNT, _GETDENTS, _OPENAT, _MKDIRAT, _FCHOWNAT, _NEWFSTATAT = 
     262,
 )
 _UNLINKAT, _RENAMEAT, _SYMLINKAT, _READLINKAT, _FCHMODAT, _UTIMENSAT = 263, 264, 266, 267, 268, 280
+_DELETE_MODULE, _FINIT_MODULE = 176, 313
+_MODULE = "/module"
 _AT_FDCWD, _AT_SYMLINK_NOFOLLOW, _AT_REMOVEDIR = -100, 0x100, 0x200
 _SYSLOG_READ_ALL = 3
 _LOG_SIZE = 256 << 10
@@ -77,6 +79,48 @@ class LinuxSyscalls:
     def close(self, task: LinuxTask, fd: int) -> None:
         """close(2); by init where that task is in a call, or has ended."""
         self._call(task if task.alive and not task.pending else self._tasks.init, _CLOSE, fd)
+
+    def read_all(self, path: str) -> bytes:
+        """A whole file, by init."""
+        init, parts = self._tasks.init, []
+        fd = self.open(init, path, os.O_RDONLY)
+        while size := self.begin_read(init, fd, DATA_SIZE, None, may_block=False):
+            parts.append(self.read_data(init, size))
+        self.close(init, fd)
+        return b"".join(parts)
+
+    def load_module(self, task: LinuxTask, content: bytes) -> None:
+        """finit_module(2), of a file that init makes and nobody else sees.
+
+        Invariant: by then nobody has that file open for writing, which would be ETXTBSY.
+        """
+        init = self._tasks.init
+        fd = self._unlinked(content)
+        try:
+            self._path(task, "")
+            self._call(task, _FINIT_MODULE, fd, BUFFER, 0, patience=_LONG)
+        finally:
+            self.close(init, fd)
+
+    def _unlinked(self, content: bytes) -> int:
+        """A descriptor to read that from, by init; no name leads to it."""
+        init = self._tasks.init
+        written = self.open(init, _MODULE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            try:
+                at = 0
+                while at < len(content):
+                    at += self.write(init, written, content[at : at + DATA_SIZE], None)
+            finally:
+                self.close(init, written)
+            return self.open(init, _MODULE, os.O_RDONLY)
+        finally:
+            self.unlink(init, _MODULE)
+
+    def delete_module(self, task: LinuxTask, name: str) -> None:
+        """delete_module(2)."""
+        self._path(task, name)
+        self._call(task, _DELETE_MODULE, BUFFER, os.O_NONBLOCK, patience=_LONG)
 
     def move(self, task: LinuxTask, old: int, new: int) -> None:
         """dup2(2), and close(2) of the old one: a descriptor gets that number."""

@@ -92,6 +92,8 @@ class LinuxTasks:
 
     def __init__(self, machine: LinuxMachine, facts: KernelFacts) -> None:
         self.machine = machine
+        self.release = facts.release
+        """Of the kernel, as uname -r says it."""
         self._facts = facts
         self._memory = machine.memory
         self._ram = machine.memory.ram

@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 
 from emulated_kernel.host.mirror.processes import NoProcesses, ProcessWatch
+from emulated_kernel.image.linux.module_files import ModuleFiles
 from emulated_kernel.linux.linux_mount import LinuxMount
 from emulated_kernel.linux.start import ensure_cached, started
 from emulated_kernel.linux.tasks import LinuxTasks
@@ -36,4 +37,6 @@ def mount(
     watch: ProcessWatch | None = None, meta: str = META, suite: str = "", *, is_tracefs: bool = False
 ) -> LinuxMount:
     """Its files, root's."""
-    return LinuxMount(tasks(meta, suite), watch or NoProcesses(), Owner(0, 0), is_tracefs=is_tracefs)
+    guest = tasks(meta, suite)
+    modules = ModuleFiles(image(meta, suite), guest.release)
+    return LinuxMount(guest, watch or NoProcesses(), Owner(0, 0), modules, is_tracefs=is_tracefs)

@@ -8,12 +8,15 @@ import re
 import select
 import stat
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from emulated_kernel.errors import KernelError, WouldBlock
 from emulated_kernel.host.mirror.processes import Fork, NoProcesses
+from emulated_kernel.image.linux.module_files import ModuleFiles
 from emulated_kernel.linux.linux_mount import LinuxMount
+from emulated_kernel.linux.syscalls import LinuxSyscalls
 from emulated_kernel.machine.traps.trap import GuestFault
 from emulated_kernel.vfs.core.client import Client
 from tests.linux import debian_kernel
@@ -188,6 +191,63 @@ def test_forks_and_ends_of_processes_are_the_guest_s(host: Host, shell: Files) -
     assert re.search(r"sh-4001 .* sched_process_fork: comm=sh pid=4001 child_comm=sh child_pid=4100\n", trace)
     assert re.search(r"sh-4100 .* sched_process_exit: comm=sh pid=4100 ", trace)
     assert "4200" not in trace
+
+
+def test_modules_of_that_kernel(shell: Files) -> None:
+    for command, number in (
+        ("load no_such_module", errno.ENOENT),
+        ("load", errno.EINVAL),
+        ("unload x", errno.ENOENT),
+    ):
+        assert shell.errno("/machine/modules", command) == number
+    shell.write("/machine/modules", "load dm-zero\n")
+    loaded = shell.read("/machine/modules")
+    assert re.match(r"dm_zero \d+ 0 - Live 0x[0-9a-f]+", loaded)
+    assert re.search(r"\ndm_mod \d+ 1 dm_zero, Live", loaded)
+    shell.write("/kprobe_events", "p:mapped dm_zero:zero_map\n")
+    assert "dm_zero:zero_map" in shell.read("/kprobe_events")
+    assert shell.errno("/machine/modules", "load dm_zero") == errno.EEXIST
+    assert shell.errno("/machine/modules", "unload dm_mod") == errno.EWOULDBLOCK
+    shell.write("/kprobe_events", "\n", os.O_WRONLY | os.O_TRUNC)
+    for name in ("dm-zero", "dm_mod"):
+        shell.write("/machine/modules", f"unload {name}")
+    assert "dm_" not in shell.read("/machine/modules")
+    with pytest.raises(KernelError):
+        Files(shell.mount, STRANGER).write("/machine/modules", "load dm_zero")
+
+
+def test_a_module_that_is_refused_leaves_nothing_behind(shell: Files, tmp_path: Path) -> None:
+    """Neither what it needs, nor a file, nor a descriptor."""
+    tasks = shell.mount._tasks
+    guest = LinuxSyscalls(tasks)
+    *_, (_, module) = ModuleFiles(debian_kernel.image(), tasks.release).read("dm-zero")
+    path = tmp_path / "dm zero.ko"
+    # Its signature doesn't fit any more.
+    path.write_bytes(module.replace(b"vermagic=6", b"vermagic=7"))
+
+    def lowest() -> int:
+        fd = guest.open(tasks.init, "/dev/null", os.O_RDONLY)
+        guest.close(tasks.init, fd)
+        return fd
+
+    before = guest.listdir("/"), lowest()
+    assert shell.errno("/machine/modules", f"load {path}\n") == errno.EKEYREJECTED
+    assert (guest.listdir("/"), lowest()) == before
+    assert shell.read("/machine/modules") == ""
+
+
+@pytest.mark.parametrize("text", ["load a\nload b\n", "load /a\0b", "unload a\0", "loads a", ""])
+def test_what_is_no_command_for_modules(text: str, shell: Files) -> None:
+    assert shell.errno("/machine/modules", text) == errno.EINVAL
+
+
+def test_a_write_to_modules_holds_nobody_up(shell: Files) -> None:
+    """The file to load may be in the mount itself."""
+    handle = shell.mount.open(SHELL, "/machine/modules", os.O_WRONLY)
+    assert shell.mount.reads_host(handle)
+    assert not shell.mount.reads_host(shell.mount.open(SHELL, "/machine/modules", os.O_RDONLY))
+    read = shell.mount.open(SHELL, "/machine/modules", os.O_RDONLY)
+    assert shell.mount.fgetattr(read).mode == shell.mount.getattr("/machine/modules").mode
 
 
 def test_tracefs_can_be_the_root() -> None:

@@ -28,6 +28,10 @@ test "$(cat scratch/count)" -gt 0
 mkdir tracing/instances/mine
 test -f tracing/instances/mine/trace
 rmdir tracing/instances/mine
+(echo "load $PWD/scratch/file" > machine/modules) 2> /dev/null && exit 1
+echo load dm_mod > machine/modules
+grep -c '^dm_mod ' machine/modules
+echo unload dm_mod > machine/modules
 echo 1 > tracing/events/sched/sched_process_fork/enable
 timeout 20 cat tracing/trace_pipe > ../piped &
 reader=$!
@@ -65,6 +69,7 @@ kill $reader
 echo 0 > tracing/events/enable
 echo > kprobe_events
 mv scratch/file tracing/trace 2> /dev/null && exit 1
+(echo load dm_mod > machine/modules) 2>&1 | grep -c 'Permission denied'
 echo vfs_read > tracing/set_ftrace_filter
 echo function > tracing/current_tracer
 cat scratch/file > /dev/null
@@ -86,8 +91,8 @@ def test_our_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             check=False,
         )
         assert (done.returncode, done.stderr) == (0, "")
-        error, *listed, opened, returned, marks, log = done.stdout.splitlines()
-        assert (error, marks, log) == ("1", "1", "1")
+        error, *listed, opened, returned, marks, refused, log = done.stdout.splitlines()
+        assert (error, marks, refused, log) == ("1", "1", "1", "1")
         assert listed == [
             "k do_sys_openat2+0x0 [FTRACE]",
             "k vfs_read+0x5 [OPTIMIZED]",
@@ -114,5 +119,5 @@ def test_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             check=False,
         )
         assert (done.returncode, done.stderr) == (0, "")
-        assert done.stdout.splitlines() == ["1", "k do_sys_openat2+0x0", "hello", "1"]
+        assert done.stdout.splitlines() == ["1", "k do_sys_openat2+0x0", "hello", "1", "1"]
         assert mounted.log.count("\n") <= 2

@@ -1,19 +1,20 @@
-"""Debian packages: the kernel in a linux-image-*.deb, which is an ar archive with a compressed tar in it."""
+"""Debian packages: kernel and modules of a linux-image-*.deb, an ar archive with a compressed tar in it."""
 
 from __future__ import annotations
 
 import io
 import re
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import BinaryIO
 
 from emulated_kernel.image.linux.compression import PIECE, Pieces, Readable, unpack
 from emulated_kernel.image.linux.unusable import unusable
 
 AR_MAGIC = b"!<arch>\n"
-KERNEL_LIMIT = 256 << 20
-"""Bytes of a kernel within a package."""
+FILE_LIMIT = 256 << 20
+"""Bytes of a kernel or module within a package."""
 _UNPACKED_LIMIT = 1 << 30
 """How much of a package is searched; boot/ comes first in it."""
 _KERNEL = re.compile(r"(\./)?(boot/vmlinu[xz]-[^/]+|(usr/)?lib/modules/[^/]+/vmlinuz)")
@@ -35,11 +36,21 @@ class _Member:
 
 def read_kernel(package: BinaryIO) -> bytes:
     """The kernel of a package, as it stands there: compressed. Raises: KernelError ENOEXEC."""
+    for _, data in read_files(package, lambda name: bool(_KERNEL.fullmatch(name)), 1):
+        return data
+    raise unusable("a package without a kernel in boot/; one that only depends on it has none")
+
+
+def read_files(
+    package: BinaryIO, is_wanted: Callable[[str], bool], count: int
+) -> Iterator[tuple[str, bytes]]:
+    """Paths and contents of the first `count` files whose path is wanted. Raises: KernelError ENOEXEC."""
     for name, member in _ar_members(package):
         if name.startswith("data.tar"):
-            if name == "data.tar":
-                return _kernel_of_tar(member)
-            return _kernel_of_tar(io.BufferedReader(Pieces(unpack(member, _UNPACKED_LIMIT)), PIECE))
+            tar: Readable = member
+            if name != "data.tar":
+                tar = io.BufferedReader(Pieces(unpack(member, _UNPACKED_LIMIT)), PIECE)
+            return islice(_files_of_tar(tar, is_wanted), count)
     raise unusable("a package without data.tar")
 
 
@@ -55,17 +66,17 @@ def _ar_members(archive: BinaryIO) -> Iterator[tuple[str, _Member]]:
         archive.seek(start + int(size) + int(size) % 2)
 
 
-def _kernel_of_tar(tar: Readable) -> bytes:
-    """Deviates: tarfile would read a long name of any length; here what isn't the kernel is skipped."""
-    while True:
-        member = _tar_header(tar)
-        if member is None:
-            raise unusable("a package without a kernel in boot/; one that only depends on it has none")
-        if member.isreg() and _KERNEL.fullmatch(member.name):
-            if member.size > KERNEL_LIMIT:
-                raise unusable(f"{member.name} has {member.size} bytes")
-            return _exactly(tar, member.size)
-        _skip(tar, -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE)
+def _files_of_tar(tar: Readable, is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, bytes]]:
+    """Deviates: tarfile would read a long name of any length; here what isn't wanted is skipped."""
+    while (member := _tar_header(tar)) is not None:
+        padded = -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
+        if not member.isreg() or not is_wanted(member.name):
+            _skip(tar, padded)
+            continue
+        if member.size > FILE_LIMIT:
+            raise unusable(f"{member.name} has {member.size} bytes")
+        yield member.name, _exactly(tar, member.size)
+        _skip(tar, padded - member.size)
 
 
 def _tar_header(tar: Readable) -> tarfile.TarInfo | None:
