@@ -90,6 +90,11 @@ def test_open_modes_as_recorded(kernel: Kernel, tree: Filesystem) -> None:
         ("/tracing/trace/x", "ENOTDIR"),
         ("/tracing/events/kprobes/b", "ENOENT"),
         ("/" + "n" * 256, "ENAMETOOLONG"),
+        ("/" + "n" * 255, "ENOENT"),
+        ("/" + "\u00e4" * 128, "ENAMETOOLONG"),
+        ("/" + "\u00e4" * 127, "ENOENT"),
+        ("/" + "\udcff" * 255, "ENOENT"),
+        ("/" + "\udcff" * 256, "ENAMETOOLONG"),
     ],
 )
 def test_lookup(tree: Filesystem, path: str, expected: str) -> None:

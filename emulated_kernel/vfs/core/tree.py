@@ -14,6 +14,7 @@ from emulated_kernel.vfs.core.node import Directory, Node, Owner
 from emulated_kernel.vfs.core.open_file import File, OpenFile
 
 NAME_MAX = 255
+"""Bytes."""
 
 
 class Filesystem:
@@ -157,11 +158,9 @@ class Filesystem:
     def _child(self, node: Node, name: str) -> Node:
         if not isinstance(node, Directory):
             raise KernelError(errno.ENOTDIR, node.name)
-        if len(name) > NAME_MAX:
-            raise KernelError(errno.ENAMETOOLONG, name)
         child = node.get(name)
         if child is None:
-            raise KernelError(errno.ENOENT, name)
+            raise KernelError(errno.ENAMETOOLONG if _is_too_long(name) else errno.ENOENT, name)
         return child
 
     def _directory(self, path: str) -> Directory:
@@ -176,8 +175,13 @@ class Filesystem:
 
     def _absent(self, path: str) -> tuple[Directory, str]:
         directory, name = self._split(path)
-        if len(name) > NAME_MAX:
+        if _is_too_long(name):
             raise KernelError(errno.ENAMETOOLONG, name)
         if not name or directory.get(name) is not None:
             raise KernelError(errno.EEXIST, path)
         return directory, name
+
+
+def _is_too_long(name: str) -> bool:
+    # No character has more than four bytes.
+    return len(name) > NAME_MAX // 4 and len(os.fsencode(name)) > NAME_MAX
