@@ -123,17 +123,17 @@ class EngineMount(LinuxMount):
 
     def getattr(self, path: str, client: Callable[[], Client] | None = None) -> Stat:
         if self._is_guests(path):
-            return self._numbered(super().getattr(path, client))
+            return super().getattr(path, client)
         with self._lock:
             return self._files.getattr(path)
 
-    def _numbered(self, found: Stat) -> Stat:
+    def _shown(self, found: Stat) -> Stat:
         """Numbers of the guest's files are none of ours."""
-        return found._replace(ino=found.ino * INO_SPACES + 1)
+        return super()._shown(found._replace(ino=found.ino * INO_SPACES + 1))
 
     def fgetattr(self, handle: int, client: Callable[[], Client] | None = None) -> Stat:
         if handle < _OURS:
-            return self._numbered(super().fgetattr(handle, client))
+            return super().fgetattr(handle, client)
         found = self._opened_files.get(handle)
         if isinstance(found, str):
             return self.getattr(found)

@@ -8,11 +8,13 @@ from emulated_kernel.kernel import Kernel
 from emulated_kernel.linux.engine import LinuxEngine, as_running
 from emulated_kernel.linux.engine_mount import EngineMount
 from emulated_kernel.linux.linux_mount import LinuxMount
+from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from tests.linux import debian_kernel
 from tests.oracle import inside
 
 DEFINITIONS, PLACES = 150, 80
+CLIENT = Client(1, 0, 0)
 
 
 def test_definitions_are_answered_alike() -> None:
@@ -34,6 +36,10 @@ def test_our_engine_over_it_answers_and_records_alike() -> None:
     found = inside.compare_records(linux, ours)
     assert not found.differences, "\n".join(found.differences[:5])
     assert found.compared > 60
+    for path in ("/scratch", "/kprobes"):
+        handle = ours.opendir(CLIENT, path)
+        assert ours.fgetattr(handle).ino == ours.getattr(path).ino
+        ours.release(handle)
     linux.close()
     ours.close()
 
