@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +12,8 @@ import pytest
 from emulated_kernel.abi import Prot
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.machine.machine import Machine
+from emulated_kernel.machine.memory import record_memory
+from emulated_kernel.machine.memory.kept import map_over
 from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault
 
 PAGE = 4096
@@ -81,3 +85,34 @@ def test_there_is_an_end(machine: Machine) -> None:
         machine.records.alloc_pages(machine.model.layout.record_pages_size + PAGE)
     with pytest.raises(HardwareError):
         machine.records.alloc_cells(1 << 30)
+
+
+def test_a_file_that_only_some_could_be_moved_to(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records, mapped = machine.records, []
+    cell, pages = records.alloc_cells(8), records.alloc_pages(PAGE)
+    records.cells(cell, 8)[0][:] = b"cell" * 2
+    records.view(pages, 5)[:] = b"pages"
+
+    def limited(*where: object) -> None:
+        if mapped:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        mapped.append(where)
+        map_over(*where)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(record_memory, "map_over", limited)
+    file = (tmp_path / "records").open("w+b", buffering=0)
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        records.keep_in(file)
+    assert bytes(records.cells(cell, 8)[0]) == b"cell" * 2
+    assert bytes(records.view(pages, 5)) == b"pages"
+    # A page that the disk has no room for would end the process at the first store.
+    before = os.fstat(file.fileno()).st_blocks
+    records.alloc_pages(64 * PAGE)
+    assert os.fstat(file.fileno()).st_blocks - before >= 64 * PAGE // 512
+    monkeypatch.undo()
+    with (tmp_path / "more").open("w+b", buffering=0) as more:
+        records.keep_in(more)
+        assert bytes(records.view(pages, 5)) == b"pages"
+        assert os.pread(more.fileno(), 5, records.kept_layout.pages(pages, 5)) == b"pages"

@@ -135,7 +135,7 @@ class RecordMemory:
     def keep_in(self, file: BinaryIO) -> None:
         """Let a new file hold all cells and pages from now on: what is written there outlives this process.
 
-        Raises: OSError, after which they stay where they were.
+        Raises: OSError, after which all of them have what they had, some in the file that they were in.
         """
         layout, memory, descriptor = self.kept_layout, self._memory, file.fileno()
         os.ftruncate(descriptor, layout.size)
@@ -150,4 +150,5 @@ class RecordMemory:
             at += size
         for physical, size, offset in ranges:
             map_over(memory.ram, physical, size, descriptor, offset)
-        self._file = file
+            # Hazard: once the pages, which come first, are the file's, those to come need room there.
+            self._file = file
