@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.ring.buffer import RingBuffer
-from emulated_kernel.trace.text.cmdlines import SavedCmdlines
+from emulated_kernel.trace.text.cmdlines import UNKNOWN_COMM, SavedCmdlines, TaskNames
 
 
 @dataclass(frozen=True)
@@ -16,6 +16,25 @@ class PastNames:
 
     events: Mapping[int, TraceEvent]
     cmdlines: SavedCmdlines
+
+    def find_event(self, now: Callable[[int], TraceEvent | None], number: int) -> TraceEvent | None:
+        """That of an entry; `now` finds those of entries that came behind what was there then."""
+        return self.events.get(number) or now(number)
+
+
+@dataclass(frozen=True)
+class BothNames(TaskNames):
+    """Names of then, and of now for tasks that weren't known then."""
+
+    then: SavedCmdlines
+    now: SavedCmdlines
+
+    def find(self, pid: int) -> str:
+        found = self.then.find(pid)
+        return self.now.find(pid) if found == UNKNOWN_COMM else found
+
+    def find_tgid(self, pid: int) -> int:
+        return self.then.find_tgid(pid) or self.now.find_tgid(pid)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from functools import partial
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.array.array_rings import ArrayRings
-from emulated_kernel.trace.array.past import PastNames, PastRecords
+from emulated_kernel.trace.array.past import BothNames, PastNames, PastRecords
 from emulated_kernel.trace.array.pipe_users import PipeUsers
 from emulated_kernel.trace.array.snapshot import Snapshot
 from emulated_kernel.trace.array.system import NOP_TRACER, Tracer, TraceSystem
@@ -218,8 +218,8 @@ class TraceArray(ArrayRings, Recorder):
 
     def event_removed(self, _event: TraceEvent, /) -> None:
         """Its entries can't be printed any more: empty the buffers."""
-        self.clear_trace()
         self.snapshot.clear()
+        self.clear_trace()
 
     def past(self) -> PastRecords:
         """The records, for another kernel's array to take."""
@@ -354,11 +354,12 @@ class TraceArray(ArrayRings, Recorder):
     def formatter(self) -> LineFormatter:
         """A printer of records under the options as they are now."""
         system, flags, past = self.system, self.options.flags, self._past
+        by_id = system.events.by_id
         return LineFormatter(
             flags,
             in_ns=self.clock.in_ns,
-            find_event=system.events.by_id if past is None else past.events.get,
-            cmdlines=system.cmdlines if past is None else past.cmdlines,
+            find_event=by_id if past is None else partial(past.find_event, by_id),
+            cmdlines=system.cmdlines if past is None else BothNames(past.cmdlines, system.cmdlines),
             style=AddressStyle(
                 system.symbols,
                 word_size=system.arch.word_size,
@@ -378,6 +379,8 @@ class TraceArray(ArrayRings, Recorder):
             self.buffers[number].reset()
         if cpu is None:
             self._time_start = self.now()
+            if not any(map(len, self.snapshot.buffers)):
+                self._past = None
 
     def stats_text(self, cpu: int) -> str:
         """per_cpu/cpuN/stats. Mirrors: kernel/trace/trace.c:tracing_stats_read (v6.1)."""
@@ -447,8 +450,8 @@ class TraceArray(ArrayRings, Recorder):
             raise KernelError(errno.EINVAL, f"no clock {name!r}")
         self.clock = clock
         self._stamp = self.system.clocks.converter(clock)
-        self.clear_trace()
         self.snapshot.clear()
+        self.clear_trace()
         self.notify_rewired()
 
     def clock_text(self) -> str:

@@ -24,7 +24,7 @@ from emulated_kernel.trace.ring.trace_entry import (
     repeats,
 )
 from emulated_kernel.trace.text.chars import bytes_to_text
-from emulated_kernel.trace.text.cmdlines import SavedCmdlines
+from emulated_kernel.trace.text.cmdlines import TaskNames
 
 SEQ_SIZE = 4095
 """Bytes that one line, and one read of trace_pipe, can hold."""
@@ -94,7 +94,7 @@ class LineFormatter:
         *,
         in_ns: bool,
         find_event: Callable[[int], TraceEvent | None],
-        cmdlines: SavedCmdlines,
+        cmdlines: TaskNames,
         style: AddressStyle,
         time_start: int = 0,
     ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from abc import ABC, abstractmethod
 from struct import Struct
 
 from emulated_kernel.errors import KernelError
@@ -20,7 +21,19 @@ UNKNOWN_COMM = "<...>"
 _NO_PID = -1
 
 
-class SavedCmdlines:
+class TaskNames(ABC):
+    """What tasks of records are called."""
+
+    @abstractmethod
+    def find(self, pid: int) -> str:
+        """The name of `pid`, "<...>" if unknown."""
+
+    @abstractmethod
+    def find_tgid(self, pid: int) -> int:
+        """The thread group of `pid`, 0 if unknown."""
+
+
+class SavedCmdlines(TaskNames):
     """Command names by pid, of a fixed number of tasks; the oldest entry makes room.
 
     Pids that agree in their low 15 bits share an entry.
@@ -102,7 +115,6 @@ class SavedCmdlines:
         return found
 
     def find(self, pid: int) -> str:
-        """The name of `pid`, "<...>" if unknown."""
         if not pid:
             return "<idle>"
         if pid < 0:
@@ -116,7 +128,6 @@ class SavedCmdlines:
             self._tgids[pid] = tgid
 
     def find_tgid(self, pid: int) -> int:
-        """The thread group of `pid`, 0 if unknown."""
         return self._tgids.get(pid, 0)
 
     def records(self) -> list[str]:
