@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
 
+from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.machine.memory.kept import KeptLayout
 from emulated_kernel.trace.array.past import PastNames, PastRecords
+from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.ring.buffer import RingBuffer
 from emulated_kernel.trace.ring.layout import CONTROL_SIZE, MIN_PAGES, memory_size
 from emulated_kernel.trace.ring.salvage import salvage
@@ -134,24 +136,43 @@ def _empty() -> RingBuffer:
     return RingBuffer(memoryview(bytearray(memory_size(MIN_PAGES))), MIN_PAGES)
 
 
-def show(kernel: Kernel, last: LastRecords, cmdlines: SavedCmdlines) -> None:
-    """Make the instances. Raises: KernelError, MemoryError."""
+def show(kernel: Kernel, last: LastRecords, cmdlines: SavedCmdlines) -> dict[str, str]:
+    """Make the instances; by name why one can't be made, which `last` has no more then."""
     events = kernel.tracing.system.events
     # Entries of tracing itself are printed without the events of their ids.
     known = {event.id: event for event in events if events.by_id(event.id) is event}
     names = PastNames(known, cmdlines)
-    for name, (place, past) in last.arrays.items():
-        array = _instance(kernel, name).array
-        array.set_clock(place.clock)
-        array.set_tracing_on(False)
+    refused: dict[str, str] = {}
+    for name, (place, past) in tuple(last.arrays.items()):
         named = PastRecords(past.buffers, past.aside, past.has_snapshot, past.time_start, names=names)
-        array.take_records(named, array.memory_for(named))
+        is_new = kernel.trace_arrays.find(name) is None
+        try:
+            _show(_instance(kernel, name).array, place, named)
+        except (KernelError, MemoryError) as error:
+            refused[name] = str(getattr(error, "strerror", None) or error)
+            del last.arrays[name]
+            if is_new and kernel.trace_arrays.find(name) is not None:
+                kernel.trace_arrays.remove(name)
+    return refused
+
+
+def _show(array: TraceArray, place: ArrayPlace, past: PastRecords) -> None:
+    array.set_clock(place.clock)
+    array.set_tracing_on(False)
+    array.take_records(past, array.memory_for(past))
 
 
 def _instance(kernel: Kernel, name: str) -> Tracing:
-    return kernel.trace_arrays.find(name) or kernel.trace_arrays.make(name)
+    """It is none that users have asked for: their limit isn't for it. Raises: KernelError."""
+    return kernel.trace_arrays.find(name) or kernel.trace_arrays.make(name, is_limited=False)
 
 
 def show_empty(kernel: Kernel) -> None:
     """Have the instance where there are no records too: it is always there. Raises: KernelError."""
     _instance(kernel, LAST)
+
+
+def make_again(kernel: Kernel, former: Kernel) -> None:
+    """Have the instances that a former kernel has, for its records. Raises: KernelError."""
+    for name in filter(is_last, former.trace_arrays.names()):
+        _instance(kernel, name)

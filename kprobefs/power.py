@@ -22,6 +22,7 @@ from emulated_kernel.vfs.core.parse import ascii_lines
 from emulated_kernel.vfs.core.seq import CommandFile, SeqFile, listing
 from emulated_kernel.vfs.core.tree import Filesystem
 from emulated_kernel.vfs.trees.layout import RootLayout
+from kprobefs import last_records
 from kprobefs.counters import counts, set_counts
 from kprobefs.definitions import Line, Loader, saved
 from kprobefs.files import TreeFiles
@@ -168,6 +169,9 @@ class LivingKernel:
                 kernel.modules.load([file])
             except KernelError as error:
                 kernel.guest.log(f"module {file.name}: {error.strerror}")
+        if self._state is not None:
+            # Where that fails the reboot does, with all records still there.
+            last_records.make_again(kernel, old)
         lines = [Line(PLACE, number, text.rstrip("\n")) for number, text in enumerate(definitions, 1)]
         for failed in Loader(self._all_files(kernel)).load(lines):
             for part in failed.splitlines():

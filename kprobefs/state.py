@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import threading
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
@@ -41,10 +40,10 @@ COUNTS_AGE = 1.0
 """Seconds that hit counts may be behind in the journal."""
 COMPACT_SIZE = 256 << 10
 """Bytes of a journal until it is written anew, from what is defined then."""
-_UNKEPT = re.compile(
+_UNKEPT_FILE = re.compile(
     r"tracing/(.*/)?(trace|trace_pipe|trace_pipe_raw|trace_marker|trace_marker_raw|error_log|free_buffer)$"
-    r"|tracing/instances/last(\.[^/]*)?(/|$)"
 )
+_UNKEPT = re.compile(r"tracing/instances/last(\.[^/]*)?(/|$)")
 _KEPT = re.compile(
     r"tracing/|kprobe_events$|kprobes/(enabled|optimization)$|sysctl/|machine/modules$"
     r"|kprobes/stats/.*/(enabled|optimized)$"
@@ -86,6 +85,7 @@ class KeptState(ChangeWatcher):
         self._root = root
         self._journal: Journal | None = None
         self._kernel: Kernel
+        self._mount: GuestMount
         self._definitions: Callable[[], list[str]]
         self._records = ""
         self._names_at = 0
@@ -162,7 +162,11 @@ class KeptState(ChangeWatcher):
             self._complain(f"{path.name}: {error}")
             self._directory.set_aside(path)
             return
-        last_records.show(kernel, found, cmdlines)
+        refused = last_records.show(kernel, found, cmdlines)
+        for name, reason in refused.items():
+            self._complain(f"{path.name}: instances/{name}: {reason}")
+        if refused:
+            self._directory.set_aside(path)
         self._found = f"{len(found)} records, {found.torn} torn"
 
     def refuse(self, reason: Exception) -> None:
@@ -186,11 +190,15 @@ class KeptState(ChangeWatcher):
     ) -> None:
         """From now on, what this kernel records and what the mount's clients define is kept.
 
-        `definitions` tells all that is defined and switched on: nothing yet if `is_fresh`.
+        `definitions` tells all that is defined and switched on: nothing yet if `is_fresh`. Where that can't
+        be, nothing is kept until the next call; what an earlier one has left stays.
         """
-        self._kernel, self._definitions = kernel, definitions
+        self._kernel, self._mount, self._definitions = kernel, mount, definitions
         self._directory.attempts.end()
-        last_records.show_empty(kernel)
+        try:
+            last_records.show_empty(kernel)
+        except KernelError as error:
+            self._complain(f"instances/{last_records.LAST}: {error.strerror}")
         self._new_ids = _NewIds()
         kernel.tracing.system.events.watch(self._new_ids)
         kernel.guest.executive.events.call_ended.append(self._note)
@@ -199,17 +207,18 @@ class KeptState(ChangeWatcher):
         try:
             file = self._directory.new_records()
         except OSError as error:
-            self._fail(error)
+            self._keep_nothing(error)
             return
         try:
             self._move(file)
             self._write_anew(() if is_fresh else definitions())
-        except (OSError, HardwareError, KernelError) as error:
-            self._fail(error)
+        except (OSError, HardwareError) as error:
+            self._keep_nothing(error)
             with suppress(OSError):
                 os.unlink(file.name)
             # A disk that is full must not keep buffers from growing.
-            kernel.machine.records.keep_in(os.fdopen(os.memfd_create("kprobefs-records"), "r+b"))
+            with suppress(OSError):
+                kernel.machine.records.keep_in(os.fdopen(os.memfd_create("kprobefs-records"), "r+b"))
             return
         for path in former:
             with suppress(OSError):
@@ -258,13 +267,23 @@ class KeptState(ChangeWatcher):
         if (places := last_records.array_places(self._kernel)) != self._places:
             self._places = places
             entry["arrays"] = [asdict(place) for place in places]
+        is_due = self._failure or self._journal.size > max(COMPACT_SIZE, 2 * self._base_size)
+        # Definitions don't tell of a line that an open file has a part of.
+        is_between_parts = is_due and self._mount.is_between_parts()
         try:
-            if self._failure or self._journal.size > max(COMPACT_SIZE, 2 * self._base_size):
+            if is_due and not is_between_parts:
                 self._write_anew(self._definitions())
-            else:
+            elif not self._failure:
                 self._journal.append(entry)
         except OSError as error:
             self._fail(error)
+
+    def _keep_nothing(self, error: Exception) -> None:
+        """Leave the journal as it is: the records that it names aren't those of this kernel."""
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None
+        self._fail(error)
 
     def _fail(self, error: Exception) -> None:
         reason = str(getattr(error, "strerror", None) or error)
@@ -276,12 +295,12 @@ class KeptState(ChangeWatcher):
 
     def truncated(self, path: str) -> None:
         """See ChangeWatcher."""
-        if name := self._kept(path):
+        if name := self._kept_file(path):
             self._append({"truncate": name})
 
     def written(self, handle: int, path: str, data: bytes, *, failed: bool) -> None:
         """See ChangeWatcher."""
-        if name := self._kept(path):
+        if name := self._kept_file(path):
             self._append({"write": name, "handle": handle, "data": data.decode("latin-1"), "failed": failed})
         self._note()
 
@@ -306,6 +325,10 @@ class KeptState(ChangeWatcher):
         name = f"{self._root}{path[1:]}"
         return name if _KEPT.match(name) and not _UNKEPT.match(name) else ""
 
+    def _kept_file(self, path: str) -> str:
+        name = self._kept(path)
+        return "" if _UNKEPT_FILE.match(name) else name
+
     def _note(self) -> None:
         """Hits may have been counted."""
         if self._timer is None and self._journal is not None:
@@ -328,9 +351,8 @@ class KeptState(ChangeWatcher):
 
 def fingerprint(kernel: Kernel) -> str:
     """What two kernels have to agree in for one to read the other's records."""
-    config, image = kernel.config, kernel.image
-    checksum = zlib.crc32(image.path.read_bytes())
-    return f"{config.arch} {config.cpus} {kernel.kprobes.profile.name} {__version__} {checksum:08x}"
+    config, profile = kernel.config, kernel.kprobes.profile.name
+    return f"{config.arch} {config.cpus} {profile} {__version__} {kernel.image.checksum:08x}"
 
 
 def _ids(entries: list[Entry]) -> EventIds:

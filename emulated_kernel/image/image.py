@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import zlib
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -137,6 +138,14 @@ class KernelImage:
     def string(self, va: int, limit: int = 512) -> str:
         """A string of the image, up to its NUL. Raises: KernelError ENOEXEC."""
         return self._bytes.string(va, limit)
+
+    @cached_property
+    def checksum(self) -> int:
+        """Of what was loaded, whatever the file holds by now; 32 bits."""
+        checksum = 0
+        for segment in self.segments:
+            checksum = zlib.crc32(segment.data, zlib.crc32(segment.va.to_bytes(8, "little"), checksum))
+        return checksum
 
     @cached_property
     def _bytes(self) -> _Bytes:

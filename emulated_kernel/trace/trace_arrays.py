@@ -59,6 +59,8 @@ class TraceArrays:
         self._clock = clock
         self._lock = lock
         self._instances: dict[str, Tracing] = {}
+        self._unlimited: set[str] = set()
+        """Instances that users didn't ask for."""
         self.top = self._tracing(TraceArray(system), None)
 
     def _tracing(self, array: TraceArray, top: TraceArray | None) -> Tracing:
@@ -90,22 +92,30 @@ class TraceArrays:
         """The instance of that name."""
         return self._instances.get(name)
 
-    def make(self, name: str) -> Tracing:
+    @property
+    def limited(self) -> int:
+        """How many instances count for the limit."""
+        return len(self._instances) - len(self._unlimited)
+
+    def make(self, name: str, *, is_limited: bool = True) -> Tracing:
         """A new instance, with buffers of full size and the top array's options.
 
-        Raises: KernelError EEXIST, ENOMEM, ENOSPC (a limit).
+        Raises: KernelError EEXIST, ENOMEM, ENOSPC (a limit, if `is_limited`).
         Mirrors: kernel/trace/trace.c:trace_array_create (v6.1).
         """
         self._lock.assert_held()
         if name in self._instances:
             raise KernelError(errno.EEXIST, f"instance {name} exists")
-        self._limits.check(Limit.INSTANCES, len(self._instances))
+        if is_limited:
+            self._limits.check(Limit.INSTANCES, self.limited)
         try:
             array = TraceArray(self._system, expanded=True)
         except MemoryError as error:
             raise KernelError(errno.ENOMEM, str(error)) from error
         array.take_over(self.top.array.options.flags & INHERITED_OPTIONS)
         self._instances[name] = tracing = self._tracing(array, self.top.array)
+        if not is_limited:
+            self._unlimited.add(name)
         return tracing
 
     def remove(self, name: str) -> None:
@@ -122,6 +132,7 @@ class TraceArrays:
         if self._hists.system.with_variables(tracing.array):
             raise KernelError(errno.EBUSY, f"a histogram of {name} has variables")
         del self._instances[name]
+        self._unlimited.discard(name)
         tracing.functions.remove()
         tracing.triggers.clear()
         tracing.events.forget()

@@ -13,17 +13,23 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from random import Random
+from typing import BinaryIO
 
 import pytest
 
 from emulated_kernel.config import MachineConfig
-from emulated_kernel.errors import WouldBlock
+from emulated_kernel.errors import KernelError, WouldBlock
+from emulated_kernel.image.image import PREBUILT
 from emulated_kernel.kernel import Kernel
-from emulated_kernel.trace.ring.layout import CONTROL_SIZE, PARKED_PTR, TAIL_ENTRIES, WRITE_PTR
+from emulated_kernel.limits import Limit, Limits
+from emulated_kernel.machine.memory import record_memory
+from emulated_kernel.trace.array.past import PastRecords
+from emulated_kernel.trace.array.trace_array import TraceArray
+from emulated_kernel.trace.ring.layout import CONTROL_SIZE, PARKED_PTR, TAIL_ENTRIES, WRITE_PTR, RingMemory
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from emulated_kernel.vfs.trees.layout import RootLayout
-from kprobefs import journal, state
+from kprobefs import journal, last_records, state
 from kprobefs.bench import FUNCTION
 from kprobefs.contention import instructions_a_call
 from kprobefs.failure import Exit, Failure
@@ -339,6 +345,95 @@ def test_a_long_write_comes_in_parts(place: Path) -> None:
     again.end()
 
 
+def test_a_journal_isnt_written_anew_between_the_parts_of_a_write(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state, "COMPACT_SIZE", 1000)
+    run = Run(place)
+    filler = 3200 * (b"#" + 40 * b"-" + b"\n")
+    handle = run.open("/kprobe_events", os.O_WRONLY | os.O_TRUNC)
+    for part in (b"p:first vfs_read\n" + filler, filler + b"p:sec", b"ond vfs_write\np:third vfs_open\n"):
+        assert run.mount.write(CLIENT, handle, part, 0) == len(part)
+        assert run.living._state is not None
+        run.living._state._append({"counts": {}})
+    run.mount.release(handle)
+    before = run.read("/kprobe_events")
+    assert before.count("\n") == 3
+    run.die()
+    again = Run(place)
+    assert again.read("/kprobe_events") == before
+    again.write("/tracing/trace_options", "sym-addr")
+    assert (place / "journal").stat().st_size < 60_000
+    again.end()
+
+
+def test_directories_that_are_called_as_files(place: Path) -> None:
+    names = {"trace", "trace_pipe", "free_buffer", "error_log"}
+    run = Run(place)
+    for name in names:
+        run.mount.mkdir(CLIENT, f"/tracing/instances/{name}", 0o755)
+    run.write("/tracing/instances/trace/trace_options", "sym-addr")
+    run.mount.mkdir(CLIENT, "/tracing/instances/last.mine", 0o755)
+    run.mount.rmdir(CLIENT, "/tracing/instances/error_log")
+    run.die()
+    again = Run(place)
+    assert set(again.kernel.trace_arrays.names()) == names - {"error_log"} | {"last"}
+    assert "\nsym-addr\n" in again.read("/tracing/instances/trace/trace_options")
+    again.end()
+
+
+def test_no_limit_is_for_records_of_then(copied: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = Run(copied, replace(CONFIG, limits=Limits({Limit.INSTANCES: 0})))
+    assert "tracing/instances/slow: " in caplog.text
+    assert run.kept() == "kept yes"
+    assert list(run.kernel.trace_arrays.names()) == ["last", "last.slow"]
+    before = [run.records(f"/tracing/instances/{name}") for name in ("last", "last.slow")]
+    assert [len(each) for each in before] == [60, 60]
+    assert "instances 0 0\n" in run.read("/machine/limits")
+    run.write("/machine/power", "reboot\n")
+    after = [run.records(f"/tracing/instances/{name}") for name in ("last", "last.slow")]
+    assert [[line for line in each if "count=" in line] for each in after] == before
+    with pytest.raises(KernelError, match="limit of instances"):
+        run.mount.mkdir(CLIENT, "/tracing/instances/one", 0o755)
+    run.end()
+    caplog.clear()
+
+
+def test_an_image_that_is_replaced(place: Path, tmp_path: Path) -> None:
+    image = tmp_path / "vmlinux"
+    image.write_bytes((PREBUILT / "x86_64" / "vmlinux").read_bytes())
+    run = Run(place, replace(CONFIG, image=image))
+    run.write("/kprobe_events", DEFINITIONS)
+    kept = state.fingerprint(run.kernel)
+    image.write_bytes(b"another")
+    assert state.fingerprint(run.kernel) == kept
+    image.unlink()
+    assert state.fingerprint(run.kernel) == kept == head_of(place)["kernel"]
+    run.end()
+
+
+def test_records_of_now_behind_those_of_then(copied: Path) -> None:
+    run = Run(copied)
+    last = "/tracing/instances/last"
+    before = run.records(last)
+    run.write("/kprobe_events", "p:late vfs_read\n", os.O_WRONLY | os.O_APPEND)
+    run.write(f"{last}/events/kprobes/late/enable", "1")
+    run.write(f"{last}/tracing_on", "1")
+    run.hit(2)
+    run.write(f"{last}/tracing_on", "0")
+    after = run.records(last)
+    assert [line for line in after if "reads" in line] == before
+    assert sum(": late: (vfs_read" in line for line in after) >= 2
+    assert "Unknown type" not in "".join(after)
+    array = run.living._kernel.trace_arrays.find("last")
+    assert array is not None
+    assert array.array._past is not None
+    run.write(f"{last}/trace", "", os.O_WRONLY | os.O_TRUNC)
+    assert array.array._past is None
+    assert not run.records(last)
+    run.end()
+
+
 # Damage
 
 
@@ -514,6 +609,103 @@ def fill(directory: Path) -> Path:
         while file.write(bytes(4096)):
             pass
     return path
+
+
+def test_records_that_have_no_room(
+    copied: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As with buffers of more than half of all pages."""
+    memory_for, asked = TraceArray.memory_for, []
+
+    def full(array: TraceArray, past: PastRecords) -> list[RingMemory]:
+        asked.append(past)
+        if len(asked) == 2:
+            raise MemoryError("no bytes for a ring buffer")
+        return memory_for(array, past)
+
+    monkeypatch.setattr(TraceArray, "memory_for", full)
+    run = Run(copied)
+    assert "instances/last.slow: no bytes for a ring buffer" in caplog.text
+    assert run.found() == "60 records, 0 torn"
+    assert run.kept() == "kept yes"
+    assert run.read("/kprobe_events").startswith("p:kprobes/reads vfs_read")
+    assert list(run.kernel.trace_arrays.names()) == ["slow", "last"]
+    assert len(run.records("/tracing/instances/last")) == 60
+    assert (copied / "aside.records").exists()
+    run.end()
+    caplog.clear()
+
+
+def no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: StateDirectory) -> BinaryIO:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(StateDirectory, "new_records", refuse)
+
+
+def no_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even of memory."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(record_memory, "map_over", refuse)
+
+
+def no_journal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(journal.Journal, "__init__", refuse)
+
+
+def no_instance(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: Kernel) -> None:
+        raise KernelError(errno.ENOMEM, "no bytes for a ring buffer")
+
+    monkeypatch.setattr(last_records, "show_empty", refuse)
+
+
+@pytest.mark.parametrize("refuse", [no_file, no_mapping, no_journal])
+def test_a_reboot_that_cant_be_kept(
+    place: Path, refuse: Callable[[pytest.MonkeyPatch], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(place)
+    run.write("/kprobe_events", DEFINITIONS)
+    run.write("/tracing/events/kprobes/reads/enable", "1")
+    run.hit(5)
+    before, head = run.read("/kprobe_events"), head_of(place)
+    with pytest.MonkeyPatch.context() as patch:
+        refuse(patch)
+        run.write("/machine/power", "reboot\n")
+    for number in range(2):
+        assert run.kept() == "kept no: No space left on device"
+        assert run.read("/machine/power") == "running\nboots 2\n"
+        run.write("/kprobe_events", f"p:late{number} vfs_open\n", os.O_WRONLY | os.O_APPEND)
+    assert head_of(place) == head
+    run.die()
+    again = Run(place)
+    assert again.read("/kprobe_events") == before
+    assert len(again.records("/tracing/instances/last")) >= 5
+    with pytest.MonkeyPatch.context() as patch:
+        refuse(patch)
+        again.write("/machine/power", "reboot\n")
+    again.write("/machine/power", "reboot\n")
+    assert again.kept() == "kept yes"
+    again.end()
+    caplog.clear()
+
+
+def test_no_room_for_an_instance_without_records(
+    place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    no_instance(monkeypatch)
+    run = Run(place)
+    run.write("/machine/power", "reboot\n")
+    assert run.kept() == "kept yes"
+    assert caplog.text.count("instances/last: ") == 2
+    run.end()
+    caplog.clear()
 
 
 def test_a_disk_that_is_full_at_the_start(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:

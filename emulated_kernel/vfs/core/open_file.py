@@ -81,6 +81,11 @@ class OpenFile:
         self._cursor = Cursor()
 
     @property
+    def is_between_parts(self) -> bool:
+        """Whether it has a part of a long write(2) that waits for the next one."""
+        return False
+
+    @property
     def readable(self) -> bool:
         """Opened with O_RDONLY or O_RDWR."""
         return self.flags & os.O_ACCMODE != os.O_WRONLY

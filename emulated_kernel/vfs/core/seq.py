@@ -214,6 +214,10 @@ class _OpenLines(OpenCommand):
 
     _unfinished = b""
 
+    @property
+    def is_between_parts(self) -> bool:
+        return bool(self._unfinished)
+
     def _write(self, data: bytes) -> int:
         before, self._unfinished = self._unfinished, b""
         end = len(data)

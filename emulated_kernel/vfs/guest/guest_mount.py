@@ -590,6 +590,11 @@ class GuestMount:
                 with suppress(KernelError):
                     self._guest.close_file(opened.fd, opened.number)
 
+    def is_between_parts(self) -> bool:
+        """Whether a file of ours waits for the next part of a long write(2); needs the lock."""
+        controls = (opened for opened in self._handles.values() if isinstance(opened, ControlFile))
+        return any(opened.inner.is_between_parts for opened in controls)
+
     def fsync(self, client: Client, handle: int) -> None:
         """fsync(2) or fdatasync(2). Raises: KernelError EINVAL for our files, which have none."""
         with self._lock:

@@ -16,7 +16,7 @@ def limit_lines(kernel: Parts) -> Iterator[str]:
     limits, trace = kernel.config.limits, kernel.tracing
     used = {
         Limit.PROBES: trace.dynamic_events.count,
-        Limit.INSTANCES: len(trace.arrays.names()),
+        Limit.INSTANCES: trace.arrays.limited,
         Limit.OPEN_FILES: limits.open_files,
         Limit.SCRATCH_BYTES: kernel.guest.kernel.file_pages() * PAGE_SIZE,
     }
