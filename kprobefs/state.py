@@ -8,12 +8,12 @@ from __future__ import annotations
 import logging
 import os
 import re
-import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
+from time import monotonic
 from typing import BinaryIO
 
 from emulated_kernel.errors import KernelError
@@ -38,6 +38,8 @@ log = logging.getLogger("kprobefs")
 VERSION = 1
 COUNTS_AGE = 1.0
 """Seconds that hit counts may be behind in the journal."""
+RETRY_PAUSE = 1.0
+"""Seconds at least between two attempts to write a journal anew that fail."""
 COMPACT_SIZE = 256 << 10
 """Bytes of a journal until it is written anew, from what is defined then."""
 _UNKEPT_FILE = re.compile(
@@ -96,6 +98,8 @@ class KeptState(ChangeWatcher):
         self._base_size = 0
         self._failure = ""
         """Why nothing is kept now."""
+        self._again_at = 0.0
+        """When it may be tried to keep all again."""
         self._found = "nothing"
 
     def text(self) -> Iterator[str]:
@@ -127,7 +131,7 @@ class KeptState(ChangeWatcher):
         if text.lost:
             self._complain(f"the journal's last {text.lost} bytes make no sense: aside.journal has all")
             with suppress(OSError):
-                shutil.copyfile(self._directory.journal, self._directory.path / "aside.journal")
+                self._directory.copy_aside(self._directory.journal)
         is_same = head["kernel"] == fingerprint(kernel)
         events = kernel.tracing.system.events
         replay = Replay(tree, Client(os.getpid(), tree.owner.uid, tree.owner.gid))
@@ -268,6 +272,8 @@ class KeptState(ChangeWatcher):
             self._places = places
             entry["arrays"] = [asdict(place) for place in places]
         is_due = self._failure or self._journal.size > max(COMPACT_SIZE, 2 * self._base_size)
+        if self._failure and monotonic() < self._again_at:
+            return
         # Definitions don't tell of a line that an open file has a part of.
         is_between_parts = is_due and self._mount.is_between_parts()
         try:
@@ -287,6 +293,7 @@ class KeptState(ChangeWatcher):
 
     def _fail(self, error: Exception) -> None:
         reason = str(getattr(error, "strerror", None) or error)
+        self._again_at = monotonic() + RETRY_PAUSE
         if reason != self._failure:
             self._failure = reason
             self._complain(f"{reason}: what changes from now on isn't kept")

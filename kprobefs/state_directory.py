@@ -94,6 +94,15 @@ class StateDirectory:
             with suppress(OSError):
                 path.rename(self.path / f"aside.{path.name.partition('.')[0]}")
 
+    def copy_aside(self, path: Path) -> None:
+        """The same, with the file where it is. Raises: OSError."""
+        copy = self.path / f"aside.{path.name.partition('.')[0]}"
+        with suppress(FileNotFoundError):
+            copy.unlink()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with open(os.open(copy, flags, 0o600), "wb") as file:
+            file.write(path.read_bytes())
+
     def close(self) -> None:
         """Another daemon may have it."""
         os.close(self._lock)

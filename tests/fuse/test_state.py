@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -35,7 +36,7 @@ from kprobefs.contention import instructions_a_call
 from kprobefs.failure import Exit, Failure
 from kprobefs.last_records import array_places
 from kprobefs.power import LivingKernel
-from kprobefs.state import KeptState
+from kprobefs.state import RETRY_PAUSE, KeptState
 from kprobefs.state_directory import ATTEMPTS, Attempts, StateDirectory
 from tests.endurance.state_kills import state_kills
 from tests.fuse.harness import REAL_PROGRAM, daemon, kprobefs, needs_fuse
@@ -733,6 +734,7 @@ def test_a_disk_that_gets_full(small_disk: Path, caplog: pytest.LogCaptureFixtur
         run.write("/kprobe_events", f"p:more{number} vfs_open\n", os.O_WRONLY | os.O_APPEND)
     assert run.kept() == "kept no: No space left on device"
     ballast.unlink()
+    time.sleep(RETRY_PAUSE)
     run.write("/kprobe_events", "p:late vfs_open\n", os.O_WRONLY | os.O_APPEND)
     assert run.kept() == "kept yes"
     before = run.read("/kprobe_events")
