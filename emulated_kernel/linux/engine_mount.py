@@ -127,9 +127,10 @@ class EngineMount(LinuxMount):
         with self._lock:
             return self._files.getattr(path)
 
-    def _shown(self, found: Stat) -> Stat:
+    def _shown(self, found: Stat, *, takes_commands: bool) -> Stat:
         """Numbers of the guest's files are none of ours."""
-        return super()._shown(found._replace(ino=found.ino * INO_SPACES + 1))
+        numbered = found._replace(ino=found.ino * INO_SPACES + 1)
+        return super()._shown(numbered, takes_commands=takes_commands)
 
     def fgetattr(self, handle: int, client: Callable[[], Client] | None = None) -> Stat:
         if handle < _OURS:
