@@ -136,6 +136,10 @@ class ElfFile:
                 kind, start, vaddr, paddr, file_size, mem_size, flags, _ = fields
             if kind == PT_LOAD:
                 segments.append(ProgramHeader(flags, start, vaddr, paddr, file_size, mem_size))
+        whole = [each.file_size for each in segments if each.offset + each.file_size <= len(self.data)]
+        # Thousands of them with one piece each would be gigabytes.
+        if sum(whole) > len(self.data):
+            _bad("segments with more bytes than the file")
         return segments
 
     def _read_sections(self, offset: int, size: int, count: int) -> dict[str, SectionHeader]:

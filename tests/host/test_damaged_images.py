@@ -18,7 +18,7 @@ from emulated_kernel.kernel import Kernel
 WHOLE = (PREBUILT / "x86_64" / "vmlinux").read_bytes()
 DAMAGED = int(os.environ.get("KPROBEFS_DAMAGED", "25"))
 """Images with other bytes in them that are booted; KPROBEFS_DAMAGED changes the number."""
-E_MACHINE, E_ENTRY, E_PHOFF, PROGRAM_HEADER = 18, 24, 32, 56
+E_MACHINE, E_ENTRY, E_PHOFF, E_PHENTSIZE, PROGRAM_HEADER = 18, 24, 32, 54, 56
 P_FLAGS, P_PADDR, P_MEMSZ = 4, 24, 40
 
 
@@ -55,6 +55,7 @@ def header(segment: int, field: int) -> int:
         (WHOLE[:-1], "truncated: section header"),
         (edited("<H", E_MACHINE, 183), "for ELF machine 183, not for x86_64"),
         (edited("<H", E_MACHINE, 3), "for ELF machine 3, not for x86_64"),
+        (edited("<H", E_PHENTSIZE, 0), "segments with more bytes than the file"),
         (edited("<Q", header(0, P_MEMSZ), 1 << 56), "doesn't boot: a segment of "),
         (edited("<Q", header(1, P_PADDR), 0x1000000), "aren't in the image"),
         (edited("<Q", E_ENTRY, 0), "doesn't boot: "),
