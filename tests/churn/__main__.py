@@ -27,9 +27,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--arch", default="x86_64")
     parser.add_argument("--cpus", type=int, default=1)
+    parser.add_argument("--probes", type=int, default=0, help="probes besides, e.g. 10000, in each cycle")
     parser.add_argument("--json", action="store_true", help="all samples as JSON, at the end")
     options = parser.parse_args(argv)
-    samples = churn(Session(options.arch, options.cpus), options.minutes * 60, quiet=options.json)
+    samples = churn(
+        Session(options.arch, options.cpus, options.probes), options.minutes * 60, quiet=options.json
+    )
     if options.json:
         print(json.dumps([asdict(sample) for sample in samples], indent=1))
     faults = verdict(samples)

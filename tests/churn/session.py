@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from emulated_kernel.config import MachineConfig
@@ -17,6 +18,7 @@ from emulated_kernel.kernel import Kernel
 from emulated_kernel.vfs.core.client import Client
 from tests.fuzz.report import answered_in_time
 from tests.host.conftest import ScriptedWatch
+from tests.kprobes.boundaries import all_boundaries
 
 SHELL, WORKER = Client(500, 0, 0), Client(501, 1000, 1000)
 LOAD_PID = 70_000
@@ -25,6 +27,8 @@ ROUNDS = 5
 """Of each kind of load in a cycle."""
 MODULES = ("ktgt", "twins", "counter_user")
 EVENTS = "/tracing/events/kprobes"
+MANY, AT_ONCE = "many", 500
+"""The group of thousands of probes, and how many of them one write defines."""
 OOPS_EVERY = 10
 """Cycles from one task that is killed to the next."""
 BEHIND_ENTRY = {"riscv64": 8, "riscv64i": 8}
@@ -70,7 +74,7 @@ class Sample:
 class Session:
     """A kernel with its mount, and all that happens to it in a cycle."""
 
-    def __init__(self, arch: str = "x86_64", cpus: int = 1) -> None:
+    def __init__(self, arch: str = "x86_64", cpus: int = 1, probes: int = 0) -> None:
         self.watch = ScriptedWatch(comms={SHELL.pid: "shell", WORKER.pid: "worker"})
         self.kernel = Kernel(MachineConfig(arch=arch, cpus=cpus), self.watch)
         self.mount = self.kernel.mount()
@@ -82,6 +86,8 @@ class Session:
             BackgroundLoad(self.kernel.guest, kind, LOAD_PID + number)
             for number, kind in enumerate(kinds_of(self.kernel.guest))
         ]
+        self.places = [*islice(places(self, probes), probes)] if probes else []
+        """Where probes come and go by the thousand, besides."""
 
     def cycle(self) -> None:
         """Everything once. Raises: KernelError, where something fails that must not."""
@@ -93,6 +99,8 @@ class Session:
         self.forks()
         self.write("/machine/call", "ktgt_add 1 2")
         self.read("/tracing/trace")
+        if self.places:
+            self.many()
         self.write(f"{EVENTS}/enable", "0")
         self.write("/kprobe_events", "".join(f"-:{name}\n" for name in "abcde"))
         self.mount.release(self.mount.open(SHELL, "/tracing/trace", os.O_WRONLY | os.O_TRUNC))
@@ -103,6 +111,20 @@ class Session:
             self.write("/machine/call", "strlen 'the next task'")
         self.settle()
         self.cycles += 1
+
+    def many(self) -> None:
+        """Thousands of probes defined, armed, hit, disarmed and gone."""
+        definitions = [f"p:{MANY}/p{number} {place}\n" for number, place in enumerate(self.places)]
+        for first in range(0, len(definitions), AT_ONCE):
+            self.write("/kprobe_events", "".join(definitions[first : first + AT_ONCE]))
+        self.write(f"/tracing/events/{MANY}/enable", "1")
+        self.loads()
+        self.settle()
+        self.files()
+        self.write(f"/tracing/events/{MANY}/enable", "0")
+        for first in range(0, len(definitions), AT_ONCE):
+            gone = range(first, min(first + AT_ONCE, len(definitions)))
+            self.write("/kprobe_events", "".join(f"-:{MANY}/p{number}\n" for number in gone))
 
     def modules(self, verb: str) -> None:
         """Load or unload them, in order or against it; the one whose init fails leaves nothing either."""
@@ -190,6 +212,20 @@ class Session:
             resident=resident_bytes(),
             descriptors=len(os.listdir("/proc/self/fd")),
         )
+
+
+def places(session: Session, count: int) -> Iterator[str]:
+    """So many places all over the text at which a probe is taken."""
+    kernel = session.kernel
+    probeable = [b for b in all_boundaries(kernel.image) if b.refusal is None]
+    for boundary in probeable[:: max(1, len(probeable) // (2 * count))]:
+        where = kernel.image.kallsyms.lookup(boundary.addr)
+        assert where is not None
+        place = f"{where.symbol.name}+{where.offset}"
+        with suppress(KernelError):
+            session.write("/kprobe_events", f"p:tried {place}\n")
+            session.write("/kprobe_events", "-:tried\n")
+            yield place
 
 
 def resident_bytes() -> int:

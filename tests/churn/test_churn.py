@@ -19,6 +19,18 @@ def test_nothing_grows(arch: str) -> None:
     assert samples[-1].cycle > samples[0].cycle + 5
 
 
+def test_thousands_of_probes_come_and_go() -> None:
+    session = Session(probes=200)
+    with session.kernel:
+        before = len(list(session.kernel.kprobes))
+        session.cycle()
+        held = session.sample(0).counts
+        session.cycle()
+        assert session.sample(0).counts == held
+        assert len(session.places) == 200
+        assert len(list(session.kernel.kprobes)) == before
+
+
 def test_what_grows_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A page that each cycle keeps."""
     monkeypatch.setattr("tests.churn.__main__.WARM_UP", 1)

@@ -75,6 +75,8 @@ class TraceArray(ArrayRings, Recorder):
         """Tracers beside nop, by name; Linux lists the latest first."""
         self.buffer_percent = 50
         self.pipe_users = PipeUsers()
+        self._recorded: dict[TraceEvent, None] = {}
+        """The events that are enabled here."""
         self.pids = EventPids(self.notify_rewired)
         self.max_latency_ns = 0
         """The longest latency so far, or what was written to tracing_max_latency."""
@@ -168,9 +170,8 @@ class TraceArray(ArrayRings, Recorder):
 
         Guest code writes to the old ones until this is called.
         """
-        for event in self.system.events:
-            if self in event.recorders:
-                event.changed()
+        for event in self._recorded:
+            event.changed()
 
     def entry(self, event: TraceEvent, payload: bytes, hit: ProbeHit, /) -> RawEntry:
         """See Recorder."""
@@ -212,12 +213,17 @@ class TraceArray(ArrayRings, Recorder):
         entry = stack_entry(self.callers(hit), self.system.arch.word_size)
         self.record_at(EntryType.STACK, entry, hit, place)
 
-    def event_switched(self, *, enabled: bool) -> None:
+    def event_switched(self, event: TraceEvent, /, *, enabled: bool) -> None:
         """See Recorder."""
         self.system.cmdlines.recorders += 1 if enabled else -1
+        if enabled:
+            self._recorded[event] = None
+        else:
+            self._recorded.pop(event, None)
 
-    def event_removed(self, _event: TraceEvent, /) -> None:
+    def event_removed(self, event: TraceEvent, /) -> None:
         """Its entries can't be printed any more: empty the buffers."""
+        self._recorded.pop(event, None)
         self.snapshot.clear()
         self.clear_trace()
 

@@ -46,7 +46,7 @@ class Recorder(ABC):
         """Its buffer for guest code to write to, as it is now; None where record() has to be called."""
 
     @abstractmethod
-    def event_switched(self, *, enabled: bool) -> None:
+    def event_switched(self, event: TraceEvent, /, *, enabled: bool) -> None:
         """An event's hits come here from now on, or don't any more."""
 
     @abstractmethod
@@ -164,7 +164,7 @@ class TraceEvent(ABC):
             except KernelError:
                 self.recorders = ()
                 raise
-        recorder.event_switched(enabled=True)
+        recorder.event_switched(self, enabled=True)
         self.changed()
         if recorder not in self.seen_by:
             self.seen_by += (recorder,)
@@ -175,7 +175,7 @@ class TraceEvent(ABC):
         if recorder not in self.recorders:
             return
         self.recorders = _others(recorder, self.recorders)
-        recorder.event_switched(enabled=False)
+        recorder.event_switched(self, enabled=False)
         self.changed()
         if not self.recorders:
             self.stop()

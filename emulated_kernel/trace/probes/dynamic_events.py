@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Generic, TypeVar
@@ -13,7 +13,7 @@ from emulated_kernel.errors import KernelError
 from emulated_kernel.limits import Limit, Limits
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.events.registry import EventRegistry
-from emulated_kernel.trace.text.chars import argv_split, decode_command
+from emulated_kernel.trace.text.chars import argv_split, decode_command, to_text
 from emulated_kernel.trace.text.error_log import ErrorLog
 
 WRITE_BUFSIZE = 4096
@@ -47,6 +47,11 @@ class DynEvent(ABC):
 
     __slots__ = ()
 
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Of its event, as readers see it."""
+
     @abstractmethod
     def show(self) -> str:
         """Its line."""
@@ -67,6 +72,36 @@ class DynEvent(ABC):
 D = TypeVar("D", bound=DynEvent)
 
 
+class DynEventList:
+    """All dynamic events, in order of their making; a command finds those it names without looking at all."""
+
+    def __init__(self) -> None:
+        self._all: dict[DynEvent, None] = {}
+        self._named: dict[str, tuple[DynEvent, ...]] = {}
+
+    def __iter__(self) -> Iterator[DynEvent]:
+        return iter(self._all)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def add(self, entry: DynEvent) -> None:
+        """The newest."""
+        name = entry.name
+        self._all[entry] = None
+        self._named[name] = (*self._named.get(name, ()), entry)
+
+    def remove(self, entry: DynEvent) -> None:
+        """It has been released."""
+        del self._all[entry]
+        if left := tuple(other for other in self._named.pop(entry.name) if other is not entry):
+            self._named[entry.name] = left
+
+    def named(self, event: str) -> Iterable[DynEvent]:
+        """Those of a name as a command has it; all for an empty one."""
+        return self._named.get(to_text(event), ()) if event else self._all
+
+
 @dataclass(frozen=True, eq=False)
 class EventCommands:
     """What the commands of all kinds of dynamic events work on."""
@@ -75,8 +110,7 @@ class EventCommands:
     error_log: ErrorLog
     printk: Callable[[str], None]
     limits: Limits
-    listed: list[DynEvent] = field(default_factory=list)
-    """All dynamic events, in order of their making."""
+    listed: DynEventList = field(default_factory=DynEventList)
 
 
 class EventKind(ABC, Generic[D]):
@@ -112,7 +146,7 @@ class EventKind(ABC, Generic[D]):
 
     def _execute(self, command: str) -> None:
         if command.startswith("-"):
-            release_matching(command, self.own())
+            release_matching(command, self._listed, self._own)
         elif not self.create(command):
             raise KernelError(errno.EINVAL, "a command for another kind of events")
 
@@ -134,7 +168,7 @@ class EventKind(ABC, Generic[D]):
 
     def _list(self, entry: D) -> None:
         self._own[entry] = None
-        self._listed.append(entry)
+        self._listed.add(entry)
 
     def _unlist(self, entry: D) -> None:
         del self._own[entry]
@@ -171,7 +205,7 @@ class DynamicEvents:
 
     def clear(self) -> None:
         """Opening for writing with O_TRUNC. Raises: KernelError EBUSY."""
-        release_all(self._events)
+        release_all([*self._events])
 
     def _execute(self, command: str) -> None:
         """Mirrors: kernel/trace/trace_dynevent.c:create_dyn_event (v6.1)."""
@@ -181,8 +215,8 @@ class DynamicEvents:
             raise KernelError(errno.EINVAL, "no kind of event takes this command")
 
 
-def release_matching(command: str, events: Iterable[DynEvent]) -> None:
-    """Remove those of `events` that `-:[GRP/][EVENT] [PLACE [ARGS]]` means, up to the first that is busy.
+def release_matching(command: str, listed: DynEventList, own: Container[DynEvent] | None = None) -> None:
+    """Remove what `-:[GRP/][EVENT] [PLACE [ARGS]]` means, of `own` if given, up to the first that is busy.
 
     Raises: KernelError EINVAL (nothing named), ENOENT (no such event), EBUSY.
     Mirrors: kernel/trace/trace_dynevent.c:dyn_event_release (v6.1).
@@ -192,8 +226,8 @@ def release_matching(command: str, events: Iterable[DynEvent]) -> None:
     if group is None and not event:
         raise KernelError(errno.EINVAL, "no event is named")
     found = False
-    for each in tuple(events):
-        if each.matches(group, event, words):
+    for each in tuple(listed.named(event)):
+        if (own is None or each in own) and each.matches(group, event, words):
             each.release()
             found = True
     if not found:
@@ -207,7 +241,7 @@ def release_all(events: Sequence[DynEvent]) -> None:
     """
     if any(event.is_busy() for event in events):
         raise KernelError(errno.EBUSY, "an event is in use")
-    for event in tuple(events):
+    for event in events:
         event.release()
 
 

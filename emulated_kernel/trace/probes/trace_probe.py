@@ -83,6 +83,10 @@ class TraceProbe(DynEvent):
         self.args = args
 
     @property
+    def name(self) -> str:
+        return self.event.name
+
+    @property
     @abstractmethod
     def place_text(self) -> str:
         """Where it is, as in its line, and as `-:EVENT PLACE` has to give it."""

@@ -52,10 +52,14 @@ class _Entry(DynEvent):
         self.event = event
         self._owner = owner
 
+    @property
+    def name(self) -> str:
+        return to_text(self.event.name)
+
     def line(self) -> str:
         """Its line in synthetic_events."""
         fields = "; ".join(field.declaration for field in self.event.synthetic_fields)
-        return f"{to_text(f'{self.event.name}')}\t{to_text(fields)}\n"
+        return f"{self.name}\t{to_text(fields)}\n"
 
     def show(self) -> str:
         return f"s:{SYSTEM}/{self.line()}"

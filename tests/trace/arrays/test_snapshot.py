@@ -10,7 +10,7 @@ from emulated_kernel.errors import WouldBlock
 from emulated_kernel.trace.array.raw_pipe import RawPipe
 from emulated_kernel.trace.ring.page_format import header_event_text, header_page_text
 from tests.trace.events.kernel import errno_of
-from tests.trace.ring.conftest import Bench, make_bench, samples
+from tests.trace.ring.conftest import Bench, TextEvent, make_bench, samples
 
 __all__ = ["samples"]
 
@@ -34,6 +34,22 @@ def test_one_takes_it(bench: Bench) -> None:
     bench.array.snapshot.write(1)
     assert "after" in bench.array.snapshot_text()
     assert [line.split(": ")[-1] for line in bench.lines()] == ["before"]
+
+
+def test_events_that_are_recorded_here_follow_it(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function may take thousands a second, and there are thousands of events."""
+    told: list[TextEvent] = []
+
+    def changed(event: TextEvent) -> None:
+        told.append(event)
+
+    monkeypatch.setattr(TextEvent, "changed", changed)
+    recorded, other = TextEvent("recorded"), TextEvent("other")
+    bench.array.event_switched(recorded, enabled=True)
+    bench.array.event_switched(other, enabled=True)
+    bench.array.event_switched(other, enabled=False)
+    bench.array.snapshot.write(1)
+    assert told == [recorded]
 
 
 def test_two_clears_and_zero_frees(bench: Bench) -> None:

@@ -177,7 +177,7 @@ class RingRecorder(Recorder):
         time, length = (int.from_bytes(request[at : at + 8], "little") for at in (0, 8))
         return self.guest_ring.make_room(length, time)
 
-    def event_switched(self, *, enabled: bool) -> None:
+    def event_switched(self, _event: TraceEvent, /, *, enabled: bool) -> None:
         """Nothing depends on it."""
 
     def entry(self, event: TraceEvent, payload: bytes, hit: ProbeHit) -> RawEntry:

@@ -208,7 +208,7 @@ class FakeRecorder(Recorder):
     def target(self) -> RecordTarget | None:
         return None
 
-    def event_switched(self, *, enabled: bool) -> None:
+    def event_switched(self, _event: TraceEvent, /, *, enabled: bool) -> None:
         self.enabled_events += 1 if enabled else -1
 
     def event_removed(self, event: TraceEvent) -> None:

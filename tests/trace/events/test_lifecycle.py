@@ -11,6 +11,7 @@ from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.events.registry import FIRST_EVENT_ID
 from emulated_kernel.trace.probes.dynamic_events import DynamicEvents
 from emulated_kernel.trace.probes.trace_kprobe import KprobeTraceEvent
+from emulated_kernel.trace.probes.trace_probe import TraceProbe
 from tests.trace.events.kernel import (
     FUNCTIONS,
     FakeRecorder,
@@ -45,6 +46,24 @@ def test_ids_run_on(kernel: Kernel) -> None:
     assert (_event(kernel, "b").id, _event(kernel).id) == (FIRST_EVENT_ID + 1, FIRST_EVENT_ID + 3)
     assert kernel.events.registry.by_id(FIRST_EVENT_ID + 3) is _event(kernel)
     assert kernel.events.registry.by_id(FIRST_EVENT_ID) is None
+
+
+def test_a_removal_looks_at_those_of_its_name(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of events go by single commands, and each would look at all that are left."""
+    asked: list[str] = []
+    matches = TraceProbe.matches
+
+    def counted(probe: TraceProbe, *words: Any) -> bool:
+        asked.append(probe.event.name)
+        return matches(probe, *words)
+
+    monkeypatch.setattr(TraceProbe, "matches", counted)
+    kernel.events.write(b"".join(b"p:e%d vfs_read\n" % number for number in range(50)))
+    kernel.events.write(b"p:other/e7 vfs_read\n")
+    kernel.events.write(b"".join(b"-:e%d\n" % number for number in range(50)))
+    assert len(asked) == 51
+    assert list(kernel.events.records()) == []
+    assert _write(kernel, "-:e7") == "ENOENT"
 
 
 def test_hits_are_counted_by_probe(kernel: Kernel) -> None:

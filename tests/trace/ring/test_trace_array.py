@@ -12,7 +12,7 @@ from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.ring.trace_entry import TRACE_ENTRY, EntryType, stack_entry
 
-from .conftest import Bench, Symbols, make_bench
+from .conftest import Bench, Symbols, TextEvent, make_bench
 
 
 def failure(call: object, *args: object) -> int | None:
@@ -174,7 +174,7 @@ def test_marker(bench: Bench) -> None:
         "           <...>-117     [001] .....     1.234568: tracing_mark_write: two\nlines\n"
         "           <...>-117     [001] .....     1.234568: tracing_mark_write: a"
     )
-    bench.array.event_switched(enabled=True)
+    bench.array.event_switched(TextEvent("ev"), enabled=True)
     bench.array.write_marker(b"named")
     assert bench.lines()[-1].startswith("         python3-117 ")
 
