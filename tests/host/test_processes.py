@@ -239,6 +239,20 @@ def test_without_a_word_from_the_hosts_kernel(watch: HostProcesses, monkeypatch:
     watch.forks()
 
 
+def test_nothing_is_kept_of_clients_that_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some end before they can be followed."""
+    monkeypatch.setattr("emulated_kernel.host.mirror.processes._fork_events", lambda: None)
+    watch = HostProcesses()
+    with child() as early, child() as late:
+        watch.comm(early)
+        watch.comm(late)
+        watch.follow(early)
+    watch.follow(late)
+    assert watch.exited() == [early, late]
+    assert (watch._reaped, watch._pidfds, watch._pid_of) == ({}, {}, {})
+    watch.close()
+
+
 def test_who_waits_for_nobody_has_forked_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("emulated_kernel.host.mirror.processes._fork_events", lambda: None)
     watch = HostProcesses()

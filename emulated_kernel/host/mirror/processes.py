@@ -174,6 +174,8 @@ class HostProcesses:
         for pid in ended:
             self._unfollow(pid)
         lost, self._lost = self._lost, []
+        for pid in lost:
+            self._reaped.pop(pid, None)
         return ended + lost
 
     def _unfollow(self, pid: int) -> None:
