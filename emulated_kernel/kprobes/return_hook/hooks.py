@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from itertools import chain
 from typing import Any
 
 from emulated_kernel.arch.base import Arch
@@ -302,13 +301,18 @@ class ReturnHooks:
 
         While the stack is that of a task which isn't the current one yet, all are searched.
         """
-        current = self._tasks.current()
-        others = (task for task in self._scheduler.tasks() if task != current)
-        for task in chain((current,), others if self.stack.hooks else ()):
+        for task in self._nearest_tasks():
             calls = [call.ret_addr for call in self.stack.pending(task) if call.frame == slot]
             if calls:
                 yield from calls
                 return
+
+    def _nearest_tasks(self) -> Iterator[int]:
+        """The current task, then the others: a list of them takes long to read, and is seldom needed."""
+        current = self._tasks.current()
+        yield current
+        if self.stack.hooks:
+            yield from (task for task in self._scheduler.tasks() if task != current)
 
     def flush(self, task: int) -> None:
         """A task has ended: its pending calls never return."""
