@@ -10,6 +10,7 @@ import pytest
 
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.errors import KernelError
+from emulated_kernel.host.mirror.mirror import TaskMirror
 from emulated_kernel.host.mirror.processes import Fork
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
@@ -153,7 +154,7 @@ def test_strangers_have_a_share_of_a_request(
     watch.comms = {SHELL: "bash", stranger: "cc"}
     mirror = kernel.guest.mirror
     mirror.task_of(SHELL, 0, 0)
-    monkeypatch.setattr("emulated_kernel.host.mirror.mirror.STRANGERS_SHARE", 0.0)
+    monkeypatch.setattr("emulated_kernel.host.mirror.mirror.STRANGERS_MOST", 0.0)
     watch.pending_forks = [
         *(fork(4300 + number, stranger) for number in range(5)),
         *(fork(CHILD, SHELL), fork(4249, stranger), fork(grandchild, 4249), fork(4400, grandchild)),
@@ -170,6 +171,32 @@ def test_strangers_have_a_share_of_a_request(
     assert counted["do_exit"] == 3
     assert {task.pid for task in mirror} >= {SHELL, grandchild}
     assert not {CHILD, 4249} & {task.pid for task in mirror}
+
+
+def test_strangers_have_a_share_of_the_time(
+    kernel: Kernel, watch: ScriptedWatch, counted: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests that come one behind the other don't have as many forks of others each."""
+    clock = [1000.0, 0.0]
+    module = "emulated_kernel.host.mirror.mirror"
+    mirror, fork_one = kernel.guest.mirror, TaskMirror._fork
+
+    def slow_fork(mirror: TaskMirror, told: Fork) -> None:
+        fork_one(mirror, told)
+        clock[1] += 0.03
+
+    monkeypatch.setattr(TaskMirror, "_fork", slow_fork)
+    monkeypatch.setattr(f"{module}.monotonic", lambda: clock[0])
+    monkeypatch.setattr(f"{module}.thread_time", lambda: clock[1])
+    watch.comms = {SHELL: "bash", 4242: "cc"}
+    told = []
+    for wait in (0.0, 1.0, 0.0, 0.2, 0.01, 1.0):
+        clock[0] += wait
+        before, first = counted["kernel_clone"], 4300 + 10 * len(told)
+        watch.pending_forks = [fork(first + number, 4242) for number in range(6)]
+        mirror.task_of(SHELL, 0, 0)
+        told.append(counted["kernel_clone"] - before)
+    assert told[1:] == [4, 0, 2, 1, 4]
 
 
 def test_the_worker_is_replaced_when_a_call_kills_it(kernel: Kernel) -> None:

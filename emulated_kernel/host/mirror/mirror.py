@@ -27,8 +27,11 @@ EXEC_WITHIN = 1.0
 """Seconds from a fork in which an execve is looked for; later its process's own requests tell."""
 MAX_TASKS = 500
 """Beyond that many, a process that forks away from us leaves no task: its memory is the guest's."""
-STRANGERS_SHARE = 0.1
-"""CPU seconds of a request for forks of others, and for exits; beyond it forks are left out, exits wait."""
+STRANGERS_SHARE, STRANGERS_MOST = 0.25, 0.1
+"""Of the time, and CPU seconds of a request at most, for forks and exits of others than clients.
+
+Beyond it forks are left out, and exits wait.
+"""
 
 
 class TaskMirror:
@@ -65,6 +68,8 @@ class TaskMirror:
         """Processes that have made a request."""
         self._ended: dict[int, None] = {}
         """Processes whose tasks are still to exit."""
+        self._credit, self._credited = STRANGERS_MOST, monotonic()
+        """Seconds that strangers have left, and when more were last given to them."""
         self._events.died.append(self.died)
 
     def __iter__(self) -> Iterator[GuestTask]:
@@ -149,22 +154,29 @@ class TaskMirror:
     def catch_up(self, client: int = 0) -> None:
         """Let the guest see the forks and exits of host processes since the last request.
 
-        Those of clients all: strangers have a share of the time of `client`'s request, where tracers make
-        a fork take long.
+        Those of clients all: strangers have a share of the time, where tracers make a fork take long.
         """
-        forks, until = self._watch.forks(), thread_time() + STRANGERS_SHARE
+        forks = self._watch.forks()
+        self._ended.update(dict.fromkeys(self._watch.exited()))
+        if forks or self._ended:
+            now, begun = monotonic(), thread_time()
+            credit = min(STRANGERS_MOST, self._credit + STRANGERS_SHARE * (now - self._credited))
+            self._forks(forks, client, begun + credit)
+            self._exits(client, begun + credit)
+            self._credit, self._credited = max(0.0, credit - (thread_time() - begun)), now
+        if self._unnamed:
+            self._look_for_execs()
+
+    def _forks(self, forks: list[Fork], client: int, until: float) -> None:
+        """Of clients all, and those that led to this one."""
         ancestors = _ancestors(forks, client)
         for fork in forks:
             if thread_time() < until or fork.pid in ancestors or fork.parent in self._clients:
                 self._fork(fork)
-        self._exits(client)
-        if self._unnamed:
-            self._look_for_execs()
 
-    def _exits(self, client: int) -> None:
+    def _exits(self, client: int, until: float) -> None:
         """Of clients all, and of whoever had the number of this one."""
-        self._ended.update(dict.fromkeys(self._watch.exited()))
-        until, is_over = thread_time() + STRANGERS_SHARE, False
+        is_over = False
         for pid in list(self._ended):
             if not is_over or pid == client or pid in self._clients:
                 del self._ended[pid]
