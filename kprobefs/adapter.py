@@ -68,7 +68,7 @@ class FuseOptions:
     """First field of its line in /proc/mounts, where tools look for "tracefs" or "debugfs"."""
     subtype: str = "kprobefs"
     allow_other: bool = False
-    """Let other users in, as far as modes allow. For root, or where /etc/fuse.conf says user_allow_other."""
+    """Let other users in, as far as modes allow."""
     flags: tuple[str, ...] = ()
     """Further ones that libfuse knows: noexec and its like."""
     is_ordered: bool = False

@@ -322,7 +322,7 @@ def _add_machine_options(parser: argparse.ArgumentParser) -> None:
         help="full: kprobes/ tracing/ machine/; tracefs: tracefs itself at the root (default: %(default)s)",
     )
     group.add_argument(
-        "--private", action="store_true", help="root's mount lets nobody else in; chdir(2) is seen then"
+        "--allow-other", action="store_true", help="let other users in, as far as the files' modes allow"
     )
     group.add_argument(
         "--limit",
@@ -409,7 +409,7 @@ def _mount(parsed: argparse.Namespace, build: Builder | None) -> int:
         daemon.run_in_foreground(options, builder, log_file)
         return Exit.OK
     # Here too, so that the daemon isn't started in vain.
-    mount.prepare(options.directory, make=parsed.mkdir)
+    mount.prepare(options.directory, make=parsed.mkdir, allow_other=options.allow_other)
     daemon.start_in_background(options, builder, log_file)
     _complain_of(load.load(options.directory, []))
     return Exit.OK
@@ -651,7 +651,7 @@ def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
         directory,
         machine,
         parsed.layout,
-        parsed.private,
+        parsed.allow_other,
         clients_only=parsed.clients_only,
         engine=parsed.engine,
     )

@@ -72,7 +72,11 @@ class Service:
         registration = Registration(self._describe())
         heartbeat = None
         try:
-            mount.prepare(self._options.directory, make=self._options.make_directory)
+            mount.prepare(
+                self._options.directory,
+                make=self._options.make_directory,
+                allow_other=self._options.allow_other,
+            )
             interval = watchdog_interval()
             if interval is not None:
                 heartbeat = Heartbeat(self._options.directory, interval)
@@ -93,10 +97,9 @@ class Service:
         gc.freeze()
         gc.set_threshold(*gc.get_threshold()[:2], FULL_COLLECTIONS)
         gc.enable()
-        shared = os.geteuid() == 0 and not self._options.private
         fuse = FuseOptions(
             self._options.source,
-            allow_other=shared,
+            allow_other=self._options.allow_other,
             is_ordered=self._options.clients_only,
             is_spliced=self._options.as_system,
             flags=self._options.flags,

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from select import select
@@ -19,6 +20,9 @@ from kprobefs.failure import Exit, Failure
 FSTYPE = "fuse.kprobefs"
 STATE_LINK = ".kprobefs"
 """A symbolic link in each mount's root that no listing shows; its target is the mount's condition."""
+FUSE_CONF = "/etc/fuse.conf"
+ALLOWS_OTHER = "user_allow_other"
+"""Its line that lets ordinary users take --allow-other. Mirrors: mount.fuse(8)."""
 MNT_DETACH = 2
 UMOUNT_NOFOLLOW = 8
 MAX_LINKS = 40
@@ -226,10 +230,10 @@ def check_owner(point: MountPoint) -> None:
     raise Failure(f"{point.directory}: {name} has mounted it: only {others}root can unmount it")
 
 
-def prepare(directory: str, *, make: bool = False) -> None:
+def prepare(directory: str, *, make: bool = False, allow_other: bool = False) -> None:
     """See that `directory` can be mounted on; what a killed daemon of ours left there is removed.
 
-    `make`: a directory that isn't there is made. Raises: Failure.
+    `make`: a directory that isn't there is made. `allow_other`: others shall get in. Raises: Failure.
     """
     for point in our_mounts():
         if point.directory != directory and _is_in(directory, point.directory):
@@ -244,6 +248,8 @@ def prepare(directory: str, *, make: bool = False) -> None:
             raise Failure(f"{directory}: can't make it: {error.strerror}") from None
     _check_directory(directory)
     _check_device()
+    if allow_other and os.geteuid() != 0:
+        _check_configuration()
 
 
 def _remove_dead(point: MountPoint) -> None:
@@ -282,6 +288,19 @@ def _check_device() -> None:
         raise Failure("no access to /dev/fuse: chmod 666 /dev/fuse as root, or run as root") from None
     except OSError as error:
         raise Failure(f"/dev/fuse: {error.strerror}: modprobe fuse") from None
+
+
+def _check_configuration() -> None:
+    # One that can't be read is left to fusermount, which may.
+    with suppress(PermissionError):
+        try:
+            with open(FUSE_CONF, encoding="utf-8", errors="replace") as lines:
+                is_allowed = any(line.partition("#")[0].strip() == ALLOWS_OTHER for line in lines)
+        except FileNotFoundError:
+            is_allowed = False
+        if not is_allowed:
+            why = f"{FUSE_CONF} doesn't say {ALLOWS_OTHER}: root may add that line"
+            raise Failure(f"--allow-other: {why}", Exit.USAGE)
 
 
 def _parse(line: str) -> MountPoint:

@@ -46,8 +46,8 @@ class MountOptions:
     directory: str
     machine: MachineConfig
     layout: str = "full"
-    private: bool = False
-    """Root's mount is for root alone; anybody else's is for its owner in any case."""
+    allow_other: bool = False
+    """Others than who mounts get in, as far as modes allow."""
     flags: tuple[str, ...] = ()
     """Options of mount(8) that are FUSE's own."""
     clients_only: bool = False

@@ -69,7 +69,7 @@ prepare() {
     done
     mkdir "$work/mnt" "$work/logs"
     # shellcheck disable=SC2086 # several words
-    PYTHONPATH=$root "$python" -m kprobefs mount --private $machine --foreground --log "$work/daemon.log" "$work/mnt" &
+    PYTHONPATH=$root "$python" -m kprobefs mount $machine --foreground --log "$work/daemon.log" "$work/mnt" &
     daemon=$!
     # A first boot takes some seconds.
     tries=0

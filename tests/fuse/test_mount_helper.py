@@ -22,6 +22,7 @@ from tests.fuse.harness import PROGRAM, ROOT, environment, kprobefs, needs_fuse
         ("none /mnt -n -o arch=riscv64,return_hook=fgraph", "--arch=riscv64 --return-hook=fgraph"),
         ("-o cpus=2,limit=probes=5 none /mnt -t fuse.kprobefs", "--cpus=2 --limit=probes=5"),
         ("none /mnt -sv -o noexec", "-o noexec"),
+        ("none /mnt -o allow_other,state=/var/lib/kp", "--allow-other --state=/var/lib/kp"),
     ],
 )
 def test_options(words: str, expected: str) -> None:
@@ -64,7 +65,7 @@ def test_mount(way: str, directory: Path, tmp_path: Path) -> None:
     code = "import sys; from kprobefs.mount_helper import main; sys.exit(main())"
     helper.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {PROGRAM[0]} -c {shlex.quote(code)} "$@"\n')
     helper.chmod(0o755)
-    options = "arch=riscv64,noexec,limit=instances=1"
+    options = f"arch=riscv64,noexec,limit=instances=1,allow_other,state={tmp_path}/state"
     fstab.write_text(f"debugfs {directory} fuse.kprobefs {options},noauto,x-mine 0 0\n")
     command = {"command": f"-t fuse.kprobefs none {directory} -o {options}", "fstab": str(directory)}[way]
     script = f"""
@@ -76,6 +77,7 @@ def test_mount(way: str, directory: Path, tmp_path: Path) -> None:
         cat {directory}/machine/version
         grep instances {directory}/machine/limits
         findmnt -n -o SOURCE,FSTYPE,OPTIONS {directory}
+        head -n 1 {directory}/machine/state
         mount {command} 2>&1 || echo again $?
         umount {directory}
         findmnt {directory} || echo gone
@@ -89,10 +91,11 @@ def test_mount(way: str, directory: Path, tmp_path: Path) -> None:
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    version, _profile, instances, found, *again, gone = done.stdout.splitlines()
+    version, _profile, instances, found, state, *again, gone = done.stdout.splitlines()
     assert (version.partition(" (")[0], instances) == ("Linux version 6.1.0-kprobefs", "instances 1 0")
     assert found.split()[:2] == ["debugfs", "fuse.kprobefs"]
-    assert {"noexec", "nosuid", "nodev"} <= set(found.split()[2].split(","))
+    assert {"noexec", "nosuid", "nodev", "allow_other"} <= set(found.split()[2].split(","))
+    assert state == f"directory {tmp_path}/state"
     assert "kprobefs is mounted there already" in again[0]
     assert (again[-1], gone) == ("again 32", "gone")
     assert kprobefs("status", str(directory)).returncode != 0

@@ -214,6 +214,7 @@ class TestService:
         assert started.returncode == 0, started.stderr + systemd.inside("systemctl", "status", unit).stdout
         assert "Linux version" in systemd.inside("cat", f"{directory}/machine/version").stdout
         assert systemd.show(unit, "StatusText") == f"serving {directory}"
+        assert "allow_other" not in systemd.inside("findmnt", "-n", "-o", "FS-OPTIONS", directory).stdout
         assert systemd.inside("systemctl", "stop", unit).returncode == 0
         assert systemd.show(unit, "Result") == "success"
         assert not systemd.is_mounted(directory)

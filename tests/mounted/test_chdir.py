@@ -1,4 +1,4 @@
-"""A mount for root alone: a change of directory is a system call of the guest's too."""
+"""A mount of root's for root alone: a change of directory is a system call of the guest's too."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ pytestmark = [needs_fuse, pytest.mark.mounted]
 def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Files]:
     if os.geteuid() != 0:
         pytest.skip("anybody else's mount is checked by the kernel alone")
-    directory = tmp_path_factory.mktemp("private") / "mount"
+    directory = tmp_path_factory.mktemp("closed") / "mount"
     directory.mkdir()
-    with daemon(directory, "--private", program=REAL_PROGRAM):
+    with daemon(directory, program=REAL_PROGRAM):
         yield Files(directory)
 
 

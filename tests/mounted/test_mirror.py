@@ -6,10 +6,11 @@ import os
 import re
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.fuse.harness import eventually, needs_fuse
+from tests.fuse.harness import REAL_PROGRAM, daemon, eventually, needs_fuse
 from tests.mounted.files import TIMEOUT, Files
 
 pytestmark = [needs_fuse, pytest.mark.mounted]
@@ -89,19 +90,20 @@ def test_exits_leave_the_list(files: Files, client: subprocess.Popen[str]) -> No
     assert any(f"-{client.pid} " in line and " ended: " in line for line in files.records())
 
 
-def test_other_users(files: Files) -> None:
+def test_other_users(directory: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("taking another user's identity needs root")
-    reader = subprocess.run(
-        ["cat", "machine/tasks"],
-        cwd=files.root,
-        user=12345,
-        group=12345,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        check=True,
-    )
+    with daemon(directory, "--allow-other", program=REAL_PROGRAM):
+        reader = subprocess.run(
+            ["cat", "machine/tasks"],
+            cwd=directory,
+            user=12345,
+            group=12345,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT,
+            check=True,
+        )
     assert any(line.split()[2] == "12345" for line in reader.stdout.splitlines())
 
 

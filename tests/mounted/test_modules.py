@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from emulated_kernel.image.image import PREBUILT
-from tests.fuse.harness import needs_fuse
+from tests.fuse.harness import REAL_PROGRAM, daemon, needs_fuse
 from tests.mounted.files import EVENTS, Files, assert_errno
 
 pytestmark = [needs_fuse, pytest.mark.mounted]
@@ -85,10 +85,12 @@ def test_kallsyms(files: Files) -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-def test_ordinary_users_see_no_address(files: Files) -> None:
-    files.write(MODULES, "load counter")
-    script = f"import os; os.setuid(65534); print(open({str(files.path(MODULES))!r}).read(), end='')"
-    result = files.shell('exec python3 -c "$SCRIPT"', SCRIPT=script)
+def test_ordinary_users_see_no_address(directory: Path) -> None:
+    with daemon(directory, "--allow-other", program=REAL_PROGRAM):
+        files = Files(directory)
+        files.write(MODULES, "load counter")
+        script = f"import os; os.setuid(65534); print(open({str(files.path(MODULES))!r}).read(), end='')"
+        result = files.shell('exec python3 -c "$SCRIPT"', SCRIPT=script)
     assert result.stderr == ""
     assert result.stdout.split()[-1] == "0x0000000000000000"
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuse.harness import needs_fuse
+from tests.fuse.harness import REAL_PROGRAM, daemon, needs_fuse
 from tests.mounted.files import TIMEOUT, Files, assert_errno
 
 pytestmark = [needs_fuse, pytest.mark.mounted]
@@ -45,9 +45,15 @@ def test_modes(scratch: Path) -> None:
     assert stat.filemode((scratch / "f").stat().st_mode) == "-rwsr-sr-x"
 
 
-def test_owners(scratch: Path) -> None:
+def test_owners(directory: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("taking another user's identity needs root")
+    with daemon(directory, "--allow-other", program=REAL_PROGRAM):
+        check_owners(directory / "scratch")
+
+
+def check_owners(scratch: Path) -> None:
+    """What two users make belongs to each, and is kept from the other."""
     made = subprocess.run(
         ["sh", "-c", "mkdir d && echo x > d/f && chmod 600 d/f"],
         cwd=scratch,
