@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from select import select
 
 import pytest
 
+from kprobefs import heartbeat as heartbeat_module
 from kprobefs.heartbeat import Heartbeat
 from kprobefs.mount import STATE_LINK
 from tests.fuse.harness import eventually
@@ -32,3 +35,59 @@ def test_the_latest_of_several_answers(heartbeat: Heartbeat, tmp_path: Path) -> 
     assert heartbeat.answer() == "panicked"
     (tmp_path / STATE_LINK).unlink()
     eventually(lambda: not heartbeat.answer())
+
+
+class TestBusy:
+    """A mount that doesn't answer, whose daemon this process plays."""
+
+    @pytest.fixture
+    def gate(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        """As long as this file is there, no answer comes."""
+        gate, readlink = tmp_path / "gate", os.readlink
+        gate.touch()
+
+        def waiting(link: Path) -> str:
+            while gate.exists():
+                time.sleep(0.01)
+            return readlink(link)
+
+        monkeypatch.setattr(heartbeat_module, "CONTROL_TIMEOUT", 0.05)
+        monkeypatch.setattr(heartbeat_module.os, "readlink", waiting)
+        return gate
+
+    def test_one_that_works(self, gate: Path, tmp_path: Path) -> None:
+        for beat in self.beats(tmp_path):
+            found = {beat.answer() for _ in range(3) if self.works(beat)}
+            assert found == {"busy"}
+            gate.unlink()
+            eventually(lambda beat=beat: beat.answer() == "serving")
+
+    def test_one_that_does_nothing(self, gate: Path, tmp_path: Path) -> None:
+        """Nothing is told of it until it answers again."""
+        for beat in self.beats(tmp_path):
+            eventually(lambda beat=beat: not select([beat.descriptor], [], [], 0.5)[0] or not beat.answer())
+            gate.unlink()
+            eventually(lambda beat=beat: beat.answer() == "serving")
+
+    def test_one_that_works_for_ever(
+        self, gate: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(heartbeat_module, "BUSY_LIMIT", 0.3)
+        for beat in self.beats(tmp_path):
+            eventually(lambda beat=beat: not self.works(beat, 0.5) or not beat.answer())
+            gate.unlink()
+
+    def beats(self, directory: Path) -> Iterator[Heartbeat]:
+        (directory / STATE_LINK).symlink_to("serving")
+        made = Heartbeat(str(directory), 0.02)
+        made.start()
+        yield made
+        made.end()
+
+    def works(self, beat: Heartbeat, patience: float = 10) -> bool:
+        """Use the CPU until there is an answer."""
+        deadline = time.monotonic() + patience
+        while time.monotonic() < deadline:
+            if select([beat.descriptor], [], [], 0)[0]:
+                return True
+        return False

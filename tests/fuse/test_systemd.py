@@ -22,7 +22,7 @@ from tests.fuse.harness import REAL_PROGRAM, ROOT, eventually, kprobefs, needs_f
 UNITS = ROOT / "systemd"
 SYSTEMD = Path("/usr/lib/systemd/systemd")
 MANAGER = Path(__file__).parent / "systemd_manager.sh"
-ISOLATED = "timeout -k 2 60 unshare -m -p -f -u -i -C --mount-proc --kill-child"
+ISOLATED = "timeout -k 2 150 unshare -m -p -f -u -i -C --mount-proc --kill-child"
 NAMESPACES = re.compile(
     r"^(?!PrivateMounts=no$|PrivateNetwork=|ProtectClock=|ProtectHostname=)"
     r"(Protect|Private|ReadOnly|ReadWrite|Inaccessible|Bind|Root|Temporary|Mount)\w*=",
@@ -298,6 +298,21 @@ class TestService:
         eventually(lambda: systemd.show(unit, "ActiveState") == "active", "it didn't come back")
         assert systemd.show(unit, "MainPID") != before
         assert "Linux version" in systemd.inside("cat", f"{directory}/machine/version").stdout
+        assert systemd.inside("systemctl", "stop", unit).returncode == 0
+
+    def test_a_daemon_that_is_busy_is_left_to_its_work(self, systemd: Manager) -> None:
+        """A call for longer than the watchdog waits, in a function that doesn't return."""
+        unit, directory = "kprobefs@run-works.service", "/run/works"
+        options = "Environment=KPROBEFS_OPTIONS=--limit=run_budget_ms=3000"
+        systemd.drop_in(unit, f"[Service]\nWatchdogSec=2\n{options}\n")
+        assert systemd.inside("systemctl", "start", unit).returncode == 0
+        before = systemd.show(unit, "MainPID")
+        systemd.inside(
+            "sh", "-c", f"(echo '_raw_spin_lock \"held\"' > {directory}/machine/call) > /dev/null 2>&1 &"
+        )
+        eventually(lambda: systemd.show(unit, "StatusText") == f"busy {directory}")
+        eventually(lambda: systemd.show(unit, "StatusText") == f"serving {directory}", patience=60)
+        assert (systemd.show(unit, "MainPID"), systemd.show(unit, "NRestarts")) == (before, "0")
         assert systemd.inside("systemctl", "stop", unit).returncode == 0
 
     def test_wrong_options_are_not_tried_again(self, systemd: Manager) -> None:
