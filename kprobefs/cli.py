@@ -393,7 +393,7 @@ def _mount(parsed: argparse.Namespace, build: Builder | None) -> int:
     from pathlib import Path
 
     from kprobefs import daemon, load, mount
-    from kprobefs.options import check_engine, check_state
+    from kprobefs.options import check_engine, check_state, runs_linux
 
     options = replace(
         _options(parsed, mount.resolve(parsed.directory)),
@@ -403,6 +403,9 @@ def _mount(parsed: argparse.Namespace, build: Builder | None) -> int:
     )
     check_engine(options)
     check_state(options)
+    if options.state is not None and runs_linux(options):
+        _complain_of(["--state: a distribution's kernel keeps none, nothing outlives the daemon"])
+        options = replace(options, state=None)
     log_file = Path(os.path.abspath(parsed.log)) if parsed.log else None
     builder = build or _builder(options)
     if parsed.foreground:

@@ -108,8 +108,6 @@ def check_engine(options: MountOptions, *, is_limited: bool = False) -> None:
         raise Failure("--engine native takes a kernel: --image vmlinuz, vmlinux, .deb or host", Exit.USAGE)
     if not runs_linux(options):
         return
-    if options.state is not None:
-        raise Failure("--state keeps what our own kernel records: it takes no distribution's", Exit.USAGE)
     if is_limited:
         raise Failure("a distribution's kernel takes no --limit: it has limits of its own", Exit.USAGE)
     if machine.arch != "x86_64" or machine.cpus != 1:

@@ -32,9 +32,11 @@ from emulated_kernel.vfs.core.node import Owner
 from emulated_kernel.vfs.trees.layout import RootLayout
 from kprobefs import journal, last_records, state
 from kprobefs.bench import FUNCTION
+from kprobefs.cli import main
 from kprobefs.contention import instructions_a_call
 from kprobefs.failure import Exit, Failure
 from kprobefs.last_records import array_places
+from kprobefs.options import MountOptions, build_kernel
 from kprobefs.power import LivingKernel
 from kprobefs.state import RETRY_PAUSE, KeptState
 from kprobefs.state_directory import ATTEMPTS, Attempts, StateDirectory
@@ -816,11 +818,18 @@ def test_kill_and_start_again(directory: Path, place: Path, layout: str) -> None
         assert not running.log.count("state in")
 
 
-def test_a_kernel_of_a_distribution_keeps_none(directory: Path, place: Path) -> None:
-    found = kprobefs("mount", "--state", str(place), "--engine", "native", "--image", "host", str(directory))
-    assert found.returncode == Exit.USAGE
-    assert found.stderr.count("\n") == 1
-    assert "--state keeps what our own kernel records" in found.stderr
+def test_a_kernel_of_a_distribution_keeps_none(
+    directory: Path, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is mounted all the same: the units name a state whatever the options are."""
+    served: list[MountOptions] = []
+    monkeypatch.setattr("kprobefs.daemon.run_in_foreground", lambda options, *_more: served.append(options))
+    kernel = ["--engine", "native", "--image", "host"]
+    assert main(["mount", "-f", "--state", str(place), *kernel, str(directory)], build_kernel) == Exit.OK
+    assert [options.state for options in served] == [None]
+    assert capsys.readouterr().err == (
+        "kprobefs: --state: a distribution's kernel keeps none, nothing outlives the daemon\n"
+    )
     assert not place.exists()
 
 
