@@ -178,9 +178,8 @@ class HitHandling:
         ctlblk.reset_current(kprobe)
 
     def _run_post_handler(self, kprobe: Kprobe, regs: Regs) -> None:
-        assert kprobe.post_handler is not None
         try:
-            kprobe.post_handler(kprobe, regs)
+            kprobe.run_post_handler(regs)
         except BaseException as error:
             self.report(kprobe, error)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Flag, auto
+from inspect import Parameter, signature
 from statistics import median
 from typing import Any
 
@@ -46,7 +47,7 @@ Regs = Any
 FailureReport = Callable[["Kprobe", BaseException], None]
 """Takes what a handler raised."""
 PreHandler = Callable[["Kprobe", Regs], int | None]
-PostHandler = Callable[["Kprobe", Regs], None]
+PostHandler = Callable[..., object]
 Emit = Callable[[ProgramBuilder, HitWay], bool]
 """Adds what the pre_handler does to a program; False, with nothing added, where it must run itself."""
 FaultHandler = Callable[["Kprobe", Regs, int], int | None]
@@ -96,7 +97,8 @@ class Kprobe:
     """A probe on one instruction: give `symbol_name` (and `offset`, bytes) or `addr`, never both.
 
     `pre_handler(kprobe, regs)` runs before the instruction; a true result means that it has set
-    regs.ip itself and the instruction is not run. `post_handler(kprobe, regs)` runs after it.
+    regs.ip itself and the instruction is not run. `post_handler(kprobe, regs)` runs after it; one that needs
+    a third argument gets Linux's flags, which are 0.
     Handlers run inside the guest's run and must not sleep: calling into the guest and (un)registering
     probes fails there with EDEADLK. One that raises counts as one that returned 0; see HitHandling.report.
     Mirrors: include/linux/kprobes.h:struct kprobe (v6.1).
@@ -121,6 +123,8 @@ class Kprobe:
     """Hits that were not handled because a handler was running."""
     failures: int = field(default=0, init=False)
     """Hits whose handler raised."""
+    takes_flags: bool = field(default=False, init=False, repr=False)
+    """The post_handler has a third argument; as of its registration."""
     flags: KprobeFlag = field(default=KprobeFlag.NONE, init=False)
     kind: str = field(default="k", init=False)
     """As kprobes/list shows it: `k` kprobe, `r` kretprobe, `j` jprobe."""
@@ -190,6 +194,13 @@ class Kprobe:
     def is_left_open(self) -> bool:
         """Whether a true result of the pre_handler isn't the hit's end."""
         return self.break_handler is not None
+
+    def run_post_handler(self, regs: Regs) -> None:
+        assert self.post_handler is not None
+        if self.takes_flags:
+            self.post_handler(self, regs, 0)
+        else:
+            self.post_handler(self, regs)
 
     def run_break_handler(self, regs: Regs) -> int | None:
         return self.break_handler(self, regs) if self.break_handler is not None else None
@@ -270,7 +281,7 @@ class AggregatorProbe(Kprobe):
     """Members that have one, disabled or not."""
     _pre_handlers: list[tuple[PreHandler, Kprobe]] | None = field(default=None, init=False, repr=False)
     """Those of enabled members; None: to be collected at the next hit, for thousands may change before."""
-    _post_handlers: list[tuple[PostHandler, Kprobe]] = field(default_factory=list, init=False, repr=False)
+    _with_post_handlers: list[Kprobe] = field(default_factory=list, init=False, repr=False)
 
     @property
     def is_optimized(self) -> bool:
@@ -327,9 +338,9 @@ class AggregatorProbe(Kprobe):
 
     def run_post_handlers(self, regs: Regs) -> None:
         self._collected()
-        for post_handler, member in self._post_handlers:
+        for member in self._with_post_handlers:
             try:
-                post_handler(member, regs)
+                member.run_post_handler(regs)
             except BaseException as error:
                 self.report(member, error)
 
@@ -369,8 +380,18 @@ class AggregatorProbe(Kprobe):
             self._pre_handlers = pre_handlers = [
                 (m.pre_handler, m) for m in enabled if m.pre_handler is not None
             ]
-            self._post_handlers = [(m.post_handler, m) for m in enabled if m.post_handler is not None]
+            self._with_post_handlers = [m for m in enabled if m.post_handler is not None]
         return pre_handlers
+
+
+def takes_flags(handler: PostHandler) -> bool:
+    """Whether a post_handler can't do without a third argument."""
+    try:
+        parameters = signature(handler).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    positional = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(it.kind in positional and it.default is Parameter.empty for it in parameters) == 3
 
 
 # One object each for all aggregators, whose own handlers they are.

@@ -16,7 +16,7 @@ from emulated_kernel.kprobes.ftrace import FtraceSites
 from emulated_kernel.kprobes.handlers.compiler import Compiler
 from emulated_kernel.kprobes.handlers.garbage import TextGarbage
 from emulated_kernel.kprobes.hit import HitHandling
-from emulated_kernel.kprobes.kprobe import AggregatorProbe, DetourBuffer, Kprobe, KprobeFlag
+from emulated_kernel.kprobes.kprobe import AggregatorProbe, DetourBuffer, Kprobe, KprobeFlag, takes_flags
 from emulated_kernel.kprobes.optimizer.djprobe import Djprobes
 from emulated_kernel.kprobes.optimizer.optimizer import Optimizer
 from emulated_kernel.kprobes.out_of_line import Breakpoints, Copies
@@ -116,6 +116,7 @@ class Kprobes:
         self._check_handlers(kprobe)
         given = kprobe.addr
         kprobe.addr, kprobe.nmissed, kprobe.failures = addr, 0, 0
+        kprobe.takes_flags = kprobe.post_handler is not None and takes_flags(kprobe.post_handler)
         kprobe.flags = KprobeFlag.DISABLED if kprobe.disabled else KprobeFlag.NONE
         if on_entry:
             kprobe.flags |= KprobeFlag.ON_FUNC_ENTRY

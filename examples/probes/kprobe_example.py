@@ -15,8 +15,8 @@ def before(kprobe: Kprobe, regs: Any) -> None:
     print(f"pre_handler: {kprobe.symbol_name}, ip = {regs.ip:#x}, flags = {regs.flags:#x}")
 
 
-def after(kprobe: Kprobe, regs: Any) -> None:
-    """The instruction has run, out of line."""
+def after(kprobe: Kprobe, regs: Any, _flags: int) -> None:
+    """The instruction has run, out of line; Linux passes 0 as the last argument, and so do we."""
     print(f"post_handler: {kprobe.symbol_name}, ip = {regs.ip:#x}, flags = {regs.flags:#x}")
 
 

@@ -323,3 +323,24 @@ def test_a_hit_that_is_abandoned_within_its_handler(kernel: Kernel) -> None:
     kernel.register_kprobes([probe, behind])
     assert [kernel.call("gcd", 12, 18) for _ in range(2)] == [6, 6]
     assert (probe.nmissed, behind.nmissed, ctlblk.running) == (0, 0, None)
+
+
+def test_post_handlers_that_take_flags_get_none_set(kernel: Kernel) -> None:
+    """Mirrors: kprobe_post_process (v6.1), which passes 0; alone, and with another probe at the place."""
+    seen: list[tuple[object, ...]] = []
+
+    class Owner:
+        def after(self, kprobe: Kprobe, _regs: object, flags: int) -> None:
+            seen.append((kprobe.symbol_name, flags))
+
+    def two(_kprobe: Kprobe, _regs: object, calls: list[tuple[object, ...]] = seen) -> None:
+        calls.append(("two",))
+
+    three = Kprobe(symbol_name="int_sqrt", post_handler=Owner().after)
+    other = Kprobe(symbol_name="int_sqrt", post_handler=two)
+    kernel.register_kprobe(three)
+    kernel.call("int_sqrt", 4)
+    kernel.register_kprobe(other)
+    kernel.call("int_sqrt", 9)
+    assert seen == [("int_sqrt", 0), ("two",), ("int_sqrt", 0)]
+    kernel.unregister_kprobes([three, other])
