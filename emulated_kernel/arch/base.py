@@ -11,6 +11,7 @@ from emulated_kernel.arch.analysis.disassembly import Disassembler
 from emulated_kernel.arch.analysis.frames import CFA, IP, Frame, FrameInsn
 from emulated_kernel.arch.analysis.region import Live, Region
 from emulated_kernel.arch.analysis.tables import ProbedTables
+from emulated_kernel.arch.program.assembly import Assembler
 from emulated_kernel.arch.program.ops import Fixup, HandlerCode, HostCall, Program
 from emulated_kernel.arch.verdict import Strategy, Verdict
 
@@ -172,6 +173,7 @@ class Arch(ABC):
     strategies: Mapping[str, Strategy[Any]]
     """The ways in which a jump can take a breakpoint's place, by name."""
     disassembler: Disassembler
+    assembler: Assembler
     call_link: str | None = None
     """The register that `relative_call` leaves the return address in; None: it is pushed."""
     general_registers: frozenset[str]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from time import perf_counter_ns
 
-from emulated_kernel.kprobes.kprobe import COSTS_KEPT, Kprobe
+from emulated_kernel.kprobes.kprobe import COSTS_KEPT, Kprobe, Regs
 
 
 class HitStatus(Enum):
@@ -32,9 +33,19 @@ class KprobeCtlblk:
     by_breakpoint: bool = False
     """The latest hit came by a breakpoint, whose entry Linux counts as an NMI."""
     cpu: int = 0
+    _asides: dict[int, tuple[Kprobe, int, Callable[[Kprobe, Regs], None]]] = field(default_factory=dict)
     _others: dict[int, tuple[Kprobe | None, HitStatus, list[tuple[Kprobe, HitStatus]], bool]] = field(
         default_factory=dict
     )
+
+    @property
+    def aside(self) -> tuple[Kprobe, int, Callable[[Kprobe, Regs], None]]:
+        """While the guest runs a part of a hit for Python: of which probe, and where and how it goes on."""
+        return self._asides[self.cpu]
+
+    @aside.setter
+    def aside(self, value: tuple[Kprobe, int, Callable[[Kprobe, Regs], None]]) -> None:
+        self._asides[self.cpu] = value
 
     @property
     def is_underway(self) -> bool:

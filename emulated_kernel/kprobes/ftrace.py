@@ -107,7 +107,7 @@ class FtraceSites:
         if (
             self._hits.on_call(kprobe, behind, frame)
             and self._calls.get(behind) is route
-            and kprobe.code is None
+            and kprobe.compiled is None
             and self._split_jumps.may_patch()
         ):
             self._compiler.keep_sample(kprobe, frame)
@@ -115,7 +115,7 @@ class FtraceSites:
 
     def compile_call(self, kprobe: Kprobe) -> None:
         """From the next hit on the site calls the handlers themselves, if they can be guest code."""
-        code = kprobe.code = self._compiler.call(kprobe, self.return_at)
+        code = kprobe.compiled = self._compiler.call(kprobe, self.return_at)
         kprobe.is_python = code is None
         if code is not None:
             self._redirect(kprobe.address, code.entry)
@@ -123,7 +123,7 @@ class FtraceSites:
     def drop_code(self, kprobe: Kprobe) -> None:
         """Let Python take the hits again, until the next one: what the handlers do has changed."""
         kprobe.is_python = False
-        code, kprobe.code = kprobe.code, None
+        code, kprobe.compiled = kprobe.compiled, None
         if code is not None:
             if kprobe.address in self._callers:
                 self._redirect(kprobe.address, self.trampoline)

@@ -8,6 +8,7 @@
     detour          set_current -> pre_handlers -> reset_current
     fentry call     set_current -> pre_handler -> post_handler -> reset_current
 
+Handlers in assembly are run by the guest before Python's: by a piece of code that comes back by a breakpoint.
 A hit while the CPU handles another one counts as missed, and runs the probed instruction alone.
 """
 
@@ -15,6 +16,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from emulated_kernel.abi import Vector
 from emulated_kernel.arch.base import Arch
@@ -25,7 +28,7 @@ from emulated_kernel.kprobes.kprobe import AggregatorProbe, CompiledCode, Kprobe
 from emulated_kernel.kprobes.profile import Profile, Stepper
 from emulated_kernel.kprobes.split_jumps import SplitJumps
 from emulated_kernel.machine.probed_machine import ProbedMachine
-from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault, Trap
+from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault, Trap, TrapKind
 
 _log = logging.getLogger(__name__)
 _OPTIMIZED = KprobeFlag.OPTIMIZED.value
@@ -77,6 +80,12 @@ class HitHandling:
             self.singlestep(kprobe, insn, regs, True)
             return
         ctlblk.set_current(kprobe, True)
+        if not kprobe.has_assembly or not self._run_aside(kprobe, regs, self._call_pre_handler):
+            self._call_pre_handler(kprobe, regs)
+
+    def _call_pre_handler(self, kprobe: Kprobe, regs: Regs) -> None:
+        ctlblk, insn = self.ctlblk, kprobe.insn
+        assert insn is not None
         pre_handler = kprobe.pre_handler
         if pre_handler is not None:
             if self._rewinds:
@@ -90,6 +99,32 @@ class HitHandling:
             except BaseException as error:
                 self.report(kprobe, error)
         self.singlestep(kprobe, insn, regs, False)
+
+    # With handlers in assembly
+
+    def _run_aside(
+        self, kprobe: Kprobe, regs: Regs, then: Callable[[Kprobe, Regs], None], *, in_frame: bool = False
+    ) -> bool:
+        """Let the guest run them, and come back to what Python does of the hit; False: there is no room.
+
+        `in_frame`: the probed code's registers are in a struct pt_regs, and sp is at it.
+        """
+        code = self._compiler.aside(kprobe, in_frame=in_frame)
+        if code is None:
+            count_missed(kprobe)
+            return False
+        self._machine.breakpoints[code.tail] = self._behind_aside
+        self.ctlblk.aside = kprobe, regs.ip, then
+        regs.ip = code.entry
+        return True
+
+    def _behind_aside(self, regs: Regs) -> None:
+        kprobe, regs.ip, then = self.ctlblk.aside
+        if self.in_clock_loop(kprobe.address):
+            with self._machine.clock.held():
+                then(kprobe, regs)
+        else:
+            then(kprobe, regs)
 
     def by_stub(self, kprobe: Kprobe, stub: CompiledCode) -> Callable[[Regs], None]:
         """The same where the handlers are guest code, which goes on at the instruction's copy.
@@ -204,9 +239,14 @@ class HitHandling:
             count_missed(kprobe)
             return False
         ctlblk.set_current(kprobe, False)
-        kprobe.run_all_pre_handlers(self.frame_at(regs.sp))
-        ctlblk.reset_current(kprobe)
+        if not kprobe.has_assembly or not self._run_aside(kprobe, regs, self._in_detour, in_frame=True):
+            self._in_detour(kprobe, regs)
         return True
+
+    def _in_detour(self, kprobe: Kprobe, regs: Regs) -> None:
+        assert isinstance(kprobe, AggregatorProbe)
+        kprobe.run_all_pre_handlers(self.frame_at(regs.sp))
+        self.ctlblk.reset_current(kprobe)
 
     # By a call
 
@@ -217,7 +257,13 @@ class HitHandling:
             count_missed(kprobe)
             return False
         ctlblk.set_current(kprobe, False)
-        pre_handler = kprobe.pre_handler
+        called = partial(self._called, kprobe, behind, frame)
+        if not kprobe.has_assembly or not self._run_aside(kprobe, self._machine.regs, called, in_frame=True):
+            called()
+        return True
+
+    def _called(self, kprobe: Kprobe, behind: int, frame: Regs, *_live: Any) -> None:
+        ctlblk, pre_handler = self.ctlblk, kprobe.pre_handler
         frame.ip = behind - self._call_size + self._seen_at
         try:
             leaves = pre_handler is not None and pre_handler(kprobe, frame)
@@ -231,13 +277,12 @@ class HitHandling:
                 self._run_post_handler(kprobe, frame)
                 frame.ip = behind
         ctlblk.reset_current(kprobe)
-        return True
 
     # Faults and interrupts
 
     def fix_fault(self, trap: Trap, regs: Regs) -> bool:
         """An exception while stepping: the end of a step by trap flag, or a fault that the original
-        instruction has to have caused.
+        instruction has to have caused; or of a handler that goes on too long.
 
         True: that, or the probe's fault_handler has dealt with it; the guest goes on where `regs` stands.
         False: the guest gets the fault, at the address where `regs` stands now.
@@ -247,6 +292,8 @@ class HitHandling:
         if target is not None and trap.vector != Vector.DEBUG:
             regs.ip = target
             return True
+        if trap.kind is TrapKind.BUDGET:
+            return False
         running = self.ctlblk.running
         if running is None or running.insn is None or running.insn.slot is None:
             return False
@@ -308,8 +355,8 @@ class HitHandling:
             trap = model.access_fault(regs.ip, error.address, write=error.write, present=False)
             if kprobe.run_fault_handler(regs, model.trap_number(trap)):
                 return
-        kprobe.failures += 1
-        self.note_failure(error, kprobe.address, is_first=kprobe.failures == 1)
+        kprobe.raised += 1
+        self.note_failure(error, kprobe.address, is_first=kprobe.raised == 1)
 
     def note_failure(self, error: BaseException, address: int, *, is_first: bool) -> None:
         """Keep what a handler raised for `take_failure`, and log it once a probe."""

@@ -14,6 +14,7 @@ from emulated_kernel.arch.analysis.reason import Finding
 from emulated_kernel.arch.analysis.region import Region
 from emulated_kernel.arch.base import Prepared
 from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
+from emulated_kernel.kprobes.assembled import AssembledHandler, Cells
 
 
 @dataclass(eq=False)
@@ -111,6 +112,12 @@ class Kprobe:
     post_handler: PostHandler | None = None
     program: Emit | None = None
     """The pre_handler as guest code; see Kprobes.handler_changed."""
+    code: str | None = None
+    """A handler in assembly, which runs as guest code in front of the others; see Assembler.
+
+    It changes no register of the probed code. A name in place of an address is one of `cells`. An
+    instruction that faults ends it, and counts in `failures`.
+    """
     fault_handler: FaultHandler | None = None
     """Kernels before 5.14; see HitHandling.fix_fault."""
     break_handler: BreakHandler | None = None
@@ -121,8 +128,13 @@ class Kprobe:
     """Register it disabled (KPROBE_FLAG_DISABLED)."""
     hits_missed: int = field(default=0, init=False, repr=False)
     """Hits that were not handled because a handler was running."""
-    failures: int = field(default=0, init=False)
-    """Hits whose handler raised."""
+    raised: int = field(default=0, init=False)
+    """Hits whose handler in Python raised; once it is unregistered, those as well whose code faulted."""
+    _cells: Cells | None = field(default=None, init=False, repr=False)
+    assembled: AssembledHandler | None = field(default=None, init=False, repr=False)
+    """The `code` of a registered probe."""
+    has_assembly: bool = field(default=False, init=False, repr=False)
+    """Whether it has some, or probes that it stands for."""
     takes_flags: bool = field(default=False, init=False, repr=False)
     """The post_handler has a third argument; as of its registration."""
     flags: KprobeFlag = field(default=KprobeFlag.NONE, init=False)
@@ -136,7 +148,7 @@ class Kprobe:
     """What its line in kprobes/list begins with, in the kernel proper, where it never changes."""
     stub: CompiledCode | None = field(default=None, init=False, repr=False)
     """The handler that a hit by a breakpoint is sent to."""
-    code: CompiledCode | None = field(default=None, init=False, repr=False)
+    compiled: CompiledCode | None = field(default=None, init=False, repr=False)
     """The compiled handler that the jump or call in the text reaches; None: it traps."""
     sample: dict[str, int] | None = field(default=None, init=False, repr=False)
     """Registers at the hit before its handler was compiled."""
@@ -165,11 +177,39 @@ class Kprobe:
         assert self.addr is not None, "a probe has no address before it is registered"
         return GuestAddr(self.addr)
 
+    def attach_assembly(self, assembled: AssembledHandler) -> None:
+        """It is registered; without handlers of another kind its program has nothing but this."""
+        self.assembled, self.has_assembly = assembled, True
+        if self.pre_handler is None:
+            self.pre_handler, self.program = _nothing_else, _no_program
+
+    @property
+    def failures(self) -> int:
+        """Hits one of whose handlers raised or faulted, since it was registered."""
+        return self.raised + (0 if self.assembled is None else self.assembled.faults)
+
+    @failures.setter
+    def failures(self, value: int) -> None:
+        self.raised = value
+
+    @property
+    def cells(self) -> Cells:
+        """What `code` reads and writes by name."""
+        if self._cells is None:
+            self._cells = Cells()
+        return self._cells
+
     def emit(self, builder: ProgramBuilder, way: HitWay) -> bool:
         """Add what is done at a hit to a program; False where it takes Python."""
         if self.program is None or self.post_handler is not None:
             return False
+        self.emit_assembly(builder)
         return self.program(builder, way)
+
+    def emit_assembly(self, builder: ProgramBuilder) -> None:
+        """Add the handlers in assembly alone."""
+        if self.assembled is not None:
+            self.assembled.emit(builder)
 
     @property
     def has_program(self) -> bool:
@@ -279,6 +319,7 @@ class AggregatorProbe(Kprobe):
     enabled_members: int = field(default=0, init=False, repr=False)
     _with_post_handler: int = field(default=0, init=False, repr=False)
     """Members that have one, disabled or not."""
+    _with_assembly: int = field(default=0, init=False, repr=False)
     _pre_handlers: list[tuple[PreHandler, Kprobe]] | None = field(default=None, init=False, repr=False)
     """Those of enabled members; None: to be collected at the next hit, for thousands may change before."""
     _with_post_handlers: list[Kprobe] = field(default_factory=list, init=False, repr=False)
@@ -298,6 +339,10 @@ class AggregatorProbe(Kprobe):
         if self.post_handler is not None:
             return False
         return all(member.emit(builder, way) for _, member in self._collected())
+
+    def emit_assembly(self, builder: ProgramBuilder) -> None:
+        for _, member in self._collected():
+            member.emit_assembly(builder)
 
     @property
     def may_compile(self) -> bool:
@@ -350,6 +395,7 @@ class AggregatorProbe(Kprobe):
         member.aggregator = self
         self.enabled_members += not member.is_disabled
         self._with_post_handler += member.post_handler is not None
+        self._with_assembly += member.has_assembly
         if member.break_handler is not None:
             self.break_handler = member.break_handler
 
@@ -359,6 +405,7 @@ class AggregatorProbe(Kprobe):
         member.aggregator = None
         self.enabled_members -= not member.is_disabled
         self._with_post_handler -= member.post_handler is not None
+        self._with_assembly -= member.has_assembly
         if member.break_handler is not None:
             self.break_handler = None
 
@@ -369,6 +416,7 @@ class AggregatorProbe(Kprobe):
         optimization, disabled or not.
         """
         self._pre_handlers = None
+        self.has_assembly = self._with_assembly > 0
         self.pre_handler = _run_pre_handlers
         self.post_handler = _run_post_handlers if self._with_post_handler else None
 
@@ -392,6 +440,15 @@ def takes_flags(handler: PostHandler) -> bool:
         return False
     positional = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
     return sum(it.kind in positional and it.default is Parameter.empty for it in parameters) == 3
+
+
+def _nothing_else(_kprobe: Kprobe, _regs: Regs) -> None:
+    """The pre_handler in Python of a probe that has one in assembly alone."""
+
+
+def _no_program(_builder: ProgramBuilder, _way: HitWay) -> bool:
+    """And what is made of that."""
+    return True
 
 
 # One object each for all aggregators, whose own handlers they are.

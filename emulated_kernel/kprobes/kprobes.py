@@ -12,6 +12,7 @@ from emulated_kernel.arch.base import Arch
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes import report
 from emulated_kernel.kprobes.arming import Arming
+from emulated_kernel.kprobes.assembled import AssembledHandler
 from emulated_kernel.kprobes.ftrace import FtraceSites
 from emulated_kernel.kprobes.handlers.compiler import Compiler
 from emulated_kernel.kprobes.handlers.garbage import TextGarbage
@@ -55,6 +56,7 @@ class Kprobes:
         self._bits = arch.bits
         self.table = table = ProbeTable(arch.bits)
         """The probes by address, and whether they are armed."""
+        self._assembler, self._records = arch.assembler, machine.records
         self._slot_size = arch.max_insn_size
         strategy = arch.strategy(profile.strategies) if profile.optimizer else None
         self.verdict = verdict = arch.verdict(image, strategy, ftrace=profile.ftrace)
@@ -103,8 +105,8 @@ class Kprobes:
         """Register a probe, and arm it unless it is disabled or all probes are disarmed.
 
         Raises: KernelError EINVAL (contradicting place, registered already, blacklisted, not text),
-        ENOENT (unknown symbol or outside of any), EILSEQ (not at an instruction), ENOMEM.
-        Mirrors: kernel/kprobes.c:register_kprobe (v6.1).
+        ENOENT (unknown symbol or outside of any), EILSEQ (not at an instruction), ENOMEM; EINVAL for code
+        that can't be assembled. Mirrors: kernel/kprobes.c:register_kprobe (v6.1).
         """
         self.lock.assert_held()
         addr, on_entry = self.locate(kprobe)
@@ -115,7 +117,7 @@ class Kprobes:
             raise KernelError(refused.errno, refused.text)
         self._check_handlers(kprobe)
         given = kprobe.addr
-        kprobe.addr, kprobe.nmissed, kprobe.failures = addr, 0, 0
+        kprobe.addr, kprobe.nmissed, kprobe.raised = addr, 0, 0
         kprobe.takes_flags = kprobe.post_handler is not None and takes_flags(kprobe.post_handler)
         kprobe.flags = KprobeFlag.DISABLED if kprobe.disabled else KprobeFlag.NONE
         if on_entry:
@@ -123,10 +125,26 @@ class Kprobes:
         if addr in self.verdict.fentry:
             kprobe.flags |= KprobeFlag.FTRACE
         try:
+            if kprobe.code is not None:
+                self._assemble(kprobe, kprobe.code)
             self._insert(kprobe)
         except KernelError:
             kprobe.addr = given
+            self._forget_assembly(kprobe)
             raise
+
+    def _assemble(self, kprobe: Kprobe, text: str) -> None:
+        kprobe.attach_assembly(AssembledHandler(text, self._assembler, self._records, kprobe.cells))
+
+    def _forget_assembly(self, kprobe: Kprobe) -> None:
+        """Its code was dropped, and the cells live as long as a CPU may be in some of what was dropped."""
+        assembled = kprobe.assembled
+        if assembled is None:
+            return
+        kprobe.cells.detach()
+        kprobe.raised += assembled.faults
+        kprobe.assembled, kprobe.has_assembly = None, False
+        self.garbage.add((0, 0), assembled.free)
 
     def _check_handlers(self, kprobe: Kprobe) -> None:
         """Raises: KernelError EOPNOTSUPP for what this kernel's struct kprobe doesn't have."""
@@ -182,6 +200,7 @@ class Kprobes:
         else:
             self.table.remove(head)
             self._copies.release(head)
+        self._forget_assembly(kprobe)
         if kprobe.symbol_name is not None:
             # Linux keeps it, and refuses to register the structure again until its owner has cleared it.
             kprobe.addr = None

@@ -130,7 +130,7 @@ class TrapRoutes:
             self.hits.on_detour(kprobe, regs)
             and self.breakpoints.get(trap) is route
             and kprobe.is_patched
-            and kprobe.code is None
+            and kprobe.compiled is None
             and self._split_jumps.may_patch()
         ):
             self._compiler.keep_sample(kprobe, self.hits.frame_at(regs.sp))
@@ -139,7 +139,7 @@ class TrapRoutes:
     def compile_detour(self, kprobe: AggregatorProbe) -> None:
         """Point the jump to a detour with the handlers compiled in, where they can be."""
         code, detour = self._compiler.detour(kprobe), kprobe.detour
-        kprobe.code = code
+        kprobe.compiled = code
         kprobe.is_python = code is None
         if code is not None:
             assert detour is not None
@@ -147,14 +147,16 @@ class TrapRoutes:
 
     def drop_code(self, kprobe: Kprobe) -> None:
         """Let Python take the hits again, until the next one: what the handlers do has changed."""
+        if self._compiler.asides:
+            self._compiler.drop_asides(kprobe)
         if kprobe.is_ftrace and self._sites is not None:
             self._sites.drop_code(kprobe)
             return
         kprobe.is_python = False
         self._drop_stub(kprobe)
-        if kprobe.code is None:
+        if kprobe.compiled is None:
             return
-        code, kprobe.code = kprobe.code, None
+        code, kprobe.compiled = kprobe.compiled, None
         if isinstance(kprobe, AggregatorProbe) and kprobe.is_patched:
             assert kprobe.detour is not None
             self._poker.replace(kprobe.address, kprobe.detour.jump)

@@ -26,6 +26,9 @@ unregistered
 int_sqrt returned 12 and took \d+ ns of the guest's time
 unregistered; 0 instances missed
 """,
+    "assembly_example.py": r"""roots \[9, 12, 3\], by ftrace
+3 hits, the largest argument 144
+""",
     "djprobe_example.py": r"""int_sqrt: a region of \d+ bytes, boosted before the commit
 strlen: a region of \d+ bytes, boosted before the commit
 int_sqrt: optimized behind it
@@ -50,6 +53,11 @@ def test_all_of_them_are_tried() -> None:
 @pytest.mark.parametrize("name", EXPECTED)
 def test_an_example_prints_what_happened(name: str) -> None:
     assert re.fullmatch(EXPECTED[name], printed(name))
+
+
+@pytest.mark.parametrize("arch", ["i386", "riscv64"])
+def test_assembly_of_another_architecture(arch: str) -> None:
+    assert re.fullmatch(EXPECTED["assembly_example.py"], printed("assembly_example.py", "--arch", arch))
 
 
 def test_another_function_s_returns() -> None:

@@ -14,8 +14,9 @@ import pytest
 from tests.project.readme import README, Step, blocks, normalise, steps
 
 KPROBEFS = Path(sys.executable).with_name("kprobefs")
-EXAMPLES, FIRST, OWN = (
-    README.parent / "docs" / name for name in ("examples.md", "first-probe.md", "own-kernel.md")
+EXAMPLES, FIRST, OWN, ASSEMBLY = (
+    README.parent / "docs" / name
+    for name in ("examples.md", "first-probe.md", "own-kernel.md", "assembly.md")
 )
 SESSIONS = [
     # Pages go on from block to block; each example has a mount of its own.
@@ -88,8 +89,9 @@ def test_it_begins_with_what_a_new_user_does() -> None:
         )
 
 
-def test_the_python_example_runs() -> None:
-    (example,) = blocks("python")
+@pytest.mark.parametrize("page", [README, ASSEMBLY], ids=lambda page: page.stem)
+def test_the_python_example_runs(page: Path) -> None:
+    (example,) = blocks("python", page)
     done = subprocess.run(
         [sys.executable, "-c", example],
         capture_output=True,

@@ -16,7 +16,14 @@ BIT_TESTS = (Condition.ANY_BIT, Condition.NO_BIT)
 
 def registers_read(program: Program) -> frozenset[str]:
     """The pt_regs names that a program asks for."""
-    return frozenset([op.name for op in program if type(op) is ir.GetRegister])
+    by_assembly = (op.assembly.reads for op in program if type(op) is ir.RunAssembly)
+    return frozenset([op.name for op in program if type(op) is ir.GetRegister]).union(*by_assembly)
+
+
+def overwritten_by_assembly(program: Program) -> frozenset[str]:
+    """The pt_regs names of what is written by machine code that is part of a program."""
+    written: frozenset[str] = frozenset()
+    return written.union(*(op.assembly.writes for op in program if type(op) is ir.RunAssembly))
 
 
 def cost(name: str, live: Collection[str], reads: Collection[str]) -> int:
@@ -62,6 +69,8 @@ class Lowering(ABC):
         self.slots: set[int] = set()
         """Numbers of what is read as it was at the hit."""
         self.blocks: list[Block] = []
+        self._by_assembly: frozenset[int] = frozenset()
+        """What assembly writes to, which holds no probed code's value for certain."""
         self._start(Block())
         self.labels: dict[int, int] = {}
         """Numbers of labels to indices of blocks."""
@@ -69,7 +78,7 @@ class Lowering(ABC):
     @property
     def used(self) -> frozenset[int]:
         """Registers that the program writes to."""
-        return frozenset(self._real.values())
+        return self._by_assembly.union(self._real.values())
 
     @abstractmethod
     def _load_immediate(self, register: int, value: int) -> None: ...
@@ -87,6 +96,17 @@ class Lowering(ABC):
         self.blocks.append(block)
         self._block = block
         self._code = block.code
+
+    @abstractmethod
+    def _restore_for_assembly(self, name: str) -> None:
+        """Let a register have its value at the hit again, if it hasn't."""
+
+    def _run_assembly(self, op: ir.RunAssembly) -> None:
+        for name in sorted(op.assembly.reads):
+            self._restore_for_assembly(name)
+        start = len(self._code)
+        self._block.accesses += [(start + at, op.on_fault.number) for at in op.assembly.starts]
+        self._code += op.assembly.code
 
     def _set_immediate(self, op: ir.SetImmediate) -> None:
         self._load_immediate(self._real[op.dst], op.value)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import dataclass_transform
 
+from emulated_kernel.arch.program.assembly import Assembly
+
 NR_VREGS = 7
 """Virtual registers are numbered 0 to 6; each holds a word, undefined before it is first set.
 
@@ -289,6 +291,16 @@ class CallHost(Op):
 
     number: int
     label: Label
+
+
+class RunAssembly(Op):
+    """Run machine code on the registers of the probed code, as they were at the hit, or go to the label.
+
+    It does that where it faults. Virtual registers are undefined behind it and at the label.
+    """
+
+    assembly: Assembly
+    on_fault: Label
 
 
 class JumpTo(Op):

@@ -21,6 +21,7 @@ from emulated_kernel.arch.program.ops import HandlerCode, Program
 from emulated_kernel.arch.riscv import assemble, frame, frames
 from emulated_kernel.arch.riscv import detour as detours
 from emulated_kernel.arch.riscv import prepare as out_of_line
+from emulated_kernel.arch.riscv.assembler import RiscvAssembler
 from emulated_kernel.arch.riscv.handler_code import RiscvReturnCode, Target, handler_code
 from emulated_kernel.arch.riscv.insn import RVI_SIZE, T0, ZERO, decode_all
 from emulated_kernel.arch.riscv.verdict import STRATEGIES, RiscvVerdict
@@ -38,6 +39,7 @@ class Riscv(Arch):
     call_size = assemble.LONG_JUMP_SIZE
     call_link = "t0"
     strategies = MappingProxyType(STRATEGIES)
+    assembler = RiscvAssembler()
     return_size = RVI_SIZE
     max_repetition = 128
     max_detour = detours.MAX_DETOUR

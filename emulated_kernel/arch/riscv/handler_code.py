@@ -26,7 +26,7 @@ from emulated_kernel.arch.riscv.assemble import (
 )
 from emulated_kernel.arch.riscv.detour import RETURN_FROM_FRAME, RETURN_ROOM
 from emulated_kernel.arch.riscv.frame import WORD
-from emulated_kernel.arch.riscv.insn import RA, REGISTER_NAMES, SP, T0, ZERO
+from emulated_kernel.arch.riscv.insn import RA, SP, T0, ZERO
 from emulated_kernel.arch.riscv.lowering import (
     LEAVING,
     NUMBERS,
@@ -91,7 +91,9 @@ def _save_live(body: RiscvLowering, live: Live, above: int = 0) -> tuple[bytes, 
     `above`: bytes on the stack that the probed code doesn't know of.
     """
     used = body.used
-    restored = [number for number in sorted(used) if REGISTER_NAMES[number] in live.registers]
+    # A handler that an fentry site calls returns by t0; other ops than assembly leave it alone.
+    kept = {NUMBERS[name] for name in live.registers} | {T0}
+    restored = [number for number in sorted(used) if number in kept]
     reads = sorted((body.slots & used).difference(restored))
     saved = [*restored, *reads]
     size = -(-WORD * len(saved) // _STACK_ALIGN) * _STACK_ALIGN

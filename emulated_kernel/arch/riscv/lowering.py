@@ -8,7 +8,14 @@ from functools import lru_cache
 from emulated_kernel.arch.analysis.region import Live
 from emulated_kernel.arch.program import ops as ir
 from emulated_kernel.arch.program.code_layout import Block, Encoding
-from emulated_kernel.arch.program.lowering import BIT_TESTS, Assignment, Lowering, cost, registers_read
+from emulated_kernel.arch.program.lowering import (
+    BIT_TESTS,
+    Assignment,
+    Lowering,
+    cost,
+    overwritten_by_assembly,
+    registers_read,
+)
 from emulated_kernel.arch.program.ops import Arithmetic, Condition, Program
 from emulated_kernel.arch.riscv import assemble as asm
 from emulated_kernel.arch.riscv.assemble import BranchFunct3, fits_12, load, set_register, store
@@ -107,6 +114,7 @@ class RiscvLowering(Lowering):
         written = {NUMBERS[op.name] for op in program if type(op) is ir.SetRegister}
         order = tuple(number for number in order if number not in written)
         super().__init__(Assignment(order, set()), constants, breakpoint_, before_host)
+        self._by_assembly = frozenset(NUMBERS[name] for name in overwritten_by_assembly(program))
         self._far = far
         self._in_frame = live is None
         self._lower(program)
@@ -149,6 +157,9 @@ class RiscvLowering(Lowering):
             self.slots.add(number)
             self._block.slots.append((len(self._code), number))
             self._code += asm.lui(dst, 0)
+
+    def _restore_for_assembly(self, name: str) -> None:
+        self._read_register(NUMBERS[name], name)
 
     def _set_register(self, op: ir.SetRegister) -> None:
         """The program uses it for nothing else."""

@@ -22,6 +22,7 @@ from emulated_kernel.arch.verdict import Strategy
 from emulated_kernel.arch.x86 import detour as detours
 from emulated_kernel.arch.x86 import frames
 from emulated_kernel.arch.x86 import prepare as out_of_line
+from emulated_kernel.arch.x86.assembler import X86Assembler
 from emulated_kernel.arch.x86.decode import decode_all
 from emulated_kernel.arch.x86.emulate import REGISTER_NAMES, TF
 from emulated_kernel.arch.x86.frame import FRAME_32, FRAME_64, RegsFrame
@@ -116,6 +117,7 @@ class X86_64(X86):
     return_regs = ("ax", "dx", "bp")
     pt_regs = FRAME_64.pt_regs
     disassembler = Disassembler("CS_ARCH_X86", "CS_MODE_64", width=30)
+    assembler = X86Assembler(64)
     returns = X86ReturnCode(FRAME_64, "ax dx bx bp r12 r13 r14 r15")
     kept_by_calls = frozenset(["bx", "bp", "r12", "r13", "r14", "r15"])
     trampoline_slot = -8
@@ -140,6 +142,7 @@ class I386(X86):
     return_regs = ("ax", "dx", "bp")
     pt_regs = FRAME_32.pt_regs
     disassembler = Disassembler("CS_ARCH_X86", "CS_MODE_32", width=30)
+    assembler = X86Assembler(32)
     returns = X86ReturnCode(FRAME_32, "ax dx bx bp si di")
     kept_by_calls = frozenset(["bx", "bp", "si", "di"])
     trampoline_slot = -4

@@ -9,7 +9,14 @@ from struct import Struct
 from emulated_kernel.arch.analysis.region import Live
 from emulated_kernel.arch.program import ops as ir
 from emulated_kernel.arch.program.code_layout import Block, Encoding
-from emulated_kernel.arch.program.lowering import BIT_TESTS, Assignment, Lowering, cost, registers_read
+from emulated_kernel.arch.program.lowering import (
+    BIT_TESTS,
+    Assignment,
+    Lowering,
+    cost,
+    overwritten_by_assembly,
+    registers_read,
+)
 from emulated_kernel.arch.program.ops import Arithmetic, Condition, Program
 from emulated_kernel.arch.x86 import assemble as asm
 from emulated_kernel.arch.x86.assemble import (
@@ -129,6 +136,8 @@ def _overwrites_flags(program: Program, encoder: Encoder) -> bool:
             return True
         if isinstance(op, ir.Compute | ir.ComputeImmediate) and op.op is not Arithmetic.ADD:
             return True
+        if isinstance(op, ir.RunAssembly) and op.assembly.writes_flags:
+            return True
         if kind is ir.AddToPerCpu and encoder.bits == 32:
             return True
     return False
@@ -174,7 +183,9 @@ class X86Lowering(Lowering):
         registers = live.registers if live is not None else _NONE
         order = _preference(encoder.bits, registers, self.reads, overwrites)
         lost = set(NUMBERS.values()) if overwritten else {AX} if overwrites else set()
-        super().__init__(Assignment(order, lost), constants, asm.INT3, before_host)
+        by_assembly = frozenset(NUMBERS[name] for name in overwritten_by_assembly(program))
+        super().__init__(Assignment(order, lost | by_assembly), constants, asm.INT3, before_host)
+        self._by_assembly = by_assembly
         self._lower(program)
 
     # Pieces of code
@@ -210,6 +221,12 @@ class X86Lowering(Lowering):
             self._code += self._encoder.move(dst, number)
         else:
             self._read_slot(dst, number)
+
+    def _restore_for_assembly(self, name: str) -> None:
+        number = NUMBERS[name]
+        if not self._holds_original(number):
+            self._by_assembly |= {number}
+            self._read_slot(number, number)
 
     def _holds_original(self, number: int) -> bool:
         """Whether a register has the probed code's value here, whatever way led here."""

@@ -340,7 +340,7 @@ class Executive:
             trap = self._run_cpu(budget)
             if trap is None:
                 return None
-            budget = None
+            was, budget = budget, None
             if trap.kind is TrapKind.BUDGET:
                 overdue += 1
                 if not self._machine.stops_exactly:
@@ -349,6 +349,8 @@ class Executive:
                     self._die(f"it looped at {trap.address:#x}, after {MAX_WATCHDOGS} interrupts as well")
                 elif self._may_interrupt():
                     self._deliver(Vector.WATCHDOG)
+                    budget = AFTER_WATCHDOG
+                elif was == OVERDUE and self._ends_handler(trap):
                     budget = AFTER_WATCHDOG
                 else:
                     overdue -= 1 - OVERDUE
@@ -365,6 +367,11 @@ class Executive:
             else:
                 return self._stopped_otherwise(trap)
         return None
+
+    def _ends_handler(self, trap: Trap) -> bool:
+        """A probe's handler that never ends is over, as if it had faulted there; False where it can't be."""
+        hook = self._machine.fault_hook
+        return hook is not None and hook(trap, self._machine.regs)
 
     def _stopped_otherwise(self, trap: Trap) -> None:
         """A panic, which the guest has logged, or an exception that can't be delivered."""

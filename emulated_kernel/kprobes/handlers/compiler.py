@@ -53,6 +53,8 @@ class Compiler:
         """Address of an access that may fault to where the CPU goes on then."""
         self.codes: dict[CompiledCode, None] = {}
         """All that there is, what waits to be freed too, in the order of its making."""
+        self.asides: dict[tuple[Kprobe, bool], CompiledCode] = {}
+        """By probe, and whether registers are in a frame."""
         self._garbage = garbage
 
     def contains(self, address: int) -> bool:
@@ -81,6 +83,32 @@ class Compiler:
         if code is not None:
             code.target = target
             code.tail = code.address + code.size - len(breakpoint_)
+        return code
+
+    def aside(self, head: Kprobe, *, in_frame: bool) -> CompiledCode | None:
+        """The handlers in assembly alone, for hits that Python handles; None where there is no room for it.
+
+        It ends in a breakpoint, `CompiledCode.tail`, which is the caller's. `in_frame`: registers are saved
+        in a struct pt_regs already, which sp is at.
+        """
+        made = self.asides.get((head, in_frame))
+        if made is not None:
+            return made
+        builder = ProgramBuilder()
+        head.emit_assembly(builder)
+        returns, breakpoint_ = self._arch.returns, self._arch.breakpoint
+        assert returns is not None
+        handler = (
+            returns.handler(builder.program(), saves_all=True)
+            if in_frame
+            else self._handler(builder, head.address)
+        )
+        code = self._write(
+            builder, handler, len(breakpoint_), lambda handler, _at: Detour.compiled(handler, breakpoint_)
+        )
+        if code is not None:
+            code.tail = code.address + code.size - len(breakpoint_)
+            self.asides[head, in_frame] = code
         return code
 
     def call(self, head: Kprobe, ret: int) -> CompiledCode | None:
@@ -194,6 +222,13 @@ class Compiler:
         return code
 
     # Freeing
+
+    def drop_asides(self, kprobe: Kprobe) -> None:
+        """What the handlers in assembly are has changed."""
+        for in_frame in (False, True):
+            code = self.asides.pop((kprobe, in_frame), None)
+            if code is not None:
+                self.retire(code)
 
     def retire(self, code: CompiledCode) -> None:
         """Nothing jumps to it any more; CPUs in it still go on to slots, detours and trampolines."""

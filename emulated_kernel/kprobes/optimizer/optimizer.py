@@ -307,7 +307,7 @@ class Optimizer:
         """The executable memory of a probe."""
         yield from self._slot_of(probe)
         detour = probe.detour if isinstance(probe, AggregatorProbe) else None
-        for code in (detour, probe.stub, probe.code):
+        for code in (detour, probe.stub, probe.compiled):
             if code is not None:
                 yield code.address, code.address + code.size
 

@@ -170,8 +170,8 @@ class _EventStats:
         if kprobe.is_gone:
             return _GONE
         head = self._kprobes.table.valid(kprobe)
-        if head is not None and head.code is not None:
-            return self._disassembly(head.code.address, head.code.size)
+        if head is not None and head.compiled is not None:
+            return self._disassembly(head.compiled.address, head.compiled.size)
         stub = None if head is None else head.stub
         handler = "" if stub is None else self._disassembly(stub.address, stub.size) + "\n"
         return handler + self._copy(kprobe)
@@ -200,12 +200,12 @@ class _EventStats:
     def _cost_of(self, probe: TraceKprobe, kprobe: Kprobe) -> str:
         """Hits, and the ns of one: of the latest where Python sees its end, else measured beside it."""
         head = self._kprobes.table.valid(kprobe)
-        if head is None or (head.code is None and head.stub is None):
+        if head is None or (head.compiled is None and head.stub is None):
             return kprobe.cost.text(probe.hits)
-        traps = 0 if head.code is not None else self._kprobes.hits.stub_traps(head)
+        traps = 0 if head.compiled is not None else self._kprobes.hits.stub_traps(head)
         if traps > 1:
             return f"{kprobe.cost.text(probe.hits)}, {traps} traps"
-        way = HitWay.BREAKPOINT if head.code is None else HitWay.CALL if head.is_ftrace else HitWay.JUMP
+        way = HitWay.BREAKPOINT if head.compiled is None else HitWay.CALL if head.is_ftrace else HitWay.JUMP
         costs = self._kernel.tracing.handler_costs
         cost = None if costs is None else costs.median_ns(probe, head, way)
         text = f"hits {probe.hits}" + ("" if cost is None else f" median {cost:.1f} ns")

@@ -135,8 +135,8 @@ class CompiledPlace(Place):
         """What the first hit by the jump does; it is no run of this machine, so that others can go on."""
         with enabled(self.compiler):
             self.kernel.kprobes.routes.compile_detour(self.head)
-        assert self.head.code is not None
-        self.codes.append(self.head.code)
+        assert self.head.compiled is not None
+        self.codes.append(self.head.compiled)
 
     def _change(self) -> None:
         self.kernel.kprobes.handler_changed(self.probe)
@@ -168,7 +168,7 @@ class CompiledPlace(Place):
         return super()._jumps() | self._code_jumps()
 
     def _code_jumps(self) -> dict[bytes, int]:
-        codes = {*self.codes, *([self.head.code] if self.head.code is not None else [])}
+        codes = {*self.codes, *([self.head.compiled] if self.head.compiled is not None else [])}
         jump, buffer = self.kernel.arch.detour_jump, self._buffer()
         return {jump(buffer.region, code.entry): code.entry for code in codes}
 

@@ -212,8 +212,8 @@ class Optimizing(OnKernel):
                 behind.update(range(head.address + 1, head.address + size))
                 # What is hit often enough has its handlers in guest code, to which the jump leads then.
                 jump = head.detour.jump
-                if head.code is not None:
-                    jump = arch.detour_jump(head.detour.region, head.code.entry)
+                if head.compiled is not None:
+                    jump = arch.detour_jump(head.detour.region, head.compiled.entry)
                 assert text.current(head.address, len(jump)) == jump
             elif self.kprobes.table.is_armed(head):
                 assert text.current(head.address, len(expected)) == expected

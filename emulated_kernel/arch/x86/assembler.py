@@ -1,0 +1,245 @@
+"""Handlers in assembly on x86: keystone makes each instruction, iced says what it does, and joins them.
+
+Intel's syntax. Keystone reads numbers without a prefix as hexadecimal, drops what is added to a symbol, and
+cuts numbers that don't fit: it is given neither symbols nor decimal numbers, and what it makes is looked at.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Any, cast
+
+from emulated_kernel.arch.program.assembly import Assembler, Assembly, SourceText, Statement, cell_offset
+from emulated_kernel.arch.x86.assemble import is_signed, signed
+from emulated_kernel.arch.x86.emulate import REGISTER_NAMES
+from emulated_kernel.arch.x86.liveness import register_numbers
+
+_NAME = re.compile(r"(?<![\w.$])[A-Za-z_.$][\w.$]*")
+_NUMBER = re.compile(r"(?<![\w.$])(0[xX][0-9a-fA-F]+|0[bB][01]+|\d+)(?![\w.$])")
+_MEMORY = re.compile(r"(?:\b\w\w\s*:\s*)?\[([^][]*)\]")
+_CELL = re.compile(r"\s*([A-Za-z_.$][\w.$]*)\s*(?:([-+])\s*(\w+)\s*)?")
+_BRANCH = re.compile(r"(\w+)\s+([A-Za-z_.$][\w.$]*)")
+_LAST_NUMBER = re.compile(r",\s*(-?)\s*(0x[0-9a-f]+)$")
+_REGISTER = re.compile(
+    r"[re]?([abcd]x|[sd]i|[sb]p|ip)|[abcd][hl]|(si|di|sp|bp)l|r\d+[dwb]?|[c-gs]s|[cd]r\d+|st|[xyz]?mm\d+"
+)
+_IP = re.compile(r"(?i)\b[re]?ip\b")
+_FEATURES = (
+    "INTEL8086", "INTEL186", "INTEL286", "INTEL386", "INTEL486", "X64", "CX8", "CMPXCHG16B", "CMOV", "POPCNT",
+    "MULTIBYTENOP", "PAUSE",
+)  # fmt: skip
+_STRIDE = 32
+_BASE = 1 << 20
+"""Where statements are assembled, each so many bytes behind the one before; addresses of labels as well."""
+_PLACE = 1 << 24
+"""Address of a cell until it gets its offset."""
+
+
+class X86Assembler(Assembler):
+    """Both widths."""
+
+    def __init__(self, bits: int) -> None:
+        self._bits = bits
+
+    def cells(self, source: SourceText) -> tuple[str, ...]:
+        found = (_cell(statement, inner) for statement, inner in _operands(source))
+        return tuple(dict.fromkeys(name for name, _ in filter(None, found)))
+
+    def assemble(self, source: SourceText, cells: Mapping[str, int]) -> Assembly:
+        from iced_x86 import BlockEncoder
+
+        insns = [
+            self._insn(statement, _BASE + number * _STRIDE, source, cells)
+            for number, statement in enumerate(source.statements)
+        ]
+        end = _BASE + len(insns) * _STRIDE
+        encoder = BlockEncoder(self._bits)
+        encoder.add_many([*insns, _nop(end)])
+        code = encoder.encode(_BASE)[:-1]
+        effects = [_effect(*pair) for pair in zip(source.statements, insns, strict=True)]
+        return Assembly(
+            code,
+            reads=_names(reads for reads, _ in effects),
+            writes=_names(writes for _, writes in effects),
+            writes_flags=any(insn.rflags_modified for insn in insns),
+            starts=tuple(insn.ip - _BASE for insn in self._decoder(code, _BASE)),
+        )
+
+    def _insn(self, statement: Statement, at: int, source: SourceText, cells: Mapping[str, int]) -> Any:
+        text, place, cell = _NUMBER.sub(_hexadecimal, statement.text), _PLACE, None
+        memory, branch = _MEMORY.search(text), _BRANCH.fullmatch(text)
+        leads = branch is not None and branch[2] in source.labels
+        if memory is not None:
+            cell = _cell(statement, memory[1])
+            if cell is not None:
+                place += cell[1]
+                text = f"{text[: memory.start()]}[{place:#x}]{text[memory.end() :]}"
+        elif branch is not None and leads:
+            text = f"{branch[1]} {_BASE + source.labels[branch[2]] * _STRIDE:#x}"
+        insn = self._assembled(statement, text, at)
+        if bool(insn.near_branch_target) is not leads or _IP.search(text):
+            raise statement.refused(
+                "jumps lead to labels of the text, and addresses don't depend on the handler's"
+            )
+        self._check_number(statement, text, insn)
+        if cell is not None:
+            self._to_cell(statement, insn, cells[cell[0]], place)
+        elif insn.is_ip_rel_memory_operand:
+            if not is_signed(signed(insn.memory_displacement, 64), 32):
+                raise statement.refused("an address that needs a register")
+            _set_address(insn, insn.memory_displacement)
+        return insn
+
+    def _assembled(self, statement: Statement, text: str, at: int) -> Any:
+        """Exactly one instruction."""
+        from keystone.keystone import KsError
+
+        try:
+            encoding, _ = self._engine.asm(text, at, True)
+        except KsError as error:
+            raise statement.refused(f"keystone: {error.message}") from error
+        insns = list(self._decoder(encoding or b"", at))
+        if len(insns) != 1 or not insns[0]:
+            raise statement.refused("isn't one instruction")
+        return insns[0]
+
+    @cached_property
+    def _engine(self) -> Any:
+        import keystone
+
+        mode = keystone.KS_MODE_64 if self._bits == 64 else keystone.KS_MODE_32
+        engine = cast("Any", keystone).Ks(keystone.KS_ARCH_X86, mode)
+        engine.sym_resolver = lambda _symbol, _value: False
+        return engine
+
+    def _decoder(self, code: bytes, at: int) -> Any:
+        from iced_x86 import Decoder
+
+        return Decoder(self._bits, code, ip=at)
+
+    def _check_number(self, statement: Statement, text: str, insn: Any) -> None:
+        """An immediate is the number that was written, or the instruction has no room for that."""
+        written = _LAST_NUMBER.search(text.lower())
+        if written is None:
+            return
+        number = int(written[1] + written[2], 16)
+        bits = 8 * _operand_size(insn)
+        kept = insn.immediate(insn.op_count - 1)
+        if (kept - number) % (1 << bits) or not -1 << bits - 1 <= number < 1 << bits:
+            raise statement.refused(f"{number} doesn't fit")
+
+    def _to_cell(self, statement: Statement, insn: Any, offset: int, place: int) -> None:
+        """The memory operand becomes the CPU's own cell."""
+        from iced_x86 import Mnemonic, Register
+
+        if insn.memory_displacement != place or insn.mnemonic == Mnemonic.LEA:
+            raise statement.refused("has no cell as an operand: take its contents")
+        size = _memory_size(insn)
+        within = cell_offset(statement, place - _PLACE, size)
+        _set_address(insn, offset + within)
+        insn.segment_prefix = Register.GS if self._bits == 64 else Register.FS
+
+
+def _operands(source: SourceText) -> Iterator[tuple[Statement, str]]:
+    """What stands between brackets, at most once in a statement. Raises: KernelError(EINVAL)."""
+    for statement in source.statements:
+        found = _MEMORY.findall(statement.text)
+        if any(statement.text.count(bracket) != len(found) for bracket in "[]") or len(found) > 1:
+            raise statement.refused("brackets that don't match")
+        for inner in found:
+            yield statement, inner
+
+
+def _cell(statement: Statement, inner: str) -> tuple[str, int] | None:
+    """A cell and an offset into it, if that is the address. Raises: KernelError(EINVAL): more than that."""
+    unknown = [name for name in _NAME.findall(inner) if not _REGISTER.fullmatch(name.lower())]
+    if not unknown:
+        return None
+    cell = _CELL.fullmatch(inner)
+    if cell is None or cell[1] != unknown[0]:
+        raise statement.refused(f"{unknown[0]} is no register, and a cell's address is its name alone")
+    try:
+        offset = int(_NUMBER.sub(_hexadecimal, cell[3] or "0"), 16)
+    except ValueError:
+        raise statement.refused(f"{cell[3]} is no number") from None
+    return unknown[0], -offset if cell[2] == "-" else offset
+
+
+def _hexadecimal(number: re.Match[str]) -> str:
+    return hex(int(number[0], 0 if number[0][1:2].isalpha() else 10))
+
+
+def _set_address(insn: Any, address: int) -> None:
+    from iced_x86 import Register
+
+    insn.memory_base = Register.NONE
+    insn.memory_displacement = address
+    if insn.memory_displ_size != 8 or insn.code_size == 1:
+        insn.memory_displ_size = 4
+
+
+def _nop(at: int) -> Any:
+    """The place behind the last statement, for jumps there."""
+    from iced_x86 import Code, Instruction
+
+    insn = Instruction.create(Code.NOPD)
+    insn.ip = at
+    return insn
+
+
+def _operand_size(insn: Any) -> int:
+    """Bytes of the first operand."""
+    from iced_x86 import OpKind, RegisterExt
+
+    return RegisterExt.size(insn.op0_register) if insn.op0_kind == OpKind.REGISTER else _memory_size(insn)
+
+
+def _memory_size(insn: Any) -> int:
+    from iced_x86 import MemorySizeExt
+
+    return int(MemorySizeExt.size(insn.memory_size))
+
+
+def _effect(statement: Statement, insn: Any) -> tuple[int, int]:
+    """Masks of general registers that it reads, and writes. Raises: KernelError(EINVAL): not for handlers."""
+    from iced_x86 import FlowControl, InstructionInfoFactory, OpAccess, RegisterExt, RflagsBits
+
+    _check_kind(statement, insn)
+    reads = writes = 0
+    for used in InstructionInfoFactory().info(insn).used_registers():
+        number = register_numbers().get(RegisterExt.full_register(used.register))
+        reading = used.access not in (OpAccess.WRITE, OpAccess.COND_WRITE)
+        writing = used.access not in (OpAccess.READ, OpAccess.COND_READ)
+        if number is None:
+            if writing or not RegisterExt.is_segment_register(used.register):
+                raise statement.refused("changes what a handler has no copy of")
+            continue
+        if REGISTER_NAMES[number] == "sp":
+            raise statement.refused("the stack pointer isn't the probed code's here")
+        reads |= (reading or RegisterExt.size(used.register) < 4) << number
+        writes |= writing << number
+    status = RflagsBits.OF | RflagsBits.SF | RflagsBits.ZF | RflagsBits.AF | RflagsBits.CF | RflagsBits.PF
+    if insn.rflags_modified & ~status:
+        raise statement.refused("changes a flag that isn't one of results")
+    within = (FlowControl.NEXT, FlowControl.CONDITIONAL_BRANCH, FlowControl.UNCONDITIONAL_BRANCH)
+    if insn.flow_control not in within:
+        raise statement.refused("leaves the handler")
+    return reads, writes
+
+
+def _check_kind(statement: Statement, insn: Any) -> None:
+    from iced_x86 import CpuidFeature
+
+    if insn.is_privileged:
+        raise statement.refused("is privileged")
+    if not {*insn.cpuid_features()} <= {getattr(CpuidFeature, name) for name in _FEATURES}:
+        raise statement.refused("handlers have general registers and their instructions alone")
+
+
+def _names(masks: Iterator[int]) -> frozenset[str]:
+    together = 0
+    for mask in masks:
+        together |= mask
+    return frozenset(name for number, name in enumerate(REGISTER_NAMES) if together >> number & 1)

@@ -1,0 +1,112 @@
+"""A probe's handler in assembly: its machine code, and its cells, which Python reads and writes by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+from errno import EINVAL, ENOMEM
+
+from emulated_kernel.arch.program.assembly import CELL_SIZE, Assembler, SourceText
+from emulated_kernel.arch.program.builder import ProgramBuilder
+from emulated_kernel.arch.program.ops import AddToPerCpu, Jump, RunAssembly
+from emulated_kernel.errors import KernelError
+from emulated_kernel.machine.memory.record_memory import RecordMemory
+from emulated_kernel.machine.traps.trap import HardwareError
+
+_MASK = (1 << 8 * CELL_SIZE) - 1
+
+
+class Cells(MutableMapping[str, int]):
+    """The cells of one probe, by name: unsigned numbers of 64 bits, of each CPU one.
+
+    Read as the sum of all CPUs', modulo 2**64; what is written is the first CPU's, and the others become 0.
+    They can be set before the probe is registered, and keep their values when it isn't any more.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[str, list[int]] = {}
+        self._live: dict[str, list[memoryview]] = {}
+
+    def per_cpu(self, name: str) -> list[int]:
+        """Each CPU's. Raises: KeyError."""
+        return [view[0] for view in self._live[name]] if self._live else list(self._values[name])
+
+    def __getitem__(self, name: str) -> int:
+        return sum(self.per_cpu(name)) & _MASK
+
+    def __setitem__(self, name: str, value: int) -> None:
+        """Raises: KeyError: the code of a registered probe has no such cell."""
+        if not self._live:
+            self._values[name] = [value & _MASK]
+            return
+        for number, view in enumerate(self._live[name]):
+            view[0] = 0 if number else value & _MASK
+
+    def __delitem__(self, name: str) -> None:
+        """Raises: KeyError, ValueError: the probe is registered."""
+        if self._live:
+            raise ValueError("the cells of a registered probe are in use")
+        del self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._live or self._values)
+
+    def __len__(self) -> int:
+        return len(self._live or self._values)
+
+    def attach(self, live: dict[str, list[memoryview]]) -> None:
+        """Let them be guest memory, with the values that they have.
+
+        Raises: KernelError EINVAL: one that isn't in the code.
+        """
+        for name in self._values:
+            if name not in live:
+                raise KernelError(EINVAL, f"the code has no cell {name}")
+        for name, values in self._values.items():
+            for view, value in zip(live[name], values, strict=False):
+                view[0] = value
+        self._live = live
+
+    def detach(self) -> None:
+        """Keep the values without the memory."""
+        self._values, self._live = {name: self.per_cpu(name) for name in self}, {}
+
+
+class AssembledHandler:
+    """The code of one registered probe, and the guest memory that is its cells'."""
+
+    def __init__(self, text: str, assembler: Assembler, records: RecordMemory, cells: Cells) -> None:
+        """Raises: KernelError EINVAL (where the text is wrong, and why), ENOMEM (no room for cells)."""
+        source = SourceText.parse(text)
+        names = assembler.cells(source)
+        try:
+            offset = records.alloc_cells(CELL_SIZE * (1 + len(names)))
+        except HardwareError as error:
+            raise KernelError(ENOMEM, "no room for the cells of a handler") from error
+        self._records, self._cells, self._faults = records, cells, offset
+        offsets = {name: offset + CELL_SIZE * number for number, name in enumerate(names, 1)}
+        try:
+            self._assembly = assembler.assemble(source, offsets)
+            cells.attach({name: self._views(at) for name, at in offsets.items()})
+        except KernelError:
+            self.free()
+            raise
+
+    def _views(self, offset: int) -> list[memoryview]:
+        return [cell.cast("Q") for cell in self._records.cells(offset, CELL_SIZE)]
+
+    @property
+    def faults(self) -> int:
+        """Hits whose code has ended at an instruction that faulted."""
+        return sum(view[0] for view in self._views(self._faults))
+
+    def emit(self, builder: ProgramBuilder) -> None:
+        """Add it to a program. Where it faults, the rest of it isn't run."""
+        done = builder.label()
+        with builder.out_of_line() as on_fault:
+            builder.emit(AddToPerCpu(self._faults, 1), Jump(done))
+        builder.emit(RunAssembly(self._assembly, on_fault))
+        builder.place(done)
+
+    def free(self) -> None:
+        """Give the memory back, when no CPU runs the code any more."""
+        self._records.free_cells(self._faults)
