@@ -136,7 +136,7 @@ def measure(case: HitCase, hits: int, rounds: int) -> HitFigure:
         run = caller(kernel, hits)
         # The first instruction behind the fentry site can be optimized.
         offset = 0 if profile.ftrace else kernel.arch.call_size
-        probe = _probe(kernel, case.probe, offset)
+        probe = place(kernel, case.probe, offset)
         run()
         unprobed = [run() for _ in range(rounds)]
         probe.enable(True)
@@ -197,7 +197,7 @@ def _x86_loop(kernel: Kernel, hits: int) -> Loop:
 
 
 @dataclass(frozen=True)
-class _Probe:
+class Placed:
     """A probe to be measured."""
 
     enable: Callable[[bool], None]
@@ -205,7 +205,8 @@ class _Probe:
     """None where the handler doesn't count."""
 
 
-def _probe(kernel: Kernel, kind: str, offset: int) -> _Probe:
+def place(kernel: Kernel, kind: str, offset: int) -> Placed:
+    """A disabled probe of one of HANDLERS, so many bytes behind the function's entry."""
     if kind == EVENT:
         return _event(kernel, offset)
     if kind == RETURNING:
@@ -213,22 +214,22 @@ def _probe(kernel: Kernel, kind: str, offset: int) -> _Probe:
     return _recording(kernel, offset) if kind == RECORDING else _bare(kernel, kind, offset)
 
 
-def _returning(kernel: Kernel) -> _Probe:
+def _returning(kernel: Kernel) -> Placed:
     result = kernel.arch.registers.return_value
     ring = kernel.hit_ring(result, "dx" if result == "ax" else "a1")
     rp = ring.return_probe(symbol_name=FUNCTION, disabled=True)
     kernel.register_kretprobe(rp)
-    return _Probe(lambda on: _switch(kernel, rp, on), lambda: ring.hits)
+    return Placed(lambda on: _switch(kernel, rp, on), lambda: ring.hits)
 
 
-def _recording(kernel: Kernel, offset: int) -> _Probe:
+def _recording(kernel: Kernel, offset: int) -> Placed:
     ring = kernel.hit_ring(*kernel.arch.registers.arguments[:2])
     probe = ring.probe(symbol_name=FUNCTION, offset=offset, disabled=True)
     kernel.register_kprobe(probe)
-    return _Probe(lambda on: _switch(kernel, probe, on), lambda: ring.hits)
+    return Placed(lambda on: _switch(kernel, probe, on), lambda: ring.hits)
 
 
-def _event(kernel: Kernel, offset: int) -> _Probe:
+def _event(kernel: Kernel, offset: int) -> Placed:
     events = kernel.tracing.kprobe_events
     with kernel.lock:
         events.write(f"p:bench {FUNCTION}+{offset}\n".encode())
@@ -240,10 +241,10 @@ def _event(kernel: Kernel, offset: int) -> _Probe:
             (event.enable if on else event.disable)(kernel.trace)
         _settle(kernel)
 
-    return _Probe(enable, lambda: event.probes[0].hits)
+    return Placed(enable, lambda: event.probes[0].hits)
 
 
-def _bare(kernel: Kernel, kind: str, offset: int) -> _Probe:
+def _bare(kernel: Kernel, kind: str, offset: int) -> Placed:
     counted = 0
 
     def count(_kprobe: Kprobe, _regs: object) -> None:
@@ -258,7 +259,7 @@ def _bare(kernel: Kernel, kind: str, offset: int) -> _Probe:
         probe.program = nothing
     kernel.register_kprobe(probe)
 
-    return _Probe(lambda on: _switch(kernel, probe, on), lambda: None if kind == EMPTY else counted)
+    return Placed(lambda on: _switch(kernel, probe, on), lambda: None if kind == EMPTY else counted)
 
 
 def _switch(kernel: Kernel, probe: Kprobe, on: bool) -> None:

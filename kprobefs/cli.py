@@ -293,7 +293,7 @@ def _add_bench(commands: argparse._SubParsersAction[_Parser]) -> None:
     command.add_argument(
         "--tasks", type=_count, nargs="+", metavar="N", help="return: tasks in the hooked function"
     )
-    command.add_argument("--cpus", type=_cpus, nargs="+", metavar="N", help="return: CPUs that call it")
+    command.add_argument("--cpus", type=_cpus, nargs="+", metavar="N", help="hit, return: on so many CPUs")
     command.add_argument("--memory", action="store_true", help="return: memory of each shadow stack instead")
     command.add_argument("--json", action="store_true", help="as JSON")
     command.set_defaults(function=_bench)
@@ -580,7 +580,11 @@ def _bench(parsed: argparse.Namespace, build: Builder | None) -> int:
 
     if parsed.arch not in bench.ARCHITECTURES:
         raise Failure(f"bench: no figures for {parsed.arch}", Exit.USAGE)
-    if parsed.what == "hit":
+    if parsed.what == "hit" and parsed.cpus:
+        from kprobefs.bench_cpus import hits_on
+
+        hits_on(parsed.arch, parsed.hits, parsed.rounds, parsed.cpus, as_json=parsed.json)
+    elif parsed.what == "hit":
         bench.hit(parsed.arch, parsed.hits, parsed.rounds, as_json=parsed.json)
     elif parsed.what == "kinds":
         from kprobefs.bench_kinds import kinds

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kprobefs import bench, bench_kinds, bench_return, progress
+from kprobefs import bench, bench_cpus, bench_kinds, bench_return, progress
 from kprobefs.cli import main
 from tests.project.readme import README, blocks, steps
 from tests.sample import share
@@ -172,3 +172,33 @@ def test_a_kind_is_measured(case: bench_kinds.KindCase) -> None:
     *_, first, second, third = bench_kinds.table([figure])
     assert all(line.startswith(name) for line, name in zip((first, second, third), MACHINES, strict=True))
     assert figure.as_dict()["kind"] == case.kind
+
+
+# Several CPUs
+
+
+@pytest.mark.parametrize("arch", ["x86_64", "riscv64"])
+def test_hits_on_cpus(arch: str) -> None:
+    """Where a handler writes to nothing but its CPU's own, a hit takes the same on any number of them."""
+    counted = [
+        bench_cpus.measure(bench_cpus.CpusCase(bench.RECORDING, bench.OPTIMIZED, cpus, arch), 24, 2)
+        for cpus in (1, 3)
+    ]
+    alone, together = (figure.instructions for figure in counted)
+    assert alone == together
+    assert (alone is None) == arch.startswith("riscv")
+    assert alone is None or 5 < alone < 40
+    assert [figure.as_dict()["cpus"] for figure in counted] == [1, 3]
+
+
+def test_the_table_of_hits_on_cpus(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = bench_cpus.cases("x86_64", (1, 2))
+    assert {(case.probe, case.mode) for case in found} == set(bench_cpus.ELSEWHERE)
+    assert {case.cpus for case in found} == {1, 2}
+    monkeypatch.setattr(bench_cpus, "cases", lambda *_: [case for case in found if case.cpus == 2][:4:3])
+    assert main(["bench", "hit", "--hits", "16", "--rounds", "1", "--cpus", "1", "2"]) == 0
+    *_, first, second = capsys.readouterr().out.splitlines()
+    assert (first.split()[:3], first.split()[-1]) == (["kprobe", "stepped", "2"], "739")
+    assert (second.split()[:3], second.split()[-1]) == (["kretprobe", "stepped", "2"], "989")

@@ -1,0 +1,155 @@
+"""`kprobefs bench hit --cpus`: hits on several CPUs, beside the table of a dual core in "Djprobe" (2007)."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from emulated_kernel.config import MachineConfig
+from emulated_kernel.kernel import Kernel
+from kprobefs.bench import (
+    BOOSTED,
+    FUNCTION,
+    MODES,
+    OPTIMIZED,
+    RECORDING,
+    RETURNING,
+    STEPPED,
+    caller,
+    place,
+    quantile,
+)
+from kprobefs.bench import cases as bench_cases
+from kprobefs.contention import instructions_a_call
+from kprobefs.progress import counted
+
+ELSEWHERE = {
+    (RECORDING, STEPPED): 739,
+    (RECORDING, BOOSTED): 302,
+    (RECORDING, OPTIMIZED): 61,
+    (RETURNING, STEPPED): 989,
+    (RETURNING, BOOSTED): 558,
+    (RETURNING, OPTIMIZED): 312,
+}
+"""Nanoseconds by kind and mode: table 2 of "Djprobe", a Core Duo at 1667 MHz with an SMP kernel."""
+_TURNS_OF_A_ROUND = 4
+"""How often each CPU gets its turn."""
+
+
+@dataclass(frozen=True)
+class CpusCase:
+    """One way to take hits, on so many CPUs."""
+
+    probe: str
+    mode: str
+    cpus: int
+    arch: str = "x86_64"
+
+
+@dataclass(frozen=True)
+class CpusFigure:
+    """What a hit adds to a call, on the host and in the guest."""
+
+    case: CpusCase
+    net: tuple[float, ...]
+    """Nanoseconds of the host's CPU, the mean of all CPUs in a round."""
+    instructions: float | None
+    """Of the guest, with all CPUs in the function at the same time, in turns of one instruction.
+
+    None where the host handles a part of it, and on RISC-V, whose CPUs have no trap flag to count by.
+    """
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.net)
+
+    def as_dict(self) -> dict[str, object]:
+        net, case = sorted(self.net), self.case
+        return {
+            "arch": case.arch,
+            "probe": case.probe,
+            "mode": case.mode,
+            "cpus": case.cpus,
+            "ns": self.median,
+            "spread": {"min": net[0], "p10": quantile(net, 1), "p90": quantile(net, 9), "max": net[-1]},
+            "samples": len(net),
+            "hits_a_second": 1e9 / self.median if self.median > 0 else None,
+            "instructions": self.instructions,
+        }
+
+
+def cases(arch: str, cpus: Sequence[int]) -> list[CpusCase]:
+    """The source's columns, as far as the architecture has them, on each number of CPUs."""
+    known = {(case.probe, case.mode) for case in bench_cases(arch)}
+    return [CpusCase(*pair, number, arch) for pair in ELSEWHERE if pair in known for number in cpus]
+
+
+def measure(case: CpusCase, hits: int, rounds: int) -> CpusFigure:
+    """One case in a kernel of its own: rounds without the probe, and with it, all CPUs in turns."""
+    profile = MODES[case.mode]
+    config = MachineConfig(arch=case.arch, cpus=case.cpus, run_budget=60)
+    with Kernel(config, profile=profile) as kernel:
+        turn = max(1, hits // (_TURNS_OF_A_ROUND * case.cpus))
+        run = caller(kernel, turn)
+        probe = place(kernel, case.probe, 0 if profile.ftrace else kernel.arch.call_size)
+
+        def round_() -> float:
+            return statistics.fmean(
+                _on(kernel, cpu, run) for _ in range(_TURNS_OF_A_ROUND) for cpu in range(case.cpus)
+            )
+
+        steps = case.mode == OPTIMIZED and bool(kernel.arch.trap_flag)
+        bare = instructions_a_call(kernel, FUNCTION, case.cpus).all if steps else 0.0
+        round_()
+        unprobed = statistics.median(round_() for _ in range(rounds))
+        probe.enable(True)
+        round_()
+        before = probe.hits()
+        net = tuple(round_() - unprobed for _ in range(rounds))
+        after = probe.hits()
+        assert before is not None
+        if after != before + turn * _TURNS_OF_A_ROUND * case.cpus * rounds:
+            raise AssertionError("a hit was lost, or counted twice")
+        taken = instructions_a_call(kernel, FUNCTION, case.cpus).all - bare if steps else None
+    return CpusFigure(case, net, taken)
+
+
+def _on(kernel: Kernel, cpu: int, run: Callable[[], float]) -> float:
+    here = kernel.machine.cpu
+    kernel.machine.switch_to(cpu)
+    try:
+        return run()
+    finally:
+        kernel.machine.switch_to(here)
+
+
+# Reports
+
+
+def hits_on(arch: str, hits: int, rounds: int, cpus: Sequence[int], *, as_json: bool) -> None:
+    """All cases, one after the other, in a table or as JSON."""
+    figures = [measure(case, hits, rounds) for case in counted("bench hit", cases(arch, cpus))]
+    if as_json:
+        print(json.dumps([figure.as_dict() for figure in figures], indent=2))
+        return
+    print("\n".join(table(figures)))
+
+
+def table(figures: Sequence[CpusFigure]) -> Iterator[str]:
+    """Lines: net nanoseconds, hits a second of all CPUs, and guest instructions, beside the source's."""
+    yield f"{figures[0].case.arch}; the CPUs take turns in one thread: hits/s are those of all together"
+    head = ("", "", "cpus", "net ns", "p10", "p90", "hits/s", "instructions", "Core Duo, ns")
+    yield "{:11}{:11}{:>5}{:>9}{:>9}{:>9}{:>12}{:>14}{:>14}".format(*head)
+    yield from map(_row, figures)
+
+
+def _row(figure: CpusFigure) -> str:
+    case, net = figure.case, figure.net
+    rate = f"{1e9 / figure.median:.0f}" if figure.median > 0 else "-"
+    count = "-" if figure.instructions is None else f"{figure.instructions:.1f}"
+    return (
+        f"{case.probe:11}{case.mode:11}{case.cpus:5}{figure.median:9.1f}{quantile(net, 1):9.1f}"
+        f"{quantile(net, 9):9.1f}{rate:>12}{count:>14}{ELSEWHERE[case.probe, case.mode]:14}"
+    )
