@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ QUICK = {
     "first_line.py": ["--runs", "1"],
     "boot.py": ["--runs", "1"],
     "instructions.py": ["--rounds", "1", "--kib", "1"],
+    "sources.py": ["--hits", "50", "--rounds", "1", "--only", "here, riscv64"],
     "state.py": ["--hits", "200", "--rounds", "1"],
     "vcpus.py": ["--rounds", "1", "--switches", "10"],
     "scratch.py": ["--rounds", "1", "--mib", "1"],
@@ -76,3 +78,21 @@ def test_deciles_of_equal_samples_are_the_sample() -> None:
     )
     (figure,) = json.loads(done.stdout)
     assert {figure[name] for name in ("min", "p10", "median", "p90")} == {6.9632}
+
+
+def test_rows_of_the_sources_are_filled_in(tmp_path: Path) -> None:
+    """Each has its place in the page, and one run fills one row."""
+    page = BENCHMARKS.parent / "docs" / "sources.md"
+    copy = tmp_path / page.name
+    shutil.copy(page, copy)
+    run("sources.py", *QUICK["sources.py"], "--write", "--page", str(copy))
+    before, after = page.read_text().splitlines(), copy.read_text().splitlines()
+    [(old, new)] = [pair for pair in zip(before, after, strict=True) if pair[0] != pair[1]] or [("", "")]
+    assert old.startswith("| here, riscv64 |")
+    assert re.fullmatch(r"\| here, riscv64 \|( -?[\d.]+ \|){2} -?\d* ?\|", new)
+    program = "import sources; print(*(row.label for row in sources.ROWS), sep='\\n')"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=BENCHMARKS, check=True, capture_output=True, text=True
+    )
+    for label in done.stdout.splitlines():
+        assert sum(line.startswith(f"| {label} |") for line in before) == 1, label
