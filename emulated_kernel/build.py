@@ -290,6 +290,7 @@ class _TracingBuilder:
             self._engine.fprobes,
             self._hit(context.hit_trace_ctx),
             places,
+            kprobes.profile.jprobes,
         )
         kprobe_events = KprobeEvents(engine, commands)
         fprobe_events = FprobeEvents(engine, commands) if kprobes.profile.fprobe_events else None

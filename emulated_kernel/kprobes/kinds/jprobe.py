@@ -67,7 +67,8 @@ class Jprobes:
         kp = jprobe.kp
         self._kprobes.function_entry(kp)
         if jprobe.handler is not None:
-            kp.pre_handler, kp.break_handler = self._calling(jprobe.handler), _never_left_open
+            kp.pre_handler = self._calling(jprobe.handler)
+            become_jprobe(kp)
         else:
             mirror = _Mirror(jprobe.entry, self._registers, self._memory, self._kprobes.hits.ctlblk)
             kp.pre_handler, kp.break_handler = mirror.enter, mirror.leave
@@ -89,6 +90,11 @@ class Jprobes:
     def unregister_jprobe(self, jprobe: Jprobe) -> None:
         """As unregister_kprobe."""
         self._kprobes.unregister_kprobe(jprobe.kp)
+
+
+def become_jprobe(kprobe: Kprobe) -> None:
+    """Let a kprobe on a function's entry, whose handler is no function of the guest's, count as a jprobe."""
+    kprobe.kind, kprobe.break_handler = "j", _never_left_open
 
 
 def _never_left_open(_kprobe: Kprobe, _regs: Regs) -> int:

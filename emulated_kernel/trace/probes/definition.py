@@ -1,4 +1,4 @@
-"""A kprobe event's command: p|r[MAXACTIVE][:[GRP/][EVENT]] PLACE [FETCHARGS], parsed."""
+"""A kprobe event's command: p|r[MAXACTIVE]|j[:[GRP/][EVENT]] PLACE [FETCHARGS], parsed."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ class ProbePoint:
     offset: int
     address: int | None
     is_return: bool
+    is_jprobe: bool = False
 
     def show(self, word_size: int) -> str:
         """As in kprobe_events, and as `-:EVENT PLACE` has to give it.
@@ -46,7 +47,8 @@ class ProbePoint:
     def default_event(self, word_size: int) -> str:
         """The name of an event that was given none."""
         place = f"{self.symbol}_{self.offset}" if self.symbol is not None else self.show(word_size)
-        name = f"{'r' if self.is_return else 'p'}_{place}"[: MAX_EVENT_NAME_LEN - 1]
+        letter = "r" if self.is_return else "j" if self.is_jprobe else "p"
+        name = f"{letter}_{place}"[: MAX_EVENT_NAME_LEN - 1]
         return name.replace(":", "_").replace(".", "_")
 
 
@@ -70,21 +72,22 @@ def locate(place: ProbePoint, symbols: KernelSymbols) -> Location | None:
 
 
 def parse_definition(
-    argv: Sequence[str], arch: Arch, symbols: KernelSymbols, log: CommandLog
+    argv: Sequence[str], arch: Arch, symbols: KernelSymbols, log: CommandLog, letters: str = "pr"
 ) -> ProbeDefinition | None:
     """Parse a command of one word or more; None where it isn't for kprobes, but maybe another kind of event.
 
+    `letters`: what it may begin with, `j` too where there are jprobes, which stand on functions alone.
     Raises: KernelError EINVAL, ENOENT, EADDRNOTAVAIL, ERANGE, E2BIG; logged, but for a wrong type of `$comm`.
     Mirrors: kernel/trace/trace_kprobe.c:__trace_kprobe_create (v6.1).
     """
-    if len(argv) < 2 or argv[0][0] not in "pr":
+    if len(argv) < 2 or argv[0][0] not in letters:
         return None
     head, place_word, *arg_words = argv
     maxactive = _maxactive(head, log)
     if "/" in place_word and ":" in place_word:
         return None
     log.index = 1
-    place = _place(place_word, head[0] == "r", arch.bits, log)
+    place = _place(place_word, head[0], arch.bits, log)
     found = locate(place, symbols)
     if place.symbol is not None:
         _check_symbol(place, place.symbol, found, symbols, log)
@@ -118,20 +121,23 @@ def _maxactive(head: str, log: CommandLog) -> int:
     return value if value <= KRETPROBE_MAXACTIVE_MAX else 0
 
 
-def _place(word: str, is_return: bool, bits: int, log: CommandLog) -> ProbePoint:
+def _place(word: str, letter: str, bits: int, log: CommandLog) -> ProbePoint:
+    """Of a jprobe it is a function, whose arguments it sees."""
+    is_return, is_jprobe = letter == "r", letter == "j"
     with suppress(KernelError):
-        return ProbePoint(None, 0, kstrtoul(word, 0, bits), is_return)
+        if not is_jprobe:
+            return ProbePoint(None, 0, kstrtoul(word, 0, bits), is_return)
     name, percent, suffix = word.partition("%")
-    if percent and suffix != "return":
+    if percent and (suffix != "return" or is_jprobe):
         raise log.error(len(name), ProbeError.BAD_ADDR_SUFFIX)
     try:
         symbol, offset = split_symbol_offset(name, bits)
     except KernelError:
         symbol, offset = "", -1
-    if not 0 <= offset <= _UINT_MAX:
+    if not 0 <= offset <= (0 if is_jprobe else _UINT_MAX):
         raise log.error(0, ProbeError.BAD_PROBE_ADDR)
     # Many probes may be in one function.
-    return ProbePoint(intern(symbol), offset, None, is_return or bool(percent))
+    return ProbePoint(intern(symbol), offset, None, is_return or bool(percent), is_jprobe)
 
 
 def _check_symbol(

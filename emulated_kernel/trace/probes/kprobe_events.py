@@ -63,7 +63,9 @@ class KprobeEvents(ProbeKind[TraceKprobe]):
         return True
 
     def _parse(self, argv: Sequence[str], log: CommandLog) -> ProbeDefinition | None:
-        return parse_definition(argv, self._engine.arch, self._engine.symbols, log)
+        engine = self._engine
+        letters = "prj" if engine.has_jprobes else "pr"
+        return parse_definition(argv, engine.arch, engine.symbols, log, letters)
 
     @staticmethod
     def _log_failure(failure: KernelError, log: CommandLog) -> None:

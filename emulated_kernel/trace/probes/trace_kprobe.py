@@ -12,6 +12,7 @@ from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
 from emulated_kernel.arch.program.ops import AddToPerCpu
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.kinds.fprobe import Fprobes
+from emulated_kernel.kprobes.kinds.jprobe import become_jprobe
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe, KretprobeInstance, Kretprobes
 from emulated_kernel.kprobes.kprobe import Kprobe, Regs
 from emulated_kernel.kprobes.kprobes import Kprobes
@@ -46,6 +47,8 @@ class ProbeEngine:
     """Filled in at each hit."""
     places: GuestPlaces | None
     """For handlers in guest code; None where all are Python's."""
+    has_jprobes: bool = False
+    """Extends: kprobe_events takes `j` lines, in a kernel that has jprobes."""
 
 
 @dataclass(eq=False, slots=True)
@@ -116,6 +119,12 @@ class KprobeTraceEvent(ProbeTraceEvent):
         return f"({text}){args_text(self.args, payload, word * len(self.addresses), symbols)}"
 
 
+class JprobeTraceEvent(KprobeTraceEvent):
+    """The event of jprobes, which no probe of another kind can be added to."""
+
+    __slots__ = ()
+
+
 class TraceKprobe(TraceProbe):
     """Mirrors: kernel/trace/trace_kprobe.c:struct trace_kprobe (v6.1)."""
 
@@ -127,7 +136,7 @@ class TraceKprobe(TraceProbe):
         self.place = definition.place
         self.found = definition.found
         """The place in the symbol table; None where it doesn't exist (yet)."""
-        event = KprobeTraceEvent(
+        event = (JprobeTraceEvent if definition.place.is_jprobe else KprobeTraceEvent)(
             to_text(definition.group),
             to_text(definition.event),
             definition.place.is_return,
@@ -202,6 +211,8 @@ class TraceKprobe(TraceProbe):
         address = address or None
         if not self.is_return:
             kprobe = EventKprobe(addr=address, pre_handler=_kprobe_hit, user=self, disabled=disabled)
+            if self.place.is_jprobe:
+                become_jprobe(kprobe)
             engine.kprobes.register_kprobe(kprobe)
             self.handle, self.address = kprobe, kprobe.address
             return
@@ -295,6 +306,8 @@ class TraceKprobe(TraceProbe):
     @property
     def letter(self) -> str:
         """What its line begins with."""
+        if self.place.is_jprobe:
+            return "j"
         return f"r{self.maxactive or ''}" if self.is_return else "p"
 
     def profile(self) -> str:
