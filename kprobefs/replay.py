@@ -26,8 +26,8 @@ class Replay:
         """`tree` has all files of the kernel."""
         self._tree = tree
         self._client = client
-        self._opened: tuple[int, OpenFile] | None = None
-        """The file that was written last, and its handle then: a long write(2) comes in parts."""
+        self._opened: dict[int, OpenFile] = {}
+        """By the handles of then: a long write(2) comes in parts, and others' in between."""
 
     def run(self, entries: Iterable[Entry]) -> Iterator[str]:
         """Do all of them; what to tell of those that worked then and don't now.
@@ -39,20 +39,23 @@ class Replay:
                 case {"modules": list() as names}:
                     for name in names:
                         yield from self._write(MODULES, -1, f"load {name}\n".encode(), failed=False)
-                    self._close()
+                    self._release(-1)
                 case {"lines": list() as texts}:
                     lines = [Line(PLACE, number, text) for number, text in enumerate(texts, 1)]
                     yield from Loader(TreeFiles(self._tree, self._client)).load(lines)
                 case {"write": str() as path, "handle": int() as handle, "data": str() as data}:
                     yield from self._write(path, handle, data.encode("latin-1"), failed=bool(entry["failed"]))
+                case {"release": int() as handle}:
+                    self._release(handle)
                 case {"truncate": str() as path}:
                     yield from self._try(path, partial(self._truncate, path))
                 case {"mkdir": str() as path}:
                     yield from self._try(path, partial(self._tree.mkdir, self._client, f"/{path}", 0o755))
                 case {"rmdir": str() as path}:
-                    self._close()
                     yield from self._try(path, partial(self._tree.rmdir, self._client, f"/{path}"))
-        self._close()
+        # What was open when the daemon ended.
+        for handle in list(self._opened):
+            self._release(handle)
 
     def _write(self, path: str, handle: int, data: bytes, *, failed: bool) -> Iterator[str]:
         try:
@@ -62,18 +65,15 @@ class Replay:
                 yield f"{path}: {error.strerror}: {data[:80].decode('latin-1')}"
 
     def _open(self, path: str, handle: int) -> OpenFile:
-        if self._opened is None or self._opened[0] != handle:
-            self._close()
-            self._opened = handle, self._tree.open(f"/{path}", os.O_WRONLY, self._client)
-        return self._opened[1]
+        if handle not in self._opened:
+            self._opened[handle] = self._tree.open(f"/{path}", os.O_WRONLY, self._client)
+        return self._opened[handle]
 
-    def _close(self) -> None:
-        if self._opened is not None:
-            self._tree.release(self._opened[1])
-            self._opened = None
+    def _release(self, handle: int) -> None:
+        if opened := self._opened.pop(handle, None):
+            self._tree.release(opened)
 
     def _truncate(self, path: str) -> None:
-        self._close()
         self._tree.release(self._tree.open(f"/{path}", os.O_WRONLY | os.O_TRUNC, self._client))
 
     def _try(self, path: str, action: Callable[[], None]) -> Iterator[str]:

@@ -92,6 +92,8 @@ class KeptState(ChangeWatcher):
         self._records = ""
         self._names_at = 0
         self._new_ids = _NewIds()
+        self._written: set[int] = set()
+        """Handles of open files that the journal has writes of."""
         self._places: list[last_records.ArrayPlace] = []
         self._counts: Counts = {}
         self._timer: threading.Timer | None = None
@@ -308,8 +310,15 @@ class KeptState(ChangeWatcher):
     def written(self, handle: int, path: str, data: bytes, *, failed: bool) -> None:
         """See ChangeWatcher."""
         if name := self._kept_file(path):
+            self._written.add(handle)
             self._append({"write": name, "handle": handle, "data": data.decode("latin-1"), "failed": failed})
         self._note()
+
+    def released(self, handle: int) -> None:
+        """See ChangeWatcher."""
+        if handle in self._written:
+            self._written.remove(handle)
+            self._append({"release": handle})
 
     def made(self, path: str) -> None:
         """See ChangeWatcher."""

@@ -348,6 +348,50 @@ def test_a_long_write_comes_in_parts(place: Path) -> None:
     again.end()
 
 
+def test_long_writes_of_two_at_once(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parts of one come between those of the other, and a third's write between both."""
+    monkeypatch.setattr(state, "COMPACT_SIZE", 1 << 30)
+    run = Run(place)
+    run.write("/kprobe_events", "p:there vfs_read\n")
+    first, second = (run.open("/kprobe_events", os.O_WRONLY | os.O_APPEND) for _ in range(2))
+    filler = 3200 * (b"#" + 40 * b"-" + b"\n")
+    for handle, part in (
+        (first, filler + b"p:first vfs_"),
+        (second, filler + b"p:second vf"),
+        (first, b"write\n" + filler + b"p:th"),
+        (second, b"s_open\n"),
+        (first, b"ird vfs_fsync\n"),
+    ):
+        assert run.mount.write(CLIENT, handle, part, 0) == len(part)
+        run.write("/tracing/events/kprobes/there/enable", "1")
+    run.mount.release(second)
+    run.mount.release(first)
+    before = run.read("/kprobe_events")
+    assert sorted(before.split()[::2]) == [
+        f"p:kprobes/{name}" for name in ("first", "second", "there", "third")
+    ]
+    run.die()
+    again = Run(place)
+    assert again.read("/kprobe_events") == before
+    again.end()
+
+
+def test_what_was_released_is_closed_again(place: Path) -> None:
+    """An instance can go once nobody has a file of its open; many files were open, one after the other."""
+    run = Run(place)
+    for number in range(30):
+        run.mount.mkdir(CLIENT, "/tracing/instances/short", 0o755)
+        run.write("/tracing/instances/short/tracing_on", "0")
+        run.mount.rmdir(CLIENT, "/tracing/instances/short")
+        run.write("/kprobe_events", f"p:e{number} vfs_read\n", os.O_WRONLY | os.O_APPEND)
+    before = run.read("/kprobe_events")
+    run.die()
+    again = Run(place)
+    assert again.read("/kprobe_events") == before
+    assert "short" not in [entry.name for entry in again.mount.readdir("/tracing/instances")]
+    again.end()
+
+
 def test_a_journal_isnt_written_anew_between_the_parts_of_a_write(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,10 @@ class ChangeWatcher(ABC):
         """A write(2) took these bytes, or failed: it may have done a part of what it was told, then."""
 
     @abstractmethod
+    def released(self, handle: int) -> None:
+        """The last descriptor of an open file was closed."""
+
+    @abstractmethod
     def made(self, path: str) -> None:
         """A directory."""
 

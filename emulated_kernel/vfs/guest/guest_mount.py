@@ -581,6 +581,8 @@ class GuestMount:
             self._pollers.pop(handle, None)
             if isinstance(opened, ControlFile):
                 self._files.release(opened.inner)
+                if self.watcher is not None:
+                    self.watcher.released(handle)
             if opened is None or opened.fd is None or self._guest.is_dead:
                 return
             file = opened.file if isinstance(opened, OpenDirectory) else opened
