@@ -63,6 +63,28 @@ class TestWithoutMount:
         assert result.stderr == "\n"
         assert option in result.stdout
 
+    @pytest.mark.parametrize(("command", "most"), [("--help", 90), ("status", 115)])
+    def test_few_modules_are_imported(self, command: str, most: int) -> None:
+        """The standard library's too, whose number differs between versions of Python by a few."""
+        script = (
+            "import sys\n"
+            "before = set(sys.modules)\n"
+            "import kprobefs.cli\n"
+            f"kprobefs.cli.main(['{command}'])\n"
+            "print(len(set(sys.modules) - before), 'rich' in sys.modules)\n"
+        )
+        result = subprocess.run(
+            [sys.executable, "-c", script],
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=True,
+        )
+        count, has_rich = result.stdout.splitlines()[-1].split()
+        assert int(count) <= most
+        assert has_rich == "False"
+
     def test_version(self) -> None:
         assert kprobefs("--version").stdout == f"kprobefs {__version__}\n"
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -1,0 +1,68 @@
+"""How long commands take that people wait for, with and without bytecode caches; target: 0.3 and 0.5 s.
+
+`mount` is from its start until it has returned, with the mount there.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from common import Distribution, arguments, report
+
+PROGRAM = (sys.executable, "-m", "kprobefs")
+COMMANDS = ("--help", "status", "mount")
+CACHED_TARGET, UNCACHED_TARGET = 0.3, 0.5
+
+
+def seconds(command: str, directory: Path, environment: dict[str, str]) -> float:
+    """How long a command takes; a mount is gone again afterwards."""
+    words = [command, str(directory)] if command == "mount" else [command]
+    start = time.perf_counter()
+    # status may have a dead mount of somebody else to tell of.
+    subprocess.run([*PROGRAM, *words], env=environment, stdout=subprocess.DEVNULL, check=command != "status")
+    took = time.perf_counter() - start
+    if command == "mount":
+        subprocess.run([*PROGRAM, "umount", str(directory)], check=True)
+    return took
+
+
+def main() -> None:
+    """Run, report."""
+    parser = arguments(__doc__)
+    parser.add_argument("--runs", type=int, default=15)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="kprobefs-bench-") as made:
+        base = Path(made)
+        (base / "mnt").mkdir()
+        own = {"KPROBEFS_RUNTIME_DIRECTORY": made, "KPROBEFS_PROBES_PATH": ""}
+        os.environ |= own
+        # Caches of this benchmark's own, which are there; and a place where none are and none are written.
+        cached = {**os.environ, "PYTHONPYCACHEPREFIX": f"{made}/cache"}
+        uncached = {**os.environ, "PYTHONPYCACHEPREFIX": f"{made}/none", "PYTHONDONTWRITEBYTECODE": "1"}
+        kinds = [(command, cached) for command in COMMANDS] + [(command, uncached) for command in COMMANDS]
+        for command in COMMANDS:
+            seconds(command, base / "mnt", cached)
+        # In turns, so that a slow minute of the host falls on all of them.
+        samples = [
+            [seconds(command, base / "mnt", environment) for command, environment in kinds]
+            for _ in range(options.runs)
+        ]
+    figures = [
+        Distribution(
+            f"{command}, {'cached' if environment is cached else 'uncached'}",
+            "s",
+            tuple(run[index] for run in samples),
+            CACHED_TARGET if environment is cached else UNCACHED_TARGET,
+        )
+        for index, (command, environment) in enumerate(kinds)
+    ]
+    report(figures, options.json)
+
+
+if __name__ == "__main__":
+    main()
