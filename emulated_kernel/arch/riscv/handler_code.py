@@ -26,7 +26,7 @@ from emulated_kernel.arch.riscv.assemble import (
 )
 from emulated_kernel.arch.riscv.detour import RETURN_FROM_FRAME, RETURN_ROOM
 from emulated_kernel.arch.riscv.frame import WORD
-from emulated_kernel.arch.riscv.insn import RA, SP, T0, ZERO
+from emulated_kernel.arch.riscv.insn import RA, REGISTER_NAMES, SP, T0, ZERO
 from emulated_kernel.arch.riscv.lowering import (
     LEAVING,
     NUMBERS,
@@ -92,8 +92,8 @@ def _save_live(body: RiscvLowering, live: Live, above: int = 0) -> tuple[bytes, 
     """
     used = body.used
     # A handler that an fentry site calls returns by t0; other ops than assembly leave it alone.
-    kept = {NUMBERS[name] for name in live.registers} | {T0}
-    restored = [number for number in sorted(used) if number in kept]
+    kept = live.registers | {REGISTER_NAMES[T0]}
+    restored = [number for number in sorted(used) if REGISTER_NAMES[number] in kept]
     reads = sorted((body.slots & used).difference(restored))
     saved = [*restored, *reads]
     size = -(-WORD * len(saved) // _STACK_ALIGN) * _STACK_ALIGN
