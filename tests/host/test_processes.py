@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +14,7 @@ from time import monotonic, sleep
 
 import pytest
 
+from emulated_kernel.host.mirror.fork_events import ForkEvents
 from emulated_kernel.host.mirror.processes import HostProcesses, NoProcesses, _pids_between
 
 LIMIT = 5.0
@@ -262,3 +265,20 @@ def test_who_waits_for_nobody_has_forked_nobody(monkeypatch: pytest.MonkeyPatch)
             pass
         assert [fork.parent for fork in watch.forks() if fork.pid == pid] == [None]
     watch.close()
+
+
+def test_pids_of_another_namespace_are_nobodys() -> None:
+    """There the connector's events are heard as soon as somebody outside listens; none tells our pids."""
+    try:
+        listener = ForkEvents()
+    except OSError:
+        pytest.skip("nobody may listen to the process connector here")
+    script = "from emulated_kernel.host.mirror.fork_events import ForkEvents\nForkEvents()"
+    namespace = ("unshare", "--pid", "--fork", "--mount-proc")
+    started = subprocess.Popen((*namespace, sys.executable, "-c", script), stderr=subprocess.PIPE, text=True)
+    while started.poll() is None:
+        with child():
+            pass
+    said = started.communicate()[1]
+    listener.close()
+    assert "pids of another namespace" in said
