@@ -30,7 +30,9 @@ BUFFER, BUFFER_SIZE = 0x600000, 1 << 20
 DEBUGFS, TRACEFS, TMPFS, PROC = "/debug", "/tracing", "/scratch", "/proc"
 """Where file systems are mounted in the guest."""
 DEVICES = "/dev"
-_DIRECTORIES = DEBUGFS, TRACEFS, TMPFS, PROC, DEVICES
+_PROGRAMS = "/bin"
+"""Where the shell is: uprobes need a file, and the init is the only program that there is."""
+_DIRECTORIES = DEBUGFS, TRACEFS, TMPFS, PROC, DEVICES, _PROGRAMS
 _NULL = 1, 3
 ROOTS = {DEBUGFS: 0, TRACEFS: 1, TMPFS: 2}
 """Descriptors that all tasks have of them."""
@@ -62,10 +64,11 @@ def init_program() -> bytes:
 
 
 def initramfs() -> bytes:
-    """init, a null device, and the directories that things are mounted on; always the same."""
+    """init, which is /bin/sh too, a null device, and directories to mount on; always the same."""
     directories = [CpioFile(name[1:], stat.S_IFDIR | 0o755) for name in _DIRECTORIES]
     null = CpioFile(f"{DEVICES[1:]}/null", stat.S_IFCHR | 0o666, device=_NULL)
-    return _cpio([*directories, null, CpioFile("init", stat.S_IFREG | 0o755, init_program())])
+    shell = CpioFile(f"{_PROGRAMS[1:]}/sh", stat.S_IFLNK | 0o777, b"/init")
+    return _cpio([*directories, null, shell, CpioFile("init", stat.S_IFREG | 0o755, init_program())])
 
 
 def _cpio(files: list[CpioFile]) -> bytes:
