@@ -325,8 +325,10 @@ class _Start:
         os.close(self._writer)
         with os.fdopen(self._reader, "rb") as pipe:
             answer = pipe.read()
+        if not answer:
+            raise Failure(self._bug("it ended without a word"))
         if answer != READY:
-            raise Failure(answer.decode(errors="surrogateescape") or self._bug("it ended without a word"))
+            raise Failure(answer[1:].decode(errors="surrogateescape"), Exit(answer[0]))
 
     def serve(self, at_end: Callable[[], None] = lambda: None) -> NoReturn:
         """For the daemon: serve, and end the process."""
@@ -342,12 +344,12 @@ class _Start:
             why = last_line(sys.stderr.fileno()) if failure.is_explained else ""
             message = f"{failure}: {why}" if why else str(failure)
             log.error("%s", shown(message))
-            if self._tell(message.encode(errors="surrogateescape")) and self._is_own_log:
+            if self._tell_reason(message, failure.status) and self._is_own_log:
                 self._log_file.unlink(missing_ok=True)
         # This is a forked copy of the caller: nothing may get back into its frames.
         except BaseException as error:
             log.exception("the daemon failed")
-            self._tell(self._bug(f"{type(error).__name__}: {error}").encode(errors="surrogateescape"))
+            self._tell_reason(self._bug(f"{type(error).__name__}: {error}"), Exit.FAILURE)
         finally:
             with suppress(BaseException):
                 at_end()
@@ -358,6 +360,9 @@ class _Start:
 
     def _bug(self, what: str) -> str:
         return f"the daemon failed at its start: {what}: see {self._log_file}"
+
+    def _tell_reason(self, message: str, status: Exit) -> bool:
+        return self._tell(bytes((status,)) + message.encode(errors="surrogateescape"))
 
     def _tell(self, message: bytes) -> bool:
         """Tell who started the daemon; False where it was told before."""

@@ -78,11 +78,12 @@ def check_image(path: Path) -> None:
     try:
         found = path.stat()
     except OSError as error:
-        raise Failure(f"{path}: {error.strerror}") from None
+        raise Failure(f"{path}: {error.strerror}", Exit.USAGE) from None
     if not stat.S_ISREG(found.st_mode):
-        raise Failure(f"{path}: not a regular file")
+        raise Failure(f"{path}: not a regular file", Exit.USAGE)
     if found.st_size > IMAGE_LIMIT:
-        raise Failure(f"{path}: {found.st_size >> 20} MiB; a kernel image has at most {IMAGE_LIMIT >> 20}")
+        size = f"{found.st_size >> 20} MiB; a kernel image has at most {IMAGE_LIMIT >> 20}"
+        raise Failure(f"{path}: {size}", Exit.USAGE)
 
 
 def parsed_limits(words: Sequence[str]) -> tuple[Limits, float]:
@@ -187,5 +188,5 @@ def build_kernel(options: MountOptions) -> ServedMount:
         layout = RootLayout(options.layout)
         return LivingKernel(options.machine, layout, owner, watch, _state(options)).mount
     except OSError as error:
-        place = f"{options.machine.image}: " if options.machine.image else ""
-        raise Failure(f"{place}{error.strerror or error}") from error
+        image, why = options.machine.image, error.strerror or str(error)
+        raise (Failure(f"{image}: {why}", Exit.USAGE) if image else Failure(why)) from error

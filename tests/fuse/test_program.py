@@ -106,7 +106,7 @@ class TestWithoutMount:
         for data, why in ((b"\x7fELF", "truncated ELF identification"), (b"text", "no ELF magic")):
             image.write_bytes(data)
             result = kprobefs(*command, "--image", str(image), *target, program=REAL_PROGRAM)
-            assert result.returncode in (Exit.FAILURE, Exit.RUN_FAILED)
+            assert result.returncode in (Exit.USAGE, Exit.RUN_FAILED)
             assert one_line(result).endswith(f"{image}: not a usable kernel image: {why}\n")
         image.unlink()
         result = kprobefs(*command, "--image", str(image), *target, program=REAL_PROGRAM)
