@@ -278,7 +278,7 @@ class Fprobes:
             native.get_called(builder, CALLED)
             if not fp.entry_program(builder, HitWay.CALL):
                 return False
-        return fp.hook is None or native.emit_entry(builder, HitWay.CALL, fp.hook)
+        return fp.hook is None or native.emit_entry(builder, HitWay.CALL, fp.hook, keeps_called=True)
 
     def _entered(self, fp: Fprobe, names: frozenset[str] | None) -> Callable[[Any], None]:
         """Mirrors: kernel/trace/fprobe.c:fprobe_handler (v6.1)."""

@@ -19,6 +19,8 @@ from emulated_kernel.kprobes.return_hook.hooks import ReturnHooks
 
 KRETPROBE_MAX_DATA_SIZE = 4096
 _MIN_MAXACTIVE = 10
+_CLEARED_DATA_SIZE = 64
+"""Bytes of a call's data that guest code clears."""
 
 KretprobeInstance = Instance
 """What handlers get: one call of the probed function, from its entry to its return."""
@@ -123,9 +125,9 @@ class Kretprobes:
         rp.program = self._entry_program(rp, hook)
 
     def _entry_program(self, rp: Kretprobe, hook: ReturnHook) -> Emit | None:
-        """The hooking as guest code; None where an entry handler or instance data need Python."""
+        """The hooking as guest code; None where an entry handler needs Python, or there is much to clear."""
         native = self.hooks.native
-        if native is None or rp.entry_handler is not None or rp.data_size:
+        if native is None or rp.entry_handler is not None or rp.data_size > _CLEARED_DATA_SIZE:
             return None
         return lambda builder, way: native.emit_entry(builder, way, hook)
 

@@ -21,6 +21,7 @@ from emulated_kernel.arch.program.ops import (
     Jump,
     JumpTo,
     Load,
+    SetImmediate,
     SetRegister,
     StoreImmediate,
 )
@@ -62,10 +63,12 @@ class NativeReturns:
 
     # Entries
 
-    def emit_entry(self, builder: ProgramBuilder, way: HitWay, hook: ReturnHook) -> bool:
+    def emit_entry(
+        self, builder: ProgramBuilder, way: HitWay, hook: ReturnHook, *, keeps_called: bool = False
+    ) -> bool:
         """Add the hooking of a call to what is done at its function's entry, or its being missed.
 
-        The first word of data, where the hook has any, becomes the function's address; HitWay.CALL alone.
+        The hook's data becomes zeros, or with `keeps_called`, by HitWay.CALL alone, the function's address.
         """
         if not self._trampoline.address:
             return False
@@ -83,9 +86,12 @@ class NativeReturns:
             builder.emit(Load(RET, SLOT, 0, self._word))
         self._code.enter(builder, hook.address, missed, self._data_words(hook))
         self._replace(builder, hook)
-        if hook.data_size:
+        if keeps_called:
             self.get_called(builder, FIRST)
             builder.emit(self._code.store_data(FIRST))
+        elif hook.data_size:
+            words = range(self._data_words(hook))
+            builder.emit(SetImmediate(FIRST, 0), *(self._code.store_data(FIRST, word) for word in words))
         builder.place(done)
         return True
 

@@ -96,9 +96,9 @@ class StackCode(ABC, Generic[Stack]):
         SLOT is the stack pointer, and becomes the first word of data that the node had, which goes back.
         """
 
-    def store_data(self, src: int) -> Op:
-        """The first word of NODE's data becomes that of a register."""
-        return self.store(NODE, self.data_word * self.word, src)
+    def store_data(self, src: int, index: int = 0) -> Op:
+        """A word of NODE's data becomes that of a register."""
+        return self.store(NODE, (self.data_word + index) * self.word, src)
 
     def _give_back(self, builder: ProgramBuilder, data: int) -> None:
         """What returns is NODE, with the real address in RET."""

@@ -200,6 +200,26 @@ def test_a_handler_in_python_leaves_the_entry_to_the_guest(boot: Boot, stack: st
     assert (seen, len(met)) == ([3, 3, 4], 1)
 
 
+@pytest.mark.parametrize("arch", ["x86_64", "i386", "riscv64"])
+def test_the_data_of_a_call_begins_as_zeros(boot: Boot, arch: str, stack: str) -> None:
+    """Whatever an earlier call has left there; the entry stays in the guest, and its return is Python's."""
+    found: list[bytes] = []
+
+    def handler(instance: Any, _regs: Any) -> None:
+        found.append(bytes(instance.data))
+        instance.data[:] = b"\xff" * 20
+
+    kernel = boot(arch=arch, return_hook=stack)
+    rp = Kretprobe(symbol_name="int_sqrt", handler=handler, data_size=20, maxactive=1)
+    kernel.register_kretprobe(rp)
+    kernel.call("int_sqrt", 4)
+    with counted_traps(kernel) as met:
+        assert [kernel.call("int_sqrt", number * number) for number in range(4)] == [0, 1, 2, 3]
+    assert len(met) == 4
+    assert found == [bytes(20)] * 5
+    kernel.unregister_kretprobe(rp)
+
+
 def test_a_kprobe_in_python_at_the_entry_takes_both(boot: Boot, stack: str) -> None:
     kernel = boot(return_hook=stack)
     rp, ring = hooked(kernel, "int_sqrt")
