@@ -373,7 +373,7 @@ class _TracingBuilder:
         system = top.array.system
         sleeps = build_sleep_times(points, self._registry, system.tracer_options, system.now_ns)
         hook_sets = self._engine.hook_sets
-        return FunctionGraph(self._kprobes, hook_sets.graph, self._arch, system, top.functions, sleeps)
+        return FunctionGraph(self._kprobes, hook_sets.graph, system, top.functions, sleeps)
 
     def _graph_tracer(self, top: Tracing, graph: FunctionGraph, functions: KernelFunctions) -> GraphTracer:
         tracer = GraphTracer(graph, functions.functions, top.array, top.functions.pids, self._context)

@@ -29,7 +29,7 @@ class Arming:
     def arm(self, head: Kprobe) -> None:
         """Mirrors: arm_kprobe, __arm_kprobe (v6.1)."""
         if self._sites is not None and head.is_ftrace:
-            self._sites.arm(head)
+            self._sites.arm([head])
             return
         self._uncover(head)
         # Linux: a jump that was about to be taken back gets a breakpoint over it for good, and counts as
@@ -49,7 +49,7 @@ class Arming:
         """Mirrors: disarm_kprobe, __disarm_kprobe (v6.1)."""
         optimizer = self._optimizer
         if self._sites is not None and head.is_ftrace:
-            self._sites.disarm(head)
+            self._sites.disarm([head])
         elif optimizer is None:
             self._breakpoints.clear(head)
         else:
@@ -68,7 +68,7 @@ class Arming:
         # Nothing is optimized while all is disarmed, so that no breakpoint gets into a jump.
         self._breakpoints.set(*[head for head in enabled if not head.is_ftrace])
         if self._sites is not None:
-            self._sites.arm_all([head for head in enabled if head.is_ftrace])
+            self._sites.arm([head for head in enabled if head.is_ftrace])
         if self._optimizer is not None:
             for head in enabled:
                 if not head.is_ftrace:
@@ -82,7 +82,7 @@ class Arming:
         self._table.all_disarmed = True
         enabled = [head for head in self._table if not head.is_disabled]
         if self._sites is not None:
-            self._sites.disarm_all([head for head in enabled if head.is_ftrace])
+            self._sites.disarm([head for head in enabled if head.is_ftrace])
         if self._optimizer is not None:
             for head in enabled:
                 if not head.is_ftrace:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -15,8 +16,19 @@ from emulated_kernel.lock import ControlLock
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.text.text_poke import TextPoker
 
-Tracer = Callable[[Any], None]
-Tracers = tuple[Tracer, ...]
+Called = Callable[[int, Any], object]
+"""Told of a call: the site, and the saved registers, ip behind the site."""
+
+
+@dataclass(eq=False)
+class FtraceOps:
+    """A user of fentry sites. Mirrors: include/linux/ftrace.h:struct ftrace_ops (v6.1)."""
+
+    func: Called
+    code: int | None = None
+    """Guest code that does the same, which sites call where this is the only user."""
+    sites: set[int] = field(default_factory=set, init=False)
+    """What it is called from; FtraceSites keeps it."""
 
 
 class FtraceSites:
@@ -49,31 +61,37 @@ class FtraceSites:
         text.poke(self.trampoline, stub.code)
         self.return_at = self.trampoline + self.trampoline_size - arch.return_size
         """Address of a return instruction, at which compiled handlers go on."""
-        self._calls: dict[int, Callable[[Any], object]] = {}
-        """What a call does, by the address behind its site: tracers, then the probe."""
+        self._calls: dict[int, Called] = {}
+        """What a call does, by the address behind its site."""
         self._breakpoints[self.trampoline + stub.trap] = self._make_on_call()
         self._callers: dict[int, Kprobe] = {}
         """Site to the probe that its calls go to."""
-        self._probed: set[int] = set()
-        """Sites of armed probes."""
         self._calling: dict[int, int] = {}
         """By site that holds a call now, the call's target."""
-        self._added: dict[int, Tracers] = {}
-        self._traced: dict[int, Tracers] = {}
-        self._code: dict[Tracer, int] = {}
-        """By tracer, the code that sites call instead of the trampoline where it is the only user."""
+        self._ops: list[FtraceOps] = []
+        """Newest first, which is the order of their calls. Mirrors: ftrace_ops_list (v6.1)."""
+        self._of_kprobes = FtraceOps(self._hit_probe), FtraceOps(self._hit_probe)
+        """All probes are one user, those with a post_handler another one, as old as the first that is armed.
+
+        Mirrors: kernel/kprobes.c:kprobe_ftrace_ops, kprobe_ipmodify_ops (v6.1).
+        """
 
     # What a call does
 
     def _make_on_call(self) -> Callable[[Any], None]:
         """In the trampoline: the saved ip is behind the site, and is where it returns to."""
-        find, frame_at = self._calls.get, self._hits.frame_at
+        find, frame_at, ctlblk = self._calls.get, self._hits.frame_at, self._hits.ctlblk
+        call_size = self._arch.call_size
 
         def call(regs: Any) -> None:
             frame = frame_at(regs.sp)
-            hit = find(frame.ip)
-            if hit is not None:
-                hit(frame)
+            behind = frame.ip
+            hit = find(behind)
+            if hit is None:
+                return
+            if ctlblk.running is None:
+                ctlblk.by_breakpoint = False
+            hit(behind - call_size, frame)
 
         return call
 
@@ -81,26 +99,36 @@ class FtraceSites:
         """What the probe does at a call has changed, if it is armed."""
         if kprobe.address in self._callers:
             self._callers[kprobe.address] = kprobe
-            self._route(kprobe.address, self._tracers(kprobe.address))
+            self._route(kprobe.address)
 
-    def _route(self, site: int, tracers: Tracers) -> None:
-        """Let calls from a site go to these tracers, then to its probe."""
-        behind, kprobe = site + self._arch.call_size, self._callers.get(site)
-        if kprobe is not None and not tracers:
-            self._calls[behind] = partial(self._first_by_call, kprobe, behind)
-        elif kprobe is not None:
-            # Compiled handlers, which the site calls by itself, would hide the calls from the tracers.
-            self.drop_code(kprobe)
-            self._calls[behind] = _each(*tracers, partial(self._hits.on_call, kprobe, behind))
-        elif tracers:
-            self._calls[behind] = _each(*tracers)
-        else:
+    def _users(self, site: int) -> list[FtraceOps]:
+        return [ops for ops in self._ops if site in ops.sites]
+
+    def _route(self, site: int) -> None:
+        """Let calls from a site go to its users."""
+        behind, users = site + self._arch.call_size, self._users(site)
+        kprobe = self._callers.get(site)
+        if not users:
             self._calls.pop(behind, None)
+        elif kprobe is not None and len(users) == 1 and users[0] in self._of_kprobes:
+            self._calls[behind] = partial(self._first_by_call, kprobe)
+        else:
+            if kprobe is not None:
+                # Compiled handlers, which the site calls by itself, would hide the calls from the others.
+                self.drop_code(kprobe)
+            self._calls[behind] = _each([ops.func for ops in users])
 
-    def _first_by_call(self, kprobe: Kprobe, behind: int, frame: Any) -> None:
+    def _hit_probe(self, site: int, frame: Any) -> None:
+        # Another user's handler may just have taken it away.
+        kprobe = self._callers.get(site)
+        if kprobe is not None:
+            self._hits.on_call(kprobe, site + self._arch.call_size, frame)
+
+    def _first_by_call(self, kprobe: Kprobe, site: int, frame: Any) -> None:
         """The first hit since the handlers have changed; they become guest code, if they can be."""
+        behind = site + self._arch.call_size
         if not kprobe.may_compile or kprobe.is_disabled:
-            self._calls[behind] = partial(self._hits.on_call, kprobe, behind)
+            self._calls[behind] = self._hit_probe
             self._hits.on_call(kprobe, behind, frame)
             return
         route = self._calls[behind]
@@ -118,7 +146,7 @@ class FtraceSites:
         code = kprobe.compiled = self._compiler.call(kprobe, self.return_at)
         kprobe.is_python = code is None
         if code is not None:
-            self._redirect(kprobe.address, code.entry)
+            self._start_and_stop({kprobe.address: code.entry})
 
     def drop_code(self, kprobe: Kprobe) -> None:
         """Let Python take the hits again, until the next one: what the handlers do has changed."""
@@ -126,153 +154,106 @@ class FtraceSites:
         code, kprobe.compiled = kprobe.compiled, None
         if code is not None:
             if kprobe.address in self._callers:
-                self._redirect(kprobe.address, self.trampoline)
+                self._start_and_stop({kprobe.address: self.trampoline})
             self._compiler.retire(code)
 
     # Probes
 
-    def arm(self, kprobe: Kprobe) -> None:
-        """Let the site call the probe."""
-        site = kprobe.address
-        self._callers[site] = kprobe
-        self._probed.add(site)
-        self._route(site, self._tracers(site))
-        if self._calling.get(site) != self.trampoline:
-            self._redirect(site, self.trampoline)
-
-    def disarm(self, kprobe: Kprobe) -> None:
-        """Let the site call tracers alone, or be nops again."""
-        site = kprobe.address
-        self._probed.discard(site)
-        if not self._is_wanted(site):
-            self._calling.pop(site, None)
-            self._patch(site, self._text.original(site, self._arch.call_size), self._skip(site))
-        self._forget(kprobe)
-        if self._is_wanted(site):
-            self._update([site])
-
-    def _forget(self, kprobe: Kprobe) -> None:
-        """The text has stopped to call the probe."""
-        site = kprobe.address
-        self._callers.pop(site, None)
-        self._route(site, self._tracers(site))
-        self.drop_code(kprobe)
-
-    def arm_all(self, kprobes: Sequence[Kprobe]) -> None:
-        """`arm` for many probes at once."""
+    def arm(self, kprobes: Sequence[Kprobe]) -> None:
+        """Let the probes' sites call them. Mirrors: kernel/kprobes.c:__arm_kprobe_ftrace (v6.1)."""
         for kprobe in kprobes:
             self._callers[kprobe.address] = kprobe
-            self._probed.add(kprobe.address)
+            self._join(self._of_kprobes[kprobe.post_handler is not None], [kprobe.address])
         self._update([kprobe.address for kprobe in kprobes])
 
-    def disarm_all(self, kprobes: Sequence[Kprobe]) -> None:
-        """`disarm` for many probes at once."""
+    def disarm(self, kprobes: Sequence[Kprobe]) -> None:
+        """Let the sites call others alone, or be nops again.
+
+        Mirrors: kernel/kprobes.c:__disarm_kprobe_ftrace (v6.1).
+        """
+        sites = [kprobe.address for kprobe in kprobes]
+        for ops in self._of_kprobes:
+            ops.sites.difference_update(sites)
+            if not ops.sites and ops in self._ops:
+                self._ops.remove(ops)
+        self._update(sites)
         for kprobe in kprobes:
-            self._probed.discard(kprobe.address)
-        self._update([kprobe.address for kprobe in kprobes])
-        for kprobe in kprobes:
-            self._forget(kprobe)
+            self._callers.pop(kprobe.address, None)
+            self.drop_code(kprobe)
 
-    # Tracers
+    # All users
 
-    def add(self, sites: Iterable[int], tracer: Tracer) -> None:
-        """Let the sites call a tracer too, newest first and before their probes; not while the guest runs.
+    def attach(self, ops: FtraceOps, sites: Collection[int]) -> None:
+        """Let exactly these sites call a user, as the newest one if it is new; not while the guest runs.
 
-        It gets the saved registers, ip behind the site. Mirrors: register_ftrace_function (v6.1).
+        Mirrors: kernel/trace/ftrace.c:register_ftrace_function, ftrace_hash_move_and_update_ops (v6.1).
         """
         self._lock.assert_held()
-        sites = list(sites)
-        for site in sites:
-            self._added[site] = (tracer, *self._added.get(site, ()))
-        self._update(sites)
+        changed = ops.sites.symmetric_difference(sites)
+        ops.sites.intersection_update(sites)
+        self._join(ops, sites)
+        self._update(changed)
 
-    def remove(self, sites: Iterable[int], tracer: Tracer) -> None:
-        """Take back what `add` did. Mirrors: unregister_ftrace_function (v6.1)."""
+    def detach(self, ops: FtraceOps) -> None:
+        """Call it no more. Mirrors: kernel/trace/ftrace.c:unregister_ftrace_function (v6.1)."""
         self._lock.assert_held()
-        sites = list(sites)
-        for site in sites:
-            left = tuple(other for other in self._added.pop(site) if other is not tracer)
-            if left:
-                self._added[site] = left
-        self._update(sites)
+        if ops in self._ops:
+            self._ops.remove(ops)
+            self._update(ops.sites)
+            ops.sites.clear()
 
-    def set_code(self, tracer: Tracer, entry: int | None) -> None:
-        """Sites call guest code that does what an added tracer does; or no longer."""
-        if entry is None:
-            self._code.pop(tracer, None)
-        else:
-            self._code[tracer] = entry
-        self._update([site for site, tracers in self._added.items() if tracer in tracers])
+    def set_code(self, ops: FtraceOps, entry: int | None) -> None:
+        """Sites call guest code that does what a user does; or no longer."""
+        ops.code = entry
+        self._update(ops.sites)
 
-    def set_traced(self, wanted: Mapping[int, Tracers]) -> None:
-        """Let exactly these sites call these tracers, beside what was added; not while the guest runs.
+    def _join(self, ops: FtraceOps, sites: Iterable[int]) -> None:
+        if ops not in self._ops:
+            self._ops.insert(0, ops)
+        ops.sites.update(sites)
 
-        Mirrors: kernel/trace/ftrace.c:ftrace_run_update_code (v6.1).
-        """
-        self._lock.assert_held()
-        before, self._traced = self._traced, dict(wanted)
-        self._update(before.keys() | wanted.keys())
+    @property
+    def is_used(self) -> bool:
+        """Whether there is any user."""
+        return bool(self._ops)
 
     def users(self) -> Mapping[int, tuple[int, Kprobe | None]]:
         """Of each site that calls: how many want it to, and the probe among them."""
-        probes = {site: self._callers[site] if site in self._probed else None for site in self._calling}
-        return {
-            site: (len(self._tracers(site)) + (probe is not None), probe) for site, probe in probes.items()
-        }
-
-    def _tracers(self, site: int) -> Tracers:
-        return (*self._added.get(site, ()), *self._traced.get(site, ()))
+        return {site: (len(self._users(site)), self._callers.get(site)) for site in self._calling}
 
     def _target(self, site: int) -> int:
         """Target of a site's call, a probe's own code left aside."""
-        if not self._code or site in self._probed:
-            return self.trampoline
-        tracers = self._tracers(site)
-        if len(tracers) != 1:
-            return self.trampoline
-        return self._code.get(tracers[0], self.trampoline)
-
-    def _is_wanted(self, site: int) -> bool:
-        return site in self._probed or site in self._added or site in self._traced
+        users = self._users(site)
+        return self.trampoline if len(users) != 1 or users[0].code is None else users[0].code
 
     def _update(self, sites: Iterable[int]) -> None:
-        """Tracers are known before the text calls them, and until it has stopped."""
-        calls = {site for site in sites if self._is_wanted(site)}
-        stops = set(sites) - calls
+        """Users are known before the text calls them, and until it has stopped."""
+        sites = set(sites)
+        calls = {site for site in sites if any(site in ops.sites for ops in self._ops)}
         for site in calls:
-            self._route(site, self._tracers(site))
+            self._route(site)
         targets = {site: self._target(site) for site in calls}
-        changed = {site: target for site, target in targets.items() if self._calling.get(site) != target}
-        stopping = stops & self._calling.keys()
-        self._start_and_stop(changed, stopping)
-        self._calling.update(changed)
+        stopping = (sites - calls) & self._calling.keys()
+        self._start_and_stop(
+            {site: target for site, target in targets.items() if self._calling.get(site) != target}, stopping
+        )
         for site in stopping:
-            del self._calling[site]
-        for site in stops:
-            self._route(site, ())
+            self._route(site)
 
-    def _start_and_stop(self, starting: Mapping[int, int], stopping: set[int]) -> None:
+    def _start_and_stop(self, starting: Mapping[int, int], stopping: Collection[int] = ()) -> None:
+        """Let sites call these targets, and others be nops."""
         breakpoints = self._breakpoints
         insns = {site: self._arch.relative_call(site, target) for site, target in starting.items()}
         breakpoints.update({site: self._call(site, target) for site, target in starting.items()})
         for site in stopping:
             insns[site] = self._text.original(site, self._arch.call_size)
             breakpoints[site] = self._skip(site)
-        self._poker.replace_all(insns)
+            del self._calling[site]
+        self._calling.update(starting)
+        if insns:
+            self._poker.replace_all(insns)
         for site in insns:
             del breakpoints[site]
-
-    def _redirect(self, site: int, target: int) -> None:
-        """Let the site call a compiled handler, or the trampoline."""
-        self._calling[site] = target
-        self._patch(site, self._arch.relative_call(site, target), self._call(site, target))
-
-    def _patch(self, site: int, insn: bytes, meanwhile: Callable[[Any], None]) -> None:
-        """`meanwhile` does what the new instruction does, for a CPU that meets the breakpoint."""
-        breakpoints = self._breakpoints
-        breakpoints[site] = meanwhile
-        self._poker.replace(site, insn)
-        del breakpoints[site]
 
     def _call(self, site: int, target: int) -> Callable[[Any], None]:
         word, behind = self._arch.word_size, site + self._arch.call_size
@@ -297,11 +278,13 @@ class FtraceSites:
         return skip
 
 
-def _each(*calls: Callable[[Any], object]) -> Callable[[Any], None]:
-    """In this order, for the last one may send the task elsewhere."""
+def _each(calls: Sequence[Called]) -> Called:
+    """All of them, newest first."""
+    if len(calls) == 1:
+        return calls[0]
 
-    def call(frame: Any) -> None:
+    def call(site: int, frame: Any) -> None:
         for handle in calls:
-            handle(frame)
+            handle(site, frame)
 
     return call

@@ -66,7 +66,7 @@ class TraceArrays:
     def _tracing(self, array: TraceArray, top: TraceArray | None) -> Tracing:
         system, errors, pids = self._system, ErrorLog(self._clock), EventPids(_is_asked_at_each_call)
         registry = system.events
-        probes = FunctionProbes(self._functions.functions, array, registry)
+        probes = FunctionProbes(self._functions, array, registry)
         functions = FunctionTracer(self._functions, probes, pids, CallRecorder(array, pids).record)
         array.register_tracer(FUNCTION_TRACER, functions)
         commands = (*PLAIN_COMMANDS, self._hists)

@@ -14,6 +14,7 @@ from emulated_kernel.arch.base import Arch
 from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
 from emulated_kernel.arch.program.ops import Move
 from emulated_kernel.errors import KernelError
+from emulated_kernel.kprobes.ftrace import Called, FtraceOps
 from emulated_kernel.kprobes.kprobe import CompiledCode, Emit
 from emulated_kernel.kprobes.kprobes import Kprobes
 from emulated_kernel.kprobes.return_hook.hook import Instance, ReturnHook
@@ -106,7 +107,7 @@ class PartialRegs:
 
 @dataclass(eq=False)
 class _Registered:
-    entered: Callable[[Any], None]
+    ops: FtraceOps
     code: CompiledCode | None = None
     """What the functions' sites call instead."""
     is_python: bool = False
@@ -159,7 +160,7 @@ class Fprobes:
             raise KernelError(errno.EINVAL, f"no function {fp.filter} can be traced")
         fp.failures = fp._missed = 0
         registered = self._registered[fp] = self._prepare(fp)
-        sites.add(fp.functions, registered.entered)
+        sites.attach(registered.ops, fp.functions)
 
     def unregister_fprobe(self, fp: Fprobe) -> None:
         """Calls that are pending return without the handler.
@@ -172,7 +173,7 @@ class Fprobes:
             raise KernelError(errno.EINVAL, "the fprobe isn't registered")
         assert self._kprobes.sites is not None
         # Other CPUs call it until the text has changed.
-        self._kprobes.sites.remove(fp.functions, registered.entered)
+        self._kprobes.sites.detach(registered.ops)
         del self._registered[fp]
         self._drop_code(registered)
         # Its own handler may be what has called this: nothing is made of it any more.
@@ -207,7 +208,7 @@ class Fprobes:
         registered.is_python = False
         if registered.code is not None:
             assert self._kprobes.sites is not None
-            self._kprobes.sites.set_code(registered.entered, None)
+            self._kprobes.sites.set_code(registered.ops, None)
             self._kprobes.compiler.retire(registered.code)
             registered.code = None
 
@@ -248,13 +249,13 @@ class Fprobes:
             fp.hook.follows_convention = True
         entered = self._entered(fp, on_entry if partial else None)
 
-        def enter(regs: Any) -> None:
-            entered(regs)
+        def enter(site: int, regs: Any) -> None:
+            entered(site, regs)
             is_settled = registered.is_python or registered.code is not None
             if not is_settled and self._kprobes.split_jumps.may_patch():
                 self._compile(fp, registered)
 
-        registered = _Registered(enter)
+        registered = _Registered(FtraceOps(enter))
         return registered
 
     def _compile(self, fp: Fprobe, registered: _Registered) -> None:
@@ -265,7 +266,7 @@ class Fprobes:
             registered.code = self._kprobes.compiler.entries(builder, sites.return_at)
         registered.is_python = registered.code is None
         if registered.code is not None:
-            sites.set_code(registered.entered, registered.code.entry)
+            sites.set_code(registered.ops, registered.code.entry)
 
     def _emit_entry(self, fp: Fprobe, builder: ProgramBuilder) -> bool:
         """What `_entered` does as guest code, where Python has no say in it."""
@@ -280,31 +281,25 @@ class Fprobes:
                 return False
         return fp.hook is None or native.emit_entry(builder, HitWay.CALL, fp.hook, keeps_called=True)
 
-    def _entered(self, fp: Fprobe, names: frozenset[str] | None) -> Callable[[Any], None]:
+    def _entered(self, fp: Fprobe, names: frozenset[str] | None) -> Called:
         """Mirrors: kernel/trace/fprobe.c:fprobe_handler (v6.1)."""
-        hook_call, hook, word, size = (
-            self._hooks.hook_call,
-            fp.hook,
-            self._arch.word_size,
-            self._arch.call_size,
-        )
-        ctlblk, nothing = self._kprobes.hits.ctlblk, memoryview(bytearray(fp.entry_data_size))
+        hook_call, hook, word = self._hooks.hook_call, fp.hook, self._arch.word_size
+        nothing = memoryview(bytearray(fp.entry_data_size))
 
-        def wants(instance: Instance, regs: Any) -> bool:
-            address, data = regs.ip - size, instance.data
-            data[:word] = address.to_bytes(word, "little")
-            seen = regs if names is None else PartialRegs(regs, names)
-            return not self._call(fp, fp.entry_handler, address, seen, data[word:])
-
-        def entered(regs: Any) -> None:
+        def entered(site: int, regs: Any) -> None:
             if fp.is_disabled:
                 return
-            ctlblk.by_breakpoint = False
+            seen = regs if names is None else PartialRegs(regs, names)
             if hook is None:
-                seen = regs if names is None else PartialRegs(regs, names)
-                self._call(fp, fp.entry_handler, regs.ip - size, seen, nothing)
-            else:
-                hook_call(hook, regs, wants)
+                self._call(fp, fp.entry_handler, site, seen, nothing)
+                return
+
+            def wants(instance: Instance, _regs: Any) -> bool:
+                data = instance.data
+                data[:word] = site.to_bytes(word, "little")
+                return not self._call(fp, fp.entry_handler, site, seen, data[word:])
+
+            hook_call(hook, regs, wants)
 
         return entered
 

@@ -67,3 +67,7 @@ class Tracer(ABC):
     @abstractmethod
     def stop(self) -> None:
         """It is another one now."""
+
+    def option_changed(self, name: str) -> None:
+        """An option was switched while it is the current tracer. Mirrors: trace.h:tracer.set_flag (v6.1)."""
+        del name

@@ -68,6 +68,7 @@ class TraceArray(ArrayRings, Recorder):
             self.tracers,
             lambda: self.current_tracer,
             system.printk,
+            self._tracer_option_changed,
         )
         self.clock: TraceClock = LOCAL
         self.current_tracer = NOP_TRACER
@@ -427,6 +428,10 @@ class TraceArray(ArrayRings, Recorder):
     def register_tracer(self, name: str, tracer: Tracer) -> None:
         """Let current_tracer take it. Mirrors: kernel/trace/trace.c:register_tracer (v6.1)."""
         self._tracers[name] = tracer
+
+    def _tracer_option_changed(self, name: str) -> None:
+        if self.current_tracer in self._tracers:
+            self._tracers[self.current_tracer].option_changed(name)
 
     def set_tracer(self, name: str) -> None:
         """Use another tracer and expand the buffers, which lose what the one before has written.

@@ -90,14 +90,19 @@ class TraceOptions:
         tracers: Callable[[], Collection[str]],
         current: Callable[[], str],
         printk: Callable[[str], None],
+        tracer_changed: Callable[[str], None],
     ) -> None:
-        """`changed` is called with each option of the array's own whose value differs from before."""
+        """`changed` is called with each option of the array's own whose value differs from before.
+
+        `tracer_changed` with the name of each of the tracers'.
+        """
         self.flags = DEFAULT_OPTIONS
         self.of_tracers = tracer_options
         self._changed = changed
         self._tracers = tracers
         self._current = current
         self._printk = printk
+        self._tracer_changed = tracer_changed
 
     def names(self, *, instance: bool = False) -> tuple[str, ...]:
         """Names of all options, or of those that an instance has files for."""
@@ -135,7 +140,10 @@ class TraceOptions:
             self._printk(
                 f"nop_test_{verb} flag set to {on:d}: we {verb}. Now cat trace_options to see the result"
             )
+        differs = on is not self.of_tracers.is_on(name)
         self.of_tracers.switch(name, on=on)
+        if differs:
+            self._tracer_changed(name)
 
     def write(self, data: bytes) -> int:
         """Execute one write(2) to trace_options: a name, or "no" and a name; bytes taken.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from emulated_kernel.abi import PAGE_SIZE
-from emulated_kernel.kprobes.ftrace import FtraceSites
+from emulated_kernel.kprobes.ftrace import FtraceOps, FtraceSites
 from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.events.event_pids import EventPids
 from emulated_kernel.trace.hits.probe_hit import ProbeHit
@@ -35,7 +35,6 @@ class KernelFunctions:
         self._sites = sites
         self._word_size = word_size
         self._hit = hit
-        self._owners: dict[object, Mapping[int, tuple[CallHandler, ...]]] = {}
         self._symbols = symbols
         self.functions = Functions(self._at(fentry), symbols.has_module)
 
@@ -56,7 +55,7 @@ class KernelFunctions:
 
         Mirrors: kernel/trace/ftrace.c:ftrace_free_mem (v6.1).
         """
-        if any(self._owners.values()):
+        if self._sites is not None and self._sites.is_used:
             found = map(self._symbols.lookup, sorted(fentry))
             self._symbols.remember(name, (where for where in found if where is not None))
         self.functions.remove(fentry)
@@ -66,17 +65,21 @@ class KernelFunctions:
         self._symbols.forget(name)
         self.functions.remove(fentry)
 
-    def attach(self, owner: object, handlers: Mapping[int, tuple[CallHandler, ...]], /) -> None:
-        """Let exactly these sites call `owner`'s handlers; other owners' are left alone."""
-        self._owners[owner] = handlers
-        wanted: dict[int, tuple[Callable[[Any], None], ...]] = {}
-        for each in self._owners.values():
-            for site, calls in each.items():
-                wanted[site] = (*wanted.get(site, ()), *(partial(self._call, site, call) for call in calls))
-        if self._sites is not None:
-            self._sites.set_traced(wanted)
+    def user(self, handler: CallHandler) -> FtraceOps:
+        """Who is told of calls from the sites that `attach` gives it."""
+        return FtraceOps(partial(self._call, handler))
 
-    def _call(self, site: int, handler: CallHandler, frame: Any) -> None:
+    def attach(self, user: FtraceOps, sites: Collection[int]) -> None:
+        """See FtraceSites.attach."""
+        if self._sites is not None:
+            self._sites.attach(user, sites)
+
+    def detach(self, user: FtraceOps) -> None:
+        """See FtraceSites.detach."""
+        if self._sites is not None:
+            self._sites.detach(user)
+
+    def _call(self, handler: CallHandler, site: int, frame: Any) -> None:
         self._hit.regs = frame
         handler(site, self._hit)
 

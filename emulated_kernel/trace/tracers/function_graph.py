@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from emulated_kernel.arch.analysis.tables import ProbedTables
-from emulated_kernel.arch.base import Arch
 from emulated_kernel.errors import KernelError
+from emulated_kernel.kprobes.ftrace import Called, FtraceOps
 from emulated_kernel.kprobes.kprobes import Kprobes
 from emulated_kernel.kprobes.return_hook.hook import Instance, ReturnHook
 from emulated_kernel.kprobes.return_hook.hooks import ReturnHooks
@@ -44,7 +44,6 @@ class FunctionGraph(FilterWatcher):
         self,
         kprobes: Kprobes,
         choose_hooks: Callable[[], ReturnHooks],
-        arch: Arch,
         system: TraceSystem,
         filters: FunctionTracer,
         sleeps: SleepTimes,
@@ -57,11 +56,9 @@ class FunctionGraph(FilterWatcher):
         self._sites = kprobes.sites
         self._ctlblk = kprobes.hits.ctlblk
         self._choose_hooks = choose_hooks
-        self._site_size = arch.call_size
         self._tasks = system.tasks
         self._filters = filters
-        self._hooked: frozenset[int] = frozenset()
-        self._running: tuple[ReturnHooks, ReturnHook, Callable[[Any], None]] | None = None
+        self._running: tuple[ReturnHooks, ReturnHook, FtraceOps] | None = None
 
     def register(self, user: GraphUser) -> None:
         """Raises: KernelError EOPNOTSUPP (no fentry sites), EBUSY (another user), ENOMEM."""
@@ -76,16 +73,17 @@ class FunctionGraph(FilterWatcher):
             user.returned(instance, regs)
 
         hook = hooks.add(returned, nodes=0, data_size=user.data_size)
-        self._running = hooks, hook, self._entry_handler(hooks, hook, user)
+        self._running = hooks, hook, FtraceOps(self._entry_handler(hooks, hook, user))
         self.overruns.clear()
         self.sleeps.start()
         self.filters_changed()
 
     def unregister(self) -> None:
         """Calls that are pending are awaited no more."""
+        assert self._sites is not None
         assert self._running is not None
-        hooks, hook, _ = self._running
-        self._hook(frozenset())
+        hooks, hook, ops = self._running
+        self._sites.detach(ops)
         hooks.remove(hook)
         self.sleeps.stop()
         self._running = None
@@ -98,31 +96,21 @@ class FunctionGraph(FilterWatcher):
     def filters_changed(self) -> None:
         """Hook what the filters leave, no more."""
         if self._running is not None:
-            self._hook(frozenset(self._filters.selected()))
+            assert self._sites is not None
+            self._sites.attach(self._running[2], self._filters.selected())
 
-    def _hook(self, wanted: frozenset[int]) -> None:
-        assert self._sites is not None
-        assert self._running is not None
-        entered = self._running[2]
-        self._sites.remove(self._hooked - wanted, entered)
-        self._sites.add(wanted - self._hooked, entered)
-        self._hooked = wanted
-
-    def _entry_handler(self, hooks: ReturnHooks, hook: ReturnHook, user: GraphUser) -> Callable[[Any], None]:
+    def _entry_handler(self, hooks: ReturnHooks, hook: ReturnHook, user: GraphUser) -> Called:
         """Mirrors: kernel/trace/fgraph.c:function_graph_enter (v6.1)."""
-        ctlblk, site_size = self._ctlblk, self._site_size
 
-        def entered(regs: Any) -> None:
+        def entered(site: int, regs: Any) -> None:
+            def wants(instance: Instance, regs: Any) -> bool:
+                kept = user.entered(site, hooks.newest(hook), regs)
+                if kept is not None:
+                    instance.data[:] = kept
+                return kept is not None
+
             if not hooks.hook_call(hook, regs, wants):
                 self.overruns[self._tasks.pid()] += 1
-
-        def wants(instance: Instance, regs: Any) -> bool:
-            caller = hooks.newest(hook)
-            ctlblk.by_breakpoint = False
-            kept = user.entered(regs.ip - site_size, caller, regs)
-            if kept is not None:
-                instance.data[:] = kept
-            return kept is not None
 
         return entered
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from emulated_kernel.errors import KernelError
@@ -12,21 +12,20 @@ from emulated_kernel.trace.events.registry import EventRegistry
 from emulated_kernel.trace.hits.probe_hit import ProbeHit
 from emulated_kernel.trace.text.chars import bytes_to_text
 from emulated_kernel.trace.text.numbers import kstrtoul
-from emulated_kernel.trace.tracers.functions import Functions
+from emulated_kernel.trace.tracers.call_sites import KernelFunctions
 
 Action = Callable[[ProbeHit], bool]
 """What a call does; whether it counts against the limit."""
 
 
 Kind = tuple[str, bool]
-"""A command's name and whether a limit was written: a function has one of each kind."""
+"""A command's name and whether a limit was written; a function has one of each."""
 
 
 @dataclass(eq=False)
 class FunctionProbe:
     """A command on one function; `count` None: without limit."""
 
-    kind: Kind
     title: str
     action: Action
     count: int | None
@@ -45,11 +44,32 @@ class FunctionProbe:
         return f":{self.title}:{count}\n"
 
 
+class _Probes(dict[int, FunctionProbe]):
+    """Those of one kind, by their functions' sites. Mirrors: struct ftrace_func_probe (v6.1)."""
+
+    def __init__(self, hooks: KernelFunctions) -> None:
+        self._hooks = hooks
+        self._user = hooks.user(self._fire)
+
+    def changed(self) -> None:
+        """There are others than were attached."""
+        if self:
+            self._hooks.attach(self._user, self.keys())
+        else:
+            self._hooks.detach(self._user)
+
+    def _fire(self, site: int, hit: ProbeHit) -> None:
+        probe = self.get(site)
+        if probe is not None:
+            probe.fire(hit)
+
+
 class FunctionProbes:
     """Those of one trace array. Mirrors: kernel/trace/ftrace.c:register_ftrace_function_probe (v6.1)."""
 
-    def __init__(self, functions: Functions, array: TraceArray, registry: EventRegistry) -> None:
-        self._functions = functions
+    def __init__(self, hooks: KernelFunctions, array: TraceArray, registry: EventRegistry) -> None:
+        self._hooks = hooks
+        self._functions = hooks.functions
         self._array = array
         self._registry = registry
         self._plain: Mapping[str, Action] = {
@@ -58,7 +78,8 @@ class FunctionProbes:
             "stacktrace": self._stacktrace,
             "snapshot": self._snapshot,
         }
-        self.by_site: dict[int, list[FunctionProbe]] = {}
+        self._kinds: dict[Kind, _Probes] = {}
+        """Oldest first."""
 
     def execute(self, pattern: bytes, command: str) -> None:
         """`COMMAND[:COUNT]` on the functions that match; with "!" before the pattern it is taken back.
@@ -73,45 +94,51 @@ class FunctionProbes:
             return
         count = _count(title, limit)
         sites = self._functions.matching(pattern)
-        new = [site for site in sites if all(probe.kind != kind for probe in self.by_site.get(site, ()))]
+        probes = self._kinds.get(kind) or _Probes(self._hooks)
+        new = [site for site in sites if site not in probes]
         if not new:
             raise KernelError(errno.EINVAL, f"no other function matches {bytes_to_text(pattern)}")
-        for site in new:
-            self.by_site.setdefault(site, []).insert(0, self._make(kind, title, count))
+        probes.update({site: self._make(title, count) for site in new})
+        self._kinds[kind] = probes
+        probes.changed()
 
     def _remove(self, pattern: bytes, kind: Kind) -> None:
         """Linux: not only those of the event that is named.
 
         Mirrors: kernel/trace/ftrace.c:unregister_ftrace_function_probe_func (v6.1).
         """
-        of_kind = [(s, p) for s, probes in self.by_site.items() for p in probes if p.kind == kind]
-        if not of_kind:
+        probes = self._kinds.get(kind)
+        if probes is None:
             raise KernelError(errno.ENODEV, "no function has such a command")
-        sites = self._functions.matching(pattern)
-        gone = [(site, probe) for site, probe in of_kind if site in sites]
+        gone = self._functions.matching(pattern) & probes.keys()
         if not gone:
             raise KernelError(errno.EINVAL, "no such command on these functions")
-        for site, probe in gone:
-            self.by_site[site].remove(probe)
-            probe.forget()
-            if not self.by_site[site]:
-                del self.by_site[site]
+        self._drop(kind, gone)
+
+    def _drop(self, kind: Kind, sites: Collection[int]) -> None:
+        probes = self._kinds[kind]
+        for site in sites:
+            probes.pop(site).forget()
+        probes.changed()
+        if not probes:
+            del self._kinds[kind]
 
     def clear(self) -> None:
         """The trace array goes."""
-        self.functions_went(frozenset(self.by_site))
+        for kind, probes in tuple(self._kinds.items()):
+            self._drop(kind, tuple(probes))
 
     def functions_went(self, sites: frozenset[int]) -> None:
         """Functions of a module that goes."""
-        for site in sites & self.by_site.keys():
-            for probe in self.by_site.pop(site):
-                probe.forget()
+        for kind, probes in tuple(self._kinds.items()):
+            self._drop(kind, sites & probes.keys())
 
     def records(self) -> Iterator[str]:
-        """Their lines in set_ftrace_filter."""
-        for function in self._functions:
-            for probe in self.by_site.get(function.site, ()):
-                yield function.shown + probe.show()
+        """Their lines in set_ftrace_filter: the newest kind's first. Mirrors: t_probe_next (v6.1)."""
+        for probes in reversed(self._kinds.values()):
+            for function in self._functions:
+                if function.site in probes:
+                    yield function.shown + probes[function.site].show()
 
     def _parse(self, command: str) -> tuple[str, str | None]:
         """The command with its event, and its limit: Linux doesn't look at that where one is taken back."""
@@ -127,12 +154,12 @@ class FunctionProbes:
             raise KernelError(errno.EINVAL, f"no command {name!r}")
         return title, rest.partition(":")[0] if colon else None
 
-    def _make(self, kind: Kind, title: str, count: int | None) -> FunctionProbe:
+    def _make(self, title: str, count: int | None) -> FunctionProbe:
         plain = self._plain.get(title)
         if plain is not None:
             if title == "snapshot":
                 self._array.snapshot.allocate()
-            return FunctionProbe(kind, title, plain, count, lambda: None)
+            return FunctionProbe(title, plain, count, lambda: None)
         name, group, event_name = title.split(":")
         event = self._registry.find(group, event_name)
         assert event is not None, "was looked up while parsing"
@@ -144,7 +171,7 @@ class FunctionProbes:
             file.soft_disabled = name == "disable_event"
             return changes
 
-        return FunctionProbe(kind, title, switch, count, file.disable_soft)
+        return FunctionProbe(title, switch, count, file.disable_soft)
 
     def _switch(self, on: bool) -> bool:
         """Mirrors: kernel/trace/trace_functions.c:update_traceon_count (v6.1)."""

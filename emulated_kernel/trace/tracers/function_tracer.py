@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from emulated_kernel.trace.array.system import Tracer
 from emulated_kernel.trace.events.event_pids import EventPids, PidList
-from emulated_kernel.trace.hits.probe_hit import ProbeHit
+from emulated_kernel.trace.output.tracer_options import FunctionOption
 from emulated_kernel.trace.text.user_words import FUNCTION_WORD_MAX, take_word
 from emulated_kernel.trace.tracers.call_sites import KernelFunctions
 from emulated_kernel.trace.tracers.function_filter import FunctionSet
@@ -31,7 +31,7 @@ class FunctionTracer(Tracer, FunctionWatcher):
     ) -> None:
         """`record` writes the entry of a call, where `pids` (set_ftrace_pid) lets it."""
         self._hooks = hooks
-        self._record = record
+        self._user = hooks.user(record)
         self._is_on = False
         self._watchers: list[FilterWatcher] = []
         self.probes = probes
@@ -40,8 +40,8 @@ class FunctionTracer(Tracer, FunctionWatcher):
         self._left_out = FunctionSet(
             hooks.functions, "no functions disabled", self._update, waiting_counts=False
         )
-        self.filter = FilterFile(self._chosen, probes, self._update)
-        self.notrace = FilterFile(self._left_out, None, self._update)
+        self.filter = FilterFile(self._chosen, probes)
+        self.notrace = FilterFile(self._left_out, None)
         hooks.functions.watch(self)
         self.traced_pids = PidFile(self.pids.traced)
         self.untraced_pids = PidFile(self.pids.untraced)
@@ -58,7 +58,13 @@ class FunctionTracer(Tracer, FunctionWatcher):
     def stop(self) -> None:
         """It is another one now."""
         self._is_on = False
-        self._update()
+        self._hooks.detach(self._user)
+
+    def option_changed(self, name: str) -> None:
+        """See Tracer: another function records, which is registered anew. Mirrors: func_set_flag (v6.1)."""
+        if name in tuple(FunctionOption):
+            self._hooks.detach(self._user)
+            self._update()
 
     def remove(self) -> None:
         """The trace array goes."""
@@ -86,18 +92,10 @@ class FunctionTracer(Tracer, FunctionWatcher):
 
     def _update(self) -> None:
         """Mirrors: kernel/trace/ftrace.c:ftrace_ops_update_code (v6.1)."""
-        wanted: dict[int, tuple[CallHandler, ...]] = {}
         if self._is_on:
-            wanted = dict.fromkeys(self.selected(), (self._record,))
-        for site in self.probes.by_site:
-            wanted[site] = (self._fire, *wanted.get(site, ()))
-        self._hooks.attach(self, wanted)
+            self._hooks.attach(self._user, self.selected())
         for watcher in self._watchers:
             watcher.filters_changed()
-
-    def _fire(self, site: int, hit: ProbeHit) -> None:
-        for probe in tuple(self.probes.by_site.get(site, ())):
-            probe.fire(hit)
 
 
 class FilterFile:
@@ -106,12 +104,9 @@ class FilterFile:
     Deviates: Linux lets a change come into force when the file is closed.
     """
 
-    def __init__(
-        self, functions: FunctionSet, probes: FunctionProbes | None, changed: Callable[[], None]
-    ) -> None:
+    def __init__(self, functions: FunctionSet, probes: FunctionProbes | None) -> None:
         self._functions = functions
         self._probes = probes
-        self._changed = changed
 
     def clear(self) -> None:
         """Opening for writing with O_TRUNC; commands stay."""
@@ -134,7 +129,6 @@ class FilterFile:
             self._functions.choose_of_module(pattern, command.removeprefix(b"mod:"))
         elif colon and self._probes is not None:
             self._probes.execute(pattern, command.decode("latin-1"))
-            self._changed()
         elif word:
             self._functions.choose(word)
         return size

@@ -88,6 +88,7 @@ class StackTracer(FunctionWatcher):
         self._measure = measure
         self._symbols = symbols
         self._bits = 8 * word_size
+        self._user = hooks.user(self._check)
         self.enabled = 0
         """What was written last; on unless 0."""
         self._max_size = 0
@@ -133,8 +134,11 @@ class StackTracer(FunctionWatcher):
         self._update()
 
     def _update(self) -> None:
-        chosen = self._hooks.functions.sites if self._chosen.is_empty else self._chosen.sites
-        self._hooks.attach(self, dict.fromkeys(chosen if self.enabled else (), (self._check,)))
+        if self.enabled:
+            every = self._hooks.functions.sites
+            self._hooks.attach(self._user, every if self._chosen.is_empty else self._chosen.sites)
+        else:
+            self._hooks.detach(self._user)
 
     def _check(self, site: int, hit: ProbeHit) -> None:
         """Mirrors: kernel/trace/trace_stack.c:check_stack (v6.1)."""

@@ -89,11 +89,11 @@ class SitePlace(Place):
         sites, head = kprobes.sites, kprobes.table.valid(self.probe)
         assert sites is not None
         assert head is not None
-        self._watched("disarming all", lambda: sites.disarm_all([head]), inside, hits=0)
+        self._watched("disarming all", lambda: sites.disarm([head]), inside, hits=0)
         self._all(
             "all disarmed", [[self._leaving(standing) for standing in group] for group in inside], hits=0
         )
-        self._watched("arming all", lambda: sites.arm_all([head]), inside)
+        self._watched("arming all", lambda: sites.arm([head]), inside)
         self._all("all armed", inside)
 
     def _inside_jump(self) -> Group:

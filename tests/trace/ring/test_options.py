@@ -16,7 +16,7 @@ def _options(
     changed: Callable[[TraceOption, bool], None] = lambda _option, _on: None,
     printk: Callable[[str], None] = lambda _text: None,
 ) -> TraceOptions:
-    return TraceOptions(TracerOptions(), changed, lambda: ("nop",), lambda: "nop", printk)
+    return TraceOptions(TracerOptions(), changed, lambda: ("nop",), lambda: "nop", printk, lambda _name: None)
 
 
 @pytest.mark.parametrize("data", [b"sym-addr", b"sym-addr\n", b"  sym-addr \n", b"sym-addr\0junk"])
