@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from kprobefs import mount
 from kprobefs.failure import Exit, Failure
@@ -75,10 +74,12 @@ def reboot(directory: str) -> None:
     condition = mount.condition(directory)
     if condition in (MountState.HUNG, MountState.DEAD):
         raise Failure(f"{directory}: {condition.value}", condition.status)
+    from kprobefs.files import beside
+
     try:
-        Path(directory, "machine", "power").write_text("reboot\n")
+        (beside(directory) / "machine" / "power").write_text("reboot\n")
     except FileNotFoundError:
-        raise Failure(f"{directory}: its layout has no machine/power: mount it anew") from None
+        raise Failure(f"{directory}: a distribution's kernel isn't booted anew: mount it again") from None
 
 
 def unmount_dead(directory: str) -> None:

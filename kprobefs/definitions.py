@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from kprobefs.failure import shown
-from kprobefs.files import Files
+from kprobefs.files import OUTSIDE, Files
 
 DEFINITION = re.compile(r"(?P<kind>[a-z])(?P<count>\d*)(?::(?P<name>\S+))?\s+(?P<rest>.*)")
 SETTING = re.compile(r"(?P<file>\S+)\s+=(?:\s+(?P<value>.*))?$")
@@ -56,8 +56,6 @@ LISTS = (
 """Files of words, which are added by writing them."""
 MODULE_FILTERS = ("set_ftrace_notrace", "set_ftrace_filter")
 """Those of them that take functions of one module."""
-OUTSIDE = ("kprobes", "sysctl")
-"""Directories beside the tracefs whose files may be named too, where the layout has them."""
 SWITCHED_OFF = ("kprobes/enabled", "sysctl/debug/kprobes-optimization")
 """Switches there that are on in a new mount."""
 STATS = "kprobes/stats"

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from emulated_kernel.errors import KernelError
+from emulated_kernel.vfs.core.tree import CONTROL
 from kprobefs.failure import Failure
 
 if TYPE_CHECKING:
@@ -22,8 +23,16 @@ if TYPE_CHECKING:
     from emulated_kernel.vfs.core.open_file import OpenFile
     from emulated_kernel.vfs.core.tree import Filesystem
 
+OUTSIDE = ("kprobes", "sysctl")
+"""Directories beside the tracefs whose files definitions may name too, where the mount has them."""
 READ_SIZE = 1 << 16
 """Bytes; a read that gives less has come to the file's end."""
+
+
+def beside(directory: str) -> Path:
+    """Where a mount has machine/ and what else isn't its tracefs's."""
+    unlisted = Path(directory, CONTROL)
+    return unlisted if unlisted.is_dir() else Path(directory)
 
 
 class Files(ABC):
@@ -81,10 +90,14 @@ class HostFiles(Files):
 
     def __init__(self, directory: str) -> None:
         self._root = Path(directory)
+        self._beside = beside(directory)
+
+    def _path(self, name: str) -> Path:
+        return (self._beside if name.partition("/")[0] in OUTSIDE else self._root) / name
 
     def read(self, name: str) -> str:
         """See Files."""
-        descriptor = os.open(self._root / name, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(self._path(name), os.O_RDONLY | os.O_CLOEXEC)
         try:
             return read_all(lambda size: os.read(descriptor, size))
         finally:
@@ -92,7 +105,7 @@ class HostFiles(Files):
 
     def write(self, name: str, text: str) -> None:
         """See Files."""
-        descriptor = os.open(self._root / name, os.O_WRONLY | os.O_CLOEXEC)
+        descriptor = os.open(self._path(name), os.O_WRONLY | os.O_CLOEXEC)
         try:
             write_all(lambda data: os.write(descriptor, data), text)
         finally:
@@ -100,20 +113,20 @@ class HostFiles(Files):
 
     def names(self, name: str) -> list[str]:
         """See Files."""
-        return os.listdir(self._root / name)
+        return os.listdir(self._path(name))
 
     def directories(self, name: str) -> list[str]:
         """See Files."""
-        with os.scandir(self._root / name) as entries:
+        with os.scandir(self._path(name)) as entries:
             return [entry.name for entry in entries if entry.is_dir()]
 
     def mkdir(self, name: str) -> None:
         """See Files."""
-        (self._root / name).mkdir()
+        self._path(name).mkdir()
 
     def exists(self, name: str) -> bool:
         """See Files."""
-        return (self._root / name).exists()
+        return self._path(name).exists()
 
 
 class TreeFiles(Files):

@@ -116,9 +116,9 @@ class LoadingProcess:
 
 def saved(directory: str) -> bytes:
     """What `save` writes."""
-    with suppress(FileNotFoundError):
-        return Path(directory, "machine", "definitions").read_bytes()
     from kprobefs.definitions import saved
-    from kprobefs.files import HostFiles
+    from kprobefs.files import HostFiles, beside
 
+    with suppress(FileNotFoundError):
+        return (beside(directory) / "machine" / "definitions").read_bytes()
     return "".join(f"{line}\n" for line in saved(HostFiles(directory))).encode("utf-8", "surrogateescape")

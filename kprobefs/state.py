@@ -23,7 +23,7 @@ from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.events.registry import EventIds, EventWatcher
 from emulated_kernel.trace.text.cmdlines import KEPT_SIZE
 from emulated_kernel.vfs.core.client import Client
-from emulated_kernel.vfs.core.tree import Filesystem
+from emulated_kernel.vfs.core.tree import CONTROL, Filesystem
 from emulated_kernel.vfs.guest.changes import ChangeWatcher
 from emulated_kernel.vfs.guest.guest_mount import GuestMount
 from kprobefs import __version__, journal, last_records
@@ -338,7 +338,7 @@ class KeptState(ChangeWatcher):
 
     def _kept(self, path: str) -> str:
         """A path as a mount that has everything names it; "" where what happens there isn't kept."""
-        name = f"{self._root}{path[1:]}"
+        name = f"{self._root}{path[1:]}".removeprefix(f"{self._root}{CONTROL}/")
         return name if _KEPT.match(name) and not _UNKEPT.match(name) else ""
 
     def _kept_file(self, path: str) -> str:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from kprobefs import terminal
 from kprobefs.failure import Failure, shown
+from kprobefs.files import beside
 
 if TYPE_CHECKING:
     from rich.console import Console, Group, RenderableType
@@ -65,6 +66,7 @@ class Probes:
 
     def __init__(self, directory: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.directory = Path(directory)
+        self._beside = beside(directory)
         self._clock = clock
         self._before: dict[str, int] = {}
         self._looked = clock()
@@ -73,9 +75,9 @@ class Probes:
     def look(self) -> list[Probe]:
         """As they are now. Raises: Failure where the mount has no such file."""
         try:
-            lines = (self.directory / PROBES).read_text("utf-8", "surrogateescape").splitlines()
+            lines = (self._beside / PROBES).read_text("utf-8", "surrogateescape").splitlines()
         except FileNotFoundError:
-            raise Failure(f"{self.directory}: no {PROBES} there: its layout isn't full") from None
+            raise Failure(f"{self.directory}: no {PROBES} there: a distribution's kernel has its own") from None
         now = self._clock()
         passed, self._looked = now - self._looked, now
         found = [Probe(**json.loads(line)) for line in lines]
@@ -96,14 +98,14 @@ class Probes:
     def text(self, probe: Probe, name: str) -> str:
         """A file of it; "" where it has gone."""
         with suppress(OSError):
-            return (self.directory / probe.directory / name).read_text("utf-8", "surrogateescape")
+            return (self._beside / probe.directory / name).read_text("utf-8", "surrogateescape")
         return ""
 
     def toggle(self, probe: Probe, name: str) -> str:
         """Write the other value into `enabled` or `optimized`; why that fails, where it does."""
         value = "0" if (probe.enabled if name == "enabled" else probe.optimized) else "1"
         try:
-            (self.directory / probe.directory / name).write_text(value)
+            (self._beside / probe.directory / name).write_text(value)
         except OSError as error:
             return f"{probe.event}: {name} {value}: {error.strerror}"
         return ""
@@ -112,7 +114,8 @@ class Probes:
         """The newest lines of the trace that are of it."""
         name = probe.event.rpartition("/")[2]
         with suppress(OSError):
-            lines = (self.directory / "tracing/trace").read_text("utf-8", "surrogateescape").splitlines()
+            tracing = self._beside / "tracing" if self._beside == self.directory else self.directory
+            lines = (tracing / "trace").read_text("utf-8", "surrogateescape").splitlines()
             return [line.strip() for line in lines[-RECORDS:] if f": {name}: " in line][-count:]
         return []
 

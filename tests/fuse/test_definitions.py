@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from emulated_kernel.vfs.core.tree import CONTROL
 from kprobefs import definitions, dropins
 from kprobefs.failure import Exit, Failure
 from kprobefs.files import HostFiles
@@ -247,17 +249,19 @@ def state_of(tracefs: Path) -> dict[str, str]:
 @pytest.mark.parametrize("layout", ["full", "tracefs"])
 def test_round_trip(layout: str, directory: Path, tmp_path: Path) -> None:
     file, saved = tmp_path / "all.probes", tmp_path / "saved.probes"
-    outside = OUTSIDE if layout == "full" else ""
-    file.write_text(ALL + outside)
+    file.write_text(ALL + OUTSIDE)
     with daemon(directory, "--cpus", "2", "--layout", layout, program=REAL_PROGRAM) as first:
         tracefs = directory / HostFiles(str(directory)).tracefs()
         assert tracefs == directory / ("tracing" if layout == "full" else "")
         loaded = command("load", first, str(file))
         assert (loaded.stderr, loaded.stdout, loaded.returncode) == ("", "", 0)
         assert command("save", first, str(saved)).returncode == 0
-        assert set(outside.splitlines()) <= set(saved.read_text().splitlines())
+        assert set(OUTSIDE.splitlines()) <= set(saved.read_text().splitlines())
         state = state_of(tracefs)
         assert (tracefs / "instances" / "a b").is_dir()
+        # A tracefs shows nothing that isn't Linux's; what the program asks is there all the same.
+        assert CONTROL not in os.listdir(directory)
+        assert (directory / CONTROL).is_dir() == (layout == "tracefs")
         # What is there already stays as it is, and what it has counted too.
         before = [path.stat().st_ino for path in tracefs.glob("events/*probes/*")]
         for again in (file, saved):
@@ -284,6 +288,27 @@ def test_round_trip(layout: str, directory: Path, tmp_path: Path) -> None:
         assert (loaded.stderr, loaded.returncode) == ("", 0)
         assert command("save", second).stdout == saved.read_text()
         assert state_of(tracefs) == state
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_the_program_at_a_tracefs(directory: Path) -> None:
+    with daemon(directory, "--layout", "tracefs", program=REAL_PROGRAM) as mounted:
+        (directory / "kprobe_events").write_text("p:reads vfs_read\n")
+        enable = directory / "events/kprobes/reads/enable"
+        enable.write_text("1")
+
+        def hits() -> int:
+            return int((directory / "kprobe_profile").read_text().split()[1])
+
+        before = hits()
+        assert "events/kprobes/reads/enable = 1\n" in command("save", mounted).stdout
+        # Those of the one file that tells all, and of the counts: a file for each event was hundreds.
+        assert 0 < hits() - before <= 5
+        told = kprobefs("top", "--json", str(directory), program=REAL_PROGRAM)
+        assert [each["event"] for each in json.loads(told.stdout)] == ["kprobes/reads"]
+        assert kprobefs("reboot", str(directory), program=REAL_PROGRAM).returncode == 0
+        assert (hits() > before, enable.read_text()) == (True, "1\n")
 
 
 @needs_fuse

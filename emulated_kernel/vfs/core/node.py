@@ -37,6 +37,8 @@ class Node:
     kind: ClassVar[int] = stat.S_IFREG
     is_paged: ClassVar[bool] = False
     """It has read_page()."""
+    is_listed: ClassVar[bool] = True
+    """Listings show it."""
     __slots__ = ("_gid", "_permissions", "_times_ns", "_uid", "ino", "name", "parent")
 
     def __init__(self, mode: int) -> None:
@@ -138,7 +140,7 @@ class Directory(Node):
         for name, child in children.items():
             self._adopt(name, child)
             self._children[name] = child
-            self._subdirectories += isinstance(child, Directory)
+            self._subdirectories += isinstance(child, Directory) and child.is_listed
 
     @property
     def nlink(self) -> int:
@@ -150,12 +152,13 @@ class Directory(Node):
         return self._children.get(name)
 
     def names(self) -> list[str]:
-        """Names of all children."""
-        return list(self._children)
+        """Names of all children that are listed."""
+        return [name for name, child in self._children.items() if child.is_listed]
 
     def entries(self, numbers: Iterator[int]) -> list[DirEntry]:
         """What readdir(3) shows of the children; `numbers` has the inode numbers of those without one."""
-        return [DirEntry(name, child.kind, child.number(numbers)) for name, child in self._children.items()]
+        listed = ((name, child) for name, child in self._children.items() if child.is_listed)
+        return [DirEntry(name, child.kind, child.number(numbers)) for name, child in listed]
 
     def mkdir(self, name: str, mode: int) -> None:
         """mkdir(2) in this directory. Raises: KernelError EPERM, unless a subclass makes directories."""
@@ -169,6 +172,13 @@ class Directory(Node):
         if child.parent is not None:
             raise ValueError(f"{name}: the node is already called {child.name}")
         child.name, child.parent = name, self
+
+
+class UnlistedDirectory(Directory):
+    """One that is there for who knows its name."""
+
+    is_listed = False
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +272,7 @@ class DynamicDirectory(Directory, Generic[T]):
 
     def names(self) -> list[str]:
         """Names of the fixed children, then of the objects; a fixed child hides an object of its name."""
-        return [*self._children, *(name for name in self._objects.names() if name not in self._children)]
+        return [*super().names(), *(name for name in self._objects.names() if name not in self._children)]
 
     def entries(self, numbers: Iterator[int]) -> list[DirEntry]:
         """As of a Directory; directories of objects aren't made for it."""

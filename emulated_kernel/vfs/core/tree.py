@@ -13,6 +13,8 @@ from emulated_kernel.vfs.core.client import INO_SPACES, Client, DirEntry, Stat
 from emulated_kernel.vfs.core.node import Directory, Node, Owner
 from emulated_kernel.vfs.core.open_file import File, OpenFile
 
+CONTROL = ".control"
+"""What listings of a mount that is a tracefs don't show: kprobes/, machine/ and sysctl/, for the program."""
 NAME_MAX = 255
 """Bytes."""
 

@@ -21,7 +21,7 @@ from emulated_kernel.limits import Limit, Limits
 from emulated_kernel.lock import ControlLock
 from emulated_kernel.vfs.core.client import Client, DirEntry, Stat
 from emulated_kernel.vfs.core.open_file import OpenFile
-from emulated_kernel.vfs.core.tree import Filesystem
+from emulated_kernel.vfs.core.tree import CONTROL, Filesystem
 from emulated_kernel.vfs.guest.changes import ChangeWatcher
 from emulated_kernel.vfs.guest.naming import OPENS, walks_at_end
 from emulated_kernel.vfs.guest.scratch import GuestFile, GuestTree
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 GUESTS_OWN = ("/scratch", "/dev")
 """Directories whose files are the guest's own."""
-UNLIMITED_FILES = "/machine"
+UNLIMITED_FILES = ("/machine", f"/{CONTROL}/machine")
 """What can always be opened: the limits are set there."""
 _ATTRIBUTES = ("newfstat", "newfstatat", "statx", "lseek")
 """Calls that ask the host's kernel for the attributes of an open file."""

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from enum import Enum
 
 from emulated_kernel.build import Parts
-from emulated_kernel.vfs.core.node import Directory, Node, Owner
-from emulated_kernel.vfs.core.tree import Filesystem
+from emulated_kernel.vfs.core.node import Directory, Node, Owner, UnlistedDirectory
+from emulated_kernel.vfs.core.tree import CONTROL, Filesystem
 from emulated_kernel.vfs.trees.debugfs import kprobes_directory
 from emulated_kernel.vfs.trees.machine import machine_directory
 from emulated_kernel.vfs.trees.sysctl import sysctl_directory
@@ -20,7 +20,7 @@ class RootLayout(Enum):
     FULL = "full"
     """kprobes/, tracing/, machine/, sysctl/, the guest's scratch/ and dev/, and two files of tracefs."""
     TRACEFS = "tracefs"
-    """tracefs itself, for mounting where tools look for it."""
+    """tracefs itself, for mounting where tools look for it, and CONTROL."""
 
 
 def build_filesystem(
@@ -28,17 +28,23 @@ def build_filesystem(
 ) -> Filesystem:
     """The tree of `layout`, belonging to `owner` (root where not given), with `further` files of machine/."""
     owner = owner or Owner()
+    control: dict[str, Node] = {
+        "kprobes": kprobes_directory(kernel, owner),
+        "machine": machine_directory(kernel, owner, further),
+        "sysctl": sysctl_directory(kernel.engine.kprobes, kernel.tracing.stack_tracer),
+    }
     if layout is RootLayout.TRACEFS:
-        return Filesystem(tracefs_directory(kernel.tracing), owner)
+        unlisted = {CONTROL: UnlistedDirectory(0o755, control)}
+        return Filesystem(tracefs_directory(kernel.tracing, unlisted), owner)
     root = Directory(
         0o755,
         {
-            "kprobes": kprobes_directory(kernel, owner),
+            "kprobes": control["kprobes"],
             "kprobe_events": kprobe_events_file(kernel.tracing.kprobe_events),
             "kprobe_profile": kprobe_profile_file(kernel.tracing.kprobe_events),
             "tracing": tracefs_directory(kernel.tracing),
-            "machine": machine_directory(kernel, owner, further),
-            "sysctl": sysctl_directory(kernel.engine.kprobes, kernel.tracing.stack_tracer),
+            "machine": control["machine"],
+            "sysctl": control["sysctl"],
             # What the guest's own file systems are mounted on.
             "scratch": Directory(0o1777, {}),
             "dev": Directory(0o755, {}),

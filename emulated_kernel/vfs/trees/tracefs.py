@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 from emulated_kernel.build import TraceParts
@@ -20,9 +21,9 @@ from emulated_kernel.vfs.trees.trace_array_files import instances_directory, lis
 _ULONG_MAX = (1 << 64) - 1
 
 
-def tracefs_directory(trace: TraceParts) -> Directory:
-    """The whole of tracefs; its root is for its owner alone."""
-    return Directory(ROOT, {**trace_array_files(trace.arrays.top), **_top_files(trace)})
+def tracefs_directory(trace: TraceParts, further: Mapping[str, Node] | None = None) -> Directory:
+    """The whole of tracefs and `further` files; its root is for its owner alone."""
+    return Directory(ROOT, {**trace_array_files(trace.arrays.top), **_top_files(trace), **(further or {})})
 
 
 def _top_files(trace: TraceParts) -> dict[str, Node]:
