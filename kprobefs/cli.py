@@ -110,8 +110,15 @@ def _give_up_output() -> None:
 
 
 def _complain(message: str, status: Exit) -> Exit:
-    print(f"{_coloured('kprobefs:', '31', sys.stderr)} {shown(message)}", file=sys.stderr)
+    _tell(shown(message))
     return status
+
+
+def _tell(message: str) -> None:
+    from kprobefs.terminal import folded
+
+    head, _, rest = folded(f"kprobefs: {message}", sys.stderr).partition(":")
+    print(f"{_coloured(f'{head}:', '31', sys.stderr)}{rest}", file=sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -119,7 +126,6 @@ def _parser() -> argparse.ArgumentParser:
         prog="kprobefs",
         description="Linux's kprobes files, mounted anywhere, over an emulated kernel.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"kprobefs {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
@@ -465,7 +471,7 @@ def _save(parsed: argparse.Namespace, build: Builder | None) -> int:
 def _complain_of(failed: Sequence[str]) -> None:
     for message in failed:
         # A message has lines of its own, each escaped already.
-        print(f"{_coloured('kprobefs:', '31', sys.stderr)} {message}", file=sys.stderr)
+        _tell(message)
 
 
 def _install_service(parsed: argparse.Namespace, build: Builder | None) -> int:
@@ -508,7 +514,7 @@ def _status(parsed: argparse.Namespace, build: Builder | None) -> int:
 
         json.dump([state.as_dict() for state in states], sys.stdout, indent=2)
         print()
-    elif sys.stdout.isatty():
+    elif sys.stdout.isatty() and states:
         from kprobefs.status_table import print_table
 
         print_table(states)

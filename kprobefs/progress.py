@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -38,8 +39,11 @@ class Progress:
         if self._shown and time.monotonic() >= self._next:
             self._next = time.monotonic() + _INTERVAL
             share = min(self._done / self._total, 1)
-            bar = "#" * int(_WIDTH * share)
-            print(f"\r{self._what} [{bar:<{_WIDTH}}] {share:4.0%}", end="", file=sys.stderr, flush=True)
+            # Two brackets, two spaces, the share, and room for the cursor.
+            room = shutil.get_terminal_size().columns - len(self._what) - 9
+            width = min(_WIDTH, room)
+            bar = f"[{'#' * int(width * share):<{width}}] " if width > 0 else ""
+            print(f"\r{self._what} {bar}{share:4.0%}", end="", file=sys.stderr, flush=True)
 
     def end(self) -> None:
         """Leaves an empty line to whatever is printed next."""

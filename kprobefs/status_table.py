@@ -8,6 +8,11 @@ from kprobefs import terminal
 from kprobefs.control import State
 from kprobefs.failure import shown
 
+GAP = 2
+"""Spaces between columns."""
+FEWEST = 3
+"""Columns that are always there."""
+
 
 def print_table(states: Sequence[State]) -> None:
     """A row a mount; where it is narrow, what a daemon tells of itself goes first."""
@@ -15,21 +20,24 @@ def print_table(states: Sequence[State]) -> None:
     from rich.text import Text
 
     console = terminal.console()
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", show_edge=False)
-    table.add_column("STATE", no_wrap=True)
-    # A path may be copied from here: it isn't cut, but goes on in the next line.
-    table.add_column("DIRECTORY", overflow="fold", min_width=16)
-    further = {"PID": 0, "ARCH": 50, "LAYOUT": 60, "SINCE": 72}
-    heads = [head for head, width in further.items() if console.width >= width]
+    heads = ["STATE", "DIRECTORY", "PID", "ARCH", "LAYOUT", "SINCE"]
+    rows = [_cells(state) for state in states]
+    widths = [max(map(len, column)) + GAP for column in zip(heads, *rows, strict=True)]
+    while len(heads) > FEWEST and sum(widths[: len(heads)]) > console.width:
+        heads.pop()
+    table = Table(box=None, padding=(0, GAP, 0, 0), header_style="bold", show_edge=False)
     for head in heads:
-        table.add_column(head, no_wrap=True)
-    for state in states:
-        daemon = state.daemon
-        told = ["-"] * len(further)
-        if daemon is not None:
-            told = [str(daemon.pid), daemon.arch, daemon.layout, daemon.started.replace("T", " ")[:16]]
+        # A path may be copied from here: it isn't cut, but goes on in the next line.
+        table.add_column(head, no_wrap=head != "DIRECTORY", overflow="fold")
+    for state, row in zip(states, rows, strict=True):
         colour = "red" if state.condition.status else "green"
-        table.add_row(
-            Text(state.condition.value, style=colour), shown(state.directory), *map(shown, told[: len(heads)])
-        )
+        table.add_row(Text(row[0], style=colour), *row[1 : len(heads)])
     console.print(table)
+
+
+def _cells(state: State) -> list[str]:
+    daemon = state.daemon
+    told = ["-"] * 4
+    if daemon is not None:
+        told = [str(daemon.pid), daemon.arch, daemon.layout, daemon.started.replace("T", " ")[:16]]
+    return [state.condition.value, *map(shown, (state.directory, *told))]

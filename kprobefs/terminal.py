@@ -30,6 +30,23 @@ def has_colours(stream: TextIO) -> bool:
     return is_interactive(stream) and not os.environ.get("NO_COLOR")
 
 
+def folded(text: str, stream: TextIO, indent: str = "") -> str:
+    """A line for a terminal of its width, broken between words, what goes on indented; as it is elsewhere.
+
+    A caret in a second line stands below its place as the terminal wraps both.
+    """
+    if "\n" in text or not is_interactive(stream):
+        return text
+    from textwrap import fill
+
+    width = os.get_terminal_size(stream.fileno()).columns
+    if len(text) <= width:
+        return text
+    return fill(
+        text.lstrip(), width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+
+
 def console() -> Console:
     """Standard output. A pipe gets plain text, whatever the environment forces."""
     from rich.console import Console

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +28,21 @@ RECORDS = 500
 """Lines of the trace, the newest ones, in which an opened probe's records are looked for."""
 HELP = "q quit  up/down choose  enter open  e enable  o optimize  s sort  r reverse"
 BACK = "q quit  escape back  e enable  o optimize"
+MORE_KEYS = "? all keys"
+"""Ends the line of keys where it is too narrow for them."""
+KEYS = (
+    ("q", "quit"),
+    ("up down, j k", "choose a probe"),
+    ("enter", "open it"),
+    ("escape", "back to the list"),
+    ("e", "enable or disable it"),
+    ("o", "optimize it, or not"),
+    ("s", "sort by the next column"),
+    ("r", "reverse the order"),
+    ("?", "these keys"),
+)
+REASON_LINES = 3
+"""That a reason takes below the list at most."""
 MODE_COLOURS = {"optimized": "green", "ftrace": "green", "boosted": "cyan", "int3": "yellow", "gone": "red"}
 
 
@@ -77,7 +93,9 @@ class Probes:
         try:
             lines = (self._beside / PROBES).read_text("utf-8", "surrogateescape").splitlines()
         except FileNotFoundError:
-            raise Failure(f"{self.directory}: no {PROBES} there: a distribution's kernel has its own") from None
+            raise Failure(
+                f"{self.directory}: no {PROBES} there: a distribution's kernel has its own"
+            ) from None
         now = self._clock()
         passed, self._looked = now - self._looked, now
         found = [Probe(**json.loads(line)) for line in lines]
@@ -135,6 +153,7 @@ class View:
     chosen: int = 0
     opened: str = ""
     """The event that is looked at closely."""
+    shows_keys: bool = False
     message: str = ""
     probes: list[Probe] = field(default_factory=list)
 
@@ -156,9 +175,14 @@ class View:
     def press(self, key: str, probes: Probes) -> bool:
         """Do what a key says; False: the end."""
         self.message = "" if key else self.message
+        if key and self.shows_keys:
+            self.shows_keys = False
+            return key != "q"
         match key:
             case "q":
                 return False
+            case "?":
+                self.shows_keys = True
             case "escape":
                 self.opened = ""
             case "up" | "k":
@@ -183,10 +207,13 @@ def table(view: View, probes: Probes, width: int, height: int) -> Group:
     from rich.table import Table
     from rich.text import Text
 
-    rows = max(1, height - 4)
+    # The column is missing or cut where it is narrow.
+    why = view.selected.reason.partition("\n")[0] if view.selected is not None else ""
+    reason = folded(f"reason  {shown(why)}" if why else "", width, min(REASON_LINES, max(1, height // 6)))
+    rows = max(1, height - 3 - len(reason))
     first = max(0, view.chosen - rows + 1)
     grid = Table(box=None, expand=True, padding=(0, 1, 0, 0), header_style="bold", show_edge=False)
-    grid.add_column("EVENT", no_wrap=True, overflow="ellipsis", ratio=3, min_width=8)
+    grid.add_column("EVENT", no_wrap=True)
     grid.add_column("MODE", no_wrap=True, width=9)
     grid.add_column("HITS/S", justify="right", no_wrap=True, width=8)
     if width >= 50:
@@ -197,11 +224,15 @@ def table(view: View, probes: Probes, width: int, height: int) -> Group:
         grid.add_column("COST", justify="right", no_wrap=True, width=9)
     if width >= 90:
         grid.add_column("REASON", no_wrap=True, overflow="ellipsis", ratio=4)
+    room = max(8, width - 1 - sum(1 + (column.width or 0) for column in grid.columns[1:]))
+    if width >= 90:
+        room = room * 3 // 7
+    grid.columns[0].width = room
     for number, probe in enumerate(view.probes[first : first + rows], first):
         told = probes.with_cost(probe) if width >= 72 else probe
         mode = Text(probe.mode.partition("\n")[0], style=MODE_COLOURS.get(probe.mode, "dim"))
         cells: list[RenderableType] = [
-            Text(shown(probe.event)),
+            Text(_middle_cut(shown(probe.event), room)),
             mode,
             _rate(probe.rate),
             str(probe.hits),
@@ -211,16 +242,29 @@ def table(view: View, probes: Probes, width: int, height: int) -> Group:
         cells.append(Text(shown(probe.reason.partition("\n")[0])))
         grid.add_row(*cells[: len(grid.columns)], style="reverse" if number == view.chosen else "")
     order = f"{view.sort}{' reversed' if view.is_reversed else ''}"
-    head = Text(
-        f"kprobefs top  {shown(str(probes.directory))}  {len(view.probes)} probes, by {order}", style="bold"
-    )
+    head = Text(f"{len(view.probes)} probes by {order}  {shown(str(probes.directory))}", style="bold")
     head.truncate(width, overflow="ellipsis")
     body: RenderableType = grid if view.probes else Text("no probes: echo 'p:reads vfs_read' > kprobe_events")
-    # The column is missing or cut where it is narrow.
-    why = view.selected.reason.partition("\n")[0] if view.selected is not None else ""
-    reason = Text(f"reason  {shown(why)}" if why else "")
-    reason.truncate(width, overflow="ellipsis")
-    return Group(head, body, reason, _foot(view.message, HELP, width))
+    return Group(head, body, *reason, _foot(view.message, HELP, width))
+
+
+def folded(text: str, width: int, most: int, indent: str = "") -> list[Text]:
+    """A text on as many lines as it needs, at most so many; one line at least."""
+    from textwrap import wrap
+
+    from rich.text import Text
+
+    further = f"{indent}  " if indent else ""
+    lines = wrap(
+        text, width, max_lines=most, placeholder=" …", initial_indent=indent, subsequent_indent=further
+    )
+    return [Text(line) for line in lines or [""]]
+
+
+def _middle_cut(name: str, width: int) -> str:
+    """Names differ at their ends."""
+    before = (width - 1) // 3
+    return name if len(name) <= width else f"{name[:before]}…{name[before + 1 - width :]}"
 
 
 def closeup(view: View, probe: Probe, probes: Probes, width: int, height: int) -> Group:
@@ -230,22 +274,48 @@ def closeup(view: View, probe: Probe, probes: Probes, width: int, height: int) -
 
     told = probes.with_cost(probe)
     counts = f"{_rate(probe.rate)}/s  {probe.hits} hits  {probe.nmissed} missed"
-    head = f"{shown(probe.event)}  {probe.mode}  {counts}"
-    lines = [Text(head, style="bold"), Text(f"cost    {told.cost or 'not measured'}")]
-    lines.append(Text(f"reason  {shown(probe.reason) or 'none: it is in the best mode'}"))
+    head = folded(f"{shown(probe.event)}  {probe.mode}  {counts}", width, 2)
+    for line in head:
+        line.stylize("bold")
+    why = shown(probe.reason.partition("\n")[0]) or "none: it is in the best mode"
+    lines = [*head, Text(f"cost    {told.cost or 'not measured'}")]
+    lines += folded(f"reason  {why}", width, REASON_LINES if height > 16 else 2)
     lines += marked_bytes(probes.text(probe, "bytes"))
-    detour = probes.text(probe, "detour").splitlines()
+    detour = [_instruction(line, width) for line in probes.text(probe, "detour").splitlines()]
     records = probes.records(probe, max(1, (height - 8) // 3))
     records = records or [f"none: they are made while tracing/events/{probe.event}/enable is 1"]
-    room = max(1, height - len(lines) - len(records) - 4)
-    more = [f"... {len(detour) - room + 1} lines more"] if len(detour) > room else []
-    lines.append(Text("runs out of line", style="bold"))
-    lines += [Text(f"  {shown(line)}") for line in (*detour[: room - len(more)], *more)]
+    recorded: list[Text] = []
+    for record in reversed(records):
+        told_of = folded(shown(record), width, 3, "  ")
+        if not recorded or len(recorded) + len(told_of) <= (height - 8) // 3:
+            recorded = [*told_of, *recorded]
+    room = height - len(lines) - len(recorded) - 3
+    if room > 0:
+        left = len(detour) - room + 1
+        kept = detour if left <= 1 else [*detour[: room - 1], f"... {left} lines more"]
+        lines += [Text("runs out of line", style="bold"), *(Text(f"  {shown(line)}") for line in kept)]
     lines.append(Text("last records", style="bold"))
-    lines += [Text(f"  {shown(line)}") for line in records]
     for line in lines:
         line.truncate(width, overflow="ellipsis")
-    return Group(*lines[: height - 1], _foot(view.message, BACK, width))
+    return Group(*lines[: height - 1 - len(recorded)], *recorded, _foot(view.message, BACK, width))
+
+
+def _instruction(line: str, width: int) -> str:
+    """Without its bytes, where there is no room for them, and without an address's upper half."""
+    return line if width >= 80 else re.sub(r"^0x(?:ffffffff)?(\w+): (?:[0-9a-f]{2} )+ *", r"\1: ", line)
+
+
+def keys(width: int, height: int) -> Group:
+    """What each key does."""
+    from rich.console import Group
+    from rich.text import Text
+
+    lines = [Text(f"{key:<12}  {what}"[:width]) for key, what in KEYS]
+    return Group(
+        Text("keys of kprobefs top", style="bold"),
+        *lines[: height - 2],
+        _foot("", "any key goes back", width),
+    )
 
 
 def marked_bytes(text: str) -> list[Text]:
@@ -273,14 +343,22 @@ def _rate(rate: float) -> str:
 def _foot(message: str, keys: str, width: int) -> Text:
     from rich.text import Text
 
-    line = Text(message, style="red") if message else Text(keys, style="dim")
-    line.truncate(width, overflow="ellipsis")
-    return line
+    if message:
+        line = Text(message, style="red")
+        line.truncate(width, overflow="ellipsis")
+        return line
+    if len(keys) > width:
+        while len(keys) + 2 + len(MORE_KEYS) > width and "  " in keys:
+            keys = keys.rpartition("  ")[0]
+        keys = f"{keys}  {MORE_KEYS}"
+    return Text(keys, style="dim")
 
 
 def picture(view: View, probes: Probes, console: Console) -> Group:
     """The whole screen."""
     width, height = console.size
+    if view.shows_keys:
+        return keys(width, height)
     if view.opened and view.selected is not None:
         return closeup(view, view.selected, probes, width, height)
     return table(view, probes, width, height)

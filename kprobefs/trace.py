@@ -146,10 +146,10 @@ class OneLiner:
         found = LINE.match(line)
         if self.as_json:
             return json.dumps(record(line))
+        text = terminal.folded(shown(line), self._output, "    ")
         if found is None or not self._colours:
-            return shown(line)
-        start, end = found.span("event")
-        return f"{shown(line[:start])}\033[36m{line[start:end]}\033[0m{shown(line[end:])}"
+            return text
+        return text.replace(f" {found['event']}: ", f" \033[36m{found['event']}\033[0m: ", 1)
 
     def _remove(self, tracefs: Path, instance: Path) -> None:
         with suppress(OSError):

@@ -1,0 +1,277 @@
+"""Screens as tmux draws them: nothing is cut that says something, nothing wraps unasked."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from kprobefs import tour
+from kprobefs.top import BACK, KEYS, MORE_KEYS, SORTS
+from tests.fuse.conftest import mount_point
+from tests.fuse.harness import PATIENCE, REAL_PROGRAM, ROOT, Daemon, daemon, eventually, needs_fuse
+
+pytestmark = [
+    needs_fuse,
+    pytest.mark.mounted,
+    pytest.mark.skipif(not shutil.which("tmux"), reason="tmux isn't installed"),
+]
+
+SIZES = [(80, 24), (60, 20), (40, 12)]
+LONG = "a_name_so_long_that_it_takes_half_a_line"
+EVENTS = f"p:reads vfs_read\np:{LONG}_1 vfs_write\np:{LONG}_2 vfs_open\np:inside ksys_read+5\n"
+LEAVE = "any key goes back"
+REDRAWN = 0.25
+"""Seconds until top sees that its terminal's size has changed, at most."""
+
+
+class Screen:
+    """A program on a terminal that tmux draws."""
+
+    def __init__(self, server: str, columns: int, rows: int, *command: str, **more: str) -> None:
+        variables = {"PYTHONPATH": str(ROOT), "NO_COLOR": "", "TERM": "tmux-256color"} | more
+        words = [
+            "env",
+            "-u",
+            "COLUMNS",
+            "-u",
+            "LINES",
+            *(f"{name}={value}" for name, value in variables.items()),
+        ]
+        size = ("-x", str(columns), "-y", str(rows))
+        self._tmux = ("tmux", "-L", server, "-f", "/dev/null")
+        started = ("new-session", "-d", "-P", "-F", "#{pane_id}", *size, shlex.join([*words, *command]))
+        options = (
+            "set-option",
+            "-g",
+            "remain-on-exit",
+            "on",
+            ";",
+            "set-option",
+            "-g",
+            "remain-on-exit-format",
+            "",
+        )
+        self._pane = self._run(*options, ";", "set-option", "-g", "status", "off", ";", *started).strip()
+
+    def _run(self, *words: str) -> str:
+        return subprocess.run(
+            [*self._tmux, *words], check=True, capture_output=True, text=True, timeout=PATIENCE
+        ).stdout
+
+    def press(self, *keys: str) -> None:
+        self._run("send-keys", "-t", self._pane, *keys)
+
+    def resize(self, columns: int, rows: int) -> None:
+        self._run("resize-window", "-t", self._pane, "-x", str(columns), "-y", str(rows))
+
+    def lines(self, *options: str) -> list[str]:
+        return self._run("capture-pane", "-p", "-t", self._pane, *options).rstrip("\n").split("\n")
+
+    def wraps(self) -> bool:
+        """Whether a line that was written goes on in the next one."""
+        joined, drawn = ([line.rstrip() for line in self.lines(*option)] for option in (("-J",), ()))
+        return "\n".join(joined).rstrip() != "\n".join(drawn).rstrip()
+
+    def fits(self, columns: int, rows: int, first: str) -> list[str]:
+        """The screen after a change of its size, as soon as its first line is that."""
+        self.resize(columns, rows)
+        start = time.monotonic()
+        eventually(
+            lambda: re.match(first, self.lines()[0]) and not self.wraps(), f"no {first} in {self.lines()}"
+        )
+        # An old picture that happens to begin so is drawn anew by then.
+        time.sleep(max(0.0, start + 2 * REDRAWN - time.monotonic()))
+        assert not self.wraps()
+        return self.lines()
+
+    def kill(self) -> None:
+        """Whether it has ended or not."""
+        self._run("kill-pane", "-t", self._pane)
+
+    def until(self, pattern: str) -> list[str]:
+        """The screen as soon as it matches."""
+        eventually(
+            lambda: re.search(pattern, "\n".join(self.lines())), f"no {pattern}:\n" + "\n".join(self.lines())
+        )
+        return self.lines()
+
+    def ended(self) -> list[str]:
+        """The screen when the program has."""
+        eventually(lambda: self._run("display-message", "-p", "-t", self._pane, "#{pane_dead}") == "1\n")
+        return self.lines()
+
+
+@pytest.fixture(scope="module")
+def runtime_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runtime")
+
+
+@pytest.fixture(scope="module")
+def mounted(runtime_directory: Path) -> Iterator[Daemon]:
+    with (
+        pytest.MonkeyPatch.context() as patched,
+        mount_point() as directory,
+    ):
+        patched.setenv("KPROBEFS_RUNTIME_DIRECTORY", str(runtime_directory))
+        with daemon(directory, program=REAL_PROGRAM, is_shared=True) as running:
+            Path(running.path("kprobe_events")).write_text(EVENTS)
+            Path(running.path("tracing/events/kprobes/reads/enable")).write_text("1")
+            Path(running.path("scratch/f")).write_text("hello\n")
+            Path(running.path("scratch/f")).read_text()
+            yield running
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    name = f"kprobefs-{time.monotonic_ns()}"
+    yield name
+    subprocess.run(["tmux", "-L", name, "kill-server"], check=False, capture_output=True, timeout=PATIENCE)
+
+
+Start = Callable[..., Screen]
+
+
+@pytest.fixture
+def start(server: str, runtime_directory: Path) -> Iterator[Start]:
+    """Starts the program on a terminal of a size."""
+    started: list[Screen] = []
+
+    def screen(
+        size: tuple[int, int], *words: str, program: Sequence[str] = REAL_PROGRAM, **more: str
+    ) -> Screen:
+        variables = {"KPROBEFS_RUNTIME_DIRECTORY": str(runtime_directory), **more}
+        started.append(Screen(server, *size, *program, *words, **variables))
+        return started[-1]
+
+    yield screen
+    for each in started:
+        each.kill()
+
+
+def words_of(lines: Sequence[str]) -> str:
+    """What lines say, however they are broken."""
+    return " ".join(" ".join(lines).split())
+
+
+def test_top(start: Start, mounted: Daemon) -> None:
+    top = start(SIZES[0], "top", "-d", "0.2", str(mounted.directory))
+    top.until("kprobes/reads .* ftrace")
+    for size in SIZES:
+        lines = top.fits(*size, "4 probes by rate  ")
+        columns = {80: "HITS/S HITS MISSED COST", 60: "HITS/S HITS MISSED", 40: "HITS/S"}[size[0]]
+        assert lines[1].split() == ["EVENT", "MODE", *columns.split()]
+        # Names that differ at their ends alone.
+        assert sum(bool(re.match(r"kprob\S*half_a_line_[12] +disarmed ", line)) for line in lines) == 2
+        assert any(re.match(r"kprobes/inside +\S+ +\d", line) for line in lines)
+        assert "enter open" in lines[-1] or MORE_KEYS in lines[-1]
+    for name in (*list(SORTS)[1:], "rate reversed"):
+        top.press("s", *(["r"] if "reversed" in name else []))
+        top.until(rf"4 probes by {name}  ")
+    top.press("?")
+    top.until("keys of")
+    assert [line.split("  ")[0] for line in top.lines()[1:-1]] == [key for key, _ in KEYS]
+    assert words_of(top.lines()) == words_of(
+        ["keys of kprobefs top", *(" ".join(key) for key in KEYS), LEAVE]
+    )
+    top.press("x")
+    top.until("4 probes")
+    top.press("q")
+    top.ended()
+
+
+def test_an_opened_probe(start: Start, mounted: Daemon) -> None:
+    top = start(SIZES[0], "top", "-d", "0.2", str(mounted.directory))
+    top.until("EVENT")
+    while not top.lines()[0].startswith("4 probes by event"):
+        top.press("s")
+        top.until("4 probes by")
+    top.press("Down", "Down", "Down", "Enter")
+    top.until("last records")
+    for size in SIZES:
+        lines = top.fits(*size, "kprobes/reads  ftrace ")
+        said = words_of(lines)
+        assert re.match(r"kprobes/reads ftrace [\d.]+/s \d+ hits 0 missed cost ", said)
+        assert "reason 0x" in said
+        assert said.count(" fentry site: ftrace calls the probe original ") == 1
+        assert re.search(r"current ?\[e8\](\[\w\w\]){4}", said)
+        assert re.search(r"-\d+ +\[000\].* reads: \(vfs_read\+0x0/0x\w+\)", said)
+        # Whole instructions, or none.
+        assert not any("\N{HORIZONTAL ELLIPSIS}" in line for line in lines)
+        assert ("runs out of line" in said) == (size[0] > 40)
+        assert lines[-1] == BACK or lines[-1].endswith(MORE_KEYS)
+    top.press("q")
+    top.ended()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_status(start: Start, mounted: Daemon, size: tuple[int, int]) -> None:
+    more = {"TERM": "dumb"} if size[0] == 60 else {"NO_COLOR": "1"} if size[0] == 80 else {}
+    status = start(size, "status", str(mounted.directory), **more)
+    head, row, *further = status.ended()
+    assert not status.wraps()
+    assert head.split() == ["STATE", "DIRECTORY", "PID", "ARCH", "LAYOUT", "SINCE"][: len(head.split())]
+    directory = "".join([row.split()[1], *further]).replace(" ", "")
+    assert (row.split()[0], directory) == ("serving", str(mounted.directory))
+    assert str(mounted.process.pid) in row
+    assert not further or size[0] == 40
+    assert "PID" in head
+    coloured = re.search(r"\x1b\[[\d;]*32m[^\n]*serving", "\n".join(status.lines("-e")))
+    assert bool(coloured) == (not more)
+
+
+@pytest.mark.parametrize("size", SIZES[::2])
+def test_a_one_liner(start: Start, mounted: Daemon, size: tuple[int, int]) -> None:
+    command = ("trace", "--mount", str(mounted.directory), "p:vfs_read count=$arg3", "--", "cat", "f")
+    trace = start(size, *command)
+    lines = trace.ended()
+    assert not trace.wraps()
+    said = words_of(lines)
+    assert lines[0] == "hello"
+    record = r"cat-\d+ \[000\] \.{5} [\d.]+: vfs_read: \(vfs_read\+0x0/0x\w+\) count=0x\w+"
+    assert len(re.findall(record, said)) == 2
+    assert all(line.startswith(("cat-", " ", "hello")) for line in lines)
+
+
+ERRORS = {
+    ("status", "/no/such/place"): "/no/such/place: kprobefs isn't mounted there",
+    ("mount", "/etc/passwd"): "/etc/passwd: not a directory; take an empty directory",
+    ("mount", "--cpus", "77", "/tmp"): "'77' is no number from 1 to 64 (kprobefs mount --help)",
+    ("trace", "nonsense", "--", "true"): "'nonsense' is no probe: p:PLACE [NAME=ARGUMENT...], r:PLACE [...],",
+}
+
+
+def test_errors_are_broken_between_words(start: Start) -> None:
+    screens = {words: start(SIZES[-1], *words) for words in ERRORS}
+    for words, expected in ERRORS.items():
+        said = words_of(screens[words].ended())
+        assert said.startswith("kprobefs: ")
+        assert expected in said
+        assert not screens[words].wraps()
+
+
+@pytest.mark.parametrize("size", SIZES[1:])
+def test_a_step_of_the_tour(start: Start, size: tuple[int, int]) -> None:
+    walk = start(size, "tour")
+    lines = walk.until(re.escape(tour.PROMPT.rstrip()))
+    assert not walk.wraps()
+    assert any(line.startswith("$ ") for line in lines)
+    walk.press("q")
+    walk.ended()
+
+
+def test_progress_of_a_bench(start: Start) -> None:
+    code = "from kprobefs.progress import Progress as P; p = P('bench return', 4); p.add(2); input()"
+    for size, width in zip(SIZES, (30, 30, 19), strict=True):
+        bar = start(size, "-c", code, program=[sys.executable])
+        lines = bar.until("50%")
+        assert lines == [f"bench return [{'#' * (width // 2):<{width}}]  50%"]
+        bar.press("Enter")
+        bar.ended()
