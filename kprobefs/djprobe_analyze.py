@@ -12,6 +12,7 @@ from emulated_kernel.arch.analysis.function import Function
 from emulated_kernel.arch.analysis.region import Region
 from emulated_kernel.arch.x86 import djprobe
 from emulated_kernel.arch.x86.analysis import X86FunctionAnalysis
+from emulated_kernel.arch.x86.facts import FactsTable
 from emulated_kernel.image.debuginfo import DebugInfo, DescribedFunction, open_debuginfo
 from kprobefs.failure import Exit, Failure
 
@@ -43,7 +44,7 @@ def analyze(path: Path, place: str, debug_path: Path | None = None, bug_size: in
         function, addr = _find(info, place)
         code = info.text(function)
         described = Function(function.name, function.low_pc, len(code), code)
-        found = djprobe.region(X86FunctionAnalysis(described, bits=info.bits, bug_size=bug_size), addr)
+        found = djprobe.region(X86FunctionAnalysis(described, FactsTable(info.bits), bug_size=bug_size), addr)
     region = found if isinstance(found, Region) else None
     return Answer(
         address=f"{addr:#x}",

@@ -9,6 +9,7 @@ from emulated_kernel.arch.analysis.reason import Reason
 from emulated_kernel.arch.analysis.region import Region
 from emulated_kernel.arch.x86 import djprobe
 from emulated_kernel.arch.x86.analysis import X86FunctionAnalysis
+from emulated_kernel.arch.x86.facts import FactsTable
 
 ADDR = 0xC031_2C3E
 
@@ -16,7 +17,7 @@ ADDR = 0xC031_2C3E
 def analyse(code: str, offset: int = 0, bits: int = 32, bug_size: int = 2) -> int | Reason:
     """The length of the region, or the rule that forbids it."""
     data = bytes.fromhex(code.replace(" ", ""))
-    analysis = X86FunctionAnalysis(Function("f", ADDR, len(data), data), bits=bits, bug_size=bug_size)
+    analysis = X86FunctionAnalysis(Function("f", ADDR, len(data), data), FactsTable(bits), bug_size=bug_size)
     found = djprobe.region(analysis, ADDR + offset)
     return found.length if isinstance(found, Region) else found.reason
 

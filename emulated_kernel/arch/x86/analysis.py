@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from emulated_kernel.arch.analysis.function import Function, TextLayout
 from emulated_kernel.arch.analysis.reason import Finding, Reason
-from emulated_kernel.arch.x86.facts import TABLES, ControlTransfer, Facts, FactsTable
+from emulated_kernel.arch.x86.facts import ControlTransfer, Facts, FactsTable
 from emulated_kernel.arch.x86.insn import MAX_INSN_SIZE
 from emulated_kernel.arch.x86.liveness import Liveness
 from emulated_kernel.errors import KernelError
@@ -31,16 +31,17 @@ class RelativeBranch(NamedTuple):
 class X86FunctionAnalysis:
     """A function as Linux reads it.
 
-    `bug_size`: bytes of a BUG(); kernels of 2007 kept the line and file behind the ud2 (i386: 8 bytes),
-    today's keep them in a table (2).
+    `known`: facts of instructions met before. `bug_size`: bytes of a BUG(); kernels of 2007 kept the
+    line and file behind the ud2 (i386: 8 bytes), today's keep them in a table (2).
     """
 
     def __init__(
-        self, function: Function, layout: TextLayout = _NOWHERE, bits: int = 64, bug_size: int = UD2_SIZE
+        self, function: Function, known: FactsTable, layout: TextLayout = _NOWHERE, bug_size: int = UD2_SIZE
     ) -> None:
         self.function = function
         self.layout = layout
-        self.bits = bits
+        self.bits = known.bits
+        self._known = known
         self._code = _unpatched(function)
         self._bug_size = bug_size
 
@@ -52,7 +53,7 @@ class X86FunctionAnalysis:
     @cached_property
     def flow(self) -> FunctionFlow:
         """Its instructions and jumps, decoded when a probe is to be registered there: liveness needs none."""
-        return FunctionFlow(self.function, self.layout, self._code, self.bits, self._bug_size)
+        return FunctionFlow(self.function, self.layout, self._code, self._known, self._bug_size)
 
     @cached_property
     def patched(self) -> frozenset[int]:
@@ -74,7 +75,9 @@ class FunctionFlow:
     and nothing in front of it optimized.
     """
 
-    def __init__(self, function: Function, layout: TextLayout, code: bytes, bits: int, bug_size: int) -> None:
+    def __init__(
+        self, function: Function, layout: TextLayout, code: bytes, known: FactsTable, bug_size: int
+    ) -> None:
         self._thunks = layout.thunks
         self.facts: dict[int, Facts] = {}
         """Of the instruction at each boundary."""
@@ -82,7 +85,7 @@ class FunctionFlow:
         """The first thing that forbids optimization anywhere in the function."""
         self._calls: list[RelativeBranch] = []
         self._jumps: list[RelativeBranch] = []
-        self._scan(function, code, TABLES[bits], bug_size)
+        self._scan(function, code, known, bug_size)
         self._jumps.sort()
 
     def jump_into(self, first: int, last: int) -> RelativeBranch | None:

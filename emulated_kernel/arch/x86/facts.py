@@ -49,7 +49,8 @@ class FactsTable:
     """A trie of instruction heads, byte by byte; heads are prefix-free, so each leaf is one head's facts."""
 
     def __init__(self, bits: int) -> None:
-        self._bits = bits
+        """`bits`: the decoder's mode."""
+        self.bits = bits
         self._root: dict[int, Any] = {}
 
     def at(self, code: bytes, at: int) -> Facts:
@@ -65,8 +66,8 @@ class FactsTable:
         return self._add(code[at : at + MAX_INSN_SIZE]) if node is None else node
 
     def _add(self, code: bytes) -> Facts:
-        insn = decode_insn(code, self._bits)
-        facts = _facts(insn, self._bits)
+        insn = decode_insn(code, self.bits)
+        facts = _facts(insn, self.bits)
         # A ud2 may begin a forced-emulation prefix, of five bytes.
         size = max(insn.head_size, EMULATE_PREFIX_SIZE) if facts.is_ud2 else insn.head_size
         node = self._root
@@ -74,10 +75,6 @@ class FactsTable:
             node = node.setdefault(byte, {})
         node[code[size - 1]] = facts
         return facts
-
-
-TABLES = {64: FactsTable(64), 32: FactsTable(32)}
-"""By the decoder's mode. They only remember: two kernels may share them."""
 
 
 def _facts(insn: X86Insn, bits: int) -> Facts:

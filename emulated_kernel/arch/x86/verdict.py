@@ -14,6 +14,7 @@ from emulated_kernel.arch.analysis.tables import ProbedTables
 from emulated_kernel.arch.verdict import Strategy, Verdict
 from emulated_kernel.arch.x86 import djprobe
 from emulated_kernel.arch.x86.analysis import X86FunctionAnalysis
+from emulated_kernel.arch.x86.facts import FactsTable
 from emulated_kernel.arch.x86.insn import MAX_INSN_SIZE
 from emulated_kernel.arch.x86.liveness import ALL_LIVE
 from emulated_kernel.arch.x86.prepare import INT3_SIZE, JMP32_SIZE
@@ -139,6 +140,7 @@ class X86Verdict(Verdict[X86FunctionAnalysis]):
         ftrace: bool,
     ) -> None:
         self.bits = bits
+        self._facts = FactsTable(bits)
         super().__init__(image, strategy, disassembler, ftrace=ftrace)
 
     def text_layout(self, image: ProbedTables) -> TextLayout:
@@ -155,7 +157,7 @@ class X86Verdict(Verdict[X86FunctionAnalysis]):
         )
 
     def analyse(self, function: Function) -> X86FunctionAnalysis:
-        return X86FunctionAnalysis(function, self.layout, self.bits)
+        return X86FunctionAnalysis(function, self._facts, self.layout)
 
     def insns(self, analysis: X86FunctionAnalysis) -> Collection[int]:
         return analysis.flow.facts
