@@ -19,6 +19,7 @@ QUICK = {
     "first_line.py": ["--runs", "1"],
     "start_up.py": ["--runs", "1"],
     "boot.py": ["--runs", "1"],
+    "elf.py": ["--runs", "1"],
     "instructions.py": ["--rounds", "1", "--kib", "1"],
     "sources.py": ["--hits", "50", "--rounds", "1", "--only", "here, riscv64"],
     "state.py": ["--hits", "200", "--rounds", "1"],
