@@ -11,6 +11,7 @@ from emulated_kernel.host.readers.task_list import read_tasks
 from emulated_kernel.image.kallsyms import Kallsyms
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.memory.memory import Memory
+from emulated_kernel.machine.traps.trap import MemoryFault
 
 
 class Spans:
@@ -45,8 +46,14 @@ class TaskStacks:
         self._size = abi["thread.size"]
 
     def occupied(self, spans: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
-        """Which of the disjoint ranges hold the value of a CPU's register or a word of a task's stack."""
-        return set(self._met(spans))
+        """Which of the disjoint ranges hold the value of a CPU's register or a word of a task's stack.
+
+        All, where the guest's own data lead nowhere.
+        """
+        try:
+            return set(self._met(spans))
+        except MemoryFault:
+            return set(spans)
 
     def _met(self, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
         if not spans:
@@ -77,9 +84,9 @@ class TaskStacks:
             yield from self._part(base, sp if base <= sp <= base + self._size else base)
 
     def _part(self, base: int, sp: int) -> Iterator[tuple[int, ...]]:
-        """The words from `sp` to the top of a stack; none if it points elsewhere."""
+        """The words from `sp` to the top of a stack; none if it points elsewhere, or the stack is gone."""
         size = base + self._size - sp
-        if 0 < size <= self._size:
+        if base and 0 < size <= self._size:
             word = self._memory.word_size
             code = "Q" if word == 8 else "I"
             yield unpack_from(f"<{size // word}{code}", self._memory.read(sp, size))

@@ -1,0 +1,47 @@
+"""Where tasks will come back to, in a guest whose own data are damaged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from emulated_kernel.host.readers.task_list import read_tasks
+from emulated_kernel.host.task_stacks import TaskStacks
+from emulated_kernel.kernel import Kernel
+
+NOWHERE = (0x1000, 0x1001)
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[Kernel]:
+    with Kernel() as kernel:
+        yield kernel
+
+
+@pytest.fixture
+def stacks(kernel: Kernel) -> TaskStacks:
+    machine, image = kernel.machine, kernel.image
+    return TaskStacks(machine.memory, image.kallsyms, image.abi, machine)
+
+
+def _with_stack(kernel: Kernel, stacks: TaskStacks, base: int) -> set[tuple[int, int]]:
+    """What is occupied when the last task's stack is said to be there."""
+    memory, image = kernel.machine.memory, kernel.image
+    *_, task = read_tasks(memory, image.kallsyms, image.abi)
+    field = task.addr + image.abi["task_struct.stack"]
+    saved = memory.read_word(field)
+    memory.write_word(field, base)
+    try:
+        return stacks.occupied([NOWHERE])
+    finally:
+        memory.write_word(field, saved)
+
+
+def test_a_task_that_has_given_its_stack_back_comes_back_nowhere(kernel: Kernel, stacks: TaskStacks) -> None:
+    assert stacks.occupied([NOWHERE]) == set()
+    assert _with_stack(kernel, stacks, 0) == set()
+
+
+def test_what_cant_be_read_may_be_anywhere(kernel: Kernel, stacks: TaskStacks) -> None:
+    assert _with_stack(kernel, stacks, 0x1234_5000) == {NOWHERE}
