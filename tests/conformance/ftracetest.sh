@@ -82,9 +82,9 @@ prepare() {
     done
     ! grep -q tracefs /proc/mounts || die "another tracefs is mounted: $(grep -m 1 tracefs /proc/mounts)"
     [ "$(grep -m 1 debugfs /proc/mounts | cut -d ' ' -f 2)" = "$work/mnt" ] || die "another debugfs is mounted"
-    lay_over
 }
 
+# lay_over: never where the daemon runs, which would wait for itself in a file of its own below /tmp.
 lay_over() {
     head -n 1 "$work/mnt/machine/version" >"$work/version"
     mount --bind "$work/version" /proc/version
@@ -120,13 +120,7 @@ lay_sysctl() {
 finish() {
     status=$?
     trap - EXIT
-    for name in kernel/stack_tracer_enabled debug/kprobes-optimization; do
-        umount -l "/proc/sys/$name" 2>/dev/null || :
-        [ ! -e "/proc/sys/${name%/*}/.host" ] || umount -l "/proc/sys/${name%/*}" || :
-        ! mountpoint -q "$work/sysctl-${name%/*}" || umount -l "$work/sysctl-${name%/*}"
-    done
-    umount -l /tmp /dev/null /sys/kernel/tracing /proc/kallsyms /proc/version 2>/dev/null || :
-    [ -z "${other:-}" ] || kill "$other" 2>/dev/null || :
+    [ -z "${tests:-}" ] || kill "$tests" 2>/dev/null || :
     if [ -n "${daemon:-}" ]; then
         kill "$daemon" 2>/dev/null || :
         wait "$daemon" || :
@@ -232,9 +226,11 @@ inside() {
     list_tests "$selftests" "$@" >"$work/tests"
     prepare
     make_commands
-    while read -r name <&3; do
-        run "$name"
-    done 3<"$work/tests"
+    # Not in the foreground: a trap would wait for its end.
+    unshare --mount --propagation private "$here/ftracetest.sh" --tests "$work" "$selftests" &
+    tests=$!
+    wait "$tests"
+    tests=
     echo
     : >"$work/lost"
     case $machine in "--arch x86_64 "*) compare ;; esac
@@ -245,9 +241,24 @@ inside() {
     [ ! -s "$work/lost" ] && ! grep -q ' FAIL$' "$work/results"
 }
 
+# run_all: in a namespace of its own, so that what is laid over goes with it.
+run_all() {
+    work=$1
+    selftests=$2
+    lay_over
+    while read -r name <&3; do
+        run "$name"
+    done 3<"$work/tests"
+}
+
 case ${1-} in
 -h | --help)
     usage
+    exit
+    ;;
+--tests)
+    shift
+    run_all "$@"
     exit
     ;;
 --inside)
