@@ -50,7 +50,7 @@ ATTRIBUTES_AGE = 0.01
 """Seconds that fstat(2) may show old attributes; with 0 each open asks for them twice more."""
 BLOCK_SIZE = 4096
 PAGED_SIZE = 1 << 40
-"""Bytes in st_size of a file whose pages are spliced: more than anybody takes out of it."""
+"""Bytes in st_size of files that have pages: the host's kernel ends a splice(2) there, without asking."""
 NAME_MAX = 255
 UTIME_NOW = (1 << 30) - 1
 UTIME_OMIT = (1 << 30) - 2
@@ -73,8 +73,6 @@ class FuseOptions:
     """Further ones that libfuse knows: noexec and its like."""
     is_ordered: bool = False
     """What is asked, and in which order it is answered, doesn't hang on how fast anybody is."""
-    is_spliced: bool = False
-    """Files that have pages show PAGED_SIZE: at st_size the host's kernel ends a splice(2) without asking."""
 
 
 class Server:
@@ -83,7 +81,7 @@ class Server:
     def __init__(self, mount: ServedMount, options: FuseOptions) -> None:
         self._options = options
         self._stopping = threading.Event()
-        self._operations = _Operations(mount, self._stopping, is_spliced=options.is_spliced)
+        self._operations = _Operations(mount, self._stopping)
 
     def serve(self, directory: str, ready: Callable[[], None]) -> None:
         """Mount on `directory` and answer requests until it is unmounted.
@@ -95,11 +93,13 @@ class Server:
         # entry_timeout 0: a deleted event's directory must be gone for the next lookup.
         # attr_timeout: what a lookup brought serves the permission check right behind it, no more.
         # atomic_o_trunc: what O_TRUNC does, and its errno, belongs to open(2).
+        # max_readahead: a page that a splice(2) has read ahead would be missing from the reads that follow.
         options: dict[str, Any] = {
             "direct_io": True,
             "entry_timeout": 0,
             "attr_timeout": 0 if self._options.is_ordered else ATTRIBUTES_AGE,
             "atomic_o_trunc": True,
+            "max_readahead": 0,
             "use_ino": True,
             "hard_remove": True,
             "fsname": self._options.source,
@@ -111,9 +111,6 @@ class Server:
         # for an access where a process changes its directory, the one sign of that.
         if os.geteuid() or self._options.allow_other:
             options["default_permissions"] = True
-        # A page that was read ahead would be missing from the reads that follow.
-        if self._options.is_spliced:
-            options["max_readahead"] = 0
         try:
             _libfuse.fuse_main_real = self._main
             _Session(
@@ -306,10 +303,9 @@ class _Operations:
     flag_nullpath_ok = 1
     flag_utime_omit_ok = 1
 
-    def __init__(self, mount: ServedMount, stopping: threading.Event, *, is_spliced: bool) -> None:
+    def __init__(self, mount: ServedMount, stopping: threading.Event) -> None:
         self._mount = mount
         self._stopping = stopping
-        self._is_spliced = is_spliced
         self._pollers = _Pollers()
         self.ready: Callable[[], None] = lambda: None
         self.blocking: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -335,7 +331,8 @@ class _Operations:
             if path == STATE_PATH and error.errno == errno.ENOENT:
                 return STATE_ATTRIBUTES
             raise
-        return found._replace(size=PAGED_SIZE) if found.is_paged and self._is_spliced else found
+        # Without blocks cp(1) takes it for a sparse file, whose data it seeks.
+        return found._replace(size=PAGED_SIZE, blocks=PAGED_SIZE // 512) if found.is_paged else found
 
     def opendir(self, path: str) -> int:
         return self._mount.opendir(_client(), path)

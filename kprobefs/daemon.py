@@ -101,7 +101,6 @@ class Service:
             self._options.source,
             allow_other=self._options.allow_other,
             is_ordered=self._options.clients_only,
-            is_spliced=self._options.as_system,
             flags=self._options.flags,
         )
         server = Server(served, fuse)

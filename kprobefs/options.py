@@ -58,8 +58,6 @@ class MountOptions:
     """Whose kprobes answer: ours, or those of a distribution's kernel, if `machine.image` is one."""
     state: str | None = None
     """A directory for what outlives the daemon."""
-    as_system: bool = False
-    """Tools find it where they expect a tracefs, from which they splice."""
 
     @property
     def source(self) -> str:

@@ -47,7 +47,7 @@ def run(
     if as_system:
         as_system_places.enter_namespace()
     runner = _runner(command, tracing)
-    with mounted(options, build, as_system=as_system) as base:
+    with mounted(options, build) as base:
         directory = f"{base}/mnt"
         if as_system:
             runner.environment = as_system_places.lay_over(directory, base)
@@ -55,7 +55,7 @@ def run(
 
 
 @contextmanager
-def mounted(options: MountOptions, build: Builder, *, as_system: bool = False) -> Iterator[Path]:
+def mounted(options: MountOptions, build: Builder) -> Iterator[Path]:
     """A temporary directory, with a mount in its `mnt`; both go at the end. Raises: Failure."""
     base = Path(os.path.realpath(tempfile.mkdtemp(prefix="kprobefs-")))
 
@@ -69,7 +69,7 @@ def mounted(options: MountOptions, build: Builder, *, as_system: bool = False) -
         directory = base / "mnt"
         directory.mkdir()
         try:
-            served = replace(options, directory=str(directory), as_system=as_system)
+            served = replace(options, directory=str(directory))
             child = daemon.start_as_child(served, build, remove)
         except Failure as failure:
             raise Failure(str(failure), Exit.RUN_FAILED) from failure

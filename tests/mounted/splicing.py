@@ -1,4 +1,4 @@
-"""A client of trace_pipe_raw that moves pages by splice(2) and sendfile(2), where a system has its tracefs.
+"""A client in `kprobefs run` that splices pages of trace_pipe_raw, and copies files.
 
     splicing.py CASE
 
@@ -12,8 +12,10 @@ import os
 import select
 import shutil
 import struct
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,9 +25,9 @@ COMMIT_MASK = 0xFFFFF
 PADDING_EVENT = 29
 """The event type that ends a page; those above hold times, in 8 bytes."""
 SPLICE_F_NONBLOCK = 2
-TRACING = Path("/sys/kernel/tracing")
+TRACING = Path(os.environ.get("KPROBEFS", "/sys/kernel/debug")) / "tracing"
 RAW = TRACING / "per_cpu/cpu0/trace_pipe_raw"
-SCRATCH = Path("/sys/kernel/debug/scratch")
+SCRATCH = TRACING.parent / "scratch"
 PADDING = "." * 100
 """Of a marker: 30 of them fill a page."""
 
@@ -240,10 +242,52 @@ def failure(call: Callable[[], object]) -> int | None:
 
 
 def sizes() -> None:
-    """Only raw files have one."""
+    """Only raw files have one, and none of them shows fewer blocks, as sparse files do."""
     sized = {path.name for path in TRACING.rglob("*") if path.is_file() and path.stat().st_size}
     assert sized == {"trace_pipe_raw", "snapshot_raw"}
-    assert RAW.stat().st_blocks == 0
+    assert RAW.stat().st_blocks * 512 == RAW.stat().st_size
+
+
+def pages_by_tools() -> None:
+    """cp(1) and shutil.copyfile() write what is there; at its end both wait, as for any pipe."""
+    for copying in (["cp"], [sys.executable, "-c", "import shutil, sys; shutil.copyfile(*sys.argv[1:])"]):
+        mark(0, 600)
+        copy = Path("copied")
+        copy.unlink(missing_ok=True)
+        with subprocess.Popen([*copying, RAW, copy]) as process:
+            # copyfile() reads 64 KiB before it writes any.
+            while not copy.exists() or copy.stat().st_size < 1 << 16:
+                assert process.poll() is None
+                time.sleep(0.01)
+            process.terminate()
+        found = numbers(copy.read_bytes())
+        assert found == [*range(len(found))]
+        (TRACING / "trace").write_text("")
+
+
+def readers_of_pages() -> None:
+    """Who goes by the size wants no memory for it."""
+    mark(0, 100)
+    with opened(RAW) as descriptor, open(descriptor, "rb", 0, closefd=False) as source:
+        assert numbers(source.read()) == [*range(100)]
+
+
+def texts_by_tools() -> None:
+    """Who reads has the whole content; a splice gets nothing where the host's kernel ends it by the size."""
+    mark(0, 100)
+    (TRACING / "kprobe_events").write_text("p:made vfs_mkdir\n")
+    copy = Path("copied")
+    for file in (TRACING / "trace", TRACING / "README", TRACING.parent / "kprobes/list"):
+        content = file.read_bytes()
+        assert content
+        for command in ("cp $0 copied", "cat $0 > copied", "dd if=$0 of=copied status=none"):
+            subprocess.run(["sh", "-c", command, file], check=True)
+            assert copy.read_bytes() == content, command
+        with file.open("rb") as source, copy.open("wb") as target:
+            shutil.copyfileobj(source, target)
+        assert copy.read_bytes() == content
+        shutil.copyfile(file, copy)
+        assert copy.read_bytes() in (b"", content)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Commands that see a mount where a system has its tracefs."""
+"""Commands in `kprobefs run`: beside a mount, or with it where a system has its tracefs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,14 @@ TIMEOUT = 60
 
 def as_system(script: str, home: Path, *options: str) -> str:
     """What a shell script prints whose commands see the mount where a system has its tracefs."""
+    return beside(script, home, "--as-system", *options)
+
+
+def beside(script: str, home: Path, *options: str) -> str:
+    """What a shell script prints whose commands find the mount in $KPROBEFS."""
     own = {"PYTHONPATH": str(ROOT), "HOME": str(home), "TMPDIR": str(home), "LC_ALL": "C"}
     result = subprocess.run(
-        [sys.executable, "-m", "kprobefs", "run", "--as-system", *options, "--", "bash", "-c", script],
+        [sys.executable, "-m", "kprobefs", "run", *options, "--", "bash", "-c", script],
         env={**os.environ, **own},
         cwd="/",
         capture_output=True,

@@ -1,4 +1,4 @@
-"""splice(2) and sendfile(2) from raw pages, where a system has its tracefs."""
+"""splice(2) and sendfile(2) from raw pages, and copies of files, on any mount."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ import pytest
 
 from tests.fuse.harness import needs_fuse
 from tests.mounted import splicing
-from tests.mounted.system import as_system
+from tests.mounted.system import as_system, beside
 
-pytestmark = [
-    pytest.mark.mounted,
-    needs_fuse,
-    pytest.mark.skipif(os.geteuid() != 0, reason="mounting at the system's places needs root"),
-]
+pytestmark = [pytest.mark.mounted, needs_fuse]
+
+COMMAND = f"{sys.executable} -m tests.mounted.splicing"
 
 
 @pytest.mark.parametrize(
@@ -33,10 +31,16 @@ pytestmark = [
         splicing.opened_again,
         splicing.files_of_scratch,
         splicing.sizes,
-        splicing.texts,
+        splicing.pages_by_tools,
+        splicing.readers_of_pages,
+        splicing.texts_by_tools,
     ],
     ids=lambda case: case.__name__,
 )
 def test_splicing(case: FunctionType, tmp_path: Path) -> None:
-    command = f"cd {tmp_path} && {sys.executable} -m tests.mounted.splicing {case.__name__}"
-    as_system(command, tmp_path, "--cpus", "1")
+    beside(f"cd {tmp_path} && {COMMAND} {case.__name__}", tmp_path, "--cpus", "1")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting at the system's places needs root")
+def test_texts_as_a_system(tmp_path: Path) -> None:
+    as_system(f"cd {tmp_path} && {COMMAND} {splicing.texts.__name__}", tmp_path, "--cpus", "1")
