@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 from tempfile import gettempdir
@@ -96,6 +97,20 @@ def test_perf_probe(tmp_path: Path) -> None:
     out = as_system(f"({script}) 2>&1", tmp_path)
     assert "probe:vfs_read       (on vfs_read)" in out
     assert out.endswith("Removed event: probe:vfs_read\n")
+
+
+@needs("perf")
+def test_perf_list(tmp_path: Path) -> None:
+    """All events that have an id, by readdir's types alone."""
+    script = """
+        perf list 'sched:*'; echo =; perf list tracepoint; echo =
+        cd /sys/kernel/tracing/events; ls -d */*/id
+    """
+    some, every, there = as_system(script, tmp_path).split("=\n")
+    events = {path.removesuffix("/id").replace("/", ":") for path in there.split()}
+    assert set(re.findall(r"^ *(\w+:\w+) +\[Tracepoint event\]$", every, re.M)) == events
+    listed = set(re.findall(r"^ *(\w+:\w+) +\[Tracepoint event\]$", some, re.M))
+    assert listed == {event for event in events if event.startswith("sched:")}
 
 
 @needs("trace-cmd")

@@ -53,11 +53,18 @@ def test_function_graph(tmp_path: Path) -> None:
     assert decoded == [re.sub(r"^(\s*)\} /\*.*", r"\1}", line) for line in tree]
 
 
-def test_stacks_of_events(tmp_path: Path) -> None:
-    shown, report = _recorded(tmp_path, "-T -e kprobes:made -e kmem:kmalloc")
+@pytest.mark.parametrize(
+    ("options", "functions"),
+    [
+        ("-T -e kprobes:made -e kmem:kmalloc", {"__kmalloc", "vfs_mkdir"}),
+        ("-e kprobes:made -R stacktrace", {"vfs_mkdir"}),
+    ],
+)
+def test_stacks_of_events(options: str, functions: set[str], tmp_path: Path) -> None:
+    shown, report = _recorded(tmp_path, options)
     stacks = re.findall(r"<stack trace>((?:\n => \S+)+)", "\n".join(shown))
     expected = [re.findall(r"=> (\S+)", stack) for stack in stacks]
     assert expected
-    assert {stack[0] for stack in expected} == {"__kmalloc", "vfs_mkdir"}
+    assert {stack[0] for stack in expected} == functions
     decoded = re.findall(r"kernel_stack: +<stack trace *>((?:\n *=> .+)+)", "\n".join(report))
     assert [re.findall(r"=> (\w+)", stack) for stack in decoded] == expected
