@@ -1,0 +1,316 @@
+"""Calls of a real kernel's functions with generated inputs, in all modes: python -m tests.linux.transparency.
+
+A function is called as any code of the kernel would call it, from its idle loop. However it ends, by its
+return or by an exception, registers and memory have to be what they are without a probe on its instructions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.image.linux.btf import Prototype
+from emulated_kernel.linux.engine import LinuxEngine
+from emulated_kernel.machine.cpu.x86 import FLAG_FIXED, FLAG_IF
+from emulated_kernel.machine.traps.trap import GuestFault, Trap
+from tests.linux.everywhere import functions
+from tests.linux.probing import (
+    GUEST_RAM,
+    MODES,
+    PLAIN,
+    armed,
+    boundaries,
+    chosen,
+    disarmed,
+    engine,
+    kernel,
+)
+from tests.linux.rewind import Rewind
+
+PROBED = ("stepped", "boosted", "optimized")
+BATCH = 50
+"""Functions that are armed together."""
+RETURN = 0xFFFFFFFF70400000
+"""Where calls return to: nothing is mapped there."""
+STACK, OBJECT = 64 << 10, 4096
+ARGUMENTS = ("di", "si", "dx", "cx", "r8", "r9")
+REGISTERS = (*ARGUMENTS, "ax", "bx", "bp", "sp", "r10", "r11", "r12", "r13", "r14", "r15", "flags")
+SHORT, LONG = 0.02, 20.0
+"""Seconds that a call may take unprobed; and probed, where each instruction may be a trap."""
+NUMBERS = (0, 1, 2, 3, 7, 8, 63, 64, 255, 4095, 4096, 1 << 20, 0x7FFFFFFF, 0xFFFFFFFF, (1 << 64) - 1)
+TEXTS = (b"", b"a", b"12", b"-7", b"0x1f", b"hello, world", b"a,b=c d", b"/scratch/file", b"%s %d\n")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function with values for its arguments; objects are what some of these point to."""
+
+    function: int
+    values: tuple[int, ...]
+    objects: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What a call did."""
+
+    end: str
+    registers: tuple[int, ...]
+    memory: dict[int, int]
+    """Checksums of changed pages, by their physical address."""
+
+    def difference(self, other: Effect) -> str:
+        """What of another one isn't so; empty if all is."""
+        if self.end != other.end:
+            return f"ends by {self.end}, not by {other.end}"
+        wrong = [
+            f"{name}={one:#x}, not {two:#x}"
+            for name, one, two in zip(REGISTERS, self.registers, other.registers, strict=True)
+            if one != two
+        ]
+        pages = {page for page, _ in self.memory.items() ^ other.memory.items()}
+        return ", ".join([*wrong, *(f"page {page:#x}" for page in sorted(pages))])
+
+
+class Caller:
+    """Calls functions in one engine's guest, whose memory is as before after each. Raises: OSError."""
+
+    def __init__(self, engine: LinuxEngine, seconds: float) -> None:
+        self.engine = engine
+        self._machine = engine.tasks.machine
+        self._stack = engine.machine.alloc_pages(STACK) + STACK - 64
+        self.objects = engine.machine.alloc_pages(OBJECT * len(ARGUMENTS))
+        # From here on the kernel's page tables lead to the host's window of code.
+        engine.machine.text.free_text(engine.machine.text.alloc_text(16))
+        engine.tasks.idle(0)
+        self._context = self._machine.engine.context_alloc()
+        self._machine.engine.context_save(self._context)
+        self._pc = self._machine.pc.state()
+        self._machine._watchdog.budget = seconds
+        self._trap: Trap | None = None
+        self._registers: tuple[int, ...] = ()
+        start, end = kernel().text
+        memory, direct = engine.machine.memory, engine.machine.model.layout.direct_map
+        text = range(memory.translate(start) & -4096, memory.translate(start) + end - start)
+        objects = range(self.objects - direct, self.objects - direct + OBJECT * len(ARGUMENTS))
+        self._rewind = Rewind(
+            self._machine.memory.ram,
+            lambda page: page in objects or (page < GUEST_RAM and page not in text),
+        )
+        self._rewind.keep()
+
+    def begin(self) -> None:
+        """Calls begin with the text of this moment, and all else as it was at first."""
+        self._rewind.keep_rest()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._machine.engine.context_restore(self._context)
+        self._machine.pc.restore(self._pc)
+        self._machine.engine.flush_tlb()
+
+    def call(self, call: Call) -> Effect | None:
+        """None where it takes too long."""
+        machine, regs, memory = self._machine, self._machine.regs, self.engine.machine.memory
+        for number, content in enumerate(call.objects):
+            memory.write(self.objects + OBJECT * number, content)
+        memory.write(self._stack, RETURN.to_bytes(8, "little"))
+        for name, value in zip(ARGUMENTS, call.values, strict=False):
+            setattr(regs, name, value)
+        regs.ip, regs.sp, regs.flags = call.function, self._stack, FLAG_FIXED | FLAG_IF
+        end = self._ran()
+        memory_now = self._rewind.changed()
+        if self._rewind.back():
+            machine.engine.flush_code()
+        self._reset()
+        return None if end is None else Effect(end, self._registers, memory_now)
+
+    def _ran(self) -> str | None:
+        machine = self._machine
+        kept, machine.hooks.dispatch = machine.hooks.dispatch, self._ended
+        self._trap = None
+        try:
+            machine.run()
+        except GuestFault as fault:
+            if "for too long" in str(fault):
+                return None
+        finally:
+            machine.hooks.dispatch = kept
+            machine.death, machine._is_reset, machine._is_text_stale = "", False, False
+        if self._trap is None:
+            self._registers = self._now()
+            return f"a halt at {self._named(machine.regs.ip)}"
+        if self._trap.address == RETURN:
+            return "its return"
+        return f"exception {self._trap.vector} at {self._named(self._trap.address)}, {self._trap.cr2:#x}"
+
+    def _ended(self, trap: Trap) -> None:
+        self._trap = trap
+        self._registers = self._now()
+        self._machine.hooks.end_run()
+
+    def _now(self) -> tuple[int, ...]:
+        return tuple(getattr(self._machine.regs, name) for name in REGISTERS)
+
+    def _named(self, address: int) -> str:
+        """Of a copy the original's."""
+        copied = self.engine.kprobes.stands_for(address)
+        where = kernel().kallsyms.lookup(copied[0] if copied else address)
+        return f"{where.name}+{where.offset:#x}" if where is not None else f"{address:#x}"
+
+
+# Inputs
+
+
+class Inputs:
+    """Values for a function's parameters by their types, out of the running kernel or out of the air."""
+
+    def __init__(self, engine: LinuxEngine, objects: int, seed: int) -> None:
+        self._objects = objects
+        self._dice = random.Random(seed)
+        self._real = _real_objects(engine)
+
+    def calls(self, function: int, prototype: Prototype, count: int) -> Iterator[Call]:
+        """That many calls of it."""
+        for _ in range(count):
+            contents = [self._content() for _ in prototype.parameters]
+            values = [
+                self._value(kind, number, contents) for number, (_, kind) in enumerate(prototype.parameters)
+            ]
+            yield Call(function, tuple(values), tuple(contents))
+
+    def _value(self, kind: str, number: int, contents: list[bytes]) -> int:
+        dice = self._dice
+        if "(*" in kind:
+            return kernel().kallsyms.lookup_name("jiffies_to_msecs") or 0
+        if not kind.endswith("*"):
+            return dice.choice(NUMBERS) if dice.random() < 0.8 else dice.getrandbits(64)
+        real = self._real.get(kind.removeprefix("const ").removesuffix("*").strip())
+        if real is not None and dice.random() < 0.8:
+            return real
+        if "char" in kind:
+            contents[number] = dice.choice(TEXTS).ljust(OBJECT, b"\0")
+        return self._objects + OBJECT * number
+
+    def _content(self) -> bytes:
+        """Zeros, with some small numbers and some pointers to objects among them."""
+        dice, words = self._dice, [0] * (OBJECT // 8)
+        for _ in range(dice.choice((0, 8, 64))):
+            pointer = self._objects + dice.randrange(0, OBJECT * len(ARGUMENTS), 8)
+            words[dice.randrange(64)] = dice.choice((pointer, dice.choice(NUMBERS[:12])))
+        return b"".join(word.to_bytes(8, "little") for word in words)
+
+
+def _real_objects(engine: LinuxEngine) -> dict[str, int]:
+    """By their types: of init, what is opened at descriptor 2."""
+    btf, memory, task = kernel().btf, engine.machine.memory, engine.tasks.init.address
+
+    def member(structure: int, path: str) -> int:
+        return memory.read_word(structure + btf.offset(path))
+
+    files = member(task, "task_struct.files")
+    file = memory.read_word(member(member(files, "files_struct.fdt"), "fdtable.fd") + 16)
+    inode = member(file, "file.f_inode")
+    return {
+        "struct task_struct": task,
+        "struct files_struct": files,
+        "struct mm_struct": member(task, "task_struct.mm"),
+        "struct cred": member(task, "task_struct.cred"),
+        "struct file": file,
+        "struct inode": inode,
+        "struct dentry": member(file, "file.f_path.dentry"),
+        "struct super_block": member(inode, "inode.i_sb"),
+    }
+
+
+# Comparing
+
+
+class Comparison:
+    """Calls of many functions in all modes, and what came of them."""
+
+    def __init__(self, seed: int) -> None:
+        self._plain = Caller(engine(PLAIN), SHORT)
+        self._probed = {mode: Caller(engine(MODES[mode]), LONG) for mode in PROBED}
+        self._inputs = Inputs(self._plain.engine, self._plain.objects, seed)
+        self.ends: Counter[str] = Counter()
+        self.hits: Counter[str] = Counter()
+        self.places: Counter[str] = Counter()
+        self.functions = 0
+        self.differences: list[str] = []
+
+    def compare(self, starts: Sequence[int], count: int) -> None:
+        """`count` calls of each of these functions; those of one batch are probed together."""
+        for at in range(0, len(starts), BATCH):
+            self._batch(starts[at : at + BATCH], count)
+
+    def _batch(self, starts: Sequence[int], count: int) -> None:
+        expected: list[tuple[Call, Effect]] = []
+        for start in starts:
+            calls = [*self._calls(start, count)]
+            self.functions += bool(calls)
+            for call in calls:
+                effect = self._plain.call(call)
+                self.ends["too long" if effect is None else effect.end.split()[0]] += 1
+                if effect is None:
+                    # So would be the others.
+                    break
+                expected.append((call, effect))
+        for mode, caller in self._probed.items():
+            places = [*chosen(caller.engine, boundaries(caller.engine, starts))]
+            self.places[mode] += len(places)
+            probes, hits = armed(caller.engine, places)
+            caller.begin()
+            for call, effect in expected:
+                self._check(mode, call, caller.call(call), effect)
+            self.hits[mode] += hits.total()
+            disarmed(caller.engine, probes)
+
+    def _calls(self, start: int, count: int) -> Iterator[Call]:
+        where = kernel().kallsyms.lookup(start)
+        assert where is not None
+        try:
+            prototype = kernel().btf.prototype(where.name)
+        except KernelError:
+            return
+        if not prototype.is_variadic and len(prototype.parameters) <= len(ARGUMENTS):
+            yield from self._inputs.calls(start, prototype, count)
+
+    def _check(self, mode: str, call: Call, found: Effect | None, expected: Effect) -> None:
+        wrong = "takes too long" if found is None else found.difference(expected)
+        if wrong:
+            where = kernel().kallsyms.lookup(call.function)
+            values = ", ".join(f"{value:#x}" for value in call.values)
+            self.differences.append(f"{mode}: {where.name if where else ''}({values}): {wrong}")
+
+    def close(self) -> None:
+        """Free the guests."""
+        for caller in (self._plain, *self._probed.values()):
+            caller.engine.tasks.machine.close()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command: 1 where a call differs."""
+    parser = argparse.ArgumentParser(prog="python -m tests.linux.transparency", description=__doc__)
+    parser.add_argument("--functions", type=int, default=2000)
+    parser.add_argument("--calls", type=int, default=4, help="of each function")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args(argv)
+    comparison = Comparison(options.seed)
+    comparison.compare(functions(options.functions, options.seed), options.calls)
+    print(f"{comparison.functions} functions; calls end by {dict(comparison.ends)}")
+    for mode in PROBED:
+        print(f"{mode}: {comparison.places[mode]} places, {comparison.hits[mode]} hits")
+    for difference in comparison.differences:
+        print(difference)
+    comparison.close()
+    return bool(comparison.differences)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
