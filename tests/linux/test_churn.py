@@ -1,4 +1,4 @@
-"""Short forms of tests.linux.churn."""
+"""Short forms of tests.linux.churn, and that one seed gives one trace."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import os
 
 import pytest
 
+from emulated_kernel.vfs.core.client import Client
+from tests.linux import debian_kernel
 from tests.linux.churn import SHELL, Session, churn, grown
+from tests.linux.files import Files
 from tests.sample import fewer
 
 
@@ -31,3 +34,25 @@ def test_what_grows_is_named() -> None:
     named = {fault.split(":")[0] for fault in grown(first, session.sample(1))}
     session.mount.close()
     assert {"guest", "probes"} <= named
+
+
+def trace() -> str:
+    """What the kernel's own kprobes and events record of some requests."""
+    mount = debian_kernel.mount()
+    shell, other = (Files(mount, Client(pid, 0, 0)) for pid in (4001, 4002))
+    shell.write("/kprobe_events", "p:a vfs_read\nr:b do_sys_openat2 $retval\n")
+    for event in ("kprobes", "sched", "kmem"):
+        shell.write(f"/tracing/events/{event}/enable", "1")
+    for number in range(5):
+        other.write("/dev/null", "x" * number)
+        other.read("/machine/version")
+    shell.write("/tracing/tracing_on", "0")
+    found = shell.read("/tracing/trace")
+    mount.close()
+    return found
+
+
+def test_the_same_requests_give_the_same_trace() -> None:
+    first, second = trace(), trace()
+    assert first.count("\n") > 100
+    assert first == second
