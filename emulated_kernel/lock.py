@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Self
+
+PATIENCE = 0.1
+"""Seconds that a thread waits for the lock like any other; then it counts as one that blocks."""
 
 
 class ControlLock:
@@ -13,7 +18,7 @@ class ControlLock:
     check: the guest only runs while its runner holds the lock.
     """
 
-    __slots__ = ("_depth", "_lock", "_owner")
+    __slots__ = ("_depth", "_lock", "_owner", "waiting")
 
     def __init__(self) -> None:
         # An RLock: an interrupt between two bytecodes can't leave it held by nobody.
@@ -21,9 +26,13 @@ class ControlLock:
         self._owner = 0
         """Identifier of the thread that holds it; 0: nobody. For assert_held() alone."""
         self._depth = 0
+        self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
+        """Around a wait beyond PATIENCE: who answers requests has another thread do so meanwhile."""
 
     def __enter__(self) -> Self:
-        self._lock.acquire()
+        if not self._lock.acquire(timeout=PATIENCE):
+            with self.waiting():
+                self._lock.acquire()
         self._owner = threading.get_ident()
         self._depth += 1
         return self

@@ -80,6 +80,7 @@ class Server:
 
     def __init__(self, mount: ServedMount, options: FuseOptions) -> None:
         self._options = options
+        self._lock = mount.lock
         self._stopping = threading.Event()
         self._operations = _Operations(mount, self._stopping)
 
@@ -132,6 +133,7 @@ class Server:
         free = 1 if self._options.is_ordered else FREE_LOOPS
         loops = Loops(lambda: _libfuse.fuse_loop(session), free)
         self._operations.blocking = loops.blocking
+        self._lock.waiting = loops.waiting
         loops.run()
         _libfuse.fuse_teardown(session, mountpoint)
         return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 from emulated_kernel.errors import KernelError
 
@@ -54,6 +54,14 @@ class Loops:
         finally:
             with self._lock:
                 self._blocked -= 1
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """As blocking(), for what is waited for even if nobody takes requests meanwhile."""
+        with ExitStack() as stack:
+            with suppress(KernelError):
+                stack.enter_context(self.blocking())
+            yield
 
     def _refill(self) -> None:
         while len(self._threads) - self._blocked < self._free:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
-from select import select
+from select import POLLIN, poll
 from typing import NoReturn
 
 from kprobefs.failure import Exit, Failure
@@ -148,6 +148,8 @@ class _Question:
         if self._child == 0:
             _ask(directory, writer)
         os.close(writer)
+        self._readable = poll()
+        self._readable.register(self._pipe, POLLIN)
 
     def answer(self, start: float) -> MountState:
         """What comes of it, waiting no longer than the time-outs from `start`."""
@@ -176,7 +178,7 @@ class _Question:
     def _line(self, deadline: float) -> str:
         """The next line that it tells; "" where none comes in time."""
         while b"\n" not in self._told:
-            if not select([self._pipe], [], [], max(0, deadline - time.monotonic()))[0]:
+            if not self._readable.poll(1000 * max(0, deadline - time.monotonic())):
                 return ""
             data = os.read(self._pipe, 256)
             if not data:

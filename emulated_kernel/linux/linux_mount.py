@@ -77,7 +77,7 @@ class LinuxMount:
         self._tasks = tasks
         self._owner = owner
         self._is_tracefs = is_tracefs
-        self._lock = lock or ControlLock()
+        self.lock = lock or ControlLock()
         self._syscalls = LinuxSyscalls(tasks)
         self._modules = KernelModules(self._syscalls, modules)
         self._clients = LinuxClients(tasks, watch, owner.uid)
@@ -97,7 +97,7 @@ class LinuxMount:
     def _guest(self) -> Iterator[None]:
         """Around all that may run the guest."""
         try:
-            with self._lock:
+            with self.lock:
                 if self._closed:
                     raise KernelError(errno.EIO, "the mount has ended")
                 yield
@@ -461,12 +461,12 @@ class LinuxMount:
 
     def is_dead(self) -> bool:
         """Whether the guest can't run any more."""
-        with self._lock:
+        with self.lock:
             return bool(self._tasks.machine.death)
 
     def close(self) -> None:
         """The mount ends: wake who waits, free the machine."""
-        with self._lock:
+        with self.lock:
             if self._closed:
                 return
             self._closed = True

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 import pytest
 
 from emulated_kernel.errors import KernelError
+from emulated_kernel.lock import ControlLock
 from kprobefs.loops import FREE_LOOPS, Loops
 
 
@@ -68,3 +69,39 @@ def test_the_last_thread_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
             with pytest.raises(KernelError) as caught:
                 blocked.enter_context(loops.blocking())
             assert caught.value.errno == errno.ENOMEM
+
+
+def test_who_waits_long_for_the_kernels_lock_is_replaced() -> None:
+    """Whoever asks whether the daemon lives is answered, however many wait for a long request."""
+    lock, begun, answered = ControlLock(), threading.Semaphore(0), threading.Event()
+
+    def loop() -> None:
+        begun.release()
+        with turn:
+            waits = loops_left.pop() if loops_left else False
+        if waits:
+            with lock:
+                pass
+        else:
+            answered.set()
+
+    turn, loops_left = threading.Lock(), [True] * FREE_LOOPS
+    loops = Loops(loop)
+    lock.waiting = loops.waiting
+    runner = threading.Thread(target=loops.run)
+    with lock:
+        runner.start()
+        assert answered.wait(5)
+    runner.join(5)
+    assert not runner.is_alive()
+
+
+def test_the_lock_is_waited_for_without_threads_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    loops = Loops(lambda: None)
+    monkeypatch.setattr(threading.Thread, "start", none)
+    with loops.waiting():
+        pass
+    assert loops._blocked == 0

@@ -63,7 +63,7 @@ class User:
         self.write("/machine/power", "reboot\n")
 
     def load(self, living: LivingKernel, text: str) -> None:
-        with living.mount._lock:
+        with living.mount.lock:
             loader = Loader(living._all_files(living._kernel))
             failed = loader.load(list(read_lines("f", text)))
         # Some lines are about x86's registers and jumps.

@@ -24,8 +24,8 @@ _ROOM = 8 << 20
 """Bytes of events that may wait: some ten thousand forks between two requests."""
 _FIRST_PID_NAMESPACE = 0xEFFFFFFC
 """Its inode. The connector speaks in its pids; Mirrors: include/linux/proc_ns.h:PROC_PID_INIT_INO (v6.1)."""
-_ANSWER = 0.2
-"""Seconds for the first word of the kernel's; in a container nothing comes."""
+_ANSWER = 200
+"""Milliseconds for the first word of the kernel's; in a container nothing comes."""
 _FILTER = (
     (0x20, 0, 0, _EVENT_AT),
     (0x15, 0, 1, socket.htonl(_FORK)),
@@ -56,7 +56,10 @@ class ForkEvents:
         request = struct.pack("=I", _LISTEN)
         message = _CN_MSG.pack(_CN_IDX_PROC, 1, 0, 0, len(request), 0) + request
         self._socket.send(_HEADER.pack(_HEADER.size + len(message), _NLMSG_DONE, 0, 0, os.getpid()) + message)
-        if not select.select([self._socket], [], [], _ANSWER)[0]:
+        # select(2) takes no descriptor beyond 1023.
+        answer = select.poll()
+        answer.register(self._socket, select.POLLIN)
+        if not answer.poll(_ANSWER):
             raise OSError(errno.EPERM, "the process connector tells nothing here")
         # From here on the answer to the request isn't among what comes.
         self._socket.setblocking(False)

@@ -115,7 +115,7 @@ class GuestMount:
     """
 
     def __init__(self, files: Filesystem, guest: Guest, lock: ControlLock, limits: Limits) -> None:
-        self._lock = lock
+        self.lock = lock
         self._limits = limits
         self._closed = False
         self.watcher: ChangeWatcher | None = None
@@ -215,7 +215,7 @@ class GuestMount:
 
         `client`: who asks. Where a system call of its ends with the answer, it is made in the guest too.
         """
-        with self._lock:
+        with self.lock:
             if client is None or not self._guest.is_watched:
                 return self._at(path).getattr(path)
             try:
@@ -272,7 +272,7 @@ class GuestMount:
 
     def fgetattr(self, handle: int, client: Callable[[], Client] | None = None) -> Stat:
         """Attributes of an open file, whose name may be gone."""
-        with self._lock:
+        with self.lock:
             opened = self._handle(handle)
             if client is not None and self._guest.is_watched:
                 with suppress(KernelError):
@@ -285,7 +285,7 @@ class GuestMount:
 
     def opendir(self, client: Client, path: str) -> int:
         """A directory is about to be listed; returns the handle for the calls below."""
-        with self._lock:
+        with self.lock:
             self._check_room(path)
             directory = OpenDirectory(path)
             if not self._guest.is_dead:
@@ -319,7 +319,7 @@ class GuestMount:
 
     def chdir(self, client: Client, path: str) -> None:
         """The client makes a directory its working directory, if it says so; the guest can't refuse."""
-        with self._lock:
+        with self.lock:
             call = self._guest.client_call(client.pid, client.uid)
             if call is None or call.name not in ("chdir", "fchdir"):
                 return
@@ -331,12 +331,12 @@ class GuestMount:
 
     def readdir(self, path: str) -> list[DirEntry]:
         """The directory's entries, "." and ".." first."""
-        with self._lock:
+        with self.lock:
             return self._entries(path)
 
     def getdents(self, client: Client, handle: int, start: int) -> list[DirEntry]:
         """The entries of an open directory from number `start` on; 0 makes a snapshot of all of them."""
-        with self._lock:
+        with self.lock:
             directory = self._handle(handle)
             if not isinstance(directory, OpenDirectory):
                 raise KernelError(errno.ENOTDIR, f"handle {handle}")
@@ -369,12 +369,12 @@ class GuestMount:
 
     def readlink(self, client: Client, path: str) -> str:
         """Where a symbolic link points: for a readlink(2), or for a path walk."""
-        with self._lock:
+        with self.lock:
             return self._at(path).readlink(client, path)
 
     def open(self, client: Client, path: str, flags: int) -> int:
         """Open with open(2)'s flags, O_TRUNC included; returns the handle for the calls below."""
-        with self._lock:
+        with self.lock:
             self._check_room(path)
             at = self._at(path)
             if isinstance(at, GuestTree):
@@ -429,7 +429,7 @@ class GuestMount:
 
     def create(self, client: Client, path: str, mode: int, flags: int) -> int:
         """Make a regular file and open it."""
-        with self._lock:
+        with self.lock:
             self._check_room(path)
             at = self._at(path)
             if isinstance(at, Filesystem):
@@ -451,7 +451,7 @@ class GuestMount:
 
         Raises: WouldBlock when there is nothing yet; the caller answers EAGAIN or calls wait().
         """
-        with self._lock:
+        with self.lock:
             opened = self._opened(handle)
             if isinstance(opened, GuestFile):
                 return opened.scratch.read(client, opened, size, offset)
@@ -477,7 +477,7 @@ class GuestMount:
 
     def read_page(self, client: Client, handle: int, size: int, offset: int) -> bytes:
         """What the host's page cache asks for, on behalf of splice(2), sendfile(2) or mmap(2)."""
-        with self._lock:
+        with self.lock:
             opened = self._opened(handle)
             if isinstance(opened, GuestFile):
                 return opened.scratch.read(client, opened, size, offset)
@@ -490,7 +490,7 @@ class GuestMount:
         prepared = None
         if isinstance(opened, ControlFile) and opened.inner.node.reads_host:
             prepared = opened.inner.prepare(data)
-        with self._lock:
+        with self.lock:
             if self._opened(handle) is not opened:
                 raise KernelError(errno.ESTALE, "another kernel took this one's place meanwhile")
             if isinstance(opened, GuestFile):
@@ -557,7 +557,7 @@ class GuestMount:
 
     def give_up(self, client: Client, handle: int, error: int) -> None:
         """The client doesn't wait for what raised WouldBlock: it gets this errno instead."""
-        with self._lock:
+        with self.lock:
             opened = self._opened(handle)
             if isinstance(opened, ControlFile) and opened.fd is not None:
                 with suppress(KernelError):
@@ -565,7 +565,7 @@ class GuestMount:
 
     def poll(self, handle: int, notify: Callable[[], None] | None) -> int:
         """Readiness as poll(2)'s mask; `notify` is called once, when the mask has changed."""
-        with self._lock:
+        with self.lock:
             opened = self._opened(handle)
             if notify is not None:
                 self._pollers[handle] = notify
@@ -575,7 +575,7 @@ class GuestMount:
 
     def release(self, handle: int) -> None:
         """Forget the handle: its last descriptor was closed; the request comes from no process."""
-        with self._lock:
+        with self.lock:
             opened = self._handles.pop(handle, None)
             self._limits.open_files = len(self._handles)
             self._pollers.pop(handle, None)
@@ -599,7 +599,7 @@ class GuestMount:
 
     def fsync(self, client: Client, handle: int) -> None:
         """fsync(2) or fdatasync(2). Raises: KernelError EINVAL for our files, which have none."""
-        with self._lock:
+        with self.lock:
             opened = self._opened(handle)
             if isinstance(opened, ControlFile):
                 raise KernelError(errno.EINVAL, opened.path)
@@ -607,7 +607,7 @@ class GuestMount:
 
     def truncate(self, client: Client, path: str, size: int, handle: int | None = None) -> None:
         """truncate(2), or with a handle ftruncate(2); O_TRUNC comes with open()."""
-        with self._lock:
+        with self.lock:
             at = self._at(path)
             if isinstance(at, GuestTree):
                 opened = None if handle is None else self._opened(handle)
@@ -618,7 +618,7 @@ class GuestMount:
 
     def mkdir(self, client: Client, path: str, mode: int) -> None:
         """mkdir(2)."""
-        with self._lock:
+        with self.lock:
             at = self._at(path)
             if isinstance(at, GuestTree):
                 at.mkdir(client, path, mode)
@@ -629,7 +629,7 @@ class GuestMount:
 
     def rmdir(self, client: Client, path: str) -> None:
         """rmdir(2)."""
-        with self._lock:
+        with self.lock:
             at = self._at(path)
             if isinstance(at, GuestTree):
                 at.rmdir(client, path)
@@ -681,13 +681,13 @@ class GuestMount:
 
     def unlink(self, client: Client, path: str) -> None:
         """unlink(2)."""
-        with self._lock:
+        with self.lock:
             self._tell(client, path, ("unlink", "unlinkat"))
             self._at(path).unlink(client, path)
 
     def rename(self, client: Client, old: str, new: str) -> None:
         """rename(2). Raises: KernelError EXDEV between the guest's files and ours."""
-        with self._lock:
+        with self.lock:
             source, target = self._at(old), self._at(new)
             if source is not target and self._files in (source, target):
                 raise KernelError(errno.EXDEV, "one of the names is the guest's")
@@ -696,7 +696,7 @@ class GuestMount:
 
     def link(self, client: Client, old: str, new: str) -> None:
         """link(2). Raises: KernelError EXDEV between the guest's files and ours, EPERM for ours."""
-        with self._lock:
+        with self.lock:
             source, target = self._at(old), self._at(new)
             if source is not target and self._files in (source, target):
                 raise KernelError(errno.EXDEV, "one of the names is the guest's")
@@ -704,7 +704,7 @@ class GuestMount:
 
     def mknod(self, client: Client, path: str, mode: int) -> None:
         """mknod(2) of a FIFO, a socket or an empty file. Raises: KernelError EPERM for devices."""
-        with self._lock:
+        with self.lock:
             if stat.S_IFMT(mode) not in (0, stat.S_IFREG, stat.S_IFIFO, stat.S_IFSOCK):
                 raise KernelError(errno.EPERM, path)
             self._tell(client, path, ("mknod", "mknodat"))
@@ -712,36 +712,36 @@ class GuestMount:
 
     def symlink(self, client: Client, path: str, target: str) -> None:
         """Make `path` a symbolic link to `target`."""
-        with self._lock:
+        with self.lock:
             self._at(path).symlink(client, path, target)
 
     def chmod(self, client: Client, path: str, mode: int) -> None:
         """Set the permission bits."""
-        with self._lock:
+        with self.lock:
             self._tell(client, path, ("chmod", "fchmodat"), ("fchmod",))
             self._at(path).chmod(client, path, mode)
 
     def chown(self, client: Client, path: str, uid: int, gid: int) -> None:
         """Set the owner; -1 leaves a field alone."""
-        with self._lock:
+        with self.lock:
             self._tell(client, path, ("chown", "lchown", "fchownat"), ("fchown",))
             self._at(path).chown(client, path, uid, gid)
 
     def utimens(self, client: Client, path: str, atime_ns: int | None, mtime_ns: int | None) -> None:
         """Set the times, in nanoseconds since the epoch; None leaves one alone."""
-        with self._lock:
+        with self.lock:
             self._tell(client, path, ("utimensat",), ("utimensat",))
             self._at(path).utimens(client, path, atime_ns, mtime_ns)
 
     def is_dead(self) -> bool:
         """Whether the guest has panicked; waits for what every request waits for."""
-        with self._lock:
+        with self.lock:
             return self._guest.is_dead
 
     def close(self) -> None:
         """The mount ends: wake every waiter, refuse further work."""
         self._closed = True
-        with self._lock:
+        with self.lock:
             for opened in self._handles.values():
                 if isinstance(opened, ControlFile):
                     self._files.release(opened.inner)
