@@ -48,6 +48,8 @@ class Hypercall(IntEnum):
     """Another CPU is to be started; arguments: its number, entry, stack pointer, per-CPU area."""
     YIELD = 8
     """This CPU waits for another one; resuming goes on waiting."""
+    KPROBES = 9
+    """The kernel registers a probe of its own; arguments: op, 0, address of the probe's structure."""
 
 
 class HostfsOp(IntEnum):
@@ -71,6 +73,17 @@ class ModuleOp(IntEnum):
     """An address that was allocated."""
     NOTIFY = 3
     """ModuleState, address of its struct module: 0, or -errno to refuse it while it is coming."""
+
+
+class KprobeOp(IntEnum):
+    """First argument of Hypercall.KPROBES, which answers with 0 or -errno."""
+
+    REGISTER = 0
+    REGISTER_RETURN = 1
+    REGISTER_JPROBE = 2
+    UNREGISTER = 3
+    ENABLE = 4
+    DISABLE = 5
 
 
 class ModuleState(IntEnum):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from emulated_kernel.abi import PAGE_SIZE
+from emulated_kernel.abi import PAGE_SIZE, Hypercall
 from emulated_kernel.arch.architectures import arch_named
 from emulated_kernel.arch.base import Arch
 from emulated_kernel.config import MachineConfig
@@ -27,6 +27,7 @@ from emulated_kernel.joints.clock_switch import ClockSwitch
 from emulated_kernel.joints.guest_directories import GuestDirectories
 from emulated_kernel.joints.module_notifier import ModuleNotifier
 from emulated_kernel.kprobes.kinds.fprobe import Fprobes
+from emulated_kernel.kprobes.kinds.guest_probes import GuestProbes
 from emulated_kernel.kprobes.kinds.jprobe import Jprobes
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobes
 from emulated_kernel.kprobes.kprobes import Kprobes
@@ -188,7 +189,7 @@ def _on_machine(
         guest=guest,
         engine=engine,
         tracing=trace,
-        modules=_modules(live, guest, engine, trace),
+        modules=_modules(machine, arch, live, guest, engine, trace),
         requests=requests,
         clock=ClockSwitch(machine.clock, trace.arrays, lock),
         loads=Loads(guest, lock, requests),
@@ -381,8 +382,14 @@ class _TracingBuilder:
         return tracer
 
 
-def _modules(live: LiveImage, guest: Guest, engine: ProbeRegistries, trace: TraceParts) -> Modules:
+def _modules(
+    machine: Machine, arch: Arch, live: LiveImage, guest: Guest, engine: ProbeRegistries, trace: TraceParts
+) -> Modules:
+    probes = GuestProbes(
+        engine.kprobes, engine.kretprobes, engine.jprobes, machine, arch, guest.executive.note, guest.log
+    )
+    guest.executive.services[Hypercall.KPROBES] = probes.serve
     notifier = ModuleNotifier(
-        guest.kernel, live, engine.kprobes, trace.symbols, trace.functions, trace.kprobe_events
+        guest.kernel, live, engine.kprobes, trace.symbols, trace.functions, trace.kprobe_events, probes
     )
     return Modules(guest, notifier)

@@ -180,6 +180,8 @@ class Arch(ABC):
     """The names that a handler program can ask for."""
     pt_regs: tuple[str, ...]
     """Register names in the order of struct pt_regs, one word each."""
+    fixed_registers: Mapping[str, int]
+    """Those of them that are the same at every hit."""
     return_size: int
     """Bytes of the return instruction that ends the ftrace trampoline."""
     max_repetition: int

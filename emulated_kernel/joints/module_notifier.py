@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from emulated_kernel.abi import ModuleState
 from emulated_kernel.image.modules import LiveImage, Module
+from emulated_kernel.kprobes.kinds.guest_probes import GuestProbes
 from emulated_kernel.kprobes.kprobes import Kprobes
 from emulated_kernel.machine.guest_kernel import GuestKernel
 from emulated_kernel.trace.probes.kprobe_events import KprobeEvents
@@ -25,6 +26,7 @@ class ModuleNotifier:
         symbols: KernelSymbols,
         functions: KernelFunctions,
         events: KprobeEvents,
+        probes: GuestProbes,
     ) -> None:
         self._kernel = kernel
         self._live = live
@@ -32,6 +34,7 @@ class ModuleNotifier:
         self._symbols = symbols
         self._functions = functions
         self._events = events
+        self._probes = probes
 
     def __call__(self, state: ModuleState, module: int) -> None:
         """Raises: MemoryFault where the guest shows no sound module."""
@@ -56,6 +59,7 @@ class ModuleNotifier:
             return
         left = module.without_init()
         self._functions.init_goes(name, module.mcount - left.mcount)
+        self._probes.forget_within((module.init_text, *module.data[1:]), name)
         self._kprobes.kill_within((module.init_text,))
         self._live.put(left)
         self._tables_changed()
@@ -65,6 +69,7 @@ class ModuleNotifier:
         if module is None:
             return
         self._functions.module_goes(name, module.mcount)
+        self._probes.forget_within((module.text, module.init_text, *module.data), name)
         self._kprobes.kill_within((module.text, module.init_text))
         self._live.remove(name)
         self._tables_changed()

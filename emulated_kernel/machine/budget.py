@@ -127,6 +127,11 @@ class Watchdog:
             self._handler_time.is_measured = False
         return self._expired == started
 
+    @property
+    def has_expired(self) -> bool:
+        """Whether the run under way was stopped for its budget."""
+        return self._expired == self._started
+
     def close(self) -> None:
         """End the thread."""
         self._closed = True

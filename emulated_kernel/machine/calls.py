@@ -72,6 +72,31 @@ class HostCalls:
         """
         return self._run(start, self._fixup if fixup else self._hooks.stop, tick=False, leaves=not goes_on)
 
+    def call_within(self, address: int, *args: int, sp: int) -> int:
+        """Call a function from within a handler that was put off, on the guest's own stack below `sp`.
+
+        It runs with interrupts off; as many arguments as there are registers for. What has hooked the guest's
+        traps takes them there too. Raises: GuestFault, BudgetExceeded: as `call`; MemoryFault: no stack.
+        """
+        regs, hooks, cpu = self._regs, self._hooks, self._cpu
+        saved, usual = regs.snapshot(), hooks.dispatch
+        values = dict(zip(cpu.arguments, args, strict=False))
+        flags = saved.flags & ~(cpu.interrupt_flag | cpu.cleared_flags)
+        start = cpu.as_called(
+            self._memory, saved._replace(sp=sp, ip=address, flags=flags, **values), self._return_pad
+        )
+        hooks.dispatch = self._fixup
+        try:
+            regs.restore(start)
+            trap = self._runner.run_within()
+            result = int(regs.get(cpu.result))
+        finally:
+            hooks.dispatch = usual
+            regs.restore(saved)
+        if trap.address == self._return_pad + len(cpu.halt):
+            return result
+        raise BudgetExceeded(trap) if trap.kind is TrapKind.BUDGET else GuestFault(trap)
+
     def _enter(self, start: Any, tick: bool) -> Any:
         start = self._cpu.as_called(self._memory, start, self._return_pad)
         trap, end = self._run(start, self._fixup, tick)

@@ -66,6 +66,13 @@ class Runner:
         finally:
             self._running = False
 
+    def run_within(self) -> Trap:
+        """Run from within a handler that was put off, in the time that the run has which it belongs to.
+
+        Raises: HardwareError: the emulator failed; Exception: what a Python hook raised.
+        """
+        return self._why_stopped(self.hooks.run(self.regs.ip), self.watchdog.has_expired)
+
     @property
     def is_running(self) -> bool:
         """Whether the guest is running: true in hooks."""

@@ -60,6 +60,7 @@ class Riscv(Arch):
     ftrace_regs = ("a0", "a1", "a2", "a3", "a4", "a5", "a6", "a7", "s0", "t1", "ra", "sp", "ip")
     return_regs = ("a0", "a1", "s0")
     pt_regs = frame.PT_REGS
+    fixed_registers = frame.FIXED_REGISTERS
     general_registers = frozenset(frame.PT_REGS)
     no_return_hook = ("__switch_to",)
     detour_jump = staticmethod(detours.detour_jump)

@@ -116,6 +116,7 @@ class X86_64(X86):
     ftrace_regs = ("di", "si", "dx", "cx", "r8", "r9", "ax", "bp", "ip", "sp")
     return_regs = ("ax", "dx", "bp")
     pt_regs = FRAME_64.pt_regs
+    fixed_registers = FRAME_64.fixed
     disassembler = Disassembler("CS_ARCH_X86", "CS_MODE_64", width=30)
     assembler = X86Assembler(64)
     returns = X86ReturnCode(FRAME_64, "ax dx bx bp r12 r13 r14 r15")
@@ -141,6 +142,7 @@ class I386(X86):
     ftrace_regs = ("ax", "dx", "cx", "bp", "ip", "sp")
     return_regs = ("ax", "dx", "bp")
     pt_regs = FRAME_32.pt_regs
+    fixed_registers = FRAME_32.fixed
     disassembler = Disassembler("CS_ARCH_X86", "CS_MODE_32", width=30)
     assembler = X86Assembler(32)
     returns = X86ReturnCode(FRAME_32, "ax dx bx bp si di")

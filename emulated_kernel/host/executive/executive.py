@@ -24,6 +24,8 @@ HostfsHandler = Callable[[int, int, int], int]
 Raises: KernelError for an errno, WouldBlock to let the task sleep and ask again.
 """
 
+SERVED = (Hypercall.HOSTFS, Hypercall.MODULE, Hypercall.KPROBES)
+"""Hypercalls that `_serve` answers."""
 NSEC_PER_JIFFY = 1_000_000_000 // HZ
 OVERDUE = 0.005
 """Seconds until the next try, where a run that took too long couldn't be interrupted."""
@@ -122,6 +124,8 @@ class Executive:
         self._depth = 0
         self._user: GuestTask | None = None
         self._last_jiffy = machine.clock.now_ns() // NSEC_PER_JIFFY
+        self.services: dict[int, HostfsHandler] = {}
+        """Who serves a hypercall, whatever the task does that makes it."""
         self.notes: list[Message] = []
         """What the guest couldn't log itself: why it was given up, what of it is broken."""
 
@@ -357,8 +361,8 @@ class Executive:
                     budget = OVERDUE
             elif trap.kind is not TrapKind.HYPERCALL:
                 return self._stopped_otherwise(trap)
-            elif trap.number in (Hypercall.HOSTFS, Hypercall.MODULE):
-                self._machine.answer(self._serve(trap.args))
+            elif trap.number in SERVED:
+                self._machine.answer(self._serve(trap))
             elif trap.number == Hypercall.USER:
                 return self._enter_user(trap.args[0])
             elif trap.number == Hypercall.IDLE:
@@ -404,14 +408,20 @@ class Executive:
         if request is not None and request.started and request.result is None:
             request.result = last_result
 
-    def _serve(self, args: tuple[int, ...]) -> int:
+    def _serve(self, trap: Trap) -> int:
         """The Python side of a file of ours, or of the module loader, in the middle of a guest's call."""
         task = self._tasks.get(self._kernel.current_task())
         request = None if task is None else task.request
-        if request is None or request.hostfs is None:
+        if trap.number in self.services:
+            # Whatever the task does, which may be none of a client's.
+            request = request or Request(0, (), None)
+            serve = self.services[trap.number]
+        elif request is None or request.hostfs is None:
             return -errno.EBADF
+        else:
+            serve = request.hostfs
         try:
-            return request.hostfs(args[0], args[2], args[3])
+            return serve(trap.args[0], trap.args[2], trap.args[3])
         except WouldBlock:
             request.waits_for_host = True
             return -ERESTARTSYS

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from emulated_kernel.abi import PARK, Hypercall, Vector
 from emulated_kernel.host.executive.executive import (
     NSEC_PER_JIFFY,
+    SERVED,
     At,
     Executive,
     GuestTask,
@@ -87,7 +88,7 @@ class SmpExecutive(Executive):
         self._interrupt_current()
         question = self._unserved.pop(self._machine.cpu, None)
         if question is not None:
-            self._machine.answer(self._serve(question.args))
+            self._machine.answer(self._serve(question))
 
     def sync_core(self) -> None:
         """Let all other CPUs execute a serialising instruction. Mirrors: text_poke_sync() (v6.1).
@@ -148,7 +149,7 @@ class SmpExecutive(Executive):
             self._enter_user(trap.args[0])
         elif trap.number == Hypercall.IDLE:
             self._at, self._user = At.IDLE, None
-        elif trap.number in (Hypercall.HOSTFS, Hypercall.MODULE):
+        elif trap.number in SERVED:
             self._at, self._unserved[number] = At.UNDERWAY, trap
         elif trap.kind is TrapKind.BUDGET:
             self._at = At.UNDERWAY
@@ -182,12 +183,12 @@ class SmpExecutive(Executive):
             self._unserved.pop(cpu, None)
             self._deliver(Vector(self._kernel.take_sent(cpu)))
 
-    def _serve(self, args: tuple[int, ...]) -> int:
+    def _serve(self, trap: Trap) -> int:
         if self._preempts:
             self._finish_records()
         self._server = self._machine.cpu
         try:
-            return super()._serve(args)
+            return super()._serve(trap)
         finally:
             self._server = None
 

@@ -121,7 +121,11 @@ class ShadowStack(ABC):
 
     def data(self, node: int, size: int) -> memoryview:
         """The private data of a node, live."""
-        return self.words.view(node + self.header * self.words.word_size, size)
+        return self.words.view(self.data_address(node), size)
+
+    def data_address(self, node: int) -> int:
+        """Where that is."""
+        return node + self.header * self.words.word_size
 
     def flush(self, task: int) -> list[int]:
         """Take off all calls of a task that has ended; the hooks that they had.

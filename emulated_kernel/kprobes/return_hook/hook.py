@@ -29,6 +29,11 @@ class Instance:
         return self.hook.data_of(self.node)
 
     @property
+    def data_address(self) -> int:
+        """Where they are in guest memory."""
+        return self.hook.stack.data_address(self.node)
+
+    @property
     def rp(self) -> Kprobe | None:
         """The return probe that awaits it; None for other users. Mirrors: get_kretprobe (v6.1)."""
         return self.hook.probe

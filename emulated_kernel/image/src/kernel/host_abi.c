@@ -3,6 +3,7 @@
 #include "fs.h"
 #include "host_abi.h"
 #include "kallsyms.h"
+#include "kprobes.h"
 #include "mm.h"
 #include "module.h"
 #include "printk.h"
@@ -23,6 +24,7 @@ extern char host_user_hlt[], host_hypercall_hlt[], host_idle_hlt[];
 extern char rethook_flush_trap[], rethook_find_trap[];
 extern unsigned long host_return_trampoline, host_native_return_trampoline;
 void rethook_bug(bool is_kretprobe, unsigned long rp, unsigned long addr);
+extern unsigned long host_jprobe_return;
 extern char host_path[], host_reply[];
 void host_return(void);
 
@@ -177,6 +179,27 @@ const struct host_abi_entry __guest_abi[] __used = {
 	OFFSET(mod_kallsyms, typetab),
 	OFFSET(module_use, source),
 	OFFSET(module_use, source_list),
+
+	OFFSET(kprobe, nmissed),
+	OFFSET(kprobe, addr),
+	OFFSET(kprobe, symbol_name),
+	OFFSET(kprobe, offset),
+	OFFSET(kprobe, flags),
+	OFFSET(kprobe, pre_handler),
+	OFFSET(kprobe, post_handler),
+	SIZE(kprobe),
+	OFFSET(kretprobe, handler),
+	OFFSET(kretprobe, entry_handler),
+	OFFSET(kretprobe, maxactive),
+	OFFSET(kretprobe, nmissed),
+	OFFSET(kretprobe, data_size),
+	OFFSET(kretprobe_instance, rp),
+	OFFSET(kretprobe_instance, ret_addr),
+	OFFSET(kretprobe_instance, task),
+	OFFSET(kretprobe_instance, fp),
+	OFFSET(kretprobe_instance, data),
+	OFFSET(jprobe, entry),
+	ADDRESS(host_jprobe_return),
 
 	SIZE(stat),
 	VALUE("hz", HZ),

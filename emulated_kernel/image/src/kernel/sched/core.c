@@ -289,6 +289,8 @@ static void notrace __schedule(unsigned int sched_mode)
 
 void schedule(void)
 {
+	/* Linux: warns, and breaks later. The handlers of probes run so, and are given up here. */
+	BUG_ON(preempt_count());
 	do {
 		preempt_disable();
 		__schedule(SM_NONE);

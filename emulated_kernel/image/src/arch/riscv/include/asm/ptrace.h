@@ -6,6 +6,8 @@
 #include "types.h"
 #include <asm/irqflags.h>
 
+typedef u32 kprobe_opcode_t;
+
 struct pt_regs {
 	unsigned long epc, ra, sp, gp, tp, t0, t1, t2, s0, s1;
 	unsigned long a0, a1, a2, a3, a4, a5, a6, a7;
@@ -19,6 +21,9 @@ struct pt_regs {
 #define set_user_mode(regs) ((regs)->status &= ~SR_SPP)
 #define instruction_pointer(regs) ((regs)->epc)
 #define instruction_pointer_set(regs, val) ((regs)->epc = (val))
+#define kernel_stack_pointer(regs) ((regs)->sp)
+#define frame_pointer(regs) ((regs)->s0)
+#define regs_return_value(regs) ((regs)->a0)
 #define regs_irqs_disabled(regs) (!((regs)->status & SR_SPIE))
 
 #endif

@@ -6,6 +6,8 @@
 #include "types.h"
 #include <asm/irqflags.h>
 
+typedef u8 kprobe_opcode_t;
+
 #ifdef CONFIG_X86_32
 /* The segment registers are stored as words, with zeros above. */
 struct pt_regs {
@@ -46,6 +48,9 @@ struct host_frame {
 #define set_user_mode(regs) ((regs)->cs = __USER_CS)
 #define instruction_pointer(regs) ((regs)->ip)
 #define instruction_pointer_set(regs, val) ((regs)->ip = (val))
+#define kernel_stack_pointer(regs) ((regs)->sp)
+#define frame_pointer(regs) ((regs)->bp)
+#define regs_return_value(regs) ((regs)->ax)
 #define regs_irqs_disabled(regs) irqs_disabled_flags((regs)->flags)
 
 #endif

@@ -1,0 +1,311 @@
+"""GuestProbes: probes that the guest registers itself, with handlers that are functions of its modules."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from emulated_kernel.abi import KprobeOp
+from emulated_kernel.arch.base import Arch
+from emulated_kernel.errors import KernelError
+from emulated_kernel.kprobes.kinds.jprobe import Jprobe, Jprobes
+from emulated_kernel.kprobes.kinds.kretprobe import KRETPROBE_MAX_DATA_SIZE, Kretprobe, Kretprobes
+from emulated_kernel.kprobes.kprobe import Kprobe, KprobeFlag, Regs
+from emulated_kernel.kprobes.kprobes import Kprobes
+from emulated_kernel.kprobes.return_hook.hook import Instance
+from emulated_kernel.machine.machine import Machine
+from emulated_kernel.machine.memory.guest_memory import GuestMemory
+from emulated_kernel.machine.traps.trap import BudgetExceeded, GuestFault, HardwareError, MemoryFault
+
+_MAX_NAME = 512
+_STACK_ALIGNMENT = 16
+_INT = 0xFFFFFFFF
+_FLAGS = {
+    KprobeFlag.GONE: 1,
+    KprobeFlag.DISABLED: 2,
+    KprobeFlag.OPTIMIZED: 4,
+    KprobeFlag.FTRACE: 8,
+    KprobeFlag.ON_FUNC_ENTRY: 16,
+}
+"""Mirrors: include/linux/kprobes.h:KPROBE_FLAG_* (v6.1)."""
+
+
+@dataclass(eq=False, slots=True)
+class GuestKprobe(Kprobe):
+    """A struct kprobe of the guest's."""
+
+    memory: GuestMemory = field(kw_only=True)
+    missed_at: int = field(kw_only=True)
+    """Address of its nmissed."""
+
+    @property
+    def nmissed(self) -> int:
+        return self.memory.read_word(self.missed_at)
+
+    @nmissed.setter
+    def nmissed(self, value: int) -> None:
+        # Its owner may have freed it: no hit is to fail for that.
+        with suppress(MemoryFault):
+            self.memory.write_word(self.missed_at, value)
+
+
+@dataclass(frozen=True, eq=False)
+class _Registered:
+    """A structure of the guest's, and the probe that stands for it."""
+
+    address: int
+    probe: Kprobe | Jprobe
+    functions: tuple[int, ...]
+    """Addresses of its handlers."""
+
+    @property
+    def kprobe(self) -> Kprobe:
+        return self.probe.kp if isinstance(self.probe, Jprobe) else self.probe
+
+
+class GuestProbes:
+    """Serves Hypercall.KPROBES, and calls the handlers in the guest, on the stack that was interrupted.
+
+    While there are any, breakpoint handlers are called between two runs of the emulator: see
+    TrapHooks.guest_callers.
+    """
+
+    def __init__(
+        self,
+        kprobes: Kprobes,
+        kretprobes: Kretprobes,
+        jprobes: Jprobes | None,
+        machine: Machine,
+        arch: Arch,
+        note: Callable[[str], None],
+        log: Callable[[str], None],
+    ) -> None:
+        """`note` keeps a line for the kernel log while the guest can't write it, `log` writes one."""
+        self._kprobes, self._kretprobes, self._jprobes = kprobes, kretprobes, jprobes
+        self._machine, self._memory, self._note, self._log = machine, machine.memory, note, log
+        self._abi: Mapping[str, int] = machine.image.abi
+        self._word = arch.word_size
+        self._mask = (1 << arch.bits) - 1
+        self._names, self._fixed = arch.pt_regs, arch.fixed_registers
+        self._sp = arch.registers.sp
+        self._found: dict[int, _Registered] = {}
+        self._given_up: set[int] = set()
+        """Handlers that faulted or didn't return."""
+        if jprobes is not None and "host_jprobe_return" in self._abi:
+            machine.memory.write_word(self._abi["host_jprobe_return"], jprobes.jprobe_return)
+
+    def serve(self, op: int, probe: int, _unused: int) -> int:
+        """A request of the guest's about the structure at `probe`.
+
+        Raises: KernelError EFAULT (no such memory), EINVAL (no such op, registered already or not at all),
+        EOPNOTSUPP (a jprobe, where there are none), and as Kprobes and Kretprobes do.
+        """
+        try:
+            match op:
+                case KprobeOp.REGISTER | KprobeOp.REGISTER_RETURN | KprobeOp.REGISTER_JPROBE:
+                    self._register(KprobeOp(op), probe)
+                case KprobeOp.UNREGISTER:
+                    self._unregister(probe)
+                case KprobeOp.ENABLE:
+                    self._kprobes.enable_kprobe(self._known(probe).kprobe)
+                case KprobeOp.DISABLE:
+                    self._kprobes.disable_kprobe(self._known(probe).kprobe)
+                case _:
+                    raise KernelError(errno.EINVAL, f"unknown operation {op}")
+            self._show_flags(probe)
+        except MemoryFault as fault:
+            raise KernelError(errno.EFAULT, str(fault)) from fault
+        return 0
+
+    # Registration
+
+    def _known(self, probe: int) -> _Registered:
+        found = self._found.get(probe)
+        if found is None:
+            raise KernelError(errno.EINVAL, "the probe isn't registered")
+        return found
+
+    def _register(self, op: KprobeOp, probe: int) -> None:
+        if probe in self._found:
+            raise KernelError(errno.EINVAL, "the probe is registered already")
+        match op:
+            case KprobeOp.REGISTER:
+                made = self._register_kprobe(probe)
+            case KprobeOp.REGISTER_RETURN:
+                made = self._register_return(probe)
+            case _:
+                made = self._register_jprobe(probe)
+        self._found[probe] = made
+        self._given_up.difference_update(made.functions)
+        self._write(probe, "kprobe.addr", made.kprobe.address)
+        self._callers_changed()
+
+    def _place(self, probe: int) -> dict[str, Any]:
+        name = self._read(probe, "kprobe.symbol_name")
+        text = self._memory.read_cstring(name, _MAX_NAME).decode("latin-1") if name else None
+        return {
+            "symbol_name": text,
+            "addr": self._read(probe, "kprobe.addr") or None,
+            "offset": self._read_int(probe, "kprobe.offset"),
+        }
+
+    def _is_disabled(self, probe: int) -> bool:
+        return bool(self._read_int(probe, "kprobe.flags") & _FLAGS[KprobeFlag.DISABLED])
+
+    def _register_kprobe(self, probe: int) -> _Registered:
+        before, behind = (self._read(probe, f"kprobe.{name}") for name in ("pre_handler", "post_handler"))
+
+        def pre_handler(kprobe: Kprobe, regs: Regs) -> int:
+            return self._call(kprobe, before, regs, probe)
+
+        def post_handler(kprobe: Kprobe, regs: Regs) -> None:
+            self._call(kprobe, behind, regs, probe, 0)
+
+        kprobe = GuestKprobe(
+            **self._place(probe),
+            pre_handler=pre_handler if before else None,
+            post_handler=post_handler if behind else None,
+            disabled=self._is_disabled(probe),
+            memory=self._memory,
+            missed_at=probe + self._abi["kprobe.nmissed"],
+        )
+        self._kprobes.register_kprobe(kprobe)
+        return _Registered(probe, kprobe, (before, behind))
+
+    def _register_return(self, probe: int) -> _Registered:
+        entry, leave = (self._read(probe, f"kretprobe.{name}") for name in ("entry_handler", "handler"))
+        header, size = self._abi["kretprobe_instance.data"], self._read(probe, "kretprobe.data_size")
+        if size > KRETPROBE_MAX_DATA_SIZE - header:
+            # Linux: of all of them the data may have as many bytes.
+            raise KernelError(errno.E2BIG, f"more than {KRETPROBE_MAX_DATA_SIZE - header} bytes of data")
+
+        def entry_handler(instance: Instance, regs: Regs) -> int:
+            return self._call(rp, entry, regs, self._instance(probe, instance))
+
+        def handler(instance: Instance, regs: Regs) -> None:
+            self._call(rp, leave, regs, self._instance(probe, instance))
+
+        rp = Kretprobe(
+            **self._place(probe),
+            handler=handler if leave else None,
+            entry_handler=entry_handler if entry else None,
+            maxactive=_signed(self._read_int(probe, "kretprobe.maxactive")),
+            data_size=header + size,
+            disabled=self._is_disabled(probe),
+        )
+        self._kretprobes.register_kretprobe(rp)
+        self._write_int(probe, "kretprobe.maxactive", rp.maxactive)
+        self._write_int(probe, "kretprobe.nmissed", 0)
+        return _Registered(probe, rp, (entry, leave))
+
+    def _instance(self, probe: int, instance: Instance) -> int:
+        """Fill in the struct kretprobe_instance in front of a call's data; its address."""
+        address = instance.data_address
+        self._write(address, "kretprobe_instance.rp", probe)
+        self._write(address, "kretprobe_instance.ret_addr", instance.ret_addr)
+        self._write(address, "kretprobe_instance.task", instance.task)
+        self._write(address, "kretprobe_instance.fp", instance.frame)
+        return address
+
+    def _register_jprobe(self, probe: int) -> _Registered:
+        if self._jprobes is None:
+            raise KernelError(errno.EOPNOTSUPP, f"{self._kprobes.profile.name} has no jprobes")
+        place, entry = self._place(probe), self._read(probe, "jprobe.entry")
+        jprobe = Jprobe(entry, symbol_name=place["symbol_name"], addr=place["addr"])
+        jprobe.kp.offset, jprobe.kp.disabled = place["offset"], self._is_disabled(probe)
+        self._jprobes.register_jprobe(jprobe)
+        return _Registered(probe, jprobe, (entry,))
+
+    def _unregister(self, probe: int) -> None:
+        found = self._found.pop(probe, None)
+        if found is None:
+            self._write(probe, "kprobe.addr", 0)
+            return
+        if isinstance(found.probe, Jprobe):
+            assert self._jprobes is not None
+            self._jprobes.unregister_jprobe(found.probe)
+        elif isinstance(found.probe, Kretprobe):
+            self._kretprobes.unregister_kretprobe(found.probe)
+            self._write_int(probe, "kretprobe.nmissed", found.probe.instances_missed)
+        else:
+            self._kprobes.unregister_kprobe(found.probe)
+        self._callers_changed()
+
+    def _callers_changed(self) -> None:
+        callers = self._machine.hooks.guest_callers
+        if any(not isinstance(each.probe, Jprobe) for each in self._found.values()):
+            callers.add(self)
+        else:
+            callers.discard(self)
+
+    def _show_flags(self, probe: int) -> None:
+        found = self._found.get(probe)
+        if found is not None:
+            shown = sum(bit for flag, bit in _FLAGS.items() if flag in found.kprobe.flags)
+            self._write_int(probe, "kprobe.flags", shown)
+
+    def forget_within(self, spans: Iterable[tuple[int, int]], module: str) -> None:
+        """Unregister what lies in memory that is about to be freed, or has its handlers there.
+
+        Deviates: Linux leaves them registered, and jumps to freed memory at the next hit.
+        """
+        ranges = [range(*span) for span in spans]
+        for found in list(self._found.values()):
+            if any(at in span for at in (found.address, *found.functions) for span in ranges):
+                self._log(f"module {module}: its probe at {found.kprobe.address:#x} is unregistered")
+                self._unregister(found.address)
+
+    # Hits
+
+    def _call(self, kprobe: Kprobe, handler: int, regs: Regs, first: int, *more: int) -> int:
+        """Call a handler with the registers at the hit as a struct pt_regs, which it may change, but for sp.
+
+        One that faults, loops or sleeps isn't called again. Linux: an oops in the probed task.
+        """
+        if handler in self._given_up:
+            return 0
+        machine, memory, word = self._machine, self._memory, self._word
+        size = len(self._names) * word
+        frame = (machine.regs.sp - size) // _STACK_ALIGNMENT * _STACK_ALIGNMENT
+        values = [getattr(regs, name, self._fixed.get(name, 0)) & self._mask for name in self._names]
+        count = machine.per_cpu_bases[machine.cpu] + self._abi["percpu.preempt_count"]
+        try:
+            memory.write(frame, b"".join(value.to_bytes(word, "little") for value in values))
+            preempt_count = memory.read_u32(count)
+            memory.write_u32(count, preempt_count + 1)
+            try:
+                result = machine.calls.call_within(handler, first, frame, *more, sp=frame)
+            finally:
+                memory.write_u32(count, preempt_count)
+            data = memory.read(frame, size)
+        except (GuestFault, BudgetExceeded, HardwareError, MemoryFault) as fault:
+            self._given_up.add(handler)
+            where = kprobe.symbol_name or f"{kprobe.address:#x}"
+            self._note(f"a handler of the probe at {where} was given up: {fault}")
+            return 0
+        for index, (name, old) in enumerate(zip(self._names, values, strict=True)):
+            new = int.from_bytes(data[index * word : (index + 1) * word], "little")
+            if new != old and name != self._sp and name not in self._fixed:
+                setattr(regs, name, new)
+        return result & _INT
+
+    # The guest's structures
+
+    def _read(self, at: int, member: str) -> int:
+        return self._memory.read_word(at + self._abi[member])
+
+    def _read_int(self, at: int, member: str) -> int:
+        return self._memory.read_u32(at + self._abi[member])
+
+    def _write(self, at: int, member: str, value: int) -> None:
+        self._memory.write_word(at + self._abi[member], value)
+
+    def _write_int(self, at: int, member: str, value: int) -> None:
+        self._memory.write_u32(at + self._abi[member], value & _INT)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 32) if value >> 31 else value

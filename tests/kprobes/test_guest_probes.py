@@ -1,0 +1,235 @@
+"""Probes that a module of the guest's registers: its handlers in C, called at hits of every kind."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from enum import IntEnum
+
+import pytest
+
+from emulated_kernel.config import MachineConfig
+from emulated_kernel.kernel import Kernel
+from tests.kprobes.listed import list_lines
+from tests.ledger import ledger_mismatches
+
+COMBINATIONS = [
+    ("x86_64", "linux-6.1"),
+    ("x86_64", "linux-6.1-nopreempt"),
+    ("x86_64", "kprobes-2010"),
+    ("i386", "linux-6.1"),
+    ("riscv64", "linux-6.1"),
+    ("riscv64i", "riscv-optprobes-2023"),
+]
+BUDGET = 0.3
+"""Seconds until a guest that loops is interrupted."""
+
+
+class Which(IntEnum):
+    """The probes of modules/probing."""
+
+    NOTE = 0
+    CHANGE = 1
+    OVERRIDE = 2
+    FAULT = 3
+    LOOP = 4
+    SLEEP = 5
+    CALL = 6
+    NOTE_INNER = 7
+    UNKNOWN = 8
+    DISABLED = 9
+    NOWHERE = 10
+    RETURN = 11
+
+
+class Noted(IntEnum):
+    """What its handlers count and keep."""
+
+    BEFORE = 0
+    BEHIND = 1
+    ARGUMENT = 2
+    DISTANCE = 3
+    RETURNS = 4
+    ENTRIES = 5
+
+
+class Probing:
+    """A kernel with the module."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+        self.executive = kernel.parts.guest.executive
+
+    def register(self, which: Which) -> int:
+        """0 or -errno."""
+        return self._int(self.kernel.call("probing_register", which))
+
+    def unregister(self, which: Which) -> int:
+        """What it had missed."""
+        return self._int(self.kernel.call("probing_unregister", which))
+
+    def enable(self, which: Which, enable: bool) -> int:
+        """Whether it is disabled, or -errno."""
+        return self._int(self.kernel.call("probing_enable", which, int(enable)))
+
+    def many(self, bad: bool) -> int:
+        return self._int(self.kernel.call("probing_register_many", int(bad)))
+
+    @staticmethod
+    def _int(value: int) -> int:
+        value &= 0xFFFFFFFF
+        return value - (1 << 32) if value >> 31 else value
+
+    def noted(self, which: Noted) -> int:
+        return self.kernel.call("probing_noted", which)
+
+    def listed(self) -> list[tuple[str, str]]:
+        """Kind and place of all probes."""
+        return sorted((line.split()[1], line.split()[2]) for line in list_lines(self.kernel.kprobes))
+
+
+@pytest.fixture(scope="module", params=COMBINATIONS, ids="-".join)
+def booted(request: pytest.FixtureRequest) -> Iterator[Kernel]:
+    arch, profile = request.param
+    with Kernel(MachineConfig(arch=arch, profile=profile, run_budget=BUDGET)) as kernel:
+        yield kernel
+
+
+@pytest.fixture
+def probing(booted: Kernel) -> Iterator[Probing]:
+    """The module, loaded and unloaded; what it leaves registered goes with it."""
+    booted.load_module("probing")
+    yield Probing(booted)
+    booted.unload_module("probing")
+    if booted.kprobes.optimizer is not None:
+        booted.kprobes.optimizer.work.flush()
+    assert list(booted.kprobes) == []
+    assert booted.machine.hooks.guest_callers == set()
+    assert ledger_mismatches(booted.machine.text) == []
+    assert booted.machine.text.ledger == {}
+    assert booted.call("gcd", 12, 18) == 6
+    assert booted.call("int_sqrt", 49) == 7
+
+
+def optimize(kernel: Kernel) -> None:
+    if kernel.kprobes.optimizer is not None:
+        kernel.kprobes.optimizer.work.flush()
+
+
+def test_handlers_before_and_behind(probing: Probing) -> None:
+    kernel = probing.kernel
+    assert probing.register(Which.NOTE) == 0
+    assert probing.listed() == [("k", "gcd+0x0")]
+    boosted = [kernel.kprobes.mode(each) for each in kernel.kprobes] == ["boosted"]
+    assert not boosted, "a post_handler needs the step's end"
+    for number in range(1, 4):
+        assert kernel.call("gcd", 12 * number, 18 * number) == 6 * number
+        assert [probing.noted(each) for each in (Noted.BEFORE, Noted.BEHIND)] == [number, number]
+        assert probing.noted(Noted.ARGUMENT) == 12 * number
+    assert probing.noted(Noted.DISTANCE) == kernel.arch.seen_ip
+    assert probing.enable(Which.NOTE, False) == 1
+    kernel.call("gcd", 1, 1)
+    assert probing.noted(Noted.BEFORE) == 3
+    assert probing.enable(Which.NOTE, True) == 0
+    kernel.call("gcd", 1, 1)
+    assert probing.noted(Noted.BEFORE) == 4
+    assert probing.unregister(Which.NOTE) == 0
+    kernel.call("gcd", 1, 1)
+    assert probing.noted(Noted.BEFORE) == 4
+
+
+def test_registers_are_read_and_written(probing: Probing) -> None:
+    """On the way of a breakpoint, of a call and of a jump."""
+    kernel = probing.kernel
+    assert kernel.call("int_sqrt", 49) == 7
+    assert probing.register(Which.CHANGE) == 0
+    for _ in range(2):
+        assert kernel.call("int_sqrt", 49) == 12
+        optimize(kernel)
+    assert probing.unregister(Which.CHANGE) == 0
+    assert kernel.call("int_sqrt", 49) == 7
+
+
+def test_a_handler_that_goes_elsewhere(probing: Probing) -> None:
+    assert probing.register(Which.OVERRIDE) == 0
+    first = probing.kernel.call("int_sqrt", 49)
+    assert first == 77
+    assert probing.unregister(Which.OVERRIDE) == 0
+    assert probing.kernel.call("int_sqrt", 49) == 7
+
+
+@pytest.mark.parametrize("which", [Which.FAULT, Which.LOOP, Which.SLEEP])
+def test_a_handler_that_does_not_return(probing: Probing, which: Which) -> None:
+    """It is told in the log, not called again, and the probed code goes on."""
+    kernel, notes = probing.kernel, probing.executive.notes
+    before = len(notes)
+    assert probing.register(which) == 0
+    for _ in range(2):
+        assert kernel.call("gcd", 12, 18) == 6
+    told = [note.text for note in notes[before:]]
+    assert len(told) == 1
+    assert told[0].startswith("kprobefs: a handler of the probe at gcd was given up: ")
+    assert not probing.executive.is_dead
+
+
+def test_what_a_handler_hits_is_missed(probing: Probing) -> None:
+    assert probing.register(Which.CALL) == probing.register(Which.NOTE_INNER) == 0
+    assert probing.kernel.call("gcd", 12, 18) == 6
+    assert probing.noted(Noted.ARGUMENT) == 9
+    assert probing.noted(Noted.BEFORE) == 0
+    assert probing.kernel.call("int_sqrt", 100) == 10
+    assert probing.noted(Noted.BEFORE) == 1
+    assert probing.unregister(Which.NOTE_INNER) == 1
+
+
+def test_return_probes(probing: Probing) -> None:
+    kernel = probing.kernel
+    assert probing.register(Which.RETURN) == 0
+    assert probing.listed() == [("r", "gcd+0x0")]
+    assert kernel.call("gcd", 12, 18) == 66
+    assert kernel.call("gcd", 35, 49) == 7
+    assert probing.noted(Noted.ARGUMENT) == 35
+    assert probing.noted(Noted.DISTANCE) == 1
+    assert kernel.call("gcd", 1, 3) == 1
+    assert [probing.noted(each) for each in (Noted.ENTRIES, Noted.RETURNS)] == [3, 2]
+    assert probing.register(Which.NOTE) == 0
+    assert kernel.call("gcd", 12, 18) == 66
+    assert probing.noted(Noted.BEFORE) == probing.noted(Noted.BEHIND) == 1
+    assert probing.unregister(Which.RETURN) == 0
+    assert kernel.call("gcd", 12, 18) == 6
+
+
+def test_errors(probing: Probing) -> None:
+    """Linux's, and nothing is registered."""
+    assert probing.register(Which.UNKNOWN) == -errno.ENOENT
+    assert probing.register(Which.NOWHERE) == -errno.EINVAL
+    assert probing.enable(Which.NOTE, True) == probing.enable(Which.NOTE, False) == -errno.EINVAL
+    assert probing.unregister(Which.NOTE) == 0
+    assert probing.listed() == []
+    assert probing.register(Which.NOTE) == 0
+    assert probing.register(Which.NOTE) == -errno.EINVAL
+    assert probing.listed() == [("k", "gcd+0x0")]
+
+
+def test_registered_disabled(probing: Probing) -> None:
+    assert probing.register(Which.DISABLED) == 0
+    probing.kernel.call("gcd", 12, 18)
+    assert probing.noted(Noted.BEFORE) == 0
+    assert probing.enable(Which.DISABLED, True) == 0
+    probing.kernel.call("gcd", 12, 18)
+    assert probing.noted(Noted.BEFORE) == 1
+
+
+def test_arrays_are_all_or_nothing(probing: Probing) -> None:
+    assert probing.many(bad=True) == -errno.ENOENT
+    assert probing.listed() == []
+    assert probing.many(bad=False) == 0
+    assert probing.listed() == [("k", f"{name}+0x0") for name in ("gcd", "int_sqrt", "lcm")]
+    probing.kernel.call("probing_unregister_many")
+    assert probing.listed() == []
+
+
+def test_what_is_left_goes_with_the_module(probing: Probing) -> None:
+    """The fixture unloads it with these registered."""
+    assert probing.register(Which.NOTE) == probing.register(Which.RETURN) == 0
+    assert len(probing.listed()) == 2
