@@ -8,13 +8,12 @@ from contextlib import contextmanager
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.host.mirror.processes import HostProcesses
-from emulated_kernel.image.linux.kernel import open_kernel
 from emulated_kernel.image.linux.module_files import ModuleFiles
 from emulated_kernel.kprobes.profile import profile_named
 from emulated_kernel.linux.engine import LinuxEngine
 from emulated_kernel.linux.engine_mount import EngineMount
 from emulated_kernel.linux.linux_mount import LinuxMount
-from emulated_kernel.linux.start import ensure_cached, file_of, started
+from emulated_kernel.linux.start import ensure_cached, file_of, started, started_with_kernel
 from emulated_kernel.vfs.core.node import Owner
 from kprobefs.failure import Exit, Failure
 from kprobefs.options import MountOptions
@@ -53,7 +52,7 @@ def engine_mount(options: MountOptions) -> EngineMount:
     """The mount of a kernel that has booted, which our engine probes. Raises: Failure."""
     image = str(options.machine.image)
     with _explained(image):
-        tasks, kernel = started(image, options.machine.seed), open_kernel(image)
+        tasks, kernel = started_with_kernel(image, options.machine.seed)
         engine = LinuxEngine(tasks, kernel, profile_named(options.machine.profile))
     owner = Owner(os.geteuid(), os.getegid())
     return EngineMount(engine, HostProcesses(), owner, is_tracefs=options.layout == "tracefs")

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import errno
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import re
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import accumulate
+from typing import Self
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.image.elf import (
@@ -79,6 +83,69 @@ class Location:
         return f"{self.symbol.name}+{self.offset:#x}/{self.symbol.size:#x}{module}"
 
 
+@dataclass(frozen=True, slots=True)
+class SymbolTable:
+    """Symbols by address in a few arrays, which may lie in a file: a kernel has a hundred thousand."""
+
+    addresses: Sequence[int]
+    types: Sequence[int]
+    """Letters as bytes."""
+    starts: Sequence[int]
+    """Where each name begins in `names`, and where the last one ends."""
+    names: bytes
+    """Each with a zero byte behind it."""
+    by_name: Sequence[int]
+    """Numbers of the symbols, by name and then by address."""
+
+    @classmethod
+    def of(cls, symbols: Sequence[Symbol]) -> Self:
+        """`symbols`: by address."""
+        names = [symbol.name.encode("utf-8", "replace") for symbol in symbols]
+        starts = accumulate((len(name) + 1 for name in names), initial=0)
+        return cls(
+            array("Q", [symbol.address for symbol in symbols]),
+            bytes(ord(symbol.type) for symbol in symbols),
+            array("I", starts),
+            b"".join([name + b"\0" for name in names]),
+            array("I", sorted(range(len(names)), key=names.__getitem__)),
+        )
+
+    @classmethod
+    def of_parts(cls, parts: Mapping[str, memoryview]) -> Self:
+        """What `parts()` returned. Raises: KeyError, TypeError, ValueError."""
+        found = cls(
+            parts["addresses"].cast("Q"),
+            parts["types"],
+            parts["starts"].cast("I"),
+            bytes(parts["names"]),
+            parts["by_name"].cast("I"),
+        )
+        count = len(found.addresses)
+        if {len(found.types), len(found.starts) - 1, len(found.by_name)} != {count}:
+            raise ValueError("a symbol table whose parts don't fit")
+        return found
+
+    def parts(self) -> dict[str, bytes]:
+        """Its arrays by name."""
+        return {field.name: bytes(memoryview(getattr(self, field.name))) for field in fields(self)}
+
+    def name(self, index: int) -> bytes:
+        """Of one symbol."""
+        return self.names[self.starts[index] : self.starts[index + 1] - 1]
+
+    def named(self, name: str) -> Sequence[int]:
+        """Numbers of the symbols of that name, by address."""
+        wanted = name.encode("utf-8", "replace")
+        first = bisect_left(self.by_name, wanted, key=self.name)
+        last = bisect_right(self.by_name, wanted, first, key=self.name)
+        return self.by_name[first:last]
+
+    def ending(self, pattern: str) -> Iterator[int]:
+        """Numbers of the symbols whose names end in what an expression matches, by address."""
+        for match in re.finditer(pattern.encode() + b"(?=\\0)", self.names):
+            yield bisect_right(self.starts, match.start()) - 1
+
+
 class Kallsyms:
     """The symbol table of one kernel.
 
@@ -94,22 +161,54 @@ class Kallsyms:
         """Hexadecimal digits of an address."""
         self.start = start
         self.end = end
-        self.symbols: tuple[Symbol, ...] = tuple(_with_sizes(sorted(symbols, key=_order), end))
-        self._addresses = [symbol.address for symbol in self.symbols]
-        self._by_name: dict[str, list[Symbol]] = {}
-        for symbol in self.symbols:
-            self._by_name.setdefault(symbol.name, []).append(symbol)
+        self._table = SymbolTable.of(sorted(symbols, key=_order))
+
+    @classmethod
+    def of_table(cls, table: SymbolTable, start: int, end: int) -> Self:
+        """Of a table that stands ready."""
+        found = cls((), start, end)
+        found._table = table
+        return found
+
+    @property
+    def table(self) -> SymbolTable:
+        """All symbols, as they can be kept."""
+        return self._table
+
+    @property
+    def symbols(self) -> tuple[Symbol, ...]:
+        """By address; made anew at each time."""
+        return tuple(self._each())
+
+    def _each(self) -> Iterator[Symbol]:
+        return map(self._symbol, range(len(self)))
+
+    def _symbol(self, index: int) -> Symbol:
+        addresses = self._table.addresses
+        address = addresses[index]
+        behind = bisect_right(addresses, address, index)
+        end = addresses[behind] if behind < len(addresses) else self.end
+        return Symbol(
+            self._table.name(index).decode("utf-8", "replace"),
+            address,
+            chr(self._table.types[index]),
+            max(end - address, 0),
+        )
 
     def __len__(self) -> int:
-        return len(self.symbols)
+        return len(self._table.addresses)
 
     def lookup_name(self, name: str) -> int | None:
         """The address of the first symbol of that name.
 
         Mirrors: kernel/kallsyms.c:kallsyms_lookup_name (v6.1)
         """
-        found = self._by_name.get(name)
-        return found[0].address if found else None
+        found = self._table.named(name)
+        return self._table.addresses[found[0]] if found else None
+
+    def ending(self, pattern: str) -> Iterator[int]:
+        """The addresses of symbols whose names end in what an expression matches."""
+        return (self._table.addresses[index] for index in self._table.ending(pattern))
 
     def has_module(self, name: str) -> bool:  # noqa: ARG002 - it has the kernel's symbols alone
         """Whether a module of that name is loaded."""
@@ -117,11 +216,11 @@ class Kallsyms:
 
     def count_name(self, name: str) -> int:
         """How many symbols have that name."""
-        return len(self._by_name.get(name, ()))
+        return len(self._table.named(name))
 
     def by_name(self, name: str) -> tuple[Symbol, ...]:
         """All symbols of that name, by address."""
-        return tuple(self._by_name.get(name, ()))
+        return tuple(map(self._symbol, self._table.named(name)))
 
     def lookup(self, address: int) -> Location | None:
         """The symbol that an address is in: of several at one address the first in the table.
@@ -130,11 +229,11 @@ class Kallsyms:
         """
         if not self.start <= address < self.end:
             return None
-        index = bisect_right(self._addresses, address) - 1
+        addresses = self._table.addresses
+        index = bisect_right(addresses, address) - 1
         if index < 0:
             return None
-        first = bisect_right(self._addresses, self._addresses[index] - 1)
-        symbol = self.symbols[first]
+        symbol = self._symbol(bisect_left(addresses, addresses[index]))
         return Location(symbol, address - symbol.address)
 
     def kallsyms_text(self, zero_addresses: bool = False) -> str:
@@ -144,7 +243,7 @@ class Kallsyms:
         """
         return "".join(
             f"{0 if zero_addresses else symbol.address:0{self.digits}x} {symbol.type} {symbol.name}\n"
-            for symbol in self.symbols
+            for symbol in self._each()
         )
 
 
@@ -206,16 +305,6 @@ def _is_linker_made(name: str) -> bool:
     if len(name) < 8 or not name.startswith("__"):
         return False
     return name.startswith(("__start_", "__stop_", "__end_")) or name.endswith(("_start", "_end"))
-
-
-def _with_sizes(symbols: list[Symbol], end: int) -> Iterator[Symbol]:
-    next_address, last = end, end
-    sized = []
-    for symbol in reversed(symbols):
-        if symbol.address != last:
-            next_address, last = last, symbol.address
-        sized.append(Symbol(symbol.name, symbol.address, symbol.type, max(next_address - symbol.address, 0)))
-    return reversed(sized)
 
 
 def address_of(symbols: Kallsyms, name: str) -> int:

@@ -104,9 +104,9 @@ class LiveKallsyms(Kallsyms):
     """The symbols of a kernel and of the modules that it has now; MODULE:NAME asks for one's alone."""
 
     def __init__(self, image: Kallsyms) -> None:
-        # The image's own tables, which nothing changes: to sort and to index them again is a tenth of a boot.
+        # The image's own table, which nothing changes: to sort and to index it again is a tenth of a boot.
         self.digits, self.start, self.end = image.digits, image.start, image.end
-        self.symbols, self._addresses, self._by_name = image.symbols, image._addresses, image._by_name
+        self._table = image.table
         self._modules: list[ModuleSymbols] = []
 
     def set_modules(self, modules: Iterable[Module]) -> None:

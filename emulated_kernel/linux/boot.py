@@ -11,7 +11,7 @@ from itertools import count
 
 from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.image.linux.unusable import unusable
-from emulated_kernel.image.linux.vmlinux import Vmlinux
+from emulated_kernel.image.linux.vmlinux import LinkedMemory
 from emulated_kernel.linux.init import initramfs
 from emulated_kernel.linux.machine import LinuxMachine
 from emulated_kernel.linux.pc import TSC_KHZ
@@ -34,7 +34,7 @@ _UNKNOWN_LOADER, _LOADED_HIGH = 0xFF, 1
 _PROTOCOL = 0x20F
 
 
-def load(machine: LinuxMachine, vmlinux: Vmlinux) -> None:
+def load(machine: LinuxMachine, vmlinux: LinkedMemory) -> None:
     """Put kernel, initramfs and parameters into RAM, and the CPU at the kernel's entry.
 
     Raises: KernelError ENOEXEC for a kernel that doesn't fit.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from copy import copy
 from dataclasses import replace
 
 from emulated_kernel.arch.x86.arch import X86_64
@@ -30,17 +29,6 @@ _TURN = 10_000
 _TASK_ENDS = "do_task_dead"
 
 
-def as_running(kernel: LinuxKernel, tasks: LinuxTasks) -> LinuxKernel:
-    """The kernel with the text that it has made of its own by now."""
-    start, end = kernel.text
-    running = copy(kernel)
-    machine = tasks.machine
-    running.vmlinux = kernel.vmlinux.with_bytes(
-        start, machine.memory.read(machine.cpu.root, start, end - start)
-    )
-    return running
-
-
 class LinuxEngine:
     """Probes of ours in that kernel: breakpoints, slots and detours are in its memory.
 
@@ -55,28 +43,28 @@ class LinuxEngine:
         profile: Profile = PROFILES[DEFAULT],
         lock: ControlLock | None = None,
     ) -> None:
-        """`kernel`: the file that was booted."""
+        """`kernel`: with the text as it runs."""
         self.tasks = tasks
         self.lock = lock or ControlLock()
-        self.kernel = running = as_running(kernel, tasks)
+        self.kernel = kernel
         # Compiled handlers need a clock and a need_resched that guest code can read.
         profile = replace(profile, compiled=False)
-        machine = self.machine = ProbedLinux(tasks, running)
-        arch, abi = X86_64(), linux_abi(running, tasks)
-        stacks = KernelStacks(running, tasks.machine, machine.memory, tasks.per_cpu, tasks.current_cell)
+        machine = self.machine = ProbedLinux(tasks, kernel)
+        arch, abi = X86_64(), linux_abi(kernel, tasks)
+        stacks = KernelStacks(kernel, tasks.machine, machine.memory, tasks.per_cpu, tasks.current_cell)
         clock = RequestClock(machine.clock)
         scheduler = Scheduler(stacks, clock.jiffies, lambda: tasks.idle(_TURN))
-        self.kprobes = kprobes = Kprobes(machine, running, arch, log.info, scheduler, self.lock, profile)
+        self.kprobes = kprobes = Kprobes(machine, kernel, arch, log.info, scheduler, self.lock, profile)
         self._hook_sets = hook_sets = HookSets(machine, abi, arch, kprobes, scheduler, None)
-        kretprobes = Kretprobes(kprobes, hook_sets.first, cpus=1, blacklist=never_returning(running, arch))
-        fprobes = Fprobes(kprobes, kretprobes.hooks, arch, lambda: traceable_functions(running), cpus=1)
+        kretprobes = Kretprobes(kprobes, hook_sets.first, cpus=1, blacklist=never_returning(kernel, arch))
+        fprobes = Fprobes(kprobes, kretprobes.hooks, arch, lambda: traceable_functions(kernel), cpus=1)
         registries = ProbeRegistries(kprobes, None, kretprobes, hook_sets, fprobes)
-        tracing = linux_tracing(machine, running, arch, registries, abi, self.lock, log.info)
+        tracing = linux_tracing(machine, kernel, arch, registries, abi, self.lock, log.info)
         self.parts = ProbedParts(arch=arch, machine=machine, engine=registries, tracing=tracing)
         self.requests = RequestObserver(clock, kprobes)
         tasks.on_fork.append(tracing.arrays.forked)
         tasks.on_exit.append(tracing.arrays.exited)
-        end = running.kallsyms.lookup_name(_TASK_ENDS)
+        end = kernel.kallsyms.lookup_name(_TASK_ENDS)
         if end is not None:
             tasks.machine.call_at(end, self._task_ends)
             tasks.machine.engine.flush_code()

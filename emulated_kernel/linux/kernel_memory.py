@@ -35,9 +35,12 @@ class KernelMemory(GuestMemory):
     def map(self, va: int, pa: int, size: int, prot: Prot) -> None:
         if (va | pa | size) % PAGE_SIZE:
             raise MemoryFault(va, "not page-aligned")
-        for page in range(va, va + size, PAGE_SIZE):
-            if self.is_mapped(page):
+        page = va
+        while page < va + size:
+            hole = self._memory.hole(self._cpu.root, page)
+            if not hole:
                 raise MemoryFault(page, "already mapped")
+            page = (page | hole - 1) + 1
         self._tables.map(va, pa, size, prot)
 
     def _entry(self, va: int) -> tuple[int, int] | None:

@@ -32,6 +32,18 @@ class LinuxMemory:
             table = entry & _FRAME
         return None
 
+    def hole(self, root: int, va: int) -> int:
+        """Bytes that the missing entry on the way would map; 0 where `va` is mapped."""
+        table = root & _FRAME
+        for shift in _SHIFTS:
+            entry = self.words[table + (va >> shift & 511) * 8 >> 3]
+            if not entry & _PRESENT:
+                return 1 << shift
+            if shift < _SHIFTS[0] and entry & _LARGE:
+                break
+            table = entry & _FRAME
+        return 0
+
     def translate(self, root: int, va: int) -> int:
         """The physical address."""
         found = self.walk(root, va)

@@ -53,7 +53,7 @@ class KernelCode(CodeCache):
 
 
 class ProbedLinux(ProbedMachine):
-    """One CPU; `tasks` run it, and `kernel` is the file that was booted.
+    """One CPU; `tasks` run it, and `kernel` is the file that was booted, with its text as it runs.
 
     Raises: MemoryFault where its text isn't there; as LinuxClock.
     """
@@ -74,7 +74,7 @@ class ProbedLinux(ProbedMachine):
         memory.map(self.model.layout.direct_map + host.start, host.start, len(host), Prot.READ | Prot.WRITE)
         self.text = Text(KernelCode(machine.engine, machine.cpu), self.model, memory, cpus=1)
         start, stop = kernel.text
-        self.text.adopt(start, memory.read(start, stop - start))
+        self.text.adopt(start, kernel.vmlinux.view(start, stop - start))
         # In the direct map, which is in reach of an offset to the CPU's area.
         cells = self.alloc_pages(_CELLS_SIZE) - tasks.per_cpu
         reserved = {"percpu.reserved": cells, "percpu.reserved_size": _CELLS_SIZE}

@@ -1,4 +1,4 @@
-"""A booted machine as a file: RAM with holes where it is zero, behind a header of what isn't RAM.
+"""A booted machine as a file: a header, RAM with holes where it is zero, and what was read of its kernel.
 
 RAM is mapped privately from it, so that mounts of one kernel share what none has changed.
 """
@@ -12,11 +12,11 @@ import os
 import struct
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
 
 from emulated_kernel.linux import boot
 from emulated_kernel.linux.exception_cells import STATE_SIZE
@@ -26,7 +26,7 @@ from emulated_kernel.linux.machine import LinuxMachine
 from emulated_kernel.machine.engine import library_release
 from emulated_kernel.machine.traps.trap import HardwareError
 
-_MAGIC = b"kprobefs booted kernel 3\n"
+_MAGIC = b"kprobefs booted kernel 4\n"
 _HEADER = 256 << 10
 """Bytes in front of RAM."""
 _PIECE = 64 << 10
@@ -67,19 +67,28 @@ def place(source: Path, seed: int) -> Path:
 
 
 def save(
-    target: Path, machine: LinuxMachine, facts: KernelFacts, cells: tuple[int, int], source: str
+    target: Path,
+    machine: LinuxMachine,
+    facts: KernelFacts,
+    cells: tuple[int, int],
+    source: str,
+    parts: Mapping[str, bytes | memoryview],
 ) -> None:
-    """Write a snapshot, which appears under its name when all of it is there. Raises: OSError."""
+    """Write a snapshot, which appears under its name when all of it is there. Raises: OSError.
+
+    `parts`: what is to be kept besides, by name.
+    """
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     ram = machine.memory.ram
     with tempfile.NamedTemporaryFile(dir=target.parent, prefix=".booting-", delete=False) as file:
         try:
-            checksum = 0
-            file.truncate(_HEADER + len(ram))
-            for at, piece in _pieces(ram):
-                file.seek(_HEADER + at)
-                file.write(piece)
-                checksum = zlib.crc32(piece, checksum)
+            end = _HEADER + len(ram)
+            checksum = _write(file, _HEADER, memoryview(ram))
+            kept = {}
+            for name, data in parts.items():
+                kept[name] = (end, len(data), _write(file, end, memoryview(data)))
+                end += -(-len(data) // _PIECE) * _PIECE
+            file.truncate(end)
             about = {
                 "source": source,
                 "facts": asdict(facts),
@@ -88,6 +97,8 @@ def save(
                 "cpu": zlib.compress(machine.engine.saved_context()).hex(),
                 "ram": len(ram),
                 "checksum": checksum,
+                "parts": kept,
+                "end": end,
             }
             text = json.dumps(about).encode()
             file.seek(0)
@@ -101,29 +112,34 @@ def save(
     _prune(target)
 
 
-def _pieces(ram: mmap.mmap) -> Iterator[tuple[int, bytes]]:
-    zeros = bytes(_PIECE)
-    for at in range(0, len(ram), _PIECE):
-        piece = ram[at : at + _PIECE]
-        if piece != zeros:
-            yield at, piece
+def _write(file: IO[bytes], start: int, data: memoryview) -> int:
+    """What isn't zero of it; a checksum of that."""
+    zeros, checksum = bytes(_PIECE), 0
+    for at in range(0, len(data), _PIECE):
+        piece = bytes(data[at : at + _PIECE])
+        if piece != zeros[: len(piece)]:
+            file.seek(start + at)
+            file.write(piece)
+            checksum = zlib.crc32(piece, checksum)
+    return checksum
 
 
-def load(source: Path) -> tuple[LinuxMachine, KernelFacts] | None:
-    """The machine as it was saved; None where there is none, or a damaged one, which is removed."""
+class Snapshot(NamedTuple):
+    """A machine as it was saved, with the parts that were to be kept."""
+
+    machine: LinuxMachine
+    facts: KernelFacts
+    parts: dict[str, memoryview]
+    """Nothing if they weren't asked for."""
+
+
+def load(source: Path, *, with_parts: bool = False) -> Snapshot | None:
+    """What was saved; None where there is none, or a damaged one, which is removed."""
     try:
         with open(source, "rb") as file:
-            about = _header(file.fileno()) if _is_own(file.fileno()) else None
-            if about is not None and _checksum(file.fileno(), about["ram"]) == about["checksum"]:
-                os.utime(file.fileno())
-                ram = mmap.mmap(
-                    file.fileno(),
-                    about["ram"],
-                    flags=mmap.MAP_PRIVATE,
-                    prot=mmap.PROT_READ | mmap.PROT_WRITE,
-                    offset=_HEADER,
-                )
-                return _machine(ram, about)
+            found = _loaded(file.fileno(), with_parts=with_parts) if _is_own(file.fileno()) else None
+            if found is not None:
+                return found
     except FileNotFoundError:
         return None
     except (OSError, KeyError, TypeError, ValueError, AttributeError, zlib.error, HardwareError):
@@ -131,6 +147,27 @@ def load(source: Path) -> tuple[LinuxMachine, KernelFacts] | None:
     with suppress(OSError):
         source.unlink()
     return None
+
+
+def _loaded(file: int, *, with_parts: bool) -> Snapshot | None:
+    about = _header(file)
+    if about is None or os.fstat(file).st_size != about["end"]:
+        return None
+    size, kept = about["ram"], about["parts"] if with_parts else {}
+    if _checksum(file, _HEADER, size) != about["checksum"]:
+        return None
+    if with_parts and not kept:
+        return None
+    if any(_checksum(file, start, length) != checksum for start, length, checksum in kept.values()):
+        return None
+    os.utime(file)
+    parts = {}
+    if kept:
+        whole = memoryview(mmap.mmap(file, about["end"], flags=mmap.MAP_SHARED, prot=mmap.PROT_READ))
+        parts = {name: whole[start : start + length] for name, (start, length, _) in kept.items()}
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    ram = mmap.mmap(file, size, flags=mmap.MAP_PRIVATE, prot=access, offset=_HEADER)
+    return Snapshot(*_machine(ram, about), parts)
 
 
 def _is_own(file: int) -> bool:
@@ -167,19 +204,18 @@ def _header(file: int) -> dict[str, Any] | None:
     return found
 
 
-def _checksum(file: int, size: int) -> int:
+def _checksum(file: int, start: int, size: int) -> int:
     """Of the pieces that are in the file; reading by the mapping would take memory for the holes."""
-    if os.fstat(file).st_size != _HEADER + size:
-        return -1
-    zeros, checksum, at = bytes(_PIECE), 0, _HEADER
-    while at < _HEADER + size:
+    zeros, checksum, at = bytes(_PIECE), 0, start
+    while at < start + size:
         try:
             # A hole may begin within a piece.
             at = max(at, os.lseek(file, at, os.SEEK_DATA) & -_PIECE)
         except OSError:
             break
-        piece = os.pread(file, _PIECE, at)
-        if piece != zeros:
+        # And may reach over the end.
+        piece = os.pread(file, max(min(_PIECE, start + size - at), 0), at)
+        if piece != zeros[: len(piece)]:
             checksum = zlib.crc32(piece, checksum)
         at += _PIECE
     return checksum

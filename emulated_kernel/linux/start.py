@@ -6,10 +6,12 @@ import logging
 import mmap
 import os
 from collections.abc import Callable
+from copy import copy
 from errno import EIO, ENOEXEC
 from pathlib import Path
 
 from emulated_kernel.errors import KernelError
+from emulated_kernel.image.linux.kept_kernel import KeptKernel, kept_parts
 from emulated_kernel.image.linux.kernel import LinuxKernel, open_kernel
 from emulated_kernel.image.linux.source import HOST, host_kernel
 from emulated_kernel.linux import snapshot
@@ -40,20 +42,44 @@ def ensure_cached(source: str, seed: int, progress: Callable[[int, int], None]) 
     path = file_of(source)
     place = snapshot.place(path, seed)
     if not place.exists():
-        _boot_and_save(path, place, seed, progress).machine.close()
+        tasks, _ = _boot_and_save(path, place, seed, progress)
+        tasks.machine.close()
 
 
 def started(source: str, seed: int) -> LinuxTasks:
     """The tasks of that kernel, out of the cache, or booted. Raises: as ensure_cached()."""
     path = file_of(source)
     place = snapshot.place(path, seed)
+    found = _cached(place, with_parts=False)
+    return found[0] if found else _boot_and_save(path, place, seed, _unseen)[0]
+
+
+def started_with_kernel(source: str, seed: int) -> tuple[LinuxTasks, LinuxKernel]:
+    """The same, and what its file tells, with the text that it has made of its own by now."""
+    path = file_of(source)
+    place = snapshot.place(path, seed)
+    found = _cached(place, with_parts=True)
+    if found:
+        tasks, parts = found
+        try:
+            return tasks, KeptKernel(parts)
+        except (KernelError, KeyError, TypeError, ValueError) as error:
+            log.warning("%s: not usable: %s", place, error)
+            tasks.machine.close()
+    return _boot_and_save(path, place, seed, _unseen)
+
+
+def _cached(place: Path, *, with_parts: bool) -> tuple[LinuxTasks, dict[str, memoryview]] | None:
     try:
-        found = snapshot.load(place)
-        if found is not None:
-            return LinuxTasks(*found)
+        found = snapshot.load(place, with_parts=with_parts)
+        return None if found is None else (LinuxTasks(found.machine, found.facts), found.parts)
     except (HardwareError, GuestFault, KeyError) as error:
         log.warning("%s: not usable: %s", place, error)
-    return _boot_and_save(path, place, seed, lambda _done, _total: None)
+        return None
+
+
+def _unseen(_done: int, _total: int) -> None:
+    """Nobody watches the boot."""
 
 
 def file_of(source: str) -> Path:
@@ -61,18 +87,31 @@ def file_of(source: str) -> Path:
     return host_kernel() if source == HOST else Path(source)
 
 
-def _boot_and_save(path: Path, place: Path, seed: int, progress: Callable[[int, int], None]) -> LinuxTasks:
+def _boot_and_save(
+    path: Path, place: Path, seed: int, progress: Callable[[int, int], None]
+) -> tuple[LinuxTasks, LinuxKernel]:
     kernel = open_kernel(str(path))
     try:
         cells = find_exception_cells()
         machine, facts = _booted(kernel, seed, cells, progress)
     except HardwareError as error:
         raise KernelError(EIO, f"the emulator can't run it: {error}") from error
+    tasks = LinuxTasks(machine, facts)
+    running = as_running(kernel, tasks)
     try:
-        snapshot.save(place, machine, facts, cells, str(path))
+        snapshot.save(place, machine, facts, cells, str(path), kept_parts(running))
     except OSError as error:
         log.warning("%s: can't keep the booted kernel there: %s", place.parent, error.strerror)
-    return LinuxTasks(machine, facts)
+    return tasks, running
+
+
+def as_running(kernel: LinuxKernel, tasks: LinuxTasks) -> LinuxKernel:
+    """The kernel with the text that it has made of its own by now."""
+    start, end = kernel.text
+    running, machine = copy(kernel), tasks.machine
+    text = machine.memory.read(machine.cpu.root, start, end - start)
+    running.vmlinux = kernel.vmlinux.with_bytes(start, text)
+    return running
 
 
 def _booted(

@@ -6,9 +6,10 @@ from functools import cache
 from pathlib import Path
 
 from emulated_kernel.host.mirror.processes import NoProcesses, ProcessWatch
+from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.image.linux.module_files import ModuleFiles
 from emulated_kernel.linux.linux_mount import LinuxMount
-from emulated_kernel.linux.start import ensure_cached, started
+from emulated_kernel.linux.start import ensure_cached, started, started_with_kernel
 from emulated_kernel.linux.tasks import LinuxTasks
 from emulated_kernel.vfs.core.node import Owner
 from tests.image.linux.debian import package
@@ -31,6 +32,11 @@ def image(meta: str = META, suite: str = "") -> Path:
 def tasks(meta: str = META, suite: str = "") -> LinuxTasks:
     """A kernel of its own, just booted."""
     return started(str(image(meta, suite)), SEED)
+
+
+def with_kernel(meta: str = META, suite: str = "") -> tuple[LinuxTasks, LinuxKernel]:
+    """The same, with what its file tells."""
+    return started_with_kernel(str(image(meta, suite)), SEED)
 
 
 def mount(

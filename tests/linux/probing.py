@@ -38,7 +38,7 @@ def kernel() -> LinuxKernel:
 
 
 def engine(profile: Profile) -> LinuxEngine:
-    return LinuxEngine(debian_kernel.tasks(), kernel(), profile)
+    return LinuxEngine(*debian_kernel.with_kernel(), profile)
 
 
 def unprobed_engine() -> LinuxEngine:

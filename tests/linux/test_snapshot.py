@@ -23,6 +23,7 @@ from kprobefs.failure import Exit
 RAM = 4 << 20
 FACTS = KernelFacts("6.1.0-test", {"do_sync_core": 0x1000}, {"task_struct.pid": 8}, 16)
 CELLS = find_exception_cells()
+PARTS = {"empty": bytes(200_000), "one": b"some", "zeros": bytes(100_000), "long": bytes(70_000) + b"end"}
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +44,7 @@ def save(path: Path) -> Path:
     ram[RAM - 3 :] = b"end"
     machine = LinuxMachine(ram, 7, CELLS, 1.0)
     machine.regs.ax, machine.pc.tsc = 0x1234, 99
-    snapshot.save(path, machine, FACTS, CELLS, "vmlinuz-test")
+    snapshot.save(path, machine, FACTS, CELLS, "vmlinuz-test", PARTS)
     machine.close()
     return path
 
@@ -51,7 +52,8 @@ def save(path: Path) -> Path:
 def test_what_was_saved_comes_back(saved: Path) -> None:
     found = snapshot.load(saved)
     assert found is not None
-    machine, facts = found
+    machine, facts, parts = found
+    assert not parts
     assert facts == FACTS
     assert (machine.regs.ax, machine.pc.tsc) == (0x1234, 99)
     ram = machine.memory.ram
@@ -59,8 +61,9 @@ def test_what_was_saved_comes_back(saved: Path) -> None:
     assert not any(ram[: 5 << 16])
     ram[0:3] = b"new"
     machine.close()
-    again = snapshot.load(saved)
+    again = snapshot.load(saved, with_parts=True)
     assert again is not None
+    assert {name: bytes(part) for name, part in again.parts.items()} == PARTS
     assert again[0].memory.ram[0:3] == bytes(3)
     again[0].close()
     assert saved.stat().st_blocks * 512 < RAM // 4
@@ -70,23 +73,24 @@ def test_what_was_saved_comes_back(saved: Path) -> None:
 def test_no_damage_goes_unnoticed(saved: Path) -> None:
     dice, whole = random.Random(1), saved.read_bytes()
     header = whole.index(b"\0\0\0\0", 40)
-    ram = len(whole) - RAM
-    places = [dice.randrange(header) for _ in range(12)] + [
-        ram + (5 << 16) + 3,
-        len(whole) - 1,
-        ram + (9 << 16),
-    ]
+    ram = whole.index(b"something") - (5 << 16)
+    some, long = whole.index(PARTS["one"], ram + RAM), whole.rindex(b"end")
+    places = [dice.randrange(header) for _ in range(12)]
+    places += [ram + (5 << 16) + 3, ram + RAM - 1, ram + (9 << 16), some, long]
     for place in places:
         damaged = bytearray(whole)
         damaged[place] ^= 1 << dice.randrange(8)
         saved.write_bytes(damaged)
-        assert snapshot.load(saved) is None, place
+        assert snapshot.load(saved, with_parts=True) is None, place
         assert not saved.exists()
     for size in (0, 10, header, ram, len(whole) - 1):
         saved.write_bytes(whole[:size])
         assert snapshot.load(saved) is None, size
     saved.write_bytes(whole)
-    assert snapshot.load(saved) is not None
+    found = snapshot.load(saved, with_parts=True)
+    assert found is not None
+    assert {name: bytes(part) for name, part in found.parts.items()} == PARTS
+    found.machine.close()
 
 
 def header(whole: bytes) -> tuple[int, dict[str, Any]]:
@@ -101,13 +105,14 @@ def rewritten(whole: bytes, about: dict[str, Any]) -> bytes:
     """With another header, whose checksum is right."""
     text = json.dumps(about).encode()
     head = whole[: header(whole)[0] - 8] + struct.pack("<II", len(text), zlib.crc32(text)) + text
-    return head.ljust(len(whole) - RAM, b"\0") + whole[-RAM:]
+    ram = whole.index(b"something") - (5 << 16)
+    return head.ljust(ram, b"\0") + whole[ram:]
 
 
 STRANGE = (None, -1, 1 << 40, 5.5, "", "00", [], [1], [-4, 0], [0, 1 << 40], {}, {"tsc": "x"}, True)
 
 
-@pytest.mark.parametrize("key", ["facts", "cells", "pc", "cpu", "ram", "checksum"])
+@pytest.mark.parametrize("key", ["facts", "cells", "pc", "cpu", "ram", "checksum", "parts", "end"])
 def test_headers_that_no_mount_has_written(key: str, saved: Path) -> None:
     whole = saved.read_bytes()
     about = header(whole)[1]
@@ -115,7 +120,7 @@ def test_headers_that_no_mount_has_written(key: str, saved: Path) -> None:
     others += [about | {key: value} for value in STRANGE]
     for other in others:
         saved.write_bytes(rewritten(whole, other))
-        assert snapshot.load(saved) is None, other[key]
+        assert snapshot.load(saved, with_parts=True) is None, other.get(key)
         assert not saved.exists()
     saved.write_bytes(rewritten(whole, about))
     found = snapshot.load(saved)

@@ -29,7 +29,7 @@ from emulated_kernel.arch.x86.arch import X86_64
 from emulated_kernel.arch.x86.decode import decode_all
 from emulated_kernel.errors import KernelError
 from emulated_kernel.image.linux.kernel import LinuxKernel
-from emulated_kernel.linux.engine import LinuxEngine, as_running
+from emulated_kernel.linux.engine import LinuxEngine
 from emulated_kernel.linux.linux_mount import LinuxMount
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.guest.guest_mount import GuestMount
@@ -150,6 +150,7 @@ def compare_definitions(linux: LinuxMount, ours: GuestMount, count: int, seed: i
 
 def table_places(kernel: LinuxKernel) -> Iterator[list[int]]:
     """What each table that decides about probes names, in its text."""
+    symbols = kernel.kallsyms.symbols
     tables: tuple[Iterable[int], ...] = (
         kernel.mcount,
         [code for code, *_ in kernel.jump_labels],
@@ -161,7 +162,7 @@ def table_places(kernel: LinuxKernel) -> Iterator[list[int]]:
         [start for start, *_ in kernel.blacklist],
         [end for _, end, _ in kernel.blacklist],
         kernel.return_sites,
-        [symbol.address for symbol in kernel.symbols if symbol.name.startswith("__x86_indirect_thunk")],
+        [symbol.address for symbol in symbols if symbol.name.startswith("__x86_indirect_thunk")],
     )
     text = range(*kernel.text)
     for table in tables:
@@ -176,7 +177,8 @@ def places(kernel: LinuxKernel, count: int, seed: int) -> Iterator[int]:
     A half of them is anywhere, the others are about what a table names.
     """
     dice = random.Random(seed)
-    starts = sorted({symbol.address for symbol in kernel.symbols if symbol.address in range(*kernel.text)})
+    symbols = kernel.kallsyms.symbols
+    starts = sorted({symbol.address for symbol in symbols if symbol.address in range(*kernel.text)})
     tables = [*table_places(kernel)]
     for number in range(count):
         named = dice.choice(tables[number // 2 % len(tables)]) if number % 2 else None
@@ -190,7 +192,10 @@ def places(kernel: LinuxKernel, count: int, seed: int) -> Iterator[int]:
 
 
 def compare_places(linux: LinuxMount, kernel: LinuxKernel, count: int, seed: int) -> Tally:
-    """`kernel`: as_running(). errno of the definition, and what kprobes/list says of the armed probe."""
+    """errno of the definition, and what kprobes/list says of the armed probe.
+
+    `kernel`: with its text as it runs.
+    """
     arch = X86_64()
     verdict = arch.verdict(kernel, arch.strategies["optprobe-linux"], ftrace=True)
     tally, expected = Tally(), {}
@@ -259,10 +264,9 @@ def compare_records(linux: LinuxMount, ours: LinuxMount) -> Tally:
 def main() -> int:
     """The command line."""
     from emulated_kernel.host.mirror.processes import NoProcesses
-    from emulated_kernel.image.linux.kernel import open_kernel
     from emulated_kernel.kernel import Kernel
     from emulated_kernel.linux.engine_mount import EngineMount
-    from emulated_kernel.linux.start import started
+    from emulated_kernel.linux.start import started_with_kernel
     from emulated_kernel.vfs.core.node import Owner
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -270,10 +274,9 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=500, metavar="N", help="questions of each kind")
     parser.add_argument("--seed", type=int, default=1, metavar="N")
     options = parser.parse_args()
-    tasks, file = started(options.image, options.seed), open_kernel(options.image)
-    kernel = as_running(file, tasks)
+    tasks, kernel = started_with_kernel(options.image, options.seed)
     linux = LinuxMount(tasks, NoProcesses(), Owner(0, 0), is_tracefs=False)
-    engine = LinuxEngine(started(options.image, options.seed), file)
+    engine = LinuxEngine(*started_with_kernel(options.image, options.seed))
     ours = EngineMount(engine, NoProcesses(), Owner(0, 0), is_tracefs=False)
     is_perfect = True
     for what, tally in (

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from emulated_kernel.host.mirror.processes import NoProcesses
-from emulated_kernel.image.linux.kernel import open_kernel
 from emulated_kernel.kernel import Kernel
-from emulated_kernel.linux.engine import LinuxEngine, as_running
+from emulated_kernel.linux.engine import LinuxEngine
 from emulated_kernel.linux.engine_mount import EngineMount
 from emulated_kernel.linux.linux_mount import LinuxMount
 from emulated_kernel.vfs.core.client import Client
@@ -26,9 +25,8 @@ def test_definitions_are_answered_alike() -> None:
 
 
 def test_our_engine_over_it_answers_and_records_alike() -> None:
-    kernel = open_kernel(str(debian_kernel.image()))
     linux = debian_kernel.mount()
-    engine = LinuxEngine(debian_kernel.tasks(), kernel)
+    engine = LinuxEngine(*debian_kernel.with_kernel())
     ours = EngineMount(engine, NoProcesses(), Owner(0, 0), is_tracefs=False)
     defined = inside.compare_definitions(linux, ours, DEFINITIONS // 2, 2)
     assert not defined.differences, "\n".join(defined.differences[:5])
@@ -46,8 +44,7 @@ def test_our_engine_over_it_answers_and_records_alike() -> None:
 
 def test_places_are_judged_alike() -> None:
     """errno of a probe there, and whether its kernel makes it a jump."""
-    tasks = debian_kernel.tasks()
-    kernel = as_running(open_kernel(str(debian_kernel.image())), tasks)
+    tasks, kernel = debian_kernel.with_kernel()
     linux = LinuxMount(tasks, NoProcesses(), Owner(0, 0), is_tracefs=False)
     found = inside.compare_places(linux, kernel, PLACES, 1)
     linux.close()

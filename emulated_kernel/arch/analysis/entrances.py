@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 
@@ -17,19 +19,41 @@ PossibleBranches = Callable[[int, bytes], Iterator[tuple[int, int]]]
 """Target and source of what looks like a direct branch in code at an address, wherever instructions begin."""
 
 
+_PART_BITS = 16
+_PART_MASK = (1 << _PART_BITS) - 1
+_NONE: tuple[list[int], list[int]] = ([], [])
+
+
 class WayIndex:
-    """Ways by target."""
+    """Ways by target: of a million of them those into 64 KiB lie in two arrays until they are asked for."""
 
     def __init__(self, ways: Iterable[tuple[int, int]]) -> None:
         """`ways`: target and source of each."""
-        found = sorted(ways)
-        self._targets = [target for target, _ in found]
-        self._sources = [source for _, source in found]
+        targets: defaultdict[int, array[int]] = defaultdict(lambda: array("H"))
+        sources: defaultdict[int, array[int]] = defaultdict(lambda: array("Q"))
+        for target, source in ways:
+            part = target >> _PART_BITS
+            targets[part].append(target & _PART_MASK)
+            sources[part].append(source)
+        self._unsorted = {part: (targets[part], sources[part]) for part in targets}
+        self._sorted: dict[int, tuple[list[int], list[int]]] = {}
 
     def into(self, region: range) -> list[int]:
         """The sources of the ways into a region, by target."""
-        first, last = bisect_left(self._targets, region.start), bisect_left(self._targets, region.stop)
-        return self._sources[first:last]
+        if not region:
+            return []
+        parts = range(region.start >> _PART_BITS, (region.stop - 1 >> _PART_BITS) + 1)
+        return [source for part in parts for source in self._into(part, region)]
+
+    def _into(self, part: int, region: range) -> list[int]:
+        base = part << _PART_BITS
+        found = self._unsorted.pop(part, None)
+        if found is not None:
+            ways = sorted(zip(*found, strict=True))
+            self._sorted[part] = [target for target, _ in ways], [source for _, source in ways]
+        targets, sources = self._sorted.get(part, _NONE)
+        first, last = bisect_left(targets, region.start - base), bisect_left(targets, region.stop - base)
+        return sources[first:last]
 
 
 class Entrances:
@@ -73,15 +97,21 @@ class Entrances:
 
     @cached_property
     def _pointers(self) -> WayIndex:
-        text = [range(*part) for part in self._image.text_ranges]
-        span = range(min(part.start for part in text), max(part.stop for part in text))
+        span = self._span()
         return WayIndex(way for piece in self._image.data for way in self._words(*piece) if way[0] in span)
+
+    def _span(self) -> range:
+        """All text, and what is between its pieces."""
+        text = [range(*part) for part in self._image.text_ranges]
+        return range(min(part.start for part in text), max(part.stop for part in text))
 
     @cached_property
     def _branches(self) -> WayIndex:
-        read = self._image.read
+        read, span = self._image.read, self._span()
         text = ((start, read(start, end - start)) for start, end in self._image.text_ranges)
-        return WayIndex(branch for piece in text for branch in self._possible_branches(*piece))
+        return WayIndex(
+            branch for piece in text for branch in self._possible_branches(*piece) if branch[0] in span
+        )
 
     def _words(self, addr: int, data: bytes) -> Iterator[tuple[int, int]]:
         """Each aligned word, and where it stands."""

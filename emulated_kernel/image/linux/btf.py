@@ -6,6 +6,7 @@ Source: Documentation/bpf/btf.rst. pahole writes it when a kernel is built with 
 from __future__ import annotations
 
 import struct
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
@@ -54,6 +55,7 @@ _TAIL_EACH = {
     Kind.STRUCT: 12, Kind.UNION: 12, Kind.ENUM: 8, Kind.FUNC_PROTO: 8, Kind.DATASEC: 12, Kind.ENUM64: 12,
 }  # fmt: skip
 """Bytes behind a type's three words, and for each of its members."""
+_TAILS = [(_FIXED_TAIL.get(kind, 0), _TAIL_EACH.get(kind, 0)) for kind in Kind]
 _MODIFIERS = (Kind.TYPEDEF, Kind.VOLATILE, Kind.CONST, Kind.RESTRICT, Kind.TYPE_TAG)
 _QUALIFIERS = {Kind.VOLATILE: "volatile", Kind.CONST: "const", Kind.RESTRICT: "restrict"}
 _KEYWORDS = {Kind.STRUCT: "struct", Kind.UNION: "union", Kind.ENUM: "enum", Kind.ENUM64: "enum"}
@@ -92,13 +94,17 @@ class Prototype:
     is_variadic: bool
 
 
+_VOID = Type(Kind.VOID, 0, 0, False, 0, 0)
+
+
 class Btf:
     """The types of one kernel; each has a number, void is 0.
 
     Raises: KernelError ENOEXEC for damaged data, ENOENT for what it has no type for.
     """
 
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, data: bytes, index: tuple[bytes, bytes] | None = None) -> None:
+        """`index`: what `index` was for the same data, which costs a tenth of a second to find."""
         if len(data) < _HEADER.size:
             raise unusable("its BTF is truncated")
         magic, _, _, header, type_at, type_size, text_at, text_size = _HEADER.unpack_from(data)
@@ -108,18 +114,41 @@ class Btf:
         self._texts = data[header + text_at : header + text_at + text_size]
         if len(self._types) < type_size or len(self._texts) < text_size:
             raise unusable("its BTF is truncated")
-        self.types = list(self._read())
+        self._found: dict[tuple[Kind, str], int] = {}
+        """What was looked for: 0 where it isn't there."""
+        starts, self._names = self._scan() if index is None else index
+        self._starts = array("I", starts)
+        if len(starts) != len(self._names) or (starts and self._starts[-1] + _TYPE.size > len(self._types)):
+            raise unusable("its BTF has another index")
+
+    @property
+    def index(self) -> tuple[bytes, bytes]:
+        """Where each type begins, from type 1 on, and where its name does, as words of 4 bytes."""
+        return self._starts.tobytes(), self._names
+
+    def __len__(self) -> int:
+        return len(self._starts) + 1
 
     def find(self, kind: Kind, name: str) -> int:
         """The number of the first type of that kind and name. Raises: KernelError ENOENT."""
-        number = self._by_name.get((kind, name))
+        number = self._found.get((kind, name))
         if number is None:
+            found = (each for each in self._named(name) if self._type(each).kind is kind)
+            number = self._found[kind, name] = min(found, default=0)
+        if not number:
             raise KernelError(ENOENT, f"this kernel's BTF has no {kind.name.lower()} {name}")
         return number
 
+    def _named(self, name: str) -> Iterator[int]:
+        wanted = name.encode()
+        for word in _places(self._texts, b"\0" + wanted + b"\0") if wanted else ():
+            for at in _places(self._names, (word + 1).to_bytes(4, "little")):
+                if not at % 4:
+                    yield at // 4 + 1
+
     def size(self, structure: str) -> int:
         """Bytes of a structure."""
-        return self.types[self.find(Kind.STRUCT, structure)].size_or_type
+        return self._type(self.find(Kind.STRUCT, structure)).size_or_type
 
     def offset(self, path: str) -> int:
         """Bytes from the start of a structure to a member, as in "task_struct.thread.sp"."""
@@ -187,27 +216,15 @@ class Btf:
     def constants(self) -> dict[str, int]:
         """All enumerators of all enums; of equal names the first."""
         found: dict[str, int] = {}
-        for number, kind in enumerate(self.types):
-            if kind.kind in (Kind.ENUM, Kind.ENUM64):
+        for number in range(len(self)):
+            if self._type(number).kind in (Kind.ENUM, Kind.ENUM64):
                 for name, value in self.enumerators(number).items():
                     found.setdefault(name, value)
         return found
 
-    @cached_property
-    def functions(self) -> dict[str, int]:
-        """The number of the prototype of each function that is described; of equal names the first."""
-        found: dict[str, int] = {}
-        for kind in self.types:
-            if kind.kind is Kind.FUNC:
-                found.setdefault(self.text(kind.name), kind.size_or_type)
-        return found
-
     def prototype(self, function: str) -> Prototype:
         """A function's declaration. Raises: KernelError ENOENT."""
-        number = self.functions.get(function)
-        if number is None:
-            raise KernelError(ENOENT, f"this kernel's BTF has no function {function}")
-        proto = self._type(number)
+        proto = self._type(self._type(self.find(Kind.FUNC, function)).size_or_type)
         if proto.kind is not Kind.FUNC_PROTO:
             raise unusable(f"in its BTF the function {function} has no prototype")
         parameters = [
@@ -234,34 +251,32 @@ class Btf:
         return self._texts[offset : max(end, offset)].decode("utf-8", "replace")
 
     def _type(self, number: int) -> Type:
-        if not 0 <= number < len(self.types):
+        if not 0 <= number < len(self):
             raise unusable("its BTF refers to a type that it doesn't have")
-        return self.types[number]
+        if not number:
+            return _VOID
+        at = self._starts[number - 1]
+        name, info, size = _TYPE.unpack_from(self._types, at)
+        kind = Kind(info >> 24 & 0x1F)
+        return Type(kind, name, info & 0xFFFF, bool(info & _BIG), size, at + _TYPE.size)
 
-    @cached_property
-    def _by_name(self) -> dict[tuple[Kind, str], int]:
-        found: dict[tuple[Kind, str], int] = {}
-        for number, kind in enumerate(self.types):
-            if kind.name:
-                found.setdefault((kind.kind, self.text(kind.name)), number)
-        return found
-
-    def _read(self) -> Iterator[Type]:
-        yield Type(Kind.VOID, 0, 0, False, 0, 0)
+    def _scan(self) -> tuple[bytes, bytes]:
+        starts, names = array("I"), array("I")
         data, at = self._types, 0
         while at < len(data):
             if at + _TYPE.size > len(data):
                 raise unusable("its BTF ends within a type")
-            name, info, size = _TYPE.unpack_from(data, at)
-            number, count = info >> 24 & 0x1F, info & 0xFFFF
-            if not 0 < number <= Kind.ENUM64:
+            name, info, _ = _TYPE.unpack_from(data, at)
+            number = info >> 24 & 0x1F
+            if not 0 < number < len(_TAILS):
                 raise unusable(f"its BTF has types of an unknown kind, {number}")
-            kind = Kind(number)
-            tail = at + _TYPE.size
-            at = tail + _FIXED_TAIL.get(kind, 0) + _TAIL_EACH.get(kind, 0) * count
+            starts.append(at)
+            names.append(name)
+            fixed, each = _TAILS[number]
+            at += _TYPE.size + fixed + each * (info & 0xFFFF)
             if at > len(data):
                 raise unusable("its BTF ends within a type")
-            yield Type(kind, name, count, bool(info & _BIG), size, tail)
+        return starts.tobytes(), names.tobytes()
 
     def _member(self, number: int, name: str, depth: int) -> tuple[int, Member] | None:
         if not depth:
@@ -328,3 +343,10 @@ _WRITTEN: dict[Kind, Callable[[Btf, Type, str, int], str]] = {
 
 def _joined(word: str, inner: str) -> str:
     return f"{word} {inner}" if inner else word
+
+
+def _places(data: bytes, wanted: bytes) -> Iterator[int]:
+    at = data.find(wanted)
+    while at >= 0:
+        yield at
+        at = data.find(wanted, at + 1)

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.image.linux.btf import Btf
-from emulated_kernel.image.linux.vmlinux import Vmlinux
+from emulated_kernel.image.linux.vmlinux import LinkedMemory
 
 _MOST_FIELDS = 256
-_TEXT_OR_NAME = re.compile(r'"(?:\\.|[^"\\])*"|[A-Za-z_]\w*')
+_TEXT_OR_NAME = re.compile(r'"(?:\\.|[^"\\])*"|sizeof\([^()]*\)|[A-Za-z_]\w*')
 _SYSCALL_PREFIXES = ("__x64_sys_", "__do_sys_", "__se_sys_", "sys_")
 _MOST_SYSCALLS = 4096
+_NO_TRACEPOINT = (0, 0, 0, False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,14 @@ class KernelEvent:
     print_fmt: str
     """Empty where the kernel makes it when it boots, as for system calls."""
     fields: tuple[RecordField, ...]
+    tracepoint: int
+    """Address of its struct tracepoint; 0 where it isn't an event of one."""
+    probe: int
+    """The function that makes its records, to be called by the tracepoint."""
+    key: int
+    """The static key of the tracepoint's branches."""
+    is_plain: bool
+    """Whether nothing else is to be done where the tracepoint is switched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +66,7 @@ class KernelSyscall:
 class Structures:
     """Structures in a kernel's memory, read member by member."""
 
-    def __init__(self, vmlinux: Vmlinux, btf: Btf) -> None:
+    def __init__(self, vmlinux: LinkedMemory, btf: Btf) -> None:
         self.vmlinux = vmlinux
         self.btf = btf
         self._places: dict[str, tuple[int, int]] = {}
@@ -86,14 +95,17 @@ def kernel_events(
     """The events whose structures are at `calls`; `maps`: where the constants of formats are explained."""
     constants = eval_maps(structures, maps)
     flag = structures.btf.constants.get("TRACE_EVENT_FL_TRACEPOINT", 0)
+    has_key = all(map(structures.btf.has, ("tracepoint.key", "trace_event_class.probe")))
     for address in calls:
         values = constants.get(system := _system(structures, address), {})
+        is_tracepoint = bool(structures.value(address, "trace_event_call.flags", 4) & flag)
         yield KernelEvent(
             address,
             system,
-            _name(structures, address, flag),
+            _name(structures, address, is_tracepoint=is_tracepoint),
             with_values(structures.text(address, "trace_event_call.print_fmt"), values),
             tuple(_fields(structures, address, values)),
+            *(_tracepoint(structures, address) if is_tracepoint and has_key else _NO_TRACEPOINT),
         )
 
 
@@ -121,9 +133,21 @@ def _system(structures: Structures, address: int) -> str:
     return structures.text(event_class, "trace_event_class.system")
 
 
-def _name(structures: Structures, address: int, tracepoint_flag: int) -> str:
+def _tracepoint(structures: Structures, address: int) -> tuple[int, int, int, bool]:
+    """Its address, the event's function for it, its key, and whether nothing else is to be done."""
+    has = structures.btf.has
+    tracepoint = structures.value(address, "trace_event_call.tp")
+    event_class = structures.value(address, "trace_event_call.class")
+    key = tracepoint + structures.btf.offset("tracepoint.key")
+    # Since 6.14 what is done besides stands in a structure of its own.
+    extra = next(filter(has, ("tracepoint.regfunc", "tracepoint.ext")), None)
+    is_plain = extra is not None and not structures.value(tracepoint, extra)
+    return tracepoint, structures.value(event_class, "trace_event_class.probe"), key, is_plain
+
+
+def _name(structures: Structures, address: int, *, is_tracepoint: bool) -> str:
     """Mirrors: include/linux/trace_events.h:trace_event_name (v6.1)"""
-    if structures.value(address, "trace_event_call.flags", 4) & tracepoint_flag:
+    if is_tracepoint:
         tracepoint = structures.value(address, "trace_event_call.tp")
         return structures.text(tracepoint, "tracepoint.name")
     return structures.text(address, "trace_event_call.name")
@@ -175,7 +199,7 @@ def kernel_syscalls(
         yield KernelSyscall(numbers.get(name.removeprefix("sys_"), -1), name, types, args)
 
 
-def syscall_numbers(vmlinux: Vmlinux, table: int, names: Mapping[int, list[str]]) -> dict[str, int]:
+def syscall_numbers(vmlinux: LinkedMemory, table: int, names: Mapping[int, list[str]]) -> dict[str, int]:
     """Number by name without sys_, out of sys_call_table; `names`: the symbols at an address."""
     found: dict[str, int] = {}
     for number in range(_MOST_SYSCALLS):

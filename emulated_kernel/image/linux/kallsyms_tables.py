@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import islice, pairwise
 
 from emulated_kernel.image.kallsyms import Symbol
-from emulated_kernel.image.linux.vmlinux import LoadSegment, Vmlinux
+from emulated_kernel.image.linux.vmlinux import Vmlinux
 
 _TOKENS = 256
 _MARKED = 256
@@ -64,9 +64,10 @@ def find_symbols(vmlinux: Vmlinux) -> list[Symbol]:
     """
     budget = _Budget(2 * _MOST_SYMBOLS)
     for segment in vmlinux.segments:
-        for tokens in _token_tables(segment.data):
-            names = _find_names(segment.data, tokens, budget)
-            addresses = names and _find_addresses(vmlinux, segment, tokens, names)
+        data = bytes(segment.data)
+        for tokens in _token_tables(data):
+            names = _find_names(data, tokens, budget)
+            addresses = names and _find_addresses(vmlinux, data, tokens, names)
             if names and addresses:
                 return [
                     Symbol(name[1:].decode("utf-8", "replace"), address, chr(name[0]))
@@ -153,12 +154,10 @@ def _names_at(data: bytes, start: int, count: int, tokens: _Tokens, budget: _Bud
     )
 
 
-def _find_addresses(
-    vmlinux: Vmlinux, segment: LoadSegment, tokens: _Tokens, names: _Names
-) -> list[int] | None:
+def _find_addresses(vmlinux: Vmlinux, data: bytes, tokens: _Tokens, names: _Names) -> list[int] | None:
     """In front of num_syms (up to v6.3), or behind the token index: the layout in which addresses ascend."""
     count = len(names.names)
-    data, offsets_size = segment.data, _aligned(4 * count)
+    offsets_size = _aligned(4 * count)
     behind = _aligned(tokens.end)
     for offsets, base in (
         (names.start - 8 - offsets_size, names.start - 8),

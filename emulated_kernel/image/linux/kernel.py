@@ -25,7 +25,7 @@ from emulated_kernel.image.linux.events import (
 from emulated_kernel.image.linux.kallsyms_tables import find_symbols
 from emulated_kernel.image.linux.source import open_vmlinux
 from emulated_kernel.image.linux.unusable import unusable
-from emulated_kernel.image.linux.vmlinux import Vmlinux
+from emulated_kernel.image.linux.vmlinux import LinkedMemory, Vmlinux
 
 _BANNER_LIMIT = 512
 _SECOND_HALF = 0x20
@@ -75,29 +75,29 @@ class LinuxKernel:
     bits = 64
 
     def __init__(self, vmlinux: Vmlinux) -> None:
-        self.vmlinux = vmlinux
+        self.vmlinux: LinkedMemory = vmlinux
         symbols = find_symbols(vmlinux) or [
             Symbol(name, address, letter) for address, letter, name in vmlinux.symtab
         ]
         if not symbols:
             raise unusable("it has no symbols (neither kallsyms nor a symbol table)")
-        self.symbols = symbols
-        """In the order of its own table."""
-        addresses = {symbol.name: symbol.address for symbol in reversed(symbols)}
+        self._set_symbols(Kallsyms(symbols))
+
+    def _set_symbols(self, symbols: Kallsyms) -> None:
+        borders = []
         for name in ("_stext", "_etext", "_end"):
-            if name not in addresses:
+            address = symbols.lookup_name(name)
+            if address is None:
                 raise unusable(f"its symbols lack {name}")
-        self.text = Range(addresses["_stext"], addresses["_etext"])
-        if not vmlinux.has(self.text.start) or not 0 < self.text.end - self.text.start <= 1 << 30:
+            borders.append(address)
+        start, end, last = borders
+        if not self.vmlinux.has(start) or not 0 < end - start <= 1 << 30:
             raise unusable("its text isn't where its symbols say")
-        self._addresses = addresses
+        self.text = Range(start, end)
+        self.kallsyms = Kallsyms.of_table(symbols.table, start, last)
+        """Symbols by name and by address."""
 
     # The tables that decide about probes
-
-    @cached_property
-    def kallsyms(self) -> Kallsyms:
-        """Symbols by name and by address."""
-        return Kallsyms(self.symbols, self.text.start, self._addresses["_end"])
 
     @property
     def text_ranges(self) -> Sequence[tuple[int, int]]:
@@ -140,7 +140,9 @@ class LinuxKernel:
         if not self.return_sites:
             return ()
         return tuple(
-            kind for kind in Returns if kind is not Returns.ITS or "its_return_thunk" in self._addresses
+            kind
+            for kind in Returns
+            if kind is not Returns.ITS or self.kallsyms.lookup_name("its_return_thunk") is not None
         )
 
     @cached_property
@@ -153,8 +155,12 @@ class LinuxKernel:
 
     def between(self, start: str, end: str) -> Range:
         """The range between two symbols; empty where one isn't there."""
-        first, last = self._addresses.get(start, 0), self._addresses.get(end, 0)
+        first, last = self._address(start), self._address(end)
         return Range(first, last) if first < last else Range(0, 0)
+
+    def _address(self, name: str) -> int:
+        """0 where there is no such symbol."""
+        return self.kallsyms.lookup_name(name) or 0
 
     # Memory
 
@@ -170,7 +176,7 @@ class LinuxKernel:
             for first, last in ((start, min(end, self.text.start)), (max(start, self.text.end), end)):
                 aligned = -(-first // 8) * 8
                 if aligned < last:
-                    yield aligned, segment.data[aligned - start : last - start]
+                    yield aligned, bytes(segment.data[aligned - start : last - start])
 
     def text_as_booted(self, returns: Returns) -> bytes:
         """The text with the returns that boot gives it; nothing else of what boot patches is."""
@@ -194,7 +200,7 @@ class LinuxKernel:
     @cached_property
     def version(self) -> str:
         """linux_banner, or nothing."""
-        address = self._addresses.get("linux_banner")
+        address = self._address("linux_banner")
         return self.vmlinux.string(address, _BANNER_LIMIT).strip() if address else ""
 
     @cached_property
@@ -206,10 +212,13 @@ class LinuxKernel:
     @cached_property
     def btf(self) -> Btf:
         """Its types. Raises: KernelError ENODATA where it was built without."""
+        return Btf(self._btf_data())
+
+    def _btf_data(self) -> bytes:
         _, data = self._table(_BTF)
         if not data:
             raise KernelError(ENODATA, "this kernel has no BTF: it was built without CONFIG_DEBUG_INFO_BTF")
-        return Btf(data)
+        return data
 
     @cached_property
     def events(self) -> tuple[KernelEvent, ...]:
@@ -223,9 +232,9 @@ class LinuxKernel:
         """Its system calls, with the types and names of their parameters. Raises: KernelError ENODATA."""
         structures = Structures(self.vmlinux, self.btf)
         names: dict[int, list[str]] = {}
-        for symbol in self.symbols:
+        for symbol in self.kallsyms.symbols:
             names.setdefault(symbol.address, []).append(symbol.name)
-        numbers = syscall_numbers(self.vmlinux, self._addresses.get("sys_call_table", 0), names)
+        numbers = syscall_numbers(self.vmlinux, self._address("sys_call_table"), names)
         return tuple(kernel_syscalls(structures, tables.words(self._table(_SYSCALLS)[1]), numbers))
 
     def _table(self, place: _Place) -> tuple[int, bytes]:

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Iterator
 
 from emulated_kernel.image.image import BugEntry, ExTableEntry, JumpLabel, StaticCall
-from emulated_kernel.image.linux.vmlinux import Vmlinux
+from emulated_kernel.image.linux.vmlinux import LinkedMemory
 
 RETURN_SIZE = 5
 """Bytes of a return site."""
@@ -40,7 +40,7 @@ def static_calls(address: int, data: bytes) -> Iterator[StaticCall]:
         yield StaticCall(address + at + site, whole & ~_KEY_FLAGS, bool(whole & 1))
 
 
-def bugs(address: int, data: bytes, vmlinux: Vmlinux) -> Iterator[BugEntry]:
+def bugs(address: int, data: bytes, vmlinux: LinkedMemory) -> Iterator[BugEntry]:
     """Mirrors: include/asm-generic/bug.h:struct bug_entry (v6.1), with CONFIG_DEBUG_BUGVERBOSE."""
     for at, (bug, file, line, flags) in _entries("<iiHH", data):
         yield BugEntry(address + at + bug, vmlinux.string(address + at + 4 + file), line, flags)

@@ -31,6 +31,7 @@ _MEMORY_LIMIT = 1 << 30
 """In memory: the kernel's text mapping takes no more (KERNEL_IMAGE_SIZE)."""
 _SYMTAB_LIMIT = 32 << 20
 _NAMES_LIMIT = 1 << 20
+_SHORT_TEXT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class LoadSegment:
 
     va: int
     pa: int
-    data: bytes
+    data: bytes | memoryview
     mem_size: int
     flags: int
 
@@ -54,36 +55,22 @@ class Section:
     in_file: bool
 
 
-class Vmlinux:
-    """An ELF file for x86_64 as it is linked, never booted: reading it is all that is done with the file.
+class LinkedMemory:
+    """A kernel's memory by virtual address."""
 
-    Raises: KernelError ENOEXEC for anything else.
-    """
+    def __init__(self, entry: int, segments: tuple[LoadSegment, ...], sections: dict[str, Section]) -> None:
+        """`segments`: by address; sections by name, where they are known."""
+        self.entry = entry
+        self.segments = segments
+        self.sections = sections
+        self._starts = [segment.va for segment in segments]
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._size = file.seek(0, os.SEEK_END)
-        fields = self._unpack(_HEADER, 0, "ELF header")
-        magic, elf_class, order, _, kind, machine, _, self.entry, phoff, shoff = fields[:10]
-        phentsize, phnum, shentsize, shnum, names = fields[12:17]
-        if magic != b"\x7fELF":
-            raise unusable("no ELF file")
-        if (elf_class, order, machine) != (2, 1, _X86_64):
-            raise unusable(f"an ELF file for another machine than x86_64 (number {machine})")
-        if kind not in (_ET_EXEC, _ET_DYN):
-            raise unusable("an ELF file that isn't linked (a module?), or a dump")
-        self.segments = self._segments(phoff, phentsize, phnum)
-        self._starts = [segment.va for segment in self.segments]
-        self.sections: dict[str, Section] = {}
-        """By name; none where the file's section headers were dropped."""
-        self._symbol_table: tuple[list[tuple[int, ...]], bytes, bytes] | None = None
-        self._read_sections(shoff, shentsize, shnum, names)
-        del self._file
-
-    @cached_property
-    def symtab(self) -> list[tuple[int, str, str]]:
-        """Address, nm's letter and name of each symbol; none where the file is stripped."""
-        return list(self._symbols(*self._symbol_table)) if self._symbol_table else []
+    def view(self, va: int, size: int) -> bytes | memoryview:
+        """Bytes that are in the file, without a copy of what lies in one. Raises: KernelError ENOEXEC."""
+        segment = self._segment_at(va)
+        if segment is None or not 0 <= size <= segment.va + len(segment.data) - va:
+            raise unusable(f"{size} bytes at {va:#x} aren't in its file")
+        return segment.data[va - segment.va : va - segment.va + size]
 
     def read(self, va: int, size: int) -> bytes:
         """Memory as it is linked. Raises: KernelError ENOEXEC where there is none."""
@@ -91,7 +78,7 @@ class Vmlinux:
         if segment is None or va + size > segment.va + segment.mem_size or size < 0:
             raise unusable(f"{size} bytes at {va:#x} aren't in it")
         offset = va - segment.va
-        return segment.data[offset : offset + size].ljust(size, b"\0")
+        return bytes(segment.data[offset : offset + size]).ljust(size, b"\0")
 
     def string(self, va: int, limit: int = 1 << 16) -> str:
         """The text at an address, up to its zero byte. Raises: KernelError ENOEXEC where there is none."""
@@ -99,8 +86,11 @@ class Vmlinux:
         if segment is None or not segment.va <= va < segment.va + len(segment.data):
             raise unusable(f"no text at {va:#x}")
         start = va - segment.va
-        end = segment.data.find(b"\0", start, start + limit)
-        return segment.data[start : end if end >= 0 else start + limit].decode("utf-8", "replace")
+        for size in (min(_SHORT_TEXT, limit), limit):
+            text, ended, _ = bytes(segment.data[start : start + size]).partition(b"\0")
+            if ended:
+                break
+        return text.decode("utf-8", "replace")
 
     def has(self, va: int) -> bool:
         """Whether an address lies in a segment."""
@@ -113,7 +103,7 @@ class Vmlinux:
         if segment is None or va + len(data) > segment.va + len(segment.data):
             raise unusable(f"{len(data)} bytes at {va:#x} aren't in its file")
         at = va - segment.va
-        patched = segment.data[:at] + data + segment.data[at + len(data) :]
+        patched = b"".join((segment.data[:at], data, segment.data[at + len(data) :]))
         copied = copy(self)
         copied.segments = tuple(
             replace(each, data=patched) if each is segment else each for each in self.segments
@@ -130,6 +120,35 @@ class Vmlinux:
     def _segment_at(self, va: int) -> LoadSegment | None:
         index = bisect_right(self._starts, va) - 1
         return self.segments[index] if index >= 0 else None
+
+
+class Vmlinux(LinkedMemory):
+    """An ELF file for x86_64 as it is linked, never booted: reading it is all that is done with the file.
+
+    Raises: KernelError ENOEXEC for anything else.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._size = file.seek(0, os.SEEK_END)
+        fields = self._unpack(_HEADER, 0, "ELF header")
+        magic, elf_class, order, _, kind, machine, _, entry, phoff, shoff = fields[:10]
+        phentsize, phnum, shentsize, shnum, names = fields[12:17]
+        if magic != b"\x7fELF":
+            raise unusable("no ELF file")
+        if (elf_class, order, machine) != (2, 1, _X86_64):
+            raise unusable(f"an ELF file for another machine than x86_64 (number {machine})")
+        if kind not in (_ET_EXEC, _ET_DYN):
+            raise unusable("an ELF file that isn't linked (a module?), or a dump")
+        super().__init__(entry, self._segments(phoff, phentsize, phnum), {})
+        self._symbol_table: tuple[list[tuple[int, ...]], bytes, bytes] | None = None
+        self._read_sections(shoff, shentsize, shnum, names)
+        del self._file
+
+    @cached_property
+    def symtab(self) -> list[tuple[int, str, str]]:
+        """Address, nm's letter and name of each symbol; none where the file is stripped."""
+        return list(self._symbols(*self._symbol_table)) if self._symbol_table else []
 
     def _segments(self, offset: int, size: int, count: int) -> tuple[LoadSegment, ...]:
         found, in_file, in_memory = [], 0, 0

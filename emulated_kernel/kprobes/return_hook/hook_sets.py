@@ -16,7 +16,8 @@ from emulated_kernel.kprobes.scheduler import Scheduler
 from emulated_kernel.machine.probed_machine import ProbedMachine
 
 RETHOOK_TRAMPOLINE, GRAPH_TRAMPOLINE = "arch_rethook_trampoline", "return_to_handler"
-COLD_PART = re.compile(r"\.cold(\.\d+)?$")
+_COLD = r"\.cold(\.\d+)?"
+COLD_PART = re.compile(f"{_COLD}$")
 
 
 class HookSets:
@@ -108,8 +109,6 @@ def never_returning(image: ProbedTables, arch: Arch) -> list[int]:
 
     Linux: has only the first on its list, and damages the stack of a task that runs into a hooked cold part.
     """
-    return [
-        symbol.address
-        for symbol in image.kallsyms.symbols
-        if symbol.name in arch.no_return_hook or COLD_PART.search(symbol.name)
-    ]
+    symbols = image.kallsyms
+    named = (symbol.address for name in arch.no_return_hook for symbol in symbols.by_name(name))
+    return [*named, *symbols.ending(_COLD)]

@@ -41,7 +41,7 @@ class Text:
         self._filler = cpu.filler
         self._memory = memory
         self._ram = memory.ram
-        self._originals: list[tuple[int, int, bytes]] = []
+        self._originals: list[tuple[int, int, bytes | memoryview]] = []
         self._starts: list[int] = []
         self._slots = GuestPool(
             memory,
@@ -61,7 +61,7 @@ class Text:
         """Makes the other CPUs execute a serialising instruction; it may run the guest. Who runs several CPUs
         sets it."""
 
-    def adopt(self, va: int, original: bytes) -> None:
+    def adopt(self, va: int, original: bytes | memoryview) -> None:
         """Declare mapped text as original: from here on its changes are in the ledger.
 
         Raises: MemoryFault: not mapped executable.
@@ -197,7 +197,7 @@ class Text:
             for i in range(len(data)):
                 self._note(va + i, data[i : i + 1])
 
-    def _compare(self, va: int, data: bytes, original: bytes) -> None:
+    def _compare(self, va: int, data: bytes, original: bytes | memoryview) -> None:
         ledger = self.ledger
         for address, byte, before in zip(range(va, va + len(data)), data, original, strict=True):
             if byte != before:

@@ -115,3 +115,4 @@ def test_system_calls_have_numbers_and_parameters() -> None:
 def test_constants_in_strings_and_in_longer_names_stay() -> None:
     values = {"A": 7}
     assert with_values('"A %d \\" A", A + AA + REC->A_, A', values) == '"A %d \\" A", 7 + AA + REC->A_, 7'
+    assert with_values("sizeof(x_t) * sizeof(y_t)", {"sizeof(x_t)": 8}) == "8 * sizeof(y_t)"

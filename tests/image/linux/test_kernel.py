@@ -9,13 +9,20 @@ from errno import ENODATA, ENOEXEC
 import pytest
 
 from emulated_kernel.errors import KernelError
+from emulated_kernel.image.linux.kept_kernel import KeptKernel, kept_parts
 from emulated_kernel.image.linux.kernel import LinuxKernel, Returns
 from emulated_kernel.image.linux.vmlinux import Vmlinux
 from tests.image.guest import BUGFLAG_WARNING
 from tests.image.linux import made
+from tests.image.linux.test_btf import sample
 
 CALL_FENTRY = b"\xe8\0\0\0\0"
 UD2 = b"\x0f\x0b"
+TABLES = (
+    "text", "ex_table", "mcount", "jump_labels", "static_calls", "bugs", "blacklist", "return_sites",
+    "version", "returns",
+)  # fmt: skip
+FIRST_BYTES = (made.TEXT, 40)
 BODY = bytes.fromhex("4889e5 90909090 31c0")
 
 
@@ -144,3 +151,35 @@ def test_reading_beyond_memory() -> None:
     for address, size in ((made.DATA + (1 << 20), 8), (0x1000, 1), (made.TEXT - 1, 2), (made.TEXT, -1)):
         with pytest.raises(KernelError):
             kernel.read(address, size)
+
+
+def test_kept_parts_tell_the_same() -> None:
+    made_kernel, _ = built()
+    made_kernel.table("BTF", sample().data(), "__stop_BTF")
+    kernel = read(made_kernel)
+    parts = {name: memoryview(data) for name, data in kept_parts(kernel).items()}
+    kept = KeptKernel(parts)
+    for name in TABLES:
+        assert getattr(kept, name) == getattr(kernel, name), name
+    assert kept.kallsyms.kallsyms_text() == kernel.kallsyms.kallsyms_text()
+    assert kept.kallsyms.by_name("vfs_read") == kernel.kallsyms.by_name("vfs_read") != ()
+    assert [*kept.data] == [*kernel.data]
+    assert kept.read(*FIRST_BYTES) == kernel.read(*FIRST_BYTES)
+    assert kept.btf.offset("task_struct.high") == kernel.btf.offset("task_struct.high") == 28
+    assert kept.btf.prototype("read_task") == kernel.btf.prototype("read_task")
+
+
+@pytest.mark.parametrize("missing", ["about", "segment.0", "symbols.names", "symbols.starts", "btf.names"])
+def test_kept_parts_that_nobody_has_written(missing: str) -> None:
+    made_kernel, _ = built()
+    made_kernel.table("BTF", sample().data(), "__stop_BTF")
+    parts = {name: memoryview(data) for name, data in kept_parts(read(made_kernel)).items()}
+    for strange in (None, b"", b"\xff" * 7, bytes(parts[missing])[:-4]):
+        others = dict(parts)
+        del others[missing]
+        if strange is not None:
+            others[missing] = memoryview(strange)
+        if missing in ("segment.0", "symbols.names") and strange is not None:
+            continue
+        with pytest.raises((KernelError, KeyError, TypeError, ValueError)):
+            KeptKernel(others)

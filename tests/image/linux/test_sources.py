@@ -39,7 +39,7 @@ def opened(data: bytes, tmp_path: Path) -> int:
     """How many symbols the kernel in a file with these bytes has."""
     file = tmp_path / "image"
     file.write_bytes(data)
-    return len(open_kernel(str(file)).symbols)
+    return len(open_kernel(str(file)).kallsyms.symbols)
 
 
 def refusal(data: bytes, tmp_path: Path) -> str:
@@ -83,7 +83,7 @@ def test_host_is_the_running_kernel_s_file(monkeypatch: pytest.MonkeyPatch, tmp_
     file = tmp_path / "vmlinuz"
     file.write_bytes(VMLINUZ)
     monkeypatch.setattr(source, "host_kernel", lambda: file)
-    assert len(open_kernel("host").symbols) == SYMBOLS
+    assert len(open_kernel("host").kallsyms.symbols) == SYMBOLS
 
 
 def test_host_without_its_file_says_where_it_would_be(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,86 @@
+"""KeptKernel: what was read out of a kernel once, as a few arrays in a file that costs nothing to open."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Mapping
+from dataclasses import astuple
+from errno import ENODATA
+from functools import cached_property
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.image.image import BlacklistEntry, BugEntry, ExTableEntry, JumpLabel, StaticCall
+from emulated_kernel.image.kallsyms import Kallsyms, SymbolTable
+from emulated_kernel.image.linux.btf import Btf
+from emulated_kernel.image.linux.events import KernelEvent, RecordField
+from emulated_kernel.image.linux.kernel import LinuxKernel
+from emulated_kernel.image.linux.vmlinux import LinkedMemory, LoadSegment, Section
+
+_ADDRESSES = ("mcount", "return_sites")
+_ENTRIES = ("blacklist", "ex_table", "jump_labels", "static_calls")
+
+
+def kept_parts(kernel: LinuxKernel) -> dict[str, bytes | memoryview]:
+    """All that `KeptKernel` needs, by names of parts."""
+    memory = kernel.vmlinux
+    parts: dict[str, bytes | memoryview] = {
+        f"symbols.{name}": data for name, data in kernel.kallsyms.table.parts().items()
+    }
+    parts |= {f"segment.{number}": segment.data for number, segment in enumerate(memory.segments)}
+    parts |= {name: array("Q", sorted(getattr(kernel, name))).tobytes() for name in _ADDRESSES}
+    try:
+        parts["btf.starts"], parts["btf.names"] = kernel.btf.index
+        parts["events"] = json.dumps([astuple(event) for event in kernel.events]).encode()
+    except KernelError as error:
+        if error.errno != ENODATA:
+            raise
+    about = {
+        "entry": memory.entry,
+        "segments": [(each.va, each.pa, each.mem_size, each.flags) for each in memory.segments],
+        "sections": {name: astuple(section) for name, section in memory.sections.items()},
+        "tables": {name: getattr(kernel, name) for name in _ENTRIES},
+        "bugs": [astuple(bug) for bug in kernel.bugs.values()],
+    }
+    return {"about": json.dumps(about).encode(), **parts}
+
+
+class KeptKernel(LinuxKernel):
+    """A kernel out of its parts, which stay where they are; its tables aren't read out of it again.
+
+    Raises: KernelError ENOEXEC, KeyError, TypeError, ValueError for other parts.
+    """
+
+    def __init__(self, parts: Mapping[str, memoryview]) -> None:
+        about = json.loads(bytes(parts["about"]))
+        self.vmlinux = LinkedMemory(
+            about["entry"],
+            tuple(
+                LoadSegment(va, pa, parts[f"segment.{number}"], size, flags)
+                for number, (va, pa, size, flags) in enumerate(about["segments"])
+            ),
+            {name: Section(*fields) for name, fields in about["sections"].items()},
+        )
+        kinds = {name.partition(".")[2]: part for name, part in parts.items() if name.startswith("symbols.")}
+        self._set_symbols(Kallsyms.of_table(SymbolTable.of_parts(kinds), 0, 1 << 64))
+        tables = about["tables"]
+        self.ex_table = tuple(map(ExTableEntry._make, tables["ex_table"]))
+        self.jump_labels = tuple(map(JumpLabel._make, tables["jump_labels"]))
+        self.static_calls = tuple(map(StaticCall._make, tables["static_calls"]))
+        self.blacklist = tuple(map(BlacklistEntry._make, tables["blacklist"]))
+        self.bugs = {fields[0]: BugEntry(*fields) for fields in about["bugs"]}
+        self.mcount = frozenset(parts["mcount"].cast("Q"))
+        self.return_sites = tuple(parts["return_sites"].cast("Q"))
+        if "btf.starts" in parts:
+            index = (bytes(parts["btf.starts"]), bytes(parts["btf.names"]))
+            self.btf = Btf(self._btf_data(), index)
+        self._events = parts.get("events")
+
+    @cached_property
+    def events(self) -> tuple[KernelEvent, ...]:
+        if self._events is None:
+            return super().events
+        return tuple(
+            KernelEvent(address, system, name, text, tuple(RecordField(*field) for field in fields), *rest)
+            for address, system, name, text, fields, *rest in json.loads(bytes(self._events))
+        )
