@@ -42,6 +42,7 @@ from emulated_kernel.machine.task_events import TaskEvents
 from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, MemoryFault
 from emulated_kernel.trace.array.system import TraceSystem
 from emulated_kernel.trace.compiled.guest_records import GuestRecords
+from emulated_kernel.trace.compiled.places import Asking
 from emulated_kernel.trace.events.link_order import link_rank
 from emulated_kernel.trace.events.own_entries import own_events
 from emulated_kernel.trace.events.print_event import PrintEvent
@@ -99,7 +100,7 @@ class TraceParts:
     """None where the kernel isn't our own, as are the two before."""
     guest_records: GuestRecords
     handler_costs: HandlerCosts | None
-    """None where handlers are Python's."""
+    """None where the kernel isn't our own."""
     dynamic_events: DynamicEvents
     kprobe_events: KprobeEvents
     fprobe_events: FprobeEvents | None
@@ -281,6 +282,7 @@ class _TracingBuilder:
             arch.interrupt_flag,
             context.breakpoint_trace_ctx,
             partial(getattr, machine.clock, "step_ns"),
+            Asking(),
         )
         commands = EventCommands(self._registry, arrays.top.errors, self._guest.log, machine.config.limits)
         engine = ProbeEngine(

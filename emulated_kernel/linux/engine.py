@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 
 from emulated_kernel.arch.x86.arch import X86_64
 from emulated_kernel.build import ProbedParts, ProbeRegistries
@@ -47,10 +46,8 @@ class LinuxEngine:
         self.tasks = tasks
         self.lock = lock or ControlLock()
         self.kernel = kernel
-        # Compiled handlers need a clock and a need_resched that guest code can read.
-        profile = replace(profile, compiled=False)
         machine = self.machine = ProbedLinux(tasks, kernel)
-        arch, abi = X86_64(), linux_abi(kernel, tasks)
+        arch, abi = X86_64(), linux_abi(kernel, tasks) | {"host_clock": machine.clock.cell}
         stacks = KernelStacks(kernel, tasks.machine, machine.memory, tasks.per_cpu, tasks.current_cell)
         clock = RequestClock(machine.clock)
         scheduler = Scheduler(stacks, clock.jiffies, lambda: tasks.idle(_TURN))

@@ -6,7 +6,7 @@ from struct import Struct
 
 from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.image.linux.unusable import unusable
-from emulated_kernel.linux.pc import Pc
+from emulated_kernel.linux.pc import TSC_KHZ, Pc
 from emulated_kernel.machine.clock import GuestClock
 from emulated_kernel.machine.memory.guest_memory import GuestMemory
 
@@ -17,14 +17,22 @@ _MASK = (1 << 64) - 1
 class LinuxClock(GuestClock):
     """Cycles as nanoseconds, by the numbers that the kernel itself uses.
 
+    Guest code has a cell with the time, which each of its readings moves on.
+
     Mirrors: arch/x86/kernel/tsc.c:cycles_2_ns (v6.1).
     Raises: KernelError ENOEXEC, ENOENT, ENODATA for a kernel without them.
     """
 
     is_virtual = True
+    step_ns = 40
+    """What a reading by guest code adds."""
 
-    def __init__(self, pc: Pc, kernel: LinuxKernel, memory: GuestMemory, per_cpu: int) -> None:
+    def __init__(self, pc: Pc, kernel: LinuxKernel, memory: GuestMemory, per_cpu: int, cell: int) -> None:
+        """`cell`: address of a u64 of the host's."""
         super().__init__()
+        self.cell = cell
+        self._now = memory.view(cell, 8).cast("Q")
+        self._shown = 0
         self._pc = pc
         start = kernel.kallsyms.lookup_name("cyc2ns")
         if start is None:
@@ -37,14 +45,28 @@ class LinuxClock(GuestClock):
         size = 2 * self._scale.size
         self._scales = memory.view(per_cpu + start + offset("cyc2ns.data"), size)
         self._version = memory.view(per_cpu + start + offset("cyc2ns.seq"), 4).cast("I")
+        self.show(pc.tsc)
+        pc.follower = self
 
     def _ns(self, cycles: int) -> int:
         """Of the two sets of numbers one is good while the other is written to."""
         factor, shift, offset = self._scale.unpack_from(self._scales, self._version[0] % 2 * self._scale.size)
         return int(offset + (cycles * factor >> shift) & _MASK)
 
+    def passed(self) -> int:
+        """Cycles that guest code has let pass."""
+        nanoseconds = self._now[0] - self._shown
+        self._shown = self._now[0]
+        return -(-nanoseconds * TSC_KHZ // 1_000_000)
+
+    def show(self, cycles: int) -> None:
+        """The cell never goes back, as rounding could make it."""
+        self._shown = self._now[0] = max(self._ns(cycles), self._now[0])
+
     def now_ns(self) -> int:
-        return self._ns(self._pc.tsc)
+        return max(self._ns(self._pc.tsc), self._now[0])
 
     def read_ns(self) -> int:
-        return self._ns(self._pc.tsc if self._is_held else self._pc.read_tsc())
+        if not self._is_held:
+            self._pc.read_tsc()
+        return self.now_ns()

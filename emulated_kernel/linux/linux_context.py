@@ -10,6 +10,7 @@ from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.kprobes.ctlblk import KprobeCtlblk
 from emulated_kernel.linux.tasks import NEED_RESCHED, THREAD_SIZE, LinuxTasks
 from emulated_kernel.machine.probed_machine import ProbedMachine
+from emulated_kernel.trace.compiled.places import Asking
 from emulated_kernel.trace.hits.hit_context import HitContext
 from emulated_kernel.trace.ring.trace_entry import EntryFlag
 
@@ -19,24 +20,32 @@ _SOFTIRQ, _HARDIRQ = 0xFF00, 0xF0000
 _FIELDS = ("pid", "comm", "stack", "thread_info.flags")
 
 
+def linux_asking(kernel: LinuxKernel) -> Asking:
+    """How guest code learns whether the current task is asked to give the CPU up."""
+    return Asking(_NOT_ASKED, (kernel.btf.offset("task_struct.thread_info.flags"), NEED_RESCHED))
+
+
 def linux_abi(kernel: LinuxKernel, tasks: LinuxTasks) -> dict[str, int]:
     """By the names of our own image's table. Raises: KernelError ENOEXEC, ENOENT, ENODATA."""
-    count = kernel.kallsyms.lookup_name("__preempt_count")
-    if count is None:
+    lookup, offset = kernel.kallsyms.lookup_name, kernel.btf.offset
+    count, number = lookup("__preempt_count"), lookup("cpu_number")
+    hot, own_offset = lookup("pcpu_hot"), lookup("this_cpu_off")
+    if hot is not None:
         # Since 6.2.
-        hot = kernel.kallsyms.lookup_name("pcpu_hot")
-        if hot is None:
-            raise unusable("its symbols lack __preempt_count and pcpu_hot")
-        count = hot + kernel.btf.offset("pcpu_hot.preempt_count")
+        count, number = hot + offset("pcpu_hot.preempt_count"), hot + offset("pcpu_hot.cpu_number")
+    if count is None or number is None or own_offset is None:
+        raise unusable("its symbols lack __preempt_count, cpu_number or this_cpu_off")
     return {
         "percpu.base": tasks.per_cpu,
         "percpu.current_task": tasks.current_cell - tasks.per_cpu,
+        "percpu.this_cpu_off": own_offset,
+        "percpu.cpu_number": number,
         "percpu.preempt_count": count,
         "percpu.need_resched": count,
         "preempt.hardirq_mask": _HARDIRQ,
         "preempt.softirq_mask": _SOFTIRQ,
         "thread.size": THREAD_SIZE,
-        **{f"task_struct.{name}": kernel.btf.offset(f"task_struct.{name}") for name in _FIELDS},
+        **{f"task_struct.{name}": offset(f"task_struct.{name}") for name in _FIELDS},
     }
 
 

@@ -5,7 +5,7 @@ All ports that nothing answers read as ones. Sources: data sheets of the 8259A, 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 TSC_KHZ = 2_600_000
 PIT_HZ = 1_193_182
@@ -22,11 +22,22 @@ _LCG = 6364136223846793005, 1442695040888963407
 _MASK = (1 << 64) - 1
 
 
+class TimeFollower(Protocol):
+    """Shows the time to guest code, which lets some pass on its own."""
+
+    def passed(self) -> int:
+        """Cycles that passed since it was asked, or told, for the last time."""
+
+    def show(self, cycles: int) -> None:
+        """It is that late."""
+
+
 class Pc:
     """Devices and time; time is the TSC, which goes on at each reading, by a seeded step."""
 
     def __init__(self, seed: int) -> None:
-        self.tsc = 10**9
+        self.follower: TimeFollower | None = None
+        self._tsc = 10**9
         self.random = seed
         self.due: int | None = None
         """The TSC at which the timer interrupts; None: it doesn't."""
@@ -64,6 +75,19 @@ class Pc:
             setattr(self, name, state[name])
 
     # Time
+
+    @property
+    def tsc(self) -> int:
+        """Cycles since it was switched on."""
+        if self.follower is not None:
+            self._tsc += self.follower.passed()
+        return self._tsc
+
+    @tsc.setter
+    def tsc(self, cycles: int) -> None:
+        self._tsc = cycles
+        if self.follower is not None:
+            self.follower.show(cycles)
 
     def read_tsc(self) -> int:
         """rdtsc. The step varies: some code waits until it has seen two that differ."""

@@ -14,7 +14,7 @@ from emulated_kernel.linux.linux_clock import LinuxClock
 from emulated_kernel.linux.tasks import THUNK_SIZE, LinuxTasks
 from emulated_kernel.machine.cpu.x86_64 import X86_64Cpu
 from emulated_kernel.machine.engine import CodeCache, Engine
-from emulated_kernel.machine.memory.record_memory import RecordMemory
+from emulated_kernel.machine.memory.record_memory import CELL_UNIT, RecordMemory
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.text.text import Text
 
@@ -60,6 +60,7 @@ class ProbedLinux(ProbedMachine):
 
     cpu = 0
     memory: KernelMemory
+    clock: LinuxClock
 
     def __init__(self, tasks: LinuxTasks, kernel: LinuxKernel) -> None:
         super().__init__()
@@ -79,7 +80,8 @@ class ProbedLinux(ProbedMachine):
         cells = self.alloc_pages(_CELLS_SIZE) - tasks.per_cpu
         reserved = {"percpu.reserved": cells, "percpu.reserved_size": _CELLS_SIZE}
         self.records = RecordMemory(memory, self.model.layout, reserved, lambda: self.per_cpu_bases)
-        self.clock = LinuxClock(machine.pc, kernel, memory, tasks.per_cpu)
+        time = self.records.address(self.records.alloc_cells(CELL_UNIT))
+        self.clock = LinuxClock(machine.pc, kernel, memory, tasks.per_cpu, time)
 
     def positions(self) -> list[tuple[int, int]]:
         return [(self.regs.ip, self.regs.sp)]

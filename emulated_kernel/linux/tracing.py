@@ -9,7 +9,8 @@ from emulated_kernel.arch.base import Arch
 from emulated_kernel.build import ProbeRegistries, TraceParts
 from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.limits import Limits
-from emulated_kernel.linux.linux_context import LinuxContext
+from emulated_kernel.linux.linux_clock import LinuxClock
+from emulated_kernel.linux.linux_context import LinuxContext, linux_asking
 from emulated_kernel.lock import ControlLock
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.trace.array.system import TraceSystem
@@ -78,7 +79,14 @@ def linux_tracing(
     arrays = TraceArrays(system, hists, functions, machine.clock.now_ns, lock, limits)
     commands = EventCommands(registry, arrays.top.errors, printk, limits)
     hit = ProbeHit(memory, tasks, context.hit_trace_ctx)
-    probes = ProbeEngine(arch, symbols, kprobes, engine.kretprobes, engine.fprobes, hit, places=None)
+    places = records.places(
+        abi,
+        arch.interrupt_flag,
+        context.breakpoint_trace_ctx,
+        lambda: LinuxClock.step_ns,
+        linux_asking(kernel),
+    )
+    probes = ProbeEngine(arch, symbols, kprobes, engine.kretprobes, engine.fprobes, hit, places)
     kprobe_events = KprobeEvents(probes, commands)
     synthetic_events = SyntheticEvents(commands, arch.word_size)
     uprobe_events = UprobeEvents(arch, commands)

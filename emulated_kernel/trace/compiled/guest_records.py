@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from emulated_kernel.machine.clock import GuestClock
 from emulated_kernel.machine.memory.record_memory import RecordMemory
 from emulated_kernel.machine.traps.trap import HardwareError
-from emulated_kernel.trace.compiled.places import SCRATCH_SIZE, GuestPlaces, HitCounter
+from emulated_kernel.trace.compiled.places import SCRATCH_SIZE, Asking, GuestPlaces, HitCounter
 from emulated_kernel.trace.hits.probe_hit import Tasks
 from emulated_kernel.trace.ring.buffer import RingBuffer
 from emulated_kernel.trace.ring.layout import CONTROL_SIZE, RingControls, RingMemory
@@ -72,6 +72,7 @@ class GuestRecords:
         interrupt_flag: tuple[str, int],
         breakpoint_context: tuple[int, int],
         clock_step: Callable[[], int],
+        asking: Asking,
     ) -> GuestPlaces:
         """All that compiled handlers need to know of this guest."""
         return GuestPlaces(
@@ -84,6 +85,7 @@ class GuestRecords:
             comm=abi["task_struct.comm"],
             preempt_count=abi["percpu.preempt_count"],
             need_resched=abi["percpu.need_resched"],
+            asking=asking,
             hardirq_mask=abi["preempt.hardirq_mask"],
             softirq_mask=abi["preempt.softirq_mask"],
             interrupt_flag=interrupt_flag,

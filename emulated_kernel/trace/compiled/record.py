@@ -123,8 +123,7 @@ class RecordEmitter:
                 ComputeImmediate(Arithmetic.SHL, TEMP, _COUNT_SHIFT),
                 Compute(Arithmetic.OR, VALUE, TEMP),
             )
-            emit(LoadPerCpu(TEMP, places.need_resched, 4))
-            self._add_flag(Condition.NE, 0, EntryFlag.NEED_RESCHED | EntryFlag.PREEMPT_RESCHED)
+            self._add_resched_flags()
             emit(LoadPerCpu(TEMP, places.preempt_count, 4))
             self._add_flag(Condition.ANY_BIT, places.hardirq_mask, EntryFlag.HARDIRQ)
             self._add_flag(Condition.ANY_BIT, _SOFTIRQ_SERVED, EntryFlag.SOFTIRQ)
@@ -139,17 +138,39 @@ class RecordEmitter:
         )
         builder.place(known)
 
+    def _add_resched_flags(self) -> None:
+        """Mirrors: HitContext.resched_flags, and LinuxContext's."""
+        emit, places, asking = self._emit, self._places, self._places.asking
+        emit(LoadPerCpu(TEMP, places.need_resched, 4))
+        if asking.task_flag is None:
+            self._add_flag(Condition.NE, 0, EntryFlag.NEED_RESCHED | EntryFlag.PREEMPT_RESCHED)
+            return
+        emit(ComputeImmediate(Arithmetic.ADD, TEMP, -asking.not_asked))
+        self._add_flag(Condition.ANY_BIT, -asking.not_asked, EntryFlag.PREEMPT_RESCHED)
+        self._emit_task_flags(asking.task_flag[0])
+        self._add_flag(Condition.ANY_BIT, asking.task_flag[1], EntryFlag.NEED_RESCHED)
+
+    def _emit_task_flags(self, offset: int) -> None:
+        self._emit(LoadPerCpu(TEMP, self._places.current_task, self._word), Load(TEMP, TEMP, offset, 4))
+
     def _branch_unless_zero(self, label: Label) -> None:
         """Go to `label` if preempt_count or need_resched says anything."""
+        asking = self._places.asking
         for offset, size in self._count_loads():
-            self._emit(
-                LoadPerCpu(TEMP, offset, size),
-                BranchImmediate(Condition.NE, TEMP, 0, label, is_unlikely=True),
-            )
+            self._emit(LoadPerCpu(TEMP, offset, size))
+            if asking.not_asked:
+                self._emit(ComputeImmediate(Arithmetic.ADD, TEMP, -asking.not_asked))
+            self._emit(BranchImmediate(Condition.NE, TEMP, 0, label, is_unlikely=True))
+        if asking.task_flag is not None:
+            offset, bit = asking.task_flag
+            self._emit_task_flags(offset)
+            self._emit(BranchImmediate(Condition.ANY_BIT, TEMP, bit, label, is_unlikely=True))
 
     def _count_loads(self) -> list[tuple[int, int]]:
         """Offset and size of the loads that see both."""
         first, second = sorted((self._places.preempt_count, self._places.need_resched))
+        if first == second:
+            return [(first, 4)]
         return [(first, 8)] if second == first + 4 and self._word == 8 else [(first, 4), (second, 4)]
 
     def _add_flag(self, condition: Condition, value: int, flags: EntryFlag) -> None:

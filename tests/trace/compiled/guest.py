@@ -11,7 +11,7 @@ from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
 from emulated_kernel.arch.program.ops import NR_VREGS, Program
 from emulated_kernel.arch.x86.arch import I386, X86_64
 from emulated_kernel.trace.compiled.handler import CompiledEvent, EventEmitter, Recording, compiled_event
-from emulated_kernel.trace.compiled.places import SCRATCH_SIZE, GuestPlaces
+from emulated_kernel.trace.compiled.places import SCRATCH_SIZE, Asking, GuestPlaces
 from emulated_kernel.trace.events.event import Recorder, TraceEvent
 from emulated_kernel.trace.hits.probe_hit import ProbeHit
 from emulated_kernel.trace.probes.trace_kprobe import KprobeTraceEvent
@@ -241,6 +241,7 @@ class Guest:
             comm=0x200,
             preempt_count=0x7C,
             need_resched=0x78,
+            asking=Asking(),
             hardirq_mask=0xF0000,
             softirq_mask=0xFF00,
             last_pid=0x30,
