@@ -9,6 +9,7 @@ from emulated_kernel.arch.base import Arch
 from emulated_kernel.build import ProbeRegistries, TraceParts
 from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.limits import Limits
+from emulated_kernel.linux.kernel_tracepoints import KernelTracepoints
 from emulated_kernel.linux.linux_clock import LinuxClock
 from emulated_kernel.linux.linux_context import LinuxContext, linux_asking
 from emulated_kernel.lock import ControlLock
@@ -56,6 +57,11 @@ def linux_tracing(
     markers = PrintEvent(arch.word_size)
     for own in (markers, *own_events(arch.word_size)):
         registry.add_own(own)
+    points = KernelTracepoints(
+        machine, kernel, arch, kprobes.poker, ProbeHit(memory, tasks, context.trace_ctx)
+    )
+    for event in points.events():
+        registry.add(event)
     tables = FrameTables(machine.text, kernel, symbols, arch, engine.hook_sets)
     system = TraceSystem(
         cpus=len(machine.per_cpu_bases),

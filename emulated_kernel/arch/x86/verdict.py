@@ -187,5 +187,12 @@ class X86Verdict(Verdict[X86FunctionAnalysis]):
             yield source + len(insn) + from_bytes(displacement, "little", signed=True), source
 
     def label_size(self, code: bytes) -> int:
-        """Mirrors: arch/x86/kernel/jump_label.c:arch_jump_entry_size (v6.1)."""
-        return _SHORT_LABEL_SIZE if code.startswith(_SHORT_LABELS) else JMP32_SIZE
+        return label_size(code)
+
+
+def label_size(code: bytes) -> int:
+    """Bytes of the jump label that begins so.
+
+    Mirrors: arch/x86/kernel/jump_label.c:arch_jump_entry_size (v6.1).
+    """
+    return _SHORT_LABEL_SIZE if code.startswith(_SHORT_LABELS) else JMP32_SIZE

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 
+from emulated_kernel.image.linux.events import RecordField
 from emulated_kernel.image.trace_events import FieldDefinition
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.hits.probe_hit import ProbeHit
@@ -43,7 +44,7 @@ class Tracepoint:
             self._switch(False)
 
 
-def layout_fields(definitions: Iterable[FieldDefinition]) -> Iterator[EventField]:
+def layout_fields(definitions: Iterable[FieldDefinition | RecordField]) -> Iterator[EventField]:
     """Fields with their offsets. Mirrors: kernel/trace/trace_events.c:event_define_fields (v6.1)."""
     offset = COMMON_SIZE
     for each in definitions:

@@ -8,14 +8,16 @@ from typing import Any
 
 from emulated_kernel.arch.base import Arch
 from emulated_kernel.image.image import JumpLabel
-from emulated_kernel.machine.machine import Machine
+from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.text.text_poke import TextPoker
 
 
 class StaticKeys:
     """Flips the jump labels of a key. Mirrors: kernel/jump_label.c:__jump_label_update (v6.1)."""
 
-    def __init__(self, labels: Iterable[JumpLabel], machine: Machine, poker: TextPoker, arch: Arch) -> None:
+    def __init__(
+        self, labels: Iterable[JumpLabel], machine: ProbedMachine, poker: TextPoker, arch: Arch
+    ) -> None:
         self._text = machine.text
         self._breakpoints = machine.breakpoints
         self._poker = poker
@@ -28,7 +30,7 @@ class StaticKeys:
         """Make all branches of the key jumps, or nops again."""
         insns: dict[int, bytes] = {}
         for label in self._labels.get(key, ()):
-            insn = jump = self._arch.relative_jump(label.code, label.target)
+            insn = jump = self.jump(label)
             if not on:
                 insn = self._text.original(label.code, len(jump))
             insns[label.code] = insn
@@ -37,6 +39,10 @@ class StaticKeys:
         self._poker.replace_all(insns)
         for code in insns:
             del self._breakpoints[code]
+
+    def jump(self, label: JumpLabel) -> bytes:
+        """What stands there while the key is on."""
+        return self._arch.relative_jump(label.code, label.target)
 
 
 def _go(to: int, regs: Any) -> None:

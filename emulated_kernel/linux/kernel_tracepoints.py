@@ -1,0 +1,183 @@
+"""Tracepoints of a distribution's kernel: its own functions make the records, which then are ours."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from functools import cached_property, partial
+from struct import pack
+from typing import Any
+
+from emulated_kernel.abi import PAGE_SIZE
+from emulated_kernel.arch.base import Arch
+from emulated_kernel.arch.x86.prepare import JMP32_SIZE
+from emulated_kernel.arch.x86.verdict import label_size
+from emulated_kernel.image.image import JumpLabel
+from emulated_kernel.image.linux.events import KernelEvent
+from emulated_kernel.image.linux.kernel import LinuxKernel
+from emulated_kernel.machine.probed_machine import ProbedMachine
+from emulated_kernel.machine.text.text_poke import TextPoker
+from emulated_kernel.trace.events.event import TraceEvent
+from emulated_kernel.trace.events.link_order import link_rank
+from emulated_kernel.trace.events.static_event import StaticEvent, Tracepoint, layout_fields
+from emulated_kernel.trace.events.static_keys import StaticKeys
+from emulated_kernel.trace.hits.probe_hit import ProbeHit
+from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE
+from emulated_kernel.trace.text.print_fmt import PrintContext
+
+_RESERVE, _COMMIT = "trace_event_buffer_reserve", "trace_event_buffer_commit"
+_WORD = 8
+_JMP8 = b"\xeb"
+_FUNCS = 2 * 24
+"""Bytes of an array of struct tracepoint_func: ours, and its end."""
+_FILE = 8
+"""Bytes between the addresses that stand for a trace_event_file."""
+_DEPTH = 4
+"""Records that are being made at a time: making one may meet another tracepoint."""
+log = logging.getLogger("kprobefs.linux")
+
+
+class KernelTracepoints:
+    """The events of tracepoints that are switched by their static key alone.
+
+    A tracepoint that is switched on calls the event's own function, with a trace_event_file of ours: zeros,
+    by whose address the event is known. Where that function asks for room for a record it gets a page of
+    ours, and where it commits the record, the event has it.
+    Mirrors: include/trace/trace_events.h:trace_event_raw_event_##call (v6.1).
+    """
+
+    def __init__(
+        self,
+        machine: ProbedMachine,
+        kernel: LinuxKernel,
+        arch: Arch,
+        poker: TextPoker,
+        hit: ProbeHit,
+    ) -> None:
+        """`hit` is filled in with each record. Nothing is done to the guest until an event is enabled."""
+        self._machine, self._memory, self._hit = machine, machine.memory, hit
+        self._kernel = kernel
+        self._arch = arch
+        # Those of functions that ran at boot are gone.
+        labels = [label for label in kernel.jump_labels if label.code in range(*kernel.text)]
+        self._keys = _ShortKeys(labels, machine, poker, arch)
+        # Linux: a kernel that can be preempted takes off again what the tracepoint itself has added.
+        self._own_count = -1 if kernel.kallsyms.lookup_name("preempt_schedule") is not None else 0
+        self._points: dict[int, Tracepoint] = {}
+        """By their number in `_events`."""
+        self._pending: list[tuple[int, int, int, int]] = []
+        """Of each record that is being made: its trace_event_buffer, the file, where it lies, its size."""
+        self._events: list[KernelEvent] = []
+        self._places = 0
+
+    def events(self) -> Iterator[TraceEvent]:
+        """In Linux's order; none for a kernel that hands records over in another way."""
+        lookup = self._kernel.kallsyms.lookup_name
+        if lookup(_RESERVE) is None or lookup(_COMMIT) is None:
+            return
+        found = [event for event in self._kernel.events if event.is_plain and event.probe and event.fields]
+        self._events = sorted(found, key=lambda event: link_rank(event.system, event.name))
+        for number, event in enumerate(self._events):
+            point = Tracepoint(partial(self._switch, number, event))
+            fields = layout_fields(event.fields)
+            yield KernelStaticEvent(event.system, event.name, fields, event.print_fmt, point, {}, _WORD)
+            self._points[number] = point
+
+    def _switch(self, number: int, event: KernelEvent, on: bool) -> None:
+        """Mirrors: kernel/tracepoint.c:tracepoint_add_func, tracepoint_remove_func (v6.1)."""
+        self._prepare()
+        funcs = event.tracepoint + self._kernel.btf.offset("tracepoint.funcs")
+        array = self._funcs + number * _FUNCS
+        if on:
+            entry = pack("<QQQ", event.probe, self._files + number * _FILE, 0)
+            self._memory.write(array, entry.ljust(_FUNCS, b"\0"))
+            self._memory.write(funcs, pack("<Q", array))
+        self._keys.switch(event.key, on)
+        if not on:
+            self._memory.write(funcs, bytes(_WORD))
+
+    def _prepare(self) -> None:
+        if self._places:
+            return
+        count = len(self._events)
+        self._funcs = self._machine.alloc_pages(count * _FUNCS)
+        # Whatever is read of any of the files is zero.
+        self._files = self._machine.alloc_pages(count * _FILE + PAGE_SIZE)
+        self._places = self._machine.alloc_pages(_DEPTH * PAGE_SIZE)
+        # For good: a CPU may still be on its way there when the last event is disabled.
+        for name, function in ((_RESERVE, self._reserve), (_COMMIT, self._commit)):
+            address = self._kernel.kallsyms.lookup_name(name)
+            assert address is not None
+            self._machine.breakpoints[address] = function
+            self._machine.text.poke(address, self._arch.breakpoint)
+
+    def _reserve(self, regs: Any) -> None:
+        """It is called with a trace_event_buffer, a trace_event_file and a size: gives room, or none.
+
+        The kernel's own files get none; its own tracefs isn't there for anybody.
+        """
+        buffer, file, size = regs.di, regs.si, regs.dx
+        is_ours = self._files <= file < self._files + len(self._events) * _FILE
+        place = self._places + len(self._pending) * PAGE_SIZE
+        if is_ours and len(self._pending) < _DEPTH and COMMON_SIZE <= size <= PAGE_SIZE:
+            self._memory.write(place, bytes(size))
+            self._pending.append((buffer, file, place, size))
+            self._return(regs, place)
+        else:
+            self._return(regs, 0)
+
+    def _commit(self, regs: Any) -> None:
+        """It is called with a trace_event_buffer."""
+        buffer = regs.di
+        self._return(regs, 0)
+        while self._pending:
+            asked, file, place, size = self._pending.pop()
+            # Those that were asked for later have ended with a fault.
+            if asked == buffer:
+                self._record(file, self._memory.read(place + COMMON_SIZE, size - COMMON_SIZE), regs)
+                return
+
+    def _record(self, file: int, payload: bytes, regs: Any) -> None:
+        hit = self._hit
+        hit.regs, hit.handler_preempt_count = regs, self._own_count
+        for handler in self._points[(file - self._files) // _FILE].handlers:
+            handler(payload, hit)
+
+    def _return(self, regs: Any, value: int) -> None:
+        regs.ax, regs.ip = value, self._memory.read_word(regs.sp)
+        regs.sp += _WORD
+
+
+class _ShortKeys(StaticKeys):
+    """Since v5.14 a label's jump has two bytes where that is enough."""
+
+    def jump(self, label: JumpLabel) -> bytes:
+        size = label_size(self._text.original(label.code, JMP32_SIZE))
+        if size == JMP32_SIZE:
+            return super().jump(label)
+        return _JMP8 + (label.target - label.code - size).to_bytes(1, "little", signed=True)
+
+
+class KernelStaticEvent(StaticEvent):
+    """An event whose print format may ask for functions that only its kernel has.
+
+    Deviates: Linux runs those when it shows a line; here the line has the fields.
+    """
+
+    @cached_property
+    def _print(self) -> Callable[[PrintContext], str]:
+        try:
+            return super()._print
+        except ValueError as error:
+            log.info("%s:%s: %s", self.group, self.name, error)
+            return self._bare
+
+    def _bare(self, context: PrintContext) -> str:
+        """Fields that are numbers, by name."""
+        shown = []
+        for field in self.fields:
+            raw = context.payload[field.offset - COMMON_SIZE :][: field.size]
+            if field.size in (1, 2, 4, 8) and not field.type.startswith("__data_loc"):
+                value = int.from_bytes(raw, "little", signed=field.is_signed)
+                shown.append(f"{field.name}={value if field.is_signed else hex(value)}")
+        return " ".join(shown)

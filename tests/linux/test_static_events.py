@@ -1,0 +1,117 @@
+"""Tracepoints of Debian's kernel as events of our engine: they record what its own tracefs records."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from emulated_kernel.host.mirror.processes import NoProcesses
+from emulated_kernel.linux.engine import LinuxEngine
+from emulated_kernel.linux.engine_mount import EngineMount
+from emulated_kernel.linux.linux_mount import LinuxMount
+from emulated_kernel.linux.syscalls import LinuxSyscalls
+from emulated_kernel.linux.tasks import LinuxTasks
+from emulated_kernel.vfs.core.node import Owner
+from tests.linux import debian_kernel
+from tests.oracle.inside import read, write
+from tests.sample import share
+
+EVENTS = (
+    "task/task_newtask", "sched/sched_process_fork", "sched/sched_wakeup_new", "sched/sched_process_exit",
+    "signal/signal_generate",
+)  # fmt: skip
+WHO_AND_WHEN = re.compile(r"^.*?-(?=\d+ )| +\d+\.\d{6}:")
+"""Linux knows a task's name from the next switch of tasks on."""
+ID = re.compile(r"^ID: \d+$", re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def engine() -> LinuxEngine:
+    return LinuxEngine(*debian_kernel.with_kernel())
+
+
+@pytest.fixture(scope="module")
+def ours(engine: LinuxEngine) -> Iterator[EngineMount]:
+    mount = EngineMount(engine, NoProcesses(), Owner(0, 0), is_tracefs=False)
+    yield mount
+    mount.close()
+
+
+@pytest.fixture(scope="module")
+def linux() -> Iterator[LinuxMount]:
+    mount = debian_kernel.mount()
+    yield mount
+    mount.close()
+
+
+def switch(mount: LinuxMount, event: str, *, on: bool) -> None:
+    assert not write(mount, f"/tracing/events/{event}/enable", str(int(on))), event
+
+
+def families(tasks: LinuxTasks) -> None:
+    child = tasks.fork(tasks.init, 4100)
+    tasks.exit(tasks.fork(child, 4101))
+    tasks.exit(child)
+
+
+def recorded(mount: LinuxMount, tasks: LinuxTasks) -> list[str]:
+    """Lines without times, of the tasks that are born and die there."""
+    write(mount, "/tracing/trace", "", os.O_TRUNC)
+    for event in EVENTS:
+        switch(mount, event, on=True)
+    families(tasks)
+    for event in EVENTS:
+        switch(mount, event, on=False)
+    lines = read(mount, "/tracing/trace").splitlines()
+    return [WHO_AND_WHEN.sub("", line) for line in lines if re.search(r"\b410[01]\b", line)]
+
+
+def test_records_are_those_of_its_own_tracefs(
+    linux: LinuxMount, ours: EngineMount, engine: LinuxEngine
+) -> None:
+    """With interrupts and preemption as they were there, and in the same order."""
+    found = recorded(ours, engine.tasks)
+    assert found == recorded(linux, linux._tasks)
+    assert {line.split(": ")[0].split()[-1] for line in found} >= {
+        event.split("/")[1] for event in EVENTS[:4]
+    }
+
+
+def test_formats_are_those_of_its_own_tracefs(linux: LinuxMount, ours: EngineMount) -> None:
+    events = read(ours, "/tracing/available_events").split()
+    assert len(events) > 250
+    for event in share(events, 3, 8):
+        path = f"/tracing/events/{event.replace(':', '/')}/format"
+        assert ID.sub("", read(ours, path)) == ID.sub("", read(linux, path)), event
+
+
+def test_all_at_once(ours: EngineMount, engine: LinuxEngine) -> None:
+    """The kernel goes on as before, and has its text back but for what all records go through."""
+    assert not write(ours, "/tracing/events/enable", "1")
+    families(engine.tasks)
+    engine.tasks.idle(20_000)
+    assert not write(ours, "/tracing/events/enable", "0")
+    lines = [line for line in read(ours, "/tracing/trace").splitlines() if not line.startswith("#")]
+    names = {match[1] for line in lines if (match := re.search(r"\d+\.\d{6}: (\w+): ", line))}
+    assert names > {"sched_switch", "sched_waking", "task_newtask", "timer_start", "kmem_cache_alloc"}
+    assert len(engine.machine.text.ledger) == 2
+    assert not engine.tasks.machine.death
+    log = LinuxSyscalls(engine.tasks).log().decode()
+    assert "WARN" not in log
+    assert "BUG" not in log
+
+
+def test_filters_and_triggers_know_their_fields(ours: EngineMount, engine: LinuxEngine) -> None:
+    event = "/tracing/events/sched/sched_process_exit"
+    write(ours, "/tracing/trace", "", os.O_TRUNC)
+    assert not write(ours, f"{event}/filter", "pid == 4101")
+    assert not write(ours, f"{event}/trigger", "hist:keys=comm")
+    switch(ours, "sched/sched_process_exit", on=True)
+    families(engine.tasks)
+    switch(ours, "sched/sched_process_exit", on=False)
+    lines = [line for line in read(ours, "/tracing/trace").splitlines() if not line.startswith("#")]
+    assert len(lines) == 1
+    assert "pid=4101" in lines[0]
+    assert "Hits: 2" in read(ours, f"{event}/hist")
