@@ -37,9 +37,9 @@ from emulated_kernel.kprobes.scheduler import Scheduler
 from emulated_kernel.limits import Limit
 from emulated_kernel.lock import ControlLock
 from emulated_kernel.machine.machine import Machine
-from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.task_events import TaskEvents
 from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, MemoryFault
+from emulated_kernel.parts import ProbedParts, ProbeRegistries, TraceParts
 from emulated_kernel.trace.array.system import TraceSystem
 from emulated_kernel.trace.compiled.guest_records import GuestRecords
 from emulated_kernel.trace.compiled.places import Asking
@@ -72,51 +72,6 @@ from emulated_kernel.trace.tracers.function_profiler import FunctionProfiler
 from emulated_kernel.trace.tracers.graph_tracer import GraphTracer
 from emulated_kernel.trace.tracers.sleep_times import build_sleep_times
 from emulated_kernel.trace.tracers.stack_tracer import StackMeasure, StackTracer
-
-
-@dataclass(frozen=True, eq=False)
-class ProbeRegistries:
-    """What probes are registered with."""
-
-    kprobes: Kprobes
-    jprobes: Jprobes | None
-    """None where the profile's kernel has none."""
-    kretprobes: Kretprobes
-    hook_sets: HookSets
-    fprobes: Fprobes
-
-
-@dataclass(frozen=True, eq=False)
-class TraceParts:
-    """The objects that tracefs shows."""
-
-    symbols: KernelSymbols
-    system: TraceSystem
-    arrays: TraceArrays
-    functions: KernelFunctions
-    function_graph: GraphTracer | None
-    function_profiler: FunctionProfiler | None
-    stack_tracer: StackTracer | None
-    """None where the kernel isn't our own, as are the two before."""
-    guest_records: GuestRecords
-    handler_costs: HandlerCosts | None
-    """None where the kernel isn't our own."""
-    dynamic_events: DynamicEvents
-    kprobe_events: KprobeEvents
-    fprobe_events: FprobeEvents | None
-    """None where the profile's kernel has none."""
-    synthetic_events: SyntheticEvents
-    uprobe_events: UprobeEvents
-
-
-@dataclass(frozen=True, eq=False)
-class ProbedParts:
-    """What files show of any kernel that is probed."""
-
-    arch: Arch
-    machine: ProbedMachine
-    engine: ProbeRegistries
-    tracing: TraceParts
 
 
 @dataclass(frozen=True, eq=False)

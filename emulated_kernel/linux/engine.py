@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 
 from emulated_kernel.arch.x86.arch import X86_64
-from emulated_kernel.build import ProbedParts, ProbeRegistries
 from emulated_kernel.host.request_clock import RequestClock, RequestObserver
 from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.kprobes.kinds.fprobe import Fprobes
@@ -20,6 +19,7 @@ from emulated_kernel.linux.probed_linux import ProbedLinux
 from emulated_kernel.linux.tasks import LinuxTasks
 from emulated_kernel.linux.tracing import linux_tracing
 from emulated_kernel.lock import ControlLock
+from emulated_kernel.parts import ProbedParts, ProbeRegistries
 from emulated_kernel.trace.tracers.function_graph import traceable_functions
 
 log = logging.getLogger("kprobefs.linux")

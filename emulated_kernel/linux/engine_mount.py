@@ -55,7 +55,7 @@ class EngineMount(LinuxMount):
                 "kprobe_profile": kprobe_profile_file(tracing.kprobe_events),
                 "tracing": tracefs_directory(tracing),
                 "machine": self._machine_directory(),
-                "sysctl": sysctl_directory(kprobes, None),
+                "sysctl": sysctl_directory(kprobes, tracing.stack_tracer),
                 # What the guest's tmpfs is mounted on.
                 "scratch": Directory(0o1777, {}),
             },

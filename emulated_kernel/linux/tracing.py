@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from functools import cache
 
 from emulated_kernel.arch.base import Arch
-from emulated_kernel.build import ProbeRegistries, TraceParts
 from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.limits import Limits
 from emulated_kernel.linux.kernel_tracepoints import KernelTracepoints
@@ -14,6 +13,7 @@ from emulated_kernel.linux.linux_clock import LinuxClock
 from emulated_kernel.linux.linux_context import LinuxContext, linux_asking
 from emulated_kernel.lock import ControlLock
 from emulated_kernel.machine.probed_machine import ProbedMachine
+from emulated_kernel.parts import ProbeRegistries, TraceParts
 from emulated_kernel.trace.array.system import TraceSystem
 from emulated_kernel.trace.compiled.guest_records import GuestRecords
 from emulated_kernel.trace.events.own_entries import own_events
@@ -34,6 +34,7 @@ from emulated_kernel.trace.synth.events import SyntheticEvents
 from emulated_kernel.trace.text.cmdlines import SavedCmdlines
 from emulated_kernel.trace.trace_arrays import TraceArrays
 from emulated_kernel.trace.tracers.call_sites import KernelFunctions
+from emulated_kernel.trace.tracers.stack_tracer import StackMeasure, StackTracer
 
 
 def linux_tracing(
@@ -78,8 +79,11 @@ def linux_tracing(
         printk=printk,
         release=kernel.release,
     )
+    # Those of functions that ran at boot are gone.
+    sites = frozenset(site for site in kernel.mcount if site in range(*kernel.text))
+    measure = StackMeasure(memory, tasks, system.stack, arch, abi)
     functions = KernelFunctions(
-        kprobes.sites, kernel.mcount, symbols, ProbeHit(memory, tasks, context.trace_ctx), arch.word_size
+        kprobes.sites, sites, symbols, ProbeHit(memory, tasks, context.trace_ctx), arch.word_size
     )
     hists = HistCommand(HistSystem(registry, lambda number: _syscall_names(kernel).get(number)))
     arrays = TraceArrays(system, hists, functions, machine.clock.now_ns, lock, limits)
@@ -103,7 +107,7 @@ def linux_tracing(
         functions=functions,
         function_graph=None,
         function_profiler=None,
-        stack_tracer=None,
+        stack_tracer=StackTracer(functions, measure, symbols, arch.word_size),
         guest_records=records,
         handler_costs=None,
         dynamic_events=DynamicEvents(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 
@@ -15,7 +16,7 @@ from emulated_kernel.linux.syscalls import LinuxSyscalls
 from emulated_kernel.linux.tasks import LinuxTasks
 from emulated_kernel.vfs.core.node import Owner
 from tests.linux import debian_kernel
-from tests.oracle.inside import read, write
+from tests.oracle.inside import CLIENT, read, write
 from tests.sample import share
 
 EVENTS = (
@@ -115,3 +116,21 @@ def test_filters_and_triggers_know_their_fields(ours: EngineMount, engine: Linux
     assert len(lines) == 1
     assert "pid=4101" in lines[0]
     assert "Hits: 2" in read(ours, f"{event}/hist")
+
+
+def test_the_deepest_stack(ours: EngineMount, engine: LinuxEngine) -> None:
+    """A chain of callers from the system call on, each of which takes some of the stack."""
+    assert not write(ours, "/tracing/stack_trace_filter", "vfs_* shmem_*")
+    assert not write(ours, "/sysctl/kernel/stack_tracer_enabled", "1")
+    handle = ours.create(CLIENT, "/scratch/deep", 0o600, os.O_RDWR)
+    ours.write(CLIENT, handle, b"some", 0)
+    ours.release(handle)
+    assert not write(ours, "/sysctl/kernel/stack_tracer_enabled", "0")
+    lines = [line.split() for line in read(ours, "/tracing/stack_trace").splitlines()[2:]]
+    deepest = int(read(ours, "/tracing/stack_max_size"))
+    assert 0 < deepest == int(lines[0][1])
+    depths = [int(words[1]) for words in lines]
+    assert depths == sorted(depths, reverse=True)
+    assert sum(int(words[2]) for words in lines) == deepest
+    assert {"do_syscall_64", "entry_SYSCALL_64_after_hwframe"} <= {words[3].split("+")[0] for words in lines}
+    assert not engine.tasks.machine.death

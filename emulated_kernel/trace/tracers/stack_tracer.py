@@ -8,7 +8,7 @@ from itertools import islice
 
 from emulated_kernel.arch.base import Arch
 from emulated_kernel.errors import KernelError
-from emulated_kernel.machine.memory.memory import Memory
+from emulated_kernel.machine.memory.guest_memory import GuestMemory
 from emulated_kernel.trace.hits.call_stack import CallStack
 from emulated_kernel.trace.hits.probe_hit import ProbeHit, Tasks
 from emulated_kernel.trace.symbols import KernelSymbols
@@ -43,7 +43,7 @@ class StackMeasure:
     """Looks at the stack that a call is made on."""
 
     def __init__(
-        self, memory: Memory, tasks: Tasks, stack: CallStack, arch: Arch, abi: Mapping[str, int]
+        self, memory: GuestMemory, tasks: Tasks, stack: CallStack, arch: Arch, abi: Mapping[str, int]
     ) -> None:
         self._memory = memory
         self._tasks = tasks

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from emulated_kernel.build import ProbedParts
 from emulated_kernel.kprobes.return_hook.hooks import ReturnHooks
+from emulated_kernel.parts import ProbedParts
 from emulated_kernel.vfs.core.node import Directory, Node, Owner
 from emulated_kernel.vfs.core.open_file import File
 from emulated_kernel.vfs.core.parse import kstrtobool

@@ -7,11 +7,11 @@ import re
 from collections.abc import Callable, Mapping
 
 from emulated_kernel.arch.program.builder import HitWay
-from emulated_kernel.build import ProbedParts
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.return_hook.hook import ReturnHook
+from emulated_kernel.parts import ProbedParts
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.probes.trace_kprobe import EventProbe, KprobeTraceEvent, TraceKprobe
 from emulated_kernel.trace.text.sprint_symbol import sprint_symbol

@@ -11,16 +11,16 @@ from emulated_kernel.vfs.core.parse import sysctl_int, sysctl_switch
 from emulated_kernel.vfs.core.seq import AttributeFile
 
 
-def sysctl_directory(kprobes: Kprobes, stack: StackTracer | None) -> Directory:
+def sysctl_directory(kprobes: Kprobes, stack: StackTracer) -> Directory:
     """debug/kprobes-optimization, where the kernel has what they switch, and kernel/stack_tracer_enabled."""
     debug: dict[str, Node] = {}
     if kprobes.optimizer is not None:
         debug["kprobes-optimization"] = kprobes_optimization(kprobes, kprobes.optimizer)
-    kernel: dict[str, Node] = {}
-    if stack is not None:
-        kernel["stack_tracer_enabled"] = AttributeFile(
+    kernel: dict[str, Node] = {
+        "stack_tracer_enabled": AttributeFile(
             0o644, show=lambda: f"{stack.enabled}\n", store=lambda data: stack.enable(sysctl_int(data))
         )
+    }
     return Directory(
         0o555,
         {

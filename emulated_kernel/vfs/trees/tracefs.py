@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
-from emulated_kernel.build import TraceParts
+from emulated_kernel.parts import TraceParts
 from emulated_kernel.trace.probes.kprobe_events import KprobeEvents
 from emulated_kernel.trace.tracers.function_profiler import FunctionProfiler
 from emulated_kernel.trace.tracers.graph_tracer import GraphTracer
@@ -55,7 +55,7 @@ def _top_files(trace: TraceParts) -> dict[str, Node]:
         "uprobe_profile": SeqFile(READ_ONLY, listing(uprobe_events.profile_records)),
         **({} if trace.function_graph is None else _graph_files(trace.function_graph)),
         **_profile_files(trace.function_profiler, arrays.top.array.cpus),
-        **({} if trace.stack_tracer is None else _stack_files(trace.stack_tracer)),
+        **_stack_files(trace.stack_tracer),
     }
 
 

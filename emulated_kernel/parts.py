@@ -1,0 +1,72 @@
+"""The parts of a kernel that is probed, whoever made it, as files show them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from emulated_kernel.arch.base import Arch
+from emulated_kernel.kprobes.kinds.fprobe import Fprobes
+from emulated_kernel.kprobes.kinds.jprobe import Jprobes
+from emulated_kernel.kprobes.kinds.kretprobe import Kretprobes
+from emulated_kernel.kprobes.kprobes import Kprobes
+from emulated_kernel.kprobes.return_hook.hook_sets import HookSets
+from emulated_kernel.machine.probed_machine import ProbedMachine
+from emulated_kernel.trace.array.system import TraceSystem
+from emulated_kernel.trace.compiled.guest_records import GuestRecords
+from emulated_kernel.trace.probes.dynamic_events import DynamicEvents
+from emulated_kernel.trace.probes.fprobe_events import FprobeEvents
+from emulated_kernel.trace.probes.handler_cost import HandlerCosts
+from emulated_kernel.trace.probes.kprobe_events import KprobeEvents
+from emulated_kernel.trace.probes.uprobe_events import UprobeEvents
+from emulated_kernel.trace.symbols import KernelSymbols
+from emulated_kernel.trace.synth.events import SyntheticEvents
+from emulated_kernel.trace.trace_arrays import TraceArrays
+from emulated_kernel.trace.tracers.call_sites import KernelFunctions
+from emulated_kernel.trace.tracers.function_profiler import FunctionProfiler
+from emulated_kernel.trace.tracers.graph_tracer import GraphTracer
+from emulated_kernel.trace.tracers.stack_tracer import StackTracer
+
+
+@dataclass(frozen=True, eq=False)
+class ProbeRegistries:
+    """What probes are registered with."""
+
+    kprobes: Kprobes
+    jprobes: Jprobes | None
+    """None where the profile's kernel has none."""
+    kretprobes: Kretprobes
+    hook_sets: HookSets
+    fprobes: Fprobes
+
+
+@dataclass(frozen=True, eq=False)
+class TraceParts:
+    """The objects that tracefs shows."""
+
+    symbols: KernelSymbols
+    system: TraceSystem
+    arrays: TraceArrays
+    functions: KernelFunctions
+    function_graph: GraphTracer | None
+    function_profiler: FunctionProfiler | None
+    """None where the kernel isn't our own, as is the one before."""
+    stack_tracer: StackTracer
+    guest_records: GuestRecords
+    handler_costs: HandlerCosts | None
+    """None where the kernel isn't our own."""
+    dynamic_events: DynamicEvents
+    kprobe_events: KprobeEvents
+    fprobe_events: FprobeEvents | None
+    """None where the profile's kernel has none."""
+    synthetic_events: SyntheticEvents
+    uprobe_events: UprobeEvents
+
+
+@dataclass(frozen=True, eq=False)
+class ProbedParts:
+    """What files show of any kernel that is probed."""
+
+    arch: Arch
+    machine: ProbedMachine
+    engine: ProbeRegistries
+    tracing: TraceParts
