@@ -54,6 +54,9 @@ RECORDED = (
 STAMP = re.compile(r"^.*?-(?=\d+ )| [^ ]+ +\d+\.\d{6}:")
 """Whose, which Linux knows from the next switch of tasks on; when; and in which context: a probe is a jump
 from when its optimizer has come to it."""
+LONG_CALL = b"\x67\xe8"
+"""A call of six bytes, as boot makes of indirect ones. Linux 6.1 has a probed one return behind its fifth
+byte, and dies of that."""
 OPTIMIZING = 5_000_000
 """Microseconds of the guest's time in which it optimizes what it can."""
 KINDS = ("p", "r") * 6 + ("p:", "r8", "p8", "r0", "r99999", "x", "P", "-", "pp", "r-1")
@@ -201,6 +204,8 @@ def compare_places(linux: LinuxMount, kernel: LinuxKernel, count: int, seed: int
     tally, expected = Tally(), {}
     write(linux, "/tracing/kprobe_events", "", os.O_TRUNC)
     for addr in dict.fromkeys(places(kernel, count, seed)):
+        if kernel.read(addr, len(LONG_CALL)) == LONG_CALL:
+            continue
         finding = verdict.check_traced(addr) or verdict.may_probe(addr)
         got = write(linux, "/tracing/kprobe_events", f"p:x{addr:x} {addr:#x}", os.O_APPEND)
         wanted = finding.errno if finding else 0
