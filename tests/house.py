@@ -58,6 +58,13 @@ FEATURES = {
         "vfs/trees/sysctl.py",
     ),
     "limits": ("limits.py", "vfs/trees/limits.py"),
+    "handlers in assembly, modules that probe": (
+        "arch/program/assembly.py",
+        "arch/riscv/assembler.py",
+        "arch/x86/assembler.py",
+        "kprobes/assembled.py",
+        "kprobes/kinds/guest_probes.py",
+    ),
 }
 
 

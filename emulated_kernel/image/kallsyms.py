@@ -136,8 +136,9 @@ class SymbolTable:
     def named(self, name: str) -> Sequence[int]:
         """Numbers of the symbols of that name, by address."""
         wanted = name.encode("utf-8", "replace")
-        first = bisect_left(self.by_name, wanted, key=self.name)
-        last = bisect_right(self.by_name, wanted, first, key=self.name)
+        first = last = bisect_left(self.by_name, wanted, key=self.name)
+        while last < len(self.by_name) and self.name(self.by_name[last]) == wanted:
+            last += 1
         return self.by_name[first:last]
 
     def ending(self, pattern: str) -> Iterator[int]:
@@ -162,6 +163,10 @@ class Kallsyms:
         self.start = start
         self.end = end
         self._table = SymbolTable.of(sorted(symbols, key=_order))
+        self._met: dict[int, Symbol] = {}
+        """Symbols by number, of addresses and names that were looked up."""
+        self._numbers: dict[str, Sequence[int]] = {}
+        """And numbers by name."""
 
     @classmethod
     def of_table(cls, table: SymbolTable, start: int, end: int) -> Self:
@@ -181,9 +186,21 @@ class Kallsyms:
         return tuple(self._each())
 
     def _each(self) -> Iterator[Symbol]:
-        return map(self._symbol, range(len(self)))
+        return map(self._make, range(len(self)))
 
     def _symbol(self, index: int) -> Symbol:
+        found = self._met.get(index)
+        if found is None:
+            found = self._met[index] = self._make(index)
+        return found
+
+    def _named(self, name: str) -> Sequence[int]:
+        found = self._numbers.get(name, ())
+        if not found and (found := self._table.named(name)):
+            self._numbers[name] = found
+        return found
+
+    def _make(self, index: int) -> Symbol:
         addresses = self._table.addresses
         address = addresses[index]
         behind = bisect_right(addresses, address, index)
@@ -203,7 +220,7 @@ class Kallsyms:
 
         Mirrors: kernel/kallsyms.c:kallsyms_lookup_name (v6.1)
         """
-        found = self._table.named(name)
+        found = self._named(name)
         return self._table.addresses[found[0]] if found else None
 
     def ending(self, pattern: str) -> Iterator[int]:
@@ -216,11 +233,11 @@ class Kallsyms:
 
     def count_name(self, name: str) -> int:
         """How many symbols have that name."""
-        return len(self._table.named(name))
+        return len(self._named(name))
 
     def by_name(self, name: str) -> tuple[Symbol, ...]:
         """All symbols of that name, by address."""
-        return tuple(map(self._symbol, self._table.named(name)))
+        return tuple(map(self._symbol, self._named(name)))
 
     def lookup(self, address: int) -> Location | None:
         """The symbol that an address is in: of several at one address the first in the table.

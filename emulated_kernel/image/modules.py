@@ -106,7 +106,7 @@ class LiveKallsyms(Kallsyms):
     def __init__(self, image: Kallsyms) -> None:
         # The image's own table, which nothing changes: to sort and to index it again is a tenth of a boot.
         self.digits, self.start, self.end = image.digits, image.start, image.end
-        self._table = image.table
+        self._table, self._met, self._numbers = image.table, {}, {}
         self._modules: list[ModuleSymbols] = []
 
     def set_modules(self, modules: Iterable[Module]) -> None:

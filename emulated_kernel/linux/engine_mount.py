@@ -107,7 +107,7 @@ class EngineMount(LinuxMount):
     @contextmanager
     def _control(self, client: Client) -> Iterator[None]:
         """Around what a client does with a file of ours; that answers, whatever becomes of the guest."""
-        with self._lock:
+        with self.lock:
             if self._closed:
                 raise KernelError(errno.EIO, "the mount has ended")
             if not self._tasks.machine.death:
@@ -124,7 +124,7 @@ class EngineMount(LinuxMount):
     def getattr(self, path: str, client: Callable[[], Client] | None = None) -> Stat:
         if self._is_guests(path):
             return super().getattr(path, client)
-        with self._lock:
+        with self.lock:
             return self._files.getattr(path)
 
     def _shown(self, found: Stat, *, takes_commands: bool) -> Stat:
@@ -138,7 +138,7 @@ class EngineMount(LinuxMount):
         found = self._opened_files.get(handle)
         if isinstance(found, str):
             return self.getattr(found)
-        with self._lock:
+        with self.lock:
             return self._files.stat(self._file(handle).node)
 
     def opendir(self, client: Client, path: str) -> int:
@@ -166,7 +166,7 @@ class EngineMount(LinuxMount):
                 entry._replace(ino=above if above and entry.name == ".." else entry.ino * INO_SPACES + 1)
                 for entry in super().readdir(path)
             ]
-        with self._lock:
+        with self.lock:
             entries = self._files.readdir(path)
         if path == "/" and not self._is_tracefs:
             # A dead guest keeps nobody from listing.
@@ -228,14 +228,14 @@ class EngineMount(LinuxMount):
     def poll(self, handle: int, notify: Callable[[], None] | None) -> int:
         if handle < _OURS:
             return super().poll(handle, notify)
-        with self._lock:
+        with self.lock:
             return self._file(handle).poll(notify)
 
     def release(self, handle: int) -> None:
         if handle < _OURS:
             super().release(handle)
             return
-        with self._lock:
+        with self.lock:
             opened = self._opened_files.pop(handle, None)
             if isinstance(opened, OpenFile):
                 self._files.release(opened)
@@ -307,19 +307,19 @@ class EngineMount(LinuxMount):
         if self._is_guests(path):
             super().chmod(client, path, mode)
             return
-        with self._lock:
+        with self.lock:
             self._files.chmod(client, path, mode)
 
     def chown(self, client: Client, path: str, uid: int, gid: int) -> None:
         if self._is_guests(path):
             super().chown(client, path, uid, gid)
             return
-        with self._lock:
+        with self.lock:
             self._files.chown(client, path, uid, gid)
 
     def utimens(self, client: Client, path: str, atime_ns: int | None, mtime_ns: int | None) -> None:
         if self._is_guests(path):
             super().utimens(client, path, atime_ns, mtime_ns)
             return
-        with self._lock:
+        with self.lock:
             self._files.utimens(client, path, atime_ns, mtime_ns)

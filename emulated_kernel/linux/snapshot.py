@@ -124,7 +124,7 @@ def _write(file: IO[bytes], start: int, data: memoryview) -> int:
     return checksum
 
 
-class Snapshot(NamedTuple):
+class SavedMachine(NamedTuple):
     """A machine as it was saved, with the parts that were to be kept."""
 
     machine: LinuxMachine
@@ -133,7 +133,7 @@ class Snapshot(NamedTuple):
     """Nothing if they weren't asked for."""
 
 
-def load(source: Path, *, with_parts: bool = False) -> Snapshot | None:
+def load(source: Path, *, with_parts: bool = False) -> SavedMachine | None:
     """What was saved; None where there is none, or a damaged one, which is removed."""
     try:
         with open(source, "rb") as file:
@@ -149,7 +149,7 @@ def load(source: Path, *, with_parts: bool = False) -> Snapshot | None:
     return None
 
 
-def _loaded(file: int, *, with_parts: bool) -> Snapshot | None:
+def _loaded(file: int, *, with_parts: bool) -> SavedMachine | None:
     about = _header(file)
     if about is None or os.fstat(file).st_size != about["end"]:
         return None
@@ -167,7 +167,7 @@ def _loaded(file: int, *, with_parts: bool) -> Snapshot | None:
         parts = {name: whole[start : start + length] for name, (start, length, _) in kept.items()}
     access = mmap.PROT_READ | mmap.PROT_WRITE
     ram = mmap.mmap(file, size, flags=mmap.MAP_PRIVATE, prot=access, offset=_HEADER)
-    return Snapshot(*_machine(ram, about), parts)
+    return SavedMachine(*_machine(ram, about), parts)
 
 
 def _is_own(file: int) -> bool:

@@ -7,8 +7,10 @@ import random
 import sys
 from collections import Counter
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
+from emulated_kernel.errors import KernelError
 from emulated_kernel.linux.syscalls import LinuxSyscalls
 from tests.linux.probing import (
     MODES,
@@ -37,14 +39,22 @@ def functions(count: int, seed: int) -> list[int]:
     symbols, (start, end) = kernel().kallsyms, kernel().text
     found = [address for name in ALWAYS if (address := symbols.lookup_name(name)) is not None]
     assert len(found) == len(ALWAYS)
-    names = set(kernel().btf.functions)
     others = {
-        symbol.address
+        symbol.address: symbol.name
         for symbol in symbols.symbols
-        if start <= symbol.address < end and symbol.size and symbol.name in names
-    }.difference(found)
-    dice = random.Random(seed)
-    return [*found, *dice.sample(sorted(others), max(0, count - len(found)))][:count]
+        if start <= symbol.address < end and symbol.size and symbol.address not in found
+    }
+    shuffled = random.Random(seed).sample(sorted(others), len(others))
+    described = (address for address in shuffled if _is_described(others[address]))
+    return [*found, *islice(described, max(0, count - len(found)))][:count]
+
+
+def _is_described(function: str) -> bool:
+    try:
+        kernel().btf.prototype(function)
+    except KernelError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)

@@ -145,6 +145,8 @@ def test_a_cache_that_takes_nothing(
     (tmp_path / "image").write_bytes(VMLINUX)
     monkeypatch.setattr(start, "_booted", small_machine)
     monkeypatch.setattr(start, "LinuxTasks", lambda machine, _facts: SimpleNamespace(machine=machine))
+    monkeypatch.setattr(start, "as_running", lambda kernel, _tasks: kernel)
+    monkeypatch.setattr(start, "kept_parts", lambda _kernel: {})
     with caplog.at_level(logging.WARNING, "kprobefs.linux"):
         start.ensure_cached(str(tmp_path / "image"), 1, lambda _done, _total: None)
     (record,) = caplog.records
