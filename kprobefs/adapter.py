@@ -133,7 +133,8 @@ class Server:
         free = 1 if self._options.is_ordered else FREE_LOOPS
         loops = Loops(lambda: _libfuse.fuse_loop(session), free)
         self._operations.blocking = loops.blocking
-        self._lock.waiting = loops.waiting
+        if not self._options.is_ordered:
+            self._lock.waiting = loops.waiting
         loops.run()
         _libfuse.fuse_teardown(session, mountpoint)
         return 0

@@ -12,6 +12,9 @@ from emulated_kernel.errors import KernelError
 FREE_LOOPS = 3
 """Threads that take requests while others block. More only wait for the interpreter's lock."""
 
+MOST_WAITING = 32
+"""Threads that wait for the kernel's lock for long and are replaced meanwhile; beyond that, requests wait."""
+
 
 class Loops:
     """Runs `loop` in threads until all of them have ended.
@@ -27,15 +30,24 @@ class Loops:
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._blocked = 0
+        self._replaceable = threading.Semaphore(MOST_WAITING)
+        self._has_ended = False
+        """The loops have nothing to take requests from any more."""
 
     def run(self) -> None:
         """Start the threads; return when each has left its loop."""
         with self._lock:
             self._refill()
         ended = 0
-        while ended < len(self._threads):
-            self._threads[ended].join()
+        while (thread := self._next(ended)) is not None:
+            thread.join()
             ended += 1
+
+    def _next(self, ended: int) -> threading.Thread | None:
+        """The one to wait for behind so many; None where all have ended, and no more are started."""
+        with self._lock:
+            self._has_ended = ended == len(self._threads)
+            return None if self._has_ended else self._threads[ended]
 
     @contextmanager
     def blocking(self) -> Iterator[None]:
@@ -57,14 +69,19 @@ class Loops:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """As blocking(), for what is waited for even if nobody takes requests meanwhile."""
+        """As blocking(), for what is waited for even if nobody takes requests meanwhile.
+
+        Only loops are replaced, and not more than MOST_WAITING at once: the threads for that stay.
+        """
         with ExitStack() as stack:
-            with suppress(KernelError):
-                stack.enter_context(self.blocking())
+            if threading.current_thread() in self._threads and self._replaceable.acquire(blocking=False):
+                stack.callback(self._replaceable.release)
+                with suppress(KernelError):
+                    stack.enter_context(self.blocking())
             yield
 
     def _refill(self) -> None:
-        while len(self._threads) - self._blocked < self._free:
+        while not self._has_ended and len(self._threads) - self._blocked < self._free:
             thread = threading.Thread(target=self._loop, name="fuse-loop", daemon=True)
             try:
                 thread.start()

@@ -101,7 +101,37 @@ def test_the_lock_is_waited_for_without_threads_too(monkeypatch: pytest.MonkeyPa
         raise RuntimeError("can't start new thread")
 
     loops = Loops(lambda: None)
+    monkeypatch.setattr(loops, "_threads", [threading.current_thread()])
     monkeypatch.setattr(threading.Thread, "start", none)
     with loops.waiting():
-        pass
-    assert loops._blocked == 0
+        assert loops._blocked == 0
+
+
+def test_only_loops_are_replaced_and_not_behind_their_end() -> None:
+    """A session that is over is freed: nobody may take requests from it any more."""
+    begun = []
+    loops = Loops(lambda: begun.append(1))
+    loops.run()
+    with loops.waiting(), loops.waiting():
+        assert len(begun) == FREE_LOOPS
+    with loops.blocking():
+        assert len(begun) == len(loops._threads) == FREE_LOOPS
+
+
+def test_only_so_many_that_wait_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kprobefs.loops.MOST_WAITING", 1)
+    release = threading.Event()
+    loops = Loops(lambda: release.wait(5))
+    runner = threading.Thread(target=loops.run)
+    runner.start()
+    try:
+        while len(loops._threads) < FREE_LOOPS:
+            release.wait(0.01)
+        loops._threads.append(threading.current_thread())
+        with loops.waiting(), loops.waiting():
+            assert loops._blocked == 1
+        loops._threads.remove(threading.current_thread())
+    finally:
+        release.set()
+        runner.join(5)
+    assert not runner.is_alive()
