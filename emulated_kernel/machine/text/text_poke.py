@@ -35,22 +35,13 @@ class TextPoker:
 
     def replace(self, va: int, insn: bytes) -> None:
         """Breakpoint, tail, first byte."""
-        with self._patching():
-            self._expose(va, insn)
-            self._write(PokeStep.FIRST_BYTE, va, insn)
+        self.replace_all({va: insn})
 
     def replace_all(self, insns: Mapping[int, bytes]) -> None:
         """The same for several instructions at once, with one synchronisation a step for all."""
-        size = len(self._breakpoint)
-        steps = (
-            [(va, self._breakpoint) for va in insns],
-            [(va + size, insn[size:]) for va, insn in insns.items()],
-            [(va, insn[:size]) for va, insn in insns.items()],
-        )
         with self._patching():
-            for pokes in steps:
-                self._text.poke_batch(pokes)
-                self._text.sync()
+            self._expose(insns)
+            self._write(PokeStep.FIRST_BYTE, insns)
 
     def expose_breakpoint(self, va: int, insn: bytes) -> None:
         """Breakpoint, then the tail of `insn`; the breakpoint stays.
@@ -58,11 +49,11 @@ class TextPoker:
         Mirrors: arch/x86/kernel/kprobes/opt.c:arch_unoptimize_kprobe (v6.1).
         """
         with self._patching():
-            self._expose(va, insn)
+            self._expose({va: insn})
 
-    def _expose(self, va: int, insn: bytes) -> None:
-        self._write(PokeStep.BREAKPOINT, va, self._breakpoint)
-        self._write(PokeStep.TAIL, va, insn)
+    def _expose(self, insns: Mapping[int, bytes]) -> None:
+        self._write(PokeStep.BREAKPOINT, dict.fromkeys(insns, self._breakpoint))
+        self._write(PokeStep.TAIL, insns)
 
     @contextmanager
     def _patching(self) -> Iterator[None]:
@@ -72,11 +63,11 @@ class TextPoker:
         finally:
             self.is_busy = False
 
-    def _write(self, step: PokeStep, va: int, insn: bytes) -> None:
-        """Write the part of `insn` that a step changes; when it returns no CPU has an older one."""
+    def _write(self, step: PokeStep, insns: Mapping[int, bytes]) -> None:
+        """Write the part of each that a step changes; when it returns no CPU has an older one."""
         size = len(self._breakpoint)
         if step is PokeStep.TAIL:
-            self._text.poke(va + size, insn[size:])
+            self._text.poke_batch([(va + size, insn[size:]) for va, insn in insns.items()])
         else:
-            self._text.poke(va, insn[:size])
+            self._text.poke_batch([(va, insn[:size]) for va, insn in insns.items()])
         self._text.sync()

@@ -106,13 +106,8 @@ def test_fentry_sites(arch: str, detour: str) -> None:
         assert kernel.machine.text.ledger == {}
 
 
-def replace_at_once(poker: TextPoker, va: int, insn: bytes) -> None:
-    """All bytes of an instruction with no breakpoint before."""
-    poker._text.poke(va, insn)
-    poker._text.sync()
-
-
 def replace_all_at_once(poker: TextPoker, insns: Mapping[int, bytes]) -> None:
+    """All bytes of the instructions with no breakpoint before."""
     poker._text.poke_batch(insns.items())
     poker._text.sync()
 
@@ -158,17 +153,17 @@ class TestBrokenProtocols:
         text = proof.probed.kernel.machine.text
         write = TextPoker._write
 
-        def write_without(poker: TextPoker, now: PokeStep, va: int, insn: bytes) -> None:
+        def write_without(poker: TextPoker, now: PokeStep, insns: Mapping[int, bytes]) -> None:
             with monkeypatch.context() as patch:
                 if now is step:
                     patch.setattr(text, "sync", lambda: None)
-                write(poker, now, va, insn)
+                write(poker, now, insns)
 
         monkeypatch.setattr(TextPoker, "_write", write_without)
         assert self.finds(proof, "stale")
 
     def test_all_bytes_at_once(self, proof: Proof, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(TextPoker, "replace", replace_at_once)
+        monkeypatch.setattr(TextPoker, "replace_all", replace_all_at_once)
         assert self.finds(proof, "optimizing.*stale")
 
     def test_no_waiting_for_the_region(self, proof: Proof, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +229,7 @@ def test_sites_that_become_calls_together_at_once(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_site_that_becomes_a_call_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TextPoker, "replace", replace_at_once)
+    monkeypatch.setattr(TextPoker, "replace_all", replace_all_at_once)
     with Kernel(MachineConfig(run_budget=0.2)) as kernel:
         proof = SiteProof(Probed(kernel))
         assert finds(proof, sites(proof, 1), "arming.*stale")

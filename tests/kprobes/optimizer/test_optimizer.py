@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -43,9 +43,9 @@ class TestSteps:
 
         write = TextPoker._write
 
-        def write_and_look(poker: TextPoker, step: PokeStep, address: int, insn: bytes) -> None:
-            write(poker, step, address, insn)
-            text = probed.kernel.machine.text
+        def write_and_look(poker: TextPoker, step: PokeStep, insns: Mapping[int, bytes]) -> None:
+            write(poker, step, insns)
+            text, (address,) = probed.kernel.machine.text, insns
             assert ledger_mismatches(text) == []
             seen.append((step, text.current(address, 5), len(text.ledger), probed.gcd()))
 

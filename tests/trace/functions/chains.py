@@ -126,9 +126,12 @@ class Chains:
 
     def _kind(self, address: int) -> tuple[str, int]:
         """What the instruction there is, and its end."""
-        code = b""
-        with suppress(MemoryFault):
-            code = self._kernel.machine.memory.read(address, min(_MOST, 4096 - address % 4096))
+        read, rest = self._kernel.machine.memory.read, 4096 - address % 4096
+        try:
+            code = read(address, _MOST)
+        except MemoryFault:
+            # The page behind isn't there.
+            code = read(address, min(_MOST, rest))
         key = address, code
         found = self._kinds.get(key)
         if found is None:
