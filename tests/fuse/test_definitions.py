@@ -279,7 +279,7 @@ def test_round_trip(layout: str, directory: Path, tmp_path: Path) -> None:
         "instances/a\\040b/tracing_on = 0",
         "per_cpu/cpu1/buffer_size_kb = 203",
         "set_event_pid = 77 123456",
-        "set_ftrace_filter = vfs_link:enable_event:kprobes:ret:2 vfs_symlink:traceoff:3 vfs_symlink:traceoff",
+        "set_ftrace_filter = vfs_symlink:traceoff:3 vfs_symlink:traceoff vfs_link:enable_event:kprobes:ret:2",
         "instances/slow/tracing_cpumask = 2",
     ):
         assert line in lines

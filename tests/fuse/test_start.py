@@ -56,7 +56,7 @@ def test_images_are_files_of_some_size(command: str, kind: str, directory: Path,
         why = "40960 MiB; a kernel image has at most 1024"
     target = "true" if command == "run" else str(directory)
     result = kprobefs(*command.split(), "--image", str(image), target, program=REAL_PROGRAM)
-    assert result.returncode == (Exit.RUN_FAILED if command == "run" else Exit.FAILURE)
+    assert result.returncode == (Exit.RUN_FAILED if command == "run" else Exit.USAGE)
     assert result.stderr == f"kprobefs: {image}: {why}\n"
     assert not is_mounted(directory)
     assert logs() == []
