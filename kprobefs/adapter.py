@@ -46,6 +46,8 @@ T = TypeVar("T")
 
 WAIT_SLICE = 0.05
 """Seconds between two looks at whether a blocked request was interrupted."""
+LOOKS = 500
+"""In a second, by all blocked requests: with many, each looks less often. A look is 0.1 ms of the CPU."""
 ATTRIBUTES_AGE = 0.01
 """Seconds that fstat(2) may show old attributes; with 0 each open asks for them twice more."""
 BLOCK_SIZE = 4096
@@ -311,7 +313,7 @@ class _Operations:
         self._stopping = stopping
         self._pollers = _Pollers()
         self.ready: Callable[[], None] = lambda: None
-        self.blocking: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.blocking: Callable[[], AbstractContextManager[int]] = lambda: nullcontext(1)
         """Around what waits: gives the requests another thread."""
         self.faults = 0
         self._thread = _Thread()
@@ -467,8 +469,8 @@ class _Operations:
                 if info.flags & os.O_NONBLOCK:
                     self._give_up(client, info, errno.EAGAIN)
             try:
-                with self.blocking():
-                    self._mount.wait(info.fh, WAIT_SLICE)
+                with self.blocking() as blocked:
+                    self._mount.wait(info.fh, max(WAIT_SLICE, blocked / LOOKS))
             except KernelError as error:
                 self._give_up(client, info, error.errno or errno.EIO)
             if _libfuse.fuse_interrupted():

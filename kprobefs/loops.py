@@ -50,8 +50,8 @@ class Loops:
             return None if self._has_ended else self._threads[ended]
 
     @contextmanager
-    def blocking(self) -> Iterator[None]:
-        """The calling thread waits for something: another one takes requests meanwhile.
+    def blocking(self) -> Iterator[int]:
+        """The calling thread waits for something: another one takes requests meanwhile; how many wait now.
 
         Raises: KernelError ENOMEM, where the host has no thread for that: the last one may not wait.
         """
@@ -61,8 +61,9 @@ class Loops:
             if len(self._threads) == self._blocked:
                 self._blocked -= 1
                 raise KernelError(errno.ENOMEM, "no thread to take requests meanwhile")
+            blocked = self._blocked
         try:
-            yield
+            yield blocked
         finally:
             with self._lock:
                 self._blocked -= 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -10,14 +11,16 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 
 from tests.endurance.state_kills import state_kills
-from tests.fuse.harness import REAL_PROGRAM, Daemon, daemon, environment, is_mounted
+from tests.fuse.harness import REAL_PROGRAM, Daemon, daemon, environment, eventually, is_mounted
 from tests.fuzz.report import Violation
 from tests.mounted.files import EVENTS, Files
 
@@ -27,6 +30,7 @@ SLOWEST = 2.0
 """Seconds that a request may take on a machine with nothing else to do."""
 WITHIN = 120.0
 """Seconds for a client to end by itself."""
+READERS = 1000
 
 
 def operations(directory: Path, count: int, seconds: float, seed: int, slowest: float = SLOWEST) -> str:
@@ -174,6 +178,81 @@ def full_disk(directory: Path, count: int, seconds: float, seed: int, _slowest: 
     return f"{rounds} mounts without a place for a log"
 
 
+def readers(directory: Path, count: int, seconds: float, seed: int, slowest: float = SLOWEST) -> str:
+    """So many reads that sleep, a fifth in pipes of their own, the others in one: nobody waits for them."""
+    del seconds, seed
+    count = count or READERS
+    with daemon(directory, program=REAL_PROGRAM) as running:
+        files = Files(directory)
+        names = ["tracing/per_cpu/cpu0/trace_pipe_raw"] * (count - count // 5)
+        for number in range(count // 5):
+            files.path(f"tracing/instances/a{number}").mkdir()
+            names.append(f"tracing/instances/a{number}/trace_pipe")
+        answers = _read_each([files.path(name) for name in names])
+        tasks = Path(f"/proc/{running.process.pid}/task")
+        eventually(lambda: len(list(tasks.iterdir())) > count, "a read has no thread", WITHIN)
+        late = max(
+            _timed("a definition", lambda: files.write("kprobe_events", "p:meanwhile vfs_mkdir\n")),
+            _timed("enabling", lambda: files.write(f"{EVENTS}/meanwhile/enable", "1")),
+            _look(files, "meanwhile"),
+        )
+        if answers:
+            raise Violation(f"reads of nothing ended: {answers}")
+        # One record: of those that share a pipe one gets it.
+        files.write("tracing/trace_marker", "here")
+        eventually(lambda: answers, "nobody reads", WITHIN)
+        late = max(late, _look(files, "meanwhile"))
+        end = subprocess.run([*REAL_PROGRAM, "umount", str(directory)], env=environment(), check=False)
+        eventually(lambda: len(answers) == count, "a reader is stuck", WITHIN)
+    if end.returncode or Counter(answers) != {"EIO": count - 1, "": 1}:
+        raise Violation(f"umount ended with {end.returncode}, reads with {Counter(answers)}")
+    return f"{count} readers, {_told(late, slowest)}"
+
+
+def _read_each(pipes: list[Path]) -> list[str]:
+    """A read of each by a thread of its own; the list gets how it ended: an errno's name or ""."""
+    answers: list[str] = []
+
+    def read(descriptor: int) -> None:
+        answers.append(_errno(lambda: os.read(descriptor, 4096)))
+        with suppress(OSError):
+            os.close(descriptor)
+
+    for pipe in pipes:
+        threading.Thread(target=read, args=(os.open(pipe, os.O_RDONLY),), daemon=True).start()
+    return answers
+
+
+def _errno(request: Callable[[], object]) -> str:
+    try:
+        request()
+    except OSError as error:
+        return errno.errorcode[error.errno or 0]
+    return ""
+
+
+def _look(files: Files, event: str) -> tuple[float, str]:
+    """What must always answer: the slowest of it."""
+    return max(
+        _timed("kprobes/list", lambda: files.read("kprobes/list")),
+        _timed("machine/dmesg", lambda: files.read("machine/dmesg")),
+        _timed("disabling", lambda: files.write(f"{EVENTS}/{event}/enable", "0")),
+    )
+
+
+def _timed(name: str, request: Callable[[], object]) -> tuple[float, str]:
+    start = time.monotonic()
+    request()
+    return time.monotonic() - start, name
+
+
+def _told(late: tuple[float, str], slowest: float) -> str:
+    seconds, request = late
+    if seconds > slowest:
+        raise Violation(f"{request} took {seconds:.2f} s")
+    return f"{seconds:.2f} s the slowest request: {request}"
+
+
 def leap(directory: Path, count: int, seconds: float, seed: int, _slowest: float = SLOWEST) -> str:
     """Under faketime: a wall clock of another century, and one that runs a hundred times as fast."""
     del count, seconds, seed
@@ -212,5 +291,6 @@ ATTACKS: dict[str, Attack] = {
     "state-kills": lambda directory, *more: state_kills(directory.parent, *more),
     "traffic": traffic,
     "full-disk": full_disk,
+    "readers": readers,
     "faketime": leap,
 }

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.endurance.attacks import full_disk, kills, leap, operations, traffic
+from tests.endurance.attacks import full_disk, kills, leap, operations, readers, traffic
 from tests.fuse.conftest import directory, runtime
 from tests.fuse.harness import needs_fuse
 
@@ -31,6 +31,10 @@ def test_writers_and_readers(directory: Path) -> None:
 
 def test_a_full_disk(directory: Path) -> None:
     assert "1 mounts" in full_disk(directory, 1, 0, 1)
+
+
+def test_many_sleeping_readers(directory: Path) -> None:
+    assert "200 readers" in readers(directory, 200, 0, 1, PATIENT)
 
 
 def test_other_clocks(directory: Path) -> None:

@@ -64,8 +64,8 @@ def test_the_last_thread_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     loops.run()
     for _ in range(2):
         with ExitStack() as blocked:
-            for _ in range(FREE_LOOPS - 1):
-                blocked.enter_context(loops.blocking())
+            for number in range(1, FREE_LOOPS):
+                assert blocked.enter_context(loops.blocking()) == number
             with pytest.raises(KernelError) as caught:
                 blocked.enter_context(loops.blocking())
             assert caught.value.errno == errno.ENOMEM
