@@ -36,8 +36,16 @@ _WEIGHTS = {
     **dict.fromkeys(("synthetic_events", "uprobe_events", "filter", "set_event", "set_ftrace_filter"), 5),
 }
 """How much more often files with a language of their own are written to."""
-_PARTLY_DONE = ("ENOTSUP", "EBUSY")
-"""Linux: of several events that a command means those that can be enabled, or removed, are."""
+_PARTLY_DONE = frozenset(
+    {
+        *((kind, "EBUSY") for kind in ("kprobe_events", "dynamic_events", "uprobe_events")),
+        *((kind, "ENOTSUP") for kind in ("set_event", "enable")),
+    }
+)
+"""Linux: of several events that a command means those are removed, or enabled, that can be.
+
+Each kind of file and errno has its words in docs/compatibility.md.
+"""
 _WORD_BY_WORD = frozenset(
     {
         *("set_event", "set_ftrace_filter", "set_ftrace_notrace"),
@@ -158,7 +166,7 @@ class Fuzzer:
         text = _text(session, chosen.path) if watches_text else b""
         state = session.state() if compares and whole_state else {}
         answer = self._answer(kind, lambda: session.write(chosen.path, *chosen.parts, flags=chosen.flags))
-        if not answer or answer in _PARTLY_DONE or session.is_spent:
+        if not answer or (kind, answer) in _PARTLY_DONE or session.is_spent:
             return
         now = _text(session, chosen.path) if watches_text else b""
         if now != text and _text(session, chosen.path) == now:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 
+from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.trace.events.array_events import ArrayEvents
 from tests.trace.events.kernel import errno_of
@@ -81,3 +84,22 @@ def test_one_that_fails_does_not_keep_the_others(kernel: Kernel, events: ArrayEv
     kernel.tracing.kprobe_events.write(b"-:b\n")
     assert errno_of(lambda: events.set_all(members, True)) == "ENODEV"
     assert enabled(events) == "ad"
+
+
+@pytest.mark.parametrize("word", ["*:*", "kprobes:*"])
+def test_a_uprobe_event_among_others_does_not_keep_them(
+    kernel: Kernel, events: ArrayEvents, word: str
+) -> None:
+    """It can't be enabled: its refusal is the answer, and all others that the word means are switched."""
+    uprobe = b"p:kprobes/program /bin/true:0x10\n"
+    kernel.tracing.uprobe_events.write(uprobe)
+    try:
+        with pytest.raises(KernelError) as refused:
+            events.write(word.encode())
+        assert refused.value.errno == errno.EOPNOTSUPP
+        on = events.records()
+        assert {"kprobes:a\n", "kprobes:b\n"} <= set(on)
+        assert "kprobes:program\n" not in on
+        assert ("g:c\n" in on, "sched:sched_switch\n" in on) == (word == "*:*",) * 2
+    finally:
+        kernel.tracing.uprobe_events.write(b"-:kprobes/program\n")
