@@ -13,6 +13,7 @@ import select
 import shutil
 import struct
 import subprocess
+import sys
 import termios
 import time
 from pathlib import Path
@@ -265,6 +266,40 @@ class TestTrace:
             assert "Invalid register name" in wrong.stderr
             assert Path(running.path("tracing/dynamic_events")).read_text() == "p:kprobes/mine vfs_write\n"
             assert os.listdir(running.path("tracing/instances")) == []
+
+
+NAMED = ("-c", r"import ctypes; ctypes.CDLL(None).prctl(15, b'\x1b[2J'); open('f').read()")
+"""Python that reads under a name that empties a terminal (15: PR_SET_NAME)."""
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_a_name_that_terminals_obey(directory: Path) -> None:
+    """It's escaped wherever people look, and as it is in the files."""
+    with daemon(directory, program=REAL_PROGRAM) as running:
+        Path(running.path("kprobe_events")).write_text("p:mine vfs_read\n")
+        Path(running.path("scratch/f")).write_text("hello\n")
+        enable = Path(running.path("tracing/events/kprobes/mine/enable"))
+        enable.write_text("1")
+        subprocess.run([sys.executable, *NAMED], cwd=running.path("scratch"), timeout=PATIENCE, check=True)
+        enable.write_text("0")
+        recorded = Path(running.path("tracing/trace")).read_bytes()
+        assert re.search(rb"^ *\x1b\[2J-\d+ .*: mine: ", recorded, re.MULTILINE)
+        probes, view = Probes(str(directory)), View()
+        view.show(probes.look())
+        assert view.press("\n", probes)
+        lines = drawn(view, probes, 80, 24)
+        assert any(line.startswith("  \\x1b[2J-") for line in lines[lines.index("last records") :]), lines
+        assert "\x1b" not in "".join(lines)
+        command = ("trace", "p:vfs_read", "-m", str(directory), "--", sys.executable, *NAMED)
+        traced = kprobefs(*command, program=REAL_PROGRAM)
+        assert (traced.returncode, traced.stderr) == (0, "")
+        assert re.search(r"^ *\\x1b\[2J-\d+ .*: vfs_read: ", traced.stdout, re.MULTILINE)
+        assert "\x1b" not in traced.stdout
+        coloured = Terminal(80, 24, *command)
+        coloured.until(r"\\x1b\[2J-\d+ [^\x00]*vfs_read")
+        assert coloured.end() == 0
+        assert set(re.findall(r"\x1b\[?[0-9;?]*.", coloured.said)) == {"\x1b[36m", "\x1b[0m"}
 
 
 @needs_fuse
