@@ -10,8 +10,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ import pytest
 from kprobefs import as_system, control, registry
 from kprobefs.failure import Exit, Failure, shown
 from kprobefs.registry import Daemon, Registration, running
-from tests.fuse.harness import PATIENCE, daemon, is_mounted, kprobefs, needs_fuse
+from tests.fuse.harness import PATIENCE, REAL_PROGRAM, daemon, is_mounted, kprobefs, needs_fuse
 from tests.fuse.harness import Daemon as Served
 
 NOBODY = 65534
@@ -96,16 +96,31 @@ def runtime_path() -> Iterator[Path]:
 @pytest.mark.mounted
 def test_commands_beside_an_attacker(runtime_path: Path, directory: Path) -> None:
     """As the owner runs them; what the attacker could open is the directory that says nothing."""
-    for _ in range(2):
+    for commands in (_commands(directory), ()):
         with attacker(runtime_path):
-            assert kprobefs("mount", str(directory)).returncode == 0
+            assert kprobefs("mount", str(directory), program=REAL_PROGRAM).returncode == 0
             with attacker(runtime_path) as held:
                 assert held == "1"
                 [state] = json.loads(kprobefs("status", "--json", str(directory)).stdout)
                 assert (state["condition"], state["daemon"]["directory"]) == ("serving", str(directory))
+                for command in commands:
+                    done = kprobefs(*command, program=REAL_PROGRAM)
+                    assert (done.returncode, done.stderr) == (0, ""), command
                 assert kprobefs("umount", str(directory)).returncode == 0
                 assert not is_mounted(directory)
                 assert kprobefs("status", str(directory)).returncode == Exit.NOT_MOUNTED
+
+
+def _commands(directory: Path) -> Iterator[Sequence[str]]:
+    """Those that use a mount, or make one, with arguments that do something."""
+    saved = str(directory.with_name("saved.probes"))
+    yield "save", "-m", str(directory), saved
+    yield "load", "-m", str(directory), saved
+    yield "trace", "p:vfs_read", "-m", str(directory), "--", "true"
+    yield "trace", "p:vfs_read", "--", "true"
+    yield "run", "--", "sh", "-c", 'test -d "$KPROBEFS/scratch"'
+    yield "reboot", str(directory)
+    yield "status", str(directory)
 
 
 def test_records_are_for_their_owner(runtime_path: Path) -> None:
@@ -153,6 +168,39 @@ def test_a_squatted_runtime_directory(runtime_path: Path, squat: str) -> None:
         os.chown(place, NOBODY, NOBODY)
     with pytest.raises(Failure, match="belongs to somebody else"):
         registry.runtime_directory()
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_commands_where_the_runtime_directory_is_squatted(runtime_path: Path, directory: Path) -> None:
+    """Each ends, with one line that says why."""
+    if os.geteuid() != 0:
+        pytest.skip("becoming another user needs root")
+    runtime_path.mkdir()
+    os.chown(runtime_path, NOBODY, NOBODY)
+    refused = kprobefs("mount", str(directory))
+    assert (refused.returncode, is_mounted(directory)) == (Exit.FAILURE, False)
+    assert "belongs to somebody else" in _only_line(refused)
+    assert "isn't mounted there" in _only_line(kprobefs("status", str(directory)))
+    # One whose daemon looks elsewhere is there, and can't be told from somebody else's.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KPROBEFS_RUNTIME_DIRECTORY", f"{runtime_path.parent}/own")
+        served = ExitStack()
+        served.enter_context(daemon(directory))
+    with served:
+        assert "mounted there already" in _only_line(kprobefs("mount", str(directory)))
+        for arguments in (("status",), ("status", str(directory)), ("umount", str(directory))):
+            refused = kprobefs(*arguments)
+            assert refused.returncode == Exit.FAILURE
+            assert "belongs to somebody else" in _only_line(refused)
+        assert is_mounted(directory)
+
+
+def _only_line(ended: subprocess.CompletedProcess[str]) -> str:
+    """What a program that failed has written."""
+    assert (ended.returncode != 0, ended.stdout) == (True, "")
+    [line] = ended.stderr.splitlines()
+    return line
 
 
 def test_a_left_environment_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
