@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -19,6 +20,27 @@ def lib(command: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["sh", "-eu", "-c", script], env={**os.environ, **env}, capture_output=True, text=True, check=False
     )
+
+
+PACKAGES = {"cc": "gcc", "perf": "linux-perf"}
+"""Of programs that have another name."""
+SYSTEMS_OWN = {"apt-cache", "apt-get", "dpkg-deb", "nsenter", "systemd-analyze", "true", "unshare"}
+"""They are there, or the system isn't one that their tests are about."""
+
+
+def test_what_tests_look_for_is_installed_for_them() -> None:
+    """A fresh machine skips no test for want of a package that has one."""
+    looked_for = re.compile(r'\b(?:which|needs)\("([^"]+)"\)')
+    programs = {
+        each for path in (ROOT / "tests").rglob("*.py") for each in looked_for.findall(path.read_text())
+    }
+    assert {"tmux", "faketime", "shellcheck"} < programs
+    assert set(PACKAGES) <= programs
+    needed = {
+        "perf-tools-unstable" if each.endswith("-perf") else PACKAGES.get(each, each)
+        for each in programs - SYSTEMS_OWN
+    }
+    assert needed <= set(lib("printf '%s' \"$test_tools\"").stdout.split())
 
 
 def executable(path: Path, text: str) -> Path:
