@@ -39,8 +39,8 @@ class Progress:
         if self._shown and time.monotonic() >= self._next:
             self._next = time.monotonic() + _INTERVAL
             share = min(self._done / self._total, 1)
-            # Two brackets, two spaces, the share, and room for the cursor.
-            room = shutil.get_terminal_size().columns - len(self._what) - 9
+            # Two brackets, two spaces, the share, and room for the ^C that a terminal shows.
+            room = shutil.get_terminal_size().columns - len(self._what) - 10
             width = min(_WIDTH, room)
             bar = f"[{'#' * int(width * share):<{width}}] " if width > 0 else ""
             print(f"\r{self._what} {bar}{share:4.0%}", end="", file=sys.stderr, flush=True)

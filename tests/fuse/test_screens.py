@@ -6,14 +6,14 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from kprobefs import tour
+from kprobefs import bench, tour
 from kprobefs.top import BACK, KEYS, MORE_KEYS, SORTS
 from tests.fuse.conftest import mount_point
 from tests.fuse.harness import PATIENCE, REAL_PROGRAM, ROOT, Daemon, daemon, eventually, needs_fuse
@@ -75,9 +75,9 @@ class Screen:
     def lines(self, *options: str) -> list[str]:
         return self._run("capture-pane", "-p", "-t", self._pane, *options).rstrip("\n").split("\n")
 
-    def wraps(self) -> bool:
+    def wraps(self, *options: str) -> bool:
         """Whether a line that was written goes on in the next one."""
-        joined, drawn = ([line.rstrip() for line in self.lines(*option)] for option in (("-J",), ()))
+        joined, drawn = ([line.rstrip() for line in self.lines(*options, *more)] for more in (("-J",), ()))
         return "\n".join(joined).rstrip() != "\n".join(drawn).rstrip()
 
     def fits(self, columns: int, rows: int, first: str) -> list[str]:
@@ -91,6 +91,14 @@ class Screen:
         time.sleep(max(0.0, start + 2 * REDRAWN - time.monotonic()))
         assert not self.wraps()
         return self.lines()
+
+    def said(self) -> str:
+        """All its words since it began, however the lines are broken."""
+        return words_of(self.lines("-S", "-"))
+
+    def has_said(self, words: str, times: int) -> bool:
+        """Whether it has said them so many times."""
+        return self.said().count(words) == times
 
     def kill(self) -> None:
         """Whether it has ended or not."""
@@ -257,21 +265,34 @@ def test_errors_are_broken_between_words(start: Start) -> None:
         assert not screens[words].wraps()
 
 
-@pytest.mark.parametrize("size", SIZES[1:])
-def test_a_step_of_the_tour(start: Start, size: tuple[int, int]) -> None:
+@pytest.mark.parametrize("size", SIZES)
+def test_the_tour(start: Start, size: tuple[int, int]) -> None:
+    """Through all of its steps, what has scrolled away too."""
     walk = start(size, "tour")
-    lines = walk.until(re.escape(tour.PROMPT.rstrip()))
-    assert not walk.wraps()
-    assert any(line.startswith("$ ") for line in lines)
-    walk.press("q")
-    walk.ended()
+    for number, step in enumerate(tour.STEPS, 1):
+        if number < len(tour.STEPS):
+            eventually(partial(walk.has_said, tour.PROMPT.strip(), number), f"no prompt {number}")
+        else:
+            walk.ended()
+        assert not walk.wraps("-S", "-")
+        said = walk.said()
+        shown = said[said.index(f"{number}/{len(tour.STEPS)} {step.title} {step.text} $ ") :]
+        # A path may be longer than a line.
+        shown = shown.replace(" ", "")
+        for command in step.commands:
+            assert f"${command}".replace(" ", "") in shown
+        walk.press("Enter")
+    assert walk.said().endswith(tour.END)
 
 
 def test_progress_of_a_bench(start: Start) -> None:
-    code = "from kprobefs.progress import Progress as P; p = P('bench return', 4); p.add(2); input()"
-    for size, width in zip(SIZES, (30, 30, 19), strict=True):
-        bar = start(size, "-c", code, program=[sys.executable])
-        lines = bar.until("50%")
-        assert lines == [f"bench return [{'#' * (width // 2):<{width}}]  50%"]
-        bar.press("Enter")
-        bar.ended()
+    name, cases = "bench hit", len(bench.cases(bench.ARCHITECTURES[0]))
+    shares = [f"{done / cases:4.0%}" for done in range(cases + 1)]
+    for size, width in zip(SIZES, (30, 30, 21), strict=True):
+        running = start(size, *name.split(), "--hits", "20000", "--rounds", "1")
+        (line,) = running.until(rf"{name} \[#.*%")
+        done = shares.index(line[-4:])
+        assert line == f"{name} [{'#' * int(width * done / cases):<{width}}] {shares[done]}"
+        running.press("C-c")
+        # With the terminal's ^C behind it, it still is one line, and goes.
+        assert name not in "".join(running.ended())
