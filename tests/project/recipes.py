@@ -1,9 +1,14 @@
-"""The recipes of examples/ as data: what they run, and on which system."""
+"""The recipes of examples/ as data: what they run, and on which system.
+
+`python -m tests.project.recipes RECIPE` prints that as a script for a checkout in a new root:
+scripts/fresh-root trixie -- sh -c "$(.venv/bin/python -m tests.project.recipes Containerfile)"
+"""
 
 from __future__ import annotations
 
 import json
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -66,3 +71,39 @@ def entry_point() -> list[str]:
     """What the container runs by itself."""
     found = dict(containerfile())
     return [*json.loads(found["ENTRYPOINT"]), *json.loads(found["CMD"])]
+
+
+IMAGE = """\
+apt-get update -qq
+apt-get install -qq --no-install-recommends sudo python3-venv >/dev/null
+python3 -m venv /opt/image
+export PATH=/opt/image/bin:$PATH
+"""
+"""What CI's images have, and a minimal root has not: a pip that may install, and sudo."""
+
+
+def script(recipe: str) -> str:
+    """Runs a recipe, word for word, in a new root of its system, with the checkout as directory."""
+    lines = ["set -eux"]
+    if recipe != "Containerfile":
+        lines += [IMAGE, *(f"sh -ec {shlex.quote(command)}" for command in systems()[recipe][1])]
+        return "\n".join(lines)
+    lines += ["checkout=$PWD", "cd /"]
+    for name, arguments in containerfile():
+        match name:
+            case "RUN":
+                lines.append(f"sh -c {shlex.quote(arguments)}")
+            case "COPY":
+                source, target = arguments.split()
+                lines.append(f'cp -a "$checkout/{source}" {target}')
+            case "ENV":
+                lines.append(f"export {arguments}")
+            case "FROM" | "ENTRYPOINT" | "CMD":
+                pass
+            case _:
+                raise ValueError(f"{name} isn't run here")
+    return "\n".join([*lines, shlex.join(entry_point())])
+
+
+if __name__ == "__main__":
+    print(script(sys.argv[1]))

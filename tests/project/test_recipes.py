@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -19,6 +20,7 @@ from tests.project.recipes import (
     github,
     pip_step,
     programs,
+    script,
     systems,
 )
 
@@ -33,6 +35,18 @@ def test_commands_are_a_shells(recipe: str) -> None:
     assert commands
     for command in commands:
         subprocess.run(["sh", "-n", "-c", command], check=True)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_is_run_in_a_new_root_is_what_it_says(recipe: str) -> None:
+    said = script(recipe)
+    subprocess.run(["sh", "-n", "-c", said], check=True)
+    lines = iter(map(shlex.split, said.splitlines()))
+    for command in systems()[recipe][1]:
+        assert any(words[:1] == ["sh"] and words[-1] == command for words in lines)
+    if recipe == "Containerfile":
+        *_, last = lines
+        assert last == entry_point()
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
