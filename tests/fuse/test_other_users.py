@@ -101,14 +101,16 @@ def test_commands_beside_an_attacker(runtime_path: Path, directory: Path) -> Non
             assert kprobefs("mount", str(directory), program=REAL_PROGRAM).returncode == 0
             with attacker(runtime_path) as held:
                 assert held == "1"
-                [state] = json.loads(kprobefs("status", "--json", str(directory)).stdout)
+                [state] = json.loads(
+                    kprobefs("status", "--json", str(directory), program=REAL_PROGRAM).stdout
+                )
                 assert (state["condition"], state["daemon"]["directory"]) == ("serving", str(directory))
                 for command in commands:
                     done = kprobefs(*command, program=REAL_PROGRAM)
                     assert (done.returncode, done.stderr) == (0, ""), command
-                assert kprobefs("umount", str(directory)).returncode == 0
+                assert kprobefs("umount", str(directory), program=REAL_PROGRAM).returncode == 0
                 assert not is_mounted(directory)
-                assert kprobefs("status", str(directory)).returncode == Exit.NOT_MOUNTED
+                assert kprobefs("status", str(directory), program=REAL_PROGRAM).returncode == Exit.NOT_MOUNTED
 
 
 def _commands(directory: Path) -> Iterator[Sequence[str]]:
@@ -178,19 +180,19 @@ def test_commands_where_the_runtime_directory_is_squatted(runtime_path: Path, di
         pytest.skip("becoming another user needs root")
     runtime_path.mkdir()
     os.chown(runtime_path, NOBODY, NOBODY)
-    refused = kprobefs("mount", str(directory))
+    refused = kprobefs("mount", str(directory), program=REAL_PROGRAM)
     assert (refused.returncode, is_mounted(directory)) == (Exit.FAILURE, False)
     assert "belongs to somebody else" in _only_line(refused)
-    assert "isn't mounted there" in _only_line(kprobefs("status", str(directory)))
+    assert "isn't mounted there" in _only_line(kprobefs("status", str(directory), program=REAL_PROGRAM))
     # One whose daemon looks elsewhere is there, and can't be told from somebody else's.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KPROBEFS_RUNTIME_DIRECTORY", f"{runtime_path.parent}/own")
         served = ExitStack()
         served.enter_context(daemon(directory))
     with served:
-        assert "mounted there already" in _only_line(kprobefs("mount", str(directory)))
+        assert "mounted there already" in _only_line(kprobefs("mount", str(directory), program=REAL_PROGRAM))
         for arguments in (("status",), ("status", str(directory)), ("umount", str(directory))):
-            refused = kprobefs(*arguments)
+            refused = kprobefs(*arguments, program=REAL_PROGRAM)
             assert refused.returncode == Exit.FAILURE
             assert "belongs to somebody else" in _only_line(refused)
         assert is_mounted(directory)
