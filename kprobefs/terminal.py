@@ -39,7 +39,8 @@ def folded(text: str, stream: TextIO, indent: str = "") -> str:
         return text
     from textwrap import fill
 
-    width = os.get_terminal_size(stream.fileno()).columns
+    # One that nobody has given a size says 0.
+    width = os.get_terminal_size(stream.fileno()).columns or 80
     if len(text) <= width:
         return text
     return fill(

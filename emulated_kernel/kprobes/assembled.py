@@ -24,18 +24,19 @@ class Cells(MutableMapping[str, int]):
 
     def __init__(self) -> None:
         self._values: dict[str, list[int]] = {}
-        self._live: dict[str, list[memoryview]] = {}
+        self._live: dict[str, list[memoryview]] | None = None
+        """Guest memory, while the probe is registered."""
 
     def per_cpu(self, name: str) -> list[int]:
         """Each CPU's. Raises: KeyError."""
-        return [view[0] for view in self._live[name]] if self._live else list(self._values[name])
+        return list(self._values[name]) if self._live is None else [view[0] for view in self._live[name]]
 
     def __getitem__(self, name: str) -> int:
         return sum(self.per_cpu(name)) & _MASK
 
     def __setitem__(self, name: str, value: int) -> None:
         """Raises: KeyError: the code of a registered probe has no such cell."""
-        if not self._live:
+        if self._live is None:
             self._values[name] = [value & _MASK]
             return
         for number, view in enumerate(self._live[name]):
@@ -43,15 +44,15 @@ class Cells(MutableMapping[str, int]):
 
     def __delitem__(self, name: str) -> None:
         """Raises: KeyError, ValueError: the probe is registered."""
-        if self._live:
+        if self._live is not None:
             raise ValueError("the cells of a registered probe are in use")
         del self._values[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._live or self._values)
+        return iter(self._values if self._live is None else self._live)
 
     def __len__(self) -> int:
-        return len(self._live or self._values)
+        return len(self._values if self._live is None else self._live)
 
     def attach(self, live: dict[str, list[memoryview]]) -> None:
         """Let them be guest memory, with the values that they have.
@@ -68,7 +69,7 @@ class Cells(MutableMapping[str, int]):
 
     def detach(self) -> None:
         """Keep the values without the memory."""
-        self._values, self._live = {name: self.per_cpu(name) for name in self}, {}
+        self._values, self._live = {name: self.per_cpu(name) for name in self}, None
 
 
 class AssembledHandler:

@@ -100,10 +100,11 @@ class KernelTracepoints:
         if self._places:
             return
         count = len(self._events)
-        self._funcs = self._machine.alloc_pages(count * _FUNCS)
-        # Whatever is read of any of the files is zero.
-        self._files = self._machine.alloc_pages(count * _FILE + PAGE_SIZE)
-        self._places = self._machine.alloc_pages(_DEPTH * PAGE_SIZE)
+        # One piece, which is there or isn't; whatever is read of any of the files is zero.
+        sizes = [-(-size // PAGE_SIZE) * PAGE_SIZE for size in (count * _FUNCS, count * _FILE + PAGE_SIZE)]
+        self._funcs = self._machine.alloc_pages(sum(sizes) + _DEPTH * PAGE_SIZE)
+        self._files = self._funcs + sizes[0]
+        self._places = self._files + sizes[1]
         # For good: a CPU may still be on its way there when the last event is disabled.
         for name, function in ((_RESERVE, self._reserve), (_COMMIT, self._commit)):
             address = self._kernel.kallsyms.lookup_name(name)

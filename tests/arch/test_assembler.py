@@ -44,6 +44,8 @@ WRITTEN = {
         ),
         "again: dec ecx; jnz again": "dec ecx; jne 0",
         "mov ecx, [4096]": "mov ecx, dword ptr [0x1000]",
+        "mov ecx, [rdi - 8 + rbp*4 + 24]": "mov ecx, dword ptr [rdi + rbp*4 + 0x10]",
+        "lea rax, [rdi*8 - 129]": "lea rax, [rdi*8 - 0x81]",
     },
     "i386": {
         "add dword ptr [a], 1; adc dword ptr [a+4], 0": (
@@ -64,6 +66,7 @@ WRITTEN = {
         "mulhu s2, x5, fp; remw t6, a7, zero; sraiw t0, t0, 31": (
             "mulhu s2, t0, s0; remw t6, a7, zero; sraiw t0, t0, 0x1f"
         ),
+        "ld\tt0,8(a0)": "ld t0, 8(a0)",
         "lbu t0, -1(a0); sh t0, (a1)": "lbu t0, -1(a0); sh t0, 0(a1)",
     },
 }
@@ -134,6 +137,11 @@ REFUSED = {
         "addps xmm0, xmm1": "general registers",
         "rdtsc": "general registers",
         "jmp ecx": "",
+    },
+    ("x86_64",): {
+        "mov rax, [rdi + 0x100000008]": "doesn't fit",
+        "mov [rdi*8 + 0x180000008], rax": "doesn't fit",
+        "mov rax, [rdi + 0x80000000]": "doesn't fit",
     },
     RISCV: {
         "nop; add t0, t1": "line 1, column 6: 'add t0, t1': add has 3 operands",

@@ -105,8 +105,8 @@ class _Line:
     @classmethod
     def of(cls, statement: Statement) -> _Line:
         """Shorthands are written out."""
-        name, _, rest = statement.text.partition(" ")
-        operands = [operand.strip() for operand in rest.split(",")] if rest.strip() else []
+        name, *more = statement.text.split(None, 1)
+        operands = [operand.strip() for operand in more[0].split(",")] if more else []
         name = name.lower()
         for table, count in ((_WITH_ZERO, 2), (_SHORTHANDS, 2)):
             if name in table:

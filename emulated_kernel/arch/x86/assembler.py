@@ -22,6 +22,8 @@ _MEMORY = re.compile(r"(?:\b\w\w\s*:\s*)?\[([^][]*)\]")
 _CELL = re.compile(r"\s*([A-Za-z_.$][\w.$]*)\s*(?:([-+])\s*(\w+)\s*)?")
 _BRANCH = re.compile(r"(\w+)\s+([A-Za-z_.$][\w.$]*)")
 _LAST_NUMBER = re.compile(r",\s*(-?)\s*(0x[0-9a-f]+)$")
+_TERM = re.compile(r"([-+]?)([^-+]+)")
+_HEXADECIMAL = re.compile(r"0x[0-9a-fA-F]+")
 _REGISTER = re.compile(
     r"[re]?([abcd]x|[sd]i|[sb]p|ip)|[abcd][hl]|(si|di|sp|bp)l|r\d+[dwb]?|[c-gs]s|[cd]r\d+|st|[xyz]?mm\d+"
 )
@@ -84,6 +86,8 @@ class X86Assembler(Assembler):
                 "jumps lead to labels of the text, and addresses don't depend on the handler's"
             )
         self._check_number(statement, text, insn)
+        if memory is not None and cell is None:
+            self._check_displacement(statement, text, insn)
         if cell is not None:
             self._to_cell(statement, insn, cells[cell[0]], place)
         elif insn.is_ip_rel_memory_operand:
@@ -129,6 +133,14 @@ class X86Assembler(Assembler):
         kept = insn.immediate(insn.op_count - 1)
         if (kept - number) % (1 << bits) or not -1 << bits - 1 <= number < 1 << bits:
             raise statement.refused(f"{number} doesn't fit")
+
+    def _check_displacement(self, statement: Statement, text: str, insn: Any) -> None:
+        """The address has the number that was written, or the instruction has no room for that."""
+        written = "".join(_MEMORY.findall(text))
+        terms = _TERM.findall("".join(written.split()))
+        number = sum(int(sign + term, 16) for sign, term in terms if _HEXADECIMAL.fullmatch(term))
+        if (insn.memory_displacement - number) % (1 << self._bits):
+            raise statement.refused(f"{number:#x} doesn't fit")
 
     def _to_cell(self, statement: Statement, insn: Any, offset: int, place: int) -> None:
         """The memory operand becomes the CPU's own cell."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from array import array
 from collections.abc import Mapping
 from dataclasses import astuple
@@ -17,6 +18,7 @@ from emulated_kernel.image.linux.events import KernelEvent, RecordField
 from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.image.linux.vmlinux import LinkedMemory, LoadSegment, Section
 
+log = logging.getLogger("kprobefs.linux")
 _ADDRESSES = ("mcount", "return_sites")
 _ENTRIES = ("blacklist", "ex_table", "jump_labels", "static_calls")
 
@@ -30,11 +32,13 @@ def kept_parts(kernel: LinuxKernel) -> dict[str, bytes | memoryview]:
     parts |= {f"segment.{number}": segment.data for number, segment in enumerate(memory.segments)}
     parts |= {name: array("Q", sorted(getattr(kernel, name))).tobytes() for name in _ADDRESSES}
     try:
-        parts["btf.starts"], parts["btf.names"] = kernel.btf.index
-        parts["events"] = json.dumps([astuple(event) for event in kernel.events]).encode()
+        starts, names = kernel.btf.index
+        events = json.dumps([astuple(event) for event in kernel.events]).encode()
+        parts |= {"btf.starts": starts, "btf.names": names, "events": events}
     except KernelError as error:
+        # Clients of its own tracefs need neither types nor events.
         if error.errno != ENODATA:
-            raise
+            log.warning("%s: its events aren't known: %s", kernel.release, error.strerror)
     about = {
         "entry": memory.entry,
         "segments": [(each.va, each.pa, each.mem_size, each.flags) for each in memory.segments],

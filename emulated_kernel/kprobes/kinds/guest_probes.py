@@ -229,10 +229,13 @@ class GuestProbes:
             self._jprobes.unregister_jprobe(found.probe)
         elif isinstance(found.probe, Kretprobe):
             self._kretprobes.unregister_kretprobe(found.probe)
-            self._write_int(probe, "kretprobe.nmissed", found.probe.instances_missed)
         else:
             self._kprobes.unregister_kprobe(found.probe)
         self._callers_changed()
+        if isinstance(found.probe, Kretprobe):
+            # Its owner may have freed the structure.
+            with suppress(MemoryFault):
+                self._write_int(probe, "kretprobe.nmissed", found.probe.instances_missed)
 
     def _callers_changed(self) -> None:
         callers = self._machine.hooks.guest_callers
