@@ -116,13 +116,22 @@ class FtraceSites:
             if kprobe is not None:
                 # Compiled handlers, which the site calls by itself, would hide the calls from the others.
                 self.drop_code(kprobe)
-            self._calls[behind] = _each([ops.func for ops in users])
+            at = next((number for number, ops in enumerate(users) if ops in self._of_kprobes), None)
+            if at is None:
+                self._calls[behind] = _each([ops.func for ops in users])
+            else:
+                # Its handler in assembly is run by the guest: older users come behind that.
+                older = _each([ops.func for ops in users[at + 1 :]])
+                newer = [ops.func for ops in users[:at]]
+                self._calls[behind] = _each([*newer, partial(self._hit_probe, older=older)])
 
-    def _hit_probe(self, site: int, frame: Any) -> None:
+    def _hit_probe(self, site: int, frame: Any, older: Called = lambda _site, _frame: None) -> None:
         # Another user's handler may just have taken it away.
         kprobe = self._callers.get(site)
-        if kprobe is not None:
-            self._hits.on_call(kprobe, site + self._arch.call_size, frame)
+        if kprobe is None:
+            older(site, frame)
+        else:
+            self._hits.on_call(kprobe, site + self._arch.call_size, frame, partial(older, site, frame))
 
     def _first_by_call(self, kprobe: Kprobe, site: int, frame: Any) -> None:
         """The first hit since the handlers have changed; they become guest code, if they can be."""

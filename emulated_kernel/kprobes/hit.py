@@ -250,19 +250,27 @@ class HitHandling:
 
     # By a call
 
-    def on_call(self, kprobe: Kprobe, behind: int, frame: Regs) -> bool:
-        """In ftrace's trampoline, which returns to the frame's ip, `behind` the site; False: missed."""
+    def on_call(
+        self, kprobe: Kprobe, behind: int, frame: Regs, then: Callable[[], object] = lambda: None
+    ) -> bool:
+        """In ftrace's trampoline, which returns to the frame's ip, `behind` the site; False: missed.
+
+        `then`: what else is called there, behind all handlers of the probe.
+        """
         ctlblk = self.ctlblk
         if ctlblk.running is not None:
             count_missed(kprobe)
+            then()
             return False
         ctlblk.set_current(kprobe, False)
-        called = partial(self._called, kprobe, behind, frame)
+        called = partial(self._called, kprobe, behind, frame, then)
         if not kprobe.has_assembly or not self._run_aside(kprobe, self._machine.regs, called, in_frame=True):
             called()
         return True
 
-    def _called(self, kprobe: Kprobe, behind: int, frame: Regs, *_live: Any) -> None:
+    def _called(
+        self, kprobe: Kprobe, behind: int, frame: Regs, then: Callable[[], object], *_live: Any
+    ) -> None:
         ctlblk, pre_handler = self.ctlblk, kprobe.pre_handler
         frame.ip = behind - self._call_size + self._seen_at
         try:
@@ -277,6 +285,7 @@ class HitHandling:
                 self._run_post_handler(kprobe, frame)
                 frame.ip = behind
         ctlblk.reset_current(kprobe)
+        then()
 
     # Faults and interrupts
 

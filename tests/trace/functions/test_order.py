@@ -252,3 +252,22 @@ def test_a_probe_stands_before_or_in_the_call_of_the_graph(kernel: Kernel) -> No
     lines = _records(kernel)
     assert lines[0] == "/* e1: (vfs_mkdir) */"
     assert lines[1].startswith("vfs_mkdir")
+
+
+def test_a_handler_in_assembly_keeps_the_order() -> None:
+    """The guest runs it, between two runs of Python's."""
+    told: list[str] = []
+    with Kernel() as kernel:
+        older = Fprobe(PLAIN, entry_handler=lambda *_: told.append("older"))
+        newer = Fprobe(PLAIN, entry_handler=lambda *_: told.append("newer"))
+        probe = Kprobe(
+            symbol_name=PLAIN, code="inc qword ptr [hits]", pre_handler=lambda *_: told.append("probe")
+        )
+        kernel.fprobes.register_fprobe(older)
+        kernel.register_kprobe(probe)
+        for _ in range(2):
+            assert kernel.call(PLAIN, *ARGUMENTS[PLAIN]) == 6
+        kernel.fprobes.register_fprobe(newer)
+        assert kernel.call(PLAIN, *ARGUMENTS[PLAIN]) == 6
+        assert told == ["probe", "older"] * 2 + ["newer", "probe", "older"]
+        assert probe.cells["hits"] == 3
