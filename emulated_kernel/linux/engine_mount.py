@@ -15,10 +15,10 @@ from emulated_kernel.linux.linux_mount import LinuxMount
 from emulated_kernel.linux.tasks import LinuxTask
 from emulated_kernel.machine.traps.trap import GuestFault
 from emulated_kernel.vfs.core.client import INO_SPACES, Client, DirEntry, Stat
-from emulated_kernel.vfs.core.node import Directory, Owner
+from emulated_kernel.vfs.core.node import Directory, Node, Owner, UnlistedDirectory
 from emulated_kernel.vfs.core.open_file import OpenFile
 from emulated_kernel.vfs.core.seq import PerClientFile, Records, SeqFile, listing, single
-from emulated_kernel.vfs.core.tree import Filesystem
+from emulated_kernel.vfs.core.tree import CONTROL, Filesystem
 from emulated_kernel.vfs.trees.debugfs import kprobes_directory
 from emulated_kernel.vfs.trees.sysctl import sysctl_directory
 from emulated_kernel.vfs.trees.tracefs import kprobe_events_file, kprobe_profile_file, tracefs_directory
@@ -45,17 +45,21 @@ class EngineMount(LinuxMount):
     def _tree(self, is_tracefs: bool) -> Filesystem:
         parts, owner = self._engine.parts, self._owner
         tracing, kprobes = parts.tracing, parts.engine.kprobes
+        control: dict[str, Node] = {
+            "kprobes": kprobes_directory(parts, owner, choosing=False),
+            "machine": self._machine_directory(),
+            "sysctl": sysctl_directory(kprobes, tracing.stack_tracer),
+        }
         if is_tracefs:
-            return Filesystem(tracefs_directory(tracing), owner)
+            unlisted = {CONTROL: UnlistedDirectory(0o755, control)}
+            return Filesystem(tracefs_directory(tracing, unlisted), owner)
         root = Directory(
             0o755,
             {
-                "kprobes": kprobes_directory(parts, owner, choosing=False),
                 "kprobe_events": kprobe_events_file(tracing.kprobe_events),
                 "kprobe_profile": kprobe_profile_file(tracing.kprobe_events),
                 "tracing": tracefs_directory(tracing),
-                "machine": self._machine_directory(),
-                "sysctl": sysctl_directory(kprobes, tracing.stack_tracer),
+                **control,
                 # What the guest's tmpfs is mounted on.
                 "scratch": Directory(0o1777, {}),
             },
