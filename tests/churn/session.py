@@ -15,7 +15,9 @@ from emulated_kernel.host.loads.load import BackgroundLoad, kinds_of
 from emulated_kernel.host.mirror.processes import Fork
 from emulated_kernel.host.readers.memory_info import MemoryReader
 from emulated_kernel.kernel import Kernel
+from emulated_kernel.linux.linux_mount import LinuxMount
 from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.guest.guest_mount import GuestMount
 from tests.fuzz.report import answered_in_time
 from tests.host.conftest import ScriptedWatch
 from tests.kprobes.boundaries import all_boundaries
@@ -95,7 +97,7 @@ class Session:
         self.write("/kprobe_events", DEFINITIONS.format(body=self._body))
         self.write(f"{EVENTS}/enable", "1")
         self.loads()
-        self.files()
+        files_come_and_go(self.mount, SHELL, WORKER)
         self.forks()
         self.write("/machine/call", "ktgt_add 1 2")
         self.read("/tracing/trace")
@@ -120,7 +122,7 @@ class Session:
         self.write(f"/tracing/events/{MANY}/enable", "1")
         self.loads()
         self.settle()
-        self.files()
+        files_come_and_go(self.mount, SHELL, WORKER)
         self.write(f"/tracing/events/{MANY}/enable", "0")
         for first in range(0, len(definitions), AT_ONCE):
             gone = range(first, min(first + AT_ONCE, len(definitions)))
@@ -143,23 +145,6 @@ class Session:
                 for _ in range(ROUNDS):
                     load.round()
                 load.end()
-
-    def files(self) -> None:
-        """A directory with files, grown, cut, linked and gone again."""
-        mount = self.mount
-        mount.mkdir(WORKER, "/scratch/d", 0o755)
-        for number in range(3):
-            path = f"/scratch/d/{number}"
-            handle = mount.create(WORKER, path, 0o644, os.O_RDWR)
-            mount.write(WORKER, handle, bytes(30_000 * number), 0)
-            mount.read(WORKER, handle, 1000, 10)
-            mount.release(handle)
-            mount.truncate(WORKER, path, 100)
-        mount.symlink(WORKER, "/scratch/d/s", "0")
-        mount.rename(WORKER, "/scratch/d/1", "/scratch/d/2")
-        for name, *_ in mount.readdir("/scratch/d")[2:]:
-            mount.unlink(WORKER, f"/scratch/d/{name}")
-        mount.rmdir(WORKER, "/scratch/d")
 
     def forks(self) -> None:
         """Processes of the host that use the mount, execute something and end."""
@@ -212,6 +197,23 @@ class Session:
             resident=resident_bytes(),
             descriptors=len(os.listdir("/proc/self/fd")),
         )
+
+
+def files_come_and_go(mount: GuestMount | LinuxMount, owner: Client, worker: Client) -> None:
+    """A directory of one client with files of another: grown, cut, linked and gone again."""
+    mount.mkdir(owner, "/scratch/d", 0o777)
+    for number in range(3):
+        path = f"/scratch/d/{number}"
+        handle = mount.create(worker, path, 0o644, os.O_RDWR)
+        mount.write(worker, handle, bytes(30_000 * number), 0)
+        mount.read(worker, handle, 1000, 10)
+        mount.release(handle)
+        mount.truncate(worker, path, 100)
+    mount.symlink(worker, "/scratch/d/s", "0")
+    mount.rename(worker, "/scratch/d/1", "/scratch/d/2")
+    for name, *_ in mount.readdir("/scratch/d")[2:]:
+        mount.unlink(worker, f"/scratch/d/{name}")
+    mount.rmdir(owner, "/scratch/d")
 
 
 def places(session: Session, count: int) -> Iterator[str]:

@@ -18,7 +18,7 @@ from emulated_kernel.linux.engine_mount import EngineMount
 from emulated_kernel.linux.linux_mount import LinuxMount
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
-from tests.churn.session import resident_bytes
+from tests.churn.session import files_come_and_go, resident_bytes
 from tests.host.conftest import ScriptedWatch
 from tests.linux import debian_kernel
 from tests.linux.files import Files
@@ -93,7 +93,7 @@ class Session:
             shell.write("/tracing/instances/mine/events/sched/sched_switch/enable", "1")
         shell.write("/kprobe_events", DEFINITIONS, os.O_WRONLY | os.O_APPEND)
         shell.write(f"{EVENTS}/enable", "1")
-        self.files()
+        files_come_and_go(self.mount, SHELL, WORKER)
         self.forks()
         shell.write(f"{EVENTS}/enable", "0")
         # Not before: each read would add to what is read.
@@ -106,23 +106,6 @@ class Session:
             for module in ("dm_zero", "dm_mod"):
                 shell.write("/machine/modules", f"unload {module}")
         self.cycles += 1
-
-    def files(self) -> None:
-        """A directory with files, grown, cut, linked and gone again."""
-        mount = self.mount
-        mount.mkdir(SHELL, "/scratch/d", 0o777)
-        for number in range(3):
-            path = f"/scratch/d/{number}"
-            handle = mount.create(WORKER, path, 0o644, os.O_RDWR)
-            mount.write(WORKER, handle, bytes(30_000 * number), 0)
-            mount.read(WORKER, handle, 1000, 10)
-            mount.release(handle)
-            mount.truncate(WORKER, path, 100)
-        mount.symlink(WORKER, "/scratch/d/s", "0")
-        mount.rename(WORKER, "/scratch/d/1", "/scratch/d/2")
-        for name, *_ in mount.readdir("/scratch/d")[2:]:
-            mount.unlink(WORKER, f"/scratch/d/{name}")
-        mount.rmdir(SHELL, "/scratch/d")
 
     def forks(self) -> None:
         """Processes of the host that use the mount and end."""
