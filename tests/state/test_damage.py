@@ -1,0 +1,170 @@
+"""--state DIR: whatever became of the files, the next daemon starts and says so."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from emulated_kernel.config import MachineConfig
+from emulated_kernel.errors import WouldBlock
+from kprobefs import journal
+from kprobefs.state_directory import ATTEMPTS, Attempts
+from tests.sample import fewer
+from tests.state.life import CLIENT, CONFIG, Run, records_of, rewrite
+
+
+def cut(part: float) -> Callable[[Path], None]:
+    return lambda path: os.truncate(path, int(path.stat().st_size * part))
+
+
+def garbage(path: Path) -> None:
+    path.write_bytes(Random(1).randbytes(20_000))
+
+
+def nothing(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def directory_there(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def link_to_itself(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path.name)
+
+
+def missing(path: Path) -> None:
+    path.unlink()
+
+
+DAMAGE = [cut(0.2), cut(0.7), garbage, nothing, directory_there, link_to_itself]
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_journal(
+    copied: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    damage(copied / "journal")
+    run = Run(copied)
+    assert run.kept() == "kept yes"
+    assert "aside" in caplog.text
+    run.write("/kprobe_events", "p:new vfs_open\n", os.O_WRONLY | os.O_APPEND)
+    assert (copied / "aside.journal").exists() or (copied / "aside.journal").is_symlink()
+    run.die()
+    again = Run(copied)
+    assert "p:kprobes/new vfs_open\n" in again.read("/kprobe_events")
+    again.end()
+    caplog.clear()
+
+
+@pytest.mark.parametrize("damage", [*DAMAGE, missing])
+def test_damaged_records(
+    copied: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    damage(records_of(copied))
+    run = Run(copied)
+    assert run.kept() == "kept yes"
+    assert run.read("/kprobe_events").startswith("p:kprobes/reads vfs_read")
+    assert not run.records("/tracing/instances/last")
+    assert records_of(copied).name in caplog.text
+    run.end()
+    caplog.clear()
+
+
+@pytest.mark.parametrize("seed", range(fewer(30, 6)))
+def test_records_with_wrong_bytes(copied: Path, seed: int, caplog: pytest.LogCaptureFixture) -> None:
+    random, path = Random(seed), records_of(copied)
+    with path.open("r+b") as file:
+        extents = [(0, 530_000), (528_384, 2 << 20)]
+        for _ in range(random.choice((1, 50, 5000))):
+            start, size = random.choice(extents)
+            file.seek(start + random.randrange(size))
+            file.write(random.randbytes(random.choice((1, 4, 300))))
+    run = Run(copied)
+    for name in (name for name in run.kernel.trace_arrays.names() if name.startswith("last")):
+        for file in ("trace", "snapshot", "per_cpu/cpu0/trace", "per_cpu/cpu0/stats"):
+            run.read(f"/tracing/instances/{name}/{file}")
+        for option in ("raw", "hex", "bin", "verbose", "latency-format"):
+            run.write(f"/tracing/instances/{name}/trace_options", option)
+            run.read(f"/tracing/instances/{name}/trace")
+            run.write(f"/tracing/instances/{name}/trace_options", f"no{option}")
+        pipe = run.open(f"/tracing/instances/{name}/trace_pipe", os.O_RDONLY | os.O_NONBLOCK)
+        with suppress(WouldBlock):
+            while run.mount.read(CLIENT, pipe, 1 << 16, 0):
+                pass
+        run.mount.give_up(CLIENT, pipe, errno.EAGAIN)
+        run.mount.release(pipe)
+    assert run.kept() == "kept yes"
+    run.end()
+    caplog.clear()
+
+
+def test_another_version(copied: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rewrite(copied, lambda entries: entries[0].update({"kprobefs state": 2}))
+    run = Run(copied)
+    assert "of version 2; this program reads 1: set aside" in caplog.text
+    assert run.read("/kprobe_events") == ""
+    assert run.kept() == "kept yes"
+    run.end()
+    caplog.clear()
+
+
+SENSELESS: list[Callable[[list[journal.Entry]], None]] = [
+    lambda entries: entries[0].pop("records"),
+    lambda entries: entries[0].update({"records": "../../etc/passwd"}),
+    lambda entries: entries[0].update({"names": "here"}),
+    lambda entries: entries[0].update({"ids": {"x": 1}}),
+    lambda entries: entries.append({"lines": [1, None]}),
+    lambda entries: entries.append({"write": "kprobe_events", "handle": 1, "data": "\u1234", "failed": 0}),
+    lambda entries: entries.append({"counts": {"kprobes/reads": [["many", None]]}}),
+    lambda entries: entries.append({"arrays": [{"name": 1}]}),
+    lambda entries: entries.append({"arrays": 7}),
+]
+
+
+@pytest.mark.parametrize("change", SENSELESS)
+def test_a_journal_without_sense(
+    copied: Path, change: Callable[[list[journal.Entry]], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    rewrite(copied, change)
+    run = Run(copied)
+    assert run.kept() == "kept yes"
+    assert "state in" in caplog.text
+    run.hit(1)
+    run.end()
+    caplog.clear()
+
+
+@pytest.mark.parametrize("other", [replace(CONFIG, cpus=1), replace(CONFIG, arch="riscv64")])
+def test_records_of_another_kernel(
+    copied: Path, other: MachineConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(copied, other)
+    assert "records of another kernel" in caplog.text
+    assert run.read("/kprobe_events").startswith("p:kprobes/reads vfs_read")
+    assert not run.records("/tracing/instances/last")
+    assert (copied / "aside.records").exists()
+    run.end()
+    caplog.clear()
+
+
+def test_a_state_that_ends_the_daemon(copied: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(ATTEMPTS):
+        assert Attempts(copied / "attempts").begin()
+    run = Run(copied)
+    assert "the daemon ended each time" in caplog.text
+    assert run.read("/kprobe_events") == ""
+    run.end()
+    caplog.clear()
+    again = Run(copied)
+    assert not caplog.text
+    again.end()

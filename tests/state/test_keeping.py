@@ -1,0 +1,344 @@
+"""--state DIR: what a daemon leaves, and what the next one makes of it."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.image.image import PREBUILT
+from emulated_kernel.kernel import Kernel
+from emulated_kernel.limits import Limit, Limits
+from emulated_kernel.trace.ring.layout import CONTROL_SIZE, PARKED_PTR, TAIL_ENTRIES, WRITE_PTR
+from kprobefs import state
+from kprobefs.bench import FUNCTION
+from kprobefs.contention import instructions_a_call
+from kprobefs.last_records import array_places
+from tests.state.life import CLIENT, CONFIG, DEFINITIONS, Run, head_of, records_of
+
+
+@pytest.mark.parametrize("arch", ["x86_64", "riscv64"])
+def test_what_was_there_is_there_again(place: Path, arch: str) -> None:
+    run = Run(place, replace(CONFIG, arch=arch))
+    assert run.kept() == "kept yes"
+    assert run.found() == "nothing"
+    run.write("/kprobe_events", f"p:gone vfs_open\n{DEFINITIONS}")
+    run.write("/kprobe_events", "-:gone\n", os.O_WRONLY | os.O_APPEND)
+    run.mount.mkdir(CLIENT, "/tracing/instances/slow", 0o755)
+    run.mount.mkdir(CLIENT, "/tracing/instances/no", 0o755)
+    run.mount.rmdir(CLIENT, "/tracing/instances/no")
+    run.write("/tracing/events/kprobes/reads/filter", "count > 5 && count < 100")
+    run.write("/tracing/events/kprobes/reads/trigger", "stacktrace if count == 1000")
+    run.write("/tracing/options/sym-offset", "1")
+    for where in ("/tracing", "/tracing/instances/slow"):
+        run.write(f"{where}/events/kprobes/reads/enable", "1")
+    run.write("/kprobes/stats/kprobes/writes/enabled", "0")
+    with pytest.raises(OSError, match="another kind"):
+        run.write("/kprobe_events", "p:half vfs_write\nnonsense\n")
+    run.hit(40)
+    run.write("/tracing/trace_marker", "here")
+    names = ("definitions", "probes")
+    before = {name: run.read(f"/machine/{name}") for name in names}
+    records = {where: run.records(where) for where in ("/tracing", "/tracing/instances/slow")}
+    identity = run.read("/tracing/events/kprobes/reads/id")
+    run.mount.close()
+    run.die()
+    assert "kprobes/half" in before["definitions"] or "p:kprobes/half" in before["definitions"]
+
+    again = Run(place, replace(CONFIG, arch=arch))
+    text = again.read("/machine/definitions")
+    assert "".join(
+        line for line in text.splitlines(True) if not line.startswith("instances/last")
+    ) == "".join(
+        line for line in before["definitions"].splitlines(True) if not line.startswith("instances/last")
+    )
+    told = [json.loads(line) for line in again.read("/machine/probes").splitlines()]
+    for was, now in zip([json.loads(line) for line in before["probes"].splitlines()], told, strict=True):
+        for field in ("event", "enabled", "nmissed"):
+            assert now[field] == was[field], field
+        # To look is to hit.
+        assert was["hits"] <= now["hits"] <= was["hits"] + 20
+    assert again.read("/tracing/events/kprobes/reads/id") == identity
+    assert len(records["/tracing"]) == 36
+    assert again.records("/tracing/instances/last") == records["/tracing"]
+    slow = records["/tracing/instances/slow"]
+    assert again.records("/tracing/instances/last.slow")[: len(slow)] == slow
+    assert again.found().endswith(" records, 0 torn")
+    assert not again.records("/tracing")
+    again.hit(10)
+    assert len(again.records("/tracing")) == 5
+    # The next one has these as its last, though it makes none itself, and the one behind it.
+    again.die()
+    third = Run(place, replace(CONFIG, arch=arch))
+    assert len(third.records("/tracing/instances/last")) == 5
+    third.write("/tracing/events/kprobes/reads/enable", "0")
+    third.die()
+    fourth = Run(place, replace(CONFIG, arch=arch))
+    assert len(fourth.records("/tracing/instances/last")) == 5
+    fourth.end()
+
+
+def test_records_of_then_are_printed_as_then(copied: Path) -> None:
+    run = Run(copied)
+    before = run.records("/tracing/instances/last")
+    assert len(before) == 60
+    run.write("/tracing/events/kprobes/reads/enable", "0")
+    run.write("/tracing/instances/slow/events/kprobes/reads/enable", "0")
+    run.write("/kprobe_events", "-:reads\n", os.O_WRONLY | os.O_APPEND)
+    run.write("/kprobe_events", "p:reads vfs_write\n", os.O_WRONLY | os.O_APPEND)
+    assert run.records("/tracing/instances/last") == before
+    run.write("/machine/power", "reboot\n")
+    assert [line for line in run.records("/tracing/instances/last") if "count=" in line] == before
+    assert run.kept() == "kept yes"
+    run.mount.rmdir(CLIENT, "/tracing/instances/last")
+    run.end()
+
+
+def test_a_torn_record_is_counted(copied: Path) -> None:
+    run = Run(copied)
+    run.hit(12)
+    run.write("/tracing/tracing_on", "0")
+    before = run.records("/tracing")
+    layout = run.kernel.machine.records.kept_layout
+    top = array_places(run.kernel)[0]
+    run.die()
+    torn = 0
+    with records_of(copied).open("r+b") as file:
+        for cpu, control in product(range(CONFIG.cpus), top.controls):
+            at = layout.cells(cpu, control, CONTROL_SIZE)
+            file.seek(at)
+            words = memoryview(bytearray(file.read(CONTROL_SIZE))).cast("Q")
+            if words[TAIL_ENTRIES] and not torn:
+                # The end of its last record isn't there yet.
+                words[WRITE_PTR if words[WRITE_PTR] else PARKED_PTR] -= 4
+                file.seek(at)
+                torn += file.write(words) == CONTROL_SIZE
+    assert torn == 1
+    again = Run(copied)
+    assert again.found().endswith(" records, 1 torn")
+    whole = again.records("/tracing/instances/last")
+    assert len(whole) == len(before) - 1
+    assert set(whole) < set(before)
+    again.end()
+
+
+@pytest.mark.parametrize("arch", ["x86_64", "i386"])
+def test_a_hit_costs_what_it_costs_without(place: Path, arch: str) -> None:
+    """The same guest instructions, in an optimized probe that records."""
+    config = replace(CONFIG, arch=arch)
+    run, taken = Run(place, config), []
+    with Kernel(config) as without:
+        for kernel in (run.kernel, without):
+            bare = instructions_a_call(kernel, FUNCTION, 1)
+            with kernel.lock:
+                kernel.tracing.kprobe_events.write(f"p:turn {FUNCTION}+5 n=%ax\n".encode())
+                event = kernel.tracing.system.events.find("kprobes", "turn")
+                assert event is not None
+                kernel.trace_arrays.top.events.set_enabled(event, True)
+                assert kernel.kprobes.optimizer is not None
+                kernel.kprobes.optimizer.flush()
+                assert "[OPTIMIZED]" in "".join(kernel.kprobes.list_records(0))
+            taken.append(instructions_a_call(kernel, FUNCTION, 1, calls=6).all - bare.all)
+    assert run.kept() == "kept yes"
+    assert len(run.records("/tracing")) == 6
+    assert taken[0] == taken[1] > 20
+    run.end()
+
+
+def test_a_reboot_is_kept_too(copied: Path) -> None:
+    run = Run(copied)
+    run.hit(7)
+    run.write("/machine/power", "reboot\n")
+    run.hit(3)
+    run.die()
+    again = Run(copied)
+    assert [line.count("reads") for line in again.records("/tracing/instances/last")].count(1) == 10
+    assert len(list(copied.glob("records.*"))) == 1
+    again.end()
+
+
+def test_snapshots_are_kept(place: Path) -> None:
+    run = Run(place)
+    run.write("/kprobe_events", DEFINITIONS)
+    run.write("/tracing/events/kprobes/reads/enable", "1")
+    for number in range(1, 4):
+        run.write("/tracing/tracing_on", "1")
+        run.hit(10 * number)
+        run.write("/tracing/snapshot", "1")
+        run.hit(1)
+        run.write("/tracing/tracing_on", "0")
+        before = run.records("/tracing"), run.read("/tracing/snapshot")
+        run.die()
+        run = Run(place)
+        assert run.records("/tracing/instances/last") == before[0]
+        assert run.read("/tracing/instances/last/snapshot") == before[1]
+    run.end()
+
+
+def test_a_journal_is_written_anew(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "COMPACT_SIZE", 20_000)
+    run = Run(place)
+    for number in range(150):
+        run.write("/kprobe_events", f"p:e{number} vfs_read\n", os.O_WRONLY | os.O_APPEND)
+        run.write("/tracing/trace_options", "nosym-addr" if number % 2 else "sym-addr")
+    assert (place / "journal").stat().st_size < 60_000
+    run.write("/kprobe_events", "-:e7\n", os.O_WRONLY | os.O_APPEND)
+    before = run.read("/kprobe_events")
+    run.die()
+    again = Run(place)
+    assert again.read("/kprobe_events") == before
+    again.end()
+
+
+def test_a_long_write_comes_in_parts(place: Path) -> None:
+    run = Run(place)
+    text = b"p:first vfs_read\n" + 4000 * (b"#" + 40 * b"-" + b"\n") + b"p:second vfs_write\n"
+    handle = run.open("/kprobe_events", os.O_WRONLY | os.O_TRUNC)
+    at = text.index(b"p:second") + 4
+    for part in (text[:at], text[at:]):
+        assert run.mount.write(CLIENT, handle, part, 0) == len(part)
+    run.mount.release(handle)
+    before = run.read("/kprobe_events")
+    assert before.count("\n") == 2
+    run.die()
+    again = Run(place)
+    assert again.read("/kprobe_events") == before
+    again.end()
+
+
+def test_long_writes_of_two_at_once(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parts of one come between those of the other, and a third's write between both."""
+    monkeypatch.setattr(state, "COMPACT_SIZE", 1 << 30)
+    run = Run(place)
+    run.write("/kprobe_events", "p:there vfs_read\n")
+    first, second = (run.open("/kprobe_events", os.O_WRONLY | os.O_APPEND) for _ in range(2))
+    filler = 3200 * (b"#" + 40 * b"-" + b"\n")
+    for handle, part in (
+        (first, filler + b"p:first vfs_"),
+        (second, filler + b"p:second vf"),
+        (first, b"write\n" + filler + b"p:th"),
+        (second, b"s_open\n"),
+        (first, b"ird vfs_fsync\n"),
+    ):
+        assert run.mount.write(CLIENT, handle, part, 0) == len(part)
+        run.write("/tracing/events/kprobes/there/enable", "1")
+    run.mount.release(second)
+    run.mount.release(first)
+    before = run.read("/kprobe_events")
+    assert sorted(before.split()[::2]) == [
+        f"p:kprobes/{name}" for name in ("first", "second", "there", "third")
+    ]
+    run.die()
+    again = Run(place)
+    assert again.read("/kprobe_events") == before
+    again.end()
+
+
+def test_what_was_released_is_closed_again(place: Path) -> None:
+    """An instance can go once nobody has a file of its open; many files were open, one after the other."""
+    run = Run(place)
+    for number in range(30):
+        run.mount.mkdir(CLIENT, "/tracing/instances/short", 0o755)
+        run.write("/tracing/instances/short/tracing_on", "0")
+        run.mount.rmdir(CLIENT, "/tracing/instances/short")
+        run.write("/kprobe_events", f"p:e{number} vfs_read\n", os.O_WRONLY | os.O_APPEND)
+    before = run.read("/kprobe_events")
+    run.die()
+    again = Run(place)
+    assert again.read("/kprobe_events") == before
+    assert "short" not in [entry.name for entry in again.mount.readdir("/tracing/instances")]
+    again.end()
+
+
+def test_a_journal_isnt_written_anew_between_the_parts_of_a_write(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state, "COMPACT_SIZE", 1000)
+    run = Run(place)
+    filler = 3200 * (b"#" + 40 * b"-" + b"\n")
+    handle = run.open("/kprobe_events", os.O_WRONLY | os.O_TRUNC)
+    for part in (b"p:first vfs_read\n" + filler, filler + b"p:sec", b"ond vfs_write\np:third vfs_open\n"):
+        assert run.mount.write(CLIENT, handle, part, 0) == len(part)
+        assert run.living._state is not None
+        run.living._state._append({"counts": {}})
+    run.mount.release(handle)
+    before = run.read("/kprobe_events")
+    assert before.count("\n") == 3
+    run.die()
+    again = Run(place)
+    assert again.read("/kprobe_events") == before
+    again.write("/tracing/trace_options", "sym-addr")
+    assert (place / "journal").stat().st_size < 60_000
+    again.end()
+
+
+def test_directories_that_are_called_as_files(place: Path) -> None:
+    names = {"trace", "trace_pipe", "free_buffer", "error_log"}
+    run = Run(place)
+    for name in names:
+        run.mount.mkdir(CLIENT, f"/tracing/instances/{name}", 0o755)
+    run.write("/tracing/instances/trace/trace_options", "sym-addr")
+    run.mount.mkdir(CLIENT, "/tracing/instances/last.mine", 0o755)
+    run.mount.rmdir(CLIENT, "/tracing/instances/error_log")
+    run.die()
+    again = Run(place)
+    assert set(again.kernel.trace_arrays.names()) == names - {"error_log"} | {"last"}
+    assert "\nsym-addr\n" in again.read("/tracing/instances/trace/trace_options")
+    again.end()
+
+
+def test_no_limit_is_for_records_of_then(copied: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = Run(copied, replace(CONFIG, limits=Limits({Limit.INSTANCES: 0})))
+    assert "tracing/instances/slow: " in caplog.text
+    assert run.kept() == "kept yes"
+    assert list(run.kernel.trace_arrays.names()) == ["last", "last.slow"]
+    before = [run.records(f"/tracing/instances/{name}") for name in ("last", "last.slow")]
+    assert [len(each) for each in before] == [60, 60]
+    assert "instances 0 0\n" in run.read("/machine/limits")
+    run.write("/machine/power", "reboot\n")
+    after = [run.records(f"/tracing/instances/{name}") for name in ("last", "last.slow")]
+    assert [[line for line in each if "count=" in line] for each in after] == before
+    with pytest.raises(KernelError, match="limit of instances"):
+        run.mount.mkdir(CLIENT, "/tracing/instances/one", 0o755)
+    run.end()
+    caplog.clear()
+
+
+def test_an_image_that_is_replaced(place: Path, tmp_path: Path) -> None:
+    image = tmp_path / "vmlinux"
+    image.write_bytes((PREBUILT / "x86_64" / "vmlinux").read_bytes())
+    run = Run(place, replace(CONFIG, image=image))
+    run.write("/kprobe_events", DEFINITIONS)
+    kept = state.fingerprint(run.kernel)
+    image.write_bytes(b"another")
+    assert state.fingerprint(run.kernel) == kept
+    image.unlink()
+    assert state.fingerprint(run.kernel) == kept == head_of(place)["kernel"]
+    run.end()
+
+
+def test_records_of_now_behind_those_of_then(copied: Path) -> None:
+    run = Run(copied)
+    last = "/tracing/instances/last"
+    before = run.records(last)
+    run.write("/kprobe_events", "p:late vfs_read\n", os.O_WRONLY | os.O_APPEND)
+    run.write(f"{last}/events/kprobes/late/enable", "1")
+    run.write(f"{last}/tracing_on", "1")
+    run.hit(2)
+    run.write(f"{last}/tracing_on", "0")
+    after = run.records(last)
+    assert [line for line in after if "reads" in line] == before
+    assert sum(": late: (vfs_read" in line for line in after) >= 2
+    assert "Unknown type" not in "".join(after)
+    array = run.living._kernel.trace_arrays.find("last")
+    assert array is not None
+    assert array.array._past is not None
+    run.write(f"{last}/trace", "", os.O_WRONLY | os.O_TRUNC)
+    assert array.array._past is None
+    assert not run.records(last)
+    run.end()

@@ -1,0 +1,80 @@
+"""--state DIR: the program, killed and started again."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from kprobefs.cli import main
+from kprobefs.failure import Exit
+from kprobefs.options import MountOptions, build_kernel
+from tests.endurance.state_kills import state_kills
+from tests.fuse.harness import REAL_PROGRAM, daemon, kprobefs, needs_fuse
+from tests.sample import fewer
+from tests.state.life import DEFINITIONS
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("KPROBEFS_RUNTIME_DIRECTORY", str(tmp_path / "run"))
+    monkeypatch.setenv("KPROBEFS_PROBES_PATH", "")
+    (tmp_path / "mnt").mkdir()
+    return tmp_path / "mnt"
+
+
+@needs_fuse
+@pytest.mark.mounted
+@pytest.mark.parametrize("layout", ["full", "tracefs"])
+def test_kill_and_start_again(directory: Path, place: Path, layout: str) -> None:
+    options = ("--state", str(place), "--layout", layout)
+    tracing = "" if layout == "tracefs" else "tracing"
+    with daemon(directory, *options, program=REAL_PROGRAM) as running:
+        Path(running.path(tracing, "kprobe_events")).write_text(DEFINITIONS)
+        os.mkdir(running.path(tracing, "instances", "slow"))
+        Path(running.path(tracing, "events/kprobes/reads/enable")).write_text("1")
+        marker = Path(running.path(tracing, "trace_marker"))
+        marker.write_text("before")
+        defined = Path(running.path(tracing, "kprobe_events")).read_text()
+        other = kprobefs("mount", *options, str(place.with_name("other")), "--mkdir", program=REAL_PROGRAM)
+        assert other.returncode == Exit.FAILURE
+        assert f"--state {place}: another daemon keeps its state there" in other.stderr
+        running.process.send_signal(signal.SIGKILL)
+        running.process.wait()
+    with daemon(directory, *options, program=REAL_PROGRAM) as running:
+        assert Path(running.path(tracing, "kprobe_events")).read_text() == defined
+        assert Path(running.path(tracing, "events/kprobes/reads/enable")).read_text() == "1\n"
+        assert os.path.isdir(running.path(tracing, "instances", "slow"))
+        last = Path(running.path(tracing, "instances/last/trace")).read_text()
+        assert "tracing_mark_write: before" in last
+        assert ": reads: (vfs_read" in last
+        assert not running.log.count("state in")
+
+
+def test_a_kernel_of_a_distribution_keeps_none(
+    directory: Path, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is mounted all the same: the units name a state whatever the options are."""
+    served: list[MountOptions] = []
+    monkeypatch.setattr("kprobefs.daemon.run_in_foreground", lambda options, *_more: served.append(options))
+    kernel = ["--engine", "native", "--image", "host"]
+    assert main(["mount", "-f", "--state", str(place), *kernel, str(directory)], build_kernel) == Exit.OK
+    assert [options.state for options in served] == [None]
+    assert capsys.readouterr().err == (
+        "kprobefs: --state: a distribution's kernel keeps none, nothing outlives the daemon\n"
+    )
+    assert not place.exists()
+
+
+@pytest.mark.parametrize("inside", ["", "state"])
+def test_no_state_below_its_own_mount(directory: Path, inside: str) -> None:
+    found = kprobefs("mount", "--state", str(directory / inside), str(directory))
+    assert found.returncode == Exit.USAGE
+    assert found.stderr.endswith(": has to be outside of the mount\n")
+    assert not list(directory.iterdir())
+
+
+def test_seeded_kills(tmp_path: Path) -> None:
+    assert "kernels killed" in state_kills(tmp_path, fewer(8, 4), 0, 3)
