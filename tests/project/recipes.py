@@ -106,4 +106,7 @@ def script(recipe: str) -> str:
 
 
 if __name__ == "__main__":
+    recipes = list(systems())
+    if sys.argv[1:] not in ([recipe] for recipe in recipes):
+        sys.exit(f"usage: python -m tests.project.recipes {'|'.join(recipes)}")
     print(script(sys.argv[1]))
