@@ -18,6 +18,7 @@ from kprobefs.bench import (
     RETURNING,
     STEPPED,
     caller,
+    cost,
     place,
     quantile,
 )
@@ -140,8 +141,8 @@ def hits_on(arch: str, hits: int, rounds: int, cpus: Sequence[int], *, as_json: 
 def table(figures: Sequence[CpusFigure]) -> Iterator[str]:
     """Lines: net nanoseconds, hits a second of all CPUs, and guest instructions, beside the source's."""
     yield f"{figures[0].case.arch}; the CPUs take turns in one thread: hits/s are those of all together"
-    head = ("", "", "cpus", "net ns", "p10", "p90", "hits/s", "instructions", "Core Duo, ns")
-    yield "{:11}{:11}{:>5}{:>9}{:>9}{:>9}{:>12}{:>14}{:>14}".format(*head)
+    head = ("", "", "cpus", "net ns", "p10", "p90", "hits/s", "instr", "Core Duo, ns")
+    yield "{:10}{:10}{:>5}{:>7}{:>7}{:>7}{:>11}{:>8}{:>14}".format(*head)
     yield from map(_row, figures)
 
 
@@ -150,6 +151,6 @@ def _row(figure: CpusFigure) -> str:
     rate = f"{1e9 / figure.median:.0f}" if figure.median > 0 else "-"
     count = "-" if figure.instructions is None else f"{figure.instructions:.1f}"
     return (
-        f"{case.probe:11}{case.mode:11}{case.cpus:5}{figure.median:9.1f}{quantile(net, 1):9.1f}"
-        f"{quantile(net, 9):9.1f}{rate:>12}{count:>14}{ELSEWHERE[case.probe, case.mode]:14}"
+        f"{case.probe:10}{case.mode:10}{case.cpus:5} {cost(figure.median)} {cost(quantile(net, 1))} "
+        f"{cost(quantile(net, 9))}{rate:>11}{count:>8}{ELSEWHERE[case.probe, case.mode]:14}"
     )

@@ -17,9 +17,9 @@ from kprobefs.progress import counted
 KINDS = ("k", "j", "r", "kr", "jr")
 """As section 6 of "Kernel Probes" (2010) calls them: kprobe, jprobe, return probe, and the last with each."""
 ELSEWHERE = (
-    ("i386, Pentium M 1495 MHz (documentation, 2010)", (0.57, 1.00, 0.92, 0.99, 1.40)),
-    ("x86_64, Opteron 246 1994 MHz (documentation, 2010)", (0.49, 0.76, 0.80, 0.82, 1.07)),
-    ("ppc64, POWER5 1656 MHz (documentation, 2010)", (0.77, 1.31, 1.26, 1.45, 1.99)),
+    ("i386, Pentium M 1495 MHz", (0.57, 1.00, 0.92, 0.99, 1.40)),
+    ("x86_64, Opteron 246 1994 MHz", (0.49, 0.76, 0.80, 0.82, 1.07)),
+    ("ppc64, POWER5 1656 MHz", (0.77, 1.31, 1.26, 1.45, 1.99)),
 )
 """Microseconds a hit, by KINDS."""
 
@@ -132,7 +132,7 @@ def table(figures: Sequence[KindFigure]) -> Iterator[str]:
     for profile in dict.fromkeys(profile for profile, _ in medians):
         yield _line(profile, [_us(medians.get((profile, kind))) for kind in KINDS])
     yield ""
-    yield "measured elsewhere"
+    yield "measured elsewhere (documentation, 2010)"
     yield from (_line(name, [_us(cost) for cost in costs]) for name, costs in ELSEWHERE)
 
 
@@ -141,4 +141,4 @@ def _us(cost: float | None) -> str:
 
 
 def _line(name: str, cells: Sequence[str]) -> str:
-    return f"{name:52}" + "".join(f"{cell:>8}" for cell in cells)
+    return f"{name:36}" + "".join(f"{cell:>8}" for cell in cells)

@@ -25,6 +25,7 @@ from kprobefs.bench import (
     STEPPED,
     TRAP_FLAG,
     caller,
+    cost,
     elsewhere,
     quantile,
 )
@@ -226,9 +227,12 @@ def returns(
 def table(figures: Sequence[ReturnFigure]) -> Iterator[str]:
     """Lines: net nanoseconds and guest instructions of each case, and the sources' figures."""
     yield f"{figures[0].case.arch}, a return probe that records number, address and two registers"
-    head = ("backend", "mode", "tasks", "cpus", "net ns", "p10", "p90", "traps", "instructions", "locked")
-    yield "  {:10}{:20}{:>6}{:>6}{:>9}{:>9}{:>9}{:>7}{:>14}{:>8}  target".format(*head)
-    yield from map(_row, figures)
+    yield "traps, guest instructions and those that are locked are of one call"
+    head = ("tasks", "cpus", "net ns", "p10", "p90", "traps", "instr", "locked")
+    for backend in dict.fromkeys(figure.case.backend for figure in figures):
+        yield ""
+        yield "{:19}{:>5}{:>5}{:>7}{:>7}{:>7}{:>6}{:>6}{:>7} target".format(backend, *head)
+        yield from (_row(figure) for figure in figures if figure.case.backend == backend)
     yield ""
     yield from elsewhere(RETURNS_ELSEWHERE)
 
@@ -239,7 +243,6 @@ def _row(figure: ReturnFigure) -> str:
     verdict = "-" if target is None else f"{target:g} {'met' if figure.median <= target else 'missed'}"
     counts = ["-" if count is None else f"{count:.1f}" for count in (figure.instructions, figure.locked)]
     return (
-        f"  {case.backend:10}{case.mode:20}{case.tasks:6}{case.cpus:6}{figure.median:9.1f}"
-        f"{quantile(net, 1):9.1f}{quantile(net, 9):9.1f}{figure.traps:7.1f}"
-        f"{counts[0]:>14}{counts[1]:>8}  {verdict}"
+        f"{case.mode:19}{case.tasks:5}{case.cpus:5} {cost(figure.median)} {cost(quantile(net, 1))} "
+        f"{cost(quantile(net, 9))}{figure.traps:6.1f}{counts[0]:>6}{counts[1]:>7} {verdict}"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -19,6 +20,13 @@ MACHINES = ("i386, Pentium M", "x86_64, Opteron", "ppc64, POWER5")
 QUICK = (bench.OPTIMIZED, *bench_return.BY_FENTRY)
 
 
+def fitting(lines: Iterable[str]) -> list[str]:
+    """A table, which a terminal of 80 columns shows without a break."""
+    found = list(lines)
+    assert max(map(len, found)) <= 80
+    return found
+
+
 @pytest.mark.parametrize("arch", bench.ARCHITECTURES)
 def test_return_probes_are_among_the_hits(arch: str) -> None:
     found = {(case.probe, case.mode) for case in bench.cases(arch)}
@@ -30,7 +38,7 @@ def test_return_probes_are_among_the_hits(arch: str) -> None:
     assert {(bench.RETURNING, mode) for mode in modes} <= found
     figure = bench.measure(bench.HitCase(bench.RETURNING, bench.OPTIMIZED, arch), hits=50, rounds=2)
     assert len(figure.net) == 2
-    assert "return probes:" in list(bench.table([figure]))
+    assert "return probes:" in fitting(bench.table([figure]))
 
 
 @pytest.mark.parametrize(
@@ -62,7 +70,7 @@ def test_returns_on_every_architecture(arch: str) -> None:
     )
     # By the trap flag, which RISC-V doesn't have.
     assert (figure.instructions is None) == arch.startswith("riscv")
-    assert list(bench_return.table([figure]))
+    assert fitting(bench_return.table([figure]))
 
 
 def test_every_backend_has_every_mode_once() -> None:
@@ -169,7 +177,7 @@ def test_every_kind_of_every_profile(arch: str) -> None:
 def test_a_kind_is_measured(case: bench_kinds.KindCase) -> None:
     figure = bench_kinds.measure(case, hits=30, rounds=2)
     assert len(figure.net) == 2
-    *_, first, second, third = bench_kinds.table([figure])
+    *_, first, second, third = fitting(bench_kinds.table([figure]))
     assert all(line.startswith(name) for line, name in zip((first, second, third), MACHINES, strict=True))
     assert figure.as_dict()["kind"] == case.kind
 
@@ -199,6 +207,6 @@ def test_the_table_of_hits_on_cpus(
     assert {case.cpus for case in found} == {1, 2}
     monkeypatch.setattr(bench_cpus, "cases", lambda *_: [case for case in found if case.cpus == 2][:4:3])
     assert main(["bench", "hit", "--hits", "16", "--rounds", "1", "--cpus", "1", "2"]) == 0
-    *_, first, second = capsys.readouterr().out.splitlines()
+    *_, first, second = fitting(capsys.readouterr().out.splitlines())
     assert (first.split()[:3], first.split()[-1]) == (["kprobe", "stepped", "2"], "739")
     assert (second.split()[:3], second.split()[-1]) == (["kretprobe", "stepped", "2"], "989")
