@@ -14,6 +14,7 @@ from emulated_kernel.kprobes.profile import DEFAULT, PROFILES, Profile
 from emulated_kernel.kprobes.return_hook.hook_sets import HookSets, never_returning
 from emulated_kernel.kprobes.scheduler import Scheduler
 from emulated_kernel.linux.kernel_stacks import KernelStacks
+from emulated_kernel.linux.kernel_tracepoints import TAKEN_OVER
 from emulated_kernel.linux.linux_context import linux_abi
 from emulated_kernel.linux.probed_linux import ProbedLinux
 from emulated_kernel.linux.tasks import LinuxTasks
@@ -42,10 +43,11 @@ class LinuxEngine:
         profile: Profile = PROFILES[DEFAULT],
         lock: ControlLock | None = None,
     ) -> None:
-        """`kernel`: with the text as it runs."""
+        """`kernel`: with the text as it runs; what we take over is on its blacklist from here on."""
         self.tasks = tasks
         self.lock = lock or ControlLock()
         self.kernel = kernel
+        kernel.forbid(TAKEN_OVER)
         machine = self.machine = ProbedLinux(tasks, kernel)
         arch, abi = X86_64(), linux_abi(kernel, tasks) | {"host_clock": machine.clock.cell}
         stacks = KernelStacks(kernel, tasks.machine, machine.memory, tasks.per_cpu, tasks.current_cell)

@@ -26,6 +26,8 @@ from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE
 from emulated_kernel.trace.text.print_fmt import PrintContext
 
 _RESERVE, _COMMIT = "trace_event_buffer_reserve", "trace_event_buffer_commit"
+TAKEN_OVER = (_RESERVE, _COMMIT)
+"""Functions that never run: who would probe them would wait for ever."""
 _WORD = 8
 _JMP8 = b"\xeb"
 _FUNCS = 2 * 24

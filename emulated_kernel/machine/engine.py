@@ -10,6 +10,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import TypeVar
 
 from emulated_kernel.machine.traps.trap import HardwareError
@@ -252,6 +253,10 @@ class Engine(CodeCache):
         self._check(self._held.uc_context_alloc(self.handle, ctypes.byref(context)), "uc_context_alloc")
         return context
 
+    @cached_property
+    def _scratch_context(self) -> ctypes.c_void_p:
+        return self.context_alloc()
+
     def context_size(self) -> int:
         """Bytes of a saved context."""
         function = self._held.uc_context_size
@@ -260,14 +265,14 @@ class Engine(CodeCache):
 
     def saved_context(self) -> bytes:
         """The CPU state as bytes, for an engine of the same library and CPU model."""
-        context = self.context_alloc()
+        context = self._scratch_context
         self.context_save(context)
         assert context.value is not None
         return ctypes.string_at(context.value, self.context_size())
 
     def restore_context(self, saved: bytes) -> None:
         """Raises: HardwareError for bytes that aren't as many as a context has."""
-        context = self.context_alloc()
+        context = self._scratch_context
         if len(saved) != self.context_size():
             raise HardwareError("a saved CPU state of another size")
         assert context.value is not None

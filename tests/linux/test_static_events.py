@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Iterator
 
 import pytest
 
+from emulated_kernel.errors import KernelError
 from emulated_kernel.host.mirror.processes import NoProcesses
+from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.linux.engine import LinuxEngine
 from emulated_kernel.linux.engine_mount import EngineMount
 from emulated_kernel.linux.linux_mount import LinuxMount
@@ -116,6 +119,13 @@ def test_filters_and_triggers_know_their_fields(ours: EngineMount, engine: Linux
     assert len(lines) == 1
     assert "pid=4101" in lines[0]
     assert "Hits: 2" in read(ours, f"{event}/hist")
+
+
+@pytest.mark.parametrize("function", ["trace_event_buffer_reserve", "trace_event_buffer_commit"])
+def test_functions_that_we_take_over_arent_probed(engine: LinuxEngine, function: str) -> None:
+    with engine.lock, pytest.raises(KernelError, match="blacklist") as refused:
+        engine.kprobes.register_kprobe(Kprobe(symbol_name=function))
+    assert refused.value.errno == errno.EINVAL
 
 
 def test_the_deepest_stack(ours: EngineMount, engine: LinuxEngine) -> None:

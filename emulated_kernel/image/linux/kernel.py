@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from enum import Enum
 from errno import ENODATA
@@ -152,6 +152,12 @@ class LinuxKernel:
         for area in ("kprobes", "noinstr", "entry"):
             entries += self._functions_between(self.between(f"__{area}_text_start", f"__{area}_text_end"))
         return tuple(entry for entry in entries if entry is not None)
+
+    def forbid(self, functions: Iterable[str]) -> None:
+        """Put functions on the blacklist, if they are there."""
+        places = map(self.kallsyms.lookup_name, functions)
+        found = (self._function_at(place) for place in places if place is not None)
+        self.blacklist = tuple({*self.blacklist, *(entry for entry in found if entry is not None)})
 
     def between(self, start: str, end: str) -> Range:
         """The range between two symbols; empty where one isn't there."""
