@@ -58,7 +58,9 @@ class LinuxEngine:
         kretprobes = Kretprobes(kprobes, hook_sets.first, cpus=1, blacklist=never_returning(kernel, arch))
         fprobes = Fprobes(kprobes, kretprobes.hooks, arch, lambda: traceable_functions(kernel), cpus=1)
         registries = ProbeRegistries(kprobes, None, kretprobes, hook_sets, fprobes)
-        tracing = linux_tracing(machine, kernel, arch, registries, abi, self.lock, log.info)
+        tracing = linux_tracing(
+            machine, kernel, arch, registries, abi, self.lock, log.info, stacks.task_structs
+        )
         self.parts = ProbedParts(arch=arch, machine=machine, engine=registries, tracing=tracing)
         self.requests = RequestObserver(clock, kprobes)
         tasks.on_fork.append(tracing.arrays.forked)

@@ -15,12 +15,16 @@ from emulated_kernel.arch.x86.verdict import label_size
 from emulated_kernel.image.image import JumpLabel
 from emulated_kernel.image.linux.events import KernelEvent
 from emulated_kernel.image.linux.kernel import LinuxKernel
+from emulated_kernel.image.trace_events import SyscallDefinition
+from emulated_kernel.linux.syscall_work import SyscallWork
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.text.text_poke import TextPoker
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.events.link_order import link_rank
 from emulated_kernel.trace.events.static_event import StaticEvent, Tracepoint, layout_fields
 from emulated_kernel.trace.events.static_keys import StaticKeys
+from emulated_kernel.trace.events.syscall_events import SyscallEnter, SyscallExit, SyscallTracepoint
+from emulated_kernel.trace.events.tracepoints import RAW_SYSCALLS
 from emulated_kernel.trace.hits.probe_hit import ProbeHit
 from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE
 from emulated_kernel.trace.text.print_fmt import PrintContext
@@ -55,8 +59,10 @@ class KernelTracepoints:
         arch: Arch,
         poker: TextPoker,
         hit: ProbeHit,
+        syscall_work: SyscallWork,
     ) -> None:
         """`hit` is filled in with each record. Nothing is done to the guest until an event is enabled."""
+        self._syscall_work = syscall_work
         self._machine, self._memory, self._hit = machine, machine.memory, hit
         self._kernel = kernel
         self._arch = arch
@@ -77,13 +83,37 @@ class KernelTracepoints:
         lookup = self._kernel.kallsyms.lookup_name
         if lookup(_RESERVE) is None or lookup(_COMMIT) is None:
             return
-        found = [event for event in self._kernel.events if event.is_plain and event.probe and event.fields]
-        self._events = sorted(found, key=lambda event: link_rank(event.system, event.name))
-        for number, event in enumerate(self._events):
-            point = Tracepoint(partial(self._switch, number, event))
+        has_syscalls = self._syscall_work.is_known()
+        found: list[TraceEvent] = []
+        raw: dict[str, Tracepoint] = {}
+        for event in self._kernel.events:
+            is_syscall = event.system == RAW_SYSCALLS and has_syscalls
+            if not (event.probe and event.fields and (event.is_plain or is_syscall)):
+                continue
+            number = len(self._events)
+            switch = partial(self._switch_syscalls if is_syscall else self._switch, number, event)
+            point = self._points[number] = Tracepoint(switch)
+            self._events.append(event)
+            if is_syscall:
+                raw[event.name] = point
             fields = layout_fields(event.fields)
-            yield KernelStaticEvent(event.system, event.name, fields, event.print_fmt, point, {}, _WORD)
-            self._points[number] = point
+            found.append(
+                KernelStaticEvent(event.system, event.name, fields, event.print_fmt, point, {}, _WORD)
+            )
+        if raw.keys() >= {"sys_enter", "sys_exit"}:
+            entry, end = (SyscallTracepoint(raw[name], _WORD) for name in ("sys_enter", "sys_exit"))
+            for call in self._kernel.syscalls:
+                if call.number >= 0:
+                    syscall = SyscallDefinition(call.number, call.name, call.types, call.args)
+                    found += [SyscallEnter(syscall, entry), SyscallExit(syscall, end)]
+        yield from sorted(found, key=lambda event: link_rank(event.group, event.name))
+
+    def _switch_syscalls(self, number: int, event: KernelEvent, on: bool) -> None:
+        if on:
+            self._syscall_work.switch(on)
+        self._switch(number, event, on)
+        if not on:
+            self._syscall_work.switch(on)
 
     def _switch(self, number: int, event: KernelEvent, on: bool) -> None:
         """Mirrors: kernel/tracepoint.c:tracepoint_add_func, tracepoint_remove_func (v6.1)."""

@@ -26,7 +26,7 @@ from emulated_kernel.linux.machine import LinuxMachine
 from emulated_kernel.machine.engine import library_release
 from emulated_kernel.machine.traps.trap import HardwareError
 
-_MAGIC = b"kprobefs booted kernel 4\n"
+_MAGIC = b"kprobefs booted kernel 5\n"
 _HEADER = 256 << 10
 """Bytes in front of RAM."""
 _PIECE = 64 << 10

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 
 from emulated_kernel.arch.base import Arch
@@ -11,6 +11,7 @@ from emulated_kernel.limits import Limits
 from emulated_kernel.linux.kernel_tracepoints import KernelTracepoints
 from emulated_kernel.linux.linux_clock import LinuxClock
 from emulated_kernel.linux.linux_context import LinuxContext, linux_asking
+from emulated_kernel.linux.syscall_work import SyscallWork
 from emulated_kernel.lock import ControlLock
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.parts import ProbeRegistries, TraceParts
@@ -45,6 +46,7 @@ def linux_tracing(
     abi: Mapping[str, int],
     lock: ControlLock,
     printk: Callable[[str], None],
+    task_structs: Callable[[], Iterator[int]],
 ) -> TraceParts:
     """`kernel`: with its text as it runs; `printk`: a line of its log."""
     kprobes, memory, limits = engine.kprobes, machine.memory, Limits()
@@ -59,7 +61,12 @@ def linux_tracing(
     for own in (markers, *own_events(arch.word_size)):
         registry.add_own(own)
     points = KernelTracepoints(
-        machine, kernel, arch, kprobes.poker, ProbeHit(memory, tasks, context.trace_ctx)
+        machine,
+        kernel,
+        arch,
+        kprobes.poker,
+        ProbeHit(memory, tasks, context.trace_ctx),
+        SyscallWork(kernel, memory, task_structs),
     )
     for event in points.events():
         registry.add(event)

@@ -6,6 +6,7 @@ import errno
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
@@ -28,6 +29,7 @@ EVENTS = (
 )  # fmt: skip
 WHO_AND_WHEN = re.compile(r"^.*?-(?=\d+ )| +\d+\.\d{6}:")
 """Linux knows a task's name from the next switch of tasks on."""
+WHO = re.compile(r"^.*?-(?=\d+ )")
 ID = re.compile(r"^ID: \d+$", re.MULTILINE)
 
 
@@ -81,6 +83,42 @@ def test_records_are_those_of_its_own_tracefs(
     assert {line.split(": ")[0].split()[-1] for line in found} >= {
         event.split("/")[1] for event in EVENTS[:4]
     }
+
+
+SYSCALLS = ("sys_enter_getpid", "sys_exit_getpid", "sys_enter_kill", "sys_exit_kill", "sys_enter_getppid")
+GETPID, KILL, GETPPID, GETUID = 39, 62, 110, 102
+
+
+def calls(mount: LinuxMount, tasks: LinuxTasks) -> list[str]:
+    """Lines of system calls made by a task that was there and by one that is forked meanwhile."""
+    before = tasks.fork(tasks.init, 4200)
+    write(mount, "/tracing/trace", "", os.O_TRUNC)
+    for event in (*(f"syscalls/{name}" for name in SYSCALLS), "raw_syscalls/sys_enter"):
+        switch(mount, event, on=True)
+    child = tasks.fork(before, 4201)
+    for task in (before, child):
+        for number, *arguments in ((GETPID,), (KILL, 9_999_999, 5), (GETUID,), (GETPPID,)):
+            with suppress(KernelError):
+                tasks.call(task, number, *arguments)
+    for event in (*(f"syscalls/{name}" for name in SYSCALLS), "raw_syscalls/sys_enter"):
+        switch(mount, event, on=False)
+    tasks.call(before, GETPID)
+    tasks.exit(child)
+    tasks.exit(before)
+    lines = read(mount, "/tracing/trace").splitlines()
+    return [re.sub(r" +\d+\.\d{6}:", "", line) for line in lines if re.search(r"-420[01]\b", line)]
+
+
+def test_system_calls_are_those_of_its_own_tracefs(
+    linux: LinuxMount, ours: EngineMount, engine: LinuxEngine
+) -> None:
+    found = calls(ours, engine.tasks)
+    assert [WHO.sub("", line) for line in found] == [WHO.sub("", line) for line in calls(linux, linux._tasks)]
+    assert sum("sys_kill(pid: 98967f, sig: 5)" in line for line in found) == 2
+    assert sum("sys_kill -> 0xfffffffffffffffd" in line for line in found) == 2
+    assert sum("NR 102 (" in line for line in found) == 2
+    again = calls(ours, engine.tasks)
+    assert len(again) == len(found)
 
 
 def test_formats_are_those_of_its_own_tracefs(linux: LinuxMount, ours: EngineMount) -> None:

@@ -101,8 +101,10 @@ def test_a_wrong_marker_is_told(marker: str, why: str, tmp_path: Path) -> None:
 @needs_fuse
 @pytest.mark.mounted
 def test_the_example() -> None:
-    mounts = Path("/proc/self/mountinfo").read_text().count("fuse.kprobefs")
     result = run_pytest(EXAMPLES, "-vv")
     assert result.returncode == 0, result.stdout
     assert result.stdout.count(" PASSED ") == len(ARCHITECTURES) + 2, result.stdout
-    assert Path("/proc/self/mountinfo").read_text().count("fuse.kprobefs") == mounts
+    # Others of this machine may mount meanwhile.
+    assert "/pytest-of-" not in "".join(
+        line for line in Path("/proc/self/mountinfo").read_text().splitlines() if "fuse.kprobefs" in line
+    )

@@ -14,7 +14,7 @@ from emulated_kernel.errors import KernelError
 from emulated_kernel.image.image import BlacklistEntry, BugEntry, ExTableEntry, JumpLabel, StaticCall
 from emulated_kernel.image.kallsyms import Kallsyms, SymbolTable
 from emulated_kernel.image.linux.btf import Btf
-from emulated_kernel.image.linux.events import KernelEvent, RecordField
+from emulated_kernel.image.linux.events import KernelEvent, KernelSyscall, RecordField
 from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.image.linux.vmlinux import LinkedMemory, LoadSegment, Section
 
@@ -34,7 +34,8 @@ def kept_parts(kernel: LinuxKernel) -> dict[str, bytes | memoryview]:
     try:
         starts, names = kernel.btf.index
         events = json.dumps([astuple(event) for event in kernel.events]).encode()
-        parts |= {"btf.starts": starts, "btf.names": names, "events": events}
+        calls = json.dumps([astuple(call) for call in kernel.syscalls]).encode()
+        parts |= {"btf.starts": starts, "btf.names": names, "events": events, "syscalls": calls}
     except KernelError as error:
         # Clients of its own tracefs need neither types nor events.
         if error.errno != ENODATA:
@@ -78,7 +79,7 @@ class KeptKernel(LinuxKernel):
         if "btf.starts" in parts:
             index = (bytes(parts["btf.starts"]), bytes(parts["btf.names"]))
             self.btf = Btf(self._btf_data(), index)
-        self._events = parts.get("events")
+        self._events, self._syscalls = parts.get("events"), parts.get("syscalls")
 
     @cached_property
     def events(self) -> tuple[KernelEvent, ...]:
@@ -87,4 +88,13 @@ class KeptKernel(LinuxKernel):
         return tuple(
             KernelEvent(address, system, name, text, tuple(RecordField(*field) for field in fields), *rest)
             for address, system, name, text, fields, *rest in json.loads(bytes(self._events))
+        )
+
+    @cached_property
+    def syscalls(self) -> tuple[KernelSyscall, ...]:
+        if self._syscalls is None:
+            return super().syscalls
+        return tuple(
+            KernelSyscall(number, name, tuple(types), tuple(args))
+            for number, name, types, args in json.loads(bytes(self._syscalls))
         )

@@ -46,11 +46,11 @@ class SyscallTracepoint:
             return
         payload = raw[:4].ljust(self.word_size, b"\0") + event.words(raw[self.word_size :])
         # Linux: the tracepoint's own preempt_disable_notrace(), which other events take off again.
-        hit.handler_preempt_count = 1
+        hit.handler_preempt_count += 1
         try:
             event.record(payload, hit)
         finally:
-            hit.handler_preempt_count = 0
+            hit.handler_preempt_count -= 1
 
 
 class SyscallEvent(TraceEvent):

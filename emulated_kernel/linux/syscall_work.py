@@ -1,0 +1,43 @@
+"""SyscallWork: the flag by which tasks of a distribution's kernel pass the tracepoints of system calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from emulated_kernel.image.linux.btf import Kind
+from emulated_kernel.image.linux.kernel import LinuxKernel
+from emulated_kernel.machine.memory.guest_memory import GuestMemory
+
+_MEMBER = "task_struct.thread_info.syscall_work"
+_COUNT = "sys_tracepoint_refcount"
+_BITS, _BIT = "syscall_work_bit", "SYSCALL_WORK_BIT_SYSCALL_TRACEPOINT"
+
+
+class SyscallWork:
+    """Switches a tracepoint's need of it on and off, as its regfunc and unregfunc do.
+
+    Mirrors: kernel/tracepoint.c:syscall_regfunc, syscall_unregfunc (v6.1).
+    """
+
+    def __init__(
+        self, kernel: LinuxKernel, memory: GuestMemory, task_structs: Callable[[], Iterator[int]]
+    ) -> None:
+        self._kernel, self._memory, self._task_structs = kernel, memory, task_structs
+
+    def is_known(self) -> bool:
+        """Whether this kernel has it, since v5.11, where we look for it."""
+        return self._kernel.kallsyms.lookup_name(_COUNT) is not None and self._kernel.btf.has(_MEMBER)
+
+    def switch(self, on: bool) -> None:
+        """Tasks that are forked later take it after the count. Raises: MemoryFault for a damaged list."""
+        btf = self._kernel.btf
+        flag = 1 << btf.enumerators(btf.find(Kind.ENUM, _BITS))[_BIT]
+        count_at = self._kernel.kallsyms.lookup_name(_COUNT)
+        assert count_at is not None
+        count = int.from_bytes(self._memory.read(count_at, 4), "little")
+        self._memory.write(count_at, (count + (1 if on else -1)).to_bytes(4, "little"))
+        if count != (0 if on else 1):
+            return
+        for task in self._task_structs():
+            work = self._memory.read_word(task + btf.offset(_MEMBER))
+            self._memory.write_word(task + btf.offset(_MEMBER), work | flag if on else work & ~flag)
