@@ -380,6 +380,7 @@ class _Operations:
         client, handle = _client(), info.fh
         # The host's page cache has no owner of locks; whoever called read(2) has.
         read = self._mount.read if info.lock_owner else self._mount.read_page
+        self._mount.set_status_flags(handle, info.flags)
         return self._blocking(client, info, lambda: read(client, handle, size, offset))
 
     def write(self, path: str | None, data: bytes, offset: int, info: Any) -> int:

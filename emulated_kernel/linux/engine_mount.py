@@ -198,6 +198,12 @@ class EngineMount(LinuxMount):
     def is_stream(self, handle: int) -> bool:
         return super().is_stream(handle) if handle < _OURS else self._file(handle).stream
 
+    def set_status_flags(self, handle: int, flags: int) -> None:
+        if handle < _OURS:
+            super().set_status_flags(handle, flags)
+        else:
+            self._file(handle).set_status_flags(flags)
+
     def reads_host(self, handle: int) -> bool:
         return handle < _OURS and super().reads_host(handle)
 

@@ -50,8 +50,11 @@ class OpenLinuxFile:
     """Whose call was the last one on it."""
     seekable: bool = True
     flags: int = 0
+    """As the guest has them."""
     position: int = 0
     text: bytes = b""
+    is_nonblocking: bool = False
+    """As the client has it."""
 
 
 class LinuxMount:
@@ -252,7 +255,9 @@ class LinuxMount:
             with self._unasked(client):
                 fd = self._syscalls.open(task, at, flags, mode)
             seekable = self._syscalls.is_seekable(fd)
-            return self._add(OpenLinuxFile(at, fd, task, seekable, flags))
+            return self._add(
+                OpenLinuxFile(at, fd, task, seekable, flags, is_nonblocking=bool(flags & os.O_NONBLOCK))
+            )
 
     @contextmanager
     def _unasked(self, client: Client) -> Iterator[None]:
@@ -282,6 +287,11 @@ class LinuxMount:
         """Whether lseek(2) on the handle has to answer ESPIPE."""
         return not self._opened(handle).seekable
 
+    def set_status_flags(self, handle: int, flags: int) -> None:
+        """Those of a request on it: fcntl(F_SETFL) asks for nothing itself."""
+        file = self._opened(handle)
+        file.is_nonblocking = bool(flags & os.O_NONBLOCK)
+
     def reads_host(self, handle: int) -> bool:
         """Whether a write to it reads files of the host, and so takes as long as they do; no lock is held."""
         return self._opened(handle).path == _MODULES
@@ -294,7 +304,8 @@ class LinuxMount:
         with self._request(client) as task:
             file.task = task
             jumped = file.seekable and offset != file.position
-            may_block = not file.flags & os.O_NONBLOCK
+            self._follow_flags(file, task)
+            may_block = not file.is_nonblocking
             at = offset if jumped else None
             if (
                 may_block
@@ -310,6 +321,12 @@ class LinuxMount:
             if not jumped:
                 file.position += count
             return self._syscalls.read_data(task, count)
+
+    def _follow_flags(self, file: OpenLinuxFile, task: LinuxTask) -> None:
+        """The guest's file is as blocking as the client's."""
+        if file.is_nonblocking != bool(file.flags & os.O_NONBLOCK):
+            file.flags ^= os.O_NONBLOCK
+            self._syscalls.set_status_flags(task, file.fd, file.flags & (os.O_NONBLOCK | os.O_APPEND))
 
     def read_page(self, client: Client, handle: int, size: int, offset: int) -> bytes:
         """What the host's page cache asks for."""

@@ -31,6 +31,7 @@ _UMASK, _SYSLOG, _MOUNT, _GETDENTS, _OPENAT, _MKDIRAT, _FCHOWNAT, _NEWFSTATAT = 
 )
 _UNLINKAT, _RENAMEAT, _SYMLINKAT, _READLINKAT, _FCHMODAT, _UTIMENSAT = 263, 264, 266, 267, 268, 280
 _DELETE_MODULE, _FINIT_MODULE = 176, 313
+_FCNTL, _F_SETFL = 72, 4
 _MODULE = "/module"
 _AT_FDCWD, _AT_SYMLINK_NOFOLLOW, _AT_REMOVEDIR = -100, 0x100, 0x200
 _SYSLOG_READ_ALL = 3
@@ -126,6 +127,10 @@ class LinuxSyscalls:
         """dup2(2), and close(2) of the old one: a descriptor gets that number."""
         self._call(task, _DUP2, old, new)
         self.close(task, old)
+
+    def set_status_flags(self, task: LinuxTask, fd: int, flags: int) -> None:
+        """fcntl(F_SETFL)."""
+        self._call(task, _FCNTL, fd, _F_SETFL, flags)
 
     def is_seekable(self, fd: int) -> bool:
         """Whether lseek(2) works on it."""

@@ -276,6 +276,19 @@ class TestPipe:
             os.read(descriptor, 10)
         os.close(descriptor)
 
+    def test_flags_set_later_count_at_the_end_too(self, mounted: Daemon, pipe: str, marker: str) -> None:
+        """Without O_NONBLOCK who has read is at the end where tracing is off; with it there is none."""
+        descriptor = os.open(pipe, os.O_RDONLY)
+        write(marker, b"hello\n")
+        assert os.read(descriptor, 4096)
+        write(mounted.path("tracing/tracing_on"), b"0")
+        os.set_blocking(descriptor, False)
+        with assert_errno(errno.EAGAIN):
+            os.read(descriptor, 10)
+        os.set_blocking(descriptor, True)
+        assert os.read(descriptor, 10) == b""
+        os.close(descriptor)
+
     def test_a_read_waits(self, pipe: str, marker: str) -> None:
         descriptor = os.open(pipe, os.O_RDONLY)
         timer = threading.Timer(0.2, write, (marker, b"hello\n"))

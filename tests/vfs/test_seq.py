@@ -184,7 +184,7 @@ def test_what_truncation_raises_open_raises() -> None:
 
 def test_pipe_blocks_and_tells(kernel: Kernel) -> None:
     array = kernel.trace
-    opened = open_file(PipeFile(0o440, lambda nonblock: TracePipe(array, nonblock=nonblock)), os.O_RDONLY)
+    opened = open_file(PipeFile(0o440, lambda: TracePipe(array)), os.O_RDONLY)
     told: list[int] = []
     assert opened.stream
     assert opened.poll(lambda: told.append(1)) == 0

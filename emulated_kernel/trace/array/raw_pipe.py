@@ -28,13 +28,14 @@ class RawPipe(PipeReader):
     def _buffers(self) -> Sequence[RingBuffer]:
         return self._array.snapshot.buffers if self._snapshot else self._array.buffers
 
-    def read(self, size: int) -> bytes:
+    def read(self, size: int, *, nonblock: bool = False) -> bytes:
         """What is left of the page that was begun, or a new one; b"" only for size 0 or once closed.
 
         Raises: WouldBlock while there is nothing.
         Deviates: Linux fills a page only with the events that fit into `size`, and pads it.
         Mirrors: kernel/trace/trace.c:tracing_buffers_read (v6.1)
         """
+        del nonblock
         if self._closed or not size:
             return b""
         if not self._page:

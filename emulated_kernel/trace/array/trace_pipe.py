@@ -94,11 +94,10 @@ class PipeReader:
 class TracePipe(PipeReader):
     """An open trace_pipe of all CPUs, or of one."""
 
-    def __init__(self, array: TraceArray, cpu: int | None = None, *, nonblock: bool = False) -> None:
-        """`nonblock`: opened with O_NONBLOCK. Raises: KernelError EBUSY while the CPU has a reader."""
+    def __init__(self, array: TraceArray, cpu: int | None = None) -> None:
+        """Raises: KernelError EBUSY while the CPU has a reader."""
         array.pipe_users.acquire(cpu)
         super().__init__(array, cpu)
-        self._nonblock = nonblock
         self._tail = b""
         self._has_read = False
         self._graph: GraphPrinter | None = None
@@ -109,7 +108,7 @@ class TracePipe(PipeReader):
             self._array.pipe_users.release(self._cpu)
         super().close()
 
-    def read(self, size: int) -> bytes:
+    def read(self, size: int, *, nonblock: bool = False) -> bytes:
         """Text of the oldest events, which are consumed: whole lines where `size` allows; b"" is the end.
 
         A read gives 4095 bytes at most. What `size` cuts off comes with the next read.
@@ -122,7 +121,7 @@ class TracePipe(PipeReader):
         if not self._tail and size > 0:
             if self._is_empty():
                 self._changed.clear()
-                if self._has_read and not self._nonblock and not self._array.tracing_on:
+                if self._has_read and not nonblock and not self._array.tracing_on:
                     return b""
                 raise WouldBlock
             self._has_read = True

@@ -132,6 +132,10 @@ class OpenFile:
         self._cursor.moved(offset, count, position + (count if self.moves_on_write else 0))
         return count
 
+    def set_status_flags(self, flags: int) -> None:
+        """What fcntl(F_SETFL) set since it was opened."""
+        self.flags = self.flags & ~os.O_NONBLOCK | flags & os.O_NONBLOCK
+
     def goes_on_from(self, other: OpenFile) -> None:
         """Be where `other` is, which the same client has open under the same name."""
         self._cursor = other._cursor

@@ -51,8 +51,11 @@ class WrittenList(Protocol):
 class Stream(Protocol):
     """A consuming reader, such as an open trace_pipe."""
 
-    def read(self, size: int) -> bytes:
-        """At most `size` bytes; b"" is the end. Raises: WouldBlock while there is nothing."""
+    def read(self, size: int, *, nonblock: bool = False) -> bytes:
+        """At most `size` bytes; b"" is the end. Raises: WouldBlock while there is nothing.
+
+        `nonblock`: the file has O_NONBLOCK now.
+        """
 
     def ready(self) -> bool:
         """Whether read() would give something."""
@@ -354,11 +357,11 @@ class OpenPipe(OpenFile):
     def __init__(self, node: PipeFile, flags: int, client: Client) -> None:
         """Raises: KernelError EBUSY, where the stream has one reader at a time and there is one."""
         super().__init__(node, flags, client)
-        self._source = node.connect(bool(flags & os.O_NONBLOCK))
+        self._source = node.connect()
 
     def _read(self, size: int, position: int) -> bytes:
         del position
-        return self._source.read(size)
+        return self._source.read(size, nonblock=bool(self.flags & os.O_NONBLOCK))
 
     def poll(self, notify: Callable[[], None] | None = None) -> int:
         if notify is not None:
@@ -378,7 +381,6 @@ class PipeFile(File):
     opened_as = OpenPipe
     __slots__ = ("connect",)
 
-    def __init__(self, mode: int, connect: Callable[[bool], Stream]) -> None:
-        """`connect` is called with whether O_NONBLOCK was given."""
+    def __init__(self, mode: int, connect: Callable[[], Stream]) -> None:
         super().__init__(mode)
         self.connect = connect

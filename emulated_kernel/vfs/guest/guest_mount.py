@@ -441,6 +441,12 @@ class GuestMount:
         opened = self._opened(handle)
         return isinstance(opened, ControlFile) and opened.inner.stream
 
+    def set_status_flags(self, handle: int, flags: int) -> None:
+        """Those of a request on it: fcntl(F_SETFL) asks for nothing itself."""
+        opened = self._opened(handle)
+        if isinstance(opened, ControlFile):
+            opened.inner.set_status_flags(flags)
+
     def reads_host(self, handle: int) -> bool:
         """Whether a write to it reads files of the host, and so takes as long as they do; no lock is held."""
         opened = self._opened(handle)

@@ -100,7 +100,7 @@ def _buffer_files(array: TraceArray) -> dict[str, Node]:
         "trace": _TraceFile(array, None),
         "trace_marker": MarkerFile(WRITE_ONLY, None, execute=array.write_marker),
         "trace_marker_raw": MarkerFile(WRITE_ONLY, None, execute=array.write_raw_marker),
-        "trace_pipe": PipeFile(READ_ONLY, lambda nonblock: TracePipe(array, nonblock=nonblock)),
+        "trace_pipe": PipeFile(READ_ONLY, lambda: TracePipe(array)),
     }
 
 
@@ -140,7 +140,7 @@ def _per_cpu(array: TraceArray, cpu: int) -> Directory:
             "snapshot_raw": _RawFile(array, cpu, snapshot=True),
             "stats": AttributeFile(READ_ONLY, show=lambda: array.stats_text(cpu)),
             "trace": _TraceFile(array, cpu),
-            "trace_pipe": PipeFile(READ_ONLY, lambda nonblock: TracePipe(array, cpu, nonblock=nonblock)),
+            "trace_pipe": PipeFile(READ_ONLY, lambda: TracePipe(array, cpu)),
             "trace_pipe_raw": _RawFile(array, cpu),
         },
     )
@@ -204,7 +204,7 @@ class _RawFile(PipeFile):
     __slots__ = ()
 
     def __init__(self, array: TraceArray, cpu: int, *, snapshot: bool = False) -> None:
-        super().__init__(READ_ONLY, lambda _nonblock: RawPipe(array, cpu, snapshot=snapshot))
+        super().__init__(READ_ONLY, lambda: RawPipe(array, cpu, snapshot=snapshot))
 
 
 def _snapshot(array: TraceArray, cpu: int | None) -> File:
