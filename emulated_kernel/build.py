@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from emulated_kernel.abi import PAGE_SIZE, Hypercall
 from emulated_kernel.arch.architectures import arch_named
 from emulated_kernel.arch.base import Arch
 from emulated_kernel.config import MachineConfig
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.host.boot import boot_guest
 from emulated_kernel.host.builtin_kernel import BuiltinKernel

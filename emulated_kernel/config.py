@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.limits import Limits
 
 DEFAULT_RUN_BUDGET = 1.0

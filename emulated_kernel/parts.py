@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from emulated_kernel.arch.base import Arch
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.kprobes.kinds.fprobe import Fprobes
 from emulated_kernel.kprobes.kinds.jprobe import Jprobes
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobes

@@ -11,10 +11,10 @@ import stat
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from time import time_ns
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError, WouldBlock
 from emulated_kernel.vfs.core.client import Client, DirEntry, Stat
 from kprobefs.failure import Failure

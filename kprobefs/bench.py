@@ -7,10 +7,11 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
 from emulated_kernel.config import MachineConfig
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe

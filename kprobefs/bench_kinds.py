@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 from emulated_kernel.config import MachineConfig
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kinds.jprobe import Jprobe
 from emulated_kernel.kprobes.profile import OUT_OF_TREE, PROFILES

@@ -6,10 +6,11 @@ import json
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from emulated_kernel.config import MachineConfig
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kinds.hit_ring import HitRing
 from emulated_kernel.kprobes.profile import RETURN_HOOKS, Saving

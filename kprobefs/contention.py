@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from random import Random
 
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.machine.cpu.registers import RegisterSet
 

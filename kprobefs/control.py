@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
+from emulated_kernel.dataclass import dataclass
 from kprobefs import mount
 from kprobefs.failure import Exit, Failure
 from kprobefs.mount import MountState

@@ -6,7 +6,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from emulated_kernel.arch.analysis.reason import ERRNO, Finding, Reason
 from emulated_kernel.arch.architectures import arch_named
 from emulated_kernel.arch.riscv.verdict import RiscvVerdict
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.kprobes.profile import Profile, profile_named

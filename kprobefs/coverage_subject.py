@@ -6,12 +6,12 @@ import gzip
 import json
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from errno import EINVAL
 from pathlib import Path
 from typing import Any
 
 from emulated_kernel.arch.analysis.tables import ProbedTables
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.image.image import load_image
 from emulated_kernel.image.kallsyms import Kallsyms, Symbol

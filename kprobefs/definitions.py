@@ -15,9 +15,9 @@ from __future__ import annotations
 import errno
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from emulated_kernel.dataclass import dataclass
 from kprobefs.failure import shown
 from kprobefs.files import OUTSIDE, Files
 

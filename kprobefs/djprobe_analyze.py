@@ -5,7 +5,7 @@ Source: "Djprobe" (Ottawa Linux Symposium 2007), section 3.2, and its tool djpro
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from emulated_kernel.arch.analysis.function import Function
@@ -13,6 +13,7 @@ from emulated_kernel.arch.analysis.region import Region
 from emulated_kernel.arch.x86 import djprobe
 from emulated_kernel.arch.x86.analysis import X86FunctionAnalysis
 from emulated_kernel.arch.x86.facts import FactsTable
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.image.debuginfo import DebugInfo, DescribedFunction, open_debuginfo
 from kprobefs.failure import Exit, Failure
 

@@ -8,9 +8,10 @@ import struct
 import zlib
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from emulated_kernel.dataclass import dataclass
 
 Entry = dict[str, Any]
 """What JSON can say; text has surrogates for bytes that are no UTF-8."""

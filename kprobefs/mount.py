@@ -10,11 +10,11 @@ import subprocess
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from enum import Enum
 from select import POLLIN, poll
 from typing import NoReturn
 
+from emulated_kernel.dataclass import dataclass
 from kprobefs.failure import Exit, Failure
 
 FSTYPE = "fuse.kprobefs"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from emulated_kernel.config import DEFAULT_RUN_BUDGET
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes import profile
 from emulated_kernel.limits import Limit, Limits, parse_limit

@@ -11,11 +11,12 @@ import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from select import POLLIN, poll
 from typing import TextIO
 
+from emulated_kernel.dataclass import dataclass
 from kprobefs.failure import Failure
 
 LOCK_ATTEMPTS = 5

@@ -9,10 +9,11 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from emulated_kernel.dataclass import dataclass
 from kprobefs import terminal
 from kprobefs.failure import Failure, shown
 from kprobefs.files import beside

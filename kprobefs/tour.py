@@ -7,9 +7,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from emulated_kernel.dataclass import dataclass
 from kprobefs import terminal
 from kprobefs.failure import shown
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from emulated_kernel.arch.analysis.disassembly import Disassembler
@@ -14,6 +13,7 @@ from emulated_kernel.arch.analysis.tables import ProbedTables
 from emulated_kernel.arch.program.assembly import Assembler
 from emulated_kernel.arch.program.ops import Fixup, HandlerCode, HostCall, Program
 from emulated_kernel.arch.verdict import Strategy, Verdict
+from emulated_kernel.dataclass import dataclass
 
 
 class ByteMemory(Protocol):

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from operator import itemgetter
 from typing import Generic, TypeVar
@@ -20,6 +20,7 @@ from emulated_kernel.arch.analysis.function import Function, Site, TextLayout
 from emulated_kernel.arch.analysis.reason import OF_AN_INSTRUCTION, Finding, Reason
 from emulated_kernel.arch.analysis.region import Live, Region
 from emulated_kernel.arch.analysis.tables import ProbedTables
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.image.kallsyms import Symbol
 
 MAX_KNOWN = 512

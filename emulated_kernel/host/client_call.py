@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from time import sleep
 
 from emulated_kernel.abi import PAGE_SIZE
+from emulated_kernel.dataclass import dataclass
 
 ARGUMENTS: Mapping[str, str] = {
     "access": "pn",

@@ -7,10 +7,11 @@ import os
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from emulated_kernel.abi import ModuleOp, ModuleState
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.host.executive.buffers import BUFFER_SIZE
 from emulated_kernel.host.executive.executive import Request

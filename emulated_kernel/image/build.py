@@ -16,11 +16,12 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.image import prototypes
 from emulated_kernel.image.elf import SHN_UNDEF, STB_WEAK, ElfFile
 from emulated_kernel.image.image import PREBUILT, KernelImage, load_image

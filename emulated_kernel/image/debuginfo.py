@@ -5,10 +5,10 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 
 _BITS = {"EM_386": 32, "EM_X86_64": 64}

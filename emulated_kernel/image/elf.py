@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 from enum import IntEnum
 from errno import ENOEXEC
 from functools import cached_property
 from typing import NoReturn
 
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 
 PT_LOAD = 1

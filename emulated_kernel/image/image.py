@@ -7,13 +7,13 @@ import struct
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from errno import ENOENT, ENOEXEC
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
 from emulated_kernel.abi import Prot
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.image.alternatives import CPU_FEATURES, alternatives, replaced
 from emulated_kernel.image.elf import ElfFile, ElfMachine

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.image.image import (
     BlacklistEntry,
     BugEntry,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.image.image import KernelImage
 
 _STRING_MAX = 8192

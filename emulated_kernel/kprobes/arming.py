@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.kprobes.ftrace import FtraceSites
 from emulated_kernel.kprobes.kprobe import AggregatorProbe, Kprobe, KprobeFlag
 from emulated_kernel.kprobes.optimizer.optimizer import Optimizer

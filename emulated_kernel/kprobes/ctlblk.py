@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import Enum, auto
 from time import perf_counter_ns
 
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.kprobes.kprobe import COSTS_KEPT, Kprobe, Regs
 
 

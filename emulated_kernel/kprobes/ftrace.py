@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from typing import Any
 
 from emulated_kernel.arch.base import Arch
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.kprobes.handlers.compiler import Compiler
 from emulated_kernel.kprobes.hit import HitHandling
 from emulated_kernel.kprobes.kprobe import Kprobe

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import Flag, auto
 from inspect import Parameter, signature
 from statistics import median
@@ -14,6 +14,7 @@ from emulated_kernel.arch.analysis.reason import Finding
 from emulated_kernel.arch.analysis.region import Region
 from emulated_kernel.arch.base import Prepared
 from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.kprobes.assembled import AssembledHandler, Cells
 
 

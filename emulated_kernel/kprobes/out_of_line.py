@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from emulated_kernel.arch.analysis.tables import ProbedTables
 from emulated_kernel.arch.base import Arch
 from emulated_kernel.arch.verdict import Verdict
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.handlers.garbage import TextGarbage
 from emulated_kernel.kprobes.handlers.slots import InsnSlots

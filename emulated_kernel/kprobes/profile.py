@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import Enum, auto
 from types import MappingProxyType
 from typing import Any
 
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from errno import ENOENT
 
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.image.linux.btf import Btf
 from emulated_kernel.image.linux.kernel import LinuxKernel

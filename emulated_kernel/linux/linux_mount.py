@@ -10,9 +10,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from itertools import count
 
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError, WouldBlock
 from emulated_kernel.host.mirror.processes import ProcessWatch
 from emulated_kernel.image.linux.module_files import ModuleFiles

@@ -14,10 +14,11 @@ import tempfile
 import zlib
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.linux import boot
 from emulated_kernel.linux.exception_cells import STATE_SIZE
 from emulated_kernel.linux.facts import KernelFacts

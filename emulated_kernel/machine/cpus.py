@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.image.image import KernelImage
 from emulated_kernel.machine.boot import per_cpu_address
 from emulated_kernel.machine.budget import HandlerTime

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from emulated_kernel.abi import PAGE_SIZE
+from emulated_kernel.dataclass import dataclass
 
 
 @dataclass(frozen=True)

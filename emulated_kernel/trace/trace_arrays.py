@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
 
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.limits import Limit, Limits
 from emulated_kernel.lock import ControlLock

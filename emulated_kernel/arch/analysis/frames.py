@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import Enum, auto
+
+from emulated_kernel.dataclass import dataclass
 
 CFA, ALIGNED, IP = "cfa", "aligned", "ip"
 """Bases of values: the caller's stack pointer; the function's own after it was aligned, by an unknown number

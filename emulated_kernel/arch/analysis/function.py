@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from emulated_kernel.arch.analysis.reason import Finding, Reason
+from emulated_kernel.dataclass import dataclass
 
 _EMPTY_RANGE = range(0)
 

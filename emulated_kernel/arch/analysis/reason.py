@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import Enum
 from errno import EILSEQ, EINVAL, ENOENT, ENOSPC, EOPNOTSUPP
+
+from emulated_kernel.dataclass import dataclass
 
 
 class Reason(Enum):

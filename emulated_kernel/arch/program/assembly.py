@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from errno import EINVAL
 
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 
 CELL_SIZE = 8

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from emulated_kernel.arch.program.ops import Fixup, HandlerCode, HostCall
+from emulated_kernel.dataclass import dataclass
 
 _NOWHERE = -1
 

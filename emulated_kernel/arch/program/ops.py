@@ -6,11 +6,11 @@ code generator gives them real ones, saves what the probed code still needs, and
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum, auto
 from typing import dataclass_transform
 
 from emulated_kernel.arch.program.assembly import Assembly
+from emulated_kernel.dataclass import dataclass
 
 NR_VREGS = 7
 """Virtual registers are numbered 0 to 6; each holds a word, undefined before it is first set.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from emulated_kernel.arch.program.assembly import Assembler, Assembly, SourceText, Statement, cell_offset
 from emulated_kernel.arch.riscv.assemble import (
@@ -32,6 +31,7 @@ from emulated_kernel.arch.riscv.insn import (
     decode_all,
     sign_extend,
 )
+from emulated_kernel.dataclass import dataclass
 
 _ORDERED = "add sll slt sltu xor srl or and", "mul mulh mulhsu mulhu div divu rem remu"
 """By funct3."""

@@ -7,11 +7,11 @@ jalr writes the link before it reads a base in the same register.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from emulated_kernel.arch.base import ByteMemory, Emulation
 from emulated_kernel.arch.riscv.insn import REGISTER_NAMES, ZERO, RiscvInsn, RiscvOpcode, sign_extend
+from emulated_kernel.dataclass import dataclass
 
 _MASK = (1 << 64) - 1
 

@@ -7,7 +7,6 @@ is kept on the stack.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from emulated_kernel.arch.analysis.region import Live
@@ -36,6 +35,7 @@ from emulated_kernel.arch.riscv.lowering import (
     in_register,
     in_slot,
 )
+from emulated_kernel.dataclass import dataclass
 
 _STACK_ALIGN = 16
 

@@ -6,9 +6,10 @@ registers alone comes from caches, so that an instruction costs a look-up and it
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Final
+
+from emulated_kernel.dataclass import dataclass
 
 AX, CX, DX, BX, SP, BP, SI, DI = range(8)
 

@@ -7,11 +7,11 @@ instruction stands in its own map, but Linux's rules compare it with one-byte op
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum, auto
 from errno import EINVAL
 from functools import lru_cache
 
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 
 MAX_INSN_SIZE = 15

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import Enum, auto
 from time import thread_time
 from typing import NoReturn
 
 from emulated_kernel.abi import ERESTARTSYS, HZ, PARK, Hypercall, Vector
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError, WouldBlock
 from emulated_kernel.lock import ControlLock
 from emulated_kernel.machine.guest_info import Message

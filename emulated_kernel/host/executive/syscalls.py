@@ -7,10 +7,10 @@ import os
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.host.client_call import ARGUMENTS, ClientCall
 from emulated_kernel.host.executive.buffers import BUFFER_SIZE, UserBuffers

@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from time import monotonic
 
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.host.guest import Guest
 from emulated_kernel.host.loads.load import BackgroundLoad, LoadKind, kinds_of

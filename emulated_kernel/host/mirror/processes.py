@@ -7,9 +7,10 @@ import os
 import select
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.host.client_call import ClientCall, client_call, next_fd
 from emulated_kernel.host.mirror.fork_events import ForkEvents
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from enum import IntEnum
 from errno import ENOENT
 from functools import cached_property
 
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.image.linux.unusable import unusable
 

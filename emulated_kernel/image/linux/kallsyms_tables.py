@@ -10,9 +10,9 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import islice, pairwise
 
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.image.linux.vmlinux import Vmlinux
 

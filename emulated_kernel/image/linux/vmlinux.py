@@ -7,11 +7,12 @@ import struct
 from bisect import bisect_right
 from collections.abc import Iterator
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, BinaryIO, Self
 
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.image.linux.unusable import unusable
 
 _HEADER = struct.Struct("<4sBBB9xHHIQQQIHHHHHH")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.kprobes.scheduler import DelayedWork, Scheduler, Span
 
 COLLECT_DELAY = 5

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 from emulated_kernel.abi import PAGE_SIZE, GuestAddr
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.handlers.garbage import TextGarbage
 from emulated_kernel.machine.text.text import Text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import Enum, auto
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -13,6 +13,7 @@ from typing import Any
 from emulated_kernel.arch.base import Arch
 from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
 from emulated_kernel.arch.program.ops import Move
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.ftrace import Called, FtraceOps
 from emulated_kernel.kprobes.kprobe import CompiledCode, Emit

@@ -5,11 +5,12 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from emulated_kernel.abi import KprobeOp
 from emulated_kernel.arch.base import Arch
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.kinds.jprobe import Jprobe, Jprobes
 from emulated_kernel.kprobes.kinds.kretprobe import KRETPROBE_MAX_DATA_SIZE, Kretprobe, Kretprobes

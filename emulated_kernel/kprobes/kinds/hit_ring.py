@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from emulated_kernel.arch.base import Arch
@@ -20,6 +19,7 @@ from emulated_kernel.arch.program.ops import (
     StoreImmediate,
     StorePerCpu,
 )
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.kprobes.kinds.fprobe import CALLED, Fprobe
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.kprobe import Kprobe

@@ -6,12 +6,13 @@ Source: "Kernel Probes" (2010), section 1.2. Linux had it up to 4.14.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from inspect import signature
 from typing import Any
 
 from emulated_kernel.abi import PAGE_SIZE
 from emulated_kernel.arch.base import Arch, Registers
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.kprobes.ctlblk import KprobeCtlblk
 from emulated_kernel.kprobes.kprobe import Kprobe, PreHandler, Regs
 from emulated_kernel.kprobes.kprobes import Kprobes

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.ctlblk import HitStatus
 from emulated_kernel.kprobes.hit import HitHandling

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from typing import Any, ClassVar
 
@@ -11,6 +11,7 @@ from emulated_kernel.abi import GuestAddr
 from emulated_kernel.arch.analysis.reason import Finding
 from emulated_kernel.arch.base import Arch
 from emulated_kernel.arch.verdict import Verdict
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.handlers.garbage import TextGarbage
 from emulated_kernel.kprobes.kprobe import AggregatorProbe, DetourBuffer, Kprobe, KprobeFlag

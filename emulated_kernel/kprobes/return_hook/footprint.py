@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from emulated_kernel.abi import PAGE_SIZE
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.kprobes.return_hook.base import ShadowStack
 from emulated_kernel.kprobes.return_hook.guest_heap import GuestHeap, TaskFields
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.kprobes.kprobe import CompiledCode, Emit, Kprobe
 from emulated_kernel.kprobes.return_hook.base import MISSED, RETURNED, ShadowStack
 

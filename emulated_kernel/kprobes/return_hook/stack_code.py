@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeVar
 
 from emulated_kernel.arch.program.builder import ProgramBuilder
@@ -28,6 +27,7 @@ from emulated_kernel.arch.program.ops import (
     SetImmediate,
     Store,
 )
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.kprobes.return_hook.base import ACTIVE, HIGH_WATER, ShadowStack, counter_at
 
 NODE, TASK, SLOT, RET, FIRST, SECOND = range(6)

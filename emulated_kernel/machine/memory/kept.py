@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from dataclasses import dataclass
+
+from emulated_kernel.dataclass import dataclass
 
 _MAP_FIXED = 0x10
 

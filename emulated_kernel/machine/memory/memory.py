@@ -5,9 +5,9 @@ from __future__ import annotations
 import mmap
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from emulated_kernel.abi import PAGE_SIZE, Prot
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.machine.memory.guest_memory import GuestMemory
 from emulated_kernel.machine.memory.paging import PageTables
 from emulated_kernel.machine.memory.pool import UnitPool

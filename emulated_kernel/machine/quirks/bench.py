@@ -6,10 +6,10 @@ import ctypes
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal
 
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.machine.cpu.model import CpuModel
 from emulated_kernel.machine.cpu.registers import STATE_SLOT, Regs
 from emulated_kernel.machine.engine import Engine

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from emulated_kernel.abi import PAGE_SIZE, Prot
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.machine.cpu.model import CpuModel
 from emulated_kernel.machine.layout import MODULE_SPACE_SIZE
 from emulated_kernel.machine.loader import page_up

@@ -6,9 +6,9 @@ has anything stale: Prefetch knows what it could have, and StaleFetch lets it ru
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from random import Random
 
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.machine.text.text import Text
 
 WINDOW = 16

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
+
+from emulated_kernel.dataclass import dataclass
 
 
 class TrapKind(Enum):

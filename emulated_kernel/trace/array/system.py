@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from emulated_kernel.arch.base import Arch
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.trace.compiled.guest_records import GuestRecords
 from emulated_kernel.trace.events.print_event import PrintEvent
 from emulated_kernel.trace.events.registry import EventRegistry

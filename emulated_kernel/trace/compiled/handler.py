@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from emulated_kernel.arch.base import Arch
 from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
@@ -14,6 +13,7 @@ from emulated_kernel.arch.program.ops import (
     Move,
     StoreImmediate,
 )
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.trace.compiled.fetch import BASE, POSITION, FetchEmitter, can_fetch
 from emulated_kernel.trace.compiled.filter import can_filter, emit_filter
 from emulated_kernel.trace.compiled.places import GuestPlaces

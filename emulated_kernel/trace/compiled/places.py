@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.trace.fetch.types import MAX_STRING_SIZE
 from emulated_kernel.trace.ring.page import MAX_DATA_SIZE
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
 from emulated_kernel.arch.program.ops import (
     AddAndFetch,
@@ -27,6 +25,7 @@ from emulated_kernel.arch.program.ops import (
     StoreImmediate,
     StorePerCpu,
 )
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.trace.compiled.fetch import BASE, HIGH, LIMIT, OTHER, POSITION, TEMP, VALUE
 from emulated_kernel.trace.compiled.places import GuestPlaces
 from emulated_kernel.trace.ring.layout import TAIL_ENTRIES, WRITE_PTR, WRITE_STAMP, RecordTarget

@@ -6,8 +6,8 @@ Mirrors: kernel/trace/trace_entries.h, kernel/trace/trace_export.c (v6.1).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.events.print_event import OwnEntryEvent
 from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE, EventField

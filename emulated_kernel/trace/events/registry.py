@@ -6,10 +6,10 @@ import errno
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import chain
 
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.events.event import TraceEvent
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from enum import Enum, auto
 from typing import ClassVar
 
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.trace.filter.ops import FilterProgram
 from emulated_kernel.trace.hits.probe_hit import ProbeHit
 from emulated_kernel.trace.ring.trace_entry import RawEntry

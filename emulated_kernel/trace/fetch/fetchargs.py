@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from emulated_kernel.arch.base import Arch
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.fetch.ops import FetchInsn, FetchOp, FetchProgram, FetchStages, stages_of
 from emulated_kernel.trace.fetch.types import FetchType, bitfield_of, find_fetch_type

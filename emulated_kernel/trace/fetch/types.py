@@ -8,10 +8,11 @@ from __future__ import annotations
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import ClassVar
 
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.fetch.load import FetchEnvironment, Value, read_string
 from emulated_kernel.trace.fetch.ops import FetchInsn, FetchOp, FetchProgram, FetchStages

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.trace.filter.ops import ACCEPT, REJECT, FilterProgram, FilterStep, Predicate
 
 Exit = tuple[int, bool]

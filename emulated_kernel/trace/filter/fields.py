@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum, auto
 
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.trace.ring.trace_entry import COMMON_FIELDS, EventField
 
 TASK_COMM_LEN = 16

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from enum import Enum
 
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.trace.filter.fields import TASK_COMM_LEN
 from emulated_kernel.trace.filter.pattern import StringPattern
 from emulated_kernel.trace.ring.trace_entry import RawEntry

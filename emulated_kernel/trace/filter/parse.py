@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
-from dataclasses import dataclass
 
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.filter.build import FilterBuilder, Fragment
 from emulated_kernel.trace.filter.errors import FilterError, FilterParseError

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum, auto
+
+from emulated_kernel.dataclass import dataclass
 
 GlobToken = frozenset[int] | None
 """The bytes that one place of a glob takes; None is any number of any bytes."""

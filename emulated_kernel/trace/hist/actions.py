@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import errno
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import Enum
 
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.hist.errors import HistError
 from emulated_kernel.trace.hist.field import HistField, HistHit, Histogram, as_number, set_variables

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import errno
-from dataclasses import dataclass
 
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.events.event import EventFile
 from emulated_kernel.trace.hist.actions import Action

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import Enum, IntFlag
 from functools import cached_property
 
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.trace.events.event import EventFile, TraceEvent
 from emulated_kernel.trace.filter.fields import GENERIC_FIELDS, FilterType, filter_type_of
 from emulated_kernel.trace.hist.attrs import HistAttrs

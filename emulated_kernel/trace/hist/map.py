@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+
+from emulated_kernel.dataclass import dataclass
 
 DEFAULT_BITS = 11
 MIN_BITS = 7

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.trace.events.event import Recorder, TraceEvent
 from emulated_kernel.trace.events.registry import EventRegistry
 from emulated_kernel.trace.hist.field import Histogram

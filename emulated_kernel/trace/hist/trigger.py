@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import errno
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.events.event import EventFile, TraceEvent
 from emulated_kernel.trace.events.trigger import TriggerFilter

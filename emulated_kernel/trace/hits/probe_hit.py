@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.machine.memory.guest_memory import GuestMemory
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.traps.trap import MemoryFault

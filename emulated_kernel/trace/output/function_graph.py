@@ -5,9 +5,10 @@ Mirrors: kernel/trace/trace_functions_graph.c (v6.1)
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from struct import Struct
 
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.trace.output.line_formatter import LineFormatter, TimedRecord, latency_flags
 from emulated_kernel.trace.output.options import TraceOption
 from emulated_kernel.trace.output.tracer_options import GraphOption, TracerOptions

@@ -5,8 +5,9 @@ Mirrors: kernel/trace/trace.c:trace_default_header, print_trace_header, print_la
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.trace.output import function_graph
 from emulated_kernel.trace.output.options import TraceOption
 from emulated_kernel.trace.output.tracer_options import TracerOptions

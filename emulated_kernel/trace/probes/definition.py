@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from sys import intern
 
 from emulated_kernel.arch.base import Arch
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.image.kallsyms import Location
 from emulated_kernel.trace.fetch.fetchargs import FetchContext, ProbeArg, parse_args

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Hashable
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 from emulated_kernel.arch.base import Arch
 from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
 from emulated_kernel.arch.program.ops import AddToPerCpu
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.kinds.fprobe import Fprobes
 from emulated_kernel.kprobes.kinds.jprobe import become_jprobe

@@ -6,10 +6,10 @@ import errno
 import os
 import stat
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
 from itertools import islice
 
 from emulated_kernel.arch.base import Arch
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.fetch.fetchargs import FetchContext, ProbeArg, parse_args
 from emulated_kernel.trace.probes.definition import MAX_EVENT_NAME_LEN, parse_event_name

@@ -8,10 +8,11 @@ Mirrors: kernel/trace/ring_buffer.c (v6.1)
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from emulated_kernel.abi import PAGE_SIZE
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.trace.ring.layout import (
     ANCHOR_SLOT,
     ASIDE,

@@ -25,10 +25,11 @@ succeed when begun again; if no, the event is dropped, and counted if that is fo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import IntFlag
 
 from emulated_kernel.abi import PAGE_SIZE
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.trace.ring.page import PAGE_DATA_SIZE
 
 MIN_PAGES = 2

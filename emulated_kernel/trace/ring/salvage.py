@@ -7,9 +7,9 @@ the time or the count has gone on already. What the host was changing is told by
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from emulated_kernel.abi import PAGE_SIZE
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.trace.ring.buffer import RingBuffer
 from emulated_kernel.trace.ring.layout import (
     ASIDE,

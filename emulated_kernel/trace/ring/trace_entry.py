@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 from struct import Struct
 
 from emulated_kernel.abi import PAGE_SIZE
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.trace.symbols import KernelSymbols
 from emulated_kernel.trace.text.chars import bytes_to_text
 from emulated_kernel.trace.text.sprint_symbol import print_ip

@@ -6,9 +6,9 @@ import errno
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import ClassVar
 
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE
 from emulated_kernel.trace.symbols import KernelSymbols

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.trace.text.chars import to_text
 
 TRACING_LOG_ERRS_MAX = 8

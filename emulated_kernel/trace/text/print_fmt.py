@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.trace.symbols import KernelSymbols
 from emulated_kernel.trace.text.chars import bytes_to_text
 from emulated_kernel.trace.text.printf import Value, compile_format, signed, unsigned

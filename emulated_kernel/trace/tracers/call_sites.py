@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from emulated_kernel.abi import PAGE_SIZE
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.kprobes.ftrace import FtraceOps, FtraceSites
 from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.events.event_pids import EventPids

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
 
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.events.registry import EventRegistry

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from struct import Struct
 from typing import Any
 
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.kprobes.return_hook.hook import Instance
 from emulated_kernel.trace.array.system import TraceSystem
 from emulated_kernel.trace.output.function_graph import duration_text

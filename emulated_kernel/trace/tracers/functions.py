@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.trace.filter.pattern import StringPattern, parse_pattern
 from emulated_kernel.trace.hits.probe_hit import ProbeHit
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from struct import Struct
 from typing import Any
 
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.kprobes.return_hook.hook import Instance
 from emulated_kernel.trace.array.system import Tracer
 from emulated_kernel.trace.array.trace_array import TraceArray

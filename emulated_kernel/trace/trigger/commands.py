@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import ClassVar
 
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.events.event import EventFile

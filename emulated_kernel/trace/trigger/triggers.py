@@ -5,10 +5,10 @@ from __future__ import annotations
 import errno
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from emulated_kernel.abi import PAGE_SIZE
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.events.event import EventFile, TraceEvent

@@ -6,9 +6,9 @@ import errno
 import stat
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeVar
 
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.vfs.core.client import Client, DirEntry, Stat
 

@@ -7,11 +7,12 @@ import os
 import stat
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from itertools import count
 from typing import Generic, TypeVar
 
 from emulated_kernel.abi import HostfsOp
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.host.client_call import ClientCall
 from emulated_kernel.host.executive.executive import GuestTask, HostfsHandler, RunElsewhere

@@ -7,8 +7,9 @@ import select
 import stat
 import struct
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.host.client_call import ClientCall
 from emulated_kernel.host.executive.executive import GuestTask
