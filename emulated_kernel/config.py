@@ -10,6 +10,8 @@ from emulated_kernel.limits import Limits
 
 DEFAULT_RUN_BUDGET = 1.0
 """Seconds."""
+HOST = "host"
+"""Instead of an image: the distribution's kernel that runs here."""
 
 
 @dataclass(frozen=True)

@@ -639,8 +639,7 @@ def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
     """Raises: Failure for a kernel that the engine can't run."""
     from pathlib import Path
 
-    from emulated_kernel.config import MachineConfig
-    from emulated_kernel.image.linux.source import HOST
+    from emulated_kernel.config import HOST, MachineConfig
     from kprobefs.options import MountOptions, check_engine, parsed_limits
 
     image = None

@@ -7,7 +7,7 @@ import stat
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from emulated_kernel.config import DEFAULT_RUN_BUDGET
+from emulated_kernel.config import DEFAULT_RUN_BUDGET, HOST
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes import profile
@@ -132,7 +132,6 @@ def _is_linux(image: Path) -> bool:
     """Whether it is a vmlinuz or a package; what else it is shows when it is loaded."""
     from emulated_kernel.image.linux.bzimage import is_bzimage
     from emulated_kernel.image.linux.deb import AR_MAGIC
-    from emulated_kernel.image.linux.source import HOST
 
     if str(image) == HOST:
         return True

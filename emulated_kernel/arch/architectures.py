@@ -1,20 +1,30 @@
-"""The architectures there are."""
+"""The architectures there are; a family's modules are imported when one of its architectures is asked for."""
 
 from __future__ import annotations
 
 from errno import ENOENT
 
 from emulated_kernel.arch.base import Arch
-from emulated_kernel.arch.riscv.arch import RISCV64, RISCV64I
-from emulated_kernel.arch.x86.arch import I386, X86_64
 from emulated_kernel.errors import KernelError
 
-_ARCHS: tuple[type[Arch], ...] = (X86_64, I386, RISCV64, RISCV64I)
+
+def _x86() -> tuple[type[Arch], ...]:
+    from emulated_kernel.arch.x86.arch import I386, X86_64
+
+    return X86_64, I386
+
+
+def _riscv() -> tuple[type[Arch], ...]:
+    from emulated_kernel.arch.riscv.arch import RISCV64, RISCV64I
+
+    return RISCV64, RISCV64I
+
+
+_FAMILIES = {"x86_64": _x86, "i386": _x86, "riscv64": _riscv, "riscv64i": _riscv}
 
 
 def arch_named(name: str) -> Arch:
     """The hooks of an architecture. Raises: KernelError ENOENT where there are none."""
-    for arch in _ARCHS:
-        if arch.name == name:
-            return arch()
-    raise KernelError(ENOENT, f"unknown architecture {name}")
+    if name not in _FAMILIES:
+        raise KernelError(ENOENT, f"unknown architecture {name}")
+    return next(arch for arch in _FAMILIES[name]() if arch.name == name)()

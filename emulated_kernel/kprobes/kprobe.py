@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import field
 from enum import Flag, auto
 from inspect import Parameter, signature
-from statistics import median
 from typing import Any
 
 from emulated_kernel.abi import GuestAddr
@@ -72,6 +71,8 @@ class HitCost:
         """Hits, and the median of the latest ones' nanoseconds."""
         if not self.latest:
             return f"hits {hits}"
+        from statistics import median
+
         return f"hits {hits} median {round(median(self.latest))} ns of the last {len(self.latest)}"
 
 

@@ -10,10 +10,11 @@ from copy import copy
 from errno import EIO, ENOEXEC
 from pathlib import Path
 
+from emulated_kernel.config import HOST
 from emulated_kernel.errors import KernelError
 from emulated_kernel.image.linux.kept_kernel import KeptKernel, kept_parts
 from emulated_kernel.image.linux.kernel import LinuxKernel, open_kernel
-from emulated_kernel.image.linux.source import HOST, host_kernel
+from emulated_kernel.image.linux.source import host_kernel
 from emulated_kernel.linux import snapshot
 from emulated_kernel.linux.boot import RAM_SIZE, boot, load
 from emulated_kernel.linux.exception_cells import find_exception_cells

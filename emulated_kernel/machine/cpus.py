@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.image.image import KernelImage
 from emulated_kernel.machine.boot import per_cpu_address
 from emulated_kernel.machine.budget import HandlerTime
-from emulated_kernel.machine.cpu.i386 import I386Cpu
 from emulated_kernel.machine.cpu.model import CpuModel
 from emulated_kernel.machine.cpu.registers import Regs
-from emulated_kernel.machine.cpu.riscv import Riscv64Cpu, Riscv64iCpu
-from emulated_kernel.machine.cpu.x86_64 import X86_64Cpu
 from emulated_kernel.machine.engine import Engine
-from emulated_kernel.machine.interrupts.delivery import Delivery, RiscvDelivery
+from emulated_kernel.machine.interrupts.delivery import Delivery
 from emulated_kernel.machine.interrupts.exceptions import NoExceptionState
-from emulated_kernel.machine.interrupts.hooks import RiscvTrapHooks, TrapHooks
+from emulated_kernel.machine.interrupts.hooks import TrapHooks
 from emulated_kernel.machine.memory.memory import Memory
-from emulated_kernel.machine.quirks import riscv as quirks_riscv
-from emulated_kernel.machine.quirks import x86 as quirks_x86
 from emulated_kernel.machine.quirks.bench import Bench, SelfTest
 from emulated_kernel.machine.traps.trap import HardwareError
 
@@ -36,45 +32,58 @@ class _Parts:
     deliver: Deliver
 
 
-def _by_frames(_engine: Engine, cpu: CpuModel, memory: Memory, regs: Regs, image: KernelImage) -> Delivery:
-    handler = image.kallsyms.lookup_name("asm_host_interrupt")
-    return Delivery(cpu, memory, regs, handler, per_cpu_address(image, "host_cr2"))
+def _x86() -> tuple[_Parts, ...]:
+    from emulated_kernel.machine.cpu.i386 import I386Cpu
+    from emulated_kernel.machine.cpu.x86_64 import X86_64Cpu
+    from emulated_kernel.machine.quirks.x86 import adapt
+
+    def by_frames(_engine: Engine, cpu: CpuModel, memory: Memory, regs: Regs, image: KernelImage) -> Delivery:
+        handler = image.kallsyms.lookup_name("asm_host_interrupt")
+        return Delivery(cpu, memory, regs, handler, per_cpu_address(image, "host_cr2"))
+
+    return tuple(_Parts(model, adapt, TrapHooks, by_frames) for model in (X86_64Cpu(), I386Cpu()))
 
 
-def _by_trap_registers(
-    engine: Engine, cpu: CpuModel, memory: Memory, regs: Regs, _image: KernelImage
-) -> Delivery:
-    return RiscvDelivery(engine, cpu, memory, regs)
+def _riscv() -> tuple[_Parts, ...]:
+    from emulated_kernel.machine.cpu.riscv import Riscv64Cpu, Riscv64iCpu
+    from emulated_kernel.machine.interrupts.riscv import RiscvDelivery, RiscvTrapHooks
+    from emulated_kernel.machine.quirks.riscv import adapt
+
+    def by_trap_registers(
+        engine: Engine, cpu: CpuModel, memory: Memory, regs: Regs, _image: KernelImage
+    ) -> Delivery:
+        return RiscvDelivery(engine, cpu, memory, regs)
+
+    models = (Riscv64Cpu(), Riscv64iCpu())
+    return tuple(_Parts(model, adapt, RiscvTrapHooks, by_trap_registers) for model in models)
 
 
-_CPUS = {
-    parts.model.name: parts
-    for parts in (
-        _Parts(X86_64Cpu(), quirks_x86.adapt, TrapHooks, _by_frames),
-        _Parts(I386Cpu(), quirks_x86.adapt, TrapHooks, _by_frames),
-        _Parts(Riscv64Cpu(), quirks_riscv.adapt, RiscvTrapHooks, _by_trap_registers),
-        _Parts(Riscv64iCpu(), quirks_riscv.adapt, RiscvTrapHooks, _by_trap_registers),
-    )
-}
+_FAMILIES = {"x86_64": _x86, "i386": _x86, "riscv64": _riscv, "riscv64i": _riscv}
+"""A family's modules are imported when one of its architectures is asked for."""
+
+
+@cache
+def _parts(arch: str) -> _Parts:
+    if arch not in _FAMILIES:
+        raise HardwareError(f"no machine for {arch}")
+    return next(parts for parts in _FAMILIES[arch]() if parts.model.name == arch)
 
 
 def cpu_model(arch: str) -> CpuModel:
     """The CPU of an architecture. Raises: HardwareError where there is none."""
-    if arch not in _CPUS:
-        raise HardwareError(f"no machine for {arch}")
-    return _CPUS[arch].model
+    return _parts(arch).model
 
 
 def trap_hooks(engine: Engine, cpu: CpuModel, regs: Regs, handler_time: HandlerTime) -> TrapHooks:
     """What the emulator calls; to be adapted."""
-    return _CPUS[cpu.name].hooks(engine, cpu, regs, NoExceptionState(), handler_time)
+    return _parts(cpu.name).hooks(engine, cpu, regs, NoExceptionState(), handler_time)
 
 
 def delivery(engine: Engine, cpu: CpuModel, memory: Memory, regs: Regs, image: KernelImage) -> Delivery:
     """How the image takes interrupts."""
-    return _CPUS[cpu.name].deliver(engine, cpu, memory, regs, image)
+    return _parts(cpu.name).deliver(engine, cpu, memory, regs, image)
 
 
 def adapt(bench: Bench, found: int | None) -> list[SelfTest]:
     """Adapt a machine to the library. Raises: HardwareError where a check failed: it can't be used."""
-    return _CPUS[bench.cpu.name].adapt(bench, found)
+    return _parts(bench.cpu.name).adapt(bench, found)

@@ -10,13 +10,13 @@ from errno import ENOENT
 from pathlib import Path
 from typing import BinaryIO
 
+from emulated_kernel.config import HOST
 from emulated_kernel.errors import KernelError
 from emulated_kernel.image.linux import deb
 from emulated_kernel.image.linux.bzimage import ELF_MAGIC, is_bzimage, unpack_bzimage
 from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.image.linux.vmlinux import Vmlinux
 
-HOST = "host"
 _BZIMAGE_LIMIT = 256 << 20
 _START = 0x210
 

@@ -9,7 +9,6 @@ from emulated_kernel.abi import Vector
 from emulated_kernel.machine.budget import HandlerTime
 from emulated_kernel.machine.cpu.model import CpuModel
 from emulated_kernel.machine.cpu.registers import Regs
-from emulated_kernel.machine.cpu.riscv import CAUSE_BREAKPOINT, fault
 from emulated_kernel.machine.engine import (
     HOOK_INSN_INVALID,
     HOOK_INTR,
@@ -152,80 +151,3 @@ class TrapHooks:
             # The hook gave a copy's fault to the original instruction.
             trap = replace(trap, address=regs.ip)
         self.dispatch(trap)
-
-
-class RiscvTrapHooks(TrapHooks):
-    """Sends ebreak to `breakpoints`, with regs.ip behind the shortest ebreak there is.
-
-    Unicorn: an ebreak that was dealt with is an error all the same, at the end of the run, and what faults
-    until then isn't reported. Where the self-test has found the library's error cell it is reset; else the
-    run is broken off and begun again where the guest stands.
-    """
-
-    def __init__(
-        self, engine: Engine, cpu: CpuModel, regs: Regs, state: ExceptionState, handler_time: HandlerTime
-    ) -> None:
-        self.error_cell: memoryview | None = None
-        self._broke_off = False
-        self._size = len(cpu.filler)
-        super().__init__(engine, cpu, regs, state, handler_time)
-
-    def run(self, address: int) -> int:
-        error = self._engine.start(address)
-        while (self._put_off is not None and self._goes_on(self._put_off)) or self._broke_off:
-            self._broke_off = False
-            error = self._engine.start(self._regs.ip)
-        return error
-
-    def end_run(self) -> None:
-        super().end_run()
-        self._broke_off = False
-
-    def _make_interrupt_callback(self) -> Callable[[int, int, int], None]:
-        handler_time = self._handler_time
-
-        def interrupt(engine: int, cause: int, data: int) -> None:
-            if handler_time.is_measured:
-                handler_time.measure(interrupt, engine, cause, data)
-                return
-            try:
-                self._exception(cause)
-            except BaseException as error:
-                self._park(error)
-
-        handler_time.callbacks.add(interrupt.__code__)
-        return interrupt
-
-    def _make_invalid_callback(self) -> Callable[[int, int], bool]:
-        handler_time = self._handler_time
-        find = self.breakpoints.get
-        guest_callers, put_off = self.guest_callers, self.put_off
-        regs = self._regs
-        size = self._size
-
-        def ebreak(engine: int, data: int) -> bool:
-            if handler_time.is_measured:
-                handler_time.measure(ebreak, engine, data)
-                return True
-            try:
-                cell = self.error_cell
-                if cell is None:
-                    self._broke_off = True
-                else:
-                    cell[0] = 0
-                ip = regs.ip
-                handler = find(ip)
-                if handler is None:
-                    self.raise_exception(fault(ip, CAUSE_BREAKPOINT))
-                elif guest_callers:
-                    regs.ip = ip + size
-                    put_off(handler)
-                else:
-                    regs.ip = ip + size
-                    handler(regs)
-            except BaseException as error:
-                self._park(error)
-            return True
-
-        handler_time.callbacks.add(ebreak.__code__)
-        return ebreak

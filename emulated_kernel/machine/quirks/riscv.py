@@ -23,7 +23,7 @@ from emulated_kernel.machine.cpu.riscv import (
 )
 from emulated_kernel.machine.engine import Engine
 from emulated_kernel.machine.interrupts.exceptions import NoExceptionState
-from emulated_kernel.machine.interrupts.hooks import RiscvTrapHooks
+from emulated_kernel.machine.interrupts.riscv import RiscvTrapHooks
 from emulated_kernel.machine.quirks.bench import (
     Bench,
     SelfTest,

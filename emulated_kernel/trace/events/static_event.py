@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
+from typing import TYPE_CHECKING
 
-from emulated_kernel.image.linux.events import RecordField
 from emulated_kernel.image.trace_events import FieldDefinition
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.hits.probe_hit import ProbeHit
 from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE, EventField
 from emulated_kernel.trace.symbols import KernelSymbols
 from emulated_kernel.trace.text.print_fmt import Function, PrintContext, PrintField, compile_print_fmt
+
+if TYPE_CHECKING:
+    from emulated_kernel.image.linux.events import RecordField
 
 _OTHER_TASKS = {
     "sched_switch": "next_pid",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from statistics import median
 from time import thread_time_ns
 
 from emulated_kernel.arch.base import Arch
@@ -91,6 +90,8 @@ class HandlerCosts:
 
     def _cost(self, loop: int, empty: int, sample: dict[str, int], hits: int) -> float:
         """Median nanoseconds of what a turn of `loop` takes beyond one of `empty`; both in turns."""
+        from statistics import median
+
         taken = self._taken
         rounds = [taken(loop, sample, hits) - taken(empty, sample, hits) for _ in range(_ROUNDS)]
         return median(rounds) / hits

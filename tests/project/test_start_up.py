@@ -1,0 +1,119 @@
+"""What a start costs, in counts: modules that are imported, functions that dataclasses compile."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from emulated_kernel.dataclass import dataclass
+
+MOST_MODULES = 355
+"""Of ours, in the daemon of an own x86_64 kernel."""
+ELSEWHERE = (
+    "emulated_kernel.arch.riscv",
+    "emulated_kernel.image.linux",
+    "emulated_kernel.linux",
+    "statistics",
+)
+"""What such a daemon never needs, or not to start."""
+OWN = ("emulated_kernel", "kprobefs")
+
+BOOT = """
+import sys
+import kprobefs.cli, kprobefs.daemon
+from emulated_kernel.config import MachineConfig
+from kprobefs.options import MountOptions, build_kernel
+import kprobefs.files
+mount = build_kernel(MountOptions("/nowhere", MachineConfig()))
+ours = lambda: {name for name in sys.modules if name.partition(".")[0] in ("emulated_kernel", "kprobefs")}
+"""
+USE = """
+from emulated_kernel.kernel import Kernel
+from emulated_kernel.vfs.core.client import Client
+kernel = Kernel()
+files = kprobefs.files.TreeFiles(kernel.filesystem(), Client(pid=0, uid=0, gid=0))
+began = ours()
+with kernel.lock:
+    files.write("tracing/dynamic_events", "p:p int_sqrt count=$arg1\\n")
+    files.write("tracing/dynamic_events", "r:r int_sqrt $retval\\n")
+    files.write("tracing/dynamic_events", "s:s u64 n\\n")
+    files.write("tracing/dynamic_events", "e:e sched.sched_switch pid=$next_pid\\n")
+    files.write("tracing/events/kprobes/p/filter", "count > 1")
+    files.write("tracing/events/kprobes/p/trigger", "hist:keys=common_pid:sort=hitcount")
+    files.write("tracing/events/kprobes/p/trigger", "stacktrace if count > 2")
+    files.write("tracing/events/kprobes/p/enable", "1")
+    files.write("tracing/events/sched/enable", "1")
+    files.mkdir("tracing/instances/other")
+    for tracer in ("function", "function_graph", "nop"):
+        files.write("tracing/current_tracer", tracer)
+        kernel.call("int_sqrt", 144)
+    for name in ("tracing/trace", "tracing/events/kprobes/p/hist", "kprobes/list", "tracing/stack_trace"):
+        files.read(name)
+for _ in range(4):
+    kernel.call("int_sqrt", 144)
+print(sorted(ours() - began))
+"""
+
+
+def told(script: str) -> str:
+    """What a fresh process prints."""
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True
+    ).stdout
+
+
+def test_a_mount_imports_what_it_may_need() -> None:
+    """Not the other architectures, nor what distributions' kernels take."""
+    loaded = told(f"{BOOT}\nprint(*sys.modules)").split()
+    assert [name for name in loaded if name.startswith(ELSEWHERE)] == []
+    assert len([name for name in loaded if name.partition(".")[0] in OWN]) <= MOST_MODULES
+
+
+def test_a_running_daemon_has_all_that_it_runs() -> None:
+    """Its files may be replaced by those of another version, which it must not mix with its own."""
+    assert told(BOOT + USE) == "[]\n"
+
+
+def test_a_dataclass_compiles_one_function() -> None:
+    counted = """
+    import types
+    classes = {each for name in ours() for each in vars(sys.modules[name]).values() if isinstance(each, type)}
+    made = [each for each in classes if "__dataclass_fields__" in vars(each)]
+    compiled = [f for each in made for f in vars(each).values()
+                if isinstance(f, types.FunctionType) and f.__code__.co_filename == "<string>"]
+    print(len(made), len(compiled))
+    """
+    classes, functions = map(int, told(BOOT + textwrap.dedent(counted)).split())
+    assert classes > 100
+    assert functions <= classes
+
+
+@pytest.mark.parametrize("options", [{}, {"frozen": True}, {"frozen": True, "slots": True}, {"eq": False}])
+def test_our_dataclasses_are_those_of_the_library(options: dict[str, bool]) -> None:
+    """But for being frozen, which mypy holds."""
+
+    class Plain:
+        number: int
+        text: str = "x"
+        aside: object = dataclasses.field(default=None, compare=False)
+        hidden: int = dataclasses.field(default=3, repr=False)
+
+    ours, theirs = (
+        make(**options)(type("Made", (), dict(vars(Plain)))) for make in (dataclass, dataclasses.dataclass)
+    )
+    values = [(1,), (1, "y"), (1, "x", [2]), (1, "x", None, 4)]
+    for left in values:
+        mine, other = ours(*left), theirs(*left)
+        assert repr(mine) == repr(other)
+        assert dataclasses.asdict(mine) == dataclasses.asdict(other)
+        assert (mine == other) is (other == mine) is False
+        for right in values:
+            assert (mine == ours(*right)) == (other == theirs(*right))
+            if other.__hash__ is not None and theirs(*right) == other:
+                assert hash(mine) == hash(ours(*right))
+        assert dataclasses.replace(mine, number=7) == ours(7, *left[1:]) or not options.get("eq", True)
+    assert (ours.__hash__ is None) == (theirs.__hash__ is None)
