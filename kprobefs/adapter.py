@@ -11,7 +11,8 @@ import stat
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from time import time_ns
+from itertools import repeat
+from time import monotonic, sleep, time_ns
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from emulated_kernel.dataclass import dataclass
@@ -53,6 +54,9 @@ ATTRIBUTES_AGE = 0.01
 BLOCK_SIZE = 4096
 PAGED_SIZE = 1 << 40
 """Bytes in st_size of files that have pages: the host's kernel ends a splice(2) there, without asking."""
+INSTANCES = "/instances/"
+CLOSING = 0.05
+"""Seconds that a close(2) may be on its way, while the next request is here already."""
 NAME_MAX = 255
 UTIME_NOW = (1 << 30) - 1
 UTIME_OMIT = (1 << 30) - 2
@@ -306,6 +310,9 @@ class _Operations:
 
     use_ns = True
     flag_nullpath_ok = 1
+    # libfuse locks a path, and all above it, while a request that gets it runs: one that sleeps would keep
+    # rmdir(2) waiting, and that all others below.
+    flag_nopath = 1
     flag_utime_omit_ok = 1
 
     def __init__(self, mount: ServedMount, stopping: threading.Event) -> None:
@@ -317,6 +324,7 @@ class _Operations:
         """Around what waits: gives the requests another thread."""
         self.faults = 0
         self._thread = _Thread()
+        self._open_paths: dict[int, str] = {}
 
     def __call__(self, operation: str, *arguments: Any) -> Any:
         return getattr(self, operation)(*arguments)
@@ -368,12 +376,12 @@ class _Operations:
         return {"f_bsize": BLOCK_SIZE, "f_frsize": BLOCK_SIZE, "f_namemax": NAME_MAX}
 
     def open(self, path: str, info: Any) -> int:
-        return self._opened(info, self._mount.open(_client(), path, info.flags))
+        return self._opened(info, path, self._mount.open(_client(), path, info.flags))
 
     def create(self, path: str, mode: int, info: Any) -> int:
         handle = self._mount.create(_client(), path, mode, info.flags)
         self._thread.client = None
-        return self._opened(info, handle)
+        return self._opened(info, path, handle)
 
     def read(self, path: str | None, size: int, offset: int, info: Any) -> bytes:
         del path
@@ -393,6 +401,7 @@ class _Operations:
 
     def release(self, path: str | None, info: Any) -> None:
         del path
+        self._open_paths.pop(info.fh, None)
         self._pollers.forget(info.fh)
         self._mount.release(info.fh)
 
@@ -407,7 +416,10 @@ class _Operations:
         return self._mount.poll(handle, notify)
 
     def truncate(self, path: str | None, length: int, info: Any = None) -> None:
-        self._mount.truncate(_client(), _named(path), length, None if info is None else info.fh)
+        if info is None:
+            self._mount.truncate(_client(), _named(path), length)
+        else:
+            self._mount.ftruncate(_client(), info.fh, length)
 
     def listxattr(self, path: str) -> tuple[str, ...]:
         del path
@@ -426,7 +438,21 @@ class _Operations:
         self._thread.client = None
 
     def rmdir(self, path: str) -> None:
+        if INSTANCES in path:
+            self._await_closes(f"{path}/")
         self._mount.rmdir(_client(), path)
+
+    def _await_closes(self, prefix: str) -> None:
+        """Files that were closed a moment ago are: close(2) doesn't wait until it is told here.
+
+        What stays open keeps its instance, as it does for Linux.
+        """
+        end = monotonic() + CLOSING
+        with self.blocking():
+            while any(map(str.startswith, tuple(self._open_paths.values()), repeat(prefix))):
+                if monotonic() > end:
+                    return
+                sleep(CLOSING / 50)
 
     def unlink(self, path: str) -> None:
         self._mount.unlink(_client(), path)
@@ -453,8 +479,9 @@ class _Operations:
     def utimens(self, path: str, times: tuple[int, int]) -> None:
         self._mount.utimens(_client(), path, *map(_time_set, times))
 
-    def _opened(self, info: Any, handle: int) -> int:
+    def _opened(self, info: Any, path: str, handle: int) -> int:
         info.fh = handle
+        self._open_paths[handle] = path
         info.nonseekable = self._mount.is_stream(handle)
         return 0
 

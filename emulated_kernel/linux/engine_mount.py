@@ -252,9 +252,15 @@ class EngineMount(LinuxMount):
 
     # Changes of the tree
 
-    def truncate(self, client: Client, path: str, size: int, handle: int | None = None) -> None:
+    def ftruncate(self, client: Client, handle: int, size: int) -> None:
+        if handle < _OURS:
+            super().ftruncate(client, handle, size)
+        else:
+            self._file(handle)
+
+    def truncate(self, client: Client, path: str, size: int) -> None:
         if self._is_guests(path):
-            super().truncate(client, path, size, handle)
+            super().truncate(client, path, size)
             return
         with self._control(client):
             self._files.truncate(client, path, size)

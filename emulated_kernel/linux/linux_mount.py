@@ -411,10 +411,19 @@ class LinuxMount:
 
     # Changes of the tree
 
-    def truncate(self, client: Client, path: str, size: int, _handle: int | None = None) -> None:
-        """truncate(2), for an ftruncate(2) too."""
+    def truncate(self, client: Client, path: str, size: int) -> None:
+        """truncate(2)."""
         with self._request(client) as task:
             self._syscalls.truncate(task, self._changed(path), size)
+
+    def ftruncate(self, client: Client, handle: int, size: int) -> None:
+        """ftruncate(2)."""
+        file = self._opened(handle)
+        if file.fd < 0:
+            raise KernelError(errno.EINVAL, file.path)
+        with self._request(client) as task:
+            self._changed(file.path)
+            self._syscalls.ftruncate(task, file.fd, size)
 
     def mkdir(self, client: Client, path: str, mode: int) -> None:
         """mkdir(2); in instances/ it makes a trace array."""

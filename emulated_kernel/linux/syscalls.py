@@ -31,7 +31,7 @@ _UMASK, _SYSLOG, _MOUNT, _GETDENTS, _OPENAT, _MKDIRAT, _FCHOWNAT, _NEWFSTATAT = 
 )
 _UNLINKAT, _RENAMEAT, _SYMLINKAT, _READLINKAT, _FCHMODAT, _UTIMENSAT = 263, 264, 266, 267, 268, 280
 _DELETE_MODULE, _FINIT_MODULE = 176, 313
-_FCNTL, _F_SETFL = 72, 4
+_FCNTL, _F_SETFL, _FTRUNCATE = 72, 4, 77
 _MODULE = "/module"
 _AT_FDCWD, _AT_SYMLINK_NOFOLLOW, _AT_REMOVEDIR = -100, 0x100, 0x200
 _SYSLOG_READ_ALL = 3
@@ -259,6 +259,10 @@ class LinuxSyscalls:
         """truncate(2)."""
         self._path(task, path)
         self._call(task, _TRUNCATE, BUFFER, size)
+
+    def ftruncate(self, task: LinuxTask, fd: int, size: int) -> None:
+        """ftruncate(2)."""
+        self._call(task, _FTRUNCATE, fd, size)
 
     def utimens(self, task: LinuxTask, path: str, atime_ns: int | None, mtime_ns: int | None) -> None:
         """utimensat(2) of the link itself."""

@@ -252,7 +252,7 @@ def test_a_file_from_open_to_close(client: ClientOfMount) -> None:
         client,
         "ftruncate",
         (FD, 3),
-        lambda: mount.truncate(CLIENT, "/scratch/new", 3),
+        lambda: mount.ftruncate(CLIENT, handle, 3),
         f"fd: {FD}, length: 3",
         "0x0",
     )
@@ -451,7 +451,7 @@ def test_a_descriptor_is_that_file_whatever_it_is_called_now(client: ClientOfMou
     reader = mount.open(CLIENT._replace(pid=CLIENT.pid + 1), "/scratch/name", os.O_RDONLY)
     mount.write(CLIENT, new, b"shortened", 0)
     with client.call("ftruncate", FD, 5):
-        mount.truncate(CLIENT, "/scratch/name", 5, new)
+        mount.ftruncate(CLIENT, new, 5)
     with client.call("fchmod", FD, 0o600):
         mount.chmod(CLIENT, "/scratch/name", 0o600)
     found = {name: client.look(f"/scratch/{name}") for name in ("name", "renamed")}

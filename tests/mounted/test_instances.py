@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.fuse.harness import needs_fuse
-from tests.mounted.files import Files, assert_errno
+from tests.fuse.harness import eventually, needs_fuse
+from tests.mounted.files import TIMEOUT, Files, assert_errno
 
 pytestmark = [needs_fuse, pytest.mark.mounted]
 
@@ -47,6 +48,21 @@ def test_an_open_file_keeps_it(instance: Path) -> None:
         instance.rmdir()
     instance.rmdir()
     assert not instance.exists()
+
+
+def test_a_reader_that_sleeps_keeps_it_and_nobody_waiting(instance: Path) -> None:
+    """rmdir(2) tells at once, and no request below queues behind it, whatever it comes to."""
+    with subprocess.Popen(["cat", instance / "trace_pipe"], stdout=subprocess.DEVNULL) as reader:
+        try:
+            eventually(lambda: Path(f"/proc/{reader.pid}/syscall").read_text().startswith("0 0x3 "))
+            for _ in range(6):
+                done = subprocess.run(
+                    ["rmdir", instance], capture_output=True, text=True, timeout=TIMEOUT, check=False
+                )
+                assert "busy" in done.stderr
+                assert (instance / "options/sym-addr").read_text() == "0\n"
+        finally:
+            reader.kill()
 
 
 def test_closing_and_removing_in_one_breath(instance: Path) -> None:

@@ -282,6 +282,13 @@ class Syscalls:
         else:
             self.with_path(task, "truncate64", path, *self._offset(size))
 
+    def ftruncate(self, task: GuestTask, fd: int, size: int) -> None:
+        """ftruncate(2)."""
+        if self._memory.word_size == 8:
+            self.call(task, "ftruncate", fd, size)
+        else:
+            self.call(task, "ftruncate64", fd, *self._offset(size))
+
     def seek(self, task: GuestTask, fd: int, offset: int) -> None:
         """lseek(2) from the file's start. Raises: KernelError, EOVERFLOW beyond the guest's long."""
         if offset >> 8 * self._memory.word_size - 1:

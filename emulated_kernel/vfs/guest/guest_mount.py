@@ -612,16 +612,23 @@ class GuestMount:
                 raise KernelError(errno.EINVAL, opened.path)
             opened.scratch.on_file(client, opened.path, opened, ("fsync", "fdatasync"))
 
-    def truncate(self, client: Client, path: str, size: int, handle: int | None = None) -> None:
-        """truncate(2), or with a handle ftruncate(2); O_TRUNC comes with open()."""
+    def truncate(self, client: Client, path: str, size: int) -> None:
+        """truncate(2); O_TRUNC comes with open()."""
         with self.lock:
             at = self._at(path)
-            if isinstance(at, GuestTree):
-                opened = None if handle is None else self._opened(handle)
-                at.truncate(client, path, size, opened if isinstance(opened, GuestFile) else None)
-                return
-            self._tell(client, path, ("truncate",), ("ftruncate",))
+            if not isinstance(at, GuestTree):
+                self._tell(client, path, ("truncate",))
             at.truncate(client, path, size)
+
+    def ftruncate(self, client: Client, handle: int, size: int) -> None:
+        """ftruncate(2): of a file of ours nothing happens, whatever the size."""
+        with self.lock:
+            opened = self._opened(handle)
+            if isinstance(opened, GuestFile):
+                opened.scratch.ftruncate(client, opened, size)
+            else:
+                with suppress(KernelError):
+                    self._on_file(client, opened.path, handle, ("ftruncate",))
 
     def mkdir(self, client: Client, path: str, mode: int) -> None:
         """mkdir(2)."""

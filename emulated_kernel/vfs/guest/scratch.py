@@ -215,11 +215,13 @@ class GuestTree:
         args = (*call.args[:3], call.args[3] & AT_SYMLINK_NOFOLLOW)
         return replace(call, args=args, data={**call.data, 2: struct.pack("<4q", *words)})
 
-    def truncate(self, client: Client, path: str, size: int, file: GuestFile | None = None) -> None:
-        if self.on_file(client, path, file, ("ftruncate",)) is None and not self._as_called(
-            client, ("truncate",), path
-        ):
+    def truncate(self, client: Client, path: str, size: int) -> None:
+        if not self._as_called(client, ("truncate",), path):
             self._sys.truncate(self._task(client), path, size)
+
+    def ftruncate(self, client: Client, file: GuestFile, size: int) -> None:
+        if self.on_file(client, file.path, file, ("ftruncate",)) is None:
+            self._sys.ftruncate(self._task(client), file.fd, size)
 
     def mkdir(self, client: Client, path: str, mode: int) -> None:
         if not self._as_called(client, ("mkdir", "mkdirat"), path):
