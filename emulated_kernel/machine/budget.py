@@ -141,18 +141,30 @@ class Watchdog:
             self._thread = None
 
     def _spawn(self) -> None:
-        self._thread = threading.Thread(target=self._watch, name="run-budget", daemon=True)
-        self._thread.start()
+        """Raises: MemoryError, where the host has no thread: no run may go on without."""
+        thread = threading.Thread(target=self._watch, name="run-budget", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise MemoryError("no thread to watch runs") from error
+        self._thread = thread
 
     def _watch(self) -> None:
         while not self._closed:
-            self._parked = True
-            if not self._started:
-                self._wake.wait()
-            self._parked = False
-            self._wake.clear()
-            while self._started and not self._closed:
-                self._guard(self._started)
+            try:
+                self._watch_runs()
+            # Without this thread a run would never end. What waits allocates, too.
+            except MemoryError:
+                sleep(self._budget / 10)
+
+    def _watch_runs(self) -> None:
+        self._parked = True
+        if not self._started:
+            self._wake.wait()
+        self._parked = False
+        self._wake.clear()
+        while self._started and not self._closed:
+            self._guard(self._started)
 
     def _guard(self, started: float) -> None:
         """Sleep until the run that began at `started` is due, then stop it if it is still the same."""
@@ -194,10 +206,13 @@ class Watchdog:
 
     def _expire(self, started: float) -> None:
         self._stopping = started
-        if self._started == started:
-            self._stop()
-            self._expired = started
-        self._stopping = -1.0
+        try:
+            if self._started == started:
+                self._stop()
+                self._expired = started
+        finally:
+            # Else disarm() would wait for ever.
+            self._stopping = -1.0
 
     def _sleep(self, seconds: float) -> None:
         # A late set() of arm() must not leave the event set: each further sleep would return at once.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 import time
 from collections.abc import Callable
 
@@ -163,3 +164,18 @@ def test_a_closed_kernel_has_none() -> None:
         time.sleep(0.05)
         assert "oops" not in dmesg(kernel).lower()
     assert "state=stopped" in "".join(kernel.loads.text())
+
+
+def test_without_a_thread_of_the_hosts_there_is_no_load(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch, kernel.lock:
+        patch.setattr(threading.Thread, "start", none)
+        for _ in range(2):
+            assert refusal(lambda: kernel.loads.command("fork")) == errno.ENOMEM
+    with kernel.lock:
+        kernel.loads.command("fork duration=0.01")
+    await_state(kernel, "done")

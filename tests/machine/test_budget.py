@@ -117,3 +117,39 @@ def test_a_loop_with_handlers_ends_too() -> None:
     machine = boot("again: int3; jmp again", run_budget=0.02)
     machine.breakpoints[CODE] = lambda _regs: spin(0.0001)
     assert machine.run().kind is TrapKind.BUDGET
+
+
+def test_a_run_is_watched_though_the_host_had_no_memory() -> None:
+    """What the watchdog's thread couldn't allocate ends neither the thread nor, waiting for it, the run."""
+    stopped = threading.Event()
+    tries: list[float] = []
+
+    def stop() -> None:
+        tries.append(time.monotonic())
+        if len(tries) == 1:
+            raise MemoryError
+        stopped.set()
+
+    watchdog = Watchdog(stop, HandlerTime(), 0.02)
+    watchdog.arm()
+    busy(lambda: bool(tries))
+    assert not watchdog.disarm()
+    watchdog.arm()
+    busy(stopped.is_set)
+    assert watchdog.disarm()
+    watchdog.close()
+
+
+def test_no_run_without_a_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    watchdog = Watchdog(lambda: None, HandlerTime(), 0.02)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", none)
+        for _ in range(2):
+            with pytest.raises(MemoryError):
+                watchdog.arm()
+    watchdog.arm()
+    watchdog.disarm()
+    watchdog.close()

@@ -106,7 +106,8 @@ class Loads:
             self.start(*self._orders(verb, words))
 
     def start(self, *orders: LoadOrder) -> None:
-        """Start loads in the background. Raises: KernelError EBUSY, EIO (the guest is dead), none started."""
+        """Start loads in the background. Raises: KernelError EBUSY, EIO (the guest is dead), none started;
+        ENOMEM (no thread), those before it started."""
         self._lock.assert_held()
         if self._guest.is_dead:
             raise KernelError(errno.EIO, "the emulated kernel has stopped; see machine/dmesg")
@@ -118,7 +119,11 @@ class Loads:
             running = RunningLoad(order, monotonic())
             self._loads[order.kind] = running
             name = f"load-{order.kind.value}"
-            threading.Thread(target=self._run, args=(running,), name=name, daemon=True).start()
+            try:
+                threading.Thread(target=self._run, args=(running,), name=name, daemon=True).start()
+            except RuntimeError as error:
+                self._end(running, "failed")
+                raise KernelError(errno.ENOMEM, "the host has no thread for it") from error
 
     def stop(self, *kinds: LoadKind) -> None:
         """End loads, all where no kind is given; their tasks are gone then."""

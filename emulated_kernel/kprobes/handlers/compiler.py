@@ -179,9 +179,13 @@ class Compiler:
     def _make(self, head: Kprobe, way: HitWay, behind: int, place: Placing) -> CompiledCode | None:
         """What a probe does at a hit, with `behind` bytes at most that `place` adds."""
         builder = ProgramBuilder()
-        if not self.enabled or not head.emit(builder, way):
+        try:
+            if not self.enabled or not head.emit(builder, way):
+                return None
+            return self._write(builder, self._handler(builder, head.address), behind, place)
+        # Of the host's memory, for a library of its own too: this is the middle of a hit, which goes on.
+        except (MemoryError, ImportError):
             return None
-        return self._write(builder, self._handler(builder, head.address), behind, place)
 
     def _handler(self, builder: ProgramBuilder, address: int) -> HandlerCode:
         """It saves what may be read behind the probe at `address`."""
