@@ -1,13 +1,14 @@
 """A kernel whose state is kept, which makes records and definitions until it is killed: DIR SEED.
 
-PROGRESS in DIR has the number of records that were made for sure, DEFINED what was defined before the step of
-STEP, which is a file's name and what is written to it.
+PROGRESS in DIR has the number of records that were made for sure, and of those that may have been read;
+DEFINED what was defined before the step of STEP, which is a file's name and what is written to it.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,6 +16,7 @@ from pathlib import Path
 from random import Random
 
 from emulated_kernel.config import MachineConfig
+from emulated_kernel.errors import WouldBlock
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from emulated_kernel.vfs.trees.layout import RootLayout
@@ -112,8 +114,8 @@ def main() -> None:
     """Never ends."""
     directory, random = Path(sys.argv[1]), Random(sys.argv[2])
     with open(directory / PROGRESS, "w+b") as file:
-        file.truncate(8)
-        made = memoryview(mmap.mmap(file.fileno(), 8)).cast("Q")
+        file.truncate(16)
+        made = memoryview(mmap.mmap(file.fileno(), 16)).cast("Q")
     living, number = begin(directory), 0
     turns = _Turns(living)
     if not living._kernel.tracing.kprobe_events.find("kprobes", "turn"):
@@ -129,7 +131,11 @@ def main() -> None:
             turns.run(number, end)
             number = made[0] = end
         if random.random() < 0.3:
-            living.mount.read(CLIENT, pipe, 1 << 12, 0)
+            made[1] = number
+            with suppress(WouldBlock):
+                text = living.mount.read(CLIENT, pipe, 1 << 12, 0)
+                if taken := re.findall(rb"n=0x([0-9a-f]+)", text):
+                    made[1] = int(taken[-1], 16) + 1
         if random.random() < 0.5:
             step = random.choice(MIXED)
             put(directory / STEP, "\n".join(step))
