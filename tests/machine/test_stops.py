@@ -6,13 +6,17 @@ import errno
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
+from emulated_kernel.kprobes.profile import Profile
+from emulated_kernel.machine.cpu.registers import Regs
+from emulated_kernel.machine.engine import CODE_CALLBACK, HOOK_CODE
 from emulated_kernel.machine.quirks.bench import CODE_OFFSET
 from emulated_kernel.machine.traps.trap import TrapKind
 from emulated_kernel.vfs.core.client import Client
@@ -127,3 +131,63 @@ def test_the_clients_requests_go_on_behind_a_loop() -> None:
                 kernel.call("_raw_spin_lock", b"held")
         assert not kernel.guest.is_dead
         assert [entry.name for entry in mount.readdir("/scratch/d")] == [".", ".."]
+
+
+HITS = 30
+"""Four times that, and those that make the code, have room on one page of records."""
+
+
+def _taken(kernel: Kernel, watched: bool) -> tuple[int, int]:
+    """Guest instructions and traps of so many hits."""
+    machine, counted, met = kernel.machine, 0, 0
+
+    def count(*_: object) -> None:
+        nonlocal counted
+        counted += 1
+
+    def trap(handler: Callable[[Regs], object], regs: Regs) -> None:
+        nonlocal met
+        met += 1
+        handler(regs)
+
+    handlers = dict(machine.breakpoints)
+    watchdog = machine._runner.watchdog
+    with pytest.MonkeyPatch.context() as patch:
+        if not watched:
+            patch.setattr(watchdog, "arm", lambda _budget=None: None)
+            patch.setattr(watchdog, "disarm", lambda: False)
+        engine = machine._engine
+        hook = engine.add_hook(HOOK_CODE, CODE_CALLBACK(count))
+        engine.flush_code()
+        machine.breakpoints.update({at: partial(trap, handler) for at, handler in handlers.items()})
+        for number in range(HITS):
+            kernel.call("int_sqrt", number)
+        machine.breakpoints.update(handlers)
+        engine._check(engine._held.uc_hook_del(engine.handle, hook), "uc_hook_del")
+        engine.flush_code()
+    return counted, met
+
+
+@pytest.mark.parametrize("mode", ["optimized", "int3"])
+def test_that_runs_can_be_stopped_costs_no_hit_anything(mode: str) -> None:
+    """Not an instruction, nor a trap: neither the watchdog nor that stops come between blocks alone."""
+    profile = Profile("hits", ftrace=False, optimizer=mode == "optimized")
+    with Kernel(MachineConfig(), profile=profile) as kernel:
+        assert kernel.machine.stops_exactly
+        kernel.tracing.kprobe_events.write(b"p:hit int_sqrt+5 x=%di\n")
+        event = kernel.tracing.kprobe_events.probes()[-1].event
+        kernel.trace.expand()
+        event.enable(kernel.trace)
+        if kernel.kprobes.optimizer is not None:
+            kernel.kprobes.optimizer.flush()
+        for number in range(3):
+            kernel.call("int_sqrt", number)
+        found = set()
+        for exact in (True, False):
+            kernel.machine._engine.stop_between_blocks(exact)
+            found |= {_taken(kernel, watched) for watched in (True, False)}
+        assert len(found) == 1, found
+        [(instructions, traps)] = found
+        assert event.probes[0].hits == 3 + 4 * HITS
+        assert instructions > 20 * HITS
+        assert traps < 2 * HITS or mode == "int3"
