@@ -21,6 +21,7 @@ from emulated_kernel.vfs.core.client import Client, DirEntry, Stat
 from kprobefs.failure import Failure
 from kprobefs.loops import FREE_LOOPS, Loops
 from kprobefs.mount import STATE_LINK, MountState
+from kprobefs.reserve import MemoryReserve
 
 if TYPE_CHECKING:
     from kprobefs.options import ServedMount
@@ -207,14 +208,20 @@ class _Session(_fuse.FUSE):  # type: ignore[misc]  # fusepy has no types
     @staticmethod
     def _wrapper(func: Callable[..., int | None], *args: object) -> int:
         operations: _Operations = func.__self__.operations  # type: ignore[attr-defined]
+        reserve = operations.reserve
         try:
+            reserve.look()
             return func(*args) or 0
         except KernelError as error:
             return -(error.errno or errno.EIO)
         except MemoryError:
+            reserve.give_back()
             return -errno.ENOMEM
         # A SystemExit or KeyboardInterrupt that reached libfuse would become a garbage answer.
-        except BaseException:
+        except BaseException as error:
+            # A library couldn't be mapped.
+            if reserve.is_scarce and isinstance(error, ImportError):
+                return -errno.ENOMEM
             operations.faults += 1
             log.exception("internal fault in %s", func.__name__)
             return 0 if func.__name__ == "init" else -errno.EIO
@@ -323,6 +330,7 @@ class _Operations:
         self.blocking: Callable[[], AbstractContextManager[int]] = lambda: nullcontext(1)
         """Around what waits: gives the requests another thread."""
         self.faults = 0
+        self.reserve = MemoryReserve()
         self._thread = _Thread()
         self._open_paths: dict[int, str] = {}
 
@@ -376,15 +384,18 @@ class _Operations:
         return {"f_bsize": BLOCK_SIZE, "f_frsize": BLOCK_SIZE, "f_namemax": NAME_MAX}
 
     def open(self, path: str, info: Any) -> int:
+        self._needs_reserve()
         return self._opened(info, path, self._mount.open(_client(), path, info.flags))
 
     def create(self, path: str, mode: int, info: Any) -> int:
+        self._needs_memory()
         handle = self._mount.create(_client(), path, mode, info.flags)
         self._thread.client = None
         return self._opened(info, path, handle)
 
     def read(self, path: str | None, size: int, offset: int, info: Any) -> bytes:
         del path
+        self._needs_reserve()
         client, handle = _client(), info.fh
         # The host's page cache has no owner of locks; whoever called read(2) has.
         read = self._mount.read if info.lock_owner else self._mount.read_page
@@ -393,6 +404,7 @@ class _Operations:
 
     def write(self, path: str | None, data: bytes, offset: int, info: Any) -> int:
         del path
+        self._needs_memory(data)
         client, handle = _client(), info.fh
         if self._mount.reads_host(handle):
             with self.blocking():
@@ -426,14 +438,17 @@ class _Operations:
         return ()
 
     def mknod(self, path: str, mode: int, _device: int) -> None:
+        self._needs_memory()
         self._mount.mknod(_client(), path, mode)
         self._thread.client = None
 
     def link(self, target: str, source: str) -> None:
+        self._needs_memory()
         self._mount.link(_client(), source, target)
         self._thread.client = None
 
     def mkdir(self, path: str, mode: int) -> None:
+        self._needs_memory()
         self._mount.mkdir(_client(), path, mode)
         self._thread.client = None
 
@@ -461,6 +476,7 @@ class _Operations:
         self._mount.rename(_client(), old, new)
 
     def symlink(self, target: str, source: str) -> None:
+        self._needs_memory()
         self._mount.symlink(_client(), target, source)
         self._thread.client = None
 
@@ -478,6 +494,16 @@ class _Operations:
 
     def utimens(self, path: str, times: tuple[int, int]) -> None:
         self._mount.utimens(_client(), path, *map(_time_set, times))
+
+    def _needs_memory(self, data: bytes = b"more") -> None:
+        """Raises: KernelError ENOMEM where there is none for what isn't an end of something."""
+        if not self.reserve.admits(data):
+            raise KernelError(errno.ENOMEM, "the host has no memory")
+
+    def _needs_reserve(self) -> None:
+        """Raises: KernelError ENOMEM where closing files is all that can be done."""
+        if self.reserve.is_spent:
+            raise KernelError(errno.ENOMEM, "the host has no memory, and the reserve is held by others")
 
     def _opened(self, info: Any, path: str, handle: int) -> int:
         info.fh = handle

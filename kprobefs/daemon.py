@@ -26,6 +26,7 @@ from kprobefs.log_file import check_log, last_line, open_log
 from kprobefs.namespace import Companions
 from kprobefs.options import Builder, MountOptions
 from kprobefs.registry import Daemon, Registration, log_path
+from kprobefs.reserve import share_heap
 from kprobefs.sd_notify import sd_notify
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ class Service:
     def _serve(self, heartbeat: Heartbeat | None, on_ready: Callable[[], object]) -> None:
         from kprobefs.adapter import FuseOptions, Server
 
+        share_heap()
         # What the kernel is made of stays; it would be looked at by each full collection.
         gc.disable()
         served = self._build(self._options)
@@ -123,8 +125,13 @@ class Service:
         server.stop()
         # It waits for the request that has the kernel, which may be a long one.
         closing = threading.Thread(target=served.close, name="close", daemon=True)
-        closing.start()
-        closing.join(CLOSE_TIMEOUT)
+        try:
+            closing.start()
+        except RuntimeError:
+            # The host has no more threads.
+            served.close()
+        else:
+            closing.join(CLOSE_TIMEOUT)
         self._end(session)
         if self._failure is not None:
             raise self._failure

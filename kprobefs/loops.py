@@ -16,6 +16,10 @@ MOST_WAITING = 32
 """Threads that wait for the kernel's lock for long and are replaced meanwhile; beyond that, requests wait."""
 
 
+FAILED = -1
+"""What a loop returns that ended before the session."""
+
+
 class Loops:
     """Runs `loop` in threads until all of them have ended.
 
@@ -29,6 +33,8 @@ class Loops:
         self._free = free
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
+        self._lost = 0
+        """Threads that take no requests, for want of memory."""
         self._blocked = 0
         self._replaceable = threading.Semaphore(MOST_WAITING)
         self._has_ended = False
@@ -56,11 +62,10 @@ class Loops:
         Raises: KernelError ENOMEM, where the host has no thread for that: the last one may not wait.
         """
         with self._lock:
-            self._blocked += 1
-            self._refill()
-            if len(self._threads) == self._blocked:
-                self._blocked -= 1
+            self._refill(1)
+            if len(self._threads) - self._lost == self._blocked + 1:
                 raise KernelError(errno.ENOMEM, "no thread to take requests meanwhile")
+            self._blocked += 1
             blocked = self._blocked
         try:
             yield blocked
@@ -81,11 +86,17 @@ class Loops:
                     stack.enter_context(self.blocking())
             yield
 
-    def _refill(self) -> None:
-        while not self._has_ended and len(self._threads) - self._blocked < self._free:
-            thread = threading.Thread(target=self._loop, name="fuse-loop", daemon=True)
+    def _refill(self, blocking: int = 0) -> None:
+        while not self._has_ended and len(self._threads) - self._lost - self._blocked - blocking < self._free:
             try:
+                thread = threading.Thread(target=self._serve, name="fuse-loop", daemon=True)
                 thread.start()
-            except RuntimeError:
+            except (RuntimeError, MemoryError):
                 return
             self._threads.append(thread)
+
+    def _serve(self) -> None:
+        # libfuse's has had no memory for its buffer.
+        if self._loop() == FAILED:
+            with self._lock:
+                self._lost += 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -11,14 +10,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from random import Random
 
+from tests.endurance.looks import SLOWEST, WITHIN, look, read_each, soundly_serves, timed, told
+from tests.endurance.starved import starved
 from tests.endurance.state_kills import state_kills
 from tests.fuse.harness import REAL_PROGRAM, Daemon, daemon, environment, eventually, is_mounted
 from tests.fuzz.report import Violation
@@ -26,10 +25,6 @@ from tests.mounted.files import EVENTS, Files
 
 CLIENTS = 3
 PAIRS = 8
-SLOWEST = 2.0
-"""Seconds that a request may take on a machine with nothing else to do."""
-WITHIN = 120.0
-"""Seconds for a client to end by itself."""
 READERS = 1000
 
 
@@ -51,7 +46,7 @@ def operations(directory: Path, count: int, seconds: float, seed: int, slowest: 
         outputs = [client.communicate()[0] for client in clients]
         if any(client.returncode for client in clients):
             raise Violation(f"clients ended with {[client.returncode for client in clients]}")
-        _check(running)
+        soundly_serves(running)
     answers: Counter[str] = Counter()
     late, request = 0.0, ""
     for output in outputs:
@@ -94,7 +89,7 @@ def kills(directory: Path, count: int, seconds: float, seed: int, _slowest: floa
             raise Violation("the mount of a killed daemon stays")
         done += 1
     with daemon(directory, program=REAL_PROGRAM) as running:
-        _check(running)
+        soundly_serves(running)
     return f"{done} daemons killed"
 
 
@@ -139,7 +134,7 @@ def traffic(directory: Path, count: int, seconds: float, seed: int, _slowest: fl
             if found != list(range(written)):
                 raise Violation(f"{array.name}: {written} written, {len(found)} read")
             numbers += written
-        _check(running)
+        soundly_serves(running)
     return f"{numbers} records of {PAIRS} writers read once and in order by {PAIRS} readers"
 
 
@@ -171,7 +166,7 @@ def full_disk(directory: Path, count: int, seconds: float, seed: int, _slowest: 
             until = time.monotonic() + 30
             while not is_mounted(directory) and process.poll() is None and time.monotonic() < until:
                 time.sleep(0.02)
-            _check(running)
+            soundly_serves(running)
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(30)
@@ -188,69 +183,25 @@ def readers(directory: Path, count: int, seconds: float, seed: int, slowest: flo
         for number in range(count // 5):
             files.path(f"tracing/instances/a{number}").mkdir()
             names.append(f"tracing/instances/a{number}/trace_pipe")
-        answers = _read_each([files.path(name) for name in names])
+        answers = read_each([files.path(name) for name in names])
         tasks = Path(f"/proc/{running.process.pid}/task")
         eventually(lambda: len(list(tasks.iterdir())) > count, "a read has no thread", WITHIN)
         late = max(
-            _timed("a definition", lambda: files.write("kprobe_events", "p:meanwhile vfs_mkdir\n")),
-            _timed("enabling", lambda: files.write(f"{EVENTS}/meanwhile/enable", "1")),
-            _look(files, "meanwhile"),
+            timed("a definition", lambda: files.write("kprobe_events", "p:meanwhile vfs_mkdir\n")),
+            timed("enabling", lambda: files.write(f"{EVENTS}/meanwhile/enable", "1")),
+            look(files, "meanwhile"),
         )
         if answers:
             raise Violation(f"reads of nothing ended: {answers}")
         # One record: of those that share a pipe one gets it.
         files.write("tracing/trace_marker", "here")
         eventually(lambda: answers, "nobody reads", WITHIN)
-        late = max(late, _look(files, "meanwhile"))
+        late = max(late, look(files, "meanwhile"))
         end = subprocess.run([*REAL_PROGRAM, "umount", str(directory)], env=environment(), check=False)
         eventually(lambda: len(answers) == count, "a reader is stuck", WITHIN)
     if end.returncode or Counter(answers) != {"EIO": count - 1, "": 1}:
         raise Violation(f"umount ended with {end.returncode}, reads with {Counter(answers)}")
-    return f"{count} readers, {_told(late, slowest)}"
-
-
-def _read_each(pipes: list[Path]) -> list[str]:
-    """A read of each by a thread of its own; the list gets how it ended: an errno's name or ""."""
-    answers: list[str] = []
-
-    def read(descriptor: int) -> None:
-        answers.append(_errno(lambda: os.read(descriptor, 4096)))
-        with suppress(OSError):
-            os.close(descriptor)
-
-    for pipe in pipes:
-        threading.Thread(target=read, args=(os.open(pipe, os.O_RDONLY),), daemon=True).start()
-    return answers
-
-
-def _errno(request: Callable[[], object]) -> str:
-    try:
-        request()
-    except OSError as error:
-        return errno.errorcode[error.errno or 0]
-    return ""
-
-
-def _look(files: Files, event: str) -> tuple[float, str]:
-    """What must always answer: the slowest of it."""
-    return max(
-        _timed("kprobes/list", lambda: files.read("kprobes/list")),
-        _timed("machine/dmesg", lambda: files.read("machine/dmesg")),
-        _timed("disabling", lambda: files.write(f"{EVENTS}/{event}/enable", "0")),
-    )
-
-
-def _timed(name: str, request: Callable[[], object]) -> tuple[float, str]:
-    start = time.monotonic()
-    request()
-    return time.monotonic() - start, name
-
-
-def _told(late: tuple[float, str], slowest: float) -> str:
-    seconds, request = late
-    if seconds > slowest:
-        raise Violation(f"{request} took {seconds:.2f} s")
-    return f"{seconds:.2f} s the slowest request: {request}"
+    return f"{count} readers, {told(late, slowest)}"
 
 
 def leap(directory: Path, count: int, seconds: float, seed: int, _slowest: float = SLOWEST) -> str:
@@ -261,27 +212,8 @@ def leap(directory: Path, count: int, seconds: float, seed: int, _slowest: float
     specs = ("1971-01-01 00:00:00", "2099-12-31 23:59:59", "+0 x100")
     for spec in specs:
         with daemon(directory, program=["faketime", "-f", spec, *REAL_PROGRAM]) as running:
-            _check(running)
+            soundly_serves(running)
     return f"{len(specs)} clocks"
-
-
-def _check(running: Daemon) -> None:
-    """It answers, records a hit, and has nothing in its log."""
-    files = Files(running.directory)
-    files.write("kprobes/enabled", "1")
-    files.write("tracing/tracing_on", "1")
-    files.write("kprobe_events", "p:endured vfs_mkdir\n")
-    files.write(f"{EVENTS}/endured/enable", "1")
-    path = files.path("scratch/endured")
-    path.mkdir()
-    path.rmdir()
-    files.write(f"{EVENTS}/endured/enable", "0")
-    hits = files.read("kprobes/stats/kprobes/endured/hits")
-    if int(hits) != 1:
-        raise Violation(f"{hits.strip()} hits of one mkdir")
-    files.write("kprobe_events", "-:endured\n")
-    if "Traceback" in running.log or "ERROR" in running.log:
-        raise Violation(running.log[-2000:])
 
 
 Attack = Callable[[Path, int, float, int, float], str]
@@ -292,5 +224,6 @@ ATTACKS: dict[str, Attack] = {
     "traffic": traffic,
     "full-disk": full_disk,
     "readers": readers,
+    "starved": starved,
     "faketime": leap,
 }

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.endurance.attacks import full_disk, kills, leap, operations, readers, traffic
+from tests.endurance.starved import starved
 from tests.fuse.conftest import directory, runtime
 from tests.fuse.harness import needs_fuse
 
@@ -35,6 +36,10 @@ def test_a_full_disk(directory: Path) -> None:
 
 def test_many_sleeping_readers(directory: Path) -> None:
     assert "200 readers" in readers(directory, 200, 0, 1, PATIENT)
+
+
+def test_no_memory_and_no_threads(directory: Path) -> None:
+    assert "no memory" in starved(directory, 1, 0, 1, PATIENT)
 
 
 def test_other_clocks(directory: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from kprobefs import mount
 from kprobefs.failure import Failure
+from kprobefs.reserve import MemoryReserve
 from tests.fuse.harness import environment
 
 
@@ -45,13 +46,20 @@ def test_no_memory_is_an_answer_and_no_fault() -> None:
     adapter = pytest.importorskip("kprobefs.adapter")
 
     class Session:
-        operations = SimpleNamespace(faults=0)
+        operations = SimpleNamespace(faults=0, reserve=MemoryReserve())
 
         def read(self) -> int:
             raise MemoryError
 
-    assert adapter._Session._wrapper(Session().read) == -errno.ENOMEM
+        def open(self) -> int:
+            raise ImportError("failed to map segment from shared object")
+
+    wrapper = adapter._Session._wrapper
+    assert wrapper(Session().read) == -errno.ENOMEM
     assert Session.operations.faults == 0
+    # There is some again: a library that isn't there is no such case.
+    assert wrapper(Session().open) == -errno.EIO
+    assert Session.operations.faults == 1
 
 
 def test_mount_points_are_unescaped() -> None:

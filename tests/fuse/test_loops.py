@@ -10,7 +10,7 @@ import pytest
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.lock import ControlLock
-from kprobefs.loops import FREE_LOOPS, Loops
+from kprobefs.loops import FAILED, FREE_LOOPS, Loops
 
 
 def test_all_loops_have_ended_when_run_returns() -> None:
@@ -134,4 +134,32 @@ def test_only_so_many_that_wait_are_replaced(monkeypatch: pytest.MonkeyPatch) ->
     finally:
         release.set()
         runner.join(5)
+    assert not runner.is_alive()
+
+
+def test_a_thread_without_a_buffer_takes_no_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that is left may not wait, as if the other had never been."""
+    release, firsts = threading.Event(), [True]
+
+    def loop() -> int:
+        if firsts:
+            firsts.clear()
+            release.wait(5)
+            return 0
+        return FAILED
+
+    loops = Loops(loop, free=1)
+    runner = threading.Thread(target=loops.run)
+    runner.start()
+    while firsts:
+        release.wait(0.001)
+    with loops.blocking():
+        while not loops._lost:
+            release.wait(0.001)
+    monkeypatch.setattr(loops, "_refill", lambda _blocking: None)
+    with pytest.raises(KernelError) as caught, loops.blocking():
+        pass
+    assert caught.value.errno == errno.ENOMEM
+    release.set()
+    runner.join(5)
     assert not runner.is_alive()

@@ -1,0 +1,104 @@
+"""The reserve of the host's memory: where none is to be had, what looks and what ends is answered from it."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+from time import monotonic
+
+log = logging.getLogger("kprobefs.reserve")
+
+HEADROOM = 32 << 20
+"""Bytes that have to be there for a request that makes something: more than any takes that isn't huge."""
+RESERVE = 12 << 20
+"""Bytes: what a long list and the trace of a full buffer are rendered in, some times over."""
+FLOOR = 4 << 20
+"""Bytes of that without which nothing is opened or read: libraries abort where they get nothing at all."""
+ROOM = 512 << 10
+"""Bytes of address space: libfuse maps a page for some names. A thread, and Python, map more at once."""
+LOOK = 0.01
+"""Seconds between two looks: what is asked meanwhile takes less than the headroom."""
+_PIECE = 100_000
+"""Bytes; from 128 KiB on malloc(3) would map each piece by itself, and unmap it when it is freed."""
+_M_ARENA_MAX = -8
+
+ENDING = (b"0", b"-", b"!", b"nop", b"none")
+"""How writes begin that take something away: disable, delete, remove."""
+
+
+def share_heap() -> None:
+    """All threads that come have one heap: in one of its own a thread would find nothing of the reserve."""
+    libc = ctypes.PyDLL(None)
+    # musl has one heap anyhow.
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(_M_ARENA_MAX, 1)
+
+
+class MemoryReserve:
+    """Freed pieces of malloc's one heap, of which whoever allocates is served when the host has no more.
+
+    A limit may be lowered below what is used already; so nothing that has to be mapped helps, and what is
+    given back must not go back to the host: the last piece stays at the heap's top.
+    """
+
+    def __init__(self) -> None:
+        self._libc = ctypes.PyDLL(None)
+        self._libc.malloc.argtypes, self._libc.malloc.restype = (ctypes.c_size_t,), ctypes.c_void_p
+        self._libc.free.argtypes, self._libc.free.restype = (ctypes.c_void_p,), None
+        self._pieces: list[int] = []
+        self._next_look = 0.0
+        self._room: mmap.mmap | None = None
+        self.is_scarce = False
+        """The host has no memory, or had none a moment ago."""
+        self.is_spent = False
+        """Even the reserve is nearly gone, to who holds what was rendered for them."""
+
+    def look(self) -> None:
+        """Before a request: give the reserve back where there is no headroom, and take it where there is."""
+        now = monotonic()
+        if now < self._next_look and not self.is_scarce:
+            return
+        self._next_look = now + LOOK
+        try:
+            _map(HEADROOM).close()
+        except (OSError, MemoryError):
+            self.give_back()
+            floor = self._libc.malloc(FLOOR)
+            self._libc.free(floor)
+            self.is_spent = not floor
+            return
+        if self._room is None:
+            self._take()
+        if self.is_scarce:
+            self.is_scarce = self.is_spent = False
+            log.warning("there is memory again")
+
+    def give_back(self) -> None:
+        """From now on until memory is there again."""
+        if self._room is not None:
+            self._room.close()
+            self._room = None
+        while len(self._pieces) > 1:
+            self._libc.free(self._pieces.pop(0))
+        if not self.is_scarce:
+            self.is_scarce = True
+            log.warning("no memory: files can be read and things ended, but not made, until there is again")
+
+    def admits(self, data: bytes) -> bool:
+        """Whether this may be written now: it takes something away, or there is memory."""
+        return not self.is_scarce or not data.strip() or data.startswith(ENDING)
+
+    def _take(self) -> None:
+        while self._pieces:
+            self._libc.free(self._pieces.pop())
+        self._room = _map(ROOM)
+        for _ in range(RESERVE // _PIECE + 1):
+            piece = self._libc.malloc(_PIECE)
+            if not piece:
+                return
+            self._pieces.append(piece)
+
+
+def _map(size: int) -> mmap.mmap:
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
