@@ -124,12 +124,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--arch", default="x86_64")
     parser.add_argument("--profile", default="linux-6.1")
     parser.add_argument("--parts", type=int, default=1, help="so many rounds, each with other places")
+    parser.add_argument(
+        "--begin", type=int, default=0, metavar="N", help="with round N, of those up to parts-1"
+    )
     options = parser.parse_args(argv)
     config = MachineConfig(arch=options.arch, profile=options.profile, run_budget=600)
-    for part in range(options.parts):
+    for part in range(options.begin, options.parts):
         with Kernel(config) as kernel:
             try:
-                print(probe(kernel, places(kernel)[part :: options.parts]), flush=True)
+                print(part, probe(kernel, places(kernel)[part :: options.parts]), flush=True)
             except AssertionError as error:
                 print(f"part {part}: {error}", file=sys.stderr)
                 return 1
