@@ -43,7 +43,7 @@ from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, Memory
 from emulated_kernel.parts import ProbedParts, ProbeRegistries, TraceParts
 from emulated_kernel.trace.array.system import TraceSystem
 from emulated_kernel.trace.compiled.guest_records import GuestRecords
-from emulated_kernel.trace.compiled.places import Asking
+from emulated_kernel.trace.compiled.places import Asking, GuestPlaces
 from emulated_kernel.trace.events.link_order import link_rank
 from emulated_kernel.trace.events.own_entries import own_events
 from emulated_kernel.trace.events.print_event import PrintEvent
@@ -230,8 +230,6 @@ class _TracingBuilder:
         )
         arrays = self._arrays(system, functions, points)
         GuestDirectories(self._guest, self._registry, machine)
-        graph = self._function_graph(arrays.top, points)
-        graph_tracer = self._graph_tracer(arrays.top, graph, functions)
         measure = StackMeasure(machine.memory, self._tasks, system.stack, arch, self._image.abi)
         places = self._records.places(
             self._image.abi,
@@ -240,6 +238,8 @@ class _TracingBuilder:
             partial(getattr, machine.clock, "step_ns"),
             Asking(),
         )
+        graph = self._function_graph(arrays.top, points, places)
+        graph_tracer = self._graph_tracer(arrays.top, graph, functions)
         commands = EventCommands(self._registry, arrays.top.errors, self._guest.log, machine.config.limits)
         engine = ProbeEngine(
             arch,
@@ -328,11 +328,11 @@ class _TracingBuilder:
         events.exited.append(arrays.exited)
         return arrays
 
-    def _function_graph(self, top: Tracing, points: Tracepoints) -> FunctionGraph:
+    def _function_graph(self, top: Tracing, points: Tracepoints, places: GuestPlaces) -> FunctionGraph:
         system = top.array.system
-        sleeps = build_sleep_times(points, self._registry, system.tracer_options, system.now_ns)
+        sleeps = build_sleep_times(points, self._registry, system.tracer_options, system.now_ns, system.tasks)
         hook_sets = self._engine.hook_sets
-        return FunctionGraph(self._kprobes, hook_sets.graph, system, top.functions, sleeps)
+        return FunctionGraph(self._kprobes, hook_sets.graph, system, top.functions, sleeps, places)
 
     def _graph_tracer(self, top: Tracing, graph: FunctionGraph, functions: KernelFunctions) -> GraphTracer:
         tracer = GraphTracer(graph, functions.functions, top.array, top.functions.pids, self._context)

@@ -26,8 +26,8 @@ class FtraceOps:
     """A user of fentry sites. Mirrors: include/linux/ftrace.h:struct ftrace_ops (v6.1)."""
 
     func: Called
-    code: int | None = None
-    """Guest code that does the same, which sites call where this is the only user."""
+    codes: Mapping[int, int] = field(default_factory=dict)
+    """Guest code that does the same, by site, which sites call where this is the only user."""
     sites: set[int] = field(default_factory=set, init=False)
     """What it is called from; FtraceSites keeps it."""
 
@@ -212,9 +212,9 @@ class FtraceSites:
             self._update(ops.sites)
             ops.sites.clear()
 
-    def set_code(self, ops: FtraceOps, entry: int | None) -> None:
-        """Sites call guest code that does what a user does; or no longer."""
-        ops.code = entry
+    def set_code(self, ops: FtraceOps, codes: Mapping[int, int]) -> None:
+        """These sites call guest code that does what a user does, and no others."""
+        ops.codes = codes
         self._update(ops.sites)
 
     def _join(self, ops: FtraceOps, sites: Iterable[int]) -> None:
@@ -234,7 +234,7 @@ class FtraceSites:
     def _target(self, site: int) -> int:
         """Target of a site's call, a probe's own code left aside."""
         users = self._users(site)
-        return self.trampoline if len(users) != 1 or users[0].code is None else users[0].code
+        return self.trampoline if len(users) != 1 else users[0].codes.get(site, self.trampoline)
 
     def _update(self, sites: Iterable[int]) -> None:
         """Users are known before the text calls them, and until it has stopped."""

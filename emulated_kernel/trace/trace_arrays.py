@@ -64,7 +64,7 @@ class TraceArrays:
         self.top = self._tracing(TraceArray(system), None)
 
     def _tracing(self, array: TraceArray, top: TraceArray | None) -> Tracing:
-        system, errors, pids = self._system, ErrorLog(self._clock), EventPids(_is_asked_at_each_call)
+        system, errors, pids = self._system, ErrorLog(self._clock), EventPids(array.rewire_tracer)
         registry = system.events
         probes = FunctionProbes(self._functions, array, registry)
         functions = FunctionTracer(self._functions, probes, pids, CallRecorder(array, pids).record)
@@ -177,7 +177,3 @@ class TraceArrays:
                 tracing.array.pids.forget(pid)
             if TraceOption.FUNC_FORK in tracing.array.options.flags:
                 tracing.functions.pids.forget(pid)
-
-
-def _is_asked_at_each_call() -> None:
-    """Whether the list of pids filters: nothing depends on the answer in between."""

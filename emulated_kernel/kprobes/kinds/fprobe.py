@@ -209,7 +209,7 @@ class Fprobes:
         registered.is_python = False
         if registered.code is not None:
             assert self._kprobes.sites is not None
-            self._kprobes.sites.set_code(registered.ops, None)
+            self._kprobes.sites.set_code(registered.ops, {})
             self._kprobes.compiler.retire(registered.code)
             registered.code = None
 
@@ -267,7 +267,7 @@ class Fprobes:
             registered.code = self._kprobes.compiler.entries(builder, sites.return_at)
         registered.is_python = registered.code is None
         if registered.code is not None:
-            sites.set_code(registered.ops, registered.code.entry)
+            sites.set_code(registered.ops, dict.fromkeys(fp.functions, registered.code.entry))
 
     def _emit_entry(self, fp: Fprobe, builder: ProgramBuilder) -> bool:
         """What `_entered` does as guest code, where Python has no say in it."""

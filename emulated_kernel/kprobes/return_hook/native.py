@@ -7,6 +7,7 @@ that one takes both.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from emulated_kernel.arch.base import Arch
@@ -20,6 +21,7 @@ from emulated_kernel.arch.program.ops import (
     GetRegister,
     Jump,
     JumpTo,
+    Label,
     Load,
     SetImmediate,
     SetRegister,
@@ -29,6 +31,7 @@ from emulated_kernel.kprobes.handlers.compiler import Compiler
 from emulated_kernel.kprobes.kprobe import CompiledCode
 from emulated_kernel.kprobes.return_hook.base import HANDLER, MISSED, RETURNED, ShadowStack, counter_at
 from emulated_kernel.kprobes.return_hook.hook import ReturnHook
+from emulated_kernel.kprobes.return_hook.ret_stack import RetStackCode
 from emulated_kernel.kprobes.return_hook.stack_code import (
     FIRST,
     NODE,
@@ -41,6 +44,9 @@ from emulated_kernel.kprobes.return_hook.stack_code import (
     unless,
 )
 from emulated_kernel.kprobes.return_hook.trampoline import Trampoline
+
+Keep = Callable[[Label], object]
+"""Emits the filling of NODE's data; goes to the label where the call isn't to be awaited."""
 
 
 class NativeReturns:
@@ -72,19 +78,7 @@ class NativeReturns:
         """
         if not self._trampoline.address:
             return False
-        self._prepare_handler(hook)
-        done = builder.label()
-        with builder.out_of_line() as missed:
-            builder.emit(AddToCell(counter_at(hook.address, MISSED, self._word), 1), Jump(done))
-        builder.emit(GetRegister(SLOT, self._sp))
-        if self._link is not None:
-            builder.emit(GetRegister(RET, self._link))
-        else:
-            if way is HitWay.CALL:
-                builder.emit(compute(Arithmetic.ADD, SLOT, self._word))
-            # The call has just put it there: it can't fault.
-            builder.emit(Load(RET, SLOT, 0, self._word))
-        self._code.enter(builder, hook.address, missed, self._data_words(hook))
+        done = self._enter(builder, way, hook)
         self._replace(builder, hook)
         if keeps_called:
             self.get_called(builder, FIRST)
@@ -94,6 +88,45 @@ class NativeReturns:
             builder.emit(SetImmediate(FIRST, 0), *(self._code.store_data(FIRST, word) for word in words))
         builder.place(done)
         return True
+
+    def emit_graph_entry(self, builder: ProgramBuilder, hook: ReturnHook, keep: Keep) -> None:
+        """The same at the fentry sites of the function graph, whose calls aren't all awaited."""
+        code, words = self.graph_code, self._data_words(hook)
+        done = self._enter(builder, HitWay.CALL, hook)
+        with builder.out_of_line() as unwanted:
+            code.put_back(builder, hook.address, words)
+            builder.emit(Jump(done))
+        keep(unwanted)
+        self._find_return(builder, HitWay.CALL)
+        self._replace(builder, hook)
+        builder.place(done)
+
+    @property
+    def graph_code(self) -> RetStackCode:
+        """That of the tasks' arrays."""
+        assert isinstance(self._code, RetStackCode), "the function graph has its own shadow stack"
+        return self._code
+
+    def _enter(self, builder: ProgramBuilder, way: HitWay, hook: ReturnHook) -> Label:
+        """NODE is the call; what it returns is where calls go that are missed."""
+        self._prepare_handler(hook)
+        done = builder.label()
+        with builder.out_of_line() as missed:
+            builder.emit(AddToCell(counter_at(hook.address, MISSED, self._word), 1), Jump(done))
+        self._find_return(builder, way)
+        self._code.enter(builder, hook.address, missed, self._data_words(hook))
+        return done
+
+    def _find_return(self, builder: ProgramBuilder, way: HitWay) -> None:
+        """SLOT and RET of the function that begins."""
+        builder.emit(GetRegister(SLOT, self._sp))
+        if self._link is not None:
+            builder.emit(GetRegister(RET, self._link))
+            return
+        if way is HitWay.CALL:
+            builder.emit(compute(Arithmetic.ADD, SLOT, self._word))
+        # The call has just put it there: it can't fault.
+        builder.emit(Load(RET, SLOT, 0, self._word))
 
     def _data_words(self, hook: ReturnHook) -> int:
         return -(-hook.data_size // self._word)

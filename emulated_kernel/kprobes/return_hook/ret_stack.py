@@ -9,12 +9,14 @@ from emulated_kernel.abi import PAGE_SIZE
 from emulated_kernel.arch.program.builder import ProgramBuilder
 from emulated_kernel.arch.program.ops import (
     Arithmetic,
+    Branch,
     BranchImmediate,
     Compute,
     Condition,
     Jump,
     Label,
     Move,
+    Op,
     StoreImmediate,
 )
 from emulated_kernel.errors import KernelError
@@ -41,6 +43,8 @@ HOOK, RET_ADDR, FRAME, SIZE = range(4)
 """Words at the end of an entry, behind its data; SIZE is that of the whole entry in words."""
 TRAILER = 4
 """All of them."""
+_OVERRUNS = SHADOW_STACK_SIZE
+"""Where in a task's array its calls are counted for which there was no room. Linux: in its task_struct."""
 
 
 class RetStack(ShadowStack):
@@ -94,7 +98,7 @@ class RetStack(ShadowStack):
                 self._allocate(task)
 
     def _allocate(self, task: int) -> None:
-        stack = self._stacks[task] = self.words.alloc(SHADOW_STACK_SIZE)
+        stack = self._stacks[task] = self.words.alloc(SHADOW_STACK_SIZE + self.words.word_size)
         fields = self.tasks.of(task)
         fields[RET_STACK], fields[CURR_RET_STACK] = stack, 0
 
@@ -115,6 +119,7 @@ class RetStack(ShadowStack):
         size = self._entry_words[hook]
         word = self.words.word_size
         if (used + size) * word > SHADOW_STACK_SIZE:
+            self.words[int(fields[RET_STACK]) + _OVERRUNS] += 1
             return 0
         note_taken(self.counters[hook])
         node = int(fields[RET_STACK]) + used * word
@@ -167,6 +172,19 @@ class RetStack(ShadowStack):
             self._free_stack(task)
         return hooks
 
+    def is_given(self, task: int) -> bool:
+        """Whether it has its array; only tasks have one."""
+        return task in self._stacks
+
+    def overruns(self, task: int) -> int:
+        """Its calls that its array had no room for. Mirrors: struct task_struct, trace_overrun (v6.1)."""
+        return self.words[self._stacks[task] + _OVERRUNS] if task in self._stacks else 0
+
+    def clear_overruns(self) -> None:
+        """Count every task's from 0 again."""
+        for stack in self._stacks.values():
+            self.words[stack + _OVERRUNS] = 0
+
     def memory_of(self, hook: int) -> int:  # noqa: ARG002 - every hook is a guest of the tasks' arrays
         return 0
 
@@ -208,15 +226,20 @@ class RetStackCode(StackCode[RetStack]):
         with builder.out_of_line() as young:
             builder.call_host(self.stack.give_current, missed)
             builder.emit(Jump(again))
+        with builder.out_of_line() as full:
+            builder.emit(
+                self.load(FIRST, NODE, _OVERRUNS),
+                compute(Arithmetic.ADD, FIRST, 1),
+                self.store(NODE, _OVERRUNS, FIRST),
+                Jump(missed),
+            )
         builder.place(again)
         builder.emit(
             self.current_task(TASK),
             self.load(NODE, TASK, offsets.ret_stack),
             unless(NODE, young),
             self.load(FIRST, TASK, offsets.curr_ret_stack),
-            BranchImmediate(
-                Condition.ABOVE, FIRST, SHADOW_STACK_SIZE // word - size, missed, is_unlikely=True
-            ),
+            BranchImmediate(Condition.ABOVE, FIRST, SHADOW_STACK_SIZE // word - size, full, is_unlikely=True),
             # First the room is taken: an interrupt hooks calls behind it.
             Move(SECOND, FIRST),
             compute(Arithmetic.ADD, SECOND, size),
@@ -246,3 +269,42 @@ class RetStackCode(StackCode[RetStack]):
         self._give_back(builder, data)
         builder.emit(self.store(TASK, offsets.curr_ret_stack, FIRST))
         count_one_less(builder, hook, word)
+
+    def put_back(self, builder: ProgramBuilder, hook: int, data: int) -> None:
+        """The newest call, which is the hook's, isn't awaited after all."""
+        curr = self.offsets.curr_ret_stack
+        builder.emit(
+            self.current_task(TASK),
+            self.load(FIRST, TASK, curr),
+            compute(Arithmetic.ADD, FIRST, -TRAILER - data),
+            self.store(TASK, curr, FIRST),
+        )
+        count_one_less(builder, hook, self.word)
+
+    def older(
+        self, builder: ProgramBuilder, hook: int, call: int, spare: tuple[int, int, int], none: Label
+    ) -> None:
+        """`call`, a node of the running task, becomes the hook's next older one; `none` if there is none.
+
+        `spare` are registers to overwrite.
+        """
+        word, again, (bottom, first, second) = self.word, builder.label(), spare
+        builder.emit(self.current_task(bottom), self.load(bottom, bottom, self.offsets.ret_stack))
+        builder.place(again)
+        builder.emit(
+            Branch(Condition.EQ, call, bottom, none),
+            self.load(first, call, (SIZE - TRAILER) * word),
+            self.load(second, call, (HOOK - TRAILER) * word),
+            compute(Arithmetic.SHL, first, self.shift),
+            Compute(Arithmetic.SUB, call, first),
+            set_to(first, hook),
+            Branch(Condition.NE, second, first, again),
+        )
+
+    def load_overruns(self, dst: int) -> tuple[Op, ...]:
+        """dst = the running task's RetStack.overruns()."""
+        return (
+            self.current_task(dst),
+            self.load(dst, dst, self.offsets.ret_stack),
+            self.load(dst, dst, _OVERRUNS),
+        )

@@ -72,3 +72,6 @@ class Tracer(ABC):
     def option_changed(self, name: str) -> None:
         """An option was switched while it is the current tracer. Mirrors: trace.h:tracer.set_flag (v6.1)."""
         del name
+
+    def rewired(self) -> None:  # noqa: B027 - most ask at each record
+        """Its array's ring_target() differs from now on, or whom its lists of pids name."""

@@ -41,9 +41,6 @@ from emulated_kernel.trace.ring.trace_entry import (
 MARKER_LIMIT = 1024
 RAW_MARKER_LIMIT = 3072
 _STACKS = TraceOption.STACKTRACE | TraceOption.USERSTACKTRACE
-_HOST_OPTIONS = _STACKS | TraceOption.RECORD_TGID
-"""With these there is more to do for a record than writing it."""
-
 
 REBOOT_MARK = b"kprobefs: the kernel was booted anew\n"
 """What stands behind the records of a kernel whose place another one took."""
@@ -78,7 +75,8 @@ class TraceArray(ArrayRings, Recorder):
         self.pipe_users = PipeUsers()
         self._recorded: dict[TraceEvent, None] = {}
         """The events that are enabled here."""
-        self.pids = EventPids(self.notify_rewired)
+        self.pids = EventPids(self._pids_changed)
+        self._has_pids = False
         self.max_latency_ns = 0
         """The longest latency so far, or what was written to tracing_max_latency."""
         self._stamp = system.clocks.converter(LOCAL)
@@ -173,6 +171,18 @@ class TraceArray(ArrayRings, Recorder):
         """
         for event in self._recorded:
             event.changed()
+        self.rewire_tracer()
+
+    def _pids_changed(self) -> None:
+        """Guest code doesn't know who is on the lists, but whether there is anybody."""
+        if self.pids.is_active is not self._has_pids:
+            self._has_pids = self.pids.is_active
+            self.notify_rewired()
+
+    def rewire_tracer(self) -> None:
+        """The same for the tracer alone."""
+        if self.current_tracer in self._tracers:
+            self._tracers[self.current_tracer].rewired()
 
     def entry(self, event: TraceEvent, payload: bytes, hit: ProbeHit, /) -> RawEntry:
         """See Recorder."""
@@ -194,13 +204,18 @@ class TraceArray(ArrayRings, Recorder):
     def target(self) -> RecordTarget | None:
         """Where guest code records to; None where that takes more than writing to the buffer.
 
-        That is so with clocks that don't count the guest's nanoseconds, or that the host sets, with options
-        that add to a record, and lists of pids.
+        That is so as for ring_target(), with options that add call chains to a record, and lists of pids.
+        """
+        return None if self.options.flags & _STACKS or self.pids.is_active else self.ring_target()
+
+    def ring_target(self) -> RecordTarget | None:
+        """The buffers, for what append() writes; None where that takes more than writing to them.
+
+        That is so with clocks that don't count the guest's nanoseconds, or that the host sets, and with the
+        option that has thread groups saved.
         """
         memory = self.system.memory
-        if not self.clock.in_ns or self.options.flags & _HOST_OPTIONS:
-            return None
-        if not memory.can_tell_time or self.pids.is_active:
+        if not self.clock.in_ns or self._records_tgid or not memory.can_tell_time:
             return None
         buffers = self.buffers
         return RecordTarget(buffers[0].place.control_at, self._records_comm, memory.room_maker(buffers))

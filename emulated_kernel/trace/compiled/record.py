@@ -9,6 +9,7 @@ from emulated_kernel.arch.program.ops import (
     Arithmetic,
     Branch,
     BranchImmediate,
+    BranchPerCpu,
     Compute,
     ComputeImmediate,
     ComputePerCpu,
@@ -28,7 +29,14 @@ from emulated_kernel.arch.program.ops import (
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.trace.compiled.fetch import BASE, HIGH, LIMIT, OTHER, POSITION, TEMP, VALUE
 from emulated_kernel.trace.compiled.places import GuestPlaces
-from emulated_kernel.trace.ring.layout import TAIL_ENTRIES, WRITE_PTR, WRITE_STAMP, RecordTarget
+from emulated_kernel.trace.ring.layout import (
+    FLAGS,
+    TAIL_ENTRIES,
+    WRITE_PTR,
+    WRITE_STAMP,
+    RecordTarget,
+    RingFlag,
+)
 from emulated_kernel.trace.ring.page import DELTA_BITS, MAX_SMALL_DATA, event_size
 from emulated_kernel.trace.ring.trace_entry import EntryFlag
 
@@ -188,7 +196,17 @@ class RecordEmitter:
 
         Without `length` it is in _LENGTH. Overwrites TEMP.
         """
-        builder, emit, places = self._builder, self._emit, self._places
+        self.read_clock()
+        self.reserve_then(pointer, length, target, dropped)
+
+    def read_clock(self) -> None:
+        """VALUE = the time, its upper half in HIGH where a word has 4 bytes."""
+        places = self._places
+        self._emit(AddAndFetch(VALUE, places.clock, places.clock_step(), self._high))
+
+    def reserve_then(self, pointer: int, length: int | None, target: RecordTarget, dropped: Label) -> None:
+        """As reserve(), for an event of the time that was read."""
+        builder, emit = self._builder, self._emit
         stamp = target.control_at + WRITE_STAMP * _CELL
         again = builder.label()
         with builder.out_of_line() as long_delta:
@@ -197,7 +215,6 @@ class RecordEmitter:
             builder.place(no_room)
             self._ask_for_room(length, target, dropped)
             emit(Jump(again))
-        emit(AddAndFetch(VALUE, places.clock, places.clock_step(), self._high))
         builder.place(again)
         emit(
             LoadPerCpu(pointer, target.control_at + WRITE_PTR * _CELL, self._word),
@@ -224,7 +241,10 @@ class RecordEmitter:
 
     def _ask_for_room(self, length: int | None, target: RecordTarget, dropped: Label) -> None:
         emit, request = self._emit, self._places.event_time
-        emit(StorePerCpu(request, VALUE, self._word))
+        emit(
+            BranchPerCpu(Condition.ANY_BIT, target.control_at + FLAGS * _CELL, 4, RingFlag.DISABLED, dropped),
+            StorePerCpu(request, VALUE, self._word),
+        )
         if self._high is not None:
             emit(StorePerCpu(request + self._word, self._high, self._word))
         length_at = request + _CELL

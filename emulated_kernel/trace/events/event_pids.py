@@ -20,13 +20,13 @@ class PidList:
     """A list of pids as files show and take it; an empty one filters nothing."""
 
     def __init__(self, changed: Callable[[], None]) -> None:
-        """`changed` is called when it becomes empty, or is no longer."""
+        """`changed` is called when it has others."""
         self.pids: frozenset[int] = frozenset()
         self._changed = changed
 
     def _set(self, pids: frozenset[int]) -> None:
-        was_empty, self.pids = not self.pids, pids
-        if was_empty is bool(pids):
+        if pids != self.pids:
+            self.pids = pids
             self._changed()
 
     def write(self, data: bytes) -> int:
@@ -55,7 +55,7 @@ class PidList:
     def follow(self, parent: int, child: int) -> None:
         """The child of a task on the list is on it too."""
         if parent in self.pids:
-            self.pids |= {child}
+            self._set(self.pids | {child})
 
     def forget(self, pid: int) -> None:
         """A task that ended leaves the list."""
@@ -67,7 +67,7 @@ class EventPids:
     """The two lists of a trace array. Mirrors: kernel/trace/trace_events.c:ignore_task_cpu (v6.1)."""
 
     def __init__(self, changed: Callable[[], None]) -> None:
-        """`changed` is called when `is_active` may have changed."""
+        """`changed` is called when what `ignores` says may have changed."""
         self.traced = PidList(changed)
         """Only these tasks' events are recorded, if there are any."""
         self.untraced = PidList(changed)

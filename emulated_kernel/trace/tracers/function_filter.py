@@ -110,9 +110,10 @@ class GraphSet:
     Mirrors: kernel/trace/ftrace.c:ftrace_graph_write, ftrace_graph_set_hash, g_show (v6.1).
     """
 
-    def __init__(self, functions: Functions, note: str) -> None:
+    def __init__(self, functions: Functions, note: str, changed: Callable[[], None]) -> None:
         self._functions = functions
         self._note = note
+        self._changed = changed
         self.addresses: frozenset[int] = frozenset()
 
     def records(self) -> Iterable[str]:
@@ -135,11 +136,16 @@ class GraphSet:
             found &= self.addresses
         if not found:
             raise KernelError(errno.EINVAL, f"no function is meant by {bytes_to_text(word)}")
-        self.addresses = self.addresses | found if pattern == word else self.addresses - found
+        self._set(self.addresses | found if pattern == word else self.addresses - found)
+
+    def _set(self, addresses: frozenset[int]) -> None:
+        if addresses != self.addresses:
+            self.addresses = addresses
+            self._changed()
 
     def clear(self) -> None:
-        self.addresses = frozenset()
+        self._set(frozenset())
 
     def forget(self, sites: frozenset[int]) -> None:
         """Functions of a module that goes."""
-        self.addresses -= sites
+        self._set(self.addresses - sites)

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import errno
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable
+from dataclasses import field
 from typing import Any
 
 from emulated_kernel.arch.analysis.tables import ProbedTables
+from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
-from emulated_kernel.kprobes.ftrace import Called, FtraceOps
+from emulated_kernel.kprobes.ftrace import FtraceOps
+from emulated_kernel.kprobes.kprobe import CompiledCode
 from emulated_kernel.kprobes.kprobes import Kprobes
 from emulated_kernel.kprobes.return_hook.hook import Instance, ReturnHook
 from emulated_kernel.kprobes.return_hook.hooks import ReturnHooks
+from emulated_kernel.kprobes.return_hook.ret_stack import RetStack
 from emulated_kernel.trace.array.system import TraceSystem
+from emulated_kernel.trace.compiled.graph import CALLED, CompiledGraph, GraphEmitter
+from emulated_kernel.trace.compiled.places import GuestPlaces
 from emulated_kernel.trace.tracers.function_tracer import FilterWatcher, FunctionTracer
 from emulated_kernel.trace.tracers.sleep_times import SleepTimes
 
@@ -23,7 +29,7 @@ class GraphUser(ABC):
     """Who wants to know of calls and their ends. Mirrors: struct fgraph_ops (v6.1)."""
 
     data_size: int
-    """Bytes that it keeps of each call."""
+    """Bytes that it keeps of each call; at CALLED stands when that was, a u64 in ns."""
 
     @abstractmethod
     def entered(self, func: int, caller: Instance | None, regs: Any, /) -> bytes | None:
@@ -32,6 +38,29 @@ class GraphUser(ABC):
     @abstractmethod
     def returned(self, instance: Instance, regs: Any, /) -> None:
         """A call that was awaited ends."""
+
+    def compiled(self) -> CompiledGraph | None:
+        """What guest code does instead of both; None where they have to be called."""
+        return None
+
+
+@dataclass(eq=False)
+class _Running:
+    """What hooks the calls for a user."""
+
+    user: GraphUser
+    hooks: ReturnHooks
+    hook: ReturnHook
+    ops: FtraceOps
+    compiled: CompiledGraph | None = None
+    codes: list[CompiledCode] = field(default_factory=list)
+    is_settled: bool = False
+    """Whether calls are handled as they will be, in the guest or by Python, until something changes."""
+
+    @property
+    def stack(self) -> RetStack:
+        assert isinstance(self.hooks.stack, RetStack)
+        return self.hooks.stack
 
 
 class FunctionGraph(FilterWatcher):
@@ -47,18 +76,19 @@ class FunctionGraph(FilterWatcher):
         system: TraceSystem,
         filters: FunctionTracer,
         sleeps: SleepTimes,
+        places: GuestPlaces,
     ) -> None:
         """`choose_hooks` is called at each start for the hooks to use."""
         filters.watch(self)
-        self.overruns: Counter[int] = Counter()
-        """Of each task, the calls too deep to be followed."""
-        self.sleeps = sleeps
+        self._sleeps = sleeps
+        self._kprobes = kprobes
         self._sites = kprobes.sites
-        self._ctlblk = kprobes.hits.ctlblk
         self._choose_hooks = choose_hooks
         self._tasks = system.tasks
         self._filters = filters
-        self._running: tuple[ReturnHooks, ReturnHook, FtraceOps] | None = None
+        self._places = places
+        self._word = system.arch.word_size
+        self._running: _Running | None = None
 
     def register(self, user: GraphUser) -> None:
         """Raises: KernelError EOPNOTSUPP (no fentry sites), EBUSY (another user), ENOMEM."""
@@ -66,53 +96,125 @@ class FunctionGraph(FilterWatcher):
             raise KernelError(errno.EOPNOTSUPP, "this kernel has no fentry sites")
         if self._running is not None:
             raise KernelError(errno.EBUSY, "function_graph and the function profiler exclude each other")
-        hooks = self._choose_hooks()
+        hooks, ctlblk = self._choose_hooks(), self._kprobes.hits.ctlblk
 
         def returned(instance: Instance, regs: Any) -> None:
-            self._ctlblk.by_breakpoint = False
+            ctlblk.by_breakpoint = False
             user.returned(instance, regs)
 
-        hook = hooks.add(returned, nodes=0, data_size=user.data_size)
-        self._running = hooks, hook, FtraceOps(self._entry_handler(hooks, hook, user))
-        self.overruns.clear()
-        self.sleeps.start()
+        hook = hooks.add(returned, nodes=0, data_size=user.data_size, program=self._emit_return)
+        hook.follows_convention = True
+        self._running = running = _Running(user, hooks, hook, FtraceOps(self._entered))
+        running.stack.clear_overruns()
+        self._sleeps.start(self._slept)
         self.filters_changed()
 
     def unregister(self) -> None:
         """Calls that are pending are awaited no more."""
         assert self._sites is not None
         assert self._running is not None
-        hooks, hook, ops = self._running
-        self._sites.detach(ops)
-        hooks.remove(hook)
-        self.sleeps.stop()
+        running = self._running
+        self._sites.detach(running.ops)
+        self._drop_code(running)
+        running.hooks.remove(running.hook)
+        self._sleeps.stop()
         self._running = None
 
     def caller_of(self, instance: Instance) -> Instance | None:
         """The awaited call that made this one, be it by way of others."""
         assert self._running is not None
-        return self._running[0].newest(instance.hook, before=instance.node)
+        return self._running.hooks.newest(instance.hook, before=instance.node)
+
+    def overruns(self) -> int:
+        """The current task's calls that were too deep to be followed."""
+        assert self._running is not None
+        return self._running.stack.overruns(self._tasks.current())
 
     def filters_changed(self) -> None:
         """Hook what the filters leave, no more."""
         if self._running is not None:
             assert self._sites is not None
-            self._sites.attach(self._running[2], self._filters.selected())
+            self.user_changed()
+            self._sites.attach(self._running.ops, self._filters.selected())
 
-    def _entry_handler(self, hooks: ReturnHooks, hook: ReturnHook, user: GraphUser) -> Called:
+    # Calls
+
+    def _entered(self, site: int, regs: Any) -> None:
         """Mirrors: kernel/trace/fgraph.c:function_graph_enter (v6.1)."""
+        running = self._running
+        if running is None:
+            return
+        hooks, hook, user = running.hooks, running.hook, running.user
 
-        def entered(site: int, regs: Any) -> None:
-            def wants(instance: Instance, regs: Any) -> bool:
-                kept = user.entered(site, hooks.newest(hook), regs)
-                if kept is not None:
-                    instance.data[:] = kept
-                return kept is not None
+        def wants(instance: Instance, regs: Any) -> bool:
+            kept = user.entered(site, hooks.newest(hook), regs)
+            if kept is not None:
+                instance.data[:] = kept
+            return kept is not None
 
-            if not hooks.hook_call(hook, regs, wants):
-                self.overruns[self._tasks.pid()] += 1
+        hooks.hook_call(hook, regs, wants)
+        if not running.is_settled and self._kprobes.split_jumps.may_patch():
+            self._compile(running)
 
-        return entered
+    def _slept(self, task: int, nanoseconds: int) -> None:
+        """A task was off the CPU: that isn't time of its calls."""
+        assert self._running is not None
+        hook, stack = self._running.hook, self._running.stack
+        # What had been the task_struct of one that ended may be anything by now.
+        for call in stack.pending(task) if stack.is_given(task) else ():
+            if call.hook == hook.address:
+                called = hook.data_of(call.node)[CALLED : CALLED + 8].cast("Q")
+                called[0] += nanoseconds
+
+    # In guest code
+
+    def user_changed(self) -> None:
+        """What its user's compiled() gives differs from now on."""
+        if self._running is not None:
+            self._drop_code(self._running)
+
+    def _drop_code(self, running: _Running) -> None:
+        running.is_settled = False
+        if running.compiled is None:
+            return
+        running.compiled = None
+        assert self._sites is not None
+        self._sites.set_code(running.ops, {})
+        running.hooks.handler_changed(running.hook)
+        codes, running.codes = running.codes, []
+        for code in codes:
+            self._kprobes.compiler.retire(code)
+
+    def _compile(self, running: _Running) -> None:
+        """What calls are to be from now on: code for each kind of function, where there is room for it."""
+        running.is_settled = True
+        sites, compiler, native = self._sites, self._kprobes.compiler, running.hooks.native
+        compiled = running.user.compiled() if compiler.enabled and native is not None else None
+        running.compiled = compiled
+        if compiled is None:
+            return
+        assert sites is not None
+        entries: dict[int, int] = {}
+        for kind, members in compiled.by_kind(running.ops.sites).items():
+            builder = ProgramBuilder()
+            self._emitter(running, compiled, builder).entry(kind)
+            code = compiler.entries(builder, sites.return_at)
+            if code is not None:
+                running.codes.append(code)
+                entries |= dict.fromkeys(members, code.entry)
+        sites.set_code(running.ops, entries)
+
+    def _emit_return(self, builder: ProgramBuilder, _way: HitWay) -> bool:
+        running = self._running
+        if running is None or running.compiled is None:
+            return False
+        self._emitter(running, running.compiled, builder).ends()
+        return True
+
+    def _emitter(self, running: _Running, compiled: CompiledGraph, builder: ProgramBuilder) -> GraphEmitter:
+        native = running.hooks.native
+        assert native is not None
+        return GraphEmitter(builder, compiled, native, running.hook, self._places, self._word)
 
 
 def traceable_functions(image: ProbedTables) -> dict[str, int]:

@@ -14,8 +14,8 @@ from emulated_kernel.trace.output.tracer_options import GraphOption
 from emulated_kernel.trace.tracers.function_graph import FunctionGraph, GraphUser
 
 _U64 = (1 << 64) - 1
-_CALL = Struct("<QQQQ")
-"""func, calltime, what the task had slept by then, subtime; nanoseconds."""
+_CALL = Struct("<QQQ")
+"""func, calltime at CALLED, subtime; nanoseconds."""
 _HEADER = """\
   Function                               Hit    Time            Avg             s^2
   --------                               ---    ----            ---             ---
@@ -72,15 +72,14 @@ class FunctionProfiler(GraphUser):
         del caller, regs
         profiles = self._by_cpu[self._system.tasks.cpu()]
         profiles.setdefault(func, _Profile(func)).counter += 1
-        slept = self._graph.sleeps.slept_ns(self._system.tasks.pid())
-        return _CALL.pack(func, self._system.now_ns(), slept, 0)
+        return _CALL.pack(func, self._system.now_ns(), 0)
 
     def returned(self, instance: Instance, regs: Any) -> None:
         """See GraphUser. Mirrors: profile_graph_return (v6.1)."""
         del regs
         tasks = self._system.tasks
-        func, called, slept, below = _CALL.unpack(instance.data)
-        took = self._system.now_ns() - called - (self._graph.sleeps.slept_ns(tasks.pid()) - slept)
+        func, called, below = _CALL.unpack(instance.data)
+        took = self._system.now_ns() - called
         if not self._system.tracer_options.is_on(GraphOption.GRAPH_TIME):
             caller = self._graph.caller_of(instance)
             if caller is not None:

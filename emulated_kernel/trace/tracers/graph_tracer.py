@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from struct import Struct
-from typing import Any
+from typing import Any, NamedTuple
 
-from emulated_kernel.dataclass import dataclass
 from emulated_kernel.kprobes.return_hook.hook import Instance
 from emulated_kernel.trace.array.system import Tracer
 from emulated_kernel.trace.array.trace_array import TraceArray
+from emulated_kernel.trace.compiled.graph import FRAME, CallFlag, CompiledGraph
 from emulated_kernel.trace.events.event_pids import EventPids
 from emulated_kernel.trace.hits.hit_context import HitContext
 from emulated_kernel.trace.output.function_graph import GraphRecords
@@ -18,29 +17,24 @@ from emulated_kernel.trace.tracers.function_filter import GraphSet
 from emulated_kernel.trace.tracers.function_graph import FunctionGraph, GraphUser
 from emulated_kernel.trace.tracers.functions import Functions, FunctionWatcher
 
-_FRAME = Struct("<Qi??QQ")
-"""The fields of a PendingCall."""
 
-
-@dataclass(frozen=True, slots=True)
-class PendingCall:
-    """A call that hasn't returned; what its task's shadow stack keeps of it."""
+class PendingCall(NamedTuple):
+    """A call that hasn't returned; what its task's shadow stack keeps of it, as FRAME says."""
 
     func: int
+    called_ns: int
+    """Later by what its task has slept since, where option sleep-time is off."""
     depth: int
-    is_hidden: bool = False
-    """In set_graph_notrace: neither it nor what it calls is recorded."""
-    in_irq: bool = False
-    """Called in a hard interrupt."""
-    called_ns: int = 0
-    slept_ns: int = 0
-    """What its task had slept by then; see SleepTimes.slept_ns."""
+    flags: int
 
 
 class GraphTracer(Tracer, FunctionWatcher, GraphUser):
-    """That of the top trace array. Mirrors: kernel/trace/trace_functions_graph.c (v6.1)."""
+    """That of the top trace array. Mirrors: kernel/trace/trace_functions_graph.c (v6.1).
 
-    data_size = _FRAME.size
+    From the second call on guest code does the same, where compiled() says so (trace/compiled/graph.py).
+    """
+
+    data_size = FRAME.size
 
     def __init__(
         self,
@@ -51,13 +45,12 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
         context: HitContext,
     ) -> None:
         """`pids`: set_ftrace_pid of the function tracer."""
-        self.functions = GraphSet(functions, "all functions enabled")
-        self.notrace = GraphSet(functions, "no functions disabled")
+        self.functions = GraphSet(functions, "all functions enabled", graph.user_changed)
+        self.notrace = GraphSet(functions, "no functions disabled", graph.user_changed)
         functions.watch(self)
         self.max_depth = 0
         """Calls nested deeper aren't recorded; 0: all are."""
-        self.threshold_ns = 0
-        """tracing_thresh: only calls that took at least so long are recorded, by their returns alone."""
+        self._threshold_ns = 0
         self._graph = graph
         self._pids = pids
         self._context = context
@@ -70,6 +63,17 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
     def set_max_depth(self, depth: int) -> None:
         """max_graph_depth, an unsigned int."""
         self.max_depth = depth & 0xFFFFFFFF
+        self._graph.user_changed()
+
+    @property
+    def threshold_ns(self) -> int:
+        """tracing_thresh: only calls that took at least so long are recorded, by their returns alone."""
+        return self._threshold_ns
+
+    @threshold_ns.setter
+    def threshold_ns(self, nanoseconds: int) -> None:
+        self._threshold_ns = nanoseconds
+        self._graph.user_changed()
 
     def start(self) -> None:
         """Raises: KernelError as FunctionGraph.register()."""
@@ -77,6 +81,36 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
 
     def stop(self) -> None:
         self._graph.unregister()
+
+    def option_changed(self, name: str) -> None:
+        if name == GraphOption.IRQS:
+            self._graph.user_changed()
+
+    def rewired(self) -> None:
+        """See Tracer."""
+        self._graph.user_changed()
+
+    def compiled(self) -> CompiledGraph | None:
+        """See GraphUser: this is the one place that decides.
+
+        Python handles the calls while the array's buffers can't be written to by guest code, for their
+        clock or an option, and under lists of very many tasks; those of functions that others want calls
+        from, too, come to it (FtraceSites). Whatever else there is to choose becomes code.
+        """
+        target, pids = self._array.ring_target(), self._pids
+        if target is None:
+            return None
+        compiled = CompiledGraph(
+            target=target,
+            chosen=self.functions.addresses,
+            hidden=self.notrace.addresses,
+            max_depth=self.max_depth,
+            threshold_ns=self._threshold_ns,
+            takes_irqs=self._options.is_on(GraphOption.IRQS),
+            traced=pids.traced.pids,
+            untraced=pids.untraced.pids,
+        )
+        return compiled if compiled.fits else None
 
     def module_came(self, module: str) -> None:
         """The filters, which hold here too, see to it."""
@@ -91,25 +125,23 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
     def entered(self, func: int, caller: Instance | None, regs: Any) -> bytes | None:
         """See GraphUser. Mirrors: trace_graph_entry (v6.1)."""
         frame = self._frame(func, None if caller is None else _read(caller), regs)
-        return None if frame is None else _pack(frame)
+        return None if frame is None else FRAME.pack(*frame)
 
     def _frame(self, func: int, parent: PendingCall | None, regs: Any) -> PendingCall | None:
         """What is kept of a call by the function in `parent`; None where its return doesn't matter."""
         depth = 0 if parent is None else parent.depth + 1
-        if parent is not None and parent.is_hidden:
+        if parent is not None and parent.flags & CallFlag.HIDDEN:
             return None
         if func in self.notrace.addresses:
-            return PendingCall(func, depth, is_hidden=True)
+            return PendingCall(func, 0, depth, CallFlag.HIDDEN)
         in_irq = bool(self._context.hit_trace_ctx(regs)[0] & EntryFlag.HARDIRQ)
         pids, pid = self._pids, self._tasks.pid()
         if (pids.is_active and pids.ignores(pid)) or self._ignores(func, parent, depth, in_irq=in_irq):
             return None
         now = self._now_ns()
-        if not self.threshold_ns:
+        if not self._threshold_ns:
             self._record(EntryType.GRAPH_ENT, self._records.entered.pack(func, depth), regs, now)
-        return PendingCall(
-            func, depth, in_irq=in_irq, called_ns=now, slept_ns=self._graph.sleeps.slept_ns(pid)
-        )
+        return PendingCall(func, now, depth, CallFlag.IN_IRQ if in_irq else 0)
 
     def _ignores(self, func: int, parent: PendingCall | None, depth: int, *, in_irq: bool) -> bool:
         """Mirrors: ftrace_graph_ignore_func, ftrace_graph_ignore_irqs (v6.1)."""
@@ -119,18 +151,18 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
         if not in_irq or self._options.is_on(GraphOption.IRQS):
             return False
         # What was asked for by name is recorded in interrupts too, with all that it calls.
-        return func not in chosen and not (parent is not None and parent.in_irq)
+        return func not in chosen and not (parent is not None and parent.flags & CallFlag.IN_IRQ)
 
     def returned(self, instance: Instance, regs: Any) -> None:
         """See GraphUser. Mirrors: trace_graph_return, trace_graph_thresh_return (v6.1)."""
         frame = _read(instance)
-        if frame.is_hidden:
+        if frame.flags & CallFlag.HIDDEN:
             return
-        now, pid = self._now_ns(), self._tasks.pid()
-        called = frame.called_ns + self._graph.sleeps.slept_ns(pid) - frame.slept_ns
-        if now - called < self.threshold_ns:
+        now = self._now_ns()
+        if now - frame.called_ns < self._threshold_ns:
             return
-        payload = self._records.returned.pack(frame.func, frame.depth, self._graph.overruns[pid], called, now)
+        overruns = self._graph.overruns()
+        payload = self._records.returned.pack(frame.func, frame.depth, overruns, frame.called_ns, now)
         self._record(EntryType.GRAPH_RET, payload, regs, now)
 
     def _record(self, kind: EntryType, payload: bytes, regs: Any, stamp: int) -> None:
@@ -148,10 +180,5 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
         )
 
 
-def _pack(frame: PendingCall) -> bytes:
-    flags = frame.is_hidden, frame.in_irq
-    return _FRAME.pack(frame.func, frame.depth, *flags, frame.called_ns, frame.slept_ns)
-
-
 def _read(instance: Instance) -> PendingCall:
-    return PendingCall(*_FRAME.unpack(instance.data))
+    return PendingCall(*FRAME.unpack(instance.data))

@@ -1,0 +1,263 @@
+"""The function graph as guest code: which calls are awaited, and the records of their begin and end."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from enum import Enum, IntFlag, auto
+from struct import Struct
+
+from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
+from emulated_kernel.arch.program.int64_on_32 import branch_long
+from emulated_kernel.arch.program.ops import (
+    Arithmetic,
+    Branch,
+    BranchImmediate,
+    BranchPerCpu,
+    Compute,
+    ComputeImmediate,
+    Condition,
+    Jump,
+    Label,
+    Load,
+    LoadPerCpu,
+    Move,
+    SetImmediate,
+    Store,
+    StoreImmediate,
+)
+from emulated_kernel.dataclass import dataclass
+from emulated_kernel.kprobes.return_hook.hook import ReturnHook
+from emulated_kernel.kprobes.return_hook.native import NativeReturns
+from emulated_kernel.kprobes.return_hook.stack_code import NODE
+from emulated_kernel.trace.compiled.fetch import BASE, HIGH, LIMIT, OTHER, POSITION, TEMP, VALUE
+from emulated_kernel.trace.compiled.places import GuestPlaces
+from emulated_kernel.trace.compiled.record import ENTRY_HEADER_SIZE, EventSpace, RecordEmitter
+from emulated_kernel.trace.ring.layout import WRITE_STAMP, RecordTarget
+from emulated_kernel.trace.ring.trace_entry import EntryType
+
+FRAME = Struct("<QQiI")
+"""What a task's array keeps of a call: the function, when it was called (ns), its depth, and a CallFlag."""
+CALLED = 8
+"""Where all users of the function graph keep that time; bytes."""
+_FUNC, _DEPTH, _FLAGS = 0, 16, 20
+_CALL, _CALL_DEPTH, _CALL_FLAGS = POSITION, LIMIT, HIGH
+"""Virtual registers while a call begins or ends; the flags' one is needed for times later."""
+_CELL, _HALF = 8, 4
+_INT_MAX = (1 << 31) - 1
+MAX_PIDS = 64
+"""In lists of tasks; more would be too much code."""
+
+
+class CallFlag(IntFlag):
+    """What else is kept of a call."""
+
+    HIDDEN = 1
+    """In set_graph_notrace: neither it nor what it calls is recorded."""
+    IN_IRQ = 2
+    """Called in a hard interrupt."""
+
+
+class CallKind(Enum):
+    """What a function is to the tracer; there is code for each kind."""
+
+    PLAIN = auto()
+    CHOSEN = auto()
+    """In set_graph_function."""
+    HIDDEN = auto()
+    """In set_graph_notrace."""
+
+
+@dataclass(frozen=True)
+class CompiledGraph:
+    """What guest code does at calls and their ends: all that it depends on."""
+
+    target: RecordTarget
+    chosen: frozenset[int]
+    """Sites in set_graph_function, as `hidden` are in set_graph_notrace."""
+    hidden: frozenset[int]
+    max_depth: int
+    threshold_ns: int
+    takes_irqs: bool
+    traced: frozenset[int]
+    """Pids in set_ftrace_pid, as `untraced` are in set_ftrace_notrace_pid."""
+    untraced: frozenset[int]
+
+    @property
+    def fits(self) -> bool:
+        """Whether it isn't too much code."""
+        return len(self.traced) + len(self.untraced) <= MAX_PIDS
+
+    def by_kind(self, sites: Collection[int]) -> Mapping[CallKind, Collection[int]]:
+        """Those of each kind that there are."""
+        every = frozenset(sites)
+        hidden = every & self.hidden
+        chosen = every & self.chosen - hidden
+        kinds = {
+            CallKind.PLAIN: every - chosen - hidden,
+            CallKind.CHOSEN: chosen,
+            CallKind.HIDDEN: hidden,
+        }
+        return {kind: found for kind, found in kinds.items() if found}
+
+
+class GraphEmitter:
+    """Emits what is done where calls that `hook` awaits begin or end: what GraphTracer does in Python."""
+
+    def __init__(
+        self,
+        builder: ProgramBuilder,
+        compiled: CompiledGraph,
+        native: NativeReturns,
+        hook: ReturnHook,
+        places: GuestPlaces,
+        word_size: int,
+    ) -> None:
+        self._builder = builder
+        self._emit = builder.emit
+        self._compiled = compiled
+        self._native = native
+        self._hook = hook
+        self._places = places
+        self._word = word_size
+
+    # Entries
+
+    def entry(self, kind: CallKind) -> None:
+        """A call begins. Mirrors: function_graph_enter, trace_graph_entry (v6.1)."""
+        self._native.emit_graph_entry(self._builder, self._hook, lambda unwanted: self._keep(kind, unwanted))
+
+    def _keep(self, kind: CallKind, unwanted: Label) -> None:
+        builder, emit, compiled, places = self._builder, self._emit, self._compiled, self._places
+        emit(Move(_CALL, NODE))
+        self._look_at_caller(kind, unwanted)
+        if kind is CallKind.HIDDEN:
+            emit(SetImmediate(_CALL_FLAGS, CallFlag.HIDDEN))
+        else:
+            self._check_task(unwanted)
+            if 0 < compiled.max_depth <= _INT_MAX:
+                emit(BranchImmediate(Condition.ABOVE_EQ, _CALL_DEPTH, compiled.max_depth, unwanted))
+            known = builder.label()
+            with builder.out_of_line() as in_irq:
+                if kind is CallKind.PLAIN and not compiled.takes_irqs:
+                    emit(BranchImmediate(Condition.NO_BIT, _CALL_FLAGS, CallFlag.IN_IRQ, unwanted))
+                emit(SetImmediate(_CALL_FLAGS, CallFlag.IN_IRQ), Jump(known))
+            mask, count = places.hardirq_mask, places.preempt_count
+            emit(
+                BranchPerCpu(Condition.ANY_BIT, count, 4, mask, in_irq, is_unlikely=True),
+                SetImmediate(_CALL_FLAGS, 0),
+            )
+            builder.place(known)
+        self._native.get_called(builder, TEMP)
+        self._store_word(_CALL, _FUNC, TEMP)
+        emit(Store(_CALL, _DEPTH, _CALL_DEPTH, 4), Store(_CALL, _FLAGS, _CALL_FLAGS, 4))
+        if kind is CallKind.HIDDEN:
+            emit(StoreImmediate(_CALL, CALLED, 0, _CELL))
+            return
+        record = RecordEmitter(builder, places, HitWay.CALL, self._word)
+        record.read_clock()
+        emit(Store(_CALL, CALLED, VALUE, self._word))
+        if self._word < _CELL:
+            emit(Store(_CALL, CALLED + _HALF, HIGH, _HALF))
+        if not compiled.threshold_ns:
+            self._record(record, EntryType.GRAPH_ENT, self._word + 4)
+
+    def _look_at_caller(self, kind: CallKind, unwanted: Label) -> None:
+        """Depth and flags by the newest call that is awaited, be it by way of others."""
+        builder, emit = self._builder, self._emit
+        none = unwanted if kind is CallKind.PLAIN and self._compiled.chosen else builder.label()
+        emit(Move(VALUE, _CALL), SetImmediate(_CALL_DEPTH, 0), SetImmediate(_CALL_FLAGS, 0))
+        self._native.graph_code.older(builder, self._hook.address, VALUE, (BASE, TEMP, OTHER), none)
+        emit(
+            Load(_CALL_DEPTH, VALUE, _DEPTH, 4),
+            ComputeImmediate(Arithmetic.ADD, _CALL_DEPTH, 1),
+            Load(_CALL_FLAGS, VALUE, _FLAGS, 4),
+            BranchImmediate(Condition.ANY_BIT, _CALL_FLAGS, CallFlag.HIDDEN, unwanted),
+        )
+        if none is not unwanted:
+            builder.place(none)
+
+    def _check_task(self, unwanted: Label) -> None:
+        """Mirrors: ftrace_trace_task (v6.1)."""
+        compiled, emit = self._compiled, self._emit
+        if not compiled.traced and not compiled.untraced:
+            return
+        emit(LoadPerCpu(TEMP, self._places.current_task, self._word), Load(TEMP, TEMP, self._places.pid, 4))
+        emit(*(BranchImmediate(Condition.EQ, TEMP, pid, unwanted) for pid in sorted(compiled.untraced)))
+        if compiled.traced:
+            traced = self._builder.label()
+            emit(*(BranchImmediate(Condition.EQ, TEMP, pid, traced) for pid in sorted(compiled.traced)))
+            emit(Jump(unwanted))
+            self._builder.place(traced)
+
+    # Returns
+
+    def ends(self) -> None:
+        """A call that was awaited ends. Mirrors: trace_graph_return, trace_graph_thresh_return (v6.1)."""
+        builder, emit = self._builder, self._emit
+        done = builder.label()
+        # Taken off the array, its words are still those of the call: no other begins before this ends.
+        emit(
+            Move(_CALL, NODE),
+            Load(TEMP, _CALL, _FLAGS, 4),
+            BranchImmediate(Condition.ANY_BIT, TEMP, CallFlag.HIDDEN, done),
+        )
+        record = RecordEmitter(builder, self._places, HitWay.RETURN, self._word)
+        record.read_clock()
+        if self._compiled.threshold_ns:
+            self._check_duration(done)
+        self._record(record, EntryType.GRAPH_RET, self._word + 4 + 4 + 2 * _CELL)
+        builder.place(done)
+
+    def _check_duration(self, shorter: Label) -> None:
+        """VALUE and HIGH are the time."""
+        builder, emit, threshold = self._builder, self._emit, self._compiled.threshold_ns
+        emit(Move(OTHER, VALUE), Load(TEMP, _CALL, CALLED, self._word))
+        if self._word == _CELL:
+            emit(
+                Compute(Arithmetic.SUB, OTHER, TEMP),
+                SetImmediate(TEMP, threshold),
+                Branch(Condition.BELOW, OTHER, TEMP, shorter),
+            )
+            return
+        no_borrow = builder.label()
+        emit(
+            Move(LIMIT, HIGH),
+            Branch(Condition.ABOVE_EQ, OTHER, TEMP, no_borrow),
+            ComputeImmediate(Arithmetic.ADD, LIMIT, -1),
+        )
+        builder.place(no_borrow)
+        emit(
+            Compute(Arithmetic.SUB, OTHER, TEMP),
+            Load(TEMP, _CALL, CALLED + _HALF, _HALF),
+            Compute(Arithmetic.SUB, LIMIT, TEMP),
+        )
+        branch_long(builder, Condition.BELOW, OTHER, LIMIT, TEMP, threshold, shorter)
+
+    # Records
+
+    def _record(self, record: RecordEmitter, kind: EntryType, size: int) -> None:
+        """An entry of the call, `size` bytes behind the common fields, at the time in VALUE and HIGH."""
+        builder, emit, word, target = self._builder, self._emit, self._word, self._compiled.target
+        dropped, space = builder.label(), EventSpace(ENTRY_HEADER_SIZE + size)
+        record.reserve_then(BASE, space.length, target, dropped)
+        record.header(BASE, space)
+        record.common_fields(space.header, kind, target)
+        at = space.header + ENTRY_HEADER_SIZE
+        emit(Load(TEMP, _CALL, _FUNC, word), Store(BASE, at, TEMP, word))
+        emit(Load(TEMP, _CALL, _DEPTH, 4), Store(BASE, at + word, TEMP, 4))
+        if kind is EntryType.GRAPH_RET:
+            emit(*self._native.graph_code.load_overruns(TEMP), Store(BASE, at + word + 4, TEMP, 4))
+            at += word + 8
+            for part in range(0, _CELL, word):
+                emit(Load(TEMP, _CALL, CALLED + part, word), Store(BASE, at + part, TEMP, word))
+                # The buffer's latest time is this event's.
+                stamp = target.control_at + WRITE_STAMP * _CELL + part
+                emit(LoadPerCpu(TEMP, stamp, word), Store(BASE, at + _CELL + part, TEMP, word))
+        record.commit(BASE, space.length, target)
+        builder.place(dropped)
+
+    def _store_word(self, base: int, offset: int, src: int) -> None:
+        """As 8 bytes."""
+        self._emit(Store(base, offset, src, self._word))
+        if self._word < _CELL:
+            self._emit(StoreImmediate(base, offset + self._word, 0, _HALF))
