@@ -226,7 +226,7 @@ class _TracingBuilder:
             self._image.mcount,
             self._symbols,
             self._hit(context.trace_ctx),
-            arch.word_size,
+            arch,
         )
         arrays = self._arrays(system, functions, points)
         GuestDirectories(self._guest, self._registry, machine)

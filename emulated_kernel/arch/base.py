@@ -198,6 +198,8 @@ class Arch(ABC):
     """Bytes of a kernel stack, which is aligned to its size."""
     interrupt_flag: tuple[str, int] = ("flags", 1 << 9)
     """The pt_regs name and the bit that say whether interrupts are on."""
+    has_ops_trampolines = False
+    """Whether Linux makes a trampoline for each user of fentry sites. Mirrors: ARCH_SUPPORTS_FTRACE_OPS."""
     trap_flag: int
     """The bit of the flags register that makes the CPU trap behind the next instruction."""
 

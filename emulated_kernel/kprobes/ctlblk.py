@@ -33,9 +33,11 @@ class KprobeCtlblk:
     interrupted: list[tuple[Kprobe, HitStatus]] = field(default_factory=list)
     by_breakpoint: bool = False
     """The latest hit came by a breakpoint, whose entry Linux counts as an NMI."""
+    in_ops_list: bool = False
+    """Several users of one fentry site are being called, which Linux does with preemption disabled."""
     cpu: int = 0
     _asides: dict[int, tuple[Kprobe, int, Callable[[Kprobe, Regs], None]]] = field(default_factory=dict)
-    _others: dict[int, tuple[Kprobe | None, HitStatus, list[tuple[Kprobe, HitStatus]], bool]] = field(
+    _others: dict[int, tuple[Kprobe | None, HitStatus, list[tuple[Kprobe, HitStatus]], bool, bool]] = field(
         default_factory=dict
     )
 
@@ -91,10 +93,12 @@ class KprobeCtlblk:
         """The guest's run was given up: hits that it interrupted will not be resumed."""
         self.interrupted.clear()
         self.running = None
+        self.in_ops_list = False
 
     def switch_to(self, cpu: int) -> None:
         """Another CPU is current."""
-        self._others[self.cpu] = self.running, self.status, self.interrupted, self.by_breakpoint
+        left = self.running, self.status, self.interrupted, self.by_breakpoint, self.in_ops_list
+        self._others[self.cpu] = left
         self.cpu = cpu
-        state = self._others.get(cpu) or (None, HitStatus.STEP_DONE, [], False)
-        self.running, self.status, self.interrupted, self.by_breakpoint = state
+        state = self._others.get(cpu) or (None, HitStatus.STEP_DONE, [], False, False)
+        self.running, self.status, self.interrupted, self.by_breakpoint, self.in_ops_list = state

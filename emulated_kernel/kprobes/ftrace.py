@@ -20,12 +20,21 @@ from emulated_kernel.machine.text.text_poke import TextPoker
 Called = Callable[[int, Any], object]
 """Told of a call: the site, and the saved registers, ip behind the site."""
 
+OPS_LIST_FUNC = "arch_ftrace_ops_list_func"
+"""What calls the users of a site that has several."""
+
 
 @dataclass(eq=False)
 class FtraceOps:
     """A user of fentry sites. Mirrors: include/linux/ftrace.h:struct ftrace_ops (v6.1)."""
 
     func: Called
+    symbol: Callable[[], str]
+    """What Linux's function of that purpose is called now."""
+    saves_regs: bool = False
+    """It gets all registers. Mirrors: FTRACE_OPS_FL_SAVE_REGS (v6.1)."""
+    modifies_ip: bool = False
+    """It may have the call return elsewhere. Mirrors: FTRACE_OPS_FL_IPMODIFY (v6.1)."""
     codes: Mapping[int, int] = field(default_factory=dict)
     """Guest code that does the same, by site, which sites call where this is the only user."""
     sites: set[int] = field(default_factory=set, init=False)
@@ -69,9 +78,13 @@ class FtraceSites:
         """Site to the probe that its calls go to."""
         self._calling: dict[int, int] = {}
         """By site that holds a call now, the call's target."""
+        self._with_regs: set[int] = set()
         self._ops: list[FtraceOps] = []
         """Newest first, which is the order of their calls. Mirrors: ftrace_ops_list (v6.1)."""
-        self._of_kprobes = FtraceOps(self._hit_probe), FtraceOps(self._hit_probe)
+        self._of_kprobes = tuple(
+            FtraceOps(self._hit_probe, lambda: "kprobe_ftrace_handler", saves_regs=True, modifies_ip=modifies)
+            for modifies in (False, True)
+        )
         """All probes are one user, those with a post_handler another one, as old as the first that is armed.
 
         Mirrors: kernel/kprobes.c:kprobe_ftrace_ops, kprobe_ipmodify_ops (v6.1).
@@ -118,13 +131,33 @@ class FtraceSites:
                 # Compiled handlers, which the site calls by itself, would hide the calls from the others.
                 self.drop_code(kprobe)
             at = next((number for number, ops in enumerate(users) if ops in self._of_kprobes), None)
-            if at is None:
-                self._calls[behind] = _each([ops.func for ops in users])
+            if len(users) == 1:
+                self._calls[behind] = users[0].func
+            elif at is None:
+                self._calls[behind] = self._list([ops.func for ops in users])
             else:
                 # Its handler in assembly is run by the guest: older users come behind that.
-                older = _each([ops.func for ops in users[at + 1 :]])
+                older = _each([*(ops.func for ops in users[at + 1 :]), self._list_ends])
                 newer = [ops.func for ops in users[:at]]
-                self._calls[behind] = _each([*newer, partial(self._hit_probe, older=older)])
+                self._calls[behind] = self._list([*newer, partial(self._hit_probe, older=older)], ends=False)
+
+    def _list(self, calls: Sequence[Called], *, ends: bool = True) -> Called:
+        """Mirrors: kernel/trace/ftrace.c:__ftrace_ops_list_func (v6.1)."""
+        call_each = _each([*calls, self._list_ends] if ends else calls)
+
+        def call(site: int, frame: Any) -> None:
+            ctlblk = self._hits.ctlblk
+            ctlblk.in_ops_list = True
+            try:
+                call_each(site, frame)
+            except BaseException:
+                ctlblk.in_ops_list = False
+                raise
+
+        return call
+
+    def _list_ends(self, _site: int, _frame: Any) -> None:
+        self._hits.ctlblk.in_ops_list = False
 
     def _hit_probe(self, site: int, frame: Any, older: Called = lambda _site, _frame: None) -> None:
         # Another user's handler may just have taken it away.
@@ -181,11 +214,14 @@ class FtraceSites:
 
         Mirrors: kernel/kprobes.c:__disarm_kprobe_ftrace (v6.1).
         """
+        for kprobe in kprobes:
+            for ops in self._of_kprobes:
+                if kprobe.address in ops.sites:
+                    ops.sites.remove(kprobe.address)
+                    if not ops.sites:
+                        self._ops.remove(ops)
+                        self._drop_regs([kprobe.address])
         sites = [kprobe.address for kprobe in kprobes]
-        for ops in self._of_kprobes:
-            ops.sites.difference_update(sites)
-            if not ops.sites and ops in self._ops:
-                self._ops.remove(ops)
         self._update(sites)
         for kprobe in kprobes:
             self._callers.pop(kprobe.address, None)
@@ -209,6 +245,8 @@ class FtraceSites:
         self._lock.assert_held()
         if ops in self._ops:
             self._ops.remove(ops)
+            if ops.saves_regs:
+                self._drop_regs(ops.sites)
             self._update(ops.sites)
             ops.sites.clear()
 
@@ -221,15 +259,30 @@ class FtraceSites:
         if ops not in self._ops:
             self._ops.insert(0, ops)
         ops.sites.update(sites)
+        if ops.saves_regs:
+            self._with_regs.update(sites)
+
+    def _drop_regs(self, sites: Iterable[int]) -> None:
+        """A user of all registers is gone from these. Mirrors: test_rec_ops_needs_regs (v6.1)."""
+        for site in sites:
+            if not any(ops.saves_regs for ops in self._users(site)):
+                self._with_regs.discard(site)
 
     @property
     def is_used(self) -> bool:
         """Whether there is any user."""
         return bool(self._ops)
 
-    def users(self) -> Mapping[int, tuple[int, Kprobe | None]]:
-        """Of each site that calls: how many want it to, and the probe among them."""
-        return {site: (len(self._users(site)), self._callers.get(site)) for site in self._calling}
+    def users(self) -> Mapping[int, tuple[int, Sequence[FtraceOps]]]:
+        """Of each site that calls: what it calls, and who wants it to, newest first."""
+        return {site: (target, self._users(site)) for site, target in self._calling.items()}
+
+    def saves_regs(self, site: int) -> bool:
+        """Whether somebody wants all registers, or a probe did while others of its kind stayed armed.
+
+        Mirrors: FTRACE_FL_REGS (v6.1), which a probe leaves behind as long as the site has users.
+        """
+        return site in self._with_regs
 
     def _target(self, site: int) -> int:
         """Target of a site's call, a probe's own code left aside."""
@@ -243,6 +296,7 @@ class FtraceSites:
         for site in calls:
             self._route(site)
         targets = {site: self._target(site) for site in calls}
+        self._with_regs -= sites - calls
         stopping = (sites - calls) & self._calling.keys()
         self._start_and_stop(
             {site: target for site, target in targets.items() if self._calling.get(site) != target}, stopping

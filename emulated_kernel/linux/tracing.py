@@ -90,7 +90,7 @@ def linux_tracing(
     sites = frozenset(site for site in kernel.mcount if site in range(*kernel.text))
     measure = StackMeasure(memory, tasks, system.stack, arch, abi)
     functions = KernelFunctions(
-        kprobes.sites, sites, symbols, ProbeHit(memory, tasks, context.trace_ctx), arch.word_size
+        kprobes.sites, sites, symbols, ProbeHit(memory, tasks, context.trace_ctx), arch
     )
     hists = HistCommand(HistSystem(registry, lambda number: _syscall_names(kernel).get(number)))
     arrays = TraceArrays(system, hists, functions, machine.clock.now_ns, lock, limits)

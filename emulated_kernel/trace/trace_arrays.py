@@ -66,8 +66,10 @@ class TraceArrays:
     def _tracing(self, array: TraceArray, top: TraceArray | None) -> Tracing:
         system, errors, pids = self._system, ErrorLog(self._clock), EventPids(array.rewire_tracer)
         registry = system.events
-        probes = FunctionProbes(self._functions, array, registry)
-        functions = FunctionTracer(self._functions, probes, pids, CallRecorder(array, pids).record)
+        probes = FunctionProbes(self._functions, array, registry, top or array)
+        functions = FunctionTracer(
+            self._functions, probes, pids, CallRecorder(array, pids).record, system.tracer_options.is_on
+        )
         array.register_tracer(FUNCTION_TRACER, functions)
         commands = (*PLAIN_COMMANDS, self._hists)
         return Tracing(

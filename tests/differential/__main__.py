@@ -58,9 +58,11 @@ def main() -> int:
     options = parser.parse_args()
     image = options.image or str(debian_kernel.image())
     kernels = Kernels(partial(sides.linux, image), sides.ours)
-    tallies, sample = {}, Sample()
+    # Areas that aren't run keep what was recorded.
+    tallies, sample = {}, Sample.load() if options.record else Sample()
     for name in options.area:
         start = time.monotonic()
+        sample.forget(name)
         tally = tallies[name] = _run(kernels, AREAS[name], options, sample)
         for difference in tally.differences[:_SHOWN]:
             print(difference)

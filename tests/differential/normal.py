@@ -28,13 +28,18 @@ _DESCRIPTOR = re.compile(r"(?<=NR 257 = )\d+$|(?<=sys_openat -> 0x)[0-9a-f]+$|(?
 # When a task leaves the CPU is what drives the client.
 _OTHERS = re.compile(r": sched_\w+: |: sys_exit: NR [38] =|: sys_enter: NR [38] |: sys_(?:close|lseek)")
 # Who called a function: what the compiler has inlined differs.
-_CALLER = re.compile(r"\([\w.]+(?:\+\(place\))? <- ")
+_CALLER = re.compile(r"\([\w.]+(?:\+\(place\))? <- |<-[\w.]+(?:\+\(place\))?")
 # What a client wrote stands where that kernel has its user memory; ids are given as events come.
 _USER_ADDRESS = re.compile(r"(?<=\bbuf: )[0-9a-f]+|(?<=name: )[0-9a-f]+|(?<=\btype: )\d+")
+# In a graph: how long a call took, with the mark of a long one, and when.
+_DURATION = re.compile(r" [$@*#!+]? *\d+\.\d+ us +\|")
+_GRAPH_TIME = re.compile(r"^ *\d+\.\d+ \| ")
 # Options raw, hex and bin: pid, CPU and time without their format.
-_RAW_STAMP = re.compile(rf"({PID} \d+ )\d+ (?=#|type)")
+_RAW_STAMP = re.compile(rf"({PID} \d+ )\d+ (?=#|type|[0-9a-f]{{16}} )")
 _HEX_STAMP = re.compile(rf"^({PID:08x} [0-9a-f]{{8}} )[0-9a-f]{{16}} ")
 _BIN_STAMP = re.compile("(" + re.escape(PID.to_bytes(8, "little").decode("latin-1")) + r")[\s\S]{8}")
+# A function record under option bin: two addresses of the kernel's text, and no line end.
+_BIN_CALL = re.compile(r"(?:[\s\S]{4}\xff{4}){2}")
 # Behind a raw marker's data the buffer has what it held before.
 _RAW_MARKER = re.compile(r"(# [0-9a-f]+ buf: [0-9a-f]{2})((?: [0-9a-f]{2})*)")
 _HIST_TIME = re.compile(r"(?<=common_timestamp: )[^,}]+")
@@ -70,6 +75,7 @@ class Normal:
             "set_ftrace_notrace": _sorted,
             "set_graph_function": _sorted,
             "set_graph_notrace": _sorted,
+            "enabled_functions": lambda text: _sorted(_PLACE.sub("", text)),
         }
 
     def text(self, path: str, text: str) -> str:
@@ -90,7 +96,8 @@ class Normal:
 
     def _trace(self, text: str) -> str:
         """The client's records alone, without their times; functions differ in their sizes."""
-        text = _BIN_STAMP.sub(r"\1(time)", _VERSION.sub(r"\1\2", _SIZES.sub("#", text)))
+        text = _BIN_CALL.sub("(call)", _BIN_STAMP.sub(r"\1(time)", text))
+        text = _VERSION.sub(r"\1\2", _SIZES.sub("#", text))
         lines = (line for line in _of_client(text.splitlines()) if not _OTHERS.search(line))
         return "\n".join(_without_numbers(line) for line in lines if not _CHAIN.match(line))
 
@@ -101,6 +108,7 @@ class Normal:
 
 
 def _without_numbers(line: str) -> str:
+    line = _DURATION.sub("(duration) |", _GRAPH_TIME.sub("(time) | ", line))
     line = _STAMP.sub(r"\g<head> (time): ", line)
     line = _LATENCY_STAMP.sub("(time): ", line)
     line = _VERBOSE_STAMP.sub("(time): ", line)
@@ -108,7 +116,10 @@ def _without_numbers(line: str) -> str:
     line = _RAW_MARKER.sub(lambda found: f"{found[1]} and {len(found[2]) // 3}", line)
     line = _USER_ADDRESS.sub("(number)", line)
     line = _MARK.sub("", _PLACE.sub("+(place)", line))
-    return _CALLER.sub("((caller) <- ", _DESCRIPTOR.sub("(fd)", _PLACE.sub("+(place)", line)))
+    return _CALLER.sub(
+        lambda found: "((caller) <- " if found[0][0] == "(" else "<-(caller)",
+        _DESCRIPTOR.sub("(fd)", _PLACE.sub("+(place)", line)),
+    )
 
 
 def _sorted(text: str) -> str:

@@ -32,6 +32,10 @@ class Sample:
         """One more case."""
         self._areas.setdefault(area, []).append(Recorded(case, answers))
 
+    def forget(self, area: str) -> None:
+        """Those of an area."""
+        self._areas.pop(area, None)
+
     def cases(self, area: str) -> Iterator[Recorded]:
         """Those of an area, in their order."""
         return iter(self._areas.get(area, ()))

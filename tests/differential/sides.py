@@ -143,7 +143,9 @@ class Side:
         """Each command of a function filter is taken back."""
         lines = [line for line in self.read(path, "").splitlines() if line[0] != "#" and ":" in line]
         for line in lines:
-            self.write(path, f"!{line.rpartition(':')[0]}\n")
+            command, _, limit = line.rpartition(":")
+            # Those with a limit are a kind of their own.
+            self.write(path, f"!{command}{'' if limit == 'unlimited' else ':0'}\n")
         return ""
 
 

@@ -43,7 +43,7 @@ def test_no_change_without_the_lock() -> None:
 
 OTHER_CHANGES: dict[str, Callable[[Kernel], object]] = {
     "call": lambda kernel: kernel.guest.call_function("gcd", 12, 18),
-    "tracer": lambda kernel: sites(kernel).attach(FtraceOps(lambda _site, _regs: None), ()),
+    "tracer": lambda kernel: sites(kernel).attach(FtraceOps(lambda _site, _regs: None, lambda: "none"), ()),
     "register fprobe": lambda kernel: kernel.fprobes.register_fprobe(Fprobe(filter="gcd")),
     "unregister fprobe": lambda kernel: kernel.fprobes.unregister_fprobe(Fprobe(filter="gcd")),
     "return hook": lambda kernel: kernel.kretprobes.hooks.add(lambda _instance, _regs: None, 1),

@@ -122,6 +122,7 @@ class X86_64(X86):
     returns = X86ReturnCode(FRAME_64, "ax dx bx bp r12 r13 r14 r15")
     kept_by_calls = frozenset(["bx", "bp", "r12", "r13", "r14", "r15"])
     trampoline_slot = -8
+    has_ops_trampolines = True
     _frame = FRAME_64
 
 

@@ -256,7 +256,7 @@ class Fprobes:
             if not is_settled and self._kprobes.split_jumps.may_patch():
                 self._compile(fp, registered)
 
-        registered = _Registered(FtraceOps(enter))
+        registered = _Registered(FtraceOps(enter, lambda: "fprobe_handler", saves_regs=True))
         return registered
 
     def _compile(self, fp: Fprobe, registered: _Registered) -> None:

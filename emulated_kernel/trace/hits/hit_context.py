@@ -40,6 +40,8 @@ class HitContext:
             for area in areas
         ]
         self.switch_to(0)
+        self.disabled_once = int(preemption)
+        """What a preempt_disable() adds to the count: nothing where there is no preemption to count for."""
         self._hardirq, self._softirq = abi["preempt.hardirq_mask"], abi["preempt.softirq_mask"]
         nmi = EntryFlag.NMI | EntryFlag.HARDIRQ
         self.breakpoint_trace_ctx = (nmi, _COUNT_MASK) if preemption else (nmi | EntryFlag.IRQS_OFF, 0)
@@ -69,7 +71,8 @@ class HitContext:
             flags |= EntryFlag.SOFTIRQ
         if count & self._softirq & ~SOFTIRQ_SERVED:
             flags |= EntryFlag.BH_OFF
-        return flags, count & _COUNT_MASK
+        in_list = self.disabled_once if self._ctlblk.in_ops_list else 0
+        return flags, (count & _COUNT_MASK) + in_list
 
 
 def _variable(memory: GuestMemory, abi: Mapping[str, int], area: int, name: str) -> memoryview:

@@ -6,7 +6,7 @@ Mirrors: kernel/trace/trace_output.c, kernel/trace/trace.c:print_trace_line (v6.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from struct import Struct
 from typing import NamedTuple
 
@@ -14,11 +14,14 @@ from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.output.options import TraceOption
 from emulated_kernel.trace.ring.clock import ns_to_usecs
 from emulated_kernel.trace.ring.trace_entry import (
+    BINARY_PRINTERS,
     ENTRY_PRINTERS,
+    HEX_PRINTERS,
     RAW_PRINTERS,
     TRACE_ENTRY,
     AddressStyle,
     EntryFlag,
+    EntryPrinter,
     EntryType,
     print_message,
     repeats,
@@ -241,27 +244,29 @@ class LineFormatter:
 
     # -- the formats without words; events have no text of their own in them
 
+    def _wordless(self, printers: Mapping[int, EntryPrinter], kind: int, record: bytes) -> str:
+        """Mirrors: kernel/trace/trace_output.c:trace_nop_print (v6.1)."""
+        printer = printers.get(kind)
+        return printer(record[TRACE_ENTRY.size :], self._style) if printer else f"type: {kind}\n"
+
     def _binary_line(self, entry: TimedRecord, _next_time: int, _index: int) -> str:
         kind, _, _, pid = TRACE_ENTRY.unpack_from(entry.record)
         context = ""
         if self._flags & TraceOption.CONTEXT_INFO:
             packed = _BINARY_CONTEXT.pack(pid, entry.cpu, entry.time_stamp)
             context = bytes_to_text(packed)
-        return f"{context}type: {kind}\n"
+        return context + self._wordless(BINARY_PRINTERS, kind, entry.record)
 
     def _hex_line(self, entry: TimedRecord, _next_time: int, _index: int) -> str:
         kind, _, _, pid = TRACE_ENTRY.unpack_from(entry.record)
         context = ""
         if self._flags & TraceOption.CONTEXT_INFO:
             context = f"{pid & 0xFFFFFFFF:08x} {entry.cpu:08x} {entry.time_stamp:016x} "
-        return f"{context}type: {kind}\n\n"
+        return f"{context}{self._wordless(HEX_PRINTERS, kind, entry.record)}\n"
 
     def _raw_line(self, entry: TimedRecord, _next_time: int, _index: int) -> str:
         kind, _, _, pid = TRACE_ENTRY.unpack_from(entry.record)
         context = ""
         if self._flags & TraceOption.CONTEXT_INFO:
             context = f"{pid} {entry.cpu} {entry.time_stamp} "
-        printer = RAW_PRINTERS.get(kind)
-        return context + (
-            printer(entry.record[TRACE_ENTRY.size :], self._style) if printer else f"type: {kind}\n"
-        )
+        return context + self._wordless(RAW_PRINTERS, kind, entry.record)

@@ -207,6 +207,15 @@ def _function_raw(payload: bytes, style: AddressStyle) -> str:
     return f"{style.word(payload):x} {style.word(payload, style.word_size):x}\n"
 
 
+def _function_hex(payload: bytes, style: AddressStyle) -> str:
+    digits = 2 * style.word_size
+    return f"{style.word(payload):0{digits}x} {style.word(payload, style.word_size):0{digits}x} "
+
+
+def _function_binary(payload: bytes, style: AddressStyle) -> str:
+    return bytes_to_text(payload[: 2 * style.word_size])
+
+
 _REPEATS = Struct("<HHI")
 """count, and the upper and lower bits of the time since the latest call."""
 
@@ -246,3 +255,9 @@ RAW_PRINTERS: dict[int, EntryPrinter] = {
     EntryType.FUNC_REPEATS: _repeats_raw,
 }
 """The same under the option `raw`; other types have no such text."""
+
+HEX_PRINTERS: dict[int, EntryPrinter] = {EntryType.FN: _function_hex}
+"""The same under the option `hex`."""
+
+BINARY_PRINTERS: dict[int, EntryPrinter] = {EntryType.FN: _function_binary}
+"""The same under the option `bin`, which ends no line."""

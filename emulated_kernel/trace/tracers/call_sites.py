@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from emulated_kernel.abi import PAGE_SIZE
+from emulated_kernel.arch.base import Arch
 from emulated_kernel.dataclass import dataclass
-from emulated_kernel.kprobes.ftrace import FtraceOps, FtraceSites
+from emulated_kernel.kprobes.ftrace import OPS_LIST_FUNC, FtraceOps, FtraceSites
 from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.events.event_pids import EventPids
 from emulated_kernel.trace.hits.probe_hit import ProbeHit
@@ -30,10 +31,11 @@ class KernelFunctions:
         fentry: frozenset[int],
         symbols: KernelSymbols,
         hit: ProbeHit,
-        word_size: int,
+        arch: Arch,
     ) -> None:
         self._sites = sites
-        self._word_size = word_size
+        self._has_trampolines = arch.has_ops_trampolines
+        self._word_size = arch.word_size
         self._hit = hit
         self._symbols = symbols
         self.functions = Functions(self._at(fentry), symbols.has_module)
@@ -65,9 +67,9 @@ class KernelFunctions:
         self._symbols.forget(name)
         self.functions.remove(fentry)
 
-    def user(self, handler: CallHandler) -> FtraceOps:
-        """Who is told of calls from the sites that `attach` gives it."""
-        return FtraceOps(partial(self._call, handler))
+    def user(self, handler: CallHandler, symbol: Callable[[], str]) -> FtraceOps:
+        """Who is told of calls from the sites that `attach` gives it; `symbol`: see FtraceOps."""
+        return FtraceOps(partial(self._call, handler), symbol)
 
     def attach(self, user: FtraceOps, sites: Collection[int]) -> None:
         """See FtraceSites.attach."""
@@ -99,13 +101,30 @@ class KernelFunctions:
 
     def enabled(self) -> Iterator[str]:
         """enabled_functions. Mirrors: kernel/trace/ftrace.c:t_show (v6.1)."""
-        users = {} if self._sites is None else self._sites.users()
+        sites = self._sites
+        if sites is None:
+            return
+        called = sites.users()
         for function in self.functions:
-            if function.site in users:
-                count, probe = users[function.site]
-                # Linux: R, I and D; a kprobe asks for all registers, one with a post_handler for the ip.
-                flags = (" R" if probe else "  ") + (" I" if probe and probe.post_handler else "  ")
-                yield f"{function.shown} ({count}){flags}  \n"
+            if function.site in called:
+                target, users = called[function.site]
+                # Linux: R, I and D, which is somebody called without a trampoline between.
+                regs = " R" if sites.saves_regs(function.site) else "  "
+                ip = " I" if any(ops.modifies_ip for ops in users) else "  "
+                yield f"{function.shown} ({len(users)}){regs}{ip}  {self._way(target, users)}\n"
+
+    def _way(self, target: int, users: Sequence[FtraceOps]) -> str:
+        """How a site's call comes to its users, where the architecture has a trampoline for each.
+
+        Deviates: functions without their places, for Linux's aren't in the guest.
+        Mirrors: kernel/trace/ftrace.c:add_trampoline_func (v6.1).
+        """
+        if not self._has_trampolines:
+            return ""
+        if len(users) > 1:
+            return f" ->{OPS_LIST_FUNC}"
+        symbol = users[0].symbol()
+        return f"\ttramp: {target:#x} ({symbol}) ->{symbol}"
 
 
 @dataclass(slots=True)

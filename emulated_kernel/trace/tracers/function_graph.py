@@ -104,7 +104,9 @@ class FunctionGraph(FilterWatcher):
 
         hook = hooks.add(returned, nodes=0, data_size=user.data_size, program=self._emit_return)
         hook.follows_convention = True
-        self._running = running = _Running(user, hooks, hook, FtraceOps(self._entered))
+        self._running = running = _Running(
+            user, hooks, hook, FtraceOps(self._entered, lambda: "ftrace_graph_func")
+        )
         running.stack.clear_overruns()
         self._sleeps.start(self._slept)
         self.filters_changed()

@@ -49,7 +49,7 @@ class _Probes(dict[int, FunctionProbe]):
 
     def __init__(self, hooks: KernelFunctions) -> None:
         self._hooks = hooks
-        self._user = hooks.user(self._fire)
+        self._user = hooks.user(self._fire, lambda: "function_trace_probe_call")
 
     def changed(self) -> None:
         """There are others than were attached."""
@@ -67,7 +67,10 @@ class _Probes(dict[int, FunctionProbe]):
 class FunctionProbes:
     """Those of one trace array. Mirrors: kernel/trace/ftrace.c:register_ftrace_function_probe (v6.1)."""
 
-    def __init__(self, hooks: KernelFunctions, array: TraceArray, registry: EventRegistry) -> None:
+    def __init__(
+        self, hooks: KernelFunctions, array: TraceArray, registry: EventRegistry, top: TraceArray
+    ) -> None:
+        self._top = top
         self._hooks = hooks
         self._functions = hooks.functions
         self._array = array
@@ -159,7 +162,8 @@ class FunctionProbes:
         if plain is not None:
             if title == "snapshot":
                 self._array.snapshot.allocate()
-            return FunctionProbe(title, plain, count, lambda: None)
+            limited = title == "stacktrace" and count is not None
+            return FunctionProbe(title, self._limited_stacktrace if limited else plain, count, lambda: None)
         name, group, event_name = title.split(":")
         event = self._registry.find(group, event_name)
         assert event is not None, "was looked up while parsing"
@@ -183,6 +187,13 @@ class FunctionProbes:
     def _stacktrace(self, hit: ProbeHit) -> bool:
         self._array.record_stack(hit)
         return True
+
+    def _limited_stacktrace(self, hit: ProbeHit) -> bool:
+        """Linux: tracing_on of the top array decides, in instances too.
+
+        Mirrors: kernel/trace/trace_functions.c:ftrace_stacktrace_count (v6.1).
+        """
+        return self._top.tracing_on and self._stacktrace(hit)
 
     def _snapshot(self, _hit: ProbeHit) -> bool:
         self._array.snapshot.take()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from emulated_kernel.trace.array.system import Tracer
 from emulated_kernel.trace.events.event_pids import EventPids, PidList
@@ -27,11 +27,17 @@ class FunctionTracer(Tracer, FunctionWatcher):
     """Mirrors: kernel/trace/trace_functions.c, kernel/trace/ftrace.c (v6.1). Callers serialise."""
 
     def __init__(
-        self, hooks: KernelFunctions, probes: FunctionProbes, pids: EventPids, record: CallHandler
+        self,
+        hooks: KernelFunctions,
+        probes: FunctionProbes,
+        pids: EventPids,
+        record: CallHandler,
+        is_on: Callable[[str], bool],
     ) -> None:
-        """`record` writes the entry of a call, where `pids` (set_ftrace_pid) lets it."""
+        """`record` writes the entry of a call, where `pids` (set_ftrace_pid) lets it; `is_on`: an option."""
         self._hooks = hooks
-        self._user = hooks.user(record)
+        self._option = is_on
+        self._user = hooks.user(record, self._symbol)
         self._is_on = False
         self._watchers: list[FilterWatcher] = []
         self.probes = probes
@@ -45,6 +51,14 @@ class FunctionTracer(Tracer, FunctionWatcher):
         hooks.functions.watch(self)
         self.traced_pids = PidFile(self.pids.traced)
         self.untraced_pids = PidFile(self.pids.untraced)
+
+    def _symbol(self) -> str:
+        """Mirrors: ftrace_update_pid_func, select_trace_function (v6.1)."""
+        if self.pids.is_active:
+            return "ftrace_pid_func"
+        stack = "_stack" if self._option(FunctionOption.STACK_TRACE) else ""
+        repeats = "_no_repeats" if self._option(FunctionOption.NO_REPEATS) else ""
+        return f"function{stack}{repeats}_trace_call"
 
     def watch(self, watcher: FilterWatcher) -> None:
         """Tell this one, for which the filters hold too, of their changes."""

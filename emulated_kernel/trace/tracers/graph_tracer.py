@@ -140,7 +140,9 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
             return None
         now = self._now_ns()
         if not self._threshold_ns:
-            self._record(EntryType.GRAPH_ENT, self._records.entered.pack(func, depth), regs, now)
+            # Linux: what guards the hook against recursion disables preemption.
+            disabled = self._context.disabled_once
+            self._record(EntryType.GRAPH_ENT, self._records.entered.pack(func, depth), regs, now, disabled)
         return PendingCall(func, now, depth, CallFlag.IN_IRQ if in_irq else 0)
 
     def _ignores(self, func: int, parent: PendingCall | None, depth: int, *, in_irq: bool) -> bool:
@@ -165,7 +167,7 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
         payload = self._records.returned.pack(frame.func, frame.depth, overruns, frame.called_ns, now)
         self._record(EntryType.GRAPH_RET, payload, regs, now)
 
-    def _record(self, kind: EntryType, payload: bytes, regs: Any, stamp: int) -> None:
+    def _record(self, kind: EntryType, payload: bytes, regs: Any, stamp: int, disabled: int = 0) -> None:
         flags, preempt_count = self._context.hit_trace_ctx(regs)
         task = self._tasks.context()
         self._array.append(
@@ -175,7 +177,7 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
             pid=task.pid,
             comm=task.comm,
             flags=flags,
-            preempt_count=preempt_count,
+            preempt_count=preempt_count + disabled,
             timestamp_ns=stamp,
         )
 

@@ -88,7 +88,7 @@ class StackTracer(FunctionWatcher):
         self._measure = measure
         self._symbols = symbols
         self._bits = 8 * word_size
-        self._user = hooks.user(self._check)
+        self._user = hooks.user(self._check, lambda: "stack_trace_call")
         self.enabled = 0
         """What was written last; on unless 0."""
         self._max_size = 0

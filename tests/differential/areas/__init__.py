@@ -12,6 +12,7 @@ from tests.differential.areas import (
     lists,
     output,
     settings,
+    tracers,
     triggers,
     workloads,
 )
@@ -32,5 +33,6 @@ AREAS: dict[str, Area] = {
         lists.AREA,
         formats.AREA,
         workloads.AREA,
+        tracers.AREA,
     )
 }

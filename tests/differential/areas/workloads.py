@@ -27,7 +27,8 @@ _SYSCALLS = (
 )
 
 
-def _activity(dice: Random, number: int) -> list[Step]:
+def activity(dice: Random, number: int) -> list[Step]:
+    """What a client does with files of its own."""
     name = f"/scratch/w{number}"
     match dice.randrange(5):
         case 0:
@@ -56,9 +57,9 @@ def _case(dice: Random, number: int) -> Case:
         write("events/k/enable", "1"),
         *(write(f"events/syscalls/{call}/enable", "1") for call in calls),
     ]
-    steps += _activity(dice, number)
+    steps += activity(dice, number)
     if dice.random() < 0.5:
-        steps += _activity(dice, number)
+        steps += activity(dice, number)
     steps += [write("tracing_on", "0"), write("events/k/enable", "0"), read("kprobe_profile")]
     return [*steps, *(write(f"events/syscalls/{call}/enable", "0") for call in calls), read("trace")]
 

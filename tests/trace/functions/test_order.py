@@ -59,7 +59,7 @@ class Users:
             kernel.trace_arrays.top.functions.filter.write(function.encode())
         sites = functions.functions.matching(PLAIN.encode()) | functions.functions.matching(STEPPED.encode())
         for name in ("tracer 1", "tracer 2"):
-            user = functions.user(partial(self._told, name))
+            user = functions.user(partial(self._told, name), lambda: "tracer")
             self.switches[name] = partial(functions.attach, user, sites), partial(functions.detach, user)
         for name, filter_ in (("fprobe 1", PLAIN), ("fprobe 2", "[gi][cn][dt]*")):
             fprobe = Fprobe(filter_, entry_handler=partial(self._told, name))
