@@ -72,6 +72,8 @@ class CompiledGraph:
     """What guest code does at calls and their ends: all that it depends on."""
 
     target: RecordTarget
+    entry_count: int
+    """What guards the hook against recursion adds to the preempt count of a call's entry."""
     chosen: frozenset[int]
     """Sites in set_graph_function, as `hidden` are in set_graph_notrace."""
     hidden: frozenset[int]
@@ -241,7 +243,8 @@ class GraphEmitter:
         dropped, space = builder.label(), EventSpace(ENTRY_HEADER_SIZE + size)
         record.reserve_then(BASE, space.length, target, dropped)
         record.header(BASE, space)
-        record.common_fields(space.header, kind, target)
+        more_count = self._compiled.entry_count if kind is EntryType.GRAPH_ENT else 0
+        record.common_fields(space.header, kind, target, more_count)
         at = space.header + ENTRY_HEADER_SIZE
         emit(Load(TEMP, _CALL, _FUNC, word), Store(BASE, at, TEMP, word))
         emit(Load(TEMP, _CALL, _DEPTH, 4), Store(BASE, at + word, TEMP, 4))

@@ -90,8 +90,11 @@ class RecordEmitter:
 
     # Common fields
 
-    def common_fields(self, at: int, event_id: int, target: RecordTarget | None) -> None:
-        """Store the 8 bytes at BASE + at. With a `target` the event will be recorded there for certain."""
+    def common_fields(self, at: int, event_id: int, target: RecordTarget | None, more_count: int = 0) -> None:
+        """Store the 8 bytes at BASE + at. With a `target` the event will be recorded there for certain.
+
+        `more_count` is added to the preempt count, but at a breakpoint.
+        """
         places, emit = self._places, self._emit
         emit(LoadPerCpu(VALUE, places.current_task, self._word), Load(VALUE, VALUE, places.pid, 4))
         if target is not None and target.saves_comm:
@@ -101,7 +104,7 @@ class RecordEmitter:
             flags, count = places.breakpoint_context
             emit(StoreImmediate(BASE, at, event_id | flags << _FLAGS_SHIFT | count << _COUNT_SHIFT, 4))
             return
-        emit(SetImmediate(VALUE, event_id))
+        emit(SetImmediate(VALUE, event_id | more_count << _COUNT_SHIFT))
         self._context()
         emit(Store(BASE, at, VALUE, 4))
 
@@ -128,7 +131,7 @@ class RecordEmitter:
                 LoadPerCpu(TEMP, places.preempt_count, 4),
                 ComputeImmediate(Arithmetic.AND, TEMP, _COUNT_MASK),
                 ComputeImmediate(Arithmetic.SHL, TEMP, _COUNT_SHIFT),
-                Compute(Arithmetic.OR, VALUE, TEMP),
+                Compute(Arithmetic.ADD, VALUE, TEMP),
             )
             self._add_resched_flags()
             emit(LoadPerCpu(TEMP, places.preempt_count, 4))

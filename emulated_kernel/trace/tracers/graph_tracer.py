@@ -102,6 +102,7 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
             return None
         compiled = CompiledGraph(
             target=target,
+            entry_count=self._context.disabled_once,
             chosen=self.functions.addresses,
             hidden=self.notrace.addresses,
             max_depth=self.max_depth,
