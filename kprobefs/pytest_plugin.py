@@ -43,8 +43,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     names = marker.args or ARCHITECTURES
     unknown = [name for name in names if name not in ARCHITECTURES]
     if unknown or "kprobefs_arch" not in metafunc.fixturenames:
-        why = f"no architecture: {unknown}" if unknown else "the test uses no fixture of kprobefs"
-        raise pytest.UsageError(f"{metafunc.definition.nodeid}: {MARKER}: {why}")
+        known = f"there are {', '.join(ARCHITECTURES)}"
+        why = f"no architecture: {unknown}; {known}" if unknown else "the test uses no fixture of kprobefs"
+        pytest.fail(f"{metafunc.definition.nodeid}: {MARKER}: {why}", pytrace=False)
     metafunc.parametrize("kprobefs_arch", names, indirect=True)
 
 
@@ -103,7 +104,7 @@ def _mounted(options: list[str]) -> Iterator[Path]:
     try:
         directory = process.stdout.readline().rstrip("\n")
         if not directory:
-            process.stdin.close()
+            # It closes its standard input too.
             raise RuntimeError(process.communicate()[1].strip())
         yield Path(directory)
     finally:

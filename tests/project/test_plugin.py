@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -95,7 +96,23 @@ def test_a_wrong_marker_is_told(marker: str, why: str, tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(text)
     result = run_pytest(tmp_path)
     assert result.returncode != 0
-    assert why in result.stdout + result.stderr
+    [told] = [line for line in result.stdout.splitlines() if why in line]
+    assert "Traceback" not in result.stdout + result.stderr
+    assert not marker or told.endswith(f"there are {', '.join(ARCHITECTURES)}")
+
+
+@needs_fuse
+@pytest.mark.mounted
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [({"arch": "mips"}, "argument --arch: invalid choice: 'mips'"), ({"cpus": 0}, "'0' is no number from")],
+)
+def test_a_mount_that_fails_says_why(
+    options: dict[str, object], why: str, kprobefs_mount: Callable[..., Path]
+) -> None:
+    with pytest.raises(RuntimeError, match=f"^kprobefs: .*{why}") as told:
+        kprobefs_mount(**options)
+    assert "\n" not in str(told.value)
 
 
 @needs_fuse
