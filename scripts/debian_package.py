@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -70,7 +71,7 @@ Description: {summary}
 POSTINST = """\
 #!/bin/sh
 set -e
-if [ "$1" = configure ] && [ -d /run/systemd/system ]; then
+if [ "$1" = configure ] && [ -d "$DPKG_ROOT/run/systemd/system" ]; then
     systemd-tmpfiles --create kprobefs.conf || :
     systemctl daemon-reload || :
 fi
@@ -78,14 +79,16 @@ fi
 PRERM = """\
 #!/bin/sh
 set -e
-if [ "$1" = remove ] && [ -d /run/systemd/system ]; then
+if [ "$1" = remove ] && [ -d "$DPKG_ROOT/run/systemd/system" ]; then
     systemctl stop kprobefs.service 'kprobefs@*.service' || :
 fi
+# What an interpreter with other options has compiled is in no list of dpkg's.
+find "$DPKG_ROOT/{library}" -depth -name __pycache__ -type d -exec rm -rf {{}} +
 """
 POSTRM = """\
 #!/bin/sh
 set -e
-if [ "$1" = remove ] && [ -d /run/systemd/system ]; then
+if [ "$1" = remove ] && [ -d "$DPKG_ROOT/run/systemd/system" ]; then
     systemctl daemon-reload || :
 fi
 """
@@ -101,18 +104,24 @@ def build(output: Path, *, is_quick: bool) -> Path:
         install_launchers(tree)
         install_documents(tree)
         if not is_quick:
-            # The tree is a temporary one: what is compiled says where it will stand.
-            compiled = ["-q", "-s", tree, "-p", "/", "--invalidation-mode", "unchecked-hash"]
-            subprocess.run([sys.executable, "-m", "compileall", *compiled, tree / LIBRARY], check=True)
+            compile_library(tree)
         name = write_control(tree, vendored)
         output.mkdir(parents=True, exist_ok=True)
-        package = output / f"{name}.deb"
-        subprocess.run(
-            ["dpkg-deb", "--root-owner-group", "-Znone" if is_quick else "-Zxz", "--build", tree, package],
-            check=True,
-            stdout=subprocess.DEVNULL,
-        )
-        return package
+        with tempfile.TemporaryDirectory(dir=output, prefix=".new-") as aside:
+            options = ["--root-owner-group", "-Znone" if is_quick else "-Zxz"]
+            command = ["dpkg-deb", *options, "--build", tree, aside]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            (built,) = Path(aside).iterdir()
+            # A name that others look for stands for a whole package alone.
+            return built.replace(output / f"{name}.deb")
+
+
+def compile_library(tree: Path) -> None:
+    """Bytecode of what is in the package, so that no run of the program writes any."""
+    # The tree is a temporary one: what is compiled says where it will stand.
+    options = ["-q", "-s", tree, "-p", "/", "--invalidation-mode", "unchecked-hash"]
+    # -I: PYTHONPYCACHEPREFIX would have it written elsewhere.
+    subprocess.run([sys.executable, "-I", "-m", "compileall", *options, tree / LIBRARY], check=True)
 
 
 def install_program(tree: Path, work: Path) -> None:
@@ -194,7 +203,11 @@ def write_control(tree: Path, vendored: list[str]) -> str:
     )
     put(tree / "DEBIAN/control", control.encode())
     put(tree / "DEBIAN/conffiles", b"/etc/default/kprobefs\n")
-    for name, script in (("postinst", POSTINST), ("prerm", PRERM), ("postrm", POSTRM)):
+    for name, script in (
+        ("postinst", POSTINST),
+        ("prerm", PRERM.format(library=LIBRARY)),
+        ("postrm", POSTRM),
+    ):
         put(tree / "DEBIAN" / name, script.encode(), 0o755)
     for directory, _, _ in os.walk(tree):
         os.chmod(directory, 0o755)
@@ -214,4 +227,6 @@ def packed(data: bytes) -> bytes:
 
 
 if __name__ == "__main__":
+    # So that what is half done goes with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     print(build(Path(sys.argv[1]), is_quick="--quick" in sys.argv[2:]))

@@ -117,6 +117,71 @@ assert all(each.__file__.startswith({str(library)!r}) for each in (unicorn, caps
     assert (done.returncode, done.stdout, done.stderr) == (0, "4\n", "")
 
 
+def test_bytecode_is_in_the_package(tmp_path: Path) -> None:
+    """Wherever the environment wants it; it knows its place in Debian, and isn't compared with its source."""
+    module = tmp_path / "usr/lib/kprobefs/a.py"
+    module.parent.mkdir(parents=True)
+    module.write_text("here = (lambda: 0).__code__.co_filename\n")
+    script = "import sys, pathlib, debian_package as it; it.compile_library(pathlib.Path(sys.argv[1]))"
+    paths = {"PYTHONPATH": str(ROOT / "scripts"), "PYTHONPYCACHEPREFIX": str(tmp_path / "elsewhere")}
+    command = [sys.executable, "-c", script, tmp_path]
+    subprocess.run(command, env={**os.environ, **paths}, check=True, timeout=30)
+    (compiled,) = (module.parent / "__pycache__").iterdir()
+    data = compiled.read_bytes()
+    # PEP 552: a hash, which isn't checked.
+    assert data[4:8] == b"\x01\0\0\0"
+    assert b"/usr/lib/kprobefs/a.py" in data
+    assert str(tmp_path).encode() not in data
+
+
+@pytest.mark.parametrize("action", ["--remove", "--purge"])
+def test_removing_leaves_nothing(package: Path, action: str, tmp_path: Path) -> None:
+    """By dpkg, in a root of its own, after an interpreter with other options has compiled."""
+    root = tmp_path / "root"
+    for directory in ("info", "updates"):
+        (root / "var/lib/dpkg" / directory).mkdir(parents=True)
+    (root / "var/lib/dpkg/status").touch()
+    forced = [f"--force-{what}" for what in ("not-root", "depends", "script-chrootless")]
+
+    def dpkg(*arguments: str | Path) -> None:
+        command = ["dpkg", f"--root={root}", "--log=/dev/null", *forced, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+        assert "not empty" not in done.stdout + done.stderr
+
+    dpkg("--install", package)
+    library = root / "usr/lib/kprobefs"
+    for file in ("kprobefs/__pycache__/cli.cpython-311.opt-1.pyc", "__pycache__/x.pyc"):
+        (library / file).parent.mkdir(exist_ok=True)
+        (library / file).write_bytes(b"")
+    dpkg(action, "kprobefs")
+    left = {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
+    kept = {"etc/default/kprobefs"} if action == "--remove" else set()
+    assert {path for path in left if not path.startswith("var/lib/dpkg/")} == kept
+    assert not library.exists()
+
+
+def test_an_interrupted_build_leaves_no_package(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    broken = tmp_path / "bin/dpkg-deb"
+    broken.write_text(
+        '#!/bin/sh\nfor last; do :; done\n[ ! -d "$last" ] || last=$last/k.deb\n: > "$last"; exit 1\n'
+    )
+    broken.chmod(0o755)
+    command = [
+        sys.executable,
+        "-P",
+        str(ROOT / "scripts/debian_package.py"),
+        str(tmp_path / "out"),
+        "--quick",
+    ]
+    environment = {**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode
+    assert "dpkg-deb" in done.stderr
+    assert os.listdir(tmp_path / "out") == []
+
+
 @needs_fuse
 @pytest.mark.mounted
 def test_runs(installed: Path, tmp_path: Path) -> None:
