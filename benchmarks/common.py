@@ -84,6 +84,8 @@ def report(figures: Sequence[Distribution], as_json: bool) -> None:
 
 
 def _verdict(figure: Distribution) -> str:
+    if figure.quantile(1) <= 0:
+        return "noise"
     if figure.target is None:
         return "-"
     return f"{figure.target:g} {'met' if figure.median <= figure.target else 'missed'}"

@@ -6,7 +6,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
@@ -81,6 +81,11 @@ RETURNS_ELSEWHERE = (
 
 DETOUR_ELSEWHERE = 200
 """Bytes that the jump optimization of 2009 takes for a probe, about."""
+NO_DETOUR = "no detour buffers"
+WARMING = 100
+"""Probes that are registered before any is measured."""
+RESOLUTION_KB = 4096
+"""Python asks the host for memory by the MiB."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +112,7 @@ class HitFigure:
             "arch": self.case.arch,
             "probe": self.case.probe,
             "mode": self.case.mode,
-            "ns": {"median": statistics.median(self.probed), "net": statistics.median(net)},
+            "ns": {"median": statistics.median(self.probed), "net": measured(net)},
             "spread": {"min": net[0], "p10": quantile(net, 1), "p90": quantile(net, 9), "max": net[-1]},
             "samples": len(net),
         }
@@ -115,6 +120,29 @@ class HitFigure:
     @property
     def median(self) -> float:
         return statistics.median(self.net)
+
+
+NOISE = "noise"
+NOISE_NOTE = f"{NOISE}: rounds differ by more than what is measured; take more --hits"
+
+
+def measured(net: Sequence[float]) -> float | None:
+    """The median of what a probe adds; None where rounds differ by more than that."""
+    return statistics.median(net) if quantile(net, 1) > 0 else None
+
+
+def verdict(net: Sequence[float], target: float | None) -> str:
+    """Whether it stays under its target; NOISE where nothing was measured."""
+    found = measured(net)
+    if found is None:
+        return NOISE
+    return "-" if target is None else f"{target:g} {'met' if found <= target else 'missed'}"
+
+
+def notes(nets: Iterable[Sequence[float]]) -> Iterator[str]:
+    """What stands below a table with verdicts."""
+    if any(measured(net) is None for net in nets):
+        yield NOISE_NOTE
 
 
 def quantile(samples: Sequence[float], tenth: int) -> float:
@@ -293,10 +321,11 @@ def table(figures: Sequence[HitFigure]) -> Iterator[str]:
         rows = [figure for figure in figures if figure.case.probe == probe]
         if not rows:
             continue
-        base = next((figure.median for figure in rows if figure.case.mode == SAVE_ALL), 0.0)
+        base = next((measured(figure.net) for figure in rows if figure.case.mode == SAVE_ALL), None)
         yield f"{rows[0].case.arch}, {title}"
         yield head
         yield from (_row(figure, base) for figure in rows)
+        yield from notes(figure.net for figure in rows)
         yield ""
     yield from elsewhere(ELSEWHERE)
     yield RISCV_ELSEWHERE
@@ -323,16 +352,14 @@ def cost(figure: float) -> str:
     return f"{figure:6.0f}" if abs(figure) >= 1000 else f"{figure:6.1f}"
 
 
-def _row(figure: HitFigure, base: float) -> str:
-    net = figure.net
-    target = TARGETS.get((figure.case.probe, figure.case.mode))
-    verdict = "-"
-    if target is not None and figure.case.arch == "x86_64":
-        verdict = f"{target:g} {'met' if figure.median <= target else 'missed'}"
-    ratio = f"{figure.median / base:.1f}" if base > 0 else "-"
+def _row(figure: HitFigure, base: float | None) -> str:
+    net, case = figure.net, figure.case
+    target = TARGETS.get((case.probe, case.mode)) if case.arch == "x86_64" else None
+    median = measured(net)
+    ratio = f"{median / base:.1f}" if base and median else "-"
     return (
         f"  {figure.case.mode:19} {figure.median:8.1f} {quantile(net, 1):8.1f} {quantile(net, 9):8.1f} "
-        f"{max(net):8.1f} {ratio:>7}  {verdict}"
+        f"{max(net):8.1f} {ratio:>7}  {verdict(net, target)}"
     )
 
 
@@ -347,8 +374,8 @@ class ManyProbes:
     register_s: float
     arm_ms: tuple[float, ...]
     """All of them by kprobes/enabled, once a round."""
-    memory_kb: float
-    """Of the host, a probe."""
+    memory_kb: float | None
+    """Of the host, a probe; None where all of them take less than the host's memory is counted by."""
     detours: tuple[int, ...]
     """Bytes of the guest's text in each detour buffer."""
 
@@ -366,9 +393,9 @@ class ManyProbes:
         }
 
     @property
-    def detour_size(self) -> float:
-        """Median bytes of a detour buffer."""
-        return statistics.median(self.detours) if self.detours else 0.0
+    def detour_size(self) -> int | None:
+        """Bytes that half of the detour buffers don't exceed; None where there is none."""
+        return statistics.median_low(self.detours) if self.detours else None
 
 
 def probes(arch: str, count: int, rounds: int, *, as_json: bool) -> None:
@@ -382,9 +409,12 @@ def probes(arch: str, count: int, rounds: int, *, as_json: bool) -> None:
     print(
         f"all armed by kprobes/enabled in {arm:.1f} ms ({min(found.arm_ms):.1f} to {max(found.arm_ms):.1f})"
     )
-    print(f"{found.memory_kb:.1f} kB of the host a probe")
-    size = f"{found.detour_size:g} bytes (in the source about {DETOUR_ELSEWHERE})"
-    print(f"{len(found.detours)} detour buffers, half of them at most {size}")
+    if found.memory_kb is None:
+        print("memory of the host: too little to be counted; take more --count")
+    else:
+        print(f"{found.memory_kb:.1f} kB of the host a probe")
+    size = f"{found.detour_size} bytes (in the source about {DETOUR_ELSEWHERE})"
+    print(f"{len(found.detours)} detour buffers, half of them at most {size}" if found.detours else NO_DETOUR)
 
 
 def many_probes(arch: str, count: int, rounds: int) -> ManyProbes:
@@ -395,6 +425,9 @@ def many_probes(arch: str, count: int, rounds: int) -> ManyProbes:
         Progress("bench probes", 1 + rounds) as progress,
     ):
         kernel.kprobes.set_enabled(False)
+        # What the first ones take isn't theirs: packages that are imported, tables that are read.
+        for probe in _register_many(kernel, min(count, WARMING)):
+            kernel.kprobes.unregister_kprobe(probe)
         before = _resident_kb()
         start = time.perf_counter()
         registered = _register_many(kernel, count)
@@ -411,9 +444,13 @@ def many_probes(arch: str, count: int, rounds: int) -> ManyProbes:
             len(registered),
             took,
             tuple(arming),
-            (_resident_kb() - before) / max(len(registered), 1),
+            _each(_resident_kb() - before, len(registered)),
             tuple(detour.size for detour in found if detour is not None),
         )
+
+
+def _each(memory_kb: float, count: int) -> float | None:
+    return memory_kb / count if memory_kb >= RESOLUTION_KB else None
 
 
 def _register_many(kernel: Kernel, count: int) -> list[Kprobe]:

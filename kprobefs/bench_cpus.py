@@ -13,12 +13,15 @@ from kprobefs.bench import (
     BOOSTED,
     FUNCTION,
     MODES,
+    NOISE,
     OPTIMIZED,
     RECORDING,
     RETURNING,
     STEPPED,
     caller,
     cost,
+    measured,
+    notes,
     place,
     quantile,
 )
@@ -67,16 +70,16 @@ class CpusFigure:
         return statistics.median(self.net)
 
     def as_dict(self) -> dict[str, object]:
-        net, case = sorted(self.net), self.case
+        net, case, median = sorted(self.net), self.case, measured(self.net)
         return {
             "arch": case.arch,
             "probe": case.probe,
             "mode": case.mode,
             "cpus": case.cpus,
-            "ns": self.median,
+            "ns": median,
             "spread": {"min": net[0], "p10": quantile(net, 1), "p90": quantile(net, 9), "max": net[-1]},
             "samples": len(net),
-            "hits_a_second": 1e9 / self.median if self.median > 0 else None,
+            "hits_a_second": None if median is None else 1e9 / median,
             "instructions": self.instructions,
         }
 
@@ -144,11 +147,13 @@ def table(figures: Sequence[CpusFigure]) -> Iterator[str]:
     head = ("", "", "cpus", "net ns", "p10", "p90", "hits/s", "instr", "Core Duo, ns")
     yield "{:10}{:10}{:>5}{:>7}{:>7}{:>7}{:>11}{:>8}{:>14}".format(*head)
     yield from map(_row, figures)
+    yield from notes(figure.net for figure in figures)
 
 
 def _row(figure: CpusFigure) -> str:
     case, net = figure.case, figure.net
-    rate = f"{1e9 / figure.median:.0f}" if figure.median > 0 else "-"
+    median = measured(net)
+    rate = NOISE if median is None else f"{1e9 / median:.0f}"
     count = "-" if figure.instructions is None else f"{figure.instructions:.1f}"
     return (
         f"{case.probe:10}{case.mode:10}{case.cpus:5} {cost(figure.median)} {cost(quantile(net, 1))} "

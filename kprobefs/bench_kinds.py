@@ -11,7 +11,7 @@ from emulated_kernel.dataclass import dataclass
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kinds.jprobe import Jprobe
 from emulated_kernel.kprobes.profile import OUT_OF_TREE, PROFILES
-from kprobefs.bench import FUNCTION, caller, quantile
+from kprobefs.bench import FUNCTION, NOISE, caller, measured, notes, quantile
 from kprobefs.progress import counted
 
 KINDS = ("k", "j", "r", "kr", "jr")
@@ -50,7 +50,7 @@ class KindFigure:
             "arch": case.arch,
             "profile": case.profile,
             "kind": case.kind,
-            "us": self.median,
+            "us": measured(self.net),
             "spread": {"min": net[0], "p10": quantile(net, 1), "p90": quantile(net, 9), "max": net[-1]},
             "samples": len(net),
         }
@@ -128,16 +128,18 @@ def table(figures: Sequence[KindFigure]) -> Iterator[str]:
     """Lines: median microseconds by profile and kind, and the source's figures."""
     yield f"{figures[0].case.arch}, us a hit, the median of {len(figures[0].net)} rounds"
     yield _line("", KINDS)
-    medians = {(figure.case.profile, figure.case.kind): figure.median for figure in figures}
-    for profile in dict.fromkeys(profile for profile, _ in medians):
-        yield _line(profile, [_us(medians.get((profile, kind))) for kind in KINDS])
+    nets = {(figure.case.profile, figure.case.kind): figure.net for figure in figures}
+    for profile in dict.fromkeys(profile for profile, _ in nets):
+        found = [nets.get((profile, kind)) for kind in KINDS]
+        yield _line(profile, ["-" if net is None else _us(measured(net)) for net in found])
+    yield from notes(nets.values())
     yield ""
     yield "measured elsewhere (documentation, 2010)"
     yield from (_line(name, [_us(cost) for cost in costs]) for name, costs in ELSEWHERE)
 
 
 def _us(cost: float | None) -> str:
-    return "-" if cost is None else f"{cost:.2f}"
+    return NOISE if cost is None else f"{cost:.2f}"
 
 
 def _line(name: str, cells: Sequence[str]) -> str:

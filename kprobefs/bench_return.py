@@ -28,7 +28,10 @@ from kprobefs.bench import (
     caller,
     cost,
     elsewhere,
+    measured,
+    notes,
     quantile,
+    verdict,
 )
 from kprobefs.bench import (
     cases as bench_cases,
@@ -89,7 +92,7 @@ class ReturnFigure:
             "mode": case.mode,
             "tasks": case.tasks,
             "cpus": case.cpus,
-            "ns": self.median,
+            "ns": measured(self.net),
             "spread": {"min": net[0], "p10": quantile(net, 1), "p90": quantile(net, 9), "max": net[-1]},
             "samples": len(net),
             "traps": self.traps,
@@ -234,6 +237,7 @@ def table(figures: Sequence[ReturnFigure]) -> Iterator[str]:
         yield ""
         yield "{:19}{:>5}{:>5}{:>7}{:>7}{:>7}{:>6}{:>6}{:>7} target".format(backend, *head)
         yield from (_row(figure) for figure in figures if figure.case.backend == backend)
+    yield from notes(figure.net for figure in figures)
     yield ""
     yield from elsewhere(RETURNS_ELSEWHERE)
 
@@ -241,9 +245,8 @@ def table(figures: Sequence[ReturnFigure]) -> Iterator[str]:
 def _row(figure: ReturnFigure) -> str:
     case, net = figure.case, figure.net
     target = TARGETS.get(case.mode) if case.arch == "x86_64" and figure.traps < 1 else None
-    verdict = "-" if target is None else f"{target:g} {'met' if figure.median <= target else 'missed'}"
     counts = ["-" if count is None else f"{count:.1f}" for count in (figure.instructions, figure.locked)]
     return (
         f"{case.mode:19}{case.tasks:5}{case.cpus:5} {cost(figure.median)} {cost(quantile(net, 1))} "
-        f"{cost(quantile(net, 9))}{figure.traps:6.1f}{counts[0]:>6}{counts[1]:>7} {verdict}"
+        f"{cost(quantile(net, 9))}{figure.traps:6.1f}{counts[0]:>6}{counts[1]:>7} {verdict(net, target)}"
     )

@@ -55,7 +55,7 @@ def test_returns_of_tasks_and_cpus(backend: str, mode: str) -> None:
         "tasks": 5,
         "cpus": 2,
     }
-    assert isinstance(found["ns"], float)
+    assert found["ns"] == bench.measured(figure.net)
     assert figure.traps == 0
     assert figure.instructions is not None
     assert 50 < figure.instructions < 400
@@ -108,6 +108,50 @@ def test_the_memory_table_is_the_one_in_the_docs(capsys: pytest.CaptureFixture[s
     assert len(found) == 5 * 4
     assert found["objpool", 1, 10]["bytes"] == 1760
     assert found["objpool", 1, 10]["slides"] == "1.6KB"
+
+
+# What can't be measured
+
+NOISY = ((-155.9, -100.0, -200.0), (-5.0, 5.0, 20.0), (0.0, 0.0, 0.0), (-3.0,))
+QUIET = ((5.0, 6.0, 7.0), (29.9,))
+
+
+def reports(net: tuple[float, ...]) -> list[tuple[list[str], object]]:
+    """The tables of all that is measured, and what JSON says of it."""
+    hit = bench.HitFigure(bench.HitCase(bench.RECORDING, bench.OPTIMIZED), net, net)
+    returned = bench_return.ReturnFigure(
+        bench_return.ReturnCase("rethook", bench.OPTIMIZED), net, 0, None, None
+    )
+    on_cpus = bench_cpus.CpusFigure(bench_cpus.CpusCase(bench.RECORDING, bench.OPTIMIZED, 1), net, None)
+    kind = bench_kinds.KindFigure(bench_kinds.KindCase("linux-6.1", "k"), net)
+    ns: Any = hit.as_dict()["ns"]
+    return [
+        (fitting(bench.table([hit])), ns["net"]),
+        (fitting(bench_return.table([returned])), returned.as_dict()["ns"]),
+        (fitting(bench_cpus.table([on_cpus])), on_cpus.as_dict()["ns"]),
+        (fitting(bench_kinds.table([kind])), kind.as_dict()["us"]),
+    ]
+
+
+@pytest.mark.parametrize("net", [*NOISY, *QUIET])
+def test_noise_is_no_figure(net: tuple[float, ...]) -> None:
+    for lines, figure in reports(net):
+        assert (figure is None) == (bench.NOISE_NOTE in lines) == (net in NOISY)
+        rows = [line for line in lines if bench.NOISE in line.split()]
+        assert len(rows) == (net in NOISY)
+        assert not any("met" in line.split() for line in lines) or net in QUIET
+    assert ("30 met" in "\n".join(reports(net)[0][0])) == (net in QUIET)
+
+
+def test_few_probes_take_too_little_to_be_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "probes", "--count", "20", "--rounds", "1"]) == 0
+    *_, memory, detours = capsys.readouterr().out.splitlines()
+    assert memory == "memory of the host: too little to be counted; take more --count"
+    assert detours == bench.NO_DETOUR or not detours.startswith("0 ")
+    assert main(["bench", "probes", "--count", "20", "--rounds", "1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["memory_kb_a_probe"] is None
+    assert (found["detours"]["a_probe"] is None) == (found["detours"]["count"] == 0)
 
 
 # Progress
@@ -178,6 +222,7 @@ def test_a_kind_is_measured(case: bench_kinds.KindCase) -> None:
     figure = bench_kinds.measure(case, hits=30, rounds=2)
     assert len(figure.net) == 2
     *_, first, second, third = fitting(bench_kinds.table([figure]))
+    assert (bench.measured(figure.net) is None) == (bench.NOISE_NOTE in list(bench_kinds.table([figure])))
     assert all(line.startswith(name) for line, name in zip((first, second, third), MACHINES, strict=True))
     assert figure.as_dict()["kind"] == case.kind
 
@@ -207,6 +252,7 @@ def test_the_table_of_hits_on_cpus(
     assert {case.cpus for case in found} == {1, 2}
     monkeypatch.setattr(bench_cpus, "cases", lambda *_: [case for case in found if case.cpus == 2][:4:3])
     assert main(["bench", "hit", "--hits", "16", "--rounds", "1", "--cpus", "1", "2"]) == 0
-    *_, first, second = fitting(capsys.readouterr().out.splitlines())
+    lines = fitting(capsys.readouterr().out.splitlines())
+    *_, first, second = (line for line in lines if line != bench.NOISE_NOTE)
     assert (first.split()[:3], first.split()[-1]) == (["kprobe", "stepped", "2"], "739")
     assert (second.split()[:3], second.split()[-1]) == (["kretprobe", "stepped", "2"], "989")
