@@ -65,6 +65,9 @@ UNSWITCHED = {"pending", "gone"}
 STACK_TRACER = "sysctl/kernel/stack_tracer_enabled"
 """Off in a new mount."""
 NO_FILTER = "none"
+REFUSED_FILTER = re.compile(r"\n(?: *\^\nparse_error: .*|Error: \(.*\))\n*\Z")
+"""How the file of a filter ends that was refused: its event has none then."""
+TRIGGER = re.compile(r"[a-z_]+:")
 NO_PID = "no pid"
 
 
@@ -74,7 +77,10 @@ class Line:
 
     file: str
     number: int
+    """0 where it stands in no file."""
     text: str
+    typed: str = ""
+    """Its end, or what that was made of: what is told where the line isn't the user's own."""
 
 
 class Refused(Exception):
@@ -110,7 +116,8 @@ class Loader:
         self._tracefs = files.tracefs()
         self._defined: set[str] = set()
         """Events of the lines so far; a further line for one of them adds to it."""
-        self._error_log = self._read("error_log")
+        self._error_logs = {"": self._read("error_log")}
+        """By trace array: "" or instances/NAME/."""
 
     def load(self, lines: Sequence[Line]) -> list[str]:
         """Do all lines; what to tell of those that failed."""
@@ -135,6 +142,8 @@ class Loader:
         return failed + told
 
     def _do(self, text: str) -> None:
+        if text.startswith("#"):
+            return
         if setting := SETTING.match(text):
             self._set(setting["file"], setting["value"] or "", setting.start("value"))
         elif text.startswith("-:") or DEFINITION.match(text):
@@ -173,12 +182,7 @@ class Loader:
         if path.startswith("/") or ".." in parts:
             raise Refused("not a file of the tracefs")
         if parts[0] == "instances" and len(parts) > 1 and parts[1]:
-            try:
-                self._files.mkdir(f"{self._tracefs}instances/{parts[1]}")
-            except FileExistsError:
-                pass
-            except OSError as error:
-                raise Refused(f"instances/{parts[1]}: {error.strerror}") from None
+            self._make(f"instances/{parts[1]}")
         if parts[-1] == "trace_options":
             present = set(self._read(path).split())
             for word in value.split():
@@ -192,6 +196,19 @@ class Loader:
         # While the loader's own requests may be traced, it makes as few as it can.
         elif parts[-1] == "enable" or value not in (text := self._read(path).strip(), _chosen(text)):
             self._write(path, value, column)
+
+    def _make(self, instance: str) -> None:
+        """The instance, if it isn't there, and what its error_log says before anything of ours."""
+        if (log := f"{instance}/") in self._error_logs:
+            return
+        try:
+            self._files.mkdir(f"{self._tracefs}{instance}")
+        except FileExistsError:
+            self._error_logs[log] = self._read(f"{instance}/error_log")
+        except OSError as error:
+            raise Refused(f"{instance}: {error.strerror}") from None
+        else:
+            self._error_logs[log] = ""
 
     def _add(self, path: str, value: str, column: int) -> None:
         """Write the words of a list that aren't in it."""
@@ -225,8 +242,10 @@ class Loader:
         try:
             self._files.write(self._path(name), f"{value}\n")
         except OSError as error:
-            before, self._error_log = self._error_log, self._read("error_log")
-            told, cursor = _last_error(self._error_log, value) if self._error_log != before else ("", None)
+            array = "/".join([*name.split("/")[:2], ""]) if name.startswith("instances/") else ""
+            before, now = self._error_logs.get(array), self._read(f"{array}error_log")
+            self._error_logs[array] = now
+            told, cursor = _last_error(now, value) if now != before else ("", None)
             reason = f"{told}: {error.strerror}" if told else str(error.strerror)
             at = None if cursor is None or column is None else column + cursor
             raise Refused(reason, at) from None
@@ -310,9 +329,12 @@ def _covers(existing: str, wanted: str) -> bool:
 
 
 def _report(line: Line, refused: Refused) -> str:
-    report = f"{line.file}:{line.number}: {refused}\n    {line.text}"
-    if refused.cursor is not None and 0 <= refused.cursor <= len(line.text):
-        report += f"\n    {' ' * refused.cursor}^"
+    place = f"{line.file}:{line.number}" if line.number else line.file
+    text = line.typed or line.text
+    report = f"{place}: {refused}\n    {text}"
+    cursor = -1 if refused.cursor is None else refused.cursor - len(line.text) + len(text)
+    if 0 <= cursor <= len(text):
+        report += f"\n    {' ' * cursor}^"
     return "\n".join(map(shown, report.split("\n")))
 
 
@@ -381,12 +403,12 @@ class _Array:
             for event in sorted(self.files.directories(f"{self.directory}events/{group}"))
         ]
         for event in events:
-            for value in self.lines(f"{event}/filter"):
-                if value != NO_FILTER:
-                    yield f"{event}/filter = {value}"
+            value = _text(self.files, f"{self.directory}{event}/filter").rstrip("\n")
+            if value not in ("", NO_FILTER) and not REFUSED_FILTER.search(value):
+                yield _setting(f"{event}/filter", value)
         for event in events:
-            for value in saved_triggers("\n".join(self.lines(f"{event}/trigger"))):
-                yield f"{event}/trigger = {value}"
+            for value in saved_triggers(_text(self.files, f"{self.directory}{event}/trigger")):
+                yield _setting(f"{event}/trigger", value)
 
     def _sizes(self) -> Iterator[str]:
         """Of buffers that differ."""
@@ -473,8 +495,39 @@ def _chosen(value: str) -> str:
 
 def saved_triggers(text: str) -> list[str]:
     """The commands that make an event's triggers, in the order in which they were given."""
-    shown_triggers = [line for line in text.splitlines() if line and not line.startswith("#")]
-    return [_command(line) for line in reversed(shown_triggers)]
+    found: list[str] = []
+    for line in text.split("\n"):
+        # Their filters have the newlines that they were written with.
+        if found and line and (_is_open(found[-1]) or not TRIGGER.match(line)):
+            found[-1] += f"\n{line}"
+        elif line and not line.startswith("#"):
+            found.append(line)
+    return [_command(_one_line(each)) for each in reversed(found)]
+
+
+def _setting(name: str, value: str) -> str:
+    """The line for a filter or trigger."""
+    line = f"{name} = {_one_line(value)}"
+    return line if "\n" not in line else f"# {name}: has a newline in a string, which no line can say"
+
+
+def _one_line(value: str) -> str:
+    """A filter or trigger with blanks for newlines, which are the same outside of strings."""
+    joined, *rest = value.split("\n")
+    for line in rest:
+        joined += ("\n" if _is_open(joined) else " ") + line
+    return joined
+
+
+def _is_open(text: str) -> bool:
+    """Whether text ends within a string."""
+    quote = ""
+    for character in text:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "\"'":
+            quote = character
+    return bool(quote)
 
 
 def _command(line: str) -> str:
@@ -491,10 +544,14 @@ def _counted(command: str, count: str | None) -> str:
 
 
 def _content(files: Files, name: str) -> list[str]:
+    return _text(files, name).splitlines()
+
+
+def _text(files: Files, name: str) -> str:
     try:
-        return files.read(name).splitlines()
+        return files.read(name)
     except FileNotFoundError:
-        return []
+        return ""
 
 
 def _escaped(name: str) -> str:

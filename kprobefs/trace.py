@@ -104,17 +104,24 @@ class OneLiner:
         from kprobefs.definitions import Line, Loader
 
         place = f"instances/{self._name}"
-        settings = [
-            f"{place}/events/{event}/filter = {self._filter}" for event in self._events if self._filter
+        definitions = [
+            Line("trace", 0, text, re.sub(r":\S+ ", ":", text, count=1)) for text in self._definitions
         ]
-        switches = [f"{place}/events/{event}/enable = 1" for event in self._events]
+        names = {event: event.removeprefix(f"{self._name}/").replace("/", ":") for event in self._events}
+        settings = [
+            Line(f"filter of {name}", 0, f"{place}/events/{event}/filter = {self._filter}", self._filter)
+            for event, name in names.items()
+            if self._filter
+        ]
+        switches = [
+            Line("trace", 0, f"{place}/events/{event}/enable = 1", name) for event, name in names.items()
+        ]
         # Looking at the mount would be traced too.
-        own = [f"{place}/set_event_notrace_pid = {os.getpid()}"]
-        for lines in (self._definitions, settings, own, switches):
-            failed = Loader(files).load([Line("trace", number, text) for number, text in enumerate(lines, 1)])
-            if failed:
+        own = [Line("trace", 0, f"{place}/set_event_notrace_pid = {os.getpid()}")]
+        for lines in (definitions, settings, own, switches):
+            if failed := Loader(files).load(lines):
                 print("\n".join(failed), file=sys.stderr)
-                raise Failure("the probes can't be defined")
+                raise Failure("the probes can't be defined, the command wasn't run")
 
     def _stream(self, instance: Path, command: int) -> NoReturn:
         """Pass records on until the descriptor `command` says that it has ended, and there are no more."""

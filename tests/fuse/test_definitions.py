@@ -103,6 +103,8 @@ trace_options = print-parent badword
 /etc/passwd = 3
 instances/../x = 1
 p:good vfs_read
+instances/x/events/kprobes/good/filter = foo > 1
+instances/x/events/kprobes/good/trigger = hist:keys=nosuch
 """
 
 
@@ -338,6 +340,12 @@ kprobefs: {file}:9: not a file of the tracefs
     /etc/passwd = 3
 kprobefs: {file}:10: not a file of the tracefs
     instances/../x = 1
+kprobefs: {file}:12: Field not found: Invalid argument
+    instances/x/events/kprobes/good/filter = foo > 1
+                                                 ^
+kprobefs: {file}:13: Couldn't find field: Invalid argument
+    instances/x/events/kprobes/good/trigger = hist:keys=nosuch
+                                                        ^
 """
     assert [line for line in result.stderr.splitlines() if line.strip() != "^"] == [
         line for line in expected.splitlines() if line.strip() != "^"

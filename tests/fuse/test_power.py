@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,7 +23,7 @@ from emulated_kernel.vfs.trees.layout import RootLayout
 from kprobefs.definitions import Loader, read_lines
 from kprobefs.failure import Exit
 from kprobefs.mount import MountState, condition
-from kprobefs.power import LivingKernel
+from kprobefs.power import PLACE, LivingKernel
 from tests.fuse.harness import REAL_PROGRAM, daemon, eventually, kprobefs, needs_fuse
 from tests.fuse.test_definitions import ALL, OUTSIDE
 from tests.mounted.files import assert_errno
@@ -92,6 +93,59 @@ def test_what_is_defined_is_there_again(living: LivingKernel) -> None:
     assert living._kernel is not old
     assert user.read("/machine/definitions") == before
     assert user.read("/machine/power") == "running\nboots 2\n"
+
+
+FILTERS = {
+    "foo > 1": "none",
+    "count >": "none",
+    "count ==\n77777": "count == 77777",
+    'comm ~ "a b*"\n|| count\n== 3': 'comm ~ "a b*" || count == 3',
+}
+"""As they are written, and as they are kept: a newline is a blank, a refused one is none."""
+
+
+@pytest.mark.parametrize("written", FILTERS)
+def test_filters_are_kept_or_were_none(living: LivingKernel, written: str) -> None:
+    user, kept = User(living.mount), FILTERS[written]
+    user.write("/kprobe_events", "p:reads vfs_read count=$arg3\n")
+    directory = "/tracing/events/kprobes/reads"
+    with suppress(KernelError):
+        user.write(f"{directory}/filter", f"{written}\n")
+    # It has no `count`: what the group's filter is shows there as refused.
+    user.write("/kprobe_events", "p:writes vfs_write\n")
+    user.write("/tracing/events/kprobes/filter", "count > 3\n")
+    assert "parse_error" in user.read("/tracing/events/kprobes/writes/filter")
+    with suppress(KernelError):
+        user.write(f"{directory}/filter", f"{written}\n")
+    if kept != "none":
+        user.write(f"{directory}/trigger", f"traceoff:3 if {written}\n")
+        user.write(f"{directory}/trigger", f"stacktrace if {written}\n")
+    lines = user.read("/machine/definitions").splitlines()
+    triggers = [f"traceoff:3 if {kept}", f"stacktrace if {kept}"] if kept != "none" else []
+    assert [line for line in lines if line.startswith("events/")] == [
+        *([f"events/kprobes/reads/filter = {kept}"] if triggers else []),
+        *(f"events/kprobes/reads/trigger = {trigger}" for trigger in triggers),
+    ]
+    user.reboot()
+    assert user.read(f"{directory}/filter") == f"{kept}\n"
+    assert user.read("/tracing/events/kprobes/writes/filter") == "none\n"
+    assert user.read("/machine/definitions").splitlines() == lines
+    assert PLACE not in user.read("/machine/dmesg")
+
+
+def test_a_string_with_a_newline_is_told_of(living: LivingKernel) -> None:
+    """Left out: its second line would be one of the definitions."""
+    user = User(living.mount)
+    user.write("/kprobe_events", "p:reads vfs_read\n")
+    user.write("/tracing/events/kprobes/reads/filter", 'comm == "\np:evil vfs_write\n"')
+    lines = user.read("/machine/definitions").splitlines()
+    assert [line.partition(":")[0] for line in lines if "reads/filter" in line] == [
+        "# events/kprobes/reads/filter"
+    ]
+    assert not [line for line in lines if line.startswith("p:evil")]
+    user.reboot()
+    assert user.read("/tracing/events/kprobes/reads/filter") == "none\n"
+    assert PLACE not in user.read("/machine/dmesg")
 
 
 def test_records_and_ids_are_kept(living: LivingKernel) -> None:

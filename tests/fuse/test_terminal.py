@@ -263,7 +263,22 @@ class TestTrace:
                 "trace", "p:vfs_read %nosuch", "-m", str(directory), "--", "true", program=REAL_PROGRAM
             )
             assert wrong.returncode == Exit.FAILURE
-            assert "Invalid register name" in wrong.stderr
+            assert wrong.stderr.splitlines()[:3] == [
+                "trace: Invalid register name: Invalid argument",
+                "    p:vfs_read %nosuch",
+                "               ^",
+            ]
+            command = ("trace", "-f", "foo > 1", "p:vfs_read", "t:sched:sched_switch", "-m", str(directory))
+            wrong = kprobefs(*command, "--", "true", program=REAL_PROGRAM)
+            assert wrong.returncode == Exit.FAILURE
+            assert wrong.stderr.splitlines()[:6] == [
+                "filter of vfs_read: Field not found: Invalid argument",
+                "    foo > 1",
+                "        ^",
+                "filter of sched:sched_switch: Field not found: Invalid argument",
+                "    foo > 1",
+                "        ^",
+            ]
             assert Path(running.path("tracing/dynamic_events")).read_text() == "p:kprobes/mine vfs_write\n"
             assert os.listdir(running.path("tracing/instances")) == []
 
