@@ -30,21 +30,28 @@ def has_colours(stream: TextIO) -> bool:
     return is_interactive(stream) and not os.environ.get("NO_COLOR")
 
 
-def folded(text: str, stream: TextIO, indent: str = "") -> str:
+def folded(text: str, stream: TextIO, indent: str = "", first: str = "") -> str:
     """A line for a terminal of its width, broken between words, what goes on indented; as it is elsewhere.
+
+    `first`: what stands before the line, broken or not.
 
     A caret in a second line stands below its place as the terminal wraps both.
     """
     if "\n" in text or not is_interactive(stream):
-        return text
+        return first + text
     from textwrap import fill
 
     # One that nobody has given a size says 0.
     width = os.get_terminal_size(stream.fileno()).columns or 80
-    if len(text) <= width:
-        return text
+    if len(first + text) <= width:
+        return first + text
     return fill(
-        text.lstrip(), width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        text.lstrip(),
+        width,
+        initial_indent=first,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -54,7 +55,8 @@ STEPS = (
         "scratch/ is a file system inside of that kernel. Whoever reads a file there runs vfs_read, "
         "and comes by the probe. Each line says who it was, on which CPU, when, and what was noted.",
         (
-            "echo hello > scratch/greeting; echo > tracing/trace",
+            "echo hello > scratch/greeting",
+            "echo > tracing/trace",
             "cat scratch/greeting",
             "grep reads: tracing/trace | head -n 3",
         ),
@@ -63,8 +65,10 @@ STEPS = (
         "Only what matters",
         "A filter is asked at each hit; what it doesn't accept isn't recorded.",
         (
-            "echo 'count == 7' > tracing/events/kprobes/reads/filter; echo > tracing/trace",
-            "head -c 7 scratch/greeting > /dev/null; dd if=scratch/greeting of=/dev/null bs=7 status=none",
+            "echo 'count == 7' > tracing/events/kprobes/reads/filter",
+            "echo > tracing/trace",
+            "head -c 7 scratch/greeting > /dev/null",
+            "dd if=scratch/greeting of=/dev/null bs=7 status=none",
             "grep reads: tracing/trace",
             "echo 0 > tracing/events/kprobes/reads/filter",
         ),
@@ -74,7 +78,8 @@ STEPS = (
         "A return probe is hit when the function comes back, and $retval is what it gives.",
         (
             "echo 'r:done vfs_read got=$retval' >> kprobe_events",
-            "echo 1 > tracing/events/kprobes/done/enable; echo > tracing/trace",
+            "echo 1 > tracing/events/kprobes/done/enable",
+            "echo > tracing/trace",
             "cat scratch/greeting",
             "grep done: tracing/trace | head -n 2",
         ),
@@ -82,10 +87,14 @@ STEPS = (
     Step(
         "What became of it",
         "Each probe has a directory that says how it is made now, and why not better. A probe within a "
-        "function is a breakpoint at first, which costs a trap; where that is safe it becomes a jump.",
+        "function is a breakpoint at first, which costs a trap; where that is safe the optimizer makes a "
+        "jump of it, a moment later. Here it waits until it is switched on.",
         (
-            "echo 'p:inside ksys_read+5' >> kprobe_events; echo 1 > tracing/events/kprobes/inside/enable",
+            "echo 0 > kprobes/optimization",
+            "echo 'p:inside ksys_read+5' >> kprobe_events",
+            "echo 1 > tracing/events/kprobes/inside/enable",
             "cat kprobes/stats/kprobes/inside/{mode,bytes}",
+            "echo 1 > kprobes/optimization; sleep 0.2",
             "for i in 1 2 3 4 5 6 7 8; do cat scratch/greeting > /dev/null; done",
             "cat kprobes/stats/kprobes/inside/{mode,bytes}",
         ),
@@ -113,12 +122,24 @@ def tour(directory: str) -> None:
         for number, step in enumerate(STEPS, 1):
             _show_head(console, number, step)
             for command in step.commands:
-                console.print(f"$ {command}", style="bold")
+                for line in typed(command, console.width if interactive else None):
+                    console.print(line, style="bold")
                 for line in shell.run(command):
-                    console.print(f"    {shown(line)}")
+                    console.print(terminal.folded(shown(line), sys.stdout, "        ", "    "))
             if interactive and number < len(STEPS) and not _goes_on(console):
                 return
     console.print(f"\n{END}")
+
+
+def typed(command: str, width: int | None) -> Iterator[str]:
+    """A command behind a prompt, in lines of that width that a shell takes as they are."""
+    line = "$"
+    for word in re.findall(r"(?:'[^']*'|\S)+", command):
+        if width is not None and line.strip() != "$" and len(f"{line} {word} \\") > width:
+            yield f"{line} \\"
+            line = "   "
+        line += f" {word}"
+    yield line
 
 
 def _show_head(console: Console, number: int, step: Step) -> None:

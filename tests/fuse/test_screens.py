@@ -277,12 +277,32 @@ def test_the_tour(start: Start, size: tuple[int, int]) -> None:
         assert not walk.wraps("-S", "-")
         said = walk.said()
         shown = said[said.index(f"{number}/{len(tour.STEPS)} {step.title} {step.text} $ ") :]
-        # A path may be longer than a line.
-        shown = shown.replace(" ", "")
+        # A path may be longer than a line; a command goes on behind a backslash.
+        shown = shown.replace(" \\ ", "").replace(" ", "")
         for command in step.commands:
             assert f"${command}".replace(" ", "") in shown
         walk.press("Enter")
     assert walk.said().endswith(tour.END)
+    lines = walk.lines("-S", "-")
+    records = [at for at, line in enumerate(lines) if "(vfs_read+0x" in line or "<- vfs_read" in line]
+    assert len(records) >= 3
+    assert all(lines[at].startswith("    ") for at in records)
+    # At 80 columns and more.
+    assert size[0] < 80 or not any(line.endswith("\\") for line in lines)
+    bytes_ = r"original [0-9a-f ]+current"
+    assert re.search(rf"int3 {bytes_} cc .* optimized {bytes_} e9 ", walk.said())
+
+
+@pytest.mark.parametrize("width", [40, 80, None])
+def test_commands_of_the_tour_can_be_copied(width: int | None) -> None:
+    for command in (command for step in tour.STEPS for command in step.commands):
+        lines = list(tour.typed(command, width))
+        assert lines[0].startswith("$ ")
+        assert "\n".join(lines)[2:].replace(" \\\n   ", "") == command
+        assert width != 80 or len(lines) == 1
+        too_long = [line for line in lines if width is not None and len(line) > width]
+        # One word.
+        assert all(len(line.strip("$ \\").split()) == 1 or "'" in line for line in too_long)
 
 
 def test_progress_of_a_bench(start: Start) -> None:
