@@ -198,6 +198,8 @@ def main(argv: list[str] | None = None) -> int:
     if (options.output or options.module) and len(options.arch or ()) != 1:
         parser.error("--output and --module take one --arch")
     try:
+        if not SOURCE.is_dir():
+            raise BuildError("needs a checkout of kprobefs: the sources of its kernel aren't installed")
         if options.module:
             return write_module(options.arch[0], options.module.resolve())
         if options.output:
@@ -467,7 +469,8 @@ def _run(command: list[str]) -> None:
     environment = {**os.environ, "LC_ALL": "C", "SOURCE_DATE_EPOCH": "0"}
     result = subprocess.run(command, cwd=SOURCE, env=environment, capture_output=True, text=True, check=False)
     if result.returncode or result.stderr:
-        raise BuildError(f"{' '.join(command[:1])} {command[-3]}:\n{result.stderr}")
+        why = "" if result.returncode else " (warnings are errors)"
+        raise BuildError(f"{' '.join(command[:1])} {command[-3]}{why}:\n{result.stderr}")
 
 
 if __name__ == "__main__":

@@ -61,3 +61,22 @@ def test_a_changed_image_is_noticed(
     monkeypatch.setattr(build, "build", lambda _: build.Built(data, manifest["x86_64"]))
     assert build.main(["--check", "--arch", "x86_64"]) == 1
     assert "differ" in capsys.readouterr().out
+
+
+def test_without_the_sources_nothing_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As where the package is installed."""
+    monkeypatch.setattr(build, "SOURCE", tmp_path / "src")
+    assert build.main(["--arch", "x86_64", "--module", str(tmp_path)]) == 1
+    told = capsys.readouterr().err
+    assert told == "build: needs a checkout of kprobefs: the sources of its kernel aren't installed\n"
+
+
+def test_a_warning_is_an_error_and_says_so() -> None:
+    script = "echo 'x.c:1: warning: w' >&2; exit $0"
+    for status, head in (("0", "sh - (warnings are errors):"), ("1", "sh -:")):
+        command = ["sh", "-c", script, status, "-", "-o", "x.o"]
+        with pytest.raises(build.BuildError) as told:
+            build._run(command)
+        assert str(told.value).splitlines() == [head, "x.c:1: warning: w"]
