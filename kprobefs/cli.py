@@ -30,6 +30,13 @@ MAX_CPUS = 64
 FLAGS = ("noexec", "noatime", "sync", "dirsync")
 """Options that mounts of FUSE take from mount(8)."""
 SEED_LIMIT = 1 << 63
+BENCH_OPTIONS = {
+    "hit": ("arch", "hits", "rounds", "cpus"),
+    "kinds": ("arch", "hits", "rounds"),
+    "probes": ("arch", "rounds", "count"),
+    "return": ("arch", "hits", "rounds", "tasks", "cpus", "memory"),
+}
+"""What each of them measures by."""
 IMAGE = ("release", "source", "size")
 """What `images --json` tells of each."""
 
@@ -72,18 +79,35 @@ def _run_command(arguments: Sequence[str] | None, build: Builder | None) -> int:
     if "_ARGCOMPLETE" in os.environ:
         _complete(parser)
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if _is_of_mount_fuse(words):
+        from kprobefs import mount_helper
+
+        return mount_helper.main(words)
     behind: list[str] = []
     if words[:1] == ["trace"] and "--" in words:
         # argparse takes no options between two lists of words.
         at = words.index("--")
         words, behind = words[:at], words[at + 1 :]
     try:
-        parsed = parser.parse_args(words, argparse.Namespace(behind=behind))
+        parsed, further = parser.parse_known_args(words, argparse.Namespace(behind=behind))
+        if further:
+            raise Failure(f"unrecognized arguments: {' '.join(further)} ({parsed.prog} --help)", Exit.USAGE)
     except SystemExit as end:
         # --help and --version are done.
         return int(end.code or 0)
     command: Callable[[argparse.Namespace, Builder | None], int] = parsed.function
     return int(command(parsed, build))
+
+
+def _is_of_mount_fuse(words: Sequence[str]) -> bool:
+    """Whether mount.fuse(8) calls, which mount(8) does where there is no mount.fuse.kprobefs in /sbin.
+
+    Mirrors: mount.fuse.c (libfuse 3): SOURCE DIR -o OPTIONS, always with these two words.
+    """
+    if len(words) != 4 or words[2] != "-o":
+        return False
+    options = set(words[3].split(","))
+    return not options.isdisjoint({"dev", "nodev"}) and not options.isdisjoint({"suid", "nosuid"})
 
 
 def _complete(parser: argparse.ArgumentParser) -> None:
@@ -179,6 +203,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("-o", "--output", metavar="FILE", help="(default: standard output)")
     command.add_argument("--json", action="store_true", help="each record as a JSON object in a line")
     _add_machine_options(command)
+    command.usage = f"{command.prog} [OPTION...] PROBE [PROBE ...] -- CMD..."
     command.set_defaults(function=_trace)
 
     command = commands.add_parser("tour", help="a walk through probing, step by step, on a mount of its own")
@@ -261,6 +286,8 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_bench(commands)
     _add_coverage(commands)
+    for command in commands.choices.values():
+        command.set_defaults(prog=command.prog)
     return parser
 
 
@@ -287,15 +314,11 @@ def _add_coverage(commands: argparse._SubParsersAction[_Parser]) -> None:
 
 def _add_bench(commands: argparse._SubParsersAction[_Parser]) -> None:
     command = commands.add_parser("bench", help="measure what hits and probes cost here")
-    command.add_argument("what", choices=("hit", "kinds", "probes", "return"))
-    command.add_argument("--arch", default="x86_64", help="(default: %(default)s)")
-    command.add_argument(
-        "--hits", type=_count, default=20000, metavar="N", help="a round (default: %(default)s)"
-    )
-    command.add_argument("--rounds", type=_count, default=9, metavar="N", help="(default: %(default)s)")
-    command.add_argument(
-        "--count", type=_count, default=10000, metavar="N", help="how many probes (default: %(default)s)"
-    )
+    command.add_argument("what", choices=tuple(BENCH_OPTIONS), metavar="WHAT", help=", ".join(BENCH_OPTIONS))
+    command.add_argument("--arch", help="(default: x86_64)")
+    command.add_argument("--hits", type=_count, metavar="N", help="a round (default: 20000)")
+    command.add_argument("--rounds", type=_count, metavar="N", help="(default: 9)")
+    command.add_argument("--count", type=_count, metavar="N", help="probes: how many probes (default: 10000)")
     command.add_argument(
         "--tasks", type=_count, nargs="+", metavar="N", help="return: tasks in the hooked function"
     )
@@ -446,9 +469,13 @@ def _images(parsed: argparse.Namespace, build: Builder | None) -> int:
 
 def _load(parsed: argparse.Namespace, build: Builder | None) -> int:
     del build
-    from kprobefs import load
+    from kprobefs import dropins, load
 
-    failed = load.load(load.which_mount(parsed.mount), parsed.files)
+    directory = load.which_mount(parsed.mount)
+    if not parsed.files and not dropins.files():
+        # No warning: a daemon that begins with nothing doesn't tell of it.
+        print(f"nothing to load: no *.probes in {' '.join(map(shown, dropins.directories()))}")
+    failed = load.load(directory, parsed.files)
     _complain_of(failed)
     return Exit.FAILURE if failed else Exit.OK
 
@@ -584,6 +611,9 @@ def _bench(parsed: argparse.Namespace, build: Builder | None) -> int:
     del build
     from kprobefs import bench
 
+    _check_bench(parsed)
+    parsed.arch, parsed.hits = parsed.arch or bench.ARCHITECTURES[0], parsed.hits or 20000
+    parsed.rounds, parsed.count = parsed.rounds or 9, parsed.count or 10000
     if parsed.arch not in bench.ARCHITECTURES:
         raise Failure(f"bench: no figures for {parsed.arch}", Exit.USAGE)
     if parsed.what == "hit" and parsed.cpus:
@@ -608,6 +638,16 @@ def _bench(parsed: argparse.Namespace, build: Builder | None) -> int:
     else:
         bench.probes(parsed.arch, parsed.count, parsed.rounds, as_json=parsed.json)
     return Exit.OK
+
+
+def _check_bench(parsed: argparse.Namespace) -> None:
+    """Raises: Failure for an option that would change nothing."""
+    known = {name for names in BENCH_OPTIONS.values() for name in names}
+    taken = {"memory"} if parsed.memory and parsed.what == "return" else set(BENCH_OPTIONS[parsed.what])
+    for name in sorted(known - taken):
+        if getattr(parsed, name):
+            what = f"{parsed.what} --memory" if taken == {"memory"} else parsed.what
+            raise Failure(f"bench {what} takes no --{name} (kprobefs bench --help)", Exit.USAGE)
 
 
 def _coverage(parsed: argparse.Namespace, build: Builder | None) -> int:

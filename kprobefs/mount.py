@@ -272,7 +272,7 @@ def _check_directory(directory: str) -> None:
         if os.listdir(directory):
             raise Failure(f"{directory}: not empty; take an empty directory")
     except FileNotFoundError:
-        raise Failure(f"{directory}: no such directory (mkdir -p {directory})") from None
+        raise Failure(f"{directory}: no such directory (mkdir -p {directory}, or --mkdir)") from None
     except NotADirectoryError:
         raise Failure(f"{directory}: not a directory; take an empty directory") from None
     except OSError as error:

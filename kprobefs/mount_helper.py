@@ -57,10 +57,20 @@ def _options(text: str) -> list[str]:
     return found
 
 
-def main() -> int:
-    """Mount, and return when the mount answers; the exit status is one of mount(8)'s."""
+def _without_defaults(words: Sequence[str]) -> list[str]:
+    """Without the two options that mount.fuse(8) adds by itself, and that no mount of ours has."""
+    source, directory, _, options = words
+    kept = [word for word in options.split(",") if word not in ("dev", "suid")]
+    return [source, directory, "-o", ",".join(kept)]
+
+
+def main(of_mount_fuse: Sequence[str] | None = None) -> int:
+    """Mount, and return when the mount answers; the exit status is one of mount(8)'s.
+
+    `of_mount_fuse`: what mount.fuse(8) gives instead of mount(8).
+    """
     try:
-        words = arguments(sys.argv[1:])
+        words = arguments(sys.argv[1:] if of_mount_fuse is None else _without_defaults(of_mount_fuse))
     except ValueError as error:
         print(f"mount.fuse.kprobefs: {error}", file=sys.stderr)
         return WRONG_USAGE

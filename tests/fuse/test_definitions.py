@@ -423,6 +423,10 @@ def test_a_mount_begins_with_its_files(
             (tmp_path / "30.probes").write_text("p:two vfs_write\n")
             # What `systemctl reload` does.
             assert kprobefs("load", "--mount", str(directory), program=REAL_PROGRAM).returncode == 1
+            monkeypatch.setenv(dropins.VARIABLE, f"{tmp_path}/none:{tmp_path}/more")
+            nothing = kprobefs("load", "--mount", str(directory), program=REAL_PROGRAM)
+            expected = f"nothing to load: no *.probes in {tmp_path}/none {tmp_path}/more\n"
+            assert (nothing.returncode, nothing.stdout, nothing.stderr) == (0, expected, "")
             assert (directory / "tracing/events/kprobes/two").is_dir()
         finally:
             assert kprobefs("umount", str(directory)).returncode == 0

@@ -10,7 +10,7 @@ import subprocess
 import pytest
 
 from emulated_kernel.kernel import Kernel
-from kprobefs.cli import main
+from kprobefs.cli import BENCH_OPTIONS, main
 from kprobefs.failure import Exit
 from tests.fuse.harness import ROOT
 
@@ -53,6 +53,7 @@ def test_every_command_is_described(capsys: pytest.CaptureFixture[str]) -> None:
             assert "--help" in forms or synopsis & set(forms), (command, line)
         if choices := re.search(r" \{([a-z,]+)\}$", own.partition("\n\n")[0]):
             assert set(choices[1].split(",")) <= synopsis, (command, choices[1])
+    assert set(BENCH_OPTIONS) <= words("bench")
 
 
 def test_every_directory_is_in_the_synopsis() -> None:

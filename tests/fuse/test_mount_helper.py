@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from kprobefs import mount_helper
+from kprobefs.cli import main
+from kprobefs.failure import Exit
 from tests.fuse.harness import PROGRAM, ROOT, environment, kprobefs, needs_fuse
 
 
@@ -50,6 +52,39 @@ def test_what_fails_is_told_in_one_line(
     monkeypatch.setattr("sys.argv", ["mount.fuse.kprobefs", "none", "/nosuch", "-o", options])
     assert mount_helper.main() == status
     assert capsys.readouterr().err.count("\n") == 1
+
+
+OF_MOUNT_FUSE = {
+    "dev,suid": ("", mount_helper.FAILED),
+    "rw,arch=i386,noexec,dev,suid": ("--arch=i386 -o noexec", mount_helper.FAILED),
+    "nodev,nosuid": ("", mount_helper.FAILED),
+    "arch=z80,dev,suid": ("--arch=z80", mount_helper.WRONG_USAGE),
+}
+"""Options as mount.fuse3 3.14 gives them, the program's, and the status where there is no such place."""
+
+
+@pytest.mark.parametrize("options", OF_MOUNT_FUSE)
+def test_mount_fuse_calls_the_program_itself(
+    options: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It does where mount(8) finds no helper of ours in /sbin."""
+    words, status = OF_MOUNT_FUSE[options]
+    ran: list[list[str]] = []
+
+    def program(arguments: list[str]) -> int:
+        ran.append(arguments)
+        return main(arguments)
+
+    monkeypatch.setattr(mount_helper, "program", program)
+    assert main(["debugfs", "/no/such/place", "-o", options]) == status
+    assert ran == [["mount", *words.split(), "--", "/no/such/place"]]
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", ["munt /x", "munt /x -o noexec", "munt /x -o dev", "munt -o dev,suid"])
+def test_a_mistyped_command_is_one(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words.split()) == Exit.USAGE
+    assert "invalid choice: 'munt'" in capsys.readouterr().err
 
 
 @needs_fuse

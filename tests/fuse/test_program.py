@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from kprobefs import __version__
+from kprobefs.cli import main
 from kprobefs.failure import Exit
 from tests.fuse.harness import (
     PATIENCE,
@@ -96,6 +97,35 @@ class TestWithoutMount:
     )
     def test_wrong_usage(self, arguments: list[str]) -> None:
         assert kprobefs(*arguments).returncode == Exit.USAGE
+
+    @pytest.mark.parametrize(
+        ("arguments", "told"),
+        [
+            ("status a b", "unrecognized arguments: b (kprobefs status --help)"),
+            ("djprobe-analyze a b c", "unrecognized arguments: c (kprobefs djprobe-analyze --help)"),
+            ("bench nonsense", "argument WHAT: invalid choice: 'nonsense'"),
+            ("bench hit --memory", "bench hit takes no --memory (kprobefs bench --help)"),
+            ("bench hit --tasks 3", "bench hit takes no --tasks (kprobefs bench --help)"),
+            ("bench probes --tasks 3", "bench probes takes no --tasks (kprobefs bench --help)"),
+            ("bench probes --hits 3", "bench probes takes no --hits (kprobefs bench --help)"),
+            ("bench kinds --cpus 3", "bench kinds takes no --cpus (kprobefs bench --help)"),
+            ("bench return --count 3", "bench return takes no --count (kprobefs bench --help)"),
+            (
+                "bench return --memory --hits 3",
+                "bench return --memory takes no --hits (kprobefs bench --help)",
+            ),
+            ("mount /no/such/place", "mkdir -p /no/such/place, or --mkdir"),
+        ],
+    )
+    def test_it_is_told_what_is_wrong(
+        self, arguments: str, told: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(arguments.split()) == (Exit.FAILURE if "mount" in arguments else Exit.USAGE)
+        error = capsys.readouterr().err
+        assert (error.startswith("kprobefs: "), error.count("\n"), told in error) == (True, 1, True)
+
+    def test_usage_of_a_one_liner(self) -> None:
+        assert kprobefs("trace", "--help").stdout.splitlines()[0].endswith("PROBE [PROBE ...] -- CMD...")
 
     @needs_fuse
     @pytest.mark.parametrize("command", [["mount"], ["mount", "-f"], ["run"]], ids=" ".join)
