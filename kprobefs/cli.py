@@ -443,6 +443,10 @@ def _mount(parsed: argparse.Namespace, build: Builder | None) -> int:
     # Here too, so that the daemon isn't started in vain.
     mount.prepare(options.directory, make=parsed.mkdir, allow_other=options.allow_other)
     daemon.start_in_background(options, builder, log_file)
+    if options.state is not None:
+        from kprobefs.state_directory import told
+
+        _complain_of([f"--state {shown(options.state)}: {each}" for each in told(options.directory)])
     _complain_of(load.load(options.directory, []))
     return Exit.OK
 

@@ -31,7 +31,7 @@ from kprobefs.counters import Counts, counts, set_counts
 from kprobefs.failure import shown
 from kprobefs.journal import Entry, Journal
 from kprobefs.replay import Replay
-from kprobefs.state_directory import StateDirectory
+from kprobefs.state_directory import TROUBLE, UNKEPT, StateDirectory
 
 log = logging.getLogger("kprobefs")
 
@@ -103,12 +103,15 @@ class KeptState(ChangeWatcher):
         self._again_at = 0.0
         """When it may be tried to keep all again."""
         self._found = "nothing"
+        self._troubles: list[str] = []
+        """What was wrong with what an earlier daemon has left."""
 
     def text(self) -> Iterator[str]:
         """What machine/state shows."""
         yield f"directory {shown(str(self._directory.path))}\n"
-        yield f"kept {f'no: {self._failure}' if self._failure else 'yes'}\n"
+        yield f"{UNKEPT}: {self._failure}\n" if self._failure else "kept yes\n"
         yield f"last {self._found}\n"
+        yield from (f"{TROUBLE}{trouble}\n" for trouble in self._troubles)
 
     # What the daemon before has left
 
@@ -131,7 +134,7 @@ class KeptState(ChangeWatcher):
         if head.get("kprobefs state") != VERSION:
             raise Damaged(f"of version {head.get('kprobefs state')!r}; this program reads {VERSION}")
         if text.lost:
-            self._complain(f"the journal's last {text.lost} bytes make no sense: aside.journal has all")
+            self._trouble(f"the journal's last {text.lost} bytes make no sense: aside.journal has all of it")
             with suppress(OSError):
                 self._directory.copy_aside(self._directory.journal)
         is_same = head["kernel"] == fingerprint(kernel)
@@ -139,7 +142,7 @@ class KeptState(ChangeWatcher):
         replay = Replay(tree, Client(os.getpid(), tree.owner.uid, tree.owner.gid))
         with events.keeping(_ids(text.entries)) if is_same else nullcontext():
             for told in replay.run(text.entries):
-                self._complain(told)
+                self._trouble(told)
         known: Counts = {}
         for entry in text.entries:
             known |= entry.get("counts", {})
@@ -151,11 +154,10 @@ class KeptState(ChangeWatcher):
     def _find_records(self, kernel: Kernel, entries: list[Entry], *, is_same: bool) -> None:
         head, path = entries[0], self._directory.path / entries[0]["records"]
         if path not in self._directory.records():
-            self._complain(f"{path.name}: the records are gone")
+            self._trouble(f"{path.name}: the records are gone")
             return
         if not is_same:
-            self._complain(f"{path.name}: records of another kernel, {head['kernel']}")
-            self._directory.set_aside(path)
+            self._set_aside(f"{path.name}: records of another kernel, {head['kernel']}", path)
             return
         places: list[last_records.ArrayPlace] = []
         for entry in entries:
@@ -165,21 +167,26 @@ class KeptState(ChangeWatcher):
             with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
                 found, cmdlines = last_records.read_records(file, kernel, places, head["names"])
         except (OSError, ValueError) as error:
-            self._complain(f"{path.name}: {error}")
-            self._directory.set_aside(path)
+            self._set_aside(f"{path.name}: {error}", path)
             return
         refused = last_records.show(kernel, found, cmdlines)
-        for name, reason in refused.items():
-            self._complain(f"{path.name}: instances/{name}: {reason}")
         if refused:
-            self._directory.set_aside(path)
+            why = ", ".join(f"instances/{name}: {reason}" for name, reason in refused.items())
+            self._set_aside(f"{path.name}: {why}", path)
         self._found = f"{len(found)} records, {found.torn} torn"
 
     def refuse(self, reason: Exception) -> None:
         """What is there can't be used: begin anew."""
-        files = (self._directory.journal, *self._directory.records())
-        self._complain(f"{reason}: set aside as aside.*")
-        self._directory.set_aside(*files)
+        self._set_aside(str(reason), self._directory.journal, *self._directory.records())
+
+    def _set_aside(self, why: str, *paths: Path) -> None:
+        names = self._directory.set_aside(*paths)
+        self._trouble(f"{why}: set aside as {', '.join(names)}" if names else why)
+
+    def _trouble(self, message: str) -> None:
+        """Whoever mounts is told too."""
+        self._troubles.append(shown(" ".join(message.split())))
+        self._complain(message)
 
     def _complain(self, message: str) -> None:
         log.warning("state in %s: %s", shown(str(self._directory.path)), shown(message))

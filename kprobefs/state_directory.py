@@ -17,7 +17,20 @@ LOCK_PAUSE = 0.05
 """Seconds: a daemon that was killed has it until its memory is freed."""
 ATTEMPTS = 3
 """Starts that may end in the middle of bringing a state back; the next one does without it."""
+TROUBLE, UNKEPT = "trouble ", "kept no"
+"""How lines of machine/state begin that whoever mounts is told."""
 _RECORDS = re.compile(r"records\.([0-9]{1,9})")
+
+
+def told(directory: str) -> list[str]:
+    """What whoever mounts there should know: what couldn't be used, and why nothing is kept."""
+    from kprobefs.files import beside
+
+    with suppress(OSError):
+        text = (beside(directory) / "machine" / "state").read_text("utf-8", "surrogateescape")
+        lines = [line for line in text.splitlines() if line.startswith((TROUBLE, UNKEPT))]
+        return [line.removeprefix(TROUBLE) for line in lines]
+    return []
 
 
 class Attempts:
@@ -88,11 +101,16 @@ class StateDirectory:
         os.close(os.open(path, flags, 0o600))
         return open(path, "r+b", buffering=0)
 
-    def set_aside(self, *paths: Path) -> None:
-        """Keep files that can't be used, for whoever wants to look at them: of each kind the latest."""
+    def set_aside(self, *paths: Path) -> list[str]:
+        """Keep files that can't be used, for whoever wants to look at them: of each kind the latest.
+
+        Returns the names that they have now.
+        """
+        kept = {}
         for path in paths:
             with suppress(OSError):
-                path.rename(self.path / f"aside.{path.name.partition('.')[0]}")
+                kept[path.rename(self.path / f"aside.{path.name.partition('.')[0]}").name] = True
+        return list(kept)
 
     def copy_aside(self, path: Path) -> None:
         """The same, with the file where it is. Raises: OSError."""

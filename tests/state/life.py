@@ -64,6 +64,10 @@ class Run:
     def found(self) -> str:
         return self.read("/machine/state").splitlines()[2].removeprefix("last ")
 
+    def troubles(self) -> list[str]:
+        """What machine/state says was wrong with what was left."""
+        return [line.removeprefix("trouble ") for line in self.read("/machine/state").splitlines()[3:]]
+
     def die(self) -> None:
         """As kill -9: nothing is written any more."""
         self.mount.watcher = None

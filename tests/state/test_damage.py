@@ -59,6 +59,8 @@ def test_a_damaged_journal(
     assert "aside" in caplog.text
     run.write("/kprobe_events", "p:new vfs_open\n", os.O_WRONLY | os.O_APPEND)
     assert (copied / "aside.journal").exists() or (copied / "aside.journal").is_symlink()
+    (trouble,) = run.troubles()
+    assert "aside.journal" in trouble
     run.die()
     again = Run(copied)
     assert "p:kprobes/new vfs_open\n" in again.read("/kprobe_events")
@@ -76,6 +78,12 @@ def test_damaged_records(
     assert run.read("/kprobe_events").startswith("p:kprobes/reads vfs_read")
     assert not run.records("/tracing/instances/last")
     assert records_of(copied).name in caplog.text
+    for trouble in run.troubles():
+        assert trouble.startswith("records.")
+        assert ("set aside as aside.records" in trouble) == (copied / "aside.records").is_symlink() or (
+            copied / "aside.records"
+        ).exists()
+    assert run.troubles() or "torn" in run.found()
     run.end()
     caplog.clear()
 

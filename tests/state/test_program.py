@@ -53,6 +53,26 @@ def test_kill_and_start_again(directory: Path, place: Path, layout: str) -> None
         assert not running.log.count("state in")
 
 
+@needs_fuse
+@pytest.mark.mounted
+def test_what_is_damaged_is_told_by_mount(directory: Path, place: Path) -> None:
+    def mounted(layout: str) -> str:
+        options = ("--state", str(place), "--layout", layout)
+        done = kprobefs("mount", *options, str(directory), program=REAL_PROGRAM)
+        machine = directory / (".control" if layout == "tracefs" else "") / "machine"
+        state = (machine / "state").read_text()
+        assert done.returncode == Exit.OK
+        assert kprobefs("umount", str(directory), program=REAL_PROGRAM).returncode == Exit.OK
+        assert state.startswith(f"directory {place}\nkept yes\nlast nothing\n")
+        return f"{done.stderr}{''.join(state.splitlines(keepends=True)[3:])}"
+
+    assert mounted("full") == ""
+    for layout in ("full", "tracefs"):
+        (place / "journal").write_text("junk\n")
+        why = "no journal of kprobefs: set aside as aside.journal, aside.records"
+        assert mounted(layout) == f"kprobefs: --state {place}: {why}\ntrouble {why}\n"
+
+
 def test_a_kernel_of_a_distribution_keeps_none(
     directory: Path, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
