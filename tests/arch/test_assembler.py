@@ -138,6 +138,15 @@ REFUSED = {
         "rdtsc": "general registers",
         "jmp ecx": "",
     },
+    ("i386",): {
+        "nop; inc qword ptr [a]": "column 6: 'inc qword ptr [a]': qword ptr: the instruction has 4 bytes",
+        "mov QWORD PTR [a], 5": "QWORD PTR: the instruction has 4 bytes",
+        "shl qword ptr [ecx], 1": "has 4 bytes",
+        "bt qword ptr [a], 3": "has 4 bytes",
+        "neg mmword ptr [a]": "has 4 bytes",
+        "test qword ptr [a + 0], 1": "has 4 bytes",
+        "cmpxchg16b xmmword ptr [ecx]": "has 8 bytes",
+    },
     ("x86_64",): {
         "mov rax, [rdi + 0x100000008]": "doesn't fit",
         "mov [rdi*8 + 0x180000008], rax": "doesn't fit",

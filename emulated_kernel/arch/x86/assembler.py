@@ -27,6 +27,9 @@ _HEXADECIMAL = re.compile(r"0x[0-9a-fA-F]+")
 _REGISTER = re.compile(
     r"[re]?([abcd]x|[sd]i|[sb]p|ip)|[abcd][hl]|(si|di|sp|bp)l|r\d+[dwb]?|[c-gs]s|[cd]r\d+|st|[xyz]?mm\d+"
 )
+_SIZE = re.compile(r"(?i)\b([a-z]+)\s+ptr\b")
+_SIZES = {"byte": 1, "word": 2, "dword": 4, "qword": 8, "mmword": 8, "xmmword": 16}
+"""Bytes."""
 _IP = re.compile(r"(?i)\b[re]?ip\b")
 _FEATURES = (
     "INTEL8086", "INTEL186", "INTEL286", "INTEL386", "INTEL486", "X64", "CX8", "CMPXCHG16B", "CMOV", "POPCNT",
@@ -85,6 +88,7 @@ class X86Assembler(Assembler):
             raise statement.refused(
                 "jumps lead to labels of the text, and addresses don't depend on the handler's"
             )
+        self._check_size(statement, insn)
         self._check_number(statement, text, insn)
         if memory is not None and cell is None:
             self._check_displacement(statement, text, insn)
@@ -122,6 +126,14 @@ class X86Assembler(Assembler):
         from iced_x86 import Decoder
 
         return Decoder(self._bits, code, ip=at)
+
+    def _check_size(self, statement: Statement, insn: Any) -> None:
+        """The memory operand is as large as was written: keystone takes for i386 what 64 bits alone have."""
+        written, size = _SIZE.search(statement.text), _memory_size(insn)
+        if written is not None and size and _SIZES.get(written[1].lower()) != size:
+            raise statement.refused(
+                f"{written[0]}: the instruction has {size} bytes of memory as its operand here"
+            )
 
     def _check_number(self, statement: Statement, text: str, insn: Any) -> None:
         """An immediate is the number that was written, or the instruction has no room for that."""
