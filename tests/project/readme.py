@@ -5,6 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from emulated_kernel.image.kallsyms import Kallsyms
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 
@@ -32,6 +36,21 @@ class Step:
 def blocks(info: str, document: Path = README) -> list[str]:
     """The bodies of a document's blocks that are fenced with exactly this info string."""
     return [match["body"] for match in _FENCE.finditer(document.read_text()) if match["info"] == info]
+
+
+def of_image(text: str, symbols: Kallsyms) -> str:
+    """A text with the addresses and sizes that this image's functions have, where it tells some."""
+
+    def addressed(match: re.Match[str]) -> str:
+        address = symbols.lookup_name(match["name"])
+        return match[0] if address is None else f"{address:016x}{match['between']}{match['name']}"
+
+    def sized(match: re.Match[str]) -> str:
+        found = symbols.by_name(match["name"])
+        return f"{match['name']}+{match['offset']}/{found[0].size:#x}" if found else match[0]
+
+    text = re.sub(r"\bffffffff[0-9a-f]{8}(?P<between>  [kr]  | [tT] )(?P<name>\w+)", addressed, text)
+    return re.sub(r"\b(?P<name>\w+)\+(?P<offset>0x[0-9a-f]+)/0x[0-9a-f]+", sized, text)
 
 
 def steps(body: str) -> list[Step]:

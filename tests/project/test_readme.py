@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.project.readme import README, Step, blocks, normalise, steps
+from emulated_kernel.kernel import Kernel
+from tests.project.readme import README, Step, blocks, normalise, of_image, steps
 
 KPROBEFS = Path(sys.executable).with_name("kprobefs")
 EXAMPLES, FIRST, OWN, ASSEMBLY = (
@@ -69,6 +70,34 @@ def test_ones_own_module_and_image(tmp_path: Path) -> None:
     )
     for step, output in zip(session, done.stdout.split(MARK), strict=False):
         assert normalise(output) == normalise(step.output), step.command
+
+
+@pytest.mark.parametrize("page", [README, FIRST, EXAMPLES], ids=lambda page: page.stem)
+def test_addresses_and_sizes_are_of_this_image(page: Path) -> None:
+    """They change with each build of the image: what stands on the right is what to write."""
+    with Kernel() as kernel:
+        for body in blocks("console mounted", page):
+            for line in body.splitlines():
+                assert line == of_image(line, kernel.image.kallsyms)
+
+
+def test_the_memory_that_the_kernel_has_is_told() -> None:
+    with Kernel() as kernel:
+        (known,) = [line for line in map(str, kernel.guest.messages()) if "K available" in line]
+        mebibytes = int(re.findall(r"/(\d+)K available", known)[0]) >> 10
+        told = f"{kernel.config.ram_size >> 20} MiB ({mebibytes} MiB that it knows of"
+    assert f"RAM is {told}" in " ".join((README.parent / "docs/security.md").read_text().split())
+
+
+def test_a_sample_of_another_image_is_found() -> None:
+    with Kernel() as kernel:
+        symbols = kernel.image.kallsyms
+        [function] = symbols.by_name("vfs_read")
+        assert of_image("ffffffff81000000  k  vfs_read+0x0    [FTRACE]", symbols) == (
+            f"{function.address:x}  k  vfs_read+0x0    [FTRACE]"
+        )
+        assert of_image("ffffffff81000000 T vfs_read", symbols) == f"{function.address:x} T vfs_read"
+        assert of_image("(vfs_read+0x3/0x7777)", symbols) == f"(vfs_read+0x3/{function.size:#x})"
 
 
 def test_it_begins_with_what_a_new_user_does() -> None:
