@@ -155,26 +155,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     command = commands.add_parser("mount", help="mount on an empty directory; returns when the mount answers")
-    command.add_argument("directory", metavar="DIR")
-    command.add_argument(
-        "-f", "--foreground", action="store_true", help="serve in this process until a signal"
-    )
-    command.add_argument("--log", metavar="FILE", help="write the daemon's log there")
-    command.add_argument("--mkdir", action="store_true", help="make the directory where there is none")
-    command.add_argument(
-        "-o",
-        action="append",
-        choices=FLAGS,
-        default=[],
-        dest="flags",
-        help="as mount(8)'s option of that name; more than once",
-    )
-    command.add_argument(
-        "--state",
-        metavar="DIR",
-        help="keep probes and records there: the next daemon has the probes, and instances/last the records",
-    )
-    _add_machine_options(command)
+    _add_mount_arguments(command)
     command.set_defaults(function=_mount)
 
     command = commands.add_parser("umount", help="end the daemon of a mount, and unmount")
@@ -256,7 +237,7 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("save", help="write what is defined and switched on, for load")
     _add_mount_option(command)
-    command.add_argument("file", metavar="FILE", nargs="?", help="(default: standard output)")
+    command.add_argument("file", metavar="FILE", nargs="?", help="(default: standard output, as -)")
     command.set_defaults(function=_save)
 
     command = commands.add_parser("install-service", help="put the units where systemd finds them")
@@ -289,6 +270,36 @@ def _parser() -> argparse.ArgumentParser:
     for command in commands.choices.values():
         command.set_defaults(prog=command.prog)
     return parser
+
+
+def mount_parser() -> argparse.ArgumentParser:
+    """What `kprobefs mount` takes."""
+    parser = _Parser(prog="kprobefs mount", add_help=False)
+    _add_mount_arguments(parser)
+    return parser
+
+
+def _add_mount_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("directory", metavar="DIR")
+    command.add_argument(
+        "-f", "--foreground", action="store_true", help="serve in this process until a signal"
+    )
+    command.add_argument("--log", metavar="FILE", help="write the daemon's log there")
+    command.add_argument("--mkdir", action="store_true", help="make the directory where there is none")
+    command.add_argument(
+        "-o",
+        action="append",
+        choices=FLAGS,
+        default=[],
+        dest="flags",
+        help="as mount(8)'s option of that name; more than once",
+    )
+    command.add_argument(
+        "--state",
+        metavar="DIR",
+        help="keep probes and records there: the next daemon has the probes, and instances/last the records",
+    )
+    _add_machine_options(command)
 
 
 def _add_mount_option(command: argparse.ArgumentParser) -> None:
@@ -491,7 +502,7 @@ def _save(parsed: argparse.Namespace, build: Builder | None) -> int:
     from kprobefs import load
 
     text = load.saved(load.which_mount(parsed.mount))
-    if parsed.file:
+    if parsed.file not in (None, "-"):
         Path(parsed.file).write_bytes(text)
     else:
         sys.stdout.flush()

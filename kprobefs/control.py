@@ -72,9 +72,7 @@ def reboot(directory: str) -> None:
     """Boot the kernel of a mount anew. Raises: Failure; OSError where it can't be booted."""
     if _mounted_on(directory) is None:
         raise Failure(f"{directory}: kprobefs isn't mounted there", Exit.NOT_MOUNTED)
-    condition = mount.condition(directory)
-    if condition in (MountState.HUNG, MountState.DEAD):
-        raise Failure(f"{directory}: {condition.value}", condition.status)
+    mount.check_answers(directory)
     from kprobefs.files import beside
 
     try:

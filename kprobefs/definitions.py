@@ -174,7 +174,20 @@ class Loader:
             switch = f"{place}events/{event}/enable"
             if self._files.exists(self._path(switch)):
                 self._write(switch, "0", None)
-        self._write("dynamic_events", f"-:{event}", None)
+        try:
+            self._write("dynamic_events", f"-:{event}", None)
+        except Refused as refused:
+            # Linux: a trigger that counts by an event's fields keeps it.
+            triggers = list(self._triggers(event))
+            raise Refused(f"{refused}: {'; '.join(triggers)}" if triggers else str(refused)) from None
+
+    def _triggers(self, event: str) -> Iterator[str]:
+        """What an event's triggers are, with the files that take them away again."""
+        instances = self._files.directories(f"{self._tracefs}instances")
+        for place in ("", *(f"instances/{name}/" for name in sorted(instances))):
+            file = f"{place}events/{event}/trigger"
+            if self._files.exists(self._path(file)):
+                yield from (f"{file} has {each}" for each in saved_triggers(self._read(file)))
 
     def _set(self, name: str, value: str, column: int) -> None:
         path = _unescaped(name)

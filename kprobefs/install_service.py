@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -22,13 +23,22 @@ def install(root: str, *, user: bool) -> list[str]:
 
     Raises: Failure, OSError.
     """
-    if user:
+    is_here = root == "/"
+    if user and not is_here:
+        # Packages and images have no user: their units are all users'.
+        directory = Path(root, "etc/systemd/user")
+    elif user:
         config = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
-        directory = Path(root, config.lstrip("/"), "systemd/user")
+        directory = Path(config, "systemd/user")
     else:
         directory = Path(root, "etc/systemd/system")
     done = []
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        _check_writable(directory)
+    except PermissionError:
+        way = "" if user else "--user, or as root"
+        raise Failure(f"{directory}: {os.strerror(errno.EACCES)}{way and f': {way}'}") from None
     for unit in USER_UNITS if user else SYSTEM_UNITS:
         text = _units().joinpath(unit).read_text("utf-8")
         for program in PROGRAMS:
@@ -38,10 +48,18 @@ def install(root: str, *, user: bool) -> list[str]:
         done.append(f"wrote {path}")
     scope = ["--user"] if user else []
     systemctl = " ".join(["systemctl", *scope])
-    if root == "/" and shutil.which("systemctl") and os.path.isdir("/run/systemd/system"):
+    if not is_here:
+        return [*done, f"enable it: systemctl {'--global ' if user else ''}--root={root} enable kprobefs"]
+    if shutil.which("systemctl") and os.path.isdir("/run/systemd/system"):
         result = subprocess.run(["systemctl", *scope, "daemon-reload"], capture_output=True, check=False)
         done += [] if result.returncode == 0 else [f"next: {systemctl} daemon-reload"]
     return [*done, f"start it: {systemctl} enable --now kprobefs"]
+
+
+def _check_writable(directory: Path) -> None:
+    """Raises: PermissionError."""
+    if not os.access(directory, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
 def _units() -> Path:

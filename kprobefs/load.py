@@ -34,9 +34,7 @@ def which_mount(named: str | None) -> str:
         if len(found) != 1:
             raise Failure("which mount? --mount DIR" if found else "nothing is mounted", Exit.NOT_MOUNTED)
         [directory] = found
-    condition = mount.condition(directory)
-    if condition in (mount.MountState.HUNG, mount.MountState.DEAD):
-        raise Failure(f"{directory}: {condition.value}", condition.status)
+    mount.check_answers(directory)
     return directory
 
 

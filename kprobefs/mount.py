@@ -138,6 +138,20 @@ def condition(directory: str) -> MountState:
     return conditions([directory])[directory]
 
 
+def check_answers(directory: str) -> None:
+    """Raises: Failure where the daemon of a mount of ours hangs or is gone."""
+    found = condition(directory)
+    if found is MountState.DEAD:
+        raise Failure(f"{directory}: its daemon is gone (kprobefs umount {directory})", found.status)
+    if found is MountState.HUNG:
+        from kprobefs.registry import known
+
+        with known(directory) as daemon:
+            stopped = daemon.daemon.pid if daemon is not None and daemon.is_stopped else None
+        way = f"is stopped (kill -CONT {stopped})" if stopped else "doesn't answer"
+        raise Failure(f"{directory}: hung: its daemon {way}; or kprobefs umount --force", found.status)
+
+
 class _Question:
     """A process that asks a mount how it is."""
 

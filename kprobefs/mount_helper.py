@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from kprobefs.cli import FLAGS
+from kprobefs.cli import FLAGS, mount_parser
 from kprobefs.cli import main as program
-from kprobefs.failure import Exit
+from kprobefs.failure import Exit, Failure
 
 USAGE = "usage: mount.fuse.kprobefs SOURCE DIR [-sfnv] [-o OPTION[=VALUE],...]"
 WRONG_USAGE, FAILED = 1, 32
@@ -17,6 +17,12 @@ NOT_OURS = frozenset(
     atime relatime norelatime strictatime diratime nodiratime lazytime nolazytime silent loud""".split()  # noqa: SIM905
 )
 """Options that are mount(8)'s own, or that a mount of FUSE has anyhow."""
+REFUSED = {
+    "ro": "the files are there to be written: a mount for its owner alone, or files' modes, keep others out",
+    "suid": "mounts of FUSE are nosuid",
+    "dev": "mounts of FUSE are nodev",
+}
+"""Options of mount(8) that a mount can't have, and why."""
 USERSPACE = ("x-", "X-", "comment=")
 """How options begin that are for others to read in fstab."""
 
@@ -52,9 +58,22 @@ def _options(text: str) -> list[str]:
         name, equals, value = word.partition("=")
         if word in FLAGS:
             found += ["-o", word]
+        elif name in REFUSED:
+            raise ValueError(f"-o {name}: {REFUSED[name]}")
         elif name and name not in NOT_OURS and not word.startswith(USERSPACE):
-            found.append(f"--{name.replace('_', '-')}{equals}{value}")
+            option = f"--{name.replace('_', '-')}{equals}{value}"
+            if _is_unknown(option):
+                raise ValueError(f"-o {name}: no such option: mount.fuse.kprobefs(8) has those there are")
+            found.append(option)
     return found
+
+
+def _is_unknown(option: str) -> bool:
+    """Whether `kprobefs mount` has none of that name; wrong values it tells of itself."""
+    try:
+        return bool(mount_parser().parse_known_args([option, "--", "/"])[1])
+    except Failure:
+        return False
 
 
 def _without_defaults(words: Sequence[str]) -> list[str]:

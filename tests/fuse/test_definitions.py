@@ -369,6 +369,37 @@ def test_a_changed_definition_begins_anew(served: Daemon, tmp_path: Path) -> Non
 
 @needs_fuse
 @pytest.mark.mounted
+@pytest.mark.parametrize("place", ["", "instances/i/"])
+def test_a_definition_that_a_trigger_keeps(served: Daemon, tmp_path: Path, place: str) -> None:
+    file, trigger = tmp_path / "a.probes", f"{place}events/kprobes/kept/trigger"
+    file.write_text(f"p:kept vfs_read\n{trigger} = hist:keys=common_pid\n")
+    assert command("load", served, str(file)).returncode == 0
+    file.write_text("p:kept vfs_write\n")
+    result = command("load", served, str(file))
+    assert result.returncode == Exit.FAILURE
+    told, line = result.stderr.splitlines()
+    busy = f"kprobefs: {file}:1: Device or resource busy: {trigger} has hist:keys=common_pid:vals=hitcount"
+    assert told.startswith(busy)
+    assert line.strip() == "p:kept vfs_write"
+    assert Path(served.path("tracing/dynamic_events")).read_text() == "p:kprobes/kept vfs_read\n"
+    # What stands in the way is what the line says.
+    Path(served.path("tracing", trigger)).write_text(f"!{told.partition(' has ')[2]}\n")
+    assert command("load", served, str(file)).returncode == 0
+    if place:
+        os.rmdir(served.path("tracing/instances/i"))
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_standard_output_is_a_minus(served: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    saved = command("save", served, "-")
+    assert (saved.returncode, saved.stdout) == (0, command("save", served).stdout)
+    assert not list(tmp_path.glob("-"))
+
+
+@needs_fuse
+@pytest.mark.mounted
 def test_what_is_so_already_stays(served: Daemon, tmp_path: Path) -> None:
     file, tracing = tmp_path / "a.probes", Path(served.path("tracing"))
     file.write_text("trace_clock = local\nset_ftrace_filter = vfs_l*:traceoff:3\n")

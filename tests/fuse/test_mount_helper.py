@@ -87,6 +87,25 @@ def test_a_mistyped_command_is_one(words: str, capsys: pytest.CaptureFixture[str
     assert "invalid choice: 'munt'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("option", "why"),
+    [
+        ("ro", "-o ro: the files are there to be written"),
+        ("suid", "-o suid: mounts of FUSE are nosuid"),
+        ("dev", "-o dev: mounts of FUSE are nodev"),
+        ("cpu_count=4", "-o cpu_count: no such option"),
+        ("help", "-o help: no such option"),
+        ("arch=z80", "argument --arch: invalid choice: 'z80'"),
+    ],
+)
+def test_an_option_is_told_in_the_words_of_mount(
+    option: str, why: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["mount.fuse.kprobefs", "none", "/nosuch", "-o", option])
+    assert mount_helper.main() == mount_helper.WRONG_USAGE
+    assert why in capsys.readouterr().err
+
+
 @needs_fuse
 @pytest.mark.mounted
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may call mount(8) so")

@@ -70,6 +70,12 @@ def test_a_stopped_daemon(mounted: Daemon) -> None:
         assert (result.returncode, "is stopped" in result.stderr) == (Exit.HUNG, True)
         assert f"kill -CONT {mounted.process.pid})" in result.stderr
         assert is_mounted(mounted.directory)
+        for words in (["reboot", directory], ["save", "--mount", directory], ["top", directory]):
+            result = kprobefs(*words)
+            assert result.returncode == Exit.HUNG
+            assert (
+                f"is stopped (kill -CONT {mounted.process.pid}); or kprobefs umount --force" in result.stderr
+            )
         # What was asked for before happens when it goes on.
     assert mounted.process.wait(PATIENCE) == 0
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from kprobefs import install_service
+from kprobefs.failure import Failure
 from tests.fuse.harness import REAL_PROGRAM, ROOT, eventually, kprobefs, needs_fuse
 
 UNITS = ROOT / "systemd"
@@ -363,14 +364,14 @@ class TestInstallService:
         program.chmod(0o755)
         monkeypatch.setattr(sys, "argv", [str(program)])
         done = install_service.install(str(tmp_path), user=scope == "user")
-        below = "home/x/.config/systemd/user" if scope == "user" else "etc/systemd/system"
+        below = f"etc/systemd/{scope}"
         written = sorted((tmp_path / below).iterdir())
         names = {
             "user": ["kprobefs.service"],
             "system": ["kprobefs.service", "kprobefs@.service"],
         }
         assert [path.name for path in written] == names[scope]
-        assert done[-1].endswith("enable --now kprobefs")
+        assert done[-1].endswith(f"--root={tmp_path} enable kprobefs")
         for path in written:
             commands = re.findall(r"^Exec\w+=(.*)", path.read_text(), re.M)
             assert len(commands) == 3
@@ -387,6 +388,26 @@ class TestInstallService:
                     check=False,
                 )
                 assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+    def test_ones_own_manager(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+        monkeypatch.setattr(shutil, "which", lambda _name: None)
+        assert install_service.install("/", user=True) == [
+            f"wrote {tmp_path}/systemd/user/kprobefs.service",
+            "start it: systemctl --user enable --now kprobefs",
+        ]
+
+    @pytest.mark.parametrize("scope", ["system", "user"])
+    def test_where_one_may_not_write(
+        self, scope: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(os, "access", lambda _path, _mode: False)
+        directory, way = (
+            tmp_path / f"etc/systemd/{scope}",
+            {"system": ": --user, or as root", "user": ""}[scope],
+        )
+        with pytest.raises(Failure, match=f"^{directory}: Permission denied{way}$"):
+            install_service.install(str(tmp_path), user=scope == "user")
 
     def test_the_command(self, tmp_path: Path) -> None:
         result = kprobefs("install-service", "--root", str(tmp_path), program=REAL_PROGRAM)
