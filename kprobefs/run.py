@@ -20,7 +20,7 @@ from kprobefs import daemon, mount
 from kprobefs.failure import Exit, Failure
 from kprobefs.heartbeat import PR_SET_PDEATHSIG
 from kprobefs.options import Builder, MountOptions
-from kprobefs.trace import OneLiner
+from kprobefs.trace import OneLiner, tell_of_results
 
 END_TIMEOUT = 5.0
 """Seconds that the daemon may take to end before it is killed."""
@@ -51,7 +51,10 @@ def run(
         directory = f"{base}/mnt"
         if as_system:
             runner.environment = as_system_places.lay_over(directory, base)
-        return runner.run(directory, tracing)
+        status = runner.run(directory, tracing)
+        if tracing is not None:
+            tell_of_results(base / "mnt" / "scratch")
+        return status
 
 
 @contextmanager

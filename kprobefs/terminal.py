@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import sys
 import termios
@@ -16,8 +17,25 @@ if TYPE_CHECKING:
 
 ESCAPE_TIMEOUT = 0.05
 """Seconds in which the rest of an escape sequence follows its first byte."""
-KEYS = {"\x1b[A": "up", "\x1b[B": "down", "\x1bOA": "up", "\x1bOB": "down", "\x1b": "escape", "\r": "\n"}
+KEYS = {
+    "\x1b[A": "up",
+    "\x1bOA": "up",
+    "\x1b[B": "down",
+    "\x1bOB": "down",
+    "\x1b[5~": "page up",
+    "\x1b[6~": "page down",
+    "\x1b[H": "home",
+    "\x1bOH": "home",
+    "\x1b[1~": "home",
+    "\x1b[F": "end",
+    "\x1bOF": "end",
+    "\x1b[4~": "end",
+    "\x1b": "escape",
+    "\r": "\n",
+}
 """What some keys send."""
+_SEQUENCE = re.compile(rb"\x1b(?:O.|\[[0-?]*[ -/]*[@-~]|[^O\[])|.{16,}", re.DOTALL)
+"""Mirrors: ECMA-48, control sequences; no longer than any key's."""
 
 
 def is_interactive(stream: TextIO) -> bool:
@@ -91,7 +109,7 @@ def key(timeout: float) -> str:
     if not pressed:
         return "q"
     if pressed == b"\x1b":
-        while len(pressed) < 3 and select.select([sys.stdin], [], [], ESCAPE_TIMEOUT)[0]:
+        while not _SEQUENCE.fullmatch(pressed) and select.select([sys.stdin], [], [], ESCAPE_TIMEOUT)[0]:
             pressed += os.read(sys.stdin.fileno(), 1)
     text = pressed.decode("ascii", "replace")
     return KEYS.get(text, text)

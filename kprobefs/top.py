@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from emulated_kernel.dataclass import dataclass
-from kprobefs import terminal
-from kprobefs.failure import Failure, shown
+from kprobefs import mount, terminal
+from kprobefs.failure import Exit, Failure, shown
 from kprobefs.files import beside
+from kprobefs.mount import MountState
 
 if TYPE_CHECKING:
     from rich.console import Console, Group, RenderableType
@@ -34,6 +35,7 @@ MORE_KEYS = "? all keys"
 KEYS = (
     ("q", "quit"),
     ("up down, j k", "choose a probe"),
+    ("pgup pgdn", "by a screen; home, end"),
     ("enter", "open it"),
     ("escape", "back to the list"),
     ("e", "enable or disable it"),
@@ -42,6 +44,7 @@ KEYS = (
     ("r", "reverse the order"),
     ("?", "these keys"),
 )
+UNANSWERED = (MountState.HUNG, MountState.BUSY)
 REASON_LINES = 3
 """That a reason takes below the list at most."""
 MODE_COLOURS = {"optimized": "green", "ftrace": "green", "boosted": "cyan", "int3": "yellow", "gone": "red"}
@@ -59,8 +62,8 @@ class Probe:
     hits: int
     nmissed: int
     reason: str
-    rate: float = 0.0
-    """Hits a second since the last look."""
+    rate: float | None = None
+    """Hits a second since the last look; None where that isn't known."""
     cost: str = ""
 
     @property
@@ -70,7 +73,7 @@ class Probe:
 
 
 SORTS: dict[str, Callable[[Probe], tuple[float | str, ...]]] = {
-    "rate": lambda probe: (-probe.rate, -probe.hits, probe.event),
+    "rate": lambda probe: (-(probe.rate or 0.0), -probe.hits, probe.event),
     "hits": lambda probe: (-probe.hits, probe.event),
     "missed": lambda probe: (-probe.nmissed, probe.event),
     "mode": lambda probe: (probe.mode, probe.event),
@@ -88,12 +91,30 @@ class Probes:
         self._before: dict[str, int] = {}
         self._looked = clock()
         self._costs: dict[str, tuple[float, str, str]] = {}
+        self._last: list[Probe] = []
+        self.answers = True
+        """Whether it may be asked for more: whoever asks one that doesn't answer hangs too."""
+
+    def condition(self) -> MountState:
+        """How the mount is, before it is looked at. Raises: Failure where there is nothing any more."""
+        found = mount.condition(str(self.directory))
+        if found is MountState.DEAD:
+            mount.check_answers(str(self.directory))
+        self.answers = found not in UNANSWERED
+        return found
 
     def look(self) -> list[Probe]:
-        """As they are now. Raises: Failure where the mount has no such file."""
+        """As they are now; where they can't be asked, as they were. Raises: Failure: there are none."""
+        if not self.answers:
+            self._before = {}
+            return [replace(probe, rate=None) for probe in self._last]
         try:
             lines = (self._beside / PROBES).read_text("utf-8", "surrogateescape").splitlines()
         except FileNotFoundError:
+            if mount.mounted_on(str(self.directory)) is None:
+                raise Failure(
+                    f"{self.directory}: kprobefs isn't mounted there any more", Exit.NOT_MOUNTED
+                ) from None
             raise Failure(
                 f"{self.directory}: no {PROBES} there: a distribution's kernel has its own"
             ) from None
@@ -101,15 +122,15 @@ class Probes:
         passed, self._looked = now - self._looked, now
         found = [Probe(**json.loads(line)) for line in lines]
         before, self._before = self._before, {probe.event: probe.hits for probe in found}
-        return [
-            replace(probe, rate=max(0, probe.hits - before.get(probe.event, probe.hits)) / max(passed, 1e-3))
-            for probe in found
+        self._last = [
+            replace(probe, rate=_rate_since(before.get(probe.event), probe.hits, passed)) for probe in found
         ]
+        return self._last
 
     def with_cost(self, probe: Probe) -> Probe:
         """It is read at most every COST_AGE seconds while the mode is the same."""
         when, mode, cost = self._costs.get(probe.event, (-COST_AGE, "", ""))
-        if self._clock() - when >= COST_AGE or mode != probe.mode:
+        if self.answers and (self._clock() - when >= COST_AGE or mode != probe.mode):
             cost = self.text(probe, "cost").partition("\n")[0]
             self._costs[probe.event] = self._clock(), probe.mode, cost
         return replace(probe, cost=_short_cost(cost))
@@ -117,12 +138,16 @@ class Probes:
     def text(self, probe: Probe, name: str) -> str:
         """A file of it; "" where it has gone."""
         with suppress(OSError):
+            if not self.answers:
+                return ""
             return (self._beside / probe.directory / name).read_text("utf-8", "surrogateescape")
         return ""
 
     def toggle(self, probe: Probe, name: str) -> str:
         """Write the other value into `enabled` or `optimized`; why that fails, where it does."""
         value = "0" if (probe.enabled if name == "enabled" else probe.optimized) else "1"
+        if not self.answers:
+            return f"{probe.event}: {name} {value}: the mount doesn't answer"
         try:
             (self._beside / probe.directory / name).write_text(value)
         except OSError as error:
@@ -133,10 +158,17 @@ class Probes:
         """The newest lines of the trace that are of it."""
         name = probe.event.rpartition("/")[2]
         with suppress(OSError):
+            if not self.answers:
+                return []
             tracing = self._beside / "tracing" if self._beside == self.directory else self.directory
             lines = (tracing / "trace").read_text("utf-8", "surrogateescape").splitlines()
             return [line.strip() for line in lines[-RECORDS:] if f": {name}: " in line][-count:]
         return []
+
+
+def _rate_since(before: int | None, hits: int, passed: float) -> float | None:
+    """Hits a second; None where there is nothing to compare with, or the count was begun anew."""
+    return None if before is None or hits < before else (hits - before) / max(passed, 1e-3)
 
 
 def _short_cost(text: str) -> str:
@@ -156,14 +188,21 @@ class View:
     """The event that is looked at closely."""
     shows_keys: bool = False
     message: str = ""
+    condition: str = ""
+    """What the mount is, where it isn't all that it should be."""
+    page: int = 1
+    """Rows of the list that the screen has room for."""
     probes: list[Probe] = field(default_factory=list)
 
     def show(self, probes: Sequence[Probe]) -> None:
         """Take what was found."""
         self.probes = sorted(probes, key=SORTS[self.sort], reverse=self.is_reversed)
-        self.chosen = min(self.chosen, max(0, len(self.probes) - 1))
+        self._choose(self.chosen)
         if self.opened and all(probe.event != self.opened for probe in self.probes):
             self.opened, self.message = "", f"{self.opened} has gone"
+
+    def _choose(self, number: int) -> None:
+        self.chosen = max(0, min(number, len(self.probes) - 1))
 
     @property
     def selected(self) -> Probe | None:
@@ -178,7 +217,7 @@ class View:
         self.message = "" if key else self.message
         if key and self.shows_keys:
             self.shows_keys = False
-            return key != "q"
+            return True
         match key:
             case "q":
                 return False
@@ -187,9 +226,17 @@ class View:
             case "escape":
                 self.opened = ""
             case "up" | "k":
-                self.chosen = max(0, self.chosen - 1)
+                self._choose(self.chosen - 1)
             case "down" | "j":
-                self.chosen = min(len(self.probes) - 1, self.chosen + 1)
+                self._choose(self.chosen + 1)
+            case "page up":
+                self._choose(self.chosen - self.page)
+            case "page down":
+                self._choose(self.chosen + self.page)
+            case "home":
+                self._choose(0)
+            case "end":
+                self._choose(len(self.probes))
             case "s":
                 names = list(SORTS)
                 self.sort = names[(names.index(self.sort) + 1) % len(names)]
@@ -211,7 +258,7 @@ def table(view: View, probes: Probes, width: int, height: int) -> Group:
     # The column is missing or cut where it is narrow.
     why = view.selected.reason.partition("\n")[0] if view.selected is not None else ""
     reason = folded(f"reason  {shown(why)}" if why else "", width, min(REASON_LINES, max(1, height // 6)))
-    rows = max(1, height - 3 - len(reason))
+    rows = view.page = max(1, height - 3 - len(reason))
     first = max(0, view.chosen - rows + 1)
     grid = Table(box=None, expand=True, padding=(0, 1, 0, 0), header_style="bold", show_edge=False)
     grid.add_column("EVENT", no_wrap=True)
@@ -235,7 +282,7 @@ def table(view: View, probes: Probes, width: int, height: int) -> Group:
         cells: list[RenderableType] = [
             Text(_middle_cut(shown(probe.event), room)),
             mode,
-            _rate(probe.rate),
+            _rate(probe),
             str(probe.hits),
             str(probe.nmissed),
             told.cost,
@@ -246,7 +293,7 @@ def table(view: View, probes: Probes, width: int, height: int) -> Group:
     head = Text(f"{len(view.probes)} probes by {order}  {shown(str(probes.directory))}", style="bold")
     head.truncate(width, overflow="ellipsis")
     body: RenderableType = grid if view.probes else Text("no probes: echo 'p:reads vfs_read' > kprobe_events")
-    return Group(head, body, *reason, _foot(view.message, HELP, width))
+    return Group(head, body, *reason, _foot(view, HELP, width))
 
 
 def folded(text: str, width: int, most: int, indent: str = "") -> list[Text]:
@@ -274,7 +321,8 @@ def closeup(view: View, probe: Probe, probes: Probes, width: int, height: int) -
     from rich.text import Text
 
     told = probes.with_cost(probe)
-    counts = f"{_rate(probe.rate)}/s  {probe.hits} hits  {probe.nmissed} missed"
+    speed = f"{_rate(probe)}/s" if probe.enabled else "disabled"
+    counts = f"{speed}  {probe.hits} hits  {probe.nmissed} missed"
     head = folded(f"{shown(probe.event)}  {probe.mode}  {counts}", width, 2)
     for line in head:
         line.stylize("bold")
@@ -298,7 +346,7 @@ def closeup(view: View, probe: Probe, probes: Probes, width: int, height: int) -
     lines.append(Text("last records", style="bold"))
     for line in lines:
         line.truncate(width, overflow="ellipsis")
-    return Group(*lines[: height - 1 - len(recorded)], *recorded, _foot(view.message, BACK, width))
+    return Group(*lines[: height - 1 - len(recorded)], *recorded, _foot(view, BACK, width))
 
 
 def _instruction(line: str, width: int) -> str:
@@ -315,7 +363,7 @@ def keys(width: int, height: int) -> Group:
     return Group(
         Text("keys of kprobefs top", style="bold"),
         *lines[: height - 2],
-        _foot("", "any key goes back", width),
+        _foot(View(), "any key goes back", width),
     )
 
 
@@ -337,15 +385,19 @@ def marked_bytes(text: str) -> list[Text]:
     return found
 
 
-def _rate(rate: float) -> str:
+def _rate(probe: Probe) -> str:
+    """A probe that is disabled beside another one on the same place has its mode, and no hits."""
+    rate = probe.rate
+    if not probe.enabled or rate is None:
+        return "-" if probe.enabled else "off"
     return f"{rate:.1f}" if rate < 100 else f"{rate:.0f}" if rate < 1e6 else f"{rate / 1e6:.1f}M"
 
 
-def _foot(message: str, keys: str, width: int) -> Text:
+def _foot(view: View, keys: str, width: int) -> Text:
     from rich.text import Text
 
-    if message:
-        line = Text(message, style="red")
+    if said := view.message or view.condition:
+        line = Text(said, style="red")
         line.truncate(width, overflow="ellipsis")
         return line
     if len(keys) > width:
@@ -360,7 +412,7 @@ def picture(view: View, probes: Probes, console: Console) -> Group:
     width, height = console.size
     if view.shows_keys:
         return keys(width, height)
-    if view.opened and view.selected is not None:
+    if view.opened and view.selected is not None and probes.answers:
         return closeup(view, view.selected, probes, width, height)
     return table(view, probes, width, height)
 
@@ -372,6 +424,9 @@ def top(directory: str, delay: float, count: int | None, *, as_json: bool) -> No
         for number in range(count or 1):
             if number:
                 time.sleep(delay)
+            condition = probes.condition()
+            if condition in UNANSWERED:
+                raise Failure(f"{directory}: {condition.value}", condition.status)
             view.show(probes.look())
             found = [probes.with_cost(probe) for probe in view.probes]
             print(json.dumps([asdict(probe) for probe in found]) if as_json else plain(found), flush=True)
@@ -390,8 +445,15 @@ def plain(found: Sequence[Probe]) -> str:
 
 
 def _cells(probe: Probe) -> tuple[str, ...]:
-    words = probe.event, probe.mode, _rate(probe.rate), str(probe.hits), str(probe.nmissed), probe.cost or "-"
+    words = probe.event, probe.mode, _rate(probe), str(probe.hits), str(probe.nmissed), probe.cost or "-"
     return tuple(shown(word.partition("\n")[0]) for word in (*words, probe.reason or "-"))
+
+
+def _told(condition: MountState) -> str:
+    """What the screen says of a mount's condition."""
+    if condition.status is Exit.OK:
+        return ""
+    return f"{condition.value}: kprobefs status says more" if condition in UNANSWERED else condition.value
 
 
 def _live(probes: Probes, view: View, delay: float, count: int | None) -> None:
@@ -401,6 +463,7 @@ def _live(probes: Probes, view: View, delay: float, count: int | None) -> None:
     with terminal.keyboard(), Live(console=console, screen=True, auto_refresh=False) as live:
         shown_times = 0
         while count is None or shown_times < count:
+            view.condition = _told(probes.condition())
             view.show(probes.look())
             live.update(picture(view, probes, console), refresh=True)
             shown_times += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import json
 import os
 import re
@@ -10,7 +11,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
@@ -29,6 +30,10 @@ LINE = re.compile(
 """Of trace_pipe, with its usual options. A command's name may have anything in it."""
 FIELD = re.compile(r'(\w+)=("(?:[^"\\]|\\.)*"|\S+)')
 READ_SIZE = 1 << 16
+NAMES = 5
+"""Files that a line names at most."""
+NOTHING = 3
+"""Exit status of the process that shows records, where there were none."""
 USAGE = "p:PLACE [NAME=ARGUMENT...], r:PLACE [...], or t:GROUP:EVENT"
 
 
@@ -68,37 +73,37 @@ class OneLiner:
         """The probes of a mount, within; gives where the command is to be run. Raises: Failure.
 
         That is scratch/, where there is one: files there are the guest's. What the command names of the
-        working directory is copied there first.
+        working directory is copied there meanwhile.
         """
         from kprobefs.files import HostFiles
 
         files = HostFiles(directory)
         tracefs = Path(directory, files.tracefs())
         instance, scratch = tracefs / "instances" / self._name, Path(directory, "scratch")
-        copied = _copy_named(command, scratch) if scratch.is_dir() else []
-        try:
-            instance.mkdir()
-            self._define(files)
-            reader, writer = os.pipe()
-            self._output.flush()
-            # A process: there may be no thread where the command is forked.
-            child = os.fork()
-            if child == 0:
-                os.close(writer)
-                self._stream(instance, reader)
-            os.close(reader)
+        with _copies(command, scratch) if scratch.is_dir() else nullcontext(os.getcwd()) as place:
             try:
-                yield str(scratch) if scratch.is_dir() else os.getcwd()
+                instance.mkdir()
+                self._define(files)
+                reader, writer = os.pipe()
+                self._output.flush()
+                # A process: there may be no thread where the command is forked.
+                child = os.fork()
+                if child == 0:
+                    os.close(writer)
+                    self._stream(instance, reader)
+                os.close(reader)
+                try:
+                    yield place
+                finally:
+                    for event in self._events:
+                        with suppress(OSError):
+                            (instance / "events" / event / "enable").write_text("0")
+                    os.close(writer)
+                    _, status = os.waitpid(child, 0)
+                if status == NOTHING << 8:
+                    print(f"kprobefs: {_why_nothing(command, scratch)}", file=sys.stderr)
             finally:
-                for event in self._events:
-                    with suppress(OSError):
-                        (instance / "events" / event / "enable").write_text("0")
-                os.close(writer)
-                os.waitpid(child, 0)
-        finally:
-            self._remove(tracefs, instance)
-            for path in copied:
-                path.unlink(missing_ok=True)
+                self._remove(tracefs, instance)
 
     def _define(self, files: Files) -> None:
         from kprobefs.definitions import Line, Loader
@@ -125,6 +130,7 @@ class OneLiner:
 
     def _stream(self, instance: Path, command: int) -> NoReturn:
         """Pass records on until the descriptor `command` says that it has ended, and there are no more."""
+        status = 0
         try:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 signal.signal(number, signal.SIG_IGN)
@@ -134,15 +140,17 @@ class OneLiner:
             waiting = select.poll()
             for descriptor in (pipe, command):
                 waiting.register(descriptor, select.POLLIN)
-            has_ended = False
+            has_ended, is_empty = False, True
             while not has_ended:
                 has_ended = command in dict(waiting.poll())
                 with suppress(BlockingIOError):
                     while data := os.read(pipe, READ_SIZE):
                         self._show(data.decode("utf-8", "surrogateescape"))
+                        is_empty = False
+            status = NOTHING if is_empty else 0
         # This is a forked copy: nothing may get back into its frames. The mount may end before.
         finally:
-            os._exit(0)
+            os._exit(status)
 
     def _show(self, text: str) -> None:
         for line in text.splitlines():
@@ -193,12 +201,60 @@ def _value(text: str) -> int | str:
     return text[1:-1] if text.startswith('"') else text
 
 
-def _copy_named(command: Sequence[str], scratch: Path) -> list[Path]:
-    """Copies of regular files of the working directory that are among a command's arguments."""
-    copied = []
-    for word in command[1:]:
-        source, target = Path(word), scratch / word
-        if word and "/" not in word and source.is_file() and not target.exists():
+@contextmanager
+def _copies(command: Sequence[str], scratch: Path) -> Iterator[str]:
+    """scratch/, with the regular files there that a command's arguments name by paths without "..".
+
+    What of it the command has changed is told of: the copies go.
+    """
+    copied: dict[Path, Path] = {}
+    made: list[Path] = []
+    try:
+        for word in command[1:]:
+            source, target = Path(word), scratch / word
+            if source.is_absolute() or ".." in source.parts or not source.is_file() or target.exists():
+                continue
+            for directory in reversed(target.parents):
+                if scratch in directory.parents and not directory.exists():
+                    directory.mkdir()
+                    made.append(directory)
+            copied[target] = source
             shutil.copyfile(source, target)
-            copied.append(target)
-    return copied
+        yield str(scratch)
+        changed = [target for target, source in copied.items() if _differ(source, target)]
+        _tell_of([str(target.relative_to(scratch)) for target in changed], "changed in scratch/ alone")
+    finally:
+        for target in copied:
+            target.unlink(missing_ok=True)
+        for directory in reversed(made):
+            with suppress(OSError):
+                directory.rmdir()
+
+
+def tell_of_results(scratch: Path) -> None:
+    """What a command has left in a scratch/ that goes."""
+    with suppress(OSError):
+        _tell_of(sorted(os.listdir(scratch)), "made in scratch/, which goes with this mount")
+
+
+def _differ(one: Path, two: Path) -> bool:
+    with suppress(OSError):
+        return not filecmp.cmp(one, two, shallow=False)
+    return False
+
+
+def _tell_of(names: Sequence[str], what: str) -> None:
+    """In one line, where there are any."""
+    more = f" and {len(names) - NAMES} more" if len(names) > NAMES else ""
+    if names:
+        told = f"{', '.join(names[:NAMES])}{more}: {what}; what is written to an absolute path stays"
+        print(f"kprobefs: {shown(told)}", file=sys.stderr)
+
+
+def _why_nothing(command: Sequence[str], scratch: Path) -> str:
+    """For people."""
+    if not scratch.is_dir():
+        return "nothing was recorded"
+    hosts = [shown(word) for word in command[1:] if os.path.isabs(word) and os.path.isfile(word)]
+    named = f", such as {hosts[0]}," if hosts else ""
+    return f"nothing was recorded: what is done to files outside of scratch/{named} hits no probe"

@@ -118,8 +118,9 @@ def _commands(directory: Path) -> Iterator[Sequence[str]]:
     saved = str(directory.with_name("saved.probes"))
     yield "save", "-m", str(directory), saved
     yield "load", "-m", str(directory), saved
-    yield "trace", "p:vfs_read", "-m", str(directory), "--", "true"
-    yield "trace", "p:vfs_read", "--", "true"
+    read = ("sh", "-c", "echo x > f; cat f; rm f")
+    yield "trace", "p:vfs_read", "-m", str(directory), "--", *read
+    yield "trace", "p:vfs_read", "--", *read
     yield "run", "--", "sh", "-c", 'test -d "$KPROBEFS/scratch"'
     yield "reboot", str(directory)
     yield "status", str(directory)

@@ -178,7 +178,7 @@ def test_top(start: Start, mounted: Daemon) -> None:
         assert lines[1].split() == ["EVENT", "MODE", *columns.split()]
         # Names that differ at their ends alone.
         assert sum(bool(re.match(r"kprob\S*half_a_line_[12] +disarmed ", line)) for line in lines) == 2
-        assert any(re.match(r"kprobes/inside +\S+ +\d", line) for line in lines)
+        assert any(re.match(r"kprobes/inside +\S+ +off", line) for line in lines)
         assert "enter open" in lines[-1] or MORE_KEYS in lines[-1]
     for name in (*list(SORTS)[1:], "rate reversed"):
         top.press("s", *(["r"] if "reversed" in name else []))
@@ -242,7 +242,8 @@ def test_a_one_liner(start: Start, mounted: Daemon, size: tuple[int, int]) -> No
     lines = trace.ended()
     assert not trace.wraps()
     said = words_of(lines)
-    assert lines[0] == "hello"
+    # The command and what shows the records write when they are done with each.
+    assert "hello" in lines
     record = r"cat-\d+ \[000\] \.{5} [\d.]+: vfs_read: \(vfs_read\+0x0/0x\w+\) count=0x\w+"
     assert len(re.findall(record, said)) == 2
     assert all(line.startswith(("cat-", " ", "hello")) for line in lines)

@@ -11,6 +11,7 @@ import pty
 import re
 import select
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -70,13 +71,27 @@ def drawn(view: View, probes: Probes, width: int, height: int) -> list[str]:
 
 def test_rates_are_of_the_time_that_passed(watched: Watched) -> None:
     watched.has({"event": "g/a", "hits": 10})
-    assert [probe.rate for probe in watched.probes.look()] == [0]
+    first = watched.probes.look()
+    assert [probe.rate for probe in first] == [None]
+    assert plain(first).split("\n")[1].split()[:4] == ["g/a", "optimized", "-", "10"]
     watched.now = 4.0
     watched.has({"event": "g/a", "hits": 30}, {"event": "g/new", "hits": 7})
-    assert [probe.rate for probe in watched.probes.look()] == [5, 0]
+    assert [probe.rate for probe in watched.probes.look()] == [5, None]
     watched.now = 5.0
-    watched.has({"event": "g/a", "hits": 0})
-    assert [probe.rate for probe in watched.probes.look()] == [0]
+    watched.has({"event": "g/a", "hits": 30}, {"event": "g/new", "hits": 0})
+    # The second one's count was begun anew.
+    assert [probe.rate for probe in watched.probes.look()] == [0, None]
+
+
+def test_a_disabled_probe_is_told_from_one_that_nobody_hits(watched: Watched) -> None:
+    watched.has({"event": "g/a", "enabled": False}, {"event": "g/b"})
+    watched.probes.look()
+    watched.now = 1.0
+    found = watched.probes.look()
+    assert [line.split()[:3] for line in plain(found).split("\n")[1:]] == [
+        ["g/a", "optimized", "off"],
+        ["g/b", "optimized", "0.0"],
+    ]
 
 
 @pytest.mark.parametrize("width", [20, 40, 50, 60, 72, 80, 132])
@@ -146,7 +161,66 @@ def test_what_keys_do(watched: Watched) -> None:
     watched.has({"event": "g/b"})
     view.show(probes.look())
     assert (view.opened, view.message) == ("", "g/a has gone")
+    assert view.press("?", probes)
+    assert view.shows_keys
+    assert view.press("q", probes)
+    assert not view.shows_keys
     assert not view.press("q", probes)
+
+
+def test_keys_go_through_a_long_list(watched: Watched) -> None:
+    watched.has(*({"event": f"g/{number:02}"} for number in range(40)))
+    view = View()
+    view.show(watched.probes.look())
+    drawn(view, watched.probes, 80, 12)
+    assert view.page == 8
+    for key, chosen in (
+        ("page down", 8),
+        ("page down", 16),
+        ("page up", 8),
+        ("home", 0),
+        ("page up", 0),
+        ("end", 39),
+        ("page down", 39),
+    ):
+        view.press(key, watched.probes)
+        assert view.chosen == chosen, key
+
+
+@pytest.mark.parametrize(
+    ("sent", "name"),
+    [
+        ("\x1b[5~", "page up"),
+        ("\x1b[6~", "page down"),
+        ("\x1b[H", "home"),
+        ("\x1bOF", "end"),
+        ("\x1b[1~", "home"),
+        ("\x1b[4~", "end"),
+        ("\x1b[A", "up"),
+        ("\x1bOB", "down"),
+        ("\x1b", "escape"),
+        ("\x1b[15;2~", "\x1b[15;2~"),
+        ("q", "q"),
+    ],
+)
+def test_keys_of_several_bytes(sent: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    with open(reader, encoding="ascii") as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        os.write(writer, sent.encode())
+        assert terminal.key(PATIENCE) == name
+        assert terminal.key(0) == ""
+        os.close(writer)
+
+
+def test_a_list_of_no_probes_takes_all_keys(watched: Watched) -> None:
+    watched.has()
+    view = View()
+    view.show(watched.probes.look())
+    for key in ("down", "end", "page down", "home", "up", "\n", "e"):
+        assert view.press(key, watched.probes)
+        view.show(watched.probes.look())
+        assert view.chosen == 0
 
 
 def test_an_opened_probe(watched: Watched) -> None:
@@ -158,7 +232,7 @@ def test_an_opened_probe(watched: Watched) -> None:
     view.show(watched.probes.look())
     assert view.press("\n", watched.probes)
     head, cost, reason, *lines = [line.rstrip() for line in drawn(view, watched.probes, 80, 24)]
-    assert head == "g/a  ftrace  0.0/s  10 hits  1 missed"
+    assert head == "g/a  ftrace  -/s  10 hits  1 missed"
     assert (cost, reason) == ("cost    12.5 ns", "reason  why")
     assert lines[:2] == ["original 0f  1f  44  00  00", "current [e8] 1f [8c][ff][1e]"]
     assert lines[2:14] == [
@@ -248,6 +322,51 @@ class TestTrace:
         hits = [line for line in lines if re.search(r"cat-\d+ .*: vfs_read: \(.*\) count=0x20000$", line)]
         assert len(hits) == 2
         assert our_mounts() == before
+
+    def test_files_that_it_names_are_in_scratch(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        work = tmp_path / "work"
+        (work / "sub/deep").mkdir(parents=True)
+        for name in ("f", "sub/n", "sub/deep/n", "../out"):
+            (work / name).write_text(f"{name}\n")
+        monkeypatch.chdir(work)
+        names = ("./f", "sub/n", "sub/deep/n")
+        result = kprobefs(*TRACED, "--", "cat", *names, program=REAL_PROGRAM)
+        assert (result.returncode, result.stderr) == (0, "")
+        # A read of each, and one at its end.
+        assert result.stdout.count(": vfs_read: ") == 2 * len(names)
+        outside = kprobefs("trace", "p:vfs_read", "--", "cat", "../out", program=REAL_PROGRAM)
+        assert "../out: No such file" in outside.stderr
+
+    @pytest.mark.parametrize("probe", ["p:vfs_read", "t:sched:sched_process_exec"])
+    def test_nothing_recorded(self, tmp_path: Path, probe: str) -> None:
+        file = tmp_path / "f"
+        file.write_text("hello\n")
+        result = kprobefs(
+            "trace", probe, "-f", "common_pid == 1", "--", "cat", str(file), program=REAL_PROGRAM
+        )
+        assert (result.returncode, result.stdout) == (0, "hello\n")
+        why = f"what is done to files outside of scratch/, such as {file}, hits no probe"
+        assert result.stderr == f"kprobefs: nothing was recorded: {why}\n"
+
+    def test_what_is_made_in_scratch_is_told_of(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "f").write_text("hello\n")
+        monkeypatch.chdir(tmp_path)
+        script = "for n in 1 2 3 4 5 6 7; do cp f copy$n; done; echo more >> f"
+        result = kprobefs("trace", "p:vfs_write", "--", "sh", "-c", script, "f", program=REAL_PROGRAM)
+        keep, copies = (
+            "what is written to an absolute path stays",
+            "copy1, copy2, copy3, copy4, copy5 and 2 more",
+        )
+        assert result.stderr.splitlines() == [
+            f"kprobefs: f: changed in scratch/ alone; {keep}",
+            f"kprobefs: {copies}: made in scratch/, which goes with this mount; {keep}",
+        ]
+        assert not list(tmp_path.glob("copy*"))
+        assert (tmp_path / "f").read_text() == "hello\n"
 
     def test_on_a_mount_that_is_there(self, directory: Path) -> None:
         with daemon(directory, program=REAL_PROGRAM) as running:
@@ -434,6 +553,27 @@ def test_on_a_terminal(directory: Path) -> None:
         dumb.until("kprobes/reads")
         assert dumb.end() == 0
         assert "\033" not in dumb.said
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_top_of_a_daemon_that_stops_and_of_one_that_ends(directory: Path) -> None:
+    with daemon(directory, program=REAL_PROGRAM) as running:
+        Path(running.path("kprobe_events")).write_text("p:reads vfs_read\n")
+        Path(running.path("tracing/events/kprobes/reads/enable")).write_text("1")
+        top = Terminal(80, 24, "top", "-d", "1.5", str(directory))
+        top.until(r" \d+\.\d\x1b[^\x00]*q quit")
+        # Between two looks.
+        running.process.send_signal(signal.SIGSTOP)
+        top.until(r"hung: ")
+        assert any(re.match(r"kprobes/reads +ftrace +- +\d+ ", line) for line in top.lines())
+        top.press("\re")
+        top.until("enabled 0: the mount doesn't answer")
+        running.process.send_signal(signal.SIGCONT)
+        top.until(r"kprobes/reads  ftrace  \d")
+        assert kprobefs("umount", str(directory), program=REAL_PROGRAM).returncode == Exit.OK
+        top.until("isn't mounted there any more")
+        assert top.end() == Exit.NOT_MOUNTED
 
 
 @needs_fuse
