@@ -166,7 +166,7 @@ def test_scratch_bytes(arch: str) -> None:
             mount.write(CLIENT, handle, b"x", 10 * PAGE)
         assert mount.write(CLIENT, handle, b"old pages", 5 * PAGE) == 9
         assert shown(mount)["scratch_bytes"][1] == str(10 * PAGE)
-        mount.truncate(CLIENT, "/scratch/f", PAGE, handle)
+        mount.ftruncate(CLIENT, handle, PAGE)
         assert mount.write(CLIENT, handle, bytes(PAGE), PAGE) == PAGE
         write(mount, LIMITS, "scratch_bytes 0")
         assert mount.read(CLIENT, handle, 9, 0) == bytes(9)
