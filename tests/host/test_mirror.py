@@ -95,6 +95,22 @@ def test_exec_renames(kernel: Kernel, watch: ScriptedWatch) -> None:
     assert tasks(kernel)[CHILD].comm == "cat"
 
 
+def test_who_executes_and_forks_in_one_breath_has_done_so_in_this_order(
+    kernel: Kernel, watch: ScriptedWatch
+) -> None:
+    mirror = kernel.guest.mirror
+    watch.comms[SHELL] = watch.comms[CHILD] = "bash"
+    mirror.task_of(SHELL, 0, 0)
+    watch.pending_forks = [fork(CHILD, SHELL, "bash")]
+    mirror.catch_up()
+    executed: list[tuple[int, str]] = []
+    mirror.find_program = lambda pid, comm: executed.append((pid, comm))
+    watch.comms[CHILD] = watch.comms[CHILD + 1] = "sh"
+    watch.pending_forks = [fork(CHILD + 1, CHILD, "sh")]
+    mirror.catch_up()
+    assert executed == [(CHILD, "sh")]
+
+
 def test_a_pid_that_is_used_again(kernel: Kernel, watch: ScriptedWatch) -> None:
     mirror = kernel.guest.mirror
     first = mirror.task_of(SHELL, 0, 0)

@@ -20,9 +20,21 @@ def test_a_binary_and_a_script(tmp_path: Path) -> None:
             while (program := program_of(process.pid, comm)) is None and monotonic() < deadline:
                 sleep(0.01)
             process.communicate()
-        assert program is not None
-        assert program.endswith(command[0].rpartition("/")[2])
+        assert program == command[0]
         assert program_of(process.pid, comm) is None
+
+
+def test_a_program_by_a_link(tmp_path: Path) -> None:
+    """It is called as execve(2) was told, not as its first argument says, nor as the file behind the link."""
+    link = tmp_path / "dog"
+    link.symlink_to("/bin/cat")
+    command = ["neither", "-"]
+    with subprocess.Popen(command, executable=link, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        deadline = monotonic() + 5
+        while (program := program_of(process.pid, "dog")) is None and monotonic() < deadline:
+            sleep(0.01)
+        process.communicate()
+    assert program == str(link)
 
 
 def test_a_name_of_its_own() -> None:

@@ -195,6 +195,9 @@ class TaskMirror:
         parent = self._parent(fork)
         if fork.pid in self._by_pid or parent is None:
             return
+        if parent in self._unnamed and fork.comm != parent.comm:
+            # A shell that was just executed: what it forked came after that.
+            self._set_comm(parent, self._watch.comm(parent.pid))
         child = self.clone(parent, fork.pid)
         if child is None:
             return

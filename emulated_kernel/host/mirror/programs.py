@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
+from struct import Struct
 
 COMM_MAX = 15
 PATH_MAX = 4095
+_ENTRY, _AT_EXECFN, _AUXV_MAX = Struct("@LL"), 31, 4096
 _ARGUMENTS = 2
 """A script's name is the second, behind its interpreter's."""
 
@@ -18,7 +21,30 @@ def program_of(pid: int, comm: str) -> str | None:
     return next((path for path in _candidates(pid) if _is_named(path, comm)), None)
 
 
+def _executed(pid: int) -> list[str]:
+    """What execve() was given, whatever links it goes through: AT_EXECFN of what it left on the stack.
+
+    Nothing of other users' processes: who reads their memory can be kept waiting by it. Raises: OSError.
+    """
+    if os.stat(f"/proc/{pid}").st_uid not in (0, os.geteuid()):
+        return []
+    with open(f"/proc/{pid}/auxv", "rb") as file:
+        data = file.read(_AUXV_MAX)
+    entries = dict(_ENTRY.iter_unpack(data[: len(data) // _ENTRY.size * _ENTRY.size]))
+    if _AT_EXECFN not in entries:
+        return []
+    with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
+        name, end, _ = os.pread(memory.fileno(), PATH_MAX + 1, entries[_AT_EXECFN]).partition(b"\0")
+    return [os.fsdecode(name)] if end else []
+
+
 def _candidates(pid: int) -> list[str]:
+    with suppress(OSError, OverflowError):
+        return _executed(pid) + _started(pid)
+    return _started(pid)
+
+
+def _started(pid: int) -> list[str]:
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             words = file.read(2 * PATH_MAX).split(b"\0")[:_ARGUMENTS]
