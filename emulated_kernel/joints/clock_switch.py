@@ -33,7 +33,12 @@ class ClockSwitch:
         self._lock.assert_held()
         kind, seed = self._clock.kind, self._clock.seed
         words = iter(line.replace("=", " ").split())
+        said: set[str] = set()
         for word in words:
+            what = "seed" if word == "seed" else "mode"
+            if what in said:
+                raise KernelError(errno.EINVAL, f"{line!r} says the {what} twice")
+            said.add(what)
             if word == "seed":
                 seed = _number(next(words, ""))
             else:

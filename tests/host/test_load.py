@@ -147,6 +147,8 @@ def test_ends_with_a_guest_that_panics(kernel: Kernel) -> None:
         ("fork rate=1e9", errno.ERANGE),
         ("fork duration=inf", errno.ERANGE),
         ("fork speed=3", errno.EINVAL),
+        ("fork rate=5 rate=6", errno.EINVAL),
+        ("fork duration=5 rate=6 duration=5", errno.EINVAL),
         ("stop storm", errno.EINVAL),
         ("stop fork", errno.ENOENT),
     ],

@@ -78,7 +78,15 @@ def test_the_clock_is_shown_and_set(files: Files) -> None:
     assert files.lines("machine/clock")[:2] == ["mode real", "seed 7"]
     files.write("machine/clock", "mode virtual\nseed 0x10\n")
     assert files.lines("machine/clock")[:2] == ["mode virtual", "seed 16"]
-    for line in ("sundial", "mode", "mode sundial", "seed", "seed x", "virtual 7"):
+    wrong = ("sundial", "mode", "mode sundial", "seed", "seed x", "virtual 7")
+    for line in (
+        *wrong,
+        "real virtual",
+        "mode real virtual",
+        "seed 7 seed 8",
+        "seed 7 real seed 7",
+        "seed 7 8",
+    ):
         with assert_errno(errno.EINVAL):
             files.write("machine/clock", line)
         assert "clock: " in files.lines("machine/dmesg")[-1]

@@ -141,8 +141,12 @@ class Loads:
 
     def _orders(self, verb: str, words: list[str]) -> list[LoadOrder]:
         rate, duration = DEFAULT_RATE, DEFAULT_DURATION
+        said: set[str] = set()
         for word in words:
             name, _, value = word.partition("=")
+            if name in said:
+                raise KernelError(errno.EINVAL, f"{word!r}: {name} twice")
+            said.add(name)
             if name == "rate":
                 rate = int(_number(word, value, MAX_RATE))
             elif name == "duration":
