@@ -9,9 +9,10 @@ import zlib
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from emulated_kernel.dataclass import dataclass
+from emulated_kernel.regular import open_regular
 
 Entry = dict[str, Any]
 """What JSON can say; text has surrogates for bytes that are no UTF-8."""
@@ -31,22 +32,30 @@ class JournalText:
 
 def read(path: Path) -> JournalText:
     """All entries up to the first that isn't whole. Raises: OSError."""
-    data, at = path.read_bytes(), 0
     entries: list[Entry] = []
-    while at + _FRAME.size <= len(data):
-        size, checksum = _FRAME.unpack_from(data, at)
-        text = data[at + _FRAME.size : at + _FRAME.size + size]
-        if len(text) != size or zlib.crc32(text) != checksum:
-            break
-        try:
-            entry = json.loads(text)
-        except ValueError:
-            break
-        if not isinstance(entry, dict):
-            break
-        entries.append(entry)
-        at += _FRAME.size + size
-    return JournalText(entries, len(data) - at)
+    read = 0
+    with open_regular(path) as file:
+        # What a damaged one says of its sizes takes no more memory than an entry may have.
+        while (entry := _entry(file)) is not None:
+            entries.append(entry)
+            read = file.tell()
+        return JournalText(entries, os.fstat(file.fileno()).st_size - read)
+
+
+def _entry(file: BinaryIO) -> Entry | None:
+    """The next one; None where none is whole."""
+    frame = file.read(_FRAME.size)
+    if len(frame) != _FRAME.size:
+        return None
+    size, checksum = _FRAME.unpack(frame)
+    text = file.read(size) if size <= _SIZE_LIMIT else b""
+    if len(text) != size or zlib.crc32(text) != checksum:
+        return None
+    try:
+        entry = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return entry if isinstance(entry, dict) else None
 
 
 class Journal:

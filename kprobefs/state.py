@@ -19,6 +19,7 @@ from typing import BinaryIO
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.machine.traps.trap import HardwareError
+from emulated_kernel.regular import open_regular
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.events.registry import EventIds, EventWatcher
 from emulated_kernel.trace.text.cmdlines import KEPT_SIZE
@@ -164,10 +165,10 @@ class KeptState(ChangeWatcher):
             if "arrays" in entry:
                 places = [last_records.ArrayPlace(**each) for each in entry["arrays"]]
         try:
-            with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+            with open_regular(path, os.O_NOFOLLOW) as file:
                 found, cmdlines = last_records.read_records(file, kernel, places, head["names"])
         except (OSError, ValueError) as error:
-            self._set_aside(f"{path.name}: {error}", path)
+            self._set_aside(f"{path.name}: {getattr(error, 'strerror', None) or error}", path)
             return
         refused = last_records.show(kernel, found, cmdlines)
         if refused:

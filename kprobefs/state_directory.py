@@ -7,18 +7,23 @@ import os
 import re
 import time
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import BinaryIO
 
+from emulated_kernel.regular import read_regular
 from kprobefs.failure import Failure
 
 LOCK_ATTEMPTS = 10
 LOCK_PAUSE = 0.05
 """Seconds: a daemon that was killed has it until its memory is freed."""
+DIGITS = 9
+"""Bytes of the file that counts them."""
 ATTEMPTS = 3
 """Starts that may end in the middle of bringing a state back; the next one does without it."""
 TROUBLE, UNKEPT = "trouble ", "kept no"
 """How lines of machine/state begin that whoever mounts is told."""
+MAX_ASIDE = 10
 _RECORDS = re.compile(r"records\.([0-9]{1,9})")
 
 
@@ -41,15 +46,26 @@ class Attempts:
 
     def begin(self) -> bool:
         """One more; whether it isn't one too many."""
-        with suppress(OSError, ValueError):
-            if int(self._path.read_text("ascii") or "0") >= ATTEMPTS:
-                return False
-        with suppress(OSError), open(self._path, "a+", encoding="ascii") as file:
-            file.seek(0)
-            count = file.read()
-            file.truncate(0)
-            file.write(str(int(count) + 1 if count.isdecimal() else 1))
+        count = self._count()
+        if count >= ATTEMPTS:
+            return False
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with suppress(OSError), open(os.open(self._path, flags, 0o600), "w", encoding="ascii") as file:
+            file.write(str(count + 1))
         return True
+
+    def _count(self) -> int:
+        """What the file says; one that says nothing is set aside."""
+        try:
+            text = read_regular(self._path, DIGITS, os.O_NOFOLLOW) or b"0"
+            if text.isdigit():
+                return int(text)
+        except FileNotFoundError:
+            return 0
+        except OSError:
+            pass
+        _set_aside(self._path)
+        return 0
 
     def end(self) -> None:
         """It is back."""
@@ -95,8 +111,8 @@ class StateDirectory:
 
     def new_records(self) -> BinaryIO:
         """Another one, empty. Raises: OSError."""
-        numbers = [int(found[1]) for path in self.records() if (found := _RECORDS.fullmatch(path.name))]
-        path = self.path / f"records.{max(numbers, default=0) + 1}"
+        names = {path.name for path in self.records()}
+        path = self.path / next(name for name in map("records.{}".format, count(1)) if name not in names)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         os.close(os.open(path, flags, 0o600))
         return open(path, "r+b", buffering=0)
@@ -106,21 +122,26 @@ class StateDirectory:
 
         Returns the names that they have now.
         """
-        kept = {}
-        for path in paths:
-            with suppress(OSError):
-                kept[path.rename(self.path / f"aside.{path.name.partition('.')[0]}").name] = True
-        return list(kept)
+        return list(dict.fromkeys(name for path in paths if (name := _set_aside(path))))
 
     def copy_aside(self, path: Path) -> None:
         """The same, with the file where it is. Raises: OSError."""
         copy = self.path / f"aside.{path.name.partition('.')[0]}"
         with suppress(FileNotFoundError):
             copy.unlink()
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        with open(os.open(copy, flags, 0o600), "wb") as file:
-            file.write(path.read_bytes())
+        # Another one takes its place, and is written instead: this file doesn't change any more.
+        copy.hardlink_to(path)
 
     def close(self) -> None:
         """Another daemon may have it."""
         os.close(self._lock)
+
+
+def _set_aside(path: Path) -> str:
+    """The name that it has now, "" where it can't be renamed."""
+    name = f"aside.{path.name.partition('.')[0]}"
+    # A directory gives its name to no file, and one with something in it to nothing.
+    for each in (name, *(f"{name}.{number}" for number in range(1, MAX_ASIDE))):
+        with suppress(OSError):
+            return path.rename(path.with_name(each)).name
+    return ""

@@ -46,7 +46,29 @@ def missing(path: Path) -> None:
     path.unlink()
 
 
-DAMAGE = [cut(0.2), cut(0.7), garbage, nothing, directory_there, link_to_itself]
+def fifo(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+def endless(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.symlink_to("/dev/zero")
+
+
+def huge(path: Path) -> None:
+    """Sparse: a terabyte of nothing behind what is there."""
+    path.touch()
+    os.truncate(path, 1 << 40)
+
+
+def full_directory(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    (path / "below").mkdir(parents=True)
+
+
+ODD = [fifo, endless, huge, full_directory]
+DAMAGE = [cut(0.2), cut(0.7), garbage, nothing, directory_there, link_to_itself, *ODD]
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -176,3 +198,37 @@ def test_a_state_that_ends_the_daemon(copied: Path, caplog: pytest.LogCaptureFix
     again = Run(copied)
     assert not caplog.text
     again.end()
+
+
+@pytest.mark.parametrize("damage", ODD)
+def test_attempts_that_are_no_number(
+    copied: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    damage(copied / "attempts")
+    attempts = Attempts(copied / "attempts")
+    assert [attempts.begin() for _ in range(ATTEMPTS + 1)] == [True] * ATTEMPTS + [False]
+    attempts.end()
+    damage(copied / "attempts")
+    run = Run(copied)
+    assert run.kept() == "kept yes"
+    assert run.read("/kprobe_events").startswith("p:kprobes/reads vfs_read")
+    assert not (copied / "attempts").exists()
+    assert not caplog.text
+    run.end()
+
+
+def test_a_journal_of_a_terabyte_is_set_aside_without_being_copied(copied: Path) -> None:
+    huge(copied / "journal")
+    Run(copied).end()
+    assert (copied / "aside.journal").stat().st_size == 1 << 40
+    assert (copied / "journal").stat().st_size < 1 << 20
+
+
+def test_the_last_number_of_records(copied: Path) -> None:
+    (copied / "records.999999999").touch()
+    for _ in range(2):
+        run = Run(copied)
+        assert run.kept() == "kept yes"
+        run.hit(1)
+        run.end()
+    assert records_of(copied).name in ("records.1", "records.2")

@@ -1,0 +1,94 @@
+"""Files that others name or made: none is read that makes its reader wait, or has no end."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+from select import POLLIN, poll
+from typing import BinaryIO
+
+_PART = 1 << 20
+"""Bytes read at once: no memory is taken for what isn't there."""
+
+
+def open_regular(path: str | os.PathLike[str], flags: int = 0) -> BinaryIO:
+    """Open for reading, with further flags of open(2).
+
+    Raises: OSError, EISDIR, EINVAL for what else isn't a regular file; ValueError for a path with NUL.
+    """
+    # A FIFO would wait for its writer, and opening a device may do something: it isn't opened for that.
+    place = os.open(path, os.O_PATH | os.O_CLOEXEC | flags)
+    try:
+        mode = os.fstat(place).st_mode
+        if stat.S_ISDIR(mode):
+            raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
+        return open(os.open(f"/proc/self/fd/{place}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    finally:
+        os.close(place)
+
+
+def read_open(file: BinaryIO, limit: int) -> bytes:
+    """All of it. Raises: OSError, EFBIG for more bytes than `limit`, EINVAL where it lets readers wait."""
+    parts: list[bytes] = []
+    left = limit
+    while left >= 0:
+        part: bytes | None = file.read(_PART)
+        if part is None:
+            # Of tracefs and procfs: "regular" there says nothing of waiting.
+            raise OSError(errno.EINVAL, "nothing to read: its readers wait")
+        if not part:
+            return b"".join(parts)
+        parts.append(part)
+        left -= len(part)
+    raise OSError(errno.EFBIG, f"more than {limit} bytes")
+
+
+def read_regular(path: str | os.PathLike[str], limit: int, flags: int = 0) -> bytes:
+    """All of a file. Raises: as the two above, with the file's name."""
+    with open_regular(path, flags) as file:
+        try:
+            return read_open(file, limit)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, os.fspath(path)) from None
+
+
+def read_named(path: str | os.PathLike[str], limit: int) -> bytes:
+    """All of a file that a user names; of what the process was given open, /dev/stdin or <(...), all of that.
+
+    Raises: as read_regular.
+    """
+    found = os.stat(path)
+    if not stat.S_ISREG(found.st_mode):
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            if _reads(descriptor, found):
+                return read_given(descriptor, limit)
+    return read_regular(path, limit)
+
+
+def _reads(descriptor: int, file: os.stat_result) -> bool:
+    try:
+        mode = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE
+        return mode != os.O_WRONLY and os.path.samestat(os.fstat(descriptor), file)
+    except OSError:
+        # That of the listing itself.
+        return False
+
+
+def read_given(descriptor: int, limit: int) -> bytes:
+    """All that comes until its end. Raises: OSError, EFBIG for more bytes than `limit`."""
+    data, readable = bytearray(), poll()
+    readable.register(descriptor, POLLIN)
+    while len(data) <= limit:
+        try:
+            part = os.read(descriptor, _PART)
+        except BlockingIOError:
+            readable.poll()
+            continue
+        if not part:
+            return bytes(data)
+        data += part
+    raise OSError(errno.EFBIG, f"more than {limit} bytes")

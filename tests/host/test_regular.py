@@ -1,0 +1,102 @@
+"""Files of others: whatever they are, reading one ends, with its content or an errno."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from emulated_kernel.regular import open_regular, read_given, read_named, read_regular
+
+LIMIT = 100
+
+
+def fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def directory(path: Path) -> None:
+    path.mkdir()
+
+
+def endless(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def bound(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(os.path.relpath(path))
+
+
+def huge(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 1 << 40)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [
+        (fifo, errno.EINVAL),
+        (endless, errno.EINVAL),
+        (bound, errno.EINVAL),
+        (directory, errno.EISDIR),
+        (huge, errno.EFBIG),
+    ],
+)
+@pytest.mark.parametrize("read", [read_regular, read_named])
+def test_what_has_no_end_is_refused(
+    read: Callable[[Path, int], bytes], kind: Callable[[Path], None], error: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "f"
+    kind(path)
+    with pytest.raises(OSError, match=str(path)) as caught:
+        read(path, LIMIT)
+    assert caught.value.errno == error
+
+
+def test_a_file_of_the_very_limit(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(bytes(LIMIT))
+    assert read_regular(path, LIMIT) == read_named(path, LIMIT) == bytes(LIMIT)
+    link = tmp_path / "link"
+    link.symlink_to(path)
+    assert read_regular(link, LIMIT) == bytes(LIMIT)
+    with pytest.raises(OSError, match="not a regular file"):
+        open_regular(link, os.O_NOFOLLOW)
+
+
+def test_no_descriptor_is_left(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "f")
+    before = os.listdir("/proc/self/fd")
+    for path in (tmp_path / "f", Path("/dev/zero"), tmp_path):
+        with pytest.raises(OSError, match=r"regular file|directory"):
+            read_named(path, LIMIT)
+    read_regular(Path(sys.executable), 1 << 30)
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_what_was_given_open_is_read_to_its_end(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "f")
+    for reader, writer in (os.pipe(), _ends(tmp_path / "f")):
+        os.set_blocking(reader, False)
+        os.write(writer, b"hello")
+        os.close(writer)
+        try:
+            assert read_named(f"/proc/self/fd/{reader}", LIMIT) == b"hello"
+        finally:
+            os.close(reader)
+
+
+def _ends(path: Path) -> tuple[int, int]:
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    return reader, os.open(path, os.O_WRONLY)
+
+
+def test_what_was_given_open_has_a_limit() -> None:
+    with open("/dev/zero", "rb") as zero, pytest.raises(OSError, match="more than 100 bytes"):
+        read_given(zero.fileno(), LIMIT)
