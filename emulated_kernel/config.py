@@ -12,6 +12,8 @@ DEFAULT_RUN_BUDGET = 1.0
 """Seconds."""
 HOST = "host"
 """Instead of an image: the distribution's kernel that runs here."""
+IMAGE_LIMIT = 1 << 30
+"""Bytes of a kernel's file. One with debug information has a few hundred MiB."""
 
 
 @dataclass(frozen=True)

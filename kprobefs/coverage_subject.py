@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import zlib
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from emulated_kernel.errors import KernelError
 from emulated_kernel.image.image import load_image
 from emulated_kernel.image.kallsyms import Kallsyms, Symbol
 from emulated_kernel.image.linux.kernel import open_kernel
+from emulated_kernel.regular import read_named
 
 _RECORDED_LIMIT = 256 << 20
 """Bytes of recorded functions, unpacked."""
@@ -80,10 +82,11 @@ def recorded_functions(path: Path) -> Subject:
 
 
 def _unpacked(path: Path) -> bytes:
-    with open(path, "rb") as file:
-        packed = file.read(2) == b"\x1f\x8b"
+    data = read_named(path, _RECORDED_LIMIT)
+    if not data.startswith(b"\x1f\x8b"):
+        return data
     try:
-        with gzip.open(path) if packed else open(path, "rb") as file:
+        with gzip.open(io.BytesIO(data)) as file:
             data = file.read(_RECORDED_LIMIT + 1)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise KernelError(EINVAL, f"no recorded functions: {error}") from error

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-import stat
 from pathlib import Path
 
+from emulated_kernel.regular import open_regular, read_open
 from kprobefs.failure import Failure
 
 SYSTEM = ("/etc/kprobefs/probes.d", "/run/kprobefs/probes.d", "/usr/lib/kprobefs/probes.d")
 VARIABLE = "KPROBEFS_PROBES_PATH"
+LIMIT = 64 << 20
+"""Bytes of a file of definitions."""
 
 
 def directories() -> list[str]:
@@ -41,12 +43,10 @@ def files() -> list[Path]:
 def read(path: Path) -> str:
     """What a file holds. Raises: Failure where it can't be read, or somebody else could have written it."""
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        with open_regular(path) as file:
             status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise Failure(f"{path}: not a regular file")
             if status.st_uid not in (0, os.geteuid()) or status.st_mode & 0o022:
                 raise Failure(f"{path}: others could have written it; it isn't loaded")
-            return file.read().decode("utf-8", "surrogateescape")
+            return read_open(file, LIMIT).decode("utf-8", "surrogateescape")
     except OSError as error:
         raise Failure(f"{path}: {error.strerror}") from None

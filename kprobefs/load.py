@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from emulated_kernel.regular import read_given, read_named
 from kprobefs import dropins, mount
 from kprobefs.failure import Exit, Failure, shown
 
@@ -41,7 +42,7 @@ def which_mount(named: str | None) -> str:
 def load(directory: str, files: Sequence[str]) -> list[str]:
     """Load files into a mount, those of the probes.d directories where none are named.
 
-    Returns what to tell of lines and files that failed, made fit for a terminal. Raises: OSError.
+    Returns what to tell of lines and files that failed, made fit for a terminal.
     """
     chosen = files or list(map(str, dropins.files()))
     if not chosen:
@@ -53,6 +54,8 @@ def load(directory: str, files: Sequence[str]) -> list[str]:
     for file in chosen:
         try:
             text = _read(file) if files else dropins.read(Path(file))
+        except OSError as error:
+            failed.append(shown(f"{file}: {error.strerror}"))
         except Failure as failure:
             failed.append(shown(str(failure)))
         else:
@@ -61,7 +64,8 @@ def load(directory: str, files: Sequence[str]) -> list[str]:
 
 
 def _read(file: str) -> str:
-    return sys.stdin.read() if file == "-" else Path(file).read_text("utf-8", "surrogateescape")
+    data = read_given(sys.stdin.fileno(), dropins.LIMIT) if file == "-" else read_named(file, dropins.LIMIT)
+    return data.decode("utf-8", "surrogateescape")
 
 
 class LoadingProcess:

@@ -7,7 +7,7 @@ import stat
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from emulated_kernel.config import DEFAULT_RUN_BUDGET, HOST
+from emulated_kernel.config import DEFAULT_RUN_BUDGET, HOST, IMAGE_LIMIT
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes import profile
@@ -34,8 +34,6 @@ PROFILES = tuple(profile.PROFILES)
 LINUX_PROFILES = ("linux-6.1", "linux-6.1-nopreempt")
 """Those that our engine probes a distribution's kernel with."""
 RETURN_HOOKS = tuple(profile.RETURN_HOOKS)
-IMAGE_LIMIT = 1 << 30
-"""Bytes. One with debug information has a few hundred MiB."""
 DETOURS = tuple(saving.value for saving in profile.Saving)
 
 

@@ -17,6 +17,7 @@ from select import POLLIN, poll
 from typing import TextIO
 
 from emulated_kernel.dataclass import dataclass
+from emulated_kernel.regular import open_regular
 from kprobefs.failure import Failure
 
 LOCK_ATTEMPTS = 5
@@ -182,7 +183,7 @@ def sweep() -> None:
     """Remove records of daemons that were killed, and all of their logs but the newest."""
     directory = runtime_directory()
     for path in directory.glob("*.json"):
-        with suppress(OSError), open(path, "rb") as file:
+        with suppress(OSError), open_regular(path, os.O_NOFOLLOW) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink()
     left = [path for path in directory.glob("*.log") if not path.with_suffix(".json").exists()]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import field
@@ -20,6 +19,7 @@ from emulated_kernel.host.guest import Guest
 from emulated_kernel.image.image import prebuilt_dependencies
 from emulated_kernel.machine.guest_info import ModuleInfo
 from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault
+from emulated_kernel.regular import read_regular
 
 MAX_SIZE = 4 << 20
 """Bytes of a module's file."""
@@ -193,24 +193,9 @@ class Modules:
 
 def _read_file(path: Path, name: str) -> ModuleFile:
     try:
-        return ModuleFile(name, _read_regular(path))
+        return ModuleFile(name, read_regular(path, MAX_SIZE))
     except OSError as error:
         return ModuleFile(name, refusal=(error.errno or errno.EIO, f"module {path.name}: {error.strerror}"))
     # Python's, for a path with NUL.
     except ValueError as error:
         return ModuleFile(name, refusal=(errno.ENOENT, f"module {path.name!r}: {error}"))
-
-
-def _read_regular(path: Path) -> bytes:
-    """A file's content, or as much as shows that it is too much.
-
-    Raises: OSError, EINVAL for what isn't a regular file: a pipe or a device might never end; ValueError.
-    """
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        with open(fd, "rb", closefd=False) as file:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise OSError(errno.EINVAL, "not a regular file")
-            return file.read(MAX_SIZE + 1)
-    finally:
-        os.close(fd)

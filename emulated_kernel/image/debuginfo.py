@@ -10,6 +10,7 @@ from typing import Any
 
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
+from emulated_kernel.regular import open_regular
 
 _BITS = {"EM_386": 32, "EM_X86_64": 64}
 
@@ -86,7 +87,7 @@ def open_debuginfo(path: Path, debug_path: Path | None = None) -> Iterator[Debug
     from elftools.common.exceptions import ELFError
     from elftools.elf.elffile import ELFFile
 
-    with open(path, "rb") as code, open(debug_path or path, "rb") as debug:
+    with open_regular(path) as code, open_regular(debug_path or path) as debug:
         try:
             yield DebugInfo(ELFFile(code), ELFFile(debug))
         except ELFError as error:

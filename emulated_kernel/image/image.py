@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from emulated_kernel.abi import Prot
+from emulated_kernel.config import IMAGE_LIMIT
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.image.alternatives import CPU_FEATURES, alternatives, replaced
 from emulated_kernel.image.elf import ElfFile, ElfMachine
 from emulated_kernel.image.kallsyms import Kallsyms, Symbol, elf_symbols
+from emulated_kernel.regular import read_regular
 
 PREBUILT = Path(__file__).parent / "prebuilt"
 
@@ -163,7 +165,7 @@ def load_image(path: Path | str | None = None, arch: str = "x86_64") -> KernelIm
     file = PREBUILT / arch / "vmlinux" if path is None else Path(path)
     if path is None and not file.exists():
         raise KernelError(ENOENT, f"no prebuilt image for {arch}")
-    elf = ElfFile(file.read_bytes())
+    elf = ElfFile(read_regular(file, IMAGE_LIMIT))
     if elf.machine != _MACHINES[arch]:
         raise KernelError(ENOEXEC, f"{file.name} is for ELF machine {elf.machine}, not for {arch}")
     return _Loader(elf).load(file, arch)

@@ -7,7 +7,11 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from emulated_kernel.regular import read_regular
+
 FILE_NAME = "arguments.json"
+_LIMIT = 16 << 20
+"""Bytes of that file."""
 _PROTOTYPE = re.compile(r"/\* [^ ]+:N[CF] \*/ (?:static|extern) .*?(\w+) \((.*?)\);")
 """A line of gcc's -aux-info; the parameters end at the first ");"."""
 
@@ -45,7 +49,7 @@ def to_json(counts: Mapping[str, int], names: Iterable[str]) -> str:
 def load_argument_counts(image: Path) -> Mapping[str, int]:
     """Those of the image's functions and its modules'; empty where nothing was noted of it."""
     try:
-        counts: dict[str, int] = json.loads(image.with_name(FILE_NAME).read_text())
+        counts: dict[str, int] = json.loads(read_regular(image.with_name(FILE_NAME), _LIMIT))
     except (OSError, ValueError):
         return {}
     return counts

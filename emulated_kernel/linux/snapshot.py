@@ -26,6 +26,7 @@ from emulated_kernel.linux.init import initramfs
 from emulated_kernel.linux.machine import LinuxMachine
 from emulated_kernel.machine.engine import library_release
 from emulated_kernel.machine.traps.trap import HardwareError
+from emulated_kernel.regular import open_regular
 
 _MAGIC = b"kprobefs booted kernel 5\n"
 _HEADER = 256 << 10
@@ -137,7 +138,7 @@ class SavedMachine(NamedTuple):
 def load(source: Path, *, with_parts: bool = False) -> SavedMachine | None:
     """What was saved; None where there is none, or a damaged one, which is removed."""
     try:
-        with open(source, "rb") as file:
+        with open_regular(source) as file:
             found = _loaded(file.fileno(), with_parts=with_parts) if _is_own(file.fileno()) else None
             if found is not None:
                 return found
@@ -226,7 +227,7 @@ def cached() -> list[CachedKernel]:
     """All snapshots, the one that was used last in front."""
     found = []
     for path in directory().glob(f"*{_SUFFIX}"):
-        with suppress(OSError, KeyError, TypeError, ValueError), open(path, "rb") as file:
+        with suppress(OSError, KeyError, TypeError, ValueError), open_regular(path) as file:
             about = _header(file.fileno())
             status = os.fstat(file.fileno())
             release, source = (about["facts"]["release"], about["source"]) if about else (None, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -438,6 +439,7 @@ def test_a_mount_begins_with_its_files(
     monkeypatch.setenv(dropins.VARIABLE, str(tmp_path))
     (tmp_path / "10.probes").write_text("p:one vfs_read\n")
     (tmp_path / "20.probes").write_text("p:bad nosuch\nevents/kprobes/one/enable = 1\n")
+    os.mkfifo(tmp_path / "15.probes")
     if foreground:
         with daemon(directory, program=REAL_PROGRAM) as running:
             switch = Path(running.path("tracing/events/kprobes/one/enable"))
@@ -461,6 +463,7 @@ def test_a_mount_begins_with_its_files(
             assert (directory / "tracing/events/kprobes/two").is_dir()
         finally:
             assert kprobefs("umount", str(directory)).returncode == 0
+    assert f"{tmp_path}/15.probes: not a regular file" in told
     assert f"{tmp_path}/20.probes:1: Invalid probed address or symbol: No such file" in told
 
 
@@ -524,3 +527,29 @@ def test_completion(shell: str, tmp_path: Path) -> None:
     }
     subprocess.run(REAL_PROGRAM, env=asked, capture_output=True, timeout=30, check=False)
     assert answer.read_text().strip() == "--layout"
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_where_definitions_are_read_from(served: Daemon, tmp_path: Path) -> None:
+    """A pipe that nobody has opened yet could keep its reader for ever; one that was given has an end."""
+    fifo = tmp_path / "gf"
+    os.mkfifo(fifo)
+    refused = command("load", served, str(fifo), "/dev/zero")
+    assert refused.returncode == Exit.FAILURE
+    assert refused.stderr.splitlines() == [
+        f"kprobefs: {fifo}: not a regular file",
+        "kprobefs: /dev/zero: not a regular file",
+    ]
+    load = f"{shlex.join(REAL_PROGRAM)} load --mount {shlex.quote(str(served.directory))}"
+    for number, given in enumerate(
+        ("- <{}", "/dev/stdin <{}", "<(cat {})", "<(cat {}) /dev/null </dev/null", "- < <(cat {})", "{}")
+    ):
+        file = tmp_path / f"{number}.probes"
+        file.write_text(f"p:given{number} vfs_read\n")
+        script = f"{load} {given.replace('{}', shlex.quote(str(file)))}"
+        result = subprocess.run(
+            ["bash", "-c", script], env=environment(), capture_output=True, text=True, timeout=30, check=False
+        )
+        assert (result.returncode, result.stderr) == (0, ""), script
+        assert os.path.isdir(served.path("tracing/events/kprobes", f"given{number}"))

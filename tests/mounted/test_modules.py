@@ -148,3 +148,11 @@ def test_a_module_that_crashes_leaves_the_kernel_alive(files: Files) -> None:
     assert any("ktgt_str+" in line and "[ktgt]" in line for line in files.lines("machine/dmesg"))
     files.write(MODULES, "unload ktgt")
     assert files.read(MODULES) == ""
+
+
+def test_files_whose_readers_wait_are_no_modules(files: Files) -> None:
+    """They say that they are regular, on tracefs as here."""
+    for name in ("trace_pipe", "per_cpu/cpu0/trace_pipe", "per_cpu/cpu0/trace_pipe_raw"):
+        with assert_errno(errno.EINVAL):
+            files.write(MODULES, f"load {files.path(f'tracing/{name}')}\n")
+        assert files.lines("machine/dmesg")[-1].endswith(": nothing to read: its readers wait")

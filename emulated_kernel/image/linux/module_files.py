@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import io
-import os
 import re
-import stat
-from errno import EINVAL, ENOENT
+from errno import ENOENT
 from pathlib import Path
 
 from emulated_kernel.errors import KernelError
@@ -14,6 +12,7 @@ from emulated_kernel.image.elf import ElfFile
 from emulated_kernel.image.linux import deb
 from emulated_kernel.image.linux.compression import unpack
 from emulated_kernel.image.linux.unusable import unusable
+from emulated_kernel.regular import read_regular
 
 _LIMIT = 64 << 20
 """Bytes of a module, unpacked."""
@@ -68,12 +67,7 @@ def _module(path: str) -> str | None:
 
 
 def _regular(path: Path) -> bytes:
-    """Deviates: O_NONBLOCK, for opening a FIFO waits for its writer."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise KernelError(EINVAL, f"{path}: not a regular file")
-        return _unpacked(file.read(_LIMIT + 1))
+    return _unpacked(read_regular(path, _LIMIT))
 
 
 def _unpacked(data: bytes) -> bytes:

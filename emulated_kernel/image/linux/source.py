@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
-from errno import ENOENT
+from errno import EINVAL, ENOENT
 from pathlib import Path
 from typing import BinaryIO
 
@@ -16,6 +13,7 @@ from emulated_kernel.image.linux import deb
 from emulated_kernel.image.linux.bzimage import ELF_MAGIC, is_bzimage, unpack_bzimage
 from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.image.linux.vmlinux import Vmlinux
+from emulated_kernel.regular import open_regular
 
 _BZIMAGE_LIMIT = 256 << 20
 _START = 0x210
@@ -37,7 +35,7 @@ def open_vmlinux(source: str) -> Vmlinux:
     Raises: KernelError ENOEXEC for what isn't one, with what is wrong; OSError where it can't be read.
     """
     path = host_kernel() if source == HOST else Path(source)
-    with _regular_file(path) as file:
+    with _opened(path) as file:
         start = file.read(_START)
         file.seek(0)
         if start.startswith(ELF_MAGIC):
@@ -58,14 +56,13 @@ def _of_kernel(data: bytes) -> Vmlinux:
     return Vmlinux(io.BytesIO(data))
 
 
-@contextmanager
-def _regular_file(path: Path) -> Iterator[BinaryIO]:
-    """Deviates: O_NONBLOCK, for opening a FIFO waits for its writer; a device may do anything when read."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise unusable("not a regular file")
-        yield file
+def _opened(path: Path) -> BinaryIO:
+    try:
+        return open_regular(path)
+    except OSError as error:
+        if error.errno == EINVAL:
+            raise unusable(str(error.strerror)) from None
+        raise
 
 
 def _bounded(file: BinaryIO) -> bytes:
