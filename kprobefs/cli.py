@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from kprobefs import __version__
-from kprobefs.failure import Exit, Failure, shown
+from kprobefs.failure import Exit, Failure, lack, shown
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
@@ -68,7 +68,9 @@ def main(arguments: Sequence[str] | None = None, build: Builder | None = None) -
         if error.errno == errno.ENOSPC and not error.filename:
             _give_up_output()
         place = f"{error.filename}: " if error.filename else ""
-        return _complain(f"{place}{error.strerror or error}", Exit.FAILURE)
+        return _complain(f"{place}{lack(error) or error.strerror or error}", Exit.FAILURE)
+    except MemoryError as error:
+        return _complain(lack(error), Exit.FAILURE)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     return status

@@ -19,7 +19,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from kprobefs import __version__, dropins, mount
-from kprobefs.failure import Exit, Failure, shown
+from kprobefs.failure import Exit, Failure, lack, shown
 from kprobefs.heartbeat import PR_SET_PDEATHSIG, Heartbeat, watchdog_interval
 from kprobefs.load import LoadingProcess
 from kprobefs.log_file import check_log, last_line, open_log
@@ -354,8 +354,13 @@ class _Start:
                 self._log_file.unlink(missing_ok=True)
         # This is a forked copy of the caller: nothing may get back into its frames.
         except BaseException as error:
-            log.exception("the daemon failed")
-            self._tell_reason(self._bug(f"{type(error).__name__}: {error}"), Exit.FAILURE)
+            lacking = lack(error)
+            if lacking and self._tell_reason(lacking, Exit.FAILURE):
+                if self._is_own_log:
+                    self._log_file.unlink(missing_ok=True)
+            else:
+                log.exception("the daemon failed")
+                self._tell_reason(self._bug(f"{type(error).__name__}: {error}"), Exit.FAILURE)
         finally:
             with suppress(BaseException):
                 at_end()

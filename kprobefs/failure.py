@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from enum import IntEnum
 
 
@@ -35,6 +37,20 @@ class Failure(Exception):
         super().__init__(message)
         self.status = status
         self.is_explained = is_explained
+
+
+FILES, ADDRESS_SPACE = 32, 1_500_000
+"""What a mount of the defaults comes up with: `ulimit -n`, and kB of `ulimit -v`."""
+_LACKING = {
+    errno.EMFILE: f"a mount takes up to {FILES} open files (ulimit -n {FILES})",
+    errno.ENOMEM: f"a mount takes {ADDRESS_SPACE} kB of address space (ulimit -v {ADDRESS_SPACE})",
+}
+
+
+def lack(error: BaseException) -> str:
+    """Of which of the caller's limits it comes, and what a mount needs; "" where it's none of them."""
+    number = errno.ENOMEM if isinstance(error, MemoryError) else getattr(error, "errno", None)
+    return f"{os.strerror(number)}: {_LACKING[number]}" if number in _LACKING else ""
 
 
 def shown(text: str) -> str:

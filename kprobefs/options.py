@@ -12,7 +12,7 @@ from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes import profile
 from emulated_kernel.limits import Limit, Limits, parse_limit
-from kprobefs.failure import Exit, Failure
+from kprobefs.failure import Exit, Failure, lack
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -183,5 +183,5 @@ def build_kernel(options: MountOptions) -> ServedMount:
         layout = RootLayout(options.layout)
         return LivingKernel(options.machine, layout, owner, watch, _state(options)).mount
     except OSError as error:
-        image, why = options.machine.image, error.strerror or str(error)
+        image, why = options.machine.image, lack(error) or error.strerror or str(error)
         raise (Failure(f"{image}: {why}", Exit.USAGE) if image else Failure(why)) from error

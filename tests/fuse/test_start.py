@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kprobefs.failure import Exit
+from kprobefs.failure import ADDRESS_SPACE, FILES, Exit
 from tests.fuse.harness import (
     PATIENCE,
     PROGRAM,
@@ -209,3 +209,32 @@ def test_killing_the_runner_ends_its_command_and_removes_its_directory() -> None
     process.stdout.close()
     eventually(lambda: not Path(f"/proc/{pid}").exists(), "the command is still there")
     eventually(lambda: not Path(path).parent.exists(), "its directory is still there")
+
+
+@pytest.mark.parametrize(
+    ("limit", "needed"),
+    [
+        ("-n 5", f"Too many open files: a mount takes up to {FILES} open files (ulimit -n {FILES})"),
+        ("-n 10", f"Too many open files: a mount takes up to {FILES} open files (ulimit -n {FILES})"),
+        ("-v 600000", f"Cannot allocate memory: a mount takes {ADDRESS_SPACE} kB of address space"),
+        (f"-n {FILES}", ""),
+        (f"-v {ADDRESS_SPACE}", ""),
+    ],
+)
+def test_what_a_mount_needs(limit: str, needed: str, directory: Path) -> None:
+    """Below it says so, in one line; with so much it comes up."""
+    script = f'ulimit {limit}; exec "$@" mount "$D"'
+    result = subprocess.run(
+        ["bash", "-c", script, "bash", *REAL_PROGRAM],
+        env={**environment(), "D": str(directory)},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    if needed:
+        assert (result.returncode, is_mounted(directory)) == (Exit.FAILURE, False)
+        assert (needed in result.stderr, result.stderr.count("\n")) == (True, 1), result.stderr
+    else:
+        assert (result.returncode, result.stderr) == (0, "")
+        assert kprobefs("umount", str(directory)).returncode == 0
