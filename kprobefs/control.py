@@ -64,8 +64,12 @@ def unmount(directory: str, *, force: bool = False) -> None:
     with known(directory) as daemon:
         if daemon is not None:
             _terminate(daemon, force=force)
+        is_left = daemon is None and mount.condition(directory) is MountState.HUNG
     while _mounted_on(directory) is not None:
         mount.detach(directory)
+    if is_left:
+        why = "its daemon hangs, and still runs: nobody has noted its pid here"
+        raise Failure(f"{directory}: unmounted, but {why}: whoever started it can end it", Exit.HUNG)
 
 
 def reboot(directory: str) -> None:

@@ -96,8 +96,20 @@ def test_what_is_asked_in_time(directory: Path) -> None:
 def test_a_stopped_daemon_is_killed_by_force(mounted: Daemon) -> None:
     with stopped(mounted):
         assert kprobefs("umount", "--force", str(mounted.directory)).returncode == 0
+        # It has ended by then; who started it may not have asked how.
+        assert Path(f"/proc/{mounted.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
         assert mounted.process.wait(PATIENCE) == -signal.SIGKILL
     assert not is_mounted(mounted.directory)
+
+
+def test_a_stopped_daemon_that_nobody_knows(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with daemon(directory) as running, stopped(running):
+        monkeypatch.setenv("KPROBEFS_RUNTIME_DIRECTORY", str(tmp_path / "another"))
+        result = kprobefs("umount", str(directory))
+        assert (result.returncode, is_mounted(directory)) == (Exit.HUNG, False)
+        assert "unmounted, but its daemon hangs, and still runs" in result.stderr
 
 
 def test_a_kernel_that_is_at_something(directory: Path) -> None:
