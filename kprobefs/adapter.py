@@ -413,9 +413,11 @@ class _Operations:
 
     def release(self, path: str | None, info: Any) -> None:
         del path
-        self._open_paths.pop(info.fh, None)
         self._pollers.forget(info.fh)
-        self._mount.release(info.fh)
+        try:
+            self._mount.release(info.fh)
+        finally:
+            self._open_paths.pop(info.fh, None)
 
     def poll(self, info: Any, poll_handle: int | None) -> int:
         handle: int = info.fh
@@ -463,11 +465,10 @@ class _Operations:
         What stays open keeps its instance, as it does for Linux.
         """
         end = monotonic() + CLOSING
-        with self.blocking():
-            while any(map(str.startswith, tuple(self._open_paths.values()), repeat(prefix))):
-                if monotonic() > end:
-                    return
-                sleep(CLOSING / 50)
+        while any(map(str.startswith, tuple(self._open_paths.values()), repeat(prefix))):
+            if monotonic() > end:
+                return
+            sleep(CLOSING / 50)
 
     def unlink(self, path: str) -> None:
         self._mount.unlink(_client(), path)

@@ -212,7 +212,10 @@ def _copies(command: Sequence[str], scratch: Path) -> Iterator[str]:
     try:
         for word in command[1:]:
             source, target = Path(word), scratch / word
-            if source.is_absolute() or ".." in source.parts or not source.is_file() or target.exists():
+            if source.is_absolute() or ".." in source.parts:
+                continue
+            # A script that a shell is given may be longer than any name.
+            if not os.path.isfile(source) or os.path.lexists(target):
                 continue
             for directory in reversed(target.parents):
                 if scratch in directory.parents and not directory.exists():

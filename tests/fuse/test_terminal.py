@@ -332,7 +332,8 @@ class TestTrace:
             (work / name).write_text(f"{name}\n")
         monkeypatch.chdir(work)
         names = ("./f", "sub/n", "sub/deep/n")
-        result = kprobefs(*TRACED, "--", "cat", *names, program=REAL_PROGRAM)
+        script = f"cat {' '.join(names)} # {'a script may be longer than a name ' * 10}"
+        result = kprobefs(*TRACED, "--", "sh", "-c", script, *names, program=REAL_PROGRAM)
         assert (result.returncode, result.stderr) == (0, "")
         # A read of each, and one at its end.
         assert result.stdout.count(": vfs_read: ") == 2 * len(names)
