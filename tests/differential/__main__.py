@@ -75,7 +75,9 @@ def main() -> int:
     total = sum(tally.answers for tally in tallies.values())
     print(f"{total} answers, {sum(tally.differing for tally in tallies.values())} differ")
     if options.record:
-        sample.events = kernels.events
+        # What was recorded before is about the events that both had then.
+        is_new = set(options.area) == set(AREAS)
+        sample.events = kernels.events if is_new else sample.events & kernels.events
         sample.save()
     return any(tally.agreement < _WANTED for tally in tallies.values())
 
