@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import field
 from enum import Flag, auto
 from inspect import Parameter, signature
@@ -305,8 +305,8 @@ class AggregatorProbe(Kprobe):
     """
 
     report: FailureReport = field(kw_only=True)
-    members: list[Kprobe] = field(default_factory=list, init=False)
-    """Newest first, as their handlers run."""
+    by_age: dict[Kprobe, None] = field(default_factory=dict, init=False)
+    """The members in the opposite order of their handlers' runs; removing one doesn't search thousands."""
     detour: DetourBuffer | None = field(default=None, init=False, repr=False)
     has_used_detour: bool = field(default=False, init=False, repr=False)
     """CPUs have been led into it since it was made."""
@@ -327,6 +327,11 @@ class AggregatorProbe(Kprobe):
     _with_post_handlers: list[Kprobe] = field(default_factory=list, init=False, repr=False)
 
     @property
+    def members(self) -> Iterator[Kprobe]:
+        """Newest first, as their handlers run; a jprobe last."""
+        return reversed(self.by_age)
+
+    @property
     def is_optimized(self) -> bool:
         """Whether hits run the detour's copies, be the jump in the text or a breakpoint."""
         return self.flags._value_ & _OPTIMIZED != 0
@@ -334,7 +339,7 @@ class AggregatorProbe(Kprobe):
     @property
     def is_unused(self) -> bool:
         """Its last probe is gone, and only its unoptimization is awaited. Mirrors: kprobe_unused (v6.1)."""
-        return not self.members and self.is_disabled
+        return not self.by_age and self.is_disabled
 
     def emit(self, builder: ProgramBuilder, way: HitWay) -> bool:
         """All its members' handlers, or none of them."""
@@ -393,7 +398,10 @@ class AggregatorProbe(Kprobe):
 
     def add(self, member: Kprobe) -> None:
         """Newest first; a jprobe doesn't come back to the others."""
-        self.members.insert(0 if member.break_handler is None else len(self.members), member)
+        if member.break_handler is None:
+            self.by_age[member] = None
+        else:
+            self.by_age = {member: None, **self.by_age}
         member.aggregator = self
         self.enabled_members += not member.is_disabled
         self._with_post_handler += member.post_handler is not None
@@ -403,7 +411,7 @@ class AggregatorProbe(Kprobe):
 
     def remove(self, member: Kprobe) -> None:
         """The opposite of `add`; of jprobes there is one at most."""
-        self.members.remove(member)
+        del self.by_age[member]
         member.aggregator = None
         self.enabled_members -= not member.is_disabled
         self._with_post_handler -= member.post_handler is not None

@@ -210,7 +210,7 @@ class Kprobes:
         kprobe.insn = None
         self._refresh(head)
         optimizer = self.optimizer
-        if not head.members:
+        if not head.by_age:
             if not head.is_disabled:
                 # A jump was reused for a disabled probe. Linux: it stays in the text for good.
                 self._disarm(head)

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
+from emulated_kernel.config import MachineConfig
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from tests.ledger import ledger_mismatches
+from tests.ways import Shell
 
 FEW, MANY = 100, 400
+T = TypeVar("T")
 
 
-def calls_of(action: Callable[[Kprobe], None], probes: Iterable[Kprobe]) -> int:
+def calls_of(action: Callable[[T], object], each: Iterable[T]) -> int:
     """Python's function calls meanwhile."""
     calls = 0
 
@@ -26,8 +31,8 @@ def calls_of(action: Callable[[Kprobe], None], probes: Iterable[Kprobe]) -> int:
 
     sys.setprofile(trace)
     try:
-        for probe in probes:
-            action(probe)
+        for one in each:
+            action(one)
     finally:
         sys.setprofile(None)
     return calls
@@ -54,6 +59,23 @@ def test_each_change_of_one_is_work_for_one(offset: int, order: int) -> None:
             )
     for few, many in zip(*totals, strict=True):
         assert many < 1.5 * MANY / FEW * few
+
+
+@pytest.mark.parametrize("hook", ["rethook", "objpool", "instances", "fgraph"])
+def test_a_line_of_a_return_probe_is_hardly_more_work_than_another(hook: str) -> None:
+    totals = []
+    for line in ("p:k{} vfs_read", "r:k{} vfs_read $retval"):
+        with Kernel(MachineConfig(return_hook=hook)) as kernel:
+            shell = Shell(kernel)
+            lines = [f"{line.format(number)}\n" for number in range(MANY)]
+            totals.append(
+                [
+                    calls_of(partial(shell.write, "/kprobe_events"), ["".join(lines)]),
+                    calls_of(partial(shell.write, "/kprobe_events", flags=os.O_TRUNC), [""]),
+                ]
+            )
+    for entry, hooked in zip(*totals, strict=True):
+        assert hooked < 3 * entry, totals
 
 
 def test_handlers_follow_each_change_in_their_order() -> None:

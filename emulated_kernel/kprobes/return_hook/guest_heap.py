@@ -64,7 +64,8 @@ class GuestHeap:
 
     def alloc(self, size: int) -> int:
         """Address of `size` zeroed bytes. Raises: KernelError ENOMEM."""
-        for base, pool in self._chunks.items():
+        # The newest first: of thousands the older ones are full.
+        for base, pool in reversed(self._chunks.items()):
             try:
                 address = pool.alloc(size)
             except HardwareError:

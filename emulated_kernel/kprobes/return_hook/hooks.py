@@ -138,11 +138,11 @@ class ReturnHooks:
         """
         self._lock.assert_held()
         self.install()
-        self.stack.give_stacks(self._scheduler.tasks())
+        if not self.stack.hooks:
+            # Later tasks get theirs at their first call; to list them takes longer than all else here.
+            self.stack.give_stacks(self._scheduler.tasks())
         address = self.stack.add_hook(nodes, data_size)
-        self._removed = {
-            a: hook for a, hook in self._removed.items() if a in self.stack.hooks and a != address
-        }
+        self._removed.pop(address, None)
         hook = ReturnHook(address, handler, data_size, self.stack, program)
         self._hooks[address] = hook
         return hook
@@ -156,8 +156,11 @@ class ReturnHooks:
         self.handler_changed(hook)
         # No CPU is in code of the hook's when its memory goes. Linux: frees it behind a grace period of RCU.
         self._machine.text.sync()
-        self._removed[hook.address] = self._hooks.pop(hook.address)
+        del self._hooks[hook.address]
         self.stack.remove_hook(hook.address)
+        if hook.address in self.stack.hooks:
+            pending = {a: each for a, each in self._removed.items() if a in self.stack.hooks}
+            self._removed = {**pending, hook.address: hook}
 
     def handler_changed(self, hook: ReturnHook) -> None:
         """What its `program` makes differs from now on, or whether it makes any."""

@@ -22,6 +22,8 @@ class UnitPool:
         self._lengths: dict[int, int] = {}
         self._next = 0
         self._first_fit = first_fit
+        self.used = 0
+        """Bytes handed out."""
 
     def alloc(self, size: int, limit: int | None = None) -> int:
         """Address of `size` free bytes, aligned to the unit; below address `limit` if they are free there.
@@ -42,6 +44,7 @@ class UnitPool:
         self._next = 0 if self._first_fit else index + count
         address = self.base + index * self.unit
         self._lengths[address] = count
+        self.used += count * self.unit
         return address
 
     def free(self, address: int) -> int:
@@ -54,12 +57,8 @@ class UnitPool:
             raise HardwareError(f"{address:#x} is not allocated")
         index = (address - self.base) // self.unit
         self._used[index : index + count] = bytes(count)
+        self.used -= count * self.unit
         return count * self.unit
-
-    @property
-    def used(self) -> int:
-        """Bytes handed out."""
-        return sum(self._lengths.values()) * self.unit
 
     def extents(self) -> Iterator[tuple[int, int]]:
         """Address and size in bytes of all that is handed out."""
