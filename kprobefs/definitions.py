@@ -118,6 +118,8 @@ class Loader:
         """Events of the lines so far; a further line for one of them adds to it."""
         self._error_logs = {"": self._read("error_log")}
         """By trace array: "" or instances/NAME/."""
+        self._known: _Known | None = None
+        """What dynamic_events says; None where lines have changed it in ways that only reading it tells."""
 
     def load(self, lines: Sequence[Line]) -> list[str]:
         """Do all lines; what to tell of those that failed."""
@@ -153,18 +155,19 @@ class Loader:
 
     def _define(self, text: str) -> None:
         definition = _definition(text)
-        existing = list(map(_definition, self._read("dynamic_events").splitlines()))
         if definition is None:
+            self._known = None
             self._write("dynamic_events", text, 0)
             return
-        if any(_is_same(definition, each) for each in existing if each):
-            self._defined.add(definition.event)
-            return
-        if definition.event not in self._defined and any(
-            each and each.event == definition.event for each in existing
-        ):
-            self._remove(definition.event)
-        self._write("dynamic_events", text, 0)
+        known = self._known
+        if known is None or known.is_unsure(definition):
+            known = self._known = _Known(self._read("dynamic_events").splitlines())
+        if not known.has(definition):
+            if definition.event in known.events and definition.event not in self._defined:
+                self._remove(definition.event)
+                self._known = None
+            self._write("dynamic_events", text, 0)
+            known.add(definition)
         self._defined.add(definition.event)
 
     def _remove(self, event: str) -> None:
@@ -190,6 +193,7 @@ class Loader:
                 yield from (f"{file} has {each}" for each in saved_triggers(self._read(file)))
 
     def _set(self, name: str, value: str, column: int) -> None:
+        self._known = None
         path = _unescaped(name)
         parts = path.split("/")
         if path.startswith("/") or ".." in parts:
@@ -305,10 +309,35 @@ def _as_shown(kind: str, place: str) -> str:
     return place
 
 
-def _is_same(wanted: _Definition, existing: _Definition) -> bool:
-    if wanted.kind != existing.kind or wanted.count not in ("", existing.count):
-        return False
-    return wanted.rest == existing.rest and wanted.event in ("", existing.event)
+class _Known:
+    """The definitions that there are, as dynamic_events says, and those that were written since."""
+
+    def __init__(self, lines: Iterable[str]) -> None:
+        self.events: set[str] = set()
+        self._counts: dict[tuple[str, str, str], set[str]] = {}
+        """By kind, event and rest, and by kind, no event and rest."""
+        for each in map(_definition, lines):
+            if each is not None:
+                self.add(each)
+
+    def add(self, definition: _Definition) -> None:
+        self.events.add(definition.event)
+        for event in {definition.event, ""}:
+            self._of(definition, event).add(definition.count)
+
+    def has(self, wanted: _Definition) -> bool:
+        """Whether there is such a one."""
+        counts = self._of(wanted, wanted.event)
+        return wanted.count in counts or (not wanted.count and bool(counts))
+
+    def is_unsure(self, wanted: _Definition) -> bool:
+        """Whether a name or a maxactive that the kernel has chosen since may be the one that is meant."""
+        return (bool(wanted.event) and "" in self.events) or (
+            bool(wanted.count) and "" in self._of(wanted, wanted.event)
+        )
+
+    def _of(self, definition: _Definition, event: str) -> set[str]:
+        return self._counts.setdefault((definition.kind, event, definition.rest), set())
 
 
 def _is_trigger(text: str) -> bool:
@@ -450,12 +479,13 @@ def _single_probes(files: Files, arrays: Iterable[_Array]) -> Iterator[str]:
             name = f"{STATS}/{group}/{event}"
             switches = [array.lines(f"events/{group}/{event}/enable") for array in arrays]
             is_wanted = any(switch != ["0"] for switch in switches)
-            if not UNSWITCHED.isdisjoint(_content(files, f"{name}/mode")):
-                continue
+            lines = []
             if _content(files, f"{name}/enabled") != [f"{is_wanted:d}"]:
-                yield f"{name}/enabled = {not is_wanted:d}"
+                lines.append(f"{name}/enabled = {not is_wanted:d}")
             if HELD in _content(files, f"{name}/reason"):
-                yield f"{name}/optimized = 0"
+                lines.append(f"{name}/optimized = 0")
+            if lines and UNSWITCHED.isdisjoint(_content(files, f"{name}/mode")):
+                yield from lines
 
 
 def _options_of_tracers(files: Files, tracefs: str) -> Iterator[str]:

@@ -26,6 +26,7 @@ from kprobefs.mount import MountState, condition
 from kprobefs.power import PLACE, LivingKernel
 from tests.fuse.harness import REAL_PROGRAM, daemon, eventually, kprobefs, needs_fuse
 from tests.fuse.test_definitions import ALL, OUTSIDE
+from tests.kprobes.test_many_at_one_place import calls_of
 from tests.mounted.files import assert_errno
 
 CLIENT = Client(os.getpid(), 0, 0)
@@ -343,3 +344,19 @@ def test_counts_switches_modules_and_loads_go_on(living: LivingKernel) -> None:
     assert load.startswith("timers rate=10 ")
     assert " state=running " in load
     user.write("/machine/load", "stop\n")
+
+
+@pytest.mark.parametrize("line", ["p:mine/k{} vfs_read+0x5", "r:mine/k{} vfs_read $retval"])
+def test_each_definition_is_work_for_one(line: str) -> None:
+    """A reboot defines each again, and what that takes doesn't grow with the others."""
+    living = LivingKernel(MachineConfig(), RootLayout.FULL, Owner(0, 0))
+    user, calls, defined = User(living.mount), [], 0
+    for number in (100, 200, 400):
+        lines = [f"{line.format(each)}\n" for each in range(defined, number)]
+        user.write("/tracing/kprobe_events", "".join(lines))
+        defined = number
+        calls.append(calls_of(lambda _: user.reboot(), [living]))
+        assert user.read("/tracing/kprobe_events").count("\n") == number
+    living.mount.close()
+    living._kernel.close()
+    assert calls[2] - calls[1] < 1.25 * 2 * (calls[1] - calls[0])
