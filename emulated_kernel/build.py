@@ -166,7 +166,7 @@ def _engine(
     profile: Profile,
 ) -> ProbeRegistries:
     image = live.core
-    scheduler = Scheduler(guest.kernel, clock.jiffies, lambda: guest.call_function("yield"))
+    scheduler = Scheduler(guest.kernel, clock.jiffies, lambda: guest.call_function("yield"), guest.frozen)
     kprobes = Kprobes(machine, live, arch, guest.log, scheduler, lock, profile)
     machine.on_switch.append(kprobes.hits.ctlblk.switch_to)
     hook_sets = HookSets(machine, image.abi, arch, kprobes, scheduler, machine.config.return_hook)

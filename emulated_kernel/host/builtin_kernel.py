@@ -164,6 +164,10 @@ class BuiltinKernel(GuestKernel):
         at = address_of(self.image.kallsyms, "max_file_pages")
         self._memory.write_word(at, unlimited if most is None else min(most, unlimited))
 
+    def thaw(self) -> None:
+        """Nobody has to stay in the refrigerator."""
+        self._memory.write_u32(address_of(self.image.kallsyms, "pm_freezing"), 0)
+
     def modules(self) -> list[ModuleInfo]:
         with readable("module list"):
             return list(self._module_reader.modules())

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.host.builtin_kernel import BuiltinKernel
@@ -189,6 +189,25 @@ class Guest:
             words.append(at)
             at += len(data) + 1
         return words + [0] * (MAX_ARGUMENTS - len(words))
+
+    @contextmanager
+    def frozen(self) -> Iterator[bool]:
+        """All tasks but ours are in the refrigerator meanwhile; False: not all got there, and none is.
+
+        Raises: KernelError as `call_function`. Mirrors: kernel/power/process.c:freeze_processes (v6.1).
+        """
+        if self.call_function("freeze_processes"):
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            try:
+                self.call_function("thaw_processes")
+            except KernelError:
+                # Killed on its way by a probe's handler: whoever is woken for a request finds that it may go.
+                self.kernel.thaw()
+                raise
 
     def log(self, message: str) -> None:
         """printk: a line of the host's in the kernel log, wherever the guest stands; not if it is dead."""

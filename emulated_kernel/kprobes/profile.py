@@ -36,7 +36,7 @@ class Wait(Enum):
     SYNCHRONIZE_SCHED = auto()
     """Each CPU goes through the scheduler: enough where the kernel isn't preempted."""
     FREEZE_PROCESSES = auto()
-    """Each task goes to the freezer."""
+    """Each task goes to the refrigerator, and is thawed after the commit."""
 
 
 class TrampolineForm(Enum):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
 
 from emulated_kernel.machine.guest_kernel import StandingTasks
 
@@ -14,13 +15,19 @@ class Scheduler:
     """Time as delayed work counts it, and the guest's tasks and stacks; asked only while the guest stands."""
 
     def __init__(
-        self, kernel: StandingTasks, jiffies: Callable[[], int], yield_to_tasks: Callable[[], object]
+        self,
+        kernel: StandingTasks,
+        jiffies: Callable[[], int],
+        yield_to_tasks: Callable[[], object],
+        frozen: Callable[[], AbstractContextManager[bool]],
     ) -> None:
         self._kernel = kernel
         self.jiffies = jiffies
         """1/HZ seconds."""
         self.yield_to_tasks = yield_to_tasks
         """Gives the CPU to each runnable task once."""
+        self.frozen = frozen
+        """All tasks are in the refrigerator meanwhile; False: not all got there, and none is."""
         self.occupied: Callable[[Sequence[Span]], Collection[Span]] = kernel.occupied
         self.is_quiescent: Callable[[Sequence[Span]], bool] = kernel.is_quiescent
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from emulated_kernel.kernel import Kernel
@@ -34,6 +35,9 @@ class ScriptedScheduler(Scheduler):
     def yield_to_tasks(self) -> None:
         self.turns += 1
 
+    def frozen(self) -> AbstractContextManager[bool]:
+        return nullcontext(True)
+
 
 class _InPart(ScriptedScheduler):
     """Beside a kernel's own scheduler, which has answered until now."""
@@ -50,6 +54,9 @@ class _InPart(ScriptedScheduler):
     def yield_to_tasks(self) -> None:
         super().yield_to_tasks()
         self._real.yield_to_tasks()
+
+    def frozen(self) -> AbstractContextManager[bool]:
+        return self._real.frozen()
 
 
 def script(kernel: Kernel) -> ScriptedScheduler:

@@ -17,13 +17,15 @@ from iced_x86 import Decoder, FlowControl, Instruction
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.optimizer.djprobe import Djprobes
-from emulated_kernel.kprobes.profile import PROFILES
+from emulated_kernel.kprobes.profile import PROFILES, Wait
 from tests.kprobes.modelled import MOSTLY, PLACES, SELDOM, Modelled, run
 from tests.kprobes.scripted import script
 
 REACH = 0x20
 """Bytes of gcd in which probes meet."""
 JUMP_SIZE = 5
+SLEEP = 1 << 28
+"""Jiffies: longer than any test."""
 RELATIVE = (FlowControl.UNCONDITIONAL_BRANCH, FlowControl.CONDITIONAL_BRANCH, FlowControl.CALL)
 
 
@@ -89,6 +91,8 @@ class Djprobing(Modelled):
         self.djprobes = self.kprobes.optimizer
         self.standing: int | None = None
         """Where a task was preempted, that doesn't run on."""
+        self.sleeper = 0
+        """A kernel thread that sleeps uninterruptibly, or 0."""
         script(self.kernel).quiescent_in = lambda spans: (
             not any(self.standing is not None and start <= self.standing < end for start, end in spans)
         )
@@ -101,6 +105,7 @@ class Djprobing(Modelled):
         super().undo()
         self.kprobes.set_optimization(True)
         self.standing = None
+        self.put_to_sleep(False)
         self.kernel.commit_kprobes()
 
     def follow(self) -> None:
@@ -165,7 +170,8 @@ class Djprobing(Modelled):
         """Source: section 3.4; a task that stays in the way is an EBUSY that changes nothing."""
         self.standing = None if number is None else self.place(number) + 1
         waiting = self.optimized() - self.jumps
-        if any(self.standing in self.covered_bytes(addr) for addr in waiting):
+        never_freezes = self.sleeper and self.profile.djprobe is Wait.FREEZE_PROCESSES
+        if never_freezes or any(self.standing in self.covered_bytes(addr) for addr in waiting):
             with pytest.raises(KernelError) as caught:
                 self.kernel.commit_kprobes()
             assert caught.value.errno == errno.EBUSY
@@ -173,6 +179,19 @@ class Djprobing(Modelled):
         self.kernel.commit_kprobes()
         self.jumps = self.optimized()
         assert not self.djprobes.freeing
+
+    @rule(asleep=SELDOM)
+    def put_to_sleep(self, asleep: bool) -> None:
+        """Begin or end a kernel thread that the freezer waits for in vain."""
+        if asleep == bool(self.sleeper):
+            return
+        if asleep:
+            function = self.entry("schedule_timeout_uninterruptible")
+            self.sleeper = self.kernel.call("kthread_run", function, SLEEP, b"sleeper")
+        else:
+            self.kernel.call("wake_up_process", self.sleeper)
+            self.kernel.call("yield")
+            self.sleeper = 0
 
     @rule(allowed=MOSTLY)
     def set_optimization(self, allowed: bool) -> None:

@@ -7,15 +7,13 @@ itself: the length comes from a tool, and the user says when everybody may wait 
 from __future__ import annotations
 
 import errno
+from contextlib import AbstractContextManager, nullcontext
 
 from emulated_kernel.arch.analysis.reason import Finding
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.kprobe import AggregatorProbe, Kprobe
 from emulated_kernel.kprobes.optimizer.optimizer import Optimizer
 from emulated_kernel.kprobes.profile import Wait
-
-MAX_TURNS = 64
-"""Times that runnable tasks get the CPU to reach the freezer."""
 
 
 class Djprobes(Optimizer):
@@ -79,26 +77,34 @@ class Djprobes(Optimizer):
     def commit(self) -> None:
         """Write the jumps of registered djprobes and free the detours of unregistered ones.
 
-        Raises: KernelError EBUSY: a task stays where it is in the way; nothing was done.
+        Raises: KernelError EBUSY: a task stays where it is in the way, or doesn't freeze; nothing was done.
         Source: section 3.4.
         """
-        if not self._is_safe():
-            raise KernelError(errno.EBUSY, "a task stands in a detoured region or an out-of-line buffer")
+        with self._all_at_known_places() as all_frozen:
+            if not all_frozen:
+                raise KernelError(errno.EBUSY, "not all tasks freeze; see machine/dmesg")
+            if not self._write_if_quiescent():
+                raise KernelError(errno.EBUSY, "a task stands in a detoured region or an out-of-line buffer")
+
+    def _all_at_known_places(self) -> AbstractContextManager[bool]:
+        """Section 2.2: without preemption every CPU's trip through the scheduler is enough."""
+        if self._profile.djprobe is Wait.FREEZE_PROCESSES:
+            return self._scheduler.frozen()
+        self._scheduler.yield_to_tasks()
+        return nullcontext(True)
+
+    def _write_if_quiescent(self) -> bool:
+        """Deviates: looks as well whether anybody is in the way, as threads that don't freeze may be."""
+        if not self._scheduler.is_quiescent(self._affected()):
+            return False
         self._optimize_all()
         self._free_all()
-
-    def _is_safe(self) -> bool:
-        """Section 2.2: without preemption every CPU's trip through the scheduler is enough."""
-        for _ in range(MAX_TURNS if self._profile.djprobe is Wait.FREEZE_PROCESSES else 1):
-            if self._scheduler.is_quiescent(self._affected()):
-                return True
-            self._scheduler.yield_to_tasks()
-        return self._scheduler.is_quiescent(self._affected())
+        return True
 
     def flush(self) -> None:
-        """See Optimizer.flush: the files have nothing that calls commit_kprobes()."""
-        if self.optimizing and self._is_safe():
-            self.commit()
+        """See Optimizer.flush: the files have no commit_kprobes(), and can't freeze who writes to them."""
+        if self.optimizing:
+            self._write_if_quiescent()
 
     def _kick(self) -> None:
         """Nothing happens before the commit."""

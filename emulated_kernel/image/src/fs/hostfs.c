@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
 // hostfs: every path outside /scratch; what its files do, the host does.
 #include "errno.h"
+#include "freezer.h"
 #include "fs.h"
 #include "host_abi.h"
 #include "internal.h"
@@ -38,8 +39,10 @@ static noinline long hostfs_call(unsigned long op, u64 file, unsigned long buf, 
 		ret = host_hypercall(HYPERCALL_HOSTFS, op, file, buf, count);
 		if (ret != -ERESTARTSYS)
 			return ret;
-		set_current_state(TASK_INTERRUPTIBLE);
-		schedule();
+		do {
+			set_current_state(TASK_INTERRUPTIBLE);
+			schedule();
+		} while (try_to_freeze());
 	}
 }
 NOKPROBE_SYMBOL(hostfs_call);

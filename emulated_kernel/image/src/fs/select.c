@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
 // poll(2): sleeps on the wait queues of several files at once.
 #include "errno.h"
+#include "freezer.h"
 #include "fs.h"
 #include "mm.h"
 #include "poll.h"
@@ -74,6 +75,7 @@ static noinline int do_poll(struct pollfd *fds, unsigned int nfds, long timeout)
 	count = poll_once(fds, nfds, &table);
 	while (!count && timeout) {
 		timeout = schedule_timeout(timeout);
+		try_to_freeze();
 		set_current_state(TASK_INTERRUPTIBLE);
 		count = poll_once(fds, nfds, NULL);
 	}

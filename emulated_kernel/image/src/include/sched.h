@@ -32,6 +32,8 @@
 #define PF_HOST 0x00000008 /* mirrors a process of the host */
 #define PF_WQ_WORKER 0x00000020
 #define PF_FORKNOEXEC 0x00000040
+#define PF_NOFREEZE 0x00008000
+#define PF_FROZEN 0x00010000 /* in the refrigerator; a task's own to change */
 #define PF_KTHREAD 0x00200000
 
 #define TASK_COMM_LEN 16

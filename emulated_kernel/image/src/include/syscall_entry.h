@@ -5,6 +5,7 @@
 
 #include "entry.h"
 #include "errno.h"
+#include "freezer.h"
 #include "host_abi.h"
 #include "sched.h"
 #include "syscalls.h"
@@ -31,6 +32,7 @@ static __always_inline void do_syscall(struct pt_regs *regs, int nr)
 		syscall_set_return_value(regs, -ENOSYS);
 	while (need_resched())
 		schedule();
+	try_to_freeze();
 }
 
 #endif

@@ -64,6 +64,8 @@ void __wake_up_locked(wait_queue_head_t *wq, unsigned int mode, int nr_exclusive
 } while (0)
 #define __wait_event(wq, condition, state)                                 \
 	__wait_event_how(wq, condition, state, prepare_to_wait, schedule())
+#define __wait_event_freezable(wq, condition)                               \
+	__wait_event_how(wq, condition, TASK_INTERRUPTIBLE, prepare_to_wait, freezable_schedule())
 #define wait_event_exclusive(wq, condition)                                \
 	__wait_event_how(wq, condition, TASK_UNINTERRUPTIBLE, prepare_to_wait_exclusive, schedule())
 /* Jiffies that are left, at least 1 where the condition holds; 0: it doesn't. */
@@ -74,8 +76,11 @@ void __wake_up_locked(wait_queue_head_t *wq, unsigned int mode, int nr_exclusive
 	(condition) ? max(_left, 1L) : 0L; })
 #define wait_event(wq, condition) __wait_event(wq, condition, TASK_UNINTERRUPTIBLE)
 /* Always 0: no signal ever comes. */
-#define wait_event_interruptible(wq, condition)                             \
-	({ if (!(condition)) __wait_event(wq, condition, TASK_INTERRUPTIBLE); 0; })
+#define wait_event_interruptible(wq, condition) ({                          \
+	if (!(condition))                                                  \
+		__wait_event_freezable(wq, condition);                     \
+	0; })
+void freezable_schedule(void);
 #define wait_event_idle(wq, condition) __wait_event(wq, condition, TASK_IDLE)
 
 struct completion {

@@ -2,6 +2,7 @@
 // The table of system calls; what interrupts see to on their way in and out.
 #include "entry.h"
 #include "errno.h"
+#include "freezer.h"
 #include "host_abi.h"
 #include "sched.h"
 #include "syscalls.h"
@@ -64,11 +65,18 @@ noinstr void host_restart_hypercall(struct pt_regs *regs)
 
 static noinstr void irqentry_exit_to_user_mode(void)
 {
-	while (need_resched()) {
+	bool was_frozen;
+
+	do {
+		while (need_resched()) {
+			local_irq_enable();
+			schedule();
+			local_irq_disable();
+		}
 		local_irq_enable();
-		schedule();
+		was_frozen = try_to_freeze();
 		local_irq_disable();
-	}
+	} while (was_frozen);
 }
 
 noinstr void irqentry_exit(struct pt_regs *regs)

@@ -121,7 +121,7 @@ static void exit_files_of(struct task_struct *p)
 
 static void copy_flags(struct task_struct *p, struct kernel_clone_args *args)
 {
-	p->flags &= ~(PF_IDLE | PF_KTHREAD | PF_WQ_WORKER | PF_HOST);
+	p->flags &= ~(PF_IDLE | PF_KTHREAD | PF_WQ_WORKER | PF_HOST | PF_NOFREEZE);
 	p->flags |= PF_FORKNOEXEC;
 	if (args->kthread)
 		p->flags |= PF_KTHREAD;

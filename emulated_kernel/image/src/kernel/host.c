@@ -2,6 +2,7 @@
 // What the host asks for beside Linux's system calls; none of it can be probed or traced.
 #include "entry.h"
 #include "errno.h"
+#include "freezer.h"
 #include "fs.h"
 #include "host_abi.h"
 #include "mm.h"
@@ -21,6 +22,7 @@ __visible noinstr void host_park(struct task_struct *wake)
 	if (wake)
 		wake_up_process(wake);
 	schedule();
+	try_to_freeze();
 }
 
 static __always_inline void host_copy_comm(struct task_struct *task, const char __user *comm)

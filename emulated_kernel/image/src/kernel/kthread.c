@@ -71,6 +71,7 @@ int kthreadd(void *unused __attribute__((unused)))
 	struct kthread_create_info *create;
 
 	__set_task_comm(current, "kthreadd", false);
+	current->flags |= PF_NOFREEZE;
 	for (;;) {
 		set_current_state(TASK_IDLE);
 		if (list_empty(&kthread_create_list))

@@ -62,7 +62,7 @@ static noinline int worker_thread(void *__pool)
 	struct worker_pool *pool = __pool;
 	struct work_struct *work;
 
-	current->flags |= PF_WQ_WORKER;
+	current->flags |= PF_WQ_WORKER | PF_NOFREEZE;
 	while (!kthread_should_stop()) {
 		wait_event_idle(&pool->more_work, !list_empty(&pool->worklist) || kthread_should_stop());
 		while ((work = next_work(pool))) {

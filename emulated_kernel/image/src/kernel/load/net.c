@@ -2,6 +2,7 @@
 // Workloads on sockets: connections, datagrams, echoes.
 #include "load.h"
 #include "errno.h"
+#include "freezer.h"
 #include "inet.h"
 #include "mm.h"
 #include "printk.h"
@@ -58,8 +59,10 @@ static noinline int load_tcp_server(void *data)
 		sock_release(sock);
 	}
 	kfree(block);
-	while (!kthread_should_stop())
+	while (!kthread_should_stop()) {
 		schedule_timeout_interruptible(1);
+		try_to_freeze();
+	}
 	return 0;
 }
 

@@ -2,6 +2,7 @@
 // Workloads on tasks, locks, work queues, timers and memory.
 #include "load.h"
 #include "errno.h"
+#include "freezer.h"
 #include "mm.h"
 #include "printk.h"
 #include "rwsem.h"
@@ -139,14 +140,17 @@ static noinline int load_locks_thread(void *data)
 	unsigned int i;
 
 	for (i = 0; i < load->rounds; i++) {
+		try_to_freeze();
 		enter_mutex(load);
 		enter_rwsem(load, i % 3 == 0);
 		down(&load->sem);
 		yield();
 		up(&load->sem);
 	}
-	while (!kthread_should_stop())
+	while (!kthread_should_stop()) {
 		schedule_timeout_interruptible(1);
+		try_to_freeze();
+	}
 	return 0;
 }
 
@@ -189,6 +193,7 @@ noinline int load_memory(unsigned int n)
 	for (i = 0; i < n + LOAD_ADDRESSES; i++) {
 		state = state * 1664525 + 1013904223;
 		slot = i % LOAD_ADDRESSES;
+		try_to_freeze();
 		if (held[slot])
 			sum = crc32_le(sum, held[slot], sizes[slot]);
 		kfree(held[slot]);

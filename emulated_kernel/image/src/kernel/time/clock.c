@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
 // Clocks: nanoseconds since boot and since the epoch, both from the host's clock.
 #include "errno.h"
+#include "freezer.h"
 #include "host_abi.h"
 #include "sched.h"
 #include "syscalls.h"
@@ -72,6 +73,7 @@ int get_duration(u64 *ns, const struct __kernel_timespec __user *uts)
 SYSCALL_DEFINE2(nanosleep, struct __kernel_timespec __user *, rqtp,
 		struct __kernel_timespec __user *, rmtp)
 {
+	unsigned long expires;
 	u64 ns;
 	int err = get_duration(&ns, rqtp);
 
@@ -79,7 +81,10 @@ SYSCALL_DEFINE2(nanosleep, struct __kernel_timespec __user *, rqtp,
 		return err;
 	if (rmtp)
 		return -EINVAL;
-	set_current_state(TASK_INTERRUPTIBLE);
-	schedule_timeout(ns / TICK_NSEC + 1);
+	expires = jiffies + ns / TICK_NSEC + 1;
+	do {
+		set_current_state(TASK_INTERRUPTIBLE);
+		schedule_timeout(expires - jiffies);
+	} while (try_to_freeze() && !time_after_eq(jiffies, expires));
 	return 0;
 }
