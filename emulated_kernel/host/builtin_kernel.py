@@ -165,7 +165,7 @@ class BuiltinKernel(GuestKernel):
         self._memory.write_word(at, unlimited if most is None else min(most, unlimited))
 
     def thaw(self) -> None:
-        """Nobody has to stay in the refrigerator."""
+        """Nobody has to stay in the refrigerator: who isn't woken looks by himself within a second."""
         self._memory.write_u32(address_of(self.image.kallsyms, "pm_freezing"), 0)
 
     def modules(self) -> list[ModuleInfo]:

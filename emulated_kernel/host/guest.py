@@ -196,18 +196,13 @@ class Guest:
 
         Raises: KernelError as `call_function`. Mirrors: kernel/power/process.c:freeze_processes (v6.1).
         """
-        if self.call_function("freeze_processes"):
-            yield False
-            return
         try:
-            yield True
+            yield not self.call_function("freeze_processes")
         finally:
-            try:
+            # First of all, and not by the guest: a probe's handler may kill who thaws.
+            self.kernel.thaw()
+            with suppress(KernelError):
                 self.call_function("thaw_processes")
-            except KernelError:
-                # Killed on its way by a probe's handler: whoever is woken for a request finds that it may go.
-                self.kernel.thaw()
-                raise
 
     def log(self, message: str) -> None:
         """printk: a line of the host's in the kernel log, wherever the guest stands; not if it is dead."""

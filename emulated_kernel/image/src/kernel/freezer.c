@@ -8,7 +8,7 @@
 
 u32 pm_freezing;
 /* Linux: 20 s. Deviates: the machine's clock jumps over what nobody uses of it. */
-static u32 freeze_timeout_msecs = 2000;
+static u32 freeze_timeout_msecs = 1000;
 static struct task_struct *freezer; /* goes on itself */
 
 static bool freezing(struct task_struct *p)
@@ -16,7 +16,10 @@ static bool freezing(struct task_struct *p)
 	return READ_ONCE(pm_freezing) && p != freezer && !(p->flags & PF_NOFREEZE);
 }
 
-/* Whoever waits for something else here looks again when it is thawed: an ordinary wake-up leads back. */
+/*
+ * Whoever waits for something else here looks again when it is thawed: an ordinary wake-up leads back.
+ * Looks now and then without one: who should thaw it may have been killed.
+ */
 noinline bool refrigerator(void)
 {
 	if (!freezing(current))
@@ -26,7 +29,7 @@ noinline bool refrigerator(void)
 		set_current_state(TASK_UNINTERRUPTIBLE);
 		if (!freezing(current))
 			break;
-		schedule();
+		schedule_timeout(HZ);
 	}
 	current->flags &= ~PF_FROZEN;
 	__set_current_state(TASK_RUNNING);

@@ -342,6 +342,7 @@ void preempt_schedule_irq(void)
 
 void do_task_dead(void)
 {
+	current->flags |= PF_NOFREEZE; /* a zombie is in nobody's way */
 	WRITE_ONCE(current->__state, TASK_DEAD);
 	preempt_disable();
 	__schedule(SM_NONE);
