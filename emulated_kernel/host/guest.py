@@ -144,10 +144,18 @@ class Guest:
     def call_function(self, name: str, *args: int | str | bytes) -> int:
         """Call a kernel function in the worker's task; strings are passed by address. The raw result.
 
+        No task is frozen behind it, whatever was called.
+
         Raises: KernelError ENOENT (no such symbol), EINVAL (no function, fewer arguments than it is known to
         take, a string with NUL), E2BIG (too many arguments), EFAULT (it oopsed or looped: the worker was
         killed, see the kernel log), EIO (the guest was dead before).
         """
+        try:
+            return self._call_named(name, args)
+        finally:
+            self.kernel.thaw()
+
+    def _call_named(self, name: str, args: tuple[int | str | bytes, ...]) -> int:
         found = self._symbols.by_name(name)
         if not found:
             raise KernelError(errno.ENOENT, f"no symbol named {name}")
@@ -197,7 +205,7 @@ class Guest:
         Raises: KernelError as `call_function`. Mirrors: kernel/power/process.c:freeze_processes (v6.1).
         """
         try:
-            yield not self.call_function("freeze_processes")
+            yield not self._call_named("freeze_processes", ())
         finally:
             # First of all, and not by the guest: a probe's handler may kill who thaws.
             self.kernel.thaw()

@@ -162,6 +162,18 @@ def test_clients_go_on_behind_the_commit(freezing: Freezing) -> None:
             assert guest.syscalls.call(task, "getpid") == task.pid
 
 
+def test_a_call_of_the_freezer_leaves_nobody_frozen(freezing: Freezing) -> None:
+    """As whoever writes to machine/call may wish for."""
+    kernel = freezing.kernel
+    with kernel.lock:
+        client = kernel.guest.mirror.resident(CLIENTS[0], "client")
+    assert kernel.call("freeze_processes") == 0
+    with kernel.lock:
+        assert kernel.guest.syscalls.call(client, "getpid") == client.pid
+    kernel.call("msleep", 1100)
+    assert not any(freezing.flags(task) & PF_FROZEN for task in kernel.guest.kernel.tasks())
+
+
 @pytest.mark.parametrize("function", ["freeze_tasks", "thaw_processes"])
 def test_a_freezer_that_is_killed_leaves_nobody_frozen(freezing: Freezing, function: str) -> None:
     """By what a probe's handler does on its way; the jumps are written unless it is killed before that."""
