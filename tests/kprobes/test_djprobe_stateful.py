@@ -186,7 +186,7 @@ class Djprobing(Modelled):
         if asleep == bool(self.sleeper):
             return
         if asleep:
-            function = self.entry("schedule_timeout_uninterruptible")
+            function = self.kernel.image.kallsyms.by_name("schedule_timeout_uninterruptible")[0].address
             self.sleeper = self.kernel.call("kthread_run", function, SLEEP, b"sleeper")
         else:
             self.kernel.call("wake_up_process", self.sleeper)
