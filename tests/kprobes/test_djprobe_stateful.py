@@ -188,6 +188,7 @@ class Djprobing(Modelled):
         if asleep:
             function = self.kernel.image.kallsyms.by_name("schedule_timeout_uninterruptible")[0].address
             self.sleeper = self.kernel.call("kthread_run", function, SLEEP, b"sleeper")
+            self.kernel.call("yield")
         else:
             self.kernel.call("wake_up_process", self.sleeper)
             self.kernel.call("yield")
