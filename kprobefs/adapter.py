@@ -210,21 +210,25 @@ class _Session(_fuse.FUSE):  # type: ignore[misc]  # fusepy has no types
         operations: _Operations = func.__self__.operations  # type: ignore[attr-defined]
         reserve = operations.reserve
         try:
-            reserve.look()
-            return func(*args) or 0
-        except KernelError as error:
-            return -(error.errno or errno.EIO)
-        except MemoryError:
-            reserve.give_back()
-            return -errno.ENOMEM
-        # A SystemExit or KeyboardInterrupt that reached libfuse would become a garbage answer.
-        except BaseException as error:
-            # A library couldn't be mapped.
-            if reserve.is_scarce and isinstance(error, ImportError):
+            try:
+                reserve.look()
+                return func(*args) or 0
+            except KernelError as error:
+                return -(error.errno or errno.EIO)
+            except MemoryError:
+                reserve.give_back()
                 return -errno.ENOMEM
-            operations.faults += 1
-            log.exception("internal fault in %s", func.__name__)
-            return 0 if func.__name__ == "init" else -errno.EIO
+            # A SystemExit or KeyboardInterrupt that reached libfuse would become a garbage answer.
+            except BaseException as error:
+                # A library couldn't be mapped.
+                if reserve.is_scarce and isinstance(error, ImportError):
+                    return -errno.ENOMEM
+                operations.faults += 1
+                log.exception("internal fault in %s", func.__name__)
+        # There may be no memory to say so: ctypes would answer 0, which is success.
+        except BaseException:
+            pass
+        return 0 if func.__name__ == "init" else -errno.EIO
 
     # What every open, read and close takes, without fusepy's detours: they cost 2 to 8 us a request.
 
@@ -356,6 +360,7 @@ class _Operations:
         return found._replace(size=PAGED_SIZE, blocks=PAGED_SIZE // 512) if found.is_paged else found
 
     def opendir(self, path: str) -> int:
+        self._needs_reserve()
         return self._mount.opendir(_client(), path)
 
     def releasedir(self, _path: str, handle: int) -> None:
@@ -372,6 +377,7 @@ class _Operations:
             raise KernelError(errno.EACCES)
 
     def readdir(self, info: Any, start: int) -> list[DirEntry]:
+        self._needs_reserve()
         return self._mount.getdents(_client(), info.fh, start)
 
     def fsync(self, path: str | None, _datasync: int, info: Any) -> None:
@@ -430,6 +436,8 @@ class _Operations:
         return self._mount.poll(handle, notify)
 
     def truncate(self, path: str | None, length: int, info: Any = None) -> None:
+        if length:
+            self._needs_memory()
         if info is None:
             self._mount.truncate(_client(), _named(path), length)
         else:
@@ -474,6 +482,7 @@ class _Operations:
         self._mount.unlink(_client(), path)
 
     def rename(self, old: str, new: str) -> None:
+        self._needs_memory()
         self._mount.rename(_client(), old, new)
 
     def symlink(self, target: str, source: str) -> None:
@@ -488,9 +497,11 @@ class _Operations:
         return self._mount.readlink(_client(), path)
 
     def chmod(self, path: str, mode: int) -> None:
+        self._needs_memory()
         self._mount.chmod(_client(), path, mode)
 
     def chown(self, path: str, uid: int, gid: int) -> None:
+        self._needs_memory()
         self._mount.chown(_client(), path, uid, gid)
 
     def utimens(self, path: str, times: tuple[int, int]) -> None:

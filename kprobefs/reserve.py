@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
+import threading
 from time import monotonic
 
 log = logging.getLogger("kprobefs.reserve")
@@ -23,8 +24,8 @@ _PIECE = 100_000
 """Bytes; from 128 KiB on malloc(3) would map each piece by itself, and unmap it when it is freed."""
 _M_ARENA_MAX = -8
 
-ENDING = (b"0", b"-", b"!", b"nop", b"none")
-"""How writes begin that take something away: disable, delete, remove."""
+ENDING = (b"", b"0", b"nop")
+"""Whole writes that take something away: clear, disable."""
 
 
 def share_heap() -> None:
@@ -49,6 +50,8 @@ class MemoryReserve:
         self._pieces: list[int] = []
         self._next_look = 0.0
         self._room: mmap.mmap | None = None
+        self._lock = threading.Lock()
+        """Held where the pieces change: all loops look."""
         self.is_scarce = False
         """The host has no memory, or had none a moment ago."""
         self.is_spent = False
@@ -59,23 +62,36 @@ class MemoryReserve:
         now = monotonic()
         if now < self._next_look and not self.is_scarce:
             return
-        self._next_look = now + LOOK
+        # Whoever has it looks, and one look is enough.
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            self._next_look = now + LOOK
+            self._look()
+        finally:
+            self._lock.release()
+
+    def _look(self) -> None:
         try:
             _map(HEADROOM).close()
+            if self._room is None:
+                self._take()
         except (OSError, MemoryError):
-            self.give_back()
+            self._give_back()
             floor = self._libc.malloc(FLOOR)
             self._libc.free(floor)
             self.is_spent = not floor
             return
-        if self._room is None:
-            self._take()
         if self.is_scarce:
             self.is_scarce = self.is_spent = False
             log.warning("there is memory again")
 
     def give_back(self) -> None:
         """From now on until memory is there again."""
+        with self._lock:
+            self._give_back()
+
+    def _give_back(self) -> None:
         if self._room is not None:
             self._room.close()
             self._room = None
@@ -87,17 +103,25 @@ class MemoryReserve:
 
     def admits(self, data: bytes) -> bool:
         """Whether this may be written now: it takes something away, or there is memory."""
-        return not self.is_scarce or not data.strip() or data.startswith(ENDING)
+        return not self.is_scarce or data.strip() in ENDING or all(map(_ends, data.strip().split(b"\n")))
 
     def _take(self) -> None:
+        """Raises: OSError, MemoryError where it isn't there; the next look tries again."""
         while self._pieces:
             self._libc.free(self._pieces.pop())
-        self._room = _map(ROOM)
         for _ in range(RESERVE // _PIECE + 1):
             piece = self._libc.malloc(_PIECE)
             if not piece:
-                return
+                raise MemoryError("no memory to keep")
             self._pieces.append(piece)
+        # What says that all of it is there comes last.
+        self._room = _map(ROOM)
+
+
+def _ends(line: bytes) -> bool:
+    """Whether a line deletes an event, or takes functions, events or a trigger out of a list."""
+    words = line.partition(b" if ")[0].split()
+    return line.startswith(b"-:") or (bool(words) and all(word.startswith(b"!") for word in words))
 
 
 def _map(size: int) -> mmap.mmap:

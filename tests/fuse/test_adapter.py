@@ -42,7 +42,7 @@ import kprobefs.adapter
     assert advice in last
 
 
-def test_no_memory_is_an_answer_and_no_fault() -> None:
+def test_no_memory_is_an_answer_and_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     adapter = pytest.importorskip("kprobefs.adapter")
 
     class Session:
@@ -56,10 +56,23 @@ def test_no_memory_is_an_answer_and_no_fault() -> None:
 
     wrapper = adapter._Session._wrapper
     assert wrapper(Session().read) == -errno.ENOMEM
+    reserve = Session.operations.reserve
+    with monkeypatch.context() as patch:
+        # There is none yet.
+        patch.setattr(reserve, "look", lambda: None)
+        assert wrapper(Session().open) == -errno.ENOMEM
     assert Session.operations.faults == 0
     # There is some again: a library that isn't there is no such case.
     assert wrapper(Session().open) == -errno.EIO
     assert Session.operations.faults == 1
+
+    def none(*_arguments: object) -> None:
+        raise MemoryError
+
+    # Nor is there any to say so.
+    monkeypatch.setattr(reserve, "give_back", none)
+    monkeypatch.setattr(adapter.log, "exception", none)
+    assert wrapper(Session().read) == wrapper(Session().open) == -errno.EIO
 
 
 def test_mount_points_are_unescaped() -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
-from kprobefs.reserve import MemoryReserve
+from kprobefs import reserve as reserve_module
+from kprobefs.reserve import RESERVE, MemoryReserve
 from tests.fuse.harness import environment
 
 _STARVED = """
@@ -53,9 +59,89 @@ def test_what_is_kept_is_there_when_nothing_else_is() -> None:
     assert after > 11 << 20
 
 
-@pytest.mark.parametrize("data", [b"0", b"0\n", b"-:kprobes/a\n", b"!vfs_read\n", b"nop\n", b"\n", b""])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"0",
+        b"0\n",
+        b"-:kprobes/a\n-:b\n",
+        b"!vfs_read !vfs_open\n",
+        b"!traceoff:1 if a == 0",
+        b"nop\n",
+        b"\n",
+        b"",
+    ],
+)
 def test_what_takes_something_away_may_be_written_without_memory(data: bytes) -> None:
     reserve = MemoryReserve()
     reserve.give_back()
     assert reserve.admits(data)
-    assert not reserve.admits(b"p:a vfs_read\n")
+
+
+@pytest.mark.parametrize(
+    "data", [b"p:a vfs_read\n", b"-:a\np:b vfs_read\n", b"08192", b"0 more", b"nopx", b"!a b", b"-5", b"none"]
+)
+def test_what_makes_something_may_not(data: bytes) -> None:
+    reserve = MemoryReserve()
+    assert reserve.admits(data)
+    reserve.give_back()
+    assert not reserve.admits(data)
+
+
+def in_threads(action: Callable[[], None]) -> list[BaseException]:
+    """What it raised, in some threads at once."""
+    raised: list[BaseException] = []
+    barrier = threading.Barrier(8)
+
+    def run() -> None:
+        barrier.wait()
+        try:
+            action()
+        except BaseException as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(barrier.parties)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return raised
+
+
+def test_all_loops_share_one_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many look, or give it back, at once: there are as many pieces as one of them would take."""
+    monkeypatch.setattr("kprobefs.reserve.LOOK", 0)
+    reserve = MemoryReserve()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(5):
+            assert not in_threads(reserve.look)
+            reserve.look()
+            assert len(reserve._pieces) == RESERVE // 100_000 + 1
+            assert not in_threads(reserve.give_back)
+            assert len(reserve._pieces) == 1
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_a_reserve_that_is_not_whole_is_filled_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What can't be taken is a shortage like others, and no fault of the request that came just then."""
+    reserve, mapped = MemoryReserve(), reserve_module._map
+
+    def no_room(size: int) -> mmap.mmap:
+        if size == reserve_module.ROOM:
+            raise OSError(errno.ENOMEM, "no memory")
+        return mapped(size)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reserve_module, "_map", no_room)
+        reserve.look()
+    assert reserve.is_scarce
+    with monkeypatch.context() as patch:
+        patch.setattr(reserve, "_libc", SimpleNamespace(malloc=lambda _size: None, free=reserve._libc.free))
+        reserve.look()
+    assert reserve.is_scarce
+    reserve.look()
+    assert not reserve.is_scarce
+    assert len(reserve._pieces) == RESERVE // 100_000 + 1
