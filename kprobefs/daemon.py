@@ -18,6 +18,8 @@ from select import POLLERR, POLLIN, poll
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
+from emulated_kernel.errors import KernelError
+from emulated_kernel.threads import start_thread
 from kprobefs import __version__, dropins, mount
 from kprobefs.failure import Exit, Failure, lack, shown
 from kprobefs.heartbeat import PR_SET_PDEATHSIG, Heartbeat, watchdog_interval
@@ -124,15 +126,14 @@ class Service:
                 loading.end()
         server.stop()
         # It waits for the request that has the kernel, which may be a long one.
-        closing = threading.Thread(target=served.close, name="close", daemon=True)
-        try:
-            closing.start()
-        except RuntimeError:
-            # The host has no more threads.
-            served.close()
-        else:
+        closing: threading.Thread | None = None
+        with suppress(KernelError):
+            closing = start_thread("close", served.close)
             closing.join(CLOSE_TIMEOUT)
         self._end(session)
+        # The host had no thread for it; behind the session's end there is nothing to wait for.
+        if closing is None and not session.is_alive():
+            served.close()
         if self._failure is not None:
             raise self._failure
 

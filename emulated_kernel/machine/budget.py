@@ -10,6 +10,8 @@ from threading import get_ident, get_native_id
 from time import clock_gettime, monotonic, sleep, thread_time
 from types import CodeType
 
+from emulated_kernel.threads import start_thread
+
 _THREAD_CPU_CLOCK = 6
 """Low bits of the clock id that Linux gives a thread's CPU time. Mirrors: linux/posix-timers.h."""
 
@@ -107,7 +109,10 @@ class Watchdog:
         self._wake.set()
 
     def arm(self, budget: float | None = None) -> None:
-        """A run starts; it may take `budget` seconds instead of the usual ones."""
+        """A run starts; it may take `budget` seconds instead of the usual ones.
+
+        Raises: KernelError ENOMEM, where the host has no thread: no run may go on without.
+        """
         self._allowed = self._budget if budget is None else budget
         self._runner, self._ident = get_native_id(), get_ident()
         self._started = monotonic()
@@ -115,7 +120,7 @@ class Watchdog:
         if self._parked:
             self._wake.set()
         elif self._thread is None:
-            self._spawn()
+            self._thread = start_thread("run-budget", self._watch)
 
     def disarm(self) -> bool:
         """The run ended; whether it was stopped for its budget. No stop comes after this returns."""
@@ -139,15 +144,6 @@ class Watchdog:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-
-    def _spawn(self) -> None:
-        """Raises: MemoryError, where the host has no thread: no run may go on without."""
-        thread = threading.Thread(target=self._watch, name="run-budget", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:
-            raise MemoryError("no thread to watch runs") from error
-        self._thread = thread
 
     def _watch(self) -> None:
         while not self._closed:

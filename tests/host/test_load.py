@@ -168,11 +168,12 @@ def test_a_closed_kernel_has_none() -> None:
     assert "state=stopped" in "".join(kernel.loads.text())
 
 
+@pytest.mark.parametrize("lack", [RuntimeError("can't start new thread"), MemoryError()])
 def test_without_a_thread_of_the_hosts_there_is_no_load(
-    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+    lack: Exception, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def none(_thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
+        raise lack
 
     with monkeypatch.context() as patch, kernel.lock:
         patch.setattr(threading.Thread, "start", none)

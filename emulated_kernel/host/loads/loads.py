@@ -14,6 +14,7 @@ from emulated_kernel.host.guest import Guest
 from emulated_kernel.host.loads.load import BackgroundLoad, LoadKind, kinds_of
 from emulated_kernel.host.request_clock import RequestObserver
 from emulated_kernel.lock import ControlLock
+from emulated_kernel.threads import start_thread
 
 MAX_RATE = 10_000
 """Rounds a second."""
@@ -118,12 +119,11 @@ class Loads:
         for order in orders:
             running = RunningLoad(order, monotonic())
             self._loads[order.kind] = running
-            name = f"load-{order.kind.value}"
             try:
-                threading.Thread(target=self._run, args=(running,), name=name, daemon=True).start()
-            except RuntimeError as error:
+                start_thread(f"load-{order.kind.value}", self._run, running)
+            except KernelError:
                 self._end(running, "failed")
-                raise KernelError(errno.ENOMEM, "the host has no thread for it") from error
+                raise
 
     def stop(self, *kinds: LoadKind) -> None:
         """End loads, all where no kind is given; their tasks are gone then."""
