@@ -6,8 +6,10 @@ import errno
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from time import monotonic
 
 from emulated_kernel.errors import KernelError
+from emulated_kernel.threads import start_thread
 
 FREE_LOOPS = 3
 """Threads that take requests while others block. More only wait for the interpreter's lock."""
@@ -15,6 +17,8 @@ FREE_LOOPS = 3
 MOST_WAITING = 32
 """Threads that wait for the kernel's lock for long and are replaced meanwhile; beyond that, requests wait."""
 
+RETRY = 1.0
+"""Seconds without another try where there was no thread, or one had no memory: each blocked request asks."""
 
 FAILED = -1
 """What a loop returns that ended before the session."""
@@ -33,8 +37,8 @@ class Loops:
         self._free = free
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
-        self._lost = 0
-        """Threads that take no requests, for want of memory."""
+        """All but those that took no requests, for want of memory."""
+        self._next_try = 0.0
         self._blocked = 0
         self._replaceable = threading.Semaphore(MOST_WAITING)
         self._has_ended = False
@@ -44,16 +48,15 @@ class Loops:
         """Start the threads; return when each has left its loop."""
         with self._lock:
             self._refill()
-        ended = 0
-        while (thread := self._next(ended)) is not None:
+        while (thread := self._next()) is not None:
             thread.join()
-            ended += 1
 
-    def _next(self, ended: int) -> threading.Thread | None:
-        """The one to wait for behind so many; None where all have ended, and no more are started."""
+    def _next(self) -> threading.Thread | None:
+        """One to wait for; None where all have ended, and no more are started."""
         with self._lock:
-            self._has_ended = ended == len(self._threads)
-            return None if self._has_ended else self._threads[ended]
+            alive = next(filter(threading.Thread.is_alive, self._threads), None)
+            self._has_ended = alive is None
+            return alive
 
     @contextmanager
     def blocking(self) -> Iterator[int]:
@@ -63,7 +66,7 @@ class Loops:
         """
         with self._lock:
             self._refill(1)
-            if len(self._threads) - self._lost == self._blocked + 1:
+            if len(self._threads) <= self._blocked + 1:
                 raise KernelError(errno.ENOMEM, "no thread to take requests meanwhile")
             self._blocked += 1
             blocked = self._blocked
@@ -87,16 +90,18 @@ class Loops:
             yield
 
     def _refill(self, blocking: int = 0) -> None:
-        while not self._has_ended and len(self._threads) - self._lost - self._blocked - blocking < self._free:
+        if self._has_ended or monotonic() < self._next_try:
+            return
+        while len(self._threads) - self._blocked - blocking < self._free:
             try:
-                thread = threading.Thread(target=self._serve, name="fuse-loop", daemon=True)
-                thread.start()
-            except (RuntimeError, MemoryError):
+                self._threads.append(start_thread("fuse-loop", self._serve))
+            except KernelError:
+                self._next_try = monotonic() + RETRY
                 return
-            self._threads.append(thread)
 
     def _serve(self) -> None:
         # libfuse's has had no memory for its buffer.
         if self._loop() == FAILED:
             with self._lock:
-                self._lost += 1
+                self._threads.remove(threading.current_thread())
+                self._next_try = monotonic() + RETRY

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import pytest
 
@@ -148,18 +148,35 @@ def test_a_thread_without_a_buffer_takes_no_requests(monkeypatch: pytest.MonkeyP
             return 0
         return FAILED
 
+    monkeypatch.setattr("kprobefs.loops.RETRY", 60)
     loops = Loops(loop, free=1)
     runner = threading.Thread(target=loops.run)
     runner.start()
     while firsts:
         release.wait(0.001)
-    with loops.blocking():
-        while not loops._lost:
-            release.wait(0.001)
-    monkeypatch.setattr(loops, "_refill", lambda _blocking: None)
-    with pytest.raises(KernelError) as caught, loops.blocking():
+    started = 0
+    start = threading.Thread.start
+
+    def counted(thread: threading.Thread) -> None:
+        nonlocal started
+        started += 1
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", counted)
+    with suppress(KernelError), loops.blocking():
         pass
-    assert caught.value.errno == errno.ENOMEM
+    while len(loops._threads) > 1:
+        release.wait(0.001)
+    for _ in range(50):
+        with pytest.raises(KernelError) as caught, loops.blocking():
+            pass
+        assert caught.value.errno == errno.ENOMEM
+    assert started == 1
+    # Behind a while another is tried.
+    loops._next_try = 0.0
+    with suppress(KernelError), loops.blocking():
+        pass
+    assert started == 2
     release.set()
     runner.join(5)
     assert not runner.is_alive()
