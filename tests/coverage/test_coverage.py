@@ -16,6 +16,7 @@ from tests.image.linux import made
 from tests.oracle.recorded import oracle_directory
 
 Counted = dict[str, Any]
+PAGE = Path(__file__).parents[2] / "docs" / "coverage.md"
 VERDICTS = ("optimized", "breakpoint", "ftrace", "refused")
 CALL_FENTRY = b"\xe8\0\0\0\0"
 MOVES = bytes.fromhex("4889e5") * 8
@@ -26,6 +27,17 @@ def counted(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[Counted
     assert main(["coverage", *arguments, "--json"]) == 0
     found: list[Counted] = json.loads(capsys.readouterr().out)
     return found
+
+
+def row(found: Counted) -> str:
+    """What the page has of one of our kernels: shares of what registers, or of all where pairs are counted."""
+    verdicts = found["verdicts"]
+    total = verdicts["instructions"]
+    if found["pairs"] is None:
+        shares = [verdicts[name] / (total - verdicts["refused"]) for name in VERDICTS[:3]]
+    else:
+        shares = [found["pairs"] / total, verdicts["optimized"] / total]
+    return "".join(f"| {100 * share:.1f} " for share in shares) + f"| {total:,} |"
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -63,6 +75,7 @@ def test_our_own_kernels(arch: str, capsys: pytest.CaptureFixture[str]) -> None:
     symbols = {symbol["name"]: symbol for symbol in found["symbols"]}
     assert symbols["vfs_read"]["verdicts"]["instructions"] > 20
     assert (found["pairs"] or 0) > found["verdicts"]["optimized"] or not arch.startswith("riscv")
+    assert row(found) in PAGE.read_text(), "docs/coverage.md"
 
 
 @pytest.mark.parametrize(
