@@ -30,7 +30,7 @@ def counted(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[Counted
 
 
 def row(found: Counted) -> str:
-    """What the page has of one of our kernels: shares of what registers, or of all where pairs are counted."""
+    """What the page has of one of our kernels: of what registers, or of all where pairs are counted."""
     verdicts = found["verdicts"]
     total = verdicts["instructions"]
     if found["pairs"] is None:
