@@ -182,7 +182,7 @@ def _sleep(files: Files, shortage: Shortage) -> tuple[float, str]:
         if time.monotonic() > until:
             raise Violation(f"{SLEEPERS - len(answers)} reads are stuck")
         with suppress(OSError):
-            files.write("tracing/trace_marker", "-" if shortage is no_memory else "here")
+            files.write("tracing/trace_marker", "0" if shortage is no_memory else "here")
         time.sleep(0.01)
     return late
 
