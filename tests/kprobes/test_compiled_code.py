@@ -218,26 +218,3 @@ def test_a_handler_that_changes_its_probe_at_the_first_hit(way: str, change: str
         assert (address in kernel.machine.text.ledger) is (change == "unoptimized")
         assert kernel.call("int_sqrt", 49) == 7
         assert (hits, ledger_mismatches(kernel.machine.text)) == (1 + (change == "unoptimized"), [])
-
-
-@pytest.mark.parametrize("missing", [MemoryError, ImportError])
-def test_a_handler_that_the_host_has_no_memory_for_stays_with_python(
-    missing: type[Exception], kernel: Kernel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """This is the middle of a hit: what it raised would take the guest."""
-
-    def none(*_: object) -> None:
-        raise missing
-
-    event = enabled(kernel, f"p:a {PLACE}")
-    assert kernel.kprobes.optimizer is not None
-    kernel.kprobes.optimizer.flush()
-    with monkeypatch.context() as patch:
-        patch.setattr(kernel.kprobes.compiler, "_handler", none)
-        for value in range(3):
-            kernel.call("int_sqrt", value)
-    assert head(kernel, event).compiled is None
-    assert event.probes[0].hits == 3
-    kernel.trace.set_clock("global")
-    kernel.call("int_sqrt", 3)
-    assert head(kernel, event).compiled is not None

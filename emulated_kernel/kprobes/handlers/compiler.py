@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from emulated_kernel.arch.analysis.region import Live
 from emulated_kernel.arch.base import Arch, Detour
@@ -25,6 +25,25 @@ from emulated_kernel.machine.traps.trap import HardwareError
 
 Placing = Callable[[HandlerCode, int], Detour]
 """Completes a handler for the address that it is to stand at. Raises: KernelError (out of reach)."""
+NO_MEMORY = (MemoryError, ImportError)
+"""What the host raises that has none, for a library of its own too. In the middle of a hit, which goes on."""
+_Given = ParamSpec("_Given")
+_Made = TypeVar("_Made")
+
+
+def _or_none(
+    make: Callable[Concatenate[Compiler, _Given], _Made | None],
+) -> Callable[Concatenate[Compiler, _Given], _Made | None]:
+    """None too where the host has no memory: Python has the hits."""
+
+    @wraps(make)
+    def made(compiler: Compiler, /, *args: _Given.args, **kwargs: _Given.kwargs) -> _Made | None:
+        try:
+            return make(compiler, *args, **kwargs)
+        except NO_MEMORY:
+            return None
+
+    return made
 
 
 class Compiler:
@@ -85,6 +104,7 @@ class Compiler:
             code.tail = code.address + code.size - len(breakpoint_)
         return code
 
+    @_or_none
     def aside(self, head: Kprobe, *, in_frame: bool) -> CompiledCode | None:
         """The handlers in assembly alone, for hits that Python handles; None where there is no room for it.
 
@@ -115,6 +135,7 @@ class Compiler:
         """The handler that an fentry site calls; it goes on at `ret`, a return instruction."""
         return self._make(head, HitWay.CALL, self._arch.jump_size, self._going_on_at(ret))
 
+    @_or_none
     def entries(self, builder: ProgramBuilder, ret: int) -> CompiledCode | None:
         """A program that the fentry sites of many functions call; it goes on at `ret`, a return instruction.
 
@@ -125,6 +146,7 @@ class Compiler:
         handler = arch.handler_code(builder.program(), 0, live)
         return self._write(builder, handler, arch.jump_size, self._going_on_at(ret))
 
+    @_or_none
     def as_handler(self, builder: ProgramBuilder, address: int, target: int) -> CompiledCode | None:
         """A program as if it were a handler of the probe at `address`, which goes on at `target`.
 
@@ -146,6 +168,7 @@ class Compiler:
 
     # Returns
 
+    @_or_none
     def trampoline(self, builder: ProgramBuilder, own: int | None) -> tuple[CompiledCode, int | None] | None:
         """A return trampoline that looks for handlers; its one trap is where Python handles returns.
 
@@ -159,12 +182,17 @@ class Compiler:
             buffer = self._text.alloc_text(size)
         except HardwareError:
             return None
-        made = returns.dispatch(program, buffer, own, saves_all=saves_all)
+        try:
+            made = returns.dispatch(program, buffer, own, saves_all=saves_all)
+        except NO_MEMORY:
+            self._text.free_text(buffer)
+            raise
         self._text.poke(buffer, made.code)
         code = CompiledCode(buffer, size, buffer + made.entry, (buffer + made.trap,), ())
         self.codes[code] = None
         return code, None if made.finish is None else buffer + made.finish
 
+    @_or_none
     def returning(self, builder: ProgramBuilder, finish: int | None) -> CompiledCode | None:
         """A handler that a trampoline goes to; None where there is no room for it."""
         returns = self._arch.returns
@@ -176,16 +204,13 @@ class Compiler:
 
     # Writing it
 
+    @_or_none
     def _make(self, head: Kprobe, way: HitWay, behind: int, place: Placing) -> CompiledCode | None:
         """What a probe does at a hit, with `behind` bytes at most that `place` adds."""
         builder = ProgramBuilder()
-        try:
-            if not self.enabled or not head.emit(builder, way):
-                return None
-            return self._write(builder, self._handler(builder, head.address), behind, place)
-        # Of the host's memory, for a library of its own too: this is the middle of a hit, which goes on.
-        except (MemoryError, ImportError):
+        if not self.enabled or not head.emit(builder, way):
             return None
+        return self._write(builder, self._handler(builder, head.address), behind, place)
 
     def _handler(self, builder: ProgramBuilder, address: int) -> HandlerCode:
         """It saves what may be read behind the probe at `address`."""
@@ -204,7 +229,7 @@ class Compiler:
             return None
         try:
             made = place(handler, buffer)
-        except KernelError:
+        except (KernelError, *NO_MEMORY):
             self._text.free_text(buffer)
             return None
         self._text.poke(buffer, made.code)

@@ -16,6 +16,7 @@ from emulated_kernel.arch.program.ops import Move
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.ftrace import Called, FtraceOps
+from emulated_kernel.kprobes.handlers.compiler import NO_MEMORY
 from emulated_kernel.kprobes.kprobe import CompiledCode, Emit
 from emulated_kernel.kprobes.kprobes import Kprobes
 from emulated_kernel.kprobes.return_hook.hook import Instance, ReturnHook
@@ -263,11 +264,14 @@ class Fprobes:
         """What hits are to be from now on."""
         sites, builder = self._kprobes.sites, ProgramBuilder()
         assert sites is not None
-        if self._kprobes.compiler.enabled and self._emit_entry(fp, builder):
-            registered.code = self._kprobes.compiler.entries(builder, sites.return_at)
+        try:
+            if self._kprobes.compiler.enabled and self._emit_entry(fp, builder):
+                registered.code = self._kprobes.compiler.entries(builder, sites.return_at)
+            if registered.code is not None:
+                sites.set_code(registered.ops, dict.fromkeys(fp.functions, registered.code.entry))
+        except NO_MEMORY:
+            self._drop_code(registered)
         registered.is_python = registered.code is None
-        if registered.code is not None:
-            sites.set_code(registered.ops, dict.fromkeys(fp.functions, registered.code.entry))
 
     def _emit_entry(self, fp: Fprobe, builder: ProgramBuilder) -> bool:
         """What `_entered` does as guest code, where Python has no say in it."""

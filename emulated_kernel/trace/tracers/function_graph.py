@@ -13,6 +13,7 @@ from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.ftrace import FtraceOps
+from emulated_kernel.kprobes.handlers.compiler import NO_MEMORY
 from emulated_kernel.kprobes.kprobe import CompiledCode
 from emulated_kernel.kprobes.kprobes import Kprobes
 from emulated_kernel.kprobes.return_hook.hook import Instance, ReturnHook
@@ -190,6 +191,13 @@ class FunctionGraph(FilterWatcher):
     def _compile(self, running: _Running) -> None:
         """What calls are to be from now on: code for each kind of function, where there is room for it."""
         running.is_settled = True
+        try:
+            self._make_code(running)
+        except NO_MEMORY:
+            self._drop_code(running)
+            running.is_settled = True
+
+    def _make_code(self, running: _Running) -> None:
         sites, compiler, native = self._sites, self._kprobes.compiler, running.hooks.native
         compiled = running.user.compiled() if compiler.enabled and native is not None else None
         running.compiled = compiled

@@ -1,0 +1,70 @@
+"""Handlers that the host has no memory for, to make guest code of them: each kind's hits stay with Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from emulated_kernel.arch.program.builder import ProgramBuilder
+from emulated_kernel.kernel import Kernel
+from emulated_kernel.trace.output.function_graph import NAME
+from tests.ledger import ledger_mismatches
+
+Probed = tuple[Callable[[], int], Callable[[], object]]
+"""How many hits there were, and what changes the handler."""
+
+
+def probe(kernel: Kernel, command: str) -> Probed:
+    kernel.tracing.kprobe_events.write(command.encode())
+    event = kernel.tracing.kprobe_events.probes()[-1].event
+    kernel.trace.expand()
+    event.enable(kernel.trace)
+    assert kernel.kprobes.optimizer is not None
+    kernel.kprobes.optimizer.flush()
+    return lambda: event.probes[0].hits, lambda: kernel.trace.set_clock("global")
+
+
+def fprobe(kernel: Kernel) -> Probed:
+    ring = kernel.hit_ring(kernel.arch.registers.return_value)
+    fp = ring.fprobe("gcd")
+    kernel.register_fprobe(fp)
+    return lambda: ring.hits, lambda: kernel.enable_fprobe(fp)
+
+
+def graph(kernel: Kernel) -> Probed:
+    kernel.trace.expand()
+    kernel.trace_arrays.top.functions.filter.write(b"gcd")
+    kernel.trace.set_tracer(NAME)
+    return lambda: kernel.trace.written // 2, lambda: kernel.tracing.function_graph.set_max_depth(2)
+
+
+KINDS: dict[str, Callable[[Kernel], Probed]] = {
+    "kprobe": lambda kernel: probe(kernel, "p:a gcd+8\n"),
+    "kretprobe": lambda kernel: probe(kernel, "r:a gcd\n"),
+    "fprobe": fprobe,
+    "function graph": graph,
+}
+
+
+@pytest.mark.parametrize("missing", [MemoryError, ImportError])
+@pytest.mark.parametrize("step", ["emit", "program"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_hits_stay_with_python(
+    kind: str, step: str, missing: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This is the middle of a hit: what it raised would take the guest."""
+
+    def none(*_: object) -> None:
+        raise missing
+
+    with Kernel() as kernel:
+        hits, change = KINDS[kind](kernel)
+        with monkeypatch.context() as patch:
+            patch.setattr(ProgramBuilder, step, none)
+            assert [kernel.call("gcd", 12, 18) for _ in range(3)] == [6] * 3
+        assert (hits(), kernel.kprobes.compiler.made) == (3, 0)
+        change()
+        assert [kernel.call("gcd", 12, 18) for _ in range(2)] == [6] * 2
+        assert kernel.kprobes.compiler.made > 0
+        assert (hits(), ledger_mismatches(kernel.machine.text)) == (5, [])
