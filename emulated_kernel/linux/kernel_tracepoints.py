@@ -109,11 +109,14 @@ class KernelTracepoints:
         yield from sorted(found, key=lambda event: link_rank(event.group, event.name))
 
     def _switch_syscalls(self, number: int, event: KernelEvent, on: bool) -> None:
-        if on:
-            self._syscall_work.switch(on)
-        self._switch(number, event, on)
-        if not on:
-            self._syscall_work.switch(on)
+        """Its regfunc comes before its key is on, its unregfunc before that is off."""
+        self._prepare()
+        self._syscall_work.switch(on)
+        try:
+            self._switch(number, event, on)
+        except BaseException:
+            self._syscall_work.switch(not on)
+            raise
 
     def _switch(self, number: int, event: KernelEvent, on: bool) -> None:
         """Mirrors: kernel/tracepoint.c:tracepoint_add_func, tracepoint_remove_func (v6.1)."""

@@ -304,7 +304,6 @@ class LinuxMount:
         with self._request(client) as task:
             file.task = task
             jumped = file.seekable and offset != file.position
-            self._follow_flags(file, task)
             may_block = not file.is_nonblocking
             at = offset if jumped else None
             if (
@@ -315,6 +314,7 @@ class LinuxMount:
                 raise WouldBlock
 
             def begin() -> int:
+                self._follow_flags(file, task)
                 return self._syscalls.begin_read(task, file.fd, size, at, may_block=may_block)
 
             count = self._slept(client, task, begin)
@@ -325,8 +325,9 @@ class LinuxMount:
     def _follow_flags(self, file: OpenLinuxFile, task: LinuxTask) -> None:
         """The guest's file is as blocking as the client's."""
         if file.is_nonblocking != bool(file.flags & os.O_NONBLOCK):
-            file.flags ^= os.O_NONBLOCK
-            self._syscalls.set_status_flags(task, file.fd, file.flags & (os.O_NONBLOCK | os.O_APPEND))
+            flags = file.flags ^ os.O_NONBLOCK
+            self._syscalls.set_status_flags(task, file.fd, flags & (os.O_NONBLOCK | os.O_APPEND))
+            file.flags = flags
 
     def read_page(self, client: Client, handle: int, size: int, offset: int) -> bytes:
         """What the host's page cache asks for."""

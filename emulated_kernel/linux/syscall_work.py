@@ -35,9 +35,12 @@ class SyscallWork:
         count_at = self._kernel.kallsyms.lookup_name(_COUNT)
         assert count_at is not None
         count = int.from_bytes(self._memory.read(count_at, 4), "little")
-        self._memory.write(count_at, (count + (1 if on else -1)).to_bytes(4, "little"))
-        if count != (0 if on else 1):
-            return
-        for task in self._task_structs():
-            work = self._memory.read_word(task + btf.offset(_MEMBER))
-            self._memory.write_word(task + btf.offset(_MEMBER), work | flag if on else work & ~flag)
+        changes = {}
+        if count == (0 if on else 1):
+            # All that may fault comes before anything is written.
+            for task in self._task_structs():
+                work = self._memory.read_word(place := task + btf.offset(_MEMBER))
+                changes[place] = work | flag if on else work & ~flag
+        self._memory.write(count_at, (count + (1 if on else -1) & 0xFFFFFFFF).to_bytes(4, "little"))
+        for place, work in changes.items():
+            self._memory.write_word(place, work)

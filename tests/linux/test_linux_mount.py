@@ -107,6 +107,25 @@ def test_a_reader_of_trace_pipe_waits_for_records(shell: Files) -> None:
     mount.release(pipe)
 
 
+def test_flags_of_a_file_whose_reader_sleeps(shell: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are the next call's: a task that is asleep in this one makes no other."""
+    mount, changed = shell.mount, []
+    pipe = mount.open(OTHER, "/tracing/trace_pipe", os.O_RDONLY)
+    with pytest.raises(WouldBlock):
+        mount.read(OTHER, pipe, 4096, 0)
+    mount.set_status_flags(pipe, os.O_NONBLOCK)
+    with monkeypatch.context() as patch:
+        patch.setattr(mount._syscalls, "set_status_flags", lambda *_: changed.append(1))
+        with pytest.raises(WouldBlock):
+            mount.read(OTHER, pipe, 4096, 0)
+    assert changed == []
+    mount.give_up(OTHER, pipe, errno.EINTR)
+    with pytest.raises(KernelError) as refused:
+        mount.read(OTHER, pipe, 4096, 0)
+    assert refused.value.errno == errno.EAGAIN
+    mount.release(pipe)
+
+
 def test_who_waits_in_vain_can_be_interrupted(shell: Files) -> None:
     mount = shell.mount
     pipe = mount.open(OTHER, "/tracing/trace_pipe", os.O_RDONLY)

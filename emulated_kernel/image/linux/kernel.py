@@ -157,7 +157,8 @@ class LinuxKernel:
         """Put functions on the blacklist, if they are there."""
         places = map(self.kallsyms.lookup_name, functions)
         found = (self._function_at(place) for place in places if place is not None)
-        self.blacklist = tuple({*self.blacklist, *(entry for entry in found if entry is not None)})
+        entries = (*self.blacklist, *(entry for entry in found if entry is not None))
+        self.blacklist = tuple(dict.fromkeys(entries))
 
     def between(self, start: str, end: str) -> Range:
         """The range between two symbols; empty where one isn't there."""

@@ -36,9 +36,9 @@ class Tracepoint:
 
     def subscribe(self, handler: RecordHandler, /) -> None:
         """Hand each record to `handler`; the first one makes the tracepoint live."""
-        self.handlers += (handler,)
-        if len(self.handlers) == 1:
+        if not self.handlers:
             self._switch(True)
+        self.handlers += (handler,)
 
     def unsubscribe(self, handler: RecordHandler, /) -> None:
         """No more; without handlers the tracepoint costs nothing."""

@@ -85,6 +85,10 @@ def test_tables_say_what_was_written() -> None:
     bug = kernel.bugs[first + 14]
     assert (bug.file, bug.line, bug.flags & BUGFLAG_WARNING) == ("fs/read.c", 42, BUGFLAG_WARNING)
     assert [entry.name for entry in kernel.blacklist] == ["forbidden", "quiet"]
+    # Each once, in an order that isn't that of strings' hashes.
+    others = ["vfs_read", "its_return_thunk"]
+    kernel.forbid(["quiet", *others, "absent", *others])
+    assert [entry.name for entry in kernel.blacklist] == ["forbidden", "quiet", *others]
     assert kernel.text_ranges == ((made.TEXT, source.text.end),)
 
 

@@ -1,0 +1,89 @@
+"""The need of system calls' tracepoints is counted in the guest: whole, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from emulated_kernel.linux.kernel_tracepoints import KernelTracepoints
+from emulated_kernel.linux.syscall_work import SyscallWork
+from emulated_kernel.machine.traps.trap import MemoryFault
+
+COUNT, TASKS, FLAG = 0x1000, (0x2000, 0x3000), 1 << 2
+
+
+class Guest:
+    """A count and two tasks' flags, as far as SyscallWork sees them."""
+
+    def __init__(self, count: int) -> None:
+        self.memory = {COUNT: count, **dict.fromkeys(TASKS, 8)}
+        self.is_damaged = False
+        btf = SimpleNamespace(
+            find=lambda *_: None,
+            enumerators=lambda _: {"SYSCALL_WORK_BIT_SYSCALL_TRACEPOINT": 2},
+            offset=lambda _: 0,
+        )
+        kernel = SimpleNamespace(btf=btf, kallsyms=SimpleNamespace(lookup_name=lambda _: COUNT))
+        memory = SimpleNamespace(
+            read=lambda at, size: self.memory[at].to_bytes(size, "little"),
+            write=lambda at, data: self.memory.update({at: int.from_bytes(data, "little")}),
+            read_word=self.memory.__getitem__,
+            write_word=self.memory.__setitem__,
+        )
+        self.work = SyscallWork(cast(Any, kernel), cast(Any, memory), self._tasks)
+
+    def _tasks(self) -> Iterator[int]:
+        yield TASKS[0]
+        if self.is_damaged:
+            raise MemoryFault(0)
+        yield TASKS[1]
+
+    def has(self, count: int, flags: int) -> bool:
+        return self.memory == {COUNT: count, **dict.fromkeys(TASKS, flags)}
+
+
+def test_the_first_need_sets_the_flag_and_the_last_one_clears_it() -> None:
+    guest = Guest(0)
+    for on, count, flags in (
+        (True, 1, 8 | FLAG),
+        (True, 2, 8 | FLAG),
+        (False, 1, 8 | FLAG),
+        (False, 0, 8),
+        (False, 0xFFFFFFFF, 8),
+    ):
+        guest.work.switch(on)
+        assert guest.has(count, flags)
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_a_damaged_list_of_tasks_changes_nothing(on: bool) -> None:
+    guest = Guest(0 if on else 1)
+    before = dict(guest.memory)
+    guest.is_damaged = True
+    with pytest.raises(MemoryFault):
+        guest.work.switch(on)
+    assert guest.memory == before
+
+
+@pytest.mark.parametrize("fails", ["_prepare", "_switch"])
+@pytest.mark.parametrize("on", [True, False])
+def test_a_tracepoint_that_cannot_be_switched_needs_as_much_as_before(
+    on: bool, fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise MemoryError
+
+    guest = Guest(0 if on else 1)
+    if not on:
+        guest.memory.update(dict.fromkeys(TASKS, 8 | FLAG))
+    before = dict(guest.memory)
+    points = object.__new__(KernelTracepoints)
+    points._syscall_work = guest.work
+    monkeypatch.setattr(points, "_prepare", lambda: None)
+    monkeypatch.setattr(points, fails, refused)
+    with pytest.raises(MemoryError):
+        points._switch_syscalls(0, cast(Any, None), on)
+    assert guest.memory == before
