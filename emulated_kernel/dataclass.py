@@ -13,21 +13,34 @@ else:
     from operator import attrgetter
     from reprlib import recursive_repr
 
+    _REFUSED = {"order", "unsafe_hash"}
+
     def dataclass(made=None, /, *, frozen=False, eq=True, repr=True, **options):
         """As the standard library's, which compiles six functions for each class; this has it compile one.
 
         Deviates: `frozen` is held by mypy alone, so that an object costs no more to make than others.
+
+        Raises: TypeError for options that it doesn't carry.
         """
+        refused = sorted(options.keys() & _REFUSED)
+        if refused:
+            raise TypeError(f"dataclass() of emulated_kernel has no {', '.join(refused)}")
 
         def make(plain):
             own = vars(plain)
-            has_repr, has_hash = "__repr__" in own, "__hash__" in own
+            has_repr, has_eq = "__repr__" in own, "__eq__" in own
+            # With an __eq__ of its own Python gives a class no hash: that isn't the class's word.
+            has_hash = own.get("__hash__") is not None or ("__hash__" in own and not has_eq)
             made = dataclasses.dataclass(plain, repr=False, eq=False, **options)
             if repr and not has_repr:
                 made.__repr__ = _repr
             if eq:
-                key = _key([each.name for each in dataclasses.fields(made) if each.compare])
-                made.__eq__ = _eq(key)
+                fields = dataclasses.fields(made)
+                if any(each.hash is not None for each in fields):
+                    raise TypeError("dataclass() of emulated_kernel has no field(hash=)")
+                key = _key([each.name for each in fields if each.compare])
+                if not has_eq:
+                    made.__eq__ = _eq(key)
                 if not has_hash:
                     made.__hash__ = _hash(key) if frozen else None
             return made

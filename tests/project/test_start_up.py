@@ -117,3 +117,25 @@ def test_our_dataclasses_are_those_of_the_library(options: dict[str, bool]) -> N
                 assert hash(mine) == hash(ours(*right))
         assert dataclasses.replace(mine, number=7) == ours(7, *left[1:]) or not options.get("eq", True)
     assert (ours.__hash__ is None) == (theirs.__hash__ is None)
+
+
+@pytest.mark.parametrize("options", [{}, {"frozen": True}, {"eq": False}])
+@pytest.mark.parametrize("own", [("__eq__",), ("__hash__",), ("__eq__", "__hash__")])
+def test_what_a_class_says_itself_stays(own: tuple[str, ...], options: dict[str, bool]) -> None:
+    said = {"__eq__": lambda _left, _right: True, "__hash__": lambda _: 7}
+    body = {"__annotations__": {"number": int}, **{name: said[name] for name in own}}
+    ours, theirs = (
+        make(**options)(type("Made", (), dict(body))) for make in (dataclass, dataclasses.dataclass)
+    )
+    assert (ours(1) == ours(2)) == (theirs(1) == theirs(2))
+    assert (ours.__hash__ is None) == (theirs.__hash__ is None)
+    if theirs.__hash__ is not None:
+        assert (hash(ours(1)) == 7) == (hash(theirs(1)) == 7)
+
+
+@pytest.mark.parametrize("options", [{"order": True}, {"unsafe_hash": True}])
+def test_options_that_our_dataclass_does_not_carry(options: dict[str, bool]) -> None:
+    with pytest.raises(TypeError, match=f"has no {next(iter(options))}$"):
+        dataclass(**options)
+    with pytest.raises(TypeError, match=r"has no field\(hash=\)$"):
+        dataclass(type("Made", (), {"__annotations__": {"n": int}, "n": dataclasses.field(hash=False)}))
