@@ -36,9 +36,9 @@ def install(root: str, *, user: bool) -> list[str]:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         _check_writable(directory)
-    except PermissionError:
-        way = "" if user else "--user, or as root"
-        raise Failure(f"{directory}: {os.strerror(errno.EACCES)}{way and f': {way}'}") from None
+    except OSError as error:
+        way = ": --user, or as root" if isinstance(error, PermissionError) and not user else ""
+        raise Failure(f"{directory}: {error.strerror}{way}") from None
     for unit in USER_UNITS if user else SYSTEM_UNITS:
         text = _units().joinpath(unit).read_text("utf-8")
         for program in PROGRAMS:
@@ -57,9 +57,10 @@ def install(root: str, *, user: bool) -> list[str]:
 
 
 def _check_writable(directory: Path) -> None:
-    """Raises: PermissionError."""
+    """Raises: OSError."""
     if not os.access(directory, os.W_OK):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        why = errno.EROFS if os.statvfs(directory).f_flag & os.ST_RDONLY else errno.EACCES
+        raise OSError(why, os.strerror(why))
 
 
 def _units() -> Path:

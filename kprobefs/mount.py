@@ -141,15 +141,20 @@ def condition(directory: str) -> MountState:
 def check_answers(directory: str) -> None:
     """Raises: Failure where the daemon of a mount of ours hangs or is gone."""
     found = condition(directory)
-    if found is MountState.DEAD:
-        raise Failure(f"{directory}: its daemon is gone (kprobefs umount {directory})", found.status)
-    if found is MountState.HUNG:
-        from kprobefs.registry import known
+    if found in (MountState.DEAD, MountState.HUNG):
+        raise unanswered(directory, found)
 
-        with known(directory) as daemon:
-            stopped = daemon.daemon.pid if daemon is not None and daemon.is_stopped else None
-        way = f"is stopped (kill -CONT {stopped})" if stopped else "doesn't answer"
-        raise Failure(f"{directory}: hung: its daemon {way}; or kprobefs umount --force", found.status)
+
+def unanswered(directory: str, found: MountState) -> Failure:
+    """What to say of a mount of ours whose daemon hangs or is gone."""
+    if found is MountState.DEAD:
+        return Failure(f"{directory}: its daemon is gone (kprobefs umount {directory})", found.status)
+    from kprobefs.registry import known
+
+    with known(directory) as daemon:
+        stopped = daemon.daemon.pid if daemon is not None and daemon.is_stopped else None
+    way = f"is stopped (kill -CONT {stopped})" if stopped else "doesn't answer"
+    return Failure(f"{directory}: hung: its daemon {way}; or kprobefs umount --force", found.status)
 
 
 class _Question:

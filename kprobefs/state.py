@@ -135,9 +135,12 @@ class KeptState(ChangeWatcher):
         if head.get("kprobefs state") != VERSION:
             raise Damaged(f"of version {head.get('kprobefs state')!r}; this program reads {VERSION}")
         if text.lost:
-            self._trouble(f"the journal's last {text.lost} bytes make no sense: aside.journal has all of it")
-            with suppress(OSError):
+            lost = f"the journal's last {text.lost} bytes make no sense"
+            try:
                 self._directory.copy_aside(self._directory.journal)
+                self._trouble(f"{lost}: aside.journal has all of it")
+            except OSError as error:
+                self._trouble(f"{lost}, and aside.journal can't be made: {error.strerror}")
         is_same = head["kernel"] == fingerprint(kernel)
         events = kernel.tracing.system.events
         replay = Replay(tree, Client(os.getpid(), tree.owner.uid, tree.owner.gid))

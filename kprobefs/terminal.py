@@ -110,6 +110,9 @@ def key(timeout: float) -> str:
         return "q"
     if pressed == b"\x1b":
         while not _SEQUENCE.fullmatch(pressed) and select.select([sys.stdin], [], [], ESCAPE_TIMEOUT)[0]:
-            pressed += os.read(sys.stdin.fileno(), 1)
+            following = os.read(sys.stdin.fileno(), 1)
+            if not following:
+                break
+            pressed += following
     text = pressed.decode("ascii", "replace")
     return KEYS.get(text, text)

@@ -99,7 +99,7 @@ class Probes:
         """How the mount is, before it is looked at. Raises: Failure where there is nothing any more."""
         found = mount.condition(str(self.directory))
         if found is MountState.DEAD:
-            mount.check_answers(str(self.directory))
+            raise mount.unanswered(str(self.directory), found)
         self.answers = found not in UNANSWERED
         return found
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -408,6 +409,14 @@ class TestInstallService:
         )
         with pytest.raises(Failure, match=f"^{directory}: Permission denied{way}$"):
             install_service.install(str(tmp_path), user=scope == "user")
+        monkeypatch.setattr(os, "statvfs", lambda _path: SimpleNamespace(f_flag=os.ST_RDONLY))
+        with pytest.raises(Failure, match=f"^{directory}: Read-only file system$"):
+            install_service.install(str(tmp_path), user=scope == "user")
+
+    def test_a_file_where_a_directory_belongs(self, tmp_path: Path) -> None:
+        (tmp_path / "etc").touch()
+        with pytest.raises(Failure, match=r"^.*/etc/systemd/system: (Not a directory|File exists)$"):
+            install_service.install(str(tmp_path), user=False)
 
     def test_the_command(self, tmp_path: Path) -> None:
         result = kprobefs("install-service", "--root", str(tmp_path), program=REAL_PROGRAM)

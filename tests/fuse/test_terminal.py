@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kprobefs import terminal, tour
+from kprobefs import mount, terminal, tour
 from kprobefs import trace as tracing
 from kprobefs.cli import main
 from kprobefs.control import State
@@ -211,6 +211,24 @@ def test_keys_of_several_bytes(sent: str, name: str, monkeypatch: pytest.MonkeyP
         assert terminal.key(PATIENCE) == name
         assert terminal.key(0) == ""
         os.close(writer)
+
+
+def test_input_that_ends_within_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    with open(reader, encoding="ascii") as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        os.write(writer, b"\x1b[")
+        os.close(writer)
+        assert terminal.key(PATIENCE) == "\x1b["
+        assert terminal.key(PATIENCE) == "q"
+
+
+def test_a_dead_mount_is_asked_once(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mount, "conditions", lambda asked: {next(iter(asked)): states.pop()})
+    states = [MountState.SERVING, MountState.DEAD]
+    with pytest.raises(Failure, match="its daemon is gone"):
+        watched.probes.condition()
+    assert states == [MountState.SERVING]
 
 
 def test_a_list_of_no_probes_takes_all_keys(watched: Watched) -> None:

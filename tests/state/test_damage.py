@@ -217,6 +217,21 @@ def test_attempts_that_are_no_number(
     run.end()
 
 
+def test_a_journal_that_cannot_be_copied(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever mounts isn't sent to a file that isn't there."""
+
+    def refused(*_: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(Path, "hardlink_to", refused)
+    with open(copied / "journal", "ab") as file:
+        file.write(b"no journal")
+    run = Run(copied)
+    (trouble,) = run.troubles()
+    assert trouble.endswith("and aside.journal can't be made: Operation not permitted")
+    run.end()
+
+
 def test_a_journal_of_a_terabyte_is_set_aside_without_being_copied(copied: Path) -> None:
     huge(copied / "journal")
     Run(copied).end()
