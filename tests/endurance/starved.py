@@ -48,7 +48,7 @@ def no_threads(process: int) -> Iterator[None]:
     """A control group of its own, with no thread more than there are."""
     base = _pids_controller()
     assert base is not None
-    group = base / f"kprobefs-{process}"
+    own, group = _own_group(process, base), base / f"kprobefs-{process}"
     group.mkdir()
     try:
         (group / "cgroup.procs").write_text(str(process))
@@ -56,8 +56,18 @@ def no_threads(process: int) -> Iterator[None]:
         yield
     finally:
         with suppress(OSError):
-            (base / "cgroup.procs").write_text(str(process))
+            (own / "cgroup.procs").write_text(str(process))
         eventually(lambda: _is_removed(group), "a control group stays")
+
+
+def _own_group(process: int, base: Path) -> Path:
+    """The control group below `base` that a process is in."""
+    controller = "pids" if base.name == "pids" else ""
+    lines = Path(f"/proc/{process}/cgroup").read_text().splitlines()
+    groups = {
+        name: path for _, names, path in (line.split(":", 2) for line in lines) for name in names.split(",")
+    }
+    return base / groups[controller].lstrip("/")
 
 
 def _is_removed(group: Path) -> bool:
