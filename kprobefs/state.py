@@ -185,7 +185,9 @@ class KeptState(ChangeWatcher):
 
     def _set_aside(self, why: str, *paths: Path) -> None:
         names = self._directory.set_aside(*paths)
-        self._trouble(f"{why}: set aside as {', '.join(names)}" if names else why)
+        left = [path.name for path in paths if os.path.lexists(path)]
+        aside = f": set aside as {', '.join(names)}" if names else ""
+        self._trouble(why + aside + (f"; can't be set aside: {', '.join(left)}" if left else ""))
 
     def _trouble(self, message: str) -> None:
         """Whoever mounts is told too."""

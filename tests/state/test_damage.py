@@ -232,6 +232,20 @@ def test_a_journal_that_cannot_be_copied(copied: Path, monkeypatch: pytest.Monke
     run.end()
 
 
+def test_records_that_cannot_be_renamed(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    (records,) = copied.glob("records.*")
+    garbage(records)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", refused)
+        run = Run(copied)
+    (trouble,) = run.troubles()
+    assert trouble.endswith(f"; can't be set aside: {records.name}")
+    run.end()
+
+
 def test_a_journal_of_a_terabyte_is_set_aside_without_being_copied(copied: Path) -> None:
     huge(copied / "journal")
     Run(copied).end()
