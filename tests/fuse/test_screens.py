@@ -77,8 +77,9 @@ class Screen:
 
     def wraps(self, *options: str) -> bool:
         """Whether a line that was written goes on in the next one."""
-        joined, drawn = ([line.rstrip() for line in self.lines(*options, *more)] for more in (("-J",), ()))
-        return "\n".join(joined).rstrip() != "\n".join(drawn).rstrip()
+        columns = int(self._run("display-message", "-p", "-t", self._pane, "#{pane_width}"))
+        # One look: what lives is another picture at the next.
+        return any(len(line.rstrip()) > columns for line in self.lines(*options, "-J"))
 
     def fits(self, columns: int, rows: int, first: str) -> list[str]:
         """The screen after a change of its size, as soon as its first line is that."""

@@ -10,7 +10,10 @@ from emulated_kernel.host.executive.executive import Executive
 from tests.fuzz.wild_calls import WildCalls
 
 SAMPLE = 20
-LOST = ("cpu_startup_entry", "release_task", "panic", "host_idle", "schedule", "free_task")
+LOST = (
+    "cpu_startup_entry", "release_task", "panic", "host_idle", "schedule", "free_task",
+    "__switch_to", "del_timer_sync", "host_enqueue_task", "host_return", "host_yield",
+)  # fmt: skip
 """Functions that take a guest away from under itself."""
 
 

@@ -39,7 +39,7 @@ def test_many_probes(files: Files) -> None:
     assert len(files.lines("kprobes/list")) == MANY
     files.path("scratch/d").mkdir()
     fired = [line for line in files.lines("kprobe_profile") if line.split()[1] != "0"]
-    assert len(fired) > 1000
+    assert len(fired) > 900
     files.write(f"{EVENTS}/enable", "0")
     assert files.shell("> kprobe_events; cat kprobe_events kprobes/list").stdout == ""
     assert files.read("machine/version")

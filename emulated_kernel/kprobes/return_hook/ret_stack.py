@@ -190,7 +190,7 @@ class RetStack(ShadowStack):
 
     @property
     def shared_memory(self) -> int:
-        return len(self._stacks) * (SHADOW_STACK_SIZE + self.words.word_size)
+        return len(self._stacks) * SHADOW_STACK_SIZE
 
 
 class UnifiedStack(RetStack):
