@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = sorted(path for path in (ROOT / "scripts").iterdir() if path.suffix != ".py")
+SCRIPTS = sorted(path for path in (ROOT / "scripts").iterdir() if path.is_file() and path.suffix != ".py")
 
 
 def lib(command: str, **env: str) -> subprocess.CompletedProcess[str]:
