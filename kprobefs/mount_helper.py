@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from kprobefs.cli import FLAGS, mount_parser
+from kprobefs.arguments import FLAGS, mount_parser
 from kprobefs.cli import main as program
 from kprobefs.failure import Exit, Failure
 

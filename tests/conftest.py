@@ -26,8 +26,9 @@ EVERYTHING = 1800
 LEEWAY = 30
 """Seconds more until a test that its time limit doesn't end ends its worker."""
 
-# Who runs the suite has a terminal, a CI or a journal: what these say to programs is nothing that a test asks.
-for _variable in ("BUILD_NUMBER", "CI", "COLUMNS", "FORCE_COLOR", "LINES", "NOTIFY_SOCKET", "NO_COLOR", "TERM"):
+# Who runs the suite has a terminal, a CI or a journal: what they say to programs is nothing that a test asks.
+_FROM_OUTSIDE = ("BUILD_NUMBER", "CI", "COLUMNS", "FORCE_COLOR", "LINES", "NOTIFY_SOCKET", "NO_COLOR", "TERM")
+for _variable in _FROM_OUTSIDE:
     os.environ.pop(_variable, None)
 
 # A machine under load is slow, and no test is about that: no deadline for an example, none for drawing one.

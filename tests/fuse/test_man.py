@@ -10,7 +10,8 @@ import subprocess
 import pytest
 
 from emulated_kernel.kernel import Kernel
-from kprobefs.cli import BENCH_OPTIONS, main
+from kprobefs.arguments import BENCH_OPTIONS
+from kprobefs.cli import main
 from kprobefs.failure import Exit
 from tests.fuse.harness import ROOT
 
