@@ -162,7 +162,7 @@ def _images(parsed: argparse.Namespace) -> int:
         print(json.dumps([{name: getattr(kernel, name) for name in IMAGE} for kernel in found], indent=2))
         return Exit.OK
     for kernel in found:
-        release, source = shown(kernel.release or "damaged"), shown(kernel.source or "?")
+        release, source = shown(kernel.release or "not usable"), shown(kernel.source or "?")
         print(f"{kernel.size >> 20} MiB  {release}  {source}")
     return Exit.OK
 

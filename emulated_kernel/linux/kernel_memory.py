@@ -43,8 +43,8 @@ class KernelMemory(GuestMemory):
             page = (page | hole - 1) + 1
         self._tables.map(va, pa, size, prot)
 
-    def _entry(self, va: int) -> tuple[int, int] | None:
-        """Physical address and the entry that maps it."""
+    def _entry(self, va: int) -> tuple[int, int, int] | None:
+        """Physical address, the entry that maps it, and bytes of its page."""
         if not -_HALF <= (va if va < _WORD >> 1 else va - _WORD) < _HALF:
             return None
         found = self._memory.walk(self._cpu.root, va)
@@ -66,8 +66,9 @@ class KernelMemory(GuestMemory):
             found = self._entry(va)
             if found is None:
                 raise MemoryFault(va)
-            length = min(end - va, PAGE_SIZE - va % PAGE_SIZE)
-            yield va, found[0], length, found[1]
+            pa, entry, page = found
+            length = min(end - va, page - va % page, len(self.ram) - pa)
+            yield va, pa, length, entry
             va += length
 
     def pieces(self, va: int, size: int) -> Iterator[tuple[int, int]]:

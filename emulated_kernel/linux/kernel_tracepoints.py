@@ -67,7 +67,8 @@ class KernelTracepoints:
         self._kernel = kernel
         self._arch = arch
         # Those of functions that ran at boot are gone.
-        labels = [label for label in kernel.jump_labels if label.code in range(*kernel.text)]
+        text = range(*kernel.text)
+        labels = [label for label in kernel.jump_labels if label.code in text]
         self._keys = _ShortKeys(labels, machine, poker, arch)
         # Linux: a kernel that can be preempted takes off again what the tracepoint itself has added.
         self._own_count = -1 if kernel.kallsyms.lookup_name("preempt_schedule") is not None else 0

@@ -18,8 +18,8 @@ class LinuxMemory:
         self.ram = ram
         self.words = memoryview(ram).cast("Q")
 
-    def walk(self, root: int, va: int) -> tuple[int, int] | None:
-        """Physical address and last entry; None where nothing is mapped."""
+    def walk(self, root: int, va: int) -> tuple[int, int, int] | None:
+        """Physical address, last entry and bytes of its page; None where nothing is mapped."""
         table = root & _FRAME
         for shift in _SHIFTS:
             slot = table + (va >> shift & 511) * 8 >> 3
@@ -28,7 +28,7 @@ class LinuxMemory:
                 return None
             if shift == 12 or (shift < 39 and entry & _LARGE):
                 inside = (1 << shift) - 1
-                return entry & _FRAME & ~inside | va & inside, entry
+                return entry & _FRAME & ~inside | va & inside, entry, inside + 1
             table = entry & _FRAME
         return None
 

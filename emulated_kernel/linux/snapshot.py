@@ -41,7 +41,10 @@ _BUDGET = 20.0
 
 @dataclass(frozen=True)
 class CachedKernel:
-    """A snapshot as `kprobefs images` shows it; `size` in bytes on disk. A damaged one tells nothing else."""
+    """A snapshot as `kprobefs images` shows it; `size` in bytes on disk.
+
+    A damaged one, or another version's, tells nothing else.
+    """
 
     path: Path
     release: str | None
@@ -248,6 +251,6 @@ def _prune(newest: Path) -> None:
     total = 0
     for kernel in cached():
         total += kernel.size
-        if total > _LIMIT and kernel.path != newest:
+        if (total > _LIMIT or kernel.release is None) and kernel.path != newest:
             with suppress(OSError):
                 kernel.path.unlink()

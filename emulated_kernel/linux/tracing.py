@@ -87,7 +87,7 @@ def linux_tracing(
         release=kernel.release,
     )
     # Those of functions that ran at boot are gone.
-    sites = frozenset(site for site in kernel.mcount if site in range(*kernel.text))
+    sites = frozenset(filter(range(*kernel.text).__contains__, kernel.mcount))
     measure = StackMeasure(memory, tasks, system.stack, arch, abi)
     functions = KernelFunctions(
         kprobes.sites, sites, symbols, ProbeHit(memory, tasks, context.trace_ctx), arch

@@ -157,6 +157,10 @@ def test_oldest_go_first(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(cache / "third.booted")
     assert [kernel.path.name for kernel in snapshot.cached()] == ["third.booted", "first.booted"]
     assert {kernel.release for kernel in snapshot.cached()} == {"6.1.0-test"}
+    (cache / "of-another-version.booted").write_bytes(b"kprobefs booted kernel 1\n")
+    monkeypatch.setattr(snapshot, "_LIMIT", 1 << 40)
+    save(cache / "third.booted")
+    assert {kernel.release for kernel in snapshot.cached()} == {"6.1.0-test"}
     (cache / ".booting-x").write_bytes(b"")
     assert snapshot.clear() == 3
     assert not list(cache.iterdir())
@@ -176,7 +180,7 @@ def test_images_for_people_and_programs(cache: Path, capsys: pytest.CaptureFixtu
     ]
     assert main(["images"]) == Exit.OK
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert rows == [["0", "MiB", "6.1.0-test", "vmlinuz-test"], ["0", "MiB", "damaged", "?"]]
+    assert rows == [["0", "MiB", "6.1.0-test", "vmlinuz-test"], ["0", "MiB", "not", "usable", "?"]]
     assert main(["images", "--json", "--clear"]) == Exit.USAGE
     assert len(snapshot.cached()) == 2
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import astuple
 from errno import ENODATA
 from functools import cached_property
+from itertools import starmap
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.image.image import BlacklistEntry, BugEntry, ExTableEntry, JumpLabel, StaticCall
@@ -69,10 +70,10 @@ class KeptKernel(LinuxKernel):
         kinds = {name.partition(".")[2]: part for name, part in parts.items() if name.startswith("symbols.")}
         self._set_symbols(Kallsyms.of_table(SymbolTable.of_parts(kinds), 0, 1 << 64))
         tables = about["tables"]
-        self.ex_table = tuple(map(ExTableEntry._make, tables["ex_table"]))
-        self.jump_labels = tuple(map(JumpLabel._make, tables["jump_labels"]))
-        self.static_calls = tuple(map(StaticCall._make, tables["static_calls"]))
-        self.blacklist = tuple(map(BlacklistEntry._make, tables["blacklist"]))
+        self.ex_table = tuple(starmap(ExTableEntry, tables["ex_table"]))
+        self.jump_labels = tuple(starmap(JumpLabel, tables["jump_labels"]))
+        self.static_calls = tuple(starmap(StaticCall, tables["static_calls"]))
+        self.blacklist = tuple(starmap(BlacklistEntry, tables["blacklist"]))
         self.bugs = {fields[0]: BugEntry(*fields) for fields in about["bugs"]}
         self.mcount = frozenset(parts["mcount"].cast("Q"))
         self.return_sites = tuple(parts["return_sites"].cast("Q"))
