@@ -16,7 +16,7 @@ from emulated_kernel.kprobes.return_hook.hook_sets import HookSets, never_return
 from emulated_kernel.kprobes.scheduler import Scheduler
 from emulated_kernel.linux.kernel_stacks import KernelStacks
 from emulated_kernel.linux.kernel_tracepoints import TAKEN_OVER
-from emulated_kernel.linux.linux_context import linux_abi
+from emulated_kernel.linux.linux_context import TASK_ENDS, linux_abi
 from emulated_kernel.linux.probed_linux import ProbedLinux
 from emulated_kernel.linux.tasks import LinuxTasks
 from emulated_kernel.linux.tracing import linux_tracing
@@ -27,7 +27,6 @@ from emulated_kernel.trace.tracers.function_graph import traceable_functions
 log = logging.getLogger("kprobefs.linux")
 _TURN = 10_000
 """Microseconds of the guest's time in which each task that wants to has run."""
-_TASK_ENDS = "do_task_dead"
 
 
 class LinuxEngine:
@@ -72,7 +71,7 @@ class LinuxEngine:
         self.requests = RequestObserver(clock, kprobes)
         tasks.on_fork.append(tracing.arrays.forked)
         tasks.on_exit.append(tracing.arrays.exited)
-        end = kernel.kallsyms.lookup_name(_TASK_ENDS)
+        end = kernel.kallsyms.lookup_name(TASK_ENDS)
         if end is not None:
             tasks.machine.call_at(end, self._task_ends)
             tasks.machine.engine.flush_code()

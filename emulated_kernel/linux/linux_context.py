@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from emulated_kernel.arch.base import Arch
+from emulated_kernel.errors import KernelError
 from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.kprobes.ctlblk import KprobeCtlblk
@@ -14,6 +15,8 @@ from emulated_kernel.trace.compiled.places import Asking
 from emulated_kernel.trace.hits.hit_context import HitContext
 from emulated_kernel.trace.ring.trace_entry import EntryFlag
 
+TASK_ENDS = "do_task_dead"
+"""The function that ends a task, which has nothing to run any more."""
 _NOT_ASKED = 1 << 31
 """PREEMPT_NEED_RESCHED, which is clear while the task is asked to give the CPU up."""
 _SOFTIRQ, _HARDIRQ = 0xFF00, 0xF0000
@@ -46,7 +49,22 @@ def linux_abi(kernel: LinuxKernel, tasks: LinuxTasks) -> dict[str, int]:
         "preempt.softirq_mask": _SOFTIRQ,
         "thread.size": THREAD_SIZE,
         **{f"task_struct.{name}": offset(f"task_struct.{name}") for name in _FIELDS},
+        **_shadow_stacks(kernel),
     }
+
+
+def _shadow_stacks(kernel: LinuxKernel) -> dict[str, int]:
+    """Where a task has its pending calls: the field that the kernel's own rethooks would use, if it has them.
+
+    It is empty when a task is made, and the kernel looks there again when the task is long dead: it must be
+    known when that is.
+    """
+    if kernel.kallsyms.lookup_name(TASK_ENDS) is None:
+        return {}
+    try:
+        return {"task_struct.rethooks": kernel.btf.offset("task_struct.rethooks")}
+    except KernelError:
+        return {}
 
 
 class LinuxContext(HitContext):

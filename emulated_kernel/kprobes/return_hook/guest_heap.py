@@ -114,7 +114,8 @@ _FORMATS = {4: "I", 8: "Q"}
 class TaskFields:
     """Finds the fields by task; of tasks that have no room for them the host keeps them.
 
-    An image that doesn't say which task runs has one shadow stack for all.
+    An image that doesn't say which task runs has one shadow stack for all; one that has `rethooks` alone has
+    no RetStack.
     Mirrors: include/linux/sched.h:struct task_struct, rethooks, ret_stack, curr_ret_stack (v6.1).
     """
 
@@ -122,7 +123,6 @@ class TaskFields:
         self._memory = memory
         self._format = _FORMATS[word_size]
         self._word_size = word_size
-        self._size = word_size * len(_FIELDS)
         self._known: dict[int, memoryview] = {}
         self._currents: dict[int, memoryview] = {}
         """By per-CPU area."""
@@ -131,9 +131,13 @@ class TaskFields:
         self._current: memoryview | None = None
         self.cpu = 0
         """Number of the CPU that is the current one."""
+        self._size = word_size * len(_FIELDS)
         if self._offset is not None:
-            offsets = [abi[f"task_struct.{name}"] - self._offset for name in _FIELDS]
-            assert offsets == [word_size * number for number in range(len(_FIELDS))], "they aren't in a row"
+            offsets = [
+                abi[name] - self._offset for field in _FIELDS if (name := f"task_struct.{field}") in abi
+            ]
+            self._size = word_size * len(offsets)
+            assert offsets == [*range(0, self._size, word_size)], "they aren't in a row"
         if self._current_at is not None:
             self.look_from(0, abi["percpu.base"])
 

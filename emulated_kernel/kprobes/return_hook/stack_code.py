@@ -34,6 +34,7 @@ NODE, TASK, SLOT, RET, FIRST, SECOND = range(6)
 """Virtual registers: the call's node, its task, the stack slot and the real address, two to help."""
 
 
+_RET_STACK = ("task_struct.ret_stack", "task_struct.curr_ret_stack")
 Stack = TypeVar("Stack", bound=ShadowStack)
 
 
@@ -48,16 +49,16 @@ class TaskOffsets:
     rethooks: int
     """In struct task_struct, as are the following."""
     ret_stack: int
+    """0 where there is no RetStack, as is `curr_ret_stack`."""
     curr_ret_stack: int
 
     @classmethod
     def of(cls, abi: Mapping[str, int], word: int) -> TaskOffsets | None:
-        """Those of an image; None where its tasks have no such fields."""
-        fields = ("task_struct.rethooks", "task_struct.ret_stack", "task_struct.curr_ret_stack")
-        if any(name not in abi for name in (*fields, "percpu.cpu_number")):
+        """Those of an image; None where its tasks have no `rethooks`."""
+        needed = ("percpu.current_task", "percpu.cpu_number", "task_struct.rethooks")
+        if any(name not in abi for name in needed):
             return None
-        own = ("percpu.current_task", "percpu.cpu_number")
-        return cls(word, *(abi[name] for name in (*own, *fields)))
+        return cls(word, *(abi[name] for name in needed), *(abi.get(name, 0) for name in _RET_STACK))
 
 
 class StackCode(ABC, Generic[Stack]):
