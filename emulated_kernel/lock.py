@@ -18,7 +18,7 @@ class ControlLock:
     check: the guest only runs while its runner holds the lock.
     """
 
-    __slots__ = ("_depth", "_lock", "_owner", "waiting")
+    __slots__ = ("_depth", "_lock", "_owner", "turn", "waiting")
 
     def __init__(self) -> None:
         # An RLock: an interrupt between two bytecodes can't leave it held by nobody.
@@ -26,6 +26,8 @@ class ControlLock:
         self._owner = 0
         """Identifier of the thread that holds it; 0: nobody. For assert_held() alone."""
         self._depth = 0
+        self.turn = 0
+        """Number of the latest entry from outside: what is bounded for one begins anew with the next."""
         self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
         """Around a wait beyond PATIENCE: who answers requests has another thread do so meanwhile."""
 
@@ -34,6 +36,7 @@ class ControlLock:
             with self.waiting():
                 self._lock.acquire()
         self._owner = threading.get_ident()
+        self.turn += not self._depth
         self._depth += 1
         return self
 

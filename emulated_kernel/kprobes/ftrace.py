@@ -180,6 +180,7 @@ class FtraceSites:
             and self._calls.get(behind) is route
             and kprobe.compiled is None
             and self._split_jumps.may_patch()
+            and self._compiler.may_make(kprobe.nr_handlers)
         ):
             self._compiler.keep_sample(kprobe, frame)
             self.compile_call(kprobe)

@@ -39,6 +39,8 @@ class CompiledCode:
         return self.address <= address < self.address + self.size
 
 
+MOST_HANDLERS = 400
+"""Made guest code in one request, and so of one address: Python calls thousands as fast as the emulator."""
 COSTS_KEPT = 63
 """Latest hits whose cost is kept; an odd number has a median."""
 
@@ -224,6 +226,11 @@ class Kprobe:
         return self.has_program and not self.is_python
 
     @property
+    def nr_handlers(self) -> int:
+        """Those that a hit calls in Python."""
+        return 1
+
+    @property
     def is_disabled(self) -> bool:
         return self.flags._value_ & _DISABLED_OR_GONE != 0
 
@@ -353,8 +360,13 @@ class AggregatorProbe(Kprobe):
 
     @property
     def may_compile(self) -> bool:
-        handled = [member for _, member in self._collected()]
-        return bool(handled) and not self.is_python and all(member.has_program for member in handled)
+        if self.is_python or not 0 < self.nr_handlers <= MOST_HANDLERS:
+            return False
+        return all(member.has_program for _, member in self._collected())
+
+    @property
+    def nr_handlers(self) -> int:
+        return len(self._collected())
 
     @property
     def is_left_open(self) -> bool:

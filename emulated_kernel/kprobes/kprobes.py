@@ -63,7 +63,7 @@ class Kprobes:
         text = machine.text
         self.poker = poker = TextPoker(text, arch.breakpoint)
         self.garbage = garbage = TextGarbage(scheduler)
-        self.compiler = compiler = Compiler(machine, arch, profile, verdict, garbage)
+        self.compiler = compiler = Compiler(machine, arch, profile, verdict, garbage, lock)
         self.split_jumps = split_jumps = SplitJumps(machine, verdict, arch, table, poker)
         self.hits = hits = HitHandling(machine, arch, profile, compiler, split_jumps)
         self.sites: FtraceSites | None = None

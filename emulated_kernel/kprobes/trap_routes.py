@@ -101,8 +101,12 @@ class TrapRoutes:
         hits, insn, leads_to = self.hits, kprobe.insn, self._leads_to(kprobe)
         assert insn is not None
         breakpoints, address = self.breakpoints, kprobe.address
+        may_compile = not kprobe.is_disabled and kprobe.may_compile
+        if may_compile and not self._compiler.may_make(kprobe.nr_handlers):
+            hits.on_breakpoint(kprobe, regs)
+            return
         route = breakpoints[address] = partial(hits.on_breakpoint, kprobe)
-        if kprobe.is_disabled or not kprobe.may_compile:
+        if not may_compile:
             hits.on_breakpoint(kprobe, regs)
             return
         self._compiler.keep_sample(kprobe, regs)
@@ -132,6 +136,7 @@ class TrapRoutes:
             and kprobe.is_patched
             and kprobe.compiled is None
             and self._split_jumps.may_patch()
+            and self._compiler.may_make(kprobe.nr_handlers)
         ):
             self._compiler.keep_sample(kprobe, self.hits.frame_at(regs.sp))
             self.compile_detour(kprobe)

@@ -13,7 +13,8 @@ import pytest
 
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.kernel import Kernel
-from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.kprobes.kprobe import MOST_HANDLERS, Kprobe
+from emulated_kernel.trace.compiled.handler import EventEmitter
 from tests.ledger import ledger_mismatches
 from tests.ways import Shell
 
@@ -76,6 +77,83 @@ def test_a_line_of_a_return_probe_is_hardly_more_work_than_another(hook: str) ->
             )
     for entry, hooked in zip(*totals, strict=True):
         assert hooked < 3 * entry, totals
+
+
+EVERY = "/tracing/events/{}/enable"
+LINES = {
+    "fentry": "p:k{} {} a=$arg1",
+    "jump or breakpoint": "p:k{} {}+5 a=%di",
+    "return": "r:k{} {} $retval",
+    "fprobe": "f:k{} {} a=%di",
+    "fprobe's exit": "f:k{} {}%return $retval",
+}
+
+ARGUMENTS: dict[str, tuple[int | bytes, ...]] = {
+    "gcd": (12, 18),
+    "int_sqrt": (81,),
+    "crc32_le": (0, b"a", 1),
+}
+
+
+@pytest.fixture
+def emitted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Becomes as long as there are handlers of events that guest code was made for."""
+    kept: list[str] = []
+    emit = EventEmitter.emit
+
+    def counted(emitter: EventEmitter) -> None:
+        kept.append("")
+        emit(emitter)
+
+    monkeypatch.setattr(EventEmitter, "emit", counted)
+    return kept
+
+
+def traced(kernel: Kernel, way: str, functions: Iterable[tuple[str, int]]) -> Callable[[], set[str]]:
+    """So many events each of the functions, enabled; what it returns says how many hits they had."""
+    shell, numbers = Shell(kernel), count()
+    lines = [LINES[way].format(next(numbers), name) for name, number in functions for _ in range(number)]
+    shell.write("/tracing/dynamic_events", "\n".join(lines))
+    shell.write(EVERY.format("fprobes" if way.startswith("fprobe") else "kprobes"), "1")
+    return lambda: {line.split()[1] for line in shell.read("/kprobe_profile").splitlines()}
+
+
+@pytest.mark.parametrize("way", [way for way in LINES if not way.startswith("fprobe")])
+def test_thousands_of_handlers_stay_with_python(way: str, emitted: list[str]) -> None:
+    with Kernel() as kernel:
+        hits = traced(kernel, way, [("gcd", MOST_HANDLERS + 1)])
+        for number in range(1, 4):
+            assert kernel.call("gcd", 12, 18) == 6
+            assert hits() == {str(number)}
+        assert len(emitted) == 0
+        Shell(kernel).write("/tracing/events/kprobes/k7/enable", "0")
+        for _ in range(3):
+            assert kernel.call("gcd", 12, 18) == 6
+        assert len(emitted) >= MOST_HANDLERS
+        assert hits() == {"3", "6"}
+        assert not ledger_mismatches(kernel.machine.text)
+
+
+@pytest.mark.parametrize("way", LINES)
+def test_a_request_waits_for_so_many_handlers_to_be_made(way: str, emitted: list[str]) -> None:
+    """The others are made at the hits of later requests; no hit is lost meanwhile."""
+    functions = [(name, 150) for name in ARGUMENTS]
+    if way.startswith("fprobe"):
+        functions = [("gcd", MOST_HANDLERS + 50)]
+    with Kernel(MachineConfig(profile="linux-6.1-fprobe")) as kernel:
+        hits = traced(kernel, way, functions)
+        made = []
+        for _ in range(3):
+            before = len(emitted)
+            with kernel.lock:
+                for name, _number in functions:
+                    kernel.call(name, *ARGUMENTS[name])
+            made.append(len(emitted) - before)
+        assert 0 < max(made) <= MOST_HANDLERS, made
+        assert sum(made) >= sum(number for _, number in functions), made
+        if not way.startswith("fprobe"):
+            assert hits() == {"3"}
+        assert not ledger_mismatches(kernel.machine.text)
 
 
 def test_handlers_follow_each_change_in_their_order() -> None:

@@ -1,7 +1,8 @@
 """Handlers as guest code: made at a probe's first hit, replaced when what they do changes.
 
 Until then, and where a handler can't be guest code, the trap into Python takes the hits. No other guest code
-runs while a handler in Python does, so that code here never meets a hit within a hit.
+runs while a handler in Python does, so that code here never meets a hit within a hit. Making code takes as
+long as many a hit by Python: no request waits for more of that than MOST_HANDLERS take.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from emulated_kernel.arch.program.ops import HandlerCode
 from emulated_kernel.arch.verdict import Verdict
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.handlers.garbage import TextGarbage
-from emulated_kernel.kprobes.kprobe import AggregatorProbe, CompiledCode, Kprobe
+from emulated_kernel.kprobes.kprobe import MOST_HANDLERS, AggregatorProbe, CompiledCode, Kprobe
 from emulated_kernel.kprobes.profile import Profile, Saving
+from emulated_kernel.lock import ControlLock
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.traps.trap import HardwareError
 
@@ -56,6 +58,7 @@ class Compiler:
         profile: Profile,
         verdict: Verdict[Any],
         garbage: TextGarbage,
+        lock: ControlLock,
     ) -> None:
         self._text = machine.text
         self._breakpoints = machine.breakpoints
@@ -75,6 +78,10 @@ class Compiler:
         self.asides: dict[tuple[Kprobe, bool], CompiledCode] = {}
         """By probe, and whether registers are in a frame."""
         self._garbage = garbage
+        self._lock = lock
+        self._turn = 0
+        self._left = 0
+        """Handlers that may still be made in that turn of the lock."""
 
     def contains(self, address: int) -> bool:
         """Whether an address lies in a handler: records may be half written there."""
@@ -85,6 +92,15 @@ class Compiler:
         kprobe.sample = {name: getattr(regs, name) for name in self._sampled}
 
     # Making
+
+    def may_make(self, handlers: int = 1) -> bool:
+        """Take so many off what may still be made in this request; False: at a later one's hit."""
+        if self._turn != self._lock.turn:
+            self._turn, self._left = self._lock.turn, MOST_HANDLERS
+        if handlers > self._left:
+            return False
+        self._left -= handlers
+        return True
 
     def stub(self, head: Kprobe, target: int | None) -> CompiledCode | None:
         """The handler for hits by a breakpoint, which goes on at `target`; None where it is Python's.

@@ -254,7 +254,8 @@ class Fprobes:
         def enter(site: int, regs: Any) -> None:
             entered(site, regs)
             is_settled = registered.is_python or registered.code is not None
-            if not is_settled and self._kprobes.split_jumps.may_patch():
+            kprobes = self._kprobes
+            if not is_settled and kprobes.split_jumps.may_patch() and kprobes.compiler.may_make():
                 self._compile(fp, registered)
 
         registered = _Registered(FtraceOps(enter, lambda: "fprobe_handler", saves_regs=True))
