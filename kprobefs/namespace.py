@@ -5,13 +5,19 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 
+from kprobefs.mount import our_mounts
+from kprobefs.registry import parent_of, running
+
 INTERVAL = 30.0
 """Seconds between two looks at all processes."""
 CAP_SYS_PTRACE = 19
 
 
 class Companions:
-    """The other processes of this mount namespace. In the host's own there are always some."""
+    """The other processes of this mount namespace, but for daemons that keep a mount for each other alone.
+
+    In the host's own namespace there are always some.
+    """
 
     def __init__(self) -> None:
         self._own = {os.getpid()}
@@ -40,13 +46,23 @@ class Companions:
         return self._had_some
 
     def _has_some(self) -> bool:
+        daemons: set[int] | None = None
         for name in os.listdir("/proc"):
             if name.isdecimal() and int(name) not in self._own:
                 # One has ended, or is of a user namespace above.
                 with suppress(OSError):
-                    if os.readlink(f"/proc/{name}/ns/mnt") == self._namespace:
+                    if os.readlink(f"/proc/{name}/ns/mnt") != self._namespace:
+                        continue
+                    daemons = _daemons() if daemons is None else daemons
+                    if daemons.isdisjoint((int(name), parent_of(int(name)))):
                         return True
         return False
+
+
+def _daemons() -> set[int]:
+    """Pids of those that serve the mounts of this namespace."""
+    found = (running(point.directory) for point in our_mounts())
+    return {daemon.pid for daemon in found if daemon is not None}
 
 
 def _may_look_at_all() -> bool:

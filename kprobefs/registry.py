@@ -26,8 +26,8 @@ FALLBACK = "/tmp/kprobefs-"
 """What the uid follows in the directory's name, where the user has no place of their own."""
 KEPT_LOGS = 10
 """Logs of daemons that failed which are kept, the newest ones."""
-START_TIME = 19
-"""Index of starttime among the fields of /proc/PID/stat behind the name; see proc(5)."""
+STATE, PARENT, START_TIME = 0, 1, 19
+"""Indices of state, ppid and starttime among the fields of /proc/PID/stat behind the name; see proc(5)."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,19 @@ class Daemon:
 
 def process_of(pid: int) -> Process:
     """The process that has this pid now. Raises: OSError."""
-    fields = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
+    fields = _fields(pid)
     executable = os.stat(f"/proc/{pid}/exe")
     return Process(pid, int(fields[START_TIME]), (executable.st_dev, executable.st_ino))
+
+
+def parent_of(pid: int) -> int:
+    """The pid of its parent. Raises: OSError."""
+    return int(_fields(pid)[PARENT])
+
+
+def _fields(pid: int) -> list[str]:
+    """Those of /proc/PID/stat behind the name. Raises: OSError."""
+    return Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
 
 
 class Registration:
@@ -143,8 +153,7 @@ class Running:
     def is_stopped(self) -> bool:
         """Whether a signal or a debugger has stopped it."""
         with suppress(OSError, IndexError):
-            fields = Path(f"/proc/{self.daemon.pid}/stat").read_text("utf-8", "replace").rpartition(")")[2]
-            return fields.split()[0] in "Tt"
+            return _fields(self.daemon.pid)[STATE] in "Tt"
         return False
 
 

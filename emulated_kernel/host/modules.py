@@ -19,7 +19,7 @@ from emulated_kernel.host.guest import Guest
 from emulated_kernel.image.image import prebuilt_dependencies
 from emulated_kernel.machine.guest_info import ModuleInfo
 from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault
-from emulated_kernel.regular import read_regular
+from emulated_kernel.regular import read_until
 
 MAX_SIZE = 4 << 20
 """Bytes of a module's file."""
@@ -64,34 +64,43 @@ class Modules:
         """The loaded modules, newest first. Raises: KernelError EIO where the guest has corrupted them."""
         return self._guest.kernel.modules()
 
-    def read(self, name: str) -> list[ModuleFile]:
+    def read(self, name: str, deadline: float | None = None) -> list[ModuleFile]:
         """The file at a path (told by its slash), or a module of the image's behind what it uses.
 
         They may be slow, or served by this very process: the control lock must not be held. So `load`
-        tells what couldn't be read.
+        tells what couldn't be read, by `deadline` of time.monotonic() where another file system is asked.
         """
         if "/" in name:
-            return [_read_file(Path(name), name)]
+            return [_read_file(Path(name), name, deadline)]
         name = name.replace("-", "_")
         path = self._directory / f"{name}.ko"
         # Not Path.exists: it raises ENAMETOOLONG.
         if not name.isidentifier() or not os.path.exists(path):
             return [ModuleFile(name, refusal=(errno.ENOENT, f"module {name}: there is none of that name"))]
-        needed = [file for other in self._depends.get(name, ()) for file in self.read(other)]
-        return [*needed, _read_file(path, name)]
+        needed = [file for other in self._depends.get(name, ()) for file in self.read(other, deadline)]
+        return [*needed, _read_file(path, name, deadline)]
+
+    def check(self, files: list[ModuleFile]) -> None:
+        """Whether files were read that aren't loaded yet.
+
+        Raises: KernelError ENOENT (no such module), EINVAL (no regular file), EFBIG, ETIMEDOUT, others.
+        """
+        there = {module.name for module in self.loaded()}
+        for file in files:
+            if file.refusal is not None and file.name not in there:
+                raise self._refusal(*file.refusal)
 
     def load(self, files: list[ModuleFile]) -> None:
         """Load what `read` gave; of those that come with the image, one that is there stays.
 
-        Raises: KernelError ENOENT (no such module) and others of the file, EINVAL (no regular file), EFBIG,
-        ENOEXEC (no module for this kernel), ENOENT (an unresolved symbol), EEXIST (loaded already), ENOMEM,
-        what its init returned, EFAULT (its init was killed). Mirrors: modprobe; insmod for a path.
+        Raises: as `check`; KernelError EFBIG, ENOEXEC (no module for this kernel), ENOENT (an unresolved
+        symbol), EEXIST (loaded already), ENOMEM, what its init returned, EFAULT (its init was killed).
+        Mirrors: modprobe; insmod for a path.
         """
+        self.check(files)
         for file in files:
             if any(module.name == file.name for module in self.loaded()):
                 continue
-            if file.refusal is not None:
-                raise self._refusal(*file.refusal)
             self.init_module(file.data, Path(file.name).name if "/" in file.name else f"{file.name}.ko")
             for newest in self.loaded()[:1]:
                 self._files[newest.name] = file
@@ -191,9 +200,9 @@ class Modules:
         return 0
 
 
-def _read_file(path: Path, name: str) -> ModuleFile:
+def _read_file(path: Path, name: str, deadline: float | None) -> ModuleFile:
     try:
-        return ModuleFile(name, read_regular(path, MAX_SIZE))
+        return ModuleFile(name, read_until(path, MAX_SIZE, deadline))
     except OSError as error:
         return ModuleFile(name, refusal=(error.errno or errno.EIO, f"module {path.name}: {error.strerror}"))
     # Python's, for a path with NUL.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
+from functools import partial
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.lock import ControlLock
@@ -25,13 +27,13 @@ class ClockSwitch:
         seconds, ns = divmod(self._clock.now_ns(), NSEC_PER_SEC)
         return f"mode {self._clock.kind}\nseed {self._clock.seed}\ntime {seconds}.{ns:09}\n"
 
-    def command(self, line: str) -> None:
-        """`virtual` or `real`, with `mode` before it or not; `seed N`, or both, as `virtual seed 7`.
+    def parsed(self, line: str) -> Callable[[], None]:
+        """What does `virtual` or `real`, with `mode` before or not; `seed N`, or both, as `virtual seed 7`.
 
-        The guest's time goes on where it is. Raises: KernelError EINVAL, nothing changed.
+        The guest's time goes on where it is. Raises: KernelError EINVAL.
         """
-        self._lock.assert_held()
-        kind, seed = self._clock.kind, self._clock.seed
+        kind: str | None = None
+        seed: int | None = None
         words = iter(line.replace("=", " ").split())
         said: set[str] = set()
         for word in words:
@@ -43,7 +45,12 @@ class ClockSwitch:
                 seed = _number(next(words, ""))
             else:
                 kind = _kind(next(words, "") if word == "mode" else word)
-        self._clock.select(kind, seed)
+        return partial(self._select, kind, seed)
+
+    def _select(self, kind: str | None, seed: int | None) -> None:
+        self._lock.assert_held()
+        clock = self._clock
+        clock.select(clock.kind if kind is None else kind, clock.seed if seed is None else seed)
         # Guest code that reads the old clock is dropped with the records' ways.
         for tracing in self._arrays:
             tracing.array.notify_rewired()

@@ -9,6 +9,7 @@ import subprocess
 
 import pytest
 
+from emulated_kernel.image.image import PREBUILT
 from emulated_kernel.kernel import Kernel
 from kprobefs.arguments import BENCH_OPTIONS
 from kprobefs.cli import main
@@ -109,3 +110,10 @@ def test_groff_finds_no_fault(page: str) -> None:
         check=False,
     )
     assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_every_module_is_named() -> None:
+    """Those that come with the kernel."""
+    said = text("kprobefs.5").partition("loads a module that comes with the kernel")[2].partition(".BI")[0]
+    modules = {path.stem for path in (PREBUILT / "x86_64" / "modules").glob("*.ko")}
+    assert set(re.findall(r"[a-z]+(?:_[a-z]+)*", said.partition("\n")[2])) >= modules

@@ -204,10 +204,13 @@ def test_links_and_missing_names_are_resolved_alike(mounted: Daemon, monkeypatch
     assert mounted.process.wait(PATIENCE) == 0
 
 
-def test_a_daemon_whose_namespace_is_left_by_all_others_ends(directory: Path) -> None:
+@pytest.mark.parametrize("count", [1, 2])
+def test_daemons_whose_namespace_is_left_by_all_others_end(count: int, directory: Path) -> None:
+    """Two don't stay for each other."""
     if os.geteuid() != 0:
         pytest.skip("a mount namespace needs root")
-    script = '"$@" mount "$D" && "$@" status --json'
+    mounts = " && ".join(f'"$@" mount --mkdir "$D/{number}"' for number in range(count))
+    script = f'mount -t tmpfs none "$D" && {mounts} && "$@" status --json'
     result = subprocess.run(
         ["unshare", "-m", "sh", "-c", script, "sh", *PROGRAM],
         env={**environment(), "D": str(directory), "KPROBEFS_TEST_INTERVAL": "0.2"},
@@ -217,5 +220,6 @@ def test_a_daemon_whose_namespace_is_left_by_all_others_ends(directory: Path) ->
         check=True,
     )
     states = json.loads(result.stdout)
-    [pid] = [state["daemon"]["pid"] for state in states if state["directory"] == str(directory)]
-    eventually(lambda: not Path(f"/proc/{pid}").exists(), "the daemon is still there")
+    pids = [state["daemon"]["pid"] for state in states if state["directory"].startswith(f"{directory}/")]
+    assert len(pids) == count
+    eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "a daemon is still there")

@@ -93,9 +93,10 @@ def test_wrong_values_change_nothing_and_are_told(
     kernel: Kernel, mount: GuestMount, line: str, code: int
 ) -> None:
     before = read(mount, LIMITS)
-    with refused(code):
-        write(mount, LIMITS, f"{line}\n")
-    assert read(mount, LIMITS) == before
+    for text in (f"{line}\n", f"probes 1\n{line}\ninstances 1\n"):
+        with refused(code):
+            write(mount, LIMITS, text)
+        assert read(mount, LIMITS) == before
     assert "limits: " in dmesg(kernel)
 
 

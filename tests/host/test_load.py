@@ -41,6 +41,10 @@ def await_state(kernel: Kernel, *states: str) -> str:
     raise AssertionError(text)
 
 
+def command(kernel: Kernel, line: str) -> None:
+    kernel.loads.parsed(line)()
+
+
 def refusal(action: Callable[[], object]) -> int:
     with pytest.raises(KernelError) as caught:
         action()
@@ -110,16 +114,16 @@ def test_ends_by_itself(kernel: Kernel) -> None:
 
 def test_is_stopped(kernel: Kernel) -> None:
     with kernel.lock:
-        kernel.loads.command("all rate=1000 duration=60")
-        assert refusal(lambda: kernel.loads.command("files")) == errno.EBUSY
+        kernel.loads.parsed("all rate=1000 duration=60")()
+        assert refusal(lambda: command(kernel, "files")) == errno.EBUSY
     time.sleep(0.1)
     with kernel.lock:
-        kernel.loads.command("stop files")
-        assert refusal(lambda: kernel.loads.command("stop files")) == errno.ENOENT
-        kernel.loads.command("stop")
+        kernel.loads.parsed("stop files")()
+        assert refusal(lambda: command(kernel, "stop files")) == errno.ENOENT
+        kernel.loads.parsed("stop")()
         assert all("state=stopped" in line and "failed=0" in line for line in kernel.loads.text())
         assert not any(task.comm.startswith("load/") for task in tasks(kernel).values())
-        kernel.loads.command("stop")
+        kernel.loads.parsed("stop")()
 
 
 def test_ends_with_a_guest_that_panics(kernel: Kernel) -> None:
@@ -130,7 +134,7 @@ def test_ends_with_a_guest_that_panics(kernel: Kernel) -> None:
         assert refusal(lambda: kernel.call("panic", "why")) == errno.EFAULT
     assert "the emulated kernel has stopped" in await_state(kernel, "failed")
     with kernel.lock:
-        assert refusal(lambda: kernel.loads.command("files")) == errno.EIO
+        assert refusal(lambda: command(kernel, "files")) == errno.EIO
 
 
 @pytest.mark.parametrize(
@@ -155,7 +159,7 @@ def test_ends_with_a_guest_that_panics(kernel: Kernel) -> None:
 )
 def test_malformed(line: str, number: int, kernel: Kernel) -> None:
     with kernel.lock:
-        assert refusal(lambda: kernel.loads.command(line)) == number
+        assert refusal(lambda: command(kernel, line)) == number
         assert list(kernel.loads.text()) == []
 
 
@@ -178,7 +182,7 @@ def test_without_a_thread_of_the_hosts_there_is_no_load(
     with monkeypatch.context() as patch, kernel.lock:
         patch.setattr(threading.Thread, "start", none)
         for _ in range(2):
-            assert refusal(lambda: kernel.loads.command("fork")) == errno.ENOMEM
+            assert refusal(lambda: command(kernel, "fork")) == errno.ENOMEM
     with kernel.lock:
-        kernel.loads.command("fork duration=0.01")
+        kernel.loads.parsed("fork duration=0.01")()
     await_state(kernel, "done")

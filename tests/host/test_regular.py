@@ -6,12 +6,16 @@ import errno
 import os
 import socket
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from emulated_kernel.regular import open_regular, read_given, read_named, read_regular
+from emulated_kernel import regular
+from emulated_kernel.regular import open_regular, read_given, read_named, read_regular, read_until
+from tests.fuse.harness import eventually
 
 LIMIT = 100
 
@@ -100,3 +104,29 @@ def _ends(path: Path) -> tuple[int, int]:
 def test_what_was_given_open_has_a_limit() -> None:
     with open("/dev/zero", "rb") as zero, pytest.raises(OSError, match="more than 100 bytes"):
         read_given(zero.fileno(), LIMIT)
+
+
+def test_a_file_system_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many are waited for, by threads that go when it does."""
+    path, answers = tmp_path / "f", threading.Event()
+    path.write_bytes(b"text")
+
+    def slow(path: Path, limit: int) -> bytes:
+        assert answers.wait(20)
+        return read_regular(path, limit)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(regular, "read_regular", slow)
+        for number in range(regular.MOST_WAITING + 2):
+            why = "are waited for already" if number >= regular.MOST_WAITING else "doesn't answer in time"
+            with pytest.raises(OSError, match=why):
+                read_until(path, LIMIT, time.monotonic() + 0.01)
+        answers.set()
+    # They go when they have told.
+    eventually(lambda: regular._waiting.acquire(blocking=False))
+    regular._waiting.release()
+    assert read_until(path, LIMIT, None) == b"text"
+    for _ in range(2 * regular.MOST_WAITING):
+        assert read_until(path, LIMIT, time.monotonic() + 20) == b"text"
+    with pytest.raises(FileNotFoundError, match="none"):
+        read_until(tmp_path / "none", LIMIT, time.monotonic() + 20)

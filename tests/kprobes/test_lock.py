@@ -50,9 +50,9 @@ OTHER_CHANGES: dict[str, Callable[[Kernel], object]] = {
     "shadow stack": lambda kernel: kernel.kretprobes.hooks.select_return_hook("fgraph"),
     "make instance": lambda kernel: kernel.trace_arrays.make("other"),
     "remove instance": lambda kernel: kernel.trace_arrays.remove("none"),
-    "clock": lambda kernel: kernel.parts.clock.command("virtual"),
-    "start load": lambda kernel: kernel.loads.command("fork"),
-    "stop load": lambda kernel: kernel.loads.command("stop"),
+    "clock": lambda kernel: kernel.parts.clock.parsed("virtual")(),
+    "start load": lambda kernel: kernel.loads.parsed("fork")(),
+    "stop load": lambda kernel: kernel.loads.parsed("stop")(),
 }
 
 

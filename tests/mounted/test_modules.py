@@ -5,12 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from emulated_kernel.image.image import PREBUILT
-from tests.fuse.harness import REAL_PROGRAM, daemon, needs_fuse
+from tests.fuse.harness import REAL_PROGRAM, daemon, eventually, needs_fuse
 from tests.mounted.files import EVENTS, Files, assert_errno
 
 pytestmark = [needs_fuse, pytest.mark.mounted]
@@ -156,3 +159,37 @@ def test_files_whose_readers_wait_are_no_modules(files: Files) -> None:
         with assert_errno(errno.EINVAL):
             files.write(MODULES, f"load {files.path(f'tracing/{name}')}\n")
         assert files.lines("machine/dmesg")[-1].endswith(": nothing to read: its readers wait")
+
+
+def test_a_write_that_is_refused_has_done_nothing(shared: Files) -> None:
+    """What is malformed, and files that can't be read, are known before the first line is done."""
+    for name, text, number in (
+        ("modules", "load counter\nload nosuch\n", errno.ENOENT),
+        ("modules", "load counter\nreload\n", errno.EINVAL),
+        ("clock", "seed 9\nfoo\n", errno.EINVAL),
+        ("load", "fork rate=10 duration=1\nnosuch\n", errno.EINVAL),
+    ):
+        before = shared.lines(f"machine/{name}")[:2]
+        with assert_errno(number):
+            shared.write(f"machine/{name}", text)
+        assert shared.lines(f"machine/{name}")[:2] == before
+
+
+def test_a_file_system_that_does_not_answer(files: Files, tmp_path: Path) -> None:
+    """Its file is given up, and all that is written there meanwhile is done."""
+    slow = tmp_path / "slow"
+    slow.mkdir()
+    with subprocess.Popen([sys.executable, "-m", "tests.mounted.slow_files", str(slow)]) as process:
+        try:
+            eventually(lambda: os.path.ismount(slow))
+            path = files.path(MODULES)
+            writers = [subprocess.Popen(["sh", "-c", f"echo load {slow}/slow.ko > {path}"]) for _ in range(2)]
+            files.write(MODULES, "load counter")
+            assert names(files) == ["counter"]
+            for writer in writers:
+                assert writer.wait(20) != 0
+            assert files.read("machine/dmesg").count("slow.ko: its file system doesn't answer in time") == 2
+        finally:
+            process.send_signal(signal.SIGUSR1)
+            subprocess.run(["fusermount", "-uz", str(slow)], check=True)
+            process.wait(20)

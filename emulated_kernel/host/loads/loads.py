@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import field, replace
+from functools import partial
 from time import monotonic
 
 from emulated_kernel.dataclass import dataclass
@@ -94,17 +95,16 @@ class Loads:
         running = [each for each in self._loads.values() if each.state == "running"]
         return [replace(each.order, duration=each.left) for each in running if each.left]
 
-    def command(self, line: str) -> None:
-        """`KIND [rate=N] [duration=SECONDS]`, KIND `all` for each; `stop [KIND]`.
+    def parsed(self, line: str) -> Callable[[], None]:
+        """What does it: `KIND [rate=N] [duration=SECONDS]`, KIND `all` for each; `stop [KIND]`.
 
         Raises: KernelError EINVAL (malformed), ERANGE (too much), EOPNOTSUPP (the kernel lacks the system
-        calls), EBUSY (one of that kind runs), ENOENT (nothing to stop).
+        calls). What is returned: EBUSY (one of that kind runs), ENOENT (nothing to stop), and as `start`.
         """
         verb, *words = line.split()
         if verb == "stop":
-            self._stop(words)
-        else:
-            self.start(*self._orders(verb, words))
+            return partial(self._stop, [_kind(word) for word in words if word != ALL])
+        return partial(self.start, *self._orders(verb, words))
 
     def start(self, *orders: LoadOrder) -> None:
         """Start loads in the background. Raises: KernelError EBUSY, EIO (the guest is dead), none started;
@@ -132,8 +132,7 @@ class Loads:
             if running.state == "running" and (not kinds or running.order.kind in kinds):
                 self._end(running, "stopped")
 
-    def _stop(self, words: list[str]) -> None:
-        kinds = [_kind(word) for word in words if word != ALL]
+    def _stop(self, kinds: list[LoadKind]) -> None:
         for kind in kinds:
             if kind not in self._loads or self._loads[kind].state != "running":
                 raise KernelError(errno.ENOENT, f"{kind.value} doesn't run")

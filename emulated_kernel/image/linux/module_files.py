@@ -6,13 +6,14 @@ import io
 import re
 from errno import ENOENT
 from pathlib import Path
+from time import monotonic
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.image.elf import ElfFile
 from emulated_kernel.image.linux import deb
 from emulated_kernel.image.linux.compression import unpack
 from emulated_kernel.image.linux.unusable import unusable
-from emulated_kernel.regular import read_regular
+from emulated_kernel.regular import PATIENCE, read_until
 
 _LIMIT = 64 << 20
 """Bytes of a module, unpacked."""
@@ -67,7 +68,7 @@ def _module(path: str) -> str | None:
 
 
 def _regular(path: Path) -> bytes:
-    return _unpacked(read_regular(path, _LIMIT))
+    return _unpacked(read_until(path, _LIMIT, monotonic() + PATIENCE))
 
 
 def _unpacked(data: bytes) -> bytes:

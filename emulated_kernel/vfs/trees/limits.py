@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from emulated_kernel.abi import PAGE_SIZE
 from emulated_kernel.build import Parts
@@ -26,12 +27,15 @@ def limit_lines(kernel: Parts) -> Iterator[str]:
     yield f"{Limit.RUN_BUDGET_MS.value} {round(kernel.machine.run_budget * 1000)}\n"
 
 
-def set_limit(kernel: Parts, line: str) -> None:
-    """`NAME NUMBER` or `NAME max`. Raises: KernelError EINVAL, ERANGE."""
+def parsed_limit(kernel: Parts, line: str) -> Callable[[], None]:
+    """What sets it: `NAME NUMBER` or `NAME max`. Raises: KernelError EINVAL, ERANGE."""
     words = line.split()
     if len(words) != 2:
         raise KernelError(errno.EINVAL, f"{line!r} isn't NAME VALUE")
-    limit, value = parse_limit(*words)
+    return partial(_set_limit, kernel, *parse_limit(*words))
+
+
+def _set_limit(kernel: Parts, limit: Limit, value: int | None) -> None:
     if limit is Limit.RUN_BUDGET_MS:
         assert value is not None
         kernel.machine.run_budget = value / 1000

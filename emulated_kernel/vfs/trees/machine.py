@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from time import monotonic
 
 from emulated_kernel.build import Parts
 from emulated_kernel.errors import KernelError
 from emulated_kernel.host.guest import Guest
 from emulated_kernel.host.modules import Modules
 from emulated_kernel.machine.guest_kernel import GuestKernel
+from emulated_kernel.regular import PATIENCE
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Directory, Node, Owner
 from emulated_kernel.vfs.core.parse import ascii_lines
@@ -26,7 +28,7 @@ from emulated_kernel.vfs.core.seq import (
     single,
 )
 from emulated_kernel.vfs.trees.calls import Calls
-from emulated_kernel.vfs.trees.limits import limit_lines, set_limit
+from emulated_kernel.vfs.trees.limits import limit_lines, parsed_limit
 
 MAX_LOADS = 16
 """Modules that one write can load: all of their files are read before the first is loaded."""
@@ -62,15 +64,15 @@ def machine_directory(kernel: Parts, owner: Owner, further: Mapping[str, Node]) 
             "cpus": SeqFile(0o444, listing(lambda: _cpu_lines(reader, guest))),
             "meminfo": SeqFile(0o444, listing(lambda: reader.memory().text())),
             "clock": CommandFile(
-                0o644, single(kernel.clock.text), _each_line(_told(guest, "clock", kernel.clock.command))
+                0o644, single(kernel.clock.text), _each_line(guest, "clock", kernel.clock.parsed)
             ),
             "load": GuestCommandFile(
-                0o644, listing(kernel.loads.text), _each_line(_told(guest, "load", kernel.loads.command))
+                0o644, listing(kernel.loads.text), _each_line(guest, "load", kernel.loads.parsed)
             ),
             "limits": CommandFile(
                 0o644,
                 listing(lambda: limit_lines(kernel)),
-                _each_line(_told(guest, "limits", partial(set_limit, kernel))),
+                _each_line(guest, "limits", partial(parsed_limit, kernel)),
             ),
             "call": GuestCommandFile(0o600, single(lambda: calls.result), calls.execute),
             **further,
@@ -99,48 +101,45 @@ def _cpu_lines(reader: GuestKernel, guest: Guest) -> Iterator[str]:
 def _prepare_modules(modules: Modules, data: bytes) -> Callable[[], int]:
     """Read the files of `load NAME` and `load PATH`; what is returned executes them and `unload NAME`.
 
-    Raises: KernelError EINVAL (not ASCII), E2BIG (more than MAX_LOADS). What is returned: EINVAL
-    (malformed), and as Modules.load and unload.
+    Raises: KernelError EINVAL (not ASCII, malformed), E2BIG (more than MAX_LOADS). What is returned: as
+    Modules.check, and Modules.load and unload, of which those before one that fails are done.
     """
     commands = [line.split(maxsplit=1) for line in ascii_lines(data)]
-    names = {words[1] for words in commands if len(words) == 2 and words[0] == "load"}
+    for words in commands:
+        if len(words) != 2 or words[0] not in ("load", "unload"):
+            raise KernelError(errno.EINVAL, f"{words!r} is neither load NAME nor unload NAME")
+    names = {name for verb, name in commands if verb == "load"}
     if len(names) > MAX_LOADS:
         raise KernelError(errno.E2BIG, f"more than {MAX_LOADS} modules in one write")
-    files = {name: modules.read(name) for name in names}
+    deadline = monotonic() + PATIENCE
+    files = {name: modules.read(name, deadline) for name in names}
 
     def execute() -> int:
-        for words in commands:
-            match words:
-                case ["load", name]:
-                    modules.load(files[name])
-                case ["unload", name]:
-                    modules.unload(name)
-                case _:
-                    raise KernelError(errno.EINVAL, f"{words!r} is neither load NAME nor unload NAME")
+        for each in files.values():
+            modules.check(each)
+        for verb, name in commands:
+            if verb == "load":
+                modules.load(files[name])
+            else:
+                modules.unload(name)
         return len(data)
 
     return execute
 
 
-def _told(guest: Guest, file: str, command: Callable[[str], None]) -> Callable[[str], None]:
-    """A command whose failure the kernel log explains: a process sees no more than an errno."""
+def _each_line(guest: Guest, file: str, parsed: Callable[[str], Callable[[], None]]) -> Execute:
+    """Execute each line of a write, once all are understood; those before one that can't be done are done.
 
-    def execute(line: str) -> None:
+    The kernel log explains a failure: a process sees no more than an errno.
+    """
+
+    def execute(data: bytes) -> int:
         try:
-            command(line)
+            for command in [parsed(line) for line in ascii_lines(data)]:
+                command()
         except KernelError as error:
             guest.log(f"{file}: {error.strerror}")
             raise
-
-    return execute
-
-
-def _each_line(command: Callable[[str], None]) -> Execute:
-    """Execute each line of a write; those before one that fails are done."""
-
-    def execute(data: bytes) -> int:
-        for line in ascii_lines(data):
-            command(line)
         return len(data)
 
     return execute
