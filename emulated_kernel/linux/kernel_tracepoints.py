@@ -27,7 +27,7 @@ from emulated_kernel.trace.events.syscall_events import SyscallEnter, SyscallExi
 from emulated_kernel.trace.events.tracepoints import RAW_SYSCALLS
 from emulated_kernel.trace.hits.probe_hit import ProbeHit
 from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE
-from emulated_kernel.trace.text.print_fmt import PrintContext
+from emulated_kernel.trace.text.print_fmt import KernelNames, PrintContext
 
 _RESERVE, _COMMIT = "trace_event_buffer_reserve", "trace_event_buffer_commit"
 TAKEN_OVER = (_RESERVE, _COMMIT)
@@ -85,6 +85,7 @@ class KernelTracepoints:
         if lookup(_RESERVE) is None or lookup(_COMMIT) is None:
             return
         has_syscalls = self._syscall_work.is_known()
+        names = self._names()
         found: list[TraceEvent] = []
         raw: dict[str, Tracepoint] = {}
         for event in self._kernel.events:
@@ -99,7 +100,7 @@ class KernelTracepoints:
                 raw[event.name] = point
             fields = layout_fields(event.fields)
             found.append(
-                KernelStaticEvent(event.system, event.name, fields, event.print_fmt, point, {}, _WORD)
+                KernelStaticEvent(event.system, event.name, fields, event.print_fmt, point, names, _WORD)
             )
         if raw.keys() >= {"sys_enter", "sys_exit"}:
             entry, end = (SyscallTracepoint(raw[name], _WORD) for name in ("sys_enter", "sys_exit"))
@@ -108,6 +109,15 @@ class KernelTracepoints:
                     syscall = SyscallDefinition(call.number, call.name, call.types, call.args)
                     found += [SyscallEnter(syscall, entry), SyscallExit(syscall, end)]
         yield from sorted(found, key=lambda event: link_rank(event.group, event.name))
+
+    def _names(self) -> KernelNames:
+        """Those that print formats refer to."""
+        base = self._kernel.kallsyms.lookup_name("vmemmap_base")
+        variables = {} if base is None else {"vmemmap_base": partial(self._word_at, base)}
+        return KernelNames(variables, {"page": self._kernel.btf.size("page")})
+
+    def _word_at(self, address: int) -> int:
+        return int.from_bytes(self._memory.read(address, _WORD), "little")
 
     def _switch_syscalls(self, number: int, event: KernelEvent, on: bool) -> None:
         """Its regfunc comes before its key is on, its unregfunc before that is off."""
@@ -196,7 +206,7 @@ class _ShortKeys(StaticKeys):
 
 
 class KernelStaticEvent(StaticEvent):
-    """An event whose print format may ask for functions that only its kernel has.
+    """An event whose print format may ask for what only its kernel has.
 
     Deviates: Linux runs those when it shows a line; here the line has the fields.
     """

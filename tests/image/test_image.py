@@ -62,9 +62,10 @@ X86_ALONE = {
     *("page_fault_oops", "show_fault_oops", "show_opcodes"),
     *("truncate_inode_pages", "__alt_instructions", "__alt_instructions_end"),
     *(f"__traceiter_{each}_{end}" for each in ("local_timer", "reschedule", "call_function") for end in ENDS),
-    "trace_event_raw_event_x86_irq_vector",
+    *("trace_event_raw_event_x86_irq_vector", "__traceiter_page_fault_kernel"),
+    "trace_event_raw_event_page_fault_kernel",
 }
-"""truncate_inode_pages is inlined elsewhere; only x86 has events of its vectors."""
+"""truncate_inode_pages is inlined elsewhere; only x86 has events of its vectors and faults."""
 RISCV_ALONE = {
     *("_start", "riscv_start_kernel", "handle_exception", "ret_from_exception", "do_trap_ecall_u"),
     *("vector_of", "do_exception", "do_trap_break", "do_page_fault", "no_context", "die_kernel_fault"),

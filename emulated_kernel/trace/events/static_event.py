@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.hits.probe_hit import ProbeHit
 from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE, EventField
 from emulated_kernel.trace.symbols import KernelSymbols
-from emulated_kernel.trace.text.print_fmt import Function, PrintContext, PrintField, compile_print_fmt
+from emulated_kernel.trace.text.print_fmt import KernelNames, PrintContext, PrintField, compile_print_fmt
 
 if TYPE_CHECKING:
     from emulated_kernel.image.linux.events import RecordField
@@ -66,13 +66,13 @@ class StaticEvent(TraceEvent):
         fields: Iterable[EventField],
         print_fmt: str,
         tracepoint: Tracepoint,
-        functions: Mapping[str, Function],
+        names: KernelNames,
         word_size: int,
     ) -> None:
-        """`functions`: those of the kernel that the print format calls."""
+        """`names`: those of the kernel that the print format may refer to."""
         super().__init__(group, name, fields, print_fmt)
         self._tracepoint = tracepoint
-        self._functions = functions
+        self._names = names
         self._word_size = word_size
 
     def other_task(self, payload: bytes) -> int | None:
@@ -102,7 +102,7 @@ class StaticEvent(TraceEvent):
             )
             for field in self.fields
         }
-        return compile_print_fmt(self.print_fmt, fields, self._word_size, self._functions)
+        return compile_print_fmt(self.print_fmt, fields, self._word_size, self._names)
 
     def print_record(self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False) -> str:
         """What its print format says."""

@@ -21,6 +21,7 @@ from emulated_kernel.trace.events.static_keys import StaticKeys
 from emulated_kernel.trace.events.syscall_events import SyscallEnter, SyscallExit, SyscallTracepoint
 from emulated_kernel.trace.hits.probe_hit import ProbeHit
 from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE
+from emulated_kernel.trace.text.print_fmt import KernelNames
 
 RAW_SYSCALLS = "raw_syscalls"
 
@@ -74,7 +75,7 @@ class Tracepoints:
 
     def events(self) -> Iterator[TraceEvent]:
         """An event for each tracepoint, then two for each system call."""
-        functions = self._functions()
+        names = self._names()
         raw: dict[str, Tracepoint] = {}
         for each in event_definitions(self._image):
             point = self._points[each.address] = Tracepoint(partial(self._keys.switch, each.key))
@@ -82,7 +83,7 @@ class Tracepoints:
             if each.system == RAW_SYSCALLS:
                 raw[each.name] = point
             fields = layout_fields(each.fields)
-            yield StaticEvent(each.system, each.name, fields, each.print_fmt, point, functions, self._word)
+            yield StaticEvent(each.system, each.name, fields, each.print_fmt, point, names, self._word)
         if self._points:
             # For good: a CPU may still be on its way there when the last event is disabled.
             self._breakpoints[self._address("host_trace_commit")] = self._commit
@@ -93,13 +94,10 @@ class Tracepoints:
                 yield SyscallEnter(syscall, entry)
                 yield SyscallExit(syscall, end)
 
-    def _functions(self) -> Mapping[str, Callable[[int], int]]:
-        """Those that print formats call."""
-        return {"pfn_to_page": self._pfn_to_page}
-
-    def _pfn_to_page(self, pfn: int) -> int:
-        first = self._variable("mem_map")
-        return first + (pfn - self._variable("min_pfn")) * self._image.abi["page.size"]
+    def _names(self) -> KernelNames:
+        """Those that print formats refer to."""
+        variables = {"vmemmap_base": partial(self._variable, "vmemmap_base")}
+        return KernelNames(variables, {"page": self._image.abi["page.size"]})
 
     def _variable(self, name: str) -> int:
         return int.from_bytes(self._memory.read(self._address(name), self._word), "little")

@@ -45,8 +45,27 @@ class PrintContext:
 
 
 Expression = Callable[[PrintContext], Value]
-Function = Callable[[int], int]
-"""A kernel function that formats call, such as pfn_to_page()."""
+
+
+@dataclass(frozen=True)
+class KernelNames:
+    """What of its kernel a format refers to."""
+
+    variables: Mapping[str, Callable[[], int]]
+    sizes: Mapping[str, int]
+    """Bytes of a struct, by its name: what a pointer to one counts in."""
+
+
+@dataclass(frozen=True)
+class _Pointer:
+    """An expression whose value is an address of things of so many bytes."""
+
+    value: Expression
+    size: int
+
+    def __call__(self, context: PrintContext) -> Value:
+        return self.value(context)
+
 
 _TOKEN = re.compile(
     r'\s*(?:(?P<string>"(?:[^"\\]|\\.)*")|(?P<number>0[xX][0-9a-fA-F]+|\d+)[uUlL]*'
@@ -87,10 +106,10 @@ def compile_print_fmt(
     text: str,
     fields: Mapping[str, PrintField],
     word_size: int,
-    functions: Mapping[str, Function],
+    names: KernelNames,
 ) -> Callable[[PrintContext], str]:
     """A function that prints records as `text` says. Raises: ValueError for what isn't understood."""
-    parser = _Parser(text, fields, word_size, functions)
+    parser = _Parser(text, fields, word_size, names)
     layout, arguments = parser.whole()
     render = compile_format(layout, word_size)
     return lambda context: render([argument(context) for argument in arguments], context.symbols)
@@ -116,13 +135,13 @@ class _Parser:
     """Recursive descent over C's expressions, as far as print formats use them."""
 
     def __init__(
-        self, text: str, fields: Mapping[str, PrintField], word_size: int, functions: Mapping[str, Function]
+        self, text: str, fields: Mapping[str, PrintField], word_size: int, names: KernelNames
     ) -> None:
         self._tokens = list(_tokens(text))
         self._at = 0
         self._fields = fields
         self._word = word_size
-        self._functions = functions
+        self._names = names
 
     def whole(self) -> tuple[str, list[Expression]]:
         """The format string and its arguments."""
@@ -176,7 +195,7 @@ class _Parser:
             if token.kind != "op" or operation is None or priority <= above:
                 return left
             self._at += 1
-            left = _apply(operation, left, self._binary(priority))
+            left = _apply(token.text, operation, left, self._binary(priority))
 
     def _unary(self) -> Expression:
         token = self._peek()
@@ -199,6 +218,10 @@ class _Parser:
         operand = self._unary()
         bits, is_signed = _type_of(words, 8 * self._word)
         wrap = signed if is_signed else unsigned
+        if words[:1] == ["struct"] and words[2:] == ["*"]:
+            if words[1] not in self._names.sizes:
+                raise ValueError(f"print fmt: no struct {words[1]!r}")
+            return _Pointer(lambda context: wrap(operand(context), bits), self._names.sizes[words[1]])
         return lambda context: wrap(operand(context), bits)
 
     def _primary(self) -> Expression:
@@ -215,6 +238,8 @@ class _Parser:
             return self._field(self._next().text)
         if token.text == "NULL":
             return lambda _context: 0
+        if variable := self._names.variables.get(token.text):
+            return lambda _context: variable()
         if token.kind == "name":
             return self._call(token.text)
         raise ValueError(f"print fmt: {token.text!r}")
@@ -245,12 +270,7 @@ class _Parser:
             return lambda context: _dynamic_text(context, field)
         if name in ("__print_flags", "__print_symbolic"):
             return self._table(flags=name == "__print_flags")
-        function = self._functions.get(name)
-        if function is None:
-            raise ValueError(f"print fmt: no function {name!r}")
-        argument = self.expression()
-        self._expect(")")
-        return lambda context: function(int(argument(context)))
+        raise ValueError(f"print fmt: no function {name!r}")
 
     def _table(self, *, flags: bool) -> Expression:
         """The rest of __print_flags() or __print_symbolic()."""
@@ -298,7 +318,12 @@ def _symbol_name(value: Expression, names: Sequence[tuple[Expression, str]]) -> 
     return text
 
 
-def _apply(operation: Callable[[int, int], int], left: Expression, right: Expression) -> Expression:
+def _apply(
+    sign: str, operation: Callable[[int, int], int], left: Expression, right: Expression
+) -> Expression:
+    if isinstance(left, _Pointer) and sign in "+-":
+        size = left.size
+        return _Pointer(lambda context: operation(int(left(context)), size * int(right(context))), size)
     return lambda context: operation(int(left(context)), int(right(context)))
 
 

@@ -13,6 +13,8 @@ from emulated_kernel.kernel import Kernel
 from tests.trace.static.conftest import Enable, find, records
 
 _LINE = re.compile(r"\s*.*-(\d+)\s+\[(\d+)\] \S+\s+([\d.]+): (\w+): (.*)")
+_UNMAPPED = 0x10
+"""An address of user mode."""
 
 
 def told(kernel: Kernel) -> list[tuple[int, int, str, str]]:
@@ -122,6 +124,40 @@ def test_how_long_tasks_sleep_and_wait(busy: Kernel) -> None:
                 assert left[pid][1] in "DI"
     assert checked["sched_stat_wait"] > 0
     assert checked["sched_stat_blocked"] > 0
+
+
+def test_how_often_preemption_is_disabled(busy: Kernel) -> None:
+    """Linux: __schedule() once and the queue's lock once; try_to_wake_up() once and the task's lock once."""
+    names = ("sched_switch", "sched_waking", "sched_wakeup", "sched_process_exit")
+    for name in names:
+        busy.trace_arrays.top.events.set_enabled(find(busy, f"sched/{name}"), True)
+    busy.call("load_locks", 2)
+    context = re.compile(r"\] (.)(.)(.)(.)\. +[\d.]+: (\w+):")
+    found: dict[str, set[tuple[str, str]]] = {name: set() for name in names}
+    for irqs, _, level, count, event in context.findall(busy.trace.trace_text()):
+        if level == ".":
+            found[event].add((irqs, count))
+    # What is told of a switch hangs on nothing that its task did before.
+    assert found["sched_switch"] == {("d", "2")}
+    assert {irqs for irqs, _ in found["sched_waking"] | found["sched_wakeup"]} == {"d"}
+    fewest = {name: min(int(count) for _, count in found[name]) for name in ("sched_waking", "sched_wakeup")}
+    assert fewest["sched_wakeup"] == fewest["sched_waking"] + 1 == 3
+    assert found["sched_process_exit"] == {(".", ".")}
+
+
+def test_a_fault_that_the_kernel_repairs(kernel: Kernel, enable: Enable) -> None:
+    enable("exceptions/page_fault_kernel")
+    page = kernel.call("__get_free_pages", 0, 0)
+    assert kernel.call("_copy_from_user", page, _UNMAPPED, 8) == 8
+    lines = records(kernel)
+    # What was to be copied in words is tried again in bytes.
+    assert len(lines) == 2
+    for line in lines:
+        found = re.fullmatch(
+            r"\d+ page_fault_kernel: address=(\w+) ip=copy_user_generic error_code=0x0", line
+        )
+        assert found is not None, line
+        assert int(found[1], 16) == _UNMAPPED
 
 
 def test_pages_of_a_file_come_and_go(kernel: Kernel, enable: Enable) -> None:

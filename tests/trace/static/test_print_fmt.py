@@ -6,9 +6,10 @@ import struct
 
 import pytest
 
-from emulated_kernel.trace.text.print_fmt import PrintContext, PrintField, compile_print_fmt
+from emulated_kernel.trace.text.print_fmt import KernelNames, PrintContext, PrintField, compile_print_fmt
 from tests.trace.ring.conftest import Symbols
 
+NAMES = KernelNames({"first": lambda: 0x1000}, {"page": 64})
 FIELDS = {
     "number": PrintField(8, 4, True, False, 0),
     "big": PrintField(16, 8, False, False, 0),
@@ -20,7 +21,7 @@ PAYLOAD = struct.pack("<iIQ16sQQI", -5, 0, (1 << 64) - 1, b"cat\0junk", 7, 8, 4 
 
 
 def _print(print_fmt: str) -> str:
-    function = compile_print_fmt(print_fmt, FIELDS, 8, {"twice": lambda value: 2 * value})
+    function = compile_print_fmt(print_fmt, FIELDS, 8, NAMES)
     return function(PrintContext(PAYLOAD, Symbols()))
 
 
@@ -44,7 +45,10 @@ def _print(print_fmt: str) -> str:
         ('"%d", (unsigned char)(0x1ff)', "255"),
         ('"%s", REC->big != -1UL ? "some" : "none"', "none"),
         ('"%ld", (long)REC->words[0] - REC->words[1]', "-1"),
-        ('"%d", twice(21)', "42"),
+        ('"%lx", first + 1', "1001"),
+        ('"%lx", (((struct page *)first) + (REC->words[0]))', "11c0"),
+        ('"%lx", (struct page *)first - 1 + 2', "1040"),
+        ('"%lx", (struct page *)first ? 2 + 1 : 0', "3"),
         ('"%s", __print_flags(REC->words[0], "|", {1, "A"}, {2, "B"})', "A|B|0x4"),
         ('"%s", __print_flags(0, "|", {1, "A"})', ""),
         ('"%s", __print_flags(3, "-", {3, "BOTH"}, {1, "A"})', "BOTH"),
@@ -58,7 +62,17 @@ def test_expressions(print_fmt: str, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "print_fmt", ["%d", '"%d", REC->other', '"%d", sizeof(1)', '"%d", (1', '"%d", 1 1', '"%d", @']
+    "print_fmt",
+    [
+        "%d",
+        '"%d", REC->other',
+        '"%d", nothing',
+        '"%p", (struct other *)first',
+        '"%d", sizeof(1)',
+        '"%d", (1',
+        '"%d", 1 1',
+        '"%d", @',
+    ],
 )
 def test_what_is_not_understood(print_fmt: str) -> None:
     with pytest.raises(ValueError, match="print fmt"):

@@ -37,20 +37,19 @@ struct zone {
 	unsigned long managed_pages;
 };
 
-extern struct page *mem_map;
+extern unsigned long vmemmap_base;
 extern unsigned long min_pfn, max_pfn;
 extern unsigned long totalreserve_pages;
 extern atomic_t nr_file_pages;
 extern struct zone contig_zone;
 
-static __always_inline struct page *pfn_to_page(unsigned long pfn)
-{
-	return mem_map + (pfn - min_pfn);
-}
+/* Where the page of frame 0 would be; macros, for formats of events show what they become. */
+#define vmemmap ((struct page *)vmemmap_base)
+#define pfn_to_page(pfn) (vmemmap + (pfn))
 
 static __always_inline unsigned long page_to_pfn(const struct page *page)
 {
-	return (unsigned long)(page - mem_map) + min_pfn;
+	return (unsigned long)(page - vmemmap);
 }
 
 static __always_inline void *page_address(const struct page *page)

@@ -79,6 +79,7 @@ void host_trace_commit(const struct trace_event_call *call, void *entry, size_t 
 #include "trace/signal.h"
 #include "trace/irq.h"
 #ifndef __riscv
+#include "trace/exceptions.h"
 #include "trace/irq_vectors.h"
 #endif
 #include "trace/raw_syscalls.h"

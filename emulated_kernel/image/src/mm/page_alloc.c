@@ -9,7 +9,7 @@
 #include "string.h"
 #include "tracepoint.h"
 
-struct page *mem_map;
+unsigned long vmemmap_base;
 unsigned long min_pfn, max_pfn;
 struct zone contig_zone;
 unsigned long totalreserve_pages;
@@ -228,8 +228,9 @@ __init void mem_init(void)
 	min_pfn = DIV_ROUND_UP(boot_params.ram_start, PAGE_SIZE);
 	max_pfn = boot_params.ram_end >> PAGE_SHIFT;
 	map_bytes = (max_pfn - min_pfn) * sizeof(struct page);
-	mem_map = __va(min_pfn << PAGE_SHIFT);
-	memset(mem_map, 0, map_bytes);
+	/* The map has pages of frames that are there alone. */
+	vmemmap_base = (unsigned long)__va(min_pfn << PAGE_SHIFT) - min_pfn * sizeof(struct page);
+	memset(pfn_to_page(min_pfn), 0, map_bytes);
 	for (order = 0; order < MAX_ORDER; order++)
 		INIT_LIST_HEAD(&contig_zone.free_area[order]);
 	memblock_free_all(min_pfn + DIV_ROUND_UP(map_bytes, PAGE_SIZE));

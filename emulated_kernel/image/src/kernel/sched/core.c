@@ -125,8 +125,8 @@ int try_to_wake_up(struct task_struct *p, unsigned int state, int wake_flags)
 	unsigned long flags;
 	int success = 0;
 
-	local_irq_save(flags);
-	_raw_spin_lock(&p->pi_lock);
+	preempt_disable();
+	flags = _raw_spin_lock_irqsave(&p->pi_lock);
 	if (READ_ONCE(p->__state) & state) {
 		trace_sched_waking(p);
 		if (!READ_ONCE(p->on_rq) || !ttwu_runnable(p)) {
@@ -136,8 +136,9 @@ int try_to_wake_up(struct task_struct *p, unsigned int state, int wake_flags)
 		}
 		success = 1;
 	}
-	_raw_spin_unlock(&p->pi_lock);
-	local_irq_restore(flags);
+	_raw_spin_unlock_irqrestore(&p->pi_lock, flags);
+	/* As with voluntary preemption: the waker goes on until it is asked, sleeps or is interrupted. */
+	preempt_enable_no_resched();
 	return success;
 }
 

@@ -99,7 +99,7 @@ static noinline bool pull_one_task(struct rq *this_rq, struct rq *busiest)
 {
 	struct task_struct *p;
 
-	if (!arch_spin_trylock(&busiest->__lock))
+	if (!rq_trylock(busiest))
 		return false;
 	p = detach_one_task(busiest, this_rq->cpu);
 	if (p) {

@@ -11,15 +11,26 @@
 #define TASK_ON_RQ_MIGRATING 2
 #define DEQUEUE_SLEEP 1 /* else it leaves for another CPU's queue */
 
-/* Interrupts are off, and with them preemption. */
+/* Interrupts are off. What the lock adds to the count stays over a switch: the next task takes it off. */
 static __always_inline void rq_lock(struct rq *rq)
 {
+	preempt_disable();
 	arch_spin_lock(&rq->__lock);
+}
+
+static __always_inline bool rq_trylock(struct rq *rq)
+{
+	preempt_disable();
+	if (arch_spin_trylock(&rq->__lock))
+		return true;
+	preempt_enable_no_resched();
+	return false;
 }
 
 static __always_inline void rq_unlock(struct rq *rq)
 {
 	arch_spin_unlock(&rq->__lock);
+	preempt_enable_no_resched();
 }
 
 static __always_inline bool is_cpu_allowed(const struct task_struct *p, int cpu)

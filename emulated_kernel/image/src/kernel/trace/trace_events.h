@@ -3,7 +3,8 @@
 #ifndef _TRACE_EVENTS_H
 #define _TRACE_EVENTS_H
 
-#define IS_ENABLED(option) 0
+/* CONFIG_MEMCG_KMEM; nobody asks for __GFP_ACCOUNT here. */
+#define IS_ENABLED(option) 1
 
 #define __def_gfpflag_names                                                                    \
 	gfpflag_string(GFP_TRANSHUGE), gfpflag_string(GFP_TRANSHUGE_LIGHT),                    \
@@ -25,7 +26,8 @@
 #define gfpflag_string(flag) {(__force unsigned long)flag, #flag}
 #define __def_gfpflag_names_kasan
 #define show_gfp_flags(flags) \
-	(flags) ? __print_flags(flags, "|", __def_gfpflag_names __def_gfpflag_names_kasan) : "none"
+	(flags) ? __print_flags(flags, "|", __def_gfpflag_names __def_gfpflag_names_kasan \
+	) : "none"
 
 #define decode_timer_flags(flags)                                                              \
 	__print_flags(flags, "|", { TIMER_MIGRATING, "M" }, { TIMER_DEFERRABLE, "D" },         \

@@ -9,6 +9,7 @@
 #include "trace/signal.h"
 #include "trace/irq.h"
 #ifndef __riscv
+#include "trace/exceptions.h"
 #include "trace/irq_vectors.h"
 #endif
 #include "trace/raw_syscalls.h"

@@ -4,6 +4,7 @@
 #include "host_abi.h"
 #include "printk.h"
 #include "sched.h"
+#include "tracepoint.h"
 
 #define X86_PF_PROT 1
 #define X86_PF_WRITE 2
@@ -56,5 +57,9 @@ NOKPROBE_SYMBOL(kernelmode_fixup_or_oops);
 
 noinstr void exc_page_fault(struct pt_regs *regs, unsigned long error_code)
 {
-	kernelmode_fixup_or_oops(regs, error_code, this_cpu_read(host_cr2));
+	unsigned long address = this_cpu_read(host_cr2);
+
+	/* No user mode has pages that could be missing. */
+	trace_page_fault_kernel(address, regs, error_code);
+	kernelmode_fixup_or_oops(regs, error_code, address);
 }
