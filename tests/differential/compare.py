@@ -116,13 +116,9 @@ def _must(side: Side, step: Step) -> None:
         raise ResetError(f"{step}: {answer[:300]}")
 
 
-DEVIATING = frozenset({"kmem:kmalloc", "kmem:kmem_cache_alloc", "kmem:mm_page_alloc", "kmem:mm_page_free"})
-"""Whose formats differ, as docs/compatibility.md says."""
-
-
 def static_formats(events: frozenset[str]) -> Iterator[Case]:
-    """The formats of the static events that both have, but of those that are known to differ."""
-    for event in sorted(events - DEVIATING):
+    """The formats of the static events that both have."""
+    for event in sorted(events):
         yield [read(f"events/{event.replace(':', '/')}/format")]
 
 

@@ -28,7 +28,7 @@ _DESCRIPTOR = re.compile(r"(?<=NR 257 = )\d+$|(?<=sys_openat -> 0x)[0-9a-f]+$|(?
 # When a task leaves the CPU is what drives the client.
 _OTHERS = re.compile(r": sched_\w+: |: sys_exit: NR [38] =|: sys_enter: NR [38] |: sys_(?:close|lseek)")
 # Who called a function: what the compiler has inlined differs.
-_CALLER = re.compile(r"\([\w.]+(?:\+\(place\))? <- |<-[\w.]+(?:\+\(place\))?")
+_CALLER = re.compile(r"\([\w.]+(?:\+\(place\))?(?: <[0-9a-f]{16}>)? <- |<-[\w.]+(?:\+\(place\))?")
 # What a client wrote stands where that kernel has its user memory; ids are given as events come.
 _USER_ADDRESS = re.compile(r"(?<=\bbuf: )[0-9a-f]+|(?<=name: )[0-9a-f]+|(?<=\btype: )\d+")
 # In a graph: how long a call took, with the mark of a long one, and when.
