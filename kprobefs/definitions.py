@@ -16,10 +16,14 @@ import errno
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
 
 from emulated_kernel.dataclass import dataclass
 from kprobefs.failure import shown
 from kprobefs.files import OUTSIDE, Files
+
+if TYPE_CHECKING:
+    from emulated_kernel.vfs.trees.stats import ProbeState
 
 DEFINITION = re.compile(r"(?P<kind>[a-z])(?P<count>\d*)(?::(?P<name>\S+))?\s+(?P<rest>.*)")
 SETTING = re.compile(r"(?P<file>\S+)\s+=(?:\s+(?P<value>.*))?$")
@@ -383,10 +387,10 @@ def _report(line: Line, refused: Refused) -> str:
 # Saving
 
 
-def saved(files: Files) -> Iterator[str]:
+def saved(files: Files, probes: Iterable[ProbeState] | None = None) -> Iterator[str]:
     """The lines that make a new mount what the one of `files` is; what is switched on comes last.
 
-    Raises: Failure.
+    `probes` is what the files of thousands say, where that is known without reading them. Raises: Failure.
     """
     tracefs = files.tracefs()
     arrays = {"": _Array(files, tracefs)}
@@ -401,7 +405,7 @@ def saved(files: Files) -> Iterator[str]:
     yield from _options_of_tracers(files, tracefs)
     for prefix, array in arrays.items():
         yield from (f"{prefix}{line}" for line in array.switches())
-    yield from _single_probes(files, arrays.values())
+    yield from _single_probes(files, arrays.values(), probes)
     for value in _content(files, STACK_TRACER):
         if value != "0":
             yield f"{STACK_TRACER} = {value}"
@@ -472,20 +476,38 @@ class _Array:
             yield "tracing_on = 1"
 
 
-def _single_probes(files: Files, arrays: Iterable[_Array]) -> Iterator[str]:
+def _single_probes(
+    files: Files, arrays: Iterable[_Array], probes: Iterable[ProbeState] | None
+) -> Iterator[str]:
     """Switches of probes that aren't as their events are: they stand behind those, which they go by."""
+    arrays = [*arrays]
+    enabled = {word.replace(":", "/", 1) for array in arrays for word in array.lines("set_event")}
+    for probe in _read_probes(files) if probes is None else sorted(probes, key=lambda it: str(it["event"])):
+        event = probe["event"]
+        # One that is enabled for its triggers alone isn't listed.
+        is_wanted = event in enabled or any(
+            array.lines(f"events/{event}/enable") != ["0"] for array in arrays
+        )
+        lines = []
+        if probe["enabled"] != is_wanted:
+            lines.append(f"{STATS}/{event}/enabled = {not is_wanted:d}")
+        if HELD in str(probe["reason"]):
+            lines.append(f"{STATS}/{event}/optimized = 0")
+        if UNSWITCHED.isdisjoint(str(probe["mode"]).split("\n")):
+            yield from lines
+
+
+def _read_probes(files: Files) -> Iterator[ProbeState]:
+    """What is needed here of each, in files of its own."""
     for group in sorted(files.directories(STATS) if files.exists(STATS) else ()):
         for event in sorted(files.directories(f"{STATS}/{group}")):
             name = f"{STATS}/{group}/{event}"
-            switches = [array.lines(f"events/{group}/{event}/enable") for array in arrays]
-            is_wanted = any(switch != ["0"] for switch in switches)
-            lines = []
-            if _content(files, f"{name}/enabled") != [f"{is_wanted:d}"]:
-                lines.append(f"{name}/enabled = {not is_wanted:d}")
-            if HELD in _content(files, f"{name}/reason"):
-                lines.append(f"{name}/optimized = 0")
-            if lines and UNSWITCHED.isdisjoint(_content(files, f"{name}/mode")):
-                yield from lines
+            yield {
+                "event": f"{group}/{event}",
+                "enabled": _text(files, f"{name}/enabled") == "1\n",
+                "reason": _text(files, f"{name}/reason"),
+                "mode": _text(files, f"{name}/mode"),
+            }
 
 
 def _options_of_tracers(files: Files, tracefs: str) -> Iterator[str]:

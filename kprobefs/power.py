@@ -22,6 +22,7 @@ from emulated_kernel.vfs.core.parse import ascii_lines
 from emulated_kernel.vfs.core.seq import CommandFile, SeqFile, listing
 from emulated_kernel.vfs.core.tree import Filesystem
 from emulated_kernel.vfs.trees.layout import RootLayout
+from emulated_kernel.vfs.trees.stats import probe_states
 from kprobefs import last_records
 from kprobefs.counters import counts, set_counts
 from kprobefs.definitions import Line, Loader, saved
@@ -105,20 +106,11 @@ class LivingKernel:
         return len(data)
 
     def _definitions(self, kernel: Kernel) -> list[str]:
-        return [f"{line}\n" for line in saved(self._all_files(kernel))]
+        return [f"{line}\n" for line in saved(self._all_files(kernel), probe_states(kernel.parts))]
 
     def _probes(self, kernel: Kernel) -> Iterator[str]:
         """An object of JSON for each probe event: what its files in kprobes/stats/ say, in one request."""
-        files = self._all_files(kernel)
-        for group in files.directories("kprobes/stats"):
-            for event in files.directories(f"kprobes/stats/{group}"):
-                said = {
-                    name: files.read(f"kprobes/stats/{group}/{event}/{name}").strip()
-                    for name in ("mode", "enabled", "optimized", "hits", "nmissed", "reason")
-                }
-                numbers = {"hits": int(said["hits"]), "nmissed": int(said["nmissed"])}
-                switches = {name: said[name] == "1" for name in ("enabled", "optimized")}
-                yield f"{json.dumps({'event': f'{group}/{event}', **said, **numbers, **switches})}\n"
+        return (f"{json.dumps(state)}\n" for state in probe_states(kernel.parts))
 
     def _all_files(self, kernel: Kernel) -> TreeFiles:
         """A tree that has all of them, whatever the layout shows."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from collections.abc import Iterator
 from contextlib import suppress
@@ -20,7 +21,7 @@ from emulated_kernel.vfs.core.node import Owner
 from emulated_kernel.vfs.core.seq import HostReadingFile
 from emulated_kernel.vfs.guest.guest_mount import GuestMount
 from emulated_kernel.vfs.trees.layout import RootLayout
-from kprobefs.definitions import Loader, read_lines
+from kprobefs.definitions import Loader, read_lines, saved
 from kprobefs.failure import Exit
 from kprobefs.mount import MountState, condition
 from kprobefs.power import PLACE, LivingKernel
@@ -346,6 +347,37 @@ def test_counts_switches_modules_and_loads_go_on(living: LivingKernel) -> None:
     user.write("/machine/load", "stop\n")
 
 
+@pytest.mark.parametrize("living", ["x86_64"], indirect=True)
+def test_what_is_known_of_probes_is_what_their_files_say(living: LivingKernel) -> None:
+    user = User(living.mount)
+    lines = ["p:b/one lcm", "p:a/two gcd+5", "r:a/three gcd", "p:a/four gcd+5", "p:later no:where"]
+    user.write("/tracing/kprobe_events", "\n".join([*lines, "p:a/five int_sqrt+5", "p:a/five gcd+5"]))
+    for event in ("b/one", "a/two", "a/three", "a/five"):
+        user.write(f"/tracing/events/{event}/enable", "1")
+    user.write("/tracing/events/b/one/enable", "0")
+    user.write("/tracing/events/b/one/trigger", "traceoff:1")
+    user.write("/kprobes/stats/a/five/optimized", "0")
+    user.write("/kprobes/stats/a/three/enabled", "0")
+    user.write("/kprobes/stats/a/four/enabled", "1")
+    living._kernel.call("lcm", 4, 6)
+    told = {state.pop("event"): state for state in map(json.loads, user.read("/machine/probes").splitlines())}
+    assert told.keys() == {"b/one", "a/two", "a/three", "a/four", "a/five", "kprobes/later"}
+    for event, state in told.items():
+        read = {name: user.read(f"/kprobes/stats/{event}/{name}").strip() for name in state}
+        assert {name: str(value * 1) for name, value in state.items()} == read
+    with living.mount.lock:
+        by_files = [f"{line}\n" for line in saved(living._all_files(living._kernel))]
+    assert by_files == user.read("/machine/definitions").splitlines(keepends=True)
+    switched = [line for line in by_files if line.startswith("kprobes/stats")]
+    assert switched == [
+        "kprobes/stats/a/five/optimized = 0\n",
+        "kprobes/stats/a/four/enabled = 1\n",
+        "kprobes/stats/a/four/optimized = 0\n",
+        "kprobes/stats/a/three/enabled = 0\n",
+        "kprobes/stats/a/two/optimized = 0\n",
+    ]
+
+
 @pytest.mark.parametrize("line", ["p:mine/k{} vfs_read+0x5", "r:mine/k{} vfs_read $retval"])
 def test_each_definition_is_work_for_one(line: str) -> None:
     """A reboot defines each again, and what that takes doesn't grow with the others."""
@@ -360,3 +392,5 @@ def test_each_definition_is_work_for_one(line: str) -> None:
     living.mount.close()
     living._kernel.close()
     assert calls[2] - calls[1] < 1.25 * 2 * (calls[1] - calls[0])
+    # A return probe's nodes are made one by one, and not each of its files is read.
+    assert calls[2] - calls[1] < 200 * (800 if line.startswith("r") else 600), calls

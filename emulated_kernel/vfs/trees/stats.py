@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from emulated_kernel.arch.program.builder import HitWay
 from emulated_kernel.errors import KernelError
@@ -64,6 +64,16 @@ def stats_directory(kernel: ProbedParts, owner: Owner) -> Directory:
     )
 
 
+ProbeState = Mapping[str, str | int | bool]
+"""What files of an event say, by their names."""
+
+
+def probe_states(kernel: ProbedParts) -> Iterator[ProbeState]:
+    """Of each event, with its name as `event`; no file is made for that."""
+    for event in kernel.tracing.kprobe_events.events():
+        yield {"event": f"{event.group}/{event.name}", **_EventStats(event, kernel).state()}
+
+
 class _EventStats:
     """An event's files: counters are sums over its probes; of other things each probe has a line."""
 
@@ -76,13 +86,10 @@ class _EventStats:
 
     def directory(self, owner: Owner) -> Directory:
         """`owner` may see addresses."""
-        kprobes = self._kprobes
         files: dict[str, Node] = {
-            "hits": _counter(lambda: sum(probe.hits for probe in self._event.probes), self._reset_hits),
-            "nmissed": _counter(
-                lambda: sum(probe.nmissed for probe in self._event.probes), self._reset_nmissed
-            ),
-            "mode": _text(lambda: self._lines(kprobes.mode) or "pending"),
+            "hits": _counter(self._hits, self._reset_hits),
+            "nmissed": _counter(self._nmissed, self._reset_nmissed),
+            "mode": _text(self._mode),
             "enabled": _switch(self._is_enabled, self._set_enabled),
             "optimized": _switch(self._is_optimized, self._set_optimized),
             "reason": _addressed(self._reason, owner),
@@ -97,6 +104,25 @@ class _EventStats:
             files["high_water"] = _text(lambda: self._total(lambda hook: hook.high_water))
             files["memory"] = _text(self._memory)
         return Directory(_DIRECTORY, files)
+
+    def state(self) -> ProbeState:
+        return {
+            "mode": self._mode(),
+            "enabled": self._is_enabled(),
+            "optimized": self._is_optimized(),
+            "hits": self._hits(),
+            "nmissed": self._nmissed(),
+            "reason": self._reason(),
+        }
+
+    def _hits(self) -> int:
+        return sum(probe.hits for probe in self._event.probes)
+
+    def _nmissed(self) -> int:
+        return sum(probe.nmissed for probe in self._event.probes)
+
+    def _mode(self) -> str:
+        return self._lines(self._kprobes.mode) or "pending"
 
     def _registered(self) -> list[EventProbe]:
         """A probe in a module that isn't there has none."""
