@@ -138,8 +138,8 @@ def _mount(parsed: argparse.Namespace) -> int:
         daemon.run_in_foreground(options, builder, log_file)
         return Exit.OK
     # Here too, so that the daemon isn't started in vain.
-    mount.prepare(options.directory, make=parsed.mkdir, allow_other=options.allow_other)
-    daemon.start_in_background(options, builder, log_file)
+    with mount.prepared(options.directory, make=parsed.mkdir, allow_other=options.allow_other):
+        daemon.start_in_background(options, builder, log_file)
     if options.state is not None:
         from kprobefs.state_directory import told
 

@@ -9,7 +9,7 @@ from emulated_kernel.dataclass import dataclass
 from kprobefs import mount
 from kprobefs.failure import Exit, Failure
 from kprobefs.mount import MountState
-from kprobefs.registry import Daemon, Running, known, running
+from kprobefs.registry import Daemon, Running, forget, known, running
 
 END_TIMEOUT = 5.0
 """Seconds that a daemon may take to unmount by itself."""
@@ -67,6 +67,7 @@ def unmount(directory: str, *, force: bool = False) -> None:
         is_left = daemon is None and mount.condition(directory) is MountState.HUNG
     while _mounted_on(directory) is not None:
         mount.detach(directory)
+    forget(directory)
     if is_left:
         why = "its daemon hangs, and still runs: nobody has noted its pid here"
         raise Failure(f"{directory}: unmounted, but {why}: whoever started it can end it", Exit.HUNG)
@@ -89,6 +90,7 @@ def unmount_dead(directory: str) -> None:
     """Detach what a killed daemon left at `directory`; anything else stays as it is. Raises: Failure."""
     while _mounted_on(directory) is not None and mount.condition(directory) is MountState.DEAD:
         mount.detach(directory)
+    forget(directory)
 
 
 def _mounted_on(directory: str) -> mount.MountPoint | None:

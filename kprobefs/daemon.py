@@ -75,17 +75,17 @@ class Service:
         registration = Registration(self._describe())
         heartbeat = None
         try:
-            mount.prepare(
+            with mount.prepared(
                 self._options.directory,
                 make=self._options.make_directory,
                 allow_other=self._options.allow_other,
-            )
-            interval = watchdog_interval()
-            if interval is not None:
-                heartbeat = Heartbeat(self._options.directory, interval)
-                self._companions.add(heartbeat.pid)
-            on_prepared()
-            self._serve(heartbeat, on_ready)
+            ):
+                interval = watchdog_interval()
+                if interval is not None:
+                    heartbeat = Heartbeat(self._options.directory, interval)
+                    self._companions.add(heartbeat.pid)
+                on_prepared()
+                self._serve(heartbeat, on_ready)
         finally:
             if heartbeat is not None:
                 heartbeat.end()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kprobefs.failure import Failure
 
-PROGRAMS = ("/usr/bin/kprobefs", "%h/.local/bin/kprobefs")
+PROGRAM = "/usr/bin/kprobefs"
 """What the units run as they are shipped."""
 SYSTEM_UNITS = ("kprobefs.service", "kprobefs@.service")
 USER_UNITS = ("user/kprobefs.service",)
@@ -41,8 +41,7 @@ def install(root: str, *, user: bool) -> list[str]:
         raise Failure(f"{directory}: {error.strerror}{way}") from None
     for unit in USER_UNITS if user else SYSTEM_UNITS:
         text = _units().joinpath(unit).read_text("utf-8")
-        for program in PROGRAMS:
-            text = text.replace(f"={program} ", f"={_program()} ")
+        text = text.replace(f"={PROGRAM} ", f"={_program()} ")
         path = directory / Path(unit).name
         path.write_text(text, "utf-8")
         done.append(f"wrote {path}")

@@ -8,8 +8,8 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from enum import Enum
 from select import POLLIN, poll
 from typing import NoReturn
@@ -251,10 +251,12 @@ def check_owner(point: MountPoint) -> None:
     raise Failure(f"{point.directory}: {name} has mounted it: only {others}root can unmount it")
 
 
-def prepare(directory: str, *, make: bool = False, allow_other: bool = False) -> None:
+@contextmanager
+def prepared(directory: str, *, make: bool = False, allow_other: bool = False) -> Iterator[None]:
     """See that `directory` can be mounted on; what a killed daemon of ours left there is removed.
 
-    `make`: a directory that isn't there is made. `allow_other`: others shall get in. Raises: Failure.
+    `make`: a directory that isn't there is made, and goes again where what follows ends in an exception.
+    `allow_other`: others shall get in. Raises: Failure.
     """
     for point in our_mounts():
         if point.directory != directory and _is_in(directory, point.directory):
@@ -262,15 +264,32 @@ def prepare(directory: str, *, make: bool = False, allow_other: bool = False) ->
     found = mounted_on(directory)
     if found is not None and found.fstype == FSTYPE:
         _remove_dead(found)
-    if make:
-        try:
-            os.makedirs(directory, exist_ok=True)
-        except OSError as error:
-            raise Failure(f"{directory}: can't make it: {error.strerror}") from None
-    _check_directory(directory)
-    _check_device()
-    if allow_other and os.geteuid() != 0:
-        _check_configuration()
+    made = _make(directory) if make else []
+    try:
+        _check_directory(directory)
+        _check_device()
+        if allow_other and os.geteuid() != 0:
+            _check_configuration()
+        yield
+    except BaseException:
+        for each in made:
+            # Somebody may have put something there.
+            with suppress(OSError):
+                os.rmdir(each)
+        raise
+
+
+def _make(directory: str) -> list[str]:
+    """What of the path wasn't there, the directory itself in front. Raises: Failure."""
+    missing, place = [], directory
+    while not os.path.lexists(place):
+        missing.append(place)
+        place = os.path.dirname(place)
+    try:
+        os.makedirs(directory, exist_ok=True)
+    except OSError as error:
+        raise Failure(f"{directory}: can't make it: {error.strerror}") from None
+    return missing
 
 
 def _remove_dead(point: MountPoint) -> None:

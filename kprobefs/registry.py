@@ -200,6 +200,15 @@ def sweep() -> None:
         path.unlink(missing_ok=True)
 
 
+def forget(directory: str) -> None:
+    """A killed daemon's mount is gone: so is its record, and its log if that says nothing."""
+    sweep()
+    log = log_path(directory)
+    with suppress(FileNotFoundError):
+        if not log.lstat().st_size and not _record_path(directory).exists():
+            log.unlink()
+
+
 def _age(path: Path) -> float:
     try:
         return -path.lstat().st_mtime

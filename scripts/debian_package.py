@@ -35,11 +35,11 @@ sys.exit(main())
 """
 LAUNCHERS = {"usr/bin/kprobefs": "kprobefs.cli", "usr/sbin/mount.fuse.kprobefs": "kprobefs.mount_helper"}
 PLACES = {
-    "kprobefs.service": "usr/lib/systemd/system",
-    "kprobefs@.service": "usr/lib/systemd/system",
-    "user/kprobefs.service": "usr/lib/systemd/user",
-    "90-kprobefs.preset": "usr/lib/systemd/system-preset",
-    "kprobefs.conf": "usr/lib/tmpfiles.d",
+    "kprobefs.service": ("usr/lib/systemd/system",),
+    "kprobefs@.service": ("usr/lib/systemd/system",),
+    "user/kprobefs.service": ("usr/lib/systemd/user",),
+    "90-kprobefs.preset": ("usr/lib/systemd/system-preset", "usr/lib/systemd/user-preset"),
+    "kprobefs.conf": ("usr/lib/tmpfiles.d",),
 }
 COMPLETION = {
     "bash-completion/completions/kprobefs": "bash-completion/completions/kprobefs",
@@ -91,6 +91,8 @@ set -e
 if [ "$1" = remove ] && [ -d "$DPKG_ROOT/run/systemd/system" ]; then
     systemctl daemon-reload || :
 fi
+# What services keep: StateDirectory=.
+[ "$1" != purge ] || rm -rf "$DPKG_ROOT/var/lib/kprobefs"
 """
 
 
@@ -141,8 +143,9 @@ def install_program(tree: Path, work: Path) -> None:
     for source, place in COMPLETION.items():
         put(tree / "usr/share" / place, (data / "data/share" / source).read_bytes())
     shutil.rmtree(data)
-    for unit, place in PLACES.items():
-        put(tree / place / Path(unit).name, (library / "kprobefs/systemd" / unit).read_bytes())
+    for unit, places in PLACES.items():
+        for place in places:
+            put(tree / place / Path(unit).name, (library / "kprobefs/systemd" / unit).read_bytes())
 
 
 def install_requirements(tree: Path) -> list[str]:

@@ -144,6 +144,13 @@ def test_not_inside_of_a_mount_of_its_own(directory: Path) -> None:
         assert kprobefs("umount", str(directory)).returncode == 0
 
 
+def test_mkdir_of_a_mount_that_fails(directory: Path) -> None:
+    below = directory / "not" / "there"
+    for arguments in (("--log", "/nosuch/x"), ("--image", __file__), ("--foreground", "--image", __file__)):
+        assert kprobefs("mount", "--mkdir", *arguments, str(below)).returncode != 0
+        assert not (directory / "not").exists()
+
+
 def test_mkdir(directory: Path) -> None:
     below = directory / "a" / "b"
     assert kprobefs("mount", "--mkdir", str(below)).returncode == 0

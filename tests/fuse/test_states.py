@@ -17,6 +17,7 @@ import pytest
 from kprobefs import mount
 from kprobefs.failure import Exit
 from kprobefs.mount import MountState
+from kprobefs.registry import running, runtime_directory
 from tests.fuse.harness import (
     PATIENCE,
     PROGRAM,
@@ -154,12 +155,23 @@ def test_the_state_is_in_no_listing(mounted: Daemon) -> None:
 
 
 def test_a_dead_mount(directory: Path) -> None:
-    with daemon(directory) as running:
-        running.stop(signal.SIGKILL)
+    with daemon(directory) as killed:
+        killed.stop(signal.SIGKILL)
         assert condition(directory) == "dead"
         assert kprobefs("status").returncode >= Exit.DEAD
         assert kprobefs("umount", "--dead", str(directory)).returncode == 0
         assert not is_mounted(directory)
+
+
+@pytest.mark.parametrize("how", [(), ("--dead",)])
+def test_a_dead_one_that_is_unmounted_leaves_nothing(how: tuple[str, ...], directory: Path) -> None:
+    assert kprobefs("mount", str(directory)).returncode == 0
+    found = running(str(directory))
+    assert found is not None
+    os.kill(found.pid, signal.SIGKILL)
+    eventually(lambda: condition(directory) == "dead")
+    assert kprobefs("umount", *how, str(directory)).returncode == 0
+    assert [*runtime_directory().iterdir()] == []
 
 
 def test_only_what_is_dead_and_ours_goes(mounted: Daemon, tmp_path: Path) -> None:

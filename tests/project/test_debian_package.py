@@ -72,6 +72,7 @@ def test_all_stands_in_its_place(installed: Path) -> None:
         ("usr/lib/systemd/system/kprobefs@.service", 0o644),
         ("usr/lib/systemd/user/kprobefs.service", 0o644),
         ("usr/lib/systemd/system-preset/90-kprobefs.preset", 0o644),
+        ("usr/lib/systemd/user-preset/90-kprobefs.preset", 0o644),
         ("usr/lib/tmpfiles.d/kprobefs.conf", 0o644),
         ("usr/share/man/man1/kprobefs.1.gz", 0o644),
         ("usr/share/man/man5/kprobefs.5.gz", 0o644),
@@ -81,6 +82,13 @@ def test_all_stands_in_its_place(installed: Path) -> None:
         ("usr/share/doc/kprobefs/copyright", 0o644),
     )
     assert {path: (installed / path).stat().st_mode & 0o777 for path, _ in places} == dict(places)
+    programs = {
+        line.partition("=")[2].split()[0]
+        for unit in (installed / "usr/lib/systemd").rglob("*.service")
+        for line in unit.read_text().splitlines()
+        if line.startswith("Exec")
+    }
+    assert programs == {"/usr/bin/kprobefs"}
     shipped = [path for path in installed.rglob("*") if path.is_file()]
     assert not [path for path in shipped if path.stat().st_mode & 0o6022]
     assert not [path for path in shipped if path.suffix in (".h", ".S", ".a")]
@@ -154,9 +162,12 @@ def test_removing_leaves_nothing(package: Path, action: str, tmp_path: Path) -> 
     for file in ("kprobefs/__pycache__/cli.cpython-311.opt-1.pyc", "__pycache__/x.pyc"):
         (library / file).parent.mkdir(exist_ok=True)
         (library / file).write_bytes(b"")
+    state = root / "var/lib/kprobefs/mnt"
+    state.mkdir(parents=True)
+    (state / "journal").touch()
     dpkg(action, "kprobefs")
     left = {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
-    kept = {"etc/default/kprobefs"} if action == "--remove" else set()
+    kept = {"etc/default/kprobefs", "var/lib/kprobefs/mnt/journal"} if action == "--remove" else set()
     assert {path for path in left if not path.startswith("var/lib/dpkg/")} == kept
     assert not library.exists()
 
