@@ -23,3 +23,7 @@ class KernelError(OSError):
 
 class WouldBlock(Exception):
     """An operation has nothing to give yet; the caller waits and tries again, or answers EAGAIN."""
+
+
+class GivesWay(WouldBlock):
+    """An operation is done in part: others may have the control lock, and then it is to be asked again."""

@@ -5,8 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from time import monotonic, sleep
 from typing import Self
 
+GIVING_WAY = 0.05
+"""Seconds at most that who goes on afterwards leaves the lock to those that wait for it."""
 PATIENCE = 0.1
 """Seconds that a thread waits for the lock like any other; then it counts as one that blocks."""
 
@@ -18,7 +21,7 @@ class ControlLock:
     check: the guest only runs while its runner holds the lock.
     """
 
-    __slots__ = ("_depth", "_lock", "_owner", "turn", "waiting")
+    __slots__ = ("_depth", "_lock", "_owner", "_waiters", "turn", "waiting")
 
     def __init__(self) -> None:
         # An RLock: an interrupt between two bytecodes can't leave it held by nobody.
@@ -26,16 +29,24 @@ class ControlLock:
         self._owner = 0
         """Identifier of the thread that holds it; 0: nobody. For assert_held() alone."""
         self._depth = 0
+        self._waiters: set[int] = set()
+        """Identifiers of threads that don't have it yet."""
         self.turn = 0
         """Number of the latest entry from outside: what is bounded for one begins anew with the next."""
         self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
         """Around a wait beyond PATIENCE: who answers requests has another thread do so meanwhile."""
 
     def __enter__(self) -> Self:
-        if not self._lock.acquire(timeout=PATIENCE):
-            with self.waiting():
-                self._lock.acquire()
-        self._owner = threading.get_ident()
+        thread = threading.get_ident()
+        if not self._lock.acquire(blocking=False):
+            self._waiters.add(thread)
+            try:
+                if not self._lock.acquire(timeout=PATIENCE):
+                    with self.waiting():
+                        self._lock.acquire()
+            finally:
+                self._waiters.discard(thread)
+        self._owner = thread
         self.turn += not self._depth
         self._depth += 1
         return self
@@ -45,6 +56,12 @@ class ControlLock:
         if not self._depth:
             self._owner = 0
         self._lock.release()
+
+    def give_way(self) -> None:
+        """Let all have it who wait for it now; for a thread that has just released it, and wants it again."""
+        waiters, end = self._waiters.copy(), monotonic() + GIVING_WAY
+        while not waiters.isdisjoint(self._waiters) and monotonic() < end:
+            sleep(GIVING_WAY / 50)
 
     def assert_held(self) -> None:
         """Raises: AssertionError unless the calling thread holds it."""

@@ -38,13 +38,14 @@ class Replay:
             match entry:
                 case {"modules": list() as names}:
                     for name in names:
-                        yield from self._write(MODULES, -1, f"load {name}\n".encode(), failed=False)
+                        yield from self._write(MODULES, -1, f"load {name}\n".encode())
                     self._release(-1)
                 case {"lines": list() as texts}:
                     lines = [Line(PLACE, number, text) for number, text in enumerate(texts, 1)]
                     yield from Loader(TreeFiles(self._tree, self._client)).load(lines)
                 case {"write": str() as path, "handle": int() as handle, "data": str() as data}:
-                    yield from self._write(path, handle, data.encode("latin-1"), failed=bool(entry["failed"]))
+                    failed, is_part = bool(entry["failed"]), bool(entry.get("part"))
+                    yield from self._write(path, handle, data.encode("latin-1"), failed, is_part)
                 case {"release": int() as handle}:
                     self._release(handle)
                 case {"truncate": str() as path}:
@@ -57,9 +58,13 @@ class Replay:
         for handle in list(self._opened):
             self._release(handle)
 
-    def _write(self, path: str, handle: int, data: bytes, *, failed: bool) -> Iterator[str]:
+    def _write(
+        self, path: str, handle: int, data: bytes, failed: bool = False, is_part: bool = False
+    ) -> Iterator[str]:
         try:
-            self._open(path, handle).write(data, 0)
+            opened = self._open(path, handle)
+            opened.keeps_last_line = is_part
+            opened.write(data, 0)
         except KernelError as error:
             if not failed:
                 yield f"{path}: {error.strerror}: {data[:80].decode('latin-1')}"

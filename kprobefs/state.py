@@ -320,11 +320,12 @@ class KeptState(ChangeWatcher):
         if name := self._kept_file(path):
             self._append({"truncate": name})
 
-    def written(self, handle: int, path: str, data: bytes, *, failed: bool) -> None:
+    def written(self, handle: int, path: str, data: bytes, *, failed: bool, is_part: bool) -> None:
         """See ChangeWatcher."""
         if name := self._kept_file(path):
             self._written.add(handle)
-            self._append({"write": name, "handle": handle, "data": data.decode("latin-1"), "failed": failed})
+            entry = {"write": name, "handle": handle, "data": data.decode("latin-1"), "failed": failed}
+            self._append({**entry, "part": True} if is_part else entry)
         self._note()
 
     def released(self, handle: int) -> None:

@@ -14,6 +14,7 @@ from emulated_kernel.errors import KernelError
 from emulated_kernel.image.image import PREBUILT
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.limits import Limit, Limits
+from emulated_kernel.lock import ControlLock
 from emulated_kernel.trace.ring.layout import CONTROL_SIZE, PARKED_PTR, TAIL_ENTRIES, WRITE_PTR
 from kprobefs import state
 from kprobefs.bench import FUNCTION
@@ -208,6 +209,27 @@ def test_a_long_write_comes_in_parts(place: Path) -> None:
     run.die()
     again = Run(place)
     assert again.read("/kprobe_events") == before
+    again.end()
+
+
+def test_what_others_do_between_the_lines_of_a_write(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is kept behind the lines that it needs."""
+    run = Run(place)
+    left: list[str] = []
+
+    def give_way(_lock: ControlLock) -> None:
+        if not left:
+            left.append(run.read("/kprobe_events"))
+            run.write("/tracing/events/kprobes/e0/enable", "1")
+
+    monkeypatch.setattr(ControlLock, "give_way", give_way)
+    run.write("/kprobe_events", "".join(f"p:e{number} vfs_read\n" for number in range(100)))
+    before = run.read("/kprobe_events")
+    assert 0 < left[0].count("\n") < before.count("\n") == 100
+    run.die()
+    again = Run(place)
+    assert again.read("/kprobe_events") == before
+    assert again.read("/tracing/events/kprobes/e0/enable") == "1\n"
     again.end()
 
 

@@ -284,6 +284,9 @@ class Executive:
         request.elsewhere = None
         try:
             result = action()
+        except WouldBlock:
+            request.waits_for_host = True
+            raise
         except KernelError as error:
             result = -(error.errno or errno.EIO)
         except Exception as error:

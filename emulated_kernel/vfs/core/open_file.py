@@ -80,6 +80,13 @@ class OpenFile:
         self.flags = flags
         self._cursor = Cursor()
 
+    keeps_last_line: bool = False
+    """What is written next is the end of a part of a long write(2), whose last line goes on in the next."""
+
+    def pieces(self, data: bytes) -> list[bytes]:
+        """What one write(2) can be taken apart into, for other requests to come between."""
+        return [data]
+
     @property
     def is_between_parts(self) -> bool:
         """Whether it has a part of a long write(2) that waits for the next one."""

@@ -13,6 +13,8 @@ from emulated_kernel.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.open_file import File, OpenFile, encode
 
+PIECE_SIZE = 1 << 10
+"""Bytes of definitions, and the rest of a line, that are taken at once: some ms of work."""
 SPLIT_SIZE = (128 << 10) - 4096
 """A write of at least so many bytes may be a part of a longer one: FUSE splits at 128 KiB, less an offset."""
 _USUAL_SIZE = 256
@@ -224,13 +226,24 @@ class _OpenLines(OpenCommand):
     def _write(self, data: bytes) -> int:
         before, self._unfinished = self._unfinished, b""
         end = len(data)
-        if len(data) >= SPLIT_SIZE:
+        if self.keeps_last_line:
+            end = data.rfind(b"\n") + 1
+        elif len(data) >= SPLIT_SIZE:
             end = data.rfind(b"\n") + 1 or len(data)
         taken = super()._write(before + data[:end]) - len(before)
         if taken < end:
             return max(taken, 0)
         self._unfinished = data[end:]
         return len(data)
+
+    def pieces(self, data: bytes) -> list[bytes]:
+        """Linux: each line takes the lock by itself, too."""
+        found, start = [], 0
+        while start < len(data):
+            end = data.find(b"\n", start + PIECE_SIZE) + 1 or len(data)
+            found.append(data[start:end])
+            start = end
+        return found or [data]
 
     def release(self) -> None:
         if self._unfinished:

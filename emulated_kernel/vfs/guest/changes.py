@@ -13,8 +13,11 @@ class ChangeWatcher(ABC):
         """It was opened with O_TRUNC."""
 
     @abstractmethod
-    def written(self, handle: int, path: str, data: bytes, *, failed: bool) -> None:
-        """A write(2) took these bytes, or failed: it may have done a part of what it was told, then."""
+    def written(self, handle: int, path: str, data: bytes, *, failed: bool, is_part: bool) -> None:
+        """A write(2) took these bytes, or failed: it may have done a part of what it was told, then.
+
+        `is_part`: what stands behind their last newline goes on in another one.
+        """
 
     @abstractmethod
     def released(self, handle: int) -> None:

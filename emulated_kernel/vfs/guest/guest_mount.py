@@ -8,12 +8,13 @@ import stat
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import field, replace
+from functools import partial
 from itertools import count
 from typing import Generic, TypeVar
 
 from emulated_kernel.abi import HostfsOp
 from emulated_kernel.dataclass import dataclass
-from emulated_kernel.errors import KernelError
+from emulated_kernel.errors import GivesWay, KernelError, WouldBlock
 from emulated_kernel.host.client_call import ClientCall
 from emulated_kernel.host.executive.executive import GuestTask, HostfsHandler, RunElsewhere
 from emulated_kernel.host.executive.syscalls import HostLookup
@@ -22,6 +23,7 @@ from emulated_kernel.limits import Limit, Limits
 from emulated_kernel.lock import ControlLock
 from emulated_kernel.vfs.core.client import Client, DirEntry, Stat
 from emulated_kernel.vfs.core.open_file import OpenFile
+from emulated_kernel.vfs.core.seq import SPLIT_SIZE
 from emulated_kernel.vfs.core.tree import CONTROL, Filesystem
 from emulated_kernel.vfs.guest.changes import ChangeWatcher
 from emulated_kernel.vfs.guest.naming import OPENS, walks_at_end
@@ -49,6 +51,15 @@ class ControlFile:
     """None where the guest has no part in it: it wasn't watched at the open, was dead, or had no room."""
     number: int | None = None
     """The descriptor as the process knows it that opened the file, where that is known."""
+
+
+@dataclass(eq=False)
+class _Progress:
+    """Of a write that is done piece by piece."""
+
+    pieces: int = 0
+    taken: int = 0
+    """Bytes."""
 
 
 @dataclass(eq=False)
@@ -497,27 +508,73 @@ class GuestMount:
         prepared = None
         if isinstance(opened, ControlFile) and opened.inner.node.reads_host:
             prepared = opened.inner.prepare(data)
-        with self.lock:
-            if self._opened(handle) is not opened:
-                raise KernelError(errno.ESTALE, "another kernel took this one's place meanwhile")
-            if isinstance(opened, GuestFile):
-                return opened.scratch.write(client, opened, data, offset)
-            inner = opened.inner
-            if opened.fd is None or not self._guest.is_watched or inner.node.replaces_kernel:
-                if inner.node.notes_writer and not self._guest.is_dead:
-                    self._enter(client)
-                return self._write_control(opened, handle, data, offset, prepared)
-            consume = _Once(lambda: self._write_control(opened, handle, data, offset, prepared))
+        write: Callable[[], int] | None = None
+        while True:
+            try:
+                with self.lock:
+                    if self._opened(handle) is not opened:
+                        raise KernelError(errno.ESTALE, "another kernel took this one's place meanwhile")
+                    if isinstance(opened, GuestFile):
+                        return opened.scratch.write(client, opened, data, offset)
+                    if write is None:
+                        write = self._writing(client, opened, handle, data, offset, prepared)
+                    return write()
+            except GivesWay:
+                self.lock.give_way()
+
+    def _writing(
+        self,
+        client: Client,
+        opened: ControlFile,
+        handle: int,
+        data: bytes,
+        offset: int,
+        prepared: Callable[[], int] | None,
+    ) -> Callable[[], int]:
+        """What a write to a file of ours does: by itself, or as a call of the client's task in the guest."""
+        inner, fd = opened.inner, opened.fd
+        by_piece = partial(self._write_control, opened, handle, data, offset, prepared)
+        if prepared is None and len(pieces := inner.pieces(data)) > 1:
+            by_piece = partial(self._write_piece, opened, handle, pieces, offset, _Progress())
+        if fd is None or not self._guest.is_watched or inner.node.replaces_kernel:
+            if inner.node.notes_writer and not self._guest.is_dead:
+                self._enter(client)
+            return by_piece
+        consume = _Once(by_piece)
+
+        def write() -> int:
             task = self._task_for_control(client)
             if task is not None:
                 try:
                     served, number = self._in_guest(inner, consume), self._number(client, opened)
-                    taken = self._guest.write_file(task, opened.fd, data, served, number)
+                    taken = self._guest.write_file(task, fd, data, served, number)
                     if consume.is_done:
                         return taken
+                except WouldBlock:
+                    # The guest has been told that its task sleeps.
+                    raise GivesWay from None
                 except KernelError as error:
                     _unless_deadlock(error)
             return consume()
+
+        return write
+
+    def _write_piece(
+        self, opened: ControlFile, handle: int, pieces: Sequence[bytes], offset: int, progress: _Progress
+    ) -> int:
+        """To be called until it raises GivesWay no more. Linux: what was done before an errno stays."""
+        piece, is_last = pieces[progress.pieces], progress.pieces == len(pieces) - 1
+        progress.pieces += 1
+        # As long as the front end's pieces of a longer one.
+        is_part = is_last and not piece.endswith(b"\n") and sum(map(len, pieces)) >= SPLIT_SIZE
+        opened.inner.keeps_last_line = is_part
+        try:
+            progress.taken += self._write_control(opened, handle, piece, offset + progress.taken, None)
+        finally:
+            opened.inner.keeps_last_line = False
+        if not is_last:
+            raise GivesWay
+        return progress.taken
 
     def _write_control(
         self,
@@ -527,15 +584,15 @@ class GuestMount:
         offset: int,
         prepared: Callable[[], int] | None,
     ) -> int:
-        watcher = self.watcher
+        watcher, is_part = self.watcher, opened.inner.keeps_last_line
         try:
             taken = opened.inner.write(data, offset, prepared)
         except KernelError:
             if watcher is not None:
-                watcher.written(handle, opened.path, data, failed=True)
+                watcher.written(handle, opened.path, data, failed=True, is_part=is_part)
             raise
         if watcher is not None:
-            watcher.written(handle, opened.path, data[:taken], failed=False)
+            watcher.written(handle, opened.path, data[:taken], failed=False, is_part=is_part)
         return taken
 
     def _enter(self, client: Client) -> None:

@@ -1,0 +1,175 @@
+"""A long write of definitions lets others come between its lines, and is one write(2) all the same."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from threading import Thread
+
+import pytest
+
+from emulated_kernel.config import MachineConfig
+from emulated_kernel.errors import KernelError
+from emulated_kernel.kernel import Kernel
+from emulated_kernel.lock import ControlLock
+from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.core.node import Owner
+from emulated_kernel.vfs.core.seq import PIECE_SIZE
+from emulated_kernel.vfs.guest.guest_mount import GuestMount
+from emulated_kernel.vfs.trees.layout import RootLayout
+from kprobefs.power import LivingKernel
+
+WRITER, OTHER = Client(os.getppid(), 0, 0), Client(1, 0, 0)
+FILES = ["/kprobe_events", "/tracing/dynamic_events"]
+LINE = "p:long/e{:04} gcd+5 a=%di b=+0(%si):u32 c=$stack0\n"
+NUMBER = 200
+TEXT = "".join(map(LINE.format, range(NUMBER))).encode()
+EVENT = "/tracing/events/long"
+
+Between = Callable[[Callable[[], object]], list[int]]
+
+
+@pytest.fixture
+def kernel() -> Iterator[Kernel]:
+    with Kernel() as kernel:
+        yield kernel
+
+
+@pytest.fixture
+def between(monkeypatch: pytest.MonkeyPatch) -> Between:
+    """Has something done wherever the writer leaves the lock; how often that was."""
+
+    def install(action: Callable[[], object]) -> list[int]:
+        times: list[int] = []
+
+        def give_way(lock: ControlLock) -> None:
+            assert not lock._depth
+            times.append(1)
+            action()
+
+        monkeypatch.setattr(ControlLock, "give_way", give_way)
+        return times
+
+    return install
+
+
+def write(mount: GuestMount, path: str, data: bytes | str, client: Client = OTHER, *, more: int = 0) -> int:
+    handle = mount.open(client, path, os.O_WRONLY | os.O_APPEND | more)
+    try:
+        return mount.write(client, handle, data.encode() if isinstance(data, str) else data, 0)
+    finally:
+        mount.release(handle)
+
+
+def read(mount: GuestMount, path: str) -> str:
+    handle, data = mount.open(OTHER, path, os.O_RDONLY), b""
+    while part := mount.read(OTHER, handle, 1 << 16, len(data)):
+        data += part
+    mount.release(handle)
+    return data.decode()
+
+
+@pytest.mark.parametrize("path", FILES)
+@pytest.mark.parametrize("probed", [False, True])
+def test_others_come_between(kernel: Kernel, between: Between, path: str, probed: bool) -> None:
+    mount, seen = kernel.mount(), []
+    if probed:
+        write(mount, path, "p:calls vfs_write count=$arg3\nr:ends vfs_write $retval\n")
+        write(mount, "/tracing/events/kprobes/calls/filter", f"count == {len(TEXT)}")
+        write(mount, "/tracing/events/kprobes/ends/filter", f"arg1 == {len(TEXT)}")
+        write(mount, "/tracing/events/kprobes/enable", "1")
+    times = between(lambda: seen.append(read(mount, path).count("long/")))
+    assert write(mount, path, TEXT, WRITER) == len(TEXT)
+    assert len(TEXT) // (PIECE_SIZE + 2 * len(LINE)) <= len(times) <= len(TEXT) // PIECE_SIZE
+    assert seen == sorted(set(seen))
+    assert 0 < seen[0] < seen[-1] < NUMBER
+    assert read(mount, path).count("long/") == NUMBER
+    if probed:
+        text = read(mount, "/tracing/trace")
+        assert (text.count("calls:"), text.count("ends:")) == (1, 1)
+
+
+@pytest.mark.parametrize("probed", [False, True])
+def test_a_bad_line_ends_it(kernel: Kernel, between: Between, probed: bool) -> None:
+    mount, bad = kernel.mount(), NUMBER // 2
+    if probed:
+        write(mount, "/kprobe_events", "r:ends vfs_write $retval:s64\n")
+        write(mount, "/tracing/events/kprobes/ends/filter", "arg1 < 0")
+        write(mount, "/tracing/events/kprobes/enable", "1")
+    lines = TEXT.splitlines(keepends=True)
+    between(lambda: None)
+    with pytest.raises(KernelError) as failed:
+        write(
+            mount, "/kprobe_events", b"".join([*lines[:bad], b"p:long/bad no_such\n", *lines[bad:]]), WRITER
+        )
+    assert failed.value.errno == errno.ENOENT
+    assert read(mount, "/kprobe_events").count("long/") == bad
+    if probed:
+        assert f"arg1=-{errno.ENOENT}" in read(mount, "/tracing/trace")
+
+
+def test_what_others_do_stays(kernel: Kernel, between: Between) -> None:
+    """Switching and removing what the first lines made, definitions of their own, instances, calls."""
+    mount = kernel.mount()
+    turn = iter(range(NUMBER))
+
+    def others() -> None:
+        number = next(turn)
+        write(mount, f"{EVENT}/e0001/enable", f"{number % 2}")
+        write(mount, "/kprobe_events", f"p:theirs/t{number} gcd+5\n")
+        if number:
+            mount.rmdir(OTHER, f"/tracing/instances/i{number - 1}")
+        else:
+            write(mount, "/kprobe_events", "-:long/e0000\n")
+        mount.mkdir(OTHER, f"/tracing/instances/i{number}", 0o755)
+        assert kernel.call("gcd", 12, 18) == 6
+
+    times = between(others)
+    assert write(mount, "/kprobe_events", TEXT, WRITER) == len(TEXT)
+    listed = read(mount, "/kprobe_events")
+    assert (listed.count("long/"), listed.count("theirs/")) == (NUMBER - 1, len(times))
+    assert read(mount, f"{EVENT}/e0001/enable") == f"{(len(times) - 1) % 2}\n"
+
+
+@pytest.mark.parametrize("probed", [False, True])
+def test_the_guest_is_lost_meanwhile(kernel: Kernel, between: Between, probed: bool) -> None:
+    mount = kernel.mount()
+    if probed:
+        write(mount, "/kprobe_events", "p:calls vfs_write\n")
+        write(mount, "/tracing/events/kprobes/enable", "1")
+    between(lambda: kernel.guest.executive._die("lost"))
+    assert write(mount, "/kprobe_events", TEXT, WRITER) == len(TEXT)
+    assert kernel.guest.is_dead
+    assert read(mount, "/kprobe_events").count("long/") == NUMBER
+
+
+@pytest.mark.parametrize("probed", [False, True])
+def test_a_reboot_meanwhile_ends_it(between: Between, probed: bool) -> None:
+    """With what it has done so far."""
+    living = LivingKernel(MachineConfig(), RootLayout.FULL, Owner(0, 0))
+    mount = living.mount
+    if probed:
+        write(mount, "/kprobe_events", "p:calls vfs_write\n")
+        write(mount, "/tracing/events/kprobes/enable", "1")
+    times = between(lambda: write(mount, "/machine/power", "reboot\n"))
+    with pytest.raises(KernelError) as failed:
+        write(mount, "/kprobe_events", TEXT, WRITER)
+    assert (failed.value.errno, len(times)) == (errno.ESTALE, 1)
+    assert 0 < read(mount, "/kprobe_events").count("long/") < NUMBER
+    assert write(mount, "/kprobe_events", "p:again gcd\n", WRITER) > 0
+    mount.close()
+    living._kernel.close()
+
+
+def test_no_other_waits_for_all_of_it(kernel: Kernel) -> None:
+    mount, text = kernel.mount(), "".join(map(LINE.format, range(2700))).encode()
+    taken: list[int] = []
+    writer = Thread(target=lambda: taken.append(write(mount, "/kprobe_events", text[:131_000], WRITER)))
+    writer.start()
+    counts = []
+    while writer.is_alive():
+        counts.append(read(mount, "/kprobe_events").count("long/"))
+    writer.join()
+    assert taken == [131_000]
+    assert len({count for count in counts if 0 < count < 2000}) > 5, counts
