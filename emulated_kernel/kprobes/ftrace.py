@@ -79,6 +79,8 @@ class FtraceSites:
         self._calling: dict[int, int] = {}
         """By site that holds a call now, the call's target."""
         self._with_regs: set[int] = set()
+        self.calls = 0
+        """From sites, that came to Python."""
         self._ops: list[FtraceOps] = []
         """Newest first, which is the order of their calls. Mirrors: ftrace_ops_list (v6.1)."""
         self._of_kprobes = tuple(
@@ -98,6 +100,7 @@ class FtraceSites:
         call_size = self._arch.call_size
 
         def call(regs: Any) -> None:
+            self.calls += 1
             frame = frame_at(regs.sp)
             behind = frame.ip
             hit = find(behind)

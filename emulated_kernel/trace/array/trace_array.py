@@ -222,7 +222,12 @@ class TraceArray(ArrayRings, Recorder):
 
     def callers(self, hit: ProbeHit) -> Sequence[int]:
         """The call chain of a hit: its place, then return addresses, innermost first."""
-        return self.system.stack.callers(hit.regs)
+        if hit.chain is not None:
+            return hit.chain
+        chain = self.system.stack.callers(hit.regs)
+        if hit.has_several:
+            hit.chain = chain
+        return chain
 
     def record_stack(self, hit: ProbeHit, place: RingBuffer | None = None) -> None:
         """Record the call chain of a hit."""

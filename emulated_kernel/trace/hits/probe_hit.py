@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from emulated_kernel.dataclass import dataclass
@@ -71,6 +71,10 @@ class ProbeHit:
         self._context = context
         self.regs: Any = None
         """The registers at the hit, attributes as in Arch.registers."""
+        self.chain: Sequence[int] | None = None
+        """Its call chain, where several ask for it and one has."""
+        self.has_several = False
+        """Whether more than one may handle it."""
         self.handler_preempt_count = 0
         """What Linux's own handler adds to the count, and leaves in the entry."""
 

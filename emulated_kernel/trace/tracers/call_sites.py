@@ -37,6 +37,9 @@ class KernelFunctions:
         self._has_trampolines = arch.has_ops_trampolines
         self._word_size = arch.word_size
         self._hit = hit
+        hit.has_several = True
+        self._latest = 0
+        """Which call it is of."""
         self._symbols = symbols
         self.functions = Functions(self._at(fentry), symbols.has_module)
 
@@ -82,8 +85,12 @@ class KernelFunctions:
             self._sites.detach(user)
 
     def _call(self, handler: CallHandler, site: int, frame: Any) -> None:
-        self._hit.regs = frame
-        handler(site, self._hit)
+        hit = self._hit
+        if self._sites is not None and self._sites.calls != self._latest:
+            self._latest = self._sites.calls
+            hit.chain = None
+        hit.regs = frame
+        handler(site, hit)
 
     def total_info(self) -> str:
         """dyn_ftrace_total_info. Mirrors: kernel/trace/trace.c:tracing_read_dyn_info (v6.1).

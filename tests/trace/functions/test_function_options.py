@@ -84,3 +84,35 @@ def _time(line: str) -> float:
     found = re.search(r" (\d+\.\d{6}): ", line)
     assert found is not None
     return float(found[1])
+
+
+def test_several_arrays_ask_for_a_call_chain_once(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call's: they all have the same one, which is another one's than the next call's."""
+    asked: list[list[int]] = []
+    arrays = kernel.trace_arrays
+    stack = arrays.top.array.system.stack
+    find = type(stack).callers
+    monkeypatch.setattr(
+        type(stack), "callers", lambda self, regs: asked.append(find(self, regs)) or asked[-1]
+    )
+    several = [arrays.top, *(arrays.make(f"array{number}") for number in range(3))]
+    for each in several:
+        each.functions.filter.clear()
+        each.functions.filter.write(b"vfs_open")
+        each.functions.filter.write(b"path_openat")
+        each.array.set_tracer("function")
+        each.array.options.set("func_stack_trace", 1)
+    init, syscalls = kernel.guest.mirror.init, kernel.guest.syscalls
+    for _ in range(2):
+        syscalls.call(init, "close", syscalls.open(init, "/scratch", 0))
+    texts = [
+        [line for line in each.array.trace_text().splitlines() if not line.startswith("#")]
+        for each in several
+    ]
+    records = len([line for line in texts[0] if line.endswith("<stack trace>")])
+    assert records == len(asked) >= 4
+    names = [[line.rpartition(": ")[2] for line in text] for text in texts]
+    assert all(each == names[0] for each in names)
+    for each in several:
+        each.array.set_tracer("nop")
+        each.array.options.set("func_stack_trace", 0)
