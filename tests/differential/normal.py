@@ -8,8 +8,10 @@ from itertools import groupby
 
 from tests.differential.sides import PID
 
-# An address is where that kernel has it, and Linux hashes pointers or prints none.
-_ADDRESS = re.compile(r"0x(?:\(____ptrval____\)|[0-9a-f]{16})|\b[0-9a-f]{16}\b|\(____ptrval____\)")
+# An address is where that kernel has it; Linux hashes pointers or prints none. A marker may end before one.
+_ADDRESS = re.compile(
+    r"0x(?:\(____ptrval____\)|[0-9a-f]{16})|\b[0-9a-f]{16}\b|ffffffff[89a-c][0-9a-f]{7}|\(____ptrval____\)"
+)
 _LOG_TIME = re.compile(r"^\[ *\d+\.\d+\] ", re.MULTILINE)
 # A word that Linux spells so up to 6.1.
 _MISSPELT = re.compile(r"\$-valiable")
@@ -20,6 +22,8 @@ _LATENCY = re.compile(r"^ *(?P<comm>\S.*)-(?P<pid>\d+) +(?:\( *[\d-]+\) +)?\d+\S
 _STAMP = re.compile(r"(?P<head>\[\d{3}\](?: \S{5})?) +[\d.]+: ")
 _LATENCY_STAMP = re.compile(r"(?<=[\w.]{5} ) *\d+(?:us[ !+#*@$])?: ")
 _VERBOSE_STAMP = re.compile(r"\[[0-9a-f]{8,16}\] [\d.]+(?:ms)? \(\+[\d.]+(?:ms)?\): ")
+# Of calls that came again without a record: when the last one did.
+_LAST = re.compile(r"(?<=last_ts: ) *[\d.]+(?=\))")
 # The release, and how many records there are.
 _VERSION = re.compile(r"^(# \S+ latency trace v\S+ on ).*$|^(# latency: ).*, #\d+/\d+(?=, CPU)", re.MULTILINE)
 # Descriptors: all clients of the distribution's guest share one table; ours are unknown without a process.
@@ -110,7 +114,7 @@ class Normal:
 def _without_numbers(line: str) -> str:
     line = _DURATION.sub("(duration) |", _GRAPH_TIME.sub("(time) | ", line))
     line = _STAMP.sub(r"\g<head> (time): ", line)
-    line = _LATENCY_STAMP.sub("(time): ", line)
+    line = _LATENCY_STAMP.sub("(time): ", _LAST.sub("(time)", line))
     line = _VERBOSE_STAMP.sub("(time): ", line)
     line = _HEX_STAMP.sub(r"\1(time) ", _RAW_STAMP.sub(r"\1(time) ", line))
     line = _RAW_MARKER.sub(lambda found: f"{found[1]} and {len(found[2]) // 3}", line)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.differential.steps import Case, append, truncate, write
+from tests.differential.steps import Case, Step, append, truncate, write
 
 BASE = "events/k/base"
 OTHER = "events/k/other"
@@ -17,3 +17,8 @@ NO_EVENTS: Case = (truncate("set_event"), truncate("dynamic_events"), truncate("
 QUIET: Case = (truncate("trace"), truncate("error_log"), write("tracing_on", "1"))
 PROBED: Case = (append("kprobe_events", "p:keep/probed vfs_mkdir"), write("events/keep/enable", "1"))
 """While nothing is probed our guest isn't asked to make a client's calls."""
+KNOWN: Case = (
+    *PROBED, Step("mkdir", "/scratch/known"), Step("rmdir", "/scratch/known"),
+    write("current_tracer", "function_graph"), write("current_tracer", "nop"),
+)  # fmt: skip
+"""Linux learns a task's name when it sleeps after a record, as for the tracer's end; ours with the record."""

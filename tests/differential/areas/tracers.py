@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from tests.differential.areas.common import NO_EVENTS, PROBED, QUIET
+from tests.differential.areas.common import KNOWN, NO_EVENTS, PROBED, QUIET
 from tests.differential.areas.workloads import activity
 from tests.differential.steps import Area, Case, Step, append, read, truncate, write
 
@@ -37,11 +37,6 @@ _RESET: Case = (
     *map(truncate, ("set_ftrace_filter", *_CHOICES, *_PIDS)),
     *(write(f"options/{name}", f"{on:d}") for name, on in _OPTIONS.items()), *NO_EVENTS, *PROBED, *QUIET,
 )  # fmt: skip
-_KNOWN: Case = (
-    *PROBED, Step("mkdir", "/scratch/known"), Step("rmdir", "/scratch/known"),
-    write("current_tracer", "function_graph"), write("current_tracer", "nop"),
-)  # fmt: skip
-"""Linux learns a task's name when it sleeps after a record, as for the tracer's end; ours with the record."""
 
 
 def _settings(dice: Random) -> list[Step]:
@@ -85,4 +80,4 @@ def _case(dice: Random, number: int) -> Case:
     return [*steps, read("trace"), *map(read, ("set_ftrace_filter", "enabled_functions", "current_tracer"))]
 
 
-AREA = Area("tracers", _case, _KNOWN, _RESET)
+AREA = Area("tracers", _case, KNOWN, _RESET)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from tests.differential.areas.common import NO_EVENTS, PROBED, QUIET
+from tests.differential.areas.common import KNOWN, NO_EVENTS, PROBED, QUIET
 from tests.differential.steps import Area, Case, Step, append, read, write
 
 _PROBES = (
@@ -64,4 +64,4 @@ def _case(dice: Random, number: int) -> Case:
     return [*steps, *(write(f"events/syscalls/{call}/enable", "0") for call in calls), read("trace")]
 
 
-AREA = Area("workloads", _case, reset=(*NO_EVENTS, *PROBED, *QUIET))
+AREA = Area("workloads", _case, KNOWN, (*NO_EVENTS, *PROBED, *QUIET))
