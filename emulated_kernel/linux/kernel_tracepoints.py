@@ -85,7 +85,6 @@ class KernelTracepoints:
         if lookup(_RESERVE) is None or lookup(_COMMIT) is None:
             return
         has_syscalls = self._syscall_work.is_known()
-        names = self._names()
         found: list[TraceEvent] = []
         raw: dict[str, Tracepoint] = {}
         for event in self._kernel.events:
@@ -100,7 +99,9 @@ class KernelTracepoints:
                 raw[event.name] = point
             fields = layout_fields(event.fields)
             found.append(
-                KernelStaticEvent(event.system, event.name, fields, event.print_fmt, point, names, _WORD)
+                KernelStaticEvent(
+                    event.system, event.name, fields, event.print_fmt, point, lambda: self._names, _WORD
+                )
             )
         if raw.keys() >= {"sys_enter", "sys_exit"}:
             entry, end = (SyscallTracepoint(raw[name], _WORD) for name in ("sys_enter", "sys_exit"))
@@ -110,11 +111,12 @@ class KernelTracepoints:
                     found += [SyscallEnter(syscall, entry), SyscallExit(syscall, end)]
         yield from sorted(found, key=lambda event: link_rank(event.group, event.name))
 
+    @cached_property
     def _names(self) -> KernelNames:
         """Those that print formats refer to."""
-        base = self._kernel.kallsyms.lookup_name("vmemmap_base")
+        base, btf = self._kernel.kallsyms.lookup_name("vmemmap_base"), self._kernel.btf
         variables = {} if base is None else {"vmemmap_base": partial(self._word_at, base)}
-        return KernelNames(variables, {"page": self._kernel.btf.size("page")})
+        return KernelNames(variables, btf.constants, {"page": btf.size("page")})
 
     def _word_at(self, address: int) -> int:
         return int.from_bytes(self._memory.read(address, _WORD), "little")

@@ -22,6 +22,7 @@ USER_PHYS = 0xC0_0000
 TABLES_PHYS = 0x10_0000
 BOOT_PARAMS_PHYS = 0x8000
 NX = 1 << 63
+TICK_NS = 4_000_000
 BUGFLAG_WARNING = 1
 """Execution goes on behind such a ud2."""
 SYSCALL_REGS = [getattr(x86, f"UC_X86_REG_R{n}") for n in ("DI", "SI", "DX", "10", "8", "9")]
@@ -214,6 +215,7 @@ class Guest:
         for _ in range(ticks):
             if done():
                 return
+            self.write(self.abi["host_clock"], struct.pack("<Q", self.u64(self.abi["host_clock"]) + TICK_NS))
             self.tick()
             self.to_idle()
         raise GuestStuck("nothing happened")

@@ -77,8 +77,8 @@ def test_sleeping_ends_by_the_timer(guest: Guest, task: int) -> None:
     assert guest.syscall(task, NR_NANOSLEEP, struct.pack("<qq", 0, 20_000_000), 0) is None
     assert guest.task_u32(task, "state") == 1
     jiffies = guest.u64(guest.symbol("jiffies"))
-    guest.idle_until(lambda: guest.u64(guest.symbol("timer_base")) == guest.symbol("timer_base"))
-    assert guest.u64(guest.symbol("jiffies")) - jiffies == 6
+    guest.idle_until(lambda: guest.u64(guest.symbol("hrtimer_base")) == guest.symbol("hrtimer_base"))
+    assert guest.u64(guest.symbol("jiffies")) - jiffies == 5
 
 
 def test_idle_says_when_the_next_timer_is(guest: Guest, task: int) -> None:
@@ -86,7 +86,7 @@ def test_idle_says_when_the_next_timer_is(guest: Guest, task: int) -> None:
     assert guest.run().args[0] == (1 << 64) - 1
     guest.syscall(task, NR_NANOSLEEP, struct.pack("<qq", 1, 0), 0)
     guest.tick()
-    assert guest.run().args[0] == 250 * 4_000_000
+    assert 10**9 - 1000 < guest.run().args[0] < 10**9
 
 
 def test_parking_hands_over_to_another_task(guest: Guest, task: int) -> None:

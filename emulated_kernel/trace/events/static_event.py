@@ -66,10 +66,10 @@ class StaticEvent(TraceEvent):
         fields: Iterable[EventField],
         print_fmt: str,
         tracepoint: Tracepoint,
-        names: KernelNames,
+        names: Callable[[], KernelNames],
         word_size: int,
     ) -> None:
-        """`names`: those of the kernel that the print format may refer to."""
+        """`names`: those of the kernel that the print format may refer to, asked for with the first line."""
         super().__init__(group, name, fields, print_fmt)
         self._tracepoint = tracepoint
         self._names = names
@@ -102,7 +102,7 @@ class StaticEvent(TraceEvent):
             )
             for field in self.fields
         }
-        return compile_print_fmt(self.print_fmt, fields, self._word_size, self._names)
+        return compile_print_fmt(self.print_fmt, fields, self._word_size, self._names())
 
     def print_record(self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False) -> str:
         """What its print format says."""

@@ -24,6 +24,7 @@ from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE
 from emulated_kernel.trace.text.print_fmt import KernelNames
 
 RAW_SYSCALLS = "raw_syscalls"
+_ENUM = "enum."
 
 
 class Tracepoints:
@@ -75,7 +76,6 @@ class Tracepoints:
 
     def events(self) -> Iterator[TraceEvent]:
         """An event for each tracepoint, then two for each system call."""
-        names = self._names()
         raw: dict[str, Tracepoint] = {}
         for each in event_definitions(self._image):
             point = self._points[each.address] = Tracepoint(partial(self._keys.switch, each.key))
@@ -83,7 +83,7 @@ class Tracepoints:
             if each.system == RAW_SYSCALLS:
                 raw[each.name] = point
             fields = layout_fields(each.fields)
-            yield StaticEvent(each.system, each.name, fields, each.print_fmt, point, names, self._word)
+            yield StaticEvent(each.system, each.name, fields, each.print_fmt, point, self._names, self._word)
         if self._points:
             # For good: a CPU may still be on its way there when the last event is disabled.
             self._breakpoints[self._address("host_trace_commit")] = self._commit
@@ -96,8 +96,10 @@ class Tracepoints:
 
     def _names(self) -> KernelNames:
         """Those that print formats refer to."""
+        abi = self._image.abi
         variables = {"vmemmap_base": partial(self._variable, "vmemmap_base")}
-        return KernelNames(variables, {"page": self._image.abi["page.size"]})
+        constants = {key[len(_ENUM) :]: value for key, value in abi.items() if key.startswith(_ENUM)}
+        return KernelNames(variables, constants, {"page": abi["page.size"]})
 
     def _variable(self, name: str) -> int:
         return int.from_bytes(self._memory.read(self._address(name), self._word), "little")

@@ -52,6 +52,8 @@ class KernelNames:
     """What of its kernel a format refers to."""
 
     variables: Mapping[str, Callable[[], int]]
+    constants: Mapping[str, int]
+    """Enumerators."""
     sizes: Mapping[str, int]
     """Bytes of a struct, by its name: what a pointer to one counts in."""
 
@@ -240,6 +242,9 @@ class _Parser:
             return lambda _context: 0
         if variable := self._names.variables.get(token.text):
             return lambda _context: variable()
+        if token.text in self._names.constants:
+            constant = self._names.constants[token.text]
+            return lambda _context: constant
         if token.kind == "name":
             return self._call(token.text)
         raise ValueError(f"print fmt: {token.text!r}")

@@ -160,6 +160,32 @@ def test_a_fault_that_the_kernel_repairs(kernel: Kernel, enable: Enable) -> None
         assert int(found[1], 16) == _UNMAPPED
 
 
+@pytest.mark.parametrize("nanoseconds", [1, 10**6, 10**7 + 1, 3 * 10**7])
+def test_a_sleep_of_nanoseconds_is_a_timer(busy: Kernel, nanoseconds: int) -> None:
+    """Armed for the time from now on, and expired by the first tick behind it, on the first CPU."""
+    for name in ("init", "start", "expire_entry", "expire_exit", "cancel"):
+        busy.trace_arrays.top.events.set_enabled(find(busy, f"timer/hrtimer_{name}"), True)
+    with busy.lock, busy.guest.buffers.borrowed() as request:
+        busy.machine.memory.write(request, bytes(8) + nanoseconds.to_bytes(8, "little"))
+        busy.guest.syscalls.call(busy.guest.mirror.init, "nanosleep", request, 0)
+    found = told(busy)
+    assert [event.removeprefix("hrtimer_") for _, _, event, _ in found] == [
+        *("init", "start", "cancel", "expire_entry", "expire_exit")
+    ]
+    init, start, _, entry, _ = (fields(text) for _, _, _, text in found)
+    assert len({fields(text)["hrtimer"] for _, _, _, text in found}) == 1
+    assert (init["clockid"], init["mode"]) == ("CLOCK_MONOTONIC", "REL")
+    assert (start["mode"], start["was_armed"], entry["function"]) == ("REL", "0", "hrtimer_wakeup")
+    soft, begun = int(start["softexpires"]), found[1][1]
+    assert int(start["expires"]) - soft == 50_000
+    assert abs(soft - nanoseconds - begun) <= 2000
+    tick = 10**9 // 250
+    assert soft <= int(entry["now"]) <= soft + tick + 2000
+    assert not [
+        line for line in busy.trace.trace_text().splitlines() if "expire_" in line and "[000]" not in line
+    ]
+
+
 def test_pages_of_a_file_come_and_go(kernel: Kernel, enable: Enable) -> None:
     enable("filemap/mm_filemap_add_to_page_cache")
     enable("filemap/mm_filemap_delete_from_page_cache")

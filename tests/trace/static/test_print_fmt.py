@@ -9,7 +9,7 @@ import pytest
 from emulated_kernel.trace.text.print_fmt import KernelNames, PrintContext, PrintField, compile_print_fmt
 from tests.trace.ring.conftest import Symbols
 
-NAMES = KernelNames({"first": lambda: 0x1000}, {"page": 64})
+NAMES = KernelNames({"first": lambda: 0x1000}, {"MODE_B": 2}, {"page": 64})
 FIELDS = {
     "number": PrintField(8, 4, True, False, 0),
     "big": PrintField(16, 8, False, False, 0),
@@ -46,6 +46,7 @@ def _print(print_fmt: str) -> str:
         ('"%s", REC->big != -1UL ? "some" : "none"', "none"),
         ('"%ld", (long)REC->words[0] - REC->words[1]', "-1"),
         ('"%lx", first + 1', "1001"),
+        ('"%s", __print_symbolic(2, {1, "one"}, {MODE_B, "B"})', "B"),
         ('"%lx", (((struct page *)first) + (REC->words[0]))', "11c0"),
         ('"%lx", (struct page *)first - 1 + 2', "1040"),
         ('"%lx", (struct page *)first ? 2 + 1 : 0', "3"),

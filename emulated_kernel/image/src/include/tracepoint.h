@@ -8,6 +8,7 @@
 #ifndef _TRACEPOINT_H
 #define _TRACEPOINT_H
 
+#include "hrtimer.h"
 #include "jump_label.h"
 
 struct inode;

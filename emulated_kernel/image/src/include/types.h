@@ -122,6 +122,7 @@ struct hlist_head {
 #define LONG_MAX ((long)(~0UL >> 1))
 #define ULONG_MAX (~0UL)
 #define U64_MAX (~0ULL)
+#define S64_MAX ((s64)(U64_MAX >> 1))
 #define LLONG_MAX ((long long)(~0ULL >> 1))
 #define ULLONG_MAX (~0ULL)
 #define SIZE_MAX (~(size_t)0)

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
 // The table by which the host learns of layouts, so that it knows none by heart.
+#include "hrtimer.h"
 #include "fs.h"
 #include "host_abi.h"
 #include "kallsyms.h"
@@ -29,6 +30,7 @@ extern char host_path[], host_reply[];
 void host_return(void);
 
 #define VALUE(name, value) { name, (unsigned long)(value) }
+#define ENUM(name) VALUE("enum." #name, name)
 #define OFFSET(type, member) { #type "." #member, offsetof(struct type, member) }
 #define SIZE(type) { #type ".size", sizeof(struct type) }
 #define PERCPU(symbol, name) { "percpu." name, (unsigned long)&symbol }
@@ -103,6 +105,19 @@ const struct host_abi_entry __guest_abi[] __used = {
 	OFFSET(rq, nr_switches),
 	VALUE("preempt.hardirq_mask", HARDIRQ_MASK),
 	VALUE("preempt.softirq_mask", SOFTIRQ_MASK),
+	/* Which print formats name. */
+	ENUM(HRTIMER_MODE_ABS),
+	ENUM(HRTIMER_MODE_REL),
+	ENUM(HRTIMER_MODE_ABS_PINNED),
+	ENUM(HRTIMER_MODE_REL_PINNED),
+	ENUM(HRTIMER_MODE_ABS_SOFT),
+	ENUM(HRTIMER_MODE_REL_SOFT),
+	ENUM(HRTIMER_MODE_ABS_PINNED_SOFT),
+	ENUM(HRTIMER_MODE_REL_PINNED_SOFT),
+	ENUM(HRTIMER_MODE_ABS_HARD),
+	ENUM(HRTIMER_MODE_REL_HARD),
+	ENUM(HRTIMER_MODE_ABS_PINNED_HARD),
+	ENUM(HRTIMER_MODE_REL_PINNED_HARD),
 
 	SIZE(pt_regs),
 	SIZE(boot_params),

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
 // Clocks: nanoseconds since boot and since the epoch, both from the host's clock.
 #include "errno.h"
-#include "freezer.h"
 #include "host_abi.h"
+#include "hrtimer.h"
 #include "sched.h"
 #include "syscalls.h"
 #include "timer.h"
@@ -73,7 +73,6 @@ int get_duration(u64 *ns, const struct __kernel_timespec __user *uts)
 SYSCALL_DEFINE2(nanosleep, struct __kernel_timespec __user *, rqtp,
 		struct __kernel_timespec __user *, rmtp)
 {
-	unsigned long expires;
 	u64 ns;
 	int err = get_duration(&ns, rqtp);
 
@@ -81,10 +80,5 @@ SYSCALL_DEFINE2(nanosleep, struct __kernel_timespec __user *, rqtp,
 		return err;
 	if (rmtp)
 		return -EINVAL;
-	expires = jiffies + ns / TICK_NSEC + 1;
-	do {
-		set_current_state(TASK_INTERRUPTIBLE);
-		schedule_timeout(expires - jiffies);
-	} while (try_to_freeze() && !time_after_eq(jiffies, expires));
-	return 0;
+	return hrtimer_nanosleep(ns, HRTIMER_MODE_REL, CLOCK_MONOTONIC);
 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0-or-later
 // jiffies and the timers that count in them.
+#include "hrtimer.h"
 #include "sched.h"
 #include "smp.h"
 #include "timer.h"
@@ -136,6 +137,7 @@ void run_local_timers(void)
 {
 	bool expired;
 
+	hrtimer_run_queues();
 	if (smp_processor_id())
 		return;
 	_raw_spin_lock(&timer_lock);

@@ -2,6 +2,7 @@
 // Everything of the trace events that isn't at their tracepoints: records, fields, formats, the code
 // that fills a record. None of it can be traced, as it runs within what is traced.
 #include "fs.h"
+#include "hrtimer.h"
 #include "mm.h"
 #include "sched.h"
 #include "string.h"

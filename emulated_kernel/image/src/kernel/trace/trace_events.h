@@ -33,4 +33,17 @@
 	__print_flags(flags, "|", { TIMER_MIGRATING, "M" }, { TIMER_DEFERRABLE, "D" },         \
 		      { TIMER_PINNED, "P" }, { TIMER_IRQSAFE, "I" })
 
+#define decode_hrtimer_mode(mode)                                                              \
+	__print_symbolic(mode, { HRTIMER_MODE_ABS, "ABS" }, { HRTIMER_MODE_REL, "REL" },       \
+			 { HRTIMER_MODE_ABS_PINNED, "ABS|PINNED" },                            \
+			 { HRTIMER_MODE_REL_PINNED, "REL|PINNED" },                            \
+			 { HRTIMER_MODE_ABS_SOFT, "ABS|SOFT" },                                \
+			 { HRTIMER_MODE_REL_SOFT, "REL|SOFT" },                                \
+			 { HRTIMER_MODE_ABS_PINNED_SOFT, "ABS|PINNED|SOFT" },                  \
+			 { HRTIMER_MODE_REL_PINNED_SOFT, "REL|PINNED|SOFT" },                  \
+			 { HRTIMER_MODE_ABS_HARD, "ABS|HARD" },                                \
+			 { HRTIMER_MODE_REL_HARD, "REL|HARD" },                                \
+			 { HRTIMER_MODE_ABS_PINNED_HARD, "ABS|PINNED|HARD" },                  \
+			 { HRTIMER_MODE_REL_PINNED_HARD, "REL|PINNED|HARD" })
+
 #endif
