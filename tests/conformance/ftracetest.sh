@@ -89,8 +89,9 @@ lay_over() {
     head -n 1 "$work/mnt/machine/version" >"$work/version"
     mount --bind "$work/version" /proc/version
     mount --bind "$work/mnt/machine/kallsyms" /proc/kallsyms
-    # Where one of the tests looks for it, wherever it is mounted.
+    # Where some of the tests look for them, wherever they are mounted.
     [ ! -d /sys/kernel/tracing ] || mount --bind "$work/mnt/tracing" /sys/kernel/tracing
+    [ ! -d /sys/kernel/debug ] || mount --bind "$work/mnt" /sys/kernel/debug
     # Requests for these two are what some tests probe.
     mount --bind "$work/mnt/dev/null" /dev/null
     mount --bind "$work/mnt/scratch" /tmp
