@@ -138,9 +138,16 @@ def program_parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "djprobe-analyze", help="how many bytes of a function djprobe's jump would detour, or why it can't"
     )
-    command.add_argument("elf", metavar="ELF", help="a kernel or program for x86 with debug information")
+    command.add_argument("elf", metavar="ELF", nargs="?", help="a kernel or program for x86")
     command.add_argument("place", metavar="PLACE", help="an address (0x...) or SYMBOL[+OFFSET]")
-    command.add_argument("--debug-info", metavar="FILE", help="debug information that stands in another file")
+    command.add_argument(
+        "--image", metavar="KERNEL", help="in place of ELF: a vmlinuz, a vmlinux, a Debian package, or `host`"
+    )
+    command.add_argument(
+        "--debug-info",
+        metavar="FILE",
+        help="the file of its debug information (default: its own, or the file that debuggers find)",
+    )
     command.add_argument(
         "--bug-size",
         type=int,

@@ -351,10 +351,14 @@ def _coverage(parsed: argparse.Namespace) -> int:
 def _djprobe_analyze(parsed: argparse.Namespace) -> int:
     from pathlib import Path
 
+    from emulated_kernel.image.linux.source import kernel_file
     from kprobefs.djprobe_analyze import analyze
 
+    if (parsed.elf is None) == (parsed.image is None):
+        raise Failure("djprobe-analyze: give ELF PLACE, or --image KERNEL PLACE", Exit.USAGE)
+    path = kernel_file(parsed.image) if parsed.image is not None else Path(parsed.elf)
     debug_info = Path(parsed.debug_info) if parsed.debug_info else None
-    answer = analyze(Path(parsed.elf), parsed.place, debug_info, parsed.bug_size)
+    answer = analyze(path, parsed.place, debug_info, parsed.bug_size)
     if parsed.json:
         import json
 

@@ -9,12 +9,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 from emulated_kernel.arch.analysis.function import Function
+from emulated_kernel.arch.analysis.reason import Finding, Reason
 from emulated_kernel.arch.analysis.region import Region
 from emulated_kernel.arch.x86 import djprobe
 from emulated_kernel.arch.x86.analysis import X86FunctionAnalysis
 from emulated_kernel.arch.x86.facts import FactsTable
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.image.debuginfo import DebugInfo, DescribedFunction, open_debuginfo
+from emulated_kernel.image.linux.source import open_elf
 from kprobefs.failure import Exit, Failure
 
 
@@ -37,23 +39,41 @@ class Answer:
 
 
 def analyze(path: Path, place: str, debug_path: Path | None = None, bug_size: int = 2) -> Answer:
-    """The answer for an address (0x...) or SYMBOL[+OFFSET] of an ELF file.
+    """The answer for an address (0x...) or SYMBOL[+OFFSET] of an ELF file, or of the kernel packed in a file.
 
-    `bug_size`: bytes of a BUG() in its code. Raises: Failure (a place that isn't one), OSError.
+    `bug_size`: bytes of a BUG() in its code. Raises: Failure (a place that isn't one), KernelError, OSError.
     """
-    with open_debuginfo(path, debug_path) as info:
+    with open_elf(path) as file, open_debuginfo(file, path, debug_path) as info:
         function, addr = _find(info, place)
-        code = info.text(function)
-        described = Function(function.name, function.low_pc, len(code), code)
-        found = djprobe.region(X86FunctionAnalysis(described, FactsTable(info.bits), bug_size=bug_size), addr)
+        found = _region(info, function, addr, bug_size)
     region = found if isinstance(found, Region) else None
     return Answer(
         address=f"{addr:#x}",
         function=function.name,
-        offset=addr - function.low_pc,
+        offset=addr - function.parts[0].start,
         length=region.length if region else 0,
         reason="" if isinstance(found, Region) else found.text,
     )
+
+
+def _region(info: DebugInfo, function: DescribedFunction, addr: int, bug_size: int) -> Region | Finding:
+    """The detoured region at an address; parts of the function elsewhere may jump into it, too."""
+    facts = FactsTable(info.bits)
+    probed = function.part_at(addr) or function.parts[0]
+
+    def analysis(part: range) -> X86FunctionAnalysis:
+        code = info.text(part)
+        return X86FunctionAnalysis(
+            Function(function.name, part.start, len(code), code), facts, bug_size=bug_size
+        )
+
+    found = djprobe.region(analysis(probed), addr)
+    if isinstance(found, Region):
+        for part in function.parts:
+            branch = analysis(part).flow.branch_into(djprobe.prohibited(found)) if part != probed else None
+            if branch is not None:
+                return Finding(Reason.JUMP_INTO_RANGE, branch.source)
+    return found
 
 
 def _find(info: DebugInfo, place: str) -> tuple[DescribedFunction, int]:
@@ -62,7 +82,8 @@ def _find(info: DebugInfo, place: str) -> tuple[DescribedFunction, int]:
         if name[:1].isdigit():
             addr = int(place, 0)
             return info.containing(addr), addr
-        function = info.named(name)
-        return function, function.low_pc + (int(offset, 0) if offset else 0)
+        distance = int(offset, 0) if offset else 0
+        function, start = info.named(name)
+        return function, start + distance
     except ValueError:
         raise Failure(f"{place}: give an address (0x...) or SYMBOL[+OFFSET]", Exit.USAGE) from None

@@ -6,10 +6,11 @@ import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
+from emulated_kernel.image.debug_files import build_id, find_debug_file
 from emulated_kernel.regular import open_regular
 
 _BITS = {"EM_386": 32, "EM_X86_64": 64}
@@ -20,9 +21,12 @@ class DescribedFunction:
     """A DW_TAG_subprogram with code of its own."""
 
     name: str
-    low_pc: int
-    high_pc: int
-    """Address of the first byte behind it."""
+    parts: tuple[range, ...]
+    """Its addresses: its entry's part first, then what the compiler moved elsewhere as unlikely to run."""
+
+    def part_at(self, addr: int) -> range | None:
+        """The one that holds an address."""
+        return next((part for part in self.parts if addr in part), None)
 
 
 class DebugInfo:
@@ -30,42 +34,54 @@ class DebugInfo:
 
     def __init__(self, code: Any, debug: Any) -> None:
         """`code` and `debug` are open ELF files, which may be the same: text, and what describes it."""
-        self._code = code
-        self._dwarf: Any = debug.get_dwarf_info() if debug.has_dwarf_info() else None
-        if self._dwarf is None or not self._dwarf.has_debug_info:
-            raise KernelError(errno.EINVAL, "no debug information; build with -g, or give its file")
+        self._code, self._debug = code, debug
         machine = code["e_machine"]
         if machine not in _BITS:
             raise KernelError(errno.EINVAL, f"an ELF file for {machine}, not for x86")
         self.bits = _BITS[machine]
+        self._dwarf: Any = debug.get_dwarf_info() if debug.has_dwarf_info(strict=True) else None
+        if self._dwarf is None or not self._dwarf.has_debug_info:
+            raise KernelError(errno.EINVAL, "no debug information; build with -g, or give its file")
+        ids = {build_id(code), build_id(debug)} - {""}
+        if len(ids) > 1:
+            raise KernelError(errno.EINVAL, "the debug information is of another build: the build ids differ")
 
     def containing(self, addr: int) -> DescribedFunction:
         """The function at an address. Raises: KernelError ENOENT."""
         for unit in self._units(addr):
-            for function in _functions(unit):
-                if function.low_pc <= addr < function.high_pc:
+            for function in self._functions(unit):
+                if function.part_at(addr) is not None:
                     return function
         raise KernelError(errno.ENOENT, f"{addr:#x} is in no function that the debug information describes")
 
-    def named(self, name: str) -> DescribedFunction:
-        """The first function of that name. Raises: KernelError ENOENT."""
+    def named(self, name: str) -> tuple[DescribedFunction, int]:
+        """The first function of that name, or with a symbol of that name, and its address.
+
+        Raises: KernelError ENOENT.
+        """
+        # All units of a distribution's kernel take minutes; symbols name the one.
+        for elf in (self._code, self._debug):
+            table = elf.get_section_by_name(".symtab")
+            for symbol in (table.get_symbol_by_name(name) if table is not None else None) or ():
+                if symbol["st_info"]["type"] == "STT_FUNC" and symbol["st_size"]:
+                    return self.containing(symbol["st_value"]), symbol["st_value"]
         for unit in self._dwarf.iter_CUs():
-            for function in _functions(unit):
+            for function in self._functions(unit):
                 if function.name == name:
-                    return function
+                    return function, function.parts[0].start
         raise KernelError(errno.ENOENT, f"the debug information describes no function {name}")
 
-    def text(self, function: DescribedFunction) -> bytes:
-        """Its machine code. Raises: KernelError ENODATA where the file has none."""
+    def text(self, part: range) -> bytes:
+        """Machine code. Raises: KernelError ENODATA where the file has none."""
         for section in self._code.iter_sections():
             start, size = section["sh_addr"], section["sh_size"]
-            if not (start <= function.low_pc and function.high_pc <= start + size):
+            if not (start <= part.start and part.stop <= start + size):
                 continue
             if section["sh_type"] == "SHT_PROGBITS" and section["sh_flags"] & 4:
-                at = function.low_pc - start
-                return bytes(section.data()[at : at + function.high_pc - function.low_pc])
+                at = part.start - start
+                return bytes(section.data()[at : at + len(part)])
         raise KernelError(
-            errno.ENODATA, f"no code at {function.low_pc:#x}; is this a file of debug information alone?"
+            errno.ENODATA, f"no code at {part.start:#x}; is this a file of debug information alone?"
         )
 
     def _units(self, addr: int) -> Iterator[Any]:
@@ -77,32 +93,54 @@ class DebugInfo:
         else:
             yield self._dwarf.get_CU_at(offset)
 
+    def _functions(self, unit: Any) -> Iterator[DescribedFunction]:
+        for die in unit.iter_DIEs():
+            if die.tag == "DW_TAG_subprogram":
+                parts = self._parts(die)
+                if parts:
+                    yield DescribedFunction(_name(die), parts)
+
+    def _parts(self, die: Any) -> tuple[range, ...]:
+        low, high = die.attributes.get("DW_AT_low_pc"), die.attributes.get("DW_AT_high_pc")
+        if low is not None and high is not None:
+            end = high.value if high.form == "DW_FORM_addr" else low.value + high.value
+            return (range(low.value, end),)
+        listed = die.attributes.get("DW_AT_ranges")
+        lists = self._dwarf.range_lists() if listed is not None else None
+        if lists is None:
+            return ()
+        top = die.cu.get_top_DIE().attributes.get("DW_AT_low_pc")
+        base, parts = top.value if top is not None else 0, []
+        for entry in lists.get_range_list_at_offset(listed.value, die.cu):
+            if hasattr(entry, "base_address"):
+                base = entry.base_address
+                continue
+            start = 0 if entry.is_absolute else base
+            parts.append(range(start + entry.begin_offset, start + entry.end_offset))
+        return tuple(part for part in parts if part)
+
 
 @contextmanager
-def open_debuginfo(path: Path, debug_path: Path | None = None) -> Iterator[DebugInfo]:
-    """The debug information of an ELF file, or of the file beside it.
+def open_debuginfo(file: BinaryIO, path: Path, debug_path: Path | None = None) -> Iterator[DebugInfo]:
+    """The debug information of an ELF file: its own, or that of the file given or found beside it.
 
-    Raises: OSError; KernelError EINVAL (no ELF file for x86, or no debug information).
+    `path` is the file's, or that of what it is packed in.
+    Raises: OSError; KernelError EINVAL (no ELF file for x86), ENOENT (no debug information for it).
     """
     from elftools.common.exceptions import ELFError
     from elftools.elf.elffile import ELFFile
 
-    with open_regular(path) as code, open_regular(debug_path or path) as debug:
-        try:
-            yield DebugInfo(ELFFile(code), ELFFile(debug))
-        except ELFError as error:
-            raise KernelError(errno.EINVAL, f"not a sound ELF file: {error}") from error
-
-
-def _functions(unit: Any) -> Iterator[DescribedFunction]:
-    for die in unit.iter_DIEs():
-        if die.tag != "DW_TAG_subprogram" or "DW_AT_low_pc" not in die.attributes:
-            continue
-        low, high = die.attributes["DW_AT_low_pc"], die.attributes.get("DW_AT_high_pc")
-        if high is None:
-            continue
-        end = high.value if high.form == "DW_FORM_addr" else low.value + high.value
-        yield DescribedFunction(_name(die), low.value, end)
+    try:
+        code = ELFFile(file)
+        if debug_path is None and code["e_machine"] in _BITS and not code.has_dwarf_info(strict=True):
+            debug_path = find_debug_file(code, path)
+        if debug_path is None:
+            yield DebugInfo(code, code)
+        else:
+            with open_regular(debug_path) as debug:
+                yield DebugInfo(code, ELFFile(debug))
+    except ELFError as error:
+        raise KernelError(errno.EINVAL, f"not a sound ELF file: {error}") from error
 
 
 def _name(die: Any) -> str:

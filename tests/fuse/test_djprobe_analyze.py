@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from emulated_kernel.image import debug_files
 from kprobefs.cli import main
 from kprobefs.failure import Exit
 from tests.image.dwarf_file import TEXT, dwarf_file
+from tests.image.linux import made
 
 FUNCTIONS = [
     ("plain", bytes.fromhex("89e5 89e5 83ec10 c3")),
@@ -95,7 +99,7 @@ def test_bad_places(
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"#!/bin/sh\n", "not a sound ELF file"),
+        (b"#!/bin/sh\n", "neither a vmlinuz, a vmlinux"),
         (dwarf_file(FUNCTIONS)[:200], "ELF"),
         (dwarf_file(FUNCTIONS, debug=False), "no debug information"),
         (dwarf_file(FUNCTIONS, text=False), "no code at"),
@@ -114,3 +118,144 @@ def test_bad_files(tmp_path: Path, content: bytes, words: str, capsys: pytest.Ca
 def test_missing_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["djprobe-analyze", str(tmp_path / "none"), "plain"]) == Exit.FAILURE
     assert "No such file" in capsys.readouterr().err
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line that it ends with."""
+    assert main(["djprobe-analyze", *arguments]) == Exit.FAILURE
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def test_elf_or_image(kernel: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert output(capsys, "--image", str(kernel), "plain") == "7\n"
+    for both in (["plain"], [str(kernel), "plain", "--image", str(kernel)]):
+        assert main(["djprobe-analyze", *both]) == Exit.USAGE
+        assert "ELF PLACE, or --image KERNEL PLACE" in capsys.readouterr().err
+
+
+def test_the_running_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("emulated_kernel.image.linux.source.host_kernel", lambda: tmp_path / "vmlinuz-1.0")
+    (tmp_path / "vmlinuz-1.0").write_bytes(dwarf_file(FUNCTIONS))
+    assert output(capsys, "--image", "host", "plain") == "7\n"
+
+
+SOURCE = """
+__attribute__((cold, noinline)) int rare(int n) { return n * 3; }
+__attribute__((noinline)) int split(int n) {
+    int sum;
+    if (__builtin_expect(n < 0, 0))
+        sum = rare(n);
+    else {
+        sum = n;
+        __asm__ volatile("here: nop; nop; .type here, @function; .size here, 2");
+    }
+    return sum * 5 + 1;
+}
+int plain(int n) { __asm__ volatile("nop; nop; nop; nop; nop"); return n + RESULT; }
+void _start(void) { for (;;) __asm__ volatile(""); }
+"""
+"""A function of which the compiler moves a part elsewhere, which jumps back behind two nops."""
+
+
+def stripped(directory: Path, *flags: str, result: int = 1) -> Path:
+    """A compiled kernel's stripped file `vmlinux`, with all that it had in `whole` beside it."""
+    directory.mkdir(exist_ok=True)
+    source, whole, code = directory / "t.c", directory / "whole", directory / "vmlinux"
+    source.write_text(SOURCE.replace("RESULT", str(result)))
+    options = ["-O2", "-g", "-ffreestanding", "-nostdlib", "-static", "-fno-pic", "-no-pie"]
+    subprocess.run(["gcc", *options, *flags, "-o", whole, source], check=True)
+    subprocess.run(["objcopy", "--strip-all", whole, code], check=True)
+    return code
+
+
+needs_compiler = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "flags", [["-m64"], ["-m32"], ["-m64", "-gdwarf-4"]], ids=["x86_64", "i386", "DWARF 4"]
+)
+def test_what_the_compiler_moved_elsewhere_belongs_to_the_function(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = stripped(tmp_path, *flags)
+    debug = ["--debug-info", str(tmp_path / "whole")]
+    assert output(capsys, str(code), "plain", *debug) == "5\n"
+    answer = json.loads(output(capsys, "--json", str(code), "here", *debug))
+    assert answer["function"] == "split"
+    assert answer["length"] == 0
+    assert answer["reason"].endswith("a jump here leads into the bytes to be replaced")
+    moved = int(answer["reason"].partition(":")[0], 0)
+    found = json.loads(output(capsys, "--json", str(code), f"{moved:#x}", *debug))
+    assert found["function"] == "split"
+    assert found["address"] == f"{moved:#x}"
+    assert not 0 <= found["offset"] < 64
+
+
+@needs_compiler
+class TestWhereDebugInformationIs:
+    """Found as debuggers find it, and only what is of the same build."""
+
+    @pytest.fixture(autouse=True)
+    def no_other(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(debug_files, "DEBUG_ROOT", tmp_path / "debug")
+        monkeypatch.setattr(debug_files, "MODULES_ROOT", tmp_path / "modules")
+
+    @pytest.fixture
+    def code(self, tmp_path: Path) -> Path:
+        return stripped(tmp_path / "boot", "-Wl,--build-id")
+
+    def identity(self, code: Path, capsys: pytest.CaptureFixture[str]) -> str:
+        """The build id, as the refusal names it."""
+        line = refused(capsys, "--image", str(code), "plain")
+        assert "give its file by --debug-info" in line
+        return line.partition("build id ")[2].split()[0]
+
+    @pytest.mark.parametrize(
+        "place",
+        [
+            "boot/vmlinuz-1.0.debug",
+            "boot/vmlinux-1.0",
+            "debug/boot/vmlinux-1.0",
+            "debug/lib/modules/1.0/vmlinux",
+            "modules/1.0/build/vmlinux",
+            "debug/.build-id/ID",
+        ],
+    )
+    def test_of_a_packed_kernel(
+        self, place: str, code: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        packed, whole = tmp_path / "boot" / "vmlinuz-1.0", tmp_path / "boot" / "whole"
+        packed.write_bytes(made.vmlinuz(code.read_bytes()))
+        identity = self.identity(packed, capsys)
+        target = tmp_path / place.replace("ID", f"{identity[:2]}/{identity[2:]}.debug")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(stripped(tmp_path / "other", "-Wl,--build-id", result=2).with_name("whole"), target)
+        assert f"({target} is of another build)" in refused(capsys, "--image", str(packed), "plain")
+        whole.rename(target)
+        assert output(capsys, "--image", str(packed), "plain") == "5\n"
+
+    @pytest.mark.parametrize("place", ["boot", "boot/.debug", "debug{}/boot"])
+    def test_by_a_link(self, place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        code = stripped(tmp_path / "boot", "-Wl,--build-id=none")
+        assert "neither a build id nor" in refused(capsys, str(code), "plain")
+        target = tmp_path / place.format(tmp_path) / "whole"
+        subprocess.run(["objcopy", f"--add-gnu-debuglink={code.with_name('whole')}", code], check=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        code.with_name("whole").rename(target)
+        assert output(capsys, str(code), "plain") == "5\n"
+        target.write_bytes(target.read_bytes() + b"!")
+        assert "of another build" in refused(capsys, str(code), "plain")
+
+    def test_one_that_is_given_is_of_the_same_build(
+        self, code: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        other = stripped(tmp_path / "other", "-Wl,--build-id", result=2).with_name("whole")
+        assert "build ids differ" in refused(capsys, str(code), "plain", "--debug-info", str(other))
+
+    def test_what_is_no_elf_file_is_passed_over(self, code: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        code.with_name("vmlinux.debug").write_bytes(b"\x7fELF")
+        assert "of another build" in refused(capsys, str(code), "plain")

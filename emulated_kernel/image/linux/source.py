@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from errno import EINVAL, ENOENT
 from pathlib import Path
 from typing import BinaryIO
@@ -29,31 +31,44 @@ def host_kernel() -> Path:
     raise KernelError(ENOENT, f"the running kernel's file isn't here: neither {places[0]} nor {places[1]}")
 
 
+def kernel_file(source: str) -> Path:
+    """The file that a source names. Raises: KernelError ENOENT without the running kernel's."""
+    return host_kernel() if source == HOST else Path(source)
+
+
 def open_vmlinux(source: str) -> Vmlinux:
     """The unpacked kernel of a file, or of the host.
 
     Raises: KernelError ENOEXEC for what isn't one, with what is wrong; OSError where it can't be read.
     """
-    path = host_kernel() if source == HOST else Path(source)
+    with open_elf(kernel_file(source)) as file:
+        return Vmlinux(file)
+
+
+@contextmanager
+def open_elf(path: Path) -> Iterator[BinaryIO]:
+    """The ELF file that a kernel's file is, or that is packed in it.
+
+    Raises: KernelError ENOEXEC for a file that has none, OSError.
+    """
     with _opened(path) as file:
         start = file.read(_START)
         file.seek(0)
         if start.startswith(ELF_MAGIC):
-            return Vmlinux(file)
-        if start.startswith(deb.AR_MAGIC):
-            return _of_kernel(deb.read_kernel(file))
-        if is_bzimage(start):
-            return _of_kernel(_bounded(file))
-    raise unusable(_foreign(start))
+            yield file
+        elif start.startswith(deb.AR_MAGIC):
+            yield _unpacked(deb.read_kernel(file))
+        elif is_bzimage(start):
+            yield _unpacked(_bounded(file))
+        else:
+            raise unusable(_foreign(start))
 
 
-def _of_kernel(data: bytes) -> Vmlinux:
+def _unpacked(data: bytes) -> BinaryIO:
     """Of a whole vmlinuz or vmlinux in memory."""
     import io
 
-    if is_bzimage(data[:_START]):
-        data = unpack_bzimage(data)
-    return Vmlinux(io.BytesIO(data))
+    return io.BytesIO(unpack_bzimage(data) if is_bzimage(data[:_START]) else data)
 
 
 def _opened(path: Path) -> BinaryIO:

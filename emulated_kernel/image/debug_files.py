@@ -1,0 +1,110 @@
+"""Finds the file of debug information that belongs to a stripped ELF file, where debuggers look for it."""
+
+from __future__ import annotations
+
+import errno
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.regular import open_regular
+
+DEBUG_ROOT = Path("/usr/lib/debug")
+"""Where packages put debug information."""
+MODULES_ROOT = Path("/lib/modules")
+_PART = 1 << 20
+_ADVICE = "install the package that has it, or give its file by --debug-info"
+
+
+def build_id(elf: Any) -> str:
+    """The build id of an open ELF file in hexadecimal, or nothing."""
+    for segment in elf.iter_segments():
+        if segment["p_type"] == "PT_NOTE":
+            for note in segment.iter_notes():
+                # Xen's notes have numbers of their own.
+                if note["n_name"] == "GNU" and note["n_type"] == "NT_GNU_BUILD_ID":
+                    return str(note["n_desc"])
+    return ""
+
+
+def find_debug_file(elf: Any, path: Path) -> Path:
+    """Of the ELF file `elf`, which is that at `path` or is packed in it.
+
+    By build id below /usr/lib/debug, by .gnu_debuglink, and by the names that kernels' packages use. What
+    isn't of the same build, by its id or by the link's checksum, is passed over.
+    Raises: KernelError ENOENT, OSError.
+    """
+    identity, link = build_id(elf), _debuglink(elf)
+    if not identity and link is None:
+        raise KernelError(
+            errno.ENOENT,
+            f"no debug information, and neither a build id nor a .gnu_debuglink that leads to it: {_ADVICE}",
+        )
+    passed = ""
+    for place in _places(path.absolute(), identity, link):
+        if not place.is_file() or place.samefile(path):
+            continue
+        if _is_of(place, identity, link):
+            return place
+        passed = f" ({place} is of another build)"
+    wanted = f"build id {identity}" if identity else f"the link to {link[0] if link else ''}"
+    raise KernelError(errno.ENOENT, f"no debug information for {wanted} here{passed}: {_ADVICE}")
+
+
+def _debuglink(elf: Any) -> tuple[str, int] | None:
+    """The file's name and the CRC of its contents, from .gnu_debuglink."""
+    section = elf.get_section_by_name(".gnu_debuglink")
+    if section is None:
+        return None
+    data = section.data()
+    name = data.partition(b"\0")[0].decode("utf-8", "replace")
+    if not name or "/" in name or len(data) < 8:
+        return None
+    return name, int.from_bytes(data[-4:], "little")
+
+
+def _places(path: Path, identity: str, link: tuple[str, int] | None) -> Iterator[Path]:
+    """Where it may be, most telling first."""
+    if identity:
+        yield DEBUG_ROOT / ".build-id" / identity[:2] / f"{identity[2:]}.debug"
+    if link is not None:
+        name, beside = link[0], path.parent
+        yield from (beside / name, beside / ".debug" / name)
+        yield DEBUG_ROOT / beside.relative_to("/") / name
+    release = path.name.partition("-")[2] if path.name.startswith(("vmlinuz-", "vmlinux-")) else ""
+    if not release and path.name == "vmlinuz":
+        release = path.parent.name
+    yield path.with_name(f"{path.name}.debug")
+    if release:
+        yield path.with_name(f"vmlinux-{release}")
+        yield path.with_name(f"vmlinux-{release}.debug")
+        yield DEBUG_ROOT / "boot" / f"vmlinux-{release}"
+        yield DEBUG_ROOT / "lib" / "modules" / release / "vmlinux"
+        yield MODULES_ROOT / release / "build" / "vmlinux"
+    elif path.name == "vmlinuz":
+        yield path.with_name("vmlinux")
+
+
+def _is_of(place: Path, identity: str, link: tuple[str, int] | None) -> bool:
+    """Whether a file holds debug information of that build."""
+    from elftools.common.exceptions import ELFError
+    from elftools.elf.elffile import ELFFile
+
+    with open_regular(place) as file:
+        try:
+            found = ELFFile(file)
+            if not found.has_dwarf_info(strict=True):
+                return False
+            if identity:
+                return build_id(found) == identity
+        except ELFError:
+            return False
+        if link is None:
+            return False
+        file.seek(0)
+        checksum = 0
+        while part := file.read(_PART):
+            checksum = zlib.crc32(part, checksum)
+        return checksum == link[1]
