@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import field
 from enum import Enum
 from pathlib import Path
@@ -26,7 +28,6 @@ from kprobefs.progress import Progress
 _RISCV_PROFILE = "riscv-optprobes-2023"
 """The one that optimizes there: Linux itself doesn't."""
 _X86_PROFILE = "linux-6.1"
-_REASONS: dict[int, Reason | None] = {id(reason): reason for reason in (None, *Reason)}
 _LINUX_RULES = {"optprobe": "optprobe-linux"}
 """Linux checks the function alone, ours branches from elsewhere too; counted is by Linux's rules."""
 _X86_FILLER = b"\0\xcc"
@@ -35,6 +36,8 @@ _INT3 = 0xCC
 
 class ProbeOutcome(Enum):
     """What becomes of a probe; the value is what the tables call it."""
+
+    __hash__ = object.__hash__
 
     OPTIMIZED = "optimized"
     BREAKPOINT = "breakpoint"
@@ -89,27 +92,30 @@ class Judge:
         """Of a whole function."""
         notrace = self._is_notrace(symbol)
         if notrace is not None:
-            counted: dict[Reason | None, int] = {notrace.reason: sum(1 for _ in self._judged(symbol))}
+            reasons: dict[int, Reason | None] = dict.fromkeys(
+                self._verdict.boundaries(symbol), notrace.reason
+            )
+            counted: dict[Reason | None, int] = {notrace.reason: len(self._without_filler(symbol, reasons))}
         else:
-            # By identity: an enum's own hash is slow, and all members stay.
-            by_id = Counter(map(id, self._judged(symbol)))
-            counted = {_REASONS[key]: number for key, number in by_id.items()}
+            counted = Counter(self._without_filler(symbol, self._verdict.reasons(symbol)))
         if self.pairs is not None and isinstance(self._verdict, RiscvVerdict):
             self.pairs += self._verdict.pairs(symbol)
         self._verdict.forget()
         return _named(counted)
 
-    def _judged(self, symbol: Symbol) -> Iterator[Reason | None]:
-        """Without what fills space: zeros at the end, and on x86 int3, which boot puts behind returns too."""
+    def _without_filler(self, symbol: Symbol, found: dict[int, Reason | None]) -> Collection[Reason | None]:
+        """Zeros at the end fill space, and on x86 int3, which boot puts behind returns too."""
         code = self._subject.tables.read(symbol.address, symbol.size)
-        start, filler = symbol.address, _INT3 if self._is_x86 else None
-        size = len(code.rstrip(_X86_FILLER if self._is_x86 else b"\0"))
-        for addr, reason in self._verdict.reasons(symbol):
-            offset = addr - start
-            if offset >= size:
-                return
-            if code[offset] != filler:
-                yield reason
+        filler = _X86_FILLER if self._is_x86 else b"\0"
+        size = len(code.rstrip(filler))
+        if size == symbol.size and not (self._is_x86 and _INT3 in code):
+            return found.values()
+        start = symbol.address
+        return [
+            reason
+            for addr, reason in found.items()
+            if addr - start < size and not (code[addr - start] == _INT3 and self._is_x86)
+        ]
 
     def _is_notrace(self, symbol: Symbol) -> Finding | None:
         """What keeps events out; a part of a function that isn't known is taken for traceable."""
@@ -120,18 +126,19 @@ class Judge:
         return None
 
 
+def _name(reason: Reason | None) -> tuple[ProbeOutcome, str]:
+    if reason is None:
+        return ProbeOutcome.OPTIMIZED, ""
+    if reason in ERRNO:
+        return ProbeOutcome.REFUSED, reason.value
+    return ProbeOutcome.FTRACE if reason is Reason.FTRACE else ProbeOutcome.BREAKPOINT, reason.value
+
+
+_NAMES = {reason: _name(reason) for reason in (None, *Reason)}
+
+
 def _named(counted: dict[Reason | None, int]) -> Reasons:
-    found: Reasons = Counter()
-    for reason, number in counted.items():
-        if reason is None:
-            found[ProbeOutcome.OPTIMIZED, ""] += number
-        elif reason in ERRNO:
-            found[ProbeOutcome.REFUSED, reason.value] += number
-        elif reason is Reason.FTRACE:
-            found[ProbeOutcome.FTRACE, reason.value] += number
-        else:
-            found[ProbeOutcome.BREAKPOINT, reason.value] += number
-    return found
+    return Counter({_NAMES[reason]: number for reason, number in counted.items()})
 
 
 def coverage(subject: Subject, profile_name: str | None) -> Coverage:
@@ -144,13 +151,26 @@ def coverage(subject: Subject, profile_name: str | None) -> Coverage:
     found = Coverage(subject, name)
     started = time.process_time()
     progress = Progress(subject.title, sum(symbol.size for symbol in subject.symbols))
-    for symbol in subject.symbols:
-        found.symbols.append((symbol, judge.reasons(symbol)))
-        progress.add(symbol.size)
+    with _without_garbage_collection():
+        for symbol in subject.symbols:
+            found.symbols.append((symbol, judge.reasons(symbol)))
+            progress.add(symbol.size)
     progress.end()
     found.seconds = time.process_time() - started
     found.pairs = judge.pairs
     return found
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Judging makes no cycles, and looking for some among a kernel's objects takes a quarter of the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def subjects(arch: str | None, image: str | None, functions: str | None) -> Iterator[Subject]:

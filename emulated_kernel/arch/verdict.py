@@ -47,12 +47,12 @@ class _Known(Generic[Analysis]):
 
     def __init__(self, symbol: Symbol, function: Function, analyse: Callable[[Function], Analysis]) -> None:
         self.symbol = symbol
-        self._function = function
+        self.function = function
         self._analyse = analyse
 
     @cached_property
     def analysis(self) -> Analysis:
-        return self._analyse(self._function)
+        return self._analyse(self.function)
 
     @cached_property
     def reserved(self) -> dict[int, Finding]:
@@ -61,7 +61,7 @@ class _Known(Generic[Analysis]):
         Linux: an fentry site up to v5.17; later ones let a breakpoint be written into what ftrace patches as
         a whole.
         """
-        function, found = self._function, dict[int, Finding]()
+        function, found = self.function, dict[int, Finding]()
         for sites, reason in (
             (function.jump_labels, Reason.JUMP_LABEL),
             (function.static_calls, Reason.STATIC_CALL),
@@ -279,11 +279,17 @@ class Verdict(ABC, Generic[Analysis]):
                 refused = self.check_insn(known.analysis, addr)
             yield addr, refused, self._detoured(known, addr)
 
-    def reasons(self, symbol: Symbol) -> Iterator[tuple[int, Reason | None]]:
-        """Of each instruction of a function the first reason against a jump there; None: there can be one."""
+    def boundaries(self, symbol: Symbol) -> Collection[int]:
+        """Where the instructions of a function begin."""
+        return self.insns(self._function(symbol).analysis)
+
+    def reasons(self, symbol: Symbol) -> dict[int, Reason | None]:
+        """Of each instruction, by address, the first reason against a jump there; None: there can be one."""
+        found: dict[int, Reason | None] = {}
         for addr, refused, outcome in self.judged(symbol):
             finding = refused or outcome
-            yield addr, finding.reason if isinstance(finding, Finding) else None
+            found[addr] = finding.reason if isinstance(finding, Finding) else None
+        return found
 
     def _has_forbidden(self, symbol: Symbol) -> bool:
         """Whether the blacklist has anything to do with a function."""

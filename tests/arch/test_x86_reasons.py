@@ -106,7 +106,7 @@ def test_the_same_for_any_code_and_tables(data: st.DataObject, arch: str) -> Non
     sample = Sample((function,), text, TEXT + 0x20_0000, NAMES, blacklisted=forbidden)
     asked = verdict(sample, arch)
     (symbol,) = (each for each in sample.kallsyms.symbols if each.name == "foo")
-    assert list(asked.reasons(symbol)) == one_by_one(asked, symbol)
+    assert list(asked.reasons(symbol).items()) == one_by_one(asked, symbol)
 
 
 RECORDINGS = tuple(recordings(oracle_directory())) if oracle_directory().is_dir() else ()
@@ -120,5 +120,5 @@ def test_the_same_for_a_real_kernel_s_functions(recording: Recording) -> None:
     names = {function.name for function in recording.sample.functions if "." not in function.name}
     for symbol in recording.sample.kallsyms.symbols[::3]:
         if symbol.name in names:
-            assert list(asked.reasons(symbol)) == one_by_one(asked, symbol), symbol.name
+            assert list(asked.reasons(symbol).items()) == one_by_one(asked, symbol), symbol.name
             asked.forget()

@@ -2,40 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
+
+
+class Control(NamedTuple):
+    """Where control goes behind an instruction that doesn't just go on with the next one."""
+
+    falls_through: bool
+    targets: tuple[int, ...] = ()
+    """Bytes from its address."""
+    leaves: bool = False
+    """Control may go where this analysis doesn't look."""
+
+
+LEAVES = Control(falls_through=False, leaves=True)
 
 
 class Effect(NamedTuple):
     """One instruction: bit masks of registers and flags, and where control goes."""
 
     reads: int
-    kills: int
-    """What it overwrites as a whole, always."""
-    successors: tuple[int, ...]
-    leaves: bool
-    """Control may go where this analysis doesn't look."""
+    keeps: int
+    """All but what it overwrites as a whole, always."""
+    control: Control | None = None
+    """None: on with the next instruction."""
 
 
-def solve(effects: Mapping[int, Effect], everything: int) -> dict[int, int]:
+def solve(effects: dict[int, Effect], everything: int) -> dict[int, int]:
     """What is live in front of each instruction, by address; `everything` where control leaves.
 
-    Least fixed point; visiting backwards, a function without loops needs one pass, and most others two.
+    `effects`: by address, ascending, of instructions one behind the other. Least fixed point, visiting
+    backwards: one pass, or more for loops.
     """
     live = dict.fromkeys(effects, 0)
-    order = sorted(effects.items(), reverse=True)
+    order = [*reversed(effects.items())]
     known = live.get
-    loops = changed = True
-    while loops and changed:
-        loops = changed = False
-        for addr, (reads, kills, successors, leaves) in order:
-            out = everything if leaves else 0
-            for successor in successors:
-                out |= known(successor, everything)
-                if successor <= addr:
-                    loops = True
-            now = reads | out & ~kills
-            if now != live[addr]:
-                live[addr] = now
-                changed = True
-    return live
+    while True:
+        loops: list[tuple[int, int]] = []
+        behind = everything
+        for addr, (reads, keeps, control) in order:
+            if control is not None:
+                falls_through, targets, leaves = control
+                out = everything if leaves else behind if falls_through else 0
+                for distance in targets:
+                    seen = known(addr + distance, everything)
+                    out |= seen
+                    if distance <= 0:
+                        loops.append((addr + distance, seen))
+                behind = out
+            live[addr] = behind = reads | behind & keeps
+        if all(known(head, everything) == seen for head, seen in loops):
+            return live

@@ -45,15 +45,32 @@ class WayIndex:
         parts = range(region.start >> _PART_BITS, (region.stop - 1 >> _PART_BITS) + 1)
         return [source for part in parts for source in self._into(part, region)]
 
+    def pairs(self, region: range) -> Iterator[tuple[int, int]]:
+        """Target and source of each way into a region."""
+        for part in range(region.start >> _PART_BITS, (region.stop >> _PART_BITS) + 1):
+            base = part << _PART_BITS
+            targets, sources = self._sorted_part(part)
+            first, last = self._borders(part, region)
+            yield from zip(
+                (base + target for target in targets[first:last]), sources[first:last], strict=True
+            )
+
     def _into(self, part: int, region: range) -> list[int]:
+        _, sources = self._sorted_part(part)
+        first, last = self._borders(part, region)
+        return sources[first:last]
+
+    def _borders(self, part: int, region: range) -> tuple[int, int]:
         base = part << _PART_BITS
+        targets, _ = self._sorted_part(part)
+        return bisect_left(targets, region.start - base), bisect_left(targets, region.stop - base)
+
+    def _sorted_part(self, part: int) -> tuple[list[int], list[int]]:
         found = self._unsorted.pop(part, None)
         if found is not None:
             ways = sorted(zip(*found, strict=True))
             self._sorted[part] = [target for target, _ in ways], [source for _, source in ways]
-        targets, sources = self._sorted.get(part, _NONE)
-        first, last = bisect_left(targets, region.start - base), bisect_left(targets, region.stop - base)
-        return sources[first:last]
+        return self._sorted.get(part, _NONE)
 
 
 class Entrances:
@@ -63,6 +80,11 @@ class Entrances:
         self._image = image
         self._word = bits // 8
         self._possible_branches = possible_branches
+
+    def targets(self, region: range) -> set[int]:
+        """Where labels, and what looks like a branch from outside, lead to in it."""
+        branches = (target for target, source in self._branches.pairs(region) if source not in region)
+        return {*branches, *(target for target, _ in self._labels.pairs(region))}
 
     def label(self, region: range) -> Finding | None:
         """A jump label, on or off, that leads into the region."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, KeysView
 from functools import cached_property, lru_cache
 
-from emulated_kernel.arch.analysis.dataflow import Effect, solve
+from emulated_kernel.arch.analysis.dataflow import LEAVES, Effect, solve
 from emulated_kernel.arch.analysis.function import Function
 from emulated_kernel.arch.analysis.reason import Finding, Reason
 from emulated_kernel.arch.analysis.region import Live
@@ -30,7 +30,8 @@ from emulated_kernel.arch.riscv.insn import (
     decode_all,
 )
 
-_TRANSFERS = frozenset((RiscvOpcode.BRANCH, RiscvOpcode.JAL, RiscvOpcode.JALR))
+_MAY_FAULT = Effect(ALL_REGISTERS, 0, LEAVES)
+"""Of an instruction in the exception table: its fixup goes on elsewhere."""
 _NEVER_DEAD: int = 1 << SP | 1 << GP | 1 << TP
 _KEPT_BY_CALLS = frozenset((S0, S1, *range(18, T3)))
 _LOAD_POINTER = 3
@@ -51,14 +52,11 @@ class RiscvFunctionAnalysis:
         """Behind the last instruction."""
         self._sources: dict[int, list[int]] = {}
         """By target of jumps and branches, the addresses of these."""
-        self._mentioned = 0
         self._indirect_jumps: list[int] = []
-        for addr, insn in self.insns.items():
-            if insn.reads != ALL_REGISTERS:
-                self._mentioned |= insn.reads | insn.writes
+        for addr, insn in [each for each in self.insns.items() if each[1].leads_elsewhere]:
             if insn.relative_target is not None:
                 self._sources.setdefault(addr + insn.relative_target, []).append(addr)
-            elif insn.is_indirect_jump:
+            else:
                 self._look_at_indirect(addr, insn)
         self.hazard = min(self._hazards(), key=lambda finding: finding.addr, default=None)
         """The first thing that forbids optimization anywhere in the function."""
@@ -79,6 +77,11 @@ class RiscvFunctionAnalysis:
         if self._sources.keys().isdisjoint(inside):
             return None
         return min((source for to in inside for source in self._sources.get(to, ())), default=None)
+
+    @property
+    def jump_targets(self) -> KeysView[int]:
+        """Of its jumps and branches, wherever they lie."""
+        return self._sources.keys()
 
     def _look_at_indirect(self, addr: int, insn: RiscvInsn) -> None:
         """By way of auipc it is a direct one."""
@@ -160,35 +163,35 @@ class RiscvFunctionAnalysis:
         nobody's. Mirrors: opt.c:find_register, update_free_reg (optprobes v6, 2023). Deviates: all ways are
         followed, not the straight one alone, and arguments that aren't mentioned may be passed on.
         """
-        live = self._live.get(addr)
+        live = self.live.get(addr)
         return ALL_REGISTERS & self._relevant | _NEVER_DEAD if live is None else live
 
     def at(self, addr: int) -> Live:
         """The same by name."""
         return as_live(self.live_mask(addr))
 
+    @property
+    def has_idle_register(self) -> bool:
+        """Whether a temporary isn't mentioned at all: it is free everywhere, whatever the data flow says."""
+        return self._relevant & TEMPORARIES != TEMPORARIES
+
     @cached_property
-    def _live(self) -> dict[int, int]:
-        live = solve({addr: self._effect(addr, insn) for addr, insn in self.insns.items()}, ALL_REGISTERS)
-        relevant = self._relevant
+    def live(self) -> dict[int, int]:
+        """live_mask() of each instruction."""
+        effects = {addr: insn.effect for addr, insn in self.insns.items()}
+        for addr in self.function.exception_entries & effects.keys():
+            effects[addr] = _MAY_FAULT
+        live, relevant = solve(effects, ALL_REGISTERS), self._relevant
         return {addr: mask & relevant | _NEVER_DEAD for addr, mask in live.items()}
 
-    @property
+    @cached_property
     def _relevant(self) -> int:
-        return self._mentioned | ~TEMPORARIES
-
-    def _effect(self, addr: int, insn: RiscvInsn) -> Effect:
-        reads, kills = insn.reads, insn.writes
-        behind = addr + insn.length
-        if addr in self.function.exception_entries:
-            return Effect(ALL_REGISTERS, 0, (), True)
-        if insn.opcode not in _TRANSFERS:
-            return Effect(reads, kills, (behind,), False)
-        if insn.opcode == RiscvOpcode.BRANCH:
-            return Effect(reads, kills, (behind, addr + insn.branch_offset), False)
-        if insn.opcode == RiscvOpcode.JAL and not insn.is_call:
-            return Effect(reads, kills, (addr + insn.jump_offset,), False)
-        return Effect(reads, kills, (), True)
+        """Registers that somebody may look at."""
+        mentioned = 0
+        for insn in set(self.insns.values()):
+            if insn.reads != ALL_REGISTERS:
+                mentioned |= insn.reads | insn.writes
+        return mentioned | ~TEMPORARIES
 
 
 def _never_falls_through(insn: RiscvInsn) -> bool:

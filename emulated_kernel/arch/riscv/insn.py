@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator
 from enum import Enum, IntEnum, auto
 from errno import EINVAL
 from functools import lru_cache
 
+from emulated_kernel.arch.analysis.dataflow import LEAVES, Control, Effect
 from emulated_kernel.arch.riscv.compressed import expand
 from emulated_kernel.errors import KernelError
 
@@ -52,6 +54,7 @@ def sign_extend(value: int, bits: int) -> int:
 ALL_REGISTERS = 0xFFFFFFFE
 """x1 to x31; x0 is constant."""
 
+_MASKS = tuple(1 << number & ALL_REGISTERS for number in range(32))
 _RS1, _RS2, _RD = 1, 2, 4
 _CSR_IMMEDIATE = 4
 """Bit of a system instruction's funct3: the first source is a number."""
@@ -74,7 +77,6 @@ _FORMS: dict[int, int] = {
 }
 
 
-_REJECTED = frozenset((RiscvOpcode.SYSTEM, RiscvOpcode.MISC_MEM))
 EMULATED = frozenset((RiscvOpcode.AUIPC, RiscvOpcode.JAL, RiscvOpcode.JALR, RiscvOpcode.BRANCH))
 """What is executed in software, as it needs its address."""
 
@@ -89,15 +91,32 @@ class Handling(Enum):
     """INSN_GOOD."""
 
 
+# Without the enum, which is slow to look into: a kernel has a hundred thousand instructions that differ.
+_BRANCH, _JAL = int(RiscvOpcode.BRANCH), int(RiscvOpcode.JAL)
+_TRANSFERS = frozenset((_BRANCH, _JAL, int(RiscvOpcode.JALR)))
+_SYSTEM = int(RiscvOpcode.SYSTEM)
+_HANDLING = {
+    **dict.fromkeys(map(int, EMULATED), Handling.SIMULATED),
+    **dict.fromkeys((_SYSTEM, int(RiscvOpcode.MISC_MEM)), Handling.REJECTED),
+}
+
+
+@lru_cache(1 << 12)
+def _plain_effect(reads: int, writes: int) -> Effect:
+    return Effect(reads, ~writes)
+
+
 class RiscvInsn:
     """One instruction; what rules ask of it is found once, as equal ones are one object (`insn_of`)."""
 
     __slots__ = (
+        "effect",
         "funct3",
         "handling",
         "is_call",
         "is_indirect_jump",
         "is_return",
+        "leads_elsewhere",
         "length",
         "opcode",
         "rd",
@@ -115,49 +134,55 @@ class RiscvInsn:
         """Bytes."""
         self.word = word
         self.opcode = opcode = word & 0x7F
-        self.rd = rd = word >> 7 & 0x1F
-        self.rs1 = rs1 = word >> 15 & 0x1F
+        self.rd = word >> 7 & 0x1F
+        self.rs1 = word >> 15 & 0x1F
         self.rs2 = word >> 20 & 0x1F
         self.funct3 = word >> 12 & 7
-        self.relative_target: int | None = None
-        """Bytes from its address to where a branch or a jal may go; None for other instructions."""
-        if opcode == RiscvOpcode.BRANCH:
-            self.relative_target = self.branch_offset
-        elif opcode == RiscvOpcode.JAL:
-            self.relative_target = self.jump_offset
-        is_jump = opcode in (RiscvOpcode.JAL, RiscvOpcode.JALR)
-        self.is_call = is_jump and rd != ZERO
-        """It leaves its address behind it in a register."""
-        self.is_return = opcode == RiscvOpcode.JALR and rd == ZERO and rs1 == RA
-        self.is_indirect_jump = opcode == RiscvOpcode.JALR and rd == ZERO and rs1 != RA
-        """It goes to an address in a register, and neither calls nor returns."""
-        self.handling = (
-            Handling.REJECTED
-            if opcode in _REJECTED
-            else Handling.SIMULATED
-            if opcode in EMULATED
-            else Handling.COPIED
-        )
+        self.handling = _HANDLING.get(opcode, Handling.COPIED)
         """How it is run out of line.
 
         Deviates: v6.1 refuses the compressed jumps and branches, which v6.6 simulates; and it takes c.addiw
         for the c.jal of 32 bits, and refuses it too.
         Mirrors: arch/riscv/kernel/probes/decode-insn.c:riscv_probe_decode_insn (v6.6).
         """
-        self.reads, self.writes = self._effect()
+        self.reads, self.writes = self._registers()
         """Masks of the registers that it reads, and of those that it overwrites as a whole.
 
         What isn't known, as vectors and floating point, reads all and overwrites none.
         """
+        self.relative_target: int | None = None
+        """Bytes from its address to where a branch or a jal may go; None for other instructions."""
+        self.is_call = self.is_return = self.is_indirect_jump = False
+        if opcode in _TRANSFERS:
+            self.effect = Effect(self.reads, ~self.writes, self._transfer(opcode))
+            """What it does to registers, for the data flow of a function."""
+        else:
+            self.effect = _plain_effect(self.reads, self.writes)
+        self.leads_elsewhere = self.relative_target is not None or self.is_indirect_jump
+        """It is a direct branch, a jump, or a direct call."""
 
-    def _effect(self) -> tuple[int, int]:
+    def _transfer(self, opcode: int) -> Control:
+        if opcode == _BRANCH:
+            self.relative_target = self.branch_offset
+            return Control(falls_through=True, targets=(self.relative_target,))
+        self.is_call = self.rd != ZERO
+        """It leaves its address behind it in a register."""
+        if opcode == _JAL:
+            self.relative_target = self.jump_offset
+            return LEAVES if self.is_call else Control(falls_through=False, targets=(self.relative_target,))
+        self.is_return = self.rd == ZERO and self.rs1 == RA
+        self.is_indirect_jump = self.rd == ZERO and self.rs1 != RA
+        """It goes to an address in a register, and neither calls nor returns."""
+        return LEAVES
+
+    def _registers(self) -> tuple[int, int]:
         form = _FORMS.get(self.opcode)
-        if self.opcode == RiscvOpcode.SYSTEM and self.funct3 & 3:
+        if self.opcode == _SYSTEM and self.funct3 & 3:
             form = _RD if self.funct3 & _CSR_IMMEDIATE else _RS1 | _RD
         if form is None:
             return ALL_REGISTERS, 0
-        reads = (1 << self.rs1 if form & _RS1 else 0) | (1 << self.rs2 if form & _RS2 else 0)
-        return reads & ALL_REGISTERS, (1 << self.rd if form & _RD else 0) & ALL_REGISTERS
+        reads = (_MASKS[self.rs1] if form & _RS1 else 0) | (_MASKS[self.rs2] if form & _RS2 else 0)
+        return reads, _MASKS[self.rd] if form & _RD else 0
 
     @property
     def immediate(self) -> int:
@@ -213,16 +238,16 @@ def decode_insn(code: bytes, *, compressed: bool) -> RiscvInsn:
 
 def decode_all(code: bytes, addr: int, *, compressed: bool) -> Iterator[tuple[int, RiscvInsn]]:
     """Address and instruction, up to the end of `code` or the first that isn't decodable."""
-    at, end, from_bytes = 0, len(code), int.from_bytes
-    while at < end:
-        bits = from_bytes(code[at : at + RVI_SIZE], "little")
-        if bits & 3 != 3:
-            if not compressed:
+    halves = iter(struct.unpack_from(f"<{len(code) // RVC_SIZE}H", code))
+    for bits in halves:
+        if bits & 3 == 3:
+            second = next(halves, None)
+            if second is None:
                 return
-            bits &= 0xFFFF
-        insn = insn_of(bits)
-        length = insn.length
-        if at + length > end:
+            yield addr, insn_of(bits | second << 16)
+            addr += RVI_SIZE
+        elif compressed:
+            yield addr, insn_of(bits)
+            addr += RVC_SIZE
+        else:
             return
-        yield addr + at, insn
-        at += length

@@ -5,9 +5,9 @@ Source of the rules of optimization: "Add OPTPROBES feature on RISCV", v6, 2023.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator
 from functools import cache, lru_cache
-from itertools import pairwise
 
 from emulated_kernel.arch.analysis.disassembly import Disassembler
 from emulated_kernel.arch.analysis.function import Function, reserved_range
@@ -144,24 +144,70 @@ class RiscvVerdict(Verdict[RiscvFunctionAnalysis]):
             return Finding(Reason.NOT_A_BOUNDARY, addr)
         return Finding(Reason.NOT_COPYABLE, addr) if insn.handling is Handling.REJECTED else None
 
-    def reasons(self, symbol: Symbol) -> Iterator[tuple[int, Reason | None]]:
-        """Without an object for each answer where an instruction can't be moved, as in most places."""
+    def reasons(self, symbol: Symbol) -> dict[int, Reason | None]:
+        """In one look backwards over the function, and without an object for each answer.
+
+        As detoured() says it, which is asked where somebody else patches or jumps to what would be replaced.
+        """
         known = self._function(symbol)
-        if self.strategy is None or self._has_forbidden(symbol):
-            yield from super().reasons(symbol)
-            return
-        analysis, reserved, fentry = known.analysis, known.reserved, self.fentry
-        for addr, insn in analysis.insns.items():
+        if self.strategy is not STRATEGIES["optprobe-riscv"] or self._has_forbidden(symbol):
+            return super().reasons(symbol)
+        analysis, reserved, fentry, function = known.analysis, known.reserved, self.fentry, known.function
+        insns, end = analysis.insns, analysis.end
+        hazard = None if analysis.hazard is None else analysis.hazard.reason
+        live = None if hazard or analysis.has_idle_register else analysis.live
+        never = obstacle = entered = foreign = function.end + LONG_JUMP_SIZE + RVI_SIZE
+        targets = [0, *sorted(analysis.jump_targets)]
+        ways = [0, *sorted(self._entrances.targets(range(function.addr, function.end)))]
+        below, below_ways = targets.pop(), ways.pop()
+        patched: set[int] = set()
+        for site in (*function.fentry_sites, *function.jump_labels, *function.static_calls):
+            patched.update(range(site.addr - LONG_JUMP_SIZE - RVC_SIZE + 1, site.addr + site.size))
+        found: list[Reason | None] = []
+        # Looking into an enum takes longer than all else that is done for an instruction.
+        copied, rejected = Handling.COPIED, Handling.REJECTED
+        for addr, insn in reversed(insns.items()):
+            handling = insn.handling
+            if handling is not copied:
+                obstacle = addr
+            while below > addr + 1:
+                entered, below = below, targets.pop()
+            while below_ways > addr:
+                foreign, below_ways = below_ways, ways.pop()
             if addr in reserved:
-                yield addr, reserved[addr].reason
-            elif addr in fentry:
-                yield addr, Reason.FTRACE
-            elif insn.handling is Handling.REJECTED:
-                yield addr, Reason.NOT_COPYABLE
+                found.append(reserved[addr].reason)
+                continue
+            if addr in fentry:
+                found.append(Reason.FTRACE)
+                continue
+            if handling is rejected:
+                found.append(Reason.NOT_COPYABLE)
+                continue
+            behind = addr + LONG_JUMP_SIZE
+            if obstacle < behind:
+                found.append(Reason.NOT_BOOSTABLE)
+                continue
+            if behind not in insns and behind != end:
+                behind += RVC_SIZE
+                if behind not in insns and behind != end:
+                    behind = never
+            if behind >= function.end:
+                found.append(Reason.NO_ROOM)
+            elif entered < behind:
+                found.append(Reason.JUMP_INTO_RANGE)
+            elif hazard:
+                found.append(hazard)
+            elif foreign < behind or addr in patched:
+                outcome = self._detoured(known, addr)
+                found.append(outcome.reason if isinstance(outcome, Finding) else None)
+            elif live is None:
+                found.append(None)
+            elif live[addr] == ALL_REGISTERS:
+                found.append(Reason.NO_FREE_REGISTER)
             else:
-                found = copied_length(analysis, addr)
-                outcome = found if isinstance(found, Finding) else self._detoured(known, addr)
-                yield addr, outcome.reason if isinstance(outcome, Finding) else None
+                found.append(Reason.NO_FREE_REGISTER_BEHIND if live[behind] == ALL_REGISTERS else None)
+        found.reverse()
+        return dict(zip(insns, found, strict=True))
 
     def live_in(self, analysis: RiscvFunctionAnalysis, addr: int) -> Live:
         return analysis.at(addr)
@@ -175,18 +221,34 @@ class RiscvVerdict(Verdict[RiscvFunctionAnalysis]):
         analysis = self._analysis(symbol.address)
         if analysis.hazard is not None:
             return 0
-        ends = pairwise((*analysis.insns, analysis.end))
-        next(ends, None)
-        pairs = zip(pairwise(analysis.insns.items()), ends, strict=False)
+        insns, jumps = analysis.insns, analysis.jump_targets
+        function = range(analysis.function.addr, analysis.end)
+        ends = [*insns, analysis.end]
+        entered: Collection[int] = jumps
+        if any(target in function and target not in insns for target in jumps):
+            # The one that leads into an instruction leads into two pairs.
+            entered = {
+                second
+                for first, second, end in zip(ends, ends[1:], ends[2:], strict=False)
+                if not jumps.isdisjoint(range(first + RVC_SIZE, end))
+            }
+        if analysis.has_idle_register:
+            masks = [0] * len(ends)
+        else:
+            masks = [*analysis.live.values(), analysis.live_mask(analysis.end)]
+        copied = Handling.COPIED
+        movable = [insn.handling is copied for insn in insns.values()]
+        pairs = zip(movable, movable[1:], masks, masks[2:], ends[1:], strict=False)
         return sum(
-            first.handling is second.handling is Handling.COPIED and _is_free(analysis, addr, end)
-            for ((addr, first), (_, second)), (_, end) in pairs
+            first and second and before | behind != ALL_REGISTERS and start not in entered
+            for first, second, before, behind, start in pairs
         )
 
     def possible_branches(self, addr: int, code: bytes) -> Iterator[tuple[int, int]]:
         step = RVC_SIZE if self._compressed else RVI_SIZE
-        for at in range(0, len(code), step):
-            if not _may_branch(code[at], code[at + 1]):
+        for match in _BRANCH.finditer(code):
+            at = match.start()
+            if at % step:
                 continue
             insn = decode_insn(code[at : at + RVI_SIZE].ljust(RVI_SIZE, b"\0"), compressed=True)
             if insn.relative_target is not None:
@@ -196,18 +258,11 @@ class RiscvVerdict(Verdict[RiscvFunctionAnalysis]):
         return JUMP_SIZE
 
 
-def _is_free(analysis: RiscvFunctionAnalysis, addr: int, end: int) -> bool:
-    """Nothing jumps into these instructions, and a register is free at both ends."""
-    if analysis.jump_into(range(addr + RVC_SIZE, end)) is not None:
-        return False
-    return analysis.live_mask(addr) | analysis.live_mask(end) != ALL_REGISTERS
-
-
-def _may_branch(low: int, high: int) -> bool:
-    """By the first two bytes, which nearly all others fail."""
-    return low & 0x7F in _BRANCHES or (low & 3 == 1 and high >> 5 in _COMPRESSED)
-
-
-_BRANCHES = (RiscvOpcode.BRANCH, RiscvOpcode.JAL)
-_COMPRESSED = (5, 6, 7)
-"""The highest bits of c.j, c.beqz and c.bnez."""
+_BRANCH = re.compile(
+    b"(?s)(?=[%s].|[%s][\xa0-\xff])"
+    % (
+        bytes(opcode | bit for opcode in (RiscvOpcode.BRANCH, RiscvOpcode.JAL) for bit in (0, 0x80)),
+        b"".join(re.escape(bytes((low,))) for low in range(1, 256, 4)),
+    )
+)
+"""By its first two bytes: a branch or a jal, or c.j, c.beqz or c.bnez."""

@@ -11,7 +11,6 @@ from emulated_kernel.arch.analysis.reason import Finding, Reason
 from emulated_kernel.arch.x86.facts import ControlTransfer, Facts, FactsTable
 from emulated_kernel.arch.x86.insn import MAX_INSN_SIZE
 from emulated_kernel.arch.x86.liveness import Liveness
-from emulated_kernel.errors import KernelError
 
 NOP5 = bytes.fromhex("0f1f440000")
 """What ftrace keeps at a disabled fentry site."""
@@ -79,13 +78,13 @@ class FunctionFlow:
         self, function: Function, layout: TextLayout, code: bytes, known: FactsTable, bug_size: int
     ) -> None:
         self._thunks = layout.thunks
-        self.facts: dict[int, Facts] = {}
-        """Of the instruction at each boundary."""
         self.hazard: Finding | None = None
         """The first thing that forbids optimization anywhere in the function."""
         self._calls: list[RelativeBranch] = []
         self._jumps: list[RelativeBranch] = []
-        self._scan(function, code, known, bug_size)
+        self.facts = known.all(code, function.addr, bug_size)
+        """Of the instruction at each boundary."""
+        self._scan(function, code, bug_size)
         self._jumps.sort()
 
     def jump_into(self, first: int, last: int) -> RelativeBranch | None:
@@ -101,32 +100,25 @@ class FunctionFlow:
         found = [branch for branch in (*self._jumps, *self._calls) if branch.target in inside]
         return min(found, key=lambda branch: branch.source, default=None)
 
-    @cached_property
-    def entered(self) -> frozenset[int]:
-        """Where a jump of five bytes, or the byte behind it, would be jumped into: most places are none."""
-        ahead = range(1, JUMP_SIZE + 1)
-        return frozenset(jump.target - distance for jump in self._jumps for distance in ahead)
+    @property
+    def jump_targets(self) -> list[int]:
+        """Ascending."""
+        return [target for target, _ in self._jumps]
 
-    def _scan(self, function: Function, code: bytes, table: FactsTable, bug_size: int) -> None:
-        start, at, end = function.addr, 0, len(code)
-        code, facts_at = code.ljust(end + MAX_INSN_SIZE, b"\0"), table.at
-        while at < end:
-            try:
-                facts = facts_at(code, at)
-            except KernelError:
-                break
-            addr = start + at
-            self.facts[addr] = facts
-            at += facts.length
-            if facts.branch is not None:
-                self._look_at_branch(addr, facts, code[at - facts.displacement : at])
-            elif facts.is_ud2:
-                at += bug_size - UD2_SIZE
+    def _scan(self, function: Function, code: bytes, bug_size: int) -> None:
+        start, end, padded = function.addr, function.addr, code.ljust(len(code) + MAX_INSN_SIZE, b"\0")
+        branches = [(addr, facts) for addr, facts in self.facts.items() if facts.branch is not None]
+        for addr, facts in branches:
+            behind = addr + facts.length - start
+            self._look_at_branch(addr, facts, padded[behind - facts.displacement : behind])
+        if self.facts:
+            addr, facts = next(reversed(self.facts.items()))
+            end = addr + (facts.length - UD2_SIZE + bug_size if facts.is_ud2 else facts.length)
         entries = [addr for addr in function.exception_entries if addr in self.facts]
         if entries:
             self._forbid(Reason.EXCEPTION_TABLE, min(entries))
-        if at < function.size:
-            self._forbid(Reason.UNDECODABLE, start + at)
+        if end < function.end:
+            self._forbid(Reason.UNDECODABLE, end)
 
     def _forbid(self, reason: Reason, addr: int) -> None:
         if self.hazard is None or addr < self.hazard.addr:

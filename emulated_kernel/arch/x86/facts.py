@@ -35,10 +35,8 @@ class Facts(NamedTuple):
     """Bytes."""
     refusal: Reason | None
     """Why a kprobe can't execute it elsewhere."""
-    copyable: bool
-    """A copy of it may be executed."""
-    boostable: bool
-    """By nothing but its own address; in the exception table it isn't."""
+    obstacle: Reason | None
+    """Why it can't be executed in a detour buffer; where it is in the exception table, it can't either."""
     branch: ControlTransfer | None
     displacement: int
     """Bytes of the displacement of a direct branch, at its end; 0 for all others."""
@@ -53,17 +51,30 @@ class FactsTable:
         self.bits = bits
         self._root: dict[int, Any] = {}
 
-    def at(self, code: bytes, at: int) -> Facts:
-        """For the instruction at that offset, behind which there are MAX_INSN_SIZE bytes.
+    def all(self, code: bytes, start: int, bug_size: int) -> dict[int, Facts]:
+        """Of each instruction by address, up to the first that Linux can't decode.
 
-        Raises: KernelError(EINVAL) where Linux knows none.
+        `bug_size`: bytes of a BUG(), its ud2 among them.
         """
-        node: Any = self._root
-        behind = at
-        while node.__class__ is dict:
-            node = node.get(code[behind])
-            behind += 1
-        return self._add(code[at : at + MAX_INSN_SIZE]) if node is None else node
+        found: dict[int, Facts] = {}
+        at, end, root = 0, len(code), self._root
+        code = code.ljust(end + MAX_INSN_SIZE, b"\0")
+        while at < end:
+            node: Any = root
+            behind = at
+            while node.__class__ is dict:
+                node = node.get(code[behind])
+                behind += 1
+            if node is None:
+                try:
+                    node = self._add(code[at : at + MAX_INSN_SIZE])
+                except KernelError:
+                    break
+            found[start + at] = node
+            at += node[0]
+            if node[-1]:
+                at += bug_size - len(_UD2)
+        return found
 
     def _add(self, code: bytes) -> Facts:
         insn = decode_insn(code, self.bits)
@@ -83,8 +94,11 @@ def _facts(insn: X86Insn, bits: int) -> Facts:
     return Facts(
         length=insn.length,
         refusal=refusal,
-        copyable=refusal is not Reason.NOT_COPYABLE,
-        boostable=can_boost(insn),
+        obstacle=Reason.NOT_COPYABLE_TO_DETOUR
+        if refusal is Reason.NOT_COPYABLE
+        else None
+        if can_boost(insn)
+        else Reason.NOT_BOOSTABLE,
         branch=branch,
         displacement=insn.immediate_size if branch in (ControlTransfer.JUMP, ControlTransfer.CALL) else 0,
         is_ud2=insn.opcode == _UD2,

@@ -22,6 +22,8 @@ EMULATE_PREFIX_SIZE = 5
 class Imm(Enum):
     """How many bytes of immediate follow an opcode; letters as in the opcode maps of the SDM."""
 
+    __hash__ = object.__hash__
+
     NONE = auto()
     BYTE = auto()
     WORD = auto()
@@ -35,6 +37,9 @@ class Imm(Enum):
     """Ap: selector and offset."""
     MOFFSET = auto()
     """Ob, Ov: the address size."""
+
+
+_FIXED_SIZES = {Imm.NONE: 0, Imm.BYTE: 1, Imm.WORD: 2, Imm.WORD_BYTE: 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,16 +297,11 @@ class _Decoder:
     def _immediate_size(self, kind: Imm) -> int:
         if kind is Imm.POINTER and self.operand_size == 8:
             raise KernelError(EINVAL, "there is no 64-bit far pointer")
-        return {
-            Imm.NONE: 0,
-            Imm.BYTE: 1,
-            Imm.WORD: 2,
-            Imm.WORD_BYTE: 2,
-            Imm.VWORD32: min(self.operand_size, 4),
-            Imm.VWORD: self.operand_size,
-            Imm.POINTER: self.operand_size,
-            Imm.MOFFSET: self.address_size,
-        }[kind]
+        if kind in (Imm.VWORD, Imm.POINTER):
+            return self.operand_size
+        if kind is Imm.VWORD32:
+            return min(self.operand_size, 4)
+        return self.address_size if kind is Imm.MOFFSET else _FIXED_SIZES[kind]
 
 
 def _immediate_of_group(opcode: bytes, modrm: int | None, kind: Imm) -> Imm:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import cache, lru_cache
 from typing import Any
 
-from emulated_kernel.arch.analysis.dataflow import Effect, solve
+from emulated_kernel.arch.analysis.dataflow import LEAVES, Control, Effect, solve
 from emulated_kernel.arch.analysis.function import Function
 from emulated_kernel.arch.analysis.region import Live
 from emulated_kernel.arch.x86.decode import decode_all
@@ -54,9 +54,9 @@ def _effects(function: Function, bits: int) -> dict[int, Effect]:
 
     factory = InstructionInfoFactory()
     effects = {}
-    for addr, length, insn in decode_all(function.code[: function.size], function.addr, bits):
+    for addr, _, insn in decode_all(function.code[: function.size], function.addr, bits):
         if insn is None or addr in function.exception_entries:
-            effects[addr] = Effect(_ALL, 0, (), True)
+            effects[addr] = Effect(_ALL, 0, LEAVES)
             continue
         reads, kills = _registers(factory.info(insn))
         flags_read, flags_killed = _flags(insn)
@@ -64,25 +64,24 @@ def _effects(function: Function, bits: int) -> dict[int, Effect]:
         kills |= flags_killed << _FLAGS_SHIFT
         if insn.has_rep_prefix or insn.has_repne_prefix:
             kills = 0  # With count 0 a repeated instruction does nothing.
-        effects[addr] = Effect(reads, kills, *_control(insn, addr + length))
+        effects[addr] = Effect(reads, ~kills, _control(insn, addr))
     return effects
 
 
-def _control(insn: Any, next_addr: int) -> tuple[tuple[int, ...], bool]:
-    """Successors inside the function, and whether control may leave."""
+def _control(insn: Any, addr: int) -> Control | None:
     from iced_x86 import FlowControl, Mnemonic
 
     flow = insn.flow_control
     if insn.mnemonic == Mnemonic.HLT:
         # The host reads registers there, and answers in one.
-        return (), True
+        return LEAVES
     if flow == FlowControl.NEXT:
-        return (next_addr,), False
+        return None
     if flow == FlowControl.CONDITIONAL_BRANCH:
-        return (next_addr, insn.near_branch_target), False
+        return Control(falls_through=True, targets=(insn.near_branch_target - addr,))
     if flow == FlowControl.UNCONDITIONAL_BRANCH and insn.near_branch_target:
-        return (insn.near_branch_target,), False
-    return (), True
+        return Control(falls_through=False, targets=(insn.near_branch_target - addr,))
+    return LEAVES
 
 
 def _registers(info: Any) -> tuple[int, int]:

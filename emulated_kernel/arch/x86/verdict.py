@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Container, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from emulated_kernel.arch.analysis.disassembly import Disassembler
@@ -33,38 +33,51 @@ def detoured_region(analysis: X86FunctionAnalysis, addr: int) -> Region | Findin
     return _function_hazard(analysis, addr) or _copied_region(analysis, addr)
 
 
-def reasons(
-    analysis: X86FunctionAnalysis, reserved: Mapping[int, Finding], fentry: Container[int]
-) -> Iterator[tuple[int, Reason | None]]:
-    """The address of each instruction, and the first reason against a jump there; None: there can be one.
+def reasons(analysis: X86FunctionAnalysis, reserved: Mapping[int, Finding]) -> dict[int, Reason | None]:
+    """Of each instruction, by address, the first reason against a jump there; None: there can be one.
 
-    As detoured_region() says it, which is asked wherever the first look doesn't tell.
+    As detoured_region() says it, which is asked wherever one look backwards over the function doesn't tell.
     """
-    function, flow, patched = analysis.function, analysis.flow, analysis.patched
-    facts, entered, last = flow.facts, flow.entered, function.end - JMP32_SIZE
-    entry_text, hazard = analysis.layout.entry_text, flow.hazard
-    is_entry = function.addr in entry_text or function.end - 1 in entry_text
-    for addr, known in facts.items():
+    function, flow = analysis.function, analysis.flow
+    fentry = {site.addr for site in function.fentry_sites}
+    asked = {*reserved, *fentry, *range(function.end - JMP32_SIZE + 1, function.end)}
+    for site in (*function.fentry_sites, *function.jump_labels, *function.static_calls):
+        asked.update(range(site.addr - _LONGEST_REGION + 1, site.addr + site.size))
+    entry = analysis.layout.entry_text
+    if function.addr in entry or function.end - 1 in entry:
+        asked.update(flow.facts)
+
+    def ask(addr: int, refusal: Reason | None) -> Reason | None:
         if addr in reserved:
-            yield addr, reserved[addr].reason
-        elif addr in fentry:
-            yield addr, Reason.FTRACE
-        elif known.refusal:
-            yield addr, known.refusal
-        elif is_entry or addr > last or addr in entered:
-            found = detoured_region(analysis, addr)
-            yield addr, found.reason if isinstance(found, Finding) else None
-        elif hazard:
-            yield addr, hazard.reason
+            return reserved[addr].reason
+        if addr in fentry:
+            return Reason.FTRACE
+        found = detoured_region(analysis, addr)
+        return refusal or (found.reason if isinstance(found, Finding) else None)
+
+    hazard = None if flow.hazard is None else flow.hazard.reason
+    first_bad, its_reason = function.end + JMP32_SIZE, hazard
+    targets = [0, *flow.jump_targets]
+    below, entered = targets.pop(), function.end + MAX_INSN_SIZE
+    found: list[Reason | None] = []
+    for addr, (_, refusal, obstacle, _, _, _) in reversed(flow.facts.items()):
+        if obstacle is not None:
+            first_bad, its_reason = addr, obstacle
+        while below > addr:
+            entered, below = below, targets.pop()
+        if addr in asked:
+            found.append(ask(addr, refusal))
+        elif refusal is not None:
+            found.append(refusal)
+        elif hazard is not None:
+            # The first of the two in the function is the reason.
+            found.append(ask(addr, None) if entered <= addr + JMP32_SIZE else hazard)
+        elif entered <= addr + JMP32_SIZE:
+            found.append(Reason.JUMP_INTO_RANGE)
         else:
-            end = addr
-            while end < addr + JMP32_SIZE and facts[end].boostable and facts[end].copyable:
-                end += facts[end].length
-            if end >= addr + JMP32_SIZE and patched.isdisjoint(range(addr, end)):
-                yield addr, None
-            else:
-                found = detoured_region(analysis, addr)
-                yield addr, found.reason if isinstance(found, Finding) else None
+            found.append(its_reason if first_bad < addr + JMP32_SIZE else None)
+    found.reverse()
+    return dict(zip(flow.facts, found, strict=True))
 
 
 def _function_hazard(analysis: X86FunctionAnalysis, addr: int) -> Finding | None:
@@ -73,8 +86,6 @@ def _function_hazard(analysis: X86FunctionAnalysis, addr: int) -> Finding | None
     Linux: the byte behind the five counts as a jump target too.
     """
     hazard = analysis.flow.hazard
-    if addr not in analysis.flow.entered:
-        return hazard
     jump = analysis.flow.jump_into(addr + INT3_SIZE, addr + JMP32_SIZE)
     if jump and (hazard is None or jump.source < hazard.addr):
         return Finding(Reason.JUMP_INTO_RANGE, jump.source)
@@ -89,9 +100,9 @@ def _copied_region(analysis: X86FunctionAnalysis, addr: int) -> Region | Finding
         facts = facts_at(at)
         if facts is None:
             return Finding(Reason.NOT_A_BOUNDARY, at)
-        if not facts.copyable:
-            return Finding(Reason.NOT_COPYABLE_TO_DETOUR, at)
-        if not facts.boostable or at in function.exception_entries:
+        if facts.obstacle is not None:
+            return Finding(facts.obstacle, at)
+        if at in function.exception_entries:
             return Finding(Reason.NOT_BOOSTABLE, at)
         at += facts.length
     if not analysis.patched.isdisjoint(range(addr, at)):
@@ -101,6 +112,7 @@ def _copied_region(analysis: X86FunctionAnalysis, addr: int) -> Region | Finding
     return Region(addr, analysis.bytes_at(addr, at - addr))
 
 
+_LONGEST_REGION = JMP32_SIZE - 1 + MAX_INSN_SIZE
 _BRANCH = re.compile(rb"(?s)(?=([\x70-\x7f\xe0-\xe3\xeb].|[\xe8\xe9]....|\x0f[\x80-\x8f]....))")
 _SHORT_BRANCH = 2
 """Bytes of a branch with a displacement of one byte."""
@@ -168,12 +180,12 @@ class X86Verdict(Verdict[X86FunctionAnalysis]):
         reason = Reason.NOT_A_BOUNDARY if facts is None else facts.refusal
         return None if reason is None else Finding(reason, addr)
 
-    def reasons(self, symbol: Symbol) -> Iterator[tuple[int, Reason | None]]:
+    def reasons(self, symbol: Symbol) -> dict[int, Reason | None]:
         """By Linux's rules without an object for each answer: a kernel has millions of instructions."""
         known = self._function(symbol)
         if self.strategy is not STRATEGIES["optprobe-linux"] or self._has_forbidden(symbol):
             return super().reasons(symbol)
-        return reasons(known.analysis, known.reserved, self.fentry)
+        return reasons(known.analysis, known.reserved)
 
     def live_in(self, analysis: X86FunctionAnalysis, addr: int) -> Live:
         return analysis.liveness.at(addr)

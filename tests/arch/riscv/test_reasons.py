@@ -34,7 +34,7 @@ def test_the_same_for_the_image(name: str, ftrace: bool) -> None:
     text = [range(*part) for part in image.text_ranges]
     for symbol in image.kallsyms.symbols:
         if symbol.size and any(symbol.address in part for part in text):
-            reasons = list(asked.reasons(symbol))
+            reasons = list(asked.reasons(symbol).items())
             assert reasons == one_by_one(symbol), symbol.name
             seen |= {reason for _, reason in reasons}
             asked.forget()

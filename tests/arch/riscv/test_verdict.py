@@ -192,7 +192,7 @@ def test_as_many_as_the_patch_says() -> None:
             optimizable += isinstance(detoured_region(found, addr), Region)
             assert first is not None
             moved = second is not None and {first.handling, second.handling} == {Handling.COPIED}
-            live = (found._live.get(at, ALL_REGISTERS) for at in (addr, behind))
+            live = (found.live.get(at, ALL_REGISTERS) for at in (addr, behind))
             pairs += moved and all(mask != ALL_REGISTERS for mask in live)
     assert total > 40_000
     assert 0.49 < pairs / total < 0.58
