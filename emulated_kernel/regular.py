@@ -7,19 +7,19 @@ import fcntl
 import os
 import stat
 from select import POLLIN, poll
-from threading import BoundedSemaphore, Event
+from threading import Event
 from time import monotonic
 from typing import BinaryIO
 
+from emulated_kernel.errors import KernelError
 from emulated_kernel.threads import start_thread
 
 _PART = 1 << 20
 """Bytes read at once: no memory is taken for what isn't there."""
-MOST_WAITING = 8
+MOST_LATE = 8
 """Threads that file systems keep waiting."""
 PATIENCE = 1.0
 """Seconds that a client's write may read files of others: the host lets nobody else write there meanwhile."""
-_waiting = BoundedSemaphore(MOST_WAITING)
 
 
 def open_regular(path: str | os.PathLike[str], flags: int = 0) -> BinaryIO:
@@ -65,37 +65,46 @@ def read_regular(path: str | os.PathLike[str], limit: int, flags: int = 0) -> by
             raise OSError(error.errno, error.strerror, os.fspath(path)) from None
 
 
-def read_until(path: str | os.PathLike[str], limit: int, deadline: float | None) -> bytes:
-    """All of a file whose file system may be slow, or gone; `deadline` by time.monotonic(), None for none.
+class ForeignFiles:
+    """Reads files whose file systems may be slow, or hang: a thread stays behind with each that does.
 
-    A thread reads it, and stays behind until the file system answers.
-    Raises: as read_regular; MemoryError; OSError ETIMEDOUT, EBUSY while MOST_WAITING are behind; KernelError
-    ENOMEM.
+    Nobody else's reading waits for those, but for new ones when there are MOST_LATE.
     """
-    if not _waiting.acquire(blocking=False):
-        raise OSError(errno.EBUSY, f"{MOST_WAITING} files are waited for already")
-    answered, answers = Event(), list[bytes | Exception]()
 
-    def read() -> None:
+    def __init__(self) -> None:
+        self._late: set[object] = set()
+
+    def read(self, path: str | os.PathLike[str], limit: int, deadline: float | None) -> bytes:
+        """All of a file, by `deadline` of time.monotonic(); None: whenever it answers.
+
+        Raises: as read_regular; OSError ETIMEDOUT, EBUSY while MOST_LATE are behind, ENOMEM.
+        """
+        if len(self._late) >= MOST_LATE:
+            raise OSError(errno.EBUSY, f"{MOST_LATE} files are waited for already", os.fspath(path))
+        answered, answers = Event(), list[bytes | Exception]()
+
+        def read() -> None:
+            try:
+                answers.append(read_regular(path, limit))
+            except Exception as error:
+                answers.append(error)
+            finally:
+                answered.set()
+                self._late.discard(answered)
+
         try:
-            answers.append(read_regular(path, limit))
-        except Exception as error:
-            answers.append(error)
-        finally:
-            _waiting.release()
-            answered.set()
-
-    try:
-        start_thread("read-file", read)
-    except BaseException:
-        _waiting.release()
-        raise
-    if not answered.wait(None if deadline is None else max(deadline - monotonic(), 0)):
-        raise OSError(errno.ETIMEDOUT, "its file system doesn't answer in time", os.fspath(path))
-    (answer,) = answers
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
+            start_thread("read-file", read)
+        except KernelError as error:
+            raise OSError(error.errno, error.strerror, os.fspath(path)) from None
+        if not answered.wait(None if deadline is None else max(deadline - monotonic(), 0)):
+            self._late.add(answered)
+            if not answered.is_set():
+                raise OSError(errno.ETIMEDOUT, "its file system doesn't answer in time", os.fspath(path))
+            self._late.discard(answered)
+        answer = answers[0] if answers else OSError(errno.ENOMEM, os.strerror(errno.ENOMEM), os.fspath(path))
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
 
 def read_named(path: str | os.PathLike[str], limit: int) -> bytes:

@@ -264,32 +264,35 @@ def prepared(directory: str, *, make: bool = False, allow_other: bool = False) -
     found = mounted_on(directory)
     if found is not None and found.fstype == FSTYPE:
         _remove_dead(found)
-    made = _make(directory) if make else []
+    made: list[str] = []
     try:
+        if make:
+            _make(directory, made)
         _check_directory(directory)
         _check_device()
         if allow_other and os.geteuid() != 0:
             _check_configuration()
         yield
     except BaseException:
-        for each in made:
+        for each in reversed(made):
             # Somebody may have put something there.
             with suppress(OSError):
                 os.rmdir(each)
         raise
 
 
-def _make(directory: str) -> list[str]:
-    """What of the path wasn't there, the directory itself in front. Raises: Failure."""
+def _make(directory: str, made: list[str]) -> None:
+    """Make what of the path isn't there, and note it in `made`. Raises: Failure."""
     missing, place = [], directory
     while not os.path.lexists(place):
         missing.append(place)
         place = os.path.dirname(place)
-    try:
-        os.makedirs(directory, exist_ok=True)
-    except OSError as error:
-        raise Failure(f"{directory}: can't make it: {error.strerror}") from None
-    return missing
+    for each in reversed(missing):
+        try:
+            os.mkdir(each)
+        except OSError as error:
+            raise Failure(f"{directory}: can't make it: {error.strerror}") from None
+        made.append(each)
 
 
 def _remove_dead(point: MountPoint) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 
+from kprobefs.failure import Failure
 from kprobefs.mount import our_mounts
 from kprobefs.registry import parent_of, running
 
@@ -46,22 +47,24 @@ class Companions:
         return self._had_some
 
     def _has_some(self) -> bool:
-        daemons: set[int] | None = None
+        daemons = _daemons()
         for name in os.listdir("/proc"):
             if name.isdecimal() and int(name) not in self._own:
                 # One has ended, or is of a user namespace above.
                 with suppress(OSError):
                     if os.readlink(f"/proc/{name}/ns/mnt") != self._namespace:
                         continue
-                    daemons = _daemons() if daemons is None else daemons
                     if daemons.isdisjoint((int(name), parent_of(int(name)))):
                         return True
         return False
 
 
 def _daemons() -> set[int]:
-    """Pids of those that serve the mounts of this namespace."""
-    found = (running(point.directory) for point in our_mounts())
+    """Pids of those that serve the mounts of this namespace, as far as they can be found now."""
+    try:
+        found = [running(point.directory) for point in our_mounts()]
+    except (OSError, Failure):
+        return set()
     return {daemon.pid for daemon in found if daemon is not None}
 
 

@@ -26,6 +26,8 @@ FALLBACK = "/tmp/kprobefs-"
 """What the uid follows in the directory's name, where the user has no place of their own."""
 KEPT_LOGS = 10
 """Logs of daemons that failed which are kept, the newest ones."""
+STARTING = 10.0
+"""Seconds between a daemon's opening of its log and its record, at most."""
 STATE, PARENT, START_TIME = 0, 1, 19
 """Indices of state, ppid and starttime among the fields of /proc/PID/stat behind the name; see proc(5)."""
 
@@ -201,11 +203,16 @@ def sweep() -> None:
 
 
 def forget(directory: str) -> None:
-    """A killed daemon's mount is gone: so is its record, and its log if that says nothing."""
-    sweep()
-    log = log_path(directory)
-    with suppress(FileNotFoundError):
-        if not log.lstat().st_size and not _record_path(directory).exists():
+    """A killed daemon's mount is gone: so is its record, and its log if that says nothing.
+
+    One that is starting has written its log's first byte, or has a record, before that is so old.
+    """
+    with suppress(FileNotFoundError, Failure):
+        sweep()
+        log = log_path(directory)
+        found = log.lstat()
+        is_old = time.time() - found.st_mtime > STARTING
+        if is_old and not found.st_size and not _record_path(directory).exists():
             log.unlink()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import field
 from pathlib import Path
@@ -19,7 +19,7 @@ from emulated_kernel.host.guest import Guest
 from emulated_kernel.image.image import prebuilt_dependencies
 from emulated_kernel.machine.guest_info import ModuleInfo
 from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault
-from emulated_kernel.regular import read_until
+from emulated_kernel.regular import ForeignFiles, read_regular
 
 MAX_SIZE = 4 << 20
 """Bytes of a module's file."""
@@ -55,6 +55,7 @@ class Modules:
         self._directory = image.path.parent / "modules"
         """NAME.ko of those that come with the image."""
         self._depends = prebuilt_dependencies(image.arch)
+        self._foreign = ForeignFiles()
         self._files: dict[str, ModuleFile] = {}
         """What modules were loaded from, by their names."""
         self.notify = notify
@@ -71,21 +72,22 @@ class Modules:
         tells what couldn't be read, by `deadline` of time.monotonic() where another file system is asked.
         """
         if "/" in name:
-            return [_read_file(Path(name), name, deadline)]
+            return [_file(Path(name), name, lambda path: self._foreign.read(path, MAX_SIZE, deadline))]
         name = name.replace("-", "_")
         path = self._directory / f"{name}.ko"
         # Not Path.exists: it raises ENAMETOOLONG.
         if not name.isidentifier() or not os.path.exists(path):
             return [ModuleFile(name, refusal=(errno.ENOENT, f"module {name}: there is none of that name"))]
-        needed = [file for other in self._depends.get(name, ()) for file in self.read(other, deadline)]
-        return [*needed, _read_file(path, name, deadline)]
+        needed = [file for other in self._depends.get(name, ()) for file in self.read(other)]
+        return [*needed, _file(path, name, lambda path: read_regular(path, MAX_SIZE))]
 
-    def check(self, files: list[ModuleFile]) -> None:
-        """Whether files were read that aren't loaded yet.
+    def check(self, files: list[ModuleFile], unloaded: Collection[str] = ()) -> None:
+        """Whether files were read that aren't loaded yet, or won't be when `unloaded` ones have gone.
 
-        Raises: KernelError ENOENT (no such module), EINVAL (no regular file), EFBIG, ETIMEDOUT, others.
+        Raises: KernelError ENOENT (no such module), EINVAL (no regular file), EFBIG, ETIMEDOUT and EBUSY (a
+        file system hangs), others.
         """
-        there = {module.name for module in self.loaded()}
+        there = {module.name for module in self.loaded()}.difference(unloaded)
         for file in files:
             if file.refusal is not None and file.name not in there:
                 raise self._refusal(*file.refusal)
@@ -200,9 +202,9 @@ class Modules:
         return 0
 
 
-def _read_file(path: Path, name: str, deadline: float | None) -> ModuleFile:
+def _file(path: Path, name: str, read: Callable[[Path], bytes]) -> ModuleFile:
     try:
-        return ModuleFile(name, read_until(path, MAX_SIZE, deadline))
+        return ModuleFile(name, read(path))
     except OSError as error:
         return ModuleFile(name, refusal=(error.errno or errno.EIO, f"module {path.name}: {error.strerror}"))
     # Python's, for a path with NUL.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from errno import EINVAL, ENOENT
+from errno import EINVAL, EIO, ENOENT
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.image.linux.module_files import ModuleFiles
@@ -23,7 +23,7 @@ class KernelModules:
     def prepared(self, data: bytes) -> Callable[[LinuxTask, str], None]:
         """What a write will do in its writer's task; files are read before, without the control lock.
 
-        Takes what /proc/modules shows. Raises: KernelError EINVAL, ENOENT, ENOEXEC; OSError.
+        Takes what /proc/modules shows. Raises: KernelError EINVAL, ENOENT, ENOEXEC, others of a file.
         """
         line = os.fsdecode(data).strip()
         words = line.split(maxsplit=1)
@@ -34,7 +34,10 @@ class KernelModules:
             return lambda task, _loaded: self._syscalls.delete_module(task, name.replace("-", "_"))
         if self._files is None:
             raise KernelError(ENOENT, "nobody knows where this kernel's modules are")
-        files = self._files.read(name)
+        try:
+            files = self._files.read(name)
+        except OSError as error:
+            raise KernelError(error.errno or EIO, f"{name}: {error.strerror or error}") from error
 
         def load(task: LinuxTask, loaded: str) -> None:
             there = {line.split()[0] for line in loaded.splitlines()}

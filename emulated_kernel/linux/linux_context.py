@@ -57,7 +57,7 @@ def _shadow_stacks(kernel: LinuxKernel) -> dict[str, int]:
     """Where a task has its pending calls: the field that the kernel's own rethooks would use, if it has them.
 
     It is empty when a task is made, and the kernel looks there again when the task is long dead: it must be
-    known when that is.
+    known when that is. The kernel has no rethooks of its own meanwhile: nobody can load a module that probes.
     """
     if kernel.kallsyms.lookup_name(TASK_ENDS) is None:
         return {}

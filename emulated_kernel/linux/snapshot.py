@@ -251,6 +251,6 @@ def _prune(newest: Path) -> None:
     total = 0
     for kernel in cached():
         total += kernel.size
-        if (total > _LIMIT or kernel.release is None) and kernel.path != newest:
+        if total > _LIMIT and kernel.path != newest:
             with suppress(OSError):
                 kernel.path.unlink()

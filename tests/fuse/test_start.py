@@ -149,6 +149,8 @@ def test_mkdir_of_a_mount_that_fails(directory: Path) -> None:
     for arguments in (("--log", "/nosuch/x"), ("--image", __file__), ("--foreground", "--image", __file__)):
         assert kprobefs("mount", "--mkdir", *arguments, str(below)).returncode != 0
         assert not (directory / "not").exists()
+    assert kprobefs("mount", "--mkdir", str(below / ("x" * 300))).returncode != 0
+    assert not (directory / "not").exists()
 
 
 def test_mkdir(directory: Path) -> None:

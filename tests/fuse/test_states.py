@@ -17,7 +17,7 @@ import pytest
 from kprobefs import mount
 from kprobefs.failure import Exit
 from kprobefs.mount import MountState
-from kprobefs.registry import running, runtime_directory
+from kprobefs.registry import log_path, running, runtime_directory
 from tests.fuse.harness import (
     PATIENCE,
     PROGRAM,
@@ -170,6 +170,7 @@ def test_a_dead_one_that_is_unmounted_leaves_nothing(how: tuple[str, ...], direc
     assert found is not None
     os.kill(found.pid, signal.SIGKILL)
     eventually(lambda: condition(directory) == "dead")
+    os.utime(log_path(str(directory)), (1, 1))
     assert kprobefs("umount", *how, str(directory)).returncode == 0
     assert [*runtime_directory().iterdir()] == []
 

@@ -9,12 +9,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from emulated_kernel import regular
-from emulated_kernel.regular import open_regular, read_given, read_named, read_regular, read_until
+from emulated_kernel.regular import ForeignFiles, open_regular, read_given, read_named, read_regular
 from tests.fuse.harness import eventually
 
 LIMIT = 100
@@ -115,18 +116,18 @@ def test_a_file_system_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.
         assert answers.wait(20)
         return read_regular(path, limit)
 
+    foreign = ForeignFiles()
     with monkeypatch.context() as patched:
         patched.setattr(regular, "read_regular", slow)
-        for number in range(regular.MOST_WAITING + 2):
-            why = "are waited for already" if number >= regular.MOST_WAITING else "doesn't answer in time"
+        for number in range(regular.MOST_LATE + 2):
+            why = "are waited for already" if number >= regular.MOST_LATE else "doesn't answer in time"
             with pytest.raises(OSError, match=why):
-                read_until(path, LIMIT, time.monotonic() + 0.01)
+                foreign.read(path, LIMIT, time.monotonic() + 0.01)
         answers.set()
-    # They go when they have told.
-    eventually(lambda: regular._waiting.acquire(blocking=False))
-    regular._waiting.release()
-    assert read_until(path, LIMIT, None) == b"text"
-    for _ in range(2 * regular.MOST_WAITING):
-        assert read_until(path, LIMIT, time.monotonic() + 20) == b"text"
+        eventually(lambda: not foreign._late)
+        # As many at once as ask, where none is late.
+        with ThreadPoolExecutor(4 * regular.MOST_LATE) as pool:
+            read = [pool.submit(foreign.read, path, LIMIT, None) for _ in range(4 * regular.MOST_LATE)]
+        assert {each.result() for each in read} == {b"text"}
     with pytest.raises(FileNotFoundError, match="none"):
-        read_until(tmp_path / "none", LIMIT, time.monotonic() + 20)
+        foreign.read(tmp_path / "none", LIMIT, time.monotonic() + 20)

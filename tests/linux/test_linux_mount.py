@@ -215,6 +215,9 @@ def test_forks_and_ends_of_processes_are_the_guest_s(host: Host, shell: Files) -
 def test_modules_of_that_kernel(shell: Files) -> None:
     for command, number in (
         ("load no_such_module", errno.ENOENT),
+        ("load /no/such.ko", errno.ENOENT),
+        ("load /proc", errno.EISDIR),
+        ("load /dev/zero", errno.EINVAL),
         ("load", errno.EINVAL),
         ("unload x", errno.ENOENT),
     ):

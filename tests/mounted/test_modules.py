@@ -166,6 +166,7 @@ def test_a_write_that_is_refused_has_done_nothing(shared: Files) -> None:
     for name, text, number in (
         ("modules", "load counter\nload nosuch\n", errno.ENOENT),
         ("modules", "load counter\nreload\n", errno.EINVAL),
+        ("modules", "load /proc\nload nosuch\nload /dev/zero\n", errno.EISDIR),
         ("clock", "seed 9\nfoo\n", errno.EINVAL),
         ("load", "fork rate=10 duration=1\nnosuch\n", errno.EINVAL),
     ):

@@ -13,7 +13,7 @@ from emulated_kernel.image.elf import ElfFile
 from emulated_kernel.image.linux import deb
 from emulated_kernel.image.linux.compression import unpack
 from emulated_kernel.image.linux.unusable import unusable
-from emulated_kernel.regular import PATIENCE, read_until
+from emulated_kernel.regular import PATIENCE, ForeignFiles, read_regular
 
 _LIMIT = 64 << 20
 """Bytes of a module, unpacked."""
@@ -27,6 +27,7 @@ class ModuleFiles:
     def __init__(self, image: Path, release: str) -> None:
         self._image = image
         self._directory = Path("/lib/modules") / release / "kernel"
+        self._foreign = ForeignFiles()
 
     def read(self, name: str) -> list[tuple[str, bytes]]:
         """Names and contents of a module, by name or by path with a slash, behind all those that it needs.
@@ -35,7 +36,8 @@ class ModuleFiles:
         """
         found: dict[str, bytes] = {}
         if "/" in name:
-            found[_module(name) or name] = _regular(Path(name))
+            data = self._foreign.read(name, _LIMIT, monotonic() + PATIENCE)
+            found[_module(name) or name] = _unpacked(data)
             wanted = _needs(*found.values())
         else:
             wanted = {_plain(name)}
@@ -54,7 +56,7 @@ class ModuleFiles:
                 found = deb.read_files(file, lambda path: _module(path) in names, len(names))
                 return {str(_module(path)): _unpacked(data) for path, data in found}
         paths = {_module(path.name): path for path in self._directory.rglob("*.ko*")}
-        return {name: _regular(paths[name]) for name in names if name in paths}
+        return {name: _unpacked(read_regular(paths[name], _LIMIT)) for name in names if name in paths}
 
 
 def _plain(name: str) -> str:
@@ -65,10 +67,6 @@ def _module(path: str) -> str | None:
     """The module's name, of its file's."""
     match = _FILE.fullmatch(path)
     return _plain(match[1]) if match else None
-
-
-def _regular(path: Path) -> bytes:
-    return _unpacked(read_until(path, _LIMIT, monotonic() + PATIENCE))
 
 
 def _unpacked(data: bytes) -> bytes:

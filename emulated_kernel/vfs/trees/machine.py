@@ -108,15 +108,19 @@ def _prepare_modules(modules: Modules, data: bytes) -> Callable[[], int]:
     for words in commands:
         if len(words) != 2 or words[0] not in ("load", "unload"):
             raise KernelError(errno.EINVAL, f"{words!r} is neither load NAME nor unload NAME")
-    names = {name for verb, name in commands if verb == "load"}
+    names = dict.fromkeys(name for verb, name in commands if verb == "load")
     if len(names) > MAX_LOADS:
         raise KernelError(errno.E2BIG, f"more than {MAX_LOADS} modules in one write")
     deadline = monotonic() + PATIENCE
     files = {name: modules.read(name, deadline) for name in names}
 
     def execute() -> int:
-        for each in files.values():
-            modules.check(each)
+        unloaded: set[str] = set()
+        for verb, name in commands:
+            if verb == "load":
+                modules.check(files[name], unloaded)
+            else:
+                unloaded.add(name.replace("-", "_"))
         for verb, name in commands:
             if verb == "load":
                 modules.load(files[name])
