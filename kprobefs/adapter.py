@@ -505,6 +505,7 @@ class _Operations:
         self._mount.chown(_client(), path, uid, gid)
 
     def utimens(self, path: str, times: tuple[int, int]) -> None:
+        self._needs_memory()
         self._mount.utimens(_client(), path, *map(_time_set, times))
 
     def _needs_memory(self, data: bytes = b"more") -> None:

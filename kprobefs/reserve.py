@@ -26,6 +26,8 @@ _M_ARENA_MAX = -8
 
 ENDING = (b"", b"0", b"nop")
 """Whole writes that take something away: clear, disable."""
+ENDING_LINE, ENDING_WORD = b"-:", b"!"
+"""What a line begins with that does so, or each of its words in front of a condition."""
 
 
 def share_heap() -> None:
@@ -121,7 +123,9 @@ class MemoryReserve:
 def _ends(line: bytes) -> bool:
     """Whether a line deletes an event, or takes functions, events or a trigger out of a list."""
     words = line.partition(b" if ")[0].split()
-    return line.startswith(b"-:") or (bool(words) and all(word.startswith(b"!") for word in words))
+    return line.startswith(ENDING_LINE) or (
+        bool(words) and all(word.startswith(ENDING_WORD) for word in words)
+    )
 
 
 def _map(size: int) -> mmap.mmap:

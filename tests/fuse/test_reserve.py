@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import mmap
+import re
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from emulated_kernel.errors import KernelError
+from emulated_kernel.vfs.core.client import Client
 from kprobefs import reserve as reserve_module
 from kprobefs.reserve import RESERVE, MemoryReserve
-from tests.fuse.harness import environment
+from tests.fuse.harness import ROOT, environment
 
 _STARVED = """
 import resource, time
@@ -43,6 +48,71 @@ resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 reserve.look()
 assert reserve.admits(b"1") and not reserve.is_scarce
 """
+
+
+class _Reached(Exception):
+    """The mount was asked."""
+
+
+class _Mount:
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        def reached(*_args: object) -> object:
+            raise _Reached
+
+        return (lambda _handle: False) if name == "reads_host" else reached
+
+
+def is_answered(adapter: Any, name: str, **given: object) -> bool:
+    """Whether an operation is done where the host has no memory, or ends in ENOMEM."""
+    operations = adapter._Operations(_Mount(), threading.Event())
+    operations.reserve.give_back()
+    values: dict[str, object] = {
+        "path": "/x",
+        "info": SimpleNamespace(fh=1, flags=0, lock_owner=1),
+        "data": b"more",
+        "length": 1,
+        "mode": 0,
+        "times": (1, 1),
+        **given,
+    }
+    method = getattr(operations, name)
+    try:
+        method(*(values.get(parameter, "/y") for parameter in inspect.signature(method).parameters))
+    except _Reached:
+        return True
+    except KernelError as error:
+        return error.errno != errno.ENOMEM
+    return True
+
+
+def test_the_page_says_what_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each operation of libfuse's is on one side, and each kind of write."""
+    adapter = pytest.importorskip("kprobefs.adapter")
+    monkeypatch.setattr(adapter, "_client", lambda: Client(1, 0, 0))
+    page = " ".join((ROOT / "docs/reliability.md").read_text().split())
+    said = re.search(r"what looks \(([^)]*)\) and what ends \((.*?)\) is answered", page)
+    assert said is not None
+    looking, ending, written = (
+        re.findall("`([^`]+)`", part) for part in (said[1], *said[2].split("`write`", 1))
+    )
+    operations = {
+        name
+        for name, found in vars(adapter._Operations).items()
+        if inspect.isfunction(found) and not name.startswith("_")
+    }
+    assert "`truncate` to 0" in said[2]
+    assert is_answered(adapter, "truncate", length=0)
+    answered = {name for name in operations if is_answered(adapter, name)} | {"truncate"}
+    assert answered == {*looking, *ending}
+    assert operations - answered >= {"create", "mkdir", "write", "symlink", "chmod"}
+    assert "of nothing" in said[2]
+    ends, line, condition, word = written[:-3], *written[-3:]
+    assert {b"", *map(str.encode, ends)} == {*reserve_module.ENDING}
+    assert (line.encode(), word.encode()) == (reserve_module.ENDING_LINE, reserve_module.ENDING_WORD)
+    for text in ("", *ends, f"{line}a\n{line}b", f"{word}a {word}b{condition}c == 1"):
+        assert is_answered(adapter, "write", data=text.encode()), text
+    for text in ("1", f"{line}a\np:b c", f"{word}a b", f"a{condition}{word}b", "function"):
+        assert not is_answered(adapter, "write", data=text.encode()), text
 
 
 def test_what_is_kept_is_there_when_nothing_else_is() -> None:
