@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
+from tests.endurance.late import PROGRAM
 from tests.endurance.looks import SLOWEST, WITHIN, look, read_each, soundly_serves, timed, told
 from tests.endurance.starved import starved
 from tests.endurance.state_kills import state_kills
@@ -30,12 +31,12 @@ READERS = 1000
 
 def operations(directory: Path, count: int, seconds: float, seed: int, slowest: float = SLOWEST) -> str:
     """Fuzzed operations of all kinds by three clients: results and errnos, nothing else, none late."""
-    with daemon(directory, program=REAL_PROGRAM, is_shared=True) as running:
+    with daemon(directory, program=PROGRAM, is_shared=True) as running:
         clients = [
             subprocess.Popen(
                 [
                     *(sys.executable, "-m", "tests.endurance.client", str(directory), f"{seed}:{number}"),
-                    *(str(count // CLIENTS), str(seconds)),
+                    *(str(count // CLIENTS), str(seconds), str(running.process.pid)),
                 ],
                 env=environment(),
                 stdout=subprocess.PIPE,
@@ -47,14 +48,17 @@ def operations(directory: Path, count: int, seconds: float, seed: int, slowest: 
         if any(client.returncode for client in clients):
             raise Violation(f"clients ended with {[client.returncode for client in clients]}")
         soundly_serves(running)
+        stacks = running.log
     answers: Counter[str] = Counter()
     late, request = 0.0, ""
+    reports: list[str] = []
     for output in outputs:
         report = json.loads(output)
         answers.update(report["answers"])
+        reports += report["late"]
         late, request = max((late, request), tuple(report["slowest"]))
     if late > slowest:
-        raise Violation(f"{request} took {late:.2f} s")
+        raise Violation("\n".join((f"{request} took {late:.2f} s", *reports, stacks)))
     kinds = {answer.rsplit(None, 1)[0] for answer in answers}
     return f"{answers.total()} operations of {len(kinds)} kinds, {late:.2f} s the slowest: {request}"
 

@@ -14,6 +14,7 @@ from contextlib import suppress
 from fcntl import F_GETFL, F_SETFL, LOCK_EX, LOCK_NB, LOCK_UN, fcntl, flock
 from random import Random
 
+from tests.endurance.late import LateRequests
 from tests.fuzz.fuzzer import kind_of
 from tests.fuzz.grammar import Mutator
 from tests.fuzz.rules import GRAMMAR, RULES, TOKENS
@@ -207,11 +208,17 @@ KINDS: dict[str, Callable[[Client], object]] = {
 
 
 def main() -> None:
-    """ROOT SEED COUNT SECONDS: a line of JSON with the answers by kind and errno, and the slowest."""
-    root, seed, count, seconds = sys.argv[1:]
+    """ROOT SEED COUNT SECONDS [DAEMON]: a line of JSON: answers by kind and errno, the slowest, late ones."""
+    root, seed, count, seconds, *daemon = sys.argv[1:]
     client = Client(root, seed)
+    client.began = time.monotonic()
+    late: list[str] = []
+    for pid in daemon:
+        watchdog = LateRequests(int(pid), lambda: client.began)
+        watchdog.start()
+        late = watchdog.reports
     client.run(int(count), float(seconds))
-    print(json.dumps({"answers": client.answers, "slowest": client.slowest}))
+    print(json.dumps({"answers": client.answers, "slowest": client.slowest, "late": late}))
 
 
 if __name__ == "__main__":

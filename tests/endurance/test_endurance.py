@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+import time
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
+from tests.endurance import late
 from tests.endurance.attacks import full_disk, kills, leap, operations, readers, traffic
 from tests.endurance.starved import starved
 from tests.fuse.conftest import directory, runtime
-from tests.fuse.harness import needs_fuse
+from tests.fuse.harness import environment, eventually, needs_fuse
 
 __all__ = ["directory", "runtime"]
 
@@ -20,6 +26,37 @@ PATIENT = 30.0
 
 def test_operations_of_all_kinds(directory: Path) -> None:
     assert "kinds" in operations(directory, 300, 0, 1, PATIENT)
+
+
+_WAITING = """
+import faulthandler, sys, time
+from tests.endurance.late import SIGNAL
+def stands_here():
+    print("ready", flush=True)
+    time.sleep(60)
+faulthandler.register(SIGNAL, all_threads=True)
+stands_here()
+"""
+
+
+def test_a_late_request_is_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, and the daemon's stacks are in its log."""
+    monkeypatch.setattr(late, "LATE", 0.3)
+    command = [sys.executable, "-c", _WAITING]
+    with subprocess.Popen(command, env=environment(), stdout=PIPE, stderr=PIPE, text=True) as daemon:
+        assert daemon.stdout is not None
+        assert daemon.stdout.readline() == "ready\n"
+        began = time.monotonic()
+        watchdog = late.LateRequests(daemon.pid, lambda: began)
+        watchdog.start()
+        eventually(lambda: watchdog.reports)
+        time.sleep(3 * late.BEAT)
+        daemon.terminate()
+        assert "in stands_here" in daemon.communicate()[1]
+    (report,) = watchdog.reports
+    assert re.match(
+        r"after 0\.\d+ s: the daemon has used 0\.\d+ s of the CPU, a sleep of 0\.1 s took", report
+    )
 
 
 def test_killed_daemons(directory: Path) -> None:
