@@ -60,10 +60,12 @@ LISTS = (
 """Files of words, which are added by writing them."""
 MODULE_FILTERS = ("set_ftrace_notrace", "set_ftrace_filter")
 """Those of them that take functions of one module."""
-SWITCHED_OFF = ("kprobes/enabled", "sysctl/debug/kprobes-optimization")
-"""Switches there that are on in a new mount."""
+ARMED = "kprobes/enabled"
+OPTIMIZATION = "sysctl/debug/kprobes-optimization"
+"""Both are on in a new mount."""
 STATS = "kprobes/stats"
-HELD = "held unoptimized by a write to its `optimized`"
+WISHES = ("enable", "optimized")
+"""Files that say what is so yet, not what they were asked for."""
 UNSWITCHED = {"pending", "gone"}
 """Modes of probes that nothing can be switched of."""
 STACK_TRACER = "sysctl/kernel/stack_tracer_enabled"
@@ -215,7 +217,7 @@ class Loader:
             if not any(_covers(each, value) for each in saved_triggers(self._read(path))):
                 self._write(path, value, column)
         # While the loader's own requests may be traced, it makes as few as it can.
-        elif parts[-1] == "enable" or value not in (text := self._read(path).strip(), _chosen(text)):
+        elif parts[-1] in WISHES or value not in (text := self._read(path).strip(), _chosen(text)):
             self._write(path, value, column)
 
     def _make(self, instance: str) -> None:
@@ -396,9 +398,7 @@ def saved(files: Files, probes: Iterable[ProbeState] | None = None) -> Iterator[
     arrays = {"": _Array(files, tracefs)}
     for instance in sorted(files.directories(f"{tracefs}instances")):
         arrays[f"instances/{_escaped(instance)}/"] = _Array(files, f"{tracefs}instances/{instance}/")
-    for name in SWITCHED_OFF:
-        if _content(files, name) == ["0"]:
-            yield f"{name} = 0"
+    yield from _switched_off(files, OPTIMIZATION)
     yield from arrays[""].lines("dynamic_events")
     for prefix, array in arrays.items():
         yield from (f"{prefix}{line}" for line in array.settings())
@@ -409,6 +409,13 @@ def saved(files: Files, probes: Iterable[ProbeState] | None = None) -> Iterator[
     for value in _content(files, STACK_TRACER):
         if value != "0":
             yield f"{STACK_TRACER} = {value}"
+    # Linux: a probe that is enabled while all are disarmed isn't armed with them later.
+    yield from _switched_off(files, ARMED)
+
+
+def _switched_off(files: Files, name: str) -> Iterator[str]:
+    if _content(files, name) == ["0"]:
+        yield f"{name} = 0"
 
 
 @dataclass(frozen=True)
@@ -491,8 +498,8 @@ def _single_probes(
         lines = []
         if probe["enabled"] != is_wanted:
             lines.append(f"{STATS}/{event}/enabled = {not is_wanted:d}")
-        if HELD in str(probe["reason"]):
-            lines.append(f"{STATS}/{event}/optimized = 0")
+        if asked := probe["asked"]:
+            lines.append(f"{STATS}/{event}/optimized = {asked}")
         if UNSWITCHED.isdisjoint(str(probe["mode"]).split("\n")):
             yield from lines
 
@@ -505,7 +512,7 @@ def _read_probes(files: Files) -> Iterator[ProbeState]:
             yield {
                 "event": f"{group}/{event}",
                 "enabled": _text(files, f"{name}/enabled") == "1\n",
-                "reason": _text(files, f"{name}/reason"),
+                "asked": _text(files, f"{name}/asked").strip(),
                 "mode": _text(files, f"{name}/mode"),
             }
 

@@ -29,6 +29,7 @@ from kprobefs.definitions import Line, Loader, saved
 from kprobefs.files import TreeFiles
 from kprobefs.state import KeptState
 
+RETURN_HOOK = "kprobes/return_hook"
 PLACE = "the kernel before this one"
 """Where lines that can't be loaded come from, in the kernel's log."""
 
@@ -62,6 +63,8 @@ class LivingKernel:
         self._state = state
         self._processes = watch()
         self._kernel = Kernel(config, self._processes)
+        self._return_hook = self._kernel.kretprobes.hooks.return_hook
+        """Of a new kernel."""
         is_restored = state is not None and self._restore(state)
         self.mount = self._kernel.mounted(self._files(self._kernel))
         if state is not None:
@@ -106,7 +109,11 @@ class LivingKernel:
         return len(data)
 
     def _definitions(self, kernel: Kernel) -> list[str]:
-        return [f"{line}\n" for line in saved(self._all_files(kernel), probe_states(kernel.parts))]
+        hook = kernel.kretprobes.hooks.return_hook
+        # It can't be chosen any more once a return probe is there.
+        chosen = [f"{RETURN_HOOK} = {hook}"] if hook != self._return_hook else []
+        lines = saved(self._all_files(kernel), probe_states(kernel.parts))
+        return [f"{line}\n" for line in (*chosen, *lines)]
 
     def _probes(self, kernel: Kernel) -> Iterator[str]:
         """An object of JSON for each probe event: what its files in kprobes/stats/ say, in one request."""

@@ -48,7 +48,7 @@ _UNKEPT_FILE = re.compile(
 )
 _UNKEPT = re.compile(r"tracing/instances/last(\.[^/]*)?(/|$)")
 _KEPT = re.compile(
-    r"tracing/|kprobe_events$|kprobes/(enabled|optimization)$|sysctl/|machine/modules$"
+    r"tracing/|kprobe_events$|kprobes/(enabled|optimization|return_hook)$|sysctl/|machine/modules$"
     r"|kprobes/stats/.*/(enabled|optimized)$"
 )
 _OF_LAST = re.compile(r"instances/last(\.[^/]*)?/")

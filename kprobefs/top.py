@@ -65,6 +65,7 @@ class Probe:
     rate: float | None = None
     """Hits a second since the last look; None where that isn't known."""
     cost: str = ""
+    asked: str = ""
 
     @property
     def directory(self) -> str:

@@ -378,6 +378,56 @@ def test_what_is_known_of_probes_is_what_their_files_say(living: LivingKernel) -
     ]
 
 
+def test_what_was_disarmed_is_armed_again_behind_a_reboot(living: LivingKernel) -> None:
+    user = User(living.mount)
+    user.write("/kprobes/return_hook", "instances\n")
+    behind = 5 if living._kernel.config.arch == "x86_64" else 8
+    user.write("/kprobe_events", f"p:reads vfs_read\np:inside vfs_read+{behind}\nr:ret vfs_read\n")
+    user.write("/tracing/events/kprobes/reads/enable", "1")
+    user.write("/tracing/events/kprobes/inside/trigger", "hist:keys=common_pid")
+    user.write("/tracing/events/kprobes/ret/enable", "1")
+    user.write("/kprobes/enabled", "0")
+    before = user.read("/machine/definitions")
+    user.reboot()
+    assert user.read("/machine/definitions") == before
+    assert before.endswith("kprobes/enabled = 0\n")
+    user.write("/kprobes/enabled", "1")
+    assert "[DISABLED]" not in user.read("/kprobes/list")
+    assert "[instances]" in user.read("/kprobes/return_hook")
+    file = living.mount.create(CLIENT, "/scratch/x", 0o600, os.O_RDWR)
+    living.mount.read(CLIENT, file, 1, 0)
+    counts = {line.split()[0]: int(line.split()[1]) for line in user.read("/kprobe_profile").splitlines()}
+    assert all(counts[event] for event in ("reads", "inside", "ret")), counts
+
+
+HIDES = ("/tracing/events/enable", "/kprobes/enabled", "/kprobes/optimization")
+
+
+@pytest.mark.parametrize("profile", ["linux-6.1", "djprobe-2007"])
+@pytest.mark.parametrize("hidden_by", ["", *HIDES])
+def test_a_jump_that_was_asked_for_or_kept_out_still_is(profile: str, hidden_by: str) -> None:
+    """Also while something else keeps it out, which is then what `optimized` and `reason` say."""
+    config = MachineConfig(profile=profile)
+    living = LivingKernel(config, RootLayout.FULL, Owner(0, 0))
+    user, asked = User(living.mount), "0" if profile == "linux-6.1" else "1"
+    user.write("/kprobe_events", "p:wanted ksys_read+0x5\np:other ksys_write+0x5\n")
+    user.write("/tracing/events/kprobes/enable", "1")
+    stats = "/kprobes/stats/kprobes"
+    user.write(f"{stats}/wanted/optimized", asked)
+    if hidden_by:
+        user.write(hidden_by, "0")
+    user.reboot()
+    assert (user.read(f"{stats}/wanted/asked"), user.read(f"{stats}/other/asked")) == (f"{asked}\n", "")
+    if hidden_by:
+        user.write(hidden_by, "1")
+    with living.mount.lock:
+        living._kernel.kprobes.optimizer.flush()
+    other = str(1 - int(asked))
+    assert user.read(f"{stats}/wanted/optimized") == f"{asked}\n"
+    assert user.read(f"{stats}/other/optimized") == f"{other}\n"
+    living.mount.close()
+
+
 @pytest.mark.parametrize("line", ["p:mine/k{} vfs_read+0x5", "r:mine/k{} vfs_read $retval"])
 def test_each_definition_is_work_for_one(line: str) -> None:
     """A reboot defines each again, and what that takes doesn't grow with the others."""

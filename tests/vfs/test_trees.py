@@ -20,7 +20,8 @@ from emulated_kernel.vfs.trees.layout import RootLayout
 from tests.vfs import oracle
 from tests.vfs.files import assert_errno, names, read, truncate, write
 
-STATS = ["hits", "nmissed", "mode", "enabled", "optimized", "reason", "address", "bytes", "detour", "cost"]
+STATS = ["hits", "nmissed", "mode", "enabled", "optimized", "asked"]
+STATS += ["reason", "address", "bytes", "detour", "cost"]
 EVENTS = "/tracing/events"
 BASE = "/kprobes/stats/kprobes/a"
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from emulated_kernel.arch.program.builder import HitWay
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
-from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.kprobes.kprobe import AggregatorProbe, Kprobe
 from emulated_kernel.kprobes.return_hook.hook import ReturnHook
 from emulated_kernel.parts import ProbedParts
 from emulated_kernel.trace.events.event import TraceEvent
@@ -92,6 +92,7 @@ class _EventStats:
             "mode": _text(self._mode),
             "enabled": _switch(self._is_enabled, self._set_enabled),
             "optimized": _switch(self._is_optimized, self._set_optimized),
+            "asked": _text(self._asked),
             "reason": _addressed(self._reason, owner),
             "address": _addressed(lambda: self._lines(self._address), owner),
             "bytes": _text(lambda: self._lines(self._bytes)),
@@ -108,6 +109,7 @@ class _EventStats:
     def state(self) -> ProbeState:
         return {
             "mode": self._mode(),
+            "asked": self._asked(),
             "enabled": self._is_enabled(),
             "optimized": self._is_optimized(),
             "hits": self._hits(),
@@ -155,6 +157,14 @@ class _EventStats:
         """Raises: KernelError EOPNOTSUPP where a probe can't be optimized."""
         for kprobe in self._registered():
             self._kprobes.set_optimized(kprobe, wanted)
+
+    def _asked(self) -> str:
+        """What was written to `optimized` and still counts: 0 holds, 1 made djprobes; empty where nothing."""
+        found = self._registered()
+        heads = [self._kprobes.table.valid(kprobe) for kprobe in found]
+        if any(isinstance(head, AggregatorProbe) and head.is_held for head in heads):
+            return "0"
+        return "1" if any(kprobe.length for kprobe in found) else ""
 
     def _hooks(self) -> list[ReturnHook]:
         """Of return probes."""
