@@ -27,7 +27,7 @@ from kprobefs.load import LoadingProcess
 from kprobefs.log_file import check_log, last_line, open_log
 from kprobefs.namespace import Companions
 from kprobefs.options import Builder, MountOptions
-from kprobefs.registry import Daemon, Registration, log_path
+from kprobefs.registry import Daemon, Registration, log_path, sweep
 from kprobefs.reserve import share_heap
 from kprobefs.sd_notify import sd_notify
 
@@ -333,6 +333,8 @@ class _Start:
         with os.fdopen(self._reader, "rb") as pipe:
             answer = pipe.read()
         if not answer:
+            # It may have been killed, by itself too.
+            sweep()
             raise Failure(self._bug("it ended without a word"))
         if answer != READY:
             raise Failure(answer[1:].decode(errors="surrogateescape"), Exit(answer[0]))

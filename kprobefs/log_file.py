@@ -6,7 +6,7 @@ import os
 import stat
 
 from kprobefs.failure import Failure
-from kprobefs.mount import our_mounts, resolve
+from kprobefs.mount import is_inside
 
 TAIL = 4096
 
@@ -22,10 +22,7 @@ def open_log(path: str, directory: str, *, anew: bool) -> int:
 
 
 def _open(path: str, directory: str, flags: int) -> int:
-    parent = f"{resolve(os.path.dirname(path) or '.')}/"
-    if any(
-        parent.startswith(f"{each}/") for each in (directory, *(point.directory for point in our_mounts()))
-    ):
+    if is_inside(os.path.dirname(path) or ".", directory):
         raise Failure(f"--log {path}: inside a mount point")
     flags |= os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:

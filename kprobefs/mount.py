@@ -121,6 +121,12 @@ def resolve(path: str) -> str:
     return found
 
 
+def is_inside(path: str, directory: str) -> bool:
+    """Whether a path lies in a mount of ours, or in the one to be on `directory`. Raises: Failure."""
+    found = resolve(path)
+    return any(_is_in(found, each) for each in (directory, *(point.directory for point in our_mounts())))
+
+
 def _is_in(path: str, directory: str) -> bool:
     return path == directory or path.startswith(f"{directory.rstrip('/')}/")
 

@@ -12,6 +12,7 @@ from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes import profile
 from emulated_kernel.limits import Limit, Limits, parse_limit
+from kprobefs import mount
 from kprobefs.failure import Exit, Failure, lack
 
 if TYPE_CHECKING:
@@ -145,12 +146,9 @@ def _is_linux(image: Path) -> bool:
 
 
 def check_state(options: MountOptions) -> None:
-    """Raises: Failure where the state would lie below the mount, whose daemon would wait for itself."""
-    if options.state is None:
-        return
-    state = os.path.realpath(options.state)
-    if os.path.commonpath((state, options.directory)) == options.directory:
-        raise Failure(f"--state {options.state}: has to be outside of the mount", Exit.USAGE)
+    """Raises: Failure where the state would lie in a mount of ours, whose daemon may wait for itself."""
+    if options.state is not None and mount.is_inside(options.state, options.directory):
+        raise Failure(f"--state {options.state}: inside a mount point", Exit.USAGE)
 
 
 def _state(options: MountOptions) -> KeptState | None:

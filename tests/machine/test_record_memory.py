@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
+import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -116,3 +119,19 @@ def test_a_file_that_only_some_could_be_moved_to(
         records.keep_in(more)
         assert bytes(records.view(pages, 5)) == b"pages"
         assert os.pread(more.fileno(), 5, records.kept_layout.pages(pages, 5)) == b"pages"
+
+
+def test_what_cant_be_mapped_changes_nothing() -> None:
+    """A socket says so as late as a file system does that has no shared mappings."""
+    with socket.socket() as refusing:
+        child = os.fork()
+        if child == 0:
+            # What is wrong here is a segmentation fault.
+            with mmap.mmap(-1, 4 * PAGE) as ram, suppress(BaseException):
+                ram[PAGE:] = bytes(range(256)) * (3 * PAGE // 256)
+                try:
+                    map_over(ram, PAGE, 2 * PAGE, refusing.fileno(), 0)
+                except OSError:
+                    os._exit(ram[PAGE:] != bytes(range(256)) * (3 * PAGE // 256))
+            os._exit(2)
+        assert os.waitpid(child, 0)[1] == 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,17 @@ from tests.endurance.state_kills import state_kills
 from tests.fuse.harness import REAL_PROGRAM, daemon, kprobefs, needs_fuse
 from tests.sample import fewer
 from tests.state.life import DEFINITIONS
+
+IN_A_LIFE = """
+import sys
+from tests.state.life import *
+run = Run(Path(sys.argv[1]))
+run.write("/kprobe_events", DEFINITIONS)
+run.write("/tracing/events/kprobes/enable", "1")
+run.hit(5)
+print(len(run.records("/tracing")) >= 5, run.kept())
+run.end()
+"""
 
 
 @pytest.fixture
@@ -92,8 +105,28 @@ def test_a_kernel_of_a_distribution_keeps_none(
 def test_no_state_below_its_own_mount(directory: Path, inside: str) -> None:
     found = kprobefs("mount", "--state", str(directory / inside), str(directory))
     assert found.returncode == Exit.USAGE
-    assert found.stderr.endswith(": has to be outside of the mount\n")
+    assert found.stderr.endswith(": inside a mount point\n")
     assert not list(directory.iterdir())
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_a_file_system_without_shared_mappings(directory: Path, place: Path) -> None:
+    """Such as our own scratch/, which is refused by its name; by another name it is as any."""
+    with daemon(directory, program=REAL_PROGRAM) as running:
+        inside = running.path("scratch", "state")
+        link = place.with_name("link")
+        link.symlink_to(running.path("scratch"))
+        for state in (inside, str(link / "state")):
+            found = kprobefs("mount", "--state", state, "--mkdir", str(place.with_name("other")))
+            assert (found.returncode, found.stderr) == (
+                Exit.USAGE,
+                f"kprobefs: --state {state}: inside a mount point\n",
+            )
+        found = subprocess.run(
+            [sys.executable, "-c", IN_A_LIFE, inside], capture_output=True, text=True, timeout=60, check=False
+        )
+        assert (found.stdout, found.returncode) == ("True kept no: No such device\n", 0), found.stderr
 
 
 def test_seeded_kills(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ import os
 
 from emulated_kernel.dataclass import dataclass
 
-_MAP_FIXED = 0x10
+_MREMAP_MAYMOVE = 1
+_MREMAP_FIXED = 2
 
 
 @dataclass(frozen=True)
@@ -59,20 +60,23 @@ def map_over(ram: mmap.mmap, start: int, size: int, descriptor: int, offset: int
     Hazard: a store to a page that the disk has no room for kills the process.
     Raises: OSError, with nothing changed.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    function = libc.mmap
-    function.restype = ctypes.c_void_p
-    function.argtypes = (
-        ctypes.c_void_p,
-        ctypes.c_size_t,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_long,
-    )
     address = ctypes.addressof(ctypes.c_char.from_buffer(ram)) + start
-    flags = mmap.MAP_SHARED | _MAP_FIXED
-    found = function(address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, offset)
-    if found != address:
+    # Hazard: what MAP_FIXED replaces is gone before the file system is asked, which may refuse.
+    prot = mmap.PROT_READ | mmap.PROT_WRITE
+    new = _call("mmap", None, size, prot, mmap.MAP_SHARED, descriptor, ctypes.c_long(offset))
+    try:
+        _call("mremap", new, size, size, _MREMAP_MAYMOVE | _MREMAP_FIXED, ctypes.c_void_p(address))
+    except OSError:
+        _call("munmap", new, size)
+        raise
+
+
+def _call(name: str, address: int | None, size: int, *further: object) -> int:
+    """A system call about a range of this process's memory. Raises: OSError."""
+    function = getattr(ctypes.CDLL(None, use_errno=True), name)
+    function.restype = ctypes.c_ssize_t
+    found: int = function(ctypes.c_void_p(address), ctypes.c_size_t(size), *further)
+    if found == -1:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
+    return found
