@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Sequence
+from dataclasses import field
 from typing import BinaryIO
 
 from emulated_kernel.dataclass import dataclass
@@ -15,11 +15,9 @@ from emulated_kernel.trace.array.past import PastNames, PastRecords
 from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.ring.buffer import RingBuffer
 from emulated_kernel.trace.ring.layout import CONTROL_SIZE, MIN_PAGES, memory_size
-from emulated_kernel.trace.ring.salvage import salvage
+from emulated_kernel.trace.ring.salvage import Unreadable, salvage
 from emulated_kernel.trace.text.cmdlines import KEPT_SIZE, SavedCmdlines
 from emulated_kernel.trace.trace_arrays import Tracing
-
-log = logging.getLogger("kprobefs")
 
 LAST = "last"
 """The instance with the records that the top directory had; that of another instance has its name behind."""
@@ -64,6 +62,8 @@ class LastRecords:
 
     arrays: dict[str, tuple[ArrayPlace, PastRecords]]
     torn: int = 0
+    damage: list[str] = field(default_factory=list)
+    """What of them was found damaged."""
 
     def __len__(self) -> int:
         return sum(len(past) for _, past in self.arrays.values())
@@ -119,16 +119,23 @@ class _Reader:
         """A CPU's own buffer and the snapshot's; an empty one where there is none that makes sense."""
         own: list[RingBuffer] = []
         aside: list[RingBuffer] = []
+        damage: list[str] = []
         for offset in place.controls:
             try:
                 at = self._layout.cells(cpu, offset, CONTROL_SIZE)
                 result = salvage(self._read(at, CONTROL_SIZE), self.pages)
             except ValueError as error:
-                log.warning("records of CPU %d in %s are lost: %s", cpu, place.name or "tracing", error)
+                found.torn += error.lost if isinstance(error, Unreadable) else 0
+                damage.append(str(error))
                 continue
             if result is not None:
                 found.torn += result.torn
+                damage += filter(None, [result.damage])
                 (aside if (result.is_aside and not aside) or own else own).append(result.buffer)
+        if not own and not damage:
+            damage.append("no buffer of its own")
+        if damage:
+            found.damage.append(f"CPU {cpu} of {place.name or 'tracing'}: {', '.join(damage)}")
         return own[0] if own else _empty(), aside[0] if aside else _empty()
 
 

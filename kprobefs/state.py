@@ -174,9 +174,9 @@ class KeptState(ChangeWatcher):
             self._set_aside(f"{path.name}: {getattr(error, 'strerror', None) or error}", path)
             return
         refused = last_records.show(kernel, found, cmdlines)
-        if refused:
-            why = ", ".join(f"instances/{name}: {reason}" for name, reason in refused.items())
-            self._set_aside(f"{path.name}: {why}", path)
+        why = [*found.damage, *(f"instances/{name}: {reason}" for name, reason in refused.items())]
+        if why:
+            self._set_aside(f"{path.name}: {', '.join(why)}", path)
         self._found = f"{len(found)} records, {found.torn} torn"
 
     def refuse(self, reason: Exception) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import filecmp
 import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from random import Random
 
@@ -14,9 +16,21 @@ import pytest
 
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.errors import WouldBlock
+from emulated_kernel.trace.ring.layout import (
+    BASE,
+    CONTROL_SIZE,
+    HEAD_SLOT,
+    NR_PAGES,
+    PARKED_PTR,
+    TAIL_ENTRIES,
+    TAIL_PAGE,
+    TAIL_SLOT,
+    WRITE_PTR,
+)
 from kprobefs import journal
+from kprobefs.last_records import array_places
 from kprobefs.state_directory import ATTEMPTS, Attempts
-from tests.sample import fewer
+from tests.sample import fewer, share
 from tests.state.life import CLIENT, CONFIG, Run, records_of, rewrite
 
 
@@ -106,6 +120,44 @@ def test_damaged_records(
             copied / "aside.records"
         ).exists()
     assert run.troubles() or "torn" in run.found()
+    run.end()
+    caplog.clear()
+
+
+@pytest.mark.parametrize("word", share((WRITE_PTR, BASE, NR_PAGES, TAIL_PAGE, TAIL_SLOT, HEAD_SLOT), 1, 3))
+def test_one_wrong_byte_of_the_records(
+    copied: Path, tmp_path: Path, word: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = Run(copied)
+    before.hit(20)
+    before.write("/tracing/tracing_on", "0")
+    layout = before.kernel.machine.records.kept_layout
+    top = array_places(before.kernel)[0]
+    wanted = before.records("/tracing")
+    before.die()
+    with records_of(copied).open("r+b") as file:
+        for cpu, control in product(range(CONFIG.cpus), top.controls):
+            at = layout.cells(cpu, control, CONTROL_SIZE)
+            file.seek(at)
+            words = memoryview(bytearray(file.read(CONTROL_SIZE))).cast("Q")
+            if words[TAIL_ENTRIES]:
+                words[word if word != WRITE_PTR or words[word] else PARKED_PTR] ^= 0x4000
+                file.seek(at)
+                file.write(words)
+    damaged = tmp_path / "damaged"
+    damaged.write_bytes(records_of(copied).read_bytes())
+    name = records_of(copied).name
+    run = Run(copied)
+    held, torn = run.records("/tracing/instances/last"), int(run.found().split()[2])
+    assert len(held) + torn >= len(wanted) >= 20
+    if word in (WRITE_PTR, TAIL_PAGE, TAIL_SLOT):
+        assert (held, torn) == (wanted, 0)
+    (trouble,) = run.troubles()
+    assert trouble.startswith(f"{name}: CPU ")
+    assert trouble.endswith(": set aside as aside.records")
+    assert trouble in caplog.text
+    assert filecmp.cmp(copied / "aside.records", damaged, shallow=False)
+    assert run.kept() == "kept yes"
     run.end()
     caplog.clear()
 

@@ -16,6 +16,7 @@ from emulated_kernel.dataclass import dataclass
 from emulated_kernel.trace.ring.layout import (
     ANCHOR_SLOT,
     ASIDE,
+    CHANGING,
     COMMIT_OVERRUN,
     CONTROL_SIZE,
     CONTROL_WORDS,
@@ -135,6 +136,7 @@ class RingBuffer(RingWriter):
             return False
         head = words[HEAD_SLOT]
         taken = table[SLOTS + head]
+        words[CHANGING] = 1
         self._clear_page(reader)
         # In this order: salvage.py can tell how far it came, if the process ends here.
         table[SLOTS + head] = reader
@@ -143,6 +145,7 @@ class RingBuffer(RingWriter):
         words[READ_STAMP] = table[self._page_word(taken)]
         words[HEAD_SLOT] = (head + 1) % count
         words[ANCHOR_SLOT] = (head - 1) % count
+        words[CHANGING] = 0
         if words[OVERRUN] != words[LAST_OVERRUN]:
             words[LOST_EVENTS] = words[OVERRUN] - words[LAST_OVERRUN]
             words[LAST_OVERRUN] = words[OVERRUN]
@@ -196,10 +199,12 @@ class RingBuffer(RingWriter):
                 image[at : at + _MISSED_COUNT_SIZE] = lost.to_bytes(_MISSED_COUNT_SIZE, "little")
             words[LOST_EVENTS] = 0
         image[:PAGE_HEADER_SIZE] = stamp.to_bytes(8, "little") + commit.to_bytes(8, "little")
+        words[CHANGING] = 1
         words[READ] += len(taken)
         words[READ_BYTES] += size
         words[READER_READ] = end
         words[READ_STAMP] = taken[-1] if taken else stamp
+        words[CHANGING] = 0
         return bytes(image)
 
     # -- control
@@ -278,6 +283,7 @@ class RingBuffer(RingWriter):
         """
         words = self._words
         anchor = words[ANCHOR_SLOT]
+        words[CHANGING] = 1
         words[HEAD_SLOT] = words[TAIL_SLOT] = anchor
         words[TAIL_PAGE] = self._table[SLOTS + anchor]
         self._clear_page(words[TAIL_PAGE])
@@ -286,6 +292,7 @@ class RingBuffer(RingWriter):
         for word in COUNTERS:
             words[word] = 0
         self._park(0)
+        words[CHANGING] = 0
 
     def resize(self, memory: RingMemory | memoryview, nr_pages: int) -> None:
         """Move into other pages, under the same control block or another, with `nr_pages` sub-buffers.

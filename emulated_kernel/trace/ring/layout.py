@@ -61,6 +61,7 @@ READ_BYTES = 20  # bytes consumed
 LAST_OVERRUN = 21  # `overrun` when the reader last took a sub-buffer
 LOST_EVENTS = 22  # events lost before the next one that the reader gets
 ASIDE = 23  # 1: the buffer of a snapshot, not of the trace array itself
+CHANGING = 24  # 1 while the host changes words that belong together
 COUNTERS = (WRITE_STAMP, *range(READ_STAMP, LOST_EVENTS + 1))
 """Words that a reset clears."""
 CONTROL_WORDS = 32

@@ -1,7 +1,8 @@
 """Ring buffers of a machine that ended at any moment: what is complete in them is brought into order.
 
 A record is complete when the write pointer is behind it; each buffer has at most one that isn't, for which
-the time or the count has gone on already. What the host was changing is told by pages, not by counters.
+the time or the count has gone on already. What the host was changing is told by pages, not by counters;
+where it was changing nothing, they are damaged if they disagree.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from emulated_kernel.trace.ring.buffer import RingBuffer
 from emulated_kernel.trace.ring.layout import (
     ASIDE,
     BASE,
+    CHANGING,
     DROPPED,
     ENTRIES,
     ENTRIES_BYTES,
@@ -54,6 +56,10 @@ from emulated_kernel.trace.ring.page import (
 )
 from emulated_kernel.trace.ring.trace_entry import TRACE_ENTRY
 
+MIN_SIZE = 4 + TRACE_ENTRY.size
+"""Bytes of the smallest event."""
+_LOST_LIMIT = 1 << 32
+"""Nobody has memory for so many records."""
 _COUNT_LIMIT = 1 << 62
 """No counter got so far."""
 
@@ -64,7 +70,9 @@ class Salvaged:
 
     buffer: RingBuffer
     torn: int
-    """Records that weren't complete, or pages that made no sense behind some record."""
+    """Records that weren't complete, or that the counters know of and no page has."""
+    damage: str
+    """What no end of a process leaves behind; "" where there is nothing of it."""
     is_aside: bool
     """It was a snapshot's."""
 
@@ -81,6 +89,15 @@ class _Walked:
     """There is nothing else."""
 
 
+class Unreadable(ValueError):
+    """That can't be a ring buffer."""
+
+    def __init__(self, message: str, lost: int) -> None:
+        """`lost`: records that its counters know of."""
+        super().__init__(message)
+        self.lost = lost
+
+
 class _Wreck:
     """A control block and its pages, as they were found."""
 
@@ -88,6 +105,9 @@ class _Wreck:
         self.control = memoryview(bytearray(control))
         self.words = words = self.control.cast("Q")
         self.count = count = words[NR_PAGES]
+        self.is_changing, words[CHANGING] = bool(words[CHANGING]), 0
+        self.is_odd = False
+        """Something here must not be so where the host was changing nothing."""
         if not MIN_PAGES <= count < 1 << 32:
             raise ValueError(f"a ring buffer of {count} pages")
         self.memory = memoryview(bytearray(read(words[BASE], memory_size(count))))
@@ -98,6 +118,7 @@ class _Wreck:
     def _repair_slots(self) -> None:
         words, count = self.words, self.count
         slots = self.table[SLOTS : SLOTS + count].tolist()
+        self._repair_tail(slots)
         if max(words[HEAD_SLOT], words[TAIL_SLOT]) >= count or words[TAIL_PAGE] > count:
             raise ValueError("a slot that isn't there")
         reader, head = words[READER_PAGE], words[HEAD_SLOT]
@@ -106,11 +127,36 @@ class _Wreck:
             # The reader was taking the head's page: it is in the ring already, and the other one not out yet.
             words[READER_PAGE], words[READER_READ] = missing.pop(), 0
             words[HEAD_SLOT] = (head + 1) % count
+            self.is_odd = True
         elif missing:
             raise ValueError("a page that is there twice")
         if words[TAIL_PAGE] != words[READER_PAGE]:
             # The tail was moving where this differs: it hasn't left its page.
-            words[TAIL_SLOT] = slots.index(words[TAIL_PAGE])
+            slot = slots.index(words[TAIL_PAGE])
+            self.is_odd |= slot != words[TAIL_SLOT]
+            words[TAIL_SLOT] = slot
+
+    def _repair_tail(self, slots: list[int]) -> None:
+        """Where the tail is stands there three times; while the host changes nothing, two must be right."""
+        words = self.words
+        # Where the page is full the pointer is behind it.
+        written = (self._pointer - 1 - words[BASE] - self._start) // PAGE_SIZE
+        if self.is_changing:
+            return
+        slot = words[TAIL_SLOT]
+        if written != words[TAIL_PAGE]:
+            self.is_odd = True
+            if written in (words[READER_PAGE], *slots[slot : slot + 1]):
+                words[TAIL_PAGE] = written
+        if slot >= self.count and written == words[TAIL_PAGE]:
+            self.is_odd = True
+            words[TAIL_SLOT] = (
+                slots.index(written) if written in slots else (words[HEAD_SLOT] - 1) % self.count
+            )
+
+    @property
+    def _pointer(self) -> int:
+        return self.words[WRITE_PTR] or self.words[PARKED_PTR]
 
     def header(self, page: int) -> int:
         """Position of a page, in bytes."""
@@ -126,10 +172,22 @@ class _Wreck:
         if page != words[TAIL_PAGE]:
             end = self.table[(self.header(page) >> 3) + 1] & COMMIT_MASK
             return end if end <= PAGE_DATA_SIZE else 0
-        pointer = words[WRITE_PTR] or words[PARKED_PTR]
-        end = pointer - words[BASE] - self.header(page) - PAGE_HEADER_SIZE
-        # Out of range where the tail was moving here: nothing is written yet.
-        return end if 0 <= end <= PAGE_DATA_SIZE else 0
+        end = self._pointer - words[BASE] - self.header(page) - PAGE_HEADER_SIZE
+        if 0 <= end <= PAGE_DATA_SIZE:
+            return end
+        # Where the tail was moving here nothing is written yet.
+        return 0 if self.is_changing else self._end_by_count(page)
+
+    def _end_by_count(self, page: int) -> int:
+        """Where as many events of a page end as were counted, if the write pointer doesn't say it."""
+        low, high = 0, PAGE_DATA_SIZE
+        while low < high:
+            middle = (low + high) // 8 * 4
+            if self.walk(page, 0, middle, 0).count < self.words[TAIL_ENTRIES]:
+                low = middle + 4
+            else:
+                high = middle
+        return high
 
     def unread(self) -> list[int]:
         """Pages of the ring that were written and not read, oldest first."""
@@ -171,35 +229,50 @@ class _Wreck:
 def salvage(control: bytes, read: Callable[[int, int], bytes]) -> Salvaged | None:
     """The buffer of a control block; None where that has none. `read` gives pages by address.
 
-    Raises: ValueError: that can't be a ring buffer; what `read` raises.
+    Raises: Unreadable; OSError, as `read` does.
     """
-    if not int.from_bytes(control[NR_PAGES * 8 : NR_PAGES * 8 + 8], "little"):
+    found = memoryview(control).cast("Q")
+    if not any(found[:ASIDE]):
         return None
-    wreck = _Wreck(control, read)
+    expected = found[ENTRIES] + found[TAIL_ENTRIES] - found[OVERRUN] - found[READ]
+    try:
+        wreck = _Wreck(control, read)
+    except ValueError as error:
+        raise Unreadable(str(error), expected if 0 <= expected < _LOST_LIMIT else 0) from error
     words, reader, tail_page = wreck.words, wreck.words[READER_PAGE], wreck.words[TAIL_PAGE]
     consumed = wreck.walk(reader, 0, min(words[READER_READ], wreck.end(reader)), wreck.stamp(reader))
     words[READER_READ], words[READ_STAMP] = consumed.end, consumed.stamp
     torn = unread = size = 0
+    is_damaged = wreck.is_odd
     for page in (reader, *wreck.unread()):
         offset = consumed.end if page == reader else 0
         stamp = consumed.stamp if page == reader else wreck.stamp(page)
         walked = wreck.walk(page, offset, wreck.end(page), stamp)
+        complete = walked.count + (consumed.count if page == reader else 0)
         torn += not walked.is_whole
+        is_damaged |= page != tail_page and complete != wreck.table[SLOTS + wreck.count + page]
         unread, size = unread + walked.count, size + walked.end - offset
         wreck.table[SLOTS + wreck.count + page] = walked.count
         if page != tail_page:
             wreck.table[(wreck.header(page) >> 3) + 1] = walked.end
             continue
         if walked.is_whole and walked.end:
-            complete = walked.count + (consumed.count if page == reader else 0)
             torn += words[TAIL_ENTRIES] > complete or words[WRITE_STAMP] > walked.stamp
         words[WRITE_PTR] = 0
         words[PARKED_PTR] = words[BASE] + wreck.header(page) + PAGE_HEADER_SIZE + walked.end
         words[TAIL_ENTRIES] = walked.count
         words[WRITE_STAMP] = walked.stamp
     _count(wreck, unread, size)
+    missing = expected - unread
+    if torn > 1 or missing > torn or missing < -1:
+        is_damaged = True
+    damage = ""
+    if is_damaged and not wreck.is_changing:
+        is_told = 0 < missing <= (wreck.count + 1) * PAGE_DATA_SIZE // MIN_SIZE
+        torn = max(torn, missing) if is_told else torn
+        damage = f"records missing: {missing}" if is_told else "counters and pages disagree"
     pages = RingMemory(wreck.memory, words[BASE], wreck.control)
-    return Salvaged(RingBuffer.over(pages, wreck.count), torn, bool(words[ASIDE]))
+    return Salvaged(RingBuffer.over(pages, wreck.count), torn, damage, bool(words[ASIDE]))
 
 
 def _count(wreck: _Wreck, unread: int, size: int) -> None:

@@ -13,6 +13,7 @@ from emulated_kernel.abi import PAGE_SIZE
 from emulated_kernel.trace.ring.layout import (
     ASIDE,
     BASE,
+    CHANGING,
     CONTROL_SIZE,
     CONTROL_WORDS,
     DROPPED,
@@ -227,10 +228,11 @@ class RingWriter:
         # A tail on the reader page means that the ring is empty: its head can be written at once.
         full = slot == head and page != words[READER_PAGE]
         self._pad_tail()
+        if full and not words[FLAGS] & _OVERWRITE:
+            words[DROPPED] += 1
+            return False
+        words[CHANGING] = 1
         if full:
-            if not words[FLAGS] & _OVERWRITE:
-                words[DROPPED] += 1
-                return False
             words[HEAD_SLOT] = (head + 1) % count
         self._leave_tail()
         if full:
@@ -239,6 +241,7 @@ class RingWriter:
         words[TAIL_SLOT] = slot
         words[TAIL_PAGE] = target
         self._park(0)
+        words[CHANGING] = 0
         return True
 
     def _pad_tail(self) -> None:

@@ -10,16 +10,18 @@ import pytest
 
 from emulated_kernel.trace.ring.buffer import RingBuffer
 from emulated_kernel.trace.ring.layout import (
+    CHANGING,
     CONTROL_SIZE,
     PARKED_PTR,
     TAIL_ENTRIES,
+    TAIL_PAGE,
     WRITE_PTR,
     WRITE_STAMP,
     RingMemory,
     memory_size,
 )
-from emulated_kernel.trace.ring.salvage import Salvaged, salvage
-from tests.sample import fewer
+from emulated_kernel.trace.ring.salvage import Salvaged, Unreadable, salvage
+from tests.sample import fewer, share
 
 BASE = 0x7000
 Events = list[tuple[int, bytes]]
@@ -94,8 +96,10 @@ def steps(ring: Watched, seed: int) -> None:
         payload = number.to_bytes(8, "little") + bytes(rng.choice((0, 8, 200, 900)))
         if rng.random() < 0.7:
             ring.write(payload, now)
-        elif before:
+        elif before and rng.random() < 0.9:
             ring.consume()
+        elif before:
+            ring.read_page()
         after: Events = list(ring)
         for image in ring.images:
             check(found(image), before, after)
@@ -105,6 +109,7 @@ def steps(ring: Watched, seed: int) -> None:
 def check(result: Salvaged, before: Events, after: Events) -> None:
     held = list(result.buffer)
     assert result.torn <= 1
+    assert not result.damage
     assert [event for event in before if event in after and event not in held] == []
     assert [event for event in held if event not in before and event not in after] == []
     assert held == sorted(held)
@@ -145,3 +150,56 @@ def test_a_torn_record_is_counted(word: int, change: int, lost: int) -> None:
     result = found((bytes(words), pages))
     assert result.torn == 1
     assert list(result.buffer) == events[: len(events) - lost]
+
+
+def whole() -> tuple[bytes, bytes, Events]:
+    """The image of a buffer that nobody is changing: some pages are full, one was read in part."""
+    ring = buffer(4)
+    for number in range(60):
+        ring.write(number.to_bytes(8, "little") + bytes(240), 1000 + number)
+    for _ in range(3):
+        ring.consume()
+    assert ring.dirty_pages >= 2
+    return *image_of(ring.images_of), list(ring)
+
+
+def known(control: bytes, pages: bytes) -> tuple[Events, int, str]:
+    """Records, how many are known to be lost, and what is told of damage."""
+
+    def read(address: int, size: int) -> bytes:
+        if address != BASE or size > len(pages):
+            raise ValueError("no pages there")
+        return pages[:size]
+
+    try:
+        result = salvage(control, read)
+    except Unreadable as error:
+        return [], error.lost, str(error)
+    assert result is not None
+    return list(result.buffer), result.torn, result.damage
+
+
+@pytest.mark.parametrize("bit", share(range(8), 1, 3))
+@pytest.mark.parametrize("where", ["control", "pages"])
+def test_no_record_is_lost_without_a_word(where: str, bit: int) -> None:
+    """Any one bit of a buffer that is wrong."""
+    control, pages, events = whole()
+    size = CHANGING * 8 if where == "control" else len(pages)
+    for at in range(0, size, 1 if where == "control" else 3):
+        damaged = [bytearray(control), bytearray(pages)]
+        damaged[where == "pages"][at] ^= 1 << bit
+        held, torn, damage = known(bytes(damaged[0]), bytes(damaged[1]))
+        lost = len(events) - len(held)
+        assert torn >= lost, (at, lost, torn, damage)
+        assert damage or lost <= 1, (at, lost, torn)
+
+
+@pytest.mark.parametrize("word", [WRITE_PTR, TAIL_PAGE])
+def test_what_is_complete_stays_readable(word: int) -> None:
+    """Where the tail is stands there more than once."""
+    control, pages, events = whole()
+    words = memoryview(bytearray(control)).cast("Q")
+    words[word] ^= 1 << 40 if word == WRITE_PTR else 1
+    held, torn, damage = known(bytes(words), pages)
+    assert ([record for _, record in held], torn) == ([record for _, record in events], 0)
+    assert damage == "counters and pages disagree"
