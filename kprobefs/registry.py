@@ -58,9 +58,13 @@ class Daemon:
 
 def process_of(pid: int) -> Process:
     """The process that has this pid now. Raises: OSError."""
-    fields = _fields(pid)
     executable = os.stat(f"/proc/{pid}/exe")
-    return Process(pid, int(fields[START_TIME]), (executable.st_dev, executable.st_ino))
+    return Process(pid, start_time(pid), (executable.st_dev, executable.st_ino))
+
+
+def start_time(pid: int) -> int:
+    """Clock ticks from the host's boot to its start. Raises: OSError."""
+    return int(_fields(pid)[START_TIME])
 
 
 def parent_of(pid: int) -> int:

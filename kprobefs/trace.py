@@ -17,11 +17,15 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from kprobefs import terminal
 from kprobefs.failure import Exit, Failure, shown
+from kprobefs.registry import start_time
 
 if TYPE_CHECKING:
     from kprobefs.files import Files
 
 PROBE = re.compile(r"(?P<kind>[pr]\d*|f\d*):(?P<place>\S+)(?P<arguments>(?:\s.*)?)$")
+NAME = re.compile(r"trace_(?P<pid>\d{1,9})_(?P<started>[0-9a-f]{1,16})_(?P<namespace>[0-9a-f]{1,16})")
+"""Of instances and groups."""
+PID_NAMESPACE = "/proc/self/ns/pid"
 EVENT = re.compile(r"t:(?P<group>\w+)[:/](?P<event>\w+)$")
 LINE = re.compile(
     r"\s*(?P<comm>.*)-(?P<pid>\d+)\s+(?:\(\s*\S+\)\s+)?\[(?P<cpu>\d+)\]\s+(?P<flags>\S+)\s+"
@@ -61,7 +65,7 @@ class OneLiner:
 
     def __init__(self, probes: Sequence[str], filter_text: str, output: TextIO, *, as_json: bool) -> None:
         """Raises: Failure: wrong usage."""
-        self._name = f"trace_{os.getpid()}"
+        self._name = own_name()
         self._definitions, self._events = named(probes, self._name)
         self._filter = filter_text
         self._output = output
@@ -81,6 +85,7 @@ class OneLiner:
         tracefs = Path(directory, files.tracefs())
         instance, scratch = tracefs / "instances" / self._name, Path(directory, "scratch")
         with _copies(command, scratch) if scratch.is_dir() else nullcontext(os.getcwd()) as place:
+            sweep(files, tracefs)
             try:
                 instance.mkdir()
                 self._define(files)
@@ -167,15 +172,53 @@ class OneLiner:
         return text.replace(f" {found['event']}: ", f" \033[36m{found['event']}\033[0m: ", 1)
 
     def _remove(self, tracefs: Path, instance: Path) -> None:
-        with suppress(OSError):
-            instance.rmdir()
-        for definition in self._definitions:
+        _remove(tracefs, instance, [each.split()[0].partition(":")[2] for each in self._definitions])
+
+
+def own_name() -> str:
+    """Of this process's instance and group: its pid, when it started, and the pid namespace that knows it."""
+    pid = os.getpid()
+    return f"trace_{pid}_{start_time(pid):x}_{os.stat(PID_NAMESPACE).st_ino:x}"
+
+
+def sweep(files: Files, tracefs: Path) -> None:
+    """Remove what one-liners that were killed have left on a mount; others may be at it too."""
+    with suppress(OSError):
+        root = files.tracefs()
+        groups = files.directories(f"{root}events")
+        for name in filter(_is_dead, {*groups, *files.directories(f"{root}instances")}):
             with suppress(OSError):
-                descriptor = os.open(tracefs / "dynamic_events", os.O_WRONLY | os.O_APPEND)
-                try:
-                    os.write(descriptor, f"-:{definition.split()[0].partition(':')[2]}\n".encode())
-                finally:
-                    os.close(descriptor)
+                events = files.directories(f"{root}events/{name}") if name in groups else []
+                _remove(tracefs, tracefs / "instances" / name, [f"{name}/{event}" for event in events])
+
+
+def _is_dead(name: str) -> bool:
+    """Whether it is of a process of this pid namespace that is no more."""
+    found = NAME.fullmatch(name)
+    if found is None or int(found["namespace"], 16) != os.stat(PID_NAMESPACE).st_ino:
+        return False
+    try:
+        os.kill(int(found["pid"]), 0)
+    except ProcessLookupError:
+        return True
+    # Another user's lives, and may hide when it started.
+    except OSError:
+        pass
+    with suppress(OSError, IndexError):
+        return start_time(int(found["pid"])) != int(found["started"], 16)
+    return False
+
+
+def _remove(tracefs: Path, instance: Path, events: Sequence[str]) -> None:
+    with suppress(OSError):
+        instance.rmdir()
+    for event in events:
+        with suppress(OSError):
+            descriptor = os.open(tracefs / "dynamic_events", os.O_WRONLY | os.O_APPEND)
+            try:
+                os.write(descriptor, f"-:{event}\n".encode())
+            finally:
+                os.close(descriptor)
 
 
 def record(line: str) -> dict[str, object]:

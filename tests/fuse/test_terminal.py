@@ -31,7 +31,7 @@ from kprobefs.mount import MountState, our_mounts
 from kprobefs.registry import Daemon as Record
 from kprobefs.status_table import print_table
 from kprobefs.top import BACK, SORTS, Probe, Probes, View, marked_bytes, picture, plain
-from tests.fuse.harness import PATIENCE, REAL_PROGRAM, daemon, environment, kprobefs, needs_fuse
+from tests.fuse.harness import PATIENCE, REAL_PROGRAM, daemon, environment, eventually, kprobefs, needs_fuse
 
 PROBE = {"mode": "optimized", "enabled": True, "optimized": True, "hits": 10, "nmissed": 1, "reason": ""}
 TRACED = ("trace", "p:vfs_read count=$arg3", "-f", "count == 131072")
@@ -419,6 +419,45 @@ class TestTrace:
             ]
             assert Path(running.path("tracing/dynamic_events")).read_text() == "p:kprobes/mine vfs_write\n"
             assert os.listdir(running.path("tracing/instances")) == []
+
+    def test_what_a_killed_one_has_left_goes(self, directory: Path) -> None:
+        """But not what one that lives has, or one of another pid namespace."""
+        command = ("trace", "p:vfs_read", "r:vfs_write", "-m", str(directory), "--")
+        with daemon(directory, program=REAL_PROGRAM) as running:
+            tracing = Path(running.path("tracing"))
+
+            def left() -> set[str]:
+                groups = {each.name for each in (tracing / "events").glob("trace_*")}
+                assert groups == {each.name for each in (tracing / "instances").iterdir()}
+                return groups
+
+            def begin() -> subprocess.Popen[bytes]:
+                process = subprocess.Popen(
+                    [*REAL_PROGRAM, *command, "sleep", "60"], env=environment(), stdout=subprocess.DEVNULL
+                )
+                enables = f"instances/trace_{process.pid}_*/events/trace_{process.pid}_*/vfs_write/enable"
+                eventually(lambda: [each.read_text() for each in tracing.glob(enables)] == ["1\n"])
+                return process
+
+            killed, living = begin(), begin()
+            killed.kill()
+            killed.wait()
+            mine, theirs = (
+                next(name for name in left() if name.startswith(f"trace_{it.pid}_"))
+                for it in (killed, living)
+            )
+            _, pid, started, namespace = theirs.split("_")
+            reused, foreign = f"trace_{pid}_{int(started, 16) + 1:x}_{namespace}", f"{mine}0"
+            for name in (reused, foreign):
+                (tracing / "instances" / name).mkdir()
+                with (tracing / "dynamic_events").open("a") as file:
+                    file.write(f"p:{name}/vfs_read vfs_read\n")
+            assert left() == {mine, theirs, reused, foreign}
+            assert kprobefs(*command, "true", program=REAL_PROGRAM).returncode == 0
+            assert left() == {theirs, foreign}
+            living.terminate()
+            living.wait()
+            assert left() == {foreign}
 
 
 NAMED = ("-c", r"import ctypes; ctypes.CDLL(None).prctl(15, b'\x1b[2J'); open('f').read()")
