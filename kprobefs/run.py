@@ -62,6 +62,12 @@ def mounted(options: MountOptions, build: Builder) -> Iterator[Path]:
     """A temporary directory, with a mount in its `mnt`; both go at the end. Raises: Failure."""
     base = Path(os.path.realpath(tempfile.mkdtemp(prefix="kprobefs-")))
 
+    session = os.getsid(0)
+
+    def orphaned() -> None:
+        signal_left(f"{base}/mnt", session, signal.SIGHUP)
+        remove()
+
     def remove() -> None:
         if mount.mounted_on(f"{base}/mnt") is None:
             shutil.rmtree(base, ignore_errors=True)
@@ -73,7 +79,7 @@ def mounted(options: MountOptions, build: Builder) -> Iterator[Path]:
         directory.mkdir()
         try:
             served = replace(options, directory=str(directory))
-            child = daemon.start_as_child(served, build, remove)
+            child = daemon.start_as_child(served, build, orphaned)
         except Failure as failure:
             raise Failure(str(failure), Exit.RUN_FAILED) from failure
         try:
@@ -105,6 +111,8 @@ class _Runner:
         self._command = list(command)
         self._process: subprocess.Popen[bytes] | None = None
         self._pending = 0
+        self._passed: signal.Signals | None = None
+        """The latest that was passed on."""
         self._stdout = stdout
         self.environment: dict[str, str] = {}
         """What is added to the command's."""
@@ -134,6 +142,8 @@ class _Runner:
         if self._pending:
             self._pass_on(self._pending)
         status = self._process.wait()
+        if self._passed:
+            signal_left(directory, os.getsid(0), self._passed)
         return 128 - status if status < 0 else status
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -147,7 +157,27 @@ class _Runner:
     def _pass_on(self, number: int) -> None:
         # A terminal has sent its interrupt to the command too.
         if self._process is not None and (number != signal.SIGINT or not _in_foreground()):
+            self._passed = signal.Signals(number)
             self._process.send_signal(number)
+
+
+def signal_left(directory: str, session: int, number: signal.Signals) -> None:
+    """Signal what a command has started and left: all with this mount in its environment, in this session.
+
+    What made a session of its own is to outlive the command. Stopped ones go on, as behind a hangup.
+    """
+    mark = os.fsencode(f"KPROBEFS={directory}")
+    for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
+        with suppress(OSError):
+            descriptor = os.pidfd_open(pid)
+            try:
+                # What is read now is of the process that the descriptor holds, or of none.
+                environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                if pid != os.getpid() and os.getsid(pid) == session and mark in environment:
+                    signal.pidfd_send_signal(descriptor, number)
+                    signal.pidfd_send_signal(descriptor, signal.SIGCONT)
+            finally:
+                os.close(descriptor)
 
 
 def _end_with_parent() -> None:

@@ -220,6 +220,33 @@ def test_killing_the_runner_ends_its_command_and_removes_its_directory() -> None
     eventually(lambda: not Path(path).parent.exists(), "its directory is still there")
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+def test_what_the_command_has_started_ends_with_it(number: signal.Signals) -> None:
+    """But for what is to outlive it, and for others' processes."""
+    started = "sleep 60 & c=$!; setsid sleep 61 & s=$!; env -u KPROBEFS sleep 62 & o=$!"
+    # A job of an interactive shell has a process group of its own.
+    script = f"{started}; set -m; sleep 63 & echo $$ $c $! $s $o $KPROBEFS; wait"
+    process = subprocess.Popen(
+        [*PROGRAM, "run", "--", "bash", "-c", script], env=environment(), stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    *pids, path = process.stdout.readline().split()
+    shell, child, job, session, others = map(int, pids)
+    try:
+        eventually(lambda: os.getsid(session) == session)
+        eventually(lambda: Path(f"/proc/{others}/comm").read_text() == "sleep\n")
+        process.send_signal(number)
+        process.wait(PATIENCE)
+        for pid in (shell, child, job):
+            eventually(lambda pid=pid: not Path(f"/proc/{pid}").exists(), "it is still there")
+        eventually(lambda: not Path(path).parent.exists(), "the directory is still there")
+        assert Path(f"/proc/{others}").exists()
+    finally:
+        for pid in (session, others):
+            os.kill(pid, signal.SIGKILL)
+        process.stdout.close()
+
+
 @pytest.mark.parametrize(
     ("limit", "needed"),
     [
