@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -13,7 +14,7 @@ from emulated_kernel.config import MachineConfig
 from emulated_kernel.errors import KernelError
 from emulated_kernel.host.executive.executive import NSEC_PER_JIFFY
 from emulated_kernel.kernel import Kernel
-from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.kprobes.kprobe import Kprobe, Regs
 from emulated_kernel.machine.guest_info import TaskInfo
 from tests.ledger import ledger_mismatches
 
@@ -22,6 +23,9 @@ ARCHITECTURES = ("x86_64", "i386")
 FOR_EVER = 1 << 28
 MAX_PREEMPTIONS = 500
 CLIENTS = range(5000, 5003)
+FIRST_ARGUMENT = {"x86_64": "di", "i386": "ax"}
+BUDGET, SHORT = 5, 0.1
+"""Seconds of a run."""
 
 
 class Freezing:
@@ -108,8 +112,17 @@ class Freezing:
 
 
 @pytest.fixture(params=ARCHITECTURES)
+def undisturbed(request: pytest.FixtureRequest) -> Iterator[Freezing]:
+    """Runs aren't cut into pieces, so that one which doesn't end is over its budget."""
+    config = MachineConfig(arch=request.param, run_budget=BUDGET, profile="djprobe-2007-preempt")
+    with Kernel(config) as kernel:
+        yield Freezing(kernel)
+        assert ledger_mismatches(kernel.machine.text) == []
+
+
+@pytest.fixture(params=ARCHITECTURES)
 def freezing(request: pytest.FixtureRequest) -> Iterator[Freezing]:
-    config = MachineConfig(arch=request.param, quantum=20, run_budget=5, profile="djprobe-2007-preempt")
+    config = MachineConfig(arch=request.param, quantum=20, run_budget=BUDGET, profile="djprobe-2007-preempt")
     with Kernel(config) as kernel:
         yield Freezing(kernel)
         assert ledger_mismatches(kernel.machine.text) == []
@@ -174,32 +187,54 @@ def test_a_call_of_the_freezer_leaves_nobody_frozen(freezing: Freezing) -> None:
     assert not any(freezing.flags(task) & PF_FROZEN for task in kernel.guest.kernel.tasks())
 
 
+def crash(kernel: Kernel, regs: Regs) -> None:
+    """The task oopses."""
+    del kernel
+    regs.ip = 0
+
+
+def hang(kernel: Kernel, regs: Regs) -> None:
+    """The task waits for what nobody gives back, with interrupts off, until its time is over."""
+    lookup = kernel.image.kallsyms.lookup_name
+    regs.ip = lookup("_raw_spin_lock_irqsave")
+    # A word that is never 0.
+    setattr(regs, FIRST_ARGUMENT[kernel.config.arch], lookup("nr_cpu_ids"))
+
+
+@pytest.mark.parametrize("stop", [crash, hang])
 @pytest.mark.parametrize("function", ["freeze_tasks", "thaw_processes"])
-def test_a_freezer_that_is_killed_leaves_nobody_frozen(freezing: Freezing, function: str) -> None:
-    """By what a probe's handler does on its way; the jumps are written unless it is killed before that."""
-    kernel = freezing.kernel
+def test_a_freezer_that_is_stopped_leaves_nobody_frozen(
+    undisturbed: Freezing, function: str, stop: Callable[[Kernel, Regs], None]
+) -> None:
+    """By what a probe's handler does on its way; the jumps are written unless that is before."""
+    freezing, kernel = undisturbed, undisturbed.kernel
     guest = kernel.guest
     with kernel.lock:
         client = guest.mirror.resident(CLIENTS[0], "client")
     kprobe = freezing.register(freezing.places[0])
     passed = 0
 
-    def crash(_kprobe: Kprobe, _regs: object) -> int:
+    def on_the_way(_kprobe: Kprobe, regs: Regs) -> int:
         nonlocal passed
         passed += 1
         if function == "freeze_tasks" and passed == 1:
             return 0
-        kernel.machine.regs.ip = 0
+        stop(kernel, regs)
         return 1
 
-    fatal = Kprobe(symbol_name=function, pre_handler=crash)
+    fatal = Kprobe(symbol_name=function, pre_handler=on_the_way)
     kernel.register_kprobe(fatal)
+    kernel.machine.run_budget = SHORT
     if function == "thaw_processes":
         kernel.commit_kprobes()
     else:
         with pytest.raises(KernelError) as caught:
             kernel.commit_kprobes()
         assert caught.value.errno == errno.EFAULT
+    assert passed == (2 if function == "freeze_tasks" else 1)
+    told = "\n".join(message.text for message in guest.messages())
+    assert ("BUG: soft lockup" if stop is hang else "Oops") in told
+    kernel.machine.run_budget = BUDGET
     kernel.unregister_kprobe(fatal)
     assert kernel.kprobes.mode(kprobe) == ("optimized" if function == "thaw_processes" else "int3")
     kernel.call("msleep", 1100)
@@ -208,6 +243,97 @@ def test_a_freezer_that_is_killed_leaves_nobody_frozen(freezing: Freezing, funct
         assert guest.syscalls.call(client, "getpid") == client.pid
     kernel.commit_kprobes()
     assert kernel.kprobes.mode(kprobe) == "optimized"
+
+
+def test_a_task_that_hangs_on_its_way_to_the_refrigerator(undisturbed: Freezing) -> None:
+    """It is killed when its time is over, and then all others are frozen."""
+    freezing, kernel = undisturbed, undisturbed.kernel
+    hanging = freezing.start("load_memory", FOR_EVER, "hanging")
+    kprobe = freezing.register(freezing.places[0])
+
+    def on_the_way(_kprobe: Kprobe, regs: Regs) -> int:
+        if kernel.guest.kernel.current_task() != hanging.addr:
+            return 0
+        hang(kernel, regs)
+        return 1
+
+    kernel.register_kprobe(freezing.time())
+    fatal = Kprobe(symbol_name="refrigerator", pre_handler=on_the_way)
+    kernel.register_kprobe(fatal)
+    kernel.machine.run_budget = SHORT
+    kernel.commit_kprobes()
+    assert kernel.kprobes.mode(kprobe) == "optimized"
+    told = "\n".join(message.text for message in kernel.guest.messages())
+    assert "BUG: soft lockup" in told
+    assert not any(task.pid == hanging.pid for task in kernel.guest.kernel.tasks())
+    assert not any(freezing.flags(task) & PF_FROZEN for task in kernel.guest.kernel.tasks())
+
+
+def rebooted(old: Kernel) -> Kernel:
+    """A kernel in its place, as power makes it."""
+    with old.lock:
+        new = Kernel(old.config, lock=old.lock)
+        new.succeed(old, lambda: None)
+        return new
+
+
+def committed_anew(kernel: Kernel) -> None:
+    """Nobody is frozen, and a commit freezes and writes."""
+    freezing = Freezing(kernel)
+    assert not any(freezing.flags(task) & PF_FROZEN for task in kernel.guest.kernel.tasks())
+    kprobe = freezing.register(freezing.places[0])
+    kernel.commit_kprobes()
+    assert kernel.kprobes.mode(kprobe) == "optimized"
+    with kernel.lock:
+        client = kernel.guest.mirror.resident(CLIENTS[0], "client")
+        assert kernel.guest.syscalls.call(client, "getpid") == client.pid
+
+
+def test_a_reboot_that_is_asked_for_while_all_are_frozen(undisturbed: Freezing) -> None:
+    """It waits for the commit's end."""
+    freezing, kernel = undisturbed, undisturbed.kernel
+    done: list[str] = []
+    new: list[Kernel] = []
+
+    def reboot() -> None:
+        new.append(rebooted(kernel))
+        done.append("reboot")
+
+    thread = threading.Thread(target=reboot)
+    seen = Kprobe(symbol_name="thaw_processes", pre_handler=lambda _kprobe, _regs: thread.start())
+    kernel.register_kprobe(seen)
+    kprobe = freezing.register(freezing.places[0])
+    with kernel.lock:
+        kernel.commit_kprobes()
+        done.append(kernel.kprobes.mode(kprobe))
+    thread.join(30)
+    assert done == ["optimized", "reboot"]
+    committed_anew(new[0])
+    new[0].close()
+
+
+def test_a_reboot_of_a_kernel_that_panicked_while_all_were_frozen(undisturbed: Freezing) -> None:
+    freezing, kernel = undisturbed, undisturbed.kernel
+
+    def panic(_kprobe: Kprobe, regs: Regs) -> int:
+        lookup = kernel.image.kallsyms.lookup_name
+        regs.ip, banner = lookup("panic"), lookup("linux_banner")
+        if kernel.config.arch == "i386":
+            # Behind the return address, as panic() takes any number.
+            kernel.machine.memory.write_u32(regs.sp + 4, banner)
+        else:
+            regs.di = banner
+        return 1
+
+    kernel.register_kprobe(Kprobe(symbol_name="thaw_processes", pre_handler=panic))
+    kprobe = freezing.register(freezing.places[0])
+    # The jumps are written by then.
+    kernel.commit_kprobes()
+    assert kernel.guest.is_dead
+    assert kernel.kprobes.mode(kprobe) == "optimized"
+    new = rebooted(kernel)
+    committed_anew(new)
+    new.close()
 
 
 def test_a_thread_that_does_not_freeze_and_was_preempted_in_the_region(freezing: Freezing) -> None:
