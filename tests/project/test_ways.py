@@ -33,7 +33,7 @@ WAYS = {
     "disarm 1": Limits(456, 51, 4),
     "disarm 100": Limits(4400, 58, 14),
 }
-LINES, PROTOCOLS, UNPLACED = 50_140, 11, 0
+LINES, PROTOCOLS, UNPLACED = 50_400, 11, 0
 
 
 @pytest.fixture(scope="module")
