@@ -71,9 +71,9 @@ class Files(ABC):
 
 
 def read_all(read: Callable[[int], bytes]) -> str:
-    """What a file gives by reads of READ_SIZE, until one gives less."""
-    data = part = read(READ_SIZE)
-    while len(part) == READ_SIZE and (part := read(READ_SIZE)):
+    """What a file gives by reads of READ_SIZE; one that gives less need not be the last."""
+    data = b""
+    while part := read(READ_SIZE):
         data += part
     return data.decode("utf-8", "surrogateescape")
 

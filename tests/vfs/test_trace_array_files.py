@@ -298,3 +298,13 @@ def test_only_instances_are_made_and_removed(tree: Filesystem) -> None:
     for path in ("/tracing/instances", "/tracing/instances/i/events", "/tracing/per_cpu/cpu0"):
         with assert_errno(errno.EPERM):
             tree.rmdir(ROOT, path)
+
+
+def test_commands_come_behind_the_note_of_no_functions(tree: Filesystem) -> None:
+    """The note is all of one read(2), as t_start() and t_next() have it; beside functions there is none."""
+    write(tree, "set_ftrace_filter", "vfs_read:traceoff:3\n")
+    file = opened(tree, "set_ftrace_filter")
+    note, command = "#### all functions enabled ####\n", "vfs_read:traceoff:count=3\n"
+    assert [file.read(4096, at).decode() for at in (0, len(note), len(note + command))] == [note, command, ""]
+    write(tree, "set_ftrace_filter", "vfs_open\n")
+    assert opened(tree, "set_ftrace_filter").read(4096, 0).decode() == f"vfs_open\n{command}"

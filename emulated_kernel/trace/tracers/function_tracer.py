@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from itertools import islice
 
 from emulated_kernel.trace.array.system import Tracer
 from emulated_kernel.trace.events.event_pids import EventPids, PidList
@@ -131,6 +132,13 @@ class FilterFile:
         yield from self._functions.records()
         if self._probes is not None:
             yield from self._probes.records()
+
+    def records_from(self, index: int) -> Iterator[str]:
+        """For one read(2); what says that no function is chosen has one of its own.
+
+        Mirrors: kernel/trace/ftrace.c:t_start, t_next, t_mod_start (v6.1).
+        """
+        return islice(self.records(), index, 1 if self._functions.is_empty and not index else None)
 
     def write(self, data: bytes) -> int:
         """One write(2): its first word, a pattern or PATTERN:COMMAND; bytes taken, which may be fewer.

@@ -13,6 +13,7 @@ from emulated_kernel.trace.events.array_events import EventPidsFile
 from emulated_kernel.trace.output.options import TraceOptions
 from emulated_kernel.trace.text.error_log import ErrorLog
 from emulated_kernel.trace.trace_arrays import TraceArrays, Tracing
+from emulated_kernel.trace.tracers.function_tracer import FilterFile
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.modes import DIRECTORY, OWNER_WRITE_ONLY, READ_ONLY, READ_WRITE, WRITE_ONLY
 from emulated_kernel.vfs.core.node import Directory, DynamicDirectory, Node, Objects
@@ -52,8 +53,8 @@ def trace_array_files(tracing: Tracing, *, instance: bool = False) -> dict[str, 
         "set_event": list_file(tracing.events),
         "set_event_notrace_pid": list_file(EventPidsFile(tracing.events, array.pids.untraced)),
         "set_event_pid": list_file(EventPidsFile(tracing.events, array.pids.traced)),
-        "set_ftrace_filter": list_file(functions.filter),
-        "set_ftrace_notrace": list_file(functions.notrace),
+        "set_ftrace_filter": filter_file(functions.filter),
+        "set_ftrace_notrace": filter_file(functions.notrace),
         "set_ftrace_notrace_pid": list_file(functions.untraced_pids),
         "set_ftrace_pid": list_file(functions.traced_pids),
     }
@@ -84,6 +85,11 @@ def instances_directory(arrays: TraceArrays) -> Directory:
 def list_file(lines: WrittenList) -> File:
     """A list in the order of its file; what is written adds to it."""
     return CommandFile(READ_WRITE, listing(lines.records), lines.write, lines.clear)
+
+
+def filter_file(functions: FilterFile) -> File:
+    """The functions that a tracer is for, or isn't, and what is done when one is called."""
+    return CommandFile(READ_WRITE, functions.records_from, functions.write, functions.clear)
 
 
 def _buffer_files(array: TraceArray) -> dict[str, Node]:

@@ -19,6 +19,8 @@ _FILES = (
 
 # A pattern of many functions would mean each kernel's own.
 _WIDE = re.compile(r"(?<!\w)[*?](?!\w)")
+# So would a number, which is that of a function in a kernel's own list.
+_NUMBER = re.compile(r"(?<![\w:])\d+(?!\w)")
 
 
 def _case(dice: Random, _number: int) -> Case:
@@ -26,7 +28,7 @@ def _case(dice: Random, _number: int) -> Case:
     path = dice.choice(_FILES)
     for _ in range(dice.choice((1, 2, 3))):
         # A last word without an end would be taken at the close, where nobody is told.
-        words = _WIDE.sub("xfs_", text(dice, "functions").rstrip()) + "\n"
+        words = _NUMBER.sub("xfs_", _WIDE.sub("xfs_", text(dice, "functions").rstrip())) + "\n"
         if "graph" in path and ":" in words:
             words = "vfs_open\n"
         steps += [dice.choice((append, append, truncate))(path, words), read(path)]
