@@ -29,24 +29,24 @@ class ControlLock:
         self._owner = 0
         """Identifier of the thread that holds it; 0: nobody. For assert_held() alone."""
         self._depth = 0
-        self._waiters: set[int] = set()
-        """Identifiers of threads that don't have it yet."""
+        self._waiters: set[object] = set()
+        """A token for each wait under way: who has been served and waits again is another."""
         self.turn = 0
         """Number of the latest entry from outside: what is bounded for one begins anew with the next."""
         self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
         """Around a wait beyond PATIENCE: who answers requests has another thread do so meanwhile."""
 
     def __enter__(self) -> Self:
-        thread = threading.get_ident()
         if not self._lock.acquire(blocking=False):
-            self._waiters.add(thread)
+            wait = object()
+            self._waiters.add(wait)
             try:
                 if not self._lock.acquire(timeout=PATIENCE):
                     with self.waiting():
                         self._lock.acquire()
             finally:
-                self._waiters.discard(thread)
-        self._owner = thread
+                self._waiters.discard(wait)
+        self._owner = threading.get_ident()
         self.turn += not self._depth
         self._depth += 1
         return self

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Callable, Iterator
-from threading import Thread
+from threading import Event, Semaphore, Thread
 
 import pytest
 
+from emulated_kernel import lock as locks
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
@@ -162,14 +164,70 @@ def test_a_reboot_meanwhile_ends_it(between: Between, probed: bool) -> None:
     living._kernel.close()
 
 
-def test_no_other_waits_for_all_of_it(kernel: Kernel) -> None:
-    mount, text = kernel.mount(), "".join(map(LINE.format, range(2700))).encode()
-    taken: list[int] = []
-    writer = Thread(target=lambda: taken.append(write(mount, "/kprobe_events", text[:131_000], WRITER)))
-    writer.start()
-    counts = []
-    while writer.is_alive():
-        counts.append(read(mount, "/kprobe_events").count("long/"))
-    writer.join()
-    assert taken == [131_000]
-    assert len({count for count in counts if 0 < count < 2000}) > 5, counts
+def await_waiter(lock: ControlLock) -> None:
+    while not lock._waiters:
+        time.sleep(0.001)
+
+
+def test_each_waits_for_one_piece(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lock is given away behind each piece to who came while that was done."""
+    events = kernel.tracing.kprobe_events
+    execute, go = events.write, Semaphore(0)
+    counts: list[int] = []
+    pieces = 0
+
+    def execute_while_another_waits(data: bytes) -> int:
+        nonlocal pieces
+        taken = execute(data)
+        pieces += 1
+        go.release()
+        await_waiter(mount.lock)
+        return taken
+
+    def others() -> None:
+        while NUMBER not in counts:
+            assert go.acquire(timeout=60)
+            counts.append(sum(entry.name.startswith("e0") for entry in mount.readdir(EVENT)))
+
+    monkeypatch.setattr(events, "write", execute_while_another_waits)
+    mount = kernel.mount()
+    monkeypatch.setattr(locks, "GIVING_WAY", 60.0)
+    monkeypatch.setattr(locks, "sleep", lambda _seconds: time.sleep(0.001))
+    other = Thread(target=others)
+    other.start()
+    assert write(mount, "/kprobe_events", TEXT, WRITER) == len(TEXT)
+    other.join()
+    assert len(counts) == pieces > len(TEXT) // (PIECE_SIZE + 2 * len(LINE))
+    assert counts == sorted(set(counts))
+
+
+def test_who_was_served_and_waits_again_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    lock, served, again = ControlLock(), Event(), Event()
+    looks: list[float] = []
+
+    def wait_twice() -> None:
+        with lock:
+            served.set()
+        assert again.wait(60)
+        with lock:
+            pass
+
+    def look(seconds: float) -> None:
+        looks.append(seconds)
+        assert len(looks) == 1, "it waits for a wait that began later"
+        lock.__exit__()
+        assert served.wait(60)
+        lock.__enter__()
+        again.set()
+        await_waiter(lock)
+
+    waiter = Thread(target=wait_twice)
+    with lock:
+        waiter.start()
+        await_waiter(lock)
+        monkeypatch.setattr(locks, "sleep", look)
+        monkeypatch.setattr(locks, "monotonic", lambda: 0.0)
+        # Whoever was quicker has it by then: here that is this thread.
+        lock.give_way()
+    waiter.join()
+    assert looks
