@@ -51,12 +51,16 @@ KINDS: dict[str, Callable[[Kernel], Probed]] = {
 @pytest.mark.parametrize("step", ["emit", "program"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_hits_stay_with_python(
-    kind: str, step: str, missing: type[Exception], monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    step: str,
+    missing: type[Exception],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """This is the middle of a hit: what it raised would take the guest."""
 
     def none(*_: object) -> None:
-        raise missing
+        raise missing("no such package")
 
     with Kernel() as kernel:
         hits, change = KINDS[kind](kernel)
@@ -64,6 +68,9 @@ def test_hits_stay_with_python(
             patch.setattr(ProgramBuilder, step, none)
             assert [kernel.call("gcd", 12, 18) for _ in range(3)] == [6] * 3
         assert (hits(), kernel.kprobes.compiler.made) == (3, 0)
+        # Lack of memory the daemon tells itself; a package that is broken nobody else would.
+        lines = ["handlers stay with Python: no guest code can be made: no such package"]
+        assert [record.getMessage() for record in caplog.records] == lines * (missing is ImportError)
         change()
         assert [kernel.call("gcd", 12, 18) for _ in range(2)] == [6] * 2
         assert kernel.kprobes.compiler.made > 0

@@ -7,7 +7,9 @@ long as many a hit by Python: no request waits for more of that than MOST_HANDLE
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -25,10 +27,15 @@ from emulated_kernel.lock import ControlLock
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.traps.trap import HardwareError
 
+_log = logging.getLogger(__name__)
+
 Placing = Callable[[HandlerCode, int], Detour]
 """Completes a handler for the address that it is to stand at. Raises: KernelError (out of reach)."""
 NO_MEMORY = (MemoryError, ImportError)
-"""What the host raises that has none, for a library of its own too. In the middle of a hit, which goes on."""
+"""What the host raises that has none, for a library of its own too. In the middle of a hit, which goes on.
+
+Whoever catches it calls Compiler.tell: a package that can't be imported looks the same.
+"""
 _Given = ParamSpec("_Given")
 _Made = TypeVar("_Made")
 
@@ -42,7 +49,8 @@ def _or_none(
     def made(compiler: Compiler, /, *args: _Given.args, **kwargs: _Given.kwargs) -> _Made | None:
         try:
             return make(compiler, *args, **kwargs)
-        except NO_MEMORY:
+        except NO_MEMORY as error:
+            compiler.tell(error)
             return None
 
     return made
@@ -82,6 +90,7 @@ class Compiler:
         self._turn = 0
         self._left = 0
         """Handlers that may still be made in that turn of the lock."""
+        self._told = ""
 
     def contains(self, address: int) -> bool:
         """Whether an address lies in a handler: records may be half written there."""
@@ -90,6 +99,15 @@ class Compiler:
     def keep_sample(self, kprobe: Kprobe, regs: Any) -> None:
         """Keep the registers of a hit, which the handler is measured with when it is guest code."""
         kprobe.sample = {name: getattr(regs, name) for name in self._sampled}
+
+    def tell(self, error: Exception) -> None:
+        """Log, once, what couldn't be imported to make guest code: hits are Python's until it can be."""
+        text = str(error)
+        if isinstance(error, ImportError) and text != self._told:
+            # There may be no memory to say so either.
+            with suppress(MemoryError):
+                _log.warning("handlers stay with Python: no guest code can be made: %s", text)
+                self._told = text
 
     # Making
 
@@ -245,8 +263,9 @@ class Compiler:
             return None
         try:
             made = place(handler, buffer)
-        except (KernelError, *NO_MEMORY):
+        except (KernelError, *NO_MEMORY) as error:
             self._text.free_text(buffer)
+            self.tell(error)
             return None
         self._text.poke(buffer, made.code)
         self.made += 1

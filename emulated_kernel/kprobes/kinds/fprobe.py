@@ -270,7 +270,8 @@ class Fprobes:
                 registered.code = self._kprobes.compiler.entries(builder, sites.return_at)
             if registered.code is not None:
                 sites.set_code(registered.ops, dict.fromkeys(fp.functions, registered.code.entry))
-        except NO_MEMORY:
+        except NO_MEMORY as error:
+            self._kprobes.compiler.tell(error)
             self._drop_code(registered)
         registered.is_python = registered.code is None
 

@@ -193,7 +193,8 @@ class FunctionGraph(FilterWatcher):
         running.is_settled = True
         try:
             self._make_code(running)
-        except NO_MEMORY:
+        except NO_MEMORY as error:
+            self._kprobes.compiler.tell(error)
             self._drop_code(running)
             running.is_settled = True
 
