@@ -8,7 +8,7 @@ from functools import partial
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
-from emulated_kernel.vfs.core.open_file import OpenFile
+from emulated_kernel.vfs.core.open_file import OpenFile, Piece
 from emulated_kernel.vfs.core.tree import Filesystem
 from kprobefs.definitions import Line, Loader
 from kprobefs.files import TreeFiles
@@ -63,8 +63,9 @@ class Replay:
     ) -> Iterator[str]:
         try:
             opened = self._open(path, handle)
-            opened.keeps_last_line = is_part
-            opened.write(data, 0)
+            # A daemon of an earlier version kept a long write as a whole.
+            for piece in [Piece(data, True)] if is_part else opened.pieces(data):
+                opened.write(piece.data, 0, is_part=piece.is_part)
         except KernelError as error:
             if not failed:
                 yield f"{path}: {error.strerror}: {data[:80].decode('latin-1')}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.host.builtin_kernel import BuiltinKernel
@@ -81,35 +81,54 @@ class Guest:
             return len(data)
 
         with self.syscalls.numbered(task, number, fd):
-            self._transfer(task, "read", fd if number is None else number, min(size, BUFFER_SIZE), serve)
+            fd, size = fd if number is None else number, min(size, BUFFER_SIZE)
+            self._transfer(task, "read", fd, size, serve)
         return data
 
     def write_file(
-        self, task: GuestTask, fd: int, data: bytes, consume: Callable[[], int], number: int | None = None
+        self,
+        task: GuestTask,
+        fd: int,
+        data: bytes,
+        consume: Callable[[], int],
+        kept: ExitStack,
+        number: int | None = None,
     ) -> int:
-        """write(2) on a file of ours; the data stand in user memory for who probes vfs_write."""
+        """write(2) on a file of ours; the data stand in user memory for who probes vfs_write.
+
+        `kept`: what the call keeps while it sleeps; to be closed when it has ended.
+
+        Raises: GivesWay when `consume` does; the task sleeps then, and the same call goes on with it.
+        """
 
         def serve(_op: int, _buffer: int, _count: int) -> int:
             return consume()
 
         with self.syscalls.numbered(task, number, fd):
-            return self._transfer(task, "write", fd if number is None else number, len(data), serve, data)
+            fd = fd if number is None else number
+            return self._transfer(task, "write", fd, len(data), serve, data, kept)
 
     def _transfer(
-        self, task: GuestTask, name: str, fd: int, size: int, serve: HostfsHandler, data: bytes | None = None
+        self,
+        task: GuestTask,
+        name: str,
+        fd: int,
+        size: int,
+        serve: HostfsHandler,
+        data: bytes = b"",
+        kept: ExitStack | None = None,
     ) -> int:
         nr = self.syscalls.number(name)
         sleeping = task.request
         if sleeping is not None and (sleeping.nr, sleeping.args[0], sleeping.args[2]) == (nr, fd, size):
             sleeping.hostfs = serve
             return check(self.executive.resume(task), self._memory.word_size)
-        if data is None:
-            request = Request(nr, (fd, self._read_buffer, size), serve)
-            return check(self.executive.run(task, request), self._memory.word_size)
-        with self.buffers.borrowed() as buffer:
+        buffer = self._read_buffer
+        if kept is not None:
+            buffer = kept.enter_context(self.buffers.borrowed())
             self._memory.write(buffer, data)
-            request = Request(nr, (fd, buffer, size), serve)
-            return check(self.executive.run(task, request), self._memory.word_size)
+        request = Request(nr, (fd, buffer, size), serve)
+        return check(self.executive.run(task, request), self._memory.word_size)
 
     def give_up(self, task: GuestTask, error: int) -> None:
         """The process doesn't wait for the file that its task sleeps in: the call ends with this errno.

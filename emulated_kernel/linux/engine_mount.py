@@ -16,7 +16,8 @@ from emulated_kernel.linux.tasks import LinuxTask
 from emulated_kernel.machine.traps.trap import GuestFault
 from emulated_kernel.vfs.core.client import INO_SPACES, Client, DirEntry, Stat
 from emulated_kernel.vfs.core.node import Directory, Node, Owner, UnlistedDirectory
-from emulated_kernel.vfs.core.open_file import OpenFile
+from emulated_kernel.vfs.core.open_file import OpenFile, Piece
+from emulated_kernel.vfs.core.pieces import WriteInPieces, giving_way
 from emulated_kernel.vfs.core.seq import PerClientFile, Records, SeqFile, listing, single
 from emulated_kernel.vfs.core.tree import CONTROL, Filesystem
 from emulated_kernel.vfs.trees.debugfs import kprobes_directory
@@ -222,8 +223,12 @@ class EngineMount(LinuxMount):
     def write(self, client: Client, handle: int, data: bytes, offset: int) -> int:
         if handle < _OURS:
             return super().write(client, handle, data, offset)
-        with self._control(client):
-            return self._file(handle).write(data, offset)
+
+        def write_piece(piece: Piece, at: int) -> int:
+            with self._control(client):
+                return self._file(handle).write(piece.data, at, is_part=piece.is_part)
+
+        return giving_way(self.lock, WriteInPieces(self._file(handle), data, offset, write_piece))
 
     def wait(self, handle: int, timeout: float) -> None:
         if handle < _OURS:

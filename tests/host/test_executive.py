@@ -6,6 +6,7 @@ import errno
 import os
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -117,13 +118,14 @@ def elsewhere(action: Callable[[], int]) -> Callable[[], int]:
 def test_a_file_that_needs_the_guest(kernel: Kernel, task: GuestTask, fd: int) -> None:
     """The write sleeps while another task runs the function; its result is the write's."""
     action = elsewhere(lambda: kernel.call("gcd", 12, 18))
-    assert kernel.guest.write_file(task, fd, b"gcd 12 18", action) == 6
+    assert kernel.guest.write_file(task, fd, b"gcd 12 18", action, ExitStack()) == 6
 
+    fails = elsewhere(lambda: kernel.call("strlen", 0))
     with pytest.raises(KernelError) as caught:
-        kernel.guest.write_file(task, fd, b"strlen 0", elsewhere(lambda: kernel.call("strlen", 0)))
+        kernel.guest.write_file(task, fd, b"strlen 0", fails, ExitStack())
     assert caught.value.errno == errno.EFAULT
     assert "Oops" in dmesg(kernel)
-    assert kernel.guest.write_file(task, fd, b"", lambda: 5) == 5
+    assert kernel.guest.write_file(task, fd, b"", lambda: 5, ExitStack()) == 5
 
 
 def test_an_unexpected_error_of_a_file_is_raised_outside(kernel: Kernel, task: GuestTask, fd: int) -> None:
@@ -141,7 +143,7 @@ def test_errno_of_a_file(kernel: Kernel, task: GuestTask, fd: int) -> None:
         raise KernelError(errno.ENODEV)
 
     with pytest.raises(KernelError) as caught:
-        kernel.guest.write_file(task, fd, b"x", fail)
+        kernel.guest.write_file(task, fd, b"x", fail, ExitStack())
     assert caught.value.errno == errno.ENODEV
 
 

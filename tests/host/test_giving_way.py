@@ -12,7 +12,7 @@ import pytest
 
 from emulated_kernel import lock as locks
 from emulated_kernel.config import MachineConfig
-from emulated_kernel.errors import KernelError
+from emulated_kernel.errors import KernelError, WouldBlock
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.lock import ControlLock
 from emulated_kernel.vfs.core.client import Client
@@ -231,3 +231,74 @@ def test_who_was_served_and_waits_again_is_not_waited_for(monkeypatch: pytest.Mo
         lock.give_way()
     waiter.join()
     assert looks
+
+
+def test_its_data_stay_while_others_write(kernel: Kernel, between: Between) -> None:
+    """They are the call's, as a probe would see them behind its sleep."""
+    mount, buffers = kernel.mount(), kernel.guest.buffers
+    write(mount, "/kprobe_events", "p:calls vfs_write\n")
+    write(mount, "/tracing/events/kprobes/enable", "1")
+    task = kernel.guest.mirror.task_of(WRITER.pid, 0, 0)
+    seen: list[bytes] = []
+
+    def others() -> None:
+        write(mount, "/tracing/trace_marker", "x" * 4096)
+        assert task.request is not None
+        seen.append(kernel.machine.memory.read(task.request.args[1], len(TEXT)))
+
+    between(others)
+    assert write(mount, "/kprobe_events", TEXT, WRITER) == len(TEXT)
+    assert set(seen) == {TEXT}
+    # The one that is out is that of all reads.
+    assert buffers._made == len(buffers._free) + 1
+
+
+@pytest.mark.parametrize("probed", [False, True])
+def test_what_would_block_gives_no_way(
+    kernel: Kernel, between: Between, monkeypatch: pytest.MonkeyPatch, probed: bool
+) -> None:
+    """Who would wait is told so, and asks again by himself."""
+    events = kernel.tracing.kprobe_events
+    execute = events.write
+    goes_on = [False, True]
+
+    def would_block(data: bytes) -> int:
+        if goes_on.pop():
+            return execute(data)
+        raise WouldBlock
+
+    if probed:
+        write(kernel.mount(), "/kprobe_events", "p:calls vfs_write\n")
+        write(kernel.mount(), "/tracing/events/kprobes/enable", "1")
+    monkeypatch.setattr(events, "write", would_block)
+    mount = kernel.mount()
+    times = between(lambda: None)
+    with pytest.raises(WouldBlock):
+        write(mount, "/kprobe_events", TEXT, WRITER)
+    assert len(times) == 1
+    # Nor is a call left asleep in the guest.
+    assert kernel.guest.mirror.task_of(WRITER.pid, 0, 0).request is None
+    monkeypatch.undo()
+    assert write(kernel.mount(), "/kprobe_events", "p:again gcd\n", WRITER) > 0
+
+
+@pytest.mark.parametrize("probed", [False, True])
+def test_a_short_take_ends_it(
+    kernel: Kernel, between: Between, monkeypatch: pytest.MonkeyPatch, probed: bool
+) -> None:
+    """What it took is its answer; no line behind that is done."""
+    events = kernel.tracing.kprobe_events
+    execute, shorts = events.write, [True, False]
+    between(lambda: None)
+
+    def take(data: bytes) -> int:
+        return execute(data[: data.index(b"\n") + 1] if shorts.pop() else data)
+
+    if probed:
+        write(kernel.mount(), "/kprobe_events", "p:calls vfs_write\n")
+        write(kernel.mount(), "/tracing/events/kprobes/enable", "1")
+    monkeypatch.setattr(events, "write", take)
+    mount = kernel.mount()
+    taken = write(mount, "/kprobe_events", TEXT, WRITER)
+    assert PIECE_SIZE < taken < 2 * PIECE_SIZE
+    assert read(mount, "/kprobe_events").count("long/") == TEXT[:taken].count(b"\n")

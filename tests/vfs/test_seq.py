@@ -215,14 +215,23 @@ def test_a_line_that_a_split_write_cuts_stays_whole() -> None:
 
     lines = b"".join(b"line %d\n" % number for number in range(20_000))
     opened = open_file(LinesFile(0o640, None, execute), os.O_WRONLY)
+
+    def write(data: bytes, offset: int) -> None:
+        pieces = opened.pieces(data)
+        assert b"".join(piece.data for piece in pieces) == data
+        for piece in pieces:
+            assert opened.write(piece.data, offset, is_part=piece.is_part) == len(piece.data)
+            offset += len(piece.data)
+
     for start in range(0, len(lines), 131_072):
-        part = lines[start : start + 131_072]
-        assert opened.write(part, start) == len(part)
+        write(lines[start : start + 131_072], start)
     assert b"".join(executed) == lines
     assert all(part.endswith(b"\n") for part in executed)
-    opened.write(b"short, ", 0)
-    opened.write(b"and by itself", 7)
+    write(b"short, ", 0)
+    write(b"and by itself", 7)
     assert executed[-2:] == [b"short, ", b"and by itself"]
-    opened.write(b"x" * 131_000 + b"\nlast", 0)
+    write(b"x" * 131_000, 0)
+    assert executed[-1] == b"x" * 131_000
+    write(b"x" * 131_000 + b"\nlast", 0)
     opened.release()
     assert executed[-1] == b"last"

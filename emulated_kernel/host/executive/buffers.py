@@ -12,7 +12,7 @@ from emulated_kernel.machine.memory.region import GuestPool
 BUFFER_SIZE = 256 << 10
 """Bytes a buffer: the longest FUSE write (128 KiB) with room for a path."""
 MAX_BUFFERS = 30
-"""As many calls can hold one at once; one that sleeps in a file of ours holds none."""
+"""As many calls can hold one at once; one that sleeps in a read of a file of ours holds none."""
 
 
 class UserBuffers:

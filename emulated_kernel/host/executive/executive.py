@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from emulated_kernel.abi import ERESTARTSYS, HZ, PARK, Hypercall, Vector
 from emulated_kernel.dataclass import dataclass
-from emulated_kernel.errors import KernelError, WouldBlock
+from emulated_kernel.errors import GivesWay, KernelError, WouldBlock
 from emulated_kernel.lock import ControlLock
 from emulated_kernel.machine.guest_info import Message
 from emulated_kernel.machine.guest_kernel import GuestKernel
@@ -284,7 +284,7 @@ class Executive:
         request.elsewhere = None
         try:
             result = action()
-        except WouldBlock:
+        except GivesWay:
             request.waits_for_host = True
             raise
         except KernelError as error:

@@ -6,7 +6,7 @@ import errno
 import os
 import select
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
@@ -65,6 +65,14 @@ class Cursor:
         self._position = position
 
 
+class Piece(NamedTuple):
+    """Of what one write(2) was given."""
+
+    data: bytes
+    is_part: bool = False
+    """What stands behind its last newline goes on in another write(2)."""
+
+
 class OpenFile:
     """What open(2) returned. Subclasses give `_read` and `_write`; without them both are EINVAL."""
 
@@ -79,13 +87,12 @@ class OpenFile:
         self.node = node
         self.flags = flags
         self._cursor = Cursor()
+        self._is_part = False
+        """Of what is written now."""
 
-    keeps_last_line: bool = False
-    """What is written next is the end of a part of a long write(2), whose last line goes on in the next."""
-
-    def pieces(self, data: bytes) -> list[bytes]:
-        """What one write(2) can be taken apart into, for other requests to come between."""
-        return [data]
+    def pieces(self, data: bytes) -> list[Piece]:
+        """What one write(2) is taken apart into, for other requests to come between."""
+        return [Piece(data)]
 
     @property
     def is_between_parts(self) -> bool:
@@ -126,8 +133,12 @@ class OpenFile:
         """What a write of `data` will do; called without the control lock: host files can be read."""
         return lambda: self._write(data)
 
-    def write(self, data: bytes, offset: int, prepared: Callable[[], int] | None = None) -> int:
+    def write(
+        self, data: bytes, offset: int, prepared: Callable[[], int] | None = None, *, is_part: bool = False
+    ) -> int:
         """Number of bytes taken; what the write does, `prepared` where given, is done when it returns.
+
+        `is_part`: see Piece.
 
         Raises: KernelError EBADF, EINVAL, ENODEV (the node was removed), and what the file's command raises.
         """
@@ -135,6 +146,7 @@ class OpenFile:
             raise KernelError(errno.EBADF, "not open for writing")
         self._require_attached()
         position = self._cursor.position(offset)
+        self._is_part = is_part
         count = self._write(data) if prepared is None else prepared()
         self._cursor.moved(offset, count, position + (count if self.moves_on_write else 0))
         return count

@@ -11,7 +11,7 @@ from typing import ClassVar, Protocol
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
-from emulated_kernel.vfs.core.open_file import File, OpenFile, encode
+from emulated_kernel.vfs.core.open_file import File, OpenFile, Piece, encode
 
 PIECE_SIZE = 1 << 10
 """Bytes of definitions, and the rest of a line, that are taken at once: some ms of work."""
@@ -225,25 +225,23 @@ class _OpenLines(OpenCommand):
 
     def _write(self, data: bytes) -> int:
         before, self._unfinished = self._unfinished, b""
-        end = len(data)
-        if self.keeps_last_line:
-            end = data.rfind(b"\n") + 1
-        elif len(data) >= SPLIT_SIZE:
-            end = data.rfind(b"\n") + 1 or len(data)
+        end = data.rfind(b"\n") + 1 if self._is_part else len(data)
         taken = super()._write(before + data[:end]) - len(before)
         if taken < end:
             return max(taken, 0)
         self._unfinished = data[end:]
         return len(data)
 
-    def pieces(self, data: bytes) -> list[bytes]:
+    def pieces(self, data: bytes) -> list[Piece]:
         """Linux: each line takes the lock by itself, too."""
         found, start = [], 0
         while start < len(data):
             end = data.find(b"\n", start + PIECE_SIZE) + 1 or len(data)
-            found.append(data[start:end])
+            found.append(Piece(data[start:end]))
             start = end
-        return found or [data]
+        if len(data) >= SPLIT_SIZE > len(data) - data.rfind(b"\n") - 1 > 0:
+            found[-1] = found[-1]._replace(is_part=True)
+        return found or [Piece(data)]
 
     def release(self) -> None:
         if self._unfinished:

@@ -6,7 +6,7 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import field, replace
 from functools import partial
 from itertools import count
@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 from emulated_kernel.abi import HostfsOp
 from emulated_kernel.dataclass import dataclass
-from emulated_kernel.errors import GivesWay, KernelError, WouldBlock
+from emulated_kernel.errors import KernelError
 from emulated_kernel.host.client_call import ClientCall
 from emulated_kernel.host.executive.executive import GuestTask, HostfsHandler, RunElsewhere
 from emulated_kernel.host.executive.syscalls import HostLookup
@@ -22,8 +22,8 @@ from emulated_kernel.host.guest import Guest
 from emulated_kernel.limits import Limit, Limits
 from emulated_kernel.lock import ControlLock
 from emulated_kernel.vfs.core.client import Client, DirEntry, Stat
-from emulated_kernel.vfs.core.open_file import OpenFile
-from emulated_kernel.vfs.core.seq import SPLIT_SIZE
+from emulated_kernel.vfs.core.open_file import OpenFile, Piece
+from emulated_kernel.vfs.core.pieces import WriteInPieces, giving_way
 from emulated_kernel.vfs.core.tree import CONTROL, Filesystem
 from emulated_kernel.vfs.guest.changes import ChangeWatcher
 from emulated_kernel.vfs.guest.naming import OPENS, walks_at_end
@@ -51,15 +51,6 @@ class ControlFile:
     """None where the guest has no part in it: it wasn't watched at the open, was dead, or had no room."""
     number: int | None = None
     """The descriptor as the process knows it that opened the file, where that is known."""
-
-
-@dataclass(eq=False)
-class _Progress:
-    """Of a write that is done piece by piece."""
-
-    pieces: int = 0
-    taken: int = 0
-    """Bytes."""
 
 
 @dataclass(eq=False)
@@ -508,19 +499,21 @@ class GuestMount:
         prepared = None
         if isinstance(opened, ControlFile) and opened.inner.node.reads_host:
             prepared = opened.inner.prepare(data)
-        write: Callable[[], int] | None = None
-        while True:
-            try:
-                with self.lock:
-                    if self._opened(handle) is not opened:
-                        raise KernelError(errno.ESTALE, "another kernel took this one's place meanwhile")
-                    if isinstance(opened, GuestFile):
-                        return opened.scratch.write(client, opened, data, offset)
-                    if write is None:
-                        write = self._writing(client, opened, handle, data, offset, prepared)
-                    return write()
-            except GivesWay:
-                self.lock.give_way()
+        writing: Callable[[], int] | None = None
+
+        def write() -> int:
+            nonlocal writing
+            with self.lock:
+                if self._opened(handle) is not opened:
+                    raise KernelError(errno.ESTALE, "another kernel took this one's place meanwhile")
+                if isinstance(opened, GuestFile):
+                    return opened.scratch.write(client, opened, data, offset)
+                if writing is None:
+                    writing = self._writing(client, opened, handle, data, offset, prepared, kept)
+                return writing()
+
+        with ExitStack() as kept:
+            return giving_way(self.lock, write)
 
     def _writing(
         self,
@@ -530,12 +523,11 @@ class GuestMount:
         data: bytes,
         offset: int,
         prepared: Callable[[], int] | None,
+        kept: ExitStack,
     ) -> Callable[[], int]:
         """What a write to a file of ours does: by itself, or as a call of the client's task in the guest."""
         inner, fd = opened.inner, opened.fd
-        by_piece = partial(self._write_control, opened, handle, data, offset, prepared)
-        if prepared is None and len(pieces := inner.pieces(data)) > 1:
-            by_piece = partial(self._write_piece, opened, handle, pieces, offset, _Progress())
+        by_piece = WriteInPieces(inner, data, offset, partial(self._write_control, opened, handle, prepared))
         if fd is None or not self._guest.is_watched or inner.node.replaces_kernel:
             if inner.node.notes_writer and not self._guest.is_dead:
                 self._enter(client)
@@ -547,46 +539,26 @@ class GuestMount:
             if task is not None:
                 try:
                     served, number = self._in_guest(inner, consume), self._number(client, opened)
-                    taken = self._guest.write_file(task, fd, data, served, number)
+                    taken = self._guest.write_file(task, fd, data, served, kept, number)
                     if consume.is_done:
                         return taken
-                except WouldBlock:
-                    # The guest has been told that its task sleeps.
-                    raise GivesWay from None
                 except KernelError as error:
                     _unless_deadlock(error)
             return consume()
 
         return write
 
-    def _write_piece(
-        self, opened: ControlFile, handle: int, pieces: Sequence[bytes], offset: int, progress: _Progress
-    ) -> int:
-        """To be called until it raises GivesWay no more. Linux: what was done before an errno stays."""
-        piece, is_last = pieces[progress.pieces], progress.pieces == len(pieces) - 1
-        progress.pieces += 1
-        # As long as the front end's pieces of a longer one.
-        is_part = is_last and not piece.endswith(b"\n") and sum(map(len, pieces)) >= SPLIT_SIZE
-        opened.inner.keeps_last_line = is_part
-        try:
-            progress.taken += self._write_control(opened, handle, piece, offset + progress.taken, None)
-        finally:
-            opened.inner.keeps_last_line = False
-        if not is_last:
-            raise GivesWay
-        return progress.taken
-
     def _write_control(
         self,
         opened: ControlFile,
         handle: int,
-        data: bytes,
-        offset: int,
         prepared: Callable[[], int] | None,
+        piece: Piece,
+        offset: int,
     ) -> int:
-        watcher, is_part = self.watcher, opened.inner.keeps_last_line
+        watcher, (data, is_part) = self.watcher, piece
         try:
-            taken = opened.inner.write(data, offset, prepared)
+            taken = opened.inner.write(data, offset, prepared, is_part=is_part)
         except KernelError:
             if watcher is not None:
                 watcher.written(handle, opened.path, data, failed=True, is_part=is_part)
