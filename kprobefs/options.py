@@ -12,7 +12,6 @@ from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes import profile
 from emulated_kernel.limits import Limit, Limits, parse_limit
-from kprobefs import mount
 from kprobefs.failure import Exit, Failure, lack
 
 if TYPE_CHECKING:
@@ -147,6 +146,8 @@ def _is_linux(image: Path) -> bool:
 
 def check_state(options: MountOptions) -> None:
     """Raises: Failure where the state would lie in a mount of ours, whose daemon may wait for itself."""
+    from kprobefs import mount
+
     if options.state is not None and mount.is_inside(options.state, options.directory):
         raise Failure(f"--state {options.state}: inside a mount point", Exit.USAGE)
 

@@ -88,7 +88,7 @@ class Compiler:
         self._garbage = garbage
         self._lock = lock
         self._turn = 0
-        self._left = 0
+        self._left = MOST_HANDLERS
         """Handlers that may still be made in that turn of the lock."""
         self._told = ""
 
