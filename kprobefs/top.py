@@ -64,8 +64,14 @@ class Probe:
     reason: str
     rate: float | None = None
     """Hits a second since the last look; None where that isn't known."""
-    cost: str = ""
+    cost: float | None = None
+    """Nanoseconds of a hit; None where nothing was measured."""
     asked: str = ""
+
+    @property
+    def shown_cost(self) -> str:
+        """With its unit; "" where there is none."""
+        return "" if self.cost is None else f"{self.cost:.1f} ns"
 
     @property
     def directory(self) -> str:
@@ -134,7 +140,7 @@ class Probes:
         if self.answers and (self._clock() - when >= COST_AGE or mode != probe.mode):
             cost = self.text(probe, "cost").partition("\n")[0]
             self._costs[probe.event] = self._clock(), probe.mode, cost
-        return replace(probe, cost=_short_cost(cost))
+        return replace(probe, cost=_median(cost))
 
     def text(self, probe: Probe, name: str) -> str:
         """A file of it; "" where it has gone."""
@@ -172,10 +178,10 @@ def _rate_since(before: int | None, hits: int, passed: float) -> float | None:
     return None if before is None or hits < before else (hits - before) / max(passed, 1e-3)
 
 
-def _short_cost(text: str) -> str:
-    """The nanoseconds of a `cost` file's line; "" where nothing was measured."""
+def _median(text: str) -> float | None:
+    """The nanoseconds of a `cost` file's line; None where nothing was measured."""
     before, found, after = text.partition("median ")
-    return f"{after.split()[0]} ns" if found and before else ""
+    return float(after.split()[0]) if found and before else None
 
 
 @dataclass
@@ -286,7 +292,7 @@ def table(view: View, probes: Probes, width: int, height: int) -> Group:
             _rate(probe),
             str(probe.hits),
             str(probe.nmissed),
-            told.cost,
+            told.shown_cost,
         ]
         cells.append(Text(shown(probe.reason.partition("\n")[0])))
         grid.add_row(*cells[: len(grid.columns)], style="reverse" if number == view.chosen else "")
@@ -328,7 +334,7 @@ def closeup(view: View, probe: Probe, probes: Probes, width: int, height: int) -
     for line in head:
         line.stylize("bold")
     why = shown(probe.reason.partition("\n")[0]) or "none: it is in the best mode"
-    lines = [*head, Text(f"cost    {told.cost or 'not measured'}")]
+    lines = [*head, Text(f"cost    {told.shown_cost or 'not measured'}")]
     lines += folded(f"reason  {why}", width, REASON_LINES if height > 16 else 2)
     lines += marked_bytes(probes.text(probe, "bytes"))
     detour = [_instruction(line, width) for line in probes.text(probe, "detour").splitlines()]
@@ -446,7 +452,8 @@ def plain(found: Sequence[Probe]) -> str:
 
 
 def _cells(probe: Probe) -> tuple[str, ...]:
-    words = probe.event, probe.mode, _rate(probe), str(probe.hits), str(probe.nmissed), probe.cost or "-"
+    counts = str(probe.hits), str(probe.nmissed)
+    words = probe.event, probe.mode, _rate(probe), *counts, probe.shown_cost or "-"
     return tuple(shown(word.partition("\n")[0]) for word in (*words, probe.reason or "-"))
 
 

@@ -270,7 +270,7 @@ def test_patched_bytes_are_marked() -> None:
 
 
 def test_text_for_pipes_has_a_line_each() -> None:
-    probe = Probe("g/a", "int3\nint3", True, False, 5, 0, "one\ntwo", rate=2.0, cost="12 ns")
+    probe = Probe("g/a", "int3\nint3", True, False, 5, 0, "one\ntwo", rate=2.0, cost=12.0)
     head, line = plain([probe]).split("\n")
     assert head.split() == ["EVENT", "MODE", "HITS/S", "HITS", "MISSED", "COST", "REASON"]
     assert line.split("  ") == [word for word in line.split("  ") if "\n" not in word]
