@@ -274,7 +274,7 @@ def test_text_for_pipes_has_a_line_each() -> None:
     head, line = plain([probe]).split("\n")
     assert head.split() == ["EVENT", "MODE", "HITS/S", "HITS", "MISSED", "COST", "REASON"]
     assert line.split("  ") == [word for word in line.split("  ") if "\n" not in word]
-    assert line.split() == ["g/a", "int3", "2.0", "5", "0", "12", "ns", "one"]
+    assert line.split() == ["g/a", "int3", "2.0", "5", "0", "12.0", "ns", "one"]
 
 
 @pytest.mark.parametrize("width", [30, 40, 60, 80, 100])
