@@ -83,7 +83,9 @@ if [ "$1" = remove ] && [ -d "$DPKG_ROOT/run/systemd/system" ]; then
     systemctl stop kprobefs.service 'kprobefs@*.service' || :
 fi
 # What an interpreter with other options has compiled is in no list of dpkg's.
-find "$DPKG_ROOT/{library}" -depth -name __pycache__ -type d -exec rm -rf {{}} +
+if [ "$1" = remove ]; then
+    find "$DPKG_ROOT/{library}" -depth -name __pycache__ -type d -exec rm -rf {{}} + || :
+fi
 """
 POSTRM = """\
 #!/bin/sh
