@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 LATE = 1.0
 """Seconds that a request may take before its watchdog asks."""
@@ -46,7 +47,7 @@ class LateRequests(threading.Thread):
             if now - began > LATE and began != told:
                 told = began
                 self.reports.append(self._look(now - began))
-                # Stands in its log: from C, for nobody may hand over the interpreter.
+                # Stands in its log.
                 os.kill(self._daemon, SIGNAL)
 
     def _look(self, seconds: float) -> str:
@@ -66,12 +67,18 @@ def _pressure() -> str:
     return PRESSURE.read_text().splitlines()[0] if PRESSURE.exists() else "no /proc/pressure"
 
 
+def _tell(_number: int, _frame: FrameType | None) -> None:
+    # With the interpreter held: faulthandler, which looks at threads while they run, has ended daemons.
+    for thread, frame in sys._current_frames().items():
+        print(f"thread {thread}:", *traceback.format_stack(frame), sep="\n", file=sys.stderr, flush=True)
+
+
 def main() -> int:
     """The program; asked for, the stacks of all its threads go to standard error.
 
     Who waits for the control lock stands in its __enter__(), and who has it doesn't.
     """
-    faulthandler.register(SIGNAL, all_threads=True)
+    signal.signal(SIGNAL, _tell)
     from kprobefs import cli
 
     return cli.main()
