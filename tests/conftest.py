@@ -81,10 +81,12 @@ TERMINAL = pytest.StashKey[int]()
 """Standard error, as it is outside of tests."""
 CLONE_NEWNS = 0x20000
 MS_REC, MS_PRIVATE = 0x4000, 1 << 18
+RECORDS = Path("/run/kprobefs")
+"""Where root's daemons are found; see kprobefs.registry."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A worker has mounts of its own: commands that look at all mounts see those of one test alone."""
+    """A worker has mounts and daemons of its own: commands that look at all see those of one test alone."""
     libc = ctypes.CDLL(None)
     capture = config.pluginmanager.getplugin("capturemanager")
     with capture.global_and_fixture_disabled():
@@ -92,6 +94,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # Where it isn't permitted, only tests that run at the same time could see each other's.
     if hasattr(config, "workerinput") and os.geteuid() == 0 and libc.unshare(CLONE_NEWNS) == 0:
         libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None)
+        RECORDS.mkdir(exist_ok=True)
+        libc.mount(b"none", bytes(RECORDS), b"tmpfs", 0, b"mode=755")
 
 
 def _sendable(value: object) -> object:

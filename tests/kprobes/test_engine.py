@@ -17,6 +17,7 @@ from emulated_kernel.machine.memory.pool import UnitPool
 from emulated_kernel.machine.traps.trap import HardwareError
 from tests.kprobes.boundaries import all_boundaries
 from tests.kprobes.listed import list_lines
+from tests.sample import share
 
 INT3 = 0xCC
 
@@ -160,7 +161,8 @@ def test_empty_batch_and_the_same_probe_twice(kernel: Kernel) -> None:
 def test_slot_exhaustion(kernel: Kernel) -> None:
     pages = kernel.machine.memory.host_pages
     taken = list(_all_of(pages))
-    stepped = [Kprobe(addr=b.addr) for b in all_boundaries(kernel.image) if b.refusal is None]
+    boundaries = [b for b in all_boundaries(kernel.image) if b.refusal is None]
+    stepped = [Kprobe(addr=b.addr) for b in share(boundaries, 0, 4)]
     with pytest.raises(KernelError) as caught:
         kernel.register_kprobes(stepped)
     assert caught.value.errno == errno.ENOMEM

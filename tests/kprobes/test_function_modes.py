@@ -29,8 +29,8 @@ from tests.ledger import ledger_mismatches
 from tests.sample import share
 
 SEED = 64
-PARTS = 50
-REST = 5
+PARTS = 100
+REST = 8
 RAM = 24 << 20
 STACK_SIZE = 16 << 10
 OPTIMIZED = Profile("optimized", ftrace=False)

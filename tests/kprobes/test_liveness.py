@@ -32,7 +32,7 @@ from tests.ledger import ledger_mismatches
 from tests.sample import share
 
 SEED = 4
-PARTS = 4
+PARTS = 8
 MAX_HITS = 5000
 """Of a call; a longer one is cut off, and says nothing."""
 STACK_SIZE = 16 << 10

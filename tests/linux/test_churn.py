@@ -16,7 +16,7 @@ from tests.sample import fewer
 @pytest.mark.parametrize("engine", ["native", "ours"])
 def test_nothing_grows_and_the_kernel_does_not_complain(engine: str) -> None:
     session = Session(engine)
-    first, *_, last = churn(session, 0, warm_up=fewer(40, 8))
+    first, *_, last = churn(session, 0, warm_up=fewer(40, 10))
     session.mount.close()
     assert grown(first, last) == []
     assert last.counts["complaints"] == 0

@@ -20,6 +20,7 @@ from emulated_kernel.arch.riscv.insn import REGISTER_NAMES
 from emulated_kernel.arch.riscv.verdict import detoured_region
 from tests.arch.riscv import compiled
 from tests.arch.riscv.flat import PAGE, Flat
+from tests.sample import share
 
 pytestmark = pytest.mark.skipif(not compiled.have_compiler(), reason=f"no {compiled.COMPILER}")
 
@@ -71,7 +72,7 @@ def optimizable(function: Function, arch: Riscv) -> Iterator[tuple[Region, Riscv
             yield found, analysis
 
 
-@pytest.mark.parametrize(("name", "level"), BUILDS)
+@pytest.mark.parametrize(("name", "level"), share(BUILDS, 0, 2))
 def test_detours_everywhere(name: str, level: str) -> None:
     """The handler overwrites all registers that aren't live: nobody may miss them."""
     program, arch = build(name, level), ARCHS[name]
@@ -107,7 +108,7 @@ def test_detours_everywhere(name: str, level: str) -> None:
     assert places > 60
 
 
-@pytest.mark.parametrize(("name", "level"), BUILDS[:4])
+@pytest.mark.parametrize(("name", "level"), share(BUILDS[:4], 1, 2))
 def test_counting_in_the_guest(name: str, level: str) -> None:
     """With what is dead at hand, and within a frame."""
     program, arch = build(name, level), ARCHS[name]
