@@ -147,12 +147,6 @@ def test_event_switches(kernel: Kernel, tree: Filesystem) -> None:
             write(tree, f"{EVENTS}/enable", text)
 
 
-def test_tracings_own_events_have_no_switch(unchanged: Filesystem) -> None:
-    assert len(names(unchanged, f"{EVENTS}/ftrace")) == 18
-    assert names(unchanged, f"{EVENTS}/ftrace/kernel_stack") == ["format", "id", "hist"]
-    assert names(unchanged, f"{EVENTS}/ftrace/print") == ["format", "id", "hist", "trigger"]
-
-
 def test_event_filters(tree: Filesystem) -> None:
     write(tree, "/kprobe_events", "p:b vfs_mkdir\n")
     group = f"{EVENTS}/kprobes"

@@ -79,6 +79,8 @@ class TraceEvent(ABC):
 
     is_switchable = True
     """Whether it can be enabled; others are there for their format alone."""
+    is_registrable = True
+    """Whether perf could count it: its directory has an `id` then."""
 
     def __init__(self, group: str, name: str, fields: Iterable[EventField] = (), print_fmt: str = "") -> None:
         self.group = group

@@ -82,7 +82,7 @@ OWN_ENTRIES = (
     OwnEntry(
         9,
         "branch",
-        "unsigned int line; char func[30+1]; char file[20+1]; char correct; char constant",
+        "unsigned int line; char func[31]; char file[21]; char correct; char constant",
         '"%u:%s:%s (%u)%s", REC->line, REC->func, REC->file, REC->correct, REC->constant ? " CONSTANT" : ""',
     ),
     OwnEntry(
@@ -140,8 +140,7 @@ def _fields(entry: OwnEntry, word_size: int) -> Iterator[EventField]:
         size = _SIZES.get(type_name, word_size)
         if not entry.packed:
             at += -at % min(size, word_size)
-        count = sum(map(int, length.rstrip("]").split("+"))) if len(length) > 1 else 0
-        total = size * count if bracket else size
+        total = size * int(length.rstrip("]") or 0) if bracket else size
         shown = f"{name}[{length}" if bracket else name
         yield EventField(type_name, shown, at, total, type_name in _SIGNED)
         at += total

@@ -29,6 +29,7 @@ class OwnEntryEvent(TraceEvent):
     ) -> None:
         super().__init__(FTRACE_SYSTEM, name, fields, print_fmt)
         self.id = kind
+        self.is_registrable = kind in (EntryType.FN, EntryType.PRINT)
         self._word_size = word_size
 
     def start(self) -> None:

@@ -78,6 +78,7 @@ def _event_directory(tracing: Tracing, event: TraceEvent) -> Directory:
             READ_WRITE, show=lambda: filters.text(event), store=lambda data: filters.write(event, data)
         ),
     }
+    registrable: dict[str, Node] = {"id": AttributeFile(READ_ONLY, show=lambda: f"{event.id}\n")}
     triggerable: dict[str, Node] = {
         "trigger": CommandFile(
             READ_WRITE,
@@ -91,7 +92,7 @@ def _event_directory(tracing: Tracing, event: TraceEvent) -> Directory:
         {
             **(switchable if event.is_switchable else {}),
             "format": SeqFile(READ_ONLY, single(event.format_text)),
-            "id": AttributeFile(READ_ONLY, show=lambda: f"{event.id}\n"),
+            **(registrable if event.is_registrable else {}),
             "hist": SeqFile(READ_ONLY, single(lambda: hist_text(triggers, event))),
             **(triggerable if event.is_switchable or event.name == "print" else {}),
         },
