@@ -24,10 +24,10 @@ FLAGS = ("noexec", "noatime", "sync", "dirsync")
 """Options that mounts of FUSE take from mount(8)."""
 SEED_LIMIT = 1 << 63
 BENCH_OPTIONS = {
-    "hit": ("arch", "hits", "rounds", "cpus"),
+    "hit": ("arch", "profile", "hits", "rounds", "cpus"),
     "kinds": ("arch", "hits", "rounds"),
-    "probes": ("arch", "rounds", "count"),
-    "return": ("arch", "hits", "rounds", "tasks", "cpus", "memory"),
+    "probes": ("arch", "profile", "rounds", "count"),
+    "return": ("arch", "profile", "hits", "rounds", "tasks", "cpus", "memory"),
 }
 """What each of them measures by."""
 
@@ -215,9 +215,14 @@ def _add_coverage(commands: argparse._SubParsersAction[_Parser]) -> None:
 
 
 def _add_bench(commands: argparse._SubParsersAction[_Parser]) -> None:
+    from kprobefs.options import PROFILES
+
     command = commands.add_parser("bench", help="measure what hits and probes cost here")
     command.add_argument("what", choices=tuple(BENCH_OPTIONS), metavar="WHAT", help=", ".join(BENCH_OPTIONS))
     command.add_argument("--arch", help="(default: x86_64)")
+    command.add_argument(
+        "--profile", choices=PROFILES, metavar="P", help="hit, probes, return: in the ways of that one alone"
+    )
     command.add_argument("--hits", type=_count, metavar="N", help="a round (default: 20000)")
     command.add_argument("--rounds", type=_count, metavar="N", help="(default: 9)")
     command.add_argument("--count", type=_count, metavar="N", help="probes: how many probes (default: 10000)")

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from emulated_kernel.arch.architectures import arch_named
 from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.dataclass import dataclass
-from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
-from emulated_kernel.kprobes.kprobe import Kprobe
-from emulated_kernel.kprobes.profile import OUT_OF_TREE, Profile, Saving, Stepper, TrampolineForm
-from kprobefs.progress import Progress, counted
+from emulated_kernel.kprobes.kprobe import AggregatorProbe, Kprobe
+from emulated_kernel.kprobes.profile import (
+    OUT_OF_TREE,
+    PROFILES,
+    Profile,
+    Saving,
+    Stepper,
+    TrampolineForm,
+)
+from kprobefs.progress import counted
 
 ARCHITECTURES = ("x86_64", "i386", "riscv64", "riscv64i")
 _RISCV = ARCHITECTURES[2:]
@@ -79,15 +85,6 @@ RETURNS_ELSEWHERE = (
 """The same of kretprobes."""
 
 
-DETOUR_ELSEWHERE = 200
-"""Bytes that the jump optimization of 2009 takes for a probe, about."""
-NO_DETOUR = "no detour buffers"
-WARMING = 100
-"""Probes that are registered before any is measured."""
-RESOLUTION_KB = 4096
-"""Python asks the host for memory by the MiB."""
-
-
 @dataclass(frozen=True)
 class HitCase:
     """One way to take hits, with one kind of handler."""
@@ -95,6 +92,8 @@ class HitCase:
     probe: str
     mode: str
     arch: str = ARCHITECTURES[0]
+    profile: str | None = None
+    """A preset, which the mode is one of; None: one made for the mode."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +104,8 @@ class HitFigure:
     probed: tuple[float, ...]
     net: tuple[float, ...]
     """What the probe adds: against the unprobed rounds before and after."""
+    detour: int | None = None
+    """Bytes of the detour buffer that a jump leads to, with a handler in guest code in it."""
 
     def as_dict(self) -> dict[str, object]:
         net = sorted(self.net)
@@ -112,6 +113,8 @@ class HitFigure:
             "arch": self.case.arch,
             "probe": self.case.probe,
             "mode": self.case.mode,
+            "profile": self.case.profile,
+            "detour": self.detour,
             "ns": {"median": statistics.median(self.probed), "net": measured(net)},
             "spread": {"min": net[0], "p10": quantile(net, 1), "p90": quantile(net, 9), "max": net[-1]},
             "samples": len(net),
@@ -152,32 +155,75 @@ def quantile(samples: Sequence[float], tenth: int) -> float:
     return statistics.quantiles(samples, n=10, method="inclusive")[tenth - 1]
 
 
-def cases(arch: str) -> list[HitCase]:
+def modes(arch: str, profile: str | None = None) -> tuple[str, ...]:
+    """The ways that entries come by on an architecture; those alone that a preset has."""
+    if profile is None:
+        return tuple(mode for mode in MODES if arch not in _RISCV or mode not in _X86_MODES)
+    preset = PROFILES[profile]
+    by_flag = preset.stepper is Stepper.TRAP_FLAG
+    slow = BOOSTED if not preset.preemption else TRAP_FLAG if by_flag else STEPPED
+    found = [STEPPED if arch in _RISCV else slow]
+    if preset.ftrace:
+        found.append(FTRACE)
+    if preset.optimizer and arch_named(arch).strategy(preset.strategies) is not None:
+        found.append(SAVE_ALL if preset.saving is Saving.ALL else OPTIMIZED)
+    return tuple(found)
+
+
+def built(mode: str, profile: str | None) -> Profile:
+    """What a mode is measured with; of a preset, without the ways that would be taken instead."""
+    if profile is None:
+        return MODES[mode]
+    preset, jumps = PROFILES[profile], mode in (OPTIMIZED, SAVE_ALL)
+    return replace(preset, ftrace=preset.ftrace and mode == FTRACE, optimizer=preset.optimizer and jumps)
+
+
+def cases(arch: str, profile: str | None = None) -> list[HitCase]:
     """All that is measured on an architecture."""
-    modes = [mode for mode in MODES if arch not in _RISCV or mode not in _X86_MODES]
-    return [HitCase(probe, mode, arch) for probe in HANDLERS for mode in modes]
+    return [HitCase(probe, mode, arch, profile) for probe in HANDLERS for mode in modes(arch, profile)]
 
 
 def measure(case: HitCase, hits: int, rounds: int) -> HitFigure:
     """One case in a kernel of its own, `hits` calls a round. The first round only warms up."""
-    profile = MODES[case.mode]
+    profile = built(case.mode, case.profile)
     with Kernel(MachineConfig(arch=case.arch, run_budget=60), profile=profile) as kernel:
         run = caller(kernel, hits)
         # The first instruction behind the fentry site can be optimized.
         offset = 0 if profile.ftrace else kernel.arch.call_size
-        probe = place(kernel, case.probe, offset)
+        placed = place(kernel, case.probe, offset)
         run()
         unprobed = [run() for _ in range(rounds)]
-        probe.enable(True)
+        placed.enable(True)
         run()
-        before = probe.hits()
+        before = placed.hits()
         probed = [run() for _ in range(rounds)]
-        if before is not None and probe.hits() != before + hits * rounds:
+        if before is not None and placed.hits() != before + hits * rounds:
             raise AssertionError("a hit was lost, or counted twice")
-        probe.enable(False)
+        check_mode(kernel, placed.probe(), case.mode)
+        detour = detour_size(kernel, placed.probe())
+        placed.enable(False)
         unprobed += [run() for _ in range(rounds)]
     base = statistics.median(unprobed)
-    return HitFigure(case, tuple(probed), tuple(sample - base for sample in probed))
+    return HitFigure(case, tuple(probed), tuple(sample - base for sample in probed), detour)
+
+
+def check_mode(kernel: Kernel, probe: Kprobe, mode: str) -> None:
+    """Raises: AssertionError where hits came by another way than the one that the figure is told of."""
+    found, wanted = kernel.kprobes.mode(probe), _SHOWN.get(mode, mode)
+    if found != wanted:
+        raise AssertionError(f"{mode}: hits come as {found}: {kernel.kprobes.reason(probe)}")
+
+
+_SHOWN = {STEPPED: "int3", TRAP_FLAG: "int3", SAVE_ALL: OPTIMIZED}
+"""Modes that the `mode` file calls otherwise."""
+
+
+def detour_size(kernel: Kernel, probe: Kprobe) -> int | None:
+    """Bytes of the buffer that an optimized probe's jump leads to; None where there is no jump."""
+    head, detour = kernel.kprobes.table.valid(probe), kernel.kprobes.detour(probe)
+    if detour is None or not isinstance(head, AggregatorProbe) or not head.is_optimized:
+        return None
+    return detour.size if head.compiled is None else head.compiled.size
 
 
 def caller(kernel: Kernel, hits: int) -> Callable[[], float]:
@@ -232,6 +278,7 @@ class Placed:
     enable: Callable[[bool], None]
     hits: Callable[[], int | None]
     """None where the handler doesn't count."""
+    probe: Callable[[], Kprobe]
 
 
 def place(kernel: Kernel, kind: str, offset: int) -> Placed:
@@ -248,14 +295,14 @@ def _returning(kernel: Kernel) -> Placed:
     ring = kernel.hit_ring(result, "dx" if result == "ax" else "a1")
     rp = ring.return_probe(symbol_name=FUNCTION, disabled=True)
     kernel.register_kretprobe(rp)
-    return Placed(lambda on: _switch(kernel, rp, on), lambda: ring.hits)
+    return _placed(kernel, rp, lambda: ring.hits)
 
 
 def _recording(kernel: Kernel, offset: int) -> Placed:
     ring = kernel.hit_ring(*kernel.arch.registers.arguments[:2])
     probe = ring.probe(symbol_name=FUNCTION, offset=offset, disabled=True)
     kernel.register_kprobe(probe)
-    return Placed(lambda on: _switch(kernel, probe, on), lambda: ring.hits)
+    return _placed(kernel, probe, lambda: ring.hits)
 
 
 def _event(kernel: Kernel, offset: int) -> Placed:
@@ -264,13 +311,18 @@ def _event(kernel: Kernel, offset: int) -> Placed:
         events.write(f"p:bench {FUNCTION}+{offset}\n".encode())
     [event] = events.events()
     kernel.trace.expand()
+    [defined] = event.probes
+
+    def probe() -> Kprobe:
+        assert defined.handle is not None, "the event is defined"
+        return defined.handle
 
     def enable(on: bool) -> None:
         with kernel.lock:
             (event.enable if on else event.disable)(kernel.trace)
-        _settle(kernel)
+        settle(kernel, probe() if on else None)
 
-    return Placed(enable, lambda: event.probes[0].hits)
+    return Placed(enable, lambda: defined.hits, probe)
 
 
 def _bare(kernel: Kernel, kind: str, offset: int) -> Placed:
@@ -287,27 +339,33 @@ def _bare(kernel: Kernel, kind: str, offset: int) -> Placed:
     if kind == EMPTY:
         probe.program = nothing
     kernel.register_kprobe(probe)
-
-    return Placed(lambda on: _switch(kernel, probe, on), lambda: None if kind == EMPTY else counted)
-
-
-def _switch(kernel: Kernel, probe: Kprobe, on: bool) -> None:
-    (kernel.enable_kprobe if on else kernel.disable_kprobe)(probe)
-    _settle(kernel)
+    return _placed(kernel, probe, lambda: None if kind == EMPTY else counted)
 
 
-def _settle(kernel: Kernel) -> None:
-    if kernel.kprobes.optimizer is not None:
-        with kernel.lock:
-            kernel.kprobes.optimizer.flush()
+def _placed(kernel: Kernel, probe: Kprobe, hits: Callable[[], int | None]) -> Placed:
+    def enable(on: bool) -> None:
+        (kernel.enable_kprobe if on else kernel.disable_kprobe)(probe)
+        settle(kernel, probe if on else None)
+
+    return Placed(enable, hits, lambda: probe)
+
+
+def settle(kernel: Kernel, enabled: Kprobe | None = None) -> None:
+    """Let jumps be written, or taken back; a djprobe's is asked for by itself."""
+    kprobes = kernel.kprobes
+    with kernel.lock:
+        if kprobes.optimizer is not None:
+            if enabled is not None and kprobes.profile.djprobe is not None:
+                kprobes.set_optimized(enabled, True)
+            kprobes.optimizer.flush()
 
 
 # Reports
 
 
-def hit(arch: str, hits: int, rounds: int, *, as_json: bool) -> None:
+def hit(arch: str, hits: int, rounds: int, profile: str | None = None, *, as_json: bool) -> None:
     """`kprobefs bench hit`: all cases, one after the other, in a table or as JSON."""
-    figures = [measure(case, hits, rounds) for case in counted("bench hit", cases(arch))]
+    figures = [measure(case, hits, rounds) for case in counted("bench hit", cases(arch, profile))]
     if as_json:
         print(json.dumps([figure.as_dict() for figure in figures], indent=2))
         return
@@ -322,10 +380,11 @@ def table(figures: Sequence[HitFigure]) -> Iterator[str]:
         if not rows:
             continue
         base = next((measured(figure.net) for figure in rows if figure.case.mode == SAVE_ALL), None)
-        yield f"{rows[0].case.arch}, {title}"
+        yield from subject(rows[0].case.arch, rows[0].case.profile, title)
         yield head
         yield from (_row(figure, base) for figure in rows)
         yield from notes(figure.net for figure in rows)
+        yield from detours({figure.case.mode: figure.detour for figure in rows})
         yield ""
     yield from elsewhere(ELSEWHERE)
     yield RISCV_ELSEWHERE
@@ -333,6 +392,20 @@ def table(figures: Sequence[HitFigure]) -> Iterator[str]:
         yield ""
         yield "return probes:"
         yield from elsewhere(RETURNS_ELSEWHERE)
+
+
+def subject(arch: str, profile: str | None, title: str) -> Iterator[str]:
+    """What stands above a table."""
+    yield f"{arch}, {title}"
+    if profile is not None:
+        yield f"profile {profile}"
+
+
+def detours(sizes: Mapping[str, int | None]) -> Iterator[str]:
+    """What stands below a table, of its modes that are jumps."""
+    found = [f"{mode} {size}" for mode, size in sizes.items() if size is not None]
+    if found:
+        yield f"bytes of a detour buffer, with its handler: {', '.join(found)}"
 
 
 def elsewhere(rows: Sequence[tuple[str, int | None, int | None, int | None]]) -> Iterator[str]:
@@ -361,121 +434,3 @@ def _row(figure: HitFigure, base: float | None) -> str:
         f"  {figure.case.mode:19} {figure.median:8.1f} {quantile(net, 1):8.1f} {quantile(net, 9):8.1f} "
         f"{max(net):8.1f} {ratio:>7}  {verdict(net, target)}"
     )
-
-
-# Many probes
-
-
-@dataclass(frozen=True)
-class ManyProbes:
-    """What `count` probes that can be stepped or optimized take."""
-
-    count: int
-    register_s: float
-    arm_ms: tuple[float, ...]
-    """All of them by kprobes/enabled, once a round."""
-    memory_kb: float | None
-    """Of the host, a probe; None where all of them take less than the host's memory is counted by."""
-    detours: tuple[int, ...]
-    """Bytes of the guest's text in each detour buffer."""
-
-    def as_dict(self) -> dict[str, object]:
-        return {
-            "probes": self.count,
-            "register_s": self.register_s,
-            "arm_ms": {
-                "median": statistics.median(self.arm_ms),
-                "min": min(self.arm_ms),
-                "max": max(self.arm_ms),
-            },
-            "memory_kb_a_probe": self.memory_kb,
-            "detours": {"count": len(self.detours), "bytes": sum(self.detours), "a_probe": self.detour_size},
-        }
-
-    @property
-    def detour_size(self) -> int | None:
-        """Bytes that half of the detour buffers don't exceed; None where there is none."""
-        return statistics.median_low(self.detours) if self.detours else None
-
-
-def probes(arch: str, count: int, rounds: int, *, as_json: bool) -> None:
-    """`kprobefs bench probes`: registering and arming many probes, and their memory."""
-    found = many_probes(arch, count, rounds)
-    if as_json:
-        print(json.dumps(found.as_dict(), indent=2))
-        return
-    arm = statistics.median(found.arm_ms)
-    print(f"{found.count} probes registered in {found.register_s:.2f} s")
-    print(
-        f"all armed by kprobes/enabled in {arm:.1f} ms ({min(found.arm_ms):.1f} to {max(found.arm_ms):.1f})"
-    )
-    if found.memory_kb is None:
-        print("memory of the host: too little to be counted; take more --count")
-    else:
-        print(f"{found.memory_kb:.1f} kB of the host a probe")
-    size = f"{found.detour_size} bytes (in the source about {DETOUR_ELSEWHERE})"
-    print(f"{len(found.detours)} detour buffers, half of them at most {size}" if found.detours else NO_DETOUR)
-
-
-def many_probes(arch: str, count: int, rounds: int) -> ManyProbes:
-    """Probes on the first `count` instructions that take one."""
-    with (
-        Kernel(MachineConfig(arch=arch)) as kernel,
-        kernel.lock,
-        Progress("bench probes", 1 + rounds) as progress,
-    ):
-        kernel.kprobes.set_enabled(False)
-        # What the first ones take isn't theirs: packages that are imported, tables that are read.
-        for probe in _register_many(kernel, min(count, WARMING)):
-            kernel.kprobes.unregister_kprobe(probe)
-        before = _resident_kb()
-        start = time.perf_counter()
-        registered = _register_many(kernel, count)
-        took = time.perf_counter() - start
-        arming = []
-        for _ in range(rounds):
-            progress.add(1)
-            start = time.perf_counter()
-            kernel.kprobes.set_enabled(True)
-            arming.append((time.perf_counter() - start) * 1000)
-            kernel.kprobes.set_enabled(False)
-        found = (kernel.kprobes.detour(probe) for probe in registered)
-        return ManyProbes(
-            len(registered),
-            took,
-            tuple(arming),
-            _each(_resident_kb() - before, len(registered)),
-            tuple(detour.size for detour in found if detour is not None),
-        )
-
-
-def _each(memory_kb: float, count: int) -> float | None:
-    return memory_kb / count if memory_kb >= RESOLUTION_KB else None
-
-
-def _register_many(kernel: Kernel, count: int) -> list[Kprobe]:
-    done: list[Kprobe] = []
-    for address in _instructions(kernel):
-        if len(done) == count:
-            break
-        probe = Kprobe(addr=address, pre_handler=lambda *_: None)
-        try:
-            kernel.kprobes.register_kprobe(probe)
-        except KernelError:
-            continue
-        done.append(probe)
-    return done
-
-
-def _instructions(kernel: Kernel) -> Iterator[int]:
-    """Addresses of all instructions of the kernel's functions."""
-    image = kernel.image
-    for symbol in image.kallsyms.symbols:
-        if any(start <= symbol.address < end for start, end in image.text_ranges) and symbol.size:
-            body = kernel.machine.text.original(symbol.address, symbol.size)
-            yield from kernel.arch.instruction_boundaries(body, symbol.address)
-
-
-def _resident_kb() -> float:
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1024

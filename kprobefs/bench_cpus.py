@@ -11,21 +11,25 @@ from emulated_kernel.dataclass import dataclass
 from emulated_kernel.kernel import Kernel
 from kprobefs.bench import (
     BOOSTED,
+    FTRACE,
     FUNCTION,
-    MODES,
     NOISE,
     OPTIMIZED,
     RECORDING,
     RETURNING,
+    SAVE_ALL,
     STEPPED,
+    TRAP_FLAG,
+    built,
     caller,
     cost,
     measured,
+    modes,
     notes,
     place,
     quantile,
+    subject,
 )
-from kprobefs.bench import cases as bench_cases
 from kprobefs.contention import instructions_a_call
 from kprobefs.progress import counted
 
@@ -50,6 +54,8 @@ class CpusCase:
     mode: str
     cpus: int
     arch: str = "x86_64"
+    profile: str | None = None
+    """A preset, which the mode is one of; None: one made for the mode."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,7 @@ class CpusFigure:
             "arch": case.arch,
             "probe": case.probe,
             "mode": case.mode,
+            "profile": case.profile,
             "cpus": case.cpus,
             "ns": median,
             "spread": {"min": net[0], "p10": quantile(net, 1), "p90": quantile(net, 9), "max": net[-1]},
@@ -84,15 +91,20 @@ class CpusFigure:
         }
 
 
-def cases(arch: str, cpus: Sequence[int]) -> list[CpusCase]:
-    """The source's columns, as far as the architecture has them, on each number of CPUs."""
-    known = {(case.probe, case.mode) for case in bench_cases(arch)}
-    return [CpusCase(*pair, number, arch) for pair in ELSEWHERE if pair in known for number in cpus]
+def cases(arch: str, cpus: Sequence[int], profile: str | None = None) -> list[CpusCase]:
+    """The modes that there are, on each number of CPUs; without a preset those of the source."""
+    ways = [mode for mode in modes(arch, profile) if mode not in (FTRACE, TRAP_FLAG, SAVE_ALL) or profile]
+    return [
+        CpusCase(probe, mode, number, arch, profile)
+        for probe in (RECORDING, RETURNING)
+        for mode in ways
+        for number in cpus
+    ]
 
 
 def measure(case: CpusCase, hits: int, rounds: int) -> CpusFigure:
     """One case in a kernel of its own: rounds without the probe, and with it, all CPUs in turns."""
-    profile = MODES[case.mode]
+    profile = built(case.mode, case.profile)
     config = MachineConfig(arch=case.arch, cpus=case.cpus, run_budget=60)
     with Kernel(config, profile=profile) as kernel:
         turn = max(1, hits // (_TURNS_OF_A_ROUND * case.cpus))
@@ -104,7 +116,7 @@ def measure(case: CpusCase, hits: int, rounds: int) -> CpusFigure:
                 _on(kernel, cpu, run) for _ in range(_TURNS_OF_A_ROUND) for cpu in range(case.cpus)
             )
 
-        steps = case.mode == OPTIMIZED and bool(kernel.arch.trap_flag)
+        steps = case.mode in (OPTIMIZED, SAVE_ALL) and bool(kernel.arch.trap_flag)
         bare = instructions_a_call(kernel, FUNCTION, case.cpus).all if steps else 0.0
         round_()
         unprobed = statistics.median(round_() for _ in range(rounds))
@@ -132,9 +144,11 @@ def _on(kernel: Kernel, cpu: int, run: Callable[[], float]) -> float:
 # Reports
 
 
-def hits_on(arch: str, hits: int, rounds: int, cpus: Sequence[int], *, as_json: bool) -> None:
+def hits_on(
+    arch: str, hits: int, rounds: int, cpus: Sequence[int], profile: str | None = None, *, as_json: bool
+) -> None:
     """All cases, one after the other, in a table or as JSON."""
-    figures = [measure(case, hits, rounds) for case in counted("bench hit", cases(arch, cpus))]
+    figures = [measure(case, hits, rounds) for case in counted("bench hit", cases(arch, cpus, profile))]
     if as_json:
         print(json.dumps([figure.as_dict() for figure in figures], indent=2))
         return
@@ -143,9 +157,10 @@ def hits_on(arch: str, hits: int, rounds: int, cpus: Sequence[int], *, as_json: 
 
 def table(figures: Sequence[CpusFigure]) -> Iterator[str]:
     """Lines: net nanoseconds, hits a second of all CPUs, and guest instructions, beside the source's."""
-    yield f"{figures[0].case.arch}; the CPUs take turns in one thread: hits/s are those of all together"
-    head = ("", "", "cpus", "net ns", "p10", "p90", "hits/s", "instr", "Core Duo, ns")
-    yield "{:10}{:10}{:>5}{:>7}{:>7}{:>7}{:>11}{:>8}{:>14}".format(*head)
+    yield from subject(figures[0].case.arch, figures[0].case.profile, "CPUs that take turns in one thread")
+    yield "hits/s are those of all together; 2007: nanoseconds on a Core Duo"
+    head = ("", "", "cpus", "net ns", "p10", "p90", "hits/s", "instr", "2007")
+    yield "{:10}{:19}{:>5}{:>7}{:>7}{:>7}{:>10}{:>7}{:>5}".format(*head)
     yield from map(_row, figures)
     yield from notes(figure.net for figure in figures)
 
@@ -156,6 +171,6 @@ def _row(figure: CpusFigure) -> str:
     rate = NOISE if median is None else f"{1e9 / median:.0f}"
     count = "-" if figure.instructions is None else f"{figure.instructions:.1f}"
     return (
-        f"{case.probe:10}{case.mode:10}{case.cpus:5} {cost(figure.median)} {cost(quantile(net, 1))} "
-        f"{cost(quantile(net, 9))}{rate:>11}{count:>8}{ELSEWHERE[case.probe, case.mode]:14}"
+        f"{case.probe:10}{case.mode:19}{case.cpus:5} {cost(figure.median)} {cost(quantile(net, 1))} "
+        f"{cost(quantile(net, 9))}{rate:>10}{count:>7}{ELSEWHERE.get((case.probe, case.mode), '-'):>5}"
     )

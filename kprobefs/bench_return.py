@@ -13,7 +13,8 @@ from emulated_kernel.config import MachineConfig
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kinds.hit_ring import HitRing
-from emulated_kernel.kprobes.profile import RETURN_HOOKS, Saving
+from emulated_kernel.kprobes.kprobe import Kprobe
+from emulated_kernel.kprobes.profile import PROFILES, RETURN_HOOKS, Profile, Saving
 from emulated_kernel.kprobes.return_hook.hook import ReturnHook
 from kprobefs.bench import (
     BOOSTED,
@@ -25,16 +26,20 @@ from kprobefs.bench import (
     SAVE_ALL,
     STEPPED,
     TRAP_FLAG,
+    built,
     caller,
+    check_mode,
     cost,
+    detour_size,
+    detours,
     elsewhere,
     measured,
+    modes,
     notes,
     quantile,
+    settle,
+    subject,
     verdict,
-)
-from kprobefs.bench import (
-    cases as bench_cases,
 )
 from kprobefs.contention import instructions_a_call
 from kprobefs.progress import counted
@@ -48,6 +53,7 @@ SLOW = {STEPPED, TRAP_FLAG, BOOSTED}
 TARGETS = {OPTIMIZED: 60.0, FTRACE: 60.0, FPROBE: 60.0, SAVE_ALL: 250.0}
 """Nanoseconds net that the project wants to stay under, on x86_64."""
 NEEDS_FENTRY = "unified"
+_QUICKEST = (OPTIMIZED, SAVE_ALL, FTRACE, BOOSTED, STEPPED, TRAP_FLAG)
 TASKS, CPUS = (1, 100, 500), (1, 2, 4, 8)
 
 _FIRST_PID = 10_000
@@ -62,6 +68,8 @@ class ReturnCase:
     tasks: int = 1
     cpus: int = 1
     arch: str = "x86_64"
+    profile: str | None = None
+    """A preset, which the mode is one of; None: one made for the mode."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +87,8 @@ class ReturnFigure:
     """
     locked: float | None
     """Those of them while a lock is held."""
+    detour: int | None = None
+    """Bytes of the detour buffer that the entry's jump leads to, with a handler in guest code in it."""
 
     @property
     def median(self) -> float:
@@ -90,6 +100,8 @@ class ReturnFigure:
             "arch": case.arch,
             "backend": case.backend,
             "mode": case.mode,
+            "profile": case.profile,
+            "detour": self.detour,
             "tasks": case.tasks,
             "cpus": case.cpus,
             "ns": measured(self.net),
@@ -106,16 +118,30 @@ def cases(
     tasks: Sequence[int] = TASKS,
     cpus: Sequence[int] = CPUS,
     backends: Sequence[str] = RETURN_HOOKS,
+    profile: str | None = None,
 ) -> list[ReturnCase]:
-    """All that is measured: every mode alone, then the quickest one with more tasks, and with more CPUs."""
-    found, known = [], (*FPROBES, *(case.mode for case in bench_cases(arch)))
-    for backend in backends:
-        modes = BY_FENTRY if backend == NEEDS_FENTRY else tuple(mode for mode in HOOKED if mode in known)
-        quickest = FTRACE if backend == NEEDS_FENTRY else OPTIMIZED
-        found += [ReturnCase(backend, mode, 1, 1, arch) for mode in modes]
-        found += [ReturnCase(backend, quickest, number, 1, arch) for number in tasks if number > 1]
-        found += [ReturnCase(backend, quickest, 1, number, arch) for number in cpus if number > 1]
+    """All that is measured: every mode alone, then the quickest one with more tasks, and with more CPUs.
+
+    Of a preset, its own shadow stack and modes.
+    """
+    found, known = [], modes(arch, profile)
+    if FTRACE in known:
+        known += FPROBES
+    for backend in backends if profile is None else (PROFILES[profile].return_hook,):
+        alone = [mode for mode in HOOKED if mode in (BY_FENTRY if backend == NEEDS_FENTRY else known)]
+        quickest = next(mode for mode in _QUICKEST if mode in alone)
+        found += [ReturnCase(backend, mode, 1, 1, arch, profile) for mode in alone]
+        found += [ReturnCase(backend, quickest, number, 1, arch, profile) for number in tasks if number > 1]
+        found += [ReturnCase(backend, quickest, 1, number, arch, profile) for number in cpus if number > 1]
     return found
+
+
+def _built(case: ReturnCase) -> Profile:
+    if case.profile is None:
+        return HOOKED[case.mode]
+    if case.mode in FPROBES:
+        return replace(built(FTRACE, case.profile), saving=HOOKED[case.mode].saving)
+    return built(case.mode, case.profile)
 
 
 def measure(case: ReturnCase, hits: int, rounds: int) -> ReturnFigure:
@@ -123,13 +149,13 @@ def measure(case: ReturnCase, hits: int, rounds: int) -> ReturnFigure:
     config = MachineConfig(arch=case.arch, run_budget=60, cpus=case.cpus, return_hook=case.backend)
     if case.mode in SLOW:
         hits = max(1, hits // 4)
-    with Kernel(config, profile=HOOKED[case.mode]) as kernel:
+    with Kernel(config, profile=_built(case)) as kernel:
         run = caller(kernel, hits)
         steps = bool(kernel.arch.trap_flag)
         bare = instructions_a_call(kernel, FUNCTION, case.cpus) if steps else None
         result = kernel.arch.registers.return_value
         ring = kernel.hit_ring(result, "dx" if result == "ax" else "a1")
-        switch, hook = _hooked(kernel, ring, case)
+        switch, hook, probe = _hooked(kernel, ring, case)
         net = []
         for _ in range(rounds + 1):
             # The text has just changed, and is translated anew.
@@ -145,10 +171,13 @@ def measure(case: ReturnCase, hits: int, rounds: int) -> ReturnFigure:
         traps = _traps(kernel, run) / hits
         if hook().missed or hook().returned % hits or ring.hits != (2 * rounds + 4) * hits:
             raise AssertionError("a return was lost, or counted twice")
+        if probe is not None:
+            check_mode(kernel, probe, case.mode)
+        detour = None if probe is None else detour_size(kernel, probe)
         if traps >= 1 or bare is None:
-            return ReturnFigure(case, tuple(net[1:]), traps, None, None)
+            return ReturnFigure(case, tuple(net[1:]), traps, None, None, detour)
         taken = instructions_a_call(kernel, FUNCTION, case.cpus)
-    return ReturnFigure(case, tuple(net[1:]), traps, taken.all - bare.all, taken.locked)
+    return ReturnFigure(case, tuple(net[1:]), traps, taken.all - bare.all, taken.locked, detour)
 
 
 def _traps(kernel: Kernel, run: Callable[[], object]) -> int:
@@ -173,8 +202,8 @@ def _traps(kernel: Kernel, run: Callable[[], object]) -> int:
 
 def _hooked(
     kernel: Kernel, ring: HitRing, case: ReturnCase
-) -> tuple[Callable[[bool], None], Callable[[], ReturnHook]]:
-    """What switches hooking on and off, and what gives the hook while it is on."""
+) -> tuple[Callable[[bool], None], Callable[[], ReturnHook], Kprobe | None]:
+    """What switches hooking on and off, what gives the hook while it is on, and the probe, if that is one."""
     nodes = case.tasks + case.cpus
     fp = ring.fprobe(FUNCTION, nr_maxactive=nodes)
     rp = ring.return_probe(symbol_name=FUNCTION, maxactive=nodes, disabled=True)
@@ -184,9 +213,7 @@ def _hooked(
 
     def switch(on: bool) -> None:
         (kernel.enable_kretprobe if on else kernel.disable_kretprobe)(rp)
-        if kernel.kprobes.optimizer is not None:
-            with kernel.lock:
-                kernel.kprobes.optimizer.flush()
+        settle(kernel, rp if on else None)
 
     def hook() -> ReturnHook:
         found = fp.hook if case.mode in FPROBES else rp.hook
@@ -194,9 +221,9 @@ def _hooked(
         return found
 
     if case.mode in FPROBES:
-        return switch_fprobe, hook
+        return switch_fprobe, hook, None
     kernel.register_kretprobe(rp)
-    return switch, hook
+    return switch, hook, rp
 
 
 @contextmanager
@@ -217,10 +244,17 @@ def _sleepers(kernel: Kernel, hook: ReturnHook, number: int) -> Iterator[None]:
 
 
 def returns(
-    arch: str, hits: int, rounds: int, tasks: Sequence[int], cpus: Sequence[int], *, as_json: bool
+    arch: str,
+    hits: int,
+    rounds: int,
+    tasks: Sequence[int],
+    cpus: Sequence[int],
+    profile: str | None = None,
+    *,
+    as_json: bool,
 ) -> None:
     """All cases, one after the other, in a table or as JSON."""
-    found = counted("bench return", cases(arch, tasks, cpus))
+    found = counted("bench return", cases(arch, tasks, cpus, profile=profile))
     figures = [measure(case, hits, rounds) for case in found]
     if as_json:
         print(json.dumps([figure.as_dict() for figure in figures], indent=2))
@@ -230,13 +264,16 @@ def returns(
 
 def table(figures: Sequence[ReturnFigure]) -> Iterator[str]:
     """Lines: net nanoseconds and guest instructions of each case, and the sources' figures."""
-    yield f"{figures[0].case.arch}, a return probe that records number, address and two registers"
+    title, first = "a return probe that records number, address and two registers", figures[0].case
+    yield from subject(first.arch, first.profile, title)
     yield "traps, guest instructions and those that are locked are of one call"
     head = ("tasks", "cpus", "net ns", "p10", "p90", "traps", "instr", "locked")
     for backend in dict.fromkeys(figure.case.backend for figure in figures):
         yield ""
         yield "{:19}{:>5}{:>5}{:>7}{:>7}{:>7}{:>6}{:>6}{:>7} target".format(backend, *head)
-        yield from (_row(figure) for figure in figures if figure.case.backend == backend)
+        rows = [figure for figure in figures if figure.case.backend == backend]
+        yield from map(_row, rows)
+        yield from detours({figure.case.mode: figure.detour for figure in rows})
     yield from notes(figure.net for figure in figures)
     yield ""
     yield from elsewhere(RETURNS_ELSEWHERE)

@@ -307,16 +307,17 @@ def _bench(parsed: argparse.Namespace) -> int:
     parsed.rounds, parsed.count = parsed.rounds or 9, parsed.count or 10000
     if parsed.arch not in bench.ARCHITECTURES:
         raise Failure(f"bench: no figures for {parsed.arch}", Exit.USAGE)
+    hits = parsed.arch, parsed.hits, parsed.rounds
     if parsed.what == "hit" and parsed.cpus:
         from kprobefs.bench_cpus import hits_on
 
-        hits_on(parsed.arch, parsed.hits, parsed.rounds, parsed.cpus, as_json=parsed.json)
+        hits_on(*hits, parsed.cpus, parsed.profile, as_json=parsed.json)
     elif parsed.what == "hit":
-        bench.hit(parsed.arch, parsed.hits, parsed.rounds, as_json=parsed.json)
+        bench.hit(*hits, parsed.profile, as_json=parsed.json)
     elif parsed.what == "kinds":
         from kprobefs.bench_kinds import kinds
 
-        kinds(parsed.arch, parsed.hits, parsed.rounds, as_json=parsed.json)
+        kinds(*hits, as_json=parsed.json)
     elif parsed.what == "return" and parsed.memory:
         from kprobefs.return_memory import memory
 
@@ -325,9 +326,11 @@ def _bench(parsed: argparse.Namespace) -> int:
         from kprobefs import bench_return
 
         tasks, cpus = parsed.tasks or bench_return.TASKS, parsed.cpus or bench_return.CPUS
-        bench_return.returns(parsed.arch, parsed.hits, parsed.rounds, tasks, cpus, as_json=parsed.json)
+        bench_return.returns(*hits, tasks, cpus, parsed.profile, as_json=parsed.json)
     else:
-        bench.probes(parsed.arch, parsed.count, parsed.rounds, as_json=parsed.json)
+        from kprobefs.bench_probes import probes
+
+        probes(parsed.arch, parsed.count, parsed.rounds, parsed.profile, as_json=parsed.json)
     return Exit.OK
 
 

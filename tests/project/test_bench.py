@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from kprobefs import bench, bench_cpus, bench_kinds, bench_return, progress
+from emulated_kernel.config import MachineConfig
+from emulated_kernel.kernel import Kernel
+from kprobefs import bench, bench_cpus, bench_kinds, bench_probes, bench_return, progress
 from kprobefs.cli import main
 from tests.project.readme import README, blocks, steps
 from tests.sample import share
@@ -38,7 +40,11 @@ def test_return_probes_are_among_the_hits(arch: str) -> None:
     assert {(bench.RETURNING, mode) for mode in modes} <= found
     figure = bench.measure(bench.HitCase(bench.RETURNING, bench.OPTIMIZED, arch), hits=50, rounds=2)
     assert len(figure.net) == 2
-    assert "return probes:" in fitting(bench.table([figure]))
+    assert figure.detour is not None
+    assert {
+        "return probes:",
+        f"bytes of a detour buffer, with its handler: optimized {figure.detour}",
+    } <= set(fitting(bench.table([figure])))
 
 
 @pytest.mark.parametrize(
@@ -84,7 +90,7 @@ def test_every_backend_has_every_mode_once() -> None:
 def test_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_return, "RETURN_HOOKS", ("fgraph",))
     monkeypatch.setattr(
-        bench_return, "cases", lambda *_: [bench_return.ReturnCase("fgraph", bench.OPTIMIZED)]
+        bench_return, "cases", lambda *_, **_by: [bench_return.ReturnCase("fgraph", bench.OPTIMIZED)]
     )
     assert main(["bench", "return", "--hits", "30", "--rounds", "1", "--json"]) == 0
     [figure] = json.loads(capsys.readouterr().out)
@@ -147,11 +153,71 @@ def test_few_probes_take_too_little_to_be_counted(capsys: pytest.CaptureFixture[
     assert main(["bench", "probes", "--count", "20", "--rounds", "1"]) == 0
     *_, memory, detours = capsys.readouterr().out.splitlines()
     assert memory == "memory of the host: too little to be counted; take more --count"
-    assert detours == bench.NO_DETOUR or not detours.startswith("0 ")
+    assert detours == bench_probes.NO_DETOUR or not detours.startswith("0 ")
     assert main(["bench", "probes", "--count", "20", "--rounds", "1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["memory_kb_a_probe"] is None
     assert (found["detours"]["a_probe"] is None) == (found["detours"]["count"] == 0)
+
+
+# By profile
+
+REACHED = {
+    ("x86_64", "linux-6.1"): {bench.STEPPED, bench.FTRACE, bench.OPTIMIZED},
+    ("i386", "optprobes-2009"): {bench.BOOSTED, bench.OPTIMIZED},
+    ("x86_64", "kprobes-2010"): {bench.BOOSTED},
+    ("x86_64", "djprobe-2007-preempt"): {bench.TRAP_FLAG, bench.OPTIMIZED},
+    ("riscv64", "linux-6.1"): {bench.STEPPED, bench.FTRACE},
+    ("riscv64", "riscv-optprobes-2023"): {bench.STEPPED, bench.SAVE_ALL},
+    ("riscv64i", "riscv-optprobes-2023"): {bench.STEPPED, bench.SAVE_ALL},
+}
+BY_PROFILE = [case for where in REACHED for case in bench.cases(*where)]
+
+
+@pytest.mark.parametrize(("arch", "profile"), REACHED)
+def test_the_modes_of_a_profile(arch: str, profile: str) -> None:
+    assert {case.mode for case in bench.cases(arch, profile)} == REACHED[arch, profile]
+
+
+@pytest.mark.parametrize(
+    "case",
+    share(BY_PROFILE, 3, 10),
+    ids=lambda case: f"{case.arch}-{case.profile}-{case.mode}-{case.probe}",
+)
+def test_a_hit_of_a_profile_is_measured(case: bench.HitCase) -> None:
+    """In the mode that it is told of: bench.measure raises where hits come by another one."""
+    figure = bench.measure(case, hits=30, rounds=1)
+    assert (figure.detour is not None) == (case.mode in (bench.OPTIMIZED, bench.SAVE_ALL))
+    assert f"profile {case.profile}" in fitting(bench.table([figure]))
+    assert (figure.as_dict()["profile"], figure.as_dict()["detour"]) == (case.profile, figure.detour)
+
+
+@pytest.mark.parametrize(
+    "command", [("hit",), ("hit", "--cpus", "1"), ("return", "--tasks", "1", "--cpus", "1"), ("probes",)]
+)
+def test_riscv_prints_the_bytes_of_its_detours(
+    command: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile = "riscv-optprobes-2023"
+    monkeypatch.setattr(bench, "HANDLERS", {bench.RECORDING: bench.HANDLERS[bench.RECORDING]})
+    size = ("--count", "1000") if command == ("probes",) else ("--hits", "20")
+    options = ["--arch", "riscv64", "--profile", profile, "--rounds", "1", *size]
+    assert main(["bench", *command, *options]) == 0
+    lines = fitting(capsys.readouterr().out.splitlines())
+    if command == ("probes",):
+        assert re.fullmatch(r"[1-9]\d* detour buffers, half of them at most [1-9]\d* bytes.*", lines[-1])
+        return
+    assert f"profile {profile}" in lines
+    assert "--cpus" in command[:2] or any(
+        re.fullmatch(r"bytes of a detour buffer, .*: optimized-save-all [1-9]\d*", line) for line in lines
+    )
+
+
+def test_a_profile_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "hit", "--profile", "linux-7"]) == 2
+    assert "linux-7" in capsys.readouterr().err
+    assert main(["bench", "kinds", "--profile", "linux-6.1"]) == 2
+    assert "bench kinds takes no --profile" in capsys.readouterr().err
 
 
 # Progress
@@ -171,7 +237,7 @@ def test_progress_moves_between_measurements(
         seen.append((before.err, capsys.readouterr().err))
         return figure
 
-    monkeypatch.setattr(module, "cases", lambda *_: [case] * 2)
+    monkeypatch.setattr(module, "cases", lambda *_, **_by: [case] * 2)
     monkeypatch.setattr(module, "measure", measure)
     monkeypatch.setattr(progress, "_INTERVAL", 0)
     command = ["bench", what, "--hits", "20", "--rounds", "1"]
@@ -209,10 +275,11 @@ def test_every_kind_of_every_profile(arch: str) -> None:
         case.profile: "".join(each.kind for each in found if each.profile == case.profile) for case in found
     }
     assert kinds["linux-6.1"] == "krkr"
+    assert all(set(case.kind) <= bench_kinds._PLACING.keys() for case in found)
     assert (
         ("kprobes-2010" in kinds) == ("riscv-optprobes-2023" not in kinds) == (not arch.startswith("riscv"))
     )
-    assert set(kinds.values()) <= {"krkr", "kjrkrjr"}
+    assert set(kinds.values()) <= {"krkr", "kjrkrjrccr"}
 
 
 @pytest.mark.parametrize(
@@ -224,7 +291,20 @@ def test_a_kind_is_measured(case: bench_kinds.KindCase) -> None:
     *_, first, second, third = fitting(bench_kinds.table([figure]))
     assert (bench.measured(figure.net) is None) == (bench.NOISE_NOTE in list(bench_kinds.table([figure])))
     assert all(line.startswith(name) for line, name in zip((first, second, third), MACHINES, strict=True))
-    assert figure.as_dict()["kind"] == case.kind
+    assert figure.as_dict()["kind"] == case.kind.replace("c", "jc")
+
+
+def test_a_jprobe_with_a_handler_in_guest_code() -> None:
+    """No hit but the first comes to Python, beside what the breakpoint and the step's end take."""
+    with Kernel(MachineConfig(profile="kprobes-2010")) as kernel:
+        count = bench_kinds._PLACING["c"](kernel)
+        kernel.call(bench.FUNCTION, 4)
+        [probe] = kernel.kprobes
+        assert (kernel.kprobes.mode(probe), probe.kind) in [("boosted", "j"), ("int3", "j")]
+        stub = probe.stub
+        assert stub is not None
+        kernel.call(bench.FUNCTION, 9)
+        assert (count(), probe.stub) == (2, stub)
 
 
 # Several CPUs
