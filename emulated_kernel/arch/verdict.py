@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 from emulated_kernel.arch.analysis.disassembly import Disassembler
 from emulated_kernel.arch.analysis.entrances import Entrances
 from emulated_kernel.arch.analysis.function import Function, Site, TextLayout
-from emulated_kernel.arch.analysis.reason import OF_AN_INSTRUCTION, Finding, Reason
+from emulated_kernel.arch.analysis.reason import OF_AN_INSTRUCTION, OF_REGISTERS, Finding, Reason
 from emulated_kernel.arch.analysis.region import Live, Region
 from emulated_kernel.arch.analysis.tables import ProbedTables
 from emulated_kernel.dataclass import dataclass
@@ -346,11 +346,16 @@ class Verdict(ABC, Generic[Analysis]):
         )
 
     def _named(self, finding: Finding) -> Finding:
-        if finding.reason not in OF_AN_INSTRUCTION:
-            return finding
-        return replace(finding, insn_text=self._insn_text)
+        if finding.reason in OF_AN_INSTRUCTION:
+            return replace(finding, blamed=self.insn_text)
+        return replace(finding, blamed=self.register_text) if finding.reason in OF_REGISTERS else finding
 
-    def _insn_text(self, addr: int) -> str:
+    def register_text(self, addr: int) -> str:
+        """Which register isn't free there, and what needs it; on RISC-V alone jumps take one."""
+        raise AssertionError(f"{addr:#x}: no jump of this architecture needs a register")
+
+    def insn_text(self, addr: int) -> str:
+        """The instruction there, in the assembler's words."""
         where = self._symbols.lookup(addr)
         size = self.max_insn_size
         if where is not None:

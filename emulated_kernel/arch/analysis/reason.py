@@ -85,9 +85,18 @@ OF_AN_INSTRUCTION = frozenset(
         Reason.NOT_COPYABLE_TO_DETOUR,
         Reason.RELATIVE_IN_DCR,
         Reason.PROHIBITED_IN_DCR,
+        Reason.NO_ROOM,
+        Reason.UNDECODABLE,
+        Reason.FIXUP_INTO_RANGE,
+        Reason.JUMP_LABEL_INTO_RANGE,
+        Reason.RESERVED_BY_FTRACE,
+        Reason.RESERVED_BY_JUMP_LABEL,
+        Reason.RESERVED_BY_STATIC_CALL,
     }
 )
 """Those whose address is that of an instruction to blame."""
+OF_REGISTERS = frozenset({Reason.NO_FREE_REGISTER, Reason.NO_FREE_REGISTER_BEHIND})
+"""Those whose address is where none is free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +105,8 @@ class Finding:
 
     reason: Reason
     addr: int
-    insn_text: Callable[[int], str] | None = field(default=None, compare=False, repr=False)
-    """Tells the instruction at an address, where one is to blame."""
+    blamed: Callable[[int], str] | None = field(default=None, compare=False, repr=False)
+    """Tells what is to blame at an address, where that is an instruction or a register."""
 
     @property
     def errno(self) -> int:
@@ -108,7 +117,7 @@ class Finding:
     def text(self) -> str:
         """One line, as in the `reason` file."""
         told = f"{self.addr:#x}: {self.reason.value}"
-        return told if self.insn_text is None else f"{told}: {self.insn_text(self.addr)}"
+        return told if self.blamed is None else f"{told}: {self.blamed(self.addr)}"
 
     def __str__(self) -> str:
         return self.text

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, KeysView
 from functools import cached_property, lru_cache
 
-from emulated_kernel.arch.analysis.dataflow import LEAVES, Effect, solve
+from emulated_kernel.arch.analysis.dataflow import LEAVES, Control, Effect, solve
 from emulated_kernel.arch.analysis.function import Function
 from emulated_kernel.arch.analysis.reason import Finding, Reason
 from emulated_kernel.arch.analysis.region import Live
@@ -32,6 +33,7 @@ from emulated_kernel.arch.riscv.insn import (
 
 _MAY_FAULT = Effect(ALL_REGISTERS, 0, LEAVES)
 """Of an instruction in the exception table: its fixup goes on elsewhere."""
+_ON = Control(falls_through=True)
 _NEVER_DEAD: int = 1 << SP | 1 << GP | 1 << TP
 _KEPT_BY_CALLS = frozenset((S0, S1, *range(18, T3)))
 _LOAD_POINTER = 3
@@ -165,6 +167,32 @@ class RiscvFunctionAnalysis:
         """
         live = self.live.get(addr)
         return ALL_REGISTERS & self._relevant | _NEVER_DEAD if live is None else live
+
+    def first_need(self, addr: int, register: int) -> int:
+        """Of the instructions that may need a register's value at `addr`, where it is live, the nearest.
+
+        It reads the register, or leads out of the function.
+        """
+        ways, seen = deque([(addr, addr)]), set[int]()
+        while ways:
+            at, before = ways.popleft()
+            insn = self.insns.get(at)
+            if insn is None:
+                return before
+            if at in seen:
+                continue
+            seen.add(at)
+            if insn.reads >> register & 1:
+                return at
+            if insn.writes >> register & 1:
+                continue
+            falls_through, targets, leaves = insn.effect.control or _ON
+            if leaves:
+                return at
+            if falls_through:
+                ways.append((at + insn.length, at))
+            ways += ((at + distance, at) for distance in targets)
+        raise AssertionError(f"{addr:#x}: {REGISTER_NAMES[register]} isn't live")
 
     def at(self, addr: int) -> Live:
         """The same by name."""

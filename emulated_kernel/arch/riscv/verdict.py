@@ -212,6 +212,12 @@ class RiscvVerdict(Verdict[RiscvFunctionAnalysis]):
     def live_in(self, analysis: RiscvFunctionAnalysis, addr: int) -> Live:
         return analysis.at(addr)
 
+    def register_text(self, addr: int) -> str:
+        """Of the registers, which are all needed, the one that would be taken first."""
+        analysis, register = self._analysis(addr), _PREFERENCE[0]
+        at = analysis.first_need(addr, register)
+        return f"{REGISTER_NAMES[register]} may be needed by {at:#x}: {self.insn_text(at)}"
+
     def pairs(self, symbol: Symbol) -> int:
         """How many instructions of a function the authors of the series would count as optimizable.
 

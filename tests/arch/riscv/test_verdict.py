@@ -137,6 +137,27 @@ def test_registers_that_arent_free() -> None:
         assert verdict(code) == (Reason.NO_FREE_REGISTER, 0)
 
 
+def test_who_needs_a_register() -> None:
+    """The nearest on all ways that reads it before it is written, or that leaves with it."""
+    read, write = asm.addi(A0, T1, 1), asm.addi(T1, 0, 1)
+    skip = asm.branch(BranchFunct3.EQ, A0, A1, 8)
+    for code, at in (
+        (STEP + read + RET, 4),
+        (STEP * 2 + RET, 8),
+        (STEP + asm.jal(RA, 0, 0x100) + read, 4),
+        (skip + write + read + RET, 8),
+        (skip + write + STEP + read, 12),
+        (asm.branch(BranchFunct3.EQ, A0, A1, 0x100) + write + RET, 0),
+        (STEP + asm.branch(BranchFunct3.NE, A0, A1, -4) + write + asm.jal(0, 0, 8) + STEP + read, None),
+    ):
+        known = analysis(code)
+        if at is None:
+            with pytest.raises(AssertionError, match="t1 isn't live"):
+                known.first_need(ADDR, T1)
+        else:
+            assert known.first_need(ADDR, T1) == ADDR + at
+
+
 def test_different_registers_for_the_two_jumps() -> None:
     """a5 is free in front of the region, and set in it; a4 is set behind it, and read in it."""
     region = asm.addi(A5, A4, 1) + STEP
