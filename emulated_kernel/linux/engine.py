@@ -70,7 +70,7 @@ class LinuxEngine:
         self.parts = ProbedParts(arch=arch, machine=machine, engine=registries, tracing=tracing)
         self.requests = RequestObserver(clock, kprobes)
         tasks.on_fork.append(tracing.arrays.forked)
-        tasks.on_exit.append(tracing.arrays.exited)
+        tasks.on_free.append(tracing.arrays.exited)
         end = kernel.kallsyms.lookup_name(TASK_ENDS)
         if end is not None:
             tasks.machine.call_at(end, self._task_ends)

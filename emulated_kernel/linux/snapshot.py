@@ -28,7 +28,7 @@ from emulated_kernel.machine.engine import library_release
 from emulated_kernel.machine.traps.trap import HardwareError
 from emulated_kernel.regular import open_regular
 
-_MAGIC = b"kprobefs booted kernel 5\n"
+_MAGIC = b"kprobefs booted kernel 6\n"
 _HEADER = 256 << 10
 """Bytes in front of RAM."""
 _PIECE = 64 << 10

@@ -107,13 +107,15 @@ class LinuxTasks:
             facts.symbols["init_pid_ns"] + facts.offsets["pid_namespace.idr.idr_next"]
         )
         machine.call_at(facts.symbols["do_exit"], self._exiting)
+        machine.call_at(facts.symbols["wake_up_new_task"], self._forked)
+        machine.call_at(facts.symbols["delayed_put_task_struct"], self._freed)
         machine.watch_reset(facts.symbols["emergency_restart"])
         self.init = self._adopt(self._memory.words[self._current >> 3])
         self.files = KernelFiles(machine, facts, self.init.address)
         self.on_fork: list[Callable[[int, int], None]] = []
-        """Told the pids of parent and child."""
-        self.on_exit: list[Callable[[int], None]] = []
-        """Told the pid of a task that ends."""
+        """Told the pids of parent and child, whoever forks."""
+        self.on_free: list[Callable[[int], None]] = []
+        """Told the pid of a task that has ended, when the kernel forgets it."""
         self.current: LinuxTask | None = self.init
         """Who stands at the stub; None: the CPU is idle, or between two of them."""
 
@@ -153,12 +155,16 @@ class LinuxTasks:
     def _store(self, form: str, physical: int, *values: int) -> None:
         struct.pack_into(form, self._ram, physical, *values)
 
+    def _pid(self, address: int) -> int:
+        place = self._physical(address + self._facts.offsets["task_struct.pid"])
+        return int(struct.unpack_from("<i", self._ram, place)[0])
+
     def _adopt(self, address: int) -> LinuxTask:
         offset = self._facts.offsets
         stack = self._word(address + offset["task_struct.stack"])
         task = LinuxTask(
             address,
-            int(struct.unpack_from("<i", self._ram, self._physical(address + offset["task_struct.pid"]))[0]),
+            self._pid(address),
             self._physical(
                 self._word(self._word(address + offset["task_struct.mm"]) + offset["mm_struct.pgd"])
             ),
@@ -190,13 +196,23 @@ class LinuxTasks:
 
     # Running
 
+    def _forked(self) -> None:
+        """Before the child executes anything."""
+        parent, child = self._memory.words[self._current >> 3], self.machine.regs.di
+        for tell in self.on_fork:
+            tell(self._pid(parent), self._pid(child))
+
     def _exiting(self) -> None:
         """Whoever comes here never comes to the stub again; its task_struct may become another's."""
         task = self._by_address.pop(self._memory.words[self._current >> 3], None)
         if task is not None:
             task.alive, task.pending, task.result = False, False, -ESRCH
-            for tell in self.on_exit:
-                tell(task.pid)
+
+    def _freed(self) -> None:
+        """Nothing is heard of a task any more."""
+        task = self.machine.regs.di - self._facts.offsets["task_struct.rcu"]
+        for tell in self.on_free:
+            tell(self._pid(task))
 
     def _run(self) -> LinuxTask | None:
         """Until a task is at the stub; None where the CPU is idle."""
@@ -326,8 +342,6 @@ class LinuxTasks:
         if child is None:
             raise KernelError(-parent.result if parent.result < 0 else EAGAIN)
         child.owner, child.comm = parent.owner, parent.comm
-        for tell in self.on_fork:
-            tell(parent.pid, child.pid)
         return child
 
     def exit(self, task: LinuxTask) -> None:

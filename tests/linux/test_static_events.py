@@ -121,6 +121,45 @@ def test_system_calls_are_those_of_its_own_tracefs(
     assert len(again) == len(found)
 
 
+FOLLOWED = ("raw_syscalls", "sched/sched_switch", "sched/sched_waking", "sched/sched_process_exit")
+
+
+def followed(mount: LinuxMount, tasks: LinuxTasks, listed: str) -> list[str]:
+    """Lines of a task, of one that it forks, and of one that this forks, the first being on a list of pids."""
+    parent = tasks.fork(tasks.init, 4300)
+    write(mount, "/tracing/trace", "", os.O_TRUNC)
+    write(mount, "/tracing/options/event-fork", "1")
+    write(mount, f"/tracing/{listed}", "4300")
+    for event in FOLLOWED:
+        switch(mount, event, on=True)
+    child = tasks.fork(parent, 4301)
+    grandchild = tasks.fork(child, 4302)
+    for task in (parent, child, grandchild):
+        tasks.call(task, GETUID)
+    pids = read(mount, f"/tracing/{listed}").split()
+    tasks.exit(grandchild)
+    for event in FOLLOWED:
+        switch(mount, event, on=False)
+    write(mount, f"/tracing/{listed}", "", os.O_TRUNC)
+    write(mount, "/tracing/options/event-fork", "0")
+    tasks.exit(child)
+    tasks.exit(parent)
+    assert read(mount, "/tracing/set_event_pid").split() == []
+    assert pids == ["4300", "4301", "4302"]
+    lines = read(mount, "/tracing/trace").splitlines()
+    return [WHO_AND_WHEN.sub("", line) for line in lines if re.search(r"-430[0-2]\b", line)]
+
+
+def test_forks_are_followed_from_their_first_instruction_on(
+    linux: LinuxMount, ours: EngineMount, engine: LinuxEngine
+) -> None:
+    """A task that is left out can still be seen to wake up another one."""
+    for listed, calls_seen in (("set_event_notrace_pid", 0), ("set_event_pid", 3)):
+        found = followed(ours, engine.tasks, listed)
+        assert [WHO.sub("", line) for line in found] == followed(linux, linux._tasks, listed)
+        assert sum("NR 102 (" in line for line in found) == calls_seen
+
+
 def test_formats_are_those_of_its_own_tracefs(linux: LinuxMount, ours: EngineMount) -> None:
     events = read(ours, "/tracing/available_events").split()
     assert len(events) > 250
