@@ -245,6 +245,11 @@ def _add_machine_options(parser: argparse.ArgumentParser) -> None:
         help="the kernel to run (default: our own); a distribution's vmlinuz or .deb too, or host",
     )
     group.add_argument(
+        "--core",
+        metavar="FILE",
+        help="an ELF dump of a running machine (dump-guest-memory, virsh dump): its kernel, where it stood",
+    )
+    group.add_argument(
         "--engine",
         choices=ENGINES,
         default=ENGINES[0],

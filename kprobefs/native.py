@@ -10,7 +10,9 @@ from emulated_kernel.errors import KernelError
 from emulated_kernel.host.mirror.processes import HostProcesses
 from emulated_kernel.image.linux.module_files import ModuleFiles
 from emulated_kernel.kprobes.profile import profile_named
-from emulated_kernel.linux.engine import LinuxEngine
+from emulated_kernel.linux.core_guest import ensure_core_cached, started_core
+from emulated_kernel.linux.core_mount import CoreMount
+from emulated_kernel.linux.engine import KernelEngine, LinuxEngine
 from emulated_kernel.linux.engine_mount import EngineMount
 from emulated_kernel.linux.linux_mount import LinuxMount
 from emulated_kernel.linux.start import ensure_cached, file_of, started, started_with_kernel
@@ -22,6 +24,10 @@ from kprobefs.progress import Progress
 
 def prepare(options: MountOptions) -> None:
     """Have the kernel booted, for whoever watches; the mount starts from that. Raises: Failure."""
+    if options.core is not None:
+        with _explained(options.core):
+            ensure_core_cached(options.core)
+        return
     image, seed = str(options.machine.image), options.machine.seed
     bar: Progress | None = None
     shown = 0
@@ -36,6 +42,15 @@ def prepare(options: MountOptions) -> None:
         ensure_cached(image, seed, progress)
     if bar is not None:
         bar.end()
+
+
+def core_mount(options: MountOptions, core: str) -> CoreMount:
+    """The mount of a dump's kernel. Raises: Failure."""
+    with _explained(core):
+        guest, kernel = started_core(core)
+        engine = KernelEngine(guest, kernel, profile_named(options.machine.profile))
+        owner = Owner(os.geteuid(), os.getegid())
+        return CoreMount(guest, engine, owner, is_tracefs=options.layout == "tracefs")
 
 
 def native_mount(options: MountOptions) -> LinuxMount:

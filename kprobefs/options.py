@@ -18,12 +18,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from emulated_kernel.config import MachineConfig
+    from emulated_kernel.linux.core_mount import CoreMount
     from emulated_kernel.linux.linux_mount import LinuxMount
     from emulated_kernel.vfs.guest.guest_mount import GuestMount
     from kprobefs.state import KeptState
 
-    ServedMount = GuestMount | LinuxMount
-    """What the adapter serves: both have the same methods."""
+    ServedMount = GuestMount | LinuxMount | CoreMount
+    """What the adapter serves: all have the same methods."""
 
 NATIVE = "native"
 ENGINES = ("ours", NATIVE)
@@ -56,6 +57,8 @@ class MountOptions:
     """Whose kprobes answer: ours, or those of a distribution's kernel, if `machine.image` is one."""
     state: str | None = None
     """A directory for what outlives the daemon."""
+    core: str | None = None
+    """A dump of a running machine, whose kernel is mounted."""
 
     @property
     def source(self) -> str:
@@ -99,6 +102,8 @@ def parsed_limits(words: Sequence[str]) -> tuple[Limits, float]:
 def check_engine(options: MountOptions, *, is_limited: bool = False) -> None:
     """Raises: Failure where the engine and the kernel don't go together."""
     machine = options.machine
+    if options.core is not None and (machine.image is not None or options.engine == NATIVE):
+        raise Failure("--core takes neither --image nor --engine native", Exit.USAGE)
     if options.engine == NATIVE and options.clients_only:
         raise Failure("--clients-only goes with our own engine alone", Exit.USAGE)
     if options.engine == NATIVE and machine.image is None:
@@ -123,7 +128,7 @@ def check_engine(options: MountOptions, *, is_limited: bool = False) -> None:
 def runs_linux(options: MountOptions) -> bool:
     """Whether a distribution's kernel is mounted."""
     image = options.machine.image
-    return options.engine == NATIVE or (image is not None and _is_linux(image))
+    return options.engine == NATIVE or options.core is not None or (image is not None and _is_linux(image))
 
 
 def _is_linux(image: Path) -> bool:
@@ -165,8 +170,10 @@ def _state(options: MountOptions) -> KeptState | None:
 def build_kernel(options: MountOptions) -> ServedMount:
     """Boot an emulated kernel; its files belong to the user who mounts. Raises: Failure."""
     if runs_linux(options):
-        from kprobefs.native import engine_mount, native_mount
+        from kprobefs.native import core_mount, engine_mount, native_mount
 
+        if options.core is not None:
+            return core_mount(options, options.core)
         return native_mount(options) if options.engine == NATIVE else engine_mount(options)
     from emulated_kernel.host.mirror.clients_only import ClientsOnly
     from emulated_kernel.host.mirror.processes import HostProcesses

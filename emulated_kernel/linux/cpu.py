@@ -11,6 +11,7 @@ import ctypes
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from emulated_kernel.abi import Vector
 from emulated_kernel.linux.memory import LinuxMemory
@@ -36,6 +37,7 @@ _GATE, _GATE_SIZE = struct.Struct("<QQ"), 16
 _INTERRUPT_GATE = 14
 _TSS_SP0, _TSS_IST = 4, 0x24
 _SYSCALL_SIZE = 2
+_TSS = 0x40
 
 
 class _Segment(ctypes.Structure):
@@ -62,6 +64,17 @@ class _State(ctypes.Structure):
         ("idt", _Segment),
         ("cr", ctypes.c_uint64 * 5),
     )
+
+
+class KernelTables(NamedTuple):
+    """What a CPU has of a running kernel: addresses, tables with their bytes. `root` is physical."""
+
+    root: int
+    cr4: int
+    per_cpu: int
+    gdt: tuple[int, int]
+    idt: tuple[int, int]
+    tss: tuple[int, int]
 
 
 class LinuxCpu:
@@ -133,6 +146,16 @@ class LinuxCpu:
         self._enter_kernel(KERNEL_DS)
         self._state.hflags |= _LONG_MODE
         regs.flags, regs.sp, regs.ip = x86.FLAG_FIXED, stack, entry
+
+    def enter_kernel(self, tables: KernelTables) -> None:
+        """As a kernel runs that has long been up, with interrupts on."""
+        engine, regs = self._engine, self.regs
+        self.power_on(0, 0, tables.root, tables.gdt)
+        engine.reg_write(x86.CR4, tables.cr4)
+        engine.reg_write(x86.GS_BASE, tables.per_cpu)
+        engine.reg_write_raw(x86.IDTR, x86.TableRegister(0, tables.idt[0], tables.idt[1] - 1, 0))
+        self._state.tr.selector, self._state.tr.base, self._state.tr.limit = _TSS, *tables.tss
+        regs.flags = x86.FLAG_FIXED | x86.FLAG_IF
 
     def write_msr(self, number: int, value: int) -> None:
         """A model specific register."""

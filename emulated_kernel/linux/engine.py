@@ -1,4 +1,4 @@
-"""LinuxEngine: our kprobes over the text of a distribution's kernel that runs in the machine."""
+"""KernelEngine: our kprobes over the text of a distribution's kernel that runs in the machine."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from emulated_kernel.linux.kernel_stacks import KernelStacks
 from emulated_kernel.linux.kernel_tracepoints import TAKEN_OVER
 from emulated_kernel.linux.linux_context import TASK_ENDS, linux_abi
 from emulated_kernel.linux.probed_linux import ProbedLinux
+from emulated_kernel.linux.running_linux import RunningLinux
 from emulated_kernel.linux.tasks import LinuxTasks
 from emulated_kernel.linux.tracing import linux_tracing
 from emulated_kernel.lock import ControlLock
@@ -29,7 +30,7 @@ _TURN = 10_000
 """Microseconds of the guest's time in which each task that wants to has run."""
 
 
-class LinuxEngine:
+class KernelEngine:
     """Probes of ours in that kernel: breakpoints, slots and detours are in its memory.
 
     The guest's own breakpoints go their way: what we have a handler for is ours, all else the guest's.
@@ -38,27 +39,27 @@ class LinuxEngine:
 
     def __init__(
         self,
-        tasks: LinuxTasks,
+        guest: RunningLinux,
         kernel: LinuxKernel,
         profile: Profile = PROFILES[DEFAULT],
         lock: ControlLock | None = None,
     ) -> None:
         """`kernel`: with the text as it runs; what we take over is on its blacklist from here on."""
-        self.tasks = tasks
+        self.guest = guest
         self.lock = lock or ControlLock()
         self.kernel = kernel
         kernel.forbid(TAKEN_OVER)
-        machine = self.machine = ProbedLinux(tasks, kernel)
-        arch, abi = X86_64(), linux_abi(kernel, tasks) | {"host_clock": machine.clock.cell}
-        stacks = KernelStacks(kernel, tasks.machine, machine.memory, tasks.per_cpu, tasks.current_cell)
+        machine = self.machine = ProbedLinux(guest, kernel)
+        arch, abi = X86_64(), linux_abi(kernel, guest) | {"host_clock": machine.clock.cell}
+        stacks = KernelStacks(kernel, guest.machine, machine.memory, guest.per_cpu, guest.current_cell)
         clock = RequestClock(machine.clock)
 
         def run_on() -> nullcontext[bool]:
-            tasks.idle(_TURN)
+            guest.idle(_TURN)
             return nullcontext(True)
 
         # Deviates: no task is frozen; who stands in the way after his turn still does for the caller.
-        scheduler = Scheduler(stacks, clock.jiffies, lambda: tasks.idle(_TURN), run_on)
+        scheduler = Scheduler(stacks, clock.jiffies, lambda: guest.idle(_TURN), run_on)
         self.kprobes = kprobes = Kprobes(machine, kernel, arch, log.info, scheduler, self.lock, profile)
         self._hook_sets = hook_sets = HookSets(machine, abi, arch, kprobes, scheduler, None)
         kretprobes = Kretprobes(kprobes, hook_sets.first, cpus=1, blacklist=never_returning(kernel, arch))
@@ -69,16 +70,16 @@ class LinuxEngine:
         )
         self.parts = ProbedParts(arch=arch, machine=machine, engine=registries, tracing=tracing)
         self.requests = RequestObserver(clock, kprobes)
-        tasks.on_fork.append(tracing.arrays.forked)
-        tasks.on_free.append(tracing.arrays.exited)
+        guest.on_fork.append(tracing.arrays.forked)
+        guest.on_free.append(tracing.arrays.exited)
         end = kernel.kallsyms.lookup_name(TASK_ENDS)
         if end is not None:
-            tasks.machine.call_at(end, self._task_ends)
-            tasks.machine.engine.flush_code()
+            guest.machine.call_at(end, self.task_ends)
+            guest.machine.engine.flush_code()
 
-    def _task_ends(self) -> None:
-        """What it has pending never returns."""
-        self._hook_sets.task_ended(self.machine.memory.read_word(self.tasks.current_cell))
+    def task_ends(self) -> None:
+        """What the running task has pending never returns."""
+        self._hook_sets.task_ended(self.machine.memory.read_word(self.guest.current_cell))
 
     def request_begins(self) -> None:
         """A process of the host asks for something: what was to be done later is done, if it is time."""
@@ -88,3 +89,17 @@ class LinuxEngine:
     def request_ended(self) -> None:
         """Who waits for records is told, if there are some."""
         self.parts.tracing.arrays.call_ended()
+
+
+class LinuxEngine(KernelEngine):
+    """The same over a kernel that serves clients; `tasks` are those."""
+
+    def __init__(
+        self,
+        tasks: LinuxTasks,
+        kernel: LinuxKernel,
+        profile: Profile = PROFILES[DEFAULT],
+        lock: ControlLock | None = None,
+    ) -> None:
+        super().__init__(tasks, kernel, profile, lock)
+        self.tasks = tasks

@@ -5,27 +5,18 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from itertools import count
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.host.mirror.processes import ProcessWatch
+from emulated_kernel.linux.control_files import FIRST_HANDLE, ControlFiles
 from emulated_kernel.linux.engine import LinuxEngine
+from emulated_kernel.linux.engine_tree import engine_tree
 from emulated_kernel.linux.init import TMPFS
 from emulated_kernel.linux.linux_mount import LinuxMount
 from emulated_kernel.linux.tasks import LinuxTask
 from emulated_kernel.machine.traps.trap import GuestFault
 from emulated_kernel.vfs.core.client import INO_SPACES, Client, DirEntry, Stat
-from emulated_kernel.vfs.core.node import Directory, Node, Owner, UnlistedDirectory
-from emulated_kernel.vfs.core.open_file import OpenFile, Piece
-from emulated_kernel.vfs.core.pieces import WriteInPieces, giving_way
-from emulated_kernel.vfs.core.seq import PerClientFile, Records, SeqFile, listing, single
-from emulated_kernel.vfs.core.tree import CONTROL, Filesystem
-from emulated_kernel.vfs.trees.debugfs import kprobes_directory
-from emulated_kernel.vfs.trees.sysctl import sysctl_directory
-from emulated_kernel.vfs.trees.tracefs import kprobe_events_file, kprobe_profile_file, tracefs_directory
-
-_OURS = 1 << 41
-"""Handles of our files begin there."""
+from emulated_kernel.vfs.core.node import Directory, Owner
 
 
 class EngineMount(LinuxMount):
@@ -38,66 +29,15 @@ class EngineMount(LinuxMount):
         """`is_tracefs`: tracefs is the mount's root, and all that there is."""
         super().__init__(engine.tasks, watch, owner, is_tracefs=is_tracefs, lock=engine.lock)
         self._engine = engine
-        self._files = self._tree(is_tracefs)
-        self._opened_files: dict[int, OpenFile | str] = {}
-        """By handle; of a directory its path."""
-        self._our_numbers = count(_OURS)
-
-    def _tree(self, is_tracefs: bool) -> Filesystem:
-        parts, owner = self._engine.parts, self._owner
-        tracing, kprobes = parts.tracing, parts.engine.kprobes
-        control: dict[str, Node] = {
-            "kprobes": kprobes_directory(parts, owner, choosing=False),
-            "machine": self._machine_directory(),
-            "sysctl": sysctl_directory(kprobes, tracing.stack_tracer),
-        }
-        if is_tracefs:
-            unlisted = {CONTROL: UnlistedDirectory(0o755, control)}
-            return Filesystem(tracefs_directory(tracing, unlisted), owner)
-        root = Directory(
-            0o755,
-            {
-                "kprobe_events": kprobe_events_file(tracing.kprobe_events),
-                "kprobe_profile": kprobe_profile_file(tracing.kprobe_events),
-                "tracing": tracefs_directory(tracing),
-                **control,
-                # What the guest's tmpfs is mounted on.
-                "scratch": Directory(0o1777, {}),
-            },
-        )
-        return Filesystem(root, owner)
-
-    def _machine_directory(self) -> Directory:
-        kallsyms, owner = self._engine.kernel.kallsyms, self._owner
-        version = f"{self._engine.kernel.version}\nprofile {self._engine.kprobes.profile.name}\n"
-
-        def symbols(client: Client) -> Records:
-            return single(lambda: kallsyms.kallsyms_text(not owner.is_privileged(client)))
-
-        def log() -> Iterator[str]:
-            yield self._log_text().decode("utf-8", "surrogateescape")
-
-        return Directory(
-            0o755,
-            {
-                "version": SeqFile(0o444, single(lambda: version)),
-                "kallsyms": PerClientFile(0o444, symbols),
-                "dmesg": SeqFile(0o400, listing(log)),
-            },
-        )
+        # What the guest's tmpfs is mounted on.
+        further = {TMPFS[1:]: Directory(0o1777, {})}
+        files = engine_tree(engine, owner, self._log_text, {}, further, is_tracefs=is_tracefs)
+        self._files = ControlFiles(files, self.lock, self._control)
 
     # Whose a file is
 
     def _is_guests(self, path: str) -> bool:
         return not self._is_tracefs and (path == TMPFS or path.startswith(f"{TMPFS}/"))
-
-    def _file(self, handle: int) -> OpenFile:
-        found = self._opened_files.get(handle)
-        if found is None:
-            raise KernelError(errno.EBADF, f"no handle {handle}")
-        if isinstance(found, str):
-            raise KernelError(errno.EISDIR, found)
-        return found
 
     @contextmanager
     def _request(self, client: Client) -> Iterator[LinuxTask]:
@@ -129,8 +69,7 @@ class EngineMount(LinuxMount):
     def getattr(self, path: str, client: Callable[[], Client] | None = None) -> Stat:
         if self._is_guests(path):
             return super().getattr(path, client)
-        with self.lock:
-            return self._files.getattr(path)
+        return self._files.getattr(path)
 
     def _shown(self, found: Stat, *, takes_commands: bool) -> Stat:
         """Numbers of the guest's files are none of ours."""
@@ -138,31 +77,19 @@ class EngineMount(LinuxMount):
         return super()._shown(numbered, takes_commands=takes_commands)
 
     def fgetattr(self, handle: int, client: Callable[[], Client] | None = None) -> Stat:
-        if handle < _OURS:
+        if handle < FIRST_HANDLE:
             return super().fgetattr(handle, client)
-        found = self._opened_files.get(handle)
-        if isinstance(found, str):
-            return self.getattr(found)
-        with self.lock:
-            return self._files.stat(self._file(handle).node)
+        return self._files.fgetattr(handle)
 
     def opendir(self, client: Client, path: str) -> int:
         if self._is_guests(path):
             return super().opendir(client, path)
-        return self._keep(path)
-
-    def _keep(self, opened: OpenFile | str) -> int:
-        handle = next(self._our_numbers)
-        self._opened_files[handle] = opened
-        return handle
+        return self._files.opendir(client, path)
 
     def getdents(self, client: Client, handle: int, start: int) -> list[DirEntry]:
-        if handle < _OURS:
+        if handle < FIRST_HANDLE:
             return super().getdents(client, handle, start)
-        found = self._opened_files.get(handle)
-        if not isinstance(found, str):
-            raise KernelError(errno.ENOTDIR, f"handle {handle}")
-        return self.readdir(found)[start:]
+        return self.readdir(self._files.directory(handle))[start:]
 
     def readdir(self, path: str) -> list[DirEntry]:
         if self._is_guests(path):
@@ -171,8 +98,7 @@ class EngineMount(LinuxMount):
                 entry._replace(ino=above if above and entry.name == ".." else entry.ino * INO_SPACES + 1)
                 for entry in super().readdir(path)
             ]
-        with self.lock:
-            entries = self._files.readdir(path)
+        entries = self._files.readdir(path)
         if path == "/" and not self._is_tracefs:
             # A dead guest keeps nobody from listing.
             with suppress(KernelError):
@@ -188,100 +114,85 @@ class EngineMount(LinuxMount):
     def open(self, client: Client, path: str, flags: int) -> int:
         if self._is_guests(path):
             return super().open(client, path, flags)
-        with self._control(client):
-            return self._keep(self._files.open(path, flags, client))
+        return self._files.open(client, path, flags)
 
     def create(self, client: Client, path: str, mode: int, flags: int) -> int:
         if self._is_guests(path):
             return super().create(client, path, mode, flags)
-        return self._files.create(path)
+        return self._files.create(client, path, mode, flags)
 
     def is_stream(self, handle: int) -> bool:
-        return super().is_stream(handle) if handle < _OURS else self._file(handle).stream
+        return super().is_stream(handle) if handle < FIRST_HANDLE else self._files.is_stream(handle)
 
     def set_status_flags(self, handle: int, flags: int) -> None:
-        if handle < _OURS:
+        if handle < FIRST_HANDLE:
             super().set_status_flags(handle, flags)
         else:
-            self._file(handle).set_status_flags(flags)
+            self._files.set_status_flags(handle, flags)
 
     def reads_host(self, handle: int) -> bool:
-        return handle < _OURS and super().reads_host(handle)
+        return super().reads_host(handle) if handle < FIRST_HANDLE else self._files.reads_host(handle)
 
     def read(self, client: Client, handle: int, size: int, offset: int) -> bytes:
-        if handle < _OURS:
+        if handle < FIRST_HANDLE:
             return super().read(client, handle, size, offset)
-        with self._control(client):
-            return self._file(handle).read(size, offset)
+        return self._files.read(client, handle, size, offset)
 
     def read_page(self, client: Client, handle: int, size: int, offset: int) -> bytes:
-        if handle < _OURS:
+        if handle < FIRST_HANDLE:
             return super().read_page(client, handle, size, offset)
-        with self._control(client):
-            return self._file(handle).read_page(size)
+        return self._files.read_page(client, handle, size, offset)
 
     def write(self, client: Client, handle: int, data: bytes, offset: int) -> int:
-        if handle < _OURS:
+        if handle < FIRST_HANDLE:
             return super().write(client, handle, data, offset)
-
-        def write_piece(piece: Piece, at: int) -> int:
-            with self._control(client):
-                return self._file(handle).write(piece.data, at, is_part=piece.is_part)
-
-        return giving_way(self.lock, WriteInPieces(self._file(handle), data, offset, write_piece))
+        return self._files.write(client, handle, data, offset)
 
     def wait(self, handle: int, timeout: float) -> None:
-        if handle < _OURS:
+        if handle < FIRST_HANDLE:
             super().wait(handle, timeout)
         else:
-            self._file(handle).wait(timeout)
+            self._files.wait(handle, timeout)
 
     def give_up(self, client: Client, handle: int, error: int) -> None:
-        if handle < _OURS:
+        if handle < FIRST_HANDLE:
             super().give_up(client, handle, error)
 
     def poll(self, handle: int, notify: Callable[[], None] | None) -> int:
-        if handle < _OURS:
+        if handle < FIRST_HANDLE:
             return super().poll(handle, notify)
-        with self.lock:
-            return self._file(handle).poll(notify)
+        return self._files.poll(handle, notify)
 
     def release(self, handle: int) -> None:
-        if handle < _OURS:
+        if handle < FIRST_HANDLE:
             super().release(handle)
-            return
-        with self.lock:
-            opened = self._opened_files.pop(handle, None)
-            if isinstance(opened, OpenFile):
-                self._files.release(opened)
+        else:
+            self._files.release(handle)
 
     # Changes of the tree
 
     def ftruncate(self, client: Client, handle: int, size: int) -> None:
-        if handle < _OURS:
+        if handle < FIRST_HANDLE:
             super().ftruncate(client, handle, size)
         else:
-            self._file(handle)
+            self._files.ftruncate(client, handle, size)
 
     def truncate(self, client: Client, path: str, size: int) -> None:
         if self._is_guests(path):
             super().truncate(client, path, size)
-            return
-        with self._control(client):
+        else:
             self._files.truncate(client, path, size)
 
     def mkdir(self, client: Client, path: str, mode: int) -> None:
         if self._is_guests(path):
             super().mkdir(client, path, mode)
-            return
-        with self._control(client):
+        else:
             self._files.mkdir(client, path, mode)
 
     def rmdir(self, client: Client, path: str) -> None:
         if self._is_guests(path):
             super().rmdir(client, path)
-            return
-        with self._control(client):
+        else:
             self._files.rmdir(client, path)
 
     def unlink(self, client: Client, path: str) -> None:
@@ -313,10 +224,10 @@ class EngineMount(LinuxMount):
             self._files.mknod(client, path, mode)
 
     def fsync(self, client: Client, handle: int) -> None:
-        if handle < _OURS:
+        if handle < FIRST_HANDLE:
             super().fsync(client, handle)
-            return
-        raise KernelError(errno.EINVAL, f"handle {handle}")
+        else:
+            self._files.fsync(client, handle)
 
     def symlink(self, client: Client, path: str, target: str) -> None:
         if self._is_guests(path):
@@ -327,20 +238,17 @@ class EngineMount(LinuxMount):
     def chmod(self, client: Client, path: str, mode: int) -> None:
         if self._is_guests(path):
             super().chmod(client, path, mode)
-            return
-        with self.lock:
+        else:
             self._files.chmod(client, path, mode)
 
     def chown(self, client: Client, path: str, uid: int, gid: int) -> None:
         if self._is_guests(path):
             super().chown(client, path, uid, gid)
-            return
-        with self.lock:
+        else:
             self._files.chown(client, path, uid, gid)
 
     def utimens(self, client: Client, path: str, atime_ns: int | None, mtime_ns: int | None) -> None:
         if self._is_guests(path):
             super().utimens(client, path, atime_ns, mtime_ns)
-            return
-        with self.lock:
+        else:
             self._files.utimens(client, path, atime_ns, mtime_ns)

@@ -9,7 +9,8 @@ from emulated_kernel.errors import KernelError
 from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.kprobes.ctlblk import KprobeCtlblk
-from emulated_kernel.linux.tasks import NEED_RESCHED, THREAD_SIZE, LinuxTasks
+from emulated_kernel.linux.running_linux import RunningLinux
+from emulated_kernel.linux.tasks import NEED_RESCHED, THREAD_SIZE
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.trace.compiled.places import Asking
 from emulated_kernel.trace.hits.hit_context import HitContext
@@ -28,7 +29,7 @@ def linux_asking(kernel: LinuxKernel) -> Asking:
     return Asking(_NOT_ASKED, (kernel.btf.offset("task_struct.thread_info.flags"), NEED_RESCHED))
 
 
-def linux_abi(kernel: LinuxKernel, tasks: LinuxTasks) -> dict[str, int]:
+def linux_abi(kernel: LinuxKernel, tasks: RunningLinux) -> dict[str, int]:
     """By the names of our own image's table. Raises: KernelError ENOEXEC, ENOENT, ENODATA."""
     lookup, offset = kernel.kallsyms.lookup_name, kernel.btf.offset
     count, number = lookup("__preempt_count"), lookup("cpu_number")

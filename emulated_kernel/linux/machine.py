@@ -52,10 +52,12 @@ class LinuxMachine:
     Raises: HardwareError.
     """
 
-    def __init__(self, ram: mmap.mmap, seed: int, cells: tuple[int, int], budget: float) -> None:
+    def __init__(
+        self, ram: mmap.mmap, seed: int, cells: tuple[int, int], budget: float, cpu_model: int = CPU_MODEL
+    ) -> None:
         self.memory = LinuxMemory(ram)
         self.pc = Pc(seed)
-        self.engine = engine = Engine(*X86_64Cpu.engine_mode, CPU_MODEL)
+        self.engine = engine = Engine(*X86_64Cpu.engine_mode, cpu_model)
         self.model = X86_64Cpu()
         engine.map_ram(0, ram)
         state = cpu_state(engine)
@@ -70,6 +72,8 @@ class LinuxMachine:
         self._is_text_stale = False
         self._watchdog = Watchdog(engine.stop, handler_time, budget)
         self._is_reset = False
+        self.last_exception: Trap | None = None
+        """The latest one that went to the guest."""
         self.death: str = ""
         """Why the guest can't run any more; empty while it can."""
         self._hook_instructions()
@@ -109,6 +113,15 @@ class LinuxMachine:
         """Have `function` called whenever the guest comes to an address; it may only look."""
         self.engine.add_hook(HOOK_CODE, CODE_CALLBACK(lambda *_: function()), at=address)
 
+    def stop_at(self, address: int, function: Callable[[], object]) -> None:
+        """End a run where the guest comes to an address, in front of its instruction."""
+
+        def stop() -> None:
+            function()
+            self.engine.stop()
+
+        self.call_at(address, stop)
+
     def watch_text(self, do_sync_core: int) -> None:
         """The guest changes its text, then has its CPUs run do_sync_core(): translated code is stale there.
 
@@ -128,16 +141,16 @@ class LinuxMachine:
             self._at_stub = True
             self.hooks.end_run()
         else:
+            self.last_exception = trap
             self.cpu.raise_exception(trap)
 
     def watch_reset(self, emergency_restart: int) -> None:
         """The guest ends there after a panic; what it does to a real machine's keyboard takes long."""
 
-        def reset(*_arguments: int) -> None:
+        def reset() -> None:
             self._is_reset = True
-            self.engine.stop()
 
-        self.engine.add_hook(HOOK_CODE, CODE_CALLBACK(reset), at=emergency_restart)
+        self.stop_at(emergency_restart, reset)
 
     def check_alive(self) -> None:
         """Raises: GuestFault where the guest is dead."""

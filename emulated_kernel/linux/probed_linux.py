@@ -7,13 +7,16 @@ from dataclasses import replace
 
 from emulated_kernel.abi import PAGE_SIZE, Prot
 from emulated_kernel.image.linux.kernel import LinuxKernel
+from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.linux.boot import HOST_SIZE
 from emulated_kernel.linux.cpu import LinuxCpu
 from emulated_kernel.linux.kernel_memory import KernelMemory
 from emulated_kernel.linux.linux_clock import LinuxClock
-from emulated_kernel.linux.tasks import THUNK_SIZE, LinuxTasks
+from emulated_kernel.linux.running_linux import RunningLinux
+from emulated_kernel.linux.tasks import THUNK_SIZE
 from emulated_kernel.machine.cpu.x86_64 import X86_64Cpu
 from emulated_kernel.machine.engine import CodeCache, Engine
+from emulated_kernel.machine.layout import TEXT_SPACE_SIZE, MemoryLayout
 from emulated_kernel.machine.memory.record_memory import CELL_UNIT, RecordMemory
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.text.text import Text
@@ -23,6 +26,8 @@ _RECORDS_SIZE = 32 << 20
 _RECORDS = 0xFFFFFF9000000000
 """In what Documentation/x86/x86_64/mm.rst calls an unused hole."""
 _CELLS_SIZE = 64 << 10
+_OTHER_TEXT = 0xFFFFFFFF81000000
+"""For code, where the kernel stands in the usual place; it never needs both."""
 
 
 class LinuxCpuModel(X86_64Cpu):
@@ -52,6 +57,18 @@ class KernelCode(CodeCache):
         self._engine.flush_code()
 
 
+def _layout(tasks: RunningLinux, kernel: LinuxKernel) -> MemoryLayout:
+    """With KASLR the kernel may stand where our code would, and all of RAM is mapped elsewhere."""
+    layout, memory = LinuxCpuModel.layout, tasks.machine.memory
+    places = layout.text_space, _OTHER_TEXT
+    end = kernel.kallsyms.lookup_name("_end") or kernel.text.end
+    text = next(place for place in places if not kernel.text.start - TEXT_SPACE_SIZE < place < end)
+    direct = kernel.kallsyms.lookup_name("page_offset_base")
+    if direct is None:
+        raise unusable("its symbols lack page_offset_base")
+    return replace(layout, text_space=text, direct_map=memory.read_word(tasks.root, direct))
+
+
 class ProbedLinux(ProbedMachine):
     """One CPU; `tasks` run it, and `kernel` is the file that was booted, with its text as it runs.
 
@@ -62,22 +79,25 @@ class ProbedLinux(ProbedMachine):
     memory: KernelMemory
     clock: LinuxClock
 
-    def __init__(self, tasks: LinuxTasks, kernel: LinuxKernel) -> None:
+    def __init__(self, tasks: RunningLinux, kernel: LinuxKernel) -> None:
         super().__init__()
         machine = tasks.machine
         self.model = LinuxCpuModel()
+        self.model.layout = _layout(tasks, kernel)
         self.regs, self.hooks = machine.regs, machine.hooks
         self.on_leave = []
         self.per_cpu_bases = [tasks.per_cpu]
         end = len(machine.memory.ram)
         host = range(end - HOST_SIZE + THUNK_SIZE, end - _RECORDS_SIZE)
-        memory = self.memory = KernelMemory(machine.memory, machine.cpu, tasks.init.root, host)
+        memory = self.memory = KernelMemory(machine.memory, machine.cpu, tasks.root, host)
         memory.map(self.model.layout.direct_map + host.start, host.start, len(host), Prot.READ | Prot.WRITE)
         self.text = Text(KernelCode(machine.engine, machine.cpu), self.model, memory, cpus=1)
         start, stop = kernel.text
         self.text.adopt(start, kernel.vmlinux.view(start, stop - start))
         # In the direct map, which is in reach of an offset to the CPU's area.
         cells = self.alloc_pages(_CELLS_SIZE) - tasks.per_cpu
+        if cells >> 31:
+            raise unusable("its first CPU's area is too far from the end of its memory")
         reserved = {"percpu.reserved": cells, "percpu.reserved_size": _CELLS_SIZE}
         self.records = RecordMemory(memory, self.model.layout, reserved, lambda: self.per_cpu_bases)
         time = self.records.address(self.records.alloc_cells(CELL_UNIT))

@@ -12,11 +12,11 @@ import os
 import struct
 import tempfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, TypeVar
 
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.linux import boot
@@ -32,11 +32,13 @@ _MAGIC = b"kprobefs booted kernel 6\n"
 _HEADER = 256 << 10
 """Bytes in front of RAM."""
 _PIECE = 64 << 10
-_LIMIT = 600 << 20
+LIMIT = 600 << 20
 """Bytes on disk that are kept; what wasn't used for the longest goes first."""
 _SUFFIX = ".booted"
-_BUDGET = 20.0
+BUDGET = 20.0
 """Seconds that one run may take."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,24 @@ def place(source: Path, seed: int) -> Path:
         digest = hashlib.file_digest(file, "sha256")
     digest.update(repr((_MAGIC, seed, library_release(), boot.RAM_SIZE, boot.COMMAND_LINE)).encode())
     digest.update(initramfs())
-    return directory() / f"{digest.hexdigest()[:32]}{_SUFFIX}"
+    return _named(digest.hexdigest())
+
+
+def core_place(source: Path) -> Path:
+    """Where what was made of a dump is, by what tells its file from others; it may be too long to read.
+
+    Raises: OSError.
+    """
+    found = os.stat(source)
+    with open(source, "rb") as file:
+        digest = hashlib.sha256(file.read(_PIECE))
+    facts = (_MAGIC, "core", library_release(), os.path.realpath(source))
+    digest.update(repr((*facts, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)).encode())
+    return _named(digest.hexdigest())
+
+
+def _named(digest: str) -> Path:
+    return directory() / f"{digest[:32]}{_SUFFIX}"
 
 
 def save(
@@ -83,38 +102,47 @@ def save(
 
     `parts`: what is to be kept besides, by name.
     """
+    about = {
+        "source": source,
+        "facts": asdict(facts),
+        "cells": cells,
+        "pc": machine.pc.state(),
+        "cpu": zlib.compress(machine.engine.saved_context()).hex(),
+    }
+    keep(target, about, machine.memory.ram, parts)
+
+
+def keep(
+    target: Path, about: Mapping[str, Any], ram: mmap.mmap, parts: Mapping[str, bytes | memoryview]
+) -> None:
+    """Write that, which appears under its name when all of it is there. Raises: OSError."""
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    ram = machine.memory.ram
     with tempfile.NamedTemporaryFile(dir=target.parent, prefix=".booting-", delete=False) as file:
         try:
-            end = _HEADER + len(ram)
-            checksum = _write(file, _HEADER, memoryview(ram))
-            kept = {}
-            for name, data in parts.items():
-                kept[name] = (end, len(data), _write(file, end, memoryview(data)))
-                end += -(-len(data) // _PIECE) * _PIECE
-            file.truncate(end)
-            about = {
-                "source": source,
-                "facts": asdict(facts),
-                "cells": cells,
-                "pc": machine.pc.state(),
-                "cpu": zlib.compress(machine.engine.saved_context()).hex(),
-                "ram": len(ram),
-                "checksum": checksum,
-                "parts": kept,
-                "end": end,
-            }
-            text = json.dumps(about).encode()
-            file.seek(0)
-            file.write(_MAGIC + struct.pack("<II", len(text), zlib.crc32(text)) + text)
-            file.flush()
+            write(file, about, ram, parts)
             os.rename(file.name, target)
         except BaseException:
             with suppress(OSError):
                 os.unlink(file.name)
             raise
     _prune(target)
+
+
+def write(
+    file: IO[bytes], about: Mapping[str, Any], ram: mmap.mmap, parts: Mapping[str, bytes | memoryview]
+) -> None:
+    """RAM, what is to be kept besides by name, and `about`, which JSON can say. Raises: OSError."""
+    end = _HEADER + len(ram)
+    checksum = _write(file, _HEADER, memoryview(ram))
+    kept = {}
+    for name, data in parts.items():
+        kept[name] = (end, len(data), _write(file, end, memoryview(data)))
+        end += -(-len(data) // _PIECE) * _PIECE
+    file.truncate(end)
+    text = json.dumps({**about, "ram": len(ram), "checksum": checksum, "parts": kept, "end": end}).encode()
+    file.seek(0)
+    file.write(_MAGIC + struct.pack("<II", len(text), zlib.crc32(text)) + text)
+    file.flush()
 
 
 def _write(file: IO[bytes], start: int, data: memoryview) -> int:
@@ -129,6 +157,15 @@ def _write(file: IO[bytes], start: int, data: memoryview) -> int:
     return checksum
 
 
+class Kept(NamedTuple):
+    """What was written: RAM, mapped privately."""
+
+    about: dict[str, Any]
+    ram: mmap.mmap
+    parts: dict[str, memoryview]
+    """Nothing if they weren't asked for."""
+
+
 class SavedMachine(NamedTuple):
     """A machine as it was saved, with the parts that were to be kept."""
 
@@ -140,11 +177,20 @@ class SavedMachine(NamedTuple):
 
 def load(source: Path, *, with_parts: bool = False) -> SavedMachine | None:
     """What was saved; None where there is none, or a damaged one, which is removed."""
+
+    def machine(kept: Kept) -> SavedMachine:
+        return SavedMachine(*_machine(kept.ram, kept.about), kept.parts)
+
+    return load_as(source, machine, with_parts=with_parts)
+
+
+def load_as(source: Path, made: Callable[[Kept], T], *, with_parts: bool) -> T | None:
+    """What `made` makes of what was kept; None where there is none, or a damaged one, which is removed."""
     try:
         with open_regular(source) as file:
-            found = _loaded(file.fileno(), with_parts=with_parts) if _is_own(file.fileno()) else None
+            found = read(file.fileno(), with_parts=with_parts) if _is_own(file.fileno()) else None
             if found is not None:
-                return found
+                return made(found)
     except FileNotFoundError:
         return None
     except (OSError, KeyError, TypeError, ValueError, AttributeError, zlib.error, HardwareError):
@@ -154,7 +200,8 @@ def load(source: Path, *, with_parts: bool = False) -> SavedMachine | None:
     return None
 
 
-def _loaded(file: int, *, with_parts: bool) -> SavedMachine | None:
+def read(file: int, *, with_parts: bool) -> Kept | None:
+    """What was written; None where it is damaged. Raises: OSError, KeyError, TypeError, ValueError."""
     about = _header(file)
     if about is None or os.fstat(file).st_size != about["end"]:
         return None
@@ -172,7 +219,7 @@ def _loaded(file: int, *, with_parts: bool) -> SavedMachine | None:
         parts = {name: whole[start : start + length] for name, (start, length, _) in kept.items()}
     access = mmap.PROT_READ | mmap.PROT_WRITE
     ram = mmap.mmap(file, size, flags=mmap.MAP_PRIVATE, prot=access, offset=_HEADER)
-    return SavedMachine(*_machine(ram, about), parts)
+    return Kept(about, ram, parts)
 
 
 def _is_own(file: int) -> bool:
@@ -182,10 +229,7 @@ def _is_own(file: int) -> bool:
 
 
 def _machine(ram: mmap.mmap, about: dict[str, Any]) -> tuple[LinuxMachine, KernelFacts]:
-    error, in_flight = about["cells"]
-    if not 0 <= min(error, in_flight) <= max(error, in_flight) < STATE_SIZE:
-        raise ValueError("cells that are outside of the CPU's state")
-    machine = LinuxMachine(ram, 0, (error, in_flight), _BUDGET)
+    machine = LinuxMachine(ram, 0, checked_cells(about), BUDGET)
     try:
         machine.engine.restore_context(zlib.decompress(bytes.fromhex(about["cpu"])))
         machine.pc.restore(about["pc"])
@@ -195,6 +239,14 @@ def _machine(ram: mmap.mmap, about: dict[str, Any]) -> tuple[LinuxMachine, Kerne
         machine.close()
         raise
     return machine, facts
+
+
+def checked_cells(about: Mapping[str, Any]) -> tuple[int, int]:
+    """As find_exception_cells() found them. Raises: KeyError, TypeError, ValueError."""
+    error, in_flight = about["cells"]
+    if not 0 <= min(error, in_flight) <= max(error, in_flight) < STATE_SIZE:
+        raise ValueError("cells that are outside of the CPU's state")
+    return error, in_flight
 
 
 def _header(file: int) -> dict[str, Any] | None:
@@ -251,6 +303,6 @@ def _prune(newest: Path) -> None:
     total = 0
     for kernel in cached():
         total += kernel.size
-        if total > _LIMIT and kernel.path != newest:
+        if total > LIMIT and kernel.path != newest:
             with suppress(OSError):
                 kernel.path.unlink()

@@ -8,7 +8,7 @@ system call is made that a probe could see.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from errno import EAGAIN, ESRCH
 
 from emulated_kernel.errors import KernelError
@@ -19,6 +19,7 @@ from emulated_kernel.linux.kernel_files import KernelFiles
 from emulated_kernel.linux.machine import LinuxMachine, Stopped
 from emulated_kernel.linux.memory import PAGE, WRITABLE
 from emulated_kernel.linux.pc import TSC_KHZ
+from emulated_kernel.linux.running_linux import RunningLinux
 from emulated_kernel.machine.traps.trap import GuestFault, Trap, TrapKind
 
 _PLATFORM_IPI = 0xF7
@@ -84,7 +85,7 @@ class LinuxTask:
         self.alive = True
 
 
-class LinuxTasks:
+class LinuxTasks(RunningLinux):
     """The tasks, and which of them stands at the stub; needs a machine at init's stub.
 
     Raises: KernelError with the errno of a system call; GuestFault: the guest has died.
@@ -93,29 +94,25 @@ class LinuxTasks:
     def __init__(self, machine: LinuxMachine, facts: KernelFacts) -> None:
         self.machine = machine
         self.release = facts.release
-        """Of the kernel, as uname -r says it."""
         self._facts = facts
         self._memory = machine.memory
         self._ram = machine.memory.ram
         self._by_address: dict[int, LinuxTask] = {}
         self.per_cpu = self._word(facts.symbols["__per_cpu_offset"])
-        """Address of the CPU's area."""
         self.current_cell = self.per_cpu + facts.current_task
-        """Where the address of the running task stands."""
         self._current = self._physical(self.current_cell)
         self._cursor = self._physical(
             facts.symbols["init_pid_ns"] + facts.offsets["pid_namespace.idr.idr_next"]
         )
+        self._callback = self._physical(facts.symbols["x86_platform_ipi_callback"])
         machine.call_at(facts.symbols["do_exit"], self._exiting)
         machine.call_at(facts.symbols["wake_up_new_task"], self._forked)
         machine.call_at(facts.symbols["delayed_put_task_struct"], self._freed)
         machine.watch_reset(facts.symbols["emergency_restart"])
         self.init = self._adopt(self._memory.words[self._current >> 3])
         self.files = KernelFiles(machine, facts, self.init.address)
-        self.on_fork: list[Callable[[int, int], None]] = []
-        """Told the pids of parent and child, whoever forks."""
-        self.on_free: list[Callable[[int], None]] = []
-        """Told the pid of a task that has ended, when the kernel forgets it."""
+        self.root = self.init.root
+        self.on_fork, self.on_free = [], []
         self.current: LinuxTask | None = self.init
         """Who stands at the stub; None: the CPU is idle, or between two of them."""
 
@@ -141,7 +138,7 @@ class LinuxTasks:
         code += b"\x48\x85\xff\x74\x05"  # test rdi, rdi; jz the ret
         code += b"\xe9" + struct.pack("<i", wake - (_HOST_TEXT + len(code) + 5)) + b"\xc3"  # jmp wake; ret
         self._ram[text : text + len(code)] = code
-        self._store("<Q", self._physical(self._facts.symbols["x86_platform_ipi_callback"]), _HOST_TEXT)
+        self._store("<Q", self._callback, _HOST_TEXT)
         self.machine.engine.flush_tlb()
 
     # The kernel's structures
@@ -292,7 +289,6 @@ class LinuxTasks:
         return task.result
 
     def idle(self, microseconds: int) -> None:
-        """Let time pass, for what the guest has to do by itself."""
         end = self.machine.pc.tsc + microseconds * TSC_KHZ // 1000
         if self.current is not None:
             self._switch(None)

@@ -151,7 +151,7 @@ def test_what_cannot_be_read_is_none(cache: Path) -> None:
 
 def test_oldest_go_first(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = save(cache / "first.booted")
-    monkeypatch.setattr(snapshot, "_LIMIT", first.stat().st_blocks * 512 * 5 // 2)
+    monkeypatch.setattr(snapshot, "LIMIT", first.stat().st_blocks * 512 * 5 // 2)
     second = save(cache / "second.booted")
     os.utime(second, (1, 1))
     save(cache / "third.booted")

@@ -12,7 +12,6 @@ LIBRARY, PROGRAM, BENCHMARKS = "emulated_kernel", "kprobefs", "benchmarks"
 PUBLIC_API = "emulated_kernel/kernel.py"
 CALLED_FROM_OUTSIDE = {
     "may_probe": "the verdict's whole question, of which registering asks the halves at two points",
-    "prototype": "a function's declaration in a kernel file, for programs that read one",
     "readinto": "io.RawIOBase calls it",
 }
 

@@ -14,7 +14,7 @@ from itertools import islice, pairwise
 
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.image.kallsyms import Symbol
-from emulated_kernel.image.linux.vmlinux import Vmlinux
+from emulated_kernel.image.linux.vmlinux import LinkedMemory
 
 _TOKENS = 256
 _MARKED = 256
@@ -56,7 +56,7 @@ class _Names:
     """Each with its type in front."""
 
 
-def find_symbols(vmlinux: Vmlinux) -> list[Symbol]:
+def find_symbols(vmlinux: LinkedMemory) -> list[Symbol]:
     """All symbols of the table in its order, without sizes; none where there is no table.
 
     The layouts of v5.0 to v6.12.
@@ -154,7 +154,7 @@ def _names_at(data: bytes, start: int, count: int, tokens: _Tokens, budget: _Bud
     )
 
 
-def _find_addresses(vmlinux: Vmlinux, data: bytes, tokens: _Tokens, names: _Names) -> list[int] | None:
+def _find_addresses(vmlinux: LinkedMemory, data: bytes, tokens: _Tokens, names: _Names) -> list[int] | None:
     """In front of num_syms (up to v6.3), or behind the token index: the layout in which addresses ascend."""
     count = len(names.names)
     offsets_size = _aligned(4 * count)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import errno
 import shlex
+from collections.abc import Callable
 
 from emulated_kernel.errors import KernelError
-from emulated_kernel.host.guest import MAX_ARGUMENTS, Guest
+from emulated_kernel.host.guest import MAX_ARGUMENTS
 from emulated_kernel.vfs.core.parse import ascii_lines
 
 
 class Calls:
-    """Calls of a guest whose registers have so many bytes; `result` is what the last write's calls gave."""
+    """Calls in a guest whose registers have so many bytes; `result` is what the last write's calls gave."""
 
-    def __init__(self, guest: Guest, word_size: int) -> None:
-        self._guest = guest
+    def __init__(self, call: Callable[..., int], word_size: int) -> None:
+        """`call`: of a function by name, with numbers and strings. Raises: KernelError."""
+        self._call_function = call
         self._bits = 8 * word_size
         self.result = ""
 
@@ -42,7 +44,7 @@ class Calls:
         name, *words = _split(line)
         if len(words) > MAX_ARGUMENTS:
             raise KernelError(errno.E2BIG, f"at most {MAX_ARGUMENTS} arguments")
-        value = self._guest.call_function(name, *(_argument(word, self._bits) for word in words))
+        value = self._call_function(name, *(_argument(word, self._bits) for word in words))
         return f"{name} = {_result(value, self._bits)}"
 
 

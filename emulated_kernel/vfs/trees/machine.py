@@ -37,7 +37,7 @@ MAX_LOADS = 16
 def machine_directory(kernel: Parts, owner: Owner, further: Mapping[str, Node]) -> Directory:
     """The files of machine/ and `further` ones; `owner` may see addresses."""
     image, guest, reader, modules = kernel.live.core, kernel.guest, kernel.guest.kernel, kernel.modules
-    calls = Calls(guest, kernel.machine.memory.word_size)
+    calls = Calls(guest.call_function, kernel.machine.memory.word_size)
     profile, version = kernel.engine.kprobes.profile, image.version.rstrip()
     if not profile.preemption:
         version = version.replace(" PREEMPT", "")

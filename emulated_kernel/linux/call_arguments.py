@@ -1,0 +1,60 @@
+"""Arguments of calls that are written: functions by name, numbers as they are, strings put into memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from errno import E2BIG, EINVAL, ENOENT, ENOMEM
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.image.linux.kernel import LinuxKernel
+from emulated_kernel.machine.memory.guest_memory import GuestMemory
+
+REGISTERS = ("di", "si", "dx", "cx", "r8", "r9")
+_MASK = (1 << 64) - 1
+
+
+class CallArguments:
+    """Of calls of a kernel's functions; `size` bytes at `place` are for their strings."""
+
+    def __init__(self, kernel: LinuxKernel, memory: GuestMemory, place: int, size: int) -> None:
+        self._kernel, self._memory, self._place, self._size = kernel, memory, place, size
+
+    def placed(self, function: str, arguments: Sequence[int | str]) -> tuple[int, list[int]]:
+        """Its address, and what its registers hold.
+
+        Raises: KernelError ENOENT (no such symbol), EINVAL (no function, fewer arguments than it is known to
+        take), E2BIG (too many), ENOMEM (the strings are too long).
+        """
+        found = self._kernel.kallsyms.by_name(function)
+        if not found:
+            raise KernelError(ENOENT, f"no symbol named {function}")
+        if not found[0].is_text:
+            raise KernelError(EINVAL, f"{function} is not a function")
+        if len(arguments) > len(REGISTERS):
+            raise KernelError(E2BIG, f"at most {len(REGISTERS)} arguments")
+        needed = self._arity(function)
+        if len(arguments) < needed:
+            noun = "argument" if needed == 1 else "arguments"
+            raise KernelError(EINVAL, f"{function} takes {needed} {noun}, not {len(arguments)}")
+        return found[0].address, self._values(arguments)
+
+    def _arity(self, function: str) -> int:
+        """How many it is known to take, by its type."""
+        with suppress(KernelError):
+            return min(len(self._kernel.btf.prototype(function).parameters), len(REGISTERS))
+        return 0
+
+    def _values(self, arguments: Sequence[int | str]) -> list[int]:
+        values, at = [], 0
+        for argument in arguments:
+            if isinstance(argument, int):
+                values.append(argument & _MASK)
+                continue
+            data = argument.encode("utf-8", "surrogateescape") + b"\0"
+            if at + len(data) > self._size:
+                raise KernelError(ENOMEM, "the strings are too long")
+            self._memory.write(self._place + at, data)
+            values.append(self._place + at)
+            at += -(-len(data) // 8) * 8
+        return values

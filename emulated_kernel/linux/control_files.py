@@ -1,0 +1,212 @@
+"""ControlFiles: files of ours over a distribution's kernel, as a mount serves them."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from itertools import count
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.lock import ControlLock
+from emulated_kernel.vfs.core.client import Client, DirEntry, Stat
+from emulated_kernel.vfs.core.open_file import OpenFile, Piece
+from emulated_kernel.vfs.core.pieces import WriteInPieces, giving_way
+from emulated_kernel.vfs.core.tree import Filesystem
+
+FIRST_HANDLE = 1 << 41
+"""Handles of these files begin there."""
+
+
+class ControlFiles:
+    """The methods are GuestMount's. Takes the control lock. All raise KernelError with Linux's errno."""
+
+    def __init__(
+        self,
+        files: Filesystem,
+        lock: ControlLock,
+        control: Callable[[Client], AbstractContextManager[None]],
+    ) -> None:
+        """`control`: around what a client does with a file."""
+        self._files, self.lock, self._control = files, lock, control
+        self._opened_files: dict[int, OpenFile | str] = {}
+        """By handle; of a directory its path."""
+        self._numbers = count(FIRST_HANDLE)
+
+    def _file(self, handle: int) -> OpenFile:
+        found = self._opened_files.get(handle)
+        if found is None:
+            raise KernelError(errno.EBADF, f"no handle {handle}")
+        if isinstance(found, str):
+            raise KernelError(errno.EISDIR, found)
+        return found
+
+    def _keep(self, opened: OpenFile | str) -> int:
+        handle = next(self._numbers)
+        self._opened_files[handle] = opened
+        return handle
+
+    # Attributes and names
+
+    def getattr(self, path: str, _client: Callable[[], Client] | None = None) -> Stat:
+        """Attributes of a file."""
+        with self.lock:
+            return self._files.getattr(path)
+
+    def fgetattr(self, handle: int, _client: Callable[[], Client] | None = None) -> Stat:
+        """Attributes of an open file or directory."""
+        found = self._opened_files.get(handle)
+        if isinstance(found, str):
+            return self.getattr(found)
+        with self.lock:
+            return self._files.stat(self._file(handle).node)
+
+    def opendir(self, _client: Client, path: str) -> int:
+        """A handle for getdents()."""
+        return self._keep(path)
+
+    def getdents(self, _client: Client, handle: int, start: int) -> list[DirEntry]:
+        """The entries of an open directory from number `start` on."""
+        return self.readdir(self.directory(handle))[start:]
+
+    def directory(self, handle: int) -> str:
+        """The path of an open directory."""
+        found = self._opened_files.get(handle)
+        if not isinstance(found, str):
+            raise KernelError(errno.ENOTDIR, f"handle {handle}")
+        return found
+
+    def readdir(self, path: str) -> list[DirEntry]:
+        """The entries, "." and ".." first."""
+        with self.lock:
+            return self._files.readdir(path)
+
+    def readlink(self, client: Client, path: str) -> str:
+        """Where a symbolic link leads."""
+        return self._files.readlink(client, path)
+
+    # Open files
+
+    def open(self, client: Client, path: str, flags: int) -> int:
+        """Open with open(2)'s flags; returns the handle for the calls below."""
+        with self._control(client):
+            return self._keep(self._files.open(path, flags, client))
+
+    def create(self, _client: Client, path: str, _mode: int, _flags: int) -> int:
+        """creat(2) of a name that isn't there."""
+        return self._files.create(path)
+
+    def is_stream(self, handle: int) -> bool:
+        """Whether lseek(2) on the handle has to answer ESPIPE."""
+        return self._file(handle).stream
+
+    def set_status_flags(self, handle: int, flags: int) -> None:
+        """Those of a request on it."""
+        self._file(handle).set_status_flags(flags)
+
+    def reads_host(self, handle: int) -> bool:
+        """Whether a write to it reads files of the host, and so takes as long as they do; no lock is held."""
+        found = self._opened_files.get(handle)
+        return isinstance(found, OpenFile) and found.node.reads_host
+
+    def read(self, client: Client, handle: int, size: int, offset: int) -> bytes:
+        """At most `size` bytes; b"" is the end. Raises: WouldBlock."""
+        with self._control(client):
+            return self._file(handle).read(size, offset)
+
+    def read_page(self, client: Client, handle: int, size: int, _offset: int) -> bytes:
+        """What the host's page cache asks for."""
+        with self._control(client):
+            return self._file(handle).read_page(size)
+
+    def write(self, client: Client, handle: int, data: bytes, offset: int) -> int:
+        """Number of bytes taken. Raises: WouldBlock."""
+        if self.reads_host(handle):
+            commands = self._file(handle).prepare(data)
+            with self._control(client):
+                return self._file(handle).write(data, offset, commands)
+
+        def write_piece(piece: Piece, at: int) -> int:
+            with self._control(client):
+                return self._file(handle).write(piece.data, at, is_part=piece.is_part)
+
+        return giving_way(self.lock, WriteInPieces(self._file(handle), data, offset, write_piece))
+
+    def wait(self, handle: int, timeout: float) -> None:
+        """Return once something may have come, or after `timeout` seconds."""
+        self._file(handle).wait(timeout)
+
+    def give_up(self, _client: Client, _handle: int, _error: int) -> None:
+        """The client doesn't wait any more: nothing of the guest's waits for it."""
+
+    def poll(self, handle: int, notify: Callable[[], None] | None) -> int:
+        """Readiness as poll(2)'s mask."""
+        with self.lock:
+            return self._file(handle).poll(notify)
+
+    def release(self, handle: int) -> None:
+        """The last descriptor was closed."""
+        with self.lock:
+            opened = self._opened_files.pop(handle, None)
+            if isinstance(opened, OpenFile):
+                self._files.release(opened)
+
+    def ftruncate(self, _client: Client, handle: int, _size: int) -> None:
+        """ftruncate(2): nothing happens."""
+        self._file(handle)
+
+    def fsync(self, _client: Client, handle: int) -> None:
+        """Raises: KernelError EINVAL."""
+        raise KernelError(errno.EINVAL, f"handle {handle}")
+
+    # Changes of the tree
+
+    def truncate(self, client: Client, path: str, size: int) -> None:
+        """truncate(2)."""
+        with self._control(client):
+            self._files.truncate(client, path, size)
+
+    def mkdir(self, client: Client, path: str, mode: int) -> None:
+        """mkdir(2); in instances/ it makes a trace array."""
+        with self._control(client):
+            self._files.mkdir(client, path, mode)
+
+    def rmdir(self, client: Client, path: str) -> None:
+        """rmdir(2)."""
+        with self._control(client):
+            self._files.rmdir(client, path)
+
+    def unlink(self, client: Client, path: str) -> None:
+        """unlink(2)."""
+        self._files.unlink(client, path)
+
+    def rename(self, client: Client, old: str, new: str) -> None:
+        """rename(2)."""
+        self._files.rename(client, old, new)
+
+    def link(self, client: Client, old: str, new: str) -> None:
+        """link(2)."""
+        self._files.link(client, old, new)
+
+    def mknod(self, client: Client, path: str, mode: int) -> None:
+        """mknod(2)."""
+        self._files.mknod(client, path, mode)
+
+    def symlink(self, client: Client, path: str, target: str) -> None:
+        """symlink(2)."""
+        self._files.symlink(client, path, target)
+
+    def chmod(self, client: Client, path: str, mode: int) -> None:
+        """Set the permission bits."""
+        with self.lock:
+            self._files.chmod(client, path, mode)
+
+    def chown(self, client: Client, path: str, uid: int, gid: int) -> None:
+        """Set the owner; -1 leaves a field alone."""
+        with self.lock:
+            self._files.chown(client, path, uid, gid)
+
+    def utimens(self, client: Client, path: str, atime_ns: int | None, mtime_ns: int | None) -> None:
+        """Set the times, in nanoseconds since the epoch; None leaves one alone."""
+        with self.lock:
+            self._files.utimens(client, path, atime_ns, mtime_ns)

@@ -1,0 +1,167 @@
+"""CoreFiles: the files of a dump as its kernel sees them, read by calls of that kernel's own functions."""
+
+from __future__ import annotations
+
+import os
+import stat
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from errno import EACCES, EINVAL, EIO, ENAMETOOLONG
+
+from emulated_kernel.abi import PAGE_SIZE
+from emulated_kernel.errors import KernelError
+from emulated_kernel.image.linux.kernel import LinuxKernel
+from emulated_kernel.linux.core_calls import BUFFER_SIZE, CoreCalls
+from emulated_kernel.machine.memory.guest_memory import GuestMemory
+from emulated_kernel.vfs.core.client import DirEntry, Stat
+
+_O_LARGEFILE = 0o100000
+_O_PATH, _O_NOFOLLOW, _O_NONBLOCK, _O_DIRECTORY = 0o10000000, 0o400000, 0o4000, 0o200000
+_PATH_LIMIT = 4096
+_POSITION = 16
+"""Bytes in front of the data that kernel_read() leaves in the buffer: its position."""
+_CONTEXT = struct.Struct("<4Q")
+"""struct dir_context (v6.1): actor, position; then what the actor uses: where to write, and where to stop."""
+_ENTRY = struct.Struct("<QII")
+_ACTOR = bytes.fromhex(
+    "89d2"  # mov edx, edx
+    "4c8b5710"  # mov r10, [rdi+16]
+    "4d8d5c1210"  # lea r11, [r10+rdx+16]
+    "4c3b5f18"  # cmp r11, [rdi+24]
+    "771d"  # ja full
+    "4d8902"  # mov [r10], r8
+    "45894a08"  # mov [r10+8], r9d
+    "4189520c"  # mov [r10+12], edx
+    "4c895f10"  # mov [rdi+16], r11
+    "89d1"  # mov ecx, edx
+    "498d7a10"  # lea rdi, [r10+16]
+    "f3a4"  # rep movsb
+)
+_GOES_ON, _ENDS = bytes.fromhex("b801000000c3"), bytes.fromhex("31c0c3")
+_KINDS = {1: stat.S_IFIFO, 2: stat.S_IFCHR, 4: stat.S_IFDIR, 6: stat.S_IFBLK, 8: stat.S_IFREG,
+          10: stat.S_IFLNK, 12: stat.S_IFSOCK}  # fmt: skip
+_DELAYED_CALL = 16
+"""Bytes of a struct delayed_call (v6.1)."""
+_MEMBERS = (
+    "file.f_inode", "file.f_path.dentry", "inode.i_mode", "inode.i_uid", "inode.i_gid", "inode.i_ino",
+    "inode.i_nlink", "inode.i_size",
+)  # fmt: skip
+_TRUE_GOES_ON = 6, 1
+"""The release since which an actor says by true that it wants more."""
+
+
+class CoreFiles:
+    """Files by path, from the root of the dump's first process; nothing can be changed.
+
+    Needs the control lock. All raise KernelError: the kernel's errno, and as CoreCalls.
+    """
+
+    def __init__(self, calls: CoreCalls, kernel: LinuxKernel, memory: GuestMemory) -> None:
+        self._calls, self._memory = calls, memory
+        self._offset = {path: kernel.btf.offset(path) for path in _MEMBERS}
+        self._actor = calls.add_code(_actor(goes_on=_release(kernel.release) >= _TRUE_GOES_ON))
+
+    @contextmanager
+    def _open(self, path: str, flags: int) -> Iterator[int]:
+        """struct file of a path. Raises: KernelError."""
+        if len(os.fsencode(path)) >= _PATH_LIMIT:
+            raise KernelError(ENAMETOOLONG, path)
+        file = _checked(self._calls.call_function("filp_open", path, flags | _O_LARGEFILE, 0), path)
+        try:
+            yield file
+        finally:
+            self._calls.call_function("__fput_sync", file)
+
+    def _inode(self, file: int) -> Mapping[str, int]:
+        inode = self._memory.read_word(file + self._offset["file.f_inode"])
+        sizes = {"i_mode": 2, "i_uid": 4, "i_gid": 4, "i_nlink": 4}
+        return {
+            name: int.from_bytes(self._memory.read(inode + self._offset[f"inode.{name}"], size), "little")
+            for name, size in ({"i_ino": 8, "i_size": 8} | sizes).items()
+        }
+
+    def lstat(self, path: str) -> Stat:
+        """Attributes of a file, or of a symbolic link."""
+        with self._open(path, _O_PATH | _O_NOFOLLOW) as file:
+            found = self._inode(file)
+        return Stat(
+            ino=found["i_ino"],
+            mode=found["i_mode"],
+            nlink=found["i_nlink"],
+            uid=found["i_uid"],
+            gid=found["i_gid"],
+            size=found["i_size"],
+        )
+
+    def read(self, path: str, size: int, offset: int) -> bytes:
+        """Bytes of a regular file; b"" is the end."""
+        size = min(size, BUFFER_SIZE - _POSITION)
+        buffer = self._calls.buffer
+        with self._open(path, os.O_RDONLY | _O_NONBLOCK | _O_NOFOLLOW) as file:
+            if not stat.S_ISREG(self._inode(file)["i_mode"]):
+                raise KernelError(EACCES, f"{path} is no regular file")
+            self._memory.write(buffer, struct.pack("<q", offset))
+            data = buffer + _POSITION
+            count = _checked(self._calls.call_function("kernel_read", file, data, size, buffer), path)
+            return self._memory.read(data, count)
+
+    def readlink(self, path: str) -> str:
+        """Where a symbolic link leads."""
+        with self._open(path, _O_PATH | _O_NOFOLLOW) as file:
+            if not stat.S_ISLNK(self._inode(file)["i_mode"]):
+                raise KernelError(EINVAL, path)
+            dentry = self._memory.read_word(file + self._offset["file.f_path.dentry"])
+            self._memory.write(self._calls.buffer, bytes(_DELAYED_CALL))
+            link = _checked(self._calls.call_function("vfs_get_link", dentry, self._calls.buffer), path)
+            return os.fsdecode(_string(self._memory, link))
+
+    def readdir(self, path: str) -> list[DirEntry]:
+        """The entries, "." and ".." among them; no more than fit into the buffer."""
+        buffer, end = self._calls.buffer, self._calls.buffer + BUFFER_SIZE
+        start = buffer + _CONTEXT.size
+        with self._open(path, os.O_RDONLY | _O_DIRECTORY | _O_NOFOLLOW) as file:
+            self._memory.write(buffer, _CONTEXT.pack(self._actor, 0, start, end))
+            _checked(self._calls.call_function("iterate_dir", file, buffer), path)
+        _, _, stop, _ = _CONTEXT.unpack(self._memory.read(buffer, _CONTEXT.size))
+        if not start <= stop <= end:
+            raise KernelError(EIO, path)
+        return [*_entries(self._memory.read(start, stop - start))]
+
+
+def _checked(value: int, path: str) -> int:
+    """Raises: KernelError where a function has returned an errno."""
+    error = (1 << 64) - value
+    if 0 < error < 4096:
+        raise KernelError(error, path)
+    return value
+
+
+def _entries(data: bytes) -> Iterator[DirEntry]:
+    at = 0
+    while at + _ENTRY.size <= len(data):
+        ino, kind, length = _ENTRY.unpack_from(data, at)
+        at += _ENTRY.size
+        yield DirEntry(os.fsdecode(data[at : at + length]), _KINDS.get(kind, stat.S_IFREG), ino)
+        at += length
+
+
+def _actor(*, goes_on: bool) -> bytes:
+    """A filldir_t that keeps names; `goes_on`: by true it says that it wants more, by 0 of an int else."""
+    more, enough = (_GOES_ON, _ENDS) if goes_on else (_ENDS, _GOES_ON)
+    return _ACTOR + more + enough
+
+
+def _release(text: str) -> tuple[int, int]:
+    major, _, rest = text.partition(".")
+    minor = rest.partition(".")[0]
+    return int(major) if major.isdigit() else 0, int(minor) if minor.isdigit() else 0
+
+
+def _string(memory: GuestMemory, va: int) -> bytes:
+    text = b""
+    while len(text) < _PATH_LIMIT and b"\0" not in text:
+        # A page may be the last one that is there.
+        at = va + len(text)
+        text += memory.read(at, PAGE_SIZE - at % PAGE_SIZE)
+    return text.partition(b"\0")[0]

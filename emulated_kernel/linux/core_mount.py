@@ -1,0 +1,224 @@
+"""CoreMount: a dump as a mount: our engine over its kernel, calls of its functions, and its files to read."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.linux.control_files import ControlFiles
+from emulated_kernel.linux.core_calls import BUFFER_SIZE, CoreCalls
+from emulated_kernel.linux.core_files import CoreFiles
+from emulated_kernel.linux.core_guest import CoreGuest
+from emulated_kernel.linux.engine import KernelEngine
+from emulated_kernel.linux.engine_tree import engine_tree
+from emulated_kernel.vfs.core.client import INO_SPACES, Client, DirEntry, Stat
+from emulated_kernel.vfs.core.node import Directory, Owner
+from emulated_kernel.vfs.core.seq import GuestCommandFile, single
+from emulated_kernel.vfs.trees.calls import Calls
+
+FILES = "/files"
+_ITERATOR = struct.Struct("<QQQ")
+"""struct kmsg_dump_iter (v6.1), and behind it the length of what was taken."""
+
+
+class CoreMount(ControlFiles):
+    """What a front end serves. Nothing runs but what is called; nothing of the dump's file is changed."""
+
+    def __init__(self, guest: CoreGuest, engine: KernelEngine, owner: Owner, *, is_tracefs: bool) -> None:
+        """`is_tracefs`: tracefs is the root, and all that is listed."""
+        self._guest, self._engine, self._owner = guest, engine, owner
+        self._calls = CoreCalls(guest, engine.machine, engine.kernel, engine.task_ends)
+        self._core_files = CoreFiles(self._calls, engine.kernel, engine.machine.memory)
+        self._has_files = not is_tracefs
+        self._paths: dict[int, str] = {}
+        """Of open files of the dump's, by handle."""
+        self._closed = False
+        calls = Calls(self._calls.call_function, engine.machine.memory.word_size)
+        files = engine_tree(
+            engine,
+            owner,
+            self._log,
+            {"call": GuestCommandFile(0o600, single(lambda: calls.result), calls.execute)},
+            {FILES[1:]: Directory(0o555, {})},
+            is_tracefs=is_tracefs,
+        )
+        super().__init__(files, engine.lock, self._requested)
+
+    @contextmanager
+    def _requested(self, _client: Client) -> Iterator[None]:
+        with self.lock:
+            if self._closed:
+                raise KernelError(errno.EIO, "the mount has ended")
+            self._engine.request_begins()
+            try:
+                yield
+            finally:
+                self._engine.request_ended()
+
+    def _log(self) -> bytes:
+        """What fits into the buffer of the end of the kernel's log."""
+        memory, buffer, call = self._engine.machine.memory, self._calls.buffer, self._calls.call_function
+        text, size = buffer + _ITERATOR.size, BUFFER_SIZE - _ITERATOR.size
+        memory.write(buffer, bytes(_ITERATOR.size))
+        call("kmsg_dump_rewind", buffer)
+        call("kmsg_dump_get_buffer", buffer, 1, text, size, buffer + 16)
+        *_, length = _ITERATOR.unpack(memory.read(buffer, _ITERATOR.size))
+        return memory.read(text, min(length, size))
+
+    # The dump's files
+
+    def _in_core(self, path: str) -> str | None:
+        """The path in the dump; None for a file of ours."""
+        if not self._has_files or not (path == FILES or path.startswith(f"{FILES}/")):
+            return None
+        return path.removeprefix(FILES) or "/"
+
+    def _shown(self, found: Stat) -> Stat:
+        """Root's files are the mounting user's, devices are files, and nobody writes."""
+        kind, mode = stat.S_IFMT(found.mode), stat.S_IMODE(found.mode) & ~0o222
+        return found._replace(
+            ino=found.ino * INO_SPACES + 1,
+            mode=mode | (stat.S_IFREG if kind in (stat.S_IFCHR, stat.S_IFBLK) else kind),
+            uid=found.uid or self._owner.uid,
+            gid=found.gid or self._owner.gid,
+        )
+
+    def getattr(self, path: str, client: Callable[[], Client] | None = None) -> Stat:
+        inside = self._in_core(path)
+        if inside is None:
+            return super().getattr(path, client)
+        with self.lock:
+            return self._shown(self._core_files.lstat(inside))
+
+    def fgetattr(self, handle: int, client: Callable[[], Client] | None = None) -> Stat:
+        path = self._paths.get(handle)
+        return super().fgetattr(handle, client) if path is None else self.getattr(path)
+
+    def readdir(self, path: str) -> list[DirEntry]:
+        inside = self._in_core(path)
+        if inside is None:
+            return super().readdir(path)
+        with self.lock:
+            found = self._core_files.readdir(inside)
+        return [entry._replace(ino=entry.ino * INO_SPACES + 1) for entry in found]
+
+    def readlink(self, client: Client, path: str) -> str:
+        inside = self._in_core(path)
+        if inside is None:
+            return super().readlink(client, path)
+        with self._requested(client):
+            return self._core_files.readlink(inside)
+
+    def open(self, client: Client, path: str, flags: int) -> int:
+        inside = self._in_core(path)
+        if inside is None:
+            return super().open(client, path, flags)
+        if flags & os.O_ACCMODE != os.O_RDONLY or flags & os.O_TRUNC:
+            raise KernelError(errno.EROFS, path)
+        with self._requested(client):
+            self._core_files.read(inside, 0, 0)
+            handle = next(self._numbers)
+            self._paths[handle] = path
+            return handle
+
+    def create(self, client: Client, path: str, mode: int, flags: int) -> int:
+        self._refuse(path)
+        return super().create(client, path, mode, flags)
+
+    def read(self, client: Client, handle: int, size: int, offset: int) -> bytes:
+        path = self._paths.get(handle)
+        if path is None:
+            return super().read(client, handle, size, offset)
+        with self._requested(client):
+            return self._core_files.read(self._in_core(path) or "/", size, offset)
+
+    def read_page(self, client: Client, handle: int, size: int, offset: int) -> bytes:
+        if handle in self._paths:
+            return self.read(client, handle, size, offset)
+        return super().read_page(client, handle, size, offset)
+
+    def is_stream(self, handle: int) -> bool:
+        return handle not in self._paths and super().is_stream(handle)
+
+    def set_status_flags(self, handle: int, flags: int) -> None:
+        if handle not in self._paths:
+            super().set_status_flags(handle, flags)
+
+    def release(self, handle: int) -> None:
+        if self._paths.pop(handle, None) is None:
+            super().release(handle)
+
+    # Nothing of it can be changed
+
+    def _refuse(self, *paths: str) -> None:
+        """Raises: KernelError EROFS for the dump's files."""
+        for path in paths:
+            if self._in_core(path) is not None:
+                raise KernelError(errno.EROFS, path)
+
+    def truncate(self, client: Client, path: str, size: int) -> None:
+        self._refuse(path)
+        super().truncate(client, path, size)
+
+    def mkdir(self, client: Client, path: str, mode: int) -> None:
+        self._refuse(path)
+        super().mkdir(client, path, mode)
+
+    def rmdir(self, client: Client, path: str) -> None:
+        self._refuse(path)
+        super().rmdir(client, path)
+
+    def unlink(self, client: Client, path: str) -> None:
+        self._refuse(path)
+        super().unlink(client, path)
+
+    def rename(self, client: Client, old: str, new: str) -> None:
+        self._refuse(old, new)
+        super().rename(client, old, new)
+
+    def link(self, client: Client, old: str, new: str) -> None:
+        self._refuse(old, new)
+        super().link(client, old, new)
+
+    def mknod(self, client: Client, path: str, mode: int) -> None:
+        self._refuse(path)
+        super().mknod(client, path, mode)
+
+    def symlink(self, client: Client, path: str, target: str) -> None:
+        self._refuse(path)
+        super().symlink(client, path, target)
+
+    def chmod(self, client: Client, path: str, mode: int) -> None:
+        self._refuse(path)
+        super().chmod(client, path, mode)
+
+    def chown(self, client: Client, path: str, uid: int, gid: int) -> None:
+        self._refuse(path)
+        super().chown(client, path, uid, gid)
+
+    def utimens(self, client: Client, path: str, atime_ns: int | None, mtime_ns: int | None) -> None:
+        self._refuse(path)
+        super().utimens(client, path, atime_ns, mtime_ns)
+
+    # Life
+
+    def chdir(self, client: Client, path: str) -> None:
+        """The host has found that the client may."""
+
+    def is_dead(self) -> bool:
+        """Whether nothing can be called any more."""
+        with self.lock:
+            return bool(self._guest.machine.death)
+
+    def close(self) -> None:
+        """The mount ends."""
+        with self.lock:
+            if not self._closed:
+                self._closed = True
+                self._calls.close()
+                self._guest.machine.close()

@@ -1,0 +1,164 @@
+"""RunningKernel: a kernel read out of the memory that it runs in, where parts of its file are gone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from errno import ENODATA
+from functools import cached_property
+
+from emulated_kernel.abi import PAGE_SIZE
+from emulated_kernel.errors import KernelError
+from emulated_kernel.image.image import BlacklistEntry
+from emulated_kernel.image.kallsyms import Kallsyms
+from emulated_kernel.image.linux.events import (
+    KernelEvent,
+    KernelSyscall,
+    Structures,
+    kernel_events,
+    kernel_syscalls,
+    syscall_numbers,
+)
+from emulated_kernel.image.linux.kallsyms_tables import find_symbols
+from emulated_kernel.image.linux.kernel import LinuxKernel
+from emulated_kernel.image.linux.unusable import unusable
+from emulated_kernel.image.linux.vmlinux import LinkedMemory, LoadSegment
+
+_WORD = 8
+_LIMIT = 1 << 16
+"""Entries of a list; a longer one leads in circles."""
+
+
+class RunningMemory(LinkedMemory):
+    """The kernel's image, and by its page tables all else that it points to."""
+
+    def __init__(self, image: LoadSegment, read: Callable[[int, int], bytes]) -> None:
+        """`read`: bytes at a virtual address. Raises: KeyError."""
+        super().__init__(0, (image,), {})
+        self._read = read
+
+    def up_to(self, end: int) -> RunningMemory:
+        """The same with an image of whole pages that ends there."""
+        image = self.segments[0]
+        size = min(-(-(end - image.va) // PAGE_SIZE) * PAGE_SIZE, len(image.data))
+        return RunningMemory(replace(image, data=image.data[:size], mem_size=size), self._read)
+
+    def read(self, va: int, size: int) -> bytes:
+        if super().has(va) and super().has(va + max(size, 1) - 1):
+            return super().read(va, size)
+        try:
+            return self._read(va, max(size, 0))
+        except (KeyError, IndexError):
+            raise unusable(f"{size} bytes at {va:#x} aren't in memory") from None
+
+    def has(self, va: int) -> bool:
+        if super().has(va):
+            return True
+        try:
+            return len(self._read(va, 1)) == 1
+        except (KeyError, IndexError):
+            return False
+
+    def string(self, va: int, limit: int = 1 << 16) -> str:
+        text = b""
+        while len(text) < limit and b"\0" not in text:
+            # A page may be the last one that is there.
+            at = va + len(text)
+            text += self.read(at, min(PAGE_SIZE - at % PAGE_SIZE, limit - len(text)))
+        return text.partition(b"\0")[0].decode("utf-8", "replace")
+
+
+class RunningKernel(LinuxKernel):
+    """Its tables as it keeps them, without those of its modules.
+
+    Raises: KernelError ENOEXEC for memory without a table of symbols, ENODATA without BTF.
+    """
+
+    return_sites = ()
+
+    def __init__(self, memory: RunningMemory) -> None:
+        self.vmlinux: LinkedMemory = memory
+        symbols = find_symbols(memory)
+        if not symbols:
+            raise unusable("no table of symbols (kallsyms) is in its memory")
+        self._set_symbols(Kallsyms(symbols))
+        end = self.kallsyms.lookup_name("_end") or self.text.end
+        self.vmlinux = memory.up_to(end)
+        self._image = range(memory.segments[0].va, end)
+
+    @cached_property
+    def _structures(self) -> Structures:
+        return Structures(self.vmlinux, self.btf)
+
+    def _required(self, name: str) -> int:
+        address = self.kallsyms.lookup_name(name)
+        if address is None:
+            raise unusable(f"its symbols lack {name}")
+        return address
+
+    def word(self, va: int) -> int:
+        """Eight bytes. Raises: KernelError ENOEXEC."""
+        return int.from_bytes(self.vmlinux.read(va, _WORD), "little")
+
+    def _list(self, head: str, member: str) -> Iterator[int]:
+        """What a list_head of the kernel's leads to."""
+        start, offset = self._required(head), self.btf.offset(member)
+        node = self.word(start)
+        for _ in range(_LIMIT):
+            if node == start:
+                return
+            yield node - offset
+            node = self.word(node)
+        raise unusable(f"its list {head} has no end")
+
+    @cached_property
+    def mcount(self) -> frozenset[int]:
+        """Mirrors: kernel/trace/ftrace.c:ftrace_pages (v6.1)"""
+        offset, size = self.btf.offset, self.btf.size("dyn_ftrace")
+        page, sites = self.word(self._required("ftrace_pages_start")), []
+        for _ in range(_LIMIT):
+            if not page:
+                break
+            records = self.word(page + offset("ftrace_page.records"))
+            count = min(self._structures.value(page, "ftrace_page.index", 4), _LIMIT)
+            data = self.vmlinux.read(records, count * size)
+            at = offset("dyn_ftrace.ip")
+            sites += [int.from_bytes(data[n : n + _WORD], "little") for n in range(at, len(data), size)]
+
+            page = self.word(page + offset("ftrace_page.next"))
+        return frozenset(filter(self._image.__contains__, sites))
+
+    @cached_property
+    def blacklist(self) -> tuple[BlacklistEntry, ...]:
+        """Mirrors: kernel/kprobes.c:kprobe_blacklist (v6.1)"""
+        found = []
+        for entry in self._list("kprobe_blacklist", "kprobe_blacklist_entry.list"):
+            start, end = (
+                self._structures.value(entry, f"kprobe_blacklist_entry.{name}")
+                for name in ("start_addr", "end_addr")
+            )
+            symbol = self.kallsyms.lookup(start)
+            if symbol is not None and start in self._image:
+                found.append(BlacklistEntry(start, end, symbol.name))
+        return tuple(found)
+
+    @cached_property
+    def events(self) -> tuple[KernelEvent, ...]:
+        """Mirrors: kernel/trace/trace_events.c:ftrace_events (v6.1)"""
+        calls = self._list("ftrace_events", "trace_event_call.list")
+        # The kernel has put the values of its enums into their formats.
+        return tuple(kernel_events(self._structures, tuple(filter(self._image.__contains__, calls)), ()))
+
+    @cached_property
+    def syscalls(self) -> tuple[KernelSyscall, ...]:
+        names: dict[int, list[str]] = {}
+        for symbol in self.kallsyms.symbols:
+            names.setdefault(symbol.address, []).append(symbol.name)
+        try:
+            table, metadata = self._required("sys_call_table"), self.word(self._required("syscalls_metadata"))
+        except KernelError as error:
+            raise KernelError(ENODATA, error.strerror or "") from None
+        numbers = syscall_numbers(self.vmlinux, table, names)
+        count = max(numbers.values(), default=-1) + 1
+        entries = (self.word(metadata + _WORD * number) for number in range(count))
+        return tuple(kernel_syscalls(self._structures, tuple(filter(None, entries)), numbers))

@@ -1,0 +1,64 @@
+"""Undo: the guest's memory as it was in front of a call, told by the host's page tables and taken back."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import re
+from contextlib import suppress
+
+from emulated_kernel.linux.memory import PAGE
+
+_ENTRY = 8
+_WRITTEN = re.compile(rb"[\x40-\x5f\x80-\x9f\xc0-\xdf]")
+"""Highest byte of a page's entry that is present (0x80) or swapped (0x40), and no page of the file (0x20).
+
+Source: Documentation/admin-guide/mm/pagemap.rst.
+"""
+
+
+class Undo:
+    """For the first `size` bytes of a private mapping of a file.
+
+    Where the host shows no /proc/self/pagemap, nothing can be taken back: `is_possible`.
+    """
+
+    def __init__(self, ram: mmap.mmap, size: int) -> None:
+        self._ram, self._pages = ram, size // PAGE
+        self._at = ctypes.addressof(ctypes.c_char.from_buffer(ram)) // PAGE * _ENTRY
+        self._kept: dict[int, bytes] = {}
+        self._file = -1
+        with suppress(OSError):
+            self._file = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether the host tells what was written."""
+        return self._file >= 0
+
+    def keep(self) -> None:
+        """This is the moment."""
+        if self.is_possible:
+            self._kept = {page: self._ram[page : page + PAGE] for page in self._written()}
+
+    def _written(self) -> list[int]:
+        """Offsets of pages that aren't the file's any more."""
+        entries = os.pread(self._file, self._pages * _ENTRY, self._at)
+        return [found.start() * PAGE for found in _WRITTEN.finditer(entries[_ENTRY - 1 :: _ENTRY])]
+
+    def back(self) -> None:
+        """Take all back that was written since."""
+        for page in self._written():
+            kept = self._kept.get(page)
+            if kept is None:
+                # The file's again.
+                self._ram.madvise(mmap.MADV_DONTNEED, page, PAGE)
+            elif self._ram[page : page + PAGE] != kept:
+                self._ram[page : page + PAGE] = kept
+
+    def close(self) -> None:
+        """Let go of the page tables."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1

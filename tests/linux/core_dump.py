@@ -1,0 +1,67 @@
+"""Dumps of a machine as dump-guest-memory writes them: of a booted kernel's RAM, or of what a test wants."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+from emulated_kernel.linux.boot import HOST_SIZE
+from emulated_kernel.linux.syscalls import LinuxSyscalls
+from emulated_kernel.linux.tasks import LinuxTasks
+
+HEADER, PROGRAM, NOTE = (
+    struct.Struct("<4sBBB9xHHIQQQIHHHHHH"),
+    struct.Struct("<IIQQQQQQ"),
+    struct.Struct("<III"),
+)
+CORE, X86_64 = 4, 62
+LOAD, NOTES = 1, 4
+HOLE = range(0xA0000, 0x100000)
+"""Where a PC has its screen."""
+TEXT = "kept in the dump\n"
+NUMBERS = "".join(f"line {number}\n" for number in range(2000))
+
+
+def dump(
+    memory: Sequence[tuple[int, bytes]], info: str | None = None, kind: int = CORE, machine: int = X86_64
+) -> bytes:
+    """`memory`: physical addresses and bytes there; `info`: a VMCOREINFO note."""
+    notes = b""
+    for name, text in ((b"CORE\0", bytes(336)), (b"QEMU\0", bytes(440))):
+        notes += NOTE.pack(len(name), len(text), 1 if name == b"CORE\0" else 0) + name.ljust(8, b"\0") + text
+    if info is not None:
+        text = info.encode()
+        notes += NOTE.pack(11, len(text), 0) + b"VMCOREINFO\0\0" + text.ljust(-(-len(text) // 4) * 4, b"\0")
+    count = len(memory) + 1
+    at = HEADER.size + count * PROGRAM.size
+    header = HEADER.pack(b"\x7fELF", 2, 1, 1, kind, machine, 1, 0, HEADER.size, 0, 0, 64, 56, count, 0, 0, 0)
+    programs = PROGRAM.pack(NOTES, 0, at, 0, 0, len(notes), len(notes), 0)
+    at += len(notes)
+    for pa, data in memory:
+        programs += PROGRAM.pack(LOAD, 0, at, 0, pa, len(data), len(data), 0)
+        at += len(data)
+    return header + programs + notes + b"".join(data for _, data in memory)
+
+
+def vmcoreinfo(ram: bytes) -> str:
+    """What the kernel keeps for who dumps it."""
+    at = ram.find(b"OSRELEASE=")
+    while b"SYMBOL(_stext)" not in ram[at : at + 4096].partition(b"\0")[0]:
+        at = ram.index(b"OSRELEASE=", at + 1)
+    return ram[at : at + 4096].partition(b"\0")[0].decode()
+
+
+def dump_of(tasks: LinuxTasks, path: Path, *, has_info: bool) -> None:
+    """Its RAM with some files in its tmpfs; `has_info`: with a VMCOREINFO note."""
+    calls, init = LinuxSyscalls(tasks), tasks.init
+    calls.mkdir(init, "/scratch/dir", 0o750)
+    for name, text, mode in (("dir/note", TEXT, 0o640), ("numbers", NUMBERS, 0o600)):
+        fd = calls.open(init, f"/scratch/{name}", os.O_WRONLY | os.O_CREAT, mode)
+        calls.write(init, fd, text.encode(), None)
+        calls.close(init, fd)
+    calls.symlink(init, "/scratch/link", "dir/note")
+    ram = tasks.machine.memory.ram[:-HOST_SIZE]
+    memory = [(0, ram[: HOLE.start]), (HOLE.stop, ram[HOLE.stop :])]
+    path.write_bytes(dump(memory, vmcoreinfo(ram) if has_info else None))

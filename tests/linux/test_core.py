@@ -1,0 +1,318 @@
+"""Mounts of dumps: calls, files and probes in a kernel that ran elsewhere, and what can't run there."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.linux import snapshot
+from emulated_kernel.linux.boot import HOST_SIZE
+from emulated_kernel.linux.core_guest import ensure_core_cached, started_core
+from emulated_kernel.linux.core_mount import CoreMount
+from emulated_kernel.linux.engine import KernelEngine
+from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.core.node import Owner
+from kprobefs.cli import main
+from tests.fuse.harness import REAL_PROGRAM, daemon, needs_fuse
+from tests.linux import core_dump, debian_kernel
+from tests.linux.core_dump import NUMBERS, TEXT, dump
+from tests.linux.files import Files
+
+PAGE = bytes(4096)
+CLIENT = Client(4242, 0, 0)
+NAMES = {errno.EDEADLK: "EDEADLK", errno.EFAULT: "EFAULT", errno.EINVAL: "EINVAL", errno.ENOENT: "ENOENT"}
+INFO = "OSRELEASE=6.1\nSYMBOL(_stext)=ffffffff81000000\nSYMBOL(swapper_pg_dir)=ffffffff82000000\n"
+RAM = bytes(48 << 20)
+BAD = {
+    "an empty file": (b"", "it is empty"),
+    "a text": (b"no dump\n", "it is no ELF file"),
+    "a compressed kdump": (b"KDUMP   " + PAGE, "without -z, -l, -s and -R"),
+    "a dump for Windows": (b"PAGEDU64" + PAGE, "it is a dump for Windows"),
+    "a program": (dump([(0, PAGE)], kind=2), "but no core"),
+    "another architecture's": (dump([(0, PAGE)], machine=183), "another architecture (ELF machine 183)"),
+    "a truncated one": (dump([(0, PAGE)], INFO)[:-100], "it is truncated: 100 bytes are missing"),
+    "one that ends in its headers": (dump([(0, PAGE)], INFO)[:100], "truncated within its headers"),
+    "one without memory": (dump([]), "it has no memory"),
+    "a process's": (dump([(0, PAGE), (0, PAGE)]), "a core of a process"),
+    "parts of pages": (dump([(0x1000, PAGE[1:])], INFO), "isn't whole pages"),
+    "pieces that overlap": (dump([(0, PAGE * 2), (0x1000, PAGE)], INFO), "overlaps"),
+    "memory beyond all bounds": (dump([(1 << 50, PAGE)], INFO), "beyond 64 GiB"),
+    "no kernel of Linux": (dump([(0x1000, PAGE)]), "no VMCOREINFO is in it"),
+    "five levels": (dump([(0, PAGE)], INFO + "NUMBER(pgtable_l5_enabled)=1\n"), "boot it with no5lvl"),
+    "encrypted memory": (dump([(0, PAGE)], INFO + "NUMBER(sme_mask)=8\n"), "its memory is encrypted"),
+    "too little of it": (dump([(0, PAGE)], INFO), "its kernel isn't in its memory"),
+    "nothing but zeros": (dump([(0, RAM)], INFO), "no table of symbols"),
+    "symbols that are none": (
+        dump([(0, RAM)], INFO.replace("ffffffff81", "zz")),
+        "its VMCOREINFO is damaged",
+    ),
+}
+
+
+@pytest.mark.parametrize("which", BAD)
+def test_what_is_no_dump(
+    which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line, status 2, and nothing left behind."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    content, why = BAD[which]
+    file, directory = tmp_path / "core", tmp_path / "mnt"
+    file.write_bytes(content)
+    directory.mkdir()
+    status = main(["mount", "--core", str(file), str(directory)])
+    out, err = capsys.readouterr()
+    assert (status, out, err.count("\n")) == (2, "", 1), err
+    assert err.startswith(f"kprobefs: {file}: not a usable dump: ")
+    assert why in err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["core", "mnt"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--image", "host"), "--core takes neither --image nor --engine native"),
+        (("--engine", "native"), "--core takes neither --image nor --engine native"),
+        (("--cpus", "2"), "runs on one CPU"),
+        (("--core", "/nonexistent"), "No such file"),
+    ],
+)
+def test_what_goes_with_no_dump(
+    options: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["mount", "--core", "/dev/null", *options, str(tmp_path)]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert said in err
+
+
+@pytest.fixture(scope="module")
+def dumped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dump of Debian's kernel; its directory is for a cache."""
+    path = tmp_path_factory.mktemp("dumped") / "core"
+    tasks = debian_kernel.tasks()
+    core_dump.dump_of(tasks, path, has_info=True)
+    tasks.machine.close()
+    return path
+
+
+@pytest.fixture(scope="module")
+def mount(dumped: Path) -> Iterator[CoreMount]:
+    """Out of the cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(dumped.parent))
+        ensure_core_cached(str(dumped))
+        (kept,) = snapshot.cached()
+        guest, kernel = started_core(str(dumped))
+        assert (kept.source, kept.release) == (str(dumped), kernel.release)
+    made = CoreMount(guest, KernelEngine(guest, kernel), Owner(0, 0), is_tracefs=False)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def shell(mount: CoreMount) -> Files:
+    return Files(mount, CLIENT)
+
+
+def call(shell: Files, line: str) -> str:
+    """What a call gives; of one that fails the errno in front."""
+    try:
+        shell.write("/machine/call", f"{line}\n")
+    except KernelError as error:
+        return f"{NAMES[error.errno or 0]} {shell.read('/machine/call')}"
+    return shell.read("/machine/call")
+
+
+def test_functions_are_called(shell: Files) -> None:
+    assert call(shell, 'strlen "hello"') == "strlen = 0x5 (5)\n"
+    assert call(shell, "int_sqrt 144") == "int_sqrt = 0xc (12)\n"
+    assert call(shell, 'strcmp "a" "b"').startswith("strcmp = 0xffffffff (")
+    assert "no symbol named nothing" in call(shell, "nothing 1")
+    assert "is not a function" in call(shell, "jiffies")
+    assert "takes 4 arguments, not 1" in call(shell, "vfs_read 0")
+    for text in ("said to the dump", "and its line ended"):
+        assert call(shell, f'_printk "{text}"').startswith("_printk = ")
+    assert "said to the dump" in shell.read("/machine/dmesg")
+
+
+def test_files_are_read(shell: Files, mount: CoreMount) -> None:
+    assert shell.read("/files/scratch/dir/note") == TEXT
+    assert shell.read("/files/scratch/numbers") == NUMBERS
+    assert "Linux version 6.1" in shell.read("/files/proc/version")
+    names = {entry.name: entry.kind for entry in mount.readdir("/files/scratch")}
+    assert names == {
+        ".": stat.S_IFDIR,
+        "..": stat.S_IFDIR,
+        "dir": stat.S_IFDIR,
+        "numbers": stat.S_IFREG,
+        "link": stat.S_IFLNK,
+    }
+    assert mount.readlink(CLIENT, "/files/scratch/link") == "dir/note"
+    note = mount.getattr("/files/scratch/dir/note")
+    assert (stat.S_IMODE(note.mode), note.size) == (0o440, len(TEXT))
+    assert "files" in {entry.name for entry in mount.readdir("/")}
+    for path, error in (("/files/scratch/none", errno.ENOENT), ("/files/scratch/numbers/x", errno.ENOTDIR)):
+        with pytest.raises(KernelError) as refused:
+            mount.getattr(path)
+        assert refused.value.errno == error
+
+
+def test_files_are_not_changed(mount: CoreMount) -> None:
+    note = "/files/scratch/dir/note"
+    for change in (
+        lambda: mount.open(CLIENT, note, os.O_WRONLY),
+        lambda: mount.create(CLIENT, "/files/scratch/new", 0o600, os.O_WRONLY),
+        lambda: mount.truncate(CLIENT, note, 0),
+        lambda: mount.unlink(CLIENT, note),
+        lambda: mount.rename(CLIENT, note, "/files/scratch/other"),
+        lambda: mount.mkdir(CLIENT, "/files/scratch/d", 0o700),
+        lambda: mount.rmdir(CLIENT, "/files/scratch/dir"),
+        lambda: mount.chmod(CLIENT, note, 0o777),
+        lambda: mount.chown(CLIENT, note, 1, 1),
+        lambda: mount.utimens(CLIENT, note, 0, 0),
+        lambda: mount.symlink(CLIENT, "/files/l", "x"),
+    ):
+        with pytest.raises(KernelError) as refused:
+            change()
+        assert refused.value.errno == errno.EROFS
+
+
+def test_probes_hit(shell: Files) -> None:
+    """Breakpoints, jumps, ftrace sites and returns, in calls and in what files take."""
+    assert "int_sqrt" in shell.read("/tracing/available_filter_functions").splitlines()
+    shell.write(
+        "/kprobe_events",
+        "p:entry kernel_read count=$arg3\np:inside kernel_read+8\nr:root int_sqrt $retval\n"
+        "p:named filp_open name=+0($arg1):string\n",
+    )
+    shell.write("/tracing/events/kprobes/enable", "1")
+    call(shell, "int_sqrt 144")
+    shell.read("/files/proc/version")
+    lines = shell.read("/tracing/trace").splitlines()
+    assert any(" root: " in line and "arg1=0xc" in line for line in lines)
+    assert any('name="/proc/version"' in line for line in lines)
+    assert sum(" entry: " in line for line in lines) == sum(" inside: " in line for line in lines) > 1
+    assert "kernel_read" in shell.read("/kprobes/list")
+    shell.write("/tracing/events/kprobes/enable", "0")
+    shell.write("/kprobe_events", "\n", os.O_WRONLY | os.O_TRUNC)
+    assert shell.read("/kprobes/list") == ""
+
+
+def memory(mount: CoreMount) -> bytes:
+    """The guest's, without the host's."""
+    return mount._guest.machine.memory.ram[:-HOST_SIZE]
+
+
+@pytest.mark.parametrize(
+    ("line", "error", "why"),
+    [
+        ("msleep 10", "EDEADLK", "it sleeps, and nothing else runs in a dump"),
+        ("strlen 16", "EFAULT", "page fault for address 0x10 at strlen"),
+        ("mutex_lock 8", "EFAULT", "page fault"),
+        ('panic "by hand"', "EFAULT", "it panicked: by hand"),
+        ("do_exit 0", "EFAULT", "it ends its task"),
+    ],
+)
+def test_what_can_not_run_has_not_been(
+    line: str, error: str, why: str, shell: Files, mount: CoreMount
+) -> None:
+    """The call is refused with its reason, and memory is as it was; a lock that it took is free again."""
+    call(shell, 'strlen "hello"')
+    before = memory(mount)
+    said = call(shell, line)
+    assert said.startswith(f"{error} ")
+    assert why in said
+    assert memory(mount) == before
+    assert call(shell, 'strlen "hello"') == "strlen = 0x5 (5)\n"
+
+
+def test_a_lock_that_is_held(shell: Files) -> None:
+    """By a call that has returned with it: whoever wants it waits for ever."""
+    place = call(shell, "__kmalloc 64 3520").split()[2]
+    assert call(shell, f"memset {place} 0 64").startswith("memset = ")
+    assert call(shell, f"_raw_spin_lock {place}").startswith("_raw_spin_lock = ")
+    said = call(shell, f"_raw_spin_lock {place}")
+    assert said.startswith("EDEADLK ")
+    assert "a lock that somebody in the dump holds" in said
+
+
+def test_without_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And without a note: VMCOREINFO is found in memory."""
+    tasks = debian_kernel.tasks()
+    core_dump.dump_of(tasks, tmp_path / "core", has_info=False)
+    tasks.machine.close()
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/sys")
+    monkeypatch.setattr(snapshot, "BUDGET", 0.5)
+    guest, kernel = started_core(str(tmp_path / "core"))
+    mount = CoreMount(guest, KernelEngine(guest, kernel), Owner(0, 0), is_tracefs=True)
+    assert "int_sqrt" in Files(mount, CLIENT).read("/available_filter_functions").splitlines()
+    shell = Files(mount, CLIENT)
+    shell.write("/.control/machine/call", "int_sqrt 81\n")
+    assert shell.read("/.control/machine/call") == "int_sqrt = 0x9 (9)\n"
+    # What loops is stopped anywhere, and was never there.
+    assert shell.errno("/.control/machine/call", "__delay 0x7fffffffffffffff\n") == errno.EIO
+    assert "it ran for too long" in shell.read("/.control/machine/call")
+    shell.write("/.control/machine/call", "int_sqrt 64\n")
+    assert shell.read("/.control/machine/call") == "int_sqrt = 0x8 (8)\n"
+    mount.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["core"]
+
+
+SCRIPT = r"""
+set -e
+cd "$1"
+cat files/scratch/dir/note files/scratch/link
+find files/scratch | sort
+head -n 2 files/scratch/numbers
+grep -c 'Linux version' files/proc/version
+(echo more >> files/scratch/numbers) 2> /dev/null && exit 1
+echo 'p:opened filp_open path=+0($arg1):string' > kprobe_events
+echo 1 > tracing/events/kprobes/enable
+cat files/scratch/dir/note > /dev/null
+grep -c 'opened: (filp_open+0x0/0x[0-9a-f]*) path="/scratch/dir/note"' tracing/trace > ../opened
+test "$(cat ../opened)" -gt 0
+echo 'int_sqrt 144' > machine/call
+cat machine/call
+(echo 'msleep 1' > machine/call) 2> /dev/null && exit 1
+cut -d'(' -f1 machine/call
+"""
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_a_walk_through_a_mount(dumped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(dumped.parent))
+    monkeypatch.setenv("KPROBEFS_RUNTIME_DIRECTORY", str(tmp_path / "runtime"))
+    directory = tmp_path / "mnt"
+    directory.mkdir()
+    with daemon(directory, "--core", str(dumped), program=REAL_PROGRAM) as mounted:
+        done = subprocess.run(
+            ["sh", "-c", SCRIPT, "sh", str(directory)],
+            capture_output=True,
+            text=True,
+            timeout=50,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        assert mounted.log.count("\n") <= 2
+    assert (
+        done.stdout
+        == f"""{TEXT}{TEXT}files/scratch
+files/scratch/dir
+files/scratch/dir/note
+files/scratch/link
+files/scratch/numbers
+line 0
+line 1
+1
+int_sqrt = 0xc (12)
+msleep: it sleeps, and nothing else runs in a dump{" "}
+"""
+    )
