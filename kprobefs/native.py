@@ -69,8 +69,9 @@ def engine_mount(options: MountOptions) -> EngineMount:
     with _explained(image):
         tasks, kernel = started_with_kernel(image, options.machine.seed)
         engine = LinuxEngine(tasks, kernel, profile_named(options.machine.profile))
+        modules = ModuleFiles(file_of(image), tasks.release)
     owner = Owner(os.geteuid(), os.getegid())
-    return EngineMount(engine, HostProcesses(), owner, is_tracefs=options.layout == "tracefs")
+    return EngineMount(engine, HostProcesses(), owner, modules, is_tracefs=options.layout == "tracefs")
 
 
 @contextmanager

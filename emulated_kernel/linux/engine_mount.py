@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cached_property
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.host.mirror.processes import ProcessWatch
+from emulated_kernel.image.linux.module_files import ModuleFiles
 from emulated_kernel.linux.control_files import FIRST_HANDLE, ControlFiles
 from emulated_kernel.linux.engine import LinuxEngine
 from emulated_kernel.linux.engine_tree import engine_tree
-from emulated_kernel.linux.init import TMPFS
+from emulated_kernel.linux.init import PROC, TMPFS
+from emulated_kernel.linux.kernel_calls import KernelCalls
 from emulated_kernel.linux.linux_mount import LinuxMount
 from emulated_kernel.linux.tasks import LinuxTask
 from emulated_kernel.machine.traps.trap import GuestFault
 from emulated_kernel.vfs.core.client import INO_SPACES, Client, DirEntry, Stat
 from emulated_kernel.vfs.core.node import Directory, Owner
+from emulated_kernel.vfs.core.seq import GuestCommandFile, HostReadingFile, Records, single
+from emulated_kernel.vfs.trees.calls import Calls
+
+_ADDRESS = re.compile("0x[0-9a-f]{16}")
+_PROBING = (b"register_kprobe", b"register_kretprobe", b"register_fprobe", b"register_ftrace_function")
+"""What modules call that put breakpoints of their own where ours are."""
 
 
 class EngineMount(LinuxMount):
@@ -25,14 +35,56 @@ class EngineMount(LinuxMount):
     The client's task is the guest's current one then. All raise KernelError with Linux's errno.
     """
 
-    def __init__(self, engine: LinuxEngine, watch: ProcessWatch, owner: Owner, *, is_tracefs: bool) -> None:
-        """`is_tracefs`: tracefs is the mount's root, and all that there is."""
-        super().__init__(engine.tasks, watch, owner, is_tracefs=is_tracefs, lock=engine.lock)
+    def __init__(
+        self,
+        engine: LinuxEngine,
+        watch: ProcessWatch,
+        owner: Owner,
+        modules: ModuleFiles | None = None,
+        *,
+        is_tracefs: bool,
+    ) -> None:
+        """`modules`: this kernel's own. `is_tracefs`: tracefs is the mount's root, and all that there is."""
+        super().__init__(engine.tasks, watch, owner, modules, is_tracefs=is_tracefs, lock=engine.lock)
         self._engine = engine
         # What the guest's tmpfs is mounted on.
         further = {TMPFS[1:]: Directory(0o1777, {})}
-        files = engine_tree(engine, owner, self._log_text, {}, further, is_tracefs=is_tracefs)
+        calls = Calls(self._call_function, engine.machine.memory.word_size)
+        machine = {
+            "call": GuestCommandFile(0o600, single(lambda: calls.result), calls.execute),
+            "modules": HostReadingFile(0o644, self._module_lines, self._prepare_modules),
+        }
+        files = engine_tree(engine, owner, self._log_text, machine, further, is_tracefs=is_tracefs)
         self._files = ControlFiles(files, self.lock, self._control)
+
+    @cached_property
+    def _kernel_calls(self) -> KernelCalls:
+        return KernelCalls(self._engine.tasks, self._engine.machine, self._engine.kernel)
+
+    def _call_function(self, function: str, *arguments: int | str) -> int:
+        with self._guest():
+            return self._kernel_calls.call_function(function, *arguments)
+
+    def _module_lines(self, client: Client) -> Records:
+        """/proc/modules; addresses are 0 for who may not know them."""
+
+        def shown() -> str:
+            with self._guest():
+                text = self._syscalls.read_all(f"{PROC}/modules").decode()
+            return text if self._owner.is_privileged(client) else _ADDRESS.sub("0x0000000000000000", text)
+
+        return single(shown)
+
+    def _prepare_modules(self, data: bytes) -> Callable[[], int]:
+        change = self._modules.prepared(data, refused=_PROBING)
+
+        def execute() -> int:
+            with self._guest():
+                task = self._tasks.current or self._tasks.init
+                change(task, self._syscalls.read_all(f"{PROC}/modules").decode())
+            return len(data)
+
+        return execute
 
     # Whose a file is
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
-from errno import EINVAL, EIO, ENOENT
+from errno import EINVAL, EIO, ENOENT, EPERM
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.image.linux.module_files import ModuleFiles
@@ -20,10 +20,11 @@ class KernelModules:
         self._syscalls = syscalls
         self._files = files
 
-    def prepared(self, data: bytes) -> Callable[[LinuxTask, str], None]:
+    def prepared(self, data: bytes, refused: Collection[bytes] = ()) -> Callable[[LinuxTask, str], None]:
         """What a write will do in its writer's task; files are read before, without the control lock.
 
-        Takes what /proc/modules shows. Raises: KernelError EINVAL, ENOENT, ENOEXEC, others of a file.
+        Takes what /proc/modules shows. `refused`: functions that no module may use, which would be EPERM.
+        Raises: KernelError EINVAL, ENOENT, ENOEXEC, others of a file.
         """
         line = os.fsdecode(data).strip()
         words = line.split(maxsplit=1)
@@ -38,6 +39,12 @@ class KernelModules:
             files = self._files.read(name)
         except OSError as error:
             raise KernelError(error.errno or EIO, f"{name}: {error.strerror or error}") from error
+        for module, content in files:
+            used = next((each for each in refused if b"\0%s\0" % each in content), None)
+            if used is not None:
+                raise KernelError(
+                    EPERM, f"{module} calls {used.decode()}: two engines can't probe one kernel"
+                )
 
         def load(task: LinuxTask, loaded: str) -> None:
             there = {line.split()[0] for line in loaded.splitlines()}

@@ -8,7 +8,7 @@ system call is made that a probe could see.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from errno import EAGAIN, ESRCH
 
 from emulated_kernel.errors import KernelError
@@ -105,6 +105,8 @@ class LinuxTasks(RunningLinux):
             facts.symbols["init_pid_ns"] + facts.offsets["pid_namespace.idr.idr_next"]
         )
         self._callback = self._physical(facts.symbols["x86_platform_ipi_callback"])
+        self.on_end: list[Callable[[int], None]] = []
+        """Told the address of a task that begins to end."""
         machine.call_at(facts.symbols["do_exit"], self._exiting)
         machine.call_at(facts.symbols["wake_up_new_task"], self._forked)
         machine.call_at(facts.symbols["delayed_put_task_struct"], self._freed)
@@ -201,7 +203,10 @@ class LinuxTasks(RunningLinux):
 
     def _exiting(self) -> None:
         """Whoever comes here never comes to the stub again; its task_struct may become another's."""
-        task = self._by_address.pop(self._memory.words[self._current >> 3], None)
+        address = self._memory.words[self._current >> 3]
+        for tell_end in self.on_end:
+            tell_end(address)
+        task = self._by_address.pop(address, None)
         if task is not None:
             task.alive, task.pending, task.result = False, False, -ESRCH
 
@@ -294,6 +299,26 @@ class LinuxTasks(RunningLinux):
             self._switch(None)
         while True:
             if self._run() is not None:
+                self._switch(None)
+            elif self.machine.pc.tsc >= end or self.machine.pc.timer_vector is None:
+                return
+            else:
+                self.machine.timer()
+
+    def do_work(self, callback: int, is_done: Callable[[], bool], microseconds: int) -> None:
+        """The kernel calls `callback` in an interrupt; go on until that is done, for so long at most."""
+        self.machine.check_alive()
+        if self.current is not None:
+            self._take_interrupts()
+        end = self.machine.pc.tsc + microseconds * TSC_KHZ // 1000
+        self._store("<Q", self._callback, callback)
+        self._switch(None)
+        for _ in range(_ROUNDS):
+            found = self._run()
+            self._store("<Q", self._callback, _HOST_TEXT)
+            if is_done():
+                return
+            if found is not None:
                 self._switch(None)
             elif self.machine.pc.tsc >= end or self.machine.pc.timer_vector is None:
                 return
