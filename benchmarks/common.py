@@ -92,7 +92,7 @@ def _verdict(figure: Distribution) -> str:
 
 
 @contextmanager
-def mounted(options: argparse.Namespace) -> Iterator[Mount]:
+def mounted(options: argparse.Namespace, *of_mount: str) -> Iterator[Mount]:
     """A mount of its own, client and daemon pinned as `options` say; unmounted at the end.
 
     Crossing CPUs costs more than the work that is measured, so both share one CPU unless told otherwise.
@@ -101,7 +101,7 @@ def mounted(options: argparse.Namespace) -> Iterator[Mount]:
     client_cpu = options.client_cpu if options.client_cpu is not None else min(os.sched_getaffinity(0))
     daemon_cpu = options.daemon_cpu if options.daemon_cpu is not None else client_cpu
     with subprocess.Popen(
-        [str(KPROBEFS), "run", "--", "sh", "-c", holder],
+        [str(KPROBEFS), "run", *of_mount, "--", "sh", "-c", holder],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -17,10 +17,10 @@ grep -m 1 'reads: ' tracing/trace
 """
 
 
-def first_line() -> float:
+def first_line(*of_mount: str) -> float:
     """Seconds until the line is read; unmounting is not counted."""
     start = time.perf_counter()
-    command = [str(KPROBEFS), "run", "--", "sh", "-c", PROBE_AND_HIT]
+    command = [str(KPROBEFS), "run", *of_mount, "--", "sh", "-c", PROBE_AND_HIT]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         line = process.stdout.readline()

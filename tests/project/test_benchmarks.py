@@ -35,7 +35,7 @@ def run(name: str, *options: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
 
 
-@pytest.mark.parametrize("name", sorted(QUICK))
+@pytest.mark.parametrize("name", sorted({*QUICK, "real_linux.py"}))
 def test_says_what_it_measures(name: str) -> None:
     assert "--json" in run(name, "--help")
 

@@ -1,0 +1,132 @@
+"""What a distribution's kernel costs with our engine, beside our own kernel; targets: docs/real-linux.md's.
+
+A hit makes a record with an argument: it is what the same calls of a function take longer with the probe.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from common import KPROBEFS, Distribution, Mount, arguments, mounted, report
+from first_line import first_line
+from open_read_close import rounds
+
+FUNCTION = "int_sqrt"
+_ELEMENTS = 512
+_CALLS = 8
+"""Of sort() in a write; each compares some thousand times."""
+
+
+def boot(image: str) -> float:
+    """Seconds that a mount takes whose kernel isn't in the cache, to where its command runs."""
+    with tempfile.TemporaryDirectory(prefix="kprobefs-bench-") as made:
+        environment = {**os.environ, "XDG_CACHE_HOME": made}
+        start = time.perf_counter()
+        subprocess.run([str(KPROBEFS), "run", "--image", image, "--", "true"], env=environment, check=True)
+        return time.perf_counter() - start
+
+
+def memory(mount: Mount) -> float:
+    """MiB that are the daemon's or mapped by it now."""
+    status = Path(f"/proc/{mount.daemon}/status").read_text(encoding="utf-8")
+    found = re.search(r"VmRSS:\s+(\d+) kB", status)
+    assert found is not None
+    return int(found[1]) / 1024
+
+
+def files(mount: Mount, batches: int, size: int) -> tuple[float, ...]:
+    """Microseconds of open, read and close of a file in scratch/."""
+    place = mount.path / "scratch/file"
+    place.write_text("hello\n", encoding="ascii")
+    rounds(place, 1, size)
+    return rounds(place, batches, size)
+
+
+def hit(mount: Mount, batches: int) -> tuple[float, ...]:
+    """Microseconds of a hit: of the function that sort() compares by."""
+    call, enable = mount.path / "machine/call", mount.path / "tracing/events/kprobes/bench/enable"
+    address = _address(mount, FUNCTION)
+    place = _zeros(mount)
+    line = f"sort {place:#x} {_ELEMENTS} 8 {address:#x} 0\n" * _CALLS
+    (mount.path / "kprobe_events").write_text(f"p:bench {FUNCTION} x=$arg1\n", encoding="ascii")
+    count = mount.path / "kprobes/stats/kprobes/bench/hits"
+
+    def timed() -> float:
+        start = time.perf_counter()
+        call.write_text(line, encoding="ascii")
+        return time.perf_counter() - start
+
+    samples = []
+    for _ in range(batches + 1):
+        enable.write_text("0", encoding="ascii")
+        without, before = timed(), int(count.read_text(encoding="ascii"))
+        enable.write_text("1", encoding="ascii")
+        samples.append((timed() - without) / (int(count.read_text(encoding="ascii")) - before) * 1e6)
+    # The first one makes the handler.
+    return tuple(samples[1:])
+
+
+def _address(mount: Mount, name: str) -> int:
+    for line in (mount.path / "machine/kallsyms").read_text(encoding="utf-8").splitlines():
+        address, _, symbol = line.split()[:3]
+        if symbol == name:
+            return int(address, 16)
+    raise SystemExit(f"{name} is no symbol there")
+
+
+def _zeros(mount: Mount) -> int:
+    """Memory that is sorted: nothing but zeros."""
+    call = mount.path / "machine/call"
+    call.write_text(f"__kmalloc {_ELEMENTS * 8} 0xdc0\n", encoding="ascii")
+    return int(call.read_text(encoding="ascii").split()[2], 16)
+
+
+class Measured(NamedTuple):
+    """Of a mount: microseconds of its files and hits, MiB of its daemon."""
+
+    files: tuple[float, ...]
+    hits: tuple[float, ...]
+    memory: float
+
+
+def _measured(options: argparse.Namespace, *of_mount: str) -> Measured:
+    with mounted(options, *of_mount) as mount:
+        return Measured(files(mount, options.batches, 100), hit(mount, options.batches), memory(mount))
+
+
+def main() -> None:
+    """Run, report."""
+    parser = arguments(__doc__)
+    parser.add_argument("--image", default="host", help="a vmlinuz or Debian package (default: host)")
+    parser.add_argument("--runs", type=int, default=10, help="starts (default: 10)")
+    parser.add_argument("--boots", type=int, default=3, help="with an empty cache (default: 3)")
+    parser.add_argument("--batches", type=int, default=20, help="of files and hits (default: 20)")
+    options = parser.parse_args()
+    image = ("--image", options.image)
+    first_line(*image)
+    starts = tuple(first_line(*image) for _ in range(options.runs))
+    boots = tuple(boot(options.image) for _ in range(options.boots))
+    figures = [
+        Distribution("start to first trace line", "s", starts, target=0.6),
+        Distribution("first start, with its boot", "s", boots, target=6),
+    ]
+    measured = [_measured(options, *of_mount) for of_mount in ((), image)]
+    kernels = ("our own kernel", "the distribution's")
+    for name, found, target in zip(kernels, measured, (None, 150.0), strict=True):
+        figures.append(Distribution(f"open, read, close, {name}", "us", found.files, target))
+    for name, found in zip(kernels, measured, strict=True):
+        figures.append(Distribution(f"a hit, {name}", "us of a hit", found.hits))
+    for name, found in zip(kernels, measured, strict=True):
+        figures.append(Distribution(f"memory, {name}", "MiB", (found.memory,), target=120))
+    report(figures, options.json)
+
+
+if __name__ == "__main__":
+    main()
