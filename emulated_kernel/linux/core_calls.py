@@ -6,6 +6,7 @@ import struct
 from collections.abc import Callable
 from contextlib import suppress
 from errno import EDEADLK, EFAULT, EIO
+from typing import Any
 
 from emulated_kernel.abi import PAGE_SIZE, Prot, Vector
 from emulated_kernel.dataclass import dataclass
@@ -27,7 +28,8 @@ _HLT = b"\xf4"
 _STRINGS = 64 << 10
 _FRAME = 0x100
 """Bytes that stay free at the top of the stack, as if a pt_regs were there."""
-_MESSAGE = 100
+_MESSAGE, _CALLERS = 100, 12
+"""Bytes of what it says, and calls that led there, that are told."""
 _PREEMPT = 1
 """The argument of __schedule() for a task that could go on."""
 _SCHEDULE = "__schedule"
@@ -70,11 +72,12 @@ class CoreCalls:
         guest: CoreGuest,
         machine: ProbedLinux,
         kernel: LinuxKernel,
+        callers: Callable[[Any], list[int]],
         abandoned: Callable[[], None],
     ) -> None:
-        """`abandoned` is called when the running task's calls never return."""
+        """`callers`: of the place that registers say, innermost first; `abandoned`: calls never return."""
         self._guest, self._machine, self._kernel = guest, machine, kernel
-        self._abandoned = abandoned
+        self._callers, self._abandoned = callers, abandoned
         self._reached = _Reached()
         self._undo = Undo(guest.machine.memory.ram, len(guest.machine.memory.ram) - HOST_SIZE)
         self.buffer = machine.alloc_pages(BUFFER_SIZE)
@@ -162,8 +165,8 @@ class CoreCalls:
         regs.sp += 8
 
     def _where(self) -> str:
-        """Of an exception, else of the caller."""
-        regs, memory = self._guest.machine.regs, self._machine.memory
+        """Of an exception, else of the callers."""
+        regs = self._guest.machine.regs
         trap = self._guest.machine.last_exception
         if self._reached.name == "oops_begin" and trap is not None:
             at = self._kernel.kallsyms.lookup(trap.address)
@@ -178,9 +181,8 @@ class CoreCalls:
                 return f": {self._text(regs.di)}"
         if self._reached.name:
             with suppress(MemoryFault):
-                caller = self._kernel.kallsyms.lookup(memory.read_word(regs.sp))
-                if caller is not None:
-                    return f" ({self._reached.name} called by {caller})"
+                found = map(self._kernel.kallsyms.lookup, self._callers(regs)[:_CALLERS])
+                return f" ({' < '.join(place.name for place in found if place is not None)})"
         return ""
 
     def _text(self, va: int) -> str:

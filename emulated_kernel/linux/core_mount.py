@@ -32,7 +32,8 @@ class CoreMount(ControlFiles):
     def __init__(self, guest: CoreGuest, engine: KernelEngine, owner: Owner, *, is_tracefs: bool) -> None:
         """`is_tracefs`: tracefs is the root, and all that is listed."""
         self._guest, self._engine, self._owner = guest, engine, owner
-        self._calls = CoreCalls(guest, engine.machine, engine.kernel, engine.task_ends)
+        stack = engine.parts.tracing.system.stack
+        self._calls = CoreCalls(guest, engine.machine, engine.kernel, stack.callers, engine.task_ends)
         self._core_files = CoreFiles(self._calls, engine.kernel, engine.machine.memory)
         self._has_files = not is_tracefs
         self._paths: dict[int, str] = {}
