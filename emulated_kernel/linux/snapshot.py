@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
 
@@ -66,11 +67,23 @@ def place(source: Path, seed: int) -> Path:
 
     Raises: OSError.
     """
-    with open(source, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256")
+    digest = _digest(source, *_identity(source)).copy()
     digest.update(repr((_MAGIC, seed, library_release(), boot.RAM_SIZE, boot.COMMAND_LINE)).encode())
     digest.update(initramfs())
     return _named(digest.hexdigest())
+
+
+def _identity(source: Path) -> tuple[int, ...]:
+    """What tells a file from others, and from what it was. Raises: OSError."""
+    found = os.stat(source)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+@lru_cache(maxsize=1)
+def _digest(source: Path, *_identity: int) -> hashlib._Hash:
+    """Of a whole file: the command looks for the snapshot, then the daemon that it becomes."""
+    with open(source, "rb") as file:
+        return hashlib.file_digest(file, "sha256")
 
 
 def core_place(source: Path) -> Path:
@@ -78,11 +91,10 @@ def core_place(source: Path) -> Path:
 
     Raises: OSError.
     """
-    found = os.stat(source)
     with open(source, "rb") as file:
         digest = hashlib.sha256(file.read(_PIECE))
     facts = (_MAGIC, "core", library_release(), os.path.realpath(source))
-    digest.update(repr((*facts, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)).encode())
+    digest.update(repr((*facts, *_identity(source))).encode())
     return _named(digest.hexdigest())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import mmap
 import os
@@ -184,7 +185,7 @@ def test_images_for_people_and_programs(cache: Path, capsys: pytest.CaptureFixtu
 def test_names_follow_file_and_seed(tmp_path: Path) -> None:
     file = tmp_path / "vmlinuz"
     names = set()
-    for content, seed in ((b"a", 1), (b"a", 2), (b"b", 1)):
+    for content, seed in ((b"a", 1), (b"a", 2), (b"other", 1)):
         file.write_bytes(content)
         names.add(snapshot.place(file, seed))
         assert snapshot.place(file, seed) in names
@@ -199,3 +200,18 @@ def test_a_save_that_fails_leaves_nothing(cache: Path, monkeypatch: pytest.Monke
     with pytest.raises(OSError, match="No space"):
         save(cache / "kernel.booted")
     assert not list(cache.iterdir())
+
+
+def test_a_kernel_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the command and the daemon that it becomes; another one in its place is another."""
+    read: list[object] = []
+    digest = hashlib.file_digest
+    monkeypatch.setattr(hashlib, "file_digest", lambda *given: read.append(given) or digest(*given))
+    file = tmp_path / "vmlinuz"
+    file.write_bytes(b"one")
+    first = snapshot.place(file, 1)
+    assert (snapshot.place(file, 1), snapshot.place(file, 2) == first, len(read)) == (first, False, 1)
+    os.utime(file, ns=(1, 1))
+    assert (snapshot.place(file, 1), len(read)) == (first, 2)
+    file.write_bytes(b"another")
+    assert snapshot.place(file, 1) != first
