@@ -125,7 +125,7 @@ FOLLOWED = ("raw_syscalls", "sched/sched_switch", "sched/sched_waking", "sched/s
 
 
 def followed(mount: LinuxMount, tasks: LinuxTasks, listed: str) -> list[str]:
-    """Lines of a task, of one that it forks, and of one that this forks, the first being on a list of pids."""
+    """Lines of a task on a list of pids, of one that it forks, and of one that this forks."""
     parent = tasks.fork(tasks.init, 4300)
     write(mount, "/tracing/trace", "", os.O_TRUNC)
     write(mount, "/tracing/options/event-fork", "1")
