@@ -202,6 +202,8 @@ class Arch(ABC):
     """Whether Linux makes a trampoline for each user of fentry sites. Mirrors: ARCH_SUPPORTS_FTRACE_OPS."""
     trap_flag: int
     """The bit of the flags register that makes the CPU trap behind the next instruction."""
+    trap_flag_lead = b""
+    """Code that sets it for the instruction behind, and changes nothing else that anybody may see."""
 
     @property
     def word_size(self) -> int:

@@ -25,7 +25,6 @@ from emulated_kernel.kprobes.ctlblk import HitStatus, KprobeCtlblk
 from emulated_kernel.kprobes.handlers.compiler import Compiler
 from emulated_kernel.kprobes.handlers.saved_regs import SavedFrames
 from emulated_kernel.kprobes.kprobe import AggregatorProbe, CompiledCode, Kprobe, KprobeFlag, OutOfLine, Regs
-from emulated_kernel.kprobes.profile import Profile, Stepper
 from emulated_kernel.kprobes.split_jumps import SplitJumps
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault, Trap, TrapKind
@@ -48,14 +47,12 @@ class HitHandling:
         self,
         machine: ProbedMachine,
         arch: Arch,
-        profile: Profile,
         compiler: Compiler,
         split_jumps: SplitJumps,
     ) -> None:
         self._machine = machine
         self._compiler = compiler
         self._split_jumps = split_jumps
-        self._trap_flag = arch.trap_flag if profile.stepper is Stepper.TRAP_FLAG else 0
         self._call_size = arch.call_size
         self._seen_at = arch.seen_ip
         """Where handlers expect ip, behind the probed address: what a breakpoint's trap leaves on Linux."""
@@ -133,7 +130,7 @@ class HitHandling:
         """
         ctlblk, insn, entry = self.ctlblk, kprobe.insn, stub.entry
         assert insn is not None
-        steps = stub.target == insn.slot and not insn.boosted
+        steps = stub.target == insn.entry and not insn.boosted
         returns = not steps and stub.target is not None
         status = HitStatus.SINGLE_STEP if steps else HitStatus.ACTIVE
 
@@ -153,9 +150,7 @@ class HitHandling:
         insn, stub = kprobe.insn, kprobe.stub
         assert insn is not None
         assert stub is not None
-        if stub.target is None:
-            return 2 if insn.slot is None else 3
-        return 2 if stub.target == insn.slot and not insn.boosted else 1
+        return 2 if stub.target is None or (stub.target == insn.entry and not insn.boosted) else 1
 
     def singlestep(self, kprobe: Kprobe, insn: OutOfLine, regs: Regs, reentered: bool) -> None:
         """Run the probed instruction.
@@ -179,8 +174,8 @@ class HitHandling:
             if not reentered:
                 ctlblk.status = HitStatus.SINGLE_STEP
             regs.ip = insn.slot
-            if self._trap_flag:
-                regs.flags |= self._trap_flag
+            if insn.lead:
+                regs.step(True)
             return
         emulation = insn.prepared.emulate
         assert emulation is not None, "an instruction without a slot is emulated"
@@ -200,6 +195,14 @@ class HitHandling:
         # Nobody's step ends where the copy was a boosted one when the CPU came into it.
         if self.ctlblk.running is not None:
             self._post_process(kprobe, regs)
+
+    def on_debug_trap(self, kprobe: Kprobe, next_ip: int, regs: Regs) -> None:
+        """The same of a step by the trap flag.
+
+        Mirrors: arch/x86/kernel/kprobes/core.c:kprobe_debug_handler (v5.11).
+        """
+        regs.step(False)
+        self.on_step_end(kprobe, next_ip, regs)
 
     def _post_process(self, kprobe: Kprobe, regs: Regs) -> None:
         """Mirrors: arch/x86/kernel/kprobes/core.c:kprobe_post_process (v6.1)."""
@@ -290,12 +293,12 @@ class HitHandling:
     # Faults and interrupts
 
     def fix_fault(self, trap: Trap, regs: Regs) -> bool:
-        """An exception while stepping: the end of a step by trap flag, or a fault that the original
-        instruction has to have caused; or of a handler that goes on too long.
+        """An exception while stepping: a fault that the original instruction has to have caused; or of a
+        handler that goes on too long.
 
         True: that, or the probe's fault_handler has dealt with it; the guest goes on where `regs` stands.
         False: the guest gets the fault, at the address where `regs` stands now.
-        Mirrors: arch/x86/kernel/kprobes/core.c:kprobe_debug_handler (v5.11), kprobe_fault_handler (v6.1).
+        Mirrors: arch/x86/kernel/kprobes/core.c:kprobe_fault_handler (v6.1).
         """
         target = self._compiler.fixups.get(trap.address)
         if target is not None and trap.vector != Vector.DEBUG:
@@ -306,31 +309,15 @@ class HitHandling:
         running = self.ctlblk.running
         if running is None or running.insn is None or running.insn.slot is None:
             return False
-        if self._trap_flag and trap.vector == Vector.DEBUG:
-            return self._single_stepped(running, running.insn, regs)
         if regs.ip != running.insn.slot:
             return False
         if running.run_fault_handler(regs, self._machine.model.trap_number(trap)):
             return True
         regs.ip = running.address
-        regs.flags &= ~self._trap_flag
+        if running.insn.lead:
+            regs.step(False)
         self.ctlblk.forget_current()
         return False
-
-    def _single_stepped(self, running: Kprobe, insn: OutOfLine, regs: Regs) -> bool:
-        if regs.ip == insn.slot:
-            # A repeated string instruction traps after each round.
-            return True
-        if regs.ip != insn.step_end:
-            return False
-        regs.flags &= ~self._trap_flag
-        regs.ip = running.address + insn.prepared.length
-        if self._clock_loops and self.in_clock_loop(running.address):
-            with self._machine.clock.held():
-                self._post_process(running, regs)
-        else:
-            self._post_process(running, regs)
-        return True
 
     def in_clock_loop(self, address: int) -> bool:
         """Whether code there is run again if the clock has moved: handlers may read it without moving it."""

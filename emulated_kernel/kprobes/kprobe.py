@@ -274,9 +274,16 @@ class OutOfLine:
 
     prepared: Prepared
     slot: GuestAddr | None
-    """Address of the insn slot; None for an emulated instruction."""
+    """Address of the copy, in an insn slot; None for an emulated instruction."""
+    lead: int = 0
+    """Bytes in front of the copy that set the trap flag for it."""
     boosted: bool = False
     """A jump back stands behind the copy, and no step's end."""
+
+    @property
+    def entry(self) -> int | None:
+        """Where guest code goes on to have the copy run."""
+        return self.slot if self.slot is None or self.boosted else self.slot - self.lead
 
     @property
     def step_end(self) -> int | None:

@@ -65,12 +65,12 @@ class Kprobes:
         self.garbage = garbage = TextGarbage(scheduler)
         self.compiler = compiler = Compiler(machine, arch, profile, verdict, garbage, lock)
         self.split_jumps = split_jumps = SplitJumps(machine, verdict, arch, table, poker)
-        self.hits = hits = HitHandling(machine, arch, profile, compiler, split_jumps)
+        self.hits = hits = HitHandling(machine, arch, compiler, split_jumps)
         self.sites: FtraceSites | None = None
         if profile.ftrace:
             self.sites = FtraceSites(machine, arch, hits, compiler, poker, split_jumps, lock)
         self.routes = routes = TrapRoutes(
-            machine, arch, profile, table, hits, compiler, poker, split_jumps, self.sites
+            machine, arch, table, hits, compiler, poker, split_jumps, self.sites
         )
         self.trampoline = None if self.sites is None else (self.sites.trampoline, self.sites.trampoline_size)
         """Address and size in bytes of what armed fentry sites call."""
@@ -378,8 +378,8 @@ class Kprobes:
         for kprobe in self.table:
             insn, detour = kprobe.insn, kprobe.detour if isinstance(kprobe, AggregatorProbe) else None
             slot = None if insn is None else insn.slot
-            if insn is not None and slot is not None and 0 <= address - slot < self._slot_size:
-                return kprobe.address + min(address - slot, insn.prepared.length), None
+            if insn is not None and slot is not None and -insn.lead <= address - slot < self._slot_size:
+                return kprobe.address + max(0, min(address - slot, insn.prepared.length)), None
             if detour is not None and 0 <= address - detour.address < detour.size:
                 if address < detour.copied:
                     return detour.region.addr, detour.address

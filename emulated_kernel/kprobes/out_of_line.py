@@ -13,7 +13,7 @@ from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.handlers.garbage import TextGarbage
 from emulated_kernel.kprobes.handlers.slots import InsnSlots
 from emulated_kernel.kprobes.kprobe import Kprobe, OutOfLine
-from emulated_kernel.kprobes.profile import Profile
+from emulated_kernel.kprobes.profile import Profile, Stepper
 from emulated_kernel.kprobes.trap_routes import TrapRoutes
 from emulated_kernel.machine.text.text import Text
 from emulated_kernel.machine.text.text_poke import TextPoker
@@ -76,7 +76,9 @@ class Copies:
         self._arch = arch
         self._routes = routes
         self._boosts = not profile.preemption
-        self.slots = InsnSlots(text, arch.max_insn_size, arch.breakpoint, garbage)
+        lead = arch.trap_flag_lead if profile.stepper is Stepper.TRAP_FLAG else b""
+        self._lead = len(lead)
+        self.slots = InsnSlots(text, arch.max_insn_size, arch.breakpoint, garbage, lead)
 
     def prepare(self, kprobe: Kprobe) -> None:
         """Check the instruction and make the copy.
@@ -102,7 +104,7 @@ class Copies:
             kprobe.insn = OutOfLine(prepared, None)
         else:
             self._text.poke(slot, prepared.slot_bytes)
-            kprobe.insn = OutOfLine(prepared, slot)
+            kprobe.insn = OutOfLine(prepared, slot, self._lead)
         self.boost_or_step(kprobe)
         self._routes.install(kprobe)
 

@@ -10,7 +10,6 @@ from emulated_kernel.kprobes.ftrace import FtraceSites
 from emulated_kernel.kprobes.handlers.compiler import Compiler
 from emulated_kernel.kprobes.hit import HitHandling
 from emulated_kernel.kprobes.kprobe import AggregatorProbe, Kprobe, OutOfLine, Regs
-from emulated_kernel.kprobes.profile import Profile, Stepper
 from emulated_kernel.kprobes.split_jumps import SplitJumps
 from emulated_kernel.kprobes.table import ProbeTable
 from emulated_kernel.machine.probed_machine import ProbedMachine
@@ -27,7 +26,6 @@ class TrapRoutes:
         self,
         machine: ProbedMachine,
         arch: Arch,
-        profile: Profile,
         table: ProbeTable,
         hits: HitHandling,
         compiler: Compiler,
@@ -36,9 +34,9 @@ class TrapRoutes:
         sites: FtraceSites | None,
     ) -> None:
         self.breakpoints = machine.breakpoints
+        self._debug_traps = machine.debug_traps
         self.hits = hits
         self._arch = arch
-        self._steps_by_trap_flag = profile.stepper is Stepper.TRAP_FLAG
         self._table = table
         self._compiler = compiler
         self._poker = poker
@@ -64,12 +62,18 @@ class TrapRoutes:
         else:
             breakpoints[address] = self.hits.by_stub(kprobe, kprobe.stub)
         step_end = insn.step_end
-        if step_end is not None and not self._steps_by_trap_flag:
+        if step_end is not None:
             next_ip = address + insn.prepared.length
-            on_step_end = partial(self.hits.on_step_end, kprobe, next_ip)
+            ended = self.hits.on_debug_trap if insn.lead else self.hits.on_step_end
+            on_step_end = partial(ended, kprobe, next_ip)
             if in_clock_loop:
                 on_step_end = partial(self._in_clock_loop, on_step_end)
-            breakpoints[step_end] = on_step_end
+            if insn.lead:
+                self._debug_traps[step_end] = on_step_end
+                # A repeated string instruction traps after each round.
+                self._debug_traps[step_end - insn.prepared.length] = _pass
+            else:
+                breakpoints[step_end] = on_step_end
         if not isinstance(kprobe, AggregatorProbe) or kprobe.detour is None:
             return
         detour = kprobe.detour
@@ -93,7 +97,7 @@ class TrapRoutes:
             return kprobe.detour.copied
         insn = kprobe.insn
         assert insn is not None
-        return None if self._steps_by_trap_flag and not insn.boosted else insn.slot
+        return insn.entry
 
     # The first hit since the handlers have changed
 
@@ -183,7 +187,9 @@ class TrapRoutes:
     def remove_step_end(self, insn: OutOfLine) -> None:
         """A slot goes."""
         if insn.step_end is not None:
-            self.breakpoints.pop(insn.step_end, None)
+            for ends in (self._debug_traps, self.breakpoints):
+                ends.pop(insn.step_end, None)
+            self._debug_traps.pop(insn.step_end - insn.prepared.length, None)
 
     def pass_detour(self, trap: int) -> None:
         """No jump has the detour as its target any more; a CPU still in it calls no handler."""
@@ -195,4 +201,4 @@ class TrapRoutes:
 
 
 def _pass(_regs: Regs) -> None:
-    """A detour whose probe is disabled."""
+    """A detour whose probe is disabled, or a round of a repeated instruction."""

@@ -69,6 +69,11 @@ class ProbedMachine(ABC):
         return self.hooks.breakpoints
 
     @property
+    def debug_traps(self) -> Breakpoints:
+        """Where a step by the trap flag ends to its handler, called within the run with regs.ip there."""
+        return self.hooks.debug_traps
+
+    @property
     def fault_hook(self) -> Callable[[Trap, Regs], bool] | None:
         """Offered each exception (int3 without a handler too) before the guest gets it; True: dealt with."""
         return self.hooks.fault_hook

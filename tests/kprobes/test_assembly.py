@@ -113,7 +113,7 @@ MODES = {
     "optimized": ("optimized", 0),
     "called": ("ftrace", 0),
 }
-"""What a probe's mode is, and how many breakpoints, or steps' ends, a hit meets."""
+"""What a probe's mode is, and how many traps a hit takes: the breakpoint, and the end of the step."""
 CASES = [
     *((arch, way) for way in WAYS for arch in X86),
     *(

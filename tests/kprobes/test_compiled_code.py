@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 
@@ -50,17 +51,21 @@ def optimized(kernel: Kernel, command: str) -> KprobeTraceEvent:
 
 
 def traps(kernel: Kernel, value: int) -> int:
-    """Breakpoints that a call of the probed function meets."""
+    """Breakpoints, debug traps and exceptions that a call of the probed function meets."""
     met = 0
-    for address, handler in list(kernel.machine.breakpoints.items()):
+    hooks = kernel.machine.hooks
 
-        def counting(regs: object, handler: object = handler) -> None:
-            nonlocal met
-            met += 1
-            handler(regs)  # type: ignore[operator]
+    def counting(handler: Callable[..., object], *given: object) -> object:
+        nonlocal met
+        met += 1
+        return handler(*given)
 
-        kernel.machine.breakpoints[address] = counting
-    kernel.call("int_sqrt", value)
+    for ways in (hooks.breakpoints, hooks.debug_traps):
+        ways |= {address: partial(counting, handler) for address, handler in ways.items()}
+    raise_exception = hooks.raise_exception
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hooks, "raise_exception", partial(counting, raise_exception))
+        kernel.call("int_sqrt", value)
     return met
 
 

@@ -51,6 +51,7 @@ class X86(Arch):
     max_copied = detours.MAX_COPIED
     max_detoured = MAX_INSN_SIZE + out_of_line.DISP32_SIZE
     trap_flag = TF
+    trap_flag_lead = b"\x9c\x80\x4c\x24\x01\x01\x9d"  # pushf; orb $TF >> 8, 1(%sp); popf
     no_return_hook = ("__switch_to",)
     relative_jump = staticmethod(out_of_line.relative_jump)
     relative_call = staticmethod(detours.relative_call)

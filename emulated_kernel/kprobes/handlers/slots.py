@@ -31,11 +31,14 @@ class InsnSlots:
     Mirrors: kernel/kprobes.c:struct kprobe_insn_cache (v6.1).
     """
 
-    def __init__(self, text: Text, size: int, breakpoint_: bytes, garbage: TextGarbage) -> None:
-        """`size`: bytes of a slot, at least."""
+    def __init__(
+        self, text: Text, size: int, breakpoint_: bytes, garbage: TextGarbage, lead: bytes = b""
+    ) -> None:
+        """`size`: bytes of a slot, at least; `lead`: code that stands in front of each."""
         self._text = text
         self._waiting = garbage
-        self._size = -(-size // _ALIGN) * _ALIGN
+        self._lead = lead
+        self._size = -(-(len(lead) + size) // _ALIGN) * _ALIGN
         self._empty = breakpoint_ * (self._size // len(breakpoint_))
         self.slots_per_page = PAGE_SIZE // self._size
         self._pages: dict[SlotPage, None] = {}
@@ -70,6 +73,8 @@ class InsnSlots:
             page = self._new_page()
         slot = page.clean.pop()
         self._page_of[slot] = page
+        if self._lead:
+            self._text.poke(slot - len(self._lead), self._lead)
         return GuestAddr(slot)
 
     def free(self, slot: int, *, dirty: bool = False, on_free: Callable[[], None] = lambda: None) -> None:
@@ -81,7 +86,8 @@ class InsnSlots:
             self._reclaim(slot, on_free)
             return
         self._garbage += 1
-        self._waiting.add((slot, slot + self._size), partial(self._collect, slot, on_free))
+        start = slot - len(self._lead)
+        self._waiting.add((start, start + self._size), partial(self._collect, slot, on_free))
         if self._garbage > self.slots_per_page:
             self._waiting.collect()
 
@@ -97,7 +103,8 @@ class InsnSlots:
             address = self._text.alloc_text(PAGE_SIZE)
         except HardwareError as error:
             raise KernelError(errno.ENOMEM, "no executable memory left for insn slots") from error
-        slots = range(address, address + self.slots_per_page * self._size, self._size)
+        first = address + len(self._lead)
+        slots = range(first, first + self.slots_per_page * self._size, self._size)
         page = SlotPage(address, [*reversed(slots)])
         self._pages[page] = None
         return page
@@ -106,7 +113,7 @@ class InsnSlots:
         """Mirrors: kernel/kprobes.c:collect_one_slot (v6.1): one empty page is kept."""
         on_free()
         page = self._page_of.pop(slot)
-        self._text.poke(slot, self._empty)
+        self._text.poke(slot - len(self._lead), self._empty)
         page.clean.append(slot)
         if len(page.clean) == self.slots_per_page and len(self._pages) > 1:
             del self._pages[page]

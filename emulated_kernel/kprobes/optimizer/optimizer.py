@@ -313,8 +313,9 @@ class Optimizer:
                 yield code.address, code.address + code.size
 
     def _slot_of(self, probe: Kprobe) -> Iterator[Span]:
-        if probe.insn is not None and probe.insn.slot is not None:
-            yield probe.insn.slot, probe.insn.slot + self._arch.max_insn_size
+        insn = probe.insn
+        if insn is not None and insn.slot is not None:
+            yield insn.slot - insn.lead, insn.slot + self._arch.max_insn_size
 
     def _unoptimize_all(self) -> None:
         """Mirrors: kernel/kprobes.c:do_unoptimize_kprobes (v6.1)."""

@@ -70,6 +70,8 @@ class CpuModel(ABC):
     """Bytes that CPUs fetch in one piece, aligned to as many; instructions consist of such pieces."""
     filler: bytes
     """The shortest breakpoint, which fills text that nobody has written."""
+    trap_flag: int = 0
+    """The flag that makes the CPU trap behind the next instruction; the emulator has it behind ip."""
     cleared_flags: int = 0
     """Flags that an interrupt's entry clears."""
 

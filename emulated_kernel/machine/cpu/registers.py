@@ -39,6 +39,7 @@ class Regs:
     _flags_register: ClassVar[int]
     _flags_mask: ClassVar[int]
     _fixed_flags: ClassVar[int]
+    _trap_flag: ClassVar[int]
 
     _engine: Engine
     orig_ax: int
@@ -77,6 +78,11 @@ class Regs:
     @flags.setter
     def flags(self, value: int) -> None:
         self._engine.reg_write(self._flags_register, value & self._flags_mask | self._fixed_flags)
+
+    def step(self, on: bool) -> None:
+        """Set the trap flag, or clear it; of a CPU that has one."""
+        flags = self.flags
+        self.flags = flags | self._trap_flag if on else flags & ~self._trap_flag
 
     def get(self, name: str) -> int:
         """A register by name. Raises: AttributeError: no such register."""
@@ -119,6 +125,13 @@ class FastRegs(Regs):
     _packed: ClassVar[struct.Struct]
     _values: ClassVar[Callable[[Any], tuple[int, ...]]]
     """The members of a register set that the CPU has."""
+    _stored_flags: int
+    """All that aren't computed: the trap flag among them."""
+
+    def step(self, on: bool) -> None:
+        """See Regs: no call, since it is done twice for each instruction that is stepped."""
+        stored, flag = self._stored_flags, self._trap_flag
+        self._stored_flags = stored | flag if on else stored & ~flag
 
     def snapshot(self) -> Any:
         """All values now."""
@@ -173,6 +186,7 @@ def _common(cpu: CpuModel) -> dict[str, Any]:
         "_flags_register": cpu.flags_register,
         "_flags_mask": _minus_one(cpu),
         "_fixed_flags": cpu.fixed_flags,
+        "_trap_flag": cpu.trap_flag,
         **special,
         **aliases,
     }
@@ -206,6 +220,8 @@ def _fields(cpu: CpuModel) -> Iterator[tuple[str, Any]]:
             yield "_others", ctypes.c_uint8 * (STATE_SLOT * (cpu.ip_slot - slot))
         yield name, word
         yield f"_above_{name}", rest
+    if cpu.trap_flag:
+        yield "_stored_flags", word
 
 
 def _state_format(cpu: CpuModel) -> str:

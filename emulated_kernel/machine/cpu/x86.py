@@ -62,6 +62,7 @@ class X86Cpu(CpuModel):
     halt = HLT
     breakpoints = (INT3,)
     filler = INT3
+    trap_flag = FLAG_TF
     cleared_flags = FLAG_TF | FLAG_IF | FLAG_NT | FLAG_RF
 
     def exception(self, engine: Engine, ip: int, vector: int, error_code: int) -> Trap:

@@ -34,6 +34,7 @@ _WRITE = bytes.fromhex("8903")  # mov [rbx], eax
 _JUMP = bytes.fromhex("ffe3")  # jmp rbx
 _NEXT = bytes.fromhex("eb00")  # jmp .+2
 _ONE, _TWO = bytes.fromhex("b801000000"), bytes.fromhex("b802000000")  # mov eax, 1; mov eax, 2
+_STEP_NEXT = bytes.fromhex("9c 804c240101 9d")  # pushf; orb $1, 1(%rsp); popf
 _UNMAPPED = 0x1000
 
 
@@ -117,6 +118,21 @@ def check_breakpoint(bench: Bench) -> None:
         raise HardwareError(f"int3 handler: the guest went on to {end.ip:#x}")
 
 
+def check_trap_flag(bench: Bench) -> None:
+    """The trap comes behind one instruction, popf's own flags behind the next; cleared, no more comes."""
+    bench.regs.step(True)
+    bench.run(b"\x90\x90")
+    once, ends = [(trap.vector, trap.address) for trap in bench.traps], [(Vector.DEBUG, bench.va + 1)]
+    bench.regs.step(False)
+    bench.resume(bench.va + 1)
+    more = list(bench.traps)
+    bench.run(_STEP_NEXT + b"\x90\x90")
+    behind = [(trap.vector, trap.address) for trap in bench.traps]
+    bench.regs.step(False)
+    if once != ends or more or behind != [(Vector.DEBUG, bench.va + len(_STEP_NEXT) + 1)]:
+        raise HardwareError(f"the trap flag: {once}, then {more}, by popf {behind}")
+
+
 def check_flags(bench: Bench) -> None:
     """Unicorn computes arithmetic flags when asked; a write must be seen by the guest, fixed bit included."""
     bench.regs.flags = 0x8D5 & ~0x100
@@ -132,6 +148,7 @@ CHECKS: tuple[Callable[[Bench], None], ...] = (
     check_undefined_instruction,
     check_breakpoint,
     check_flags,
+    check_trap_flag,
 )
 
 

@@ -220,11 +220,12 @@ class _EventStats:
         if insn is None:
             trampoline = self._kprobes.trampoline
             return "" if trampoline is None else self._disassembly(*trampoline)
-        if insn.slot is None:
+        entry = insn.entry
+        if insn.slot is None or entry is None:
             original = self._text.original(kprobe.address, insn.prepared.length)
             return "\n".join(("emulated, no slot", *arch.disassemble(original, kprobe.address)))
         end = arch.jump_size if insn.boosted else len(arch.breakpoint)
-        return self._disassembly(insn.slot, insn.prepared.length + end)
+        return self._disassembly(entry, insn.slot - entry + insn.prepared.length + end)
 
     def _disassembly(self, va: int, size: int) -> str:
         return "\n".join(self._arch.disassemble(self._text.current(va, size), va))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from emulated_kernel.arch.analysis.reason import Finding
 from emulated_kernel.arch.analysis.region import Live
@@ -88,8 +89,11 @@ class Proof:
         """Prove one place, or add to the problems."""
         symbol, offset, address = place
         region = self.length(address)
-        starts = [s._replace(ip=address) for s in self.bench.states(address)][: self.states]
         end = address + region
+        with self.bench.until(end):
+            states = (s._replace(ip=address) for s in self.bench.states(address))
+            # An index gone wild reads the detour's own frame, which no function does.
+            starts = [*islice((s for s in states if not self.bench.reads_below_stack(s)), self.states)]
         live = self.live_behind(address, end)
         behind = live, self.loose_flags(address, region)
         cpus = [OtherCpu(self.probed, self.bench, end, at, self.count, self.own, *behind) for at in starts]

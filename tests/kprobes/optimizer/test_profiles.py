@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from emulated_kernel.config import MachineConfig
 from emulated_kernel.errors import KernelError
+from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.profile import DEFAULT, PROFILES, Stepper, profile_named
+from emulated_kernel.machine.engine import Engine
 from tests.kprobes.blacklist import is_blacklisted
 from tests.kprobes.optimizer.conftest import GCD_HEAD, Probed
+from tests.kprobes.test_compiled_code import traps
 
 TRAP_FLAG = 0x100
 
@@ -44,6 +49,39 @@ def test_the_step_is_invisible(boot: Callable[[str], Probed], profile: str) -> N
     )
     probed.gcd()
     assert seen == [("pre", start + 1, 0), ("post", start + 3, 0)]
+
+
+@pytest.mark.parametrize("arch", ["x86_64", "i386"])
+def test_a_step_by_the_trap_flag_is_one_trap(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the breakpoint's own, within the one run of the call; handlers are Python's, or guest code."""
+    profile = replace(PROFILES["kprobes-2010"], preemption=True)
+    with Kernel(MachineConfig(arch=arch), profile=profile) as kernel:
+        starts: list[int] = []
+        start = Engine.start
+
+        def counted(engine: Engine, address: int) -> int:
+            starts.append(address)
+            return start(engine, address)
+
+        head = kernel.arch.call_size
+        kernel.call("int_sqrt", 1)
+        monkeypatch.setattr(Engine, "start", counted)
+        seen: list[str] = []
+        handled = Kprobe(
+            symbol_name="int_sqrt",
+            offset=head,
+            pre_handler=lambda *_: seen.append("pre"),
+            post_handler=lambda *_: seen.append("post"),
+        )
+        kernel.register_kprobe(handled)
+        assert (traps(kernel, 9), seen) == (2, ["pre", "post"])
+        kernel.unregister_kprobe(handled)
+        ring = kernel.hit_ring(kernel.arch.registers.arguments[0])
+        recorded = ring.probe(symbol_name="int_sqrt", offset=head)
+        kernel.register_kprobe(recorded)
+        kernel.call("int_sqrt", 9)
+        assert (traps(kernel, 9), ring.hits, len(starts)) == (2, 2, 3)
+        kernel.unregister_kprobe(recorded)
 
 
 @pytest.mark.parametrize(("profile", "mode"), [(DEFAULT, "int3"), ("kprobes-2010", "boosted")])
