@@ -1,4 +1,5 @@
-"""Events on every instruction that takes one, all at once, under load: python -m tests.kprobes.everywhere.
+"""Events on every instruction that takes one, all at once, or with --functions those of one function after
+the other, under load: python -m tests.kprobes.everywhere.
 
 Handlers stand then in all that they rely on themselves: clocks, locks, the scheduler, interrupts.
 """
@@ -10,7 +11,9 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from functools import reduce
+from operator import add
 
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.kernel import Kernel
@@ -33,6 +36,9 @@ class Probed:
     optimized: int
     """Of the places, those that had a jump at the end."""
 
+    def __add__(self, other: Probed) -> Probed:
+        return Probed(*map(add, astuple(self), astuple(other)))
+
 
 def places(kernel: Kernel) -> list[int]:
     """Addresses of all instructions on which an event registers."""
@@ -48,6 +54,16 @@ def places(kernel: Kernel) -> list[int]:
         assert where is not None
         found += [addr for addr, refused, _ in verdict.judged(where.symbol) if refused is None]
     return sorted(set(found))
+
+
+def by_function(kernel: Kernel, addresses: Sequence[int]) -> list[list[int]]:
+    """The same, those of each function together."""
+    found: dict[str, list[int]] = {}
+    for address in addresses:
+        where = kernel.image.kallsyms.lookup(address)
+        assert where is not None
+        found.setdefault(where.name, []).append(address)
+    return list(found.values())
 
 
 def load(kernel: Kernel) -> list[object]:
@@ -118,11 +134,20 @@ def probe(kernel: Kernel, addresses: Sequence[int]) -> Probed:
     return Probed(len(counts), hits, missed, sum(hit > 0 for hit, _ in counts), optimized)
 
 
+def _probed(kernel: Kernel, options: argparse.Namespace, part: int) -> Probed:
+    found = places(kernel)
+    if not options.functions:
+        return probe(kernel, found[part :: options.parts])
+    functions = by_function(kernel, found)[part :: options.parts]
+    return reduce(add, (probe(kernel, function) for function in functions), Probed(0, 0, 0, 0, 0))
+
+
 def main(argv: list[str] | None = None) -> int:
     """The command: 1 where something went wrong."""
     parser = argparse.ArgumentParser(prog="python -m tests.kprobes.everywhere", description=__doc__)
     parser.add_argument("--arch", default="x86_64")
     parser.add_argument("--profile", default="linux-6.1")
+    parser.add_argument("--functions", action="store_true", help="one function after the other")
     parser.add_argument("--parts", type=int, default=1, help="so many rounds, each with other places")
     parser.add_argument(
         "--begin", type=int, default=0, metavar="N", help="with round N, of those up to parts-1"
@@ -132,7 +157,7 @@ def main(argv: list[str] | None = None) -> int:
     for part in range(options.begin, options.parts):
         with Kernel(config) as kernel:
             try:
-                print(part, probe(kernel, places(kernel)[part :: options.parts]), flush=True)
+                print(part, _probed(kernel, options, part), flush=True)
             except AssertionError as error:
                 print(f"part {part}: {error}", file=sys.stderr)
                 return 1

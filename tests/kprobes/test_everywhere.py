@@ -6,7 +6,7 @@ import pytest
 
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.kernel import Kernel
-from tests.kprobes.everywhere import places, probe
+from tests.kprobes.everywhere import by_function, places, probe
 from tests.sample import share
 
 CASES = (
@@ -14,6 +14,20 @@ CASES = (
     ("i386", "linux-6.1-nopreempt"),
     ("riscv64", "riscv-optprobes-2023"),
 )
+
+
+@pytest.mark.parametrize(("arch", "profile"), CASES)
+def test_events_all_over_one_function_after_the_other(arch: str, profile: str) -> None:
+    with Kernel(MachineConfig(arch=arch, profile=profile, run_budget=60)) as kernel:
+        functions = by_function(kernel, places(kernel))
+        assert len(functions) > 1000
+        called = kernel.image.kallsyms.lookup_name("int_sqrt")
+        asked = [*share(functions, 7, 150), *(each for each in functions if called in each)]
+        found = [probe(kernel, function) for function in asked]
+    assert [each.places for each in found] == [len(function) for function in asked]
+    assert found[-1].hits > found[-1].hit_places > found[-1].places / 2
+    # On RISC-V a jump covers two instructions at least, and each of them has a probe.
+    assert any(each.optimized for each in found) == (not arch.startswith("riscv"))
 
 
 @pytest.mark.parametrize(("arch", "profile"), CASES)
