@@ -1,6 +1,6 @@
-"""Our rows of the tables in docs/sources.md, measured as `kprobefs bench hit` and `kinds` do, net.
+"""Our rows of the tables in docs/sources/, measured as `kprobefs bench hit` and `kinds` do, net.
 
-`--write` puts the medians into the page. Run it on a machine that does nothing else.
+`--write` puts the medians into the pages. Run it on a machine that does nothing else.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from pathlib import Path
 
 from common import Distribution, arguments, report
 
-from kprobefs import bench, bench_cpus, bench_kinds
+from emulated_kernel.kprobes.profile import RETURN_HOOKS
+from kprobefs import bench, bench_cpus, bench_kinds, bench_return
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "sources.md"
+PAGES = Path(__file__).resolve().parents[1] / "docs" / "sources"
 BY_MODE = [
     (probe, mode)
     for probe in (bench.RECORDING, bench.RETURNING)
@@ -26,7 +27,7 @@ Measure = Callable[[int, int], tuple[float, ...]]
 
 @dataclass(frozen=True)
 class Row:
-    """One of ours, by what its line in the page begins with."""
+    """One of ours, by what its line in a page begins with."""
 
     label: str
     unit: str
@@ -55,9 +56,15 @@ def _on_two(probe: str, mode: str) -> Measure:
     return lambda hits, rounds: bench_cpus.measure(bench_cpus.CpusCase(probe, mode, 2), hits, rounds).net
 
 
-def _kind(kind: str, arch: str) -> Measure:
-    case = bench_kinds.KindCase("kprobes-2010", kind, arch)
+def _kind(profile: str, kind: str, arch: str) -> Measure:
+    case = bench_kinds.KindCase(profile, kind, arch)
     return lambda hits, rounds: tuple(1000 * us for us in bench_kinds.measure(case, hits, rounds).net)
+
+
+def _return(backend: str, arch: str) -> Measure:
+    mode = bench.FTRACE if backend == bench_return.NEEDS_FENTRY else bench.OPTIMIZED
+    case = bench_return.ReturnCase(backend, mode, arch=arch)
+    return lambda hits, rounds: bench_return.measure(case, hits, rounds).net
 
 
 def _by_mode(label: str, unit: str, arch: str) -> Row:
@@ -66,7 +73,15 @@ def _by_mode(label: str, unit: str, arch: str) -> Row:
 
 ROWS = (
     *(
-        Row(f"here, {arch}, `kprobes-2010`", "us", {kind: _kind(kind, arch) for kind in bench_kinds.KINDS})
+        Row(
+            f"here, {arch}, {label}",
+            "us",
+            {kind: _kind(profile, kind, arch) for kind in bench_kinds.KINDS},
+        )
+        for profile, label in (
+            ("kprobes-2010", "`kprobes-2010`"),
+            (bench_kinds.STEPPED, "each step by the trap flag"),
+        )
         for arch in ("i386", "x86_64")
     ),
     _by_mode("here, one CPU", "ns", "x86_64"),
@@ -79,18 +94,31 @@ ROWS = (
         {mode: _hit(bench.RECORDING, mode, "riscv64") for mode in (bench.STEPPED, bench.OPTIMIZED)},
         has_ratio=True,
     ),
+    *(
+        Row(f"a return here, {arch}", "ns", {name: _return(name, arch) for name in RETURN_HOOKS})
+        for arch in ("x86_64", "riscv64")
+    ),
 )
 
 
-def fill(page: str, lines: dict[str, str]) -> str:
-    """The page with other lines, by what they begin with. Raises: SystemExit where it hasn't exactly one."""
-    kept = page.splitlines()
+def fill(folder: Path, lines: dict[str, str]) -> None:
+    """Put other lines into the pages, by what they begin with.
+
+    Raises: SystemExit where not exactly one line does.
+    """
+    pages = {path: path.read_text().splitlines() for path in folder.glob("*.md")}
     for label, line in lines.items():
-        found = [number for number, old in enumerate(kept) if old.startswith(f"| {label} |")]
+        found = [
+            (path, number)
+            for path, page in pages.items()
+            for number, old in enumerate(page)
+            if old.startswith(f"| {label} |")
+        ]
         if len(found) != 1:
-            raise SystemExit(f"sources.py: {len(found)} rows {label!r} in the page, not one")
-        kept[found[0]] = line
-    return "\n".join(kept) + "\n"
+            raise SystemExit(f"sources.py: {len(found)} rows {label!r} in {folder}, not one")
+        [(path, number)] = found
+        pages[path][number] = line
+        path.write_text("\n".join(pages[path]) + "\n")
 
 
 def main() -> None:
@@ -99,8 +127,8 @@ def main() -> None:
     parser.add_argument("--hits", type=int, default=20000, help="hits a round")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", metavar="LABEL", choices=[row.label for row in ROWS], help="one row alone")
-    parser.add_argument("--write", action="store_true", help="put the medians into the page")
-    parser.add_argument("--page", type=Path, default=PAGE, help="(default: docs/sources.md)")
+    parser.add_argument("--write", action="store_true", help="put the medians into the pages")
+    parser.add_argument("--pages", type=Path, default=PAGES, help="(default: docs/sources)")
     options = parser.parse_args()
     figures: list[Distribution] = []
     lines = {}
@@ -111,7 +139,7 @@ def main() -> None:
             lines[row.label] = row.line([figure.median for figure in measured])
     report(figures, options.json)
     if options.write:
-        options.page.write_text(fill(options.page.read_text(), lines))
+        fill(options.pages, lines)
 
 
 def _measured(row: Row, hits: int, rounds: int) -> Iterator[Distribution]:

@@ -79,7 +79,7 @@ class ReturnFigure:
     case: ReturnCase
     net: tuple[float, ...]
     traps: float
-    """Breakpoints met, a call."""
+    """Breakpoints and ends of steps met, a call."""
     instructions: float | None
     """Of the guest, a call, net, when all CPUs call at the same time.
 
@@ -181,9 +181,9 @@ def measure(case: ReturnCase, hits: int, rounds: int) -> ReturnFigure:
 
 
 def _traps(kernel: Kernel, run: Callable[[], object]) -> int:
-    """Breakpoints that a run meets."""
+    """Breakpoints and ends of steps that a run meets."""
     met = 0
-    breakpoints = kernel.machine.breakpoints
+    ways = kernel.machine.breakpoints, kernel.machine.debug_traps
 
     def counted(handler: Callable[[Any], object]) -> Callable[[Any], None]:
         def count(regs: Any) -> None:
@@ -193,10 +193,12 @@ def _traps(kernel: Kernel, run: Callable[[], object]) -> int:
 
         return count
 
-    before = dict(breakpoints)
-    breakpoints.update({address: counted(handler) for address, handler in before.items()})
+    before = [dict(handlers) for handlers in ways]
+    for handlers in ways:
+        handlers.update({address: counted(handler) for address, handler in handlers.items()})
     run()
-    breakpoints.update(before)
+    for handlers, usual in zip(ways, before, strict=True):
+        handlers.update(usual)
     return met
 
 

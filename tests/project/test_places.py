@@ -28,7 +28,11 @@ from kprobefs.cli import COMMANDS
 ROOT = Path(__file__).resolve().parents[2]
 ARCHITECTURES = ("x86_64", "i386", "riscv64", "riscv64i")
 MANUAL = "".join(path.read_text().replace("\\-", "-") for path in sorted((ROOT / "docs/man").iterdir()))
-DOCUMENTS = ("CONTRIBUTING.md", "README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
+DOCUMENTS = (
+    "CONTRIBUTING.md",
+    "README.md",
+    *(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")),
+)
 
 _PATH = re.compile(r"`([a-z_][\w.]*(?:/[\w.]+)*/?)`")
 """In backticks, with a slash or the ending of a Python file."""

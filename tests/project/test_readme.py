@@ -132,7 +132,7 @@ def test_the_python_example_runs(page: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "document", [README, *sorted((README.parent / "docs").glob("*.md"))], ids=lambda p: p.name
+    "document", [README, *sorted((README.parent / "docs").rglob("*.md"))], ids=lambda p: p.name
 )
 def test_links_lead_somewhere(document: Path) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", document.read_text()):
