@@ -29,6 +29,8 @@ class CompiledCode:
     """Breakpoints where it calls the host."""
     accesses: tuple[int, ...]
     """Instructions with a fixup."""
+    copied: int = 0
+    """Address of what stands behind the handler, if it is jumped to at a probe."""
     target: int | None = field(default=None, init=False)
     """Of a stub for breakpoints: where it goes on, None if at the host."""
     tail: int = field(default=0, init=False)
@@ -230,6 +232,11 @@ class Kprobe:
         """Those that a hit calls in Python."""
         return 1
 
+    def codes(self) -> Iterator[tuple[int, CompiledCode | DetourBuffer, int]]:
+        """What is run in place of the probed text: its entry, itself, and how much text it copies; bytes."""
+        if self.stub is not None:
+            yield self.stub.entry, self.stub, 0
+
     @property
     def is_disabled(self) -> bool:
         return self.flags._value_ & _DISABLED_OR_GONE != 0
@@ -339,6 +346,13 @@ class AggregatorProbe(Kprobe):
     _pre_handlers: list[tuple[PreHandler, Kprobe]] | None = field(default=None, init=False, repr=False)
     """Those of enabled members; None: to be collected at the next hit, for thousands may change before."""
     _with_post_handlers: list[Kprobe] = field(default_factory=list, init=False, repr=False)
+
+    def codes(self) -> Iterator[tuple[int, CompiledCode | DetourBuffer, int]]:
+        yield from Kprobe.codes(self)
+        if self.detour is not None:
+            yield self.detour.address, self.detour, self.detour.length
+            if self.compiled is not None:
+                yield self.compiled.entry, self.compiled, self.detour.length
 
     @property
     def members(self) -> Iterator[Kprobe]:

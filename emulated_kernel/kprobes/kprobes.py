@@ -370,20 +370,22 @@ class Kprobes:
         head.flags |= KprobeFlag.DISABLED
         self._refresh(head)
 
-    def stands_for(self, address: int) -> tuple[int, int | None] | None:
-        """The probed instruction that a slot or a detour is run for; None for other code.
+    def stands_for(self, address: int) -> tuple[int, tuple[int, range] | None] | None:
+        """The probed instruction that a slot, a detour or a stub is run for; None for other code.
 
-        With it comes where that code begins, if `address` lies in front of the instruction's copy.
+        With it come the entry and the addresses of that code, if `address` lies in front of the
+        instruction's copy.
         """
         for kprobe in self.table:
-            insn, detour = kprobe.insn, kprobe.detour if isinstance(kprobe, AggregatorProbe) else None
+            insn = kprobe.insn
             slot = None if insn is None else insn.slot
             if insn is not None and slot is not None and -insn.lead <= address - slot < self._slot_size:
                 return kprobe.address + max(0, min(address - slot, insn.prepared.length)), None
-            if detour is not None and 0 <= address - detour.address < detour.size:
-                if address < detour.copied:
-                    return detour.region.addr, detour.address
-                return detour.region.addr + min(address - detour.copied, detour.length), None
+            for entry, code, length in kprobe.codes():
+                if 0 <= address - code.address < code.size:
+                    if address >= code.copied:
+                        return kprobe.address + min(address - code.copied, length), None
+                    return kprobe.address, (entry, range(code.address, code.address + code.size))
         return None
 
     def detour(self, kprobe: Kprobe) -> DetourBuffer | None:

@@ -83,11 +83,10 @@ class Frame:
         if value is not None and size == word:
             self.slots[place] = value
 
-    def moved(self, register: str, by: int) -> None:
-        """The stack pointer was moved: what lies below it is lost at the next interrupt."""
-        self.add(register, register, by)
-        top = self.at(register)
-        if by > 0 and top is not None:
+    def drop_below(self, stack_pointer: str) -> None:
+        """Forget what the next interrupt overwrites."""
+        top = self.at(stack_pointer)
+        if top is not None:
             self.slots = {at: v for at, v in self.slots.items() if at[0] != top[0] or at[1] >= top[1]}
 
 
@@ -179,6 +178,8 @@ class _Search:
                     if not self._go(at, to, self.frames[at]):
                         return False
                 insn.effect(frame)
+                if frame.at(self._sp) != self.frames[at].at(self._sp):
+                    frame.drop_below(self._sp)
                 if not self._follow(at, insn, frame):
                     return False
             waiting = self._behind[Flow.CALL] or self._behind[Flow.TRAP]

@@ -57,8 +57,6 @@ def _read(insn: RiscvInsn, at: int, upper: tuple[int, int] | None, switches_stac
 def _effect(insn: RiscvInsn, switches_stack: bool) -> _Effect:
     rd, rs1, rs2 = (REGISTER_NAMES[number] for number in (insn.rd, insn.rs1, insn.rs2))
     if insn.opcode == RiscvOpcode.OP_IMM and not insn.funct3 and ZERO not in (insn.rd, insn.rs1):
-        if insn.rd == insn.rs1 == SP:
-            return lambda frame: frame.moved("sp", insn.immediate)
         return lambda frame: frame.add(rd, rs1, insn.immediate)
     if insn.opcode == RiscvOpcode.OP and insn.word >> 25 == 0 and not insn.funct3 and insn.rs1 == ZERO:
         return lambda frame: frame.add(rd, rs2, 0)  # c.mv

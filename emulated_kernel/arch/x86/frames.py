@@ -121,19 +121,19 @@ class _Reader:
 
     def _push(self, name: str | None, frame: Frame) -> None:
         value = None if name is None else frame.regs.get(name)
-        frame.moved("sp", -self._word)
+        frame.add("sp", "sp", -self._word)
         frame.store(frame.at("sp"), value, self._word, self._word)
 
     def _push_from(self, place: tuple[str, int], frame: Frame) -> None:
         at = frame.at(*place)
         value = None if at is None else frame.slots.get(at)
-        frame.moved("sp", -self._word)
+        frame.add("sp", "sp", -self._word)
         frame.store(frame.at("sp"), value, self._word, self._word)
 
     def _pop(self, name: str | None, frame: Frame) -> None:
         if name is not None:
             frame.load(name, frame.at("sp"))
-        frame.moved("sp", self._word)
+        frame.add("sp", "sp", self._word)
 
     def _leave(self, frame: Frame) -> None:
         frame.add("sp", "bp", 0)
@@ -160,8 +160,6 @@ class _Reader:
         if to is None or place is None:
             return None
         source, offset = place
-        if to == source == "sp":
-            return lambda frame: frame.moved("sp", offset)
         return lambda frame: frame.set(to, frame.at(source, offset))
 
     def _sum(self, insn: Any, sign: int) -> _Effect | None:
@@ -173,8 +171,6 @@ class _Reader:
         by = sign * self._signed(insn.immediate(1))
         if to is None:
             return self._sum_in_memory(insn, by)
-        if to == "sp":
-            return lambda frame: frame.moved("sp", by)
         return lambda frame: frame.set(to, frame.at(to, by))
 
     def _sum_in_memory(self, insn: Any, by: int) -> _Effect | None:
@@ -218,7 +214,7 @@ class _Reader:
 
         def forget(frame: Frame) -> None:
             if moved:
-                frame.moved("sp", moved)
+                frame.add("sp", "sp", moved)
             for base, offset, size in () if moved else stores:
                 frame.store(frame.at(base, offset), None, size, self._word)
             for name in names:

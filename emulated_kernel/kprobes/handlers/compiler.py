@@ -281,6 +281,7 @@ class Compiler:
             entry=buffer + made.entry,
             traps=tuple(buffer + call.trap for call in made.host_calls),
             accesses=tuple(buffer + fixup.access for fixup in made.fixups),
+            copied=buffer + made.copied,
         )
         self.codes[code] = None
         return code

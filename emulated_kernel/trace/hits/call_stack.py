@@ -140,7 +140,7 @@ class CallStack:
             return place
         probed, detour = stands_for
         if detour is not None:
-            found = self._left(self._tables.of_detour(detour, self._arch.max_detour), place, address)
+            found = self._left(self._tables.of_detour(*detour), place, address)
             if found is None:
                 return place
             place = place._replace(regs=found.regs)

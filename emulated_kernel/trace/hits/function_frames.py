@@ -44,9 +44,10 @@ class FrameTables:
             self._found[symbol] = self._find(symbol)
         return self._found[symbol]
 
-    def of_detour(self, start: int, size: int) -> FunctionFrames:
-        """Of a detour, which goes on as if nothing had been."""
-        return self._solve(start, self._text.current(start, size), {start: self._arch.detour_entry()}, True)
+    def of_detour(self, entry: int, span: range) -> FunctionFrames:
+        """Of a detour or a stub, which goes on as if nothing had been."""
+        code = self._text.current(span.start, len(span))
+        return self._solve(span.start, code, {entry: self._arch.detour_entry()}, True)
 
     def _find(self, symbol: Symbol) -> FunctionFrames | None:
         arch, start, size = self._arch, symbol.address, symbol.size

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from contextlib import suppress
+from enum import Enum
 from random import Random
 
 from emulated_kernel.arch.riscv.insn import RA, T0, RiscvInsn, decode_insn
@@ -28,6 +29,18 @@ _MOST = 15
 """Bytes of an instruction."""
 
 
+class Code(Enum):
+    """What an instruction is part of."""
+
+    TEXT = "text"
+    """The kernel's, and the trampolines."""
+    COPY = "slots and detours"
+    HANDLER = "compiled detours and stubs"
+    """With handlers in guest code, in front of the probed instruction's copy and behind."""
+    LEFT_OUT = "not compared"
+    """Handlers of calls and returns in guest code: nothing interrupts them, and nobody asks there."""
+
+
 class Chains:
     """Follows each instruction of one kernel's guest, on one CPU.
 
@@ -35,7 +48,8 @@ class Chains:
     """
 
     def __init__(self, kernel: Kernel, one_of: int = 1, seed: int = 0) -> None:
-        """`one_of`: how many instructions one comparison stands for."""
+        """`one_of`: how many instructions of the image one comparison stands for; of code that was added each
+        is compared once at least."""
         self._kernel = kernel
         self._arch = kernel.arch
         self._dice = Random(seed)
@@ -51,6 +65,8 @@ class Chains:
         self._switch = range(switch.address, switch.address + switch.size)
         restart = kernel.image.kallsyms.by_name("host_restart_hypercall")[0]
         self._restart = range(restart.address, restart.address + restart.size)
+        self._met: set[int] = set()
+        """Addresses of code that the host has added."""
         self._calls: dict[int, list[int] | None] = {}
         """Return addresses of each task, the newest last, by its stack."""
         self._mine: list[int] | None = None
@@ -60,7 +76,7 @@ class Chains:
         self._last = 0
         self._last_sp = 0
         self._kinds: dict[tuple[int, bytes], tuple[str, int]] = {}
-        self.compared = 0
+        self.compared: Counter[Code] = Counter()
         self.wrong: Counter[str] = Counter()
         self.examples: list[str] = []
         self.failures: list[BaseException] = []
@@ -73,10 +89,18 @@ class Chains:
     def _note(self, _engine: int, address: int, _size: int, _data: int) -> None:
         try:
             self._follow(address)
-            if self._mine is not None and self._dice.randrange(self._one_of) == 0:
+            if self._mine is not None and self._is_taken(address):
                 self._compare(address, self._mine)
         except BaseException as error:
             self.failures.append(error)
+
+    def _is_taken(self, address: int) -> bool:
+        if self._dice.randrange(self._one_of) == 0:
+            return True
+        if address in self._met or self._kernel.image.kallsyms.lookup(address) is not None:
+            return False
+        self._met.add(address)
+        return True
 
     def _follow(self, address: int) -> None:
         sp = self._kernel.machine.regs.sp
@@ -160,11 +184,14 @@ class Chains:
     # The comparison
 
     def _compare(self, address: int, calls: list[int]) -> None:
-        expected = [address, *reversed(calls)]
-        if any(self._lookup(each) is None for each in expected) or self._is_handler(address):
-            # Code that the host has added, which nobody interrupts.
+        if any(self._lookup(each) is None for each in calls):
+            # The host has called the function.
             return
-        self.compared += 1
+        kind = self._kind_of_code(address)
+        self.compared[kind] += 1
+        if kind is Code.LEFT_OUT:
+            return
+        expected = [address, *reversed(calls)]
         regs = self._kernel.machine.regs
         found = [address, *(caller.address for caller in self._stack.returns(address, regs))]
         if found == expected:
@@ -173,6 +200,14 @@ class Chains:
         self.wrong[where.partition("+")[0]] += 1
         if len(self.examples) < 20 and self.wrong[where.partition("+")[0]] == 1:
             self.examples.append(f"{where}\n  {self._names(expected)}\n  {self._names(found)}")
+
+    def _kind_of_code(self, address: int) -> Code:
+        if not self._is_handler(address):
+            return Code.TEXT if self._lookup(address) is not None else Code.COPY
+        probes = (probe for probe in self._kernel.kprobes.table if not probe.is_ftrace)
+        codes = (code for probe in probes for code in (probe.compiled, probe.stub))
+        jumped_to = any(code is not None and code.contains(address) for code in codes)
+        return Code.HANDLER if jumped_to else Code.LEFT_OUT
 
     def _names(self, addresses: list[int]) -> str:
         return " ".join(map(self._name, addresses))
@@ -216,15 +251,41 @@ def probe(kernel: Kernel) -> None:
             insn = code[at - symbol.address :]
             if not (is_call(kernel.arch, insn) or is_return(kernel.arch, insn)):
                 with suppress(KernelError):
-                    kernel.register_kprobe(Kprobe(addr=GuestAddr(at), pre_handler=lambda _probe, _regs: None))
-    if kernel.kprobes.optimizer is not None:
-        kernel.kprobes.optimizer.flush()
+                    if at % 4 < 2:
+                        with kernel.lock:
+                            kernel.tracing.kprobe_events.write(b"p %#x\n" % at)
+                    else:
+                        kernel.register_kprobe(
+                            Kprobe(addr=GuestAddr(at), pre_handler=lambda _probe, _regs: None)
+                        )
     with kernel.lock:
         kernel.trace_arrays.top.functions.filter.write(b"*open* ")
+        kernel.trace.expand()
+        for event in {each.event for each in kernel.tracing.kprobe_events.probes()}:
+            event.enable(kernel.trace)
         kernel.trace.set_tracer("function_graph")
         other = kernel.trace_arrays.make("other")
         other.functions.filter.write(b"vfs_* ")
         other.array.set_tracer("function")
+    if kernel.kprobes.optimizer is not None:
+        kernel.kprobes.optimizer.flush()
+
+
+def compare(arch: str, hook: str | None, one_of: int = 1) -> Chains:
+    """The chains of one kernel: with no probe, or with all of them beside a shadow stack.
+
+    Raises: what went wrong in following the CPU.
+    """
+    config = MachineConfig(arch=arch, clock="virtual", run_budget=600, return_hook=hook)
+    with Kernel(config) as kernel:
+        if hook is not None:
+            probe(kernel)
+        chains = Chains(kernel, one_of)
+        with kernel.lock:
+            exercise(kernel)
+    for failure in chains.failures:
+        raise failure
+    return chains
 
 
 def main(names: list[str]) -> int:
@@ -232,19 +293,12 @@ def main(names: list[str]) -> int:
     wrong = 0
     for arch in names or ARCHITECTURES:
         for hook in (None, *SHADOW_STACKS):
-            with Kernel(
-                MachineConfig(arch=arch, clock="virtual", run_budget=600, return_hook=hook)
-            ) as kernel:
-                chains = Chains(kernel)
-                if hook is not None:
-                    probe(kernel)
-                with kernel.lock:
-                    exercise(kernel)
-                for failure in chains.failures[:3]:
-                    raise failure
-                print(f"{arch} {hook}: {chains.compared} chains, {chains.wrong.total()} wrong")
-                print("\n".join(chains.examples[:5]))
-                wrong += chains.wrong.total()
+            chains = compare(arch, hook)
+            print(f"{arch} {hook}: {chains.wrong.total()} wrong;", end=" ")
+            print("; ".join(f"{count} {code.value}" for code, count in chains.compared.items()), flush=True)
+            for example in chains.examples[:5]:
+                print(example)
+            wrong += chains.wrong.total()
     return 1 if wrong else 0
 
 

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import pytest
 
-from emulated_kernel.config import MachineConfig
-from emulated_kernel.kernel import Kernel
-from tests.trace.functions.chains import ARCHITECTURES, Chains, exercise
+from emulated_kernel.kprobes.return_hook.hooks import SHADOW_STACKS
+from tests.sample import share
+from tests.trace.functions.chains import ARCHITECTURES, Code, compare
 
-SAMPLE = 12
+ONE_OF = 12
 """Of how many instructions one is compared."""
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_chains_at_any_instruction(arch: str) -> None:
-    with Kernel(MachineConfig(arch=arch, clock="virtual", run_budget=600)) as kernel:
-        chains = Chains(kernel, SAMPLE)
-        with kernel.lock:
-            exercise(kernel)
-        assert chains.failures == []
-        assert chains.examples == []
-        assert chains.compared > 500
+CASES = [
+    (arch, hook)
+    for number, arch in enumerate(ARCHITECTURES)
+    for hook in (None, *share(list(SHADOW_STACKS), number, len(ARCHITECTURES)))
+]
+
+
+@pytest.mark.parametrize(("arch", "hook"), CASES)
+def test_chains_at_any_instruction(arch: str, hook: str | None) -> None:
+    chains = compare(arch, hook, ONE_OF)
+    assert chains.examples == []
+    assert chains.compared[Code.TEXT] > 500
+    if hook is not None:
+        # Where text stands in for text.
+        assert chains.compared[Code.COPY] > 10
+        assert chains.compared[Code.HANDLER] > 10
