@@ -12,7 +12,9 @@ from typing import Protocol
 
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.host.client_call import ClientCall, client_call, next_fd
+from emulated_kernel.host.mirror.families import Families
 from emulated_kernel.host.mirror.fork_events import ForkEvents
+from emulated_kernel.host.mirror.proc import fields, read
 
 MAX_FORKS_PER_LOOK = 64
 """More forks than this between two requests are not followed one by one; only the latest are."""
@@ -74,7 +76,7 @@ class HostProcesses:
         self._loadavg = os.open("/proc/loadavg", os.O_RDONLY | os.O_CLOEXEC)
         self._seen = b""
         self._last_pid = self._read_last_pid()
-        self._pid_max = int(_read("/proc/sys/kernel/pid_max") or 1 << 22)
+        self._pid_max = int(read("/proc/sys/kernel/pid_max") or 1 << 22)
         self._own = os.getpid()
         self._uid = os.geteuid()
         self._cpus = len(os.sched_getaffinity(0))
@@ -86,10 +88,8 @@ class HostProcesses:
         self._fork_events = _fork_events() if sees_forks else None
         self._parents: dict[int, int] = {}
         """As the host's kernel told, of processes that are still to be looked at."""
-        self._latest = 0
-        """The pid whose name was asked for last: the last client."""
-        self._reaped: dict[int, int] = {}
-        """Page faults of the children that a client had waited for, on a host that tells of no forks."""
+        self._families = Families()
+        """Of clients, on a host that tells of no forks."""
 
     def number(self, pid: int) -> int:
         """The same."""
@@ -115,38 +115,43 @@ class HostProcesses:
         last = int(seen.rsplit(None, 1)[-1])
         if last == self._last_pid:
             return []
-        pids = list(_pids_between(self._last_pid, last, self._pid_max))[-MAX_FORKS_PER_LOOK:]
+        pids = list(_pids_between(self._last_pid, last, self._pid_max))
+        latest = pids[-MAX_FORKS_PER_LOOK:]
         self._last_pid = last
         if self._fork_events is not None:
             self._parents.update(self._fork_events.parents())
-        found = [fork for pid in pids if (fork := self._look_at(pid)) is not None]
+        found = [fork for pid in latest if (fork := self._look_at(pid)) is not None]
         self._parents = {pid: parent for pid, parent in self._parents.items() if pid > last}
-        if self._fork_events is None and any(not fork.alive and fork.parent is None for fork in found):
-            parent = self._latest if self._has_reaped(self._latest) else None
-            found = [fork if fork.alive or fork.parent else replace(fork, parent=parent) for fork in found]
+        if self._fork_events is None:
+            found = self._forked_unseen(found, is_all=latest == pids)
         return found
 
-    def _has_reaped(self, pid: int) -> bool:
-        """Whether the process has waited for a child since the last look: its children's page faults tell."""
-        before, now = self._reaped.get(pid), _faults_of_children(pid)
-        if now is not None:
-            self._reaped[pid] = now
-        return before is not None and now is not None and now > before
+    def _forked_unseen(self, found: list[Fork], *, is_all: bool) -> list[Fork]:
+        """With the one parent that can be told by what clients have waited for.
+
+        If one process alone has come and gone, it is what a client has waited for that had none before.
+        """
+        waited = self._families.who_waited()
+        gone = [fork for fork in found if not fork.alive and fork.parent is None]
+        is_all = is_all and self._read_last_pid() == self._last_pid
+        if not is_all or len(gone) != 1 or len(waited) != 1:
+            return found
+        return [replace(fork, parent=waited[0]) if fork is gone[0] else fork for fork in found]
 
     def _look_at(self, pid: int) -> Fork | None:
         parent = self._parents.get(pid)
-        status = _read(f"/proc/{pid}/status")
+        status = read(f"/proc/{pid}/status")
         if status is None:
             return Fork(pid, parent, "", 0, 0, alive=False)
-        fields = _fields(status)
-        if int(fields["Tgid"]) != pid or pid == self._own:
+        known = fields(status)
+        if int(known["Tgid"]) != pid or pid == self._own:
             return None
-        uid, gid = int(fields["Uid"].split()[0]), int(fields["Gid"].split()[0])
-        alive = not fields["State"].startswith(("Z", "X"))
+        uid, gid = int(known["Uid"].split()[0]), int(known["Gid"].split()[0])
+        alive = not known["State"].startswith(("Z", "X"))
         # Whoever lost its parent is init's child, and so says nothing.
-        if parent is None and (claimed := int(fields["PPid"])) > 1:
+        if parent is None and (claimed := int(known["PPid"])) > 1:
             parent = claimed
-        return Fork(pid, parent, fields["Name"], uid, gid, alive)
+        return Fork(pid, parent, known["Name"], uid, gid, alive)
 
     def follow(self, pid: int) -> None:
         """Report this process, or thread of one, in `exited` once it has ended."""
@@ -176,13 +181,13 @@ class HostProcesses:
             self._unfollow(pid)
         lost, self._lost = self._lost, []
         for pid in lost:
-            self._reaped.pop(pid, None)
+            self._families.forget(pid)
         return ended + lost
 
     def _unfollow(self, pid: int) -> None:
         fd = self._pidfds.pop(pid)
         del self._pid_of[fd]
-        self._reaped.pop(pid, None)
+        self._families.forget(pid)
         os.close(fd)
         comm = self._comms.pop(pid, None)
         if comm is not None:
@@ -190,9 +195,8 @@ class HostProcesses:
 
     def comm(self, pid: int) -> str | None:
         """The process's name now, None when it has ended. An open file a process makes this 1 us."""
-        self._latest = pid
-        if self._fork_events is None and pid not in self._reaped:
-            self._reaped[pid] = _faults_of_children(pid) or 0
+        if self._fork_events is None:
+            self._families.add(pid)
         fd = self._comms.get(pid)
         try:
             if fd is not None:
@@ -243,15 +247,9 @@ def _fork_events() -> ForkEvents | None:
         return None
 
 
-def _faults_of_children(pid: int) -> int | None:
-    """Minor page faults of all children that the process has waited for."""
-    line = _read(f"/proc/{pid}/stat")
-    return None if line is None else int(line.rpartition(")")[2].split()[8])
-
-
 def parent_of(pid: int) -> int | None:
     """The parent of a process of the host, or of the process that a thread belongs to."""
-    claimed = _fields(_read(f"/proc/{pid}/status") or "").get("PPid")
+    claimed = fields(read(f"/proc/{pid}/status") or "").get("PPid")
     return None if claimed is None else int(claimed)
 
 
@@ -275,27 +273,14 @@ def _open_pidfd(pid: int) -> int:
         if error.errno != errno.EINVAL:
             raise
     # An older kernel: a thread's end is only seen with its process's.
-    leader = _fields(_read(f"/proc/{pid}/status") or "").get("Tgid", "")
+    leader = fields(read(f"/proc/{pid}/status") or "").get("Tgid", "")
     if not leader:
         raise ProcessLookupError(errno.ESRCH, "the thread has ended")
     return os.pidfd_open(int(leader))
 
 
-def _fields(status: str) -> dict[str, str]:
-    """The lines of a /proc/PID/status; the name comes first, so that none in it hides another."""
-    return dict(line.split(":\t", 1) for line in status.split("\n") if ":\t" in line)
-
-
 def _read_comm(fd: int) -> str:
     return os.pread(fd, 16, 0).decode("utf-8", "surrogateescape").removesuffix("\n")
-
-
-def _read(path: str) -> str | None:
-    try:
-        with open(path, encoding="utf-8", errors="surrogateescape") as file:
-            return file.read()
-    except OSError:
-        return None
 
 
 class NoProcesses:

@@ -1,0 +1,158 @@
+"""Forks that nobody has told of: a client's only if that is sure, by what real processes wait for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from emulated_kernel.host.mirror.processes import MAX_FORKS_PER_LOOK, HostProcesses
+
+ATTEMPTS = 30
+QUIET_WITHIN = 1000
+"""Attempts of which one is to meet no fork of the rest of the host."""
+
+
+class Forking:
+    """A process that forks and waits when it is told to."""
+
+    def __init__(self) -> None:
+        commands, self._commands = os.pipe()
+        self._answers, answers = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.close(self._commands)
+            try:
+                self._obey(commands, answers)
+            finally:
+                os._exit(0)
+        os.close(commands)
+        os.close(answers)
+
+    @staticmethod
+    def _obey(commands: int, answers: int) -> None:
+        kept: list[tuple[int, int]] = []
+        while command := os.read(commands, 1):
+            if command == b"w":
+                child, release = kept.pop()
+                os.close(release)
+            else:
+                waits, release = os.pipe()
+                child = os.fork()
+                if child == 0:
+                    os.close(release)
+                    os.read(waits, 1 if command == b"k" else 0)
+                    os._exit(0)
+                os.close(waits)
+                if command == b"k":
+                    kept.append((child, release))
+                else:
+                    os.close(release)
+            if command != b"k":
+                os.waitpid(child, 0)
+            os.write(answers, child.to_bytes(4, "little"))
+
+    def _do(self, command: bytes) -> int:
+        os.write(self._commands, command)
+        return int.from_bytes(os.read(self._answers, 4), "little")
+
+    def fork(self) -> int:
+        """A child that it has waited for."""
+        return self._do(b"f")
+
+    def keep(self) -> int:
+        """A child that lives on."""
+        return self._do(b"k")
+
+    def wait(self) -> int:
+        """For the one that it has kept last."""
+        return self._do(b"w")
+
+    def close(self) -> None:
+        os.close(self._commands)
+        os.close(self._answers)
+        os.waitpid(self.pid, 0)
+
+
+@pytest.fixture
+def client() -> Iterator[Forking]:
+    process = Forking()
+    yield process
+    process.close()
+
+
+@pytest.fixture
+def stranger() -> Iterator[Forking]:
+    process = Forking()
+    yield process
+    process.close()
+
+
+@pytest.fixture
+def watch(client: Forking, stranger: Forking, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostProcesses]:
+    """On a host whose kernel doesn't tell; the client has made a request."""
+    del stranger
+    monkeypatch.setattr("emulated_kernel.host.mirror.processes._fork_events", lambda: None)
+    watch = HostProcesses()
+    watch.comm(client.pid)
+    watch.forks()
+    yield watch
+    watch.close()
+
+
+def parents(watch: HostProcesses, *pids: int) -> list[int | None]:
+    """Of those as far as the watch looks: the rest of the host may fork much."""
+    found = {fork.pid: fork.parent for fork in watch.forks()}
+    assert len(found) <= MAX_FORKS_PER_LOOK
+    return [found.get(pid) for pid in pids]
+
+
+def test_a_fork_that_a_client_has_waited_for(watch: HostProcesses, client: Forking) -> None:
+    told = (parents(watch, client.fork())[0] for _ in range(QUIET_WITHIN))
+    assert next(parent for parent in told if parent is not None) == client.pid
+
+
+def test_a_strangers_fork_is_not_a_clients(watch: HostProcesses, stranger: Forking) -> None:
+    assert {parents(watch, stranger.fork())[0] for _ in range(ATTEMPTS)} == {None}
+
+
+def test_nor_is_it_when_the_client_waits_for_another_child(
+    watch: HostProcesses, client: Forking, stranger: Forking
+) -> None:
+    for _ in range(ATTEMPTS):
+        kept = client.keep()
+        parents(watch, kept)
+        assert client.wait() == kept
+        assert parents(watch, stranger.fork()) == [None]
+
+
+def test_nor_when_both_have_forked(watch: HostProcesses, client: Forking, stranger: Forking) -> None:
+    for _ in range(ATTEMPTS):
+        assert parents(watch, client.fork(), stranger.fork()) == [None, None]
+
+
+def test_nor_when_the_client_has_waited_before_that(
+    watch: HostProcesses, client: Forking, stranger: Forking
+) -> None:
+    for _ in range(ATTEMPTS):
+        parents(watch, client.fork())
+        assert parents(watch, stranger.fork()) == [None]
+
+
+def test_nor_where_it_forks_while_it_is_looked_at(
+    watch: HostProcesses, client: Forking, stranger: Forking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has waited for then isn't among the processes that are looked at."""
+    look_at = watch._look_at
+
+    def forking_meanwhile(pid: int) -> object:
+        client.fork()
+        return look_at(pid)
+
+    for _ in range(20):
+        watch.forks()
+        with monkeypatch.context() as patch:
+            pid = stranger.fork()
+            patch.setattr(watch, "_look_at", forking_meanwhile)
+            assert parents(watch, pid) == [None]
