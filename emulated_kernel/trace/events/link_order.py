@@ -104,7 +104,8 @@ Mirrors: available_events of a distribution's 6.1, for the groups that a kernel 
 """
 
 
-def _events() -> Iterator[tuple[str, str]]:
+def linux_events() -> Iterator[tuple[str, str]]:
+    """Group and name of each, in that order."""
     group = ""
     for word in _LINKED.split():
         if word.endswith(":"):
@@ -116,7 +117,7 @@ def _events() -> Iterator[tuple[str, str]]:
             yield group, word
 
 
-_RANKS = {event: rank for rank, event in enumerate(_events())}
+_RANKS = {event: rank for rank, event in enumerate(linux_events())}
 
 
 def link_rank(group: str, name: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Callable, Iterator, Sequence
 
 from emulated_kernel.trace.symbols import KernelSymbols
@@ -13,7 +14,7 @@ Conversion = Callable[[Value, KernelSymbols], str]
 
 _CONVERSION = re.compile(
     r"%(?P<flags>[-+ #0]*)(?P<width>\d*)(?:\.(?P<precision>\d+))?"
-    r"(?P<length>hh|h|ll|l|z|L)?(?P<kind>p[sS]?|[diuxXocs%])"
+    r"(?P<length>hh|h|ll|l|z|L)?(?P<kind>p(?:[sS]|I4|I6c)?|[diuxXocs%])"
 )
 _LENGTHS = {"hh": 8, "h": 16, "": 32, "ll": 64, "L": 64}
 
@@ -93,7 +94,16 @@ def _function_name(value: Value, symbols: KernelSymbols) -> str:
     return f"{found.name} [{found.module}]" if found.module else found.name
 
 
+def _address(family: int, size: int) -> Conversion:
+    """Of the bytes of an address in a record. Mirrors: lib/vsprintf.c:ip_addr_string (v6.1)."""
+    return lambda value, _symbols: socket.inet_ntop(
+        family, unsigned(value, 8 * size).to_bytes(size, "little")
+    )
+
+
 _POINTERS: dict[str, Conversion] = {
+    "pI4": _address(socket.AF_INET, 4),
+    "pI6c": _address(socket.AF_INET6, 16),
     "ps": _function_name,
     "pS": lambda value, symbols: sprint_symbol(symbols, unsigned(value)),
 }

@@ -15,9 +15,12 @@ FIELDS = {
     "big": PrintField(16, 8, False, False, 0),
     "comm": PrintField(24, 16, True, True, 16),
     "words": PrintField(40, 16, False, False, 2),
+    "ends": PrintField(60, 4, False, False, 4),
+    "mapped": PrintField(64, 16, False, False, 16),
     "text": PrintField(56, 4, True, False, 0),
 }
 PAYLOAD = struct.pack("<iIQ16sQQI", -5, 0, (1 << 64) - 1, b"cat\0junk", 7, 8, 4 << 16 | 60) + b"abc\0"
+PAYLOAD += bytes(10) + b"\xff\xff\x7f\0\0\1"
 
 
 def _print(print_fmt: str) -> str:
@@ -37,6 +40,8 @@ def _print(print_fmt: str) -> str:
         ('"%lx, %lx", REC->words[0], REC->words[1]', "7, 8"),
         ('"%s", __get_str(text)', "abc"),
         ('"%p", REC->words[1]', "0000000000000008"),
+        ('"%pI4:%hu", REC->ends, 70000', "97.98.99.0:4464"),
+        ('"%pI6c", REC->mapped', "::ffff:127.0.0.1"),
         ('"%d", (REC->number & 4) ? 1 : 2', "2"),
         ('"%d", 2 + 3 * 4 - 1', "13"),
         ('"%d", 1 << 4 >> 2', "4"),

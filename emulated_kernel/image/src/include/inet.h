@@ -89,6 +89,7 @@ void inet_csk_listen_stop(struct sock *sk);
 struct sock *inet_csk_reqsk_queue_add(struct sock *sk, struct sock *child);
 struct sock *inet_csk_accept(struct sock *sk, int flags, int *err, bool kern);
 bool sk_acceptq_is_full(const struct sock *sk);
+void inet_csk_destroy_sock(struct sock *sk);
 
 /* udp.c, icmp.c, ping.c */
 extern struct proto udp_prot, ping_prot;

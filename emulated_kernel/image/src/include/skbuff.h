@@ -6,6 +6,7 @@
 #include "atomic.h"
 #include "bottom_half.h"
 #include "checksum.h"
+#include "dropreason.h"
 #include "gfp.h"
 #include "list.h"
 
@@ -46,10 +47,6 @@ struct sk_buff *skb_clone(struct sk_buff *skb, gfp_t gfp_mask);
 struct sk_buff *skb_copy(const struct sk_buff *skb, gfp_t gfp_mask);
 void __kfree_skb(struct sk_buff *skb);
 void consume_skb(struct sk_buff *skb);
-enum skb_drop_reason {
-	SKB_DROP_REASON_NOT_SPECIFIED = 2, SKB_DROP_REASON_NO_SOCKET, SKB_DROP_REASON_PKT_TOO_SMALL,
-	SKB_DROP_REASON_TCP_CSUM, SKB_DROP_REASON_SOCKET_FILTER, SKB_DROP_REASON_UDP_CSUM,
-};
 void kfree_skb_reason(struct sk_buff *skb, enum skb_drop_reason reason);
 #define kfree_skb(skb) kfree_skb_reason(skb, SKB_DROP_REASON_NOT_SPECIFIED)
 void *skb_put(struct sk_buff *skb, unsigned int len);

@@ -9,7 +9,7 @@
 
 enum {
 	TCP_ESTABLISHED = 1, TCP_SYN_SENT, TCP_SYN_RECV, TCP_FIN_WAIT1, TCP_FIN_WAIT2, TCP_TIME_WAIT,
-	TCP_CLOSE, TCP_CLOSE_WAIT, TCP_LAST_ACK, TCP_LISTEN, TCP_CLOSING,
+	TCP_CLOSE, TCP_CLOSE_WAIT, TCP_LAST_ACK, TCP_LISTEN, TCP_CLOSING, TCP_NEW_SYN_RECV,
 };
 #define TCPF(state) (1 << (state))
 
@@ -33,12 +33,14 @@ struct sock {
 	__be32 sk_daddr, sk_rcv_saddr;
 	__be16 sk_dport;
 	u16 sk_num;
+	__be16 sk_sport;                 /* that of sk_num, which an end sets to 0 */
 	volatile u8 sk_state;
 	u8 sk_shutdown;
 	u8 sk_protocol;
 	bool sk_dead;                    /* nobody has it open: the connection itself has the reference */
 	int sk_err;
 	atomic_t sk_refcnt;
+	u32 sk_cookie;                   /* 0: nobody has asked for it */
 	const struct proto *sk_prot;
 	socket_lock_t sk_lock;
 	struct sk_buff_head sk_receive_queue, sk_write_queue, sk_backlog;
@@ -81,6 +83,8 @@ struct sk_buff *skb_recv_datagram(struct sock *sk, unsigned int flags, int *err)
 void sock_def_wakeup(struct sock *sk);
 void sock_def_readable(struct sock *sk);
 int sock_error(struct sock *sk);
+void sk_error_report(struct sock *sk);
+u64 sock_gen_cookie(struct sock *sk);
 int sk_wait_data(struct sock *sk);
 
 #define bh_lock_sock(sk) spin_lock(&(sk)->sk_lock.slock)

@@ -75,6 +75,7 @@ extern struct proto tcp_prot;
 unsigned int tcp_poll(struct file *file, struct socket *sock, poll_table *wait);
 void tcp_set_state(struct sock *sk, int state);
 void tcp_done(struct sock *sk);
+void tcp_done_with_error(struct sock *sk, int err);
 void tcp_reset(struct sock *sk, int err);
 void tcp_init_sock_data(struct sock *sk);
 void sk_stream_write_space(struct sock *sk);

@@ -8,13 +8,17 @@
 #ifndef _TRACEPOINT_H
 #define _TRACEPOINT_H
 
+#include "dropreason.h"
 #include "hrtimer.h"
 #include "jump_label.h"
 
 struct inode;
 struct kmem_cache;
+struct net_device;
 struct page;
 struct pt_regs;
+struct sk_buff;
+struct sock;
 struct task_struct;
 struct timer_list;
 struct work_struct;
@@ -79,6 +83,9 @@ void host_trace_commit(const struct trace_event_call *call, void *entry, size_t 
 #include "trace/timer.h"
 #include "trace/signal.h"
 #include "trace/irq.h"
+#include "trace/skb.h"
+#include "trace/net.h"
+#include "trace/sock.h"
 #ifndef __riscv
 #include "trace/exceptions.h"
 #include "trace/irq_vectors.h"

@@ -3,10 +3,10 @@
 #ifndef _TYPES_H
 #define _TYPES_H
 
-typedef unsigned char u8;
-typedef unsigned short u16;
+typedef unsigned char u8, __u8;
+typedef unsigned short u16, __u16;
 typedef unsigned int u32;
-typedef unsigned long long u64;
+typedef unsigned long long u64, __u64;
 typedef signed char s8;
 typedef short s16;
 typedef int s32;

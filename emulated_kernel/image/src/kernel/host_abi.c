@@ -9,6 +9,7 @@
 #include "module.h"
 #include "printk.h"
 #include "sched.h"
+#include "sock.h"
 #include "syscalls.h"
 #include <asm/host_abi.h>
 #include <asm/unistd.h>
@@ -118,6 +119,18 @@ const struct host_abi_entry __guest_abi[] __used = {
 	ENUM(HRTIMER_MODE_REL_HARD),
 	ENUM(HRTIMER_MODE_ABS_PINNED_HARD),
 	ENUM(HRTIMER_MODE_REL_PINNED_HARD),
+	ENUM(TCP_ESTABLISHED),
+	ENUM(TCP_SYN_SENT),
+	ENUM(TCP_SYN_RECV),
+	ENUM(TCP_FIN_WAIT1),
+	ENUM(TCP_FIN_WAIT2),
+	ENUM(TCP_TIME_WAIT),
+	ENUM(TCP_CLOSE),
+	ENUM(TCP_CLOSE_WAIT),
+	ENUM(TCP_LAST_ACK),
+	ENUM(TCP_LISTEN),
+	ENUM(TCP_CLOSING),
+	ENUM(TCP_NEW_SYN_RECV),
 
 	SIZE(pt_regs),
 	SIZE(boot_params),

@@ -4,7 +4,9 @@
 #include "fs.h"
 #include "hrtimer.h"
 #include "mm.h"
+#include "netdevice.h"
 #include "sched.h"
+#include "sock.h"
 #include "string.h"
 #include "syscalls.h"
 #include "timer.h"
@@ -46,6 +48,23 @@ static __always_inline long task_report_state(bool preempt, u32 state, u32 exit_
 	if (state == TASK_IDLE)
 		report = TASK_REPORT_IDLE;
 	return report ? 1L << (31 - __builtin_clz(report)) : 0;
+}
+
+/* The two ends of a socket in a record: ports, the family, addresses, and these as IPv6 has them. */
+#define trace_socket_ends(entry, sk)                                                           \
+	do {                                                                                   \
+		(entry)->sport = ntohs((sk)->sk_sport);                                        \
+		(entry)->dport = ntohs((sk)->sk_dport);                                        \
+		(entry)->family = AF_INET;                                                     \
+		trace_address((entry)->saddr, (entry)->saddr_v6, (sk)->sk_rcv_saddr);          \
+		trace_address((entry)->daddr, (entry)->daddr_v6, (sk)->sk_daddr);              \
+	} while (0)
+
+static __always_inline void trace_address(__u8 *to, __u8 *to_v6, __be32 address)
+{
+	__builtin_memcpy(to, &address, sizeof(address));
+	to_v6[10] = to_v6[11] = 0xff;
+	__builtin_memcpy(to_v6 + 12, &address, sizeof(address));
 }
 
 /* The records. */

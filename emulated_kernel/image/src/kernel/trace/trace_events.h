@@ -46,4 +46,19 @@
 			 { HRTIMER_MODE_ABS_PINNED_HARD, "ABS|PINNED|HARD" },                  \
 			 { HRTIMER_MODE_REL_PINNED_HARD, "REL|PINNED|HARD" })
 
+#define drop_reason_string(number, name) { number, #name }
+
+#define show_family_name(family) __print_symbolic(family, { 2, "AF_INET" }, { 10, "AF_INET6" })
+#define show_inet_protocol_name(protocol)                                                      \
+	__print_symbolic(protocol, { 6, "IPPROTO_TCP" }, { 33, "IPPROTO_DCCP" },               \
+			 { 132, "IPPROTO_SCTP" }, { 262, "IPPROTO_MPTCP" })
+#define socket_states(S)                                                                       \
+	S(1, TCP_ESTABLISHED), S(2, TCP_SYN_SENT), S(3, TCP_SYN_RECV), S(4, TCP_FIN_WAIT1),    \
+	S(5, TCP_FIN_WAIT2), S(6, TCP_TIME_WAIT), S(7, TCP_CLOSE), S(8, TCP_CLOSE_WAIT),       \
+	S(9, TCP_LAST_ACK), S(10, TCP_LISTEN), S(11, TCP_CLOSING), S(12, TCP_NEW_SYN_RECV)
+#define by_number(number, name) { number, #name }
+#define by_name(number, name) { name, #name }
+#define show_socket_state_number(state) __print_symbolic(state, socket_states(by_number))
+#define show_tcp_state_name(state) __print_symbolic(state, socket_states(by_name))
+
 #endif

@@ -8,6 +8,9 @@
 #include "trace/timer.h"
 #include "trace/signal.h"
 #include "trace/irq.h"
+#include "trace/skb.h"
+#include "trace/net.h"
+#include "trace/sock.h"
 #ifndef __riscv
 #include "trace/exceptions.h"
 #include "trace/irq_vectors.h"

@@ -5,6 +5,7 @@
 #include "sched.h"
 #include "smp.h"
 #include "timer.h"
+#include "tracepoint.h"
 
 #define NETDEV_BUDGET 300
 
@@ -24,9 +25,15 @@ void dev_add_pack(struct packet_type *pt)
 
 static noinline int xmit_one(struct sk_buff *skb, struct net_device *dev)
 {
+	unsigned int len = skb->len;
+	int rc;
+
 	this_cpu_ptr(dev->lstats)->tx_packets++;
-	this_cpu_ptr(dev->lstats)->tx_bytes += skb->len;
-	return dev->netdev_ops->ndo_start_xmit(skb, dev);
+	this_cpu_ptr(dev->lstats)->tx_bytes += len;
+	trace_net_dev_start_xmit(skb, dev);
+	rc = dev->netdev_ops->ndo_start_xmit(skb, dev);
+	trace_net_dev_xmit(skb, rc, dev, len);
+	return rc;
 }
 
 noinline struct sk_buff *dev_hard_start_xmit(struct sk_buff *first, struct net_device *dev, int *ret)
@@ -40,6 +47,7 @@ int __dev_queue_xmit(struct sk_buff *skb, struct net_device *sb_dev __attribute_
 	int rc;
 
 	local_bh_disable();
+	trace_net_dev_queue(skb);
 	dev_hard_start_xmit(skb, skb->dev, &rc);
 	local_bh_enable();
 	return rc;
@@ -52,7 +60,7 @@ static noinline int enqueue_to_backlog(struct sk_buff *skb)
 
 	if (unlikely(sd->input_pkt_queue.qlen > NETDEV_MAX_BACKLOG)) {
 		sd->dropped++;
-		kfree_skb(skb);
+		kfree_skb_reason(skb, SKB_DROP_REASON_CPU_BACKLOG);
 		return NET_RX_DROP;
 	}
 	__skb_queue_tail(&sd->input_pkt_queue, skb);
@@ -65,6 +73,7 @@ static noinline int netif_rx_internal(struct sk_buff *skb)
 	unsigned long flags;
 	int ret;
 
+	trace_netif_rx(skb);
 	local_irq_save(flags);
 	ret = enqueue_to_backlog(skb);
 	local_irq_restore(flags);
@@ -85,12 +94,13 @@ static noinline int __netif_receive_skb_core(struct sk_buff *skb)
 {
 	struct packet_type *pt = ptype_ip;
 
+	trace_netif_receive_skb(skb);
 	this_cpu_ptr(skb->dev->lstats)->rx_packets++;
 	this_cpu_ptr(skb->dev->lstats)->rx_bytes += skb->len;
 	skb_reset_network_header(skb);
 	if (pt && pt->type == skb->protocol)
 		return pt->func(skb, skb->dev, pt, skb->dev);
-	kfree_skb(skb);
+	kfree_skb_reason(skb, SKB_DROP_REASON_UNHANDLED_PROTO);
 	return NET_RX_DROP;
 }
 

@@ -5,6 +5,7 @@
 #include "mm.h"
 #include "printk.h"
 #include "string.h"
+#include "tracepoint.h"
 
 static struct kmem_cache *skbuff_cache;
 
@@ -62,14 +63,18 @@ void __kfree_skb(struct sk_buff *skb)
 /* A packet's good end; kfree_skb() is for those that are dropped. */
 void consume_skb(struct sk_buff *skb)
 {
-	if (skb && atomic_dec_and_test(&skb->users))
-		__kfree_skb(skb);
+	if (!skb || !atomic_dec_and_test(&skb->users))
+		return;
+	trace_consume_skb(skb);
+	__kfree_skb(skb);
 }
 
-noinline void kfree_skb_reason(struct sk_buff *skb, enum skb_drop_reason reason __attribute__((unused)))
+noinline void kfree_skb_reason(struct sk_buff *skb, enum skb_drop_reason reason)
 {
-	if (skb && atomic_dec_and_test(&skb->users))
-		__kfree_skb(skb);
+	if (!skb || !atomic_dec_and_test(&skb->users))
+		return;
+	trace_kfree_skb(skb, __builtin_return_address(0), reason);
+	__kfree_skb(skb);
 }
 
 struct sk_buff *skb_clone(struct sk_buff *skb, gfp_t gfp_mask)

@@ -6,6 +6,7 @@
 #include "mm.h"
 #include "printk.h"
 #include "sched.h"
+#include "tracepoint.h"
 
 int proto_register(struct proto *prot)
 {
@@ -132,8 +133,10 @@ void sock_def_readable(struct sock *sk)
 
 int sock_queue_rcv_skb(struct sock *sk, struct sk_buff *skb)
 {
-	if (atomic_read(&sk->sk_rmem_alloc) + (int)skb->truesize > sk->sk_rcvbuf)
+	if (atomic_read(&sk->sk_rmem_alloc) + (int)skb->truesize > sk->sk_rcvbuf) {
+		trace_sock_rcvqueue_full(sk, skb);
 		return -ENOMEM;
+	}
 	skb_set_owner_r(skb, sk);
 	skb_queue_tail(&sk->sk_receive_queue, skb);
 	sock_def_readable(sk);
@@ -143,6 +146,27 @@ int sock_queue_rcv_skb(struct sock *sk, struct sk_buff *skb)
 int sock_error(struct sock *sk)
 {
 	return sk->sk_err ? -__atomic_exchange_n(&sk->sk_err, 0, __ATOMIC_SEQ_CST) : 0;
+}
+
+/* sk_err is set. */
+noinline void sk_error_report(struct sock *sk)
+{
+	sock_def_wakeup(sk);
+	trace_inet_sk_error_report(sk);
+}
+
+/* A number that no other socket ever has; within the code of events. */
+notrace u64 sock_gen_cookie(struct sock *sk)
+{
+	static atomic_t last;
+	u32 none = 0, next;
+
+	if (!READ_ONCE(sk->sk_cookie)) {
+		next = (u32)__atomic_add_fetch(&last.counter, 1, __ATOMIC_RELAXED);
+		__atomic_compare_exchange_n(&sk->sk_cookie, &none, next, false, __ATOMIC_RELAXED,
+					    __ATOMIC_RELAXED);
+	}
+	return sk->sk_cookie;
 }
 
 static bool datagram_or_end(struct sock *sk)

@@ -4,13 +4,15 @@
 #include "errno.h"
 #include "inet.h"
 #include "sched.h"
+#include "tcp.h"
+#include "tracepoint.h"
 
 int inet_csk_listen_start(struct sock *sk, int backlog)
 {
 	if (backlog < 0 || sk->sk_state == TCP_LISTEN)
 		return -EINVAL;
 	sk->sk_max_ack_backlog = (u32)backlog;
-	sk->sk_state = TCP_LISTEN;
+	tcp_set_state(sk, TCP_LISTEN);
 	return 0;
 }
 
@@ -75,4 +77,11 @@ void inet_csk_listen_stop(struct sock *sk)
 
 	while ((child = reqsk_queue_remove(sk)))
 		child->sk_prot->close(child, 0);
+}
+
+/* A connection that nobody has open is over: what it was kept by. */
+noinline void inet_csk_destroy_sock(struct sock *sk)
+{
+	trace_tcp_destroy_sock(sk);
+	sock_put(sk);
 }

@@ -128,6 +128,7 @@ static noinline u16 free_port(const struct sock *sk)
 static int take_port(struct sock *sk, u16 port)
 {
 	sk->sk_num = port;
+	sk->sk_sport = htons(port);
 	hash_add(bhash, &sk->sk_bind_node, port);
 	return 0;
 }

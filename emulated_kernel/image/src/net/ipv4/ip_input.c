@@ -18,7 +18,7 @@ static noinline void ip_protocol_deliver_rcu(struct net *net __attribute__((unus
 	if (ipprot)
 		ipprot->handler(skb);
 	else
-		kfree_skb(skb);
+		kfree_skb_reason(skb, SKB_DROP_REASON_IP_NOPROTO);
 }
 
 static noinline int ip_local_deliver_finish(struct net *net, struct sk_buff *skb)

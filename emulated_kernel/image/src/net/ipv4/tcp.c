@@ -4,6 +4,7 @@
 #include "errno.h"
 #include "poll.h"
 #include "sched.h"
+#include "tracepoint.h"
 
 void tcp_init_sock_data(struct sock *sk)
 {
@@ -22,6 +23,7 @@ static int tcp_v4_init_sock(struct sock *sk)
 
 noinline void tcp_set_state(struct sock *sk, int state)
 {
+	trace_inet_sock_set_state(sk, sk->sk_state, state);
 	sk->sk_state = (u8)state;
 }
 
@@ -50,13 +52,23 @@ noinline void tcp_done(struct sock *sk)
 	if (listener)
 		sock_put(listener);
 	if (sk->sk_dead)
-		sock_put(sk);
+		inet_csk_destroy_sock(sk);
 }
 
-noinline void tcp_reset(struct sock *sk, int err)
+/* Over by an error, which its user is told. The caller has a reference. */
+noinline void tcp_done_with_error(struct sock *sk, int err)
 {
 	sk->sk_err = err;
 	tcp_done(sk);
+	if (!sk->sk_dead)
+		sk_error_report(sk);
+}
+
+/* The other side says so. */
+noinline void tcp_reset(struct sock *sk, int err)
+{
+	trace_tcp_receive_reset(sk);
+	tcp_done_with_error(sk, err);
 }
 
 void sk_stream_write_space(struct sock *sk)
@@ -174,6 +186,7 @@ static noinline int tcp_copy_skb(struct sock *sk, struct sk_buff *skb, struct ms
 	if (copy_to_iter(skb->data + offset, used, &msg->msg_iter) != used)
 		return -EFAULT;
 	tp->copied_seq += (u32)used;
+	trace_skb_copy_datagram_iovec(skb, (int)used);
 	if (offset + used == skb->len)
 		tcp_eat_recv_skb(sk, skb);
 	return (int)used;
@@ -274,9 +287,10 @@ static noinline void __tcp_close(struct sock *sk)
 	skb_queue_purge(&sk->sk_receive_queue);
 	if (sk->sk_state == TCP_LISTEN) {
 		/* Before its children: none may come any more. */
-		tcp_set_state(sk, TCP_CLOSE_WAIT);
+		tcp_set_state(sk, TCP_CLOSE);
+		inet_unhash(sk);
 		inet_csk_listen_stop(sk);
-		tcp_done(sk);
+		sock_def_wakeup(sk);
 	} else if (sk->sk_state == TCP_SYN_SENT) {
 		tcp_done(sk);
 	} else if (unread && sk->sk_state != TCP_CLOSE) {
@@ -304,7 +318,7 @@ static void tcp_close(struct sock *sk, long timeout __attribute__((unused)))
 		tcp_start_fin_timer(sk);
 	if (sk->sk_state == TCP_CLOSE) {
 		inet_put_port(sk);
-		sock_put(sk);
+		inet_csk_destroy_sock(sk);
 	}
 	spin_unlock_bh(&sk->sk_lock.slock);
 	sock_put(sk);

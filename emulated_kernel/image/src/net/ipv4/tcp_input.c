@@ -210,14 +210,17 @@ int tcp_rcv_state_process(struct sock *sk, struct sk_buff *skb)
 
 	switch (sk->sk_state) {
 	case TCP_CLOSE:
-		kfree_skb(skb);
+		kfree_skb_reason(skb, SKB_DROP_REASON_TCP_CLOSE);
 		return 0;
 	case TCP_LISTEN:
 		if (TCP_SKB_CB(skb)->tcp_flags & TCPHDR_ACK)
 			return 1;
-		if ((TCP_SKB_CB(skb)->tcp_flags & (TCPHDR_SYN | TCPHDR_RST)) == TCPHDR_SYN)
-			tcp_conn_request(sk, skb);
-		kfree_skb(skb);
+		if ((TCP_SKB_CB(skb)->tcp_flags & (TCPHDR_SYN | TCPHDR_RST)) != TCPHDR_SYN) {
+			kfree_skb_reason(skb, SKB_DROP_REASON_TCP_FLAGS);
+			return 0;
+		}
+		tcp_conn_request(sk, skb);
+		consume_skb(skb);
 		return 0;
 	case TCP_SYN_SENT:
 		if (tcp_rcv_synsent_state_process(sk, skb))

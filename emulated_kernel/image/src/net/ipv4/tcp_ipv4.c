@@ -6,6 +6,7 @@
 #include "mm.h"
 #include "string.h"
 #include "tcp.h"
+#include "tracepoint.h"
 
 static noinline __sum16 tcp_v4_check(const void *th, u32 len, __be32 saddr, __be32 daddr)
 {
@@ -29,8 +30,8 @@ noinline u32 secure_tcp_seq(__be32 saddr, __be32 daddr, __be16 sport, __be16 dpo
 	return (u32)siphash(tuple, sizeof(tuple), &key) + (u32)(sched_clock() >> 6);
 }
 
-/* To a packet that belongs to nobody. */
-static noinline void tcp_v4_send_reset(const struct sk_buff *skb)
+/* To a packet that no socket wants, or that belongs to nobody: NULL. */
+static noinline void tcp_v4_send_reset(const struct sock *sk, const struct sk_buff *skb)
 {
 	const struct tcphdr *th = tcp_hdr(skb);
 	struct sk_buff *reply;
@@ -38,6 +39,8 @@ static noinline void tcp_v4_send_reset(const struct sk_buff *skb)
 
 	if (th->flags & TCPHDR_RST)
 		return;
+	if (sk)
+		trace_tcp_send_reset(sk, skb);
 	reply = alloc_skb(MAX_HEADER + sizeof(*rep), GFP_ATOMIC);
 	if (!reply)
 		return;
@@ -72,6 +75,7 @@ static noinline struct sock *tcp_create_openreq_child(const struct sock *sk, con
 	newsk->sk_rcv_saddr = ip_hdr(skb)->daddr;
 	newsk->sk_dport = tcp_hdr(skb)->source;
 	newsk->sk_num = sk->sk_num;
+	newsk->sk_state = sk->sk_state;
 	tcp_init_sock_data(newsk);
 	return newsk;
 }
@@ -90,9 +94,9 @@ static noinline struct sock *tcp_v4_syn_recv_sock(struct sock *sk, struct sk_buf
 	tp->snd_wnd = ntohs(tcp_hdr(skb)->window);
 	sock_hold(sk);
 	newsk->sk_listener = sk;
-	newsk->sk_state = TCP_SYN_RECV;
 	bh_lock_sock(newsk);
 	inet_share_port(newsk, sk);
+	tcp_set_state(newsk, TCP_SYN_RECV);
 	inet_hash(newsk);
 	return newsk;
 }
@@ -162,7 +166,7 @@ noinline int tcp_v4_do_rcv(struct sock *sk, struct sk_buff *skb)
 		return 0;
 	}
 	if (tcp_rcv_state_process(sk, skb)) {
-		tcp_v4_send_reset(skb);
+		tcp_v4_send_reset(sk, skb);
 		kfree_skb(skb);
 	}
 	return 0;
@@ -215,7 +219,7 @@ int tcp_v4_rcv(struct sk_buff *skb)
 	tcp_v4_fill_cb(skb, th);
 	sk = __inet_lookup_skb(skb, th);
 	if (!sk) {
-		tcp_v4_send_reset(skb);
+		tcp_v4_send_reset(NULL, skb);
 		kfree_skb_reason(skb, SKB_DROP_REASON_NO_SOCKET);
 		return 0;
 	}

@@ -4,6 +4,7 @@
 #include "mm.h"
 #include "string.h"
 #include "tcp.h"
+#include "tracepoint.h"
 
 /* Room for the reader in the receive buffer. */
 u32 tcp_space(const struct sock *sk)
@@ -165,8 +166,10 @@ void tcp_send_active_reset(struct sock *sk, gfp_t priority __attribute__((unused
 {
 	struct sk_buff *skb = tcp_control_skb(TCPHDR_RST | TCPHDR_ACK, tcp_sk(sk)->snd_nxt);
 
-	if (skb)
-		tcp_transmit_skb(sk, skb, 0, GFP_ATOMIC);
+	if (!skb)
+		return;
+	tcp_transmit_skb(sk, skb, 0, GFP_ATOMIC);
+	trace_tcp_send_reset(sk, NULL);
 }
 
 /* The oldest packet once more, or the first of those that have no room. */
@@ -176,8 +179,10 @@ noinline int tcp_retransmit_skb(struct sock *sk)
 	struct tcp_sock *tp = tcp_sk(sk);
 	struct sk_buff *skb = skb_peek(&tp->rtx_queue);
 
-	if (skb)
+	if (skb) {
+		trace_tcp_retransmit_skb(sk, skb);
 		return tcp_transmit_skb(sk, skb, 1, GFP_ATOMIC);
+	}
 	skb = skb_peek(&sk->sk_write_queue);
 	if (!skb)
 		return 0;

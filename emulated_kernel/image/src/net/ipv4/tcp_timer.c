@@ -7,7 +7,7 @@ int tcp_retransmit_skb(struct sock *sk);
 
 static noinline void tcp_write_err(struct sock *sk)
 {
-	tcp_reset(sk, ETIMEDOUT);
+	tcp_done_with_error(sk, ETIMEDOUT);
 }
 
 static noinline void tcp_retransmit_timer(struct sock *sk)

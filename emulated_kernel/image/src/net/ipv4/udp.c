@@ -5,6 +5,7 @@
 #include "mm.h"
 #include "printk.h"
 #include "string.h"
+#include "tracepoint.h"
 
 static int udp_destination(struct sock *sk, const struct msghdr *msg, __be32 *daddr, __be16 *dport)
 {
@@ -73,6 +74,7 @@ static int udp_recvmsg(struct sock *sk, struct msghdr *msg, size_t len, int flag
 	if (!skb)
 		return err;
 	copied = min(len, (size_t)skb->len);
+	trace_skb_copy_datagram_iovec(skb, (int)copied);
 	err = copy_to_iter(skb->data, copied, &msg->msg_iter) == copied ? (int)copied : -EFAULT;
 	if (msg->msg_name) {
 		*msg->msg_name = (struct sockaddr_in){
@@ -90,8 +92,10 @@ static noinline int udp_queue_rcv_skb(struct sock *sk, struct sk_buff *skb)
 {
 	int rc = sock_queue_rcv_skb(sk, skb);
 
-	if (rc < 0)
-		kfree_skb(skb);
+	if (rc < 0) {
+		kfree_skb_reason(skb, SKB_DROP_REASON_SOCKET_RCVBUFF);
+		trace_udp_fail_queue_rcv_skb(rc, sk);
+	}
 	return rc;
 }
 
@@ -147,7 +151,7 @@ void udp_err(struct sk_buff *skb)
 		return;
 	if (sk->sk_daddr) {
 		sk->sk_err = ECONNREFUSED;
-		sock_def_wakeup(sk);
+		sk_error_report(sk);
 	}
 	sock_put(sk);
 }

@@ -1,0 +1,22 @@
+"""A `format` file of tracefs in short, as the recorded ones of a real kernel are kept."""
+
+from __future__ import annotations
+
+import re
+
+_FIELD = re.compile(r"\tfield:(.*;)\toffset:(\d+);\tsize:(\d+);\tsigned:(\d);")
+_COMMON = [
+    "format:",
+    "  unsigned short common_type; 0 2 0",
+    "  unsigned char common_flags; 2 1 0",
+    "  unsigned char common_preempt_count; 3 1 0",
+    "  int common_pid; 4 4 1",
+]
+"""What all formats begin with."""
+
+
+def in_short(text: str) -> list[str]:
+    """Each own field with offset, size and sign, then the print format; of the name and the id the lines."""
+    lines = [_FIELD.sub(r"  \1 \2 \3 \4", line) for line in text.splitlines() if line]
+    assert lines[2:7] == _COMMON
+    return [*lines[:2], *lines[7:]]
