@@ -93,10 +93,12 @@ place (kretprobe): [<module>:]<symbol>[+<offset>]%return|<memaddr>
   events/header_page      - the layout of a binary page, and in header_event of what precedes a record
   events/enable           - 0 or 1 for all events
   events/<group>/enable   - 0 or 1 for the events of a group
+  events/<group>/filter   - a filter for all of them
   events/<group>/<event>/
       enable              - 0 or 1 for this event
       format              - the fields of its records, and how they are printed
       id                  - the number that its records carry
+      filter              - what its fields must be for it to be recorded, as in: count > 1 && comm != "sh"
       trigger             - what is done when the event is hit, if its fields pass the filter
            Format: <trigger>[:count][ if <filter>]; with a '!' before it the trigger is removed
           trigger: traceon, traceoff, stacktrace, snapshot, hist,
