@@ -129,7 +129,7 @@ def _converted(path: Path) -> tuple[dict[str, object], mmap.mmap, Mapping[str, b
             for pa, offset, size in core.segments:
                 for at in range(0, size, _BLOCK):
                     block = core.read(offset + at, min(_BLOCK, size - at))
-                    if block.count(0) != len(block):
+                    if block != _ZEROS[: len(block)]:
                         ram[pa + at : pa + at + len(block)] = block
             kernel, facts = _kernel_in(ram, core.vmcoreinfo)
             about: dict[str, object] = {
@@ -145,6 +145,7 @@ def _converted(path: Path) -> tuple[dict[str, object], mmap.mmap, Mapping[str, b
 
 
 _BLOCK = 1 << 20
+_ZEROS = bytes(_BLOCK)
 _NORESERVE = mmap.MAP_ANONYMOUS | 0x4000
 """With MAP_NORESERVE: it is large, and mostly empty."""
 
