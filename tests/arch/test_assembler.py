@@ -93,8 +93,10 @@ def test_a_near_cell_on_riscv_takes_one_instruction() -> None:
         ("x86_64", "rep movsb", "si di cx", "si di cx", False),
         ("x86_64", "lea r9, [r8 + rbp*4]", "r8 bp", "r9", False),
         ("i386", "cmpxchg [a], ecx", "ax cx", "ax", True),
-        ("i386", "cdq; idiv ecx", "ax cx dx", "ax dx", True),
-        ("riscv64", "add t0, a0, tp; sd s1, 8(t0)", "a0 tp t0 s1", "t0", False),
+        ("i386", "cdq; idiv ecx", "ax cx", "ax dx", True),
+        ("x86_64", "mov ecx, 1; jz out; mov edx, 1; out: add rcx, rdx", "dx", "cx dx", True),
+        ("riscv64", "add t0, a0, tp; sd s1, 8(t0)", "a0 tp s1", "t0", False),
+        ("riscv64", "li t0, 1; beqz a0, out; li t1, 1; out: add t0, t0, t1", "a0 t1", "t0 t1", False),
         ("riscv64", "lw zero, 4(a5)", "a5", "", False),
     ],
 )

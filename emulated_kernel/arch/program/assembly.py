@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from errno import EINVAL
 
 from emulated_kernel.dataclass import dataclass
@@ -40,10 +40,14 @@ class Statement:
     text: str
     line: int
     column: int
+    source: str = "code"
+    """What the whole text is called."""
 
     def refused(self, why: str) -> KernelError:
         """What to raise where it can't be assembled."""
-        return KernelError(EINVAL, f"code, line {self.line}, column {self.column}: {self.text!r}: {why}")
+        return KernelError(
+            EINVAL, f"{self.source}, line {self.line}, column {self.column}: {self.text!r}: {why}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +59,14 @@ class SourceText:
     """The number of the statement that each stands in front of; one more than there are is the end."""
 
     @classmethod
-    def parse(cls, text: str) -> SourceText:
-        """Statements end at `;` or with the line, comments begin with `#` or `//`.
+    def parse(cls, text: str, name: str = "code") -> SourceText:
+        """Statements end at `;` or with the line, comments begin with `#` or `//`; messages call it `name`.
 
         Raises: KernelError(EINVAL): a label that there is already.
         """
         statements: list[Statement] = []
         labels: dict[str, int] = {}
-        for statement in _pieces(text):
+        for statement in _pieces(text, name):
             rest, column = statement.text, statement.column
             while found := _LABEL.match(rest):
                 if found[1] in labels:
@@ -71,17 +75,17 @@ class SourceText:
                 rest, column = rest[found.end() :], column + found.end()
             if rest.strip():
                 column += len(rest) - len(rest.lstrip())
-                statements.append(Statement(rest.strip(), statement.line, column))
+                statements.append(Statement(rest.strip(), statement.line, column, name))
         return cls(tuple(statements), labels)
 
 
-def _pieces(text: str) -> Iterator[Statement]:
+def _pieces(text: str, name: str) -> Iterator[Statement]:
     for number, line in enumerate(text.splitlines(), 1):
         for piece in _STATEMENT.finditer(_COMMENT.sub("", line)):
             stripped = piece[0].lstrip()
             if stripped:
                 start = piece.start() + len(piece[0]) - len(stripped)
-                yield Statement(stripped.rstrip(), number, start + 1)
+                yield Statement(stripped.rstrip(), number, start + 1, name)
 
 
 def cell_offset(statement: Statement, offset: int, size: int) -> int:
@@ -89,6 +93,22 @@ def cell_offset(statement: Statement, offset: int, size: int) -> int:
     if not 0 <= offset <= CELL_SIZE - size:
         raise statement.refused(f"a cell has {CELL_SIZE} bytes")
     return offset
+
+
+def needed(effects: Iterable[tuple[int, int, bool]]) -> int:
+    """Mask of the registers that code has to be given: those that it may read before it has written them.
+
+    `effects`: of each instruction the masks of what it reads and of what it overwrites for certain, and
+    whether it jumps. What is written in front of the first jump is written on all ways.
+    """
+    found = written = 0
+    straight = True
+    for reads, overwrites, jumps in effects:
+        found |= reads & ~written
+        straight = straight and not jumps
+        if straight:
+            written |= overwrites
+    return found
 
 
 class Assembler(ABC):

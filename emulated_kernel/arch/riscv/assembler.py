@@ -5,7 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from emulated_kernel.arch.program.assembly import Assembler, Assembly, SourceText, Statement, cell_offset
+from emulated_kernel.arch.program.assembly import (
+    Assembler,
+    Assembly,
+    SourceText,
+    Statement,
+    cell_offset,
+    needed,
+)
 from emulated_kernel.arch.riscv.assemble import (
     NOP,
     ArithmeticFunct3,
@@ -84,14 +91,15 @@ class RiscvAssembler(Assembler):
             line.jump(places[number], labels) if line.name in _JUMPS else codes[number]
             for number, line in enumerate(lines)
         )
-        reads = writes = 0
+        writes, effects = 0, list[tuple[int, int, bool]]()
         for line, made in zip(lines, codes, strict=True):
             for _, insn in decode_all(made, 0, compressed=False):
                 line.check_effect(insn.reads, insn.writes)
-                reads, writes = reads | insn.reads, writes | insn.writes
+                effects.append((insn.reads, insn.writes, line.name in _JUMPS))
+                writes |= insn.writes
         starts = tuple(range(0, len(code), 4))
-        gp = 1 << GP
-        return Assembly(code, _names(reads & ~gp), _names(writes), writes_flags=False, starts=starts)
+        reads = needed(effects) & ~(1 << GP)
+        return Assembly(code, _names(reads), _names(writes), writes_flags=False, starts=starts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,18 @@ cuts numbers that don't fit: it is given neither symbols nor decimal numbers, an
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, cast
 
-from emulated_kernel.arch.program.assembly import Assembler, Assembly, SourceText, Statement, cell_offset
+from emulated_kernel.arch.program.assembly import (
+    Assembler,
+    Assembly,
+    SourceText,
+    Statement,
+    cell_offset,
+    needed,
+)
 from emulated_kernel.arch.x86.assemble import is_signed, signed
 from emulated_kernel.arch.x86.emulate import REGISTER_NAMES
 from emulated_kernel.arch.x86.liveness import register_numbers
@@ -66,8 +73,8 @@ class X86Assembler(Assembler):
         effects = [_effect(*pair) for pair in zip(source.statements, insns, strict=True)]
         return Assembly(
             code,
-            reads=_names(reads for reads, _ in effects),
-            writes=_names(writes for _, writes in effects),
+            reads=_names([needed(effect for _, effect in effects)]),
+            writes=_names(writes for writes, _ in effects),
             writes_flags=any(insn.rflags_modified for insn in insns),
             starts=tuple(insn.ip - _BASE for insn in self._decoder(code, _BASE)),
         )
@@ -226,12 +233,15 @@ def _memory_size(insn: Any) -> int:
     return int(MemorySizeExt.size(insn.memory_size))
 
 
-def _effect(statement: Statement, insn: Any) -> tuple[int, int]:
-    """Masks of general registers that it reads, and writes. Raises: KernelError(EINVAL): not for handlers."""
+def _effect(statement: Statement, insn: Any) -> tuple[int, tuple[int, int, bool]]:
+    """Mask of the general registers that it may write, and what `needed` asks for.
+
+    Raises: KernelError(EINVAL): not for handlers.
+    """
     from iced_x86 import FlowControl, InstructionInfoFactory, OpAccess, RegisterExt, RflagsBits
 
     _check_kind(statement, insn)
-    reads = writes = 0
+    reads = writes = overwrites = 0
     for used in InstructionInfoFactory().info(insn).used_registers():
         number = register_numbers().get(RegisterExt.full_register(used.register))
         reading = used.access not in (OpAccess.WRITE, OpAccess.COND_WRITE)
@@ -244,13 +254,14 @@ def _effect(statement: Statement, insn: Any) -> tuple[int, int]:
             raise statement.refused("the stack pointer isn't the probed code's here")
         reads |= (reading or RegisterExt.size(used.register) < 4) << number
         writes |= writing << number
+        overwrites |= (used.access in (OpAccess.WRITE, OpAccess.READ_WRITE)) << number
     status = RflagsBits.OF | RflagsBits.SF | RflagsBits.ZF | RflagsBits.AF | RflagsBits.CF | RflagsBits.PF
     if insn.rflags_modified & ~status:
         raise statement.refused("changes a flag that isn't one of results")
     within = (FlowControl.NEXT, FlowControl.CONDITIONAL_BRANCH, FlowControl.UNCONDITIONAL_BRANCH)
     if insn.flow_control not in within:
         raise statement.refused("leaves the handler")
-    return reads, writes
+    return writes, (reads, overwrites, insn.flow_control != FlowControl.NEXT)
 
 
 def _check_kind(statement: Statement, insn: Any) -> None:
@@ -262,7 +273,7 @@ def _check_kind(statement: Statement, insn: Any) -> None:
         raise statement.refused("handlers have general registers and their instructions alone")
 
 
-def _names(masks: Iterator[int]) -> frozenset[str]:
+def _names(masks: Iterable[int]) -> frozenset[str]:
     together = 0
     for mask in masks:
         together |= mask
