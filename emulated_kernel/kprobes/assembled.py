@@ -1,8 +1,9 @@
-"""A probe's handler in assembly: its machine code, and its cells, which Python reads and writes by name."""
+"""A probe's handlers in assembly: their machine code, and cells, which Python reads and writes by name."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from enum import Enum
 from errno import EINVAL, ENOMEM
 
 from emulated_kernel.arch.program.assembly import CELL_SIZE, Assembler, SourceText
@@ -72,13 +73,26 @@ class Cells(MutableMapping[str, int]):
         self._values, self._live = {name: self.per_cpu(name) for name in self}, None
 
 
-class AssembledHandler:
-    """The code of one registered probe, and the guest memory that is its cells'."""
+class Moment(Enum):
+    """When a handler in assembly runs: the name of what has its text."""
 
-    def __init__(self, text: str, assembler: Assembler, records: RecordMemory, cells: Cells) -> None:
-        """Raises: KernelError EINVAL (where the text is wrong, and why), ENOMEM (no room for cells)."""
-        source = SourceText.parse(text)
-        names = assembler.cells(source)
+    HIT = "code"
+    BEHIND = "post_code"
+    RETURN = "return_code"
+
+
+class AssembledHandlers:
+    """The handlers in assembly of one registered probe, and the guest memory that is their cells'."""
+
+    def __init__(
+        self, texts: Mapping[Moment, str], assembler: Assembler, records: RecordMemory, cells: Cells
+    ) -> None:
+        """Cells of one name are one cell.
+
+        Raises: KernelError EINVAL (where a text is wrong, and why), ENOMEM (no room for cells).
+        """
+        sources = {moment: SourceText.parse(text, moment.value) for moment, text in texts.items()}
+        names = dict.fromkeys(name for source in sources.values() for name in assembler.cells(source))
         try:
             offset = records.alloc_cells(CELL_SIZE * (1 + len(names)))
         except HardwareError as error:
@@ -86,7 +100,9 @@ class AssembledHandler:
         self._records, self._cells, self._faults = records, cells, offset
         offsets = {name: offset + CELL_SIZE * number for number, name in enumerate(names, 1)}
         try:
-            self._assembly = assembler.assemble(source, offsets)
+            self._assemblies = {
+                moment: assembler.assemble(source, offsets) for moment, source in sources.items()
+            }
             cells.attach({name: self._views(at) for name, at in offsets.items()})
         except KernelError:
             self.free()
@@ -95,18 +111,32 @@ class AssembledHandler:
     def _views(self, offset: int) -> list[memoryview]:
         return [cell.cast("Q") for cell in self._records.cells(offset, CELL_SIZE)]
 
+    def __contains__(self, moment: Moment) -> bool:
+        return moment in self._assemblies
+
     @property
     def faults(self) -> int:
         """Hits whose code has ended at an instruction that faulted."""
         return sum(view[0] for view in self._views(self._faults))
 
-    def emit(self, builder: ProgramBuilder) -> None:
-        """Add it to a program. Where it faults, the rest of it isn't run."""
+    def reads(self, moment: Moment) -> frozenset[str]:
+        """The registers whose values a handler needs; pt_regs names."""
+        return self._assemblies[moment].reads
+
+    def emit(self, builder: ProgramBuilder, moment: Moment) -> None:
+        """Add what there is of a moment to a program. Where it faults, the rest of it isn't run."""
+        assembly = self._assemblies.get(moment)
+        if assembly is None:
+            return
         done = builder.label()
         with builder.out_of_line() as on_fault:
             builder.emit(AddToPerCpu(self._faults, 1), Jump(done))
-        builder.emit(RunAssembly(self._assembly, on_fault))
+        builder.emit(RunAssembly(assembly, on_fault))
         builder.place(done)
+
+    def detach(self) -> None:
+        """The probe isn't registered any more; its cells keep their values."""
+        self._cells.detach()
 
     def free(self) -> None:
         """Give the memory back, when no CPU runs the code any more."""

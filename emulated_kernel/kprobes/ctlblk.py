@@ -36,18 +36,18 @@ class KprobeCtlblk:
     in_ops_list: bool = False
     """Several users of one fentry site are being called, which Linux does with preemption disabled."""
     cpu: int = 0
-    _asides: dict[int, tuple[Kprobe, int, Callable[[Kprobe, Regs], None]]] = field(default_factory=dict)
+    _asides: dict[int, tuple[int, Callable[[Regs], object]]] = field(default_factory=dict)
     _others: dict[int, tuple[Kprobe | None, HitStatus, list[tuple[Kprobe, HitStatus]], bool, bool]] = field(
         default_factory=dict
     )
 
     @property
-    def aside(self) -> tuple[Kprobe, int, Callable[[Kprobe, Regs], None]]:
-        """While the guest runs a part of a hit for Python: of which probe, and where and how it goes on."""
+    def aside(self) -> tuple[int, Callable[[Regs], object]]:
+        """While the guest runs a part of a hit for Python: where and how it goes on."""
         return self._asides[self.cpu]
 
     @aside.setter
-    def aside(self, value: tuple[Kprobe, int, Callable[[Kprobe, Regs], None]]) -> None:
+    def aside(self, value: tuple[int, Callable[[Regs], object]]) -> None:
         self._asides[self.cpu] = value
 
     @property

@@ -21,8 +21,9 @@ from typing import Any
 
 from emulated_kernel.abi import Vector
 from emulated_kernel.arch.base import Arch
+from emulated_kernel.kprobes.assembled import Moment
 from emulated_kernel.kprobes.ctlblk import HitStatus, KprobeCtlblk
-from emulated_kernel.kprobes.handlers.compiler import Compiler
+from emulated_kernel.kprobes.handlers.compiler import Compiler, EmitAll
 from emulated_kernel.kprobes.handlers.saved_regs import SavedFrames
 from emulated_kernel.kprobes.kprobe import AggregatorProbe, CompiledCode, Kprobe, KprobeFlag, OutOfLine, Regs
 from emulated_kernel.kprobes.split_jumps import SplitJumps
@@ -77,7 +78,9 @@ class HitHandling:
             self.singlestep(kprobe, insn, regs, True)
             return
         ctlblk.set_current(kprobe, True)
-        if not kprobe.has_assembly or not self._run_aside(kprobe, regs, self._call_pre_handler):
+        if not kprobe.has_assembly or not self._run_aside(
+            kprobe, regs, partial(self._call_pre_handler, kprobe)
+        ):
             self._call_pre_handler(kprobe, regs)
 
     def _call_pre_handler(self, kprobe: Kprobe, regs: Regs) -> None:
@@ -100,28 +103,52 @@ class HitHandling:
     # With handlers in assembly
 
     def _run_aside(
-        self, kprobe: Kprobe, regs: Regs, then: Callable[[Kprobe, Regs], None], *, in_frame: bool = False
+        self,
+        kprobe: Kprobe,
+        regs: Regs,
+        then: Callable[[Regs], object],
+        moment: Moment = Moment.HIT,
+        *,
+        in_frame: bool = False,
     ) -> bool:
-        """Let the guest run them, and come back to what Python does of the hit; False: there is no room.
+        """Let the guest run a probe's, and come back to what Python does of the hit; False: no room."""
+        if self.in_clock_loop(kprobe.address):
+            then = partial(self._with_clock_held, then)
+        emit = partial(kprobe.emit_assembly, moment=moment)
+        if self.run_aside((kprobe, moment), emit, regs, then, in_frame=in_frame):
+            return True
+        count_missed(kprobe)
+        return False
 
-        `in_frame`: the probed code's registers are in a struct pt_regs, and sp is at it.
+    def run_aside(
+        self,
+        owners: tuple[object, ...],
+        emit: EmitAll,
+        regs: Regs,
+        then: Callable[[Regs], object],
+        *,
+        in_frame: bool,
+    ) -> bool:
+        """Let the guest run some, and go on here behind them; False: there is no room for what `emit` makes.
+
+        `in_frame`: the probed code's registers are in a struct pt_regs, and sp is at it. The code belongs to
+        its owners: see Compiler.drop_asides.
         """
-        code = self._compiler.aside(kprobe, in_frame=in_frame)
+        code = self._compiler.aside(owners, emit, in_frame=in_frame)
         if code is None:
-            count_missed(kprobe)
             return False
-        self._machine.breakpoints[code.tail] = self._behind_aside
-        self.ctlblk.aside = kprobe, regs.ip, then
+        self._machine.breakpoints.setdefault(code.tail, self._behind_aside)
+        self.ctlblk.aside = regs.ip, then
         regs.ip = code.entry
         return True
 
     def _behind_aside(self, regs: Regs) -> None:
-        kprobe, regs.ip, then = self.ctlblk.aside
-        if self.in_clock_loop(kprobe.address):
-            with self._machine.clock.held():
-                then(kprobe, regs)
-        else:
-            then(kprobe, regs)
+        regs.ip, then = self.ctlblk.aside
+        then(regs)
+
+    def _with_clock_held(self, then: Callable[[Regs], object], regs: Regs) -> None:
+        with self._machine.clock.held():
+            then(regs)
 
     def by_stub(self, kprobe: Kprobe, stub: CompiledCode) -> Callable[[Regs], None]:
         """The same where the handlers are guest code, which goes on at the instruction's copy.
@@ -210,10 +237,30 @@ class HitHandling:
         if ctlblk.status is _REENTER:
             ctlblk.restore_previous()
             return
+        if kprobe.has_post_assembly and self._run_post_assembly(kprobe, regs):
+            return
+        self._call_post_handler(kprobe, regs)
+
+    def _run_post_assembly(self, kprobe: Kprobe, regs: Regs) -> bool:
+        """Let the guest run it; False where there is no room for it, and Python's are still to be called."""
+        insn = kprobe.insn
+        assert insn is not None
+        if not insn.prepared.boostable or kprobe.has_python_post_handler:
+            # No jump leads from there to where the guest goes on, or not always to the same place.
+            return self._run_aside(kprobe, regs, partial(self._call_post_handler, kprobe), Moment.BEHIND)
+        code = self._compiler.behind(kprobe, partial(kprobe.emit_assembly, moment=Moment.BEHIND), regs.ip)
+        if code is None:
+            count_missed(kprobe)
+            return False
+        self.ctlblk.reset_current(kprobe)
+        regs.ip = code.entry
+        return True
+
+    def _call_post_handler(self, kprobe: Kprobe, regs: Regs) -> None:
         if kprobe.post_handler is not None:
-            ctlblk.status = HitStatus.STEP_DONE
+            self.ctlblk.status = HitStatus.STEP_DONE
             self._run_post_handler(kprobe, regs)
-        ctlblk.reset_current(kprobe)
+        self.ctlblk.reset_current(kprobe)
 
     def _run_post_handler(self, kprobe: Kprobe, regs: Regs) -> None:
         try:
@@ -242,7 +289,8 @@ class HitHandling:
             count_missed(kprobe)
             return False
         ctlblk.set_current(kprobe, False)
-        if not kprobe.has_assembly or not self._run_aside(kprobe, regs, self._in_detour, in_frame=True):
+        in_detour = partial(self._in_detour, kprobe)
+        if not kprobe.has_assembly or not self._run_aside(kprobe, regs, in_detour, in_frame=True):
             self._in_detour(kprobe, regs)
         return True
 
@@ -274,20 +322,31 @@ class HitHandling:
     def _called(
         self, kprobe: Kprobe, behind: int, frame: Regs, then: Callable[[], object], *_live: Any
     ) -> None:
-        ctlblk, pre_handler = self.ctlblk, kprobe.pre_handler
+        pre_handler = kprobe.pre_handler
         frame.ip = behind - self._call_size + self._seen_at
         try:
             leaves = pre_handler is not None and pre_handler(kprobe, frame)
         except BaseException as error:
             leaves = False
             self.report(kprobe, error)
-        if not leaves:
+        if leaves:
+            self.ctlblk.reset_current(kprobe)
+            then()
+            return
+        frame.ip = behind
+        ended = partial(self._behind_call, kprobe, frame, then)
+        if not kprobe.has_post_assembly or not self._run_aside(
+            kprobe, self._machine.regs, ended, Moment.BEHIND, in_frame=True
+        ):
+            ended()
+
+    def _behind_call(self, kprobe: Kprobe, frame: Regs, then: Callable[[], object], *_live: Any) -> None:
+        behind = frame.ip
+        if kprobe.post_handler is not None:
+            self.ctlblk.status = HitStatus.STEP_DONE
+            self._run_post_handler(kprobe, frame)
             frame.ip = behind
-            if kprobe.post_handler is not None:
-                ctlblk.status = HitStatus.STEP_DONE
-                self._run_post_handler(kprobe, frame)
-                frame.ip = behind
-        ctlblk.reset_current(kprobe)
+        self.ctlblk.reset_current(kprobe)
         then()
 
     # Faults and interrupts

@@ -14,7 +14,7 @@ from emulated_kernel.arch.analysis.region import Region
 from emulated_kernel.arch.base import Prepared
 from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
 from emulated_kernel.dataclass import dataclass
-from emulated_kernel.kprobes.assembled import AssembledHandler, Cells
+from emulated_kernel.kprobes.assembled import AssembledHandlers, Cells, Moment
 
 
 @dataclass(eq=False)
@@ -124,6 +124,8 @@ class Kprobe:
     It changes no register of the probed code. A name in place of an address is one of `cells`. An
     instruction that faults ends it, and counts in `failures`.
     """
+    post_code: str | None = None
+    """A post_handler in assembly, with the same cells."""
     fault_handler: FaultHandler | None = None
     """Kernels before 5.14; see HitHandling.fix_fault."""
     break_handler: BreakHandler | None = None
@@ -137,10 +139,12 @@ class Kprobe:
     raised: int = field(default=0, init=False)
     """Hits whose handler in Python raised; once it is unregistered, those as well whose code faulted."""
     _cells: Cells | None = field(default=None, init=False, repr=False)
-    assembled: AssembledHandler | None = field(default=None, init=False, repr=False)
-    """The `code` of a registered probe."""
+    assembled: AssembledHandlers | None = field(default=None, init=False, repr=False)
+    """Of a registered probe."""
     has_assembly: bool = field(default=False, init=False, repr=False)
-    """Whether it has some, or probes that it stands for."""
+    """Whether it has `code`, or probes that it stands for."""
+    has_post_assembly: bool = field(default=False, init=False, repr=False)
+    """The same of `post_code`."""
     takes_flags: bool = field(default=False, init=False, repr=False)
     """The post_handler has a third argument; as of its registration."""
     flags: KprobeFlag = field(default=KprobeFlag.NONE, init=False)
@@ -183,11 +187,28 @@ class Kprobe:
         assert self.addr is not None, "a probe has no address before it is registered"
         return GuestAddr(self.addr)
 
-    def attach_assembly(self, assembled: AssembledHandler) -> None:
+    @property
+    def texts(self) -> dict[Moment, str]:
+        """Its handlers in assembly."""
+        given = {Moment.HIT: self.code, Moment.BEHIND: self.post_code}
+        return {moment: text for moment, text in given.items() if text is not None}
+
+    def attach_assembly(self, assembled: AssembledHandlers) -> None:
         """It is registered; without handlers of another kind its program has nothing but this."""
-        self.assembled, self.has_assembly = assembled, True
+        self.assembled = assembled
+        self.has_assembly, self.has_post_assembly = Moment.HIT in assembled, Moment.BEHIND in assembled
         if self.pre_handler is None:
             self.pre_handler, self.program = _nothing_else, _no_program
+        if self.post_handler is None and self.has_post_assembly:
+            self.post_handler = _nothing_behind
+
+    def leave_assembly(self) -> AssembledHandlers | None:
+        """It isn't registered any more; returns what it had."""
+        assembled, self.assembled = self.assembled, None
+        self.has_assembly = self.has_post_assembly = False
+        if self.post_handler is _nothing_behind:
+            self.post_handler = None
+        return assembled
 
     @property
     def failures(self) -> int:
@@ -207,15 +228,29 @@ class Kprobe:
 
     def emit(self, builder: ProgramBuilder, way: HitWay) -> bool:
         """Add what is done at a hit to a program; False where it takes Python."""
-        if self.program is None or self.post_handler is not None:
+        if self.has_python_post_handler or not self.emit_pre_handlers(builder, way):
+            return False
+        if way is HitWay.CALL:
+            # What is called has nothing to step: the instruction's end is the call's.
+            self.emit_assembly(builder, Moment.BEHIND)
+        return True
+
+    def emit_pre_handlers(self, builder: ProgramBuilder, way: HitWay) -> bool:
+        """The same of what runs in front of the instruction."""
+        if self.program is None:
             return False
         self.emit_assembly(builder)
         return self.program(builder, way)
 
-    def emit_assembly(self, builder: ProgramBuilder) -> None:
+    def emit_assembly(self, builder: ProgramBuilder, moment: Moment = Moment.HIT) -> None:
         """Add the handlers in assembly alone."""
         if self.assembled is not None:
-            self.assembled.emit(builder)
+            self.assembled.emit(builder, moment)
+
+    @property
+    def has_python_post_handler(self) -> bool:
+        """Whether the step's end is Python's."""
+        return self.post_handler is not None and self.post_handler is not _nothing_behind
 
     @property
     def has_program(self) -> bool:
@@ -343,6 +378,7 @@ class AggregatorProbe(Kprobe):
     _with_post_handler: int = field(default=0, init=False, repr=False)
     """Members that have one, disabled or not."""
     _with_assembly: int = field(default=0, init=False, repr=False)
+    _with_post_assembly: int = field(default=0, init=False, repr=False)
     _pre_handlers: list[tuple[PreHandler, Kprobe]] | None = field(default=None, init=False, repr=False)
     """Those of enabled members; None: to be collected at the next hit, for thousands may change before."""
     _with_post_handlers: list[Kprobe] = field(default_factory=list, init=False, repr=False)
@@ -369,15 +405,18 @@ class AggregatorProbe(Kprobe):
         """Its last probe is gone, and only its unoptimization is awaited. Mirrors: kprobe_unused (v6.1)."""
         return not self.by_age and self.is_disabled
 
-    def emit(self, builder: ProgramBuilder, way: HitWay) -> bool:
+    def emit_pre_handlers(self, builder: ProgramBuilder, way: HitWay) -> bool:
         """All its members' handlers, or none of them."""
-        if self.post_handler is not None:
-            return False
-        return all(member.emit(builder, way) for _, member in self._collected())
+        return all(member.emit_pre_handlers(builder, way) for _, member in self._collected())
 
-    def emit_assembly(self, builder: ProgramBuilder) -> None:
+    def emit_assembly(self, builder: ProgramBuilder, moment: Moment = Moment.HIT) -> None:
         for _, member in self._collected():
-            member.emit_assembly(builder)
+            member.emit_assembly(builder, moment)
+
+    @property
+    def has_python_post_handler(self) -> bool:
+        self._collected()
+        return any(member.has_python_post_handler for member in self._with_post_handlers)
 
     @property
     def may_compile(self) -> bool:
@@ -439,6 +478,7 @@ class AggregatorProbe(Kprobe):
         self.enabled_members += not member.is_disabled
         self._with_post_handler += member.post_handler is not None
         self._with_assembly += member.has_assembly
+        self._with_post_assembly += member.has_post_assembly
         if member.break_handler is not None:
             self.break_handler = member.break_handler
 
@@ -449,6 +489,7 @@ class AggregatorProbe(Kprobe):
         self.enabled_members -= not member.is_disabled
         self._with_post_handler -= member.post_handler is not None
         self._with_assembly -= member.has_assembly
+        self._with_post_assembly -= member.has_post_assembly
         if member.break_handler is not None:
             self.break_handler = None
 
@@ -459,7 +500,7 @@ class AggregatorProbe(Kprobe):
         optimization, disabled or not.
         """
         self._pre_handlers = None
-        self.has_assembly = self._with_assembly > 0
+        self.has_assembly, self.has_post_assembly = self._with_assembly > 0, self._with_post_assembly > 0
         self.pre_handler = _run_pre_handlers
         self.post_handler = _run_post_handlers if self._with_post_handler else None
 
@@ -487,6 +528,10 @@ def takes_flags(handler: PostHandler) -> bool:
 
 def _nothing_else(_kprobe: Kprobe, _regs: Regs) -> None:
     """The pre_handler in Python of a probe that has one in assembly alone."""
+
+
+def _nothing_behind(_kprobe: Kprobe, _regs: Regs) -> None:
+    """The same of its post_handler."""
 
 
 def _no_program(_builder: ProgramBuilder, _way: HitWay) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 
 from emulated_kernel.abi import GuestAddr
@@ -12,7 +12,7 @@ from emulated_kernel.arch.base import Arch
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes import report
 from emulated_kernel.kprobes.arming import Arming
-from emulated_kernel.kprobes.assembled import AssembledHandler
+from emulated_kernel.kprobes.assembled import AssembledHandlers, Cells, Moment
 from emulated_kernel.kprobes.ftrace import FtraceSites
 from emulated_kernel.kprobes.handlers.compiler import Compiler
 from emulated_kernel.kprobes.handlers.garbage import TextGarbage
@@ -125,26 +125,29 @@ class Kprobes:
         if addr in self.verdict.fentry:
             kprobe.flags |= KprobeFlag.FTRACE
         try:
-            if kprobe.code is not None:
-                self._assemble(kprobe, kprobe.code)
+            texts = kprobe.texts
+            if texts:
+                kprobe.attach_assembly(self.assemble(texts, kprobe.cells))
             self._insert(kprobe)
         except KernelError:
             kprobe.addr = given
             self._forget_assembly(kprobe)
             raise
 
-    def _assemble(self, kprobe: Kprobe, text: str) -> None:
-        kprobe.attach_assembly(AssembledHandler(text, self._assembler, self._records, kprobe.cells))
+    def assemble(self, texts: Mapping[Moment, str], cells: Cells) -> AssembledHandlers:
+        """Handlers in assembly. Raises: KernelError EINVAL, ENOMEM."""
+        return AssembledHandlers(texts, self._assembler, self._records, cells)
+
+    def forget(self, assembled: AssembledHandlers) -> None:
+        """Their code was dropped, and the cells live as long as a CPU may be in some of what was dropped."""
+        assembled.detach()
+        self.garbage.add((0, 0), assembled.free)
 
     def _forget_assembly(self, kprobe: Kprobe) -> None:
-        """Its code was dropped, and the cells live as long as a CPU may be in some of what was dropped."""
-        assembled = kprobe.assembled
-        if assembled is None:
-            return
-        kprobe.cells.detach()
-        kprobe.raised += assembled.faults
-        kprobe.assembled, kprobe.has_assembly = None, False
-        self.garbage.add((0, 0), assembled.free)
+        assembled = kprobe.leave_assembly()
+        if assembled is not None:
+            kprobe.raised += assembled.faults
+            self.forget(assembled)
 
     def _check_handlers(self, kprobe: Kprobe) -> None:
         """Raises: KernelError EOPNOTSUPP for what this kernel's struct kprobe doesn't have."""

@@ -118,9 +118,11 @@ def test_it_begins_with_what_a_new_user_does() -> None:
         )
 
 
-@pytest.mark.parametrize("page", [README, ASSEMBLY], ids=lambda page: page.stem)
-def test_the_python_example_runs(page: Path) -> None:
-    (example,) = blocks("python", page)
+@pytest.mark.parametrize(("page", "count"), [(README, 1), (ASSEMBLY, 2)])
+def test_the_python_examples_run(page: Path, count: int) -> None:
+    examples = blocks("python", page)
+    assert len(examples) == count
+    example = "\n\n".join(examples)
     done = subprocess.run(
         [sys.executable, "-c", example],
         capture_output=True,

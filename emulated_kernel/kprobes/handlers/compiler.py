@@ -31,6 +31,8 @@ _log = logging.getLogger(__name__)
 
 Placing = Callable[[HandlerCode, int], Detour]
 """Completes a handler for the address that it is to stand at. Raises: KernelError (out of reach)."""
+EmitAll = Callable[[ProgramBuilder], object]
+"""Adds all that is to run to a program."""
 NO_MEMORY = (MemoryError, ImportError)
 """What the host raises that has none, for a library of its own too. In the middle of a hit, which goes on.
 
@@ -83,8 +85,8 @@ class Compiler:
         """Address of an access that may fault to where the CPU goes on then."""
         self.codes: dict[CompiledCode, None] = {}
         """All that there is, what waits to be freed too, in the order of its making."""
-        self.asides: dict[tuple[Kprobe, bool], CompiledCode] = {}
-        """By probe, and whether registers are in a frame."""
+        self.asides: dict[tuple[object, ...], CompiledCode] = {}
+        """What guest code runs of hits that Python handles, by what it belongs to."""
         self._garbage = garbage
         self._lock = lock
         self._turn = 0
@@ -139,30 +141,46 @@ class Compiler:
         return code
 
     @_or_none
-    def aside(self, head: Kprobe, *, in_frame: bool) -> CompiledCode | None:
-        """The handlers in assembly alone, for hits that Python handles; None where there is no room for it.
+    def aside(self, owners: tuple[object, ...], emit: EmitAll, *, in_frame: bool) -> CompiledCode | None:
+        """Handlers in assembly alone, for hits that Python handles; None where there is no room for them.
 
         It ends in a breakpoint, `CompiledCode.tail`, which is the caller's. `in_frame`: registers are saved
         in a struct pt_regs already, which sp is at.
         """
-        made = self.asides.get((head, in_frame))
+        key = (*owners, in_frame)
+        made = self.asides.get(key)
         if made is not None:
             return made
         builder = ProgramBuilder()
-        head.emit_assembly(builder)
+        emit(builder)
         returns, breakpoint_ = self._arch.returns, self._arch.breakpoint
         assert returns is not None
         handler = (
             returns.handler(builder.program(), saves_all=True)
             if in_frame
-            else self._handler(builder, head.address)
+            else self._handler(builder, 0, self._verdict.all_live)
         )
         code = self._write(
             builder, handler, len(breakpoint_), lambda handler, _at: Detour.compiled(handler, breakpoint_)
         )
         if code is not None:
             code.tail = code.address + code.size - len(breakpoint_)
-            self.asides[head, in_frame] = code
+            self.asides[key] = code
+        return code
+
+    @_or_none
+    def behind(self, owner: Kprobe, emit: EmitAll, target: int) -> CompiledCode | None:
+        """Handlers in assembly that go on at `target`; None where there is no room for them."""
+        key = owner, target
+        made = self.asides.get(key)
+        if made is not None:
+            return made
+        builder = ProgramBuilder()
+        emit(builder)
+        handler = self._handler(builder, 0, self._verdict.all_live)
+        code = self._write(builder, handler, self._arch.jump_size, self._going_on_at(target))
+        if code is not None:
+            self.asides[key] = code
         return code
 
     def call(self, head: Kprobe, ret: int) -> CompiledCode | None:
@@ -244,12 +262,15 @@ class Compiler:
         builder = ProgramBuilder()
         if not self.enabled or not head.emit(builder, way):
             return None
-        return self._write(builder, self._handler(builder, head.address), behind, place)
+        # A post_handler sees registers too that the function doesn't read any more.
+        live = self._verdict.all_live if head.post_handler is not None else None
+        return self._write(builder, self._handler(builder, head.address, live), behind, place)
 
-    def _handler(self, builder: ProgramBuilder, address: int) -> HandlerCode:
-        """It saves what may be read behind the probe at `address`."""
-        live = None if self.saves_all else self._verdict.live_at(address)
-        return self._arch.handler_code(builder.program(), address, live)
+    def _handler(self, builder: ProgramBuilder, address: int, live: Live | None = None) -> HandlerCode:
+        """It saves what may be read behind the probe at `address`, if nothing else is said."""
+        if self.saves_all:
+            return self._arch.handler_code(builder.program(), address, None)
+        return self._arch.handler_code(builder.program(), address, live or self._verdict.live_at(address))
 
     def _going_on_at(self, target: int) -> Placing:
         return lambda handler, buffer: self._arch.handler_stub(handler, buffer, target)
@@ -288,12 +309,10 @@ class Compiler:
 
     # Freeing
 
-    def drop_asides(self, kprobe: Kprobe) -> None:
-        """What the handlers in assembly are has changed."""
-        for in_frame in (False, True):
-            code = self.asides.pop((kprobe, in_frame), None)
-            if code is not None:
-                self.retire(code)
+    def drop_asides(self, owner: object) -> None:
+        """What its handlers in assembly are has changed."""
+        for key in [key for key in self.asides if any(each is owner for each in key)]:
+            self.retire(self.asides.pop(key))
 
     def retire(self, code: CompiledCode) -> None:
         """Nothing jumps to it any more; CPUs in it still go on to slots, detours and trampolines."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from enum import Enum, auto
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from emulated_kernel.arch.base import Arch
@@ -15,6 +15,7 @@ from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
 from emulated_kernel.arch.program.ops import Move
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
+from emulated_kernel.kprobes.assembled import AssembledHandlers, Cells, Moment
 from emulated_kernel.kprobes.ftrace import Called, FtraceOps
 from emulated_kernel.kprobes.handlers.compiler import NO_MEMORY
 from emulated_kernel.kprobes.kprobe import CompiledCode, Emit
@@ -63,12 +64,20 @@ class Fprobe:
     exit_program: Emit | None = None
     """The handlers as guest code, for HitWay.CALL and HitWay.RETURN; see Fprobes.handler_changed. The virtual
     register CALLED is the function's address; ip isn't known."""
+    code: str | None = None
+    return_code: str | None = None
+    """Handlers in assembly for entries and exits, in front of the others, as Kprobe.code; with `cells`."""
     is_disabled: bool = False
     """See Fprobes.disable_fprobe."""
+    cells: Cells = field(default_factory=Cells, init=False, repr=False)
+    """What they read and write by name."""
+    assembled: AssembledHandlers | None = field(default=None, init=False, repr=False)
+    """Of a registered one."""
     hook: ReturnHook | None = field(default=None, init=False, repr=False)
     _missed: int = field(default=0, init=False, repr=False)
     """As of its unregistration."""
-    failures: int = field(default=0, init=False)
+    raised: int = field(default=0, init=False)
+    """Calls whose handler in Python raised; once it is unregistered, those as well whose code faulted."""
     functions: tuple[int, ...] = field(default=(), init=False)
     """Their addresses, while it is registered."""
 
@@ -76,6 +85,17 @@ class Fprobe:
     def nmissed(self) -> int:
         """Calls missed for want of an instance, since it was registered."""
         return self._missed if self.hook is None else self.hook.missed
+
+    @property
+    def failures(self) -> int:
+        """Calls one of whose handlers raised or faulted, since it was registered."""
+        return self.raised + (0 if self.assembled is None else self.assembled.faults)
+
+    @property
+    def texts(self) -> dict[Moment, str]:
+        """Its handlers in assembly."""
+        given = {Moment.HIT: self.code, Moment.RETURN: self.return_code}
+        return {moment: text for moment, text in given.items() if text is not None}
 
     def leave_hook(self) -> ReturnHook | None:
         """Keep the count without it; returns it."""
@@ -147,8 +167,9 @@ class Fprobes:
     def register_fprobe(self, fp: Fprobe) -> None:
         """Hook all functions that match.
 
-        Raises: KernelError EINVAL (none matches, registered already), EOPNOTSUPP (no fentry sites, or a
-        register that isn't saved), ENOMEM. Mirrors: kernel/trace/fprobe.c:register_fprobe (v6.1).
+        Raises: KernelError EINVAL (none matches, registered already, code that can't be assembled),
+        EOPNOTSUPP (no fentry sites, or a register that isn't saved), ENOMEM.
+        Mirrors: kernel/trace/fprobe.c:register_fprobe (v6.1).
         """
         self._kprobes.lock.assert_held()
         sites = self._kprobes.sites
@@ -160,8 +181,16 @@ class Fprobes:
         fp.functions = self._matching(fp)
         if not fp.functions:
             raise KernelError(errno.EINVAL, f"no function {fp.filter} can be traced")
-        fp.failures = fp._missed = 0
-        registered = self._registered[fp] = self._prepare(fp)
+        texts = fp.texts
+        fp.assembled = self._kprobes.assemble(texts, fp.cells) if texts else None
+        fp.raised = fp._missed = 0
+        try:
+            registered = self._prepare(fp)
+        except KernelError:
+            self._forget_assembly(fp)
+            raise
+        self._registered[fp] = registered
+        self._attach_assembly(fp, registered)
         sites.attach(registered.ops, fp.functions)
 
     def unregister_fprobe(self, fp: Fprobe) -> None:
@@ -183,7 +212,25 @@ class Fprobes:
         hook = fp.leave_hook()
         if hook is not None:
             self._hooks.remove(hook)
+        self._forget_assembly(fp)
         fp.functions = ()
+
+    def _forget_assembly(self, fp: Fprobe) -> None:
+        assembled, fp.assembled = fp.assembled, None
+        if assembled is not None:
+            fp.raised += assembled.faults
+            self._kprobes.forget(assembled)
+
+    def _attach_assembly(self, fp: Fprobe, registered: _Registered) -> None:
+        """Let it run where Python handles calls, or not while the fprobe is disabled."""
+        assembled = None if fp.is_disabled else fp.assembled
+        at_entry, at_exit = (
+            None if assembled is None or moment not in assembled else assembled
+            for moment in (Moment.HIT, Moment.RETURN)
+        )
+        registered.ops.emit = None if at_entry is None else partial(at_entry.emit, moment=Moment.HIT)
+        if fp.hook is not None:
+            fp.hook.assembled = at_exit
 
     def disable_fprobe(self, fp: Fprobe) -> None:
         """Its handlers aren't called any more. Mirrors: include/linux/fprobe.h:disable_fprobe (v6.1)."""
@@ -205,6 +252,10 @@ class Fprobes:
         self._drop_code(registered)
         if fp.hook is not None:
             self._hooks.handler_changed(fp.hook)
+        if fp.assembled is not None:
+            assert self._kprobes.sites is not None
+            self._attach_assembly(fp, registered)
+            self._kprobes.sites.set_code(registered.ops, {})
 
     def _drop_code(self, registered: _Registered) -> None:
         registered.is_python = False
@@ -242,11 +293,12 @@ class Fprobes:
     def _prepare(self, fp: Fprobe) -> _Registered:
         on_entry, on_exit = self._saved(fp)
         partial = fp.registers is FprobeRegs.FTRACE_REGS
-        if fp.exit_handler is not None:
+        if fp.exit_handler is not None or fp.return_code is not None:
             nodes = fp.nr_maxactive or 2 * self._cpus * len(fp.functions)
             returned = self._returned(fp, on_exit if partial else None)
             size = self._arch.word_size + fp.entry_data_size
-            program = None if fp.exit_program is None else lambda builder, way: _exits(fp, builder, way)
+            in_python = fp.exit_handler is not None and fp.exit_program is None
+            program = None if in_python else lambda builder, way: _exits(fp, builder, way)
             fp.hook = self._hooks.add(returned, nodes, size, program)
             fp.hook.follows_convention = True
         entered = self._entered(fp, on_entry if partial else None)
@@ -280,6 +332,9 @@ class Fprobes:
         native = self._hooks.native
         if native is None or fp.is_disabled or fp.entry_data_size:
             return False
+        if fp.assembled is not None:
+            # In front of what uses virtual registers.
+            fp.assembled.emit(builder, Moment.HIT)
         if fp.entry_handler is not None:
             if fp.entry_program is None:
                 return False
@@ -335,15 +390,17 @@ class Fprobes:
         try:
             return bool(handler(fp, address, regs, data))
         except BaseException as error:
-            fp.failures += 1
-            self._kprobes.hits.note_failure(error, address, is_first=fp.failures == 1)
+            fp.raised += 1
+            self._kprobes.hits.note_failure(error, address, is_first=fp.raised == 1)
             return False
 
 
 def _exits(fp: Fprobe, builder: ProgramBuilder, way: HitWay) -> bool:
     """The exit handler behind what has left the function's address in SLOT."""
-    assert fp.exit_program is not None
     if fp.is_disabled:
         return False
+    if fp.exit_handler is None:
+        return True
+    assert fp.exit_program is not None
     builder.emit(Move(CALLED, SLOT))
     return fp.exit_program(builder, way)

@@ -10,6 +10,7 @@ from typing import Any
 from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
+from emulated_kernel.kprobes.assembled import AssembledHandlers, Moment
 from emulated_kernel.kprobes.ctlblk import HitStatus
 from emulated_kernel.kprobes.hit import HitHandling
 from emulated_kernel.kprobes.kprobe import Emit, Kprobe, Regs
@@ -42,6 +43,8 @@ class Kretprobe(Kprobe):
     handler: KretprobeHandler | None = None
     return_program: Emit | None = None
     """The handler as guest code, for HitWay.RETURN; see Kretprobes.handler_changed."""
+    return_code: str | None = None
+    """A handler in assembly for returns, as `code` is one for entries, with the same cells."""
     entry_handler: KretprobeHandler | None = None
     maxactive: int = 0
     data_size: int = 0
@@ -51,6 +54,16 @@ class Kretprobe(Kprobe):
 
     def __post_init__(self) -> None:
         self.kind = "r"
+
+    @property
+    def texts(self) -> dict[Moment, str]:
+        given = {Moment.HIT: self.code, Moment.RETURN: self.return_code}
+        return {moment: text for moment, text in given.items() if text is not None}
+
+    def attach_assembly(self, assembled: AssembledHandlers) -> None:
+        Kprobe.attach_assembly(self, assembled)
+        if self.hook is not None and Moment.RETURN in assembled:
+            self.hook.assembled = assembled
 
     @property
     def instances_missed(self) -> int:
@@ -145,6 +158,10 @@ class Kretprobes:
 
     def unregister_kretprobe(self, rp: Kretprobe) -> None:
         """Calls that are pending return without the handler. One that isn't registered is ignored."""
+        if rp.hook is not None:
+            # What runs at returns goes before its cells do.
+            self.hooks.handler_changed(rp.hook)
+            rp.hook.assembled = None
         self._kprobes.unregister_kprobe(rp)
         self._release(rp)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from emulated_kernel.dataclass import dataclass
+from emulated_kernel.kprobes.assembled import AssembledHandlers
 from emulated_kernel.kprobes.kprobe import CompiledCode, Emit, Kprobe
 from emulated_kernel.kprobes.return_hook.base import MISSED, RETURNED, ShadowStack
 
@@ -60,6 +61,8 @@ class ReturnHook:
     """The return probe that it belongs to."""
     place: int = 0
     """Address of the hooked function; 0 for many."""
+    assembled: AssembledHandlers | None = None
+    """Handlers in assembly that run at its returns."""
     flushed: int = 0
     """Calls that never returned, because their task ended or their run was given up."""
 

@@ -46,6 +46,7 @@ class HookSets:
             arch,
             profile.trampoline,
             kprobes.compiler,
+            kprobes.hits,
             scheduler,
             kprobes.lock,
             sets=self._sets,

@@ -8,8 +8,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from emulated_kernel.arch.base import Arch
+from emulated_kernel.arch.program.builder import ProgramBuilder
 from emulated_kernel.errors import KernelError
+from emulated_kernel.kprobes.assembled import Moment
 from emulated_kernel.kprobes.handlers.compiler import Compiler
+from emulated_kernel.kprobes.hit import HitHandling
 from emulated_kernel.kprobes.kprobe import Emit
 from emulated_kernel.kprobes.profile import TrampolineForm
 from emulated_kernel.kprobes.return_hook.base import RETURNED, Pending, ShadowStack
@@ -56,6 +59,7 @@ class ReturnHooks:
         arch: Arch,
         form: TrampolineForm,
         compiler: Compiler,
+        hits: HitHandling,
         scheduler: Scheduler,
         lock: ControlLock,
         stack: str,
@@ -67,6 +71,7 @@ class ReturnHooks:
         self._abi = abi
         self._arch = arch
         self._compiler = compiler
+        self._hits = hits
         self._scheduler = scheduler
         self._lock = lock
         self._sets = sets
@@ -76,7 +81,9 @@ class ReturnHooks:
         self._hooks: dict[int, ReturnHook] = {}
         self._removed: dict[int, ReturnHook] = {}
         """Those of them that may still have calls pending."""
-        self.trampoline = Trampoline(machine, abi, arch, form, self._returned)
+        self._has_assembly: bool | None = None
+        """Some of them have handlers in assembly; None: look when it is asked."""
+        self.trampoline = Trampoline(machine, abi, arch, form, self._returned, self._run_aside)
         self._has_traps = False
         self.stack = self._make_stack(stack)
         self.native = self._make_native()
@@ -144,7 +151,7 @@ class ReturnHooks:
         address = self.stack.add_hook(nodes, data_size)
         self._removed.pop(address, None)
         hook = ReturnHook(address, handler, data_size, self.stack, program)
-        self._hooks[address] = hook
+        self._hooks[address], self._has_assembly = hook, None
         return hook
 
     def remove(self, hook: ReturnHook) -> None:
@@ -163,7 +170,10 @@ class ReturnHooks:
             self._removed = {**pending, hook.address: hook}
 
     def handler_changed(self, hook: ReturnHook) -> None:
-        """What its `program` makes differs from now on, or whether it makes any."""
+        """What its `program` makes differs from now on, or whether it makes any, or its assembly."""
+        self._has_assembly = None
+        if hook.assembled is not None:
+            self._compiler.drop_asides(hook)
         if self.native is not None:
             self.native.drop_handler(hook)
 
@@ -261,6 +271,23 @@ class ReturnHooks:
                 hook.handler(_instance(hook, call, task), regs)
         self.stack.pop(task, len(calls))
         return caller
+
+    def _run_aside(self, regs: Any, frame: int, then: Callable[[Any], object], in_frame: bool) -> bool:
+        """Let the guest run the handlers in assembly of what has returned through `frame`; False: none."""
+        if self._has_assembly is None:
+            self._has_assembly = any(hook.assembled is not None for hook in self._hooks.values())
+        if not self._has_assembly:
+            return False
+        calls, _ = self._returning(self._tasks.current())
+        found = (self._hooks.get(call.hook) for call in calls if call.frame == frame)
+        owners = tuple(hook for hook in found if hook is not None and hook.assembled is not None)
+
+        def emit(builder: ProgramBuilder) -> None:
+            for hook in owners:
+                assert hook.assembled is not None
+                hook.assembled.emit(builder, Moment.RETURN)
+
+        return bool(owners) and self._hits.run_aside(owners, emit, regs, then, in_frame=in_frame)
 
     def _returning(self, task: int) -> tuple[list[Pending], int]:
         """The newest calls up to the first whose return address was a real one, and that.

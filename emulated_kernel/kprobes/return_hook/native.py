@@ -27,6 +27,7 @@ from emulated_kernel.arch.program.ops import (
     SetRegister,
     StoreImmediate,
 )
+from emulated_kernel.kprobes.assembled import Moment
 from emulated_kernel.kprobes.handlers.compiler import Compiler
 from emulated_kernel.kprobes.kprobe import CompiledCode
 from emulated_kernel.kprobes.return_hook.base import HANDLER, MISSED, RETURNED, ShadowStack, counter_at
@@ -64,6 +65,7 @@ class NativeReturns:
         self._link = arch.registers.link
         self._called_by = arch.call_link
         self._call_size = arch.call_size
+        self._kept = frozenset() if arch.returns is None else arch.returns.live.registers
         self._dispatch: CompiledCode | None = None
         self._finish: int | None = None
 
@@ -174,11 +176,20 @@ class NativeReturns:
         builder.emit(GetRegister(SLOT, self._sp))
         self._code.leave(builder, hook.address, self._data_words(hook))
         builder.emit(AddToCell(counter_at(hook.address, RETURNED, self._word), 1))
-        if not hook.program(builder, HitWay.RETURN):
+        if not hook.program(builder, HitWay.RETURN) or not self._emit_assembly(builder, hook):
             return
         hook.code = self._compiler.returning(builder, self._finish)
         if hook.code is not None:
             self._stack.words[hook.address + HANDLER * self._word] = hook.code.entry
+
+    def _emit_assembly(self, builder: ProgramBuilder, hook: ReturnHook) -> bool:
+        """False where it reads a register that the trampoline doesn't keep."""
+        assembled = hook.assembled
+        if assembled is not None:
+            if not (self._compiler.saves_all or self._kept.issuperset(assembled.reads(Moment.RETURN))):
+                return False
+            assembled.emit(builder, Moment.RETURN)
+        return True
 
     def drop_handler(self, hook: ReturnHook) -> None:
         """What the hook does differs from now on: Python handles its returns, until the next entry."""

@@ -16,6 +16,13 @@ Returned = Callable[[Any, int], int]
 """(registers, frame) -> the address to go on at; the frame is that of Pending."""
 
 
+RunAside = Callable[[Any, int, Callable[[Any], object], bool], bool]
+"""(registers, frame, then, in_frame): let the guest run what comes before the handlers, and `then` be called.
+
+False: nothing does. `in_frame`: the registers are saved, and sp is at them.
+"""
+
+
 class Trampoline:
     """One for all hooked functions; it is made when the first one is hooked, and stays."""
 
@@ -26,6 +33,7 @@ class Trampoline:
         arch: Arch,
         form: TrampolineForm,
         returned: Returned,
+        run_aside: RunAside,
     ) -> None:
         self._machine = machine
         self._memory = machine.memory
@@ -34,6 +42,7 @@ class Trampoline:
         self._word = arch.word_size
         self.form = form
         self._returned = returned
+        self._run_aside = run_aside
         self._frames = SavedFrames(machine.memory, arch.pt_regs, arch.word_size)
         self.address = 0
         """What replaces return addresses; 0 before anything was hooked."""
@@ -128,15 +137,29 @@ class Trampoline:
 
         Mirrors: arch/x86/kernel/rethook.c:arch_rethook_trampoline_callback (v6.1).
         """
+        if not self._run_aside(regs, self._saved(regs)[1], self._handle_saved, True):
+            self._handle_saved(regs)
+
+    def _saved(self, regs: Any) -> tuple[Any, int, int]:
+        """The registers, the slot of the return address, and where the real one is to be put."""
         saved, behind = self._frames.at(regs.sp), regs.sp + len(self._arch.pt_regs) * self._word
-        slot = behind if self._arch.registers.link is None else saved.sp
+        return saved, behind if self._arch.registers.link is None else saved.sp, behind
+
+    def _handle_saved(self, regs: Any) -> None:
+        saved, slot, behind = self._saved(regs)
         self._write(behind, self._returned(saved, slot))
 
     def _on_breakpoint(self, regs: Any) -> None:
         """The return has taken the address off the stack already."""
-        slot = regs.sp if self._arch.registers.link is not None else regs.sp - self._word
+        if not self._run_aside(regs, self._slot_above(regs), self._handle_live, False):
+            self._handle_live(regs)
+
+    def _slot_above(self, regs: Any) -> int:
+        return int(regs.sp) if self._arch.registers.link is not None else int(regs.sp) - self._word
+
+    def _handle_live(self, regs: Any) -> None:
         regs.ip = self.address
-        regs.ip = self._returned(regs, slot)
+        regs.ip = self._returned(regs, self._slot_above(regs))
 
 
 def _go_to(address: int, regs: Any) -> None:

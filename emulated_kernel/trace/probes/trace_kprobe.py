@@ -66,7 +66,7 @@ class EventKprobe(Kprobe):
     def has_program(self) -> bool:
         return True
 
-    def emit(self, builder: ProgramBuilder, way: HitWay) -> bool:
+    def emit_pre_handlers(self, builder: ProgramBuilder, way: HitWay) -> bool:
         return self.user.emit(builder, way)
 
 
