@@ -220,6 +220,23 @@ def test_the_data_of_a_call_begins_as_zeros(boot: Boot, arch: str, stack: str) -
     kernel.unregister_kretprobe(rp)
 
 
+@pytest.mark.parametrize(("data_size", "entries"), [(64, 0), (65, 4)])
+def test_more_data_than_guest_code_clears(boot: Boot, data_size: int, entries: int) -> None:
+    found: list[bytes] = []
+    kernel = boot()
+    rp = Kretprobe(
+        symbol_name="int_sqrt",
+        handler=lambda instance, _regs: found.append(bytes(instance.data)),
+        data_size=data_size,
+    )
+    kernel.register_kretprobe(rp)
+    kernel.call("int_sqrt", 4)
+    with counted_traps(kernel) as met:
+        assert [kernel.call("int_sqrt", number * number) for number in range(4)] == [0, 1, 2, 3]
+    assert len(met) == 4 + entries
+    assert found == [bytes(data_size)] * 5
+
+
 def test_a_kprobe_in_python_at_the_entry_takes_both(boot: Boot, stack: str) -> None:
     kernel = boot(return_hook=stack)
     rp, ring = hooked(kernel, "int_sqrt")
