@@ -126,7 +126,8 @@ class CompiledPlace(Place):
             self._all("compiling a stub", None)
         stub = self.head.stub
         if stub is None:
-            self._note("compiling a stub", "there is none")
+            if not self.kernel.kprobes.hits.in_clock_loop(self.address):
+                self._note("compiling a stub", "there is none")
             return [[] for _ in self.cpus]
         self._all("compiled stub", None)
         return [self._inside(cpu, stub.address, stub.size, "stub") for cpu in self.cpus]
