@@ -1,0 +1,62 @@
+"""What clients of tracers count on: an empty buffer behind a change, and the numbers of functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+import pytest
+
+from emulated_kernel.config import MachineConfig
+from emulated_kernel.kernel import Kernel
+from emulated_kernel.vfs.core.tree import Filesystem
+from tests.vfs.files import ROOT, read, truncate, write
+
+TOP, INSTANCE = "/tracing", "/tracing/instances/other"
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[Kernel]:
+    with Kernel(MachineConfig(clock="virtual")) as booted:
+        yield booted
+
+
+@pytest.fixture(scope="module")
+def tree(kernel: Kernel) -> Filesystem:
+    tree = kernel.filesystem()
+    tree.mkdir(ROOT, INSTANCE, 0o755)
+    return tree
+
+
+@pytest.mark.parametrize("array", [TOP, INSTANCE])
+def test_another_tracer_empties_the_buffer(tree: Filesystem, array: str) -> None:
+    """Of that trace array alone; to choose the same one again changes nothing."""
+    elsewhere = TOP if array == INSTANCE else INSTANCE
+    truncate(tree, f"{elsewhere}/trace")
+    write(tree, f"{elsewhere}/trace_marker", "elsewhere")
+    for before, after in product(read(tree, f"{array}/available_tracers").split(), repeat=2):
+        write(tree, f"{array}/current_tracer", before)
+        write(tree, f"{array}/trace_marker", "here")
+        write(tree, f"{array}/current_tracer", after)
+        assert ("here" in read(tree, f"{array}/trace")) is (before == after), (before, after)
+        truncate(tree, f"{array}/trace")
+    write(tree, f"{array}/current_tracer", "nop")
+    assert "elsewhere" in read(tree, f"{elsewhere}/trace")
+
+
+def test_the_number_of_functions(kernel: Kernel, tree: Filesystem) -> None:
+    """That of available_filter_functions, and of enabled_functions when all are traced; with modules too."""
+    numbers = []
+    for module in (None, "trace_printk"):
+        if module is not None:
+            kernel.load_module(module)
+        number, _, pages, _, groups = read(tree, f"{TOP}/dyn_ftrace_total_info").replace(":", ": ").split()
+        assert int(number) == len(read(tree, f"{TOP}/available_filter_functions").splitlines())
+        assert 0 < int(groups) <= int(pages) <= int(number)
+        write(tree, f"{TOP}/current_tracer", "function")
+        assert len(read(tree, f"{TOP}/enabled_functions").splitlines()) == int(number)
+        write(tree, f"{TOP}/current_tracer", "nop")
+        assert read(tree, f"{TOP}/enabled_functions") == ""
+        numbers.append((int(number), int(groups)))
+    assert numbers[1][0] > numbers[0][0]
+    assert numbers[1][1] == numbers[0][1] + 1
