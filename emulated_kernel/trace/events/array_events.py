@@ -93,12 +93,12 @@ class ArrayEvents:
         if failure is not None:
             raise failure
 
-    def switchable(self) -> Iterable[TraceEvent]:
+    def switchable(self, among: Iterable[TraceEvent] | None = None) -> Iterable[TraceEvent]:
         """Events that can be enabled at all: those that came after the array, newest first; then the others.
 
         Mirrors: kernel/trace/trace_events.c:__trace_add_event_dirs, trace_create_new_event (v6.1).
         """
-        return (event for event in self.registry.listed(self._older) if event.is_switchable)
+        return (event for event in self.registry.listed(self._older, among) if event.is_switchable)
 
     def set_enabled_text(self, events: Iterable[TraceEvent]) -> str:
         """ "0", "1", "X" (some are enabled) or "?" (none can be).

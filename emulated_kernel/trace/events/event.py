@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from emulated_kernel.errors import KernelError
-from emulated_kernel.trace.events.trigger import Trigger
+from emulated_kernel.trace.events.trigger import Trigger, TriggerKind
 from emulated_kernel.trace.filter.ops import EventFilter
 from emulated_kernel.trace.hits.probe_hit import ProbeHit
 from emulated_kernel.trace.ring.buffer import RingBuffer
@@ -355,14 +355,27 @@ class EventFile:
     def fire(self, payload: bytes, hit: ProbeHit) -> None:
         """Run the triggers and record the hit, unless it is soft-disabled or the filter rejects it.
 
-        Mirrors: __trace_trigger_soft_disabled, __event_trigger_test_discard (v6.1).
+        Entries that triggers make stand behind it, unless it waits in the page for what may be rejected.
+        Mirrors: trace_event_buffer_lock_reserve, __trace_trigger_soft_disabled,
+        __event_trigger_test_discard (v6.1).
         """
         recorder = self.recorder
         deferred: list[Trigger] = []
         if self.needs_entry:
             # What triggers do to the buffers doesn't move the entry that they have seen.
             place = recorder.reserve()
-            deferred = self.run_on_entry(recorder.entry(self.event, payload, hit), hit)
+            entry = recorder.entry(self.event, payload, hit)
+            others_wait, waits = hit.entry_waits, self._may_wait() and not hit.entry_waits
+            is_first = place is not None and not waits and self._is_recorded(payload, hit)
+            if is_first and not any(trigger.kind is TriggerKind.EVENT_ENABLE for trigger in self.triggers):
+                # Linux: what a trigger disables meanwhile is discarded. So that isn't written first here.
+                recorder.record(self.event, payload, hit, place)
+                place = None
+            hit.entry_waits = others_wait or waits
+            try:
+                deferred = self.run_on_entry(entry, hit)
+            finally:
+                hit.entry_waits = others_wait
         else:
             was_disabled = self.soft_disabled
             for trigger in tuple(self.triggers):
@@ -372,9 +385,17 @@ class EventFile:
                 # Though one of them may have enabled it.
                 return
             place = recorder.reserve()
-        if place is not None and not self.soft_disabled and self.event.passes_filter(recorder, payload, hit):
+        if place is not None and self._is_recorded(payload, hit):
             recorder.record(self.event, payload, hit, place)
         self.run_deferred(deferred, hit)
+
+    def _is_recorded(self, payload: bytes, hit: ProbeHit) -> bool:
+        return not self.soft_disabled and self.event.passes_filter(self.recorder, payload, hit)
+
+    def _may_wait(self) -> bool:
+        """Whether its entry isn't written to the buffer at once: it may yet be rejected."""
+        event_filter = self.event.filters.get(self.recorder)
+        return self.soft_disabled or (event_filter is not None and event_filter.program is not None)
 
     def run_on_entry(self, entry: RawEntry, hit: ProbeHit) -> list[Trigger]:
         """Run those whose filter accepts the entry; returns those that wait for it to be written.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from heapq import heappop, heappush
 from itertools import chain
@@ -87,12 +87,12 @@ class EventRegistry:
         """The events of a group by name, in order of registration."""
         return self._groups.get(group, {})
 
-    def listed(self, older: int) -> Iterator[TraceEvent]:
-        """As a trace array lists them that was made when so many had been registered.
+    def listed(self, older: int, among: Iterable[TraceEvent] | None = None) -> Iterator[TraceEvent]:
+        """As a trace array lists them, or those `among` them, that was made when so many had been registered.
 
         Later ones come first, the newest of them before all; then the older ones as they came.
         """
-        events, newer = [*self], 0
+        events, newer = [*(self if among is None else among)], 0
         while newer < len(events) and self._numbers[events[-1 - newer]] >= older:
             newer += 1
         return chain(reversed(events[len(events) - newer :]), events[: len(events) - newer])

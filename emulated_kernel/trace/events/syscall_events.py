@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from emulated_kernel.image.trace_events import SyscallDefinition
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.events.static_event import Tracepoint
-from emulated_kernel.trace.hits.probe_hit import ProbeHit
+from emulated_kernel.trace.hits.probe_hit import ProbeHit, within_another
 from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE, EventField
 from emulated_kernel.trace.symbols import KernelSymbols
 
@@ -46,11 +46,8 @@ class SyscallTracepoint:
             return
         payload = raw[:4].ljust(self.word_size, b"\0") + event.words(raw[self.word_size :])
         # Linux: the tracepoint's own preempt_disable_notrace(), which other events take off again.
-        hit.handler_preempt_count += 1
-        try:
+        with within_another(hit, preempt_count=1):
             event.record(payload, hit)
-        finally:
-            hit.handler_preempt_count -= 1
 
 
 class SyscallEvent(TraceEvent):

@@ -15,6 +15,18 @@ Value = int | bytes
 """A loaded value; bytes stand for the address of kernel memory with that content."""
 
 
+class EntryAddress(int):
+    """The address of a string in the entry that an event probe looks at, as far as reading goes.
+
+    The entry is in no memory of the guest's. Linux: it is in the buffer, or in a page of the CPU's.
+    """
+
+    @staticmethod
+    def of(offset: int, mask: int) -> EntryAddress:
+        """`offset`: bytes from the entry's start; the page is that of error pointers, where nothing is."""
+        return EntryAddress((mask & -_PAGE_SIZE) + offset)
+
+
 def read_string(read: Callable[[int, int], bytes | None], address: int, limit: int) -> bytes | None:
     """The string at an address and its NUL, `limit` bytes at most; None where it can't be read.
 
@@ -37,7 +49,7 @@ def read_string(read: Callable[[int, int], bytes | None], address: int, limit: i
 class FetchEnvironment:
     """The hit that programs run at, and what else they run against."""
 
-    __slots__ = ("_arch", "_field", "_hit", "_regs", "mask", "symbols", "word_size")
+    __slots__ = ("_arch", "_entry", "_field", "_hit", "_regs", "mask", "symbols", "word_size")
 
     def __init__(
         self,
@@ -45,12 +57,14 @@ class FetchEnvironment:
         hit: ProbeHit,
         symbols: KernelSymbols,
         field: Callable[[str], Value] | None = None,
+        entry: bytes = b"",
     ) -> None:
-        """`field`: of an event probe, what a field of the entry holds."""
+        """`field`: of an event probe, what a field of the `entry` holds; of a string, its EntryAddress."""
         self._arch = arch
         self._hit = hit
         self._regs = hit.regs
         self._field = field
+        self._entry = entry
         self.symbols = symbols
         self.word_size = arch.word_size
         self.mask = (1 << 8 * arch.word_size) - 1
@@ -98,4 +112,7 @@ class FetchEnvironment:
         address &= self.mask
         if user and not self.is_user(address):
             return None
+        if self._entry and address > self.mask - _PAGE_SIZE:
+            at = address & _PAGE_SIZE - 1
+            return self._entry[at : at + size].ljust(size, b"\0")
         return self._hit.read(address, size)

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
-from emulated_kernel.trace.fetch.load import FetchEnvironment, Value, read_string
+from emulated_kernel.trace.fetch.load import EntryAddress, FetchEnvironment, Value, read_string
 from emulated_kernel.trace.fetch.ops import FetchInsn, FetchOp, FetchProgram, FetchStages
 from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE
 from emulated_kernel.trace.symbols import KernelSymbols
@@ -120,7 +120,7 @@ class Number(FetchType):
     def fetch(self, stages: FetchStages, environment: FetchEnvironment) -> Elements:
         """Deviates: 0 is stored of what can't be read; Linux leaves what was in the buffer.
 
-        A string's address has no number here; Linux never lets one be stored as one.
+        A string's address has no number here. Linux: an event probe stores that of a field.
         """
         value: Value | None = environment.load(stages.load)
         if stages.derefs:
@@ -128,7 +128,7 @@ class Number(FetchType):
         insn = stages.store
         size = insn.size
         raw: list[bytes]
-        if not isinstance(value, int):
+        if not isinstance(value, int) or (insn.op is FetchOp.ST_RAW and isinstance(value, EntryAddress)):
             raw = [bytes(size)] * (stages.count or 1)
         elif insn.op is FetchOp.ST_RAW:
             raw = [(value & (1 << 8 * size) - 1).to_bytes(size, "little")]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from emulated_kernel.dataclass import dataclass
@@ -77,6 +78,8 @@ class ProbeHit:
         """Whether more than one may handle it."""
         self.handler_preempt_count = 0
         """What Linux's own handler adds to the count, and leaves in the entry."""
+        self.entry_waits = False
+        """An entry that may yet be rejected waits outside of the buffer, in the one page for such."""
 
     @property
     def context(self) -> tuple[int, int]:
@@ -95,3 +98,13 @@ class ProbeHit:
             return self._memory.read(address, size)
         except MemoryFault:
             return None
+
+
+@contextmanager
+def within_another(hit: ProbeHit, *, preempt_count: int) -> Iterator[None]:
+    """Entries made meanwhile have so much more of the count: another one is being written."""
+    hit.handler_preempt_count += preempt_count
+    try:
+        yield
+    finally:
+        hit.handler_preempt_count -= preempt_count

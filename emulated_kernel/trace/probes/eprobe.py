@@ -13,13 +13,13 @@ from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.events.event_filters import log_filter_error
 from emulated_kernel.trace.events.trigger import Trigger, TriggerFilter, TriggerKind
 from emulated_kernel.trace.fetch.fetchargs import FetchContext, ProbeArg, parse_args
-from emulated_kernel.trace.fetch.load import FetchEnvironment, Value
+from emulated_kernel.trace.fetch.load import EntryAddress, FetchEnvironment, Value
 from emulated_kernel.trace.fetch.ops import FetchInsn, FetchOp
 from emulated_kernel.trace.fetch.run import store
 from emulated_kernel.trace.filter.errors import FilterParseError
 from emulated_kernel.trace.filter.fields import FilterType, filter_type_of, find_event_field
 from emulated_kernel.trace.filter.parse import parse_filter
-from emulated_kernel.trace.hits.probe_hit import ProbeHit
+from emulated_kernel.trace.hits.probe_hit import ProbeHit, within_another
 from emulated_kernel.trace.probes.definition import parse_event_name, resolve_symbol
 from emulated_kernel.trace.probes.dynamic_events import EventCommands
 from emulated_kernel.trace.probes.probe_format import args_text
@@ -120,8 +120,12 @@ class Eprobe(TraceProbe):
 
     def hit(self, hit: ProbeHit, entry: RawEntry) -> None:
         """Its event was hit. Mirrors: __eprobe_trace_func (v6.1)."""
-        environment = FetchEnvironment(self._arch, hit, self._symbols, partial(self._field, entry))
-        self.event.record(store(self.args, b"", environment), hit)
+        environment = FetchEnvironment(
+            self._arch, hit, self._symbols, partial(self._field, entry), entry.data
+        )
+        # Linux: its event's entry is open, and keeps preemption disabled.
+        with within_another(hit, preempt_count=1):
+            self.event.record(store(self.args, b"", environment), hit)
 
     def _field(self, entry: RawEntry, name: str) -> Value:
         """Mirrors: get_event_field (v6.1)."""
@@ -129,10 +133,10 @@ class Eprobe(TraceProbe):
         data = entry.data[field.offset : field.offset + field.size]
         match filter_type_of(field.type):
             case FilterType.STATIC_STRING:
-                return data
+                return EntryAddress.of(field.offset, self._arch.mask)
             case FilterType.DYN_STRING:
                 location = int.from_bytes(data[:4], "little")
-                return entry.data[location & 0xFFFF :]
+                return EntryAddress.of(location & 0xFFFF, self._arch.mask)
         word = data[: self._arch.word_size]
         return int.from_bytes(word, "little", signed=field.is_signed) & self._arch.mask
 

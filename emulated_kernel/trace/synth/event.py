@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from emulated_kernel.trace.events.event import TraceEvent
-from emulated_kernel.trace.hits.probe_hit import ProbeHit
+from emulated_kernel.trace.hits.probe_hit import ProbeHit, within_another
 from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE, EventField
 from emulated_kernel.trace.symbols import KernelSymbols
 from emulated_kernel.trace.synth.fields import SyntheticField
@@ -43,7 +43,9 @@ class SyntheticEvent(TraceEvent):
     def trace(self, values: Sequence[int | bytes], hit: ProbeHit) -> None:
         """Fire it. Mirrors: kernel/trace/trace_events_synth.c:trace_event_raw_event_synth (v6.1)."""
         if self.recorders:
-            self.record(self._payload(values), hit)
+            # Linux: the entry of the event that was hit is open, and another one may be made within it.
+            with within_another(hit, preempt_count=2):
+                self.record(self._payload(values), hit)
 
     def _payload(self, values: Sequence[int | bytes]) -> bytes:
         fixed, dynamic, end = b"", b"", COMMON_SIZE + self.fixed_size

@@ -40,7 +40,7 @@ def _group_directory(tracing: Tracing, members: Mapping[str, TraceEvent]) -> Dir
     """Linux: the group of tracing's own events has no files, as there is nothing to switch."""
 
     def switchable() -> list[TraceEvent]:
-        return [event for event in members.values() if event.is_switchable]
+        return [*tracing.events.switchable(members.values())]
 
     files: dict[str, Node] = {
         "enable": _enable(tracing.events, switchable),

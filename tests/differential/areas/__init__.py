@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.differential.areas import (
     definitions,
+    eprobes,
     filters,
     formats,
     functions,
@@ -24,6 +25,7 @@ AREAS: dict[str, Area] = {
         definitions.AREA,
         filters.AREA,
         triggers.AREA,
+        eprobes.AREA,
         histograms.DEFINED,
         histograms.COUNTED,
         functions.AREA,

@@ -171,6 +171,8 @@ class Hit:
     memory: dict[int, bytes] = field(default_factory=dict)
     comm: bytes = b"python3"
     return_address: int = 0
+    handler_preempt_count: int = 0
+    entry_waits: bool = False
 
     def read(self, address: int, size: int) -> bytes | None:
         for start, data in self.memory.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from emulated_kernel.trace.events.event_filters import EventFilters
 from tests.trace.events.kernel import Hit, errno_of
 from tests.trace.trigger.control import TriggerKernel
 
@@ -100,6 +101,62 @@ def test_entries(kernel: TriggerKernel) -> None:
     kernel.write("!stacktrace", "src")
     file.disable()
     assert kernel.enabled("src") == "0"
+
+
+@pytest.mark.parametrize(
+    ("argument", "shown"),
+    [
+        ("$name:string", '"cat and mouse"'),
+        ("+0($name):string", '"cat and mouse"'),
+        ("+4($name):string", '"and mouse"'),
+        ("+0($name):u8", "99"),
+        ("+1($name):x16", "0x7461"),
+        ("+0($name):u8[3]", "{99,97,116}"),
+        ("+0($name):b4@4/8", "6"),
+        ("$name:ustring", "(fault)"),
+        ("+0($name):ustring", "(fault)"),
+        ("+13($name):u8", "0"),
+        ("$comm:u8", "0"),
+    ],
+)
+@pytest.mark.parametrize("type_", ["char name[]", "char name[16]"])
+def test_strings_of_its_event_are_memory(
+    kernel: TriggerKernel, type_: str, argument: str, shown: str
+) -> None:
+    """Of the entry: the field is its address."""
+    kernel.synthetic.write(f"text u64 ptr; pid_t pid; {type_}\n".encode())
+    _write(kernel, f"e:ep synthetic.text x={argument}")
+    event, source = kernel.kernel.events.registry.find("eprobes", "ep"), kernel.synthetic.find("text")
+    assert event is not None
+    assert source is not None
+    event.file(kernel.kernel.recorder).enable()
+    source.trace([1, 2, b"cat and mouse"], Hit())
+    ((_, payload),) = kernel.kernel.recorder.entries
+    assert event.print_record(payload, kernel.kernel.symbols) == f"(synthetic.text) x={shown}"
+
+
+@pytest.mark.parametrize(
+    ("filtered", "within", "order"),
+    [(False, False, "text ep"), (True, False, "ep text"), (True, True, "text ep")],
+)
+def test_where_its_entries_stand(kernel: TriggerKernel, filtered: bool, within: bool, order: str) -> None:
+    """Behind that of its event, but where a filter may reject that, for which there is one page."""
+    kernel.synthetic.write(b"text u64 ptr\n")
+    _write(kernel, "e:ep synthetic.text x=$ptr")
+    recorder, events = kernel.kernel.recorder, kernel.kernel.events
+    probe, source = events.registry.find("eprobes", "ep"), kernel.synthetic.find("text")
+    assert probe is not None
+    assert source is not None
+    for event in (probe, source):
+        event.file(recorder).enable()
+    if filtered:
+        EventFilters(recorder, events.error_log).write(source, b"ptr > 0")
+    source.trace([1], Hit(entry_waits=within))
+    assert " ".join(event.name for event, _ in recorder.entries) == order
+    recorder.entries.clear()
+    source.file(recorder).disable()
+    source.trace([1], Hit())
+    assert [event.name for event, _ in recorder.entries] == ["ep"]
 
 
 def test_format(kernel: TriggerKernel) -> None:
