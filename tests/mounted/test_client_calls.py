@@ -161,3 +161,18 @@ def test_instances(traced: Files) -> None:
         ("mkdir", "do_mkdirat"),
         ("rmdir", "do_rmdir"),
     ]
+
+
+def test_function_triggers_of_instances(traced: Files) -> None:
+    """Functions that the kernel executes for who makes and removes them have triggers that fire."""
+    for trigger in ("vfs_mkdir:stacktrace:1", "do_rmdir:traceoff"):
+        traced.write("tracing/set_ftrace_filter", trigger, os.O_APPEND)
+    traced.write("tracing/trace", "", os.O_TRUNC)
+    assert traced.shell("mkdir tracing/instances/i").returncode == 0
+    assert (traced.root / "tracing/tracing_on").read_text() == "1\n"
+    assert re.search(
+        r"mkdir-\d+ .*: <stack trace>\n => vfs_mkdir\n => do_mkdirat\n", traced.read("tracing/trace")
+    )
+    assert traced.shell("rmdir tracing/instances/i").returncode == 0
+    assert (traced.root / "tracing/tracing_on").read_text() == "0\n"
+    assert "vfs_mkdir:stacktrace:count=0" in traced.read("tracing/set_ftrace_filter")

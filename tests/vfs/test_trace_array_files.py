@@ -308,3 +308,30 @@ def test_commands_come_behind_the_note_of_no_functions(tree: Filesystem) -> None
     assert [file.read(4096, at).decode() for at in (0, len(note), len(note + command))] == [note, command, ""]
     write(tree, "set_ftrace_filter", "vfs_open\n")
     assert opened(tree, "set_ftrace_filter").read(4096, 0).decode() == f"vfs_open\n{command}"
+
+
+def _directories(tree: Filesystem, path: str) -> list[str]:
+    found = (f"{path}/{name}" for name in names(tree, f"/tracing/{path}"))
+    return [each for each in found if stat.S_ISDIR(tree.getattr(f"/tracing/{each}").mode)]
+
+
+def test_ids_of_events_are_none_of_the_host_s(unchanged: Filesystem) -> None:
+    """perf_event_open() with one of them fails on the host; those of tracing's own entries are Linux's."""
+    ids: dict[int, str] = {}
+    for event in _directories(unchanged, "events"):
+        for name in _directories(unchanged, event):
+            if "id" in names(unchanged, f"/tracing/{name}"):
+                ids[int(read(unchanged, f"{name}/id"))] = name.removeprefix("events/")
+    assert {ids.pop(1), ids.pop(5)} == {"ftrace/function", "ftrace/print"}
+    assert len(ids) > 100
+    assert min(ids) >= 1 << 15
+
+
+def test_the_marker_s_event_is_set_while_it_has_a_trigger(tree: Filesystem) -> None:
+    """Though nobody can enable it."""
+    place = "events/ftrace/print/trigger"
+    assert read(tree, "set_event") == ""
+    write(tree, place, "snapshot")
+    assert read(tree, "set_event") == "ftrace:print\n"
+    write(tree, place, "!snapshot")
+    assert read(tree, "set_event") == ""

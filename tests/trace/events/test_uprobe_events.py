@@ -91,7 +91,9 @@ def test_files(kernel: Kernel, uprobes: UprobeEvents, tmp_path: Path) -> None:
     assert error_of(kernel, uprobes, f"p {tmp_path}:1") == "EINVAL Not a regular file 2"
 
 
-@pytest.mark.parametrize("command", ["p", "x /a:1", "p vfs_read", "p /bin/sh", "p /bin/sh:", "p /bin/sh:x1"])
+@pytest.mark.parametrize(
+    "command", ["p", "x /a:1", "p vfs_read", "p /bin/sh", "p /bin/sh:", "p /bin/sh:x1", "p :1"]
+)
 def test_commands_of_other_kinds(kernel: Kernel, uprobes: UprobeEvents, command: str) -> None:
     assert errno_of(lambda: uprobes.write(command.encode())) == "EINVAL"
     assert kernel.events.error_log.records() == []
