@@ -21,7 +21,7 @@ from emulated_kernel.arch.analysis.reason import OF_AN_INSTRUCTION, OF_REGISTERS
 from emulated_kernel.arch.analysis.region import Live, Region
 from emulated_kernel.arch.analysis.tables import ProbedTables
 from emulated_kernel.dataclass import dataclass
-from emulated_kernel.image.kallsyms import Symbol
+from emulated_kernel.image.kallsyms import Location, Symbol
 
 MAX_KNOWN = 512
 """Functions whose analyses are kept, those that were asked about last."""
@@ -90,6 +90,8 @@ class Verdict(ABC, Generic[Analysis]):
     call_size = 0
     """Bytes of a static call site."""
     max_insn_size: int
+    landing_pad: bytes = b""
+    """What indirect calls may lead to, in front of a function's first instruction; no pads where empty."""
     """Bytes of the longest instruction."""
 
     def __init__(
@@ -175,6 +177,18 @@ class Verdict(ABC, Generic[Analysis]):
         Mirrors: kernel/kprobes.c:register_kprobe (v6.1).
         """
         return self.check_address_safe(addr) or self.check_prepare(addr)
+
+    def function_entry(self, where: Location, addr: int) -> int | None:
+        """Where a probe of an entry stands: behind its landing pad; None where `addr` is within the function.
+
+        Mirrors: arch/x86/kernel/kprobes/core.c:arch_adjust_kprobe_addr (v6.1).
+        """
+        start = addr - where.offset
+        pad = self.landing_pad
+        # Linux pads where it checks branches, and makes a no-op of one that no branch needs.
+        has_pad = pad and (self._image.read(start, len(pad)) == pad or start + len(pad) in self.mcount)
+        body = start + len(pad) if has_pad else start
+        return body if addr in (start, body) else None
 
     def check_address_safe(self, addr: int) -> Finding | None:
         """What the tables have against a probe.

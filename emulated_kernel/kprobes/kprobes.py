@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 
 from emulated_kernel.abi import GuestAddr
@@ -305,8 +306,11 @@ class Kprobes:
         where = self._symbols.lookup(addr)
         if where is None:
             raise KernelError(errno.ENOENT, f"{addr:#x} is in no symbol")
+        entry = self.verdict.function_entry(where, addr)
+        if entry is not None and entry != addr:
+            where, addr = replace(where, offset=where.offset + entry - addr), entry
         kprobe.place = "" if where.module else report.place(kprobe, addr, where, self._bits)
-        return GuestAddr(addr), where.offset == 0
+        return GuestAddr(addr), entry is not None
 
     def function_entry(self, kprobe: Kprobe) -> GuestAddr:
         """The address of a probe that has to be on a function's entry. Raises: KernelError EINVAL, ENOENT."""

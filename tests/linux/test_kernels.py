@@ -11,10 +11,15 @@ from typing import NamedTuple
 
 import pytest
 
+from emulated_kernel.host.mirror.processes import NoProcesses
+from emulated_kernel.linux.engine import LinuxEngine
+from emulated_kernel.linux.engine_mount import EngineMount
 from emulated_kernel.linux.linux_mount import LinuxMount
 from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.core.node import Owner
 from tests.linux import debian_kernel
 from tests.linux.files import Files
+from tests.oracle.inside import read, write
 
 SHELL, OTHER = Client(4001, 0, 0), Client(4002, 1000, 1000)
 
@@ -68,6 +73,25 @@ def test_a_walk(kernel: Kernel, mount: LinuxMount) -> None:
     shell.write("/kprobe_events", "\n", os.O_WRONLY | os.O_TRUNC)
     assert shell.read("/kprobe_events") == ""
     assert shell.read("/kprobes/list") == ""
+
+
+def test_entries_of_functions(kernel: Kernel, mount: LinuxMount) -> None:
+    """A probe stands behind the pad that indirect calls may lead to, with our engine as with its own."""
+    engine = LinuxEngine(*debian_kernel.with_kernel(kernel.meta, kernel.suite))
+    ours = EngineMount(engine, NoProcesses(), Owner(0, 0), is_tracefs=False)
+    found = [_placed(tree) for tree in (ours, mount)]
+    ours.close()
+    assert found[0] == found[1]
+
+
+def _placed(mount: LinuxMount) -> tuple[list[str], list[str]]:
+    """What is refused of probes about a function's entry, and where the others stand."""
+    texts = ("p:a vfs_read", "p:b vfs_read+4", "p:c vfs_read+5", "r:d vfs_read", "p:e vfs_write+1")
+    refused = [write(mount, "/kprobe_events", text, os.O_APPEND) for text in texts]
+    write(mount, "/tracing/events/kprobes/enable", "1")
+    places = sorted(line.split(maxsplit=1)[1] for line in read(mount, "/kprobes/list").splitlines())
+    write(mount, "/tracing/events/kprobes/enable", "0")
+    return refused, places
 
 
 def test_instances_and_attributes(mount: LinuxMount) -> None:

@@ -141,6 +141,7 @@ class X86Verdict(Verdict[X86FunctionAnalysis]):
     all_live = ALL_LIVE
     fentry_size = call_size = JMP32_SIZE
     max_insn_size = MAX_INSN_SIZE
+    landing_pad = bytes.fromhex("f30f1efa")
 
     def __init__(
         self,

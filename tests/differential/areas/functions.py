@@ -17,8 +17,8 @@ _FILES = (
     "set_graph_notrace",
 )
 
-# A pattern of many functions would mean each kernel's own.
-_WIDE = re.compile(r"(?<!\w)[*?](?!\w)")
+# A pattern of many functions, of a letter or none, would mean each kernel's own.
+_WIDE = re.compile(r"(?<![\w*?])(\w?[*?]+|[*?]+\w)(?![\w*?])")
 # So would a number, which is that of a function in a kernel's own list.
 _NUMBER = re.compile(r"(?<![\w:])\d+(?!\w)")
 
