@@ -22,7 +22,7 @@ def opened(tree: Filesystem, path: str, flags: int = os.O_RDONLY) -> OpenFile:
 
 def read(tree: Filesystem, path: str, client: Client = ROOT) -> str:
     file = tree.open(path, os.O_RDONLY, client)
-    text = file.read(1 << 20, 0).decode()
+    text = file.read(1 << 20, 0).decode("utf-8", "surrogateescape")
     tree.release(file)
     return text
 

@@ -359,7 +359,7 @@ def test_call(tree: Filesystem) -> None:
         write(tree, "/machine/call", "gcd 3 6\nnosuch 1\ngcd 1 1\n")
     assert read(tree, "/machine/call") == "gcd = 0x3 (3)\nnosuch: no symbol named nosuch\n"
     for text, number in (
-        (b"\xff", errno.EINVAL),
+        (b"\xff 1", errno.ENOENT),
         (b"gcd 'x", errno.EINVAL),
         (b"gcd x y", errno.EINVAL),
         (b"gcd 1 2 3 4 5 6 7", errno.E2BIG),
@@ -367,6 +367,11 @@ def test_call(tree: Filesystem) -> None:
     ):
         with assert_errno(number):
             write(tree, "/machine/call", text)
+    write(tree, "/machine/call", b'strlen "\xc3\xbc\xff"\n')
+    assert read(tree, "/machine/call") == "strlen = 0x3 (3)\n"
+    with assert_errno(errno.ENOENT):
+        write(tree, "/machine/call", b"\xc3\xbc\xff")
+    assert read(tree, "/machine/call") == "\u00fc\udcff: no symbol named \u00fc\udcff\n"
     assert read(tree, "/machine/version").startswith("Linux version")
 
 

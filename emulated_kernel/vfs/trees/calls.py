@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.host.guest import MAX_ARGUMENTS
-from emulated_kernel.vfs.core.parse import ascii_lines
 
 
 class Calls:
@@ -25,7 +24,8 @@ class Calls:
 
         Raises: KernelError of the first call that fails; the calls before it were made.
         """
-        lines = ascii_lines(data)
+        # Of any bytes: what a string of the guest holds is its user's business.
+        lines = filter(None, map(str.strip, data.decode("utf-8", "surrogateescape").split("\n")))
         self.result = ""
         for line in lines:
             try:
