@@ -127,6 +127,17 @@ def test_nor_is_it_when_the_client_waits_for_another_child(
         assert parents(watch, stranger.fork()) == [None]
 
 
+def test_a_request_tells_that_earlier_children_have_ended(watch: HostProcesses, client: Forking) -> None:
+    def told() -> int | None:
+        parents(watch, client.keep())
+        client.wait()
+        watch.comm(client.pid)
+        return parents(watch, client.fork())[0]
+
+    attempts = (told() for _ in range(QUIET_WITHIN))
+    assert next(parent for parent in attempts if parent is not None) == client.pid
+
+
 def test_nor_when_both_have_forked(watch: HostProcesses, client: Forking, stranger: Forking) -> None:
     for _ in range(ATTEMPTS):
         assert parents(watch, client.fork(), stranger.fork()) == [None, None]

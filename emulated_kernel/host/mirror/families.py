@@ -25,11 +25,14 @@ class Families:
 
     def __init__(self) -> None:
         self._known: OrderedDict[int, _Family | None] = OrderedDict()
-        """By client, as of the last look; None: nothing is known of that moment."""
+        """By client, as of the last look or later; None: nothing is known of that moment."""
 
     def add(self, pid: int) -> None:
-        """A client makes a request."""
-        if pid not in self._known:
+        """A client makes a request.
+
+        One that had children at the last look may have waited for them: later waits are for others.
+        """
+        if pid not in self._known or _has_children(self._known[pid]):
             self._known[pid] = _family(pid)
             if len(self._known) > _CLIENTS:
                 self._known.popitem(last=False)
@@ -47,6 +50,10 @@ class Families:
         before = dict(self._known)
         self._known.update((pid, _family(pid)) for pid in before)
         return [pid for pid, was in before.items() if was is not None and _has_waited(was, self._known[pid])]
+
+
+def _has_children(family: _Family | None) -> bool:
+    return family is not None and bool(family.children)
 
 
 def _has_waited(was: _Family, now: _Family | None) -> bool:
