@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from enum import Enum
 from errno import EINVAL, ENOMEM
 
@@ -141,3 +141,23 @@ class AssembledHandlers:
     def free(self) -> None:
         """Give the memory back, when no CPU runs the code any more."""
         self._records.free_cells(self._faults)
+
+
+class AssemblyOwner:
+    """Has handlers in assembly, while it is registered."""
+
+    __slots__ = ()
+
+    assembled: AssembledHandlers | None
+    miss: Callable[[], None]
+    """Counts a hit that isn't handled."""
+
+    def emit_assembly(self, builder: ProgramBuilder, moment: Moment) -> None:
+        """Add those of a moment, and nothing else, to a program."""
+        if self.assembled is not None:
+            self.assembled.emit(builder, moment)
+
+    def miss_assembly(self, moment: Moment) -> None:
+        """Count a hit without those of a moment."""
+        if self.assembled is not None and moment in self.assembled:
+            self.miss()

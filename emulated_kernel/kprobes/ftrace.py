@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any
 
 from emulated_kernel.arch.base import Arch
-from emulated_kernel.arch.program.builder import ProgramBuilder
 from emulated_kernel.dataclass import dataclass
-from emulated_kernel.kprobes.handlers.compiler import Compiler, EmitAll
+from emulated_kernel.kprobes.assembled import AssemblyOwner, Moment
+from emulated_kernel.kprobes.handlers.compiler import Compiler
 from emulated_kernel.kprobes.hit import HitHandling
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.split_jumps import SplitJumps
@@ -38,8 +38,8 @@ class FtraceOps:
     """It may have the call return elsewhere. Mirrors: FTRACE_OPS_FL_IPMODIFY (v6.1)."""
     codes: Mapping[int, int] = field(default_factory=dict)
     """Guest code that does the same, by site, which sites call where this is the only user."""
-    emit: EmitAll | None = field(default=None, init=False)
-    """Its handlers in assembly, which run in front of all users' `func`."""
+    assembly: AssemblyOwner | None = field(default=None, init=False)
+    """Has handlers in assembly, which run in front of all users' `func`."""
     sites: set[int] = field(default_factory=set, init=False)
     """What it is called from; FtraceSites keeps it."""
 
@@ -147,20 +147,14 @@ class FtraceSites:
                 older = _each([*(ops.func for ops in users[at + 1 :]), self._list_ends])
                 newer = [ops.func for ops in users[:at]]
                 self._calls[behind] = self._list([*newer, partial(self._hit_probe, older=older)], ends=False)
-        assembled = tuple(ops for ops in users if ops.emit is not None)
-        if assembled:
-            self._calls[behind] = partial(self._run_aside, assembled, self._calls[behind])
+        owners = tuple(ops.assembly for ops in users if ops.assembly is not None)
+        if owners:
+            self._calls[behind] = partial(self._run_aside, owners, self._calls[behind])
 
-    def _run_aside(self, users: tuple[FtraceOps, ...], call: Called, site: int, frame: Any) -> None:
+    def _run_aside(self, owners: tuple[AssemblyOwner, ...], call: Called, site: int, frame: Any) -> None:
         """Let the guest run the users' handlers in assembly, and then do the rest."""
-
-        def emit(builder: ProgramBuilder) -> None:
-            for ops in users:
-                assert ops.emit is not None
-                ops.emit(builder)
-
         hits, regs = self._hits, self._machine.regs
-        if not hits.run_aside(users, emit, regs, lambda _regs: call(site, frame), in_frame=True):
+        if not hits.run_aside(owners, Moment.HIT, regs, lambda _regs: call(site, frame), in_frame=True):
             call(site, frame)
 
     def _list(self, calls: Sequence[Called], *, ends: bool = True) -> Called:
@@ -272,12 +266,10 @@ class FtraceSites:
                 self._drop_regs(ops.sites)
             self._update(ops.sites)
             ops.sites.clear()
-            self._compiler.drop_asides(ops)
 
     def set_code(self, ops: FtraceOps, codes: Mapping[int, int]) -> None:
         """These sites call guest code that does what a user does, and no others."""
         ops.codes = codes
-        self._compiler.drop_asides(ops)
         self._update(ops.sites)
 
     def _join(self, ops: FtraceOps, sites: Iterable[int]) -> None:

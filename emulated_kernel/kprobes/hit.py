@@ -21,9 +21,10 @@ from typing import Any
 
 from emulated_kernel.abi import Vector
 from emulated_kernel.arch.base import Arch
-from emulated_kernel.kprobes.assembled import Moment
+from emulated_kernel.arch.program.builder import ProgramBuilder
+from emulated_kernel.kprobes.assembled import AssemblyOwner, Moment
 from emulated_kernel.kprobes.ctlblk import HitStatus, KprobeCtlblk
-from emulated_kernel.kprobes.handlers.compiler import Compiler, EmitAll
+from emulated_kernel.kprobes.handlers.compiler import Compiler
 from emulated_kernel.kprobes.handlers.saved_regs import SavedFrames
 from emulated_kernel.kprobes.kprobe import AggregatorProbe, CompiledCode, Kprobe, KprobeFlag, OutOfLine, Regs
 from emulated_kernel.kprobes.split_jumps import SplitJumps
@@ -74,7 +75,7 @@ class HitHandling:
         ctlblk, insn = self.ctlblk, kprobe.insn
         assert insn is not None
         if ctlblk.running is not None:
-            count_missed(kprobe)
+            kprobe.miss()
             self.singlestep(kprobe, insn, regs, True)
             return
         ctlblk.set_current(kprobe, True)
@@ -114,28 +115,31 @@ class HitHandling:
         """Let the guest run a probe's, and come back to what Python does of the hit; False: no room."""
         if self.in_clock_loop(kprobe.address):
             then = partial(self._with_clock_held, then)
-        emit = partial(kprobe.emit_assembly, moment=moment)
-        if self.run_aside((kprobe, moment), emit, regs, then, in_frame=in_frame):
-            return True
-        count_missed(kprobe)
-        return False
+        return self.run_aside((kprobe,), moment, regs, then, in_frame=in_frame)
 
     def run_aside(
         self,
-        owners: tuple[object, ...],
-        emit: EmitAll,
+        owners: tuple[AssemblyOwner, ...],
+        moment: Moment,
         regs: Regs,
         then: Callable[[Regs], object],
         *,
         in_frame: bool,
     ) -> bool:
-        """Let the guest run some, and go on here behind them; False: there is no room for what `emit` makes.
+        """Let the guest run some, and go on here behind them; False: they are missed, for there is no room.
 
         `in_frame`: the probed code's registers are in a struct pt_regs, and sp is at it. The code belongs to
         its owners: see Compiler.drop_asides.
         """
-        code = self._compiler.aside(owners, emit, in_frame=in_frame)
+
+        def emit(builder: ProgramBuilder) -> None:
+            for owner in owners:
+                owner.emit_assembly(builder, moment)
+
+        code = self._compiler.aside((*owners, moment), emit, in_frame=in_frame)
         if code is None:
+            for owner in owners:
+                owner.miss_assembly(moment)
             return False
         self._machine.breakpoints.setdefault(code.tail, self._behind_aside)
         self.ctlblk.aside = regs.ip, then
@@ -250,7 +254,7 @@ class HitHandling:
             return self._run_aside(kprobe, regs, partial(self._call_post_handler, kprobe), Moment.BEHIND)
         code = self._compiler.behind(kprobe, partial(kprobe.emit_assembly, moment=Moment.BEHIND), regs.ip)
         if code is None:
-            count_missed(kprobe)
+            kprobe.miss_assembly(Moment.BEHIND)
             return False
         self.ctlblk.reset_current(kprobe)
         regs.ip = code.entry
@@ -286,7 +290,7 @@ class HitHandling:
         """In the detour buffer, which restores what the handlers change, but for ip and sp; False: missed."""
         ctlblk = self.ctlblk
         if ctlblk.running is not None:
-            count_missed(kprobe)
+            kprobe.miss()
             return False
         ctlblk.set_current(kprobe, False)
         in_detour = partial(self._in_detour, kprobe)
@@ -310,7 +314,7 @@ class HitHandling:
         """
         ctlblk = self.ctlblk
         if ctlblk.running is not None:
-            count_missed(kprobe)
+            kprobe.miss()
             then()
             return False
         ctlblk.set_current(kprobe, False)
@@ -423,12 +427,3 @@ class HitHandling:
         """What the first handler raised that failed since the last call, for a caller to raise."""
         failure, self._failure = self._failure, None
         return failure
-
-
-def count_missed(kprobe: Kprobe) -> None:
-    """Mirrors: kernel/kprobes.c:kprobes_inc_nmissed_count (v6.1)."""
-    if isinstance(kprobe, AggregatorProbe):
-        for member in kprobe.members:
-            member.nmissed += 1
-    else:
-        kprobe.nmissed += 1

@@ -14,7 +14,7 @@ from emulated_kernel.arch.analysis.region import Region
 from emulated_kernel.arch.base import Prepared
 from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
 from emulated_kernel.dataclass import dataclass
-from emulated_kernel.kprobes.assembled import AssembledHandlers, Cells, Moment
+from emulated_kernel.kprobes.assembled import AssembledHandlers, AssemblyOwner, Cells, Moment
 
 
 @dataclass(eq=False)
@@ -100,7 +100,7 @@ _OPTIMIZED = KprobeFlag.OPTIMIZED.value
 
 
 @dataclass(eq=False, slots=True)
-class Kprobe:
+class Kprobe(AssemblyOwner):
     """A probe on one instruction: give `symbol_name` (and `offset`, bytes) or `addr`, never both.
 
     `pre_handler(kprobe, regs)` runs before the instruction; a true result means that it has set
@@ -210,6 +210,10 @@ class Kprobe:
             self.post_handler = None
         return assembled
 
+    def miss(self) -> None:
+        """Count a hit that isn't handled. Mirrors: kernel/kprobes.c:kprobes_inc_nmissed_count (v6.1)."""
+        self.nmissed += 1
+
     @property
     def failures(self) -> int:
         """Hits one of whose handlers raised or faulted, since it was registered."""
@@ -239,13 +243,8 @@ class Kprobe:
         """The same of what runs in front of the instruction."""
         if self.program is None:
             return False
-        self.emit_assembly(builder)
+        self.emit_assembly(builder, Moment.HIT)
         return self.program(builder, way)
-
-    def emit_assembly(self, builder: ProgramBuilder, moment: Moment = Moment.HIT) -> None:
-        """Add the handlers in assembly alone."""
-        if self.assembled is not None:
-            self.assembled.emit(builder, moment)
 
     @property
     def has_python_post_handler(self) -> bool:
@@ -405,11 +404,19 @@ class AggregatorProbe(Kprobe):
         """Its last probe is gone, and only its unoptimization is awaited. Mirrors: kprobe_unused (v6.1)."""
         return not self.by_age and self.is_disabled
 
+    def miss(self) -> None:
+        for member in self.by_age:
+            member.miss()
+
+    def miss_assembly(self, moment: Moment) -> None:
+        for _, member in self._collected():
+            member.miss_assembly(moment)
+
     def emit_pre_handlers(self, builder: ProgramBuilder, way: HitWay) -> bool:
         """All its members' handlers, or none of them."""
         return all(member.emit_pre_handlers(builder, way) for _, member in self._collected())
 
-    def emit_assembly(self, builder: ProgramBuilder, moment: Moment = Moment.HIT) -> None:
+    def emit_assembly(self, builder: ProgramBuilder, moment: Moment) -> None:
         for _, member in self._collected():
             member.emit_assembly(builder, moment)
 

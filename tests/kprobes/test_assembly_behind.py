@@ -15,6 +15,7 @@ from emulated_kernel.kprobes.kinds.fprobe import Fprobe
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.profile import RETURN_HOOKS, TrampolineForm
+from emulated_kernel.machine.traps.trap import HardwareError
 from tests.kprobes.test_assembly import (
     MODES,
     PLAIN,
@@ -297,6 +298,11 @@ REGISTER: dict[type, Any] = {
     Kretprobe: Kernel.register_kretprobe,
     Fprobe: Kernel.register_fprobe,
 }
+UNREGISTER: dict[type, Any] = {
+    Kprobe: Kernel.unregister_kprobe,
+    Kretprobe: Kernel.unregister_kretprobe,
+    Fprobe: Kernel.unregister_fprobe,
+}
 
 
 def test_messages_name_the_text(traced: Kernel) -> None:
@@ -313,3 +319,40 @@ def test_messages_name_the_text(traced: Kernel) -> None:
         assert (raised.value.name, probe.assembled, len(probe.cells)) == ("EINVAL", None, 0)
     assert used(traced) == before
     assert roots(traced, range(2)) == [0, 1]
+
+
+# Without room for them
+
+
+def no_text(_size: int) -> int:
+    raise HardwareError("none left")
+
+
+@pytest.mark.parametrize("where", ["code", "post_code", "kretprobe", "fprobe", "fprobe at exit"])
+def test_hits_without_room_are_missed(traced: Kernel, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By those alone whose handlers aren't run; the others at that place see them."""
+    count, seen = texts_of(traced).count, list[str]()
+    probes: dict[str, tuple[Any, type]] = {
+        "code": (Kprobe(symbol_name="int_sqrt", code=count), Kprobe),
+        "post_code": (Kprobe(symbol_name="int_sqrt", post_code=count), Kprobe),
+        "kretprobe": (Kretprobe(symbol_name="int_sqrt", return_code=count), Kretprobe),
+        "fprobe": (Fprobe("int_sqrt", code=count), Fprobe),
+        "fprobe at exit": (Fprobe("int_sqrt", return_code=count), Fprobe),
+    }
+    probe, beside = probes[where]
+    python: Any = {
+        Kprobe: lambda: Kprobe(symbol_name="int_sqrt", pre_handler=lambda *_: seen.append("hit")),
+        Kretprobe: lambda: Kretprobe(symbol_name="int_sqrt", handler=lambda *_: seen.append("hit")),
+        Fprobe: lambda: Fprobe("int_sqrt", exit_handler=lambda *_: seen.append("hit")),
+    }[beside]()
+    for each in (probe, python):
+        REGISTER[beside](traced, each)
+    with monkeypatch.context() as full:
+        full.setattr(traced.machine.text, "alloc_text", no_text)
+        assert roots(traced, range(3)) == [0, 1, 2]
+        assert (probe.nmissed, probe.cells["counter"], python.nmissed, len(seen)) == (3, 0, 0, 3)
+    assert roots(traced, range(3)) == [0, 1, 2]
+    assert (probe.nmissed, probe.cells["counter"], python.nmissed, len(seen)) == (3, 3, 0, 6)
+    for each in (probe, python):
+        UNREGISTER[beside](traced, each)
+    assert (probe.nmissed, probe.failures) == (3, 0)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from enum import Enum, auto
 from fnmatch import fnmatchcase
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from emulated_kernel.arch.base import Arch
@@ -15,7 +15,7 @@ from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
 from emulated_kernel.arch.program.ops import Move
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
-from emulated_kernel.kprobes.assembled import AssembledHandlers, Cells, Moment
+from emulated_kernel.kprobes.assembled import AssembledHandlers, AssemblyOwner, Cells, Moment
 from emulated_kernel.kprobes.ftrace import Called, FtraceOps
 from emulated_kernel.kprobes.handlers.compiler import NO_MEMORY
 from emulated_kernel.kprobes.kprobe import CompiledCode, Emit
@@ -42,7 +42,7 @@ FprobeHandler = Callable[["Fprobe", int, Any, memoryview], object]
 
 
 @dataclass(eq=False)
-class Fprobe:
+class Fprobe(AssemblyOwner):
     """Handlers for the functions whose names match `filter`, but not `notfilter`; both are globs.
 
     A true result of `entry_handler` means that the call's exit isn't of interest (Linux: from 6.4 on).
@@ -75,7 +75,7 @@ class Fprobe:
     """Of a registered one."""
     hook: ReturnHook | None = field(default=None, init=False, repr=False)
     _missed: int = field(default=0, init=False, repr=False)
-    """As of its unregistration."""
+    """Those that `hook` doesn't count, or doesn't any more."""
     raised: int = field(default=0, init=False)
     """Calls whose handler in Python raised; once it is unregistered, those as well whose code faulted."""
     functions: tuple[int, ...] = field(default=(), init=False)
@@ -83,8 +83,8 @@ class Fprobe:
 
     @property
     def nmissed(self) -> int:
-        """Calls missed for want of an instance, since it was registered."""
-        return self._missed if self.hook is None else self.hook.missed
+        """Calls missed since it was registered: no instance was left, or no room for what is in assembly."""
+        return self._missed + (0 if self.hook is None else self.hook.missed)
 
     @property
     def failures(self) -> int:
@@ -96,6 +96,10 @@ class Fprobe:
         """Its handlers in assembly."""
         given = {Moment.HIT: self.code, Moment.RETURN: self.return_code}
         return {moment: text for moment, text in given.items() if text is not None}
+
+    def miss(self) -> None:
+        """Count a call as missed."""
+        self._missed += 1
 
     def leave_hook(self) -> ReturnHook | None:
         """Keep the count without it; returns it."""
@@ -206,7 +210,8 @@ class Fprobes:
         # Other CPUs call it until the text has changed.
         self._kprobes.sites.detach(registered.ops)
         del self._registered[fp]
-        self._drop_code(registered)
+        self._drop_code(fp, registered)
+        self._kprobes.compiler.drop_asides(fp)
         # Its own handler may be what has called this: nothing is made of it any more.
         registered.is_python = True
         hook = fp.leave_hook()
@@ -223,14 +228,10 @@ class Fprobes:
 
     def _attach_assembly(self, fp: Fprobe, registered: _Registered) -> None:
         """Let it run where Python handles calls, or not while the fprobe is disabled."""
-        assembled = None if fp.is_disabled else fp.assembled
-        at_entry, at_exit = (
-            None if assembled is None or moment not in assembled else assembled
-            for moment in (Moment.HIT, Moment.RETURN)
-        )
-        registered.ops.emit = None if at_entry is None else partial(at_entry.emit, moment=Moment.HIT)
+        moments = () if fp.is_disabled else fp.texts
+        registered.ops.assembly = fp if Moment.HIT in moments else None
         if fp.hook is not None:
-            fp.hook.assembled = at_exit
+            fp.hook.assembled = fp.assembled if Moment.RETURN in moments else None
 
     def disable_fprobe(self, fp: Fprobe) -> None:
         """Its handlers aren't called any more. Mirrors: include/linux/fprobe.h:disable_fprobe (v6.1)."""
@@ -249,19 +250,22 @@ class Fprobes:
         registered = self._registered.get(fp)
         if registered is None:
             return
-        self._drop_code(registered)
+        self._drop_code(fp, registered)
         if fp.hook is not None:
             self._hooks.handler_changed(fp.hook)
         if fp.assembled is not None:
-            assert self._kprobes.sites is not None
             self._attach_assembly(fp, registered)
-            self._kprobes.sites.set_code(registered.ops, {})
+            self._set_code(fp, registered, {})
 
-    def _drop_code(self, registered: _Registered) -> None:
+    def _set_code(self, fp: Fprobe, registered: _Registered, codes: Mapping[int, int]) -> None:
+        assert self._kprobes.sites is not None
+        self._kprobes.sites.set_code(registered.ops, codes)
+        self._kprobes.compiler.drop_asides(fp)
+
+    def _drop_code(self, fp: Fprobe, registered: _Registered) -> None:
         registered.is_python = False
         if registered.code is not None:
-            assert self._kprobes.sites is not None
-            self._kprobes.sites.set_code(registered.ops, {})
+            self._set_code(fp, registered, {})
             self._kprobes.compiler.retire(registered.code)
             registered.code = None
 
@@ -321,10 +325,10 @@ class Fprobes:
             if self._kprobes.compiler.enabled and self._emit_entry(fp, builder):
                 registered.code = self._kprobes.compiler.entries(builder, sites.return_at)
             if registered.code is not None:
-                sites.set_code(registered.ops, dict.fromkeys(fp.functions, registered.code.entry))
+                self._set_code(fp, registered, dict.fromkeys(fp.functions, registered.code.entry))
         except NO_MEMORY as error:
             self._kprobes.compiler.tell(error)
-            self._drop_code(registered)
+            self._drop_code(fp, registered)
         registered.is_python = registered.code is None
 
     def _emit_entry(self, fp: Fprobe, builder: ProgramBuilder) -> bool:

@@ -67,7 +67,7 @@ class Kretprobe(Kprobe):
 
     @property
     def instances_missed(self) -> int:
-        """Calls missed for want of an instance; `nmissed` counts them too."""
+        """Calls missed for want of an instance, or of room for `return_code`; `nmissed` counts them too."""
         return self._ended[0] if self.hook is None else self.hook.missed
 
     @property

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from emulated_kernel.dataclass import dataclass
-from emulated_kernel.kprobes.assembled import AssembledHandlers
+from emulated_kernel.kprobes.assembled import AssembledHandlers, AssemblyOwner
 from emulated_kernel.kprobes.kprobe import CompiledCode, Emit, Kprobe
 from emulated_kernel.kprobes.return_hook.base import MISSED, RETURNED, ShadowStack
 
@@ -44,7 +44,7 @@ ReturnHandler = Callable[[Instance, Any], None]
 
 
 @dataclass(eq=False, slots=True)
-class ReturnHook:
+class ReturnHook(AssemblyOwner):
     """One user of return hooks. Mirrors: struct rethook (v6.1)."""
 
     address: int
@@ -86,7 +86,7 @@ class ReturnHook:
 
     @property
     def missed(self) -> int:
-        """Calls for which none was left."""
+        """Calls for which none was left, and returns without their handlers in assembly."""
         return int(self.stack.counters[self.address][MISSED])
 
     @property

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from emulated_kernel.arch.base import Arch
-from emulated_kernel.arch.program.builder import ProgramBuilder
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.assembled import Moment
 from emulated_kernel.kprobes.handlers.compiler import Compiler
@@ -281,13 +280,7 @@ class ReturnHooks:
         calls, _ = self._returning(self._tasks.current())
         found = (self._hooks.get(call.hook) for call in calls if call.frame == frame)
         owners = tuple(hook for hook in found if hook is not None and hook.assembled is not None)
-
-        def emit(builder: ProgramBuilder) -> None:
-            for hook in owners:
-                assert hook.assembled is not None
-                hook.assembled.emit(builder, Moment.RETURN)
-
-        return bool(owners) and self._hits.run_aside(owners, emit, regs, then, in_frame=in_frame)
+        return bool(owners) and self._hits.run_aside(owners, Moment.RETURN, regs, then, in_frame=in_frame)
 
     def _returning(self, task: int) -> tuple[list[Pending], int]:
         """The newest calls up to the first whose return address was a real one, and that.
