@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-import socket
+import struct
 from collections.abc import Callable, Iterator, Sequence
 
 from emulated_kernel.trace.symbols import KernelSymbols
@@ -16,6 +16,10 @@ _CONVERSION = re.compile(
     r"%(?P<flags>[-+ #0]*)(?P<width>\d*)(?:\.(?P<precision>\d+))?"
     r"(?P<length>hh|h|ll|l|z|L)?(?P<kind>p(?:[sS]|I4|I6c)?|[diuxXocs%])"
 )
+_V4_MAPPED = bytes(10) + b"\xff\xff"
+_ISATAP = (b"\0\0\x5e\xfe", b"\2\0\x5e\xfe")
+"""What stands in front of the IPv4 address in such an interface identifier."""
+_ZERO_WORDS = re.compile(r"\b0(?::0)+\b")
 _LENGTHS = {"hh": 8, "h": 16, "": 32, "ll": 64, "L": 64}
 
 
@@ -94,16 +98,33 @@ def _function_name(value: Value, symbols: KernelSymbols) -> str:
     return f"{found.name} [{found.module}]" if found.module else found.name
 
 
-def _address(family: int, size: int) -> Conversion:
+def _ip4_string(address: bytes) -> str:
+    return ".".join(map(str, address))
+
+
+def _ip6_compressed_string(address: bytes) -> str:
+    """The longest run of zero words as `::`, the first of several; IPv4's of mapped and ISATAP addresses.
+
+    Mirrors: lib/vsprintf.c:ip6_compressed_string (v6.1).
+    """
+    words = [f"{word:x}" for word in struct.unpack(">8H", address)]
+    if address[:12] == _V4_MAPPED or address[8:12] in _ISATAP:
+        words[6:] = [_ip4_string(address[12:])]
+    text = ":".join(words)
+    zeros = max(_ZERO_WORDS.finditer(text), key=lambda run: run.end() - run.start(), default=None)
+    if zeros is None:
+        return text
+    return f"{text[: zeros.start()].rstrip(':')}::{text[zeros.end() :].lstrip(':')}"
+
+
+def _address(size: int, as_text: Callable[[bytes], str]) -> Conversion:
     """Of the bytes of an address in a record. Mirrors: lib/vsprintf.c:ip_addr_string (v6.1)."""
-    return lambda value, _symbols: socket.inet_ntop(
-        family, unsigned(value, 8 * size).to_bytes(size, "little")
-    )
+    return lambda value, _symbols: as_text(unsigned(value, 8 * size).to_bytes(size, "little"))
 
 
 _POINTERS: dict[str, Conversion] = {
-    "pI4": _address(socket.AF_INET, 4),
-    "pI6c": _address(socket.AF_INET6, 16),
+    "pI4": _address(4, _ip4_string),
+    "pI6c": _address(16, _ip6_compressed_string),
     "ps": _function_name,
     "pS": lambda value, symbols: sprint_symbol(symbols, unsigned(value)),
 }

@@ -7,6 +7,7 @@ import struct
 import pytest
 
 from emulated_kernel.trace.text.print_fmt import KernelNames, PrintContext, PrintField, compile_print_fmt
+from emulated_kernel.trace.text.printf import compile_format
 from tests.trace.ring.conftest import Symbols
 
 NAMES = KernelNames({"first": lambda: 0x1000}, {"MODE_B": 2}, {"page": 64})
@@ -65,6 +66,34 @@ def _print(print_fmt: str) -> str:
 )
 def test_expressions(print_fmt: str, text: str) -> None:
     assert _print(print_fmt) == text
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("0 0 0 0 0 0 0 0", "::"),
+        ("0 0 0 0 0 0 0 1", "::1"),
+        ("0 0 0 0 0 0 2 1", "::2:1"),
+        ("1 0 0 0 0 0 0 0", "1::"),
+        ("0 1 2 3 4 5 6 7", "0:1:2:3:4:5:6:7"),
+        ("1 2 3 0 5 6 7 8", "1:2:3:0:5:6:7:8"),
+        ("2001 db8 0 0 1 0 0 1", "2001:db8::1:0:0:1"),
+        ("1 0 0 2 0 0 0 3", "1:0:0:2::3"),
+        ("10 0 0 0 a0 0 0 b", "10::a0:0:0:b"),
+        ("fe80 0 0 0 211 22ff fe33 4455", "fe80::211:22ff:fe33:4455"),
+        ("0 0 0 0 0 ffff c000 201", "::ffff:192.0.2.1"),
+        ("0 0 0 0 0 ffff 0 0", "::ffff:0.0.0.0"),
+        ("0 0 0 0 ffff 0 c000 201", "::ffff:0:c000:201"),
+        ("fe80 0 0 0 0 5efe c000 201", "fe80::5efe:192.0.2.1"),
+        ("2001 0 0 0 200 5efe 0 0", "2001::200:5efe:0.0.0.0"),
+        ("2001 0 0 0 100 5efe 0 0", "2001::100:5efe:0:0"),
+    ],
+)
+def test_ipv6_addresses_are_linux_s(words: str, text: str) -> None:
+    """Not those of inet_ntop(), which dots some more, and no ISATAP ones."""
+    address = b"".join(int(word, 16).to_bytes(2, "big") for word in words.split())
+    shown = compile_format("%pI6c", 8)([int.from_bytes(address, "little")], Symbols())
+    assert shown == text
 
 
 @pytest.mark.parametrize(
