@@ -168,31 +168,31 @@ class RiscvFunctionAnalysis:
         live = self.live.get(addr)
         return ALL_REGISTERS & self._relevant | _NEVER_DEAD if live is None else live
 
-    def first_need(self, addr: int, register: int) -> int:
-        """Of the instructions that may need a register's value at `addr`, where it is live, the nearest.
+    def first_need(self, addr: int, register: int) -> int | None:
+        """Of the instructions that may need a register's value at `addr`, the nearest; None where none does.
 
         It reads the register, or leads out of the function.
         """
         ways, seen = deque([(addr, addr)]), set[int]()
         while ways:
             at, before = ways.popleft()
-            insn = self.insns.get(at)
-            if insn is None:
+            effect = self._effects.get(at)
+            if effect is None:
                 return before
             if at in seen:
                 continue
             seen.add(at)
-            if insn.reads >> register & 1:
+            falls_through, targets, leaves = effect.control or _ON
+            if effect.reads >> register & 1:
                 return at
-            if insn.writes >> register & 1:
+            if not effect.keeps >> register & 1:
                 continue
-            falls_through, targets, leaves = insn.effect.control or _ON
             if leaves:
                 return at
             if falls_through:
-                ways.append((at + insn.length, at))
+                ways.append((at + self.insns[at].length, at))
             ways += ((at + distance, at) for distance in targets)
-        raise AssertionError(f"{addr:#x}: {REGISTER_NAMES[register]} isn't live")
+        return None
 
     def at(self, addr: int) -> Live:
         """The same by name."""
@@ -206,11 +206,16 @@ class RiscvFunctionAnalysis:
     @cached_property
     def live(self) -> dict[int, int]:
         """live_mask() of each instruction."""
+        live, relevant = solve(self._effects, ALL_REGISTERS), self._relevant
+        return {addr: mask & relevant | _NEVER_DEAD for addr, mask in live.items()}
+
+    @cached_property
+    def _effects(self) -> dict[int, Effect]:
+        """What each instruction does to registers, and where it leads."""
         effects = {addr: insn.effect for addr, insn in self.insns.items()}
         for addr in self.function.exception_entries & effects.keys():
             effects[addr] = _MAY_FAULT
-        live, relevant = solve(effects, ALL_REGISTERS), self._relevant
-        return {addr: mask & relevant | _NEVER_DEAD for addr, mask in live.items()}
+        return effects
 
     @cached_property
     def _relevant(self) -> int:

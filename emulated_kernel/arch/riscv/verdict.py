@@ -216,7 +216,8 @@ class RiscvVerdict(Verdict[RiscvFunctionAnalysis]):
         """Of the registers, which are all needed, the one that would be taken first."""
         analysis, register = self._analysis(addr), _PREFERENCE[0]
         at = analysis.first_need(addr, register)
-        return f"{REGISTER_NAMES[register]} may be needed by {at:#x}: {self.insn_text(at)}"
+        by = "" if at is None else f" by {at:#x}: {self.insn_text(at)}"
+        return f"{REGISTER_NAMES[register]} may be needed{by}"
 
     def pairs(self, symbol: Symbol) -> int:
         """How many instructions of a function the authors of the series would count as optimizable.
