@@ -22,7 +22,10 @@ from kprobefs.bench import (
     TRAP_FLAG,
     built,
     caller,
+    check_mode,
     cost,
+    detour_size,
+    detours,
     measured,
     modes,
     notes,
@@ -71,6 +74,9 @@ class CpusFigure:
     None where the host handles a part of it, and on RISC-V, whose CPUs have no trap flag to count by.
     """
 
+    detour: int | None = None
+    """Bytes of the detour buffer that a jump leads to, with a handler in guest code in it."""
+
     @property
     def median(self) -> float:
         return statistics.median(self.net)
@@ -88,6 +94,7 @@ class CpusFigure:
             "samples": len(net),
             "hits_a_second": None if median is None else 1e9 / median,
             "instructions": self.instructions,
+            "detour": self.detour,
         }
 
 
@@ -128,8 +135,10 @@ def measure(case: CpusCase, hits: int, rounds: int) -> CpusFigure:
         assert before is not None
         if after != before + turn * _TURNS_OF_A_ROUND * case.cpus * rounds:
             raise AssertionError("a hit was lost, or counted twice")
+        check_mode(kernel, probe.probe(), case.mode)
+        detour = detour_size(kernel, probe.probe())
         taken = instructions_a_call(kernel, FUNCTION, case.cpus).all - bare if steps else None
-    return CpusFigure(case, net, taken)
+    return CpusFigure(case, net, taken, detour)
 
 
 def _on(kernel: Kernel, cpu: int, run: Callable[[], float]) -> float:
@@ -163,6 +172,9 @@ def table(figures: Sequence[CpusFigure]) -> Iterator[str]:
     yield "{:10}{:19}{:>5}{:>7}{:>7}{:>7}{:>10}{:>7}{:>5}".format(*head)
     yield from map(_row, figures)
     yield from notes(figure.net for figure in figures)
+    for probe in (RECORDING, RETURNING):
+        rows = [figure for figure in figures if figure.case.probe == probe]
+        yield from detours({f"{probe} {figure.case.mode}": figure.detour for figure in rows})
 
 
 def _row(figure: CpusFigure) -> str:
