@@ -24,9 +24,10 @@ from emulated_kernel.arch.base import Arch
 from emulated_kernel.arch.program.builder import ProgramBuilder
 from emulated_kernel.kprobes.assembled import AssemblyOwner, Moment
 from emulated_kernel.kprobes.ctlblk import HitStatus, KprobeCtlblk
+from emulated_kernel.kprobes.guest_code import CompiledCode, OutOfLine
 from emulated_kernel.kprobes.handlers.compiler import Compiler
 from emulated_kernel.kprobes.handlers.saved_regs import SavedFrames
-from emulated_kernel.kprobes.kprobe import AggregatorProbe, CompiledCode, Kprobe, KprobeFlag, OutOfLine, Regs
+from emulated_kernel.kprobes.kprobe import AggregatorProbe, Kprobe, KprobeFlag, Regs
 from emulated_kernel.kprobes.split_jumps import SplitJumps
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault, Trap, TrapKind

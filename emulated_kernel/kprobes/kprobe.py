@@ -1,4 +1,4 @@
-"""Kprobe: what a user registers, and its guest code; AggregatorProbe: what stands for several of them."""
+"""Kprobe: what a user registers; AggregatorProbe: what stands for several of them."""
 
 from __future__ import annotations
 
@@ -10,36 +10,10 @@ from typing import Any
 
 from emulated_kernel.abi import GuestAddr
 from emulated_kernel.arch.analysis.reason import Finding
-from emulated_kernel.arch.analysis.region import Region
-from emulated_kernel.arch.base import Prepared
 from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.kprobes.assembled import AssembledHandlers, AssemblyOwner, Cells, Moment
-
-
-@dataclass(eq=False)
-class CompiledCode:
-    """Guest code of a probe's handler, with what follows it: a stub or a detour; addresses and bytes."""
-
-    address: int
-    size: int
-    entry: int
-    """Where a hit enters it."""
-    traps: tuple[int, ...]
-    """Breakpoints where it calls the host."""
-    accesses: tuple[int, ...]
-    """Instructions with a fixup."""
-    copied: int = 0
-    """Address of what stands behind the handler, if it is jumped to at a probe."""
-    target: int | None = field(default=None, init=False)
-    """Of a stub for breakpoints: where it goes on, None if at the host."""
-    tail: int = field(default=0, init=False)
-    """Of such a stub: the breakpoint at its end."""
-    retired: bool = field(default=False, init=False)
-
-    def contains(self, address: int) -> bool:
-        return self.address <= address < self.address + self.size
-
+from emulated_kernel.kprobes.guest_code import CompiledCode, DetourBuffer, OutOfLine
 
 MOST_HANDLERS = 400
 """Made guest code in one request, and so of one address: Python calls thousands as fast as the emulator."""
@@ -307,49 +281,6 @@ class Kprobe(AssemblyOwner):
     @property
     def is_gone(self) -> bool:
         return self.flags._value_ & _GONE != 0
-
-
-@dataclass(slots=True)
-class OutOfLine:
-    """How the probed instruction is run away from its place: an insn slot, or emulation."""
-
-    prepared: Prepared
-    slot: GuestAddr | None
-    """Address of the copy, in an insn slot; None for an emulated instruction."""
-    lead: int = 0
-    """Bytes in front of the copy that set the trap flag for it."""
-    boosted: bool = False
-    """A jump back stands behind the copy, and no step's end."""
-
-    @property
-    def entry(self) -> int | None:
-        """Where guest code goes on to have the copy run."""
-        return self.slot if self.slot is None or self.boosted else self.slot - self.lead
-
-    @property
-    def step_end(self) -> int | None:
-        """Address of what ends the step."""
-        return None if self.slot is None else self.slot + self.prepared.length
-
-
-@dataclass(frozen=True, slots=True)
-class DetourBuffer:
-    """A detour that stands ready in executable memory; addresses and bytes."""
-
-    address: GuestAddr
-    region: Region
-    trap: int
-    """Address of the breakpoint that reaches the handlers."""
-    copied: int
-    """Address of the copied instructions."""
-    size: int
-    jump: bytes
-    """What stands at the probe while it is optimized."""
-
-    @property
-    def length(self) -> int:
-        """Bytes of whole instructions that the jump replaces."""
-        return self.region.length
 
 
 @dataclass(eq=False, slots=True)

@@ -15,10 +15,11 @@ from emulated_kernel.kprobes import report
 from emulated_kernel.kprobes.arming import Arming
 from emulated_kernel.kprobes.assembled import AssembledHandlers, Cells, Moment
 from emulated_kernel.kprobes.ftrace import FtraceSites
+from emulated_kernel.kprobes.guest_code import DetourBuffer
 from emulated_kernel.kprobes.handlers.compiler import Compiler
 from emulated_kernel.kprobes.handlers.garbage import TextGarbage
 from emulated_kernel.kprobes.hit import HitHandling
-from emulated_kernel.kprobes.kprobe import AggregatorProbe, DetourBuffer, Kprobe, KprobeFlag, takes_flags
+from emulated_kernel.kprobes.kprobe import AggregatorProbe, Kprobe, KprobeFlag, takes_flags
 from emulated_kernel.kprobes.optimizer.djprobe import Djprobes
 from emulated_kernel.kprobes.optimizer.optimizer import Optimizer
 from emulated_kernel.kprobes.out_of_line import Breakpoints, Copies

@@ -10,9 +10,10 @@ from emulated_kernel.arch.base import Arch
 from emulated_kernel.arch.verdict import Verdict
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
+from emulated_kernel.kprobes.guest_code import OutOfLine
 from emulated_kernel.kprobes.handlers.garbage import TextGarbage
 from emulated_kernel.kprobes.handlers.slots import InsnSlots
-from emulated_kernel.kprobes.kprobe import Kprobe, OutOfLine
+from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.profile import Profile, Stepper
 from emulated_kernel.kprobes.trap_routes import TrapRoutes
 from emulated_kernel.machine.text.text import Text

@@ -7,9 +7,10 @@ from functools import partial
 
 from emulated_kernel.arch.base import Arch
 from emulated_kernel.kprobes.ftrace import FtraceSites
+from emulated_kernel.kprobes.guest_code import OutOfLine
 from emulated_kernel.kprobes.handlers.compiler import Compiler
 from emulated_kernel.kprobes.hit import HitHandling
-from emulated_kernel.kprobes.kprobe import AggregatorProbe, Kprobe, OutOfLine, Regs
+from emulated_kernel.kprobes.kprobe import AggregatorProbe, Kprobe, Regs
 from emulated_kernel.kprobes.split_jumps import SplitJumps
 from emulated_kernel.kprobes.table import ProbeTable
 from emulated_kernel.machine.probed_machine import ProbedMachine

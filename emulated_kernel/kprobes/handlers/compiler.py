@@ -20,8 +20,9 @@ from emulated_kernel.arch.program.builder import HitWay, HostAction, ProgramBuil
 from emulated_kernel.arch.program.ops import HandlerCode
 from emulated_kernel.arch.verdict import Verdict
 from emulated_kernel.errors import KernelError
+from emulated_kernel.kprobes.guest_code import CompiledCode
 from emulated_kernel.kprobes.handlers.garbage import TextGarbage
-from emulated_kernel.kprobes.kprobe import MOST_HANDLERS, AggregatorProbe, CompiledCode, Kprobe
+from emulated_kernel.kprobes.kprobe import MOST_HANDLERS, AggregatorProbe, Kprobe
 from emulated_kernel.kprobes.profile import Profile, Saving
 from emulated_kernel.lock import ControlLock
 from emulated_kernel.machine.probed_machine import ProbedMachine

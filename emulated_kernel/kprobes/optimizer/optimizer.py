@@ -13,8 +13,9 @@ from emulated_kernel.arch.base import Arch
 from emulated_kernel.arch.verdict import Verdict
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
+from emulated_kernel.kprobes.guest_code import DetourBuffer
 from emulated_kernel.kprobes.handlers.garbage import TextGarbage
-from emulated_kernel.kprobes.kprobe import AggregatorProbe, DetourBuffer, Kprobe, KprobeFlag
+from emulated_kernel.kprobes.kprobe import AggregatorProbe, Kprobe, KprobeFlag
 from emulated_kernel.kprobes.out_of_line import Breakpoints, Copies
 from emulated_kernel.kprobes.profile import Profile
 from emulated_kernel.kprobes.scheduler import DelayedWork, Scheduler, Span

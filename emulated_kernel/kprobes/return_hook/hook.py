@@ -7,7 +7,8 @@ from typing import Any
 
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.kprobes.assembled import AssembledHandlers, AssemblyOwner
-from emulated_kernel.kprobes.kprobe import CompiledCode, Emit, Kprobe
+from emulated_kernel.kprobes.guest_code import CompiledCode
+from emulated_kernel.kprobes.kprobe import Emit, Kprobe
 from emulated_kernel.kprobes.return_hook.base import MISSED, RETURNED, ShadowStack
 
 

@@ -28,8 +28,8 @@ from emulated_kernel.arch.program.ops import (
     StoreImmediate,
 )
 from emulated_kernel.kprobes.assembled import Moment
+from emulated_kernel.kprobes.guest_code import CompiledCode
 from emulated_kernel.kprobes.handlers.compiler import Compiler
-from emulated_kernel.kprobes.kprobe import CompiledCode
 from emulated_kernel.kprobes.return_hook.base import HANDLER, MISSED, RETURNED, ShadowStack, counter_at
 from emulated_kernel.kprobes.return_hook.hook import ReturnHook
 from emulated_kernel.kprobes.return_hook.ret_stack import RetStackCode

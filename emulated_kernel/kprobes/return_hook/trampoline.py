@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any
 
 from emulated_kernel.arch.base import Arch
+from emulated_kernel.kprobes.guest_code import CompiledCode
 from emulated_kernel.kprobes.handlers.saved_regs import SavedFrames
-from emulated_kernel.kprobes.kprobe import CompiledCode
 from emulated_kernel.kprobes.profile import TrampolineForm
 from emulated_kernel.machine.probed_machine import ProbedMachine
 

@@ -13,8 +13,8 @@ from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.ftrace import FtraceOps
+from emulated_kernel.kprobes.guest_code import CompiledCode
 from emulated_kernel.kprobes.handlers.compiler import NO_MEMORY
-from emulated_kernel.kprobes.kprobe import CompiledCode
 from emulated_kernel.kprobes.kprobes import Kprobes
 from emulated_kernel.kprobes.return_hook.hook import Instance, ReturnHook
 from emulated_kernel.kprobes.return_hook.hooks import ReturnHooks

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 from emulated_kernel.arch.analysis.region import Live
 from emulated_kernel.arch.program import ops as ir
 from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
+from emulated_kernel.kprobes.guest_code import CompiledCode
 from emulated_kernel.kprobes.handlers.compiler import Compiler
-from emulated_kernel.kprobes.kprobe import CompiledCode, Kprobe
+from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.profile import Saving
 from tests.kprobes.exhaustion.proof import Group, Place, Proof, Spans, joined
 from tests.kprobes.exhaustion.standing import OtherCpu, Standing

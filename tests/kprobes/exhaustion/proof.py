@@ -8,7 +8,8 @@ from itertools import islice
 
 from emulated_kernel.arch.analysis.reason import Finding
 from emulated_kernel.arch.analysis.region import Live
-from emulated_kernel.kprobes.kprobe import AggregatorProbe, DetourBuffer, Kprobe
+from emulated_kernel.kprobes.guest_code import DetourBuffer
+from emulated_kernel.kprobes.kprobe import AggregatorProbe, Kprobe
 from emulated_kernel.machine.text.stale_fetch import Prefetch
 from tests.arch.decoding import starts_with_breakpoint
 from tests.kprobes.exhaustion.standing import OtherCpu, Standing

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from emulated_kernel.arch.analysis.region import Live
-from emulated_kernel.kprobes.kprobe import CompiledCode, Kprobe
+from emulated_kernel.kprobes.guest_code import CompiledCode
+from emulated_kernel.kprobes.kprobe import Kprobe
 from tests.kprobes.blacklist import is_blacklisted
 from tests.kprobes.exhaustion.compiled import CompiledProof, enabled
 from tests.kprobes.exhaustion.proof import Group, Place
