@@ -300,14 +300,17 @@ def test_only_instances_are_made_and_removed(tree: Filesystem) -> None:
             tree.rmdir(ROOT, path)
 
 
-def test_commands_come_behind_the_note_of_no_functions(tree: Filesystem) -> None:
-    """The note is all of one read(2), as t_start() and t_next() have it; beside functions there is none."""
+def test_commands_come_behind_the_last_function_or_the_note_of_none(tree: Filesystem) -> None:
+    """A read(2) that begins with either ends behind it, as t_start() and t_next() have it."""
     write(tree, "set_ftrace_filter", "vfs_read:traceoff:3\n")
     file = opened(tree, "set_ftrace_filter")
     note, command = "#### all functions enabled ####\n", "vfs_read:traceoff:count=3\n"
     assert [file.read(4096, at).decode() for at in (0, len(note), len(note + command))] == [note, command, ""]
     write(tree, "set_ftrace_filter", "vfs_open\n")
-    assert opened(tree, "set_ftrace_filter").read(4096, 0).decode() == f"vfs_open\n{command}"
+    file = opened(tree, "set_ftrace_filter")
+    assert [file.read(4096, at).decode() for at in (0, 9, 9 + len(command))] == ["vfs_open\n", command, ""]
+    write(tree, "set_ftrace_filter", "vfs_read\n")
+    assert opened(tree, "set_ftrace_filter").read(4096, 0).decode() == f"vfs_open\nvfs_read\n{command}"
 
 
 def _directories(tree: Filesystem, path: str) -> list[str]:

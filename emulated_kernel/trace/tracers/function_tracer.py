@@ -134,11 +134,12 @@ class FilterFile:
             yield from self._probes.records()
 
     def records_from(self, index: int) -> Iterator[str]:
-        """For one read(2); what says that no function is chosen has one of its own.
+        """For one read(2); one that begins with the last function, or with the note of none, ends behind it.
 
         Mirrors: kernel/trace/ftrace.c:t_start, t_next, t_mod_start (v6.1).
         """
-        return islice(self.records(), index, 1 if self._functions.is_empty and not index else None)
+        behind = [*islice(self._functions.records(), index, index + 2)]
+        return iter(behind) if len(behind) == 1 else islice(self.records(), index, None)
 
     def write(self, data: bytes) -> int:
         """One write(2): its first word, a pattern or PATTERN:COMMAND; bytes taken, which may be fewer.
