@@ -122,7 +122,7 @@ class ControlFiles:
     def write(self, client: Client, handle: int, data: bytes, offset: int) -> int:
         """Number of bytes taken. Raises: WouldBlock."""
         if self.reads_host(handle):
-            commands = self._file(handle).prepare(data)
+            commands = self._file(handle).prepare(client, data)
             with self._control(client):
                 return self._file(handle).write(data, offset, commands)
 
@@ -156,7 +156,9 @@ class ControlFiles:
         self._file(handle)
 
     def fsync(self, _client: Client, handle: int) -> None:
-        """Raises: KernelError EINVAL."""
+        """Raises: KernelError EINVAL, EBADF."""
+        if handle not in self._opened_files:
+            raise KernelError(errno.EBADF, f"no handle {handle}")
         raise KernelError(errno.EINVAL, f"handle {handle}")
 
     # Changes of the tree

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from errno import EDEADLK, EFAULT, EIO
 from typing import Any
@@ -120,6 +120,19 @@ class CoreCalls:
         if machine.death:
             raise KernelError(EIO, f"the guest has died: {machine.death}")
         self._undo.keep()
+        with self._machine.text.recorded() as written:
+            try:
+                return self._returned(address, values)
+            except MemoryFault as fault:
+                self._take_back(written)
+                raise KernelError(EFAULT, f"what it leads to isn't there: {fault}") from fault
+            except BaseException:
+                self._take_back(written)
+                raise
+
+    def _returned(self, address: int, values: list[int]) -> int:
+        """What it returns. Raises: KernelError when it can't go on; whatever the host meets on its way."""
+        machine = self._guest.machine
         self._guest.be_ready()
         regs = machine.regs
         for name, value in zip(REGISTERS, values, strict=False):
@@ -131,9 +144,7 @@ class CoreCalls:
         error, why = self._run()
         if not why:
             return int(regs.ax)
-        place = self._where()
-        self._take_back()
-        raise KernelError(error, f"{why}{place}")
+        raise KernelError(error, f"{why}{self._where()}")
 
     def _run(self) -> tuple[int, str]:
         """Until the call returns; else errno, and why it doesn't."""
@@ -190,14 +201,18 @@ class CoreCalls:
         data = self._machine.memory.read(va, min(_MESSAGE, PAGE_SIZE - va % PAGE_SIZE))
         return data.partition(b"\0")[0].decode("utf-8", "replace").strip()
 
-    def _take_back(self) -> None:
+    def _take_back(self, written: Sequence[tuple[int, bytes]]) -> None:
+        """All that the call has changed, but not `written`: text that probes have patched on its way."""
         machine = self._guest.machine
-        self._abandoned()
+        with suppress(MemoryFault):
+            self._abandoned()
         if not self._undo.is_possible:
             machine.death = "a call couldn't end, and nothing tells here what it has changed"
             return
         self._undo.back()
         machine.death = ""
+        for va, data in written:
+            self._machine.text.substitute(va, data)
         machine.engine.flush_code()
         machine.engine.flush_tlb()
 

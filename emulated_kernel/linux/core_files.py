@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import posixpath
 import stat
 import struct
 from collections.abc import Iterator, Mapping
@@ -14,11 +15,15 @@ from emulated_kernel.errors import KernelError
 from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.linux.core_calls import BUFFER_SIZE, CoreCalls
 from emulated_kernel.machine.memory.guest_memory import GuestMemory
+from emulated_kernel.machine.traps.trap import MemoryFault
 from emulated_kernel.vfs.core.client import DirEntry, Stat
 
 _O_LARGEFILE = 0o100000
 _O_PATH, _O_NOFOLLOW, _O_NONBLOCK, _O_DIRECTORY = 0o10000000, 0o400000, 0o4000, 0o200000
 _PATH_LIMIT = 4096
+_LISTING = BUFFER_SIZE
+"""Bytes of entries that one call may give."""
+_MOST_ENTRIES = 1 << 20
 _POSITION = 16
 """Bytes in front of the data that kernel_read() leaves in the buffer: its position."""
 _CONTEXT = struct.Struct("<4Q")
@@ -38,7 +43,7 @@ _ACTOR = bytes.fromhex(
     "498d7a10"  # lea rdi, [r10+16]
     "f3a4"  # rep movsb
 )
-_GOES_ON, _ENDS = bytes.fromhex("b801000000c3"), bytes.fromhex("31c0c3")
+_GOES_ON, _ENOUGH = bytes.fromhex("b801000000c3"), bytes.fromhex("31c0c3")
 _KINDS = {1: stat.S_IFIFO, 2: stat.S_IFCHR, 4: stat.S_IFDIR, 6: stat.S_IFBLK, 8: stat.S_IFREG,
           10: stat.S_IFLNK, 12: stat.S_IFSOCK}  # fmt: skip
 _DELAYED_CALL = 16
@@ -70,6 +75,8 @@ class CoreFiles:
         file = _checked(self._calls.call_function("filp_open", path, flags | _O_LARGEFILE, 0), path)
         try:
             yield file
+        except MemoryFault as fault:
+            raise KernelError(EIO, f"{path}: its structures lead nowhere: {fault}") from fault
         finally:
             self._calls.call_function("__fput_sync", file)
 
@@ -107,26 +114,39 @@ class CoreFiles:
             return self._memory.read(data, count)
 
     def readlink(self, path: str) -> str:
-        """Where a symbolic link leads."""
+        """Where a symbolic link leads, told so that it leads to no place outside of the dump.
+
+        Deviates: `..` behind another link's name is where that name is, not where that link leads.
+        """
         with self._open(path, _O_PATH | _O_NOFOLLOW) as file:
             if not stat.S_ISLNK(self._inode(file)["i_mode"]):
                 raise KernelError(EINVAL, path)
             dentry = self._memory.read_word(file + self._offset["file.f_path.dentry"])
             self._memory.write(self._calls.buffer, bytes(_DELAYED_CALL))
             link = _checked(self._calls.call_function("vfs_get_link", dentry, self._calls.buffer), path)
-            return os.fsdecode(_string(self._memory, link))
+            target = os.fsdecode(_string(self._memory, link))
+        if not target.startswith("/") and ".." not in target.split("/"):
+            return target
+        above = posixpath.dirname(path)
+        return posixpath.relpath(posixpath.normpath("/" + posixpath.join(above, target).lstrip("/")), above)
 
     def readdir(self, path: str) -> list[DirEntry]:
-        """The entries, "." and ".." among them; no more than fit into the buffer."""
-        buffer, end = self._calls.buffer, self._calls.buffer + BUFFER_SIZE
-        start = buffer + _CONTEXT.size
+        """The entries, "." and ".." among them; as many turns as the buffer needs."""
+        buffer, end = self._calls.buffer, self._calls.buffer + _LISTING
+        start, position = buffer + _CONTEXT.size, 0
+        found: list[DirEntry] = []
         with self._open(path, os.O_RDONLY | _O_DIRECTORY | _O_NOFOLLOW) as file:
-            self._memory.write(buffer, _CONTEXT.pack(self._actor, 0, start, end))
-            _checked(self._calls.call_function("iterate_dir", file, buffer), path)
-        _, _, stop, _ = _CONTEXT.unpack(self._memory.read(buffer, _CONTEXT.size))
-        if not start <= stop <= end:
-            raise KernelError(EIO, path)
-        return [*_entries(self._memory.read(start, stop - start))]
+            while True:
+                self._memory.write(buffer, _CONTEXT.pack(self._actor, position, start, end))
+                _checked(self._calls.call_function("iterate_dir", file, buffer), path)
+                _, position, stop, _ = _CONTEXT.unpack(self._memory.read(buffer, _CONTEXT.size))
+                if not start <= stop <= end:
+                    raise KernelError(EIO, path)
+                if stop == start:
+                    return found
+                found += _entries(self._memory.read(start, stop - start))
+                if len(found) > _MOST_ENTRIES:
+                    raise KernelError(EIO, f"{path}: its entries have no end")
 
 
 def _checked(value: int, path: str) -> int:
@@ -148,7 +168,7 @@ def _entries(data: bytes) -> Iterator[DirEntry]:
 
 def _actor(*, goes_on: bool) -> bytes:
     """A filldir_t that keeps names; `goes_on`: by true it says that it wants more, by 0 of an int else."""
-    more, enough = (_GOES_ON, _ENDS) if goes_on else (_ENDS, _GOES_ON)
+    more, enough = (_GOES_ON, _ENOUGH) if goes_on else (_ENOUGH, _GOES_ON)
     return _ACTOR + more + enough
 
 

@@ -42,7 +42,7 @@ _CR4 = 0x6B0
 _CR4_KEPT = 1 << 16 | 1 << 20 | 1 << 21
 """FSGSBASE, SMEP and SMAP."""
 _GDT_SIZE, _IDT_SIZE, _TSS_SIZE = 128, 4096, 0x2000
-_DEVICES = range(0xFEC00000, 0xFEF00000)
+_CONTROLLERS = range(0xFEC00000, 0xFEF00000)
 """Interrupt controllers and timers: they are memory that nobody reads."""
 _COUNT = 4
 _NOBODY_ASKS = 1 << 31
@@ -188,8 +188,11 @@ def _kernel_in(ram: mmap.mmap, info: Mapping[str, str]) -> tuple[RunningKernel, 
 
 
 def _number(info: Mapping[str, str], name: str) -> int:
-    found = re.fullmatch(r"-?[0-9]+|0x[0-9a-f]+", info.get(name, "0"))
-    return int(found[0], 0) if found else 0
+    """0 for what it doesn't say. Raises: KernelError ENOEXEC."""
+    text = info.get(name, "0")
+    if not re.fullmatch(r"-?[0-9]{1,20}|0x[0-9a-f]{1,16}", text):
+        raise unusable_core("its VMCOREINFO is damaged")
+    return int(text, 16 if text.startswith("0x") else 10)
 
 
 def _facts(kernel: RunningKernel, root: int) -> CoreFacts:
@@ -257,7 +260,7 @@ class CoreGuest(RunningLinux):
             self.stack = memory.read_word(self.root, self.init_task + facts.stack)
             """Of the task that calls are made by."""
             counters = (symbols[name] for name in _COUNTERS if name in symbols)
-            machine.pc.tsc = max(machine.pc.tsc, *(memory.read_word(self.root, at) for at in counters))
+            machine.pc.tsc = max([machine.pc.tsc, *(memory.read_word(self.root, at) for at in counters)])
         except (KeyError, IndexError, struct.error) as error:
             raise unusable_core(f"its kernel's structures lead nowhere: {error}") from None
         self._map_devices()
@@ -298,6 +301,6 @@ class CoreGuest(RunningLinux):
                 memory.write(self.root, symbols[name], (1).to_bytes(size, "little"))
 
     def _map_devices(self) -> None:
-        if len(self.machine.memory.ram) <= _DEVICES.start:
+        if len(self.machine.memory.ram) <= _CONTROLLERS.start:
             flags = mmap.MAP_PRIVATE | _NORESERVE
-            self.machine.engine.map_ram(_DEVICES.start, mmap.mmap(-1, len(_DEVICES), flags=flags))
+            self.machine.engine.map_ram(_CONTROLLERS.start, mmap.mmap(-1, len(_CONTROLLERS), flags=flags))

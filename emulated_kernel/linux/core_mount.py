@@ -7,7 +7,7 @@ import os
 import stat
 import struct
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.linux.control_files import ControlFiles
@@ -18,6 +18,7 @@ from emulated_kernel.linux.engine import KernelEngine
 from emulated_kernel.linux.engine_tree import engine_tree
 from emulated_kernel.vfs.core.client import INO_SPACES, Client, DirEntry, Stat
 from emulated_kernel.vfs.core.node import Directory, Owner
+from emulated_kernel.vfs.core.open_file import ALWAYS_READY
 from emulated_kernel.vfs.core.seq import GuestCommandFile, single
 from emulated_kernel.vfs.trees.calls import Calls
 
@@ -50,8 +51,12 @@ class CoreMount(ControlFiles):
         )
         super().__init__(files, engine.lock, self._requested)
 
+    def _requested(self, _client: Client) -> AbstractContextManager[None]:
+        return self._running()
+
     @contextmanager
-    def _requested(self, _client: Client) -> Iterator[None]:
+    def _running(self) -> Iterator[None]:
+        """Around all that may run the guest."""
         with self.lock:
             if self._closed:
                 raise KernelError(errno.EIO, "the mount has ended")
@@ -93,7 +98,7 @@ class CoreMount(ControlFiles):
         inside = self._in_core(path)
         if inside is None:
             return super().getattr(path, client)
-        with self.lock:
+        with self._running():
             return self._shown(self._core_files.lstat(inside))
 
     def fgetattr(self, handle: int, client: Callable[[], Client] | None = None) -> Stat:
@@ -104,7 +109,7 @@ class CoreMount(ControlFiles):
         inside = self._in_core(path)
         if inside is None:
             return super().readdir(path)
-        with self.lock:
+        with self._running():
             found = self._core_files.readdir(inside)
         return [entry._replace(ino=entry.ino * INO_SPACES + 1) for entry in found]
 
@@ -149,6 +154,23 @@ class CoreMount(ControlFiles):
     def set_status_flags(self, handle: int, flags: int) -> None:
         if handle not in self._paths:
             super().set_status_flags(handle, flags)
+
+    def wait(self, handle: int, timeout: float) -> None:
+        if handle not in self._paths:
+            super().wait(handle, timeout)
+
+    def poll(self, handle: int, notify: Callable[[], None] | None) -> int:
+        return ALWAYS_READY if handle in self._paths else super().poll(handle, notify)
+
+    def fsync(self, client: Client, handle: int) -> None:
+        """Nothing of it is unwritten."""
+        if handle not in self._paths:
+            super().fsync(client, handle)
+
+    def ftruncate(self, client: Client, handle: int, size: int) -> None:
+        if handle in self._paths:
+            raise KernelError(errno.EINVAL, "it is open for reading")
+        super().ftruncate(client, handle, size)
 
     def release(self, handle: int) -> None:
         if self._paths.pop(handle, None) is None:

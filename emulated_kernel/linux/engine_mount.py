@@ -6,7 +6,7 @@ import errno
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cached_property
+from functools import cached_property, partial
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.host.mirror.processes import ProcessWatch
@@ -25,8 +25,14 @@ from emulated_kernel.vfs.core.seq import GuestCommandFile, HostReadingFile, Reco
 from emulated_kernel.vfs.trees.calls import Calls
 
 _ADDRESS = re.compile("0x[0-9a-f]{16}")
-_PROBING = (b"register_kprobe", b"register_kretprobe", b"register_fprobe", b"register_ftrace_function")
-"""What modules call that put breakpoints of their own where ours are."""
+_PROBING = frozenset({
+    "register_kprobe", "register_kprobes", "register_kretprobe", "register_kretprobes",
+    "__kprobe_event_gen_cmd_start", "register_fprobe", "register_fprobe_ips", "register_fprobe_syms",
+    "register_ftrace_function", "register_ftrace_function_nolock", "register_ftrace_graph",
+    "register_ftrace_direct", "register_ftrace_direct_multi", "modify_ftrace_direct",
+    "modify_ftrace_direct_multi", "modify_ftrace_direct_multi_nolock", "klp_enable_patch",
+})  # fmt: skip
+"""What modules call that patch text of the kernel where ours are."""
 
 
 class EngineMount(LinuxMount):
@@ -52,7 +58,9 @@ class EngineMount(LinuxMount):
         calls = Calls(self._call_function, engine.machine.memory.word_size)
         machine = {
             "call": GuestCommandFile(0o600, single(lambda: calls.result), calls.execute),
-            "modules": HostReadingFile(0o644, self._module_lines, self._prepare_modules),
+            "modules": HostReadingFile(
+                0o644, self._module_lines, partial(self._prepared_modules, refused=_PROBING)
+            ),
         }
         files = engine_tree(engine, owner, self._log_text, machine, further, is_tracefs=is_tracefs)
         self._files = ControlFiles(files, self.lock, self._control)
@@ -75,17 +83,6 @@ class EngineMount(LinuxMount):
 
         return single(shown)
 
-    def _prepare_modules(self, data: bytes) -> Callable[[], int]:
-        change = self._modules.prepared(data, refused=_PROBING)
-
-        def execute() -> int:
-            with self._guest():
-                task = self._tasks.current or self._tasks.init
-                change(task, self._syscalls.read_all(f"{PROC}/modules").decode())
-            return len(data)
-
-        return execute
-
     # Whose a file is
 
     def _is_guests(self, path: str) -> bool:
@@ -107,11 +104,12 @@ class EngineMount(LinuxMount):
         with self.lock:
             if self._closed:
                 raise KernelError(errno.EIO, "the mount has ended")
-            if not self._tasks.machine.death:
-                with suppress(KernelError, GuestFault):
-                    self._tasks.bring(self._clients.task_of(client))
+            # It may let the guest run: whoever is the current task afterwards.
             self._engine.request_begins()
             try:
+                if not self._tasks.machine.death:
+                    with suppress(KernelError, GuestFault):
+                        self._tasks.bring(self._clients.task_of(client))
                 yield
             finally:
                 self._engine.request_ended()

@@ -8,6 +8,7 @@ from contextlib import suppress
 from errno import EINVAL, EIO, ENOENT, EPERM
 
 from emulated_kernel.errors import KernelError
+from emulated_kernel.image.elf import ElfFile
 from emulated_kernel.image.linux.module_files import ModuleFiles
 from emulated_kernel.linux.syscalls import LinuxSyscalls
 from emulated_kernel.linux.tasks import LinuxTask
@@ -20,7 +21,7 @@ class KernelModules:
         self._syscalls = syscalls
         self._files = files
 
-    def prepared(self, data: bytes, refused: Collection[bytes] = ()) -> Callable[[LinuxTask, str], None]:
+    def prepared(self, data: bytes, refused: Collection[str] = ()) -> Callable[[LinuxTask, str], None]:
         """What a write will do in its writer's task; files are read before, without the control lock.
 
         Takes what /proc/modules shows. `refused`: functions that no module may use, which would be EPERM.
@@ -40,11 +41,9 @@ class KernelModules:
         except OSError as error:
             raise KernelError(error.errno or EIO, f"{name}: {error.strerror or error}") from error
         for module, content in files:
-            used = next((each for each in refused if b"\0%s\0" % each in content), None)
+            used = min(_undefined(content).intersection(refused), default=None) if refused else None
             if used is not None:
-                raise KernelError(
-                    EPERM, f"{module} calls {used.decode()}: two engines can't probe one kernel"
-                )
+                raise KernelError(EPERM, f"{module} calls {used}: two engines can't probe one kernel")
 
         def load(task: LinuxTask, loaded: str) -> None:
             there = {line.split()[0] for line in loaded.splitlines()}
@@ -62,3 +61,8 @@ class KernelModules:
                 raise
 
         return load
+
+
+def _undefined(module: bytes) -> set[str]:
+    """Symbols that its loader looks for in the kernel. Raises: KernelError ENOEXEC."""
+    return {symbol.name for symbol in ElfFile(module).symbols if not symbol.section}

@@ -8,7 +8,7 @@ import select
 import stat
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
 
@@ -337,10 +337,9 @@ class LinuxMount:
         """Number of bytes taken. Raises: WouldBlock as read() does."""
         file = self._opened(handle)
         if file.path == _MODULES:
-            change = self._modules.prepared(data)
-            with self._request(client) as task, self._unasked(client):
-                change(task, self._syscalls.read_all(_FORWARDED[_MODULES]).decode())
-            return len(data)
+            change = self._prepared_modules(client, data)
+            with self._request(client):
+                return change()
         with self._request(client) as task:
             file.task = task
             jumped = file.seekable and not file.flags & os.O_APPEND and offset != file.position
@@ -368,6 +367,20 @@ class LinuxMount:
             raise
         self._asleep.pop(client.pid, None)
         return result
+
+    def _prepared_modules(
+        self, client: Client, data: bytes, refused: Collection[str] = ()
+    ) -> Callable[[], int]:
+        """What the client's write to machine/modules will do, within a request of his."""
+        change = self._modules.prepared(data, refused)
+
+        def execute() -> int:
+            with self._guest(), self._unasked(client):
+                loaded = self._syscalls.read_all(_FORWARDED[_MODULES]).decode()
+                change(self._clients.task_of(client), loaded)
+            return len(data)
+
+        return execute
 
     def wait(self, handle: int, timeout: float) -> None:
         """Return once a request has been made that may have woken somebody, or after `timeout` seconds."""

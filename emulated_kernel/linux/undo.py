@@ -38,7 +38,7 @@ class Undo:
         return self._file >= 0
 
     def keep(self) -> None:
-        """This is the moment."""
+        """Keep the pages that have been written so far: back() returns to memory as it is now."""
         if self.is_possible:
             self._kept = {page: self._ram[page : page + PAGE] for page in self._written()}
 

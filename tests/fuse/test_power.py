@@ -302,8 +302,8 @@ def test_what_was_prepared_for_another_kernel_isnt_done(
     opened_as = HostReadingFile.opened_as
     prepare = opened_as.prepare
 
-    def slow(opened: Any, data: bytes) -> object:
-        prepared = prepare(opened, data)
+    def slow(opened: Any, client: Client, data: bytes) -> object:
+        prepared = prepare(opened, client, data)
         user.reboot()
         return prepared
 

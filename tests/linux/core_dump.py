@@ -21,6 +21,14 @@ LOAD, NOTES = 1, 4
 HOLE = range(0xA0000, 0x100000)
 """Where a PC has its screen."""
 TEXT = "kept in the dump\n"
+LINKS = {
+    "link": "dir/note",
+    "absolute": "/proc/version",
+    "root": "/",
+    "out": "../../../etc/passwd",
+    "around": "dir/../../../etc",
+    "dir/deep": "/scratch/numbers",
+}
 NUMBERS = "".join(f"line {number}\n" for number in range(2000))
 
 
@@ -61,7 +69,8 @@ def dump_of(tasks: LinuxTasks, path: Path, *, has_info: bool) -> None:
         fd = calls.open(init, f"/scratch/{name}", os.O_WRONLY | os.O_CREAT, mode)
         calls.write(init, fd, text.encode(), None)
         calls.close(init, fd)
-    calls.symlink(init, "/scratch/link", "dir/note")
+    for name, target in LINKS.items():
+        calls.symlink(init, f"/scratch/{name}", target)
     ram = tasks.machine.memory.ram[:-HOST_SIZE]
     memory = [(0, ram[: HOLE.start]), (HOLE.stop, ram[HOLE.stop :])]
     path.write_bytes(dump(memory, vmcoreinfo(ram) if has_info else None))

@@ -12,13 +12,15 @@ from pathlib import Path
 import pytest
 
 from emulated_kernel.errors import KernelError
-from emulated_kernel.linux import snapshot
+from emulated_kernel.linux import core_files, snapshot
 from emulated_kernel.linux.boot import HOST_SIZE
 from emulated_kernel.linux.core_guest import ensure_core_cached, started_core
 from emulated_kernel.linux.core_mount import CoreMount
 from emulated_kernel.linux.engine import KernelEngine
+from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
+from emulated_kernel.vfs.core.open_file import ALWAYS_READY
 from kprobefs.cli import main
 from tests.fuse.harness import REAL_PROGRAM, daemon, needs_fuse
 from tests.linux import core_dump, debian_kernel
@@ -49,6 +51,7 @@ BAD = {
     "encrypted memory": (dump([(0, PAGE)], INFO + "NUMBER(sme_mask)=8\n"), "its memory is encrypted"),
     "too little of it": (dump([(0, PAGE)], INFO), "its kernel isn't in its memory"),
     "nothing but zeros": (dump([(0, RAM)], INFO), "no table of symbols"),
+    "a number that is none": (dump([(0, RAM)], INFO + "NUMBER(phys_base)=0x\n"), "VMCOREINFO is damaged"),
     "symbols that are none": (
         dump([(0, RAM)], INFO.replace("ffffffff81", "zz")),
         "its VMCOREINFO is damaged",
@@ -153,6 +156,7 @@ def test_files_are_read(shell: Files, mount: CoreMount) -> None:
         "dir": stat.S_IFDIR,
         "numbers": stat.S_IFREG,
         "link": stat.S_IFLNK,
+        **dict.fromkeys(("absolute", "root", "out", "around"), stat.S_IFLNK),
     }
     assert mount.readlink(CLIENT, "/files/scratch/link") == "dir/note"
     note = mount.getattr("/files/scratch/dir/note")
@@ -205,6 +209,51 @@ def test_probes_hit(shell: Files) -> None:
     assert shell.read("/kprobes/list") == ""
 
 
+def test_links_stay_in_the_dump(mount: CoreMount) -> None:
+    """The host's root is none of theirs, whatever they say."""
+    links = {"absolute": "../proc/version", "root": "..", "out": "../etc/passwd", "around": "../etc"}
+    assert {name: mount.readlink(CLIENT, f"/files/scratch/{name}") for name in links} == links
+    assert mount.readlink(CLIENT, "/files/scratch/dir/deep") == "../numbers"
+
+
+def test_long_directories(mount: CoreMount, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = sorted(entry.name for entry in mount.readdir("/files/proc"))
+    monkeypatch.setattr(core_files, "_LISTING", 1024)
+    assert sorted(entry.name for entry in mount.readdir("/files/proc")) == whole
+    assert len(whole) > 1024 // 24
+
+
+def test_open_files(mount: CoreMount) -> None:
+    """All that can be asked by handle."""
+    handle = mount.open(CLIENT, "/files/scratch/dir/note", os.O_RDONLY)
+    directory = mount.opendir(CLIENT, "/files/scratch")
+    assert mount.fgetattr(handle).size == len(TEXT)
+    assert stat.S_ISDIR(mount.fgetattr(directory).mode)
+    assert "numbers" in {entry.name for entry in mount.getdents(CLIENT, directory, 2)}
+    assert mount.read(CLIENT, handle, 4, 5) == mount.read_page(CLIENT, handle, 4, 5) == TEXT[5:9].encode()
+    assert mount.poll(handle, None) == ALWAYS_READY
+    assert not mount.is_stream(handle)
+    assert not mount.reads_host(handle)
+    mount.set_status_flags(handle, os.O_NONBLOCK)
+    mount.wait(handle, 0)
+    mount.give_up(CLIENT, handle, errno.EINTR)
+    mount.fsync(CLIENT, handle)
+    for error, refused in (
+        (errno.EINVAL, lambda: mount.ftruncate(CLIENT, handle, 0)),
+        (errno.EBADF, lambda: mount.write(CLIENT, handle, b"x", 0)),
+        (errno.EBADF, lambda: mount.fsync(CLIENT, handle + 1000)),
+        (errno.EBADF, lambda: mount.poll(handle + 1000, None)),
+    ):
+        with pytest.raises(KernelError) as found:
+            refused()
+        assert found.value.errno == error
+    mount.release(directory)
+    mount.release(handle)
+    with pytest.raises(KernelError) as found:
+        mount.fgetattr(handle)
+    assert found.value.errno == errno.EBADF
+
+
 def memory(mount: CoreMount) -> bytes:
     """The guest's, without the host's."""
     return mount._guest.machine.memory.ram[:-HOST_SIZE]
@@ -233,6 +282,64 @@ def test_what_can_not_run_has_not_been(
     assert call(shell, 'strlen "hello"') == "strlen = 0x5 (5)\n"
 
 
+@pytest.mark.parametrize(
+    ("raised", "seen"),
+    [
+        (MemoryFault(0x123), r"isn't there: 0x123"),
+        (HardwareError("no room"), "no room"),
+        (KeyboardInterrupt("now"), "now"),
+    ],
+)
+def test_what_the_host_meets_is_taken_back(
+    raised: BaseException, seen: str, shell: Files, mount: CoreMount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call(shell, 'strlen "hello"')
+    before, run = memory(mount), mount._guest.machine.run
+
+    def fails() -> None:
+        run()
+        raise raised
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mount._guest.machine, "run", fails)
+        with pytest.raises((KernelError, HardwareError, KeyboardInterrupt), match=seen):
+            mount._calls.call_function("__kmalloc", 64, 3520)
+    assert memory(mount) == before
+
+
+def test_probes_that_a_refused_call_hits_first(
+    shell: Files, mount: CoreMount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What first hits patch stays: text is what was poked last, and further hits are counted."""
+    text, optimizer = mount._engine.machine.text, mount._engine.kprobes.optimizer
+    assert optimizer is not None
+    poked: dict[int, int] = {}
+    poke = text._write
+
+    def remembered(va: int, data: bytes) -> None:
+        poke(va, data)
+        poked.update(enumerate(data, va))
+
+    monkeypatch.setattr(text, "_write", remembered)
+    shell.write("/kprobe_events", "p:entry msleep\np:inside msleep+5\n")
+    shell.write("/tracing/events/kprobes/enable", "1")
+    with mount.lock:
+        optimizer.work.flush()
+    msleep = mount._engine.kernel.kallsyms.lookup_name("msleep")
+    assert msleep is not None
+    armed = text.current(msleep, 16)
+    for count in (1, 2, 3):
+        assert call(shell, "msleep 10").startswith("EDEADLK ")
+        profile = [line.split() for line in shell.read("/kprobe_profile").splitlines()]
+        assert [row[1:] for row in profile] == [[str(count), "0"]] * 2
+        assert [at for at, byte in poked.items() if text.current(at, 1)[0] != byte] == []
+    # Both are compiled by now: a call and a jump that lead elsewhere.
+    assert text.current(msleep, 16) != armed
+    shell.write("/tracing/events/kprobes/enable", "0")
+    shell.write("/kprobe_events", "\n", os.O_WRONLY | os.O_TRUNC)
+    assert not text.ledger
+
+
 def test_a_lock_that_is_held(shell: Files) -> None:
     """By a call that has returned with it: whoever wants it waits for ever."""
     place = call(shell, "__kmalloc 64 3520").split()[2]
@@ -249,7 +356,6 @@ def test_without_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     core_dump.dump_of(tasks, tmp_path / "core", has_info=False)
     tasks.machine.close()
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/sys")
-    monkeypatch.setattr(snapshot, "BUDGET", 0.5)
     guest, kernel = started_core(str(tmp_path / "core"))
     mount = CoreMount(guest, KernelEngine(guest, kernel), Owner(0, 0), is_tracefs=True)
     assert "int_sqrt" in Files(mount, CLIENT).read("/available_filter_functions").splitlines()
@@ -257,12 +363,24 @@ def test_without_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     shell.write("/.control/machine/call", "int_sqrt 81\n")
     assert shell.read("/.control/machine/call") == "int_sqrt = 0x9 (9)\n"
     # What loops is stopped anywhere, and was never there.
+    guest.machine._watchdog.budget = 0.5
     assert shell.errno("/.control/machine/call", "__delay 0x7fffffffffffffff\n") == errno.EIO
     assert "it ran for too long" in shell.read("/.control/machine/call")
     shell.write("/.control/machine/call", "int_sqrt 64\n")
     assert shell.read("/.control/machine/call") == "int_sqrt = 0x8 (8)\n"
     mount.close()
     assert [path.name for path in tmp_path.iterdir()] == ["core"]
+
+
+def test_after_the_end(dumped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(dumped.parent))
+    guest, kernel = started_core(str(dumped))
+    mount = CoreMount(guest, KernelEngine(guest, kernel), Owner(0, 0), is_tracefs=False)
+    mount.close()
+    for asked in (lambda: mount.getattr("/files"), lambda: mount.readdir("/files")):
+        with pytest.raises(KernelError) as refused:
+            asked()
+        assert refused.value.errno == errno.EIO
 
 
 SCRIPT = r"""
@@ -305,10 +423,15 @@ def test_a_walk_through_a_mount(dumped: Path, tmp_path: Path, monkeypatch: pytes
     assert (
         done.stdout
         == f"""{TEXT}{TEXT}files/scratch
+files/scratch/absolute
+files/scratch/around
 files/scratch/dir
+files/scratch/dir/deep
 files/scratch/dir/note
 files/scratch/link
 files/scratch/numbers
+files/scratch/out
+files/scratch/root
 line 0
 line 1
 1

@@ -14,10 +14,12 @@ from emulated_kernel.host.mirror.processes import NoProcesses
 from emulated_kernel.image.linux.module_files import ModuleFiles
 from emulated_kernel.linux.engine import LinuxEngine
 from emulated_kernel.linux.engine_mount import EngineMount
+from emulated_kernel.linux.tasks import Blocked, LinuxTask
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from tests.linux import debian_kernel
 from tests.linux.files import Files
+from tests.linux.made_module import made_module
 
 CLIENT = Client(4242, 0, 0)
 
@@ -98,9 +100,13 @@ def test_nothing_is_left(shell: Files, mount: EngineMount) -> None:
 
 def test_modules(shell: Files, tmp_path: Path) -> None:
     """The kernel's own, by name or path; not one that probes by itself."""
+    log = shell.read("/machine/dmesg")
     files = ModuleFiles(debian_kernel.image(), shell.mount._tasks.release)
     ((name, content),) = files.read("dm_mod")
-    for path, data in (("dm.ko", content), ("probing.ko", content + b"\0register_kprobe\0")):
+    for path, data in (
+        ("dm.ko", content),
+        ("probing.ko", made_module(["unregister_kprobe", "register_kprobe"])),
+    ):
         (tmp_path / path).write_bytes(data)
     shell.write("/tracing/events/sched/sched_switch/enable", "1")
     shell.write("/machine/modules", f"load {tmp_path}/dm.ko\n")
@@ -113,4 +119,57 @@ def test_modules(shell: Files, tmp_path: Path) -> None:
     assert shell.errno("/machine/modules", f"load {tmp_path}/none.ko\n") == errno.ENOENT
     assert shell.errno("/machine/modules", "load\n") == errno.EINVAL
     assert shell.errno("/machine/modules", f"load {tmp_path}/probing.ko\n") == errno.EPERM
-    assert "Oops" not in shell.read("/machine/dmesg").partition("0000000000000010")[0]
+    said = shell.read("/machine/dmesg").removeprefix(log)
+    assert len(said) < len(log)
+    assert "Oops" not in said
+
+
+def test_modules_are_their_writers(
+    shell: Files, mount: EngineMount, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load is a system call of who writes, whoever made the last one; one that sleeps ends its task."""
+    callers: list[LinuxTask] = []
+
+    def sleeps(task: LinuxTask, _content: bytes) -> None:
+        callers.append(task)
+        raise Blocked
+
+    monkeypatch.setattr(mount._syscalls, "load_module", sleeps)
+    (tmp_path / "made.ko").write_bytes(made_module(["_printk"]))
+    for pid in (4250, 4251):
+        writer = Files(mount, Client(pid, 0, 0))
+        handle = mount.open(writer.client, "/machine/modules", os.O_WRONLY)
+        shell.read("/machine/modules")
+        with pytest.raises(KernelError) as refused:
+            mount.write(writer.client, handle, f"load {tmp_path}/made.ko\n".encode(), 0)
+        assert refused.value.errno == errno.EINTR
+        assert callers[-1].pid == pid
+        assert not callers[-1].alive
+        mount.release(handle)
+    assert call(shell, "int_sqrt 81") == "int_sqrt = 0x9 (9)\n"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "defined", "used"),
+    [
+        (["unregister_kprobe", "register_kprobe"], [], "register_kprobe"),
+        (["unregister_kretprobes", "register_kretprobes"], [], "register_kretprobes"),
+        (["register_ftrace_direct_multi"], [], "register_ftrace_direct_multi"),
+        (["klp_enable_patch"], [], "klp_enable_patch"),
+        (["unregister_kprobe"], [], None),
+        (["_printk"], ["register_kprobe"], None),
+    ],
+)
+def test_modules_that_probe(
+    wanted: list[str], defined: list[str], used: str | None, mount: EngineMount, tmp_path: Path
+) -> None:
+    """What they ask the kernel for counts, not what stands in them."""
+    path = tmp_path / "made.ko"
+    path.write_bytes(made_module(wanted, defined))
+    handle = mount.open(CLIENT, "/machine/modules", os.O_WRONLY)
+    with pytest.raises(KernelError) as refused:
+        mount.write(CLIENT, handle, f"load {path}\n".encode(), 0)
+    mount.release(handle)
+    # The kernel's own loader wants more of a module.
+    assert refused.value.errno == (errno.EPERM if used else errno.ENOEXEC)
+    assert not used or f"made calls {used}: " in str(refused.value.strerror)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 from emulated_kernel.abi import PAGE_SIZE, Prot
@@ -57,6 +58,7 @@ class Text:
         """Called when original text is about to change and nothing differs yet; it may run the guest."""
         self.watcher: TextWatcher | None = None
         self._cpus = cpus
+        self._written: list[tuple[int, bytes]] | None = None
         self.interrupt_cpus: Callable[[], None] | None = None
         """Makes the other CPUs execute a serialising instruction; it may run the guest. Who runs several CPUs
         sets it."""
@@ -116,6 +118,19 @@ class Text:
         self._store(data, self._physical(va, len(data)))
         self._invalidate(va, len(data))
 
+    @contextmanager
+    def recorded(self) -> Iterator[list[tuple[int, bytes]]]:
+        """What is poked meanwhile, oldest first: for who takes memory back to what it was before.
+
+        Invariant: that goes to substitute() afterwards, or ledger and text differ.
+        """
+        written: list[tuple[int, bytes]] = []
+        self._written = written
+        try:
+            yield written
+        finally:
+            self._written = None
+
     def sync(self) -> None:
         """Interrupt all CPUs for a serialising instruction. Mirrors: text_poke_sync() (v6.1).
 
@@ -169,6 +184,8 @@ class Text:
     def _write(self, va: int, data: bytes) -> None:
         pieces = self._physical(va, len(data))
         self._note(va, data)
+        if self._written is not None:
+            self._written.append((va, data))
         before = self._memory.read(va, len(data)) if self.watcher is not None else b""
         self._store(data, pieces)
         if self.watcher is not None:

@@ -129,8 +129,9 @@ class OpenFile:
         """
         raise KernelError(errno.EINVAL, f"this file has no pages of {size} bytes")
 
-    def prepare(self, data: bytes) -> Callable[[], int]:
-        """What a write of `data` will do; called without the control lock: host files can be read."""
+    def prepare(self, client: Client, data: bytes) -> Callable[[], int]:
+        """What a client's write of `data` will do; without the control lock, as it may read host files."""
+        del client
         return lambda: self._write(data)
 
     def write(

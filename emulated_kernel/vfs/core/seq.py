@@ -264,11 +264,8 @@ class _OpenHostReading(_OpenSeq):
     node: HostReadingFile
     moves_on_write = False
 
-    def prepare(self, data: bytes) -> Callable[[], int]:
-        return self.node.prepare(data)
-
-    def _write(self, data: bytes) -> int:
-        return self.prepare(data)()
+    def prepare(self, client: Client, data: bytes) -> Callable[[], int]:
+        return self.node.prepare(client, data)
 
 
 class HostReadingFile(PerClientFile):
@@ -283,9 +280,9 @@ class HostReadingFile(PerClientFile):
         self,
         mode: int,
         records_for: Callable[[Client], Records],
-        prepare: Callable[[bytes], Callable[[], int]],
+        prepare: Callable[[Client, bytes], Callable[[], int]],
     ) -> None:
-        """`prepare` reads the files and returns what the write does, which returns the bytes taken."""
+        """`prepare` reads the files and returns what the writer's write does: it returns the bytes taken."""
         super().__init__(mode, records_for)
         self.prepare = prepare
 

@@ -498,7 +498,7 @@ class GuestMount:
         opened = self._opened(handle)
         prepared = None
         if isinstance(opened, ControlFile) and opened.inner.node.reads_host:
-            prepared = opened.inner.prepare(data)
+            prepared = opened.inner.prepare(client, data)
         writing: Callable[[], int] | None = None
 
         def write() -> int:

@@ -98,7 +98,7 @@ def _cpu_lines(reader: GuestKernel, guest: Guest) -> Iterator[str]:
         )
 
 
-def _prepare_modules(modules: Modules, data: bytes) -> Callable[[], int]:
+def _prepare_modules(modules: Modules, _client: Client, data: bytes) -> Callable[[], int]:
     """Read the files of `load NAME` and `load PATH`; what is returned executes them and `unload NAME`.
 
     Raises: KernelError EINVAL (not ASCII, malformed), E2BIG (more than MAX_LOADS). What is returned: as
