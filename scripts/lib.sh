@@ -19,7 +19,7 @@ die() {
 # Programs that tests use where they are: unmodified tools for tracefs, a terminal's picture, a clock that
 # is wrong, and what tells of bad shell.
 test_tools="perf-tools-unstable linux-perf trace-cmd bpftrace gcc gcc-riscv64-linux-gnu groff tmux faketime \
-shellcheck"
+shellcheck gawk"
 
 # setup run|test: afterwards $venv/bin/kprobefs works, and for "test" the test tools beside it.
 setup() {

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -79,3 +81,95 @@ def test_kprobe_tpoint_and_reset(tmp_path: Path) -> None:
     assert "<- vfs_mkdir" not in filtered
     assert point.count(": sys_mkdir(pathname: ") == 3
     assert "set_ftrace_filter, after:" in reset
+
+
+TWO = """
+import os, sys, time
+name = sys.argv[1]
+with open("/proc/self/comm", "w") as comm:
+    comm.write(name)
+while True:
+    os.close(os.open(name, os.O_CREAT | os.O_WRONLY))
+    try:
+        os.open(f"no-{name}", os.O_RDONLY)
+    except FileNotFoundError:
+        pass
+    os.mkdir(f"{name}.d")
+    os.rmdir(f"{name}.d")
+    time.sleep(0.05)
+"""
+"""Makes a file and a directory of its own name, the one that it is given, and fails to open another."""
+
+
+def _beside_two(tmp_path: Path, *commands: str, options: tuple[str, ...] = ()) -> list[str]:
+    """What each command prints while two processes work; $P is the one that is called mine."""
+    (tmp_path / "two.py").write_text(TWO)
+    start = f"{sys.executable} {tmp_path / 'two.py'}"
+    script = f"""
+        cd /sys/kernel/debug/scratch
+        {start} mine & P=$!
+        {start} other & O=$!
+        until [ -e mine ] && [ -e other ]; do sleep 0.05; done
+        for each in {" ".join(map(shlex.quote, commands))}; do eval "$each"; echo =next=; done
+        kill $P $O
+    """
+    return as_system(f"({script}) 2>&1", tmp_path, *options).split("=next=\n")[:-1]
+
+
+def test_funcslower(tmp_path: Path) -> None:
+    """By the host's clock: the guest's own has most calls last less than a microsecond."""
+    slow, of_one, none = _beside_two(
+        tmp_path,
+        "funcslower-perf -d 0.5 -HtC do_sys_openat2 1",
+        "funcslower-perf -d 0.5 -L $P do_sys_openat2 1",
+        "funcslower-perf -d 0.5 -p $P do_sys_openat2 10000000",
+        options=("--clock", "real"),
+    )
+    line = r"^ *%s\d+\) [ !#*+$@]*\d+(\.\d+)? us +\| +\} /\* do_sys_openat2 \*/$"
+    assert re.search(line % r"\d+\.\d+ \| +", slow, re.M), slow
+    assert "TIME        CPU  DURATION" in slow
+    assert re.search(line % "", of_one, re.M), of_one
+    assert "/* do_sys_openat2 */" not in none
+
+
+def test_one_process_alone(tmp_path: Path) -> None:
+    """-p and -L of each tool that has them: lines of one process, none of the other."""
+    both, *alone = _beside_two(
+        tmp_path,
+        "functrace-perf -d 0.5 'vfs_mk*'",
+        "functrace-perf -d 0.5 -p $P 'vfs_mk*'",
+        "functrace-perf -d 0.5 -L $P 'vfs_mk*'",
+        "funcgraph-perf -d 0.5 -DHtP -p $P -m 2 vfs_mkdir",
+        "funcgraph-perf -d 0.5 -P -L $P -m 2 vfs_rmdir",
+        "kprobe-perf -d 0.5 -p $P p:vfs_mkdir",
+        "kprobe-perf -d 0.5 -L $P p:vfs_mkdir",
+        "tpoint-perf -d 0.5 -p $P syscalls:sys_enter_mkdir",
+        "tpoint-perf -d 0.5 -L $P syscalls:sys_enter_mkdir",
+    )
+    assert {"mine", "other"} == set(re.findall(r"^ +(\w+)-\d+ ", both, re.M))
+    for printed in alone:
+        assert {"mine"} == set(re.findall(r"\b(mine|other)-\d+ ", printed)), printed
+
+
+@needs("gawk")
+def test_opensnoop(tmp_path: Path) -> None:
+    """With gawk where it takes mawk, which its program isn't for."""
+    gawk = "mount --bind $(command -v gawk) /usr/bin/mawk;"
+    every, failed, mine, named = _beside_two(
+        tmp_path,
+        f"[ ! -e /usr/bin/mawk ] || {gawk} opensnoop-perf -d 0.5",
+        "opensnoop-perf -d 0.5 -x",
+        "opensnoop-perf -d 0.5 -p $P",
+        "opensnoop-perf -d 0.5 -t -n mine no-",
+    )
+
+    def lines(printed: str) -> set[tuple[str, bool, str]]:
+        found = re.findall(r"^(?:\d+\.\d+ +)?(\w+) +\d+ +(\S+) (\S+)$", printed, re.M)
+        return {(comm, fd == "-1", name) for comm, fd, name in found}
+
+    of_mine = {("mine", False, "mine"), ("mine", True, "no-mine")}
+    assert lines(every) >= of_mine | {("other", False, "other"), ("other", True, "no-other")}
+    assert lines(failed) == {("mine", True, "no-mine"), ("other", True, "no-other")}
+    assert lines(mine) == of_mine
+    assert lines(named) == {("mine", True, "no-mine")}
+    assert re.search(r"^\d+\.\d+ +mine ", named, re.M)
