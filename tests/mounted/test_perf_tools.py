@@ -151,6 +151,25 @@ def test_one_process_alone(tmp_path: Path) -> None:
         assert {"mine"} == set(re.findall(r"\b(mine|other)-\d+ ", printed)), printed
 
 
+def test_live(tmp_path: Path) -> None:
+    """Without -d they print until they are interrupted, and leave nothing behind."""
+    live = "timeout -s INT 1"
+    reset = "cat /sys/kernel/tracing/current_tracer /sys/kernel/tracing/kprobe_events"
+    trace, graph, probe, point = _beside_two(
+        tmp_path,
+        f"{live} functrace-perf 'vfs_mk*'; {reset}",
+        f"{live} funcgraph-perf -P -m 2 vfs_rmdir; {reset}",
+        f"{live} kprobe-perf p:vfs_mkdir; {reset}",
+        f"{live} tpoint-perf syscalls:sys_enter_mkdir; {reset}",
+    )
+    assert ": vfs_mkdir <-do_mkdirat" in trace
+    assert " vfs_rmdir() {" in graph
+    assert ": vfs_mkdir: (vfs_mkdir+0x0/0x" in probe
+    assert ": sys_mkdir(pathname: " in point
+    for printed in (trace, graph, probe, point):
+        assert printed.endswith("Ending tracing...\nnop\n"), printed
+
+
 @needs("gawk")
 def test_opensnoop(tmp_path: Path) -> None:
     """With gawk where it takes mawk, which its program isn't for."""
