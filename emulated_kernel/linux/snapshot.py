@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
 
 from emulated_kernel.dataclass import dataclass
+from emulated_kernel.errors import KernelError
 from emulated_kernel.linux import boot
 from emulated_kernel.linux.exception_cells import STATE_SIZE
 from emulated_kernel.linux.facts import KernelFacts
@@ -80,7 +81,7 @@ def _identity(source: Path) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1)
-def _digest(source: Path, *_identity: int) -> hashlib._Hash:
+def _digest(source: Path, *_unchanged: int) -> hashlib._Hash:
     """Of a whole file: the command looks for the snapshot, then the daemon that it becomes."""
     with open(source, "rb") as file:
         return hashlib.file_digest(file, "sha256")
@@ -197,7 +198,10 @@ def load(source: Path, *, with_parts: bool = False) -> SavedMachine | None:
 
 
 def load_as(source: Path, made: Callable[[Kept], T], *, with_parts: bool) -> T | None:
-    """What `made` makes of what was kept; None where there is none, or a damaged one, which is removed."""
+    """What `made` makes of what was kept; None where there is none, or a damaged one, which is removed.
+
+    Raises: KernelError of `made`, for what was kept whole and isn't usable.
+    """
     try:
         with open_regular(source) as file:
             found = read(file.fileno(), with_parts=with_parts) if _is_own(file.fileno()) else None
@@ -205,6 +209,8 @@ def load_as(source: Path, made: Callable[[Kept], T], *, with_parts: bool) -> T |
                 return made(found)
     except FileNotFoundError:
         return None
+    except KernelError:
+        raise
     except (OSError, KeyError, TypeError, ValueError, AttributeError, zlib.error, HardwareError):
         pass
     with suppress(OSError):

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from emulated_kernel.errors import KernelError
-from emulated_kernel.linux import core_files, snapshot
+from emulated_kernel.image.linux import core_file
+from emulated_kernel.linux import core_files, core_guest, snapshot
 from emulated_kernel.linux.boot import HOST_SIZE
 from emulated_kernel.linux.core_guest import ensure_core_cached, started_core
 from emulated_kernel.linux.core_mount import CoreMount
@@ -370,6 +371,21 @@ def test_without_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert shell.read("/.control/machine/call") == "int_sqrt = 0x8 (8)\n"
     mount.close()
     assert [path.name for path in tmp_path.iterdir()] == ["core"]
+
+
+@pytest.mark.usefixtures("mount")
+def test_a_refusal_is_no_damage(dumped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was made of a dump stays in the cache, and isn't made again to be refused again."""
+
+    def refused(*_given: object) -> None:
+        raise core_file.unusable_core("by hand")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(dumped.parent))
+    monkeypatch.setattr(core_guest, "CoreGuest", refused)
+    monkeypatch.setattr(core_guest, "_converted", lambda _path: pytest.fail("made again"))
+    with pytest.raises(KernelError, match="by hand"):
+        started_core(str(dumped))
+    assert len(snapshot.cached()) == 1
 
 
 def test_after_the_end(dumped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
