@@ -80,6 +80,10 @@ def ensure_core_cached(source: str) -> None:
     Raises: KernelError ENOEXEC for what is no usable dump; OSError.
     """
     path = Path(source)
+    if not path.is_file():
+        # A FIFO would be waited for.
+        path.stat()
+        raise unusable_core("it is no regular file")
     place = snapshot.core_place(path)
     if path.stat().st_size > snapshot.LIMIT or place.exists():
         return

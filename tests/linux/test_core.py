@@ -60,6 +60,14 @@ BAD = {
 }
 
 
+@pytest.mark.timeout(60)
+def test_a_fifo_is_not_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "core")
+    assert main(["mount", "--core", str(tmp_path / "core"), "--mkdir", str(tmp_path / "mnt")]) == 2
+    assert "it is no regular file" in capsys.readouterr().err
+    assert not (tmp_path / "mnt").exists()
+
+
 @pytest.mark.parametrize("which", BAD)
 def test_what_is_no_dump(
     which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
