@@ -23,6 +23,8 @@ from emulated_kernel.arch.analysis.tables import ProbedTables
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.image.kallsyms import Location, Symbol
 
+_PAD_SAMPLE = 8
+"""Traced functions that are looked at for landing pads."""
 MAX_KNOWN = 512
 """Functions whose analyses are kept, those that were asked about last."""
 Analysis = TypeVar("Analysis")
@@ -183,12 +185,23 @@ class Verdict(ABC, Generic[Analysis]):
 
         Mirrors: arch/x86/kernel/kprobes/core.c:arch_adjust_kprobe_addr (v6.1).
         """
-        start = addr - where.offset
-        pad = self.landing_pad
-        # Linux pads where it checks branches, and makes a no-op of one that no branch needs.
-        has_pad = pad and (self._image.read(start, len(pad)) == pad or start + len(pad) in self.mcount)
-        body = start + len(pad) if has_pad else start
+        start = body = addr - where.offset
+        if self._has_pads:
+            size = len(self.landing_pad)
+            # Linux makes a no-op of a pad that no branch needs.
+            if self._is_pad(start) or start + size in self.mcount:
+                body += size
         return body if addr in (start, body) else None
+
+    def _is_pad(self, addr: int) -> bool:
+        is_text = _span(self._text_ranges, addr) is not None
+        return is_text and self._image.read(addr, len(self.landing_pad)) == self.landing_pad
+
+    @cached_property
+    def _has_pads(self) -> bool:
+        """Whether indirect branches are checked: then most functions that are traced have pads."""
+        size = len(self.landing_pad)
+        return bool(size) and any(self._is_pad(site - size) for site in self._mcount[:_PAD_SAMPLE])
 
     def check_address_safe(self, addr: int) -> Finding | None:
         """What the tables have against a probe.

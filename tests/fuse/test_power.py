@@ -443,4 +443,4 @@ def test_each_definition_is_work_for_one(line: str) -> None:
     living._kernel.close()
     assert calls[2] - calls[1] < 1.25 * 2 * (calls[1] - calls[0])
     # A return probe's nodes are made one by one, and not each of its files is read.
-    assert calls[2] - calls[1] < 200 * (850 if line.startswith("r") else 600), calls
+    assert calls[2] - calls[1] < 200 * (850 if line.startswith("r") else 650), calls

@@ -20,7 +20,7 @@ def test_boots_and_passes_its_self_test(fast: bool) -> None:
     results = {test.name: test.outcome.value for test in machine.self_test}
     assert results.pop("find_cpu_state") == ("ok" if fast else "fallback")
     assert set(results.values()) == {"ok"}
-    assert len(results) == 8
+    assert len(results) == 9
 
 
 def test_hypercall_and_answer() -> None:

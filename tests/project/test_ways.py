@@ -25,7 +25,7 @@ class Limits(NamedTuple):
 
 
 WAYS = {
-    "define": Limits(305, 54, 2, lookups=1),
+    "define": Limits(345, 54, 2, lookups=1),
     "hit, in Python": Limits(1550, 88, 8),
     "hit, in guest code": Limits(620, 52, 6),
     "read, nothing probed": Limits(206, 26, 1),

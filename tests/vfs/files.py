@@ -30,8 +30,9 @@ def read(tree: Filesystem, path: str, client: Client = ROOT) -> str:
 def write(tree: Filesystem, path: str, text: str | bytes, flags: int = os.O_WRONLY) -> int:
     """Bytes taken; the file is closed, whether it fails or not."""
     file = tree.open(path, flags, ROOT)
+    data = text if isinstance(text, bytes) else text.encode()
     try:
-        return file.write(text if isinstance(text, bytes) else text.encode(), 0)
+        return file.write(data, 0, file.prepare(ROOT, data) if file.node.reads_host else None)
     finally:
         tree.release(file)
 
