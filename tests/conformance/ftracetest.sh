@@ -100,8 +100,9 @@ lay_over() {
     lay_sysctl debug/kprobes-optimization
 }
 
-# lay_sysctl NAME: the emulated kernel's switch in /proc/sys, be it that the host's kernel has none.
+# lay_sysctl NAME: the emulated kernel's switch in /proc/sys, if it has one, be it that the host's kernel has none.
 lay_sysctl() {
+    [ -e "$work/mnt/sysctl/$1" ] || return 0
     place=/proc/sys/${1%/*}
     made=$work/sysctl-${1%/*}
     if [ ! -e "/proc/sys/$1" ]; then
@@ -141,8 +142,8 @@ neighbour() {
     done
 }
 
-# make_commands: a modprobe, an rmmod and an nproc that mean the emulated kernel, and a ping for a kernel without
-# a network: it sleeps and wakes up as ping does, and each of its packets is a request to the mount.
+# make_commands ISA: a uname, a modprobe, an rmmod and an nproc that mean the emulated kernel, and a ping for a kernel
+# without a network: it sleeps and wakes up as ping does, and each of its packets is a request to the mount.
 make_commands() {
     mkdir "$work/bin" "$work/modules"
     cat >"$work/bin/ping" <<END
@@ -156,7 +157,8 @@ while [ "\$count" -gt 0 ]; do
 done
 END
     printf '#!/bin/sh\nset -- "%s"/tracing/per_cpu/cpu*\necho $#\n' "$work/mnt" >"$work/bin/nproc"
-    chmod +x "$work/bin/ping" "$work/bin/nproc"
+    printf '#!/bin/sh\n[ "$*" = -m ] || exec %s "$@"\necho %s\n' "$(command -v uname)" "$1" >"$work/bin/uname"
+    chmod +x "$work/bin/ping" "$work/bin/nproc" "$work/bin/uname"
     for name in modprobe:load rmmod:unload; do
         # shellcheck disable=SC2016 # expanded when it is run
         printf '#!/bin/sh\necho "%s $(echo "$1" | tr - _)" >"%s"\n' \
@@ -227,7 +229,11 @@ inside() {
     [ -x "$selftests/ftracetest" ] || die "$selftests: no ftracetest in it"
     list_tests "$selftests" "$@" >"$work/tests"
     prepare
-    make_commands
+    case $machine in
+    *"--arch i386"*) make_commands i686 ;;
+    *"--arch riscv64"*) make_commands riscv64 ;;
+    *) make_commands x86_64 ;;
+    esac
     # Not in the foreground: a trap would wait for its end.
     unshare --mount --propagation private "$here/ftracetest.sh" --tests "$work" "$selftests" &
     tests=$!
