@@ -154,7 +154,8 @@ class CoreCalls:
             try:
                 machine.run()
             except GuestFault as fault:
-                if not self._reached.name:
+                # With interrupts off nothing would end the halt at which it has returned.
+                if not self._reached.name and machine.regs.ip - len(_HLT) != _TEXT:
                     return EIO, str(fault)
                 machine.death = ""
             if self._reached.name == _SCHEDULE and machine.regs.di & 0xFFFFFFFF == _PREEMPT:

@@ -39,6 +39,7 @@ BAD = {
     "a compressed kdump": (b"KDUMP   " + PAGE, "without -z, -l, -s and -R"),
     "a dump for Windows": (b"PAGEDU64" + PAGE, "it is a dump for Windows"),
     "a program": (dump([(0, PAGE)], kind=2), "but no core"),
+    "32 bits": (dump([(0, PAGE)])[:4] + b"\1" + dump([(0, PAGE)])[5:], "it is of 32 bits"),
     "another architecture's": (dump([(0, PAGE)], machine=183), "another architecture (ELF machine 183)"),
     "a truncated one": (dump([(0, PAGE)], INFO)[:-100], "it is truncated: 100 bytes are missing"),
     "one that ends in its headers": (dump([(0, PAGE)], INFO)[:100], "truncated within its headers"),
@@ -149,6 +150,11 @@ def test_functions_are_called(shell: Files) -> None:
     assert "no symbol named nothing" in call(shell, "nothing 1")
     assert "is not a function" in call(shell, "jiffies")
     assert "takes 4 arguments, not 1" in call(shell, "vfs_read 0")
+    spinlock = int(call(shell, "__kmalloc 64 0xdc0").split()[2], 16)
+    for way in ("", "_irq", "_bh"):
+        # One returns with interrupts off.
+        assert call(shell, f"_raw_spin_lock{way} {spinlock}").startswith(f"_raw_spin_lock{way} = ")
+        assert call(shell, f"_raw_spin_unlock{way} {spinlock}").startswith(f"_raw_spin_unlock{way} = ")
     for text in ("said to the dump", "and its line ended"):
         assert call(shell, f'_printk "{text}"').startswith("_printk = ")
     assert "said to the dump" in shell.read("/machine/dmesg")

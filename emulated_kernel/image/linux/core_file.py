@@ -82,7 +82,9 @@ class CoreFile:
         _, kind, order, _, file_type, machine, _, _, at, _, _, _, size, count, *_ = _HEADER.unpack(start)
         if file_type != _ET_CORE:
             raise unusable_core("it is an ELF file, but no core")
-        if (kind, order, machine) != (_CLASS64, _LITTLE, _X86_64):
+        if machine == _X86_64 and (kind, order) != (_CLASS64, _LITTLE):
+            raise unusable_core("it is of 32 bits or big-endian, not of an x86_64 kernel")
+        if machine != _X86_64:
             raise unusable_core(f"it is of another architecture (ELF machine {machine}), not x86_64")
         if size != _PROGRAM.size or not 0 < count <= _MOST_SEGMENTS:
             raise unusable_core("its program headers are damaged")
