@@ -124,7 +124,7 @@ class Bench:
         self.frame = (len(arch.pt_regs) + 1) * arch.word_size
         """Bytes below the stack pointer that a detour uses; nothing of the kernel's lives there."""
         self.scratch = machine.alloc_pages(SCRATCH)
-        machine.memory.write(self.scratch, random.Random(7).randbytes(SCRATCH))
+        machine.memory.write(self.scratch, self._numbers(SCRATCH))
         self.sp = machine.calls.stack_top - _ABOVE
         # A region may end in `ret`, after any number of pops.
         self._pad = model.layout.host_text
@@ -132,6 +132,14 @@ class Bench:
         self._snapshot = data_snapshot(machine, [*self._data(), (self.sp - _BELOW, _BELOW + _ABOVE)])
         self._met: int | None = None
         """Where the piece has ended."""
+
+    def _numbers(self, size: int) -> bytes:
+        """Bytes that read as no pointer to memory, which a run would write to behind our back."""
+        found = random.Random(7).randbytes(size)
+        if self._arch.bits == 64:
+            return found
+        kernel = self._model.layout.direct_map >> 24
+        return bytes(byte - 0x40 if byte >= kernel else byte for byte in found)
 
     def _data(self) -> list[tuple[int, int]]:
         """Address and size of all memory that runs may write, but the stack."""
