@@ -97,6 +97,14 @@ def loose_flags(code: bytes, addr: int, bits: int, *, live: bool) -> int:
     return sum(f for f, bit in _ICED_FLAGS.items() if undefined & bit or not (live or touched & bit))
 
 
+def undefined_flags(code: bytes, addr: int, bits: int) -> int:
+    """Flags that some of these instructions leave undefined, wherever each of them leads."""
+    undefined = 0
+    for insn in iced_decoder(code, addr, bits):
+        undefined |= insn.rflags_undefined
+    return sum(flag for flag, bit in _ICED_FLAGS.items() if undefined & bit)
+
+
 @cache
 def _bits(live: Live, everything: Live, loose: int, fields: tuple[str, ...]) -> tuple[int, ...]:
     dead = everything.registers - live.registers
