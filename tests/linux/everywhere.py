@@ -88,7 +88,8 @@ def arm(mode: str, starts: list[int], expected: Unprobed) -> Armed:
     probing = engine(MODES[mode])
     addresses = boundaries(probing, starts)
     if mode == "ftrace":
-        places = [*probing.kprobes.verdict.fentry.intersection(addresses)]
+        verdict = probing.kprobes.verdict
+        places = [site for site in verdict.fentry.intersection(addresses) if verdict.may_probe(site) is None]
     else:
         places = [*chosen(probing, addresses)]
     answers, hits = probed(probing, places)

@@ -52,8 +52,8 @@ def unprobed_engine() -> LinuxEngine:
 
 
 def boundaries(engine: LinuxEngine, starts: Iterable[int]) -> Iterator[int]:
-    """Addresses of the instructions of the functions that begin there."""
-    for address in starts:
+    """Addresses of the instructions of the functions that begin there, in their order."""
+    for address in sorted(starts):
         where = kernel().kallsyms.lookup(address)
         assert where is not None
         code = engine.machine.text.original(address, where.symbol.size)
