@@ -39,7 +39,7 @@ BATCH = 50
 """Functions that are armed together."""
 RETURN = 0xFFFFFFFF70400000
 """Where calls return to: nothing is mapped there."""
-STACK, OBJECT = 64 << 10, 4096
+STACK, IRQ_STACK, OBJECT = 64 << 10, 16 << 10, 4096
 ARGUMENTS = ("di", "si", "dx", "cx", "r8", "r9")
 OBJECTS, OBJECTS_SIZE = 0xFFFFFFFF70800000, OBJECT * len(ARGUMENTS)
 """Nothing is mapped around them: who counts further than they go reads nothing of a mode's own."""
@@ -103,10 +103,15 @@ class Caller:
         start, end = kernel().text
         memory = engine.machine.memory
         text = range(memory.translate(start) & -4096, memory.translate(start) + end - start)
+        # A detour leaves its frame below the stack pointer, on that stack too.
+        irq_stack = kernel().kallsyms.lookup_name("irq_stack_backing_store")
+        assert irq_stack is not None
+        irq_pages = range(memory.translate(engine.tasks.per_cpu + irq_stack), GUEST_RAM)[:IRQ_STACK]
         self._rewind = Rewind(
             self._machine.memory.ram,
             lambda page: (
-                page in range(objects, objects + OBJECTS_SIZE) or (page < GUEST_RAM and page not in text)
+                page in range(objects, objects + OBJECTS_SIZE)
+                or (page < GUEST_RAM and page not in text and page not in irq_pages)
             ),
         )
         self._rewind.keep()
