@@ -213,7 +213,7 @@ class FtraceSites:
         kprobe.is_python = False
         code, kprobe.compiled = kprobe.compiled, None
         if code is not None:
-            if kprobe.address in self._callers:
+            if kprobe.address in self._callers and not self._poker.is_patching(kprobe.address):
                 self._start_and_stop({kprobe.address: self.trampoline})
             self._compiler.retire(code)
 
@@ -315,9 +315,13 @@ class FtraceSites:
         targets = {site: self._target(site) for site in calls}
         self._with_regs -= sites - calls
         stopping = (sites - calls) & self._calling.keys()
-        self._start_and_stop(
-            {site: target for site, target in targets.items() if self._calling.get(site) != target}, stopping
-        )
+        calling, is_patching = self._calling, self._poker.is_patching
+        starting = {
+            site: target
+            for site, target in targets.items()
+            if calling.get(site) != target and not is_patching(site)
+        }
+        self._start_and_stop(starting, stopping)
         for site in stopping:
             self._route(site)
 
@@ -330,6 +334,7 @@ class FtraceSites:
             insns[site] = self._text.original(site, self._arch.call_size)
             breakpoints[site] = self._skip(site)
             del self._calling[site]
+        self._split_jumps.start_again([*(starting.keys() & self._calling.keys()), *stopping])
         self._calling.update(starting)
         if insns:
             self._poker.replace_all(insns)

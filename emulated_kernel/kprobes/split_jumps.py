@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from emulated_kernel.arch.base import Arch
@@ -27,6 +28,8 @@ class SplitJumps:
         self._poker = poker
         self._reach = range(1, arch.call_size) if arch.call_link is not None else range(0)
         """How far behind the start of a jump or call a CPU may stand within it; bytes."""
+        self._first = arch.call_size // 2
+        """Size of the first of the two instructions."""
 
     def contains(self, ip: int) -> bool:
         """Whether `ip` is within the jump of an optimized probe, or an fentry site, a call or nops."""
@@ -46,3 +49,14 @@ class SplitJumps:
         if self._poker.is_busy:
             return False
         return not self._reach or not any(self.contains(ip) for ip, _ in self._machine.positions())
+
+    def start_again(self, places: Iterable[int]) -> None:
+        """CPUs in the middle of the jumps or calls that stand there begin them anew, as they are going to be.
+
+        For what a hit has to change at once: it can't run another CPU to the end of one first. The first
+        instruction sets a register that the jump alone uses, so that it may be executed again.
+        """
+        middles = {place + self._first: place for place in places} if self._reach else {}
+        for number, (ip, _) in enumerate(self._machine.positions() if middles else ()):
+            if ip in middles:
+                self._machine.send_back(number, middles[ip])

@@ -169,7 +169,9 @@ class TrapRoutes:
         code, kprobe.compiled = kprobe.compiled, None
         if isinstance(kprobe, AggregatorProbe) and kprobe.is_patched:
             assert kprobe.detour is not None
-            self._poker.replace(kprobe.address, kprobe.detour.jump)
+            if not self._poker.is_patching(kprobe.address):
+                self._split_jumps.start_again((kprobe.address,))
+                self._poker.replace(kprobe.address, kprobe.detour.jump)
         self._compiler.retire(code)
 
     def _drop_stub(self, kprobe: Kprobe) -> None:

@@ -106,6 +106,9 @@ class ProbedLinux(ProbedMachine):
     def positions(self) -> list[tuple[int, int]]:
         return [(self.regs.ip, self.regs.sp)]
 
+    def send_back(self, _number: int, _ip: int, /) -> None:
+        """There is no other CPU."""
+
     def alloc_pages(self, size: int, /) -> int:
         whole = -(-size // PAGE_SIZE) * PAGE_SIZE
         pages = self.memory.host_pages.alloc(whole)

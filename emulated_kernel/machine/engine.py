@@ -131,6 +131,7 @@ class Engine(CodeCache):
         self._context_save = self._held.uc_context_save
         self._context_restore = self._held.uc_context_restore
         self._context_reg_read = self._held.uc_context_reg_read
+        self._context_reg_write = self._held.uc_context_reg_write
 
     def _check(self, error: int, what: str) -> None:
         if error:
@@ -293,6 +294,11 @@ class Engine(CodeCache):
         self._cell.value = 0
         self._check(self._context_reg_read(context, register, self._cell_pointer), "uc_context_reg_read")
         return self._cell.value
+
+    def context_write(self, context: ctypes.c_void_p, register: int, value: int) -> None:
+        """Set a register of up to 64 bits in a saved context."""
+        self._cell.value = value
+        self._check(self._context_reg_write(context, register, self._cell_pointer), "uc_context_reg_write")
 
     def close(self) -> None:
         """Free the engine; nothing of it may be used afterwards."""

@@ -285,6 +285,10 @@ class Machine(ProbedMachine):
             for cpu in self.cpus
         ]
 
+    def send_back(self, number: int, ip: int) -> None:
+        if self.is_running and number != self.cpu:
+            self.cpus[number].put("ip", ip)
+
     def register_values(self) -> list[int]:
         """Values of the registers of all CPUs, instruction pointers included, flags not."""
         values: list[int] = []

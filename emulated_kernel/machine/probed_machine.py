@@ -49,6 +49,10 @@ class ProbedMachine(ABC):
         """Instruction and stack pointer of each CPU, by its number."""
 
     @abstractmethod
+    def send_back(self, number: int, ip: int, /) -> None:
+        """Within a run: let a CPU go on at `ip`, if it isn't the one that runs."""
+
+    @abstractmethod
     def alloc_pages(self, size: int, /) -> int:
         """Zeroed pages of the host's that the guest can read and write; an address of the direct map.
 

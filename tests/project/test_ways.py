@@ -30,7 +30,7 @@ WAYS = {
     "hit, in guest code": Limits(620, 52, 6),
     "read, nothing probed": Limits(206, 26, 1),
     "read, another probed": Limits(208, 26, 1),
-    "disarm 1": Limits(458, 51, 4),
+    "disarm 1": Limits(460, 51, 4),
     "disarm 100": Limits(4400, 58, 14),
 }
 LINES, PROTOCOLS, UNPLACED = 51_200, 11, 0

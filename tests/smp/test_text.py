@@ -243,6 +243,74 @@ def test_no_jump_is_led_elsewhere_around_a_cpu(arch: str, way: str) -> None:
         assert_well(kernel)
 
 
+@pytest.mark.parametrize("way", ["optimized", "called"])
+@pytest.mark.parametrize("arch", ["riscv64", "riscv64i"])
+def test_code_that_a_hit_drops_leads_nobody_elsewhere(arch: str, way: str) -> None:
+    """A CPU that has executed auipc begins the jump anew: a hit can't wait until it has gone on."""
+    with Kernel(MachineConfig(cpus=2, arch=arch), profile=WAYS[way]) as kernel, kernel.lock:
+        define(kernel, way)
+        (probe,) = kernel.kprobes
+        machine = kernel.machine
+        function = probe.address - offset_of(kernel, way)
+        for _ in range(2):
+            assert machine.call(function, 81) == 9
+        compiled = machine.text.current(probe.address, 8)
+        dropped: list[bytes] = []
+
+        def drop(_kprobe: Kprobe, _regs: Any) -> None:
+            if not dropped:
+                kernel.kprobes.handler_changed(probe)
+                dropped.append(machine.text.current(probe.address, 8))
+
+        kernel.register_kprobe(Kprobe("gcd", pre_handler=drop))
+        gcd = kernel.image.kallsyms.lookup_name("gcd")
+        assert gcd is not None
+        machine.switch_to(1)
+        idle, machine.regs.ip = machine.regs.ip, probe.address + 4
+        machine.switch_to(0)
+        assert machine.call(gcd, 12, 8) == 4
+        assert dropped[0] != compiled
+        machine.switch_to(1)
+        assert machine.regs.ip == probe.address
+        machine.regs.ip = idle
+        machine.switch_to(0)
+        assert machine.call(function, 81) == 9
+        assert_well(kernel)
+
+
+@pytest.mark.parametrize("way", ["optimized", "called"])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_code_dropped_by_a_hit_while_its_place_is_patched(arch: str, way: str) -> None:
+    """What is being written there is what stays; each hit that follows counts."""
+    with Kernel(MachineConfig(arch=arch), profile=WAYS[way]) as kernel, kernel.lock:
+        define(kernel, way)
+        (probe,) = kernel.kprobes
+        machine, kprobes = kernel.machine, kernel.kprobes
+        function = probe.address - offset_of(kernel, way)
+        for _ in range(2):
+            assert machine.call(function, 81) == 9
+        original = machine.text.original(probe.address, 8)
+        sync, inside = machine.text.sync, False
+
+        def sync_with_hit() -> None:
+            nonlocal inside
+            if not inside:
+                inside = True
+                kprobes.handler_changed(probe)
+                inside = False
+            sync()
+
+        with mock.patch.object(machine.text, "sync", sync_with_hit):
+            kernel.disable_kprobe(probe)
+            if kprobes.optimizer is not None:
+                kprobes.optimizer.flush()
+        assert machine.text.current(probe.address, 8) == original
+        assert ledger_mismatches(machine.text) == []
+        kernel.enable_kprobe(probe)
+        assert machine.call(function, 81) == 9
+        assert_well(kernel)
+
+
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_static_keys_switched_under_load(arch: str) -> None:
     """Nops become jumps, and nops again, where CPUs stand before, in and behind them."""

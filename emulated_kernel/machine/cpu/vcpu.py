@@ -30,6 +30,10 @@ class VCpu:
         """
         return self._engine.context_read(self._context, self._model.registers[name])
 
+    def put(self, name: str, value: int) -> None:
+        """Change a register as it was saved; only while another CPU is current."""
+        self._engine.context_write(self._context, self._model.registers[name], value)
+
     @property
     def per_cpu_base(self) -> int:
         """Address of the per-CPU area, while this CPU is current."""

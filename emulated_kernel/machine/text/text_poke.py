@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum, auto
 
@@ -30,8 +30,16 @@ class TextPoker:
     def __init__(self, text: Text, breakpoint_: bytes) -> None:
         self._text = text
         self._breakpoint = breakpoint_
-        self.is_busy = False
-        """Text is being patched: a hit in between must leave it alone. Linux: text_mutex is held."""
+        self._patched: tuple[int, ...] = ()
+
+    @property
+    def is_busy(self) -> bool:
+        """Text is being patched: a hit in between makes nothing new of it. Linux: text_mutex is held."""
+        return bool(self._patched)
+
+    def is_patching(self, va: int) -> bool:
+        """Whether what stands there is being replaced: a hit in between must leave it alone."""
+        return va in self._patched
 
     def replace(self, va: int, insn: bytes) -> None:
         """Breakpoint, tail, first byte."""
@@ -39,7 +47,7 @@ class TextPoker:
 
     def replace_all(self, insns: Mapping[int, bytes]) -> None:
         """The same for several instructions at once, with one synchronisation a step for all."""
-        with self._patching():
+        with self._patching(insns):
             self._expose(insns)
             self._write(PokeStep.FIRST_BYTE, insns)
 
@@ -48,7 +56,7 @@ class TextPoker:
 
         Mirrors: arch/x86/kernel/kprobes/opt.c:arch_unoptimize_kprobe (v6.1).
         """
-        with self._patching():
+        with self._patching((va,)):
             self._expose({va: insn})
 
     def _expose(self, insns: Mapping[int, bytes]) -> None:
@@ -56,12 +64,13 @@ class TextPoker:
         self._write(PokeStep.TAIL, insns)
 
     @contextmanager
-    def _patching(self) -> Iterator[None]:
-        self.is_busy = True
+    def _patching(self, places: Iterable[int]) -> Iterator[None]:
+        # A hit in between, of another place, may take its code away.
+        before, self._patched = self._patched, (*self._patched, *places)
         try:
             yield
         finally:
-            self.is_busy = False
+            self._patched = before
 
     def _write(self, step: PokeStep, insns: Mapping[int, bytes]) -> None:
         """Write the part of each that a step changes; when it returns no CPU has an older one."""
