@@ -4,23 +4,18 @@
 #include "printk.h"
 #include "string.h"
 
+/* Each bit that a root of x can have, from the highest on, stays if the square doesn't get too big. */
 unsigned long int_sqrt(unsigned long x)
 {
-	unsigned long b, m, y = 0;
+	unsigned long bit = 1UL << (BITS_PER_LONG - 1 - __builtin_clzl(x | 1)) / 2, root = 0;
 
-	if (x <= 1)
-		return x;
-	m = 1UL << ((BITS_PER_LONG - 1 - __builtin_clzl(x)) & ~1);
-	while (m) {
-		b = y + m;
-		y >>= 1;
-		if (x >= b) {
-			x -= b;
-			y += m;
-		}
-		m >>= 2;
+	for (; bit; bit >>= 1) {
+		unsigned long more = root | bit;
+
+		if (more * more <= x)
+			root = more;
 	}
-	return y;
+	return root;
 }
 
 /* Stein's binary algorithm: powers of two that both share are counted, all others are dropped. */
@@ -55,9 +50,5 @@ unsigned long lcm(unsigned long a, unsigned long b)
 
 unsigned long lcm_not_zero(unsigned long a, unsigned long b)
 {
-	unsigned long l = lcm(a, b);
-
-	if (l)
-		return l;
-	return b ? b : a;
+	return a && b ? lcm(a, b) : a | b;
 }
