@@ -7,27 +7,21 @@ from __future__ import annotations
 
 import logging
 import mmap
-import re
+import os
 import struct
-import tempfile
-from collections.abc import Mapping
-from dataclasses import asdict
-from errno import EIO, ENODATA, ENOENT, ENOEXEC
+from errno import EIO
 from pathlib import Path
+from typing import IO
 
-from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.image.linux.core_file import CoreFile, unusable_core
-from emulated_kernel.image.linux.kept_kernel import KeptKernel, kept_parts
+from emulated_kernel.image.linux.kept_kernel import KeptKernel
 from emulated_kernel.image.linux.kernel import LinuxKernel
-from emulated_kernel.image.linux.vmlinux import LoadSegment
 from emulated_kernel.linux import snapshot
-from emulated_kernel.linux.boot import HOST_SIZE
+from emulated_kernel.linux.core_image import ONLINE, CoreFacts, convert, ram_size
 from emulated_kernel.linux.cpu import KernelTables
-from emulated_kernel.linux.exception_cells import find_exception_cells
 from emulated_kernel.linux.machine import LinuxMachine
-from emulated_kernel.linux.memory import PAGE, LinuxMemory
-from emulated_kernel.linux.running_kernel import RunningKernel, RunningMemory
+from emulated_kernel.linux.room import unnamed_file
 from emulated_kernel.linux.running_linux import RunningLinux
 from emulated_kernel.machine.traps.trap import HardwareError
 from emulated_kernel.regular import open_regular
@@ -35,8 +29,6 @@ from emulated_kernel.regular import open_regular
 log = logging.getLogger("kprobefs.linux")
 _CPU_MODEL = 20
 """Broadwell, without AVX: a kernel that was booted on a CPU with SMAP has its instructions in its text."""
-_KERNEL_MAP = 0xFFFFFFFF80000000
-_IMAGE_LIMIT = 128 << 20
 _CR4 = 0x6B0
 """PSE, PAE, PGE, SSE and its exceptions; of what the dump's CPU had besides, these are kept:"""
 _CR4_KEPT = 1 << 16 | 1 << 20 | 1 << 21
@@ -47,31 +39,7 @@ _CONTROLLERS = range(0xFEC00000, 0xFEF00000)
 _COUNT = 4
 _NOBODY_ASKS = 1 << 31
 """In the preemption count: nobody is asked to give the CPU up."""
-_SYMBOLS = (
-    "__per_cpu_offset", "__preempt_count", "cpu_tlbstate", "cpu_tss_rw", "gdt_page", "idt_table",
-    "init_task",
-)  # fmt: skip
-_ONLINE = ("__cpu_online_mask", "__cpu_active_mask", "__num_online_cpus")
-"""Sets of CPUs, and how many that are."""
 _COUNTERS = ("cycle_last", "tsc_timestamp")
-
-
-@dataclass(frozen=True)
-class CoreFacts:
-    """Addresses that calls need; `current_task` and `preempt_count` are in the per-CPU area."""
-
-    release: str
-    root: int
-    """Physical address of the page tables that all of the kernel is in."""
-    symbols: dict[str, int]
-    current_task: int
-    preempt_count: int
-    tlb_cr4: int
-    """Where a CPU's area says what is in CR4."""
-    stack: int
-    """Where a task's stack is kept, in struct task_struct."""
-    cpumask: int
-    """Bytes of a set of CPUs."""
 
 
 def ensure_core_cached(source: str) -> None:
@@ -85,31 +53,46 @@ def ensure_core_cached(source: str) -> None:
         path.stat()
         raise unusable_core("it is no regular file")
     place = snapshot.core_place(path)
-    if path.stat().st_size > snapshot.LIMIT or place.exists():
-        return
-    about, ram, parts = _converted(path)
-    try:
-        snapshot.keep(place, about, ram, parts)
-    except OSError as error:
-        log.warning("%s: can't keep the dump there: %s", place.parent, error.strerror)
+    with open_regular(path) as file:
+        if _size_on_disk(file) > snapshot.LIMIT or place.exists():
+            return
+        core = CoreFile(file.fileno())
+        try:
+            snapshot.keep(place, lambda target: convert(core, source, target, is_kept=True))
+        except KernelError:
+            raise
+        except OSError as error:
+            log.warning("%s: can't keep the dump there: %s", place.parent, error.strerror)
+
+
+def _size_on_disk(file: IO[bytes]) -> int:
+    """Bytes, without holes."""
+    return os.fstat(file.fileno()).st_blocks * 512
 
 
 def started_core(source: str) -> tuple[CoreGuest, LinuxKernel]:
-    """The dump as a machine, and its kernel. Raises: as ensure_core_cached(), KernelError EIO."""
+    """The dump as a machine, and its kernel.
+
+    Raises: as ensure_core_cached(); KernelError EIO, ENOSPC where nothing has room for its memory.
+    """
     path = Path(source)
     found = snapshot.load_as(snapshot.core_place(path), _started, with_parts=True)
     if found is not None:
         return found
-    about, ram, parts = _converted(path)
-    try:
-        with tempfile.TemporaryFile() as file:
-            snapshot.write(file, about, ram, parts)
-            kept = snapshot.read(file.fileno(), with_parts=True)
-            if kept is None:
-                raise KernelError(EIO, f"{file.name}: what was written there can't be read")
-            return _started(kept)
-    except HardwareError as error:
-        raise KernelError(EIO, f"the emulator can't run it: {error}") from error
+    with open_regular(path) as file:
+        core = CoreFile(file.fileno())
+
+        def write(target: IO[bytes]) -> None:
+            convert(core, source, target, is_kept=False)
+
+        try:
+            with unnamed_file(write, _size_on_disk(file), ram_size(core)) as made:
+                kept = snapshot.read(made.fileno(), with_parts=True, is_checked=False)
+                if kept is None:
+                    raise KernelError(EIO, "what was written of it can't be read")
+                return _started(kept)
+        except HardwareError as error:
+            raise KernelError(EIO, f"the emulator can't run it: {error}") from error
 
 
 def _started(kept: snapshot.Kept) -> tuple[CoreGuest, LinuxKernel]:
@@ -122,119 +105,6 @@ def _started(kept: snapshot.Kept) -> tuple[CoreGuest, LinuxKernel]:
     except BaseException:
         machine.close()
         raise
-
-
-def _converted(path: Path) -> tuple[dict[str, object], mmap.mmap, Mapping[str, bytes | memoryview]]:
-    """What is kept of a dump: its RAM, page by page in its place, and its kernel's tables."""
-    with open_regular(path) as file:
-        core = CoreFile(file.fileno())
-        ram = mmap.mmap(-1, -(-core.end // _BLOCK) * _BLOCK + HOST_SIZE, flags=mmap.MAP_PRIVATE | _NORESERVE)
-        try:
-            for pa, offset, size in core.segments:
-                for at in range(0, size, _BLOCK):
-                    block = core.read(offset + at, min(_BLOCK, size - at))
-                    if block != _ZEROS[: len(block)]:
-                        ram[pa + at : pa + at + len(block)] = block
-            kernel, facts = _kernel_in(ram, core.vmcoreinfo)
-            about: dict[str, object] = {
-                "source": str(path),
-                "facts": asdict(facts),
-                "cells": find_exception_cells(),
-            }
-            return about, ram, {name: bytes(part) for name, part in kept_parts(kernel).items()}
-        except HardwareError as error:
-            raise KernelError(EIO, f"the emulator can't run it: {error}") from error
-        finally:
-            core.close()
-
-
-_BLOCK = 1 << 20
-_ZEROS = bytes(_BLOCK)
-_NORESERVE = mmap.MAP_ANONYMOUS | 0x4000
-"""With MAP_NORESERVE: it is large, and mostly empty."""
-
-
-def _kernel_in(ram: mmap.mmap, info: Mapping[str, str]) -> tuple[RunningKernel, CoreFacts]:
-    """Raises: KernelError ENOEXEC."""
-    if _number(info, "NUMBER(pgtable_l5_enabled)"):
-        raise unusable_core("its kernel has page tables of five levels; boot it with no5lvl")
-    if _number(info, "NUMBER(sme_mask)"):
-        raise unusable_core("its memory is encrypted (SME)")
-    try:
-        start, tables = (int(info[f"SYMBOL({name})"], 16) for name in ("_stext", "swapper_pg_dir"))
-    except (KeyError, ValueError):
-        raise unusable_core("its VMCOREINFO is damaged") from None
-    start &= -(2 << 20)
-    offset = _number(info, "NUMBER(phys_base)") - _KERNEL_MAP
-    pa = start + offset
-    size = min(_IMAGE_LIMIT, len(ram) - HOST_SIZE - pa)
-    if pa < 0 or pa % PAGE or size <= 0:
-        raise unusable_core(f"its kernel isn't in its memory, at {pa:#x}")
-    memory = LinuxMemory(ram)
-    root = tables + offset
-    if not 0 < root < len(ram) - HOST_SIZE or root % PAGE:
-        raise unusable_core("its page tables aren't in its memory")
-
-    def read(va: int, length: int) -> bytes:
-        data = memory.read(root, va, length)
-        if len(data) != length:
-            raise KeyError(f"{va:#x} is outside of RAM")
-        return data
-
-    image = LoadSegment(start, pa, memoryview(ram)[pa : pa + size], size, 7)
-    try:
-        kernel = RunningKernel(RunningMemory(image, read))
-        return kernel, _facts(kernel, root)
-    except KernelError as error:
-        if error.errno not in (ENOEXEC, ENODATA, ENOENT):
-            raise
-        raise unusable_core((error.strerror or "").removeprefix("not a usable kernel: ")) from None
-
-
-def _number(info: Mapping[str, str], name: str) -> int:
-    """0 for what it doesn't say. Raises: KernelError ENOEXEC."""
-    text = info.get(name, "0")
-    if not re.fullmatch(r"-?[0-9]{1,20}|0x[0-9a-f]{1,16}", text):
-        raise unusable_core("its VMCOREINFO is damaged")
-    return int(text, 16 if text.startswith("0x") else 10)
-
-
-def _facts(kernel: RunningKernel, root: int) -> CoreFacts:
-    lookup, offset = kernel.kallsyms.lookup_name, kernel.btf.offset
-    hot = lookup("pcpu_hot")
-    symbols = {name: address for name in _SYMBOLS if (address := lookup(name)) is not None}
-    if hot is not None:
-        # Since 6.2.
-        symbols["__preempt_count"] = hot + offset("pcpu_hot.preempt_count")
-    current = lookup("current_task") if hot is None else hot + offset("pcpu_hot.current_task")
-    lacking = next((name for name in _SYMBOLS if name not in symbols), None)
-    if lacking or current is None:
-        raise unusable_core(f"its symbols lack {lacking or 'current_task'}")
-    return CoreFacts(
-        kernel.release,
-        root,
-        symbols | _optional(kernel),
-        current,
-        symbols["__preempt_count"],
-        symbols["cpu_tlbstate"] + offset("tlb_state.cr4"),
-        offset("task_struct.stack"),
-        kernel.btf.size("cpumask"),
-    )
-
-
-def _optional(kernel: RunningKernel) -> dict[str, int]:
-    """What not all kernels have; where counters stand that the TSC mustn't be behind."""
-    names = *_ONLINE, "do_sync_core"
-    found = {name: at for name in names if (at := kernel.kallsyms.lookup_name(name)) is not None}
-    keeper = kernel.kallsyms.lookup_name("tk_core")
-    if keeper is not None:
-        # Behind a sequence count.
-        found["cycle_last"] = keeper + 8 + kernel.btf.offset("timekeeper.tkr_mono.cycle_last")
-    clock = kernel.kallsyms.lookup_name("hv_clock_boot")
-    if clock is not None:
-        # KVM's. Mirrors: arch/x86/include/asm/pvclock-abi.h:struct pvclock_vcpu_time_info (v6.1)
-        found["tsc_timestamp"] = clock + 8
-    return found
 
 
 class CoreGuest(RunningLinux):
@@ -299,12 +169,12 @@ class CoreGuest(RunningLinux):
     def _be_the_only_one(self) -> None:
         """Other CPUs are offline: the kernel waits for none of them."""
         symbols, memory = self._facts.symbols, self.machine.memory
-        for name in _ONLINE:
+        for name in ONLINE:
             if name in symbols:
                 size = self._facts.cpumask if name.endswith("_mask") else _COUNT
                 memory.write(self.root, symbols[name], (1).to_bytes(size, "little"))
 
     def _map_devices(self) -> None:
         if len(self.machine.memory.ram) <= _CONTROLLERS.start:
-            flags = mmap.MAP_PRIVATE | _NORESERVE
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | snapshot.NORESERVE
             self.machine.engine.map_ram(_CONTROLLERS.start, mmap.mmap(-1, len(_CONTROLLERS), flags=flags))

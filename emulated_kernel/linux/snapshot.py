@@ -31,9 +31,11 @@ from emulated_kernel.machine.traps.trap import HardwareError
 from emulated_kernel.regular import open_regular
 
 _MAGIC = b"kprobefs booted kernel 6\n"
-_HEADER = 256 << 10
+HEADER = 256 << 10
 """Bytes in front of RAM."""
 _PIECE = 64 << 10
+NORESERVE = 0x4000
+"""MAP_NORESERVE: a guest may have more memory than the host has room for."""
 LIMIT = 600 << 20
 """Bytes on disk that are kept; what wasn't used for the longest goes first."""
 _SUFFIX = ".booted"
@@ -122,52 +124,69 @@ def save(
         "pc": machine.pc.state(),
         "cpu": zlib.compress(machine.engine.saved_context()).hex(),
     }
-    keep(target, about, machine.memory.ram, parts)
+    ram = machine.memory.ram
+
+    def write(file: IO[bytes]) -> None:
+        write_at(file, HEADER, memoryview(ram))
+        finish(file, about, len(ram), parts)
+
+    keep(target, write)
 
 
-def keep(
-    target: Path, about: Mapping[str, Any], ram: mmap.mmap, parts: Mapping[str, bytes | memoryview]
-) -> None:
-    """Write that, which appears under its name when all of it is there. Raises: OSError."""
+def keep(target: Path, write: Callable[[IO[bytes]], None]) -> None:
+    """Have a file written, which appears under its name when all of it is there. Raises: OSError."""
+    made = [place for place in target.parents if not place.exists()]
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.NamedTemporaryFile(dir=target.parent, prefix=".booting-", delete=False) as file:
         try:
-            write(file, about, ram, parts)
+            write(file)
             os.rename(file.name, target)
         except BaseException:
             with suppress(OSError):
                 os.unlink(file.name)
+                for place in made:
+                    place.rmdir()
             raise
     _prune(target)
 
 
-def write(
-    file: IO[bytes], about: Mapping[str, Any], ram: mmap.mmap, parts: Mapping[str, bytes | memoryview]
+def finish(
+    file: IO[bytes],
+    about: Mapping[str, Any],
+    size: int,
+    parts: Mapping[str, bytes | memoryview],
+    *,
+    is_kept: bool = True,
 ) -> None:
-    """RAM, what is to be kept besides by name, and `about`, which JSON can say. Raises: OSError."""
-    end = _HEADER + len(ram)
-    checksum = _write(file, _HEADER, memoryview(ram))
+    """What makes a snapshot of a file that has `size` bytes of RAM at HEADER already.
+
+    `parts`: what is to be kept besides, by name; `about`: what JSON can say; `is_kept`: it will be read by
+    others than who writes it, who check it. Raises: OSError.
+    """
+    end = HEADER + size
+    file.truncate(end)
+    checksum = _checksum(file.fileno(), HEADER, size) if is_kept else None
     kept = {}
     for name, data in parts.items():
-        kept[name] = (end, len(data), _write(file, end, memoryview(data)))
+        write_at(file, end, data)
+        kept[name] = (end, len(data), _checksum(file.fileno(), end, len(data)))
         end += -(-len(data) // _PIECE) * _PIECE
     file.truncate(end)
-    text = json.dumps({**about, "ram": len(ram), "checksum": checksum, "parts": kept, "end": end}).encode()
+    text = json.dumps({**about, "ram": size, "checksum": checksum, "parts": kept, "end": end}).encode()
     file.seek(0)
     file.write(_MAGIC + struct.pack("<II", len(text), zlib.crc32(text)) + text)
     file.flush()
 
 
-def _write(file: IO[bytes], start: int, data: memoryview) -> int:
-    """What isn't zero of it; a checksum of that."""
-    zeros, checksum = bytes(_PIECE), 0
+def write_at(file: IO[bytes], start: int, data: bytes | memoryview) -> None:
+    """Write what isn't zero of it. Raises: OSError."""
+    zeros = bytes(_PIECE)
     for at in range(0, len(data), _PIECE):
         piece = bytes(data[at : at + _PIECE])
         if piece != zeros[: len(piece)]:
             file.seek(start + at)
             file.write(piece)
-            checksum = zlib.crc32(piece, checksum)
-    return checksum
+    file.flush()
 
 
 class Kept(NamedTuple):
@@ -218,13 +237,16 @@ def load_as(source: Path, made: Callable[[Kept], T], *, with_parts: bool) -> T |
     return None
 
 
-def read(file: int, *, with_parts: bool) -> Kept | None:
-    """What was written; None where it is damaged. Raises: OSError, KeyError, TypeError, ValueError."""
+def read(file: int, *, with_parts: bool, is_checked: bool = True) -> Kept | None:
+    """What was written; None where it is damaged. Raises: OSError, KeyError, TypeError, ValueError.
+
+    `is_checked`: its RAM may have been damaged by others.
+    """
     about = _header(file)
     if about is None or os.fstat(file).st_size != about["end"]:
         return None
     size, kept = about["ram"], about["parts"] if with_parts else {}
-    if _checksum(file, _HEADER, size) != about["checksum"]:
+    if is_checked and _checksum(file, HEADER, size) != about["checksum"]:
         return None
     if with_parts and not kept:
         return None
@@ -236,7 +258,7 @@ def read(file: int, *, with_parts: bool) -> Kept | None:
         whole = memoryview(mmap.mmap(file, about["end"], flags=mmap.MAP_SHARED, prot=mmap.PROT_READ))
         parts = {name: whole[start : start + length] for name, (start, length, _) in kept.items()}
     access = mmap.PROT_READ | mmap.PROT_WRITE
-    ram = mmap.mmap(file, size, flags=mmap.MAP_PRIVATE, prot=access, offset=_HEADER)
+    ram = mmap.mmap(file, size, flags=mmap.MAP_PRIVATE | NORESERVE, prot=access, offset=HEADER)
     return Kept(about, ram, parts)
 
 
@@ -268,7 +290,7 @@ def checked_cells(about: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _header(file: int) -> dict[str, Any] | None:
-    start = os.pread(file, _HEADER, 0)
+    start = os.pread(file, HEADER, 0)
     if not start.startswith(_MAGIC):
         return None
     size, checksum = struct.unpack_from("<II", start, len(_MAGIC))

@@ -6,7 +6,10 @@ import ctypes
 import mmap
 import os
 import re
+import struct
+from collections.abc import Iterator
 from contextlib import suppress
+from fcntl import ioctl
 
 from emulated_kernel.linux.memory import PAGE
 
@@ -16,6 +19,12 @@ _WRITTEN = re.compile(rb"[\x40-\x5f\x80-\x9f\xc0-\xdf]")
 
 Source: Documentation/admin-guide/mm/pagemap.rst.
 """
+_PAGEMAP_SCAN = 0xC0606610
+_SCAN = struct.Struct("<12Q")
+_REGION = struct.Struct("<3Q")
+_FILE, _PRESENT_OR_SWAPPED = 1 << 2, 1 << 3 | 1 << 4
+_REGIONS = 4096
+"""Of the request since 6.7, which passes over what nobody has touched. Source: as above."""
 
 
 class Undo:
@@ -26,7 +35,9 @@ class Undo:
 
     def __init__(self, ram: mmap.mmap, size: int) -> None:
         self._ram, self._pages = ram, size // PAGE
-        self._at = ctypes.addressof(ctypes.c_char.from_buffer(ram)) // PAGE * _ENTRY
+        self._start = ctypes.addressof(ctypes.c_char.from_buffer(ram))
+        self._found = ctypes.create_string_buffer(_REGIONS * _REGION.size)
+        self._scans = True
         self._kept: dict[int, bytes] = {}
         self._file = -1
         with suppress(OSError):
@@ -44,8 +55,25 @@ class Undo:
 
     def _written(self) -> list[int]:
         """Offsets of pages that aren't the file's any more."""
-        entries = os.pread(self._file, self._pages * _ENTRY, self._at)
+        if self._scans:
+            try:
+                return [*self._scanned()]
+            except OSError:
+                self._scans = False
+        entries = os.pread(self._file, self._pages * _ENTRY, self._start // PAGE * _ENTRY)
         return [found.start() * PAGE for found in _WRITTEN.finditer(entries[_ENTRY - 1 :: _ENTRY])]
+
+    def _scanned(self) -> Iterator[int]:
+        """The same. Raises: OSError by a host whose kernel doesn't know that request."""
+        at, end = self._start, self._start + self._pages * PAGE
+        wanted = 0, _FILE, _FILE, _PRESENT_OR_SWAPPED, _FILE
+        while at < end:
+            asked = _SCAN.size, 0, at, end, 0, ctypes.addressof(self._found), _REGIONS
+            request = bytearray(_SCAN.pack(*asked, *wanted))
+            count = ioctl(self._file, _PAGEMAP_SCAN, request)
+            at = _SCAN.unpack(request)[4]
+            for first, stop, _ in _REGION.iter_unpack(memoryview(self._found)[: count * _REGION.size]):
+                yield from range(first - self._start, stop - self._start, PAGE)
 
     def back(self) -> None:
         """Take all back that was written since."""

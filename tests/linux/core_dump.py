@@ -33,16 +33,20 @@ NUMBERS = "".join(f"line {number}\n" for number in range(2000))
 
 
 def dump(
-    memory: Sequence[tuple[int, bytes]], info: str | None = None, kind: int = CORE, machine: int = X86_64
+    memory: Sequence[tuple[int, bytes]],
+    info: str | None = None,
+    kind: int = CORE,
+    machine: int = X86_64,
+    hole: range = range(0),
 ) -> bytes:
-    """`memory`: physical addresses and bytes there; `info`: a VMCOREINFO note."""
+    """`memory`: physical addresses and bytes there; `info`: a VMCOREINFO note; `hole`: RAM of zeros."""
     notes = b""
     for name, text in ((b"CORE\0", bytes(336)), (b"QEMU\0", bytes(440))):
         notes += NOTE.pack(len(name), len(text), 1 if name == b"CORE\0" else 0) + name.ljust(8, b"\0") + text
     if info is not None:
         text = info.encode()
         notes += NOTE.pack(11, len(text), 0) + b"VMCOREINFO\0\0" + text.ljust(-(-len(text) // 4) * 4, b"\0")
-    count = len(memory) + 1
+    count = len(memory) + 1 + bool(hole)
     at = HEADER.size + count * PROGRAM.size
     header = HEADER.pack(b"\x7fELF", 2, 1, 1, kind, machine, 1, 0, HEADER.size, 0, 0, 64, 56, count, 0, 0, 0)
     programs = PROGRAM.pack(NOTES, 0, at, 0, 0, len(notes), len(notes), 0)
@@ -50,6 +54,8 @@ def dump(
     for pa, data in memory:
         programs += PROGRAM.pack(LOAD, 0, at, 0, pa, len(data), len(data), 0)
         at += len(data)
+    if hole:
+        programs += PROGRAM.pack(LOAD, 0, at, 0, hole.start, len(hole), len(hole), 0)
     return header + programs + notes + b"".join(data for _, data in memory)
 
 
@@ -61,8 +67,8 @@ def vmcoreinfo(ram: bytes) -> str:
     return ram[at : at + 4096].partition(b"\0")[0].decode()
 
 
-def dump_of(tasks: LinuxTasks, path: Path, *, has_info: bool) -> None:
-    """Its RAM with some files in its tmpfs; `has_info`: with a VMCOREINFO note."""
+def dump_of(tasks: LinuxTasks, path: Path, *, has_info: bool, hole: range = range(0)) -> None:
+    """Its RAM with some files in its tmpfs; `has_info`: with a VMCOREINFO note; `hole`: RAM of zeros."""
     calls, init = LinuxSyscalls(tasks), tasks.init
     calls.mkdir(init, "/scratch/dir", 0o750)
     for name, text, mode in (("dir/note", TEXT, 0o640), ("numbers", NUMBERS, 0o600)):
@@ -73,4 +79,5 @@ def dump_of(tasks: LinuxTasks, path: Path, *, has_info: bool) -> None:
         calls.symlink(init, f"/scratch/{name}", target)
     ram = tasks.machine.memory.ram[:-HOST_SIZE]
     memory = [(0, ram[: HOLE.start]), (HOLE.stop, ram[HOLE.stop :])]
-    path.write_bytes(dump(memory, vmcoreinfo(ram) if has_info else None))
+    path.write_bytes(dump(memory, vmcoreinfo(ram) if has_info else None, hole=hole))
+    os.truncate(path, path.stat().st_size + len(hole))

@@ -6,14 +6,15 @@ import errno
 import os
 import stat
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from emulated_kernel.config import MachineConfig
 from emulated_kernel.errors import KernelError
 from emulated_kernel.image.linux import core_file
-from emulated_kernel.linux import core_files, core_guest, snapshot
+from emulated_kernel.linux import core_files, core_guest, core_image, room, snapshot
 from emulated_kernel.linux.boot import HOST_SIZE
 from emulated_kernel.linux.core_guest import ensure_core_cached, started_core
 from emulated_kernel.linux.core_mount import CoreMount
@@ -23,6 +24,9 @@ from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from emulated_kernel.vfs.core.open_file import ALWAYS_READY
 from kprobefs.cli import main
+from kprobefs.failure import Exit, Failure
+from kprobefs.native import core_mount, prepare
+from kprobefs.options import MountOptions
 from tests.fuse.harness import REAL_PROGRAM, daemon, needs_fuse
 from tests.linux import core_dump, debian_kernel
 from tests.linux.core_dump import NUMBERS, TEXT, dump
@@ -366,12 +370,25 @@ def test_a_lock_that_is_held(shell: Files) -> None:
 
 
 def test_without_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And without a note: VMCOREINFO is found in memory."""
+    """And without a note: VMCOREINFO is found in memory, most of which is holes that nobody reads."""
     tasks = debian_kernel.tasks()
-    core_dump.dump_of(tasks, tmp_path / "core", has_info=False)
+    core_dump.dump_of(tasks, tmp_path / "core", has_info=False, hole=range(256 << 20, 3 << 29))
     tasks.machine.close()
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/sys")
-    guest, kernel = started_core(str(tmp_path / "core"))
+    read = 0
+    pread = os.pread
+
+    def counted(file: int, size: int, offset: int) -> bytes:
+        nonlocal read
+        read += size
+        return pread(file, size, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pread", counted)
+        guest, kernel = started_core(str(tmp_path / "core"))
+    assert 48 << 20 < read < 600 << 20
+    # What was read of it is what is mounted, whatever becomes of the file.
+    os.truncate(tmp_path / "core", 0)
     mount = CoreMount(guest, KernelEngine(guest, kernel), Owner(0, 0), is_tracefs=True)
     assert "int_sqrt" in Files(mount, CLIENT).read("/available_filter_functions").splitlines()
     shell = Files(mount, CLIENT)
@@ -387,6 +404,37 @@ def test_without_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert [path.name for path in tmp_path.iterdir()] == ["core"]
 
 
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda path: os.truncate(path, 32 << 20), "it was truncated while it was read"),
+        (lambda path: os.truncate(path, 1 << 30), "it changed while it was read"),
+        (os.utime, "it changed while it was read"),
+    ],
+)
+def test_a_dump_that_changes(change: Callable[[Path], None], why: str, tmp_path: Path) -> None:
+    """While it is read."""
+    path = tmp_path / "core"
+    path.write_bytes(dump([(0, b"x" * len(RAM))], INFO))
+    with path.open("rb") as file, (tmp_path / "made").open("w+b") as made:
+        core = core_file.CoreFile(file.fileno())
+        change(path)
+        with pytest.raises(KernelError, match=why):
+            core_image.convert(core, "core", made, is_kept=False)
+
+
+def test_no_room(dumped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For what is too large for the cache: one line, which says what to do."""
+    monkeypatch.setattr(snapshot, "LIMIT", 0)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/sys")
+    monkeypatch.setattr(room, "_MARGIN", 1 << 60)
+    options = MountOptions(str(dumped.parent), MachineConfig(), core=str(dumped))
+    prepare(options)
+    with pytest.raises(Failure, match=r"no room for \d+ MiB in /.*/tmp: set TMPDIR") as refused:
+        core_mount(options, str(dumped))
+    assert refused.value.status == Exit.USAGE
+
+
 @pytest.mark.usefixtures("mount")
 def test_a_refusal_is_no_damage(dumped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was made of a dump stays in the cache, and isn't made again to be refused again."""
@@ -396,7 +444,7 @@ def test_a_refusal_is_no_damage(dumped: Path, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(dumped.parent))
     monkeypatch.setattr(core_guest, "CoreGuest", refused)
-    monkeypatch.setattr(core_guest, "_converted", lambda _path: pytest.fail("made again"))
+    monkeypatch.setattr(core_guest, "convert", lambda _path: pytest.fail("made again"))
     with pytest.raises(KernelError, match="by hand"):
         started_core(str(dumped))
     assert len(snapshot.cached()) == 1

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import struct
 from collections.abc import Iterator
-from errno import ENOEXEC
+from errno import ENOEXEC, ENXIO
 from typing import NamedTuple
 
 from emulated_kernel.abi import PAGE_SIZE
@@ -23,7 +22,10 @@ _DEVICES = range(3 << 30, 4 << 30)
 """Physical addresses of devices' memory, firmware and screens among them, wherever RAM goes on."""
 RAM_LIMIT = 64 << 30
 _MOST_LINES = 4096
+_BLOCK = 1 << 20
 _INFO_SIZE = 4096
+_FIRST = b"OSRELEASE="
+"""With which that begins, at the beginning of a page."""
 _SIGNS = (b"SYMBOL(init_uts_ns)=", b"KERNELOFFSET=")
 _OTHERS = {
     b"KDUMP   ": "it is a compressed kdump: dump it anew without -z, -l, -s and -R",
@@ -46,17 +48,17 @@ class CoreSegment(NamedTuple):
 
 
 class CoreFile:
-    """An open dump; `segments` by address, without the memory of devices.
+    """An open dump; `segments` by address, without the memory of devices. Nothing of it is mapped.
 
-    Raises: KernelError ENOEXEC for what is no whole dump of an x86_64 machine; OSError.
+    Raises: KernelError ENOEXEC for what is no whole dump of an x86_64 machine, here and while it is read.
     """
 
     def __init__(self, file: int) -> None:
         """`file`: a descriptor of a regular file, which stays the caller's."""
+        self._file, self._facts = file, _facts(file)
         self._size = os.fstat(file).st_size
         if not self._size:
             raise unusable_core("it is empty")
-        self._data = mmap.mmap(file, self._size, prot=mmap.PROT_READ, flags=mmap.MAP_PRIVATE)
         programs = [*self._programs()]
         loads = [CoreSegment(*where) for kind, *where in programs if kind == _PT_LOAD and where[2]]
         if not loads:
@@ -73,7 +75,7 @@ class CoreFile:
 
     def _programs(self) -> Iterator[tuple[int, int, int, int]]:
         """Of each header: type, physical address, offset and bytes in the file."""
-        start = self._data[: _HEADER.size]
+        start = self.read(0, min(_HEADER.size, self._size))
         for magic, message in _OTHERS.items():
             if start.startswith(magic):
                 raise unusable_core(message)
@@ -90,8 +92,8 @@ class CoreFile:
             raise unusable_core("its program headers are damaged")
         if at + count * size > self._size:
             raise unusable_core("it is truncated within its headers")
-        for number in range(count):
-            segment, _, offset, _, pa, file_size, _, _ = _PROGRAM.unpack_from(self._data, at + number * size)
+        for header in _PROGRAM.iter_unpack(self.read(at, count * size)):
+            segment, _, offset, _, pa, file_size, _, _ = header
             if offset + file_size > self._size:
                 missing = offset + file_size - self._size
                 raise unusable_core(f"it is truncated: {missing} bytes are missing")
@@ -113,11 +115,42 @@ class CoreFile:
         return last.pa + last.size
 
     def read(self, offset: int, size: int) -> bytes:
-        """Bytes of the file."""
-        return self._data[offset : offset + size]
+        """Bytes of the file, all of them."""
+        try:
+            data = os.pread(self._file, size, offset)
+        except OSError as error:
+            raise unusable_core(f"it can't be read at {offset:#x}: {error.strerror}") from None
+        if len(data) != size:
+            raise unusable_core("it was truncated while it was read")
+        return data
+
+    def data(self, offset: int, size: int) -> Iterator[tuple[int, bytes]]:
+        """Pages of a piece of the file that aren't holes: blocks of them, and where they are."""
+        at, end = offset, offset + size
+        while at < end:
+            at += (self._seek(at, os.SEEK_DATA) - at) // PAGE_SIZE * PAGE_SIZE
+            stop = min(at - (at - self._seek(at, os.SEEK_HOLE)) // PAGE_SIZE * PAGE_SIZE, end)
+            while at < stop:
+                block = self.read(at, min(_BLOCK, stop - at))
+                yield at, block
+                at += len(block)
+
+    def _seek(self, at: int, whence: int) -> int:
+        """The next one from there; behind the last one the file's end."""
+        try:
+            return os.lseek(self._file, at, whence)
+        except OSError as error:
+            if error.errno != ENXIO:
+                raise unusable_core(f"it can't be read at {at:#x}: {error.strerror}") from None
+            return max(self._size, at)
+
+    def check_unchanged(self) -> None:
+        """Behind all reading: whether that was one state of the file."""
+        if _facts(self._file) != self._facts:
+            raise unusable_core("it changed while it was read")
 
     def _infos(self, offset: int, size: int) -> Iterator[str]:
-        notes = self._data[offset : offset + min(size, _NOTES_LIMIT)]
+        notes = self.read(offset, min(size, _NOTES_LIMIT))
         at = 0
         while at + _NOTE.size <= len(notes):
             name_size, text_size, _ = _NOTE.unpack_from(notes, at)
@@ -130,12 +163,15 @@ class CoreFile:
 
     def _scanned(self) -> Iterator[str]:
         """The page in which its kernel keeps that, for who dumps it."""
-        at = self._data.find(b"OSRELEASE=")
-        while at >= 0:
-            text = self._data[at : at + _INFO_SIZE].partition(b"\0")[0]
-            if all(sign in text for sign in _SIGNS):
-                yield text.decode("latin1")
-            at = self._data.find(b"OSRELEASE=", at + 1)
+        for _, offset, size in self.segments:
+            for start, block in self.data(offset, size):
+                at = block.find(_FIRST)
+                while at >= 0:
+                    whole = self.read(start + at, min(_INFO_SIZE, offset + size - start - at))
+                    text = whole.partition(b"\0")[0]
+                    if all(sign in text for sign in _SIGNS):
+                        yield text.decode("latin1")
+                    at = block.find(_FIRST, at + 1)
 
     @staticmethod
     def _first_info(texts: Iterator[str]) -> dict[str, str]:
@@ -146,6 +182,8 @@ class CoreFile:
                 return found
         return {}
 
-    def close(self) -> None:
-        """Let go of the file."""
-        self._data.close()
+
+def _facts(file: int) -> tuple[int, ...]:
+    """What changes with a file."""
+    found = os.fstat(file)
+    return found.st_size, found.st_mtime_ns
