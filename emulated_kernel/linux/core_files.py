@@ -6,7 +6,7 @@ import os
 import posixpath
 import stat
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from errno import EACCES, EINVAL, EIO, ENAMETOOLONG
 
@@ -14,6 +14,7 @@ from emulated_kernel.abi import PAGE_SIZE
 from emulated_kernel.errors import KernelError
 from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.linux.core_calls import BUFFER_SIZE, CoreCalls
+from emulated_kernel.linux.inodes import Inodes, inode_offsets, shown_ino
 from emulated_kernel.machine.memory.guest_memory import GuestMemory
 from emulated_kernel.machine.traps.trap import MemoryFault
 from emulated_kernel.vfs.core.client import DirEntry, Stat
@@ -48,10 +49,7 @@ _KINDS = {1: stat.S_IFIFO, 2: stat.S_IFCHR, 4: stat.S_IFDIR, 6: stat.S_IFBLK, 8:
           10: stat.S_IFLNK, 12: stat.S_IFSOCK}  # fmt: skip
 _DELAYED_CALL = 16
 """Bytes of a struct delayed_call (v6.1)."""
-_MEMBERS = (
-    "file.f_inode", "file.f_path.dentry", "inode.i_mode", "inode.i_uid", "inode.i_gid", "inode.i_ino",
-    "inode.i_nlink", "inode.i_size",
-)  # fmt: skip
+_MEMBERS = "file.f_inode", "file.f_path.dentry"
 _TRUE_GOES_ON = 6, 1
 """The release since which an actor says by true that it wants more."""
 
@@ -65,6 +63,7 @@ class CoreFiles:
     def __init__(self, calls: CoreCalls, kernel: LinuxKernel, memory: GuestMemory) -> None:
         self._calls, self._memory = calls, memory
         self._offset = {path: kernel.btf.offset(path) for path in _MEMBERS}
+        self._inodes = Inodes(inode_offsets(kernel.btf), memory.read)
         self._actor = calls.add_code(_actor(goes_on=_release(kernel.release) >= _TRUE_GOES_ON))
 
     @contextmanager
@@ -80,33 +79,20 @@ class CoreFiles:
         finally:
             self._calls.call_function("__fput_sync", file)
 
-    def _inode(self, file: int) -> Mapping[str, int]:
-        inode = self._memory.read_word(file + self._offset["file.f_inode"])
-        sizes = {"i_mode": 2, "i_uid": 4, "i_gid": 4, "i_nlink": 4}
-        return {
-            name: int.from_bytes(self._memory.read(inode + self._offset[f"inode.{name}"], size), "little")
-            for name, size in ({"i_ino": 8, "i_size": 8} | sizes).items()
-        }
+    def _stat(self, file: int) -> Stat:
+        return self._inodes.stat(self._memory.read_word(file + self._offset["file.f_inode"]))
 
     def lstat(self, path: str) -> Stat:
         """Attributes of a file, or of a symbolic link."""
         with self._open(path, _O_PATH | _O_NOFOLLOW) as file:
-            found = self._inode(file)
-        return Stat(
-            ino=found["i_ino"],
-            mode=found["i_mode"],
-            nlink=found["i_nlink"],
-            uid=found["i_uid"],
-            gid=found["i_gid"],
-            size=found["i_size"],
-        )
+            return self._stat(file)
 
     def read(self, path: str, size: int, offset: int) -> bytes:
         """Bytes of a regular file; b"" is the end."""
         size = min(size, BUFFER_SIZE - _POSITION)
         buffer = self._calls.buffer
         with self._open(path, os.O_RDONLY | _O_NONBLOCK | _O_NOFOLLOW) as file:
-            if not stat.S_ISREG(self._inode(file)["i_mode"]):
+            if not stat.S_ISREG(self._stat(file).mode):
                 raise KernelError(EACCES, f"{path} is no regular file")
             self._memory.write(buffer, struct.pack("<q", offset))
             data = buffer + _POSITION
@@ -119,7 +105,7 @@ class CoreFiles:
         Deviates: `..` behind another link's name is where that name is, not where that link leads.
         """
         with self._open(path, _O_PATH | _O_NOFOLLOW) as file:
-            if not stat.S_ISLNK(self._inode(file)["i_mode"]):
+            if not stat.S_ISLNK(self._stat(file).mode):
                 raise KernelError(EINVAL, path)
             dentry = self._memory.read_word(file + self._offset["file.f_path.dentry"])
             self._memory.write(self._calls.buffer, bytes(_DELAYED_CALL))
@@ -136,6 +122,8 @@ class CoreFiles:
         start, position = buffer + _CONTEXT.size, 0
         found: list[DirEntry] = []
         with self._open(path, os.O_RDONLY | _O_DIRECTORY | _O_NOFOLLOW) as file:
+            # The low bits are those of the file system's device.
+            device = self._stat(file).ino
             while True:
                 self._memory.write(buffer, _CONTEXT.pack(self._actor, position, start, end))
                 _checked(self._calls.call_function("iterate_dir", file, buffer), path)
@@ -144,7 +132,7 @@ class CoreFiles:
                     raise KernelError(EIO, path)
                 if stop == start:
                     return found
-                found += _entries(self._memory.read(start, stop - start))
+                found += _entries(self._memory.read(start, stop - start), device)
                 if len(found) > _MOST_ENTRIES:
                     raise KernelError(EIO, f"{path}: its entries have no end")
 
@@ -157,12 +145,14 @@ def _checked(value: int, path: str) -> int:
     return value
 
 
-def _entries(data: bytes) -> Iterator[DirEntry]:
+def _entries(data: bytes, device: int) -> Iterator[DirEntry]:
     at = 0
     while at + _ENTRY.size <= len(data):
         ino, kind, length = _ENTRY.unpack_from(data, at)
         at += _ENTRY.size
-        yield DirEntry(os.fsdecode(data[at : at + length]), _KINDS.get(kind, stat.S_IFREG), ino)
+        yield DirEntry(
+            os.fsdecode(data[at : at + length]), _KINDS.get(kind, stat.S_IFREG), shown_ino(ino, device)
+        )
         at += length
 
 

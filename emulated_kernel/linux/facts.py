@@ -6,9 +6,9 @@ from errno import ENOENT
 
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
-from emulated_kernel.image.linux.btf import Btf
 from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.image.linux.unusable import unusable
+from emulated_kernel.linux.inodes import inode_offsets
 
 _SYMBOLS = (
     "d_hash_shift", "delayed_put_task_struct", "dentry_hashtable", "do_exit", "do_sync_core",
@@ -23,12 +23,7 @@ _MEMBERS = (
     "cred.uid", "cred.cap_permitted", "cred.cap_effective", "task_struct.files", "files_struct.fdt",
     "fdtable.fd", "file.f_mode", "file.f_op", "file.f_inode", "file.f_path.dentry", "file_operations.llseek",
     "dentry.d_flags", "dentry.d_hash", "dentry.d_parent", "dentry.d_name", "dentry.d_inode", "qstr.name",
-    "inode.i_mode", "inode.i_uid", "inode.i_gid", "inode.i_sb", "inode.i_ino", "inode.i_nlink",
-    "inode.i_size", "inode.i_blocks", "super_block.s_dev",
 )  # fmt: skip
-_TIMES = {"seconds": ("i_{}_sec", "__i_{}.tv_sec", "i_{}.tv_sec"),
-          "nanoseconds": ("i_{}_nsec", "__i_{}.tv_nsec", "i_{}.tv_nsec")}  # fmt: skip
-"""What an inode's times are called: since 6.11, since 6.6, before."""
 _HOT = "pcpu_hot.current_task"
 
 
@@ -54,7 +49,7 @@ def kernel_facts(kernel: LinuxKernel) -> KernelFacts:
         name: address for name in _OPTIONAL if (address := kernel.kallsyms.lookup_name(name)) is not None
     }
     try:
-        offsets = {path: kernel.btf.offset(path) for path in _MEMBERS} | _times(kernel.btf)
+        offsets = {path: kernel.btf.offset(path) for path in _MEMBERS} | inode_offsets(kernel.btf)
         current = kernel.kallsyms.lookup_name("current_task")
         # Since 6.2.
         hot = kernel.kallsyms.lookup_name("pcpu_hot") if current is None else None
@@ -67,13 +62,3 @@ def kernel_facts(kernel: LinuxKernel) -> KernelFacts:
     if current is None:
         raise unusable("its symbols lack current_task and pcpu_hot")
     return KernelFacts(kernel.release, symbols, offsets, current)
-
-
-def _times(btf: Btf) -> dict[str, int]:
-    """ "inode.atime.seconds" and so on."""
-    return {
-        f"inode.{time}.{unit}": btf.offset(next(filter(btf.has, paths), paths[-1]))
-        for time in ("atime", "mtime", "ctime")
-        for unit, names in _TIMES.items()
-        if (paths := [f"inode.{name.format(time)}" for name in names])
-    }

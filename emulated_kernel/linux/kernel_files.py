@@ -12,6 +12,7 @@ from functools import cached_property
 
 from emulated_kernel.linux.facts import KernelFacts
 from emulated_kernel.linux.init import ROOTS
+from emulated_kernel.linux.inodes import Inodes
 from emulated_kernel.linux.machine import LinuxMachine
 from emulated_kernel.linux.memory import PAGE
 from emulated_kernel.vfs.core.client import Stat
@@ -22,8 +23,6 @@ _FMODE_LSEEK = 4
 _ASKS = 1 << 2 | 1 << 16 | 1 << 17 | 1 << 18
 """DCACHE_OP_REVALIDATE and DCACHE_MANAGED_DENTRY: of such a dentry its file system decides at each lookup."""
 _LONGEST_CHAIN = 1000
-_NANOSECONDS = (1 << 30) - 1
-"""A flag of the kernel's own may stand above them."""
 
 
 class KernelFiles:
@@ -36,7 +35,7 @@ class KernelFiles:
         self._facts = facts
         self._offset = facts.offsets
         self._task = task
-        self._inode, self._inode_names = _layout(facts.offsets)
+        self._inodes = Inodes(facts.offsets, self._bytes)
         self._direct, self._limit = 0, 0
         self._direct = self._word(facts.symbols["page_offset_base"])
         self._limit = len(self._memory.ram) - PAGE
@@ -45,11 +44,11 @@ class KernelFiles:
         """Attributes of a file; None where the kernel has to be asked, or there is none."""
         dentry = self._lookup(path)
         inode = self._member(dentry, "dentry.d_inode") if dentry else 0
-        return self._stat(inode) if inode else None
+        return self._inodes.stat(inode) if inode else None
 
     def fstat(self, fd: int) -> Stat:
         """Attributes of an open file."""
-        return self._stat(self._member(self._file(fd), "file.f_inode"))
+        return self._inodes.stat(self._member(self._file(fd), "file.f_inode"))
 
     def is_seekable(self, fd: int) -> bool:
         """Whether lseek(2) works on it. Mirrors: fs/read_write.c:vfs_llseek (v6.1)"""
@@ -62,6 +61,10 @@ class KernelFiles:
         """The physical address: a difference in the direct map, where what is allocated lies."""
         at = va - self._direct
         return at if 0 <= at < self._limit else self._memory.translate(self._machine.cpu.root, va)
+
+    def _bytes(self, va: int, size: int) -> bytes:
+        at = self._at(va)
+        return self._memory.ram[at : at + size]
 
     def _word(self, va: int) -> int:
         return self._memory.words[self._at(va) >> 3]
@@ -112,57 +115,6 @@ class KernelFiles:
                     return None if self._number("<I", dentry, "dentry.d_flags") & _ASKS else dentry
             node = self._word(node)
         return None
-
-    def _stat(self, inode: int) -> Stat:
-        """Mirrors: fs/stat.c:generic_fillattr (v6.1)"""
-        found = dict(
-            zip(self._inode_names, self._inode.unpack_from(self._memory.ram, self._at(inode)), strict=True)
-        )
-        device = self._number("<I", found["i_sb"], "super_block.s_dev")
-        atime, mtime, ctime = (
-            found[f"{name}.seconds"] * 10**9 + (found[f"{name}.nanoseconds"] & _NANOSECONDS)
-            for name in ("atime", "mtime", "ctime")
-        )
-        return Stat(
-            ino=shown_ino(found["i_ino"], device),
-            mode=found["i_mode"],
-            nlink=found["i_nlink"],
-            uid=found["i_uid"],
-            gid=found["i_gid"],
-            size=found["i_size"],
-            atime_ns=atime,
-            mtime_ns=mtime,
-            ctime_ns=ctime,
-            blocks=found["i_blocks"],
-        )
-
-
-def _layout(offsets: dict[str, int]) -> tuple[struct.Struct, tuple[str, ...]]:
-    """What of an inode is read, as it lies there."""
-    forms = {
-        "i_mode": "H",
-        "i_uid": "I",
-        "i_gid": "I",
-        "i_sb": "Q",
-        "i_ino": "Q",
-        "i_nlink": "I",
-        "i_size": "q",
-    }
-    forms |= {"i_blocks": "Q"}
-    for time in ("atime", "mtime", "ctime"):
-        forms |= {f"{time}.seconds": "q", f"{time}.nanoseconds": "I"}
-    form, end = "<", 0
-    names = sorted(forms, key=lambda name: offsets[f"inode.{name}"])
-    for name in names:
-        at = offsets[f"inode.{name}"]
-        form += f"{at - end}x{forms[name]}"
-        end = at + struct.calcsize(f"<{forms[name]}")
-    return struct.Struct(form), tuple(names)
-
-
-def shown_ino(ino: int, device: int) -> int:
-    """Numbers of several file systems, which look like one from outside."""
-    return ino << 8 | device & 0xFF
 
 
 def name_hash(parent: int, name: bytes) -> int:

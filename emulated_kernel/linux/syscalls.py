@@ -7,7 +7,7 @@ import struct
 from collections.abc import Iterator
 
 from emulated_kernel.linux.init import BUFFER
-from emulated_kernel.linux.kernel_files import shown_ino
+from emulated_kernel.linux.inodes import shown_ino
 from emulated_kernel.linux.tasks import LinuxTask, LinuxTasks
 from emulated_kernel.vfs.core.client import DirEntry, Stat
 
