@@ -13,6 +13,7 @@ from emulated_kernel.errors import KernelError
 from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.linux.call_arguments import REGISTERS, CallArguments
+from emulated_kernel.linux.pc import TSC_KHZ
 from emulated_kernel.linux.probed_linux import ProbedLinux
 from emulated_kernel.linux.tasks import LinuxTasks
 
@@ -26,7 +27,7 @@ _LONGEST = 60_000_000
 _RESULT, _STATE, _TASK, _WORK, _STRINGS = 56, 64, 72, 128, 256
 """Behind the function and its arguments: what it returns, whether it has, its thread, the work, strings."""
 _HEAD = struct.Struct("<10Q")
-_RETURNED, _NO_THREAD = 1, 2
+_RETURNED, _NO_THREAD, _KILLED = 1, 2, 3
 _CONSTANTS = ("WORK_CPU_UNBOUND", "WORK_OFFQ_POOL_BITS", "WORK_OFFQ_POOL_SHIFT")
 _SYMBOLS = ("queue_work_on", "system_unbound_wq", "kthread_create_on_node", "wake_up_process")
 _CALL_THREAD = bytes.fromhex(
@@ -54,8 +55,8 @@ class KernelCalls:
         self._no_pool = (1 << bits) - 1 << shift
         """Mirrors: include/linux/workqueue.h:WORK_STRUCT_NO_POOL (v6.1)"""
         self._parts = {part: kernel.btf.offset(f"work_struct.{part}") for part in ("data", "entry", "func")}
-        self._mailbox = 0
-        self._is_killed = False
+        self._mailboxes: set[int] = set()
+        """Of calls whose threads may still come back to them."""
         memory = machine.memory
         self._page = memory.host_pages.alloc(PAGE_SIZE)
         memory.map(_TEXT, self._page, PAGE_SIZE, Prot.READ | Prot.EXEC)
@@ -73,9 +74,10 @@ class KernelCalls:
     def call_function(self, function: str, *arguments: int | str) -> int:
         """What it returns; strings are put into memory.
 
-        Raises: KernelError, as CallArguments.placed(); EFAULT: its thread was killed; ETIMEDOUT: it still
-        sleeps; ENOMEM: no thread could be made; GuestFault.
+        Raises: KernelError, as CallArguments.placed(); EFAULT: its thread was killed; ETIMEDOUT: it hasn't
+        come back; ENOMEM: no thread could be made; GuestFault.
         """
+        self._free_ended()
         memory, mailbox = self._machine.memory, self._machine.alloc_pages(PAGE_SIZE)
         places = CallArguments(self._kernel, memory, mailbox + _STRINGS, PAGE_SIZE - _STRINGS)
         try:
@@ -85,18 +87,27 @@ class KernelCalls:
             raise
         memory.write(mailbox, struct.pack("<7Q", address, *values, *(0,) * (len(REGISTERS) - len(values))))
         self._queue(mailbox)
-        state, result = self._answer()
-        if state != _RETURNED and not self._is_killed and state != _NO_THREAD:
-            # The thread may still come back to what is in it.
+        begun = self._tasks.machine.pc.tsc
+        self._tasks.do_work(_TEXT, lambda: self._head(mailbox)[_STATE // 8] != 0, _LONGEST)
+        head = self._head(mailbox)
+        state = head[_STATE // 8]
+        if not state:
+            passed = (self._tasks.machine.pc.tsc - begun) // TSC_KHZ
             raise KernelError(
-                ETIMEDOUT, "it still sleeps after 60 s of the guest's; its thread is left to that"
+                ETIMEDOUT, f"it hasn't come back after {passed} ms of the guest's; its thread is left to that"
             )
-        self._machine.free_pages(mailbox)
+        self._free_ended()
         if state == _RETURNED:
-            return result
+            return head[_RESULT // 8]
         if state == _NO_THREAD:
             raise KernelError(ENOMEM, "no thread could be made for it")
         raise KernelError(EFAULT, "its thread was killed; see machine/dmesg")
+
+    def _free_ended(self) -> None:
+        """Pages of calls that have ended, be it that nobody waited for it."""
+        for mailbox in [found for found in self._mailboxes if self._head(found)[_STATE // 8]]:
+            self._mailboxes.discard(mailbox)
+            self._machine.free_pages(mailbox)
 
     def _queue(self, mailbox: int) -> None:
         memory, work = self._machine.memory, mailbox + _WORK
@@ -105,22 +116,17 @@ class KernelCalls:
         memory.write(entry, struct.pack("<QQ", entry, entry))
         memory.write(work + self._parts["func"], struct.pack("<Q", _TEXT + _MAKER))
         struct.pack_into("<Q", memory.ram, self._page + _MAIL, work)
-        self._mailbox, self._is_killed = mailbox, False
+        self._mailboxes.add(mailbox)
 
-    def _answer(self) -> tuple[int, int]:
-        """How far the call has come, and what it has returned."""
-        self._tasks.do_work(_TEXT, lambda: self._is_killed or self._head()[_STATE // 8] != 0, _LONGEST)
-        head = self._head()
-        self._mailbox = 0
-        return head[_STATE // 8], head[_RESULT // 8]
-
-    def _head(self) -> tuple[int, ...]:
-        return _HEAD.unpack(self._machine.memory.read(self._mailbox, _HEAD.size))
+    def _head(self, mailbox: int) -> tuple[int, ...]:
+        return _HEAD.unpack(self._machine.memory.read(mailbox, _HEAD.size))
 
     def _ended(self, task: int) -> None:
         """A thread that ends without having returned was killed."""
-        if self._mailbox and self._head()[_TASK // 8] == task and not self._head()[_STATE // 8]:
-            self._is_killed = True
+        for mailbox in self._mailboxes:
+            head = self._head(mailbox)
+            if head[_TASK // 8] == task and not head[_STATE // 8]:
+                self._machine.memory.write(mailbox + _STATE, struct.pack("<Q", _KILLED))
 
 
 def _load(register: int, value: int) -> bytes:

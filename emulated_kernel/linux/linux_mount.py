@@ -372,7 +372,13 @@ class LinuxMount:
         self, client: Client, data: bytes, refused: Collection[str] = ()
     ) -> Callable[[], int]:
         """What the client's write to machine/modules will do, within a request of his."""
-        change = self._modules.prepared(data, refused)
+        try:
+            change = self._modules.prepared(data, refused)
+        except KernelError as error:
+            # As the kernel's own loader does where it refuses one.
+            with suppress(KernelError), self._guest():
+                self._syscalls.say(f"machine/modules: {error.strerror}")
+            raise
 
         def execute() -> int:
             with self._guest(), self._unasked(client):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from emulated_kernel.errors import KernelError
 from emulated_kernel.host.mirror.processes import NoProcesses
 from emulated_kernel.image.linux.module_files import ModuleFiles
+from emulated_kernel.linux import kernel_calls
 from emulated_kernel.linux.engine import LinuxEngine
 from emulated_kernel.linux.engine_mount import EngineMount
 from emulated_kernel.linux.tasks import Blocked, LinuxTask
@@ -83,10 +85,33 @@ def test_one_that_faults(shell: Files) -> None:
     assert call(shell, "int_sqrt 81") == "int_sqrt = 0x9 (9)\n"
 
 
-def test_one_that_sleeps_for_ever(shell: Files) -> None:
-    """Nobody waits longer than a minute of the guest's for it; others are called meanwhile."""
-    assert call(shell, "schedule_timeout_uninterruptible 0x7fffffffffffffff").startswith("ETIMEDOUT ")
+def test_one_that_sleeps_for_long(shell: Files, mount: EngineMount) -> None:
+    """Nobody waits longer than a minute of the guest's for it; its page is free when it has ended."""
+    pages = mount._engine.machine.memory.host_pages
+    call(shell, "int_sqrt 1")
+    used = pages.used
+    jiffies = 100 * 250
+    said = call(shell, f"schedule_timeout_uninterruptible {jiffies}")
+    assert re.match("ETIMEDOUT .*: it hasn't come back after 60[0-9]{3} ms of the guest's", said), said
+    assert pages.used == used + 4096
     assert call(shell, "int_sqrt 64") == "int_sqrt = 0x8 (8)\n"
+    assert pages.used == used + 4096
+    call(shell, "msleep 50000")
+    assert call(shell, "int_sqrt 64") == "int_sqrt = 0x8 (8)\n"
+    assert pages.used == used
+
+
+def test_one_that_is_killed_later(shell: Files, mount: EngineMount) -> None:
+    pages = mount._engine.machine.memory.host_pages
+    call(shell, "int_sqrt 1")
+    used = pages.used
+    assert call(shell, "schedule_timeout_uninterruptible 0x7fffffffffffffff").startswith("ETIMEDOUT ")
+    calls = mount._kernel_calls
+    (late,) = calls._mailboxes
+    with mount.lock:
+        calls._ended(calls._head(late)[kernel_calls._TASK // 8])
+    call(shell, "int_sqrt 64")
+    assert pages.used == used
 
 
 def test_nothing_is_left(shell: Files, mount: EngineMount) -> None:
@@ -119,7 +144,16 @@ def test_modules(shell: Files, tmp_path: Path) -> None:
     assert shell.errno("/machine/modules", f"load {tmp_path}/none.ko\n") == errno.ENOENT
     assert shell.errno("/machine/modules", "load\n") == errno.EINVAL
     assert shell.errno("/machine/modules", f"load {tmp_path}/probing.ko\n") == errno.EPERM
+    (tmp_path / "cut.ko").write_bytes(content[: len(content) // 2])
+    assert shell.errno("/machine/modules", f"load {tmp_path}/cut.ko\n") == errno.ENOEXEC
     said = shell.read("/machine/dmesg").removeprefix(log)
+    for why in (
+        "none.ko: No such file",
+        "load NAME, load PATH or",
+        "probing calls register_kprobe: two",
+    ):
+        assert f"kprobefs: machine/modules: {why}" in said.replace(f"{tmp_path}/", "")
+    assert said.count("kprobefs: machine/modules: ") == 4
     assert len(said) < len(log)
     assert "Oops" not in said
 
