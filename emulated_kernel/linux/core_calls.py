@@ -24,6 +24,8 @@ BUFFER_SIZE = 256 << 10
 """Bytes of the buffer that functions write to."""
 _TEXT = 0xFFFFFFFF70000000
 """In a part of the kernel's own gigabytes that Linux leaves free."""
+_USER = 0x400000000000
+"""In the half that is a process's: the idle task has none."""
 _HLT = b"\xf4"
 _STRINGS = 64 << 10
 _FRAME = 0x100
@@ -82,6 +84,11 @@ class CoreCalls:
         self._undo = Undo(guest.machine.memory.ram, len(guest.machine.memory.ram) - HOST_SIZE)
         self.buffer = machine.alloc_pages(BUFFER_SIZE)
         """Memory for what functions write."""
+        machine.memory.map(
+            _USER, machine.memory.translate(self.buffer), BUFFER_SIZE, Prot.READ | Prot.WRITE | Prot.USER
+        )
+        self.user_buffer = _USER
+        """The same memory, for functions that write to a process's."""
         strings = machine.alloc_pages(_STRINGS)
         self._arguments = CallArguments(kernel, machine.memory, strings, _STRINGS)
         page = machine.memory.host_pages.alloc(PAGE_SIZE)

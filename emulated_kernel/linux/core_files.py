@@ -26,7 +26,7 @@ _LISTING = BUFFER_SIZE
 """Bytes of entries that one call may give."""
 _MOST_ENTRIES = 1 << 20
 _POSITION = 16
-"""Bytes in front of the data that kernel_read() leaves in the buffer: its position."""
+"""Bytes in front of the data that a read leaves in the buffer: its position."""
 _CONTEXT = struct.Struct("<4Q")
 """struct dir_context (v6.1): actor, position; then what the actor uses: where to write, and where to stop."""
 _ENTRY = struct.Struct("<QII")
@@ -95,9 +95,10 @@ class CoreFiles:
             if not stat.S_ISREG(self._stat(file).mode):
                 raise KernelError(EACCES, f"{path} is no regular file")
             self._memory.write(buffer, struct.pack("<q", offset))
-            data = buffer + _POSITION
-            count = _checked(self._calls.call_function("kernel_read", file, data, size, buffer), path)
-            return self._memory.read(data, count)
+            # Many of /proc read for a process alone, which kernel_read() isn't.
+            place = self._calls.user_buffer + _POSITION
+            count = _checked(self._calls.call_function("vfs_read", file, place, size, buffer), path)
+            return self._memory.read(buffer + _POSITION, count)
 
     def readlink(self, path: str) -> str:
         """Where a symbolic link leads, told so that it leads to no place outside of the dump.

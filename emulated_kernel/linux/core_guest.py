@@ -39,7 +39,6 @@ _CONTROLLERS = range(0xFEC00000, 0xFEF00000)
 _COUNT = 4
 _NOBODY_ASKS = 1 << 31
 """In the preemption count: nobody is asked to give the CPU up."""
-_COUNTERS = ("cycle_last", "tsc_timestamp")
 
 
 def ensure_core_cached(source: str) -> None:
@@ -133,14 +132,34 @@ class CoreGuest(RunningLinux):
             self._be_the_only_one()
             self.stack = memory.read_word(self.root, self.init_task + facts.stack)
             """Of the task that calls are made by."""
-            counters = (symbols[name] for name in _COUNTERS if name in symbols)
-            machine.pc.tsc = max([machine.pc.tsc, *(memory.read_word(self.root, at) for at in counters)])
+            self.time = self._last_tick()
+            """Nanoseconds since its boot; the guest's clock isn't behind."""
         except (KeyError, IndexError, struct.error) as error:
             raise unusable_core(f"its kernel's structures lead nowhere: {error}") from None
         self._map_devices()
         if "do_sync_core" in symbols:
             machine.watch_text(symbols["do_sync_core"])
         self.be_ready()
+
+    def _last_tick(self) -> int:
+        """The timekeeper's time; the TSC isn't behind what the kernel has read there by then.
+
+        Mirrors: kernel/time/timekeeping.c:timekeeping_get_ns (v6.1)
+        """
+        symbols, pc = self._facts.symbols, self.machine.pc
+        if "tsc_timestamp" in symbols:
+            pc.tsc = max(pc.tsc, self._read("tsc_timestamp"))
+        if "clock.base" not in symbols:
+            return 0
+        # Of an unstable TSC another clock has taken the place, whose count is none of the TSC's.
+        if self._read("clock.clock") == symbols.get("clocksource_tsc"):
+            pc.tsc = max(pc.tsc, self._read("clock.cycle_last"))
+        return self._read("clock.base") + (
+            self._read("clock.xtime_nsec") >> (self._read("clock.shift") & 0x3F)
+        )
+
+    def _read(self, name: str) -> int:
+        return self.machine.memory.read_word(self.root, self._facts.symbols[name])
 
     @property
     def init_task(self) -> int:

@@ -29,6 +29,8 @@ _SYMBOLS = (
     "__per_cpu_offset", "__preempt_count", "cpu_tlbstate", "cpu_tss_rw", "gdt_page", "idt_table",
     "init_task",
 )  # fmt: skip
+CLOCK = ("clock", "cycle_last", "shift", "xtime_nsec", "base")
+"""Of the timekeeper: what counts, its count at the last tick, and the monotonic time of that."""
 ONLINE = ("__cpu_online_mask", "__cpu_active_mask", "__num_online_cpus")
 """Sets of CPUs, and how many that are."""
 
@@ -145,12 +147,13 @@ def _facts(kernel: RunningKernel, root: int) -> CoreFacts:
 
 def _optional(kernel: RunningKernel) -> dict[str, int]:
     """What not all kernels have; where counters stand that the TSC mustn't be behind."""
-    names = *ONLINE, "do_sync_core"
+    names = *ONLINE, "do_sync_core", "clocksource_tsc"
     found = {name: at for name in names if (at := kernel.kallsyms.lookup_name(name)) is not None}
     keeper = kernel.kallsyms.lookup_name("tk_core")
     if keeper is not None:
         # Behind a sequence count.
-        found["cycle_last"] = keeper + 8 + kernel.btf.offset("timekeeper.tkr_mono.cycle_last")
+        start = keeper + 8 + kernel.btf.offset("timekeeper.tkr_mono")
+        found |= {f"clock.{name}": start + kernel.btf.offset(f"tk_read_base.{name}") for name in CLOCK}
     clock = kernel.kallsyms.lookup_name("hv_clock_boot")
     if clock is not None:
         # KVM's. Mirrors: arch/x86/include/asm/pvclock-abi.h:struct pvclock_vcpu_time_info (v6.1)

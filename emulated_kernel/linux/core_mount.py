@@ -7,7 +7,7 @@ import os
 import stat
 import struct
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.linux.control_files import ControlFiles
@@ -33,6 +33,7 @@ class CoreMount(ControlFiles):
     def __init__(self, guest: CoreGuest, engine: KernelEngine, owner: Owner, *, is_tracefs: bool) -> None:
         """`is_tracefs`: tracefs is the root, and all that is listed."""
         self._guest, self._engine, self._owner = guest, engine, owner
+        engine.machine.clock.pass_to(guest.time)
         stack = engine.parts.tracing.system.stack
         self._calls = CoreCalls(guest, engine.machine, engine.kernel, stack.callers, engine.task_ends)
         self._core_files = CoreFiles(self._calls, engine.kernel, engine.machine.memory)
@@ -51,8 +52,10 @@ class CoreMount(ControlFiles):
         )
         super().__init__(files, engine.lock, self._requested)
 
-    def _requested(self, _client: Client) -> AbstractContextManager[None]:
-        return self._running()
+    @contextmanager
+    def _requested(self, client: Client) -> Iterator[None]:
+        with self._running(), self._guest.machine.wanted_by(client.pid):
+            yield
 
     @contextmanager
     def _running(self) -> Iterator[None]:

@@ -12,6 +12,7 @@ from emulated_kernel.machine.memory.guest_memory import GuestMemory
 
 _MEMBERS = ("cyc2ns_mul", "cyc2ns_shift", "cyc2ns_offset")
 _MASK = (1 << 64) - 1
+_LONGEST_SHIFT = 63
 
 
 class LinuxClock(GuestClock):
@@ -48,9 +49,12 @@ class LinuxClock(GuestClock):
         self.show(pc.tsc)
         pc.follower = self
 
+    def _scaled(self) -> tuple[int, int, int]:
+        """Factor, shift and offset: of the two sets one is good while the other is written to."""
+        return self._scale.unpack_from(self._scales, self._version[0] % 2 * self._scale.size)
+
     def _ns(self, cycles: int) -> int:
-        """Of the two sets of numbers one is good while the other is written to."""
-        factor, shift, offset = self._scale.unpack_from(self._scales, self._version[0] % 2 * self._scale.size)
+        factor, shift, offset = self._scaled()
         return int(offset + (cycles * factor >> shift) & _MASK)
 
     def passed(self) -> int:
@@ -63,6 +67,14 @@ class LinuxClock(GuestClock):
         """The cell never goes back, as rounding could make it."""
         self._shown = self._now[0] = max(self._ns(cycles), self._now[0])
 
+    def pass_to(self, nanoseconds: int) -> None:
+        """Time isn't before that. A TSC that was unstable, or another machine's, may tell anything."""
+        factor, shift, offset = self._scaled()
+        if not factor or shift > _LONGEST_SHIFT or _signed(self._ns(self._pc.tsc)) >= nanoseconds:
+            return
+        self._shown = self._now[0] = 0
+        self._pc.tsc = min(-(-(nanoseconds - _signed(offset) << shift) // factor), _MASK)
+
     def now_ns(self) -> int:
         return max(self._ns(self._pc.tsc), self._now[0])
 
@@ -70,3 +82,8 @@ class LinuxClock(GuestClock):
         if not self._is_held:
             self._pc.read_tsc()
         return self.now_ns()
+
+
+def _signed(value: int) -> int:
+    """Of a u64 that is an s64."""
+    return value - (value >> 63 << 64)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from enum import Enum
 
 from emulated_kernel.abi import Vector
+from emulated_kernel.host.mirror.proc import is_dying
 from emulated_kernel.linux.cpu import CPU_MODEL, LinuxCpu
 from emulated_kernel.linux.exception_cells import cpu_state
 from emulated_kernel.linux.init import STUB
@@ -121,6 +122,15 @@ class LinuxMachine:
             self.engine.stop()
 
         self.call_at(address, stop)
+
+    @contextmanager
+    def wanted_by(self, client: int) -> Iterator[None]:
+        """Runs end with their client, a thread of the host's; only where a run can be taken back."""
+        self._watchdog.is_unwanted = lambda: is_dying(client)
+        try:
+            yield
+        finally:
+            self._watchdog.is_unwanted = None
 
     def watch_text(self, do_sync_core: int) -> None:
         """The guest changes its text, then has its CPUs run do_sync_core(): translated code is stale there.

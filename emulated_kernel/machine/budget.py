@@ -16,6 +16,8 @@ _THREAD_CPU_CLOCK = 6
 """Low bits of the clock id that Linux gives a thread's CPU time. Mirrors: linux/posix-timers.h."""
 
 
+LOOK = 0.25
+"""Seconds between two looks at whether a run is wanted."""
 HANDLERS_FREE = 0.75
 """Share of the callbacks' time that isn't counted; the rest ends a guest that loops from one to the next."""
 
@@ -96,6 +98,8 @@ class Watchdog:
         self._closed = False
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
+        self.is_unwanted: Callable[[], bool] | None = None
+        """Whether nobody waits for the run any more; the thread asks."""
 
     @property
     def budget(self) -> float:
@@ -164,9 +168,10 @@ class Watchdog:
 
     def _guard(self, started: float) -> None:
         """Sleep until the run that began at `started` is due, then stop it if it is still the same."""
-        remaining = self._remaining(started)
-        if remaining > 0:
-            self._sleep(max(remaining, self._allowed / 100))
+        is_unwanted, remaining = self.is_unwanted, self._remaining(started)
+        if remaining > 0 and not (is_unwanted and is_unwanted()):
+            longest = max(remaining, self._allowed / 100)
+            self._sleep(min(longest, LOOK) if is_unwanted else longest)
         else:
             self._expire(started)
             self._sleep(self._allowed / 10)

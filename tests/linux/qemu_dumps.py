@@ -100,7 +100,7 @@ def check(core: Path) -> str:
     guest, kernel = started_core(str(core))
     mount = CoreMount(guest, KernelEngine(guest, kernel), Owner(0, 0), is_tracefs=False)
     shell = Files(mount, Client(1, 0, 0))
-    shell.write("/kprobe_events", "p:read kernel_read count=$arg3\nr:root int_sqrt $retval\n")
+    shell.write("/kprobe_events", "p:read vfs_read count=$arg3\nr:root int_sqrt $retval\n")
     shell.write("/tracing/events/kprobes/enable", "1")
     shell.write("/machine/call", "int_sqrt 144\n")
     assert shell.read("/machine/call") == "int_sqrt = 0xc (12)\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import struct
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.errors import KernelError
 from emulated_kernel.image.linux import core_file
-from emulated_kernel.linux import core_files, core_guest, core_image, room, snapshot
+from emulated_kernel.linux import core_files, core_guest, core_image, machine, room, snapshot
 from emulated_kernel.linux.boot import HOST_SIZE
 from emulated_kernel.linux.core_guest import ensure_core_cached, started_core
 from emulated_kernel.linux.core_mount import CoreMount
@@ -37,6 +38,20 @@ CLIENT = Client(4242, 0, 0)
 NAMES = {errno.EDEADLK: "EDEADLK", errno.EFAULT: "EFAULT", errno.EINVAL: "EINVAL", errno.ENOENT: "ENOENT"}
 INFO = "OSRELEASE=6.1\nSYMBOL(_stext)=ffffffff81000000\nSYMBOL(swapper_pg_dir)=ffffffff82000000\n"
 RAM = bytes(48 << 20)
+
+
+def shared_pieces() -> bytes:
+    """A small file that would be much memory."""
+    data = bytearray(dump([(at << 20, PAGE) for at in range(100)], INFO))
+    first = core_dump.PROGRAM.unpack_from(data, core_dump.HEADER.size + core_dump.PROGRAM.size)
+    for at in range(100):
+        place = core_dump.HEADER.size + (1 + at) * core_dump.PROGRAM.size
+        core_dump.PROGRAM.pack_into(
+            data, place, core_dump.LOAD, 0, first[2], 0, at << 20, 64 * len(PAGE), 64 * len(PAGE), 0
+        )
+    return bytes(data)
+
+
 BAD = {
     "an empty file": (b"", "it is empty"),
     "a text": (b"no dump\n", "it is no ELF file"),
@@ -51,6 +66,7 @@ BAD = {
     "a process's": (dump([(0, PAGE), (0, PAGE)]), "a core of a process"),
     "parts of pages": (dump([(0x1000, PAGE[1:])], INFO), "isn't whole pages"),
     "pieces that overlap": (dump([(0, PAGE * 2), (0x1000, PAGE)], INFO), "overlaps"),
+    "pieces that are one piece of the file": (shared_pieces(), "are the same piece of the file"),
     "memory beyond all bounds": (dump([(1 << 50, PAGE)], INFO), "beyond 64 GiB"),
     "no kernel of Linux": (dump([(0x1000, PAGE)]), "no VMCOREINFO is in it"),
     "five levels": (dump([(0, PAGE)], INFO + "NUMBER(pgtable_l5_enabled)=1\n"), "boot it with no5lvl"),
@@ -179,9 +195,18 @@ def test_files_are_read(shell: Files, mount: CoreMount) -> None:
     }
     assert mount.readlink(CLIENT, "/files/scratch/link") == "dir/note"
     note = mount.getattr("/files/scratch/dir/note")
-    assert (stat.S_IMODE(note.mode), note.size) == (0o440, len(TEXT))
+    assert (stat.S_IMODE(note.mode), note.size, note.blocks) == (0o440, len(TEXT), 8)
+    # The guest's time begins in January 2024.
+    assert all(1704 < time // 10**15 < 1706 for time in (note.atime_ns, note.mtime_ns, note.ctime_ns))
+    # Which the kernel itself may not read.
+    assert shell.read("/files/proc/1/oom_score_adj") == "0\n"
+    assert mount.readlink(CLIENT, "/files/proc/1/exe") == "../../init"
     assert "files" in {entry.name for entry in mount.readdir("/")}
-    for path, error in (("/files/scratch/none", errno.ENOENT), ("/files/scratch/numbers/x", errno.ENOTDIR)):
+    for path, error in (
+        ("/files/scratch/none", errno.ENOENT),
+        ("/files/scratch/numbers/x", errno.ENOTDIR),
+        ("/files/proc/self/stat", errno.ENOENT),
+    ):
         with pytest.raises(KernelError) as refused:
             mount.getattr(path)
         assert refused.value.errno == error
@@ -212,7 +237,7 @@ def test_probes_hit(shell: Files) -> None:
     assert "int_sqrt" in shell.read("/tracing/available_filter_functions").splitlines()
     shell.write(
         "/kprobe_events",
-        "p:entry kernel_read count=$arg3\np:inside kernel_read+8\nr:root int_sqrt $retval\n"
+        "p:entry vfs_read count=$arg3\np:inside vfs_read+5\nr:root int_sqrt $retval\n"
         "p:named filp_open name=+0($arg1):string\n",
     )
     shell.write("/tracing/events/kprobes/enable", "1")
@@ -222,7 +247,7 @@ def test_probes_hit(shell: Files) -> None:
     assert any(" root: " in line and "arg1=0xc" in line for line in lines)
     assert any('name="/proc/version"' in line for line in lines)
     assert sum(" entry: " in line for line in lines) == sum(" inside: " in line for line in lines) > 1
-    assert "kernel_read" in shell.read("/kprobes/list")
+    assert "vfs_read" in shell.read("/kprobes/list")
     shell.write("/tracing/events/kprobes/enable", "0")
     shell.write("/kprobe_events", "\n", os.O_WRONLY | os.O_TRUNC)
     assert shell.read("/kprobes/list") == ""
@@ -370,8 +395,16 @@ def test_a_lock_that_is_held(shell: Files) -> None:
 
 
 def test_without_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And without a note: VMCOREINFO is found in memory, most of which is holes that nobody reads."""
-    tasks = debian_kernel.tasks()
+    """And without a note: VMCOREINFO is found in memory, most of which is holes that nobody reads.
+
+    Its TSC isn't what its kernel took it for: by that it would be before the boot.
+    """
+    tasks, booted = debian_kernel.with_kernel()
+    scales = booted.kallsyms.lookup_name("cyc2ns")
+    assert scales is not None
+    for offset in (8, 24):
+        at = tasks.per_cpu + scales + booted.btf.offset("cyc2ns.data") + offset
+        tasks.machine.memory.write(tasks.root, at, struct.pack("<q", -(10**15)))
     core_dump.dump_of(tasks, tmp_path / "core", has_info=False, hole=range(256 << 20, 3 << 29))
     tasks.machine.close()
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/sys")
@@ -390,6 +423,7 @@ def test_without_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     # What was read of it is what is mounted, whatever becomes of the file.
     os.truncate(tmp_path / "core", 0)
     mount = CoreMount(guest, KernelEngine(guest, kernel), Owner(0, 0), is_tracefs=True)
+    assert 0 < guest.time <= mount._engine.machine.clock.now_ns() < guest.time + 10**9
     assert "int_sqrt" in Files(mount, CLIENT).read("/available_filter_functions").splitlines()
     shell = Files(mount, CLIENT)
     shell.write("/.control/machine/call", "int_sqrt 81\n")
@@ -461,6 +495,24 @@ def test_after_the_end(dumped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert refused.value.errno == errno.EIO
 
 
+def test_a_call_ends_with_its_client(shell: Files, mount: CoreMount, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was never there; the budget is longer than a test may take."""
+    call(shell, 'strlen "hello"')
+    before, asked = memory(mount), list[int]()
+    monkeypatch.setattr(mount._guest.machine._watchdog, "budget", 1000.0)
+
+    def is_dying(thread: int) -> bool:
+        asked.append(thread)
+        return len(asked) > 2
+
+    with monkeypatch.context() as patch:
+        patch.setattr(machine, "is_dying", is_dying)
+        assert shell.errno("/machine/call", "__delay 0x7fffffffffffffff\n") == errno.EIO
+    assert set(asked) == {CLIENT.pid}
+    assert memory(mount) == before
+    assert call(shell, "int_sqrt 144") == "int_sqrt = 0xc (12)\n"
+
+
 SCRIPT = r"""
 set -e
 cd "$1"
@@ -498,6 +550,13 @@ def test_a_walk_through_a_mount(dumped: Path, tmp_path: Path, monkeypatch: pytes
         )
         assert (done.returncode, done.stderr) == (0, "")
         assert mounted.log.count("\n") <= 2
+        killed = "echo '__delay 0x7fffffffffffffff' > machine/call & sleep 1; kill -9 $!; wait $!; echo $?"
+        done_with = subprocess.run(
+            ["sh", "-c", killed], cwd=directory, capture_output=True, text=True, timeout=15, check=False
+        )
+        # The call would go on for 20 s.
+        assert done_with.stdout == "137\n"
+        assert (directory / "files/scratch/dir/note").read_text() == TEXT
     assert (
         done.stdout
         == f"""{TEXT}{TEXT}files/scratch

@@ -17,13 +17,12 @@ _NOTE = struct.Struct("<III")
 _CLASS64, _LITTLE, _ET_CORE, _X86_64 = 2, 1, 4, 62
 _PT_LOAD, _PT_NOTE = 1, 4
 _MOST_SEGMENTS = 0xFFFE
-_NOTES_LIMIT = 16 << 20
+_NOTES_LIMIT, _MOST_NOTES = 16 << 20, 4
 _DEVICES = range(3 << 30, 4 << 30)
 """Physical addresses of devices' memory, firmware and screens among them, wherever RAM goes on."""
 RAM_LIMIT = 64 << 30
 _MOST_LINES = 4096
 _BLOCK = 1 << 20
-_INFO_SIZE = 4096
 _FIRST = b"OSRELEASE="
 """With which that begins, at the beginning of a page."""
 _SIGNS = (b"SYMBOL(init_uts_ns)=", b"KERNELOFFSET=")
@@ -67,7 +66,9 @@ class CoreFile:
             raise unusable_core("it is a core of a process, not of a machine")
         self.segments = tuple(sorted(load for load in loads if load.pa not in _DEVICES))
         self._check()
-        noted = (text for kind, *where in programs if kind == _PT_NOTE for text in self._infos(*where[1:]))
+        # One is usual; there could be as many as there are headers, of all of the file each.
+        notes = [where[1:] for kind, *where in programs if kind == _PT_NOTE][:_MOST_NOTES]
+        noted = (text for where in notes for text in self._infos(*where))
         self.vmcoreinfo = self._first_info(noted) or self._first_info(self._scanned())
         """What its kernel says of itself, by name. Source: Documentation/admin-guide/kdump/vmcoreinfo.rst."""
         if not self.vmcoreinfo:
@@ -107,6 +108,9 @@ class CoreFile:
             end = pa + size
         if not end:
             raise unusable_core("it has no memory")
+        if sum(segment.size for segment in self.segments) > self._size:
+            # Else a small file could fill the disk.
+            raise unusable_core("pieces of its memory are the same piece of the file")
 
     @property
     def end(self) -> int:
@@ -164,14 +168,12 @@ class CoreFile:
     def _scanned(self) -> Iterator[str]:
         """The page in which its kernel keeps that, for who dumps it."""
         for _, offset, size in self.segments:
-            for start, block in self.data(offset, size):
-                at = block.find(_FIRST)
-                while at >= 0:
-                    whole = self.read(start + at, min(_INFO_SIZE, offset + size - start - at))
-                    text = whole.partition(b"\0")[0]
-                    if all(sign in text for sign in _SIGNS):
-                        yield text.decode("latin1")
-                    at = block.find(_FIRST, at + 1)
+            for _, block in self.data(offset, size):
+                for page in range(0, len(block), PAGE_SIZE):
+                    if block.startswith(_FIRST, page):
+                        text = block[page : page + PAGE_SIZE].partition(b"\0")[0]
+                        if all(sign in text for sign in _SIGNS):
+                            yield text.decode("latin1")
 
     @staticmethod
     def _first_info(texts: Iterator[str]) -> dict[str, str]:
