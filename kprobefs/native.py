@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,6 +17,7 @@ from emulated_kernel.linux.engine import KernelEngine, LinuxEngine
 from emulated_kernel.linux.engine_mount import EngineMount
 from emulated_kernel.linux.linux_mount import LinuxMount
 from emulated_kernel.linux.start import ensure_cached, file_of, started, started_with_kernel
+from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault
 from emulated_kernel.vfs.core.node import Owner
 from kprobefs.failure import Exit, Failure
 from kprobefs.options import MountOptions
@@ -46,11 +48,15 @@ def prepare(options: MountOptions) -> None:
 
 def core_mount(options: MountOptions, core: str) -> CoreMount:
     """The mount of a dump's kernel. Raises: Failure."""
-    with _explained(core):
-        guest, kernel = started_core(core)
-        engine = KernelEngine(guest, kernel, profile_named(options.machine.profile))
-        owner = Owner(os.geteuid(), os.getegid())
-        return CoreMount(guest, engine, owner, is_tracefs=options.layout == "tracefs")
+    owner = Owner(os.geteuid(), os.getegid())
+    try:
+        with _explained(core):
+            guest, kernel = started_core(core)
+            engine = KernelEngine(guest, kernel, profile_named(options.machine.profile))
+            return CoreMount(guest, engine, owner, is_tracefs=options.layout == "tracefs")
+    except (MemoryFault, HardwareError, LookupError, struct.error) as error:
+        message = f"{core}: not a usable dump: its kernel's structures lead nowhere: {error}"
+        raise Failure(message, Exit.USAGE) from error
 
 
 def native_mount(options: MountOptions) -> LinuxMount:

@@ -470,6 +470,28 @@ def test_no_room(dumped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("mount")
+def test_page_tables_that_lead_nowhere(dumped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a part of its text that nobody needs before it is probed."""
+    read = snapshot.read
+
+    def damaged(file: int, *, with_parts: bool, is_checked: bool = True) -> snapshot.Kept | None:
+        kept = read(file, with_parts=with_parts, is_checked=is_checked)
+        assert kept is not None
+        table = kept.about["facts"]["root"]
+        for slot in (511, 510):
+            table = struct.unpack_from("<Q", kept.ram, table + 8 * slot)[0] & 0xFFFFFFFFFF000
+        struct.pack_into("<Q", kept.ram, table + 8 * 10, 0)
+        return kept
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(dumped.parent))
+    monkeypatch.setattr(snapshot, "read", damaged)
+    options = MountOptions(str(dumped.parent), MachineConfig(), core=str(dumped))
+    with pytest.raises(Failure, match="its kernel's structures lead nowhere: 0xffffffff81400000") as refused:
+        core_mount(options, str(dumped))
+    assert refused.value.status == Exit.USAGE
+
+
+@pytest.mark.usefixtures("mount")
 def test_a_refusal_is_no_damage(dumped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was made of a dump stays in the cache, and isn't made again to be refused again."""
 

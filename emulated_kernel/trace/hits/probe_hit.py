@@ -47,7 +47,7 @@ class Tasks:
 
     def pid(self) -> int:
         """Of the current task."""
-        return int.from_bytes(self._memory.read(self.current() + self._pid, 4), "little")
+        return int.from_bytes(self._memory.read(self.current() + self._pid, 4), "little", signed=True)
 
     def comm(self) -> bytes:
         """The name without its padding, 15 bytes at most."""
