@@ -221,7 +221,7 @@ class KeptState(ChangeWatcher):
         self._new_ids = _NewIds()
         kernel.tracing.system.events.watch(self._new_ids)
         kernel.guest.executive.events.call_ended.append(self._note)
-        mount.watcher = self
+        mount.watch(self)
         former = self._directory.records()
         try:
             file = self._directory.new_records()

@@ -70,7 +70,7 @@ class Run:
 
     def die(self) -> None:
         """As kill -9: nothing is written any more."""
-        self.mount.watcher = None
+        self.mount.watch(None)
         if self.living._state is not None and self.living._state._timer is not None:
             self.living._state._timer.cancel()
         self._close()

@@ -1,0 +1,78 @@
+"""The system call that a client waits in, made by its task in the guest."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Sequence
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.host.client_call import ClientCall
+from emulated_kernel.host.executive.executive import GuestTask, HostfsHandler
+from emulated_kernel.host.executive.syscalls import HostLookup
+from emulated_kernel.host.guest import Guest
+from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.guest.naming import OPENS
+
+
+def unless_deadlock(error: KernelError) -> None:
+    """What the guest refuses, or is too broken for, is no matter of a file of ours.
+
+    Raises: KernelError EDEADLK, from a probe's handler.
+    """
+    if error.errno == errno.EDEADLK:
+        raise error
+
+
+class ClientCalls:
+    """A client's task, and the calls that it makes as its process did."""
+
+    def __init__(self, guest: Guest) -> None:
+        self._guest = guest
+        self._syscalls = guest.syscalls
+
+    def task(self, client: Client) -> GuestTask:
+        """Raises: KernelError where the guest has no room for it, or is dead."""
+        return self._guest.mirror.task_of(client.pid, client.uid, client.gid)
+
+    def task_for_control(self, client: Client) -> GuestTask | None:
+        """The client's task; None where the guest is so broken that it can't have one."""
+        try:
+            return self._guest.mirror.task_of(client.pid, client.uid, client.gid)
+        except KernelError as error:
+            unless_deadlock(error)
+            self._guest.executive.note(f"no task for process {client.pid}: {error.strerror}")
+            return None
+
+    def as_called(
+        self,
+        client: Client,
+        call: ClientCall,
+        walks: Sequence[str],
+        hostfs: HostfsHandler | None = None,
+        *,
+        exists: bool = True,
+    ) -> int:
+        """The client's own system call, by its task. Raises: KernelError, the guest's answer."""
+        task = self.task(client)
+        self._syscalls.set_umask(task, client.umask)
+        lookup = HostLookup.EXISTS if exists else HostLookup.MISSING
+        return self._syscalls.of_client(task, call, walks, lookup, hostfs)
+
+    def on_descriptor(self, client: Client, call: ClientCall, fd: int) -> None:
+        """The client's own call on a descriptor, which is `fd` in the guest. Raises: as as_called()."""
+        task = self.task(client)
+        with self._syscalls.numbered(task, call.fd, fd):
+            self._syscalls.of_client(task, call)
+
+    def open(
+        self, client: Client, task: GuestTask, path: str, flags: int, serve: HostfsHandler
+    ) -> tuple[int, int | None]:
+        """open(2) of a file of ours in the guest: its descriptor there, and what the process calls it."""
+        call = self._guest.client_call(client.pid, client.uid)
+        if call is None or call.name not in OPENS:
+            return self._syscalls.open(task, path, flags & ~os.O_CREAT, hostfs=serve), None
+        number = self._guest.mirror.next_fd(client.pid)
+        with self._syscalls.numbered(task, number):
+            fd = self.as_called(client, call, [path], serve)
+            return (fd if number is None else self._syscalls.real_fd(task)), number
