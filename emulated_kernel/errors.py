@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno as errno_module
 import os
 
+_LINUX_NAMES = {errno_module.EDEADLK: "EDEADLK", errno_module.EOPNOTSUPP: "EOPNOTSUPP"}
+"""Where Python's table has another one for the same number."""
+
 
 class KernelError(OSError):
     """An errno of the emulated kernel, raised where the rule is known.
@@ -18,7 +21,8 @@ class KernelError(OSError):
     @property
     def name(self) -> str:
         """The errno's symbolic name, as in "EINVAL"."""
-        return errno_module.errorcode.get(self.errno or 0, str(self.errno))
+        number = self.errno or 0
+        return _LINUX_NAMES.get(number) or errno_module.errorcode.get(number, str(number))
 
 
 class WouldBlock(Exception):

@@ -35,6 +35,14 @@ class Files:
             self.mount.release(handle)
         return text.decode()
 
+    def call(self, line: str) -> str:
+        """What a function of the kernel gives; of a call that fails the errno in front."""
+        try:
+            self.write("/machine/call", f"{line}\n")
+        except KernelError as error:
+            return f"{error.name} {self.read('/machine/call')}"
+        return self.read("/machine/call")
+
     def errno(self, path: str, text: str) -> int:
         with pytest.raises(KernelError) as refused:
             self.write(path, text, os.O_WRONLY | os.O_APPEND)

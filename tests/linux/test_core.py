@@ -35,7 +35,6 @@ from tests.linux.files import Files
 
 PAGE = bytes(4096)
 CLIENT = Client(4242, 0, 0)
-NAMES = {errno.EDEADLK: "EDEADLK", errno.EFAULT: "EFAULT", errno.EINVAL: "EINVAL", errno.ENOENT: "ENOENT"}
 INFO = "OSRELEASE=6.1\nSYMBOL(_stext)=ffffffff81000000\nSYMBOL(swapper_pg_dir)=ffffffff82000000\n"
 RAM = bytes(48 << 20)
 
@@ -154,29 +153,20 @@ def shell(mount: CoreMount) -> Files:
     return Files(mount, CLIENT)
 
 
-def call(shell: Files, line: str) -> str:
-    """What a call gives; of one that fails the errno in front."""
-    try:
-        shell.write("/machine/call", f"{line}\n")
-    except KernelError as error:
-        return f"{NAMES[error.errno or 0]} {shell.read('/machine/call')}"
-    return shell.read("/machine/call")
-
-
 def test_functions_are_called(shell: Files) -> None:
-    assert call(shell, 'strlen "hello"') == "strlen = 0x5 (5)\n"
-    assert call(shell, "int_sqrt 144") == "int_sqrt = 0xc (12)\n"
-    assert call(shell, 'strcmp "a" "b"').startswith("strcmp = 0xffffffff (")
-    assert "no symbol named nothing" in call(shell, "nothing 1")
-    assert "is not a function" in call(shell, "jiffies")
-    assert "takes 4 arguments, not 1" in call(shell, "vfs_read 0")
-    spinlock = int(call(shell, "__kmalloc 64 0xdc0").split()[2], 16)
+    assert shell.call('strlen "hello"') == "strlen = 0x5 (5)\n"
+    assert shell.call("int_sqrt 144") == "int_sqrt = 0xc (12)\n"
+    assert shell.call('strcmp "a" "b"').startswith("strcmp = 0xffffffff (")
+    assert "no symbol named nothing" in shell.call("nothing 1")
+    assert "is not a function" in shell.call("jiffies")
+    assert "takes 4 arguments, not 1" in shell.call("vfs_read 0")
+    spinlock = int(shell.call("__kmalloc 64 0xdc0").split()[2], 16)
     for way in ("", "_irq", "_bh"):
         # One returns with interrupts off.
-        assert call(shell, f"_raw_spin_lock{way} {spinlock}").startswith(f"_raw_spin_lock{way} = ")
-        assert call(shell, f"_raw_spin_unlock{way} {spinlock}").startswith(f"_raw_spin_unlock{way} = ")
+        assert shell.call(f"_raw_spin_lock{way} {spinlock}").startswith(f"_raw_spin_lock{way} = ")
+        assert shell.call(f"_raw_spin_unlock{way} {spinlock}").startswith(f"_raw_spin_unlock{way} = ")
     for text in ("said to the dump", "and its line ended"):
-        assert call(shell, f'_printk "{text}"').startswith("_printk = ")
+        assert shell.call(f'_printk "{text}"').startswith("_printk = ")
     assert "said to the dump" in shell.read("/machine/dmesg")
 
 
@@ -241,7 +231,7 @@ def test_probes_hit(shell: Files) -> None:
         "p:named filp_open name=+0($arg1):string\n",
     )
     shell.write("/tracing/events/kprobes/enable", "1")
-    call(shell, "int_sqrt 144")
+    shell.call("int_sqrt 144")
     shell.read("/files/proc/version")
     lines = shell.read("/tracing/trace").splitlines()
     assert any(" root: " in line and "arg1=0xc" in line for line in lines)
@@ -317,13 +307,13 @@ def test_what_can_not_run_has_not_been(
     line: str, error: str, why: str, shell: Files, mount: CoreMount
 ) -> None:
     """The call is refused with its reason, and memory is as it was; a lock that it took is free again."""
-    call(shell, 'strlen "hello"')
+    shell.call('strlen "hello"')
     before = memory(mount)
-    said = call(shell, line)
+    said = shell.call(line)
     assert said.startswith(f"{error} ")
     assert why in said
     assert memory(mount) == before
-    assert call(shell, 'strlen "hello"') == "strlen = 0x5 (5)\n"
+    assert shell.call('strlen "hello"') == "strlen = 0x5 (5)\n"
 
 
 @pytest.mark.parametrize(
@@ -337,7 +327,7 @@ def test_what_can_not_run_has_not_been(
 def test_what_the_host_meets_is_taken_back(
     raised: BaseException, seen: str, shell: Files, mount: CoreMount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    call(shell, 'strlen "hello"')
+    shell.call('strlen "hello"')
     before, run = memory(mount), mount._guest.machine.run
 
     def fails() -> None:
@@ -373,7 +363,7 @@ def test_probes_that_a_refused_call_hits_first(
     assert msleep is not None
     armed = text.current(msleep, 16)
     for count in (1, 2, 3):
-        assert call(shell, "msleep 10").startswith("EDEADLK ")
+        assert shell.call("msleep 10").startswith("EDEADLK ")
         profile = [line.split() for line in shell.read("/kprobe_profile").splitlines()]
         assert [row[1:] for row in profile] == [[str(count), "0"]] * 2
         assert [at for at, byte in poked.items() if text.current(at, 1)[0] != byte] == []
@@ -386,10 +376,10 @@ def test_probes_that_a_refused_call_hits_first(
 
 def test_a_lock_that_is_held(shell: Files) -> None:
     """By a call that has returned with it: whoever wants it waits for ever."""
-    place = call(shell, "__kmalloc 64 3520").split()[2]
-    assert call(shell, f"memset {place} 0 64").startswith("memset = ")
-    assert call(shell, f"_raw_spin_lock {place}").startswith("_raw_spin_lock = ")
-    said = call(shell, f"_raw_spin_lock {place}")
+    place = shell.call("__kmalloc 64 3520").split()[2]
+    assert shell.call(f"memset {place} 0 64").startswith("memset = ")
+    assert shell.call(f"_raw_spin_lock {place}").startswith("_raw_spin_lock = ")
+    said = shell.call(f"_raw_spin_lock {place}")
     assert said.startswith("EDEADLK ")
     assert "a lock that somebody in the dump holds" in said
 

@@ -40,36 +40,27 @@ def shell(mount: EngineMount) -> Files:
     return Files(mount, CLIENT)
 
 
-def call(shell: Files, line: str) -> str:
-    """What a call gives; of one that fails the errno in front."""
-    try:
-        shell.write("/machine/call", f"{line}\n")
-    except KernelError as error:
-        return f"{errno.errorcode[error.errno or 0]} {shell.read('/machine/call')}"
-    return shell.read("/machine/call")
-
-
 def test_results(shell: Files) -> None:
-    assert call(shell, "int_sqrt 144") == "int_sqrt = 0xc (12)\n"
-    assert call(shell, 'strcmp "a" "a"') == "strcmp = 0x0 (0)\n"
-    assert call(shell, "vfs_read 0") == "EINVAL vfs_read: vfs_read takes 4 arguments, not 1\n"
-    assert call(shell, "nothing") == "ENOENT nothing: no symbol named nothing\n"
-    assert call(shell, "jiffies") == "EINVAL jiffies: jiffies is not a function\n"
+    assert shell.call("int_sqrt 144") == "int_sqrt = 0xc (12)\n"
+    assert shell.call('strcmp "a" "a"') == "strcmp = 0x0 (0)\n"
+    assert shell.call("vfs_read 0") == "EINVAL vfs_read: vfs_read takes 4 arguments, not 1\n"
+    assert shell.call("nothing") == "ENOENT nothing: no symbol named nothing\n"
+    assert shell.call("jiffies") == "EINVAL jiffies: jiffies is not a function\n"
 
 
 def test_it_may_sleep(shell: Files, mount: EngineMount) -> None:
     """For grace periods and for time, which passes."""
     pc = mount._engine.tasks.machine.pc
     before = pc.tsc
-    assert call(shell, "msleep 1500").startswith("msleep = ")
+    assert shell.call("msleep 1500").startswith("msleep = ")
     assert 1.5e9 < (pc.tsc - before) / 2.6 < 1.6e9
-    assert call(shell, "synchronize_rcu").startswith("synchronize_rcu = ")
+    assert shell.call("synchronize_rcu").startswith("synchronize_rcu = ")
 
 
 def test_probes_see_the_thread(shell: Files) -> None:
     shell.write("/kprobe_events", "p:in int_sqrt x=$arg1\nr:out int_sqrt $retval\n")
     shell.write("/tracing/events/kprobes/enable", "1")
-    call(shell, "int_sqrt 900")
+    shell.call("int_sqrt 900")
     lines = [line for line in shell.read("/tracing/trace").splitlines() if "int_sqrt" in line]
     assert [line.split("-")[0].strip() for line in lines] == ["machine/call"] * 2
     assert "x=0x384" in lines[0]
@@ -80,46 +71,46 @@ def test_probes_see_the_thread(shell: Files) -> None:
 
 def test_one_that_faults(shell: Files) -> None:
     """Its thread alone is killed; the log says why."""
-    assert call(shell, "strlen 16") == "EFAULT strlen: its thread was killed; see machine/dmesg\n"
+    assert shell.call("strlen 16") == "EFAULT strlen: its thread was killed; see machine/dmesg\n"
     assert "NULL pointer dereference, address: 0000000000000010" in shell.read("/machine/dmesg")
-    assert call(shell, "int_sqrt 81") == "int_sqrt = 0x9 (9)\n"
+    assert shell.call("int_sqrt 81") == "int_sqrt = 0x9 (9)\n"
 
 
 def test_one_that_sleeps_for_long(shell: Files, mount: EngineMount) -> None:
     """Nobody waits longer than a minute of the guest's for it; its page is free when it has ended."""
     pages = mount._engine.machine.memory.host_pages
-    call(shell, "int_sqrt 1")
+    shell.call("int_sqrt 1")
     used = pages.used
     jiffies = 100 * 250
-    said = call(shell, f"schedule_timeout_uninterruptible {jiffies}")
+    said = shell.call(f"schedule_timeout_uninterruptible {jiffies}")
     assert re.match("ETIMEDOUT .*: it hasn't come back after 60[0-9]{3} ms of the guest's", said), said
     assert pages.used == used + 4096
-    assert call(shell, "int_sqrt 64") == "int_sqrt = 0x8 (8)\n"
+    assert shell.call("int_sqrt 64") == "int_sqrt = 0x8 (8)\n"
     assert pages.used == used + 4096
-    call(shell, "msleep 50000")
-    assert call(shell, "int_sqrt 64") == "int_sqrt = 0x8 (8)\n"
+    shell.call("msleep 50000")
+    assert shell.call("int_sqrt 64") == "int_sqrt = 0x8 (8)\n"
     assert pages.used == used
 
 
 def test_one_that_is_killed_later(shell: Files, mount: EngineMount) -> None:
     pages = mount._engine.machine.memory.host_pages
-    call(shell, "int_sqrt 1")
+    shell.call("int_sqrt 1")
     used = pages.used
-    assert call(shell, "schedule_timeout_uninterruptible 0x7fffffffffffffff").startswith("ETIMEDOUT ")
+    assert shell.call("schedule_timeout_uninterruptible 0x7fffffffffffffff").startswith("ETIMEDOUT ")
     calls = mount._kernel_calls
     (late,) = calls._mailboxes
     with mount.lock:
         calls._ended(calls._head(late)[kernel_calls._TASK // 8])
-    call(shell, "int_sqrt 64")
+    shell.call("int_sqrt 64")
     assert pages.used == used
 
 
 def test_nothing_is_left(shell: Files, mount: EngineMount) -> None:
     pages = mount._engine.machine.memory.host_pages
-    call(shell, "int_sqrt 1")
+    shell.call("int_sqrt 1")
     before = [*pages.extents()]
     for number in range(50):
-        call(shell, f"int_sqrt {number}")
+        shell.call(f"int_sqrt {number}")
     assert len([*pages.extents()]) == len(before)
 
 
@@ -180,7 +171,7 @@ def test_modules_are_their_writers(
         assert callers[-1].pid == pid
         assert not callers[-1].alive
         mount.release(handle)
-    assert call(shell, "int_sqrt 81") == "int_sqrt = 0x9 (9)\n"
+    assert shell.call("int_sqrt 81") == "int_sqrt = 0x9 (9)\n"
 
 
 @pytest.mark.parametrize(

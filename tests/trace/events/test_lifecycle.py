@@ -206,7 +206,7 @@ def test_gone_probes_are_left_out_of_enabling(kernel: Kernel) -> None:
 )
 def test_the_engines_errors_are_logged(code: int, text: str) -> None:
     kernel = make_kernel([Function("f", 0xFFFFFFFF81000100, refused=code)])
-    assert _write(kernel, "p:a f") == errno.errorcode[code]
+    assert _write(kernel, "p:a f") == KernelError(code).name
     log = kernel.events.error_log.show()
     assert text in log
     assert bool(log) == bool(text)
