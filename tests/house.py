@@ -36,7 +36,6 @@ FEATURES = {
         "arch/analysis/frames.py",
         "arch/x86/frames.py",
         "arch/riscv/frames.py",
-        "trace/hits/call_stack.py",
         "trace/hits/function_frames.py",
     ),
     "state that outlives a daemon": (
@@ -55,9 +54,13 @@ FEATURES = {
         "trace/tracers/function_profiler.py",
         "trace/events/own_entries.py",
         "trace/events/link_order.py",
-        "vfs/trees/sysctl.py",
     ),
     "limits": ("limits.py", "vfs/trees/limits.py"),
+    "debug information in other files": ("image/debug_files.py",),
+    "the function graph as guest code": ("trace/compiled/graph.py",),
+    "files, threads and stops that fail": ("regular.py", "threads.py", "machine/quirks/stops.py"),
+    "long writes give way": ("vfs/core/pieces.py",),
+    "a start in half the time": ("dataclass.py",),
     "handlers in assembly, modules that probe": (
         "arch/program/assembly.py",
         "arch/riscv/assembler.py",
