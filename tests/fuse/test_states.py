@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -62,17 +63,22 @@ def test_a_stopped_daemon(mounted: Daemon) -> None:
         # Through a link too, and by a path below it: nothing is looked up in there.
         link = mounted.directory.with_name("link")
         link.symlink_to(directory)
-        for path in (directory, str(link)):
-            result = kprobefs("mount", path)
+        with ThreadPoolExecutor() as at_once:
+            *results, inside = at_once.map(
+                lambda path: kprobefs("mount", path), (directory, str(link), f"{link}/scratch/x")
+            )
+        for result in results:
             assert (result.returncode, "hangs" in result.stderr) == (Exit.HUNG, True)
-        assert "inside a mount" in kprobefs("mount", f"{link}/scratch/x").stderr
+        assert "inside a mount" in inside.stderr
         link.unlink()
         result = kprobefs("umount", directory)
         assert (result.returncode, "is stopped" in result.stderr) == (Exit.HUNG, True)
         assert f"kill -CONT {mounted.process.pid})" in result.stderr
         assert is_mounted(mounted.directory)
-        for words in (["reboot", directory], ["save", "--mount", directory], ["top", directory]):
-            result = kprobefs(*words)
+        commands = (["reboot", directory], ["save", "--mount", directory], ["top", directory])
+        with ThreadPoolExecutor() as at_once:
+            results = list(at_once.map(lambda words: kprobefs(*words), commands))
+        for result in results:
             assert result.returncode == Exit.HUNG
             assert (
                 f"is stopped (kill -CONT {mounted.process.pid}); or kprobefs umount --force" in result.stderr

@@ -17,10 +17,11 @@ from emulated_kernel.machine.traps.trap import Trap
 from tests.kprobes.boundaries import Boundary
 from tests.kprobes.states import TF
 from tests.kprobes.transparency import Changes
+from tests.sample import fewer
 from tests.snapshot import DataSnapshot
 
-MAX_STEPS = 3000
-"""Instructions of a call that are counted one by one."""
+MAX_STEPS = fewer(3000, 3)
+"""Instructions of a call that are counted one by one. Few calls that end take more than a third of them."""
 
 
 @dataclass(frozen=True)

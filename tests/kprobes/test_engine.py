@@ -162,7 +162,7 @@ def test_slot_exhaustion(kernel: Kernel) -> None:
     pages = kernel.machine.memory.host_pages
     taken = list(_all_of(pages))
     boundaries = [b for b in all_boundaries(kernel.image) if b.refusal is None]
-    stepped = [Kprobe(addr=b.addr) for b in share(boundaries, 0, 4)]
+    stepped = [Kprobe(addr=b.addr) for b in share(boundaries, 0, 12)]
     with pytest.raises(KernelError) as caught:
         kernel.register_kprobes(stepped)
     assert caught.value.errno == errno.ENOMEM

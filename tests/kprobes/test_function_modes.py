@@ -30,7 +30,7 @@ from tests.sample import share
 
 SEED = 64
 PARTS = 100
-REST = 8
+REST = 16
 RAM = 24 << 20
 STACK_SIZE = 16 << 10
 OPTIMIZED = Profile("optimized", ftrace=False)

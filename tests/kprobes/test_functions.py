@@ -70,7 +70,7 @@ def test_functions_under_probes_everywhere(kernel: Kernel) -> None:
     starts = share(generated, CONFIGS.index(kernel.config), PARTS)
     all_counted = [(start, counts) for start in starts if (counts := runner.count(start)) is not None]
     counted = [(start, counts) for start, counts in all_counted if not runner.loses_flags(counts)]
-    assert len(all_counted) > 0.9 * len(starts)
+    assert len(all_counted) > 0.85 * len(starts)
     assert len(counted) > 0.8 * len(starts)
     plain = [runner.call(start) for start, _ in counted]
     assert (

@@ -27,7 +27,7 @@ STATES = int(os.environ.get("KPROBEFS_STATES", "4"))
 SEED = 61
 RAM = 23 << 20
 ARCHS = ("x86_64", "i386")
-PARTS = 12
+PARTS = 16
 
 
 @pytest.fixture(scope="module", params=ARCHS)

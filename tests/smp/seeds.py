@@ -7,6 +7,6 @@ import os
 from tests.sample import fewer
 
 
-def seeds(count: int) -> range:
-    """The first half of `count` seeds, all in a whole run, or as many as the environment says."""
-    return range(1, int(os.environ.get("KPROBEFS_SEEDS", fewer(count, 2))) + 1)
+def seeds(count: int, parts: int = 2) -> range:
+    """The first `parts`-th of `count` seeds, all in a whole run, or as many as the environment says."""
+    return range(1, int(os.environ.get("KPROBEFS_SEEDS", fewer(count, parts))) + 1)

@@ -17,7 +17,7 @@ from tests.smp.seeds import seeds
 from tests.smp.test_races import assert_well, function_calls, together
 
 ARCHITECTURES = ("x86_64", "i386", "riscv64")
-SEEDS = seeds(4)
+SEEDS = seeds(4, 4)
 AF_INET, STREAM, DGRAM, ICMP = 2, 1, 2, 1
 SOCKADDR = 16
 MAX_DATAGRAM = 1400

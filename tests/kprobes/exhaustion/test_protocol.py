@@ -26,7 +26,7 @@ from tests.sample import fewer
 Where = tuple[str, int, int]
 RISCV_OPTPROBES = "riscv-optprobes-2023"
 SAMPLE = fewer(40, 3)
-COMPILED_SAMPLE = 10
+COMPILED_SAMPLE = fewer(10, 2)
 SITES_SAMPLE = fewer(5, 2)
 BROKEN = {"x86_64": ("linux-6.1", 12), "riscv64": (RISCV_OPTPROBES, 4)}
 """Where protocols are broken: the profile, and how many places have to do."""

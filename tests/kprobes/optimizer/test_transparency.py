@@ -14,7 +14,7 @@ from tests.kprobes.optimizer.regions import Bench, optimizable
 from tests.sample import share
 
 ARCHS = ("x86_64", "i386")
-PARTS = 9
+PARTS = 12
 
 
 def compare(probed: Probed, bench: Bench, place: tuple[str, int, int]) -> list[str]:

@@ -90,7 +90,7 @@ def _run_all(bench: Bench, runner: Runner, entries: dict[int, int]) -> None:
             entries[address] += counts[address]
 
 
-@pytest.mark.parametrize(("way", "stack"), share(CASES, 0, 2))
+@pytest.mark.parametrize(("way", "stack"), share(CASES, 0, 3))
 def test_functions_hooked_by_guest_code_end_as_unhooked_ones(way: str, stack: str) -> None:
     """Each case calls other functions; all are hooked."""
     with benches(WAYS[way], CASES.index((way, stack)), len(CASES)) as bench:
@@ -121,7 +121,7 @@ def _end_as_unhooked(bench: Bench, stack: str) -> None:
     assert ledger_mismatches(machine.text) == []
 
 
-@pytest.mark.parametrize(("way", "stack"), share(FPROBE_CASES, 1, 2))
+@pytest.mark.parametrize(("way", "stack"), share(FPROBE_CASES, 2, 3))
 def test_functions_of_one_fprobe_end_as_unhooked_ones(way: str, stack: str) -> None:
     """Its programs overwrite whatever they may."""
     with benches(WAYS[way], FPROBE_CASES.index((way, stack)), len(FPROBE_CASES)) as bench:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
-from collections import Counter
 
 import pytest
 
+from emulated_kernel.config import MachineConfig
 from emulated_kernel.errors import KernelError, WouldBlock
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
@@ -110,20 +110,26 @@ def _entries(kernel: Kernel) -> list[int]:
     return found
 
 
+@pytest.fixture(scope="module")
+def counted() -> tuple[object, dict[int, int]]:
+    """What a session gives where nothing is hooked, and how often it enters each function."""
+    with Kernel(MachineConfig(profile="linux-6.1")) as kernel:
+        entered = dict.fromkeys(_entries(kernel), 0)
+
+        def count(kprobe: Kprobe, _regs: object) -> None:
+            entered[kprobe.address] += 1
+
+        kernel.register_kprobes([Kprobe(addr=entry, pre_handler=count) for entry in entered])
+        return session(kernel), entered
+
+
 @pytest.mark.parametrize("maxactive", [1, 0])
-def test_every_entry_is_accounted_for(boot: Boot, stack: str, maxactive: int) -> None:
+def test_every_entry_is_accounted_for(
+    boot: Boot, counted: tuple[object, dict[int, int]], stack: str, maxactive: int
+) -> None:
     """A session with task switches, an exit and a fork: the same results, and each call seen once."""
-    entered: Counter[int] = Counter()
-    counting, hooking = boot(), boot(return_hook=stack)
-    probes = [
-        Kprobe(addr=entry, pre_handler=lambda kprobe, _regs: entered.update([kprobe.address]))
-        for entry in _entries(counting)
-    ]
-    counting.register_kprobes(probes)
-    expected = session(counting)
-    hooked = [
-        Kretprobe(addr=entry, handler=lambda *_: None, maxactive=maxactive) for entry in _entries(hooking)
-    ]
+    hooking, (expected, entered) = boot(return_hook=stack), counted
+    hooked = [Kretprobe(addr=entry, handler=lambda *_: None, maxactive=maxactive) for entry in entered]
     hooking.register_kretprobes(hooked)
     assert session(hooking) == expected
     wrong = {

@@ -202,7 +202,7 @@ def changes_noticed(start: RegisterSet, plain: Outcome, hooked: Outcome, own: li
 CASES = ways_with_stacks(FORMS)
 
 
-@pytest.mark.parametrize(("form", "stack"), share(CASES, 0, 2))
+@pytest.mark.parametrize(("form", "stack"), share(CASES, 1, 3))
 def test_hooked_functions_end_as_unhooked_ones(form: str, stack: str) -> None:
     """Each case calls other functions; all are hooked."""
     with benches(FORMS[form], CASES.index((form, stack)), len(CASES)) as bench:

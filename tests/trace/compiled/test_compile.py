@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from emulated_kernel.arch.program.builder import HitWay
 from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.probes.trace_kprobe import KprobeTraceEvent
-from tests.sample import fewer
+from tests.sample import fewer, share
 from tests.trace.compiled.drawn import CONTEXTS, Drawn
 from tests.trace.compiled.guest import TARGETS, Guest, RingRecorder
 from tests.trace.events.kernel import Kernel, make_kernel
@@ -66,9 +66,16 @@ def set_filter(kernel: Kernel, event: KprobeTraceEvent, recorder: RingRecorder, 
     EventFilters(recorder, ErrorLog(lambda: 0)).write(event, text.encode())
 
 
-@both
-@pytest.mark.parametrize("overwrite", [True, False])
-@pytest.mark.parametrize("args", ["", "%di:u8", "+0(%di):x64[20]", "+0(%di):string", '\\"12345" $comm'])
+FILLING = [
+    (args, overwrite, list(TARGETS)[(i + overwrite + k) % len(TARGETS)])
+    for i, args in enumerate(("", "%di:u8", "+0(%di):x64[20]", "+0(%di):string", '\\"12345" $comm'))
+    for overwrite in (True, False)
+    for k in range(len(TARGETS))
+]
+"""Each with one architecture first."""
+
+
+@pytest.mark.parametrize(("args", "overwrite", "arch"), share(FILLING, 0, len(TARGETS)))
 def test_pages_fill_up(args: str, overwrite: bool, arch: str) -> None:
     _, event = defined(args, arch)
     guest = Guest(arch=arch)
