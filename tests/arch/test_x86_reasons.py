@@ -14,7 +14,7 @@ from emulated_kernel.arch.architectures import arch_named
 from emulated_kernel.arch.verdict import Verdict
 from emulated_kernel.image.kallsyms import Symbol
 from tests.arch.sample import Sample
-from tests.oracle.recorded import Recording, oracle_directory, recordings
+from tests.oracle.recorded import oracle_directory, recording, versions
 
 TEXT = 0xFFFF_FFFF_8100_0000
 NAMES = {
@@ -109,16 +109,17 @@ def test_the_same_for_any_code_and_tables(data: st.DataObject, arch: str) -> Non
     assert list(asked.reasons(symbol).items()) == one_by_one(asked, symbol)
 
 
-RECORDINGS = tuple(recordings(oracle_directory())) if oracle_directory().is_dir() else ()
+VERSIONS = versions(oracle_directory())
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not RECORDINGS, reason="no recorded functions")
-@pytest.mark.parametrize("recording", RECORDINGS, ids=lambda recording: recording.version)
-def test_the_same_for_a_real_kernel_s_functions(recording: Recording) -> None:
-    asked = verdict(recording.sample, "x86_64")
-    names = {function.name for function in recording.sample.functions if "." not in function.name}
-    for symbol in recording.sample.kallsyms.symbols[::3]:
+@pytest.mark.skipif(not VERSIONS, reason="no recorded functions")
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_same_for_a_real_kernel_s_functions(version: str) -> None:
+    sample = recording(oracle_directory(), version).sample
+    asked = verdict(sample, "x86_64")
+    names = {function.name for function in sample.functions if "." not in function.name}
+    for symbol in sample.kallsyms.symbols[::3]:
         if symbol.name in names:
             assert list(asked.reasons(symbol).items()) == one_by_one(asked, symbol), symbol.name
             asked.forget()

@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from errno import errorcode
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -54,14 +55,27 @@ class Recording:
     points: tuple[Point, ...]
 
 
+def versions(directory: Path) -> list[str]:
+    """Of the kernels whose functions and verdicts are in `directory`."""
+    functions = sorted(directory.glob("functions-*.json.gz"))
+    found = [path.name.removeprefix("functions-").removesuffix(".json.gz") for path in functions]
+    return [version for version in found if _verdicts(directory, version).exists()]
+
+
 def recordings(directory: Path) -> Iterator[Recording]:
     """Every pair of functions and verdicts in `directory`."""
-    for functions in sorted(directory.glob("functions-*.json.gz")):
-        version = functions.name.removeprefix("functions-").removesuffix(".json.gz")
-        verdicts = directory / f"optverdict-{version}.csv.gz"
-        if verdicts.exists():
-            points = tuple(_points(verdicts))
-            yield Recording(version, _sample(functions, points), points)
+    return (recording(directory, version) for version in versions(directory))
+
+
+def _verdicts(directory: Path, version: str) -> Path:
+    return directory / f"optverdict-{version}.csv.gz"
+
+
+@cache
+def recording(directory: Path, version: str) -> Recording:
+    """One kernel's; reading it takes a second."""
+    points = tuple(_points(_verdicts(directory, version)))
+    return Recording(version, _sample(directory / f"functions-{version}.json.gz", points), points)
 
 
 def _points(path: Path) -> Iterator[Point]:
