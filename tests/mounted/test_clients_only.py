@@ -12,10 +12,11 @@ import pytest
 
 from tests.fuse.harness import REAL_PROGRAM, daemon, kprobefs, needs_fuse
 from tests.mounted.files import Files
+from tests.sample import fewer
 
 pytestmark = [needs_fuse, pytest.mark.mounted]
 
-RUNS = 20
+RUNS = fewer(20, 4)
 SESSION = """
     set -e
     echo 'p:opens do_sys_openat2 name=+0($arg2):ustring flags=+0($arg3):x64' > tracing/kprobe_events
@@ -45,7 +46,7 @@ while True:
 """
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def busy() -> object:
     """A host on which processes come and go, and one CPU has other work."""
     noise = [
