@@ -19,7 +19,7 @@ import pytest
 
 from kprobefs import install_service
 from kprobefs.failure import Failure
-from tests.fuse.harness import REAL_PROGRAM, ROOT, eventually, kprobefs, needs_fuse
+from tests.fuse.harness import REAL_PROGRAM, ROOT, daemon, eventually, kprobefs, needs_fuse
 
 UNITS = ROOT / "systemd"
 SYSTEMD = Path("/usr/lib/systemd/systemd")
@@ -30,7 +30,7 @@ NAMESPACES = re.compile(
     r"(Protect|Private|ReadOnly|ReadWrite|Inaccessible|Bind|Root|Temporary|Mount)\w*=",
     re.M,
 )
-EXPOSURE = 3.1
+EXPOSURE = 3.3
 """What systemd-analyze makes of the system units, from 0 to 10: at most. The README has it."""
 
 
@@ -105,6 +105,39 @@ def test_how_exposed_it_is(unit: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("unit", ["kprobefs.service", "kprobefs@.service", "user/kprobefs.service"])
 def test_no_unit_has_a_mount_namespace(unit: str) -> None:
     assert NAMESPACES.findall((UNITS / unit).read_text()) == []
+
+
+CLIENT = """
+cd {}
+echo 'p:named do_sys_openat2 file=+0($arg2):ustring' > kprobe_events
+echo 1 > tracing/events/sched/sched_process_exec/enable
+echo 1 > tracing/events/kprobes/named/enable
+cat scratch/missing
+cat < tracing/trace
+"""
+
+
+def is_seen_as_it_is(trace: str) -> bool:
+    """Whether CLIENT's cat was: its execve(), and what it gave to the open() that failed."""
+    lines = [line.split(": ", 1)[-1] for line in trace.splitlines() if line.lstrip().startswith("cat-")]
+    program = any(line.startswith("sched_process_exec: filename=/") for line in lines)
+    return program and 'named: (do_sys_openat2+0x0/0xb0) file="scratch/missing"' in lines
+
+
+@needs_fuse
+@pytest.mark.mounted
+@pytest.mark.parametrize("unit", ["kprobefs.service", "kprobefs@.service"])
+def test_the_units_capabilities_show_roots_clients_as_they_are(unit: str, directory: Path) -> None:
+    if os.geteuid() != 0 or shutil.which("setpriv") is None:
+        pytest.skip("taking capabilities away needs root, and setpriv")
+    found = re.search(r"^CapabilityBoundingSet=(.+)$", (UNITS / unit).read_text(), re.M)
+    assert found is not None
+    kept = ",".join(name.replace("CAP_", "+").lower() for name in found[1].split())
+    program = ["setpriv", f"--bounding-set=-all,{kept}", "--no-new-privs", *REAL_PROGRAM]
+    with daemon(directory, program=program):
+        client = ["sh", "-c", CLIENT.format(directory)]
+        trace = subprocess.run(client, capture_output=True, text=True, timeout=30, check=False).stdout
+        assert is_seen_as_it_is(trace), trace
 
 
 def cgroup2() -> Path:
@@ -241,6 +274,14 @@ class TestService:
         assert any(line.split()[-2:] == ["R", "cat"] for line in lines)
         assert any(line.split()[-2:] == ["S", "sh"] for line in lines)
         assert any(" seen: (vfs_read+0x0/" in line and 'comm="cat"' in line for line in lines)
+        assert systemd.inside("systemctl", "stop", unit).returncode == 0
+
+    def test_clients_are_seen_as_they_are(self, systemd: Manager) -> None:
+        unit, directory = "kprobefs.service", "/run/kprobefs/mnt"
+        assert systemd.inside("systemctl", "start", unit).returncode == 0
+        trace = systemd.inside("sh", "-c", CLIENT.format(directory)).stdout
+        assert is_seen_as_it_is(trace), trace
+        systemd.inside("sh", "-c", f"cd {directory} && echo 0 > tracing/events/enable && echo > kprobe_events")
         assert systemd.inside("systemctl", "stop", unit).returncode == 0
 
     def test_restarts_after_a_kill(self, systemd: Manager) -> None:
