@@ -45,6 +45,8 @@ class _Parser(argparse.ArgumentParser):
 
 def program_parser() -> argparse.ArgumentParser:
     """What the program takes; `chosen` is the command."""
+    from kprobefs.options import ARCHITECTURES
+
     parser = _Parser(
         prog="kprobefs",
         description="Linux's kprobes files, mounted anywhere, over an emulated kernel.",
@@ -83,7 +85,7 @@ def program_parser() -> argparse.ArgumentParser:
     command.usage = f"{command.prog} [OPTION...] PROBE [PROBE ...] -- CMD..."
 
     command = commands.add_parser("tour", help="a walk through probing, step by step, on a mount of its own")
-    _add_machine_options(command)
+    command.add_argument("--arch", choices=ARCHITECTURES, default="x86_64", help="(default: %(default)s)")
 
     command = commands.add_parser(
         "top", help="watch the probes of a mount: mode, hits a second, cost, reason"

@@ -265,12 +265,14 @@ def _trace(parsed: argparse.Namespace) -> int:
 
 
 def _tour(parsed: argparse.Namespace) -> int:
+    from emulated_kernel.config import MachineConfig
+    from kprobefs.options import MountOptions, build_kernel
     from kprobefs.run import mounted
-    from kprobefs.tour import tour
+    from kprobefs.tour import steps, tour
 
-    options = _options(parsed, "")
-    with mounted(options, parsed.build or _builder(options)) as base:
-        tour(f"{base}/mnt")
+    options = MountOptions("", MachineConfig(arch=parsed.arch))
+    with mounted(options, parsed.build or build_kernel) as base:
+        tour(f"{base}/mnt", steps(parsed.arch))
     return Exit.OK
 
 

@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,35 @@ class Step:
     text: str
     commands: tuple[str, ...]
 
+
+_OPTIMIZED = Step(
+    "What became of it",
+    "Each probe has a directory that says how it is made now, and why not better. A probe within a "
+    "function is a breakpoint at first, which costs a trap; where that is safe the optimizer makes a "
+    "jump of it, a moment later. Here it waits until it is switched on.",
+    (
+        "echo 0 > kprobes/optimization",
+        "echo 'p:inside ksys_read+5' >> kprobe_events",
+        "echo 1 > tracing/events/kprobes/inside/enable",
+        "cat kprobes/stats/kprobes/inside/{mode,bytes}",
+        "echo 1 > kprobes/optimization; sleep 0.2",
+        "for i in 1 2 3 4 5 6 7 8; do cat scratch/greeting > /dev/null; done",
+        "cat kprobes/stats/kprobes/inside/{mode,bytes}",
+    ),
+)
+_TRAPPED = Step(
+    _OPTIMIZED.title,
+    "Each probe has a directory that says how it is made now, and why not better. A probe within a "
+    "function is a breakpoint, which costs a trap. A jump would cost less; Linux makes none of them on "
+    "this architecture.",
+    (
+        "echo 'p:inside ksys_read+8' >> kprobe_events",
+        "echo 1 > tracing/events/kprobes/inside/enable",
+        "for i in 1 2 3 4 5 6 7 8; do cat scratch/greeting > /dev/null; done",
+        "cat kprobes/stats/kprobes/inside/{mode,reason,bytes,hits}",
+    ),
+)
+"""Where Linux 6.1 has no optimizer."""
 
 STEPS = (
     Step(
@@ -84,21 +113,7 @@ STEPS = (
             "grep done: tracing/trace | head -n 2",
         ),
     ),
-    Step(
-        "What became of it",
-        "Each probe has a directory that says how it is made now, and why not better. A probe within a "
-        "function is a breakpoint at first, which costs a trap; where that is safe the optimizer makes a "
-        "jump of it, a moment later. Here it waits until it is switched on.",
-        (
-            "echo 0 > kprobes/optimization",
-            "echo 'p:inside ksys_read+5' >> kprobe_events",
-            "echo 1 > tracing/events/kprobes/inside/enable",
-            "cat kprobes/stats/kprobes/inside/{mode,bytes}",
-            "echo 1 > kprobes/optimization; sleep 0.2",
-            "for i in 1 2 3 4 5 6 7 8; do cat scratch/greeting > /dev/null; done",
-            "cat kprobes/stats/kprobes/inside/{mode,bytes}",
-        ),
-    ),
+    _OPTIMIZED,
     Step(
         "Mistakes",
         "What can't be done fails with Linux's errno, and the error log points at the place.",
@@ -114,19 +129,24 @@ END = "That was the tour. kprobefs mount DIR gives a mount that stays; man kprob
 PROMPT = "Enter goes on, q ends the tour "
 
 
-def tour(directory: str) -> None:
-    """Go through STEPS on a mount; waits for a key between them where there is a terminal."""
+def steps(arch: str) -> tuple[Step, ...]:
+    """What a mount of that architecture shows."""
+    return tuple(_TRAPPED if step is _OPTIMIZED and arch.startswith("riscv") else step for step in STEPS)
+
+
+def tour(directory: str, walk: Sequence[Step]) -> None:
+    """Go through steps on a mount; waits for a key between them where there is a terminal."""
     console = terminal.console()
     interactive = terminal.is_interactive(sys.stdout) and sys.stdin.isatty()
     with _Shell(directory) as shell, terminal.keyboard() if interactive else nullcontext():
-        for number, step in enumerate(STEPS, 1):
-            _show_head(console, number, step)
+        for number, step in enumerate(walk, 1):
+            _show_head(console, f"{number}/{len(walk)}", step)
             for command in step.commands:
                 for line in typed(command, console.width if interactive else None):
                     console.print(line, style="bold")
                 for line in shell.run(command):
                     console.print(terminal.folded(shown(line), sys.stdout, "        ", "    "))
-            if interactive and number < len(STEPS) and not _goes_on(console):
+            if interactive and number < len(walk) and not _goes_on(console):
                 return
     console.print(f"\n{END}")
 
@@ -142,10 +162,10 @@ def typed(command: str, width: int | None) -> Iterator[str]:
     yield line
 
 
-def _show_head(console: Console, number: int, step: Step) -> None:
+def _show_head(console: Console, place: str, step: Step) -> None:
     from textwrap import wrap
 
-    console.print(f"\n{number}/{len(STEPS)}  {step.title}", style="bold cyan")
+    console.print(f"\n{place}  {step.title}", style="bold cyan")
     for line in wrap(step.text, min(console.width, 80)):
         console.print(line)
     console.print()

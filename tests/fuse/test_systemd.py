@@ -281,7 +281,8 @@ class TestService:
         assert systemd.inside("systemctl", "start", unit).returncode == 0
         trace = systemd.inside("sh", "-c", CLIENT.format(directory)).stdout
         assert is_seen_as_it_is(trace), trace
-        systemd.inside("sh", "-c", f"cd {directory} && echo 0 > tracing/events/enable && echo > kprobe_events")
+        cleared = "echo 0 > tracing/events/enable; echo > kprobe_events"
+        assert systemd.inside("sh", "-c", f"cd {directory}; {cleared}").returncode == 0
         assert systemd.inside("systemctl", "stop", unit).returncode == 0
 
     def test_restarts_after_a_kill(self, systemd: Manager) -> None:
