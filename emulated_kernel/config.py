@@ -12,6 +12,8 @@ DEFAULT_RUN_BUDGET = 1.0
 """Seconds."""
 HOST = "host"
 """Instead of an image: the distribution's kernel that runs here."""
+MOST_SEED = (1 << 63) - 1
+"""Seeds are from 0 to that, wherever they come from."""
 IMAGE_LIMIT = 1 << 30
 """Bytes of a kernel's file. One with debug information has a few hundred MiB."""
 

@@ -19,7 +19,7 @@ from emulated_kernel.kernel import Kernel
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Node, Owner
 from emulated_kernel.vfs.core.parse import ascii_lines
-from emulated_kernel.vfs.core.seq import CommandFile, SeqFile, listing
+from emulated_kernel.vfs.core.seq import CommandFile, SeqFile, explained, listing
 from emulated_kernel.vfs.core.tree import Filesystem
 from emulated_kernel.vfs.trees.layout import RootLayout
 from emulated_kernel.vfs.trees.stats import probe_states
@@ -87,7 +87,9 @@ class LivingKernel:
 
     def _files(self, kernel: Kernel) -> Filesystem:
         further: dict[str, Node] = {
-            "power": PowerFile(0o600, listing(self._power), self._command),
+            "power": PowerFile(
+                0o600, listing(self._power), explained(kernel.guest.log, "power", self._command)
+            ),
             "definitions": SeqFile(0o400, listing(lambda: self._definitions(kernel))),
             "probes": SeqFile(0o400, listing(lambda: self._probes(kernel))),
         }

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Callable
 from functools import partial
 
+from emulated_kernel.config import MOST_SEED
 from emulated_kernel.errors import KernelError
 from emulated_kernel.lock import ControlLock
 from emulated_kernel.machine.clock import KINDS, MachineClock
 from emulated_kernel.trace.trace_arrays import TraceArrays
 
 NSEC_PER_SEC = 1_000_000_000
+NUMBER = re.compile("0|[1-9][0-9]{0,19}|0x[0-9a-fA-F]{1,16}")
 
 
 class ClockSwitch:
@@ -63,7 +66,8 @@ def _kind(word: str) -> str:
 
 
 def _number(word: str) -> int:
-    try:
-        return int(word, 0)
-    except ValueError:
-        raise KernelError(errno.EINVAL, f"seed {word!r} is no number") from None
+    # int() takes underscores and the digits of all scripts.
+    number = int(word, 0) if NUMBER.fullmatch(word) else None
+    if number is None or number > MOST_SEED:
+        raise KernelError(errno.EINVAL, f"seed {word!r} is no number from 0 to {MOST_SEED}")
+    return number

@@ -30,7 +30,7 @@ def engine_tree(
     parts = engine.parts
     tracing, kprobes = parts.tracing, parts.engine.kprobes
     control: dict[str, Node] = {
-        "kprobes": kprobes_directory(parts, owner, choosing=False),
+        "kprobes": kprobes_directory(parts, owner),
         "machine": _machine_directory(engine, owner, log, machine),
         "sysctl": sysctl_directory(kprobes, tracing.stack_tracer),
     }

@@ -238,6 +238,7 @@ def test_what_cannot_be_booted_changes_nothing(tmp_path: Path) -> None:
     for text, number in (("reboot\n", errno.ENOENT), ("halt\n", errno.EINVAL)):
         with pytest.raises(OSError, match=rf"Errno {number}\b"):
             user.write("/machine/power", text)
+    assert user.read("/machine/dmesg").endswith(" power: 'halt' isn't reboot\n")
     assert living._kernel is kernel
     assert user.read("/machine/power") == "running\nboots 1\n"
     kernel.close()

@@ -384,10 +384,20 @@ def test_what_the_machine_tells_of_itself(tree: Filesystem) -> None:
     assert read(tree, "/machine/meminfo").startswith("MemTotal: ")
     assert read(tree, "/machine/clock").startswith("mode virtual\nseed ")
     assert read(tree, "/machine/load") == ""
-    for path in ("/machine/clock", "/machine/load"):
+    for path in ("/machine/clock", "/machine/load", "/machine/limits", "/kprobes/return_hook"):
         with assert_errno(errno.EINVAL):
             write(tree, path, "bogus")
         assert f" {path.rpartition('/')[2]}: " in read(tree, "/machine/dmesg").splitlines()[-1]
+
+
+@pytest.mark.parametrize("seed", ["-1", str(1 << 63), "9" * 30, "1_0", "0b1", "٣", "", "x"])
+def test_seeds_are_those_of_the_command_line(tree: Filesystem, seed: str) -> None:
+    before = read(tree, "/machine/clock").splitlines()[1]
+    with assert_errno(errno.EINVAL):
+        write(tree, "/machine/clock", f"seed {seed}")
+    for good in ("0", str((1 << 63) - 1), "0x10"):
+        write(tree, "/machine/clock", f"seed {good}")
+        assert read(tree, "/machine/clock").splitlines()[1] == f"seed {int(good, 0)}" != before
 
 
 def test_what_the_guest_has_corrupted_is_eio(kernel: Kernel, tree: Filesystem) -> None:

@@ -7,7 +7,7 @@ import select
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from itertools import islice
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, TypeVar
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.vfs.core.client import Client
@@ -25,6 +25,22 @@ Store = Callable[[bytes], None]
 """What a write does, in that write; all of the data is taken. Raises: KernelError."""
 Execute = Callable[[bytes], int]
 """What a write does, in that write; returns the number of bytes taken. Raises: KernelError."""
+Taken = TypeVar("Taken", int, None)
+
+
+def explained(
+    log: Callable[[str], None], file: str, execute: Callable[[bytes], Taken]
+) -> Callable[[bytes], Taken]:
+    """`execute`, of whose failures the kernel log tells why: a process sees no more than an errno."""
+
+    def explaining(data: bytes) -> Taken:
+        try:
+            return execute(data)
+        except KernelError as error:
+            log(f"{file}: {error.strerror}")
+            raise
+
+    return explaining
 
 
 def listing(records: Callable[[], Iterable[str]]) -> Records:

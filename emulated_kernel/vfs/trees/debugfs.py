@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from emulated_kernel.kprobes.return_hook.hooks import ReturnHooks
 from emulated_kernel.parts import ProbedParts
 from emulated_kernel.vfs.core.node import Directory, Node, Owner
 from emulated_kernel.vfs.core.open_file import File
 from emulated_kernel.vfs.core.parse import kstrtobool
-from emulated_kernel.vfs.core.seq import AttributeFile, CommandFile, SeqFile, listing, single
+from emulated_kernel.vfs.core.seq import AttributeFile, CommandFile, SeqFile, explained, listing, single
 from emulated_kernel.vfs.trees.stats import stats_directory
 from emulated_kernel.vfs.trees.sysctl import kprobes_optimization
 
 
-def kprobes_directory(kernel: ProbedParts, owner: Owner, *, choosing: bool = True) -> Directory:
+def kprobes_directory(
+    kernel: ProbedParts, owner: Owner, log: Callable[[str], None] | None = None
+) -> Directory:
     """list, enabled, blacklist as Linux has them; `optimization` stands for the sysctl; then our own.
 
-    `choosing`: the return hook can be chosen.
+    `log`: the kernel log, where a return hook can be chosen.
     """
     kprobes, table = kernel.engine.kprobes, kernel.engine.kprobes.table
 
@@ -34,20 +38,19 @@ def kprobes_directory(kernel: ProbedParts, owner: Owner, *, choosing: bool = Tru
             "enabled": CommandFile(0o600, single(lambda: f"{not table.all_disarmed:d}\n"), set_enabled),
             "blacklist": SeqFile(0o400, listing(kprobes.blacklist_text)),
             **sysctl,
-            **({"return_hook": _return_hook_file(kernel.engine.kretprobes.hooks)} if choosing else {}),
+            **({"return_hook": _return_hook_file(kernel.engine.kretprobes.hooks, log)} if log else {}),
             "stats": stats_directory(kernel, owner),
         },
     )
 
 
-def _return_hook_file(hooks: ReturnHooks) -> File:
+def _return_hook_file(hooks: ReturnHooks, log: Callable[[str], None]) -> File:
     """The shadow stacks that there are, in brackets the one in use; a name selects."""
 
     def names() -> str:
         return " ".join(f"[{name}]" if name == hooks.return_hook else name for name in hooks.return_hooks())
 
-    return AttributeFile(
-        0o644,
-        show=lambda: f"{names()}\n",
-        store=lambda data: hooks.select_return_hook(data.decode("utf-8", "surrogateescape").strip()),
-    )
+    def select(data: bytes) -> None:
+        hooks.select_return_hook(data.decode("utf-8", "surrogateescape").strip())
+
+    return AttributeFile(0o644, lambda: f"{names()}\n", explained(log, "return_hook", select))

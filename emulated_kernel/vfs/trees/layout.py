@@ -29,7 +29,7 @@ def build_filesystem(
     """The tree of `layout`, belonging to `owner` (root where not given), with `further` files of machine/."""
     owner = owner or Owner()
     control: dict[str, Node] = {
-        "kprobes": kprobes_directory(kernel, owner),
+        "kprobes": kprobes_directory(kernel, owner, kernel.guest.log),
         "machine": machine_directory(kernel, owner, further),
         "sysctl": sysctl_directory(kernel.engine.kprobes, kernel.tracing.stack_tracer),
     }

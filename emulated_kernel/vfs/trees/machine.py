@@ -24,6 +24,7 @@ from emulated_kernel.vfs.core.seq import (
     PerClientFile,
     Records,
     SeqFile,
+    explained,
     listing,
     single,
 )
@@ -132,18 +133,11 @@ def _prepare_modules(modules: Modules, _client: Client, data: bytes) -> Callable
 
 
 def _each_line(guest: Guest, file: str, parsed: Callable[[str], Callable[[], None]]) -> Execute:
-    """Execute each line of a write, once all are understood; those before one that can't be done are done.
-
-    The kernel log explains a failure: a process sees no more than an errno.
-    """
+    """Execute each line of a write, once all are understood; those before one that can't be done are done."""
 
     def execute(data: bytes) -> int:
-        try:
-            for command in [parsed(line) for line in ascii_lines(data)]:
-                command()
-        except KernelError as error:
-            guest.log(f"{file}: {error.strerror}")
-            raise
+        for command in [parsed(line) for line in ascii_lines(data)]:
+            command()
         return len(data)
 
-    return execute
+    return explained(guest.log, file, execute)
