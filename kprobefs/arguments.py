@@ -7,10 +7,13 @@ import re
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
+from emulated_kernel.config import MOST_SEED
 from kprobefs import __version__
 from kprobefs.failure import Exit, Failure
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from _typeshed import SupportsWrite
 
 EPILOG = """\
@@ -22,7 +25,6 @@ run and wasn't found.
 MAX_CPUS = 64
 FLAGS = ("noexec", "noatime", "sync", "dirsync")
 """Options that mounts of FUSE take from mount(8)."""
-SEED_LIMIT = 1 << 63
 BENCH_OPTIONS = {
     "hit": ("arch", "profile", "hits", "rounds", "cpus"),
     "kinds": ("arch", "hits", "rounds"),
@@ -30,6 +32,10 @@ BENCH_OPTIONS = {
     "return": ("arch", "profile", "hits", "rounds", "tasks", "cpus", "memory"),
 }
 """What each of them measures by."""
+BENCHES = (
+    "hit: a hit in each way of taking it; kinds: of each kind of probe; probes: many probes at once; "
+    "return: a hooked return with each shadow stack"
+)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -79,19 +85,26 @@ def program_parser() -> argparse.ArgumentParser:
         "-f", "--filter", default="", help="which hits are recorded, as in an event's filter"
     )
     command.add_argument("-m", "--mount", metavar="DIR", help="on this mount (default: one of its own)")
-    command.add_argument("-o", "--output", metavar="FILE", help="(default: standard output)")
+    command.add_argument(
+        "-o", "--output", metavar="FILE", help="where records are written (default: standard output)"
+    )
     command.add_argument("--json", action="store_true", help="each record as a JSON object in a line")
     _add_machine_options(command)
     command.usage = f"{command.prog} [OPTION...] PROBE [PROBE ...] -- CMD..."
 
     command = commands.add_parser("tour", help="a walk through probing, step by step, on a mount of its own")
-    command.add_argument("--arch", choices=ARCHITECTURES, default="x86_64", help="(default: %(default)s)")
+    command.add_argument(
+        "--arch", choices=ARCHITECTURES, default="x86_64", help="its processor (default: %(default)s)"
+    )
 
     command = commands.add_parser(
         "top", help="watch the probes of a mount: mode, hits a second, cost, reason"
     )
     command.add_argument(
-        "directory", metavar="DIR", nargs="?", help="(default: $KPROBEFS, or the only mount there is)"
+        "directory",
+        metavar="DIR",
+        nargs="?",
+        help="which mount (default: $KPROBEFS, or the only one there is)",
     )
     command.add_argument(
         "-d", "--delay", type=_seconds, default=1.0, metavar="S", help="between two looks (default: 1)"
@@ -123,12 +136,17 @@ def program_parser() -> argparse.ArgumentParser:
     command = commands.add_parser("load", help="define and switch on what files say")
     _add_mount_option(command)
     command.add_argument(
-        "files", metavar="FILE", nargs="*", help="(default: *.probes of the probes.d directories; -: stdin)"
+        "files",
+        metavar="FILE",
+        nargs="*",
+        help="what is loaded (default: *.probes of the probes.d directories; -: stdin)",
     )
 
     command = commands.add_parser("save", help="write what is defined and switched on, for load")
     _add_mount_option(command)
-    command.add_argument("file", metavar="FILE", nargs="?", help="(default: standard output, as -)")
+    command.add_argument(
+        "file", metavar="FILE", nargs="?", help="where it is written (default: standard output, as -)"
+    )
 
     command = commands.add_parser("install-service", help="put the units where systemd finds them")
     command.add_argument("--user", action="store_true", help="for this user's own manager")
@@ -143,7 +161,7 @@ def program_parser() -> argparse.ArgumentParser:
     command.add_argument("elf", metavar="ELF", nargs="?", help="a kernel or program for x86")
     command.add_argument("place", metavar="PLACE", help="an address (0x...) or SYMBOL[+OFFSET]")
     command.add_argument(
-        "--image", metavar="KERNEL", help="in place of ELF: a vmlinuz, a vmlinux, a Debian package, or `host`"
+        "--image", metavar="KERNEL", help="in place of ELF: a vmlinuz, a vmlinux, a Debian package, or host"
     )
     command.add_argument(
         "--debug-info",
@@ -161,9 +179,20 @@ def program_parser() -> argparse.ArgumentParser:
 
     _add_bench(commands)
     _add_coverage(commands)
+    for action in commands._get_subactions():
+        commands.choices[action.dest].description = f"{str(action.help)[:1].upper()}{str(action.help)[1:]}."
     for command in commands.choices.values():
         command.set_defaults(prog=command.prog)
     return parser
+
+
+def machine_options(words: Sequence[str]) -> list[str]:
+    """Those of the emulated machine that are among a command's words."""
+    parser = _Parser(add_help=False)
+    _add_machine_options(parser)
+    nothing = argparse.Namespace(**dict.fromkeys(vars(parser.parse_args([]))))
+    given, _ = parser.parse_known_args(words, nothing)
+    return [f"--{name.replace('_', '-')}" for name, value in vars(given).items() if value is not None]
 
 
 def mount_parser() -> argparse.ArgumentParser:
@@ -211,22 +240,24 @@ def _add_coverage(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     what.add_argument("--functions", metavar="FILE", help="recorded functions with their tables, as JSON")
     command.add_argument(
-        "--profile", metavar="P", help="(default: linux-6.1; for RISC-V riscv-optprobes-2023)"
+        "--profile",
+        metavar="P",
+        help="with whose rules (default: linux-6.1; for RISC-V riscv-optprobes-2023)",
     )
     command.add_argument("--json", action="store_true", help="all that was counted, by symbol too")
 
 
 def _add_bench(commands: argparse._SubParsersAction[_Parser]) -> None:
-    from kprobefs.options import PROFILES
+    from kprobefs.options import ARCHITECTURES, PROFILES
 
     command = commands.add_parser("bench", help="measure what hits and probes cost here")
-    command.add_argument("what", choices=tuple(BENCH_OPTIONS), metavar="WHAT", help=", ".join(BENCH_OPTIONS))
-    command.add_argument("--arch", help="(default: x86_64)")
+    command.add_argument("what", choices=tuple(BENCH_OPTIONS), metavar="WHAT", help=BENCHES)
+    command.add_argument("--arch", choices=ARCHITECTURES, help="whose kernel is measured (default: x86_64)")
     command.add_argument(
         "--profile", choices=PROFILES, metavar="P", help="hit, probes, return: in the ways of that one alone"
     )
-    command.add_argument("--hits", type=_count, metavar="N", help="a round (default: 20000)")
-    command.add_argument("--rounds", type=_count, metavar="N", help="(default: 9)")
+    command.add_argument("--hits", type=_count, metavar="N", help="hits in a round (default: 20000)")
+    command.add_argument("--rounds", type=_count, metavar="N", help="of which medians are shown (default: 9)")
     command.add_argument("--count", type=_count, metavar="N", help="probes: how many probes (default: 10000)")
     command.add_argument(
         "--tasks", type=_count, nargs="+", metavar="N", help="return: tasks in the hooked function"
@@ -240,7 +271,9 @@ def _add_machine_options(parser: argparse.ArgumentParser) -> None:
     from kprobefs.options import ARCHITECTURES, CLOCKS, DETOURS, ENGINES, LAYOUTS, PROFILES, RETURN_HOOKS
 
     group = parser.add_argument_group("the emulated machine")
-    group.add_argument("--arch", choices=ARCHITECTURES, default="x86_64", help="(default: %(default)s)")
+    group.add_argument(
+        "--arch", choices=ARCHITECTURES, default="x86_64", help="its processor (default: %(default)s)"
+    )
     group.add_argument(
         "--image",
         metavar="FILE",
@@ -279,7 +312,9 @@ def _add_machine_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="see no other processes, number them from 1000 on: the same requests give the same trace",
     )
-    group.add_argument("--cpus", type=_cpus, default=1, metavar="N", help="(default: %(default)s)")
+    group.add_argument(
+        "--cpus", type=_cpus, default=1, metavar="N", help="how many it has (default: %(default)s)"
+    )
     group.add_argument(
         "--seed", type=_seed, default=1, metavar="N", help="same seed, same trace (default: 1)"
     )
@@ -315,7 +350,7 @@ def _count(text: str) -> int:
 
 
 def _seed(text: str) -> int:
-    return _between(text, 0, SEED_LIMIT - 1)
+    return _between(text, 0, MOST_SEED)
 
 
 def _seconds(text: str) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, TextIO
 
-from kprobefs.arguments import BENCH_OPTIONS, program_parser
+from kprobefs.arguments import BENCH_OPTIONS, machine_options, program_parser
 from kprobefs.failure import Exit, Failure, lack, shown
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ def main(arguments: Sequence[str] | None = None, build: Builder | None = None) -
     except OSError as error:
         if error.errno == errno.ENOSPC and not error.filename:
             _give_up_output()
+            error.filename = "standard output"
         place = f"{error.filename}: " if error.filename else ""
         return _complain(f"{place}{lack(error) or error.strerror or error}", Exit.FAILURE)
     except MemoryError as error:
@@ -59,8 +60,9 @@ def _run_command(arguments: Sequence[str] | None, build: Builder | None) -> int:
         # argparse takes no options between two lists of words.
         at = words.index("--")
         words, behind = words[:at], words[at + 1 :]
+    known = argparse.Namespace(behind=behind, build=build, words=words)
     try:
-        parsed, further = parser.parse_known_args(words, argparse.Namespace(behind=behind, build=build))
+        parsed, further = parser.parse_known_args(words, known)
         if further:
             raise Failure(f"unrecognized arguments: {' '.join(further)} ({parsed.prog} --help)", Exit.USAGE)
     except SystemExit as end:
@@ -186,7 +188,11 @@ def _save(parsed: argparse.Namespace) -> int:
 
     text = load.saved(load.which_mount(parsed.mount))
     if parsed.file not in (None, "-"):
-        Path(parsed.file).write_bytes(text)
+        try:
+            Path(parsed.file).write_bytes(text)
+        except OSError as error:
+            # What write(2) says names none.
+            raise Failure(f"{parsed.file}: {error.strerror}") from None
     else:
         sys.stdout.flush()
         sys.stdout.buffer.write(text)
@@ -248,11 +254,18 @@ def _status(parsed: argparse.Namespace) -> int:
 
 
 def _trace(parsed: argparse.Namespace) -> int:
-    if not parsed.behind:
-        raise Failure("trace: which command? kprobefs trace PROBE... -- CMD...", Exit.USAGE)
     from contextlib import nullcontext
 
     from kprobefs import load
+    from kprobefs.options import LAYOUTS
+
+    if not parsed.behind:
+        raise Failure("trace: which command? kprobefs trace PROBE... -- CMD...", Exit.USAGE)
+    if parsed.mount and (given := machine_options(parsed.words[1:])):
+        raise Failure(f"trace: -m takes no {given[0]}: the mount has its machine (trace --help)", Exit.USAGE)
+    if not parsed.mount and parsed.layout != LAYOUTS[0]:
+        why = "no scratch/, where what the command does to files is the kernel's"
+        raise Failure(f"trace: --layout {parsed.layout} has {why}", Exit.USAGE)
     from kprobefs.run import run, run_traced
     from kprobefs.trace import OneLiner
 
@@ -307,8 +320,6 @@ def _bench(parsed: argparse.Namespace) -> int:
     _check_bench(parsed)
     parsed.arch, parsed.hits = parsed.arch or bench.ARCHITECTURES[0], parsed.hits or 20000
     parsed.rounds, parsed.count = parsed.rounds or 9, parsed.count or 10000
-    if parsed.arch not in bench.ARCHITECTURES:
-        raise Failure(f"bench: no figures for {parsed.arch}", Exit.USAGE)
     hits = parsed.arch, parsed.hits, parsed.rounds
     if parsed.what == "hit" and parsed.cpus:
         from kprobefs.bench_cpus import hits_on

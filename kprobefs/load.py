@@ -18,6 +18,8 @@ log = logging.getLogger("kprobefs")
 
 PIPE_SIZE = 1 << 16
 """Bytes that a pipe holds. Mirrors: pipe(7)."""
+TOLD, WIDTH = 20, 1024
+"""Lines of a file that failed, and characters of each, that are told."""
 END_TIMEOUT = 1.0
 """Seconds."""
 
@@ -59,8 +61,18 @@ def load(directory: str, files: Sequence[str]) -> list[str]:
         except Failure as failure:
             failed.append(shown(str(failure)))
         else:
-            failed += loader.load(list(definitions.read_lines(file, text)))
+            if "\0" in text:
+                failed.append(shown(f"{file}: no file of definitions: it has a NUL"))
+                continue
+            failed += _first(file, loader.load(list(definitions.read_lines(file, text))))
     return failed
+
+
+def _first(file: str, failed: list[str]) -> list[str]:
+    """What to tell of a file's lines: of many that failed the first ones, none wider than some screens."""
+    told = ["\n".join(line[:WIDTH] for line in each.split("\n")) for each in failed[:TOLD]]
+    more = len(failed) - len(told)
+    return [*told, shown(f"{file}: {more} more lines failed")] if more > 0 else told
 
 
 def _read(file: str) -> str:

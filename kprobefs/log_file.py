@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 
-from kprobefs.failure import Failure
+from kprobefs.failure import Exit, Failure
 from kprobefs.mount import is_inside
 
 TAIL = 4096
@@ -23,7 +23,7 @@ def open_log(path: str, directory: str, *, anew: bool) -> int:
 
 def _open(path: str, directory: str, flags: int) -> int:
     if is_inside(os.path.dirname(path) or ".", directory):
-        raise Failure(f"--log {path}: inside a mount point")
+        raise Failure(f"--log {path}: inside a mount point", Exit.USAGE)
     flags |= os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         found = os.open(path, flags, 0o600)

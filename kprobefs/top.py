@@ -162,14 +162,16 @@ class Probes:
         return ""
 
     def records(self, probe: Probe, count: int) -> list[str]:
-        """The newest lines of the trace that are of it."""
+        """The newest lines of the trace that are of it, and of somebody else than this process."""
         name = probe.event.rpartition("/")[2]
         with suppress(OSError):
             if not self.answers:
                 return []
             tracing = self._beside / "tracing" if self._beside == self.directory else self.directory
             lines = (tracing / "trace").read_text("utf-8", "surrogateescape").splitlines()
-            return [line.strip() for line in lines[-RECORDS:] if f": {name}: " in line][-count:]
+            # Looking at the mount is traced too.
+            others = (line for line in lines[-RECORDS:] if f"-{os.getpid()} " not in line.partition(": ")[0])
+            return [line.strip() for line in others if f": {name}: " in line][-count:]
         return []
 
 

@@ -20,6 +20,7 @@ from kprobefs.failure import Exit, Failure, shown
 from kprobefs.registry import start_time
 
 if TYPE_CHECKING:
+    from kprobefs.definitions import Line, Loader
     from kprobefs.files import Files
 
 PROBE = re.compile(r"(?P<kind>[pr]\d*|f\d*):(?P<place>\S+)(?P<arguments>(?:\s.*)?)$")
@@ -38,6 +39,8 @@ NAMES = 5
 """Files that a line names at most."""
 NOTHING = 3
 """Exit status of the process that shows records, where there were none."""
+UNWRITTEN = 100
+"""Plus an errno: that they couldn't be written."""
 USAGE = "p:PLACE [NAME=ARGUMENT...], r:PLACE [...], or t:GROUP:EVENT"
 
 
@@ -98,6 +101,7 @@ class OneLiner:
                     self._stream(instance, reader)
                 os.close(reader)
                 try:
+                    self._switch_on(files, child)
                     yield place
                 finally:
                     for event in self._events:
@@ -105,6 +109,11 @@ class OneLiner:
                             (instance / "events" / event / "enable").write_text("0")
                     os.close(writer)
                     _, status = os.waitpid(child, 0)
+                if status >> 8 > UNWRITTEN:
+                    why = os.strerror((status >> 8) - UNWRITTEN)
+                    print(
+                        f"kprobefs: {shown(self._output.name)}: {why}: records are missing", file=sys.stderr
+                    )
                 if status == NOTHING << 8:
                     print(f"kprobefs: {_why_nothing(command, scratch)}", file=sys.stderr)
             finally:
@@ -113,25 +122,42 @@ class OneLiner:
     def _define(self, files: Files) -> None:
         from kprobefs.definitions import Line, Loader
 
-        place = f"instances/{self._name}"
         definitions = [
             Line("trace", 0, text, re.sub(r":\S+ ", ":", text, count=1)) for text in self._definitions
         ]
-        names = {event: event.removeprefix(f"{self._name}/").replace("/", ":") for event in self._events}
+        self._load(Loader(files), definitions)
+        for event, name in self._named():
+            if not files.exists(f"{files.tracefs()}events/{event}"):
+                raise Failure(f"{shown(name)}: no such event, the command wasn't run (events/ has all)")
         settings = [
-            Line(f"filter of {name}", 0, f"{place}/events/{event}/filter = {self._filter}", self._filter)
-            for event, name in names.items()
+            Line(f"filter of {name}", 0, self._setting(event, "filter", self._filter), self._filter)
+            for event, name in self._named()
             if self._filter
         ]
+        self._load(Loader(files), settings)
+
+    def _switch_on(self, files: Files, reader: int) -> None:
+        """All events; what this process and the `reader` of records do isn't traced."""
+        from kprobefs.definitions import Line, Loader
+
+        own = Line("trace", 0, f"instances/{self._name}/set_event_notrace_pid = {os.getpid()} {reader}")
         switches = [
-            Line("trace", 0, f"{place}/events/{event}/enable = 1", name) for event, name in names.items()
+            Line("trace", 0, self._setting(event, "enable", "1"), name) for event, name in self._named()
         ]
-        # Looking at the mount would be traced too.
-        own = [Line("trace", 0, f"{place}/set_event_notrace_pid = {os.getpid()}")]
-        for lines in (definitions, settings, own, switches):
-            if failed := Loader(files).load(lines):
-                print("\n".join(failed), file=sys.stderr)
-                raise Failure("the probes can't be defined, the command wasn't run")
+        self._load(Loader(files), [own, *switches])
+
+    def _setting(self, event: str, file: str, value: str) -> str:
+        return f"instances/{self._name}/events/{event}/{file} = {value}"
+
+    def _named(self) -> list[tuple[str, str]]:
+        """The events, and what they are called in messages."""
+        return [(event, event.removeprefix(f"{self._name}/").replace("/", ":")) for event in self._events]
+
+    def _load(self, loader: Loader, lines: Sequence[Line]) -> None:
+        """Raises: Failure."""
+        if failed := loader.load(lines):
+            print("\n".join(failed), file=sys.stderr)
+            raise Failure("the probes can't be defined, the command wasn't run")
 
     def _stream(self, instance: Path, command: int) -> NoReturn:
         """Pass records on until the descriptor `command` says that it has ended, and there are no more."""
@@ -139,8 +165,6 @@ class OneLiner:
         try:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 signal.signal(number, signal.SIG_IGN)
-            with open(instance / "set_event_notrace_pid", "a", encoding="ascii") as pids:
-                pids.write(f"{os.getpid()}\n")
             pipe = os.open(instance / "trace_pipe", os.O_RDONLY | os.O_NONBLOCK)
             waiting = select.poll()
             for descriptor in (pipe, command):
@@ -150,8 +174,14 @@ class OneLiner:
                 has_ended = command in dict(waiting.poll())
                 with suppress(BlockingIOError):
                     while data := os.read(pipe, READ_SIZE):
-                        self._show(data.decode("utf-8", "surrogateescape"))
                         is_empty = False
+                        try:
+                            self._show(data.decode("utf-8", "surrogateescape"))
+                        except BrokenPipeError:
+                            # Who reads has enough.
+                            os._exit(0)
+                        except OSError as error:
+                            os._exit(UNWRITTEN + (error.errno or 0))
             status = NOTHING if is_empty else 0
         # This is a forked copy: nothing may get back into its frames. The mount may end before.
         finally:
@@ -300,7 +330,7 @@ def _tell_of(names: Sequence[str], what: str) -> None:
 def _why_nothing(command: Sequence[str], scratch: Path) -> str:
     """For people."""
     if not scratch.is_dir():
-        return "nothing was recorded"
+        return "nothing was recorded: this mount has no scratch/, so no file of the command's is its kernel's"
     hosts = [shown(word) for word in command[1:] if os.path.isabs(word) and os.path.isfile(word)]
     named = f", such as {hosts[0]}," if hosts else ""
     return f"nothing was recorded: what is done to files outside of scratch/{named} hits no probe"

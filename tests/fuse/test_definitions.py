@@ -9,6 +9,7 @@ import shlex
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -312,6 +313,22 @@ def test_the_program_at_a_tracefs(directory: Path) -> None:
         assert [each["event"] for each in json.loads(told.stdout)] == ["kprobes/reads"]
         assert kprobefs("reboot", str(directory), program=REAL_PROGRAM).returncode == 0
         assert (hits() > before, enable.read_text()) == (True, "1\n")
+
+
+@needs_fuse
+@pytest.mark.mounted
+def test_a_file_of_something_else_is_told_of_shortly(served: Daemon, tmp_path: Path) -> None:
+    program = command("load", served, sys.executable)
+    assert program.returncode == Exit.FAILURE
+    assert program.stderr == f"kprobefs: {sys.executable}: no file of definitions: it has a NUL\n"
+    file = tmp_path / "text"
+    file.write_text("".join(f"word {number} {'long' * 1000}\n" for number in range(100)))
+    text = command("load", served, str(file))
+    assert text.returncode == Exit.FAILURE
+    lines = text.stderr.splitlines()
+    assert len(lines) == 2 * 20 + 1
+    assert max(map(len, lines)) <= 1024
+    assert lines[-1] == f"kprobefs: {file}: 80 more lines failed"
 
 
 @needs_fuse

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from kprobefs import __version__
+from kprobefs.arguments import program_parser
 from kprobefs.cli import main
 from kprobefs.failure import Exit
 from tests.fuse.harness import (
@@ -104,6 +106,13 @@ class TestWithoutMount:
             ("status a b", "unrecognized arguments: b (kprobefs status --help)"),
             ("djprobe-analyze a b c", "unrecognized arguments: c (kprobefs djprobe-analyze --help)"),
             ("bench nonsense", "argument WHAT: invalid choice: 'nonsense'"),
+            (
+                "bench hit --arch nope",
+                "argument --arch: invalid choice: 'nope' (choose from 'x86_64'",
+            ),
+            ("trace -m /m --arch x86_64 p:f -- true", "-m takes no --arch: the mount has its machine"),
+            ("trace p:f -m /m --limit probes=3 -- true", "-m takes no --limit: the mount has its machine"),
+            ("trace --layout tracefs p:f -- true", "trace: --layout tracefs has no scratch/"),
             ("bench hit --memory", "bench hit takes no --memory (kprobefs bench --help)"),
             ("bench hit --tasks 3", "bench hit takes no --tasks (kprobefs bench --help)"),
             ("bench probes --tasks 3", "bench probes takes no --tasks (kprobefs bench --help)"),
@@ -120,9 +129,42 @@ class TestWithoutMount:
     def test_it_is_told_what_is_wrong(
         self, arguments: str, told: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        assert main(arguments.split()) == (Exit.FAILURE if "mount" in arguments else Exit.USAGE)
+        assert main(arguments.split()) == (Exit.FAILURE if arguments.startswith("mount") else Exit.USAGE)
         error = capsys.readouterr().err
         assert (error.startswith("kprobefs: "), error.count("\n"), told in error) == (True, 1, True)
+
+    def test_help_has_words_for_everything(self) -> None:
+        commands = next(each for each in program_parser()._actions if isinstance(each.choices, dict)).choices
+        assert isinstance(commands, dict)
+        for name, parser in commands.items():
+            assert re.fullmatch(r"[A-Z].*\.", parser.description or "", re.DOTALL), name
+            for action in parser._actions:
+                words = re.sub(r"\(default: .*\)", "", action.help or "").strip()
+                # DIR and its like are told of by the description.
+                is_plain = not action.option_strings and action.required
+                assert words or is_plain or action.nargs, (name, action)
+                assert "`" not in words
+
+    def test_a_log_or_state_in_the_mount_is_wrong_usage(self, directory: Path) -> None:
+        for option in ("--log", "--state"):
+            result = kprobefs("mount", option, str(directory / "x"), str(directory))
+            assert result.returncode == Exit.USAGE
+            assert one_line(result).endswith(f"{option} {directory}/x: inside a mount point\n")
+
+    def test_an_interrupt_while_it_is_imported(self) -> None:
+        script = """
+import os, signal, sys
+class Interrupting:
+    def find_spec(self, name, path, target=None):
+        if name == "kprobefs.arguments":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupting())
+from kprobefs.__main__ import main
+sys.exit(main())
+"""
+        command = [sys.executable, "-c", script]
+        result = subprocess.run(command, capture_output=True, env=environment(), timeout=30, check=False)
+        assert (result.returncode, result.stderr) == (-signal.SIGINT, b"")
 
     def test_usage_of_a_one_liner(self) -> None:
         assert kprobefs("trace", "--help").stdout.splitlines()[0].endswith("PROBE [PROBE ...] -- CMD...")

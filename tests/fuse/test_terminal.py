@@ -369,6 +369,43 @@ class TestTrace:
         why = f"what is done to files outside of scratch/, such as {file}, hits no probe"
         assert result.stderr == f"kprobefs: nothing was recorded: {why}\n"
 
+    def test_it_doesnt_trace_itself(self, directory: Path) -> None:
+        """Neither its own calls nor those of the process that reads the records."""
+        probes = ("p:vfs_write", "p:vfs_read", "p:do_sys_openat2", "t:syscalls:sys_enter_openat")
+        with daemon(directory, program=REAL_PROGRAM) as running:
+            Path(running.path("scratch/f")).write_text("hello\n")
+            result = kprobefs("trace", *probes, "-m", str(directory), "--", "cat", "f", program=REAL_PROGRAM)
+        records = [line for line in result.stdout.splitlines() if line != "hello"]
+        assert len(records) >= 4
+        assert {record.split("-")[0].strip() for record in records} == {"cat"}
+
+    def test_what_cannot_be_traced_or_written_is_told(self, directory: Path) -> None:
+        with daemon(directory, "--layout", "tracefs", program=REAL_PROGRAM):
+            on = ("-m", str(directory), "--")
+            nothing = kprobefs("trace", "p:vfs_read", *on, "true", program=REAL_PROGRAM)
+            unknown = kprobefs("trace", "t:nope:nope", *on, "true", program=REAL_PROGRAM)
+            saved = kprobefs("save", "-m", str(directory), "/dev/full", program=REAL_PROGRAM)
+        assert nothing.stderr.startswith("kprobefs: nothing was recorded: this mount has no scratch/")
+        assert unknown.returncode == Exit.FAILURE
+        assert unknown.stderr.startswith("kprobefs: nope:nope: no such event, the command wasn't run")
+        assert saved.returncode == Exit.FAILURE
+        assert saved.stderr == "kprobefs: /dev/full: No space left on device\n"
+
+    def test_a_full_disk_is_told_of(self, tmp_path: Path) -> None:
+        (tmp_path / "f").write_text("hello\n")
+        command = ("trace", "-o", "/dev/full", "p:vfs_read", "--", "cat", "f")
+        result = subprocess.run(
+            [*REAL_PROGRAM, *command],
+            cwd=tmp_path,
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+        assert (result.returncode, result.stdout) == (0, "hello\n")
+        assert result.stderr == "kprobefs: /dev/full: No space left on device: records are missing\n"
+
     def test_what_is_made_in_scratch_is_told_of(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -478,9 +515,14 @@ def test_a_name_that_terminals_obey(directory: Path) -> None:
         recorded = Path(running.path("tracing/trace")).read_bytes()
         assert re.search(rb"^ *\x1b\[2J-\d+ .*: mine: ", recorded, re.MULTILINE)
         probes, view = Probes(str(directory)), View()
+        enable.write_text("1")
+        # Its own requests are hits, and no records that it shows.
         view.show(probes.look())
+        probes.look()
+        enable.write_text("0")
         assert view.press("\n", probes)
         lines = drawn(view, probes, 80, 24)
+        assert not any(f"-{os.getpid()} " in line for line in lines)
         assert any(line.startswith("  \\x1b[2J-") for line in lines[lines.index("last records") :]), lines
         assert "\x1b" not in "".join(lines)
         command = ("trace", "p:vfs_read", "-m", str(directory), "--", sys.executable, *NAMED)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from dataclasses import dataclass, field, replace
@@ -146,7 +147,9 @@ def _compare_at(report: Report, verdict: X86Verdict, alone: X86Verdict, point: P
 
 def main(arguments: list[str]) -> int:
     """Prints one line a kind of answer, then the differences."""
-    directory = Path(arguments[0]) if arguments else oracle_directory()
+    parser = argparse.ArgumentParser(description="Compares our verdicts with a real kernel's.")
+    parser.add_argument("directory", metavar="DIR", type=Path, nargs="?", help="with the recordings")
+    directory = parser.parse_args(arguments).directory or oracle_directory()
     reports = [compare(recording) for recording in recordings(directory)]
     for report in reports:
         _print(report)

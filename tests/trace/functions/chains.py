@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections import Counter
 from contextlib import suppress
@@ -291,7 +292,12 @@ def compare(arch: str, hook: str | None, one_of: int = 1) -> Chains:
 def main(names: list[str]) -> int:
     """Compares every instruction, with no probe and beside each shadow stack; the exit status."""
     wrong = 0
-    for arch in names or ARCHITECTURES:
+    parser = argparse.ArgumentParser(description="Compares call chains with what the CPU did.")
+    parser.add_argument("archs", metavar="ARCH", nargs="*", help=f"(default: {' '.join(ARCHITECTURES)})")
+    archs = parser.parse_args(names).archs
+    if unknown := set(archs) - set(ARCHITECTURES):
+        parser.error(f"no architecture {' '.join(sorted(unknown))}")
+    for arch in archs or ARCHITECTURES:
         for hook in (None, *SHADOW_STACKS):
             chains = compare(arch, hook)
             print(f"{arch} {hook}: {chains.wrong.total()} wrong;", end=" ")
