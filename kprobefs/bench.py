@@ -125,6 +125,12 @@ class HitFigure:
         return statistics.median(self.net)
 
 
+LEGEND = (
+    "net ns: what the probe adds to a call, the median of all rounds, their 10th and",
+    f"90th percentile and their peak; ratio: of medians, {SAVE_ALL} is 1;",
+    "target: nanoseconds that the project wants to stay under, and whether it did",
+    "",
+)
 NOISE = "noise"
 NOISE_NOTE = f"{NOISE}: rounds differ by more than what is measured; take more --hits"
 
@@ -386,6 +392,7 @@ def table(figures: Sequence[HitFigure]) -> Iterator[str]:
         yield from notes(figure.net for figure in rows)
         yield from detours({figure.case.mode: figure.detour for figure in rows})
         yield ""
+    yield from LEGEND
     yield from elsewhere(ELSEWHERE)
     yield RISCV_ELSEWHERE
     if any(figure.case.probe == RETURNING for figure in figures):

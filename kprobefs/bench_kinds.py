@@ -22,6 +22,10 @@ The jprobes of the last two have no mirror function, but a handler in guest code
 """
 TITLES = {"c": "jc", "cr": "jcr"}
 """What tables call those."""
+LEGEND = (
+    "k a kprobe, j a jprobe, r a return probe; kr, jr both on the same function;",
+    "jc, jcr a jprobe whose handler is guest code, alone and with a return probe",
+)
 ELSEWHERE = (
     ("i386, Pentium M 1495 MHz", (0.57, 1.00, 0.92, 0.99, 1.40)),
     ("x86_64, Opteron 246 1994 MHz", (0.49, 0.76, 0.80, 0.82, 1.07)),
@@ -152,7 +156,7 @@ def table(figures: Sequence[KindFigure]) -> Iterator[str]:
     for profile in dict.fromkeys(profile for profile, _ in nets):
         found = [nets.get((profile, kind)) for kind in KINDS]
         yield _line(profile, ["-" if net is None else _us(measured(net)) for net in found])
-    yield "jc: a jprobe whose handler is guest code"
+    yield from LEGEND
     yield from notes(nets.values())
     yield ""
     yield "measured elsewhere (documentation, 2010)"

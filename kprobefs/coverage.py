@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import sys
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
@@ -24,6 +25,7 @@ from kprobefs import coverage_subject
 from kprobefs.coverage_subject import Subject
 from kprobefs.failure import Exit, Failure
 from kprobefs.progress import Progress
+from kprobefs.terminal import folded
 
 _RISCV_PROFILE = "riscv-optprobes-2023"
 """The one that optimizes there: Linux itself doesn't."""
@@ -242,7 +244,8 @@ def _tables(found: Coverage) -> Iterator[str]:
     total = found.total
     counted = total.total()
     rate = counted / found.seconds if found.seconds else 0
-    yield f"{found.subject.title} ({found.subject.arch}), profile {found.profile}"
+    title, arch = found.subject.title, found.subject.arch
+    yield f"{title}{'' if title.endswith(arch) else f' ({arch})'}, profile {found.profile}"
     yield f"{counted:,} instructions of {len(found.symbols):,} functions; {rate:,.0f} a second of CPU time"
     yield ""
     verdicts = _by_verdict(total)
@@ -258,7 +261,8 @@ def _tables(found: Coverage) -> Iterator[str]:
     yield f"{'verdict':<12}{'instructions':>13}{'of all':>9}  reason"
     for (verdict, reason), number in total.most_common():
         if reason:
-            yield f"{verdict.value:<12}{number:>13,}{_share(number, counted):>9}  {reason}"
+            head = f"{verdict.value:<12}{number:>13,}{_share(number, counted):>9}  "
+            yield folded(f"{head}{reason}", sys.stdout, " " * len(head))
     yield ""
     width = max(len(name) for name in (*found.sections, "section"))
     yield f"{'section':<{width}}{'instructions':>14}" + "".join(

@@ -6,10 +6,12 @@ The talk is "Unifying return hooks" (LPC 2023).
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Sequence
 
 from emulated_kernel.kprobes.return_hook.footprint import Footprint, memory_table
 from emulated_kernel.kprobes.return_hook.hooks import SHADOW_STACKS
+from kprobefs.terminal import folded
 
 CPUS, TASKS = 10, 500
 SLIDES = {
@@ -19,7 +21,7 @@ SLIDES = {
 }
 """As they are written there: 1 and 100 probes with a node for each CPU, then with one for each task."""
 NOTES = (
-    "Of hooks, their nodes; of objpool's rings, their entries; of fgraph, the tasks' arrays. As there,",
+    "Of hooks, their nodes; of objpool's rings, their entries; of fgraph, the tasks' arrays. As there, "
     "control blocks and rings' heads aren't counted.",
     "rethook: as there; 48 bytes a node, as its figures are made with, though the second slide says 64.",
     "objpool: its own formula, (16 * 8) * 10 + 10 * 48, is 1,760 where it has 1.6KB; 176,000 for 160KB.",
@@ -54,13 +56,15 @@ def _slides(row: Sequence[Footprint]) -> Sequence[str]:
 
 
 def _table(rows: Sequence[Sequence[Footprint]]) -> Iterator[str]:
-    yield f"bytes on a 64-bit machine with {CPUS} CPUs and {TASKS} tasks; in brackets what the talk has"
-    yield _line("", (f"{cell.probes} x {cell.nodes} nodes" for cell in rows[0]))
+    yield f"bytes on a 64-bit machine with {CPUS} CPUs and {TASKS} tasks; in brackets the talk's"
+    lines = [("", *(f"{cell.probes} x {cell.nodes} nodes" for cell in rows[0]))]
     for row in rows:
         both = zip(row, _slides(row), strict=True)
-        yield _line(row[0].stack, (f"{cell.memory:,} ({slides or '-'})" for cell, slides in both))
-    yield from NOTES
-
-
-def _line(name: str, cells: Iterator[str]) -> str:
-    return f"{name:10}" + "".join(f"{cell:>19}" for cell in cells)
+        lines.append((row[0].stack, *(f"{cell.memory:,} ({slides or '-'})" for cell, slides in both)))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for name, *cells in lines:
+        yield f"{name:{widths[0]}}" + "".join(
+            f"  {cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True)
+        )
+    for note in NOTES:
+        yield folded(note, sys.stdout, "  ")
