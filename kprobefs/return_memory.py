@@ -6,12 +6,10 @@ The talk is "Unifying return hooks" (LPC 2023).
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Sequence
 
 from emulated_kernel.kprobes.return_hook.footprint import Footprint, memory_table
 from emulated_kernel.kprobes.return_hook.hooks import SHADOW_STACKS
-from kprobefs.terminal import folded
 
 CPUS, TASKS = 10, 500
 SLIDES = {
@@ -21,12 +19,16 @@ SLIDES = {
 }
 """As they are written there: 1 and 100 probes with a node for each CPU, then with one for each task."""
 NOTES = (
-    "Of hooks, their nodes; of objpool's rings, their entries; of fgraph, the tasks' arrays. As there, "
-    "control blocks and rings' heads aren't counted.",
-    "rethook: as there; 48 bytes a node, as its figures are made with, though the second slide says 64.",
-    "objpool: its own formula, (16 * 8) * 10 + 10 * 48, is 1,760 where it has 1.6KB; 176,000 for 160KB.",
-    "fgraph: 500 pages, 2,048,000 bytes, are its 2MB; unified is the same array, whoever hooks.",
-    "instances: not in the talk; rethook's nodes, and 64 heads of lists that all probes share.",
+    "Of hooks, their nodes; of objpool's rings, their entries; of fgraph, the tasks'",
+    "  arrays. As there, control blocks and rings' heads aren't counted.",
+    "rethook: as there; 48 bytes a node, as its figures are made with, though the",
+    "  second slide says 64.",
+    "objpool: its own formula, (16 * 8) * 10 + 10 * 48, is 1,760 where it has 1.6KB;",
+    "  176,000 for 160KB.",
+    "fgraph: 500 pages, 2,048,000 bytes, are its 2MB; unified is the same array,",
+    "  whoever hooks.",
+    "instances: not in the talk; rethook's nodes, and 64 heads of lists that all",
+    "  probes share.",
 )
 """What differs, and why."""
 
@@ -66,5 +68,4 @@ def _table(rows: Sequence[Sequence[Footprint]]) -> Iterator[str]:
         yield f"{name:{widths[0]}}" + "".join(
             f"  {cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True)
         )
-    for note in NOTES:
-        yield folded(note, sys.stdout, "  ")
+    yield from NOTES

@@ -12,6 +12,9 @@ import pytest
 
 from emulated_kernel.arch.analysis.reason import ERRNO, Reason
 from emulated_kernel.arch.architectures import arch_named
+from emulated_kernel.arch.x86 import emulate
+from emulated_kernel.arch.x86.emulate import X86Emulation
+from emulated_kernel.arch.x86.facts import FactsTable
 from emulated_kernel.host.builtin_kernel import BuiltinKernel
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.profile import PROFILES, profile_named
@@ -22,6 +25,7 @@ from emulated_kernel.trace.fetch.types import SymbolString, fetch_types
 from emulated_kernel.trace.ring.clock import TRACE_CLOCKS
 from emulated_kernel.trace.trigger.commands import PLAIN_COMMANDS
 from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.trees.readme import README
 from kprobefs.arguments import program_parser
 from kprobefs.cli import COMMANDS
 
@@ -88,17 +92,24 @@ def files_below(path: str) -> Iterator[tuple[str, str]]:
             opened.release()
 
 
+def is_in_manual(name: str) -> bool:
+    """Whether it is one of the words that a page sets apart."""
+    return any(name in re.findall(r"[\w./*]+", line) for line in re.findall(r"^\.[BI]\w? (.*)", MANUAL, re.M))
+
+
 def filled_stats_files() -> None:
-    """Each is shown of a return probe, and those of every probe of others too; the manual has all."""
+    """Each is shown of a return probe, and those of every probe of others too; manual and README have all."""
     of_probes, of_returns = (dict(files_below(f"/kprobes/stats/g/{name}")) for name in ("e", "e_return"))
     assert of_probes.keys() < of_returns.keys()
     assert "vfs_read+0x0/" in of_returns["address"]
-    assert [name for name in of_returns if name not in MANUAL] == []
+    assert [name for name in of_returns if not is_in_manual(name)] == []
+    (row,) = re.findall(r"^\| `kprobes/stats/GROUP/EVENT/` .*", (ROOT / "README.md").read_text(), re.M)
+    assert [name for name in of_returns if f"`{name}`" not in row] == []
 
 
 def filled_machine_files() -> None:
     texts = dict(files_below("/machine"))
-    assert [name for name in texts if name not in MANUAL] == []
+    assert [name for name in texts if not is_in_manual(name)] == []
     assert {name for name, text in texts.items() if not text} <= {"modules", "load", "call"}
 
 
@@ -118,6 +129,12 @@ def filled_fetch_types() -> None:
     kinds = {type(each) for each in fetch_types(8).values()}
     assert kinds - _EMITTERS.keys() == {SymbolString}
     assert _EMITTERS.keys() <= kinds
+    shown = re.search(r"^ *type: (.*?)\n *s:", README, re.DOTALL | re.MULTILINE)
+    assert shown is not None
+    told = set(re.findall(r"\w+", shown[1]))
+    for prefix, bits in re.findall(r"\b([sux])([\d/]+)", shown[1]):
+        told |= {prefix + each for each in bits.split("/")}
+    assert told >= fetch_types(8).keys()
     for name, each in fetch_types(8).items():
         assert (each.name, bool(each.print_fmt), bool(each.field_type)) == (name, True, True)
 
@@ -177,11 +194,45 @@ def filled_commands() -> None:
         assert name in MANUAL, name
 
 
+def filled_static_events() -> None:
+    """Each event of the image's headers is the kernel's, and its group in the page of what differs."""
+    headers = (ROOT / "emulated_kernel/image/src/include/trace").glob("*.h")
+    pattern = r"^(?:TRACE_EVENT\w*\(|DEFINE_EVENT\w*\(\w+, )(\w+)"
+    names = [name for path in headers for name in re.findall(pattern, path.read_text(), re.MULTILINE)]
+    assert len(names) > 60
+    documented = (ROOT / "docs/compatibility.md").read_text()
+    with Kernel() as kernel:
+        groups = {event.name: event.group for event in kernel.tracing.system.events}
+    assert [name for name in names if name not in groups] == []
+    told = set(re.findall(r"`(?:tracing/events/)?(\w+)`", documented))
+    assert {groups[name] for name in names} <= told
+
+
+EMULATED = ["fa", "fb", "9c", "9d", "c3", "cb", "e8", "eb", "74", "e0", "e2", "e3", "ffd0", "ffe0"]
+"""Heads of x86 instructions that can't run elsewhere, one at least for each way of emulating."""
+
+
+def filled_x86_rules() -> None:
+    """What can't run elsewhere is emulated, or there is a reason among its facts; all else is copied."""
+    arch = arch_named("x86_64")
+    used = set()
+    for head in EMULATED:
+        emulation = arch.prepare(bytes.fromhex(head).ljust(16, b"\x90"), 0x1000, 0x2000).emulate
+        assert isinstance(emulation, X86Emulation)
+        used.add(emulation.op.__name__)
+    there = set(re.findall(r"^def ([a-z]\w*)\(insn", Path(emulate.__file__).read_text(), re.MULTILINE))
+    assert there <= used
+    facts = FactsTable(64).all(bytes.fromhex("cf 90 55 0f0b"), 0x1000, 2)
+    assert [each.refusal is None for each in facts.values()] == [False, True, True, False]
+
+
 FILLED: dict[str, Callable[[], None]] = {
     "a file of `kprobes/stats/GROUP/EVENT/`": filled_stats_files,
     "a file of `machine/`": filled_machine_files,
     "a file of tracefs": filled_tracefs_files,
     "a type of fetch arguments": filled_fetch_types,
+    "an event of the emulated kernel": filled_static_events,
+    "the rule of an x86 instruction": filled_x86_rules,
     "a trigger": filled_triggers,
     "a clock of `trace_clock`": filled_clocks,
     "a rule that keeps probes out, or jumps": filled_rules,

@@ -2,7 +2,30 @@
 
 from __future__ import annotations
 
-README = """\
+import re
+from textwrap import fill
+
+from emulated_kernel.trace.fetch.types import fetch_types
+
+_BIT_FIELD, _ARRAY = "b<bit-width>@<bit-offset>/<container-size>", "<type>\\[<array-size>\\]"
+
+
+def _types() -> str:
+    """The types of fetch arguments; numbers of one kind in one word, which perf searches for."""
+    words: dict[str, str] = {}
+    for name in fetch_types(8):
+        number = re.fullmatch(r"([a-z])(\d+)", name)
+        before = words.get(number[1]) if number else None
+        words[number[1] if number else name] = f"{before}/{number[2]}" if number and before else name
+    # Numbers first: one of perf's patterns begins with "type:".
+    numbers = sorted(word for word in words.values() if "/" in word)
+    others = [word for word in words.values() if "/" not in word]
+    head = "             type: "
+    text = ", ".join([*numbers, *others, _BIT_FIELD, _ARRAY])
+    return f"{fill(text, 79, initial_indent=head, subsequent_indent=' ' * len(head))}\n"
+
+
+README = f"""\
 tracing: what the files of this directory do.
 
   Switch recording off with "echo 0 > tracing_on" and on again with "echo 1 > tracing_on".
@@ -68,10 +91,7 @@ place (kretprobe): [<module>:]<symbol>[+<offset>]%return|<memaddr>
                    $stack<index>, $stack, $comm, $arg<N>,
                    $retval,
                    +|-[u]<offset>(<fetcharg>), \\imm-value, \\"imm-string"
-             type: s8/16/32/64, u8/16/32/64, x8/16/32/64, string, symbol,
-                   b<bit-width>@<bit-offset>/<container-size>, ustring,
-                   symstr, <type>\\[<array-size>\\]
-                   s:[synthetic/]<event> <field> [<field>]
+{_types()}                   s:[synthetic/]<event> <field> [<field>]
                    e[:[<group>/][<event>]] <attached-group>.<attached-event> [<args>] [if <filter>]
             field: <stype> <name>;
             stype: u8/u16/u32/u64, s8/s16/s32/s64, pid_t, bool, gfp_t,
