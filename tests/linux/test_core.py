@@ -509,7 +509,7 @@ def test_after_the_end(dumped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_call_ends_with_its_client(shell: Files, mount: CoreMount, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was never there; the budget is longer than a test may take."""
-    call(shell, 'strlen "hello"')
+    shell.call('strlen "hello"')
     before, asked = memory(mount), list[int]()
     monkeypatch.setattr(mount._guest.machine._watchdog, "budget", 1000.0)
 
@@ -522,7 +522,7 @@ def test_a_call_ends_with_its_client(shell: Files, mount: CoreMount, monkeypatch
         assert shell.errno("/machine/call", "__delay 0x7fffffffffffffff\n") == errno.EIO
     assert set(asked) == {CLIENT.pid}
     assert memory(mount) == before
-    assert call(shell, "int_sqrt 144") == "int_sqrt = 0xc (12)\n"
+    assert shell.call("int_sqrt 144") == "int_sqrt = 0xc (12)\n"
 
 
 SCRIPT = r"""
