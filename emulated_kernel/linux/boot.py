@@ -22,9 +22,9 @@ HOST_SIZE = 64 << 20
 RAM_SIZE = (128 << 20) + HOST_SIZE
 COMMAND_LINE = (
     f"console=ttyS0 quiet nokaslr acpi=off nolapic noapic nosmp tsc_early_khz={TSC_KHZ} tsc=reliable "
-    "no_timer_check panic=-1 initcall_blacklist=jent_mod_init"
+    "no_timer_check panic=-1 initcall_blacklist=jent_mod_init randomize_kstack_offset=off"
 )
-"""jent_mod_init measures the jitter of a real CPU's time."""
+"""jent_mod_init measures the jitter of a real CPU's time; random offsets of stacks take time of each call."""
 _STACK, _PARAMETERS, _COMMAND_LINE, _TABLES, _GDT = 0x60000, 0x10000, 0x20000, 0x70000, 0x73000
 _LARGE_PAGE = 2 << 20
 _GDT_ENTRIES = struct.pack("<4Q", 0, 0, 0x00AF9B000000FFFF, 0x00CF93000000FFFF)

@@ -28,6 +28,7 @@ CPU_MODEL = 0
 _CS, _SS = 1, 2
 _LONG_CODE, _DATA = 0xAF9B00, 0xCF9300
 """Descriptors' attributes as the emulator keeps them."""
+_ALL = 0xFFFFFFFF
 _CPL = 3
 _CS32, _SS32, _LONG_MODE, _CS64 = 1 << 4, 1 << 5, 1 << 14, 1 << 15
 """Bits of the emulator's hflags, beside the privilege level."""
@@ -36,7 +37,7 @@ _USER_ACCESS = 4
 _GATE, _GATE_SIZE = struct.Struct("<QQ"), 16
 _INTERRUPT_GATE = 14
 _TSS_SP0, _TSS_IST = 4, 0x24
-_SYSCALL_SIZE = 2
+SYSCALL_SIZE = 2
 _TSS = 0x40
 
 
@@ -66,6 +67,10 @@ class _State(ctypes.Structure):
     )
 
 
+_CS_AND_SS_AT = _State.segments.offset + _CS * ctypes.sizeof(_Segment)
+_CS_AND_SS = struct.Struct("I4xQII" * 2)
+
+
 class KernelTables(NamedTuple):
     """What a CPU has of a running kernel: addresses, tables with their bytes. `root` is physical."""
 
@@ -88,6 +93,7 @@ class LinuxCpu:
         self.regs = regs
         self._memory = memory
         self._state = _State.from_address(state)
+        self._code_and_stack = (ctypes.c_ubyte * _CS_AND_SS.size).from_address(state + _CS_AND_SS_AT)
         self._system_call: tuple[int, int] | None = None
         """Entry and flags to clear, which a kernel sets before its first process."""
         self._check_layout()
@@ -165,28 +171,29 @@ class LinuxCpu:
         """A model specific register."""
         return int(self._engine.reg_read_raw(x86.MSR, x86.Msr(number, 0)).value)
 
-    def _set_segment(self, number: int, selector: int, flags: int, limit: int = 0xFFFFFFFF) -> None:
+    def _set_segment(self, number: int, selector: int, flags: int, limit: int = _ALL) -> None:
         segment = self._state.segments[number]
         segment.selector, segment.base, segment.limit, segment.flags = selector, 0, limit, flags
 
     def _enter_kernel(self, stack_selector: int) -> None:
-        self._set_segment(_CS, KERNEL_CS, _LONG_CODE)
-        self._set_segment(_SS, stack_selector, _DATA)
+        _CS_AND_SS.pack_into(
+            self._code_and_stack, 0, KERNEL_CS, 0, _ALL, _LONG_CODE, stack_selector, 0, _ALL, _DATA
+        )
         self._state.hflags = self._state.hflags & ~_CPL | _CS64 | _CS32 | _SS32
 
     # What the library leaves to us
 
     def syscall(self) -> None:
-        """The instruction, in its hook: the library steps over it afterwards.
+        """The instruction, where the CPU stands in front of it.
 
         Source: Intel SDM vol. 2, SYSCALL.
         """
         regs = self.regs
         if self._system_call is None:
-            self._system_call = self.read_msr(MSR_LSTAR) - _SYSCALL_SIZE, ~self.read_msr(MSR_SYSCALL_MASK)
+            self._system_call = self.read_msr(MSR_LSTAR), ~self.read_msr(MSR_SYSCALL_MASK)
         entry, kept = self._system_call
         flags = regs.flags
-        regs.cx, regs.r11 = regs.ip + _SYSCALL_SIZE, flags
+        regs.cx, regs.r11 = regs.ip + SYSCALL_SIZE, flags
         regs.flags = flags & kept
         self._enter_kernel(KERNEL_DS)
         regs.ip = entry

@@ -88,15 +88,15 @@ class EngineMount(LinuxMount):
     def _is_guests(self, path: str) -> bool:
         return not self._is_tracefs and (path == TMPFS or path.startswith(f"{TMPFS}/"))
 
-    @contextmanager
-    def _request(self, client: Client) -> Iterator[LinuxTask]:
-        with self._guest():
-            self._engine.request_begins()
-        with super()._request(client) as task:
-            try:
-                yield task
-            finally:
-                self._engine.request_ended()
+    def request_begins(self, client: Client) -> LinuxTask:
+        self._engine.request_begins()
+        return super().request_begins(client)
+
+    def request_ends(self, *, has_failed: bool) -> None:
+        try:
+            super().request_ends(has_failed=has_failed)
+        finally:
+            self._engine.request_ended()
 
     @contextmanager
     def _control(self, client: Client) -> Iterator[None]:
@@ -121,10 +121,9 @@ class EngineMount(LinuxMount):
             return super().getattr(path, client)
         return self._files.getattr(path)
 
-    def _shown(self, found: Stat, *, takes_commands: bool) -> Stat:
+    def _shown_ino(self, ino: int) -> int:
         """Numbers of the guest's files are none of ours."""
-        numbered = found._replace(ino=found.ino * INO_SPACES + 1)
-        return super()._shown(numbered, takes_commands=takes_commands)
+        return ino * INO_SPACES + 1
 
     def fgetattr(self, handle: int, client: Callable[[], Client] | None = None) -> Stat:
         if handle < FIRST_HANDLE:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping
+from operator import itemgetter
 
 from emulated_kernel.image.linux.btf import Btf
 from emulated_kernel.vfs.core.client import Stat
 
 _FORMS = {
-    "i_mode": "H", "i_uid": "I", "i_gid": "I", "i_sb": "Q", "i_ino": "Q", "i_nlink": "I", "i_size": "q",
-    "i_blocks": "Q",
+    "i_ino": "Q", "i_mode": "H", "i_nlink": "I", "i_uid": "I", "i_gid": "I", "i_size": "q", "i_blocks": "Q",
+    "i_sb": "Q",
 }  # fmt: skip
+"""Members, and how they are unpacked."""
 _DEVICE = "super_block.s_dev"
 _TIMES = "atime", "mtime", "ctime"
 _UNITS = {"seconds": ("i_{}_sec", "__i_{}.tv_sec", "i_{}.tv_sec"),
@@ -47,28 +49,25 @@ class Inodes:
             at = offsets[f"inode.{name}"]
             form += f"{at - end}x{forms[name]}"
             end = at + struct.calcsize(f"<{forms[name]}")
-        self._layout, self._names = struct.Struct(form), names
+        self._layout = struct.Struct(form)
+        self._in_order: Callable[[tuple[int, ...]], tuple[int, ...]] = itemgetter(*map(names.index, forms))
 
     def stat(self, inode: int) -> Stat:
         """Mirrors: fs/stat.c:generic_fillattr (v6.1)"""
-        values = self._layout.unpack(self._read(inode, self._layout.size))
-        found = dict(zip(self._names, values, strict=True))
-        device = int.from_bytes(self._read(found["i_sb"] + self._device_offset, 4), "little")
-        atime, mtime, ctime = (
-            found[f"{name}.seconds"] * 10**9 + (found[f"{name}.nanoseconds"] & _NANOSECONDS)
-            for name in _TIMES
-        )
+        found = self._in_order(self._layout.unpack(self._read(inode, self._layout.size)))
+        ino, mode, nlink, uid, gid, size, blocks, superblock, *times = found
+        atime, atime_ns, mtime, mtime_ns, ctime, ctime_ns = times
         return Stat(
-            ino=shown_ino(found["i_ino"], device),
-            mode=found["i_mode"],
-            nlink=found["i_nlink"],
-            uid=found["i_uid"],
-            gid=found["i_gid"],
-            size=found["i_size"],
-            atime_ns=atime,
-            mtime_ns=mtime,
-            ctime_ns=ctime,
-            blocks=found["i_blocks"],
+            shown_ino(ino, int.from_bytes(self._read(superblock + self._device_offset, 4), "little")),
+            mode,
+            nlink,
+            uid,
+            gid,
+            size,
+            atime * 10**9 + (atime_ns & _NANOSECONDS),
+            mtime * 10**9 + (mtime_ns & _NANOSECONDS),
+            ctime * 10**9 + (ctime_ns & _NANOSECONDS),
+            blocks,
         )
 
 

@@ -31,6 +31,7 @@ class KernelFiles:
     def __init__(self, machine: LinuxMachine, facts: KernelFacts, task: int) -> None:
         """`task`: address of one that has the table of open files."""
         self._memory = machine.memory
+        self._words = machine.memory.words
         self._machine = machine
         self._facts = facts
         self._offset = facts.offsets
@@ -67,7 +68,8 @@ class KernelFiles:
         return self._memory.ram[at : at + size]
 
     def _word(self, va: int) -> int:
-        return self._memory.words[self._at(va) >> 3]
+        at = va - self._direct
+        return self._words[(at if 0 <= at < self._limit else self._at(va)) >> 3]
 
     def _member(self, structure: int, path: str) -> int:
         return self._word(structure + self._offset[path])

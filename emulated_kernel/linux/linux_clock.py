@@ -59,8 +59,11 @@ class LinuxClock(GuestClock):
 
     def passed(self) -> int:
         """Cycles that guest code has let pass."""
-        nanoseconds = self._now[0] - self._shown
-        self._shown = self._now[0]
+        now = self._now[0]
+        nanoseconds = now - self._shown
+        if not nanoseconds:
+            return 0
+        self._shown = now
         return -(-nanoseconds * TSC_KHZ // 1_000_000)
 
     def show(self, cycles: int) -> None:

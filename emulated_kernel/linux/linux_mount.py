@@ -8,8 +8,8 @@ import select
 import stat
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from itertools import count
 
 from emulated_kernel.dataclass import dataclass
@@ -57,6 +57,56 @@ class OpenLinuxFile:
     """As the client has it."""
 
 
+class _Guest:
+    """Around what may run the guest: the lock is held, and its death is EIO. Holds no state of a request."""
+
+    __slots__ = ("_check", "_lock")
+
+    def __init__(self, lock: ControlLock, check: Callable[[], None]) -> None:
+        self._lock, self._check = lock, check
+
+    def __enter__(self) -> None:
+        self._lock.__enter__()
+        try:
+            self._check()
+        except BaseException:
+            self._lock.__exit__()
+            raise
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        self._lock.__exit__()
+        if isinstance(error, GuestFault):
+            raise KernelError(errno.EIO, f"the guest has died: {error}") from error
+
+
+class _Request:
+    """Around a system call of a client's. No generator: one costs more than the lock, in each request."""
+
+    __slots__ = ("_client", "_guest", "_mount")
+
+    def __init__(self, mount: LinuxMount, guest: _Guest, client: Client) -> None:
+        self._mount, self._guest, self._client = mount, guest, client
+
+    def __enter__(self) -> LinuxTask:
+        self._guest.__enter__()
+        try:
+            return self._mount.request_begins(self._client)
+        except BaseException as error:
+            self._guest.__exit__(None, error, None)
+            raise
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        try:
+            self._mount.request_ends(has_failed=error is not None)
+        except BaseException as failed:
+            error = failed
+            raise
+        finally:
+            self._guest.__exit__(kind, error, traceback)
+        if error is None:
+            self._mount.wake()
+
+
 class LinuxMount:
     """What a front end serves; the methods are GuestMount's. Takes the control lock.
 
@@ -94,32 +144,44 @@ class LinuxMount:
         self._pollers: dict[int, tuple[int, Callable[[], None]]] = {}
         """By handle: what was there when it was asked, and whom to tell that this has changed."""
         self._activity = threading.Condition()
+        self._waiters = 0
+        """Threads that wait for activity, or are about to; without any, nobody is told."""
         self._closed = False
+        self._running = _Guest(self.lock, self.check_open)
 
-    @contextmanager
-    def _guest(self) -> Iterator[None]:
+    def _guest(self) -> _Guest:
         """Around all that may run the guest."""
-        try:
-            with self.lock:
-                if self._closed:
-                    raise KernelError(errno.EIO, "the mount has ended")
-                yield
-        except GuestFault as fault:
-            raise KernelError(errno.EIO, f"the guest has died: {fault}") from fault
+        return self._running
 
-    @contextmanager
-    def _request(self, client: Client) -> Iterator[LinuxTask]:
+    def check_open(self) -> None:
+        """Raises: KernelError EIO behind the mount's end."""
+        if self._closed:
+            raise KernelError(errno.EIO, "the mount has ended")
+
+    def _request(self, client: Client) -> _Request:
         """A system call of the client's, which may change what others wait for."""
-        with self._guest():
-            while self._released:
-                file = self._released.popleft()
-                with suppress(KernelError):
-                    self._syscalls.close(file.task or self._tasks.init, file.fd)
-            yield self._clients.task_of(client)
+        return _Request(self, self._running, client)
+
+    def request_begins(self, client: Client) -> LinuxTask:
+        """The task that makes a request; needs the lock. What was put off is done before."""
+        while self._released:
+            file = self._released.popleft()
+            with suppress(KernelError):
+                self._syscalls.close(file.task or self._tasks.init, file.fd)
+        return self._clients.task_of(client)
+
+    def request_ends(self, *, has_failed: bool) -> None:
+        """It has been made; needs the lock."""
+        if not has_failed:
             self._requests += 1
-            self._tell_pollers()
-        with self._activity:
-            self._activity.notify_all()
+            if self._pollers:
+                self._tell_pollers()
+
+    def wake(self) -> None:
+        """Who waits looks again."""
+        if self._waiters:
+            with self._activity:
+                self._activity.notify_all()
 
     def _at(self, path: str) -> str:
         """The path in the guest."""
@@ -176,12 +238,17 @@ class LinuxMount:
         """Root's files are the mounting user's, and devices are files: the host would ask a driver."""
         kind = stat.S_IFMT(found.mode)
         mode = stat.S_IMODE(found.mode) | (stat.S_IWUSR if takes_commands else 0)
-        return found._replace(
-            mode=mode | (stat.S_IFREG if kind in (stat.S_IFCHR, stat.S_IFBLK) else kind),
-            uid=found.uid or self._owner.uid,
-            gid=found.gid or self._owner.gid,
-            rdev=0,
+        return Stat(
+            self._shown_ino(found.ino),
+            mode | (stat.S_IFREG if kind in (stat.S_IFCHR, stat.S_IFBLK) else kind),
+            found.nlink,
+            found.uid or self._owner.uid,
+            found.gid or self._owner.gid,
+            *found[5:10],
         )
+
+    def _shown_ino(self, ino: int) -> int:
+        return ino
 
     def _machine_stat(self, path: str) -> Stat:
         if path == _MACHINE:
@@ -252,21 +319,19 @@ class LinuxMount:
         at = self._at(path)
         with self._request(client) as task:
             # Nothing here waits in open(2), but a FIFO in scratch/.
-            with self._unasked(client):
+            try:
                 fd = self._syscalls.open(task, at, flags, mode)
+            except Blocked:
+                raise self._unasked(client) from None
             seekable = self._syscalls.is_seekable(fd)
             return self._add(
                 OpenLinuxFile(at, fd, task, seekable, flags, is_nonblocking=bool(flags & os.O_NONBLOCK))
             )
 
-    @contextmanager
-    def _unasked(self, client: Client) -> Iterator[None]:
-        """Around a call whose answer nobody could ask for, were it to sleep. Raises: KernelError EINTR."""
-        try:
-            yield
-        except Blocked:
-            self._clients.end(client.pid)
-            raise KernelError(errno.EINTR) from None
+    def _unasked(self, client: Client) -> KernelError:
+        """EINTR for a call that sleeps, and whose answer nobody could ask for: its task is killed."""
+        self._clients.end(client.pid)
+        return KernelError(errno.EINTR)
 
     def _machine_text(self, path: str, flags: int) -> bytes:
         self._machine_stat(path)
@@ -381,9 +446,12 @@ class LinuxMount:
             raise
 
         def execute() -> int:
-            with self._guest(), self._unasked(client):
-                loaded = self._syscalls.read_all(_FORWARDED[_MODULES]).decode()
-                change(self._clients.task_of(client), loaded)
+            with self._guest():
+                try:
+                    loaded = self._syscalls.read_all(_FORWARDED[_MODULES]).decode()
+                    change(self._clients.task_of(client), loaded)
+                except Blocked:
+                    raise self._unasked(client) from None
             return len(data)
 
         return execute
@@ -392,7 +460,11 @@ class LinuxMount:
         """Return once a request has been made that may have woken somebody, or after `timeout` seconds."""
         self._opened(handle)
         with self._activity:
-            self._activity.wait(timeout)
+            self._waiters += 1
+            try:
+                self._activity.wait(timeout)
+            finally:
+                self._waiters -= 1
 
     def give_up(self, client: Client, handle: int, error: int) -> None:
         """The client doesn't wait any more: its task, which sleeps in the call, is killed."""

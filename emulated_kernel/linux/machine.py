@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from enum import Enum
 
-from emulated_kernel.abi import Vector
 from emulated_kernel.host.mirror.proc import is_dying
-from emulated_kernel.linux.cpu import CPU_MODEL, LinuxCpu
+from emulated_kernel.linux.cpu import CPU_MODEL, SYSCALL_SIZE, LinuxCpu
 from emulated_kernel.linux.exception_cells import cpu_state
 from emulated_kernel.linux.init import STUB
 from emulated_kernel.linux.memory import LinuxMemory
@@ -69,6 +68,7 @@ class LinuxMachine:
         exceptions = LiveExceptionState(state + error, state + in_flight)
         self.hooks = TrapHooks(engine, self.model, self.regs, exceptions, handler_time)
         self.hooks.dispatch = self._exception
+        self.hooks.protection_faults[STUB] = self._come_to_stub
         self._at_stub = False
         self._is_text_stale = False
         self._watchdog = Watchdog(engine.stop, handler_time, budget)
@@ -90,6 +90,8 @@ class LinuxMachine:
 
         def syscall(_engine: int, _data: int) -> int:
             self.cpu.syscall()
+            # The library steps over the instruction.
+            regs.ip -= SYSCALL_SIZE
             return 0
 
         def rdtsc(_engine: int, _data: int) -> int:
@@ -146,13 +148,13 @@ class LinuxMachine:
 
         self.engine.add_hook(HOOK_CODE, CODE_CALLBACK(sync), at=do_sync_core)
 
+    def _come_to_stub(self, _regs: Regs) -> None:
+        self._at_stub = True
+        self.engine.stop()
+
     def _exception(self, trap: Trap) -> None:
-        if trap.vector == Vector.GENERAL_PROTECTION and trap.address == STUB and self.cpu.privilege:
-            self._at_stub = True
-            self.hooks.end_run()
-        else:
-            self.last_exception = trap
-            self.cpu.raise_exception(trap)
+        self.last_exception = trap
+        self.cpu.raise_exception(trap)
 
     def watch_reset(self, emergency_restart: int) -> None:
         """The guest ends there after a panic; what it does to a real machine's keyboard takes long."""

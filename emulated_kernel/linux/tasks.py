@@ -33,8 +33,8 @@ _PT_REGS = (
     "orig_ax", "ip",
 )  # fmt: skip
 _PT_REGS_WORDS = 21
-_SLOT = {name: number for number, name in enumerate(_PT_REGS)}
-_ARGUMENTS = ("di", "si", "dx", "r10", "r8", "r9")
+_CALL_SLOTS = [_PT_REGS.index(name) for name in ("di", "si", "dx", "r10", "r8", "r9", "ax", "ip", "cx")]
+_NO_ARGUMENTS = (0,) * 6
 _HOST_TEXT, _HOST_DATA = 0xFFFFFFFF70000000, 0xFFFFFFFF70001000
 """In a part of the kernel's own gigabytes that Linux leaves free, within reach of a jump from its text."""
 _ARRIVAL = TSC_KHZ // 1000
@@ -246,16 +246,18 @@ class LinuxTasks(RunningLinux):
             raise KernelError(ESRCH, f"task {task.pid} has ended")
         if self.current is not None:
             self._take_interrupts()
-        values = dict(zip(_ARGUMENTS, (*arguments, *(0,) * (6 - len(arguments))), strict=True))
-        values.update(ax=ax, ip=ip, cx=cx)
+        values = (*arguments, *_NO_ARGUMENTS[len(arguments) :], ax, ip, cx)
         task.pending = True
         if task is self.current:
-            for name, value in values.items():
-                setattr(self.machine.regs, name, value & _WORD)
+            regs = self.machine.regs
+            regs.di, regs.si, regs.dx, regs.r10, regs.r8, regs.r9, regs.ax, regs.ip, regs.cx = values
+            # The instruction itself would cost a callback.
+            if ip == SYSCALL:
+                self.machine.cpu.syscall()
             return
-        base = task.registers >> 3
-        for name, value in values.items():
-            self._memory.words[base + _SLOT[name]] = value & _WORD
+        words, base = self._memory.words, task.registers >> 3
+        for slot, value in zip(_CALL_SLOTS, values, strict=True):
+            words[base + slot] = value & _WORD
         self._switch(task)
 
     def _take_interrupts(self) -> None:
@@ -273,7 +275,7 @@ class LinuxTasks(RunningLinux):
 
         With 0 it waits for ever, as far as something will ever interrupt the guest. KernelError.
         """
-        end = self.machine.pc.tsc + patience * TSC_KHZ // 1000
+        end = 0
         for _ in range(_ROUNDS):
             if not task.pending and self.current is not None:
                 break
@@ -281,7 +283,9 @@ class LinuxTasks(RunningLinux):
             if found is None:
                 if not task.pending:
                     break
-                if patience and self.machine.pc.tsc >= end:
+                now = self.machine.pc.tsc
+                end = end or now + patience * TSC_KHZ // 1000
+                if patience and now >= end:
                     raise Blocked
                 self.machine.timer()
             elif task.pending:
