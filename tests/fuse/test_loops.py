@@ -96,6 +96,60 @@ def test_who_waits_long_for_the_kernels_lock_is_replaced() -> None:
     assert not runner.is_alive()
 
 
+@pytest.mark.parametrize("blocks", [False, True])
+def test_a_request_that_takes_long_is_replaced(monkeypatch: pytest.MonkeyPatch, *, blocks: bool) -> None:
+    """Once, however long it takes, and if it blocks then; behind its end nobody counts as blocked."""
+    monkeypatch.setattr("kprobefs.loops.LONG", 0.002)
+    first, replaced, looked, release = (threading.Event() for _ in range(4))
+
+    def loop() -> None:
+        if first.is_set():
+            replaced.set()
+            release.wait(5)
+            return
+        first.set()
+        loops.request_begins()
+        replaced.wait(5)
+        if blocks:
+            with loops.blocking():
+                looked.wait(5)
+        else:
+            looked.wait(5)
+        loops.request_ended()
+
+    loops = Loops(loop)
+    runner = threading.Thread(target=loops.run)
+    runner.start()
+    assert replaced.wait(5)
+    assert not looked.wait(0.05)
+    assert (len(loops._threads), loops._blocked) == (2, 1)
+    looked.set()
+    release.set()
+    runner.join(5)
+    assert not runner.is_alive()
+    assert loops._blocked == 0
+    assert not loops._long
+
+
+def test_requests_that_are_quick_are_answered_by_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And who looks for long ones sleeps when there are none."""
+    monkeypatch.setattr("kprobefs.loops.LONG", 0.002)
+    begun, release = [], threading.Event()
+
+    def loop() -> None:
+        begun.append(1)
+        for _ in range(20):
+            loops.request_begins()
+            loops.request_ended()
+            release.wait(0.001)
+        while not loops._is_parked:
+            release.wait(0.001)
+
+    loops = Loops(loop)
+    loops.run()
+    assert len(begun) == 1
+
+
 def test_the_lock_is_waited_for_without_threads_too(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(_thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -110,12 +164,12 @@ def test_the_lock_is_waited_for_without_threads_too(monkeypatch: pytest.MonkeyPa
 def test_only_loops_are_replaced_and_not_behind_their_end() -> None:
     """A session that is over is freed: nobody may take requests from it any more."""
     begun = []
-    loops = Loops(lambda: begun.append(1))
+    loops = Loops(lambda: begun.append(1), free=3)
     loops.run()
     with loops.waiting(), loops.waiting():
-        assert len(begun) == FREE_LOOPS
+        assert len(begun) == 3
     with loops.blocking():
-        assert len(begun) == len(loops._threads) == FREE_LOOPS
+        assert len(begun) == len(loops._threads) == 3
 
 
 def test_only_so_many_that_wait_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
