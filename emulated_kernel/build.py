@@ -43,7 +43,7 @@ from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, Memory
 from emulated_kernel.parts import ProbedParts, ProbeRegistries, TraceParts
 from emulated_kernel.trace.array.system import TraceSystem
 from emulated_kernel.trace.compiled.guest_records import GuestRecords
-from emulated_kernel.trace.compiled.places import Asking, GuestPlaces
+from emulated_kernel.trace.compiled.places import Asking
 from emulated_kernel.trace.events.link_order import link_rank
 from emulated_kernel.trace.events.own_entries import own_events
 from emulated_kernel.trace.events.print_event import PrintEvent
@@ -66,12 +66,10 @@ from emulated_kernel.trace.probes.uprobe_events import UprobeEvents
 from emulated_kernel.trace.symbols import KernelSymbols
 from emulated_kernel.trace.synth.events import SyntheticEvents
 from emulated_kernel.trace.text.cmdlines import SavedCmdlines
-from emulated_kernel.trace.trace_arrays import TraceArrays, Tracing
+from emulated_kernel.trace.trace_arrays import TraceArrays
 from emulated_kernel.trace.tracers.call_sites import KernelFunctions
-from emulated_kernel.trace.tracers.function_graph import FunctionGraph, traceable_functions
-from emulated_kernel.trace.tracers.function_profiler import FunctionProfiler
-from emulated_kernel.trace.tracers.graph_tracer import GraphTracer
-from emulated_kernel.trace.tracers.sleep_times import build_sleep_times
+from emulated_kernel.trace.tracers.function_graph import traceable_functions
+from emulated_kernel.trace.tracers.graphs import build_graphs
 from emulated_kernel.trace.tracers.stack_tracer import StackMeasure, StackTracer
 
 
@@ -238,8 +236,10 @@ class _TracingBuilder:
             partial(getattr, machine.clock, "step_ns"),
             Asking(),
         )
-        graph = self._function_graph(arrays.top, points, places)
-        graph_tracer = self._graph_tracer(arrays.top, graph, functions)
+        top, hook_sets = arrays.top, self._engine.hook_sets
+        graph, profiler = build_graphs(
+            kprobes, hook_sets, top.array, top.functions, functions.functions, points.by_name, context, places
+        )
         commands = EventCommands(self._registry, arrays.top.errors, self._guest.log, machine.config.limits)
         engine = ProbeEngine(
             arch,
@@ -260,8 +260,8 @@ class _TracingBuilder:
             system=system,
             arrays=arrays,
             functions=functions,
-            function_graph=graph_tracer,
-            function_profiler=FunctionProfiler(graph, system, lambda: graph_tracer.threshold_ns),
+            function_graph=graph,
+            function_profiler=profiler,
             stack_tracer=StackTracer(functions, measure, self._symbols, arch.word_size),
             guest_records=self._records,
             handler_costs=HandlerCosts(machine, arch, kprobes.compiler, self._records, places),
@@ -327,17 +327,6 @@ class _TracingBuilder:
         events.forked.append(arrays.forked)
         events.exited.append(arrays.exited)
         return arrays
-
-    def _function_graph(self, top: Tracing, points: Tracepoints, places: GuestPlaces) -> FunctionGraph:
-        system = top.array.system
-        sleeps = build_sleep_times(points, self._registry, system.tracer_options, system.now_ns, system.tasks)
-        hook_sets = self._engine.hook_sets
-        return FunctionGraph(self._kprobes, hook_sets.graph, system, top.functions, sleeps, places)
-
-    def _graph_tracer(self, top: Tracing, graph: FunctionGraph, functions: KernelFunctions) -> GraphTracer:
-        tracer = GraphTracer(graph, functions.functions, top.array, top.functions.pids, self._context)
-        top.array.register_tracer("function_graph", tracer)
-        return tracer
 
 
 def _modules(

@@ -48,7 +48,7 @@ class TraceParts:
     functions: KernelFunctions
     function_graph: GraphTracer | None
     function_profiler: FunctionProfiler | None
-    """None where the kernel isn't our own, as is the one before."""
+    """None where the kernel wasn't built for it, as is the one before."""
     stack_tracer: StackTracer
     guest_records: GuestRecords
     handler_costs: HandlerCosts | None

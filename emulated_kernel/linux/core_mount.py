@@ -35,7 +35,7 @@ class CoreMount(ControlFiles):
         self._guest, self._engine, self._owner = guest, engine, owner
         engine.machine.clock.pass_to(guest.time)
         stack = engine.parts.tracing.system.stack
-        self._calls = CoreCalls(guest, engine.machine, engine.kernel, stack.callers, engine.task_ends)
+        self._calls = CoreCalls(guest, engine.machine, engine.kernel, stack.callers, engine.drop_calls)
         self._core_files = CoreFiles(self._calls, engine.kernel, engine.machine.memory)
         self._has_files = not is_tracefs
         self._paths: dict[int, str] = {}

@@ -16,7 +16,7 @@ from emulated_kernel.kprobes.return_hook.hook_sets import HookSets, never_return
 from emulated_kernel.kprobes.scheduler import Scheduler
 from emulated_kernel.linux.kernel_stacks import KernelStacks
 from emulated_kernel.linux.kernel_tracepoints import TAKEN_OVER
-from emulated_kernel.linux.linux_context import TASK_ENDS, linux_abi
+from emulated_kernel.linux.linux_context import linux_abi
 from emulated_kernel.linux.probed_linux import ProbedLinux
 from emulated_kernel.linux.running_linux import RunningLinux
 from emulated_kernel.linux.tasks import LinuxTasks
@@ -71,15 +71,16 @@ class KernelEngine:
         self.parts = ProbedParts(arch=arch, machine=machine, engine=registries, tracing=tracing)
         self.requests = RequestObserver(clock, kprobes)
         guest.on_fork.append(tracing.arrays.forked)
-        guest.on_free.append(tracing.arrays.exited)
-        end = kernel.kallsyms.lookup_name(TASK_ENDS)
-        if end is not None:
-            guest.machine.call_at(end, self.task_ends)
-            guest.machine.engine.flush_code()
+        guest.on_free.append(self._freed)
 
-    def task_ends(self) -> None:
-        """What the running task has pending never returns."""
-        self._hook_sets.task_ended(self.machine.memory.read_word(self.guest.current_cell))
+    def _freed(self, task: int, pid: int) -> None:
+        """What it has pending never returns; the kernel looks for rethooks of its own next."""
+        self._hook_sets.task_ended(task)
+        self.parts.tracing.arrays.exited(pid)
+
+    def drop_calls(self) -> None:
+        """What the running task has called is taken back."""
+        self._hook_sets.drop(self.machine.memory.read_word(self.guest.current_cell))
 
     def request_begins(self) -> None:
         """A process of the host asks for something: what was to be done later is done, if it is time."""

@@ -74,6 +74,8 @@ class KernelTracepoints:
         self._own_count = -1 if kernel.kallsyms.lookup_name("preempt_schedule") is not None else 0
         self._points: dict[int, Tracepoint] = {}
         """By their number in `_events`."""
+        self.by_name: dict[str, Tracepoint] = {}
+        """By GROUP:EVENT."""
         self._pending: list[tuple[int, int, int, int]] = []
         """Of each record that is being made: its trace_event_buffer, the file, where it lies, its size."""
         self._events: list[KernelEvent] = []
@@ -93,7 +95,7 @@ class KernelTracepoints:
                 continue
             number = len(self._events)
             switch = partial(self._switch_syscalls if is_syscall else self._switch, number, event)
-            point = self._points[number] = Tracepoint(switch)
+            point = self._points[number] = self.by_name[f"{event.system}:{event.name}"] = Tracepoint(switch)
             self._events.append(event)
             if is_syscall:
                 raw[event.name] = point

@@ -16,8 +16,8 @@ from emulated_kernel.trace.compiled.places import Asking
 from emulated_kernel.trace.hits.hit_context import HitContext
 from emulated_kernel.trace.ring.trace_entry import EntryFlag
 
-TASK_ENDS = "do_task_dead"
-"""The function that ends a task, which has nothing to run any more."""
+_SHADOW_STACKS = {"rethooks": "rethooks", "ret_stack": "kretprobe_instances"}
+"""By the names of our own image's fields, those of its task_struct that shadow stacks hang on."""
 _NOT_ASKED = 1 << 31
 """PREEMPT_NEED_RESCHED, which is clear while the task is asked to give the CPU up."""
 _SOFTIRQ, _HARDIRQ = 0xFF00, 0xF0000
@@ -55,15 +55,17 @@ def linux_abi(kernel: LinuxKernel, tasks: RunningLinux) -> dict[str, int]:
 
 
 def _shadow_stacks(kernel: LinuxKernel) -> dict[str, int]:
-    """Where a task has its pending calls: the field that the kernel's own rethooks would use, if it has them.
+    """Where a task has its pending calls: the field that the kernel's own rethooks would use, if it has them,
+    and the one beside it, of which nothing has been done since but that it is cleared at fork.
 
-    It is empty when a task is made, and the kernel looks there again when the task is long dead: it must be
-    known when that is. The kernel has no rethooks of its own meanwhile: nobody can load a module that probes.
+    Both are empty when a task is made; for rethooks the kernel looks again when the task is long dead. It has
+    none of its own meanwhile: nobody can load a module that probes. Without both Python keeps all calls.
     """
-    if kernel.kallsyms.lookup_name(TASK_ENDS) is None:
-        return {}
     try:
-        return {"task_struct.rethooks": kernel.btf.offset("task_struct.rethooks")}
+        return {
+            f"task_struct.{ours}": kernel.btf.offset(f"task_struct.{theirs}")
+            for ours, theirs in _SHADOW_STACKS.items()
+        }
     except KernelError:
         return {}
 

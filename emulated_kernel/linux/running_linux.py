@@ -22,8 +22,8 @@ class RunningLinux(ABC):
     """Where the address of the running task stands."""
     on_fork: list[Callable[[int, int], None]]
     """Told the pids of parent and child, whoever forks."""
-    on_free: list[Callable[[int], None]]
-    """Told the pid of a task that has ended, when the kernel forgets it."""
+    on_free: list[Callable[[int, int], None]]
+    """Told the address and the pid of a task that has ended, in front of when the kernel forgets it."""
 
     @abstractmethod
     def idle(self, microseconds: int) -> None:

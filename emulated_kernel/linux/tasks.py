@@ -214,7 +214,7 @@ class LinuxTasks(RunningLinux):
         """Nothing is heard of a task any more."""
         task = self.machine.regs.di - self._facts.offsets["task_struct.rcu"]
         for tell in self.on_free:
-            tell(self._pid(task))
+            tell(task, self._pid(task))
 
     def _run(self) -> LinuxTask | None:
         """Until a task is at the stub; None where the CPU is idle."""

@@ -7,6 +7,7 @@ from functools import cache
 
 from emulated_kernel.arch.base import Arch
 from emulated_kernel.image.linux.kernel import LinuxKernel
+from emulated_kernel.kprobes.return_hook.hook_sets import GRAPH_TRAMPOLINE
 from emulated_kernel.limits import Limits
 from emulated_kernel.linux.kernel_tracepoints import KernelTracepoints
 from emulated_kernel.linux.linux_clock import LinuxClock
@@ -35,6 +36,7 @@ from emulated_kernel.trace.synth.events import SyntheticEvents
 from emulated_kernel.trace.text.cmdlines import SavedCmdlines
 from emulated_kernel.trace.trace_arrays import TraceArrays
 from emulated_kernel.trace.tracers.call_sites import KernelFunctions
+from emulated_kernel.trace.tracers.graphs import build_graphs
 from emulated_kernel.trace.tracers.stack_tracer import StackMeasure, StackTracer
 
 
@@ -103,6 +105,19 @@ def linux_tracing(
         lambda: LinuxClock.step_ns,
         linux_asking(kernel),
     )
+    graph = profiler = None
+    if kernel.kallsyms.lookup_name(GRAPH_TRAMPOLINE) is not None:
+        # Where functions aren't to be followed that return to another task, they aren't traced at all.
+        graph, profiler = build_graphs(
+            kprobes,
+            engine.hook_sets,
+            arrays.top.array,
+            arrays.top.functions,
+            functions.functions,
+            points.by_name,
+            context,
+            places,
+        )
     probes = ProbeEngine(arch, symbols, kprobes, engine.kretprobes, engine.fprobes, hit, places)
     kprobe_events = KprobeEvents(probes, commands)
     synthetic_events = SyntheticEvents(commands, arch.word_size)
@@ -112,8 +127,8 @@ def linux_tracing(
         system=system,
         arrays=arrays,
         functions=functions,
-        function_graph=None,
-        function_profiler=None,
+        function_graph=graph,
+        function_profiler=profiler,
         stack_tracer=StackTracer(functions, measure, symbols, arch.word_size),
         guest_records=records,
         handler_costs=None,

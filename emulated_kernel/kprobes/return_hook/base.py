@@ -127,14 +127,18 @@ class ShadowStack(ABC):
         """Where that is."""
         return node + self.header * self.words.word_size
 
-    def flush(self, task: int) -> list[int]:
-        """Take off all calls of a task that has ended; the hooks that they had.
-
-        Mirrors: kernel/trace/rethook.c:rethook_flush_task, kernel/kprobes.c:kprobe_flush_task (v6.1).
-        """
+    def drop(self, task: int) -> list[int]:
+        """Take off all calls of a task; the hooks that they had."""
         hooks = [call.hook for call in self.pending(task)]
         self.pop(task, len(hooks))
         return hooks
+
+    def flush(self, task: int) -> list[int]:
+        """The same for a task that has ended.
+
+        Mirrors: kernel/trace/rethook.c:rethook_flush_task, kernel/kprobes.c:kprobe_flush_task (v6.1).
+        """
+        return self.drop(task)
 
     def give_stacks(self, tasks: Iterable[int]) -> None:  # noqa: B027 - most have none
         """Every task may come to need its share now; nodes of a pool need none.

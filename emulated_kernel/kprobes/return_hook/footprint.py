@@ -10,7 +10,7 @@ from emulated_kernel.kprobes.return_hook.base import ShadowStack
 from emulated_kernel.kprobes.return_hook.guest_heap import GuestHeap, TaskFields
 
 WORD = 8
-_FIELDS = {"task_struct.rethooks": 0, "task_struct.ret_stack": WORD, "task_struct.curr_ret_stack": 2 * WORD}
+_FIELDS = {"task_struct.rethooks": 0, "task_struct.ret_stack": WORD}
 _TASK_SIZE = 1 << 10
 
 

@@ -105,8 +105,7 @@ class GuestHeap:
 
 
 _KEPT = 1024
-_FIELDS = ("rethooks", "ret_stack", "curr_ret_stack")
-RETHOOKS, RET_STACK, CURR_RET_STACK = range(len(_FIELDS))
+RETHOOKS, RET_STACK = range(2)
 """Indices of `TaskFields.of`."""
 _FORMATS = {4: "I", 8: "Q"}
 
@@ -116,7 +115,7 @@ class TaskFields:
 
     An image that doesn't say which task runs has one shadow stack for all; one that has `rethooks` alone has
     no RetStack.
-    Mirrors: include/linux/sched.h:struct task_struct, rethooks, ret_stack, curr_ret_stack (v6.1).
+    Mirrors: include/linux/sched.h:struct task_struct, rethooks, ret_stack (v6.1).
     """
 
     def __init__(self, memory: ViewedMemory, abi: Mapping[str, int], word_size: int) -> None:
@@ -126,18 +125,17 @@ class TaskFields:
         self._known: dict[int, memoryview] = {}
         self._currents: dict[int, memoryview] = {}
         """By per-CPU area."""
-        self._offset = abi.get("task_struct.rethooks")
+        self._offset = rethooks = abi.get("task_struct.rethooks")
         self._current_at = abi.get("percpu.current_task")
         self._current: memoryview | None = None
         self.cpu = 0
         """Number of the CPU that is the current one."""
-        self._size = word_size * len(_FIELDS)
-        if self._offset is not None:
-            offsets = [
-                abi[name] - self._offset for field in _FIELDS if (name := f"task_struct.{field}") in abi
-            ]
-            self._size = word_size * len(offsets)
-            assert offsets == [*range(0, self._size, word_size)], "they aren't in a row"
+        self._size, self._step = 2 * word_size, 1
+        if rethooks is not None:
+            offsets = [rethooks, *(abi[name] for name in ("task_struct.ret_stack",) if name in abi)]
+            self._offset, self._size = min(offsets), word_size * len(offsets)
+            self._step = (offsets[-1] - rethooks) // word_size or 1
+            assert self._step in (-1, 1), "they aren't side by side"
         if self._current_at is not None:
             self.look_from(0, abi["percpu.base"])
 
@@ -158,7 +156,7 @@ class TaskFields:
         return 0 if self._current is None else int(self._current[0])
 
     def of(self, task: int) -> memoryview:
-        """The live words of a task, by RETHOOKS, RET_STACK and CURR_RET_STACK."""
+        """The live words of a task, by RETHOOKS and RET_STACK."""
         fields = self._known.get(task)
         if fields is None:
             if self._offset is None:
@@ -166,7 +164,7 @@ class TaskFields:
             else:
                 if len(self._known) >= _KEPT:
                     self._known.clear()
-                fields = self._words(self._memory.view(task + self._offset, self._size))
+                fields = self._words(self._memory.view(task + self._offset, self._size))[:: self._step]
             self._known[task] = fields
         return fields
 

@@ -94,6 +94,11 @@ class HookSets:
         for hooks in self._sets:
             hooks.flush(task)
 
+    def drop(self, task: int) -> None:
+        """It goes on as if it had made none of its pending calls."""
+        for hooks in self._sets:
+            hooks.drop(task)
+
     def _look_from(self, cpu: int) -> None:
         for hooks in self._sets:
             hooks.look_from(cpu)

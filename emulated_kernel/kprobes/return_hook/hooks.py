@@ -343,6 +343,11 @@ class ReturnHooks:
             self._count_flushed(address)
         self._tasks.ended(task)
 
+    def drop(self, task: int) -> None:
+        """A task goes on as if it had made none of its pending calls."""
+        for address in self.stack.drop(task):
+            self._count_flushed(address)
+
     def _count_flushed(self, address: int) -> None:
         hook = self._hooks.get(address) or self._removed.get(address)
         assert hook is not None, "a call of a hook that there never was"

@@ -21,7 +21,7 @@ from emulated_kernel.arch.program.ops import (
 )
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.return_hook.base import ACTIVE, HIGH_WATER, Pending, ShadowStack, note_taken
-from emulated_kernel.kprobes.return_hook.guest_heap import CURR_RET_STACK, RET_STACK, GuestHeap, TaskFields
+from emulated_kernel.kprobes.return_hook.guest_heap import RET_STACK, GuestHeap, TaskFields
 from emulated_kernel.kprobes.return_hook.stack_code import (
     FIRST,
     NODE,
@@ -43,12 +43,13 @@ HOOK, RET_ADDR, FRAME, SIZE = range(4)
 """Words at the end of an entry, behind its data; SIZE is that of the whole entry in words."""
 TRAILER = 4
 """All of them."""
-_OVERRUNS = SHADOW_STACK_SIZE
-"""Where in a task's array its calls are counted for which there was no room. Linux: in its task_struct."""
+_USED, _OVERRUNS, _COUNTS = range(3)
+"""Words behind a task's array: how many of it are in use, the calls for which there was no room, and the
+number of these words. Linux: in its task_struct."""
 
 
 class RetStack(ShadowStack):
-    """Entries of any size on a stack of words; curr_ret_stack counts those in use.
+    """Entries of any size on a stack of words.
 
     Every task gets its array as soon as there is a hook, or with its first call if it is younger. Linux: with
     its birth. Mirrors: kernel/trace/fgraph.c:alloc_retstack_tasklist, ftrace_push_return_trace (v6.1); the
@@ -63,6 +64,10 @@ class RetStack(ShadowStack):
         self._entry_words: dict[int, int] = {}
         self._stacks: dict[int, int] = {}
         """Task to its array."""
+        self.used_at, self.overruns_at = (
+            SHADOW_STACK_SIZE + words.word_size * number for number in (_USED, _OVERRUNS)
+        )
+        """From an array's begin to its counts; bytes."""
 
     def give_current(self) -> bool:
         """The running task has none yet; false if there is no memory for one."""
@@ -94,35 +99,40 @@ class RetStack(ShadowStack):
     def give_stacks(self, tasks: Iterable[int]) -> None:
         """Allocate for tasks that have none yet. Raises: KernelError ENOMEM."""
         for task in tasks:
-            if task not in self._stacks:
+            if not self._array(task):
                 self._allocate(task)
 
     def _allocate(self, task: int) -> None:
-        stack = self._stacks[task] = self.words.alloc(SHADOW_STACK_SIZE + self.words.word_size)
-        fields = self.tasks.of(task)
-        fields[RET_STACK], fields[CURR_RET_STACK] = stack, 0
+        # What the guest has done may have been taken back, its task's own words among it.
+        stack = self._stacks.get(task)
+        if stack is None:
+            size = SHADOW_STACK_SIZE + _COUNTS * self.words.word_size
+            stack = self._stacks[task] = self.words.alloc(size)
+        self.words[stack + self.used_at] = 0
+        self.tasks.of(task)[RET_STACK] = stack
 
     def _free_stack(self, task: int) -> None:
-        fields = self.tasks.of(task)
-        fields[RET_STACK] = fields[CURR_RET_STACK] = 0
+        self.tasks.of(task)[RET_STACK] = 0
         self.words.free(self._stacks.pop(task))
+
+    def _array(self, task: int) -> int:
+        """Its address; 0 for a task that has none."""
+        return int(self.tasks.of(task)[RET_STACK])
 
     def try_get(self, hook: int, task: int) -> int:
         """Room on the task's stack, which is its own: nobody else takes it meanwhile."""
-        fields = self.tasks.of(task)
-        if not fields[RET_STACK]:
+        if not self._array(task):
             try:
                 self._allocate(task)
             except KernelError:
                 return 0
-        used = int(fields[CURR_RET_STACK])
-        size = self._entry_words[hook]
-        word = self.words.word_size
+        array, word, size = self._array(task), self.words.word_size, self._entry_words[hook]
+        used = self.words[array + self.used_at]
         if (used + size) * word > SHADOW_STACK_SIZE:
-            self.words[int(fields[RET_STACK]) + _OVERRUNS] += 1
+            self.words[array + self.overruns_at] += 1
             return 0
         note_taken(self.counters[hook])
-        node = int(fields[RET_STACK]) + used * word
+        node = array + used * word
         self._fill(node, size, hook)
         return node
 
@@ -143,26 +153,24 @@ class RetStack(ShadowStack):
         self._release_if_unused(hook)
 
     def push(self, hook: int, task: int, node: int, ret_addr: int, frame: int) -> None:
-        words, word = self.words, self.words.word_size
-        fields = self.tasks.of(task)
+        words, word, array = self.words, self.words.word_size, self._array(task)
         end = node + self._entry_words[hook] * word
         words[end - (TRAILER - RET_ADDR) * word] = ret_addr
         words[end - (TRAILER - FRAME) * word] = frame
-        fields[CURR_RET_STACK] = (end - fields[RET_STACK]) // word
+        words[array + self.used_at] = (end - array) // word
 
     def pending(self, task: int) -> Iterator[Pending]:
-        words, word = self.words, self.words.word_size
-        fields = self.tasks.of(task)
-        end = int(fields[RET_STACK] + fields[CURR_RET_STACK] * word)
-        while end > fields[RET_STACK]:
+        words, word, array = self.words, self.words.word_size, self._array(task)
+        end = array + words[array + self.used_at] * word if array else 0
+        while end > array:
             hook, ret_addr, frame, size = (words[end - number * word] for number in range(TRAILER, 0, -1))
             end -= size * word
             yield Pending(end, hook, ret_addr, frame)
 
     def pop(self, task: int, count: int) -> None:
-        fields = self.tasks.of(task)
+        array = self._array(task)
         for call in list(islice(self.pending(task), count)):
-            fields[CURR_RET_STACK] = (call.node - fields[RET_STACK]) // self.words.word_size
+            self.words[array + self.used_at] = (call.node - array) // self.words.word_size
             self._less(call.hook)
 
     def flush(self, task: int) -> list[int]:
@@ -178,12 +186,12 @@ class RetStack(ShadowStack):
 
     def overruns(self, task: int) -> int:
         """Its calls that its array had no room for. Mirrors: struct task_struct, trace_overrun (v6.1)."""
-        return self.words[self._stacks[task] + _OVERRUNS] if task in self._stacks else 0
+        return self.words[self._stacks[task] + self.overruns_at] if task in self._stacks else 0
 
     def clear_overruns(self) -> None:
         """Count every task's from 0 again."""
         for stack in self._stacks.values():
-            self.words[stack + _OVERRUNS] = 0
+            self.words[stack + self.overruns_at] = 0
 
     def memory_of(self, hook: int) -> int:  # noqa: ARG002 - every hook is a guest of the tasks' arrays
         return 0
@@ -209,12 +217,13 @@ class RetStackCode(StackCode[RetStack]):
     data_word = 0
 
     def find(self, builder: ProgramBuilder, none: Label) -> None:
-        offsets, word = self.offsets, self.word
+        word = self.word
         builder.emit(
             self.current_task(TASK),
-            self.load(SECOND, TASK, offsets.curr_ret_stack),
+            self.load(NODE, TASK, self.offsets.ret_stack),
+            unless(NODE, none),
+            self.load(SECOND, NODE, self.stack.used_at),
             unless(SECOND, none),
-            self.load(NODE, TASK, offsets.ret_stack),
             compute(Arithmetic.SHL, SECOND, self.shift),
             Compute(Arithmetic.ADD, NODE, SECOND),
             self.load(FIRST, NODE, (HOOK - TRAILER) * word),
@@ -222,28 +231,29 @@ class RetStackCode(StackCode[RetStack]):
         )
 
     def enter(self, builder: ProgramBuilder, hook: int, missed: Label, data: int = 0) -> None:
-        offsets, word, again, size = self.offsets, self.word, builder.label(), TRAILER + data
+        word, again, size = self.word, builder.label(), TRAILER + data
+        used_at, overruns_at = self.stack.used_at, self.stack.overruns_at
         with builder.out_of_line() as young:
             builder.call_host(self.stack.give_current, missed)
             builder.emit(Jump(again))
         with builder.out_of_line() as full:
             builder.emit(
-                self.load(FIRST, NODE, _OVERRUNS),
+                self.load(FIRST, NODE, overruns_at),
                 compute(Arithmetic.ADD, FIRST, 1),
-                self.store(NODE, _OVERRUNS, FIRST),
+                self.store(NODE, overruns_at, FIRST),
                 Jump(missed),
             )
         builder.place(again)
         builder.emit(
             self.current_task(TASK),
-            self.load(NODE, TASK, offsets.ret_stack),
+            self.load(NODE, TASK, self.offsets.ret_stack),
             unless(NODE, young),
-            self.load(FIRST, TASK, offsets.curr_ret_stack),
+            self.load(FIRST, NODE, used_at),
             BranchImmediate(Condition.ABOVE, FIRST, SHADOW_STACK_SIZE // word - size, full, is_unlikely=True),
             # First the room is taken: an interrupt hooks calls behind it.
             Move(SECOND, FIRST),
             compute(Arithmetic.ADD, SECOND, size),
-            self.store(TASK, offsets.curr_ret_stack, SECOND),
+            self.store(NODE, used_at, SECOND),
             compute(Arithmetic.SHL, FIRST, self.shift),
             Compute(Arithmetic.ADD, NODE, FIRST),
             set_to(SECOND, hook),
@@ -255,29 +265,31 @@ class RetStackCode(StackCode[RetStack]):
         count_one_more(builder, hook, word)
 
     def leave(self, builder: ProgramBuilder, hook: int, data: int = 0) -> None:
-        offsets, word = self.offsets, self.word
+        word, used_at = self.word, self.stack.used_at
         builder.emit(
             self.current_task(TASK),
-            self.load(NODE, TASK, offsets.ret_stack),
-            self.load(FIRST, TASK, offsets.curr_ret_stack),
+            self.load(TASK, TASK, self.offsets.ret_stack),
+            self.load(FIRST, TASK, used_at),
             compute(Arithmetic.ADD, FIRST, -TRAILER - data),
+            Move(NODE, TASK),
             Move(SECOND, FIRST),
             compute(Arithmetic.SHL, SECOND, self.shift),
             Compute(Arithmetic.ADD, NODE, SECOND),
             self.load(RET, NODE, (data + RET_ADDR) * word),
         )
         self._give_back(builder, data)
-        builder.emit(self.store(TASK, offsets.curr_ret_stack, FIRST))
+        builder.emit(self.store(TASK, used_at, FIRST))
         count_one_less(builder, hook, word)
 
     def put_back(self, builder: ProgramBuilder, hook: int, data: int) -> None:
         """The newest call, which is the hook's, isn't awaited after all."""
-        curr = self.offsets.curr_ret_stack
+        used_at = self.stack.used_at
         builder.emit(
             self.current_task(TASK),
-            self.load(FIRST, TASK, curr),
+            self.load(TASK, TASK, self.offsets.ret_stack),
+            self.load(FIRST, TASK, used_at),
             compute(Arithmetic.ADD, FIRST, -TRAILER - data),
-            self.store(TASK, curr, FIRST),
+            self.store(TASK, used_at, FIRST),
         )
         count_one_less(builder, hook, self.word)
 
@@ -306,5 +318,5 @@ class RetStackCode(StackCode[RetStack]):
         return (
             self.current_task(dst),
             self.load(dst, dst, self.offsets.ret_stack),
-            self.load(dst, dst, _OVERRUNS),
+            self.load(dst, dst, self.stack.overruns_at),
         )

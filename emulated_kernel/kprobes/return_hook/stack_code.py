@@ -34,7 +34,6 @@ NODE, TASK, SLOT, RET, FIRST, SECOND = range(6)
 """Virtual registers: the call's node, its task, the stack slot and the real address, two to help."""
 
 
-_RET_STACK = ("task_struct.ret_stack", "task_struct.curr_ret_stack")
 Stack = TypeVar("Stack", bound=ShadowStack)
 
 
@@ -49,8 +48,7 @@ class TaskOffsets:
     rethooks: int
     """In struct task_struct, as are the following."""
     ret_stack: int
-    """0 where there is no RetStack, as is `curr_ret_stack`."""
-    curr_ret_stack: int
+    """0 where there is no RetStack."""
 
     @classmethod
     def of(cls, abi: Mapping[str, int], word: int) -> TaskOffsets | None:
@@ -58,7 +56,8 @@ class TaskOffsets:
         needed = ("percpu.current_task", "percpu.cpu_number", "task_struct.rethooks")
         if any(name not in abi for name in needed):
             return None
-        return cls(word, *(abi[name] for name in needed), *(abi.get(name, 0) for name in _RET_STACK))
+        current_task, cpu_number, rethooks = (abi[name] for name in needed)
+        return cls(word, current_task, cpu_number, rethooks, abi.get("task_struct.ret_stack", 0))
 
 
 class StackCode(ABC, Generic[Stack]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
 
 from emulated_kernel.errors import KernelError
@@ -55,6 +55,8 @@ class TracerOptions:
 
     def __init__(self) -> None:
         self._on: set[str] = set(_ON_AT_BOOT)
+        self.on_switch: list[Callable[[], object]] = []
+        """Called when any was switched."""
 
     @staticmethod
     def names(tracers: Iterable[str]) -> tuple[str, ...]:
@@ -70,3 +72,5 @@ class TracerOptions:
         if name == NopOption.REFUSE:
             raise KernelError(errno.EINVAL, "the nop tracer refuses this option")
         (self._on.add if on else self._on.discard)(name)
+        for tell in self.on_switch:
+            tell()

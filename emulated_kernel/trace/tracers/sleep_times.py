@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from emulated_kernel.trace.events.registry import EventRegistry
 from emulated_kernel.trace.events.static_event import Tracepoint
-from emulated_kernel.trace.events.tracepoints import Tracepoints
 from emulated_kernel.trace.hits.probe_hit import ProbeHit, Tasks
 from emulated_kernel.trace.output.tracer_options import GraphOption, TracerOptions
 from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE, EventField
@@ -35,25 +34,32 @@ class SleepTimes:
         self._options = options
         self._now_ns = now_ns
         self._tasks = tasks
-        self._slept: Slept = _ignore
+        self._slept: Slept | None = None
+        self._is_watching = False
+        options.on_switch.append(self._follow)
         self._left: dict[tuple[int, int], tuple[int, int]] = {}
         """By pid, and of idle tasks, which share one, by CPU: its task_struct, and when it left."""
 
     def start(self, slept: Slept) -> None:
-        """Watch the scheduler."""
-        self._left.clear()
+        """Watch the scheduler. Linux: whatever the option is; that does nothing but take time."""
         self._slept = slept
-        if self._switches is not None:
-            self._switches.subscribe(self._switched)
+        self._follow()
 
     def stop(self) -> None:
         """Let it be."""
-        if self._switches is not None:
-            self._switches.unsubscribe(self._switched)
+        self._slept = None
+        self._follow()
+
+    def _follow(self) -> None:
+        wanted = self._slept is not None and not self._options.is_on(GraphOption.SLEEP_TIME)
+        if self._switches is None or wanted is self._is_watching:
+            return
+        self._is_watching = wanted
+        self._left.clear()
+        (self._switches.subscribe if wanted else self._switches.unsubscribe)(self._switched)
 
     def _switched(self, payload: bytes, _hit: ProbeHit) -> None:
-        if self._options.is_on(GraphOption.SLEEP_TIME):
-            return
+        assert self._slept is not None
         now = self._now_ns()
         self._left[self._key(payload, "prev_pid")] = self._tasks.current(), now
         came = self._left.get(self._key(payload, "next_pid"))
@@ -66,18 +72,14 @@ class SleepTimes:
         return pid, 0 if pid else self._tasks.cpu()
 
 
-def _ignore(_task: int, _nanoseconds: int) -> None:
-    """Nobody asks."""
-
-
 def build_sleep_times(
-    points: Tracepoints,
+    points: Mapping[str, Tracepoint],
     events: EventRegistry,
     options: TracerOptions,
     now_ns: Callable[[], int],
     tasks: Tasks,
 ) -> SleepTimes:
-    """Those of a kernel with these tracepoints."""
+    """Those of a kernel with these tracepoints, by GROUP:EVENT."""
     event = events.find("sched", "sched_switch")
     fields = () if event is None else event.fields
-    return SleepTimes(points.by_name.get("sched:sched_switch"), fields, options, now_ns, tasks)
+    return SleepTimes(points.get("sched:sched_switch"), fields, options, now_ns, tasks)

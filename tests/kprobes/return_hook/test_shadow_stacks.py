@@ -20,7 +20,6 @@ TASKS = tuple(0x10_000 + 64 * number for number in range(3))
 ABI = {
     "task_struct.rethooks": 8,
     "task_struct.ret_stack": 16,
-    "task_struct.curr_ret_stack": 24,
     "percpu.base": 0x10_800,
     "percpu.current_task": 0,
 }

@@ -1,0 +1,37 @@
+"""Puts the followers of calls together: the function_graph tracer and the profiler, on one FunctionGraph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from emulated_kernel.kprobes.kprobes import Kprobes
+from emulated_kernel.kprobes.return_hook.hook_sets import HookSets
+from emulated_kernel.trace.array.trace_array import TraceArray
+from emulated_kernel.trace.compiled.places import GuestPlaces
+from emulated_kernel.trace.events.static_event import Tracepoint
+from emulated_kernel.trace.hits.hit_context import HitContext
+from emulated_kernel.trace.tracers.function_graph import FunctionGraph
+from emulated_kernel.trace.tracers.function_profiler import FunctionProfiler
+from emulated_kernel.trace.tracers.function_tracer import FunctionTracer
+from emulated_kernel.trace.tracers.functions import Functions
+from emulated_kernel.trace.tracers.graph_tracer import GraphTracer
+from emulated_kernel.trace.tracers.sleep_times import build_sleep_times
+
+
+def build_graphs(
+    kprobes: Kprobes,
+    hook_sets: HookSets,
+    array: TraceArray,
+    tracer: FunctionTracer,
+    functions: Functions,
+    points: Mapping[str, Tracepoint],
+    context: HitContext,
+    places: GuestPlaces,
+) -> tuple[GraphTracer, FunctionProfiler]:
+    """Those of the top trace array and its `tracer` of functions; `points`: the kernel's, by GROUP:EVENT."""
+    system = array.system
+    sleeps = build_sleep_times(points, system.events, system.tracer_options, system.now_ns, system.tasks)
+    graph = FunctionGraph(kprobes, hook_sets.graph, system, tracer, sleeps, places)
+    graph_tracer = GraphTracer(graph, functions, array, tracer.pids, context)
+    array.register_tracer("function_graph", graph_tracer)
+    return graph_tracer, FunctionProfiler(graph, system, lambda: graph_tracer.threshold_ns)
