@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cached_property
 
 from emulated_kernel.arch.x86.arch import X86_64
+from emulated_kernel.errors import KernelError
 from emulated_kernel.host.request_clock import RequestClock, RequestObserver
 from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.kprobes.kinds.fprobe import Fprobes
@@ -14,6 +18,7 @@ from emulated_kernel.kprobes.kprobes import Kprobes
 from emulated_kernel.kprobes.profile import DEFAULT, PROFILES, Profile
 from emulated_kernel.kprobes.return_hook.hook_sets import HookSets, never_returning
 from emulated_kernel.kprobes.scheduler import Scheduler
+from emulated_kernel.linux.kernel_calls import KernelCalls
 from emulated_kernel.linux.kernel_stacks import KernelStacks
 from emulated_kernel.linux.kernel_tracepoints import TAKEN_OVER
 from emulated_kernel.linux.linux_context import linux_abi
@@ -22,6 +27,7 @@ from emulated_kernel.linux.running_linux import RunningLinux
 from emulated_kernel.linux.tasks import LinuxTasks
 from emulated_kernel.linux.tracing import linux_tracing
 from emulated_kernel.lock import ControlLock
+from emulated_kernel.machine.traps.trap import GuestFault
 from emulated_kernel.parts import ProbedParts, ProbeRegistries
 from emulated_kernel.trace.tracers.function_graph import traceable_functions
 
@@ -66,12 +72,16 @@ class KernelEngine:
         fprobes = Fprobes(kprobes, kretprobes.hooks, arch, lambda: traceable_functions(kernel), cpus=1)
         registries = ProbeRegistries(kprobes, None, kretprobes, hook_sets, fprobes)
         tracing = linux_tracing(
-            machine, kernel, arch, registries, abi, self.lock, log.info, stacks.task_structs
+            machine, kernel, arch, registries, abi, self.lock, log.info, stacks.task_structs, self._caller()
         )
         self.parts = ProbedParts(arch=arch, machine=machine, engine=registries, tracing=tracing)
         self.requests = RequestObserver(clock, kprobes)
         guest.on_fork.append(tracing.arrays.forked)
         guest.on_free.append(self._freed)
+
+    def _caller(self) -> Callable[[int], int] | None:
+        """What calls a function of the kernel's that may sleep, by its address; None where none may."""
+        return None
 
     def _freed(self, task: int, pid: int) -> None:
         """What it has pending never returns; the kernel looks for rethooks of its own next."""
@@ -104,3 +114,18 @@ class LinuxEngine(KernelEngine):
     ) -> None:
         super().__init__(tasks, kernel, profile, lock)
         self.tasks = tasks
+
+    @cached_property
+    def kernel_calls(self) -> KernelCalls:
+        """Raises: as KernelCalls."""
+        return KernelCalls(self.tasks, self.machine, self.kernel)
+
+    def _caller(self) -> Callable[[int], int]:
+        return self._call
+
+    def _call(self, function: int) -> int:
+        """Raises: KernelError, as KernelCalls; EIO: the guest has died."""
+        try:
+            return self.kernel_calls.call_at(function)
+        except GuestFault as fault:
+            raise KernelError(errno.EIO, str(fault)) from fault

@@ -6,7 +6,7 @@ import errno
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cached_property, partial
+from functools import partial
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.host.mirror.processes import ProcessWatch
@@ -15,7 +15,6 @@ from emulated_kernel.linux.control_files import FIRST_HANDLE, ControlFiles
 from emulated_kernel.linux.engine import LinuxEngine
 from emulated_kernel.linux.engine_tree import engine_tree
 from emulated_kernel.linux.init import PROC, TMPFS
-from emulated_kernel.linux.kernel_calls import KernelCalls
 from emulated_kernel.linux.linux_mount import LinuxMount
 from emulated_kernel.linux.tasks import LinuxTask
 from emulated_kernel.machine.traps.trap import GuestFault
@@ -65,13 +64,9 @@ class EngineMount(LinuxMount):
         files = engine_tree(engine, owner, self._log_text, machine, further, is_tracefs=is_tracefs)
         self._files = ControlFiles(files, self.lock, self._control)
 
-    @cached_property
-    def _kernel_calls(self) -> KernelCalls:
-        return KernelCalls(self._engine.tasks, self._engine.machine, self._engine.kernel)
-
     def _call_function(self, function: str, *arguments: int | str) -> int:
         with self._guest():
-            return self._kernel_calls.call_function(function, *arguments)
+            return self._engine.kernel_calls.call_function(function, *arguments)
 
     def _module_lines(self, client: Client) -> Records:
         """/proc/modules; addresses are 0 for who may not know them."""

@@ -6,6 +6,7 @@ An interrupt queues work, as one of a device does; that makes the thread, which 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from errno import EFAULT, ENOMEM, ETIMEDOUT
 
 from emulated_kernel.abi import PAGE_SIZE, Prot
@@ -85,6 +86,14 @@ class KernelCalls:
         except BaseException:
             self._machine.free_pages(mailbox)
             raise
+        return self._call(mailbox, address, values)
+
+    def call_at(self, address: int) -> int:
+        """What a function returns that takes no arguments. Raises: as call_function."""
+        return self._call(self._machine.alloc_pages(PAGE_SIZE), address, ())
+
+    def _call(self, mailbox: int, address: int, values: Sequence[int]) -> int:
+        memory = self._machine.memory
         memory.write(mailbox, struct.pack("<7Q", address, *values, *(0,) * (len(REGISTERS) - len(values))))
         self._queue(mailbox)
         begun = self._tasks.machine.pc.tsc

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cached_property, partial
 from struct import pack
 from typing import Any
@@ -12,6 +13,7 @@ from emulated_kernel.abi import PAGE_SIZE
 from emulated_kernel.arch.base import Arch
 from emulated_kernel.arch.x86.prepare import JMP32_SIZE
 from emulated_kernel.arch.x86.verdict import label_size
+from emulated_kernel.errors import KernelError
 from emulated_kernel.image.image import JumpLabel
 from emulated_kernel.image.linux.events import KernelEvent
 from emulated_kernel.image.linux.kernel import LinuxKernel
@@ -32,6 +34,7 @@ from emulated_kernel.trace.text.print_fmt import KernelNames, PrintContext
 _RESERVE, _COMMIT = "trace_event_buffer_reserve", "trace_event_buffer_commit"
 TAKEN_OVER = (_RESERVE, _COMMIT)
 """Functions that never run: who would probe them would wait for ever."""
+_REGISTERING = ("tracepoint.regfunc", "tracepoint.ext")
 _WORD = 8
 _JMP8 = b"\xeb"
 _FUNCS = 2 * 24
@@ -44,7 +47,7 @@ log = logging.getLogger("kprobefs.linux")
 
 
 class KernelTracepoints:
-    """The events of tracepoints that are switched by their static key alone.
+    """The events of tracepoints; where no functions can be called, of those that a key alone switches.
 
     A tracepoint that is switched on calls the event's own function, with a trace_event_file of ours: zeros,
     by whose address the event is known. Where that function asks for room for a record it gets a page of
@@ -60,9 +63,13 @@ class KernelTracepoints:
         poker: TextPoker,
         hit: ProbeHit,
         syscall_work: SyscallWork,
+        call: Callable[[int], int] | None,
     ) -> None:
-        """`hit` is filled in with each record. Nothing is done to the guest until an event is enabled."""
-        self._syscall_work = syscall_work
+        """`hit` is filled in with each record; `call` calls a function of the kernel's, by its address.
+
+        Nothing is done to the guest until an event is enabled.
+        """
+        self._syscall_work, self._call = syscall_work, call
         self._machine, self._memory, self._hit = machine, machine.memory, hit
         self._kernel = kernel
         self._arch = arch
@@ -87,14 +94,17 @@ class KernelTracepoints:
         if lookup(_RESERVE) is None or lookup(_COMMIT) is None:
             return
         has_syscalls = self._syscall_work.is_known()
+        can_register = self._call is not None and any(map(self._kernel.btf.has, _REGISTERING))
         found: list[TraceEvent] = []
         raw: dict[str, Tracepoint] = {}
         for event in self._kernel.events:
             is_syscall = event.system == RAW_SYSCALLS and has_syscalls
-            if not (event.probe and event.fields and (event.is_plain or is_syscall)):
+            can_switch = event.is_plain or is_syscall or can_register
+            if not (event.probe and event.fields and can_switch):
                 continue
             number = len(self._events)
-            switch = partial(self._switch_syscalls if is_syscall else self._switch, number, event)
+            plain = self._switch if event.is_plain else self._switch_registered
+            switch = partial(self._switch_syscalls if is_syscall else plain, number, event)
             point = self._points[number] = self.by_name[f"{event.system}:{event.name}"] = Tracepoint(switch)
             self._events.append(event)
             if is_syscall:
@@ -132,6 +142,29 @@ class KernelTracepoints:
         except BaseException:
             self._syscall_work.switch(not on)
             raise
+
+    def _switch_registered(self, number: int, event: KernelEvent, on: bool) -> None:
+        """The same for any regfunc and unregfunc. Raises: KernelError with regfunc's errno."""
+        assert self._call is not None
+        self._prepare()
+        if on:
+            result = self._call(self._function(event, "regfunc")) & 0xFFFFFFFF
+            if result >> 31:
+                raise KernelError((1 << 32) - result)
+        else:
+            # A guest that has died keeps nobody from disabling its events.
+            with suppress(KernelError):
+                self._call(self._function(event, "unregfunc"))
+        self._switch(number, event, on)
+
+    def _function(self, event: KernelEvent, name: str) -> int:
+        """Of its struct tracepoint, or since 6.14 of what that leads to."""
+        btf, base = self._kernel.btf, event.tracepoint
+        if btf.has("tracepoint.ext"):
+            base, owner = self._word_at(base + btf.offset("tracepoint.ext")), "tracepoint_ext"
+        else:
+            owner = "tracepoint"
+        return self._word_at(base + btf.offset(f"{owner}.{name}"))
 
     def _switch(self, number: int, event: KernelEvent, on: bool) -> None:
         """Mirrors: kernel/tracepoint.c:tracepoint_add_func, tracepoint_remove_func (v6.1)."""

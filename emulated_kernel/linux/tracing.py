@@ -49,8 +49,9 @@ def linux_tracing(
     lock: ControlLock,
     printk: Callable[[str], None],
     task_structs: Callable[[], Iterator[int]],
+    call: Callable[[int], int] | None,
 ) -> TraceParts:
-    """`kernel`: with its text as it runs; `printk`: a line of its log."""
+    """`kernel`: with its text as it runs; `printk`: a line of its log; `call`: see KernelTracepoints."""
     kprobes, memory, limits = engine.kprobes, machine.memory, Limits()
     registry, cmdlines = EventRegistry(), SavedCmdlines()
     symbols = KernelSymbols(kernel.kallsyms, engine.hook_sets, kprobes.sites)
@@ -69,6 +70,7 @@ def linux_tracing(
         kprobes.poker,
         ProbeHit(memory, tasks, context.trace_ctx),
         SyscallWork(kernel, memory, task_structs),
+        call,
     )
     for event in points.events():
         registry.add(event)

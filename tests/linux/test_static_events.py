@@ -15,6 +15,7 @@ from emulated_kernel.host.mirror.processes import NoProcesses
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.linux.engine import LinuxEngine
 from emulated_kernel.linux.engine_mount import EngineMount
+from emulated_kernel.linux.init import BUFFER
 from emulated_kernel.linux.linux_mount import LinuxMount
 from emulated_kernel.linux.syscalls import LinuxSyscalls
 from emulated_kernel.linux.tasks import LinuxTasks
@@ -83,6 +84,50 @@ def test_records_are_those_of_its_own_tracefs(
     assert {line.split(": ")[0].split()[-1] for line in found} >= {
         event.split("/")[1] for event in EVENTS[:4]
     }
+
+
+def faults(mount: LinuxMount, tasks: LinuxTasks) -> list[str]:
+    """Page faults of a child that is forked and writes to its memory, without times."""
+    write(mount, "/tracing/trace", "", os.O_TRUNC)
+    switch(mount, "exceptions/page_fault_user", on=True)
+    child = tasks.fork(tasks.init, 4200)
+    tasks.put(child, BUFFER, b"written")
+    tasks.exit(child)
+    switch(mount, "exceptions/page_fault_user", on=False)
+    lines = read(mount, "/tracing/trace").splitlines()
+    return [WHO_AND_WHEN.sub("", line) for line in lines if re.search(r"\b4200\b", line)]
+
+
+def test_page_faults_are_those_of_its_own_tracefs(
+    linux: LinuxMount, ours: EngineMount, engine: LinuxEngine
+) -> None:
+    """Their regfunc has the kernel take another way into its handler, which it leaves again."""
+    key = engine.kernel.kallsyms.lookup_name("trace_pagefault_key")
+    assert key is not None
+    found = faults(ours, engine.tasks)
+    assert found == faults(linux, linux._tasks)
+    assert any(f"address={BUFFER:#x}" in line for line in found)
+    # Both events count on the one key; a regfunc that fails is the answer.
+    assert not write(ours, "/tracing/events/exceptions/enable", "1")
+    assert engine.machine.memory.read_u32(key) == 2
+    assert not write(ours, "/tracing/events/exceptions/enable", "0")
+    assert engine.machine.memory.read_u32(key) == 0
+
+
+def test_a_regfunc_that_refuses(
+    ours: EngineMount, engine: LinuxEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is switched then."""
+    monkeypatch.setattr(engine.kernel_calls, "call_at", lambda _address: (1 << 64) - errno.ENOMEM)
+    event = "/tracing/events/mmap_lock/mmap_lock_released/enable"
+    assert write(ours, event, "1") == "ENOMEM"
+    assert read(ours, event) == "0\n"
+    monkeypatch.undo()
+    assert not write(ours, event, "1")
+    families(engine.tasks)
+    assert not write(ours, event, "0")
+    assert "mmap_lock_released: mm=" in read(ours, "/tracing/trace")
+    assert not engine.tasks.machine.death
 
 
 SYSCALLS = ("sys_enter_getpid", "sys_exit_getpid", "sys_enter_kill", "sys_exit_kill", "sys_enter_getppid")
