@@ -14,7 +14,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from emulated_kernel.arch.analysis.reason import ERRNO, Finding, Reason
+from emulated_kernel.arch.analysis.reason import ERRNO, Reason
 from emulated_kernel.arch.architectures import arch_named
 from emulated_kernel.arch.riscv.verdict import RiscvVerdict
 from emulated_kernel.dataclass import dataclass
@@ -47,8 +47,8 @@ class ProbeOutcome(Enum):
     REFUSED = "refused"
 
 
-Reasons = Counter[tuple[ProbeOutcome, str]]
-"""Instructions by verdict and reason; an optimized probe has none."""
+Reasons = Counter[Reason | None]
+"""Instructions by reason; an optimized probe has none."""
 
 
 @dataclass
@@ -92,55 +92,38 @@ class Judge:
 
     def reasons(self, symbol: Symbol) -> Reasons:
         """Of a whole function."""
-        notrace = self._is_notrace(symbol)
-        if notrace is not None:
-            reasons: dict[int, Reason | None] = dict.fromkeys(
-                self._verdict.boundaries(symbol), notrace.reason
-            )
-            counted: dict[Reason | None, int] = {notrace.reason: len(self._without_filler(symbol, reasons))}
+        if self._is_notrace(symbol):
+            found: dict[int, Reason | None] = dict.fromkeys(self._verdict.boundaries(symbol), Reason.NOTRACE)
         else:
-            counted = Counter(self._without_filler(symbol, self._verdict.reasons(symbol)))
+            found = self._verdict.reasons(symbol)
         if self.pairs is not None and isinstance(self._verdict, RiscvVerdict):
             self.pairs += self._verdict.pairs(symbol)
-        self._verdict.forget()
-        return _named(counted)
+        return Counter(self._without_filler(symbol, found))
 
     def _without_filler(self, symbol: Symbol, found: dict[int, Reason | None]) -> Collection[Reason | None]:
         """Zeros at the end fill space, and on x86 int3, which boot puts behind returns too."""
-        code = self._subject.tables.read(symbol.address, symbol.size)
         filler = _X86_FILLER if self._is_x86 else b"\0"
-        size = len(code.rstrip(filler))
-        if size == symbol.size and not (self._is_x86 and _INT3 in code):
+        code = self._subject.tables.read(symbol.address, symbol.size).rstrip(filler)
+        start, end = symbol.address, symbol.address + len(code)
+        if self._is_x86 and _INT3 in code:
+            return [reason for addr, reason in found.items() if addr < end and code[addr - start] != _INT3]
+        if len(code) == symbol.size:
             return found.values()
-        start = symbol.address
-        return [
-            reason
-            for addr, reason in found.items()
-            if addr - start < size and not (code[addr - start] == _INT3 and self._is_x86)
-        ]
+        return [reason for addr, reason in found.items() if addr < end]
 
-    def _is_notrace(self, symbol: Symbol) -> Finding | None:
-        """What keeps events out; a part of a function that isn't known is taken for traceable."""
-        if not self._profile.ftrace:
-            return None
-        if self._subject.complete or self._verdict.has_whole(symbol):
-            return self._verdict.check_traced(symbol.address)
-        return None
+    def _is_notrace(self, symbol: Symbol) -> bool:
+        """Whether events keep out; a part of a function that isn't known is taken for traceable."""
+        if not self._profile.ftrace or not (self._subject.complete or self._verdict.has_whole(symbol)):
+            return False
+        return not self._verdict.is_traced(symbol)
 
 
-def _name(reason: Reason | None) -> tuple[ProbeOutcome, str]:
+def _outcome(reason: Reason | None) -> ProbeOutcome:
     if reason is None:
-        return ProbeOutcome.OPTIMIZED, ""
+        return ProbeOutcome.OPTIMIZED
     if reason in ERRNO:
-        return ProbeOutcome.REFUSED, reason.value
-    return ProbeOutcome.FTRACE if reason is Reason.FTRACE else ProbeOutcome.BREAKPOINT, reason.value
-
-
-_NAMES = {reason: _name(reason) for reason in (None, *Reason)}
-
-
-def _named(counted: dict[Reason | None, int]) -> Reasons:
-    return Counter({_NAMES[reason]: number for reason, number in counted.items()})
+        return ProbeOutcome.REFUSED
+    return ProbeOutcome.FTRACE if reason is Reason.FTRACE else ProbeOutcome.BREAKPOINT
 
 
 def coverage(subject: Subject, profile_name: str | None) -> Coverage:
@@ -171,6 +154,9 @@ def _without_garbage_collection() -> Iterator[None]:
     try:
         yield
     finally:
+        # What was made meanwhile counts as old, or it would all be looked at right now.
+        gc.freeze()
+        gc.unfreeze()
         if was_on:
             gc.enable()
 
@@ -211,8 +197,8 @@ def _as_dict(found: Coverage) -> dict[str, Any]:
         "functions": len(found.symbols),
         "verdicts": _by_verdict(total),
         "reasons": [
-            {"verdict": verdict.value, "reason": reason, "instructions": number}
-            for (verdict, reason), number in total.most_common()
+            {"verdict": _outcome(reason).value, "reason": reason.value, "instructions": number}
+            for reason, number in total.most_common()
             if reason
         ],
         "sections": {name: _by_verdict(reasons) for name, reasons in found.sections.items()},
@@ -221,7 +207,7 @@ def _as_dict(found: Coverage) -> dict[str, Any]:
                 "name": symbol.name,
                 "address": f"{symbol.address:#x}",
                 "verdicts": _by_verdict(reasons),
-                "reasons": {reason: number for (_, reason), number in reasons.most_common() if reason},
+                "reasons": {reason.value: number for reason, number in reasons.most_common() if reason},
             }
             for symbol, reasons in found.symbols
         ],
@@ -232,8 +218,8 @@ def _as_dict(found: Coverage) -> dict[str, Any]:
 
 def _by_verdict(reasons: Reasons) -> dict[str, int]:
     found = dict.fromkeys((verdict.value for verdict in ProbeOutcome), 0)
-    for (verdict, _), number in reasons.items():
-        found[verdict.value] += number
+    for reason, number in reasons.items():
+        found[_outcome(reason).value] += number
     return {"instructions": reasons.total(), **found}
 
 
@@ -259,10 +245,10 @@ def _tables(found: Coverage) -> Iterator[str]:
         yield f"{'pairs':<12}{found.pairs:>13,}{_share(found.pairs, counted):>9}"
     yield ""
     yield f"{'verdict':<12}{'instructions':>13}{'of all':>9}  reason"
-    for (verdict, reason), number in total.most_common():
+    for reason, number in total.most_common():
         if reason:
-            head = f"{verdict.value:<12}{number:>13,}{_share(number, counted):>9}  "
-            yield folded(f"{head}{reason}", sys.stdout, " " * len(head))
+            head = f"{_outcome(reason).value:<12}{number:>13,}{_share(number, counted):>9}  "
+            yield folded(f"{head}{reason.value}", sys.stdout, " " * len(head))
     yield ""
     width = max(len(name) for name in (*found.sections, "section"))
     yield f"{'section':<{width}}{'instructions':>14}" + "".join(

@@ -44,7 +44,7 @@ class Strategy(Generic[Analysis]):
     """Exception fixups and pointers in data count as well."""
 
 
-class _Known(Generic[Analysis]):
+class Known(Generic[Analysis]):
     """A function with a probe or a candidate in it; decoded at the first check of its instructions."""
 
     def __init__(self, symbol: Symbol, function: Function, analyse: Callable[[Function], Analysis]) -> None:
@@ -57,13 +57,13 @@ class _Known(Generic[Analysis]):
         return self._analyse(self.function)
 
     @cached_property
-    def reserved(self) -> dict[int, Finding]:
+    def reserved(self) -> dict[int, Reason]:
         """Why its bytes that others patch or trap on can't be probed, by the first of Linux's checks.
 
         Linux: an fentry site up to v5.17; later ones let a breakpoint be written into what ftrace patches as
         a whole.
         """
-        function, found = self.function, dict[int, Finding]()
+        function, found = self.function, dict[int, Reason]()
         for sites, reason in (
             (function.jump_labels, Reason.JUMP_LABEL),
             (function.static_calls, Reason.STATIC_CALL),
@@ -72,8 +72,13 @@ class _Known(Generic[Analysis]):
         ):
             for site in sites:
                 for addr in range(site.addr, site.addr + site.size):
-                    found.setdefault(addr, Finding(reason, addr))
+                    found.setdefault(addr, reason)
         return found
+
+    def check_reserved(self, addr: int) -> Finding | None:
+        """The same of one address."""
+        reason = self.reserved.get(addr)
+        return None if reason is None else Finding(reason, addr)
 
 
 class Verdict(ABC, Generic[Analysis]):
@@ -117,7 +122,7 @@ class Verdict(ABC, Generic[Analysis]):
         self.may_fault: frozenset[int] = frozenset()
         """Instructions that have a fixup in __ex_table."""
         self.layout = self.text_layout(image)
-        self._known: OrderedDict[int, _Known[Analysis]] = OrderedDict()
+        self._known: OrderedDict[int, Known[Analysis]] = OrderedDict()
         self.tables_changed()
 
     # What differs between architectures
@@ -214,7 +219,7 @@ class Verdict(ABC, Generic[Analysis]):
         if _span(self._text_ranges, addr) is None:
             return Finding(Reason.NOT_TEXT, addr)
         forbidden = self._forbidden(where.symbol, addr)
-        return forbidden or self._function(where.symbol).reserved.get(addr)
+        return forbidden or self._function(where.symbol).check_reserved(addr)
 
     def check_prepare(self, addr: int) -> Finding | None:
         """Why the instruction there, which the tables don't forbid, can't be probed."""
@@ -229,13 +234,17 @@ class Verdict(ABC, Generic[Analysis]):
         Mirrors: kernel/trace/trace_kprobe.c:within_notrace_func (v6.1).
         """
         where = self._symbols.lookup(addr)
-        if where is None or _inside(self._mcount, where.symbol):
-            return None
-        whole = self._split_from(where.symbol)
-        found = None if whole is None else self._symbols.lookup(whole)
-        if found is not None and _inside(self._mcount, found.symbol):
+        if where is None or self.is_traced(where.symbol):
             return None
         return Finding(Reason.NOTRACE, where.symbol.address)
+
+    def is_traced(self, symbol: Symbol) -> bool:
+        """Whether ftrace traces a function, or the one that it was split off from."""
+        if _inside(self._mcount, symbol):
+            return True
+        whole = self._split_from(symbol)
+        found = None if whole is None else self._symbols.lookup(whole)
+        return found is not None and bool(_inside(self._mcount, found.symbol))
 
     def _forbidden(self, symbol: Symbol, addr: int) -> Finding | None:
         """By the blacklist. A part that the compiler split off (`foo.cold`, `foo.part.0`) follows `foo`.
@@ -270,7 +279,7 @@ class Verdict(ABC, Generic[Analysis]):
         found = self._detoured(self._function(where.symbol), addr)
         return self._named(found) if isinstance(found, Finding) else found
 
-    def _detoured(self, known: _Known[Analysis], addr: int) -> Region | Finding:
+    def _detoured(self, known: Known[Analysis], addr: int) -> Region | Finding:
         strategy = self.strategy
         if addr in self.fentry:
             return Finding(Reason.FTRACE, addr)
@@ -301,7 +310,7 @@ class Verdict(ABC, Generic[Analysis]):
         known = self._function(symbol)
         forbidden = self._has_forbidden(symbol)
         for addr in self.insns(known.analysis):
-            refused = (self._forbidden(symbol, addr) if forbidden else None) or known.reserved.get(addr)
+            refused = (self._forbidden(symbol, addr) if forbidden else None) or known.check_reserved(addr)
             if refused is None and addr not in self.fentry:
                 refused = self.check_insn(known.analysis, addr)
             yield addr, refused, self._detoured(known, addr)
@@ -312,24 +321,27 @@ class Verdict(ABC, Generic[Analysis]):
 
     def reasons(self, symbol: Symbol) -> dict[int, Reason | None]:
         """Of each instruction, by address, the first reason against a jump there; None: there can be one."""
+        if self._is_forbidden(symbol):
+            return dict.fromkeys(self.boundaries(symbol), Reason.BLACKLISTED)
         found: dict[int, Reason | None] = {}
         for addr, refused, outcome in self.judged(symbol):
             finding = refused or outcome
             found[addr] = finding.reason if isinstance(finding, Finding) else None
         return found
 
-    def _has_forbidden(self, symbol: Symbol) -> bool:
-        """Whether the blacklist has anything to do with a function."""
+    def _is_forbidden(self, symbol: Symbol) -> bool:
+        """Whether all of a function is in the blacklist."""
         whole = self._split_from(symbol)
         if whole is not None and _span(self._blacklist, whole) is not None:
             return True
+        at = bisect_right(self._blacklist, symbol.address, key=itemgetter(0)) - 1
+        return at >= 0 and self._blacklist[at][1] >= symbol.address + symbol.size
+
+    def _has_forbidden(self, symbol: Symbol) -> bool:
+        """Whether the blacklist has anything to do with a function."""
         end = bisect_left(self._blacklist, symbol.address + symbol.size, key=itemgetter(0))
         # Spans are disjoint: one that reaches into the function is the last that begins before its end.
-        return end > 0 and self._blacklist[end - 1][1] > symbol.address
-
-    def forget(self) -> None:
-        """Drop the decoded functions; for a count over a whole kernel, which needs each once."""
-        self._known.clear()
+        return (end > 0 and self._blacklist[end - 1][1] > symbol.address) or self._is_forbidden(symbol)
 
     # Functions
 
@@ -341,13 +353,13 @@ class Verdict(ABC, Generic[Analysis]):
     def _is_insn(self, symbol: Symbol, addr: int) -> bool:
         return addr in self.insns(self._function(symbol).analysis)
 
-    def _function(self, symbol: Symbol) -> _Known[Analysis]:
+    def _function(self, symbol: Symbol) -> Known[Analysis]:
         start = symbol.address
         known = self._known.get(start)
         if known is None:
             if len(self._known) == MAX_KNOWN:
                 self._known.popitem(last=False)
-            known = self._known[start] = _Known(symbol, self._read(symbol), self.analyse)
+            known = self._known[start] = Known(symbol, self._read(symbol), self.analyse)
         else:
             self._known.move_to_end(start)
         return known

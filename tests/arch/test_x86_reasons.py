@@ -122,4 +122,3 @@ def test_the_same_for_a_real_kernel_s_functions(version: str) -> None:
     for symbol in sample.kallsyms.symbols[::3]:
         if symbol.name in names:
             assert list(asked.reasons(symbol).items()) == one_by_one(asked, symbol), symbol.name
-            asked.forget()

@@ -45,15 +45,18 @@ class WayIndex:
         parts = range(region.start >> _PART_BITS, (region.stop - 1 >> _PART_BITS) + 1)
         return [source for part in parts for source in self._into(part, region)]
 
-    def pairs(self, region: range) -> Iterator[tuple[int, int]]:
+    def pairs(self, region: range) -> list[tuple[int, int]]:
         """Target and source of each way into a region."""
+        found: list[tuple[int, int]] = []
         for part in range(region.start >> _PART_BITS, (region.stop >> _PART_BITS) + 1):
             base = part << _PART_BITS
             targets, sources = self._sorted_part(part)
-            first, last = self._borders(part, region)
-            yield from zip(
-                (base + target for target in targets[first:last]), sources[first:last], strict=True
-            )
+            first, last = bisect_left(targets, region.start - base), bisect_left(targets, region.stop - base)
+            if first < last:
+                found += zip(
+                    [base + target for target in targets[first:last]], sources[first:last], strict=True
+                )
+        return found
 
     def _into(self, part: int, region: range) -> list[int]:
         _, sources = self._sorted_part(part)
@@ -83,8 +86,9 @@ class Entrances:
 
     def targets(self, region: range) -> set[int]:
         """Where labels, and what looks like a branch from outside, lead to in it."""
-        branches = (target for target, source in self._branches.pairs(region) if source not in region)
-        return {*branches, *(target for target, _ in self._labels.pairs(region))}
+        found = {target for target, source in self._branches.pairs(region) if source not in region}
+        found.update(target for target, _ in self._labels.pairs(region))
+        return found
 
     def label(self, region: range) -> Finding | None:
         """A jump label, on or off, that leads into the region."""

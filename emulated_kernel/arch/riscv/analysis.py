@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, KeysView
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, reduce
+from itertools import compress
+from operator import attrgetter, or_
 
 from emulated_kernel.arch.analysis.dataflow import LEAVES, Control, Effect, solve
 from emulated_kernel.arch.analysis.function import Function
@@ -13,6 +15,7 @@ from emulated_kernel.arch.analysis.region import Live
 from emulated_kernel.arch.riscv.insn import (
     ALL_REGISTERS,
     GP,
+    LEADS_ELSEWHERE,
     REGISTER_NAMES,
     RVC_SIZE,
     RVI_SIZE,
@@ -26,9 +29,10 @@ from emulated_kernel.arch.riscv.insn import (
     T6,
     TP,
     Handling,
-    RiscvInsn,
+    RiscvFacts,
     RiscvOpcode,
     decode_all,
+    facts_of_all,
 )
 
 _MAY_FAULT = Effect(ALL_REGISTERS, 0, LEAVES)
@@ -38,6 +42,9 @@ _NEVER_DEAD: int = 1 << SP | 1 << GP | 1 << TP
 _KEPT_BY_CALLS = frozenset((S0, S1, *range(18, T3)))
 _LOAD_POINTER = 3
 """funct3 of ld."""
+_KIND, _MENTIONED = attrgetter("kind"), attrgetter("mentioned")
+_LEADING = bytes(kind & LEADS_ELSEWHERE for kind in range(256))
+"""Picks the kinds that lead elsewhere."""
 TEMPORARIES: int = sum(1 << number for number in (T0, T1, T2, *range(T3, T6 + 1)))
 """Mask of t0 to t6: no arguments of a call, no results, and not preserved by it."""
 
@@ -48,19 +55,22 @@ class RiscvFunctionAnalysis:
     def __init__(self, function: Function, *, compressed: bool) -> None:
         self.function = function
         code = function.code[: function.size]
-        self.insns: dict[int, RiscvInsn] = dict(decode_all(code, function.addr, compressed=compressed))
+        self.insns: dict[int, RiscvFacts] = facts_of_all(code, function.addr, compressed=compressed)
         last = next(reversed(self.insns), None)
         self.end = function.addr if last is None else last + self.insns[last].length
         """Behind the last instruction."""
         self._sources: dict[int, list[int]] = {}
         """By target of jumps and branches, the addresses of these."""
         self._indirect_jumps: list[int] = []
-        for addr, insn in [each for each in self.insns.items() if each[1].leads_elsewhere]:
+        self.kinds = bytes(map(_KIND, self.insns.values()))
+        """Of each instruction, see RiscvFacts.kind."""
+        for addr, insn in compress(self.insns.items(), self.kinds.translate(_LEADING)):
             if insn.relative_target is not None:
                 self._sources.setdefault(addr + insn.relative_target, []).append(addr)
             else:
                 self._look_at_indirect(addr, insn)
-        self.hazard = min(self._hazards(), key=lambda finding: finding.addr, default=None)
+        hazards = [*self._hazards()]
+        self.hazard = min(hazards, key=attrgetter("addr")) if hazards else None
         """The first thing that forbids optimization anywhere in the function."""
 
     @cached_property
@@ -85,13 +95,17 @@ class RiscvFunctionAnalysis:
         """Of its jumps and branches, wherever they lie."""
         return self._sources.keys()
 
-    def _look_at_indirect(self, addr: int, insn: RiscvInsn) -> None:
+    def _look_at_indirect(self, addr: int, insn: RiscvFacts) -> None:
         """By way of auipc it is a direct one."""
-        upper = self.insns.get(addr - RVI_SIZE)
+        before = addr - RVI_SIZE
+        upper = self.insns.get(before)
         if upper is None or upper.opcode != RiscvOpcode.AUIPC or upper.rd != insn.rs1:
             self._indirect_jumps.append(addr)
         else:
-            target = addr - RVI_SIZE + upper.upper_immediate + insn.immediate
+            at = before - self.function.addr
+            code = self.function.code[at : at + 2 * RVI_SIZE]
+            (_, auipc), (_, jump), *_ = decode_all(code, 0, compressed=True)
+            target = before + auipc.upper_immediate + jump.immediate
             self._sources.setdefault(target, []).append(addr)
 
     def _hazards(self) -> Iterator[Finding]:
@@ -115,7 +129,7 @@ class RiscvFunctionAnalysis:
             at is None or self._loads_pointer(at, self.insns[at]) for at in loads
         )
 
-    def _loads_pointer(self, addr: int, insn: RiscvInsn) -> bool:
+    def _loads_pointer(self, addr: int, insn: RiscvFacts) -> bool:
         if insn.opcode != RiscvOpcode.LOAD or insn.funct3 != _LOAD_POINTER or insn.rs1 == SP:
             return False
         bases = self._definitions(addr, insn.rs1)
@@ -220,14 +234,10 @@ class RiscvFunctionAnalysis:
     @cached_property
     def _relevant(self) -> int:
         """Registers that somebody may look at."""
-        mentioned = 0
-        for insn in set(self.insns.values()):
-            if insn.reads != ALL_REGISTERS:
-                mentioned |= insn.reads | insn.writes
-        return mentioned | ~TEMPORARIES
+        return reduce(or_, map(_MENTIONED, self.insns.values()), ~TEMPORARIES)
 
 
-def _never_falls_through(insn: RiscvInsn) -> bool:
+def _never_falls_through(insn: RiscvFacts) -> bool:
     return insn.opcode in (RiscvOpcode.JAL, RiscvOpcode.JALR) and not insn.is_call
 
 

@@ -26,7 +26,10 @@ def expand(half: int) -> int | None:
 
 def _bits(half: int, *places: tuple[int, int, int]) -> int:
     """An immediate put together from fields: (lowest bit of the field, its bits, where it goes)."""
-    return sum((half >> at & (1 << width) - 1) << to for at, width, to in places)
+    value = 0
+    for at, width, to in places:
+        value |= (half >> at & (1 << width) - 1) << to
+    return value
 
 
 def _signed(value: int, bits: int) -> int:

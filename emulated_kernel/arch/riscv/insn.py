@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Iterator
 from enum import Enum, IntEnum, auto
@@ -92,8 +93,8 @@ class Handling(Enum):
 
 
 # Without the enum, which is slow to look into: a kernel has a hundred thousand instructions that differ.
-_BRANCH, _JAL = int(RiscvOpcode.BRANCH), int(RiscvOpcode.JAL)
-_TRANSFERS = frozenset((_BRANCH, _JAL, int(RiscvOpcode.JALR)))
+_BRANCH, _JAL, _JALR = int(RiscvOpcode.BRANCH), int(RiscvOpcode.JAL), int(RiscvOpcode.JALR)
+_JUMPS = frozenset((_JAL, _JALR))
 _SYSTEM = int(RiscvOpcode.SYSTEM)
 _HANDLING = {
     **dict.fromkeys(map(int, EMULATED), Handling.SIMULATED),
@@ -101,43 +102,39 @@ _HANDLING = {
 }
 
 
-@lru_cache(1 << 12)
-def _plain_effect(reads: int, writes: int) -> Effect:
-    return Effect(reads, ~writes)
+_FACTS_BITS = {
+    opcode: (0x01FFFFFF if form & _RS2 else 0x000FFFFF if form & _RS1 else 0x00000FFF)
+    for opcode, form in _FORMS.items()
+    if opcode not in (RiscvOpcode.BRANCH, RiscvOpcode.JAL)
+}
+"""What of an instruction says what it is and which registers it names: no number that rules don't ask for."""
 
 
-class RiscvInsn:
-    """One instruction; what rules ask of it is found once, as equal ones are one object (`insn_of`)."""
+LENGTH, SIMULATED, REJECTED, LEADS_ELSEWHERE = 7, 8, 16, 32
+"""Parts of RiscvFacts.kind; LEADS_ELSEWHERE: a direct branch, a jump, or a direct call."""
+_KIND_OF = {Handling.COPIED: 0, Handling.SIMULATED: SIMULATED, Handling.REJECTED: REJECTED}
+
+
+class RiscvFacts:
+    """What rules ask of an instruction: all but numbers that lead nowhere."""
 
     __slots__ = (
-        "effect",
-        "funct3",
+        "_effect",
+        "_word",
         "handling",
-        "is_call",
-        "is_indirect_jump",
-        "is_return",
-        "leads_elsewhere",
+        "kind",
         "length",
+        "mentioned",
         "opcode",
-        "rd",
-        "reads",
         "relative_target",
-        "rs1",
-        "rs2",
-        "word",
-        "writes",
     )
 
     def __init__(self, length: int, word: int) -> None:
         """`word`: what a compressed one expands to; 0 where there is nothing to expand to."""
         self.length = length
         """Bytes."""
-        self.word = word
+        self._word = word
         self.opcode = opcode = word & 0x7F
-        self.rd = word >> 7 & 0x1F
-        self.rs1 = word >> 15 & 0x1F
-        self.rs2 = word >> 20 & 0x1F
-        self.funct3 = word >> 12 & 7
         self.handling = _HANDLING.get(opcode, Handling.COPIED)
         """How it is run out of line.
 
@@ -145,44 +142,96 @@ class RiscvInsn:
         for the c.jal of 32 bits, and refuses it too.
         Mirrors: arch/riscv/kernel/probes/decode-insn.c:riscv_probe_decode_insn (v6.6).
         """
-        self.reads, self.writes = self._registers()
-        """Masks of the registers that it reads, and of those that it overwrites as a whole.
-
-        What isn't known, as vectors and floating point, reads all and overwrites none.
-        """
-        self.relative_target: int | None = None
+        form = self._form
+        self.mentioned: int = 0 if form is None else self._reads(form) | self._writes(form)
+        """Mask of the registers that it names."""
+        self.relative_target = relative_target(word)
         """Bytes from its address to where a branch or a jal may go; None for other instructions."""
-        self.is_call = self.is_return = self.is_indirect_jump = False
-        if opcode in _TRANSFERS:
-            self.effect = Effect(self.reads, ~self.writes, self._transfer(opcode))
-            """What it does to registers, for the data flow of a function."""
-        else:
-            self.effect = _plain_effect(self.reads, self.writes)
-        self.leads_elsewhere = self.relative_target is not None or self.is_indirect_jump
-        """It is a direct branch, a jump, or a direct call."""
+        leads = self.relative_target is not None or self.is_indirect_jump
+        self.kind = length | _KIND_OF[self.handling] | (LEADS_ELSEWHERE if leads else 0)
+        """All that most rules ask, as one byte: its length, and the flags below."""
+        self._effect: Effect | None = None
 
-    def _transfer(self, opcode: int) -> Control:
-        if opcode == _BRANCH:
-            self.relative_target = self.branch_offset
-            return Control(falls_through=True, targets=(self.relative_target,))
-        self.is_call = self.rd != ZERO
-        """It leaves its address behind it in a register."""
-        if opcode == _JAL:
-            self.relative_target = self.jump_offset
-            return LEAVES if self.is_call else Control(falls_through=False, targets=(self.relative_target,))
-        self.is_return = self.rd == ZERO and self.rs1 == RA
-        self.is_indirect_jump = self.rd == ZERO and self.rs1 != RA
-        """It goes to an address in a register, and neither calls nor returns."""
-        return LEAVES
+    @property
+    def effect(self) -> Effect:
+        """What it does to registers, for the data flow of a function.
 
-    def _registers(self) -> tuple[int, int]:
-        form = _FORMS.get(self.opcode)
+        One that isn't known, as vectors and floating point, reads all and overwrites none.
+        """
+        if self._effect is None:
+            form = self._form
+            reads, writes = (ALL_REGISTERS, 0) if form is None else (self._reads(form), self._writes(form))
+            self._effect = Effect(reads, ~writes, self._control())
+        return self._effect
+
+    def _control(self) -> Control | None:
+        target = self.relative_target
+        if target is not None and not self.is_call:
+            return Control(falls_through=self.opcode == _BRANCH, targets=(target,))
+        return LEAVES if self.opcode in _JUMPS else None
+
+    @property
+    def _form(self) -> int | None:
         if self.opcode == _SYSTEM and self.funct3 & 3:
-            form = _RD if self.funct3 & _CSR_IMMEDIATE else _RS1 | _RD
-        if form is None:
-            return ALL_REGISTERS, 0
-        reads = (_MASKS[self.rs1] if form & _RS1 else 0) | (_MASKS[self.rs2] if form & _RS2 else 0)
-        return reads, _MASKS[self.rd] if form & _RD else 0
+            return _RD if self.funct3 & _CSR_IMMEDIATE else _RS1 | _RD
+        return _FORMS.get(self.opcode)
+
+    def _reads(self, form: int) -> int:
+        return (_MASKS[self.rs1] if form & _RS1 else 0) | (_MASKS[self.rs2] if form & _RS2 else 0)
+
+    def _writes(self, form: int) -> int:
+        return _MASKS[self.rd] if form & _RD else 0
+
+    @property
+    def is_call(self) -> bool:
+        """It leaves its address behind it in a register."""
+        return self.opcode in _JUMPS and self.rd != ZERO
+
+    @property
+    def is_return(self) -> bool:
+        return self.opcode == _JALR and self.rd == ZERO and self.rs1 == RA
+
+    @property
+    def is_indirect_jump(self) -> bool:
+        """It goes to an address in a register, and neither calls nor returns."""
+        return self.opcode == _JALR and self.rd == ZERO and self.rs1 != RA
+
+    @property
+    def rd(self) -> int:
+        return self._word >> 7 & 0x1F
+
+    @property
+    def rs1(self) -> int:
+        return self._word >> 15 & 0x1F
+
+    @property
+    def rs2(self) -> int:
+        return self._word >> 20 & 0x1F
+
+    @property
+    def funct3(self) -> int:
+        return self._word >> 12 & 7
+
+    @property
+    def reads(self) -> int:
+        """Mask of the registers that it reads; see effect."""
+        return self.effect.reads
+
+    @property
+    def writes(self) -> int:
+        """Mask of the registers that it overwrites as a whole."""
+        return ~self.effect.keeps
+
+
+class RiscvInsn(RiscvFacts):
+    """One instruction with all of its operands; equal ones are one object (`insn_of`)."""
+
+    __slots__ = ()
+
+    @property
+    def word(self) -> int:
+        """Its 32 bits, or those that it is short for."""
+        return self._word
 
     @property
     def immediate(self) -> int:
@@ -196,24 +245,64 @@ class RiscvInsn:
 
     @property
     def branch_offset(self) -> int:
-        word = self.word
-        low = (word >> 8 & 0xF) << 1 | (word >> 25 & 0x3F) << 5
-        return sign_extend(low | (word >> 7 & 1) << 11 | (word >> 31) << 12, 13)
+        return _branch_offset(self.word)
 
     @property
     def jump_offset(self) -> int:
         """Of jal."""
-        word = self.word
-        low = (word >> 21 & 0x3FF) << 1 | (word >> 20 & 1) << 11
-        return sign_extend(low | (word >> 12 & 0xFF) << 12 | (word >> 31) << 20, 21)
+        return _jump_offset(self.word)
 
 
-@lru_cache(1 << 17)
+def _branch_offset(word: int) -> int:
+    low = (word >> 8 & 0xF) << 1 | (word >> 25 & 0x3F) << 5
+    return sign_extend(low | (word >> 7 & 1) << 11 | (word >> 31) << 12, 13)
+
+
+def _jump_offset(word: int) -> int:
+    low = (word >> 21 & 0x3FF) << 1 | (word >> 20 & 1) << 11
+    return sign_extend(low | (word >> 12 & 0xFF) << 12 | (word >> 31) << 20, 21)
+
+
+class _FactsTable(dict[int, RiscvFacts]):
+    """Facts of instructions by their 16 or 32 bits: a kernel has millions, but fewer that differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._by_key: dict[tuple[int, int], RiscvFacts] = {}
+        """By length, and by what rules ask of it."""
+
+    def __missing__(self, bits: int) -> RiscvFacts:
+        if len(self) == _MAX_INSNS:
+            self.clear()
+            self._by_key.clear()
+        length, word = (RVI_SIZE, bits) if bits & 3 == 3 else (RVC_SIZE, expand(bits) or 0)
+        key = length, word & _FACTS_BITS.get(word & 0x7F, 0xFFFFFFFF)
+        facts = self._by_key.get(key)
+        if facts is None:
+            facts = self._by_key[key] = RiscvFacts(*key)
+        self[bits] = facts
+        return facts
+
+
+_MAX_INSNS = 1 << 17
+_FACTS = _FactsTable()
+
+
+@lru_cache(1 << 12)
 def insn_of(bits: int) -> RiscvInsn:
-    """By its 16 or 32 bits: a kernel has millions of instructions, but fewer that differ."""
+    """By its 16 or 32 bits."""
     if bits & 3 == 3:
         return RiscvInsn(RVI_SIZE, bits)
     return RiscvInsn(RVC_SIZE, expand(bits) or 0)
+
+
+def relative_target(bits: int) -> int | None:
+    """RiscvFacts.relative_target of what four bytes begin with, which may be the middle of an instruction."""
+    word = bits if bits & 3 == 3 else expand(bits & 0xFFFF) or 0
+    opcode = word & 0x7F
+    if opcode == _BRANCH:
+        return _branch_offset(word)
+    return _jump_offset(word) if opcode == _JAL else None
 
 
 def insn_length(half: int) -> int:
@@ -238,16 +327,34 @@ def decode_insn(code: bytes, *, compressed: bool) -> RiscvInsn:
 
 def decode_all(code: bytes, addr: int, *, compressed: bool) -> Iterator[tuple[int, RiscvInsn]]:
     """Address and instruction, up to the end of `code` or the first that isn't decodable."""
+    for at in facts_of_all(code, addr, compressed=compressed):
+        yield at, decode_insn(code[at - addr : at - addr + RVI_SIZE], compressed=compressed)
+
+
+def facts_of_all(code: bytes, addr: int, *, compressed: bool) -> dict[int, RiscvFacts]:
+    """Facts by address, up to the end of `code` or the first instruction that isn't decodable."""
+    if not compressed:
+        stop = _NOT_RVI.search(code[::RVI_SIZE])
+        size = len(code) // RVI_SIZE if stop is None else min(stop.start(), len(code) // RVI_SIZE)
+        words = struct.unpack_from(f"<{size}I", code)
+        return dict(
+            zip(range(addr, addr + len(code), RVI_SIZE), map(_FACTS.__getitem__, words), strict=False)
+        )
+    found: dict[int, RiscvFacts] = {}
+    known = _FACTS
     halves = iter(struct.unpack_from(f"<{len(code) // RVC_SIZE}H", code))
     for bits in halves:
-        if bits & 3 == 3:
-            second = next(halves, None)
-            if second is None:
-                return
-            yield addr, insn_of(bits | second << 16)
-            addr += RVI_SIZE
-        elif compressed:
-            yield addr, insn_of(bits)
+        if bits & 3 != 3:
+            found[addr] = known[bits]
             addr += RVC_SIZE
-        else:
-            return
+            continue
+        second = next(halves, None)
+        if second is None:
+            break
+        found[addr] = known[second << 16 | bits]
+        addr += RVI_SIZE
+    return found
+
+
+_NOT_RVI = re.compile(b"[^%s]" % re.escape(bytes(range(3, 256, 4))))
+"""The first byte of an instruction of 16 bits."""

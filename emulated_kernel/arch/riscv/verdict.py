@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator
 from functools import cache, lru_cache
+from itertools import compress, islice
+from operator import and_
 
 from emulated_kernel.arch.analysis.disassembly import Disassembler
 from emulated_kernel.arch.analysis.function import Function, reserved_range
@@ -20,12 +22,15 @@ from emulated_kernel.arch.riscv.insn import (
     A0,
     A7,
     ALL_REGISTERS,
+    LENGTH,
     RA,
     REGISTER_NAMES,
+    REJECTED,
     RVC_SIZE,
     RVI_SIZE,
     S0,
     S1,
+    SIMULATED,
     T0,
     T1,
     T2,
@@ -33,9 +38,9 @@ from emulated_kernel.arch.riscv.insn import (
     T6,
     Handling,
     RiscvOpcode,
-    decode_insn,
+    relative_target,
 )
-from emulated_kernel.arch.verdict import Strategy, Verdict
+from emulated_kernel.arch.verdict import Known, Strategy, Verdict
 from emulated_kernel.image.kallsyms import Symbol
 
 _PREFERENCE = (T1, T2, *range(T3, T6 + 1), T0, *range(A7, A0 - 1, -1), RA, *range(18, T3), S1, S0)
@@ -92,6 +97,15 @@ def _free_registers(analysis: RiscvFunctionAnalysis, addr: int, length: int) -> 
     return _scratch(entry, back)
 
 
+def _register_reason(analysis: RiscvFunctionAnalysis, addr: int, behind: int) -> Reason | None:
+    """The same, without saying which."""
+    if analysis.has_idle_register:
+        return None
+    if analysis.live_mask(addr) == ALL_REGISTERS:
+        return Reason.NO_FREE_REGISTER
+    return Reason.NO_FREE_REGISTER_BEHIND if analysis.live_mask(behind) == ALL_REGISTERS else None
+
+
 @cache
 def _scratch(entry: int, back: int) -> ScratchRegisters:
     return ScratchRegisters(REGISTER_NAMES[entry], REGISTER_NAMES[back])
@@ -145,69 +159,65 @@ class RiscvVerdict(Verdict[RiscvFunctionAnalysis]):
         return Finding(Reason.NOT_COPYABLE, addr) if insn.handling is Handling.REJECTED else None
 
     def reasons(self, symbol: Symbol) -> dict[int, Reason | None]:
-        """In one look backwards over the function, and without an object for each answer.
+        """By few kinds of instructions side by side, and then by what stands in few places.
 
-        As detoured() says it, which is asked where somebody else patches or jumps to what would be replaced.
+        As detoured() says it of one address.
         """
-        known = self._function(symbol)
         if self.strategy is not STRATEGIES["optprobe-riscv"] or self._has_forbidden(symbol):
             return super().reasons(symbol)
-        analysis, reserved, fentry, function = known.analysis, known.reserved, self.fentry, known.function
-        insns, end = analysis.insns, analysis.end
-        hazard = None if analysis.hazard is None else analysis.hazard.reason
-        live = None if hazard or analysis.has_idle_register else analysis.live
-        never = obstacle = entered = foreign = function.end + LONG_JUMP_SIZE + RVI_SIZE
-        targets = [0, *sorted(analysis.jump_targets)]
-        ways = [0, *sorted(self._entrances.targets(range(function.addr, function.end)))]
-        below, below_ways = targets.pop(), ways.pop()
-        patched: set[int] = set()
+        known = self._function(symbol)
+        analysis, function = known.analysis, known.function
+        insns, kinds, end = analysis.insns, analysis.kinds + _NOTHING, analysis.end
+        rows = zip(kinds, kinds[1:], kinds[2:], kinds[3:], strict=False)
+        found: dict[int, Reason | None] = dict(zip(insns, map(_IN_THE_WAY.__getitem__, rows), strict=False))
+        unknown = Reason.NOT_A_BOUNDARY
+
+        def behind(addr: int) -> int:
+            at = addr + LONG_JUMP_SIZE
+            return at if at in insns or at == end else at + RVC_SIZE
+
+        for addr in range(function.end - LONG_JUMP_SIZE - RVC_SIZE, function.end):
+            if found.get(addr, unknown) is None and behind(addr) >= function.end:
+                found[addr] = Reason.NO_ROOM
+        for target in analysis.jump_targets:
+            for addr in range((target & -RVC_SIZE) - LONG_JUMP_SIZE, target - 1, RVC_SIZE):
+                if found.get(addr, unknown) is None and target < behind(addr):
+                    found[addr] = Reason.JUMP_INTO_RANGE
+        if analysis.hazard is not None:
+            hazard = analysis.hazard.reason
+            found = {addr: reason or hazard for addr, reason in found.items()}
+        rare = self._looked_at(known)
+        for addr in rare if analysis.has_idle_register else insns:
+            if found.get(addr, unknown) is None:
+                if addr in rare:
+                    found[addr] = self._rare_reason(known, range(addr, behind(addr)))
+                else:
+                    found[addr] = _register_reason(analysis, addr, behind(addr))
+        found |= {site.addr: Reason.FTRACE for site in function.fentry_sites if site.addr in insns}
+        found |= {addr: reason for addr, reason in known.reserved.items() if addr in insns}
+        return found
+
+    def _looked_at(self, known: Known[RiscvFunctionAnalysis]) -> set[int]:
+        """Where somebody else patches, or something may lead in from elsewhere."""
+        function, found = known.function, set[int]()
+        for target in self._entrances.targets(range(function.addr, function.end)):
+            found.update(range(target - LONG_JUMP_SIZE - RVC_SIZE + 1, target))
         for site in (*function.fentry_sites, *function.jump_labels, *function.static_calls):
-            patched.update(range(site.addr - LONG_JUMP_SIZE - RVC_SIZE + 1, site.addr + site.size))
-        found: list[Reason | None] = []
-        # Looking into an enum takes longer than all else that is done for an instruction.
-        copied, rejected = Handling.COPIED, Handling.REJECTED
-        for addr, insn in reversed(insns.items()):
-            handling = insn.handling
-            if handling is not copied:
-                obstacle = addr
-            while below > addr + 1:
-                entered, below = below, targets.pop()
-            while below_ways > addr:
-                foreign, below_ways = below_ways, ways.pop()
-            if addr in reserved:
-                found.append(reserved[addr].reason)
-                continue
-            if addr in fentry:
-                found.append(Reason.FTRACE)
-                continue
-            if handling is rejected:
-                found.append(Reason.NOT_COPYABLE)
-                continue
-            behind = addr + LONG_JUMP_SIZE
-            if obstacle < behind:
-                found.append(Reason.NOT_BOOSTABLE)
-                continue
-            if behind not in insns and behind != end:
-                behind += RVC_SIZE
-                if behind not in insns and behind != end:
-                    behind = never
-            if behind >= function.end:
-                found.append(Reason.NO_ROOM)
-            elif entered < behind:
-                found.append(Reason.JUMP_INTO_RANGE)
-            elif hazard:
-                found.append(hazard)
-            elif foreign < behind or addr in patched:
-                outcome = self._detoured(known, addr)
-                found.append(outcome.reason if isinstance(outcome, Finding) else None)
-            elif live is None:
-                found.append(None)
-            elif live[addr] == ALL_REGISTERS:
-                found.append(Reason.NO_FREE_REGISTER)
-            else:
-                found.append(Reason.NO_FREE_REGISTER_BEHIND if live[behind] == ALL_REGISTERS else None)
-        found.reverse()
-        return dict(zip(insns, found, strict=True))
+            found.update(range(site.addr - LONG_JUMP_SIZE - RVC_SIZE + 1, site.addr + site.size))
+        return found
+
+    def _rare_reason(self, known: Known[RiscvFunctionAnalysis], replaced: range) -> Reason | None:
+        """By the last of detoured_region()'s rules, and by the ways that lead in from elsewhere."""
+        analysis, addr, behind = known.analysis, replaced.start, replaced.stop
+        reserved = reserved_range(known.function, addr, behind - 1)
+        if reserved is not None:
+            return reserved.reason
+        wanting = _register_reason(analysis, addr, behind)
+        if wanting is not None:
+            return wanting
+        assert self.strategy is not None
+        entered = self._entered(self.strategy, range(addr + 1, behind), known.symbol)
+        return None if entered is None else entered.reason
 
     def live_in(self, analysis: RiscvFunctionAnalysis, addr: int) -> Live:
         return analysis.at(addr)
@@ -225,31 +235,29 @@ class RiscvVerdict(Verdict[RiscvFunctionAnalysis]):
         Two movable ones stand there, whatever their length, with one register that is free at both ends of
         them; nothing jumps to the second one, and nothing in the function forbids it.
         """
-        analysis = self._analysis(symbol.address)
+        analysis = self._function(symbol).analysis
         if analysis.hazard is not None:
             return 0
         insns, jumps = analysis.insns, analysis.jump_targets
-        function = range(analysis.function.addr, analysis.end)
-        ends = [*insns, analysis.end]
         entered: Collection[int] = jumps
-        if any(target in function and target not in insns for target in jumps):
+        if any(analysis.function.addr <= target < analysis.end for target in jumps - insns.keys()):
             # The one that leads into an instruction leads into two pairs.
+            ends = [*insns, analysis.end]
             entered = {
                 second
                 for first, second, end in zip(ends, ends[1:], ends[2:], strict=False)
                 if not jumps.isdisjoint(range(first + RVC_SIZE, end))
             }
-        if analysis.has_idle_register:
-            masks = [0] * len(ends)
-        else:
+        movable = analysis.kinds.translate(_MOVABLE)
+        both = map(and_, movable, movable[1:])
+        if not analysis.has_idle_register:
             masks = [*analysis.live.values(), analysis.live_mask(analysis.end)]
-        copied = Handling.COPIED
-        movable = [insn.handling is copied for insn in insns.values()]
-        pairs = zip(movable, movable[1:], masks, masks[2:], ends[1:], strict=False)
-        return sum(
-            first and second and before | behind != ALL_REGISTERS and start not in entered
-            for first, second, before, behind, start in pairs
-        )
+            free = (
+                before | behind != ALL_REGISTERS for before, behind in zip(masks, masks[2:], strict=False)
+            )
+            both = map(and_, both, free)
+        seconds = compress(islice(insns, 1, None), both)
+        return sum(1 for second in seconds if second not in entered)
 
     def possible_branches(self, addr: int, code: bytes) -> Iterator[tuple[int, int]]:
         step = RVC_SIZE if self._compressed else RVI_SIZE
@@ -257,13 +265,42 @@ class RiscvVerdict(Verdict[RiscvFunctionAnalysis]):
             at = match.start()
             if at % step:
                 continue
-            insn = decode_insn(code[at : at + RVI_SIZE].ljust(RVI_SIZE, b"\0"), compressed=True)
-            if insn.relative_target is not None:
-                yield addr + at + insn.relative_target, addr + at
+            bits = int.from_bytes(code[at : at + RVI_SIZE], "little")
+            target = relative_target(bits)
+            if target is not None:
+                yield addr + at + target, addr + at
 
     def label_size(self, code: bytes) -> int:  # noqa: ARG002 - all are as long
         return JUMP_SIZE
 
+
+class _InTheWay(dict[tuple[int, int, int, int], Reason | None]):
+    """What is in the way of a jump over instructions of these kinds: as many as may be replaced."""
+
+    def __missing__(self, kinds: tuple[int, int, int, int]) -> Reason | None:
+        self[kinds] = reason = self._reason(kinds)
+        return reason
+
+    def _reason(self, kinds: tuple[int, int, int, int]) -> Reason | None:
+        if kinds[0] & REJECTED:
+            return Reason.NOT_COPYABLE
+        room = 0
+        for kind in kinds:
+            if room >= LONG_JUMP_SIZE:
+                break
+            if kind & (SIMULATED | REJECTED):
+                return Reason.NOT_BOOSTABLE
+            if not kind:
+                return Reason.NO_ROOM
+            room += kind & LENGTH
+        return None
+
+
+_IN_THE_WAY = _InTheWay()
+_MOVABLE = bytes(not kind & (SIMULATED | REJECTED) for kind in range(256))
+"""Picks the kinds that can be executed elsewhere."""
+_NOTHING = bytes(3)
+"""Behind the last instruction."""
 
 _BRANCH = re.compile(
     b"(?s)(?=[%s].|[%s][\xa0-\xff])"

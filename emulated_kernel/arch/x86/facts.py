@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from enum import Enum, auto
 from errno import EOPNOTSUPP
+from functools import cache
 from typing import Any, NamedTuple
 
 from emulated_kernel.arch.analysis.reason import Reason
@@ -18,6 +19,8 @@ from emulated_kernel.errors import KernelError
 _RELATIVE_JUMPS = opcodes("70-7f e0-e3 e9 eb")
 _CALL, _JMP_FAR, _GROUP_5 = 0xE8, 0xEA, 0xFF
 _UD2 = b"\x0f\x0b"
+_BY_REG = (b"\xff", b"\x8e", b"\xf6", b"\xf7", b"\x0f\x01")
+"""Opcodes whose ModRM says which instruction it is, or which segment, to some rule."""
 
 
 class ControlTransfer(Enum):
@@ -84,8 +87,25 @@ class FactsTable:
         node = self._root
         for byte in code[: size - 1]:
             node = node.setdefault(byte, {})
-        node[code[size - 1]] = facts
+        for last in _alike(code[size - 1]) if _ends_in_registers(insn) else code[size - 1 : size]:
+            node[last] = facts
         return facts
+
+
+def _ends_in_registers(insn: X86Insn) -> bool:
+    """Whether the head's last byte is a ModRM that says no more to any rule than where the operands are."""
+    ordinary = len(insn.prefixes) + bool(insn.rex) + len(insn.opcode) + 1 == insn.head_size
+    return ordinary and insn.modrm is not None and insn.address_size != 2 and insn.opcode not in _BY_REG
+
+
+@cache
+def _alike(modrm: int) -> tuple[int, ...]:
+    """ModRM bytes with the same kind of operands: registers, or memory and an address of the same size."""
+    mod = modrm >> 6
+    special = {4, 5} if mod == 0 else {4} if mod < 3 else set()
+    rm = modrm & 7
+    rms = {rm} if rm in special else set(range(8)) - special
+    return tuple(mod << 6 | reg << 3 | each for reg in range(8) for each in rms)
 
 
 def _facts(insn: X86Insn, bits: int) -> Facts:

@@ -33,7 +33,7 @@ def detoured_region(analysis: X86FunctionAnalysis, addr: int) -> Region | Findin
     return _function_hazard(analysis, addr) or _copied_region(analysis, addr)
 
 
-def reasons(analysis: X86FunctionAnalysis, reserved: Mapping[int, Finding]) -> dict[int, Reason | None]:
+def reasons(analysis: X86FunctionAnalysis, reserved: Mapping[int, Reason]) -> dict[int, Reason | None]:
     """Of each instruction, by address, the first reason against a jump there; None: there can be one.
 
     As detoured_region() says it, which is asked wherever one look backwards over the function doesn't tell.
@@ -49,7 +49,7 @@ def reasons(analysis: X86FunctionAnalysis, reserved: Mapping[int, Finding]) -> d
 
     def ask(addr: int, refusal: Reason | None) -> Reason | None:
         if addr in reserved:
-            return reserved[addr].reason
+            return reserved[addr]
         if addr in fentry:
             return Reason.FTRACE
         found = detoured_region(analysis, addr)

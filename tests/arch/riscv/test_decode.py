@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from operator import attrgetter
 from typing import Any
 
 import capstone
@@ -10,7 +11,13 @@ import pytest
 
 from emulated_kernel.arch.riscv.arch import RISCV64, RISCV64I
 from emulated_kernel.arch.riscv.compressed import expand
-from emulated_kernel.arch.riscv.insn import RiscvOpcode, decode_insn, insn_length
+from emulated_kernel.arch.riscv.insn import (
+    RiscvOpcode,
+    decode_all,
+    decode_insn,
+    facts_of_all,
+    insn_length,
+)
 from emulated_kernel.errors import KernelError
 from tests.arch import decoding
 
@@ -169,3 +176,31 @@ def test_disassembly() -> None:
         "0x1000: 01 45        c.li a0, 0",
         "0x1002: 13 05 00 00  mv a0, zero",
     ]
+
+
+@pytest.mark.parametrize("compressed", [True, False])
+def test_what_rules_ask_of_alike_instructions_is_what_each_decodes_to(compressed: bool) -> None:
+    rng = random.Random(5)
+    asked = attrgetter(
+        "kind",
+        "handling",
+        "effect",
+        "mentioned",
+        "relative_target",
+        "opcode",
+        "is_call",
+        "is_return",
+        "length",
+    )
+    seen = set()
+    for _ in range(400):
+        words = (rng.getrandbits(32) & ~0x7F | rng.choice((*RiscvOpcode, 0x57)) for _ in range(20))
+        code = b"".join(word.to_bytes(4, "little") for word in words)
+        code = code[2 * compressed * rng.randrange(2) :]
+        facts = facts_of_all(code, 0, compressed=compressed)
+        decoded = dict(decode_all(code, 0, compressed=compressed))
+        assert facts.keys() == decoded.keys()
+        for at, each in facts.items():
+            assert asked(each) == asked(decoded[at]), code[at : at + 4].hex()
+            seen.add(each.kind)
+    assert len(seen) >= 4

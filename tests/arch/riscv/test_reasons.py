@@ -37,7 +37,6 @@ def test_the_same_for_the_image(name: str, ftrace: bool) -> None:
             reasons = list(asked.reasons(symbol).items())
             assert reasons == one_by_one(symbol), symbol.name
             seen |= {reason for _, reason in reasons}
-            asked.forget()
     assert {None, Reason.NOT_BOOSTABLE, Reason.NOT_COPYABLE, Reason.JUMP_INTO_RANGE} <= seen
 
 
