@@ -97,7 +97,7 @@ def test_one_that_is_killed_later(shell: Files, mount: EngineMount) -> None:
     shell.call("int_sqrt 1")
     used = pages.used
     assert shell.call("schedule_timeout_uninterruptible 0x7fffffffffffffff").startswith("ETIMEDOUT ")
-    calls = mount._kernel_calls
+    calls = mount._engine.kernel_calls
     (late,) = calls._mailboxes
     with mount.lock:
         calls._ended(calls._head(late)[kernel_calls._TASK // 8])
