@@ -146,7 +146,7 @@ class ReturnCode(ABC):
     def placed(self, handler: HandlerCode, buffer: int, finish: int | None) -> Detour:
         """Such a handler at `buffer`; `finish` is that of the dispatch, an address.
 
-        Raises: KernelError(ERANGE).
+        Raises: KernelError ERANGE.
         """
 
 
@@ -234,20 +234,20 @@ class Arch(ABC):
         """Analyse and copy the instruction at `addr` for out-of-line execution at `slot_addr`.
 
         `may_fault`: an exception table entry exists for `addr`, so that it can't be boosted.
-        Raises: KernelError(EINVAL) if it can't be copied, KernelError(EOPNOTSUPP) if neither stepping nor
+        Raises: KernelError EINVAL if it can't be copied, KernelError EOPNOTSUPP if neither stepping nor
         emulation handles it.
         """
 
     @abstractmethod
     def relative_jump(self, source: int, target: int) -> bytes:
-        """`jump_size` bytes of a jump from `source` to `target`. Raises: KernelError(ERANGE) if too far."""
+        """`jump_size` bytes of a jump from `source` to `target`. Raises: KernelError ERANGE if too far."""
 
     @abstractmethod
     def relative_call(self, source: int, target: int) -> bytes:
-        """A call for the fentry site at `source`. Raises: KernelError(ERANGE) if too far."""
+        """A call for the fentry site at `source`. Raises: KernelError ERANGE if too far."""
 
     def detour_jump(self, region: Region, target: int) -> bytes:
-        """What replaces the bytes of a region. Raises: KernelError(ERANGE) if too far."""
+        """What replaces the bytes of a region. Raises: KernelError ERANGE if too far."""
         return self.relative_jump(region.addr, target)
 
     @abstractmethod
@@ -336,7 +336,7 @@ class Arch(ABC):
     def handler_stub(self, handler: HandlerCode, buffer: int, target: int) -> Detour:
         """A compiled handler at `buffer` that goes on at `target`, such as an insn slot.
 
-        Raises: KernelError(ERANGE) if it is too far away.
+        Raises: KernelError ERANGE if it is too far away.
         """
 
     @abstractmethod
@@ -351,7 +351,7 @@ class Arch(ABC):
     def repetition(self, at: int, entry: int, turns: int) -> bytes:
         """Code at `at` that calls `entry` as often as the u64 at `turns` says, counting it down.
 
-        It ends in a return instruction. Raises: KernelError(ERANGE) if `entry` is too far away.
+        It ends in a return instruction. Raises: KernelError ERANGE if `entry` is too far away.
         """
 
     def disassemble(self, code: bytes, addr: int) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,3 +59,16 @@ def test_no_two_public_classes_share_a_name() -> None:
 
 def test_nothing_public_is_called_by_tests_alone() -> None:
     assert uncalled().keys() == CALLED_FROM_OUTSIDE.keys(), uncalled()
+
+
+def test_docstrings_name_errnos_in_one_form() -> None:
+    """`KernelError EINVAL (why), EBUSY`: a call's form is for code."""
+    docstrings = [
+        (path, ast.get_docstring(node) or "")
+        for path, tree in parsed(LIBRARY, PROGRAM)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+    ]
+    called = re.compile(r"KernelError\((?:errno\.)?E[A-Z0-9]+\)")
+    assert [path for path, text in docstrings if called.search(text)] == []
+    assert sum("KernelError E" in text for _, text in docstrings) > 100

@@ -42,7 +42,7 @@ _NUMBERS = {name: number for number, name in enumerate(REGISTER_NAMES)}
 def detour_jump(region: Region, target: int) -> bytes:
     """What replaces a region: auipc and jalr on a free register, filled up by a c.nop.
 
-    Raises: KernelError(ERANGE). Mirrors: opt.c:arch_optimize_kprobes (optprobes v6, 2023).
+    Raises: KernelError ERANGE. Mirrors: opt.c:arch_optimize_kprobes (optprobes v6, 2023).
     """
     register = _NUMBERS[_scratch(region).entry]
     jump = long_jump(register, register, region.addr, target)
@@ -82,7 +82,7 @@ def compiled_detour(region: Region, buffer: int, handler: HandlerCode, *, compre
 
 
 def handler_stub(handler: HandlerCode, buffer: int, target: int) -> Detour:
-    """A handler at `buffer` that goes on at `target`. Raises: KernelError(ERANGE) beyond 1 MiB."""
+    """A handler at `buffer` that goes on at `target`. Raises: KernelError ERANGE beyond 1 MiB."""
     return Detour.compiled(handler, jal(ZERO, buffer + len(handler.code), target))
 
 

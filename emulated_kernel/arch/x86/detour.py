@@ -76,7 +76,7 @@ def compiled_detour(region: Region, buffer: int, handler: HandlerCode, bits: int
 
 
 def handler_stub(handler: HandlerCode, buffer: int, target: int) -> Detour:
-    """A handler at `buffer` that goes on at `target`. Raises: KernelError(ERANGE)."""
+    """A handler at `buffer` that goes on at `target`. Raises: KernelError ERANGE."""
     return Detour.compiled(handler, relative_jump(buffer + len(handler.code), target))
 
 
@@ -91,7 +91,7 @@ def relocated(region: Region, to: int, bits: int) -> bytes:
 
 
 def relative_call(source: int, target: int) -> bytes:
-    """A `call rel32` at `source`. Raises: KernelError(ERANGE) where 32 bits don't reach."""
+    """A `call rel32` at `source`. Raises: KernelError ERANGE where 32 bits don't reach."""
     jump = relative_jump(source, target)
     assert len(jump) == JMP32_SIZE
     return b"\xe8" + jump[1:]

@@ -54,7 +54,7 @@ DISP32_SIZE = 4
 
 
 def relative_jump(source: int, target: int) -> bytes:
-    """A `jmp rel32` at `source`. Raises: KernelError(ERANGE) where 32 bits don't reach."""
+    """A `jmp rel32` at `source`. Raises: KernelError ERANGE where 32 bits don't reach."""
     distance = target - (source + JMP32_SIZE)
     if not fits_s32(distance):
         raise KernelError(ERANGE, f"jump from {source:#x} to {target:#x} is longer than 2 GiB")
@@ -69,7 +69,7 @@ def fits_s32(value: int) -> bool:
 def copy_instruction(code: bytes, addr: int, real: int, bits: int = 64) -> tuple[bytes, X86Insn]:
     """The first instruction of `code`, which stands at `addr`, made to run at `real`.
 
-    Raises: KernelError(EINVAL) for what must not be copied: a breakpoint of somebody else, forced
+    Raises: KernelError EINVAL for what must not be copied: a breakpoint of somebody else, forced
     emulation, instructions that mask exceptions, a displacement that doesn't reach from `real`.
     Mirrors: arch/x86/kernel/kprobes/core.c:__copy_instruction (v6.1)
     """
@@ -86,7 +86,7 @@ def copy_instruction(code: bytes, addr: int, real: int, bits: int = 64) -> tuple
 
 
 def check_copyable(insn: X86Insn) -> None:
-    """Raises: KernelError(EINVAL) for what must not be copied, wherever to."""
+    """Raises: KernelError EINVAL for what must not be copied, wherever to."""
     if insn.emulate_prefix:
         raise KernelError(EINVAL, "forced-emulation prefix")
     if insn.opcode == INT3:
@@ -106,7 +106,7 @@ def masks_exceptions(insn: X86Insn) -> bool:
 def prepare(code: bytes, addr: int, slot_addr: int, bits: int = 64, *, may_fault: bool = False) -> Prepared:
     """Out-of-line form of the instruction at `addr`; `may_fault`: it has an exception table entry.
 
-    Raises: KernelError(EINVAL), KernelError(EOPNOTSUPP), KernelError(ENOSPC) for a 15-byte instruction.
+    Raises: KernelError EINVAL, EOPNOTSUPP, ENOSPC (a 15-byte instruction).
     Mirrors: arch/x86/kernel/kprobes/core.c:arch_copy_kprobe (v6.1)
     """
     copied, insn = copy_instruction(code, addr, slot_addr, bits)
@@ -125,7 +125,7 @@ def prepare(code: bytes, addr: int, slot_addr: int, bits: int = 64, *, may_fault
 def prepare_emulation(insn: X86Insn, addr: int, bits: int = 64) -> X86Emulation | None:
     """How `insn` is emulated, or None if its copy can be stepped.
 
-    Raises: KernelError(EOPNOTSUPP) for control transfers that can be neither.
+    Raises: KernelError EOPNOTSUPP for control transfers that can be neither.
     Mirrors: arch/x86/kernel/kprobes/core.c:prepare_emulation (v6.1)
     """
     opcode = insn.opcode[0]
