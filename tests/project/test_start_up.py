@@ -11,7 +11,7 @@ import pytest
 
 from emulated_kernel.dataclass import dataclass
 
-MOST_MODULES = 360
+MOST_MODULES = 363
 """Of ours, in the daemon of an own x86_64 kernel."""
 ELSEWHERE = (
     "emulated_kernel.arch.riscv",
