@@ -268,7 +268,8 @@ def table(figures: Sequence[ReturnFigure]) -> Iterator[str]:
     """Lines: net nanoseconds and guest instructions of each case, and the sources' figures."""
     title, first = "a return probe that records number, address and two registers", figures[0].case
     yield from subject(first.arch, first.profile, title)
-    yield "traps, guest instructions and those that are locked are of one call"
+    yield "traps, guest instructions and those that are locked are of one call;"
+    yield "target: net nanoseconds that the project wants to stay under, and whether it did"
     head = ("tasks", "cpus", "net ns", "p10", "p90", "traps", "instr", "locked")
     for backend in dict.fromkeys(figure.case.backend for figure in figures):
         yield ""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import field
 from pathlib import Path
+from typing import NoReturn
 
 from emulated_kernel.abi import ModuleOp, ModuleState
 from emulated_kernel.dataclass import dataclass
@@ -154,6 +155,10 @@ class Modules:
             if request.killed:
                 raise KernelError(errno.EFAULT, f"{name} was killed; see machine/dmesg") from error
             raise
+
+    def refuse(self, error: int, message: str) -> NoReturn:
+        """Tell the kernel log. Raises: KernelError of that errno."""
+        raise self._refusal(error, message)
 
     def _refusal(self, error: int, message: str) -> KernelError:
         self._guest.log(message)

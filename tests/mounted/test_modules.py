@@ -43,8 +43,8 @@ def test_load_and_unload(files: Files) -> None:
         ("load initfail", errno.ENODEV, "initfail: its init function returned -19"),
         ("unload ktgt_in_use", errno.ENOENT, "ktgt_in_use: no such module is loaded"),
         ("load ../../no/such", errno.ENOENT, "module such: No such file or directory"),
-        ("reload ktgt", errno.EINVAL, None),
-        ("load", errno.EINVAL, None),
+        ("reload ktgt", errno.EINVAL, "modules: 'reload ktgt' is neither load NAME nor unload NAME"),
+        ("load", errno.EINVAL, "modules: 'load' is neither load NAME nor unload NAME"),
         ("load \xe9", errno.EINVAL, None),
     ],
 )

@@ -384,7 +384,13 @@ def test_what_the_machine_tells_of_itself(tree: Filesystem) -> None:
     assert read(tree, "/machine/meminfo").startswith("MemTotal: ")
     assert read(tree, "/machine/clock").startswith("mode virtual\nseed ")
     assert read(tree, "/machine/load") == ""
-    for path in ("/machine/clock", "/machine/load", "/machine/limits", "/kprobes/return_hook"):
+    for path in (
+        "/machine/clock",
+        "/machine/load",
+        "/machine/limits",
+        "/machine/modules",
+        "/kprobes/return_hook",
+    ):
         with assert_errno(errno.EINVAL):
             write(tree, path, "bogus")
         assert f" {path.rpartition('/')[2]}: " in read(tree, "/machine/dmesg").splitlines()[-1]

@@ -8,7 +8,6 @@ from functools import partial
 from time import monotonic
 
 from emulated_kernel.build import Parts
-from emulated_kernel.errors import KernelError
 from emulated_kernel.host.guest import Guest
 from emulated_kernel.host.modules import Modules
 from emulated_kernel.machine.guest_kernel import GuestKernel
@@ -102,16 +101,18 @@ def _cpu_lines(reader: GuestKernel, guest: Guest) -> Iterator[str]:
 def _prepare_modules(modules: Modules, _client: Client, data: bytes) -> Callable[[], int]:
     """Read the files of `load NAME` and `load PATH`; what is returned executes them and `unload NAME`.
 
-    Raises: KernelError EINVAL (not ASCII, malformed), E2BIG (more than MAX_LOADS). What is returned: as
-    Modules.check, and Modules.load and unload, of which those before one that fails are done.
+    Raises: KernelError EINVAL (not ASCII). What is returned: EINVAL (malformed), E2BIG (more than MAX_LOADS),
+    as Modules.check, and Modules.load and unload, of which those before one that fails are done.
     """
     commands = [line.split(maxsplit=1) for line in ascii_lines(data)]
     for words in commands:
         if len(words) != 2 or words[0] not in ("load", "unload"):
-            raise KernelError(errno.EINVAL, f"{words!r} is neither load NAME nor unload NAME")
+            # The log is written under the lock, which isn't held yet.
+            why = f"modules: {' '.join(words)!r} is neither load NAME nor unload NAME"
+            return partial(modules.refuse, errno.EINVAL, why)
     names = dict.fromkeys(name for verb, name in commands if verb == "load")
     if len(names) > MAX_LOADS:
-        raise KernelError(errno.E2BIG, f"more than {MAX_LOADS} modules in one write")
+        return partial(modules.refuse, errno.E2BIG, f"modules: more than {MAX_LOADS} in one write")
     deadline = monotonic() + PATIENCE
     files = {name: modules.read(name, deadline) for name in names}
 
