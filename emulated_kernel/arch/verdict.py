@@ -341,7 +341,9 @@ class Verdict(ABC, Generic[Analysis]):
         """Whether the blacklist has anything to do with a function."""
         end = bisect_left(self._blacklist, symbol.address + symbol.size, key=itemgetter(0))
         # Spans are disjoint: one that reaches into the function is the last that begins before its end.
-        return (end > 0 and self._blacklist[end - 1][1] > symbol.address) or self._is_forbidden(symbol)
+        if end > 0 and self._blacklist[end - 1][1] > symbol.address:
+            return True
+        return "." in symbol.name and self._is_forbidden(symbol)
 
     # Functions
 
