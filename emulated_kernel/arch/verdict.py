@@ -75,11 +75,6 @@ class Known(Generic[Analysis]):
                     found.setdefault(addr, reason)
         return found
 
-    def check_reserved(self, addr: int) -> Finding | None:
-        """The same of one address."""
-        reason = self.reserved.get(addr)
-        return None if reason is None else Finding(reason, addr)
-
 
 class Verdict(ABC, Generic[Analysis]):
     """Whether a probe can be registered and optimized; a function is decoded once, at its first check.
@@ -219,7 +214,8 @@ class Verdict(ABC, Generic[Analysis]):
         if _span(self._text_ranges, addr) is None:
             return Finding(Reason.NOT_TEXT, addr)
         forbidden = self._forbidden(where.symbol, addr)
-        return forbidden or self._function(where.symbol).check_reserved(addr)
+        reason = self._function(where.symbol).reserved.get(addr)
+        return forbidden or (None if reason is None else Finding(reason, addr))
 
     def check_prepare(self, addr: int) -> Finding | None:
         """Why the instruction there, which the tables don't forbid, can't be probed."""
@@ -310,7 +306,9 @@ class Verdict(ABC, Generic[Analysis]):
         known = self._function(symbol)
         forbidden = self._has_forbidden(symbol)
         for addr in self.insns(known.analysis):
-            refused = (self._forbidden(symbol, addr) if forbidden else None) or known.check_reserved(addr)
+            refused = self._forbidden(symbol, addr) if forbidden else None
+            if refused is None and addr in known.reserved:
+                refused = Finding(known.reserved[addr], addr)
             if refused is None and addr not in self.fentry:
                 refused = self.check_insn(known.analysis, addr)
             yield addr, refused, self._detoured(known, addr)
