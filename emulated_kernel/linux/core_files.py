@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from errno import EACCES, EINVAL, EIO, ENAMETOOLONG
 
-from emulated_kernel.abi import PAGE_SIZE
 from emulated_kernel.errors import KernelError
 from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.linux.core_calls import BUFFER_SIZE, CoreCalls
@@ -47,8 +46,6 @@ _ACTOR = bytes.fromhex(
 _GOES_ON, _ENOUGH = bytes.fromhex("b801000000c3"), bytes.fromhex("31c0c3")
 _KINDS = {1: stat.S_IFIFO, 2: stat.S_IFCHR, 4: stat.S_IFDIR, 6: stat.S_IFBLK, 8: stat.S_IFREG,
           10: stat.S_IFLNK, 12: stat.S_IFSOCK}  # fmt: skip
-_DELAYED_CALL = 16
-"""Bytes of a struct delayed_call (v6.1)."""
 _MEMBERS = "file.f_inode", "file.f_path.dentry"
 _TRUE_GOES_ON = 6, 1
 """The release since which an actor says by true that it wants more."""
@@ -109,9 +106,10 @@ class CoreFiles:
             if not stat.S_ISLNK(self._stat(file).mode):
                 raise KernelError(EINVAL, path)
             dentry = self._memory.read_word(file + self._offset["file.f_path.dentry"])
-            self._memory.write(self._calls.buffer, bytes(_DELAYED_CALL))
-            link = _checked(self._calls.call_function("vfs_get_link", dentry, self._calls.buffer), path)
-            target = os.fsdecode(_string(self._memory, link))
+            # As a process asks: what leads to files by no name is told to it alone.
+            call, place = self._calls.call_function, self._calls.user_buffer
+            count = _checked(call("vfs_readlink", dentry, place, _PATH_LIMIT), path)
+            target = os.fsdecode(self._memory.read(self._calls.buffer, min(count, _PATH_LIMIT)))
         if not target.startswith("/") and ".." not in target.split("/"):
             return target
         above = posixpath.dirname(path)
@@ -167,12 +165,3 @@ def _release(text: str) -> tuple[int, int]:
     major, _, rest = text.partition(".")
     minor = rest.partition(".")[0]
     return int(major) if major.isdigit() else 0, int(minor) if minor.isdigit() else 0
-
-
-def _string(memory: GuestMemory, va: int) -> bytes:
-    text = b""
-    while len(text) < _PATH_LIMIT and b"\0" not in text:
-        # A page may be the last one that is there.
-        at = va + len(text)
-        text += memory.read(at, PAGE_SIZE - at % PAGE_SIZE)
-    return text.partition(b"\0")[0]
