@@ -177,7 +177,9 @@ def _engine(
         Jprobes(kprobes, machine, arch) if profile.jprobes else None,
         kretprobes,
         hook_sets,
-        Fprobes(kprobes, kretprobes.hooks, arch, lambda: traceable_functions(image), cpus=cpus),
+        Fprobes(
+            kprobes, kretprobes.hooks, arch, partial(traceable_functions, image, kprobes.verdict), cpus=cpus
+        ),
     )
 
 
@@ -224,6 +226,7 @@ class _TracingBuilder:
             self._image.mcount,
             self._symbols,
             self._hit(context.trace_ctx),
+            kprobes.verdict,
             arch,
         )
         arrays = self._arrays(system, functions, points)
@@ -263,6 +266,8 @@ class _TracingBuilder:
             function_graph=graph,
             function_profiler=profiler,
             stack_tracer=StackTracer(functions, measure, self._symbols, arch.word_size),
+            # Nothing of the kernel's own is formatted where a record is shown.
+            printk_formats=tuple,
             guest_records=self._records,
             handler_costs=HandlerCosts(machine, arch, kprobes.compiler, self._records, places),
             dynamic_events=DynamicEvents(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 from emulated_kernel.arch.base import Arch
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.kprobes.kinds.fprobe import Fprobes
@@ -50,6 +52,8 @@ class TraceParts:
     function_profiler: FunctionProfiler | None
     """None where the kernel wasn't built for it, as is the one before."""
     stack_tracer: StackTracer
+    printk_formats: Callable[[], Iterable[str]]
+    """Lines of that file."""
     guest_records: GuestRecords
     handler_costs: HandlerCosts | None
     """None where the kernel isn't our own."""

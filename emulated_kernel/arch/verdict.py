@@ -193,6 +193,14 @@ class Verdict(ABC, Generic[Analysis]):
                 body += size
         return body if addr in (start, body) else None
 
+    def is_entry_site(self, where: Location) -> bool:
+        """Whether an fentry site is that of the function it lies in.
+
+        Linux: the site of a weak function that was dropped lies in the function in front of it.
+        Mirrors: kernel/trace/ftrace.c:test_for_valid_rec (v6.1)
+        """
+        return where.offset <= (len(self.landing_pad) if self._has_pads else 0)
+
     def _is_pad(self, addr: int) -> bool:
         is_text = _span(self._text_ranges, addr) is not None
         return is_text and self._image.read(addr, len(self.landing_pad)) == self.landing_pad

@@ -6,7 +6,7 @@ import errno
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 
 from emulated_kernel.arch.x86.arch import X86_64
 from emulated_kernel.errors import KernelError
@@ -69,7 +69,8 @@ class KernelEngine:
         self.kprobes = kprobes = Kprobes(machine, kernel, arch, log.info, scheduler, self.lock, profile)
         self._hook_sets = hook_sets = HookSets(machine, abi, arch, kprobes, scheduler, None)
         kretprobes = Kretprobes(kprobes, hook_sets.first, cpus=1, blacklist=never_returning(kernel, arch))
-        fprobes = Fprobes(kprobes, kretprobes.hooks, arch, lambda: traceable_functions(kernel), cpus=1)
+        functions = partial(traceable_functions, kernel, kprobes.verdict)
+        fprobes = Fprobes(kprobes, kretprobes.hooks, arch, functions, cpus=1)
         registries = ProbeRegistries(kprobes, None, kretprobes, hook_sets, fprobes)
         tracing = linux_tracing(
             machine, kernel, arch, registries, abi, self.lock, log.info, stacks.task_structs, self._caller()

@@ -35,6 +35,8 @@ _RESERVE, _COMMIT = "trace_event_buffer_reserve", "trace_event_buffer_commit"
 TAKEN_OVER = (_RESERVE, _COMMIT)
 """Functions that never run: who would probe them would wait for ever."""
 _REGISTERING = ("tracepoint.regfunc", "tracepoint.ext")
+_NO_SYSCALL = "sys_ni_syscall"
+"""Stands for numbers that have no call. Mirrors: kernel/trace/trace_syscalls.c:find_syscall_meta (v6.1)"""
 _WORD = 8
 _JMP8 = b"\xeb"
 _FUNCS = 2 * 24
@@ -118,7 +120,7 @@ class KernelTracepoints:
         if raw.keys() >= {"sys_enter", "sys_exit"}:
             entry, end = (SyscallTracepoint(raw[name], _WORD) for name in ("sys_enter", "sys_exit"))
             for call in self._kernel.syscalls:
-                if call.number >= 0:
+                if call.number >= 0 and call.name != _NO_SYSCALL:
                     syscall = SyscallDefinition(call.number, call.name, call.types, call.args)
                     found += [SyscallEnter(syscall, entry), SyscallExit(syscall, end)]
         yield from sorted(found, key=lambda event: link_rank(event.group, event.name))

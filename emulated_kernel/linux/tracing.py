@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
+from functools import cache, partial
 
 from emulated_kernel.arch.base import Arch
 from emulated_kernel.image.linux.kernel import LinuxKernel
+from emulated_kernel.image.linux.tables import words
 from emulated_kernel.kprobes.return_hook.hook_sets import GRAPH_TRAMPOLINE
 from emulated_kernel.limits import Limits
 from emulated_kernel.linux.kernel_tracepoints import KernelTracepoints
@@ -94,7 +95,12 @@ def linux_tracing(
     sites = frozenset(filter(range(*kernel.text).__contains__, kernel.mcount))
     measure = StackMeasure(memory, tasks, system.stack, arch, abi)
     functions = KernelFunctions(
-        kprobes.sites, sites, symbols, ProbeHit(memory, tasks, context.trace_ctx), arch
+        kprobes.sites,
+        sites,
+        symbols,
+        ProbeHit(memory, tasks, context.trace_ctx),
+        kprobes.verdict,
+        arch,
     )
     hists = HistCommand(HistSystem(registry, lambda number: _syscall_names(kernel).get(number)))
     arrays = TraceArrays(system, hists, functions, machine.clock.now_ns, lock, limits)
@@ -132,6 +138,7 @@ def linux_tracing(
         function_graph=graph,
         function_profiler=profiler,
         stack_tracer=StackTracer(functions, measure, symbols, arch.word_size),
+        printk_formats=partial(printk_formats, kernel),
         guest_records=records,
         handler_costs=None,
         dynamic_events=DynamicEvents(
@@ -142,6 +149,22 @@ def linux_tracing(
         synthetic_events=synthetic_events,
         uprobe_events=uprobe_events,
     )
+
+
+_FORMATS = ("trace_bprintk_fmt", "tracepoint_str")
+_SHOWN = str.maketrans({"\n": "\\n", "\t": "\\t", '"': '\\"'})
+
+
+def printk_formats(kernel: LinuxKernel) -> Iterator[str]:
+    """Of its own trace_printk() and the strings that its records point to.
+
+    Mirrors: kernel/trace/trace_printk.c:find_next, t_show (v6.1)
+    """
+    for place in _FORMATS:
+        start, end = kernel.between(f"__start___{place}", f"__stop___{place}")
+        for at in words(kernel.read(start, end - start)):
+            if at:
+                yield f'{at:#x} : "{kernel.vmlinux.string(at).translate(_SHOWN)}"\n'
 
 
 @cache

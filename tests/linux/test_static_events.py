@@ -57,6 +57,40 @@ def switch(mount: LinuxMount, event: str, *, on: bool) -> None:
     assert not write(mount, f"/tracing/events/{event}/enable", str(int(on))), event
 
 
+LISTED = ("available_filter_functions", "printk_formats")
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_lists_are_those_of_its_own_tracefs(name: str, linux: LinuxMount, ours: EngineMount) -> None:
+    assert read(ours, f"/tracing/{name}") == read(linux, f"/tracing/{name}")
+
+
+def test_system_calls_that_have_events_are_its_own_tracefs_s(linux: LinuxMount, ours: EngineMount) -> None:
+    """None is of the call that stands for all numbers without one."""
+    calls = [
+        {name for name in read(mount, "/tracing/available_events").split() if name.startswith("syscalls:")}
+        for mount in (ours, linux)
+    ]
+    assert calls[0] == calls[1]
+    assert len(calls[0]) > 500
+
+
+def test_sites_of_dropped_functions_are_nobody_s(linux: LinuxMount, ours: EngineMount) -> None:
+    """Linux leaves them in their place, where a number finds them, but no name."""
+    names = read(ours, "/tracing/available_filter_functions").splitlines()
+    number = next(at for at, name in enumerate(names, 1) if name.startswith("__ftrace_invalid_address__"))
+    found = []
+    for mount in (ours, linux):
+        shown = []
+        for pattern in ("do_one_initcall", "sys_ni_syscall", "*initcall*", "__ftrace_invalid*", f"{number}"):
+            refused = write(mount, "/tracing/set_ftrace_filter", pattern, os.O_TRUNC)
+            shown.append((refused, read(mount, "/tracing/set_ftrace_filter")))
+        write(mount, "/tracing/set_ftrace_filter", "", os.O_TRUNC)
+        found.append(shown)
+    assert found[0] == found[1]
+    assert names.count("do_one_initcall") == 1
+
+
 def families(tasks: LinuxTasks) -> None:
     child = tasks.fork(tasks.init, 4100)
     tasks.exit(tasks.fork(child, 4101))

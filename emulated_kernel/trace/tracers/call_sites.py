@@ -9,6 +9,7 @@ from typing import Any
 
 from emulated_kernel.abi import PAGE_SIZE
 from emulated_kernel.arch.base import Arch
+from emulated_kernel.arch.verdict import Verdict
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.kprobes.ftrace import OPS_LIST_FUNC, FtraceOps, FtraceSites
 from emulated_kernel.trace.array.trace_array import TraceArray
@@ -20,6 +21,7 @@ from emulated_kernel.trace.symbols import KernelSymbols
 from emulated_kernel.trace.tracers.functions import CallHandler, Functions, TraceableFunction
 
 _MAX_REPEATS = 0xFFFF
+_INVALID_FUNCTION = "__ftrace_invalid_address__"
 
 
 class KernelFunctions:
@@ -31,9 +33,11 @@ class KernelFunctions:
         fentry: frozenset[int],
         symbols: KernelSymbols,
         hit: ProbeHit,
+        verdict: Verdict[Any],
         arch: Arch,
     ) -> None:
         self._sites = sites
+        self._is_entry = verdict.is_entry_site
         self._has_trampolines = arch.has_ops_trampolines
         self._word_size = arch.word_size
         self._hit = hit
@@ -48,8 +52,11 @@ class KernelFunctions:
             return
         for site in sorted(fentry):
             where = self._symbols.lookup(site)
-            if where is not None:
+            if where is not None and self._is_entry(where):
                 yield TraceableFunction(site, where.name, where.module)
+            elif where is not None:
+                name = f"{_INVALID_FUNCTION}_{where.offset}"
+                yield TraceableFunction(site, name, where.module, is_dropped=True)
 
     def module_came(self, name: str, fentry: frozenset[int]) -> None:
         """A module was loaded, and its symbols can be looked up."""
@@ -77,7 +84,8 @@ class KernelFunctions:
     def attach(self, user: FtraceOps, sites: Collection[int]) -> None:
         """See FtraceSites.attach."""
         if self._sites is not None:
-            self._sites.attach(user, sites)
+            # Linux: a number in a filter chooses dropped ones too, which are disabled.
+            self._sites.attach(user, set(sites) - self.functions.dropped)
 
     def detach(self, user: FtraceOps) -> None:
         """See FtraceSites.detach."""

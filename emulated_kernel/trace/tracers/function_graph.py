@@ -10,6 +10,7 @@ from typing import Any
 
 from emulated_kernel.arch.analysis.tables import ProbedTables
 from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
+from emulated_kernel.arch.verdict import Verdict
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.ftrace import FtraceOps
@@ -228,7 +229,9 @@ class FunctionGraph(FilterWatcher):
         return GraphEmitter(builder, compiled, native, running.hook, self._places, self._word)
 
 
-def traceable_functions(image: ProbedTables) -> dict[str, int]:
+def traceable_functions(image: ProbedTables, verdict: Verdict[Any]) -> dict[str, int]:
     """Those that can be traced, by name, in the order of their addresses."""
     found = ((image.kallsyms.lookup(site), site) for site in sorted(image.mcount))
-    return {where.symbol.name: site for where, site in found if where is not None}
+    return {
+        where.symbol.name: site for where, site in found if where is not None and verdict.is_entry_site(where)
+    }

@@ -28,6 +28,8 @@ class TraceableFunction:
     name: str
     module: str | None = None
     """None for the kernel itself."""
+    is_dropped: bool = False
+    """Nobody finds it by name, and it is never called."""
 
     @property
     def shown(self) -> str:
@@ -75,8 +77,13 @@ class Functions(Collection[TraceableFunction]):
 
     @property
     def sites(self) -> Collection[int]:
-        """All sites."""
-        return self._functions.keys()
+        """All sites that can be called."""
+        return self._functions.keys() - self.dropped
+
+    @cached_property
+    def dropped(self) -> frozenset[int]:
+        """Sites of the kernel's that are nobody's."""
+        return frozenset(site for site, function in self._functions.items() if function.is_dropped)
 
     def watch(self, watcher: FunctionWatcher) -> None:
         """Tell this one of changes from now on."""
@@ -114,7 +121,7 @@ class Functions(Collection[TraceableFunction]):
             index = _leading_number(pattern) - 1
             return frozenset(islice(self._functions, index, index + 1) if 0 <= index < len(self) else ())
         wanted, _ = parse_pattern(pattern)
-        chosen: Iterable[TraceableFunction] = self._functions.values()
+        chosen: Iterable[TraceableFunction] = (f for f in self._functions.values() if not f.is_dropped)
         if module is not None:
             of, is_excluded = parse_pattern(module)
             chosen = (f for f in chosen if _belongs(f, of) is not is_excluded)

@@ -41,8 +41,7 @@ def _top_files(trace: TraceParts) -> dict[str, Node]:
         "instances": instances_directory(arrays),
         "kprobe_events": kprobe_events_file(trace.kprobe_events),
         "kprobe_profile": kprobe_profile_file(trace.kprobe_events),
-        # The kernel has no trace_printk() of its own whose format would stand in a record.
-        "printk_formats": SeqFile(READ_ONLY, listing(lambda: ())),
+        "printk_formats": SeqFile(READ_ONLY, listing(trace.printk_formats)),
         "saved_cmdlines": SeqFile(READ_ONLY, listing(cmdlines.records)),
         "saved_cmdlines_size": AttributeFile(
             READ_WRITE,
