@@ -386,9 +386,17 @@ class _Operations:
         self._mount.fsync(_client(), info.fh)
 
     def statfs(self, path: str) -> dict[str, int]:
-        """Of a pseudo filesystem, which has nothing to count."""
-        del path
-        return {"f_bsize": BLOCK_SIZE, "f_frsize": BLOCK_SIZE, "f_namemax": NAME_MAX}
+        room = self._mount.statfs(path)
+        return {
+            "f_bsize": room.block_size,
+            "f_frsize": room.block_size,
+            "f_blocks": room.blocks,
+            "f_bfree": room.free,
+            "f_bavail": room.available,
+            "f_files": room.files,
+            "f_ffree": room.free_files,
+            "f_namemax": NAME_MAX,
+        }
 
     def open(self, path: str, info: Any) -> int:
         self._needs_reserve()

@@ -9,7 +9,7 @@ from itertools import count
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.lock import ControlLock
-from emulated_kernel.vfs.core.client import Client, DirEntry, Stat
+from emulated_kernel.vfs.core.client import Client, DirEntry, Room, Stat
 from emulated_kernel.vfs.core.open_file import OpenFile, Piece
 from emulated_kernel.vfs.core.pieces import WriteInPieces, giving_way
 from emulated_kernel.vfs.core.tree import Filesystem
@@ -160,6 +160,10 @@ class ControlFiles:
         if handle not in self._opened_files:
             raise KernelError(errno.EBADF, f"no handle {handle}")
         raise KernelError(errno.EINVAL, f"handle {handle}")
+
+    def statfs(self, _path: str) -> Room:
+        """There is nothing to count."""
+        return Room()
 
     # Changes of the tree
 

@@ -23,7 +23,7 @@ from emulated_kernel.linux.syscalls import PATIENCE, LinuxSyscalls
 from emulated_kernel.linux.tasks import Blocked, LinuxTask, LinuxTasks
 from emulated_kernel.lock import ControlLock
 from emulated_kernel.machine.traps.trap import GuestFault
-from emulated_kernel.vfs.core.client import Client, DirEntry, Stat
+from emulated_kernel.vfs.core.client import Client, DirEntry, Room, Stat
 from emulated_kernel.vfs.core.node import Owner
 
 _LINKED = ("/kprobe_events", "/kprobe_profile")
@@ -537,13 +537,25 @@ class LinuxMount:
         with self._request(client) as task:
             self._syscalls.rename(task, self._changed(old), self._changed(new))
 
-    def link(self, _client: Client, old: str, new: str) -> None:
-        """Raises: KernelError EPERM."""
-        raise KernelError(errno.EPERM, f"{new}: link to {old}")
+    def link(self, client: Client, old: str, new: str) -> None:
+        """link(2)."""
+        with self._request(client) as task:
+            self._syscalls.link(task, self._changed(old), self._changed(new))
 
-    def mknod(self, _client: Client, path: str, mode: int) -> None:
-        """Raises: KernelError EACCES."""
-        raise KernelError(errno.EACCES, f"{path}: mknod {mode:o}")
+    def mknod(self, client: Client, path: str, mode: int) -> None:
+        """mknod(2) of a FIFO, a socket or an empty file. Raises: KernelError EPERM for devices."""
+        if stat.S_IFMT(mode) in (stat.S_IFCHR, stat.S_IFBLK):
+            raise KernelError(errno.EPERM, path)
+        with self._request(client) as task:
+            self._syscalls.mknod(task, self._changed(path), mode)
+
+    def statfs(self, path: str) -> Room:
+        """Of scratch/; all else has nothing to count, and nobody is asked."""
+        at = self._at(path)
+        if at != TMPFS and not at.startswith(f"{TMPFS}/"):
+            return Room()
+        with self._guest():
+            return self._syscalls.statfs(at)
 
     def fsync(self, _client: Client, handle: int) -> None:
         """What is in memory alone is where it belongs. Raises: KernelError EBADF."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from emulated_kernel.linux.init import BUFFER
 from emulated_kernel.linux.inodes import shown_ino
 from emulated_kernel.linux.tasks import LinuxTask, LinuxTasks
-from emulated_kernel.vfs.core.client import DirEntry, Stat
+from emulated_kernel.vfs.core.client import DirEntry, Room, Stat
 
 DATA_SIZE = 512 << 10
 """Bytes that one call may read or write."""
@@ -30,6 +30,7 @@ _UMASK, _SYSLOG, _MOUNT, _GETDENTS, _OPENAT, _MKDIRAT, _FCHOWNAT, _NEWFSTATAT = 
     260,
     262,
 )
+_MKNODAT, _LINKAT, _STATFS = 259, 265, 137
 _UNLINKAT, _RENAMEAT, _SYMLINKAT, _READLINKAT, _FCHMODAT, _UTIMENSAT = 263, 264, 266, 267, 268, 280
 _MKNOD, _DELETE_MODULE, _FINIT_MODULE = 133, 176, 313
 _FCNTL, _F_SETFL, _FTRUNCATE = 72, 4, 77
@@ -43,6 +44,8 @@ _LINE = 900
 """Bytes of a line; a record of the log takes 1,024."""
 _STAT = struct.Struct("<QQQIIIxxxxQqqq6Q24x")
 """Mirrors: arch/x86/include/uapi/asm/stat.h:struct stat (v6.1)"""
+_STATFS_HEAD = struct.Struct("<7Q")
+"""Mirrors: include/uapi/asm-generic/statfs.h:struct statfs (v6.1), up to f_ffree"""
 _DIRENT = struct.Struct("<QqHB")
 _POLLFD = struct.Struct("<ihh")
 _OPEN_FLAGS = (
@@ -262,6 +265,25 @@ class LinuxSyscalls:
         self._path(task, path)
         self._tasks.put(task, _SECOND_PATH, _c_string(target))
         self._call(task, _SYMLINKAT, _SECOND_PATH, _AT_FDCWD, BUFFER)
+
+    def link(self, task: LinuxTask, old: str, new: str) -> None:
+        """linkat(2), of a symbolic link itself."""
+        self._path(task, old)
+        self._tasks.put(task, _SECOND_PATH, _c_string(new))
+        self._call(task, _LINKAT, _AT_FDCWD, BUFFER, _AT_FDCWD, _SECOND_PATH, 0)
+
+    def mknod(self, task: LinuxTask, path: str, mode: int) -> None:
+        """mknodat(2), of what has no device number."""
+        self._path(task, path)
+        self._call(task, _MKNODAT, _AT_FDCWD, BUFFER, mode, 0)
+
+    def statfs(self, path: str) -> Room:
+        """statfs(2), by init."""
+        init = self._tasks.init
+        self._path(init, path)
+        self._call(init, _STATFS, BUFFER, _DATA)
+        _, *room = _STATFS_HEAD.unpack(self._tasks.get(init, _DATA, _STATFS_HEAD.size))
+        return Room(*room)
 
     def chmod(self, task: LinuxTask, path: str, mode: int) -> None:
         """fchmodat(2)."""

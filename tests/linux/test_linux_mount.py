@@ -200,6 +200,46 @@ def test_scratch_is_a_tmpfs_with_owners(shell: Files) -> None:
             change(SHELL, "/machine/dmesg")
 
 
+def test_links_fifos_and_sockets_in_scratch(shell: Files) -> None:
+    mount = shell.mount
+    mount.release(mount.create(SHELL, "/scratch/file", 0o640, os.O_RDWR))
+    mount.link(SHELL, "/scratch/file", "/scratch/other")
+    assert mount.getattr("/scratch/other") == mount.getattr("/scratch/file")
+    assert mount.getattr("/scratch/file").nlink == 2
+    for name, mode in (("fifo", stat.S_IFIFO | 0o640), ("socket", stat.S_IFSOCK | 0o600)):
+        mount.mknod(STRANGER, f"/scratch/{name}", mode)
+        found = mount.getattr(f"/scratch/{name}")
+        assert (found.mode, found.uid) == (mode, 1000)
+    mount.mknod(SHELL, "/scratch/empty", stat.S_IFREG | 0o600)
+    assert shell.read("/scratch/empty") == ""
+    for number, change in (
+        (errno.EEXIST, lambda: mount.link(SHELL, "/scratch/file", "/scratch/fifo")),
+        (errno.ENOENT, lambda: mount.link(SHELL, "/scratch/none", "/scratch/new")),
+        (errno.EXDEV, lambda: mount.link(SHELL, "/tracing/README", "/scratch/new")),
+        (errno.EPERM, lambda: mount.link(SHELL, "/machine/dmesg", "/scratch/new")),
+        (errno.EEXIST, lambda: mount.mknod(SHELL, "/scratch/file", stat.S_IFIFO | 0o600)),
+        (errno.EPERM, lambda: mount.mknod(SHELL, "/scratch/null", stat.S_IFCHR | 0o600)),
+        (errno.EPERM, lambda: mount.mknod(SHELL, "/tracing/fifo", stat.S_IFIFO | 0o600)),
+    ):
+        with pytest.raises(KernelError) as refused:
+            change()
+        assert refused.value.errno == number
+    assert "new" not in {entry.name for entry in mount.readdir("/scratch")}
+
+
+def test_room_in_scratch_is_what_its_tmpfs_has_left(shell: Files) -> None:
+    mount = shell.mount
+    before = mount.statfs("/scratch")
+    assert before.block_size == 4096
+    assert before.blocks >= before.free == before.available > 1000
+    assert before.files > before.free_files > 0
+    handle = mount.create(SHELL, "/scratch/file", 0o640, os.O_RDWR)
+    mount.write(SHELL, handle, bytes(8 * 4096), 0)
+    after = mount.statfs("/scratch/file")
+    assert (before.free - after.free, before.free_files - after.free_files) == (8, 1)
+    assert mount.statfs("/").blocks == mount.statfs("/tracing").blocks == 0
+
+
 def test_forks_and_ends_of_processes_are_the_guest_s(host: Host, shell: Files) -> None:
     shell.write("/tracing/events/sched/sched_process_fork/enable", "1")
     shell.write("/tracing/events/sched/sched_process_exit/enable", "1")

@@ -39,6 +39,18 @@ class Stat(NamedTuple):
     """A front end that caches pages may ask for any page of it, and gets a whole one or an errno."""
 
 
+class Room(NamedTuple):
+    """What a file system has room for, as statfs(2) shows it; a pseudo file system has nothing to count."""
+
+    block_size: int = 4096
+    """Bytes; `blocks`, `free` and `available` are counted in them."""
+    blocks: int = 0
+    free: int = 0
+    available: int = 0
+    files: int = 0
+    free_files: int = 0
+
+
 class DirEntry(NamedTuple):
     """A name in a directory as readdir(3) shows it: `kind` is the type of its mode (S_IFDIR, ...)."""
 

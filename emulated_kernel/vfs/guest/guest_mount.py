@@ -16,7 +16,7 @@ from emulated_kernel.host.executive.executive import GuestTask
 from emulated_kernel.host.guest import Guest
 from emulated_kernel.limits import Limit, Limits
 from emulated_kernel.lock import ControlLock
-from emulated_kernel.vfs.core.client import Client, DirEntry, Stat
+from emulated_kernel.vfs.core.client import Client, DirEntry, Room, Stat
 from emulated_kernel.vfs.core.pieces import giving_way
 from emulated_kernel.vfs.core.tree import CONTROL, Filesystem
 from emulated_kernel.vfs.guest.changes import ChangeWatcher
@@ -382,6 +382,10 @@ class GuestMount:
     def is_between_parts(self) -> bool:
         """Whether a file of ours waits for the next part of a long write(2); needs the lock."""
         return self._controls.is_between_parts()
+
+    def statfs(self, _path: str) -> Room:
+        """There is nothing to count, in its ramfs neither. Mirrors: fs/libfs.c:simple_statfs (v6.1)"""
+        return Room()
 
     def fsync(self, client: Client, handle: int) -> None:
         """fsync(2) or fdatasync(2). Raises: KernelError EINVAL for our files, which have none."""
