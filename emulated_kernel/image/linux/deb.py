@@ -7,6 +7,7 @@ import re
 import tarfile
 from collections.abc import Callable, Iterator
 from itertools import islice
+from os import SEEK_END
 from typing import BinaryIO
 
 from emulated_kernel.image.linux.compression import PIECE, Pieces, Readable, unpack
@@ -56,12 +57,15 @@ def read_files(
 
 def _ar_members(archive: BinaryIO) -> Iterator[tuple[str, _Member]]:
     """Names and contents; a member can be read until the next one is asked for."""
+    end = archive.seek(0, SEEK_END)
     archive.seek(len(AR_MAGIC))
     while header := archive.read(_AR_HEADER):
         size = header[48:58].strip()
         if len(header) < _AR_HEADER or header[58:] != _AR_END or not size.isdigit():
             raise unusable("damaged ar archive")
         start = archive.tell()
+        if start + int(size) > end:
+            raise unusable(f"truncated package: {start + int(size) - end} bytes are missing")
         yield header[:16].decode("ascii", "replace").strip().rstrip("/"), _Member(archive, int(size))
         archive.seek(start + int(size) + int(size) % 2)
 

@@ -33,6 +33,7 @@ def kernel() -> made.Kernel:
 
 VMLINUX = kernel().elf()
 VMLINUZ = made.vmlinuz(VMLINUX)
+WITH_MODULES = {"./boot/vmlinuz-6.1.0-made": VMLINUZ, "./lib/modules/6.1.0/kernel/odd.ko": bytes(100_000)}
 
 
 def opened(data: bytes, tmp_path: Path) -> int:
@@ -119,6 +120,7 @@ def test_host_without_its_file_says_where_it_would_be(monkeypatch: pytest.Monkey
         (made.deb({"./boot/vmlinuz-6.1": b"garbled"}), "no ELF file|truncated"),
         (b"!<arch>\n" + b"x" * 70, "damaged ar"),
         (b"!<arch>\n", "without data.tar"),
+        (made.deb(WITH_MODULES, None)[:-1000], "truncated package: 1000 bytes are missing"),
     ],
 )
 def test_what_is_no_kernel(data: bytes, says: str, tmp_path: Path) -> None:
