@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from dataclasses import asdict
 
@@ -81,9 +82,14 @@ def reboot(directory: str) -> None:
     from kprobefs.files import beside
 
     try:
-        (beside(directory) / "machine" / "power").write_text("reboot\n")
+        # Not made where it isn't there.
+        power = os.open(beside(directory) / "machine" / "power", os.O_WRONLY)
     except FileNotFoundError:
         raise Failure(f"{directory}: a distribution's kernel isn't booted anew: mount it again") from None
+    try:
+        os.write(power, b"reboot\n")
+    finally:
+        os.close(power)
 
 
 def unmount_dead(directory: str) -> None:

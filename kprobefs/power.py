@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import gc
-import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -22,7 +21,7 @@ from emulated_kernel.vfs.core.parse import ascii_lines
 from emulated_kernel.vfs.core.seq import CommandFile, SeqFile, explained, listing
 from emulated_kernel.vfs.core.tree import Filesystem
 from emulated_kernel.vfs.trees.layout import RootLayout
-from emulated_kernel.vfs.trees.stats import probe_states
+from emulated_kernel.vfs.trees.stats import probe_states, probes_file
 from kprobefs import last_records
 from kprobefs.counters import counts, set_counts
 from kprobefs.definitions import Line, Loader, saved
@@ -91,7 +90,7 @@ class LivingKernel:
                 0o600, listing(self._power), explained(kernel.guest.log, "power", self._command)
             ),
             "definitions": SeqFile(0o400, listing(lambda: self._definitions(kernel))),
-            "probes": SeqFile(0o400, listing(lambda: self._probes(kernel))),
+            "probes": probes_file(kernel.parts),
         }
         if self._state is not None:
             further["state"] = SeqFile(0o400, listing(self._state.text))
@@ -116,10 +115,6 @@ class LivingKernel:
         chosen = [f"{RETURN_HOOK} = {hook}"] if hook != self._return_hook else []
         lines = saved(self._all_files(kernel), probe_states(kernel.parts))
         return [f"{line}\n" for line in (*chosen, *lines)]
-
-    def _probes(self, kernel: Kernel) -> Iterator[str]:
-        """An object of JSON for each probe event: what its files in kprobes/stats/ say, in one request."""
-        return (f"{json.dumps(state)}\n" for state in probe_states(kernel.parts))
 
     def _all_files(self, kernel: Kernel) -> TreeFiles:
         """A tree that has all of them, whatever the layout shows."""

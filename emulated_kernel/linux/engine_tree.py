@@ -10,6 +10,7 @@ from emulated_kernel.vfs.core.node import Directory, Node, Owner, UnlistedDirect
 from emulated_kernel.vfs.core.seq import PerClientFile, Records, SeqFile, listing, single
 from emulated_kernel.vfs.core.tree import CONTROL, Filesystem
 from emulated_kernel.vfs.trees.debugfs import kprobes_directory
+from emulated_kernel.vfs.trees.stats import probes_file
 from emulated_kernel.vfs.trees.sysctl import sysctl_directory
 from emulated_kernel.vfs.trees.tracefs import kprobe_events_file, kprobe_profile_file, tracefs_directory
 
@@ -68,6 +69,7 @@ def _machine_directory(
             "version": SeqFile(0o444, single(lambda: version)),
             "kallsyms": PerClientFile(0o444, symbols),
             "dmesg": SeqFile(0o400, listing(shown_log)),
+            "probes": probes_file(engine.parts),
             **further,
         },
     )

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from kprobefs import control
+from kprobefs.failure import Failure
+from kprobefs.top import Probes
 from tests.fuse.harness import REAL_PROGRAM, daemon, needs_fuse
 from tests.linux import debian_kernel
 
@@ -80,6 +84,27 @@ grep -c 'Linux version' machine/dmesg
 """
 
 
+def links_and_room(directory: Path) -> None:
+    """In scratch/, by the host's own calls."""
+    scratch = directory / "scratch"
+    room = os.statvfs(scratch)
+    assert room.f_blocks >= room.f_bfree > 0
+    (scratch / "whole").write_text("text")
+    (scratch / "linked").hardlink_to(scratch / "whole")
+    assert (scratch / "linked").read_text() == "text"
+    assert (scratch / "linked").stat().st_nlink == 2
+    os.mkfifo(scratch / "fifo")
+    reader = os.open(scratch / "fifo", os.O_RDONLY | os.O_NONBLOCK)
+    (scratch / "fifo").write_bytes(b"through")
+    assert os.read(reader, 99) == b"through"
+    os.close(reader)
+
+
+def is_refused_to_reboot(directory: Path) -> None:
+    with pytest.raises(Failure, match="isn't booted anew: mount it again"):
+        control.reboot(str(directory))
+
+
 def test_our_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KPROBEFS_RUNTIME_DIRECTORY", str(tmp_path / "runtime"))
     directory = tmp_path / "mnt"
@@ -101,6 +126,11 @@ def test_our_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "r vfs_read+0x0 [FTRACE]",
         ]
         assert (opened, returned) == ("8", "8")
+        links_and_room(directory)
+        (directory / "kprobe_events").write_text("p:k/seen vfs_read")
+        (probe,) = Probes(str(directory)).look()
+        assert (probe.event, probe.mode, probe.enabled) == ("k/seen", "disarmed", False)
+        is_refused_to_reboot(directory)
         mode, hits = (tmp_path / "stats").read_text().split()
         assert mode == "optimized"
         assert int(hits) >= 16
@@ -122,4 +152,6 @@ def test_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         )
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout.splitlines() == ["1", "k do_sys_openat2+0x0", "hello", "1", "1"]
+        links_and_room(directory)
+        is_refused_to_reboot(directory)
         assert mounted.log.count("\n") <= 2

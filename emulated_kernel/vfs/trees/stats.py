@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 
@@ -19,7 +20,7 @@ from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Directory, DynamicDirectory, Node, Objects, Owner
 from emulated_kernel.vfs.core.open_file import File
 from emulated_kernel.vfs.core.parse import kstrtoul, switch
-from emulated_kernel.vfs.core.seq import AttributeFile, PerClientFile, Records, SeqFile, single
+from emulated_kernel.vfs.core.seq import AttributeFile, PerClientFile, Records, SeqFile, listing, single
 
 _DIRECTORY = 0o755
 _READ_WRITE = 0o644
@@ -72,6 +73,11 @@ def probe_states(kernel: ProbedParts) -> Iterator[ProbeState]:
     """Of each event, with its name as `event`; no file is made for that."""
     for event in kernel.tracing.kprobe_events.events():
         yield {"event": f"{event.group}/{event.name}", **_EventStats(event, kernel).state()}
+
+
+def probes_file(kernel: ProbedParts) -> SeqFile:
+    """machine/probes: an object of JSON for each event: what its files say, in one request."""
+    return SeqFile(0o400, listing(lambda: (f"{json.dumps(state)}\n" for state in probe_states(kernel))))
 
 
 class _EventStats:
