@@ -80,6 +80,8 @@ class FtraceSites:
         self._breakpoints[self.trampoline + stub.trap] = self._make_on_call()
         self._callers: dict[int, Kprobe] = {}
         """Site to the probe that its calls go to."""
+        self._put_off: set[int] = set()
+        """What a hit would have changed while it was being patched: that is looked at again behind it."""
         self._calling: dict[int, int] = {}
         """By site that holds a call now, the call's target."""
         self._with_regs: set[int] = set()
@@ -213,7 +215,9 @@ class FtraceSites:
         kprobe.is_python = False
         code, kprobe.compiled = kprobe.compiled, None
         if code is not None:
-            if kprobe.address in self._callers and not self._poker.is_patching(kprobe.address):
+            if self._poker.is_patching(kprobe.address):
+                self._put_off.add(kprobe.address)
+            elif kprobe.address in self._callers:
                 self._start_and_stop({kprobe.address: self.trampoline})
             self._compiler.retire(code)
 
@@ -312,16 +316,14 @@ class FtraceSites:
         calls = {site for site in sites if any(site in ops.sites for ops in self._ops)}
         for site in calls:
             self._route(site)
-        targets = {site: self._target(site) for site in calls}
         self._with_regs -= sites - calls
-        stopping = (sites - calls) & self._calling.keys()
-        calling, is_patching = self._calling, self._poker.is_patching
-        starting = {
-            site: target
-            for site, target in targets.items()
-            if calling.get(site) != target and not is_patching(site)
-        }
-        self._start_and_stop(starting, stopping)
+        put_off = set(filter(self._poker.is_patching, sites)) if self._poker.is_busy else set()
+        self._put_off |= put_off
+        targets = {site: self._target(site) for site in calls - put_off}
+        stopping = (sites - calls - put_off) & self._calling.keys()
+        self._start_and_stop(
+            {site: target for site, target in targets.items() if self._calling.get(site) != target}, stopping
+        )
         for site in stopping:
             self._route(site)
 
@@ -340,6 +342,10 @@ class FtraceSites:
             self._poker.replace_all(insns)
         for site in insns:
             del breakpoints[site]
+        again = {site for site in self._put_off if not self._poker.is_patching(site)}
+        if again:
+            self._put_off -= again
+            self._update(again)
 
     def _call(self, site: int, target: int) -> Callable[[Any], None]:
         word, behind = self._arch.word_size, site + self._arch.call_size

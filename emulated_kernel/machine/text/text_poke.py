@@ -30,7 +30,7 @@ class TextPoker:
     def __init__(self, text: Text, breakpoint_: bytes) -> None:
         self._text = text
         self._breakpoint = breakpoint_
-        self._patched: tuple[int, ...] = ()
+        self._patched: frozenset[int] = frozenset()
 
     @property
     def is_busy(self) -> bool:
@@ -66,7 +66,7 @@ class TextPoker:
     @contextmanager
     def _patching(self, places: Iterable[int]) -> Iterator[None]:
         # A hit in between, of another place, may take its code away.
-        before, self._patched = self._patched, (*self._patched, *places)
+        before, self._patched = self._patched, self._patched.union(places)
         try:
             yield
         finally:

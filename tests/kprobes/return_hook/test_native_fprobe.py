@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 
@@ -183,3 +186,51 @@ def test_all_functions_of_a_session(boot: Boot, stack: str) -> None:
     kernel.unregister_fprobe(fp)
     assert kernel.call("gcd", 12, 18) == 6
     assert kernel.machine.text.ledger == {}
+
+
+@contextmanager
+def once_in_between(kernel: Kernel, act: Callable[[], object]) -> Iterator[None]:
+    """Within, `act` is done while text is patched for the first time: as a hit on another CPU would."""
+    text, done = kernel.machine.text, list[bool]()
+    sync = text.sync
+
+    def sync_and_act() -> None:
+        if not done:
+            done.append(True)
+            act()
+        sync()
+
+    with mock.patch.object(text, "sync", sync_and_act):
+        yield
+    assert done
+
+
+@pytest.mark.parametrize("arch", ["x86_64", "i386", "riscv64"])
+def test_code_dropped_while_a_site_is_led_to_it(arch: str) -> None:
+    with Kernel(MachineConfig(arch=arch)) as kernel, kernel.lock:
+        fp, ring = warmed(kernel)
+        lcm = address(kernel, "lcm")
+        other = Fprobe("gcd", entry_handler=lambda *_: None)
+        kernel.register_fprobe(other)
+        with once_in_between(kernel, lambda: kernel.fprobes.handler_changed(fp)):
+            kernel.unregister_fprobe(other)
+        kernel.kprobes.garbage.collect()
+        hits = ring.hits
+        for _ in range(3):
+            assert kernel.machine.call(lcm, 4, 6) == 12
+        assert ring.hits == hits + 6
+        kernel.unregister_fprobe(fp)
+        assert kernel.machine.text.ledger == {}
+
+
+@pytest.mark.parametrize("arch", ["x86_64", "i386", "riscv64"])
+def test_one_that_unregisters_itself_while_it_is_registered(arch: str) -> None:
+    with Kernel(MachineConfig(arch=arch)) as kernel, kernel.lock:
+        fp = Fprobe(PAIR, entry_handler=lambda *_: None)
+        with once_in_between(kernel, lambda: kernel.unregister_fprobe(fp)):
+            kernel.register_fprobe(fp)
+        assert kernel.machine.text.ledger == {}
+        assert kernel.machine.call(address(kernel, "lcm"), 4, 6) == 12
+        kernel.register_fprobe(fp)
+        kernel.unregister_fprobe(fp)
+        assert kernel.machine.text.ledger == {}
