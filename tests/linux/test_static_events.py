@@ -83,7 +83,7 @@ def test_sites_of_dropped_functions_are_nobody_s(linux: LinuxMount, ours: Engine
     for mount in (ours, linux):
         shown = []
         for pattern in ("do_one_initcall", "sys_ni_syscall", "*initcall*", "__ftrace_invalid*", f"{number}"):
-            refused = write(mount, "/tracing/set_ftrace_filter", pattern, os.O_TRUNC)
+            refused = write(mount, "/tracing/set_ftrace_filter", f"{pattern}\n", os.O_TRUNC)
             shown.append((refused, read(mount, "/tracing/set_ftrace_filter")))
         write(mount, "/tracing/set_ftrace_filter", "", os.O_TRUNC)
         found.append(shown)
