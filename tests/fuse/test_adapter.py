@@ -11,6 +11,7 @@ import pytest
 
 from kprobefs import mount
 from kprobefs.failure import Failure
+from kprobefs.loops import Loops
 from kprobefs.reserve import MemoryReserve
 from tests.fuse.harness import environment
 
@@ -46,7 +47,9 @@ def test_no_memory_is_an_answer_and_no_fault(monkeypatch: pytest.MonkeyPatch) ->
     adapter = pytest.importorskip("kprobefs.adapter")
 
     class Session:
-        operations = SimpleNamespace(faults=0, reserve=MemoryReserve())
+        operations = SimpleNamespace(
+            faults=0, reserve=MemoryReserve(), loops=Loops(lambda: None, watches=False)
+        )
 
         def read(self) -> int:
             raise MemoryError
