@@ -18,6 +18,7 @@ from emulated_kernel.trace.ring.trace_entry import EntryFlag
 
 _SHADOW_STACKS = {"rethooks": "rethooks", "ret_stack": "kretprobe_instances"}
 """By the names of our own image's fields, those of its task_struct that shadow stacks hang on."""
+_WORD = 8
 _NOT_ASKED = 1 << 31
 """PREEMPT_NEED_RESCHED, which is clear while the task is asked to give the CPU up."""
 _SOFTIRQ, _HARDIRQ = 0xFF00, 0xF0000
@@ -59,15 +60,18 @@ def _shadow_stacks(kernel: LinuxKernel) -> dict[str, int]:
     and the one beside it, of which nothing has been done since but that it is cleared at fork.
 
     Both are empty when a task is made; for rethooks the kernel looks again when the task is long dead. It has
-    none of its own meanwhile: nobody can load a module that probes. Without both Python keeps all calls.
+    none of its own meanwhile: nobody can load a module that probes. Without both, side by side, Python keeps
+    all calls.
     """
     try:
-        return {
+        found = {
             f"task_struct.{ours}": kernel.btf.offset(f"task_struct.{theirs}")
             for ours, theirs in _SHADOW_STACKS.items()
         }
     except KernelError:
         return {}
+    # A kernel with randomized structures has them anywhere.
+    return found if max(found.values()) - min(found.values()) == _WORD else {}
 
 
 class LinuxContext(HitContext):
