@@ -18,7 +18,7 @@ from emulated_kernel.kprobes.kprobes import Kprobes
 from emulated_kernel.kprobes.profile import DEFAULT, PROFILES, Profile
 from emulated_kernel.kprobes.return_hook.hook_sets import HookSets, never_returning
 from emulated_kernel.kprobes.scheduler import Scheduler
-from emulated_kernel.linux.kernel_calls import KernelCalls
+from emulated_kernel.linux.kernel_calls import KernelCalls, work_queues
 from emulated_kernel.linux.kernel_stacks import KernelStacks
 from emulated_kernel.linux.kernel_tracepoints import TAKEN_OVER
 from emulated_kernel.linux.linux_context import linux_abi
@@ -121,7 +121,11 @@ class LinuxEngine(KernelEngine):
         """Raises: as KernelCalls."""
         return KernelCalls(self.tasks, self.machine, self.kernel)
 
-    def _caller(self) -> Callable[[int], int]:
+    def _caller(self) -> Callable[[int], int] | None:
+        try:
+            work_queues(self.kernel)
+        except KernelError:
+            return None
         return self._call
 
     def _call(self, function: int) -> int:

@@ -30,6 +30,8 @@ _RESULT, _STATE, _TASK, _WORK, _STRINGS = 56, 64, 72, 128, 256
 _HEAD = struct.Struct("<10Q")
 _RETURNED, _NO_THREAD, _KILLED = 1, 2, 3
 _CONSTANTS = ("WORK_CPU_UNBOUND", "WORK_OFFQ_POOL_BITS", "WORK_OFFQ_POOL_SHIFT")
+_UNKNOWN = "its work queues aren't known"
+_PARTS = ("data", "entry", "func")
 _SYMBOLS = ("queue_work_on", "system_unbound_wq", "kthread_create_on_node", "wake_up_process")
 _CALL_THREAD = bytes.fromhex(
     "53"  # push rbx
@@ -43,25 +45,34 @@ _CALL_THREAD = bytes.fromhex(
 )
 
 
+def work_queues(kernel: LinuxKernel) -> tuple[dict[str, int], tuple[int, ...], dict[str, int]]:
+    """What calls need of a kernel: its functions, its constants, and the offsets in its work_struct.
+
+    Raises: KernelError ENOEXEC for one whose work queues aren't known.
+    """
+    functions = {name: at for name in _SYMBOLS if (at := kernel.kallsyms.lookup_name(name)) is not None}
+    if len(functions) < len(_SYMBOLS):
+        raise unusable(_UNKNOWN)
+    try:
+        constants = tuple(map(kernel.btf.constant, _CONSTANTS))
+        return functions, constants, {part: kernel.btf.offset(f"work_struct.{part}") for part in _PARTS}
+    except KernelError as error:
+        raise unusable(_UNKNOWN) from error
+
+
 class KernelCalls:
-    """Needs the control lock. Raises: KernelError ENOEXEC for a kernel whose work queues aren't known."""
+    """Needs the control lock. Raises: as work_queues."""
 
     def __init__(self, tasks: LinuxTasks, machine: ProbedLinux, kernel: LinuxKernel) -> None:
         self._tasks, self._machine, self._kernel = tasks, machine, kernel
-        at = {name: kernel.kallsyms.lookup_name(name) for name in _SYMBOLS}
-        constants = kernel.btf.constants
-        if None in at.values() or not all(name in constants for name in _CONSTANTS):
-            raise unusable("its work queues aren't known")
-        any_cpu, bits, shift = (constants[name] for name in _CONSTANTS)
+        functions, (any_cpu, bits, shift), self._parts = work_queues(kernel)
         self._no_pool = (1 << bits) - 1 << shift
         """Mirrors: include/linux/workqueue.h:WORK_STRUCT_NO_POOL (v6.1)"""
-        self._parts = {part: kernel.btf.offset(f"work_struct.{part}") for part in ("data", "entry", "func")}
         self._mailboxes: set[int] = set()
         """Of calls whose threads may still come back to them."""
         memory = machine.memory
         self._page = memory.host_pages.alloc(PAGE_SIZE)
         memory.map(_TEXT, self._page, PAGE_SIZE, Prot.READ | Prot.EXEC)
-        functions = {name: address for name, address in at.items() if address is not None}
         for place, code in (
             (0, _interrupt_code(functions, any_cpu)),
             (_MAKER, _maker_code(functions)),

@@ -105,8 +105,11 @@ class KernelTracepoints:
             if not (event.probe and event.fields and can_switch):
                 continue
             number = len(self._events)
-            plain = self._switch if event.is_plain else self._switch_registered
-            switch = partial(self._switch_syscalls if is_syscall else plain, number, event)
+            switch = partial(self._switch, number, event)
+            if is_syscall:
+                switch = partial(self._switch_registered, self._syscall_work.switch, number, event)
+            elif not event.is_plain:
+                switch = partial(self._switch_registered, partial(self._register, event), number, event)
             point = self._points[number] = self.by_name[f"{event.system}:{event.name}"] = Tracepoint(switch)
             self._events.append(event)
             if is_syscall:
@@ -135,20 +138,26 @@ class KernelTracepoints:
     def _word_at(self, address: int) -> int:
         return int.from_bytes(self._memory.read(address, _WORD), "little")
 
-    def _switch_syscalls(self, number: int, event: KernelEvent, on: bool) -> None:
-        """Its regfunc comes before its key is on, its unregfunc before that is off."""
+    def _switch_registered(
+        self, register: Callable[[bool], None], number: int, event: KernelEvent, on: bool
+    ) -> None:
+        """Its regfunc comes before its key is on, its unregfunc before that is off; or neither is done.
+
+        Raises: as `register`, which does the one or the other.
+        """
         self._prepare()
-        self._syscall_work.switch(on)
+        register(on)
         try:
             self._switch(number, event, on)
         except BaseException:
-            self._syscall_work.switch(not on)
+            # What is told is why it couldn't be switched.
+            with suppress(KernelError):
+                register(not on)
             raise
 
-    def _switch_registered(self, number: int, event: KernelEvent, on: bool) -> None:
-        """The same for any regfunc and unregfunc. Raises: KernelError with regfunc's errno."""
+    def _register(self, event: KernelEvent, on: bool) -> None:
+        """Calls regfunc or unregfunc. Raises: KernelError with regfunc's errno, or as `call`."""
         assert self._call is not None
-        self._prepare()
         if on:
             result = self._call(self._function(event, "regfunc")) & 0xFFFFFFFF
             if result >> 31:
@@ -157,7 +166,6 @@ class KernelTracepoints:
             # A guest that has died keeps nobody from disabling its events.
             with suppress(KernelError):
                 self._call(self._function(event, "unregfunc"))
-        self._switch(number, event, on)
 
     def _function(self, event: KernelEvent, name: str) -> int:
         """Of its struct tracepoint, or since 6.14 of what that leads to."""

@@ -164,6 +164,29 @@ def test_a_regfunc_that_refuses(
     assert not engine.tasks.machine.death
 
 
+def test_events_with_a_regfunc_that_nobody_can_call(
+    ours: EngineMount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the kernel's work queues aren't known there are none; all others are there."""
+    tasks, kernel = debian_kernel.with_kernel()
+
+    def unknown(name: str) -> int:
+        raise KernelError(errno.ENOENT, name)
+
+    monkeypatch.setattr(kernel.btf, "constant", unknown)
+    engine = LinuxEngine(tasks, kernel)
+    with pytest.raises(KernelError) as refusal:
+        _ = engine.kernel_calls
+    assert refusal.value.errno == errno.ENOEXEC
+    mount = EngineMount(engine, NoProcesses(), Owner(0, 0), is_tracefs=False)
+    listed, whole = (set(read(each, "/tracing/available_events").split()) for each in (mount, ours))
+    mount.close()
+    plain = {f"{event.system}:{event.name}" for event in kernel.events if event.is_plain}
+    assert {"mmap_lock:mmap_lock_released", "exceptions:page_fault_user"} <= whole - listed
+    assert not (whole - listed) & plain
+    assert {"sched:sched_process_fork", "raw_syscalls:sys_enter", "syscalls:sys_enter_kill"} <= listed
+
+
 SYSCALLS = ("sys_enter_getpid", "sys_exit_getpid", "sys_enter_kill", "sys_exit_kill", "sys_enter_getppid")
 GETPID, KILL, GETPPID, GETUID = 39, 62, 110, 102
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from errno import ENOMEM
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -85,5 +87,32 @@ def test_a_tracepoint_that_cannot_be_switched_needs_as_much_as_before(
     monkeypatch.setattr(points, "_prepare", lambda: None)
     monkeypatch.setattr(points, fails, refused)
     with pytest.raises(MemoryError):
-        points._switch_syscalls(0, cast(Any, None), on)
+        points._switch_registered(guest.work.switch, 0, cast(Any, None), on)
     assert guest.memory == before
+
+
+@pytest.mark.parametrize("on", [True, False])
+@pytest.mark.parametrize("refuses", [False, True])
+def test_a_regfunc_of_a_tracepoint_that_cannot_be_switched_is_undone(
+    on: bool, refuses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Why it couldn't be is what is told, be it that undoing is refused too."""
+    functions = {"regfunc": 0x4000, "unregfunc": 0x5000}
+    called: list[int] = []
+
+    def call(function: int) -> int:
+        called.append(function)
+        return -ENOMEM if refuses and len(called) == 2 else 0
+
+    def damaged(*_: object) -> None:
+        raise MemoryFault(0)
+
+    points = object.__new__(KernelTracepoints)
+    points._call = call
+    monkeypatch.setattr(points, "_prepare", lambda: None)
+    monkeypatch.setattr(points, "_switch", damaged)
+    monkeypatch.setattr(points, "_function", lambda _event, name: functions[name])
+    event = cast(Any, None)
+    with pytest.raises(MemoryFault):
+        points._switch_registered(partial(points._register, event), 0, event, on)
+    assert called == list(functions.values())[:: 1 if on else -1]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from enum import IntEnum
 from errno import ENOENT
@@ -58,6 +59,7 @@ _TAIL_EACH = {
 _TAILS = [(_FIXED_TAIL.get(kind, 0), _TAIL_EACH.get(kind, 0)) for kind in Kind]
 _MODIFIERS = (Kind.TYPEDEF, Kind.VOLATILE, Kind.CONST, Kind.RESTRICT, Kind.TYPE_TAG)
 _QUALIFIERS = {Kind.VOLATILE: "volatile", Kind.CONST: "const", Kind.RESTRICT: "restrict"}
+_ENUMS = (Kind.ENUM, Kind.ENUM64)
 _KEYWORDS = {Kind.STRUCT: "struct", Kind.UNION: "union", Kind.ENUM: "enum", Kind.ENUM64: "enum"}
 
 
@@ -212,12 +214,23 @@ class Btf:
             found[self.text(name)] = value - (1 << bits) if kind.flag and value >> bits - 1 else value
         return found
 
+    def constant(self, name: str) -> int:
+        """An enumerator's value; of equal names the first's. Raises: KernelError ENOENT."""
+        for word in _places(self._texts, b"\0" + name.encode() + b"\0"):
+            for at in _places(self._types, (word + 1).to_bytes(4, "little")):
+                number = bisect_right(self._starts, at)
+                if self._type(number).kind in _ENUMS:
+                    value = self.enumerators(number).get(name)
+                    if value is not None:
+                        return value
+        raise KernelError(ENOENT, f"this kernel's BTF has no enumerator {name}")
+
     @cached_property
     def constants(self) -> dict[str, int]:
         """All enumerators of all enums; of equal names the first."""
         found: dict[str, int] = {}
         for number in range(len(self)):
-            if self._type(number).kind in (Kind.ENUM, Kind.ENUM64):
+            if self._type(number).kind in _ENUMS:
                 for name, value in self.enumerators(number).items():
                     found.setdefault(name, value)
         return found

@@ -74,8 +74,9 @@ def test_prototypes_have_the_parameters_names() -> None:
 
 
 def test_enumerators_of_both_sizes() -> None:
-    constants = Btf(BTF).constants
-    assert (constants["RED"], constants["BLUE"], constants["HUGE"]) == (1, 0xFFFFFFFF, 2 << 32 | 1)
+    btf, values = Btf(BTF), {"RED": 1, "BLUE": 0xFFFFFFFF, "HUGE": 2 << 32 | 1}
+    assert btf.constants == values
+    assert {name: btf.constant(name) for name in values} == values
 
 
 @pytest.mark.parametrize(
@@ -85,6 +86,8 @@ def test_enumerators_of_both_sizes() -> None:
         lambda btf: btf.offset("task_struct.nothing"),
         lambda btf: btf.offset("task_struct"),
         lambda btf: btf.prototype("nothing"),
+        lambda btf: btf.constant("nothing"),
+        lambda btf: btf.constant("colours"),
     ],
 )
 def test_what_it_does_not_have(ask: object) -> None:
