@@ -128,7 +128,7 @@ struct task_struct {
 	/* Shadow stacks of hooked returns, which only the host works on. */
 	unsigned long rethooks;       /* what is pending, or 0 */
 	unsigned long ret_stack;      /* the function graph's array, or 0 */
-	unsigned long curr_ret_stack; /* words in use of it */
+	unsigned long curr_ret_stack; /* always 0: the array itself says how much of it is in use */
 	struct cred own_cred;
 	struct pid own_pid;
 };
