@@ -124,6 +124,34 @@ def test_what_goes_with_no_dump(
     assert said in err
 
 
+@pytest.mark.timeout(20)
+def test_holes_in_front_of_data(tmp_path: Path) -> None:
+    """Where pages of memory begin is no page of the file: all that isn't in a hole is read, once."""
+    text = f"{INFO}SYMBOL(init_uts_ns)=ffffffff82000001\nKERNELOFFSET=0\n".encode()
+    ram = bytes(300 * len(PAGE)) + text.ljust(len(PAGE), b"\0") + bytes(200 * len(PAGE)) + b"x" * len(PAGE)
+    data, path = dump([(0, ram)]), tmp_path / "core"
+    with path.open("wb") as file:
+        os.truncate(file.fileno(), len(data))
+        for at in range(0, len(data), len(PAGE)):
+            block = data[at : at + len(PAGE)]
+            if any(block):
+                os.pwrite(file.fileno(), block, at)
+    with path.open("rb") as file:
+        core = core_file.CoreFile(file.fileno())
+        (segment,) = core.segments
+        assert segment.offset % len(PAGE)
+        assert core.vmcoreinfo["SYMBOL(_stext)"] == "ffffffff81000000"
+        found, places = bytearray(len(ram)), []
+        for at, block in core.data(segment.offset, segment.size):
+            places += range(at - segment.offset, at - segment.offset + len(block), len(PAGE))
+            found[at - segment.offset : at - segment.offset + len(block)] = block
+        assert found == ram
+        assert len(places) == len(set(places))
+        assert not any(place % len(PAGE) for place in places)
+        if path.stat().st_blocks * 512 < 100 * len(PAGE):
+            assert len(places) < 100
+
+
 @pytest.fixture(scope="module")
 def dumped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A dump of Debian's kernel; its directory is for a cache."""

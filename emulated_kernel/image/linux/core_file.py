@@ -132,8 +132,10 @@ class CoreFile:
         """Pages of a piece of the file that aren't holes: blocks of them, and where they are."""
         at, end = offset, offset + size
         while at < end:
-            at += (self._seek(at, os.SEEK_DATA) - at) // PAGE_SIZE * PAGE_SIZE
-            stop = min(at - (at - self._seek(at, os.SEEK_HOLE)) // PAGE_SIZE * PAGE_SIZE, end)
+            found = self._seek(at, os.SEEK_DATA)
+            # Its page may begin within a hole, which is no end of it.
+            at += (found - at) // PAGE_SIZE * PAGE_SIZE
+            stop = min(at - (at - self._seek(found, os.SEEK_HOLE)) // PAGE_SIZE * PAGE_SIZE, end)
             while at < stop:
                 block = self.read(at, min(_BLOCK, stop - at))
                 yield at, block
