@@ -9,12 +9,14 @@ import os
 import random
 import struct
 import zlib
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from emulated_kernel.linux import snapshot
+from emulated_kernel.linux import core_image, facts, inodes, snapshot
+from emulated_kernel.linux.core_image import CoreFacts
 from emulated_kernel.linux.exception_cells import find_exception_cells
 from emulated_kernel.linux.facts import KernelFacts
 from emulated_kernel.linux.machine import LinuxMachine
@@ -48,6 +50,16 @@ def save(path: Path) -> Path:
     snapshot.save(path, machine, FACTS, CELLS, "vmlinuz-test", PARTS)
     machine.close()
     return path
+
+
+def test_other_facts_have_another_number() -> None:
+    """A file of the same number would be mounted without them: who changes what is kept raises _MAGIC."""
+    kept = (
+        *(field.name for form in (KernelFacts, CoreFacts) for field in fields(form)),
+        *(facts._SYMBOLS, facts._OPTIONAL, facts._MEMBERS, inodes._FORMS, inodes._UNITS),
+        *(core_image._SYMBOLS, core_image.CLOCK, core_image.ONLINE),
+    )
+    assert {snapshot._MAGIC: zlib.crc32(repr(kept).encode())} == {b"kprobefs booted kernel 7\n": 1025394309}
 
 
 def test_what_was_saved_comes_back(saved: Path) -> None:
