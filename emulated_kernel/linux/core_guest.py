@@ -9,7 +9,7 @@ import logging
 import mmap
 import os
 import struct
-from errno import EIO
+from errno import EIO, ENOSPC
 from pathlib import Path
 from typing import IO
 
@@ -21,7 +21,7 @@ from emulated_kernel.linux import snapshot
 from emulated_kernel.linux.core_image import ONLINE, CoreFacts, convert, ram_size
 from emulated_kernel.linux.cpu import KernelTables
 from emulated_kernel.linux.machine import LinuxMachine
-from emulated_kernel.linux.room import unnamed_file
+from emulated_kernel.linux.room import has_room, unnamed_file
 from emulated_kernel.linux.running_linux import RunningLinux
 from emulated_kernel.machine.traps.trap import HardwareError
 from emulated_kernel.regular import open_regular
@@ -57,6 +57,9 @@ def ensure_core_cached(source: str) -> None:
             return
         core = CoreFile(file.fileno())
         try:
+            directory = next(parent for parent in place.parents if parent.exists())
+            if not has_room(str(directory), _size_on_disk(file), ram_size(core)):
+                raise OSError(ENOSPC, os.strerror(ENOSPC))
             snapshot.keep(place, lambda target: convert(core, source, target, is_kept=True))
         except KernelError:
             raise

@@ -25,7 +25,7 @@ def unnamed_file(write: Callable[[IO[bytes]], None], size: int, whole: int) -> I
     """
     places = [*_places()]
     for directory in places:
-        if not _has_room(directory, size + _MARGIN, whole + _MARGIN):
+        if not has_room(directory, size, whole):
             continue
         try:
             file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115
@@ -49,8 +49,10 @@ def _places() -> Iterator[str]:
     return iter(dict.fromkeys(place for place in places if place.startswith("/")))
 
 
-def _has_room(directory: str, size: int, whole: int) -> bool:
-    """Whether a file fits there, with its holes where those take room.
+def has_room(directory: str, size: int, whole: int) -> bool:
+    """Whether a file and its tables fit there, with its holes where those take room.
+
+    `size`: bytes on disk; `whole`: with holes.
 
     Hazard: of a file in memory a hole that is mapped takes a page when it is read; where there is none, its
     reader is killed (SIGBUS).
@@ -60,7 +62,7 @@ def _has_room(directory: str, size: int, whole: int) -> bool:
     except OSError:
         return False
     needed = whole if _file_system(device) in _IN_MEMORY else size
-    return found.f_bavail * found.f_frsize >= needed
+    return found.f_bavail * found.f_frsize >= needed + _MARGIN
 
 
 def _file_system(device: int) -> str:

@@ -9,6 +9,7 @@ import struct
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -473,6 +474,28 @@ def test_a_dump_that_changes(change: Callable[[Path], None], why: str, tmp_path:
         change(path)
         with pytest.raises(KernelError, match=why):
             core_image.convert(core, "core", made, is_kept=False)
+
+
+def test_no_room_for_holes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a cache that is in memory each hole that is read takes a page: there nothing is kept."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    asked = list[str]()
+
+    def statvfs(directory: str) -> SimpleNamespace:
+        asked.append(directory)
+        return SimpleNamespace(f_bavail=200 << 20, f_frsize=1)
+
+    sparse = tmp_path / "core"
+    sparse.write_bytes(dump([(0, PAGE)], INFO, hole=range(1 << 20, 1 << 30)))
+    os.truncate(sparse, sparse.stat().st_size + (1 << 30) - (1 << 20))
+    made = list[Path]()
+    monkeypatch.setattr(snapshot, "keep", lambda place, _write: made.append(place))
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    ensure_core_cached(str(sparse))
+    monkeypatch.setattr(room, "_file_system", lambda _device: "tmpfs")
+    ensure_core_cached(str(sparse))
+    assert len(made) == 1
+    assert asked == [str(tmp_path)] * 2
 
 
 def test_no_room(dumped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
