@@ -53,11 +53,11 @@ class ControlFiles:
         with self.lock:
             return self._files.getattr(path)
 
-    def fgetattr(self, handle: int, _client: Callable[[], Client] | None = None) -> Stat:
+    def fgetattr(self, handle: int, client: Callable[[], Client] | None = None) -> Stat:
         """Attributes of an open file or directory."""
         found = self._opened_files.get(handle)
         if isinstance(found, str):
-            return self.getattr(found)
+            return self.getattr(found, client)
         with self.lock:
             return self._files.stat(self._file(handle).node)
 
@@ -65,9 +65,9 @@ class ControlFiles:
         """A handle for getdents()."""
         return self._keep(path)
 
-    def getdents(self, _client: Client, handle: int, start: int) -> list[DirEntry]:
+    def getdents(self, client: Client, handle: int, start: int) -> list[DirEntry]:
         """The entries of an open directory from number `start` on."""
-        return self.readdir(self.directory(handle))[start:]
+        return self.readdir(self.directory(handle), client)[start:]
 
     def directory(self, handle: int) -> str:
         """The path of an open directory."""
@@ -76,7 +76,7 @@ class ControlFiles:
             raise KernelError(errno.ENOTDIR, f"handle {handle}")
         return found
 
-    def readdir(self, path: str) -> list[DirEntry]:
+    def readdir(self, path: str, _client: Client | None = None) -> list[DirEntry]:
         """The entries, "." and ".." first."""
         with self.lock:
             return self._files.readdir(path)

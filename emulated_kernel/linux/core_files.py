@@ -44,8 +44,8 @@ _ACTOR = bytes.fromhex(
     "f3a4"  # rep movsb
 )
 _GOES_ON, _ENOUGH = bytes.fromhex("b801000000c3"), bytes.fromhex("31c0c3")
-_KINDS = {1: stat.S_IFIFO, 2: stat.S_IFCHR, 4: stat.S_IFDIR, 6: stat.S_IFBLK, 8: stat.S_IFREG,
-          10: stat.S_IFLNK, 12: stat.S_IFSOCK}  # fmt: skip
+_KIND_MASK, _KIND_SHIFT = 0xF, 12
+"""Of an entry's type, above which the kernel's own flags may stand. Source: include/linux/fs_types.h."""
 _MEMBERS = "file.f_inode", "file.f_path.dentry"
 _TRUE_GOES_ON = 6, 1
 """The release since which an actor says by true that it wants more."""
@@ -149,9 +149,8 @@ def _entries(data: bytes, device: int) -> Iterator[DirEntry]:
     while at + _ENTRY.size <= len(data):
         ino, kind, length = _ENTRY.unpack_from(data, at)
         at += _ENTRY.size
-        yield DirEntry(
-            os.fsdecode(data[at : at + length]), _KINDS.get(kind, stat.S_IFREG), shown_ino(ino, device)
-        )
+        kind = (kind & _KIND_MASK) << _KIND_SHIFT
+        yield DirEntry(os.fsdecode(data[at : at + length]), kind, shown_ino(ino, device))
         at += length
 
 

@@ -7,7 +7,7 @@ import os
 import stat
 import struct
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.linux.control_files import ControlFiles
@@ -25,6 +25,14 @@ from emulated_kernel.vfs.trees.calls import Calls
 FILES = "/files"
 _ITERATOR = struct.Struct("<QQQ")
 """struct kmsg_dump_iter (v6.1), and behind it the length of what was taken."""
+
+
+def _shown_kind(kind: int) -> int:
+    """S_IFMT bits here of those in the dump.
+
+    Hazard: all but directories, links and files the host opens itself, and waits at a FIFO.
+    """
+    return kind if kind in (stat.S_IFDIR, stat.S_IFLNK) else stat.S_IFREG
 
 
 class CoreMount(ControlFiles):
@@ -53,19 +61,15 @@ class CoreMount(ControlFiles):
         super().__init__(files, engine.lock, self._requested)
 
     @contextmanager
-    def _requested(self, client: Client) -> Iterator[None]:
-        with self._running(), self._guest.machine.wanted_by(client.pid):
-            yield
-
-    @contextmanager
-    def _running(self) -> Iterator[None]:
-        """Around all that may run the guest."""
+    def _requested(self, client: Client | None) -> Iterator[None]:
+        """Around all that may run the guest, for a client if one waits for it."""
         with self.lock:
             if self._closed:
                 raise KernelError(errno.EIO, "the mount has ended")
             self._engine.request_begins()
             try:
-                yield
+                with self._guest.machine.wanted_by(client.pid) if client else nullcontext():
+                    yield
             finally:
                 self._engine.request_ended()
 
@@ -88,11 +92,10 @@ class CoreMount(ControlFiles):
         return path.removeprefix(FILES) or "/"
 
     def _shown(self, found: Stat) -> Stat:
-        """Root's files are the mounting user's, devices are files, and nobody writes."""
-        kind, mode = stat.S_IFMT(found.mode), stat.S_IMODE(found.mode) & ~0o222
+        """Root's files are the mounting user's, and nobody writes."""
         return found._replace(
             ino=found.ino * INO_SPACES + 1,
-            mode=mode | (stat.S_IFREG if kind in (stat.S_IFCHR, stat.S_IFBLK) else kind),
+            mode=stat.S_IMODE(found.mode) & ~0o222 | _shown_kind(stat.S_IFMT(found.mode)),
             uid=found.uid or self._owner.uid,
             gid=found.gid or self._owner.gid,
         )
@@ -101,20 +104,24 @@ class CoreMount(ControlFiles):
         inside = self._in_core(path)
         if inside is None:
             return super().getattr(path, client)
-        with self._running():
+        with self._requested(client() if client else None):
             return self._shown(self._core_files.lstat(inside))
 
     def fgetattr(self, handle: int, client: Callable[[], Client] | None = None) -> Stat:
         path = self._paths.get(handle)
-        return super().fgetattr(handle, client) if path is None else self.getattr(path)
+        return super().fgetattr(handle, client) if path is None else self.getattr(path, client)
 
-    def readdir(self, path: str) -> list[DirEntry]:
+    def readdir(self, path: str, client: Client | None = None) -> list[DirEntry]:
         inside = self._in_core(path)
         if inside is None:
-            return super().readdir(path)
-        with self._running():
+            return super().readdir(path, client)
+        with self._requested(client):
             found = self._core_files.readdir(inside)
-        return [entry._replace(ino=entry.ino * INO_SPACES + 1) for entry in found]
+        # Of some the file system says no kind, which says nothing wrong.
+        return [
+            entry._replace(ino=entry.ino * INO_SPACES + 1, kind=entry.kind and _shown_kind(entry.kind))
+            for entry in found
+        ]
 
     def readlink(self, client: Client, path: str) -> str:
         inside = self._in_core(path)

@@ -128,11 +128,11 @@ class LinuxMachine:
     @contextmanager
     def wanted_by(self, client: int) -> Iterator[None]:
         """Runs end with their client, a thread of the host's; only where a run can be taken back."""
-        self._watchdog.is_unwanted = lambda: is_dying(client)
+        self._watchdog.ask(lambda: is_dying(client))
         try:
             yield
         finally:
-            self._watchdog.is_unwanted = None
+            self._watchdog.ask(None)
 
     def watch_text(self, do_sync_core: int) -> None:
         """The guest changes its text, then has its CPUs run do_sync_core(): translated code is stale there.
@@ -190,9 +190,8 @@ class LinuxMachine:
             ip = self.regs.ip
             if expired:
                 # Unicorn: a store in flight at an asynchronous stop is done twice: there is no going on.
-                raise GuestFault(
-                    Trap(TrapKind.BUDGET, ip), f"it ran for too long, and was given up at {ip:#x}"
-                )
+                why = "its client was killed" if self._watchdog.was_unwanted else "it ran for too long"
+                raise GuestFault(Trap(TrapKind.BUDGET, ip), f"{why}, and was given up at {ip:#x}")
             if error:
                 message = f"the emulator stopped at {ip:#x}: {self.engine.strerror(error)}"
                 raise GuestFault(Trap(TrapKind.FAULT, ip), message)

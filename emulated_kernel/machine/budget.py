@@ -98,8 +98,11 @@ class Watchdog:
         self._closed = False
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
-        self.is_unwanted: Callable[[], bool] | None = None
-        """Whether nobody waits for the run any more; the thread asks."""
+        self._is_unwanted: Callable[[], bool] | None = None
+        self._sleeps_long = False
+        """The thread sleeps until a run is due, and looks at nothing before."""
+        self.was_unwanted = False
+        """Of the run that was stopped last: whether that was since nobody waited for it."""
 
     @property
     def budget(self) -> float:
@@ -111,6 +114,13 @@ class Watchdog:
         self._budget = seconds
         # The thread may sleep as long as runs were allowed until now.
         self._wake.set()
+
+    def ask(self, is_unwanted: Callable[[], bool] | None) -> None:
+        """Have the thread ask whether nobody waits any more for the runs from now on."""
+        self._is_unwanted = is_unwanted
+        # Order matters, as in _guard: the thread sees it, or is seen in a sleep that began without.
+        if is_unwanted is not None and self._sleeps_long:
+            self._wake.set()
 
     def arm(self, budget: float | None = None) -> None:
         """A run starts; it may take `budget` seconds instead of the usual ones.
@@ -158,7 +168,7 @@ class Watchdog:
                 sleep(self._budget / 10)
 
     def _watch_runs(self) -> None:
-        self._parked = True
+        self._sleeps_long, self._parked = False, True
         if not self._started:
             self._wake.wait()
         self._parked = False
@@ -168,13 +178,16 @@ class Watchdog:
 
     def _guard(self, started: float) -> None:
         """Sleep until the run that began at `started` is due, then stop it if it is still the same."""
-        is_unwanted, remaining = self.is_unwanted, self._remaining(started)
-        if remaining > 0 and not (is_unwanted and is_unwanted()):
+        self._sleeps_long = True
+        is_unwanted, remaining = self._is_unwanted, self._remaining(started)
+        self._sleeps_long = is_unwanted is None
+        was_unwanted = is_unwanted is not None and is_unwanted()
+        if remaining > 0 and not was_unwanted:
             longest = max(remaining, self._allowed / 100)
-            self._sleep(min(longest, LOOK) if is_unwanted else longest)
         else:
-            self._expire(started)
-            self._sleep(self._allowed / 10)
+            self._expire(started, was_unwanted=was_unwanted)
+            longest = self._allowed / 10
+        self._sleep(min(longest, LOOK) if is_unwanted else longest)
 
     def _remaining(self, started: float) -> float:
         """Seconds that the run may still take at least."""
@@ -205,12 +218,12 @@ class Watchdog:
             self._seen, self._seen_cpu, self._half = started, cpu, None
         return cpu
 
-    def _expire(self, started: float) -> None:
+    def _expire(self, started: float, *, was_unwanted: bool) -> None:
         self._stopping = started
         try:
             if self._started == started:
                 self._stop()
-                self._expired = started
+                self._expired, self.was_unwanted = started, was_unwanted
         finally:
             # Else disarm() would wait for ever.
             self._stopping = -1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ LINKS = {
     "around": "dir/../../../etc",
     "dir/deep": "/scratch/numbers",
 }
+SPECIAL = {"fifo": stat.S_IFIFO, "socket": stat.S_IFSOCK}
 NUMBERS = "".join(f"line {number}\n" for number in range(2000))
 
 
@@ -77,6 +79,8 @@ def dump_of(tasks: LinuxTasks, path: Path, *, has_info: bool, hole: range = rang
         calls.close(init, fd)
     for name, target in LINKS.items():
         calls.symlink(init, f"/scratch/{name}", target)
+    for name, kind in SPECIAL.items():
+        calls.mknod(init, f"/scratch/{name}", kind | 0o644)
     ram = tasks.machine.memory.ram[:-HOST_SIZE]
     memory = [(0, ram[: HOLE.start]), (HOLE.stop, ram[HOLE.stop :])]
     path.write_bytes(dump(memory, vmcoreinfo(ram) if has_info else None, hole=hole))

@@ -8,6 +8,7 @@ import stat
 import struct
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -210,6 +211,7 @@ def test_files_are_read(shell: Files, mount: CoreMount) -> None:
         "dir": stat.S_IFDIR,
         "numbers": stat.S_IFREG,
         "link": stat.S_IFLNK,
+        **dict.fromkeys(core_dump.SPECIAL, stat.S_IFREG),
         **dict.fromkeys(("absolute", "root", "out", "around"), stat.S_IFLNK),
     }
     assert mount.readlink(CLIENT, "/files/scratch/link") == "dir/note"
@@ -277,6 +279,57 @@ def test_links_stay_in_the_dump(mount: CoreMount) -> None:
     links = {"absolute": "../proc/version", "root": "..", "out": "../etc/passwd", "around": "../etc"}
     assert {name: mount.readlink(CLIENT, f"/files/scratch/{name}") for name in links} == links
     assert mount.readlink(CLIENT, "/files/scratch/dir/deep") == "../numbers"
+
+
+def test_who_asks(mount: CoreMount, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever runs the dump's code ends with its client."""
+    asked = list[int]()
+    wanted_by = mount._guest.machine.wanted_by
+
+    def noted(client: int) -> AbstractContextManager[None]:
+        asked.append(client)
+        return wanted_by(client)
+
+    monkeypatch.setattr(mount._guest.machine, "wanted_by", noted)
+    note, directory = "/files/scratch/dir/note", mount.opendir(CLIENT, "/files/scratch")
+    handle = mount.open(CLIENT, note, os.O_RDONLY)
+    for ask in (
+        lambda: mount.getattr(note, lambda: CLIENT),
+        lambda: mount.fgetattr(handle, lambda: CLIENT),
+        lambda: mount.fgetattr(directory, lambda: CLIENT),
+        lambda: mount.getdents(CLIENT, directory, 0),
+        lambda: mount.read(CLIENT, handle, 1, 0),
+        lambda: mount.readlink(CLIENT, "/files/scratch/link"),
+    ):
+        asked.clear()
+        ask()
+        assert asked == [CLIENT.pid]
+    mount.release(handle)
+    mount.release(directory)
+
+
+def test_what_the_host_would_open(mount: CoreMount) -> None:
+    """FIFOs, sockets and devices of a dump are none of the host's."""
+    kinds = {entry.name: entry.kind for entry in mount.readdir("/files/scratch")}
+    for name in core_dump.SPECIAL:
+        path = f"/files/scratch/{name}"
+        assert kinds[name] == stat.S_IFMT(mount.getattr(path).mode) == stat.S_IFREG
+        with pytest.raises(KernelError) as refused:
+            mount.open(CLIENT, path, os.O_RDONLY)
+        # A socket nobody opens anywhere.
+        assert refused.value.errno == (errno.ENXIO if name == "socket" else errno.EACCES)
+    assert stat.S_IFMT(mount.getattr("/files/dev/null").mode) == stat.S_IFREG
+    assert {entry.name: entry.kind for entry in mount.readdir("/files/dev")}["null"] == stat.S_IFREG
+
+
+@pytest.mark.parametrize(("kind", "shown"), [(0, 0), (1, stat.S_IFREG), (4 | 1 << 31, stat.S_IFDIR)])
+def test_kinds_that_file_systems_tell(
+    kind: int, shown: int, mount: CoreMount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or don't tell; above them there may be flags of the kernel's own."""
+    entry = core_files._ENTRY.pack(5, kind, 4) + b"name"
+    monkeypatch.setattr(mount._core_files, "readdir", lambda _path: [*core_files._entries(entry, 0)])
+    assert [found.kind for found in mount.readdir("/files/scratch")] == [shown]
 
 
 def test_long_directories(mount: CoreMount, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -571,6 +624,7 @@ def test_a_call_ends_with_its_client(shell: Files, mount: CoreMount, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(machine, "is_dying", is_dying)
         assert shell.errno("/machine/call", "__delay 0x7fffffffffffffff\n") == errno.EIO
+    assert "its client was killed" in shell.read("/machine/call")
     assert set(asked) == {CLIENT.pid}
     assert memory(mount) == before
     assert shell.call("int_sqrt 144") == "int_sqrt = 0xc (12)\n"
@@ -583,6 +637,7 @@ cat files/scratch/dir/note files/scratch/link
 find files/scratch | sort
 head -n 2 files/scratch/numbers
 grep -c 'Linux version' files/proc/version
+cat files/scratch/fifo 2> /dev/null && exit 1
 (echo more >> files/scratch/numbers) 2> /dev/null && exit 1
 echo 'p:opened filp_open path=+0($arg1):string' > kprobe_events
 echo 1 > tracing/events/kprobes/enable
@@ -628,10 +683,12 @@ files/scratch/around
 files/scratch/dir
 files/scratch/dir/deep
 files/scratch/dir/note
+files/scratch/fifo
 files/scratch/link
 files/scratch/numbers
 files/scratch/out
 files/scratch/root
+files/scratch/socket
 line 0
 line 1
 1

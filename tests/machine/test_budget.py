@@ -67,6 +67,28 @@ def test_expired_run_is_told_from_the_next_one() -> None:
     watchdog.close()
 
 
+def test_a_run_ends_with_who_wanted_it() -> None:
+    """Though the thread sleeps for long by then, as it does since a run that nobody was asked about."""
+    stopped = threading.Event()
+    watchdog = Watchdog(stopped.set, HandlerTime(), 1000.0)
+    watchdog.arm()
+    time.sleep(0.2)
+    watchdog.disarm()
+    watchdog.ask(lambda: True)
+    watchdog.arm()
+    assert stopped.wait(5)
+    assert watchdog.disarm()
+    assert watchdog.was_unwanted
+    watchdog.ask(None)
+    stopped.clear()
+    watchdog.budget = 0.02
+    watchdog.arm()
+    busy(stopped.is_set)
+    assert watchdog.disarm()
+    assert not watchdog.was_unwanted
+    watchdog.close()
+
+
 def test_watchdog_stops_again_if_the_first_stop_was_missed() -> None:
     stops = []
     watchdog = Watchdog(lambda: stops.append(time.monotonic()), HandlerTime(), 0.02)
