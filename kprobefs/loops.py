@@ -13,8 +13,9 @@ from emulated_kernel.errors import KernelError
 from emulated_kernel.threads import start_thread
 
 FREE_LOOPS = 1
-"""Threads that take requests while others block. With two, each request goes to
-the one that has waited longer, which has to wait for the interpreter's lock then.
+"""Threads that take requests while others block.
+
+With two, each request goes to the one that has waited longer, and that waits for the interpreter's lock.
 """
 
 LONG = 0.1
@@ -136,19 +137,27 @@ class Loops:
 
         Raises: KernelError ENOMEM, where the host has no thread for that: the last one may not wait.
         """
+        thread = threading.get_ident()
         with self._lock:
-            number = self._under_way.pop(threading.get_ident(), None)
-            if not self._is_counted(number):
-                self._refill(1)
-                if len(self._threads) <= self._blocked + 1:
-                    raise KernelError(errno.ENOMEM, "no thread to take requests meanwhile")
-                self._blocked += 1
+            number = self._under_way.pop(thread, None)
+            is_counted = self._is_counted(number)
+            self._refill(0 if is_counted else 1)
+            self._blocked += not is_counted
             blocked = self._blocked
+            if len(self._threads) <= blocked:
+                self._goes_on(thread, number)
+                raise KernelError(errno.ENOMEM, "no thread to take requests meanwhile")
         try:
             yield blocked
         finally:
             with self._lock:
-                self._blocked -= 1
+                self._goes_on(thread, number)
+
+    def _goes_on(self, thread: int, number: int | None) -> None:
+        """A request that has waited is under way again, and may take long."""
+        self._blocked -= 1
+        if number is not None:
+            self._under_way[thread] = number
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

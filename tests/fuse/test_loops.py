@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import threading
+import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 
 import pytest
@@ -133,7 +135,7 @@ def test_a_request_that_takes_long_is_replaced(monkeypatch: pytest.MonkeyPatch, 
 
 def test_requests_that_are_quick_are_answered_by_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """And who looks for long ones sleeps when there are none."""
-    monkeypatch.setattr("kprobefs.loops.LONG", 0.002)
+    monkeypatch.setattr("kprobefs.loops.LONG", 0.2)
     begun, release = [], threading.Event()
 
     def loop() -> None:
@@ -142,12 +144,58 @@ def test_requests_that_are_quick_are_answered_by_one_thread(monkeypatch: pytest.
             loops.request_begins()
             loops.request_ended()
             release.wait(0.001)
-        while not loops._is_parked:
-            release.wait(0.001)
+        assert met(lambda: loops._is_parked)
 
     loops = Loops(loop)
     loops.run()
     assert len(begun) == 1
+
+
+def met(condition: Callable[[], bool]) -> bool:
+    """Whether it comes to be so in time."""
+    end = time.monotonic() + 20
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.001)
+    return condition()
+
+
+def test_a_request_that_has_waited_may_take_long_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kprobefs.loops.LONG", 0.01)
+    begun, found, release = [], [], threading.Event()
+
+    def loop() -> None:
+        begun.append(1)
+        if len(begun) > 1:
+            release.wait(30)
+            return
+        loops.request_begins()
+        with loops.blocking():
+            pass
+        found.append(met(lambda: loops._blocked == 1))
+        loops.request_ended()
+        found.append(loops._blocked == 0)
+        release.set()
+
+    loops = Loops(loop)
+    loops.run()
+    assert found == [True, True]
+
+
+def test_the_last_thread_does_not_wait_though_it_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    loops, thread = Loops(lambda: None), threading.get_ident()
+    monkeypatch.setattr(loops, "_threads", [threading.current_thread()])
+    monkeypatch.setattr(threading.Thread, "start", none)
+    loops.request_begins()
+    loops._replace(thread, loops._under_way[thread])
+    assert loops._blocked == 1
+    with pytest.raises(KernelError) as refused, loops.blocking():
+        pass
+    assert refused.value.errno == errno.ENOMEM
+    loops.request_ended()
+    assert loops._blocked == 0
 
 
 def test_the_lock_is_waited_for_without_threads_too(monkeypatch: pytest.MonkeyPatch) -> None:
