@@ -102,7 +102,7 @@ class Loops:
             if not self._under_way and self._begun == seen:
                 # Order matters: it says that it parks, then looks for a request once more.
                 self._is_parked = True
-                if self._begun == seen and not self._has_ended:
+                if not self._under_way and self._begun == seen and not self._has_ended:
                     self._wake.wait()
                 self._is_parked = False
                 self._wake.clear()
@@ -114,7 +114,11 @@ class Loops:
 
     def _replace(self, thread: int, number: int) -> None:
         with self._lock:
-            if number in self._long or len(self._long) == MOST_WAITING:
+            if number in self._long:
+                # There may have been no thread for it.
+                self._refill()
+                return
+            if len(self._long) == MOST_WAITING:
                 return
             # Order matters: what ends now sees itself here, or is seen to have ended.
             self._long.add(number)
@@ -158,6 +162,8 @@ class Loops:
         self._blocked -= 1
         if number is not None:
             self._under_way[thread] = number
+            if self._is_parked:
+                self._wake.set()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

@@ -97,8 +97,7 @@ class EngineMount(LinuxMount):
     def _control(self, client: Client) -> Iterator[None]:
         """Around what a client does with a file of ours; that answers, whatever becomes of the guest."""
         with self.lock:
-            if self._closed:
-                raise KernelError(errno.EIO, "the mount has ended")
+            self.check_open()
             # It may let the guest run: whoever is the current task afterwards.
             self._engine.request_begins()
             try:

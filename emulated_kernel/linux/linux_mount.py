@@ -145,7 +145,7 @@ class LinuxMount:
         """By handle: what was there when it was asked, and whom to tell that this has changed."""
         self._activity = threading.Condition()
         self._waiters = 0
-        """Threads that wait for activity, or are about to; without any, nobody is told."""
+        """Threads that wait for activity; without any, nobody is told. Who is about to looks again soon."""
         self._closed = False
         self._running = _Guest(self.lock, self.check_open)
 

@@ -170,7 +170,7 @@ def test_a_request_that_has_waited_may_take_long_then(monkeypatch: pytest.Monkey
             return
         loops.request_begins()
         with loops.blocking():
-            pass
+            found.append(met(lambda: loops._is_parked))
         found.append(met(lambda: loops._blocked == 1))
         loops.request_ended()
         found.append(loops._blocked == 0)
@@ -178,7 +178,25 @@ def test_a_request_that_has_waited_may_take_long_then(monkeypatch: pytest.Monkey
 
     loops = Loops(loop)
     loops.run()
-    assert found == [True, True]
+    assert found == [True, True, True]
+
+
+def test_a_long_request_gets_a_thread_when_there_is_one_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, served = threading.Thread.start, threading.Event()
+
+    def none(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    loops, thread = Loops(served.set), threading.get_ident()
+    monkeypatch.setattr("kprobefs.loops.RETRY", 0)
+    monkeypatch.setattr(loops, "_threads", [threading.current_thread()])
+    loops.request_begins()
+    monkeypatch.setattr(threading.Thread, "start", none)
+    loops._replace(thread, loops._under_way[thread])
+    monkeypatch.setattr(threading.Thread, "start", start)
+    loops._replace(thread, loops._under_way[thread])
+    assert served.wait(20)
+    assert loops._blocked == 1
 
 
 def test_the_last_thread_does_not_wait_though_it_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
