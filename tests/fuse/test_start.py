@@ -132,7 +132,7 @@ def test_a_full_disk_takes_no_output(arguments: list[str], unbuffered: str) -> N
             timeout=30,
             check=False,
         )
-    assert (result.returncode, result.stderr) == (1, b"kprobefs: No space left on device\n")
+    assert (result.returncode, result.stderr) == (1, b"kprobefs: standard output: No space left on device\n")
 
 
 def test_not_inside_of_a_mount_of_its_own(directory: Path) -> None:
