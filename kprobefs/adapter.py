@@ -10,6 +10,7 @@ import os
 import stat
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from itertools import repeat
 from time import monotonic, sleep, time_ns
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -18,7 +19,7 @@ from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError, WouldBlock
 from emulated_kernel.vfs.core.client import Client, DirEntry, Stat
 from kprobefs.failure import Failure
-from kprobefs.loops import Loops
+from kprobefs.loops import FREE_LOOPS, Loops
 from kprobefs.mount import STATE_LINK, MountState
 from kprobefs.reserve import MemoryReserve
 
@@ -136,8 +137,9 @@ class Server:
             return 1
         # A close comes as a request that nobody waits for: two threads could answer it and the next open
         # in any order.
-        loops = Loops(lambda: _libfuse.fuse_loop(session), watches=not self._options.is_ordered)
-        self._operations.loops = loops
+        free = 1 if self._options.is_ordered else FREE_LOOPS
+        loops = Loops(lambda: _libfuse.fuse_loop(session), free)
+        self._operations.blocking = loops.blocking
         if not self._options.is_ordered:
             self._lock.waiting = loops.waiting
         loops.run()
@@ -206,9 +208,8 @@ class _Session(_fuse.FUSE):  # type: ignore[misc]  # fusepy has no types
     @staticmethod
     def _wrapper(func: Callable[..., int | None], *args: object) -> int:
         operations: _Operations = func.__self__.operations  # type: ignore[attr-defined]
-        reserve, loops = operations.reserve, operations.loops
+        reserve = operations.reserve
         try:
-            loops.request_begins()
             try:
                 reserve.look()
                 return func(*args) or 0
@@ -224,8 +225,6 @@ class _Session(_fuse.FUSE):  # type: ignore[misc]  # fusepy has no types
                     return -errno.ENOMEM
                 operations.faults += 1
                 log.exception("internal fault in %s", func.__name__)
-            finally:
-                loops.request_ended()
         # There may be no memory to say so: ctypes would answer 0, which is success.
         except BaseException:
             pass
@@ -332,8 +331,8 @@ class _Operations:
         self._stopping = stopping
         self._pollers = _Pollers()
         self.ready: Callable[[], None] = lambda: None
-        self.loops = Loops(lambda: None, watches=False)
-        """Whose blocking() is around what waits: that gives the requests another thread."""
+        self.blocking: Callable[[], AbstractContextManager[int]] = lambda: nullcontext(1)
+        """Around what waits: gives the requests another thread."""
         self.faults = 0
         self.reserve = MemoryReserve()
         self._thread = _Thread()
@@ -422,7 +421,7 @@ class _Operations:
         self._needs_memory(data)
         client, handle = _client(), info.fh
         if self._mount.reads_host(handle):
-            with self.loops.blocking():
+            with self.blocking():
                 return self._mount.write(client, handle, data, offset)
         return self._blocking(client, info, lambda: self._mount.write(client, handle, data, offset))
 
@@ -485,8 +484,7 @@ class _Operations:
         while any(map(str.startswith, tuple(self._open_paths.values()), repeat(prefix))):
             if monotonic() > end:
                 return
-            with self.loops.blocking():
-                sleep(CLOSING / 50)
+            sleep(CLOSING / 50)
 
     def unlink(self, path: str) -> None:
         self._mount.unlink(_client(), path)
@@ -546,7 +544,7 @@ class _Operations:
                 if info.flags & os.O_NONBLOCK:
                     self._give_up(client, info, errno.EAGAIN)
             try:
-                with self.loops.blocking() as blocked:
+                with self.blocking() as blocked:
                     self._mount.wait(info.fh, max(WAIT_SLICE, blocked / LOOKS))
             except KernelError as error:
                 self._give_up(client, info, error.errno or errno.EIO)

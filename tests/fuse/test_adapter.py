@@ -11,7 +11,6 @@ import pytest
 
 from kprobefs import mount
 from kprobefs.failure import Failure
-from kprobefs.loops import Loops
 from kprobefs.reserve import MemoryReserve
 from tests.fuse.harness import environment
 
@@ -47,9 +46,7 @@ def test_no_memory_is_an_answer_and_no_fault(monkeypatch: pytest.MonkeyPatch) ->
     adapter = pytest.importorskip("kprobefs.adapter")
 
     class Session:
-        operations = SimpleNamespace(
-            faults=0, reserve=MemoryReserve(), loops=Loops(lambda: None, watches=False)
-        )
+        operations = SimpleNamespace(faults=0, reserve=MemoryReserve())
 
         def read(self) -> int:
             raise MemoryError

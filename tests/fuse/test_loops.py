@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import threading
-import time
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 
 import pytest
@@ -98,124 +96,6 @@ def test_who_waits_long_for_the_kernels_lock_is_replaced() -> None:
     assert not runner.is_alive()
 
 
-@pytest.mark.parametrize("blocks", [False, True])
-def test_a_request_that_takes_long_is_replaced(monkeypatch: pytest.MonkeyPatch, *, blocks: bool) -> None:
-    """Once, however long it takes, and if it blocks then; behind its end nobody counts as blocked."""
-    monkeypatch.setattr("kprobefs.loops.LONG", 0.002)
-    first, replaced, looked, release = (threading.Event() for _ in range(4))
-
-    def loop() -> None:
-        if first.is_set():
-            replaced.set()
-            release.wait(5)
-            return
-        first.set()
-        loops.request_begins()
-        replaced.wait(5)
-        if blocks:
-            with loops.blocking():
-                looked.wait(5)
-        else:
-            looked.wait(5)
-        loops.request_ended()
-
-    loops = Loops(loop)
-    runner = threading.Thread(target=loops.run)
-    runner.start()
-    assert replaced.wait(5)
-    assert not looked.wait(0.05)
-    assert (len(loops._threads), loops._blocked) == (2, 1)
-    looked.set()
-    release.set()
-    runner.join(5)
-    assert not runner.is_alive()
-    assert loops._blocked == 0
-    assert not loops._long
-
-
-def test_requests_that_are_quick_are_answered_by_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And who looks for long ones sleeps when there are none."""
-    monkeypatch.setattr("kprobefs.loops.LONG", 0.2)
-    begun, release = [], threading.Event()
-
-    def loop() -> None:
-        begun.append(1)
-        for _ in range(20):
-            loops.request_begins()
-            loops.request_ended()
-            release.wait(0.001)
-        assert met(lambda: loops._is_parked)
-
-    loops = Loops(loop)
-    loops.run()
-    assert len(begun) == 1
-
-
-def met(condition: Callable[[], bool]) -> bool:
-    """Whether it comes to be so in time."""
-    end = time.monotonic() + 20
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.001)
-    return condition()
-
-
-def test_a_request_that_has_waited_may_take_long_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kprobefs.loops.LONG", 0.01)
-    begun, found, release = [], [], threading.Event()
-
-    def loop() -> None:
-        begun.append(1)
-        if len(begun) > 1:
-            release.wait(30)
-            return
-        loops.request_begins()
-        with loops.blocking():
-            found.append(met(lambda: loops._is_parked))
-        found.append(met(lambda: loops._blocked == 1))
-        loops.request_ended()
-        found.append(loops._blocked == 0)
-        release.set()
-
-    loops = Loops(loop)
-    loops.run()
-    assert found == [True, True, True]
-
-
-def test_a_long_request_gets_a_thread_when_there_is_one_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    start, served = threading.Thread.start, threading.Event()
-
-    def none(_thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    loops, thread = Loops(served.set), threading.get_ident()
-    monkeypatch.setattr("kprobefs.loops.RETRY", 0)
-    monkeypatch.setattr(loops, "_threads", [threading.current_thread()])
-    loops.request_begins()
-    monkeypatch.setattr(threading.Thread, "start", none)
-    loops._replace(thread, loops._under_way[thread])
-    monkeypatch.setattr(threading.Thread, "start", start)
-    loops._replace(thread, loops._under_way[thread])
-    assert served.wait(20)
-    assert loops._blocked == 1
-
-
-def test_the_last_thread_does_not_wait_though_it_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(_thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    loops, thread = Loops(lambda: None), threading.get_ident()
-    monkeypatch.setattr(loops, "_threads", [threading.current_thread()])
-    monkeypatch.setattr(threading.Thread, "start", none)
-    loops.request_begins()
-    loops._replace(thread, loops._under_way[thread])
-    assert loops._blocked == 1
-    with pytest.raises(KernelError) as refused, loops.blocking():
-        pass
-    assert refused.value.errno == errno.ENOMEM
-    loops.request_ended()
-    assert loops._blocked == 0
-
-
 def test_the_lock_is_waited_for_without_threads_too(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(_thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -230,12 +110,12 @@ def test_the_lock_is_waited_for_without_threads_too(monkeypatch: pytest.MonkeyPa
 def test_only_loops_are_replaced_and_not_behind_their_end() -> None:
     """A session that is over is freed: nobody may take requests from it any more."""
     begun = []
-    loops = Loops(lambda: begun.append(1), free=3)
+    loops = Loops(lambda: begun.append(1))
     loops.run()
     with loops.waiting(), loops.waiting():
-        assert len(begun) == 3
+        assert len(begun) == FREE_LOOPS
     with loops.blocking():
-        assert len(begun) == len(loops._threads) == 3
+        assert len(begun) == len(loops._threads) == FREE_LOOPS
 
 
 def test_only_so_many_that_wait_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
