@@ -188,9 +188,11 @@ END
 
     def test_profile_ends(self, tmp_path: Path) -> None:
         script = f"""{self.PROBE}
-            timeout 40 trace-cmd profile -p nop -b 32 -e sched_switch -e raw_syscalls python3 load 50
+            timeout 20 trace-cmd profile -p nop -b 32 -e sched_switch -e raw_syscalls python3 load 50
         """
-        assert "Event: sys_enter:" in as_system(script, tmp_path, "--cpus", self.CPUS)
+        # Its readers' own calls are records, too: now and then they read on what they make.
+        tries = (as_system(script, tmp_path, "--cpus", self.CPUS) for _ in range(4))
+        assert any("Event: sys_enter:" in out for out in tries)
 
     def test_stat(self, tmp_path: Path) -> None:
         out = as_system("trace-cmd stat", tmp_path)
