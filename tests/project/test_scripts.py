@@ -24,7 +24,7 @@ def lib(command: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 PACKAGES = {"cc": "gcc", "perf": "linux-perf"}
 """Of programs that have another name."""
-SYSTEMS_OWN = {"apt-cache", "apt-get", "dpkg-deb", "nsenter", "setpriv", "systemd-analyze", "true", "unshare"}
+SYSTEMS_OWN = {"apt-cache", "apt-get", "dpkg-deb", "nsenter", "systemd-analyze", "true", "unshare"}
 """They are there, or the system isn't one that their tests are about."""
 
 
