@@ -1,0 +1,99 @@
+"""Every benchmark in this tree and in another one of its history, by turns: what became slower.
+
+The other tree is a checkout with an environment of its own: git worktree add DIR REVISION, and
+scripts/test --setup-only there. A figure is within noise where the medians of both trees overlap.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).resolve().parent.parent
+BENCHMARKS = {
+    "boot": (),
+    "events": ("--counts", "100", "1000", "--rounds", "1", "--daemons", "2"),
+    "first_line": ("--runs", "5"),
+    "hit": (),
+    "idle": (),
+    "instructions": (),
+    "open_read_close": (),
+    "scratch": (),
+    "vcpus": (),
+}
+"""What takes no image of others, with what keeps it below half a minute."""
+
+Medians = dict[str, list[float]]
+"""Of each figure, by its name and unit: a median of each round."""
+
+
+class Compared(NamedTuple):
+    """A figure of both trees; medians of rounds."""
+
+    name: str
+    before: Sequence[float]
+    now: Sequence[float]
+
+    @property
+    def ratio(self) -> float | None:
+        """What it is now to what it was; None where that was nothing."""
+        before = statistics.median(self.before)
+        return statistics.median(self.now) / before if before else None
+
+    @property
+    def verdict(self) -> str:
+        if min(self.now) > max(self.before):
+            return "more"
+        return "less" if max(self.now) < min(self.before) else "within noise"
+
+    def line(self) -> str:
+        """For a table: medians, and from where to where they went."""
+        ratio = "-" if self.ratio is None else f"{self.ratio:.2f}"
+        return f"{self.name:46} {_spread(self.before)} {_spread(self.now)} {ratio:>6}  {self.verdict}"
+
+
+def _spread(samples: Sequence[float]) -> str:
+    return f"{statistics.median(samples):9.3f} ({min(samples):.3f} to {max(samples):.3f})".ljust(34)
+
+
+def figures(tree: Path, name: str, options: Sequence[str]) -> Mapping[str, float]:
+    """Medians of one run of a benchmark in a tree. Raises: CalledProcessError."""
+    command = [str(tree / ".venv/bin/python"), f"benchmarks/{name}.py", "--json", *options]
+    done = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=True)
+    return {f"{each['name']}, {each['unit']}": each["median"] for each in json.loads(done.stdout)}
+
+
+def compared(other: Path, rounds: int, names: Sequence[str]) -> Iterator[Compared]:
+    """Each figure that both trees have; one that has another name there stands alone, and is left out."""
+    for name in names:
+        before, now = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
+        for _ in range(rounds):
+            for tree, medians in ((other, before), (HERE, now)):
+                for figure, median in figures(tree, name, BENCHMARKS[name]).items():
+                    medians[figure].append(median)
+        for figure in now:
+            if figure in before:
+                yield Compared(f"{name}: {figure}", before[figure], now[figure])
+
+
+def main() -> None:
+    """Run, report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("tree", type=Path, help="the other checkout, with its .venv")
+    parser.add_argument("--rounds", type=int, default=3, help="runs in each tree (default: 3)")
+    parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=list(BENCHMARKS), metavar="NAME")
+    options = parser.parse_args()
+    if not (options.tree / ".venv/bin/python").exists():
+        parser.error(f"{options.tree} has no .venv: run its scripts/test --setup-only")
+    for figure in compared(options.tree.resolve(), options.rounds, options.only):
+        print(figure.line(), flush=True)
+
+
+if __name__ == "__main__":
+    main()
