@@ -9,7 +9,10 @@ import pytest
 from emulated_kernel.abi import Hypercall
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.machine.cpu.registers import FastRegs
+from emulated_kernel.machine.cpu.x86_64 import X86_64Cpu
+from emulated_kernel.machine.engine import Engine
 from emulated_kernel.machine.machine import Machine
+from emulated_kernel.machine.quirks.bench import find_cpu_state
 from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, TrapKind
 from tests.machine.guests import CODE, DATA, LAYOUT, FakeImage, asm, boot
 
@@ -21,6 +24,17 @@ def test_boots_and_passes_its_self_test(fast: bool) -> None:
     assert results.pop("find_cpu_state") == ("ok" if fast else "fallback")
     assert set(results.values()) == {"ok"}
     assert len(results) == 9
+
+
+def test_looking_for_registers_leaves_them_as_they_were() -> None:
+    cpu = X86_64Cpu()
+    engine = Engine(*cpu.engine_mode)
+    engine.reg_write(cpu.registers["r12"], 5)
+    assert find_cpu_state(engine, cpu) is not None
+    left = {name: engine.reg_read(number) for name, number in cpu.registers.items()}
+    engine.close()
+    assert left.pop("r12") == 5
+    assert set(left.values()) == {0}
 
 
 def test_hypercall_and_answer() -> None:

@@ -89,9 +89,18 @@ def find_cpu_state(engine: Engine, cpu: CpuModel) -> int | None:
     """Address of the engine's live registers, by content: the handle points to the CPU, which holds them.
 
     Reads through /proc/self/mem, so that a stale pointer is an error and not a crash; None if it isn't found
-    or if what was found doesn't follow the API (a copy left by another engine).
+    or if what was found doesn't follow the API (a copy left by another engine). Registers are as before.
     """
-    pattern = mark_registers(engine, cpu)
+    kept = {register: engine.reg_read(register) for register in cpu.registers.values()}
+    try:
+        return _find_registers(engine, cpu, mark_registers(engine, cpu))
+    finally:
+        # A guest that starts with what marked them isn't the same twice.
+        for register, value in kept.items():
+            engine.reg_write(register, value)
+
+
+def _find_registers(engine: Engine, cpu: CpuModel, pattern: bytes) -> int | None:
     try:
         memory = os.open("/proc/self/mem", os.O_RDONLY)
     except OSError:
