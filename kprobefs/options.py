@@ -132,21 +132,14 @@ def runs_linux(options: MountOptions) -> bool:
 
 
 def _is_linux(image: Path) -> bool:
-    """Whether it is a vmlinuz or a package; what else it is shows when it is loaded."""
-    from emulated_kernel.image.linux.bzimage import is_bzimage
-    from emulated_kernel.image.linux.deb import AR_MAGIC
-
     if str(image) == HOST:
         return True
+    from emulated_kernel.image.linux.source import is_linux
 
     try:
-        if not stat.S_ISREG(image.stat().st_mode):
-            return False
-        with open(image, "rb") as file:
-            start = file.read(0x210)
+        return is_linux(image)
     except OSError:
         return False
-    return is_bzimage(start) or start.startswith(AR_MAGIC)
 
 
 def check_state(options: MountOptions) -> None:

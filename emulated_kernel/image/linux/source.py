@@ -14,11 +14,13 @@ from emulated_kernel.errors import KernelError
 from emulated_kernel.image.linux import deb
 from emulated_kernel.image.linux.bzimage import ELF_MAGIC, is_bzimage, unpack_bzimage
 from emulated_kernel.image.linux.unusable import unusable
-from emulated_kernel.image.linux.vmlinux import Vmlinux
+from emulated_kernel.image.linux.vmlinux import ElfReader, Vmlinux
 from emulated_kernel.regular import open_regular
 
 _BZIMAGE_LIMIT = 256 << 20
 _START = 0x210
+_OURS = "__guest_abi"
+"""The symbol of the table that every image built from our sources has."""
 
 
 def host_kernel() -> Path:
@@ -43,6 +45,21 @@ def open_vmlinux(source: str) -> Vmlinux:
     """
     with open_elf(kernel_file(source)) as file:
         return Vmlinux(file)
+
+
+def is_linux(path: Path) -> bool:
+    """Whether a file may be a distribution's kernel, and no image of ours; the rest shows when it is loaded.
+
+    Raises: OSError.
+    """
+    with open_regular(path) as file:
+        start = file.read(_START)
+        if not start.startswith(ELF_MAGIC):
+            return is_bzimage(start) or start.startswith(deb.AR_MAGIC)
+        try:
+            return not ElfReader(file).names_symbol(_OURS)
+        except KernelError:
+            return False
 
 
 @contextmanager

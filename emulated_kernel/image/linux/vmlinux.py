@@ -123,8 +123,8 @@ class LinkedMemory:
         return self.segments[index] if index >= 0 else None
 
 
-class Vmlinux(LinkedMemory):
-    """An ELF file for x86_64 as it is linked, never booted: reading it is all that is done with the file.
+class ElfReader:
+    """Headers and pieces of a linked ELF file for x86_64; nothing that it says of its sizes is believed.
 
     Raises: KernelError ENOEXEC for anything else.
     """
@@ -133,28 +133,90 @@ class Vmlinux(LinkedMemory):
         self._file = file
         self._size = file.seek(0, os.SEEK_END)
         fields = self._unpack(_HEADER, 0, "ELF header")
-        magic, elf_class, order, _, kind, machine, _, entry, phoff, shoff = fields[:10]
-        phentsize, phnum, shentsize, shnum, names = fields[12:17]
+        magic, elf_class, order, _, kind, machine, _, self.entry = fields[:8]
+        self._programs = fields[8], fields[12], fields[13]
+        self._sections = fields[9], fields[14], fields[15]
+        self.names: int = fields[16]
+        """Number of the section that has the names of sections."""
         if magic != b"\x7fELF":
             raise unusable("no ELF file")
         if (elf_class, order, machine) != (2, 1, _X86_64):
             raise unusable(f"an ELF file for another machine than x86_64 (number {machine})")
         if kind not in (_ET_EXEC, _ET_DYN):
             raise unusable("an ELF file that isn't linked (a module?), or a dump")
-        super().__init__(entry, self._segments(phoff, phentsize, phnum), {})
+
+    def program_headers(self) -> Iterator[tuple[int, ...]]:
+        """The fields of each. Raises: KernelError ENOEXEC where one isn't all there."""
+        offset, size, count = self._programs
+        for index in range(count):
+            yield self._unpack(_PROGRAM, offset + index * size, "program header")
+
+    def section_headers(self) -> list[tuple[int, ...]]:
+        """They tell more about a sound kernel, and none are needed: damaged ones are as none."""
+        offset, size, count = self._sections
+        if size < _SECTION.size:
+            return []
+        raw = self.read(offset, size * count)
+        if len(raw) < size * count:
+            return []
+        return [_SECTION.unpack_from(raw, index * size) for index in range(count)]
+
+    def names_symbol(self, name: str) -> bool:
+        """Whether a symbol table has that name. Raises: KernelError ENOEXEC."""
+        word = f"\0{name}\0".encode()
+        tables = _symbol_tables(self.section_headers())
+        return any(word in self.read(strings[4], strings[5]) for _, strings in tables)
+
+    def slice(self, offset: int, size: int, what: str) -> bytes:
+        """A piece that has to be there. Raises: KernelError ENOEXEC."""
+        data = self.read(offset, size)
+        if len(data) < size:
+            raise unusable(f"truncated: {what} isn't all there")
+        return data
+
+    def read(self, offset: int, size: int) -> bytes:
+        """What is there; a size beyond the file's end must not make anybody find memory for it."""
+        end = min(offset + size, self._size)
+        if offset >= end:
+            return b""
+        self._file.seek(offset)
+        return self._file.read(end - offset)
+
+    def _unpack(self, layout: struct.Struct, offset: int, what: str) -> tuple[Any, ...]:
+        return layout.unpack(self.slice(offset, layout.size, what))
+
+
+def _symbol_tables(headers: list[tuple[int, ...]]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Headers of each symbol table and of its names. Raises: KernelError ENOEXEC."""
+    for header in headers:
+        if header[1] == _SHT_SYMTAB and header[6] < len(headers):
+            strings = headers[header[6]]
+            if max(header[5], strings[5]) > _SYMTAB_LIMIT:
+                raise unusable("its symbol table has no sensible size")
+            yield header, strings
+
+
+class Vmlinux(LinkedMemory):
+    """An ELF file for x86_64 as it is linked, never booted: reading it is all that is done with the file.
+
+    Raises: KernelError ENOEXEC for anything else.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        elf = ElfReader(file)
+        super().__init__(elf.entry, self._segments(elf), {})
         self._symbol_table: tuple[list[tuple[int, ...]], bytes, bytes] | None = None
-        self._read_sections(shoff, shentsize, shnum, names)
-        del self._file
+        self._read_sections(elf)
 
     @cached_property
     def symtab(self) -> list[tuple[int, str, str]]:
         """Address, nm's letter and name of each symbol; none where the file is stripped."""
         return list(self._symbols(*self._symbol_table)) if self._symbol_table else []
 
-    def _segments(self, offset: int, size: int, count: int) -> tuple[LoadSegment, ...]:
+    @staticmethod
+    def _segments(elf: ElfReader) -> tuple[LoadSegment, ...]:
         found, in_file, in_memory = [], 0, 0
-        for index in range(count):
-            header = self._unpack(_PROGRAM, offset + index * size, "program header")
+        for index, header in enumerate(elf.program_headers()):
             kind, flags, at, va, pa, file_size, mem_size, _ = header
             if kind != _PT_LOAD or not mem_size:
                 continue
@@ -163,7 +225,7 @@ class Vmlinux(LinkedMemory):
                 raise unusable(
                     f"its segments want {in_file >> 20} MiB of the file, and {in_memory >> 20} of memory"
                 )
-            found.append(LoadSegment(va, pa, self._slice(at, file_size, f"segment {index}"), mem_size, flags))
+            found.append(LoadSegment(va, pa, elf.slice(at, file_size, f"segment {index}"), mem_size, flags))
         if not found:
             raise unusable("no segment to load; debug information alone?")
         found.sort(key=lambda segment: segment.va)
@@ -171,29 +233,19 @@ class Vmlinux(LinkedMemory):
             raise unusable("its segments overlap")
         return tuple(found)
 
-    def _read_sections(self, offset: int, size: int, count: int, names: int) -> None:
-        """Section headers tell more about a sound kernel, and none are needed: damaged ones are as none."""
-        if not count or size < _SECTION.size:
+    def _read_sections(self, elf: ElfReader) -> None:
+        headers = elf.section_headers()
+        if elf.names >= len(headers) or headers[elf.names][5] > _NAMES_LIMIT:
             return
-        raw = self._read_at(offset, size * count)
-        if len(raw) < size * count:
-            return
-        headers = [_SECTION.unpack_from(raw, index * size) for index in range(count)]
-        if names >= count or headers[names][5] > _NAMES_LIMIT:
-            return
-        texts = self._read_at(headers[names][4], headers[names][5])
+        texts = elf.read(headers[elf.names][4], headers[elf.names][5])
         for name, kind, flags, address, _, length, *_ in headers:
             if flags & _SHF_ALLOC:
                 section = Section(address, length, flags, kind != _SHT_NOBITS)
                 self.sections.setdefault(_text(texts, name), section)
-        for header in headers:
-            if header[1] == _SHT_SYMTAB and header[6] < count:
-                strings = headers[header[6]]
-                if max(header[5], strings[5]) > _SYMTAB_LIMIT:
-                    raise unusable("its symbol table has no sensible size")
-                texts = self._slice(strings[4], strings[5], "symbol names")
-                data = self._slice(header[4], header[5] // _SYMBOL.size * _SYMBOL.size, "symbol table")
-                self._symbol_table = headers, texts, data
+        for table, strings in _symbol_tables(headers):
+            texts = elf.slice(strings[4], strings[5], "symbol names")
+            data = elf.slice(table[4], table[5] // _SYMBOL.size * _SYMBOL.size, "symbol table")
+            self._symbol_table = headers, texts, data
 
     @staticmethod
     def _symbols(headers: list[tuple[int, ...]], texts: bytes, data: bytes) -> Iterator[tuple[int, str, str]]:
@@ -204,23 +256,6 @@ class Vmlinux(LinkedMemory):
             text = _text(texts, name)
             if letter and not text.startswith((".L", "$", "__crc_", "__cfi_", "__pfx_")):
                 yield value, letter, text
-
-    def _unpack(self, layout: struct.Struct, offset: int, what: str) -> tuple[Any, ...]:
-        return layout.unpack(self._slice(offset, layout.size, what))
-
-    def _slice(self, offset: int, size: int, what: str) -> bytes:
-        data = self._read_at(offset, size)
-        if len(data) < size:
-            raise unusable(f"truncated: {what} isn't all there")
-        return data
-
-    def _read_at(self, offset: int, size: int) -> bytes:
-        """What is there; a size beyond the file's end must not make anybody find memory for it."""
-        end = min(offset + size, self._size)
-        if offset >= end:
-            return b""
-        self._file.seek(offset)
-        return self._file.read(end - offset)
 
 
 def _text(texts: bytes, offset: int) -> str:
