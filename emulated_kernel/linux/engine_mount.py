@@ -14,7 +14,7 @@ from emulated_kernel.image.linux.module_files import ModuleFiles
 from emulated_kernel.linux.control_files import FIRST_HANDLE, ControlFiles
 from emulated_kernel.linux.engine import LinuxEngine
 from emulated_kernel.linux.engine_tree import engine_tree
-from emulated_kernel.linux.init import PROC, TMPFS
+from emulated_kernel.linux.init import DEVICES, PROC, TMPFS
 from emulated_kernel.linux.linux_mount import LinuxMount
 from emulated_kernel.linux.tasks import LinuxTask
 from emulated_kernel.machine.traps.trap import GuestFault
@@ -32,6 +32,8 @@ _PROBING = frozenset({
     "modify_ftrace_direct_multi", "modify_ftrace_direct_multi_nolock", "klp_enable_patch",
 })  # fmt: skip
 """What modules call that patch text of the kernel where ours are."""
+_GUESTS = {TMPFS: 0o1777, DEVICES: 0o755}
+"""Directories of the root that are the guest's, where they are in the guest, with their modes."""
 
 
 class EngineMount(LinuxMount):
@@ -52,8 +54,8 @@ class EngineMount(LinuxMount):
         """`modules`: this kernel's own. `is_tracefs`: tracefs is the mount's root, and all that there is."""
         super().__init__(engine.tasks, watch, owner, modules, is_tracefs=is_tracefs, lock=engine.lock)
         self._engine = engine
-        # What the guest's tmpfs is mounted on.
-        further = {TMPFS[1:]: Directory(0o1777, {})}
+        # What directories of the guest's are mounted on.
+        further = {top[1:]: Directory(mode, {}) for top, mode in _GUESTS.items()}
         calls = Calls(self._call_function, engine.machine.memory.word_size)
         machine = {
             "call": GuestCommandFile(0o600, single(lambda: calls.result), calls.execute),
@@ -81,7 +83,7 @@ class EngineMount(LinuxMount):
     # Whose a file is
 
     def _is_guests(self, path: str) -> bool:
-        return not self._is_tracefs and (path == TMPFS or path.startswith(f"{TMPFS}/"))
+        return not self._is_tracefs and f"/{path[1:].partition('/')[0]}" in _GUESTS
 
     def request_begins(self, client: Client) -> LinuxTask:
         self._engine.request_begins()
@@ -136,7 +138,7 @@ class EngineMount(LinuxMount):
 
     def readdir(self, path: str) -> list[DirEntry]:
         if self._is_guests(path):
-            above = self._files.getattr("/").ino if path == TMPFS else 0
+            above = self._files.getattr("/").ino if path in _GUESTS else 0
             return [
                 entry._replace(ino=above if above and entry.name == ".." else entry.ino * INO_SPACES + 1)
                 for entry in super().readdir(path)
@@ -145,7 +147,7 @@ class EngineMount(LinuxMount):
         if path == "/" and not self._is_tracefs:
             # A dead guest keeps nobody from listing.
             with suppress(KernelError):
-                mounted = {TMPFS[1:]: self.getattr(TMPFS).ino}
+                mounted = {top[1:]: self.getattr(top).ino for top in _GUESTS}
                 return [entry._replace(ino=mounted.get(entry.name, entry.ino)) for entry in entries]
         return entries
 

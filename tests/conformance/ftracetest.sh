@@ -93,8 +93,8 @@ lay_over() {
     # Where some of the tests look for them, wherever they are mounted.
     [ ! -d /sys/kernel/tracing ] || mount --bind "$work/mnt/tracing" /sys/kernel/tracing
     [ ! -d /sys/kernel/debug ] || mount --bind "$work/mnt" /sys/kernel/debug
-    # Requests for these two are what some tests probe; our engine over another kernel has no devices.
-    [ ! -e "$work/mnt/dev/null" ] || mount --bind "$work/mnt/dev/null" /dev/null
+    # Requests for these two are what some tests probe.
+    mount --bind "$work/mnt/dev/null" /dev/null
     mount --bind "$work/mnt/scratch" /tmp
     lay_sysctl kernel/stack_tracer_enabled
     lay_sysctl debug/kprobes-optimization

@@ -59,9 +59,13 @@ grep -c 'Invalid probed address or symbol' tracing/error_log
 echo 1 > tracing/events/kprobes/enable
 echo hello > scratch/file
 for number in 1 2 3 4 5 6 7 8; do cat scratch/file > /dev/null; done
+echo nothing > dev/null
+test -z "$(cat dev/null)"
+ls dev | grep -qx null
 awk '{ print $2, $3, $4 }' kprobes/list | sort
 cat kprobes/stats/kprobes/within/mode kprobes/stats/kprobes/within/hits > ../stats
 grep -c 'cat-[0-9]* .*opened: (do_sys_openat2+0x0/0x[0-9a-f]*) path="/scratch/file"' tracing/trace
+grep -c 'sh-[0-9]* .*opened: (do_sys_openat2+0x0/0x[0-9a-f]*) path="/dev/null"' tracing/trace
 grep -c 'cat-[0-9]* .*returned: (ksys_read+0x[0-9a-f]*/0x[0-9a-f]* <- vfs_read) size=6$' tracing/trace
 echo mark > tracing/trace_marker
 grep -c 'sh-[0-9]* .*tracing_mark_write: mark' tracing/trace
@@ -118,14 +122,14 @@ def test_our_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             check=False,
         )
         assert (done.returncode, done.stderr) == (0, "")
-        error, *listed, opened, returned, marks, loaded, log = done.stdout.splitlines()
+        error, *listed, opened, null, returned, marks, loaded, log = done.stdout.splitlines()
         assert (error, marks, loaded, log) == ("1", "1", "1", "1")
         assert listed == [
             "k do_sys_openat2+0x0 [FTRACE]",
             "k vfs_read+0x5 [OPTIMIZED]",
             "r vfs_read+0x0 [FTRACE]",
         ]
-        assert (opened, returned) == ("8", "8")
+        assert (opened, null, returned) == ("8", "1", "8")
         links_and_room(directory)
         (directory / "kprobe_events").write_text("p:k/seen vfs_read")
         (probe,) = Probes(str(directory)).look()
