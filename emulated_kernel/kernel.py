@@ -162,11 +162,11 @@ class Kernel:
         """
         with self._control():
             self.parts.requests.before_call()
-            self.kprobes.hits.take_failure()
+            self.kprobes.hits.failures.take()
             try:
                 return self.guest.call_function(function, *args)
             finally:
-                failure = self.kprobes.hits.take_failure()
+                failure = self.kprobes.hits.failures.take()
                 if failure is not None:
                     raise failure
 

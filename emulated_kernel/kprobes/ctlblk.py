@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import field
 from enum import Enum, auto
 from time import perf_counter_ns
 
 from emulated_kernel.dataclass import dataclass
-from emulated_kernel.kprobes.kprobe import COSTS_KEPT, Kprobe, Regs
+from emulated_kernel.kprobes.kprobe import COSTS_KEPT, Kprobe
 
 
 class HitStatus(Enum):
@@ -36,19 +35,9 @@ class KprobeCtlblk:
     in_ops_list: bool = False
     """Several users of one fentry site are being called, which Linux does with preemption disabled."""
     cpu: int = 0
-    _asides: dict[int, tuple[int, Callable[[Regs], object]]] = field(default_factory=dict)
     _others: dict[int, tuple[Kprobe | None, HitStatus, list[tuple[Kprobe, HitStatus]], bool, bool]] = field(
         default_factory=dict
     )
-
-    @property
-    def aside(self) -> tuple[int, Callable[[Regs], object]]:
-        """While the guest runs a part of a hit for Python: where and how it goes on."""
-        return self._asides[self.cpu]
-
-    @aside.setter
-    def aside(self, value: tuple[int, Callable[[Regs], object]]) -> None:
-        self._asides[self.cpu] = value
 
     @property
     def is_underway(self) -> bool:

@@ -156,7 +156,7 @@ class FtraceSites:
     def _run_aside(self, owners: tuple[AssemblyOwner, ...], call: Called, site: int, frame: Any) -> None:
         """Let the guest run the users' handlers in assembly, and then do the rest."""
         hits, regs = self._hits, self._machine.regs
-        if not hits.run_aside(owners, Moment.HIT, regs, lambda _regs: call(site, frame), in_frame=True):
+        if not hits.asides.run(owners, Moment.HIT, regs, lambda _regs: call(site, frame), in_frame=True):
             call(site, frame)
 
     def _list(self, calls: Sequence[Called], *, ends: bool = True) -> Called:

@@ -1,30 +1,30 @@
 """The state machine of a hit: from the breakpoint, the detour or the fentry call back into the probed code.
 
-    breakpoint      set_current -> pre_handler -> singlestep
+    begin           of another hit: missed, and the probed instruction alone is run
+                    set_current -> what the way does of the handlers
+    breakpoint      begin -> pre_handler -> singlestep
       singlestep    a copy that jumps back (boosted, or in the detour) -> reset_current
                     a copy in a slot -> its step's end -> post_process
                     emulation -> post_process
       post_process  post_handler -> reset_current
-    detour          set_current -> pre_handlers -> reset_current
-    fentry call     set_current -> pre_handler -> post_handler -> reset_current
+    detour          begin -> pre_handlers -> reset_current
+    fentry call     begin -> pre_handler -> post_handler -> reset_current
 
-Handlers in assembly are run by the guest before Python's: by a piece of code that comes back by a breakpoint.
-A hit while the CPU handles another one counts as missed, and runs the probed instruction alone.
+Handlers in assembly are run by the guest before Python's: see asides.py.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from emulated_kernel.abi import Vector
 from emulated_kernel.arch.base import Arch
-from emulated_kernel.arch.program.builder import ProgramBuilder
-from emulated_kernel.kprobes.assembled import AssemblyOwner, Moment
+from emulated_kernel.kprobes.asides import Asides
+from emulated_kernel.kprobes.assembled import Moment
 from emulated_kernel.kprobes.ctlblk import HitStatus, KprobeCtlblk
-from emulated_kernel.kprobes.guest_code import CompiledCode, OutOfLine
+from emulated_kernel.kprobes.failures import HandlerFailures
+from emulated_kernel.kprobes.guest_code import OutOfLine
 from emulated_kernel.kprobes.handlers.compiler import Compiler
 from emulated_kernel.kprobes.handlers.saved_regs import SavedFrames
 from emulated_kernel.kprobes.kprobe import AggregatorProbe, Kprobe, KprobeFlag, Regs
@@ -32,7 +32,6 @@ from emulated_kernel.kprobes.split_jumps import SplitJumps
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault, Trap, TrapKind
 
-_log = logging.getLogger(__name__)
 _OPTIMIZED = KprobeFlag.OPTIMIZED.value
 _REENTER = HitStatus.REENTER
 """An enumeration finds its members slowly."""
@@ -63,46 +62,24 @@ class HitHandling:
         self.frame_at = SavedFrames(machine.memory, arch.pt_regs, arch.word_size).at
         """The registers that guest code has saved at an address, as handlers get them."""
         self.ctlblk = KprobeCtlblk()
-        self._failure: BaseException | None = None
-        self._clock_loops = machine.clock_loops
+        self.asides = Asides(machine, compiler)
+        self.failures = HandlerFailures(machine)
         machine.fault_hook = self.fix_fault
         machine.interrupt_if.append(self.may_interrupt)
         machine.in_handler.append(compiler.contains)
 
-    # By a breakpoint
-
-    def on_breakpoint(self, kprobe: Kprobe, regs: Regs) -> None:
-        """Mirrors: arch/x86/kernel/kprobes/core.c:kprobe_int3_handler (v6.1)."""
-        ctlblk, insn = self.ctlblk, kprobe.insn
-        assert insn is not None
+    def _begin(
+        self, kprobe: Kprobe, regs: Regs, handle: Callable[[Regs], object], *, by_breakpoint: bool
+    ) -> bool:
+        """The CPU is the probe's; `handle` calls handlers in Python, and ends the hit. False: missed."""
+        ctlblk = self.ctlblk
         if ctlblk.running is not None:
             kprobe.miss()
-            self.singlestep(kprobe, insn, regs, True)
-            return
-        ctlblk.set_current(kprobe, True)
-        if not kprobe.has_assembly or not self._run_aside(
-            kprobe, regs, partial(self._call_pre_handler, kprobe)
-        ):
-            self._call_pre_handler(kprobe, regs)
-
-    def _call_pre_handler(self, kprobe: Kprobe, regs: Regs) -> None:
-        ctlblk, insn = self.ctlblk, kprobe.insn
-        assert insn is not None
-        pre_handler = kprobe.pre_handler
-        if pre_handler is not None:
-            if self._rewinds:
-                assert kprobe.addr is not None
-                regs.ip = kprobe.addr + self._seen_at
-            try:
-                if pre_handler(kprobe, regs):
-                    if not kprobe.is_left_open:
-                        ctlblk.running = None
-                    return
-            except BaseException as error:
-                self.report(kprobe, error)
-        self.singlestep(kprobe, insn, regs, False)
-
-    # With handlers in assembly
+            return False
+        ctlblk.set_current(kprobe, by_breakpoint)
+        if not kprobe.has_assembly or not self._run_aside(kprobe, regs, handle, in_frame=not by_breakpoint):
+            handle(regs)
+        return True
 
     def _run_aside(
         self,
@@ -113,78 +90,36 @@ class HitHandling:
         *,
         in_frame: bool = False,
     ) -> bool:
-        """Let the guest run a probe's, and come back to what Python does of the hit; False: no room."""
-        if self.in_clock_loop(kprobe.address):
-            then = partial(self._with_clock_held, then)
-        return self.run_aside((kprobe,), moment, regs, then, in_frame=in_frame)
+        """Let the guest run the probe's assembly, and go on with Python behind it; False: no room."""
+        if self._machine.in_clock_loop(kprobe.address):
+            then = self._machine.clock.holding(then)
+        return self.asides.run((kprobe,), moment, regs, then, in_frame=in_frame)
 
-    def run_aside(
-        self,
-        owners: tuple[AssemblyOwner, ...],
-        moment: Moment,
-        regs: Regs,
-        then: Callable[[Regs], object],
-        *,
-        in_frame: bool,
-    ) -> bool:
-        """Let the guest run some, and go on here behind them; False: they are missed, for there is no room.
+    # By a breakpoint
 
-        `in_frame`: the probed code's registers are in a struct pt_regs, and sp is at it. The code belongs to
-        its owners: see Compiler.drop_asides.
-        """
+    def on_breakpoint(self, kprobe: Kprobe, regs: Regs) -> None:
+        """Mirrors: arch/x86/kernel/kprobes/core.c:kprobe_int3_handler (v6.1)."""
+        if not self._begin(kprobe, regs, partial(self._call_pre_handler, kprobe), by_breakpoint=True):
+            assert kprobe.insn is not None
+            self.singlestep(kprobe, kprobe.insn, regs, reentered=True)
 
-        def emit(builder: ProgramBuilder) -> None:
-            for owner in owners:
-                owner.emit_assembly(builder, moment)
-
-        code = self._compiler.aside((*owners, moment), emit, in_frame=in_frame)
-        if code is None:
-            for owner in owners:
-                owner.miss_assembly(moment)
-            return False
-        self._machine.breakpoints.setdefault(code.tail, self._behind_aside)
-        self.ctlblk.aside = regs.ip, then
-        regs.ip = code.entry
-        return True
-
-    def _behind_aside(self, regs: Regs) -> None:
-        regs.ip, then = self.ctlblk.aside
-        then(regs)
-
-    def _with_clock_held(self, then: Callable[[Regs], object], regs: Regs) -> None:
-        with self._machine.clock.held():
-            then(regs)
-
-    def by_stub(self, kprobe: Kprobe, stub: CompiledCode) -> Callable[[Regs], None]:
-        """The same where the handlers are guest code, which goes on at the instruction's copy.
-
-        A closure of what is known already: it is all that Python does of such a hit.
-        """
-        ctlblk, insn, entry = self.ctlblk, kprobe.insn, stub.entry
+    def _call_pre_handler(self, kprobe: Kprobe, regs: Regs) -> None:
+        insn, pre_handler = kprobe.insn, kprobe.pre_handler
         assert insn is not None
-        steps = stub.target == insn.entry and not insn.boosted
-        returns = not steps and stub.target is not None
-        status = HitStatus.SINGLE_STEP if steps else HitStatus.ACTIVE
+        if pre_handler is not None:
+            if self._rewinds:
+                assert kprobe.addr is not None
+                regs.ip = kprobe.addr + self._seen_at
+            try:
+                if pre_handler(kprobe, regs):
+                    if not kprobe.is_left_open:
+                        self.ctlblk.running = None
+                    return
+            except BaseException as error:
+                self.failures.report(kprobe, error)
+        self.singlestep(kprobe, insn, regs)
 
-        def hit(regs: Regs) -> None:
-            if kprobe.stub is not stub or ctlblk.running is not None:
-                # Text is just being patched, and the stub went first; or the hit is missed.
-                self.on_breakpoint(kprobe, regs)
-                return
-            if not returns:
-                ctlblk.set_current(kprobe, True, status)
-            regs.ip = entry
-
-        return hit
-
-    def stub_traps(self, kprobe: Kprobe) -> int:
-        """How many traps a hit takes whose handlers are in the probe's stub."""
-        insn, stub = kprobe.insn, kprobe.stub
-        assert insn is not None
-        assert stub is not None
-        return 2 if stub.target is None or (stub.target == insn.entry and not insn.boosted) else 1
-
-    def singlestep(self, kprobe: Kprobe, insn: OutOfLine, regs: Regs, reentered: bool) -> None:
+    def singlestep(self, kprobe: Kprobe, insn: OutOfLine, regs: Regs, *, reentered: bool = False) -> None:
         """Run the probed instruction.
 
         Mirrors: arch/x86/kernel/kprobes/core.c:setup_singlestep, reenter_kprobe (v6.1).
@@ -271,7 +206,7 @@ class HitHandling:
         try:
             kprobe.run_post_handler(regs)
         except BaseException as error:
-            self.report(kprobe, error)
+            self.failures.report(kprobe, error)
 
     def on_break(self, regs: Regs) -> None:
         """The breakpoint that ends what a pre_handler has left open; without that, a trap like any other.
@@ -283,24 +218,15 @@ class HitHandling:
             raise HardwareError(f"a breakpoint at {regs.ip - 1:#x} that ends no handler")
         if kprobe.run_break_handler(regs):
             assert kprobe.insn is not None
-            self.singlestep(kprobe, kprobe.insn, regs, False)
+            self.singlestep(kprobe, kprobe.insn, regs)
 
     # By a jump
 
     def on_detour(self, kprobe: AggregatorProbe, regs: Regs) -> bool:
         """In the detour buffer, which restores what the handlers change, but for ip and sp; False: missed."""
-        ctlblk = self.ctlblk
-        if ctlblk.running is not None:
-            kprobe.miss()
-            return False
-        ctlblk.set_current(kprobe, False)
-        in_detour = partial(self._in_detour, kprobe)
-        if not kprobe.has_assembly or not self._run_aside(kprobe, regs, in_detour, in_frame=True):
-            self._in_detour(kprobe, regs)
-        return True
+        return self._begin(kprobe, regs, partial(self._in_detour, kprobe), by_breakpoint=False)
 
-    def _in_detour(self, kprobe: Kprobe, regs: Regs) -> None:
-        assert isinstance(kprobe, AggregatorProbe)
+    def _in_detour(self, kprobe: AggregatorProbe, regs: Regs) -> None:
         kprobe.run_all_pre_handlers(self.frame_at(regs.sp))
         self.ctlblk.reset_current(kprobe)
 
@@ -313,19 +239,14 @@ class HitHandling:
 
         `then`: what else is called there, behind all handlers of the probe.
         """
-        ctlblk = self.ctlblk
-        if ctlblk.running is not None:
-            kprobe.miss()
-            then()
-            return False
-        ctlblk.set_current(kprobe, False)
         called = partial(self._called, kprobe, behind, frame, then)
-        if not kprobe.has_assembly or not self._run_aside(kprobe, self._machine.regs, called, in_frame=True):
-            called()
-        return True
+        if self._begin(kprobe, self._machine.regs, called, by_breakpoint=False):
+            return True
+        then()
+        return False
 
     def _called(
-        self, kprobe: Kprobe, behind: int, frame: Regs, then: Callable[[], object], *_live: Any
+        self, kprobe: Kprobe, behind: int, frame: Regs, then: Callable[[], object], live: Regs
     ) -> None:
         pre_handler = kprobe.pre_handler
         frame.ip = behind - self._call_size + self._seen_at
@@ -333,7 +254,7 @@ class HitHandling:
             leaves = pre_handler is not None and pre_handler(kprobe, frame)
         except BaseException as error:
             leaves = False
-            self.report(kprobe, error)
+            self.failures.report(kprobe, error)
         if leaves:
             self.ctlblk.reset_current(kprobe)
             then()
@@ -341,11 +262,11 @@ class HitHandling:
         frame.ip = behind
         ended = partial(self._behind_call, kprobe, frame, then)
         if not kprobe.has_post_assembly or not self._run_aside(
-            kprobe, self._machine.regs, ended, Moment.BEHIND, in_frame=True
+            kprobe, live, ended, Moment.BEHIND, in_frame=True
         ):
-            ended()
+            ended(live)
 
-    def _behind_call(self, kprobe: Kprobe, frame: Regs, then: Callable[[], object], *_live: Any) -> None:
+    def _behind_call(self, kprobe: Kprobe, frame: Regs, then: Callable[[], object], _live: Regs) -> None:
         behind = frame.ip
         if kprobe.post_handler is not None:
             self.ctlblk.status = HitStatus.STEP_DONE
@@ -383,10 +304,6 @@ class HitHandling:
         self.ctlblk.forget_current()
         return False
 
-    def in_clock_loop(self, address: int) -> bool:
-        """Whether code there is run again if the clock has moved: handlers may read it without moving it."""
-        return any(address in loop for loop in self._clock_loops)
-
     def may_interrupt(self) -> bool:
         """False from a hit until its step has ended: the slot's registers belong to nobody else.
 
@@ -400,31 +317,3 @@ class HitHandling:
             and not self._compiler.contains(ip)
             and not self._split_jumps.contains(ip)
         )
-
-    # Handlers that fail
-
-    def report(self, kprobe: Kprobe, error: BaseException) -> None:
-        """A handler raised: the hit goes on as if it had returned 0, and the first of a probe is logged.
-
-        A fault in guest memory is offered to its fault_handler, and counts as missed, as in Linux (v5.13).
-        The guest can't be left in the middle of a hit, and the other handlers have a right to theirs.
-        """
-        if isinstance(error, MemoryFault) and kprobe.fault_handler is not None:
-            kprobe.nmissed += 1
-            regs, model = self._machine.regs, self._machine.model
-            trap = model.access_fault(regs.ip, error.address, write=error.write, present=False)
-            if kprobe.run_fault_handler(regs, model.trap_number(trap)):
-                return
-        kprobe.raised += 1
-        self.note_failure(error, kprobe.address, is_first=kprobe.raised == 1)
-
-    def note_failure(self, error: BaseException, address: int, *, is_first: bool) -> None:
-        """Keep what a handler raised for `take_failure`, and log it once a probe."""
-        self._failure = self._failure or error
-        if is_first:
-            _log.error("a handler of the probe at %#x failed", address, exc_info=error)
-
-    def take_failure(self) -> BaseException | None:
-        """What the first handler raised that failed since the last call, for a caller to raise."""
-        failure, self._failure = self._failure, None
-        return failure

@@ -81,7 +81,7 @@ class Kprobe(AssemblyOwner):
     regs.ip itself and the instruction is not run. `post_handler(kprobe, regs)` runs after it; one that needs
     a third argument gets Linux's flags, which are 0.
     Handlers run inside the guest's run and must not sleep: calling into the guest and (un)registering
-    probes fails there with EDEADLK. One that raises counts as one that returned 0; see HitHandling.report.
+    probes fails there with EDEADLK. One that raises counts as one that returned 0; see HandlerFailures.
     Mirrors: include/linux/kprobes.h:struct kprobe (v6.1).
     """
 

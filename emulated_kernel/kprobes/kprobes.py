@@ -182,7 +182,7 @@ class Kprobes:
         """
         if self.optimizer is None or kprobe.is_ftrace or not self.optimizer.wants(kprobe):
             return
-        head = AggregatorProbe(addr=kprobe.address, report=self.hits.report)
+        head = AggregatorProbe(addr=kprobe.address, report=self.hits.failures.report)
         self.optimizer.prepare(head)
         kprobe.obstacle = head.obstacle
         if head.detour is not None:
@@ -255,7 +255,7 @@ class Kprobes:
                 self._arming.arm(head)
 
     def _aggregate(self, first: Kprobe) -> AggregatorProbe:
-        head = AggregatorProbe(addr=first.address, report=self.hits.report)
+        head = AggregatorProbe(addr=first.address, report=self.hits.failures.report)
         wanted = self.optimizer is not None and not first.is_gone and self.optimizer.wants(first)
         if self.optimizer is not None and not first.is_ftrace and wanted:
             self.optimizer.prepare(head)

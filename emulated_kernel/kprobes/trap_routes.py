@@ -6,8 +6,9 @@ from collections.abc import Callable
 from functools import partial
 
 from emulated_kernel.arch.base import Arch
+from emulated_kernel.kprobes.ctlblk import HitStatus
 from emulated_kernel.kprobes.ftrace import FtraceSites
-from emulated_kernel.kprobes.guest_code import OutOfLine
+from emulated_kernel.kprobes.guest_code import CompiledCode, OutOfLine
 from emulated_kernel.kprobes.handlers.compiler import Compiler
 from emulated_kernel.kprobes.hit import HitHandling
 from emulated_kernel.kprobes.kprobe import AggregatorProbe, Kprobe, Regs
@@ -43,6 +44,7 @@ class TrapRoutes:
         self._poker = poker
         self._split_jumps = split_jumps
         self._sites = sites
+        self._in_clock_loop = machine.in_clock_loop
         self._clock = machine.clock
 
     def install(self, kprobe: Kprobe) -> None:
@@ -55,20 +57,20 @@ class TrapRoutes:
         breakpoints, address = self.breakpoints, kprobe.address
         if kprobe.stub is not None and kprobe.stub.target != self._leads_to(kprobe):
             self._drop_stub(kprobe)
-        in_clock_loop = self.hits.in_clock_loop(address)
+        in_clock_loop = self._in_clock_loop(address)
         if in_clock_loop:
-            breakpoints[address] = partial(self._in_clock_loop, partial(self.hits.on_breakpoint, kprobe))
+            breakpoints[address] = self._clock.holding(partial(self.hits.on_breakpoint, kprobe))
         elif kprobe.stub is None:
             breakpoints[address] = partial(self._first_by_breakpoint, kprobe)
         else:
-            breakpoints[address] = self.hits.by_stub(kprobe, kprobe.stub)
+            breakpoints[address] = self._by_stub(kprobe, kprobe.stub)
         step_end = insn.step_end
         if step_end is not None:
             next_ip = address + insn.prepared.length
             ended = self.hits.on_debug_trap if insn.lead else self.hits.on_step_end
-            on_step_end = partial(ended, kprobe, next_ip)
+            on_step_end: Callable[[Regs], object] = partial(ended, kprobe, next_ip)
             if in_clock_loop:
-                on_step_end = partial(self._in_clock_loop, on_step_end)
+                on_step_end = self._clock.holding(on_step_end)
             if insn.lead:
                 self._debug_traps[step_end] = on_step_end
                 # A repeated string instruction traps after each round.
@@ -82,14 +84,9 @@ class TrapRoutes:
             # Linux: a probe that is disabled, but not unoptimized yet, is passed through.
             self.pass_detour(detour.trap)
         elif in_clock_loop:
-            breakpoints[detour.trap] = partial(self._in_clock_loop, partial(self.hits.on_detour, kprobe))
+            breakpoints[detour.trap] = self._clock.holding(partial(self.hits.on_detour, kprobe))
         else:
             breakpoints[detour.trap] = partial(self._first_by_detour, kprobe, detour.trap)
-
-    def _in_clock_loop(self, on_hit: Callable[[Regs], object], regs: Regs) -> None:
-        """The probed code retries when the clock has moved: handlers read it without moving it."""
-        with self._clock.held():
-            on_hit(regs)
 
     def _leads_to(self, kprobe: Kprobe) -> int | None:
         """Where a hit by a breakpoint goes on behind its handlers; None where only Python can do that."""
@@ -99,6 +96,26 @@ class TrapRoutes:
         insn = kprobe.insn
         assert insn is not None
         return insn.entry
+
+    def _by_stub(self, kprobe: Kprobe, stub: CompiledCode) -> Callable[[Regs], None]:
+        """The hit where the handlers are guest code, which goes on at the instruction's copy.
+
+        A closure of what is known already: it is all that Python does of such a hit.
+        """
+        ctlblk, on_breakpoint, entry = self.hits.ctlblk, self.hits.on_breakpoint, stub.entry
+        returns = stub_traps(kprobe, stub) == 1
+        status = HitStatus.ACTIVE if stub.target is None else HitStatus.SINGLE_STEP
+
+        def hit(regs: Regs) -> None:
+            if kprobe.stub is not stub or ctlblk.running is not None:
+                # Text is just being patched, and the stub went first; or the hit is missed.
+                on_breakpoint(kprobe, regs)
+                return
+            if not returns:
+                ctlblk.set_current(kprobe, True, status)
+            regs.ip = entry
+
+        return hit
 
     # The first hit since the handlers have changed
 
@@ -122,12 +139,9 @@ class TrapRoutes:
         kprobe.stub = self._compiler.stub(kprobe, leads_to)
         kprobe.is_python = kprobe.stub is None
         if kprobe.stub is not None:
-            breakpoints[address] = hits.by_stub(kprobe, kprobe.stub)
+            breakpoints[address] = self._by_stub(kprobe, kprobe.stub)
             if leads_to is None:
-                breakpoints[kprobe.stub.tail] = partial(self._behind_stub, kprobe, insn)
-
-    def _behind_stub(self, kprobe: Kprobe, insn: OutOfLine, regs: Regs) -> None:
-        self.hits.singlestep(kprobe, insn, regs, False)
+                breakpoints[kprobe.stub.tail] = partial(hits.singlestep, kprobe, insn)
 
     def _first_by_detour(self, kprobe: AggregatorProbe, trap: int, regs: Regs) -> None:
         if not kprobe.may_compile:
@@ -201,6 +215,13 @@ class TrapRoutes:
     def remove_detour(self, trap: int) -> None:
         """A detour goes."""
         self.breakpoints.pop(trap, None)
+
+
+def stub_traps(kprobe: Kprobe, stub: CompiledCode) -> int:
+    """How many traps a hit takes whose handlers are in the probe's stub."""
+    insn = kprobe.insn
+    assert insn is not None
+    return 2 if stub.target is None or (stub.target == insn.entry and not insn.boosted) else 1
 
 
 def _pass(_regs: Regs) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from time import monotonic_ns
-from typing import Protocol
+from typing import Any, Protocol
 
 KINDS = ("virtual", "real")
 _U64 = (1 << 64) - 1
@@ -49,14 +48,17 @@ class GuestClock(ABC):
     def read_ns(self) -> int:
         """A reading as the guest itself makes one: time moves on by it, unless it is held."""
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Readings within the block leave the time as it is."""
-        self._is_held = True
-        try:
-            yield
-        finally:
-            self._is_held = False
+    def holding(self, call: Callable[[Any], object]) -> Callable[[Any], None]:
+        """`call`, whose readings leave the time as it is."""
+
+        def held(regs: Any) -> None:
+            self._is_held = True
+            try:
+                call(regs)
+            finally:
+                self._is_held = False
+
+        return held
 
 
 class Clock(Protocol):

@@ -44,6 +44,10 @@ class ProbedMachine(ABC):
         self.in_handler: list[Callable[[int], bool]] = []
         """Whether an ip lies in a handler in guest code, where a CPU may have written half a record."""
 
+    def in_clock_loop(self, address: int) -> bool:
+        """Whether code there is run again if the clock has moved: handlers may read it without moving it."""
+        return any(address in loop for loop in self.clock_loops)
+
     @abstractmethod
     def positions(self) -> list[tuple[int, int]]:
         """Instruction and stack pointer of each CPU, by its number."""

@@ -218,7 +218,7 @@ class TestFaultHandler:
         assert (seen, kprobe.nmissed, kprobe.failures) == ([14], 1, 1 - answer)
         assert bool(caplog.records) is not bool(answer)
         caplog.clear()
-        kernel.kprobes.hits.take_failure()
+        kernel.kprobes.hits.failures.take()
 
 
 def test_the_default_kernel_has_neither() -> None:

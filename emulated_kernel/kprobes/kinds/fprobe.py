@@ -396,7 +396,7 @@ class Fprobes:
             return bool(handler(fp, address, regs, data))
         except BaseException as error:
             fp.raised += 1
-            self._kprobes.hits.note_failure(error, address, is_first=fp.raised == 1)
+            self._kprobes.hits.failures.note(error, address, is_first=fp.raised == 1)
             return False
 
 

@@ -176,7 +176,7 @@ class Kretprobes:
             try:
                 return not entry_handler(instance, regs)
             except BaseException as error:
-                self._hits.report(rp, error)
+                self._hits.failures.report(rp, error)
                 return True
 
         def entered(_kprobe: Kprobe, regs: Any) -> None:
@@ -196,7 +196,7 @@ class Kretprobes:
             try:
                 rp.handler(instance, regs)
             except BaseException as error:
-                self._hits.report(rp, error)
+                self._hits.failures.report(rp, error)
             ctlblk.running = None
 
         return returned

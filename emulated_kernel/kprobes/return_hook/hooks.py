@@ -280,7 +280,7 @@ class ReturnHooks:
         calls, _ = self._returning(self._tasks.current())
         found = (self._hooks.get(call.hook) for call in calls if call.frame == frame)
         owners = tuple(hook for hook in found if hook is not None and hook.assembled is not None)
-        return bool(owners) and self._hits.run_aside(owners, Moment.RETURN, regs, then, in_frame=in_frame)
+        return bool(owners) and self._hits.asides.run(owners, Moment.RETURN, regs, then, in_frame=in_frame)
 
     def _returning(self, task: int) -> tuple[list[Pending], int]:
         """The newest calls up to the first whose return address was a real one, and that.

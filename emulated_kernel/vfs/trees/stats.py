@@ -12,6 +12,7 @@ from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.kprobe import AggregatorProbe, Kprobe
 from emulated_kernel.kprobes.return_hook.hook import ReturnHook
+from emulated_kernel.kprobes.trap_routes import stub_traps
 from emulated_kernel.parts import ProbedParts
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.probes.trace_kprobe import EventProbe, KprobeTraceEvent, TraceKprobe
@@ -245,7 +246,7 @@ class _EventStats:
         head = self._kprobes.table.valid(kprobe)
         if head is None or (head.compiled is None and head.stub is None):
             return kprobe.cost.text(probe.hits)
-        traps = 0 if head.compiled is not None else self._kprobes.hits.stub_traps(head)
+        traps = 0 if head.compiled is not None or head.stub is None else stub_traps(head, head.stub)
         if traps > 1:
             return f"{kprobe.cost.text(probe.hits)}, {traps} traps"
         way = HitWay.BREAKPOINT if head.compiled is None else HitWay.CALL if head.is_ftrace else HitWay.JUMP

@@ -127,7 +127,7 @@ class CompiledPlace(Place):
             self._all("compiling a stub", None)
         stub = self.head.stub
         if stub is None:
-            if not self.kernel.kprobes.hits.in_clock_loop(self.address):
+            if not self.kernel.machine.in_clock_loop(self.address):
                 self._note("compiling a stub", "there is none")
             return [[] for _ in self.cpus]
         self._all("compiled stub", None)

@@ -1,0 +1,54 @@
+"""Asides: handlers in assembly, at hits that Python handles. The guest runs them, up to a breakpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from emulated_kernel.arch.program.builder import ProgramBuilder
+from emulated_kernel.kprobes.assembled import AssemblyOwner, Moment
+from emulated_kernel.kprobes.handlers.compiler import Compiler
+from emulated_kernel.kprobes.kprobe import Regs
+from emulated_kernel.machine.probed_machine import ProbedMachine
+
+
+class Asides:
+    """Which CPUs run some of a hit for Python now, and how it goes on there."""
+
+    def __init__(self, machine: ProbedMachine, compiler: Compiler) -> None:
+        self._machine = machine
+        self._compiler = compiler
+        self._awaited: dict[int, tuple[int, Callable[[Regs], object]]] = {}
+        """By CPU: ip, and what Python does behind it."""
+
+    def run(
+        self,
+        owners: tuple[AssemblyOwner, ...],
+        moment: Moment,
+        regs: Regs,
+        then: Callable[[Regs], object],
+        *,
+        in_frame: bool,
+    ) -> bool:
+        """Let the guest run some, and go on here behind them; False: they are missed, for there is no room.
+
+        `in_frame`: the probed code's registers are in a struct pt_regs, and sp is at it. The code belongs to
+        its owners: see Compiler.drop_asides.
+        """
+
+        def emit(builder: ProgramBuilder) -> None:
+            for owner in owners:
+                owner.emit_assembly(builder, moment)
+
+        code = self._compiler.aside((*owners, moment), emit, in_frame=in_frame)
+        if code is None:
+            for owner in owners:
+                owner.miss_assembly(moment)
+            return False
+        self._machine.breakpoints.setdefault(code.tail, self._ended)
+        self._awaited[self._machine.cpu] = regs.ip, then
+        regs.ip = code.entry
+        return True
+
+    def _ended(self, regs: Regs) -> None:
+        regs.ip, then = self._awaited[self._machine.cpu]
+        then(regs)
