@@ -7,10 +7,12 @@ import subprocess
 import sysconfig
 import tomllib
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import grimp
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,6 +84,14 @@ def test_a_new_module_has_to_find_its_place(copy: Path, container: str) -> None:
     status, said = lint(copy)
     assert status == 1
     assert "newcomer" in said
+
+
+def test_no_circles_between_files_of_the_library() -> None:
+    """Not by imports for types alone either, nor by those within a function."""
+    graph = grimp.build_graph("emulated_kernel", cache_dir=None)
+    TopologicalSorter(
+        {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    ).prepare()
 
 
 def test_every_room_has_a_contract() -> None:

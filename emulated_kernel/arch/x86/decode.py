@@ -5,23 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from emulated_kernel.arch.x86.iced import iced_decoder
 from emulated_kernel.arch.x86.insn import MAX_INSN_SIZE, decode_insn
 from emulated_kernel.errors import KernelError
-
-
-def iced_decoder(code: bytes, addr: int, bits: int) -> Any:
-    """An iced-x86 decoder that doesn't check what the processor would refuse, as Linux doesn't.
-
-    Imported here: loading it costs 25 ms, and listing a mount needs none of it.
-    """
-    from iced_x86 import Decoder, DecoderOptions
-
-    return Decoder(bits, code, DecoderOptions.NO_INVALID_CHECK, ip=addr)
-
-
-def is_valid(code: bytes, bits: int = 64) -> bool:
-    """Whether the processor has the instruction at the start of `code`."""
-    return bool(iced_decoder(code[:MAX_INSN_SIZE], 0, bits).decode())
 
 
 def decode_all(code: bytes, addr: int, bits: int = 64) -> Iterator[tuple[int, int, Any]]:

@@ -11,6 +11,7 @@ from enum import Enum, auto
 from errno import EINVAL
 from functools import lru_cache
 
+from emulated_kernel.arch.x86.iced import is_valid
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 
@@ -237,8 +238,6 @@ class _Decoder:
 
     def _require_known(self, start: int) -> None:
         """Linux lists which opcodes have a VEX form; so does iced, plus those newer than 6.1."""
-        from emulated_kernel.arch.x86.decode import is_valid
-
         if not is_valid(self._code[start:], 64 if self._long else 32):
             raise KernelError(EINVAL, "no such VEX or EVEX instruction")
 
