@@ -15,9 +15,8 @@ from emulated_kernel.arch.base import Arch
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
-from emulated_kernel.host.boot import boot_guest
 from emulated_kernel.host.builtin_kernel import BuiltinKernel
-from emulated_kernel.host.guest import Guest
+from emulated_kernel.host.guest import Guest, boot_guest
 from emulated_kernel.host.loads.loads import Loads
 from emulated_kernel.host.mirror.processes import ProcessWatch
 from emulated_kernel.host.modules import Modules

@@ -9,11 +9,10 @@ from contextlib import contextmanager
 from emulated_kernel.abi import Vector
 from emulated_kernel.errors import KernelError
 from emulated_kernel.host.executive.buffers import UserBuffers
-from emulated_kernel.host.readers.cpu_list import read_cpus
 from emulated_kernel.host.readers.guest_log import read_log
 from emulated_kernel.host.readers.memory_info import MemoryReader
 from emulated_kernel.host.readers.module_list import ModuleReader
-from emulated_kernel.host.readers.task_list import read_tasks
+from emulated_kernel.host.readers.task_list import read_cpus, read_tasks
 from emulated_kernel.host.task_stacks import TaskStacks
 from emulated_kernel.image.image import KernelImage
 from emulated_kernel.image.kallsyms import address_of

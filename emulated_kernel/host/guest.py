@@ -12,11 +12,15 @@ from emulated_kernel.host.builtin_kernel import BuiltinKernel
 from emulated_kernel.host.client_call import ClientCall
 from emulated_kernel.host.executive.buffers import BUFFER_SIZE
 from emulated_kernel.host.executive.executive import Executive, GuestTask, HostfsHandler, Request
+from emulated_kernel.host.executive.smp import SmpExecutive
 from emulated_kernel.host.executive.syscalls import Syscalls, check
-from emulated_kernel.host.mirror.mirror import TaskMirror
+from emulated_kernel.host.mirror.mirror import INIT_PID, TaskMirror
+from emulated_kernel.host.mirror.processes import ProcessWatch
 from emulated_kernel.host.wall_time import WallTime
 from emulated_kernel.image.prototypes import load_argument_counts
+from emulated_kernel.lock import ControlLock
 from emulated_kernel.machine.guest_info import Message
+from emulated_kernel.machine.task_events import TaskEvents
 
 MAX_ARGUMENTS = 6
 _STRINGS = 8 << 10
@@ -245,3 +249,22 @@ class Guest:
             self.executive.note(str(error.strerror))
             messages = []
         return messages + self.executive.notes
+
+
+def boot_guest(kernel: BuiltinKernel, watch: ProcessWatch, events: TaskEvents, lock: ControlLock) -> Guest:
+    """Run the kernel on from its boot until init is in user mode, and build what serves requests.
+
+    Raises: KernelError ENOEXEC where it doesn't get there.
+    """
+    machine = kernel.machine
+    has_turns = machine.config.cpus > 1 or machine.config.quantum
+    executive = (SmpExecutive if has_turns else Executive)(machine, kernel, events, lock)
+    init = GuestTask(INIT_PID, kernel.first_task(), "init", 0, 0)
+    executive.add(init)
+    executive.start()
+    if executive.is_dead:
+        name = kernel.image.path.name
+        raise KernelError(errno.ENOEXEC, f"{name} doesn't boot: it stopped before its first task ran")
+    numbers = kernel.syscall_numbers
+    syscalls = Syscalls(executive, machine, kernel.image, kernel, kernel.buffers, numbers)
+    return Guest(kernel, executive, TaskMirror(kernel, executive, watch, init), syscalls)

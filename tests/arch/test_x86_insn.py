@@ -9,9 +9,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from emulated_kernel.arch.x86.arch import X86_64
-from emulated_kernel.arch.x86.decode import decode_all
-from emulated_kernel.arch.x86.iced import iced_decoder
-from emulated_kernel.arch.x86.insn import LEGACY_PREFIXES, decode_insn
+from emulated_kernel.arch.x86.insn import LEGACY_PREFIXES, decode_all, decode_insn, iced_decoder
 from emulated_kernel.errors import KernelError
 from tests.oracle.recorded import oracle_directory, recordings
 

@@ -12,8 +12,8 @@ import pytest
 
 from emulated_kernel.abi import PAGE_SIZE
 from emulated_kernel.errors import KernelError
-from emulated_kernel.host.readers.cpu_list import read_cpus
 from emulated_kernel.host.readers.memory_info import MemoryInfo, MemoryReader
+from emulated_kernel.host.readers.task_list import read_cpus
 from emulated_kernel.kernel import Kernel
 from tests.host.conftest import tasks
 

@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any
 
 from emulated_kernel.arch.analysis.reason import Finding
-from emulated_kernel.arch.x86.decode import decode_all
+from emulated_kernel.arch.x86.insn import decode_all
 from emulated_kernel.image.linux.kernel import LinuxKernel, open_kernel
 from emulated_kernel.kprobes.kprobe import AggregatorProbe, Kprobe
 from emulated_kernel.kprobes.profile import DEFAULT, PROFILES, Profile

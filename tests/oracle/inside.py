@@ -26,7 +26,7 @@ if __name__ == "__main__":
 
 from emulated_kernel.arch.analysis.reason import Finding
 from emulated_kernel.arch.x86.arch import X86_64
-from emulated_kernel.arch.x86.decode import decode_all
+from emulated_kernel.arch.x86.insn import decode_all
 from emulated_kernel.errors import KernelError
 from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.linux.engine import LinuxEngine

@@ -15,7 +15,7 @@ from emulated_kernel.arch.analysis.reason import Finding, Reason
 from emulated_kernel.arch.analysis.tables import ProbedTables
 from emulated_kernel.arch.verdict import Verdict
 from emulated_kernel.arch.x86.arch import X86_64
-from emulated_kernel.arch.x86.decode import decode_all
+from emulated_kernel.arch.x86.insn import decode_all
 from emulated_kernel.image.kallsyms import Symbol
 from kprobefs.coverage_subject import Subject, linux_image, recorded_functions
 from tests.image.linux.debian import package

@@ -23,11 +23,10 @@ from emulated_kernel.arch.x86 import detour as detours
 from emulated_kernel.arch.x86 import frames
 from emulated_kernel.arch.x86 import prepare as out_of_line
 from emulated_kernel.arch.x86.assembler import X86Assembler
-from emulated_kernel.arch.x86.decode import decode_all
 from emulated_kernel.arch.x86.emulate import REGISTER_NAMES, TF
 from emulated_kernel.arch.x86.frame import FRAME_32, FRAME_64, RegsFrame
 from emulated_kernel.arch.x86.handler_code import X86ReturnCode, save_all, save_live
-from emulated_kernel.arch.x86.insn import MAX_INSN_SIZE
+from emulated_kernel.arch.x86.insn import MAX_INSN_SIZE, decode_all
 from emulated_kernel.arch.x86.verdict import STRATEGIES, X86Verdict
 
 _NAMES_64 = (

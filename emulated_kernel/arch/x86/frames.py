@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any
 
 from emulated_kernel.arch.analysis.frames import ALIGNED, CFA, IP, Flow, Frame, FrameInsn
-from emulated_kernel.arch.x86.decode import decode_all
 from emulated_kernel.arch.x86.emulate import REGISTER_NAMES
+from emulated_kernel.arch.x86.insn import decode_all
 from emulated_kernel.arch.x86.liveness import register_numbers
 
 _SCRATCH = {64: ("ax", "cx", "dx", "si", "di", "r8", "r9", "r10", "r11"), 32: ("ax", "cx", "dx")}

@@ -1,4 +1,4 @@
-"""One instruction as Linux's decoder sees it: the fields that its probe rules are written in.
+"""Instructions as Linux's decoder sees them: the fields that its probe rules are written in, and lengths.
 
 iced-x86 knows what the processor does; this knows what Linux reads. The two part where code isn't
 code (Linux gives a length to opcodes that don't exist), and in names: the opcode byte of a VEX
@@ -7,11 +7,12 @@ instruction stands in its own map, but Linux's rules compare it with one-byte op
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from enum import Enum, auto
 from errno import EINVAL
 from functools import lru_cache
+from typing import Any
 
-from emulated_kernel.arch.x86.iced import is_valid
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 
@@ -99,6 +100,52 @@ def _decode(code: bytes, bits: int) -> X86Insn:
         return _Decoder(code, bits).decode()
     except IndexError:
         raise KernelError(EINVAL, "instruction is not complete") from None
+
+
+def iced_decoder(code: bytes, addr: int, bits: int) -> Any:
+    """An iced-x86 decoder that doesn't check what the processor would refuse, as Linux doesn't.
+
+    Imported here: loading it costs 25 ms, and listing a mount needs none of it.
+    """
+    from iced_x86 import Decoder, DecoderOptions
+
+    return Decoder(bits, code, DecoderOptions.NO_INVALID_CHECK, ip=addr)
+
+
+def is_valid(code: bytes, bits: int = 64) -> bool:
+    """Whether the processor has the instruction at the start of `code`."""
+    return bool(iced_decoder(code, 0, bits).decode())
+
+
+def decode_all(code: bytes, addr: int, bits: int = 64) -> Iterator[tuple[int, int, Any]]:
+    """Address, length and iced's instruction of each instruction, until one isn't decodable for Linux.
+
+    The instruction is None where only Linux's decoder gives a length. Instructions that run over the
+    end of `code` are read as if zeros followed.
+    """
+    end = addr + len(code)
+    padded = code + bytes(MAX_INSN_SIZE)
+    decoder = iced_decoder(padded, addr, bits)
+    while addr < end:
+        start = addr
+        for insn in decoder:
+            if addr >= end or not insn:
+                break
+            length = insn.len
+            yield addr, length, insn
+            addr += length
+        if addr >= end:
+            return
+        at = len(code) - (end - addr)
+        try:
+            length = decode_insn(padded[at:], bits).length
+        except KernelError:
+            return
+        yield addr, length, None
+        addr += length
+        at += length
+        decoder = iced_decoder(padded[at:], addr, bits)
+        assert addr > start
 
 
 def opcodes(ranges: str) -> frozenset[int]:

@@ -13,8 +13,8 @@ from typing import Any
 from emulated_kernel.arch.analysis.dataflow import LEAVES, Control, Effect, solve
 from emulated_kernel.arch.analysis.function import Function
 from emulated_kernel.arch.analysis.region import Live
-from emulated_kernel.arch.x86.decode import decode_all
 from emulated_kernel.arch.x86.emulate import REGISTER_NAMES
+from emulated_kernel.arch.x86.insn import decode_all
 
 _FLAGS_SHIFT = len(REGISTER_NAMES)
 _STATUS_FLAGS = 0b111111

@@ -1,11 +1,11 @@
-"""The guest's tasks, read by walking its task list."""
+"""The guest's tasks, read by walking its task list, and its CPUs, from their per-CPU areas."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from emulated_kernel.image.kallsyms import Kallsyms
-from emulated_kernel.machine.guest_info import TaskInfo
+from emulated_kernel.machine.guest_info import CpuInfo, TaskInfo
 from emulated_kernel.machine.memory.memory import Memory
 
 _LETTERS = {0: "R", 1: "S", 2: "D", 0x80: "X", 0x402: "I"}
@@ -43,3 +43,19 @@ def read_task(memory: Memory, task: int, abi: Mapping[str, int]) -> TaskInfo:
         state=_LETTERS.get(word("state"), "?"),
         comm=comm.decode("utf-8", "surrogateescape"),
     )
+
+
+def read_cpus(memory: Memory, abi: Mapping[str, int], areas: Sequence[int]) -> Iterator[CpuInfo]:
+    """All CPUs, by the addresses of their per-CPU areas.
+
+    Raises: MemoryFault where the guest has corrupted what they point to.
+    """
+    for number, area in enumerate(areas):
+        queue = area + abi["percpu.runqueues"]
+        yield CpuInfo(
+            number=number,
+            task=read_task(memory, memory.read_word(area + abi["percpu.current_task"]), abi),
+            runnable=memory.read_u32(queue + abi["rq.nr_running"]),
+            switches=int.from_bytes(memory.read(queue + abi["rq.nr_switches"], 8), "little"),
+            interrupts=memory.read_word(area + abi["percpu.irqs_sum"]),
+        )

@@ -15,7 +15,7 @@ from emulated_kernel.trace.hist.data import HistData
 from emulated_kernel.trace.hist.errors import HistError
 from emulated_kernel.trace.hist.expression import ExpressionParser
 from emulated_kernel.trace.hist.field import MAX_STRING, FieldVariable, Flag, HistField, Histogram
-from emulated_kernel.trace.hist.holder import hists_of, holders_of
+from emulated_kernel.trace.hist.system import hists_of, holders_of
 from emulated_kernel.trace.hist.variables import find_file_variable
 from emulated_kernel.trace.synth.event import FIELDS_MAX
 

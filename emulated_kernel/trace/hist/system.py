@@ -1,15 +1,37 @@
-"""What histograms share: variables, and the synthetic events that their actions fire."""
+"""What histograms know of each other: their triggers, variables, and the synthetic events that they fire."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import field
 
 from emulated_kernel.dataclass import dataclass
-from emulated_kernel.trace.events.event import Recorder, TraceEvent
+from emulated_kernel.trace.events.event import EventFile, Recorder, TraceEvent
 from emulated_kernel.trace.events.registry import EventRegistry
+from emulated_kernel.trace.events.trigger import Trigger, TriggerFilter, TriggerKind
 from emulated_kernel.trace.hist.field import Histogram
 from emulated_kernel.trace.synth.event import SYSTEM, SyntheticEvent
+
+
+class HistHolder(Trigger):
+    """A trigger that counts hits in a histogram."""
+
+    kind = TriggerKind.EVENT_HIST
+    wants_entry = True
+
+    def __init__(self, data: Histogram, filter_: TriggerFilter | None) -> None:
+        super().__init__(filter_)
+        self.data = data
+
+
+def holders_of(file: EventFile) -> Iterator[HistHolder]:
+    """The histogram triggers of an event, in order."""
+    return (trigger for trigger in file.triggers if isinstance(trigger, HistHolder))
+
+
+def hists_of(file: EventFile) -> Iterator[Histogram]:
+    """The histograms of an event, in order."""
+    return (holder.data for holder in holders_of(file))
 
 
 @dataclass

@@ -15,9 +15,8 @@ from emulated_kernel.trace.hist.create import ActionMaker
 from emulated_kernel.trace.hist.data import HistData, Setting
 from emulated_kernel.trace.hist.errors import PREFIX, HistError, HistLog
 from emulated_kernel.trace.hist.field import HistField
-from emulated_kernel.trace.hist.holder import HistHolder
 from emulated_kernel.trace.hist.output import HistPrinter, command_text
-from emulated_kernel.trace.hist.system import HistSystem
+from emulated_kernel.trace.hist.system import HistHolder, HistSystem
 from emulated_kernel.trace.hits.probe_hit import ProbeHit
 from emulated_kernel.trace.ring.trace_entry import RawEntry
 from emulated_kernel.trace.synth.event import SyntheticEvent

@@ -8,10 +8,9 @@ from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.events.event import EventFile
 from emulated_kernel.trace.hist.errors import HistError
 from emulated_kernel.trace.hist.field import TIME_FLAGS, Flag, HistField, Histogram, reference_value
-from emulated_kernel.trace.hist.holder import hists_of
 from emulated_kernel.trace.hist.map import VARS_MAX
 from emulated_kernel.trace.hist.operators import find_operator, is_reference
-from emulated_kernel.trace.hist.system import HistSystem
+from emulated_kernel.trace.hist.system import HistSystem, hists_of
 
 
 def find_file_variable(file: EventFile, name: str) -> HistField | None:

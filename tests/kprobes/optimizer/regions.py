@@ -14,7 +14,7 @@ from iced_x86 import RflagsBits
 
 from emulated_kernel.abi import Vector
 from emulated_kernel.arch.analysis.region import Live, Region
-from emulated_kernel.arch.x86.iced import iced_decoder
+from emulated_kernel.arch.x86.insn import iced_decoder
 from emulated_kernel.errors import KernelError
 from emulated_kernel.machine.cpu.register_sets import RegisterSet, RiscvRegisterSet
 from emulated_kernel.machine.cpu.registers import Regs
