@@ -148,9 +148,15 @@ class AssemblyOwner:
 
     __slots__ = ()
 
+    raised: int
     assembled: AssembledHandlers | None
     miss: Callable[[], None]
     """Counts a hit that isn't handled."""
+
+    @property
+    def failures(self) -> int:
+        """Hits one of whose handlers raised or faulted, since it was registered."""
+        return self.raised + (0 if self.assembled is None else self.assembled.faults)
 
     def emit_assembly(self, builder: ProgramBuilder, moment: Moment) -> None:
         """Add those of a moment, and nothing else, to a program."""

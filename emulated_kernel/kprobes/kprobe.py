@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import field
 from enum import Flag, auto
 from inspect import Parameter, signature
-from typing import Any
+from typing import Any, ClassVar
 
 from emulated_kernel.abi import GuestAddr
 from emulated_kernel.arch.analysis.reason import Finding
@@ -85,6 +85,8 @@ class Kprobe(AssemblyOwner):
     Mirrors: include/linux/kprobes.h:struct kprobe (v6.1).
     """
 
+    moments: ClassVar[tuple[Moment, ...]] = (Moment.HIT, Moment.BEHIND)
+    """Those that it may have handlers in assembly for."""
     symbol_name: str | None = None
     offset: int = 0
     addr: int | None = None
@@ -164,7 +166,7 @@ class Kprobe(AssemblyOwner):
     @property
     def texts(self) -> dict[Moment, str]:
         """Its handlers in assembly."""
-        given = {Moment.HIT: self.code, Moment.BEHIND: self.post_code}
+        given = {moment: getattr(self, moment.value) for moment in self.moments}
         return {moment: text for moment, text in given.items() if text is not None}
 
     def attach_assembly(self, assembled: AssembledHandlers) -> None:
@@ -187,15 +189,6 @@ class Kprobe(AssemblyOwner):
     def miss(self) -> None:
         """Count a hit that isn't handled. Mirrors: kernel/kprobes.c:kprobes_inc_nmissed_count (v6.1)."""
         self.nmissed += 1
-
-    @property
-    def failures(self) -> int:
-        """Hits one of whose handlers raised or faulted, since it was registered."""
-        return self.raised + (0 if self.assembled is None else self.assembled.faults)
-
-    @failures.setter
-    def failures(self, value: int) -> None:
-        self.raised = value
 
     @property
     def cells(self) -> Cells:

@@ -109,7 +109,7 @@ def test_registering_twice(kernel: Kernel) -> None:
 
 def test_nmissed_and_failures_begin_at_zero(kernel: Kernel) -> None:
     kprobe = Kprobe(symbol_name="strlen")
-    kprobe.nmissed, kprobe.failures = 7, 3
+    kprobe.nmissed, kprobe.raised = 7, 3
     kernel.register_kprobe(kprobe)
     assert (kprobe.nmissed, kprobe.failures) == (0, 0)
 

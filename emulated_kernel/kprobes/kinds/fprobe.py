@@ -88,11 +88,6 @@ class Fprobe(AssemblyOwner):
         return self._missed + (0 if self.hook is None else self.hook.missed)
 
     @property
-    def failures(self) -> int:
-        """Calls one of whose handlers raised or faulted, since it was registered."""
-        return self.raised + (0 if self.assembled is None else self.assembled.faults)
-
-    @property
     def texts(self) -> dict[Moment, str]:
         """Its handlers in assembly."""
         given = {Moment.HIT: self.code, Moment.RETURN: self.return_code}

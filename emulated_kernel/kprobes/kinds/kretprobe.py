@@ -12,7 +12,6 @@ from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kprobes.assembled import AssembledHandlers, Moment
 from emulated_kernel.kprobes.ctlblk import HitStatus
-from emulated_kernel.kprobes.hit import HitHandling
 from emulated_kernel.kprobes.kprobe import Emit, Kprobe, Regs
 from emulated_kernel.kprobes.kprobes import Kprobes
 from emulated_kernel.kprobes.profile import TrampolineForm
@@ -40,6 +39,7 @@ class Kretprobe(Kprobe):
     Mirrors: include/linux/kprobes.h:struct kretprobe (v6.1).
     """
 
+    moments = (Moment.HIT, Moment.RETURN)
     handler: KretprobeHandler | None = None
     return_program: Emit | None = None
     """The handler as guest code, for HitWay.RETURN; see Kretprobes.handler_changed."""
@@ -54,11 +54,6 @@ class Kretprobe(Kprobe):
 
     def __post_init__(self) -> None:
         self.kind = "r"
-
-    @property
-    def texts(self) -> dict[Moment, str]:
-        given = {Moment.HIT: self.code, Moment.RETURN: self.return_code}
-        return {moment: text for moment, text in given.items() if text is not None}
 
     def attach_assembly(self, assembled: AssembledHandlers) -> None:
         Kprobe.attach_assembly(self, assembled)
@@ -95,7 +90,7 @@ class Kretprobes:
     def __init__(self, kprobes: Kprobes, hooks: ReturnHooks, *, cpus: int, blacklist: Sequence[int]) -> None:
         """`blacklist`: addresses of functions whose return can't be hooked."""
         self._kprobes = kprobes
-        self._hits: HitHandling = kprobes.hits
+        self._hits = kprobes.hits
         self.hooks = hooks
         self._blacklist = frozenset(blacklist)
         preemption = kprobes.profile.preemption

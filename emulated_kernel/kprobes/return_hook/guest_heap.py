@@ -107,7 +107,6 @@ class GuestHeap:
 _KEPT = 1024
 RETHOOKS, RET_STACK = range(2)
 """Indices of `TaskFields.of`."""
-_FORMATS = {4: "I", 8: "Q"}
 
 
 class TaskFields:

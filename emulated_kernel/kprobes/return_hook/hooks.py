@@ -31,18 +31,15 @@ from emulated_kernel.machine.traps.trap import MemoryFault
 
 _log = logging.getLogger(__name__)
 
-SHADOW_STACKS: Mapping[str, type[ShadowStack]] = {
-    stack.name: stack for stack in (RethookStack, ObjpoolStack, InstanceTable, RetStack, UnifiedStack)
+_CODES: Mapping[type[ShadowStack], type[StackCode[Any]]] = {
+    RethookStack: RethookCode,
+    ObjpoolStack: ObjpoolCode,
+    InstanceTable: InstancesCode,
+    RetStack: RetStackCode,
+    UnifiedStack: RetStackCode,
 }
-"""By name; the first one is that of Linux 6.1."""
-_CODES: Mapping[str, type[StackCode[Any]]] = {
-    RethookStack.name: RethookCode,
-    ObjpoolStack.name: ObjpoolCode,
-    InstanceTable.name: InstancesCode,
-    RetStack.name: RetStackCode,
-    UnifiedStack.name: RetStackCode,
-}
-"""What guest code does on each."""
+"""What guest code does on each; the first one is that of Linux 6.1."""
+SHADOW_STACKS: Mapping[str, type[ShadowStack]] = {stack.name: stack for stack in _CODES}
 
 
 class ReturnHooks:
@@ -129,7 +126,7 @@ class ReturnHooks:
         offsets = TaskOffsets.of(self._abi, arch.word_size)
         if offsets is None or arch.returns is None:
             return None
-        code = _CODES[self.stack.name](offsets, self.stack, arch.returned_at)
+        code = _CODES[type(self.stack)](offsets, self.stack, arch.returned_at)
         return NativeReturns(self.stack, code, self.trampoline, self._compiler, arch)
 
     # Users

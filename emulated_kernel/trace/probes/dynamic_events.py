@@ -137,10 +137,6 @@ class EventKind(ABC, Generic[D]):
         Raises: KernelError; if the cause is in the command, it stands in error_log.
         """
 
-    def own(self) -> list[D]:
-        """All of this kind, in order of their making."""
-        return list(self._own)
-
     def write(self, data: bytes) -> int:
         """One write(2) to the kind's file; bytes taken: all. Raises: KernelError, as run_commands() says."""
         return run_commands(data, self._execute, self.printk)
@@ -157,7 +153,7 @@ class EventKind(ABC, Generic[D]):
 
     def clear(self) -> None:
         """Remove all, as opening with O_TRUNC does. Raises: KernelError EBUSY."""
-        release_all(self.own())
+        release_all(list(self._own))
 
     def _check_room(self) -> None:
         """Raises: KernelError ENOSPC, logged, where no more dynamic events may be made."""

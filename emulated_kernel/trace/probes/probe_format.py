@@ -8,6 +8,9 @@ from emulated_kernel.trace.fetch.fetchargs import ProbeArg
 from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE, EventField
 from emulated_kernel.trace.symbols import KernelSymbols
 
+ENTRY_ADDRESSES, RETURN_ADDRESSES = ("__probe_ip",), ("__probe_func", "__probe_ret_ip")
+"""What the events of probes on code begin with."""
+
 
 def args_text(args: Sequence[ProbeArg], payload: bytes, start: int, symbols: KernelSymbols) -> str:
     """Arguments as `trace` shows them, a blank before each; they begin at `start` of the payload.
@@ -22,11 +25,6 @@ def _arg_text(arg: ProbeArg, payload: bytes, start: int, symbols: KernelSymbols)
     places = range(at, at + arg.size, arg.type.size)
     texts = [arg.type.text(payload, place, symbols) for place in places]
     return "{" + ",".join(texts) + "}" if arg.count else texts[0]
-
-
-def entry_or_return(is_return: bool) -> tuple[str, ...]:
-    """The addresses that the event of a probe on code begins with."""
-    return ("__probe_func", "__probe_ret_ip") if is_return else ("__probe_ip",)
 
 
 def probe_fields(names: Sequence[str], args: Sequence[ProbeArg], word_size: int) -> Iterator[EventField]:

@@ -19,12 +19,12 @@ from emulated_kernel.kprobes.kprobe import Kprobe, Regs
 from emulated_kernel.kprobes.kprobes import Kprobes
 from emulated_kernel.trace.compiled.handler import EventEmitter, compiled_event
 from emulated_kernel.trace.compiled.places import GuestPlaces, HitCounter
-from emulated_kernel.trace.fetch.fetchargs import MAX_ARGSTR_LEN, ProbeArg
+from emulated_kernel.trace.fetch.fetchargs import MAX_ARGSTR_LEN
 from emulated_kernel.trace.fetch.load import FetchEnvironment
 from emulated_kernel.trace.fetch.run import store
 from emulated_kernel.trace.hits.probe_hit import ProbeHit
 from emulated_kernel.trace.probes.definition import ProbeDefinition, resolve_symbols
-from emulated_kernel.trace.probes.probe_format import args_text, entry_or_return
+from emulated_kernel.trace.probes.probe_format import ENTRY_ADDRESSES, RETURN_ADDRESSES, args_text
 from emulated_kernel.trace.probes.trace_probe import ProbeKind, ProbeTraceEvent, TraceProbe
 from emulated_kernel.trace.ring.layout import RecordTarget
 from emulated_kernel.trace.symbols import ADDED_TEXT, KernelSymbols
@@ -91,19 +91,13 @@ def _kprobe_hit(kprobe: Kprobe, regs: Regs) -> None:
 class KprobeTraceEvent(ProbeTraceEvent):
     """The event of kprobes, or of return probes."""
 
-    __slots__ = ("is_return",)
+    __slots__ = ()
 
     probes: tuple[TraceKprobe, ...]
 
-    def __init__(
-        self, group: str, name: str, is_return: bool, args: tuple[ProbeArg, ...], word_size: int
-    ) -> None:
-        super().__init__(group, name, args, word_size)
-        self.is_return = is_return
-
     @property
-    def addresses(self) -> tuple[str, ...]:
-        return entry_or_return(self.is_return)
+    def is_return(self) -> bool:
+        return self.addresses is RETURN_ADDRESSES
 
     def changed(self) -> None:
         for probe in self.probes:
@@ -140,9 +134,9 @@ class TraceKprobe(TraceProbe):
         event = (JprobeTraceEvent if definition.place.is_jprobe else KprobeTraceEvent)(
             to_text(definition.group),
             to_text(definition.event),
-            definition.place.is_return,
             definition.args,
             engine.arch.word_size,
+            RETURN_ADDRESSES if definition.place.is_return else ENTRY_ADDRESSES,
         )
         super().__init__(kind, event, definition.args)
         self.engine = engine

@@ -23,18 +23,22 @@ class ProbeTraceEvent(TraceEvent):
     Mirrors: kernel/trace/trace_probe.h:struct trace_probe_event (v6.1).
     """
 
-    __slots__ = ("args", "probes", "word_size")
+    __slots__ = ("addresses", "args", "probes", "word_size")
 
-    def __init__(self, group: str, name: str, args: tuple[ProbeArg, ...], word_size: int) -> None:
+    def __init__(
+        self,
+        group: str,
+        name: str,
+        args: tuple[ProbeArg, ...],
+        word_size: int,
+        addresses: tuple[str, ...] = (),
+    ) -> None:
+        """`addresses` are names of fields in front of the arguments: addresses, a word each."""
         super().__init__(group, name)
         self.args = args
         self.word_size = word_size
+        self.addresses = addresses
         self.probes: tuple[TraceProbe, ...] = ()
-
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        """Names of the fields in front of the arguments: addresses, a word each."""
-        return ()
 
     # Made when they are asked for, which few events' are.
 
@@ -152,7 +156,7 @@ class ProbeKind(EventKind[P]):
 
     def probes(self) -> list[P]:
         """All probes, in order of their making."""
-        return self.own()
+        return list(self._own)
 
     def _shared_event(self, probe: P) -> ProbeTraceEvent | None:
         """The event that `probe` becomes one more probe of."""

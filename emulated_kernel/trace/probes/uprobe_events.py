@@ -14,7 +14,7 @@ from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.fetch.fetchargs import FetchContext, ProbeArg, parse_args
 from emulated_kernel.trace.probes.definition import MAX_EVENT_NAME_LEN, parse_event_name
 from emulated_kernel.trace.probes.dynamic_events import EventCommands
-from emulated_kernel.trace.probes.probe_format import entry_or_return
+from emulated_kernel.trace.probes.probe_format import ENTRY_ADDRESSES, RETURN_ADDRESSES
 from emulated_kernel.trace.probes.trace_probe import ProbeKind, ProbeTraceEvent, TraceProbe
 from emulated_kernel.trace.symbols import KernelSymbols
 from emulated_kernel.trace.text.chars import argv_split, to_text
@@ -50,17 +50,7 @@ class UserPlace:
 class UprobeTraceEvent(ProbeTraceEvent):
     """The event of one or more uprobes, which all have the same arguments."""
 
-    __slots__ = ("is_return",)
-
-    def __init__(
-        self, group: str, name: str, is_return: bool, args: tuple[ProbeArg, ...], word_size: int
-    ) -> None:
-        super().__init__(group, name, args, word_size)
-        self.is_return = is_return
-
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        return entry_or_return(self.is_return)
+    __slots__ = ()
 
     def print_record(self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False) -> str:
         """Never asked for: an event that never starts has no records."""
@@ -135,7 +125,8 @@ class UprobeEvents(ProbeKind[TraceUprobe]):
         args = parse_args(argv[2:], FetchContext(self._arch, log, place.is_return, in_kernel=False))
         self._check_reference(place)
         name = to_text(name or place.default_event())
-        event = UprobeTraceEvent(to_text(group), name, place.is_return, args, self._arch.word_size)
+        addresses = RETURN_ADDRESSES if place.is_return else ENTRY_ADDRESSES
+        event = UprobeTraceEvent(to_text(group), name, args, self._arch.word_size, addresses)
         self._register(TraceUprobe(self, event, place, args), log)
         return True
 
