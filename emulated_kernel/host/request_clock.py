@@ -40,11 +40,11 @@ class RequestClock:
 
     def count_request(self) -> None:
         """A request of a process of the host."""
-        self.count_call()
         now = self._wall()
-        waits = self._clock.is_virtual and self._pauses
-        if waits and self._latest is not None and now - self._latest >= PAUSE:
-            self._extra += int((now - self._latest) * HZ)
+        if self._clock.is_virtual:
+            self._extra += 1
+            if self._pauses and self._latest is not None and now - self._latest >= PAUSE:
+                self._extra += int((now - self._latest) * HZ)
         self._latest = now
 
 
@@ -53,7 +53,8 @@ class RequestObserver:
 
     def __init__(self, clock: RequestClock, kprobes: Kprobes) -> None:
         self._clock = clock
-        self._kprobes = kprobes
+        optimizer = kprobes.optimizer
+        self._delayed = [kprobes.garbage.work, *([] if optimizer is None else [optimizer.work])]
 
     def request_begins(self) -> None:
         """See TaskEvents."""
@@ -66,6 +67,6 @@ class RequestObserver:
         self._work()
 
     def _work(self) -> None:
-        self._kprobes.garbage.work.run_if_due()
-        if self._kprobes.optimizer is not None:
-            self._kprobes.optimizer.work.run_if_due()
+        for work in self._delayed:
+            if work.due is not None:
+                work.run_if_due()

@@ -33,15 +33,24 @@ class LinuxClients:
         One that is shared (see is_shared()) mustn't sleep, for others' calls wait behind it.
         """
         self.catch_up()
-        task = self.known(client.pid) if client.pid > 0 else None
-        if task is None:
-            pid = _SHARED if client.pid <= 0 or len(self._by_pid) >= _MAX_TASKS else client.pid
-            task = self.known(pid) or self._fork(self._tasks.init, pid)
-        uid, gid = (0, 0) if client.uid == self._owner else (client.uid, client.gid)
-        self._tasks.own(task, uid, gid)
-        comm = self._watch.comm(client.pid)
-        if comm:
+        pid, uid, gid, _ = client
+        task = self._by_pid.get(pid)
+        if task is None or not task.alive or pid < 0:
+            task = self._new_task(pid)
+        owner = (0, 0) if uid == self._owner else (uid, gid)
+        if owner != task.owner:
+            self._tasks.own(task, *owner)
+        comm = self._watch.comm(pid)
+        if comm and comm != task.comm:
             self._tasks.name(task, comm)
+        return task
+
+    def _new_task(self, pid: int) -> LinuxTask:
+        """Of a process that has none that lives: its own, or the one that is shared."""
+        task = self.known(pid) if pid > 0 else None
+        if task is None:
+            pid = _SHARED if pid <= 0 or len(self._by_pid) >= _MAX_TASKS else pid
+            task = self.known(pid) or self._fork(self._tasks.init, pid)
         return task
 
     def is_shared(self, task: LinuxTask) -> bool:

@@ -55,7 +55,12 @@ class _State(ctypes.Structure):
 
     _fields_ = (
         ("registers", ctypes.c_uint64 * 17),
-        ("lazy_flags", ctypes.c_uint64 * 5),
+        ("eflags", ctypes.c_uint64),
+        ("cc_dst", ctypes.c_uint64),
+        ("cc_src", ctypes.c_uint64),
+        ("cc_src2", ctypes.c_uint64),
+        ("cc_op", ctypes.c_uint32),
+        ("df", ctypes.c_int32),
         ("hflags", ctypes.c_uint32),
         ("hflags2", ctypes.c_uint32),
         ("segments", _Segment * 6),
@@ -69,6 +74,10 @@ class _State(ctypes.Structure):
 
 _CS_AND_SS_AT = _State.segments.offset + _CS * ctypes.sizeof(_Segment)
 _CS_AND_SS = struct.Struct("I4xQII" * 2)
+_FLAGS = struct.Struct("QQQQIi")
+"""From `eflags` to `df`. Arithmetic flags are in `cc_src`, where `cc_op` says that they are computed."""
+_COMPUTED = 1
+_ARITHMETIC, _DIRECTION = 0x8D5, 0x400
 
 
 class KernelTables(NamedTuple):
@@ -82,6 +91,17 @@ class KernelTables(NamedTuple):
     tss: tuple[int, int]
 
 
+def _kernel_segments(stack_selector: int) -> bytes:
+    return _CS_AND_SS.pack(KERNEL_CS, 0, _ALL, _LONG_CODE, stack_selector, 0, _ALL, _DATA)
+
+
+_SEGMENTS_OF_SYSCALL, _SEGMENTS_OF_GATE = _kernel_segments(KERNEL_DS), _kernel_segments(0)
+
+
+def _bytes_at(address: int, size: int) -> memoryview:
+    return memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")
+
+
 class LinuxCpu:
     """The live CPU; valid while the guest is stopped, or inside a hook.
 
@@ -93,7 +113,8 @@ class LinuxCpu:
         self.regs = regs
         self._memory = memory
         self._state = _State.from_address(state)
-        self._code_and_stack = (ctypes.c_ubyte * _CS_AND_SS.size).from_address(state + _CS_AND_SS_AT)
+        self._code_and_stack = _bytes_at(state + _CS_AND_SS_AT, _CS_AND_SS.size)
+        self._flags = _bytes_at(state + _State.eflags.offset, _FLAGS.size)
         self._system_call: tuple[int, int] | None = None
         """Entry and flags to clear, which a kernel sets before its first process."""
         self._check_layout()
@@ -101,14 +122,19 @@ class LinuxCpu:
     def _check_layout(self) -> None:
         """Known values, through the API, must appear where they are looked for."""
         engine, state = self._engine, self._state
-        kept = engine.reg_read(x86.CR3)
+        kept, flags = engine.reg_read(x86.CR3), engine.reg_read(x86.EFLAGS)
         engine.reg_write(x86.CR3, 0x5A5A000)
         engine.reg_write(x86.FS_BASE, 0x5A5A0001)
         engine.reg_write_raw(x86.IDTR, x86.TableRegister(0, 0x5A5A0002, 0x123, 0))
+        written = _DIRECTION | _ARITHMETIC | x86.FLAG_FIXED
+        engine.reg_write(x86.EFLAGS, written)
         seen = state.cr[3], state.segments[4].base, state.idt.base, state.idt.limit
+        seen_flags = state.eflags, state.cc_src, state.cc_op, state.df
+        engine.reg_write(x86.EFLAGS, flags)
         engine.reg_write(x86.CR3, kept)
         engine.reg_write(x86.FS_BASE, 0)
-        if seen != (0x5A5A000, 0x5A5A0001, 0x5A5A0002, 0x123):
+        expected_flags = written, _ARITHMETIC, _COMPUTED, -1
+        if (seen, seen_flags) != ((0x5A5A000, 0x5A5A0001, 0x5A5A0002, 0x123), expected_flags):
             raise HardwareError("this unicorn keeps its CPU state in another way than 2.1.3 does")
 
     # State
@@ -149,7 +175,7 @@ class LinuxCpu:
         engine.reg_write_raw(x86.IDTR, x86.TableRegister(0, 0, 0, 0))
         for number in range(6):
             self._set_segment(number, KERNEL_DS, _DATA)
-        self._enter_kernel(KERNEL_DS)
+        self._enter_kernel(_SEGMENTS_OF_SYSCALL)
         self._state.hflags |= _LONG_MODE
         regs.flags, regs.sp, regs.ip = x86.FLAG_FIXED, stack, entry
 
@@ -175,28 +201,29 @@ class LinuxCpu:
         segment = self._state.segments[number]
         segment.selector, segment.base, segment.limit, segment.flags = selector, 0, limit, flags
 
-    def _enter_kernel(self, stack_selector: int) -> None:
-        _CS_AND_SS.pack_into(
-            self._code_and_stack, 0, KERNEL_CS, 0, _ALL, _LONG_CODE, stack_selector, 0, _ALL, _DATA
-        )
+    def _enter_kernel(self, segments: bytes) -> None:
+        self._code_and_stack[:] = segments
         self._state.hflags = self._state.hflags & ~_CPL | _CS64 | _CS32 | _SS32
 
     # What the library leaves to us
 
-    def syscall(self) -> None:
-        """The instruction, where the CPU stands in front of it.
+    def syscall(self, ip: int) -> None:
+        """The instruction at `ip`, where the CPU stands in user mode.
 
         Source: Intel SDM vol. 2, SYSCALL.
         """
         regs = self.regs
         if self._system_call is None:
             self._system_call = self.read_msr(MSR_LSTAR), ~self.read_msr(MSR_SYSCALL_MASK)
-        entry, kept = self._system_call
-        flags = regs.flags
-        regs.cx, regs.r11 = regs.ip + SYSCALL_SIZE, flags
-        regs.flags = flags & kept
-        self._enter_kernel(KERNEL_DS)
-        regs.ip = entry
+        regs.ip, kept = self._system_call
+        # Behind the kernel's way back they are computed: a call of the library's costs as much as all else.
+        flags, _, arithmetic, _, form, direction = _FLAGS.unpack(self._flags)
+        flags = flags | arithmetic | direction & _DIRECTION if form == _COMPUTED else regs.flags
+        regs.cx, regs.r11 = ip + SYSCALL_SIZE, flags
+        flags = flags & kept | x86.FLAG_FIXED
+        direction = -1 if flags & _DIRECTION else 1
+        _FLAGS.pack_into(self._flags, 0, flags, 0, flags & _ARITHMETIC, 0, _COMPUTED, direction)
+        self._enter_kernel(_SEGMENTS_OF_SYSCALL)
 
     def raise_exception(self, trap: Trap) -> None:
         """An exception of the guest's, through its IDT. Raises: GuestFault where that can't be."""
@@ -235,7 +262,7 @@ class LinuxCpu:
                 Trap(TrapKind.DOUBLE_FAULT, regs.ip, vector), f"no stack for exception {vector}: {fault}"
             ) from None
         if self.privilege:
-            self._enter_kernel(0)
+            self._enter_kernel(_SEGMENTS_OF_GATE)
         cleared = x86.FLAG_TF | x86.FLAG_NT | x86.FLAG_RF | (x86.FLAG_IF if disables else 0)
         regs.sp, regs.ip, regs.flags = stack, entry, flags & ~cleared
 

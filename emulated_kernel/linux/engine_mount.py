@@ -67,14 +67,14 @@ class EngineMount(LinuxMount):
         self._files = ControlFiles(files, self.lock, self._control)
 
     def _call_function(self, function: str, *arguments: int | str) -> int:
-        with self._guest():
+        with self._running:
             return self._engine.kernel_calls.call_function(function, *arguments)
 
     def _module_lines(self, client: Client) -> Records:
         """/proc/modules; addresses are 0 for who may not know them."""
 
         def shown() -> str:
-            with self._guest():
+            with self._running:
                 text = self._syscalls.read_all(f"{PROC}/modules").decode()
             return text if self._owner.is_privileged(client) else _ADDRESS.sub("0x0000000000000000", text)
 

@@ -43,14 +43,7 @@ class Inodes:
         forms = dict(_FORMS)
         for time in _TIMES:
             forms |= {f"{time}.seconds": "q", f"{time}.nanoseconds": "I"}
-        form, end = "<", 0
-        names = sorted(forms, key=lambda name: offsets[f"inode.{name}"])
-        for name in names:
-            at = offsets[f"inode.{name}"]
-            form += f"{at - end}x{forms[name]}"
-            end = at + struct.calcsize(f"<{forms[name]}")
-        self._layout = struct.Struct(form)
-        self._in_order: Callable[[tuple[int, ...]], tuple[int, ...]] = itemgetter(*map(names.index, forms))
+        self._layout, self._in_order = layout({offsets[f"inode.{name}"]: forms[name] for name in forms})
 
     def stat(self, inode: int) -> Stat:
         """Mirrors: fs/stat.c:generic_fillattr (v6.1)"""
@@ -69,6 +62,16 @@ class Inodes:
             ctime * 10**9 + (ctime_ns & _NANOSECONDS),
             blocks,
         )
+
+
+def layout(members: Mapping[int, str]) -> tuple[struct.Struct, Callable[[tuple[int, ...]], tuple[int, ...]]]:
+    """A structure of these members, which are forms by offset, and what puts them in the given order."""
+    form, end = "<", 0
+    places = sorted(members)
+    for at in places:
+        form += f"{at - end}x{members[at]}"
+        end = at + struct.calcsize(f"<{members[at]}")
+    return struct.Struct(form), itemgetter(*map(places.index, members))
 
 
 def shown_ino(ino: int, device: int) -> int:

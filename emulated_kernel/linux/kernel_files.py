@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 import struct
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from emulated_kernel.linux.facts import KernelFacts
 from emulated_kernel.linux.init import ROOTS
-from emulated_kernel.linux.inodes import Inodes
+from emulated_kernel.linux.inodes import Inodes, layout
 from emulated_kernel.linux.machine import LinuxMachine
 from emulated_kernel.linux.memory import PAGE
 from emulated_kernel.vfs.core.client import Stat
@@ -23,6 +23,8 @@ _FMODE_LSEEK = 4
 _ASKS = 1 << 2 | 1 << 16 | 1 << 17 | 1 << 18
 """DCACHE_OP_REVALIDATE and DCACHE_MANAGED_DENTRY: of such a dentry its file system decides at each lookup."""
 _LONGEST_CHAIN = 1000
+_NAMES = 1000
+"""Whose hashes are kept."""
 
 
 class KernelFiles:
@@ -37,88 +39,109 @@ class KernelFiles:
         self._offset = facts.offsets
         self._task = task
         self._inodes = Inodes(facts.offsets, self._bytes)
-        self._direct, self._limit = 0, 0
-        self._direct = self._word(facts.symbols["page_offset_base"])
+        self._direct, self._limit, self._image = 0, 0, 0
+        self._direct = self._follow(facts.symbols["page_offset_base"], 0)
         self._limit = len(self._memory.ram) - PAGE
+        table = facts.symbols["dentry_hashtable"]
+        self._image = table - self._memory.translate(machine.cpu.root, table)
+        offset = facts.offsets
+        self._dentry, self._in_order = layout(
+            {
+                offset["dentry.d_hash"]: "Q",
+                offset["dentry.d_parent"]: "Q",
+                offset["dentry.d_name"]: "Q",
+                offset["dentry.d_name"] + offset["qstr.name"]: "Q",
+                offset["dentry.d_inode"]: "Q",
+                offset["dentry.d_flags"]: "I",
+            }
+        )
+        self._hash_at, self._mode_at = offset["dentry.d_hash"], offset["file.f_mode"]
+        self._files_at = offset["task_struct.files"], offset["files_struct.fdt"], offset["fdtable.fd"]
+        self._llseek_at = offset["file.f_op"], offset["file_operations.llseek"]
 
     def lstat(self, path: str) -> Stat | None:
         """Attributes of a file; None where the kernel has to be asked, or there is none."""
-        dentry = self._lookup(path)
-        inode = self._member(dentry, "dentry.d_inode") if dentry else 0
-        return self._inodes.stat(inode) if inode else None
+        _, top, *names = os.fsencode(path).split(b"/")
+        found = self._roots.get(top)
+        for name in names:
+            found = self._child(found[0], name) if found else None
+        return self._inodes.stat(found[1]) if found and found[1] else None
 
     def fstat(self, fd: int) -> Stat:
         """Attributes of an open file."""
-        return self._inodes.stat(self._member(self._file(fd), "file.f_inode"))
+        return self._inodes.stat(self._follow(self._file(fd), self._offset["file.f_inode"]))
 
     def is_seekable(self, fd: int) -> bool:
         """Whether lseek(2) works on it. Mirrors: fs/read_write.c:vfs_llseek (v6.1)"""
         file = self._file(fd)
-        seek = self._member(self._member(file, "file.f_op"), "file_operations.llseek")
-        can_seek = self._number("<I", file, "file.f_mode") & _FMODE_LSEEK
+        seek = self._follow(file, *self._llseek_at)
+        can_seek = self._memory.ram[self._at(file + self._mode_at)] & _FMODE_LSEEK
         return bool(can_seek) and seek not in (0, self._facts.symbols.get("no_llseek"))
 
     def _at(self, va: int) -> int:
-        """The physical address: a difference in the direct map, where what is allocated lies."""
+        """The physical address: a difference where what is allocated lies, and another one in the image."""
         at = va - self._direct
-        return at if 0 <= at < self._limit else self._memory.translate(self._machine.cpu.root, va)
+        if 0 <= at < self._limit:
+            return at
+        at = va - self._image
+        if 0 <= at < self._limit:
+            return at
+        return self._memory.translate(self._machine.cpu.root, va)
 
     def _bytes(self, va: int, size: int) -> bytes:
         at = self._at(va)
         return self._memory.ram[at : at + size]
 
-    def _word(self, va: int) -> int:
-        at = va - self._direct
-        return self._words[(at if 0 <= at < self._limit else self._at(va)) >> 3]
-
-    def _member(self, structure: int, path: str) -> int:
-        return self._word(structure + self._offset[path])
-
-    def _number(self, form: str, structure: int, path: str) -> int:
-        return int(struct.unpack_from(form, self._memory.ram, self._at(structure + self._offset[path]))[0])
+    def _follow(self, structure: int, *offsets: int) -> int:
+        """The word there, at each further offset from the address that the one before holds."""
+        words, direct, limit = self._words, self._direct, self._limit
+        for offset in offsets:
+            va = structure + offset
+            at = va - direct
+            structure = words[(at if 0 <= at < limit else self._at(va)) >> 3]
+        return structure
 
     def _file(self, fd: int) -> int:
-        table = self._member(self._member(self._task, "task_struct.files"), "files_struct.fdt")
-        return self._word(self._member(table, "fdtable.fd") + 8 * fd)
+        return self._follow(self._task, *self._files_at, 8 * fd)
 
     @cached_property
-    def _roots(self) -> dict[str, int]:
-        """The dentries that file systems are mounted on."""
-        return {root: self._member(self._file(fd), "file.f_path.dentry") for root, fd in ROOTS.items()}
+    def _roots(self) -> dict[bytes, tuple[int, int]]:
+        """The dentries that file systems are mounted on, and their inodes."""
+        dentries = {
+            os.fsencode(root[1:]): self._follow(self._file(fd), self._offset["file.f_path.dentry"])
+            for root, fd in ROOTS.items()
+        }
+        at = self._offset["dentry.d_inode"]
+        return {root: (dentry, self._follow(dentry, at)) for root, dentry in dentries.items()}
 
     @cached_property
     def _hash_table(self) -> tuple[int, int]:
         symbols = self._facts.symbols
-        return self._word(symbols["dentry_hashtable"]), self._word(symbols["d_hash_shift"]) & 0xFF
+        return self._follow(symbols["dentry_hashtable"], 0), self._follow(symbols["d_hash_shift"], 0) & 0xFF
 
-    def _lookup(self, path: str) -> int | None:
-        _, top, *names = path.split("/")
-        dentry: int | None = self._roots.get(f"/{top}")
-        for name in names:
-            dentry = self._child(dentry, os.fsencode(name)) if dentry else None
-        return dentry
+    def _child(self, parent: int, name: bytes) -> tuple[int, int] | None:
+        """Its dentry, and the inode.
 
-    def _child(self, parent: int, name: bytes) -> int | None:
-        """Mirrors: fs/dcache.c:__d_lookup (v6.1)"""
+        Mirrors: fs/dcache.c:__d_lookup (v6.1)
+        """
         key = name_hash(parent, name)
         table, shift = self._hash_table
-        offset = self._offset
+        unpack, in_order, ram = self._dentry.unpack_from, self._in_order, self._memory.ram
         # The lowest bit of the head is its lock.
-        node = self._word(table + 8 * ((key & 0xFFFFFFFF) >> shift)) & ~1
+        node = self._follow(table, 8 * ((key & 0xFFFFFFFF) >> shift)) & ~1
         for _ in range(_LONGEST_CHAIN):
             if not node:
                 return None
-            dentry = node - offset["dentry.d_hash"]
-            if self._member(dentry, "dentry.d_name") == key and (
-                self._member(dentry, "dentry.d_parent") == parent
-            ):
-                at = self._at(self._word(dentry + offset["dentry.d_name"] + offset["qstr.name"]))
-                if self._memory.ram[at : at + len(name)] == name:
-                    return None if self._number("<I", dentry, "dentry.d_flags") & _ASKS else dentry
-            node = self._word(node)
+            dentry = node - self._hash_at
+            node, above, its_key, its_name, inode, flags = in_order(unpack(ram, self._at(dentry)))
+            if its_key == key and above == parent:
+                at = self._at(its_name)
+                if ram[at : at + len(name)] == name:
+                    return None if flags & _ASKS else (dentry, inode)
         return None
 
 
+@lru_cache(_NAMES)
 def name_hash(parent: int, name: bytes) -> int:
     """Length and hash of a name in a directory, as a dentry keeps them.
 

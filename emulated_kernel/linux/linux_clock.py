@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from struct import Struct
 
 from emulated_kernel.image.linux.kernel import LinuxKernel
@@ -13,6 +15,7 @@ from emulated_kernel.machine.memory.guest_memory import GuestMemory
 _MEMBERS = ("cyc2ns_mul", "cyc2ns_shift", "cyc2ns_offset")
 _MASK = (1 << 64) - 1
 _LONGEST_SHIFT = 63
+_SCALE = Struct("<IIQ")
 
 
 class LinuxClock(GuestClock):
@@ -42,20 +45,16 @@ class LinuxClock(GuestClock):
         at = [offset(f"cyc2ns_data.{name}") for name in _MEMBERS]
         if at != [0, 4, 8]:
             raise unusable("its clock isn't one that is known")
-        self._scale = Struct("<IIQ")
-        size = 2 * self._scale.size
-        self._scales = memory.view(per_cpu + start + offset("cyc2ns.data"), size)
+        scales = memory.view(per_cpu + start + offset("cyc2ns.data"), 2 * _SCALE.size)
+        self._scaled: Callable[[int], tuple[int, int, int]] = partial(_SCALE.unpack_from, scales)
+        """Factor, shift and offset: of the two sets one is good while the other is written to."""
         self._version = memory.view(per_cpu + start + offset("cyc2ns.seq"), 4).cast("I")
         self.show(pc.tsc)
         pc.follower = self
 
-    def _scaled(self) -> tuple[int, int, int]:
-        """Factor, shift and offset: of the two sets one is good while the other is written to."""
-        return self._scale.unpack_from(self._scales, self._version[0] % 2 * self._scale.size)
-
     def _ns(self, cycles: int) -> int:
-        factor, shift, offset = self._scaled()
-        return int(offset + (cycles * factor >> shift) & _MASK)
+        factor, shift, offset = self._scaled(self._version[0] % 2 * _SCALE.size)
+        return offset + (cycles * factor >> shift) & _MASK
 
     def passed(self) -> int:
         """Cycles that guest code has let pass."""
@@ -68,11 +67,16 @@ class LinuxClock(GuestClock):
 
     def show(self, cycles: int) -> None:
         """The cell never goes back, as rounding could make it."""
-        self._shown = self._now[0] = max(self._ns(cycles), self._now[0])
+        cell = self._now
+        shown = self._ns(cycles)
+        # A call of max() costs as much as all else.
+        if shown > cell[0]:  # noqa: PLR1730
+            cell[0] = shown
+        self._shown = cell[0]
 
     def pass_to(self, nanoseconds: int) -> None:
         """Time isn't before that. A TSC that was unstable, or another machine's, may tell anything."""
-        factor, shift, offset = self._scaled()
+        factor, shift, offset = self._scaled(self._version[0] % 2 * _SCALE.size)
         if not factor or shift > _LONGEST_SHIFT or _signed(self._ns(self._pc.tsc)) >= nanoseconds:
             return
         self._shown = self._now[0] = 0

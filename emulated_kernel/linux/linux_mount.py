@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from functools import partial
 from itertools import count
 
 from emulated_kernel.dataclass import dataclass
@@ -17,7 +18,17 @@ from emulated_kernel.errors import KernelError, WouldBlock
 from emulated_kernel.host.mirror.processes import ProcessWatch
 from emulated_kernel.image.linux.module_files import ModuleFiles
 from emulated_kernel.linux.clients import LinuxClients
-from emulated_kernel.linux.init import DEBUGFS, DEVICES, PROC, TMPFS, TRACEFS
+from emulated_kernel.linux.guest_paths import (
+    DMESG,
+    FORWARDED,
+    LINKED,
+    MACHINE,
+    MODULES,
+    TOPS,
+    GuestPath,
+    guest_path,
+)
+from emulated_kernel.linux.init import TMPFS
 from emulated_kernel.linux.kernel_modules import KernelModules
 from emulated_kernel.linux.syscalls import PATIENCE, LinuxSyscalls
 from emulated_kernel.linux.tasks import Blocked, LinuxTask, LinuxTasks
@@ -26,14 +37,6 @@ from emulated_kernel.machine.traps.trap import GuestFault
 from emulated_kernel.vfs.core.client import Client, DirEntry, Room, Stat
 from emulated_kernel.vfs.core.node import Owner
 
-_LINKED = ("/kprobe_events", "/kprobe_profile")
-"""Files of tracefs that the root shows too."""
-_MACHINE, _DMESG, _MODULES = "/machine", "/machine/dmesg", "/machine/modules"
-_FORWARDED = {
-    f"{_MACHINE}/{name}": f"{PROC}/{name}" for name in ("kallsyms", "meminfo", "modules", "version")
-}
-_TOPS = {"tracing": TRACEFS, "scratch": TMPFS, "sysctl": f"{PROC}/sys", "dev": DEVICES}
-"""Directories of the root that aren't debugfs's."""
 _HOST_INO = 1 << 40
 """Numbers of what the guest doesn't have begin there."""
 _POLLED = select.POLLIN | select.POLLOUT | select.POLLPRI | select.POLLRDNORM | select.POLLWRNORM
@@ -130,6 +133,7 @@ class LinuxMount:
         self._tasks = tasks
         self._owner = owner
         self._is_tracefs = is_tracefs
+        self._path: Callable[[str], GuestPath] = partial(guest_path, is_tracefs=is_tracefs)
         self.lock = lock or ControlLock()
         self._syscalls = LinuxSyscalls(tasks)
         self._modules = KernelModules(self._syscalls, modules)
@@ -148,10 +152,7 @@ class LinuxMount:
         """Threads that wait for activity; without any, nobody is told. Who is about to looks again soon."""
         self._closed = False
         self._running = _Guest(self.lock, self.check_open)
-
-    def _guest(self) -> _Guest:
         """Around all that may run the guest."""
-        return self._running
 
     def check_open(self) -> None:
         """Raises: KernelError EIO behind the mount's end."""
@@ -183,27 +184,6 @@ class LinuxMount:
             with self._activity:
                 self._activity.notify_all()
 
-    def _at(self, path: str) -> str:
-        """The path in the guest."""
-        if self._is_tracefs:
-            return TRACEFS + path
-        if path in _LINKED:
-            return TRACEFS + path
-        if path in _FORWARDED:
-            return _FORWARDED[path]
-        top, _, rest = path[1:].partition("/")
-        return f"{_TOPS[top]}/{rest}".rstrip("/") if top in _TOPS else DEBUGFS + path
-
-    def _is_machine(self, path: str) -> bool:
-        """Whether it isn't the guest's."""
-        if self._is_tracefs or path in _FORWARDED:
-            return False
-        return path == _MACHINE or path.startswith(f"{_MACHINE}/")
-
-    def _takes_commands(self, path: str) -> bool:
-        """Whether writes to it are none of the guest's file's."""
-        return path == _MODULES and not self._is_tracefs
-
     def _opened(self, handle: int) -> OpenLinuxFile:
         try:
             return self._handles[handle]
@@ -219,19 +199,20 @@ class LinuxMount:
 
     def getattr(self, path: str, _client: Callable[[], Client] | None = None) -> Stat:
         """Attributes of a file."""
-        if self._is_machine(path):
+        at, is_machine, takes_commands = self._path(path)
+        if is_machine:
             return self._machine_stat(path)
-        with self._guest():
-            found = self._syscalls.lstat(self._at(path))
-        return self._shown(found, takes_commands=self._takes_commands(path))
+        with self._running:
+            found = self._syscalls.lstat(at)
+        return self._shown(found, takes_commands=takes_commands)
 
     def fgetattr(self, handle: int, _client: Callable[[], Client] | None = None) -> Stat:
         """Attributes of an open file or directory."""
         file = self._opened(handle)
         if file.fd < 0:
             return self.getattr(file.path)
-        with self._guest():
-            takes_commands = file.path == _FORWARDED[_MODULES]
+        with self._running:
+            takes_commands = file.path == FORWARDED[MODULES]
             return self._shown(self._syscalls.fstat(file.fd), takes_commands=takes_commands)
 
     def _shown(self, found: Stat, *, takes_commands: bool) -> Stat:
@@ -251,17 +232,17 @@ class LinuxMount:
         return ino
 
     def _machine_stat(self, path: str) -> Stat:
-        if path == _MACHINE:
+        if path == MACHINE:
             return Stat(_HOST_INO, stat.S_IFDIR | 0o755, 2, self._owner.uid, self._owner.gid)
-        if path == _DMESG:
+        if path == DMESG:
             return Stat(_HOST_INO + 1, stat.S_IFREG | 0o444, 1, self._owner.uid, self._owner.gid)
         raise KernelError(errno.ENOENT)
 
     def opendir(self, client: Client, path: str) -> int:
         """The client opens a directory and closes it; `getdents` lists it."""
-        if not self._is_machine(path):
+        if not self._path(path).is_machine:
             with self._request(client) as task:
-                fd = self._syscalls.open(task, self._at(path), os.O_RDONLY | os.O_DIRECTORY)
+                fd = self._syscalls.open(task, self._path(path).at, os.O_RDONLY | os.O_DIRECTORY)
                 self._syscalls.close(task, fd)
         return self._add(OpenLinuxFile(path, -1))
 
@@ -274,19 +255,19 @@ class LinuxMount:
 
     def readdir(self, path: str) -> list[DirEntry]:
         """The entries, "." and ".." first."""
-        if self._is_machine(path):
-            if path != _MACHINE:
+        if self._path(path).is_machine:
+            if path != MACHINE:
                 raise KernelError(errno.ENOTDIR)
-            files = sorted((_DMESG, *_FORWARDED))
+            files = sorted((DMESG, *FORWARDED))
             texts = [DirEntry(text.rsplit("/", 1)[1], stat.S_IFREG, self.getattr(text).ino) for text in files]
-            return [self._directory(".", _MACHINE), self._directory("..", "/"), *texts]
-        with self._guest():
-            entries = self._syscalls.listdir(self._at(path))
+            return [self._directory(".", MACHINE), self._directory("..", "/"), *texts]
+        with self._running:
+            entries = self._syscalls.listdir(self._path(path).at)
         if path == "/" and not self._is_tracefs:
-            added = (*_TOPS, _MACHINE[1:])
+            added = (*TOPS, MACHINE[1:])
             entries = [entry for entry in entries if entry.name not in added]
             entries += [self._directory(top, f"/{top}") for top in added]
-            entries += [DirEntry(name[1:], stat.S_IFREG, self.getattr(name).ino) for name in _LINKED]
+            entries += [DirEntry(name[1:], stat.S_IFREG, self.getattr(name).ino) for name in LINKED]
         return sorted(entries, key=lambda entry: (entry.name not in (".", ".."), entry.name))
 
     def _directory(self, name: str, path: str) -> DirEntry:
@@ -294,29 +275,27 @@ class LinuxMount:
 
     def readlink(self, _client: Client, path: str) -> str:
         """Where a symbolic link leads."""
-        with self._guest():
-            return self._syscalls.readlink(self._at(path))
+        with self._running:
+            return self._syscalls.readlink(self._path(path).at)
 
     # Open files
 
     def open(self, client: Client, path: str, flags: int) -> int:
         """Open with open(2)'s flags; returns the handle for the calls below."""
-        if self._is_machine(path):
+        at, is_machine, takes_commands = self._path(path)
+        if is_machine:
             return self._add(OpenLinuxFile(path, -1, text=self._machine_text(path, flags)))
-        if self._takes_commands(path) and flags & os.O_ACCMODE:
+        if takes_commands and flags & os.O_ACCMODE:
             if flags & os.O_ACCMODE != os.O_WRONLY or client.uid not in (0, self._owner.uid):
                 raise KernelError(errno.EACCES)
             return self._add(OpenLinuxFile(path, -1))
-        return self._open(client, path, flags & ~os.O_CREAT, 0)
+        return self._open(client, at, flags & ~os.O_CREAT, 0)
 
     def create(self, client: Client, path: str, mode: int, flags: int) -> int:
         """Make a regular file and open it."""
-        if self._is_machine(path):
-            raise KernelError(errno.EPERM)
-        return self._open(client, path, flags | os.O_CREAT, mode)
+        return self._open(client, self._changed(path), flags | os.O_CREAT, mode)
 
-    def _open(self, client: Client, path: str, flags: int, mode: int) -> int:
-        at = self._at(path)
+    def _open(self, client: Client, at: str, flags: int, mode: int) -> int:
         with self._request(client) as task:
             # Nothing here waits in open(2), but a FIFO in scratch/.
             try:
@@ -337,7 +316,7 @@ class LinuxMount:
         self._machine_stat(path)
         if flags & os.O_ACCMODE != os.O_RDONLY:
             raise KernelError(errno.EACCES)
-        with self._guest():
+        with self._running:
             return self._log_text()
 
     def _log_text(self) -> bytes:
@@ -359,7 +338,7 @@ class LinuxMount:
 
     def reads_host(self, handle: int) -> bool:
         """Whether a write to it reads files of the host, and so takes as long as they do; no lock is held."""
-        return self._opened(handle).path == _MODULES
+        return self._opened(handle).path == MODULES
 
     def read(self, client: Client, handle: int, size: int, offset: int) -> bytes:
         """At most `size` bytes; b"" is the end. Raises: WouldBlock: the call sleeps in the guest."""
@@ -401,7 +380,7 @@ class LinuxMount:
     def write(self, client: Client, handle: int, data: bytes, offset: int) -> int:
         """Number of bytes taken. Raises: WouldBlock as read() does."""
         file = self._opened(handle)
-        if file.path == _MODULES:
+        if file.path == MODULES:
             change = self._prepared_modules(client, data)
             with self._request(client):
                 return change()
@@ -441,14 +420,14 @@ class LinuxMount:
             change = self._modules.prepared(data, refused)
         except KernelError as error:
             # As the kernel's own loader does where it refuses one.
-            with suppress(KernelError), self._guest():
+            with suppress(KernelError), self._running:
                 self._syscalls.say(f"machine/modules: {error.strerror}")
             raise
 
         def execute() -> int:
-            with self._guest():
+            with self._running:
                 try:
-                    loaded = self._syscalls.read_all(_FORWARDED[_MODULES]).decode()
+                    loaded = self._syscalls.read_all(FORWARDED[MODULES]).decode()
                     change(self._clients.task_of(client), loaded)
                 except Blocked:
                     raise self._unasked(client) from None
@@ -469,7 +448,7 @@ class LinuxMount:
     def give_up(self, client: Client, handle: int, error: int) -> None:
         """The client doesn't wait any more: its task, which sleeps in the call, is killed."""
         del handle, error
-        with self._guest():
+        with self._running:
             self._asleep.pop(client.pid, None)
             self._clients.end(client.pid)
 
@@ -478,7 +457,7 @@ class LinuxMount:
         file = self._opened(handle)
         if file.fd < 0:
             return select.POLLIN | select.POLLRDNORM
-        with self._guest():
+        with self._running:
             mask = self._syscalls.poll(file.fd, _POLLED)
             if notify is not None:
                 self._pollers[handle] = mask, notify
@@ -551,10 +530,10 @@ class LinuxMount:
 
     def statfs(self, path: str) -> Room:
         """Of scratch/; all else has nothing to count, and nobody is asked."""
-        at = self._at(path)
+        at = self._path(path).at
         if at != TMPFS and not at.startswith(f"{TMPFS}/"):
             return Room()
-        with self._guest():
+        with self._running:
             return self._syscalls.statfs(at)
 
     def fsync(self, _client: Client, handle: int) -> None:
@@ -583,9 +562,10 @@ class LinuxMount:
             self._syscalls.utimens(task, self._changed(path), atime_ns, mtime_ns)
 
     def _changed(self, path: str) -> str:
-        if self._is_machine(path):
+        at, is_machine, _ = self._path(path)
+        if is_machine:
             raise KernelError(errno.EPERM)
-        return self._at(path)
+        return at
 
     # The end
 

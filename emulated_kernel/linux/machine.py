@@ -89,7 +89,7 @@ class LinuxMachine:
             pc.write_port(port, value)
 
         def syscall(_engine: int, _data: int) -> int:
-            self.cpu.syscall()
+            self.cpu.syscall(regs.ip)
             # The library steps over the instruction.
             regs.ip -= SYSCALL_SIZE
             return 0
@@ -171,40 +171,43 @@ class LinuxMachine:
 
     def run(self) -> Stopped:
         """Go on until a process is at the stub, or the guest idle. Raises: GuestFault: the guest is dead."""
-        self.check_alive()
+        if self.death:
+            self.check_alive()
+        self._at_stub = False
         try:
-            return self._run()
+            while True:
+                self._watchdog.arm()
+                try:
+                    error = self.engine.start(self.regs.ip)
+                finally:
+                    expired = self._watchdog.disarm()
+                self.hooks.check()
+                if expired or error or self._is_reset:
+                    raise self._fault(error, expired=expired)
+                if self._at_stub:
+                    return Stopped.AT_STUB
+                if self._is_text_stale:
+                    self.engine.flush_code()
+                elif self.regs.flags & x86.FLAG_IF:
+                    return Stopped.IDLE
+                else:
+                    ip = self.regs.ip
+                    raise GuestFault(Trap(TrapKind.FAULT, ip), f"it halted for good at {ip:#x}")
         except GuestFault as fault:
             self.death = str(fault)
             raise
 
-    def _run(self) -> Stopped:
-        self._at_stub = False
-        while True:
-            self._watchdog.arm()
-            try:
-                error = self.engine.start(self.regs.ip)
-            finally:
-                expired = self._watchdog.disarm()
-            self.hooks.check()
-            ip = self.regs.ip
-            if expired:
-                # Unicorn: a store in flight at an asynchronous stop is done twice: there is no going on.
-                why = "its client was killed" if self._watchdog.was_unwanted else "it ran for too long"
-                raise GuestFault(Trap(TrapKind.BUDGET, ip), f"{why}, and was given up at {ip:#x}")
-            if error:
-                message = f"the emulator stopped at {ip:#x}: {self.engine.strerror(error)}"
-                raise GuestFault(Trap(TrapKind.FAULT, ip), message)
-            if self._is_reset:
-                raise GuestFault(Trap(TrapKind.FAULT, ip), self._panic())
-            if self._at_stub:
-                return Stopped.AT_STUB
-            if self._is_text_stale:
-                self.engine.flush_code()
-            elif self.regs.flags & x86.FLAG_IF:
-                return Stopped.IDLE
-            else:
-                raise GuestFault(Trap(TrapKind.FAULT, ip), f"it halted for good at {ip:#x}")
+    def _fault(self, error: int, *, expired: bool) -> GuestFault:
+        """Why a run has ended that the guest can't go on from."""
+        ip = self.regs.ip
+        if expired:
+            # Unicorn: a store in flight at an asynchronous stop is done twice: there is no going on.
+            why = "its client was killed" if self._watchdog.was_unwanted else "it ran for too long"
+            return GuestFault(Trap(TrapKind.BUDGET, ip), f"{why}, and was given up at {ip:#x}")
+        if error:
+            message = f"the emulator stopped at {ip:#x}: {self.engine.strerror(error)}"
+            return GuestFault(Trap(TrapKind.FAULT, ip), message)
+        return GuestFault(Trap(TrapKind.FAULT, ip), self._panic())
 
     def _panic(self) -> str:
         """What it said last, where that is why it restarts."""

@@ -6,8 +6,8 @@ import mmap
 import struct
 
 PAGE = 4096
-_FRAME = 0x000FFFFFFFFFF000
-_PRESENT, WRITABLE, _LARGE = 1, 2, 0x80
+FRAME = 0x000FFFFFFFFFF000
+PRESENT, WRITABLE, _LARGE = 1, 2, 0x80
 _SHIFTS = (39, 30, 21, 12)
 
 
@@ -20,28 +20,38 @@ class LinuxMemory:
 
     def walk(self, root: int, va: int) -> tuple[int, int, int] | None:
         """Physical address, last entry and bytes of its page; None where nothing is mapped."""
-        table = root & _FRAME
+        table = root & FRAME
         for shift in _SHIFTS:
             slot = table + (va >> shift & 511) * 8 >> 3
             entry = self.words[slot] if slot < len(self.words) else 0
-            if not entry & _PRESENT:
+            if not entry & PRESENT:
                 return None
             if shift == 12 or (shift < 39 and entry & _LARGE):
                 inside = (1 << shift) - 1
-                return entry & _FRAME & ~inside | va & inside, entry, inside + 1
-            table = entry & _FRAME
+                return entry & FRAME & ~inside | va & inside, entry, inside + 1
+            table = entry & FRAME
         return None
+
+    def slot(self, root: int, va: int) -> int | None:
+        """Number of the word that has the entry of a small page; None where no table leads to one."""
+        table = root & FRAME
+        for shift in _SHIFTS[:-1]:
+            entry = self.words[table + (va >> shift & 511) * 8 >> 3]
+            if not entry & PRESENT or entry & _LARGE:
+                return None
+            table = entry & FRAME
+        return table + (va >> _SHIFTS[-1] & 511) * 8 >> 3
 
     def hole(self, root: int, va: int) -> int:
         """Bytes that the missing entry on the way would map; 0 where `va` is mapped."""
-        table = root & _FRAME
+        table = root & FRAME
         for shift in _SHIFTS:
             entry = self.words[table + (va >> shift & 511) * 8 >> 3]
-            if not entry & _PRESENT:
+            if not entry & PRESENT:
                 return 1 << shift
             if shift < _SHIFTS[0] and entry & _LARGE:
                 break
-            table = entry & _FRAME
+            table = entry & FRAME
         return 0
 
     def translate(self, root: int, va: int) -> int:

@@ -89,13 +89,22 @@ class Pc:
         if self.follower is not None:
             self.follower.show(cycles)
 
+    def pass_time(self, cycles: int) -> None:
+        """So many more, behind those that guest code has let pass."""
+        follower = self.follower
+        if follower is None:
+            self._tsc += cycles
+        else:
+            self._tsc += follower.passed() + cycles
+            follower.show(self._tsc)
+
     def read_tsc(self) -> int:
         """rdtsc. The step varies: some code waits until it has seen two that differ."""
         factor, addend = _LCG
         self.random = (self.random * factor + addend) & _MASK
-        self.tsc += 50 + (self.random >> 57)
+        self.pass_time(50 + (self.random >> 57))
         self.reads += 1
-        return self.tsc
+        return self._tsc
 
     @property
     def timer_vector(self) -> int | None:

@@ -17,7 +17,7 @@ from emulated_kernel.linux.facts import KernelFacts
 from emulated_kernel.linux.init import BUFFER, BUFFER_SIZE, SYSCALL, TOUCH
 from emulated_kernel.linux.kernel_files import KernelFiles
 from emulated_kernel.linux.machine import LinuxMachine, Stopped
-from emulated_kernel.linux.memory import PAGE, WRITABLE
+from emulated_kernel.linux.memory import FRAME, PAGE, PRESENT, WRITABLE
 from emulated_kernel.linux.pc import TSC_KHZ
 from emulated_kernel.linux.running_linux import RunningLinux
 from emulated_kernel.machine.traps.trap import GuestFault, Trap, TrapKind
@@ -47,6 +47,7 @@ _PID_MAX = 1 << 22
 _ROUNDS = 1 << 16
 """Runs until an answer is there; more of them mean that the guest has lost it."""
 _WORD = (1 << 64) - 1
+_OWN = PRESENT | WRITABLE
 
 
 class Blocked(Exception):
@@ -60,6 +61,7 @@ class LinuxTask:
         "address",
         "alive",
         "comm",
+        "entries",
         "flags",
         "owner",
         "pending",
@@ -78,6 +80,8 @@ class LinuxTask:
         self.registers = registers
         self.state = state
         self.flags = flags
+        self.entries: dict[int, int] = {}
+        """By page the word with its page table entry: tables stay where they are while the task lives."""
         self.owner = 0, 0
         self.comm = ""
         self.pending = False
@@ -176,15 +180,12 @@ class LinuxTasks(RunningLinux):
 
     def name(self, task: LinuxTask, comm: str) -> None:
         """As its process is called on the host."""
-        if comm != task.comm:
-            task.comm = comm
-            at = self._physical(task.address + self._facts.offsets["task_struct.comm"])
-            self._ram[at : at + 16] = comm.encode("utf-8", "surrogateescape")[:15].ljust(16, b"\0")
+        task.comm = comm
+        at = self._physical(task.address + self._facts.offsets["task_struct.comm"])
+        self._ram[at : at + 16] = comm.encode("utf-8", "surrogateescape")[:15].ljust(16, b"\0")
 
     def own(self, task: LinuxTask, uid: int, gid: int) -> None:
         """Its credentials, which a fork has for itself; without root's capabilities for anybody else."""
-        if (uid, gid) == task.owner:
-            return
         offset = self._facts.offsets
         task.owner = uid, gid
         cred = self._word(task.address + offset["task_struct.cred"])
@@ -219,14 +220,15 @@ class LinuxTasks(RunningLinux):
     def _run(self) -> LinuxTask | None:
         """Until a task is at the stub; None where the CPU is idle."""
         self.current = None
-        if self.machine.run() is Stopped.IDLE:
+        machine = self.machine
+        if machine.run() is Stopped.IDLE:
             return None
         address = self._memory.words[self._current >> 3]
         task = self._by_address.get(address) or self._adopt(address)
         if task.pending:
-            result = self.machine.regs.ax
+            result = machine.regs.ax
             task.pending, task.result = False, result - (1 << 64) if result >> 63 else result
-        self.machine.pc.tsc += _ARRIVAL
+        machine.pc.pass_time(_ARRIVAL)
         self.current = task
         return task
 
@@ -241,19 +243,21 @@ class LinuxTasks(RunningLinux):
         self.machine.cpu.interrupt(_PLATFORM_IPI)
 
     def _begin(self, task: LinuxTask, ip: int, ax: int, arguments: tuple[int, ...], cx: int = 0) -> None:
-        self.machine.check_alive()
+        machine = self.machine
+        if machine.death:
+            machine.check_alive()
         if not task.alive:
             raise KernelError(ESRCH, f"task {task.pid} has ended")
-        if self.current is not None:
+        if self.current is not None and machine.pc.is_due:
             self._take_interrupts()
         values = (*arguments, *_NO_ARGUMENTS[len(arguments) :], ax, ip, cx)
         task.pending = True
         if task is self.current:
-            regs = self.machine.regs
+            regs = machine.regs
             regs.di, regs.si, regs.dx, regs.r10, regs.r8, regs.r9, regs.ax, regs.ip, regs.cx = values
             # The instruction itself would cost a callback.
             if ip == SYSCALL:
-                self.machine.cpu.syscall()
+                machine.cpu.syscall(ip)
             return
         words, base = self._memory.words, task.registers >> 3
         for slot, value in zip(_CALL_SLOTS, values, strict=True):
@@ -402,13 +406,34 @@ class LinuxTasks(RunningLinux):
             first, last = max(page, va), min(page + PAGE, va + size)
             yield found[0] + first - page, first - va, last - first
 
+    def _entry(self, task: LinuxTask, page: int) -> int:
+        """Its page table entry of a page; 0 where there is none."""
+        slot = task.entries.get(page)
+        if slot is None:
+            slot = self._memory.slot(task.root, page)
+            if slot is None:
+                return 0
+            task.entries[page] = slot
+        return self._memory.words[slot]
+
     def put(self, task: LinuxTask, va: int, data: bytes) -> None:
         """Write to its memory."""
+        page = va & -PAGE
+        entry = self._entry(task, page)
+        if entry & _OWN == _OWN and va + len(data) <= page + PAGE:
+            at = (entry & FRAME) + va - page
+            self._ram[at : at + len(data)] = data
+            return
         for at, offset, size in self._places(task, va, len(data)):
             self._ram[at : at + size] = data[offset : offset + size]
 
     def get(self, task: LinuxTask, va: int, size: int) -> bytes:
         """Read its memory; what isn't there is zeros."""
+        start = va & -PAGE
+        entry = self._entry(task, start)
+        if entry & PRESENT and va + size <= start + PAGE:
+            at = (entry & FRAME) + va - start
+            return self._ram[at : at + size]
         parts = []
         for page in range(va & -PAGE, va + size, PAGE):
             first, last = max(page, va), min(page + PAGE, va + size)

@@ -1,0 +1,40 @@
+"""Where the files of a mount are in the guest."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from emulated_kernel.linux.init import DEBUGFS, DEVICES, PROC, TMPFS, TRACEFS
+
+LINKED = ("/kprobe_events", "/kprobe_profile")
+"""Files of tracefs that the root shows too."""
+MACHINE, DMESG, MODULES = "/machine", "/machine/dmesg", "/machine/modules"
+FORWARDED = {f"{MACHINE}/{name}": f"{PROC}/{name}" for name in ("kallsyms", "meminfo", "modules", "version")}
+TOPS = {"tracing": TRACEFS, "scratch": TMPFS, "sysctl": f"{PROC}/sys", "dev": DEVICES}
+"""Directories of the root that aren't debugfs's."""
+_KEPT = 500
+"""Paths; nobody has many in use at once."""
+
+
+class GuestPath(NamedTuple):
+    """What a path of a mount leads to."""
+
+    at: str
+    """In the guest."""
+    is_machine: bool = False
+    """It isn't the guest's."""
+    takes_commands: bool = False
+    """Writes to it are none of the guest's file's."""
+
+
+@lru_cache(_KEPT)
+def guest_path(path: str, *, is_tracefs: bool) -> GuestPath:
+    """`is_tracefs`: tracefs is the mount's root, and all that there is."""
+    if is_tracefs or path in LINKED:
+        return GuestPath(TRACEFS + path)
+    if path in FORWARDED:
+        return GuestPath(FORWARDED[path], takes_commands=path == MODULES)
+    top, _, rest = path[1:].partition("/")
+    at = f"{TOPS[top]}/{rest}".rstrip("/") if top in TOPS else DEBUGFS + path
+    return GuestPath(at, is_machine=top == MACHINE[1:])
