@@ -78,7 +78,7 @@ class Parts(ProbedParts):
 
     config: MachineConfig
     lock: ControlLock
-    live: LiveImage
+    live: LiveImage[KernelImage]
     machine: Machine
     guest: Guest
     modules: Modules
@@ -122,7 +122,7 @@ def _bootable(image: KernelImage) -> Iterator[None]:
 
 
 def _on_machine(
-    machine: Machine, live: LiveImage, watch: ProcessWatch, profile: Profile, lock: ControlLock
+    machine: Machine, live: LiveImage[KernelImage], watch: ProcessWatch, profile: Profile, lock: ControlLock
 ) -> Parts:
     config, image = machine.config, live.core
     arch = arch_named(config.arch)
@@ -155,7 +155,7 @@ def _on_machine(
 
 def _engine(
     machine: Machine,
-    live: LiveImage,
+    live: LiveImage[KernelImage],
     arch: Arch,
     guest: Guest,
     clock: RequestClock,
@@ -191,7 +191,7 @@ class _TracingBuilder:
     def __init__(
         self,
         machine: Machine,
-        live: LiveImage,
+        live: LiveImage[KernelImage],
         arch: Arch,
         guest: Guest,
         engine: ProbeRegistries,
@@ -334,13 +334,25 @@ class _TracingBuilder:
 
 
 def _modules(
-    machine: Machine, arch: Arch, live: LiveImage, guest: Guest, engine: ProbeRegistries, trace: TraceParts
+    machine: Machine,
+    arch: Arch,
+    live: LiveImage[KernelImage],
+    guest: Guest,
+    engine: ProbeRegistries,
+    trace: TraceParts,
 ) -> Modules:
     probes = GuestProbes(
         engine.kprobes, engine.kretprobes, engine.jprobes, machine, arch, guest.executive.note, guest.log
     )
     guest.executive.services[Hypercall.KPROBES] = probes.serve
     notifier = ModuleNotifier(
-        guest.kernel, live, engine.kprobes, trace.symbols, trace.functions, trace.kprobe_events, probes
+        guest.kernel.read_module,
+        guest.kernel.module_name,
+        live,
+        engine.kprobes,
+        trace.symbols,
+        trace.functions,
+        trace.kprobe_events,
+        probes.forget_within,
     )
     return Modules(guest, notifier)

@@ -118,6 +118,7 @@ class Verdict(ABC, Generic[Analysis]):
         """Instructions that have a fixup in __ex_table."""
         self.layout = self.text_layout(image)
         self._known: OrderedDict[int, Known[Analysis]] = OrderedDict()
+        self._entrances = Entrances(image, self.bits, self.possible_branches)
         self.tables_changed()
 
     # What differs between architectures
@@ -166,7 +167,7 @@ class Verdict(ABC, Generic[Analysis]):
         self._bugs = sorted(image.bugs)
         self._labels = sorted(code for code, *_ in image.jump_labels)
         self._static_calls = sorted(site for site, *_ in image.static_calls)
-        self._entrances = Entrances(image, self.bits, self.possible_branches)
+        self._entrances.tables_changed()
         core = self.layout.text
         for start in [start for start in self._known if start not in core]:
             del self._known[start]

@@ -7,10 +7,11 @@ import struct
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from errno import ENOENT, ENOEXEC
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from emulated_kernel.abi import Prot
 from emulated_kernel.config import IMAGE_LIMIT
@@ -130,7 +131,11 @@ class KernelImage:
         """What isn't code, with its addresses."""
         return ((segment.va, segment.data) for segment in self.segments if not segment.prot & Prot.EXEC)
 
-    def read(self, va: int, size: int) -> bytes:
+    def with_symbols(self, kallsyms: Kallsyms, /) -> Self:
+        """The same with another table of symbols."""
+        return replace(self, kallsyms=kallsyms)
+
+    def read(self, va: int, size: int, /) -> bytes:
         """Bytes as the image holds them before it runs.
 
         Raises: KernelError ENOEXEC where no segment has them.

@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import Generic, Protocol, Self, TypeVar
 
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.image.image import (
@@ -13,7 +14,6 @@ from emulated_kernel.image.image import (
     BugEntry,
     ExTableEntry,
     JumpLabel,
-    KernelImage,
     Range,
     StaticCall,
 )
@@ -28,6 +28,7 @@ class Module:
     text: Range
     init_text: Range
     data: tuple[Range, ...]
+    init_data: tuple[Range, ...]
     symbols: tuple[Symbol, ...]
     """In the order of its symbol table, with sizes."""
     ex_table: tuple[ExTableEntry, ...]
@@ -38,6 +39,8 @@ class Module:
     """Its text as it was loaded, by address."""
     contents: Mapping[int, bytes]
     """Its data as it was loaded, by address."""
+    jump_labels: tuple[JumpLabel, ...] = ()
+    static_calls: tuple[StaticCall, ...] = ()
 
     @property
     def text_ranges(self) -> tuple[Range, ...]:
@@ -46,23 +49,30 @@ class Module:
 
     def contains(self, address: int) -> bool:
         """Whether it is text or data of this module. Mirrors: within_module (v6.1)."""
-        return any(part.start <= address < part.end for part in (self.text, self.init_text, *self.data))
+        parts = self.text, self.init_text, *self.data, *self.init_data
+        return any(part.start <= address < part.end for part in parts)
 
     def without_init(self) -> Module:
         """What is left when its init function has returned."""
         init = range(*self.init_text)
-        core = (self.text, *self.data[:1])
+        freed = (self.init_text, *self.init_data)
         return replace(
             self,
             init_text=Range(0, 0),
-            data=self.data[:1],
-            symbols=tuple(s for s in self.symbols if any(p.start <= s.address < p.end for p in core)),
+            init_data=(),
+            symbols=tuple(s for s in self.symbols if not any(p.start <= s.address < p.end for p in freed)),
             ex_table=tuple(e for e in self.ex_table if e.insn not in init),
             blacklist=tuple(b for b in self.blacklist if b.start not in init),
             mcount=frozenset(site for site in self.mcount if site not in init),
             bugs={address: bug for address, bug in self.bugs.items() if address not in init},
             code={start: code for start, code in self.code.items() if start not in init},
-            contents={start: data for start, data in self.contents.items() if start == self.data[0].start},
+            contents={
+                start: data
+                for start, data in self.contents.items()
+                if not any(part.start == start for part in self.init_data)
+            },
+            jump_labels=tuple(label for label in self.jump_labels if label.code not in init),
+            static_calls=tuple(call for call in self.static_calls if call.site not in init),
         )
 
 
@@ -155,18 +165,61 @@ class LiveKallsyms(Kallsyms):
         return super().kallsyms_text(zero_addresses) + "".join(lines)
 
 
-class LiveImage:
-    """What can be probed now: the tables of an image with those of its loaded modules."""
+class KernelTables(Protocol):
+    """A kernel without its modules."""
 
-    def __init__(self, image: KernelImage) -> None:
+    @property
+    def kallsyms(self) -> Kallsyms: ...
+
+    @property
+    def text_ranges(self) -> Sequence[Range]: ...
+
+    @property
+    def ex_table(self) -> Sequence[ExTableEntry]: ...
+
+    @property
+    def blacklist(self) -> Sequence[BlacklistEntry]: ...
+
+    @property
+    def mcount(self) -> frozenset[int]: ...
+
+    @property
+    def jump_labels(self) -> Sequence[JumpLabel]: ...
+
+    @property
+    def static_calls(self) -> Sequence[StaticCall]: ...
+
+    @property
+    def bugs(self) -> Mapping[int, BugEntry]: ...
+
+    @property
+    def data(self) -> Iterator[tuple[int, bytes]]: ...
+
+    def read(self, va: int, size: int, /) -> bytes: ...
+
+    def with_symbols(self, kallsyms: Kallsyms, /) -> Self:
+        """The same kernel with another table of symbols."""
+
+
+Core = TypeVar("Core", bound=KernelTables)
+
+
+class LiveImage(Generic[Core]):
+    """What can be probed now: the tables of a kernel with those of its loaded modules."""
+
+    def __init__(self, image: Core) -> None:
         self.kallsyms = LiveKallsyms(image.kallsyms)
-        self.core = replace(image, kallsyms=self.kallsyms)
-        """The image itself, with symbols that know the modules."""
+        self.core = image.with_symbols(self.kallsyms)
+        """The kernel itself, with symbols that know the modules."""
         self._modules: dict[str, Module] = {}
 
     def put(self, module: Module) -> None:
         """A module came, or changed."""
-        self._modules[module.name] = module
+        self.put_all((module,))
+
+    def put_all(self, modules: Iterable[Module]) -> None:
+        """Several, the oldest first."""
+        self._modules |= {module.name: module for module in modules}
         self.kallsyms.set_modules(reversed(self._modules.values()))
 
     def remove(self, name: str) -> None:
@@ -197,13 +250,12 @@ class LiveImage:
 
     @property
     def jump_labels(self) -> tuple[JumpLabel, ...]:
-        """Modules have none."""
-        return self.core.jump_labels
+        return (*self.core.jump_labels, *(e for module in self._modules.values() for e in module.jump_labels))
 
     @property
     def static_calls(self) -> tuple[StaticCall, ...]:
-        """Modules have none."""
-        return self.core.static_calls
+        calls = (call for module in self._modules.values() for call in module.static_calls)
+        return (*self.core.static_calls, *calls)
 
     @property
     def bugs(self) -> Collection[int]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 from emulated_kernel.abi import ModuleState
 from emulated_kernel.image.modules import LiveImage, Module
-from emulated_kernel.kprobes.kinds.guest_probes import GuestProbes
 from emulated_kernel.kprobes.kprobes import Kprobes
-from emulated_kernel.machine.guest_kernel import GuestKernel
 from emulated_kernel.trace.probes.kprobe_events import KprobeEvents
 from emulated_kernel.trace.symbols import KernelSymbols
 from emulated_kernel.trace.tracers.call_sites import KernelFunctions
@@ -20,31 +21,33 @@ class ModuleNotifier:
 
     def __init__(
         self,
-        kernel: GuestKernel,
-        live: LiveImage,
+        read: Callable[[int], Module],
+        name: Callable[[int], str],
+        live: LiveImage[Any],
         kprobes: Kprobes,
         symbols: KernelSymbols,
         functions: KernelFunctions,
         events: KprobeEvents,
-        probes: GuestProbes,
+        forget: Callable[[Sequence[tuple[int, int]], str], None],
     ) -> None:
-        self._kernel = kernel
+        """`read`, `name`: of a struct module; `forget`: told what memory of which module is to be freed."""
+        self._read, self._name = read, name
         self._live = live
         self._kprobes = kprobes
         self._symbols = symbols
         self._functions = functions
         self._events = events
-        self._probes = probes
+        self._forget = forget
 
     def __call__(self, state: ModuleState, module: int) -> None:
-        """Raises: MemoryFault where the guest shows no sound module."""
+        """Raises: as `read` and `name`, where the guest shows no sound module."""
         match state:
             case ModuleState.COMING:
-                self._arrive(self._kernel.read_module(module))
+                self._arrive(self._read(module))
             case ModuleState.LIVE:
-                self._settle(self._kernel.module_name(module))
+                self._settle(self._name(module))
             case ModuleState.GOING:
-                self._leave(self._kernel.module_name(module))
+                self._leave(self._name(module))
 
     def _arrive(self, module: Module) -> None:
         self._live.put(module)
@@ -59,7 +62,7 @@ class ModuleNotifier:
             return
         left = module.without_init()
         self._functions.init_goes(name, module.mcount - left.mcount)
-        self._probes.forget_within((module.init_text, *module.data[1:]), name)
+        self._forget((module.init_text, *module.init_data), name)
         self._kprobes.kill_within((module.init_text,))
         self._live.put(left)
         self._tables_changed()
@@ -69,7 +72,7 @@ class ModuleNotifier:
         if module is None:
             return
         self._functions.module_goes(name, module.mcount)
-        self._probes.forget_within((module.text, module.init_text, *module.data), name)
+        self._forget((module.text, module.init_text, *module.data, *module.init_data), name)
         self._kprobes.kill_within((module.text, module.init_text))
         self._live.remove(name)
         self._tables_changed()

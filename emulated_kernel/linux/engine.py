@@ -12,6 +12,8 @@ from emulated_kernel.arch.x86.arch import X86_64
 from emulated_kernel.errors import KernelError
 from emulated_kernel.host.request_clock import RequestClock, RequestObserver
 from emulated_kernel.image.linux.kernel import LinuxKernel
+from emulated_kernel.image.modules import LiveImage
+from emulated_kernel.joints.module_notifier import ModuleNotifier
 from emulated_kernel.kprobes.kinds.fprobe import Fprobes
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobes
 from emulated_kernel.kprobes.kprobes import Kprobes
@@ -22,6 +24,7 @@ from emulated_kernel.linux.kernel_calls import KernelCalls, work_queues
 from emulated_kernel.linux.kernel_stacks import KernelStacks
 from emulated_kernel.linux.kernel_tracepoints import TAKEN_OVER
 from emulated_kernel.linux.linux_context import linux_abi
+from emulated_kernel.linux.module_watch import ModuleWatch
 from emulated_kernel.linux.probed_linux import ProbedLinux
 from emulated_kernel.linux.running_linux import RunningLinux
 from emulated_kernel.linux.tasks import LinuxTasks
@@ -53,9 +56,12 @@ class KernelEngine:
         """`kernel`: with the text as it runs; what we take over is on its blacklist from here on."""
         self.guest = guest
         self.lock = lock or ControlLock()
-        self.kernel = kernel
         kernel.forbid(TAKEN_OVER)
+        self.live = live = LiveImage(kernel)
+        self.kernel = kernel = live.core
         machine = self.machine = ProbedLinux(guest, kernel)
+        self._modules = watch = ModuleWatch(machine, kernel)
+        live.put_all(there := watch.there())
         arch, abi = X86_64(), linux_abi(kernel, guest) | {"host_clock": machine.clock.cell}
         stacks = KernelStacks(kernel, guest.machine, machine.memory, guest.per_cpu, guest.current_cell)
         clock = RequestClock(machine.clock)
@@ -66,15 +72,17 @@ class KernelEngine:
 
         # Deviates: no task is frozen; who stands in the way after his turn still does for the caller.
         scheduler = Scheduler(stacks, clock.jiffies, lambda: guest.idle(_TURN), run_on)
-        self.kprobes = kprobes = Kprobes(machine, kernel, arch, log.info, scheduler, self.lock, profile)
+        self.kprobes = kprobes = Kprobes(machine, live, arch, log.info, scheduler, self.lock, profile)
         self._hook_sets = hook_sets = HookSets(machine, abi, arch, kprobes, scheduler, None)
         kretprobes = Kretprobes(kprobes, hook_sets.first, cpus=1, blacklist=never_returning(kernel, arch))
         functions = partial(traceable_functions, kernel, kprobes.verdict)
         fprobes = Fprobes(kprobes, kretprobes.hooks, arch, functions, cpus=1)
         registries = ProbeRegistries(kprobes, None, kretprobes, hook_sets, fprobes)
         tracing = linux_tracing(
-            machine, kernel, arch, registries, abi, self.lock, log.info, stacks.task_structs, self._caller()
+            machine, live, arch, registries, abi, self.lock, log.info, stacks.task_structs, self._caller()
         )
+        for module in there:
+            tracing.functions.module_came(module.name, module.mcount)
         self.parts = ProbedParts(arch=arch, machine=machine, engine=registries, tracing=tracing)
         self.requests = RequestObserver(clock, kprobes)
         guest.on_fork.append(tracing.arrays.forked)
@@ -115,6 +123,18 @@ class LinuxEngine(KernelEngine):
     ) -> None:
         super().__init__(tasks, kernel, profile, lock)
         self.tasks = tasks
+        tracing, watch = self.parts.tracing, self._modules
+        notifier = ModuleNotifier(
+            watch.read,
+            watch.name,
+            self.live,
+            self.kprobes,
+            tracing.symbols,
+            tracing.functions,
+            tracing.kprobe_events,
+            watch.forget,
+        )
+        watch.begin(self.parts.arch, notifier)
 
     @cached_property
     def kernel_calls(self) -> KernelCalls:

@@ -32,9 +32,9 @@ _LIMIT = 1 << 16
 class RunningMemory(LinkedMemory):
     """The kernel's image, and by its page tables all else that it points to."""
 
-    def __init__(self, image: LoadSegment, read: Callable[[int, int], bytes]) -> None:
-        """`read`: bytes at a virtual address. Raises: KeyError."""
-        super().__init__(0, (image,), {})
+    def __init__(self, image: LoadSegment | None, read: Callable[[int, int], bytes]) -> None:
+        """`read`: bytes at a virtual address, of the image too where none is given. Raises: KeyError."""
+        super().__init__(0, () if image is None else (image,), {})
         self._read = read
 
     def up_to(self, end: int) -> RunningMemory:

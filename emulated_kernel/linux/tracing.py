@@ -8,6 +8,7 @@ from functools import cache, partial
 from emulated_kernel.arch.base import Arch
 from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.image.linux.tables import words
+from emulated_kernel.image.modules import LiveImage
 from emulated_kernel.kprobes.return_hook.hook_sets import GRAPH_TRAMPOLINE
 from emulated_kernel.limits import Limits
 from emulated_kernel.linux.kernel_tracepoints import KernelTracepoints
@@ -43,7 +44,7 @@ from emulated_kernel.trace.tracers.stack_tracer import StackMeasure, StackTracer
 
 def linux_tracing(
     machine: ProbedMachine,
-    kernel: LinuxKernel,
+    live: LiveImage[LinuxKernel],
     arch: Arch,
     engine: ProbeRegistries,
     abi: Mapping[str, int],
@@ -52,8 +53,8 @@ def linux_tracing(
     task_structs: Callable[[], Iterator[int]],
     call: Callable[[int], int] | None,
 ) -> TraceParts:
-    """`kernel`: with its text as it runs; `printk`: a line of its log; `call`: see KernelTracepoints."""
-    kprobes, memory, limits = engine.kprobes, machine.memory, Limits()
+    """`live`: with its text as it runs; `printk`: a line of its log; `call`: see KernelTracepoints."""
+    kernel, kprobes, memory, limits = live.core, engine.kprobes, machine.memory, Limits()
     registry, cmdlines = EventRegistry(), SavedCmdlines()
     symbols = KernelSymbols(kernel.kallsyms, engine.hook_sets, kprobes.sites)
     tasks = Tasks(machine, abi)
@@ -75,7 +76,7 @@ def linux_tracing(
     )
     for event in points.events():
         registry.add(event)
-    tables = FrameTables(machine.text, kernel, symbols, arch, engine.hook_sets)
+    tables = FrameTables(machine.text, live, symbols, arch, engine.hook_sets)
     system = TraceSystem(
         cpus=len(machine.per_cpu_bases),
         now_ns=machine.clock.read_ns,

@@ -26,7 +26,8 @@ def module(name: str, base: int, *symbols: tuple[str, int, int]) -> Module:
         name=name,
         text=Range(base, base + 0x100),
         init_text=Range(base + 0x1000, base + 0x1100),
-        data=(Range(base + 0x2000, base + 0x2100), Range(0, 0)),
+        data=(Range(base + 0x2000, base + 0x2100),),
+        init_data=(),
         symbols=tuple(Symbol(symbol, base + offset, "t", size) for symbol, offset, size in symbols),
         ex_table=(),
         blacklist=(),
@@ -38,7 +39,7 @@ def module(name: str, base: int, *symbols: tuple[str, int, int]) -> Module:
 
 
 @pytest.fixture
-def live(image: KernelImage) -> LiveImage:
+def live(image: KernelImage) -> LiveImage[KernelImage]:
     return LiveImage(image)
 
 
@@ -64,7 +65,7 @@ def test_a_file_is_relocatable_and_says_its_name(name: str, arch: str) -> None:
 
 
 class TestLookups:
-    def test_by_name(self, live: LiveImage) -> None:
+    def test_by_name(self, live: LiveImage[KernelImage]) -> None:
         live.put(module("one", BASE, ("vfs_read", 0, 0x10), ("own", 0x10, 0xF0)))
         symbols = live.kallsyms
         core = symbols.lookup_name("vfs_read")
@@ -75,7 +76,7 @@ class TestLookups:
         assert symbols.lookup_name("two:own") is None
         assert symbols.lookup_name("one:vfs_write") is None
 
-    def test_by_address(self, live: LiveImage) -> None:
+    def test_by_address(self, live: LiveImage[KernelImage]) -> None:
         live.put(module("one", BASE, ("b_first", 0x10, 0xF0), ("a_alias", 0x10, 0xF0), ("late", 0x2000, 8)))
         assert str(live.kallsyms.lookup(BASE + 0x14)) == "b_first+0x4/0xf0 [one]"
         assert str(live.kallsyms.lookup(BASE + 0x2001)) == "late+0x1/0x8 [one]"
@@ -83,7 +84,7 @@ class TestLookups:
         assert live.kallsyms.lookup(BASE + 0x100) is None
         assert live.kallsyms.lookup(BASE + 0x3000) is None
 
-    def test_the_newest_module_first(self, live: LiveImage) -> None:
+    def test_the_newest_module_first(self, live: LiveImage[KernelImage]) -> None:
         live.put(module("one", BASE, ("same", 0, 0x100)))
         live.put(module("two", BASE + 0x10000, ("same", 0, 0x100)))
         assert live.kallsyms.lookup_name("same") == BASE + 0x10000
@@ -92,7 +93,7 @@ class TestLookups:
         hidden = live.kallsyms.kallsyms_text(zero_addresses=True).splitlines()[-1]
         assert hidden == "0000000000000000 t same\t[one]"
 
-    def test_after_it_went(self, live: LiveImage, image: KernelImage) -> None:
+    def test_after_it_went(self, live: LiveImage[KernelImage], image: KernelImage) -> None:
         live.put(module("one", BASE, ("own", 0, 0x100)))
         assert live.kallsyms.has_module("one")
         live.remove("one")
@@ -102,7 +103,7 @@ class TestLookups:
         assert live.mcount == image.mcount
 
 
-def test_what_init_leaves(live: LiveImage) -> None:
+def test_what_init_leaves(live: LiveImage[KernelImage]) -> None:
     whole = module("one", BASE, ("own", 0, 0x100), ("setup", 0x1000, 0x100), ("value", 0x2000, 8))
     live.put(whole)
     assert BASE + 0x1000 in live.mcount
@@ -114,7 +115,7 @@ def test_what_init_leaves(live: LiveImage) -> None:
     assert live.kallsyms.lookup(BASE + 0x1000) is None
 
 
-def test_original_bytes(live: LiveImage, image: KernelImage) -> None:
+def test_original_bytes(live: LiveImage[KernelImage], image: KernelImage) -> None:
     live.put(module("one", BASE))
     assert live.read(BASE + 16, 4) == bytes([16, 17, 18, 19])
     start = image.text_ranges[0].start

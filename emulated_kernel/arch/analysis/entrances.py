@@ -77,16 +77,22 @@ class WayIndex:
 
 
 class Entrances:
-    """All of an image as it is now; each kind is searched when it is first asked for."""
+    """All of an image; each kind is searched when it is first asked for."""
 
     def __init__(self, image: ProbedTables, bits: int, possible_branches: PossibleBranches) -> None:
         self._image = image
         self._word = bits // 8
         self._possible_branches = possible_branches
 
+    def tables_changed(self) -> None:
+        """A module came or went; what the kernel's own text has is left."""
+        for name in ("_labels", "_fixups", "_pointers", "_module_branches"):
+            self.__dict__.pop(name, None)
+
     def targets(self, region: range) -> set[int]:
         """Where labels, and what looks like a branch from outside, lead to in it."""
-        found = {target for target, source in self._branches.pairs(region) if source not in region}
+        branches = (*self._own_branches.pairs(region), *self._module_branches.pairs(region))
+        found = {target for target, source in branches if source not in region}
         found.update(target for target, _ in self._labels.pairs(region))
         return found
 
@@ -111,7 +117,8 @@ class Entrances:
                 where is not None and where.symbol.address != symbol.address and is_insn(where.symbol, source)
             )
 
-        return _first(Reason.FOREIGN_BRANCH, filter(is_foreign, self._branches.into(region)))
+        sources = (*self._own_branches.into(region), *self._module_branches.into(region))
+        return _first(Reason.FOREIGN_BRANCH, filter(is_foreign, sources))
 
     @cached_property
     def _labels(self) -> WayIndex:
@@ -132,11 +139,21 @@ class Entrances:
         return range(min(part.start for part in text), max(part.stop for part in text))
 
     @cached_property
-    def _branches(self) -> WayIndex:
-        read, span = self._image.read, self._span()
-        text = ((start, read(start, end - start)) for start, end in self._image.text_ranges)
+    def _own_branches(self) -> WayIndex:
+        """The kernel's own text doesn't branch to that of modules: it calls them by pointers."""
+        core, *_ = self._image.text_ranges
+        return self._branches((core,), range(*core))
+
+    @cached_property
+    def _module_branches(self) -> WayIndex:
+        _, *modules = self._image.text_ranges
+        return self._branches(modules, self._span())
+
+    def _branches(self, text: Iterable[tuple[int, int]], span: range) -> WayIndex:
+        read = self._image.read
+        pieces = ((start, read(start, end - start)) for start, end in text)
         return WayIndex(
-            branch for piece in text for branch in self._possible_branches(*piece) if branch[0] in span
+            branch for piece in pieces for branch in self._possible_branches(*piece) if branch[0] in span
         )
 
     def _words(self, addr: int, data: bytes) -> Iterator[tuple[int, int]]:

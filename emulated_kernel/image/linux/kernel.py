@@ -100,7 +100,7 @@ class LinuxKernel:
     # The tables that decide about probes
 
     @property
-    def text_ranges(self) -> Sequence[tuple[int, int]]:
+    def text_ranges(self) -> Sequence[Range]:
         """Where probes may be: the text that stays after boot."""
         return (self.text,)
 
@@ -200,6 +200,12 @@ class LinuxKernel:
         """The same kernel with that text."""
         copied = copy(self)
         copied.vmlinux = self.vmlinux.with_bytes(self.text.start, self.text_as_booted(returns))
+        return copied
+
+    def with_symbols(self, kallsyms: Kallsyms, /) -> Self:
+        """The same kernel with another table of symbols."""
+        copied = copy(self)
+        copied.kallsyms = kallsyms
         return copied
 
     # What it says about itself

@@ -58,13 +58,14 @@ class Functions(Collection[TraceableFunction]):
     def __init__(self, functions: Iterable[TraceableFunction], has_module: Callable[[str], bool]) -> None:
         """`has_module` tells which modules there are, be it that none of their functions can be traced."""
         self._at_boot = functions
+        self._of_modules: dict[int, TraceableFunction] = {}
         self.has_module = has_module
         self._watchers: list[FunctionWatcher] = []
 
     @cached_property
     def _functions(self) -> dict[int, TraceableFunction]:
         """By site. To name a thousand is a tenth of a boot: that waits until somebody asks."""
-        return {function.site: function for function in self._at_boot}
+        return {function.site: function for function in self._at_boot} | self._of_modules
 
     def __iter__(self) -> Iterator[TraceableFunction]:
         return iter(self._functions.values())
@@ -82,7 +83,7 @@ class Functions(Collection[TraceableFunction]):
 
     @cached_property
     def dropped(self) -> frozenset[int]:
-        """Sites of the kernel's that are nobody's."""
+        """Sites that are nobody's."""
         return frozenset(site for site, function in self._functions.items() if function.is_dropped)
 
     def watch(self, watcher: FunctionWatcher) -> None:
@@ -95,7 +96,7 @@ class Functions(Collection[TraceableFunction]):
 
     def add(self, module: str, functions: Iterable[TraceableFunction]) -> None:
         """A module came. Mirrors: kernel/trace/ftrace.c:ftrace_module_enable (v6.1)."""
-        self._functions.update((function.site, function) for function in functions)
+        self._change(self._of_modules | {function.site: function for function in functions})
         for watcher in tuple(self._watchers):
             watcher.module_came(module)
 
@@ -104,12 +105,19 @@ class Functions(Collection[TraceableFunction]):
 
         Mirrors: kernel/trace/ftrace.c:ftrace_release_mod, ftrace_free_mem (v6.1).
         """
-        gone = sites & self._functions.keys()
-        for site in gone:
-            del self._functions[site]
+        gone = sites & self._of_modules.keys()
+        self._change({site: each for site, each in self._of_modules.items() if site not in gone})
         if gone:
             for watcher in tuple(self._watchers):
                 watcher.functions_went(gone)
+
+    def _change(self, of_modules: dict[int, TraceableFunction]) -> None:
+        if "_functions" in self.__dict__:
+            for site in self._of_modules.keys() - of_modules.keys():
+                del self._functions[site]
+            self._functions.update(of_modules)
+        self._of_modules = of_modules
+        self.__dict__.pop("dropped", None)
 
     def matching(self, pattern: bytes, module: bytes | None = None) -> frozenset[int]:
         """Sites of the functions whose names match; a number means the one that stands there, counted from 1.

@@ -12,7 +12,7 @@ from emulated_kernel.abi import Prot
 from emulated_kernel.arch.analysis.reason import Finding, Reason
 from emulated_kernel.arch.analysis.region import Region
 from emulated_kernel.config import MachineConfig
-from emulated_kernel.image.image import prebuilt_dependencies
+from emulated_kernel.image.image import KernelImage, prebuilt_dependencies
 from emulated_kernel.image.modules import LiveImage
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.optimizer.djprobe import Djprobes
@@ -21,7 +21,7 @@ from emulated_kernel.kprobes.profile import PROFILES
 DIRECT = (FlowControl.CONDITIONAL_BRANCH, FlowControl.UNCONDITIONAL_BRANCH, FlowControl.CALL)
 
 
-def code(live: LiveImage) -> Iterator[tuple[int, bytes]]:
+def code(live: LiveImage[KernelImage]) -> Iterator[tuple[int, bytes]]:
     """Every symbol's code, with its address."""
     symbols = [*live.core.kallsyms.symbols, *(s for m in live._modules.values() for s in m.symbols)]
     for address in sorted({symbol.address for symbol in symbols}):
@@ -31,7 +31,7 @@ def code(live: LiveImage) -> Iterator[tuple[int, bytes]]:
             yield address, live.read(address, min(where.symbol.size, parts[0].stop - address))
 
 
-def branches(live: LiveImage, bits: int) -> Iterator[tuple[int, str]]:
+def branches(live: LiveImage[KernelImage], bits: int) -> Iterator[tuple[int, str]]:
     """The target of each direct branch that leaves its symbol, and of each call."""
     for address, body in code(live):
         for insn in Decoder(bits, body, ip=address):
@@ -41,7 +41,7 @@ def branches(live: LiveImage, bits: int) -> Iterator[tuple[int, str]]:
                 yield target, f"{insn.ip:#x}: {insn}"
 
 
-def words(live: LiveImage, size: int) -> Iterator[tuple[int, str]]:
+def words(live: LiveImage[KernelImage], size: int) -> Iterator[tuple[int, str]]:
     """Whatever could be an address in memory that isn't code: entries of jump tables are among it."""
     for segment in live.core.segments:
         if segment.prot & Prot.EXEC:

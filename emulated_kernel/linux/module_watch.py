@@ -1,0 +1,95 @@
+"""ModuleWatch: the modules that a distribution's kernel loads are known to our engine as its own text is."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from struct import pack
+from typing import Any
+
+from emulated_kernel.abi import PAGE_SIZE, ModuleState
+from emulated_kernel.arch.base import Arch
+from emulated_kernel.errors import KernelError
+from emulated_kernel.image.linux.kernel import LinuxKernel
+from emulated_kernel.image.modules import Module
+from emulated_kernel.linux.loaded_modules import LoadedModules
+from emulated_kernel.machine.probed_machine import ProbedMachine
+from emulated_kernel.machine.traps.trap import MemoryFault
+
+_WORD = 8
+_LAST = -(1 << 31)
+"""Of priorities: who has patched the module's text has done so."""
+_LIMIT = 1 << 10
+"""Notifiers of modules; a longer list leads in circles."""
+log = logging.getLogger("kprobefs.linux")
+
+
+class ModuleWatch:
+    """Reads modules, and keeps the ledger of text in step with them."""
+
+    def __init__(self, machine: ProbedMachine, kernel: LinuxKernel) -> None:
+        self._machine, self._kernel = machine, kernel
+        self._loaded = LoadedModules(kernel, machine.memory)
+        self.name = self._loaded.name
+        """The name in a struct module. Raises: as LoadedModules."""
+        self._adopted: set[int] = set()
+
+    def there(self) -> list[Module]:
+        """Those that are there already, the oldest first; none where they can't be read."""
+        try:
+            return [self.read(module) for module in self._loaded.addresses()]
+        except KernelError as error:
+            log.warning("%s: its modules aren't known: %s", self._kernel.release, error.strerror)
+            return []
+
+    def read(self, module: int) -> Module:
+        """A struct module that is complete; its text is original from here on. Raises: as LoadedModules."""
+        found, text = self._loaded.read(module), self._machine.text
+        for start, code in found.code.items():
+            text.adopt(start, code)
+            self._adopted.add(start)
+            # What was translated of the pages' last user must not run.
+            text.substitute(start, code)
+        return found
+
+    def forget(self, spans: Iterable[tuple[int, int]], _module: str) -> None:
+        """What lies there is about to be freed."""
+        for start, _ in spans:
+            if start in self._adopted:
+                self._adopted.remove(start)
+                self._machine.text.disown(start)
+
+    def begin(self, arch: Arch, notify: Callable[[ModuleState, int], None]) -> None:
+        """Have `notify` called for each struct module that is coming, live or going, behind all others.
+
+        Mirrors: register_module_notifier, notifier_chain_register (v6.1)
+        """
+        head = self._kernel.kallsyms.lookup_name("module_notify_list")
+        if head is None:
+            return
+        machine, memory, btf = self._machine, self._machine.memory, self._kernel.btf
+        offset = {
+            name: btf.offset(f"notifier_block.{name}") for name in ("notifier_call", "next", "priority")
+        }
+
+        def called(regs: Any) -> None:
+            state, module = regs.si, regs.dx
+            regs.ax, regs.ip = 0, memory.read_word(regs.sp)
+            regs.sp += _WORD
+            try:
+                notify(ModuleState(state & 0xFFFFFFFF), module)
+            except (KernelError, MemoryFault, ValueError) as error:
+                log.warning("%s: a module isn't known: %s", self._kernel.release, error)
+
+        stub = machine.text.alloc_text(len(arch.breakpoint))
+        machine.breakpoints[stub] = called
+        block = machine.alloc_pages(PAGE_SIZE)
+        memory.write(block + offset["notifier_call"], pack("<Q", stub))
+        memory.write(block + offset["priority"], pack("<i", _LAST))
+        link = head + btf.offset("blocking_notifier_head.head")
+        for _ in range(_LIMIT):
+            other = memory.read_word(link)
+            if not other:
+                memory.write(link, pack("<Q", block))
+                return
+            link = other + offset["next"]
