@@ -39,7 +39,11 @@ class DebugInfo:
         if machine not in _BITS:
             raise KernelError(errno.EINVAL, f"an ELF file for {machine}, not for x86")
         self.bits = _BITS[machine]
-        self._dwarf: Any = debug.get_dwarf_info() if debug.has_dwarf_info(strict=True) else None
+        # A linked kernel may keep its relocations (--emit-relocs), ten million that the linker has applied.
+        needs_relocation = debug["e_type"] == "ET_REL"
+        self._dwarf: Any = None
+        if debug.has_dwarf_info(strict=True):
+            self._dwarf = debug.get_dwarf_info(relocate_dwarf_sections=needs_relocation)
         if self._dwarf is None or not self._dwarf.has_debug_info:
             raise KernelError(errno.EINVAL, "no debug information; build with -g, or give its file")
         ids = {build_id(code), build_id(debug)} - {""}
@@ -55,21 +59,28 @@ class DebugInfo:
         raise KernelError(errno.ENOENT, f"{addr:#x} is in no function that the debug information describes")
 
     def named(self, name: str) -> tuple[DescribedFunction, int]:
-        """The first function of that name, or with a symbol of that name, and its address.
+        """The function with a symbol of that name, else the first that is called so, and its address.
+
+        The latter are what a compiler made of a function, whose symbol is NAME.isra.0 or its like.
 
         Raises: KernelError ENOENT.
         """
-        # All units of a distribution's kernel take minutes; symbols name the one.
+        # All units of a distribution's kernel take minutes and gigabytes; symbols name the one.
+        copies, names_all = [], False
         for elf in (self._code, self._debug):
             table = elf.get_section_by_name(".symtab")
-            for symbol in (table.get_symbol_by_name(name) if table is not None else None) or ():
-                if symbol["st_info"]["type"] == "STT_FUNC" and symbol["st_size"]:
+            for symbol in table.iter_symbols() if table is not None else ():
+                if symbol["st_info"]["type"] != "STT_FUNC" or not symbol["st_size"]:
+                    continue
+                names_all |= symbol["st_info"]["bind"] == "STB_LOCAL"
+                if symbol.name == name:
                     return self.containing(symbol["st_value"]), symbol["st_value"]
-        for unit in self._dwarf.iter_CUs():
-            for function in self._functions(unit):
-                if function.name == name:
-                    return function, function.parts[0].start
-        raise KernelError(errno.ENOENT, f"the debug information describes no function {name}")
+                if symbol.name.startswith(f"{name}."):
+                    copies.append(symbol["st_value"])
+        for function in self._all_functions() if not names_all else map(self.containing, copies):
+            if function.name == name:
+                return function, function.parts[0].start
+        raise KernelError(errno.ENOENT, f"the debug information describes no function {name} with own code")
 
     def text(self, part: range) -> bytes:
         """Machine code. Raises: KernelError ENODATA where the file has none."""
@@ -85,13 +96,20 @@ class DebugInfo:
         )
 
     def _units(self, addr: int) -> Iterator[Any]:
-        """The compile unit that the index of addresses names, or all."""
+        """The compile unit that the index of addresses names, or all that don't say that it isn't theirs."""
         index = self._dwarf.get_aranges()
         offset = index.cu_offset_at_addr(addr) if index is not None else None
-        if offset is None:
-            yield from self._dwarf.iter_CUs()
-        else:
+        if offset is not None:
             yield self._dwarf.get_CU_at(offset)
+            return
+        for unit in self._dwarf.iter_CUs():
+            parts = self._parts(unit.get_top_DIE())
+            if not parts or any(addr in part for part in parts):
+                yield unit
+
+    def _all_functions(self) -> Iterator[DescribedFunction]:
+        for unit in self._dwarf.iter_CUs():
+            yield from self._functions(unit)
 
     def _functions(self, unit: Any) -> Iterator[DescribedFunction]:
         for die in unit.iter_DIEs():

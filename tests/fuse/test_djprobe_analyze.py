@@ -196,6 +196,37 @@ def test_what_the_compiler_moved_elsewhere_belongs_to_the_function(
 
 
 @needs_compiler
+def test_relocations_that_the_linker_kept_are_not_applied_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A distribution's kernel has ten million."""
+
+    def applied(*_: object) -> None:
+        pytest.fail("applied again")
+
+    monkeypatch.setattr("elftools.elf.relocation.RelocationHandler.apply_section_relocations", applied)
+    code = stripped(tmp_path, "-Wl,--emit-relocs")
+    assert output(capsys, str(code), "plain", "--debug-info", str(tmp_path / "whole")) == "5\n"
+
+
+@needs_compiler
+def test_a_name_is_found_by_its_symbol(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Or by that of what the compiler made of it, whose code alone is left; no unit is searched for it."""
+    code, whole = stripped(tmp_path), tmp_path / "whole"
+    debug = ["--debug-info", str(whole)]
+    # Without local functions the symbols needn't be all: names of debug information are searched.
+    assert "describes no function nowhere" in refused(capsys, str(code), "nowhere", *debug)
+    names = ["--redefine-sym", "plain=plain.isra.0", "--localize-symbol", "plain.isra.0"]
+    subprocess.run(["objcopy", *names, whole], check=True)
+    monkeypatch.delattr("emulated_kernel.image.debuginfo.DebugInfo._all_functions")
+    assert output(capsys, str(code), "plain", *debug) == "5\n"
+    for name in ("nowhere", "plain.isra", "int"):
+        assert f"describes no function {name}" in refused(capsys, str(code), name, *debug)
+
+
+@needs_compiler
 class TestWhereDebugInformationIs:
     """Found as debuggers find it, and only what is of the same build."""
 
