@@ -11,6 +11,7 @@ import pytest
 from emulated_kernel.errors import KernelError
 from emulated_kernel.lock import ControlLock
 from kprobefs.loops import FAILED, FREE_LOOPS, Loops
+from tests.fuse.harness import eventually
 
 
 def test_all_loops_have_ended_when_run_returns() -> None:
@@ -125,8 +126,7 @@ def test_only_so_many_that_wait_are_replaced(monkeypatch: pytest.MonkeyPatch) ->
     runner = threading.Thread(target=loops.run)
     runner.start()
     try:
-        while len(loops._threads) < FREE_LOOPS:
-            release.wait(0.01)
+        eventually(lambda: len(loops._threads) == FREE_LOOPS)
         loops._threads.append(threading.current_thread())
         with loops.waiting(), loops.waiting():
             assert loops._blocked == 1
@@ -152,8 +152,7 @@ def test_a_thread_without_a_buffer_takes_no_requests(monkeypatch: pytest.MonkeyP
     loops = Loops(loop, free=1)
     runner = threading.Thread(target=loops.run)
     runner.start()
-    while firsts:
-        release.wait(0.001)
+    eventually(lambda: not firsts)
     started = 0
     start = threading.Thread.start
 
@@ -165,8 +164,7 @@ def test_a_thread_without_a_buffer_takes_no_requests(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(threading.Thread, "start", counted)
     with suppress(KernelError), loops.blocking():
         pass
-    while len(loops._threads) > 1:
-        release.wait(0.001)
+    eventually(lambda: len(loops._threads) == 1)
     for _ in range(50):
         with pytest.raises(KernelError) as caught, loops.blocking():
             pass
