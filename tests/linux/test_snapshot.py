@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import mmap
@@ -9,6 +10,7 @@ import os
 import random
 import struct
 import zlib
+from array import array
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -60,6 +62,31 @@ def test_other_facts_have_another_number() -> None:
         *(core_image._SYMBOLS, core_image.CLOCK, core_image.ONLINE),
     )
     assert {snapshot._MAGIC: zlib.crc32(repr(kept).encode())} == {b"kprobefs booted kernel 7\n": 1025394309}
+
+
+def test_no_more_is_mapped_than_the_host_maps_around_a_page(cache: Path) -> None:
+    """A file that wasn't in the host's page cache: read to be checked, it isn't cached in large folios."""
+    cache.mkdir(parents=True)
+    data = random.Random(1).randbytes(16 << 20)
+    with open(cache / "random", "w+b") as file:
+        snapshot.write_at(file, snapshot.HEADER, data)
+        snapshot.finish(file, {}, len(data), PARTS)
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    with open(cache / "random", "rb") as file:
+        found = snapshot.read(file.fileno(), with_parts=False)
+        assert found is not None
+        before = _mapped_pages(found.ram)
+        assert found.ram[15 << 20] == data[15 << 20]
+        assert _mapped_pages(found.ram) - before <= (64 << 10) // mmap.PAGESIZE
+
+
+def _mapped_pages(memory: mmap.mmap) -> int:
+    at = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    with open("/proc/self/pagemap", "rb") as pagemap:
+        pagemap.seek(at // mmap.PAGESIZE * 8)
+        entries = array("Q", pagemap.read(len(memory) // mmap.PAGESIZE * 8))
+    return sum(entry >> 63 for entry in entries)
 
 
 def test_what_was_saved_comes_back(saved: Path) -> None:
