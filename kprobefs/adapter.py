@@ -8,10 +8,12 @@ import errno
 import logging
 import os
 import stat
+import struct
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import repeat
+from operator import itemgetter
 from time import monotonic, sleep, time_ns
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -59,6 +61,7 @@ INSTANCES = "/instances/"
 CLOSING = 0.05
 """Seconds that a close(2) may be on its way, while the next request is here already."""
 NAME_MAX = 255
+_SECOND = 1_000_000_000
 UTIME_NOW = (1 << 30) - 1
 UTIME_OMIT = (1 << 30) - 2
 STATE_PATH = f"/{STATE_LINK}"
@@ -156,11 +159,28 @@ class Server:
         return self._operations.faults
 
 
+_ADDRESSES = {
+    "getattr": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p),
+    "fgetattr": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p),
+    "open": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p),
+    "read": ctypes.CFUNCTYPE(
+        ctypes.c_int,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        _fuse.c_off_t,
+        ctypes.c_void_p,
+    ),
+    "release": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p),
+}
+"""What every open, read and close takes: structures come as addresses, without an object for the pointer."""
+
+
 class _PollStructure(ctypes.Structure):
     """struct fuse_operations up to its end; fusepy's stops before poll."""
 
     _fields_ = [
-        *_fuse.fuse_operations._fields_,
+        *((name, _ADDRESSES.get(name, form), *bits) for name, form, *bits in _fuse.fuse_operations._fields_),
         (
             "poll",
             ctypes.CFUNCTYPE(
@@ -232,25 +252,26 @@ class _Session(_fuse.FUSE):  # type: ignore[misc]  # fusepy has no types
 
     # What every open, read and close takes, without fusepy's detours: they cost 2 to 8 us a request.
 
-    def getattr(self, path: bytes, stat: Any) -> int:
+    def getattr(self, path: bytes, stat: int) -> int:
         """struct fuse_operations.getattr."""
-        _fill(stat.contents, self.operations.getattr(_text(path)))
+        _copy(stat, _packed(self.operations.getattr(path.decode("utf-8", "surrogateescape"))), _STAT.size)
         return 0
 
-    def fgetattr(self, path: bytes | None, stat: Any, file_info: Any) -> int:
+    def fgetattr(self, path: bytes | None, stat: int, file_info: int) -> int:
         """struct fuse_operations.fgetattr."""
-        _fill(stat.contents, self.operations.getattr(path and _text(path), file_info.contents))
+        name = path and path.decode("utf-8", "surrogateescape")
+        _copy(stat, _packed(self.operations.getattr(name, _file_info(file_info))), _STAT.size)
         return 0
 
-    def open(self, path: bytes, file_info: Any) -> int:
+    def open(self, path: bytes, file_info: int) -> int:
         """struct fuse_operations.open."""
-        self.operations.open(_text(path), file_info.contents)
+        self.operations.open(path.decode("utf-8", "surrogateescape"), _file_info(file_info))
         return 0
 
-    def read(self, _path: bytes | None, buffer: int, size: int, offset: int, file_info: Any) -> int:
+    def read(self, _path: int | None, buffer: int, size: int, offset: int, file_info: int) -> int:
         """struct fuse_operations.read."""
-        data: bytes = self.operations.read(None, size, offset, file_info.contents)
-        ctypes.memmove(buffer, data, len(data))
+        data: bytes = self.operations.read(None, size, offset, _file_info(file_info))
+        _copy(buffer, data, len(data))
         return len(data)
 
     def readdir(self, _path: bytes, buffer: int, filler: Any, offset: int, file_info: Any) -> int:
@@ -265,9 +286,9 @@ class _Session(_fuse.FUSE):  # type: ignore[misc]  # fusepy has no types
                 break
         return 0
 
-    def release(self, _path: bytes | None, file_info: Any) -> int:
+    def release(self, _path: int | None, file_info: int) -> int:
         """struct fuse_operations.release."""
-        self.operations.release(None, file_info.contents)
+        self.operations.release(None, _file_info(file_info))
         return 0
 
     def poll(self, path: bytes | None, file_info: Any, handle: int | None, mask: Any) -> int:
@@ -299,7 +320,8 @@ class _Pollers:
 
     def forget(self, file_handle: int) -> None:
         """The file was closed."""
-        self._drop(file_handle, lambda _handle: None)
+        if file_handle in self._handles:
+            self._drop(file_handle, lambda _handle: None)
 
     def _drop(self, file_handle: int, action: Callable[[int], object]) -> None:
         with self._lock:
@@ -409,12 +431,16 @@ class _Operations:
 
     def read(self, path: str | None, size: int, offset: int, info: Any) -> bytes:
         del path
-        self._needs_reserve()
+        if self.reserve.is_spent:
+            self._needs_reserve()
         client, handle = _client(), info.fh
         # The host's page cache has no owner of locks; whoever called read(2) has.
         read = self._mount.read if info.lock_owner else self._mount.read_page
         self._mount.set_status_flags(handle, info.flags)
-        return self._blocking(client, info, lambda: read(client, handle, size, offset))
+        try:
+            return read(client, handle, size, offset)
+        except WouldBlock:
+            return self._blocking(client, info, lambda: read(client, handle, size, offset))
 
     def write(self, path: str | None, data: bytes, offset: int, info: Any) -> int:
         del path
@@ -423,7 +449,10 @@ class _Operations:
         if self._mount.reads_host(handle):
             with self.blocking():
                 return self._mount.write(client, handle, data, offset)
-        return self._blocking(client, info, lambda: self._mount.write(client, handle, data, offset))
+        try:
+            return self._mount.write(client, handle, data, offset)
+        except WouldBlock:
+            return self._blocking(client, info, lambda: self._mount.write(client, handle, data, offset))
 
     def release(self, path: str | None, info: Any) -> None:
         del path
@@ -533,16 +562,13 @@ class _Operations:
         return 0
 
     def _blocking(self, client: Client, info: Any, operation: Callable[[], T]) -> T:
-        """Do it, or wait until it can be done. Raises: KernelError EAGAIN, EINTR, EIO (the mount ends).
+        """Wait until it can be done, and do it. Raises: KernelError EAGAIN, EINTR, EIO (the mount ends).
 
         The flags are those of the request: fcntl(F_SETFL) after open counts.
         """
+        if info.flags & os.O_NONBLOCK:
+            self._give_up(client, info, errno.EAGAIN)
         while not self._stopping.is_set():
-            try:
-                return operation()
-            except WouldBlock:
-                if info.flags & os.O_NONBLOCK:
-                    self._give_up(client, info, errno.EAGAIN)
             try:
                 with self.blocking() as blocked:
                     self._mount.wait(info.fh, max(WAIT_SLICE, blocked / LOOKS))
@@ -550,6 +576,8 @@ class _Operations:
                 self._give_up(client, info, error.errno or errno.EIO)
             if _libfuse.fuse_interrupted():
                 self._give_up(client, info, errno.EINTR)
+            with suppress(WouldBlock):
+                return operation()
         raise KernelError(errno.EIO, "the mount ends")
 
     def _give_up(self, client: Client, info: Any, error: int) -> NoReturn:
@@ -570,11 +598,17 @@ class _Context(ctypes.Structure):
     ]
 
 
-_libfuse.fuse_get_context.restype = ctypes.POINTER(_Context)
+# Calls that take no time keep the interpreter's lock: who gave it up would wait for it behind other requests.
+_get_context = ctypes.PyDLL(_libfuse._name).fuse_get_context
+_get_context.restype = ctypes.c_void_p
+_copy = ctypes.PyDLL(None).memmove
+_copy.argtypes, _copy.restype = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t), None
+_file_info = _fuse.fuse_file_info.from_address
+_context_at = _Context.from_address
 
 
 def _client() -> Client:
-    context = _libfuse.fuse_get_context().contents
+    context = _context_at(_get_context())
     return Client(context.pid, context.uid, context.gid, context.umask)
 
 
@@ -591,24 +625,34 @@ def _named(path: str | None) -> str:
     return path
 
 
-def _text(path: bytes) -> str:
-    return path.decode("utf-8", "surrogateescape")
+_MEMBERS = "ino", "mode", "nlink", "uid", "gid", "size", "blocks", "rdev", "blksize"
+_FORMS = {2: "H", 4: "I", 8: "Q"}
+_WORD = (1 << 64) - 1
 
 
-def _fill(buffer: Any, stat: Stat) -> None:
-    """Write a struct stat; libfuse has zeroed it."""
-    buffer.st_ino = stat.ino
-    buffer.st_mode = stat.mode
-    buffer.st_nlink = stat.nlink
-    buffer.st_uid = stat.uid
-    buffer.st_gid = stat.gid
-    buffer.st_rdev = stat.rdev
-    buffer.st_size = stat.size
-    buffer.st_blksize = BLOCK_SIZE
-    buffer.st_blocks = stat.blocks
-    for timespec, ns in (
-        (buffer.st_atimespec, stat.atime_ns),
-        (buffer.st_mtimespec, stat.mtime_ns),
-        (buffer.st_ctimespec, stat.ctime_ns),
-    ):
-        timespec.tv_sec, timespec.tv_nsec = divmod(ns, 1_000_000_000)
+def _stat_layout() -> tuple[struct.Struct, Callable[[tuple[int, ...]], tuple[int, ...]]]:
+    """struct stat as fusepy has it for this machine, and what brings values into its order."""
+    whole = _fuse.c_stat
+    found = [
+        (member.offset, _FORMS[member.size]) for name in _MEMBERS if (member := getattr(whole, f"st_{name}"))
+    ]
+    for time in (whole.st_atimespec, whole.st_mtimespec, whole.st_ctimespec):
+        half = time.size // 2
+        found += [(time.offset, _FORMS[half].lower()), (time.offset + half, _FORMS[half])]
+    form, end = "=", 0
+    for at, code in sorted(found):
+        form += f"{at - end}x{code}"
+        end = at + struct.calcsize(f"={code}")
+    form += f"{ctypes.sizeof(whole) - end}x"
+    return struct.Struct(form), itemgetter(*(found.index(each) for each in sorted(found)))
+
+
+_STAT, _in_order = _stat_layout()
+
+
+def _packed(found: Stat) -> bytes:
+    """A struct stat."""
+    ino, mode, nlink, uid, gid, size, atime, mtime, ctime, blocks, rdev, _ = found
+    times = (*divmod(atime, _SECOND), *divmod(mtime, _SECOND), *divmod(ctime, _SECOND))
+    sizes = size & _WORD, blocks & _WORD
+    return _STAT.pack(*_in_order((ino & _WORD, mode, nlink, uid, gid, *sizes, rdev, BLOCK_SIZE, *times)))
