@@ -12,6 +12,7 @@ import struct
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import lru_cache
 from itertools import repeat
 from operator import itemgetter
 from time import monotonic, sleep, time_ns
@@ -62,6 +63,8 @@ CLOSING = 0.05
 """Seconds that a close(2) may be on its way, while the next request is here already."""
 NAME_MAX = 255
 _SECOND = 1_000_000_000
+_KEPT = 500
+"""Attributes whose struct stat is kept: most are asked for again as they were."""
 UTIME_NOW = (1 << 30) - 1
 UTIME_OMIT = (1 << 30) - 2
 STATE_PATH = f"/{STATE_LINK}"
@@ -650,6 +653,7 @@ def _stat_layout() -> tuple[struct.Struct, Callable[[tuple[int, ...]], tuple[int
 _STAT, _in_order = _stat_layout()
 
 
+@lru_cache(_KEPT)
 def _packed(found: Stat) -> bytes:
     """A struct stat."""
     ino, mode, nlink, uid, gid, size, atime, mtime, ctime, blocks, rdev, _ = found

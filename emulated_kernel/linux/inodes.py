@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from operator import itemgetter
 
 from emulated_kernel.image.linux.btf import Btf
@@ -14,6 +15,8 @@ _FORMS = {
     "i_sb": "Q",
 }  # fmt: skip
 """Members, and how they are unpacked."""
+_KEPT = 500
+"""Inodes whose bytes are compared with what they were when they were looked at last."""
 _DEVICE = "super_block.s_dev"
 _TIMES = "atime", "mtime", "ctime"
 _UNITS = {"seconds": ("i_{}_sec", "__i_{}.tv_sec", "i_{}.tv_sec"),
@@ -45,13 +48,21 @@ class Inodes:
             forms |= {f"{time}.seconds": "q", f"{time}.nanoseconds": "I"}
         self._layout, self._in_order = layout({offsets[f"inode.{name}"]: forms[name] for name in forms})
 
+        self._superblock = struct.Struct(f"<{offsets['inode.i_sb']}xQ")
+        self._known = lru_cache(_KEPT)(self._told)
+
     def stat(self, inode: int) -> Stat:
         """Mirrors: fs/stat.c:generic_fillattr (v6.1)"""
-        found = self._in_order(self._layout.unpack(self._read(inode, self._layout.size)))
-        ino, mode, nlink, uid, gid, size, blocks, superblock, *times = found
+        data = self._read(inode, self._layout.size)
+        (superblock,) = self._superblock.unpack_from(data)
+        return self._known(data, self._read(superblock + self._device_offset, 4))
+
+    def _told(self, inode: bytes, device: bytes) -> Stat:
+        found = self._in_order(self._layout.unpack(inode))
+        ino, mode, nlink, uid, gid, size, blocks, _superblock, *times = found
         atime, atime_ns, mtime, mtime_ns, ctime, ctime_ns = times
         return Stat(
-            shown_ino(ino, int.from_bytes(self._read(superblock + self._device_offset, 4), "little")),
+            shown_ino(ino, int.from_bytes(device, "little")),
             mode,
             nlink,
             uid,

@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 from itertools import count
 
 from emulated_kernel.dataclass import dataclass
@@ -39,6 +39,8 @@ from emulated_kernel.vfs.core.node import Owner
 
 _HOST_INO = 1 << 40
 """Numbers of what the guest doesn't have begin there."""
+_KEPT = 500
+"""Attributes that are remembered as they are shown."""
 _POLLED = select.POLLIN | select.POLLOUT | select.POLLPRI | select.POLLRDNORM | select.POLLWRNORM
 
 
@@ -151,6 +153,7 @@ class LinuxMount:
         self._waiters = 0
         """Threads that wait for activity; without any, nobody is told. Who is about to looks again soon."""
         self._closed = False
+        self._known = lru_cache(_KEPT)(self._shown)
         self._running = _Guest(self.lock, self.check_open)
         """Around all that may run the guest."""
 
@@ -204,7 +207,7 @@ class LinuxMount:
             return self._machine_stat(path)
         with self._running:
             found = self._syscalls.lstat(at)
-        return self._shown(found, takes_commands=takes_commands)
+        return self._known(found, takes_commands)
 
     def fgetattr(self, handle: int, _client: Callable[[], Client] | None = None) -> Stat:
         """Attributes of an open file or directory."""
@@ -213,9 +216,9 @@ class LinuxMount:
             return self.getattr(file.path)
         with self._running:
             takes_commands = file.path == FORWARDED[MODULES]
-            return self._shown(self._syscalls.fstat(file.fd), takes_commands=takes_commands)
+            return self._known(self._syscalls.fstat(file.fd), takes_commands)
 
-    def _shown(self, found: Stat, *, takes_commands: bool) -> Stat:
+    def _shown(self, found: Stat, takes_commands: bool) -> Stat:
         """Root's files are the mounting user's, and devices are files: the host would ask a driver."""
         kind = stat.S_IFMT(found.mode)
         mode = stat.S_IMODE(found.mode) | (stat.S_IWUSR if takes_commands else 0)
