@@ -1,7 +1,11 @@
-"""Debian's kernel, booted once for this machine's cache; skipped where its package can't be had."""
+"""Debian's kernel, booted once for this machine's cache; skipped where its package can't be had.
+
+KPROBEFS_DEBIAN=META[/SUITE] has tests and commands use another one, as linux-image-amd64/trixie.
+"""
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from pathlib import Path
 
@@ -14,7 +18,7 @@ from emulated_kernel.linux.tasks import LinuxTasks
 from emulated_kernel.vfs.core.node import Owner
 from tests.image.linux.debian import package
 
-META = "linux-image-cloud-amd64"
+META, _, SUITE = os.environ.get("KPROBEFS_DEBIAN", "linux-image-cloud-amd64").partition("/")
 SEED = 1
 
 
@@ -24,23 +28,23 @@ def _ensure(path: Path) -> Path:
     return path
 
 
-def image(meta: str = META, suite: str = "") -> Path:
+def image(meta: str = META, suite: str = SUITE) -> Path:
     """Its package; it has booted."""
     return _ensure(package(meta, suite))
 
 
-def tasks(meta: str = META, suite: str = "") -> LinuxTasks:
+def tasks(meta: str = META, suite: str = SUITE) -> LinuxTasks:
     """A kernel of its own, just booted."""
     return started(str(image(meta, suite)), SEED)
 
 
-def with_kernel(meta: str = META, suite: str = "") -> tuple[LinuxTasks, LinuxKernel]:
+def with_kernel(meta: str = META, suite: str = SUITE) -> tuple[LinuxTasks, LinuxKernel]:
     """The same, with what its file tells."""
     return started_with_kernel(str(image(meta, suite)), SEED)
 
 
 def mount(
-    watch: ProcessWatch | None = None, meta: str = META, suite: str = "", *, is_tracefs: bool = False
+    watch: ProcessWatch | None = None, meta: str = META, suite: str = SUITE, *, is_tracefs: bool = False
 ) -> LinuxMount:
     """Its files, root's."""
     guest = tasks(meta, suite)

@@ -37,6 +37,7 @@ class Kernel(NamedTuple):
 KERNELS = (
     Kernel("linux-image-amd64", "", r"6\.1\.0-\d+-amd64", "ENOENT"),
     Kernel("linux-image-cloud-amd64", "trixie", r"6\.12\.\d+\+deb13-cloud-amd64", "EINVAL"),
+    Kernel("linux-image-amd64", "trixie", r"6\.12\.\d+\+deb13-amd64", "EINVAL"),
 )
 
 

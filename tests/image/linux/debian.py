@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -48,8 +49,8 @@ def _package(meta: str, suite: str) -> Path | str:
 
 def _cached(directory: Path, name: str) -> Path | None:
     """The newest package of that name, or that a meta package of that name stands for."""
-    flavour = name.removeprefix("linux-image-")
-    return max(directory.glob(f"linux-image-*{flavour}_*.deb"), default=None)
+    form = rf"linux-image-([\d.]+(-\d+|\+deb\d+)-)?{re.escape(name.removeprefix('linux-image-'))}_.*\.deb"
+    return max((path for path in directory.glob("*.deb") if re.fullmatch(form, path.name)), default=None)
 
 
 def _other_release(directory: Path, suite: str) -> tuple[str, ...]:
