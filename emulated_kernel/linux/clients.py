@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 
 from emulated_kernel.errors import KernelError
@@ -21,8 +22,12 @@ class LinuxClients:
     Who has mounted (`owner`) is root in the guest: its files are his.
     """
 
-    def __init__(self, tasks: LinuxTasks, watch: ProcessWatch, owner: int) -> None:
+    def __init__(
+        self, tasks: LinuxTasks, watch: ProcessWatch, owner: int, settle: Callable[[], None]
+    ) -> None:
+        """`settle`: does what clients have asked for so far, before the guest learns of what came next."""
         self._tasks = tasks
+        self._settle = settle
         self._watch = watch
         self._owner = owner
         self._by_pid: dict[int, LinuxTask] = {}
@@ -39,9 +44,11 @@ class LinuxClients:
             task = self._new_task(pid)
         owner = (0, 0) if uid == self._owner else (uid, gid)
         if owner != task.owner:
+            self._settle()
             self._tasks.own(task, *owner)
         comm = self._watch.comm(pid)
         if comm and comm != task.comm:
+            self._settle()
             self._tasks.name(task, comm)
         return task
 
@@ -66,6 +73,7 @@ class LinuxClients:
         return task
 
     def _fork(self, parent: LinuxTask, pid: int) -> LinuxTask:
+        self._settle()
         task = self._by_pid[pid] = self._tasks.fork(parent, pid)
         if pid != _SHARED:
             self._watch.follow(pid)
@@ -83,6 +91,7 @@ class LinuxClients:
                 if fork.comm:
                     self._tasks.name(child, fork.comm)
         for pid in self._watch.exited():
+            self._settle()
             self.end(pid)
 
     def end(self, pid: int) -> None:

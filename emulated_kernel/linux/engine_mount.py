@@ -85,9 +85,9 @@ class EngineMount(LinuxMount):
     def _is_guests(self, path: str) -> bool:
         return not self._is_tracefs and f"/{path[1:].partition('/')[0]}" in _GUESTS
 
-    def request_begins(self, client: Client) -> LinuxTask:
+    def request_begins(self, client: Client, opens: bool) -> LinuxTask:
         self._engine.request_begins()
-        return super().request_begins(client)
+        return super().request_begins(client, opens)
 
     def request_ends(self, *, has_failed: bool) -> None:
         try:

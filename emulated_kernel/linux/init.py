@@ -15,6 +15,8 @@ STUB = _BASE + 0x1000
 SYSCALL = STUB + 1
 TOUCH = STUB + 5
 """Stores al to rdi, then to each of as many pages as ecx says."""
+TWO_CALLS = STUB + 20
+"""A system call, and then that of rbp with rbx as its first argument."""
 CODE = bytes.fromhex(
     "f4"  # stub: hlt
     "0f05"  # syscall
@@ -24,6 +26,10 @@ CODE = bytes.fromhex(
     "ffc9"  # dec ecx
     "75f3"  # jnz touch
     "ebec"  # jmp stub
+    "0f05"  # two_calls: syscall
+    "4889df"  # mov rdi, rbx
+    "4889e8"  # mov rax, rbp
+    "ebe3"  # jmp to the first syscall
 )
 BUFFER, BUFFER_SIZE = 0x600000, 1 << 20
 """Memory of each client's own: paths, and what is read and written."""

@@ -87,15 +87,15 @@ class _Guest:
 class _Request:
     """Around a system call of a client's. No generator: one costs more than the lock, in each request."""
 
-    __slots__ = ("_client", "_guest", "_mount")
+    __slots__ = ("_client", "_guest", "_mount", "_opens")
 
-    def __init__(self, mount: LinuxMount, guest: _Guest, client: Client) -> None:
-        self._mount, self._guest, self._client = mount, guest, client
+    def __init__(self, mount: LinuxMount, guest: _Guest, client: Client, opens: bool = False) -> None:
+        self._mount, self._guest, self._client, self._opens = mount, guest, client, opens
 
     def __enter__(self) -> LinuxTask:
         self._guest.__enter__()
         try:
-            return self._mount.request_begins(self._client)
+            return self._mount.request_begins(self._client, self._opens)
         except BaseException as error:
             self._guest.__exit__(None, error, None)
             raise
@@ -139,7 +139,7 @@ class LinuxMount:
         self.lock = lock or ControlLock()
         self._syscalls = LinuxSyscalls(tasks)
         self._modules = KernelModules(self._syscalls, modules)
-        self._clients = LinuxClients(tasks, watch, owner.uid)
+        self._clients = LinuxClients(tasks, watch, owner.uid, self._close_released)
         self._handles: dict[int, OpenLinuxFile] = {}
         self._released: deque[OpenLinuxFile] = deque()
         """What is to be closed in the guest."""
@@ -166,13 +166,24 @@ class LinuxMount:
         """A system call of the client's, which may change what others wait for."""
         return _Request(self, self._running, client)
 
-    def request_begins(self, client: Client) -> LinuxTask:
-        """The task that makes a request; needs the lock. What was put off is done before."""
+    def request_begins(self, client: Client, opens: bool) -> LinuxTask:
+        """The task that makes a request; needs the lock. What was put off is done before.
+
+        `opens`: its first call closes what is `_released` still, the one file that this task has closed.
+        """
+        released = self._released
+        if not opens or len(released) > 1:
+            self._close_released()
+        task = self._clients.task_of(client)
+        if released and (released[0].task is not task or task.pending):
+            self._close_released()
+        return task
+
+    def _close_released(self) -> None:
         while self._released:
             file = self._released.popleft()
             with suppress(KernelError):
                 self._syscalls.close(file.task or self._tasks.init, file.fd)
-        return self._clients.task_of(client)
 
     def request_ends(self, *, has_failed: bool) -> None:
         """It has been made; needs the lock."""
@@ -299,10 +310,11 @@ class LinuxMount:
         return self._open(client, self._changed(path), flags | os.O_CREAT, mode)
 
     def _open(self, client: Client, at: str, flags: int, mode: int) -> int:
-        with self._request(client) as task:
+        with _Request(self, self._running, client, opens=True) as task:
+            closed = self._released.popleft().fd if self._released else None
             # Nothing here waits in open(2), but a FIFO in scratch/.
             try:
-                fd = self._syscalls.open(task, at, flags, mode)
+                fd = self._syscalls.open(task, at, flags, mode, closed=closed)
             except Blocked:
                 raise self._unasked(client) from None
             seekable = self._syscalls.is_seekable(fd)

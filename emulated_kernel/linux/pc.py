@@ -115,8 +115,8 @@ class Pc:
 
     @property
     def is_due(self) -> bool:
-        """Whether the timer interrupts now."""
-        return self.due is not None and self.tsc >= self.due and self.timer_vector is not None
+        """Whether the timer interrupts now, as of when time was last looked at or went on."""
+        return self.due is not None and self._tsc >= self.due and self.timer_vector is not None
 
     def timer_fires(self) -> None:
         """Time passes to the timer's interrupt, which is taken now."""

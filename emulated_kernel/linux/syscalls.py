@@ -95,10 +95,15 @@ class LinuxSyscalls:
         finally:
             self.unlink(init, _KMSG)
 
-    def open(self, task: LinuxTask, path: str, flags: int, mode: int = 0) -> int:
-        """openat(2); the descriptor is everybody's."""
+    def open(
+        self, task: LinuxTask, path: str, flags: int, mode: int = 0, *, closed: int | None = None
+    ) -> int:
+        """openat(2); the descriptor is everybody's. `closed`: one that the task closes first."""
         self._path(task, path)
-        return self._call(task, _OPENAT, _AT_FDCWD, BUFFER, flags & _OPEN_FLAGS, mode, patience=_LONG)
+        arguments = _OPENAT, _AT_FDCWD, BUFFER, flags & _OPEN_FLAGS, mode
+        if closed is None:
+            return self._call(task, *arguments, patience=_LONG)
+        return self._tasks.call_behind_close(task, closed, *arguments, patience=_LONG)
 
     def close(self, task: LinuxTask, fd: int) -> None:
         """close(2); by init where that task is in a call, or has ended."""

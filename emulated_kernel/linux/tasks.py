@@ -14,7 +14,7 @@ from errno import EAGAIN, ESRCH
 from emulated_kernel.errors import KernelError
 from emulated_kernel.linux.boot import HOST_SIZE
 from emulated_kernel.linux.facts import KernelFacts
-from emulated_kernel.linux.init import BUFFER, BUFFER_SIZE, SYSCALL, TOUCH
+from emulated_kernel.linux.init import BUFFER, BUFFER_SIZE, SYSCALL, TOUCH, TWO_CALLS
 from emulated_kernel.linux.kernel_files import KernelFiles
 from emulated_kernel.linux.machine import LinuxMachine, Stopped
 from emulated_kernel.linux.memory import FRAME, PAGE, PRESENT, WRITABLE
@@ -33,13 +33,15 @@ _PT_REGS = (
     "orig_ax", "ip",
 )  # fmt: skip
 _PT_REGS_WORDS = 21
-_CALL_SLOTS = [_PT_REGS.index(name) for name in ("di", "si", "dx", "r10", "r8", "r9", "ax", "ip", "cx")]
+_CALL_SLOTS = [
+    _PT_REGS.index(name) for name in ("di", "si", "dx", "r10", "r8", "r9", "ax", "ip", "cx", "bx", "bp")
+]
 _NO_ARGUMENTS = (0,) * 6
 _HOST_TEXT, _HOST_DATA = 0xFFFFFFFF70000000, 0xFFFFFFFF70001000
 """In a part of the kernel's own gigabytes that Linux leaves free, within reach of a jump from its text."""
 _ARRIVAL = TSC_KHZ // 1000
 """Cycles that each arrival at the stub takes: time must pass for the guest's own housekeeping."""
-_CLONE, _EXIT_GROUP, _RT_SIGACTION, _MADVISE, _KILL = 56, 231, 13, 28, 62
+_CLOSE, _CLONE, _EXIT_GROUP, _RT_SIGACTION, _MADVISE, _KILL = 3, 56, 231, 13, 28, 62
 _CLONE_FILES, _SIGCHLD, _SIGKILL = 0x400, 17, 9
 _SIG_IGN = 1
 _WIPE_ON_FORK = 18
@@ -242,7 +244,16 @@ class LinuxTasks(RunningLinux):
             self._memory.words[task.flags >> 3] |= NEED_RESCHED
         self.machine.cpu.interrupt(_PLATFORM_IPI)
 
-    def _begin(self, task: LinuxTask, ip: int, ax: int, arguments: tuple[int, ...], cx: int = 0) -> None:
+    def _begin(
+        self,
+        task: LinuxTask,
+        ip: int,
+        ax: int,
+        arguments: tuple[int, ...],
+        cx: int = 0,
+        kept: tuple[int, int] = (0, 0),
+    ) -> None:
+        """`kept`: rbx and rbp, which a system call leaves alone."""
         machine = self.machine
         if machine.death:
             machine.check_alive()
@@ -250,13 +261,14 @@ class LinuxTasks(RunningLinux):
             raise KernelError(ESRCH, f"task {task.pid} has ended")
         if self.current is not None and machine.pc.is_due:
             self._take_interrupts()
-        values = (*arguments, *_NO_ARGUMENTS[len(arguments) :], ax, ip, cx)
+        values = (*arguments, *_NO_ARGUMENTS[len(arguments) :], ax, ip, cx, *kept)
         task.pending = True
         if task is self.current:
             regs = machine.regs
-            regs.di, regs.si, regs.dx, regs.r10, regs.r8, regs.r9, regs.ax, regs.ip, regs.cx = values
+            regs.di, regs.si, regs.dx, regs.r10, regs.r8, regs.r9, regs.ax, *rest = values
+            regs.ip, regs.cx, regs.bx, regs.bp = rest
             # The instruction itself would cost a callback.
-            if ip == SYSCALL:
+            if ip != TOUCH:
                 machine.cpu.syscall(ip)
             return
         words, base = self._memory.words, task.registers >> 3
@@ -272,6 +284,14 @@ class LinuxTasks(RunningLinux):
     def call(self, task: LinuxTask, number: int, *arguments: int, patience: int = 0) -> int:
         """A system call of the task's. Raises: Blocked; KernelError with its errno."""
         self._begin(task, SYSCALL, number, arguments)
+        return self.answer(task, patience)
+
+    def call_behind_close(
+        self, task: LinuxTask, closed: int, number: int, *arguments: int, patience: int = 0
+    ) -> int:
+        """The same behind its close(2) of a descriptor, in one run; what that returns nobody is told."""
+        first, *others = arguments
+        self._begin(task, TWO_CALLS, _CLOSE, (closed, *others), kept=(first, number))
         return self.answer(task, patience)
 
     def answer(self, task: LinuxTask, patience: int = 0) -> int:
