@@ -32,6 +32,7 @@ _ALL = 0xFFFFFFFF
 _CPL = 3
 _CS32, _SS32, _LONG_MODE, _CS64 = 1 << 4, 1 << 5, 1 << 14, 1 << 15
 """Bits of the emulator's hflags, beside the privilege level."""
+_KERNEL_MODE = _CS64 | _CS32 | _SS32
 _HAS_ERROR_CODE = frozenset((8, 10, 11, 12, 13, 14, 17))
 _USER_ACCESS = 4
 _GATE, _GATE_SIZE = struct.Struct("<QQ"), 16
@@ -203,7 +204,7 @@ class LinuxCpu:
 
     def _enter_kernel(self, segments: bytes) -> None:
         self._code_and_stack[:] = segments
-        self._state.hflags = self._state.hflags & ~_CPL | _CS64 | _CS32 | _SS32
+        self._state.hflags = self._state.hflags & ~_CPL | _KERNEL_MODE
 
     # What the library leaves to us
 

@@ -24,7 +24,7 @@ _ASKS = 1 << 2 | 1 << 16 | 1 << 17 | 1 << 18
 """DCACHE_OP_REVALIDATE and DCACHE_MANAGED_DENTRY: of such a dentry its file system decides at each lookup."""
 _LONGEST_CHAIN = 1000
 _NAMES = 1000
-"""Whose hashes are kept."""
+"""Whose hashes are kept, and paths that are kept in pieces."""
 
 
 class KernelFiles:
@@ -61,7 +61,7 @@ class KernelFiles:
 
     def lstat(self, path: str) -> Stat | None:
         """Attributes of a file; None where the kernel has to be asked, or there is none."""
-        _, top, *names = os.fsencode(path).split(b"/")
+        top, names = _names(path)
         found = self._roots.get(top)
         for name in names:
             found = self._child(found[0], name) if found else None
@@ -139,6 +139,13 @@ class KernelFiles:
                 if ram[at : at + len(name)] == name:
                     return None if flags & _ASKS else (dentry, inode)
         return None
+
+
+@lru_cache(_NAMES)
+def _names(path: str) -> tuple[bytes, list[bytes]]:
+    """The first name of a path, and those below."""
+    _, top, *names = os.fsencode(path).split(b"/")
+    return top, names
 
 
 @lru_cache(_NAMES)

@@ -65,18 +65,16 @@ class OpenLinuxFile:
 class _Guest:
     """Around what may run the guest: the lock is held, and its death is EIO. Holds no state of a request."""
 
-    __slots__ = ("_check", "_lock")
+    __slots__ = ("_lock", "_mount")
 
-    def __init__(self, lock: ControlLock, check: Callable[[], None]) -> None:
-        self._lock, self._check = lock, check
+    def __init__(self, mount: LinuxMount) -> None:
+        self._lock, self._mount = mount.lock, mount
 
     def __enter__(self) -> None:
         self._lock.__enter__()
-        try:
-            self._check()
-        except BaseException:
+        if self._mount.is_closed:
             self._lock.__exit__()
-            raise
+            self._mount.check_open()
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         self._lock.__exit__()
@@ -152,14 +150,14 @@ class LinuxMount:
         self._activity = threading.Condition()
         self._waiters = 0
         """Threads that wait for activity; without any, nobody is told. Who is about to looks again soon."""
-        self._closed = False
+        self.is_closed = False
         self._known = lru_cache(_KEPT)(self._shown)
-        self._running = _Guest(self.lock, self.check_open)
+        self._running = _Guest(self)
         """Around all that may run the guest."""
 
     def check_open(self) -> None:
         """Raises: KernelError EIO behind the mount's end."""
-        if self._closed:
+        if self.is_closed:
             raise KernelError(errno.EIO, "the mount has ended")
 
     def _request(self, client: Client) -> _Request:
@@ -592,9 +590,9 @@ class LinuxMount:
     def close(self) -> None:
         """The mount ends: wake who waits, free the machine."""
         with self.lock:
-            if self._closed:
+            if self.is_closed:
                 return
-            self._closed = True
+            self.is_closed = True
             self._clients.close()
             self._tasks.machine.close()
         with self._activity:
