@@ -36,7 +36,7 @@ def run(name: str, *options: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
 
 
-@pytest.mark.parametrize("name", sorted({*QUICK, "real_linux.py"}))
+@pytest.mark.parametrize("name", sorted({*QUICK, "real_linux.py", "round.py"}))
 def test_says_what_it_measures(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,190 @@
+"""Where open, read and close in scratch/ spend their time over a distribution's kernel: FUSE, Python, guest.
+
+CPU time of a round: of both processes over a mount whose files are made up, through the same adapter; and of
+what LinuxMount makes of the same requests, called from Python, of which the emulator's runs are a part.
+Beside them the whole, by its absolute path, and from its directory. Client and daemon share a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import signal
+import stat
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import chdir
+from pathlib import Path
+
+from common import Distribution, arguments, mounted, report
+
+from emulated_kernel.host.mirror.processes import HostProcesses
+from emulated_kernel.linux.engine import LinuxEngine
+from emulated_kernel.linux.engine_mount import EngineMount
+from emulated_kernel.linux.start import started_with_kernel
+from emulated_kernel.lock import ControlLock
+from emulated_kernel.vfs.core.client import Client, Stat
+from emulated_kernel.vfs.core.node import Owner
+from kprobefs.adapter import FuseOptions, Server
+
+_CONTENT = b"hello\n"
+_PR_SET_PDEATHSIG = 1
+
+
+class Nothing:
+    """A mount of one directory with one file, as far as a round asks."""
+
+    def __init__(self) -> None:
+        self.lock = ControlLock()
+        self._directory = Stat(1, stat.S_IFDIR | 0o755, 2, 0, 0)
+        self._file = Stat(2, stat.S_IFREG | 0o644, 1, 0, 0, len(_CONTENT))
+
+    def getattr(self, path: str, _client: object = None) -> Stat:
+        return self._file if path.endswith("/file") else self._directory
+
+    def chdir(self, _client: Client, _path: str) -> None:
+        """Anybody may."""
+
+    def open(self, _client: Client, _path: str, _flags: int) -> int:
+        return 1
+
+    def is_stream(self, _handle: int) -> bool:
+        return False
+
+    def set_status_flags(self, _handle: int, _flags: int) -> None:
+        """They are of no use."""
+
+    def read(self, _client: Client, _handle: int, _size: int, _offset: int) -> bytes:
+        return _CONTENT
+
+    read_page = read
+
+    def release(self, _handle: int) -> None:
+        """There is nothing to forget."""
+
+
+def cpu_time(pid: int) -> float:
+    """Microseconds of all threads of a process so far."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1000
+
+
+def rounds(path: str, daemon: int, batches: int, size: int) -> tuple[float, ...]:
+    """CPU time of client and daemon together, a mean for each batch; one batch before isn't counted."""
+    open_, read, close = os.open, os.read, os.close
+    samples = []
+    for _ in range(batches + 1):
+        before = cpu_time(daemon) + time.thread_time_ns() / 1000
+        for _ in range(size):
+            fd = open_(path, os.O_RDONLY)
+            read(fd, 4096)
+            close(fd)
+        samples.append((cpu_time(daemon) + time.thread_time_ns() / 1000 - before) / size)
+    return tuple(samples[1:])
+
+
+def by_path_and_name(directory: Path, daemon: int, batches: int, size: int) -> list[tuple[float, ...]]:
+    """By the absolute path, and from the file's directory: a lookup less."""
+    by_path = rounds(os.fspath(directory / "file"), daemon, batches, size)
+    with chdir(directory):
+        return [by_path, rounds("file", daemon, batches, size)]
+
+
+def nothing_served(batches: int, size: int) -> list[tuple[float, ...]]:
+    """Of a mount in which nothing is done."""
+    with tempfile.TemporaryDirectory(prefix="kprobefs-bench-") as place:
+        daemon = os.fork()
+        if not daemon:
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            Server(Nothing(), FuseOptions("round")).serve(place, lambda: None)  # type: ignore[arg-type]
+            os._exit(0)
+        while not os.path.ismount(place):
+            time.sleep(0.01)
+        before = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, {min(before)})
+        for task in Path(f"/proc/{daemon}/task").iterdir():
+            os.sched_setaffinity(int(task.name), {min(before)})
+        try:
+            return by_path_and_name(Path(place, "scratch"), daemon, batches, size)
+        finally:
+            os.sched_setaffinity(0, before)
+            subprocess.run(["umount", place], check=True)
+            os.waitpid(daemon, 0)
+
+
+def below_fuse(image: str, batches: int, size: int) -> list[tuple[float, ...]]:
+    """What the mount makes of the same requests, and how much of that is the emulator's."""
+    mount = EngineMount(
+        LinuxEngine(*started_with_kernel(image, 1)), HostProcesses(), Owner(0, 0), is_tracefs=False
+    )
+    client = Client(os.getpid(), 0, 0)
+    mount.release(mount.create(client, "/scratch/file", 0o644, os.O_WRONLY))
+
+    def done() -> None:
+        mount.getattr("/scratch")
+        mount.getattr("/scratch/file")
+        handle = mount.open(client, "/scratch/file", os.O_RDONLY)
+        mount.read(client, handle, 4096, 0)
+        mount.release(handle)
+
+    whole = _timed(done, batches, size)
+    engine = mount._tasks.machine.engine
+    run, spent = engine.start, 0
+
+    def timed(address: int) -> int:
+        nonlocal spent
+        before = time.thread_time_ns()
+        error = run(address)
+        spent += time.thread_time_ns() - before
+        return error
+
+    # With a clock around each: 0.3 us of it are counted.
+    engine.start = timed  # type: ignore[method-assign]
+    inside = []
+    for _ in range(batches):
+        spent = 0
+        for _ in range(size):
+            done()
+        inside.append(spent / size / 1000)
+    return [whole, tuple(inside)]
+
+
+def _timed(function: Callable[[], None], batches: int, size: int) -> tuple[float, ...]:
+    samples = []
+    for _ in range(batches + 1):
+        before = time.thread_time_ns()
+        for _ in range(size):
+            function()
+        samples.append((time.thread_time_ns() - before) / size / 1000)
+    return tuple(samples[1:])
+
+
+def whole(options: argparse.Namespace) -> list[tuple[float, ...]]:
+    """Of a real mount."""
+    with mounted(options, "--image", options.image) as mount:
+        (mount.path / "scratch/file").write_bytes(_CONTENT)
+        return by_path_and_name(mount.path / "scratch", mount.daemon, options.batches, options.size)
+
+
+def main() -> None:
+    """Run, report."""
+    parser = arguments(__doc__)
+    parser.add_argument("--image", default="host", help="a vmlinuz or Debian package (default: host)")
+    parser.add_argument("--batches", type=int, default=20)
+    parser.add_argument("--size", type=int, default=100, help="rounds a batch")
+    options = parser.parse_args()
+    names = (
+        "all, by absolute path", "all, from its directory", "FUSE alone, by path", "FUSE alone, by name",
+        "below FUSE", "of that the emulator's runs",
+    )  # fmt: skip
+    found = whole(options)
+    found += nothing_served(options.batches, options.size)
+    found += below_fuse(options.image, options.batches, options.size)
+    report([Distribution(name, "us", each) for name, each in zip(names, found, strict=True)], options.json)
+
+
+if __name__ == "__main__":
+    main()
