@@ -19,7 +19,7 @@ from emulated_kernel.image.linux.kept_kernel import KeptKernel
 from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.linux import snapshot
 from emulated_kernel.linux.core_image import ONLINE, CoreFacts, convert, ram_size
-from emulated_kernel.linux.cpu import KernelTables
+from emulated_kernel.linux.cpu import CpuTables
 from emulated_kernel.linux.machine import LinuxMachine
 from emulated_kernel.linux.room import has_room, unnamed_file
 from emulated_kernel.linux.running_linux import RunningLinux
@@ -124,7 +124,7 @@ class CoreGuest(RunningLinux):
             self.per_cpu = memory.read_word(self.root, symbols["__per_cpu_offset"])
             self.current_cell = self.per_cpu + facts.current_task
             cr4 = memory.read_word(self.root, self.per_cpu + facts.tlb_cr4)
-            self._tables = KernelTables(
+            self._tables = CpuTables(
                 self.root,
                 _CR4 | cr4 & _CR4_KEPT,
                 self.per_cpu,

@@ -81,7 +81,7 @@ _COMPUTED = 1
 _ARITHMETIC, _DIRECTION = 0x8D5, 0x400
 
 
-class KernelTables(NamedTuple):
+class CpuTables(NamedTuple):
     """What a CPU has of a running kernel: addresses, tables with their bytes. `root` is physical."""
 
     root: int
@@ -180,7 +180,7 @@ class LinuxCpu:
         self._state.hflags |= _LONG_MODE
         regs.flags, regs.sp, regs.ip = x86.FLAG_FIXED, stack, entry
 
-    def enter_kernel(self, tables: KernelTables) -> None:
+    def enter_kernel(self, tables: CpuTables) -> None:
         """As a kernel runs that has long been up, with interrupts on."""
         engine, regs = self._engine, self.regs
         self.power_on(0, 0, tables.root, tables.gdt)
