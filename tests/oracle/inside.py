@@ -17,7 +17,7 @@ import random
 import re
 import sys
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,10 +25,14 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from emulated_kernel.arch.analysis.reason import Finding
+from emulated_kernel.arch.analysis.tables import ProbedTables
 from emulated_kernel.arch.x86.arch import X86_64
 from emulated_kernel.arch.x86.insn import decode_all
 from emulated_kernel.errors import KernelError
+from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.image.linux.kernel import LinuxKernel
+from emulated_kernel.image.linux.module_files import ModuleFiles
+from emulated_kernel.image.modules import LiveImage, Module
 from emulated_kernel.linux.engine import LinuxEngine
 from emulated_kernel.linux.linux_mount import LinuxMount
 from emulated_kernel.vfs.core.client import Client
@@ -57,6 +61,8 @@ from when its optimizer has come to it."""
 LONG_CALL = b"\x67\xe8"
 """A call of six bytes, as boot makes of indirect ones. Linux 6.1 has a probed one return behind its fifth
 byte, and dies of that."""
+MODULES = ("dm_mod", "kvm")
+"""With tables of all kinds among them."""
 OPTIMIZING = 5_000_000
 """Microseconds of the guest's time in which it optimizes what it can."""
 KINDS = ("p", "r") * 6 + ("p:", "r8", "p8", "r0", "r99999", "x", "P", "-", "pp", "r-1")
@@ -151,9 +157,8 @@ def compare_definitions(linux: LinuxMount, ours: GuestMount, count: int, seed: i
     return tally
 
 
-def table_places(kernel: LinuxKernel) -> Iterator[list[int]]:
-    """What each table that decides about probes names, in its text."""
-    symbols = kernel.kallsyms.symbols
+def table_places(kernel: ProbedTables, text: range, *more: Iterable[int]) -> Iterator[list[int]]:
+    """What each table that decides about probes names, in a text; `more`: of a kernel."""
     tables: tuple[Iterable[int], ...] = (
         kernel.mcount,
         [code for code, *_ in kernel.jump_labels],
@@ -164,29 +169,46 @@ def table_places(kernel: LinuxKernel) -> Iterator[list[int]]:
         [fixup for _, fixup in kernel.ex_table],
         [start for start, *_ in kernel.blacklist],
         [end for _, end, _ in kernel.blacklist],
-        kernel.return_sites,
-        [symbol.address for symbol in symbols if symbol.name.startswith("__x86_indirect_thunk")],
+        *more,
     )
-    text = range(*kernel.text)
     for table in tables:
         found = sorted({addr for addr in table if addr in text})
         if found:
             yield found
 
 
-def places(kernel: LinuxKernel, count: int, seed: int) -> Iterator[int]:
+def kernel_places(kernel: LinuxKernel, count: int, seed: int) -> Iterator[int]:
+    """Addresses in a kernel's text."""
+    symbols, text = kernel.kallsyms.symbols, range(*kernel.text)
+    thunks = [symbol.address for symbol in symbols if symbol.name.startswith("__x86_indirect_thunk")]
+    tables = [*table_places(kernel, text, kernel.return_sites, thunks)]
+    return places(kernel, text, symbols, tables, count, seed)
+
+
+def module_places(live: LiveImage[LinuxKernel], module: Module, count: int, seed: int) -> Iterator[int]:
+    """Addresses in a module's."""
+    text = range(*module.text)
+    return places(live, text, module.symbols, [*table_places(live, text)], count, seed)
+
+
+def places(
+    kernel: ProbedTables,
+    text: range,
+    symbols: Iterable[Symbol],
+    tables: Sequence[Sequence[int]],
+    count: int,
+    seed: int,
+) -> Iterator[int]:
     """Addresses in its text: most of them boundaries of instructions, some within one.
 
     A half of them is anywhere, the others are about what a table names.
     """
     dice = random.Random(seed)
-    symbols = kernel.kallsyms.symbols
-    starts = sorted({symbol.address for symbol in symbols if symbol.address in range(*kernel.text)})
-    tables = [*table_places(kernel)]
+    starts = sorted({symbol.address for symbol in symbols if symbol.address in text})
     for number in range(count):
         named = dice.choice(tables[number // 2 % len(tables)]) if number % 2 else None
-        at = bisect_right(starts, dice.randrange(*kernel.text) if named is None else named) - 1
-        start, end = starts[at], (*starts, kernel.text.end)[at + 1]
+        at = max(bisect_right(starts, dice.choice(text) if named is None else named) - 1, 0)
+        start, end = starts[at], (*starts, text.stop)[at + 1]
         size = min(end - start, 2000 if named is None else named - start + 16)
         boundaries = [addr for addr, *_ in decode_all(kernel.read(start, size), start)]
         if named is not None:
@@ -194,7 +216,7 @@ def places(kernel: LinuxKernel, count: int, seed: int) -> Iterator[int]:
         yield dice.choice(boundaries) + (dice.random() < 0.1)
 
 
-def compare_places(linux: LinuxMount, kernel: LinuxKernel, count: int, seed: int) -> Tally:
+def compare_places(linux: LinuxMount, kernel: ProbedTables, places: Iterable[int]) -> Tally:
     """errno of the definition, and what kprobes/list says of the armed probe.
 
     `kernel`: with its text as it runs.
@@ -203,7 +225,7 @@ def compare_places(linux: LinuxMount, kernel: LinuxKernel, count: int, seed: int
     verdict = arch.verdict(kernel, arch.strategies["optprobe-linux"], ftrace=True)
     tally, expected = Tally(), {}
     write(linux, "/tracing/kprobe_events", "", os.O_TRUNC)
-    for addr in dict.fromkeys(places(kernel, count, seed)):
+    for addr in dict.fromkeys(places):
         if kernel.read(addr, len(LONG_CALL)) == LONG_CALL:
             continue
         finding = verdict.check_traced(addr) or verdict.may_probe(addr)
@@ -225,7 +247,7 @@ def compare_places(linux: LinuxMount, kernel: LinuxKernel, count: int, seed: int
     write(linux, "/tracing/events/kprobes/enable", "1")
     linux._tasks.idle(OPTIMIZING)
     lines = [line.split() for line in read(linux, "/kprobes/list").splitlines()]
-    listed = {int(words[0], 16): words[3] if len(words) > 3 else "" for words in lines}
+    listed = {int(words[0], 16): words[-1] if words[-1][0] == "[" else "" for words in lines}
     for addr, (flag, outcome) in expected.items():
         length = 0 if isinstance(outcome, Finding) else outcome.length
         # A jump doesn't cover another probe.
@@ -234,6 +256,30 @@ def compare_places(linux: LinuxMount, kernel: LinuxKernel, count: int, seed: int
     write(linux, "/tracing/events/kprobes/enable", "0")
     write(linux, "/tracing/kprobe_events", "", os.O_TRUNC)
     return tally
+
+
+def compare_modules(image: str, names: Iterable[str], count: int, seed: int) -> Tally:
+    """Places in modules that the kernel has loaded: it and our engine, in one guest, judge them."""
+    from emulated_kernel.host.mirror.processes import NoProcesses
+    from emulated_kernel.linux.start import started_with_kernel
+    from emulated_kernel.vfs.core.node import Owner
+
+    tasks, kernel = started_with_kernel(image, seed)
+    engine = LinuxEngine(tasks, kernel)
+    modules = ModuleFiles(Path(image), tasks.release)
+    linux = LinuxMount(tasks, NoProcesses(), Owner(0, 0), modules, is_tracefs=False)
+    whole = Tally()
+    for name in names:
+        if write(linux, "/machine/modules", f"load {name}"):
+            raise SystemExit(f"{name} can't be loaded")
+        module = engine.live.find(name)
+        assert module is not None
+        tally = compare_places(linux, engine.live, module_places(engine.live, module, count, seed))
+        whole.compared += tally.compared
+        whole.refused += tally.refused
+        whole.differences += tally.differences
+    linux.close()
+    return whole
 
 
 def recorded(mount: GuestMount | LinuxMount) -> tuple[list[str], list[str]]:
@@ -285,7 +331,8 @@ def main() -> int:
     ours = EngineMount(engine, NoProcesses(), Owner(0, 0), is_tracefs=False)
     is_perfect = True
     for what, tally in (
-        ("places", compare_places(linux, kernel, options.count, options.seed)),
+        ("places", compare_places(linux, kernel, kernel_places(kernel, options.count, options.seed))),
+        ("places in modules", compare_modules(options.image, MODULES, options.count, options.seed)),
         ("definitions", compare_definitions(linux, Kernel().mount(), options.count, options.seed)),
         ("definitions over it", compare_definitions(linux, ours, options.count, options.seed + 1)),
         ("records over it", compare_records(linux, ours)),

@@ -13,6 +13,7 @@ from tests.linux import debian_kernel
 from tests.oracle import inside
 
 DEFINITIONS, PLACES = 150, 80
+MODULE = "dm_mod"
 CLIENT = Client(1, 0, 0)
 
 
@@ -46,7 +47,14 @@ def test_places_are_judged_alike() -> None:
     """errno of a probe there, and whether its kernel makes it a jump."""
     tasks, kernel = debian_kernel.with_kernel()
     linux = LinuxMount(tasks, NoProcesses(), Owner(0, 0), is_tracefs=False)
-    found = inside.compare_places(linux, kernel, PLACES, 1)
+    found = inside.compare_places(linux, kernel, inside.kernel_places(kernel, PLACES, 1))
     linux.close()
+    assert not found.differences, "\n".join(found.differences[:5])
+    assert found.compared > PLACES > found.refused > PLACES // 20
+
+
+def test_places_in_modules_are_judged_alike() -> None:
+    """Both in one guest, which tells our engine what it has loaded."""
+    found = inside.compare_modules(str(debian_kernel.image()), [MODULE], PLACES, 1)
     assert not found.differences, "\n".join(found.differences[:5])
     assert found.compared > PLACES > found.refused > PLACES // 20

@@ -1,0 +1,198 @@
+"""Modules that Debian's kernel loads: our engine knows them by name, probes them, and lets them go."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.host.mirror.processes import NoProcesses
+from emulated_kernel.linux.core_guest import started_core
+from emulated_kernel.linux.core_mount import CoreMount
+from emulated_kernel.linux.engine import KernelEngine, LinuxEngine
+from emulated_kernel.linux.engine_mount import EngineMount
+from emulated_kernel.linux.init import DEBUGFS, PROC, TRACEFS
+from emulated_kernel.linux.kernel_tracepoints import TAKEN_OVER
+from emulated_kernel.vfs.core.client import Client
+from emulated_kernel.vfs.core.node import Owner
+from tests.ledger import ledger_mismatches
+from tests.linux import core_dump, debian_kernel
+from tests.linux.churn import KeptModules
+from tests.linux.files import Files
+
+CLIENT = Client(4242, 0, 0)
+SUITES = ("", "trixie")
+"""A module has two pieces of memory up to 6.3, and seven later."""
+NLS = "nls_cp437"
+CALL = f'{NLS}:uni2char 65 "....." 5'
+EVENTS = "/tracing/events/kprobes"
+OF_A_MODULE = re.compile(r"\[\w+\]$", re.MULTILINE)
+NO_MODULE = re.compile(r"\[(?:bpf|__builtin__\w+)\]$")
+
+
+@pytest.fixture(scope="module", params=SUITES)
+def mount(request: pytest.FixtureRequest) -> Iterator[EngineMount]:
+    suite = request.param
+    engine = LinuxEngine(*debian_kernel.with_kernel(suite=suite))
+    modules = KeptModules(debian_kernel.image(suite=suite), engine.tasks.release)
+    made = EngineMount(engine, NoProcesses(), Owner(0, 0), modules, is_tracefs=False)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def shell(mount: EngineMount) -> Iterator[Files]:
+    """No module is there at the end, no probe, and the text is the kernel's own."""
+    shell = Files(mount, CLIENT)
+    yield shell
+    if shell.read("/kprobe_events"):
+        shell.write(f"{EVENTS}/enable", "0")
+    for path in ("/kprobe_events", "/tracing/trace"):
+        shell.write(path, "\n", os.O_WRONLY | os.O_TRUNC)
+    loaded = [line.split()[0] for line in shell.read("/machine/modules").splitlines()]
+    for name in loaded:
+        shell.write("/machine/modules", f"unload {name}\n")
+    engine = mount._engine
+    assert not ledger_mismatches(engine.machine.text)
+    assert engine.live.text_ranges == engine.kernel.text_ranges
+    assert not re.search("BUG|WARN|Oops|cut here", shell.read("/machine/dmesg"))
+
+
+def guests(shell: Files, path: str) -> list[str]:
+    """A file of the kernel's own."""
+    return shell.mount._syscalls.read_all(path).decode().splitlines()
+
+
+def of_modules(lines: list[str]) -> list[str]:
+    return [line for line in lines if OF_A_MODULE.search(line) and not NO_MODULE.search(line)]
+
+
+def test_the_kernel_says_the_same(shell: Files) -> None:
+    """Symbols with their letters, the blacklist, and what can be traced, of modules with all tables."""
+    shell.write("/machine/modules", "load kvm\n")
+    symbols = of_modules(guests(shell, f"{PROC}/kallsyms"))
+    assert len(symbols) > 5000
+    assert of_modules(shell.read("/machine/kallsyms").splitlines()) == symbols
+    functions = of_modules(guests(shell, f"{TRACEFS}/available_filter_functions"))
+    assert len(functions) > 1000
+    ours = of_modules(shell.read("/tracing/available_filter_functions").splitlines())
+    assert sorted(ours) == sorted(functions)
+    forbidden, told = (
+        {line for line in lines if line.split()[1] not in TAKEN_OVER}
+        for lines in (
+            guests(shell, f"{DEBUGFS}/kprobes/blacklist"),
+            shell.read("/kprobes/blacklist").splitlines(),
+        )
+    )
+    assert any(line.endswith("\tkvm_spurious_fault") for line in told)
+    assert told == forbidden
+    stranger = Files(shell.mount, Client(4243, 1000, 1000)).read("/machine/kallsyms")
+    assert {line.split()[0] for line in of_modules(stranger.splitlines())} == {"0" * 16}
+
+
+def test_functions_are_called_and_probed(shell: Files) -> None:
+    assert shell.call(CALL).startswith("ENOENT")
+    shell.write("/machine/modules", f"load {NLS}\n")
+    assert shell.call(CALL) == f"{NLS}:uni2char = 0x1 (1)\n"
+    shell.write(
+        "/kprobe_events", f"p:entered {NLS}:uni2char code=%di\nr:left {NLS}:uni2char result=$retval:s32\n"
+    )
+    shell.write("/kprobe_events", f"p:within {NLS}:uni2char+11\n", os.O_WRONLY | os.O_APPEND)
+    shell.write(f"{EVENTS}/enable", "1")
+    shell.write(f"{EVENTS}/within/trigger", "stacktrace\n")
+    shell.mount._tasks.idle(1_000_000)
+    for _ in range(3):
+        assert shell.call(CALL) == f"{NLS}:uni2char = 0x1 (1)\n"
+    listed = shell.read("/kprobes/list")
+    assert re.search(rf"  k  uni2char\+0x0  {NLS} \[FTRACE\]$", listed, re.MULTILINE)
+    assert re.search(rf"  k  uni2char\+0xb  {NLS} \[OPTIMIZED\]$", listed, re.MULTILINE)
+    text = shell.read("/tracing/trace")
+    assert len(re.findall(rf"entered: \(uni2char\+0x0/0x\w+ \[{NLS}\]\) code=0x41$", text, re.MULTILINE)) == 3
+    assert len(re.findall(r"left: \(\S+ <- uni2char \[\w+\]\) result=1$", text, re.MULTILINE)) == 3
+    # Its caller is the code of the host's, which the thread runs.
+    assert len(re.findall(rf" => uni2char \[{NLS}\]\n => 0x\w+\n => kthread\n", text)) == 3, text
+    profile = [line.split() for line in shell.read("/kprobe_profile").splitlines()]
+    assert profile == [["entered", "3", "0"], ["left", "3", "0"], ["within", "3", "0"]]
+    shell.write(f"{EVENTS}/within/trigger", "!stacktrace\n")
+    assert shell.errno("/kprobe_events", f"p:no {NLS}:uni2char+1") == errno.EILSEQ
+    assert shell.errno("/kprobe_events", f"p:no {NLS}:no_such") == errno.ENOENT
+
+
+def test_definitions_wait_and_probes_go(shell: Files) -> None:
+    """Pending until it comes, hit while its init function runs, gone with it, and there again."""
+    definitions = f"p:init {NLS}:init_nls_{NLS.removeprefix('nls_')}\np:body {NLS}:uni2char+11\n"
+    shell.write("/kprobe_events", definitions)
+    assert shell.read("/kprobes/list") == ""
+    shell.write("/tracing/set_ftrace_filter", f"*2char:mod:{NLS}")
+    assert shell.read("/tracing/set_ftrace_filter") == f"*2char:mod:{NLS}\n"
+    shell.write("/tracing/current_tracer", "function")
+    for turn in range(1, 3):
+        shell.write("/machine/modules", f"load {NLS}\n")
+        shell.write(f"{EVENTS}/enable", "1")
+        assert shell.call(CALL) == f"{NLS}:uni2char = 0x1 (1)\n"
+        init, body = sorted(shell.read("/kprobes/list").splitlines(), key=lambda line: "uni2char" in line)
+        assert init.endswith("[GONE][FTRACE]")
+        assert f"uni2char+0xb  {NLS}" in body
+        text = shell.read("/tracing/trace")
+        assert text.count("body: (uni2char+0xb") == text.count(": uni2char <-") == turn, text
+        assert shell.read("/tracing/set_ftrace_filter") == f"uni2char [{NLS}]\n"
+        if turn == 1:
+            assert "init: (" not in text
+        shell.write(f"{EVENTS}/enable", "1")
+        shell.write("/machine/modules", f"unload {NLS}\n")
+        lines = shell.read("/kprobes/list").splitlines()
+        assert len(lines) == 2
+        assert all("[GONE]" in line for line in lines)
+        assert shell.call(CALL).startswith("ENOENT")
+        shell.write("/tracing/set_ftrace_filter", f"*2char:mod:{NLS}", os.O_WRONLY | os.O_TRUNC)
+    shell.write("/tracing/current_tracer", "nop")
+    shell.write("/tracing/set_ftrace_filter", "\n", os.O_WRONLY | os.O_TRUNC)
+
+
+def test_one_whose_init_fails(shell: Files) -> None:
+    """This CPU has no VMX."""
+    shell.write("/kprobe_events", "p:exits kvm:kvm_exit\np:asked kvm_intel:vmx_hardware_setup\n")
+    with pytest.raises(KernelError) as refused:
+        shell.write("/machine/modules", "load kvm-intel\n")
+    assert refused.value.errno == errno.EOPNOTSUPP
+    assert not of_modules(shell.read("/machine/kallsyms").splitlines())
+    listed = shell.read("/kprobes/list").splitlines()
+    assert listed
+    assert all("[GONE]" in line for line in listed)
+
+
+def test_others_at_its_address(shell: Files) -> None:
+    """What was translated, patched or known of one is nothing of the next one's."""
+    for number in range(6):
+        name = (NLS, "nls_cp850", "nls_ascii")[number % 3]
+        shell.write("/machine/modules", f"load {name}\n")
+        shell.write("/kprobe_events", f"p:h{number} {name}:uni2char+11\n", os.O_WRONLY | os.O_APPEND)
+        shell.write(f"{EVENTS}/h{number}/enable", "1")
+        assert shell.call(f'{name}:uni2char 65 "....." 5').endswith(" = 0x1 (1)\n")
+        shell.write("/machine/modules", f"unload {name}\n")
+    hits = [line.split()[1:] for line in shell.read("/kprobe_profile").splitlines()]
+    assert hits == [["1", "0"]] * 6
+
+
+def test_modules_of_a_dump(shell: Files, tmp_path: Path) -> None:
+    """They are there when it is mounted: called, and probed."""
+    shell.write("/machine/modules", f"load {NLS}\n")
+    known = of_modules(shell.read("/machine/kallsyms").splitlines())
+    core_dump.dump_of(shell.mount._tasks, tmp_path / "core", has_info=True)
+    guest, kernel = started_core(str(tmp_path / "core"))
+    core = CoreMount(guest, KernelEngine(guest, kernel), Owner(0, 0), is_tracefs=False)
+    dump = Files(core, CLIENT)
+    try:
+        assert of_modules(dump.read("/machine/kallsyms").splitlines()) == known
+        dump.write("/kprobe_events", f"p:body {NLS}:uni2char+11\n")
+        dump.write(f"{EVENTS}/body/enable", "1")
+        assert dump.call(CALL) == f"{NLS}:uni2char = 0x1 (1)\n"
+        assert dump.read("/kprobe_profile").split() == ["body", "1", "0"]
+        assert f"uni2char [{NLS}]\n" in dump.read("/tracing/available_filter_functions")
+    finally:
+        core.close()
