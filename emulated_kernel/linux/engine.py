@@ -78,9 +78,10 @@ class KernelEngine:
         functions = partial(traceable_functions, kernel, kprobes.verdict)
         fprobes = Fprobes(kprobes, kretprobes.hooks, arch, functions, cpus=1)
         registries = ProbeRegistries(kprobes, None, kretprobes, hook_sets, fprobes)
-        tracing = linux_tracing(
+        tracing, keys = linux_tracing(
             machine, live, arch, registries, abi, self.lock, log.info, stacks.task_structs, self._caller()
         )
+        watch.follow(keys)
         for module in there:
             tracing.functions.module_came(module.name, module.mcount)
         self.parts = ProbedParts(arch=arch, machine=machine, engine=registries, tracing=tracing)

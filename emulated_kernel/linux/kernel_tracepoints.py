@@ -78,7 +78,8 @@ class KernelTracepoints:
         # Those of functions that ran at boot are gone.
         text = range(*kernel.text)
         labels = [label for label in kernel.jump_labels if label.code in text]
-        self._keys = _ShortKeys(labels, machine, poker, arch)
+        self.keys = _ShortKeys(labels, machine, poker, arch)
+        """Of its own branches, and of those that modules have brought."""
         # Linux: a kernel that can be preempted takes off again what the tracepoint itself has added.
         self._own_count = -1 if kernel.kallsyms.lookup_name("preempt_schedule") is not None else 0
         self._points: dict[int, Tracepoint] = {}
@@ -185,7 +186,7 @@ class KernelTracepoints:
             entry = pack("<QQQ", event.probe, self._files + number * _FILE, 0)
             self._memory.write(array, entry.ljust(_FUNCS, b"\0"))
             self._memory.write(funcs, pack("<Q", array))
-        self._keys.switch(event.key, on)
+        self.keys.switch(event.key, on)
         if not on:
             self._memory.write(funcs, bytes(_WORD))
 

@@ -10,11 +10,13 @@ from typing import Any
 from emulated_kernel.abi import PAGE_SIZE, ModuleState
 from emulated_kernel.arch.base import Arch
 from emulated_kernel.errors import KernelError
+from emulated_kernel.image.image import JumpLabel
 from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.image.modules import Module
 from emulated_kernel.linux.loaded_modules import LoadedModules
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.traps.trap import MemoryFault
+from emulated_kernel.trace.events.static_keys import StaticKeys
 
 _WORD = 8
 _LAST = -(1 << 31)
@@ -33,6 +35,13 @@ class ModuleWatch:
         self.name = self._loaded.name
         """The name in a struct module. Raises: as LoadedModules."""
         self._adopted: set[int] = set()
+        self._labels: list[JumpLabel] = []
+        self._keys: StaticKeys | None = None
+
+    def follow(self, keys: StaticKeys) -> None:
+        """Let these have the branches of modules, those that are there and those that come."""
+        self._keys = keys
+        keys.add(self._labels)
 
     def there(self) -> list[Module]:
         """Those that are there already, the oldest first; none where they can't be read."""
@@ -50,14 +59,21 @@ class ModuleWatch:
             self._adopted.add(start)
             # What was translated of the pages' last user must not run.
             text.substitute(start, code)
+        self._labels += found.jump_labels
+        if self._keys is not None:
+            self._keys.add(found.jump_labels)
         return found
 
     def forget(self, spans: Iterable[tuple[int, int]], _module: str) -> None:
         """What lies there is about to be freed."""
-        for start, _ in spans:
-            if start in self._adopted:
-                self._adopted.remove(start)
-                self._machine.text.disown(start)
+        ranges = [range(*span) for span in spans]
+        gone = [label for label in self._labels if any(label.code in span for span in ranges)]
+        self._labels = [label for label in self._labels if label not in gone]
+        if self._keys is not None:
+            self._keys.remove(gone)
+        for start in self._adopted.intersection(span.start for span in ranges):
+            self._adopted.remove(start)
+            self._machine.text.disown(start)
 
     def begin(self, arch: Arch, notify: Callable[[ModuleState, int], None]) -> None:
         """Have `notify` called for each struct module that is coming, live or going, behind all others.

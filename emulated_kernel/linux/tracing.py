@@ -23,6 +23,7 @@ from emulated_kernel.trace.compiled.guest_records import GuestRecords
 from emulated_kernel.trace.events.own_entries import own_events
 from emulated_kernel.trace.events.print_event import PrintEvent
 from emulated_kernel.trace.events.registry import EventRegistry
+from emulated_kernel.trace.events.static_keys import StaticKeys
 from emulated_kernel.trace.hist.system import HistSystem
 from emulated_kernel.trace.hist.trigger import HistCommand
 from emulated_kernel.trace.hits.call_stack import CallStack
@@ -52,8 +53,11 @@ def linux_tracing(
     printk: Callable[[str], None],
     task_structs: Callable[[], Iterator[int]],
     call: Callable[[int], int] | None,
-) -> TraceParts:
-    """`live`: with its text as it runs; `printk`: a line of its log; `call`: see KernelTracepoints."""
+) -> tuple[TraceParts, StaticKeys]:
+    """With the keys of its tracepoints.
+
+    `live`: with its text as it runs; `printk`: a line of its log; `call`: see KernelTracepoints.
+    """
     kernel, kprobes, memory, limits = live.core, engine.kprobes, machine.memory, Limits()
     registry, cmdlines = EventRegistry(), SavedCmdlines()
     symbols = KernelSymbols(kernel.kallsyms, engine.hook_sets, kprobes.sites)
@@ -131,7 +135,7 @@ def linux_tracing(
     kprobe_events = KprobeEvents(probes, commands)
     synthetic_events = SyntheticEvents(commands, arch.word_size)
     uprobe_events = UprobeEvents(arch, commands)
-    return TraceParts(
+    parts = TraceParts(
         symbols=symbols,
         system=system,
         arrays=arrays,
@@ -150,6 +154,7 @@ def linux_tracing(
         synthetic_events=synthetic_events,
         uprobe_events=uprobe_events,
     )
+    return parts, points.keys
 
 
 _FORMATS = ("trace_bprintk_fmt", "tracepoint_str")

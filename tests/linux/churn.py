@@ -73,22 +73,22 @@ class Session:
         self.tasks = debian_kernel.tasks()
         self.is_native = name == "native"
         owner = Owner(0, 0)
+        modules = KeptModules(debian_kernel.image(), self.tasks.release)
         if self.is_native:
-            modules = KeptModules(debian_kernel.image(), self.tasks.release)
             self.mount: LinuxMount = LinuxMount(self.tasks, self.watch, owner, modules, is_tracefs=False)
         else:
             probing = engine(MODES["ftrace"])
             self.tasks = probing.tasks
-            self.mount = EngineMount(probing, self.watch, owner, is_tracefs=False)
+            self.mount = EngineMount(probing, self.watch, owner, modules, is_tracefs=False)
         self.shell, self.worker = Files(self.mount, SHELL), Files(self.mount, WORKER)
         self._written = Rewind(self.tasks.machine.memory.ram, bool)
 
     def cycle(self) -> None:
         """Everything once. Raises: KernelError, where something fails that must not."""
         shell = self.shell
+        shell.write("/machine/modules", "load dm-zero\n")
+        shell.write("/kprobe_events", "p:e dm_zero:zero_map\n", os.O_WRONLY | os.O_APPEND)
         if self.is_native:
-            shell.write("/machine/modules", "load dm-zero\n")
-            shell.write("/kprobe_events", "p:e dm_zero:zero_map\n", os.O_WRONLY | os.O_APPEND)
             self.mount.mkdir(SHELL, "/tracing/instances/mine", 0o755)
             shell.write("/tracing/instances/mine/events/sched/sched_switch/enable", "1")
         shell.write("/kprobe_events", DEFINITIONS, os.O_WRONLY | os.O_APPEND)
@@ -103,8 +103,8 @@ class Session:
         if self.is_native:
             shell.write("/tracing/instances/mine/events/sched/sched_switch/enable", "0")
             self.mount.rmdir(SHELL, "/tracing/instances/mine")
-            for module in ("dm_zero", "dm_mod"):
-                shell.write("/machine/modules", f"unload {module}")
+        for module in ("dm_zero", "dm_mod"):
+            shell.write("/machine/modules", f"unload {module}")
         self.cycles += 1
 
     def forks(self) -> None:

@@ -99,10 +99,12 @@ def test_functions_are_called_and_probed(shell: Files) -> None:
     assert shell.call(CALL).startswith("ENOENT")
     shell.write("/machine/modules", f"load {NLS}\n")
     assert shell.call(CALL) == f"{NLS}:uni2char = 0x1 (1)\n"
-    shell.write(
-        "/kprobe_events", f"p:entered {NLS}:uni2char code=%di\nr:left {NLS}:uni2char result=$retval:s32\n"
-    )
-    shell.write("/kprobe_events", f"p:within {NLS}:uni2char+11\n", os.O_WRONLY | os.O_APPEND)
+    for line in (
+        ("p:entered", "uni2char code=%di"),
+        ("r:left", "uni2char result=$retval:s32"),
+        ("p:within", "uni2char+11"),
+    ):
+        shell.write("/kprobe_events", f" {NLS}:".join(line), os.O_WRONLY | os.O_APPEND)
     shell.write(f"{EVENTS}/enable", "1")
     shell.write(f"{EVENTS}/within/trigger", "stacktrace\n")
     shell.mount._tasks.idle(1_000_000)
@@ -177,6 +179,28 @@ def test_others_at_its_address(shell: Files) -> None:
         shell.write("/machine/modules", f"unload {name}\n")
     hits = [line.split()[1:] for line in shell.read("/kprobe_profile").splitlines()]
     assert hits == [["1", "0"]] * 6
+
+
+def test_branches_of_the_kernels_keys(shell: Files) -> None:
+    """A module has tracepoints of the kernel's in its code, be they on before it comes or behind that."""
+    engine = shell.mount._engine
+    enable = "/tracing/events/xdp/xdp_exception/enable"
+
+    def changed() -> set[int]:
+        module = engine.live.find("veth")
+        assert module is not None
+        return {label.code for label in module.jump_labels if label.code in engine.machine.text.ledger}
+
+    shell.write(enable, "1")
+    shell.write("/machine/modules", "load veth\n")
+    there = changed()
+    assert len(there) > 1
+    shell.write(enable, "0")
+    assert not changed()
+    shell.write(enable, "1")
+    assert changed() == there
+    shell.write("/machine/modules", "unload veth\n")
+    shell.write(enable, "0")
 
 
 def test_modules_of_a_dump(shell: Files, tmp_path: Path) -> None:

@@ -22,14 +22,33 @@ class StaticKeys:
         self._breakpoints = machine.breakpoints
         self._poker = poker
         self._arch = arch
+        self._on: set[int] = set()
         self._labels: dict[int, list[JumpLabel]] = {}
+        self.add(labels)
+
+    def add(self, labels: Iterable[JumpLabel]) -> None:
+        """Branches that came with a module: they are jumps if their keys are on.
+
+        Mirrors: kernel/jump_label.c:jump_label_add_module (v6.1)
+        """
         for label in labels:
             self._labels.setdefault(label.key, []).append(label)
+            if label.key in self._on:
+                self._flip((label,), True)
+
+    def remove(self, labels: Iterable[JumpLabel]) -> None:
+        """Branches whose text goes: they are left as they are."""
+        for label in labels:
+            self._labels[label.key].remove(label)
 
     def switch(self, key: int, on: bool) -> None:
         """Make all branches of the key jumps, or nops again."""
+        (self._on.add if on else self._on.discard)(key)
+        self._flip(self._labels.get(key, ()), on)
+
+    def _flip(self, labels: Iterable[JumpLabel], on: bool) -> None:
         insns: dict[int, bytes] = {}
-        for label in self._labels.get(key, ()):
+        for label in labels:
             insn = jump = self.jump(label)
             if not on:
                 insn = self._text.original(label.code, len(jump))
