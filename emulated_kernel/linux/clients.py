@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from time import monotonic
 
 from emulated_kernel.errors import KernelError
+from emulated_kernel.host.mirror.mirror import EXEC_WITHIN
 from emulated_kernel.host.mirror.processes import ProcessWatch
+from emulated_kernel.host.mirror.programs import program_of
+from emulated_kernel.linux.executions import Executions
 from emulated_kernel.linux.tasks import LinuxTask, LinuxTasks
 from emulated_kernel.vfs.core.client import Client
 
@@ -28,9 +32,12 @@ class LinuxClients:
         """`settle`: does what clients have asked for so far, before the guest learns of what came next."""
         self._tasks = tasks
         self._settle = settle
+        self._executions = Executions(tasks)
         self._watch = watch
         self._owner = owner
         self._by_pid: dict[int, LinuxTask] = {}
+        self._unnamed: dict[int, float] = {}
+        """Forked lately and named like their parents, by pid, and until when an execve is looked for."""
 
     def task_of(self, client: Client) -> LinuxTask:
         """The task that makes a client's request; what happened on the host before comes first.
@@ -48,8 +55,7 @@ class LinuxClients:
             self._tasks.own(task, *owner)
         comm = self._watch.comm(pid)
         if comm and comm != task.comm:
-            self._settle()
-            self._tasks.name(task, comm)
+            self._rename(task, pid, comm)
         return task
 
     def _new_task(self, pid: int) -> LinuxTask:
@@ -57,8 +63,20 @@ class LinuxClients:
         task = self.known(pid) if pid > 0 else None
         if task is None:
             pid = _SHARED if pid <= 0 or len(self._by_pid) >= _MAX_TASKS else pid
-            task = self.known(pid) or self._fork(self._tasks.init, pid)
+            task = self.known(pid) or self._adopt(pid)
         return task
+
+    def _rename(self, task: LinuxTask, pid: int, comm: str | None) -> None:
+        """The process ran execve, or named itself anew. Raises: KernelError ESRCH: it has ended of that."""
+        if not comm or comm == task.comm:
+            return
+        self._settle()
+        self._unnamed.pop(pid, None)
+        program = None if self.is_shared(task) else program_of(self._watch.host_pid(pid), comm)
+        if program is None:
+            self._tasks.name(task, comm)
+        else:
+            self._executions.execute(task, program, comm)
 
     def is_shared(self, task: LinuxTask) -> bool:
         """Whether it makes the calls of more than one process."""
@@ -72,6 +90,12 @@ class LinuxClients:
             return None
         return task
 
+    def _adopt(self, pid: int) -> LinuxTask:
+        """A process that is first seen at its request: what it ran lies in the past."""
+        task = self._fork(self._tasks.init, pid)
+        self._tasks.name(task, self._watch.comm(pid) or task.comm)
+        return task
+
     def _fork(self, parent: LinuxTask, pid: int) -> LinuxTask:
         self._settle()
         task = self._by_pid[pid] = self._tasks.fork(parent, pid)
@@ -82,17 +106,35 @@ class LinuxClients:
     def catch_up(self) -> None:
         """Let the guest see what its clients forked, and which of them have ended."""
         for fork in self._watch.forks():
-            parent = self.known(fork.parent) if fork.parent is not None else None
+            if fork.parent is None:
+                continue
+            parent = self.known(fork.parent)
             if parent is None or parent.pending or self.known(fork.pid) or len(self._by_pid) >= _MAX_TASKS:
                 continue
             # Who makes this request has nothing to do with a fork that the guest has no room for.
             with suppress(KernelError):
+                if fork.comm != parent.comm:
+                    # A shell that was just executed: what it forked came after that.
+                    self._rename(parent, fork.parent, self._watch.comm(fork.parent))
                 child = self._fork(parent, fork.pid)
-                if fork.comm:
-                    self._tasks.name(child, fork.comm)
+                self._unnamed[fork.pid] = monotonic() + EXEC_WITHIN
+                self._rename(child, fork.pid, fork.comm)
         for pid in self._watch.exited():
             self._settle()
             self.end(pid)
+        if self._unnamed:
+            self._look_for_execs()
+
+    def _look_for_execs(self) -> None:
+        """Reading a name costs a microsecond a task: a task that has kept its name for long is left out."""
+        now = monotonic()
+        for pid, until in list(self._unnamed.items()):
+            task = self.known(pid)
+            if task is None or now > until:
+                del self._unnamed[pid]
+            elif not task.pending:
+                with suppress(KernelError):
+                    self._rename(task, pid, self._watch.comm(pid))
 
     def end(self, pid: int) -> None:
         """The process has ended, or doesn't wait any more for the call that its task sleeps in."""

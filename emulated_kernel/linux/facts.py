@@ -15,12 +15,13 @@ _SYMBOLS = (
     "emergency_restart", "init_pid_ns", "level3_kernel_pgt", "page_offset_base", "pid_max",
     "wake_up_new_task", "wake_up_process", "x86_platform_ipi_callback", "__per_cpu_offset",
 )  # fmt: skip
-_OPTIONAL = ("no_llseek",)
+_OPTIONAL = ("no_llseek", "do_open_execat", "unshare_files")
 _MEMBERS = (
     "task_struct.pid", "task_struct.rcu", "task_struct.stack", "task_struct.__state", "task_struct.comm",
     "task_struct.mm", "task_struct.thread_info.flags", "task_struct.cred", "mm_struct.pgd",
     "pid_namespace.idr.idr_next",
     "cred.uid", "cred.cap_permitted", "cred.cap_effective", "task_struct.files", "files_struct.fdt",
+    "files_struct.count", "filename.name",
     "fdtable.fd", "file.f_mode", "file.f_op", "file.f_inode", "file.f_path.dentry", "file_operations.llseek",
     "dentry.d_flags", "dentry.d_hash", "dentry.d_parent", "dentry.d_name", "dentry.d_inode", "qstr.name",
 )  # fmt: skip

@@ -39,6 +39,7 @@ DEVICES = "/dev"
 _PROGRAMS = "/bin"
 """Where the shell is: uprobes need a file, and the init is the only program that there is."""
 _DIRECTORIES = DEBUGFS, TRACEFS, TMPFS, PROC, DEVICES, _PROGRAMS
+PROGRAM = b"/init"
 _NULL = 1, 3
 ROOTS = {DEBUGFS: 0, TRACEFS: 1, TMPFS: 2}
 """Descriptors that all tasks have of them."""
@@ -73,8 +74,10 @@ def initramfs() -> bytes:
     """init, which is /bin/sh too, a null device, and directories to mount on; always the same."""
     directories = [CpioFile(name[1:], stat.S_IFDIR | 0o755) for name in _DIRECTORIES]
     null = CpioFile(f"{DEVICES[1:]}/null", stat.S_IFCHR | 0o666, device=_NULL)
-    shell = CpioFile(f"{_PROGRAMS[1:]}/sh", stat.S_IFLNK | 0o777, b"/init")
-    return _cpio([*directories, null, shell, CpioFile("init", stat.S_IFREG | 0o755, init_program())])
+    shell = CpioFile(f"{_PROGRAMS[1:]}/sh", stat.S_IFLNK | 0o777, PROGRAM)
+    return _cpio(
+        [*directories, null, shell, CpioFile(PROGRAM[1:].decode(), stat.S_IFREG | 0o755, init_program())]
+    )
 
 
 def _cpio(files: list[CpioFile]) -> bytes:

@@ -39,6 +39,8 @@ _CALL_SLOTS = [
 _NO_ARGUMENTS = (0,) * 6
 _HOST_TEXT, _HOST_DATA = 0xFFFFFFFF70000000, 0xFFFFFFFF70001000
 """In a part of the kernel's own gigabytes that Linux leaves free, within reach of a jump from its text."""
+_TAKEN = 0x100
+"""Bytes of that page that are taken: the task to wake is the first word."""
 _ARRIVAL = TSC_KHZ // 1000
 """Cycles that each arrival at the stub takes: time must pass for the guest's own housekeeping."""
 _CLOSE, _CLONE, _EXIT_GROUP, _RT_SIGACTION, _MADVISE, _KILL = 3, 56, 231, 13, 28, 62
@@ -100,7 +102,7 @@ class LinuxTasks(RunningLinux):
     def __init__(self, machine: LinuxMachine, facts: KernelFacts) -> None:
         self.machine = machine
         self.release = facts.release
-        self._facts = facts
+        self.facts = facts
         self._memory = machine.memory
         self._ram = machine.memory.ram
         self._by_address: dict[int, LinuxTask] = {}
@@ -117,17 +119,19 @@ class LinuxTasks(RunningLinux):
         machine.call_at(facts.symbols["wake_up_new_task"], self._forked)
         machine.call_at(facts.symbols["delayed_put_task_struct"], self._freed)
         machine.watch_reset(facts.symbols["emergency_restart"])
-        self.init = self._adopt(self._memory.words[self._current >> 3])
+        self.init = self._adopt(self.running())
         self.files = KernelFiles(machine, facts, self.init.address)
         self.root = self.init.root
         self.on_fork, self.on_free = [], []
+        self.host_room = len(self._ram) - HOST_SIZE + PAGE + _TAKEN, _HOST_DATA + _TAKEN
+        """Physical and virtual address of most of a page that the host has in the kernel."""
         self.current: LinuxTask | None = self.init
         """Who stands at the stub; None: the CPU is idle, or between two of them."""
 
     def prepare(self) -> None:
         """Once, behind a boot: the thunk, and what all forks of init have from it."""
         self._map_thunk()
-        self._store("<i", self._physical(self._facts.symbols["pid_max"]), _PID_MAX)
+        self._store("<i", self._physical(self.facts.symbols["pid_max"]), _PID_MAX)
         self.put(self.init, BUFFER, struct.pack("<4Q", _SIG_IGN, 0, 0, 0))
         self.call(self.init, _RT_SIGACTION, _SIGCHLD, BUFFER, 0, 8)
         self.call(self.init, _MADVISE, BUFFER, BUFFER_SIZE, _WIPE_ON_FORK)
@@ -136,12 +140,12 @@ class LinuxTasks(RunningLinux):
         """wake_up_process() of the task in a word of the host's, as the platform interrupt's callback."""
         base = len(self._ram) - HOST_SIZE
         text, data, table, directory = (base + PAGE * number for number in range(4))
-        slot = self._physical(self._facts.symbols["level3_kernel_pgt"]) + (_HOST_TEXT >> 30 & 511) * 8
+        slot = self._physical(self.facts.symbols["level3_kernel_pgt"]) + (_HOST_TEXT >> 30 & 511) * 8
         self._store("<Q", directory + (_HOST_TEXT >> 21 & 511) * 8, table | 0x63)
         self._store("<Q", table, text | 0x163)
         self._store("<Q", table + 8, data | 0x163 | 1 << 63)
         self._store("<Q", slot, directory | 0x63)
-        wake = self._facts.symbols["wake_up_process"]
+        wake = self.facts.symbols["wake_up_process"]
         code = b"\x48\x8b\x3d" + struct.pack("<i", _HOST_DATA - _HOST_TEXT - 7)  # mov rdi, [task]
         code += b"\x48\x85\xff\x74\x05"  # test rdi, rdi; jz the ret
         code += b"\xe9" + struct.pack("<i", wake - (_HOST_TEXT + len(code) + 5)) + b"\xc3"  # jmp wake; ret
@@ -157,22 +161,30 @@ class LinuxTasks(RunningLinux):
     def _word(self, va: int) -> int:
         return self._memory.words[self._physical(va) >> 3]
 
+    def root_of(self, address: int) -> int:
+        """The page tables of a task that has memory of its own; physical."""
+        offset = self.facts.offsets
+        memory = self._word(address + offset["task_struct.mm"])
+        return self._physical(self._word(memory + offset["mm_struct.pgd"]))
+
+    def running(self) -> int:
+        """The address of the task that the CPU runs."""
+        return self._memory.words[self._current >> 3]
+
     def _store(self, form: str, physical: int, *values: int) -> None:
         struct.pack_into(form, self._ram, physical, *values)
 
     def _pid(self, address: int) -> int:
-        place = self._physical(address + self._facts.offsets["task_struct.pid"])
+        place = self._physical(address + self.facts.offsets["task_struct.pid"])
         return int(struct.unpack_from("<i", self._ram, place)[0])
 
     def _adopt(self, address: int) -> LinuxTask:
-        offset = self._facts.offsets
+        offset = self.facts.offsets
         stack = self._word(address + offset["task_struct.stack"])
         task = LinuxTask(
             address,
             self._pid(address),
-            self._physical(
-                self._word(self._word(address + offset["task_struct.mm"]) + offset["mm_struct.pgd"])
-            ),
+            self.root_of(address),
             self._physical(stack + THREAD_SIZE - 8 * _PT_REGS_WORDS),
             self._physical(address + offset["task_struct.__state"]),
             self._physical(address + offset["task_struct.thread_info.flags"]),
@@ -183,12 +195,12 @@ class LinuxTasks(RunningLinux):
     def name(self, task: LinuxTask, comm: str) -> None:
         """As its process is called on the host."""
         task.comm = comm
-        at = self._physical(task.address + self._facts.offsets["task_struct.comm"])
+        at = self._physical(task.address + self.facts.offsets["task_struct.comm"])
         self._ram[at : at + 16] = comm.encode("utf-8", "surrogateescape")[:15].ljust(16, b"\0")
 
     def own(self, task: LinuxTask, uid: int, gid: int) -> None:
         """Its credentials, which a fork has for itself; without root's capabilities for anybody else."""
-        offset = self._facts.offsets
+        offset = self.facts.offsets
         task.owner = uid, gid
         cred = self._word(task.address + offset["task_struct.cred"])
         self._store("<8I", self._physical(cred + offset["cred.uid"]), *(uid, gid) * 4)
@@ -200,13 +212,13 @@ class LinuxTasks(RunningLinux):
 
     def _forked(self) -> None:
         """Before the child executes anything."""
-        parent, child = self._memory.words[self._current >> 3], self.machine.regs.di
+        parent, child = self.running(), self.machine.regs.di
         for tell in self.on_fork:
             tell(self._pid(parent), self._pid(child))
 
     def _exiting(self) -> None:
         """Whoever comes here never comes to the stub again; its task_struct may become another's."""
-        address = self._memory.words[self._current >> 3]
+        address = self.running()
         for tell_end in self.on_end:
             tell_end(address)
         task = self._by_address.pop(address, None)
@@ -215,7 +227,7 @@ class LinuxTasks(RunningLinux):
 
     def _freed(self) -> None:
         """Nothing is heard of a task any more."""
-        task = self.machine.regs.di - self._facts.offsets["task_struct.rcu"]
+        task = self.machine.regs.di - self.facts.offsets["task_struct.rcu"]
         for tell in self.on_free:
             tell(task, self._pid(task))
 

@@ -15,6 +15,7 @@ import pytest
 from emulated_kernel.errors import KernelError, WouldBlock
 from emulated_kernel.host.mirror.processes import Fork, NoProcesses
 from emulated_kernel.image.linux.module_files import ModuleFiles
+from emulated_kernel.linux import clients
 from emulated_kernel.linux.linux_mount import LinuxMount
 from emulated_kernel.linux.syscalls import LinuxSyscalls
 from emulated_kernel.machine.traps.trap import GuestFault
@@ -31,9 +32,10 @@ class Host(NoProcesses):
     def __init__(self) -> None:
         self.forked: list[Fork] = []
         self.ended: list[int] = []
+        self.names = {4001: "sh", 4002: "cat"}
 
     def comm(self, pid: int) -> str | None:
-        return {4001: "sh", 4002: "cat"}.get(pid, "?")
+        return self.names.get(pid, "?")
 
     def forks(self) -> list[Fork]:
         found, self.forked = self.forked, []
@@ -243,6 +245,7 @@ def test_room_in_scratch_is_what_its_tmpfs_has_left(shell: Files) -> None:
 def test_forks_and_ends_of_processes_are_the_guest_s(host: Host, shell: Files) -> None:
     shell.write("/tracing/events/sched/sched_process_fork/enable", "1")
     shell.write("/tracing/events/sched/sched_process_exit/enable", "1")
+    host.names[4100] = "sh"
     host.forked = [Fork(4100, 4001, "sh", 0, 0, alive=True), Fork(4200, 999, "?", 0, 0, alive=True)]
     shell.read("/kprobe_events")
     host.ended = [4100]
@@ -250,6 +253,31 @@ def test_forks_and_ends_of_processes_are_the_guest_s(host: Host, shell: Files) -
     assert re.search(r"sh-4001 .* sched_process_fork: comm=sh pid=4001 child_comm=sh child_pid=4100\n", trace)
     assert re.search(r"sh-4100 .* sched_process_exit: comm=sh pid=4100 ", trace)
     assert "4200" not in trace
+
+
+def test_programs_that_clients_execute(host: Host, shell: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of processes that were seen before; who names itself executes nothing."""
+    programs = {"asked": "./asked", "unasked": "/usr/bin/unasked", "shell": "/bin/shell"}
+    monkeypatch.setattr(clients, "program_of", lambda _pid, comm: programs.get(comm))
+    for event in ("sched/sched_process_exec", "syscalls/sys_enter_execve"):
+        shell.write(f"/tracing/events/{event}/enable", "1")
+    forked = [Fork(pid, 4001, "sh", 0, 0, alive=True) for pid in (4100, 4101, 4102)]
+    host.names |= {fork.pid: "sh" for fork in forked}
+    host.forked = forked[:2]
+    handle = shell.mount.create(Client(4100, 0, 0), "/scratch/kept", 0o600, os.O_RDWR)
+    host.names |= {4100: "asked", 4101: "unasked"}
+    shell.mount.write(Client(4100, 0, 0), handle, b"text", 0)
+    host.names |= {4100: "itself", 4001: "shell", 4102: "shell"}
+    host.forked = [Fork(4102, 4001, "shell", 0, 0, alive=True)]
+    assert Files(shell.mount, Client(4100, 0, 0)).read("/scratch/kept") == "text"
+    trace = shell.read("/tracing/trace")
+    assert re.findall(r"(\S+) +\[.* sched_process_exec: (.*)\n", trace) == [
+        ("asked-4100", "filename=./asked pid=4100 old_pid=4100"),
+        ("unasked-4101", "filename=/usr/bin/unasked pid=4101 old_pid=4101"),
+        ("shell-4001", "filename=/bin/shell pid=4001 old_pid=4001"),
+    ]
+    assert trace.count("sys_execve(filename: ") == 3
+    shell.mount.release(handle)
 
 
 def test_modules_of_that_kernel(shell: Files) -> None:

@@ -42,6 +42,9 @@ reader=$!
 for number in 1 2 3; do (true); cat machine/version > /dev/null; done
 until grep -q 'comm=sh pid=[0-9]* child_comm=sh' ../piped; do cat kprobe_profile > /dev/null; done
 kill $reader
+echo 1 > tracing/events/sched/sched_process_exec/enable
+cat scratch/file > /dev/null
+grep -c 'cat-[0-9]* .*sched_process_exec: filename=.*/cat pid=' tracing/trace
 echo 0 > tracing/events/enable
 echo > kprobe_events
 grep -c 'Linux version' machine/dmesg
@@ -155,7 +158,7 @@ def test_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             check=False,
         )
         assert (done.returncode, done.stderr) == (0, "")
-        assert done.stdout.splitlines() == ["1", "k do_sys_openat2+0x0", "hello", "1", "1"]
+        assert done.stdout.splitlines() == ["1", "k do_sys_openat2+0x0", "hello", "1", "1", "1"]
         links_and_room(directory)
         is_refused_to_reboot(directory)
         assert mounted.log.count("\n") <= 2

@@ -120,6 +120,37 @@ def test_records_are_those_of_its_own_tracefs(
     }
 
 
+PROBES = "p:opens do_open_execat\nr:shares unshare_files $retval\np:made begin_new_exec+5"
+
+
+def executed(mount: LinuxMount, tasks: LinuxTasks) -> list[str]:
+    """Lines without times of an execve() that a task makes thrice, with probes on what the host looks at."""
+    write(mount, "/tracing/trace", "", os.O_TRUNC)
+    assert not write(mount, "/tracing/kprobe_events", PROBES)
+    for event in ("kprobes", "sched/sched_process_exec", "task/task_rename"):
+        switch(mount, event, on=True)
+    task = tasks.fork(tasks.init, 4103)
+    for number in range(3):
+        mount._clients._executions.execute(task, f"/usr/bin/program{number}", f"program{number}")
+    tasks.exit(task)
+    for event in ("kprobes", "sched/sched_process_exec", "task/task_rename"):
+        switch(mount, event, on=False)
+    lines = read(mount, "/tracing/trace").splitlines()
+    assert not write(mount, "/tracing/kprobe_events", "", os.O_TRUNC)
+    return [WHO_AND_WHEN.sub("", line) for line in lines if "-4103 " in line]
+
+
+def test_executions_are_those_of_its_own_tracefs(
+    linux: LinuxMount, ours: EngineMount, engine: LinuxEngine
+) -> None:
+    found = executed(ours, engine.tasks)
+    assert found == executed(linux, linux._tasks)
+    assert [sum(f" {name}: " in line for line in found) for name in ("opens", "shares", "made")] == [3, 3, 3]
+    assert [line.partition("filename=")[2] for line in found if "sched_process_exec" in line] == [
+        f"/usr/bin/program{number} pid=4103 old_pid=4103" for number in range(3)
+    ]
+
+
 def faults(mount: LinuxMount, tasks: LinuxTasks) -> list[str]:
     """Page faults of a child that is forked and writes to its memory, without times."""
     write(mount, "/tracing/trace", "", os.O_TRUNC)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from emulated_kernel.errors import KernelError
+from emulated_kernel.linux.executions import Executions
 from emulated_kernel.linux.init import BUFFER
 from emulated_kernel.linux.syscalls import LinuxSyscalls
 from emulated_kernel.linux.tasks import Blocked, LinuxTask, LinuxTasks
@@ -121,6 +122,46 @@ def test_memory_is_each_task_s_own(guest: LinuxTasks) -> None:
     assert guest.get(second, BUFFER, 10_000) == bytes(10_000)
     guest.put(second, BUFFER + 5000, b"y" * 100)
     assert guest.get(first, BUFFER, 10_000) == b"x" * 10_000
+
+
+def users_of_the_table(guest: LinuxTasks) -> int:
+    """Of the open files that all tasks share."""
+    offsets = guest.facts.offsets
+    memory, root = guest.machine.memory, guest.machine.cpu.root
+    table = memory.read_word(root, guest.init.address + offsets["task_struct.files"])
+    return int.from_bytes(memory.read(root, table + offsets["files_struct.count"], 4), "little")
+
+
+def test_who_executes_a_program_keeps_what_all_share(guest: LinuxTasks) -> None:
+    calls, executions, path = LinuxSyscalls(guest), Executions(guest), "/usr/bin/a-name-that-is-too-long"
+    task = guest.fork(guest.init, 501)
+    fd = calls.open(task, "/scratch/file", os.O_RDWR | os.O_CREAT, 0o600)
+    for number in range(3):
+        executions.execute(task, f"{path}{number}", path.rpartition("/")[2][:15])
+        guest.name(task, "sh")
+        assert users_of_the_table(guest) == 2
+    executions.execute(task, path, "a-name-that-is-")
+    child = guest.fork(task, 502)
+    assert guest.call(child, GETPID) == 502
+    guest.call(child, PRCTL, PR_GET_NAME, BUFFER)
+    assert guest.get(child, BUFFER, 16) == b"a-name-that-is-\0"
+    assert calls.write(child, fd, b"text", None) == 4
+    assert calls.read_all("/proc/501/cmdline") == path.encode() + b"\0"
+    guest.exit(child)
+    calls.close(task, fd)
+    guest.exit(task)
+    assert calls.read_all("/scratch/file") == b"text"
+    assert users_of_the_table(guest) == 1
+
+
+def test_who_can_execute_nothing_is_renamed(guest: LinuxTasks) -> None:
+    task = guest.fork(guest.init, 501)
+    calls = LinuxSyscalls(guest)
+    calls.chmod(guest.init, "/init", 0o600)
+    Executions(guest).execute(task, "/bin/program", "program")
+    assert calls.read_all("/proc/501/comm") == b"program\n"
+    assert b"program" not in calls.read_all("/proc/501/cmdline")
+    assert users_of_the_table(guest) == 2
 
 
 def test_the_same_requests_end_in_the_same_memory() -> None:
