@@ -62,7 +62,7 @@ class Executions:
         finally:
             self._task = None
             self._unhide()
-        task.root = tasks.root_of(task.address)
+        tasks.has_new_memory(task)
 
     def _is_executing(self) -> bool:
         return self._task is not None and self._tasks.running() == self._task.address

@@ -85,7 +85,7 @@ class LinuxTask:
         self.state = state
         self.flags = flags
         self.entries: dict[int, int] = {}
-        """By page the word with its page table entry: tables stay where they are while the task lives."""
+        """By page the word with its page table entry: tables stay where they are until it executes or ends."""
         self.owner = 0, 0
         self.comm = ""
         self.pending = False
@@ -161,7 +161,12 @@ class LinuxTasks(RunningLinux):
     def _word(self, va: int) -> int:
         return self._memory.words[self._physical(va) >> 3]
 
-    def root_of(self, address: int) -> int:
+    def has_new_memory(self, task: LinuxTask) -> None:
+        """Nothing of the memory that it had is its own any more."""
+        task.root = self._root_of(task.address)
+        task.entries.clear()
+
+    def _root_of(self, address: int) -> int:
         """The page tables of a task that has memory of its own; physical."""
         offset = self.facts.offsets
         memory = self._word(address + offset["task_struct.mm"])
@@ -184,7 +189,7 @@ class LinuxTasks(RunningLinux):
         task = LinuxTask(
             address,
             self._pid(address),
-            self.root_of(address),
+            self._root_of(address),
             self._physical(stack + THREAD_SIZE - 8 * _PT_REGS_WORDS),
             self._physical(address + offset["task_struct.__state"]),
             self._physical(address + offset["task_struct.thread_info.flags"]),
