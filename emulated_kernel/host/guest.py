@@ -31,11 +31,7 @@ class Guest:
     """What the front end needs of the guest."""
 
     def __init__(
-        self,
-        kernel: BuiltinKernel,
-        executive: Executive,
-        mirror: TaskMirror,
-        syscalls: Syscalls,
+        self, kernel: BuiltinKernel, executive: Executive, mirror: TaskMirror, syscalls: Syscalls
     ) -> None:
         self.kernel = kernel
         machine, image = kernel.machine, kernel.image

@@ -43,11 +43,7 @@ class ModuleFile:
 class Modules:
     """The guest's modules."""
 
-    def __init__(
-        self,
-        guest: Guest,
-        notify: Notify,
-    ) -> None:
+    def __init__(self, guest: Guest, notify: Notify) -> None:
         self._guest = guest
         machine, image = guest.kernel.machine, guest.kernel.image
         self._memory = machine.memory

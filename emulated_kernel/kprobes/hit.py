@@ -46,11 +46,7 @@ class HitHandling:
     """
 
     def __init__(
-        self,
-        machine: ProbedMachine,
-        arch: Arch,
-        compiler: Compiler,
-        split_jumps: SplitJumps,
+        self, machine: ProbedMachine, arch: Arch, compiler: Compiler, split_jumps: SplitJumps
     ) -> None:
         self._machine = machine
         self._compiler = compiler

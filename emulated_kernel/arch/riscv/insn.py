@@ -118,16 +118,7 @@ _KIND_OF = {Handling.COPIED: 0, Handling.SIMULATED: SIMULATED, Handling.REJECTED
 class RiscvFacts:
     """What rules ask of an instruction: all but numbers that lead nowhere."""
 
-    __slots__ = (
-        "_effect",
-        "_word",
-        "handling",
-        "kind",
-        "length",
-        "mentioned",
-        "opcode",
-        "relative_target",
-    )
+    __slots__ = ("_effect", "_word", "handling", "kind", "length", "mentioned", "opcode", "relative_target")
 
     def __init__(self, length: int, word: int) -> None:
         """`word`: what a compressed one expands to; 0 where there is nothing to expand to."""

@@ -10,13 +10,7 @@ from emulated_kernel.arch.analysis.disassembly import Disassembler
 from emulated_kernel.arch.analysis.frames import Frame, FrameInsn
 from emulated_kernel.arch.analysis.region import Live, Region
 from emulated_kernel.arch.analysis.tables import ProbedTables
-from emulated_kernel.arch.base import (
-    Arch,
-    Detour,
-    HandlerStub,
-    Prepared,
-    Registers,
-)
+from emulated_kernel.arch.base import Arch, Detour, HandlerStub, Prepared, Registers
 from emulated_kernel.arch.program.ops import HandlerCode, Program
 from emulated_kernel.arch.verdict import Strategy
 from emulated_kernel.arch.x86 import detour as detours

@@ -5,14 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from emulated_kernel.abi import PARK, Hypercall, Vector
-from emulated_kernel.host.executive.executive import (
-    NSEC_PER_JIFFY,
-    SERVED,
-    At,
-    Executive,
-    GuestTask,
-    Request,
-)
+from emulated_kernel.host.executive.executive import NSEC_PER_JIFFY, SERVED, At, Executive, GuestTask, Request
 from emulated_kernel.lock import ControlLock
 from emulated_kernel.machine.guest_kernel import GuestKernel
 from emulated_kernel.machine.machine import Machine

@@ -196,7 +196,10 @@ class Syscalls:
             with self._set(task, host_names=1, host_lookup=lookup):
                 return self._by_any_name(task, call.name, args, hostfs)
 
-    def _by_any_name(self, task: GuestTask, name: str, args: list[int], hostfs: HostfsHandler | None) -> int:
+    def _by_any_name(
+        self, task: GuestTask, name: str, args: list[int], hostfs: HostfsHandler | None = None
+    ) -> int:
+        """A system call, by the name and with the arguments that it has in the guest."""
         bits = 8 * self._memory.word_size
         if name in ("truncate", "ftruncate") and bits == 32:
             name, args = f"{name}64", [args[0], *self._offset(args[1])]
@@ -277,23 +280,17 @@ class Syscalls:
 
     def truncate(self, task: GuestTask, path: str, size: int) -> None:
         """truncate(2)."""
-        if self._memory.word_size == 8:
-            self.with_path(task, "truncate", path, size)
-        else:
-            self.with_path(task, "truncate64", path, *self._offset(size))
+        with self._buffers.borrowed() as buffer:
+            self._put_path(buffer, path)
+            self._by_any_name(task, "truncate", [buffer, size])
 
     def ftruncate(self, task: GuestTask, fd: int, size: int) -> None:
         """ftruncate(2)."""
-        if self._memory.word_size == 8:
-            self.call(task, "ftruncate", fd, size)
-        else:
-            self.call(task, "ftruncate64", fd, *self._offset(size))
+        self._by_any_name(task, "ftruncate", [fd, size])
 
     def seek(self, task: GuestTask, fd: int, offset: int) -> None:
         """lseek(2) from the file's start. Raises: KernelError, EOVERFLOW beyond the guest's long."""
-        if offset >> 8 * self._memory.word_size - 1:
-            raise KernelError(errno.EOVERFLOW, f"lseek to {offset:#x}")
-        self.call(task, "lseek", fd, offset, os.SEEK_SET)
+        self._by_any_name(task, "lseek", [fd, offset, os.SEEK_SET])
 
     def _offset(self, value: int) -> tuple[int, ...]:
         """An offset as arguments: two on a 32-bit machine, the low half first."""

@@ -38,11 +38,7 @@ class TaskMirror:
     """Keeps the guest's tasks in step with the host's processes."""
 
     def __init__(
-        self,
-        kernel: BuiltinKernel,
-        executive: Executive,
-        watch: ProcessWatch,
-        init: GuestTask,
+        self, kernel: BuiltinKernel, executive: Executive, watch: ProcessWatch, init: GuestTask
     ) -> None:
         self._kernel = kernel
         self._memory = kernel.machine.memory

@@ -6,13 +6,7 @@ from collections.abc import Sequence
 
 from emulated_kernel.arch.base import Arch
 from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
-from emulated_kernel.arch.program.ops import (
-    Arithmetic,
-    ComputeImmediate,
-    Label,
-    Move,
-    StoreImmediate,
-)
+from emulated_kernel.arch.program.ops import Arithmetic, ComputeImmediate, Label, Move, StoreImmediate
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.trace.compiled.fetch import BASE, POSITION, FetchEmitter, can_fetch
 from emulated_kernel.trace.compiled.filter import can_filter, emit_filter

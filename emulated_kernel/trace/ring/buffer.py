@@ -41,12 +41,7 @@ from emulated_kernel.trace.ring.layout import (
     RingFlag,
     RingMemory,
 )
-from emulated_kernel.trace.ring.page import (
-    MISSED_EVENTS,
-    MISSED_STORED,
-    PAGE_DATA_SIZE,
-    PAGE_HEADER_SIZE,
-)
+from emulated_kernel.trace.ring.page import MISSED_EVENTS, MISSED_STORED, PAGE_DATA_SIZE, PAGE_HEADER_SIZE
 from emulated_kernel.trace.ring.writer import RingWriter
 
 _DISABLED = RingFlag.DISABLED.value

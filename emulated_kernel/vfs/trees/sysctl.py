@@ -21,13 +21,7 @@ def sysctl_directory(kprobes: Kprobes, stack: StackTracer) -> Directory:
             0o644, show=lambda: f"{stack.enabled}\n", store=lambda data: stack.enable(sysctl_int(data))
         )
     }
-    return Directory(
-        0o555,
-        {
-            "debug": Directory(0o555, debug),
-            "kernel": Directory(0o555, kernel),
-        },
-    )
+    return Directory(0o555, {"debug": Directory(0o555, debug), "kernel": Directory(0o555, kernel)})
 
 
 def kprobes_optimization(kprobes: Kprobes, optimizer: Optimizer) -> File:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
+from functools import partial
 
 from emulated_kernel.abi import PAGE_SIZE
 from emulated_kernel.errors import KernelError
@@ -87,6 +89,11 @@ def list_file(lines: WrittenList) -> File:
     return CommandFile(READ_WRITE, listing(lines.records), lines.write, lines.clear)
 
 
+def number_file(value: Callable[[], int], store: Callable[[int], None]) -> File:
+    """A number, or a switch; it is written as kstrtoul takes one."""
+    return AttributeFile(READ_WRITE, lambda: f"{value():d}\n", lambda data: store(kstrtoul(data)))
+
+
 def filter_file(functions: FilterFile) -> File:
     """The functions that a tracer is for, or isn't, and what is done when one is called."""
     return CommandFile(READ_WRITE, functions.records_from, functions.write, functions.clear)
@@ -94,11 +101,7 @@ def filter_file(functions: FilterFile) -> File:
 
 def _buffer_files(array: TraceArray) -> dict[str, Node]:
     return {
-        "buffer_percent": AttributeFile(
-            READ_WRITE,
-            show=lambda: f"{array.buffer_percent}\n",
-            store=lambda data: array.set_buffer_percent(kstrtoul(data)),
-        ),
+        "buffer_percent": number_file(lambda: array.buffer_percent, array.set_buffer_percent),
         "buffer_size_kb": _buffer_size(array, None),
         "buffer_total_size_kb": AttributeFile(READ_ONLY, array.buffer_total_size_text),
         "free_buffer": LastCloseFile(OWNER_WRITE_ONLY, array.free_buffer),
@@ -129,11 +132,7 @@ def _control_files(array: TraceArray) -> dict[str, Node]:
             store=lambda data: array.set_cpumask(cpumask(data, array.cpus)),
         ),
         "tracing_max_latency": _max_latency(array),
-        "tracing_on": AttributeFile(
-            READ_WRITE,
-            show=lambda: f"{array.tracing_on:d}\n",
-            store=lambda data: array.set_tracing_on(kstrtoul(data) != 0),
-        ),
+        "tracing_on": number_file(lambda: array.tracing_on, lambda number: array.set_tracing_on(number != 0)),
     }
 
 
@@ -154,14 +153,10 @@ def _per_cpu(array: TraceArray, cpu: int) -> Directory:
 
 def _options_directory(options: TraceOptions, *, instance: bool) -> Directory:
     """options/: a switch each."""
-    return Directory(DIRECTORY, {name: _option(options, name) for name in options.names(instance=instance)})
-
-
-def _option(options: TraceOptions, name: str) -> File:
-    return AttributeFile(
-        READ_WRITE,
-        show=lambda: f"{options.get(name):d}\n",
-        store=lambda data: options.set(name, kstrtoul(data)),
+    names = options.names(instance=instance)
+    return Directory(
+        DIRECTORY,
+        {name: number_file(partial(options.get, name), partial(options.set, name)) for name in names},
     )
 
 
@@ -223,23 +218,20 @@ def _snapshot(array: TraceArray, cpu: int | None) -> File:
 
 def _buffer_size(array: TraceArray, cpu: int | None) -> File:
     """In KiB. Mirrors: kernel/trace/trace.c:tracing_entries_read, tracing_entries_write (v6.1)."""
-
-    def store(data: bytes) -> None:
-        size_kb = kstrtoul(data)
-        if size_kb == 0:
-            raise KernelError(errno.EINVAL, "a buffer holds at least one page")
-        array.resize_buffer(size_kb, cpu)
-
-    return AttributeFile(READ_WRITE, show=lambda: array.buffer_size_text(cpu), store=store)
+    return AttributeFile(
+        READ_WRITE,
+        show=lambda: array.buffer_size_text(cpu),
+        store=lambda data: array.resize_buffer(kstrtoul(data), cpu),
+    )
 
 
 def _max_latency(array: TraceArray) -> File:
     """In microseconds. Mirrors: kernel/trace/trace.c:tracing_nsecs_read, tracing_nsecs_write (v6.1)."""
 
-    def store(data: bytes) -> None:
-        array.max_latency_ns = kstrtoul(data) * 1000
+    def store(usecs: int) -> None:
+        array.max_latency_ns = usecs * 1000
 
-    return AttributeFile(READ_WRITE, show=lambda: f"{(array.max_latency_ns + 500) // 1000}\n", store=store)
+    return number_file(lambda: (array.max_latency_ns + 500) // 1000, store)
 
 
 def _error_log(errors: ErrorLog) -> File:

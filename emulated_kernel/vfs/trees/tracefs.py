@@ -13,10 +13,14 @@ from emulated_kernel.trace.tracers.stack_tracer import StackTracer
 from emulated_kernel.vfs.core.modes import DIRECTORY, READ_ONLY, READ_WRITE, ROOT
 from emulated_kernel.vfs.core.node import Directory, Node
 from emulated_kernel.vfs.core.open_file import File
-from emulated_kernel.vfs.core.parse import kstrtoul
 from emulated_kernel.vfs.core.seq import AttributeFile, LinesFile, SeqFile, WrittenList, listing, single
 from emulated_kernel.vfs.trees.readme import README
-from emulated_kernel.vfs.trees.trace_array_files import instances_directory, list_file, trace_array_files
+from emulated_kernel.vfs.trees.trace_array_files import (
+    instances_directory,
+    list_file,
+    number_file,
+    trace_array_files,
+)
 
 _ULONG_MAX = (1 << 64) - 1
 
@@ -43,11 +47,7 @@ def _top_files(trace: TraceParts) -> dict[str, Node]:
         "kprobe_profile": kprobe_profile_file(trace.kprobe_events),
         "printk_formats": SeqFile(READ_ONLY, listing(trace.printk_formats)),
         "saved_cmdlines": SeqFile(READ_ONLY, listing(cmdlines.records)),
-        "saved_cmdlines_size": AttributeFile(
-            READ_WRITE,
-            show=lambda: f"{cmdlines.size}\n",
-            store=lambda data: cmdlines.resize(kstrtoul(data)),
-        ),
+        "saved_cmdlines_size": number_file(lambda: cmdlines.size, cmdlines.resize),
         "saved_tgids": SeqFile(READ_ONLY, listing(cmdlines.tgid_records)),
         "synthetic_events": _definitions_file(trace.synthetic_events),
         "uprobe_events": _definitions_file(uprobe_events),
@@ -59,19 +59,13 @@ def _top_files(trace: TraceParts) -> dict[str, Node]:
 
 
 def _graph_files(graph: GraphTracer) -> dict[str, Node]:
-    def set_threshold(data: bytes) -> None:
-        graph.threshold_ns = kstrtoul(data) * 1000 & _ULONG_MAX
+    def set_threshold(usecs: int) -> None:
+        graph.threshold_ns = usecs * 1000 & _ULONG_MAX
 
     return {
-        "max_graph_depth": AttributeFile(
-            READ_WRITE,
-            show=lambda: f"{graph.max_depth}\n",
-            store=lambda data: graph.set_max_depth(kstrtoul(data)),
-        ),
-        "tracing_thresh": AttributeFile(
-            READ_WRITE,
-            show=lambda: f"{-1 if graph.threshold_ns == _ULONG_MAX else graph.threshold_ns // 1000}\n",
-            store=set_threshold,
+        "max_graph_depth": number_file(lambda: graph.max_depth, graph.set_max_depth),
+        "tracing_thresh": number_file(
+            lambda: -1 if graph.threshold_ns == _ULONG_MAX else graph.threshold_ns // 1000, set_threshold
         ),
         "set_graph_function": list_file(graph.functions),
         "set_graph_notrace": list_file(graph.notrace),
@@ -82,11 +76,7 @@ def _profile_files(profiler: FunctionProfiler | None, cpus: int) -> dict[str, No
     if profiler is None:
         return {}
     return {
-        "function_profile_enabled": AttributeFile(
-            READ_WRITE,
-            show=lambda: f"{int(profiler.is_enabled)}\n",
-            store=lambda data: profiler.enable(kstrtoul(data)),
-        ),
+        "function_profile_enabled": number_file(lambda: profiler.is_enabled, profiler.enable),
         "trace_stat": Directory(
             DIRECTORY,
             {
@@ -99,11 +89,7 @@ def _profile_files(profiler: FunctionProfiler | None, cpus: int) -> dict[str, No
 
 def _stack_files(stack: StackTracer) -> dict[str, Node]:
     return {
-        "stack_max_size": AttributeFile(
-            READ_WRITE,
-            show=lambda: f"{stack.max_size}\n",
-            store=lambda data: stack.set_max_size(kstrtoul(data)),
-        ),
+        "stack_max_size": number_file(lambda: stack.max_size, stack.set_max_size),
         "stack_trace": SeqFile(READ_ONLY, listing(stack.records)),
         "stack_trace_filter": list_file(stack.filter),
     }
