@@ -21,6 +21,7 @@ from emulated_kernel.linux import core_image, facts, inodes, snapshot
 from emulated_kernel.linux.core_image import CoreFacts
 from emulated_kernel.linux.exception_cells import find_exception_cells
 from emulated_kernel.linux.facts import KernelFacts
+from emulated_kernel.linux.init import initramfs
 from emulated_kernel.linux.machine import LinuxMachine
 from kprobefs.cli import main
 from kprobefs.failure import Exit
@@ -60,8 +61,9 @@ def test_other_facts_have_another_number() -> None:
         *(field.name for form in (KernelFacts, CoreFacts) for field in fields(form)),
         *(facts._SYMBOLS, facts._OPTIONAL, facts._MEMBERS, inodes._FORMS, inodes._UNITS),
         *(core_image._SYMBOLS, core_image.CLOCK, core_image.ONLINE),
+        initramfs(),
     )
-    assert {snapshot._MAGIC: zlib.crc32(repr(kept).encode())} == {b"kprobefs booted kernel 8\n": 3759093648}
+    assert {snapshot._MAGIC: zlib.crc32(repr(kept).encode())} == {b"kprobefs booted kernel 9\n": 3753492393}
 
 
 def test_no_more_is_mapped_than_the_host_maps_around_a_page(cache: Path) -> None:
