@@ -461,4 +461,4 @@ class Kprobes:
 
     def blacklist_text(self) -> list[str]:
         """Lines of kprobes/blacklist."""
-        return report.blacklist_lines(self._image.blacklist, self._bits)
+        return [*report.blacklist_lines(self._image.blacklist, self._symbols, self._bits)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from emulated_kernel.arch.analysis.reason import Finding, Reason
 from emulated_kernel.image.kallsyms import Kallsyms, Location
@@ -109,7 +109,12 @@ def place(probe: Kprobe, addr: int, where: Location | None, bits: int) -> str:
     return f"{addr:0{bits // 4}x}  {probe.kind}  {text}"
 
 
-def blacklist_lines(blacklist: Iterable[tuple[int, int, str]], bits: int = 64) -> list[str]:
+def blacklist_lines(
+    blacklist: Iterable[tuple[int, int, str]], symbols: Kallsyms, bits: int = 64
+) -> Iterator[str]:
     """Mirrors: kernel/kprobes.c:kprobe_blacklist_seq_show (v6.1)."""
     digits = bits // 4
-    return [f"0x{start:0{digits}x}-0x{end:0{digits}x}\t{name}\n" for start, end, name in blacklist]
+    for start, end, name in blacklist:
+        where = symbols.lookup(start)
+        module = f" [{where.module}]" if where is not None and where.module else ""
+        yield f"0x{start:0{digits}x}-0x{end:0{digits}x}\t{name}{module}\n"

@@ -23,8 +23,8 @@ _UNDEFINED = 0
 _WORD, _COUNT = 8, 4
 _ENTRY = {"extable": 12, "bug_table": 12, "jump_entries": 16, "static_call_sites": 8}
 """Bytes of what the tables have."""
-_LIMIT = 1 << 20
-"""Of modules, and of what a table has; more of it leads in circles, or nowhere."""
+_MODULES, _LIMIT = 1 << 12, 1 << 20
+"""How many there may be, and what a table may have; more of it leads in circles, or nowhere."""
 _SIZE_LIMIT = 256 << 20
 """Bytes of a part."""
 _UNFORMED = 3
@@ -57,7 +57,7 @@ class LoadedModules:
             return []
         link, found = self._structures.btf.offset("module.list"), list[int]()
         while node != head:
-            if len(found) == _LIMIT:
+            if len(found) == _MODULES:
                 raise unusable("its list of modules has no end")
             found.append(node - link)
             node = self._word(node)

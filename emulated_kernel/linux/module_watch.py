@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from struct import pack
 from typing import Any
 
@@ -44,12 +45,21 @@ class ModuleWatch:
         keys.add(self._labels)
 
     def there(self) -> list[Module]:
-        """Those that are there already, the oldest first; none where they can't be read."""
+        """Those that are there already, the oldest first, but what can't be read."""
+        found: list[Module] = []
+        with self._told():
+            for module in self._loaded.addresses():
+                with self._told():
+                    found.append(self.read(module))
+        return found
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """What is read of the guest may lead nowhere: that is told, and its modules aren't known."""
         try:
-            return [self.read(module) for module in self._loaded.addresses()]
-        except KernelError as error:
-            log.warning("%s: its modules aren't known: %s", self._kernel.release, error.strerror)
-            return []
+            yield
+        except (KernelError, MemoryFault, ValueError) as error:
+            log.warning("%s: a module isn't known: %s", self._kernel.release, error)
 
     def read(self, module: int) -> Module:
         """A struct module that is complete; its text is original from here on. Raises: as LoadedModules."""
@@ -92,10 +102,8 @@ class ModuleWatch:
             state, module = regs.si, regs.dx
             regs.ax, regs.ip = 0, memory.read_word(regs.sp)
             regs.sp += _WORD
-            try:
+            with self._told():
                 notify(ModuleState(state & 0xFFFFFFFF), module)
-            except (KernelError, MemoryFault, ValueError) as error:
-                log.warning("%s: a module isn't known: %s", self._kernel.release, error)
 
         stub = machine.text.alloc_text(len(arch.breakpoint))
         machine.breakpoints[stub] = called

@@ -73,6 +73,14 @@ def probed() -> Iterator[Probed]:
         assert not ledger_mismatches(kernel.machine.text)
 
 
+def test_the_blacklist_names_its_module(probed: Probed) -> None:
+    own = [line for line in probed.kernel.kprobes.blacklist_text() if "[" in line]
+    start = probed.address("ktgt_np")
+    assert len(own) == 1
+    assert own[0].startswith(f"0x{start:016x}-")
+    assert own[0].endswith("\tktgt_np [ktgt]\n")
+
+
 def resources(kernel: Kernel) -> tuple[int, int, int]:
     """What probes hold: slots, executable memory, handlers at addresses."""
     kernel.kprobes.garbage.collect()
