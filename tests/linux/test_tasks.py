@@ -139,6 +139,7 @@ def test_who_executes_a_program_keeps_what_all_share(guest: LinuxTasks) -> None:
     for number in range(3):
         executions.execute(task, f"{path}{number}", path.rpartition("/")[2][:15])
         guest.name(task, "sh")
+        assert not task.entries
         assert users_of_the_table(guest) == 2
     executions.execute(task, path, "a-name-that-is-")
     child = guest.fork(task, 502)
