@@ -85,7 +85,7 @@ class LinuxTask:
         self.state = state
         self.flags = flags
         self.entries: dict[int, int] = {}
-        """By page the word with its page table entry: tables stay where they are until it executes."""
+        """By page the word with its page table entry: tables stay until it executes or ends."""
         self.owner = 0, 0
         self.comm = ""
         self.pending = False
