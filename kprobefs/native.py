@@ -77,7 +77,10 @@ def engine_mount(options: MountOptions) -> EngineMount:
         engine = LinuxEngine(tasks, kernel, profile_named(options.machine.profile))
         modules = ModuleFiles(file_of(image), tasks.release)
     owner = Owner(os.geteuid(), os.getegid())
-    return EngineMount(engine, HostProcesses(), owner, modules, is_tracefs=options.layout == "tracefs")
+    served = EngineMount(engine, HostProcesses(), owner, modules, is_tracefs=options.layout == "tracefs")
+    # Most of what it takes to begin is never read again.
+    kernel.release_pages()
+    return served
 
 
 @contextmanager

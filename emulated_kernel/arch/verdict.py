@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from dataclasses import replace
 from functools import cached_property
 from operator import itemgetter
@@ -21,6 +21,7 @@ from emulated_kernel.arch.analysis.reason import OF_AN_INSTRUCTION, OF_REGISTERS
 from emulated_kernel.arch.analysis.region import Live, Region
 from emulated_kernel.arch.analysis.tables import ProbedTables
 from emulated_kernel.dataclass import dataclass
+from emulated_kernel.image.address_set import AddressSet
 from emulated_kernel.image.kallsyms import Location, Symbol
 
 _PAD_SAMPLE = 8
@@ -110,9 +111,9 @@ class Verdict(ABC, Generic[Analysis]):
         self._image = image
         self._symbols = image.kallsyms
         self._ftrace = ftrace
-        self.mcount: frozenset[int] = frozenset()
+        self.mcount: Set[int] = frozenset()
         """All fentry sites."""
-        self.fentry: frozenset[int] = frozenset()
+        self.fentry: Set[int] = frozenset()
         """Those that ftrace calls probes from: all, or none."""
         self.may_fault: frozenset[int] = frozenset()
         """Instructions that have a fixup in __ex_table."""
@@ -159,8 +160,9 @@ class Verdict(ABC, Generic[Analysis]):
         image = self._image
         self._text_ranges = sorted(image.text_ranges)
         self._blacklist = sorted(image.blacklist)
-        self._mcount = sorted(image.mcount)
-        self.mcount = frozenset(self._mcount)
+        mcount = image.mcount
+        self.mcount = mcount if isinstance(mcount, AddressSet) else frozenset(mcount)
+        self._mcount = mcount.in_order if isinstance(mcount, AddressSet) else sorted(mcount)
         self.fentry = self.mcount if self._ftrace else frozenset()
         self._exceptions = sorted(insn for insn, _ in image.ex_table)
         self.may_fault = frozenset(self._exceptions)

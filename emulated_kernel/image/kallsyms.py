@@ -45,6 +45,8 @@ _OWN_TABLES = frozenset(
     )
 )
 """The table's own parts aren't in the table."""
+_REMEMBERED = 8192
+"""Symbols that are kept; of a whole kernel's they would take tens of MiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +194,8 @@ class Kallsyms:
     def _symbol(self, index: int) -> Symbol:
         found = self._met.get(index)
         if found is None:
+            if len(self._met) == _REMEMBERED:
+                self._met.clear()
             found = self._met[index] = self._make(index)
         return found
 

@@ -9,6 +9,7 @@ from functools import cached_property
 
 from emulated_kernel.abi import PAGE_SIZE
 from emulated_kernel.errors import KernelError
+from emulated_kernel.image.address_set import AddressSet
 from emulated_kernel.image.image import BlacklistEntry
 from emulated_kernel.image.kallsyms import Kallsyms
 from emulated_kernel.image.linux.events import (
@@ -74,7 +75,7 @@ class RunningKernel(LinuxKernel):
     Raises: KernelError ENOEXEC for memory without a table of symbols, ENODATA without BTF.
     """
 
-    return_sites = ()
+    return_sites = AddressSet()
 
     def __init__(self, memory: RunningMemory) -> None:
         self.vmlinux: LinkedMemory = memory
@@ -112,7 +113,7 @@ class RunningKernel(LinuxKernel):
         raise unusable(f"its list {head} has no end")
 
     @cached_property
-    def mcount(self) -> frozenset[int]:
+    def mcount(self) -> AddressSet:
         """Mirrors: kernel/trace/ftrace.c:ftrace_pages (v6.1)"""
         offset, size = self.btf.offset, self.btf.size("dyn_ftrace")
         page, sites = self.word(self._required("ftrace_pages_start")), []
@@ -126,7 +127,7 @@ class RunningKernel(LinuxKernel):
             sites += [int.from_bytes(data[n : n + _WORD], "little") for n in range(at, len(data), size)]
 
             page = self.word(page + offset("ftrace_page.next"))
-        return frozenset(filter(self._image.__contains__, sites))
+        return AddressSet(filter(self._image.__contains__, sites))
 
     @cached_property
     def blacklist(self) -> tuple[BlacklistEntry, ...]:

@@ -97,7 +97,7 @@ def linux_tracing(
         release=kernel.release,
     )
     # Those of functions that ran at boot are gone.
-    sites = frozenset(filter(range(*kernel.text).__contains__, kernel.mcount))
+    sites = kernel.mcount.between(*kernel.text)
     measure = StackMeasure(memory, tasks, system.stack, arch, abi)
     functions = KernelFunctions(
         kprobes.sites,

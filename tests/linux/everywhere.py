@@ -89,7 +89,7 @@ def arm(mode: str, starts: list[int], expected: Unprobed) -> Armed:
     addresses = boundaries(probing, starts)
     if mode == "ftrace":
         verdict = probing.kprobes.verdict
-        places = [site for site in verdict.fentry.intersection(addresses) if verdict.may_probe(site) is None]
+        places = [site for site in addresses if site in verdict.fentry and verdict.may_probe(site) is None]
     else:
         places = [*chosen(probing, addresses)]
     answers, hits = probed(probing, places)

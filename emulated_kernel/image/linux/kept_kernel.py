@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import mmap
 from array import array
 from collections.abc import Mapping
 from dataclasses import astuple
@@ -12,6 +13,7 @@ from functools import cached_property
 from itertools import starmap
 
 from emulated_kernel.errors import KernelError
+from emulated_kernel.image.address_set import AddressSet
 from emulated_kernel.image.image import BlacklistEntry, BugEntry, ExTableEntry, JumpLabel, StaticCall
 from emulated_kernel.image.kallsyms import Kallsyms, SymbolTable
 from emulated_kernel.image.linux.btf import Btf
@@ -31,7 +33,7 @@ def kept_parts(kernel: LinuxKernel) -> dict[str, bytes | memoryview]:
         f"symbols.{name}": data for name, data in kernel.kallsyms.table.parts().items()
     }
     parts |= {f"segment.{number}": segment.data for number, segment in enumerate(memory.segments)}
-    parts |= {name: array("Q", sorted(getattr(kernel, name))).tobytes() for name in _ADDRESSES}
+    parts |= {name: array("Q", getattr(kernel, name)).tobytes() for name in _ADDRESSES}
     try:
         starts, names = kernel.btf.index
         events = json.dumps([astuple(event) for event in kernel.events]).encode()
@@ -58,6 +60,7 @@ class KeptKernel(LinuxKernel):
     """
 
     def __init__(self, parts: Mapping[str, memoryview]) -> None:
+        self._file = parts["about"].obj
         about = json.loads(bytes(parts["about"]))
         self.vmlinux = LinkedMemory(
             about["entry"],
@@ -75,12 +78,16 @@ class KeptKernel(LinuxKernel):
         self.static_calls = tuple(starmap(StaticCall, tables["static_calls"]))
         self.blacklist = tuple(starmap(BlacklistEntry, tables["blacklist"]))
         self.bugs = {fields[0]: BugEntry(*fields) for fields in about["bugs"]}
-        self.mcount = frozenset(parts["mcount"].cast("Q"))
-        self.return_sites = tuple(parts["return_sites"].cast("Q"))
+        self.mcount = AddressSet.of_part(parts["mcount"])
+        self.return_sites = AddressSet.of_part(parts["return_sites"])
         if "btf.starts" in parts:
             index = (bytes(parts["btf.starts"]), bytes(parts["btf.names"]))
             self.btf = Btf(self._btf_data(), index)
         self._events, self._syscalls = parts.get("events"), parts.get("syscalls")
+
+    def release_pages(self) -> None:
+        if isinstance(self._file, mmap.mmap):
+            self._file.madvise(mmap.MADV_DONTNEED)
 
     @cached_property
     def events(self) -> tuple[KernelEvent, ...]:

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import NamedTuple, Self
 
 from emulated_kernel.errors import KernelError
+from emulated_kernel.image.address_set import AddressSet
 from emulated_kernel.image.image import BlacklistEntry, BugEntry, ExTableEntry, JumpLabel, Range, StaticCall
 from emulated_kernel.image.kallsyms import Kallsyms, Symbol
 from emulated_kernel.image.linux import tables
@@ -110,9 +111,9 @@ class LinuxKernel:
         return tuple(sorted(tables.ex_table(*self._table(_EX_TABLE))))
 
     @cached_property
-    def mcount(self) -> frozenset[int]:
+    def mcount(self) -> AddressSet:
         """ftrace's sites: five bytes each at a function's beginning. Linux: linkers pad them with zeros."""
-        return frozenset(tables.words(self._table(_MCOUNT)[1])) - {0}
+        return AddressSet(filter(None, tables.words(self._table(_MCOUNT)[1])))
 
     @cached_property
     def jump_labels(self) -> tuple[JumpLabel, ...]:
@@ -130,9 +131,9 @@ class LinuxKernel:
         return {bug.address: bug for bug in tables.bugs(*self._table(_BUGS), self.vmlinux)}
 
     @cached_property
-    def return_sites(self) -> tuple[int, ...]:
+    def return_sites(self) -> AddressSet:
         """The jumps to the return thunk, which boot turns into plain returns where the CPU needs no thunk."""
-        return tuple(sorted(tables.return_sites(*self._table(_RETURN_SITES))))
+        return AddressSet(tables.return_sites(*self._table(_RETURN_SITES)))
 
     @property
     def returns(self) -> tuple[Returns, ...]:
@@ -152,6 +153,9 @@ class LinuxKernel:
         for area in ("kprobes", "noinstr", "entry"):
             entries += self._functions_between(self.between(f"__{area}_text_start", f"__{area}_text_end"))
         return tuple(entry for entry in entries if entry is not None)
+
+    def release_pages(self) -> None:
+        """What is mapped of a file needn't be until it is read again. It has none here."""
 
     def forbid(self, functions: Iterable[str]) -> None:
         """Put functions on the blacklist, if they are there."""

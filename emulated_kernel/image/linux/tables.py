@@ -49,7 +49,7 @@ def bugs(address: int, data: bytes, vmlinux: LinkedMemory) -> Iterator[BugEntry]
 def return_sites(address: int, data: bytes) -> Iterator[int]:
     """The jumps to the return thunk. Mirrors: arch/x86/kernel/alternative.c:apply_returns (v6.1)"""
     for at, (site,) in _entries("<i", data):
-        yield address + at + site
+        yield address + at + site & (1 << 64) - 1
 
 
 def plain_return(code: bytes) -> bytes | None:

@@ -30,7 +30,7 @@ class KernelFunctions:
     def __init__(
         self,
         sites: FtraceSites | None,
-        fentry: frozenset[int],
+        fentry: Collection[int],
         symbols: KernelSymbols,
         hit: ProbeHit,
         verdict: Verdict[Any],
@@ -85,7 +85,8 @@ class KernelFunctions:
         """See FtraceSites.attach."""
         if self._sites is not None:
             # Linux: a number in a filter chooses dropped ones too, which are disabled.
-            self._sites.attach(user, set(sites) - self.functions.dropped)
+            dropped = self.functions.dropped
+            self._sites.attach(user, [site for site in sites if site not in dropped])
 
     def detach(self, user: FtraceOps) -> None:
         """See FtraceSites.detach."""
