@@ -76,7 +76,7 @@ class FtraceSites:
         self.return_at = self.trampoline + self.trampoline_size - arch.return_size
         """Address of a return instruction, at which compiled handlers go on."""
         self._calls: dict[int, Called] = {}
-        """What a call does, by the address behind its site."""
+        """What a call does, by its site."""
         self._breakpoints[self.trampoline + stub.trap] = self._make_on_call()
         self._callers: dict[int, Kprobe] = {}
         """Site to the probe that its calls go to."""
@@ -108,13 +108,13 @@ class FtraceSites:
         def call(regs: Any) -> None:
             self.calls += 1
             frame = frame_at(regs.sp)
-            behind = frame.ip
-            hit = find(behind)
+            site = frame.ip - call_size
+            hit = find(site)
             if hit is None:
                 return
             if ctlblk.running is None:
                 ctlblk.by_breakpoint = False
-            hit(behind - call_size, frame)
+            hit(site, frame)
 
         return call
 
@@ -129,29 +129,29 @@ class FtraceSites:
 
     def _route(self, site: int) -> None:
         """Let calls from a site go to its users."""
-        behind, users = site + self._arch.call_size, self._users(site)
+        users = self._users(site)
         kprobe = self._callers.get(site)
         if not users:
-            self._calls.pop(behind, None)
+            self._calls.pop(site, None)
         elif kprobe is not None and len(users) == 1 and users[0] in self._of_kprobes:
-            self._calls[behind] = partial(self._first_by_call, kprobe)
+            self._calls[site] = partial(self._first_by_call, kprobe)
         else:
             if kprobe is not None:
                 # Compiled handlers, which the site calls by itself, would hide the calls from the others.
                 self.drop_code(kprobe)
             at = next((number for number, ops in enumerate(users) if ops in self._of_kprobes), None)
             if len(users) == 1:
-                self._calls[behind] = users[0].func
+                self._calls[site] = users[0].func
             elif at is None:
-                self._calls[behind] = self._list([ops.func for ops in users])
+                self._calls[site] = self._list([ops.func for ops in users])
             else:
                 # Its handler in assembly is run by the guest: older users come behind that.
                 older = _each([*(ops.func for ops in users[at + 1 :]), self._list_ends])
                 newer = [ops.func for ops in users[:at]]
-                self._calls[behind] = self._list([*newer, partial(self._hit_probe, older=older)], ends=False)
+                self._calls[site] = self._list([*newer, partial(self._hit_probe, older=older)], ends=False)
         owners = tuple(ops.assembly for ops in users if ops.assembly is not None)
         if owners:
-            self._calls[behind] = partial(self._run_aside, owners, self._calls[behind])
+            self._calls[site] = partial(self._run_aside, owners, self._calls[site])
 
     def _run_aside(self, owners: tuple[AssemblyOwner, ...], call: Called, site: int, frame: Any) -> None:
         """Let the guest run the users' handlers in assembly, and then do the rest."""
@@ -189,13 +189,13 @@ class FtraceSites:
         """The first hit since the handlers have changed; they become guest code, if they can be."""
         behind = site + self._arch.call_size
         if not kprobe.may_compile or kprobe.is_disabled:
-            self._calls[behind] = self._hit_probe
+            self._calls[site] = self._hit_probe
             self._hits.on_call(kprobe, behind, frame)
             return
-        route = self._calls[behind]
+        route = self._calls[site]
         if (
             self._hits.on_call(kprobe, behind, frame)
-            and self._calls.get(behind) is route
+            and self._calls.get(site) is route
             and kprobe.compiled is None
             and self._split_jumps.may_patch()
             and self._compiler.may_make(kprobe.nr_handlers)
@@ -319,11 +319,10 @@ class FtraceSites:
         self._with_regs -= sites - calls
         put_off = set(filter(self._poker.is_patching, sites)) if self._poker.is_busy else set()
         self._put_off |= put_off
-        targets = {site: self._target(site) for site in calls - put_off}
+        targets = ((site, self._target(site)) for site in calls - put_off)
+        starting = {site: target for site, target in targets if self._calling.get(site) != target}
         stopping = (sites - calls - put_off) & self._calling.keys()
-        self._start_and_stop(
-            {site: target for site, target in targets.items() if self._calling.get(site) != target}, stopping
-        )
+        self._start_and_stop(starting, stopping)
         for site in stopping:
             self._route(site)
 
@@ -331,10 +330,10 @@ class FtraceSites:
         """Let sites call these targets, and others be nops."""
         breakpoints = self._breakpoints
         insns = {site: self._arch.relative_call(site, target) for site, target in starting.items()}
-        breakpoints.update({site: self._call(site, target) for site, target in starting.items()})
+        breakpoints.update(dict.fromkeys(starting, self._call(starting)))
         for site in stopping:
             insns[site] = self._text.original(site, self._arch.call_size)
-            breakpoints[site] = self._skip(site)
+            breakpoints[site] = self._skip
             del self._calling[site]
         self._split_jumps.start_again([*(starting.keys() & self._calling.keys()), *stopping])
         self._calling.update(starting)
@@ -347,27 +346,27 @@ class FtraceSites:
             self._put_off -= again
             self._update(again)
 
-    def _call(self, site: int, target: int) -> Callable[[Any], None]:
-        word, behind = self._arch.word_size, site + self._arch.call_size
+    def _call(self, targets: Mapping[int, int]) -> Callable[[Any], None]:
+        """What a site's breakpoint does while its call is written: one for all, a kernel has so many."""
+        word, call_size, trap_size = self._arch.word_size, self._arch.call_size, len(self._arch.breakpoint)
         memory, link = self._memory, self._arch.call_link
 
         def push_and_go(regs: Any) -> None:
-            memory.write(regs.sp - word, behind.to_bytes(word, "little"))
+            site = regs.ip - trap_size
+            memory.write(regs.sp - word, (site + call_size).to_bytes(word, "little"))
             regs.sp -= word
-            regs.ip = target
+            regs.ip = targets[site]
 
         def link_and_go(regs: Any) -> None:
             assert link is not None
-            setattr(regs, link, behind)
-            regs.ip = target
+            site = regs.ip - trap_size
+            setattr(regs, link, site + call_size)
+            regs.ip = targets[site]
 
         return push_and_go if link is None else link_and_go
 
-    def _skip(self, site: int) -> Callable[[Any], None]:
-        def skip(regs: Any) -> None:
-            regs.ip = site + self._arch.call_size
-
-        return skip
+    def _skip(self, regs: Any) -> None:
+        regs.ip += self._arch.call_size - len(self._arch.breakpoint)
 
 
 def _each(calls: Sequence[Called]) -> Called:

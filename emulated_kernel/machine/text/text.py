@@ -105,7 +105,8 @@ class Text:
             for va, data in pokes:
                 self._announce(va)
                 self._write(va, data)
-                done.append((va, data))
+                if len(done) < _FLUSH_FROM:
+                    done.append((va, data))
         finally:
             if len(done) >= _FLUSH_FROM:
                 self._engine.flush_code()
@@ -183,10 +184,12 @@ class Text:
 
     def _write(self, va: int, data: bytes) -> None:
         pieces = self._physical(va, len(data))
-        self._note(va, data)
+        before = b""
+        for pa, size in pieces:
+            before += self._ram[pa : pa + size]
+        self._note(va, data, before)
         if self._written is not None:
             self._written.append((va, data))
-        before = self._memory.read(va, len(data)) if self.watcher is not None else b""
         self._store(data, pieces)
         if self.watcher is not None:
             self.watcher.written(va, before, data)
@@ -203,22 +206,23 @@ class Text:
             for tell in self.before_first_change:
                 tell()
 
-    def _note(self, va: int, data: bytes) -> None:
+    def _note(self, va: int, data: bytes, before: bytes) -> None:
         """Bring the ledger up to date for a poke."""
         end = va + len(data)
         at = bisect_right(self._starts, va) - 1
         if at >= 0 and end <= self._originals[at][1]:
-            start, _, original = self._originals[at]
-            self._compare(va, data, original[va - start : end - start])
+            self._compare(va, data, before)
         elif len(data) > 1 and any(start < end and va < stop for start, stop, _ in self._originals):
             for i in range(len(data)):
-                self._note(va + i, data[i : i + 1])
+                self._note(va + i, data[i : i + 1], before[i : i + 1])
 
-    def _compare(self, va: int, data: bytes, original: bytes | memoryview) -> None:
+    def _compare(self, va: int, data: bytes, before: bytes) -> None:
+        # The original itself isn't looked at: it may lie in a file, all of which that would map.
         ledger = self.ledger
-        for address, byte, before in zip(range(va, va + len(data)), data, original, strict=True):
-            if byte != before:
-                ledger[address] = before
+        for address, byte, now in zip(range(va, va + len(data)), data, before, strict=True):
+            original = ledger.get(address, now)
+            if byte != original:
+                ledger[address] = original
             elif address in ledger:
                 del ledger[address]
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum, auto
+from itertools import repeat
+from operator import itemgetter
 
 from emulated_kernel.machine.text.text import Text
 
@@ -60,7 +62,7 @@ class TextPoker:
             self._expose({va: insn})
 
     def _expose(self, insns: Mapping[int, bytes]) -> None:
-        self._write(PokeStep.BREAKPOINT, dict.fromkeys(insns, self._breakpoint))
+        self._write(PokeStep.BREAKPOINT, insns)
         self._write(PokeStep.TAIL, insns)
 
     @contextmanager
@@ -74,9 +76,15 @@ class TextPoker:
 
     def _write(self, step: PokeStep, insns: Mapping[int, bytes]) -> None:
         """Write the part of each that a step changes; when it returns no CPU has an older one."""
-        size = len(self._breakpoint)
-        if step is PokeStep.TAIL:
-            self._text.poke_batch([(va + size, insn[size:]) for va, insn in insns.items()])
+        breakpoint_ = self._breakpoint
+        size = len(breakpoint_)
+        # No lists of what may be tens of thousands.
+        if step is PokeStep.BREAKPOINT:
+            self._text.poke_batch(zip(insns, repeat(breakpoint_), strict=False))
+        elif step is PokeStep.TAIL:
+            tails = map(itemgetter(slice(size, None)), insns.values())
+            self._text.poke_batch(zip(map(size.__add__, insns), tails, strict=True))
         else:
-            self._text.poke_batch([(va, insn[:size]) for va, insn in insns.items()])
+            firsts = map(itemgetter(slice(size)), insns.values())
+            self._text.poke_batch(zip(insns, firsts, strict=True))
         self._text.sync()

@@ -100,10 +100,11 @@ class FunctionTracer(Tracer, FunctionWatcher):
         self.probes.functions_went(sites)
         self._update()
 
-    def selected(self) -> set[int]:
+    def selected(self) -> list[int]:
         """Sites of the functions that set_ftrace_filter and set_ftrace_notrace leave."""
         chosen = self._hooks.functions.sites if self._chosen.is_empty else self._chosen.sites
-        return set(chosen) - self._left_out.sites
+        left_out = self._left_out.sites
+        return [site for site in chosen if site not in left_out]
 
     def _update(self) -> None:
         """Mirrors: kernel/trace/ftrace.c:ftrace_ops_update_code (v6.1)."""

@@ -77,9 +77,10 @@ class Functions(Collection[TraceableFunction]):
         return isinstance(function, TraceableFunction) and self._functions.get(function.site) == function
 
     @property
-    def sites(self) -> Collection[int]:
+    def sites(self) -> list[int]:
         """All sites that can be called."""
-        return self._functions.keys() - self.dropped
+        dropped = self.dropped
+        return [site for site in self._functions if site not in dropped]
 
     @cached_property
     def dropped(self) -> frozenset[int]:
