@@ -22,7 +22,9 @@ LOOK = 0.01
 """Seconds between two looks: what is asked meanwhile takes less than the headroom."""
 _PIECE = 100_000
 """Bytes; from 128 KiB on malloc(3) would map each piece by itself, and unmap it when it is freed."""
-_M_ARENA_MAX = -8
+_M_ARENA_MAX, _M_MMAP_THRESHOLD = -8, -3
+_MAPPED = 128 << 10
+"""Bytes from which on a piece is mapped by itself, as long as nothing that was freed has room for it."""
 
 ENDING = (b"", b"0", b"nop")
 """Whole writes that take something away: clear, disable."""
@@ -36,6 +38,8 @@ def share_heap() -> None:
     # musl has one heap anyhow.
     if hasattr(libc, "mallopt"):
         libc.mallopt(_M_ARENA_MAX, 1)
+        # glibc raises it to what was freed once: tables of a whole kernel would leave holes in the heap.
+        libc.mallopt(_M_MMAP_THRESHOLD, _MAPPED)
 
 
 class MemoryReserve:
