@@ -213,15 +213,15 @@ class Maker:
 
     def branch(self) -> None:
         rng = self.rng
-        condition, label, unlikely = rng.choice(tuple(Condition)), self.label(), rng.random() < 0.5
+        condition, label = rng.choice(tuple(Condition)), self.label()
         kind = rng.randrange(3)
         if kind == 0:
-            self.ops.append(ir.Branch(condition, self.vreg(), self.vreg(), label, unlikely))
+            self.ops.append(ir.Branch(condition, self.vreg(), self.vreg(), label))
         elif kind == 1:
-            self.ops.append(ir.BranchImmediate(condition, self.vreg(), self.small(), label, unlikely))
+            self.ops.append(ir.BranchImmediate(condition, self.vreg(), self.small(), label))
         else:
             offset = self.cell_at(rng.randrange(0x800))
-            self.ops.append(ir.BranchPerCpu(condition, offset, self.size(), self.small(), label, unlikely))
+            self.ops.append(ir.BranchPerCpu(condition, offset, self.size(), self.small(), label))
 
     def jump(self) -> None:
         self.ops.append(ir.Jump(self.label()))

@@ -190,7 +190,7 @@ def test_counting_leaves_live_flags_alone() -> None:
 
 
 def test_flags_that_are_overwritten_stay_in_a_dead_ax() -> None:
-    program = (ir.BranchPerCpu(Condition.NE, CELL, 4, 0, Label(0), True), *COUNT, ir.Place(Label(0)))
+    program = (ir.BranchPerCpu(Condition.NE, CELL, 4, 0, Label(0)), *COUNT, ir.Place(Label(0)))
     saved = ["lahf", "seto", "cmpl", "jne", "addq", "addb", "sahf"]
     assert listing(program, Live(ALL_REGISTERS - {"ax"}, True)) == saved
     assert listing(program, Live(ALL_REGISTERS, False)) == ["cmpl", "jne", "addq"]
@@ -199,7 +199,7 @@ def test_flags_that_are_overwritten_stay_in_a_dead_ax() -> None:
 def test_unlikely_parts_stand_before_the_entry() -> None:
     unlikely, end = Label(0), Label(1)
     program = (
-        ir.BranchPerCpu(Condition.NE, CELL, 4, 0, unlikely, True),
+        ir.BranchPerCpu(Condition.NE, CELL, 4, 0, unlikely),
         *COUNT,
         ir.Jump(end),
         ir.Place(unlikely),

@@ -75,7 +75,7 @@ def _dispatch(target: int) -> Program:
     python = Label(0)
     return (
         ir.LoadPerCpu(0, 0, 4),
-        ir.BranchImmediate(ir.Condition.EQ, 0, target, python, is_unlikely=True),
+        ir.BranchImmediate(ir.Condition.EQ, 0, target, python),
         ir.JumpTo(0),
         ir.Place(python),
     )

@@ -255,7 +255,6 @@ class Branch(Op):
     left: int
     right: int
     label: Label
-    is_unlikely: bool = False
 
 
 class BranchImmediate(Op):
@@ -265,7 +264,6 @@ class BranchImmediate(Op):
     left: int
     value: int
     label: Label
-    is_unlikely: bool = False
 
 
 class BranchPerCpu(Op):
@@ -279,7 +277,6 @@ class BranchPerCpu(Op):
     size: int
     value: int
     label: Label
-    is_unlikely: bool = False
 
 
 class CallHost(Op):

@@ -152,9 +152,7 @@ class NativeReturns:
             self._return_to(builder, trampoline.address)
             builder.emit(Jump(replaced))
         for address in (trampoline.native, trampoline.address):
-            builder.emit(
-                BranchImmediate(Condition.EQ, RET, _signed(address), hooked_before, is_unlikely=True)
-            )
+            builder.emit(BranchImmediate(Condition.EQ, RET, _signed(address), hooked_before))
         self._return_to(builder, trampoline.native)
         builder.place(replaced)
 
@@ -216,7 +214,7 @@ class NativeReturns:
         self._code.find(builder, python)
         builder.emit(
             GetRegister(NODE, self._sp),
-            Branch(Condition.NE, SECOND, NODE, python, is_unlikely=True),
+            Branch(Condition.NE, SECOND, NODE, python),
             Load(FIRST, FIRST, HANDLER * self._word, self._word),
             unless(FIRST, python),
             JumpTo(FIRST),

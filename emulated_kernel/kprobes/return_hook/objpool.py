@@ -147,7 +147,7 @@ class ObjpoolCode(RethookListCode[ObjpoolStack]):
         builder.emit(
             self.load(FIRST, SECOND, HEAD * word),
             self.load(TASK, SECOND, TAIL * word),
-            Branch(Condition.EQ, FIRST, TASK, empty, is_unlikely=True),
+            Branch(Condition.EQ, FIRST, TASK, empty),
             Move(NODE, FIRST),
         )
         self._entry(builder, hook, NODE)

@@ -249,7 +249,7 @@ class RetStackCode(StackCode[RetStack]):
             self.load(NODE, TASK, self.offsets.ret_stack),
             unless(NODE, young),
             self.load(FIRST, NODE, used_at),
-            BranchImmediate(Condition.ABOVE, FIRST, SHADOW_STACK_SIZE // word - size, full, is_unlikely=True),
+            BranchImmediate(Condition.ABOVE, FIRST, SHADOW_STACK_SIZE // word - size, full),
             # First the room is taken: an interrupt hooks calls behind it.
             Move(SECOND, FIRST),
             compute(Arithmetic.ADD, SECOND, size),

@@ -127,8 +127,8 @@ def set_to(dst: int, value: int) -> Op:
 
 
 def unless(register: int, label: Label) -> Op:
-    """Go to the label, which is unlikely, if a register is 0."""
-    return BranchImmediate(Condition.EQ, register, 0, label, is_unlikely=True)
+    """Go to the label if a register is 0."""
+    return BranchImmediate(Condition.EQ, register, 0, label)
 
 
 def count_one_more(builder: ProgramBuilder, hook: int, word: int) -> None:
@@ -145,7 +145,7 @@ def count_one_more(builder: ProgramBuilder, hook: int, word: int) -> None:
         FetchAdd(SECOND, active, FIRST),
         compute(Arithmetic.ADD, FIRST, 1),
         Load(TASK, SECOND, high, word),
-        Branch(Condition.BELOW, TASK, FIRST, higher, is_unlikely=True),
+        Branch(Condition.BELOW, TASK, FIRST, higher),
     )
     builder.place(counted)
 

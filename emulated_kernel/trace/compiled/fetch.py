@@ -136,7 +136,7 @@ class FetchEmitter:
             ComputeImmediate(Arithmetic.ADD, VALUE, number * self._word),
             Compute(Arithmetic.XOR, TEMP, VALUE),
             ComputeImmediate(Arithmetic.AND, TEMP, -self._arch.thread_size),
-            BranchImmediate(Condition.NE, TEMP, 0, outside, is_unlikely=True),
+            BranchImmediate(Condition.NE, TEMP, 0, outside),
             Load(VALUE, VALUE, 0, self._word, on_fault=outside),
         )
         builder.place(done)
@@ -159,7 +159,7 @@ class FetchEmitter:
     def _check_user(self, address: int, fault: Label) -> None:
         self._emit(
             SetImmediate(TEMP, self._arch.task_size),
-            Branch(Condition.ABOVE_EQ, address, TEMP, fault, is_unlikely=True),
+            Branch(Condition.ABOVE_EQ, address, TEMP, fault),
         )
 
     # Stages 3 to 5, of numbers
@@ -299,7 +299,7 @@ class FetchEmitter:
         emit(
             Move(LIMIT, POSITION),
             ComputeImmediate(Arithmetic.ADD, LIMIT, 1),
-            Branch(Condition.EQ, OTHER, LIMIT, is_empty, is_unlikely=True),
+            Branch(Condition.EQ, OTHER, LIMIT, is_empty),
         )
         builder.place(stored)
 
@@ -324,7 +324,7 @@ class FetchEmitter:
         self._emit(
             Move(VALUE, POSITION),
             Compute(Arithmetic.SUB, VALUE, BASE),
-            BranchImmediate(Condition.ABOVE, VALUE, MAX_DATA_SIZE, too_large, is_unlikely=True),
+            BranchImmediate(Condition.ABOVE, VALUE, MAX_DATA_SIZE, too_large),
         )
 
 

@@ -145,7 +145,7 @@ class GraphEmitter:
                 emit(SetImmediate(_CALL_FLAGS, CallFlag.IN_IRQ), Jump(known))
             mask, count = places.hardirq_mask, places.preempt_count
             emit(
-                BranchPerCpu(Condition.ANY_BIT, count, 4, mask, in_irq, is_unlikely=True),
+                BranchPerCpu(Condition.ANY_BIT, count, 4, mask, in_irq),
                 SetImmediate(_CALL_FLAGS, 0),
             )
             builder.place(known)

@@ -117,7 +117,7 @@ class RecordEmitter:
             self._emit(Jump(known))
         self._emit(
             LoadPerCpu(TEMP, places.last_pid, 4),
-            Branch(Condition.NE, TEMP, VALUE, unknown, is_unlikely=True),
+            Branch(Condition.NE, TEMP, VALUE, unknown),
         )
         builder.place(known)
 
@@ -144,7 +144,7 @@ class RecordEmitter:
         self._branch_unless_zero(unusual)
         emit(
             GetRegister(TEMP, flags),
-            BranchImmediate(Condition.NO_BIT, TEMP, interrupts_on, unusual, is_unlikely=True),
+            BranchImmediate(Condition.NO_BIT, TEMP, interrupts_on, unusual),
         )
         builder.place(known)
 
@@ -170,11 +170,11 @@ class RecordEmitter:
             self._emit(LoadPerCpu(TEMP, offset, size))
             if asking.not_asked:
                 self._emit(ComputeImmediate(Arithmetic.ADD, TEMP, -asking.not_asked))
-            self._emit(BranchImmediate(Condition.NE, TEMP, 0, label, is_unlikely=True))
+            self._emit(BranchImmediate(Condition.NE, TEMP, 0, label))
         if asking.task_flag is not None:
             offset, bit = asking.task_flag
             self._emit_task_flags(offset)
-            self._emit(BranchImmediate(Condition.ANY_BIT, TEMP, bit, label, is_unlikely=True))
+            self._emit(BranchImmediate(Condition.ANY_BIT, TEMP, bit, label))
 
     def _count_loads(self) -> list[tuple[int, int]]:
         """Offset and size of the loads that see both."""
@@ -228,9 +228,9 @@ class RecordEmitter:
         self._check_room(length, no_room)
         emit(ComputePerCpu(Arithmetic.SUB, VALUE, stamp, self._high))
         if self._high is not None:
-            emit(BranchImmediate(Condition.NE, self._high, 0, long_delta, is_unlikely=True))
+            emit(BranchImmediate(Condition.NE, self._high, 0, long_delta))
         emit(
-            BranchImmediate(Condition.ABOVE_EQ, VALUE, 1 << DELTA_BITS, long_delta, is_unlikely=True),
+            BranchImmediate(Condition.ABOVE_EQ, VALUE, 1 << DELTA_BITS, long_delta),
             IncreasePerCpu(stamp, VALUE),
         )
 
@@ -240,7 +240,7 @@ class RecordEmitter:
             self._emit(Compute(Arithmetic.ADD, TEMP, _LENGTH))
         else:
             limit -= length
-        self._emit(BranchImmediate(Condition.ABOVE, TEMP, limit, no_room, is_unlikely=True))
+        self._emit(BranchImmediate(Condition.ABOVE, TEMP, limit, no_room))
 
     def _ask_for_room(self, length: int | None, target: RecordTarget, dropped: Label) -> None:
         emit, request = self._emit, self._places.event_time

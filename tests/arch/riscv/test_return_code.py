@@ -76,7 +76,7 @@ def _dispatch() -> Program:
     python = Label(0)
     return (
         ir.LoadPerCpu(0, CHOICE - CPU, 8),
-        ir.BranchImmediate(ir.Condition.EQ, 0, 0, python, is_unlikely=True),
+        ir.BranchImmediate(ir.Condition.EQ, 0, 0, python),
         ir.JumpTo(0),
         ir.Place(python),
     )
