@@ -8,31 +8,36 @@ from functools import cache
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.image.image import KernelImage
 from emulated_kernel.machine.boot import per_cpu_address
-from emulated_kernel.machine.budget import HandlerTime
 from emulated_kernel.machine.cpu.model import CpuModel
 from emulated_kernel.machine.cpu.registers import Regs
 from emulated_kernel.machine.engine import Engine
 from emulated_kernel.machine.interrupts.delivery import Delivery
-from emulated_kernel.machine.interrupts.exceptions import NoExceptionState
 from emulated_kernel.machine.interrupts.hooks import TrapHooks
 from emulated_kernel.machine.memory.memory import Memory
 from emulated_kernel.machine.quirks.bench import Bench, SelfTest
 from emulated_kernel.machine.traps.trap import HardwareError
 
 Adapt = Callable[[Bench, int | None], list[SelfTest]]
-"""Makes the hooks fit the library, and tests it; takes what `quirks.find_cpu_state` found."""
+"""Makes the hooks fit the library, and tests it; takes what `quirks.find_cpu_state` found.
+
+Raises: HardwareError where a check failed: it can't be used.
+"""
 Deliver = Callable[[Engine, CpuModel, Memory, Regs, KernelImage], Delivery]
 
 
 @dataclass(frozen=True, slots=True)
-class _Parts:
+class CpuParts:
+    """What a machine is made of that differs between architectures."""
+
     model: CpuModel
     adapt: Adapt
     hooks: type[TrapHooks]
+    """What the emulator calls; to be adapted."""
     deliver: Deliver
+    """How the image takes interrupts."""
 
 
-def _x86() -> tuple[_Parts, ...]:
+def _x86() -> tuple[CpuParts, ...]:
     from emulated_kernel.machine.cpu.i386 import I386Cpu
     from emulated_kernel.machine.cpu.x86_64 import X86_64Cpu
     from emulated_kernel.machine.quirks.x86 import adapt
@@ -41,10 +46,10 @@ def _x86() -> tuple[_Parts, ...]:
         handler = image.kallsyms.lookup_name("asm_host_interrupt")
         return Delivery(cpu, memory, regs, handler, per_cpu_address(image, "host_cr2"))
 
-    return tuple(_Parts(model, adapt, TrapHooks, by_frames) for model in (X86_64Cpu(), I386Cpu()))
+    return tuple(CpuParts(model, adapt, TrapHooks, by_frames) for model in (X86_64Cpu(), I386Cpu()))
 
 
-def _riscv() -> tuple[_Parts, ...]:
+def _riscv() -> tuple[CpuParts, ...]:
     from emulated_kernel.machine.cpu.riscv import Riscv64Cpu, Riscv64iCpu
     from emulated_kernel.machine.interrupts.riscv import RiscvDelivery, RiscvTrapHooks
     from emulated_kernel.machine.quirks.riscv import adapt
@@ -55,7 +60,7 @@ def _riscv() -> tuple[_Parts, ...]:
         return RiscvDelivery(engine, cpu, memory, regs)
 
     models = (Riscv64Cpu(), Riscv64iCpu())
-    return tuple(_Parts(model, adapt, RiscvTrapHooks, by_trap_registers) for model in models)
+    return tuple(CpuParts(model, adapt, RiscvTrapHooks, by_trap_registers) for model in models)
 
 
 _FAMILIES = {"x86_64": _x86, "i386": _x86, "riscv64": _riscv, "riscv64i": _riscv}
@@ -63,27 +68,8 @@ _FAMILIES = {"x86_64": _x86, "i386": _x86, "riscv64": _riscv, "riscv64i": _riscv
 
 
 @cache
-def _parts(arch: str) -> _Parts:
+def cpu_parts(arch: str) -> CpuParts:
+    """Those of an architecture. Raises: HardwareError where there is none."""
     if arch not in _FAMILIES:
         raise HardwareError(f"no machine for {arch}")
     return next(parts for parts in _FAMILIES[arch]() if parts.model.name == arch)
-
-
-def cpu_model(arch: str) -> CpuModel:
-    """The CPU of an architecture. Raises: HardwareError where there is none."""
-    return _parts(arch).model
-
-
-def trap_hooks(engine: Engine, cpu: CpuModel, regs: Regs, handler_time: HandlerTime) -> TrapHooks:
-    """What the emulator calls; to be adapted."""
-    return _parts(cpu.name).hooks(engine, cpu, regs, NoExceptionState(), handler_time)
-
-
-def delivery(engine: Engine, cpu: CpuModel, memory: Memory, regs: Regs, image: KernelImage) -> Delivery:
-    """How the image takes interrupts."""
-    return _parts(cpu.name).deliver(engine, cpu, memory, regs, image)
-
-
-def adapt(bench: Bench, found: int | None) -> list[SelfTest]:
-    """Adapt a machine to the library. Raises: HardwareError where a check failed: it can't be used."""
-    return _parts(bench.cpu.name).adapt(bench, found)

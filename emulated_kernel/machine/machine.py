@@ -11,13 +11,15 @@ from typing import Self
 from emulated_kernel.abi import PAGE_SIZE, Hypercall, Prot
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.image.image import KernelImage
-from emulated_kernel.machine import boot, cpus, loader
+from emulated_kernel.machine import boot, loader
 from emulated_kernel.machine.budget import HandlerTime
 from emulated_kernel.machine.calls import HostCalls, map_stack
 from emulated_kernel.machine.clock import MachineClock, compare_loops
 from emulated_kernel.machine.cpu.registers import Regs, api_regs, fast_regs
 from emulated_kernel.machine.cpu.vcpu import VCpu
+from emulated_kernel.machine.cpus import cpu_parts
 from emulated_kernel.machine.engine import Engine
+from emulated_kernel.machine.interrupts.exceptions import NoExceptionState
 from emulated_kernel.machine.layout import USER_BUFFERS_SIZE
 from emulated_kernel.machine.memory.memory import Memory
 from emulated_kernel.machine.memory.record_memory import RecordMemory, extra_size
@@ -51,7 +53,8 @@ class Machine(ProbedMachine):
 
     def __init__(self, config: MachineConfig, image: KernelImage) -> None:
         super().__init__()
-        self.model = cpus.cpu_model(image.arch)
+        self._parts = cpu_parts(image.arch)
+        self.model = self._parts.model
         self.config = config
         self.image = image
         self._quantum: Quantum | None = None
@@ -95,9 +98,9 @@ class Machine(ProbedMachine):
         self.regs: Regs = api_regs(cpu, engine) if found is None else fast_regs(cpu, engine, found)
         self._resources.callback(self.regs.close)
         self.handler_time = HandlerTime()
-        self.hooks = cpus.trap_hooks(engine, cpu, self.regs, self.handler_time)
+        self.hooks = self._parts.hooks(engine, cpu, self.regs, NoExceptionState(), self.handler_time)
         bench = quirks.Bench(engine, cpu, self.memory, self.hooks, self.regs, self._stack)
-        self.self_test = cpus.adapt(bench, found)
+        self.self_test = self._parts.adapt(bench, found)
         """What the start-up self-test found, one entry a deviation of the library."""
         self.cpus = [VCpu(engine, cpu, number) for number in range(self.config.cpus)]
         self.cpu = 0
@@ -123,7 +126,7 @@ class Machine(ProbedMachine):
         )
         view = memory.view(cells, 16) if cells is not None else memoryview(bytearray(16))
         self.clock = MachineClock(view.cast("Q"), self.config.clock, self.config.seed)
-        self._delivery = cpus.delivery(self._engine, self.model, memory, self.regs, image)
+        self._delivery = self._parts.deliver(self._engine, self.model, memory, self.regs, image)
         self.hooks.dispatch = self._deliver_or_stop
         self._runner = Runner(
             self._engine,

@@ -8,10 +8,10 @@ from keystone import KS_ARCH_X86, KS_MODE_64, Ks
 
 from emulated_kernel.abi import Prot
 from emulated_kernel.config import MachineConfig
-from emulated_kernel.machine.cpus import cpu_model
+from emulated_kernel.machine.cpus import cpu_parts
 from emulated_kernel.machine.machine import Machine
 
-LAYOUT = cpu_model("x86_64").layout
+LAYOUT = cpu_parts("x86_64").model.layout
 TEXT = 0xFFFFFFFF81000000
 RODATA = TEXT + 0x4000
 DATA = TEXT + 0x5000

@@ -18,7 +18,7 @@ from emulated_kernel.arch.x86.facts import FactsTable
 from emulated_kernel.host.builtin_kernel import BuiltinKernel
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.profile import PROFILES, profile_named
-from emulated_kernel.machine.cpus import cpu_model
+from emulated_kernel.machine.cpus import cpu_parts
 from emulated_kernel.machine.guest_kernel import GuestKernel
 from emulated_kernel.trace.compiled.fetch import _EMITTERS
 from emulated_kernel.trace.fetch.types import SymbolString, fetch_types
@@ -75,7 +75,7 @@ def filled_strategies() -> None:
 def filled_architectures() -> None:
     for name in ARCHITECTURES:
         arch = arch_named(name)
-        assert cpu_model(name).name == name
+        assert cpu_parts(name).model.name == name
         assert (ROOT / "emulated_kernel/image/prebuilt" / name).is_dir()
         assert arch.strategies
 

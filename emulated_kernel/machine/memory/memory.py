@@ -48,21 +48,16 @@ class Memory(GuestMemory):
         self.host_pages = UnitPool(ram_size - host_size, host_size, PAGE_SIZE)
         self.tables = tables(self.ram, self.host_pages)
         self._on_remap = on_remap
-        self._ranges: list[MappedRange] = []
+        self.ranges: list[MappedRange] = []
         self._index()
 
     def _index(self) -> None:
         """Parallel lists beside the ranges: what the hot lookups touch."""
-        self._starts = [r.start for r in self._ranges]
-        self._ends = [r.end for r in self._ranges]
-        self._deltas = [r.pa - r.start for r in self._ranges]
-        self._writable = [bool(r.prot & Prot.WRITE) for r in self._ranges]
-        self._executable = [bool(r.prot & Prot.EXEC) for r in self._ranges]
-
-    @property
-    def ranges(self) -> tuple[MappedRange, ...]:
-        """All mapped ranges, by address."""
-        return tuple(self._ranges)
+        self._starts = [r.start for r in self.ranges]
+        self._ends = [r.end for r in self.ranges]
+        self._deltas = [r.pa - r.start for r in self.ranges]
+        self._writable = [bool(r.prot & Prot.WRITE) for r in self.ranges]
+        self._executable = [bool(r.prot & Prot.EXEC) for r in self.ranges]
 
     def map(self, va: int, pa: int, size: int, prot: Prot) -> None:
         """Map pages that are not mapped yet.
@@ -71,7 +66,7 @@ class Memory(GuestMemory):
         """
         if (va | pa | size) % PAGE_SIZE:
             raise MemoryFault(va, "not page-aligned")
-        if any(r.start < va + size and va < r.end for r in self._ranges):
+        if any(r.start < va + size and va < r.end for r in self.ranges):
             raise MemoryFault(va, "already mapped")
         self.tables.map(va, pa, size, prot)
         self._insert(MappedRange(va, va + size, pa, prot))
@@ -86,21 +81,21 @@ class Memory(GuestMemory):
 
     def _insert(self, new: MappedRange) -> None:
         """Add a range, joined to its neighbour below where it only continues that."""
-        at = bisect_right([r.start for r in self._ranges], new.start)
-        below = self._ranges[at - 1] if at else None
+        at = bisect_right([r.start for r in self.ranges], new.start)
+        below = self.ranges[at - 1] if at else None
         if (
             below
             and (below.end, below.prot) == (new.start, new.prot)
             and new.pa - new.start == below.pa - below.start
         ):
-            self._ranges[at - 1] = MappedRange(below.start, new.end, below.pa, new.prot)
+            self.ranges[at - 1] = MappedRange(below.start, new.end, below.pa, new.prot)
         else:
-            self._ranges.insert(at, new)
+            self.ranges.insert(at, new)
 
     def _cut(self, start: int, end: int) -> list[MappedRange]:
         """Take [start, end) out of the ranges; returns the pieces taken."""
         taken, kept = [], []
-        for r in self._ranges:
+        for r in self.ranges:
             low, high = max(r.start, start), min(r.end, end)
             if low >= high:
                 kept.append(r)
@@ -112,13 +107,13 @@ class Memory(GuestMemory):
                 kept.append(MappedRange(high, r.end, r.pa + high - r.start, r.prot))
         if sum(r.end - r.start for r in taken) != end - start:
             raise MemoryFault(start, "not wholly mapped")
-        self._ranges = kept
+        self.ranges = kept
         return taken
 
     def find(self, va: int) -> MappedRange | None:
         """The range that holds `va`."""
         i = bisect_right(self._starts, va) - 1
-        return self._ranges[i] if i >= 0 and va < self._ends[i] else None
+        return self.ranges[i] if i >= 0 and va < self._ends[i] else None
 
     def is_mapped(self, va: int) -> bool:
         return self.find(va) is not None
