@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from itertools import chain
 from typing import Generic, Protocol, Self, TypeVar
 
 from emulated_kernel.dataclass import dataclass
+from emulated_kernel.image.address_set import AddressSet
 from emulated_kernel.image.image import (
     BlacklistEntry,
     BugEntry,
@@ -181,7 +182,7 @@ class KernelTables(Protocol):
     def blacklist(self) -> Sequence[BlacklistEntry]: ...
 
     @property
-    def mcount(self) -> frozenset[int]: ...
+    def mcount(self) -> Set[int]: ...
 
     @property
     def jump_labels(self) -> Sequence[JumpLabel]: ...
@@ -245,8 +246,9 @@ class LiveImage(Generic[Core]):
         return (*self.core.blacklist, *(e for module in self._modules.values() for e in module.blacklist))
 
     @property
-    def mcount(self) -> frozenset[int]:
-        return self.core.mcount.union(*(module.mcount for module in self._modules.values()))
+    def mcount(self) -> Set[int]:
+        of_modules = [module.mcount for module in self._modules.values()]
+        return AddressSet(chain(self.core.mcount, *of_modules)) if of_modules else self.core.mcount
 
     @property
     def jump_labels(self) -> tuple[JumpLabel, ...]:
