@@ -166,7 +166,7 @@ class LiveKallsyms(Kallsyms):
         return super().kallsyms_text(zero_addresses) + "".join(lines)
 
 
-class KernelTables(Protocol):
+class CoreTables(Protocol):
     """A kernel without its modules."""
 
     @property
@@ -202,7 +202,7 @@ class KernelTables(Protocol):
         """The same kernel with another table of symbols."""
 
 
-Core = TypeVar("Core", bound=KernelTables)
+Core = TypeVar("Core", bound=CoreTables)
 
 
 class LiveImage(Generic[Core]):
