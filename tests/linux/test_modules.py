@@ -127,9 +127,8 @@ def test_functions_are_called_and_probed(shell: Files, engine: LinuxEngine) -> N
     assert re.search(rf"  k  uni2char\+{offset:#x}  {NLS} \[OPTIMIZED\]$", listed, re.MULTILINE), listed
     entered = rf"entered: \(uni2char\+0x[04]/0x\w+ \[{NLS}\]\) code=0x41$"
     assert len(re.findall(entered, text, re.MULTILINE)) == 3, text
-    left = rf"left: \(\S+ <- uni2char \[{NLS}\]\) result=1$"
-    assert len(re.findall(left, text, re.MULTILINE)) == 3, text
-    assert text.count(f" => uni2char [{NLS}]\n") == 3, text
+    assert len(re.findall(r"left: \(\S+ <- uni2char\) result=1$", text, re.MULTILINE)) == 3, text
+    assert text.count(" => uni2char\n") == 3, text
     profile = sorted(line.split() for line in shell.read("/kprobe_profile").splitlines())
     assert profile == [["entered", "3", "0"], ["left", "3", "0"], ["within", "3", "0"]]
     assert shell.errno("/kprobe_events", f"p:no {NLS}:uni2char+{offset + 1}") == errno.EILSEQ
@@ -187,8 +186,9 @@ def test_others_at_its_address(shell: Files) -> None:
         shell.write(f"{EVENTS}/h{number}/enable", "1")
         assert shell.call(f'{name}:uni2char 65 "....." 5').endswith(" = 0x1 (1)\n")
         shell.write("/machine/modules", f"unload {name}\n")
-    hits = [line.split()[1:] for line in shell.read("/kprobe_profile").splitlines()]
-    assert hits == [["1", "0"]] * 6
+    hits = dict(line.split()[:2] for line in shell.read("/kprobe_profile").splitlines())
+    # The first three were armed again when their modules came again.
+    assert hits == {f"h{number}": "2" if number < 3 else "1" for number in range(6)}
 
 
 def test_branches_of_the_kernels_keys(shell: Files, engine: LinuxEngine) -> None:
@@ -212,11 +212,15 @@ def test_branches_of_the_kernels_keys(shell: Files, engine: LinuxEngine) -> None
     shell.write(enable, "0")
 
 
-def test_modules_of_a_dump(shell: Files, tmp_path: Path) -> None:
+@pytest.mark.parametrize("suite", SUITES)
+def test_modules_of_a_dump(suite: str, tmp_path: Path) -> None:
     """They are there when it is mounted: called, and probed."""
-    shell.write("/machine/modules", f"load {NLS}\n")
-    known = of_modules(shell.read("/machine/kallsyms").splitlines())
-    core_dump.dump_of(shell.mount._tasks, tmp_path / "core", has_info=True)
+    running = debian_kernel.mount(suite=suite)
+    files = Files(running, CLIENT)
+    files.write("/machine/modules", f"load {NLS}\n")
+    known = of_modules(files.read("/machine/kallsyms").splitlines())
+    core_dump.dump_of(running._tasks, tmp_path / "core", has_info=True)
+    running.close()
     guest, kernel = started_core(str(tmp_path / "core"))
     core = CoreMount(guest, KernelEngine(guest, kernel), Owner(0, 0), is_tracefs=False)
     dump = Files(core, CLIENT)
