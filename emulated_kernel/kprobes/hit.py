@@ -60,7 +60,7 @@ class HitHandling:
         self.ctlblk = KprobeCtlblk()
         self.asides = Asides(machine, compiler)
         self.failures = HandlerFailures(machine)
-        machine.fault_hook = self.fix_fault
+        machine.hooks.fault_hooks.append(self.fix_fault)
         machine.interrupt_if.append(self.may_interrupt)
         machine.in_handler.append(compiler.contains)
 

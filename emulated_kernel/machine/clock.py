@@ -6,7 +6,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from time import monotonic_ns
-from typing import Any, Protocol
+from typing import Any
 
 KINDS = ("virtual", "real")
 _U64 = (1 << 64) - 1
@@ -61,36 +61,18 @@ class GuestClock(ABC):
         return held
 
 
-class Clock(Protocol):
-    """Time since boot as the guest sees it."""
-
-    @property
-    def step_ns(self) -> int:
-        """What a reading within a run adds."""
-
-    def tick(self) -> None:
-        """Set the guest's time; called before each run."""
-
-    def now_ns(self) -> int:
-        """Nanoseconds since boot; never less than what the guest has read."""
-
-    def read_ns(self) -> int:
-        """A reading as the guest itself makes one: time moves on by it."""
-
-    def advance(self, ns: int) -> None:
-        """Let time pass in which nothing runs."""
-
-
 class RealClock:
     """Monotonic time since the machine was built; a reading within a run takes one nanosecond."""
 
     step_ns = 1
+    """What a reading within a run adds."""
 
     def __init__(self, cells: memoryview) -> None:
         self._cells = cells
         self._boot = monotonic_ns() - cells[_NOW]
 
     def tick(self) -> None:
+        """Set the guest's time; called before each run."""
         self._cells[_NOW] = self.now_ns()
 
     def now_ns(self) -> int:
@@ -101,7 +83,10 @@ class RealClock:
         return now
 
     def advance(self, ns: int) -> None:
-        """Deviates: a sleep of the guest isn't waited for; from then on its time is ahead of the host's."""
+        """Let time pass in which nothing runs.
+
+        Deviates: a sleep of the guest isn't waited for; from then on its time is ahead of the host's.
+        """
         self._boot -= ns
 
 
@@ -142,6 +127,7 @@ class MachineClock(GuestClock):
     def __init__(self, cells: memoryview, kind: str, seed: int) -> None:
         super().__init__()
         self._cells = cells
+        self._source: RealClock | VirtualClock
         self.select(kind, seed)
 
     def select(self, kind: str, seed: int) -> None:
@@ -152,7 +138,7 @@ class MachineClock(GuestClock):
         if kind not in KINDS:
             raise ValueError(f"unknown clock {kind!r}")
         self.kind, self.seed = kind, seed
-        self._source: Clock = RealClock(self._cells) if kind == "real" else VirtualClock(self._cells, seed)
+        self._source = RealClock(self._cells) if kind == "real" else VirtualClock(self._cells, seed)
         self._cells[_STEP] = self._source.step_ns
         self.tick = self._source.tick
 

@@ -12,7 +12,7 @@ from emulated_kernel.machine.interrupts.hooks import Breakpoints, TrapHooks
 from emulated_kernel.machine.memory.guest_memory import GuestMemory
 from emulated_kernel.machine.memory.record_memory import RecordMemory
 from emulated_kernel.machine.text.text import Text
-from emulated_kernel.machine.traps.trap import MemoryFault, Trap
+from emulated_kernel.machine.traps.trap import MemoryFault
 
 
 class ProbedMachine(ABC):
@@ -80,15 +80,6 @@ class ProbedMachine(ABC):
     def debug_traps(self) -> Breakpoints:
         """Where a step by the trap flag ends to its handler, called within the run with regs.ip there."""
         return self.hooks.debug_traps
-
-    @property
-    def fault_hook(self) -> Callable[[Trap, Regs], bool] | None:
-        """Offered each exception (int3 without a handler too) before the guest gets it; True: dealt with."""
-        return self.hooks.fault_hook
-
-    @fault_hook.setter
-    def fault_hook(self, hook: Callable[[Trap, Regs], bool] | None) -> None:
-        self.hooks.fault_hook = hook
 
     def raise_fault(self, fault: MemoryFault) -> None:
         """Within a breakpoint handler: the instruction at regs.ip faults, as by an access of its own."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from operator import attrgetter
 
 from emulated_kernel.machine.budget import HandlerTime, Watchdog
-from emulated_kernel.machine.clock import Clock
+from emulated_kernel.machine.clock import MachineClock
 from emulated_kernel.machine.cpu.model import CpuModel
 from emulated_kernel.machine.cpu.registers import Regs
 from emulated_kernel.machine.engine import Engine
@@ -26,7 +26,7 @@ class Runner:
         regs: Regs,
         hooks: TrapHooks,
         *,
-        clock: Clock,
+        clock: MachineClock,
         stop: Callable[[], None],
         handler_time: HandlerTime,
         budget: float,

@@ -88,7 +88,7 @@ def test_data_is_not_executable(start: Booter) -> None:
         regs.ip = TEXT + 10 + 5  # the boot stub's hlt
         return True
 
-    machine.fault_hook = to_halt
+    machine.hooks.fault_hooks.append(to_halt)
     machine.memory.write(DATA + 0x1000, b"\xf4")
     assert machine.run().address == TEXT + 16
     (trap,) = seen
@@ -106,7 +106,7 @@ def test_fault_hook_declines_and_the_guest_gets_it(start: Booter) -> None:
     machine = start("ud2; hlt")
     machine.memory.write_word(DATA + 8, 2)
     seen: list[Trap] = []
-    machine.fault_hook = lambda trap, _regs: bool(seen.append(trap))
+    machine.hooks.fault_hooks.append(lambda trap, _regs: bool(seen.append(trap)))
     machine.run()
     assert [trap.vector for trap in seen] == [Vector.INVALID_OPCODE]
     assert len(exceptions(machine)) == 1
@@ -122,7 +122,7 @@ def test_single_step(start: Booter) -> None:
             regs.flags &= ~0x100
         return trap.vector == Vector.DEBUG
 
-    machine.fault_hook = step
+    machine.hooks.fault_hooks.append(step)
     machine.regs.flags |= 0x100
     machine.run()
     assert stops == [1, 8, 11]
@@ -276,10 +276,10 @@ def test_exception_in_a_handler_is_raised_outside(
 
 def test_exception_in_the_fault_hook_is_raised_outside(start: Booter) -> None:
     machine = start("ud2; hlt")
-    machine.fault_hook = lambda _trap, _regs: 1 // 0 == 0
+    machine.hooks.fault_hooks.append(lambda _trap, _regs: 1 // 0 == 0)
     with pytest.raises(ZeroDivisionError):
         machine.run()
-    machine.fault_hook = None
+    machine.hooks.fault_hooks.clear()
     machine.memory.write_word(DATA + 8, 2)
     assert machine.run().kind is TrapKind.HYPERCALL
 

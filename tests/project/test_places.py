@@ -18,6 +18,7 @@ from emulated_kernel.arch.x86.facts import FactsTable
 from emulated_kernel.host.builtin_kernel import BuiltinKernel
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.profile import PROFILES, profile_named
+from emulated_kernel.kprobes.return_hook.hooks import SHADOW_STACKS
 from emulated_kernel.machine.cpus import cpu_parts
 from emulated_kernel.machine.guest_kernel import GuestKernel
 from emulated_kernel.trace.compiled.fetch import _EMITTERS
@@ -174,7 +175,7 @@ def filled_shadow_stacks() -> None:
     documented = (ROOT / "docs/return-hooks.md").read_text()
     with Kernel() as kernel, kernel.lock:
         hooks = kernel.kretprobes.hooks
-        for name in hooks.return_hooks():
+        for name in SHADOW_STACKS:
             hooks.select_return_hook(name)
             assert hooks.return_hook == name
             assert name in documented

@@ -378,8 +378,8 @@ class Executive:
 
     def _ends_handler(self, trap: Trap) -> bool:
         """A probe's handler that never ends is over, as if it had faulted there; False where it can't be."""
-        hook = self._machine.fault_hook
-        return hook is not None and hook(trap, self._machine.regs)
+        machine = self._machine
+        return any(deal_with(trap, machine.regs) for deal_with in machine.hooks.fault_hooks)
 
     def _stopped_otherwise(self, trap: Trap) -> None:
         """A panic, which the guest has logged, or an exception that can't be delivered."""

@@ -96,10 +96,6 @@ class ReturnHooks:
             raise KernelError(errno.EINVAL, f"no return hook {name}; there are {known}") from None
         return kind(self._words, self._tasks, len(self._machine.per_cpu_bases))
 
-    def return_hooks(self) -> list[str]:
-        """Names that `select_return_hook` takes."""
-        return list(SHADOW_STACKS)
-
     @property
     def return_hook(self) -> str:
         """The shadow stack in use."""

@@ -25,7 +25,7 @@ Breakpoints = dict[int, Callable[[Regs], object]]
 class TrapHooks:
     """Sends int3 to `breakpoints` and debug traps to `debug_traps`.
 
-    All other exceptions go as a Trap to `fault_hook`, then to `dispatch`.
+    All other exceptions go as a Trap to `fault_hooks`, then to `dispatch`.
 
     An exception raised by Python code in a callback would only be printed by ctypes, with the guest
     running on: it is parked here and `check` raises it outside.
@@ -43,7 +43,8 @@ class TrapHooks:
         self.debug_traps: Breakpoints = {}
         self.protection_faults: Breakpoints = {}
         """By the address of an instruction that is there for its #GP."""
-        self.fault_hook: Callable[[Trap, Regs], bool] | None = None
+        self.fault_hooks: list[Callable[[Trap, Regs], bool]] = []
+        """Offered each exception (int3 without a handler too) before the guest gets it; True: dealt with."""
         self.dispatch: Callable[[Trap], None] = self.stop
         """Handles exceptions that no breakpoint handler and no fault hook took."""
         self.guest_callers: set[object] = set()
@@ -157,8 +158,9 @@ class TrapHooks:
     def raise_exception(self, trap: Trap) -> None:
         """Send an exception its way; within a callback alone."""
         regs = self._regs
-        if self.fault_hook is not None and self.fault_hook(trap, regs):
-            return
+        for deal_with in self.fault_hooks:
+            if deal_with(trap, regs):
+                return
         if regs.ip != trap.address:
             # The hook gave a copy's fault to the original instruction.
             trap = replace(trap, address=regs.ip)

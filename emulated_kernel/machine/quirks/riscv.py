@@ -109,12 +109,12 @@ def find_error_cell(bench: Bench) -> int | None:
         seen.append(_handle_words(bench.engine))
         return False
 
-    bench.hooks.fault_hook = look
+    bench.hooks.fault_hooks.append(look)
     try:
         for code in (EBREAK, _ILLEGAL) * 2:
             bench.run(code)
     finally:
-        bench.hooks.fault_hook = None
+        bench.hooks.fault_hooks.remove(look)
     expected = (_UC_ERR_EXCEPTION, 0) * 2
     places = [at for at, values in enumerate(zip(*seen, strict=True)) if values == expected]
     return bench.engine.address + places[0] * 4 if len(places) == 1 else None

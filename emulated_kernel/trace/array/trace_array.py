@@ -489,10 +489,6 @@ class TraceArray(ArrayRings, Recorder):
         """The trace_clock file."""
         return clocks_text(self.clock)
 
-    def timestamp_mode_text(self) -> str:
-        """The timestamp_mode file: whether the buffers store times as differences."""
-        return "[delta] absolute\n"
-
     def set_buffer_percent(self, percent: int) -> None:
         """How full a buffer has to be for poll(2) on its CPU's pipe. Raises: KernelError EINVAL."""
         if percent > 100:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from emulated_kernel.kprobes.return_hook.hooks import ReturnHooks
+from emulated_kernel.kprobes.return_hook.hooks import SHADOW_STACKS, ReturnHooks
 from emulated_kernel.parts import ProbedParts
 from emulated_kernel.vfs.core.node import Directory, Node, Owner
 from emulated_kernel.vfs.core.open_file import File
@@ -48,7 +48,7 @@ def _return_hook_file(hooks: ReturnHooks, log: Callable[[str], None]) -> File:
     """The shadow stacks that there are, in brackets the one in use; a name selects."""
 
     def names() -> str:
-        return " ".join(f"[{name}]" if name == hooks.return_hook else name for name in hooks.return_hooks())
+        return " ".join(f"[{name}]" if name == hooks.return_hook else name for name in SHADOW_STACKS)
 
     def select(data: bytes) -> None:
         hooks.select_return_hook(data.decode("utf-8", "surrogateescape").strip())

@@ -121,7 +121,7 @@ def _control_files(array: TraceArray) -> dict[str, Node]:
             show=lambda: f"{array.current_tracer}\n",
             store=lambda data: array.set_tracer(tracer_name(data)),
         ),
-        "timestamp_mode": AttributeFile(READ_ONLY, array.timestamp_mode_text),
+        "timestamp_mode": AttributeFile(READ_ONLY, lambda: "[delta] absolute\n"),
         "trace_clock": AttributeFile(
             READ_WRITE, array.clock_text, store=lambda data: array.set_clock(clock_name(data))
         ),
