@@ -168,7 +168,9 @@ class Kprobes:
         if old is not None:
             self._register_aggregate(old, kprobe)
             return
-        if not kprobe.is_ftrace:
+        if kprobe.is_ftrace:
+            self._copies.check_unpatched(kprobe.address, self.verdict.fentry_size)
+        else:
             self._copies.prepare(kprobe)
         self.table.add(kprobe)
         if not self.table.all_disarmed and not kprobe.is_disabled:

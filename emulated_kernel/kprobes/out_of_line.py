@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping
 from typing import Any
 
@@ -97,6 +98,7 @@ class Copies:
         slot = self.slots.get()
         try:
             prepared = self._arch.prepare(code, addr, slot, may_fault=addr in self._verdict.may_fault)
+            self.check_unpatched(addr, prepared.length)
         except KernelError:
             self.slots.free(slot)
             raise
@@ -108,6 +110,14 @@ class Copies:
             kprobe.insn = OutOfLine(prepared, slot, self._lead)
         self.boost_or_step(kprobe)
         self._routes.install(kprobe)
+
+    def check_unpatched(self, addr: int, size: int) -> None:
+        """Somebody else's jump or call isn't taken for the kernel's own code, which disarming restores.
+
+        Raises: KernelError EINVAL.
+        """
+        if self._text.is_foreign(addr, size):
+            raise KernelError(errno.EINVAL, "another debugger has patched it")
 
     def boost_or_step(self, head: Kprobe) -> None:
         """End the copy by a jump back where that can be, by the step's end where it can't.

@@ -76,6 +76,9 @@ class Optimizer:
         if isinstance(region, Finding):
             head.obstacle = region
             return
+        if self._text.is_foreign(addr, region.length):
+            head.obstacle = f"0x{addr:x}: another debugger has patched the bytes to be replaced"
+            return
         try:
             buffer = self._text.alloc_text(self._arch.max_detour)
         except HardwareError:

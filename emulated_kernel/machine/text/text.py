@@ -157,6 +157,14 @@ class Text:
             return data
         return bytes([ledger.get(va + i, byte) for i, byte in enumerate(data)])
 
+    def is_foreign(self, va: int, size: int) -> bool:
+        """Whether somebody else has patched it since it was adopted: a guest has kprobes of its own."""
+        at = bisect_right(self._starts, va) - 1
+        if at < 0 or va + size > self._originals[at][1]:
+            return False
+        start, _, original = self._originals[at]
+        return self.original(va, size) != original[va - start : va - start + size]
+
     def alloc_text(self, size: int) -> int:
         """Executable memory of the host's own, 16-byte aligned, filled with breakpoints; `poke` writes it.
 
