@@ -1,0 +1,43 @@
+"""Debian's kernel behind two mounts in turn: the same requests give the same trace, byte for byte."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.fuse.harness import REAL_PROGRAM, daemon, needs_fuse
+from tests.linux import debian_kernel
+from tests.mounted.files import Files
+
+pytestmark = [needs_fuse, pytest.mark.mounted]
+
+
+def session(files: Files) -> str:
+    """By this process, which is the same client each time."""
+    for line in (
+        "p:opens do_sys_openat2 name=+0(%si):ustring flags=+0(%dx):x64",
+        "r:writes vfs_write $retval",
+        "p:body vfs_read+5 size=%dx",
+    ):
+        files.write("tracing/kprobe_events", line)
+    files.write("tracing/events/kprobes/enable", "1")
+    files.write("tracing/events/sched/sched_switch/enable", "1")
+    for number in range(4):
+        files.write(f"scratch/f{number % 3}", f"{number}\n" * 900, os.O_CREAT | os.O_TRUNC)
+        assert files.read(f"scratch/f{number % 3}").startswith(f"{number}\n")
+    files.write("tracing/tracing_on", "0")
+    return files.read("tracing/trace")
+
+
+@pytest.mark.parametrize("engine", ["ours", "native"])
+def test_mounts_are_byte_identical(engine: str, directory: Path) -> None:
+    shown = []
+    for seed in (3, 3, 4):
+        options = ("--image", str(debian_kernel.image()), "--engine", engine, "--seed", str(seed))
+        with daemon(directory, *options, program=REAL_PROGRAM) as running:
+            shown.append(session(Files(running.directory)))
+    assert shown[0].count(" opens: ") >= 8
+    assert shown[0] == shown[1]
+    assert shown[0] != shown[2]
