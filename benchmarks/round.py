@@ -26,7 +26,7 @@ from emulated_kernel.linux.engine import LinuxEngine
 from emulated_kernel.linux.engine_mount import EngineMount
 from emulated_kernel.linux.start import started_with_kernel
 from emulated_kernel.lock import ControlLock
-from emulated_kernel.vfs.core.client import Client, Stat
+from emulated_kernel.vfs.core.client import Client, Room, Stat
 from emulated_kernel.vfs.core.node import Owner
 from kprobefs.adapter import FuseOptions, Server
 
@@ -64,6 +64,9 @@ class Nothing:
 
     def release(self, _handle: int) -> None:
         """There is nothing to forget."""
+
+    def statfs(self, _path: str) -> Room:
+        return Room()
 
 
 def cpu_time(pid: int) -> float:
