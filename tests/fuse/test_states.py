@@ -63,26 +63,23 @@ def test_a_stopped_daemon(mounted: Daemon) -> None:
         # Through a link too, and by a path below it: nothing is looked up in there.
         link = mounted.directory.with_name("link")
         link.symlink_to(directory)
+        mounts = [["mount", path] for path in (directory, str(link), f"{link}/scratch/x")]
+        others = [["reboot", directory], ["save", "--mount", directory], ["top", directory]]
         with ThreadPoolExecutor() as at_once:
-            *results, inside = at_once.map(
-                lambda path: kprobefs("mount", path), (directory, str(link), f"{link}/scratch/x")
-            )
-        for result in results:
+            results = list(at_once.map(lambda words: kprobefs(*words), [*mounts, *others]))
+        for result in results[:2]:
             assert (result.returncode, "hangs" in result.stderr) == (Exit.HUNG, True)
-        assert "inside a mount" in inside.stderr
+        assert "inside a mount" in results[2].stderr
+        for result in results[3:]:
+            assert result.returncode == Exit.HUNG
+            assert (
+                f"is stopped (kill -CONT {mounted.process.pid}); or kprobefs umount --force" in result.stderr
+            )
         link.unlink()
         result = kprobefs("umount", directory)
         assert (result.returncode, "is stopped" in result.stderr) == (Exit.HUNG, True)
         assert f"kill -CONT {mounted.process.pid})" in result.stderr
         assert is_mounted(mounted.directory)
-        commands = (["reboot", directory], ["save", "--mount", directory], ["top", directory])
-        with ThreadPoolExecutor() as at_once:
-            results = list(at_once.map(lambda words: kprobefs(*words), commands))
-        for result in results:
-            assert result.returncode == Exit.HUNG
-            assert (
-                f"is stopped (kill -CONT {mounted.process.pid}); or kprobefs umount --force" in result.stderr
-            )
         # What was asked for before happens when it goes on.
     assert mounted.process.wait(PATIENCE) == 0
 

@@ -24,6 +24,7 @@ from emulated_kernel.machine.traps.trap import GuestFault
 from tests.kprobes.blacklist import is_blacklisted
 from tests.kprobes.listed import list_lines
 from tests.ledger import ledger_mismatches
+from tests.sample import share
 
 OPTPROBES = "riscv-optprobes-2023"
 EBREAK, C_EBREAK = bytes.fromhex("73001000"), bytes.fromhex("0290")
@@ -95,12 +96,16 @@ def test_every_instruction_is_probed_or_refused_by_a_rule(kernel: Kernel) -> Non
     inside = {site + byte for site in image.mcount for byte in range(1, 8)}
     (span,) = image.text_ranges
     seen, wrong = Counter[str](), []
-    at = span.start
+    functions, at = [], span.start
     while at < span.end:
         where = image.kallsyms.lookup(at)
         assert where is not None
         end = min(where.symbol.address + where.symbol.size, span.end)
-        code = image.read(at, end - at)
+        functions.append(range(at, end))
+        at = end
+    for function in share(functions, kernel.config.arch == "riscv64", 2):
+        at = function.start
+        code = image.read(at, len(function))
         for addr, insn in decode_all(code, at, compressed=kernel.config.arch == "riscv64"):
             if is_blacklisted(kernel, addr) or addr in labels or addr in image.bugs:
                 expected = errno.EINVAL
@@ -120,7 +125,6 @@ def test_every_instruction_is_probed_or_refused_by_a_rule(kernel: Kernel) -> Non
             seen["refused" if expected else "probed"] += 1
             if found != expected:
                 wrong.append((hex(addr), found, expected))
-        at = end
     assert wrong == []
     assert seen["probed"] > 0.8 * seen.total()
     check_untouched(kernel)

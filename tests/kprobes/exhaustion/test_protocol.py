@@ -116,8 +116,11 @@ def longer(proof: Proof, size: int) -> Iterator[Where]:
     """A sample of the places for jumps whose first instruction is longer than a byte."""
     probed = proof.probed
     arch, read = probed.kernel.arch, probed.kernel.image.read
-    places = [place for place in instructions(probed) if insn_length(arch, read(place[2], 16)) > 1]
-    return sample(places, size, lambda place: is_optimizable(probed, place))
+
+    def is_one(place: Where) -> bool:
+        return insn_length(arch, read(place[2], 16)) > 1 and is_optimizable(probed, place)
+
+    return sample(list(instructions(probed)), size, is_one)
 
 
 def finds(proof: Proof, places: Iterable[Where], *problems: str) -> bool:
