@@ -325,6 +325,10 @@ class FtraceSites:
         self._start_and_stop(starting, stopping)
         for site in stopping:
             self._route(site)
+        for table in (self._calls, self._calling):
+            if not table:
+                # A dict keeps its room while entry by entry goes.
+                table.clear()
 
     def _start_and_stop(self, starting: Mapping[int, int], stopping: Collection[int] = ()) -> None:
         """Let sites call these targets, and others be nops."""

@@ -110,6 +110,9 @@ class Text:
         finally:
             if len(done) >= _FLUSH_FROM:
                 self._engine.flush_code()
+                if not self.ledger:
+                    # A dict keeps its room while entry by entry goes.
+                    self.ledger.clear()
             else:
                 for va, data in done:
                     self._invalidate(va, len(data))
