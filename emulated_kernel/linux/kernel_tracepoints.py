@@ -35,6 +35,8 @@ _RESERVE, _COMMIT = "trace_event_buffer_reserve", "trace_event_buffer_commit"
 TAKEN_OVER = (_RESERVE, _COMMIT)
 """Functions that never run: who would probe them would wait for ever."""
 _REGISTERING = ("tracepoint.regfunc", "tracepoint.ext")
+_VARIABLES = "vmemmap_base", "jiffies"
+"""Which print formats name."""
 _NO_SYSCALL = "sys_ni_syscall"
 """Stands for numbers that have no call. Mirrors: kernel/trace/trace_syscalls.c:find_syscall_meta (v6.1)"""
 _WORD = 8
@@ -132,9 +134,15 @@ class KernelTracepoints:
     @cached_property
     def _names(self) -> KernelNames:
         """Those that print formats refer to."""
-        base, btf = self._kernel.kallsyms.lookup_name("vmemmap_base"), self._kernel.btf
-        variables = {} if base is None else {"vmemmap_base": partial(self._word_at, base)}
-        return KernelNames(variables, btf.constants, {"page": btf.size("page")})
+        btf, lookup = self._kernel.btf, self._kernel.kallsyms.lookup_name
+        variables = {name: partial(self._word_at, at) for name in _VARIABLES if (at := lookup(name))}
+        tick = lookup("tick_nsec")
+        functions = {} if tick is None else {"jiffies_to_msecs": partial(self._milliseconds, tick)}
+        return KernelNames(variables, btf.constants, {"page": btf.size("page")}, functions)
+
+    def _milliseconds(self, tick: int, jiffies: int) -> int:
+        """Mirrors: kernel/time/time.c:jiffies_to_msecs (v6.1)."""
+        return jiffies * 1000 // round(10**9 / self._word_at(tick)) & 0xFFFFFFFF
 
     def _word_at(self, address: int) -> int:
         return int.from_bytes(self._memory.read(address, _WORD), "little")

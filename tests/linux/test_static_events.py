@@ -19,6 +19,7 @@ from emulated_kernel.linux.init import BUFFER
 from emulated_kernel.linux.linux_mount import LinuxMount
 from emulated_kernel.linux.syscalls import LinuxSyscalls
 from emulated_kernel.linux.tasks import LinuxTasks
+from emulated_kernel.trace.events.static_event import StaticEvent
 from emulated_kernel.vfs.core.node import Owner
 from tests.linux import debian_kernel
 from tests.oracle.inside import CLIENT, read, write
@@ -122,22 +123,25 @@ def test_records_are_those_of_its_own_tracefs(
 
 PROBES = "p:opens do_open_execat\nr:shares unshare_files $retval\np:made begin_new_exec+5"
 
+ON_THE_WAY = "kprobes", "sched/sched_process_exec", "task/task_rename", "mmap/vm_unmapped_area"
+ADDRESS = re.compile(r"0x7f[0-9a-f]+")
+
 
 def executed(mount: LinuxMount, tasks: LinuxTasks) -> list[str]:
     """Lines without times of an execve() that a task makes thrice, with probes on what the host looks at."""
     write(mount, "/tracing/trace", "", os.O_TRUNC)
     assert not write(mount, "/tracing/kprobe_events", PROBES)
-    for event in ("kprobes", "sched/sched_process_exec", "task/task_rename"):
+    for event in ON_THE_WAY:
         switch(mount, event, on=True)
     task = tasks.fork(tasks.init, 4103)
     for number in range(3):
         mount._clients._executions.execute(task, f"/usr/bin/program{number}", f"program{number}")
     tasks.exit(task)
-    for event in ("kprobes", "sched/sched_process_exec", "task/task_rename"):
+    for event in ON_THE_WAY:
         switch(mount, event, on=False)
     lines = read(mount, "/tracing/trace").splitlines()
     assert not write(mount, "/tracing/kprobe_events", "", os.O_TRUNC)
-    return [WHO_AND_WHEN.sub("", line) for line in lines if "-4103 " in line]
+    return [ADDRESS.sub("ADDRESS", WHO_AND_WHEN.sub("", line)) for line in lines if "-4103 " in line]
 
 
 def test_executions_are_those_of_its_own_tracefs(
@@ -149,6 +153,9 @@ def test_executions_are_those_of_its_own_tracefs(
     assert [line.partition("filename=")[2] for line in found if "sched_process_exec" in line] == [
         f"/usr/bin/program{number} pid=4103 old_pid=4103" for number in range(3)
     ]
+    areas = [line for line in found if " vm_unmapped_area: " in line]
+    assert len(areas) >= 3
+    assert all(re.search("addr=(0x|ADDRESS).* err=0 total_vm=0x", line) for line in areas)
 
 
 def faults(mount: LinuxMount, tasks: LinuxTasks) -> list[str]:
@@ -299,6 +306,21 @@ def test_formats_are_those_of_its_own_tracefs(linux: LinuxMount, ours: EngineMou
     for event in share(events, 3, 8):
         path = f"/tracing/events/{event.replace(':', '/')}/format"
         assert ID.sub("", read(ours, path)) == ID.sub("", read(linux, path)), event
+
+
+def test_print_formats_are_understood(engine: LinuxEngine) -> None:
+    """But those that call functions which are in no table, of hardware that isn't there."""
+    events = [event for event in engine.parts.tracing.system.events if isinstance(event, StaticEvent)]
+    names = engine.parts.tracing.system.symbols
+    bare = set()
+    for event in events:
+        try:
+            vars(StaticEvent)["_print"].func(event)
+        except ValueError:
+            bare.add(event.group)
+            event.print_record(bytes(256), names)
+    assert bare <= {"xen", "nvme", "intel_iommu", "ras"}
+    assert len(events) > 600
 
 
 def test_all_at_once(ours: EngineMount, engine: LinuxEngine) -> None:

@@ -99,7 +99,7 @@ class Tracepoints:
         abi = self._image.abi
         variables = {"vmemmap_base": partial(self._variable, "vmemmap_base")}
         constants = {key[len(_ENUM) :]: value for key, value in abi.items() if key.startswith(_ENUM)}
-        return KernelNames(variables, constants, {"page": abi["page.size"]})
+        return KernelNames(variables, constants, {"page": abi["page.size"]}, {})
 
     def _variable(self, name: str) -> int:
         return int.from_bytes(self._memory.read(self._address(name), self._word), "little")

@@ -56,6 +56,8 @@ class KernelNames:
     """Enumerators."""
     sizes: Mapping[str, int]
     """Bytes of a struct, by its name: what a pointer to one counts in."""
+    functions: Mapping[str, Callable[[int], int]]
+    """Its own functions, of one number each."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,9 @@ _TYPE_WORDS = (
     | {"bool", "gfp_t", "pid_t", "size_t"}
     | {f"{sign}{bits}" for sign in "us" for bits in (8, 16, 32, 64)}
 )
+_SAME = {f"{level}_val" for level in ("pgd", "p4d", "pud", "pmd", "pte")}
+_SAME |= {f"native_make_{level}" for level in ("pgd", "p4d", "pud", "pmd", "pte")}
+"""Functions of page table entries: numbers, where no hypervisor has them translated."""
 _ESCAPES = {"n": "\n", "t": "\t", '"': '"', "\\": "\\"}
 
 
@@ -272,6 +277,31 @@ class _Parser:
             return lambda context: _dynamic_text(context, field)
         if name in ("__print_flags", "__print_symbolic"):
             return self._table(flags=name == "__print_flags")
+        if name in _OF_ARRAYS:
+            field = self._lookup(self._next().text)
+            self._expect(")")
+            return _OF_ARRAYS[name](field)
+        arguments = [self.expression()]
+        while self._accept(","):
+            arguments.append(self.expression())
+        self._expect(")")
+        return self._function(name, arguments)
+
+    def _function(self, name: str, arguments: Sequence[Expression]) -> Expression:
+        """A function that is called with expressions."""
+        match name, arguments:
+            case "__builtin_expect", (value, _):
+                return value
+            case (("__print_hex" | "__print_hex_str"), (value, size)):
+                text = bytes.hex if name == "__print_hex_str" else lambda data: data.hex(" ")
+                return lambda context: text(_bytes_of(value(context), int(size(context))))
+            case "__print_array", (value, count, size):
+                return lambda context: _array(value(context), int(count(context)), int(size(context)))
+            case _, (value,) if name in _SAME:
+                return value
+            case _, (value,) if name in self._names.functions:
+                function = self._names.functions[name]
+                return lambda context: function(int(value(context)))
         raise ValueError(f"print fmt: no function {name!r}")
 
     def _table(self, *, flags: bool) -> Expression:
@@ -287,7 +317,11 @@ class _Parser:
             self._expect("{")
             mask = self.expression()
             self._expect(",")
-            names.append((mask, self._string()))
+            if self._peek().kind == "string":
+                names.append((mask, self._string()))
+            else:
+                # A null pointer, which is the table's end.
+                self.expression()
             self._expect("}")
             self._accept(",")
         return _flag_names(value, delimiter, names) if flags else _symbol_name(value, names)
@@ -329,9 +363,54 @@ def _apply(
     return lambda context: operation(int(left(context)), int(right(context)))
 
 
-def _dynamic_text(context: PrintContext, field: PrintField) -> str:
+def _location(context: PrintContext, field: PrintField) -> tuple[int, int]:
+    """Offset in the entry and size of a dynamic array."""
     location = context.number(field.offset, 4, signed=False)
-    return context.text(location & 0xFFFF, location >> 16)
+    return location & 0xFFFF, location >> 16
+
+
+def _dynamic_text(context: PrintContext, field: PrintField) -> str:
+    return context.text(*_location(context, field))
+
+
+def _dynamic_array(field: PrintField) -> Expression:
+    """Its bytes as a number, as those of any array."""
+    return lambda context: context.number(*_location(context, field), signed=False)
+
+
+def _dynamic_length(field: PrintField) -> Expression:
+    return lambda context: _location(context, field)[1]
+
+
+def _bitmask(field: PrintField) -> Expression:
+    """Mirrors: kernel/trace/trace_output.c:trace_print_bitmask_seq (v6.1)."""
+
+    def text(context: PrintContext) -> str:
+        offset, size = _location(context, field)
+        digits = f"{context.number(offset, size, signed=False):0{2 * size}x}"
+        return ",".join(digits[at : at + 8] for at in range(0, len(digits), 8))
+
+    return text
+
+
+_OF_ARRAYS: Mapping[str, Callable[[PrintField], Expression]] = {
+    "__get_dynamic_array": _dynamic_array,
+    "__get_dynamic_array_len": _dynamic_length,
+    "__get_bitmask": _bitmask,
+    "__get_cpumask": _bitmask,
+}
+
+
+def _bytes_of(value: Value, size: int) -> bytes:
+    """The first ones of an array."""
+    return unsigned(value, 8 * size).to_bytes(size, "little")
+
+
+def _array(value: Value, count: int, size: int) -> str:
+    """Mirrors: kernel/trace/trace_output.c:trace_print_array_seq (v6.1)."""
+    data = _bytes_of(value, count * size)
+    words = (int.from_bytes(data[at : at + size], "little") for at in range(0, len(data), size or 1))
+    return "{" + ",".join(f"{word:#x}" for word in words) + "}"
 
 
 def _type_of(words: Sequence[str], word_bits: int) -> tuple[int, bool]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.trace.symbols import KernelSymbols
 from emulated_kernel.trace.text.sprint_symbol import sprint_symbol
 
@@ -13,9 +15,10 @@ Value = int | str
 Conversion = Callable[[Value, KernelSymbols], str]
 
 _CONVERSION = re.compile(
-    r"%(?P<flags>[-+ #0]*)(?P<width>\d*)(?:\.(?P<precision>\d+))?"
-    r"(?P<length>hh|h|ll|l|z|L)?(?P<kind>p(?:[sS]|I4|I6c)?|[diuxXocs%])"
+    r"%(?P<flags>[-+ #0]*)(?P<width>\d*|\*)(?:\.(?P<precision>\d+))?"
+    r"(?P<length>hh|h|ll|l|z|L)?(?P<kind>p[0-9A-Za-z]*|[diuxXocs%])"
 )
+_AF_INET, _AF_INET6 = 2, 10
 _V4_MAPPED = bytes(10) + b"\xff\xff"
 _ISATAP = (b"\0\0\x5e\xfe", b"\2\0\x5e\xfe")
 """What stands in front of the IPv4 address in such an interface identifier."""
@@ -34,34 +37,67 @@ def signed(value: Value, bits: int = 64) -> int:
     return number - (1 << bits) if number >> (bits - 1) else number
 
 
+@dataclass(frozen=True)
+class _WidthFirst:
+    """A conversion whose width is a value of its own."""
+
+    of: Callable[[int], Conversion]
+
+
 def compile_format(layout: str, word_size: int) -> Callable[[Sequence[Value], KernelSymbols], str]:
-    """A function that formats values as `layout` says; a long has `word_size` bytes."""
+    """A function that formats values as `layout` says; a long has `word_size` bytes.
+
+    Raises: ValueError for letters behind %p that aren't known.
+    """
     pieces = list(_pieces(layout, word_size))
 
     def render(values: Sequence[Value], symbols: KernelSymbols) -> str:
         rest = iter(values)
-        return "".join(piece if isinstance(piece, str) else piece(next(rest), symbols) for piece in pieces)
+
+        def shown(piece: str | Conversion | _WidthFirst) -> str:
+            if isinstance(piece, str):
+                return piece
+            if isinstance(piece, _WidthFirst):
+                piece = piece.of(int(next(rest)))
+            return piece(next(rest), symbols)
+
+        return "".join(map(shown, pieces))
 
     return render
 
 
-def _pieces(layout: str, word_size: int) -> Iterator[str | Conversion]:
+def _pieces(layout: str, word_size: int) -> Iterator[str | Conversion | _WidthFirst]:
     at = 0
     for found in _CONVERSION.finditer(layout):
         if found.start() > at:
             yield layout[at : found.start()]
         at = found.end()
-        yield "%" if found["kind"] == "%" else _conversion(found, word_size)
+        if found["width"] == "*":
+            yield _WidthFirst(partial(_of_width, found, word_size))
+        else:
+            yield "%" if found["kind"] == "%" else _conversion(found, word_size)
     if at < len(layout):
         yield layout[at:]
+
+
+def _of_width(found: re.Match[str], word_size: int, width: int) -> Conversion:
+    other = _CONVERSION.match(found[0].replace("*", str(width)))
+    assert other is not None
+    return _conversion(other, word_size)
 
 
 def _conversion(found: re.Match[str], word_size: int) -> Conversion:
     kind = found["kind"]
     if kind == "s":
         return _string(found)
+    if kind in _SEPARATORS:
+        return _dump(int(found["width"] or 1), _SEPARATORS[kind])
+    if kind == "p":
+        return _raw_pointer(2 * word_size)
     if kind.startswith("p"):
-        return _POINTERS.get(kind) or _raw_pointer(2 * word_size)
+        if kind not in _POINTERS:
+            raise ValueError(f"print fmt: no conversion %{kind}")
+        return _POINTERS[kind]
     return _number(found, word_size)
 
 
@@ -122,7 +158,31 @@ def _address(size: int, as_text: Callable[[bytes], str]) -> Conversion:
     return lambda value, _symbols: as_text(unsigned(value, 8 * size).to_bytes(size, "little"))
 
 
+def _socket_address(address: bytes) -> str:
+    """Mirrors: lib/vsprintf.c:ip4_addr_string_sa, ip6_addr_string_sa (v6.1)."""
+    family, port = struct.unpack("<H", address[:2])[0], struct.unpack(">H", address[2:4])[0]
+    if family == _AF_INET:
+        return f"{_ip4_string(address[4:8])}:{port}"
+    return f"[{_ip6_compressed_string(address[8:24])}]:{port}" if family == _AF_INET6 else "(einval)"
+
+
+def _uuid(bytes_of_it: bytes) -> str:
+    """Mirrors: lib/vsprintf.c:uuid_string (v6.1)."""
+    text = bytes_of_it.hex()
+    return "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:]))
+
+
+def _dump(size: int, separator: str) -> Conversion:
+    """Mirrors: lib/vsprintf.c:hex_string (v6.1)."""
+    return _address(size, lambda data: separator.join(f"{byte:02x}" for byte in data))
+
+
+_SEPARATORS = {"ph": " ", "phC": ":", "phD": "-", "phN": ""}
 _POINTERS: dict[str, Conversion] = {
+    "pISpc": _address(28, _socket_address),
+    "pM": _dump(6, ":"),
+    "pU": _address(16, _uuid),
+    "pUb": _address(16, _uuid),
     "pI4": _address(4, _ip4_string),
     "pI6c": _address(16, _ip6_compressed_string),
     "ps": _function_name,

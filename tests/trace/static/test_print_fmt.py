@@ -10,7 +10,9 @@ from emulated_kernel.trace.text.print_fmt import KernelNames, PrintContext, Prin
 from emulated_kernel.trace.text.printf import compile_format
 from tests.trace.ring.conftest import Symbols
 
-NAMES = KernelNames({"first": lambda: 0x1000}, {"MODE_B": 2}, {"page": 64})
+NAMES = KernelNames(
+    {"first": lambda: 0x1000}, {"MODE_B": 2}, {"page": 64}, {"to_msecs": lambda jiffies: jiffies * 4}
+)
 FIELDS = {
     "number": PrintField(8, 4, True, False, 0),
     "big": PrintField(16, 8, False, False, 0),
@@ -19,9 +21,10 @@ FIELDS = {
     "ends": PrintField(60, 4, False, False, 4),
     "mapped": PrintField(64, 16, False, False, 16),
     "text": PrintField(56, 4, True, False, 0),
+    "both": PrintField(80, 4, True, False, 0),
 }
 PAYLOAD = struct.pack("<iIQ16sQQI", -5, 0, (1 << 64) - 1, b"cat\0junk", 7, 8, 4 << 16 | 60) + b"abc\0"
-PAYLOAD += bytes(10) + b"\xff\xff\x7f\0\0\1"
+PAYLOAD += bytes(10) + b"\xff\xff\x7f\0\0\1" + struct.pack("<I", 8 << 16 | 40)
 
 
 def _print(print_fmt: str) -> str:
@@ -61,6 +64,24 @@ def _print(print_fmt: str) -> str:
         ('"%s", __print_flags(3, "-", {3, "BOTH"}, {1, "A"})', "BOTH"),
         ('"%s", __print_symbolic(8, {7, "seven"}, {8, "eight"})', "eight"),
         ('"%s", __print_symbolic(9, {7, "seven"}, {8, "eight"})', "0x9"),
+        ('"%s", __print_symbolic(9, {7, "seven"}, {9, ((void *)0)})', "0x9"),
+        ('"%s", __print_symbolic(7, {7, "seven"}, {-1, 0})', "seven"),
+        ('"%s|%s", __print_hex(REC->ends, 3), __print_hex_str(REC->ends, 4)', "61 62 63|61626300"),
+        ('"%s", __print_hex(__get_dynamic_array(text), __get_dynamic_array_len(text))', "61 62 63 00"),
+        (
+            '"%s %s", __print_array(REC->words, 2, 8), __print_array(REC->ends, 2, 2)',
+            "{0x7,0x8} {0x6261,0x63}",
+        ),
+        ('"%s", __print_array(REC->ends, 0, 4)', "{}"),
+        ('"%s", __get_bitmask(text)', "00636261"),
+        ('"%s", __get_cpumask(both)', "00000000,00000007"),
+        ('"%u", to_msecs(REC->words[0]) + 1', "29"),
+        ('"%d", __builtin_expect(!!(REC->words[0] >= (unsigned long)-4095), 0) ? 1 : 2', "2"),
+        ('"%0*llx|", (int)8 * 2, (unsigned long long)pte_val(native_make_pte(10))', f"{10:016x}|"),
+        ('"[%*phD] %d", (int) 3, __get_dynamic_array(text), 5', "[61-62-63] 5"),
+        ('"%3ph %phC %phN", REC->ends, REC->ends, REC->ends', "61 62 63 61 61"),
+        ('"%pU", REC->mapped', "00000000-0000-0000-0000-ffff7f000001"),
+        ('"%pM", REC->ends', "61:62:63:00:00:00"),
         ('"%s", REC->number ? "t" : REC->big ? "u" : "v"', "t"),
     ],
 )
@@ -97,9 +118,25 @@ def test_ipv6_addresses_are_linux_s(words: str, text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("address", "text"),
+    [
+        (struct.pack("<H", 2) + b"\0\x50\x7f\0\0\1", "127.0.0.1:80"),
+        (struct.pack("<H", 10) + b"\1\0" + bytes(19) + b"\1", "[::1]:256"),
+        (struct.pack("<H", 1), "(einval)"),
+    ],
+)
+def test_addresses_of_sockets(address: bytes, text: str) -> None:
+    assert compile_format("%pISpc", 8)([int.from_bytes(address, "little")], Symbols()) == text
+
+
+@pytest.mark.parametrize(
     "print_fmt",
     [
         "%d",
+        '"%pd", 1',
+        '"%s", other_function(1)',
+        '"%s", to_msecs(1, 2)',
+        '"%s", __print_hex(1)',
         '"%d", REC->other',
         '"%d", nothing',
         '"%p", (struct other *)first',
