@@ -25,6 +25,7 @@ from tests.ledger import ledger_mismatches
 from tests.linux import core_dump, debian_kernel
 from tests.linux.churn import KeptModules
 from tests.linux.files import Files
+from tests.sample import share
 
 CLIENT = Client(4242, 0, 0)
 SUITES = ("", "trixie")
@@ -36,7 +37,13 @@ OF_A_MODULE = re.compile(r"\[\w+\]$", re.MULTILINE)
 NO_MODULE = re.compile(r"\[(?:bpf|__builtin__\w+)\]$")
 
 
-@pytest.fixture(scope="module", params=SUITES)
+EACH, SOME = (
+    pytest.mark.parametrize("mount", suites, indirect=True, scope="module")
+    for suites in (SUITES, share(SUITES, 0, 2))
+)
+
+
+@pytest.fixture(scope="module")
 def mount(request: pytest.FixtureRequest) -> Iterator[EngineMount]:
     suite = request.param
     engine = LinuxEngine(*debian_kernel.with_kernel(suite=suite))
@@ -77,6 +84,7 @@ def of_modules(lines: list[str]) -> list[str]:
     return [line for line in lines if OF_A_MODULE.search(line) and not NO_MODULE.search(line)]
 
 
+@EACH
 def test_the_kernel_says_the_same(shell: Files) -> None:
     """Symbols with their letters, the blacklist, and what can be traced."""
     shell.write("/machine/modules", "load dm-zero\n")
@@ -104,6 +112,7 @@ def optimizable(engine: LinuxEngine, function: str) -> int:
     return next(found) - symbol.address
 
 
+@EACH
 def test_functions_are_called_and_probed(shell: Files, engine: LinuxEngine) -> None:
     assert shell.call(CALL).startswith("ENOENT")
     shell.write("/machine/modules", f"load {NLS}\n")
@@ -135,6 +144,7 @@ def test_functions_are_called_and_probed(shell: Files, engine: LinuxEngine) -> N
     assert shell.errno("/kprobe_events", f"p:no {NLS}:no_such") == errno.ENOENT
 
 
+@SOME
 def test_definitions_wait_and_probes_go(shell: Files) -> None:
     """Pending until it comes, hit while its init function runs, gone with it, and there again."""
     definitions = f"p:init {NLS}:init_nls_{NLS.removeprefix('nls_')}\np:body {NLS}:uni2char+11\n"
@@ -166,6 +176,7 @@ def test_definitions_wait_and_probes_go(shell: Files) -> None:
     shell.write("/tracing/set_ftrace_filter", "\n", os.O_WRONLY | os.O_TRUNC)
 
 
+@SOME
 def test_one_whose_init_fails(shell: Files) -> None:
     """This CPU has no instruction for that."""
     shell.write("/kprobe_events", "p:begins crc32c_intel:crc32c_intel_mod_init\n")
@@ -177,8 +188,9 @@ def test_one_whose_init_fails(shell: Files) -> None:
     assert "[GONE]" in line
 
 
+@SOME
 def test_others_at_its_address(shell: Files) -> None:
-    """What was translated, patched or known of one is nothing of the next one's."""
+    """What was patched or known of one is nothing of the next one's."""
     for number in range(6):
         name = (NLS, "nls_cp850", "nls_ascii")[number % 3]
         shell.write("/machine/modules", f"load {name}\n")
@@ -191,6 +203,7 @@ def test_others_at_its_address(shell: Files) -> None:
     assert hits == {f"h{number}": "2" if number < 3 else "1" for number in range(6)}
 
 
+@SOME
 def test_branches_of_the_kernels_keys(shell: Files, engine: LinuxEngine) -> None:
     """A module has tracepoints of the kernel's in its code, be they on before it comes or behind that."""
     enable = "/tracing/events/xdp/xdp_exception/enable"
@@ -212,7 +225,7 @@ def test_branches_of_the_kernels_keys(shell: Files, engine: LinuxEngine) -> None
     shell.write(enable, "0")
 
 
-@pytest.mark.parametrize("suite", SUITES)
+@pytest.mark.parametrize("suite", share(SUITES, 1, 2))
 def test_modules_of_a_dump(suite: str, tmp_path: Path) -> None:
     """They are there when it is mounted: called, and probed."""
     running = debian_kernel.mount(suite=suite)
