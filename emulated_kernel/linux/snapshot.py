@@ -230,7 +230,16 @@ def load_as(source: Path, made: Callable[[Kept], T], *, with_parts: bool) -> T |
         return None
     except KernelError:
         raise
-    except (OSError, KeyError, TypeError, ValueError, AttributeError, zlib.error, HardwareError):
+    except (
+        OSError,
+        KeyError,
+        TypeError,
+        ValueError,
+        OverflowError,
+        AttributeError,
+        zlib.error,
+        HardwareError,
+    ):
         pass
     with suppress(OSError):
         source.unlink()
@@ -293,7 +302,7 @@ def _header(file: int) -> dict[str, Any] | None:
     # Linux: what is read ahead is cached in folios of up to 2 MiB; since 6.18 a touch maps all of one.
     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)
     start = os.pread(file, HEADER, 0)
-    if not start.startswith(_MAGIC):
+    if not start.startswith(_MAGIC) or len(start) < len(_MAGIC) + 8:
         return None
     size, checksum = struct.unpack_from("<II", start, len(_MAGIC))
     text = start[len(_MAGIC) + 8 :][:size]

@@ -19,6 +19,8 @@ from emulated_kernel.linux.facts import KernelFacts
 from emulated_kernel.linux.machine import LinuxMachine
 from kprobefs.cli import main
 from tests.image.linux import made
+from tests.linux.images_mutated import Mutated, small_cases, snapshots
+from tests.sample import fewer
 
 RETURN = b"\xc3"
 _ENTRY = 24
@@ -108,6 +110,15 @@ def test_hostile_kernels_end_with_their_boot(
     said = refusal(tmp_path, capsys, kernel(code), "native")
     assert "doesn't boot" in said
     assert why in said
+
+
+def test_damaged_files_by_the_dozen(tmp_path: Path) -> None:
+    """A short form of tests.linux.images_mutated."""
+    mutated = Mutated(seed=3, directory=tmp_path)
+    small_cases(mutated, fewer(100, 3))
+    snapshots(mutated, fewer(500, 40))
+    assert mutated.failures == []
+    assert min(mutated.outcomes["refused"], mutated.outcomes["no snapshot"]) > 20
 
 
 @pytest.fixture

@@ -125,7 +125,8 @@ def test_no_damage_goes_unnoticed(saved: Path) -> None:
         saved.write_bytes(damaged)
         assert snapshot.load(saved, with_parts=True) is None, place
         assert not saved.exists()
-    for size in (0, 10, header, ram, len(whole) - 1):
+    magic = len(snapshot._MAGIC)
+    for size in (0, 10, magic, magic + 7, magic + 8, header, ram, len(whole) - 1):
         saved.write_bytes(whole[:size])
         assert snapshot.load(saved) is None, size
     saved.write_bytes(whole)
@@ -151,7 +152,23 @@ def rewritten(whole: bytes, about: dict[str, Any]) -> bytes:
     return head.ljust(ram, b"\0") + whole[ram:]
 
 
-STRANGE = (None, -1, 1 << 40, 5.5, "", "00", [], [1], [-4, 0], [0, 1 << 40], {}, {"tsc": "x"}, True)
+STRANGE = (
+    None,
+    -1,
+    1 << 40,
+    1 << 63,
+    1 << 64,
+    5.5,
+    "",
+    "00",
+    [],
+    [1],
+    [-4, 0],
+    [0, 1 << 40],
+    {},
+    {"tsc": "x"},
+    True,
+)
 
 
 @pytest.mark.parametrize("key", ["facts", "cells", "pc", "cpu", "ram", "checksum", "parts", "end"])
