@@ -6,7 +6,6 @@ import ctypes
 import mmap
 import os
 import re
-import zlib
 from collections.abc import Callable
 
 PAGE = 4096
@@ -21,10 +20,16 @@ Source: Documentation/admin-guide/mm/pagemap.rst.
 class Rewind:
     """For a private mapping of a file. Raises: OSError where the host shows no /proc/self/pagemap."""
 
-    def __init__(self, ram: mmap.mmap, is_compared: Callable[[int], bool]) -> None:
-        """`is_compared`: of a page's offset, whether `changed` tells of it."""
+    def __init__(
+        self,
+        ram: mmap.mmap,
+        is_compared: Callable[[int], bool],
+        is_left: Callable[[int], bool] = lambda _page: False,
+    ) -> None:
+        """Of a page's offset: whether `changed` tells of it, and whether it is left as it is."""
         self._ram = ram
         self._is_compared = is_compared
+        self._is_left = is_left
         self._pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
         self._at = ctypes.addressof(ctypes.c_char.from_buffer(ram)) // PAGE * _ENTRY
         self._kept: dict[int, bytes] = {}
@@ -43,16 +48,21 @@ class Rewind:
     def written(self) -> list[int]:
         """Offsets of pages that aren't the file's any more."""
         entries = os.pread(self._pagemap, len(self._ram) // PAGE * _ENTRY, self._at)
-        return [found.start() * PAGE for found in _WRITTEN.finditer(entries[_ENTRY - 1 :: _ENTRY])]
+        pages = (found.start() * PAGE for found in _WRITTEN.finditer(entries[_ENTRY - 1 :: _ENTRY]))
+        return [page for page in pages if not self._is_left(page)]
 
     def _changed(self) -> list[int]:
         ram, kept = self._ram, self._kept
         return [page for page in self.written() if kept.get(page) != ram[page : page + PAGE]]
 
-    def changed(self) -> dict[int, int]:
-        """Checksums of the pages that were written to, but for those that hold what they held."""
+    def changed(self) -> dict[int, bytes]:
+        """The pages that were written to, but for those that hold what they held."""
         compared = filter(self._is_compared, self._changed())
-        return {page: zlib.crc32(self._ram[page : page + PAGE]) for page in compared}
+        return {page: self._ram[page : page + PAGE] for page in compared}
+
+    def others(self) -> list[int]:
+        """Pages that were changed and aren't compared."""
+        return [page for page in self._changed() if not self._is_compared(page)]
 
     def back(self) -> bool:
         """Take it all back; whether some of it isn't compared."""

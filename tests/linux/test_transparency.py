@@ -11,6 +11,7 @@ from emulated_kernel.kprobes.kprobe import Kprobe
 from tests.linux.everywhere import functions
 from tests.linux.probing import MODES, engine, kernel
 from tests.linux.rewind import Rewind
+from tests.linux.traced import TRACED
 from tests.linux.transparency import OBJECTS, PROBED, Call, Caller, Comparison
 from tests.sample import fewer
 
@@ -23,7 +24,7 @@ def test_calls_are_the_same_in_all_modes() -> None:
     comparison.close()
     assert comparison.differences == []
     assert comparison.ends["its"] > comparison.functions / 2
-    for mode in PROBED:
+    for mode in (*PROBED, *TRACED):
         assert comparison.hits[mode] > comparison.functions
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import argparse
 import random
+import struct
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from emulated_kernel.abi import Prot
@@ -32,7 +33,8 @@ from tests.linux.probing import (
     engine,
     kernel,
 )
-from tests.linux.rewind import Rewind
+from tests.linux.rewind import PAGE, Rewind
+from tests.linux.traced import TRACED, Traced, time_stands
 
 PROBED = ("stepped", "boosted", "optimized")
 BATCH = 50
@@ -43,7 +45,15 @@ STACK, IRQ_STACK, OBJECT = 64 << 10, 16 << 10, 4096
 ARGUMENTS = ("di", "si", "dx", "cx", "r8", "r9")
 OBJECTS, OBJECTS_SIZE = 0xFFFFFFFF70800000, OBJECT * len(ARGUMENTS)
 """Nothing is mapped around them: who counts further than they go reads nothing of a mode's own."""
+STACK_AT = 0xFFFFFFFF70C00000
 REGISTERS = (*ARGUMENTS, "ax", "bx", "bp", "sp", "r10", "r11", "r12", "r13", "r14", "r15", "flags")
+SAVED = ("bx", "bp", "sp", "r12", "r13", "r14", "r15")
+KEPT = ("ax", "dx", *SAVED)
+"""What callers of C functions expect of them: those that tracers follow are such. Events at entries leave
+alone what such a function finds there."""
+RETURNED = "its return"
+DUMPS = ("show_trace_log_lvl", "show_regs_print_info")
+"""What these print of the stack has dead words in it, which are tracers' too."""
 SHORT, LONG = 0.02, 20.0
 """Seconds that a call may take unprobed; and probed, where each instruction may be a trap."""
 NUMBERS = (0, 1, 2, 3, 7, 8, 63, 64, 255, 4095, 4096, 1 << 20, 0x7FFFFFFF, 0xFFFFFFFF, (1 << 64) - 1)
@@ -65,8 +75,8 @@ class Effect:
 
     end: str
     registers: tuple[int, ...]
-    memory: dict[int, int]
-    """Checksums of changed pages, by their physical address."""
+    memory: dict[int, bytes]
+    """Changed pages, by their physical address."""
 
     def difference(self, other: Effect, loose_flags: int) -> str:
         """What of another one isn't so; empty if all is, but for the flags that may differ."""
@@ -80,24 +90,47 @@ class Effect:
         pages = {page for page, _ in self.memory.items() ^ other.memory.items()}
         return ", ".join([*wrong, *(f"page {page:#x}" for page in sorted(pages))])
 
+    def without(self, names: Sequence[str], own: Callable[[int, int], int], like: Effect) -> Effect:
+        """It with another one's registers but for some, and its words where these are only the host's own."""
+        registers = tuple(
+            own(one, two) if name in names else two
+            for name, one, two in zip(REGISTERS, self.registers, like.registers, strict=True)
+        )
+        memory = dict(self.memory)
+        for page in memory.keys() & like.memory.keys():
+            pairs = zip(_words(memory[page]), _words(like.memory[page]), strict=True)
+            memory[page] = struct.pack(f"<{PAGE // 8}Q", *(own(one, two) for one, two in pairs))
+        return Effect(self.end, registers, memory)
+
+
+def _words(page: bytes) -> tuple[int, ...]:
+    return struct.unpack(f"<{PAGE // 8}Q", page)
+
 
 class Caller:
     """Calls functions in one engine's guest, whose memory is as before after each. Raises: OSError."""
 
-    def __init__(self, engine: LinuxEngine, seconds: float) -> None:
+    def __init__(self, engine: LinuxEngine, seconds: float, traced: Traced | None = None) -> None:
+        """What is `traced` goes on from call to call: its code, records and counts aren't taken back."""
         self.engine = engine
-        self._machine = engine.tasks.machine
-        self._stack = engine.machine.alloc_pages(STACK) + STACK - 64
-        objects = engine.machine.memory.host_pages.alloc(OBJECTS_SIZE)
+        self._traced = traced
+        self.machine = engine.tasks.machine
+        stack = engine.machine.memory.host_pages.alloc(STACK)
+        engine.machine.memory.map(STACK_AT, stack, STACK, Prot.READ | Prot.WRITE)
+        engine.machine.memory.write(STACK_AT, bytes(STACK))
+        self._stack = STACK_AT + STACK - 64
+        self._objects = objects = engine.machine.memory.host_pages.alloc(OBJECTS_SIZE)
         engine.machine.memory.map(OBJECTS, objects, OBJECTS_SIZE, Prot.READ | Prot.WRITE)
         engine.machine.memory.write(OBJECTS, bytes(OBJECTS_SIZE))
         # From here on the kernel's page tables lead to the host's window of code.
         engine.machine.text.free_text(engine.machine.text.alloc_text(16))
         engine.tasks.idle(0)
-        self._context = self._machine.engine.context_alloc()
-        self._machine.engine.context_save(self._context)
-        self._pc = self._machine.pc.state()
-        self._machine._watchdog.budget = seconds
+        if traced is not None:
+            traced.keep_arrays()
+        self._context = self.machine.engine.context_alloc()
+        self.machine.engine.context_save(self._context)
+        self._pc = self.machine.pc.state()
+        self.machine._watchdog.budget = seconds
         self._trap: Trap | None = None
         self._registers: tuple[int, ...] = ()
         start, end = kernel().text
@@ -107,12 +140,20 @@ class Caller:
         irq_stack = kernel().kallsyms.lookup_name("irq_stack_backing_store")
         assert irq_stack is not None
         irq_pages = range(memory.translate(engine.tasks.per_cpu + irq_stack), GUEST_RAM)[:IRQ_STACK]
+        self._clock = memory.translate(engine.machine.clock.cell) & -PAGE
+        own = (range(objects, objects + OBJECTS_SIZE), range(stack, stack + STACK))
+        self._outside = lambda page: (
+            page in text or (page >= GUEST_RAM and not any(page in pages for pages in own))
+        )
+        self.has_strayed = False
+        """The last call wrote to text or to the host's memory."""
         self._rewind = Rewind(
-            self._machine.memory.ram,
+            self.machine.memory.ram,
             lambda page: (
                 page in range(objects, objects + OBJECTS_SIZE)
                 or (page < GUEST_RAM and page not in text and page not in irq_pages)
             ),
+            lambda page: traced is not None and self._outside(page),
         )
         self._rewind.keep()
 
@@ -122,28 +163,42 @@ class Caller:
         self._reset()
 
     def _reset(self) -> None:
-        self._machine.engine.context_restore(self._context)
-        self._machine.pc.restore(self._pc)
-        self._machine.engine.flush_tlb()
+        self.machine.engine.context_restore(self._context)
+        self.machine.pc.restore(self._pc)
+        self.machine.engine.flush_tlb()
 
     def call(self, call: Call) -> Effect | None:
         """None where it takes too long."""
-        machine, regs, memory = self._machine, self._machine.regs, self.engine.machine.memory
+        machine, regs, memory = self.machine, self.machine.regs, self.engine.machine.memory
         for number, content in enumerate(call.objects):
             memory.write(OBJECTS + OBJECT * number, content)
         memory.write(self._stack, RETURN.to_bytes(8, "little"))
+        for name in REGISTERS[:-1]:
+            # Parameters of two words take one more than their number.
+            setattr(regs, name, 0)
         for name, value in zip(ARGUMENTS, call.values, strict=False):
             setattr(regs, name, value)
         regs.ip, regs.sp, regs.flags = call.function, self._stack, FLAG_FIXED | FLAG_IF
+        if self._traced is not None:
+            self._traced.before()
         end = self._ran()
-        memory_now = self._rewind.changed()
+        if self._traced is not None:
+            self._traced.after()
+        memory_now = {self._place(page): data for page, data in self._rewind.changed().items()}
+        others = [page for page in self._rewind.others() if page != self._clock]
+        self.has_strayed = any(map(self._outside, others))
         if self._rewind.back():
             machine.engine.flush_code()
         self._reset()
         return None if end is None else Effect(end, self._registers, memory_now)
 
+    def _place(self, page: int) -> int:
+        """Of an object's page where it is mapped: what is on decides where there is room for it."""
+        at = page - self._objects
+        return OBJECTS + at if 0 <= at < OBJECTS_SIZE else page
+
     def _ran(self) -> str | None:
-        machine = self._machine
+        machine = self.machine
         kept, machine.hooks.dispatch = machine.hooks.dispatch, self._ended
         self._trap = None
         try:
@@ -158,16 +213,16 @@ class Caller:
             self._registers = self._now()
             return f"a halt at {self._named(machine.regs.ip)}"
         if self._trap.address == RETURN:
-            return "its return"
+            return RETURNED
         return f"exception {self._trap.vector} at {self._named(self._trap.address)}, {self._trap.cr2:#x}"
 
     def _ended(self, trap: Trap) -> None:
         self._trap = trap
         self._registers = self._now()
-        self._machine.hooks.end_run()
+        self.machine.hooks.end_run()
 
     def _now(self) -> tuple[int, ...]:
-        return tuple(getattr(self._machine.regs, name) for name in REGISTERS)
+        return tuple(getattr(self.machine.regs, name) for name in REGISTERS)
 
     def _named(self, address: int) -> str:
         """Of a copy the original's."""
@@ -245,15 +300,28 @@ def _real_objects(engine: LinuxEngine) -> dict[str, int]:
 class Comparison:
     """Calls of many functions in all modes, and what came of them."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, modes: Sequence[str] = (*PROBED, *TRACED)) -> None:
         self._plain = Caller(engine(PLAIN), SHORT)
-        self._probed = {mode: Caller(engine(MODES[mode]), LONG) for mode in PROBED}
+        self._has_dumped = False
+        for name in DUMPS:
+            address = kernel().kallsyms.lookup_name(name)
+            assert address is not None
+            self._plain.machine.call_at(address, self._dumped)
+        self._probed = {mode: Caller(engine(MODES[mode]), LONG) for mode in PROBED if mode in modes}
+        self._traced: dict[str, tuple[Traced, Caller]] = {}
+        for mode in TRACED:
+            if mode in modes:
+                traced = TRACED[mode](engine(MODES["ftrace"]))
+                self._traced[mode] = traced, Caller(traced.engine, LONG, traced)
         self._inputs = Inputs(self._plain.engine, seed)
         self.ends: Counter[str] = Counter()
         self.hits: Counter[str] = Counter()
         self.places: Counter[str] = Counter()
         self.functions = 0
         self.differences: list[str] = []
+
+    def _dumped(self) -> None:
+        self._has_dumped = True
 
     def compare(self, starts: Sequence[int], count: int) -> None:
         """`count` calls of each of these functions; those of one batch are probed together."""
@@ -262,16 +330,22 @@ class Comparison:
 
     def _batch(self, starts: Sequence[int], count: int) -> None:
         expected: list[tuple[Call, Effect]] = []
+        quiet: list[tuple[Call, Effect]] = []
         for start in starts:
             calls = [*self._calls(start, count)]
             self.functions += bool(calls)
             for call in calls:
+                self._has_dumped = False
                 effect = self._plain.call(call)
                 self.ends["too long" if effect is None else effect.end.split()[0]] += 1
                 if effect is None:
                     # So would be the others.
                     break
                 expected.append((call, effect))
+                if self._has_dumped or self._plain.has_strayed:
+                    self.ends["not traced"] += 1
+                else:
+                    quiet.append((call, effect))
         for mode, caller in self._probed.items():
             places = [*chosen(caller.engine, boundaries(caller.engine, starts))]
             self.places[mode] += len(places)
@@ -281,6 +355,26 @@ class Comparison:
                 self._check(mode, call, caller.call(call), effect)
             self.hits[mode] += hits.total()
             disarmed(caller.engine, probes)
+        for mode in self._traced:
+            self._batch_traced(mode, starts, quiet)
+
+    def _batch_traced(
+        self, mode: str, starts: Sequence[int], expected: Sequence[tuple[Call, Effect]]
+    ) -> None:
+        """Twice: first hits are Python's in part, others guest code's; both count the same."""
+        traced, caller = self._traced[mode]
+        with time_stands():
+            traced.on(starts)
+            caller.begin()
+            counts = []
+            for _ in range(2):
+                for call, effect in expected:
+                    self._check(mode, call, caller.call(call), effect)
+                counts.append(traced.hits() - sum(counts))
+            traced.off()
+        self.hits[mode] += sum(counts)
+        if counts[0] != counts[1]:
+            self.differences.append(f"{mode}: hit {counts[0]} times, then {counts[1]} times")
 
     def _calls(self, start: int, count: int) -> Iterator[Call]:
         where = kernel().kallsyms.lookup(start)
@@ -297,6 +391,10 @@ class Comparison:
         assert where is not None
         code = self._plain.engine.machine.text.original(call.function, where.symbol.size)
         loose = undefined_flags(code, call.function, 64)
+        if found is not None and mode in self._traced:
+            traced, _ = self._traced[mode]
+            kept = KEPT if expected.end == RETURNED or not traced.is_at_entries else SAVED
+            found = found.without(kept, traced.own_word, expected)
         wrong = "takes too long" if found is None else found.difference(expected, loose)
         if wrong:
             values = ", ".join(f"{value:#x}" for value in call.values)
@@ -304,7 +402,8 @@ class Comparison:
 
     def close(self) -> None:
         """Free the guests."""
-        for caller in (self._plain, *self._probed.values()):
+        traced = (caller for _, caller in self._traced.values())
+        for caller in (self._plain, *self._probed.values(), *traced):
             caller.engine.tasks.machine.close()
 
 
@@ -314,12 +413,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--functions", type=int, default=2000)
     parser.add_argument("--calls", type=int, default=4, help="of each function")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--modes", nargs="+", choices=(*PROBED, *TRACED), default=(*PROBED, *TRACED))
     options = parser.parse_args(argv)
-    comparison = Comparison(options.seed)
+    comparison = Comparison(options.seed, options.modes)
     comparison.compare(functions(options.functions, options.seed), options.calls)
     print(f"{comparison.functions} functions; calls end by {dict(comparison.ends)}")
-    for mode in PROBED:
-        print(f"{mode}: {comparison.places[mode]} places, {comparison.hits[mode]} hits")
+    for mode in options.modes:
+        places = f"{comparison.places[mode]} places, " if mode in PROBED else ""
+        print(f"{mode}: {places}{comparison.hits[mode]} hits")
     for difference in comparison.differences:
         print(difference)
     comparison.close()
