@@ -68,6 +68,8 @@ def chosen(engine: LinuxEngine, addresses: Iterable[int]) -> Iterator[int]:
         if (
             engine.machine.text.original(address, 1)[0] & 0xF8 == _X87
             or verdict.may_probe(address) is not None
+            # A landing pad's probe stands behind it, as the next one does.
+            or _is_pad(engine, address)
         ):
             continue
         if engine.kprobes.optimizer is None:
@@ -77,6 +79,11 @@ def chosen(engine: LinuxEngine, addresses: Iterable[int]) -> Iterator[int]:
         if address >= end and not isinstance(region, Finding):
             yield address
             end = region.end
+
+
+def _is_pad(engine: LinuxEngine, address: int) -> bool:
+    where = engine.kernel.kallsyms.lookup(address)
+    return where is not None and engine.kprobes.verdict.function_entry(where, address) not in (None, address)
 
 
 def armed(engine: LinuxEngine, addresses: Sequence[int]) -> tuple[list[Kprobe], Counter[int]]:
