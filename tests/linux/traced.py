@@ -197,11 +197,11 @@ class Events(Traced):
                 optimizer.work.flush()
 
     def hits(self) -> int:
-        return sum(probe.hits for probe in self.tracing.kprobe_events.own())
+        return sum(probe.hits for probe in self.tracing.kprobe_events._own)
 
     def off(self) -> None:
         with self.engine.lock:
-            assert not any(probe.nmissed for probe in self.tracing.kprobe_events.own())
+            assert not any(probe.nmissed for probe in self.tracing.kprobe_events._own)
             for event in self._events():
                 event.disable(self.array)
             self.tracing.dynamic_events.clear()
