@@ -303,9 +303,9 @@ class Comparison:
     def __init__(self, seed: int, modes: Sequence[str] = (*PROBED, *TRACED)) -> None:
         self._plain = Caller(engine(PLAIN), SHORT)
         self._has_dumped = False
-        for name in DUMPS:
-            address = kernel().kallsyms.lookup_name(name)
-            assert address is not None
+        dumps = [*filter(None, map(kernel().kallsyms.lookup_name, DUMPS))]
+        assert dumps
+        for address in dumps:
             self._plain.machine.call_at(address, self._dumped)
         self._probed = {mode: Caller(engine(MODES[mode]), LONG) for mode in PROBED if mode in modes}
         self._traced: dict[str, tuple[Traced, Caller]] = {}
