@@ -267,7 +267,7 @@ def compare_modules(image: str, names: Iterable[str], count: int, seed: int) -> 
     tasks, kernel = started_with_kernel(image, seed)
     engine = LinuxEngine(tasks, kernel)
     modules = ModuleFiles(Path(image), tasks.release)
-    linux = LinuxMount(tasks, NoProcesses(), Owner(0, 0), modules, is_tracefs=False)
+    linux = LinuxMount(tasks, NoProcesses(), Owner(0, 0), modules, is_tracefs=False, lock=engine.lock)
     whole = Tally()
     for name in names:
         if write(linux, "/machine/modules", f"load {name}"):
