@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
 
 from emulated_kernel.arch.program.ops import Fixup, HandlerCode, HostCall
 from emulated_kernel.dataclass import dataclass
@@ -53,44 +52,7 @@ class Block:
         """Position of each offset from the stack pointer yet to be filled in, and the number of its slot."""
 
 
-class Blocks(Protocol):
-    """What is laid out."""
-
-    blocks: list[Block]
-    labels: dict[int, int]
-    """Numbers of labels to indices of blocks."""
-
-
-def lay_out(
-    body: Blocks,
-    before: bytes,
-    after: bytes,
-    slots: Mapping[int, int],
-    encoding: Encoding,
-    leave: bytes = b"",
-) -> HandlerCode:
-    """The code of the blocks that can be reached, entered at `before` and ending with `after`.
-
-    What the first block doesn't lead to by falling through and jumping stands in front of the entry.
-    `slots` are offsets from the stack pointer; `leave` ends blocks that go elsewhere.
-    """
-    layout = _Layout(body.blocks, body.labels, encoding, leave)
-    straight, behind = layout.chain(0)
-    cold = [layout.chain(index) for index in layout.others()]
-    for chain, target in cold:
-        layout.put(chain)
-        layout.jump(target)
-    entry = len(layout.code)
-    layout.code += before
-    layout.put(straight)
-    if behind != layout.end:
-        layout.jump(behind)
-    layout.starts[layout.end] = len(layout.code)
-    layout.code += after
-    return layout.link(entry, slots)
-
-
-class _Layout:
+class Layout:
     """Code under construction; blocks are called by their indices, the end of all by one more."""
 
     def __init__(

@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 from emulated_kernel.arch.program import ops as ir
-from emulated_kernel.arch.program.code_layout import Block
-from emulated_kernel.arch.program.ops import Condition, Program
+from emulated_kernel.arch.program.code_layout import Block, Encoding, Layout
+from emulated_kernel.arch.program.ops import Condition, HandlerCode, Program
 
 BIT_TESTS = (Condition.ANY_BIT, Condition.NO_BIT)
 
@@ -135,3 +135,32 @@ class Lowering(ABC):
 
 def _method_name(op: type) -> str:
     return "".join(f"_{word.lower()}" for word in re.findall("[A-Z][a-z]*", op.__name__))
+
+
+def lay_out(
+    body: Lowering,
+    before: bytes,
+    after: bytes,
+    slots: Mapping[int, int],
+    encoding: Encoding,
+    leave: bytes = b"",
+) -> HandlerCode:
+    """The code of the blocks that can be reached, entered at `before` and ending with `after`.
+
+    What the first block doesn't lead to by falling through and jumping stands in front of the entry.
+    `slots` are offsets from the stack pointer; `leave` ends blocks that go elsewhere.
+    """
+    layout = Layout(body.blocks, body.labels, encoding, leave)
+    straight, behind = layout.chain(0)
+    cold = [layout.chain(index) for index in layout.others()]
+    for chain, target in cold:
+        layout.put(chain)
+        layout.jump(target)
+    entry = len(layout.code)
+    layout.code += before
+    layout.put(straight)
+    if behind != layout.end:
+        layout.jump(behind)
+    layout.starts[layout.end] = len(layout.code)
+    layout.code += after
+    return layout.link(entry, slots)

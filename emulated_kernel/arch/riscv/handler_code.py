@@ -11,7 +11,8 @@ from typing import Any
 
 from emulated_kernel.arch.analysis.region import Live
 from emulated_kernel.arch.base import Detour, ReturnCode, ReturnDispatch
-from emulated_kernel.arch.program.code_layout import Encoding, lay_out
+from emulated_kernel.arch.program.code_layout import Encoding
+from emulated_kernel.arch.program.lowering import lay_out
 from emulated_kernel.arch.program.ops import HandlerCode, Program
 from emulated_kernel.arch.riscv import frame
 from emulated_kernel.arch.riscv.assemble import (

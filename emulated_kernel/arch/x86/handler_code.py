@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from emulated_kernel.arch.analysis.region import Live
 from emulated_kernel.arch.base import Detour, ReturnCode, ReturnDispatch
-from emulated_kernel.arch.program.code_layout import lay_out
+from emulated_kernel.arch.program.lowering import lay_out
 from emulated_kernel.arch.program.ops import CallHost, HandlerCode, Program
 from emulated_kernel.arch.x86 import assemble as asm
 from emulated_kernel.arch.x86.assemble import AX, SP, Encoder, jump_through
