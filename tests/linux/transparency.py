@@ -48,7 +48,7 @@ OBJECTS, OBJECTS_SIZE = 0xFFFFFFFF70800000, OBJECT * len(ARGUMENTS)
 STACK_AT = 0xFFFFFFFF70C00000
 REGISTERS = (*ARGUMENTS, "ax", "bx", "bp", "sp", "r10", "r11", "r12", "r13", "r14", "r15", "flags")
 SAVED = ("bx", "bp", "sp", "r12", "r13", "r14", "r15")
-KEPT = ("ax", "dx", *SAVED)
+KEPT = ("ax", *SAVED)
 """What callers of C functions expect of them: those that tracers follow are such. Events at entries leave
 alone what such a function finds there."""
 RETURNED = "its return"
