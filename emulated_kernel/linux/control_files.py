@@ -8,10 +8,12 @@ from contextlib import AbstractContextManager
 from itertools import count
 
 from emulated_kernel.errors import KernelError
+from emulated_kernel.linux.control_calls import READ_SIZE, ControlCalls, GuestPart
+from emulated_kernel.linux.tasks import LinuxTask
 from emulated_kernel.lock import ControlLock
 from emulated_kernel.vfs.core.client import Client, DirEntry, Room, Stat
 from emulated_kernel.vfs.core.open_file import OpenFile, Piece
-from emulated_kernel.vfs.core.pieces import WriteInPieces, giving_way
+from emulated_kernel.vfs.core.pieces import Once, WriteInPieces, giving_way
 from emulated_kernel.vfs.core.tree import Filesystem
 
 FIRST_HANDLE = 1 << 41
@@ -25,10 +27,13 @@ class ControlFiles:
         self,
         files: Filesystem,
         lock: ControlLock,
-        control: Callable[[Client], AbstractContextManager[None]],
+        control: Callable[[Client], AbstractContextManager[LinuxTask | None]],
+        calls: ControlCalls | None = None,
     ) -> None:
-        """`control`: around what a client does with a file."""
-        self._files, self.lock, self._control = files, lock, control
+        """`control`: around what a client does with a file, by its task; `calls`: what that makes."""
+        self._files, self.lock, self._control, self._in_guest = files, lock, control, calls
+        self._parts: dict[int, GuestPart] = {}
+        """The guest's, by handle."""
         self._opened_files: dict[int, OpenFile | str] = {}
         """By handle; of a directory its path."""
         self._numbers = count(FIRST_HANDLE)
@@ -46,6 +51,11 @@ class ControlFiles:
         self._opened_files[handle] = opened
         return handle
 
+    def open_in_guest(self) -> None:
+        """The guest is about to be watched: it takes part in the files that are open from now on."""
+        if self._in_guest is not None:
+            self._in_guest.open_unseen(self._parts.values())
+
     # Attributes and names
 
     def getattr(self, path: str, _client: Callable[[], Client] | None = None) -> Stat:
@@ -61,8 +71,11 @@ class ControlFiles:
         with self.lock:
             return self._files.stat(self._file(handle).node)
 
-    def opendir(self, _client: Client, path: str) -> int:
+    def opendir(self, client: Client, path: str) -> int:
         """A handle for getdents()."""
+        if self._in_guest is not None and self._in_guest.is_watched:
+            with self._control(client) as task:
+                self._in_guest.list_directory(task, path)
         return self._keep(path)
 
     def getdents(self, client: Client, handle: int, start: int) -> list[DirEntry]:
@@ -89,8 +102,13 @@ class ControlFiles:
 
     def open(self, client: Client, path: str, flags: int) -> int:
         """Open with open(2)'s flags; returns the handle for the calls below."""
-        with self._control(client):
-            return self._keep(self._files.open(path, flags, client))
+        with self._control(client) as task:
+            once, part = Once(lambda: self._files.open(path, flags, client)), GuestPart(path, flags)
+            if self._in_guest is not None:
+                self._in_guest.open(task, part, once)
+            handle = self._keep(once())
+            self._parts[handle] = part
+            return handle
 
     def create(self, _client: Client, path: str, _mode: int, _flags: int) -> int:
         """creat(2) of a name that isn't there."""
@@ -111,8 +129,12 @@ class ControlFiles:
 
     def read(self, client: Client, handle: int, size: int, offset: int) -> bytes:
         """At most `size` bytes; b"" is the end. Raises: WouldBlock."""
-        with self._control(client):
-            return self._file(handle).read(size, offset)
+        with self._control(client) as task:
+            file, size = self._file(handle), min(size, READ_SIZE)
+            once = Once(lambda: file.read(size, offset))
+            if self._in_guest is not None:
+                self._in_guest.read(task, self._parts[handle], handle, size, once)
+            return once()
 
     def read_page(self, client: Client, handle: int, size: int, _offset: int) -> bytes:
         """What the host's page cache asks for."""
@@ -121,23 +143,32 @@ class ControlFiles:
 
     def write(self, client: Client, handle: int, data: bytes, offset: int) -> int:
         """Number of bytes taken. Raises: WouldBlock."""
-        if self.reads_host(handle):
-            commands = self._file(handle).prepare(client, data)
-            with self._control(client):
-                return self._file(handle).write(data, offset, commands)
+        file = self._file(handle)
+        commands = file.prepare(client, data) if file.node.reads_host else None
 
         def write_piece(piece: Piece, at: int) -> int:
-            with self._control(client):
-                return self._file(handle).write(piece.data, at, is_part=piece.is_part)
+            return self._file(handle).write(piece.data, at, commands, is_part=piece.is_part)
 
-        return giving_way(self.lock, WriteInPieces(self._file(handle), data, offset, write_piece))
+        once = Once(WriteInPieces(file, data, offset, write_piece))
+
+        def write() -> int:
+            with self._control(client) as task:
+                # Such a write makes other calls by the client's task.
+                if self._in_guest is not None and commands is None:
+                    self._in_guest.write(task, self._parts[handle], handle, data, once)
+                return once()
+
+        return giving_way(self.lock, write)
 
     def wait(self, handle: int, timeout: float) -> None:
         """Return once something may have come, or after `timeout` seconds."""
         self._file(handle).wait(timeout)
 
-    def give_up(self, _client: Client, _handle: int, _error: int) -> None:
-        """The client doesn't wait any more: nothing of the guest's waits for it."""
+    def give_up(self, client: Client, handle: int, error: int) -> None:
+        """The client doesn't wait any more: its task, if it waits, neither."""
+        if self._in_guest is not None and self._in_guest.is_waited_for(handle):
+            with self._control(client) as task:
+                self._in_guest.give_up(task, handle, error)
 
     def poll(self, handle: int, notify: Callable[[], None] | None) -> int:
         """Readiness as poll(2)'s mask."""
@@ -150,6 +181,9 @@ class ControlFiles:
             opened = self._opened_files.pop(handle, None)
             if isinstance(opened, OpenFile):
                 self._files.release(opened)
+            part = self._parts.pop(handle, None)
+            if part is not None and self._in_guest is not None:
+                self._in_guest.release(part)
 
     def ftruncate(self, _client: Client, handle: int, _size: int) -> None:
         """ftruncate(2): nothing happens."""

@@ -11,6 +11,7 @@ from functools import partial
 from emulated_kernel.errors import KernelError
 from emulated_kernel.host.mirror.processes import ProcessWatch
 from emulated_kernel.image.linux.module_files import ModuleFiles
+from emulated_kernel.linux.control_calls import ControlCalls
 from emulated_kernel.linux.control_files import FIRST_HANDLE, ControlFiles
 from emulated_kernel.linux.engine import LinuxEngine
 from emulated_kernel.linux.engine_tree import engine_tree
@@ -37,9 +38,9 @@ _GUESTS = {TMPFS: 0o1777, DEVICES: 0o755}
 
 
 class EngineMount(LinuxMount):
-    """A request for a file of ours is answered by the host: it is no system call of the guest's.
+    """A request for a file of ours is answered by the host while the client's task is the current one.
 
-    The client's task is the guest's current one then. All raise KernelError with Linux's errno.
+    Where somebody could see it, it is a system call of that task's. All raise KernelError with Linux's errno.
     """
 
     def __init__(
@@ -64,7 +65,9 @@ class EngineMount(LinuxMount):
             ),
         }
         files = engine_tree(engine, owner, self._log_text, machine, further, is_tracefs=is_tracefs)
-        self._files = ControlFiles(files, self.lock, self._control)
+        self._calls = ControlCalls(engine.tasks, engine.machine, engine.kernel, files, is_tracefs=is_tracefs)
+        self._files = ControlFiles(files, self.lock, self._control, self._calls)
+        engine.machine.text.before_first_change.append(self._files.open_in_guest)
 
     def _call_function(self, function: str, *arguments: int | str) -> int:
         with self._running:
@@ -87,6 +90,7 @@ class EngineMount(LinuxMount):
 
     def request_begins(self, client: Client, opens: bool) -> LinuxTask:
         self._engine.request_begins()
+        self._calls.close_released()
         return super().request_begins(client, opens)
 
     def request_ends(self, *, has_failed: bool) -> None:
@@ -96,17 +100,20 @@ class EngineMount(LinuxMount):
             self._engine.request_ended()
 
     @contextmanager
-    def _control(self, client: Client) -> Iterator[None]:
+    def _control(self, client: Client) -> Iterator[LinuxTask | None]:
         """Around what a client does with a file of ours; that answers, whatever becomes of the guest."""
         with self.lock:
             self.check_open()
             # It may let the guest run: whoever is the current task afterwards.
             self._engine.request_begins()
+            task = None
             try:
                 if not self._tasks.machine.death:
                     with suppress(KernelError, GuestFault):
-                        self._tasks.bring(self._clients.task_of(client))
-                yield
+                        self._calls.close_released()
+                        task = self._clients.task_of(client)
+                        self._tasks.bring(task)
+                yield task
             finally:
                 self._engine.request_ended()
 
@@ -202,6 +209,8 @@ class EngineMount(LinuxMount):
     def give_up(self, client: Client, handle: int, error: int) -> None:
         if handle < FIRST_HANDLE:
             super().give_up(client, handle, error)
+        else:
+            self._files.give_up(client, handle, error)
 
     def poll(self, handle: int, notify: Callable[[], None] | None) -> int:
         if handle < FIRST_HANDLE:

@@ -69,7 +69,11 @@ class KernelFiles:
 
     def fstat(self, fd: int) -> Stat:
         """Attributes of an open file."""
-        return self._inodes.stat(self._follow(self._file(fd), self._offset["file.f_inode"]))
+        return self._inodes.stat(self.inode(fd))
+
+    def inode(self, fd: int) -> int:
+        """Address of the inode of an open file."""
+        return self._follow(self._file(fd), self._offset["file.f_inode"])
 
     def is_seekable(self, fd: int) -> bool:
         """Whether lseek(2) works on it. Mirrors: fs/read_write.c:vfs_llseek (v6.1)"""

@@ -212,7 +212,7 @@ class KernelTracepoints:
             address = self._kernel.kallsyms.lookup_name(name)
             assert address is not None
             self._machine.breakpoints[address] = function
-            self._machine.text.poke(address, self._arch.breakpoint)
+            self._machine.text.replace(address, self._arch.breakpoint)
 
     def _reserve(self, regs: Any) -> None:
         """It is called with a trace_event_buffer, a trace_event_file and a size: gives room, or none.

@@ -40,6 +40,7 @@ class Stopped(Enum):
     """Why a run has ended."""
 
     AT_STUB = "a process waits for the host"
+    IN_CALL = "a process's system call waits for the host"
     IDLE = "nothing can run before the next interrupt"
 
 
@@ -69,7 +70,7 @@ class LinuxMachine:
         self.hooks = TrapHooks(engine, self.model, self.regs, exceptions, handler_time)
         self.hooks.dispatch = self._exception
         self.hooks.protection_faults[STUB] = self._come_to_stub
-        self._at_stub = False
+        self._stopped: Stopped | None = None
         self._is_text_stale = False
         self._watchdog = Watchdog(engine.stop, handler_time, budget)
         self._is_reset = False
@@ -149,7 +150,14 @@ class LinuxMachine:
         self.engine.add_hook(HOOK_CODE, CODE_CALLBACK(sync), at=do_sync_core)
 
     def _come_to_stub(self, _regs: Regs) -> None:
-        self._at_stub = True
+        self._stop(Stopped.AT_STUB)
+
+    def stop_in_call(self) -> None:
+        """End a run at the breakpoint that the guest has come to."""
+        self._stop(Stopped.IN_CALL)
+
+    def _stop(self, why: Stopped) -> None:
+        self._stopped = why
         self.engine.stop()
 
     def _exception(self, trap: Trap) -> None:
@@ -170,10 +178,10 @@ class LinuxMachine:
             raise GuestFault(Trap(TrapKind.DOUBLE_FAULT, 0), self.death)
 
     def run(self) -> Stopped:
-        """Go on until a process is at the stub, or the guest idle. Raises: GuestFault: the guest is dead."""
+        """Go on until a process waits for the host, or the guest is idle. Raises: GuestFault: it is dead."""
         if self.death:
             self.check_alive()
-        self._at_stub = False
+        self._stopped = None
         try:
             while True:
                 self._watchdog.arm()
@@ -184,8 +192,8 @@ class LinuxMachine:
                 self.hooks.check()
                 if expired or error or self._is_reset:
                     raise self._fault(error, expired=expired)
-                if self._at_stub:
-                    return Stopped.AT_STUB
+                if self._stopped is not None:
+                    return self._stopped
                 if self._is_text_stale:
                     self.engine.flush_code()
                 elif self.regs.flags & x86.FLAG_IF:

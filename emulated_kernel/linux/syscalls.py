@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from emulated_kernel.linux.init import BUFFER
 from emulated_kernel.linux.inodes import shown_ino
-from emulated_kernel.linux.tasks import LinuxTask, LinuxTasks
+from emulated_kernel.linux.tasks import LinuxTask, LinuxTasks, Service
 from emulated_kernel.vfs.core.client import DirEntry, Room, Stat
 
 DATA_SIZE = 512 << 10
@@ -34,6 +34,7 @@ _MKNODAT, _LINKAT, _STATFS = 259, 265, 137
 _UNLINKAT, _RENAMEAT, _SYMLINKAT, _READLINKAT, _FCHMODAT, _UTIMENSAT = 263, 264, 266, 267, 268, 280
 _MKNOD, _DELETE_MODULE, _FINIT_MODULE = 133, 176, 313
 _FCNTL, _F_SETFL, _FTRUNCATE = 72, 4, 77
+_UMOUNT, _MNT_DETACH = 166, 2
 _MODULE, _KMSG = "/module", "/kmsg"
 _KMSG_DEVICE = 1 << 8 | 11
 _AT_FDCWD, _AT_SYMLINK_NOFOLLOW, _AT_REMOVEDIR = -100, 0x100, 0x200
@@ -69,6 +70,12 @@ class LinuxSyscalls:
         self._tasks.put(init, _SECOND_PATH, os.fsencode(source) + b"\0")
         self._call(init, _MOUNT, _SECOND_PATH, BUFFER, _SECOND_PATH, 0, 0)
 
+    def unmount(self, directory: str) -> None:
+        """What is mounted there, by init; what is open of it goes on."""
+        init = self._tasks.init
+        self._path(init, directory)
+        self._call(init, _UMOUNT, BUFFER, _MNT_DETACH)
+
     def umask(self, task: LinuxTask, mask: int) -> None:
         """umask(2); forks inherit it."""
         self._call(task, _UMASK, mask)
@@ -96,13 +103,23 @@ class LinuxSyscalls:
             self.unlink(init, _KMSG)
 
     def open(
-        self, task: LinuxTask, path: str, flags: int, mode: int = 0, *, closed: int | None = None
+        self,
+        task: LinuxTask,
+        path: str,
+        flags: int,
+        mode: int = 0,
+        *,
+        closed: int | None = None,
+        service: Service | None = None,
     ) -> int:
-        """openat(2); the descriptor is everybody's. `closed`: one that the task closes first."""
+        """openat(2); the descriptor is everybody's.
+
+        `closed`: one that the task closes first. `service`: of a file of the host's, as in write().
+        """
         self._path(task, path)
         arguments = _OPENAT, _AT_FDCWD, BUFFER, flags & _OPEN_FLAGS, mode
         if closed is None:
-            return self._call(task, *arguments, patience=_LONG)
+            return self._call(task, *arguments, patience=_LONG, service=service)
         return self._tasks.call_behind_close(task, closed, *arguments, patience=_LONG)
 
     def close(self, task: LinuxTask, fd: int) -> None:
@@ -164,24 +181,40 @@ class LinuxSyscalls:
         """Whether lseek(2) works on it."""
         return self._files.is_seekable(fd)
 
-    def begin_read(self, task: LinuxTask, fd: int, size: int, offset: int | None, *, may_block: bool) -> int:
+    def begin_read(
+        self,
+        task: LinuxTask,
+        fd: int,
+        size: int,
+        offset: int | None,
+        *,
+        may_block: bool,
+        service: Service | None = None,
+    ) -> int:
         """read(2), or pread64(2) with an offset; how many bytes `read_data` gets. Raises: Blocked."""
         patience = PATIENCE if may_block else _LONG
         size = min(size, DATA_SIZE)
         if offset is None:
-            return self._call(task, _READ, fd, _DATA, size, patience=patience)
+            return self._call(task, _READ, fd, _DATA, size, patience=patience, service=service)
         return self._call(task, _PREAD, fd, _DATA, size, offset, patience=patience)
 
     def read_data(self, task: LinuxTask, size: int) -> bytes:
         """What a read has read."""
         return self._tasks.get(task, _DATA, size)
 
-    def write(self, task: LinuxTask, fd: int, data: bytes, offset: int | None) -> int:
-        """write(2), or pwrite64(2) with an offset. Raises: Blocked."""
+    def write(
+        self,
+        task: LinuxTask,
+        fd: int,
+        data: bytes,
+        offset: int | None,
+        service: Service | None = None,
+    ) -> int:
+        """write(2), or pwrite64(2) with an offset. Raises: Blocked; WouldBlock, as `service`."""
         data = data[:DATA_SIZE]
         self._tasks.put(task, _DATA, data)
         if offset is None:
-            return self._call(task, _WRITE, fd, _DATA, len(data), patience=_LONG)
+            return self._call(task, _WRITE, fd, _DATA, len(data), patience=_LONG, service=service)
         return self._call(task, _PWRITE, fd, _DATA, len(data), offset, patience=_LONG)
 
     def poll(self, fd: int, events: int) -> int:

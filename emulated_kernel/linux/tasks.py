@@ -58,10 +58,18 @@ class Blocked(Exception):
     """The call sleeps in the guest; `answer` may be asked for again."""
 
 
+Service = Callable[[], Callable[[], None]]
+"""Does what a call asks the host for; what it returns puts the answer into the task's registers.
+
+Raises: WouldBlock: the task waits on, and its client asks again. Nothing else.
+"""
+
+
 class LinuxTask:
     """A client's task; its registers and flags are reached where the kernel keeps them."""
 
     __slots__ = (
+        "__weakref__",
         "address",
         "alive",
         "comm",
@@ -73,7 +81,9 @@ class LinuxTask:
         "registers",
         "result",
         "root",
+        "service",
         "state",
+        "waits",
     )
 
     def __init__(self, address: int, pid: int, root: int, registers: int, state: int, flags: int) -> None:
@@ -91,6 +101,10 @@ class LinuxTask:
         self.pending = False
         self.result = 0
         self.alive = True
+        self.service: Service | None = None
+        """What the host does in the middle of its call."""
+        self.waits = False
+        """It is where that is done; while the guest runs for others it sleeps there."""
 
 
 class LinuxTasks(RunningLinux):
@@ -127,6 +141,12 @@ class LinuxTasks(RunningLinux):
         """Physical and virtual address of most of a page that the host has in the kernel."""
         self.current: LinuxTask | None = self.init
         """Who stands at the stub; None: the CPU is idle, or between two of them."""
+        self._in_call: LinuxTask | None = None
+        """Who stands where its call waits for the host."""
+        self.sleep_in_call = 0
+        """Where code begins that sleeps until its task is woken, and goes on at `woken()`."""
+        self._answers: dict[LinuxTask, Callable[[], None]] = {}
+        """Of tasks that have been served and sleep still."""
 
     def prepare(self) -> None:
         """Once, behind a boot: the thunk, and what all forks of init have from it."""
@@ -237,11 +257,15 @@ class LinuxTasks(RunningLinux):
             tell(task, self._pid(task))
 
     def _run(self) -> LinuxTask | None:
-        """Until a task is at the stub; None where the CPU is idle."""
+        """Until a task is at the stub, or waits in its call; None where the CPU is idle."""
+        self._leave_call()
         self.current = None
         machine = self.machine
-        if machine.run() is Stopped.IDLE:
+        stopped = machine.run()
+        if stopped is Stopped.IDLE:
             return None
+        if stopped is Stopped.IN_CALL:
+            return self._in_call
         address = self._memory.words[self._current >> 3]
         task = self._by_address.get(address) or self._adopt(address)
         if task.pending:
@@ -252,7 +276,8 @@ class LinuxTasks(RunningLinux):
         return task
 
     def _switch(self, to: LinuxTask | None) -> None:
-        """Send away whoever is at the stub, and wake `to`. The CPU has to run next."""
+        """Send away whoever is at the stub or in a call, and wake `to`. The CPU has to run next."""
+        self._leave_call()
         task, self.current = self.current, None
         self._store("<Q", len(self._ram) - HOST_SIZE + PAGE, to.address if to else 0)
         if task is not None:
@@ -260,6 +285,52 @@ class LinuxTasks(RunningLinux):
             # The way back to user mode calls schedule().
             self._memory.words[task.flags >> 3] |= NEED_RESCHED
         self.machine.cpu.interrupt(_PLATFORM_IPI)
+
+    # Calls that the host serves
+
+    def wait_in_call(self) -> bool:
+        """The running task's call is to be served: its run ends here. False: nobody serves it."""
+        task = self._by_address.get(self._memory.words[self._current >> 3])
+        if task is None or task.service is None:
+            return False
+        task.waits, self._in_call = True, task
+        self.machine.stop_in_call()
+        return True
+
+    def woken(self) -> bool:
+        """The running task has been woken in its call: it gets its answer. False: none will ever come."""
+        task = self._by_address.get(self._memory.words[self._current >> 3])
+        if task is None or not (task.waits or task in self._answers):
+            return False
+        answer = self._answers.pop(task, None)
+        if answer is None:
+            # By somebody else.
+            self._sleep_in_call(task)
+        else:
+            answer()
+        return True
+
+    def _leave_call(self) -> None:
+        """Who stands in a call sleeps there from the next run on."""
+        task, self._in_call = self._in_call, None
+        if task is not None:
+            self._sleep_in_call(task)
+
+    def _sleep_in_call(self, task: LinuxTask) -> None:
+        self._store("<I", task.state, _INTERRUPTIBLE)
+        self.machine.regs.ip = self.sleep_in_call
+
+    def _serve(self, task: LinuxTask) -> None:
+        """Do what its call waits for; the guest may run meanwhile. Raises: WouldBlock."""
+        assert task.service is not None
+        answer = task.service()
+        task.waits, task.service = False, None
+        if self._in_call is task:
+            self._in_call = None
+            answer()
+        else:
+            self._answers[task] = answer
+            self._switch(task)
 
     def _begin(
         self,
@@ -298,8 +369,16 @@ class LinuxTasks(RunningLinux):
             self.machine.timer()
             self._run()
 
-    def call(self, task: LinuxTask, number: int, *arguments: int, patience: int = 0) -> int:
-        """A system call of the task's. Raises: Blocked; KernelError with its errno."""
+    def call(
+        self,
+        task: LinuxTask,
+        number: int,
+        *arguments: int,
+        patience: int = 0,
+        service: Service | None = None,
+    ) -> int:
+        """A system call of the task's. Raises: Blocked; WouldBlock, as `service`; KernelError: its errno."""
+        task.service = service
         self._begin(task, SYSCALL, number, arguments)
         return self.answer(task, patience)
 
@@ -314,11 +393,13 @@ class LinuxTasks(RunningLinux):
     def answer(self, task: LinuxTask, patience: int = 0) -> int:
         """What its call has returned. Raises: Blocked where it sleeps for more than `patience` microseconds.
 
-        With 0 it waits for ever, as far as something will ever interrupt the guest. KernelError.
+        With 0 it waits for ever, as far as something will ever interrupt the guest. WouldBlock; KernelError.
         """
         end = 0
         for _ in range(_ROUNDS):
-            if not task.pending and self.current is not None:
+            if task.waits:
+                self._serve(task)
+            elif not task.pending and self.current is not None:
                 break
             found = self._run()
             if found is None:
@@ -329,7 +410,7 @@ class LinuxTasks(RunningLinux):
                 if patience and now >= end:
                     raise Blocked
                 self.machine.timer()
-            elif task.pending:
+            elif task.pending and not task.waits:
                 self._switch(None)
         else:
             self.machine.death = f"task {task.pid} doesn't come back from its call"
@@ -414,6 +495,8 @@ class LinuxTasks(RunningLinux):
         """The process has ended on the host; one that sleeps in a call is killed."""
         if not task.alive:
             return
+        task.waits, task.service = False, None
+        self._answers.pop(task, None)
         if task.pending:
             self.call(self.init, _KILL, task.pid, _SIGKILL)
             self._switch(None)

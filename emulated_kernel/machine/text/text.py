@@ -122,6 +122,12 @@ class Text:
         self._store(data, self._physical(va, len(data)))
         self._invalidate(va, len(data))
 
+    def replace(self, va: int, data: bytes) -> None:
+        """Poke for good: nothing differs by that. Raises: MemoryFault."""
+        if self._written is not None:
+            self._written.append((va, data))
+        self.substitute(va, data)
+
     @contextmanager
     def recorded(self) -> Iterator[list[tuple[int, bytes]]]:
         """What is poked meanwhile, oldest first: for who takes memory back to what it was before.

@@ -1,15 +1,46 @@
-"""A long write(2) of lines, piece by piece: a mount lets others have the control lock in between."""
+"""What is done at several goes: long writes of lines, piece by piece, and what waits for the guest's call."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Generic, TypeVar
 
-from emulated_kernel.errors import GivesWay
+from emulated_kernel.errors import GivesWay, WouldBlock
 from emulated_kernel.lock import ControlLock
 from emulated_kernel.vfs.core.open_file import OpenFile, Piece
 
+T = TypeVar("T")
 WritePiece = Callable[[Piece, int], int]
 """Writes a piece at an offset; bytes taken, which may be fewer. Raises: KernelError."""
+
+
+class Once(Generic[T]):
+    """What a file of ours does at the guest's call: once, and all the same if that never comes.
+
+    Control files answer whatever the guest did: where its call fails, our answer stands.
+    """
+
+    def __init__(self, action: Callable[[], T]) -> None:
+        self._action = action
+        self.answer: T
+        self._error: Exception | None = None
+        self.is_done = False
+        """It was done, and `answer` is what came of it."""
+
+    def __call__(self) -> T:
+        """Raises: what the action did; WouldBlock, after which it may be asked again."""
+        if self._error is not None:
+            raise self._error
+        if not self.is_done:
+            try:
+                self.answer = self._action()
+                self.is_done = True
+            except WouldBlock:
+                raise
+            except Exception as error:
+                self._error = error
+                raise
+        return self.answer
 
 
 class WriteInPieces:

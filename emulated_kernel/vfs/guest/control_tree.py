@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Generic, TypeVar
 
 from emulated_kernel.abi import HostfsOp
 from emulated_kernel.dataclass import dataclass
@@ -16,12 +15,10 @@ from emulated_kernel.host.executive.executive import GuestTask, RunElsewhere
 from emulated_kernel.host.guest import Guest
 from emulated_kernel.vfs.core.client import Client, DirEntry, Stat
 from emulated_kernel.vfs.core.open_file import OpenFile, Piece
-from emulated_kernel.vfs.core.pieces import WriteInPieces
+from emulated_kernel.vfs.core.pieces import Once, WriteInPieces
 from emulated_kernel.vfs.core.tree import Filesystem
 from emulated_kernel.vfs.guest.changes import ChangeWatcher
 from emulated_kernel.vfs.guest.client_calls import ClientCalls, unless_deadlock
-
-T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -36,33 +33,6 @@ class ControlFile:
     """None where the guest has no part in it: it wasn't watched at the open, was dead, or had no room."""
     number: int | None = None
     """The descriptor as the process knows it that opened the file, where that is known."""
-
-
-class _Once(Generic[T]):
-    """What a file of ours does at the guest's call: once, and all the same if that never comes.
-
-    Control files answer whatever the guest did: where its call fails, our answer stands.
-    """
-
-    def __init__(self, action: Callable[[], T]) -> None:
-        self._action = action
-        self.answer: T
-        self._error: KernelError | None = None
-        self.is_done = False
-        """It was done, and `answer` is what came of it."""
-
-    def __call__(self) -> T:
-        """Raises: KernelError; WouldBlock, after which it may be asked again."""
-        if self._error is not None:
-            raise self._error
-        if not self.is_done:
-            try:
-                self.answer = self._action()
-                self.is_done = True
-            except KernelError as error:
-                self._error = error
-                raise
-        return self.answer
 
 
 class ControlTree:
@@ -114,7 +84,7 @@ class ControlTree:
         if not self._guest.is_watched:
             change()
             return
-        changed = _Once(change)
+        changed = Once(change)
 
         def execute() -> int:
             changed()
@@ -199,7 +169,7 @@ class ControlTree:
 
     def _open_with(self, client: Client, task: GuestTask, path: str, flags: int) -> ControlFile:
         """By the guest's call, too."""
-        opened = _Once(lambda: self._files.open(path, flags, client))
+        opened = Once(lambda: self._files.open(path, flags, client))
 
         def execute() -> int:
             opened()
@@ -263,7 +233,7 @@ class ControlTree:
         inner = file.inner
         if file.fd is None or not self._guest.is_watched:
             return inner.read(size, offset)
-        produce = _Once(lambda: inner.read(size, offset))
+        produce = Once(lambda: inner.read(size, offset))
         task = self._calls.task_for_control(client)
         if task is not None:
             try:
@@ -297,7 +267,7 @@ class ControlTree:
             if inner.node.notes_writer and not self._guest.is_dead:
                 self._enter(client)
             return by_piece
-        consume = _Once(by_piece)
+        consume = Once(by_piece)
 
         def write() -> int:
             task = self._calls.task_for_control(client)
