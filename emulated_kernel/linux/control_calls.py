@@ -86,15 +86,16 @@ class ControlCalls:
         files: Filesystem,
         *,
         is_tracefs: bool,
+        is_refused: bool = False,
     ) -> None:
-        """`files`: ours. `is_tracefs`: their root is what the guest has as its tracefs."""
+        """`files`: ours. `is_tracefs`: their root is the guest's tracefs. `is_refused`: no call is made."""
         self._tasks, self._machine, self._memory, self._kernel = tasks, machine, machine.memory, kernel
         self._syscalls = LinuxSyscalls(tasks)
         self._files = files
         self._root = TRACEFS if is_tracefs else ""
         self._inodes: dict[bool, int] = {}
         """Of a file and of a directory."""
-        self._is_ready = self._is_refused = False
+        self._is_ready, self._is_refused = False, is_refused
         self._released: list[GuestPart] = []
         """What is to be closed in the guest."""
         self._asleep: WeakKeyDictionary[LinuxTask, int] = WeakKeyDictionary()

@@ -51,8 +51,12 @@ class EngineMount(LinuxMount):
         modules: ModuleFiles | None = None,
         *,
         is_tracefs: bool,
+        keeps_tracefs: bool = False,
     ) -> None:
-        """`modules`: this kernel's own. `is_tracefs`: tracefs is the mount's root, and all that there is."""
+        """`modules`: this kernel's own. `is_tracefs`: tracefs is the mount's root, and all that there is.
+
+        `keeps_tracefs`: the guest's own stays where it is for others, and nobody sees calls on files of ours.
+        """
         super().__init__(engine.tasks, watch, owner, modules, is_tracefs=is_tracefs, lock=engine.lock)
         self._engine = engine
         # What directories of the guest's are mounted on.
@@ -65,7 +69,14 @@ class EngineMount(LinuxMount):
             ),
         }
         files = engine_tree(engine, owner, self._log_text, machine, further, is_tracefs=is_tracefs)
-        self._calls = ControlCalls(engine.tasks, engine.machine, engine.kernel, files, is_tracefs=is_tracefs)
+        self._calls = ControlCalls(
+            engine.tasks,
+            engine.machine,
+            engine.kernel,
+            files,
+            is_tracefs=is_tracefs,
+            is_refused=keeps_tracefs,
+        )
         self._files = ControlFiles(files, self.lock, self._control, self._calls)
         engine.machine.text.before_first_change.append(self._files.open_in_guest)
 

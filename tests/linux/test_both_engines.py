@@ -72,7 +72,8 @@ class Both(NamedTuple):
 def both(request: pytest.FixtureRequest) -> Iterator[Both]:
     guest = engine(request.param)
     native = LinuxMount(guest.tasks, NoProcesses(), Owner(0, 0), is_tracefs=False, lock=guest.lock)
-    found = Both(guest, EngineMount(guest, NoProcesses(), Owner(0, 0), is_tracefs=False), native)
+    ours = EngineMount(guest, NoProcesses(), Owner(0, 0), is_tracefs=False, keeps_tracefs=True)
+    found = Both(guest, ours, native)
     yield found
     log = read(native, "/machine/dmesg")
     assert "WARN" not in log
