@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from emulated_kernel.abi import PAGE_SIZE
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.trace.symbols import KernelSymbols
 from emulated_kernel.trace.text.chars import bytes_to_text
@@ -402,7 +403,8 @@ _OF_ARRAYS: Mapping[str, Callable[[PrintField], Expression]] = {
 
 
 def _bytes_of(value: Value, size: int) -> bytes:
-    """The first ones of an array."""
+    """The first ones of an array, whose size may be anything in a record; no line has more than a page."""
+    size = max(0, min(size, PAGE_SIZE))
     return unsigned(value, 8 * size).to_bytes(size, "little")
 
 

@@ -15,7 +15,7 @@ Value = int | str
 Conversion = Callable[[Value, KernelSymbols], str]
 
 _CONVERSION = re.compile(
-    r"%(?P<flags>[-+ #0]*)(?P<width>\d*|\*)(?:\.(?P<precision>\d+))?"
+    r"%(?P<flags>[-+ #0]*)(?P<width>\d*|\*)(?:\.(?P<precision>\d+|\*))?"
     r"(?P<length>hh|h|ll|l|z|L)?(?P<kind>p[0-9A-Za-z]*|[diuxXocs%])"
 )
 _AF_INET, _AF_INET6 = 2, 10
@@ -37,11 +37,16 @@ def signed(value: Value, bits: int = 64) -> int:
     return number - (1 << bits) if number >> (bits - 1) else number
 
 
-@dataclass(frozen=True)
-class _WidthFirst:
-    """A conversion whose width is a value of its own."""
+_WIDEST, _LONGEST_DUMP = 1 << 12, 64
+"""Characters of what a value says the width of: no line has more than a page; and bytes of %ph."""
 
-    of: Callable[[int], Conversion]
+
+@dataclass(frozen=True)
+class _Starred:
+    """A conversion whose width, precision or both are values of their own, in front of its own."""
+
+    count: int
+    of: Callable[[Sequence[int]], Conversion]
 
 
 def compile_format(layout: str, word_size: int) -> Callable[[Sequence[Value], KernelSymbols], str]:
@@ -54,11 +59,11 @@ def compile_format(layout: str, word_size: int) -> Callable[[Sequence[Value], Ke
     def render(values: Sequence[Value], symbols: KernelSymbols) -> str:
         rest = iter(values)
 
-        def shown(piece: str | Conversion | _WidthFirst) -> str:
+        def shown(piece: str | Conversion | _Starred) -> str:
             if isinstance(piece, str):
                 return piece
-            if isinstance(piece, _WidthFirst):
-                piece = piece.of(int(next(rest)))
+            if isinstance(piece, _Starred):
+                piece = piece.of([int(next(rest)) for _ in range(piece.count)])
             return piece(next(rest), symbols)
 
         return "".join(map(shown, pieces))
@@ -66,22 +71,34 @@ def compile_format(layout: str, word_size: int) -> Callable[[Sequence[Value], Ke
     return render
 
 
-def _pieces(layout: str, word_size: int) -> Iterator[str | Conversion | _WidthFirst]:
+def _pieces(layout: str, word_size: int) -> Iterator[str | Conversion | _Starred]:
     at = 0
     for found in _CONVERSION.finditer(layout):
         if found.start() > at:
             yield layout[at : found.start()]
         at = found.end()
-        if found["width"] == "*":
-            yield _WidthFirst(partial(_of_width, found, word_size))
+        stars = [found["width"], found["precision"]].count("*")
+        if stars:
+            # Letters that aren't known are refused before there is a record.
+            _with(found, word_size, [1] * stars)
+            yield _Starred(stars, partial(_with, found, word_size))
         else:
             yield "%" if found["kind"] == "%" else _conversion(found, word_size)
     if at < len(layout):
         yield layout[at:]
 
 
-def _of_width(found: re.Match[str], word_size: int, width: int) -> Conversion:
-    other = _CONVERSION.match(found[0].replace("*", str(width)))
+def _with(found: re.Match[str], word_size: int, values: Sequence[int]) -> Conversion:
+    """Mirrors: lib/vsprintf.c:set_field_width, set_precision, hex_string (v6.1)."""
+    *widths, last = (max(-_WIDEST, min(value, _WIDEST)) for value in values)
+    if found["precision"] == "*":
+        last = max(last, 0)
+    if found["kind"] in _SEPARATORS:
+        return _dump(max(0, min([*widths, last][0], _LONGEST_DUMP)), _SEPARATORS[found["kind"]])
+    text = found[0]
+    for value in (*widths, last):
+        text = text.replace("*", str(value), 1)
+    other = _CONVERSION.match(text)
     assert other is not None
     return _conversion(other, word_size)
 

@@ -149,3 +149,24 @@ def test_addresses_of_sockets(address: bytes, text: str) -> None:
 def test_what_is_not_understood(print_fmt: str) -> None:
     with pytest.raises(ValueError, match="print fmt"):
         _print(print_fmt)
+
+
+@pytest.mark.parametrize(
+    ("layout", "values", "text"),
+    [
+        ("%*ph|", (0, 0x1234), "|"),
+        ("%*phC", (2, 0x1234), "34:12"),
+        ("%*ph", (1 << 31, 0), " ".join(["00"] * 64)),
+        ("%*d|", (-4, 7), "7   |"),
+        ("%.*s %d", (3, "abcdef", 7), "abc 7"),
+        ("%*.*s|", (5, 2, "abcdef"), "   ab|"),
+    ],
+)
+def test_widths_out_of_values(layout: str, values: tuple[int | str, ...], text: str) -> None:
+    assert compile_format(layout, 8)(values, Symbols()) == text
+
+
+def test_a_width_is_bounded_and_its_letters_are_known() -> None:
+    assert len(compile_format("%*d", 8)((1 << 30, 1), Symbols())) == 4096
+    with pytest.raises(ValueError, match="no conversion %pbl"):
+        compile_format("%*pbl", 8)
