@@ -55,7 +55,11 @@ class LinuxClients:
             self._tasks.own(task, *owner)
         comm = self._watch.comm(pid)
         if comm and comm != task.comm:
-            self._rename(task, pid, comm)
+            try:
+                self._rename(task, pid, comm)
+            except KernelError:
+                # Of what it executed; the process goes on.
+                return self._new_task(pid)
         return task
 
     def _new_task(self, pid: int) -> LinuxTask:
@@ -93,7 +97,9 @@ class LinuxClients:
     def _adopt(self, pid: int) -> LinuxTask:
         """A process that is first seen at its request: what it ran lies in the past."""
         task = self._fork(self._tasks.init, pid)
-        self._tasks.name(task, self._watch.comm(pid) or task.comm)
+        comm = self._watch.comm(pid)
+        if comm:
+            self._tasks.name(task, comm)
         return task
 
     def _fork(self, parent: LinuxTask, pid: int) -> LinuxTask:

@@ -124,7 +124,8 @@ class ControlCalls:
 
     def open_unseen(self, parts: Iterable[GuestPart]) -> None:
         """The guest is about to be watched: it takes part in what is open from now on."""
-        if self._tasks.machine.death:
+        # A module that arrives has its probes armed by a callback: what is open goes unseen.
+        if self._tasks.machine.death or self._tasks.machine.is_running:
             return
         standing, init = self._tasks.current, self._tasks.init
         with suppress(KernelError, GuestFault, Blocked):

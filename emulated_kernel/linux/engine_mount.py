@@ -121,6 +121,8 @@ class EngineMount(LinuxMount):
             try:
                 if not self._tasks.machine.death:
                     with suppress(KernelError, GuestFault):
+                        if self._calls.is_watched:
+                            self._close_released()
                         self._calls.close_released()
                         task = self._clients.task_of(client)
                         self._tasks.bring(task)

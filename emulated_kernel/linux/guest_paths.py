@@ -32,9 +32,9 @@ class GuestPath(NamedTuple):
 def guest_path(path: str, *, is_tracefs: bool) -> GuestPath:
     """`is_tracefs`: tracefs is the mount's root, and all that there is."""
     if is_tracefs or path in LINKED:
-        return GuestPath(TRACEFS + path)
+        return GuestPath((TRACEFS + path).rstrip("/"))
     if path in FORWARDED:
         return GuestPath(FORWARDED[path], takes_commands=path == MODULES)
     top, _, rest = path[1:].partition("/")
-    at = f"{TOPS[top]}/{rest}".rstrip("/") if top in TOPS else DEBUGFS + path
-    return GuestPath(at, is_machine=top == MACHINE[1:])
+    at = f"{TOPS[top]}/{rest}" if top in TOPS else DEBUGFS + path
+    return GuestPath(at.rstrip("/"), is_machine=top == MACHINE[1:])

@@ -141,6 +141,8 @@ class LinuxMount:
         self._handles: dict[int, OpenLinuxFile] = {}
         self._released: deque[OpenLinuxFile] = deque()
         """What is to be closed in the guest."""
+        self._closing: OpenLinuxFile | None = None
+        """Of those the one that the call of this request closes; needs the lock."""
         self._numbers = count(1)
         self._asleep: dict[int, int] = {}
         """Clients whose call sleeps in the guest: by pid, the number of requests at the last look."""
@@ -167,21 +169,30 @@ class LinuxMount:
     def request_begins(self, client: Client, opens: bool) -> LinuxTask:
         """The task that makes a request; needs the lock. What was put off is done before.
 
-        `opens`: its first call closes what is `_released` still, the one file that this task has closed.
+        `opens`: its first call closes what is `_closing` then, the one file that this task has closed.
         """
         released = self._released
-        if not opens or len(released) > 1:
+        if opens and len(released) == 1:
+            # From here on others may add to them.
+            self._closing = released.popleft()
+        else:
             self._close_released()
         task = self._clients.task_of(client)
-        if released and (released[0].task is not task or task.pending):
+        closing = self._closing
+        if closing is not None and (closing.task is not task or task.pending):
             self._close_released()
         return task
 
     def _close_released(self) -> None:
+        closing, self._closing = self._closing, None
+        if closing is not None:
+            self._close(closing)
         while self._released:
-            file = self._released.popleft()
-            with suppress(KernelError):
-                self._syscalls.close(file.task or self._tasks.init, file.fd)
+            self._close(self._released.popleft())
+
+    def _close(self, file: OpenLinuxFile) -> None:
+        with suppress(KernelError):
+            self._syscalls.close(file.task or self._tasks.init, file.fd)
 
     def request_ends(self, *, has_failed: bool) -> None:
         """It has been made; needs the lock."""
@@ -309,7 +320,8 @@ class LinuxMount:
 
     def _open(self, client: Client, at: str, flags: int, mode: int) -> int:
         with _Request(self, self._running, client, opens=True) as task:
-            closed = self._released.popleft().fd if self._released else None
+            closed = self._closing.fd if self._closing is not None else None
+            self._closing = None
             # Nothing here waits in open(2), but a FIFO in scratch/.
             try:
                 fd = self._syscalls.open(task, at, flags, mode, closed=closed)
@@ -506,7 +518,6 @@ class LinuxMount:
         if file.fd < 0:
             raise KernelError(errno.EINVAL, file.path)
         with self._request(client) as task:
-            self._changed(file.path)
             self._syscalls.ftruncate(task, file.fd, size)
 
     def mkdir(self, client: Client, path: str, mode: int) -> None:

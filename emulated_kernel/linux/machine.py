@@ -71,6 +71,8 @@ class LinuxMachine:
         self.hooks.dispatch = self._exception
         self.hooks.protection_faults[STUB] = self._come_to_stub
         self._stopped: Stopped | None = None
+        self.is_running = False
+        """The guest runs: what is asked now is asked by a callback, in which nothing else can run."""
         self._is_text_stale = False
         self._watchdog = Watchdog(engine.stop, handler_time, budget)
         self._is_reset = False
@@ -114,8 +116,14 @@ class LinuxMachine:
             self.engine.add_hook(HOOK_INSN, callback, instruction=number)
 
     def call_at(self, address: int, function: Callable[[], object]) -> None:
-        """Have `function` called whenever the guest comes to an address; it may only look."""
+        """Have `function` called whenever the guest comes to an address.
+
+        It may change memory and registers, but not where the guest goes on.
+        """
         self.engine.add_hook(HOOK_CODE, CODE_CALLBACK(lambda *_: function()), at=address)
+        # What was translated before has no call.
+        if not self.is_running:
+            self.engine.flush_code()
 
     def stop_at(self, address: int, function: Callable[[], object]) -> None:
         """End a run where the guest comes to an address, in front of its instruction."""
@@ -182,6 +190,7 @@ class LinuxMachine:
         if self.death:
             self.check_alive()
         self._stopped = None
+        self.is_running = True
         try:
             while True:
                 self._watchdog.arm()
@@ -204,6 +213,8 @@ class LinuxMachine:
         except GuestFault as fault:
             self.death = str(fault)
             raise
+        finally:
+            self.is_running = False
 
     def _fault(self, error: int, *, expired: bool) -> GuestFault:
         """Why a run has ended that the guest can't go on from."""

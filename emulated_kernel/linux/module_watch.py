@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from struct import error as StructError
 from struct import pack
 from typing import Any
 
@@ -16,7 +17,7 @@ from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.image.modules import Module
 from emulated_kernel.linux.loaded_modules import LoadedModules
 from emulated_kernel.machine.probed_machine import ProbedMachine
-from emulated_kernel.machine.traps.trap import MemoryFault
+from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault
 from emulated_kernel.trace.events.static_keys import StaticKeys
 
 _WORD = 8
@@ -58,7 +59,7 @@ class ModuleWatch:
         """What is read of the guest may lead nowhere: that is told, and its modules aren't known."""
         try:
             yield
-        except (KernelError, MemoryFault, ValueError) as error:
+        except (KernelError, MemoryFault, HardwareError, ValueError, StructError) as error:
             log.warning("%s: a module isn't known: %s", self._kernel.release, error)
 
     def read(self, module: int) -> Module:
@@ -77,8 +78,10 @@ class ModuleWatch:
     def forget(self, spans: Iterable[tuple[int, int]], _module: str) -> None:
         """What lies there is about to be freed."""
         ranges = [range(*span) for span in spans]
-        gone = [label for label in self._labels if any(label.code in span for span in ranges)]
-        self._labels = [label for label in self._labels if label not in gone]
+        gone, left = list[JumpLabel](), list[JumpLabel]()
+        for label in self._labels:
+            (gone if any(label.code in span for span in ranges) else left).append(label)
+        self._labels = left
         if self._keys is not None:
             self._keys.remove(gone)
         for start in self._adopted.intersection(span.start for span in ranges):
@@ -92,6 +95,7 @@ class ModuleWatch:
         """
         head = self._kernel.kallsyms.lookup_name("module_notify_list")
         if head is None:
+            log.warning("%s: modules aren't known: it has no list of who is told", self._kernel.release)
             return
         machine, memory, btf = self._machine, self._machine.memory, self._kernel.btf
         offset = {
@@ -117,3 +121,4 @@ class ModuleWatch:
                 memory.write(link, pack("<Q", block))
                 return
             link = other + offset["next"]
+        log.warning("%s: modules aren't known: the list of who is told has no end", self._kernel.release)

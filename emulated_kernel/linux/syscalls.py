@@ -7,6 +7,7 @@ import stat
 import struct
 from collections.abc import Iterator
 
+from emulated_kernel.errors import KernelError
 from emulated_kernel.linux.init import BUFFER
 from emulated_kernel.linux.inodes import shown_ino
 from emulated_kernel.linux.tasks import LinuxTask, LinuxTasks, Service
@@ -116,7 +117,12 @@ class LinuxSyscalls:
 
         `closed`: one that the task closes first. `service`: of a file of the host's, as in write().
         """
-        self._path(task, path)
+        try:
+            self._path(task, path)
+        except KernelError:
+            if closed is not None:
+                self.close(task, closed)
+            raise
         arguments = _OPENAT, _AT_FDCWD, BUFFER, flags & _OPEN_FLAGS, mode
         if closed is None:
             return self._call(task, *arguments, patience=_LONG, service=service)

@@ -32,7 +32,10 @@ FAMILIES = "vfs_* ksys_* do_sys* *sched* kmem_cache_* do_exit kernel_clone copy_
 
 def mounted(profile: Profile = PROFILES[DEFAULT]) -> tuple[LinuxEngine, Files]:
     guest = engine(profile)
-    return guest, Files(EngineMount(guest, NoProcesses(), Owner(0, 0), is_tracefs=False), CLIENT)
+    # Its own calls on control files are in no tree.
+    return guest, Files(
+        EngineMount(guest, NoProcesses(), Owner(0, 0), is_tracefs=False, keeps_tracefs=True), CLIENT
+    )
 
 
 def worked(guest: LinuxEngine) -> list[object]:

@@ -38,8 +38,13 @@ class StaticKeys:
 
     def remove(self, labels: Iterable[JumpLabel]) -> None:
         """Branches whose text goes: they are left as they are."""
+        gone: dict[int, set[int]] = {}
         for label in labels:
-            self._labels[label.key].remove(label)
+            gone.setdefault(label.key, set()).add(label.code)
+        for key, codes in gone.items():
+            left = [label for label in self._labels.pop(key) if label.code not in codes]
+            if left:
+                self._labels[key] = left
 
     def switch(self, key: int, on: bool) -> None:
         """Make all branches of the key jumps, or nops again."""
