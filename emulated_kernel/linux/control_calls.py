@@ -112,8 +112,8 @@ class ControlCalls:
 
     def open(self, task: LinuxTask | None, part: GuestPart, once: Once[Any]) -> None:
         """open(2); `part` has a descriptor afterwards if the guest has its share."""
+        part.task = task
         if task is not None and self._can_call(task):
-            part.task = task
             part.fd = self._called(
                 partial(self._opened, task, part, self._service(task, once, self._goes_on))
             )
@@ -177,13 +177,13 @@ class ControlCalls:
         once: Once[Any],
         begin: Callable[[LinuxTask], int],
     ) -> None:
+        part.task = task or part.task
         if task is not None and task.waits and self._asleep.get(task) == handle:
             # The same call, which is asked for again.
             task.service = self._service(task, once, self._gets_or_returns)
             begin = self._tasks.answer
         elif task is None or part.fd is None or not self._can_call(task):
             return
-        part.task = task
         self._asleep.pop(task, None)
         try:
             self._called(partial(begin, task))

@@ -17,7 +17,7 @@ from emulated_kernel.linux.tasks import LinuxTask, LinuxTasks
 
 _EXECVE = 59
 _ARGUMENTS = BUFFER + 8192
-_OPENS, _UNSHARES = "do_open_execat", "unshare_files"
+_OPENS, _UNSHARES, _COUNTS = "do_open_execat", "unshare_files", "set_cred_ucounts"
 _NAME = 128
 """Bytes between a struct filename of ours and its string."""
 
@@ -31,13 +31,17 @@ class Executions:
         """Whose call is being made."""
         self._others: tuple[int, int] | None = None
         """Where the table's count of users is, and how many more those are while it says one."""
+        self._uid: tuple[int, bytes] | None = None
+        """Where a user is told, and which, while it says root."""
         self._returns: set[int] = set()
-        """Where unshare_files() returns to."""
+        """Where unshare_files() and set_cred_ucounts() return to."""
         symbols = tasks.facts.symbols
         self._can_execute = {_OPENS, _UNSHARES} <= symbols.keys()
         if self._can_execute:
             self._machine.call_at(symbols[_OPENS], self._opening)
             self._machine.call_at(symbols[_UNSHARES], self._unsharing)
+        if self._can_execute and _COUNTS in symbols:
+            self._machine.call_at(symbols[_COUNTS], self._counting)
 
     def execute(self, task: LinuxTask, path: str, comm: str) -> None:
         """Its process has executed a program, whence its name; a task that sleeps in a call gets that alone.
@@ -92,12 +96,32 @@ class Executions:
         users = struct.unpack_from("<i", memory.ram, count)[0]
         self._others = count, users - 1
         struct.pack_into("<i", memory.ram, count, 1)
+        self._unhide_at_return()
+
+    def _counting(self) -> None:
+        """All tasks are root's in its counts of a user's processes, whoever owns them: so they stay.
+
+        Hazard: an exit takes one from the counts that the task has then; those of another never had it.
+        """
+        if not self._is_executing() or self._uid is not None:
+            return
+        memory, root = self._machine.memory, self._machine.cpu.root
+        uid = memory.translate(root, self._machine.regs.di + self._offsets["cred.uid"])
+        self._uid = uid, bytes(memory.ram[uid : uid + 4])
+        memory.ram[uid : uid + 4] = bytes(4)
+        self._unhide_at_return()
+
+    def _unhide_at_return(self) -> None:
+        memory, root = self._machine.memory, self._machine.cpu.root
         back = memory.read_word(root, self._machine.regs.sp)
         if back not in self._returns:
             self._returns.add(back)
             self._machine.call_at(back, self._unhide)
 
     def _unhide(self) -> None:
+        if self._uid is not None:
+            (at, uid), self._uid = self._uid, None
+            self._machine.memory.ram[at : at + 4] = uid
         if self._others is not None:
             (count, others), self._others = self._others, None
             ram = self._machine.memory.ram

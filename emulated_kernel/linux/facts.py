@@ -15,7 +15,7 @@ _SYMBOLS = (
     "emergency_restart", "init_pid_ns", "level3_kernel_pgt", "page_offset_base", "pid_max",
     "wake_up_new_task", "wake_up_process", "x86_platform_ipi_callback", "__per_cpu_offset",
 )  # fmt: skip
-_OPTIONAL = ("no_llseek", "do_open_execat", "unshare_files")
+_OPTIONAL = ("no_llseek", "do_open_execat", "unshare_files", "set_cred_ucounts")
 _MEMBERS = (
     "task_struct.pid", "task_struct.rcu", "task_struct.stack", "task_struct.__state", "task_struct.comm",
     "task_struct.mm", "task_struct.thread_info.flags", "task_struct.cred", "mm_struct.pgd",

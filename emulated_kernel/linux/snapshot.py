@@ -30,7 +30,7 @@ from emulated_kernel.machine.engine import library_release
 from emulated_kernel.machine.traps.trap import HardwareError
 from emulated_kernel.regular import open_regular
 
-_MAGIC = b"kprobefs booted kernel 9\n"
+_MAGIC = b"kprobefs booted kernel 10\n"
 HEADER = 256 << 10
 """Bytes in front of RAM."""
 _PIECE = 64 << 10

@@ -96,6 +96,13 @@ def test_calls_are_those_of_the_kernels_own_files(ours: EngineMount) -> None:
     assert own == native
 
 
+def test_who_arms_the_first_probe_closes_its_file(ours: EngineMount) -> None:
+    shell = watched(ours, "p:closed __x64_sys_close\n")
+    shell.read("/tracing/tracing_on")
+    assert recorded(ours, SHELL.pid).count(("closed", "")) >= 1
+    assert ("closed", "") not in recorded(ours, 1)
+
+
 def test_hits_are_counted_as_by_its_own_kprobes(ours: EngineMount) -> None:
     counts = []
     native = debian_kernel.mount()

@@ -280,6 +280,26 @@ def test_programs_that_clients_execute(host: Host, shell: Files, monkeypatch: py
     shell.mount.release(handle)
 
 
+def test_who_executes_is_counted_for_nobody_else(
+    host: Host, shell: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client of another user's forks, the child executes and ends: the kernel's counts stay in balance."""
+    monkeypatch.setattr(clients, "program_of", lambda _pid, _comm: "/bin/cat")
+    handle = shell.mount.create(SHELL, "/scratch/file", 0o644, os.O_RDWR)
+    shell.mount.write(SHELL, handle, b"text", 0)
+    shell.mount.release(handle)
+    parent, child = (Files(shell.mount, Client(pid, 1000, 1000)) for pid in (4100, 4101))
+    host.names |= {4100: "sh", 4101: "sh"}
+    assert parent.read("/scratch/file") == "text"
+    host.forked = [Fork(4101, 4100, "sh", 0, 0, alive=True)]
+    assert parent.read("/scratch/file") == "text"
+    host.names[4101] = "cat"
+    assert child.read("/scratch/file") == "text"
+    host.ended = [4101, 4100]
+    assert shell.read("/scratch/file") == "text"
+    assert "WARN" not in shell.read("/machine/dmesg")
+
+
 def test_modules_of_that_kernel(shell: Files) -> None:
     for command, number in (
         ("load no_such_module", errno.ENOENT),
