@@ -26,6 +26,7 @@ from emulated_kernel.linux.exception_cells import STATE_SIZE
 from emulated_kernel.linux.facts import KernelFacts
 from emulated_kernel.linux.init import initramfs
 from emulated_kernel.linux.machine import LinuxMachine
+from emulated_kernel.linux.read_files import about_to_read, is_own, last_read, notes, remember
 from emulated_kernel.machine.engine import library_release
 from emulated_kernel.machine.traps.trap import HardwareError
 from emulated_kernel.regular import open_regular
@@ -39,6 +40,8 @@ NORESERVE = 0x4000
 LIMIT = 600 << 20
 """Bytes on disk that are kept; what wasn't used for the longest goes first."""
 _SUFFIX = ".booted"
+_WHOLE = "whole"
+"""What is remembered of a snapshot whose checksums were right."""
 BUDGET = 20.0
 """Seconds that one run may take."""
 
@@ -70,7 +73,7 @@ def place(source: Path, seed: int) -> Path:
 
     Raises: OSError.
     """
-    digest = _digest(source, *_identity(source)).copy()
+    digest = hashlib.sha256(_digest(source, *_identity(source)).encode())
     digest.update(repr((_MAGIC, seed, library_release(), boot.RAM_SIZE, boot.COMMAND_LINE)).encode())
     digest.update(initramfs())
     return _named(digest.hexdigest())
@@ -83,10 +86,14 @@ def _identity(source: Path) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1)
-def _digest(source: Path, *_unchanged: int) -> hashlib._Hash:
+def _digest(source: Path, *_unchanged: int) -> str:
     """Of a whole file: the command looks for the snapshot, then the daemon that it becomes."""
     with open(source, "rb") as file:
-        return hashlib.file_digest(file, "sha256")
+        reading = about_to_read(directory(), file.fileno())
+        found = reading.told or hashlib.file_digest(file, "sha256").hexdigest()
+    if reading.told is None:
+        remember(reading, found)
+    return found
 
 
 def core_place(source: Path) -> Path:
@@ -223,7 +230,7 @@ def load_as(source: Path, made: Callable[[Kept], T], *, with_parts: bool) -> T |
     """
     try:
         with open_regular(source) as file:
-            found = read(file.fileno(), with_parts=with_parts) if _is_own(file.fileno()) else None
+            found = _read(source, file.fileno(), with_parts=with_parts)
             if found is not None:
                 return made(found)
     except FileNotFoundError:
@@ -246,35 +253,38 @@ def load_as(source: Path, made: Callable[[Kept], T], *, with_parts: bool) -> T |
     return None
 
 
+def _read(source: Path, file: int, *, with_parts: bool) -> Kept | None:
+    if not is_own(file):
+        # A CPU state of somebody's making may do anything here.
+        return None
+    reading = about_to_read(source.parent, file)
+    found = read(file, with_parts=with_parts, is_checked=reading.told != _WHOLE)
+    if found is not None and reading.told != _WHOLE:
+        remember(reading, _WHOLE)
+    return found
+
+
 def read(file: int, *, with_parts: bool, is_checked: bool = True) -> Kept | None:
     """What was written; None where it is damaged. Raises: OSError, KeyError, TypeError, ValueError.
 
-    `is_checked`: its RAM may have been damaged by others.
+    `is_checked`: it may have been damaged since it was written, or read whole.
     """
     about = _header(file)
     if about is None or os.fstat(file).st_size != about["end"]:
         return None
-    size, kept = about["ram"], about["parts"] if with_parts else {}
-    if is_checked and _checksum(file, HEADER, size) != about["checksum"]:
-        return None
+    size, kept = about["ram"], about["parts"]
     if with_parts and not kept:
         return None
-    if any(_checksum(file, start, length) != checksum for start, length, checksum in kept.values()):
+    pieces = ((HEADER, size, about["checksum"]), *kept.values())
+    if is_checked and any(_checksum(file, start, length) != checksum for start, length, checksum in pieces):
         return None
-    os.utime(file)
     parts = {}
-    if kept:
+    if with_parts:
         whole = memoryview(mmap.mmap(file, about["end"], flags=mmap.MAP_SHARED, prot=mmap.PROT_READ))
         parts = {name: whole[start : start + length] for name, (start, length, _) in kept.items()}
     access = mmap.PROT_READ | mmap.PROT_WRITE
     ram = mmap.mmap(file, size, flags=mmap.MAP_PRIVATE | NORESERVE, prot=access, offset=HEADER)
     return Kept(about, ram, parts)
-
-
-def _is_own(file: int) -> bool:
-    """Whether nobody else can have written it: a CPU state of somebody's making may do anything here."""
-    status = os.fstat(file)
-    return status.st_uid == os.geteuid() and not status.st_mode & 0o022
 
 
 def _machine(ram: mmap.mmap, about: dict[str, Any]) -> tuple[LinuxMachine, KernelFacts]:
@@ -337,13 +347,16 @@ def cached() -> list[CachedKernel]:
             about = _header(file.fileno())
             status = os.fstat(file.fileno())
             release, source = (about["facts"]["release"], about["source"]) if about else (None, None)
-            found.append(CachedKernel(path, release, source, status.st_blocks * 512, status.st_mtime))
+            used = max(status.st_mtime, last_read(path.parent, file.fileno()))
+            found.append(CachedKernel(path, release, source, status.st_blocks * 512, used))
     return sorted(found, key=lambda kernel: -kernel.used)
 
 
 def clear() -> int:
     """Remove all snapshots, and what an interrupted boot left; how many they were. Raises: OSError."""
     removed = 0
+    for note in notes(directory()):
+        note.unlink(missing_ok=True)
     for path in (*directory().glob(f"*{_SUFFIX}"), *directory().glob(".booting-*")):
         path.unlink(missing_ok=True)
         removed += 1

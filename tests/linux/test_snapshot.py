@@ -14,10 +14,11 @@ from array import array
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from emulated_kernel.linux import core_image, facts, inodes, snapshot
+from emulated_kernel.linux import core_image, facts, inodes, read_files, snapshot
 from emulated_kernel.linux.core_image import CoreFacts
 from emulated_kernel.linux.exception_cells import find_exception_cells
 from emulated_kernel.linux.facts import KernelFacts
@@ -169,6 +170,73 @@ STRANGE = (
     {"tsc": "x"},
     True,
 )
+
+
+def test_what_was_found_whole_is_not_read_again(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as it is the same file: a change of it can be hidden from its times but for one."""
+    monkeypatch.setattr(read_files, "_SETTLED", -1.0)
+    read = Mock(side_effect=snapshot._checksum)
+    monkeypatch.setattr(snapshot, "_checksum", read)
+
+    def loaded() -> int:
+        """Pieces that were read."""
+        before = read.call_count
+        found = snapshot.load(saved, with_parts=True)
+        assert found is not None
+        found.machine.close()
+        return read.call_count - before
+
+    assert [loaded(), loaded(), loaded()] == [1 + len(PARTS), 0, 0]
+    (note,) = read_files.notes(saved.parent)
+    used = 1_700_000_000
+    os.utime(note, (used, used))
+    os.utime(saved, (used, used))
+    assert loaded() == 1 + len(PARTS)
+    (kernel,) = snapshot.cached()
+    assert kernel.used > used
+    assert loaded() == 0
+    for told in (b"", b"else", b"\xff"):
+        for each in read_files.notes(saved.parent):
+            each.write_bytes(told)
+        assert loaded() > 0
+    for each in read_files.notes(saved.parent):
+        each.chmod(0o666)
+    assert loaded() > 0
+    assert loaded() == 0
+    status, whole = saved.stat(), saved.read_bytes()
+    with open(saved, "r+b") as file:
+        file.seek(whole.index(b"something"))
+        file.write(b"S")
+    os.utime(saved, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert saved.stat().st_mtime_ns == status.st_mtime_ns
+    assert snapshot.load(saved, with_parts=True) is None
+    assert snapshot.clear() == 0
+    assert not list(saved.parent.iterdir())
+
+
+def test_what_has_just_been_written_is_read_again(saved: Path) -> None:
+    """Another change may leave it with the same times."""
+    for _ in range(2):
+        found = snapshot.load(saved)
+        assert found is not None
+        found.machine.close()
+        assert not read_files.notes(saved.parent)
+
+
+def test_only_some_notes_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_files, "_SETTLED", -1.0)
+    for number in range(read_files._LIMIT + 3):
+        (tmp_path / f"{number}").write_text(str(number), encoding="ascii")
+        with open(tmp_path / f"{number}", "rb") as file:
+            reading = read_files.about_to_read(tmp_path, file.fileno())
+            assert reading.told is None
+            read_files.remember(reading, str(number))
+            os.utime(reading.note, (number, number))
+            assert read_files.about_to_read(tmp_path, file.fileno()).told == str(number)
+            os.utime(reading.note, (number, number))
+    assert len(read_files.notes(tmp_path)) == read_files._LIMIT
+    with open(tmp_path / "0", "rb") as file:
+        assert read_files.about_to_read(tmp_path, file.fileno()).told is None
 
 
 @pytest.mark.parametrize("key", ["facts", "cells", "pc", "cpu", "ram", "checksum", "parts", "end"])

@@ -1,0 +1,77 @@
+"""What was found by reading a whole file, told again without reading as long as it is the same file."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from emulated_kernel.regular import open_regular
+
+SUFFIX = ".read"
+_LIMIT = 32
+"""Notes that are kept; what wasn't used for the longest goes first."""
+_LONGEST = 256
+_SETTLED = 2.0
+"""Seconds; a change that follows another sooner than that may leave a file with the same times."""
+
+
+class Reading(NamedTuple):
+    """A file that is about to be read; `told` of it before: what remember() was given."""
+
+    note: Path
+    told: str | None
+    is_settled: bool
+
+
+def about_to_read(directory: Path, file: int) -> Reading:
+    """`directory`: where notes are. Raises: OSError of the file."""
+    status = os.fstat(file)
+    note = _note(directory, status)
+    told = None
+    with suppress(OSError, ValueError), open_regular(note) as found:
+        if is_own(found.fileno()):
+            told = found.read(_LONGEST).decode("ascii")
+            os.utime(note)
+    return Reading(note, told, time.time() - status.st_ctime > _SETTLED)
+
+
+def remember(reading: Reading, text: str) -> None:
+    """Say what was found. Where nothing can be written the file is read again the next time."""
+    directory = reading.note.parent
+    if not reading.is_settled or not directory.is_dir():
+        return
+    with suppress(OSError):
+        with tempfile.NamedTemporaryFile(dir=directory, prefix=".reading-", delete=False) as made:
+            made.write(text.encode("ascii"))
+        os.rename(made.name, reading.note)
+        for _, old in sorted((-note.stat().st_mtime, note) for note in notes(directory))[_LIMIT:]:
+            old.unlink()
+
+
+def last_read(directory: Path, file: int) -> float:
+    """When somebody was told last, in seconds since 1970; 0: never. Raises: OSError of the file."""
+    with suppress(OSError):
+        return _note(directory, os.fstat(file)).stat().st_mtime
+    return 0.0
+
+
+def _note(directory: Path, status: os.stat_result) -> Path:
+    # The time of the last change is the host's own: nobody can set it back.
+    identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+    return directory / f"{hashlib.sha256(repr(identity).encode()).hexdigest()[:32]}{SUFFIX}"
+
+
+def notes(directory: Path) -> list[Path]:
+    """All of a directory."""
+    return list(directory.glob(f"*{SUFFIX}"))
+
+
+def is_own(file: int) -> bool:
+    """Whether nobody else can have written it. Raises: OSError."""
+    status = os.fstat(file)
+    return status.st_uid == os.geteuid() and not status.st_mode & 0o022
