@@ -423,12 +423,9 @@ def _options(parsed: argparse.Namespace, directory: str) -> MountOptions:
 
 def _builder(options: MountOptions) -> Builder:
     """What makes the served kernel; one that takes seconds to boot has booted then."""
-    from kprobefs.options import build_kernel, runs_linux
+    from kprobefs.options import build_kernel, prepare
 
-    if runs_linux(options):
-        from kprobefs.native import prepare
-
-        prepare(options)
+    prepare(options)
     return build_kernel
 
 

@@ -26,7 +26,7 @@ from emulated_kernel.linux.exception_cells import STATE_SIZE
 from emulated_kernel.linux.facts import KernelFacts
 from emulated_kernel.linux.init import initramfs
 from emulated_kernel.linux.machine import LinuxMachine
-from emulated_kernel.linux.read_files import about_to_read, is_own, last_read, notes, remember
+from emulated_kernel.linux.read_files import Reading, about_to_read, is_own, last_read, notes, remember
 from emulated_kernel.machine.engine import library_release
 from emulated_kernel.machine.traps.trap import HardwareError
 from emulated_kernel.regular import open_regular
@@ -73,10 +73,15 @@ def place(source: Path, seed: int) -> Path:
 
     Raises: OSError.
     """
-    digest = hashlib.sha256(_digest(source, *_identity(source)).encode())
+    reading, whole = _digest(source, *_identity(source))
+    digest = hashlib.sha256(whole.encode())
     digest.update(repr((_MAGIC, seed, library_release(), boot.RAM_SIZE, boot.COMMAND_LINE)).encode())
     digest.update(initramfs())
-    return _named(digest.hexdigest())
+    found = _named(digest.hexdigest())
+    # Nothing is left of what never boots.
+    if reading.told is None and found.exists():
+        remember(reading, whole)
+    return found
 
 
 def _identity(source: Path) -> tuple[int, ...]:
@@ -86,14 +91,11 @@ def _identity(source: Path) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1)
-def _digest(source: Path, *_unchanged: int) -> str:
+def _digest(source: Path, *_unchanged: int) -> tuple[Reading, str]:
     """Of a whole file: the command looks for the snapshot, then the daemon that it becomes."""
     with open(source, "rb") as file:
         reading = about_to_read(directory(), file.fileno())
-        found = reading.told or hashlib.file_digest(file, "sha256").hexdigest()
-    if reading.told is None:
-        remember(reading, found)
-    return found
+        return reading, reading.told or hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def core_place(source: Path) -> Path:

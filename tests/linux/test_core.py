@@ -27,8 +27,8 @@ from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from emulated_kernel.vfs.core.open_file import ALWAYS_READY
 from kprobefs.cli import main
+from kprobefs.dumps import core_mount, prepare
 from kprobefs.failure import Exit, Failure
-from kprobefs.native import core_mount, prepare
 from kprobefs.options import MountOptions
 from tests.fuse.harness import REAL_PROGRAM, daemon, needs_fuse
 from tests.linux import core_dump, debian_kernel
@@ -557,7 +557,7 @@ def test_no_room(dumped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/sys")
     monkeypatch.setattr(room, "_MARGIN", 1 << 60)
     options = MountOptions(str(dumped.parent), MachineConfig(), core=str(dumped))
-    prepare(options)
+    prepare(str(dumped))
     with pytest.raises(Failure, match=r"no room for \d+ MiB in /.*/tmp: set TMPDIR") as refused:
         core_mount(options, str(dumped))
     assert refused.value.status == Exit.USAGE

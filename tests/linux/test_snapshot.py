@@ -341,3 +341,24 @@ def test_a_kernel_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (snapshot.place(file, 1), len(read)) == (first, 2)
     file.write_bytes(b"another")
     assert snapshot.place(file, 1) != first
+
+
+def test_the_hash_of_a_kernel_that_has_booted_is_remembered(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is left of one that hasn't."""
+    monkeypatch.setattr(read_files, "_SETTLED", -1.0)
+    file = tmp_path / "vmlinuz"
+    file.write_bytes(b"kernel")
+    place = snapshot.place(file, 1)
+    assert not cache.exists()
+    save(place)
+    assert not read_files.notes(cache)
+    assert snapshot.place(file, 1) == place
+    assert len(read_files.notes(cache)) == 1
+    snapshot._digest.cache_clear()
+    monkeypatch.setattr(hashlib, "file_digest", Mock(side_effect=AssertionError))
+    assert snapshot.place(file, 1) == place
+    file.write_bytes(b"kernal")
+    with pytest.raises(AssertionError):
+        snapshot.place(file, 1)

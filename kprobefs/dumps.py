@@ -1,0 +1,35 @@
+"""A dump of a running kernel as what is mounted."""
+
+from __future__ import annotations
+
+import os
+import struct
+
+from emulated_kernel.kprobes.profile import profile_named
+from emulated_kernel.linux.core_guest import ensure_core_cached, started_core
+from emulated_kernel.linux.core_mount import CoreMount
+from emulated_kernel.linux.engine import KernelEngine
+from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault
+from emulated_kernel.vfs.core.node import Owner
+from kprobefs.failure import Exit, Failure
+from kprobefs.native import explained
+from kprobefs.options import MountOptions
+
+
+def prepare(core: str) -> None:
+    """Have the dump converted; the mount starts from that. Raises: Failure."""
+    with explained(core):
+        ensure_core_cached(core)
+
+
+def core_mount(options: MountOptions, core: str) -> CoreMount:
+    """The mount of a dump's kernel. Raises: Failure."""
+    owner = Owner(os.geteuid(), os.getegid())
+    try:
+        with explained(core):
+            guest, kernel = started_core(core)
+            engine = KernelEngine(guest, kernel, profile_named(options.machine.profile))
+            return CoreMount(guest, engine, owner, is_tracefs=options.layout == "tracefs")
+    except (MemoryFault, HardwareError, LookupError, struct.error) as error:
+        message = f"{core}: not a usable dump: its kernel's structures lead nowhere: {error}"
+        raise Failure(message, Exit.USAGE) from error

@@ -1,0 +1,29 @@
+"""A distribution's kernel as what is mounted: our engine probes its text."""
+
+from __future__ import annotations
+
+import os
+
+from emulated_kernel.host.mirror.processes import HostProcesses
+from emulated_kernel.image.linux.module_files import ModuleFiles
+from emulated_kernel.kprobes.profile import profile_named
+from emulated_kernel.linux.engine import LinuxEngine
+from emulated_kernel.linux.engine_mount import EngineMount
+from emulated_kernel.linux.start import file_of, started_with_kernel
+from emulated_kernel.vfs.core.node import Owner
+from kprobefs.native import explained
+from kprobefs.options import MountOptions
+
+
+def engine_mount(options: MountOptions) -> EngineMount:
+    """The mount of a kernel that has booted, which our engine probes. Raises: Failure."""
+    image = str(options.machine.image)
+    with explained(image):
+        tasks, kernel = started_with_kernel(image, options.machine.seed)
+        engine = LinuxEngine(tasks, kernel, profile_named(options.machine.profile))
+        modules = ModuleFiles(file_of(image), tasks.release)
+    owner = Owner(os.geteuid(), os.getegid())
+    served = EngineMount(engine, HostProcesses(), owner, modules, is_tracefs=options.layout == "tracefs")
+    # Most of what it takes to begin is never read again.
+    kernel.release_pages()
+    return served
