@@ -25,6 +25,14 @@ class KernelError(OSError):
         return _LINUX_NAMES.get(number) or errno_module.errorcode.get(number, str(number))
 
 
+class UnusableFile(KernelError):
+    """ENOEXEC: a file, or memory, isn't what it is to be, or is damaged."""
+
+    def __init__(self, what: str, why: str) -> None:
+        super().__init__(errno_module.ENOEXEC, f"not a usable {what}: {why}")
+        self.why = why
+
+
 class WouldBlock(Exception):
     """An operation has nothing to give yet; the caller waits and tries again, or answers EAGAIN."""
 

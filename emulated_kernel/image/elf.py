@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import struct
 from enum import IntEnum
-from errno import ENOEXEC
 from functools import cached_property
 from typing import NoReturn
 
 from emulated_kernel.dataclass import dataclass
-from emulated_kernel.errors import KernelError
+from emulated_kernel.errors import UnusableFile
 
 PT_LOAD = 1
 SHT_NOBITS = 8
@@ -93,7 +92,7 @@ _IDENT_SIZE = 16
 class ElfFile:
     """An ELF file in memory.
 
-    Raises: KernelError ENOEXEC, with what is wrong, for anything that isn't a whole little-endian ELF.
+    Raises: UnusableFile, with what is wrong, for anything that isn't a whole little-endian ELF.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -196,4 +195,4 @@ def _string(table: bytes, offset: int) -> str:
 
 
 def _bad(message: str) -> NoReturn:
-    raise KernelError(ENOEXEC, f"not a usable kernel image: {message}")
+    raise UnusableFile("kernel image", message)

@@ -10,7 +10,7 @@ from errno import EIO, ENODATA, ENOENT, ENOEXEC
 from typing import IO
 
 from emulated_kernel.dataclass import dataclass
-from emulated_kernel.errors import KernelError
+from emulated_kernel.errors import KernelError, UnusableFile
 from emulated_kernel.image.linux.core_file import CoreFile, unusable_core
 from emulated_kernel.image.linux.kept_kernel import kept_parts
 from emulated_kernel.image.linux.vmlinux import LoadSegment
@@ -111,7 +111,8 @@ def _kernel_in(ram: mmap.mmap, info: Mapping[str, str]) -> tuple[RunningKernel, 
     except KernelError as error:
         if error.errno not in (ENOEXEC, ENODATA, ENOENT):
             raise
-        raise unusable_core((error.strerror or "").removeprefix("not a usable kernel: ")) from None
+        why = error.why if isinstance(error, UnusableFile) else error.strerror
+        raise unusable_core(why or "") from None
 
 
 def _number(info: Mapping[str, str], name: str) -> int:

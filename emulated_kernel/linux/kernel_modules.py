@@ -10,6 +10,7 @@ from errno import EINVAL, EIO, ENOENT, EPERM
 from emulated_kernel.errors import KernelError
 from emulated_kernel.image.elf import ElfFile
 from emulated_kernel.image.linux.module_files import ModuleFiles
+from emulated_kernel.image.linux.unusable import read_as
 from emulated_kernel.linux.syscalls import LinuxSyscalls
 from emulated_kernel.linux.tasks import LinuxTask
 
@@ -41,7 +42,7 @@ class KernelModules:
         except OSError as error:
             raise KernelError(error.errno or EIO, f"{name}: {error.strerror or error}") from error
         for module, content in files:
-            used = min(_undefined(content).intersection(refused), default=None) if refused else None
+            used = min(_undefined(module, content).intersection(refused), default=None) if refused else None
             if used is not None:
                 raise KernelError(EPERM, f"{module} calls {used}: two engines can't probe one kernel")
 
@@ -63,6 +64,7 @@ class KernelModules:
         return load
 
 
-def _undefined(module: bytes) -> set[str]:
-    """Symbols that its loader looks for in the kernel. Raises: KernelError ENOEXEC."""
-    return {symbol.name for symbol in ElfFile(module).symbols if not symbol.section}
+def _undefined(name: str, module: bytes) -> set[str]:
+    """Symbols that its loader looks for in the kernel. Raises: UnusableFile."""
+    with read_as(f"module ({name})"):
+        return {symbol.name for symbol in ElfFile(module).symbols if not symbol.section}

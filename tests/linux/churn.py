@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from emulated_kernel.host.mirror.processes import Fork
 from emulated_kernel.image.linux.module_files import ModuleFiles
@@ -51,19 +50,6 @@ class Sample:
     """What may change within bounds, in bytes."""
 
 
-class KeptModules(ModuleFiles):
-    """What was read of the package, which takes seconds."""
-
-    def __init__(self, image: Path, release: str) -> None:
-        super().__init__(image, release)
-        self._read: dict[str, list[tuple[str, bytes]]] = {}
-
-    def read(self, name: str) -> list[tuple[str, bytes]]:
-        if name not in self._read:
-            self._read[name] = super().read(name)
-        return self._read[name]
-
-
 class Session:
     """A mount of Debian's kernel, and all that happens to it in a cycle; `name` of an engine."""
 
@@ -73,7 +59,7 @@ class Session:
         self.tasks = debian_kernel.tasks()
         self.is_native = name == "native"
         owner = Owner(0, 0)
-        modules = KeptModules(debian_kernel.image(), self.tasks.release)
+        modules = ModuleFiles(debian_kernel.image(), self.tasks.release)
         if self.is_native:
             self.mount: LinuxMount = LinuxMount(self.tasks, self.watch, owner, modules, is_tracefs=False)
         else:

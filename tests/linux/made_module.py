@@ -12,7 +12,7 @@ _PROGBITS, _SYMTAB, _STRTAB = 1, 2, 3
 _GLOBAL = 1 << 4
 
 
-def made_module(wanted: Sequence[str], defined: Sequence[str] = ()) -> bytes:
+def made_module(wanted: Sequence[str], defined: Sequence[str] = (), needs: Sequence[str] = ()) -> bytes:
     """As a linker leaves it: a name that another one ends with has no string of its own."""
     strings = b"\0"
     for name in sorted((*wanted, *defined), key=len, reverse=True):
@@ -24,7 +24,7 @@ def made_module(wanted: Sequence[str], defined: Sequence[str] = ()) -> bytes:
             symbols += _SYMBOL.pack(strings.index(f"{name}\0".encode()), _GLOBAL, 0, section, 0, 0)
     names = b"\0.modinfo\0.symtab\0.strtab\0.shstrtab\0"
     contents = (
-        (b".modinfo", _PROGBITS, b"depends=\0name=made\0", 0, 0),
+        (b".modinfo", _PROGBITS, b"depends=%s\0name=made\0" % ",".join(needs).encode(), 0, 0),
         (b".symtab", _SYMTAB, symbols, 3, _SYMBOL.size),
         (b".strtab", _STRTAB, strings, 0, 0),
         (b".shstrtab", _STRTAB, names, 0, 0),

@@ -13,6 +13,7 @@ import pytest
 from emulated_kernel.arch.analysis.region import Region
 from emulated_kernel.errors import KernelError
 from emulated_kernel.host.mirror.processes import NoProcesses
+from emulated_kernel.image.linux.module_files import ModuleFiles
 from emulated_kernel.linux.core_guest import started_core
 from emulated_kernel.linux.core_mount import CoreMount
 from emulated_kernel.linux.engine import KernelEngine, LinuxEngine
@@ -23,7 +24,6 @@ from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from tests.ledger import ledger_mismatches
 from tests.linux import core_dump, debian_kernel
-from tests.linux.churn import KeptModules
 from tests.linux.files import Files
 from tests.sample import share
 
@@ -47,7 +47,7 @@ EACH, SOME = (
 def mount(request: pytest.FixtureRequest) -> Iterator[EngineMount]:
     suite = request.param
     engine = LinuxEngine(*debian_kernel.with_kernel(suite=suite))
-    modules = KeptModules(debian_kernel.image(suite=suite), engine.tasks.release)
+    modules = ModuleFiles(debian_kernel.image(suite=suite), engine.tasks.release)
     made = EngineMount(engine, NoProcesses(), Owner(0, 0), modules, is_tracefs=False)
     yield made
     made.close()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Iterator
-from errno import ENOEXEC, ENXIO
+from errno import ENXIO
 from typing import NamedTuple
 
 from emulated_kernel.abi import PAGE_SIZE
-from emulated_kernel.errors import KernelError
+from emulated_kernel.errors import UnusableFile
 
 _HEADER = struct.Struct("<4sBBB9xHHIQQQIHHHHHH")
 _PROGRAM = struct.Struct("<IIQQQQQQ")
@@ -33,9 +33,9 @@ _OTHERS = {
 }
 
 
-def unusable_core(message: str) -> KernelError:
+def unusable_core(message: str) -> UnusableFile:
     """The error to raise: ENOEXEC, with what is wrong."""
-    return KernelError(ENOEXEC, f"not a usable dump: {message}")
+    return UnusableFile("dump", message)
 
 
 class CoreSegment(NamedTuple):
@@ -49,7 +49,7 @@ class CoreSegment(NamedTuple):
 class CoreFile:
     """An open dump; `segments` by address, without the memory of devices. Nothing of it is mapped.
 
-    Raises: KernelError ENOEXEC for what is no whole dump of an x86_64 machine, here and while it is read.
+    Raises: UnusableFile for what is no whole dump of an x86_64 machine, here and while it is read.
     """
 
     def __init__(self, file: int) -> None:

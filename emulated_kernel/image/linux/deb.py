@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import re
 import tarfile
-from collections.abc import Callable, Iterator
-from itertools import islice
+from bisect import bisect_right
+from collections.abc import Iterator
 from os import SEEK_END
 from typing import BinaryIO
 
 from emulated_kernel.image.linux.compression import PIECE, Pieces, Readable, unpack
 from emulated_kernel.image.linux.unusable import unusable
+from emulated_kernel.image.linux.xz_blocks import XZ_HEADER, xz_blocks
 
 AR_MAGIC = b"!<arch>\n"
 FILE_LIMIT = 256 << 20
@@ -22,41 +23,105 @@ _KERNEL = re.compile(r"(\./)?(boot/vmlinu[xz]-[^/]+|(usr/)?lib/modules/[^/]+/vml
 _AR_HEADER, _AR_END = 60, b"`\n"
 
 
-class _Member:
-    """A member of an ar archive: its bytes, and none of those behind it."""
+class _Part:
+    """A part of a file, with something in front of it, and nothing behind it."""
 
-    def __init__(self, archive: BinaryIO, size: int) -> None:
-        self._archive = archive
-        self._left = size
+    def __init__(self, file: BinaryIO, start: int, end: int, front: bytes = b"") -> None:
+        self._file, self._at, self._end, self._front = file, start, end, front
 
     def read(self, size: int) -> bytes:
-        data = self._archive.read(min(size, self._left))
-        self._left -= len(data)
+        if self._front:
+            data, self._front = self._front[:size], self._front[size:]
+            return data
+        self._file.seek(self._at)
+        data = self._file.read(max(min(size, self._end - self._at), 0))
+        self._at += len(data)
         return data
+
+
+class PackageTar:
+    """The tar of a package, unpacked from where its compression allows to begin.
+
+    Raises: KernelError ENOEXEC, here and while it is read.
+    """
+
+    def __init__(self, package: BinaryIO) -> None:
+        self._package = package
+        for name, start, end in _ar_members(package):
+            if name.startswith("data.tar"):
+                self._start, self._end, self._is_packed = start, end, name != "data.tar"
+                break
+        else:
+            raise unusable("a package without data.tar")
+        self._blocks, self._end = xz_blocks(package, self._start, self._end) or ([(0, 0)], self._end)
+        self._tar: Readable | None = None
+        self._at = 0
+
+    def seek(self, offset: int) -> None:
+        """To an offset of the tar; what is behind the last one that it can begin at is unpacked."""
+        if offset > _UNPACKED_LIMIT:
+            raise unusable(f"more than {_UNPACKED_LIMIT >> 20} MiB come out of it")
+        index = bisect_right(self._blocks, offset, key=lambda block: block[1]) - 1
+        packed, at = self._blocks[index]
+        # What is unpacked comes a piece at a time: that much is skipped sooner than begun anew.
+        if self._tar is None or not at - PIECE <= self._at <= offset:
+            self._tar, self._at = self._open(packed), at
+        _skip(self, offset - self._at)
+
+    def _open(self, packed: int) -> Readable:
+        # A stream's header says how its blocks are checked: each can follow it.
+        front = _Part(self._package, self._start, self._start + XZ_HEADER).read(XZ_HEADER) if packed else b""
+        part = _Part(self._package, self._start + packed, self._end, front)
+        return io.BufferedReader(Pieces(unpack(part, _UNPACKED_LIMIT)), PIECE) if self._is_packed else part
+
+    def read(self, size: int) -> bytes:
+        """What comes next; nothing at the end."""
+        assert self._tar is not None
+        data = self._tar.read(size)
+        self._at += len(data)
+        return data
+
+    def read_file(self, offset: int, size: int) -> bytes:
+        """The contents of a file, by what files() told."""
+        if size > FILE_LIMIT:
+            raise unusable(f"a file of {size} bytes")
+        self.seek(offset)
+        pieces = []
+        while size > 0:
+            piece = self.read(min(size, PIECE))
+            if not piece:
+                raise unusable("truncated tar archive")
+            pieces.append(piece)
+            size -= len(piece)
+        return b"".join(pieces)
+
+    def files(self, offset: int = 0) -> Iterator[tuple[str, int, int, int]]:
+        """Path, offset and size of each file from the header at an offset on, and the next header's offset.
+
+        Deviates: tarfile would read a long name of any length; here it is skipped.
+        """
+        while True:
+            self.seek(offset)
+            member = _tar_header(self)
+            if member is None:
+                return
+            start = offset + tarfile.BLOCKSIZE
+            offset = start + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
+            if member.isreg():
+                yield member.name, start, member.size, offset
 
 
 def read_kernel(package: BinaryIO) -> bytes:
     """The kernel of a package, as it stands there: compressed. Raises: KernelError ENOEXEC."""
-    for _, data in read_files(package, lambda name: bool(_KERNEL.fullmatch(name)), 1):
-        return data
+    tar = PackageTar(package)
+    for name, start, size, _ in tar.files():
+        if _KERNEL.fullmatch(name):
+            return tar.read_file(start, size)
     raise unusable("a package without a kernel in boot/; one that only depends on it has none")
 
 
-def read_files(
-    package: BinaryIO, is_wanted: Callable[[str], bool], count: int
-) -> Iterator[tuple[str, bytes]]:
-    """Paths and contents of the first `count` files whose path is wanted. Raises: KernelError ENOEXEC."""
-    for name, member in _ar_members(package):
-        if name.startswith("data.tar"):
-            tar: Readable = member
-            if name != "data.tar":
-                tar = io.BufferedReader(Pieces(unpack(member, _UNPACKED_LIMIT)), PIECE)
-            return islice(_files_of_tar(tar, is_wanted), count)
-    raise unusable("a package without data.tar")
-
-
-def _ar_members(archive: BinaryIO) -> Iterator[tuple[str, _Member]]:
-    """Names and contents; a member can be read until the next one is asked for."""
+def _ar_members(archive: BinaryIO) -> Iterator[tuple[str, int, int]]:
+    """Name, start and end of each."""
     end = archive.seek(0, SEEK_END)
     archive.seek(len(AR_MAGIC))
     while header := archive.read(_AR_HEADER):
@@ -64,23 +129,11 @@ def _ar_members(archive: BinaryIO) -> Iterator[tuple[str, _Member]]:
         if len(header) < _AR_HEADER or header[58:] != _AR_END or not size.isdigit():
             raise unusable("damaged ar archive")
         start = archive.tell()
-        if start + int(size) > end:
-            raise unusable(f"truncated package: {start + int(size) - end} bytes are missing")
-        yield header[:16].decode("ascii", "replace").strip().rstrip("/"), _Member(archive, int(size))
-        archive.seek(start + int(size) + int(size) % 2)
-
-
-def _files_of_tar(tar: Readable, is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, bytes]]:
-    """Deviates: tarfile would read a long name of any length; here what isn't wanted is skipped."""
-    while (member := _tar_header(tar)) is not None:
-        padded = -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
-        if not member.isreg() or not is_wanted(member.name):
-            _skip(tar, padded)
-            continue
-        if member.size > FILE_LIMIT:
-            raise unusable(f"{member.name} has {member.size} bytes")
-        yield member.name, _exactly(tar, member.size)
-        _skip(tar, padded - member.size)
+        stop = start + int(size)
+        if stop > end:
+            raise unusable(f"truncated package: {stop - end} bytes are missing")
+        yield header[:16].decode("ascii", "replace").strip().rstrip("/"), start, stop
+        archive.seek(stop + int(size) % 2)
 
 
 def _tar_header(tar: Readable) -> tarfile.TarInfo | None:
@@ -103,14 +156,3 @@ def _skip(tar: Readable, size: int) -> None:
         if not skipped:
             raise unusable("truncated tar archive")
         size -= skipped
-
-
-def _exactly(tar: Readable, size: int) -> bytes:
-    pieces = []
-    while size > 0:
-        piece = tar.read(min(size, PIECE))
-        if not piece:
-            raise unusable("truncated tar archive")
-        pieces.append(piece)
-        size -= len(piece)
-    return b"".join(pieces)

@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 from errno import ENOENT
 from pathlib import Path
+from threading import Lock
 from time import monotonic
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.image.elf import ElfFile
-from emulated_kernel.image.linux import deb
 from emulated_kernel.image.linux.compression import unpack
-from emulated_kernel.image.linux.unusable import unusable
-from emulated_kernel.regular import PATIENCE, ForeignFiles, read_regular
+from emulated_kernel.image.linux.deb import AR_MAGIC, PackageTar
+from emulated_kernel.image.linux.unusable import read_as, unusable
+from emulated_kernel.regular import PATIENCE, ForeignFiles, open_regular, read_regular
 
 _LIMIT = 64 << 20
 """Bytes of a module, unpacked."""
+_KEPT = 8 << 20
+"""Bytes of modules that are remembered, unpacked."""
+_MOST = 1 << 16
+"""Modules of a package."""
 _ELF = b"\x7fELF"
 _FILE = re.compile(r"(?:.*/)?([^/]+)\.ko(?:\.(?:xz|zst|gz))?")
 
 
 class ModuleFiles:
-    """Reads may take seconds: a package is unpacked. Nothing is kept."""
+    """Reads may take seconds: a package is unpacked up to where the module is, if it wasn't before."""
 
     def __init__(self, image: Path, release: str) -> None:
-        self._image = image
+        self._package = _Package(image)
         self._directory = Path("/lib/modules") / release / "kernel"
         self._foreign = ForeignFiles()
 
@@ -37,26 +43,88 @@ class ModuleFiles:
         found: dict[str, bytes] = {}
         if "/" in name:
             data = self._foreign.read(name, _LIMIT, monotonic() + PATIENCE)
-            found[_module(name) or name] = _unpacked(data)
-            wanted = _needs(*found.values())
+            module = _module(name) or name
+            found[module] = _unpacked(module, data)
+            wanted = _needs(found)
         else:
             wanted = {_plain(name)}
         while wanted := wanted - found.keys():
-            new = self._find(wanted)
+            new = {each: _unpacked(each, data) for each, data in self._find(wanted).items()}
             if missing := wanted - new.keys():
                 raise KernelError(ENOENT, f"no module {min(missing)} comes with this kernel")
             # What is needed goes in front of who needs it.
             found = new | {each: data for each, data in found.items() if each not in new}
-            wanted = set().union(*map(_needs, new.values()))
+            wanted = _needs(new)
         return list(found.items())
 
     def _find(self, names: set[str]) -> dict[str, bytes]:
-        with open(self._image, "rb") as file:
-            if file.read(len(deb.AR_MAGIC)) == deb.AR_MAGIC:
-                found = deb.read_files(file, lambda path: _module(path) in names, len(names))
-                return {str(_module(path)): _unpacked(data) for path, data in found}
-        paths = {_module(path.name): path for path in self._directory.rglob("*.ko*")}
-        return {name: _unpacked(read_regular(paths[name], _LIMIT)) for name in names if name in paths}
+        found = self._package.read(names)
+        if found is None:
+            paths = {_module(path.name): path for path in self._directory.rglob("*.ko*")}
+            found = {name: read_regular(paths[name], _LIMIT) for name in names if name in paths}
+        return found
+
+
+class _Package:
+    """Where modules lie in a package, as far as anybody has looked for one, and what was read lately."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = Lock()
+        self._forget()
+
+    def _forget(self, identity: tuple[int, ...] = ()) -> None:
+        self._identity = identity
+        self._places: dict[str, tuple[int, int]] = {}
+        """Offset in the tar, and size."""
+        self._next: int | None = 0
+        """The first header that nobody has looked at; None behind the last one."""
+        self._kept: dict[str, bytes] = {}
+        """The latest one last."""
+
+    def read(self, names: set[str]) -> dict[str, bytes] | None:
+        """Those of the modules that are in it; None where it is no package. Raises: OSError; UnusableFile."""
+        with self._lock, open_regular(self._path) as file, read_as(f"package ({self._path.name})"):
+            if file.read(len(AR_MAGIC)) != AR_MAGIC:
+                return None
+            stat = os.fstat(file.fileno())
+            identity = stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+            if identity != self._identity:
+                self._forget(identity)
+            found = {name: self._kept[name] for name in names if name in self._kept}
+            if len(found) < len(names):
+                found |= self._unpack(PackageTar(file), names - found.keys())
+            self._keep(found)
+            return found
+
+    def _unpack(self, tar: PackageTar, names: set[str]) -> dict[str, bytes]:
+        known = sorted((self._places[name], name) for name in names if name in self._places)
+        found = {name: tar.read_file(*place) for place, name in known}
+        if self._next is None or len(found) == len(names):
+            return found
+        for path, start, size, following in tar.files(self._next):
+            name = _module(path)
+            if name is not None:
+                if len(self._places) == _MOST:
+                    raise unusable(f"more than {_MOST} modules")
+                self._places[name] = start, size
+                if name in names:
+                    found[name] = tar.read_file(start, size)
+            self._next = following
+            if len(found) == len(names):
+                return found
+        self._next = None
+        return found
+
+    def _keep(self, found: dict[str, bytes]) -> None:
+        for name, data in found.items():
+            self._kept.pop(name, None)
+            self._kept[name] = data
+        left = _KEPT
+        for name, data in reversed(list(self._kept.items())):
+            left -= len(data)
+            if left < 0:
+                del self._kept[name]
 
 
 def _plain(name: str) -> str:
@@ -69,18 +137,24 @@ def _module(path: str) -> str | None:
     return _plain(match[1]) if match else None
 
 
-def _unpacked(data: bytes) -> bytes:
-    if len(data) > _LIMIT:
-        raise unusable(f"a module of more than {_LIMIT >> 20} MiB")
-    return data if data.startswith(_ELF) else b"".join(unpack(io.BytesIO(data), _LIMIT))
+def _unpacked(name: str, data: bytes) -> bytes:
+    with read_as(f"module ({name})"):
+        if len(data) > _LIMIT:
+            raise unusable(f"more than {_LIMIT >> 20} MiB")
+        return data if data.startswith(_ELF) else b"".join(unpack(io.BytesIO(data), _LIMIT))
 
 
-def _needs(module: bytes) -> set[str]:
-    """The modules whose symbols it uses, as its build has written them down."""
-    file = ElfFile(module)
-    section = file.sections.get(".modinfo")
-    if section is None:
-        raise unusable("a module without .modinfo")
+def _needs(modules: dict[str, bytes]) -> set[str]:
+    """The modules whose symbols these use, as their builds have written them down."""
+    return set().union(*(_needed(name, data) for name, data in modules.items()))
+
+
+def _needed(name: str, module: bytes) -> set[str]:
+    with read_as(f"module ({name})"):
+        file = ElfFile(module)
+        section = file.sections.get(".modinfo")
+        if section is None:
+            raise unusable("it has no .modinfo")
     for entry in module[section.offset : section.offset + section.size].split(b"\0"):
         key, _, names = entry.partition(b"=")
         if key == b"depends":

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from errno import ENOEXEC
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from emulated_kernel.errors import KernelError
+from emulated_kernel.errors import UnusableFile
 
 
-def unusable(message: str) -> KernelError:
+def unusable(message: str) -> UnusableFile:
     """The error to raise: ENOEXEC, with what is wrong."""
-    return KernelError(ENOEXEC, f"not a usable kernel: {message}")
+    return UnusableFile("kernel", message)
+
+
+@contextmanager
+def read_as(what: str) -> Iterator[None]:
+    """Around what reads a file that needn't be a kernel: errors say that it is no usable `what`."""
+    try:
+        yield
+    except UnusableFile as error:
+        raise UnusableFile(what, error.why) from None

@@ -8,6 +8,7 @@ import io
 import lzma
 import struct
 import tarfile
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -306,11 +307,35 @@ def packed(data: bytes, by: str) -> bytes:
     }[by]()
 
 
+def xz_blocks(data: bytes, size: int) -> bytes:
+    """One stream with a block for each `size` bytes, as several threads of xz make it."""
+    blocks, index = [], b""
+    for at in range(0, len(data), size):
+        piece = data[at : at + size]
+        stream = packed(piece, "xz")
+        # A header, a block, an index with its size in four bytes each, and a footer.
+        end = len(stream) - 12 - (int.from_bytes(stream[-8:-4], "little") + 1) * 4
+        blocks.append(stream[12:end])
+        unpadded = next(n for n in range(end - 15, end - 11) if stream[end + 2 :].startswith(_varint(n)))
+        index += _varint(unpadded) + _varint(len(piece))
+    index = b"\0" + _varint(len(blocks)) + index
+    index += bytes(-len(index) % 4)
+    index += struct.pack("<I", zlib.crc32(index))
+    about = struct.pack("<I", len(index) // 4 - 1) + stream[6:8]
+    return stream[:12] + b"".join(blocks) + index + struct.pack("<I", zlib.crc32(about)) + about + b"YZ"
+
+
+def _varint(value: int) -> bytes:
+    """Seven bits a byte, the lowest first."""
+    low = value & 0x7F
+    return bytes((low | 0x80,)) + _varint(value >> 7) if value >> 7 else bytes((low,))
+
+
 PACKERS = ("gzip", "bzip2", "xz", "lzma", "zstd", "lz4")
 
 
-def deb(files: dict[str, bytes], packed_by: str | None = "xz") -> bytes:
-    """A Debian package with these files."""
+def deb(files: dict[str, bytes], packed_by: str | None = "xz", block: int = 0) -> bytes:
+    """A Debian package with these files; `block`: bytes of each of its xz stream's blocks."""
     tar = io.BytesIO()
     with tarfile.open(fileobj=tar, mode="w", format=tarfile.GNU_FORMAT) as archive:
         for name, data in files.items():
@@ -320,7 +345,10 @@ def deb(files: dict[str, bytes], packed_by: str | None = "xz") -> bytes:
     suffix = {"gzip": ".gz", "bzip2": ".bz2", "xz": ".xz", "lzma": ".lzma", "zstd": ".zst", None: ""}[
         packed_by
     ]
-    data = packed(tar.getvalue(), packed_by) if packed_by else tar.getvalue()
+    if block:
+        data = xz_blocks(tar.getvalue(), block)
+    else:
+        data = packed(tar.getvalue(), packed_by) if packed_by else tar.getvalue()
     members = {"debian-binary": b"2.0\n", "control.tar.xz": b"odd", f"data.tar{suffix}": data}
     return b"!<arch>\n" + b"".join(_ar_member(name, content) for name, content in members.items())
 

@@ -1,0 +1,60 @@
+"""xz_blocks(): where unpacking of an xz stream may begin, by the index at its end."""
+
+from __future__ import annotations
+
+from typing import BinaryIO
+from zlib import crc32
+
+XZ_HEADER = 12
+"""Bytes of a stream's header, and of its footer."""
+_MAGIC, _END = b"\xfd7zXZ\0", b"YZ"
+_INDEX_LIMIT = 1 << 16
+"""Bytes; a package of a gigabyte has some hundred."""
+
+
+def xz_blocks(file: BinaryIO, start: int, end: int) -> tuple[list[tuple[int, int]], int] | None:
+    """Of a part of a file: where each block begins, in it and in what comes out, and where the last one ends.
+
+    None where it isn't one stream whose index tells that; whoever reads it all finds out what is wrong.
+    """
+    file.seek(start)
+    header = file.read(XZ_HEADER)
+    file.seek(max(start, end - XZ_HEADER))
+    footer = file.read(XZ_HEADER)
+    if not header.startswith(_MAGIC) or footer[10:] != _END:
+        return None
+    size = (int.from_bytes(footer[4:8], "little") + 1) * 4
+    place = end - XZ_HEADER - size
+    if size > _INDEX_LIMIT or place < start + XZ_HEADER:
+        return None
+    file.seek(place)
+    index = file.read(size)
+    if crc32(index[:-4]) != int.from_bytes(index[-4:], "little"):
+        return None
+    try:
+        blocks, packed = _blocks(index)
+    except IndexError:
+        return None
+    return (blocks, place) if blocks and start + packed == place else None
+
+
+def _blocks(index: bytes) -> tuple[list[tuple[int, int]], int]:
+    """Raises: IndexError."""
+    count, at = _number(index, 1)
+    blocks, packed, unpacked = list[tuple[int, int]](), XZ_HEADER, 0
+    for _ in range(count):
+        blocks.append((packed if blocks else 0, unpacked))
+        size, at = _number(index, at)
+        packed += -(-size // 4) * 4
+        size, at = _number(index, at)
+        unpacked += size
+    return blocks, packed
+
+
+def _number(data: bytes, at: int) -> tuple[int, int]:
+    """Of seven bits a byte, the lowest first; and where the next one is."""
+    value = shift = 0
+    while data[at] & 0x80:
+        value |= (data[at] & 0x7F) << shift
+        shift, at = shift + 7, at + 1
+    return value | data[at] << shift, at + 1

@@ -1,0 +1,150 @@
+"""Modules are found in a package without unpacking all of it again, and what is damaged is named."""
+
+from __future__ import annotations
+
+import lzma
+import random
+from collections.abc import Iterator
+from errno import ENOENT, ENOEXEC
+from pathlib import Path
+
+import pytest
+
+from emulated_kernel.errors import KernelError, UnusableFile
+from emulated_kernel.image.linux import deb, module_files
+from emulated_kernel.image.linux.module_files import ModuleFiles
+from emulated_kernel.image.linux.xz_blocks import xz_blocks
+from tests.image.linux import made
+from tests.linux.made_module import made_module
+
+BLOCK = 512 << 10
+SIZE = 300_000
+PIECE = 256 << 10
+MODULES = [f"made-{number}" for number in range(24)]
+DICE = random.Random(18)
+CONTENTS = {name: made_module([]) + DICE.randbytes(1000) + bytes(SIZE) for name in MODULES}
+CONTENTS["made-3"] = made_module([], needs=("made_20", "made-1"))
+CONTENTS["made-20"] = made_module([], needs=("made-5",))
+FILES = {f"./lib/modules/6.1.0-made/kernel/{name}.ko": data for name, data in CONTENTS.items()}
+KINDS = {"blocks": made.deb(FILES, block=BLOCK)} | {
+    str(by): made.deb(FILES, by) for by in ("xz", "gzip", "zstd", None)
+}
+
+
+@pytest.fixture
+def unpacked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of each piece that comes out of a package."""
+    sizes: list[int] = []
+    unpack = deb.unpack
+
+    def counted(packed: deb.Readable, limit: int) -> Iterator[bytes]:
+        for piece in unpack(packed, limit):
+            sizes.append(len(piece))
+            yield piece
+
+    monkeypatch.setattr(deb, "unpack", counted)
+    return sizes
+
+
+def package(tmp_path: Path, data: bytes) -> ModuleFiles:
+    (tmp_path / "made.deb").write_bytes(data)
+    return ModuleFiles(tmp_path / "made.deb", "6.1.0-made")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_is_found_in_any_order(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module_files, "_KEPT", 2 * SIZE + 10_000)
+    files = package(tmp_path, KINDS[kind])
+    for name in random.Random(kind).choices(MODULES, k=40):
+        assert files.read(name)[-1] == (name.replace("-", "_"), CONTENTS[name])
+    with pytest.raises(KernelError, match="no module nothing comes with") as refused:
+        files.read("nothing")
+    assert refused.value.errno == ENOENT
+    assert [name for name, _ in files.read("made-3")] == ["made_5", "made_1", "made_20", "made_3"]
+
+
+def test_what_was_passed_is_not_unpacked_again(tmp_path: Path, unpacked: list[int]) -> None:
+    files = package(tmp_path, KINDS["blocks"])
+    files.read("made_12")
+    assert SIZE < sum(unpacked) < 14 * SIZE + PIECE
+    unpacked.clear()
+    files.read("made_12")
+    assert not unpacked
+    files.read("made_2")
+    assert SIZE < sum(unpacked) <= SIZE + BLOCK + PIECE
+    unpacked.clear()
+    for _ in range(2):
+        with pytest.raises(KernelError):
+            files.read("nothing")
+    # Once, from where the first one was to the end.
+    assert SIZE < sum(unpacked) < 12 * SIZE + BLOCK
+
+
+def test_another_file_of_that_name(tmp_path: Path) -> None:
+    files = package(tmp_path, KINDS["blocks"])
+    assert files.read("made_2")[0][1] == CONTENTS["made-2"]
+    other = made_module(["printk"])
+    package(tmp_path, made.deb({"./lib/made_2.ko.xz": lzma.compress(other)}, "gzip"))
+    assert files.read("made_2") == [("made_2", other)]
+    with pytest.raises(KernelError):
+        files.read("made_4")
+
+
+DAMAGED = {
+    "nothing known is compressed like this (it begins with nothing)": b"",
+    "damaged xz data: it ends too early": lzma.compress(made_module([]))[:-20],
+    "truncated: section header ends at 0xd0, the file at 0x64": made_module([])[:100],
+    "it has no .modinfo": made_module([]).replace(b".modinfo", b".madinfo"),
+}
+
+
+@pytest.mark.parametrize("why", DAMAGED)
+def test_a_damaged_module_is_named(why: str, tmp_path: Path) -> None:
+    path = tmp_path / "odd.ko"
+    path.write_bytes(DAMAGED[why])
+    for files, name in (
+        (ModuleFiles(tmp_path / "none", "6.1.0-made"), str(path)),
+        (package(tmp_path, made.deb({"./lib/odd.ko": DAMAGED[why]})), "odd"),
+    ):
+        with pytest.raises(KernelError) as refused:
+            files.read(name)
+        assert refused.value.errno == ENOEXEC
+        assert refused.value.strerror == f"not a usable module (odd): {why}"
+
+
+def test_damaged_packages_end_in_one_error(tmp_path: Path) -> None:
+    """Whatever its bytes are: modules that are whole, or what is wrong with the package."""
+    whole, refused, absent = KINDS["blocks"], 0, set[int | None]()
+    for _ in range(60):
+        damaged = bytearray(whole)
+        for _ in range(DICE.choice([1, 3, 30])):
+            damaged[DICE.randrange(DICE.choice([len(whole), 400]) * -1, 0)] ^= 1 << DICE.randrange(8)
+        files = package(tmp_path, bytes(damaged))
+        for name in ("made_15", "made_3", "nothing"):
+            try:
+                assert files.read(name)[-1][0] == name
+            except UnusableFile:
+                refused += 1
+            except KernelError as error:
+                # The path of a file is damaged.
+                absent.add(error.errno)
+    assert refused > 20
+    assert absent <= {ENOENT}
+
+
+def test_an_index_that_does_not_fit(tmp_path: Path) -> None:
+    """It is read from its beginning then."""
+    streams = [lzma.compress(bytes(1000))] * 2
+    for data, known in (
+        (made.xz_blocks(bytes(5 * BLOCK - 1), BLOCK), 5),
+        (streams[0], 1),
+        (b"".join(streams), 0),
+        (streams[0] + bytes(4), 0),
+        (streams[0][:20], 0),
+        (b"", 0),
+    ):
+        path = tmp_path / "data.xz"
+        path.write_bytes(b"..." + data)
+        with open(path, "rb") as file:
+            found = xz_blocks(file, 3, 3 + len(data))
+        assert len(found[0] if found else ()) == known
