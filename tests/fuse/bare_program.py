@@ -5,17 +5,21 @@ from __future__ import annotations
 import os
 import sys
 import time
+from typing import TYPE_CHECKING
 
-from emulated_kernel.kernel import Kernel
-from emulated_kernel.vfs.core.node import Owner
-from emulated_kernel.vfs.guest.guest_mount import GuestMount
-from emulated_kernel.vfs.trees.layout import RootLayout
 from kprobefs import cli, namespace
 from kprobefs.options import MountOptions
+
+if TYPE_CHECKING:
+    from emulated_kernel.vfs.guest.guest_mount import GuestMount
 
 
 def build(options: MountOptions) -> GuestMount:
     """A mount over the kernel's tree; the seed selects a failure, for tests of those."""
+    from emulated_kernel.kernel import Kernel
+    from emulated_kernel.vfs.core.node import Owner
+    from emulated_kernel.vfs.trees.layout import RootLayout
+
     if options.machine.seed == 666:
         raise RuntimeError("this kernel can't be built")
     kernel = Kernel(options.machine)

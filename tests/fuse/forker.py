@@ -1,11 +1,13 @@
-"""Daemons of tests, forked by a process that has imported the program already: that is most of a start."""
+"""The program in tests, forked by a process that has imported it already: that is most of a start."""
 
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import math
 import os
+import pkgutil
 import signal
 import socket
 import subprocess
@@ -21,7 +23,7 @@ POLL = 0.005
 
 
 class Forked:
-    """A running daemon, with what subprocess.Popen has."""
+    """A running program, with what subprocess.Popen has."""
 
     def __init__(self, forker: Forker, pid: int) -> None:
         self._forker = forker
@@ -72,10 +74,15 @@ class Forker:
                 pass_fds=[other.fileno()],
             )
 
-    def start(self, arguments: list[str], environment: dict[str, str], log: int, *, is_bare: bool) -> Forked:
-        """Run the program with its standard error in `log`; `is_bare`: that of bare_program.py."""
+    def start(
+        self, arguments: list[str], environment: dict[str, str], output: int, errors: int, *, is_bare: bool
+    ) -> Forked:
+        """Run the program with these descriptors as its standard output and error.
+
+        `is_bare`: that of bare_program.py.
+        """
         own = {"arguments": arguments, "environment": environment, "cwd": os.getcwd(), "is_bare": is_bare}
-        return Forked(self, self.ask(log, **own))
+        return Forked(self, self.ask(output, errors, **own))
 
     def ask(self, *descriptors: int, **request: object) -> Any:
         """A request and its answer."""
@@ -92,11 +99,14 @@ def forker() -> Forker:
 
 def main() -> int:
     """Fork on request; what a fork returns is the program's exit status."""
-    import kprobefs.adapter
-    import kprobefs.daemon
-    import kprobefs.power  # noqa: F401 (for the forks)
+    import kprobefs
     from kprobefs import cli
     from tests.fuse import bare_program
+
+    # What commands import when they are called is there for all forks.
+    for module in pkgutil.iter_modules(kprobefs.__path__):
+        if module.name not in ("__main__", "pytest_plugin"):
+            importlib.import_module(f"kprobefs.{module.name}")
 
     programs = {True: bare_program.main, False: cli.main}
     assert os.listdir("/proc/self/task") == [str(os.getpid())], "threads wouldn't be in a fork"
@@ -105,7 +115,7 @@ def main() -> int:
     channel = socket.socket(fileno=int(sys.argv[1]))
     channel.set_inheritable(False)
     while True:
-        data, descriptors, _, _ = socket.recv_fds(channel, 1 << 20, 1)
+        data, descriptors, _, _ = socket.recv_fds(channel, 1 << 20, 2)
         if not data:
             return 0
         request = json.loads(data)
@@ -118,16 +128,17 @@ def main() -> int:
                 channel.close()
                 _set_up(request, *descriptors)
                 return programs[request["is_bare"]]()
-            os.close(descriptors[0])
+            for descriptor in descriptors:
+                os.close(descriptor)
         channel.send(json.dumps(answer).encode())
 
 
-def _set_up(request: dict[str, Any], log: int) -> None:
+def _set_up(request: dict[str, Any], *outputs: int) -> None:
     null = os.open(os.devnull, os.O_RDWR)
-    for target, source in enumerate((null, null, log)):
+    for target, source in enumerate((null, *outputs)):
         os.dup2(source, target)
-    os.close(null)
-    os.close(log)
+    for descriptor in (null, *outputs):
+        os.close(descriptor)
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["cwd"])

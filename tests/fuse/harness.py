@@ -8,10 +8,10 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import pytest
 
@@ -25,6 +25,8 @@ REAL_PROGRAM = [sys.executable, "-m", "kprobefs"]
 """The program as users have it."""
 PATIENCE = 10.0
 """Seconds for anything that should happen at once."""
+RUN = 30.0
+"""Seconds for a command."""
 WATCHDOG = 60.0
 """Seconds after which a daemon is killed, so that requests stuck in it fail instead of hanging the test."""
 
@@ -81,16 +83,18 @@ def eventually(condition: object, message: str = "it never happened", patience: 
 
 
 def kprobefs(*arguments: str, program: list[str] = PROGRAM, **more: str) -> subprocess.CompletedProcess[str]:
-    """Run the program to its end; `more` is set in its environment."""
-    return subprocess.run(
-        [*program, *arguments],
-        env=environment() | more,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
+    """Run the program to its end, and until nobody has its output; `more` is set in its environment."""
+    with ExitStack() as stack:
+        ours, theirs = zip(os.pipe(), os.pipe(), strict=True)
+        output, errors = (stack.enter_context(open(descriptor, encoding="utf-8")) for descriptor in ours)
+        process = _start(program, [*arguments], *theirs, **more)
+        for descriptor in theirs:
+            os.close(descriptor)
+        stack.enter_context(watched(process, RUN))
+        reader = stack.enter_context(ThreadPoolExecutor(1)).submit(output.read)
+        complaints = errors.read()
+        status = process.wait()
+        return subprocess.CompletedProcess(arguments, status, reader.result(), complaints)
 
 
 def is_mounted(directory: Path) -> bool:
@@ -107,9 +111,9 @@ def _answers(directory: Path) -> bool:
 
 
 @contextmanager
-def watched(daemon: Process) -> Iterator[None]:
+def watched(process: Process, limit: float = WATCHDOG) -> Iterator[None]:
     """Within, there is a limit to how long it may be stuck."""
-    watchdog = threading.Timer(WATCHDOG, daemon.kill)
+    watchdog = threading.Timer(limit, process.kill)
     watchdog.start()
     try:
         yield
@@ -117,11 +121,12 @@ def watched(daemon: Process) -> Iterator[None]:
         watchdog.cancel()
 
 
-def _start(program: list[str], arguments: list[str], log: BinaryIO) -> Process:
+def _start(program: list[str], arguments: list[str], output: int, errors: int, **more: str) -> Process:
+    env = environment() | more
     if program in (PROGRAM, REAL_PROGRAM):
-        return forker().start(arguments, environment(), log.fileno(), is_bare=program is PROGRAM)
+        return forker().start(arguments, env, output, errors, is_bare=program is PROGRAM)
     null = subprocess.DEVNULL
-    return subprocess.Popen([*program, *arguments], env=environment(), stdin=null, stdout=null, stderr=log)
+    return subprocess.Popen([*program, *arguments], env=env, stdin=null, stdout=output, stderr=errors)
 
 
 @contextmanager
@@ -133,8 +138,9 @@ def daemon(
     `is_shared`: whoever uses it has it watched meanwhile.
     """
     log_file = directory.with_name(f"{directory.name}.log")
-    with log_file.open("wb") as log:
-        process = _start(program, ["mount", "-f", *options, str(directory)], log)
+    with log_file.open("wb") as log, open(os.devnull, "wb") as null:
+        arguments = ["mount", "-f", *options, str(directory)]
+        process = _start(program, arguments, null.fileno(), log.fileno())
     try:
         with watched(process):
             # A distribution's kernel takes seconds to be read.
