@@ -40,6 +40,15 @@ def open_regular(path: str | os.PathLike[str], flags: int = 0) -> BinaryIO:
         os.close(place)
 
 
+def identity(file: os.PathLike[str] | int) -> tuple[int, ...]:
+    """What tells a file from others, and from what it was: nobody can set back when it changed last.
+
+    Raises: OSError.
+    """
+    found = os.stat(file)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
 def read_open(file: BinaryIO, limit: int) -> bytes:
     """All of it. Raises: OSError, EFBIG for more bytes than `limit`, EINVAL where it lets readers wait."""
     parts: list[bytes] = []

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from emulated_kernel.regular import open_regular
+from emulated_kernel.regular import identity, open_regular
 
 SUFFIX = ".read"
 _LIMIT = 32
@@ -30,14 +30,13 @@ class Reading(NamedTuple):
 
 def about_to_read(directory: Path, file: int) -> Reading:
     """`directory`: where notes are. Raises: OSError of the file."""
-    status = os.fstat(file)
-    note = _note(directory, status)
+    note = _note(directory, file)
     told = None
     with suppress(OSError, ValueError), open_regular(note) as found:
         if is_own(found.fileno()):
             told = found.read(_LONGEST).decode("ascii")
             os.utime(note)
-    return Reading(note, told, time.time() - status.st_ctime > _SETTLED)
+    return Reading(note, told, time.time() - os.fstat(file).st_ctime > _SETTLED)
 
 
 def remember(reading: Reading, text: str) -> None:
@@ -56,14 +55,12 @@ def remember(reading: Reading, text: str) -> None:
 def last_read(directory: Path, file: int) -> float:
     """When somebody was told last, in seconds since 1970; 0: never. Raises: OSError of the file."""
     with suppress(OSError):
-        return _note(directory, os.fstat(file)).stat().st_mtime
+        return _note(directory, file).stat().st_mtime
     return 0.0
 
 
-def _note(directory: Path, status: os.stat_result) -> Path:
-    # The time of the last change is the host's own: nobody can set it back.
-    identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-    return directory / f"{hashlib.sha256(repr(identity).encode()).hexdigest()[:32]}{SUFFIX}"
+def _note(directory: Path, file: int) -> Path:
+    return directory / f"{hashlib.sha256(repr(identity(file)).encode()).hexdigest()[:32]}{SUFFIX}"
 
 
 def notes(directory: Path) -> list[Path]:

@@ -29,7 +29,7 @@ from emulated_kernel.linux.machine import LinuxMachine
 from emulated_kernel.linux.read_files import Reading, about_to_read, is_own, last_read, notes, remember
 from emulated_kernel.machine.engine import library_release
 from emulated_kernel.machine.traps.trap import HardwareError
-from emulated_kernel.regular import open_regular
+from emulated_kernel.regular import identity, open_regular
 
 _MAGIC = b"kprobefs booted kernel 10\n"
 HEADER = 256 << 10
@@ -73,7 +73,7 @@ def place(source: Path, seed: int) -> Path:
 
     Raises: OSError.
     """
-    reading, whole = _digest(source, *_identity(source))
+    reading, whole = _digest(source, *identity(source))
     digest = hashlib.sha256(whole.encode())
     digest.update(repr((_MAGIC, seed, library_release(), boot.RAM_SIZE, boot.COMMAND_LINE)).encode())
     digest.update(initramfs())
@@ -82,12 +82,6 @@ def place(source: Path, seed: int) -> Path:
     if reading.told is None and found.exists():
         remember(reading, whole)
     return found
-
-
-def _identity(source: Path) -> tuple[int, ...]:
-    """What tells a file from others, and from what it was. Raises: OSError."""
-    found = os.stat(source)
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 @lru_cache(maxsize=1)
@@ -106,7 +100,7 @@ def core_place(source: Path) -> Path:
     with open(source, "rb") as file:
         digest = hashlib.sha256(file.read(_PIECE))
     facts = (_MAGIC, "core", library_release(), os.path.realpath(source))
-    digest.update(repr((*facts, *_identity(source))).encode())
+    digest.update(repr((*facts, *identity(source))).encode())
     return _named(digest.hexdigest())
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from emulated_kernel.abi import PAGE_SIZE
 from emulated_kernel.errors import UnusableFile
+from emulated_kernel.regular import identity
 
 _HEADER = struct.Struct("<4sBBB9xHHIQQQIHHHHHH")
 _PROGRAM = struct.Struct("<IIQQQQQQ")
@@ -54,7 +55,7 @@ class CoreFile:
 
     def __init__(self, file: int) -> None:
         """`file`: a descriptor of a regular file, which stays the caller's."""
-        self._file, self._facts = file, _facts(file)
+        self._file, self._facts = file, identity(file)
         self._size = os.fstat(file).st_size
         if not self._size:
             raise unusable_core("it is empty")
@@ -152,7 +153,7 @@ class CoreFile:
 
     def check_unchanged(self) -> None:
         """Behind all reading: whether that was one state of the file."""
-        if _facts(self._file) != self._facts:
+        if identity(self._file) != self._facts:
             raise unusable_core("it changed while it was read")
 
     def _infos(self, offset: int, size: int) -> Iterator[str]:
@@ -185,9 +186,3 @@ class CoreFile:
             if "SYMBOL(_stext)" in found:
                 return found
         return {}
-
-
-def _facts(file: int) -> tuple[int, ...]:
-    """What changes with a file."""
-    found = os.fstat(file)
-    return found.st_size, found.st_mtime_ns

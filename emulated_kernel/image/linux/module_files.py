@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import re
 from errno import ENOENT
 from pathlib import Path
@@ -15,7 +14,7 @@ from emulated_kernel.image.elf import ElfFile
 from emulated_kernel.image.linux.compression import unpack
 from emulated_kernel.image.linux.deb import AR_MAGIC, PackageTar
 from emulated_kernel.image.linux.unusable import read_as, unusable
-from emulated_kernel.regular import PATIENCE, ForeignFiles, open_regular, read_regular
+from emulated_kernel.regular import PATIENCE, ForeignFiles, identity, open_regular, read_regular
 
 _LIMIT = 64 << 20
 """Bytes of a module, unpacked."""
@@ -73,8 +72,8 @@ class _Package:
         self._lock = Lock()
         self._forget()
 
-    def _forget(self, identity: tuple[int, ...] = ()) -> None:
-        self._identity = identity
+    def _forget(self, found_as: tuple[int, ...] = ()) -> None:
+        self._identity = found_as
         self._places: dict[str, tuple[int, int]] = {}
         """Offset in the tar, and size."""
         self._next: int | None = 0
@@ -87,10 +86,9 @@ class _Package:
         with self._lock, open_regular(self._path) as file, read_as(f"package ({self._path.name})"):
             if file.read(len(AR_MAGIC)) != AR_MAGIC:
                 return None
-            stat = os.fstat(file.fileno())
-            identity = stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
-            if identity != self._identity:
-                self._forget(identity)
+            found_as = identity(file.fileno())
+            if found_as != self._identity:
+                self._forget(found_as)
             found = {name: self._kept[name] for name in names if name in self._kept}
             if len(found) < len(names):
                 found |= self._unpack(PackageTar(file), names - found.keys())
