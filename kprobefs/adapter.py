@@ -234,7 +234,8 @@ class _Session(_fuse.FUSE):  # type: ignore[misc]  # fusepy has no types
         reserve = operations.reserve
         try:
             try:
-                reserve.look()
+                if monotonic() >= reserve.next_look:
+                    reserve.look()
                 return func(*args) or 0
             except KernelError as error:
                 return -(error.errno or errno.EIO)
@@ -362,6 +363,8 @@ class _Operations:
         self.reserve = MemoryReserve()
         self._thread = _Thread()
         self._open_paths: dict[int, str] = {}
+        self._nonblocking: dict[int, int] = {}
+        """O_NONBLOCK as the mount has it, by handle; of most it is 0, and not here."""
 
     def __call__(self, operation: str, *arguments: Any) -> Any:
         return getattr(self, operation)(*arguments)
@@ -371,7 +374,9 @@ class _Operations:
         self.ready()
 
     def getattr(self, path: str | None, info: Any = None) -> Stat:
-        client, self._thread.client = self._thread.client, _client
+        client = self._thread.client
+        if client is None:
+            self._thread.client = _client
         try:
             if info is not None and info.fh:
                 found = self._mount.fgetattr(info.fh, client)
@@ -436,10 +441,12 @@ class _Operations:
         del path
         if self.reserve.is_spent:
             self._needs_reserve()
-        client, handle = _client(), info.fh
+        client, handle, flags = _client(), info.fh, info.flags
         # The host's page cache has no owner of locks; whoever called read(2) has.
         read = self._mount.read if info.lock_owner else self._mount.read_page
-        self._mount.set_status_flags(handle, info.flags)
+        if flags & os.O_NONBLOCK != self._nonblocking.get(handle, 0):
+            self._nonblocking[handle] = flags & os.O_NONBLOCK
+            self._mount.set_status_flags(handle, flags)
         try:
             return read(client, handle, size, offset)
         except WouldBlock:
@@ -464,6 +471,7 @@ class _Operations:
             self._mount.release(info.fh)
         finally:
             self._open_paths.pop(info.fh, None)
+            self._nonblocking.pop(info.fh, None)
 
     def poll(self, info: Any, poll_handle: int | None) -> int:
         handle: int = info.fh
@@ -561,6 +569,8 @@ class _Operations:
     def _opened(self, info: Any, path: str, handle: int) -> int:
         info.fh = handle
         self._open_paths[handle] = path
+        if info.flags & os.O_NONBLOCK:
+            self._nonblocking[handle] = os.O_NONBLOCK
         info.nonseekable = self._mount.is_stream(handle)
         return 0
 
@@ -607,12 +617,19 @@ _get_context.restype = ctypes.c_void_p
 _copy = ctypes.PyDLL(None).memmove
 _copy.argtypes, _copy.restype = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t), None
 _file_info = _fuse.fuse_file_info.from_address
-_context_at = _Context.from_address
+_known_client = lru_cache(_KEPT)(Client)
+
+
+_this_thread = threading.local()
 
 
 def _client() -> Client:
-    context = _context_at(_get_context())
-    return Client(context.pid, context.uid, context.gid, context.umask)
+    """Who asks; libfuse says it in the same place for all requests that a thread answers."""
+    try:
+        context = _this_thread.context
+    except AttributeError:
+        context = _this_thread.context = _Context.from_address(_get_context())
+    return _known_client(context.pid, context.uid, context.gid, context.umask)
 
 
 def _time_set(value: int) -> int | None:

@@ -54,7 +54,8 @@ class MemoryReserve:
         self._libc.malloc.argtypes, self._libc.malloc.restype = (ctypes.c_size_t,), ctypes.c_void_p
         self._libc.free.argtypes, self._libc.free.restype = (ctypes.c_void_p,), None
         self._pieces: list[int] = []
-        self._next_look = 0.0
+        self.next_look = 0.0
+        """The monotonic time from which on a request begins with look(); 0.0: each one does."""
         self._room: mmap.mmap | None = None
         self._lock = threading.Lock()
         """Held where the pieces change: all loops look."""
@@ -65,15 +66,12 @@ class MemoryReserve:
 
     def look(self) -> None:
         """Before a request: give the reserve back where there is no headroom, and take it where there is."""
-        now = monotonic()
-        if now < self._next_look and not self.is_scarce:
-            return
         # Whoever has it looks, and one look is enough.
         if not self._lock.acquire(blocking=False):
             return
         try:
-            self._next_look = now + LOOK
             self._look()
+            self.next_look = 0.0 if self.is_scarce else monotonic() + LOOK
         finally:
             self._lock.release()
 
@@ -104,7 +102,7 @@ class MemoryReserve:
         while len(self._pieces) > 1:
             self._libc.free(self._pieces.pop(0))
         if not self.is_scarce:
-            self.is_scarce = True
+            self.is_scarce, self.next_look = True, 0.0
             log.warning("no memory: files can be read and things ended, but not made, until there is again")
 
     def admits(self, data: bytes) -> bool:
