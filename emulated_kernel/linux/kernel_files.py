@@ -24,7 +24,7 @@ _ASKS = 1 << 2 | 1 << 16 | 1 << 17 | 1 << 18
 """DCACHE_OP_REVALIDATE and DCACHE_MANAGED_DENTRY: of such a dentry its file system decides at each lookup."""
 _LONGEST_CHAIN = 1000
 _NAMES = 1000
-"""Whose hashes are kept, and paths that are kept in pieces."""
+"""Whose hashes are kept, and paths whose attributes are."""
 
 
 class KernelFiles:
@@ -33,12 +33,16 @@ class KernelFiles:
     def __init__(self, machine: LinuxMachine, facts: KernelFacts, task: int) -> None:
         """`task`: address of one that has the table of open files."""
         self._memory = machine.memory
-        self._words = machine.memory.words
+        self._ram, self._words = machine.memory.ram, machine.memory.words
         self._machine = machine
         self._facts = facts
         self._offset = facts.offsets
         self._task = task
         self._inodes = Inodes(facts.offsets, self._bytes)
+        self._read: list[tuple[int, int, bytes]] = []
+        """What the lookup under way has read: from and up to which physical address, and what was there."""
+        self._answers: dict[str, tuple[list[tuple[int, int, bytes]], Stat]] = {}
+        """By path what its lookup has read, and found; the same is found as long as all that is the same."""
         self._direct, self._limit, self._image = 0, 0, 0
         self._direct = self._follow(facts.symbols["page_offset_base"], 0)
         self._limit = len(self._memory.ram) - PAGE
@@ -58,17 +62,34 @@ class KernelFiles:
         self._hash_at, self._mode_at = offset["dentry.d_hash"], offset["file.f_mode"]
         self._files_at = offset["task_struct.files"], offset["files_struct.fdt"], offset["fdtable.fd"]
         self._llseek_at = offset["file.f_op"], offset["file_operations.llseek"]
+        self._no_llseek = 0, facts.symbols.get("no_llseek")
 
     def lstat(self, path: str) -> Stat | None:
         """Attributes of a file; None where the kernel has to be asked, or there is none."""
-        top, names = _names(path)
+        answer = self._answers.get(path)
+        if answer is not None:
+            ram = self._ram
+            for begin, end, data in answer[0]:
+                if ram[begin:end] != data:
+                    break
+            else:
+                return answer[1]
+        self._read = []
+        _, top, *names = os.fsencode(path).split(b"/")
         found = self._roots.get(top)
         for name in names:
             found = self._child(found[0], name) if found else None
-        return self._inodes.stat(found[1]) if found and found[1] else None
+        if not found or not found[1]:
+            return None
+        if len(self._answers) >= _NAMES:
+            self._answers.clear()
+        told = self._inodes.stat(found[1])
+        self._answers[path] = self._read, told
+        return told
 
     def fstat(self, fd: int) -> Stat:
         """Attributes of an open file."""
+        self._read = []
         return self._inodes.stat(self.inode(fd))
 
     def inode(self, fd: int) -> int:
@@ -78,9 +99,9 @@ class KernelFiles:
     def is_seekable(self, fd: int) -> bool:
         """Whether lseek(2) works on it. Mirrors: fs/read_write.c:vfs_llseek (v6.1)"""
         file = self._file(fd)
-        seek = self._follow(file, *self._llseek_at)
-        can_seek = self._memory.ram[self._at(file + self._mode_at)] & _FMODE_LSEEK
-        return bool(can_seek) and seek not in (0, self._facts.symbols.get("no_llseek"))
+        if not self._ram[self._at(file + self._mode_at)] & _FMODE_LSEEK:
+            return False
+        return self._follow(file, *self._llseek_at) not in self._no_llseek
 
     def _at(self, va: int) -> int:
         """The physical address: a difference where what is allocated lies, and another one in the image."""
@@ -94,7 +115,9 @@ class KernelFiles:
 
     def _bytes(self, va: int, size: int) -> bytes:
         at = self._at(va)
-        return self._memory.ram[at : at + size]
+        data = self._ram[at : at + size]
+        self._read.append((at, at + size, data))
+        return data
 
     def _follow(self, structure: int, *offsets: int) -> int:
         """The word there, at each further offset from the address that the one before holds."""
@@ -126,30 +149,27 @@ class KernelFiles:
     def _child(self, parent: int, name: bytes) -> tuple[int, int] | None:
         """Its dentry, and the inode.
 
+        Invariant: what is taken out of the table, renamed or freed is another one's bytes from then on:
+        its place in the chain and its count of changes are among them.
         Mirrors: fs/dcache.c:__d_lookup (v6.1)
         """
         key = name_hash(parent, name)
         table, shift = self._hash_table
-        unpack, in_order, ram = self._dentry.unpack_from, self._in_order, self._memory.ram
+        unpack, in_order, ram, size = self._dentry.unpack_from, self._in_order, self._ram, self._dentry.size
         # The lowest bit of the head is its lock.
         node = self._follow(table, 8 * ((key & 0xFFFFFFFF) >> shift)) & ~1
         for _ in range(_LONGEST_CHAIN):
             if not node:
                 return None
             dentry = node - self._hash_at
-            node, above, its_key, its_name, inode, flags = in_order(unpack(ram, self._at(dentry)))
+            place = self._at(dentry)
+            node, above, its_key, its_name, inode, flags = in_order(unpack(ram, place))
             if its_key == key and above == parent:
                 at = self._at(its_name)
                 if ram[at : at + len(name)] == name:
+                    self._read.append((place, place + size, ram[place : place + size]))
                     return None if flags & _ASKS else (dentry, inode)
         return None
-
-
-@lru_cache(_NAMES)
-def _names(path: str) -> tuple[bytes, list[bytes]]:
-    """The first name of a path, and those below."""
-    _, top, *names = os.fsencode(path).split(b"/")
-    return top, names
 
 
 @lru_cache(_NAMES)

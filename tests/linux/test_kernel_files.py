@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from emulated_kernel.errors import KernelError
 from emulated_kernel.linux.init import BUFFER
 from emulated_kernel.linux.kernel_files import name_hash
 from emulated_kernel.linux.syscalls import LinuxSyscalls
@@ -74,6 +75,48 @@ def test_memory_tells_what_the_system_call_tells(guest: LinuxTasks) -> None:
     assert guest.files.lstat("/scratch/nothing") is None
     assert guest.files.fstat(fd).nlink == 0
     calls.close(client, fd)
+
+
+def test_an_answer_holds_as_long_as_nothing_changes(guest: LinuxTasks) -> None:
+    """Behind each change, whoever made it and wherever on the way to the file."""
+    calls, init = LinuxSyscalls(guest), guest.init
+    path, short = "/scratch/one/two/file", "/scratch/file"
+
+    def make(name: str) -> None:
+        calls.close(init, calls.open(init, name, os.O_WRONLY | os.O_CREAT, 0o644))
+
+    calls.mkdir(init, "/scratch/one", 0o755)
+    calls.mkdir(init, "/scratch/one/two", 0o755)
+    calls.mkdir(init, "/scratch/other", 0o700)
+    make(path)
+    make(short)
+    make("/scratch/other/file")
+    first = guest.files.lstat(path)
+    assert first is not None
+    assert guest.files.lstat(path) is first
+    seen = {first}
+    for change in (
+        lambda: calls.chmod(init, path, 0o600),
+        lambda: calls.unlink(init, path),
+        lambda: make(path),
+        lambda: calls.rename(init, short, path),
+        lambda: calls.rename(init, "/scratch/one/two", "/scratch/two"),
+        lambda: calls.rename(init, "/scratch/other", "/scratch/one/two"),
+        lambda: calls.rename(init, "/scratch/one", "/scratch/three"),
+        lambda: calls.rename(init, "/scratch/three", "/scratch/one"),
+        lambda: calls.truncate(init, path, 5),
+    ):
+        change()
+        for name in (path, short):
+            found = guest.files.lstat(name)
+            if found is None:
+                with pytest.raises(KernelError):
+                    asked(guest, name)
+            else:
+                _, _, mode, _, _, size, *_ = asked(guest, name)
+                assert (found.ino >> 8, found.mode, found.size) == (asked(guest, name)[0], mode, size)
+                seen.add(found)
+    assert len(seen) > 5
 
 
 def test_where_lseek_works(guest: LinuxTasks) -> None:
