@@ -21,11 +21,12 @@ class ControlLock:
     check: the guest only runs while its runner holds the lock.
     """
 
-    __slots__ = ("_depth", "_lock", "_owner", "_waiters", "turn", "waiting")
+    __slots__ = ("_acquire", "_depth", "_owner", "_release", "_waiters", "turn", "waiting")
 
     def __init__(self) -> None:
         # An RLock: an interrupt between two bytecodes can't leave it held by nobody.
-        self._lock = threading.RLock()
+        lock = threading.RLock()
+        self._acquire, self._release = lock.acquire, lock.release
         self._owner = 0
         """Identifier of the thread that holds it; 0: nobody. For assert_held() alone."""
         self._depth = 0
@@ -37,25 +38,30 @@ class ControlLock:
         """Around a wait beyond PATIENCE: who answers requests has another thread do so meanwhile."""
 
     def __enter__(self) -> Self:
-        if not self._lock.acquire(blocking=False):
-            wait = object()
-            self._waiters.add(wait)
-            try:
-                if not self._lock.acquire(timeout=PATIENCE):
-                    with self.waiting():
-                        self._lock.acquire()
-            finally:
-                self._waiters.discard(wait)
-        self._owner = threading.get_ident()
-        self.turn += not self._depth
+        if not self._acquire(False):
+            self._wait()
+        if not self._depth:
+            self._owner = threading.get_ident()
+            self.turn += 1
         self._depth += 1
         return self
 
-    def __exit__(self, *_exception: object) -> None:
+    def __exit__(self, _kind: object = None, _error: object = None, _traceback: object = None) -> None:
         self._depth -= 1
         if not self._depth:
             self._owner = 0
-        self._lock.release()
+        self._release()
+
+    def _wait(self) -> None:
+        """Until it is this thread's."""
+        wait = object()
+        self._waiters.add(wait)
+        try:
+            if not self._acquire(timeout=PATIENCE):
+                with self.waiting():
+                    self._acquire()
+        finally:
+            self._waiters.discard(wait)
 
     def give_way(self) -> None:
         """Let all have it who wait for it now; for a thread that has just released it, and wants it again."""

@@ -52,21 +52,20 @@ class RequestObserver:
     """What each request begins with: it counts for the clock, and delayed work that is due is done."""
 
     def __init__(self, clock: RequestClock, kprobes: Kprobes) -> None:
-        self._clock = clock
+        self._count_call, self._count_request = clock.count_call, clock.count_request
         optimizer = kprobes.optimizer
         self._delayed = [kprobes.garbage.work, *([] if optimizer is None else [optimizer.work])]
 
     def request_begins(self) -> None:
         """See TaskEvents."""
-        self._clock.count_request()
-        self._work()
+        self._begin(self._count_request)
 
     def before_call(self) -> None:
         """The program itself does."""
-        self._clock.count_call()
-        self._work()
+        self._begin(self._count_call)
 
-    def _work(self) -> None:
+    def _begin(self, count: Callable[[], None]) -> None:
+        count()
         for work in self._delayed:
             if work.due is not None:
                 work.run_if_due()

@@ -96,7 +96,7 @@ class ControlCalls:
         self._inodes: dict[bool, int] = {}
         """Of a file and of a directory."""
         self._is_ready, self._is_refused = False, is_refused
-        self._released: list[GuestPart] = []
+        self.released: list[GuestPart] = []
         """What is to be closed in the guest."""
         self._asleep: WeakKeyDictionary[LinuxTask, int] = WeakKeyDictionary()
         """Handles of the files for which tasks wait in their calls."""
@@ -205,12 +205,12 @@ class ControlCalls:
     def release(self, part: GuestPart) -> None:
         """The last descriptor was closed; the guest does so in front of the next request."""
         if part.fd is not None:
-            self._released.append(part)
+            self.released.append(part)
 
     def close_released(self) -> None:
         """By who has used them last."""
-        while self._released:
-            part = self._released.pop(0)
+        while self.released:
+            part = self.released.pop(0)
             with suppress(KernelError, GuestFault):
                 self._syscalls.close(part.task or self._tasks.init, part.fd or 0)
 

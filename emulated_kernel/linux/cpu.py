@@ -75,8 +75,8 @@ class _State(ctypes.Structure):
 
 _CS_AND_SS_AT = _State.segments.offset + _CS * ctypes.sizeof(_Segment)
 _CS_AND_SS = struct.Struct("I4xQII" * 2)
-_FLAGS = struct.Struct("QQQQIi")
-"""From `eflags` to `df`. Arithmetic flags are in `cc_src`, where `cc_op` says that they are computed."""
+_FLAGS = struct.Struct("QQQQIiI")
+"""From `eflags` to `hflags`. Arithmetic flags are in `cc_src`, where `cc_op` says that they are computed."""
 _COMPUTED = 1
 _ARITHMETIC, _DIRECTION = 0x8D5, 0x400
 
@@ -218,13 +218,14 @@ class LinuxCpu:
             self._system_call = self.read_msr(MSR_LSTAR), ~self.read_msr(MSR_SYSCALL_MASK)
         regs.ip, kept = self._system_call
         # Behind the kernel's way back they are computed: a call of the library's costs as much as all else.
-        flags, _, arithmetic, _, form, direction = _FLAGS.unpack(self._flags)
+        flags, _, arithmetic, _, form, direction, hidden = _FLAGS.unpack(self._flags)
         flags = flags | arithmetic | direction & _DIRECTION if form == _COMPUTED else regs.flags
         regs.cx, regs.r11 = ip + SYSCALL_SIZE, flags
         flags = flags & kept | x86.FLAG_FIXED
         direction = -1 if flags & _DIRECTION else 1
-        _FLAGS.pack_into(self._flags, 0, flags, 0, flags & _ARITHMETIC, 0, _COMPUTED, direction)
-        self._enter_kernel(_SEGMENTS_OF_SYSCALL)
+        hidden = hidden & ~_CPL | _KERNEL_MODE
+        _FLAGS.pack_into(self._flags, 0, flags, 0, flags & _ARITHMETIC, 0, _COMPUTED, direction, hidden)
+        self._code_and_stack[:] = _SEGMENTS_OF_SYSCALL
 
     def raise_exception(self, trap: Trap) -> None:
         """An exception of the guest's, through its IDT. Raises: GuestFault where that can't be."""

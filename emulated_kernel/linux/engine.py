@@ -85,7 +85,10 @@ class KernelEngine:
         for module in there:
             tracing.functions.module_came(module.name, module.mcount)
         self.parts = ProbedParts(arch=arch, machine=machine, engine=registries, tracing=tracing)
-        self.requests = RequestObserver(clock, kprobes)
+        self._record_call = tracing.guest_records.call_begins
+        self._count_request = RequestObserver(clock, kprobes).request_begins
+        self.request_ended = tracing.arrays.call_ended
+        """Who waits for records is told, if there are some."""
         guest.on_fork.append(tracing.arrays.forked)
         guest.on_free.append(self._freed)
 
@@ -104,12 +107,8 @@ class KernelEngine:
 
     def request_begins(self) -> None:
         """A process of the host asks for something: what was to be done later is done, if it is time."""
-        self.parts.tracing.guest_records.call_begins()
-        self.requests.request_begins()
-
-    def request_ended(self) -> None:
-        """Who waits for records is told, if there are some."""
-        self.parts.tracing.arrays.call_ended()
+        self._record_call()
+        self._count_request()
 
 
 class LinuxEngine(KernelEngine):

@@ -6,7 +6,7 @@ import errno
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import lru_cache, partial
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.host.mirror.processes import ProcessWatch
@@ -15,6 +15,7 @@ from emulated_kernel.linux.control_calls import ControlCalls
 from emulated_kernel.linux.control_files import FIRST_HANDLE, ControlFiles
 from emulated_kernel.linux.engine import LinuxEngine
 from emulated_kernel.linux.engine_tree import engine_tree
+from emulated_kernel.linux.guest_paths import PATHS
 from emulated_kernel.linux.init import DEVICES, PROC, TMPFS
 from emulated_kernel.linux.linux_mount import LinuxMount
 from emulated_kernel.linux.tasks import LinuxTask
@@ -59,6 +60,7 @@ class EngineMount(LinuxMount):
         """
         super().__init__(engine.tasks, watch, owner, modules, is_tracefs=is_tracefs, lock=engine.lock)
         self._engine = engine
+        self._request_begun, self._request_ended = engine.request_begins, engine.request_ended
         # What directories of the guest's are mounted on.
         further = {top[1:]: Directory(mode, {}) for top, mode in _GUESTS.items()}
         calls = Calls(self._call_function, engine.machine.memory.word_size)
@@ -78,6 +80,7 @@ class EngineMount(LinuxMount):
             is_refused=keeps_tracefs,
         )
         self._files = ControlFiles(files, self.lock, self._control, self._calls)
+        self._is_guests: Callable[[str], bool] = lru_cache(PATHS)(self._leads_to_guest)
         engine.machine.text.before_first_change.append(self._files.open_in_guest)
 
     def _call_function(self, function: str, *arguments: int | str) -> int:
@@ -96,19 +99,20 @@ class EngineMount(LinuxMount):
 
     # Whose a file is
 
-    def _is_guests(self, path: str) -> bool:
+    def _leads_to_guest(self, path: str) -> bool:
         return not self._is_tracefs and f"/{path[1:].partition('/')[0]}" in _GUESTS
 
     def request_begins(self, client: Client, opens: bool) -> LinuxTask:
-        self._engine.request_begins()
-        self._calls.close_released()
-        return super().request_begins(client, opens)
+        self._request_begun()
+        if self._calls.released:
+            self._calls.close_released()
+        return LinuxMount.request_begins(self, client, opens)
 
     def request_ends(self, *, has_failed: bool) -> None:
         try:
-            super().request_ends(has_failed=has_failed)
+            LinuxMount.request_ends(self, has_failed=has_failed)
         finally:
-            self._engine.request_ended()
+            self._request_ended()
 
     @contextmanager
     def _control(self, client: Client) -> Iterator[LinuxTask | None]:
@@ -116,7 +120,7 @@ class EngineMount(LinuxMount):
         with self.lock:
             self.check_open()
             # It may let the guest run: whoever is the current task afterwards.
-            self._engine.request_begins()
+            self._request_begun()
             task = None
             try:
                 if not self._tasks.machine.death:
@@ -128,13 +132,13 @@ class EngineMount(LinuxMount):
                         self._tasks.bring(task)
                 yield task
             finally:
-                self._engine.request_ended()
+                self._request_ended()
 
     # Attributes and names
 
     def getattr(self, path: str, client: Callable[[], Client] | None = None) -> Stat:
         if self._is_guests(path):
-            return super().getattr(path, client)
+            return LinuxMount.getattr(self, path, client)
         return self._files.getattr(path)
 
     def _shown_ino(self, ino: int) -> int:
@@ -178,7 +182,7 @@ class EngineMount(LinuxMount):
 
     def open(self, client: Client, path: str, flags: int) -> int:
         if self._is_guests(path):
-            return super().open(client, path, flags)
+            return LinuxMount.open(self, client, path, flags)
         return self._files.open(client, path, flags)
 
     def create(self, client: Client, path: str, mode: int, flags: int) -> int:
@@ -187,7 +191,7 @@ class EngineMount(LinuxMount):
         return self._files.create(client, path, mode, flags)
 
     def is_stream(self, handle: int) -> bool:
-        return super().is_stream(handle) if handle < FIRST_HANDLE else self._files.is_stream(handle)
+        return LinuxMount.is_stream(self, handle) if handle < FIRST_HANDLE else self._files.is_stream(handle)
 
     def set_status_flags(self, handle: int, flags: int) -> None:
         if handle < FIRST_HANDLE:
@@ -200,7 +204,7 @@ class EngineMount(LinuxMount):
 
     def read(self, client: Client, handle: int, size: int, offset: int) -> bytes:
         if handle < FIRST_HANDLE:
-            return super().read(client, handle, size, offset)
+            return LinuxMount.read(self, client, handle, size, offset)
         return self._files.read(client, handle, size, offset)
 
     def read_page(self, client: Client, handle: int, size: int, offset: int) -> bytes:
@@ -232,7 +236,7 @@ class EngineMount(LinuxMount):
 
     def release(self, handle: int) -> None:
         if handle < FIRST_HANDLE:
-            super().release(handle)
+            LinuxMount.release(self, handle)
         else:
             self._files.release(handle)
 

@@ -13,7 +13,7 @@ MACHINE, DMESG, MODULES = "/machine", "/machine/dmesg", "/machine/modules"
 FORWARDED = {f"{MACHINE}/{name}": f"{PROC}/{name}" for name in ("kallsyms", "meminfo", "modules", "version")}
 TOPS = {"tracing": TRACEFS, "scratch": TMPFS, "sysctl": f"{PROC}/sys", "dev": DEVICES}
 """Directories of the root that aren't debugfs's."""
-_KEPT = 500
+PATHS = 500
 """Paths; nobody has many in use at once."""
 
 
@@ -28,7 +28,7 @@ class GuestPath(NamedTuple):
     """Writes to it are none of the guest's file's."""
 
 
-@lru_cache(_KEPT)
+@lru_cache(PATHS)
 def guest_path(path: str, *, is_tracefs: bool) -> GuestPath:
     """`is_tracefs`: tracefs is the mount's root, and all that there is."""
     if is_tracefs or path in LINKED:

@@ -56,14 +56,15 @@ class LinuxClock(GuestClock):
         factor, shift, offset = self._scaled(self._version[0] % 2 * _SCALE.size)
         return offset + (cycles * factor >> shift) & _MASK
 
-    def passed(self) -> int:
-        """Cycles that guest code has let pass."""
-        now = self._now[0]
-        nanoseconds = now - self._shown
-        if not nanoseconds:
-            return 0
-        self._shown = now
-        return -(-nanoseconds * TSC_KHZ // 1_000_000)
+    def go_on(self, tsc: int, cycles: int) -> int:
+        """Behind what guest code has let pass."""
+        nanoseconds = self._now[0] - self._shown
+        if nanoseconds:
+            cycles -= -nanoseconds * TSC_KHZ // 1_000_000
+        tsc += cycles
+        if cycles:
+            self.show(tsc)
+        return tsc
 
     def show(self, cycles: int) -> None:
         """The cell never goes back, as rounding could make it."""

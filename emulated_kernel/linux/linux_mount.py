@@ -106,7 +106,7 @@ class _Request:
             raise
         finally:
             self._guest.__exit__(kind, error, traceback)
-        if error is None:
+        if error is None and self._mount.waiters:
             self._mount.wake()
 
 
@@ -150,7 +150,7 @@ class LinuxMount:
         self._pollers: dict[int, tuple[int, Callable[[], None]]] = {}
         """By handle: what was there when it was asked, and whom to tell that this has changed."""
         self._activity = threading.Condition()
-        self._waiters = 0
+        self.waiters = 0
         """Threads that wait for activity; without any, nobody is told. Who is about to looks again soon."""
         self.is_closed = False
         self._known = lru_cache(_KEPT)(self._shown)
@@ -175,7 +175,7 @@ class LinuxMount:
         if opens and len(released) == 1:
             # From here on others may add to them.
             self._closing = released.popleft()
-        else:
+        elif released:
             self._close_released()
         task = self._clients.task_of(client)
         closing = self._closing
@@ -203,9 +203,8 @@ class LinuxMount:
 
     def wake(self) -> None:
         """Who waits looks again."""
-        if self._waiters:
-            with self._activity:
-                self._activity.notify_all()
+        with self._activity:
+            self._activity.notify_all()
 
     def _opened(self, handle: int) -> OpenLinuxFile:
         try:
@@ -370,7 +369,7 @@ class LinuxMount:
         file = self._opened(handle)
         if file.fd < 0:
             return file.text[offset : offset + size]
-        with self._request(client) as task:
+        with _Request(self, self._running, client) as task:
             file.task = task
             jumped = file.seekable and offset != file.position
             may_block = not file.is_nonblocking
@@ -383,7 +382,8 @@ class LinuxMount:
                 raise WouldBlock
 
             def begin() -> int:
-                self._follow_flags(file, task)
+                if file.is_nonblocking != bool(file.flags & os.O_NONBLOCK):
+                    self._follow_flags(file, task)
                 return self._syscalls.begin_read(task, file.fd, size, at, may_block=may_block)
 
             count = self._slept(client, task, begin)
@@ -392,11 +392,10 @@ class LinuxMount:
             return self._syscalls.read_data(task, count)
 
     def _follow_flags(self, file: OpenLinuxFile, task: LinuxTask) -> None:
-        """The guest's file is as blocking as the client's."""
-        if file.is_nonblocking != bool(file.flags & os.O_NONBLOCK):
-            flags = file.flags ^ os.O_NONBLOCK
-            self._syscalls.set_status_flags(task, file.fd, flags & (os.O_NONBLOCK | os.O_APPEND))
-            file.flags = flags
+        """The guest's file is as blocking as the client's from now on."""
+        flags = file.flags ^ os.O_NONBLOCK
+        self._syscalls.set_status_flags(task, file.fd, flags & (os.O_NONBLOCK | os.O_APPEND))
+        file.flags = flags
 
     def read_page(self, client: Client, handle: int, size: int, offset: int) -> bytes:
         """What the host's page cache asks for."""
@@ -464,11 +463,11 @@ class LinuxMount:
         """Return once a request has been made that may have woken somebody, or after `timeout` seconds."""
         self._opened(handle)
         with self._activity:
-            self._waiters += 1
+            self.waiters += 1
             try:
                 self._activity.wait(timeout)
             finally:
-                self._waiters -= 1
+                self.waiters -= 1
 
     def give_up(self, client: Client, handle: int, error: int) -> None:
         """The client doesn't wait any more: its task, which sleeps in the call, is killed."""

@@ -158,14 +158,12 @@ class LinuxMachine:
         self.engine.add_hook(HOOK_CODE, CODE_CALLBACK(sync), at=do_sync_core)
 
     def _come_to_stub(self, _regs: Regs) -> None:
-        self._stop(Stopped.AT_STUB)
+        self._stopped = Stopped.AT_STUB
+        self.engine.stop()
 
     def stop_in_call(self) -> None:
         """End a run at the breakpoint that the guest has come to."""
-        self._stop(Stopped.IN_CALL)
-
-    def _stop(self, why: Stopped) -> None:
-        self._stopped = why
+        self._stopped = Stopped.IN_CALL
         self.engine.stop()
 
     def _exception(self, trap: Trap) -> None:
@@ -198,7 +196,8 @@ class LinuxMachine:
                     error = self.engine.start(self.regs.ip)
                 finally:
                     expired = self._watchdog.disarm()
-                self.hooks.check()
+                if self.hooks.parked is not None:
+                    self.hooks.check()
                 if expired or error or self._is_reset:
                     raise self._fault(error, expired=expired)
                 if self._stopped is not None:

@@ -25,8 +25,8 @@ _MASK = (1 << 64) - 1
 class TimeFollower(Protocol):
     """Shows the time to guest code, which lets some pass on its own."""
 
-    def passed(self) -> int:
-        """Cycles that passed since it was asked, or told, for the last time."""
+    def go_on(self, tsc: int, cycles: int) -> int:
+        """The time: `tsc`, what guest code has let pass since, and so many cycles more; it is shown."""
 
     def show(self, cycles: int) -> None:
         """It is that late."""
@@ -80,7 +80,7 @@ class Pc:
     def tsc(self) -> int:
         """Cycles since it was switched on."""
         if self.follower is not None:
-            self._tsc += self.follower.passed()
+            self._tsc = self.follower.go_on(self._tsc, 0)
         return self._tsc
 
     @tsc.setter
@@ -92,11 +92,7 @@ class Pc:
     def pass_time(self, cycles: int) -> None:
         """So many more, behind those that guest code has let pass."""
         follower = self.follower
-        if follower is None:
-            self._tsc += cycles
-        else:
-            self._tsc += follower.passed() + cycles
-            follower.show(self._tsc)
+        self._tsc = self._tsc + cycles if follower is None else follower.go_on(self._tsc, cycles)
 
     def read_tsc(self) -> int:
         """rdtsc. The step varies: some code waits until it has seen two that differ."""

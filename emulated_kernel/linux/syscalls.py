@@ -6,6 +6,7 @@ import os
 import stat
 import struct
 from collections.abc import Iterator
+from functools import lru_cache
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.linux.init import BUFFER
@@ -53,6 +54,8 @@ _POLLFD = struct.Struct("<ihh")
 _OPEN_FLAGS = (
     os.O_ACCMODE | os.O_CREAT | os.O_EXCL | os.O_TRUNC | os.O_APPEND | os.O_NONBLOCK | os.O_DIRECTORY
 )
+_PATHS = 500
+"""That are kept as bytes."""
 _UTIME_OMIT = (1 << 30) - 2
 
 
@@ -63,6 +66,8 @@ class LinuxSyscalls:
         self._tasks = tasks
         self._call = tasks.call
         self._files = tasks.files
+        self.is_seekable = tasks.files.is_seekable
+        """Whether lseek(2) works on a descriptor."""
 
     def mount(self, source: str, directory: str) -> None:
         """A file system of that type, by init."""
@@ -118,7 +123,7 @@ class LinuxSyscalls:
         `closed`: one that the task closes first. `service`: of a file of the host's, as in write().
         """
         try:
-            self._path(task, path)
+            self._tasks.put(task, BUFFER, _c_string(path))
         except KernelError:
             if closed is not None:
                 self.close(task, closed)
@@ -183,10 +188,6 @@ class LinuxSyscalls:
         """fcntl(F_SETFL)."""
         self._call(task, _FCNTL, fd, _F_SETFL, flags)
 
-    def is_seekable(self, fd: int) -> bool:
-        """Whether lseek(2) works on it."""
-        return self._files.is_seekable(fd)
-
     def begin_read(
         self,
         task: LinuxTask,
@@ -232,7 +233,8 @@ class LinuxSyscalls:
 
     def lstat(self, path: str) -> Stat:
         """Attributes of a file; where its dentry doesn't tell, newfstatat(2), asked by init."""
-        self._tasks.machine.check_alive()
+        if self._tasks.machine.death:
+            self._tasks.machine.check_alive()
         found = self._files.lstat(path)
         if found is not None:
             return found
@@ -364,6 +366,7 @@ class LinuxSyscalls:
         self._tasks.put(task, BUFFER, _c_string(path))
 
 
+@lru_cache(_PATHS)
 def _c_string(path: str) -> bytes:
     """Cut where no path goes on: the kernel answers ENAMETOOLONG to what has no end within a page."""
     return (os.fsencode(path) + b"\0")[:4096]

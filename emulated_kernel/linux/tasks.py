@@ -258,7 +258,8 @@ class LinuxTasks(RunningLinux):
 
     def _run(self) -> LinuxTask | None:
         """Until a task is at the stub, or waits in its call; None where the CPU is idle."""
-        self._leave_call()
+        if self._in_call is not None:
+            self._leave_call()
         self.current = None
         machine = self.machine
         stopped = machine.run()
@@ -527,19 +528,18 @@ class LinuxTasks(RunningLinux):
             yield found[0] + first - page, first - va, last - first
 
     def _entry(self, task: LinuxTask, page: int) -> int:
-        """Its page table entry of a page; 0 where there is none."""
-        slot = task.entries.get(page)
+        """Its page table entry of a page; 0 where there is none. What has it is kept in `entries`."""
+        slot = self._memory.slot(task.root, page)
         if slot is None:
-            slot = self._memory.slot(task.root, page)
-            if slot is None:
-                return 0
-            task.entries[page] = slot
+            return 0
+        task.entries[page] = slot
         return self._memory.words[slot]
 
     def put(self, task: LinuxTask, va: int, data: bytes) -> None:
         """Write to its memory."""
         page = va & -PAGE
-        entry = self._entry(task, page)
+        slot = task.entries.get(page)
+        entry = self._memory.words[slot] if slot is not None else self._entry(task, page)
         if entry & _OWN == _OWN and va + len(data) <= page + PAGE:
             at = (entry & FRAME) + va - page
             self._ram[at : at + len(data)] = data
@@ -550,7 +550,8 @@ class LinuxTasks(RunningLinux):
     def get(self, task: LinuxTask, va: int, size: int) -> bytes:
         """Read its memory; what isn't there is zeros."""
         start = va & -PAGE
-        entry = self._entry(task, start)
+        slot = task.entries.get(start)
+        entry = self._memory.words[slot] if slot is not None else self._entry(task, start)
         if entry & PRESENT and va + size <= start + PAGE:
             at = (entry & FRAME) + va - start
             return self._ram[at : at + size]

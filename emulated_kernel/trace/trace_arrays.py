@@ -161,7 +161,8 @@ class TraceArrays:
 
     def call_ended(self) -> None:
         """Tell those who wait for records, if guest code may have made some."""
-        self.top.array.notify_of_guest()
+        if self.top.array.listeners:
+            self.top.array.notify_of_guest()
         for tracing in self._instances.values():
             tracing.array.notify_of_guest()
 

@@ -8,6 +8,7 @@ import select
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 from typing import Protocol
 
 from emulated_kernel.dataclass import dataclass
@@ -200,12 +201,12 @@ class HostProcesses:
         fd = self._comms.get(pid)
         try:
             if fd is not None:
-                return _read_comm(fd)
+                return _comm(os.pread(fd, 16, 0))
         except OSError:
             # It has ended; another one may have its number by now.
             os.close(self._comms.pop(pid))
         try:
-            return _read_comm(self._open_comm(pid))
+            return _comm(os.pread(self._open_comm(pid), 16, 0))
         except OSError:
             return None
 
@@ -279,8 +280,9 @@ def _open_pidfd(pid: int) -> int:
     return os.pidfd_open(int(leader))
 
 
-def _read_comm(fd: int) -> str:
-    return os.pread(fd, 16, 0).decode("utf-8", "surrogateescape").removesuffix("\n")
+@lru_cache(_OPEN_COMMS)
+def _comm(text: bytes) -> str:
+    return text.decode("utf-8", "surrogateescape").removesuffix("\n")
 
 
 class NoProcesses:

@@ -51,7 +51,8 @@ class TrapHooks:
         """Whose breakpoint handlers call functions of the guest: while there are any, all are put off."""
         self._put_off: Callable[[Regs], object] | None = None
         self.stopped_by: Trap | None = None
-        self._parked: BaseException | None = None
+        self.parked: BaseException | None = None
+        """What a callback has raised, until check() does."""
         engine.add_hook(HOOK_INTR, INTR_CALLBACK(self._make_interrupt_callback()))
         engine.add_hook(HOOK_INSN_INVALID, INSN_INVALID_CALLBACK(self._make_invalid_callback()))
 
@@ -77,7 +78,7 @@ class TrapHooks:
                 handler(self._regs)
         except BaseException as error:
             self._park(error)
-        return self.stopped_by is None and self._parked is None
+        return self.stopped_by is None and self.parked is None
 
     def stop(self, trap: Trap) -> None:
         """End the run with `trap`."""
@@ -90,12 +91,12 @@ class TrapHooks:
 
     def check(self) -> None:
         """Raise what a callback raised during the run."""
-        if self._parked is not None:
-            parked, self._parked = self._parked, None
+        if self.parked is not None:
+            parked, self.parked = self.parked, None
             raise parked
 
     def _park(self, error: BaseException) -> None:
-        self._parked = error
+        self.parked = error
         self.end_run()
 
     def _make_interrupt_callback(self) -> Callable[[int, int, int], None]:
