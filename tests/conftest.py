@@ -27,6 +27,9 @@ EVERYTHING = 1800
 LEEWAY = 30
 """Seconds more until a test that its time limit doesn't end ends its worker."""
 
+YOUNG = 20_000
+"""Objects for each collection of young garbage: many, since boots and tables of a kernel's functions stay."""
+
 # Who runs the suite has a terminal, a CI or a journal: what they say to programs is nothing that a test asks.
 _FROM_OUTSIDE = ("BUILD_NUMBER", "CI", "COLUMNS", "FORCE_COLOR", "LINES", "NOTIFY_SOCKET", "NO_COLOR", "TERM")
 for _variable in _FROM_OUTSIDE:
@@ -107,6 +110,7 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.freeze = gc.unfreeze = lambda: None
+    gc.set_threshold(YOUNG)
 
 
 def _sendable(value: object) -> object:
