@@ -6,10 +6,14 @@ import errno
 import fcntl
 import os
 import stat
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from select import POLLIN, poll
 from threading import Event
 from time import monotonic
-from typing import BinaryIO
+from typing import IO, BinaryIO
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.threads import start_thread
@@ -41,12 +45,22 @@ def open_regular(path: str | os.PathLike[str], flags: int = 0) -> BinaryIO:
 
 
 def identity(file: os.PathLike[str] | int) -> tuple[int, ...]:
-    """What tells a file from others, and from what it was: nobody can set back when it changed last.
-
-    Raises: OSError.
-    """
+    """What tells a file from others, and from what it was. Raises: OSError."""
     found = os.stat(file)
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def replace_file(target: Path, prefix: str, write: Callable[[IO[bytes]], None]) -> None:
+    """Have a file written beside, which appears under its name when all of it is there. Raises: OSError."""
+    with tempfile.NamedTemporaryFile(dir=target.parent, prefix=prefix, delete=False) as file:
+        try:
+            write(file)
+            file.flush()
+            os.rename(file.name, target)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(file.name)
+            raise
 
 
 def read_open(file: BinaryIO, limit: int) -> bytes:

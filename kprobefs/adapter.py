@@ -445,8 +445,8 @@ class _Operations:
         # The host's page cache has no owner of locks; whoever called read(2) has.
         read = self._mount.read if info.lock_owner else self._mount.read_page
         if flags & os.O_NONBLOCK != self._nonblocking.get(handle, 0):
-            self._nonblocking[handle] = flags & os.O_NONBLOCK
             self._mount.set_status_flags(handle, flags)
+            self._nonblocking[handle] = flags & os.O_NONBLOCK
         try:
             return read(client, handle, size, offset)
         except WouldBlock:

@@ -11,8 +11,7 @@ from emulated_kernel.linux.core_mount import CoreMount
 from emulated_kernel.linux.engine import KernelEngine
 from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault
 from emulated_kernel.vfs.core.node import Owner
-from kprobefs.failure import Exit, Failure
-from kprobefs.native import explained
+from kprobefs.failure import Exit, Failure, explained
 from kprobefs.options import MountOptions
 
 

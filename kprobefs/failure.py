@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import IntEnum
+
+from emulated_kernel.errors import KernelError
 
 
 class Exit(IntEnum):
@@ -63,3 +67,14 @@ def _escape(character: str) -> str:
     if "\udc80" <= character <= "\udcff":
         return f"\\x{ord(character) - 0xDC00:02x}"
     return character.encode("unicode_escape").decode("ascii")
+
+
+@contextmanager
+def explained(image: str) -> Iterator[None]:
+    """Raises: Failure, which names the image."""
+    try:
+        yield
+    except KernelError as error:
+        raise Failure(f"{image}: {error.strerror}", Exit.USAGE) from error
+    except OSError as error:
+        raise Failure(f"{error.filename or image}: {error.strerror or error}", Exit.USAGE) from error

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 
-from emulated_kernel.errors import KernelError
 from emulated_kernel.host.mirror.processes import HostProcesses
 from emulated_kernel.image.linux.module_files import ModuleFiles
 from emulated_kernel.linux.linux_mount import LinuxMount
 from emulated_kernel.linux.start import ensure_cached, file_of, started
 from emulated_kernel.vfs.core.node import Owner
-from kprobefs.failure import Exit, Failure
+from kprobefs.failure import explained
 from kprobefs.options import MountOptions
 from kprobefs.progress import Progress
 
@@ -43,14 +40,3 @@ def native_mount(options: MountOptions) -> LinuxMount:
         modules = ModuleFiles(file_of(image), tasks.release)
     owner = Owner(os.geteuid(), os.getegid())
     return LinuxMount(tasks, HostProcesses(), owner, modules, is_tracefs=options.layout == "tracefs")
-
-
-@contextmanager
-def explained(image: str) -> Iterator[None]:
-    """Raises: Failure, which names the image."""
-    try:
-        yield
-    except KernelError as error:
-        raise Failure(f"{image}: {error.strerror}", Exit.USAGE) from error
-    except OSError as error:
-        raise Failure(f"{error.filename or image}: {error.strerror or error}", Exit.USAGE) from error

@@ -11,7 +11,7 @@ from emulated_kernel.linux.engine import LinuxEngine
 from emulated_kernel.linux.engine_mount import EngineMount
 from emulated_kernel.linux.start import file_of, started_with_kernel
 from emulated_kernel.vfs.core.node import Owner
-from kprobefs.native import explained
+from kprobefs.failure import explained
 from kprobefs.options import MountOptions
 
 

@@ -40,11 +40,15 @@ _SYMBOLS = (
 _MEMBERS = (
     "inode.i_op", "inode.i_fop", "inode.i_count", "inode_operations.lookup",
     "file_operations.open", "file_operations.read", "file_operations.write", "file_operations.llseek",
-    "dentry.d_parent", "dentry.d_name", "qstr.hash_len", "qstr.name",
+    "file.f_mode", "dentry.d_parent", "dentry.d_name", "qstr.hash_len", "qstr.name",
 )  # fmt: skip
-_LOOKED_UP, _LOOKUP_ENDS, _OPEN, _OPENED, _READ, _COPY, _WRITE, _SLEEP, _WOKEN, _RETURN, _SIZE = (
-    0x09, 0x11, 0x20, 0x21, 0x30, 0x40, 0x50, 0x60, 0x65, 0x66, 0x70,
+_LOOKED_UP, _LOOKUP_ENDS, _OPEN, _IS_STREAM, _READ, _COPY, _WRITE, _SLEEP, _WOKEN, _RETURN, _OPENED, _SIZE = (
+    0x09, 0x11, 0x20, 0x21, 0x30, 0x40, 0x50, 0x60, 0x65, 0x66, 0x70, 0x80,
 )  # fmt: skip
+_STREAMS = ("trace_marker", "trace_marker_raw")
+"""Names of files without a position. Mirrors: kernel/trace/trace.c:tracing_mark_open (v6.1)"""
+_STREAM = 21
+"""The bit of FMODE_STREAM."""
 _DEEPEST = 64
 """Directories above a name; more of them are a circle."""
 _TOPS = {
@@ -115,7 +119,7 @@ class ControlCalls:
         part.task = task
         if task is not None and self._can_call(task):
             part.fd = self._called(
-                partial(self._opened, task, part, self._service(task, once, self._goes_on))
+                partial(self._opened, task, part, self._service(task, once, partial(self._goes_on, part)))
             )
 
     def _opened(self, task: LinuxTask, part: GuestPart, service: Service) -> int:
@@ -132,7 +136,7 @@ class ControlCalls:
             self._prepare()
             for part in parts:
                 if part.fd is None and self._is_ready:
-                    service = self._service(init, Once(lambda: None), self._goes_on)
+                    service = self._service(init, Once(lambda: None), partial(self._goes_on, part))
                     part.fd = self._opened(init, replace(part, flags=part.flags & ~os.O_TRUNC), service)
             if standing is not None:
                 self._tasks.bring(standing)
@@ -241,11 +245,12 @@ class ControlCalls:
 
         return serve
 
-    def _goes_on(self, task: LinuxTask, _result: object) -> None:
-        """A file is open: the kernel is told that it has no position."""
+    def _goes_on(self, part: GuestPart, task: LinuxTask, _result: object) -> None:
+        """A file is open."""
         regs = self._machine.regs
         regs.di, regs.si = self._arguments.pop(task.address)
-        regs.ip = self._code + _OPENED
+        is_stream = part.path.rpartition("/")[2] in _STREAMS
+        regs.ip = self._code + (_IS_STREAM if is_stream else _OPENED)
 
     def _gets(self, task: LinuxTask, data: bytes) -> None:
         """Data go to the task's buffer, as from any file."""
@@ -333,7 +338,7 @@ class ControlCalls:
             raise unusable(f"its symbols lack {min(set(_SYMBOLS) - symbols.keys())}")
         self._offsets = {path: kernel.btf.offset(path) for path in _MEMBERS}
         code = self._code = machine.text.alloc_text(_SIZE)
-        machine.text.poke(code, _stubs(code, symbols))
+        machine.text.poke(code, _stubs(code, symbols, self._offsets["file.f_mode"]))
         for at, handler in (
             (_LOOKED_UP, self._looks_up),
             (_OPEN, self._arrives),
@@ -379,8 +384,11 @@ class ControlCalls:
         return inode
 
 
-def _stubs(start: int, symbols: dict[str, int]) -> bytes:
-    """Functions of directories and files, as the kernel calls them: `open`, `read` and `write` only break."""
+def _stubs(start: int, symbols: dict[str, int], mode: int) -> bytes:
+    """Functions of directories and files, as the kernel calls them: `open`, `read` and `write` only break.
+
+    `mode`: where a file's is. Of a file that has a position too no lock is taken: it stays where it is.
+    """
 
     def relative(opcode: bytes, at: int, symbol: str) -> bytes:
         return opcode + struct.pack("<i", symbols[symbol] - (start + at + 5))
@@ -391,7 +399,9 @@ def _stubs(start: int, symbols: dict[str, int]) -> bytes:
         (4, relative(_CALL, 4, "simple_lookup")),
         (_LOOKED_UP + 1, relative(_CALL, _LOOKED_UP + 1, "d_instantiate")),
         (_LOOKUP_ENDS - 2, b"\x31\xc0\x5b\xc3"),  # xor eax, eax; pop rbx; ret
-        (_OPENED, relative(_JUMP, _OPENED, "stream_open")),
+        (_IS_STREAM, relative(_JUMP, _IS_STREAM, "stream_open")),
+        (_OPENED, b"\x56" + relative(_CALL, _OPENED + 1, "stream_open")),  # push rsi
+        (_OPENED + 6, b"\x5e\x0f\xba\xb6" + struct.pack("<IB", mode, _STREAM) + b"\xc3"),  # pop rsi; btr; ret
         (_COPY, b"\x52" + relative(_CALL, _COPY + 1, "_copy_to_user")),  # push rdx
         (_COPY + 6, bytes.fromhex("594829c14889c8c3")),  # pop rcx; sub rcx, rax; mov rax, rcx; ret
         (_SLEEP, relative(_CALL, _SLEEP, "schedule")),

@@ -36,6 +36,8 @@ class ControlFiles:
         """The guest's, by handle."""
         self._opened_files: dict[int, OpenFile | str] = {}
         """By handle; of a directory its path."""
+        self._entries: dict[int, list[DirEntry]] = {}
+        """Of open directories, from when they were read from their beginning."""
         self._numbers = count(FIRST_HANDLE)
 
     def _file(self, handle: int) -> OpenFile:
@@ -80,7 +82,14 @@ class ControlFiles:
 
     def getdents(self, client: Client, handle: int, start: int) -> list[DirEntry]:
         """The entries of an open directory from number `start` on."""
-        return self.readdir(self.directory(handle), client)[start:]
+        return self.listed(handle, start, lambda path: self.readdir(path, client))
+
+    def listed(self, handle: int, start: int, read: Callable[[str], list[DirEntry]]) -> list[DirEntry]:
+        """From number `start` on; 0 makes a snapshot of what `read` finds in that directory."""
+        path = self.directory(handle)
+        if start == 0 or handle not in self._entries:
+            self._entries[handle] = read(path)
+        return self._entries[handle][start:]
 
     def directory(self, handle: int) -> str:
         """The path of an open directory."""
@@ -179,6 +188,7 @@ class ControlFiles:
         """The last descriptor was closed."""
         with self.lock:
             opened = self._opened_files.pop(handle, None)
+            self._entries.pop(handle, None)
             if isinstance(opened, OpenFile):
                 self._files.release(opened)
             part = self._parts.pop(handle, None)

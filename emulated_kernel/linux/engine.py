@@ -91,6 +91,7 @@ class KernelEngine:
         """Who waits for records is told, if there are some."""
         guest.on_fork.append(tracing.arrays.forked)
         guest.on_free.append(self._freed)
+        guest.on_name.append(tracing.guest_records.renamed)
 
     def _caller(self) -> Callable[[int], int] | None:
         """What calls a function of the kernel's that may sleep, by its address; None where none may."""

@@ -158,7 +158,7 @@ class EngineMount(LinuxMount):
     def getdents(self, client: Client, handle: int, start: int) -> list[DirEntry]:
         if handle < FIRST_HANDLE:
             return super().getdents(client, handle, start)
-        return self.readdir(self._files.directory(handle))[start:]
+        return self._files.listed(handle, start, self.readdir)
 
     def readdir(self, path: str) -> list[DirEntry]:
         if self._is_guests(path):

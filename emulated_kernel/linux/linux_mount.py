@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from dataclasses import field
 from functools import lru_cache, partial
 from itertools import count
 
@@ -60,6 +61,8 @@ class OpenLinuxFile:
     text: bytes = b""
     is_nonblocking: bool = False
     """As the client has it."""
+    entries: list[DirEntry] = field(default_factory=list)
+    """Of a directory, from when it was read from its beginning."""
 
 
 class _Guest:
@@ -172,10 +175,10 @@ class LinuxMount:
         `opens`: its first call closes what is `_closing` then, the one file that this task has closed.
         """
         released = self._released
-        if opens and len(released) == 1:
+        if opens and len(released) == 1 and self._closing is None:
             # From here on others may add to them.
             self._closing = released.popleft()
-        elif released:
+        elif released or self._closing is not None:
             self._close_released()
         task = self._clients.task_of(client)
         closing = self._closing
@@ -269,8 +272,11 @@ class LinuxMount:
         return self._add(OpenLinuxFile(path, -1))
 
     def getdents(self, _client: Client, handle: int, start: int) -> list[DirEntry]:
-        """The entries of an open directory from number `start` on."""
-        return self.readdir(self._opened(handle).path)[start:]
+        """The entries of an open directory from number `start` on; 0 makes a snapshot of all of them."""
+        directory = self._opened(handle)
+        if start == 0 or not directory.entries:
+            directory.entries = self.readdir(directory.path)
+        return directory.entries[start:]
 
     def chdir(self, client: Client, path: str) -> None:
         """The host has found that the client may; there is nothing to do in the guest."""

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
+import re
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
-from emulated_kernel.regular import identity, open_regular
+from emulated_kernel.regular import identity, open_regular, replace_file
 
 SUFFIX = ".read"
+MAKING = ".reading-"
 _LIMIT = 32
 """Notes that are kept; what wasn't used for the longest goes first."""
 _LONGEST = 256
@@ -28,13 +29,16 @@ class Reading(NamedTuple):
     is_settled: bool
 
 
-def about_to_read(directory: Path, file: int) -> Reading:
-    """`directory`: where notes are. Raises: OSError of the file."""
-    note = _note(directory, file)
-    told = None
+def about_to_read(directory: Path, file: int, form: str) -> Reading:
+    """`directory`: where notes are; `form`: a regular expression for what is to be found.
+
+    Raises: OSError of the file.
+    """
+    note, told = _note(directory, file), None
     with suppress(OSError, ValueError), open_regular(note) as found:
-        if is_own(found.fileno()):
-            told = found.read(_LONGEST).decode("ascii")
+        text = found.read(_LONGEST).decode("ascii")
+        if is_own(found.fileno()) and re.fullmatch(form, text):
+            told = text
             os.utime(note)
     return Reading(note, told, time.time() - os.fstat(file).st_ctime > _SETTLED)
 
@@ -44,10 +48,12 @@ def remember(reading: Reading, text: str) -> None:
     directory = reading.note.parent
     if not reading.is_settled or not directory.is_dir():
         return
+
+    def write(file: IO[bytes]) -> None:
+        file.write(text.encode("ascii"))
+
     with suppress(OSError):
-        with tempfile.NamedTemporaryFile(dir=directory, prefix=".reading-", delete=False) as made:
-            made.write(text.encode("ascii"))
-        os.rename(made.name, reading.note)
+        replace_file(reading.note, MAKING, write)
         for _, old in sorted((-note.stat().st_mtime, note) for note in notes(directory))[_LIMIT:]:
             old.unlink()
 
@@ -60,7 +66,10 @@ def last_read(directory: Path, file: int) -> float:
 
 
 def _note(directory: Path, file: int) -> Path:
-    return directory / f"{hashlib.sha256(repr(identity(file)).encode()).hexdigest()[:32]}{SUFFIX}"
+    # Writing sets the time of the last change, which nobody sets back. Deviates: it doesn't where a mapping
+    # has changed the same page before.
+    facts = *identity(file), os.fstat(file).st_ctime_ns
+    return directory / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:32]}{SUFFIX}"
 
 
 def notes(directory: Path) -> list[Path]:

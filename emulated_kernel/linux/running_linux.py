@@ -24,6 +24,8 @@ class RunningLinux(ABC):
     """Told the pids of parent and child, whoever forks."""
     on_free: list[Callable[[int, int], None]]
     """Told the address and the pid of a task that has ended, in front of when the kernel forgets it."""
+    on_name: list[Callable[[int, str], None]]
+    """Told the pid and the new name of a task."""
 
     @abstractmethod
     def idle(self, microseconds: int) -> None:

@@ -10,7 +10,6 @@ import json
 import mmap
 import os
 import struct
-import tempfile
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -26,10 +25,18 @@ from emulated_kernel.linux.exception_cells import STATE_SIZE
 from emulated_kernel.linux.facts import KernelFacts
 from emulated_kernel.linux.init import initramfs
 from emulated_kernel.linux.machine import LinuxMachine
-from emulated_kernel.linux.read_files import Reading, about_to_read, is_own, last_read, notes, remember
+from emulated_kernel.linux.read_files import (
+    MAKING,
+    Reading,
+    about_to_read,
+    is_own,
+    last_read,
+    notes,
+    remember,
+)
 from emulated_kernel.machine.engine import library_release
 from emulated_kernel.machine.traps.trap import HardwareError
-from emulated_kernel.regular import identity, open_regular
+from emulated_kernel.regular import identity, open_regular, replace_file
 
 _MAGIC = b"kprobefs booted kernel 10\n"
 HEADER = 256 << 10
@@ -42,6 +49,9 @@ LIMIT = 600 << 20
 _SUFFIX = ".booted"
 _WHOLE = "whole"
 """What is remembered of a snapshot whose checksums were right."""
+_HASH = "[0-9a-f]{64}"
+"""Of a kernel's file."""
+_MAKING = ".booting-"
 BUDGET = 20.0
 """Seconds that one run may take."""
 
@@ -88,7 +98,7 @@ def place(source: Path, seed: int) -> Path:
 def _digest(source: Path, *_unchanged: int) -> tuple[Reading, str]:
     """Of a whole file: the command looks for the snapshot, then the daemon that it becomes."""
     with open(source, "rb") as file:
-        reading = about_to_read(directory(), file.fileno())
+        reading = about_to_read(directory(), file.fileno(), _HASH)
         return reading, reading.told or hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -140,16 +150,13 @@ def keep(target: Path, write: Callable[[IO[bytes]], None]) -> None:
     """Have a file written, which appears under its name when all of it is there. Raises: OSError."""
     made = [place for place in target.parents if not place.exists()]
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with tempfile.NamedTemporaryFile(dir=target.parent, prefix=".booting-", delete=False) as file:
-        try:
-            write(file)
-            os.rename(file.name, target)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(file.name)
-                for place in made:
-                    place.rmdir()
-            raise
+    try:
+        replace_file(target, _MAKING, write)
+    except BaseException:
+        with suppress(OSError):
+            for place in made:
+                place.rmdir()
+        raise
     _prune(target)
 
 
@@ -253,9 +260,11 @@ def _read(source: Path, file: int, *, with_parts: bool) -> Kept | None:
     if not is_own(file):
         # A CPU state of somebody's making may do anything here.
         return None
-    reading = about_to_read(source.parent, file)
-    found = read(file, with_parts=with_parts, is_checked=reading.told != _WHOLE)
-    if found is not None and reading.told != _WHOLE:
+    reading = about_to_read(source.parent, file, _WHOLE)
+    found = read(file, with_parts=with_parts, is_checked=reading.told is None)
+    if found is not None and reading.told is None:
+        # Where the power fails, what was written may be gone and the note be there.
+        os.fdatasync(file)
         remember(reading, _WHOLE)
     return found
 
@@ -351,9 +360,9 @@ def cached() -> list[CachedKernel]:
 def clear() -> int:
     """Remove all snapshots, and what an interrupted boot left; how many they were. Raises: OSError."""
     removed = 0
-    for note in notes(directory()):
+    for note in (*notes(directory()), *directory().glob(f"{MAKING}*")):
         note.unlink(missing_ok=True)
-    for path in (*directory().glob(f"*{_SUFFIX}"), *directory().glob(".booting-*")):
+    for path in (*directory().glob(f"*{_SUFFIX}"), *directory().glob(f"{_MAKING}*")):
         path.unlink(missing_ok=True)
         removed += 1
     return removed

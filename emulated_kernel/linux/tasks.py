@@ -136,7 +136,7 @@ class LinuxTasks(RunningLinux):
         self.init = self._adopt(self.running())
         self.files = KernelFiles(machine, facts, self.init.address)
         self.root = self.init.root
-        self.on_fork, self.on_free = [], []
+        self.on_fork, self.on_free, self.on_name = [], [], []
         self.host_room = len(self._ram) - HOST_SIZE + PAGE + _TAKEN, _HOST_DATA + _TAKEN
         """Physical and virtual address of most of a page that the host has in the kernel."""
         self.current: LinuxTask | None = self.init
@@ -222,6 +222,8 @@ class LinuxTasks(RunningLinux):
         task.comm = comm
         at = self._physical(task.address + self.facts.offsets["task_struct.comm"])
         self._ram[at : at + 16] = comm.encode("utf-8", "surrogateescape")[:15].ljust(16, b"\0")
+        for tell in self.on_name:
+            tell(task.pid, comm)
 
     def own(self, task: LinuxTask, uid: int, gid: int) -> None:
         """Its credentials, which a fork has for itself; without root's capabilities for anybody else."""

@@ -28,9 +28,12 @@ p:reads vfs_read
 r:read ksys_read ret=$retval:s64
 p:writes vfs_write data=+0(%si):ustring
 r:written ksys_write ret=$retval:s64
+r:wrote vfs_write ret=$retval:s64
+r:got vfs_read ret=$retval:s64
 p:closed filp_close
 """
-RECORD = re.compile(r"-(\d+) +\[000\].*?: (\w+): \(.*?\) ?(.*)")
+RETURNS = "wrote", "got"
+RECORD = re.compile(r"-(\d+) +\[000\].*?: (\w+): \((.*?)\) ?(.*)")
 
 
 def ours_mount(*, is_tracefs: bool = False) -> EngineMount:
@@ -70,14 +73,14 @@ def session(files: Files) -> None:
 
 
 def recorded(mount: LinuxMount, pid: int) -> list[tuple[str, str]]:
-    """Records of a process, without the numbers of descriptors."""
+    """Records of a process, without the numbers of descriptors; of some with where they return to."""
     Files(mount, SHELL).write("/tracing/tracing_on", "0")
     text = Files(mount, SHELL).read("/tracing/trace")
     found = [match.groups() for match in map(RECORD.search, text.splitlines()) if match]
     return [
-        (event, shown if event != "fd" or "=-" in shown else "")
-        for who, event, shown in found
-        if int(who) == pid
+        (event, " ".join((place.partition(" <- ")[0], shown)) if event in RETURNS else shown)
+        for who, event, place, shown in found
+        if int(who) == pid and (event != "fd" or "=-" in shown)
     ]
 
 
@@ -94,6 +97,22 @@ def test_calls_are_those_of_the_kernels_own_files(ours: EngineMount) -> None:
     assert ("written", f"ret={-errno.EINVAL}") in own
     assert ("writes", 'data="mark"') in own
     assert own == native
+
+
+def test_records_in_front_of_an_exec_have_the_new_name(ours: EngineMount) -> None:
+    """As on Linux, which saves it when the task is switched from; later ones change no records of before."""
+    shell = watched(ours, "p:reads vfs_read\n")
+    Files(ours, OTHER).read("/tracing/current_tracer")
+    with ours.lock:
+        task = ours._clients.task_of(OTHER)
+        ours._tasks.name(task, "executed")
+    shell.read("/tracing/tracing_on")
+    with ours.lock:
+        ours._tasks.name(task, "later")
+    shell.write("/tracing/tracing_on", "0")
+    lines = shell.read("/tracing/trace").splitlines()
+    assert {line.split("-")[0].strip() for line in lines if f"-{OTHER.pid}" in line} == {"executed"}
+    assert f"{OTHER.pid} executed\n" in shell.read("/tracing/saved_cmdlines")
 
 
 def test_who_arms_the_first_probe_closes_its_file(ours: EngineMount) -> None:
@@ -244,5 +263,6 @@ def test_a_kernel_that_lacks_a_function_goes_without(monkeypatch: pytest.MonkeyP
         lambda name: None if name == "stream_open" else lookup(name),
     )  # fmt: skip
     shell = watched(mount)
-    assert [line.split()[1] for line in shell.read("/kprobe_profile").splitlines()] == ["0"] * 7
+    counts = [line.split()[1] for line in shell.read("/kprobe_profile").splitlines()]
+    assert counts == ["0"] * DEFINITIONS.count("\n")
     mount.close()

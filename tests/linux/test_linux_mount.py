@@ -142,6 +142,26 @@ def test_who_waits_in_vain_can_be_interrupted(shell: Files) -> None:
     assert refused.value.errno == errno.EAGAIN
 
 
+def test_nothing_is_left_out_of_a_directory_that_loses_what_was_seen(shell: Files) -> None:
+    """Whoever lists it in parts and removes each sees all that there was."""
+    mount = shell.mount
+    mount.mkdir(SHELL, "/scratch/many", 0o755)
+    names = {f"file{number}" for number in range(9)}
+    for name in names:
+        mount.release(mount.create(SHELL, f"/scratch/many/{name}", 0o644, os.O_WRONLY))
+    handle, seen = mount.opendir(SHELL, "/scratch/many"), 0
+    while entries := mount.getdents(SHELL, handle, seen)[:3]:
+        seen += len(entries)
+        for entry in entries:
+            if entry.name in names:
+                names.remove(entry.name)
+                mount.unlink(SHELL, f"/scratch/many/{entry.name}")
+    assert not names
+    assert {entry.name for entry in mount.getdents(SHELL, handle, 0)} == {".", ".."}
+    mount.release(handle)
+    mount.rmdir(SHELL, "/scratch/many")
+
+
 def test_instances_and_directories(shell: Files) -> None:
     mount = shell.mount
     mount.mkdir(SHELL, "/tracing/instances/mine", 0o755)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import hashlib
 import json
 import mmap
@@ -214,8 +215,9 @@ def test_what_was_found_whole_is_not_read_again(saved: Path, monkeypatch: pytest
     assert not list(saved.parent.iterdir())
 
 
-def test_what_has_just_been_written_is_read_again(saved: Path) -> None:
+def test_what_has_just_been_written_is_read_again(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another change may leave it with the same times."""
+    monkeypatch.setattr(read_files, "_SETTLED", 3600.0)
     for _ in range(2):
         found = snapshot.load(saved)
         assert found is not None
@@ -228,15 +230,26 @@ def test_only_some_notes_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for number in range(read_files._LIMIT + 3):
         (tmp_path / f"{number}").write_text(str(number), encoding="ascii")
         with open(tmp_path / f"{number}", "rb") as file:
-            reading = read_files.about_to_read(tmp_path, file.fileno())
+            reading = read_files.about_to_read(tmp_path, file.fileno(), "[0-9]+")
             assert reading.told is None
             read_files.remember(reading, str(number))
             os.utime(reading.note, (number, number))
-            assert read_files.about_to_read(tmp_path, file.fileno()).told == str(number)
+            assert read_files.about_to_read(tmp_path, file.fileno(), "[0-9]+").told == str(number)
+            assert read_files.about_to_read(tmp_path, file.fileno(), "[a-f]+").told is None
             os.utime(reading.note, (number, number))
     assert len(read_files.notes(tmp_path)) == read_files._LIMIT
     with open(tmp_path / "0", "rb") as file:
-        assert read_files.about_to_read(tmp_path, file.fileno()).told is None
+        assert read_files.about_to_read(tmp_path, file.fileno(), "[0-9]+").told is None
+    assert not list(tmp_path.glob(f"{read_files.MAKING}*"))
+
+
+def test_a_note_that_can_not_be_written_leaves_nothing(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_files, "_SETTLED", -1.0)
+    monkeypatch.setattr(os, "rename", Mock(side_effect=OSError(errno.ENOSPC, "")))
+    found = snapshot.load(saved)
+    assert found is not None
+    found.machine.close()
+    assert [path.name for path in saved.parent.iterdir()] == ["kernel.booted"]
 
 
 @pytest.mark.parametrize("key", ["facts", "cells", "pc", "cpu", "ram", "checksum", "parts", "end"])

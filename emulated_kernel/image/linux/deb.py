@@ -53,7 +53,7 @@ class PackageTar:
                 break
         else:
             raise unusable("a package without data.tar")
-        self._blocks, self._end = xz_blocks(package, self._start, self._end) or ([(0, 0)], self._end)
+        self._blocks, self._index = xz_blocks(package, self._start, self._end) or ([(0, 0)], self._end)
         self._tar: Readable | None = None
         self._at = 0
 
@@ -69,9 +69,10 @@ class PackageTar:
         _skip(self, offset - self._at)
 
     def _open(self, packed: int) -> Readable:
-        # A stream's header says how its blocks are checked: each can follow it.
-        front = _Part(self._package, self._start, self._start + XZ_HEADER).read(XZ_HEADER) if packed else b""
-        part = _Part(self._package, self._start + packed, self._end, front)
+        part = _Part(self._package, self._start, self._end)
+        if packed:
+            # A header says how the blocks of a stream are checked: each can follow it, but for the index.
+            part = _Part(self._package, self._start + packed, self._index, part.read(XZ_HEADER))
         return io.BufferedReader(Pieces(unpack(part, _UNPACKED_LIMIT)), PIECE) if self._is_packed else part
 
     def read(self, size: int) -> bytes:

@@ -19,7 +19,7 @@ from emulated_kernel.regular import PATIENCE, ForeignFiles, identity, open_regul
 _LIMIT = 64 << 20
 """Bytes of a module, unpacked."""
 _KEPT = 8 << 20
-"""Bytes of modules that are remembered, unpacked."""
+"""Bytes of modules that are remembered, as they lie in the package."""
 _MOST = 1 << 16
 """Modules of a package."""
 _ELF = b"\x7fELF"
@@ -117,7 +117,8 @@ class _Package:
     def _keep(self, found: dict[str, bytes]) -> None:
         for name, data in found.items():
             self._kept.pop(name, None)
-            self._kept[name] = data
+            if len(data) <= _KEPT:
+                self._kept[name] = data
         left = _KEPT
         for name, data in reversed(list(self._kept.items())):
             left -= len(data)

@@ -10,6 +10,8 @@ XZ_HEADER = 12
 _MAGIC, _END = b"\xfd7zXZ\0", b"YZ"
 _INDEX_LIMIT = 1 << 16
 """Bytes; a package of a gigabyte has some hundred."""
+_MOST_BITS = 56
+"""In front of a number's last byte."""
 
 
 def xz_blocks(file: BinaryIO, start: int, end: int) -> tuple[list[tuple[int, int]], int] | None:
@@ -54,7 +56,7 @@ def _blocks(index: bytes) -> tuple[list[tuple[int, int]], int]:
 def _number(data: bytes, at: int) -> tuple[int, int]:
     """Of seven bits a byte, the lowest first; and where the next one is."""
     value = shift = 0
-    while data[at] & 0x80:
+    while data[at] & 0x80 and shift < _MOST_BITS:
         value |= (data[at] & 0x7F) << shift
         shift, at = shift + 7, at + 1
     return value | data[at] << shift, at + 1

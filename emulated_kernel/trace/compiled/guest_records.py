@@ -102,6 +102,11 @@ class GuestRecords:
         for cell in self._last_pids:
             cell[0] = _NO_PID
 
+    def renamed(self, pid: int, comm: str) -> None:
+        """Linux saves the name when the task is switched from: what has made a record has the new one."""
+        if any(cell[0] == pid for cell in self._last_pids):
+            self._cmdlines.save(pid, comm)
+
     def _save_comm(self) -> bool:
         pid = self.tasks.pid()
         self._cmdlines.save(pid, self.tasks.comm().decode("utf-8", "surrogateescape"))

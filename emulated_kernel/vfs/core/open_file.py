@@ -157,8 +157,9 @@ class OpenFile:
         self.flags = self.flags & ~os.O_NONBLOCK | flags & os.O_NONBLOCK
 
     def goes_on_from(self, other: OpenFile) -> None:
-        """Be where `other` is, which the same client has open under the same name."""
+        """Be where and as `other` is, which the same client has open under the same name."""
         self._cursor = other._cursor
+        self.set_status_flags(other.flags)
 
     def poll(self, notify: Callable[[], None] | None = None) -> int:
         """Readiness as poll(2)'s mask; `notify` is called once when a file that wasn't ready becomes so."""
