@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import field
 from enum import Enum, auto
 from time import perf_counter_ns
@@ -44,7 +45,7 @@ class KprobeCtlblk:
         """Whether any CPU handles a hit."""
         return self.running is not None or any(state[0] is not None for state in self._others.values())
 
-    def set_current(self, kprobe: Kprobe, by_breakpoint: bool, status: HitStatus = HitStatus.ACTIVE) -> None:
+    def set_current(self, kprobe: Kprobe, by_breakpoint: bool, status: HitStatus) -> None:
         """A hit begins. Mirrors: set_current_kprobe (v6.1)."""
         kprobe.cost.started = perf_counter_ns()
         self.running = kprobe
@@ -55,10 +56,9 @@ class KprobeCtlblk:
         """The probe's hit is over, if it hasn't been abandoned. Mirrors: reset_current_kprobe (v6.1)."""
         self.running = None
         cost = kprobe.cost
-        latest = cost.latest
-        latest.append(perf_counter_ns() - cost.started)
-        if len(latest) > COSTS_KEPT:
-            del latest[0]
+        if cost.latest is None:
+            cost.latest = deque(maxlen=COSTS_KEPT)
+        cost.latest.append(perf_counter_ns() - cost.started)
 
     def save_previous(self, kprobe: Kprobe) -> None:
         """A probe is hit within the handling of another hit. Mirrors: save_previous_kprobe (v6.1)."""

@@ -183,18 +183,17 @@ class FtraceSites:
         if kprobe is None:
             older(site, frame)
         else:
-            self._hits.on_call(kprobe, site + self._arch.call_size, frame, partial(older, site, frame))
+            self._hits.on_call_of_several(kprobe, frame, partial(older, site, frame))
 
     def _first_by_call(self, kprobe: Kprobe, site: int, frame: Any) -> None:
         """The first hit since the handlers have changed; they become guest code, if they can be."""
-        behind = site + self._arch.call_size
         if not kprobe.may_compile or kprobe.is_disabled:
-            self._calls[site] = self._hit_probe
-            self._hits.on_call(kprobe, behind, frame)
+            self._calls[site] = taken = self._hits.by_call(kprobe)
+            taken(site, frame)
             return
         route = self._calls[site]
         if (
-            self._hits.on_call(kprobe, behind, frame)
+            self._hits.by_call(kprobe)(site, frame)
             and self._calls.get(site) is route
             and kprobe.compiled is None
             and self._split_jumps.may_patch()

@@ -33,7 +33,12 @@ from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault, Trap, TrapKind
 
 _OPTIMIZED = KprobeFlag.OPTIMIZED.value
-_REENTER = HitStatus.REENTER
+_ACTIVE, _REENTER, _SINGLE_STEP, _STEP_DONE = (
+    HitStatus.ACTIVE,
+    HitStatus.REENTER,
+    HitStatus.SINGLE_STEP,
+    HitStatus.STEP_DONE,
+)
 """An enumeration finds its members slowly."""
 
 
@@ -65,39 +70,57 @@ class HitHandling:
         machine.in_handler.append(compiler.contains)
 
     def _begin(
-        self, kprobe: Kprobe, regs: Regs, handle: Callable[[Regs], object], *, by_breakpoint: bool
+        self, kprobe: Kprobe, regs: Regs, handle: Callable[[Kprobe, Regs], object], by_breakpoint: bool
     ) -> bool:
-        """The CPU is the probe's; `handle` calls handlers in Python, and ends the hit. False: missed."""
+        """The CPU is the probe's; `handle` calls handlers in Python, and ends the hit. False: missed.
+
+        `regs`: what the handlers get: the live registers, or those that guest code has saved.
+        """
         ctlblk = self.ctlblk
         if ctlblk.running is not None:
             kprobe.miss()
             return False
-        ctlblk.set_current(kprobe, by_breakpoint)
-        if not kprobe.has_assembly or not self._run_aside(kprobe, regs, handle, in_frame=not by_breakpoint):
-            handle(regs)
+        ctlblk.set_current(kprobe, by_breakpoint, _ACTIVE)
+        if not kprobe.has_assembly or not self._run_aside(
+            kprobe, regs, handle, Moment.HIT, in_frame=not by_breakpoint
+        ):
+            handle(kprobe, regs)
         return True
 
     def _run_aside(
         self,
         kprobe: Kprobe,
         regs: Regs,
-        then: Callable[[Regs], object],
-        moment: Moment = Moment.HIT,
+        handle: Callable[[Kprobe, Regs], object],
+        moment: Moment,
         *,
         in_frame: bool = False,
     ) -> bool:
         """Let the guest run the probe's assembly, and go on with Python behind it; False: no room."""
-        if self._machine.in_clock_loop(kprobe.address):
-            then = self._machine.clock.holding(then)
-        return self.asides.run((kprobe,), moment, regs, then, in_frame=in_frame)
+
+        machine = self._machine
+
+        def go_on(_live: Regs) -> None:
+            handle(kprobe, regs)
+
+        then = machine.clock.holding(go_on) if machine.in_clock_loop(kprobe.address) else go_on
+        return self.asides.run((kprobe,), moment, machine.regs, then, in_frame=in_frame)
 
     # By a breakpoint
 
-    def on_breakpoint(self, kprobe: Kprobe, regs: Regs) -> None:
-        """Mirrors: arch/x86/kernel/kprobes/core.c:kprobe_int3_handler (v6.1)."""
-        if not self._begin(kprobe, regs, partial(self._call_pre_handler, kprobe), by_breakpoint=True):
-            assert kprobe.insn is not None
-            self.singlestep(kprobe, kprobe.insn, regs, reentered=True)
+    def by_breakpoint(self, kprobe: Kprobe) -> Callable[[Regs], None]:
+        """What takes the probe's hits by a breakpoint: made once, for a hit makes nothing.
+
+        Mirrors: arch/x86/kernel/kprobes/core.c:kprobe_int3_handler (v6.1).
+        """
+        begin, handle, singlestep = self._begin, self._call_pre_handler, self.singlestep
+
+        def hit(regs: Regs) -> None:
+            if not begin(kprobe, regs, handle, True):
+                assert kprobe.insn is not None
+                singlestep(kprobe, kprobe.insn, regs, True)
+
+        return hit
 
     def _call_pre_handler(self, kprobe: Kprobe, regs: Regs) -> None:
         insn, pre_handler = kprobe.insn, kprobe.pre_handler
@@ -113,16 +136,17 @@ class HitHandling:
                     return
             except BaseException as error:
                 self.failures.report(kprobe, error)
-        self.singlestep(kprobe, insn, regs)
+        self.singlestep(kprobe, insn, regs, False)
 
-    def singlestep(self, kprobe: Kprobe, insn: OutOfLine, regs: Regs, *, reentered: bool = False) -> None:
+    def singlestep(self, kprobe: Kprobe, insn: OutOfLine, regs: Regs, reentered: bool) -> None:
         """Run the probed instruction.
 
         Mirrors: arch/x86/kernel/kprobes/core.c:setup_singlestep, reenter_kprobe (v6.1).
         """
         ctlblk = self.ctlblk
         copy: int | None = insn.slot if insn.boosted else None
-        if isinstance(kprobe, AggregatorProbe) and kprobe.flags._value_ & _OPTIMIZED:
+        if kprobe.flags._value_ & _OPTIMIZED:
+            assert isinstance(kprobe, AggregatorProbe)
             assert kprobe.detour is not None
             copy = kprobe.detour.copied
         if copy is not None:
@@ -135,7 +159,7 @@ class HitHandling:
             ctlblk.save_previous(kprobe)
         if insn.slot is not None:
             if not reentered:
-                ctlblk.status = HitStatus.SINGLE_STEP
+                ctlblk.status = _SINGLE_STEP
             regs.ip = insn.slot
             if insn.lead:
                 regs.step(True)
@@ -183,7 +207,7 @@ class HitHandling:
         assert insn is not None
         if not insn.prepared.boostable or kprobe.has_python_post_handler:
             # No jump leads from there to where the guest goes on, or not always to the same place.
-            return self._run_aside(kprobe, regs, partial(self._call_post_handler, kprobe), Moment.BEHIND)
+            return self._run_aside(kprobe, regs, self._call_post_handler, Moment.BEHIND)
         code = self._compiler.behind(kprobe, partial(kprobe.emit_assembly, moment=Moment.BEHIND), regs.ip)
         if code is None:
             kprobe.miss_assembly(Moment.BEHIND)
@@ -194,7 +218,7 @@ class HitHandling:
 
     def _call_post_handler(self, kprobe: Kprobe, regs: Regs) -> None:
         if kprobe.post_handler is not None:
-            self.ctlblk.status = HitStatus.STEP_DONE
+            self.ctlblk.status = _STEP_DONE
             self._run_post_handler(kprobe, regs)
         self.ctlblk.reset_current(kprobe)
 
@@ -214,62 +238,72 @@ class HitHandling:
             raise HardwareError(f"a breakpoint at {regs.ip - 1:#x} that ends no handler")
         if kprobe.run_break_handler(regs):
             assert kprobe.insn is not None
-            self.singlestep(kprobe, kprobe.insn, regs)
+            self.singlestep(kprobe, kprobe.insn, regs, False)
 
     # By a jump
 
-    def on_detour(self, kprobe: AggregatorProbe, regs: Regs) -> bool:
-        """In the detour buffer, which restores what the handlers change, but for ip and sp; False: missed."""
-        return self._begin(kprobe, regs, partial(self._in_detour, kprobe), by_breakpoint=False)
+    def by_detour(self, kprobe: AggregatorProbe) -> Callable[[Regs], bool]:
+        """The same in its detour buffer, which restores what they change but ip and sp; False: missed."""
+        begin, handle, frame_at = self._begin, self._in_detour, self.frame_at
 
-    def _in_detour(self, kprobe: AggregatorProbe, regs: Regs) -> None:
-        kprobe.run_all_pre_handlers(self.frame_at(regs.sp))
+        def hit(regs: Regs) -> bool:
+            return begin(kprobe, frame_at(regs.sp), handle, False)
+
+        return hit
+
+    def _in_detour(self, kprobe: Kprobe, frame: Regs) -> None:
+        assert isinstance(kprobe, AggregatorProbe)
+        kprobe.run_all_pre_handlers(frame)
         self.ctlblk.reset_current(kprobe)
 
     # By a call
 
-    def on_call(
-        self, kprobe: Kprobe, behind: int, frame: Regs, then: Callable[[], object] = lambda: None
-    ) -> bool:
-        """In ftrace's trampoline, which returns to the frame's ip, `behind` the site; False: missed.
+    def by_call(self, kprobe: Kprobe) -> Callable[[int, Regs], bool]:
+        """The same in ftrace's trampoline, which returns to the frame's ip behind the site; False: missed."""
+        begin, handle = self._begin, self._called
 
-        `then`: what else is called there, behind all handlers of the probe.
-        """
-        called = partial(self._called, kprobe, behind, frame, then)
-        if self._begin(kprobe, self._machine.regs, called, by_breakpoint=False):
-            return True
-        then()
-        return False
+        def hit(_site: int, frame: Regs) -> bool:
+            return begin(kprobe, frame, handle, False)
 
-    def _called(
-        self, kprobe: Kprobe, behind: int, frame: Regs, then: Callable[[], object], live: Regs
-    ) -> None:
-        pre_handler = kprobe.pre_handler
-        frame.ip = behind - self._call_size + self._seen_at
-        try:
-            leaves = pre_handler is not None and pre_handler(kprobe, frame)
-        except BaseException as error:
-            leaves = False
-            self.failures.report(kprobe, error)
-        if leaves:
-            self.ctlblk.reset_current(kprobe)
+        return hit
+
+    def on_call_of_several(self, kprobe: Kprobe, frame: Regs, then: Callable[[], object]) -> None:
+        """The same with older users of the site, which `then` calls behind all handlers of the probe."""
+        if not self._begin(kprobe, frame, partial(self._called, then=then), False):
             then()
-            return
-        frame.ip = behind
-        ended = partial(self._behind_call, kprobe, frame, then)
-        if not kprobe.has_post_assembly or not self._run_aside(
-            kprobe, live, ended, Moment.BEHIND, in_frame=True
-        ):
-            ended(live)
 
-    def _behind_call(self, kprobe: Kprobe, frame: Regs, then: Callable[[], object], _live: Regs) -> None:
-        behind = frame.ip
+    def _called(self, kprobe: Kprobe, frame: Regs, then: Callable[[], object] | None = None) -> None:
+        pre_handler = kprobe.pre_handler
+        assert kprobe.addr is not None
+        behind = kprobe.addr + self._call_size
+        if pre_handler is not None:
+            frame.ip = kprobe.addr + self._seen_at
+            try:
+                leaves = pre_handler(kprobe, frame)
+            except BaseException as error:
+                leaves = 0
+                self.failures.report(kprobe, error)
+            if leaves:
+                self.ctlblk.reset_current(kprobe)
+                if then is not None:
+                    then()
+                return
+        frame.ip = behind
+        if kprobe.has_post_assembly:
+            ended = partial(self._behind_call, then=then)
+            if self._run_aside(kprobe, frame, ended, Moment.BEHIND, in_frame=True):
+                return
+        self._behind_call(kprobe, frame, then)
+
+    def _behind_call(self, kprobe: Kprobe, frame: Regs, then: Callable[[], object] | None) -> None:
         if kprobe.post_handler is not None:
-            self.ctlblk.status = HitStatus.STEP_DONE
+            behind = frame.ip
+            self.ctlblk.status = _STEP_DONE
             self._run_post_handler(kprobe, frame)
             frame.ip = behind
         self.ctlblk.reset_current(kprobe)
-        then()
+        if then is not None:
+            then()
 
     # Faults and interrupts
 

@@ -59,7 +59,7 @@ class TrapRoutes:
             self._drop_stub(kprobe)
         in_clock_loop = self._in_clock_loop(address)
         if in_clock_loop:
-            breakpoints[address] = self._clock.holding(partial(self.hits.on_breakpoint, kprobe))
+            breakpoints[address] = self._clock.holding(self.hits.by_breakpoint(kprobe))
         elif kprobe.stub is None:
             breakpoints[address] = partial(self._first_by_breakpoint, kprobe)
         else:
@@ -84,7 +84,7 @@ class TrapRoutes:
             # Linux: a probe that is disabled, but not unoptimized yet, is passed through.
             self.pass_detour(detour.trap)
         elif in_clock_loop:
-            breakpoints[detour.trap] = self._clock.holding(partial(self.hits.on_detour, kprobe))
+            breakpoints[detour.trap] = self._clock.holding(self.hits.by_detour(kprobe))
         else:
             breakpoints[detour.trap] = partial(self._first_by_detour, kprobe, detour.trap)
 
@@ -102,14 +102,14 @@ class TrapRoutes:
 
         A closure of what is known already: it is all that Python does of such a hit.
         """
-        ctlblk, on_breakpoint, entry = self.hits.ctlblk, self.hits.on_breakpoint, stub.entry
+        ctlblk, by_python, entry = self.hits.ctlblk, self.hits.by_breakpoint(kprobe), stub.entry
         returns = stub_traps(kprobe, stub) == 1
         status = HitStatus.ACTIVE if stub.target is None else HitStatus.SINGLE_STEP
 
         def hit(regs: Regs) -> None:
             if kprobe.stub is not stub or ctlblk.running is not None:
                 # Text is just being patched, and the stub went first; or the hit is missed.
-                on_breakpoint(kprobe, regs)
+                by_python(regs)
                 return
             if not returns:
                 ctlblk.set_current(kprobe, True, status)
@@ -124,15 +124,16 @@ class TrapRoutes:
         assert insn is not None
         breakpoints, address = self.breakpoints, kprobe.address
         may_compile = not kprobe.is_disabled and kprobe.may_compile
+        route = hits.by_breakpoint(kprobe)
         if may_compile and not self._compiler.may_make(kprobe.nr_handlers):
-            hits.on_breakpoint(kprobe, regs)
+            route(regs)
             return
-        route = breakpoints[address] = partial(hits.on_breakpoint, kprobe)
+        breakpoints[address] = route
         if not may_compile:
-            hits.on_breakpoint(kprobe, regs)
+            route(regs)
             return
         self._compiler.keep_sample(kprobe, regs)
-        hits.on_breakpoint(kprobe, regs)
+        route(regs)
         if breakpoints.get(address) is not route:
             # A handler has changed the probe, or removed it: the way is another one.
             return
@@ -141,16 +142,16 @@ class TrapRoutes:
         if kprobe.stub is not None:
             breakpoints[address] = self._by_stub(kprobe, kprobe.stub)
             if leads_to is None:
-                breakpoints[kprobe.stub.tail] = partial(hits.singlestep, kprobe, insn)
+                breakpoints[kprobe.stub.tail] = lambda regs: hits.singlestep(kprobe, insn, regs, False)
 
     def _first_by_detour(self, kprobe: AggregatorProbe, trap: int, regs: Regs) -> None:
         if not kprobe.may_compile:
-            self.breakpoints[trap] = partial(self.hits.on_detour, kprobe)
-            self.hits.on_detour(kprobe, regs)
+            self.breakpoints[trap] = taken = self.hits.by_detour(kprobe)
+            taken(regs)
             return
         route = self.breakpoints[trap]
         if (
-            self.hits.on_detour(kprobe, regs)
+            self.hits.by_detour(kprobe)(regs)
             and self.breakpoints.get(trap) is route
             and kprobe.is_patched
             and kprobe.compiled is None

@@ -26,8 +26,8 @@ class Limits(NamedTuple):
 
 WAYS = {
     "define": Limits(343, 56, 2, lookups=1),
-    "hit, in Python": Limits(1530, 89, 8),
-    "hit, in guest code": Limits(590, 53, 6),
+    "hit, in Python": Limits(1522, 89, 8),
+    "hit, in guest code": Limits(585, 53, 6),
     "read, nothing probed": Limits(187, 25, 1),
     "read, another probed": Limits(187, 25, 1),
     "disarm 1": Limits(455, 52, 4),
