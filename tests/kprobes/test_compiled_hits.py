@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -12,6 +13,7 @@ from emulated_kernel.config import MachineConfig
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.profile import PROFILES, Profile, Saving, Stepper
 from emulated_kernel.trace.probes.trace_kprobe import KprobeTraceEvent
+from tests.sample import share
 
 PLAIN = Profile("plain", ftrace=False, optimizer=False)
 WAYS = {
@@ -28,6 +30,15 @@ ARGUMENTS = (
     "s=+0(%FIRST):string b=+0(%FIRST):b4@2/8 c=$comm a=+0(%FIRST):u8[3] n=+0(%sp):x64 l=+0(%FIRST):b9@30/64",
 )
 """FIRST is the register of the first argument."""
+OFFSETS = (0, 5, 9)
+ARCHITECTURES = ("x86_64", "i386")
+CASES = [
+    (arch, way, OFFSETS[i], ARGUMENTS[(i + j + turn) % 3])
+    for turn, (arch, way) in enumerate(product(ARCHITECTURES, WAYS))
+    for i in range(3)
+    for j in range(3)
+]
+"""A third of them has each offset and each of the arguments in each way."""
 
 
 @contextmanager
@@ -87,10 +98,7 @@ def story(kernel: Kernel, place: str, args: str) -> tuple[str, int]:
     return kernel.trace.trace_text() + kernel.trace.stats_text(0), event.probes[0].hits
 
 
-@pytest.mark.parametrize("args", ARGUMENTS)
-@pytest.mark.parametrize("offset", [0, 5, 9])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("arch", ["x86_64", "i386"])
+@pytest.mark.parametrize(("arch", "way", "offset", "args"), share(CASES, 0, 3))
 def test_compiled_or_not_the_trace_is_the_same(arch: str, way: str, offset: int, args: str) -> None:
     told = []
     for compiled in (False, True):

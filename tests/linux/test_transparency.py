@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/pagemap").exists(), reason=
 
 def test_calls_are_the_same_in_all_modes() -> None:
     comparison = Comparison(seed=2)
-    comparison.compare(functions(fewer(300, 12), seed=2), 2)
+    comparison.compare(functions(fewer(300, 20), seed=2), 2)
     comparison.close()
     assert comparison.differences == []
     assert comparison.ends["its"] > comparison.functions / 2
