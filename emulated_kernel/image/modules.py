@@ -42,6 +42,8 @@ class Module:
     """Its data as it was loaded, by address."""
     jump_labels: tuple[JumpLabel, ...] = ()
     static_calls: tuple[StaticCall, ...] = ()
+    address: int = 0
+    """Of its struct module, where that is Linux's."""
 
     @property
     def text_ranges(self) -> tuple[Range, ...]:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cached_property, partial
 
+from emulated_kernel.abi import ModuleState
 from emulated_kernel.arch.x86.arch import X86_64
 from emulated_kernel.errors import KernelError
 from emulated_kernel.host.request_clock import RequestClock, RequestObserver
@@ -24,6 +25,7 @@ from emulated_kernel.linux.kernel_calls import KernelCalls, work_queues
 from emulated_kernel.linux.kernel_stacks import KernelStacks
 from emulated_kernel.linux.kernel_tracepoints import TAKEN_OVER
 from emulated_kernel.linux.linux_context import linux_abi
+from emulated_kernel.linux.module_events import ModuleEvents
 from emulated_kernel.linux.module_watch import ModuleWatch
 from emulated_kernel.linux.probed_linux import ProbedLinux
 from emulated_kernel.linux.running_linux import RunningLinux
@@ -78,12 +80,14 @@ class KernelEngine:
         functions = partial(traceable_functions, kernel, kprobes.verdict)
         fprobes = Fprobes(kprobes, kretprobes.hooks, arch, functions, cpus=1)
         registries = ProbeRegistries(kprobes, None, kretprobes, hook_sets, fprobes)
-        tracing, keys = linux_tracing(
+        tracing, points = linux_tracing(
             machine, live, arch, registries, abi, self.lock, log.info, stacks.task_structs, self._caller()
         )
-        watch.follow(keys)
+        watch.follow(points.keys)
+        self._module_events = ModuleEvents(machine, kernel, points, tracing.system.events, watch.loaded)
         for module in there:
             tracing.functions.module_came(module.name, module.mcount)
+            self._module_events.came(module)
         self.parts = ProbedParts(arch=arch, machine=machine, engine=registries, tracing=tracing)
         self._record_call = tracing.guest_records.call_begins
         self._count_request = RequestObserver(clock, kprobes).request_begins
@@ -135,7 +139,19 @@ class LinuxEngine(KernelEngine):
             tracing.kprobe_events,
             watch.forget,
         )
-        watch.begin(self.parts.arch, notifier)
+        events = self._module_events
+
+        def first(state: ModuleState, module: int) -> None:
+            if state is ModuleState.GOING:
+                events.goes(watch.name(module))
+
+        def last(state: ModuleState, module: int) -> None:
+            notifier(state, module)
+            found = self.live.find(watch.name(module)) if state is ModuleState.COMING else None
+            if found is not None:
+                events.came(found)
+
+        watch.begin(self.parts.arch, first, last)
 
     @cached_property
     def kernel_calls(self) -> KernelCalls:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from errno import EBUSY
 from functools import cached_property, partial
 from struct import pack
 from typing import Any
@@ -28,7 +29,7 @@ from emulated_kernel.trace.events.static_keys import StaticKeys
 from emulated_kernel.trace.events.syscall_events import SyscallEnter, SyscallExit, SyscallTracepoint
 from emulated_kernel.trace.events.tracepoints import RAW_SYSCALLS
 from emulated_kernel.trace.hits.probe_hit import ProbeHit
-from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE
+from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE, EventField
 from emulated_kernel.trace.text.print_fmt import KernelNames, PrintContext
 
 _RESERVE, _COMMIT = "trace_event_buffer_reserve", "trace_event_buffer_commit"
@@ -39,7 +40,7 @@ _VARIABLES = "vmemmap_base", "jiffies"
 """Which print formats name."""
 _NO_SYSCALL = "sys_ni_syscall"
 """Stands for numbers that have no call. Mirrors: kernel/trace/trace_syscalls.c:find_syscall_meta (v6.1)"""
-_WORD = 8
+_WORD, _INT = 8, 4
 _JMP8 = b"\xeb"
 _FUNCS = 2 * 24
 """Bytes of an array of struct tracepoint_func: ours, and its end."""
@@ -47,7 +48,73 @@ _FILE = 8
 """Bytes between the addresses that stand for a trace_event_file."""
 _DEPTH = 4
 """Records that are being made at a time: making one may meet another tracepoint."""
+Switch = Callable[[bool], None]
 log = logging.getLogger("kprobefs.linux")
+
+
+class EventBatch:
+    """Events that come and go together: what their tracepoints call is one piece of memory.
+
+    That is there as soon as one of them is enabled.
+    """
+
+    def __init__(self, machine: ProbedMachine, names: Callable[[], KernelNames], references: int = 0) -> None:
+        """`names`: for print formats; `references`: address of the count that keeps their module, if any."""
+        self._machine, self.names, self._references = machine, names, references
+        self.points: list[Tracepoint] = []
+        self.is_going = self.is_gone = False
+        self._funcs = 0
+
+    def hold(self) -> None:
+        """Its module stays. Raises: KernelError EBUSY: it goes. Mirrors: try_module_get (v6.1)."""
+        if self._references:
+            count = self._count(0)
+            if not count:
+                raise KernelError(EBUSY, "the event's module is being unloaded")
+            self._count(1)
+
+    def let_go(self) -> None:
+        """Mirrors: module_put (v6.1)."""
+        if self._references:
+            self._count(-1)
+
+    def _count(self, change: int) -> int:
+        memory = self._machine.memory
+        count = int.from_bytes(memory.read(self._references, _INT), "little") + change
+        if change:
+            memory.write(self._references, count.to_bytes(_INT, "little"))
+        return count
+
+    def add(self, switch: Callable[[int, bool], None]) -> Tracepoint:
+        """`switch` is called with its number."""
+        point = Tracepoint(partial(switch, len(self.points)))
+        self.points.append(point)
+        return point
+
+    def prepare(self) -> Iterator[tuple[int, Tracepoint]]:
+        """The addresses that stand for trace_event_files, with whose they are; none the second time."""
+        if self._funcs:
+            return
+        # Whatever is read of any of the files is zero.
+        self._funcs = self._machine.alloc_pages(len(self.points) * (_FUNCS + _FILE) + PAGE_SIZE)
+        yield from ((self.file(number), point) for number, point in enumerate(self.points))
+
+    def release(self) -> list[int]:
+        """The addresses that stood for files; nobody is on the way there any more."""
+        if not self._funcs:
+            return []
+        files = [self.file(number) for number in range(len(self.points))]
+        self._machine.free_pages(self._funcs)
+        self._funcs = 0
+        return files
+
+    def array(self, number: int) -> int:
+        """Of struct tracepoint_func."""
+        return self._funcs + number * _FUNCS
+
+    def file(self, number: int) -> int:
+        """Its trace_event_file."""
+        return self.array(len(self.points)) + number * _FILE
 
 
 class KernelTracepoints:
@@ -85,44 +152,30 @@ class KernelTracepoints:
         # Linux: a kernel that can be preempted takes off again what the tracepoint itself has added.
         self._own_count = -1 if kernel.kallsyms.lookup_name("preempt_schedule") is not None else 0
         self._points: dict[int, Tracepoint] = {}
-        """By their number in `_events`."""
+        """By the address that stands for their trace_event_file."""
         self.by_name: dict[str, Tracepoint] = {}
         """By GROUP:EVENT."""
         self._pending: list[tuple[int, int, int, int]] = []
         """Of each record that is being made: its trace_event_buffer, the file, where it lies, its size."""
-        self._events: list[KernelEvent] = []
         self._places = 0
 
     def events(self) -> Iterator[TraceEvent]:
         """In Linux's order; none for a kernel that hands records over in another way."""
-        lookup = self._kernel.kallsyms.lookup_name
-        if lookup(_RESERVE) is None or lookup(_COMMIT) is None:
+        if not self._hands_over:
             return
         has_syscalls = self._syscall_work.is_known()
-        can_register = self._call is not None and any(map(self._kernel.btf.has, _REGISTERING))
         found: list[TraceEvent] = []
         raw: dict[str, Tracepoint] = {}
+        batch = EventBatch(self._machine, lambda: self.names)
         for event in self._kernel.events:
             is_syscall = event.system == RAW_SYSCALLS and has_syscalls
-            can_switch = event.is_plain or is_syscall or can_register
-            if not (event.probe and event.fields and can_switch):
+            made = self._event(event, batch, self._syscall_work.switch if is_syscall else None)
+            if made is None:
                 continue
-            number = len(self._events)
-            switch = partial(self._switch, number, event)
+            found.append(made)
+            self.by_name[f"{event.system}:{event.name}"] = made.tracepoint
             if is_syscall:
-                switch = partial(self._switch_registered, self._syscall_work.switch, number, event)
-            elif not event.is_plain:
-                switch = partial(self._switch_registered, partial(self._register, event), number, event)
-            point = self._points[number] = self.by_name[f"{event.system}:{event.name}"] = Tracepoint(switch)
-            self._events.append(event)
-            if is_syscall:
-                raw[event.name] = point
-            fields = layout_fields(event.fields)
-            found.append(
-                KernelStaticEvent(
-                    event.system, event.name, fields, event.print_fmt, point, lambda: self._names, _WORD
-                )
-            )
+                raw[event.name] = made.tracepoint
         if raw.keys() >= {"sys_enter", "sys_exit"}:
             entry, end = (SyscallTracepoint(raw[name], _WORD) for name in ("sys_enter", "sys_exit"))
             for call in self._kernel.syscalls:
@@ -131,8 +184,46 @@ class KernelTracepoints:
                     found += [SyscallEnter(syscall, entry), SyscallExit(syscall, end)]
         yield from sorted(found, key=lambda event: link_rank(event.group, event.name))
 
+    def of_module(self, events: Iterable[KernelEvent], batch: EventBatch) -> list[KernelStaticEvent]:
+        """Those of a module, in its order; the batch is theirs alone."""
+        made = [self._event(event, batch, None) for event in events] if self._hands_over else []
+        return [event for event in made if event is not None]
+
+    def forget(self, batch: EventBatch) -> None:
+        """A module goes; none of its events is enabled."""
+        for file in batch.release():
+            del self._points[file]
+
     @cached_property
-    def _names(self) -> KernelNames:
+    def _hands_over(self) -> bool:
+        """Whether the kernel asks for room for records as we know it."""
+        lookup = self._kernel.kallsyms.lookup_name
+        return lookup(_RESERVE) is not None and lookup(_COMMIT) is not None
+
+    def _event(
+        self, event: KernelEvent, batch: EventBatch, register: Switch | None
+    ) -> KernelStaticEvent | None:
+        """None for one that can't be switched; `register`: what is to be done besides."""
+        if register is None and not event.is_plain:
+            if self._call is None or not any(map(self._kernel.btf.has, _REGISTERING)):
+                return None
+            register = partial(self._register, event, batch)
+        if not (event.probe and event.fields):
+            return None
+        switch = partial(self._switch, event, batch)
+        if register is not None:
+            switch = partial(self._switch_registered, register, event, batch)
+        return KernelStaticEvent(
+            event.system,
+            event.name,
+            layout_fields(event.fields),
+            event.print_fmt,
+            batch,
+            batch.add(switch),
+        )
+
+    @cached_property
+    def names(self) -> KernelNames:
         """Those that print formats refer to."""
         btf, lookup = self._kernel.btf, self._kernel.kallsyms.lookup_name
         variables = {name: partial(self._word_at, at) for name in _VARIABLES if (at := lookup(name))}
@@ -148,24 +239,29 @@ class KernelTracepoints:
         return int.from_bytes(self._memory.read(address, _WORD), "little")
 
     def _switch_registered(
-        self, register: Callable[[bool], None], number: int, event: KernelEvent, on: bool
+        self, register: Switch, event: KernelEvent, batch: EventBatch, number: int, on: bool
     ) -> None:
         """Its regfunc comes before its key is on, its unregfunc before that is off; or neither is done.
 
         Raises: as `register`, which does the one or the other.
         """
-        self._prepare()
+        self._prepare(batch)
         register(on)
         try:
-            self._switch(number, event, on)
+            self._switch(event, batch, number, on)
         except BaseException:
             # What is told is why it couldn't be switched.
             with suppress(KernelError):
                 register(not on)
             raise
 
-    def _register(self, event: KernelEvent, on: bool) -> None:
-        """Calls regfunc or unregfunc. Raises: KernelError with regfunc's errno, or as `call`."""
+    def _register(self, event: KernelEvent, batch: EventBatch, on: bool) -> None:
+        """Calls regfunc or unregfunc. Raises: KernelError with regfunc's errno, or as `call`.
+
+        Deviates: not the unregfunc of a module that goes, for it is the kernel that tells of that.
+        """
+        if batch.is_going:
+            return
         assert self._call is not None
         if on:
             result = self._call(self._function(event, "regfunc")) & 0xFFFFFFFF
@@ -185,28 +281,24 @@ class KernelTracepoints:
             owner = "tracepoint"
         return self._word_at(base + btf.offset(f"{owner}.{name}"))
 
-    def _switch(self, number: int, event: KernelEvent, on: bool) -> None:
+    def _switch(self, event: KernelEvent, batch: EventBatch, number: int, on: bool) -> None:
         """Mirrors: kernel/tracepoint.c:tracepoint_add_func, tracepoint_remove_func (v6.1)."""
-        self._prepare()
+        self._prepare(batch)
         funcs = event.tracepoint + self._kernel.btf.offset("tracepoint.funcs")
-        array = self._funcs + number * _FUNCS
+        array = batch.array(number)
         if on:
-            entry = pack("<QQQ", event.probe, self._files + number * _FILE, 0)
+            entry = pack("<QQQ", event.probe, batch.file(number), 0)
             self._memory.write(array, entry.ljust(_FUNCS, b"\0"))
             self._memory.write(funcs, pack("<Q", array))
         self.keys.switch(event.key, on)
         if not on:
             self._memory.write(funcs, bytes(_WORD))
 
-    def _prepare(self) -> None:
+    def _prepare(self, batch: EventBatch) -> None:
+        self._points.update(batch.prepare())
         if self._places:
             return
-        count = len(self._events)
-        # One piece, which is there or isn't; whatever is read of any of the files is zero.
-        sizes = [-(-size // PAGE_SIZE) * PAGE_SIZE for size in (count * _FUNCS, count * _FILE + PAGE_SIZE)]
-        self._funcs = self._machine.alloc_pages(sum(sizes) + _DEPTH * PAGE_SIZE)
-        self._files = self._funcs + sizes[0]
-        self._places = self._files + sizes[1]
+        self._places = self._machine.alloc_pages(_DEPTH * PAGE_SIZE)
         # For good: a CPU may still be on its way there when the last event is disabled.
         for name, function in ((_RESERVE, self._reserve), (_COMMIT, self._commit)):
             address = self._kernel.kallsyms.lookup_name(name)
@@ -220,9 +312,8 @@ class KernelTracepoints:
         The kernel's own files get none; its own tracefs isn't there for anybody.
         """
         buffer, file, size = regs.di, regs.si, regs.dx
-        is_ours = self._files <= file < self._files + len(self._events) * _FILE
         place = self._places + len(self._pending) * PAGE_SIZE
-        if is_ours and len(self._pending) < _DEPTH and COMMON_SIZE <= size <= PAGE_SIZE:
+        if file in self._points and len(self._pending) < _DEPTH and COMMON_SIZE <= size <= PAGE_SIZE:
             self._memory.write(place, bytes(size))
             self._pending.append((buffer, file, place, size))
             self._return(regs, place)
@@ -243,7 +334,8 @@ class KernelTracepoints:
     def _record(self, file: int, payload: bytes, regs: Any) -> None:
         hit = self._hit
         hit.regs, hit.handler_preempt_count = regs, self._own_count
-        for handler in self._points[(file - self._files) // _FILE].handlers:
+        point = self._points.get(file)
+        for handler in point.handlers if point else ():
             handler(payload, hit)
 
     def _return(self, regs: Any, value: int) -> None:
@@ -266,6 +358,33 @@ class KernelStaticEvent(StaticEvent):
 
     Deviates: Linux runs those when it shows a line; here the line has the fields.
     """
+
+    def __init__(
+        self,
+        group: str,
+        name: str,
+        fields: Iterable[EventField],
+        print_fmt: str,
+        batch: EventBatch,
+        tracepoint: Tracepoint,
+    ) -> None:
+        super().__init__(group, name, fields, print_fmt, tracepoint, batch.names, _WORD)
+        self._batch = batch
+
+    @property
+    def is_removed(self) -> bool:
+        """Its module is gone."""
+        return self._batch.is_gone
+
+    def hold(self) -> None:
+        """Raises: KernelError EBUSY: its module goes."""
+        self._batch.hold()
+        super().hold()
+
+    def let_go(self) -> None:
+        """One user less."""
+        super().let_go()
+        self._batch.let_go()
 
     @cached_property
     def _print(self) -> Callable[[PrintContext], str]:

@@ -9,7 +9,7 @@ from itertools import pairwise
 from emulated_kernel.image.image import BlacklistEntry, Range
 from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.image.linux import tables
-from emulated_kernel.image.linux.events import Structures
+from emulated_kernel.image.linux.events import KernelEvent, Structures, kernel_events
 from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.image.modules import Module
@@ -25,8 +25,8 @@ _ENTRY = {"extable": 12, "bug_table": 12, "jump_entries": 16, "static_call_sites
 """Bytes of what the tables have."""
 _MODULES, _LIMIT = 1 << 12, 1 << 20
 """How many there may be, and what a table may have; more of it leads in circles, or nowhere."""
-_SIZE_LIMIT = 256 << 20
-"""Bytes of a part."""
+_SIZE_LIMIT, _BTF_LIMIT = 256 << 20, 32 << 20
+"""Bytes of a part, and of its types."""
 _UNFORMED = 3
 _CORE_DATA, _INIT_DATA = (1, 2, 3), (5, 6)
 """Mirrors: include/linux/module.h:enum mod_mem_type (v6.12), whose 0 and 4 are text."""
@@ -67,6 +67,29 @@ class LoadedModules:
         """A module's name."""
         return self._memory.string(module + self._structures.btf.offset("module.name"), 64)
 
+    def events(self, module: int) -> tuple[KernelEvent, ...]:
+        """Its trace events, in its order. Mirrors: trace_module_add_events (v6.1)"""
+        calls, maps = (self._words(module, f"trace_{what}") for what in ("events", "evals"))
+        return tuple(kernel_events(self._structures, calls, maps)) if calls else ()
+
+    def constants(self, module: int) -> dict[str, int]:
+        """The enumerators of its own types. Mirrors: kernel/bpf/btf.c:btf_modules (v6.1)"""
+        value, head = self._structures.value, self._kernel.kallsyms.lookup_name("btf_modules")
+        link, node = self._structures.btf.offset("btf_module.list"), head and self._word(head)
+        for _ in range(_MODULES):
+            if not node or node == head:
+                break
+            entry = node - link
+            if value(entry, "btf_module.module") == module:
+                btf = value(entry, "btf_module.btf")
+                size = value(btf, "btf.data_size", _COUNT)
+                if size > _BTF_LIMIT:
+                    raise unusable("a module's types lead nowhere")
+                data = self._memory.read(value(btf, "btf.data"), size)
+                return self._kernel.btf.constants_of_module(data)
+            node = self._word(node)
+        return {}
+
     def read(self, module: int) -> Module:
         """All of a module, its tables too; its text as it is now."""
         text, init_text, data, init_data = self._parts(module)
@@ -88,6 +111,7 @@ class LoadedModules:
             code=self._bytes(text, init_text),
             contents=self._bytes(*data, *init_data),
             jump_labels=tuple(tables.jump_labels(*self._table(module, "jump_entries", "num_jump_entries"))),
+            address=module,
             static_calls=tuple(
                 tables.static_calls(*self._table(module, "static_call_sites", "num_static_call_sites"))
             ),

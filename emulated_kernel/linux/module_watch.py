@@ -21,8 +21,9 @@ from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault
 from emulated_kernel.trace.events.static_keys import StaticKeys
 
 _WORD = 8
-_LAST = -(1 << 31)
-"""Of priorities: who has patched the module's text has done so."""
+_FIRST, _LAST = (1 << 31) - 1, -(1 << 31)
+"""Priorities: nobody has looked at its tracepoints yet; who has patched its text has done so."""
+Notify = Callable[[ModuleState, int], None]
 _LIMIT = 1 << 10
 """Notifiers of modules; a longer list leads in circles."""
 log = logging.getLogger("kprobefs.linux")
@@ -33,8 +34,8 @@ class ModuleWatch:
 
     def __init__(self, machine: ProbedMachine, kernel: LinuxKernel) -> None:
         self._machine, self._kernel = machine, kernel
-        self._loaded = LoadedModules(kernel, machine.memory)
-        self.name = self._loaded.name
+        self.loaded = LoadedModules(kernel, machine.memory)
+        self.name = self.loaded.name
         """The name in a struct module. Raises: as LoadedModules."""
         self._adopted: set[int] = set()
         self._labels: list[JumpLabel] = []
@@ -49,7 +50,7 @@ class ModuleWatch:
         """Those that are there already, the oldest first, but what can't be read."""
         found: list[Module] = []
         with self._told():
-            for module in self._loaded.addresses():
+            for module in self.loaded.addresses():
                 with self._told():
                     found.append(self.read(module))
         return found
@@ -64,7 +65,7 @@ class ModuleWatch:
 
     def read(self, module: int) -> Module:
         """A struct module that is complete; its text is original from here on. Raises: as LoadedModules."""
-        found, text = self._loaded.read(module), self._machine.text
+        found, text = self.loaded.read(module), self._machine.text
         for start, code in found.code.items():
             text.adopt(start, code)
             self._adopted.add(start)
@@ -88,8 +89,8 @@ class ModuleWatch:
             self._adopted.remove(start)
             self._machine.text.disown(start)
 
-    def begin(self, arch: Arch, notify: Callable[[ModuleState, int], None]) -> None:
-        """Have `notify` called for each struct module that is coming, live or going, behind all others.
+    def begin(self, arch: Arch, first: Notify, last: Notify) -> None:
+        """Have these called for each struct module that comes, is live or goes, before and behind all others.
 
         Mirrors: register_module_notifier, notifier_chain_register (v6.1)
         """
@@ -97,10 +98,23 @@ class ModuleWatch:
         if head is None:
             log.warning("%s: modules aren't known: it has no list of who is told", self._kernel.release)
             return
+        memory, btf = self._machine.memory, self._kernel.btf
+        following = btf.offset("notifier_block.next")
+        start = link = head + btf.offset("blocking_notifier_head.head")
+        for _ in range(_LIMIT):
+            other = memory.read_word(link)
+            if not other:
+                memory.write(link, pack("<Q", self._block(arch, last, _LAST)))
+                block = self._block(arch, first, _FIRST)
+                memory.write(block + following, pack("<Q", memory.read_word(start)))
+                memory.write(start, pack("<Q", block))
+                return
+            link = other + following
+        log.warning("%s: modules aren't known: the list of who is told has no end", self._kernel.release)
+
+    def _block(self, arch: Arch, notify: Notify, priority: int) -> int:
+        """Address of a notifier_block that leads to `notify`."""
         machine, memory, btf = self._machine, self._machine.memory, self._kernel.btf
-        offset = {
-            name: btf.offset(f"notifier_block.{name}") for name in ("notifier_call", "next", "priority")
-        }
 
         def called(regs: Any) -> None:
             state, module = regs.si, regs.dx
@@ -112,13 +126,6 @@ class ModuleWatch:
         stub = machine.text.alloc_text(len(arch.breakpoint))
         machine.breakpoints[stub] = called
         block = machine.alloc_pages(PAGE_SIZE)
-        memory.write(block + offset["notifier_call"], pack("<Q", stub))
-        memory.write(block + offset["priority"], pack("<i", _LAST))
-        link = head + btf.offset("blocking_notifier_head.head")
-        for _ in range(_LIMIT):
-            other = memory.read_word(link)
-            if not other:
-                memory.write(link, pack("<Q", block))
-                return
-            link = other + offset["next"]
-        log.warning("%s: modules aren't known: the list of who is told has no end", self._kernel.release)
+        memory.write(block + btf.offset("notifier_block.notifier_call"), pack("<Q", stub))
+        memory.write(block + btf.offset("notifier_block.priority"), pack("<i", priority))
+        return block

@@ -23,7 +23,6 @@ from emulated_kernel.trace.compiled.guest_records import GuestRecords
 from emulated_kernel.trace.events.own_entries import own_events
 from emulated_kernel.trace.events.print_event import PrintEvent
 from emulated_kernel.trace.events.registry import EventRegistry
-from emulated_kernel.trace.events.static_keys import StaticKeys
 from emulated_kernel.trace.hist.system import HistSystem
 from emulated_kernel.trace.hist.trigger import HistCommand
 from emulated_kernel.trace.hits.call_stack import CallStack
@@ -53,8 +52,8 @@ def linux_tracing(
     printk: Callable[[str], None],
     task_structs: Callable[[], Iterator[int]],
     call: Callable[[int], int] | None,
-) -> tuple[TraceParts, StaticKeys]:
-    """With the keys of its tracepoints.
+) -> tuple[TraceParts, KernelTracepoints]:
+    """With its tracepoints.
 
     `live`: with its text as it runs; `printk`: a line of its log; `call`: see KernelTracepoints.
     """
@@ -154,7 +153,7 @@ def linux_tracing(
         synthetic_events=synthetic_events,
         uprobe_events=uprobe_events,
     )
-    return parts, points.keys
+    return parts, points
 
 
 _FORMATS = ("trace_bprintk_fmt", "tracepoint_str")

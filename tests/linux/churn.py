@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from emulated_kernel.host.mirror.processes import Fork
-from emulated_kernel.image.linux.module_files import ModuleFiles
 from emulated_kernel.linux.engine_mount import EngineMount
 from emulated_kernel.linux.linux_mount import LinuxMount
 from emulated_kernel.vfs.core.client import Client
@@ -59,7 +58,7 @@ class Session:
         self.tasks = debian_kernel.tasks()
         self.is_native = name == "native"
         owner = Owner(0, 0)
-        modules = ModuleFiles(debian_kernel.image(), self.tasks.release)
+        modules = debian_kernel.modules(self.tasks.release)
         if self.is_native:
             self.mount: LinuxMount = LinuxMount(self.tasks, self.watch, owner, modules, is_tracefs=False)
         else:

@@ -43,10 +43,16 @@ def with_kernel(meta: str = META, suite: str = SUITE) -> tuple[LinuxTasks, Linux
     return started_with_kernel(str(image(meta, suite)), SEED)
 
 
+@cache
+def modules(release: str, meta: str = META, suite: str = SUITE) -> ModuleFiles:
+    """Those of its package, for all who need some."""
+    return ModuleFiles(image(meta, suite), release)
+
+
 def mount(
     watch: ProcessWatch | None = None, meta: str = META, suite: str = SUITE, *, is_tracefs: bool = False
 ) -> LinuxMount:
     """Its files, root's."""
     guest = tasks(meta, suite)
-    modules = ModuleFiles(image(meta, suite), guest.release)
-    return LinuxMount(guest, watch or NoProcesses(), Owner(0, 0), modules, is_tracefs=is_tracefs)
+    files = modules(guest.release, meta, suite)
+    return LinuxMount(guest, watch or NoProcesses(), Owner(0, 0), files, is_tracefs=is_tracefs)

@@ -12,7 +12,6 @@ import pytest
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.host.mirror.processes import NoProcesses
-from emulated_kernel.image.linux.module_files import ModuleFiles
 from emulated_kernel.linux import kernel_calls
 from emulated_kernel.linux.engine import LinuxEngine
 from emulated_kernel.linux.engine_mount import EngineMount
@@ -29,7 +28,7 @@ CLIENT = Client(4242, 0, 0)
 @pytest.fixture(scope="module")
 def mount() -> Iterator[EngineMount]:
     engine = LinuxEngine(*debian_kernel.with_kernel())
-    modules = ModuleFiles(debian_kernel.image(), engine.tasks.release)
+    modules = debian_kernel.modules(engine.tasks.release)
     made = EngineMount(engine, NoProcesses(), Owner(0, 0), modules, is_tracefs=False)
     yield made
     made.close()
@@ -117,7 +116,7 @@ def test_nothing_is_left(shell: Files, mount: EngineMount) -> None:
 def test_modules(shell: Files, tmp_path: Path) -> None:
     """The kernel's own, by name or path; not one that probes by itself."""
     log = shell.read("/machine/dmesg")
-    files = ModuleFiles(debian_kernel.image(), shell.mount._tasks.release)
+    files = debian_kernel.modules(shell.mount._tasks.release)
     ((name, content),) = files.read("dm_mod")
     for path, data in (
         ("dm.ko", content),

@@ -14,7 +14,6 @@ import pytest
 
 from emulated_kernel.errors import KernelError, WouldBlock
 from emulated_kernel.host.mirror.processes import Fork, NoProcesses
-from emulated_kernel.image.linux.module_files import ModuleFiles
 from emulated_kernel.linux import clients
 from emulated_kernel.linux.linux_mount import LinuxMount
 from emulated_kernel.linux.syscalls import LinuxSyscalls
@@ -350,7 +349,7 @@ def test_a_module_that_is_refused_leaves_nothing_behind(shell: Files, tmp_path: 
     """Neither what it needs, nor a file, nor a descriptor."""
     tasks = shell.mount._tasks
     guest = LinuxSyscalls(tasks)
-    *_, (_, module) = ModuleFiles(debian_kernel.image(), tasks.release).read("dm-zero")
+    *_, (_, module) = debian_kernel.modules(tasks.release).read("dm-zero")
     path = tmp_path / "dm zero.ko"
     # Its signature doesn't fit any more.
     path.write_bytes(module.replace(b"vermagic=6", b"vermagic=7"))

@@ -13,13 +13,13 @@ import pytest
 from emulated_kernel.arch.analysis.region import Region
 from emulated_kernel.errors import KernelError
 from emulated_kernel.host.mirror.processes import NoProcesses
-from emulated_kernel.image.linux.module_files import ModuleFiles
 from emulated_kernel.linux.core_guest import started_core
 from emulated_kernel.linux.core_mount import CoreMount
 from emulated_kernel.linux.engine import KernelEngine, LinuxEngine
 from emulated_kernel.linux.engine_mount import EngineMount
 from emulated_kernel.linux.init import DEBUGFS, PROC, TRACEFS
 from emulated_kernel.linux.kernel_tracepoints import TAKEN_OVER
+from emulated_kernel.trace.events.static_event import StaticEvent
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Owner
 from tests.ledger import ledger_mismatches
@@ -47,7 +47,7 @@ EACH, SOME = (
 def mount(request: pytest.FixtureRequest) -> Iterator[EngineMount]:
     suite = request.param
     engine = LinuxEngine(*debian_kernel.with_kernel(suite=suite))
-    modules = ModuleFiles(debian_kernel.image(suite=suite), engine.tasks.release)
+    modules = debian_kernel.modules(engine.tasks.release, suite=suite)
     made = EngineMount(engine, NoProcesses(), Owner(0, 0), modules, is_tracefs=False)
     yield made
     made.close()
@@ -224,6 +224,117 @@ def test_branches_of_the_kernels_keys(shell: Files, engine: LinuxEngine) -> None
     assert changed() == there
     shell.write("/machine/modules", "unload veth\n")
     shell.write(enable, "0")
+
+
+@pytest.fixture
+def linux(request: pytest.FixtureRequest) -> Iterator[Files]:
+    """The same kernel with its own tracefs."""
+    native = debian_kernel.mount(suite=request.node.callspec.params["mount"])
+    yield Files(native, CLIENT)
+    native.close()
+
+
+CACHES = "/tracing/events/sunrpc"
+UPDATE = f"{CACHES}/cache_entry_update"
+WHO_AND_WHEN = re.compile(r"^.*?-(?=\d+ )| +\d+\.\d{6}:|entry=\S+$|^ID: \d+$", re.MULTILINE)
+"""Also what Linux shows no address for."""
+
+
+def update(shell: Files, domain: str) -> None:
+    """An entry of one of sunrpc's caches."""
+    syscalls, init = shell.mount._syscalls, shell.mount._tasks.init
+    channel = syscalls.open(init, f"{PROC}/net/rpc/auth.unix.ip/channel", os.O_RDWR)
+    syscalls.write(init, channel, f"nfsd 127.0.0.1 9999999999 {domain}\n".encode(), None)
+    syscalls.close(init, channel)
+
+
+def try_unload(shell: Files, name: str) -> tuple[int | None, list[str]]:
+    """Its errno, and what is there afterwards."""
+    try:
+        shell.write("/machine/modules", f"unload {name}\n")
+        number = None
+    except KernelError as error:
+        number = error.errno
+    return number, [" ".join(line.split()[:3]) for line in shell.read("/machine/modules").splitlines()]
+
+
+def told(shell: Files, path: str) -> list[str]:
+    return [WHO_AND_WHEN.sub("", line) for line in shell.read(path).splitlines() if line[:1] != "#"]
+
+
+def events_come_and_go(shell: Files) -> dict[str, object]:
+    """What each of the engines has to show in the same way."""
+    seen: dict[str, object] = {}
+
+    def of_sunrpc(path: str) -> list[str]:
+        return [line for line in shell.read(path).splitlines() if line.startswith("sunrpc:")]
+
+    assert shell.errno("/tracing/set_event", "sunrpc:*\n") == errno.EINVAL
+    shell.write("/machine/modules", "load sunrpc\n")
+    names = seen["events"] = of_sunrpc("/tracing/available_events")
+    seen["formats"] = [
+        told(shell, f"/tracing/events/{name.replace(':', '/')}/format") for name in share(names, 1, 6)
+    ]
+    shell.write(f"{UPDATE}/enable", "1")
+    shell.write(f"{UPDATE}/filter", 'name ~ "*.ip"')
+    shell.write(f"{UPDATE}/trigger", "hist:keys=name\n")
+    update(shell, "someone")
+    seen["trace"] = told(shell, "/tracing/trace")
+    seen["hist"] = told(shell, f"{UPDATE}/hist")
+    seen["refused"] = shell.errno(f"{UPDATE}/filter", "no_such == 1")
+    shell.write(f"{UPDATE}/filter", 'name == "other"')
+    update(shell, "someone")
+    assert told(shell, "/tracing/trace") == seen["trace"]
+    shell.write(f"{UPDATE}/trigger", "!hist:keys=name\n")
+    # Who switches it keeps its module.
+    switch = "enable_event:sunrpc:cache_entry_update"
+    shell.write("/tracing/events/sched/sched_switch/trigger", f"{switch}\n")
+    shell.write("/tracing/set_ftrace_filter", f"vfs_statx:{switch}\n", os.O_WRONLY | os.O_APPEND)
+    seen["held"] = try_unload(shell, "sunrpc")
+    shell.write("/tracing/events/sched/sched_switch/trigger", f"!{switch}\n")
+    seen["held by one"] = try_unload(shell, "sunrpc")
+    shell.write("/tracing/set_ftrace_filter", f"!vfs_statx:{switch}\n", os.O_WRONLY | os.O_APPEND)
+    seen["set_event"] = of_sunrpc("/tracing/set_event")
+    opened = shell.mount.open(CLIENT, f"{UPDATE}/enable", os.O_RDONLY)
+    seen["unloaded"] = try_unload(shell, "sunrpc")
+    with pytest.raises(KernelError) as gone:
+        shell.mount.read(CLIENT, opened, 100, 0)
+    shell.mount.release(opened)
+    with pytest.raises(KernelError) as absent:
+        shell.read(f"{UPDATE}/enable")
+    seen["gone"] = gone.value.errno, absent.value.errno
+    seen["left"] = told(shell, "/tracing/trace"), of_sunrpc("/tracing/available_events")
+    return seen
+
+
+@SOME
+def test_its_events_come_and_go(shell: Files, linux: Files) -> None:
+    """As those of the kernel's own tracefs do."""
+    ours, native = events_come_and_go(shell), events_come_and_go(linux)
+    assert ours == native
+    assert len(native["trace"]) == 1
+    assert native["unloaded"] == (None, [])
+    # With triggers too nothing is left, as the kernel sees when it looks at the tracepoints of what goes.
+    shell.write("/machine/modules", "load sunrpc\n")
+    assert (shell.read(f"{UPDATE}/enable"), shell.read(f"{UPDATE}/filter")) == ("0\n", "none\n")
+    shell.write("/tracing/events/sunrpc/enable", "1")
+    for trigger in ("stacktrace", "traceoff:1 if h == 0", "hist:keys=name"):
+        shell.write(f"{UPDATE}/trigger", f"{trigger}\n")
+    assert try_unload(shell, "sunrpc") == (None, [])
+    with pytest.raises(KernelError):
+        shell.read(f"{UPDATE}/trigger")
+
+
+@SOME
+def test_formats_name_enumerators_of_the_module(shell: Files, engine: LinuxEngine) -> None:
+    """Which its file doesn't explain, but for its types."""
+    name = "fscache" if engine.kernel.release.startswith("6.1.") else "netfs"
+    shell.write("/machine/modules", f"load {name}\n")
+    event = engine.parts.tracing.system.events.find("fscache", "fscache_active")
+    assert isinstance(event, StaticEvent)
+    assert "{ fscache_active_use, " in event.print_fmt
+    # It raises ValueError for what it doesn't know.
+    vars(StaticEvent)["_print"].func(event)
 
 
 @pytest.mark.parametrize("suite", share(SUITES, 1, 2))

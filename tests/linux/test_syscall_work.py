@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from emulated_kernel.linux.kernel_tracepoints import KernelTracepoints
+from emulated_kernel.linux.kernel_tracepoints import EventBatch, KernelTracepoints
 from emulated_kernel.linux.syscall_work import SyscallWork
 from emulated_kernel.machine.traps.trap import MemoryFault
 
@@ -84,10 +84,10 @@ def test_a_tracepoint_that_cannot_be_switched_needs_as_much_as_before(
     before = dict(guest.memory)
     points = object.__new__(KernelTracepoints)
     points._syscall_work = guest.work
-    monkeypatch.setattr(points, "_prepare", lambda: None)
+    monkeypatch.setattr(points, "_prepare", lambda _batch: None)
     monkeypatch.setattr(points, fails, refused)
     with pytest.raises(MemoryError):
-        points._switch_registered(guest.work.switch, 0, cast(Any, None), on)
+        points._switch_registered(guest.work.switch, cast(Any, None), cast(Any, None), 0, on)
     assert guest.memory == before
 
 
@@ -109,10 +109,10 @@ def test_a_regfunc_of_a_tracepoint_that_cannot_be_switched_is_undone(
 
     points = object.__new__(KernelTracepoints)
     points._call = call
-    monkeypatch.setattr(points, "_prepare", lambda: None)
+    monkeypatch.setattr(points, "_prepare", lambda _batch: None)
     monkeypatch.setattr(points, "_switch", damaged)
     monkeypatch.setattr(points, "_function", lambda _event, name: functions[name])
-    event = cast(Any, None)
+    event, batch = cast(Any, None), EventBatch(cast(Any, None), cast(Any, None))
     with pytest.raises(MemoryFault):
-        points._switch_registered(partial(points._register, event), 0, event, on)
+        points._switch_registered(partial(points._register, event, batch), event, batch, 0, on)
     assert called == list(functions.values())[:: 1 if on else -1]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import struct
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import IntEnum
 from errno import ENOENT
 from functools import cached_property
@@ -228,8 +228,17 @@ class Btf:
     @cached_property
     def constants(self) -> dict[str, int]:
         """All enumerators of all enums; of equal names the first."""
+        return self._enumerated(range(len(self)))
+
+    def constants_of_module(self, data: bytes) -> dict[str, int]:
+        """Those that a module's BTF adds to these types, whose texts its own follow."""
+        own = Btf(data)
+        own._texts = self._texts + own._texts
+        return own._enumerated(range(len(own)))
+
+    def _enumerated(self, types: Iterable[int]) -> dict[str, int]:
         found: dict[str, int] = {}
-        for number in range(len(self)):
+        for number in types:
             if self._type(number).kind in _ENUMS:
                 for name, value in self.enumerators(number).items():
                     found.setdefault(name, value)

@@ -109,6 +109,14 @@ class TraceEvent(ABC):
         """As in the `format` file."""
         return self._print_fmt
 
+    def hold(self) -> None:
+        """One user more. Raises: KernelError EBUSY. Mirrors: trace_event_try_get_ref (v6.1)."""
+        self.references += 1
+
+    def let_go(self) -> None:
+        """One user less. Mirrors: trace_event_put_ref (v6.1)."""
+        self.references -= 1
+
     def changed(self) -> None:  # noqa: B027 - most events ask at each hit
         """What is done at its hits differs from now on: recorders, their target(), filters, triggers."""
 

@@ -71,7 +71,7 @@ class StaticEvent(TraceEvent):
     ) -> None:
         """`names`: those of the kernel that the print format may refer to, asked for with the first line."""
         super().__init__(group, name, fields, print_fmt)
-        self._tracepoint = tracepoint
+        self.tracepoint = tracepoint
         self._names = names
         self._word_size = word_size
 
@@ -88,11 +88,11 @@ class StaticEvent(TraceEvent):
 
     def start(self) -> None:
         """Make the tracepoint live."""
-        self._tracepoint.subscribe(self.record)
+        self.tracepoint.subscribe(self.record)
 
     def stop(self) -> None:
         """Take it back."""
-        self._tracepoint.unsubscribe(self.record)
+        self.tracepoint.unsubscribe(self.record)
 
     @cached_property
     def _print(self) -> Callable[[PrintContext], str]:

@@ -116,7 +116,7 @@ class Eprobe(TraceProbe):
         self._trigger = None
 
     def unregister(self) -> None:
-        self.target.references -= 1
+        self.target.let_go()
 
     def hit(self, hit: ProbeHit, entry: RawEntry) -> None:
         """Its event was hit. Mirrors: __eprobe_trace_func (v6.1)."""
@@ -166,8 +166,12 @@ class EventProbes(ProbeKind[Eprobe]):
         del probe
 
     def _insert(self, probe: Eprobe) -> None:
-        super()._insert(probe)
-        probe.target.references += 1
+        probe.target.hold()
+        try:
+            super()._insert(probe)
+        except KernelError:
+            probe.target.let_go()
+            raise
 
     def _parse(self, argv: Sequence[str], log: CommandLog) -> Eprobe:
         """Mirrors: __trace_eprobe_create (v6.1)."""

@@ -165,16 +165,16 @@ class SwitchTrigger(CountedTrigger):
 
     def hold(self) -> None:
         """Raises: KernelError of the target."""
-        self.target.event.references += 1
+        self.target.event.hold()
         try:
             self.target.enable_soft()
         except KernelError:
-            self.target.event.references -= 1
+            self.target.event.let_go()
             raise
 
     def released(self) -> None:
         self.target.disable_soft()
-        self.target.event.references -= 1
+        self.target.event.let_go()
 
 
 class EventSwitch(SwitchTrigger):
