@@ -44,7 +44,8 @@ class LinuxClients:
 
         One that is shared (see is_shared()) mustn't sleep, for others' calls wait behind it.
         """
-        self.catch_up()
+        if self._unnamed or self._watch.has_news():
+            self.catch_up()
         pid, uid, gid, _ = client
         task = self._by_pid.get(pid)
         if task is None or not task.alive or pid < 0:

@@ -38,6 +38,9 @@ class ScriptedWatch:
     def parent(self, _number: int) -> int | None:
         return None
 
+    def has_news(self) -> bool:
+        return bool(self.pending_forks or self.pending_exits)
+
     def forks(self) -> list[Fork]:
         told, self.pending_forks = self.pending_forks, []
         return told

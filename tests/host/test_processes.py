@@ -223,6 +223,48 @@ def test_the_parent_of_a_process_that_has_ended(watch: HostProcesses) -> None:
     assert (found.parent, found.alive) == (os.getpid(), False)
 
 
+def test_a_name_is_asked_for_once_until_another_one_is_told(watch: HostProcesses) -> None:
+    """By whoever gives it: execve, or the process itself."""
+    if watch._fork_events is None:
+        pytest.skip("nobody may listen to the process connector here")
+    script = "read x; printf renamed >/proc/$$/comm; read x; exec cat"
+    with subprocess.Popen(["sh", "-c", script], stdin=subprocess.PIPE, bufsize=0) as shell:
+        assert shell.stdin is not None
+        watch.follow(shell.pid)
+        for name in ("sh", "renamed", "cat"):
+            while watch.comm(shell.pid) != name:
+                if watch.has_news():
+                    watch.forks()
+            watch.forks()
+            assert watch.comm(shell.pid) == name
+            assert shell.pid in watch._names
+            shell.stdin.write(b"\n")
+        shell.stdin.close()
+    assert watch.has_news()
+    assert shell.pid in watch.exited()
+    assert watch.comm(shell.pid) is None
+
+
+def test_who_is_told_nothing_looks(watch: HostProcesses) -> None:
+    """Where another listener has ended the events for all: found out by pids of which nothing was told."""
+    if watch._fork_events is None:
+        pytest.skip("nobody may listen to the process connector here")
+    watch.follow(os.getpid())
+    watch.forks()
+    watch.comm(os.getpid())
+    assert os.getpid() in watch._names
+    watch._fork_events.take = lambda: ({}, set())  # type: ignore[method-assign]
+    for _ in range(3):
+        assert watch._is_told
+        with child():
+            watch.forks()
+    assert watch.has_news()
+    assert not watch._is_told
+    assert not watch._names
+    watch.comm(os.getpid())
+    assert not watch._names
+
+
 def test_nothing_is_kept_of_clients_that_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some end before they can be followed."""
     monkeypatch.setattr("emulated_kernel.host.mirror.processes._fork_events", lambda: None)

@@ -1,4 +1,4 @@
-"""Who forked whom, told by the host's kernel itself: the process connector, which only root may listen to."""
+"""Who forked whom, and who got a name, told by the host's kernel: the process connector, for root alone."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ _NLMSG_DONE = 3
 _HEADER = struct.Struct("=IHHII")
 _CN_MSG = struct.Struct("=IIIIHH")
 _EVENT = struct.Struct("=IIQIIII")
-"""struct proc_event of a fork: what, cpu, timestamp; parent's pid and tgid, child's pid and tgid."""
+"""struct proc_event of a fork: what, cpu, timestamp; parent's pid and tgid, child's pid and tgid.
+
+Of what else is heard the first pid is that of who has another name.
+"""
 _EVENT_AT = _HEADER.size + _CN_MSG.size
-_FORK = 1
+_FORK, _EXEC, _COMM = 1, 2, 0x200
 _SO_RCVBUFFORCE, _SO_ATTACH_FILTER = 33, 26
 _ROOM = 8 << 20
 """Bytes of events that may wait: some ten thousand forks between two requests."""
@@ -28,11 +31,13 @@ _ANSWER = 200
 """Milliseconds for the first word of the kernel's; in a container nothing comes."""
 _FILTER = (
     (0x20, 0, 0, _EVENT_AT),
-    (0x15, 0, 1, socket.htonl(_FORK)),
+    (0x15, 2, 0, socket.htonl(_FORK)),
+    (0x15, 1, 0, socket.htonl(_EXEC)),
+    (0x15, 0, 1, socket.htonl(_COMM)),
     (0x06, 0, 0, 0xFFFFFFFF),
     (0x06, 0, 0, 0),
 )
-"""Classic BPF: load `what`, and keep forks alone."""
+"""Classic BPF: load `what`, and keep these alone."""
 
 
 class ForkEvents:
@@ -72,21 +77,35 @@ class ForkEvents:
         )
         self._socket.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _ROOM)
 
-    def parents(self) -> dict[int, int]:
-        """Parents by the pids of processes forked since the last call; not all, if there were too many."""
+    def fileno(self) -> int:
+        """What is readable once there is something to take."""
+        return self._socket.fileno()
+
+    def take(self) -> tuple[dict[int, int], set[int] | None]:
+        """Parents by the pids of processes forked since the last call; not all, if there were too many.
+
+        And who may have another name since, threads too; None: anybody.
+        """
         found: dict[int, int] = {}
+        named: set[int] = set()
+        has_lost = False
         while True:
             try:
                 data = self._socket.recv(1024)
             except BlockingIOError:
-                return found
+                return found, None if has_lost else named
             except OSError as error:
                 if error.errno != errno.ENOBUFS:
                     raise
+                has_lost = True
                 continue
             if len(data) >= _EVENT_AT + _EVENT.size:
-                what, _cpu, _time, _pid, parent, child, leader = _EVENT.unpack_from(data, _EVENT_AT)
-                if what == _FORK and child == leader:
+                what, _cpu, _time, pid, parent, child, leader = _EVENT.unpack_from(data, _EVENT_AT)
+                if what != _FORK:
+                    named.add(pid)
+                    continue
+                named.add(child)
+                if child == leader:
                     found[child] = parent
 
     def close(self) -> None:

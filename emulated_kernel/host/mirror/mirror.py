@@ -152,8 +152,10 @@ class TaskMirror:
 
         Those of clients all: strangers have a share of the time, where tracers make a fork take long.
         """
-        forks = self._watch.forks()
-        self._ended.update(dict.fromkeys(self._watch.exited()))
+        forks: list[Fork] = []
+        if self._watch.has_news():
+            forks = self._watch.forks()
+            self._ended.update(dict.fromkeys(self._watch.exited()))
         if forks or self._ended:
             now, begun = monotonic(), thread_time()
             credit = min(STRANGERS_MOST, self._credit + STRANGERS_SHARE * (now - self._credited))

@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
+from time import monotonic
 from typing import Protocol
 
 from emulated_kernel.dataclass import dataclass
@@ -20,6 +21,10 @@ from emulated_kernel.host.mirror.proc import fields, read
 MAX_FORKS_PER_LOOK = 64
 """More forks than this between two requests are not followed one by one; only the latest are."""
 _OPEN_COMMS = 64
+_CHECK = 0.1
+"""Seconds between two looks whether the host's kernel still tells: another listener may have ended that."""
+_UNTOLD = 3
+"""Looks in a row that find new pids of which nothing was told: one of them may be on its way."""
 _PIDFD_THREAD = os.O_EXCL
 """pidfd_open(2): of a thread that leads no process; since Linux 6.9."""
 
@@ -52,6 +57,9 @@ class ProcessWatch(Protocol):
     def parent(self, number: int) -> int | None:
         """Who has just forked the process, in the guest's pids, if forks() doesn't tell; None: nobody."""
 
+    def has_news(self) -> bool:
+        """Whether forks() or exited() may tell something; comm() is of today behind that."""
+
     def forks(self) -> list[Fork]: ...
 
     def exited(self) -> list[int]: ...
@@ -70,7 +78,7 @@ class ProcessWatch(Protocol):
 
 
 class HostProcesses:
-    """Watches /proc cheaply: one read of the last pid and one epoll call a look, about 3 us."""
+    """Watches the host: one epoll call a look where its kernel tells of changes, else reads of /proc."""
 
     def __init__(self, *, sees_forks: bool = True) -> None:
         """`sees_forks`: forks() is called."""
@@ -87,6 +95,14 @@ class HostProcesses:
         self._comms: OrderedDict[int, int] = OrderedDict()
         self._lost: list[int] = []
         self._fork_events = _fork_events() if sees_forks else None
+        self._is_told = self._fork_events is not None
+        """Nothing new is what it says by saying nothing."""
+        if self._fork_events is not None:
+            self._epoll.register(self._fork_events.fileno(), select.EPOLLIN)
+        self._next_check = 0.0
+        self._untold = 0
+        self._names: dict[int, str] = {}
+        """Of those that are followed, as long as no change is told."""
         self._parents: dict[int, int] = {}
         """As the host's kernel told, of processes that are still to be looked at."""
         self._families = Families()
@@ -107,8 +123,34 @@ class HostProcesses:
     def _read_last_pid(self) -> int:
         return int(os.pread(self._loadavg, 64, 0).rsplit(None, 1)[-1])
 
+    def has_news(self) -> bool:
+        """See ProcessWatch."""
+        if not self._is_told or self._lost or self._epoll.poll(0):
+            return True
+        return monotonic() >= self._next_check
+
+    def _hear(self, events: ForkEvents) -> bool:
+        """Take in what was told; whether anything was."""
+        parents, named = events.take()
+        self._parents.update(parents)
+        if named is None:
+            self._names.clear()
+            return True
+        for pid in named:
+            self._names.pop(pid, None)
+        return bool(named)
+
+    def _check(self, *, was_told: bool) -> None:
+        """There are new pids; whether what is told can be relied on, or each look has to be one at /proc."""
+        self._untold = 0 if was_told else self._untold + 1
+        if self._untold >= _UNTOLD:
+            self._is_told = False
+            self._names.clear()
+
     def forks(self) -> list[Fork]:
         """Processes forked since the last call, oldest first; threads are left out."""
+        was_told = self._fork_events is not None and self._hear(self._fork_events)
+        self._next_check = monotonic() + _CHECK
         seen = os.pread(self._loadavg, 64, 0)
         if seen == self._seen:
             return []
@@ -120,7 +162,7 @@ class HostProcesses:
         latest = pids[-MAX_FORKS_PER_LOOK:]
         self._last_pid = last
         if self._fork_events is not None:
-            self._parents.update(self._fork_events.parents())
+            self._check(was_told=self._hear(self._fork_events) or was_told)
         found = [fork for pid in latest if (fork := self._look_at(pid)) is not None]
         self._parents = {pid: parent for pid, parent in self._parents.items() if pid > last}
         if self._fork_events is None:
@@ -177,7 +219,7 @@ class HostProcesses:
         events = self._epoll.poll(0)
         if not events and not self._lost:
             return []
-        ended = [self._pid_of[fd] for fd, _ in events]
+        ended = [self._pid_of[fd] for fd, _ in events if fd in self._pid_of]
         for pid in ended:
             self._unfollow(pid)
         lost, self._lost = self._lost, []
@@ -189,13 +231,23 @@ class HostProcesses:
         fd = self._pidfds.pop(pid)
         del self._pid_of[fd]
         self._families.forget(pid)
+        self._names.pop(pid, None)
         os.close(fd)
         comm = self._comms.pop(pid, None)
         if comm is not None:
             os.close(comm)
 
     def comm(self, pid: int) -> str | None:
-        """The process's name now, None when it has ended. An open file a process makes this 1 us."""
+        """The process's name now, None when it has ended. An open file a process makes a look 1 us."""
+        name = self._names.get(pid)
+        if name is not None:
+            return name
+        name = self._look_at_comm(pid)
+        if name is not None and self._is_told and pid in self._pidfds:
+            self._names[pid] = name
+        return name
+
+    def _look_at_comm(self, pid: int) -> str | None:
         if self._fork_events is None:
             self._families.add(pid)
         fd = self._comms.get(pid)
@@ -287,6 +339,9 @@ def _comm(text: bytes) -> str:
 
 class NoProcesses:
     """A host on which nothing happens: for the Python API and for tests."""
+
+    def has_news(self) -> bool:
+        return True
 
     def number(self, pid: int) -> int:
         return pid
