@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from emulated_kernel.linux.init import DEBUGFS, DEVICES, PROC, TMPFS, TRACEFS
@@ -28,9 +29,12 @@ class GuestPath(NamedTuple):
     """Writes to it are none of the guest's file's."""
 
 
-@lru_cache(PATHS)
-def guest_path(path: str, *, is_tracefs: bool) -> GuestPath:
-    """`is_tracefs`: tracefs is the mount's root, and all that there is."""
+def guest_paths(*, is_tracefs: bool) -> Callable[[str], GuestPath]:
+    """What tells it of each path. `is_tracefs`: tracefs is the mount's root, and all that there is."""
+    return lru_cache(PATHS)(partial(_guest_path, is_tracefs=is_tracefs))
+
+
+def _guest_path(path: str, *, is_tracefs: bool) -> GuestPath:
     if is_tracefs or path in LINKED:
         return GuestPath((TRACEFS + path).rstrip("/"))
     if path in FORWARDED:

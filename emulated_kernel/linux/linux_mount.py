@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import field
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import count
 
 from emulated_kernel.dataclass import dataclass
@@ -26,8 +26,7 @@ from emulated_kernel.linux.guest_paths import (
     MACHINE,
     MODULES,
     TOPS,
-    GuestPath,
-    guest_path,
+    guest_paths,
 )
 from emulated_kernel.linux.init import TMPFS
 from emulated_kernel.linux.kernel_modules import KernelModules
@@ -136,7 +135,7 @@ class LinuxMount:
         self._tasks = tasks
         self._owner = owner
         self._is_tracefs = is_tracefs
-        self._path: Callable[[str], GuestPath] = partial(guest_path, is_tracefs=is_tracefs)
+        self._path = guest_paths(is_tracefs=is_tracefs)
         self.lock = lock or ControlLock()
         self._syscalls = LinuxSyscalls(tasks)
         self._modules = KernelModules(self._syscalls, modules)

@@ -44,6 +44,10 @@ class Stopped(Enum):
     IDLE = "nothing can run before the next interrupt"
 
 
+# As names: Python 3.11 calls a function for each member that is looked up in its class.
+AT_STUB, IN_CALL, IDLE = Stopped
+
+
 class LinuxMachine:
     """One PC; not thread-safe.
 
@@ -158,12 +162,12 @@ class LinuxMachine:
         self.engine.add_hook(HOOK_CODE, CODE_CALLBACK(sync), at=do_sync_core)
 
     def _come_to_stub(self, _regs: Regs) -> None:
-        self._stopped = Stopped.AT_STUB
+        self._stopped = AT_STUB
         self.engine.stop()
 
     def stop_in_call(self) -> None:
         """End a run at the breakpoint that the guest has come to."""
-        self._stopped = Stopped.IN_CALL
+        self._stopped = IN_CALL
         self.engine.stop()
 
     def _exception(self, trap: Trap) -> None:
@@ -205,7 +209,7 @@ class LinuxMachine:
                 if self._is_text_stale:
                     self.engine.flush_code()
                 elif self.regs.flags & x86.FLAG_IF:
-                    return Stopped.IDLE
+                    return IDLE
                 else:
                     ip = self.regs.ip
                     raise GuestFault(Trap(TrapKind.FAULT, ip), f"it halted for good at {ip:#x}")
@@ -247,7 +251,7 @@ class LinuxMachine:
     def run_to_stub(self) -> None:
         """Run, with time passing whenever the guest is idle. Raises: GuestFault."""
         for _ in range(_TIMER_LIMIT):
-            if self.run() is Stopped.AT_STUB:
+            if self.run() is AT_STUB:
                 return
             self.timer()
         raise GuestFault(Trap(TrapKind.FAULT, self.regs.ip), "it is idle for ever")

@@ -16,7 +16,7 @@ from emulated_kernel.linux.boot import HOST_SIZE
 from emulated_kernel.linux.facts import KernelFacts
 from emulated_kernel.linux.init import BUFFER, BUFFER_SIZE, SYSCALL, TOUCH, TWO_CALLS
 from emulated_kernel.linux.kernel_files import KernelFiles
-from emulated_kernel.linux.machine import LinuxMachine, Stopped
+from emulated_kernel.linux.machine import IDLE, IN_CALL, LinuxMachine
 from emulated_kernel.linux.memory import FRAME, PAGE, PRESENT, WRITABLE
 from emulated_kernel.linux.pc import TSC_KHZ
 from emulated_kernel.linux.running_linux import RunningLinux
@@ -265,9 +265,9 @@ class LinuxTasks(RunningLinux):
         self.current = None
         machine = self.machine
         stopped = machine.run()
-        if stopped is Stopped.IDLE:
+        if stopped is IDLE:
             return None
-        if stopped is Stopped.IN_CALL:
+        if stopped is IN_CALL:
             return self._in_call
         address = self._memory.words[self._current >> 3]
         task = self._by_address.get(address) or self._adopt(address)

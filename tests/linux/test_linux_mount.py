@@ -36,6 +36,9 @@ class Host(NoProcesses):
     def comm(self, pid: int) -> str | None:
         return self.names.get(pid, "?")
 
+    def has_news(self) -> bool:
+        return bool(self.forked or self.ended)
+
     def forks(self) -> list[Fork]:
         found, self.forked = self.forked, []
         return found

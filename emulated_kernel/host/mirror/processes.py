@@ -341,7 +341,7 @@ class NoProcesses:
     """A host on which nothing happens: for the Python API and for tests."""
 
     def has_news(self) -> bool:
-        return True
+        return False
 
     def number(self, pid: int) -> int:
         return pid
