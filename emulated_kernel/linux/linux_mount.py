@@ -10,7 +10,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import field
 from functools import lru_cache
 from itertools import count
 
@@ -60,7 +59,7 @@ class OpenLinuxFile:
     text: bytes = b""
     is_nonblocking: bool = False
     """As the client has it."""
-    entries: list[DirEntry] = field(default_factory=list)
+    entries: list[DirEntry] | None = None
     """Of a directory, from when it was read from its beginning."""
 
 
@@ -273,7 +272,7 @@ class LinuxMount:
     def getdents(self, _client: Client, handle: int, start: int) -> list[DirEntry]:
         """The entries of an open directory from number `start` on; 0 makes a snapshot of all of them."""
         directory = self._opened(handle)
-        if start == 0 or not directory.entries:
+        if start == 0 or directory.entries is None:
             directory.entries = self.readdir(directory.path)
         return directory.entries[start:]
 

@@ -80,14 +80,18 @@ class ModuleEvents:
         if batch is None:
             return
         batch.is_going = True
-        for event in events:
-            for file in event.files.values():
-                for trigger in tuple(file.triggers):
-                    file.remove(trigger)
-            for recorder in event.recorders:
-                event.disable(recorder)
-            self._registry.remove(event)
-            for recorder in event.seen_by:
-                recorder.event_removed(event)
-        batch.is_gone = True
-        self._points.forget(batch)
+        try:
+            for event in events:
+                for file in event.files.values():
+                    for trigger in tuple(file.triggers):
+                        file.remove(trigger)
+                for recorder in event.recorders:
+                    event.disable(recorder)
+        finally:
+            # Whatever kept one of them on: its module's memory will be another's.
+            for event in events:
+                self._registry.remove(event)
+                for recorder in event.seen_by:
+                    recorder.event_removed(event)
+            batch.is_gone = True
+            self._points.forget(batch)

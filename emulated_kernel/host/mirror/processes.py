@@ -138,6 +138,8 @@ class HostProcesses:
             return True
         for pid in named:
             self._names.pop(pid, None)
+        if named:
+            self._is_told, self._untold = True, 0
         return bool(named)
 
     def _check(self, *, was_told: bool) -> None:
