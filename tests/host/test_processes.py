@@ -232,7 +232,9 @@ def test_a_name_is_asked_for_once_until_another_one_is_told(watch: HostProcesses
         assert shell.stdin is not None
         watch.follow(shell.pid)
         for name in ("sh", "renamed", "cat"):
+            until = monotonic() + LIMIT
             while watch.comm(shell.pid) != name:
+                assert monotonic() < until
                 if watch.has_news():
                     watch.forks()
             watch.forks()
