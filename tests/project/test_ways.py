@@ -33,7 +33,7 @@ WAYS = {
     "disarm 1": Limits(455, 52, 4),
     "disarm 100": Limits(4400, 60, 14),
 }
-LINES, PROTOCOLS, UNPLACED = 51_700, 10, 0
+LINES, PROTOCOLS, UNPLACED = 51_800, 10, 0
 
 
 @pytest.fixture(scope="module")
