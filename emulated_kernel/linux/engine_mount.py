@@ -133,6 +133,7 @@ class EngineMount(LinuxMount):
                 yield task
             finally:
                 self._request_ended()
+                self._see_free_pages()
 
     # Attributes and names
 

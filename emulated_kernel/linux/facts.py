@@ -6,6 +6,7 @@ from errno import ENOENT
 
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
+from emulated_kernel.image.linux.btf import Btf
 from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.linux.inodes import inode_offsets
@@ -16,6 +17,9 @@ _SYMBOLS = (
     "wake_up_new_task", "wake_up_process", "x86_platform_ipi_callback", "__per_cpu_offset",
 )  # fmt: skip
 _OPTIONAL = ("no_llseek", "do_open_execat", "unshare_files", "set_cred_ucounts")
+KEEPING = "init_on_free", "_page_poisoning_enabled"
+"""Where one of these is set, what is read of a free page is what was written when it was freed."""
+_OF_NODES = ("node_data", "contig_page_data", "vmemmap_base", *KEEPING)
 _MEMBERS = (
     "task_struct.pid", "task_struct.rcu", "task_struct.stack", "task_struct.__state", "task_struct.comm",
     "task_struct.mm", "task_struct.thread_info.flags", "task_struct.cred", "mm_struct.pgd",
@@ -25,6 +29,13 @@ _MEMBERS = (
     "fdtable.fd", "file.f_mode", "file.f_op", "file.f_inode", "file.f_path.dentry", "file_operations.llseek",
     "dentry.d_flags", "dentry.d_hash", "dentry.d_parent", "dentry.d_name", "dentry.d_inode", "qstr.name",
 )  # fmt: skip
+_OF_FREE_PAGES = (
+    "page.lru", "page.private", "pglist_data.node_zones", "pglist_data.nr_zones", "zone.free_area",
+    "zone.present_pages", "zone.vm_stat",
+)  # fmt: skip
+_SIZES = "page", "zone", "free_area"
+ORDERS = "zone.free_area[]"
+"""What the number of a zone's free areas is called."""
 _HOT = "pcpu_hot.current_task"
 
 
@@ -46,11 +57,12 @@ def kernel_facts(kernel: LinuxKernel) -> KernelFacts:
         if address is None:
             raise unusable(f"its symbols lack {name}")
         symbols[name] = address
-    symbols |= {
-        name: address for name in _OPTIONAL if (address := kernel.kallsyms.lookup_name(name)) is not None
-    }
+    for name in (*_OPTIONAL, *_OF_NODES):
+        if (address := kernel.kallsyms.lookup_name(name)) is not None:
+            symbols[name] = address
     try:
         offsets = {path: kernel.btf.offset(path) for path in _MEMBERS} | inode_offsets(kernel.btf)
+        offsets |= _of_free_pages(kernel.btf)
         current = kernel.kallsyms.lookup_name("current_task")
         # Since 6.2.
         hot = kernel.kallsyms.lookup_name("pcpu_hot") if current is None else None
@@ -63,3 +75,14 @@ def kernel_facts(kernel: LinuxKernel) -> KernelFacts:
     if current is None:
         raise unusable("its symbols lack current_task and pcpu_hot")
     return KernelFacts(kernel.release, symbols, offsets, current)
+
+
+def _of_free_pages(btf: Btf) -> dict[str, int]:
+    """Offsets, and sizes by structure; nothing for a kernel that has them in other structures."""
+    try:
+        found = {path: btf.offset(path) for path in _OF_FREE_PAGES}
+        return found | {name: btf.size(name) for name in _SIZES} | {ORDERS: btf.length("zone.free_area")}
+    except KernelError as error:
+        if error.errno != ENOENT:
+            raise
+        return {}

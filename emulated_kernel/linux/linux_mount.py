@@ -18,6 +18,7 @@ from emulated_kernel.errors import KernelError, WouldBlock
 from emulated_kernel.host.mirror.processes import ProcessWatch
 from emulated_kernel.image.linux.module_files import ModuleFiles
 from emulated_kernel.linux.clients import LinuxClients
+from emulated_kernel.linux.free_pages import FreePages
 from emulated_kernel.linux.guest_paths import (
     DMESG,
     FORWARDED,
@@ -155,6 +156,7 @@ class LinuxMount:
         """Threads that wait for activity; without any, nobody is told. Who is about to looks again soon."""
         self.is_closed = False
         self._known = lru_cache(_KEPT)(self._shown)
+        self._free_pages = FreePages(tasks.machine.memory, tasks.root, tasks.facts)
         self._running = _Guest(self)
         """Around all that may run the guest."""
 
@@ -201,6 +203,12 @@ class LinuxMount:
             self._requests += 1
             if self._pollers:
                 self._tell_pollers()
+            self._see_free_pages()
+
+    def _see_free_pages(self) -> None:
+        pages = self._free_pages
+        if not pages.fewest <= pages.words[pages.counter] <= pages.most:
+            pages.look()
 
     def wake(self) -> None:
         """Who waits looks again."""

@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import stat
+from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -74,6 +75,15 @@ def test_a_walk(kernel: Kernel, mount: LinuxMount) -> None:
     shell.write("/kprobe_events", "\n", os.O_WRONLY | os.O_TRUNC)
     assert shell.read("/kprobe_events") == ""
     assert shell.read("/kprobes/list") == ""
+
+
+def test_free_pages_are_the_kernel_s(mount: LinuxMount) -> None:
+    """As its own file counts them, but for those that the end of that read took."""
+    lines = mount._syscalls.read_all("/proc/buddyinfo").decode().splitlines()
+    counted = [sum(map(int, column)) for column in zip(*(line.split()[4:] for line in lines), strict=True)]
+    found = Counter(size for _, size in mount._free_pages._blocks())
+    assert [found[4096 << order] for order in range(2, len(counted))] == counted[2:]
+    assert sum(counted[2:]) > 20
 
 
 def test_entries_of_functions(kernel: Kernel, mount: LinuxMount) -> None:

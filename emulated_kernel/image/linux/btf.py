@@ -171,6 +171,13 @@ class Btf:
             raise KernelError(ENOENT, f"{path} names no member")
         return offset, member
 
+    def length(self, path: str) -> int:
+        """Elements of a member that is an array."""
+        array_type = self._type(self.resolve(self.locate(path)[1].type))
+        if array_type.kind is not Kind.ARRAY:
+            raise KernelError(ENOENT, f"{path} is no array")
+        return int(_WORDS3.unpack_from(self._types, array_type.tail)[2])
+
     def has(self, path: str) -> bool:
         """Whether a structure, or a member of one, exists."""
         try:
