@@ -182,7 +182,7 @@ def test_run_budget() -> None:
     with Kernel(MachineConfig(run_budget=600)) as kernel:
         mount = kernel.mount()
         assert shown(mount)["run_budget_ms"] == ["600000"]
-        write(mount, LIMITS, "run_budget_ms 20")
+        write(mount, LIMITS, "run_budget_ms 200")
         with refused(errno.EFAULT):
             write(mount, "/machine/call", '_raw_spin_lock "held"')
         assert not kernel.guest.is_dead
