@@ -83,7 +83,11 @@ def eventually(condition: object, message: str = "it never happened", patience: 
 
 
 def kprobefs(*arguments: str, program: list[str] = PROGRAM, **more: str) -> subprocess.CompletedProcess[str]:
-    """Run the program to its end, and until nobody has its output; `more` is set in its environment."""
+    """Run the program to its end, and until nobody has its output; `more` is set in its environment.
+
+    Raises: TimeoutExpired for one that had to be killed.
+    """
+    began = time.monotonic()
     with ExitStack() as stack:
         ours, theirs = zip(os.pipe(), os.pipe(), strict=True)
         output, errors = (stack.enter_context(open(descriptor, encoding="utf-8")) for descriptor in ours)
@@ -94,6 +98,8 @@ def kprobefs(*arguments: str, program: list[str] = PROGRAM, **more: str) -> subp
         reader = stack.enter_context(ThreadPoolExecutor(1)).submit(output.read)
         complaints = errors.read()
         status = process.wait()
+        if time.monotonic() - began >= RUN:
+            raise subprocess.TimeoutExpired(list(arguments), RUN)
         return subprocess.CompletedProcess(arguments, status, reader.result(), complaints)
 
 
