@@ -29,6 +29,8 @@ LEEWAY = 30
 
 YOUNG = 20_000
 """Objects for each collection of young garbage: many, since boots and tables of a kernel's functions stay."""
+FEW_DESCRIPTORS = 256
+"""Of a worker; more are garbage's."""
 
 # Who runs the suite has a terminal, a CI or a journal: what they say to programs is nothing that a test asks.
 _FROM_OUTSIDE = ("BUILD_NUMBER", "CI", "COLUMNS", "FORCE_COLOR", "LINES", "NOTIFY_SOCKET", "NO_COLOR", "TERM")
@@ -111,6 +113,15 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.freeze = gc.unfreeze = lambda: None
     gc.set_threshold(YOUNG)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """A kernel's pipes go with it, and it with the garbage: select(2) takes no descriptor above 1,023."""
+    free = os.open(os.devnull, os.O_RDONLY)
+    os.close(free)
+    if free > FEW_DESCRIPTORS:
+        gc.collect()
 
 
 def _sendable(value: object) -> object:
