@@ -12,7 +12,7 @@ import struct
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import repeat
 from operator import itemgetter
 from time import monotonic, sleep, time_ns
@@ -25,6 +25,7 @@ from kprobefs.failure import Failure
 from kprobefs.loops import FREE_LOOPS, Loops
 from kprobefs.mount import STATE_LINK, MountState
 from kprobefs.reserve import MemoryReserve
+from kprobefs.session_loop import SessionLoop
 
 if TYPE_CHECKING:
     from kprobefs.options import ServedMount
@@ -144,7 +145,11 @@ class Server:
         # A close comes as a request that nobody waits for: two threads could answer it and the next open
         # in any order.
         free = 1 if self._options.is_ordered else FREE_LOOPS
-        loops = Loops(lambda: _libfuse.fuse_loop(session), free)
+        ours = self._operations
+        read, release = partial(_guarded, ours, ours.read_at_once), partial(_guarded, ours, ours.release)
+        walks = None if self._options.is_ordered else ours.walks
+        loop = SessionLoop(_libfuse, _libfuse.fuse_get_session(session), read, release, walks)
+        loops = Loops(loop.run, free)
         self._operations.blocking = loops.blocking
         if not self._options.is_ordered:
             self._lock.waiting = loops.waiting
@@ -166,6 +171,7 @@ _ADDRESSES = {
     "getattr": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p),
     "fgetattr": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p),
     "open": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p),
+    "release": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p),
     "read": ctypes.CFUNCTYPE(
         ctypes.c_int,
         ctypes.c_void_p,
@@ -174,7 +180,6 @@ _ADDRESSES = {
         _fuse.c_off_t,
         ctypes.c_void_p,
     ),
-    "release": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p),
 }
 """What every open, read and close takes: structures come as addresses, without an object for the pointer."""
 
@@ -204,7 +209,15 @@ class _PollStructure(ctypes.Structure):
 _fuse.fuse_operations = _PollStructure
 _libfuse.fuse_setup.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 2, ctypes.c_size_t, *[ctypes.c_void_p] * 3]
 _libfuse.fuse_setup.restype = ctypes.c_void_p
-_libfuse.fuse_loop.argtypes = [ctypes.c_void_p]
+_libfuse.fuse_get_session.argtypes, _libfuse.fuse_get_session.restype = [ctypes.c_void_p], ctypes.c_void_p
+_libfuse.fuse_session_next_chan.argtypes = [ctypes.c_void_p] * 2
+_libfuse.fuse_session_next_chan.restype = ctypes.c_void_p
+_libfuse.fuse_session_process.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+_libfuse.fuse_session_process.restype = None
+_libfuse.fuse_chan_fd.argtypes = [ctypes.c_void_p]
+_libfuse.fuse_chan_bufsize.argtypes, _libfuse.fuse_chan_bufsize.restype = [ctypes.c_void_p], ctypes.c_size_t
+_libfuse.fuse_chan_new.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p]
+_libfuse.fuse_chan_new.restype = ctypes.c_void_p
 _libfuse.fuse_teardown.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
 _libfuse.fuse_teardown.restype = None
 _libfuse.fuse_notify_poll.argtypes = [ctypes.c_void_p]
@@ -225,34 +238,38 @@ def _path_codec(name: str) -> codecs.CodecInfo | None:
 codecs.register(_path_codec)
 
 
+def _guarded(operations: _Operations, func: Callable[..., T], *args: object) -> T | int:
+    """What a request comes to, or -errno; raises nothing."""
+    try:
+        try:
+            if monotonic() >= operations.reserve.next_look:
+                operations.reserve.look()
+            return func(*args)
+        except KernelError as error:
+            return -(error.errno or errno.EIO)
+        except MemoryError:
+            operations.reserve.give_back()
+            return -errno.ENOMEM
+        # A SystemExit or KeyboardInterrupt that reached libfuse would become a garbage answer.
+        except BaseException as error:
+            # A library couldn't be mapped.
+            if operations.reserve.is_scarce and isinstance(error, ImportError):
+                return -errno.ENOMEM
+            operations.faults += 1
+            log.exception("internal fault in %s", func.__name__)
+    # There may be no memory to say so: ctypes would answer 0, which is success.
+    except BaseException:
+        pass
+    return 0 if func.__name__ == "init" else -errno.EIO
+
+
 class _Session(_fuse.FUSE):  # type: ignore[misc]  # fusepy has no types
     """fusepy's loop, with a guard that lets no exception into C, and poll."""
 
     @staticmethod
     def _wrapper(func: Callable[..., int | None], *args: object) -> int:
         operations: _Operations = func.__self__.operations  # type: ignore[attr-defined]
-        reserve = operations.reserve
-        try:
-            try:
-                if monotonic() >= reserve.next_look:
-                    reserve.look()
-                return func(*args) or 0
-            except KernelError as error:
-                return -(error.errno or errno.EIO)
-            except MemoryError:
-                reserve.give_back()
-                return -errno.ENOMEM
-            # A SystemExit or KeyboardInterrupt that reached libfuse would become a garbage answer.
-            except BaseException as error:
-                # A library couldn't be mapped.
-                if reserve.is_scarce and isinstance(error, ImportError):
-                    return -errno.ENOMEM
-                operations.faults += 1
-                log.exception("internal fault in %s", func.__name__)
-        # There may be no memory to say so: ctypes would answer 0, which is success.
-        except BaseException:
-            pass
-        return 0 if func.__name__ == "init" else -errno.EIO
+        return _guarded(operations, func, *args) or 0
 
     # What every open, read and close takes, without fusepy's detours: they cost 2 to 8 us a request.
 
@@ -291,8 +308,8 @@ class _Session(_fuse.FUSE):  # type: ignore[misc]  # fusepy has no types
         return 0
 
     def release(self, _path: int | None, file_info: int) -> int:
-        """struct fuse_operations.release."""
-        self.operations.release(None, _file_info(file_info))
+        """struct fuse_operations.release: of an open that nobody waits for any more."""
+        self.operations.release(_file_info(file_info).fh)
         return 0
 
     def poll(self, path: bytes | None, file_info: Any, handle: int | None, mask: Any) -> int:
@@ -373,6 +390,10 @@ class _Operations:
         del path
         self.ready()
 
+    def walks(self) -> None:
+        """What is asked for next is a name of a path: who wants its attributes asks for them."""
+        self._thread.client = None
+
     def getattr(self, path: str | None, info: Any = None) -> Stat:
         client = self._thread.client
         if client is None:
@@ -437,20 +458,34 @@ class _Operations:
         self._thread.client = None
         return self._opened(info, path, handle)
 
+    def read_at_once(
+        self, uid: int, gid: int, pid: int, handle: int, offset: int, size: int, owner: int, flags: int
+    ) -> bytes | None:
+        """A read that needs nothing of libfuse; None if it has to wait."""
+        try:
+            return self._read(_known_client(pid, uid, gid), handle, size, offset, owner, flags)
+        except WouldBlock:
+            return None
+
     def read(self, path: str | None, size: int, offset: int, info: Any) -> bytes:
+        """A read that has to wait."""
         del path
+        client = _client()
+        request = partial(self._read, client, info.fh, size, offset, info.lock_owner, info.flags)
+        try:
+            return request()
+        except WouldBlock:
+            return self._blocking(client, info, request)
+
+    def _read(self, client: Client, handle: int, size: int, offset: int, owner: int, flags: int) -> bytes:
         if self.reserve.is_spent:
             self._needs_reserve()
-        client, handle, flags = _client(), info.fh, info.flags
-        # The host's page cache has no owner of locks; whoever called read(2) has.
-        read = self._mount.read if info.lock_owner else self._mount.read_page
         if flags & os.O_NONBLOCK != self._nonblocking.get(handle, 0):
             self._mount.set_status_flags(handle, flags)
             self._nonblocking[handle] = flags & os.O_NONBLOCK
-        try:
-            return read(client, handle, size, offset)
-        except WouldBlock:
-            return self._blocking(client, info, lambda: read(client, handle, size, offset))
+        # The host's page cache has no owner of locks; whoever called read(2) has.
+        read = self._mount.read if owner else self._mount.read_page
+        return read(client, handle, size, offset)
 
     def write(self, path: str | None, data: bytes, offset: int, info: Any) -> int:
         del path
@@ -464,14 +499,14 @@ class _Operations:
         except WouldBlock:
             return self._blocking(client, info, lambda: self._mount.write(client, handle, data, offset))
 
-    def release(self, path: str | None, info: Any) -> None:
-        del path
-        self._pollers.forget(info.fh)
+    def release(self, handle: int) -> None:
+        """The last descriptor of an open file is gone."""
+        self._pollers.forget(handle)
         try:
-            self._mount.release(info.fh)
+            self._mount.release(handle)
         finally:
-            self._open_paths.pop(info.fh, None)
-            self._nonblocking.pop(info.fh, None)
+            self._open_paths.pop(handle, None)
+            self._nonblocking.pop(handle, None)
 
     def poll(self, info: Any, poll_handle: int | None) -> int:
         handle: int = info.fh

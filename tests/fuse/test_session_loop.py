@@ -1,0 +1,161 @@
+"""What a session asks of its mount: a lookup for each name, but for the root's lasting directories."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import signal
+import stat
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.lock import ControlLock
+from emulated_kernel.vfs.core.client import Client, Room, Stat
+from kprobefs.adapter import FuseOptions, Server
+from tests.fuse.harness import eventually, is_mounted
+
+_PR_SET_PDEATHSIG = 1
+_CONTENT = b"a line\n"
+
+
+class _Recorded:
+    """A mount whose directories hold a file each; says what it is asked."""
+
+    def __init__(self, says: int) -> None:
+        self.lock = ControlLock()
+        self._says = says
+
+    def _asked(self, what: str, path: object = "") -> None:
+        os.write(self._says, f"{what} {path}\n".encode())
+
+    def getattr(self, path: str, client: Callable[[], Client] | None = None) -> Stat:
+        is_stat = client and path == "/scratch"
+        self._asked("getattr", f"{path} of its client" if is_stat else path)
+        if path == "/tracing":
+            raise KernelError(errno.ENOENT)
+        if path.endswith("/file"):
+            return Stat(2, stat.S_IFREG | 0o644, 1, 0, 0, len(_CONTENT))
+        return Stat(1, stat.S_IFDIR | 0o755, 2, 0, 0)
+
+    def open(self, _client: Client, path: str, _flags: int) -> int:
+        self._asked("open", path)
+        return 7
+
+    def is_stream(self, _handle: int) -> bool:
+        return False
+
+    def read(self, client: Client, handle: int, size: int, offset: int) -> bytes:
+        self._asked("read", f"{handle} {offset} of {client.pid} {client.uid}")
+        if offset == len(_CONTENT):
+            raise KernelError(errno.EBADMSG)
+        if offset:
+            raise ZeroDivisionError
+        return _CONTENT[:size]
+
+    read_page = read
+
+    def release(self, handle: int) -> None:
+        self._asked("release", handle)
+        raise KernelError(errno.EIO)
+
+    def statfs(self, _path: str) -> Room:
+        return Room()
+
+
+@contextmanager
+def _served(place: Path, *, is_ordered: bool = False) -> Iterator[Callable[[], list[str]]]:
+    """Such a mount; what it was asked since the last time."""
+    reads, says = os.pipe()
+    daemon = os.fork()
+    if not daemon:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        signal.alarm(60)
+        options = FuseOptions("recorded", is_ordered=is_ordered)
+        Server(_Recorded(says), options).serve(str(place), lambda: None)  # type: ignore[arg-type]
+        os._exit(0)
+    os.close(says)
+    os.set_blocking(reads, False)
+    lines = b""
+
+    def asked() -> list[str]:
+        nonlocal lines
+        lines = b""
+
+        def is_closed() -> bool:
+            nonlocal lines
+            with suppress(BlockingIOError):
+                lines += os.read(reads, 1 << 16)
+            return lines.count(b"open") == lines.count(b"release")
+
+        eventually(is_closed)
+        return lines.decode().splitlines()
+
+    try:
+        eventually(lambda: is_mounted(place))
+        yield asked
+    finally:
+        subprocess.run(["umount", place], check=True, timeout=20)
+        os.waitpid(daemon, 0)
+        os.close(reads)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    if os.geteuid():
+        pytest.skip("mounting here takes root")
+    return tmp_path
+
+
+def test_a_lasting_directory_is_looked_up_once(place: Path) -> None:
+    with _served(place) as asked:
+        for name in ("scratch", "kprobes", "machine", "module"):
+            fd = os.open(place / name / "file", os.O_RDONLY)
+            os.close(fd)
+            assert asked()[:2] == [f"getattr /{name}", f"getattr /{name}/file"]
+            fd = os.open(place / name / "file", os.O_RDONLY)
+            os.close(fd)
+            again = [f"getattr /{name}"] if name == "module" else []
+            assert asked() == [*again, f"getattr /{name}/file", f"open /{name}/file", "release 7"]
+
+
+def test_each_stat_is_one_request_of_its_client(place: Path) -> None:
+    with _served(place) as asked:
+        for _ in range(3):
+            (place / "scratch").stat()
+        assert asked() == ["getattr /scratch", *["getattr /scratch of its client"] * 3]
+
+
+def test_a_name_that_is_not_there_is_asked_for_each_time(place: Path) -> None:
+    with _served(place) as asked:
+        for _ in range(3):
+            assert not (place / "tracing").exists()
+        assert len(asked()) == 3
+
+
+def test_where_order_counts_each_name_is_asked_for(place: Path) -> None:
+    with _served(place, is_ordered=True) as asked:
+        for _ in range(3):
+            os.close(os.open(place / "scratch/file", os.O_RDONLY))
+            assert "getattr /scratch of its client" in asked()
+
+
+def test_reads_and_closes(place: Path) -> None:
+    """Their client, their errors, and an exception: the mount goes on."""
+    with _served(place) as asked:
+        fd = os.open(place / "scratch/file", os.O_RDONLY)
+        assert os.pread(fd, 3, 0) == _CONTENT[:3]
+        for offset, error in ((len(_CONTENT), errno.EBADMSG), (1, errno.EIO)):
+            with pytest.raises(OSError, match=os.strerror(error)):
+                os.pread(fd, 100, offset)
+        os.close(fd)
+        who = f"of {os.getpid()} {os.geteuid()}"
+        assert asked()[-4:] == [f"read 7 0 {who}", f"read 7 7 {who}", f"read 7 1 {who}", "release 7"]
+        fd = os.open(place / "scratch/file", os.O_RDONLY)
+        assert os.read(fd, 100) == _CONTENT
+        os.close(fd)
