@@ -131,6 +131,25 @@ def test_large_pages_are_split_where_rights_change() -> None:
         assert walked[1] >> 63
 
 
+def test_large_pages_go_around_tables_and_over_their_ends() -> None:
+    """Seven from the last but one below a gigabyte's border, over a table of small pages that was there."""
+    memory = _memory()
+    start = (BASE & -(1 << 30)) + (1 << 30) - 2 * LARGE_PAGE_SIZE
+    middle = start + 4 * LARGE_PAGE_SIZE
+    memory.map(middle, 0, PAGE, RW)
+    memory.unmap(middle, PAGE)
+    memory.map(start, 0, 7 * LARGE_PAGE_SIZE, RW)
+    for page in range(7):
+        va = start + page * LARGE_PAGE_SIZE
+        for at in (va, va + 511 * PAGE):
+            walked = _walk(memory, at)
+            assert walked is not None
+            assert walked[0] == at - start
+            assert bool(walked[1] & 0x80) == (va != middle)
+    assert _walk(memory, start - PAGE) is None
+    assert _walk(memory, start + 7 * LARGE_PAGE_SIZE) is None
+
+
 ACTIONS = st.sampled_from(["map", "unmap"])
 PIECES = st.lists(st.tuples(ACTIONS, st.integers(0, 1100), st.integers(1, 600), st.booleans()), max_size=12)
 

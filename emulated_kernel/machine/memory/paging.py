@@ -51,11 +51,8 @@ class PageTables(ABC):
         """Map [va, va + size) to [pa, pa + size) with the largest pages that fit."""
         end = va + size
         while va < end:
-            large = not (va | pa) & (LARGE_PAGE_SIZE - 1) and end - va >= LARGE_PAGE_SIZE
-            if large and not self._occupied(va):
-                self._put(self._slot(va, LARGE_PAGE_SIZE), self.leaf(pa, prot, True))
-                step = LARGE_PAGE_SIZE
-            else:
+            step = 0 if (va | pa) % LARGE_PAGE_SIZE else self._map_large(va, pa, end - va, prot)
+            if not step:
                 step = min(end - va, LARGE_PAGE_SIZE - va % LARGE_PAGE_SIZE)
                 self._map_small(va, pa, step, prot)
             va += step
@@ -65,6 +62,18 @@ class PageTables(ABC):
         """Remove [va, va + size), splitting large pages at its borders."""
         for page in range(va, va + size, PAGE_SIZE):
             self._put(self._slot(page, PAGE_SIZE), 0)
+
+    def _map_large(self, va: int, pa: int, size: int, prot: Prot) -> int:
+        """Map large pages, up to the end of their table or a table of small ones; returns bytes mapped."""
+        count = min(size // LARGE_PAGE_SIZE, 512 - va // LARGE_PAGE_SIZE % 512)
+        if not count:
+            return 0
+        first = self._slot(va, LARGE_PAGE_SIZE)
+        there = struct.unpack_from(f"<{count}Q", self._ram, first)
+        count = next((n for n, entry in enumerate(there) if entry and not self.is_leaf(entry, 21)), count)
+        entry, step = self.leaf(pa, prot, True), 512 * self.page_step
+        struct.pack_into(f"<{count}Q", self._ram, first, *range(entry, entry + count * step, step))
+        return count * LARGE_PAGE_SIZE
 
     def _map_small(self, va: int, pa: int, size: int, prot: Prot) -> None:
         first = self._slot(va, PAGE_SIZE)
@@ -88,11 +97,6 @@ class PageTables(ABC):
                 entry = self._split(slot, shift, entry)
             table = self.target(entry)
         raise AssertionError(f"no level for pages of {page_size} bytes")
-
-    def _occupied(self, va: int) -> bool:
-        """Whether the 2 MiB entry for `va` points to a table of 4 KiB entries."""
-        entry = self._get(self._slot(va, LARGE_PAGE_SIZE))
-        return bool(entry) and not self.is_leaf(entry, 21)
 
     def _grow(self, slot: int, shift: int) -> int:
         entry = self.branch(self._new_table(), shift)
