@@ -7,14 +7,14 @@ import faulthandler
 import gc
 import os
 import threading
-from collections.abc import Generator
-from functools import cache
+from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 from hypothesis import HealthCheck, Phase, is_hypothesis_test, settings
 
-from emulated_kernel.image import image
+from emulated_kernel.image import image, trace_events
 from emulated_kernel.lock import ControlLock
 from tests.sample import WHOLE, fewer
 
@@ -50,17 +50,40 @@ settings.register_profile(
 )
 settings.load_profile("kprobefs")
 
+_T = TypeVar("_T")
 _load = image.load_image
-_load_prebuilt = cache(_load)
+_PREBUILT: dict[str, image.KernelImage] = {}
+"""Those that come with us, by architecture. Nothing changes an image."""
 
 
 def load_image(path: Path | str | None = None, arch: str = "x86_64") -> image.KernelImage:
-    """See image.load_image. Nothing changes an image, and to read one is a third of a boot."""
-    return _load_prebuilt(None, arch) if path is None else _load(path, arch)
+    """See image.load_image. To read an image is a third of a boot."""
+    if path is not None or arch not in _PREBUILT:
+        loaded = _load(path, arch)
+        return loaded if path is not None else _PREBUILT.setdefault(arch, loaded)
+    return _PREBUILT[arch]
 
 
-# Before anybody imports it: thousands of tests boot a kernel of their own.
+def _once(find: Callable[[image.KernelImage], Iterable[_T]]) -> Callable[[image.KernelImage], Iterable[_T]]:
+    """`find`, asked once of a prebuilt image. To read the tables of events is a fifth of a boot."""
+    found: dict[str, tuple[_T, ...]] = {}
+
+    def find_once(of: image.KernelImage) -> Iterable[_T]:
+        prebuilt = _PREBUILT.get(of.arch)
+        # Each boot has an image with symbols of its own.
+        if prebuilt is None or of.segments is not prebuilt.segments:
+            return find(of)
+        if of.arch not in found:
+            found[of.arch] = tuple(find(of))
+        return found[of.arch]
+
+    return find_once
+
+
+# Before anybody imports them: thousands of tests boot a kernel of their own.
 image.load_image = load_image
+for _table in ("event_definitions", "syscall_definitions"):
+    setattr(trace_events, _table, _once(getattr(trace_events, _table)))
 
 
 _assert_held = ControlLock.assert_held
