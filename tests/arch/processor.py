@@ -10,6 +10,7 @@ import unicorn
 from unicorn import x86_const as const
 
 from emulated_kernel.arch.x86.arch import X86
+from tests.arch import engines
 
 CODE, STACK, SIZE = 0x10_0000, 0x20_0000, 0x1000
 SP = STACK + SIZE // 2
@@ -62,16 +63,15 @@ class Processor:
 
     def _step(self, code: bytes, values: dict[str, int], stack: bytes) -> tuple[dict[str, int], bytes]:
         mode = unicorn.UC_MODE_64 if self.arch.bits == 64 else unicorn.UC_MODE_32
-        uc = unicorn.Uc(unicorn.UC_ARCH_X86, mode)
-        # From 0 on: a jump with a 16-bit target leads there.
-        uc.mem_map(0, CODE + SIZE)
-        uc.mem_map(STACK, SIZE)
-        uc.mem_write(CODE - SIZE, b"\xf4" * 2 * SIZE)
-        uc.mem_write(CODE, code)
-        uc.mem_write(STACK, stack)
-        for name, number in self._ids.items():
-            uc.reg_write(number, values[name])
-        uc.emu_start(CODE, 0, count=1)
-        return {name: uc.reg_read(number) for name, number in self._ids.items()}, bytes(
-            uc.mem_read(STACK, SIZE)
-        )
+        with engines.lent(unicorn.UC_ARCH_X86, mode) as uc:
+            # From 0 on: a jump with a 16-bit target leads there.
+            uc.mem_map(0, CODE + SIZE)
+            uc.mem_map(STACK, SIZE)
+            uc.mem_write(CODE - SIZE, b"\xf4" * 2 * SIZE)
+            uc.mem_write(CODE, code)
+            uc.mem_write(STACK, stack)
+            for name, number in self._ids.items():
+                uc.reg_write(number, values[name])
+            uc.emu_start(CODE, 0, count=1)
+            registers = {name: uc.reg_read(number) for name, number in self._ids.items()}
+            return registers, bytes(uc.mem_read(STACK, SIZE))

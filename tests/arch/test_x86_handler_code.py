@@ -18,6 +18,7 @@ from emulated_kernel.arch.x86.detour import handler_stub
 from emulated_kernel.arch.x86.emulate import REGISTER_NAMES
 from emulated_kernel.arch.x86.frame import FRAME_32, FRAME_64, RegsFrame
 from emulated_kernel.arch.x86.handler_code import save_all, save_live
+from tests.arch import engines
 from tests.arch.random_programs import (
     CODE,
     CPU,
@@ -49,14 +50,13 @@ def register_id(name: str, bits: int) -> int:
 class Processor:
     """Runs a stub on Unicorn as the host of a probe would: host calls and faults go where it says."""
 
-    def __init__(self, case: Case, stub: Detour, frame: RegsFrame | None) -> None:
+    def __init__(self, uc: unicorn.Uc, case: Case, stub: Detour, frame: RegsFrame | None) -> None:
+        self.uc = uc
         self.case = case
         self.frame = frame
         self.stub = stub
         self.calls: list[int] = []
         self.faults = 0
-        mode = unicorn.UC_MODE_64 if case.bits == 64 else unicorn.UC_MODE_32
-        self.uc = uc = unicorn.Uc(unicorn.UC_ARCH_X86, mode)
         self.ip = register_id("ip", case.bits)
         for start in (CODE, END):
             uc.mem_map(start, PAGE)
@@ -121,7 +121,9 @@ def make(rng: random.Random, bits: int) -> Case:
 
 def check(case: Case, handler: HandlerCode, live: Live, frame: RegsFrame | None = None) -> None:
     expected = interpret(case)
-    found = Processor(case, handler_stub(handler, CODE, END), frame).run()
+    mode = unicorn.UC_MODE_64 if case.bits == 64 else unicorn.UC_MODE_32
+    with engines.lent(unicorn.UC_ARCH_X86, mode) as uc:
+        found = Processor(uc, case, handler_stub(handler, CODE, END), frame).run()
     assert found.host_calls == expected.host_calls
     assert found.faults == expected.faults
     for start, data in expected.areas.items():

@@ -14,6 +14,7 @@ from emulated_kernel.arch.analysis.function import Function
 from emulated_kernel.arch.analysis.region import Live
 from emulated_kernel.arch.x86.emulate import REGISTER_NAMES
 from emulated_kernel.arch.x86.liveness import Liveness
+from tests.arch import engines
 
 ADDR = 0x10_0000
 STACK = 0x20_0800
@@ -33,17 +34,17 @@ STATUS = 0x8D5
 
 
 def run(code: bytes, values: dict[str, int], flags: int) -> tuple[int, ...]:
-    uc = unicorn.Uc(unicorn.UC_ARCH_X86, unicorn.UC_MODE_64)
-    uc.mem_map(ADDR, 0x1000)
-    uc.mem_map(STACK & ~0xFFF, 0x1000)
-    uc.mem_write(ADDR, code)
-    uc.reg_write(const.UC_X86_REG_RSP, STACK)
-    for name, value in values.items():
-        uc.reg_write(IDS[name], value)
-    uc.reg_write(const.UC_X86_REG_EFLAGS, flags | 2)
-    uc.emu_start(ADDR, ADDR + len(code))
-    flags_now = uc.reg_read(const.UC_X86_REG_EFLAGS)
-    return (*(uc.reg_read(number) for number in IDS.values()), flags_now)
+    with engines.lent(unicorn.UC_ARCH_X86, unicorn.UC_MODE_64) as uc:
+        uc.mem_map(ADDR, 0x1000)
+        uc.mem_map(STACK & ~0xFFF, 0x1000)
+        uc.mem_write(ADDR, code)
+        uc.reg_write(const.UC_X86_REG_RSP, STACK)
+        for name, value in values.items():
+            uc.reg_write(IDS[name], value)
+        uc.reg_write(const.UC_X86_REG_EFLAGS, flags | 2)
+        uc.emu_start(ADDR, ADDR + len(code))
+        flags_now = uc.reg_read(const.UC_X86_REG_EFLAGS)
+        return (*(uc.reg_read(number) for number in IDS.values()), flags_now)
 
 
 def live(code: str, offset: int = 0, **fields: object) -> Live:

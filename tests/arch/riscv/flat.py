@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 
 import unicorn
@@ -9,6 +10,7 @@ from unicorn import riscv_const as const
 
 from emulated_kernel.arch.riscv.assemble import C_EBREAK, EBREAK
 from emulated_kernel.arch.riscv.insn import REGISTER_NAMES
+from tests.arch import engines
 
 PAGE = 0x1000
 NAMES = REGISTER_NAMES[1:]
@@ -24,7 +26,8 @@ class Flat:
 
     def __init__(self, areas: Mapping[int, bytes], registers: Mapping[str, int]) -> None:
         """`areas` are whole pages."""
-        self.uc = unicorn.Uc(unicorn.UC_ARCH_RISCV, unicorn.UC_MODE_RISCV64)
+        self.uc = engines.take(unicorn.UC_ARCH_RISCV, unicorn.UC_MODE_RISCV64)
+        weakref.finalize(self, engines.give_back, self.uc)
         for start, data in areas.items():
             self.uc.mem_map(start, -(-len(data) // PAGE) * PAGE)
             self.uc.mem_write(start, data)
@@ -32,14 +35,20 @@ class Flat:
             if name in _IDS:
                 self.set(name, value)
         # Unicorn: without page tables it doesn't say which instruction it was that found no memory.
-        self.at = 0
-        self.uc.hook_add(unicorn.UC_HOOK_CODE, self._note)
+        self._last = last = [0]
+
+        def note(_uc: unicorn.Uc, address: int, _size: int, _data: object) -> None:
+            last[0] = address
+
+        self.uc.hook_add(unicorn.UC_HOOK_CODE, note)
         self.faults: Mapping[int, int] = {}
         """Instructions that may fault, and where to go on then."""
         self.nr_faults = 0
 
-    def _note(self, _uc: unicorn.Uc, address: int, _size: int, _data: object) -> None:
-        self.at = address
+    @property
+    def at(self) -> int:
+        """Address of the instruction that ran last."""
+        return self._last[0]
 
     def get(self, name: str) -> int:
         return int(self.uc.reg_read(_IDS[name]))

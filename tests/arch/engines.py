@@ -1,0 +1,48 @@
+"""Unicorn's engines, used again: hooks make circles of them, and those to be freed slow down new ones."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import unicorn
+
+_FREE: dict[tuple[int, int], list[tuple[unicorn.Uc, Any]]] = defaultdict(list)
+"""By architecture and mode, with the registers of a new one."""
+_LENT: dict[unicorn.Uc, tuple[int, int, Any]] = {}
+
+
+def take(arch: int, mode: int) -> unicorn.Uc:
+    """An engine as if it were new, until it is given back."""
+    free = _FREE[arch, mode]
+    if free:
+        uc, new = free.pop()
+        uc.context_restore(new)
+    else:
+        uc = unicorn.Uc(arch, mode)
+        new = uc.context_save()
+    _LENT[uc] = arch, mode, new
+    return uc
+
+
+def give_back(uc: Any) -> None:
+    """Its memory and hooks are gone. A hook that holds who gives it back would keep that alive for ever."""
+    arch, mode, new = _LENT.pop(uc)
+    for hook in list(uc._callbacks):
+        uc.hook_del(hook)
+    for start, end, _ in list(uc.mem_regions()):
+        uc.mem_unmap(start, end + 1 - start)
+    uc.ctl_flush_tb()
+    _FREE[arch, mode].append((uc, new))
+
+
+@contextmanager
+def lent(arch: int, mode: int) -> Iterator[unicorn.Uc]:
+    """One for the block."""
+    uc = take(arch, mode)
+    try:
+        yield uc
+    finally:
+        give_back(uc)
