@@ -27,6 +27,14 @@ def watch() -> Iterator[HostProcesses]:
     watch.close()
 
 
+@pytest.fixture
+def events(watch: HostProcesses) -> ForkEvents:
+    """What the watch is told by; skipped where nobody may listen to the process connector."""
+    if watch._fork_events is None:
+        pytest.skip("nobody may listen to the process connector here")
+    return watch._fork_events
+
+
 @contextmanager
 def child() -> Iterator[int]:
     """A process that lives as long as the block."""
@@ -213,20 +221,18 @@ def test_no_processes() -> None:
     watch.close()
 
 
+@pytest.mark.usefixtures("events")
 def test_the_parent_of_a_process_that_has_ended(watch: HostProcesses) -> None:
     """Told by the host's kernel alone, where it does."""
-    if watch._fork_events is None:
-        pytest.skip("nobody may listen to the process connector here")
     with child() as pid:
         pass
     (found,) = [fork for fork in watch.forks() if fork.pid == pid]
     assert (found.parent, found.alive) == (os.getpid(), False)
 
 
+@pytest.mark.usefixtures("events")
 def test_a_name_is_asked_for_once_until_another_one_is_told(watch: HostProcesses) -> None:
     """By whoever gives it: execve, or the process itself."""
-    if watch._fork_events is None:
-        pytest.skip("nobody may listen to the process connector here")
     script = "read x; printf renamed >/proc/$$/comm; read x; exec cat"
     with subprocess.Popen(["sh", "-c", script], stdin=subprocess.PIPE, bufsize=0) as shell:
         assert shell.stdin is not None
@@ -247,15 +253,13 @@ def test_a_name_is_asked_for_once_until_another_one_is_told(watch: HostProcesses
     assert watch.comm(shell.pid) is None
 
 
-def test_who_is_told_nothing_looks(watch: HostProcesses) -> None:
+def test_who_is_told_nothing_looks(watch: HostProcesses, events: ForkEvents) -> None:
     """Where another listener has ended the events for all: found out by pids of which nothing was told."""
-    if watch._fork_events is None:
-        pytest.skip("nobody may listen to the process connector here")
     watch.follow(os.getpid())
     watch.forks()
     watch.comm(os.getpid())
     assert os.getpid() in watch._names
-    watch._fork_events.take = lambda: ({}, set())  # type: ignore[method-assign]
+    events.take = lambda: ({}, set())  # type: ignore[method-assign]
     for _ in range(3):
         assert watch._is_told
         with child():
@@ -281,12 +285,9 @@ def test_nothing_is_kept_of_clients_that_have_ended(monkeypatch: pytest.MonkeyPa
     watch.close()
 
 
+@pytest.mark.usefixtures("events")
 def test_pids_of_another_namespace_are_nobodys() -> None:
     """There the connector's events are heard as soon as somebody outside listens; none tells our pids."""
-    try:
-        listener = ForkEvents()
-    except OSError:
-        pytest.skip("nobody may listen to the process connector here")
     script = "from emulated_kernel.host.mirror.fork_events import ForkEvents\nForkEvents()"
     namespace = ("unshare", "--pid", "--fork", "--mount-proc")
     started = subprocess.Popen((*namespace, sys.executable, "-c", script), stderr=subprocess.PIPE, text=True)
@@ -294,5 +295,4 @@ def test_pids_of_another_namespace_are_nobodys() -> None:
         with child():
             pass
     said = started.communicate()[1]
-    listener.close()
     assert "pids of another namespace" in said
