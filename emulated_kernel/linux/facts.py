@@ -37,6 +37,11 @@ _SIZES = "page", "zone", "free_area"
 ORDERS = "zone.free_area[]"
 """What the number of a zone's free areas is called."""
 _HOT = "pcpu_hot.current_task"
+_DENTRY_FLAGS = {
+    "DCACHE_OP_REVALIDATE": 1 << 2, "DCACHE_MOUNTED": 1 << 16, "DCACHE_NEED_AUTOMOUNT": 1 << 17,
+    "DCACHE_MANAGE_TRANSIT": 1 << 18,
+}  # fmt: skip
+"""Of dentries whose file system is asked at each lookup; macros until they were moved, an enum since."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,8 @@ class KernelFacts:
     symbols: dict[str, int]
     offsets: dict[str, int]
     current_task: int
+    asks: int
+    """Flags of dentries whose file system is asked at each lookup."""
 
 
 def kernel_facts(kernel: LinuxKernel) -> KernelFacts:
@@ -74,7 +81,23 @@ def kernel_facts(kernel: LinuxKernel) -> KernelFacts:
         raise unusable(error.strerror or "") from None
     if current is None:
         raise unusable("its symbols lack current_task and pcpu_hot")
-    return KernelFacts(kernel.release, symbols, offsets, current)
+    return KernelFacts(kernel.release, symbols, offsets, current, asking_flags(kernel.btf))
+
+
+def asking_flags(btf: Btf) -> int:
+    """Of dentries that a lookup can't be answered from, in one word.
+
+    Mirrors: include/linux/dcache.h:DCACHE_OP_REVALIDATE, DCACHE_MANAGED_DENTRY (v6.1)
+    """
+    asks = 0
+    for name, number in _DENTRY_FLAGS.items():
+        try:
+            asks |= btf.constant(name)
+        except KernelError as error:
+            if error.errno != ENOENT:
+                raise
+            asks |= number
+    return asks
 
 
 def _of_free_pages(btf: Btf) -> dict[str, int]:

@@ -20,8 +20,6 @@ from emulated_kernel.vfs.core.client import Stat
 _GOLDEN_RATIO = 0x61C8864680B583EB
 _WORD = (1 << 64) - 1
 _FMODE_LSEEK = 4
-_ASKS = 1 << 2 | 1 << 16 | 1 << 17 | 1 << 18
-"""DCACHE_OP_REVALIDATE and DCACHE_MANAGED_DENTRY: of such a dentry its file system decides at each lookup."""
 _LONGEST_CHAIN = 1000
 _NAMES = 1000
 """Whose hashes are kept, and paths whose attributes are."""
@@ -35,7 +33,7 @@ class KernelFiles:
         self._memory = machine.memory
         self._ram, self._words = machine.memory.ram, machine.memory.words
         self._machine = machine
-        self._facts = facts
+        self._facts, self._asks = facts, facts.asks
         self._offset = facts.offsets
         self._task = task
         self._inodes = Inodes(facts.offsets, self._bytes)
@@ -168,7 +166,7 @@ class KernelFiles:
                 at = self._at(its_name)
                 if ram[at : at + len(name)] == name:
                     self._read.append((place, place + size, ram[place : place + size]))
-                    return None if flags & _ASKS else (dentry, inode)
+                    return None if flags & self._asks else (dentry, inode)
         return None
 
 

@@ -89,7 +89,7 @@ def test_what_is_no_kernel(
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such a kernel is taken for a whole one, and a boot may not take long."""
-    facts = KernelFacts("6.1.0-made", {"do_sync_core": made.TEXT}, {}, 0)
+    facts = KernelFacts("6.1.0-made", {"do_sync_core": made.TEXT}, {}, 0, 0)
     monkeypatch.setattr(start, "kernel_facts", lambda _kernel: facts)
     monkeypatch.setattr(start, "_BOOT_BUDGET", 0.2)
 
@@ -134,7 +134,7 @@ def no_room() -> Iterator[None]:
 
 def small_machine(*_arguments: object) -> tuple[LinuxMachine, KernelFacts]:
     """In place of a booted kernel."""
-    return LinuxMachine(mmap.mmap(-1, 4 << 20), 1, find_exception_cells(), 1.0), KernelFacts("", {}, {}, 0)
+    return LinuxMachine(mmap.mmap(-1, 4 << 20), 1, find_exception_cells(), 1.0), KernelFacts("", {}, {}, 0, 0)
 
 
 @pytest.mark.parametrize("place", ["full", "read-only", "a file"])

@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from emulated_kernel.errors import KernelError
+from emulated_kernel.image.linux.btf import Btf
+from emulated_kernel.linux.facts import asking_flags
 from emulated_kernel.linux.init import BUFFER
-from emulated_kernel.linux.kernel_files import name_hash
+from emulated_kernel.linux.kernel_files import KernelFiles, name_hash
 from emulated_kernel.linux.syscalls import LinuxSyscalls
 from emulated_kernel.linux.tasks import LinuxTasks
+from tests.image.linux import made
 from tests.linux import debian_kernel
 
 NEWFSTATAT, AT_FDCWD, AT_SYMLINK_NOFOLLOW = 262, -100, 0x100
@@ -140,3 +144,24 @@ def test_names_of_any_length_have_one_hash() -> None:
             assert found >> 32 == size
             hashes.add(found)
     assert len(hashes) == 80
+
+
+def test_where_something_is_mounted_the_kernel_is_asked(guest: LinuxTasks) -> None:
+    calls, facts = LinuxSyscalls(guest), guest.facts
+    calls.mkdir(guest.init, "/scratch/below", 0o755)
+    calls.mount("tmpfs", "/scratch/below")
+    covered = KernelFiles(guest.machine, replace(facts, asks=0), guest.init.address).lstat("/scratch/below")
+    assert covered is not None
+    assert guest.files.lstat("/scratch/below") is None
+    assert calls.lstat("/scratch/below").ino != covered.ino
+    calls.unmount("/scratch/below")
+    assert guest.files.lstat("/scratch/below") == covered
+
+
+def test_flags_are_the_releases_own() -> None:
+    """Macros say nothing to BTF; since they were moved they are an enum."""
+    moved = made.Btf()
+    places = {"MOUNTED": 0x8000, "NEED_AUTOMOUNT": 0x10000, "MANAGE_TRANSIT": 0x20000, "OP_REVALIDATE": 4}
+    moved.enum("dentry_flags", **{f"DCACHE_{name}": flag for name, flag in places.items()})
+    assert asking_flags(Btf(moved.data())) == 0x38004
+    assert asking_flags(Btf(made.Btf().data())) == 0x70004

@@ -29,7 +29,7 @@ from kprobefs.cli import main
 from kprobefs.failure import Exit
 
 RAM = 4 << 20
-FACTS = KernelFacts("6.1.0-test", {"do_sync_core": 0x1000}, {"task_struct.pid": 8}, 16)
+FACTS = KernelFacts("6.1.0-test", {"do_sync_core": 0x1000}, {"task_struct.pid": 8}, 16, 4)
 CELLS = find_exception_cells()
 PARTS = {"empty": bytes(200_000), "one": b"some", "zeros": bytes(100_000), "long": bytes(70_000) + b"end"}
 
@@ -62,11 +62,11 @@ def test_other_facts_have_another_number() -> None:
     kept = (
         *(field.name for form in (KernelFacts, CoreFacts) for field in fields(form)),
         *(facts._SYMBOLS, facts._OPTIONAL, facts._MEMBERS, inodes._FORMS, inodes._UNITS),
-        *(facts._OF_NODES, facts._OF_FREE_PAGES, facts._SIZES),
+        *(facts._OF_NODES, facts._OF_FREE_PAGES, facts._SIZES, facts._DENTRY_FLAGS),
         *(core_image._SYMBOLS, core_image.CLOCK, core_image.ONLINE),
         initramfs(),
     )
-    assert {snapshot._MAGIC: zlib.crc32(repr(kept).encode())} == {b"kprobefs booted kernel 11\n": 3526452587}
+    assert {snapshot._MAGIC: zlib.crc32(repr(kept).encode())} == {b"kprobefs booted kernel 12\n": 2991871934}
 
 
 def test_no_more_is_mapped_than_the_host_maps_around_a_page(cache: Path) -> None:
