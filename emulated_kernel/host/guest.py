@@ -46,7 +46,7 @@ class Guest:
         self._read_buffer = kernel.buffers.get()
         """Where all reads of our files get their data, which come when a read ends: however many sleep, each
         with this address, one of them at a time is served."""
-        self.times = WallTime(machine)
+        self.times = WallTime(lambda: machine.boot_ns + machine.clock.now_ns())
         self._patched = machine.text.ledger
 
     @property

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
+from collections.abc import Callable
 from time import time_ns
 
-from emulated_kernel.machine.machine import Machine
-
 GRANULARITY_NS = 1_000_000
-"""How far apart two moments are that are remembered, in nanoseconds."""
+"""How far what is shown may be behind the wall clock, in nanoseconds."""
 MAX_MOMENTS = 1 << 16
 """Beyond this many, every other one is forgotten."""
 EXPLICIT_NS = (1 << 33) * 1_000_000_000
@@ -23,21 +22,18 @@ class WallTime:
     from run to run. Times that utimensat(2) sets lie in a range of their own and are kept exactly.
     """
 
-    def __init__(self, machine: Machine) -> None:
-        self._clock = machine.clock
-        self._boot_ns = machine.boot_ns
+    def __init__(self, now_ns: Callable[[], int]) -> None:
+        """`now_ns`: the guest's time as its files get it, which never goes back."""
+        self._guest_ns = now_ns
         self._guest = array("q", [0])
-        self._wall = array("q", [time_ns() - self._guest_ns()])
-
-    def _guest_ns(self) -> int:
-        return self._boot_ns + self._clock.now_ns()
+        self._wall = array("q", [time_ns() - now_ns()])
 
     def remember(self) -> None:
         """Call it before the guest does something that it may note the time of."""
-        wall = time_ns()
-        if abs(wall - self._wall[-1]) < GRANULARITY_NS:
+        wall, guest = time_ns(), self._guest_ns()
+        # The guest's time may also be the faster one: files of a later moment mustn't look older.
+        if 0 <= wall - self._wall[-1] - guest + self._guest[-1] < GRANULARITY_NS:
             return
-        guest = self._guest_ns()
         if guest == self._guest[-1]:
             self._wall[-1] = wall
             return

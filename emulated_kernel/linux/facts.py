@@ -34,6 +34,20 @@ _OF_FREE_PAGES = (
     "zone.present_pages", "zone.vm_stat",
 )  # fmt: skip
 _SIZES = "page", "zone", "free_area"
+TIMEKEEPER, COARSE_CLOCKS = "tk_core", ("ktime_get_coarse_real_ts64", "ktime_get_coarse_real_ts64_mg")
+"""The kernel's time; what files take theirs from, the second one since 6.13."""
+TIME_READ = "read_tsc"
+"""Of the clock that is meant."""
+_OF_TIME = (
+    *(f"timekeeper.tkr_mono.{name}" for name in (
+        "clock", "mask", "cycle_last", "mult", "shift", "xtime_nsec", "base", "base_real",
+    )),
+    "timekeeper.xtime_sec", "clocksource.read",
+)  # fmt: skip
+_TIMEKEEPER_AT, _COARSE = "tk_data.timekeeper", "timekeeper.coarse_nsec"
+"""Since 6.13, and since 6.15."""
+_BEHIND_COUNT = 8
+"""Bytes in front of the timekeeper until then: a count and a lock without a size."""
 ORDERS = "zone.free_area[]"
 """What the number of a zone's free areas is called."""
 _HOT = "pcpu_hot.current_task"
@@ -64,12 +78,12 @@ def kernel_facts(kernel: LinuxKernel) -> KernelFacts:
         if address is None:
             raise unusable(f"its symbols lack {name}")
         symbols[name] = address
-    for name in (*_OPTIONAL, *_OF_NODES):
+    for name in (*_OPTIONAL, *_OF_NODES, TIMEKEEPER, TIME_READ, *COARSE_CLOCKS):
         if (address := kernel.kallsyms.lookup_name(name)) is not None:
             symbols[name] = address
     try:
         offsets = {path: kernel.btf.offset(path) for path in _MEMBERS} | inode_offsets(kernel.btf)
-        offsets |= _of_free_pages(kernel.btf)
+        offsets |= _of_free_pages(kernel.btf) | _of_time(kernel.btf)
         current = kernel.kallsyms.lookup_name("current_task")
         # Since 6.2.
         hot = kernel.kallsyms.lookup_name("pcpu_hot") if current is None else None
@@ -109,3 +123,11 @@ def _of_free_pages(btf: Btf) -> dict[str, int]:
         if error.errno != ENOENT:
             raise
         return {}
+
+
+def _of_time(btf: Btf) -> dict[str, int]:
+    """Offsets; nothing for a kernel that keeps its time in other structures."""
+    found = {path: btf.offset(path) for path in (*_OF_TIME, _COARSE) if btf.has(path)}
+    if not found.keys() >= set(_OF_TIME):
+        return {}
+    return found | {TIMEKEEPER: btf.offset(_TIMEKEEPER_AT) if btf.has(_TIMEKEEPER_AT) else _BEHIND_COUNT}

@@ -18,6 +18,7 @@ from emulated_kernel.errors import KernelError, WouldBlock
 from emulated_kernel.host.mirror.processes import ProcessWatch
 from emulated_kernel.image.linux.module_files import ModuleFiles
 from emulated_kernel.linux.clients import LinuxClients
+from emulated_kernel.linux.file_times import FileTimes
 from emulated_kernel.linux.free_pages import FreePages
 from emulated_kernel.linux.guest_paths import (
     DMESG,
@@ -156,6 +157,7 @@ class LinuxMount:
         """Threads that wait for activity; without any, nobody is told. Who is about to looks again soon."""
         self.is_closed = False
         self._known = lru_cache(_KEPT)(self._shown)
+        self._times = FileTimes(tasks.machine, tasks.facts)
         self._free_pages = FreePages(tasks.machine.memory, tasks.root, tasks.facts)
         self._running = _Guest(self)
         """Around all that may run the guest."""
@@ -234,8 +236,7 @@ class LinuxMount:
         if is_machine:
             return self._machine_stat(path)
         with self._running:
-            found = self._syscalls.lstat(at)
-        return self._known(found, takes_commands)
+            return self._known(self._syscalls.lstat(at), takes_commands)
 
     def fgetattr(self, handle: int, _client: Callable[[], Client] | None = None) -> Stat:
         """Attributes of an open file or directory."""
@@ -248,7 +249,7 @@ class LinuxMount:
 
     def _shown(self, found: Stat, takes_commands: bool) -> Stat:
         """Root's files are the mounting user's, and devices are files: the host would ask a driver."""
-        kind = stat.S_IFMT(found.mode)
+        kind, shown = stat.S_IFMT(found.mode), self._times.shown
         mode = stat.S_IMODE(found.mode) | (stat.S_IWUSR if takes_commands else 0)
         return Stat(
             self._shown_ino(found.ino),
@@ -256,7 +257,11 @@ class LinuxMount:
             found.nlink,
             found.uid or self._owner.uid,
             found.gid or self._owner.gid,
-            *found[5:10],
+            found.size,
+            shown(found.atime_ns),
+            shown(found.mtime_ns),
+            shown(found.ctime_ns),
+            found.blocks,
         )
 
     def _shown_ino(self, ino: int) -> int:
@@ -593,8 +598,9 @@ class LinuxMount:
 
     def utimens(self, client: Client, path: str, atime_ns: int | None, mtime_ns: int | None) -> None:
         """Set the times, in nanoseconds since the epoch; None leaves one alone."""
+        times = (None if time is None else self._times.kept(time) for time in (atime_ns, mtime_ns))
         with self._request(client) as task:
-            self._syscalls.utimens(task, self._changed(path), atime_ns, mtime_ns)
+            self._syscalls.utimens(task, self._changed(path), *times)
 
     def _changed(self, path: str) -> str:
         at, is_machine, _ = self._path(path)

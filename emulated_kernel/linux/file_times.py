@@ -1,0 +1,80 @@
+"""FileTimes: when the guest's files changed, as the host's clock has it."""
+
+from __future__ import annotations
+
+from struct import pack_into, unpack_from
+
+from emulated_kernel.host.wall_time import WallTime
+from emulated_kernel.linux.facts import COARSE_CLOCKS, TIME_READ, TIMEKEEPER, KernelFacts
+from emulated_kernel.linux.machine import LinuxMachine
+
+_SECOND = 10**9
+_READ = "clocksource.read"
+
+
+class FileTimes:
+    """The guest's time goes on with its own work alone, and its files take that of its latest tick.
+
+    A tick is as long as thousands of requests: so each file gets the time of its change, which no other
+    reading of the guest's sees, and is shown what the host's clock said then.
+    """
+
+    def __init__(self, machine: LinuxMachine, facts: KernelFacts) -> None:
+        """Of a kernel whose clock isn't known, or isn't the TSC, files have the guest's own time."""
+        self._ram, self._words, self._pc = machine.memory.ram, machine.memory.words, machine.pc
+        self._walls: WallTime | None = None
+        symbols, offset, root = facts.symbols, facts.offsets, machine.cpu.root
+        clocks = [symbols[name] for name in COARSE_CLOCKS if name in symbols]
+        if not clocks or not {TIMEKEEPER, TIME_READ} <= symbols.keys() or TIMEKEEPER not in offset:
+            return
+        timekeeper = symbols[TIMEKEEPER] + offset[TIMEKEEPER]
+
+        def physical(name: str) -> int:
+            return machine.memory.translate(root, timekeeper + offset[f"timekeeper.{name}"])
+
+        def place(name: str) -> int:
+            """Number of its word of RAM."""
+            return physical(name) >> 3
+
+        clock = self._words[place("tkr_mono.clock")]
+        if machine.memory.read_word(root, clock + offset[_READ]) != symbols[TIME_READ]:
+            return
+        self._mask, self._factor = self._words[place("tkr_mono.mask")], physical("tkr_mono.mult")
+        (self._shift,) = unpack_from("<I", self._ram, physical("tkr_mono.shift"))
+        self._last, self._fraction = place("tkr_mono.cycle_last"), place("tkr_mono.xtime_nsec")
+        self._seconds = place("xtime_sec")
+        self._bases = place("tkr_mono.base"), place("tkr_mono.base_real")
+        self._coarse = physical("coarse_nsec") if "timekeeper.coarse_nsec" in offset else None
+        self._walls = WallTime(self._go_on)
+        for address in clocks:
+            machine.call_at(address, self._walls.remember)
+
+    def _go_on(self) -> int:
+        """The time that files get is the present one, in nanoseconds; the next tick makes it anew.
+
+        Invariant: what the kernel's other clocks say stays the same, to the bit.
+        Mirrors: kernel/time/timekeeping.c:timekeeping_forward_now (v6.1)
+        """
+        words, shift = self._words, self._shift
+        (factor,) = unpack_from("<I", self._ram, self._factor)
+        passed = max(self._pc.tsc - words[self._last], 0) & self._mask
+        words[self._last] += passed
+        fraction = words[self._fraction] + passed * factor
+        if fraction >= _SECOND << shift:
+            seconds, fraction = divmod(fraction, _SECOND << shift)
+            words[self._seconds] += seconds
+            for base in self._bases:
+                words[base] += seconds * _SECOND
+        words[self._fraction] = fraction
+        nanoseconds = int(fraction >> shift)
+        if self._coarse is not None:
+            pack_into("<I", self._ram, self._coarse, nanoseconds)
+        return words[self._seconds] * _SECOND + nanoseconds
+
+    def shown(self, time_ns: int) -> int:
+        """A file's time, in nanoseconds since the epoch."""
+        return time_ns if self._walls is None else self._walls.to_wall(time_ns)
+
+    def kept(self, time_ns: int) -> int:
+        """What the guest is told of a time that a process sets."""
+        return time_ns if self._walls is None else self._walls.to_guest(time_ns)

@@ -1,0 +1,108 @@
+"""Times of files in scratch/: those of the host's clock, while the guest's clocks go on by its work alone."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator
+from time import sleep, time_ns
+
+import pytest
+
+from emulated_kernel.host.wall_time import GRANULARITY_NS
+from emulated_kernel.linux.file_times import FileTimes
+from emulated_kernel.linux.init import BUFFER
+from emulated_kernel.linux.linux_mount import LinuxMount
+from emulated_kernel.linux.pc import TSC_KHZ
+from emulated_kernel.linux.syscalls import LinuxSyscalls
+from emulated_kernel.vfs.core.client import Client
+from tests.linux import debian_kernel
+from tests.linux.files import Files
+
+SHELL = Client(4001, 0, 0)
+CLOCK_GETTIME = 228
+REALTIME, MONOTONIC, RAW, BOOTTIME = 0, 1, 4, 7
+
+
+@pytest.fixture(scope="module")
+def mount() -> Iterator[LinuxMount]:
+    found = debian_kernel.mount()
+    yield found
+    found.close()
+
+
+def test_each_change_has_a_time_of_its_own(mount: LinuxMount) -> None:
+    """Thousands of requests fit into a tick of the guest's, and time passes on the host between two."""
+    seen = []
+    for number in range(200):
+        path = f"/scratch/{number}"
+        before = time_ns()
+        mount.release(mount.create(SHELL, path, 0o644, os.O_WRONLY))
+        made = mount.getattr(path)
+        assert made.atime_ns == made.mtime_ns == made.ctime_ns
+        assert before - GRANULARITY_NS < made.mtime_ns <= mount.getattr("/scratch").mtime_ns <= time_ns()
+        seen.append(made.mtime_ns)
+        if not number % 50:
+            sleep(0.005)
+    assert seen == sorted(set(seen))
+
+
+def test_what_is_written_or_read_later_is_newer(mount: LinuxMount) -> None:
+    shell = Files(mount, SHELL)
+    mount.release(mount.create(SHELL, "/scratch/source", 0o644, os.O_WRONLY))
+    made = mount.getattr("/scratch/source")
+    shell.write("/scratch/source", "changed")
+    written = mount.getattr("/scratch/source")
+    assert made.mtime_ns < written.mtime_ns == written.ctime_ns
+    assert shell.read("/scratch/source") == "changed"
+    assert written.mtime_ns < mount.getattr("/scratch/source").atime_ns
+    mount.chmod(SHELL, "/scratch/source", 0o600)
+    changed = mount.getattr("/scratch/source")
+    assert (changed.mtime_ns, changed.ctime_ns > written.ctime_ns) == (written.mtime_ns, True)
+
+
+def test_times_that_are_set_are_the_files(mount: LinuxMount) -> None:
+    path = "/scratch/dated"
+    mount.release(mount.create(SHELL, path, 0o644, os.O_WRONLY))
+    for atime, mtime in ((0, 1), (1_700_000_000_123_456_789, 1_704_110_400_000_000_000), (-5, 7)):
+        before = time_ns()
+        mount.utimens(SHELL, path, atime, mtime)
+        found = mount.getattr(path)
+        assert (found.atime_ns, found.mtime_ns) == (atime, mtime)
+        assert before - GRANULARITY_NS < found.ctime_ns <= time_ns()
+        mount.utimens(SHELL, path, None, 99)
+        assert (mount.getattr(path).atime_ns, mount.getattr(path).mtime_ns) == (atime, 99)
+
+
+def clocks(of_files: bool) -> tuple[list[int], set[int]]:
+    """What a guest's clocks say while its files change, over the end of a second; and what files got."""
+    guest = debian_kernel.tasks()
+    calls, init, shown, given = LinuxSyscalls(guest), guest.init, list[int](), set[int]()
+    if of_files:
+        FileTimes(guest.machine, guest.facts)
+
+    def said(clock: int) -> int:
+        guest.call(init, CLOCK_GETTIME, clock, BUFFER)
+        seconds, nanoseconds = struct.unpack("<qq", guest.get(init, BUFFER, 16))
+        assert 0 <= nanoseconds < 10**9
+        return int(seconds * 10**9 + nanoseconds)
+
+    for number in range(1100):
+        guest.machine.pc.pass_time(TSC_KHZ)
+        calls.close(init, calls.open(init, f"/scratch/{number % 7}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
+        found = guest.files.lstat(f"/scratch/{number % 7}")
+        assert found is not None
+        given.add(found.mtime_ns)
+        shown += map(said, (REALTIME, MONOTONIC, RAW, BOOTTIME))
+        if of_files:
+            assert 0 <= shown[-4] - found.mtime_ns < 100_000
+    guest.machine.close()
+    assert shown[-4] - shown[0] > 10**9
+    return shown, given
+
+
+def test_no_other_clock_of_the_guest_sees_it() -> None:
+    """The same at each call, to the nanosecond, as where files have the time of the latest tick."""
+    (without, of_ticks), (shown, given) = clocks(False), clocks(True)
+    assert shown == without
+    assert len(of_ticks) < len(given) == 1100
