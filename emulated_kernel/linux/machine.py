@@ -19,6 +19,7 @@ from emulated_kernel.machine.cpu.registers import Regs, fast_regs
 from emulated_kernel.machine.cpu.x86_64 import X86_64Cpu
 from emulated_kernel.machine.engine import (
     CODE_CALLBACK,
+    HOOK_BLOCK,
     HOOK_CODE,
     HOOK_INSN,
     IN_CALLBACK,
@@ -34,6 +35,10 @@ _IN, _OUT, _SYSCALL, _RDTSC, _RDTSCP = 218, 500, 699, 608, 609
 """The library's numbers of these instructions (x86.h)."""
 _TIMER_LIMIT = 1 << 20
 """Idle interrupts in a row; more of them mean that the guest waits for what never comes."""
+
+
+_TICK_BLOCKS = 5_000
+"""Blocks of code that take as long as a tick does, where they are counted: a small part of a real CPU's."""
 
 
 class Stopped(Enum):
@@ -78,6 +83,11 @@ class LinuxMachine:
         self.is_running = False
         """The guest runs: what is asked now is asked by a callback, in which nothing else can run."""
         self._is_text_stale = False
+        self._counted: list[range] = []
+        """Where blocks of code are counted."""
+        self._blocks: int | None = None
+        """That have run there since the latest tick; None: none comes there."""
+        self._has_ticked = False
         self._watchdog = Watchdog(engine.stop, handler_time, budget)
         self._is_reset = False
         self.last_exception: Trap | None = None
@@ -147,6 +157,36 @@ class LinuxMachine:
         finally:
             self._watchdog.ask(None)
 
+    @contextmanager
+    def ticking_in(self, code: range) -> Iterator[None]:
+        """The timer interrupts there too meanwhile: what waits for jiffies without a halt gets them.
+
+        Invariant: a run stops in front of a block, of which nothing is done by then.
+        Unicorn: a hook that is taken back drops what was translated with it, and faults where that is gone by
+        then: it stays.
+        """
+        if code not in self._counted:
+            self._counted.append(code)
+            self.engine.add_hook(HOOK_BLOCK, CODE_CALLBACK(self._count), at=code)
+        self._blocks = 0
+        try:
+            yield
+        finally:
+            self._blocks = None
+
+    def _count(self, *_block: int) -> None:
+        if self._blocks is None:
+            return
+        self._blocks += 1
+        if (
+            self._blocks >= _TICK_BLOCKS
+            and self.regs.flags & x86.FLAG_IF
+            and self.pc.timer_vector is not None
+        ):
+            self._blocks = 0
+            self._has_ticked = True
+            self.engine.stop()
+
     def watch_text(self, do_sync_core: int) -> None:
         """The guest changes its text, then has its CPUs run do_sync_core(): translated code is stale there.
 
@@ -198,6 +238,10 @@ class LinuxMachine:
                 self._watchdog.arm()
                 try:
                     error = self.engine.start(self.regs.ip)
+                    while self._has_ticked and not (error or self._watchdog.has_expired):
+                        self._has_ticked = False
+                        self.timer()
+                        error = self.engine.start(self.regs.ip)
                 finally:
                     expired = self._watchdog.disarm()
                 if self.hooks.parked is not None:

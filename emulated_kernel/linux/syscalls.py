@@ -38,6 +38,8 @@ _MKNOD, _DELETE_MODULE, _FINIT_MODULE = 133, 176, 313
 _FCNTL, _F_SETFL, _FTRUNCATE = 72, 4, 77
 _UMOUNT, _MNT_DETACH = 166, 2
 _MODULE, _KMSG = "/module", "/kmsg"
+_MODULES = range(0xFFFFFFFFC0000000, 0xFFFFFFFFFF000000)
+"""Where their code is. Mirrors: arch/x86/include/asm/pgtable_64_types.h:MODULES_VADDR, MODULES_END (v6.1)"""
 _KMSG_DEVICE = 1 << 8 | 11
 _AT_FDCWD, _AT_SYMLINK_NOFOLLOW, _AT_REMOVEDIR = -100, 0x100, 0x200
 _SYSLOG_READ_ALL = 3
@@ -155,7 +157,8 @@ class LinuxSyscalls:
         fd = self._unlinked(content)
         try:
             self._path(task, "")
-            self._call(task, _FINIT_MODULE, fd, BUFFER, 0, patience=_LONG)
+            with self._tasks.machine.ticking_in(_MODULES):
+                self._call(task, _FINIT_MODULE, fd, BUFFER, 0, patience=_LONG)
         finally:
             self.close(init, fd)
 
@@ -177,7 +180,8 @@ class LinuxSyscalls:
     def delete_module(self, task: LinuxTask, name: str) -> None:
         """delete_module(2)."""
         self._path(task, name)
-        self._call(task, _DELETE_MODULE, BUFFER, os.O_NONBLOCK, patience=_LONG)
+        with self._tasks.machine.ticking_in(_MODULES):
+            self._call(task, _DELETE_MODULE, BUFFER, os.O_NONBLOCK, patience=_LONG)
 
     def move(self, task: LinuxTask, old: int, new: int) -> None:
         """dup2(2), and close(2) of the old one: a descriptor gets that number."""

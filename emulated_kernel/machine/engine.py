@@ -24,6 +24,7 @@ PROT_ALL = 7
 HOOK_INTR = 1 << 0
 HOOK_INSN = 1 << 1
 HOOK_CODE = 1 << 2
+HOOK_BLOCK = 1 << 3
 HOOK_INSN_INVALID = 1 << 14
 
 _CTL_WRITE = 1 << 30
@@ -186,15 +187,20 @@ class Engine(CodeCache):
         return where
 
     def add_hook(
-        self, kind: int, callback: object, *, at: int | None = None, instruction: int | None = None
+        self,
+        kind: int,
+        callback: object,
+        *,
+        at: int | range | None = None,
+        instruction: int | None = None,
     ) -> ctypes.c_void_p:
-        """Register a ctypes callback, for one address or for all, and keep it alive as long as the engine.
+        """Register a ctypes callback, for an address, some or all, and keep it alive as long as the engine.
 
         `instruction`: the library's number of it, with HOOK_INSN.
         """
         self._keep.append(callback)
         hook = ctypes.c_void_p()
-        begin, end = (1, 0) if at is None else (at, at)
+        begin, end = (1, 0) if at is None else (at, at) if isinstance(at, int) else (at[0], at[-1])
         more = () if instruction is None else (ctypes.c_int(instruction),)
         error = self._held.uc_hook_add(
             self.handle,

@@ -189,6 +189,18 @@ def test_one_whose_init_fails(shell: Files) -> None:
     assert "[GONE]" in line
 
 
+@EACH
+def test_one_whose_init_measures_how_fast_it_is(shell: Files) -> None:
+    """By loops that end with a tick, which comes to a CPU that halts nowhere."""
+    said = []
+    for name in ("raid6_pq", "xor") * 2:
+        shell.write("/machine/modules", f"load {name}\n")
+        said.append(shell.read("/machine/dmesg").splitlines()[-1])
+        shell.write("/machine/modules", f"unload {name}\n")
+    assert [line.split("] ")[1].split()[0] for line in said] == ["raid6:", "xor:"] * 2
+    assert re.search(r"raid6: using algorithm sse2x4 gen\(\) [1-9]\d* MB/s", shell.read("/machine/dmesg"))
+
+
 @SOME
 def test_others_at_its_address(shell: Files) -> None:
     """What was patched or known of one is nothing of the next one's."""
