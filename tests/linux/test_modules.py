@@ -338,6 +338,32 @@ def test_its_events_come_and_go(shell: Files, linux: Files) -> None:
 
 
 @SOME
+def test_histograms_that_refer_to_its_events(shell: Files) -> None:
+    """They stay, and can be removed; nobody else gets at the variables, nor are they the next events'.
+
+    Linux: what was freed is referred to, and removing such a histogram ends in an oops.
+    """
+    switch = "/tracing/events/sched/sched_switch/trigger"
+    variable = "hist:keys=common_pid:began=common_timestamp.usecs"
+    refers = "hist:keys=common_pid:took=common_timestamp.usecs-$began"
+    action = ":onmatch(sunrpc.cache_entry_update).late($took,name)"
+    shell.write("/tracing/synthetic_events", "late u64 took; char name[]\n")
+    for _ in range(2):
+        shell.write("/machine/modules", "load sunrpc\n")
+        assert shell.read(f"{UPDATE}/trigger").startswith("# Available")
+        shell.write(f"{UPDATE}/trigger", f"{variable}\n")
+        update(shell, "someone")
+        shell.write(switch, f"{refers}{action}\n")
+        assert try_unload(shell, "sunrpc") == (None, [])
+        shell.mount._tasks.idle(10_000)
+        assert "onmatch(sunrpc.cache_entry_update)" in shell.read(switch)
+        assert shell.errno(switch, f"{refers}:other=common_cpu\n") == errno.EINVAL
+        shell.mount.release(shell.mount.open(CLIENT, switch, os.O_WRONLY | os.O_TRUNC))
+        assert "hist:" not in shell.read(switch)
+    shell.write("/tracing/synthetic_events", "!late u64 took; char name[]\n", os.O_WRONLY | os.O_APPEND)
+
+
+@SOME
 def test_formats_name_enumerators_of_the_module(shell: Files, engine: LinuxEngine) -> None:
     """Which its file doesn't explain, but for its types."""
     name = "fscache" if engine.kernel.release.startswith("6.1.") else "netfs"
