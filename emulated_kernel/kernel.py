@@ -161,7 +161,7 @@ class Kernel:
         Raises: KernelError; and what the first probe handler raised that failed during the call, after it.
         """
         with self._control():
-            self.parts.requests.before_call()
+            self.parts.requests.request_begins(by_program=True)
             self.kprobes.hits.failures.take()
             try:
                 return self.guest.call_function(function, *args)
@@ -174,13 +174,13 @@ class Kernel:
         """Load a module that comes with the image, or a file, told by a slash; see Modules.load."""
         files = self.modules.read(name)
         with self._control():
-            self.parts.requests.before_call()
+            self.parts.requests.request_begins(by_program=True)
             self.modules.load(files)
 
     def unload_module(self, name: str) -> None:
         """See Modules.unload."""
         with self._control():
-            self.parts.requests.before_call()
+            self.parts.requests.request_begins(by_program=True)
             self.modules.unload(name)
 
     def filesystem(

@@ -33,18 +33,15 @@ class RequestClock:
     def jiffies(self) -> int:
         return self._clock.now_ns() // NSEC_PER_JIFFY + self._extra
 
-    def count_call(self) -> None:
-        """A request of the program itself: how long it paused is its own affair."""
-        if self._clock.is_virtual:
-            self._extra += 1
-
-    def count_request(self) -> None:
-        """A request of a process of the host."""
+    def count_request(self, *, by_program: bool = False) -> None:
+        """A request of a process of the host; how long the program itself paused is its own affair."""
+        self._extra += self._clock.is_virtual
+        if by_program:
+            return
         now = self._wall()
-        if self._clock.is_virtual:
-            self._extra += 1
-            if self._pauses and self._latest is not None and now - self._latest >= PAUSE:
-                self._extra += int((now - self._latest) * HZ)
+        paused = 0.0 if self._latest is None or not self._pauses else now - self._latest
+        if self._clock.is_virtual and paused >= PAUSE:
+            self._extra += int(paused * HZ)
         self._latest = now
 
 
@@ -52,20 +49,13 @@ class RequestObserver:
     """What each request begins with: it counts for the clock, and delayed work that is due is done."""
 
     def __init__(self, clock: RequestClock, kprobes: Kprobes) -> None:
-        self._count_call, self._count_request = clock.count_call, clock.count_request
+        self._clock = clock
         optimizer = kprobes.optimizer
         self._delayed = [kprobes.garbage.work, *([] if optimizer is None else [optimizer.work])]
 
-    def request_begins(self) -> None:
-        """See TaskEvents."""
-        self._begin(self._count_request)
-
-    def before_call(self) -> None:
-        """The program itself does."""
-        self._begin(self._count_call)
-
-    def _begin(self, count: Callable[[], None]) -> None:
-        count()
+    def request_begins(self, *, by_program: bool = False) -> None:
+        """See TaskEvents; `by_program`: the program itself makes the request."""
+        self._clock.count_request(by_program=by_program)
         for work in self._delayed:
             if work.due is not None:
                 work.run_if_due()

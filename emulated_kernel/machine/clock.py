@@ -32,13 +32,11 @@ def compare_loops(va: int, text: bytes, cells: int) -> Iterator[range]:
 class GuestClock(ABC):
     """A guest's time as handlers and tracing read it; nanoseconds since boot."""
 
+    is_virtual: bool
+    """Whether only runs of the guest move it on."""
+
     def __init__(self) -> None:
         self._is_held = False
-
-    @property
-    @abstractmethod
-    def is_virtual(self) -> bool:
-        """Whether only runs of the guest move it on."""
 
     @abstractmethod
     def now_ns(self) -> int:
@@ -103,9 +101,6 @@ class VirtualClock:
         cells[_NOW] = max(cells[_NOW], dice.randrange(1_000_000, 2_000_000))
         self.step_ns = dice.randrange(40, 80)
 
-    def tick(self) -> None:
-        self.advance(self.RUN_NS)
-
     def now_ns(self) -> int:
         return int(self._cells[_NOW])
 
@@ -113,9 +108,12 @@ class VirtualClock:
         self.advance(self._cells[_STEP])
         return int(self._cells[_NOW])
 
-    def advance(self, ns: int) -> None:
-        """Let time pass in which nothing runs; a wild guest may have written anything, so it wraps around."""
+    def advance(self, ns: int = RUN_NS) -> None:
+        """Let time pass; a wild guest may have written anything, so it wraps around."""
         self._cells[_NOW] = (self._cells[_NOW] + ns) & _U64
+
+    tick = advance
+    """Called before each run."""
 
 
 class MachineClock(GuestClock):
@@ -137,14 +135,10 @@ class MachineClock(GuestClock):
         """
         if kind not in KINDS:
             raise ValueError(f"unknown clock {kind!r}")
-        self.kind, self.seed = kind, seed
+        self.kind, self.seed, self.is_virtual = kind, seed, kind == "virtual"
         self._source = RealClock(self._cells) if kind == "real" else VirtualClock(self._cells, seed)
         self._cells[_STEP] = self._source.step_ns
         self.tick = self._source.tick
-
-    @property
-    def is_virtual(self) -> bool:
-        return self.kind == "virtual"
 
     @property
     def step_ns(self) -> int:

@@ -21,9 +21,9 @@ from emulated_kernel.machine.cpus import cpu_parts
 from emulated_kernel.machine.engine import Engine
 from emulated_kernel.machine.interrupts.exceptions import NoExceptionState
 from emulated_kernel.machine.layout import USER_BUFFERS_SIZE
+from emulated_kernel.machine.memory.guest_memory import GuestPool
 from emulated_kernel.machine.memory.memory import Memory
 from emulated_kernel.machine.memory.record_memory import RecordMemory, extra_size
-from emulated_kernel.machine.memory.region import GuestPool
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.quantum import Quantum
 from emulated_kernel.machine.quirks import bench as quirks
@@ -304,7 +304,7 @@ class Machine(ProbedMachine):
     def answer(self, value: int, *args: int) -> None:
         """Answer the hypercall that the guest stopped at (USER: system call number, then its arguments)."""
         regs = self.regs
-        regs.set(self.model.hypercall_register, value)
+        setattr(regs, self.model.hypercall_register, value)
         for name, argument in zip(self.model.syscall_arguments, args, strict=False):
             setattr(regs, name, argument)
 

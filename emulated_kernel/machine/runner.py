@@ -39,7 +39,8 @@ class Runner:
         self.hooks = hooks
         self._clock = clock
         self.watchdog = Watchdog(stop, handler_time, budget)
-        self._running = False
+        self.is_running = False
+        """Whether the guest is running: true in hooks."""
         self._number = attrgetter(cpu.hypercall_register)
         self._halts: set[int] = set()
         """Addresses behind a halt that the guest stopped at before: text that nobody patches."""
@@ -55,7 +56,7 @@ class Runner:
         self.check_stopped()
         if tick:
             self._clock.tick()
-        self._running = True
+        self.is_running = True
         try:
             self.watchdog.arm(budget)
             try:
@@ -64,7 +65,7 @@ class Runner:
                 expired = self.watchdog.disarm()
             return self._why_stopped(error, expired)
         finally:
-            self._running = False
+            self.is_running = False
 
     def run_within(self) -> Trap:
         """Run from within a handler that was put off, in the time that the run has which it belongs to.
@@ -73,14 +74,9 @@ class Runner:
         """
         return self._why_stopped(self.hooks.run(self.regs.ip), self.watchdog.has_expired)
 
-    @property
-    def is_running(self) -> bool:
-        """Whether the guest is running: true in hooks."""
-        return self._running
-
     def check_stopped(self) -> None:
         """Raises: HardwareError within a run."""
-        if self._running:
+        if self.is_running:
             raise HardwareError("the guest runs already: this was called from a hook")
 
     def _why_stopped(self, error: int, expired: bool) -> Trap:
@@ -89,14 +85,17 @@ class Runner:
         if expired:
             self._drain_stop(regs.ip)
         hooks.stopped_by = None
-        hooks.check()
+        if hooks.parked is not None:
+            hooks.check()
         if stopped is not None:
             return stopped
         ip = regs.ip
         if error:
             raise HardwareError(f"the emulator stopped at {ip:#x}: {self._engine.strerror(error)}")
         if ip in self._halts or self._behind_halt(ip):
-            return Trap.hypercall(ip, self._number(regs) & 0xFFFFFFFF, self._asked(regs))
+            return Trap(
+                TrapKind.HYPERCALL, ip, number=self._number(regs) & 0xFFFFFFFF, args=self._asked(regs)
+            )
         if expired:
             return Trap(TrapKind.BUDGET, ip)
         raise HardwareError(f"the emulator stopped at {ip:#x} for no reason")

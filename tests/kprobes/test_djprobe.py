@@ -72,7 +72,7 @@ def slots_used(kernel: Kernel) -> int:
 def test_the_jump_comes_with_the_commit(gcd: Gcd) -> None:
     kprobe = gcd.probe()
     assert (gcd.text(kprobe)[:1], gcd.call()) == (b"\xcc", ["hit"])
-    gcd.kernel.parts.requests.before_call()
+    gcd.kernel.parts.requests.request_begins(by_program=True)
     assert gcd.text(kprobe)[:1] == b"\xcc"
     gcd.kernel.commit_kprobes()
     assert (gcd.text(kprobe)[:1], gcd.call()) == (b"\xe9", ["hit"])

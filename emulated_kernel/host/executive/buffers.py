@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from emulated_kernel.errors import KernelError
-from emulated_kernel.machine.memory.region import GuestPool
+from emulated_kernel.machine.memory.guest_memory import GuestPool
 
 BUFFER_SIZE = 256 << 10
 """Bytes a buffer: the longest FUSE write (128 KiB) with room for a path."""

@@ -276,7 +276,9 @@ class Executive:
     def _is_overdue(self, since: float) -> bool:
         """Whether a call that began at this CPU time of the thread has had MAX_CALL."""
         used, handlers = thread_time() - since, self._machine.handler_time
-        if used > MAX_CALL / 2 and not handlers.is_kept:
+        if used <= MAX_CALL / 2:
+            return False
+        if not handlers.is_kept:
             handlers.keep()
         return used - handlers.kept > MAX_CALL
 

@@ -1,4 +1,4 @@
-"""GuestMemory: a guest's virtual memory as the engine and tracing use it, whoever made its page tables."""
+"""A guest's virtual memory as the engine and tracing use it, whoever made its page tables; windows in it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from collections.abc import Iterator
 
 from emulated_kernel.abi import PAGE_SIZE, Prot
 from emulated_kernel.machine.memory.pool import UnitPool
+from emulated_kernel.machine.traps.trap import HardwareError
 
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
+_CHUNK = 64 << 10
+_ROAMED = 1 << 20
+"""Bytes that allocations walk through until freed ones are used again; what is full is extended."""
 
 
 class GuestMemory(ABC):
@@ -108,3 +112,52 @@ class GuestMemory(ABC):
             va += size
             limit -= size
         return b"".join(parts)
+
+
+class GuestPool:
+    """A window of the guest's address space whose pages appear as they are allocated.
+
+    Allocations are of `unit` granularity in [base, base + size), backed by the host's physical pages.
+    """
+
+    def __init__(
+        self, memory: GuestMemory, base: int, size: int, *, unit: int, prot: Prot, fill: bytes = b"\0"
+    ) -> None:
+        self._memory = memory
+        self._pool = UnitPool(base, size, unit)
+        self._prot = prot
+        self._fill = fill
+        self._mapped = base
+
+    def alloc(self, size: int) -> int:
+        """Virtual address of `size` bytes, each holding the fill byte if never used before.
+
+        Raises: HardwareError: the window or the host's pages are exhausted.
+        """
+        va = self._pool.alloc(size, max(self._mapped, self._pool.base + _ROAMED))
+        try:
+            if self._mapped < va + size:
+                self._extend(va + size - self._mapped)
+        except HardwareError:
+            self._pool.free(va)
+            raise
+        return va
+
+    def free(self, va: int) -> int:
+        """Give back what `alloc` returned; returns its size. The bytes stay mapped.
+
+        Raises: HardwareError: not allocated.
+        """
+        return self._pool.free(va)
+
+    @property
+    def used(self) -> int:
+        """Bytes handed out."""
+        return self._pool.used
+
+    def _extend(self, missing: int) -> None:
+        size = -(-missing // _CHUNK) * _CHUNK
+        pa = self._memory.host_pages.alloc(size)
+        self._memory.ram[pa : pa + size] = self._fill * (size // len(self._fill))
+        self._memory.map(self._mapped, pa, size, self._prot)
+        self._mapped += size

@@ -11,8 +11,7 @@ from emulated_kernel.abi import PAGE_SIZE, Prot
 from emulated_kernel.machine.cpu.model import CpuModel
 from emulated_kernel.machine.engine import CodeCache
 from emulated_kernel.machine.layout import TEXT_SPACE_SIZE
-from emulated_kernel.machine.memory.guest_memory import GuestMemory
-from emulated_kernel.machine.memory.region import GuestPool
+from emulated_kernel.machine.memory.guest_memory import GuestMemory, GuestPool
 from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault
 
 _FLUSH_FROM = 32
@@ -91,9 +90,7 @@ class Text:
 
         Raises: MemoryFault: a part isn't mapped executable; nothing was written.
         """
-        self._announce(va)
-        self._write(va, data)
-        self._invalidate(va, len(data))
+        self.poke_batch(((va, data),))
 
     def poke_batch(self, pokes: Iterable[tuple[int, bytes]]) -> None:
         """Several pokes with one invalidation.
@@ -103,7 +100,8 @@ class Text:
         done: list[tuple[int, bytes]] = []
         try:
             for va, data in pokes:
-                self._announce(va)
+                if not self.ledger:
+                    self._announce(va)
                 self._write(va, data)
                 if len(done) < _FLUSH_FROM:
                     done.append((va, data))
@@ -218,8 +216,8 @@ class Text:
             done += size
 
     def _announce(self, va: int) -> None:
-        """Text that nobody has changed is about to change."""
-        if not self.ledger and any(start <= va < end for start, end, _ in self._originals):
+        """While nothing differs text is about to change."""
+        if any(start <= va < end for start, end, _ in self._originals):
             for tell in self.before_first_change:
                 tell()
 

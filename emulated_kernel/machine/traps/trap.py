@@ -38,13 +38,6 @@ class Trap:
     """abi.Hypercall; -1 where there is none."""
     args: tuple[int, ...] = ()
 
-    @classmethod
-    def hypercall(cls, address: int, number: int, args: tuple[int, ...]) -> Trap:
-        """A HYPERCALL; past the frozen initialiser, which costs a quarter of an empty round trip."""
-        trap = cls.__new__(cls)
-        trap.__dict__.update(kind=TrapKind.HYPERCALL, address=address, number=number, args=args)
-        return trap
-
     def __str__(self) -> str:
         if self.kind is TrapKind.HYPERCALL:
             return f"hypercall {self.number} at {self.address:#x}"
