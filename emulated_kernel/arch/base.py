@@ -159,6 +159,8 @@ class Arch(ABC):
     name: str
     """As in MachineConfig.arch."""
     bits: int
+    word_size: int
+    """Bytes of `unsigned long`."""
     registers: Registers
     breakpoint: bytes
     """The shortest breakpoint; the CPU reports its trap with ip behind it."""
@@ -204,11 +206,6 @@ class Arch(ABC):
     """The bit of the flags register that makes the CPU trap behind the next instruction."""
     trap_flag_lead = b""
     """Code that sets it for the instruction behind, and changes nothing else that anybody may see."""
-
-    @property
-    def word_size(self) -> int:
-        """Bytes of `unsigned long`."""
-        return self.bits // 8
 
     @property
     def mask(self) -> int:

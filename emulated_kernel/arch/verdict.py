@@ -181,7 +181,10 @@ class Verdict(ABC, Generic[Analysis]):
 
         Mirrors: kernel/kprobes.c:register_kprobe (v6.1).
         """
-        return self.check_address_safe(addr) or self.check_prepare(addr)
+        where = self._symbols.lookup(addr)
+        if where is None:
+            return Finding(Reason.NO_SYMBOL, addr)
+        return self.check_address_safe(where, addr) or self.check_prepare(addr)
 
     def function_entry(self, where: Location, addr: int) -> int | None:
         """Where a probe of an entry stands: behind its landing pad; None where `addr` is within the function.
@@ -189,11 +192,11 @@ class Verdict(ABC, Generic[Analysis]):
         Mirrors: arch/x86/kernel/kprobes/core.c:arch_adjust_kprobe_addr (v6.1).
         """
         start = body = addr - where.offset
-        if self._has_pads:
-            size = len(self.landing_pad)
-            # Linux makes a no-op of a pad that no branch needs.
-            if self._is_pad(start) or start + size in self.mcount:
-                body += size
+        size = len(self.landing_pad)
+        # No pad is where an fentry site is. Linux makes a no-op of one that no branch needs.
+        may_have = size and start not in self.mcount
+        if may_have and (start + size in self.mcount or self._is_pad(start)) and self._has_pads:
+            body += size
         return body if addr in (start, body) else None
 
     def is_entry_site(self, where: Location) -> bool:
@@ -202,7 +205,7 @@ class Verdict(ABC, Generic[Analysis]):
         Linux: the site of a weak function that was dropped lies in the function in front of it.
         Mirrors: kernel/trace/ftrace.c:test_for_valid_rec (v6.1)
         """
-        return where.offset <= (len(self.landing_pad) if self._has_pads else 0)
+        return not where.offset or (where.offset <= len(self.landing_pad) and self._has_pads)
 
     def _is_pad(self, addr: int) -> bool:
         is_text = _span(self._text_ranges, addr) is not None
@@ -214,19 +217,18 @@ class Verdict(ABC, Generic[Analysis]):
         size = len(self.landing_pad)
         return bool(size) and any(self._is_pad(site - size) for site in self._mcount[:_PAD_SAMPLE])
 
-    def check_address_safe(self, addr: int) -> Finding | None:
-        """What the tables have against a probe.
+    def check_address_safe(self, where: Location, addr: int) -> Finding | None:
+        """What the tables have against a probe at `addr`, which is `where` in the symbols' words.
 
         Mirrors: kernel/kprobes.c:check_kprobe_address_safe (v6.1).
         """
-        where = self._symbols.lookup(addr)
-        if where is None:
-            return Finding(Reason.NO_SYMBOL, addr)
         if _span(self._text_ranges, addr) is None:
             return Finding(Reason.NOT_TEXT, addr)
         forbidden = self._forbidden(where.symbol, addr)
+        if forbidden is not None:
+            return forbidden
         reason = self._function(where.symbol).reserved.get(addr)
-        return forbidden or (None if reason is None else Finding(reason, addr))
+        return None if reason is None else Finding(reason, addr)
 
     def check_prepare(self, addr: int) -> Finding | None:
         """Why the instruction there, which the tables don't forbid, can't be probed."""

@@ -226,7 +226,10 @@ class Kallsyms:
         Mirrors: kernel/kallsyms.c:kallsyms_lookup_name (v6.1)
         """
         found = self._named(name)
-        return self._table.addresses[found[0]] if found else None
+        if found:
+            return self._table.addresses[found[0]]
+        of_modules = self._of_modules(name)
+        return of_modules[0].address if of_modules else None
 
     def ending(self, pattern: str) -> Iterator[int]:
         """The addresses of symbols whose names end in what an expression matches."""
@@ -238,11 +241,11 @@ class Kallsyms:
 
     def count_name(self, name: str) -> int:
         """How many symbols have that name."""
-        return len(self._named(name))
+        return len(self._named(name)) + len(self._of_modules(name))
 
     def by_name(self, name: str) -> tuple[Symbol, ...]:
-        """All symbols of that name, by address."""
-        return tuple(map(self._symbol, self._named(name)))
+        """All symbols of that name, by address; those of the kernel before those of modules."""
+        return (*map(self._symbol, self._named(name)), *self._of_modules(name))
 
     def lookup(self, address: int) -> Location | None:
         """The symbol that an address is in: of several at one address the first in the table.
@@ -250,13 +253,22 @@ class Kallsyms:
         Mirrors: kernel/kallsyms.c:get_symbol_pos (v6.1)
         """
         if not self.start <= address < self.end:
-            return None
+            return self._in_modules(address)
         addresses = self._table.addresses
         index = bisect_right(addresses, address) - 1
         if index < 0:
             return None
-        symbol = self._symbol(bisect_left(addresses, addresses[index]))
+        first = bisect_left(addresses, addresses[index])
+        symbol = self._met.get(first) or self._symbol(first)
         return Location(symbol, address - symbol.address)
+
+    # What it has of modules
+
+    def _of_modules(self, name: str) -> tuple[Symbol, ...]:  # noqa: ARG002 - it has none
+        return ()
+
+    def _in_modules(self, address: int) -> Location | None:  # noqa: ARG002 - it has none
+        return None
 
     def kallsyms_text(self, zero_addresses: bool = False) -> str:
         """The text of /proc/kallsyms; readers without CAP_SYSLOG see zeros for addresses.

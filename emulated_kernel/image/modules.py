@@ -131,30 +131,13 @@ class LiveKallsyms(Kallsyms):
         """Mirrors: kernel/module/main.c:find_module (v6.1)."""
         return any(symbols.module.name == name for symbols in self._modules)
 
-    def lookup_name(self, name: str) -> int | None:
-        own = super().lookup_name(name)
-        if own is not None:
-            return own
-        found = self.by_name(name)
-        return found[0].address if found else None
-
-    def count_name(self, name: str) -> int:
-        return len(self.by_name(name))
-
-    def by_name(self, name: str) -> tuple[Symbol, ...]:
-        """Those of the kernel before those of modules. Mirrors: module_kallsyms_lookup_name (v6.1)."""
+    def _of_modules(self, name: str) -> tuple[Symbol, ...]:
+        """Mirrors: module_kallsyms_lookup_name (v6.1)."""
         wanted, colon, symbol = name.partition(":")
-        if colon:
-            named = (symbols for symbols in self._modules if symbols.module.name == wanted)
-            return tuple(found for symbols in named for found in symbols.by_name(symbol))
-        own = super().by_name(name)
-        if not self._modules:
-            return own
-        return own + tuple(found for symbols in self._modules for found in symbols.by_name(name))
+        modules = [each for each in self._modules if not colon or each.module.name == wanted]
+        return tuple(found for each in modules for found in each.by_name(symbol if colon else name))
 
-    def lookup(self, address: int) -> Location | None:
-        if self.start <= address < self.end:
-            return super().lookup(address)
+    def _in_modules(self, address: int) -> Location | None:
         for symbols in self._modules:
             where = symbols.lookup(address)
             if where is not None:

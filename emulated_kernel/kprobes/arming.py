@@ -64,15 +64,14 @@ class Arming:
         if not self._table.all_disarmed:
             return
         self._table.all_disarmed = False
-        enabled = [head for head in self._table if not head.is_disabled]
+        called, trapping = self._enabled()
         # Nothing is optimized while all is disarmed, so that no breakpoint gets into a jump.
-        self._breakpoints.set(*[head for head in enabled if not head.is_ftrace])
+        self._breakpoints.set(*trapping)
         if self._sites is not None:
-            self._sites.arm([head for head in enabled if head.is_ftrace])
+            self._sites.arm(called)
         if self._optimizer is not None:
-            for head in enabled:
-                if not head.is_ftrace:
-                    self._optimizer.optimize(head)
+            for head in trapping:
+                self._optimizer.optimize(head)
         self._log("kprobes: Kprobes globally enabled")
 
     def disarm_all(self) -> None:
@@ -80,17 +79,26 @@ class Arming:
         if self._table.all_disarmed:
             return
         self._table.all_disarmed = True
-        enabled = [head for head in self._table if not head.is_disabled]
+        called, trapping = self._enabled()
         if self._sites is not None:
-            self._sites.disarm([head for head in enabled if head.is_ftrace])
+            self._sites.disarm(called)
         if self._optimizer is not None:
-            for head in enabled:
-                if not head.is_ftrace:
-                    self._optimizer.unoptimize(head, force=True)
-        self._breakpoints.clear(*[head for head in enabled if not head.is_ftrace])
+            for head in trapping:
+                self._optimizer.unoptimize(head, force=True)
+        if trapping:
+            self._breakpoints.clear(*trapping)
         if self._optimizer is not None:
             self._optimizer.flush()
         self._log("kprobes: Kprobes globally disabled")
+
+    def _enabled(self) -> tuple[list[Kprobe], list[Kprobe]]:
+        """The probes that aren't disabled: those that fentry sites call, and the others."""
+        called: list[Kprobe] = []
+        trapping: list[Kprobe] = []
+        for head in self._table:
+            if not head.is_disabled:
+                (called if head.is_ftrace else trapping).append(head)
+        return called, trapping
 
     # Text that goes with its module
 

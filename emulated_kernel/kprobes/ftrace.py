@@ -234,17 +234,17 @@ class FtraceSites:
 
         Mirrors: kernel/kprobes.c:__disarm_kprobe_ftrace (v6.1).
         """
-        for kprobe in kprobes:
+        sites = [kprobe.address for kprobe in kprobes]
+        for site in sites:
             for ops in self._of_kprobes:
-                if kprobe.address in ops.sites:
-                    ops.sites.remove(kprobe.address)
+                if site in ops.sites:
+                    ops.sites.remove(site)
                     if not ops.sites:
                         self._ops.remove(ops)
-                        self._drop_regs([kprobe.address])
-        sites = [kprobe.address for kprobe in kprobes]
+                        self._drop_regs([site])
         self._update(sites)
-        for kprobe in kprobes:
-            self._callers.pop(kprobe.address, None)
+        for site, kprobe in zip(sites, kprobes, strict=True):
+            self._callers.pop(site, None)
             self.drop_code(kprobe)
 
     # All users
@@ -333,7 +333,8 @@ class FtraceSites:
         """Let sites call these targets, and others be nops."""
         breakpoints = self._breakpoints
         insns = {site: self._arch.relative_call(site, target) for site, target in starting.items()}
-        breakpoints.update(dict.fromkeys(starting, self._call(starting)))
+        if starting:
+            breakpoints.update(dict.fromkeys(starting, self._call(starting)))
         for site in stopping:
             insns[site] = self._text.original(site, self._arch.call_size)
             breakpoints[site] = self._skip

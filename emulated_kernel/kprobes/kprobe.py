@@ -13,6 +13,7 @@ from emulated_kernel.abi import GuestAddr
 from emulated_kernel.arch.analysis.reason import Finding
 from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
 from emulated_kernel.dataclass import dataclass
+from emulated_kernel.image.kallsyms import Location
 from emulated_kernel.kprobes.assembled import AssembledHandlers, AssemblyOwner, Cells, Moment
 from emulated_kernel.kprobes.guest_code import CompiledCode, DetourBuffer, OutOfLine
 
@@ -132,7 +133,7 @@ class Kprobe(AssemblyOwner):
     obstacle: Finding | str = field(default="", init=False, repr=False)
     """Why it can't be optimized: address and rule; empty where it can."""
     place: str = field(default="", init=False, repr=False)
-    """What its line in kprobes/list begins with, in the kernel proper, where it never changes."""
+    """Its `line_head`, in the kernel proper, where that never changes."""
     stub: CompiledCode | None = field(default=None, init=False, repr=False)
     """The handler that a hit by a breakpoint is sent to."""
     compiled: CompiledCode | None = field(default=None, init=False, repr=False)
@@ -144,19 +145,23 @@ class Kprobe(AssemblyOwner):
     is_python: bool = field(default=False, init=False, repr=False)
     """It was found that the handler can't be guest code as it is now."""
 
+    def line_head(self, addr: int, where: Location | None, bits: int) -> str:
+        """What its line in kprobes/list begins with; `where` is None in a module that has gone."""
+        text = (
+            f"0x{addr:x} "
+            if where is None
+            else f"{where.symbol.name}+0x{where.offset:x}  {where.module or ' '} "
+        )
+        return f"{addr:0{bits // 4}x}  {self.kind}  {text}"
+
     @property
     def nmissed(self) -> int:
         """Hits that were not handled; it can be set."""
-        return self.hits_missed + self.missed_otherwise
+        return self.hits_missed
 
     @nmissed.setter
     def nmissed(self, value: int) -> None:
-        self.hits_missed = value - self.missed_otherwise
-
-    @property
-    def missed_otherwise(self) -> int:
-        """Those that were missed for another reason than a running handler."""
-        return 0
+        self.hits_missed = value
 
     @property
     def address(self) -> GuestAddr:

@@ -11,6 +11,7 @@ from emulated_kernel.abi import GuestAddr
 from emulated_kernel.arch.analysis.tables import ProbedTables
 from emulated_kernel.arch.base import Arch
 from emulated_kernel.errors import KernelError
+from emulated_kernel.image.kallsyms import Location
 from emulated_kernel.kprobes import report
 from emulated_kernel.kprobes.arming import Arming
 from emulated_kernel.kprobes.assembled import AssembledHandlers, Cells, Moment
@@ -111,13 +112,14 @@ class Kprobes:
         that can't be assembled. Mirrors: kernel/kprobes.c:register_kprobe (v6.1).
         """
         self.lock.assert_held()
-        addr, on_entry = self.locate(kprobe)
+        addr, where, on_entry = self._locate(kprobe)
         if self.table.valid(kprobe) is not None:
             raise KernelError(errno.EINVAL, "the probe is registered already")
-        refused = self.verdict.check_address_safe(addr)
+        refused = self.verdict.check_address_safe(where, addr)
         if refused is not None:
             raise KernelError(refused.errno, refused.text)
         self._check_handlers(kprobe)
+        kprobe.place = "" if where.module else kprobe.line_head(addr, where, self._bits)
         given = kprobe.addr
         kprobe.addr, kprobe.nmissed, kprobe.raised = addr, 0, 0
         kprobe.takes_flags = kprobe.post_handler is not None and takes_flags(kprobe.post_handler)
@@ -162,20 +164,22 @@ class Kprobes:
             raise KernelError(errno.EOPNOTSUPP, f"{profile.name} has no djprobes")
 
     def _insert(self, kprobe: Kprobe) -> None:
-        if self.optimizer is not None:
+        if isinstance(self.optimizer, Djprobes):
             self.optimizer.check_conflicts(kprobe)
-        old = self.table.get(kprobe.address)
+        addr, by_call = kprobe.address, kprobe.is_ftrace
+        old = self.table.get(addr)
         if old is not None:
             self._register_aggregate(old, kprobe)
             return
-        if kprobe.is_ftrace:
-            self._copies.check_unpatched(kprobe.address, self.verdict.fentry_size)
+        if by_call:
+            self._copies.check_unpatched(addr, self.verdict.fentry_size)
         else:
             self._copies.prepare(kprobe)
         self.table.add(kprobe)
         if not self.table.all_disarmed and not kprobe.is_disabled:
             self._arming.arm(kprobe)
-        self._try_to_optimize(kprobe)
+        if not by_call:
+            self._try_to_optimize(kprobe)
 
     def _try_to_optimize(self, kprobe: Kprobe) -> None:
         """A probe that can be optimized gets an aggregator, be it alone or disabled.
@@ -292,8 +296,10 @@ class Kprobes:
             self.routes.drop_code(head)
             self.routes.install(head)
 
-    def locate(self, kprobe: Kprobe) -> tuple[GuestAddr, bool]:
-        """The address meant, and whether it is a function's entry. Raises: KernelError EINVAL, ENOENT.
+    def _locate(self, kprobe: Kprobe) -> tuple[GuestAddr, Location, bool]:
+        """The address meant, as a symbol and an offset too, and whether it is a function's entry.
+
+        Raises: KernelError EINVAL, ENOENT.
 
         Mirrors: kernel/kprobes.c:_kprobe_addr (v6.1).
         """
@@ -312,12 +318,11 @@ class Kprobes:
         entry = self.verdict.function_entry(where, addr)
         if entry is not None and entry != addr:
             where, addr = replace(where, offset=where.offset + entry - addr), entry
-        kprobe.place = "" if where.module else report.place(kprobe, addr, where, self._bits)
-        return GuestAddr(addr), entry is not None
+        return GuestAddr(addr), where, entry is not None
 
     def function_entry(self, kprobe: Kprobe) -> GuestAddr:
         """The address of a probe that has to be on a function's entry. Raises: KernelError EINVAL, ENOENT."""
-        address, on_entry = self.locate(kprobe)
+        address, _, on_entry = self._locate(kprobe)
         if not on_entry:
             raise KernelError(errno.EINVAL, f"{address:#x} is not the entry of a function")
         return address

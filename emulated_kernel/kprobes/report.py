@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from emulated_kernel.arch.analysis.reason import Finding, Reason
-from emulated_kernel.image.kallsyms import Kallsyms, Location
+from emulated_kernel.image.kallsyms import Kallsyms
 from emulated_kernel.kprobes.kprobe import AggregatorProbe, Kprobe, KprobeFlag
 from emulated_kernel.kprobes.optimizer.optimizer import Optimizer
 from emulated_kernel.kprobes.table import ProbeTable
@@ -96,17 +96,9 @@ def bucket_text(probes: Iterable[Kprobe], symbols: Kallsyms, bits: int = 64) -> 
     for probe in probes:
         ways = probe.flags._value_ & _WAYS
         for member in probe.members if isinstance(probe, AggregatorProbe) else (probe,):
-            where = member.place or place(member, member.address, symbols.lookup(member.address), bits)
+            where = member.place or member.line_head(member.address, symbols.lookup(member.address), bits)
             lines.append(where + _LINE_ENDS[member.flags._value_ & _OWN | ways])
     return "".join(lines)
-
-
-def place(probe: Kprobe, addr: int, where: Location | None, bits: int) -> str:
-    """What a probe's line begins with; `where` is None in a module that has gone."""
-    text = (
-        f"0x{addr:x} " if where is None else f"{where.symbol.name}+0x{where.offset:x}  {where.module or ' '} "
-    )
-    return f"{addr:0{bits // 4}x}  {probe.kind}  {text}"
 
 
 def blacklist_lines(

@@ -7,5 +7,5 @@ from emulated_kernel.kernel import Kernel
 
 
 def is_blacklisted(kernel: Kernel, addr: int) -> bool:
-    finding = kernel.kprobes.verdict.check_address_safe(addr)
+    finding = kernel.kprobes.verdict.may_probe(addr)
     return finding is not None and finding.reason is Reason.BLACKLISTED

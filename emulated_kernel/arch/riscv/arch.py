@@ -26,6 +26,7 @@ class Riscv(Arch):
     """What both instruction sets share; arguments in eight registers, then on the stack."""
 
     bits = 64
+    word_size = 8
     compressed: bool
     """Whether the kernel has instructions of 2 bytes."""
     max_insn_size = RVI_SIZE + len(assemble.EBREAK)

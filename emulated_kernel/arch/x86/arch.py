@@ -98,6 +98,7 @@ class X86_64(X86):
 
     name = "x86_64"
     bits = 64
+    word_size = 8
     task_size = (1 << 47) - 4096
     registers = Registers(
         names=MappingProxyType({name: name for name in _NAMES_64}),
@@ -125,6 +126,7 @@ class I386(X86):
 
     name = "i386"
     bits = 32
+    word_size = 4
     task_size = 0xC0000000
     registers = Registers(
         names=MappingProxyType({name: name for name in FRAME_32.pt_regs}),

@@ -71,8 +71,12 @@ class Kretprobe(Kprobe):
         return self._ended[1] if self.hook is None else self.hook.returned
 
     @property
-    def missed_otherwise(self) -> int:
-        return self.instances_missed
+    def nmissed(self) -> int:
+        return self.hits_missed + self.instances_missed
+
+    @nmissed.setter
+    def nmissed(self, value: int) -> None:
+        self.hits_missed = value - self.instances_missed
 
     def leave_hook(self) -> ReturnHook | None:
         """Keep the counts without it; returns it."""

@@ -154,9 +154,6 @@ class Optimizer:
     def ask(self, kprobe: Kprobe) -> None:
         """Its user wants a jump that it didn't ask for when it was registered. Raises: KernelError."""
 
-    def check_conflicts(self, kprobe: Kprobe) -> None:
-        """What other probes mean for one that is about to be registered. Raises: KernelError."""
-
     def is_queued(self, head: Kprobe) -> bool:
         """Whether the worker still has to do with it. Mirrors: kprobe_queued (v6.1)."""
         return any(head in ops for ops in (self.optimizing, self.unoptimizing, self.freeing))
