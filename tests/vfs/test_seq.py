@@ -32,7 +32,7 @@ from tests.vfs.files import ROOT, assert_errno
 
 def open_file(file: File, flags: int = os.O_RDWR) -> OpenFile:
     Directory(0o755, {"file": file})
-    return file.open(flags, ROOT)
+    return file.opened_as(file, flags, ROOT)
 
 
 @given(st.lists(st.text(max_size=9), max_size=9), st.lists(st.integers(1, 12), min_size=1, max_size=40))
@@ -156,7 +156,7 @@ def test_descriptor_mode_counts() -> None:
     with assert_errno(errno.EBADF):
         open_file(file, os.O_RDONLY).write(b"x", 0)
     with assert_errno(errno.EBADF):
-        file.open(os.O_WRONLY, ROOT).read(1, 0)
+        file.opened_as(file, os.O_WRONLY, ROOT).read(1, 0)
 
 
 @pytest.mark.parametrize(

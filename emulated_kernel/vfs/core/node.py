@@ -104,14 +104,13 @@ class Node:
             time.time_ns(),
         )
 
-    def is_attached(self) -> bool:
-        """Whether the root is still reached by the parents' own lookups: False once an object was removed."""
+    def check_attached(self) -> None:
+        """Raises: KernelError ENODEV once an object was removed: the parents' own lookups don't find it."""
         node = self
         while node.parent is not None:
             if node.parent.get(node.name) is not node:
-                return False
+                raise KernelError(errno.ENODEV, "the file's object was removed")
             node = node.parent
-        return True
 
     def count_open(self, change: int) -> None:
         """The node was opened (1) or closed (-1): all directories above it have to know."""

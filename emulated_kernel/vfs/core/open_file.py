@@ -33,12 +33,8 @@ class File(Node):
     replaces_kernel: ClassVar[bool] = False
     """A write boots another kernel in this one's place, whose tasks have no part in it."""
     opened_as: ClassVar[type[OpenFile]]
-    """What open() makes of it."""
+    """What open(2) makes of it, with the errno that the file's own open method has on Linux."""
     __slots__ = ()
-
-    def open(self, flags: int, client: Client) -> OpenFile:
-        """A new open file. Raises: KernelError, as the file's own open method does on Linux."""
-        return self.opened_as(self, flags, client)
 
 
 class Cursor:
@@ -116,7 +112,7 @@ class OpenFile:
         """
         if not self.readable:
             raise KernelError(errno.EBADF, "not open for reading")
-        self._require_attached()
+        self.node.check_attached()
         position = self._cursor.position(offset)
         data = self._read(size, position)
         self._cursor.moved(offset, len(data), position + len(data))
@@ -145,7 +141,7 @@ class OpenFile:
         """
         if not self.writable:
             raise KernelError(errno.EBADF, "not open for writing")
-        self._require_attached()
+        self.node.check_attached()
         position = self._cursor.position(offset)
         self._is_part = is_part
         count = self._write(data) if prepared is None else prepared()
@@ -179,7 +175,3 @@ class OpenFile:
     def _write(self, data: bytes) -> int:
         del data
         raise KernelError(errno.EINVAL, "this file can't be written")
-
-    def _require_attached(self) -> None:
-        if not self.node.is_attached():
-            raise KernelError(errno.ENODEV, "the file's object was removed")

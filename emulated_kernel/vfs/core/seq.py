@@ -242,7 +242,7 @@ class _OpenLines(OpenCommand):
     def _write(self, data: bytes) -> int:
         before, self._unfinished = self._unfinished, b""
         end = data.rfind(b"\n") + 1 if self._is_part else len(data)
-        taken = super()._write(before + data[:end]) - len(before)
+        taken = self.node.execute(before + data[:end]) - len(before)
         if taken < end:
             return max(taken, 0)
         self._unfinished = data[end:]
@@ -262,8 +262,7 @@ class _OpenLines(OpenCommand):
     def release(self) -> None:
         if self._unfinished:
             with suppress(KernelError):
-                super()._write(self._unfinished)
-        super().release()
+                self.node.execute(self._unfinished)
 
 
 class LinesFile(GuestCommandFile):
@@ -311,7 +310,6 @@ class _OpenLastClose(OpenFile):
 
     def release(self) -> None:
         self.node.on_close()
-        super().release()
 
 
 class LastCloseFile(File):

@@ -33,9 +33,13 @@ class Filesystem:
         Raises: KernelError ENOENT, ENOTDIR, ENAMETOOLONG.
         """
         node: Node = self.root
-        for name in path.split("/"):
-            if name:
-                node = self._child(node, name)
+        for name in filter(None, path.split("/")):
+            if not isinstance(node, Directory):
+                raise KernelError(errno.ENOTDIR, node.name)
+            child = node.get(name)
+            if child is None:
+                raise KernelError(errno.ENAMETOOLONG if _is_too_long(name) else errno.ENOENT, name)
+            node = child
         return node
 
     def getattr(self, path: str) -> Stat:
@@ -74,7 +78,7 @@ class Filesystem:
             raise KernelError(errno.EISDIR, path)
         if flags & os.O_DIRECTORY:
             raise KernelError(errno.ENOTDIR, path)
-        opened = node.open(flags, client)
+        opened = node.opened_as(node, flags, client)
         node.count_open(1)
         return opened
 
@@ -156,14 +160,6 @@ class Filesystem:
         """Whether a write to the file runs code in the guest. Raises: as lookup()."""
         node = self.lookup(path)
         return isinstance(node, File) and node.runs_guest
-
-    def _child(self, node: Node, name: str) -> Node:
-        if not isinstance(node, Directory):
-            raise KernelError(errno.ENOTDIR, node.name)
-        child = node.get(name)
-        if child is None:
-            raise KernelError(errno.ENAMETOOLONG if _is_too_long(name) else errno.ENOENT, name)
-        return child
 
     def _directory(self, path: str) -> Directory:
         node = self.lookup(path)

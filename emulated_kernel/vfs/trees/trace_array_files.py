@@ -174,7 +174,6 @@ class _OpenTrace(OpenCommand):
         if self.readable:
             # Linux: starts what another reader stopped too, if this one came before the option was set.
             self.node.array.start()
-        super().release()
 
 
 class _TraceFile(CommandFile):
@@ -193,7 +192,7 @@ class _OpenRaw(OpenPipe):
     _source: RawPipe
 
     def read_page(self, size: int) -> bytes:
-        self._require_attached()
+        self.node.check_attached()
         return self._source.splice_page() if size == PAGE_SIZE else super().read_page(size)
 
 
