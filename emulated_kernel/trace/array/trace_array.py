@@ -12,7 +12,6 @@ from emulated_kernel.trace.array.past import BothNames, PastNames, PastRecords
 from emulated_kernel.trace.array.pipe_users import PipeUsers
 from emulated_kernel.trace.array.snapshot import Snapshot
 from emulated_kernel.trace.array.system import NOP_TRACER, Tracer, TraceSystem
-from emulated_kernel.trace.array.trace_lines import timed_records, trace_lines
 from emulated_kernel.trace.events.event import Recorder, TraceEvent
 from emulated_kernel.trace.events.event_pids import EventPids
 from emulated_kernel.trace.fetch.load import read_string
@@ -20,9 +19,9 @@ from emulated_kernel.trace.filter.ops import POINTED_STRING_MAX
 from emulated_kernel.trace.hits.probe_hit import ProbeHit
 from emulated_kernel.trace.output import function_graph
 from emulated_kernel.trace.output.function_graph import GraphPrinter
-from emulated_kernel.trace.output.header import HeaderFacts, header_text
 from emulated_kernel.trace.output.line_formatter import LineFormatter
 from emulated_kernel.trace.output.options import TraceOption, TraceOptions
+from emulated_kernel.trace.output.trace_file import HeaderFacts, header_text, timed_records, trace_lines
 from emulated_kernel.trace.ring.buffer import RingBuffer
 from emulated_kernel.trace.ring.clock import LOCAL, TraceClock, clocks_text, find_clock, ns_to_usecs
 from emulated_kernel.trace.ring.layout import RecordTarget, RingMemory

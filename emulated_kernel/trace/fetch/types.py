@@ -17,11 +17,10 @@ from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.fetch.load import EntryAddress, FetchEnvironment, Value, read_string
 from emulated_kernel.trace.fetch.ops import FetchInsn, FetchOp, FetchProgram, FetchStages
 from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE
-from emulated_kernel.trace.symbols import KernelSymbols
+from emulated_kernel.trace.symbols import KernelSymbols, sprint_symbol
 from emulated_kernel.trace.text.chars import bytes_to_text
 from emulated_kernel.trace.text.numbers import kstrtoul, simple_strtoul
 from emulated_kernel.trace.text.probe_errors import ProbeError
-from emulated_kernel.trace.text.sprint_symbol import sprint_symbol
 
 MAX_STRING_SIZE = 4096
 """Bytes of a fetched string, its ending NUL included."""

@@ -8,9 +8,8 @@ from emulated_kernel.trace.hist.actions import ActionKind, Handler, TrackedSnaps
 from emulated_kernel.trace.hist.data import HistData
 from emulated_kernel.trace.hist.field import Flag, HistField
 from emulated_kernel.trace.hist.map import U64, Element, Value
-from emulated_kernel.trace.symbols import KernelSymbols
+from emulated_kernel.trace.symbols import KernelSymbols, sprint_symbol
 from emulated_kernel.trace.text.chars import bytes_to_text, to_text
-from emulated_kernel.trace.text.sprint_symbol import sprint_symbol
 
 _BAR_SIZE = 20
 

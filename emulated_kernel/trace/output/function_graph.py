@@ -13,7 +13,7 @@ from emulated_kernel.trace.output.line_formatter import LineFormatter, TimedReco
 from emulated_kernel.trace.output.options import TraceOption
 from emulated_kernel.trace.output.tracer_options import GraphOption, TracerOptions
 from emulated_kernel.trace.ring.trace_entry import TRACE_ENTRY, EntryType
-from emulated_kernel.trace.text.sprint_symbol import print_ip
+from emulated_kernel.trace.symbols import print_ip
 
 NAME = "function_graph"
 INDENT = 2

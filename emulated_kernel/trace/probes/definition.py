@@ -16,7 +16,7 @@ from emulated_kernel.trace.fetch.fetchargs import FetchContext, ProbeArg, parse_
 from emulated_kernel.trace.fetch.ops import FetchInsn, FetchOp
 from emulated_kernel.trace.symbols import KernelSymbols
 from emulated_kernel.trace.text.chars import is_good_name, is_good_system_name
-from emulated_kernel.trace.text.numbers import is_digit, kstrtol, kstrtoul
+from emulated_kernel.trace.text.numbers import kstrtol, kstrtoul
 from emulated_kernel.trace.text.probe_errors import CommandLog, ProbeError
 
 KPROBE_EVENT_SYSTEM = "kprobes"
@@ -105,7 +105,7 @@ def parse_definition(
 
 def _maxactive(head: str, log: CommandLog) -> int:
     """The number after `r`, 0 where there is none. Linux: anything that isn't a digit is skipped."""
-    if not is_digit(head, 1):
+    if not head[1:2].isdecimal():
         return 0
     if head[0] != "r":
         raise log.error(1, ProbeError.MAXACT_NO_KPROBE)
@@ -125,8 +125,8 @@ def _maxactive(head: str, log: CommandLog) -> int:
 def _place(word: str, letter: str, bits: int, log: CommandLog) -> ProbePoint:
     """Of a jprobe it is a function, whose arguments it sees."""
     is_return, is_jprobe = letter == "r", letter == "j"
-    with suppress(KernelError):
-        if not is_jprobe:
+    if word.removeprefix("+")[:1].isdecimal() and not is_jprobe:
+        with suppress(KernelError):
             return ProbePoint(None, 0, kstrtoul(word, 0, bits), is_return)
     name, percent, suffix = word.partition("%")
     if percent and (suffix != "return" or is_jprobe):

@@ -22,9 +22,8 @@ from emulated_kernel.trace.filter.parse import parse_filter
 from emulated_kernel.trace.hits.probe_hit import ProbeHit, within_another
 from emulated_kernel.trace.probes.definition import parse_event_name, resolve_symbol
 from emulated_kernel.trace.probes.dynamic_events import EventCommands
-from emulated_kernel.trace.probes.probe_format import args_text
 from emulated_kernel.trace.probes.trace_kprobe import KprobeTraceEvent
-from emulated_kernel.trace.probes.trace_probe import ProbeKind, ProbeTraceEvent, TraceProbe
+from emulated_kernel.trace.probes.trace_probe import ProbeKind, ProbeTraceEvent, TraceProbe, args_text
 from emulated_kernel.trace.ring.trace_entry import RawEntry
 from emulated_kernel.trace.symbols import KernelSymbols
 from emulated_kernel.trace.text.chars import argv_split, to_text

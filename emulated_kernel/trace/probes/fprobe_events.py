@@ -32,10 +32,10 @@ class TraceFprobe(TraceKprobe):
         handler, program = self._called, self.emit
         self._fprobe = Fprobe(
             self.symbol,
-            entry_handler=None if self.is_return else handler,
-            exit_handler=handler if self.is_return else None,
-            entry_program=None if self.is_return else program,
-            exit_program=program if self.is_return else None,
+            entry_handler=None if self.place.is_return else handler,
+            exit_handler=handler if self.place.is_return else None,
+            entry_program=None if self.place.is_return else program,
+            exit_program=program if self.place.is_return else None,
             nr_maxactive=self.maxactive,
         )
         self._is_hooked = False
@@ -81,21 +81,21 @@ class TraceFprobe(TraceKprobe):
 
     @property
     def letter(self) -> str:
-        return f"f{self.maxactive or '' if self.is_return else ''}"
+        return f"f{self.maxactive or '' if self.place.is_return else ''}"
 
     @property
     def place_text(self) -> str:
-        return super().place_text + ("%return" if self.is_return else "")
+        return super().place_text + ("%return" if self.place.is_return else "")
 
     def emit(self, builder: ProgramBuilder, way: HitWay) -> bool:
         """False too where an entry's ip is asked for, which is behind the fentry site and no constant."""
         asks = any(insn.op is FetchOp.REG and insn.name == "ip" for arg in self.args for insn in arg.program)
-        return (self.is_return or not asks) and super().emit(builder, way)
+        return (self.place.is_return or not asks) and super().emit(builder, way)
 
     def _called(self, _fp: Fprobe, _address: int, regs: Any, _data: memoryview) -> None:
         """Its handler. At the exit regs.ip is where the function returns to."""
         hit = self.engine.hit
-        hit.regs, hit.return_address = regs, regs.ip if self.is_return else 0
+        hit.regs, hit.return_address = regs, regs.ip if self.place.is_return else 0
         self.hit(hit)
 
 

@@ -24,12 +24,17 @@ from emulated_kernel.trace.fetch.load import FetchEnvironment
 from emulated_kernel.trace.fetch.run import store
 from emulated_kernel.trace.hits.probe_hit import ProbeHit
 from emulated_kernel.trace.probes.definition import ProbeDefinition, resolve_symbols
-from emulated_kernel.trace.probes.probe_format import ENTRY_ADDRESSES, RETURN_ADDRESSES, args_text
-from emulated_kernel.trace.probes.trace_probe import ProbeKind, ProbeTraceEvent, TraceProbe
+from emulated_kernel.trace.probes.trace_probe import (
+    ENTRY_ADDRESSES,
+    RETURN_ADDRESSES,
+    ProbeKind,
+    ProbeTraceEvent,
+    TraceProbe,
+    args_text,
+)
 from emulated_kernel.trace.ring.layout import RecordTarget
-from emulated_kernel.trace.symbols import ADDED_TEXT, KernelSymbols
+from emulated_kernel.trace.symbols import ADDED_TEXT, KernelSymbols, print_ip
 from emulated_kernel.trace.text.chars import to_text
-from emulated_kernel.trace.text.sprint_symbol import print_ip
 
 _PROFILE_LINE = "  %-44s %15d %15d\n"
 """Event, hits and misses; takes half as long as an f-string, and there are thousands of lines."""
@@ -106,9 +111,9 @@ class KprobeTraceEvent(ProbeTraceEvent):
     def print_record(self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False) -> str:
         """Mirrors: kernel/trace/trace_kprobe.c:print_kprobe_event, print_kretprobe_event (v6.1)."""
         word, digits = self.word_size, 2 * self.word_size if sym_addr else 0
-        first = int.from_bytes(payload[:word], "little")
-        text = print_ip(symbols, first, offset=not self.is_return, digits=digits)
-        if self.is_return:
+        first, is_return = int.from_bytes(payload[:word], "little"), self.is_return
+        text = print_ip(symbols, first, offset=not is_return, digits=digits)
+        if is_return:
             second = int.from_bytes(payload[word : 2 * word], "little")
             text = f"{print_ip(symbols, second, offset=True, digits=digits)} <- {text}"
         return f"({text}){args_text(self.args, payload, word * len(self.addresses), symbols)}"
@@ -150,10 +155,6 @@ class TraceKprobe(TraceProbe):
         self._counter: HitCounter | None = None
         self._shown = ""
         """What a definition never changes, once shown: its line behind what maxactive is a part of."""
-
-    @property
-    def is_return(self) -> bool:
-        return self.place.is_return
 
     @property
     def hits(self) -> int:
@@ -204,7 +205,7 @@ class TraceKprobe(TraceProbe):
         engine, disabled = self.engine, not self.event.is_enabled
         # Linux: address 0 is a null pointer, no address.
         address = address or None
-        if not self.is_return:
+        if not self.place.is_return:
             kprobe = EventKprobe(addr=address, pre_handler=_kprobe_hit, user=self, disabled=disabled)
             if self.place.is_jprobe:
                 become_jprobe(kprobe)
@@ -303,7 +304,7 @@ class TraceKprobe(TraceProbe):
         """What its line begins with."""
         if self.place.is_jprobe:
             return "j"
-        return f"r{self.maxactive or ''}" if self.is_return else "p"
+        return f"r{self.maxactive or ''}" if self.place.is_return else "p"
 
     def profile(self) -> str:
         """Its line in kprobe_profile."""
@@ -329,7 +330,7 @@ class TraceKprobe(TraceProbe):
         self.event.record(store(self.args, self._header(hit), environment), hit)
 
     def _header(self, hit: ProbeHit) -> bytes:
-        words = (self.address, hit.return_address) if self.is_return else (self.address,)
+        words = (self.address, hit.return_address) if self.place.is_return else (self.address,)
         return b"".join(word.to_bytes(self.event.word_size, "little") for word in words)
 
     def emit(self, builder: ProgramBuilder, way: HitWay) -> bool:
@@ -337,7 +338,7 @@ class TraceKprobe(TraceProbe):
         engine = self.engine
         if not self.address or engine.places is None:
             return False
-        compiled = compiled_event(self.event, self.is_return, self.args, engine.arch)
+        compiled = compiled_event(self.event, self.place.is_return, self.args, engine.arch)
         self._counter = self._counter or engine.places.new_counter()
         if compiled is None or self._counter is None:
             return False
@@ -353,8 +354,8 @@ class TraceKprobe(TraceProbe):
         False for a return probe too, whose entry is the smaller part of it.
         """
         arch = self.engine.arch
-        compiled = compiled_event(self.event, self.is_return, self.args, arch)
-        if compiled is None or not self.address or self.is_return:
+        compiled = compiled_event(self.event, self.place.is_return, self.args, arch)
+        if compiled is None or not self.address or self.place.is_return:
             return False
         recordings = tuple(replace(recording, target=target) for recording in compiled.recordings)
         builder.emit(AddToPerCpu(counter, 1))

@@ -14,8 +14,13 @@ from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.fetch.fetchargs import FetchContext, ProbeArg, parse_args
 from emulated_kernel.trace.probes.definition import MAX_EVENT_NAME_LEN, parse_event_name
 from emulated_kernel.trace.probes.dynamic_events import EventCommands
-from emulated_kernel.trace.probes.probe_format import ENTRY_ADDRESSES, RETURN_ADDRESSES
-from emulated_kernel.trace.probes.trace_probe import ProbeKind, ProbeTraceEvent, TraceProbe
+from emulated_kernel.trace.probes.trace_probe import (
+    ENTRY_ADDRESSES,
+    RETURN_ADDRESSES,
+    ProbeKind,
+    ProbeTraceEvent,
+    TraceProbe,
+)
 from emulated_kernel.trace.symbols import KernelSymbols
 from emulated_kernel.trace.text.chars import argv_split, to_text
 from emulated_kernel.trace.text.numbers import is_digit, kstrtoul

@@ -8,9 +8,8 @@ from struct import Struct
 
 from emulated_kernel.abi import PAGE_SIZE
 from emulated_kernel.dataclass import dataclass
-from emulated_kernel.trace.symbols import KernelSymbols
+from emulated_kernel.trace.symbols import KernelSymbols, print_ip
 from emulated_kernel.trace.text.chars import bytes_to_text
-from emulated_kernel.trace.text.sprint_symbol import print_ip
 
 TRACE_ENTRY = Struct("<HBBi")
 """common_type, common_flags, common_preempt_count, common_pid. Mirrors: struct trace_entry (v6.1)."""

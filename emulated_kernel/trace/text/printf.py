@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from emulated_kernel.dataclass import dataclass
-from emulated_kernel.trace.symbols import KernelSymbols
-from emulated_kernel.trace.text.sprint_symbol import sprint_symbol
+from emulated_kernel.trace.symbols import KernelSymbols, sprint_symbol
 
 Value = int | str
 Conversion = Callable[[Value, KernelSymbols], str]

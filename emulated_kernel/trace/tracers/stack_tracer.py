@@ -11,8 +11,7 @@ from emulated_kernel.errors import KernelError
 from emulated_kernel.machine.memory.guest_memory import GuestMemory
 from emulated_kernel.trace.hits.call_stack import CallStack
 from emulated_kernel.trace.hits.probe_hit import ProbeHit, Tasks
-from emulated_kernel.trace.symbols import KernelSymbols
-from emulated_kernel.trace.text.sprint_symbol import sprint_symbol
+from emulated_kernel.trace.symbols import KernelSymbols, sprint_symbol
 from emulated_kernel.trace.text.user_words import FUNCTION_WORD_MAX, take_word
 from emulated_kernel.trace.tracers.call_sites import KernelFunctions
 from emulated_kernel.trace.tracers.function_filter import FunctionSet

@@ -16,7 +16,7 @@ from emulated_kernel.kprobes.trap_routes import stub_traps
 from emulated_kernel.parts import ProbedParts
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.probes.trace_kprobe import EventProbe, KprobeTraceEvent, TraceKprobe
-from emulated_kernel.trace.text.sprint_symbol import sprint_symbol
+from emulated_kernel.trace.symbols import sprint_symbol
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.core.node import Directory, DynamicDirectory, Node, Objects, Owner
 from emulated_kernel.vfs.core.open_file import File
