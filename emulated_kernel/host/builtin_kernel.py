@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from emulated_kernel.abi import Vector
 from emulated_kernel.errors import KernelError
-from emulated_kernel.host.executive.buffers import UserBuffers
+from emulated_kernel.host.executive.syscalls import UserBuffers
 from emulated_kernel.host.readers.guest_log import read_log
 from emulated_kernel.host.readers.memory_info import MemoryReader
 from emulated_kernel.host.readers.module_list import ModuleReader
