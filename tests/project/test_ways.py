@@ -25,15 +25,15 @@ class Limits(NamedTuple):
 
 
 WAYS = {
-    "define": Limits(343, 56, 2, lookups=1),
-    "hit, in Python": Limits(1522, 89, 8),
-    "hit, in guest code": Limits(585, 53, 6),
-    "read, nothing probed": Limits(187, 25, 1),
-    "read, another probed": Limits(187, 25, 1),
-    "disarm 1": Limits(455, 52, 4),
-    "disarm 100": Limits(4400, 60, 14),
+    "define": Limits(256, 47, 1, lookups=1),
+    "hit, in Python": Limits(1450, 83, 8),
+    "hit, in guest code": Limits(525, 47, 6),
+    "read, nothing probed": Limits(166, 21, 0),
+    "read, another probed": Limits(166, 21, 0),
+    "disarm 1": Limits(352, 46, 4),
+    "disarm 100": Limits(3200, 57, 12),
 }
-LINES, PROTOCOLS, UNPLACED = 51_800, 10, 0
+LINES, PROTOCOLS, UNPLACED = 51_750, 10, 0
 
 
 @pytest.fixture(scope="module")
