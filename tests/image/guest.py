@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from unicorn import UC_ARCH_X86, UC_HOOK_INSN_INVALID, UC_HOOK_INTR, UC_MODE_64, Uc
@@ -73,7 +74,6 @@ class Guest:
         self.exited: list[tuple[int, int]] = []
         self._exits_seen = 0
         self._fault: tuple[int, int] | None = None
-        self._next_table = TABLES_PHYS
         self._map_all()
         self._load()
         self.uc.hook_add(UC_HOOK_INTR, self._on_interrupt)
@@ -355,31 +355,13 @@ class Guest:
 
     def _map_all(self) -> None:
         self.uc.ctl_exits_enabled(True)
-        self._table()
-        for page in range(0, self.ram_size, PAGE_SIZE):
-            self._map(PAGE_OFFSET + page, page, 3 | NX)
+        pages = [(PAGE_OFFSET, 0, self.ram_size, 3 | NX)]
         for segment in self.image.segments:
             flags = 1 | (2 if segment.prot & Prot.WRITE else 0) | (0 if segment.prot & Prot.EXEC else NX)
-            for va in range(segment.va & ~0xFFF, segment.va + segment.mem_size, PAGE_SIZE):
-                self._map(va, va - KERNEL_MAP, flags)
-        for page in range(0, USER_SIZE, PAGE_SIZE):
-            self._map(USER_BUFFER + page, USER_PHYS + page, 3 | NX)
-
-    def _table(self) -> int:
-        table = self._next_table
-        self._next_table += PAGE_SIZE
-        return table
-
-    def _map(self, va: int, phys: int, flags: int) -> None:
-        table = TABLES_PHYS
-        for shift in (39, 30, 21):
-            slot = table + 8 * (va >> shift & 511)
-            entry = int(struct.unpack("<Q", self.uc.mem_read(slot, 8))[0])
-            if not entry:
-                entry = self._table() | 3
-                self.uc.mem_write(slot, struct.pack("<Q", entry))
-            table = entry & 0xF_FFFF_FFFF_F000
-        self.uc.mem_write(table + 8 * (va >> 12 & 511), struct.pack("<Q", phys | flags))
+            start = segment.va & ~0xFFF
+            pages.append((start, start - KERNEL_MAP, segment.va + segment.mem_size - start, flags))
+        pages.append((USER_BUFFER, USER_PHYS, USER_SIZE, 3 | NX))
+        self.uc.mem_write(TABLES_PHYS, _page_tables(tuple(pages)))
 
     def _phys(self, va: int) -> int:
         if va >= KERNEL_MAP:
@@ -387,3 +369,23 @@ class Guest:
         if va >= PAGE_OFFSET:
             return va - PAGE_OFFSET
         return va - USER_BUFFER + USER_PHYS
+
+
+@cache
+def _page_tables(spans: tuple[tuple[int, int, int, int], ...]) -> bytes:
+    """For TABLES_PHYS, the root first: (va, where it is, size, bits of the entries) of each."""
+    tables = [[0] * 512]
+
+    def below(table: list[int], index: int) -> list[int]:
+        if not table[index]:
+            table[index] = TABLES_PHYS + PAGE_SIZE * len(tables) | 3
+            tables.append([0] * 512)
+        return tables[(table[index] - TABLES_PHYS) // PAGE_SIZE]
+
+    for va, phys, size, flags in spans:
+        for offset in range(0, size, PAGE_SIZE):
+            table = tables[0]
+            for shift in (39, 30, 21):
+                table = below(table, va + offset >> shift & 511)
+            table[va + offset >> 12 & 511] = phys + offset | flags
+    return b"".join(struct.pack("<512Q", *table) for table in tables)

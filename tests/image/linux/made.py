@@ -91,10 +91,10 @@ def _tokens(symbols: Iterable[tuple[int, str, str]]) -> list[bytes]:
 
 def _compress(text: str, tokens: list[bytes]) -> bytes:
     rest, found = text.encode(), b""
+    used = [code for code in range(256) if tokens[code]]
     while rest:
         best = max(
-            (code for code in range(256) if tokens[code] and rest.startswith(tokens[code])),
-            key=lambda code: len(tokens[code]),
+            (code for code in used if rest.startswith(tokens[code])), key=lambda code: len(tokens[code])
         )
         found += bytes((best,))
         rest = rest[len(tokens[best]) :]
