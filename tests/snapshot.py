@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Iterator
+from itertools import accumulate, groupby
+from operator import itemgetter
+from pathlib import Path
 
 from emulated_kernel.abi import PAGE_SIZE, Prot
 from emulated_kernel.machine import boot, loader
@@ -15,32 +18,45 @@ _BLOCK = 64 * PAGE_SIZE
 _ZEROS = ctypes.create_string_buffer(_BLOCK)
 _memcmp = ctypes.PyDLL(None).memcmp
 _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_mincore = ctypes.PyDLL(None).mincore
+_mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+# A page that is swapped out looks like one that nobody ever touched.
+_TELLS_UNTOUCHED = len(Path("/proc/swaps").read_text().splitlines()) == 1
+
+Span = tuple[int, int, int, int]
+"""(va, host's address of what it is, of what is kept, size)."""
 
 
 class DataSnapshot:
-    """Contents of writable guest memory at one moment, to compare with and to go back to."""
+    """Contents of writable guest memory at one moment, to compare with and to go back to.
+
+    RAM is anonymous: a page that nobody has touched is zero, as most are, and not looked at.
+    """
 
     def __init__(self, memory: Memory, spans: Iterable[tuple[int, int]]) -> None:
         """Keep [va, va + size) of each span; each must be physically contiguous."""
         ram_address = ctypes.addressof(ctypes.c_char.from_buffer(memory.ram))
         self._keep: list[ctypes.Array[ctypes.c_char]] = []
-        self._spans: list[tuple[int, int, int, int]] = []
+        found: list[Span] = []
         for va, size in spans:
             where = ram_address + memory.translate(va)
             for at in range(0, size, _BLOCK):
                 length = min(_BLOCK, size - at)
-                self._spans.append((va + at, where + at, self._kept(where + at, length), length))
+                found.append((va + at, where + at, self._kept(where + at, length), length))
+        zeros = ctypes.addressof(_ZEROS)
+        self._spans = [span for span in found if span[2] != zeros]
+        self._runs = list(_contiguous([span for span in found if span[2] == zeros]))
 
     def _kept(self, where: int, size: int) -> int:
-        """Host's address of a copy. Most is zero: one block for all of that stays in the CPU's cache."""
-        if not _memcmp(where, _ZEROS, size):
+        """Host's address of a copy; one block stands for all that is zero."""
+        if not any(_touched(where, size)) or not _memcmp(where, _ZEROS, size):
             return ctypes.addressof(_ZEROS)
         self._keep.append(ctypes.create_string_buffer(ctypes.string_at(where, size), size))
         return ctypes.addressof(self._keep[-1])
 
     def unchanged(self) -> bool:
         """Whether memory is as it was."""
-        return not any(_memcmp(where, kept, size) for _, where, kept, size in self._spans)
+        return not any(_memcmp(where, kept, size) for _, where, kept, size in self._candidates())
 
     def changes(self) -> dict[int, tuple[int, int]]:
         """Address of each byte that differs, to what it was and what it is."""
@@ -65,12 +81,41 @@ class DataSnapshot:
             ctypes.memmove(where, kept, size)
         return found
 
+    def _candidates(self) -> Iterator[Span]:
+        """What may differ."""
+        yield from self._spans
+        for run in self._runs:
+            start = run[0][1] & -PAGE_SIZE
+            touched = _touched(start, run[-1][1] + run[-1][3] - start)
+            for span in run:
+                first, end = span[1] - start, span[1] - start + span[3]
+                if any(touched[first // PAGE_SIZE : -(-end // PAGE_SIZE)]):
+                    yield span
+
     def _pages(self) -> Iterator[tuple[int, int, int, int]]:
         """(va, host's address of what is kept, of what it is, size) of each page that differs."""
-        for va, where, kept, span in self._spans:
+        for va, where, kept, span in self._candidates():
             if _memcmp(kept, where, span):
                 for at, size in _differing(kept, where, span, PAGE_SIZE):
                     yield va + at, kept + at, where + at, size
+
+
+def _contiguous(spans: list[Span]) -> Iterator[list[Span]]:
+    """Those that follow each other in the host's memory, together."""
+    ends = [0, *(where + size for _, where, _, size in spans)]
+    starts = accumulate(where != end for (_, where, _, _), end in zip(spans, ends, strict=False))
+    for _, run in groupby(zip(starts, spans, strict=True), itemgetter(0)):
+        yield [span for _, span in run]
+
+
+def _touched(where: int, size: int) -> bytes:
+    """A byte for each page of the host's memory, 0 where nobody has touched it."""
+    start = where & -PAGE_SIZE
+    pages = -(-(where + size - start) // PAGE_SIZE)
+    vector = ctypes.create_string_buffer(pages)
+    if not _TELLS_UNTOUCHED or _mincore(start, pages * PAGE_SIZE, vector):
+        return b"\1" * pages
+    return vector.raw
 
 
 def _changed_lines(va: int, kept: int, where: int, size: int) -> Iterator[tuple[int, bytes, bytes]]:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emulated_kernel.abi import Hypercall
+from emulated_kernel.abi import PAGE_SIZE, Hypercall, Prot
 from emulated_kernel.machine.cpu.registers import RegisterSet
 from emulated_kernel.machine.traps.trap import BudgetExceeded, GuestFault, TrapKind
 from tests.machine import guests
@@ -136,6 +136,27 @@ def test_data_snapshot() -> None:
     snapshot.restore()
     assert snapshot.unchanged()
     assert machine.memory.read(DATA + 0x1FFF, 1)[0] == 0
+
+
+def test_a_snapshot_knows_pages_that_nobody_had_touched() -> None:
+    """Zero is one of a span's first, in its middle and at its end; beside pages that were touched or not."""
+    machine = boot("ret")
+    memory, base, size = machine.memory, 0xFFFF_9000_0000_0000, 150 * PAGE_SIZE
+    first = 4 << 20
+    memory.map(base, first, size, Prot.READ | Prot.WRITE)
+    memory.write(base + 70 * PAGE_SIZE + 5, b"kept")
+    snapshot = data_snapshot(machine, [(base + 8, size - 16)])
+    assert snapshot.unchanged()
+    places = [8, 3 * PAGE_SIZE, 70 * PAGE_SIZE + 6, 80 * PAGE_SIZE, size - 9]
+    for place in places:
+        memory.write(base + place, b"\1")
+        assert not snapshot.unchanged()
+        was = b"e"[0] if place == places[2] else 0
+        assert snapshot.undo() == {base + place: (was, 1)}
+        assert snapshot.unchanged()
+    memory.write(base, b"\1")
+    memory.write(base + size - 8, b"\1")
+    assert snapshot.unchanged()
 
 
 def test_default_snapshot_covers_data_and_the_call_stack() -> None:
