@@ -244,8 +244,10 @@ class LinuxMachine:
                         error = self.engine.start(self.regs.ip)
                 finally:
                     expired = self._watchdog.disarm()
-                if self.hooks.parked is not None:
+                if self.engine.parked is not None:
                     self.hooks.check()
+                if self.engine.is_interrupted:
+                    self.engine.raise_interrupt()
                 if expired or error or self._is_reset:
                     raise self._fault(error, expired=expired)
                 if self._stopped is not None:

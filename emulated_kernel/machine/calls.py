@@ -113,12 +113,15 @@ class HostCalls:
         regs.restore(start)
         hooks.dispatch = dispatch
         try:
-            return self._runner.run(tick), regs.snapshot()
+            ended = self._runner.run(tick), regs.snapshot()
         finally:
             hooks.dispatch = usual
             regs.restore(saved)
             for tell in self.on_leave if leaves else ():
                 tell()
+        if hooks.engine.is_interrupted:
+            hooks.engine.raise_interrupt()
+        return ended
 
     def _fixup(self, trap: Trap) -> None:
         """Go on at the exception table's fixup. Mirrors: fixup_exception() (v6.1)."""

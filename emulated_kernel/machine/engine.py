@@ -6,11 +6,13 @@ import ctypes
 import importlib.util
 import mmap
 import os
+import signal
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
+from types import FrameType
 from typing import TypeVar
 
 from emulated_kernel.machine.traps.trap import HardwareError
@@ -109,7 +111,15 @@ class Engine(CodeCache):
         self.handle = handle
         self.exit_switch: memoryview | None = None
         """See quirks.stops.find_exit_switch."""
+        self.parked: BaseException | None = None
+        """What a callback has raised, until TrapHooks.check() does."""
+        self.is_interrupted = False
+        """A ^C came during a run: whoever began what the guest is at raises it when that has ended."""
         self._bind()
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            # Raises in other threads than the main one, to which alone a signal's handler comes.
+            with suppress(ValueError):
+                signal.signal(signal.SIGINT, _on_interrupt)
         if cpu_model is not None:
             self._check(held.uc_ctl(handle, _CTL_CPU_MODEL, cpu_model), "uc_ctl_set_cpu_model")
         self._check(held.uc_ctl(handle, _CTL_TCG_BUFFER_SIZE, TRANSLATED), "uc_ctl_set_tcg_buffer_size")
@@ -229,6 +239,11 @@ class Engine(CodeCache):
         """Run from `address` until the guest halts or is stopped; returns the uc_err."""
         return int(self._emu_start(self.handle, address, 0, 0, 0))
 
+    def raise_interrupt(self) -> None:
+        """Raise the ^C that `is_interrupted` tells of."""
+        self.is_interrupted = False
+        raise KeyboardInterrupt
+
     def stop(self) -> None:
         """End the current run; may be called from any thread, and then `stops_between_blocks` says where."""
         self._emu_stop(self.handle)
@@ -312,3 +327,23 @@ class Engine(CodeCache):
             self._held.uc_close(self.handle)
             self.handle = ctypes.c_void_p()
             self._keep.clear()
+
+
+def _on_interrupt(number: int, frame: FrameType | None) -> None:
+    """Put a ^C during a run off to the end of what the guest is at; a second one ends the run.
+
+    Most come while the library runs, and would be raised at the next callback's entry, in front of its `try`:
+    ctypes would print them, and the guest run on without that trap.
+    """
+    callback, at = None, frame
+    while at is not None and at.f_code is not Engine.start.__code__:
+        callback, at = at, at.f_back
+    engine = None if at is None else at.f_locals["self"]
+    if engine is None:
+        signal.default_int_handler(number, frame)
+    engine.is_interrupted = not engine.is_interrupted
+    if not engine.is_interrupted:
+        if callback is None or callback is not frame:
+            signal.default_int_handler(number, frame)
+        engine.parked = KeyboardInterrupt()
+        engine.stop()

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import _thread
+import ctypes
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 
 from emulated_kernel.abi import Vector
+from emulated_kernel.config import MachineConfig
+from emulated_kernel.kernel import Kernel
+from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.machine.cpu.registers import Regs
+from emulated_kernel.machine.engine import HOOK_CODE
 from emulated_kernel.machine.machine import Machine
 from emulated_kernel.machine.traps.trap import GuestFault, HardwareError, Trap, TrapKind
+from tests.kprobes.conftest import BREAKPOINTS
 from tests.machine.guests import CODE, DATA, HANDLER, LAYOUT, RODATA, TEXT, asm, boot, exceptions
 
 Booter = Callable[..., Machine]
@@ -272,6 +281,80 @@ def test_exception_in_a_handler_is_raised_outside(
     assert machine.run().kind is TrapKind.HYPERCALL
     assert machine.regs.ax == 3
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A process that ^C interrupts, whatever runs the tests."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def interrupt_at(kernel: Kernel, address: int, count: int) -> None:
+    """Have a ^C come each of the next times that the guest comes to this address, in the library's code.
+
+    What is called is C alone: nothing of Python's looks for signals until it calls another callback.
+    """
+    next_one = partial(next, map(_thread.interrupt_main, [signal.SIGINT] * count), None)
+    engine = kernel.machine.hooks.engine
+    engine.add_hook(HOOK_CODE, ctypes.CFUNCTYPE(None)(next_one), at=address)
+    engine.flush_code()
+
+
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize("arch", ["x86_64", "i386", "riscv64"])
+def test_an_interrupt_at_a_callbacks_entry_loses_no_hit(arch: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Python raises it in front of the callback's `try`."""
+    seen: list[int] = []
+    with Kernel(MachineConfig(arch=arch), profile=BREAKPOINTS) as kernel:
+        probe = Kprobe(symbol_name="strlen", pre_handler=lambda *_: seen.append(1))
+        kernel.register_kprobe(probe)
+        assert kernel.call("strlen", "abc") == 3
+        interrupt_at(kernel, probe.address, 1)
+        with pytest.raises(KeyboardInterrupt):
+            kernel.call("strlen", "abc")
+        assert kernel.call("strlen", "abcd") == 4
+        assert (len(seen), probe.nmissed) == (3, 0)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize(("arch", "offsets"), [("x86_64", (0, 5, 8)), ("riscv64", (0, 8, 12))])
+def test_a_second_interrupt_at_a_callbacks_entry_ends_the_run(arch: str, offsets: tuple[int, ...]) -> None:
+    seen: list[int] = []
+
+    def note(number: int, *_: object) -> None:
+        seen.append(number)
+
+    with Kernel(MachineConfig(arch=arch), profile=BREAKPOINTS) as kernel:
+        for number, offset in enumerate(offsets):
+            probe = Kprobe(symbol_name="strlen", offset=offset, pre_handler=partial(note, number))
+            kernel.register_kprobe(probe)
+            interrupt_at(kernel, probe.address, 1)
+        with pytest.raises(KeyboardInterrupt):
+            kernel.call("strlen", "abc")
+        assert seen == [0, 1]
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_a_second_interrupt_ends_a_handler(start: Booter) -> None:
+    machine = start("nop; hlt")
+    passed: list[int] = []
+
+    def loop(_regs: Regs) -> None:
+        for number in range(3):
+            passed.append(number)
+            signal.raise_signal(signal.SIGINT)
+
+    machine.breakpoints[CODE] = loop
+    machine.text.poke(CODE, b"\xcc")
+    with pytest.raises(KeyboardInterrupt):
+        machine.run()
+    assert passed == [0, 1]
+    assert machine.run().kind is TrapKind.HYPERCALL
 
 
 def test_exception_in_the_fault_hook_is_raised_outside(start: Booter) -> None:

@@ -221,7 +221,10 @@ class Executive:
         try:
             for tell in self.events.call_begins:
                 tell()
-            return self._run_to_end(task)
+            result = self._run_to_end(task)
+            if self._depth == 1 and self._machine.hooks.engine.is_interrupted:
+                self._machine.hooks.engine.raise_interrupt()
+            return result
         except MemoryFault as fault:
             self._die(f"its own data lead to {fault}")
             self._refuse(task)

@@ -34,7 +34,7 @@ class TrapHooks:
     def __init__(
         self, engine: Engine, cpu: CpuModel, regs: Regs, state: ExceptionState, handler_time: HandlerTime
     ) -> None:
-        self._engine = engine
+        self.engine = engine
         self._handler_time = handler_time
         self._cpu = cpu
         self._regs = regs
@@ -51,22 +51,20 @@ class TrapHooks:
         """Whose breakpoint handlers call functions of the guest: while there are any, all are put off."""
         self._put_off: Callable[[Regs], object] | None = None
         self.stopped_by: Trap | None = None
-        self.parked: BaseException | None = None
-        """What a callback has raised, until check() does."""
         engine.add_hook(HOOK_INTR, INTR_CALLBACK(self._make_interrupt_callback()))
         engine.add_hook(HOOK_INSN_INVALID, INSN_INVALID_CALLBACK(self._make_invalid_callback()))
 
     def run(self, address: int) -> int:
         """Run the guest until it halts or is stopped; returns the library's error."""
-        error = self._engine.start(address)
+        error = self.engine.start(address)
         while self._put_off is not None and self._goes_on(self._put_off):
-            error = self._engine.start(self._regs.ip)
+            error = self.engine.start(self._regs.ip)
         return error
 
     def put_off(self, handler: Callable[[Regs], object]) -> None:
         """Break the run off, and call a breakpoint's handler outside: the emulator can't be entered twice."""
         self._put_off = handler
-        self._engine.stop()
+        self.engine.stop()
 
     def _goes_on(self, handler: Callable[[Regs], object]) -> bool:
         """Call the handler that was put off; whether the run is to go on behind it."""
@@ -78,7 +76,7 @@ class TrapHooks:
                 handler(self._regs)
         except BaseException as error:
             self._park(error)
-        return self.stopped_by is None and self.parked is None
+        return self.stopped_by is None and self.engine.parked is None
 
     def stop(self, trap: Trap) -> None:
         """End the run with `trap`."""
@@ -87,16 +85,17 @@ class TrapHooks:
 
     def end_run(self) -> None:
         """Let the run end where the guest stands."""
-        self._engine.stop()
+        self.engine.stop()
 
     def check(self) -> None:
         """Raise what a callback raised during the run."""
-        if self.parked is not None:
-            parked, self.parked = self.parked, None
+        engine = self.engine
+        if engine.parked is not None:
+            parked, engine.parked = engine.parked, None
             raise parked
 
     def _park(self, error: BaseException) -> None:
-        self.parked = error
+        self.engine.parked = error
         self.end_run()
 
     def _make_interrupt_callback(self) -> Callable[[int, int, int], None]:
@@ -157,7 +156,7 @@ class TrapHooks:
 
     def _exception(self, vector: int) -> None:
         error_code = self.state.take()
-        trap = self._cpu.exception(self._engine, self._regs.ip, vector, error_code)
+        trap = self._cpu.exception(self.engine, self._regs.ip, vector, error_code)
         self._regs.ip = trap.address
         self.raise_exception(trap)
 

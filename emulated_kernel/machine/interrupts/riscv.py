@@ -89,10 +89,10 @@ class RiscvTrapHooks(TrapHooks):
         super().__init__(engine, cpu, regs, state, handler_time)
 
     def run(self, address: int) -> int:
-        error = self._engine.start(address)
+        error = self.engine.start(address)
         while (self._put_off is not None and self._goes_on(self._put_off)) or self._broke_off:
             self._broke_off = False
-            error = self._engine.start(self._regs.ip)
+            error = self.engine.start(self._regs.ip)
         return error
 
     def end_run(self) -> None:
