@@ -34,6 +34,15 @@ LINE = re.compile(
 )
 """Of trace_pipe, with its usual options. A command's name may have anything in it."""
 FIELD = re.compile(r'(\w+)=("(?:[^"\\]|\\.)*"|\S+)')
+CALL = re.compile(
+    r"(?P<before>.*\s[\d.]+: )sys_(?P<name>\w+)(?P<text>\((?P<arguments>.*)\)| -> (?P<result>0x[0-9a-f]+))$"
+)
+"""An event of a single system call, which shows the call in place of its own name."""
+PRINT_FMT = re.compile(r'^print fmt: "((?:[^"\\]|\\.)*)"(.*)', re.MULTILINE)
+NUMBERS = "diux"
+Layout = tuple[re.Pattern[str], list[tuple[str, str]]]
+Layouts = dict[str, list[Layout]]
+CONVERSION = re.compile(r"%[-+ #0]*\d*(?:\.\d+)?(?:hh?|ll?|L|z)?(p[a-zA-Z0-9]*|[a-zA-Z%])")
 READ_SIZE = 1 << 16
 NAMES = 5
 """Files that a line names at most."""
@@ -73,6 +82,7 @@ class OneLiner:
         self._filter = filter_text
         self._output = output
         self.as_json = as_json
+        self._layouts: Layouts = {}
         self._colours = terminal.has_colours(output) and not as_json
 
     @contextmanager
@@ -91,7 +101,7 @@ class OneLiner:
             sweep(files, tracefs)
             try:
                 instance.mkdir()
-                self._define(files)
+                self._define(files, directory)
                 reader, writer = os.pipe()
                 self._output.flush()
                 # A process: there may be no thread where the command is forked.
@@ -119,7 +129,7 @@ class OneLiner:
             finally:
                 self._remove(tracefs, instance)
 
-    def _define(self, files: Files) -> None:
+    def _define(self, files: Files, directory: str) -> None:
         from kprobefs.definitions import Line, Loader
 
         definitions = [
@@ -129,6 +139,9 @@ class OneLiner:
         for event, name in self._named():
             if not files.exists(f"{files.tracefs()}events/{event}"):
                 raise Failure(f"{shown(name)}: no such event, the command wasn't run (events/ has all)")
+            if self.as_json:
+                path = Path(directory, files.tracefs(), "events", event, "format")
+                self._layouts.setdefault(event.rpartition("/")[2], []).append(layout(path.read_text()))
         settings = [
             Line(f"filter of {name}", 0, self._setting(event, "filter", self._filter), self._filter)
             for event, name in self._named()
@@ -188,14 +201,15 @@ class OneLiner:
             os._exit(status)
 
     def _show(self, text: str) -> None:
-        for line in text.splitlines():
+        # Not splitlines(): a name may have what else ends lines.
+        for line in text.removesuffix("\n").split("\n"):
             self._output.write(f"{self._line(line)}\n")
         self._output.flush()
 
     def _line(self, line: str) -> str:
         found = LINE.match(line)
         if self.as_json:
-            return json.dumps(record(line))
+            return json.dumps(record(line, self._layouts))
         text = terminal.folded(shown(line), self._output, "    ")
         if found is None or not self._colours:
             return text
@@ -251,12 +265,54 @@ def _remove(tracefs: Path, instance: Path, events: Sequence[str]) -> None:
                 os.close(descriptor)
 
 
-def record(line: str) -> dict[str, object]:
-    """A line of trace_pipe as an object; one that isn't a record has its text alone."""
+def layout(text: str) -> Layout:
+    """How lines of the event with this format file read: a pattern, and name and conversion of each group.
+
+    A name is what stands in front of a "=", or the entry's where each value is a whole field.
+    """
+    found = PRINT_FMT.search(text)
+    if found is None:
+        return re.compile("(?!)"), []
+    # In turns: what stands in front of a conversion, and its last letters.
+    *parts, rest = CONVERSION.split(re.sub(r"\\(.)", r"\1", found[1]))
+    entry = re.findall(r"REC->(\w+)", found[2])
+    is_plain = len(entry) == len(parts) // 2 and "{" not in found[1]
+    pattern, fields = "", []
+    for number, (literal, conversion) in enumerate(zip(parts[::2], parts[1::2], strict=True)):
+        if number and not literal:
+            continue
+        named = re.search(r'(\w+)="?(?:0x)?$', literal)
+        name = named[1] if named else entry[number] if is_plain else ""
+        fields.append(("" if name.startswith("__") else name, conversion))
+        pattern += re.escape(literal) + (r"(\S+?)" if conversion[0] in NUMBERS else "(.*?)")
+    return re.compile(f"{pattern}{re.escape(rest)}"), fields
+
+
+def record(line: str, layouts: Layouts) -> dict[str, object]:
+    """A line of trace_pipe as an object; one that isn't a record has its text alone.
+
+    `layouts`: those of the events with a name. What isn't as they say has the fields that a "=" tells of.
+    """
+    fields: dict[str, object] = {}
+    if call := CALL.match(line):
+        kind = "exit" if call["arguments"] is None else "enter"
+        fields = (
+            {"ret": _signed(int(call["result"], 16))} if call["result"] else _arguments(call["arguments"])
+        )
+        line = f"{call['before']}sys_{kind}_{call['name']}: sys_{call['name']}{call['text']}"
     found = LINE.match(line)
     if found is None:
         return {"text": line}
-    fields = {name: _value(text) for name, text in FIELD.findall(found["text"])}
+    if call is None:
+        fields = {name: _value(text) for name, text in FIELD.findall(found["text"])}
+        for pattern, names in layouts.get(found["event"], ()):
+            if values := pattern.fullmatch(found["text"]):
+                named = set(re.findall(r"(\w+)=", pattern.pattern))
+                fields = {name: value for name, value in fields.items() if name in named}
+                told: dict[str, list[int | str]] = {}
+                for (name, conversion), text in zip(names, values.groups(), strict=True):
+                    told.setdefault(name, []).append(_converted(text, conversion))
+                fields |= {name: each if each[1:] else each[0] for name, each in told.items() if name}
     return {
         "time": float(found["time"]),
         "cpu": int(found["cpu"]),
@@ -266,6 +322,24 @@ def record(line: str) -> dict[str, object]:
         "fields": fields,
         "text": found["text"],
     }
+
+
+def _arguments(text: str) -> dict[str, object]:
+    """Of a system call; numbers are hexadecimal, without saying so."""
+    pairs = (each.partition(": ") for each in text.split(", ") if each)
+    # Option verbose has the type in front of the name.
+    return {name.rpartition(" ")[2]: _converted(value, "x") for name, _, value in pairs}
+
+
+def _converted(text: str, conversion: str) -> int | str:
+    if conversion[0] in NUMBERS:
+        with suppress(ValueError):
+            return int(text, 16 if conversion == "x" else 10)
+    return text
+
+
+def _signed(word: int) -> int:
+    return word - (word >> 63 << 64)
 
 
 def _value(text: str) -> int | str:

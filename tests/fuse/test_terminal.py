@@ -312,7 +312,7 @@ def test_wrong_one_liners(words: str, capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_records_as_objects() -> None:
     line = '     a - [b-77   [002] d..1.    12.000345: ev_1: (f+0x4/0x8) n=0x10 s="a b=\\"c" neg=-3 h=x'
-    assert tracing.record(line) == {
+    assert tracing.record(line, {}) == {
         "time": 12.000345,
         "cpu": 2,
         "pid": 77,
@@ -321,7 +321,63 @@ def test_records_as_objects() -> None:
         "fields": {"n": 16, "s": 'a b=\\"c', "neg": -3, "h": "x"},
         "text": '(f+0x4/0x8) n=0x10 s="a b=\\"c" neg=-3 h=x',
     }
-    assert tracing.record("CPU:1 [LOST 3 EVENTS]") == {"text": "CPU:1 [LOST 3 EVENTS]"}
+    assert tracing.record("CPU:1 [LOST 3 EVENTS]", {}) == {"text": "CPU:1 [LOST 3 EVENTS]"}
+
+
+@pytest.mark.parametrize(
+    ("shown", "event", "fields"),
+    [
+        ("sys_read(fd: 3, buf: 7f, count: 20)", "sys_enter_read", {"fd": 3, "buf": 0x7F, "count": 0x20}),
+        ("sys_read(unsigned int fd: 1f)", "sys_enter_read", {"fd": 31}),
+        ("sys_getpid()", "sys_enter_getpid", {}),
+        ("sys_openat -> 0xfffffffffffffffe", "sys_exit_openat", {"ret": -2}),
+    ],
+)  # fmt: skip
+def test_records_of_single_system_calls(shown: str, event: str, fields: dict[str, int]) -> None:
+    """They show the call, and not the event's name."""
+    found = tracing.record(f"    a b-77      [002] d..1.    12.000345: {shown}", {})
+    assert found == {
+        "time": 12.000345, "cpu": 2, "pid": 77, "comm": "a b", "event": event, "fields": fields, "text": shown
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("print_fmt", "shown", "fields"),
+    [
+        (
+            '"comm=%s pid=%d state=%s%s ==> target_cpu=%03d", REC->comm, REC->pid, (REC->s & 1) ? "a" : "b", '
+            'REC->s ? "+" : "", REC->target_cpu',
+            "comm=12 pid=7 x pid=77 state=D|K+ ==> target_cpu=003",
+            {"comm": "12 pid=7 x", "pid": 77, "state": "D|K+", "target_cpu": 3},
+        ),
+        (
+            '"NR %ld (%lx, %lx)", REC->id, REC->args[0], REC->args[1]',
+            "NR 257 (ffffff9c, 0)",
+            {"id": 257, "args": [0xFFFFFF9C, 0]},
+        ),
+        (
+            '"(%lx) n=0x%Lx s=\\"%s\\" a={%d,%d}", REC->__probe_ip, REC->n, __get_str(s), REC->a[0]',
+            '(f+0x4/0x8) n=0x10 s="b\\" n=3" a={1,-2}',
+            {"n": 16, "s": 'b\\" n=3', "a": "{1,-2}"},
+        ),
+        ('"(%lx) s=\\"%s\\"", REC->__probe_ip, __get_str(s)', "(f+0x4/0x8) s=(fault)", {"s": "(fault)"}),
+        ('"ptr=%p in %pS", REC->ptr, REC->ip', "ptr=12 in f+0x1/0x2", {"ptr": "12", "ip": "f+0x1/0x2"}),
+    ],
+)  # fmt: skip
+def test_fields_as_the_format_has_them(print_fmt: str, shown: str, fields: dict[str, object]) -> None:
+    """A value may have blanks, quotes, and what looks like another field."""
+    layouts = {"ev": [tracing.layout(f"name: ev\nformat:\n\tfield:int x;\n\nprint fmt: {print_fmt}\n")]}
+    found = tracing.record(f"    a-77      [002] d..1.    12.000345: ev: {shown}", layouts)
+    assert (found["fields"], found["text"]) == (fields, shown)
+
+
+def test_a_record_is_a_line_whatever_is_in_it() -> None:
+    output = io.StringIO()
+    shown = '    a-77      [002] d..1.    12.000345: ev: s="a\x0c\x85\u2028b"\n'
+    tracing.OneLiner(["p:vfs_read"], "", output, as_json=True)._show(shown * 2)
+    assert [json.loads(line)["fields"] for line in output.getvalue().splitlines()] == [
+        {"s": "a\x0c\x85\u2028b"}
+    ] * 2
 
 
 @needs_fuse
