@@ -62,7 +62,7 @@ T = TypeVar("T")
 class CachedKernel:
     """A snapshot as `kprobefs images` shows it; `size` in bytes on disk.
 
-    A damaged one, or another version's, tells nothing else.
+    A damaged one, another version's, or one that somebody else may have written tells nothing else.
     """
 
     path: Path
@@ -323,8 +323,11 @@ def _header(file: int) -> dict[str, Any] | None:
     text = start[len(_MAGIC) + 8 :][:size]
     if len(text) != size or zlib.crc32(text) != checksum:
         return None
-    found: dict[str, Any] = json.loads(text)
-    return found
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _checksum(file: int, start: int, size: int) -> int:
@@ -348,10 +351,12 @@ def cached() -> list[CachedKernel]:
     """All snapshots, the one that was used last in front."""
     found = []
     for path in directory().glob(f"*{_SUFFIX}"):
-        with suppress(OSError, KeyError, TypeError, ValueError), open_regular(path) as file:
-            about = _header(file.fileno())
+        release = source = None
+        with suppress(OSError), open_regular(path) as file:
+            about = (_header(file.fileno()) if is_own(file.fileno()) else None) or {}
+            with suppress(KeyError, TypeError):
+                release, source = str(about["facts"]["release"]), str(about["source"])
             status = os.fstat(file.fileno())
-            release, source = (about["facts"]["release"], about["source"]) if about else (None, None)
             used = max(status.st_mtime, last_read(path.parent, file.fileno()))
             found.append(CachedKernel(path, release, source, status.st_blocks * 512, used))
     return sorted(found, key=lambda kernel: -kernel.used)

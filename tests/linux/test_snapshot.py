@@ -322,6 +322,31 @@ def test_images_for_people_and_programs(cache: Path, capsys: pytest.CaptureFixtu
     assert len(snapshot.cached()) == 2
 
 
+TEXTS = {
+    "nested": b"[" * 200_000,
+    "objects": b'{"a":' * 40_000,
+    "a long number": b'{"facts": {"release": ' + b"9" * 5_000 + b'}, "source": 1}',
+    "no text": b'{"facts": "\xff"}',
+    "a list": b"[]",
+    "other types": b'{"facts": [], "source": {}}',
+}
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_an_image_that_says_nothing_of_use_is_listed(text: bytes, saved: Path) -> None:
+    head = snapshot._MAGIC + struct.pack("<II", len(text), zlib.crc32(text))
+    saved.write_bytes(head + text)
+    assert [(kernel.release, kernel.source) for kernel in snapshot.cached()] == [(None, None)]
+    assert snapshot.load(saved) is None
+    assert not saved.exists()
+
+
+def test_what_others_could_have_written_tells_nothing(saved: Path) -> None:
+    assert [kernel.release for kernel in snapshot.cached()] == ["6.1.0-test"]
+    saved.chmod(0o666)
+    assert [(kernel.release, kernel.source) for kernel in snapshot.cached()] == [(None, None)]
+
+
 def test_names_follow_file_and_seed(tmp_path: Path) -> None:
     file = tmp_path / "vmlinuz"
     names = set()
