@@ -346,8 +346,9 @@ class _Start:
         try:
             self._leave_terminal()
             _start_logging(logging.WARNING if self._is_own_log else logging.INFO, sys.stderr)
+            given = _given_descriptors()
             service = Service(self._options, self._build, loads_definitions=False)
-            service.run(self._watch_starter, lambda: self._tell(READY))
+            service.run(self._watch_starter, lambda: self._become_ready(given))
             status = Exit.OK
         except Failure as failure:
             why = last_line(sys.stderr.fileno()) if failure.is_explained else ""
@@ -371,6 +372,13 @@ class _Start:
                 self._log_file.unlink(missing_ok=True)
             logging.shutdown()
             os._exit(status)
+
+    def _become_ready(self, given: Sequence[int]) -> None:
+        # A lock or a pipe that its starter was given would be held as long as the mount. Only now: the
+        # kernel's file may have been named by such a descriptor.
+        for descriptor in given:
+            os.close(descriptor)
+        self._tell(READY)
 
     def _bug(self, what: str) -> str:
         return f"the daemon failed at its start: {what}: see {self._log_file}"
@@ -413,6 +421,17 @@ class _Start:
             os.dup2(source, target)
         os.close(null)
         os.close(output)
+
+
+def _given_descriptors() -> list[int]:
+    """Those that came by execve(2), but standard ones: Python's own don't go that way."""
+    found = []
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        # That of the listing itself is gone.
+        with suppress(OSError):
+            if descriptor > 2 and os.get_inheritable(descriptor):
+                found.append(descriptor)
+    return found
 
 
 def _start_logging(level: int, stream: TextIO) -> None:

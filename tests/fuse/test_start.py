@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import time
@@ -95,6 +96,22 @@ def test_standard_descriptors_may_be_closed(closed: str, directory: Path) -> Non
         check=False,
     )
     assert (result.stdout, result.stderr) == ("0\n", "")
+    assert kprobefs("umount", str(directory)).returncode == 0
+
+
+def test_what_the_starter_was_given_is_not_kept(directory: Path) -> None:
+    """Whoever reads a shell's pipe to its end, or waits for its lock, doesn't wait for the mount's end."""
+    reader, writer = os.pipe()
+    command = [*PROGRAM, "mount", str(directory)]
+    assert (
+        subprocess.run(command, env=environment(), pass_fds=(writer,), timeout=30, check=False).returncode
+        == 0
+    )
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        assert select.select([pipe], [], [], PATIENCE)[0]
+        assert pipe.read() == b""
+    assert (directory / "kprobe_events").read_text() == ""
     assert kprobefs("umount", str(directory)).returncode == 0
 
 
