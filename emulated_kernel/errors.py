@@ -39,3 +39,14 @@ class WouldBlock(Exception):
 
 class GivesWay(WouldBlock):
     """An operation is done in part: others may have the control lock, and then it is to be asked again."""
+
+
+def checked_count(count: int, room: int) -> int:
+    """Bytes or entries that a guest says it has given, where it was asked for `room` at most.
+
+    Hazard: a damaged or hostile one says anything, and who copies as much writes over the host's memory.
+    Raises: KernelError EIO for more.
+    """
+    if not 0 <= count <= room:
+        raise KernelError(errno_module.EIO, f"the guest says that it gave {count} of {room} bytes")
+    return count

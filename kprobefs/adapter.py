@@ -292,6 +292,9 @@ class _Session(_fuse.FUSE):  # type: ignore[misc]  # fusepy has no types
     def read(self, _path: int | None, buffer: int, size: int, offset: int, file_info: int) -> int:
         """struct fuse_operations.read."""
         data: bytes = self.operations.read(None, size, offset, _file_info(file_info))
+        # libfuse's buffer has no more room.
+        if len(data) > size:
+            raise ValueError(f"{len(data)} bytes for a read of {size}")
         _copy(buffer, data, len(data))
         return len(data)
 

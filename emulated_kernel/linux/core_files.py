@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from errno import EACCES, EINVAL, EIO, ENAMETOOLONG
 
-from emulated_kernel.errors import KernelError
+from emulated_kernel.errors import KernelError, checked_count
 from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.linux.core_calls import BUFFER_SIZE, CoreCalls
 from emulated_kernel.linux.inodes import Inodes, inode_offsets, shown_ino
@@ -95,7 +95,7 @@ class CoreFiles:
             # Many of /proc read for a process alone, which kernel_read() isn't.
             place = self._calls.user_buffer + _POSITION
             count = _checked(self._calls.call_function("vfs_read", file, place, size, buffer), path)
-            return self._memory.read(buffer + _POSITION, count)
+            return self._memory.read(buffer + _POSITION, checked_count(count, size))
 
     def readlink(self, path: str) -> str:
         """Where a symbolic link leads, told so that it leads to no place outside of the dump.
@@ -109,7 +109,7 @@ class CoreFiles:
             # As a process asks: what leads to files by no name is told to it alone.
             call, place = self._calls.call_function, self._calls.user_buffer
             count = _checked(call("vfs_readlink", dentry, place, _PATH_LIMIT), path)
-            target = os.fsdecode(self._memory.read(self._calls.buffer, min(count, _PATH_LIMIT)))
+            target = os.fsdecode(self._memory.read(self._calls.buffer, checked_count(count, _PATH_LIMIT)))
         if not target.startswith("/") and ".." not in target.split("/"):
             return target
         above = posixpath.dirname(path)
@@ -131,8 +131,9 @@ class CoreFiles:
                     raise KernelError(EIO, path)
                 if stop == start:
                     return found
+                known = len(found)
                 found += _entries(self._memory.read(start, stop - start), device)
-                if len(found) > _MOST_ENTRIES:
+                if not known < len(found) <= _MOST_ENTRIES:
                     raise KernelError(EIO, f"{path}: its entries have no end")
 
 

@@ -404,9 +404,10 @@ class LinuxMount:
                 return self._syscalls.begin_read(task, file.fd, size, at, may_block=may_block)
 
             count = self._slept(client, task, begin)
+            data = self._syscalls.read_data(task, count, size)
             if not jumped:
                 file.position += count
-            return self._syscalls.read_data(task, count)
+            return data
 
     def _follow_flags(self, file: OpenLinuxFile, task: LinuxTask) -> None:
         """The guest's file is as blocking as the client's from now on."""

@@ -6,9 +6,10 @@ import os
 import stat
 import struct
 from collections.abc import Iterator
+from errno import EIO
 from functools import lru_cache
 
-from emulated_kernel.errors import KernelError
+from emulated_kernel.errors import KernelError, checked_count
 from emulated_kernel.linux.init import BUFFER
 from emulated_kernel.linux.inodes import shown_ino
 from emulated_kernel.linux.tasks import LinuxTask, LinuxTasks, Service
@@ -92,7 +93,7 @@ class LinuxSyscalls:
         """The kernel log as dmesg(1) gets it: lines with level and time."""
         init = self._tasks.init
         size = self._call(init, _SYSLOG, _SYSLOG_READ_ALL, _DATA, _LOG_SIZE)
-        return self._tasks.get(init, _DATA, size)
+        return self._tasks.get(init, _DATA, checked_count(size, _LOG_SIZE))
 
     def say(self, line: str) -> None:
         """A line for the kernel log, written by init to a device that nobody else sees."""
@@ -144,7 +145,7 @@ class LinuxSyscalls:
         init, parts = self._tasks.init, []
         fd = self.open(init, path, os.O_RDONLY)
         while size := self.begin_read(init, fd, DATA_SIZE, None, may_block=False):
-            parts.append(self.read_data(init, size))
+            parts.append(self.read_data(init, size, DATA_SIZE))
         self.close(init, fd)
         return b"".join(parts)
 
@@ -209,9 +210,9 @@ class LinuxSyscalls:
             return self._call(task, _READ, fd, _DATA, size, patience=patience, service=service)
         return self._call(task, _PREAD, fd, _DATA, size, offset, patience=patience)
 
-    def read_data(self, task: LinuxTask, size: int) -> bytes:
-        """What a read has read."""
-        return self._tasks.get(task, _DATA, size)
+    def read_data(self, task: LinuxTask, count: int, size: int) -> bytes:
+        """What a read has read, of `size` bytes that it was asked for."""
+        return self._tasks.get(task, _DATA, checked_count(count, min(size, DATA_SIZE)))
 
     def write(
         self,
@@ -277,7 +278,7 @@ class LinuxSyscalls:
         entries: list[DirEntry] = []
         try:
             while size := self._call(init, _GETDENTS, fd, _DATA, _LISTING):
-                entries += _entries(self._tasks.get(init, _DATA, size), device)
+                entries += _entries(self._tasks.get(init, _DATA, checked_count(size, _LISTING)), device)
         finally:
             self.close(init, fd)
         return entries
@@ -287,7 +288,7 @@ class LinuxSyscalls:
         init = self._tasks.init
         self._path(init, path)
         size = self._call(init, _READLINKAT, _AT_FDCWD, BUFFER, _DATA, 4096)
-        return os.fsdecode(self._tasks.get(init, _DATA, size))
+        return os.fsdecode(self._tasks.get(init, _DATA, checked_count(size, 4096)))
 
     def mkdir(self, task: LinuxTask, path: str, mode: int) -> None:
         """mkdirat(2)."""
@@ -378,8 +379,10 @@ def _c_string(path: str) -> bytes:
 
 def _entries(data: bytes, device: int) -> Iterator[DirEntry]:
     at = 0
-    while at < len(data):
+    while at + _DIRENT.size <= len(data):
         ino, _, size, kind = _DIRENT.unpack_from(data, at)
+        if size < _DIRENT.size:
+            raise KernelError(EIO, "the guest gives entries of a directory that are none")
         name = data[at + _DIRENT.size : at + size].split(b"\0", 1)[0]
         yield DirEntry(os.fsdecode(name), kind << 12, ino << 8 | device)
         at += size

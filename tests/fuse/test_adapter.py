@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import subprocess
 import sys
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 
 import pytest
 
@@ -73,6 +74,29 @@ def test_no_memory_is_an_answer_and_no_fault(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(reserve, "give_back", none)
     monkeypatch.setattr(adapter.log, "exception", none)
     assert wrapper(Session().read) == wrapper(Session().open) == -errno.EIO
+
+
+def test_more_than_was_asked_for_is_a_fault() -> None:
+    """libfuse's buffer has the room that the request says."""
+    adapter = pytest.importorskip("kprobefs.adapter")
+    room = ctypes.create_string_buffer(b"-" * 16, 16)
+    data, file_info = b"12345678", ctypes.create_string_buffer(256)
+    operations = SimpleNamespace(
+        faults=0, reserve=MemoryReserve(), read=lambda _path, _size, _offset, _info: data
+    )
+
+    def read(size: int) -> int:
+        called = MethodType(adapter._Session.read, SimpleNamespace(operations=operations))
+        place = ctypes.addressof(room)
+        answer: int = adapter._Session._wrapper(called, None, place, size, 0, ctypes.addressof(file_info))
+        return answer
+
+    assert read(8) == 8
+    assert room.raw == b"12345678--------"
+    data = b"x" * 9
+    assert read(8) == -errno.EIO
+    assert operations.faults == 1
+    assert room.raw == b"12345678--------"
 
 
 def test_mount_points_are_unescaped() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from emulated_kernel.errors import KernelError
+from emulated_kernel.host.executive.syscalls import Syscalls
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.vfs.core.client import Client
 from emulated_kernel.vfs.guest.guest_mount import GuestMount
@@ -70,3 +71,16 @@ def test_everything_that_needs_the_guest_is_eio(kernel: Kernel) -> None:
             attempt()
         assert caught.value.errno == errno.EIO
     mount.release(created)
+
+
+def test_a_guest_that_says_it_has_read_more(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A damaged one says anything; the front end has room for what it asked for."""
+    mount = kernel.mount()
+    handle = mount.create(CLIENT, "/scratch/file", 0o644, os.O_RDWR)
+    assert mount.write(CLIENT, handle, b"some text", 0) == 9
+    with monkeypatch.context() as patch:
+        patch.setattr(Syscalls, "call", lambda *_arguments, **_options: 5)
+        with pytest.raises(KernelError) as caught:
+            mount.read(CLIENT, handle, 4, 0)
+    assert caught.value.errno == errno.EIO
+    assert mount.read(CLIENT, handle, 4, 0) == b"some"

@@ -134,7 +134,7 @@ def _files(calls: LinuxSyscalls, client: LinuxTask, turn: int) -> Iterator[Any]:
     fd = calls.open(client, path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o640)
     yield calls.write(client, fd, bytes([turn]) * (turn * 700), None)
     size = calls.begin_read(client, fd, 5000, 0, may_block=True)
-    yield calls.read_data(client, size)
+    yield calls.read_data(client, size, size)
     yield calls.lstat(path).size
     calls.close(client, fd)
     yield sorted(entry.name for entry in calls.listdir("/scratch"))

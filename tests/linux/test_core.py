@@ -8,7 +8,7 @@ import stat
 import struct
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -368,6 +368,46 @@ def test_open_files(mount: CoreMount) -> None:
     with pytest.raises(KernelError) as found:
         mount.fgetattr(handle)
     assert found.value.errno == errno.EBADF
+
+
+@contextmanager
+def replaced(mount: CoreMount, function: str, code: str) -> Iterator[None]:
+    """A kernel one of whose functions is other code, in hex digits."""
+    machine = mount._guest.machine
+    at = machine.memory.translate(mount._guest.root, lookup(mount, function))
+    there = slice(at, at + len(code) // 2)
+    before = machine.memory.ram[there]
+    for text in (bytes.fromhex(code), before):
+        machine.memory.ram[there] = text
+        machine.engine.flush_code()
+        if text is not before:
+            yield
+
+
+def lookup(mount: CoreMount, name: str) -> int:
+    address = mount._engine.kernel.kallsyms.lookup_name(name)
+    assert address is not None
+    return address
+
+
+MOV, RET = "b8", "c3"
+
+
+def test_a_kernel_that_says_it_has_read_more(mount: CoreMount) -> None:
+    """The front end has room for what it asked for."""
+    handle = mount.open(CLIENT, "/files/scratch/numbers", os.O_RDONLY)
+    for count in (17, 4096, 0x3F000, 0x7FFFFFFF):
+        with replaced(mount, "vfs_read", f"{MOV}{count.to_bytes(4, 'little').hex()}{RET}"):
+            with pytest.raises(KernelError) as refused:
+                mount.read(CLIENT, handle, 16, 0)
+            assert refused.value.errno == errno.EIO
+    with (
+        replaced(mount, "vfs_readlink", f"{MOV}01100000{RET}"),
+        pytest.raises(KernelError, match="4097 of 4096"),
+    ):
+        mount.readlink(CLIENT, "/files/scratch/link")
+    assert mount.read(CLIENT, handle, 16, 0) == NUMBERS[:16].encode()
+    mount.release(handle)
 
 
 def memory(mount: CoreMount) -> bytes:

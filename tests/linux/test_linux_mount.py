@@ -14,7 +14,7 @@ import pytest
 
 from emulated_kernel.errors import KernelError, WouldBlock
 from emulated_kernel.host.mirror.processes import Fork, NoProcesses
-from emulated_kernel.linux import clients
+from emulated_kernel.linux import clients, syscalls
 from emulated_kernel.linux.linux_mount import LinuxMount
 from emulated_kernel.linux.syscalls import LinuxSyscalls
 from emulated_kernel.machine.traps.trap import GuestFault
@@ -403,3 +403,32 @@ def test_a_dead_guest_answers_eio_and_says_why(shell: Files) -> None:
         shell.read("/kprobe_events")
     assert refused.value.errno == errno.EIO
     assert "Attempted to kill init" in shell.read("/machine/dmesg")
+
+
+@pytest.mark.parametrize("count", [40_000, 1 << 20, 1 << 62])
+def test_a_kernel_that_says_it_has_given_more(
+    count: int, mount: LinuxMount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A damaged one says anything; the front end has room for what it asked for."""
+    handle = mount.create(SHELL, "/scratch/file", 0o600, os.O_RDWR)
+    assert mount.write(SHELL, handle, b"some text", 0) == 9
+    mount.symlink(SHELL, "/scratch/link", "file")
+    with monkeypatch.context() as patch:
+        patch.setattr(mount._syscalls, "_call", lambda *_arguments, **_options: count)
+        for ask in (
+            lambda: mount.read(SHELL, handle, 4, 0),
+            lambda: mount.readlink(SHELL, "/scratch/link"),
+            lambda: mount.readdir("/scratch"),
+        ):
+            with pytest.raises(KernelError) as refused:
+                ask()
+            assert refused.value.errno == errno.EIO
+    assert mount.read(SHELL, handle, 4, 0) == b"some"
+    mount.release(handle)
+
+
+def test_entries_of_a_directory_that_are_none() -> None:
+    """One of no bytes would be read again and again."""
+    with pytest.raises(KernelError, match="entries of a directory that are none"):
+        list(syscalls._entries(bytes(64), 0))
+    assert list(syscalls._entries(bytes(10), 0)) == []

@@ -64,7 +64,7 @@ def test_text_that_is_patched_while_a_client_stands_in_user_mode(guest: LinuxEng
         fd = calls.open(client, f"/scratch/{number}", os.O_RDWR | os.O_CREAT, 0o600)
         assert calls.write(client, fd, bytes([number]) * 9000, None) == 9000
         assert calls.begin_read(client, fd, 9000, 0, may_block=True) == 9000
-        assert calls.read_data(client, 9000) == bytes([number]) * 9000
+        assert calls.read_data(client, 9000, 9000) == bytes([number]) * 9000
         calls.close(client, fd)
 
     with guest.lock:

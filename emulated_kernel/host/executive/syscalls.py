@@ -11,7 +11,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from emulated_kernel.dataclass import dataclass
-from emulated_kernel.errors import KernelError
+from emulated_kernel.errors import KernelError, checked_count
 from emulated_kernel.host.client_call import ARGUMENTS, ClientCall
 from emulated_kernel.host.executive.executive import Executive, GuestTask, HostfsHandler
 from emulated_kernel.image.image import KernelImage
@@ -302,7 +302,7 @@ class Syscalls:
                 count = self.call(task, "read", fd, buffer, size)
             else:
                 count = self.call(task, "pread64", fd, buffer, size, *self._offset(offset))
-            return self._memory.read(buffer, count)
+            return self._memory.read(buffer, checked_count(count, size))
 
     def write(self, task: GuestTask, fd: int, data: bytes, offset: int | None = None) -> int:
         """write(2), or pwrite64(2) when `offset` is given; bytes taken."""
