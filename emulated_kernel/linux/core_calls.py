@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from errno import EDEADLK, EFAULT, EIO
+from math import inf
+from time import monotonic
 from typing import Any
 
 from emulated_kernel.abi import PAGE_SIZE, Prot, Vector
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.image.linux.kernel import LinuxKernel
+from emulated_kernel.linux import snapshot
 from emulated_kernel.linux.boot import HOST_SIZE
 from emulated_kernel.linux.call_arguments import REGISTERS, CallArguments
 from emulated_kernel.linux.core_guest import CoreGuest
@@ -81,6 +84,7 @@ class CoreCalls:
         self._guest, self._machine, self._kernel = guest, machine, kernel
         self._callers, self._abandoned = callers, abandoned
         self._reached = _Reached()
+        self._deadline = inf
         self._undo = Undo(guest.machine.memory.ram, len(guest.machine.memory.ram) - HOST_SIZE)
         self.buffer = machine.alloc_pages(BUFFER_SIZE)
         """Memory for what functions write."""
@@ -102,6 +106,15 @@ class CoreCalls:
                 guest.machine.stop_at(address, self._noted(name))
         guest.machine.engine.flush_code()
         guest.machine.engine.flush_tlb()
+
+    @contextmanager
+    def bounded(self) -> Iterator[None]:
+        """Around a request: all its calls together have as long as one run has, which the last may add."""
+        self._deadline = monotonic() + snapshot.BUDGET
+        try:
+            yield
+        finally:
+            self._deadline = inf
 
     def _noted(self, name: str) -> Callable[[], None]:
         def note() -> None:
@@ -156,7 +169,7 @@ class CoreCalls:
     def _run(self) -> tuple[int, str]:
         """Until the call returns; else errno, and why it doesn't."""
         machine = self._guest.machine
-        while True:
+        while monotonic() < self._deadline:
             self._reached.name = ""
             try:
                 machine.run()
@@ -173,6 +186,7 @@ class CoreCalls:
                 return 0, ""
             else:
                 return EIO, f"it halted at {machine.regs.ip:#x}"
+        return EIO, "what was asked for takes too long"
 
     def _go_on(self) -> None:
         """It is asked to give the CPU up, to nobody: __schedule() has returned."""

@@ -68,7 +68,8 @@ class CoreMount(ControlFiles):
                 raise KernelError(errno.EIO, "the mount has ended")
             self._engine.request_begins()
             try:
-                with self._guest.machine.wanted_by(client.pid) if client else nullcontext():
+                wanted = self._guest.machine.wanted_by(client.pid) if client else nullcontext()
+                with wanted, self._calls.bounded():
                     yield
             finally:
                 self._engine.request_ended()

@@ -377,11 +377,16 @@ def replaced(mount: CoreMount, function: str, code: str) -> Iterator[None]:
     at = machine.memory.translate(mount._guest.root, lookup(mount, function))
     there = slice(at, at + len(code) // 2)
     before = machine.memory.ram[there]
-    for text in (bytes.fromhex(code), before):
+
+    def put(text: bytes) -> None:
         machine.memory.ram[there] = text
         machine.engine.flush_code()
-        if text is not before:
-            yield
+
+    put(bytes.fromhex(code))
+    try:
+        yield
+    finally:
+        put(before)
 
 
 def lookup(mount: CoreMount, name: str) -> int:
@@ -408,6 +413,38 @@ def test_a_kernel_that_says_it_has_read_more(mount: CoreMount) -> None:
         mount.readlink(CLIENT, "/files/scratch/link")
     assert mount.read(CLIENT, handle, 16, 0) == NUMBERS[:16].encode()
     mount.release(handle)
+
+
+def test_a_kernel_that_asks_to_be_scheduled_for_ever(
+    shell: Files, mount: CoreMount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of its runs is short."""
+    schedule = lookup(mount, "__schedule") - (lookup(mount, "int_sqrt") + 10) & 0xFFFFFFFF
+    again = f"bf01000000e8{schedule.to_bytes(4, 'little').hex()}ebf4"
+    shell.call('strlen "hello"')
+    before = memory(mount)
+    monkeypatch.setattr(snapshot, "BUDGET", 0.5)
+    with replaced(mount, "int_sqrt", again):
+        assert shell.call("int_sqrt 144").startswith("EIO int_sqrt: what was asked for takes too long")
+    assert memory(mount) == before
+    assert shell.call("int_sqrt 144") == "int_sqrt = 0xc (12)\n"
+
+
+ADD_TO_STOP = "48834610"
+
+
+@pytest.mark.parametrize("size", [1, 16])
+def test_a_directory_without_end(size: int, mount: CoreMount, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With each call it gives some bytes, less than an entry or one."""
+    monkeypatch.setattr(snapshot, "BUDGET", 0.5)
+    with (
+        replaced(mount, "iterate_dir", f"{ADD_TO_STOP}{size:02x}31c0{RET}"),
+        pytest.raises(KernelError) as refused,
+    ):
+        mount.readdir("/files/scratch")
+    assert refused.value.errno == errno.EIO
+    monkeypatch.undo()
+    assert "numbers" in {entry.name for entry in mount.readdir("/files/scratch")}
 
 
 def memory(mount: CoreMount) -> bytes:
