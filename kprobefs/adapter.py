@@ -696,7 +696,7 @@ def _stat_layout() -> tuple[struct.Struct, Callable[[tuple[int, ...]], tuple[int
     ]
     for time in (whole.st_atimespec, whole.st_mtimespec, whole.st_ctimespec):
         half = time.size // 2
-        found += [(time.offset, _FORMS[half].lower()), (time.offset + half, _FORMS[half])]
+        found += [(time.offset, _FORMS[half]), (time.offset + half, _FORMS[half])]
     form, end = "=", 0
     for at, code in sorted(found):
         form += f"{at - end}x{code}"
@@ -712,6 +712,7 @@ _STAT, _in_order = _stat_layout()
 def _packed(found: Stat) -> bytes:
     """A struct stat."""
     ino, mode, nlink, uid, gid, size, atime, mtime, ctime, blocks, rdev, _ = found
-    times = (*divmod(atime, _SECOND), *divmod(mtime, _SECOND), *divmod(ctime, _SECOND))
+    # A guest that is damaged says anything.
+    times = map(_WORD.__and__, (*divmod(atime, _SECOND), *divmod(mtime, _SECOND), *divmod(ctime, _SECOND)))
     sizes = size & _WORD, blocks & _WORD
     return _STAT.pack(*_in_order((ino & _WORD, mode, nlink, uid, gid, *sizes, rdev, BLOCK_SIZE, *times)))

@@ -14,6 +14,9 @@ MAX_MOMENTS = 1 << 16
 EXPLICIT_NS = (1 << 33) * 1_000_000_000
 """Added to times that a process set: which distinguishes them from the clock's; nanoseconds."""
 
+LATEST_NS = ((1 << 63) - 1) * 1_000_000_000
+"""The guest counts seconds in 64 bits."""
+
 
 class WallTime:
     """Remembers what the wall clock said at moments of the guest's time.
@@ -51,5 +54,8 @@ class WallTime:
 
     @staticmethod
     def to_guest(wall_ns: int) -> int:
-        """What the guest keeps for a time that a process sets."""
-        return wall_ns + EXPLICIT_NS
+        """What the guest keeps for a time that a process sets, or the next one that it can keep.
+
+        Mirrors: fs/inode.c:timestamp_truncate (v6.1)
+        """
+        return min(max(wall_ns + EXPLICIT_NS, EXPLICIT_NS // 2), LATEST_NS)

@@ -10,6 +10,7 @@ from types import MethodType, SimpleNamespace
 
 import pytest
 
+from emulated_kernel.vfs.core.client import Stat
 from kprobefs import mount
 from kprobefs.failure import Failure
 from kprobefs.reserve import MemoryReserve
@@ -97,6 +98,13 @@ def test_more_than_was_asked_for_is_a_fault() -> None:
     assert read(8) == -errno.EIO
     assert operations.faults == 1
     assert room.raw == b"12345678--------"
+
+
+def test_attributes_of_a_damaged_guest() -> None:
+    adapter = pytest.importorskip("kprobefs.adapter")
+    for number in (-(1 << 127), -1, 1 << 64, 1 << 127):
+        found = Stat(number, 0, 0, 0, 0, number, number, number, number, number)
+        assert len(adapter._packed(found)) == adapter._STAT.size
 
 
 def test_mount_points_are_unescaped() -> None:

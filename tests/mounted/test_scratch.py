@@ -214,6 +214,22 @@ def test_times_are_the_wall_clocks(scratch: Path) -> None:
         assert abs(changed.st_ctime - time.time()) < SLACK
 
 
+@pytest.mark.parametrize("is_probed", [False, True], ids=["alone", "probed"])
+def test_times_that_the_guest_can_not_keep(is_probed: bool, files: Files, scratch: Path) -> None:
+    """The next one that it can, as Linux's file systems have it."""
+    if is_probed:
+        files.write("kprobe_events", "p:e vfs_utimes")
+        files.write("tracing/events/kprobes/enable", "1")
+    for seconds, kept in (((1 << 63) - 1, range(1 << 62, 1 << 63)), (-(1 << 63), range(-(1 << 33), 0))):
+        moment = seconds * 10**9 + 10**9 - 1
+        (scratch / "f").touch()
+        os.utime(scratch / "f", ns=(moment, moment))
+        found = (scratch / "f").stat()
+        assert found.st_atime_ns == found.st_mtime_ns
+        assert found.st_mtime_ns // 10**9 in kept
+        (scratch / "f").unlink()
+
+
 def test_touch_changes_one_time_alone(files: Files, scratch: Path) -> None:
     script = "touch f; touch -m -d '2001-01-01 UTC' f; touch -a -d '2002-01-01 UTC' f; touch -a -m -r f g"
     assert files.shell(f"cd scratch; {script}").returncode == 0
