@@ -28,6 +28,8 @@ from emulated_kernel.image.linux.vmlinux import LinkedMemory, LoadSegment
 _WORD = 8
 _LIMIT = 1 << 16
 """Entries of a list; a longer one leads in circles."""
+_MOST_SITES = 1 << 20
+"""Of ftrace, in all of its pages."""
 
 
 class RunningMemory(LinkedMemory):
@@ -116,18 +118,19 @@ class RunningKernel(LinuxKernel):
     def mcount(self) -> AddressSet:
         """Mirrors: kernel/trace/ftrace.c:ftrace_pages (v6.1)"""
         offset, size = self.btf.offset, self.btf.size("dyn_ftrace")
-        page, sites = self.word(self._required("ftrace_pages_start")), []
+        page, sites = self.word(self._required("ftrace_pages_start")), list[int]()
         for _ in range(_LIMIT):
             if not page:
+                return AddressSet(filter(self._image.__contains__, sites))
+            if len(sites) > _MOST_SITES:
                 break
             records = self.word(page + offset("ftrace_page.records"))
             count = min(self._structures.value(page, "ftrace_page.index", 4), _LIMIT)
             data = self.vmlinux.read(records, count * size)
             at = offset("dyn_ftrace.ip")
             sites += [int.from_bytes(data[n : n + _WORD], "little") for n in range(at, len(data), size)]
-
             page = self.word(page + offset("ftrace_page.next"))
-        return AddressSet(filter(self._image.__contains__, sites))
+        raise unusable("its list of functions that are traced has no end")
 
     @cached_property
     def blacklist(self) -> tuple[BlacklistEntry, ...]:

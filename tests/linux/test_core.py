@@ -447,6 +447,24 @@ def test_a_directory_without_end(size: int, mount: CoreMount, monkeypatch: pytes
     assert "numbers" in {entry.name for entry in mount.readdir("/files/scratch")}
 
 
+def test_ftraces_pages_in_a_circle(dumped: Path, mount: CoreMount) -> None:
+    """All of their records, again and again, would be more than the host's memory."""
+    memory, root = mount._guest.machine.memory, mount._guest.root
+    with dumped.open("rb") as file:
+        info = core_file.CoreFile(file.fileno()).vmcoreinfo
+    kernel, _ = core_image._kernel_in(memory.ram, info)
+    page = memory.read_word(root, lookup(mount, "ftrace_pages_start"))
+    at = page + kernel.btf.offset("ftrace_page.next")
+    before = memory.read(root, at, 8)
+    try:
+        memory.write(root, at, struct.pack("<Q", page))
+        with pytest.raises(KernelError, match="has no end"):
+            _ = kernel.mcount
+    finally:
+        memory.write(root, at, before)
+    assert len(kernel.mcount) > 1000
+
+
 def memory(mount: CoreMount) -> bytes:
     """The guest's, without the host's."""
     return mount._guest.machine.memory.ram[:-HOST_SIZE]

@@ -23,6 +23,11 @@ _TYPE = struct.Struct("<III")
 _WORDS3 = struct.Struct("<III")
 _DEPTH = 64
 """Types that refer to each other in a row; damaged ones may do so for ever."""
+_MOST_PARTS = 1 << 10
+"""Types that a type's name is made of."""
+_MOST_PARAMETERS = 64
+_LONGEST = 1 << 10
+"""Bytes of a name, with its end."""
 _BIG = 1 << 31
 
 
@@ -116,6 +121,7 @@ class Btf:
         self._texts = data[header + text_at : header + text_at + text_size]
         if len(self._types) < type_size or len(self._texts) < text_size:
             raise unusable("its BTF is truncated")
+        self._left = 0
         self._found: dict[tuple[Kind, str], int] = {}
         """What was looked for: 0 where it isn't there."""
         starts, self._names = self._scan() if index is None else index
@@ -162,7 +168,7 @@ class Btf:
         structure, *names = path.split(".")
         number, offset, member = self.find(Kind.STRUCT, structure), 0, None
         for name in names:
-            found = self._member(self.resolve(number), name, _DEPTH)
+            found = self._member(self.resolve(number), name, _DEPTH, set())
             if found is None:
                 raise KernelError(ENOENT, f"this kernel's BTF has no {path}")
             member = found[1]
@@ -256,6 +262,8 @@ class Btf:
         proto = self._type(self._type(self.find(Kind.FUNC, function)).size_or_type)
         if proto.kind is not Kind.FUNC_PROTO:
             raise unusable(f"in its BTF the function {function} has no prototype")
+        if proto.count > _MOST_PARAMETERS:
+            raise unusable(f"in its BTF the function {function} has {proto.count} parameters")
         parameters = [
             struct.unpack_from("<II", self._types, proto.tail + 8 * index) for index in range(proto.count)
         ]
@@ -272,11 +280,12 @@ class Btf:
 
     def type_name(self, number: int) -> str:
         """A type as C writes it where it declares nothing."""
+        self._left = _MOST_PARTS
         return self._declared(number, "", _DEPTH)
 
     def text(self, offset: int) -> str:
         """A name by its offset in the texts."""
-        end = self._texts.find(b"\0", offset)
+        end = self._texts.find(b"\0", offset, offset + _LONGEST)
         return self._texts[offset : max(end, offset)].decode("utf-8", "replace")
 
     def _type(self, number: int) -> Type:
@@ -307,21 +316,25 @@ class Btf:
                 raise unusable("its BTF ends within a type")
         return starts.tobytes(), names.tobytes()
 
-    def _member(self, number: int, name: str, depth: int) -> tuple[int, Member] | None:
+    def _member(self, number: int, name: str, depth: int, others: set[int]) -> tuple[int, Member] | None:
+        """`others`: types that have no such member, each of which is looked through once."""
         if not depth:
             raise unusable("structures of its BTF contain each other")
         for member in self.members(number):
             if member.name == name:
                 return member.offset, member
             if not member.name:
-                found = self._member(self.resolve(member.type), name, depth - 1)
+                inner = self.resolve(member.type)
+                found = None if inner in others else self._member(inner, name, depth - 1, others)
                 if found:
                     return member.offset + found[0], found[1]
+        others.add(number)
         return None
 
     def _declared(self, number: int, inner: str, depth: int) -> str:
         """C's declarations are read from the inside: `inner` is what stands where the name would."""
-        if not depth:
+        self._left -= 1
+        if not depth or not self._left:
             raise unusable("types of its BTF refer to each other in a circle")
         kind = self._type(number)
         write = _WRITTEN.get(kind.kind)

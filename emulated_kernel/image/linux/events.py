@@ -8,12 +8,15 @@ from collections.abc import Iterator, Mapping
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.image.linux.btf import Btf
+from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.image.linux.vmlinux import LinkedMemory
 
 _MOST_FIELDS = 256
 _TEXT_OR_NAME = re.compile(r'"(?:\\.|[^"\\])*"|sizeof\([^()]*\)|[A-Za-z_]\w*')
 _SYSCALL_PREFIXES = ("__x64_sys_", "__do_sys_", "__se_sys_", "sys_")
 _MOST_SYSCALLS = 4096
+_MOST_TEXT = 64 << 20
+"""Characters of all texts; in a damaged kernel many may be the same long one."""
 _NO_TRACEPOINT = (0, 0, 0, False)
 
 
@@ -70,6 +73,7 @@ class Structures:
         self.vmlinux = vmlinux
         self.btf = btf
         self._places: dict[str, tuple[int, int]] = {}
+        self._left = _MOST_TEXT
 
     def value(self, address: int, path: str, size: int = 8) -> int:
         """A member of the structure at `address` as an unsigned number of `size` bytes."""
@@ -86,13 +90,26 @@ class Structures:
     def text(self, address: int, path: str) -> str:
         """The string that a member points to; empty where it points to none."""
         pointer = self.value(address, path)
-        return self.vmlinux.string(pointer) if pointer else ""
+        return self.string(pointer) if pointer else ""
+
+    def string(self, va: int) -> str:
+        """A string. Raises: KernelError ENOEXEC, also for too many since begin()."""
+        found = self.vmlinux.string(va)
+        self._left -= len(found)
+        if self._left < 0:
+            raise unusable("its events have texts without end")
+        return found
+
+    def begin(self) -> None:
+        """Another kernel, or a module, is read."""
+        self._left = _MOST_TEXT
 
 
 def kernel_events(
     structures: Structures, calls: tuple[int, ...], maps: tuple[int, ...]
 ) -> Iterator[KernelEvent]:
     """The events whose structures are at `calls`; `maps`: where the constants of formats are explained."""
+    structures.begin()
     constants = eval_maps(structures, maps)
     flag = structures.btf.constants.get("TRACE_EVENT_FL_TRACEPOINT", 0)
     has_key = all(map(structures.btf.has, ("tracepoint.key", "trace_event_class.probe")))
@@ -168,7 +185,7 @@ def _fields(structures: Structures, address: int, values: Mapping[str, int]) -> 
         if not kind or not structures.vmlinux.has(kind):
             return
         yield RecordField(
-            with_values(structures.vmlinux.string(kind), values),
+            with_values(structures.string(kind), values),
             structures.text(field, "trace_event_fields.name"),
             structures.value(field, "trace_event_fields.size", 4),
             structures.value(field, "trace_event_fields.align", 4),
@@ -181,14 +198,13 @@ def kernel_syscalls(
     structures: Structures, metadata: tuple[int, ...], numbers: Mapping[str, int]
 ) -> Iterator[KernelSyscall]:
     """The system calls whose struct syscall_metadata are at `metadata`."""
+    structures.begin()
     for address in metadata:
         name = structures.text(address, "syscall_metadata.name")
         count = min(structures.value(address, "syscall_metadata.nb_args", 4), 6)
         types, args = (
             tuple(
-                structures.vmlinux.string(
-                    int.from_bytes(structures.vmlinux.read(array + 8 * each, 8), "little")
-                )
+                structures.string(int.from_bytes(structures.vmlinux.read(array + 8 * each, 8), "little"))
                 for each in range(count)
             )
             for array in (

@@ -14,6 +14,8 @@ _JMP32 = 0xE9
 _PLAIN_RETURN = b"\xc3\xcc\xcc\xcc\xcc"
 _KEY_FLAGS = 3
 """Bits of a key's address that say something else, in jump labels and static calls."""
+_LONGEST = 1 << 9
+"""Bytes of a source file's name, with its end."""
 
 
 def words(data: bytes) -> tuple[int, ...]:
@@ -43,7 +45,7 @@ def static_calls(address: int, data: bytes) -> Iterator[StaticCall]:
 def bugs(address: int, data: bytes, vmlinux: LinkedMemory) -> Iterator[BugEntry]:
     """Mirrors: include/asm-generic/bug.h:struct bug_entry (v6.1), with CONFIG_DEBUG_BUGVERBOSE."""
     for at, (bug, file, line, flags) in _entries("<iiHH", data):
-        yield BugEntry(address + at + bug, vmlinux.string(address + at + 4 + file), line, flags)
+        yield BugEntry(address + at + bug, vmlinux.string(address + at + 4 + file, _LONGEST), line, flags)
 
 
 def return_sites(address: int, data: bytes) -> Iterator[int]:

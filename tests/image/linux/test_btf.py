@@ -115,6 +115,31 @@ def test_types_in_a_circle_end(ask: object) -> None:
     assert caught.value.errno == ENOEXEC
 
 
+def doubled() -> bytes:
+    """Each type has the next one twice: of 60 of them there are 2 ** 60 ways to the last."""
+    btf = made.Btf()
+    last = btf.add(1, "int", 4, struct.pack("<I", 32))
+    for _ in range(60):
+        last = btf.structure("", 8, ("", last, 0), ("", last, 4))
+    btf.structure("wide", 8, ("", last, 0), ("x", last, 0))
+    last = 1
+    for _ in range(30):
+        last = btf.add(2, "", btf.prototype(last, ("", last), ("", last)))
+    btf.add(12, "f", btf.prototype(1, ("x", last)))
+    btf.add(12, "g", btf.prototype(1, *(("", 1),) * 65))
+    return btf.data()
+
+
+def test_types_that_are_too_many_to_look_through() -> None:
+    btf = Btf(doubled())
+    assert btf.has("wide.x")
+    assert not btf.has("wide.y")
+    for function in "fg":
+        with pytest.raises(KernelError) as caught:
+            btf.prototype(function)
+        assert caught.value.errno == ENOEXEC
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_damaged(data: st.DataObject) -> None:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import io
 import struct
 
+import pytest
+
+from emulated_kernel.errors import KernelError
+from emulated_kernel.image.linux import events
 from emulated_kernel.image.linux.events import RecordField, with_values
 from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.image.linux.vmlinux import Vmlinux
@@ -104,6 +108,17 @@ def test_events_have_names_fields_and_formats_with_values() -> None:
     )
     assert (by_code.name, by_code.print_fmt, by_code.fields) == ("plain", "", ())
     assert none.fields == ()
+
+
+def test_texts_that_are_told_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All events and fields of a damaged kernel may be the same long text."""
+    monkeypatch.setattr(events, "_MOST_TEXT", 40)
+    with pytest.raises(KernelError, match="texts without end"):
+        _ = kernel().events
+    assert len(kernel().syscalls) == 2
+    monkeypatch.setattr(events, "_MOST_TEXT", 3)
+    with pytest.raises(KernelError, match="texts without end"):
+        _ = kernel().syscalls
 
 
 def test_system_calls_have_numbers_and_parameters() -> None:
