@@ -85,7 +85,7 @@ class Runner:
         if expired:
             self._drain_stop(regs.ip)
         hooks.stopped_by = None
-        if hooks.parked is not None:
+        if self._engine.parked is not None:
             hooks.check()
         if stopped is not None:
             return stopped
