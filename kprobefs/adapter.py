@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError, WouldBlock
-from emulated_kernel.vfs.core.client import Client, DirEntry, Stat
+from emulated_kernel.vfs.core.client import STATUS_FLAGS, Client, DirEntry, Stat
 from kprobefs.failure import Failure
 from kprobefs.loops import FREE_LOOPS, Loops
 from kprobefs.mount import STATE_LINK, MountState
@@ -383,8 +383,8 @@ class _Operations:
         self.reserve = MemoryReserve()
         self._thread = _Thread()
         self._open_paths: dict[int, str] = {}
-        self._nonblocking: dict[int, int] = {}
-        """O_NONBLOCK as the mount has it, by handle; of most it is 0, and not here."""
+        self._status: dict[int, int] = {}
+        """STATUS_FLAGS as the mount has them, by handle; of most they are 0, and not here."""
 
     def __call__(self, operation: str, *arguments: Any) -> Any:
         return getattr(self, operation)(*arguments)
@@ -483,9 +483,8 @@ class _Operations:
     def _read(self, client: Client, handle: int, size: int, offset: int, owner: int, flags: int) -> bytes:
         if self.reserve.is_spent:
             self._needs_reserve()
-        if flags & os.O_NONBLOCK != self._nonblocking.get(handle, 0):
-            self._mount.set_status_flags(handle, flags)
-            self._nonblocking[handle] = flags & os.O_NONBLOCK
+        if flags & STATUS_FLAGS != self._status.get(handle, 0):
+            self._set_status_flags(handle, flags)
         # The host's page cache has no owner of locks; whoever called read(2) has.
         read = self._mount.read if owner else self._mount.read_page
         return read(client, handle, size, offset)
@@ -493,7 +492,9 @@ class _Operations:
     def write(self, path: str | None, data: bytes, offset: int, info: Any) -> int:
         del path
         self._needs_memory(data)
-        client, handle = _client(), info.fh
+        client, handle, flags = _client(), info.fh, info.flags
+        if flags & STATUS_FLAGS != self._status.get(handle, 0):
+            self._set_status_flags(handle, flags)
         if self._mount.reads_host(handle):
             with self.blocking():
                 return self._mount.write(client, handle, data, offset)
@@ -502,6 +503,10 @@ class _Operations:
         except WouldBlock:
             return self._blocking(client, info, lambda: self._mount.write(client, handle, data, offset))
 
+    def _set_status_flags(self, handle: int, flags: int) -> None:
+        self._mount.set_status_flags(handle, flags)
+        self._status[handle] = flags & STATUS_FLAGS
+
     def release(self, handle: int) -> None:
         """The last descriptor of an open file is gone."""
         self._pollers.forget(handle)
@@ -509,7 +514,7 @@ class _Operations:
             self._mount.release(handle)
         finally:
             self._open_paths.pop(handle, None)
-            self._nonblocking.pop(handle, None)
+            self._status.pop(handle, None)
 
     def poll(self, info: Any, poll_handle: int | None) -> int:
         handle: int = info.fh
@@ -607,8 +612,8 @@ class _Operations:
     def _opened(self, info: Any, path: str, handle: int) -> int:
         info.fh = handle
         self._open_paths[handle] = path
-        if info.flags & os.O_NONBLOCK:
-            self._nonblocking[handle] = os.O_NONBLOCK
+        if status := info.flags & STATUS_FLAGS:
+            self._status[handle] = status
         info.nonseekable = self._mount.is_stream(handle)
         return 0
 

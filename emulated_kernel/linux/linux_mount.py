@@ -35,7 +35,7 @@ from emulated_kernel.linux.syscalls import PATIENCE, LinuxSyscalls
 from emulated_kernel.linux.tasks import Blocked, LinuxTask, LinuxTasks
 from emulated_kernel.lock import ControlLock
 from emulated_kernel.machine.traps.trap import GuestFault
-from emulated_kernel.vfs.core.client import Client, DirEntry, Room, Stat
+from emulated_kernel.vfs.core.client import STATUS_FLAGS, Client, DirEntry, Room, Stat
 from emulated_kernel.vfs.core.node import Owner
 
 _HOST_INO = 1 << 40
@@ -59,8 +59,8 @@ class OpenLinuxFile:
     """As the guest has them."""
     position: int = 0
     text: bytes = b""
-    is_nonblocking: bool = False
-    """As the client has it."""
+    status: int = 0
+    """STATUS_FLAGS as the client has them."""
     entries: list[DirEntry] | None = None
     """Of a directory, from when it was read from its beginning."""
 
@@ -344,9 +344,7 @@ class LinuxMount:
             except Blocked:
                 raise self._unasked(client) from None
             seekable = self._syscalls.is_seekable(fd)
-            return self._add(
-                OpenLinuxFile(at, fd, task, seekable, flags, is_nonblocking=bool(flags & os.O_NONBLOCK))
-            )
+            return self._add(OpenLinuxFile(at, fd, task, seekable, flags, status=flags & STATUS_FLAGS))
 
     def _unasked(self, client: Client) -> KernelError:
         """EINTR for a call that sleeps, and whose answer nobody could ask for: its task is killed."""
@@ -374,8 +372,7 @@ class LinuxMount:
 
     def set_status_flags(self, handle: int, flags: int) -> None:
         """Those of a request on it: fcntl(F_SETFL) asks for nothing itself."""
-        file = self._opened(handle)
-        file.is_nonblocking = bool(flags & os.O_NONBLOCK)
+        self._opened(handle).status = flags & STATUS_FLAGS
 
     def reads_host(self, handle: int) -> bool:
         """Whether a write to it reads files of the host, and so takes as long as they do; no lock is held."""
@@ -389,7 +386,7 @@ class LinuxMount:
         with _Request(self, self._running, client) as task:
             file.task = task
             jumped = file.seekable and offset != file.position
-            may_block = not file.is_nonblocking
+            may_block = not file.status & os.O_NONBLOCK
             at = offset if jumped else None
             if (
                 may_block
@@ -399,7 +396,7 @@ class LinuxMount:
                 raise WouldBlock
 
             def begin() -> int:
-                if file.is_nonblocking != bool(file.flags & os.O_NONBLOCK):
+                if file.flags & STATUS_FLAGS != file.status:
                     self._follow_flags(file, task)
                 return self._syscalls.begin_read(task, file.fd, size, at, may_block=may_block)
 
@@ -410,10 +407,9 @@ class LinuxMount:
             return data
 
     def _follow_flags(self, file: OpenLinuxFile, task: LinuxTask) -> None:
-        """The guest's file is as blocking as the client's from now on."""
-        flags = file.flags ^ os.O_NONBLOCK
-        self._syscalls.set_status_flags(task, file.fd, flags & (os.O_NONBLOCK | os.O_APPEND))
-        file.flags = flags
+        """The guest's file has the client's from now on."""
+        self._syscalls.set_status_flags(task, file.fd, file.status)
+        file.flags = file.flags & ~STATUS_FLAGS | file.status
 
     def read_page(self, client: Client, handle: int, size: int, offset: int) -> bytes:
         """What the host's page cache asks for."""
@@ -428,11 +424,19 @@ class LinuxMount:
                 return change()
         with self._request(client) as task:
             file.task = task
-            jumped = file.seekable and not file.flags & os.O_APPEND and offset != file.position
-            count = self._slept(
-                client, task, lambda: self._syscalls.write(task, file.fd, data, offset if jumped else None)
-            )
-            if not jumped:
+            appends = file.status & os.O_APPEND
+            jumped = file.seekable and not appends and offset != file.position
+
+            def begin() -> int:
+                if file.flags & STATUS_FLAGS != file.status:
+                    self._follow_flags(file, task)
+                return self._syscalls.write(task, file.fd, data, offset if jumped else None)
+
+            count = self._slept(client, task, begin)
+            if appends:
+                # Behind the end, wherever that was: the offset is what the host takes for it.
+                file.position = self._syscalls.fstat(file.fd).size
+            elif not jumped:
                 file.position += count
             return count
 

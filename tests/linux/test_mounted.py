@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 from pathlib import Path
@@ -107,6 +108,22 @@ def links_and_room(directory: Path) -> None:
     os.close(reader)
 
 
+def appends_as_the_host_does(directory: Path) -> None:
+    """Behind the end as long as the flag is there, whoever set it; the position is where that leaves it."""
+    answers = []
+    for file in (directory.parent / "appended", directory / "scratch/appended"):
+        file.write_bytes(b"x" * 100)
+        opened = os.open(file, os.O_RDWR | os.O_APPEND)
+        said: list[object] = [os.write(opened, b"0123456789"), os.lseek(opened, 10, 0), os.read(opened, 999)]
+        for flags, at in ((0, 3), (os.O_APPEND, 5), (0, 5), (os.O_NONBLOCK, 9)):
+            fcntl.fcntl(opened, fcntl.F_SETFL, flags)
+            said += [os.lseek(opened, at, 0), os.write(opened, b"now"), os.read(opened, 7)]
+            said += [os.pwrite(opened, b"P", 1), os.lseek(opened, 0, os.SEEK_CUR)]
+        os.close(opened)
+        answers.append((said, file.read_bytes()))
+    assert answers[0] == answers[1]
+
+
 def is_refused_to_reboot(directory: Path) -> None:
     with pytest.raises(Failure, match="isn't booted anew: mount it again"):
         control.reboot(str(directory))
@@ -134,6 +151,7 @@ def test_our_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ]
         assert (opened, null, returned) == ("8", "1", "8")
         links_and_room(directory)
+        appends_as_the_host_does(directory)
         (directory / "kprobe_events").write_text("p:k/seen vfs_read")
         (probe,) = Probes(str(directory)).look()
         assert (probe.event, probe.mode, probe.enabled) == ("k/seen", "disarmed", False)
@@ -160,5 +178,6 @@ def test_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout.splitlines() == ["1", "k do_sys_openat2+0x0", "hello", "1", "1", "1"]
         links_and_room(directory)
+        appends_as_the_host_does(directory)
         is_refused_to_reboot(directory)
         assert mounted.log.count("\n") <= 2

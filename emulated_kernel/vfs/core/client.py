@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
 
+STATUS_FLAGS = os.O_APPEND | os.O_NONBLOCK
+"""What fcntl(F_SETFL) changes of an open file that anybody here looks at."""
 INO_SPACES = 4
 """Filesystems that one mount is made of: inode n of the one numbered s is n * INO_SPACES + s outside.
 
