@@ -17,6 +17,7 @@ MAKING = ".reading-"
 _LIMIT = 32
 """Notes that are kept; what wasn't used for the longest goes first."""
 _LONGEST = 256
+_SECOND = 10**9
 _SETTLED = 2.0
 """Seconds; a change that follows another sooner than that may leave a file with the same times."""
 
@@ -39,8 +40,12 @@ def about_to_read(directory: Path, file: int, form: str) -> Reading:
         text = found.read(_LONGEST).decode("ascii")
         if is_own(found.fileno()) and re.fullmatch(form, text):
             told = text
-            os.utime(note)
-    return Reading(note, told, time.time() - os.fstat(file).st_ctime > _SETTLED)
+            # By the descriptor: in a directory of others the name may be another file's by now.
+            os.utime(found.fileno())
+    changed = os.fstat(file).st_ctime_ns
+    # Whole seconds are no time that the host's kernel has given: an image or a server has them as it likes.
+    is_settled = bool(changed % _SECOND) and time.time_ns() - changed > _SETTLED * _SECOND
+    return Reading(note, told, is_settled)
 
 
 def remember(reading: Reading, text: str) -> None:

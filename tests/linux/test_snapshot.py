@@ -226,6 +226,33 @@ def test_what_has_just_been_written_is_read_again(saved: Path, monkeypatch: pyte
         assert not read_files.notes(saved.parent)
 
 
+def test_times_that_are_set_together_are_not_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read-only image that was made anew, FAT, a server: the last change is what somebody has said."""
+    monkeypatch.setattr(read_files, "_SETTLED", -1.0)
+    file, status = tmp_path / "kernel", os.fstat
+
+    def remembered(nanoseconds: int) -> str | None:
+        def found(number: int) -> Any:
+            real = status(number)
+            changed = 1_700_000_000 * 10**9 + nanoseconds
+            return Mock(st_uid=real.st_uid, st_mode=real.st_mode, st_ctime_ns=changed)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fstat", found)
+            for text in ("one", "two"):
+                file.write_text(text, encoding="ascii")
+                os.utime(file, (1, 1))
+                with open(file, "rb") as opened:
+                    reading = read_files.about_to_read(tmp_path, opened.fileno(), "[a-z]+")
+                    read_files.remember(reading, text)
+        return reading.told
+
+    assert remembered(123) == "one"
+    assert remembered(0) is None
+
+
 def test_only_some_notes_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(read_files, "_SETTLED", -1.0)
     for number in range(read_files._LIMIT + 3):
