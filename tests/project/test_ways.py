@@ -26,10 +26,10 @@ class Limits(NamedTuple):
 
 WAYS = {
     "define": Limits(256, 47, 1, lookups=1),
-    "hit, in Python": Limits(1450, 83, 8),
-    "hit, in guest code": Limits(525, 47, 6),
-    "read, nothing probed": Limits(166, 21, 0),
-    "read, another probed": Limits(166, 21, 0),
+    "hit, in Python": Limits(1450, 84, 8),
+    "hit, in guest code": Limits(527, 48, 6),
+    "read, nothing probed": Limits(168, 22, 0),
+    "read, another probed": Limits(168, 22, 0),
     "disarm 1": Limits(352, 46, 4),
     "disarm 100": Limits(3200, 57, 12),
 }
