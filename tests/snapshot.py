@@ -45,7 +45,13 @@ class DataSnapshot:
                 found.append((va + at, where + at, self._kept(where + at, length), length))
         zeros = ctypes.addressof(_ZEROS)
         self._spans = [span for span in found if span[2] != zeros]
-        self._runs = list(_contiguous([span for span in found if span[2] == zeros]))
+        self._runs: list[list[Span]] = []
+        for run in _contiguous([span for span in found if span[2] == zeros]):
+            # A call of the system costs as much as to look at some pages.
+            if sum(size for *_, size in run) < _BLOCK:
+                self._spans += run
+            else:
+                self._runs.append(run)
 
     def _kept(self, where: int, size: int) -> int:
         """Host's address of a copy; one block stands for all that is zero."""
