@@ -60,8 +60,12 @@ class PageTables(ABC):
 
     def unmap(self, va: int, size: int) -> None:
         """Remove [va, va + size), splitting large pages at its borders."""
-        for page in range(va, va + size, PAGE_SIZE):
-            self._put(self._slot(page, PAGE_SIZE), 0)
+        end = va + size
+        while va < end:
+            step = min(end - va, LARGE_PAGE_SIZE - va % LARGE_PAGE_SIZE)
+            first, length = self._slot(va, PAGE_SIZE), step // PAGE_SIZE * _ENTRY.size
+            self._ram[first : first + length] = bytes(length)
+            va += step
 
     def _map_large(self, va: int, pa: int, size: int, prot: Prot) -> int:
         """Map large pages, up to the end of their table or a table of small ones; returns bytes mapped."""
