@@ -15,7 +15,7 @@ import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 QUICK = {
-    "events.py": ["--counts", "10", "--rounds", "1"],
+    "events.py": ["--counts", "10", "--rounds", "1", "--daemons", "1"],
     "hit.py": ["--hits", "200", "--rounds", "1"],
     "first_line.py": ["--runs", "1"],
     "start_up.py": ["--runs", "1"],

@@ -205,7 +205,7 @@ def test_buffers_are_changed_between_records(arch: str, seed: int) -> None:
     ],
 )
 def test_only_cpus_of_the_mask_record(arch: str, way: str, tracer: str) -> None:
-    with booted(2, arch, way, 1) as kernel:
+    with booted(2, arch, way, 1, quantum=36) as kernel:
         event = define(kernel, way)
         if tracer != "nop":
             event.disable(kernel.trace)
