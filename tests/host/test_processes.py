@@ -14,6 +14,7 @@ from time import monotonic, sleep
 
 import pytest
 
+from emulated_kernel.host.mirror import processes
 from emulated_kernel.host.mirror.fork_events import ForkEvents
 from emulated_kernel.host.mirror.processes import HostProcesses, NoProcesses, _pids_between
 
@@ -86,6 +87,35 @@ def test_a_fork_is_told_once(watch: HostProcesses) -> None:
         assert (found.uid, found.gid) == (os.getuid(), os.getgid())
         assert found.comm == watch.comm(os.getpid())
         assert all(fork.pid != pid for fork in watch.forks())
+
+
+def test_a_process_that_is_only_beginning_is_told_later(
+    watch: HostProcesses, events: ForkEvents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pid is the latest one before its process is anywhere to be seen, and before it is told of."""
+    with child() as pid:
+        with monkeypatch.context() as patch:
+            patch.setattr(processes, "read", lambda _path: None)
+            patch.setattr(events, "take", lambda: ({}, set()))
+            assert all(fork.pid != pid for fork in watch.forks())
+        (found,) = [fork for fork in watch.forks() if fork.pid == pid]
+        assert (found.parent, found.alive) == (os.getpid(), True)
+        assert all(fork.pid != pid for fork in watch.forks())
+
+
+def test_a_pid_that_becomes_no_process_is_forgotten(
+    watch: HostProcesses, events: ForkEvents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "take", lambda: ({}, set()))
+    now = monotonic()
+    monkeypatch.setattr(processes, "monotonic", lambda: now)
+    with child() as pid:
+        pass
+    assert all(fork.pid != pid for fork in watch.forks())
+    now += 2
+    (found,) = [fork for fork in watch.forks() if fork.pid == pid]
+    assert (found.parent, found.alive) == (None, False)
+    assert all(fork.pid != pid for fork in watch.forks())
 
 
 def test_a_zombie_is_not_alive(watch: HostProcesses) -> None:

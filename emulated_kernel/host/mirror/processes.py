@@ -25,6 +25,8 @@ _CHECK = 0.1
 """Seconds between two looks whether the host's kernel still tells: another listener may have ended that."""
 _UNTOLD = 3
 """Looks in a row that find new pids of which nothing was told: one of them may be on its way."""
+_BEGINS_WITHIN = 1.0
+"""Seconds from a pid that somebody got to its process, which only then is told of and in /proc."""
 _PIDFD_THREAD = os.O_EXCL
 """pidfd_open(2): of a thread that leads no process; since Linux 6.9."""
 
@@ -105,6 +107,8 @@ class HostProcesses:
         """Of those that are followed, as long as no change is told."""
         self._parents: dict[int, int] = {}
         """As the host's kernel told, of processes that are still to be looked at."""
+        self._beginning: dict[int, float] = {}
+        """New pids of which it hasn't told, and that nobody has: until when they may be processes to come."""
         self._families = Families()
         """Of clients, on a host that tells of no forks."""
 
@@ -154,21 +158,36 @@ class HostProcesses:
         was_told = self._fork_events is not None and self._hear(self._fork_events)
         self._next_check = monotonic() + _CHECK
         seen = os.pread(self._loadavg, 64, 0)
-        if seen == self._seen:
+        if seen == self._seen and not self._beginning:
             return []
         self._seen = seen
         last = int(seen.rsplit(None, 1)[-1])
-        if last == self._last_pid:
+        if last == self._last_pid and not self._beginning:
             return []
         pids = list(_pids_between(self._last_pid, last, self._pid_max))
         latest = pids[-MAX_FORKS_PER_LOOK:]
         self._last_pid = last
-        if self._fork_events is not None:
+        if self._fork_events is not None and pids:
             self._check(was_told=self._hear(self._fork_events) or was_told)
-        found = [fork for pid in latest if (fork := self._look_at(pid)) is not None]
+        found = self._looked_at([*self._beginning, *latest])
         self._parents = {pid: parent for pid, parent in self._parents.items() if pid > last}
         if self._fork_events is None:
             found = self._forked_unseen(found, is_all=latest == pids)
+        return found
+
+    def _looked_at(self, pids: list[int]) -> list[Fork]:
+        """Which of them are processes; those that may only be about to be are looked at the next time."""
+        now, before, self._beginning = monotonic(), self._beginning, {}
+        found = []
+        for pid in pids:
+            fork = self._look_at(pid)
+            if fork is None:
+                continue
+            until = before.get(pid, now + _BEGINS_WITHIN)
+            if self._fork_events is not None and fork.parent is None and not fork.alive and now < until:
+                self._beginning[pid] = until
+            else:
+                found.append(fork)
         return found
 
     def _forked_unseen(self, found: list[Fork], *, is_all: bool) -> list[Fork]:
