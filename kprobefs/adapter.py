@@ -148,7 +148,9 @@ class Server:
         ours = self._operations
         read, release = partial(_guarded, ours, ours.read_at_once), partial(_guarded, ours, ours.release)
         walks = None if self._options.is_ordered else ours.walks
-        loop = SessionLoop(_libfuse, _libfuse.fuse_get_session(session), read, release, walks)
+        loop = SessionLoop(
+            _libfuse, _libfuse.fuse_get_session(session), read, release, walks, ours.clients_own
+        )
         loops = Loops(loop.run, free)
         self._operations.blocking = loops.blocking
         if not self._options.is_ordered:
@@ -383,6 +385,7 @@ class _Operations:
         self.reserve = MemoryReserve()
         self._thread = _Thread()
         self._open_paths: dict[int, str] = {}
+        self.clients_own = mount.clients_own
         self._status: dict[int, int] = {}
         """STATUS_FLAGS as the mount has them, by handle; of most they are 0, and not here."""
 
@@ -415,7 +418,10 @@ class _Operations:
 
     def opendir(self, path: str) -> int:
         self._needs_reserve()
-        return self._mount.opendir(_client(), path)
+        try:
+            return self._mount.opendir(_client(), path)
+        except KernelError as error:
+            raise self._seen_again(path, error) from error
 
     def releasedir(self, _path: str, handle: int) -> None:
         self._mount.release(handle)
@@ -453,7 +459,17 @@ class _Operations:
 
     def open(self, path: str, info: Any) -> int:
         self._needs_reserve()
-        return self._opened(info, path, self._mount.open(_client(), path, info.flags))
+        try:
+            handle = self._mount.open(_client(), path, info.flags)
+        except KernelError as error:
+            raise self._seen_again(path, error) from error
+        return self._opened(info, path, handle)
+
+    def _seen_again(self, path: str, error: KernelError) -> KernelError:
+        """ESTALE for what the guest itself has removed of a client's: the host's kernel looks it up then."""
+        if error.errno == errno.ENOENT and path.split("/", 2)[1] in self.clients_own:
+            return KernelError(errno.ESTALE, path)
+        return error
 
     def create(self, path: str, mode: int, info: Any) -> int:
         self._needs_memory()

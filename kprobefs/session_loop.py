@@ -7,7 +7,7 @@ import errno
 import os
 import stat
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Any
 
@@ -20,7 +20,7 @@ _AGE = 3600
 
 Their attributes have none: each stat(2) is a request, as it is where the name is looked up.
 """
-_LOOKUP, _GETATTR, _READ, _RELEASE = 1, 3, 15, 18
+_LOOKUP, _FORGET, _GETATTR, _READ, _RELEASE, _BATCH_FORGET = 1, 2, 3, 15, 18, 42
 _ROOT = 1
 _HEADER = struct.Struct("=4xIQQIII4x")
 """struct fuse_in_header: opcode, unique, nodeid, uid, gid, pid."""
@@ -28,14 +28,19 @@ _READ_IN = struct.Struct("=QQI4xQI4x")
 """struct fuse_read_in: fh, offset, size, lock_owner, flags."""
 _RELEASE_IN = struct.Struct("=Q")
 """struct fuse_release_in: fh."""
+_FORGOTTEN = struct.Struct("=Q8x")
+"""struct fuse_forget_one: nodeid."""
+_FORGOTTEN_AT = _HEADER.size + 8
+"""Where they begin, behind struct fuse_batch_forget_in."""
 _OUT = struct.Struct("=IiQ")
 """struct fuse_out_header: len, error, unique."""
 _ENTRY, _ATTRIBUTES = 144, 120
 """Bytes of a reply with a struct fuse_entry_out, or a fuse_attr_out."""
 _ENTRY_NODE = struct.Struct("=16xQ92xI24x")
 """nodeid, attr.mode."""
-_ENTRY_AGES, _ATTRIBUTES_AGE = slice(32, 56), slice(16, 28)
-"""entry_valid, attr_valid, the nanoseconds of both; attr_valid, its nanoseconds."""
+_ENTRY_AGE, _ENTRY_AGES, _ATTRIBUTES_AGE = slice(32, 40), slice(32, 56), slice(16, 28)
+"""entry_valid; this, attr_valid and the nanoseconds of both; attr_valid, its nanoseconds."""
+_STAYS = struct.pack("=Q", _AGE)
 _LASTS = struct.pack("=QQII", _AGE, 0, 0, 0)
 _INTERRUPTED = errno.EINTR, errno.EAGAIN, errno.ENOENT
 
@@ -58,8 +63,8 @@ class _ChannelOperations(ctypes.Structure):
 class SessionLoop:
     """libfuse's fuse_session_loop(), for any number of threads.
 
-    A switch to this process and back costs more than what is done here: a lookup in scratch/ by its absolute
-    path would be two requests. And libfuse has nothing to add to what is asked of an open file.
+    A switch to this process and back costs more than what is done here: each name of a path would be a
+    request in front of the open. And libfuse has nothing to add to what is asked of an open file.
     """
 
     def __init__(
@@ -69,26 +74,33 @@ class SessionLoop:
         read: Callable[[int, int, int, int, int, int, int, int], bytes | int | None],
         release: Callable[[int], object],
         walks: Callable[[], None] | None,
+        clients_own: Collection[str] = (),
     ) -> None:
         """`read` of uid, gid, pid, fh, offset, size, lock owner, flags: data, -errno, None if it has to wait.
 
         `release` of fh. `walks`: no client wants the attributes that libfuse asks for next; None where each
         name is looked up each time. None of them raises.
+
+        `clients_own`: lasting directories in which clients alone change names, so that all below lasts, too.
+        An open(2) of what is gone all the same ends in ESTALE, for which the host's kernel looks names up.
         """
-        self._session, self._read, self._release, self._walks = session, read, release, walks
-        self._process = libfuse.fuse_session_process
+        self._libfuse, self._session, self._read, self._release = libfuse, session, read, release
+        self._walks = walks
         self._channel: int = libfuse.fuse_session_next_chan(session, None)
         self._device: int = libfuse.fuse_chan_fd(self._channel)
         self._size: int = libfuse.fuse_chan_bufsize(self._channel)
-        # Held as long as libfuse may call it.
-        self._operations = _ChannelOperations(None, _SEND(self._send), None)
-        operations = ctypes.byref(self._operations)
-        self._lasting: int = libfuse.fuse_chan_new(operations, self._device, self._size, None)
+        self._held: list[_ChannelOperations] = []
+        """As long as libfuse may call them."""
+        self._lasting, self._staying = self._changed_by(self._lasts), self._changed_by(self._stays)
         self._nodes: set[int] = set()
         """Of the lasting directories."""
+        self._own_names = frozenset(name.encode() + b"\0" for name in clients_own)
+        self._own_nodes: set[int] = set()
+        """Of the directories whose names last, and of those below."""
 
     def run(self) -> int:
         """Answer requests until the mount is gone, then 0; FAILED where a thread can't go on."""
+        process = self._libfuse.fuse_session_process
         try:
             buffer = bytearray(self._size)
             address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
@@ -100,7 +112,7 @@ class SessionLoop:
                         continue
                     return 0 if error.errno == errno.ENODEV else FAILED
                 if not self._answers(buffer):
-                    self._process(self._session, address, size, self._channel_of(buffer, size))
+                    process(self._session, address, size, self._channel_of(buffer, size))
         except MemoryError:
             return FAILED
 
@@ -125,30 +137,66 @@ class SessionLoop:
 
     def _channel_of(self, request: bytearray, size: int) -> int:
         """Where libfuse sends its reply."""
-        opcode, _, node, *_ = _HEADER.unpack_from(request)
-        if self._walks is None or not self._lasting:
+        if self._walks is None:
             return self._channel
-        if opcode == _LOOKUP and node == _ROOT and bytes(request[_HEADER.size : size]) in LASTING:
-            self._walks()
-            return self._lasting
-        return self._lasting if opcode == _GETATTR and node in self._nodes else self._channel
+        opcode, _, node, *_ = _HEADER.unpack_from(request)
+        if opcode == _LOOKUP:
+            if node in self._own_nodes:
+                return self._staying
+            name = bytes(request[_HEADER.size : size]) if node == _ROOT else b""
+            if name in LASTING:
+                self._walks()
+                return self._staying if name in self._own_names else self._lasting
+        elif opcode == _GETATTR:
+            if node in self._nodes:
+                return self._lasting
+        elif opcode == _FORGET:
+            self._forget(node)
+        elif opcode == _BATCH_FORGET:
+            for (each,) in _FORGOTTEN.iter_unpack(request[_FORGOTTEN_AT:size]):
+                self._forget(each)
+        return self._channel
 
-    def _send(self, _channel: int, pieces: Any, count: int) -> int:
-        """What libfuse has found of a lasting directory, with ages of ours."""
-        try:
-            parts = [ctypes.string_at(pieces[at].base, pieces[at].size) for at in range(count)]
-            reply = bytearray(b"".join(parts))
-            if len(reply) == _ATTRIBUTES:
-                reply[_ATTRIBUTES_AGE] = bytes(12)
-            elif len(reply) == _ENTRY:
-                node, mode = _ENTRY_NODE.unpack(reply)
-                if stat.S_ISDIR(mode):
-                    self._nodes.add(node)
-                    reply[_ENTRY_AGES] = _LASTS
-            os.write(self._device, reply)
-        except OSError as error:
-            return -(error.errno or errno.EIO)
-        # None reaches libfuse: it takes whatever ctypes answers then.
-        except BaseException:
-            return -errno.ENOMEM
-        return 0
+    def _forget(self, node: int) -> None:
+        """Of the names in it each is looked up from now on, should it still be known."""
+        self._nodes.discard(node)
+        self._own_nodes.discard(node)
+
+    def _changed_by(self, change: Callable[[bytearray], None]) -> int:
+        """A channel to the host's kernel that changes replies; the session's own where there is no memory."""
+
+        def send(_channel: int, pieces: Any, count: int) -> int:
+            try:
+                parts = [ctypes.string_at(pieces[at].base, pieces[at].size) for at in range(count)]
+                reply = bytearray(b"".join(parts))
+                change(reply)
+                os.write(self._device, reply)
+            except OSError as error:
+                return -(error.errno or errno.EIO)
+            # None reaches libfuse: it takes whatever ctypes answers then.
+            except BaseException:
+                return -errno.ENOMEM
+            return 0
+
+        operations = _ChannelOperations(None, _SEND(send), None)
+        self._held.append(operations)
+        made = self._libfuse.fuse_chan_new(ctypes.byref(operations), self._device, self._size, None)
+        return made or self._channel
+
+    def _lasts(self, reply: bytearray) -> None:
+        """What libfuse has found of a lasting directory."""
+        if len(reply) == _ATTRIBUTES:
+            reply[_ATTRIBUTES_AGE] = bytes(12)
+        elif len(reply) == _ENTRY:
+            node, mode = _ENTRY_NODE.unpack(reply)
+            if stat.S_ISDIR(mode):
+                self._nodes.add(node)
+                reply[_ENTRY_AGES] = _LASTS
+
+    def _stays(self, reply: bytearray) -> None:
+        """What libfuse has found of a name that clients alone change."""
+        if len(reply) == _ENTRY:
+            node, mode = _ENTRY_NODE.unpack(reply)
+            if stat.S_ISDIR(mode):
+                self._own_nodes.add(node)
+            reply[_ENTRY_AGE] = _STAYS

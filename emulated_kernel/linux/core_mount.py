@@ -38,6 +38,9 @@ def _shown_kind(kind: int) -> int:
 class CoreMount(ControlFiles):
     """What a front end serves. Nothing runs but what is called; nothing of the dump's file is changed."""
 
+    clients_own = ()
+    """None (LinuxMount's are): what is called removes files, too."""
+
     def __init__(self, guest: CoreGuest, engine: KernelEngine, owner: Owner, *, is_tracefs: bool) -> None:
         """`is_tracefs`: tracefs is the root, and all that is listed."""
         self._guest, self._engine, self._owner = guest, engine, owner

@@ -119,6 +119,9 @@ class LinuxMount:
     All raise KernelError with the guest's errno; EIO when the guest has died.
     """
 
+    clients_own = ("scratch",)
+    """Directories in which clients alone make and remove names; no lookup there is anything to the guest."""
+
     def __init__(
         self,
         tasks: LinuxTasks,

@@ -1,4 +1,4 @@
-"""What a session asks of its mount: a lookup for each name, but for the root's lasting directories."""
+"""What a session asks of its mount: a lookup for each name, but for those that last."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import errno
 import os
 import signal
 import stat
+import struct
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +20,7 @@ from emulated_kernel.errors import KernelError
 from emulated_kernel.lock import ControlLock
 from emulated_kernel.vfs.core.client import Client, Room, Stat
 from kprobefs.adapter import FuseOptions, Server
+from kprobefs.session_loop import SessionLoop
 from tests.fuse.harness import eventually, is_mounted
 
 _PR_SET_PDEATHSIG = 1
@@ -25,11 +28,13 @@ _CONTENT = b"a line\n"
 
 
 class _Recorded:
-    """A mount whose directories hold a file each; says what it is asked."""
+    """A mount whose directories hold a file and such a directory each; says what it is asked."""
 
-    def __init__(self, says: int) -> None:
+    def __init__(self, says: int, clients_own: Collection[str]) -> None:
+        self.clients_own = clients_own
         self.lock = ControlLock()
         self._says = says
+        self._removed: set[str] = set()
 
     def _asked(self, what: str, path: object = "") -> None:
         os.write(self._says, f"{what} {path}\n".encode())
@@ -37,15 +42,28 @@ class _Recorded:
     def getattr(self, path: str, client: Callable[[], Client] | None = None) -> Stat:
         is_stat = client and path == "/scratch"
         self._asked("getattr", f"{path} of its client" if is_stat else path)
-        if path == "/tracing":
+        if path == "/tracing" or path in self._removed:
             raise KernelError(errno.ENOENT)
         if path.endswith("/file"):
             return Stat(2, stat.S_IFREG | 0o644, 1, 0, 0, len(_CONTENT))
         return Stat(1, stat.S_IFDIR | 0o755, 2, 0, 0)
 
     def open(self, _client: Client, path: str, _flags: int) -> int:
+        if path in self._removed:
+            self._asked("missed", path)
+            raise KernelError(errno.ENOENT)
         self._asked("open", path)
+        if path.endswith("/gone/file"):
+            self._removed.add(path)
         return 7
+
+    def create(self, _client: Client, path: str, _mode: int, _flags: int) -> int:
+        self._removed.discard(path)
+        self._asked("created", path)
+        return 7
+
+    def fgetattr(self, _handle: int, _client: Callable[[], Client] | None = None) -> Stat:
+        return Stat(2, stat.S_IFREG | 0o644, 1, 0, 0, len(_CONTENT))
 
     def is_stream(self, _handle: int) -> bool:
         return False
@@ -69,7 +87,9 @@ class _Recorded:
 
 
 @contextmanager
-def _served(place: Path, *, is_ordered: bool = False) -> Iterator[Callable[[], list[str]]]:
+def _served(
+    place: Path, clients_own: Collection[str] = (), *, is_ordered: bool = False
+) -> Iterator[Callable[[], list[str]]]:
     """Such a mount; what it was asked since the last time."""
     reads, says = os.pipe()
     daemon = os.fork()
@@ -77,7 +97,7 @@ def _served(place: Path, *, is_ordered: bool = False) -> Iterator[Callable[[], l
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.alarm(60)
         options = FuseOptions("recorded", is_ordered=is_ordered)
-        Server(_Recorded(says), options).serve(str(place), lambda: None)  # type: ignore[arg-type]
+        Server(_Recorded(says, clients_own), options).serve(str(place), lambda: None)  # type: ignore[arg-type]
         os._exit(0)
     os.close(says)
     os.set_blocking(reads, False)
@@ -138,8 +158,39 @@ def test_a_name_that_is_not_there_is_asked_for_each_time(place: Path) -> None:
         assert len(asked()) == 3
 
 
+def test_names_that_clients_alone_change_are_looked_up_once(place: Path) -> None:
+    with _served(place, ("scratch",)) as asked:
+        opens = ["open /scratch/dir/file", "release 7"]
+        for path in (place / "scratch/dir/file", place / "kprobes/dir/file"):
+            os.close(os.open(path, os.O_RDONLY))
+        assert [line for line in asked() if "/scratch" in line][-2:] == [
+            "getattr /scratch/dir/file",
+            opens[0],
+        ]
+        for _ in range(3):
+            os.close(os.open(place / "scratch/dir/file", os.O_RDONLY))
+            assert asked() == opens
+        os.close(os.open(place / "kprobes/dir/file", os.O_RDONLY))
+        assert asked()[:2] == ["getattr /kprobes/dir", "getattr /kprobes/dir/file"]
+
+
+def test_what_is_gone_all_the_same_is_looked_up_again(place: Path) -> None:
+    """By open(2), which finds nothing, or makes it anew."""
+    with _served(place, ("scratch",)) as asked:
+        path = place / "scratch/gone/file"
+        os.close(os.open(path, os.O_RDONLY))
+        asked()
+        with pytest.raises(FileNotFoundError):
+            os.open(path, os.O_RDONLY)
+        missed, *looks = asked()
+        assert missed == "missed /scratch/gone/file"
+        assert looks[:3] == ["getattr /scratch", "getattr /scratch/gone", "getattr /scratch/gone/file"]
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT))
+        assert "created /scratch/gone/file" in asked()
+
+
 def test_where_order_counts_each_name_is_asked_for(place: Path) -> None:
-    with _served(place, is_ordered=True) as asked:
+    with _served(place, ("scratch",), is_ordered=True) as asked:
         for _ in range(3):
             os.close(os.open(place / "scratch/file", os.O_RDONLY))
             assert "getattr /scratch of its client" in asked()
@@ -159,3 +210,32 @@ def test_reads_and_closes(place: Path) -> None:
         fd = os.open(place / "scratch/file", os.O_RDONLY)
         assert os.read(fd, 100) == _CONTENT
         os.close(fd)
+
+
+def _header(opcode: int, node: int, body: bytes) -> bytearray:
+    return bytearray(struct.pack("=IIQQIIII", 40 + len(body), opcode, 1, node, 0, 0, 1, 0) + body)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [_header(2, 17, struct.pack("=Q", 1)), _header(42, 0, struct.pack("=IIQQQQ", 2, 0, 16, 1, 17, 1))],
+    ids=["forget", "batch"],
+)
+def test_nothing_is_kept_of_directories_that_are_forgotten(request_: bytearray) -> None:
+    """Their numbers become others'."""
+    libfuse = SimpleNamespace(
+        fuse_session_next_chan=lambda *_: 1,
+        fuse_chan_fd=lambda _: -1,
+        fuse_chan_bufsize=lambda _: 4096,
+        fuse_chan_new=lambda *_: next(numbers),
+    )
+    numbers = iter((2, 3))
+    loop = SessionLoop(libfuse, 0, lambda *_: None, lambda _: None, lambda: None, ("scratch",))
+    entry = bytearray(144)
+    struct.pack_into("=Q", entry, 16, 17)
+    struct.pack_into("=I", entry, 116, stat.S_IFDIR)
+    loop._stays(entry)
+    below = _header(1, 17, b"name\0")
+    assert loop._channel_of(below, len(below)) == 3
+    assert loop._channel_of(request_, len(request_)) == 1
+    assert loop._channel_of(below, len(below)) == 1

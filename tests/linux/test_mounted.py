@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -124,6 +127,50 @@ def appends_as_the_host_does(directory: Path) -> None:
     assert answers[0] == answers[1]
 
 
+def names_come_and_go_as_the_hosts_do(directory: Path) -> None:
+    """Whatever the host's kernel remembers of them: each call's answer, and what is left."""
+    places = directory.parent / "names", directory / "scratch/names"
+    for place in places:
+        place.mkdir()
+    names = ("a", "b", "c", "a/x", "a/y", "b/x", "b/a/z")
+
+    def said(call: Callable[[Random, Path, Path], object], seed: float, one: Path, other: Path) -> object:
+        try:
+            return call(Random(seed), one, other)
+        except OSError as error:
+            return error.errno
+
+    def opened(path: Path, flags: int) -> object:
+        with open(os.open(path, flags | os.O_RDWR, 0o644), "r+b", buffering=0) as file:
+            found = file.read()
+            file.write(b"more")
+            return found, os.fstat(file.fileno()).st_nlink
+
+    def looked(path: Path) -> object:
+        found = path.lstat()
+        return stat.S_IFMT(found.st_mode), stat.S_ISREG(found.st_mode) and (found.st_nlink, found.st_size)
+
+    flags = (0, os.O_CREAT, os.O_CREAT | os.O_TRUNC, os.O_CREAT | os.O_EXCL, os.O_APPEND, os.O_DIRECTORY)
+    calls: tuple[Callable[[Random, Path, Path], object], ...] = (
+        *[lambda it, one, _: opened(one, it.choice(flags))] * 4,
+        *[lambda _, one, __: looked(one)] * 2,
+        lambda _, one, __: sorted(os.listdir(one)),
+        lambda _, one, __: one.mkdir(),
+        lambda _, one, __: one.rmdir(),
+        lambda _, one, __: one.unlink(),
+        lambda _, one, other: os.rename(one, other),
+        lambda _, one, other: os.link(one, other),
+        lambda _, one, other: one.symlink_to(os.path.relpath(other, one.parent)),
+        lambda _, one, __: os.readlink(one),
+        lambda it, one, __: os.truncate(one, it.randrange(9)),
+    )
+    random = Random(20)
+    for number in range(1500):
+        call, one, other, seed = random.choice(calls), *random.sample(names, 2), random.random()
+        answers = [said(call, seed, place / one, place / other) for place in places]
+        assert answers[0] == answers[1], (number, one, other)
+
+
 def is_refused_to_reboot(directory: Path) -> None:
     with pytest.raises(Failure, match="isn't booted anew: mount it again"):
         control.reboot(str(directory))
@@ -152,6 +199,7 @@ def test_our_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert (opened, null, returned) == ("8", "1", "8")
         links_and_room(directory)
         appends_as_the_host_does(directory)
+        names_come_and_go_as_the_hosts_do(directory)
         (directory / "kprobe_events").write_text("p:k/seen vfs_read")
         (probe,) = Probes(str(directory)).look()
         assert (probe.event, probe.mode, probe.enabled) == ("k/seen", "disarmed", False)
@@ -179,5 +227,6 @@ def test_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert done.stdout.splitlines() == ["1", "k do_sys_openat2+0x0", "hello", "1", "1", "1"]
         links_and_room(directory)
         appends_as_the_host_does(directory)
+        names_come_and_go_as_the_hosts_do(directory)
         is_refused_to_reboot(directory)
         assert mounted.log.count("\n") <= 2

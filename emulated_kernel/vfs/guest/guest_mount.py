@@ -58,6 +58,9 @@ class GuestMount:
     What a request is for is a tree's: the files of ours (ControlTree), or one of the guest's own (GuestTree).
     """
 
+    clients_own = ()
+    """None (LinuxMount's are): with a lookup that isn't asked for, calls that end there would not be seen."""
+
     def __init__(self, files: Filesystem, guest: Guest, lock: ControlLock, limits: Limits) -> None:
         self.lock = lock
         self._limits = limits
