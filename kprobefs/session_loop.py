@@ -9,6 +9,7 @@ import stat
 import struct
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from time import monotonic
 from typing import Any
 
 from kprobefs.loops import FAILED
@@ -20,7 +21,8 @@ _AGE = 3600
 
 Their attributes have none: each stat(2) is a request, as it is where the name is looked up.
 """
-_LOOKUP, _FORGET, _GETATTR, _READ, _RELEASE, _BATCH_FORGET = 1, 2, 3, 15, 18, 42
+_LOOKUP, _FORGET, _GETATTR, _SETATTR, _READLINK, _RENAME, _OPEN, _READ = 1, 2, 3, 4, 5, 12, 14, 15
+_RELEASE, _OPENDIR, _BATCH_FORGET, _RENAME2 = 18, 27, 42, 45
 _ROOT = 1
 _HEADER = struct.Struct("=4xIQQIII4x")
 """struct fuse_in_header: opcode, unique, nodeid, uid, gid, pid."""
@@ -32,6 +34,12 @@ _FORGOTTEN = struct.Struct("=Q8x")
 """struct fuse_forget_one: nodeid."""
 _FORGOTTEN_AT = _HEADER.size + 8
 """Where they begin, behind struct fuse_batch_forget_in."""
+_NAMED = {_GETATTR: 1, _SETATTR: 1 << 6, _READLINK: 0, _OPEN: 0, _OPENDIR: 0}
+"""What is asked of a file by the name that libfuse has for it, but with this bit in the first word: by fh."""
+_FLAGS = struct.Struct("=I")
+"""The first word of those requests."""
+_RENAMED = 1.0
+"""Seconds behind a rename(2) in which the host's kernel may still ask for the file that was replaced."""
 _OUT = struct.Struct("=IiQ")
 """struct fuse_out_header: len, error, unique."""
 _ENTRY, _ATTRIBUTES = 144, 120
@@ -92,6 +100,9 @@ class SessionLoop:
         self._held: list[_ChannelOperations] = []
         """As long as libfuse may call them."""
         self._lasting, self._staying = self._changed_by(self._lasts), self._changed_by(self._stays)
+        self._replaced = self._changed_by(_look_again)
+        self._may_be_replaced = 0.0
+        """Until when a file that is asked for may be one that a rename(2) has replaced."""
         self._nodes: set[int] = set()
         """Of the lasting directories."""
         self._own_names = frozenset(name.encode() + b"\0" for name in clients_own)
@@ -147,9 +158,14 @@ class SessionLoop:
             if name in LASTING:
                 self._walks()
                 return self._staying if name in self._own_names else self._lasting
-        elif opcode == _GETATTR:
-            if node in self._nodes:
+        elif opcode in _NAMED:
+            if opcode == _GETATTR and node in self._nodes:
                 return self._lasting
+            if monotonic() < self._may_be_replaced:
+                (flags,) = _FLAGS.unpack_from(request, _HEADER.size)
+                return self._channel if flags & _NAMED[opcode] else self._replaced
+        elif opcode in (_RENAME, _RENAME2):
+            self._may_be_replaced = monotonic() + _RENAMED
         elif opcode == _FORGET:
             self._forget(node)
         elif opcode == _BATCH_FORGET:
@@ -200,3 +216,13 @@ class SessionLoop:
             if stat.S_ISDIR(mode):
                 self._own_nodes.add(node)
             reply[_ENTRY_AGE] = _STAYS
+
+
+def _look_again(reply: bytearray) -> None:
+    """libfuse has forgotten the name of a file that was replaced: the host's kernel has to find the new one.
+
+    It looks for it once, where ESTALE comes of a call with a path.
+    """
+    size, error, unique = _OUT.unpack_from(reply)
+    if error == -errno.ENOENT:
+        _OUT.pack_into(reply, 0, size, -errno.ESTALE, unique)

@@ -10,8 +10,11 @@ import stat
 import struct
 import subprocess
 from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
+from time import sleep
 from types import SimpleNamespace
 
 import pytest
@@ -64,6 +67,16 @@ class _Recorded:
 
     def fgetattr(self, _handle: int, _client: Callable[[], Client] | None = None) -> Stat:
         return Stat(2, stat.S_IFREG | 0o644, 1, 0, 0, len(_CONTENT))
+
+    def rename(self, _client: Client, old: str, _new: str) -> None:
+        self._asked("rename", old)
+        sleep(0.3)
+
+    def truncate(self, _client: Client, path: str, size: int) -> None:
+        self._asked("truncate", f"{path} {size}")
+
+    def chmod(self, _client: Client, path: str, mode: int) -> None:
+        self._asked("chmod", f"{path} {mode:o}")
 
     def is_stream(self, _handle: int) -> bool:
         return False
@@ -189,6 +202,26 @@ def test_what_is_gone_all_the_same_is_looked_up_again(place: Path) -> None:
         assert "created /scratch/gone/file" in asked()
 
 
+@pytest.mark.parametrize("top", ["scratch", "kprobes"])
+def test_who_asks_for_what_is_replaced_gets_the_new_file(place: Path, top: str) -> None:
+    """While rename(2) is under way the host's kernel asks for the old one, whose name is gone behind it."""
+    calls: tuple[Callable[[Path], object], ...] = (
+        lambda path: os.close(os.open(path, os.O_RDONLY)),
+        os.stat,
+        lambda path: os.truncate(path, 0),
+        lambda path: path.chmod(0o600),
+    )
+    with _served(place, ("scratch",)) as asked, ThreadPoolExecutor() as pool:
+        for name, call in zip("abcd", calls, strict=True):
+            path, other = place / top / f"{name}/file", place / top / f"{name}/other/file"
+            os.close(os.open(path, os.O_RDONLY))
+            asked()
+            renaming = pool.submit(os.rename, other, path)
+            eventually(lambda of=f"rename /{top}/{name}/other/file": of in asked())  # type: ignore[misc]
+            call(path)
+            renaming.result()
+
+
 def test_where_order_counts_each_name_is_asked_for(place: Path) -> None:
     with _served(place, ("scratch",), is_ordered=True) as asked:
         for _ in range(3):
@@ -229,7 +262,7 @@ def test_nothing_is_kept_of_directories_that_are_forgotten(request_: bytearray) 
         fuse_chan_bufsize=lambda _: 4096,
         fuse_chan_new=lambda *_: next(numbers),
     )
-    numbers = iter((2, 3))
+    numbers = count(2)
     loop = SessionLoop(libfuse, 0, lambda *_: None, lambda _: None, lambda: None, ("scratch",))
     entry = bytearray(144)
     struct.pack_into("=Q", entry, 16, 17)
