@@ -23,8 +23,8 @@ IMAGE = ("release", "source", "size")
 
 def main(arguments: Sequence[str] | None = None, build: Builder | None = None) -> int:
     """Run the program; returns its exit status. `build` replaces what makes the served kernel."""
-    _open_standard_streams()
     try:
+        _open_standard_streams()
         status = _run_command(arguments, build)
         sys.stdout.flush()
     except Failure as failure:
@@ -93,9 +93,12 @@ def _complete(parser: argparse.ArgumentParser) -> None:
 
 def _open_standard_streams() -> None:
     """Where the caller has closed one of the three, a file of ours would get its number."""
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-        os.set_inheritable(descriptor, True)
-    os.close(descriptor)
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            # The lowest number that is free. Without need nobody asks for it: it may be closed to the user.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 (for good)

@@ -415,7 +415,10 @@ class _Start:
 
     def _leave_terminal(self) -> None:
         os.chdir("/")
-        null = os.open(os.devnull, os.O_RDONLY)
+        try:
+            null = os.open(os.devnull, os.O_RDONLY)
+        except OSError as error:
+            raise Failure(f"{os.devnull}: {error.strerror}") from error
         output = open_log(str(self._log_file), self._options.directory, anew=self._is_own_log)
         for target, source in ((0, null), (1, output), (2, output)):
             os.dup2(source, target)

@@ -138,9 +138,21 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(YOUNG)
 
 
+def _null_device() -> tuple[int, ...]:
+    found = os.stat(os.devnull)
+    return found.st_ino, found.st_mode, found.st_uid, found.st_gid, found.st_rdev
+
+
+NULL_DEVICE = _null_device()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown() -> None:
-    """A kernel's pipes go with it, and it with the garbage: select(2) takes no descriptor above 1,023."""
+    """The machine's devices are left alone.
+
+    A kernel's pipes go with it, and it with the garbage: select(2) takes no descriptor above 1,023.
+    """
+    assert _null_device() == NULL_DEVICE, "the machine's /dev/null isn't what it was"
     free = os.open(os.devnull, os.O_RDONLY)
     os.close(free)
     if free > FEW_DESCRIPTORS:

@@ -1,4 +1,4 @@
-"""An ordinary user's commands: in namespaces with a home, a /dev/fuse and an /etc/fuse.conf for them."""
+"""An ordinary user's commands: in namespaces with a home, devices and an /etc/fuse.conf for them."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ set -e
 exec 2>&1
 mount --make-rprivate /
 umount -l -a -t fuse.kprobefs
+sh "$2/tests/fuse/own_devices.sh" "$1"
 mount -t tmpfs -o mode=755 none "$1"
 cd "$1"
 mkdir source packages python home
@@ -34,8 +35,6 @@ chmod 700 home
 mount --bind "$2" source
 mount --bind "$3" packages
 mount --bind "$4" python
-mknod -m 666 fuse c 10 229
-mount --bind fuse /dev/fuse
 touch fuse.conf
 [ -e /etc/fuse.conf ] || touch /etc/fuse.conf
 mount --bind fuse.conf /etc/fuse.conf

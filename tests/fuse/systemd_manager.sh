@@ -4,6 +4,7 @@
 set -e
 mount --make-rprivate /
 mount -t tmpfs tmpfs /run
+sh "${0%/*}/own_devices.sh" /run/devices
 mount -t tmpfs tmpfs /var/lib
 mkdir -p /run/systemd/system /run/lock
 umount -R -l /sys/fs/cgroup

@@ -99,6 +99,30 @@ def test_standard_descriptors_may_be_closed(closed: str, directory: Path) -> Non
     assert kprobefs("umount", str(directory)).returncode == 0
 
 
+def test_a_null_device_that_is_closed(directory: Path) -> None:
+    """It is asked for where it is needed alone."""
+    if os.geteuid() != 0:
+        pytest.skip("a machine's devices are replaced by root alone")
+    script = """
+        mount --make-rprivate / && sh "$1" "$2" && chmod 600 /dev/null && chown 1:1 /dev/null || exit
+        shift 2
+        setpriv --bounding-set=-all "$@" --version >&2 && setpriv --bounding-set=-all "$@" mount "$D"
+    """
+    devices = Path(__file__).parent / "own_devices.sh"
+    result = subprocess.run(
+        ["unshare", "-m", "sh", "-c", script, "sh", devices, directory.parent / "devices", *PROGRAM],
+        env={**environment(), "D": str(directory)},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    version, *_, told = result.stderr.splitlines()
+    assert version.startswith("kprobefs ")
+    assert (result.returncode, told) == (1, "kprobefs: /dev/null: Permission denied")
+    assert not is_mounted(directory)
+
+
 def test_what_the_starter_was_given_is_not_kept(directory: Path) -> None:
     """Whoever reads a shell's pipe to its end, or waits for its lock, doesn't wait for the mount's end."""
     reader, writer = os.pipe()

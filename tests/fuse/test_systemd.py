@@ -136,7 +136,10 @@ def test_the_units_capabilities_show_roots_clients_as_they_are(unit: str, direct
     found = re.search(r"^CapabilityBoundingSet=(.+)$", (UNITS / unit).read_text(), re.M)
     assert found is not None
     kept = ",".join(name.replace("CAP_", "+").lower() for name in found[1].split())
-    program = ["setpriv", f"--bounding-set=-all,{kept}", "--no-new-privs", *REAL_PROGRAM]
+    as_unit = ["setpriv", f"--bounding-set=-all,{kept}", "--no-new-privs"]
+    if subprocess.run([*as_unit, "test", "-r", "/dev/fuse"], check=False).returncode:
+        pytest.skip("a root with the unit's capabilities gets no /dev/fuse here")
+    program = [*as_unit, *REAL_PROGRAM]
     with daemon(directory, program=program):
         client = ["sh", "-c", CLIENT.format(directory)]
         trace = subprocess.run(client, capture_output=True, text=True, timeout=30, check=False).stdout
