@@ -229,7 +229,10 @@ class _TracingBuilder:
             arch,
         )
         arrays = self._arrays(system, functions, points)
-        GuestDirectories(self._guest, self._registry, machine)
+        guest = self._guest
+        GuestDirectories(
+            self._registry, guest.call_function, lambda: guest.is_watched, lambda: machine.is_running
+        )
         measure = StackMeasure(machine.memory, self._tasks, system.stack, arch, self._image.abi)
         places = self._records.places(
             self._image.abi,

@@ -11,6 +11,7 @@ from functools import lru_cache, partial
 from emulated_kernel.errors import KernelError
 from emulated_kernel.host.mirror.processes import ProcessWatch
 from emulated_kernel.image.linux.module_files import ModuleFiles
+from emulated_kernel.joints.guest_directories import MAKES, GuestDirectories
 from emulated_kernel.linux.control_calls import ControlCalls
 from emulated_kernel.linux.control_files import FIRST_HANDLE, ControlFiles
 from emulated_kernel.linux.engine import LinuxEngine
@@ -82,10 +83,26 @@ class EngineMount(LinuxMount):
         self._files = ControlFiles(files, self.lock, self._control, self._calls)
         self._is_guests: Callable[[str], bool] = lru_cache(PATHS)(self._leads_to_guest)
         engine.machine.text.before_first_change.append(self._files.open_in_guest)
+        if not keeps_tracefs:
+            GuestDirectories(
+                engine.parts.tracing.system.events,
+                self._call_function,
+                self._sees_directories,
+                lambda: self._tasks.machine.is_running,
+            )
 
     def _call_function(self, function: str, *arguments: int | str) -> int:
         with self._running:
             return self._engine.kernel_calls.call_function(function, *arguments)
+
+    def _sees_directories(self) -> bool:
+        """Whether somebody probes what makes them: a thread for each would take longer than its event."""
+        if not self._calls.is_watched:
+            return False
+        ledger, symbols = self._engine.machine.text.ledger, self._engine.kernel.kallsyms.by_name(MAKES)
+        return any(
+            not ledger.keys().isdisjoint(range(each.address, each.address + each.size)) for each in symbols
+        )
 
     def _module_lines(self, client: Client) -> Records:
         """/proc/modules; addresses are 0 for who may not know them."""

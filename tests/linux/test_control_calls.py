@@ -99,6 +99,21 @@ def test_calls_are_those_of_the_kernels_own_files(ours: EngineMount) -> None:
     assert own == native
 
 
+def test_directories_of_events_are_made_while_somebody_sees_it(ours: EngineMount) -> None:
+    """And go with their events, whoever looks by then; without that each would cost a thread."""
+    shell = watched(ours, "p:before vfs_read\n")
+    append = os.O_WRONLY | os.O_APPEND
+    shell.write("/kprobe_events", "p:unseen/one vfs_rmdir\n", append)
+    watched(ours, "p:made tracefs_create_dir name=+0($arg1):string\np:gone tracefs_remove\n")
+    shell.write("/kprobe_events", "p:grp/new vfs_rmdir\np:grp/other vfs_rmdir\n", append)
+    shell.write("/kprobe_events", "-:unseen/one\n-:grp/new\n", append)
+    found = re.findall(r": (made|gone): \S+(?: name=(\S+))?", shell.read("/tracing/trace"))
+    assert found == [("made", '"grp"'), ("made", '"new"'), ("made", '"other"'), ("gone", "")]
+    shell.write(f"{EVENTS}/made/enable", "0")
+    shell.write("/kprobe_events", "-:grp/other\n", append)
+    assert shell.read("/tracing/trace").count(" gone: ") == 3
+
+
 def test_records_in_front_of_an_exec_have_the_new_name(ours: EngineMount) -> None:
     """As on Linux, which saves it when the task is switched from; later ones change no records of before."""
     shell = watched(ours, "p:reads vfs_read\n")
