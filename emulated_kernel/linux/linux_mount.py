@@ -35,7 +35,16 @@ from emulated_kernel.linux.syscalls import PATIENCE, LinuxSyscalls
 from emulated_kernel.linux.tasks import Blocked, LinuxTask, LinuxTasks
 from emulated_kernel.lock import ControlLock
 from emulated_kernel.machine.traps.trap import GuestFault
-from emulated_kernel.vfs.core.client import STATUS_FLAGS, Client, DirEntry, Room, Stat
+from emulated_kernel.vfs.core.client import (
+    GONE,
+    STATUS_FLAGS,
+    Client,
+    DirEntry,
+    Room,
+    Stat,
+    path_behind,
+    still_there,
+)
 from emulated_kernel.vfs.core.node import Owner
 
 _HOST_INO = 1 << 40
@@ -50,6 +59,7 @@ class OpenLinuxFile:
     """An open file of the guest, or a text of the machine's."""
 
     path: str
+    """Of a directory where it is now, or GONE."""
     fd: int
     """-1 for a text or a directory."""
     task: LinuxTask | None = None
@@ -245,7 +255,7 @@ class LinuxMount:
         """Attributes of an open file or directory."""
         file = self._opened(handle)
         if file.fd < 0:
-            return self.getattr(file.path)
+            return self.getattr(still_there(file.path))
         with self._running:
             takes_commands = file.path == FORWARDED[MODULES]
             return self._known(self._syscalls.fstat(file.fd), takes_commands)
@@ -289,7 +299,7 @@ class LinuxMount:
         """The entries of an open directory from number `start` on; 0 makes a snapshot of all of them."""
         directory = self._opened(handle)
         if start == 0 or directory.entries is None:
-            directory.entries = self.readdir(directory.path)
+            directory.entries = self.readdir(still_there(directory.path))
         return directory.entries[start:]
 
     def chdir(self, client: Client, path: str) -> None:
@@ -553,6 +563,7 @@ class LinuxMount:
         """rmdir(2)."""
         with self._request(client) as task:
             self._syscalls.rmdir(task, self._changed(path))
+            self._moved(path, GONE)
 
     def unlink(self, client: Client, path: str) -> None:
         """unlink(2)."""
@@ -563,6 +574,13 @@ class LinuxMount:
         """rename(2)."""
         with self._request(client) as task:
             self._syscalls.rename(task, self._changed(old), self._changed(new))
+            self._moved(old, new)
+
+    def _moved(self, old: str, new: str) -> None:
+        # Others open texts without the lock.
+        for file in list(self._handles.values()):
+            if file.fd < 0:
+                file.path = path_behind(file.path, old, new)
 
     def link(self, client: Client, old: str, new: str) -> None:
         """link(2)."""

@@ -224,6 +224,24 @@ def test_scratch_is_a_tmpfs_with_owners(shell: Files) -> None:
             change(SHELL, "/machine/dmesg")
 
 
+def test_an_open_directory_is_listed_where_it_is_now(shell: Files) -> None:
+    mount = shell.mount
+    for path in ("/scratch/a", "/scratch/a/b", "/scratch/a/b/c", "/scratch/empty"):
+        mount.mkdir(SHELL, path, 0o755)
+    moved, removed = (mount.opendir(SHELL, path) for path in ("/scratch/a/b", "/scratch/empty"))
+    mount.rename(SHELL, "/scratch/a", "/scratch/empty")
+    assert [entry.name for entry in mount.getdents(SHELL, moved, 0)] == [".", "..", "c"]
+    with pytest.raises(KernelError, match="removed"):
+        mount.getdents(SHELL, removed, 0)
+    mount.rmdir(SHELL, "/scratch/empty/b/c")
+    mount.rmdir(SHELL, "/scratch/empty/b")
+    with pytest.raises(KernelError, match="removed"):
+        mount.fgetattr(moved)
+    for handle in (moved, removed):
+        mount.release(handle)
+    mount.rmdir(SHELL, "/scratch/empty")
+
+
 def test_links_fifos_and_sockets_in_scratch(shell: Files) -> None:
     mount = shell.mount
     mount.release(mount.create(SHELL, "/scratch/file", 0o640, os.O_RDWR))

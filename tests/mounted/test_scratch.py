@@ -110,6 +110,23 @@ def test_renaming(scratch: Path) -> None:
         (scratch / "d").rename(scratch / "d/e")
 
 
+def test_an_open_directory_is_listed_where_it_is_now(scratch: Path) -> None:
+    for name in ("a/b", "empty"):
+        (scratch / name).mkdir(parents=True)
+    (scratch / "a/b/file").touch()
+    # Nothing is read before the first entry is asked for.
+    with os.scandir(scratch / "a/b") as moved, os.scandir(scratch / "empty") as replaced:
+        (scratch / "a").rename(scratch / "empty")
+        assert [entry.name for entry in moved] == ["file"]
+        assert list(replaced) == []
+    with os.scandir(scratch / "empty/b") as removed:
+        (scratch / "empty/b/file").unlink()
+        (scratch / "empty/b").rmdir()
+        (scratch / "empty/b").mkdir()
+        (scratch / "empty/b/other").touch()
+        assert list(removed) == []
+
+
 def test_size_changes(scratch: Path) -> None:
     file = scratch / "f"
     file.write_bytes(b"0123456789")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from typing import NamedTuple
+
+from emulated_kernel.errors import KernelError
 
 STATUS_FLAGS = os.O_APPEND | os.O_NONBLOCK
 """What fcntl(F_SETFL) changes of an open file that anybody here looks at."""
@@ -60,3 +63,21 @@ class DirEntry(NamedTuple):
     name: str
     kind: int
     ino: int
+
+
+GONE = ""
+"""The path of an open directory that has been removed, or another one has taken its place."""
+
+
+def path_behind(path: str, old: str, new: str) -> str:
+    """Where an open directory is when rename(2) has made `new` of `old`; GONE for `new` is rmdir(2)'s."""
+    if path == old or path.startswith(f"{old}/"):
+        return new and new + path[len(old) :]
+    return GONE if path == new else path
+
+
+def still_there(path: str) -> str:
+    """The path of an open directory. Raises: KernelError ENOENT for GONE."""
+    if path == GONE:
+        raise KernelError(errno.ENOENT, "the directory has been removed")
+    return path

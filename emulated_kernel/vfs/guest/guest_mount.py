@@ -16,7 +16,7 @@ from emulated_kernel.host.executive.executive import GuestTask
 from emulated_kernel.host.guest import Guest
 from emulated_kernel.limits import Limit, Limits
 from emulated_kernel.lock import ControlLock
-from emulated_kernel.vfs.core.client import Client, DirEntry, Room, Stat
+from emulated_kernel.vfs.core.client import GONE, Client, DirEntry, Room, Stat, path_behind, still_there
 from emulated_kernel.vfs.core.pieces import giving_way
 from emulated_kernel.vfs.core.tree import CONTROL, Filesystem
 from emulated_kernel.vfs.guest.changes import ChangeWatcher
@@ -38,6 +38,7 @@ class OpenDirectory:
     """A directory that is listed; a snapshot, from when it was read from its beginning."""
 
     path: str
+    """Where it is now, or GONE."""
     fd: int | None = None
     """The guest's, None where that has no part in it."""
     number: int | None = None
@@ -194,7 +195,7 @@ class GuestMount:
             if isinstance(opened, GuestFile):
                 return opened.scratch.fgetattr(opened)
             if isinstance(opened, OpenDirectory):
-                return self._at(opened.path).getattr(opened.path)
+                return self._at(opened.path).getattr(still_there(opened.path))
             return self._controls.fgetattr(opened)
 
     def opendir(self, client: Client, path: str) -> int:
@@ -242,7 +243,7 @@ class GuestMount:
             if not isinstance(directory, OpenDirectory):
                 raise KernelError(errno.ENOTDIR, f"handle {handle}")
             if start == 0:
-                directory.entries = self._entries(directory.path)
+                directory.entries = self._entries(still_there(directory.path))
             call = self._guest.client_call(client.pid, client.uid)
             if call is not None and call.name == "getdents64" and directory.fd is not None:
                 with suppress(KernelError):
@@ -422,6 +423,7 @@ class GuestMount:
         """rmdir(2)."""
         with self.lock:
             self._at(path).rmdir(client, path)
+            self._moved(path, GONE)
 
     def unlink(self, client: Client, path: str) -> None:
         """unlink(2)."""
@@ -435,6 +437,12 @@ class GuestMount:
             if source is not target and self._controls in (source, target):
                 raise KernelError(errno.EXDEV, "one of the names is the guest's")
             source.rename(client, old, new)
+            self._moved(old, new)
+
+    def _moved(self, old: str, new: str) -> None:
+        for opened in self._handles.values():
+            if isinstance(opened, OpenDirectory):
+                opened.path = path_behind(opened.path, old, new)
 
     def link(self, client: Client, old: str, new: str) -> None:
         """link(2). Raises: KernelError EXDEV between the guest's files and ours, EPERM for ours."""
