@@ -24,10 +24,11 @@ MS_PRIVATE = 1 << 18
 TRACING = "/sys/kernel/tracing"
 DEBUG = "/sys/kernel/debug"
 SYMBOLS = {"/proc/kallsyms": "machine/kallsyms", "/proc/modules": "machine/modules"}
-SYSCTL = "/proc/sys/kernel"
-STACK_TRACER = "stack_tracer_enabled"
+SYSCTL = "/proc/sys"
+SWITCHES = ("kernel/stack_tracer_enabled", "debug/kprobes-optimization")
+"""Those of ours in it."""
 HOST = ".host"
-"""Beside it, where the host's kernel has no such switch: what else the host has there."""
+"""Beside one, where the host's kernel has no such switch: what else the host has there."""
 
 
 def enter_namespace() -> None:
@@ -65,28 +66,32 @@ def lay_over(directory: str, work: Path) -> dict[str, str]:
         if os.path.exists(place) and os.path.exists(f"{directory}/{ours}"):
             _mount(f"{directory}/{ours}", place, MS_BIND)
     _lay_file("/proc/version", work / "version", f"{_first_line(f'{directory}/machine/version')}\n")
-    if os.path.exists(f"{SYSCTL}/ftrace_enabled"):
-        _lay_file(f"{SYSCTL}/ftrace_enabled", work / "ftrace_enabled", "1\n")
-    if os.path.exists(f"{directory}/sysctl"):
-        _lay_sysctl(f"{directory}/sysctl/kernel/{STACK_TRACER}", work)
+    if os.path.exists(f"{SYSCTL}/kernel/ftrace_enabled"):
+        _lay_file(f"{SYSCTL}/kernel/ftrace_enabled", work / "ftrace_enabled", "1\n")
+    for switch in SWITCHES:
+        ours, place = f"{directory}/sysctl/{switch}", os.path.dirname(f"{SYSCTL}/{switch}")
+        if os.path.exists(ours) and os.path.isdir(place):
+            _lay_switch(ours, switch, work)
     return _pretend_type(work)
 
 
-def _lay_sysctl(ours: str, work: Path) -> None:
-    """Put the stack tracer's switch to its place, which only kernels with a stack tracer have."""
-    if not os.path.exists(f"{SYSCTL}/{STACK_TRACER}"):
-        made = work / "sysctl"
+def _lay_switch(ours: str, switch: str, work: Path) -> None:
+    """Put a switch to its place, which only kernels that were built with it have."""
+    group, name = os.path.split(switch)
+    place = f"{SYSCTL}/{group}"
+    if not os.path.exists(f"{place}/{name}"):
+        made = work / f"sysctl-{group}"
         host = made / HOST
         made.mkdir()
         _mount("tmpfs", str(made), 0, "tmpfs")
         host.mkdir()
-        (made / STACK_TRACER).touch()
-        for name in os.listdir(SYSCTL):
-            (made / name).symlink_to(f"{HOST}/{name}")
-        _mount(SYSCTL, str(host), MS_BIND | MS_REC)
+        (made / name).touch()
+        for other in os.listdir(place):
+            (made / other).symlink_to(f"{HOST}/{other}")
+        _mount(place, str(host), MS_BIND | MS_REC)
         # Nothing of the host's stays below `work`, which is going to be removed.
-        _mount(str(made), SYSCTL, MS_MOVE)
-    _mount(ours, f"{SYSCTL}/{STACK_TRACER}", MS_BIND)
+        _mount(str(made), place, MS_MOVE)
+    _mount(ours, f"{place}/{name}", MS_BIND)
 
 
 def _make_places() -> None:

@@ -44,6 +44,14 @@ class TestPlaces:
         """
         assert as_system(script, tmp_path) == "0\n1\n"
 
+    def test_the_optimizer_has_its_switch(self, tmp_path: Path) -> None:
+        script = """
+            cd /proc/sys/debug && ls -A | grep -cx kprobes-optimization
+            cat kprobes-optimization && echo 0 > kprobes-optimization
+            cat "$KPROBEFS"/kprobes/optimization
+        """
+        assert as_system(script, tmp_path) == "1\n1\n0\n"
+
     def test_nothing_is_left(self, tmp_path: Path) -> None:
         def mounts() -> set[str]:
             """All but what other tests have meanwhile, below the directory for temporary files."""
