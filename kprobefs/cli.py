@@ -296,7 +296,7 @@ def _top(parsed: argparse.Namespace) -> int:
     from kprobefs import load
     from kprobefs.top import top
 
-    top(load.which_mount(parsed.directory), parsed.delay, parsed.count, as_json=parsed.json)
+    top(load.which_mount(parsed.directory, "DIR"), parsed.delay, parsed.count, as_json=parsed.json)
     return Exit.OK
 
 

@@ -24,8 +24,11 @@ END_TIMEOUT = 1.0
 """Seconds."""
 
 
-def which_mount(named: str | None) -> str:
-    """The mount that a command is for: the named one, $KPROBEFS, or the only one. Raises: Failure."""
+def which_mount(named: str | None, way: str = "--mount DIR") -> str:
+    """The mount that a command is for: the named one, $KPROBEFS, or the only one. Raises: Failure.
+
+    `way`: in which the command has it named.
+    """
     chosen = named or os.environ.get("KPROBEFS")
     if chosen:
         directory = mount.resolve(chosen)
@@ -35,7 +38,7 @@ def which_mount(named: str | None) -> str:
     else:
         found = sorted({point.directory for point in mount.our_mounts()})
         if len(found) != 1:
-            raise Failure("which mount? --mount DIR" if found else "nothing is mounted", Exit.NOT_MOUNTED)
+            raise Failure(f"which mount? {way}" if found else "nothing is mounted", Exit.NOT_MOUNTED)
         [directory] = found
     mount.check_answers(directory)
     return directory

@@ -304,6 +304,17 @@ def test_probes_of_a_one_liner() -> None:
             tracing.named([wrong], "g")
 
 
+@pytest.mark.parametrize(("words", "way"), [("top", "DIR"), ("save", "--mount DIR")])
+def test_of_several_mounts_one_is_asked_for_as_the_command_takes_it(
+    words: str, way: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KPROBEFS", raising=False)
+    points = [mount.MountPoint(f"/mnt/{name}", "0:1", mount.FSTYPE, "debugfs", 0) for name in "ab"]
+    monkeypatch.setattr(mount, "our_mounts", lambda: points)
+    assert main(words.split()) == Exit.NOT_MOUNTED
+    assert capsys.readouterr().err == f"kprobefs: which mount? {way}\n"
+
+
 @pytest.mark.parametrize("words", ["p:vfs_read", "p:vfs_read --", "nonsense -- true"])
 def test_wrong_one_liners(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", *words.split()]) == Exit.USAGE
