@@ -63,6 +63,8 @@ INSTANCES = "/instances/"
 CLOSING = 0.05
 """Seconds that a close(2) may be on its way, while the next request is here already."""
 NAME_MAX = 255
+_ERRNOS = range(1, 512)
+"""Those of answers that the host's kernel takes: it drops others, and whoever asked can't even be killed."""
 _SECOND = 1_000_000_000
 _KEPT = 500
 """Attributes whose struct stat is kept: most are asked for again as they were."""
@@ -248,7 +250,8 @@ def _guarded(operations: _Operations, func: Callable[..., T], *args: object) -> 
                 operations.reserve.look()
             return func(*args)
         except KernelError as error:
-            return -(error.errno or errno.EIO)
+            number = error.errno or errno.EIO
+            return -(number if number in _ERRNOS else errno.EIO)
         except MemoryError:
             operations.reserve.give_back()
             return -errno.ENOMEM

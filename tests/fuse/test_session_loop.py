@@ -28,6 +28,8 @@ from tests.fuse.harness import eventually, is_mounted
 
 _PR_SET_PDEATHSIG = 1
 _CONTENT = b"a line\n"
+_ENOTSUPP, _ODD = 524, 100
+"""An errno of the kernel's own, which a driver's file answers at that offset."""
 
 
 class _Recorded:
@@ -47,6 +49,8 @@ class _Recorded:
         self._asked("getattr", f"{path} of its client" if is_stat else path)
         if path == "/tracing" or path in self._removed:
             raise KernelError(errno.ENOENT)
+        if path == "/odd":
+            raise KernelError(_ENOTSUPP)
         if path.endswith("/file"):
             return Stat(2, stat.S_IFREG | 0o644, 1, 0, 0, len(_CONTENT))
         return Stat(1, stat.S_IFDIR | 0o755, 2, 0, 0)
@@ -85,6 +89,8 @@ class _Recorded:
         self._asked("read", f"{handle} {offset} of {client.pid} {client.uid}")
         if offset == len(_CONTENT):
             raise KernelError(errno.EBADMSG)
+        if offset == _ODD:
+            raise KernelError(_ENOTSUPP)
         if offset:
             raise ZeroDivisionError
         return _CONTENT[:size]
@@ -272,3 +278,17 @@ def test_nothing_is_kept_of_directories_that_are_forgotten(request_: bytearray) 
     assert loop._channel_of(below, len(below)) == 3
     assert loop._channel_of(request_, len(request_)) == 1
     assert loop._channel_of(below, len(below)) == 1
+
+
+def test_an_errno_of_the_kernels_own_is_an_answer(place: Path) -> None:
+    """The host's kernel drops a reply with one above 511, and whoever asked sleeps beyond SIGKILL."""
+    with _served(place):
+        for ask in (f"cat {place}/odd", f"dd if={place}/scratch/file skip={_ODD} iflag=skip_bytes"):
+            # As a child: what never ends must not be the one that unmounts.
+            asker = subprocess.Popen(ask.split(), stderr=subprocess.PIPE, text=True)
+            try:
+                _, said = asker.communicate(timeout=10)
+            except subprocess.TimeoutExpired:
+                subprocess.run(["umount", "-f", "-l", place], check=True, timeout=20)
+                raise
+            assert os.strerror(errno.EIO) in said
