@@ -9,7 +9,7 @@ import stat
 import struct
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 from kprobefs.loops import FAILED
@@ -51,6 +51,11 @@ _ENTRY_AGE, _ENTRY_AGES, _ATTRIBUTES_AGE = slice(32, 40), slice(32, 56), slice(1
 _STAYS = struct.pack("=Q", _AGE)
 _LASTS = struct.pack("=QQII", _AGE, 0, 0, 0)
 _INTERRUPTED = errno.EINTR, errno.EAGAIN, errno.ENOENT
+_NO_MEMORY = struct.pack("=Ii", _OUT.size, -errno.ENOMEM)
+"""A reply up to its unique."""
+_UNIQUE = slice(8, 16)
+_PAUSE = 0.01
+"""Seconds until what had no memory is tried again."""
 
 
 class _Piece(ctypes.Structure):
@@ -110,12 +115,16 @@ class SessionLoop:
         """Of the directories whose names last, and of those below."""
 
     def run(self) -> int:
-        """Answer requests until the mount is gone, then 0; FAILED where a thread can't go on."""
+        """Answer requests until the mount is gone, then 0; FAILED where a thread can't begin, or go on."""
         process = self._libfuse.fuse_session_process
         try:
             buffer = bytearray(self._size)
             address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-            while True:
+            refusal = _NO_MEMORY, memoryview(buffer)[_UNIQUE]
+        except MemoryError:
+            return FAILED
+        while True:
+            try:
                 try:
                     size = os.readv(self._device, (buffer,))
                 except OSError as error:
@@ -123,9 +132,27 @@ class SessionLoop:
                         continue
                     return 0 if error.errno == errno.ENODEV else FAILED
                 if not self._answers(buffer):
-                    process(self._session, address, size, self._channel_of(buffer, size))
-        except MemoryError:
-            return FAILED
+                    channel = self._channel_of(buffer, size)
+                    process(self._session, address, size, channel)
+                    # Where there was no memory to change the reply.
+                    if channel != self._channel:
+                        self._refuse(refusal)
+            # ctypes has the second one for arguments that there was no memory for.
+            except (MemoryError, ctypes.ArgumentError):
+                self._refuse(refusal)
+                sleep(_PAUSE)
+
+    def _refuse(self, refusal: tuple[bytes, memoryview]) -> None:
+        """Answer the latest request, if it isn't: who asked can't be killed until then."""
+        while True:
+            try:
+                os.writev(self._device, refusal)
+            except MemoryError:
+                sleep(_PAUSE)
+                continue
+            except OSError:
+                pass
+            return
 
     def _answers(self, request: bytearray) -> bool:
         opcode, unique, _, *client = _HEADER.unpack_from(request)

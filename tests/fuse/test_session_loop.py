@@ -9,6 +9,7 @@ import signal
 import stat
 import struct
 import subprocess
+import sys
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -30,6 +31,18 @@ _PR_SET_PDEATHSIG = 1
 _CONTENT = b"a line\n"
 _ENOTSUPP, _ODD = 524, 100
 """An errno of the kernel's own, which a driver's file answers at that offset."""
+_STARVED = 1000
+"""From this offset on a read ends with the n-th allocation behind it failing."""
+_ASKING = """
+import os, sys
+from contextlib import suppress
+fd = os.open(sys.argv[1] + "/scratch/file", os.O_RDONLY)
+for n in range(40):
+    with suppress(OSError):
+        os.pread(fd, 100, 1000 + n)
+    with suppress(OSError):
+        os.stat(sys.argv[1] + "/kprobes")
+"""
 
 
 class _Recorded:
@@ -40,6 +53,7 @@ class _Recorded:
         self.lock = ControlLock()
         self._says = says
         self._removed: set[str] = set()
+        self._starves = 0
 
     def _asked(self, what: str, path: object = "") -> None:
         os.write(self._says, f"{what} {path}\n".encode())
@@ -51,6 +65,8 @@ class _Recorded:
             raise KernelError(errno.ENOENT)
         if path == "/odd":
             raise KernelError(_ENOTSUPP)
+        if path == "/kprobes":
+            self._starve(3 * self._starves)
         if path.endswith("/file"):
             return Stat(2, stat.S_IFREG | 0o644, 1, 0, 0, len(_CONTENT))
         return Stat(1, stat.S_IFDIR | 0o755, 2, 0, 0)
@@ -91,11 +107,22 @@ class _Recorded:
             raise KernelError(errno.EBADMSG)
         if offset == _ODD:
             raise KernelError(_ENOTSUPP)
+        if offset >= _STARVED:
+            self._starves = offset - _STARVED
+            self._starve(self._starves)
+            return b""
         if offset:
             raise ZeroDivisionError
         return _CONTENT[:size]
 
     read_page = read
+
+    def _starve(self, count: int) -> None:
+        """Have an allocation fail, behind `count` others."""
+        if self._starves:
+            _testcapi = __import__("_testcapi")
+            _testcapi.remove_mem_hooks()
+            _testcapi.set_nomemory(count, count + 1)
 
     def release(self, handle: int) -> None:
         self._asked("release", handle)
@@ -284,11 +311,21 @@ def test_an_errno_of_the_kernels_own_is_an_answer(place: Path) -> None:
     """The host's kernel drops a reply with one above 511, and whoever asked sleeps beyond SIGKILL."""
     with _served(place):
         for ask in (f"cat {place}/odd", f"dd if={place}/scratch/file skip={_ODD} iflag=skip_bytes"):
-            # As a child: what never ends must not be the one that unmounts.
-            asker = subprocess.Popen(ask.split(), stderr=subprocess.PIPE, text=True)
-            try:
-                _, said = asker.communicate(timeout=10)
-            except subprocess.TimeoutExpired:
-                subprocess.run(["umount", "-f", "-l", place], check=True, timeout=20)
-                raise
-            assert os.strerror(errno.EIO) in said
+            assert os.strerror(errno.EIO) in _said(ask.split(), place)
+
+
+def test_who_asks_where_there_is_no_memory_is_answered(place: Path) -> None:
+    pytest.importorskip("_testcapi")
+    with _served(place) as asked:
+        assert not _said([sys.executable, "-c", _ASKING, str(place)], place)
+        assert len([line for line in asked() if line.startswith("read")]) == 40
+
+
+def _said(command: list[str], place: Path) -> str:
+    """What a command says of errors; as a child, since what never ends must not be the one that unmounts."""
+    asker = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        return asker.communicate(timeout=20)[1]
+    except subprocess.TimeoutExpired:
+        subprocess.run(["umount", "-f", "-l", place], check=True, timeout=20)
+        raise
