@@ -13,7 +13,8 @@ MAX_MOMENTS = 1 << 16
 """Beyond this many, every other one is forgotten."""
 EXPLICIT_NS = (1 << 33) * 1_000_000_000
 """Added to times that a process set: which distinguishes them from the clock's; nanoseconds."""
-
+_LATEST_CLOCK = EXPLICIT_NS // 2 - 1
+"""What the guest's clock says at most."""
 LATEST_NS = ((1 << 63) - 1) * 1_000_000_000
 """The guest counts seconds in 64 bits."""
 
@@ -26,14 +27,14 @@ class WallTime:
     """
 
     def __init__(self, now_ns: Callable[[], int]) -> None:
-        """`now_ns`: the guest's time as its files get it, which never goes back."""
+        """`now_ns`: the guest's time as its files get it, which never goes back; a wild one's is anything."""
         self._guest_ns = now_ns
         self._guest = array("q", [0])
-        self._wall = array("q", [time_ns() - now_ns()])
+        self._wall = array("q", [time_ns() - min(self._guest_ns(), _LATEST_CLOCK)])
 
     def remember(self) -> None:
         """Call it before the guest does something that it may note the time of."""
-        wall, guest = time_ns(), self._guest_ns()
+        wall, guest = time_ns(), min(self._guest_ns(), _LATEST_CLOCK)
         # The guest's time may also be the faster one: files of a later moment mustn't look older.
         if 0 <= wall - self._wall[-1] - guest + self._guest[-1] < GRANULARITY_NS:
             return

@@ -31,3 +31,11 @@ def test_times_that_were_set_are_kept() -> None:
     times = WallTime(lambda: 5)
     for moment in (-1, 0, 1, 10**18):
         assert times.to_wall(times.to_guest(moment)) == moment
+
+
+def test_a_wild_guests_time_is_anything() -> None:
+    now = [1 << 64]
+    times = WallTime(lambda: now[0])
+    for now[0] in (5, (1 << 64) - 1, 7, 1 << 63):
+        times.remember()
+        times.to_wall(now[0])

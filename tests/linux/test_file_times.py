@@ -10,6 +10,7 @@ from time import sleep, time_ns
 import pytest
 
 from emulated_kernel.host.wall_time import GRANULARITY_NS
+from emulated_kernel.linux.facts import TIMEKEEPER
 from emulated_kernel.linux.file_times import FileTimes
 from emulated_kernel.linux.init import BUFFER
 from emulated_kernel.linux.linux_mount import LinuxMount
@@ -72,6 +73,37 @@ def test_times_that_are_set_are_the_files(mount: LinuxMount) -> None:
         assert before - GRANULARITY_NS < found.ctime_ns <= time_ns()
         mount.utimens(SHELL, path, None, 99)
         assert (mount.getattr(path).atime_ns, mount.getattr(path).mtime_ns) == (atime, 99)
+
+
+def test_a_kernel_with_another_clock_keeps_its_own_time() -> None:
+    """Its cycles are no TSC's. Back at that one files have times of their own again."""
+    guest, kernel = debian_kernel.with_kernel()
+    calls, words = LinuxSyscalls(guest), guest.machine.memory.words
+    FileTimes(guest.machine, guest.facts)
+    offset = guest.facts.offsets
+    timekeeper = guest.facts.symbols[TIMEKEEPER] + offset[TIMEKEEPER]
+
+    def place(name: str) -> int:
+        return guest.machine.memory.translate(guest.root, timekeeper + offset[f"timekeeper.{name}"]) >> 3
+
+    def changed() -> list[int]:
+        """Its time and the cycles that this is of, later and behind a change of a file."""
+        guest.machine.pc.pass_time(1000)
+        calls.close(guest.init, calls.open(guest.init, "/scratch/a", os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
+        return [words[place(name)] for name in ("xtime_sec", "tkr_mono.xtime_nsec", "tkr_mono.cycle_last")]
+
+    clock, tsc = place("tkr_mono.clock"), words[place("tkr_mono.clock")]
+    jiffies = kernel.kallsyms.lookup_name("clocksource_jiffies")
+    assert jiffies is not None
+    before = changed()
+    words[clock] = jiffies
+    assert changed() == before
+    assert FileTimes(guest.machine, guest.facts).shown(5) == 5
+    words[clock] = tsc
+    assert changed() > before
+    words[clock] = 0x1234
+    assert FileTimes(guest.machine, guest.facts).shown(5) == 5
+    guest.machine.close()
 
 
 def clocks(of_files: bool) -> tuple[list[int], set[int]]:
