@@ -28,14 +28,17 @@ NAME = re.compile(r"trace_(?P<pid>\d{1,9})_(?P<started>[0-9a-f]{1,16})_(?P<names
 """Of instances and groups."""
 PID_NAMESPACE = "/proc/self/ns/pid"
 EVENT = re.compile(r"t:(?P<group>\w+)[:/](?P<event>\w+)$")
-LINE = re.compile(
-    r"\s*(?P<comm>.*)-(?P<pid>\d+)\s+(?:\(\s*\S+\)\s+)?\[(?P<cpu>\d+)\]\s+(?P<flags>\S+)\s+"
-    r"(?P<time>[\d.]+): (?P<event>\w+): (?P<text>.*)$"
+HEAD = (
+    r"\s*(?P<comm>.{0,15})-(?P<pid>\d+)\s+(?:\(\s*\S+\)\s+)?\[(?P<cpu>\d+)\]\s+(?P<flags>\S+)\s+"
+    r"(?P<time>[\d.]+): "
 )
-"""Of trace_pipe, with its usual options. A command's name may have anything in it."""
+"""Of a line of trace_pipe, with its usual options. A command's name may have anything in it, and so may what
+an event says: that looks like another head must be neither's.
+"""
+LINE = re.compile(rf"{HEAD}(?P<event>\w+): (?P<text>.*)$")
 FIELD = re.compile(r'(\w+)=("(?:[^"\\]|\\.)*"|\S+)')
 CALL = re.compile(
-    r"(?P<before>.*\s[\d.]+: )sys_(?P<name>\w+)(?P<text>\((?P<arguments>.*)\)| -> (?P<result>0x[0-9a-f]+))$"
+    rf"(?P<before>{HEAD})sys_(?P<name>\w+)(?P<text>\((?P<arguments>.*)\)| -> (?P<result>0x[0-9a-f]+))$"
 )
 """An event of a single system call, which shows the call in place of its own name."""
 PRINT_FMT = re.compile(r'^print fmt: "((?:[^"\\]|\\.)*)"(.*)', re.MULTILINE)

@@ -382,6 +382,22 @@ def test_fields_as_the_format_has_them(print_fmt: str, shown: str, fields: dict[
     assert (found["fields"], found["text"]) == (fields, shown)
 
 
+@pytest.mark.parametrize(
+    "said", ["at 1.0: sys_foo(a: 3)", "x-7      [001] d..1.     1.0: ev: sys_foo -> 0x1"]
+)
+def test_what_an_event_says_is_no_other_record(said: str) -> None:
+    layouts = {"console": [tracing.layout('print fmt: "%s", REC->msg')]}
+    for comm in ("cat", "a-1 [0] . 1.0:"):
+        found = tracing.record(f"{comm:>16}-77      [002] d..1.    12.000345: console: {said}", layouts)
+        assert (found["comm"], found["pid"], found["time"], found["event"]) == (
+            comm,
+            77,
+            12.000345,
+            "console",
+        )
+        assert (found["fields"], found["text"]) == ({"msg": said}, said)
+
+
 def test_a_record_is_a_line_whatever_is_in_it() -> None:
     output = io.StringIO()
     shown = '    a-77      [002] d..1.    12.000345: ev: s="a\x0c\x85\u2028b"\n'
