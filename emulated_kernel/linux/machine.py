@@ -246,8 +246,6 @@ class LinuxMachine:
                     expired = self._watchdog.disarm()
                 if self.engine.parked is not None:
                     self.hooks.check()
-                if self.engine.is_interrupted:
-                    self.engine.raise_interrupt()
                 if expired or error or self._is_reset:
                     raise self._fault(error, expired=expired)
                 if self._stopped is not None:
@@ -264,6 +262,8 @@ class LinuxMachine:
             raise
         finally:
             self.is_running = False
+            if self.engine.is_interrupted:
+                self.engine.raise_interrupt()
 
     def _fault(self, error: int, *, expired: bool) -> GuestFault:
         """Why a run has ended that the guest can't go on from."""

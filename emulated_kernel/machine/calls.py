@@ -113,15 +113,14 @@ class HostCalls:
         regs.restore(start)
         hooks.dispatch = dispatch
         try:
-            ended = self._runner.run(tick), regs.snapshot()
+            return self._runner.run(tick), regs.snapshot()
         finally:
             hooks.dispatch = usual
             regs.restore(saved)
             for tell in self.on_leave if leaves else ():
                 tell()
-        if hooks.engine.is_interrupted:
-            hooks.engine.raise_interrupt()
-        return ended
+            if hooks.engine.is_interrupted:
+                hooks.engine.raise_interrupt()
 
     def _fixup(self, trap: Trap) -> None:
         """Go on at the exception table's fixup. Mirrors: fixup_exception() (v6.1)."""

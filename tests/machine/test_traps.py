@@ -322,6 +322,18 @@ def test_an_interrupt_at_a_callbacks_entry_loses_no_hit(arch: str, capfd: pytest
 
 
 @pytest.mark.usefixtures("interruptible")
+def test_an_interrupt_comes_with_the_end_of_a_call_that_fails() -> None:
+    """And not with that of the next one."""
+    with Kernel(MachineConfig(), profile=BREAKPOINTS) as kernel:
+        probe = Kprobe(symbol_name="strlen", pre_handler=lambda *_: None)
+        kernel.register_kprobe(probe)
+        interrupt_at(kernel, probe.address, 1)
+        with pytest.raises(KeyboardInterrupt):
+            kernel.call("strlen", 16)
+        assert kernel.call("strlen", "abc") == 3
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize(("arch", "offsets"), [("x86_64", (0, 5, 8)), ("riscv64", (0, 8, 12))])
 def test_a_second_interrupt_at_a_callbacks_entry_ends_the_run(arch: str, offsets: tuple[int, ...]) -> None:
     seen: list[int] = []

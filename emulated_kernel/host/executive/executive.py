@@ -221,10 +221,7 @@ class Executive:
         try:
             for tell in self.events.call_begins:
                 tell()
-            result = self._run_to_end(task)
-            if self._depth == 1 and self._machine.hooks.engine.is_interrupted:
-                self._machine.hooks.engine.raise_interrupt()
-            return result
+            return self._run_to_end(task)
         except MemoryFault as fault:
             self._die(f"its own data lead to {fault}")
             self._refuse(task)
@@ -238,6 +235,8 @@ class Executive:
             self._machine.handler_time.is_kept = False
             for tell in self.events.call_ended:
                 tell()
+            if not self._depth and self._machine.hooks.engine.is_interrupted:
+                self._machine.hooks.engine.raise_interrupt()
 
     @property
     def is_busy(self) -> bool:
