@@ -1,4 +1,4 @@
-"""libfuse's request loop in threads of our own: a few that stay, and one more for each that blocks."""
+"""A session's loop in threads of our own: a few that stay, and one more for each that blocks."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Loops:
                 return
 
     def _serve(self) -> None:
-        # libfuse's has had no memory for its buffer.
+        # It has had no memory for its buffer.
         if self._loop() == FAILED:
             with self._lock:
                 self._threads.remove(threading.current_thread())
