@@ -17,9 +17,11 @@ from emulated_kernel.abi import Prot
 from emulated_kernel.config import IMAGE_LIMIT
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
+from emulated_kernel.image import tables
 from emulated_kernel.image.alternatives import CPU_FEATURES, alternatives, replaced
 from emulated_kernel.image.elf import ElfFile, ElfMachine
 from emulated_kernel.image.kallsyms import Kallsyms, Symbol, elf_symbols
+from emulated_kernel.image.tables import BlacklistEntry, BugEntry, ExTableEntry, JumpLabel, Range, StaticCall
 from emulated_kernel.regular import read_regular
 
 PREBUILT = Path(__file__).parent / "prebuilt"
@@ -39,54 +41,6 @@ class Segment(NamedTuple):
     data: bytes
     mem_size: int
     prot: Prot
-
-
-class Range(NamedTuple):
-    """Addresses from `start` up to, but not including, `end`."""
-
-    start: int
-    end: int
-
-
-class ExTableEntry(NamedTuple):
-    """A faulting instruction's address and where to go on."""
-
-    insn: int
-    fixup: int
-
-
-class BlacklistEntry(NamedTuple):
-    """A function that may not be probed."""
-
-    start: int
-    end: int
-    name: str
-
-
-class JumpLabel(NamedTuple):
-    """A nop that becomes a jump to `target` when the static key at `key` is switched on."""
-
-    code: int
-    target: int
-    key: int
-
-
-class StaticCall(NamedTuple):
-    """A call that the static call at `key` leads to another function."""
-
-    site: int
-    key: int
-    is_tail_call: bool
-
-
-@dataclass(frozen=True, slots=True)
-class BugEntry:
-    """A ud2 of BUG() or WARN()."""
-
-    address: int
-    file: str
-    line: int
-    flags: int
 
 
 class AbiTable(dict[str, int]):
@@ -222,6 +176,7 @@ class _Loader:
         abi = self._abi()
         if abi:
             self._apply_alternatives()
+        table, word = self._table, self._elf.bits // 8
         return KernelImage(
             path=path,
             arch=arch,
@@ -229,12 +184,14 @@ class _Loader:
             segments=self._segments,
             kallsyms=self._kallsyms,
             text_ranges=(self._range("_stext", "_etext"),),
-            ex_table=self._ex_table(8 if abi else 12),
+            ex_table=tuple(sorted(tables.ex_table(*table("__ex_table"), "<ii" if abi else "<iii"))),
             blacklist=tuple(self._blacklist()),
-            mcount=frozenset(self._words("__start_mcount_loc", "__stop_mcount_loc")),
-            bugs=self._bugs(),
-            jump_labels=tuple(sorted(self._jump_labels())),
-            static_calls=tuple(sorted(self._static_calls())),
+            mcount=frozenset(tables.words(table("mcount_loc")[1], word)),
+            bugs=tables.bugs(*table("__bug_table"), self._bytes.string),
+            jump_labels=tuple(
+                sorted(tables.jump_labels(*table("__jump_table"), "<iiq" if word == 8 else "<iii"))
+            ),
+            static_calls=tuple(sorted(tables.static_calls(*table("static_call_sites")))),
             abi=abi,
             version=self._banner(),
             bits=self._elf.bits,
@@ -267,72 +224,17 @@ class _Loader:
             return 0, b""
         return first, self._bytes.read(first, last - first)
 
-    def _words(self, start: str, end: str) -> list[int]:
-        _, data = self._between(start, end)
-        size, code = (8, "Q") if self._elf.bits == 64 else (4, "I")
-        return list(struct.unpack(f"<{len(data) // size}{code}", data[: len(data) // size * size]))
+    def _table(self, name: str) -> tuple[int, bytes]:
+        return self._between(f"__start_{name}", f"__stop_{name}")
 
-    def _ex_table(self, entry_size: int) -> tuple[ExTableEntry, ...]:
-        base, data = self._between("__start___ex_table", "__stop___ex_table")
-        entries = []
-        for offset in range(0, len(data) - entry_size + 1, entry_size):
-            insn, fixup = struct.unpack_from("<ii", data, offset)
-            entries.append(ExTableEntry(base + offset + insn, base + offset + 4 + fixup))
-        return tuple(sorted(entries))
-
-    def _jump_labels(self) -> Iterator[JumpLabel]:
-        base, data = self._between("__start___jump_table", "__stop___jump_table")
-        size, code = (16, "<iiq") if self._elf.bits == 64 else (12, "<iii")
-        for at in range(0, len(data) - size + 1, size):
-            label, target, key = struct.unpack_from(code, data, at)
-            # Linux: of the key's address the lowest bits say what the branch does by default.
-            yield JumpLabel(base + at + label, base + at + 4 + target, (base + at + 8 + key) & ~3)
-
-    def _static_calls(self) -> Iterator[StaticCall]:
-        base, data = self._between("__start_static_call_sites", "__stop_static_call_sites")
-        for at in range(0, len(data) - 7, 8):
-            site, key = struct.unpack_from("<ii", data, at)
-            key += base + at + 4
-            # Linux: of the key's address the lowest bit says that it is a tail call.
-            yield StaticCall(base + at + site, key & ~3, bool(key & 1))
-
-    def _bugs(self) -> dict[int, BugEntry]:
-        base, data = self._between("__start___bug_table", "__stop___bug_table")
-        bugs = {}
-        for offset in range(0, len(data) - 11, 12):
-            address, file, line, flags = struct.unpack_from("<iiHH", data, offset)
-            address += base + offset
-            bugs[address] = BugEntry(address, self._bytes.string(base + offset + 4 + file), line, flags)
-        return bugs
-
-    def _blacklist(self) -> list[BlacklistEntry]:
-        """Mirrors: kernel/kprobes.c:populate_kprobe_blacklist (v6.1)"""
-        entries = []
-        for address in self._words("__start_kprobe_blacklist", "__stop_kprobe_blacklist"):
-            entry = self._function(address)
-            if entry:
-                entries.append(entry)
-        for area in ("kprobes", "noinstr", "entry"):
-            entries += self._functions_between(f"__{area}_text_start", f"__{area}_text_end")
-        return entries
-
-    def _function(self, address: int) -> BlacklistEntry | None:
-        found = self._kallsyms.lookup(address)
-        if found is None:
-            return None
-        return BlacklistEntry(address, address + found.symbol.size - found.offset, found.name)
-
-    def _functions_between(self, start: str, end: str) -> list[BlacklistEntry]:
-        """Mirrors: kernel/kprobes.c:kprobe_add_area_blacklist (v6.1)"""
-        address, last = self._kallsyms.lookup_name(start), self._kallsyms.lookup_name(end)
-        entries: list[BlacklistEntry] = []
-        while address is not None and last is not None and address < last:
-            entry = self._function(address)
-            if entry is None:
-                break
-            entries.append(entry)
-            address = max(entry.end, address + 1)
-        return entries
+    def _blacklist(self) -> Iterator[BlacklistEntry]:
+        _, listed = self._table("kprobe_blacklist")
+        lookup, areas = self._kallsyms.lookup_name, []
+        for area in tables.BLACKLISTED:
+            start, end = lookup(f"__{area}_text_start"), lookup(f"__{area}_text_end")
+            if start is not None and end is not None:
+                areas.append(Range(start, end))
+        return tables.blacklist(self._kallsyms, tables.words(listed, self._elf.bits // 8), areas)
 
     def _abi(self) -> dict[str, int]:
         address = self._kallsyms.lookup_name("__guest_abi")

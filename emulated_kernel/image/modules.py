@@ -10,7 +10,8 @@ from typing import Generic, Protocol, Self, TypeVar
 
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.image.address_set import AddressSet
-from emulated_kernel.image.image import (
+from emulated_kernel.image.kallsyms import Kallsyms, Location, Symbol
+from emulated_kernel.image.tables import (
     BlacklistEntry,
     BugEntry,
     ExTableEntry,
@@ -18,7 +19,6 @@ from emulated_kernel.image.image import (
     Range,
     StaticCall,
 )
-from emulated_kernel.image.kallsyms import Kallsyms, Location, Symbol
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from emulated_kernel.arch.base import Arch
 from emulated_kernel.arch.x86.prepare import JMP32_SIZE
 from emulated_kernel.arch.x86.verdict import label_size
 from emulated_kernel.errors import KernelError
-from emulated_kernel.image.image import JumpLabel
 from emulated_kernel.image.linux.events import KernelEvent
 from emulated_kernel.image.linux.kernel import LinuxKernel
+from emulated_kernel.image.tables import JumpLabel
 from emulated_kernel.image.trace_events import SyscallDefinition
 from emulated_kernel.linux.syscall_work import SyscallWork
 from emulated_kernel.machine.probed_machine import ProbedMachine

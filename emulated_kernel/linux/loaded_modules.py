@@ -6,13 +6,13 @@ import struct
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
-from emulated_kernel.image.image import BlacklistEntry, Range
+from emulated_kernel.image import tables
 from emulated_kernel.image.kallsyms import Symbol
-from emulated_kernel.image.linux import tables
 from emulated_kernel.image.linux.events import KernelEvent, Structures, kernel_events
 from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.image.modules import Module
+from emulated_kernel.image.tables import BlacklistEntry, Range
 from emulated_kernel.linux.running_kernel import RunningMemory
 from emulated_kernel.machine.memory.guest_memory import GuestMemory
 from emulated_kernel.machine.traps.trap import MemoryFault
@@ -104,10 +104,7 @@ class LoadedModules:
             ex_table=tuple(tables.ex_table(*self._table(module, "extable", "num_exentries"))),
             blacklist=tuple(self._blacklist(module, symbols)),
             mcount=frozenset(self._words(module, "ftrace_callsites")),
-            bugs={
-                bug.address: bug
-                for bug in tables.bugs(*self._table(module, "bug_table", "num_bugs"), self._memory)
-            },
+            bugs=tables.bugs(*self._table(module, "bug_table", "num_bugs"), self._memory.string),
             code=self._bytes(text, init_text),
             contents=self._bytes(*data, *init_data),
             jump_labels=tuple(tables.jump_labels(*self._table(module, "jump_entries", "num_jump_entries"))),

@@ -12,9 +12,9 @@ from typing import Any
 from emulated_kernel.abi import PAGE_SIZE, ModuleState
 from emulated_kernel.arch.base import Arch
 from emulated_kernel.errors import KernelError
-from emulated_kernel.image.image import JumpLabel
 from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.image.modules import Module
+from emulated_kernel.image.tables import JumpLabel
 from emulated_kernel.linux.loaded_modules import LoadedModules
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault

@@ -10,7 +10,6 @@ from functools import cached_property
 from emulated_kernel.abi import PAGE_SIZE
 from emulated_kernel.errors import KernelError
 from emulated_kernel.image.address_set import AddressSet
-from emulated_kernel.image.image import BlacklistEntry
 from emulated_kernel.image.kallsyms import Kallsyms
 from emulated_kernel.image.linux.events import (
     KernelEvent,
@@ -24,6 +23,7 @@ from emulated_kernel.image.linux.kallsyms_tables import find_symbols
 from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.image.linux.vmlinux import LinkedMemory, LoadSegment
+from emulated_kernel.image.tables import BlacklistEntry
 
 _WORD = 8
 _LIMIT = 1 << 16

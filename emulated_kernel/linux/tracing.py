@@ -7,8 +7,8 @@ from functools import cache, partial
 
 from emulated_kernel.arch.base import Arch
 from emulated_kernel.image.linux.kernel import LinuxKernel
-from emulated_kernel.image.linux.tables import words
 from emulated_kernel.image.modules import LiveImage
+from emulated_kernel.image.tables import words
 from emulated_kernel.kprobes.return_hook.hook_sets import GRAPH_TRAMPOLINE
 from emulated_kernel.limits import Limits
 from emulated_kernel.linux.kernel_tracepoints import KernelTracepoints

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
 from emulated_kernel.abi import ModuleState
-from emulated_kernel.image.image import BlacklistEntry, BugEntry, ExTableEntry, Range
 from emulated_kernel.image.kallsyms import Kallsyms, Symbol
 from emulated_kernel.image.modules import Module
+from emulated_kernel.image.tables import BlacklistEntry, BugEntry, ExTableEntry, Range
 from emulated_kernel.machine.guest_info import ModuleInfo
 from emulated_kernel.machine.loader import page_up
 from emulated_kernel.machine.memory.memory import Memory

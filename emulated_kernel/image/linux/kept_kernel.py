@@ -14,12 +14,12 @@ from itertools import starmap
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.image.address_set import AddressSet
-from emulated_kernel.image.image import BlacklistEntry, BugEntry, ExTableEntry, JumpLabel, StaticCall
 from emulated_kernel.image.kallsyms import Kallsyms, SymbolTable
 from emulated_kernel.image.linux.btf import Btf
 from emulated_kernel.image.linux.events import KernelEvent, KernelSyscall, RecordField
 from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.image.linux.vmlinux import LinkedMemory, LoadSegment, Section
+from emulated_kernel.image.tables import BlacklistEntry, BugEntry, ExTableEntry, JumpLabel, StaticCall
 
 log = logging.getLogger("kprobefs.linux")
 _ADDRESSES = ("mcount", "return_sites")

@@ -10,10 +10,9 @@ from functools import cached_property
 from typing import NamedTuple, Self
 
 from emulated_kernel.errors import KernelError
+from emulated_kernel.image import tables
 from emulated_kernel.image.address_set import AddressSet
-from emulated_kernel.image.image import BlacklistEntry, BugEntry, ExTableEntry, JumpLabel, Range, StaticCall
 from emulated_kernel.image.kallsyms import Kallsyms, Symbol
-from emulated_kernel.image.linux import tables
 from emulated_kernel.image.linux.btf import Btf
 from emulated_kernel.image.linux.events import (
     KernelEvent,
@@ -27,6 +26,7 @@ from emulated_kernel.image.linux.kallsyms_tables import find_symbols
 from emulated_kernel.image.linux.source import open_vmlinux
 from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.image.linux.vmlinux import LinkedMemory, Vmlinux
+from emulated_kernel.image.tables import BlacklistEntry, BugEntry, ExTableEntry, JumpLabel, Range, StaticCall
 
 _BANNER_LIMIT = 512
 _SECOND_HALF = 0x20
@@ -128,7 +128,7 @@ class LinuxKernel:
     @cached_property
     def bugs(self) -> dict[int, BugEntry]:
         """By the address of the ud2."""
-        return {bug.address: bug for bug in tables.bugs(*self._table(_BUGS), self.vmlinux)}
+        return tables.bugs(*self._table(_BUGS), self.vmlinux.string)
 
     @cached_property
     def return_sites(self) -> AddressSet:
@@ -149,19 +149,16 @@ class LinuxKernel:
     @cached_property
     def blacklist(self) -> tuple[BlacklistEntry, ...]:
         """Functions that mustn't be probed. Mirrors: kernel/kprobes.c:populate_kprobe_blacklist (v6.1)"""
-        entries = [self._function_at(address) for address in tables.words(self._table(_BLACKLIST)[1])]
-        for area in ("kprobes", "noinstr", "entry"):
-            entries += self._functions_between(self.between(f"__{area}_text_start", f"__{area}_text_end"))
-        return tuple(entry for entry in entries if entry is not None)
+        areas = (self.between(f"__{area}_text_start", f"__{area}_text_end") for area in tables.BLACKLISTED)
+        return tuple(tables.blacklist(self.kallsyms, tables.words(self._table(_BLACKLIST)[1]), areas))
 
     def release_pages(self) -> None:
         """What is mapped of a file needn't be until it is read again. It has none here."""
 
     def forbid(self, functions: Iterable[str]) -> None:
         """Put functions on the blacklist, if they are there."""
-        places = map(self.kallsyms.lookup_name, functions)
-        found = (self._function_at(place) for place in places if place is not None)
-        entries = (*self.blacklist, *(entry for entry in found if entry is not None))
+        places = filter(None, map(self.kallsyms.lookup_name, functions))
+        entries = (*self.blacklist, *tables.blacklist(self.kallsyms, places, ()))
         self.blacklist = tuple(dict.fromkeys(entries))
 
     def between(self, start: str, end: str) -> Range:
@@ -260,22 +257,6 @@ class LinuxKernel:
         if found.end:
             return found.start, self.read(found.start, found.end - found.start)
         return self.vmlinux.section_bytes(place.section)
-
-    def _function_at(self, address: int) -> BlacklistEntry | None:
-        found = self.kallsyms.lookup(address)
-        if found is None:
-            return None
-        return BlacklistEntry(address, address + found.symbol.size - found.offset, found.name)
-
-    def _functions_between(self, area: Range) -> Iterator[BlacklistEntry]:
-        """Mirrors: kernel/kprobes.c:kprobe_add_area_blacklist (v6.1)"""
-        address = area.start
-        while address < area.end:
-            entry = self._function_at(address)
-            if entry is None:
-                return
-            yield entry
-            address = max(entry.end, address + 1)
 
 
 def open_kernel(source: str) -> LinuxKernel:
