@@ -61,7 +61,7 @@ class BuiltinKernel(GuestKernel):
         self._host_find_task = address_of(symbols, "host_find_task")
         self._printk = address_of(symbols, "_printk")
         self._memory_reader = MemoryReader(memory, symbols, abi)
-        self._module_reader = ModuleReader(memory, symbols, abi, memory.word_size)
+        self._module_reader = ModuleReader(memory, symbols, abi)
         self._stacks = TaskStacks(memory, symbols, abi, machine)
 
     def _switch_to(self, cpu: int) -> None:

@@ -32,11 +32,11 @@ class ModuleReader:
     Raises, in all methods: MemoryFault where the guest has corrupted it.
     """
 
-    def __init__(self, memory: Memory, symbols: Kallsyms, abi: Mapping[str, int], word_size: int = 8) -> None:
+    def __init__(self, memory: Memory, symbols: Kallsyms, abi: Mapping[str, int]) -> None:
         self._memory = memory
         self._head = symbols.lookup_name("modules") or 0
         self._abi = abi
-        self._word_size = word_size
+        self._word, self._word_size = memory.read_word, memory.word_size
 
     def modules(self) -> Iterator[ModuleInfo]:
         """The modules, newest first, but those that are in pieces."""
@@ -172,8 +172,5 @@ class ModuleReader:
     def _address(self, value: int) -> int:
         return value & ((1 << (8 * self._word_size)) - 1)
 
-    def _word(self, va: int) -> int:
-        return int.from_bytes(self._memory.read(va, self._word_size), "little")
-
     def _u32(self, base: int, field: str) -> int:
-        return int.from_bytes(self._memory.read(base + self._abi[field], 4), "little")
+        return self._memory.read_u32(base + self._abi[field])
