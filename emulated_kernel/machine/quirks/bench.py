@@ -20,7 +20,8 @@ from emulated_kernel.machine.traps.trap import HardwareError, Trap
 CODE_OFFSET = 0x800
 """Where in the machine's own text page the self-test puts its code."""
 
-_HANDLE_SIZE = 4096
+HANDLE_SIZE = 4096
+"""Bytes of the library's handle in which pointers to the CPU, and its error, are looked for."""
 _CPU_SIZE = 64 << 10
 
 
@@ -88,8 +89,8 @@ class Bench:
 def find_cpu_state(engine: Engine, cpu: CpuModel) -> int | None:
     """Address of the engine's live registers, by content: the handle points to the CPU, which holds them.
 
-    Reads through /proc/self/mem, so that a stale pointer is an error and not a crash; None if it isn't found
-    or if what was found doesn't follow the API (a copy left by another engine). Registers are as before.
+    None if it isn't found, or if what was found doesn't follow the API (a copy left by another engine).
+    Registers are as before.
     """
     kept = {register: engine.reg_read(register) for register in cpu.registers.values()}
     try:
@@ -101,21 +102,26 @@ def find_cpu_state(engine: Engine, cpu: CpuModel) -> int | None:
 
 
 def _find_registers(engine: Engine, cpu: CpuModel, pattern: bytes) -> int | None:
+    handle = own_memory(engine.address, HANDLE_SIZE)
+    for pointer in dict.fromkeys(struct.unpack(f"<{len(handle) // 8}Q", handle)):
+        for found in _search(pointer, pattern):
+            if _follows_api(engine, cpu, found):
+                return found
+    return None
+
+
+def own_memory(address: int, size: int) -> bytes:
+    """What lies in this process, nothing where that can't be read; a stale pointer is no crash."""
     try:
         memory = os.open("/proc/self/mem", os.O_RDONLY)
     except OSError:
-        return None
+        return b""
     try:
-        handle = os.pread(memory, _HANDLE_SIZE, engine.address)
-        for pointer in dict.fromkeys(struct.unpack(f"<{len(handle) // 8}Q", handle)):
-            for found in _search(memory, pointer, pattern):
-                if _follows_api(engine, cpu, found):
-                    return found
+        return os.pread(memory, size, address)
     except OSError:
-        return None
+        return b""
     finally:
         os.close(memory)
-    return None
 
 
 def mark_registers(engine: Engine, cpu: CpuModel) -> bytes:
@@ -168,13 +174,10 @@ def check_halt_ends_run(bench: Bench, nop: bytes) -> None:
         raise HardwareError(f"a halt left the instruction pointer at {end:#x}")
 
 
-def _search(memory: int, pointer: int, pattern: bytes) -> Iterator[int]:
+def _search(pointer: int, pattern: bytes) -> Iterator[int]:
     if pointer < 0x10000 or pointer >> 47:
         return
-    try:
-        data = os.pread(memory, _CPU_SIZE, pointer)
-    except OSError:
-        return
+    data = own_memory(pointer, _CPU_SIZE)
     at = data.find(pattern)
     while at >= 0:
         yield pointer + at

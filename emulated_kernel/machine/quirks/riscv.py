@@ -25,6 +25,7 @@ from emulated_kernel.machine.engine import Engine
 from emulated_kernel.machine.interrupts.exceptions import NoExceptionState
 from emulated_kernel.machine.interrupts.riscv import RiscvTrapHooks
 from emulated_kernel.machine.quirks.bench import (
+    HANDLE_SIZE,
     Bench,
     SelfTest,
     check_changed_code_runs,
@@ -33,6 +34,7 @@ from emulated_kernel.machine.quirks.bench import (
     find_cpu_state,
     found,
     mark_registers,
+    own_memory,
     run_checks,
 )
 from emulated_kernel.machine.quirks.stops import stop_between_blocks
@@ -47,7 +49,6 @@ _ONE, _TWO = bytes.fromhex("13051000"), bytes.fromhex("13052000")  # li a0, 1; l
 _ILLEGAL = bytes(4)
 _SRET = bytes.fromhex("73002010")
 _READ_TRAP_REGISTERS = bytes.fromhex("73251014f325201473263014")  # csrr a0, sepc; a1, scause; a2, stval
-_HANDLE_SIZE = 4096
 _UC_ERR_EXCEPTION = 21
 
 
@@ -106,7 +107,8 @@ def find_error_cell(bench: Bench) -> int | None:
     seen: list[memoryview] = []
 
     def look(_trap: Trap, _regs: Regs) -> bool:
-        seen.append(_handle_words(bench.engine))
+        handle = own_memory(bench.engine.address, HANDLE_SIZE)
+        seen.append(memoryview(handle[: len(handle) & ~3]).cast("I"))
         return False
 
     bench.hooks.fault_hooks.append(look)
@@ -118,20 +120,6 @@ def find_error_cell(bench: Bench) -> int | None:
     expected = (_UC_ERR_EXCEPTION, 0) * 2
     places = [at for at, values in enumerate(zip(*seen, strict=True)) if values == expected]
     return bench.engine.address + places[0] * 4 if len(places) == 1 else None
-
-
-def _handle_words(engine: Engine) -> memoryview:
-    """Through /proc/self/mem, as in `find_cpu_state`; empty where that can't be read."""
-    try:
-        memory = os.open("/proc/self/mem", os.O_RDONLY)
-    except OSError:
-        return memoryview(b"").cast("I")
-    try:
-        return memoryview(os.pread(memory, _HANDLE_SIZE, engine.address)[: _HANDLE_SIZE & ~3]).cast("I")
-    except OSError:
-        return memoryview(b"").cast("I")
-    finally:
-        os.close(memory)
 
 
 def check_breakpoints_in_a_row(bench: Bench) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import struct
 
 from emulated_kernel.machine.engine import TRANSLATED, Engine
-from emulated_kernel.machine.quirks.bench import Bench, SelfTest, found
+from emulated_kernel.machine.quirks.bench import Bench, SelfTest, found, own_memory
 
 _HANDLE_SIZE = 32 << 10
 _NESTED_RUNS = 64
@@ -25,16 +24,7 @@ def find_exit_switch(engine: Engine) -> int | None:
     done. With the switch set it looks between blocks alone, where nothing is half done, and translated code
     is shorter. Found by the size of the code buffer, which is ours, some fields behind it.
     """
-    try:
-        memory = os.open("/proc/self/mem", os.O_RDONLY)
-    except OSError:
-        return None
-    try:
-        handle = os.pread(memory, _HANDLE_SIZE, engine.address)
-    except OSError:
-        return None
-    finally:
-        os.close(memory)
+    handle = own_memory(engine.address, _HANDLE_SIZE)
     size = struct.pack("<I", TRANSLATED)
     found = []
     for at in range(0, len(handle), 8):
