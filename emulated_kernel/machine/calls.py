@@ -93,16 +93,18 @@ class HostCalls:
         finally:
             hooks.dispatch = usual
             regs.restore(saved)
-        if trap.address == self._return_pad + len(cpu.halt):
-            return result
-        raise BudgetExceeded(trap) if trap.kind is TrapKind.BUDGET else GuestFault(trap)
+        self._check_returned(trap)
+        return result
 
     def _enter(self, start: Any, tick: bool) -> Any:
         start = self._cpu.as_called(self._memory, start, self._return_pad)
         trap, end = self._run(start, self._fixup, tick)
-        if trap.address == self._return_pad + len(self._cpu.halt):
-            return end
-        raise BudgetExceeded(trap) if trap.kind is TrapKind.BUDGET else GuestFault(trap)
+        self._check_returned(trap)
+        return end
+
+    def _check_returned(self, trap: Trap) -> None:
+        if trap.address != self._return_pad + len(self._cpu.halt):
+            raise BudgetExceeded(trap) if trap.kind is TrapKind.BUDGET else GuestFault(trap)
 
     def _run(
         self, start: Any, dispatch: Callable[[Trap], None], tick: bool, leaves: bool = True

@@ -98,7 +98,7 @@ class TrapHooks:
         self.engine.parked = error
         self.end_run()
 
-    def _make_interrupt_callback(self) -> Callable[[int, int, int], None]:
+    def _make_interrupt_callback(self) -> Callable[..., object]:
         """A closure over little: each lookup of an attribute, and each variable, is a part of every hit."""
         find, regs, guest_callers = self.breakpoints.get, self._regs, self.guest_callers
         handler_time, breakpoint_vector = self._handler_time, int(Vector.BREAKPOINT)
@@ -138,21 +138,25 @@ class TrapHooks:
         else:
             handler(self._regs)
 
-    def _make_invalid_callback(self) -> Callable[[int, int], bool]:
+    def _make_invalid_callback(self) -> Callable[..., object]:
+        return self._guarded(lambda _data: self._exception(Vector.INVALID_OPCODE))
+
+    def _guarded(self, handle: Callable[[int], None]) -> Callable[..., object]:
+        """A callback off the quick way; `handle` gets what the emulator passes behind its handle."""
         handler_time = self._handler_time
 
-        def invalid(engine: int, data: int) -> bool:
+        def callback(*args: int) -> bool:
             if handler_time.is_measured:
-                handler_time.measure(invalid, engine, data)
+                handler_time.measure(callback, *args)
                 return True
             try:
-                self._exception(Vector.INVALID_OPCODE)
+                handle(args[1])
             except BaseException as error:
                 self._park(error)
             return True
 
-        handler_time.callbacks.add(invalid.__code__)
-        return invalid
+        handler_time.callbacks.add(callback.__code__)
+        return callback
 
     def _exception(self, vector: int) -> None:
         error_code = self.state.take()

@@ -99,22 +99,10 @@ class RiscvTrapHooks(TrapHooks):
         super().end_run()
         self._broke_off = False
 
-    def _make_interrupt_callback(self) -> Callable[[int, int, int], None]:
-        handler_time = self._handler_time
+    def _make_interrupt_callback(self) -> Callable[..., object]:
+        return self._guarded(self._exception)
 
-        def interrupt(engine: int, cause: int, data: int) -> None:
-            if handler_time.is_measured:
-                handler_time.measure(interrupt, engine, cause, data)
-                return
-            try:
-                self._exception(cause)
-            except BaseException as error:
-                self._park(error)
-
-        handler_time.callbacks.add(interrupt.__code__)
-        return interrupt
-
-    def _make_invalid_callback(self) -> Callable[[int, int], bool]:
+    def _make_invalid_callback(self) -> Callable[..., object]:
         handler_time = self._handler_time
         find = self.breakpoints.get
         guest_callers, put_off = self.guest_callers, self.put_off

@@ -60,10 +60,6 @@ class Memory(GuestMemory):
         self._executable = [bool(r.prot & Prot.EXEC) for r in self.ranges]
 
     def map(self, va: int, pa: int, size: int, prot: Prot) -> None:
-        """Map pages that are not mapped yet.
-
-        Raises: MemoryFault: a part is mapped already, or not page-aligned.
-        """
         if (va | pa | size) % PAGE_SIZE:
             raise MemoryFault(va, "not page-aligned")
         if any(r.start < va + size and va < r.end for r in self.ranges):
@@ -119,24 +115,18 @@ class Memory(GuestMemory):
         return self.find(va) is not None
 
     def translate(self, va: int) -> int:
-        """Physical address of `va`. Raises: MemoryFault: not mapped."""
         i = bisect_right(self._starts, va) - 1
         if i < 0 or va >= self._ends[i]:
             raise MemoryFault(va)
         return va + self._deltas[i]
 
     def locate_text(self, va: int, size: int) -> int | None:
-        """Physical address of [va, va + size) if that is executable and contiguous."""
         i = bisect_right(self._starts, va) - 1
         if i < 0 or va + size > self._ends[i] or not self._executable[i]:
             return None
         return va + self._deltas[i]
 
     def pieces(self, va: int, size: int) -> Iterator[tuple[int, int]]:
-        """(pa, length) of the physically contiguous parts of [va, va + size), in order.
-
-        Raises: MemoryFault: with the first address that isn't mapped.
-        """
         end = va + size
         while va < end:
             i = bisect_right(self._starts, va) - 1
@@ -147,10 +137,6 @@ class Memory(GuestMemory):
             va += length
 
     def read(self, va: int, size: int) -> bytes:
-        """Bytes at `va`, as the guest sees them now.
-
-        Raises: MemoryFault: with the first address that isn't mapped.
-        """
         i = bisect_right(self._starts, va) - 1
         if i >= 0 and va + size <= self._ends[i]:
             pa = va + self._deltas[i]
@@ -158,12 +144,6 @@ class Memory(GuestMemory):
         return b"".join([self.ram[pa : pa + length] for pa, length in self.pieces(va, size)])
 
     def write(self, va: int, data: bytes) -> None:
-        """Store bytes where the guest could store them too; all or nothing.
-
-        Text is refused: `Text.poke` is its only writer, as a plain store leaves translated code stale.
-
-        Raises: MemoryFault: with the first address that isn't mapped writable.
-        """
         size = len(data)
         i = bisect_right(self._starts, va) - 1
         if i >= 0 and va + size <= self._ends[i] and self._writable[i]:
@@ -183,10 +163,6 @@ class Memory(GuestMemory):
             done += length
 
     def view(self, va: int, size: int) -> memoryview:
-        """Live bytes of a physically contiguous part, for ring buffers and shared cells; never for text.
-
-        Raises: MemoryFault: not mapped writable in one piece.
-        """
         where = self.find(va)
         if where is None or va + size > where.end or not where.prot & Prot.WRITE:
             raise MemoryFault(va, "not writable in one piece")
