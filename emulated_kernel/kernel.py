@@ -11,7 +11,7 @@ from typing import Concatenate, ParamSpec, Self, TypeVar
 from emulated_kernel.build import build
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.errors import KernelError
-from emulated_kernel.host.mirror.processes import NoProcesses, ProcessWatch
+from emulated_kernel.host.mirror.processes import ProcessWatch
 from emulated_kernel.kprobes.kinds.batch import register_all
 from emulated_kernel.kprobes.kinds.hit_ring import HitRing
 from emulated_kernel.kprobes.kinds.jprobe import Jprobe, Jprobes
@@ -59,7 +59,7 @@ class Kernel:
         profile: Profile | None = None,
         lock: ControlLock | None = None,
     ) -> None:
-        self.parts = parts = build(config or MachineConfig(), watch or NoProcesses(), profile, lock)
+        self.parts = parts = build(config or MachineConfig(), watch or ProcessWatch(), profile, lock)
         self.config, self.lock, self.arch = parts.config, parts.lock, parts.arch
         self.live, self.image, self.machine = parts.live, parts.live.core, parts.machine
         self.guest, self.modules, self.loads = parts.guest, parts.modules, parts.loads

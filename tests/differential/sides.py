@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from emulated_kernel.errors import KernelError, WouldBlock
-from emulated_kernel.host.mirror.processes import NoProcesses
+from emulated_kernel.host.mirror.processes import ProcessWatch
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.linux.linux_mount import LinuxMount
 from emulated_kernel.linux.start import started
@@ -29,7 +29,7 @@ _MAX = 4 << 20
 """Bytes of a file that never ends."""
 
 
-class _Host(NoProcesses):
+class _Host(ProcessWatch):
     def comm(self, pid: int) -> str | None:
         return COMM if pid == PID else None
 

@@ -9,7 +9,7 @@ import pytest
 
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.host.client_call import ClientCall
-from emulated_kernel.host.mirror.processes import Fork
+from emulated_kernel.host.mirror.processes import Fork, ProcessWatch
 from emulated_kernel.host.readers.guest_log import read_log
 from emulated_kernel.host.readers.task_list import TaskInfo, read_tasks
 from emulated_kernel.kernel import Kernel
@@ -18,7 +18,7 @@ FIRST_PID = 500
 
 
 @dataclass
-class ScriptedWatch:
+class ScriptedWatch(ProcessWatch):
     """A ProcessWatch that tells what a test has put in."""
 
     pending_forks: list[Fork] = field(default_factory=list)
@@ -28,15 +28,6 @@ class ScriptedWatch:
     calls: dict[int, ClientCall] = field(default_factory=dict)
     pins: dict[int, int] = field(default_factory=dict)
     free_fds: dict[int, int] = field(default_factory=dict)
-
-    def number(self, pid: int) -> int:
-        return pid
-
-    def host_pid(self, number: int) -> int:
-        return number
-
-    def parent(self, _number: int) -> int | None:
-        return None
 
     def has_news(self) -> bool:
         return bool(self.pending_forks or self.pending_exits)
@@ -58,14 +49,11 @@ class ScriptedWatch:
     def pinned_to(self, pid: int) -> int | None:
         return self.pins.get(pid)
 
-    def call(self, pid: int, _uid: int) -> ClientCall | None:
+    def call(self, pid: int, uid: int) -> ClientCall | None:  # noqa: ARG002
         return self.calls.get(pid)
 
     def next_fd(self, pid: int) -> int | None:
         return self.free_fds.get(pid)
-
-    def close(self) -> None:
-        pass
 
 
 @pytest.fixture

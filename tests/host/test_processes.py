@@ -16,7 +16,7 @@ import pytest
 
 from emulated_kernel.host.mirror import processes
 from emulated_kernel.host.mirror.fork_events import ForkEvents
-from emulated_kernel.host.mirror.processes import HostProcesses, NoProcesses, _pids_between
+from emulated_kernel.host.mirror.processes import HostProcesses, ProcessWatch, _pids_between
 
 LIMIT = 5.0
 
@@ -245,7 +245,7 @@ def test_pids_wrap_around() -> None:
 
 
 def test_no_processes() -> None:
-    watch = NoProcesses()
+    watch = ProcessWatch()
     watch.follow(1)
     assert (watch.forks(), watch.exited(), watch.comm(1)) == ([], [], None)
     watch.close()

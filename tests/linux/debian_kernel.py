@@ -9,7 +9,7 @@ import os
 from functools import cache
 from pathlib import Path
 
-from emulated_kernel.host.mirror.processes import NoProcesses, ProcessWatch
+from emulated_kernel.host.mirror.processes import ProcessWatch
 from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.image.linux.module_files import ModuleFiles
 from emulated_kernel.linux.linux_mount import LinuxMount
@@ -55,4 +55,4 @@ def mount(
     """Its files, root's."""
     guest = tasks(meta, suite)
     files = modules(guest.release, meta, suite)
-    return LinuxMount(guest, watch or NoProcesses(), Owner(0, 0), files, is_tracefs=is_tracefs)
+    return LinuxMount(guest, watch or ProcessWatch(), Owner(0, 0), files, is_tracefs=is_tracefs)

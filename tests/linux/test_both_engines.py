@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
-from emulated_kernel.host.mirror.processes import NoProcesses
+from emulated_kernel.host.mirror.processes import ProcessWatch
 from emulated_kernel.kprobes.profile import DEFAULT, PROFILES
 from emulated_kernel.linux.engine import LinuxEngine
 from emulated_kernel.linux.engine_mount import EngineMount
@@ -71,8 +71,8 @@ class Both(NamedTuple):
 @pytest.fixture(params=[PROFILES[DEFAULT], PLAIN], ids=["optimized", "stepped"])
 def both(request: pytest.FixtureRequest) -> Iterator[Both]:
     guest = engine(request.param)
-    native = LinuxMount(guest.tasks, NoProcesses(), Owner(0, 0), is_tracefs=False, lock=guest.lock)
-    ours = EngineMount(guest, NoProcesses(), Owner(0, 0), is_tracefs=False, keeps_tracefs=True)
+    native = LinuxMount(guest.tasks, ProcessWatch(), Owner(0, 0), is_tracefs=False, lock=guest.lock)
+    ours = EngineMount(guest, ProcessWatch(), Owner(0, 0), is_tracefs=False, keeps_tracefs=True)
     found = Both(guest, ours, native)
     yield found
     log = read(native, "/machine/dmesg")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from emulated_kernel.errors import KernelError, WouldBlock
-from emulated_kernel.host.mirror.processes import NoProcesses
+from emulated_kernel.host.mirror.processes import ProcessWatch
 from emulated_kernel.linux.engine_mount import EngineMount
 from emulated_kernel.linux.linux_mount import LinuxMount
 from emulated_kernel.vfs.core.client import Client
@@ -37,7 +37,7 @@ RECORD = re.compile(r"-(\d+) +\[000\].*?: (\w+): \((.*?)\) ?(.*)")
 
 
 def ours_mount(*, is_tracefs: bool = False) -> EngineMount:
-    return EngineMount(engine(MODES["ftrace"]), NoProcesses(), Owner(0, 0), is_tracefs=is_tracefs)
+    return EngineMount(engine(MODES["ftrace"]), ProcessWatch(), Owner(0, 0), is_tracefs=is_tracefs)
 
 
 @pytest.fixture

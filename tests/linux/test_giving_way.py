@@ -8,7 +8,7 @@ import os
 import pytest
 
 from emulated_kernel.errors import KernelError
-from emulated_kernel.host.mirror.processes import NoProcesses
+from emulated_kernel.host.mirror.processes import ProcessWatch
 from emulated_kernel.linux.engine_mount import EngineMount
 from emulated_kernel.lock import ControlLock
 from emulated_kernel.vfs.core.client import Client
@@ -23,7 +23,7 @@ TEXT = "".join(LINES)
 
 
 def test_others_come_between(monkeypatch: pytest.MonkeyPatch) -> None:
-    mount = EngineMount(engine(PLAIN), NoProcesses(), Owner(0, 0), is_tracefs=False)
+    mount = EngineMount(engine(PLAIN), ProcessWatch(), Owner(0, 0), is_tracefs=False)
     writer, other = (Files(mount, Client(pid, 0, 0)) for pid in (1000, 1001))
     seen: list[int] = []
 

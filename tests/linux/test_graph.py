@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from emulated_kernel.host.mirror.processes import NoProcesses
+from emulated_kernel.host.mirror.processes import ProcessWatch
 from emulated_kernel.kprobes.profile import DEFAULT, PROFILES, Profile
 from emulated_kernel.kprobes.return_hook.ret_stack import SHADOW_STACK_SIZE
 from emulated_kernel.linux.engine import LinuxEngine
@@ -34,7 +34,7 @@ def mounted(profile: Profile = PROFILES[DEFAULT]) -> tuple[LinuxEngine, Files]:
     guest = engine(profile)
     # Its own calls on control files are in no tree.
     return guest, Files(
-        EngineMount(guest, NoProcesses(), Owner(0, 0), is_tracefs=False, keeps_tracefs=True), CLIENT
+        EngineMount(guest, ProcessWatch(), Owner(0, 0), is_tracefs=False, keeps_tracefs=True), CLIENT
     )
 
 

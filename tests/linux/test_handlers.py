@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from emulated_kernel.host.mirror.processes import NoProcesses
+from emulated_kernel.host.mirror.processes import ProcessWatch
 from emulated_kernel.kprobes.profile import DEFAULT, PROFILES
 from emulated_kernel.linux.engine import LinuxEngine
 from emulated_kernel.linux.engine_mount import EngineMount
@@ -42,7 +42,7 @@ def recorded(*, compiled: bool) -> tuple[LinuxEngine, list[tuple[Any, ...]], Cou
     profile = replace(PROFILES[DEFAULT], compiled=compiled, optimizer=False)
     engine = LinuxEngine(*debian_kernel.with_kernel(), profile)
     # Calls on control files would be hits as well, and how long those take is the host's.
-    mount = EngineMount(engine, NoProcesses(), Owner(0, 0), is_tracefs=False, keeps_tracefs=True)
+    mount = EngineMount(engine, ProcessWatch(), Owner(0, 0), is_tracefs=False, keeps_tracefs=True)
     for definition in DEFINITIONS:
         assert not write(mount, "/kprobe_events", definition, os.O_APPEND), definition
     assert not write(mount, "/tracing/events/kprobes/enable", "1")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from emulated_kernel.errors import KernelError
-from emulated_kernel.host.mirror.processes import NoProcesses
+from emulated_kernel.host.mirror.processes import ProcessWatch
 from emulated_kernel.linux import kernel_calls
 from emulated_kernel.linux.engine import LinuxEngine
 from emulated_kernel.linux.engine_mount import EngineMount
@@ -29,7 +29,7 @@ CLIENT = Client(4242, 0, 0)
 def mount() -> Iterator[EngineMount]:
     engine = LinuxEngine(*debian_kernel.with_kernel())
     modules = debian_kernel.modules(engine.tasks.release)
-    made = EngineMount(engine, NoProcesses(), Owner(0, 0), modules, is_tracefs=False)
+    made = EngineMount(engine, ProcessWatch(), Owner(0, 0), modules, is_tracefs=False)
     yield made
     made.close()
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
-from emulated_kernel.host.mirror.processes import NoProcesses
+from emulated_kernel.host.mirror.processes import ProcessWatch
 from emulated_kernel.linux.engine import LinuxEngine
 from emulated_kernel.linux.engine_mount import EngineMount
 from emulated_kernel.linux.linux_mount import LinuxMount
@@ -89,7 +89,7 @@ def test_free_pages_are_the_kernel_s(mount: LinuxMount) -> None:
 def test_entries_of_functions(kernel: Kernel, mount: LinuxMount) -> None:
     """A probe stands behind the pad that indirect calls may lead to, with our engine as with its own."""
     engine = LinuxEngine(*debian_kernel.with_kernel(kernel.meta, kernel.suite))
-    ours = EngineMount(engine, NoProcesses(), Owner(0, 0), is_tracefs=False)
+    ours = EngineMount(engine, ProcessWatch(), Owner(0, 0), is_tracefs=False)
     found = [_placed(tree) for tree in (ours, mount)]
     ours.close()
     assert found[0] == found[1]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from emulated_kernel.errors import KernelError, WouldBlock
-from emulated_kernel.host.mirror.processes import Fork, NoProcesses
+from emulated_kernel.host.mirror.processes import Fork, ProcessWatch
 from emulated_kernel.linux import clients, syscalls
 from emulated_kernel.linux.linux_mount import LinuxMount
 from emulated_kernel.linux.syscalls import LinuxSyscalls
@@ -25,7 +25,7 @@ from tests.linux.files import Files
 SHELL, OTHER, STRANGER = Client(4001, 0, 0), Client(4002, 0, 0), Client(4003, 1000, 1000)
 
 
-class Host(NoProcesses):
+class Host(ProcessWatch):
     """Processes with names, of which some fork and end."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from emulated_kernel.arch.analysis.region import Region
 from emulated_kernel.errors import KernelError
-from emulated_kernel.host.mirror.processes import NoProcesses
+from emulated_kernel.host.mirror.processes import ProcessWatch
 from emulated_kernel.linux.core_guest import started_core
 from emulated_kernel.linux.core_mount import CoreMount
 from emulated_kernel.linux.engine import KernelEngine, LinuxEngine
@@ -48,7 +48,7 @@ def mount(request: pytest.FixtureRequest) -> Iterator[EngineMount]:
     suite = request.param
     engine = LinuxEngine(*debian_kernel.with_kernel(suite=suite))
     modules = debian_kernel.modules(engine.tasks.release, suite=suite)
-    made = EngineMount(engine, NoProcesses(), Owner(0, 0), modules, is_tracefs=False)
+    made = EngineMount(engine, ProcessWatch(), Owner(0, 0), modules, is_tracefs=False)
     yield made
     made.close()
 

@@ -11,7 +11,7 @@ from types import FrameType
 import pytest
 
 from emulated_kernel.errors import KernelError
-from emulated_kernel.host.mirror.processes import Fork, NoProcesses
+from emulated_kernel.host.mirror.processes import Fork, ProcessWatch
 from emulated_kernel.linux.engine import LinuxEngine
 from emulated_kernel.linux.engine_mount import EngineMount
 from emulated_kernel.linux.linux_mount import LinuxMount
@@ -26,7 +26,7 @@ CALLS, STARTS = 109, 2
 """At most so many calls of Python, and runs of the emulator; lower them when it takes less."""
 
 
-class Host(NoProcesses):
+class Host(ProcessWatch):
     """Two processes, of which the first changes its name and forks."""
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Host(NoProcesses):
 @pytest.fixture(scope="module")
 def mount() -> Iterator[LinuxMount]:
     found = EngineMount(
-        LinuxEngine(*debian_kernel.with_kernel()), NoProcesses(), Owner(0, 0), is_tracefs=False
+        LinuxEngine(*debian_kernel.with_kernel()), ProcessWatch(), Owner(0, 0), is_tracefs=False
     )
     found.release(found.create(SHELL, FILE, 0o644, os.O_WRONLY))
     yield found

@@ -12,7 +12,7 @@ from contextlib import suppress
 import pytest
 
 from emulated_kernel.errors import KernelError
-from emulated_kernel.host.mirror.processes import NoProcesses
+from emulated_kernel.host.mirror.processes import ProcessWatch
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.linux.engine import LinuxEngine
 from emulated_kernel.linux.engine_mount import EngineMount
@@ -43,7 +43,7 @@ def engine() -> LinuxEngine:
 
 @pytest.fixture(scope="module")
 def ours(engine: LinuxEngine) -> Iterator[EngineMount]:
-    mount = EngineMount(engine, NoProcesses(), Owner(0, 0), is_tracefs=False)
+    mount = EngineMount(engine, ProcessWatch(), Owner(0, 0), is_tracefs=False)
     yield mount
     mount.close()
 
@@ -218,7 +218,7 @@ def test_events_with_a_regfunc_that_nobody_can_call(
     with pytest.raises(KernelError) as refusal:
         _ = engine.kernel_calls
     assert refusal.value.errno == errno.ENOEXEC
-    mount = EngineMount(engine, NoProcesses(), Owner(0, 0), is_tracefs=False)
+    mount = EngineMount(engine, ProcessWatch(), Owner(0, 0), is_tracefs=False)
     listed, whole = (set(read(each, "/tracing/available_events").split()) for each in (mount, ours))
     mount.close()
     plain = {f"{event.system}:{event.name}" for event in kernel.events if event.is_plain}

@@ -260,14 +260,14 @@ def compare_places(linux: LinuxMount, kernel: ProbedTables, places: Iterable[int
 
 def compare_modules(image: str, names: Iterable[str], count: int, seed: int) -> Tally:
     """Places in modules that the kernel has loaded: it and our engine, in one guest, judge them."""
-    from emulated_kernel.host.mirror.processes import NoProcesses
+    from emulated_kernel.host.mirror.processes import ProcessWatch
     from emulated_kernel.linux.start import started_with_kernel
     from emulated_kernel.vfs.core.node import Owner
 
     tasks, kernel = started_with_kernel(image, seed)
     engine = LinuxEngine(tasks, kernel)
     modules = ModuleFiles(Path(image), tasks.release)
-    linux = LinuxMount(tasks, NoProcesses(), Owner(0, 0), modules, is_tracefs=False, lock=engine.lock)
+    linux = LinuxMount(tasks, ProcessWatch(), Owner(0, 0), modules, is_tracefs=False, lock=engine.lock)
     whole = Tally()
     for name in names:
         if write(linux, "/machine/modules", f"load {name}"):
@@ -314,7 +314,7 @@ def compare_records(linux: LinuxMount, ours: LinuxMount) -> Tally:
 
 def main() -> int:
     """The command line."""
-    from emulated_kernel.host.mirror.processes import NoProcesses
+    from emulated_kernel.host.mirror.processes import ProcessWatch
     from emulated_kernel.kernel import Kernel
     from emulated_kernel.linux.engine_mount import EngineMount
     from emulated_kernel.linux.start import started_with_kernel
@@ -326,9 +326,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, metavar="N")
     options = parser.parse_args()
     tasks, kernel = started_with_kernel(options.image, options.seed)
-    linux = LinuxMount(tasks, NoProcesses(), Owner(0, 0), is_tracefs=False)
+    linux = LinuxMount(tasks, ProcessWatch(), Owner(0, 0), is_tracefs=False)
     engine = LinuxEngine(*started_with_kernel(options.image, options.seed))
-    ours = EngineMount(engine, NoProcesses(), Owner(0, 0), is_tracefs=False)
+    ours = EngineMount(engine, ProcessWatch(), Owner(0, 0), is_tracefs=False)
     is_perfect = True
     for what, tally in (
         ("places", compare_places(linux, kernel, kernel_places(kernel, options.count, options.seed))),

@@ -38,7 +38,6 @@ class ClientsOnly(HostProcesses):
         self._next = FIRST_PID + (self._next + 1 - FIRST_PID) % _ROOM
 
     def host_pid(self, number: int) -> int:
-        """See ProcessWatch."""
         return self._pids.get(number, number)
 
     def parent(self, number: int) -> int | None:
@@ -51,7 +50,6 @@ class ClientsOnly(HostProcesses):
         return []
 
     def follow(self, pid: int) -> None:
-        """See ProcessWatch."""
         super().follow(self.host_pid(pid))
 
     def exited(self) -> list[int]:
@@ -62,9 +60,7 @@ class ClientsOnly(HostProcesses):
         return ended
 
     def comm(self, pid: int) -> str | None:
-        """See ProcessWatch."""
         return super().comm(self.host_pid(pid))
 
     def pinned_to(self, pid: int) -> int | None:
-        """See ProcessWatch."""
         return super().pinned_to(self.host_pid(pid))

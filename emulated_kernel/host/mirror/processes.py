@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from time import monotonic
-from typing import Protocol
 
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.host.client_call import ClientCall, client_call, next_fd
@@ -44,42 +43,60 @@ class Fork:
     alive: bool
 
 
-class ProcessWatch(Protocol):
-    """How the mirror learns of host processes; tests put a scripted one in its place.
+class ProcessWatch:
+    """How the mirror learns of host processes; of this one, that nothing happens: for the API and for tests.
 
     call() and next_fd() take the host's pid, the others what number() made of it.
     """
 
     def number(self, pid: int) -> int:
         """The pid that a process of the host has in the guest."""
+        return pid
 
     def host_pid(self, number: int) -> int:
         """The way back."""
+        return number
 
-    def parent(self, number: int) -> int | None:
+    def parent(self, number: int) -> int | None:  # noqa: ARG002
         """Who has just forked the process, in the guest's pids, if forks() doesn't tell; None: nobody."""
+        return None
 
     def has_news(self) -> bool:
         """Whether forks() or exited() may tell something; comm() is of today behind that."""
+        return False
 
-    def forks(self) -> list[Fork]: ...
+    def forks(self) -> list[Fork]:
+        """Processes forked since the last call, oldest first; threads are left out."""
+        return []
 
-    def exited(self) -> list[int]: ...
+    def exited(self) -> list[int]:
+        """Followed processes that have ended since the last call."""
+        return []
 
-    def comm(self, pid: int) -> str | None: ...
+    def comm(self, pid: int) -> str | None:  # noqa: ARG002
+        """The process's name now, None when it has ended."""
+        return None
 
-    def follow(self, pid: int) -> None: ...
+    def follow(self, pid: int) -> None:
+        """Report this process, or thread of one, in `exited` once it has ended."""
 
-    def pinned_to(self, pid: int) -> int | None: ...
+    def pinned_to(self, pid: int) -> int | None:  # noqa: ARG002
+        """The one CPU of several that the process may run on, None if it has more."""
+        return None
 
-    def call(self, pid: int, uid: int) -> ClientCall | None: ...
+    def call(self, pid: int, uid: int) -> ClientCall | None:  # noqa: ARG002
+        """The system call in which it waits for us, None where that can't be known."""
+        return None
 
-    def next_fd(self, pid: int) -> int | None: ...
+    def next_fd(self, pid: int) -> int | None:  # noqa: ARG002
+        """The descriptor that its open(2) will return, None where that can't be known."""
+        return None
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Give back what it holds."""
 
 
-class HostProcesses:
+class HostProcesses(ProcessWatch):
     """Watches the host: one epoll call a look where its kernel tells of changes, else reads of /proc."""
 
     def __init__(self, *, sees_forks: bool = True) -> None:
@@ -112,23 +129,10 @@ class HostProcesses:
         self._families = Families()
         """Of clients, on a host that tells of no forks."""
 
-    def number(self, pid: int) -> int:
-        """The same."""
-        return pid
-
-    def host_pid(self, number: int) -> int:
-        """The same."""
-        return number
-
-    def parent(self, number: int) -> int | None:  # noqa: ARG002
-        """Nobody: a process seen first at its request was forked in the past."""
-        return None
-
     def _read_last_pid(self) -> int:
         return int(os.pread(self._loadavg, 64, 0).rsplit(None, 1)[-1])
 
     def has_news(self) -> bool:
-        """See ProcessWatch."""
         if not self._is_told or self._lost or self._epoll.poll(0):
             return True
         return monotonic() >= self._next_check
@@ -154,7 +158,6 @@ class HostProcesses:
             self._names.clear()
 
     def forks(self) -> list[Fork]:
-        """Processes forked since the last call, oldest first; threads are left out."""
         was_told = self._fork_events is not None and self._hear(self._fork_events)
         self._next_check = monotonic() + _CHECK
         seen = os.pread(self._loadavg, 64, 0)
@@ -218,7 +221,6 @@ class HostProcesses:
         return Fork(pid, parent, known["Name"], uid, gid, alive)
 
     def follow(self, pid: int) -> None:
-        """Report this process, or thread of one, in `exited` once it has ended."""
         if pid in self._pidfds:
             return
         # It has ended meanwhile, or there are too many to follow: better no task than one for ever.
@@ -236,7 +238,6 @@ class HostProcesses:
         self._pidfds[pid], self._pid_of[fd] = fd, pid
 
     def exited(self) -> list[int]:
-        """Followed processes that have ended since the last call."""
         events = self._epoll.poll(0)
         if not events and not self._lost:
             return []
@@ -259,7 +260,7 @@ class HostProcesses:
             os.close(comm)
 
     def comm(self, pid: int) -> str | None:
-        """The process's name now, None when it has ended. An open file a process makes a look 1 us."""
+        """See ProcessWatch. An open file a process makes a look 1 us."""
         name = self._names.get(pid)
         if name is not None:
             return name
@@ -291,7 +292,6 @@ class HostProcesses:
         return fd
 
     def pinned_to(self, pid: int) -> int | None:
-        """The one CPU of several that the process may run on, None if it has more."""
         try:
             allowed = os.sched_getaffinity(pid)
         except OSError:
@@ -303,7 +303,6 @@ class HostProcesses:
         return client_call(pid) if uid in (0, self._uid) else None
 
     def next_fd(self, pid: int) -> int | None:
-        """See next_fd()."""
         return next_fd(pid)
 
     def close(self) -> None:
@@ -356,43 +355,3 @@ def _open_pidfd(pid: int) -> int:
 @lru_cache(_OPEN_COMMS)
 def _comm(text: bytes) -> str:
     return text.decode("utf-8", "surrogateescape").removesuffix("\n")
-
-
-class NoProcesses:
-    """A host on which nothing happens: for the Python API and for tests."""
-
-    def has_news(self) -> bool:
-        return False
-
-    def number(self, pid: int) -> int:
-        return pid
-
-    def host_pid(self, number: int) -> int:
-        return number
-
-    def parent(self, number: int) -> int | None:  # noqa: ARG002
-        return None
-
-    def forks(self) -> list[Fork]:
-        return []
-
-    def exited(self) -> list[int]:
-        return []
-
-    def comm(self, pid: int) -> str | None:  # noqa: ARG002
-        return None
-
-    def follow(self, pid: int) -> None:
-        pass
-
-    def pinned_to(self, pid: int) -> int | None:  # noqa: ARG002
-        return None
-
-    def call(self, pid: int, uid: int) -> ClientCall | None:  # noqa: ARG002
-        return None
-
-    def next_fd(self, pid: int) -> int | None:  # noqa: ARG002
-        return None
-
-    def close(self) -> None:
-        pass
