@@ -140,14 +140,7 @@ class ReturnCode(ABC):
 
     @abstractmethod
     def handler(self, program: Program, *, saves_all: bool) -> HandlerCode:
-        """A handler for a `dispatch` with the same `saves_all`."""
-
-    @abstractmethod
-    def placed(self, handler: HandlerCode, buffer: int, finish: int | None) -> Detour:
-        """Such a handler at `buffer`; `finish` is that of the dispatch, an address.
-
-        Raises: KernelError ERANGE.
-        """
+        """A handler for a `dispatch` with the same `saves_all`; it goes on at its `finish`, if it has one."""
 
 
 class Arch(ABC):
@@ -322,19 +315,33 @@ class Arch(ABC):
         is saved as a struct pt_regs, which sp is at when the host is called.
         """
 
-    @abstractmethod
     def detour(self, region: Region, buffer: int, handler: HandlerCode | None = None) -> Detour:
         """The detour buffer at `buffer`; its handler is compiled, or reached by a breakpoint.
 
         Raises: KernelError(EINVAL, ERANGE) if an instruction can't be moved that far.
         """
+        if handler is not None:
+            return Detour.compiled(handler, self.relocated(region, buffer + len(handler.code)))
+        save, restore = self.around_handler(region)
+        template = save + self.breakpoint + restore
+        code = template + self.relocated(region, buffer + len(template))
+        assert len(code) <= self.max_detour
+        return Detour(code, len(save), len(template))
 
     @abstractmethod
+    def around_handler(self, region: Region) -> tuple[bytes, bytes]:
+        """What saves a struct pt_regs in front of a detour's breakpoint, and what restores it behind that."""
+
+    @abstractmethod
+    def relocated(self, region: Region, to: int) -> bytes:
+        """Its instructions for `to`, and a jump to what follows them. Raises: KernelError EINVAL, ERANGE."""
+
     def handler_stub(self, handler: HandlerCode, buffer: int, target: int) -> Detour:
         """A compiled handler at `buffer` that goes on at `target`, such as an insn slot.
 
         Raises: KernelError ERANGE if it is too far away.
         """
+        return Detour.compiled(handler, self.relative_jump(buffer + len(handler.code), target))
 
     @abstractmethod
     def verdict(self, image: ProbedTables, strategy: Strategy[Any] | None, *, ftrace: bool) -> Verdict[Any]:

@@ -14,7 +14,6 @@ from emulated_kernel.arch.program import ops as ir
 from emulated_kernel.arch.program.ops import Condition, HandlerCode, Label, Program
 from emulated_kernel.arch.x86.arch import X86_64
 from emulated_kernel.arch.x86.assemble import Encoder
-from emulated_kernel.arch.x86.detour import handler_stub
 from emulated_kernel.arch.x86.emulate import REGISTER_NAMES
 from emulated_kernel.arch.x86.frame import FRAME_32, FRAME_64, RegsFrame
 from emulated_kernel.arch.x86.handler_code import save_all, save_live
@@ -123,7 +122,7 @@ def check(case: Case, handler: HandlerCode, live: Live, frame: RegsFrame | None 
     expected = interpret(case)
     mode = unicorn.UC_MODE_64 if case.bits == 64 else unicorn.UC_MODE_32
     with engines.lent(unicorn.UC_ARCH_X86, mode) as uc:
-        found = Processor(uc, case, handler_stub(handler, CODE, END), frame).run()
+        found = Processor(uc, case, X86_64().handler_stub(handler, CODE, END), frame).run()
     assert found.host_calls == expected.host_calls
     assert found.faults == expected.faults
     for start, data in expected.areas.items():

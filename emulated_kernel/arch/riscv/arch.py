@@ -10,13 +10,13 @@ from emulated_kernel.arch.analysis.disassembly import Disassembler
 from emulated_kernel.arch.analysis.frames import Frame, FrameInsn
 from emulated_kernel.arch.analysis.region import Live, Region
 from emulated_kernel.arch.analysis.tables import ProbedTables
-from emulated_kernel.arch.base import Arch, Detour, HandlerStub, Prepared, Registers
+from emulated_kernel.arch.base import Arch, HandlerStub, Prepared, Registers
 from emulated_kernel.arch.program.ops import HandlerCode, Program
 from emulated_kernel.arch.riscv import assemble, frame, frames
 from emulated_kernel.arch.riscv import detour as detours
 from emulated_kernel.arch.riscv import prepare as out_of_line
 from emulated_kernel.arch.riscv.assembler import RiscvAssembler
-from emulated_kernel.arch.riscv.handler_code import RiscvReturnCode, Target, handler_code
+from emulated_kernel.arch.riscv.handler_code import RiscvReturnCode, handler_code
 from emulated_kernel.arch.riscv.insn import RVI_SIZE, T0, ZERO, decode_all
 from emulated_kernel.arch.riscv.verdict import STRATEGIES, RiscvVerdict
 from emulated_kernel.arch.verdict import Strategy
@@ -59,7 +59,7 @@ class Riscv(Arch):
     general_registers = frozenset(frame.PT_REGS)
     no_return_hook = ("__switch_to",)
     detour_jump = staticmethod(detours.detour_jump)
-    handler_stub = staticmethod(detours.handler_stub)
+    around_handler = staticmethod(detours.around_handler)
     repetition = staticmethod(detours.repetition)
     kept_by_calls = frozenset(f"s{n}" for n in range(12))
     trampoline_slot = -16
@@ -93,13 +93,10 @@ class Riscv(Arch):
         return detours.return_trampoline(self.breakpoint)
 
     def handler_code(self, program: Program, addr: int, live: Live | None = None) -> HandlerCode:
-        target = Target(self.breakpoint, {"ip": addr, **frame.FIXED_REGISTERS})
-        return handler_code(program, target, live)
+        return handler_code(program, addr, live, self.breakpoint)
 
-    def detour(self, region: Region, buffer: int, handler: HandlerCode | None = None) -> Detour:
-        if handler is not None:
-            return detours.compiled_detour(region, buffer, handler, compressed=self.compressed)
-        return detours.detour(region, buffer, self.breakpoint, compressed=self.compressed)
+    def relocated(self, region: Region, to: int) -> bytes:
+        return detours.relocated(region, to, compressed=self.compressed)
 
     def verdict(self, image: ProbedTables, strategy: Strategy[Any] | None, *, ftrace: bool) -> RiscvVerdict:
         return RiscvVerdict(image, strategy, self.disassembler, compressed=self.compressed, ftrace=ftrace)

@@ -9,15 +9,13 @@ from __future__ import annotations
 from errno import EINVAL
 
 from emulated_kernel.arch.analysis.region import Region, ScratchRegisters
-from emulated_kernel.arch.base import Detour, HandlerStub
-from emulated_kernel.arch.program.ops import HandlerCode
+from emulated_kernel.arch.base import HandlerStub
 from emulated_kernel.arch.riscv.assemble import (
     C_NOP,
     LONG_JUMP_SIZE,
     BranchFunct3,
     addi,
     branch,
-    jal,
     jump_register,
     load,
     long_jump,
@@ -49,8 +47,11 @@ def detour_jump(region: Region, target: int) -> bytes:
     return jump + C_NOP * ((region.length - len(jump)) // len(C_NOP))
 
 
-def _moved(region: Region, to: int, *, compressed: bool) -> bytes:
-    """The instructions at `to`, and a jump to what follows them. Raises: KernelError(EINVAL, ERANGE)."""
+def relocated(region: Region, to: int, *, compressed: bool) -> bytes:
+    """See Arch.relocated.
+
+    Linux: the address behind the region is loaded from beside the code. Deviates: auipc alone reaches it.
+    """
     insns = decode_all(region.code, region.addr, compressed=compressed)
     if any(insn.handling is not Handling.COPIED for _, insn in insns):
         raise KernelError(EINVAL, "an instruction that needs its address")
@@ -63,27 +64,13 @@ def _scratch(region: Region) -> ScratchRegisters:
     return region.scratch
 
 
-def detour(region: Region, buffer: int, breakpoint_: bytes, *, compressed: bool) -> Detour:
-    """The detour of a region at `buffer`. Raises: KernelError(EINVAL, ERANGE).
+def around_handler(region: Region) -> tuple[bytes, bytes]:
+    """See Arch.around_handler.
 
-    Linux: the address behind the region is loaded from beside the code. Deviates: auipc alone reaches it.
     Mirrors: opt_trampoline.S:optprobe_template_entry, opt.c:prepare_detour_buffer (optprobes v6, 2023).
     """
     save = save_general() + complete(set_register(T0, region.addr))
-    template = save + breakpoint_ + load_general() + move_stack_pointer(SIZE)
-    result = template + _moved(region, buffer + len(template), compressed=compressed)
-    assert len(result) <= MAX_DETOUR
-    return Detour(result, len(save), len(template))
-
-
-def compiled_detour(region: Region, buffer: int, handler: HandlerCode, *, compressed: bool) -> Detour:
-    """As `detour`, with the handler's code instead of the breakpoint; raises the same."""
-    return Detour.compiled(handler, _moved(region, buffer + len(handler.code), compressed=compressed))
-
-
-def handler_stub(handler: HandlerCode, buffer: int, target: int) -> Detour:
-    """A handler at `buffer` that goes on at `target`. Raises: KernelError ERANGE beyond 1 MiB."""
-    return Detour.compiled(handler, jal(ZERO, buffer + len(handler.code), target))
+    return save, load_general() + move_stack_pointer(SIZE)
 
 
 def ftrace_trampoline(breakpoint_: bytes) -> HandlerStub:

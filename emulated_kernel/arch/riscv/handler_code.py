@@ -7,16 +7,13 @@ is kept on the stack.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from emulated_kernel.arch.analysis.region import Live
-from emulated_kernel.arch.base import Detour, ReturnCode, ReturnDispatch
-from emulated_kernel.arch.program.code_layout import Encoding
+from emulated_kernel.arch.base import ReturnCode, ReturnDispatch
 from emulated_kernel.arch.program.lowering import lay_out
 from emulated_kernel.arch.program.ops import HandlerCode, Program
 from emulated_kernel.arch.riscv import frame
 from emulated_kernel.arch.riscv.assemble import (
-    jal,
     jump_register,
     load,
     move_stack_pointer,
@@ -26,7 +23,7 @@ from emulated_kernel.arch.riscv.assemble import (
 )
 from emulated_kernel.arch.riscv.detour import RETURN_FROM_FRAME, RETURN_ROOM
 from emulated_kernel.arch.riscv.frame import WORD
-from emulated_kernel.arch.riscv.insn import RA, REGISTER_NAMES, SP, T0, ZERO
+from emulated_kernel.arch.riscv.insn import RA, REGISTER_NAMES, SP, T0
 from emulated_kernel.arch.riscv.lowering import (
     LEAVING,
     NUMBERS,
@@ -36,54 +33,43 @@ from emulated_kernel.arch.riscv.lowering import (
     in_register,
     in_slot,
 )
-from emulated_kernel.dataclass import dataclass
 
 _STACK_ALIGN = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """What all handlers of an architecture are made with."""
-
-    breakpoint: bytes
-    constants: Mapping[str, int]
-    """Registers that are the same at every hit, ip among them."""
-
-
-def handler_code(program: Program, target: Target, live: Live | None) -> HandlerCode:
+def handler_code(program: Program, addr: int, live: Live | None, breakpoint_: bytes) -> HandlerCode:
     """Code that keeps what is live, or without that knowledge everything."""
-    return _reaching(_handler_code, program, target, live)
+    constants = {"ip": addr, **frame.FIXED_REGISTERS}
+
+    def make(far: bool) -> HandlerCode:
+        if live is None:
+            return _save_all(program, breakpoint_, constants, far=far)
+        body = RiscvLowering(program, live, constants, breakpoint_, far=far)
+        before, after, slots = _save_live(body, live)
+        return lay_out(body, before, after, slots, encoding(len(breakpoint_)))
+
+    return _reaching(make)
 
 
-def _reaching(make: Callable[..., HandlerCode], *args: Any, **options: Any) -> HandlerCode:
-    """With short branches, if they reach."""
+def _reaching(make: Callable[[bool], HandlerCode]) -> HandlerCode:
+    """With short branches, if they reach; else `far`."""
     try:
-        return make(*args, **options, far=False)
+        return make(False)
     except BranchOutOfReachError:
-        return make(*args, **options, far=True)
+        return make(True)
 
 
-def _handler_code(program: Program, target: Target, live: Live | None, *, far: bool) -> HandlerCode:
-    if live is None:
-        return _save_all(program, target, far=far)
-    body = RiscvLowering(program, live, target.constants, target.breakpoint, far=far)
-    before, after, slots = _save_live(body, live)
-    return lay_out(body, before, after, slots, encoding(len(target.breakpoint)))
-
-
-def _save_all(program: Program, target: Target, *, far: bool) -> HandlerCode:
+def _save_all(
+    program: Program, breakpoint_: bytes, constants: Mapping[str, int], *, far: bool
+) -> HandlerCode:
     """A program within a frame; the stack pointer is at the frame, complete, at all its host calls."""
-    completed = _complete_around(target.constants["ip"])
-    body = RiscvLowering(program, None, target.constants, target.breakpoint, before_host=completed, far=far)
+    # No register is changed that a program uses: t0 isn't one of them.
+    completed = frame.complete(set_register(T0, constants["ip"]))
+    body = RiscvLowering(program, None, constants, breakpoint_, before_host=completed, far=far)
     slots = {number: in_slot(WORD * number) for number in body.slots}
     slots[SP] = in_register(SP, frame.SIZE)
     after = frame.load_general() + move_stack_pointer(frame.SIZE)
-    return lay_out(body, frame.save_general(), after, slots, encoding(len(target.breakpoint)))
-
-
-def _complete_around(ip: int) -> bytes:
-    """The rest of the frame, with no register changed that a program uses: t0 isn't one of them."""
-    return frame.complete(set_register(T0, ip))
+    return lay_out(body, frame.save_general(), after, slots, encoding(len(breakpoint_)))
 
 
 def _save_live(body: RiscvLowering, live: Live, above: int = 0) -> tuple[bytes, bytes, dict[int, int]]:
@@ -125,11 +111,12 @@ class RiscvReturnCode(ReturnCode):
 
     def __init__(self, breakpoint_: bytes) -> None:
         self._breakpoint = breakpoint_
+        self._encoding = encoding(len(breakpoint_))
 
     def dispatch(
         self, program: Program, buffer: int, own: int | None = None, *, saves_all: bool
     ) -> ReturnDispatch:
-        found = _reaching(self._dispatch, program, saves_all=saves_all)
+        found = _reaching(lambda far: self._dispatch(program, saves_all=saves_all, far=far))
         address = buffer + found.entry if own is None else own
         # The handler in Python finds ra as it was, in the frame.
         code = found.code if saves_all else found.code + load(RA, SP, 0, WORD) + frame.save_general()
@@ -145,37 +132,31 @@ class RiscvReturnCode(ReturnCode):
     def _dispatch(self, program: Program, *, saves_all: bool, far: bool) -> HandlerCode:
         leave = jump_register(LEAVING)
         if saves_all:
-            body = self._body(program, None, far=far)
             # Not by storing ra: of all that is on the stack the word to return to is the one that changes.
             own = set_to_address(T0, len(_ENTER_FRAME), 0) + store(SP, WORD * RA, T0, WORD)
-            return lay_out(body, _ENTER_FRAME + own, b"", _frame_slots(body), self._encoding, leave)
-        body = self._body(program, self.live, far=far)
-        before, after, slots = _save_live(body, self.live, _RETURN_WORD)
+            return self._in_frame(program, _ENTER_FRAME + own, leave, far=far)
+        body, before, after, slots = self._saving(program, far=far)
         return lay_out(body, _ENTER + before, after, slots, self._encoding, after + leave)
 
     def handler(self, program: Program, *, saves_all: bool) -> HandlerCode:
-        return _reaching(self._handler, program, saves_all=saves_all)
+        return _reaching(lambda far: self._handler(program, saves_all=saves_all, far=far))
 
     def _handler(self, program: Program, *, saves_all: bool, far: bool) -> HandlerCode:
         if saves_all:
-            body = self._body(program, None, far=far)
-            return lay_out(body, b"", b"", _frame_slots(body), self._encoding)
-        body = self._body(program, self.live, far=far)
-        before, after, slots = _save_live(body, self.live, _RETURN_WORD)
+            return self._in_frame(program, far=far)
+        body, before, after, slots = self._saving(program, far=far)
         return lay_out(body, before, after + _RETURN, slots, self._encoding)
 
-    def placed(self, handler: HandlerCode, buffer: int, finish: int | None) -> Detour:
-        behind = b"" if finish is None else jal(ZERO, buffer + len(handler.code), finish)
-        return Detour.compiled(handler, behind)
+    def _in_frame(
+        self, program: Program, before: bytes = b"", leave: bytes = b"", *, far: bool
+    ) -> HandlerCode:
+        """Where a frame of a return has registers as they were."""
+        body = RiscvLowering(program, None, _NO_CONSTANTS, self._breakpoint, far=far)
+        slots = {number: in_slot(WORD * number) for number in body.slots}
+        slots[SP] = in_register(SP, RETURN_ROOM)
+        return lay_out(body, before, b"", slots, self._encoding, leave)
 
-    def _body(self, program: Program, live: Live | None, *, far: bool) -> RiscvLowering:
-        return RiscvLowering(program, live, _NO_CONSTANTS, self._breakpoint, far=far)
-
-    @property
-    def _encoding(self) -> Encoding:
-        return encoding(len(self._breakpoint))
-
-
-def _frame_slots(body: RiscvLowering) -> dict[int, int]:
-    """Where a frame of a return has registers as they were."""
-    return {number: in_slot(WORD * number) for number in body.slots} | {SP: in_register(SP, RETURN_ROOM)}
+    def _saving(self, program: Program, *, far: bool) -> tuple[RiscvLowering, bytes, bytes, dict[int, int]]:
+        """Where registers are saved by the code itself: that, and what stands around it."""
+        body = RiscvLowering(program, self.live, _NO_CONSTANTS, self._breakpoint, far=far)
+        return body, *_save_live(body, self.live, _RETURN_WORD)

@@ -10,12 +10,13 @@ from emulated_kernel.arch.analysis.disassembly import Disassembler
 from emulated_kernel.arch.analysis.frames import Frame, FrameInsn
 from emulated_kernel.arch.analysis.region import Live, Region
 from emulated_kernel.arch.analysis.tables import ProbedTables
-from emulated_kernel.arch.base import Arch, Detour, HandlerStub, Prepared, Registers
+from emulated_kernel.arch.base import Arch, HandlerStub, Prepared, Registers
 from emulated_kernel.arch.program.ops import HandlerCode, Program
 from emulated_kernel.arch.verdict import Strategy
 from emulated_kernel.arch.x86 import detour as detours
 from emulated_kernel.arch.x86 import frames
 from emulated_kernel.arch.x86 import prepare as out_of_line
+from emulated_kernel.arch.x86.assemble import INT3
 from emulated_kernel.arch.x86.assembler import X86Assembler
 from emulated_kernel.arch.x86.emulate import REGISTER_NAMES, TF
 from emulated_kernel.arch.x86.frame import FRAME_32, FRAME_64, RegsFrame
@@ -32,7 +33,7 @@ _NAMES_64 = (
 class X86(Arch):
     """What both widths share; `bits` selects the decoder's mode."""
 
-    breakpoint = out_of_line.INT3
+    breakpoint = INT3
     max_insn_size = MAX_INSN_SIZE
     jump_size = call_size = out_of_line.JMP32_SIZE
     seen_ip = 1
@@ -48,7 +49,6 @@ class X86(Arch):
     no_return_hook = ("__switch_to",)
     relative_jump = staticmethod(out_of_line.relative_jump)
     relative_call = staticmethod(detours.relative_call)
-    handler_stub = staticmethod(detours.handler_stub)
     returns: X86ReturnCode
     _frame: RegsFrame
 
@@ -76,10 +76,11 @@ class X86(Arch):
     def ftrace_trampoline(self) -> HandlerStub:
         return detours.ftrace_trampoline(self._frame)
 
-    def detour(self, region: Region, buffer: int, handler: HandlerCode | None = None) -> Detour:
-        if handler is not None:
-            return detours.compiled_detour(region, buffer, handler, self.bits)
-        return detours.detour(self._frame, region, buffer)
+    def around_handler(self, region: Region) -> tuple[bytes, bytes]:
+        return detours.around_handler(self._frame, region)
+
+    def relocated(self, region: Region, to: int) -> bytes:
+        return detours.relocated(region, to, self.bits)
 
     def repetition(self, at: int, entry: int, turns: int) -> bytes:
         absolute = b"\x0c\x25" if self.bits == 64 else b"\x0d"

@@ -7,12 +7,11 @@ and restore every register from what the handler left.
 from __future__ import annotations
 
 from emulated_kernel.arch.analysis.region import Region
-from emulated_kernel.arch.base import Detour, HandlerStub
-from emulated_kernel.arch.program.ops import HandlerCode
-from emulated_kernel.arch.x86.assemble import AX, CX, SP
+from emulated_kernel.arch.base import HandlerStub
+from emulated_kernel.arch.x86.assemble import AX, CX, INT3, SP
 from emulated_kernel.arch.x86.frame import POPF, RegsFrame, push_address
 from emulated_kernel.arch.x86.insn import MAX_INSN_SIZE
-from emulated_kernel.arch.x86.prepare import DISP32_SIZE, INT3, JMP32_SIZE, copy_instruction, relative_jump
+from emulated_kernel.arch.x86.prepare import DISP32_SIZE, JMP32_SIZE, copy_instruction, relative_jump
 
 RET = b"\xc3"
 MAX_DETOUR = 160
@@ -57,31 +56,16 @@ def return_trampoline(frame: RegsFrame, address: int) -> HandlerStub:
     return HandlerStub(save + INT3 + frame.restore_whole + RET, len(save))
 
 
-def detour(frame: RegsFrame, region: Region, buffer: int) -> Detour:
-    """The detour of a region at `buffer`.
+def around_handler(frame: RegsFrame, region: Region) -> tuple[bytes, bytes]:
+    """See Arch.around_handler.
 
-    Raises: KernelError EINVAL or ERANGE where the buffer is too far away.
     Mirrors: arch/x86/kernel/kprobes/opt.c:optprobe_template_entry, arch_prepare_optimized_kprobe (v6.1).
     """
-    save = frame.save_whole(push_address(region.addr + 1), -1, words=0)
-    template = save + INT3 + frame.restore_whole
-    result = template + relocated(region, buffer + len(template), frame.encoder.bits)
-    assert len(result) <= MAX_DETOUR
-    return Detour(result, len(save), len(template))
-
-
-def compiled_detour(region: Region, buffer: int, handler: HandlerCode, bits: int) -> Detour:
-    """As `detour`, with the handler's code instead of the breakpoint; raises the same."""
-    return Detour.compiled(handler, relocated(region, buffer + len(handler.code), bits))
-
-
-def handler_stub(handler: HandlerCode, buffer: int, target: int) -> Detour:
-    """A handler at `buffer` that goes on at `target`. Raises: KernelError ERANGE."""
-    return Detour.compiled(handler, relative_jump(buffer + len(handler.code), target))
+    return frame.save_whole(push_address(region.addr + 1), -1, words=0), frame.restore_whole
 
 
 def relocated(region: Region, to: int, bits: int) -> bytes:
-    """Its instructions for `to`, and a jump to what follows them. Raises: KernelError EINVAL, ERANGE."""
+    """See Arch.relocated."""
     result = b""
     while len(result) < region.length:
         done = len(result)

@@ -8,7 +8,7 @@ from emulated_kernel.arch.x86.assemble import AX, SAHF, SP, Encoder, high_byte_l
 from emulated_kernel.arch.x86.emulate import REGISTER_NAMES
 
 _PUSH_IMM8 = b"\x6a"
-_PUSHF, POPF = b"\x9c", b"\x9d"
+PUSHF, POPF = b"\x9c", b"\x9d"
 _KEEP_OF = b"\x24\x08"
 """and $8, %al: the overflow flag in the second byte of the flags."""
 _SET_OF = b"\x04\x78"
@@ -47,7 +47,7 @@ class RegsFrame:
         self.pops = b"".join(map(encoder.pop, general))
         """Restores the general registers."""
         above = at + encoder.word
-        self.save = _skip(encoder, above - self.size) + _PUSHF + _skip(encoder, below - at) + pushes
+        self.save = _skip(encoder, above - self.size) + PUSHF + _skip(encoder, below - at) + pushes
         flags = low_byte_load(at + 1) + _KEEP_OF + _SET_OF + high_byte_load(at) + SAHF
         self.restore = flags + self.pops + encoder.lea(SP, SP, self.size - below)
         self._push_the_rest = segments + pushes
@@ -58,7 +58,7 @@ class RegsFrame:
     def save_whole(self, push_ip: bytes, orig_ax: int, words: int) -> bytes:
         """Code that fills in all of the frame; the saved sp is `words` above where sp is in front of it."""
         encoder = self.encoder
-        code = self._push_fixed("ss") + encoder.push(SP) + _PUSHF
+        code = self._push_fixed("ss") + encoder.push(SP) + PUSHF
         # add $adjust, word(%sp)
         wide, adjust = b"\x48" if encoder.bits == 64 else b"", encoder.word * (words + 1)
         code += wide + bytes((0x83, 0x44, 0x24, encoder.word, adjust))

@@ -9,18 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from emulated_kernel.arch.analysis.region import Live
-from emulated_kernel.arch.base import Detour, ReturnCode, ReturnDispatch
+from emulated_kernel.arch.base import ReturnCode, ReturnDispatch
 from emulated_kernel.arch.program.lowering import lay_out
 from emulated_kernel.arch.program.ops import CallHost, HandlerCode, Program
 from emulated_kernel.arch.x86 import assemble as asm
 from emulated_kernel.arch.x86.assemble import AX, SP, Encoder, jump_through
 from emulated_kernel.arch.x86.detour import RET, return_trampoline
 from emulated_kernel.arch.x86.emulate import REGISTER_NAMES
-from emulated_kernel.arch.x86.frame import RegsFrame, push_address
+from emulated_kernel.arch.x86.frame import PUSHF, RegsFrame, push_address
 from emulated_kernel.arch.x86.lowering import ENCODING, LEAVING, NUMBERS, SLOT_FLAGS, SLOT_SP, X86Lowering
-from emulated_kernel.arch.x86.prepare import relative_jump
-
-_PUSHF = b"\x9c"
 
 
 def save_all(program: Program, frame: RegsFrame, constants: Mapping[str, int]) -> HandlerCode:
@@ -58,7 +55,7 @@ class SavedRegisters:
         restored = [number for number in sorted(changed) if number in live]
         reads = sorted(body.slots.difference(restored, [SLOT_SP]))
         pushed = [*reads, *restored]
-        save = b"".join(_PUSHF if number == SLOT_FLAGS else encoder.push(number) for number in pushed)
+        save = b"".join(PUSHF if number == SLOT_FLAGS else encoder.push(number) for number in pushed)
         restore = b"".join(map(encoder.pop, reversed(restored)))
         if reads:
             restore += encoder.lea(SP, SP, len(reads) * encoder.word)
@@ -136,7 +133,3 @@ class X86ReturnCode(ReturnCode):
         encoder = self._frame.encoder
         body = X86Lowering(program, encoder, self.live, _NO_CONSTANTS)
         return body, SavedRegisters(body, encoder, {NUMBERS[name] for name in self.live.registers})
-
-    def placed(self, handler: HandlerCode, buffer: int, finish: int | None) -> Detour:
-        behind = b"" if finish is None else relative_jump(buffer + len(handler.code), finish)
-        return Detour.compiled(handler, behind)

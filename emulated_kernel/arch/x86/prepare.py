@@ -6,6 +6,7 @@ from errno import EINVAL, ENOSPC, EOPNOTSUPP, ERANGE
 
 from emulated_kernel.arch.base import Prepared
 from emulated_kernel.arch.x86 import emulate
+from emulated_kernel.arch.x86.assemble import INT3, JUMP, is_signed
 from emulated_kernel.arch.x86.emulate import REGISTER_NAMES, X86Emulation, X86Operation
 from emulated_kernel.arch.x86.insn import (
     ADDRESS_SIZE_PREFIX,
@@ -46,9 +47,7 @@ def can_boost(insn: X86Insn, *, may_fault: bool = False) -> bool:
     return opcode not in _NOT_BOOSTABLE
 
 
-INT3 = b"\xcc"
 INT3_SIZE = 1
-JMP32_OPCODE = b"\xe9"
 JMP32_SIZE = 5
 DISP32_SIZE = 4
 
@@ -56,14 +55,9 @@ DISP32_SIZE = 4
 def relative_jump(source: int, target: int) -> bytes:
     """A `jmp rel32` at `source`. Raises: KernelError ERANGE where 32 bits don't reach."""
     distance = target - (source + JMP32_SIZE)
-    if not fits_s32(distance):
+    if not is_signed(distance, 32):
         raise KernelError(ERANGE, f"jump from {source:#x} to {target:#x} is longer than 2 GiB")
-    return JMP32_OPCODE + distance.to_bytes(DISP32_SIZE, "little", signed=True)
-
-
-def fits_s32(value: int) -> bool:
-    """Whether a signed 32-bit field holds `value`."""
-    return -(1 << 31) <= value < 1 << 31
+    return JUMP + distance.to_bytes(DISP32_SIZE, "little", signed=True)
 
 
 def copy_instruction(code: bytes, addr: int, real: int, bits: int = 64) -> tuple[bytes, X86Insn]:
@@ -78,7 +72,7 @@ def copy_instruction(code: bytes, addr: int, real: int, bits: int = 64) -> tuple
     copied = bytearray(code[: insn.length])
     if insn.rip_relative:
         displacement = addr + insn.displacement - real
-        if not fits_s32(displacement):
+        if not is_signed(displacement, 32):
             raise KernelError(EINVAL, "displacement doesn't reach from the copy")
         at = insn.displacement_offset
         copied[at : at + DISP32_SIZE] = displacement.to_bytes(DISP32_SIZE, "little", signed=True)
@@ -138,7 +132,7 @@ def prepare_emulation(insn: X86Insn, addr: int, bits: int = 64) -> X86Emulation 
     if 0x70 <= opcode <= 0x7F:
         return _branch(insn, addr, bits, emulate.jcc)
     if opcode in _LOOPS:
-        return _prepare_loop(insn, addr, bits)
+        return _branch(insn, addr, bits, _LOOPS[opcode], counter_mask=_mask(insn.address_size * 8))
     if opcode in _RELATIVE:
         return _branch(insn, addr, bits, _RELATIVE[opcode])
     if opcode in _STACK:
@@ -171,7 +165,7 @@ def _mask(bits: int) -> int:
     return (1 << bits) - 1
 
 
-def _branch(insn: X86Insn, addr: int, bits: int, op: X86Operation) -> X86Emulation:
+def _branch(insn: X86Insn, addr: int, bits: int, op: X86Operation, counter_mask: int = 0) -> X86Emulation:
     """A relative call or jump; a 16-bit operand size (32-bit mode only) cuts the target."""
     next_ip = addr + insn.length
     target = (next_ip + insn.immediate) & (0xFFFF if insn.operand_size == 2 else _mask(bits))
@@ -181,18 +175,8 @@ def _branch(insn: X86Insn, addr: int, bits: int, op: X86Operation) -> X86Emulati
         target=target,
         condition=insn.opcode[-1] & 0xF,
         operand_size=insn.operand_size,
+        counter_mask=counter_mask,
         mask=_mask(bits),
-    )
-
-
-def _prepare_loop(insn: X86Insn, addr: int, bits: int) -> X86Emulation:
-    branch = _branch(insn, addr, bits, _LOOPS[insn.opcode[0]])
-    return X86Emulation(
-        next_ip=branch.next_ip,
-        op=branch.op,
-        target=branch.target,
-        counter_mask=_mask(insn.address_size * 8),
-        mask=branch.mask,
     )
 
 

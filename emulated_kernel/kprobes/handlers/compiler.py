@@ -251,9 +251,8 @@ class Compiler:
         returns = self._arch.returns
         assert returns is not None, "it goes with such a trampoline"
         handler = returns.handler(builder.program(), saves_all=self.saves_all)
-        return self._write(
-            builder, handler, self._arch.jump_size, lambda made, at: returns.placed(made, at, finish)
-        )
+        place = _as_it_is if finish is None else self._going_on_at(finish)
+        return self._write(builder, handler, self._arch.jump_size, place)
 
     # Writing it
 
@@ -329,6 +328,10 @@ class Compiler:
         for access in code.accesses:
             del self.fixups[access]
         self._text.free_text(code.address)
+
+
+def _as_it_is(handler: HandlerCode, _buffer: int) -> Detour:
+    return Detour.compiled(handler, b"")
 
 
 def _host_call(action: HostAction, behind: int, label: int) -> Callable[[Any], None]:

@@ -100,8 +100,8 @@ def _machine(arch: Riscv, *, saves_all: bool, chosen: bool) -> tuple[Flat, int, 
     assert arch.returns is not None
     made = arch.returns.dispatch(_dispatch(), CODE, saves_all=saves_all)
     handler = arch.returns.handler(_returns_to(arch, CALLER), saves_all=saves_all)
-    finish = None if made.finish is None else CODE + made.finish
-    placed = arch.returns.placed(handler, HANDLER, finish)
+    goes_on = made.finish is not None
+    placed = arch.handler_stub(handler, HANDLER, CODE + made.finish) if goes_on else handler
     rng = random.Random(5)
     registers = {name: rng.getrandbits(64) for name in FIXED}
     registers |= {"sp": SP, "gp": CPU, "ra": CODE + made.entry}
