@@ -40,10 +40,7 @@ class WayIndex:
 
     def into(self, region: range) -> list[int]:
         """The sources of the ways into a region, by target."""
-        if not region:
-            return []
-        parts = range(region.start >> _PART_BITS, (region.stop - 1 >> _PART_BITS) + 1)
-        return [source for part in parts for source in self._into(part, region)]
+        return [source for _, source in self.pairs(region)]
 
     def pairs(self, region: range) -> list[tuple[int, int]]:
         """Target and source of each way into a region."""
@@ -57,16 +54,6 @@ class WayIndex:
                     [base + target for target in targets[first:last]], sources[first:last], strict=True
                 )
         return found
-
-    def _into(self, part: int, region: range) -> list[int]:
-        _, sources = self._sorted_part(part)
-        first, last = self._borders(part, region)
-        return sources[first:last]
-
-    def _borders(self, part: int, region: range) -> tuple[int, int]:
-        base = part << _PART_BITS
-        targets, _ = self._sorted_part(part)
-        return bisect_left(targets, region.start - base), bisect_left(targets, region.stop - base)
 
     def _sorted_part(self, part: int) -> tuple[list[int], list[int]]:
         found = self._unsorted.pop(part, None)

@@ -65,6 +65,11 @@ class Frame:
         else:
             self.regs[register] = value
 
+    def forget(self, registers: Iterable[str]) -> None:
+        """Nobody knows what they hold."""
+        for register in registers:
+            self.regs.pop(register, None)
+
     def add(self, register: str, source: str, offset: int) -> None:
         """A sum; without an offset, a copy."""
         self.set(register, self.at(source, offset) if offset else self.regs.get(source))
@@ -88,6 +93,10 @@ class Frame:
         top = self.at(stack_pointer)
         if top is not None:
             self.slots = {at: v for at, v in self.slots.items() if at[0] != top[0] or at[1] >= top[1]}
+
+
+def unchanged(_frame: Frame) -> None:
+    """What an instruction does to a frame that stays, or whose place one takes that looks the same."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 
-from emulated_kernel.arch.analysis.frames import CFA, IP, Flow, Frame, FrameInsn
+from emulated_kernel.arch.analysis.frames import CFA, IP, Flow, Frame, FrameInsn, unchanged
 from emulated_kernel.arch.riscv.insn import (
     REGISTER_NAMES,
     SP,
@@ -40,17 +40,17 @@ def frame_insns(
 def _read(insn: RiscvInsn, at: int, upper: tuple[int, int] | None, switches_stack: bool) -> FrameInsn:
     length = insn.length
     if insn.is_call:
-        return FrameInsn(length, _called, Flow.CALL)
+        return FrameInsn(length, lambda frame: frame.forget(_SCRATCH), Flow.CALL)
     if insn.opcode == RiscvOpcode.JAL:
-        return FrameInsn(length, _nothing, Flow.JUMP, at + insn.jump_offset)
+        return FrameInsn(length, unchanged, Flow.JUMP, at + insn.jump_offset)
     if insn.opcode == RiscvOpcode.BRANCH:
-        return FrameInsn(length, _nothing, Flow.BRANCH, at + insn.branch_offset)
+        return FrameInsn(length, unchanged, Flow.BRANCH, at + insn.branch_offset)
     if insn.is_return or insn.word == _SRET:
-        return FrameInsn(length, _nothing, Flow.RETURN)
+        return FrameInsn(length, unchanged, Flow.RETURN)
     if insn.is_indirect_jump:
         if upper is not None and upper[0] == insn.rs1:
-            return FrameInsn(length, _nothing, Flow.JUMP, upper[1] + insn.immediate)
-        return FrameInsn(length, _nothing, Flow.INDIRECT)
+            return FrameInsn(length, unchanged, Flow.JUMP, upper[1] + insn.immediate)
+        return FrameInsn(length, unchanged, Flow.INDIRECT)
     return FrameInsn(length, _effect(insn, switches_stack))
 
 
@@ -66,22 +66,17 @@ def _effect(insn: RiscvInsn, switches_stack: bool) -> _Effect:
         return lambda frame: frame.store(frame.at(rs1, offset), frame.regs.get(rs2), size, _WORD)
     if insn.opcode == RiscvOpcode.LOAD and insn.funct3 == _DOUBLE:
         if insn.rd == SP and insn.rs1 != SP and switches_stack:
-            return _nothing
+            return unchanged
         return lambda frame: frame.load(rd, frame.at(rs1, insn.immediate))
     if insn.opcode == RiscvOpcode.SYSTEM and insn.word >> 20 == _SEPC:
         return partial(_exception_pc, rd if insn.rd else None, rs1 if insn.rs1 else None)
     writes = insn.writes
     names = [name for number, name in enumerate(REGISTER_NAMES) if writes >> number & 1]
-    return partial(_forget, names)
+    return lambda frame: frame.forget(names)
 
 
 def _store_offset(insn: RiscvInsn) -> int:
     return sign_extend(insn.word >> 25 << 5 | insn.rd, 12)
-
-
-def _called(frame: Frame) -> None:
-    for name in _SCRATCH:
-        frame.set(name, None)
 
 
 def _exception_pc(to: str | None, source: str | None, frame: Frame) -> None:
@@ -91,15 +86,6 @@ def _exception_pc(to: str | None, source: str | None, frame: Frame) -> None:
         frame.set(EXCEPTION_PC, frame.regs.get(source))
     if to is not None:
         frame.set(to, was)
-
-
-def _forget(names: Sequence[str], frame: Frame) -> None:
-    for name in names:
-        frame.set(name, None)
-
-
-def _nothing(_frame: Frame) -> None:
-    """The frame stays as it is."""
 
 
 def entry_frame(*, by_interrupt: bool) -> Frame:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from emulated_kernel.arch.analysis.frames import ALIGNED, CFA, IP, Flow, Frame, FrameInsn
+from emulated_kernel.arch.analysis.frames import ALIGNED, CFA, IP, Flow, Frame, FrameInsn, unchanged
 from emulated_kernel.arch.x86.emulate import REGISTER_NAMES
 from emulated_kernel.arch.x86.insn import decode_all
 from emulated_kernel.arch.x86.liveness import register_numbers
@@ -45,9 +45,9 @@ class _Reader:
             # As in retpolines: the address is pushed alone.
             return FrameInsn(length, partial(self._push, None), Flow.JUMP, target)
         if flow in (FlowControl.CALL, FlowControl.INDIRECT_CALL):
-            return FrameInsn(length, self._called, Flow.CALL)
+            return FrameInsn(length, lambda frame: frame.forget(self._scratch), Flow.CALL)
         if flow == FlowControl.EXCEPTION:
-            return FrameInsn(length, _nothing, Flow.TRAP)
+            return FrameInsn(length, unchanged, Flow.TRAP)
         effect = self._effect(insn)
         if flow == FlowControl.CONDITIONAL_BRANCH:
             return FrameInsn(length, effect, Flow.BRANCH, target)
@@ -106,10 +106,6 @@ class _Reader:
 
     # Effects
 
-    def _called(self, frame: Frame) -> None:
-        for name in self._scratch:
-            frame.set(name, None)
-
     def _pushing(self, insn: Any) -> _Effect:
         if insn.op_count and (name := self._register(insn, 0)) is not None:
             return partial(self._push, name)
@@ -148,7 +144,7 @@ class _Reader:
         place = self._place(insn) if OpKind.MEMORY in (insn.op0_kind, insn.op1_kind) else None
         if to is not None and insn.op1_kind == OpKind.MEMORY:
             if to == "sp" and self._switches_stack:
-                return _nothing
+                return unchanged
             return None if place is None else lambda frame: frame.load(to, frame.at(*place))
         if insn.op0_kind == OpKind.MEMORY and place is not None and source is not None:
             word = self._word
@@ -217,8 +213,7 @@ class _Reader:
                 frame.add("sp", "sp", moved)
             for base, offset, size in () if moved else stores:
                 frame.store(frame.at(base, offset), None, size, self._word)
-            for name in names:
-                frame.set(name, None)
+            frame.forget(names)
 
         return forget
 
@@ -226,10 +221,6 @@ class _Reader:
 def _align(frame: Frame) -> None:
     frame.slots = {at: value for at, value in frame.slots.items() if at[0] != ALIGNED}
     frame.set("sp", (ALIGNED, 0))
-
-
-def _nothing(_frame: Frame) -> None:
-    """The frame stays, or another one takes its place that looks the same."""
 
 
 _HOST_FRAME = 4
