@@ -20,7 +20,9 @@ SHN_UNDEF = 0
 SHN_ABS = 0xFFF1
 STB_LOCAL = 0
 STB_WEAK = 2
+STT_NOTYPE = 0
 STT_OBJECT = 1
+STT_FUNC = 2
 STT_SECTION = 3
 STT_FILE = 4
 
@@ -185,6 +187,23 @@ class ElfFile:
         if offset + size > len(self.data):
             _bad(f"truncated: {what} ends at {offset + size:#x}, the file at {len(self.data):#x}")
         return self.data[offset : offset + size]
+
+
+def nm_letter(binding: int, kind: int, flags: int, section: int) -> str:
+    """nm's letter of a symbol, in a section with these flags, of this type. Mirrors: bfd_decode_symclass"""
+    if binding == STB_WEAK:
+        return "V" if kind == STT_OBJECT else "W"
+    if flags & SHF_EXECINSTR:
+        letter = "T"
+    elif section == SHT_NOBITS:
+        letter = "B"
+    elif flags & SHF_WRITE:
+        letter = "D"
+    elif flags & SHF_ALLOC:
+        letter = "R"
+    else:
+        letter = "N"
+    return letter.lower() if binding == STB_LOCAL else letter
 
 
 def _string(table: bytes, offset: int) -> str:

@@ -14,20 +14,13 @@ from typing import Self
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.image.elf import (
-    SHF_ALLOC,
-    SHF_EXECINSTR,
-    SHF_WRITE,
     SHN_ABS,
     SHN_UNDEF,
-    SHT_NOBITS,
-    STB_LOCAL,
-    STB_WEAK,
     STT_FILE,
-    STT_OBJECT,
     STT_SECTION,
     ElfFile,
     ElfSymbol,
-    SectionHeader,
+    nm_letter,
 )
 
 _OWN_TABLES = frozenset(
@@ -294,7 +287,11 @@ def elf_symbols(elf: ElfFile) -> Iterator[Symbol]:
             continue
         section = sections.get(symbol.section)
         if section is not None:
-            letter = "A" if section is percpu else _type_letter(symbol, section)
+            letter = (
+                "A"
+                if section is percpu
+                else nm_letter(symbol.binding, symbol.type, section.flags, section.type)
+            )
             yield Symbol(symbol.name, symbol.value, letter)
 
 
@@ -305,23 +302,6 @@ def _is_kallsyms_symbol(symbol: ElfSymbol) -> bool:
     if symbol.type in (STT_SECTION, STT_FILE) or symbol.name in _OWN_TABLES:
         return False
     return not symbol.name.startswith(("$", ".L"))
-
-
-def _type_letter(symbol: ElfSymbol, section: SectionHeader) -> str:
-    """nm's letter. Mirrors: binutils bfd_decode_symclass"""
-    if symbol.binding == STB_WEAK:
-        return "V" if symbol.type == STT_OBJECT else "W"
-    if section.flags & SHF_EXECINSTR:
-        letter = "T"
-    elif section.type == SHT_NOBITS:
-        letter = "B"
-    elif section.flags & SHF_WRITE:
-        letter = "D"
-    elif section.flags & SHF_ALLOC:
-        letter = "R"
-    else:
-        letter = "N"
-    return letter.lower() if symbol.binding == STB_LOCAL else letter
 
 
 def _order(symbol: Symbol) -> tuple[int, bool, bool, int, str]:

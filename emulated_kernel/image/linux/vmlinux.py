@@ -13,19 +13,25 @@ from itertools import pairwise
 from typing import Any, BinaryIO, Self
 
 from emulated_kernel.dataclass import dataclass
+from emulated_kernel.image.elf import (
+    PT_LOAD,
+    SHF_ALLOC,
+    SHN_ABS,
+    SHT_NOBITS,
+    SHT_SYMTAB,
+    STT_FUNC,
+    STT_NOTYPE,
+    STT_OBJECT,
+    ElfMachine,
+    nm_letter,
+)
 from emulated_kernel.image.linux.unusable import unusable
 
 _HEADER = struct.Struct("<4sBBB9xHHIQQQIHHHHHH")
 _PROGRAM = struct.Struct("<IIQQQQQQ")
 _SECTION = struct.Struct("<IIQQQQIIQQ")
 _SYMBOL = struct.Struct("<IBBHQQ")
-_X86_64 = 62
 _ET_EXEC, _ET_DYN = 2, 3
-_PT_LOAD = 1
-_SHT_SYMTAB, _SHT_NOBITS = 2, 8
-_SHF_WRITE, _SHF_ALLOC, _SHF_EXECINSTR = 1, 2, 4
-_SHN_ABS = 0xFFF1
-_STT_NOTYPE, _STT_OBJECT, _STT_FUNC = 0, 1, 2
 FILE_LIMIT = 256 << 20
 """Bytes of all segments together in the file; distributions' kernels have 30 to 70 MiB."""
 _MEMORY_LIMIT = 1 << 30
@@ -140,7 +146,7 @@ class ElfReader:
         """Number of the section that has the names of sections."""
         if magic != b"\x7fELF":
             raise unusable("no ELF file")
-        if (elf_class, order, machine) != (2, 1, _X86_64):
+        if (elf_class, order, machine) != (2, 1, ElfMachine.X86_64):
             raise unusable(f"an ELF file for another machine than x86_64 (number {machine})")
         if kind not in (_ET_EXEC, _ET_DYN):
             raise unusable("an ELF file that isn't linked (a module?), or a dump")
@@ -189,7 +195,7 @@ class ElfReader:
 def _symbol_tables(headers: list[tuple[int, ...]]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Headers of each symbol table and of its names. Raises: KernelError ENOEXEC."""
     for header in headers:
-        if header[1] == _SHT_SYMTAB and header[6] < len(headers):
+        if header[1] == SHT_SYMTAB and header[6] < len(headers):
             strings = headers[header[6]]
             if max(header[5], strings[5]) > _SYMTAB_LIMIT:
                 raise unusable("its symbol table has no sensible size")
@@ -218,7 +224,7 @@ class Vmlinux(LinkedMemory):
         found, in_file, in_memory = [], 0, 0
         for index, header in enumerate(elf.program_headers()):
             kind, flags, at, va, pa, file_size, mem_size, _ = header
-            if kind != _PT_LOAD or not mem_size:
+            if kind != PT_LOAD or not mem_size:
                 continue
             in_file, in_memory = in_file + file_size, in_memory + mem_size
             if file_size > mem_size or in_file > FILE_LIMIT or in_memory > _MEMORY_LIMIT:
@@ -239,8 +245,8 @@ class Vmlinux(LinkedMemory):
             return
         texts = elf.read(headers[elf.names][4], headers[elf.names][5])
         for name, kind, flags, address, _, length, *_ in headers:
-            if flags & _SHF_ALLOC:
-                section = Section(address, length, flags, kind != _SHT_NOBITS)
+            if flags & SHF_ALLOC:
+                section = Section(address, length, flags, kind != SHT_NOBITS)
                 self.sections.setdefault(_text(texts, name), section)
         for table, strings in _symbol_tables(headers):
             texts = elf.slice(strings[4], strings[5], "symbol names")
@@ -250,7 +256,7 @@ class Vmlinux(LinkedMemory):
     @staticmethod
     def _symbols(headers: list[tuple[int, ...]], texts: bytes, data: bytes) -> Iterator[tuple[int, str, str]]:
         for name, info, _, section, value, _ in _SYMBOL.iter_unpack(data):
-            if not name or info & 15 not in (_STT_NOTYPE, _STT_OBJECT, _STT_FUNC):
+            if not name or info & 15 not in (STT_NOTYPE, STT_OBJECT, STT_FUNC):
                 continue
             letter = _letter(info, section, headers)
             text = _text(texts, name)
@@ -264,17 +270,9 @@ def _text(texts: bytes, offset: int) -> str:
 
 
 def _letter(info: int, section: int, headers: list[tuple[int, ...]]) -> str:
-    """nm's letter; none for a symbol that kallsyms leaves out. Mirrors: binutils bfd_decode_symclass"""
-    if section == _SHN_ABS:
-        letter = "A"
-    elif not 0 < section < len(headers) or not headers[section][2] & _SHF_ALLOC:
+    """nm's letter; none for a symbol that kallsyms leaves out."""
+    if section == SHN_ABS:
+        return "A" if info >> 4 else "a"
+    if not 0 < section < len(headers) or not headers[section][2] & SHF_ALLOC:
         return ""
-    elif info >> 4 == 2:
-        return "V" if info & 15 == _STT_OBJECT else "W"
-    elif headers[section][2] & _SHF_EXECINSTR:
-        letter = "T"
-    elif headers[section][1] == _SHT_NOBITS:
-        letter = "B"
-    else:
-        letter = "D" if headers[section][2] & _SHF_WRITE else "R"
-    return letter if info >> 4 else letter.lower()
+    return nm_letter(info >> 4, info & 15, headers[section][2], headers[section][1])
