@@ -262,9 +262,9 @@ class Kprobes:
 
     def _aggregate(self, first: Kprobe) -> AggregatorProbe:
         head = AggregatorProbe(addr=first.address, report=self.hits.failures.report)
-        wanted = self.optimizer is not None and not first.is_gone and self.optimizer.wants(first)
-        if self.optimizer is not None and not first.is_ftrace and wanted:
-            self.optimizer.prepare(head)
+        optimizer = self.optimizer
+        if optimizer is not None and not (first.is_gone or first.is_ftrace) and optimizer.wants(first):
+            optimizer.prepare(head)
         self._put_aggregator(head, first)
         return head
 
@@ -345,9 +345,7 @@ class Kprobes:
         Mirrors: kernel/kprobes.c:enable_kprobe (v6.1).
         """
         self.lock.assert_held()
-        head = self.table.valid(kprobe)
-        if head is None:
-            raise KernelError(errno.EINVAL, "the probe isn't registered")
+        head = self._head_of(kprobe)
         if kprobe.is_gone:
             raise KernelError(errno.EINVAL, "the probed code is gone")
         if isinstance(head, AggregatorProbe) and kprobe.is_disabled:
@@ -362,10 +360,14 @@ class Kprobes:
     def disable_kprobe(self, kprobe: Kprobe) -> None:
         """Raises: KernelError EINVAL when the probe isn't registered."""
         self.lock.assert_held()
+        self._disable(kprobe, self._head_of(kprobe))
+
+    def _head_of(self, kprobe: Kprobe) -> Kprobe:
+        """Raises: KernelError EINVAL."""
         head = self.table.valid(kprobe)
         if head is None:
             raise KernelError(errno.EINVAL, "the probe isn't registered")
-        self._disable(kprobe, head)
+        return head
 
     def _disable(self, kprobe: Kprobe, head: Kprobe) -> None:
         """Mirrors: kernel/kprobes.c:__disable_kprobe (v6.1)."""
@@ -436,9 +438,7 @@ class Kprobes:
         end).
         """
         self.lock.assert_held()
-        head = self.table.valid(kprobe)
-        if head is None:
-            raise KernelError(errno.EINVAL, "the probe isn't registered")
+        head: Kprobe | None = self._head_of(kprobe)
         optimizer = self.optimizer
         if optimizer is not None and wanted and head is kprobe and not kprobe.is_gone:
             optimizer.ask(kprobe)

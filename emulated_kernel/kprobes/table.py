@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from emulated_kernel.kprobes.kprobe import AggregatorProbe, Kprobe
 
-_BITS = 6
+KPROBE_HASH_BITS = 6
 """Linux keeps 64 hash buckets, and lists them in their order."""
-_GOLDEN_RATIO = {64: 0x61C8864680B583EB, 32: 0x61C88647}
+GOLDEN_RATIO = {64: 0x61C8864680B583EB, 32: 0x61C88647}
 
 
 class ProbeTable:
@@ -18,7 +18,7 @@ class ProbeTable:
         """For addresses of so many bits."""
         self._bits = bits
         self._probes: dict[int, Kprobe] = {}
-        self._buckets: tuple[dict[int, Kprobe], ...] = tuple({} for _ in range(1 << _BITS))
+        self._buckets: tuple[dict[int, Kprobe], ...] = tuple({} for _ in range(1 << KPROBE_HASH_BITS))
         """The same by address, in the order in which an address was first probed."""
         self.all_disarmed = False
         """Mirrors: kernel/kprobes.c:kprobes_all_disarmed (v6.1)."""
@@ -69,5 +69,5 @@ class ProbeTable:
 
 
 def hash_address(address: int, bits: int = 64) -> int:
-    """The hash bucket of a probed address of so many bits. Mirrors: include/linux/hash.h:hash_ptr."""
-    return (address * _GOLDEN_RATIO[bits] & (1 << bits) - 1) >> (bits - _BITS)
+    """The hash bucket of an address of so many bits. Mirrors: include/linux/hash.h:hash_ptr."""
+    return (address * GOLDEN_RATIO[bits] & (1 << bits) - 1) >> (bits - KPROBE_HASH_BITS)

@@ -76,13 +76,13 @@ class ShadowStack(ABC):
         del self.hooks[hook], self.counters[hook]
         self.words.free(hook)
 
-    @abstractmethod
     def active(self, hook: int) -> int:
         """Instances in use."""
+        return int(self.counters[hook][ACTIVE])
 
-    @abstractmethod
     def high_water(self, hook: int) -> int:
         """The most that ever were."""
+        return int(self.counters[hook][HIGH_WATER])
 
     def remove_hook(self, hook: int) -> None:
         """No node is taken any more; memory goes when the last pending call has returned."""

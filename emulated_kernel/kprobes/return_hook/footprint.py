@@ -30,10 +30,10 @@ def footprint(kind: type[ShadowStack], *, cpus: int, tasks: int, probes: int, no
     As the slides do, without the hook's control block and the heads of its rings.
     """
     source = _Pages()
-    fields = TaskFields(source.memory, {**_FIELDS, "percpu.base": 0, "percpu.current_task": 0}, WORD)
+    fields = TaskFields(source, {**_FIELDS, "percpu.base": 0, "percpu.current_task": 0}, WORD)
     stack = kind(GuestHeap(source, WORD), fields, cpus)
     hooks = [stack.add_hook(nodes, 0) for _ in range(probes)]
-    stack.give_stacks(range(_Memory.TASKS, _Memory.TASKS + tasks * _TASK_SIZE, _TASK_SIZE))
+    stack.give_stacks(range(_Pages.TASKS, _Pages.TASKS + tasks * _TASK_SIZE, _TASK_SIZE))
     memory = stack.shared_memory + sum(stack.memory_of(hook) for hook in hooks)
     return Footprint(kind.name, probes, nodes, memory)
 
@@ -49,33 +49,27 @@ def memory_table(
     ]
 
 
-class _Memory:
-    """Task fields on demand, and pages."""
+class _Pages:
+    """A machine's memory, as far as GuestHeap needs one: pages, and task fields on demand."""
 
     TASKS = 1 << 40
 
     def __init__(self) -> None:
-        self.pages: dict[int, bytearray] = {}
+        self.memory = self
+        self._pages: dict[int, bytearray] = {}
+        self._next = PAGE_SIZE
 
     def view(self, va: int, size: int) -> memoryview:
-        start = next((base for base, data in self.pages.items() if base <= va < base + len(data)), None)
+        start = next((base for base, data in self._pages.items() if base <= va < base + len(data)), None)
         if start is None:
             return memoryview(bytearray(size))
-        return memoryview(self.pages[start])[va - start : va - start + size]
-
-
-class _Pages:
-    """A machine's memory, as far as GuestHeap needs one."""
-
-    def __init__(self) -> None:
-        self.memory = _Memory()
-        self._next = PAGE_SIZE
+        return memoryview(self._pages[start])[va - start : va - start + size]
 
     def alloc_pages(self, size: int) -> int:
         base = self._next
-        self.memory.pages[base] = bytearray(size)
+        self._pages[base] = bytearray(size)
         self._next += size
         return base
 
     def free_pages(self, va: int) -> None:
-        del self.memory.pages[va]
+        del self._pages[va]

@@ -33,19 +33,18 @@ from emulated_kernel.kprobes.return_hook.stack_code import (
     set_to,
     unless,
 )
+from emulated_kernel.kprobes.table import GOLDEN_RATIO, KPROBE_HASH_BITS, hash_address
 
 NEXT, PPREV, RP, RET_ADDR, OWNER, FRAME, HEADER = range(7)
 """Words of struct kretprobe_instance, and all of them; its list links, then what it is about."""
 LOCK = 3
 """Word of a hook: the lock of its free instances."""
-KPROBE_HASH_BITS = 6
-GOLDEN_RATIO = {4: 0x61C88647, 8: 0x61C8864680B583EB}
 
 
 class InstanceTable(RethookListStack):
     """All pending calls of the kernel in a table of lists; tasks of one hash share a list and its lock.
 
-    Mirrors: kernel/kprobes.c:kretprobe_inst_table, hash_ptr (v5.10).
+    Mirrors: kernel/kprobes.c:kretprobe_inst_table (v5.10).
     """
 
     name = "instances"
@@ -81,9 +80,7 @@ class InstanceTable(RethookListStack):
 
     def _bucket(self, task: int) -> int:
         word = self.words.word_size
-        bits = 8 * word
-        slot = (task * GOLDEN_RATIO[word] & (1 << bits) - 1) >> bits - KPROBE_HASH_BITS
-        return self.table + slot * word
+        return self.table + hash_address(task, 8 * word) * word
 
     def _fill_pool(self, hook: int, nodes: range) -> None:
         for node in nodes:
@@ -223,7 +220,7 @@ class InstancesCode(StackCode[InstanceTable]):
         word = self.word
         builder.emit(
             self.current_task(TASK),
-            set_to(SECOND, GOLDEN_RATIO[word]),
+            set_to(SECOND, GOLDEN_RATIO[8 * word]),
             Multiply(SECOND, TASK),
             compute(Arithmetic.SHR, SECOND, 8 * word - KPROBE_HASH_BITS),
             compute(Arithmetic.SHL, SECOND, word.bit_length() - 1),

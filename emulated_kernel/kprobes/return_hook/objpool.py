@@ -14,7 +14,7 @@ from emulated_kernel.arch.program.ops import (
     LoadPerCpu,
     Move,
 )
-from emulated_kernel.kprobes.return_hook.base import ACTIVE, HIGH_WATER, POOL, note_taken
+from emulated_kernel.kprobes.return_hook.base import ACTIVE, POOL, ShadowStack, note_taken
 from emulated_kernel.kprobes.return_hook.guest_heap import GuestHeap, TaskFields
 from emulated_kernel.kprobes.return_hook.rethook_list import RethookListCode, RethookListStack
 from emulated_kernel.kprobes.return_hook.stack_code import (
@@ -84,9 +84,8 @@ class ObjpoolStack(RethookListStack):
         rings = [self.ring(hook, cpu) for cpu in range(self.cpus)]
         return sum(words[ring + TAIL * word] - words[ring + HEAD * word] & self._counter for ring in rings)
 
-    def high_water(self, hook: int) -> int:
-        """Counted, as the nodes take turns."""
-        return int(self.counters[hook][HIGH_WATER])
+    # Counted, as the nodes take turns.
+    high_water = ShadowStack.high_water
 
     def try_get(self, hook: int, task: int) -> int:
         node = super().try_get(hook, task)

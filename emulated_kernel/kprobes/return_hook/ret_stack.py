@@ -20,7 +20,7 @@ from emulated_kernel.arch.program.ops import (
     StoreImmediate,
 )
 from emulated_kernel.errors import KernelError
-from emulated_kernel.kprobes.return_hook.base import ACTIVE, HIGH_WATER, Pending, ShadowStack, note_taken
+from emulated_kernel.kprobes.return_hook.base import ACTIVE, Pending, ShadowStack, note_taken
 from emulated_kernel.kprobes.return_hook.guest_heap import RET_STACK, GuestHeap, TaskFields
 from emulated_kernel.kprobes.return_hook.stack_code import (
     FIRST,
@@ -82,12 +82,6 @@ class RetStack(ShadowStack):
         hook = self._add_control(0)
         self._entry_words[hook] = TRAILER + -(-data_size // word)
         return hook
-
-    def active(self, hook: int) -> int:
-        return int(self.counters[hook][ACTIVE])
-
-    def high_water(self, hook: int) -> int:
-        return int(self.counters[hook][HIGH_WATER])
 
     def _release(self, hook: int) -> None:
         del self._entry_words[hook]
