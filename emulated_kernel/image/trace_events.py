@@ -11,9 +11,12 @@ from emulated_kernel.image.image import KernelImage
 _STRING_MAX = 8192
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class FieldDefinition:
-    """A field of a record; sizes in bytes. `length`: elements of an array, 0 where it is none."""
+    """A field of a record, without those that all events have; sizes in bytes.
+
+    The kernel works out the offsets when it boots: each field stands at the next multiple of its alignment.
+    """
 
     type: str
     name: str
@@ -21,6 +24,7 @@ class FieldDefinition:
     align: int
     is_signed: bool
     length: int
+    """Elements of an array, 0 where it is none or its type alone tells."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +40,12 @@ class EventDefinition:
     """The static key that its tracepoint's jump labels belong to."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class SyscallDefinition:
-    """A system call of the image; `name` begins with sys_."""
+    """A system call with its parameters; `name` begins with sys_."""
 
     nr: int
+    """-1 where the kernel's table doesn't have it."""
     name: str
     types: tuple[str, ...]
     args: tuple[str, ...]

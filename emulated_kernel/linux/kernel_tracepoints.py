@@ -18,7 +18,6 @@ from emulated_kernel.errors import KernelError
 from emulated_kernel.image.linux.events import KernelEvent
 from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.image.tables import JumpLabel
-from emulated_kernel.image.trace_events import SyscallDefinition
 from emulated_kernel.linux.syscall_work import SyscallWork
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.text.text_poke import TextPoker
@@ -179,9 +178,8 @@ class KernelTracepoints:
         if raw.keys() >= {"sys_enter", "sys_exit"}:
             entry, end = (SyscallTracepoint(raw[name], _WORD) for name in ("sys_enter", "sys_exit"))
             for call in self._kernel.syscalls:
-                if call.number >= 0 and call.name != _NO_SYSCALL:
-                    syscall = SyscallDefinition(call.number, call.name, call.types, call.args)
-                    found += [SyscallEnter(syscall, entry), SyscallExit(syscall, end)]
+                if call.nr >= 0 and call.name != _NO_SYSCALL:
+                    found += [SyscallEnter(call, entry), SyscallExit(call, end)]
         yield from sorted(found, key=lambda event: link_rank(event.group, event.name))
 
     def of_module(self, events: Iterable[KernelEvent], batch: EventBatch) -> list[KernelStaticEvent]:

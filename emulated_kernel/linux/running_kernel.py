@@ -13,7 +13,6 @@ from emulated_kernel.image.address_set import AddressSet
 from emulated_kernel.image.kallsyms import Kallsyms
 from emulated_kernel.image.linux.events import (
     KernelEvent,
-    KernelSyscall,
     Structures,
     kernel_events,
     kernel_syscalls,
@@ -24,6 +23,7 @@ from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.image.linux.vmlinux import LinkedMemory, LoadSegment
 from emulated_kernel.image.tables import BlacklistEntry
+from emulated_kernel.image.trace_events import SyscallDefinition
 
 _WORD = 8
 _LIMIT = 1 << 16
@@ -154,7 +154,7 @@ class RunningKernel(LinuxKernel):
         return tuple(kernel_events(self._structures, tuple(filter(self._image.__contains__, calls)), ()))
 
     @cached_property
-    def syscalls(self) -> tuple[KernelSyscall, ...]:
+    def syscalls(self) -> tuple[SyscallDefinition, ...]:
         names: dict[int, list[str]] = {}
         for symbol in self.kallsyms.symbols:
             names.setdefault(symbol.address, []).append(symbol.name)

@@ -174,4 +174,4 @@ def printk_formats(kernel: LinuxKernel) -> Iterator[str]:
 
 @cache
 def _syscall_names(kernel: LinuxKernel) -> Mapping[int, str]:
-    return {call.number: call.name for call in kernel.syscalls}
+    return {call.nr: call.name for call in kernel.syscalls}

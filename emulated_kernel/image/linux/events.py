@@ -10,6 +10,7 @@ from emulated_kernel.errors import KernelError
 from emulated_kernel.image.linux.btf import Btf
 from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.image.linux.vmlinux import LinkedMemory
+from emulated_kernel.image.trace_events import FieldDefinition, SyscallDefinition
 
 _MOST_FIELDS = 256
 _TEXT_OR_NAME = re.compile(r'"(?:\\.|[^"\\])*"|sizeof\([^()]*\)|[A-Za-z_]\w*')
@@ -21,22 +22,6 @@ _NO_TRACEPOINT = (0, 0, 0, False)
 
 
 @dataclass(frozen=True, slots=True)
-class RecordField:
-    """A field of an event's record, without those that all events have; sizes in bytes.
-
-    The kernel works out the offsets when it boots: each field stands at the next multiple of its alignment.
-    """
-
-    type: str
-    name: str
-    size: int
-    align: int
-    is_signed: bool
-    length: int
-    """Elements of an array, 0 where it is none or its type alone tells."""
-
-
-@dataclass(frozen=True, slots=True)
 class KernelEvent:
     """A trace event; `address` is that of its struct trace_event_call."""
 
@@ -45,7 +30,7 @@ class KernelEvent:
     name: str
     print_fmt: str
     """Empty where the kernel makes it when it boots, as for system calls."""
-    fields: tuple[RecordField, ...]
+    fields: tuple[FieldDefinition, ...]
     tracepoint: int
     """Address of its struct tracepoint; 0 where it isn't an event of one."""
     probe: int
@@ -54,16 +39,6 @@ class KernelEvent:
     """The static key of the tracepoint's branches."""
     is_plain: bool
     """Whether nothing else is to be done where the tracepoint is switched."""
-
-
-@dataclass(frozen=True, slots=True)
-class KernelSyscall:
-    """A system call with its parameters; `number` is -1 where the kernel's table doesn't have it."""
-
-    number: int
-    name: str
-    types: tuple[str, ...]
-    args: tuple[str, ...]
 
 
 class Structures:
@@ -170,7 +145,7 @@ def _name(structures: Structures, address: int, *, is_tracepoint: bool) -> str:
     return structures.text(address, "trace_event_call.name")
 
 
-def _fields(structures: Structures, address: int, values: Mapping[str, int]) -> Iterator[RecordField]:
+def _fields(structures: Structures, address: int, values: Mapping[str, int]) -> Iterator[FieldDefinition]:
     """Those of the class's array; a class without one defines them by code."""
     event_class = structures.value(address, "trace_event_call.class")
     if not structures.btf.has("trace_event_class.fields_array"):
@@ -184,7 +159,7 @@ def _fields(structures: Structures, address: int, values: Mapping[str, int]) -> 
         # Linux: an address that is none is TRACE_FUNCTION_TYPE: a function of the kernel tells the fields.
         if not kind or not structures.vmlinux.has(kind):
             return
-        yield RecordField(
+        yield FieldDefinition(
             with_values(structures.string(kind), values),
             structures.text(field, "trace_event_fields.name"),
             structures.value(field, "trace_event_fields.size", 4),
@@ -196,7 +171,7 @@ def _fields(structures: Structures, address: int, values: Mapping[str, int]) -> 
 
 def kernel_syscalls(
     structures: Structures, metadata: tuple[int, ...], numbers: Mapping[str, int]
-) -> Iterator[KernelSyscall]:
+) -> Iterator[SyscallDefinition]:
     """The system calls whose struct syscall_metadata are at `metadata`."""
     structures.begin()
     for address in metadata:
@@ -212,7 +187,7 @@ def kernel_syscalls(
                 for which in ("types", "args")
             )
         )
-        yield KernelSyscall(numbers.get(name.removeprefix("sys_"), -1), name, types, args)
+        yield SyscallDefinition(numbers.get(name.removeprefix("sys_"), -1), name, types, args)
 
 
 def syscall_numbers(vmlinux: LinkedMemory, table: int, names: Mapping[int, list[str]]) -> dict[str, int]:

@@ -16,10 +16,11 @@ from emulated_kernel.errors import KernelError
 from emulated_kernel.image.address_set import AddressSet
 from emulated_kernel.image.kallsyms import Kallsyms, SymbolTable
 from emulated_kernel.image.linux.btf import Btf
-from emulated_kernel.image.linux.events import KernelEvent, KernelSyscall, RecordField
+from emulated_kernel.image.linux.events import KernelEvent
 from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.image.linux.vmlinux import LinkedMemory, LoadSegment, Section
 from emulated_kernel.image.tables import BlacklistEntry, BugEntry, ExTableEntry, JumpLabel, StaticCall
+from emulated_kernel.image.trace_events import FieldDefinition, SyscallDefinition
 
 log = logging.getLogger("kprobefs.linux")
 _ADDRESSES = ("mcount", "return_sites")
@@ -94,15 +95,15 @@ class KeptKernel(LinuxKernel):
         if self._events is None:
             return super().events
         return tuple(
-            KernelEvent(address, system, name, text, tuple(RecordField(*field) for field in fields), *rest)
+            KernelEvent(address, system, name, text, tuple(starmap(FieldDefinition, fields)), *rest)
             for address, system, name, text, fields, *rest in json.loads(bytes(self._events))
         )
 
     @cached_property
-    def syscalls(self) -> tuple[KernelSyscall, ...]:
+    def syscalls(self) -> tuple[SyscallDefinition, ...]:
         if self._syscalls is None:
             return super().syscalls
         return tuple(
-            KernelSyscall(number, name, tuple(types), tuple(args))
+            SyscallDefinition(number, name, tuple(types), tuple(args))
             for number, name, types, args in json.loads(bytes(self._syscalls))
         )

@@ -16,7 +16,6 @@ from emulated_kernel.image.kallsyms import Kallsyms, Symbol
 from emulated_kernel.image.linux.btf import Btf
 from emulated_kernel.image.linux.events import (
     KernelEvent,
-    KernelSyscall,
     Structures,
     kernel_events,
     kernel_syscalls,
@@ -27,6 +26,7 @@ from emulated_kernel.image.linux.source import open_vmlinux
 from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.image.linux.vmlinux import LinkedMemory, Vmlinux
 from emulated_kernel.image.tables import BlacklistEntry, BugEntry, ExTableEntry, JumpLabel, Range, StaticCall
+from emulated_kernel.image.trace_events import SyscallDefinition
 
 _BANNER_LIMIT = 512
 _SECOND_HALF = 0x20
@@ -242,7 +242,7 @@ class LinuxKernel:
         return tuple(kernel_events(structures, calls, maps))
 
     @cached_property
-    def syscalls(self) -> tuple[KernelSyscall, ...]:
+    def syscalls(self) -> tuple[SyscallDefinition, ...]:
         """Its system calls, with the types and names of their parameters. Raises: KernelError ENODATA."""
         structures = Structures(self.vmlinux, self.btf)
         names: dict[int, list[str]] = {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from emulated_kernel.image.trace_events import FieldDefinition
 from emulated_kernel.trace.events.event import TraceEvent
@@ -12,9 +11,6 @@ from emulated_kernel.trace.hits.probe_hit import ProbeHit
 from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE, EventField
 from emulated_kernel.trace.symbols import KernelSymbols
 from emulated_kernel.trace.text.print_fmt import KernelNames, PrintContext, PrintField, compile_print_fmt
-
-if TYPE_CHECKING:
-    from emulated_kernel.image.linux.events import RecordField
 
 _OTHER_TASKS = {
     "sched_switch": "next_pid",
@@ -47,7 +43,7 @@ class Tracepoint:
             self._switch(False)
 
 
-def layout_fields(definitions: Iterable[FieldDefinition | RecordField]) -> Iterator[EventField]:
+def layout_fields(definitions: Iterable[FieldDefinition]) -> Iterator[EventField]:
     """Fields with their offsets. Mirrors: kernel/trace/trace_events.c:event_define_fields (v6.1)."""
     offset = COMMON_SIZE
     for each in definitions:

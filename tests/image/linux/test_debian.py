@@ -71,7 +71,7 @@ def test_events_and_system_calls(kernel: LinuxKernel) -> None:
     assert switch.print_fmt.startswith('"prev_comm=%s')
     assert events["syscalls", "sys_enter_openat"].fields
     calls = {call.name: call for call in kernel.syscalls}
-    assert (calls["sys_openat"].number, calls["sys_openat"].args) == (
+    assert (calls["sys_openat"].nr, calls["sys_openat"].args) == (
         257,
         ("dfd", "filename", "flags", "mode"),
     )

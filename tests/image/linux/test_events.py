@@ -9,9 +9,10 @@ import pytest
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.image.linux import events
-from emulated_kernel.image.linux.events import RecordField, with_values
+from emulated_kernel.image.linux.events import with_values
 from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.image.linux.vmlinux import Vmlinux
+from emulated_kernel.image.trace_events import FieldDefinition
 from tests.image.linux import made
 
 TRACEPOINT = 16
@@ -103,8 +104,8 @@ def test_events_have_names_fields_and_formats_with_values() -> None:
     assert (waking.system, waking.name) == ("sched", "waking")
     assert waking.print_fmt == '"STATE %d", REC->pid + -3'
     assert waking.fields == (
-        RecordField("int", "pid", 4, 4, True, 0),
-        RecordField("char[16]", "comm", 16, 1, False, 16),
+        FieldDefinition("int", "pid", 4, 4, True, 0),
+        FieldDefinition("char[16]", "comm", 16, 1, False, 16),
     )
     assert (by_code.name, by_code.print_fmt, by_code.fields) == ("plain", "", ())
     assert none.fields == ()
@@ -123,8 +124,8 @@ def test_texts_that_are_told_again_and_again(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_system_calls_have_numbers_and_parameters() -> None:
     read, gone = kernel().syscalls
-    assert (read.number, read.name, read.types, read.args) == (1, "sys_read", ("int",), ("fd",))
-    assert (gone.number, gone.args) == (-1, ())
+    assert (read.nr, read.name, read.types, read.args) == (1, "sys_read", ("int",), ("fd",))
+    assert (gone.nr, gone.args) == (-1, ())
 
 
 def test_constants_in_strings_and_in_longer_names_stay() -> None:
