@@ -11,12 +11,19 @@ from errno import EINVAL
 from pathlib import Path
 from typing import Any
 
-from emulated_kernel.arch.analysis.tables import ProbedTables
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.image.image import load_image
 from emulated_kernel.image.kallsyms import Kallsyms, Symbol
 from emulated_kernel.image.linux.kernel import open_kernel
+from emulated_kernel.image.tables import (
+    BlacklistEntry,
+    ExTableEntry,
+    JumpLabel,
+    ProbedTables,
+    Range,
+    StaticCall,
+)
 from emulated_kernel.regular import read_named
 
 _RECORDED_LIMIT = 256 << 20
@@ -114,18 +121,18 @@ class Recorded:
         self.kallsyms = _symbols(spans, ranges, text)
         firsts = {symbol.address: symbol for symbol in self.kallsyms.symbols if symbol.name in spans}
         self.functions = tuple(firsts.values())
-        self.text_ranges = [text]
+        self.text_ranges = [Range(*text)]
         forbidden = [name for name, entry in functions.items() if entry.get("blacklisted")]
-        self.blacklist = [(spans[name][0], sum(spans[name]), name) for name in forbidden]
+        self.blacklist = [BlacklistEntry(spans[name][0], sum(spans[name]), name) for name in forbidden]
 
         def entries(key: str) -> Iterator[Any]:
             return (each for entry in functions.values() for each in entry.get(key, ()))
 
         self.mcount = [_address(site) for site in entries("mcount")]
-        self.ex_table = [(_address(insn), 0) for insn in entries("ex_table")]
+        self.ex_table = [ExTableEntry(_address(insn), 0) for insn in entries("ex_table")]
         self.bugs = [_address(bug) for bug in entries("bug")]
-        self.jump_labels = [(_address(label), 0, 0) for label, _ in entries("jump_labels")]
-        self.static_calls = [(_address(site), 0, False) for site in entries("static_calls")]
+        self.jump_labels = [JumpLabel(_address(label), 0, 0) for label, _ in entries("jump_labels")]
+        self.static_calls = [StaticCall(_address(site), 0, False) for site in entries("static_calls")]
         self.data: list[tuple[int, bytes]] = []
 
     def read(self, va: int, size: int, /) -> bytes:

@@ -9,11 +9,11 @@ from typing import Any, Protocol
 from emulated_kernel.arch.analysis.disassembly import Disassembler
 from emulated_kernel.arch.analysis.frames import CFA, IP, Frame, FrameInsn
 from emulated_kernel.arch.analysis.region import Live, Region
-from emulated_kernel.arch.analysis.tables import ProbedTables
 from emulated_kernel.arch.program.assembly import Assembler
 from emulated_kernel.arch.program.ops import Fixup, HandlerCode, HostCall, Program
 from emulated_kernel.arch.verdict import Strategy, Verdict
 from emulated_kernel.dataclass import dataclass
+from emulated_kernel.image.tables import ProbedTables
 
 
 class ByteMemory(Protocol):

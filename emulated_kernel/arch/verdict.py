@@ -19,10 +19,10 @@ from emulated_kernel.arch.analysis.entrances import Entrances
 from emulated_kernel.arch.analysis.function import Function, Site, TextLayout
 from emulated_kernel.arch.analysis.reason import OF_AN_INSTRUCTION, OF_REGISTERS, Finding, Reason
 from emulated_kernel.arch.analysis.region import Live, Region
-from emulated_kernel.arch.analysis.tables import ProbedTables
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.image.address_set import AddressSet
 from emulated_kernel.image.kallsyms import Location, Symbol
+from emulated_kernel.image.tables import ProbedTables
 
 _PAD_SAMPLE = 8
 """Traced functions that are looked at for landing pads."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Generic, Protocol, Self, TypeVar
@@ -16,6 +16,7 @@ from emulated_kernel.image.tables import (
     BugEntry,
     ExTableEntry,
     JumpLabel,
+    ProbedTables,
     Range,
     StaticCall,
 )
@@ -151,37 +152,8 @@ class LiveKallsyms(Kallsyms):
         return super().kallsyms_text(zero_addresses) + "".join(lines)
 
 
-class CoreTables(Protocol):
+class CoreTables(ProbedTables, Protocol):
     """A kernel without its modules."""
-
-    @property
-    def kallsyms(self) -> Kallsyms: ...
-
-    @property
-    def text_ranges(self) -> Sequence[Range]: ...
-
-    @property
-    def ex_table(self) -> Sequence[ExTableEntry]: ...
-
-    @property
-    def blacklist(self) -> Sequence[BlacklistEntry]: ...
-
-    @property
-    def mcount(self) -> Set[int]: ...
-
-    @property
-    def jump_labels(self) -> Sequence[JumpLabel]: ...
-
-    @property
-    def static_calls(self) -> Sequence[StaticCall]: ...
-
-    @property
-    def bugs(self) -> Mapping[int, BugEntry]: ...
-
-    @property
-    def data(self) -> Iterator[tuple[int, bytes]]: ...
-
-    def read(self, va: int, size: int, /) -> bytes: ...
 
     def with_symbols(self, kallsyms: Kallsyms, /) -> Self:
         """The same kernel with another table of symbols."""
@@ -231,7 +203,7 @@ class LiveImage(Generic[Core]):
         return (*self.core.blacklist, *(e for module in self._modules.values() for e in module.blacklist))
 
     @property
-    def mcount(self) -> Set[int]:
+    def mcount(self) -> Collection[int]:
         of_modules = [module.mcount for module in self._modules.values()]
         return AddressSet(chain(self.core.mcount, *of_modules)) if of_modules else self.core.mcount
 

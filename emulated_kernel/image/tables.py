@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import NamedTuple, Protocol
 
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.image.kallsyms import Kallsyms
@@ -67,6 +67,48 @@ class BugEntry:
     file: str
     line: int
     flags: int
+
+
+class ProbedTables(Protocol):
+    """A kernel's text and its tables about it; all addresses are virtual."""
+
+    @property
+    def kallsyms(self) -> Kallsyms: ...
+
+    @property
+    def text_ranges(self) -> Iterable[Range]:
+        """Start and end of each piece of text, the kernel's own first."""
+
+    @property
+    def blacklist(self) -> Iterable[BlacklistEntry]:
+        """Start, end and name of functions that mustn't be probed."""
+
+    @property
+    def mcount(self) -> Collection[int]:
+        """ftrace's sites."""
+
+    @property
+    def ex_table(self) -> Iterable[ExTableEntry]:
+        """Instructions that may fault, and their fixups."""
+
+    @property
+    def bugs(self) -> Collection[int]:
+        """Traps of BUG() and WARN()."""
+
+    @property
+    def jump_labels(self) -> Iterable[JumpLabel]:
+        """Code, target and key."""
+
+    @property
+    def static_calls(self) -> Iterable[StaticCall]:
+        """Site, key, and whether it is a tail call."""
+
+    @property
+    def data(self) -> Iterable[tuple[int, bytes]]:
+        """What isn't text, with its addresses."""
+
+    def read(self, va: int, size: int, /) -> bytes:
+        """Bytes as they were before anything was probed."""
 
 
 def words(data: bytes, size: int = 8) -> tuple[int, ...]:

@@ -8,10 +8,10 @@ from dataclasses import replace
 from itertools import chain
 
 from emulated_kernel.abi import GuestAddr
-from emulated_kernel.arch.analysis.tables import ProbedTables
 from emulated_kernel.arch.base import Arch
 from emulated_kernel.errors import KernelError
 from emulated_kernel.image.kallsyms import Location
+from emulated_kernel.image.tables import ProbedTables
 from emulated_kernel.kprobes import report
 from emulated_kernel.kprobes.arming import Arming
 from emulated_kernel.kprobes.assembled import AssembledHandlers, Cells, Moment

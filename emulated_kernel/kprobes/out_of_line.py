@@ -6,11 +6,11 @@ import errno
 from collections.abc import Mapping
 from typing import Any
 
-from emulated_kernel.arch.analysis.tables import ProbedTables
 from emulated_kernel.arch.base import Arch
 from emulated_kernel.arch.verdict import Verdict
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
+from emulated_kernel.image.tables import ProbedTables
 from emulated_kernel.kprobes.guest_code import OutOfLine
 from emulated_kernel.kprobes.handlers.garbage import TextGarbage
 from emulated_kernel.kprobes.handlers.slots import InsnSlots

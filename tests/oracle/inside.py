@@ -25,7 +25,6 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from emulated_kernel.arch.analysis.reason import Finding
-from emulated_kernel.arch.analysis.tables import ProbedTables
 from emulated_kernel.arch.x86.arch import X86_64
 from emulated_kernel.arch.x86.insn import decode_all
 from emulated_kernel.errors import KernelError
@@ -33,6 +32,7 @@ from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.image.linux.module_files import ModuleFiles
 from emulated_kernel.image.modules import LiveImage, Module
+from emulated_kernel.image.tables import ProbedTables
 from emulated_kernel.linux.engine import LinuxEngine
 from emulated_kernel.linux.linux_mount import LinuxMount
 from emulated_kernel.vfs.core.client import Client

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 
 from emulated_kernel.arch.analysis.reason import Finding, Reason
-from emulated_kernel.arch.analysis.tables import ProbedTables
 from emulated_kernel.image.kallsyms import Symbol
+from emulated_kernel.image.tables import ProbedTables
 
 IsInsn = Callable[[Symbol, int], bool]
 """Whether an instruction of the function starts at the address."""

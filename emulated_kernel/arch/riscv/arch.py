@@ -9,7 +9,6 @@ from typing import Any
 from emulated_kernel.arch.analysis.disassembly import Disassembler
 from emulated_kernel.arch.analysis.frames import Frame, FrameInsn
 from emulated_kernel.arch.analysis.region import Live, Region
-from emulated_kernel.arch.analysis.tables import ProbedTables
 from emulated_kernel.arch.base import Arch, HandlerStub, Prepared, Registers
 from emulated_kernel.arch.program.ops import HandlerCode, Program
 from emulated_kernel.arch.riscv import assemble, frame, frames
@@ -20,6 +19,7 @@ from emulated_kernel.arch.riscv.handler_code import RiscvReturnCode, handler_cod
 from emulated_kernel.arch.riscv.insn import RVI_SIZE, T0, ZERO, decode_all
 from emulated_kernel.arch.riscv.verdict import STRATEGIES, RiscvVerdict
 from emulated_kernel.arch.verdict import Strategy
+from emulated_kernel.image.tables import ProbedTables
 
 
 class Riscv(Arch):

@@ -15,7 +15,6 @@ from emulated_kernel.arch.analysis.disassembly import Disassembler
 from emulated_kernel.arch.analysis.function import Function, reserved_range
 from emulated_kernel.arch.analysis.reason import Finding, Reason
 from emulated_kernel.arch.analysis.region import Live, Region, ScratchRegisters
-from emulated_kernel.arch.analysis.tables import ProbedTables
 from emulated_kernel.arch.riscv.analysis import ALL_LIVE, RiscvFunctionAnalysis
 from emulated_kernel.arch.riscv.assemble import JUMP_SIZE, LONG_JUMP_SIZE
 from emulated_kernel.arch.riscv.insn import (
@@ -42,6 +41,7 @@ from emulated_kernel.arch.riscv.insn import (
 )
 from emulated_kernel.arch.verdict import Known, Strategy, Verdict
 from emulated_kernel.image.kallsyms import Symbol
+from emulated_kernel.image.tables import ProbedTables
 
 _PREFERENCE = (T1, T2, *range(T3, T6 + 1), T0, *range(A7, A0 - 1, -1), RA, *range(18, T3), S1, S0)
 

@@ -9,7 +9,6 @@ from typing import Any
 from emulated_kernel.arch.analysis.disassembly import Disassembler
 from emulated_kernel.arch.analysis.frames import Frame, FrameInsn
 from emulated_kernel.arch.analysis.region import Live, Region
-from emulated_kernel.arch.analysis.tables import ProbedTables
 from emulated_kernel.arch.base import Arch, HandlerStub, Prepared, Registers
 from emulated_kernel.arch.program.ops import HandlerCode, Program
 from emulated_kernel.arch.verdict import Strategy
@@ -23,6 +22,7 @@ from emulated_kernel.arch.x86.frame import FRAME_32, FRAME_64, RegsFrame
 from emulated_kernel.arch.x86.handler_code import X86ReturnCode, save_all, save_live
 from emulated_kernel.arch.x86.insn import MAX_INSN_SIZE, decode_all
 from emulated_kernel.arch.x86.verdict import STRATEGIES, X86Verdict
+from emulated_kernel.image.tables import ProbedTables
 
 _NAMES_64 = (
     "r15", "r14", "r13", "r12", "r11", "r10", "r9", "r8",

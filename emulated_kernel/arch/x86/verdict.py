@@ -10,7 +10,6 @@ from emulated_kernel.arch.analysis.disassembly import Disassembler
 from emulated_kernel.arch.analysis.function import Function, TextLayout, reserved_range
 from emulated_kernel.arch.analysis.reason import Finding, Reason
 from emulated_kernel.arch.analysis.region import Live, Region
-from emulated_kernel.arch.analysis.tables import ProbedTables
 from emulated_kernel.arch.verdict import Strategy, Verdict
 from emulated_kernel.arch.x86 import djprobe
 from emulated_kernel.arch.x86.analysis import X86FunctionAnalysis
@@ -19,6 +18,7 @@ from emulated_kernel.arch.x86.insn import MAX_INSN_SIZE
 from emulated_kernel.arch.x86.liveness import ALL_LIVE
 from emulated_kernel.arch.x86.prepare import INT3_SIZE, JMP32_SIZE
 from emulated_kernel.image.kallsyms import Symbol
+from emulated_kernel.image.tables import ProbedTables
 
 
 def detoured_region(analysis: X86FunctionAnalysis, addr: int) -> Region | Finding:

@@ -11,9 +11,9 @@ from dataclasses import replace
 from functools import cached_property, partial
 
 from emulated_kernel.arch.analysis.frames import CFA, IP, Frame, FunctionFrames, find_frames
-from emulated_kernel.arch.analysis.tables import ProbedTables
 from emulated_kernel.arch.base import Arch
 from emulated_kernel.image.kallsyms import Symbol
+from emulated_kernel.image.tables import ProbedTables
 from emulated_kernel.kprobes.return_hook.hook_sets import COLD_PART, HookSets
 from emulated_kernel.kprobes.return_hook.trampoline import Trampoline
 from emulated_kernel.machine.text.text import Text

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import field
 from typing import Any
 
-from emulated_kernel.arch.analysis.tables import ProbedTables
 from emulated_kernel.arch.program.builder import HitWay, ProgramBuilder
 from emulated_kernel.arch.verdict import Verdict
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
+from emulated_kernel.image.tables import ProbedTables
 from emulated_kernel.kprobes.ftrace import FtraceOps
 from emulated_kernel.kprobes.guest_code import CompiledCode
 from emulated_kernel.kprobes.handlers.compiler import NO_MEMORY
