@@ -14,10 +14,9 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,35 +27,7 @@ from emulated_kernel.image.image import PREBUILT, KernelImage, load_image
 from emulated_kernel.image.kallsyms import Kallsyms, elf_symbols
 
 MODULES = "modules"
-COMMON = Path(MODULES) / "module-common.c"
 _EXPORT = "__ksymtab_"
-
-Compile = Callable[[Path, Path, list[str]], None]
-"""Compiles (source relative to src/, output, further flags)."""
-Link = Callable[[list[Path], Path], None]
-"""Links objects into one that can still be relocated."""
-
-
-def build_modules(source: Path, work: Path, compile_: Compile, link: Link) -> dict[str, bytes]:
-    """All modules by name."""
-    built = {}
-    for directory in sorted((source / MODULES).iterdir()):
-        if directory.is_dir():
-            built[directory.name] = _build(source, directory, work, compile_, link)
-    return built
-
-
-def _build(source: Path, directory: Path, work: Path, compile_: Compile, link: Link) -> bytes:
-    name = directory.name
-    flags = ["-DMODULE", f'-DKBUILD_MODNAME="{name}"']
-    objects = []
-    for path in [*sorted(directory.glob("*.c")), source / COMMON]:
-        output = work / f"{name}-{path.stem}.o"
-        compile_(path.relative_to(source) if path.is_relative_to(source) else path, output, flags)
-        objects.append(output)
-    module = work / f"{name}.ko"
-    link(objects, module)
-    return module.read_bytes()
 
 
 def dependencies(modules: Mapping[str, bytes]) -> dict[str, list[str]]:
@@ -214,11 +185,8 @@ def main(argv: list[str] | None = None) -> int:
 def write(arch: str) -> int:
     """Builds an image and puts it and its manifest entry into prebuilt/."""
     built = build(arch)
-    target = PREBUILT / arch / "vmlinux"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_bytes(built.data)
-    (target.parent / prototypes.FILE_NAME).write_text(built.arguments)
-    _write_modules(target.parent / MODULES, built.modules)
+    _write_files(built, PREBUILT / arch / "vmlinux")
+    _write_modules(PREBUILT / arch / MODULES, built.modules)
     manifest = read_manifest()
     manifest[arch] = built.manifest
     MANIFEST.write_text(json.dumps(manifest, indent=2, sort_keys=True) + "\n")
@@ -229,22 +197,23 @@ def write(arch: str) -> int:
 def write_image(arch: str, output: Path) -> int:
     """Builds an image for `--image`, with what is known of its functions' arguments beside it."""
     built = build(arch)
+    _write_files(built, output)
+    print(f"{output}: {len(built.data)} bytes")
+    return 0
+
+
+def _write_files(built: Built, output: Path) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_bytes(built.data)
     output.with_name(prototypes.FILE_NAME).write_text(built.arguments)
-    print(f"{output}: {len(built.data)} bytes")
-    return 0
 
 
 def write_module(arch: str, directory: Path) -> int:
     """Builds the sources in a directory as a module of its name, for `load PATH`."""
     if not any(directory.glob("*.c")):
         raise BuildError(f"{directory}: no C files there")
-    target = TARGETS[arch]
     with tempfile.TemporaryDirectory(prefix="kprobefs-module-") as work:
-        data = _build(
-            SOURCE, directory, Path(work), partial(_compile_to, target), partial(_link_module, target)
-        )
+        data = _build_module(TARGETS[arch], directory, Path(work))
     output = directory / f"{directory.name}.ko"
     output.write_bytes(data)
     print(f"{output.name}: {len(data)} bytes")
@@ -261,15 +230,6 @@ def _write_modules(directory: Path, modules: dict[str, bytes]) -> None:
         (directory / f"{name}.ko").write_bytes(data)
 
 
-def _prebuilt_modules(arch: str) -> dict[str, bytes]:
-    return {path.stem: path.read_bytes() for path in (PREBUILT / arch / MODULES).glob("*.ko")}
-
-
-def _prebuilt_arguments(arch: str) -> str:
-    path = PREBUILT / arch / prototypes.FILE_NAME
-    return path.read_text() if path.exists() else ""
-
-
 def check(arch: str) -> int:
     """Compares a fresh build with prebuilt/; another compiler than the manifest's gives 77."""
     expected = read_manifest().get(arch)
@@ -282,8 +242,10 @@ def check(arch: str) -> int:
             print(f"{arch}: not checked: built by {expected[kind]}, here is {version or 'no ' + kind}")
             return EXIT_OTHER_COMPILER
     built = build(arch)
-    same = built.data == (PREBUILT / arch / "vmlinux").read_bytes() and built.manifest == expected
-    same &= built.modules == _prebuilt_modules(arch) and built.arguments == _prebuilt_arguments(arch)
+    there, counts = PREBUILT / arch, PREBUILT / arch / prototypes.FILE_NAME
+    same = built.data == (there / "vmlinux").read_bytes() and built.manifest == expected
+    same &= built.modules == {path.stem: path.read_bytes() for path in (there / MODULES).glob("*.ko")}
+    same &= built.arguments == (counts.read_text() if counts.exists() else "")
     if not same:
         print(f"{arch}: prebuilt image and sources differ")
         return 1
@@ -320,12 +282,11 @@ def build(arch: str) -> Built:
         image = load_image(vmlinux, arch.partition("-")[0])
         modules = _build_modules(target, work) if target.has_modules else {}
         arguments = _argument_counts(work, image, modules)
-    functions = sum(1 for symbol in image.kallsyms.symbols if symbol.is_text)
     manifest = {
         "sha256": hashlib.sha256(data).hexdigest(),
         "size": len(data),
         "text_size": sum(r.end - r.start for r in image.text_ranges),
-        "functions": functions,
+        "functions": sum(1 for symbol in image.kallsyms.symbols if symbol.is_text),
         "fentry_sites": len(image.mcount),
         "compiler": tool_version(target.compiler),
         "linker": tool_version(target.linker),
@@ -346,12 +307,23 @@ def _argument_counts(work: Path, image: KernelImage, modules: dict[str, bytes]) 
 
 
 def _build_modules(target: BuildTarget, work: Path) -> dict[str, bytes]:
-    return build_modules(SOURCE, work, partial(_compile_to, target), partial(_link_module, target))
+    directories = sorted(path for path in (SOURCE / MODULES).iterdir() if path.is_dir())
+    return {directory.name: _build_module(target, directory, work) for directory in directories}
 
 
-def _link_module(target: BuildTarget, objects: list[Path], output: Path) -> None:
+def _build_module(target: BuildTarget, directory: Path, work: Path) -> bytes:
+    """Links its objects into one that can still be relocated."""
+    name = directory.name
+    flags = ["-DMODULE", f'-DKBUILD_MODNAME="{name}"']
+    objects = []
+    for path in [*sorted(directory.glob("*.c")), SOURCE / MODULES / "module-common.c"]:
+        objects.append(work / f"{name}-{path.stem}.o")
+        source = path.relative_to(SOURCE) if path.is_relative_to(SOURCE) else path
+        _compile(target, source, objects[-1], flags)
+    module = work / f"{name}.ko"
     emulation = target.linker_flags.split()[:2]
-    _run([target.linker, *emulation, "-r", "-o", str(output), *map(str, objects)])
+    _run([target.linker, *emulation, "-r", "-o", str(module), *map(str, objects)])
+    return module.read_bytes()
 
 
 def _describe_modules(modules: dict[str, bytes]) -> dict[str, Any]:
@@ -372,17 +344,16 @@ def sources(target: BuildTarget) -> list[Path]:
 
 
 def _compile_all(target: BuildTarget, work: Path) -> list[Path]:
+    def compile_one(source: Path) -> Path:
+        output = work / (source.as_posix().replace("/", "_") + ".o")
+        _compile(target, source, output, [])
+        return output
+
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
-        return list(pool.map(lambda source: _compile(target, source, work), sources(target)))
+        return list(pool.map(compile_one, sources(target)))
 
 
-def _compile(target: BuildTarget, source: Path, work: Path) -> Path:
-    output = work / (source.as_posix().replace("/", "_") + ".o")
-    _compile_to(target, source, output, [])
-    return output
-
-
-def _compile_to(target: BuildTarget, source: Path, output: Path, more: list[str]) -> None:
+def _compile(target: BuildTarget, source: Path, output: Path, more: list[str]) -> None:
     """Relative paths from src/ keep __FILE__ and the file symbols free of the build place."""
     includes = ["-nostdinc", "-Iinclude", f"-I{target.arch_directory}/include"]
     flags = [*f"{COMMON_FLAGS} {target.flags}".split(), f"-ffile-prefix-map={output.parent}=.", *more]
