@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from emulated_kernel.arch.program.assembly import (
     Assembler,
@@ -116,10 +116,9 @@ class _Line:
         name, *more = statement.text.split(None, 1)
         operands = [operand.strip() for operand in more[0].split(",")] if more else []
         name = name.lower()
-        for table, count in ((_WITH_ZERO, 2), (_SHORTHANDS, 2)):
+        for table in (_WITH_ZERO, _SHORTHANDS):
             if name in table:
-                line = cls(statement, name, operands)
-                line.check_count(count)
+                cls(statement, name, operands).check_count(2)
                 name, _, rest = table[name].format(*operands).partition(" ")
                 operands = [*rest.split(","), *operands[1:]] if table is _WITH_ZERO else rest.split(",")
         if name in _SWAPPED:
@@ -146,10 +145,6 @@ class _Line:
             raise self.statement.refused(f"{value} doesn't fit: from {allowed.start} to {allowed.stop - 1}")
         return value
 
-    def registers(self, count: int) -> Iterator[int]:
-        self.check_count(count)
-        return map(self.register, range(count))
-
     def cell_operand(self) -> tuple[str, int] | None:
         """A cell and the offset into it, if it has one."""
         takes = self.name in _LOADS or self.name in _STORES or self.name == "la"
@@ -169,10 +164,10 @@ class _Line:
 
     def code(self, cells: Mapping[str, int]) -> bytes:
         """Machine code; jumps have no target yet. Raises: KernelError EINVAL."""
-        for names, make in _MAKERS:
-            if self.name in names:
-                return make(self, cells)
-        raise self.statement.refused("is no instruction that a handler may have")
+        make = _MAKERS.get(self.name)
+        if make is None:
+            raise self.statement.refused("is no instruction that a handler may have")
+        return make(self, cells)
 
     def jump(self, at: int, labels: Mapping[str, int]) -> bytes:
         target = labels.get(self.operands[-1])
@@ -199,7 +194,8 @@ class _Line:
 
 
 def _op(line: _Line, _cells: Mapping[str, int]) -> bytes:
-    rd, rs1, rs2 = line.registers(3)
+    line.check_count(3)
+    rd, rs1, rs2 = map(line.register, range(3))
     narrow = line.name in _OP_32
     funct3, funct7 = _OP[line.name.removesuffix("w") if narrow else line.name]
     return _word(r_type(RiscvOpcode.OP_32 if narrow else RiscvOpcode.OP, rd, funct3, rs1, rs2, funct7))
@@ -301,18 +297,18 @@ def _branch(line: _Line, _cells: Mapping[str, int]) -> bytes:
     return branch(_BRANCHES[line.name], line.register(0), line.register(1), 0)
 
 
-_MAKERS: tuple[tuple[frozenset[str], Callable[[_Line, Mapping[str, int]], bytes]], ...] = (
-    (frozenset((*_OP, *_OP_32)), _op),
-    (frozenset((*_OP_IMM, "addiw")), _op_imm),
-    (frozenset((*_SHIFTS, *(f"{name}w" for name in _SHIFTS))), _shift),
-    (frozenset(_LOADS), _load),
-    (frozenset(_STORES), _store),
-    (frozenset(("la",)), _address),
-    (frozenset(f"amo{name}.{size}" for name in _AMO for size in "wd"), _amo),
-    (frozenset(("li", "lui")), _set),
-    (frozenset(("nop",)), _nop),
-    (frozenset((*_BRANCHES, "j")), _branch),
-)
+_MAKERS: dict[str, Callable[[_Line, Mapping[str, int]], bytes]] = {
+    **dict.fromkeys((*_OP, *_OP_32), _op),
+    **dict.fromkeys((*_OP_IMM, "addiw"), _op_imm),
+    **dict.fromkeys((*_SHIFTS, *(f"{name}w" for name in _SHIFTS)), _shift),
+    **dict.fromkeys(_LOADS, _load),
+    **dict.fromkeys(_STORES, _store),
+    "la": _address,
+    **dict.fromkeys((f"amo{name}.{size}" for name in _AMO for size in "wd"), _amo),
+    **dict.fromkeys(("li", "lui"), _set),
+    "nop": _nop,
+    **dict.fromkeys((*_BRANCHES, "j"), _branch),
+}
 
 
 def _word(word: int) -> bytes:
