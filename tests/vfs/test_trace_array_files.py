@@ -132,6 +132,10 @@ def test_values(kernel: Kernel, tree: Filesystem) -> None:
     write(tree, "tracing_max_latency", "7")
     array = kernel.trace
     assert (array.max_latency_ns, read(tree, "tracing_max_latency")) == (7000, "7\n")
+    for name in ("tracing_max_latency", "tracing_thresh"):
+        write(tree, name, f"{2**64 - 1}")
+        assert read(tree, name) == "18446744073709550\n", "an unsigned long of nanoseconds"
+        write(tree, name, "0")
     write(tree, "options/record-tgid", "1")
     kernel.guest.enter(kernel.guest.mirror.init)
     write(tree, "trace_marker", "hello")

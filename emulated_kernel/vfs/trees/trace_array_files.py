@@ -40,6 +40,7 @@ NAME_MAX = 100
 CLOCK_BUFFER = 64
 """A clock's name is shorter. Mirrors: kernel/trace/trace.c:tracing_clock_write (v6.1)."""
 _MASK_CHUNK = 32
+_ULONG_MAX = (1 << 64) - 1
 
 
 def trace_array_files(tracing: Tracing, *, instance: bool = False) -> dict[str, Node]:
@@ -92,6 +93,14 @@ def list_file(lines: WrittenList) -> File:
 def number_file(value: Callable[[], int], store: Callable[[int], None]) -> File:
     """A number, or a switch; it is written as kstrtoul takes one."""
     return AttributeFile(READ_WRITE, lambda: f"{value():d}\n", lambda data: store(kstrtoul(data)))
+
+
+def time_file(nanoseconds: Callable[[], int], store: Callable[[int], None]) -> File:
+    """A time in microseconds, kept as nanoseconds in an unsigned long.
+
+    Mirrors: kernel/trace/trace.c:tracing_nsecs_read, tracing_nsecs_write (v6.1).
+    """
+    return number_file(lambda: nanoseconds() // 1000, lambda usecs: store(usecs * 1000 & _ULONG_MAX))
 
 
 def filter_file(functions: FilterFile) -> File:
@@ -225,12 +234,10 @@ def _buffer_size(array: TraceArray, cpu: int | None) -> File:
 
 
 def _max_latency(array: TraceArray) -> File:
-    """In microseconds. Mirrors: kernel/trace/trace.c:tracing_nsecs_read, tracing_nsecs_write (v6.1)."""
+    def store(nanoseconds: int) -> None:
+        array.max_latency_ns = nanoseconds
 
-    def store(usecs: int) -> None:
-        array.max_latency_ns = usecs * 1000
-
-    return number_file(lambda: (array.max_latency_ns + 500) // 1000, store)
+    return time_file(lambda: array.max_latency_ns, store)
 
 
 def _error_log(errors: ErrorLog) -> File:

@@ -19,10 +19,9 @@ from emulated_kernel.vfs.trees.trace_array_files import (
     instances_directory,
     list_file,
     number_file,
+    time_file,
     trace_array_files,
 )
-
-_ULONG_MAX = (1 << 64) - 1
 
 
 def tracefs_directory(trace: TraceParts, further: Mapping[str, Node] | None = None) -> Directory:
@@ -59,14 +58,12 @@ def _top_files(trace: TraceParts) -> dict[str, Node]:
 
 
 def _graph_files(graph: GraphTracer) -> dict[str, Node]:
-    def set_threshold(usecs: int) -> None:
-        graph.threshold_ns = usecs * 1000 & _ULONG_MAX
+    def set_threshold(nanoseconds: int) -> None:
+        graph.threshold_ns = nanoseconds
 
     return {
         "max_graph_depth": number_file(lambda: graph.max_depth, graph.set_max_depth),
-        "tracing_thresh": number_file(
-            lambda: -1 if graph.threshold_ns == _ULONG_MAX else graph.threshold_ns // 1000, set_threshold
-        ),
+        "tracing_thresh": time_file(lambda: graph.threshold_ns, set_threshold),
         "set_graph_function": list_file(graph.functions),
         "set_graph_notrace": list_file(graph.notrace),
     }
