@@ -17,8 +17,7 @@ NO_EVENTS: Case = (truncate("set_event"), truncate("dynamic_events"), truncate("
 QUIET: Case = (truncate("trace"), truncate("error_log"), write("tracing_on", "1"))
 PROBED: Case = (append("kprobe_events", "p:keep/probed vfs_mkdir"), write("events/keep/enable", "1"))
 """While nothing is probed our guest isn't asked to make a client's calls."""
-KNOWN: Case = (
-    *PROBED, Step("mkdir", "/scratch/known"), Step("rmdir", "/scratch/known"),
-    write("current_tracer", "function_graph"), write("current_tracer", "nop"),
-)  # fmt: skip
-"""Linux learns a task's name when it sleeps after a record, as for the tracer's end; ours with the record."""
+SLEPT: Case = (write("snapshot", "1"), write("snapshot", "0"))
+"""Behind a record of its own a task that slept is known: Linux learns its name and tgid when it goes."""
+KNOWN: Case = (*PROBED, Step("mkdir", "/scratch/known"), Step("rmdir", "/scratch/known"), *SLEPT)
+"""Ours learns a task's name with the record."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from tests.differential.areas.common import PROBED, QUIET
+from tests.differential.areas.common import KNOWN, PROBED, QUIET
 from tests.differential.steps import Area, Case, Step, append, read, truncate, write
 
 _EVENTS: Case = (
@@ -72,12 +72,10 @@ AREA = Area(
     "eprobes",
     _case,
     prepare=(
-        *PROBED,
+        *KNOWN,
         *_EVENTS,
         Step("create", "/scratch/file"),
         write("events/k/base/enable", "1"),
-        # Linux learns the client's name when it sleeps after a record.
-        *(write("/scratch/file", "known\0") for _ in range(9)),
     ),
     reset=(
         truncate("set_event"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from tests.differential.areas.common import BASE, EVENTS, OTHER, QUIET
+from tests.differential.areas.common import BASE, EVENTS, KNOWN, OTHER, QUIET
 from tests.differential.rules import text
 from tests.differential.steps import Area, Case, Step, read, write
 
@@ -29,6 +29,6 @@ def _case(dice: Random, number: int) -> Case:
 AREA = Area(
     "filters",
     _case,
-    prepare=(*EVENTS, Step("create", "/scratch/file")),
+    prepare=(*KNOWN, *EVENTS, Step("create", "/scratch/file")),
     reset=(write(f"{BASE}/filter", "0"), write(f"{OTHER}/filter", "0"), *QUIET),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from tests.differential.areas.common import BASE, EVENTS, OTHER, PROBED, QUIET
+from tests.differential.areas.common import BASE, EVENTS, KNOWN, OTHER, QUIET, SLEPT
 from tests.differential.rules import text
 from tests.differential.steps import Area, Case, Step, read, write
 
@@ -45,12 +45,12 @@ def _case(dice: Random, _number: int) -> Case:
         else:
             steps.append(write("/scratch/file", text(dice, "marker").replace("\0", "") + "\0"))
     steps += [write("tracing_on", "0"), *(write(f"{event}/enable", "0") for event in events)]
-    steps += [] if is_early else options
+    steps += [] if is_early else [*(SLEPT if "record-tgid" in chosen else ()), *options]
     return [*steps, read("trace")]
 
 
 AREA = Area(
-    "output", _case, prepare=(*EVENTS, *PROBED, Step("create", "/scratch/file")),
+    "output", _case, prepare=(*EVENTS, *KNOWN, Step("create", "/scratch/file")),
     reset=(*(write(f"options/{name}", f"{on:d}") for name, on in _OPTIONS.items()), write("trace_clock",
         "local"),
            *(write(f"{event}/enable", "0") for event in _EVENTS), *QUIET),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from tests.differential.areas.common import BASE, EVENTS, OTHER, QUIET
+from tests.differential.areas.common import BASE, EVENTS, KNOWN, OTHER, QUIET
 from tests.differential.rules import text
 from tests.differential.steps import Area, Case, Step, read, truncate, write
 
@@ -37,7 +37,7 @@ def _case(dice: Random, number: int) -> Case:
 AREA = Area(
     "triggers",
     _case,
-    prepare=(*EVENTS, Step("create", "/scratch/file")),
+    prepare=(*KNOWN, *EVENTS, Step("create", "/scratch/file")),
     reset=(
         *(Step("untrigger", f"{event}/trigger") for event in dict.fromkeys(_EVENTS)),
         truncate("set_event"),
