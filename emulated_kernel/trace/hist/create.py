@@ -13,7 +13,7 @@ from emulated_kernel.trace.events.event import EventFile
 from emulated_kernel.trace.hist.actions import Action, ActionKind, Handler, TrackedSnapshot
 from emulated_kernel.trace.hist.data import HistData
 from emulated_kernel.trace.hist.errors import HistError
-from emulated_kernel.trace.hist.expression import ExpressionParser
+from emulated_kernel.trace.hist.expression import ExpressionParser, remains_of
 from emulated_kernel.trace.hist.field import MAX_STRING, FieldVariable, Flag, HistField, Histogram
 from emulated_kernel.trace.hist.system import hists_of, holders_of
 from emulated_kernel.trace.hist.variables import find_file_variable
@@ -88,7 +88,7 @@ class ActionMaker:
                 made = self._field_variable(param)
             except KernelError as failure:
                 code = failure.errno or errno.EINVAL
-                raise self._log.error(HistError.FIELD_VAR_CREATE_FAIL, param, code) from None
+                raise self._log.error(HistError.FIELD_VAR_CREATE_FAIL, remains_of(param), code) from None
             self._data.saved_variables.append(made)
 
     def _field_variable(self, name: str) -> FieldVariable:
@@ -99,7 +99,8 @@ class ActionMaker:
             value = ExpressionParser(self._data.variables).atom(name, Flag.VAR)
         except KernelError as failure:
             code = failure.errno or errno.EINVAL
-            raise self._log.error(HistError.FIELD_VAR_PARSE_FAIL, name, code) from None
+            raise self._log.error(HistError.FIELD_VAR_PARSE_FAIL, remains_of(name), code) from None
+        name = remains_of(name)
         try:
             variable = self._new_variable(name, value.size, value.type)
         except KernelError:

@@ -10,7 +10,7 @@ from emulated_kernel.trace.events.event import EventFile
 from emulated_kernel.trace.hist.actions import Action
 from emulated_kernel.trace.hist.attrs import HistAttrs, parse_variables
 from emulated_kernel.trace.hist.errors import HistError, HistLog
-from emulated_kernel.trace.hist.expression import ExpressionParser
+from emulated_kernel.trace.hist.expression import ExpressionParser, remains_of
 from emulated_kernel.trace.hist.field import (
     MAX_STRING,
     STACK_DEPTH,
@@ -124,7 +124,7 @@ class HistData(Histogram):
         made = ExpressionParser(self.variables).parse(text, flags, variable)
         refused = _NOT_FOR_VARIABLES if made.flags & Flag.VAR else _NOT_FOR_VALUES
         if made.flags & refused:
-            raise self.log.error(HistError.BAD_FIELD_MODIFIER, text)
+            raise self.log.error(HistError.BAD_FIELD_MODIFIER, remains_of(text))
         return made
 
     def _build_variable(self, name: str, expression: str) -> None:

@@ -215,3 +215,9 @@ def _qualified(text: str) -> tuple[str | None, str | None, str]:
     """Group, event and name of `GROUP.EVENT.NAME`; a name with one dot has a modifier."""
     parts = text.split(".", 2)
     return (parts[0], parts[1], parts[2]) if len(parts) == 3 else (None, None, text)
+
+
+def remains_of(text: str) -> str:
+    """What is left of an atom's text behind parsing: Linux cuts GROUP.EVENT.NAME at its dots."""
+    group, _, _ = _qualified(text)
+    return text if group is None or is_digit(text) else group

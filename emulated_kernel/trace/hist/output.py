@@ -161,7 +161,7 @@ class HistPrinter:
 
 def _saved(value: Value, is_string: bool) -> str:
     if is_string:
-        return _padded(value if isinstance(value, bytes) else b"", 32)
+        return _padded(value if isinstance(value, bytes) else b"(null)", 32)
     return f"{value if isinstance(value, int) else 0:10}"
 
 

@@ -222,6 +222,8 @@ def test_truncating_removes_all(kernel: TriggerKernel) -> None:
         ("hist:keys=n:onmax(n).save(big)", "EINVAL", "For onmax(x) or onchange(x), x must be a variable", 10),
         ("hist:keys=n:x=n:onmax($x).save(zz)", "EINVAL", "Couldn't create field variable", 31),
         ("hist:keys=n:x=n:onmax($x).save(s)", "EINVAL", "Invalid action param", 2),
+        ("hist:keys=n:x=n:onmax($x).save(key.a.zz)", "EINVAL", "Couldn't create field variable", 5),
+        ("hist:keys=n:vals=key.a.n.log2", "EINVAL", "Invalid field modifier", 5),
         ("hist:keys=n:onmatch(kprobes.b).save(big)", "EINVAL", "Handler doesn't support action", 31),
         ("hist:keys=n:onmatch(kprobes).trace(x)", "EINVAL", "Missing subsystem", 20),
         ("hist:keys=n:onmatch(kprobes.zz).trace(x)", "EINVAL", "Invalid subsystem or event name", 28),

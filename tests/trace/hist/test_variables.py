@@ -16,7 +16,7 @@ def kernel() -> TriggerKernel:
     made = TriggerKernel()
     made.define(
         "p:begin vfs_read id=%di:u32 prio=%si:s32 file=+0(%dx):string\n",
-        "p:end vfs_write id=%di:u32 result=%si:s64 left=%cx:u32\n",
+        "p:end vfs_write id=%di:u32 result=%si:s64 left=%cx:u32 name=$comm\n",
     )
     made.synthetic.write(b"delay u64 usecs; u32 id; s32 prio\n")
     return made
@@ -142,6 +142,19 @@ def test_onmax_saves_fields(kernel: TriggerKernel) -> None:
         "{ id:          0 } hitcount:          3\n"
         "\tmax:          9  left:          2  common_pid:         42\n"
     ) in kernel.hist("end")
+
+
+def test_what_is_saved_has_what_is_left_of_its_name(kernel: TriggerKernel) -> None:
+    kernel.write("hist:keys=id:r=result:onmax($r).save(kprobes.end.left)", "end")
+    assert kernel.show("end").endswith(":onmax($r).save(kprobes) [active]\n")
+    _end(kernel, 0, si=5, cx=1)
+    assert "\tmax:          5  kprobes:          1\n" in kernel.hist("end")
+
+
+def test_a_string_that_was_never_saved(kernel: TriggerKernel) -> None:
+    kernel.write("hist:keys=id:r=result:onmax($r).save(name)", "end")
+    _end(kernel, 0, si=0)
+    assert f"\tmax:          0  name: {'(null)':32}\n" in kernel.hist("end")
 
 
 def test_onchange_fires_a_synthetic_event(kernel: TriggerKernel) -> None:
