@@ -215,6 +215,8 @@ def test_graph_files(tree: Filesystem) -> None:
         assert read(tree, f"/tracing/{name}") == "vfs_read\n"
     write(tree, "/tracing/max_graph_depth", "3")
     assert read(tree, "/tracing/max_graph_depth") == "3\n"
+    write(tree, "/tracing/max_graph_depth", "4294967295")
+    assert read(tree, "/tracing/max_graph_depth") == "-1\n"
     write(tree, "/tracing/tracing_thresh", "7")
     assert read(tree, "/tracing/tracing_thresh") == "7\n"
 

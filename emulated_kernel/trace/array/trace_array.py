@@ -72,6 +72,8 @@ class TraceArray(ArrayRings, Recorder):
         """Tracers beside nop, by name; Linux lists the latest first."""
         self.buffer_percent = 50
         self.pipe_users = PipeUsers()
+        self.open_pipes = 0
+        """Of all kinds; while there are any the tracer stays."""
         self._recorded: dict[TraceEvent, None] = {}
         """The events that are enabled here."""
         self.pids = EventPids(self._pids_changed)
@@ -455,13 +457,16 @@ class TraceArray(ArrayRings, Recorder):
     def set_tracer(self, name: str) -> None:
         """Use another tracer and expand the buffers, which lose what the one before has written.
 
-        Raises: KernelError EINVAL for an unknown one. Mirrors: kernel/trace/trace.c:tracer_init (v6.1).
+        Raises: KernelError EINVAL for an unknown one, EBUSY while a pipe is open.
+        Mirrors: kernel/trace/trace.c:tracing_set_tracer (v6.1).
         """
         self.expand()
         if name not in self.tracers():
             raise KernelError(errno.EINVAL, f"no tracer {name!r}")
         if name == self.current_tracer:
             return
+        if self.open_pipes:
+            raise KernelError(errno.EBUSY, "a pipe is open")
         if self.current_tracer in self._tracers:
             self._tracers[self.current_tracer].stop()
         self.current_tracer = NOP_TRACER

@@ -33,6 +33,7 @@ class PipeReader:
         self._changed = threading.Event()
         self._subscribers: list[Callable[[], None]] = []
         array.listeners.append(self._wake)
+        array.open_pipes += 1
 
     @property
     def _buffers(self) -> Sequence[RingBuffer]:
@@ -86,6 +87,7 @@ class PipeReader:
         if self._closed:
             return
         self._closed = True
+        self._array.open_pipes -= 1
         self._array.listeners.remove(self._wake)
         self._changed.set()
         self._tell()

@@ -7,6 +7,7 @@ from functools import partial
 
 from emulated_kernel.parts import TraceParts
 from emulated_kernel.trace.probes.kprobe_events import KprobeEvents
+from emulated_kernel.trace.text.printf import signed
 from emulated_kernel.trace.tracers.function_profiler import FunctionProfiler
 from emulated_kernel.trace.tracers.graph_tracer import GraphTracer
 from emulated_kernel.trace.tracers.stack_tracer import StackTracer
@@ -62,7 +63,7 @@ def _graph_files(graph: GraphTracer) -> dict[str, Node]:
         graph.threshold_ns = nanoseconds
 
     return {
-        "max_graph_depth": number_file(lambda: graph.max_depth, graph.set_max_depth),
+        "max_graph_depth": number_file(lambda: signed(graph.max_depth, 32), graph.set_max_depth),
         "tracing_thresh": time_file(lambda: graph.threshold_ns, set_threshold),
         "set_graph_function": list_file(graph.functions),
         "set_graph_notrace": list_file(graph.notrace),

@@ -5,10 +5,13 @@ from __future__ import annotations
 import errno
 import re
 import threading
+from functools import partial
 
 import pytest
 
 from emulated_kernel.errors import KernelError, WouldBlock
+from emulated_kernel.kernel import Kernel
+from emulated_kernel.trace.array.raw_pipe import RawPipe
 from emulated_kernel.trace.array.trace_pipe import TracePipe
 
 from .conftest import Bench
@@ -119,6 +122,21 @@ def test_a_nonblocking_reader_never_sees_an_end(bench: Bench) -> None:
     with pytest.raises(WouldBlock):
         pipe.read(10, nonblock=True)
     assert pipe.read(10) == b""
+
+
+def test_the_tracer_stays_while_a_pipe_is_open(kernel: Kernel) -> None:
+    array = kernel.trace
+    for open_pipe in (partial(TracePipe, array), partial(RawPipe, array, 0)):
+        pipe = open_pipe()
+        array.set_tracer("nop")
+        with pytest.raises(KernelError) as caught:
+            array.set_tracer("function")
+        assert (caught.value.errno, array.current_tracer) == (errno.EBUSY, "nop")
+        pipe.close()
+        pipe.close()
+        array.set_tracer("function")
+        assert array.current_tracer == "function"
+        array.set_tracer("nop")
 
 
 @pytest.mark.parametrize(
