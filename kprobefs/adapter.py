@@ -63,8 +63,10 @@ INSTANCES = "/instances/"
 CLOSING = 0.05
 """Seconds that a close(2) may be on its way, while the next request is here already."""
 NAME_MAX = 255
-_ERRNOS = range(1, 512)
-"""Those of answers that the host's kernel takes: it drops others, and whoever asked can't even be killed."""
+_MOST = 511
+"""The largest errno that FUSE takes: an answer with another one is none, and its client waits for ever."""
+_ENOTSUPP = 524
+"""The one beyond that kernels let through to their processes. Mirrors: include/linux/errno.h (v6.1)"""
 _SECOND = 1_000_000_000
 _KEPT = 500
 """Attributes whose struct stat is kept: most are asked for again as they were."""
@@ -250,8 +252,8 @@ def _guarded(operations: _Operations, func: Callable[..., T], *args: object) -> 
                 operations.reserve.look()
             return func(*args)
         except KernelError as error:
-            number = error.errno or errno.EIO
-            return -(number if number in _ERRNOS else errno.EIO)
+            found = errno.EOPNOTSUPP if error.errno == _ENOTSUPP else error.errno or errno.EIO
+            return -found if 0 < found <= _MOST else -errno.EIO
         except MemoryError:
             operations.reserve.give_back()
             return -errno.ENOMEM
@@ -485,9 +487,13 @@ class _Operations:
     ) -> bytes | None:
         """A read that needs nothing of libfuse; None if it has to wait."""
         try:
-            return self._read(_known_client(pid, uid, gid), handle, size, offset, owner, flags)
+            data = self._read(_known_client(pid, uid, gid), handle, size, offset, owner, flags)
         except WouldBlock:
             return None
+        # The host's kernel refuses such an answer, and its client waits for ever.
+        if len(data) > size:
+            raise ValueError(f"{len(data)} bytes for a read of {size}")
+        return data
 
     def read(self, path: str | None, size: int, offset: int, info: Any) -> bytes:
         """A read that has to wait."""

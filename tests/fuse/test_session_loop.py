@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import re
 import signal
 import stat
 import struct
@@ -29,8 +30,6 @@ from tests.fuse.harness import eventually, is_mounted
 
 _PR_SET_PDEATHSIG = 1
 _CONTENT = b"a line\n"
-_ENOTSUPP, _ODD = 524, 100
-"""An errno of the kernel's own, which a driver's file answers at that offset."""
 _STARVED = 1000
 """From this offset on a read ends with the n-th allocation behind it failing."""
 _ASKING = """
@@ -43,6 +42,9 @@ for n in range(40):
     with suppress(OSError):
         os.stat(sys.argv[1] + "/kprobes")
 """
+_STRANGE = {511: 511, 512: errno.EIO, 524: errno.EOPNOTSUPP, 4095: errno.EIO}
+"""What files of a kernel may answer, and what their clients get."""
+_TOO_MUCH = 1 << 20
 
 
 class _Recorded:
@@ -64,7 +66,7 @@ class _Recorded:
         if path == "/tracing" or path in self._removed:
             raise KernelError(errno.ENOENT)
         if path == "/odd":
-            raise KernelError(_ENOTSUPP)
+            raise KernelError(524)
         if path == "/kprobes":
             self._starve(3 * self._starves)
         if path.endswith("/file"):
@@ -105,8 +107,10 @@ class _Recorded:
         self._asked("read", f"{handle} {offset} of {client.pid} {client.uid}")
         if offset == len(_CONTENT):
             raise KernelError(errno.EBADMSG)
-        if offset == _ODD:
-            raise KernelError(_ENOTSUPP)
+        if offset in _STRANGE:
+            raise KernelError(offset)
+        if offset == _TOO_MUCH:
+            return bytes(size + 1)
         if offset >= _STARVED:
             self._starves = offset - _STARVED
             self._starve(self._starves)
@@ -123,6 +127,12 @@ class _Recorded:
             _testcapi = __import__("_testcapi")
             _testcapi.remove_mem_hooks()
             _testcapi.set_nomemory(count, count + 1)
+
+    def write(self, _client: Client, _handle: int, _data: bytes, offset: int) -> int:
+        raise KernelError(offset)
+
+    def reads_host(self, _handle: int) -> bool:
+        return False
 
     def release(self, handle: int) -> None:
         self._asked("release", handle)
@@ -141,6 +151,7 @@ def _served(
     daemon = os.fork()
     if not daemon:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(60)
         options = FuseOptions("recorded", is_ordered=is_ordered)
         Server(_Recorded(says, clients_own), options).serve(str(place), lambda: None)  # type: ignore[arg-type]
@@ -310,8 +321,7 @@ def test_nothing_is_kept_of_directories_that_are_forgotten(request_: bytearray) 
 def test_an_errno_of_the_kernels_own_is_an_answer(place: Path) -> None:
     """The host's kernel drops a reply with one above 511, and whoever asked sleeps beyond SIGKILL."""
     with _served(place):
-        for ask in (f"cat {place}/odd", f"dd if={place}/scratch/file skip={_ODD} iflag=skip_bytes"):
-            assert os.strerror(errno.EIO) in _said(ask.split(), place)
+        assert os.strerror(errno.EOPNOTSUPP) in _said(["cat", str(place / "odd")], place)
 
 
 def test_who_asks_where_there_is_no_memory_is_answered(place: Path) -> None:
@@ -329,3 +339,16 @@ def _said(command: list[str], place: Path) -> str:
     except subprocess.TimeoutExpired:
         subprocess.run(["umount", "-f", "-l", place], check=True, timeout=20)
         raise
+
+
+def test_whatever_a_file_answers_its_client_gets_an_answer(place: Path) -> None:
+    """FUSE refuses an errno beyond 511, and more data than a read has asked for."""
+    with _served(place):
+        fd = os.open(place / "scratch/file", os.O_RDWR)
+        for given, got in (*_STRANGE.items(), (_TOO_MUCH, errno.EIO)):
+            with pytest.raises(OSError, match=re.escape(f"[Errno {got}]")):
+                os.pread(fd, 100, given)
+        for given, got in _STRANGE.items():
+            with pytest.raises(OSError, match=re.escape(f"[Errno {got}]")):
+                os.pwrite(fd, b"data", given)
+        os.close(fd)
