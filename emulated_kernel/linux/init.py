@@ -40,6 +40,8 @@ _PROGRAMS = "/bin"
 """Where the shell is: uprobes need a file, and the init is the only program that there is."""
 _DIRECTORIES = DEBUGFS, TRACEFS, TMPFS, PROC, DEVICES, _PROGRAMS
 PROGRAM = b"/init"
+BOOTED = 0x6592A940
+"""When its files were made, which is when the machine is booted, by its clock: 1 January 2024, noon."""
 _NULL = 1, 3
 ROOTS = {DEBUGFS: 0, TRACEFS: 1, TMPFS: 2}
 """Descriptors that all tasks have of them."""
@@ -85,7 +87,7 @@ def _cpio(files: list[CpioFile]) -> bytes:
     parts = []
     for number, file in enumerate([*files, CpioFile("TRAILER!!!", 0)], start=1):
         name = file.name.encode() + b"\0"
-        fields = (number, file.mode, 0, 0, 1, 0, len(file.data), 0, 0, *file.device, len(name), 0)
+        fields = (number, file.mode, 0, 0, 1, BOOTED, len(file.data), 0, 0, *file.device, len(name), 0)
         head = b"070701" + b"".join(b"%08x" % field for field in fields) + name
         parts += [_padded(head), _padded(file.data)]
     return b"".join(parts)

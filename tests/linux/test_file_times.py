@@ -48,6 +48,14 @@ def test_each_change_has_a_time_of_its_own(mount: LinuxMount) -> None:
     assert seen == sorted(set(seen))
 
 
+def test_what_was_there_at_the_boot_is_of_then(mount: LinuxMount) -> None:
+    """The snapshot may be old: the guest has seen nothing of the time since."""
+    for path in ("/dev", "/dev/null", "/scratch"):
+        found = mount.getattr(path)
+        for time in (found.atime_ns, found.mtime_ns, found.ctime_ns):
+            assert 0 <= time_ns() - time < 3600 * 10**9
+
+
 def test_what_is_written_or_read_later_is_newer(mount: LinuxMount) -> None:
     shell = Files(mount, SHELL)
     mount.release(mount.create(SHELL, "/scratch/source", 0o644, os.O_WRONLY))
