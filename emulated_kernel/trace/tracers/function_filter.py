@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.text.chars import bytes_to_text
@@ -103,23 +103,12 @@ class FunctionSet:
             yield f"{bytes_to_text(pattern)}:mod:{bytes_to_text(module)}\n"
 
 
-class GraphSet:
-    """A file of functions: names and globs add, with `!` take away; the empty set shows a note.
+class GraphSet(FunctionSet):
+    """A file of functions: names and globs add, with `!` take away; modules aren't awaited.
 
     Deviates: what is written holds at once; Linux waits for the file's last close.
     Mirrors: kernel/trace/ftrace.c:ftrace_graph_write, ftrace_graph_set_hash, g_show (v6.1).
     """
-
-    def __init__(self, functions: Functions, note: str, changed: Callable[[], None]) -> None:
-        self._functions = functions
-        self._note = note
-        self._changed = changed
-        self.addresses: frozenset[int] = frozenset()
-
-    def records(self) -> Iterable[str]:
-        if not self.addresses:
-            return [f"#### {self._note} ####\n"]
-        return [f"{each.shown}\n" for each in self._functions if each.site in self.addresses]
 
     def write(self, data: bytes) -> int:
         """One write(2): its first word; bytes taken. Raises: KernelError EINVAL where it means nothing."""
@@ -133,19 +122,16 @@ class GraphSet:
         # Linux: numbers, which other filters take for places in the list, match nothing.
         found = frozenset() if pattern[:1].isdigit() else self._functions.matching(pattern)
         if pattern != word:
-            found &= self.addresses
+            found &= self.sites
         if not found:
             raise KernelError(errno.EINVAL, f"no function is meant by {bytes_to_text(word)}")
-        self._set(self.addresses | found if pattern == word else self.addresses - found)
+        self._set(self.sites | found if pattern == word else self.sites - found)
 
-    def _set(self, addresses: frozenset[int]) -> None:
-        if addresses != self.addresses:
-            self.addresses = addresses
+    def _set(self, sites: frozenset[int]) -> None:
+        if sites != self.sites:
+            self.sites = sites
             self._changed()
 
-    def clear(self) -> None:
-        self._set(frozenset())
-
-    def forget(self, sites: frozenset[int]) -> None:
-        """Functions of a module that goes."""
-        self._set(self.addresses - sites)
+    def functions_went(self, sites: frozenset[int]) -> None:
+        """A set whose functions have all gone is an empty one."""
+        self._set(self.sites - sites)

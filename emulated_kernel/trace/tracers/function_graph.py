@@ -23,7 +23,7 @@ from emulated_kernel.kprobes.return_hook.ret_stack import RetStack
 from emulated_kernel.trace.array.system import TraceSystem
 from emulated_kernel.trace.compiled.graph import CALLED, CompiledGraph, GraphEmitter
 from emulated_kernel.trace.compiled.places import GuestPlaces
-from emulated_kernel.trace.tracers.function_tracer import FilterWatcher, FunctionTracer
+from emulated_kernel.trace.tracers.function_tracer import FunctionTracer
 from emulated_kernel.trace.tracers.sleep_times import SleepTimes
 
 
@@ -65,7 +65,7 @@ class _Running:
         return self.hooks.stack
 
 
-class FunctionGraph(FilterWatcher):
+class FunctionGraph:
     """Under the filters of the top array's function tracer, by the array of each task.
 
     Mirrors: kernel/trace/fgraph.c (v6.1).
@@ -81,7 +81,7 @@ class FunctionGraph(FilterWatcher):
         places: GuestPlaces,
     ) -> None:
         """`choose_hooks` is called at each start for the hooks to use."""
-        filters.watch(self)
+        filters.on_selection.append(self.filters_changed)
         self._sleeps = sleeps
         self._kprobes = kprobes
         self._sites = kprobes.sites

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from itertools import islice
 
@@ -13,15 +12,7 @@ from emulated_kernel.trace.text.user_words import FUNCTION_WORD_MAX, take_word
 from emulated_kernel.trace.tracers.call_sites import KernelFunctions
 from emulated_kernel.trace.tracers.function_filter import FunctionSet
 from emulated_kernel.trace.tracers.function_probes import FunctionProbes
-from emulated_kernel.trace.tracers.functions import CallHandler, FunctionWatcher
-
-
-class FilterWatcher(ABC):
-    """Told of changes of a function tracer's filters."""
-
-    @abstractmethod
-    def filters_changed(self) -> None:
-        """FunctionTracer.selected() may give others."""
+from emulated_kernel.trace.tracers.functions import CallHandler, Functions, FunctionWatcher
 
 
 class FunctionTracer(Tracer, FunctionWatcher):
@@ -40,15 +31,14 @@ class FunctionTracer(Tracer, FunctionWatcher):
         self._option = is_on
         self._user = hooks.user(record, self._symbol)
         self._is_on = False
-        self._watchers: list[FilterWatcher] = []
+        self.on_selection: list[Callable[[], None]] = []
+        """Called when selected() may give others."""
         self.probes = probes
         self.pids = pids
-        self._chosen = FunctionSet(hooks.functions, "all functions enabled", self._update)
-        self._left_out = FunctionSet(
+        self.filter = FilterFile(hooks.functions, "all functions enabled", self._update, probes)
+        self.notrace = FilterFile(
             hooks.functions, "no functions disabled", self._update, waiting_counts=False
         )
-        self.filter = FilterFile(self._chosen, probes)
-        self.notrace = FilterFile(self._left_out, None)
         hooks.functions.watch(self)
         self.traced_pids = PidFile(self.pids.traced)
         self.untraced_pids = PidFile(self.pids.untraced)
@@ -60,10 +50,6 @@ class FunctionTracer(Tracer, FunctionWatcher):
         stack = "_stack" if self._option(FunctionOption.STACK_TRACE) else ""
         repeats = "_no_repeats" if self._option(FunctionOption.NO_REPEATS) else ""
         return f"function{stack}{repeats}_trace_call"
-
-    def watch(self, watcher: FilterWatcher) -> None:
-        """Tell this one, for which the filters hold too, of their changes."""
-        self._watchers.append(watcher)
 
     def start(self) -> None:
         """current_tracer is `function` now."""
@@ -89,48 +75,52 @@ class FunctionTracer(Tracer, FunctionWatcher):
 
     def module_came(self, module: str) -> None:
         """Its functions can be traced."""
-        self._chosen.module_came(module)
-        self._left_out.module_came(module)
+        self.filter.module_came(module)
+        self.notrace.module_came(module)
         self._update()
 
     def functions_went(self, sites: frozenset[int]) -> None:
         """They can't any more."""
-        self._chosen.functions_went(sites)
-        self._left_out.functions_went(sites)
+        self.filter.functions_went(sites)
+        self.notrace.functions_went(sites)
         self.probes.functions_went(sites)
         self._update()
 
     def selected(self) -> list[int]:
         """Sites of the functions that set_ftrace_filter and set_ftrace_notrace leave."""
-        chosen = self._hooks.functions.sites if self._chosen.is_empty else self._chosen.sites
-        left_out = self._left_out.sites
+        chosen = self._hooks.functions.sites if self.filter.is_empty else self.filter.sites
+        left_out = self.notrace.sites
         return [site for site in chosen if site not in left_out]
 
     def _update(self) -> None:
         """Mirrors: kernel/trace/ftrace.c:ftrace_ops_update_code (v6.1)."""
         if self._is_on:
             self._hooks.attach(self._user, self.selected())
-        for watcher in self._watchers:
-            watcher.filters_changed()
+        for tell in self.on_selection:
+            tell()
 
 
-class FilterFile:
-    """set_ftrace_filter, with commands, or set_ftrace_notrace, without.
+class FilterFile(FunctionSet):
+    """set_ftrace_filter, with commands, or set_ftrace_notrace, without; with O_TRUNC commands stay.
 
     Deviates: Linux lets a change come into force when the file is closed.
     """
 
-    def __init__(self, functions: FunctionSet, probes: FunctionProbes | None) -> None:
-        self._functions = functions
+    def __init__(
+        self,
+        functions: Functions,
+        title: str,
+        changed: Callable[[], None],
+        probes: FunctionProbes | None = None,
+        *,
+        waiting_counts: bool = True,
+    ) -> None:
+        super().__init__(functions, title, changed, waiting_counts=waiting_counts)
         self._probes = probes
-
-    def clear(self) -> None:
-        """Opening for writing with O_TRUNC; commands stay."""
-        self._functions.clear()
 
     def records(self) -> Iterator[str]:
         """Functions, then commands."""
-        yield from self._functions.records()
+        yield from super().records()
         if self._probes is not None:
             yield from self._probes.records()
 
@@ -139,7 +129,7 @@ class FilterFile:
 
         Mirrors: kernel/trace/ftrace.c:t_start, t_next, t_mod_start (v6.1).
         """
-        behind = [*islice(self._functions.records(), index, index + 2)]
+        behind = [*islice(super().records(), index, index + 2)]
         return iter(behind) if len(behind) == 1 else islice(self.records(), index, None)
 
     def write(self, data: bytes) -> int:
@@ -150,11 +140,11 @@ class FilterFile:
         word, size = take_word(data, FUNCTION_WORD_MAX)
         pattern, colon, command = word.partition(b":")
         if command.startswith(b"mod:"):
-            self._functions.choose_of_module(pattern, command.removeprefix(b"mod:"))
+            self.choose_of_module(pattern, command.removeprefix(b"mod:"))
         elif colon and self._probes is not None:
             self._probes.execute(pattern, command.decode("latin-1"))
         elif word:
-            self._functions.choose(word)
+            self.choose(word)
         return size
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cached_property
@@ -11,9 +10,7 @@ from itertools import islice
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.trace.filter.pattern import StringPattern, parse_pattern
 from emulated_kernel.trace.hits.probe_hit import ProbeHit
-
-_NUMBER = re.compile(rb"0[xX][0-9a-fA-F]+|0[0-7]*|[1-9][0-9]*")
-
+from emulated_kernel.trace.text.numbers import simple_strtoul
 
 CallHandler = Callable[[int, ProbeHit], None]
 """Told of a call: its fentry site, and the hit."""
@@ -127,7 +124,7 @@ class Functions(Collection[TraceableFunction]):
         any module. Mirrors: kernel/trace/ftrace.c:match_records, ftrace_match_record (v6.1).
         """
         if pattern[:1].isdigit():
-            index = _leading_number(pattern) - 1
+            index = simple_strtoul(pattern.decode("latin-1"))[0] - 1
             return frozenset(islice(self._functions, index, index + 1) if 0 <= index < len(self) else ())
         wanted, _ = parse_pattern(pattern)
         chosen: Iterable[TraceableFunction] = (f for f in self._functions.values() if not f.is_dropped)
@@ -136,14 +133,6 @@ class Functions(Collection[TraceableFunction]):
             chosen = (f for f in chosen if _belongs(f, of) is not is_excluded)
         matches_all = module is not None and not wanted.text
         return frozenset(f.site for f in chosen if matches_all or _matches(wanted, f.name))
-
-
-def _leading_number(text: bytes) -> int:
-    """Of the C base; what doesn't fit is cut off. Mirrors: lib/vsprintf.c:simple_strtoul (v6.1)."""
-    match = _NUMBER.match(text)
-    assert match is not None, "begins with a digit"
-    digits = match[0].decode()
-    return int(digits, 8 if digits.startswith("0") and digits.isdigit() else 0) & (1 << 64) - 1
 
 
 def _belongs(function: TraceableFunction, pattern: StringPattern) -> bool:

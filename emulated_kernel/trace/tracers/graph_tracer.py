@@ -103,8 +103,8 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
         compiled = CompiledGraph(
             target=target,
             entry_count=self._context.disabled_once,
-            chosen=self.functions.addresses,
-            hidden=self.notrace.addresses,
+            chosen=self.functions.sites,
+            hidden=self.notrace.sites,
             max_depth=self.max_depth,
             threshold_ns=self._threshold_ns,
             takes_irqs=self._options.is_on(GraphOption.IRQS),
@@ -118,8 +118,8 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
 
     def functions_went(self, sites: frozenset[int]) -> None:
         """They can't be traced any more."""
-        self.functions.forget(sites)
-        self.notrace.forget(sites)
+        self.functions.functions_went(sites)
+        self.notrace.functions_went(sites)
 
     # Recording
 
@@ -133,7 +133,7 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
         depth = 0 if parent is None else parent.depth + 1
         if parent is not None and parent.flags & CallFlag.HIDDEN:
             return None
-        if func in self.notrace.addresses:
+        if func in self.notrace.sites:
             return PendingCall(func, 0, depth, CallFlag.HIDDEN)
         in_irq = bool(self._context.hit_trace_ctx(regs)[0] & EntryFlag.HARDIRQ)
         pids, pid = self._pids, self._tasks.pid()
@@ -148,7 +148,7 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
 
     def _ignores(self, func: int, parent: PendingCall | None, depth: int, *, in_irq: bool) -> bool:
         """Mirrors: ftrace_graph_ignore_func, ftrace_graph_ignore_irqs (v6.1)."""
-        chosen = self.functions.addresses
+        chosen = self.functions.sites
         if (chosen and parent is None and func not in chosen) or 0 < self.max_depth <= depth:
             return True
         if not in_irq or self._options.is_on(GraphOption.IRQS):

@@ -15,7 +15,7 @@ from emulated_kernel.trace.tracers.function_profiler import FunctionProfiler
 from emulated_kernel.trace.tracers.function_tracer import FunctionTracer
 from emulated_kernel.trace.tracers.functions import Functions
 from emulated_kernel.trace.tracers.graph_tracer import GraphTracer
-from emulated_kernel.trace.tracers.sleep_times import build_sleep_times
+from emulated_kernel.trace.tracers.sleep_times import SleepTimes
 
 
 def build_graphs(
@@ -30,8 +30,7 @@ def build_graphs(
 ) -> tuple[GraphTracer, FunctionProfiler]:
     """Those of the top trace array and its `tracer` of functions; `points`: the kernel's, by GROUP:EVENT."""
     system = array.system
-    sleeps = build_sleep_times(points, system.events, system.tracer_options, system.now_ns, system.tasks)
-    graph = FunctionGraph(kprobes, hook_sets.graph, system, tracer, sleeps, places)
+    graph = FunctionGraph(kprobes, hook_sets.graph, system, tracer, SleepTimes(points, system), places)
     graph_tracer = GraphTracer(graph, functions, array, tracer.pids, context)
     array.register_tracer("function_graph", graph_tracer)
     return graph_tracer, FunctionProfiler(graph, system, lambda: graph_tracer.threshold_ns)

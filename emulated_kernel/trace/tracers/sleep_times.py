@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
-from emulated_kernel.trace.events.registry import EventRegistry
+from emulated_kernel.trace.array.system import TraceSystem
 from emulated_kernel.trace.events.static_event import Tracepoint
-from emulated_kernel.trace.hits.probe_hit import ProbeHit, Tasks
-from emulated_kernel.trace.output.tracer_options import GraphOption, TracerOptions
-from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE, EventField
+from emulated_kernel.trace.hits.probe_hit import ProbeHit
+from emulated_kernel.trace.output.tracer_options import GraphOption
+from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE
 
 Slept = Callable[[int, int], None]
 """Told of a task_struct's address, and of the nanoseconds that it was off the CPU."""
@@ -20,20 +20,15 @@ class SleepTimes:
     Mirrors: kernel/trace/fgraph.c:ftrace_graph_probe_sched_switch (v6.1).
     """
 
-    def __init__(
-        self,
-        switches: Tracepoint | None,
-        fields: Sequence[EventField],
-        options: TracerOptions,
-        now_ns: Callable[[], int],
-        tasks: Tasks,
-    ) -> None:
-        """`switches` is sched_switch, None in an image without events; `fields` are its records'."""
-        self._switches = switches
+    def __init__(self, points: Mapping[str, Tracepoint], system: TraceSystem) -> None:
+        """`points`: the kernel's tracepoints, by GROUP:EVENT; none in an image without events."""
+        event = system.events.find("sched", "sched_switch")
+        fields = () if event is None else event.fields
         self._places = {field.name: slice(field.offset, field.offset + field.size) for field in fields}
-        self._options = options
-        self._now_ns = now_ns
-        self._tasks = tasks
+        self._switches = points.get("sched:sched_switch")
+        self._options = options = system.tracer_options
+        self._now_ns = system.now_ns
+        self._tasks = system.tasks
         self._slept: Slept | None = None
         self._is_watching = False
         options.on_switch.append(self._follow)
@@ -70,16 +65,3 @@ class SleepTimes:
     def _key(self, payload: bytes, name: str) -> tuple[int, int]:
         pid = int.from_bytes((bytes(COMMON_SIZE) + payload)[self._places[name]], "little")
         return pid, 0 if pid else self._tasks.cpu()
-
-
-def build_sleep_times(
-    points: Mapping[str, Tracepoint],
-    events: EventRegistry,
-    options: TracerOptions,
-    now_ns: Callable[[], int],
-    tasks: Tasks,
-) -> SleepTimes:
-    """Those of a kernel with these tracepoints, by GROUP:EVENT."""
-    event = events.find("sched", "sched_switch")
-    fields = () if event is None else event.fields
-    return SleepTimes(points.get("sched:sched_switch"), fields, options, now_ns, tasks)

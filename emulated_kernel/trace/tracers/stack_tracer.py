@@ -92,8 +92,7 @@ class StackTracer(FunctionWatcher):
         """What was written last; on unless 0."""
         self._max_size = 0
         self._frames: Frames = ()
-        self._chosen = FunctionSet(hooks.functions, "all functions enabled", self._update)
-        self.filter = StackFilter(self._chosen)
+        self.filter = StackFilter(hooks.functions, "all functions enabled", self._update)
         hooks.functions.watch(self)
 
     def enable(self, value: int) -> None:
@@ -129,13 +128,13 @@ class StackTracer(FunctionWatcher):
 
     def functions_went(self, sites: frozenset[int]) -> None:
         """They can't any more."""
-        self._chosen.functions_went(sites)
+        self.filter.functions_went(sites)
         self._update()
 
     def _update(self) -> None:
         if self.enabled:
             every = self._hooks.functions.sites
-            self._hooks.attach(self._user, every if self._chosen.is_empty else self._chosen.sites)
+            self._hooks.attach(self._user, every if self.filter.is_empty else self.filter.sites)
         else:
             self._hooks.detach(self._user)
 
@@ -147,16 +146,11 @@ class StackTracer(FunctionWatcher):
             self._frames = self._measure.frames(site, hit)
 
 
-class StackFilter:
+class StackFilter(FunctionSet):
     """stack_trace_filter: the functions at whose calls the stack is looked at; no commands.
 
     Deviates: Linux lets a change come into force when the file is closed.
     """
-
-    def __init__(self, functions: FunctionSet) -> None:
-        self._functions = functions
-        self.records = functions.records
-        self.clear = functions.clear
 
     def write(self, data: bytes) -> int:
         """One write(2): its first word, a pattern; bytes taken.
@@ -169,5 +163,5 @@ class StackFilter:
             known = rest.split(b":", 1)[0] in _COMMANDS
             raise KernelError(errno.ENODEV if known else errno.EINVAL, "no commands here")
         if word:
-            self._functions.choose(word)
+            self.choose(word)
         return size

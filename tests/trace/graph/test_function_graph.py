@@ -170,7 +170,7 @@ def test_sets_of_functions(kernel: Kernel) -> None:
             functions.write(bad)
         assert caught.value.errno == errno.EINVAL
     functions.clear()
-    assert not functions.addresses
+    assert not functions.sites
 
 
 def test_events_stand_between_the_calls_as_comments(kernel: Kernel) -> None:
