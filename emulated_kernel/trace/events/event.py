@@ -321,6 +321,20 @@ class EventFile:
         self.soft_disabled = False
         self._changed()
 
+    def hold(self) -> None:
+        """Have its hits come for who switches it, and keep the event. Raises: KernelError of the event."""
+        self.event.hold()
+        try:
+            self.enable_soft()
+        except KernelError:
+            self.event.let_go()
+            raise
+
+    def let_go(self) -> None:
+        """The other half of hold()."""
+        self.disable_soft()
+        self.event.let_go()
+
     # Triggers
 
     def add(self, trigger: Trigger, *, last: bool = False) -> None:

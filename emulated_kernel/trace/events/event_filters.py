@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterable, Sequence
-from functools import partial
 
 from emulated_kernel.abi import PAGE_SIZE
 from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.events.event import Recorder, TraceEvent
 from emulated_kernel.trace.filter.errors import FilterError, FilterParseError
-from emulated_kernel.trace.filter.fields import find_event_field
 from emulated_kernel.trace.filter.ops import EventFilter
-from emulated_kernel.trace.filter.parse import parse_filter
+from emulated_kernel.trace.filter.parse import parse_event_filter
 from emulated_kernel.trace.text.chars import SPACES, decode_command, to_text
 from emulated_kernel.trace.text.error_log import ErrorLog
 
@@ -86,10 +84,9 @@ class EventFilters:
 
     def _set(self, event: TraceEvent, text: str) -> FilterParseError | None:
         try:
-            program = parse_filter(text, partial(find_event_field, event.fields))
+            event.set_filter(self._recorder, parse_event_filter(text, event.fields))
         except FilterParseError as failure:
             return failure
-        event.set_filter(self._recorder, EventFilter(text, program))
         return None
 
     def _show_error(self, event: TraceEvent, text: str, failure: FilterParseError) -> None:

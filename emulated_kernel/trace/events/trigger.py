@@ -6,8 +6,7 @@ from abc import ABC, abstractmethod
 from enum import Enum, auto
 from typing import ClassVar
 
-from emulated_kernel.dataclass import dataclass
-from emulated_kernel.trace.filter.ops import FilterProgram
+from emulated_kernel.trace.filter.ops import EventFilter
 from emulated_kernel.trace.hits.probe_hit import ProbeHit
 from emulated_kernel.trace.ring.trace_entry import RawEntry
 
@@ -24,14 +23,6 @@ class TriggerKind(Enum):
     EVENT_PROBE = auto()
 
 
-@dataclass(frozen=True)
-class TriggerFilter:
-    """What follows `if`, as it was written."""
-
-    text: str
-    program: FilterProgram
-
-
 class Trigger(ABC):
     """A trigger on an event. Mirrors: kernel/trace/trace.h:struct event_trigger_data (v6.1)."""
 
@@ -42,8 +33,9 @@ class Trigger(ABC):
     is_hidden: ClassVar[bool] = False
     """Isn't one that a user made through the file."""
 
-    def __init__(self, filter_: TriggerFilter | None = None) -> None:
+    def __init__(self, filter_: EventFilter | None = None) -> None:
         self.filter = filter_
+        """What follows `if`."""
         self.paused = False
 
     @property
@@ -53,7 +45,7 @@ class Trigger(ABC):
 
     def accepts(self, entry: RawEntry) -> bool:
         """Whether its filter does."""
-        return self.filter is None or self.filter.program.accepts(entry)
+        return self.filter is None or self.filter.accepts(entry)
 
     @abstractmethod
     def fire(self, hit: ProbeHit, entry: RawEntry | None) -> None:

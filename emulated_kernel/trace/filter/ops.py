@@ -159,3 +159,7 @@ class EventFilter:
 
     text: str
     program: FilterProgram | None
+
+    def accepts(self, entry: RawEntry) -> bool:
+        """Whether its program does."""
+        return self.program is None or self.program.accepts(entry)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.filter.build import FilterBuilder, Fragment
 from emulated_kernel.trace.filter.errors import FilterError, FilterParseError
-from emulated_kernel.trace.filter.fields import FilterField, FilterType
+from emulated_kernel.trace.filter.fields import FilterField, FilterType, find_event_field
 from emulated_kernel.trace.filter.ops import (
     ComparePredicate,
     CpuPredicate,
+    EventFilter,
     FilterOp,
     FilterProgram,
     NeverPredicate,
@@ -21,6 +23,7 @@ from emulated_kernel.trace.filter.ops import (
     StringSource,
 )
 from emulated_kernel.trace.filter.pattern import literal_pattern, parse_pattern
+from emulated_kernel.trace.ring.trace_entry import EventField
 from emulated_kernel.trace.text.chars import SPACES, is_alnum
 from emulated_kernel.trace.text.numbers import is_digit, kstrtol, kstrtoul
 
@@ -39,6 +42,11 @@ _SOURCES = {
     FilterType.PTR_STRING: StringSource.KERNEL,
     FilterType.COMM: StringSource.COMM,
 }
+
+
+def parse_event_filter(text: str, fields: Sequence[EventField]) -> EventFilter:
+    """The filter of an event with these fields of its own. Raises: as parse_filter()."""
+    return EventFilter(text, parse_filter(text, partial(find_event_field, fields)))
 
 
 def parse_filter(text: str, find_field: FindField) -> FilterProgram:

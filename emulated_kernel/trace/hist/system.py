@@ -8,7 +8,8 @@ from dataclasses import field
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.trace.events.event import EventFile, Recorder, TraceEvent
 from emulated_kernel.trace.events.registry import EventRegistry
-from emulated_kernel.trace.events.trigger import Trigger, TriggerFilter, TriggerKind
+from emulated_kernel.trace.events.trigger import Trigger, TriggerKind
+from emulated_kernel.trace.filter.ops import EventFilter
 from emulated_kernel.trace.hist.field import Histogram
 from emulated_kernel.trace.synth.event import SYSTEM, SyntheticEvent
 
@@ -19,7 +20,7 @@ class HistHolder(Trigger):
     kind = TriggerKind.EVENT_HIST
     wants_entry = True
 
-    def __init__(self, data: Histogram, filter_: TriggerFilter | None) -> None:
+    def __init__(self, data: Histogram, filter_: EventFilter | None) -> None:
         super().__init__(filter_)
         self.data = data
 

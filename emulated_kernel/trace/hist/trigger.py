@@ -8,7 +8,7 @@ from dataclasses import field
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.events.event import EventFile, TraceEvent
-from emulated_kernel.trace.events.trigger import TriggerFilter
+from emulated_kernel.trace.filter.ops import EventFilter
 from emulated_kernel.trace.hist.actions import parse_action
 from emulated_kernel.trace.hist.attrs import parse_attrs, split_filter
 from emulated_kernel.trace.hist.create import ActionMaker
@@ -34,7 +34,7 @@ class HistTrigger(HistHolder):
     Mirrors: kernel/trace/trace_events_hist.c:event_hist_trigger_ops, event_hist_trigger_named_ops (v6.1).
     """
 
-    def __init__(self, data: HistData, filter_: TriggerFilter | None, release: HistCommand) -> None:
+    def __init__(self, data: HistData, filter_: EventFilter | None, release: HistCommand) -> None:
         super().__init__(data, filter_)
         self.data: HistData = data
         self.name: str | None = None
@@ -196,9 +196,8 @@ class HistCommand(TriggerCommand):
             raise KernelError(errno.EBUSY, "another histogram uses its variables")
         file.remove(existing)
 
-    def remove_all(self, triggers: EventTriggers, file: EventFile) -> None:
+    def remove_all(self, file: EventFile) -> None:
         """Linux: all stay if another histogram uses a variable of one. Mirrors: hist_unreg_all (v6.1)."""
-        del triggers
         found = [trigger for trigger in file.triggers if isinstance(trigger, HistTrigger)]
         if any(trigger.data.is_referred_to() for trigger in found):
             return

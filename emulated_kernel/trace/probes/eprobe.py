@@ -11,14 +11,15 @@ from emulated_kernel.arch.base import Arch
 from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.events.event_filters import log_filter_error
-from emulated_kernel.trace.events.trigger import Trigger, TriggerFilter, TriggerKind
+from emulated_kernel.trace.events.trigger import Trigger, TriggerKind
 from emulated_kernel.trace.fetch.fetchargs import FetchContext, ProbeArg, parse_args
 from emulated_kernel.trace.fetch.load import EntryAddress, FetchEnvironment, Value
 from emulated_kernel.trace.fetch.ops import FetchInsn, FetchOp
 from emulated_kernel.trace.fetch.run import store
 from emulated_kernel.trace.filter.errors import FilterParseError
-from emulated_kernel.trace.filter.fields import FilterType, filter_type_of, find_event_field
-from emulated_kernel.trace.filter.parse import parse_filter
+from emulated_kernel.trace.filter.fields import FilterType, filter_type_of
+from emulated_kernel.trace.filter.ops import EventFilter
+from emulated_kernel.trace.filter.parse import parse_event_filter
 from emulated_kernel.trace.hits.probe_hit import ProbeHit, within_another
 from emulated_kernel.trace.probes.definition import parse_event_name, resolve_symbol
 from emulated_kernel.trace.probes.dynamic_events import EventCommands
@@ -75,7 +76,7 @@ class Eprobe(TraceProbe):
     __slots__ = ("_arch", "_symbols", "_trigger", "filter", "target")
 
     def __init__(
-        self, kind: EventProbes, event: EprobeEvent, condition: TriggerFilter | None, arch: Arch
+        self, kind: EventProbes, event: EprobeEvent, condition: EventFilter | None, arch: Arch
     ) -> None:
         super().__init__(kind, event, event.args)
         self.target = event.target
@@ -211,13 +212,13 @@ class EventProbes(ProbeKind[Eprobe]):
         is_eligible = found is not None and found.is_switchable
         return found if is_eligible and not isinstance(found, (KprobeTraceEvent, EprobeEvent)) else None
 
-    def _parse_filter(self, target: TraceEvent, words: Sequence[str], log: CommandLog) -> TriggerFilter:
+    def _parse_filter(self, target: TraceEvent, words: Sequence[str], log: CommandLog) -> EventFilter:
         """Mirrors: trace_eprobe_parse_filter (v6.1)."""
         if not words:
             raise log.error(0, ProbeError.NO_EP_FILTER)
         text = " ".join(words)
         try:
-            return TriggerFilter(text, parse_filter(text, partial(find_event_field, target.fields)))
+            return parse_event_filter(text, target.fields)
         except FilterParseError as failure:
             log_filter_error(self.error_log, text, failure)
             raise KernelError(errno.EINVAL, "malformed filter") from None

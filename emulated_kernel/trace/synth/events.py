@@ -11,7 +11,7 @@ from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.probes.dynamic_events import DynEvent, EventCommands, EventKind
 from emulated_kernel.trace.synth.event import FIELDS_MAX, SYSTEM, SyntheticEvent
 from emulated_kernel.trace.synth.fields import SyntheticField, make_field
-from emulated_kernel.trace.text.chars import SPACES, argv_split, is_good_name, to_text
+from emulated_kernel.trace.text.chars import SPACES, argv_split, is_good_name, split_at, to_text
 from emulated_kernel.trace.text.error_log import ErrorLog
 
 _LOCATION = "synthetic_events"
@@ -165,8 +165,8 @@ class SyntheticEvents(EventKind[_Entry]):
 
 def _split_name(text: str) -> tuple[str, str | None]:
     """What stands before the first blank, and behind it; None where there is none."""
-    at = next((at for at, char in enumerate(text) if char in " \t"), None)
-    return (text, None) if at is None else (text[:at], text[at:].lstrip(SPACES))
+    name, rest = split_at(text)
+    return name, None if rest is None else rest.lstrip(SPACES)
 
 
 def _check_form(text: str, fields: str | None, log: _Log) -> None:

@@ -40,6 +40,12 @@ def argv_split(command: str) -> list[str]:
     return [word for word in words.split(" ") if word]
 
 
+def split_at(text: str, chars: str = " \t") -> tuple[str, str | None]:
+    """What stands before the first of these characters, and behind it; None where there is none."""
+    at = next((at for at, char in enumerate(text) if char in chars), None)
+    return (text, None) if at is None else (text[:at], text[at + 1 :])
+
+
 def is_alnum(char: str) -> bool:
     """Mirrors: include/linux/ctype.h:isalnum (v6.1)."""
     if char.isascii():

@@ -168,23 +168,14 @@ class FunctionProbes:
         event = self._registry.find(group, event_name)
         assert event is not None, "was looked up while parsing"
         file = event.file(self._array)
-        event.hold()
-        try:
-            file.enable_soft()
-        except KernelError:
-            event.let_go()
-            raise
-
-        def forget() -> None:
-            file.disable_soft()
-            event.let_go()
+        file.hold()
 
         def switch(_hit: ProbeHit) -> bool:
             changes = file.soft_disabled is (name == "enable_event")
             file.soft_disabled = name == "disable_event"
             return changes
 
-        return FunctionProbe(title, switch, count, forget)
+        return FunctionProbe(title, switch, count, file.let_go)
 
     def _switch(self, on: bool) -> bool:
         """Mirrors: kernel/trace/trace_functions.c:update_traceon_count (v6.1)."""

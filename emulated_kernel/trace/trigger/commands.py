@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import errno
 from abc import abstractmethod
-from collections.abc import Callable
-from typing import ClassVar
 
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.events.event import EventFile
-from emulated_kernel.trace.events.trigger import Trigger, TriggerFilter, TriggerKind
+from emulated_kernel.trace.events.trigger import Trigger, TriggerKind
+from emulated_kernel.trace.filter.ops import EventFilter
 from emulated_kernel.trace.hits.probe_hit import ProbeHit
 from emulated_kernel.trace.ring.trace_entry import RawEntry
 from emulated_kernel.trace.trigger.triggers import (
@@ -28,7 +27,7 @@ from emulated_kernel.trace.trigger.triggers import (
 class CountedTrigger(Trigger):
     """A trigger that may have a limit; a hit that would change nothing doesn't count."""
 
-    def __init__(self, count: int = UNLIMITED, filter_: TriggerFilter | None = None) -> None:
+    def __init__(self, count: int = UNLIMITED, filter_: EventFilter | None = None) -> None:
         super().__init__(filter_)
         self.count = count
 
@@ -62,7 +61,7 @@ class CountedTrigger(Trigger):
 class ControlTrigger(CountedTrigger):
     """A trigger that acts on its trace array."""
 
-    def __init__(self, array: TraceArray, count: int, filter_: TriggerFilter | None) -> None:
+    def __init__(self, array: TraceArray, count: int, filter_: EventFilter | None) -> None:
         super().__init__(count, filter_)
         self.array = array
 
@@ -72,28 +71,22 @@ class TraceOn(ControlTrigger):
 
     kind = TriggerKind.TRACE_ONOFF
     title = "traceon"
+    on = True
 
     def would_change(self) -> bool:
-        return not self.array.tracing_on
+        return self.array.tracing_on is not self.on
 
     def act(self, hit: ProbeHit) -> None:
         del hit
-        self.array.set_tracing_on(True)
+        self.array.set_tracing_on(self.on)
 
 
-class TraceOff(ControlTrigger):
+class TraceOff(TraceOn):
     """Keeps the buffers as they are, once the entry that did it is written."""
 
-    kind = TriggerKind.TRACE_ONOFF
     title = "traceoff"
+    on = False
     is_post = True
-
-    def would_change(self) -> bool:
-        return self.array.tracing_on
-
-    def act(self, hit: ProbeHit) -> None:
-        del hit
-        self.array.set_tracing_on(False)
 
 
 class SnapshotTrigger(ControlTrigger):
@@ -118,41 +111,35 @@ class StackTrace(ControlTrigger):
         self.array.record_stack(hit)
 
 
-MakeControl = Callable[[TraceArray, int, TriggerFilter | None], ControlTrigger]
-
-
 @dataclass(frozen=True)
 class ControlCommand(TriggerCommand):
     """`NAME[:COUNT] [if FILTER]`. Mirrors: event_trigger_parse, register_trigger (v6.1)."""
 
     name: str
-    kind: TriggerKind
-    make: MakeControl
+    trigger: type[ControlTrigger]
 
     def execute(self, triggers: EventTriggers, file: EventFile, write: TriggerWrite) -> None:
         """Raises: KernelError EINVAL, ERANGE, EEXIST (there is one of its kind), as parse_filter()."""
         param, condition = separate_filter(write.rest, required=False)
-        existing = next((trigger for trigger in file.triggers if trigger.kind is self.kind), None)
+        kind = self.trigger.kind
+        existing = next((trigger for trigger in file.triggers if trigger.kind is kind), None)
         if write.removes:
             if existing is not None:
                 file.remove(existing)
             return
-        trigger = self.make(triggers.array, parse_count(param), parse_trigger_filter(file.event, condition))
-        if self.kind is TriggerKind.SNAPSHOT:
+        limit, filter_ = parse_count(param), parse_trigger_filter(file.event, condition)
+        if kind is TriggerKind.SNAPSHOT:
             triggers.array.snapshot.allocate()
         if existing is not None:
             raise KernelError(errno.EEXIST, f"there is a trigger of the kind of {self.name}")
-        file.add(trigger)
-
-    def remove_all(self, triggers: EventTriggers, file: EventFile) -> None:
-        """Nothing: these stay."""
+        file.add(self.trigger(triggers.array, limit, filter_))
 
 
 class SwitchTrigger(CountedTrigger):
     """Acts on another event, which it keeps in soft mode, and alive."""
 
     def __init__(
-        self, name: str, enable: bool, target: EventFile, count: int, filter_: TriggerFilter | None
+        self, name: str, enable: bool, target: EventFile, count: int, filter_: EventFilter | None
     ) -> None:
         super().__init__(count, filter_)
         self.enable = enable
@@ -163,18 +150,8 @@ class SwitchTrigger(CountedTrigger):
     def title(self) -> str:
         return f"{self._name}:{self.target.event.group}:{self.target.event.name}"
 
-    def hold(self) -> None:
-        """Raises: KernelError of the target."""
-        self.target.event.hold()
-        try:
-            self.target.enable_soft()
-        except KernelError:
-            self.target.event.let_go()
-            raise
-
     def released(self) -> None:
-        self.target.disable_soft()
-        self.target.event.let_go()
+        self.target.let_go()
 
 
 class EventSwitch(SwitchTrigger):
@@ -210,8 +187,6 @@ class SwitchCommand(TriggerCommand):
     enable: bool
     trigger: type[SwitchTrigger]
 
-    DROPPED_BY_TRUNCATE: ClassVar = TriggerKind.HIST_ENABLE
-
     def execute(self, triggers: EventTriggers, file: EventFile, write: TriggerWrite) -> None:
         """Raises: KernelError EINVAL (no such event, syntax), ERANGE, EEXIST, as parse_filter()."""
         param, condition = separate_filter(write.rest, required=True)
@@ -231,13 +206,17 @@ class SwitchCommand(TriggerCommand):
         filter_ = parse_trigger_filter(file.event, condition)
         if existing is not None:
             raise KernelError(errno.EEXIST, f"there is a trigger of the kind of {self.name} for the event")
-        self._add(file, self.trigger(self.name, self.enable, target, limit, filter_))
+        target.hold()
+        try:
+            file.add(self.trigger(self.name, self.enable, target, limit, filter_))
+        except KernelError:
+            target.let_go()
+            raise
 
-    def remove_all(self, triggers: EventTriggers, file: EventFile) -> None:
+    def remove_all(self, file: EventFile) -> None:
         """Only what switches histograms goes."""
-        del triggers
         for trigger in tuple(file.triggers):
-            if trigger.kind is self.DROPPED_BY_TRUNCATE:
+            if trigger.kind is TriggerKind.HIST_ENABLE:
                 file.remove(trigger)
 
     def _find(self, file: EventFile, target: EventFile) -> Trigger | None:
@@ -246,21 +225,12 @@ class SwitchCommand(TriggerCommand):
                 return trigger
         return None
 
-    @staticmethod
-    def _add(file: EventFile, trigger: SwitchTrigger) -> None:
-        trigger.hold()
-        try:
-            file.add(trigger)
-        except KernelError:
-            trigger.released()
-            raise
-
 
 PLAIN_COMMANDS: tuple[TriggerCommand, ...] = (
-    ControlCommand("traceon", TriggerKind.TRACE_ONOFF, TraceOn),
-    ControlCommand("traceoff", TriggerKind.TRACE_ONOFF, TraceOff),
-    ControlCommand("snapshot", TriggerKind.SNAPSHOT, SnapshotTrigger),
-    ControlCommand("stacktrace", TriggerKind.STACKTRACE, StackTrace),
+    ControlCommand("traceon", TraceOn),
+    ControlCommand("traceoff", TraceOff),
+    ControlCommand("snapshot", SnapshotTrigger),
+    ControlCommand("stacktrace", StackTrace),
     SwitchCommand("enable_event", True, EventSwitch),
     SwitchCommand("disable_event", False, EventSwitch),
     SwitchCommand("enable_hist", True, HistSwitch),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import partial
 
 from emulated_kernel.abi import PAGE_SIZE
 from emulated_kernel.dataclass import dataclass
@@ -13,17 +12,15 @@ from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.events.event import EventFile, TraceEvent
 from emulated_kernel.trace.events.registry import EventRegistry
-from emulated_kernel.trace.events.trigger import TriggerFilter
-from emulated_kernel.trace.filter.fields import find_event_field
-from emulated_kernel.trace.filter.parse import parse_filter
+from emulated_kernel.trace.filter.ops import EventFilter
+from emulated_kernel.trace.filter.parse import parse_event_filter
 from emulated_kernel.trace.symbols import KernelSymbols
-from emulated_kernel.trace.text.chars import SPACES, decode_command, to_text
+from emulated_kernel.trace.text.chars import SPACES, decode_command, split_at, to_text
 from emulated_kernel.trace.text.error_log import ErrorLog
 from emulated_kernel.trace.text.numbers import is_digit, kstrtoul
 
 UNLIMITED = -1
 _LONG_BITS = 64
-_BLANKS = " \t"
 
 
 @dataclass(frozen=True)
@@ -45,8 +42,7 @@ class TriggerCommand(ABC):
     def execute(self, triggers: EventTriggers, file: EventFile, write: TriggerWrite, /) -> None:
         """Add or remove a trigger. Raises: KernelError."""
 
-    @abstractmethod
-    def remove_all(self, triggers: EventTriggers, file: EventFile, /) -> None:
+    def remove_all(self, file: EventFile, /) -> None:  # noqa: B027 - most stay
         """What opening the file with O_TRUNC does."""
 
 
@@ -105,8 +101,8 @@ class EventTriggers:
 
     def execute(self, event: TraceEvent, text: str) -> None:
         """Execute a command without blanks around it. Mirrors: trigger_process_regex (v6.1)."""
-        end = next((at for at, char in enumerate(text) if char in ": \t"), None)
-        name, rest = (text, None) if end is None else (text[:end], text[end + 1 :].lstrip(SPACES) or None)
+        name, rest = split_at(text, ": \t")
+        rest = (rest or "").lstrip(SPACES) or None
         write = TriggerWrite(name.removeprefix("!"), name.startswith("!"), rest)
         for command in self._commands:
             if command.name == write.name:
@@ -117,7 +113,7 @@ class EventTriggers:
     def truncate(self, event: TraceEvent) -> None:
         """Opening the trigger file with O_TRUNC: histograms go, and what switches them."""
         for command in reversed(self._commands):
-            command.remove_all(self, self.file(event))
+            command.remove_all(self.file(event))
 
     def clear(self) -> None:
         """Remove all triggers of this trace array. Mirrors: clear_event_triggers (v6.1)."""
@@ -138,14 +134,8 @@ def separate_filter(rest: str | None, required: bool) -> tuple[str | None, str |
         return None, None
     if not required and not is_digit(rest):
         return None, rest
-    param, blank, after = split_blank(rest)
-    return param, (after.lstrip(SPACES) or None) if blank else None
-
-
-def split_blank(text: str) -> tuple[str, str, str]:
-    """What stands before the first blank, the blank, and what stands behind it."""
-    at = next((at for at, char in enumerate(text) if char in _BLANKS), None)
-    return (text, "", "") if at is None else (text[:at], text[at], text[at + 1 :])
+    param, after = split_at(rest)
+    return param, (after or "").lstrip(SPACES) or None
 
 
 def parse_count(param: str | None) -> int:
@@ -160,14 +150,14 @@ def parse_count(param: str | None) -> int:
     return count - (1 << _LONG_BITS) if count >> _LONG_BITS - 1 else count
 
 
-def parse_trigger_filter(event: TraceEvent, text: str | None) -> TriggerFilter | None:
+def parse_trigger_filter(event: TraceEvent, text: str | None) -> EventFilter | None:
     """Compile `if FILTER`. Linux: error_log tells nothing of what is wrong with it.
 
     Raises: KernelError EINVAL, and as parse_filter(). Mirrors: set_trigger_filter (v6.1).
     """
     if text is None:
         return None
-    word, blank, expression = split_blank(text)
-    if word != "if" or not blank:
+    word, expression = split_at(text)
+    if word != "if" or expression is None:
         raise KernelError(errno.EINVAL, "a filter starts with 'if'")
-    return TriggerFilter(expression, parse_filter(expression, partial(find_event_field, event.fields)))
+    return parse_event_filter(expression, event.fields)
