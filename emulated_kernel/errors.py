@@ -15,14 +15,15 @@ class KernelError(OSError):
     `message` is for logs and Python callers; the errno is what a process sees.
     """
 
+    errno: int
+
     def __init__(self, errno: int, message: str = "") -> None:
         super().__init__(errno, message or os.strerror(errno))
 
     @property
     def name(self) -> str:
         """The errno's symbolic name, as in "EINVAL"."""
-        number = self.errno or 0
-        return _LINUX_NAMES.get(number) or errno_module.errorcode.get(number, str(number))
+        return _LINUX_NAMES.get(self.errno) or errno_module.errorcode.get(self.errno, str(self.errno))
 
 
 class UnusableFile(KernelError):

@@ -333,7 +333,7 @@ class _ArgParser:
         try:
             return parse(text, 0, self._bits)
         except KernelError as failure:
-            raise self._context.log.error(at, error, failure.errno or errno.EINVAL) from None
+            raise self._context.log.error(at, error, failure.errno) from None
 
     # Behind the store operation; mirrors kernel/trace/trace_probe.c:traceprobe_parse_probe_arg_body (v6.1).
 

@@ -7,9 +7,10 @@ from dataclasses import field
 
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
-from emulated_kernel.trace.hist.errors import HistError, HistLog
+from emulated_kernel.trace.hist.errors import HistError
 from emulated_kernel.trace.hist.map import MAX_BITS, MIN_BITS, VARS_MAX
 from emulated_kernel.trace.text.chars import SPACES
+from emulated_kernel.trace.text.error_log import CulpritLog
 from emulated_kernel.trace.text.numbers import kstrtoul
 
 ACTIONS_MAX = 8
@@ -59,7 +60,7 @@ def split_filter(text: str) -> tuple[str, str | None]:
     return text, None
 
 
-def parse_attrs(text: str, log: HistLog) -> HistAttrs:
+def parse_attrs(text: str, log: CulpritLog) -> HistAttrs:
     """Raises: KernelError EINVAL, ERANGE. Mirrors: parse_hist_trigger_attrs (v6.1)."""
     attrs = HistAttrs()
     for part in text.split(":"):
@@ -82,7 +83,7 @@ def parse_attrs(text: str, log: HistLog) -> HistAttrs:
     return attrs
 
 
-def _assign(attrs: HistAttrs, part: str, log: HistLog) -> None:
+def _assign(attrs: HistAttrs, part: str, log: CulpritLog) -> None:
     value = part.partition("=")[2]
     if part.startswith(_KEYS):
         attrs.keys = value
@@ -110,7 +111,7 @@ def _map_bits(text: str) -> int:
     return bits
 
 
-def parse_variables(attrs: HistAttrs, log: HistLog) -> list[tuple[str, str]]:
+def parse_variables(attrs: HistAttrs, log: CulpritLog) -> list[tuple[str, str]]:
     """Names and expressions of variables. Raises: KernelError EINVAL.
 
     Mirrors: parse_var_defs (v6.1).

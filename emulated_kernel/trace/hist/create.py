@@ -87,8 +87,9 @@ class ActionMaker:
             try:
                 made = self._field_variable(param)
             except KernelError as failure:
-                code = failure.errno or errno.EINVAL
-                raise self._log.error(HistError.FIELD_VAR_CREATE_FAIL, remains_of(param), code) from None
+                raise self._log.error(
+                    HistError.FIELD_VAR_CREATE_FAIL, remains_of(param), failure.errno
+                ) from None
             self._data.saved_variables.append(made)
 
     def _field_variable(self, name: str) -> FieldVariable:
@@ -98,8 +99,7 @@ class ActionMaker:
         try:
             value = ExpressionParser(self._data.variables).atom(name, Flag.VAR)
         except KernelError as failure:
-            code = failure.errno or errno.EINVAL
-            raise self._log.error(HistError.FIELD_VAR_PARSE_FAIL, remains_of(name), code) from None
+            raise self._log.error(HistError.FIELD_VAR_PARSE_FAIL, remains_of(name), failure.errno) from None
         name = remains_of(name)
         try:
             variable = self._new_variable(name, value.size, value.type)
@@ -184,8 +184,7 @@ class ActionMaker:
         try:
             self._make_hist(data, file, command)
         except KernelError as failure:
-            code = failure.errno or errno.EINVAL
-            raise self._log.error(HistError.HIST_CREATE_FAIL, name, code) from None
+            raise self._log.error(HistError.HIST_CREATE_FAIL, name, failure.errno) from None
         data.made_hists.append((file, command))
         made = find_file_variable(file, variable)
         if made is None:

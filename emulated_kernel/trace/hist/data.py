@@ -9,7 +9,7 @@ from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.events.event import EventFile
 from emulated_kernel.trace.hist.actions import Action
 from emulated_kernel.trace.hist.attrs import HistAttrs, parse_variables
-from emulated_kernel.trace.hist.errors import HistError, HistLog
+from emulated_kernel.trace.hist.errors import HistError
 from emulated_kernel.trace.hist.expression import ExpressionParser, remains_of
 from emulated_kernel.trace.hist.field import (
     MAX_STRING,
@@ -39,6 +39,7 @@ from emulated_kernel.trace.hist.system import HistSystem
 from emulated_kernel.trace.hist.variables import Variables
 from emulated_kernel.trace.hits.probe_hit import ProbeHit
 from emulated_kernel.trace.ring.trace_entry import RawEntry
+from emulated_kernel.trace.text.error_log import CulpritLog
 from emulated_kernel.trace.trigger.triggers import EventTriggers
 
 HITCOUNT = "hitcount"
@@ -54,7 +55,7 @@ class Setting:
     triggers: EventTriggers
     system: HistSystem
     file: EventFile
-    log: HistLog
+    log: CulpritLog
     removes: bool = False
 
 

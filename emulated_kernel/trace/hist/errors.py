@@ -1,14 +1,8 @@
-"""What can be wrong with a histogram trigger, and how that gets into error_log."""
+"""What can be wrong with a histogram trigger."""
 
 from __future__ import annotations
 
-import errno
 from enum import Enum
-
-from emulated_kernel.errors import KernelError
-from emulated_kernel.trace.text.error_log import ErrorLog
-
-PREFIX = "hist:"
 
 
 class HistError(Enum):
@@ -62,21 +56,3 @@ class HistError(Enum):
     EXPECT_NUMBER = "Expecting numeric literal"
     UNARY_MINUS_SUBEXPR = "Unary minus not supported in sub-expressions"
     DIVISION_BY_ZERO = "Division by zero"
-
-
-class HistLog:
-    """The command being parsed; carets point at the first place in it that reads like the culprit.
-
-    Mirrors: kernel/trace/trace_events_hist.c:last_cmd_set, errpos (v6.1).
-    """
-
-    def __init__(self, error_log: ErrorLog, group: str, event: str, command: str) -> None:
-        self._error_log = error_log
-        self._location = f"{PREFIX}{group}:{event}"
-        self._command = PREFIX + command
-
-    def error(self, error: HistError, culprit: str = "", code: int = errno.EINVAL) -> KernelError:
-        """Log `error`; the exception is for the caller to raise."""
-        column = max(self._command.find(culprit), 0)
-        self._error_log.add(self._location, self._command, error.value, column)
-        return KernelError(code, error.value)

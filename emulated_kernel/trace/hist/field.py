@@ -10,11 +10,11 @@ from emulated_kernel.dataclass import dataclass
 from emulated_kernel.trace.events.event import EventFile, TraceEvent
 from emulated_kernel.trace.filter.fields import GENERIC_FIELDS, FilterType, filter_type_of
 from emulated_kernel.trace.hist.attrs import HistAttrs
-from emulated_kernel.trace.hist.errors import HistLog
 from emulated_kernel.trace.hist.map import DEFAULT_BITS, U64, Element, TracingMap, Value
 from emulated_kernel.trace.hits.probe_hit import ProbeHit
 from emulated_kernel.trace.ring.clock import ns_to_usecs
 from emulated_kernel.trace.ring.trace_entry import COMMON_FIELDS, EventField, RawEntry
+from emulated_kernel.trace.text.error_log import CulpritLog
 from emulated_kernel.trace.trigger.triggers import EventTriggers
 
 MAX_STRING = 256
@@ -206,7 +206,7 @@ class HistField:
 class Histogram:
     """Its fields and its map, as fields, actions and other histograms see them."""
 
-    def __init__(self, triggers: EventTriggers, file: EventFile, log: HistLog, attrs: HistAttrs) -> None:
+    def __init__(self, triggers: EventTriggers, file: EventFile, log: CulpritLog, attrs: HistAttrs) -> None:
         self.triggers = triggers
         self.file = file
         self.log = log

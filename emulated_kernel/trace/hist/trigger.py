@@ -13,19 +13,22 @@ from emulated_kernel.trace.hist.actions import parse_action
 from emulated_kernel.trace.hist.attrs import parse_attrs, split_filter
 from emulated_kernel.trace.hist.create import ActionMaker
 from emulated_kernel.trace.hist.data import HistData, Setting
-from emulated_kernel.trace.hist.errors import PREFIX, HistError, HistLog
+from emulated_kernel.trace.hist.errors import HistError
 from emulated_kernel.trace.hist.field import HistField
 from emulated_kernel.trace.hist.output import HistPrinter, command_text
 from emulated_kernel.trace.hist.system import HistHolder, HistSystem
 from emulated_kernel.trace.hits.probe_hit import ProbeHit
 from emulated_kernel.trace.ring.trace_entry import RawEntry
 from emulated_kernel.trace.synth.event import SyntheticEvent
+from emulated_kernel.trace.text.error_log import CulpritLog
 from emulated_kernel.trace.trigger.triggers import (
     EventTriggers,
     TriggerCommand,
     TriggerWrite,
     parse_trigger_filter,
 )
+
+_PREFIX = "hist:"
 
 
 class HistTrigger(HistHolder):
@@ -53,7 +56,7 @@ class HistTrigger(HistHolder):
     def show(self) -> str:
         name = f"{self.name}:" if self.name is not None else ""
         state = " [paused]" if self.paused else " [active]"
-        return f"{PREFIX}{name}{command_text(self.data)}{self.filter_text()}{state}"
+        return f"{_PREFIX}{name}{command_text(self.data)}{self.filter_text()}{state}"
 
     def keep(self, event: SyntheticEvent | None) -> None:
         """It is on the event's list now."""
@@ -80,7 +83,8 @@ class HistCommand(TriggerCommand):
         """Raises: KernelError EINVAL, ENOMEM, EDOM, EEXIST, ENOENT, EBUSY, as parse_filter()."""
         if write.rest is None:
             raise KernelError(errno.EINVAL, "keys are missing")
-        log = HistLog(triggers.error_log, file.event.group, file.event.name, write.rest)
+        location = f"{_PREFIX}{file.event.group}:{file.event.name}"
+        log = CulpritLog(triggers.error_log, location, _PREFIX + write.rest)
         setting = Setting(triggers, self.system, file, log, write.removes)
         self._run(setting, write.rest)
 
@@ -151,8 +155,7 @@ class HistCommand(TriggerCommand):
         try:
             setting.triggers.array.set_clock(clock)
         except KernelError as failure:
-            code = failure.errno or errno.EINVAL
-            raise setting.log.error(HistError.SET_CLOCK_FAIL, clock, code) from None
+            raise setting.log.error(HistError.SET_CLOCK_FAIL, clock, failure.errno) from None
 
     def _take_name(self, trigger: HistTrigger, shared: HistTrigger | None) -> None:
         trigger.name = trigger.data.attrs.name

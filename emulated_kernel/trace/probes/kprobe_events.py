@@ -103,6 +103,5 @@ class KprobeEvents(ProbeKind[TraceKprobe]):
             try:
                 probe.register()
             except KernelError as failure:
-                event = probe.event.name
-                code = -(failure.errno or 0)
+                event, code = probe.event.name, -failure.errno
                 self.printk(f"trace_kprobe: Failed to re-register probe {event} on {module}: {code}")

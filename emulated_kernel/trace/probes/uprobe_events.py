@@ -184,4 +184,4 @@ def _number(text: str, at: int, bits: int, error: ProbeError, log: CommandLog) -
     try:
         return kstrtoul(text, 0, bits)
     except KernelError as failure:
-        raise log.error(at, error, failure.errno or errno.EINVAL) from None
+        raise log.error(at, error, failure.errno) from None

@@ -12,7 +12,7 @@ from emulated_kernel.trace.probes.dynamic_events import DynEvent, EventCommands,
 from emulated_kernel.trace.synth.event import FIELDS_MAX, SYSTEM, SyntheticEvent
 from emulated_kernel.trace.synth.fields import SyntheticField, make_field
 from emulated_kernel.trace.text.chars import SPACES, argv_split, is_good_name, split_at, to_text
-from emulated_kernel.trace.text.error_log import ErrorLog
+from emulated_kernel.trace.text.error_log import CulpritLog
 
 _LOCATION = "synthetic_events"
 
@@ -29,20 +29,6 @@ class SynthError(Enum):
     INVALID_TYPE = "Invalid type"
     INVALID_FIELD = "Invalid field"
     INVALID_ARRAY_SPEC = "Invalid array specification"
-
-
-class _Log:
-    """The command; carets point at the first place in it that reads like the culprit."""
-
-    def __init__(self, error_log: ErrorLog, command: str) -> None:
-        self._error_log = error_log
-        self._command = command
-
-    def error(self, error: SynthError, culprit: str = "", code: int = errno.EINVAL) -> KernelError:
-        """Log it; the exception is for the caller to raise."""
-        column = max(self._command.find(culprit), 0)
-        self._error_log.add(_LOCATION, self._command, error.value, column)
-        return KernelError(code, error.value)
 
 
 class _Entry(DynEvent):
@@ -112,7 +98,7 @@ class SyntheticEvents(EventKind[_Entry]):
         command = command.lstrip(SPACES)
         if not command:
             return
-        log = _Log(self.error_log, command)
+        log = CulpritLog(self.error_log, _LOCATION, command)
         name, fields = _split_name(command)
         _check_form(command, fields, log)
         if command.startswith("!"):
@@ -136,7 +122,7 @@ class SyntheticEvents(EventKind[_Entry]):
             return True
         if not command.startswith("s:"):
             return False
-        log = _Log(self.error_log, command)
+        log = CulpritLog(self.error_log, _LOCATION, command)
         rest = command[2:]
         if _split_name(command)[1] is None:
             raise log.error(SynthError.INVALID_CMD)
@@ -149,7 +135,7 @@ class SyntheticEvents(EventKind[_Entry]):
         self._create(name, fields or "", log)
         return True
 
-    def _create(self, name: str, fields: str, log: _Log) -> None:
+    def _create(self, name: str, fields: str, log: CulpritLog) -> None:
         """Mirrors: __create_synth_event (v6.1)."""
         if not name:
             raise log.error(SynthError.INVALID_CMD)
@@ -169,13 +155,13 @@ def _split_name(text: str) -> tuple[str, str | None]:
     return name, None if rest is None else rest.lstrip(SPACES)
 
 
-def _check_form(text: str, fields: str | None, log: _Log) -> None:
+def _check_form(text: str, fields: str | None, log: CulpritLog) -> None:
     """A command has a name, a type and a field's name. Mirrors: check_command (v6.1)."""
     if not text.startswith("!") and (len(argv_split(text.partition(";")[0])) < 3 or fields is None):
         raise log.error(SynthError.INVALID_CMD)
 
 
-def _parse_fields(text: str, word_size: int, log: _Log) -> list[SyntheticField]:
+def _parse_fields(text: str, word_size: int, log: CulpritLog) -> list[SyntheticField]:
     """Semicolons are for clarity: without them a field ends where its name does."""
     found: list[SyntheticField] = []
     for part in text.split(";"):
@@ -191,7 +177,7 @@ def _parse_fields(text: str, word_size: int, log: _Log) -> list[SyntheticField]:
     return found
 
 
-def _parse_field(words: Sequence[str], word_size: int, log: _Log) -> tuple[SyntheticField, int]:
+def _parse_field(words: Sequence[str], word_size: int, log: CulpritLog) -> tuple[SyntheticField, int]:
     """The field that the words start with, and how many it takes. Mirrors: parse_synth_field (v6.1)."""
     prefix = ""
     type_, *rest = words

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 from collections import deque
 from collections.abc import Callable
+from enum import Enum
 
 from emulated_kernel.dataclass import dataclass
+from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.text.chars import to_text
 
 TRACING_LOG_ERRS_MAX = 8
@@ -53,3 +56,21 @@ class ErrorLog:
     def clear(self) -> None:
         """Opening for writing with O_TRUNC."""
         self._entries.clear()
+
+
+class CulpritLog:
+    """A command that is parsed as a text; carets point at the first place in it that reads like the culprit.
+
+    Mirrors: kernel/trace/trace_events_hist.c:last_cmd_set, errpos; trace_events_synth.c (v6.1).
+    """
+
+    def __init__(self, error_log: ErrorLog, location: str, command: str) -> None:
+        self._error_log = error_log
+        self._location = location
+        self._command = command
+
+    def error(self, error: Enum, culprit: str = "", code: int = errno.EINVAL) -> KernelError:
+        """Log `error`, whose value is its text; the exception is for the caller to raise."""
+        column = max(self._command.find(culprit), 0)
+        self._error_log.add(self._location, self._command, error.value, column)
+        return KernelError(code, error.value)
