@@ -9,7 +9,7 @@ from dataclasses import field
 from struct import Struct
 
 from emulated_kernel.dataclass import dataclass
-from emulated_kernel.trace.output.line_formatter import LineFormatter, TimedRecord, latency_flags
+from emulated_kernel.trace.output.line_formatter import LineFormatter, TimedRecord, find_mark, latency_flags
 from emulated_kernel.trace.output.options import TraceOption
 from emulated_kernel.trace.output.tracer_options import GraphOption, TracerOptions
 from emulated_kernel.trace.ring.trace_entry import TRACE_ENTRY, EntryType
@@ -22,14 +22,6 @@ MAX_DEPTH = 50
 _PROCINFO_LENGTH = 14
 _NO_TIME = "              |  "
 _RULE = " ------------------------------------------\n"
-_MARKS = (
-    (1_000_000_000, "$"),
-    (100_000_000, "@"),
-    (10_000_000, "*"),
-    (1_000_000, "#"),
-    (100_000, "!"),
-    (10_000, "+"),
-)
 _COMM_SHOWN = 7
 
 
@@ -55,11 +47,6 @@ def duration_text(nanoseconds: int) -> str:
     if len(text) < 7:
         text += "." + f"{rest:03d}"[: 7 - len(text)]
     return f"{text} us " + " " * (8 - len(text))
-
-
-def overhead_mark(nanoseconds: int) -> str:
-    """Mirrors: kernel/trace/trace_output.c:trace_find_mark (v6.1)."""
-    return next((mark for limit, mark in _MARKS if nanoseconds > limit), " ")
 
 
 @dataclass
@@ -226,7 +213,7 @@ class _Line:
         return f"{_RULE}{self._cpu()}{self._task(previous)} => {self._task(self._pid)}\n{_RULE}\n"
 
     def _task(self, pid: int) -> str:
-        text = f"{self._formatter.named(pid)[:_COMM_SHOWN]}-{pid}"
+        text = f"{self._formatter.cmdlines.find(pid)[:_COMM_SHOWN]}-{pid}"
         spaces = max(0, _PROCINFO_LENGTH - len(text))
         return " " * (spaces // 2) + text + " " * (spaces - spaces // 2)
 
@@ -236,5 +223,5 @@ class _Line:
             return ""
         if nanoseconds is None:
             return _NO_TIME
-        mark = overhead_mark(nanoseconds) if self._is_on(GraphOption.OVERHEAD) else " "
+        mark = find_mark(nanoseconds) if self._is_on(GraphOption.OVERHEAD) else " "
         return f"{mark} {duration_text(nanoseconds)}|  "

@@ -35,7 +35,14 @@ TOO_BIG = "[LINE TOO BIG]\n"
 
 _WORDLESS = TraceOption.BIN | TraceOption.HEX | TraceOption.RAW
 _BINARY_CONTEXT = Struct("<iiQ")
-_DELAY_MARKS = ((1_000_000, "$"), (100_000, "@"), (10_000, "*"), (1_000, "#"), (100, "!"), (10, "+"))
+_MARKS = (
+    (1_000_000_000, "$"),
+    (100_000_000, "@"),
+    (10_000_000, "*"),
+    (1_000_000, "#"),
+    (100_000, "!"),
+    (10_000, "+"),
+)
 
 
 class TimedRecord(NamedTuple):
@@ -83,9 +90,9 @@ def _irq_level(flags: int) -> str:
     return "h" if hardirq else "."
 
 
-def delay_mark(usecs: int) -> str:
-    """The character of a delay after a line. Mirrors: kernel/trace/trace_output.c:trace_find_mark (v6.1)."""
-    return next((mark for limit, mark in _DELAY_MARKS if usecs > limit), " ")
+def find_mark(nanoseconds: int) -> str:
+    """The character of a delay. Mirrors: kernel/trace/trace_output.c:trace_find_mark (v6.1)."""
+    return next((mark for limit, mark in _MARKS if nanoseconds > limit), " ")
 
 
 class LineFormatter:
@@ -104,11 +111,11 @@ class LineFormatter:
         """`find_event` by an entry's type; `in_ns`: the clock counts nanoseconds; `time_start`: what
         latency-format counts from.
         """
-        self._flags = flags
+        self.flags = flags
         self._in_ns = in_ns
         self._event = find_event
-        self._cmdlines = cmdlines
-        self._style = style
+        self.cmdlines = cmdlines
+        self.style = style
         self._time_start = time_start
         self._tasks: dict[tuple[int, int, int, int], str] = {}
         self._print = self._printer()
@@ -121,42 +128,28 @@ class LineFormatter:
         `next_time` is that of the one behind it in the file, or its own; `index` is its place there.
         """
         if self._message_only and TRACE_ENTRY.unpack_from(entry.record)[0] == EntryType.PRINT:
-            return print_message(entry.record[TRACE_ENTRY.size :], self._style)
+            return print_message(entry.record[TRACE_ENTRY.size :], self.style)
         return self._print(entry, next_time, index)
 
     def comment(self, entry: TimedRecord) -> str:
         """What a record says between the lines of a graph."""
         if TRACE_ENTRY.unpack_from(entry.record)[0] == EntryType.PRINT:
-            return print_message(entry.record[TRACE_ENTRY.size :], self._style)
+            return print_message(entry.record[TRACE_ENTRY.size :], self.style)
         return self._body(entry)
-
-    def named(self, pid: int) -> str:
-        """The name of a task."""
-        return self._cmdlines.find(pid)
-
-    @property
-    def flags(self) -> TraceOption:
-        """The options."""
-        return self._flags
-
-    @property
-    def style(self) -> AddressStyle:
-        """How addresses are named."""
-        return self._style
 
     @property
     def annotates(self) -> bool:
         """Whether notes for people may stand between the lines."""
-        return TraceOption.ANNOTATE in self._flags and not self._flags & _WORDLESS
+        return TraceOption.ANNOTATE in self.flags and not self.flags & _WORDLESS
 
     def _printer(self) -> Callable[[TimedRecord, int, int], str]:
-        flags = self._flags
+        flags = self.flags
         if flags & TraceOption.BIN:
-            return self._binary_line
+            return self._wordless(BINARY_PRINTERS, _binary_context)
         if flags & TraceOption.HEX:
-            return self._hex_line
+            return self._wordless(HEX_PRINTERS, _hex_context, "\n")
         if flags & TraceOption.RAW:
-            return self._raw_line
+            return self._wordless(RAW_PRINTERS, lambda pid, e: f"{pid} {e.cpu} {e.time_stamp} ")
         if not flags & TraceOption.CONTEXT_INFO:
             return lambda entry, _next_time, _index: self._clip("", self._body(entry))
         return self._latency_line if flags & TraceOption.LATENCY_FMT else self._default_line
@@ -170,19 +163,19 @@ class LineFormatter:
             return self._repeats(payload, entry.time_stamp)
         event = self._event(kind)
         if event is not None:
-            style, verbose = self._style, TraceOption.VERBOSE in self._flags
+            style, verbose = self.style, TraceOption.VERBOSE in self.flags
             return event.print_line(payload, style.symbols, sym_addr=style.sym_addr, verbose=verbose) + "\n"
         if printer := ENTRY_PRINTERS.get(kind):
-            return printer(payload, self._style)
+            return printer(payload, self.style)
         return f"Unknown type {kind}\n"
 
     def _repeats(self, payload: bytes, now: int) -> str:
         """Mirrors: kernel/trace/trace_output.c:trace_func_repeats_print, trace_print_time (v6.1)."""
-        count, ago = repeats(payload, self._style)
+        count, ago = repeats(payload, self.style)
         last = now - ago
         seconds, usecs = divmod(ns_to_usecs(last), 1_000_000)
         when = f"{seconds:5d}.{usecs:06d}" if self._in_ns else f"{last:12d}"
-        call = ENTRY_PRINTERS[EntryType.FN](payload, self._style).rstrip("\n")
+        call = ENTRY_PRINTERS[EntryType.FN](payload, self.style).rstrip("\n")
         return f"{call} (repeats: {count}, last_ts: {when})\n"
 
     @staticmethod
@@ -210,17 +203,17 @@ class LineFormatter:
 
     def _task(self, pid: int, cpu: int, flags: int, preempt: int) -> str:
         tgid = irqs = ""
-        if self._flags & TraceOption.RECORD_TGID:
-            number = self._cmdlines.find_tgid(pid)
+        if self.flags & TraceOption.RECORD_TGID:
+            number = self.cmdlines.find_tgid(pid)
             tgid = f"({number:7d}) " if number else "(-------) "
-        if self._flags & TraceOption.IRQ_INFO:
+        if self.flags & TraceOption.IRQ_INFO:
             irqs = latency_flags(flags, preempt)
-        return f"{self._cmdlines.find(pid):>16}-{pid:<7d} {tgid}[{cpu:03d}] {irqs}"
+        return f"{self.cmdlines.find(pid):>16}-{pid:<7d} {tgid}[{cpu:03d}] {irqs}"
 
     def _latency_line(self, entry: TimedRecord, next_time: int, index: int) -> str:
         _, flags, preempt, pid = TRACE_ENTRY.unpack_from(entry.record)
-        comm = self._cmdlines.find(pid)
-        if self._flags & TraceOption.VERBOSE:
+        comm = self.cmdlines.find(pid)
+        if self.flags & TraceOption.VERBOSE:
             task = f"{comm:>16} {pid:7d} {entry.cpu:3d} {flags} {preempt & 0xF:08x} {index:08x} "
             when = self._verbose_time(entry.time_stamp, next_time)
         else:
@@ -232,7 +225,7 @@ class LineFormatter:
         since = now - self._time_start
         if not self._in_ns:
             return f" {since:4d}"
-        return f" {ns_to_usecs(since):4d}us{delay_mark(ns_to_usecs(next_time - now))}"
+        return f" {ns_to_usecs(since):4d}us{find_mark(1000 * ns_to_usecs(next_time - now))}"
 
     def _verbose_time(self, now: int, next_time: int) -> str:
         since, delay = now - self._time_start, next_time - now
@@ -244,29 +237,27 @@ class LineFormatter:
 
     # -- the formats without words; events have no text of their own in them
 
-    def _wordless(self, printers: Mapping[int, EntryPrinter], kind: int, record: bytes) -> str:
-        """Mirrors: kernel/trace/trace_output.c:trace_nop_print (v6.1)."""
-        printer = printers.get(kind)
-        return printer(record[TRACE_ENTRY.size :], self._style) if printer else f"type: {kind}\n"
+    def _wordless(
+        self,
+        printers: Mapping[int, EntryPrinter],
+        context: Callable[[int, TimedRecord], str],
+        end: str = "",
+    ) -> Callable[[TimedRecord, int, int], str]:
+        """`context`: of pid and record. Mirrors: kernel/trace/trace_output.c:trace_nop_print (v6.1)."""
+        has_context = TraceOption.CONTEXT_INFO in self.flags
 
-    def _binary_line(self, entry: TimedRecord, _next_time: int, _index: int) -> str:
-        kind, _, _, pid = TRACE_ENTRY.unpack_from(entry.record)
-        context = ""
-        if self._flags & TraceOption.CONTEXT_INFO:
-            packed = _BINARY_CONTEXT.pack(pid, entry.cpu, entry.time_stamp)
-            context = bytes_to_text(packed)
-        return context + self._wordless(BINARY_PRINTERS, kind, entry.record)
+        def line(entry: TimedRecord, _next_time: int, _index: int) -> str:
+            kind, _, _, pid = TRACE_ENTRY.unpack_from(entry.record)
+            printer = printers.get(kind)
+            body = printer(entry.record[TRACE_ENTRY.size :], self.style) if printer else f"type: {kind}\n"
+            return (context(pid, entry) if has_context else "") + body + end
 
-    def _hex_line(self, entry: TimedRecord, _next_time: int, _index: int) -> str:
-        kind, _, _, pid = TRACE_ENTRY.unpack_from(entry.record)
-        context = ""
-        if self._flags & TraceOption.CONTEXT_INFO:
-            context = f"{pid & 0xFFFFFFFF:08x} {entry.cpu:08x} {entry.time_stamp:016x} "
-        return f"{context}{self._wordless(HEX_PRINTERS, kind, entry.record)}\n"
+        return line
 
-    def _raw_line(self, entry: TimedRecord, _next_time: int, _index: int) -> str:
-        kind, _, _, pid = TRACE_ENTRY.unpack_from(entry.record)
-        context = ""
-        if self._flags & TraceOption.CONTEXT_INFO:
-            context = f"{pid} {entry.cpu} {entry.time_stamp} "
-        return context + self._wordless(RAW_PRINTERS, kind, entry.record)
+
+def _binary_context(pid: int, entry: TimedRecord) -> str:
+    return bytes_to_text(_BINARY_CONTEXT.pack(pid, entry.cpu, entry.time_stamp))
+
+
+def _hex_context(pid: int, entry: TimedRecord) -> str:
+    return f"{pid & 0xFFFFFFFF:08x} {entry.cpu:08x} {entry.time_stamp:016x} "

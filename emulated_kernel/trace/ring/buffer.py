@@ -123,7 +123,7 @@ class RingBuffer(RingWriter):
 
         Mirrors: kernel/trace/ring_buffer.c:rb_get_reader_page (v6.1)
         """
-        words, table, count = self._words, self._table, self._nr_pages
+        words, table, count = self._words, self._table, self.nr_pages
         reader = words[READER_PAGE]
         if words[READER_READ] < self._commit(reader):
             return True
@@ -161,7 +161,7 @@ class RingBuffer(RingWriter):
 
     def _unread_pages(self) -> list[int]:
         """Sub-buffers of the ring that were written and not read, oldest first."""
-        words, count = self._words, self._nr_pages
+        words, count = self._words, self.nr_pages
         if words[TAIL_PAGE] == words[READER_PAGE]:
             return []
         head = words[HEAD_SLOT]
@@ -207,7 +207,7 @@ class RingBuffer(RingWriter):
     @property
     def size(self) -> int:
         """Bytes of events that the ring holds, the reader page left out."""
-        return self._nr_pages * PAGE_DATA_SIZE
+        return self.nr_pages * PAGE_DATA_SIZE
 
     @property
     def overwrite(self) -> bool:
@@ -249,11 +249,6 @@ class RingBuffer(RingWriter):
     def dirty_pages(self) -> int:
         """Full sub-buffers that nobody read yet; poll(2) with buffer_percent looks at it."""
         return max(0, len(self._unread_pages()) - 1)
-
-    @property
-    def nr_pages(self) -> int:
-        """Sub-buffers in the ring."""
-        return self._nr_pages
 
     def stats(self) -> RingStats:
         """The counters; `oldest_event_ts` outlives a reset, as in Linux."""

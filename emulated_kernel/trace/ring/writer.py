@@ -65,14 +65,14 @@ class RingWriter:
     __slots__ = (
         "_entries_at",
         "_memory",
-        "_nr_pages",
-        "_place",
         "_reader",
         "_shift",
         "_start",
         "_table",
         "_words",
         "_words32",
+        "nr_pages",
+        "place",
     )
 
     def __init__(self, memory: RingMemory | memoryview, nr_pages: int, *, overwrite: bool = True) -> None:
@@ -106,22 +106,19 @@ class RingWriter:
 
     def _attach(self, place: RingMemory, nr_pages: int) -> None:
         memory = place.pages.cast("B")[: memory_size(nr_pages)]
-        self._place = place
+        self.place = place
+        """Where the buffer stands; another one after each resize."""
         self._memory = memory
         self._table = memory.cast("Q")
         control = memory if place.control is None else place.control.cast("B")
         self._words = control.cast("Q")
         self._words32 = memory.cast("I")
-        self._nr_pages = nr_pages
+        self.nr_pages = nr_pages
+        """Sub-buffers in the ring."""
         self._start = data_start(nr_pages)
         self._shift = place.address
         self._entries_at = SLOTS + nr_pages
         self._reader = PageReader(memory, self._words32)
-
-    @property
-    def place(self) -> RingMemory:
-        """Where the buffer stands; another one after each resize."""
-        return self._place
 
     @property
     def is_aside(self) -> bool:
@@ -221,7 +218,7 @@ class RingWriter:
 
         Mirrors: kernel/trace/ring_buffer.c:rb_move_tail (v6.1)
         """
-        words, count = self._words, self._nr_pages
+        words, count = self._words, self.nr_pages
         page, head = words[TAIL_PAGE], words[HEAD_SLOT]
         slot = (words[TAIL_SLOT] + 1) % count
         target = self._table[SLOTS + slot]

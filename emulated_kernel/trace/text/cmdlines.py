@@ -48,18 +48,14 @@ class SavedCmdlines(TaskNames):
         self._clear(size)
 
     def _clear(self, size: int) -> None:
-        self._size = size
+        self.size = size
+        """Tasks that are remembered (the saved_cmdlines_size file)."""
         self._index = 0
         self._slots: dict[int, int] = {}
         self._pids = [_NO_PID] * size
         self._comms = [""] * size
         if self._kept is not None:
             self._kept[:] = bytes(len(self._kept))
-
-    @property
-    def size(self) -> int:
-        """Tasks that are remembered (the saved_cmdlines_size file)."""
-        return self._size
 
     def resize(self, size: int) -> None:
         """Forget all names and remember `size` tasks from now on, or as many more as the pages have room for.
@@ -84,7 +80,7 @@ class SavedCmdlines(TaskNames):
         key = pid & (PID_MAX_DEFAULT - 1)
         slot = self._slots.get(key)
         if slot is None:
-            self._index = slot = (self._index + 1) % self._size
+            self._index = slot = (self._index + 1) % self.size
             if (old := self._pids[slot]) != _NO_PID:
                 self._slots.pop(old & (PID_MAX_DEFAULT - 1), None)
             self._slots[key] = slot

@@ -12,7 +12,8 @@ from emulated_kernel.config import MachineConfig
 from emulated_kernel.errors import KernelError
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
-from emulated_kernel.trace.output.function_graph import NAME, duration_text, overhead_mark
+from emulated_kernel.trace.output.function_graph import NAME, duration_text
+from emulated_kernel.trace.output.line_formatter import find_mark
 from tests.ledger import ledger_mismatches
 
 HEADER = """\
@@ -50,7 +51,7 @@ def test_durations_have_seven_digits(nanoseconds: int, text: str) -> None:
     [(10_000, " "), (10_001, "+"), (100_001, "!"), (1_000_001, "#"), (10_000_001, "*"), (2 * 10**9, "$")],
 )
 def test_marks(nanoseconds: int, mark: str) -> None:
-    assert overhead_mark(nanoseconds) == mark
+    assert find_mark(nanoseconds) == mark
 
 
 @pytest.fixture(params=["rethook", "fgraph"])

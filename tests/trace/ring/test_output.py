@@ -7,7 +7,7 @@ import errno
 import pytest
 
 from emulated_kernel.errors import KernelError
-from emulated_kernel.trace.output.line_formatter import delay_mark, latency_flags
+from emulated_kernel.trace.output.line_formatter import find_mark, latency_flags
 from emulated_kernel.trace.ring.clock import ns_to_usecs
 from emulated_kernel.trace.ring.trace_entry import AddressStyle
 from emulated_kernel.trace.text.cmdlines import DEFAULT_SIZE, SavedCmdlines
@@ -53,7 +53,7 @@ def test_latency_flags(flags: int, preempt: int, text: str) -> None:
     ],
 )
 def test_delay_mark(usecs: int, mark: str) -> None:
-    assert delay_mark(usecs) == mark
+    assert find_mark(1000 * usecs) == mark
 
 
 @pytest.mark.parametrize(("ns", "usecs"), [(0, 0), (499, 0), (500, 1), (1499, 1), (7_192_839_531, 7_192_840)])
