@@ -9,7 +9,6 @@ from functools import partial
 from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.array.array_rings import ArrayRings
 from emulated_kernel.trace.array.past import BothNames, PastNames, PastRecords
-from emulated_kernel.trace.array.pipe_users import PipeUsers
 from emulated_kernel.trace.array.snapshot import Snapshot
 from emulated_kernel.trace.array.system import NOP_TRACER, Tracer, TraceSystem
 from emulated_kernel.trace.events.event import Recorder, TraceEvent
@@ -71,7 +70,8 @@ class TraceArray(ArrayRings, Recorder):
         self._tracers: dict[str, Tracer] = {}
         """Tracers beside nop, by name; Linux lists the latest first."""
         self.buffer_percent = 50
-        self.pipe_users = PipeUsers()
+        self.piped: set[int | None] = set()
+        """CPUs whose trace_pipe is open; None: that of all."""
         self.open_pipes = 0
         """Of all kinds; while there are any the tracer stays."""
         self._recorded: dict[TraceEvent, None] = {}
@@ -334,8 +334,6 @@ class TraceArray(ArrayRings, Recorder):
             cpu=task.cpu,
             pid=task.pid,
             comm=task.comm if is_named else None,
-            flags=task.flags,
-            preempt_count=task.preempt_count,
             timestamp_ns=self.system.now_ns(),
         )
         if not written:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable, Sequence
 from itertools import islice
 
 from emulated_kernel.abi import PAGE_SIZE
-from emulated_kernel.errors import WouldBlock
+from emulated_kernel.errors import KernelError, WouldBlock
 from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.output import function_graph
 from emulated_kernel.trace.output.function_graph import GraphPrinter
@@ -97,8 +98,13 @@ class TracePipe(PipeReader):
     """An open trace_pipe of all CPUs, or of one."""
 
     def __init__(self, array: TraceArray, cpu: int | None = None) -> None:
-        """Raises: KernelError EBUSY while the CPU has a reader."""
-        array.pipe_users.acquire(cpu)
+        """Raises: KernelError EBUSY while the CPU has a reader, or one of all has it.
+
+        Mirrors: kernel/trace/trace.c:open_pipe_on_cpu, close_pipe_on_cpu (v6.1)
+        """
+        if None in array.piped or (array.piped if cpu is None else cpu in array.piped):
+            raise KernelError(errno.EBUSY, "trace_pipe is open already")
+        array.piped.add(cpu)
         super().__init__(array, cpu)
         self._tail = b""
         self._has_read = False
@@ -107,7 +113,7 @@ class TracePipe(PipeReader):
     def close(self) -> None:
         """Let go of the CPUs and wake all who wait."""
         if not self._closed:
-            self._array.pipe_users.release(self._cpu)
+            self._array.piped.discard(self._cpu)
         super().close()
 
     def read(self, size: int, *, nonblock: bool = False) -> bytes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Iterable
 
-from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.events.event import Recorder, TraceEvent
 from emulated_kernel.trace.events.event_pids import PidList
@@ -14,35 +13,6 @@ from emulated_kernel.trace.text.chars import bytes_to_text
 from emulated_kernel.trace.text.user_words import take_word
 
 _ANY = ("", "*")
-
-
-@dataclass(frozen=True)
-class EventChoice:
-    """Which events a word of set_event means; None stands for all.
-
-    Mirrors: kernel/trace/trace_events.c:ftrace_set_clr_event (v6.1).
-    """
-
-    group: str | None = None
-    name: str | None = None
-    either: str | None = None
-    """A word without a colon: the name of a group or of events."""
-
-    @classmethod
-    def parse(cls, word: str) -> EventChoice:
-        """`GROUP:EVENT`, where `*` or nothing is any; or a name of either kind."""
-        group, colon, name = word.partition(":")
-        if not colon:
-            return cls(either=word)
-        return cls(None if group in _ANY else group, None if name in _ANY else name)
-
-    def means(self, event: TraceEvent) -> bool:
-        """Whether `event` is among them."""
-        return (
-            self.either in (None, event.name, event.group)
-            and self.group in (None, event.group)
-            and self.name in (None, event.name)
-        )
 
 
 class ArrayEvents:
@@ -130,11 +100,22 @@ class ArrayEvents:
         word, size = take_word(data)
         if word:
             text = bytes_to_text(word)
-            self._choose(EventChoice.parse(text.removeprefix("!")), not text.startswith("!"))
+            self._choose(text.removeprefix("!"), not text.startswith("!"))
         return size
 
-    def _choose(self, choice: EventChoice, enabled: bool) -> None:
-        chosen = [event for event in self.switchable() if choice.means(event)]
+    def _choose(self, word: str, enabled: bool) -> None:
+        """`GROUP:EVENT`, where `*` or nothing is any; or the name of a group or of events.
+
+        Mirrors: kernel/trace/trace_events.c:ftrace_set_clr_event (v6.1).
+        """
+        group, colon, name = word.partition(":")
+
+        def means(event: TraceEvent) -> bool:
+            if not colon:
+                return word in (event.group, event.name)
+            return group in (*_ANY, event.group) and name in (*_ANY, event.name)
+
+        chosen = [event for event in self.switchable() if means(event)]
         if not chosen:
             raise KernelError(errno.EINVAL, "no such event")
         self.set_all(chosen, enabled)

@@ -18,10 +18,7 @@ class TaskContext:
 
     pid: int = 0
     comm: str = "swapper/0"
-    tgid: int = 0
     cpu: int = 0
-    flags: int = 0
-    preempt_count: int = 0
 
 
 class Tasks:
@@ -55,9 +52,7 @@ class Tasks:
 
     def context(self) -> TaskContext:
         """For records that no probe makes."""
-        pid = self.pid()
-        comm = self.comm().decode("utf-8", "surrogateescape")
-        return TaskContext(pid=pid, comm=comm, tgid=pid, cpu=self.cpu())
+        return TaskContext(self.pid(), self.comm().decode("utf-8", "surrogateescape"), self.cpu())
 
 
 class ProbeHit:

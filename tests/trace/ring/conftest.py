@@ -129,7 +129,7 @@ class Bench:
 def make_bench(cpus: int = 2, arch: Arch | None = None) -> Bench:
     clock, events = Clock(), Events()
     events[1400] = TextEvent("ev")
-    task = TaskContext(117, "python3", tgid=117, cpu=cpus - 1)
+    task = TaskContext(117, "python3", cpus - 1)
     arch = arch or X86_64()
     system = TraceSystem(
         cpus=cpus,
