@@ -94,6 +94,14 @@ def sprint_symbol(symbols: KernelSymbols, address: int) -> str:
     return f"{found.name}+{found.offset:#x}/{found.symbol.size:#x}{module}"
 
 
+def sprint_symbol_no_offset(symbols: KernelSymbols, address: int) -> str:
+    """`name [module]`, or the bare address. Mirrors: kernel/kallsyms.c:sprint_symbol_no_offset (v6.1)."""
+    found = symbols.lookup(address)
+    if found is None:
+        return f"{address:#x}"
+    return f"{found.name} [{found.module}]" if found.module else found.name
+
+
 def print_ip(symbols: KernelSymbols, address: int, *, offset: bool, digits: int) -> str:
     """An instruction address of an entry's header; `digits` is how many trace option sym-addr adds, or 0.
 

@@ -8,7 +8,7 @@ from emulated_kernel.trace.hist.actions import ActionKind, Handler, TrackedSnaps
 from emulated_kernel.trace.hist.data import HistData
 from emulated_kernel.trace.hist.field import Flag, HistField
 from emulated_kernel.trace.hist.map import U64, Element, Value
-from emulated_kernel.trace.symbols import KernelSymbols, sprint_symbol
+from emulated_kernel.trace.symbols import KernelSymbols, sprint_symbol, sprint_symbol_no_offset
 from emulated_kernel.trace.text.chars import bytes_to_text, to_text
 
 _BAR_SIZE = 20
@@ -85,7 +85,7 @@ class HistPrinter:
         if flags & Flag.HEX:
             return f"{value:x}"
         if flags & Flag.SYM:
-            return f"[{value:x}] {self._symbol(value):<45}"
+            return f"[{value:x}] {sprint_symbol_no_offset(self._symbols, value):<45}"
         if flags & Flag.SYM_OFFSET:
             return f"[{value:x}] {sprint_symbol(self._symbols, value):<55}"
         if flags & Flag.EXECNAME:
@@ -99,12 +99,6 @@ class HistPrinter:
         if flags & Flag.STRING:
             return _padded(key[: part.size].partition(b"\0")[0], 50)
         return f"{value:10}"
-
-    def _symbol(self, address: int) -> str:
-        found = self._symbols.lookup(address)
-        if found is None:
-            return f"{address:#x}"
-        return f"{found.name} [{found.module}]" if found.module else found.name
 
     def _stack(self, data: bytes) -> str:
         text = ""

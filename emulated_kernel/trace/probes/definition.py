@@ -165,17 +165,8 @@ def split_symbol_offset(text: str, bits: int) -> tuple[str, int]:
     return text[: min(signs)], kstrtol(text[min(signs) :], 0, bits)
 
 
-def resolve_symbols(args: tuple[ProbeArg, ...], symbols: KernelSymbols, bits: int) -> tuple[ProbeArg, ...]:
-    """The arguments with the addresses of their `@symbol` put in; they themselves where there is none.
-
-    Raises: KernelError ENOENT.
-    """
-    resolved = tuple(resolve_symbol(arg, symbols, bits) for arg in args)
-    return args if resolved == args else resolved
-
-
 def resolve_symbol(arg: ProbeArg, symbols: KernelSymbols, bits: int) -> ProbeArg:
-    """The argument with the addresses of its `@symbol` put in.
+    """The argument with the addresses of its `@symbol` put in; itself where there is none.
 
     Raises: KernelError ENOENT. Mirrors: kernel/trace/trace_probe.c:traceprobe_update_arg (v6.1).
     """

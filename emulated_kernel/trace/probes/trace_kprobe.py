@@ -23,7 +23,7 @@ from emulated_kernel.trace.fetch.fetchargs import MAX_ARGSTR_LEN
 from emulated_kernel.trace.fetch.load import FetchEnvironment
 from emulated_kernel.trace.fetch.run import store
 from emulated_kernel.trace.hits.probe_hit import ProbeHit
-from emulated_kernel.trace.probes.definition import ProbeDefinition, resolve_symbols
+from emulated_kernel.trace.probes.definition import ProbeDefinition, resolve_symbol
 from emulated_kernel.trace.probes.trace_probe import (
     ENTRY_ADDRESSES,
     RETURN_ADDRESSES,
@@ -75,13 +75,7 @@ class EventKprobe(Kprobe):
         return self.user.emit(builder, way)
 
 
-class EventKretprobe(Kretprobe):
-    """The return probe of a trace event."""
-
-    __slots__ = ()
-
-
-EventProbe = EventKprobe | EventKretprobe
+EventProbe = EventKprobe | Kretprobe
 
 
 def _kprobe_hit(kprobe: Kprobe, regs: Regs) -> None:
@@ -191,7 +185,9 @@ class TraceKprobe(TraceProbe):
         if address and self._is_notrace(address):
             self.kind.printk(f"trace_kprobe: Could not probe notrace function {self.symbol}")
             raise KernelError(errno.EINVAL, f"{self.symbol} is a notrace function")
-        self.args = resolve_symbols(self.args, symbols, self.engine.arch.bits)
+        args = tuple(resolve_symbol(arg, symbols, self.engine.arch.bits) for arg in self.args)
+        # Many events share the arguments of one.
+        self.args = self.args if args == self.args else args
         if self.place.symbol is not None and found is None:
             raise KernelError(errno.ENOENT, f"no symbol named {self.place.symbol}")
         self._hook(address)
@@ -212,7 +208,7 @@ class TraceKprobe(TraceProbe):
             engine.kprobes.register_kprobe(kprobe)
             self.handle, self.address = kprobe, kprobe.address
             return
-        rp = EventKretprobe(
+        rp = Kretprobe(
             addr=address,
             handler=self._returned,
             return_program=self.emit,
@@ -232,7 +228,7 @@ class TraceKprobe(TraceProbe):
             self._counter = None
 
     def _unhook(self) -> None:
-        if isinstance(self.handle, EventKretprobe):
+        if isinstance(self.handle, Kretprobe):
             self.engine.kretprobes.unregister_kretprobe(self.handle)
         elif self.handle is not None:
             self.engine.kprobes.unregister_kprobe(self.handle)
@@ -273,7 +269,7 @@ class TraceKprobe(TraceProbe):
         """What is done at a hit differs from now on."""
         if self.handle is None or self.handle.is_gone:
             return
-        if isinstance(self.handle, EventKretprobe):
+        if isinstance(self.handle, Kretprobe):
             self.engine.kretprobes.handler_changed(self.handle)
         else:
             self.engine.kprobes.handler_changed(self.handle)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 from abc import abstractmethod
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, TypeVar
 
 from emulated_kernel.errors import KernelError
@@ -47,11 +47,25 @@ class ProbeTraceEvent(TraceEvent):
 
     @property
     def fields(self) -> tuple[EventField, ...]:
-        return tuple(probe_fields(self.addresses, self.args, self.word_size))
+        """Mirrors: kernel/trace/trace_kprobe.c:kprobe_event_define_fields (v6.1)."""
+        word, start = self.word_size, COMMON_SIZE + self.word_size * len(self.addresses)
+        places = zip(self.addresses, range(COMMON_SIZE, start, word), strict=True)
+        return (
+            *(EventField("unsigned long", name, at, word, False) for name, at in places),
+            *(
+                EventField(arg.field_type, arg.name, start + arg.offset, arg.size, arg.type.is_signed)
+                for arg in self.args
+            ),
+        )
 
     @property
     def print_fmt(self) -> str:
-        return probe_fmt(self.addresses, self.args)
+        """Mirrors: kernel/trace/trace_probe.c:__set_print_fmt (v6.1)."""
+        names, args = self.addresses, self.args
+        addresses = f"({' <- '.join('%lx' for _ in names)})" if names else ""
+        arguments = "".join(f" {arg.name}={_arg_fmt(arg)}" for arg in args)
+        values = [f"REC->{name}" for name in names] + [value for arg in args for value in _arg_values(arg)]
+        return ", ".join([f'"{addresses}{arguments}"', *values])
 
     @property
     def is_removed(self) -> bool:
@@ -239,30 +253,6 @@ def _arg_text(arg: ProbeArg, payload: bytes, start: int, symbols: KernelSymbols)
     places = range(at, at + arg.size, arg.type.size)
     texts = [arg.type.text(payload, place, symbols) for place in places]
     return "{" + ",".join(texts) + "}" if arg.count else texts[0]
-
-
-def probe_fields(names: Sequence[str], args: Sequence[ProbeArg], word_size: int) -> Iterator[EventField]:
-    """Fields of a probe's event: `names` are addresses, which come first.
-
-    Mirrors: kernel/trace/trace_kprobe.c:kprobe_event_define_fields (v6.1).
-    """
-    offset = COMMON_SIZE
-    for name in names:
-        yield EventField("unsigned long", name, offset, word_size, False)
-        offset += word_size
-    for arg in args:
-        yield EventField(arg.field_type, arg.name, offset + arg.offset, arg.size, arg.type.is_signed)
-
-
-def probe_fmt(names: Sequence[str], args: Sequence[ProbeArg]) -> str:
-    """As in `print fmt:`; `names` are addresses.
-
-    Mirrors: kernel/trace/trace_probe.c:__set_print_fmt (v6.1).
-    """
-    addresses = f"({' <- '.join('%lx' for _ in names)})" if names else ""
-    arguments = "".join(f" {arg.name}={_arg_fmt(arg)}" for arg in args)
-    values = [f"REC->{name}" for name in names] + [value for arg in args for value in _arg_values(arg)]
-    return ", ".join([f'"{addresses}{arguments}"', *values])
 
 
 def _arg_fmt(arg: ProbeArg) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from emulated_kernel.dataclass import dataclass
-from emulated_kernel.trace.symbols import KernelSymbols, sprint_symbol
+from emulated_kernel.trace.symbols import KernelSymbols, sprint_symbol, sprint_symbol_no_offset
 
 Value = int | str
 Conversion = Callable[[Value, KernelSymbols], str]
@@ -142,14 +142,6 @@ def _raw_pointer(digits: int) -> Conversion:
     return lambda value, _symbols: f"{unsigned(value):0{digits}x}"
 
 
-def _function_name(value: Value, symbols: KernelSymbols) -> str:
-    """Mirrors: kernel/kallsyms.c:sprint_symbol_no_offset (v6.1)."""
-    found = symbols.lookup(unsigned(value))
-    if found is None:
-        return f"{unsigned(value):#x}"
-    return f"{found.name} [{found.module}]" if found.module else found.name
-
-
 def _ip4_string(address: bytes) -> str:
     return ".".join(map(str, address))
 
@@ -201,6 +193,6 @@ _POINTERS: dict[str, Conversion] = {
     "pUb": _address(16, _uuid),
     "pI4": _address(4, _ip4_string),
     "pI6c": _address(16, _ip6_compressed_string),
-    "ps": _function_name,
+    "ps": lambda value, symbols: sprint_symbol_no_offset(symbols, unsigned(value)),
     "pS": lambda value, symbols: sprint_symbol(symbols, unsigned(value)),
 }

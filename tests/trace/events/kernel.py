@@ -13,6 +13,7 @@ from emulated_kernel.arch.base import Arch
 from emulated_kernel.arch.x86.arch import X86_64
 from emulated_kernel.errors import KernelError
 from emulated_kernel.image.kallsyms import Location, Symbol
+from emulated_kernel.kprobes.kinds.kretprobe import Kretprobe
 from emulated_kernel.kprobes.kprobe import KprobeFlag
 from emulated_kernel.limits import Limits
 from emulated_kernel.trace.events.event import Recorder, TraceEvent
@@ -23,7 +24,6 @@ from emulated_kernel.trace.probes.dynamic_events import DynamicEvents, EventComm
 from emulated_kernel.trace.probes.kprobe_events import KprobeEvents
 from emulated_kernel.trace.probes.trace_kprobe import (
     EventKprobe,
-    EventKretprobe,
     EventProbe,
     ProbeEngine,
     TraceKprobe,
@@ -139,7 +139,7 @@ class Backend:
     def register_kprobe(self, kprobe: EventKprobe) -> None:
         self._register(kprobe, kprobe.user)
 
-    def register_kretprobe(self, rp: EventKretprobe) -> None:
+    def register_kretprobe(self, rp: Kretprobe) -> None:
         self._register(rp, rp.handler.__self__)  # type: ignore[union-attr]
         rp.maxactive = rp.maxactive or DEFAULT_MAXACTIVE
 
