@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from enum import Enum, auto
 
 from emulated_kernel.dataclass import dataclass
-
-GlobToken = frozenset[int] | None
-"""The bytes that one place of a glob takes; None is any number of any bytes."""
 
 _ANY = frozenset(range(1, 256))
 
@@ -24,11 +22,11 @@ class MatchType(Enum):
 
 @dataclass(frozen=True)
 class StringPattern:
-    """What a string is compared with. `text` has no NUL; `glob` is it in tokens, for GLOB only."""
+    """What a string is compared with. `text` has no NUL; `glob` is it compiled, for GLOB only."""
 
     type: MatchType
     text: bytes
-    glob: tuple[GlobToken, ...] = ()
+    glob: re.Pattern[bytes] | None = None
 
     def matches(self, data: bytes, length: int) -> bool:
         """Whether the string at the start of `data` matches; `length` is that of its room, NUL included.
@@ -48,7 +46,7 @@ class StringPattern:
             case MatchType.END_ONLY:
                 return length > len(self.text) and data[: length - 1].endswith(self.text)
             case MatchType.GLOB:
-                return _glob_match(self.glob, _until_nul(data))
+                return self.glob is not None and self.glob.fullmatch(_until_nul(data)) is not None
 
 
 def literal_pattern(text: bytes) -> StringPattern:
@@ -71,7 +69,7 @@ def _classify(text: bytes) -> StringPattern:
         return literal_pattern(text)
     inner = text[1:-1] if len(text) > 1 else b""
     if any(special in text for special in (b"[", b"?", b"\\")) or b"*" in inner:
-        return StringPattern(MatchType.GLOB, text, _glob_tokens(text))
+        return StringPattern(MatchType.GLOB, text, _compiled(text))
     head, tail = text.startswith(b"*"), len(text) > 1 and text.endswith(b"*")
     types = {
         (False, False): MatchType.FULL,
@@ -86,27 +84,33 @@ def _until_nul(data: bytes) -> bytes:
     return data.partition(b"\0")[0]
 
 
-def _glob_tokens(pattern: bytes) -> tuple[GlobToken, ...]:
-    """Mirrors: lib/glob.c:glob_match (v6.1): `*`, `?`, `[a-z]`, `[!a-z]`, and a backslash before any byte."""
-    tokens: list[GlobToken] = []
-    at = 0
+def _compiled(pattern: bytes) -> re.Pattern[bytes]:
+    """Mirrors: lib/glob.c:glob_match (v6.1): `*`, `?`, `[a-z]`, `[!a-z]`, and a backslash before any byte.
+
+    Going back to the last `*` alone is enough: what stands between two is atomic. That keeps the time within
+    the product of both lengths.
+    """
+    parts, at = [b""], 0
     while at < len(pattern):
-        byte = pattern[at]
+        byte = pattern[at : at + 1]
         at += 1
-        if byte == ord("*"):
-            tokens.append(None)
-        elif byte == ord("?"):
-            tokens.append(_ANY)
-        elif byte == ord("[") and (bracket := _bracket(pattern, at)):
+        if byte == b"*":
+            parts.append(b"")
+        elif byte == b"?":
+            parts[-1] += b"."
+        elif byte == b"[" and (bracket := _bracket(pattern, at)):
             members, at = bracket
-            tokens.append(members)
-        elif byte == ord("\\"):
-            # A backslash at the end stands for nothing.
-            tokens += [frozenset({escaped}) for escaped in pattern[at : at + 1]]
-            at += 1
+            parts[-1] += b"[%b]" % b"".join(b"\\x%02x" % each for each in members) if members else b"(?!)"
         else:
-            tokens.append(frozenset({byte}))
-    return tuple(tokens)
+            if byte == b"\\":
+                # A backslash at the end stands for nothing.
+                byte = pattern[at : at + 1]
+                at += 1
+            parts[-1] += re.escape(byte)
+    first, *others = parts
+    for part in others[:-1]:
+        first += b"(?>.*?%b)" % part
+    return re.compile(first + (b".*" + others[-1] if others else b""), re.DOTALL)
 
 
 def _bracket(pattern: bytes, at: int) -> tuple[frozenset[int], int] | None:
@@ -130,25 +134,3 @@ def _bracket(pattern: bytes, at: int) -> tuple[frozenset[int], int] | None:
         members.update(range(low, high + 1))
         if pattern[at : at + 1] == b"]":
             return (_ANY - members if inverted else frozenset(members)), at + 1
-
-
-def _glob_match(tokens: tuple[GlobToken, ...], text: bytes) -> bool:
-    """Going back to the last `*` alone is enough, and keeps the time within len(tokens) * len(text)."""
-    token = at = 0
-    star, star_at = -1, 0
-    while at < len(text) or token < len(tokens):
-        if token < len(tokens):
-            accepted = tokens[token]
-            if accepted is None:
-                star, star_at = token, at
-                token += 1
-                continue
-            if at < len(text) and text[at] in accepted:
-                token += 1
-                at += 1
-                continue
-        if star < 0 or star_at >= len(text):
-            return False
-        star_at += 1
-        token, at = star + 1, star_at
-    return True
