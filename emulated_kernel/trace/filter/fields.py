@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import field
 from enum import Enum, auto
 
 from emulated_kernel.dataclass import dataclass
@@ -35,11 +36,18 @@ class FilterField:
     offset: int
     size: int
     is_signed: bool
+    declared: EventField = field(default=EventField("", "", 0, 0, False), compare=False)
+    """As histograms see it, of size 0 where no entry holds it."""
 
 
-_CPU = FilterField(FilterType.CPU, 0, 4, True)
-_COMM = FilterField(FilterType.COMM, 0, TASK_COMM_LEN, False)
-GENERIC_FIELDS = {"CPU": _CPU, "cpu": _CPU, "common_cpu": _CPU, "COMM": _COMM, "comm": _COMM}
+def _generic(name: str) -> FilterField:
+    if name in ("COMM", "comm"):
+        declared = EventField("char *", name, 0, 0, True)
+        return FilterField(FilterType.COMM, 0, TASK_COMM_LEN, False, declared)
+    return FilterField(FilterType.CPU, 0, 4, True, EventField("int", name, 0, 0, True))
+
+
+_GENERIC_FIELDS = {name: _generic(name) for name in ("CPU", "cpu", "common_cpu", "COMM", "comm")}
 """Fields of every event that no entry holds.
 
 Mirrors: kernel/trace/trace_events.c:trace_define_generic_fields (v6.1).
@@ -52,13 +60,13 @@ def find_event_field(fields: Sequence[EventField], name: str) -> FilterField | N
     Mirrors: kernel/trace/trace_events.c:trace_find_event_field (v6.1).
     """
     own = _find(fields, name)
-    return own or GENERIC_FIELDS.get(name) or _find(COMMON_FIELDS, name)
+    return own or _GENERIC_FIELDS.get(name) or _find(COMMON_FIELDS, name)
 
 
 def _find(fields: Sequence[EventField], name: str) -> FilterField | None:
-    for field in fields:
-        if field.name == name:
-            return FilterField(filter_type_of(field.type), field.offset, field.size, field.is_signed)
+    for each in fields:
+        if each.name == name:
+            return FilterField(filter_type_of(each.type), each.offset, each.size, each.is_signed, each)
     return None
 
 

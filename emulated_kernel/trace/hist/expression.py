@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 
 from emulated_kernel.errors import KernelError
-from emulated_kernel.trace.filter.fields import FilterType
+from emulated_kernel.trace.filter.fields import FilterField, FilterType, find_event_field
 from emulated_kernel.trace.hist.errors import HistError
 from emulated_kernel.trace.hist.field import (
     OPERATIONS,
@@ -14,8 +14,6 @@ from emulated_kernel.trace.hist.field import (
     HistField,
     HistHit,
     Operator,
-    Source,
-    find_source,
     make_field,
 )
 from emulated_kernel.trace.hist.operators import find_operator, is_reference
@@ -162,7 +160,7 @@ class ExpressionParser:
         self._variables.copy(reference, alias)
         return alias
 
-    def _field(self, text: str, flags: Flag) -> tuple[Source | None, Flag, int]:
+    def _field(self, text: str, flags: Flag) -> tuple[FilterField | None, Flag, int]:
         """Mirrors: parse_field (v6.1)."""
         name, dot, modifier = text.partition(".")
         buckets = 0
@@ -176,10 +174,10 @@ class ExpressionParser:
             return None, flags | Flag.TIMESTAMP, buckets
         if name == "common_cpu":
             return None, flags | Flag.CPU, buckets
-        source = find_source(self._owner.file.event, name)
-        if source is not None and source.is_empty and source.type is FilterType.CPU:
+        source = find_event_field(self._owner.file.event.fields, name)
+        if source is not None and source.type is FilterType.CPU:
             return source, flags | Flag.CPU, buckets
-        if source is None or source.is_empty:
+        if source is None or not source.declared.size:
             raise self._log.error(HistError.FIELD_NOT_FOUND, name)
         return source, flags, buckets
 

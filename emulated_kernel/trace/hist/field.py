@@ -7,13 +7,13 @@ from enum import Enum, IntFlag
 from functools import cached_property
 
 from emulated_kernel.dataclass import dataclass
-from emulated_kernel.trace.events.event import EventFile, TraceEvent
-from emulated_kernel.trace.filter.fields import GENERIC_FIELDS, FilterType, filter_type_of
+from emulated_kernel.trace.events.event import EventFile
+from emulated_kernel.trace.filter.fields import FilterField, FilterType
 from emulated_kernel.trace.hist.attrs import HistAttrs
 from emulated_kernel.trace.hist.map import DEFAULT_BITS, U64, Element, TracingMap, Value
 from emulated_kernel.trace.hits.probe_hit import ProbeHit
 from emulated_kernel.trace.ring.clock import ns_to_usecs
-from emulated_kernel.trace.ring.trace_entry import COMMON_FIELDS, EventField, RawEntry
+from emulated_kernel.trace.ring.trace_entry import EventField, RawEntry
 from emulated_kernel.trace.text.error_log import CulpritLog
 from emulated_kernel.trace.trigger.triggers import EventTriggers
 
@@ -274,38 +274,6 @@ def as_number(value: Value) -> int:
     return value if isinstance(value, int) else 0
 
 
-@dataclass(frozen=True)
-class Source:
-    """A field of an event as histograms see it."""
-
-    field: EventField
-    type: FilterType
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no entry holds it."""
-        return not self.field.size
-
-
-_GENERIC = {
-    name: Source(
-        EventField("int" if found.type is FilterType.CPU else "char *", name, 0, 0, True), found.type
-    )
-    for name, found in GENERIC_FIELDS.items()
-}
-
-
-def find_source(event: TraceEvent, name: str) -> Source | None:
-    """Mirrors: kernel/trace/trace_events.c:trace_find_event_field (v6.1)."""
-    for fields in (event.fields, COMMON_FIELDS):
-        for field in fields:
-            if field.name == name:
-                return Source(field, filter_type_of(field.type))
-        if name in _GENERIC:
-            return _GENERIC[name]
-    return None
-
-
 # What fields are worth
 
 
@@ -390,13 +358,13 @@ OPERATIONS: dict[Operator, Compute] = {
 
 
 def make_field(
-    owner: Histogram, source: Source | None, flags: Flag, variable: str | None
+    owner: Histogram, source: FilterField | None, flags: Flag, variable: str | None
 ) -> HistField | None:
     """A field that isn't an expression; None for one whose size is no number's.
 
     Mirrors: kernel/trace/trace_events_hist.c:create_hist_field (v6.1).
     """
-    field = HistField(owner, flags, source.field if source else None, variable=variable)
+    field = HistField(owner, flags, source.declared if source else None, variable=variable)
     if flags & Flag.VAR_REF:
         field.compute = reference_value
     elif flags & Flag.HITCOUNT:
@@ -418,14 +386,14 @@ def make_field(
     return field
 
 
-def _of_source(field: HistField, source: Source) -> HistField | None:
-    field.type = source.field.type
+def _of_source(field: HistField, source: FilterField) -> HistField | None:
+    field.type = source.declared.type
     if source.type in (FilterType.STATIC_STRING, FilterType.DYN_STRING):
         field.flags |= Flag.STRING
         is_static = source.type is FilterType.STATIC_STRING
         field.compute = _static_string if is_static else _dynamic_string
-        field.size = source.field.size if is_static else MAX_STRING
+        field.size = source.size if is_static else MAX_STRING
         return field
-    field.size, field.is_signed = source.field.size, source.field.is_signed
+    field.size, field.is_signed = source.declared.size, source.declared.is_signed
     field.compute = _number_of
     return field if field.size in (1, 2, 4, 8) else None
