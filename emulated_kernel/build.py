@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from emulated_kernel.abi import PAGE_SIZE, Hypercall
 from emulated_kernel.arch.architectures import arch_named
@@ -133,7 +132,7 @@ def _on_machine(
     engine = _engine(machine, live, arch, guest, clock, lock, profile)
     requests = RequestObserver(clock, engine.kprobes)
     guest.executive.events.request_begins.append(requests.request_begins)
-    trace = _TracingBuilder(machine, live, arch, guest, engine, lock).build()
+    trace = _tracing(machine, live, arch, guest, engine, lock)
     return Parts(
         config=config,
         lock=lock,
@@ -185,155 +184,116 @@ def _engine(
 # Tracing
 
 
-class _TracingBuilder:
-    """What the parts of tracing have in common, and the order in which they are made."""
-
-    def __init__(
-        self,
-        machine: Machine,
-        live: LiveImage[KernelImage],
-        arch: Arch,
-        guest: Guest,
-        engine: ProbeRegistries,
-        lock: ControlLock,
-    ) -> None:
-        self._machine, self._live, self._image, self._arch = machine, live, live.core, arch
-        self._guest, self._engine, self._lock = guest, engine, lock
-        self._kprobes = kprobes = engine.kprobes
-        self._registry, self._cmdlines = EventRegistry(), SavedCmdlines()
-        self._symbols = KernelSymbols(live.kallsyms, engine.hook_sets, kprobes.sites)
-        self._tasks = Tasks(machine, live.core.abi)
-        self._context = HitContext(
-            kprobes.hits.ctlblk,
-            machine.memory,
-            live.core.abi,
-            arch.interrupt_flag,
-            machine.per_cpu_bases,
-            preemption=kprobes.profile.preemption,
-        )
-        machine.on_switch.append(self._context.switch_to)
-        self._records = GuestRecords(machine.records, self._tasks, self._cmdlines, machine.clock)
-        guest.executive.events.call_begins.append(self._records.call_begins)
-
-    def build(self) -> TraceParts:
-        """All of them."""
-        machine, arch, kprobes, context = self._machine, self._arch, self._kprobes, self._context
-        points = self._static_events()
-        system = self._system()
-        functions = KernelFunctions(
-            kprobes.sites,
-            self._image.mcount,
-            self._symbols,
-            self._hit(context.trace_ctx),
-            kprobes.verdict,
-            arch,
-        )
-        arrays = self._arrays(system, functions, points)
-        guest = self._guest
-        GuestDirectories(
-            self._registry, guest.call_function, lambda: guest.is_watched, lambda: machine.is_running
-        )
-        measure = StackMeasure(machine.memory, self._tasks, system.stack, arch, self._image.abi)
-        places = self._records.places(
-            self._image.abi,
-            arch.interrupt_flag,
-            context.breakpoint_trace_ctx,
-            partial(getattr, machine.clock, "step_ns"),
-            Asking(),
-        )
-        top, hook_sets = arrays.top, self._engine.hook_sets
-        graph, profiler = build_graphs(
-            kprobes, hook_sets, top.array, top.functions, functions.functions, points.by_name, context, places
-        )
-        commands = EventCommands(self._registry, arrays.top.errors, self._guest.log, machine.config.limits)
-        engine = ProbeEngine(
-            arch,
-            self._symbols,
-            kprobes,
-            self._engine.kretprobes,
-            self._engine.fprobes,
-            self._hit(context.hit_trace_ctx),
-            places,
-            kprobes.profile.jprobes,
-        )
-        kprobe_events = KprobeEvents(engine, commands)
-        fprobe_events = FprobeEvents(engine, commands) if kprobes.profile.fprobe_events else None
-        synthetic_events = SyntheticEvents(commands, arch.word_size)
-        uprobe_events = UprobeEvents(arch, commands)
-        return TraceParts(
-            symbols=self._symbols,
-            system=system,
-            arrays=arrays,
-            functions=functions,
-            function_graph=graph,
-            function_profiler=profiler,
-            stack_tracer=StackTracer(functions, measure, self._symbols, arch.word_size),
-            # Nothing of the kernel's own is formatted where a record is shown.
-            printk_formats=tuple,
-            guest_records=self._records,
-            handler_costs=HandlerCosts(machine, arch, kprobes.compiler, self._records, places),
-            dynamic_events=DynamicEvents(
-                commands,
-                kprobe_events,
-                *((fprobe_events,) if fprobe_events else ()),
-                synthetic_events,
-                uprobe_events,
-                EventProbes(arch, self._symbols, commands),
-            ),
-            kprobe_events=kprobe_events,
-            fprobe_events=fprobe_events,
-            synthetic_events=synthetic_events,
-            uprobe_events=uprobe_events,
-        )
-
-    def _hit(self, trace_ctx: Callable[[Any], tuple[int, int]]) -> ProbeHit:
-        return ProbeHit(self._machine.memory, self._tasks, trace_ctx)
-
-    def _static_events(self) -> Tracepoints:
-        machine, image, arch = self._machine, self._image, self._arch
-        keys = StaticKeys(image.jump_labels, machine, self._kprobes.poker, arch)
-        hit = self._hit(self._context.trace_ctx)
-        points = Tracepoints(image, machine.memory, machine.breakpoints, keys, hit, arch.registers.arguments)
-        for event in sorted(points.events(), key=lambda event: link_rank(event.group, event.name)):
-            self._registry.add(event)
-        return points
-
-    def _system(self) -> TraceSystem:
-        machine, arch = self._machine, self._arch
-        here = self._hit(self._context.trace_ctx)
-        here.regs = machine.regs
-        markers = PrintEvent(arch.word_size)
-        for own in (markers, *own_events(arch.word_size)):
-            self._registry.add_own(own)
-        hook_sets = self._engine.hook_sets
-        tables = FrameTables(machine.text, self._live, self._symbols, arch, hook_sets)
-        return TraceSystem(
-            cpus=machine.config.cpus,
-            now_ns=machine.clock.read_ns,
-            events=self._registry,
-            symbols=self._symbols,
-            arch=arch,
-            tasks=self._tasks,
-            stack=CallStack(
-                machine.memory, tables, self._image.abi, self._symbols, arch, hook_sets, self._kprobes
-            ),
-            here=here,
-            memory=self._records,
-            markers=markers,
-            cmdlines=self._cmdlines,
-            printk=self._guest.log,
-        )
-
-    def _arrays(self, system: TraceSystem, functions: KernelFunctions, points: Tracepoints) -> TraceArrays:
-        syscall_names = {call.nr: call.name for call in points.syscalls}
-        hists = HistCommand(HistSystem(self._registry, syscall_names.get))
-        limits = self._machine.config.limits
-        arrays = TraceArrays(system, hists, functions, self._machine.clock.now_ns, self._lock, limits)
-        events = self._guest.executive.events
-        events.call_ended.append(arrays.call_ended)
-        events.forked.append(arrays.forked)
-        events.exited.append(arrays.exited)
-        return arrays
+def _tracing(
+    machine: Machine,
+    live: LiveImage[KernelImage],
+    arch: Arch,
+    guest: Guest,
+    engine: ProbeRegistries,
+    lock: ControlLock,
+) -> TraceParts:
+    kprobes, hook_sets, image, events = engine.kprobes, engine.hook_sets, live.core, guest.executive.events
+    memory, abi, limits, log = machine.memory, image.abi, machine.config.limits, guest.log
+    registry, cmdlines = EventRegistry(), SavedCmdlines()
+    symbols = KernelSymbols(live.kallsyms, hook_sets, kprobes.sites)
+    tasks = Tasks(machine, abi)
+    context = HitContext(
+        kprobes.hits.ctlblk,
+        memory,
+        abi,
+        arch.interrupt_flag,
+        machine.per_cpu_bases,
+        preemption=kprobes.profile.preemption,
+    )
+    machine.on_switch.append(context.switch_to)
+    records = GuestRecords(machine.records, tasks, cmdlines, machine.clock)
+    events.call_begins.append(records.call_begins)
+    keys = StaticKeys(image.jump_labels, machine, kprobes.poker, arch)
+    hit = ProbeHit(memory, tasks, context.trace_ctx)
+    points = Tracepoints(image, memory, machine.breakpoints, keys, hit, arch.registers.arguments)
+    for event in sorted(points.events(), key=lambda event: link_rank(event.group, event.name)):
+        registry.add(event)
+    here = ProbeHit(memory, tasks, context.trace_ctx)
+    here.regs = machine.regs
+    markers = PrintEvent(arch.word_size)
+    for own in (markers, *own_events(arch.word_size)):
+        registry.add_own(own)
+    tables = FrameTables(machine.text, live, symbols, arch, hook_sets)
+    system = TraceSystem(
+        cpus=machine.config.cpus,
+        now_ns=machine.clock.read_ns,
+        events=registry,
+        symbols=symbols,
+        arch=arch,
+        tasks=tasks,
+        stack=CallStack(memory, tables, abi, symbols, arch, hook_sets, kprobes),
+        here=here,
+        memory=records,
+        markers=markers,
+        cmdlines=cmdlines,
+        printk=log,
+    )
+    called = ProbeHit(memory, tasks, context.trace_ctx)
+    functions = KernelFunctions(kprobes.sites, image.mcount, symbols, called, kprobes.verdict, arch)
+    syscall_names = {call.nr: call.name for call in points.syscalls}
+    hists = HistCommand(HistSystem(registry, syscall_names.get))
+    arrays = TraceArrays(system, hists, functions, machine.clock.now_ns, lock, limits)
+    events.call_ended.append(arrays.call_ended)
+    events.forked.append(arrays.forked)
+    events.exited.append(arrays.exited)
+    GuestDirectories(registry, guest.call_function, lambda: guest.is_watched, lambda: machine.is_running)
+    measure = StackMeasure(memory, tasks, system.stack, arch, abi)
+    places = records.places(
+        abi,
+        arch.interrupt_flag,
+        context.breakpoint_trace_ctx,
+        partial(getattr, machine.clock, "step_ns"),
+        Asking(),
+    )
+    top = arrays.top
+    graph, profiler = build_graphs(
+        kprobes, hook_sets, top.array, top.functions, functions.functions, points.by_name, context, places
+    )
+    commands = EventCommands(registry, top.errors, log, limits)
+    probes = ProbeEngine(
+        arch,
+        symbols,
+        kprobes,
+        engine.kretprobes,
+        engine.fprobes,
+        ProbeHit(memory, tasks, context.hit_trace_ctx),
+        places,
+        kprobes.profile.jprobes,
+    )
+    kprobe_events = KprobeEvents(probes, commands)
+    fprobe_events = FprobeEvents(probes, commands) if kprobes.profile.fprobe_events else None
+    synthetic_events = SyntheticEvents(commands, arch.word_size)
+    uprobe_events = UprobeEvents(arch, commands)
+    return TraceParts(
+        symbols=symbols,
+        system=system,
+        arrays=arrays,
+        functions=functions,
+        function_graph=graph,
+        function_profiler=profiler,
+        stack_tracer=StackTracer(functions, measure, symbols, arch.word_size),
+        # Nothing of the kernel's own is formatted where a record is shown.
+        printk_formats=tuple,
+        guest_records=records,
+        handler_costs=HandlerCosts(machine, arch, kprobes.compiler, records, places),
+        dynamic_events=DynamicEvents(
+            commands,
+            kprobe_events,
+            *((fprobe_events,) if fprobe_events else ()),
+            synthetic_events,
+            uprobe_events,
+            EventProbes(arch, symbols, commands),
+        ),
+        kprobe_events=kprobe_events,
+        fprobe_events=fprobe_events,
+        synthetic_events=synthetic_events,
+        uprobe_events=uprobe_events,
+    )
 
 
 def _modules(
