@@ -103,9 +103,7 @@ class HistData(Histogram):
         return index
 
     def _build_values(self) -> None:
-        hitcount = make_field(self, None, Flag.HITCOUNT, None)
-        assert hitcount is not None, "a count has a size"
-        self._add_value(hitcount)
+        self._add_value(make_field(self, None, Flag.HITCOUNT))
         names = self.attrs.vals.split(",") if self.attrs.vals is not None else []
         taken = 0
         while taken < min(len(names), VALS_MAX) and self.value_count < VALS_MAX:

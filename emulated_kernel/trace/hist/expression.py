@@ -73,11 +73,8 @@ class ExpressionParser:
         if rest:
             raise self._log.error(HistError.UNARY_MINUS_SUBEXPR, body[1:])
         operand = self._operand(inner)
-        field = self._expression(flags | Flag.EXPR | operand.flags & TIME_FLAGS, variable, operand)
-        field.operator, field.operands = Operator.UNARY_MINUS, (operand,)
-        field.compute = OPERATIONS[Operator.UNARY_MINUS]
-        field.name = field.expression_text()
-        return field
+        flags |= operand.flags & TIME_FLAGS
+        return self._expression(Operator.UNARY_MINUS, (operand,), flags, variable)
 
     def _operand(self, text: str) -> HistField:
         operand = self.parse(text, Flag(0))
@@ -85,10 +82,18 @@ class ExpressionParser:
             raise self._log.error(HistError.INVALID_STR_OPERAND, text)
         return operand
 
-    def _expression(self, flags: Flag, variable: str | None, like: HistField) -> HistField:
-        return HistField(
-            self._owner, flags, type=like.type, size=like.size, is_signed=like.is_signed, variable=variable
+    def _expression(
+        self, operator: Operator, operands: tuple[HistField, ...], flags: Flag, variable: str | None
+    ) -> HistField:
+        """Like its first operand."""
+        like = operands[0]
+        field = HistField(
+            self._owner, flags | Flag.EXPR, type=like.type, size=like.size, is_signed=like.is_signed
         )
+        field.operator, field.operands, field.variable = operator, operands, variable
+        field.compute = OPERATIONS[operator]
+        field.name = field.expression_text()
+        return field
 
     def _binary(
         self, operator: Operator, left_text: str, right_text: str, flags: Flag, variable: str | None
@@ -105,18 +110,13 @@ class ExpressionParser:
             right.constant = divisor.constant
         if origin.flags & divisor.flags & Flag.CONST:
             return self._folded(operator, (origin, divisor), flags, variable)
-        field = self._expression(flags | Flag.EXPR, variable, left)
-        field.operator, field.operands = operator, (left, right)
-        field.compute = OPERATIONS[operator]
-        field.name = field.expression_text()
-        return field
+        return self._expression(operator, (left, right), flags, variable)
 
     def _folded(
         self, operator: Operator, operands: tuple[HistField, ...], flags: Flag, variable: str | None
     ) -> HistField:
         """Both operands are constant: so is the result."""
         field = make_field(self._owner, None, flags | Flag.CONST, variable)
-        assert field is not None, "a constant has a size"
         field.operands = operands
         value = OPERATIONS[operator](field, _NOWHERE)
         assert isinstance(value, int), "operators give numbers"
@@ -138,8 +138,6 @@ class ExpressionParser:
                 return self._alias(reference, variable) if variable is not None else reference
         source, flags, buckets = self._field(local or name, flags)
         field = make_field(self._owner, source, flags, variable)
-        if field is None:
-            raise KernelError(errno.ENOMEM, "an array of numbers can't be counted")
         field.buckets = buckets
         return field
 
@@ -149,7 +147,6 @@ class ExpressionParser:
         except KernelError:
             raise self._log.error(HistError.EXPECT_NUMBER, text) from None
         field = make_field(self._owner, None, flags | Flag.CONST, variable)
-        assert field is not None, "a constant has a size"
         field.constant = constant
         return field
 

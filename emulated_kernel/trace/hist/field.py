@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Sequence
 from enum import Enum, IntFlag
 from functools import cached_property
 
 from emulated_kernel.dataclass import dataclass
+from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.events.event import EventFile
 from emulated_kernel.trace.filter.fields import FilterField, FilterType
 from emulated_kernel.trace.hist.attrs import HistAttrs
@@ -358,9 +360,9 @@ OPERATIONS: dict[Operator, Compute] = {
 
 
 def make_field(
-    owner: Histogram, source: FilterField | None, flags: Flag, variable: str | None
-) -> HistField | None:
-    """A field that isn't an expression; None for one whose size is no number's.
+    owner: Histogram, source: FilterField | None, flags: Flag, variable: str | None = None
+) -> HistField:
+    """A field that isn't an expression. Raises: KernelError ENOMEM for one whose size is no number's.
 
     Mirrors: kernel/trace/trace_events_hist.c:create_hist_field (v6.1).
     """
@@ -372,9 +374,7 @@ def make_field(
     elif flags & Flag.CONST:
         field.compute, field.size, field.type = constant_value, 8, "u64"
     elif flags & (Flag.LOG2 | Flag.BUCKET):
-        operand = make_field(owner, source, flags & ~(Flag.LOG2 | Flag.BUCKET), None)
-        if operand is None:
-            return None
+        operand = make_field(owner, source, flags & ~(Flag.LOG2 | Flag.BUCKET))
         field.compute = _log2 if flags & Flag.LOG2 else _bucket
         field.operands, field.size, field.type = (operand,), operand.size, operand.type
     elif flags & Flag.TIMESTAMP:
@@ -386,7 +386,7 @@ def make_field(
     return field
 
 
-def _of_source(field: HistField, source: FilterField) -> HistField | None:
+def _of_source(field: HistField, source: FilterField) -> HistField:
     field.type = source.declared.type
     if source.type in (FilterType.STATIC_STRING, FilterType.DYN_STRING):
         field.flags |= Flag.STRING
@@ -396,4 +396,6 @@ def _of_source(field: HistField, source: FilterField) -> HistField | None:
         return field
     field.size, field.is_signed = source.declared.size, source.declared.is_signed
     field.compute = _number_of
-    return field if field.size in (1, 2, 4, 8) else None
+    if field.size not in (1, 2, 4, 8):
+        raise KernelError(errno.ENOMEM, "an array of numbers can't be counted")
+    return field

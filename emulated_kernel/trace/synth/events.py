@@ -98,15 +98,10 @@ class SyntheticEvents(EventKind[_Entry]):
         command = command.lstrip(SPACES)
         if not command:
             return
-        log = CulpritLog(self.error_log, _LOCATION, command)
-        name, fields = _split_name(command)
-        _check_form(command, fields, log)
-        if command.startswith("!"):
-            self._delete(name[1:])
-        else:
-            self._create(name, fields or "", log)
-
-    def _delete(self, name: str) -> None:
+        if not command.startswith("!"):
+            self._create(command, CulpritLog(self.error_log, _LOCATION, command))
+            return
+        name = _split_name(command)[0][1:]
         entry = self._find(name)
         if entry is None:
             raise KernelError(errno.ENOENT, f"no synthetic event {name}")
@@ -130,20 +125,20 @@ class SyntheticEvents(EventKind[_Entry]):
             if not rest.startswith(f"{SYSTEM}/"):
                 raise log.error(SynthError.INVALID_DYN_CMD)
             rest = rest.removeprefix(f"{SYSTEM}/")
-        name, fields = _split_name(rest)
-        _check_form(rest, fields, log)
-        self._create(name, fields or "", log)
+        self._create(rest, log)
         return True
 
-    def _create(self, name: str, fields: str, log: CulpritLog) -> None:
-        """Mirrors: __create_synth_event (v6.1)."""
-        if not name:
+    def _create(self, text: str, log: CulpritLog) -> None:
+        """From a name, a type and a field's name at least. Mirrors: check_command, __create_synth_event."""
+        name, fields = _split_name(text)
+        is_whole = fields is not None and len(argv_split(text.partition(";")[0])) >= 3
+        if not name or not (is_whole or text.startswith("!")):
             raise log.error(SynthError.INVALID_CMD)
         if not is_good_name(name):
             raise log.error(SynthError.BAD_NAME, name)
         if self.find(name) is not None:
             raise log.error(SynthError.EVENT_EXISTS, name, errno.EEXIST)
-        event = SyntheticEvent(name, _parse_fields(fields, self._word_size, log))
+        event = SyntheticEvent(name, _parse_fields(fields or "", self._word_size, log))
         self._check_room()
         self.registry.add(event)
         self._list(_Entry(event, self))
@@ -153,12 +148,6 @@ def _split_name(text: str) -> tuple[str, str | None]:
     """What stands before the first blank, and behind it; None where there is none."""
     name, rest = split_at(text)
     return name, None if rest is None else rest.lstrip(SPACES)
-
-
-def _check_form(text: str, fields: str | None, log: CulpritLog) -> None:
-    """A command has a name, a type and a field's name. Mirrors: check_command (v6.1)."""
-    if not text.startswith("!") and (len(argv_split(text.partition(";")[0])) < 3 or fields is None):
-        raise log.error(SynthError.INVALID_CMD)
 
 
 def _parse_fields(text: str, word_size: int, log: CulpritLog) -> list[SyntheticField]:

@@ -49,10 +49,6 @@ class ErrorLog:
         """The text of each entry."""
         return [entry.show() for entry in self._entries]
 
-    def show(self) -> str:
-        """The file's text."""
-        return "".join(self.records())
-
     def clear(self) -> None:
         """Opening for writing with O_TRUNC."""
         self._entries.clear()

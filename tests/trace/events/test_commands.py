@@ -17,7 +17,7 @@ def _refusal(command: str) -> tuple[str, str, int]:
     """errno, error text, and the caret's column in the command; -1 where nothing is logged."""
     kernel = make_kernel()
     name = errno_of(lambda: kernel.events.write(command.encode("latin-1")))
-    log = kernel.events.error_log.show().splitlines()
+    log = "".join(kernel.events.error_log.records()).splitlines()
     if not log:
         return name, "", -1
     return name, log[0].partition("error: ")[2], log[2].index("^") - len("  Command: ")
@@ -135,11 +135,11 @@ def test_error_log_keeps_eight() -> None:
     for number in range(4, 12):
         command = f"p:e{number} nosuch_{number}"
         log.add("trace_kprobe", command, "Invalid probed address or symbol", command.index(" ") + 1)
-    assert log.show() == recorded
+    assert "".join(log.records()) == recorded
     log.add("trace_kprobe", "x", "y", 0)
     assert len(log.records()) == 8
     log.clear()
-    assert log.show() == ""
+    assert "".join(log.records()) == ""
 
 
 _WORDS = st.sampled_from(

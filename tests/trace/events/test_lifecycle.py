@@ -207,7 +207,7 @@ def test_gone_probes_are_left_out_of_enabling(kernel: Kernel) -> None:
 def test_the_engines_errors_are_logged(code: int, text: str) -> None:
     kernel = make_kernel([Function("f", 0xFFFFFFFF81000100, refused=code)])
     assert _write(kernel, "p:a f") == KernelError(code).name
-    log = kernel.events.error_log.show()
+    log = "".join(kernel.events.error_log.records())
     assert text in log
     assert bool(log) == bool(text)
     assert list(kernel.events.registry) == []
@@ -216,7 +216,7 @@ def test_the_engines_errors_are_logged(code: int, text: str) -> None:
 def test_all_raw_addresses_count_as_one_place(kernel: Kernel) -> None:
     kernel.events.write(b"p:a 0xffffffff8134cc50\n")
     assert _write(kernel, "p:a 0xffffffff8134d3d0") == "EEXIST"
-    assert "There is already the exact same probe event" in kernel.events.error_log.show()
+    assert "There is already the exact same probe event" in "".join(kernel.events.error_log.records())
 
 
 def test_names_by_default(kernel: Kernel) -> None:

@@ -88,7 +88,7 @@ def _replay(record: dict[str, Any], functions: list[Function]) -> list[str]:
     kernel.messages.clear()
     got = {
         "errno": _write(kernel, record["file"], record["bytes"]),
-        "error_log": _TIME.sub("[]", kernel.events.error_log.show()),
+        "error_log": _TIME.sub("[]", "".join(kernel.events.error_log.records())),
         "kprobe_events": _ADDRESS.sub(" ADDRESS", "".join(kernel.events.records())),
         "kmsg": kernel.messages,
     }

@@ -135,7 +135,7 @@ def test_a_group(kernel: Kernel) -> None:
     filters, events = kernel.filters, kernel.events.events()
     filters.write_group(events, b"n == 6")
     shown = [filters.text(event).splitlines()[-1] for event in events]
-    failed = [line for line in kernel.events.error_log.show().splitlines() if "error:" in line]
+    failed = [line for line in "".join(kernel.events.error_log.records()).splitlines() if "error:" in line]
     assert (shown[0], len(failed)) == ("n == 6", 2)
     filters.write_group(events, b" 0 ")
     assert [filters.text(event) for event in events] == ["none\n"] * 3
@@ -204,6 +204,6 @@ def test_any_bytes_are_accepted_or_refused(data: bytes) -> None:
     assert failure in ("", "EPERM", "ENOENT", "ESRCH", "EINVAL")
     assert bool(failure) is ("rror: " in filters.text(event))
     filters.text(event).encode("utf-8", "surrogateescape")
-    _KERNEL.events.error_log.show().encode("utf-8", "surrogateescape")
+    "".join(_KERNEL.events.error_log.records()).encode("utf-8", "surrogateescape")
     hit_all(_KERNEL, _hit())
     filters.write_group([event], data)

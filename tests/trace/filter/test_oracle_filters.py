@@ -55,7 +55,7 @@ def _replay(record: dict[str, Any]) -> list[str]:
     kernel.events.error_log.clear()
     got = {
         "errno": _write(kernel, record["file"], record["bytes"]),
-        "error_log": _TIME.sub("[]", kernel.events.error_log.show()),
+        "error_log": _TIME.sub("[]", "".join(kernel.events.error_log.records())),
         "kprobe_events": "".join(kernel.events.records()),
         "files": {file: _show(kernel, file) for file in record["show"]},
     }

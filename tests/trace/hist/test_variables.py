@@ -219,7 +219,7 @@ def test_what_parsing_leaves_of_a_variable(
         assert ":a=result-1,b=result:" in kernel.show("end")
         return
     assert errno_of(lambda: kernel.write(command, "end")) == "EINVAL"
-    lines = kernel.kernel.events.error_log.show().splitlines()
+    lines = "".join(kernel.kernel.events.error_log.records()).splitlines()
     assert told in lines[-3]
     assert lines[-1].index("^") == len("  Command: ") + column
 

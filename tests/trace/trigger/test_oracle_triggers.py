@@ -61,7 +61,7 @@ def _replay(record: dict[str, Any]) -> list[str]:
     events.error_log.clear()
     got = {
         "errno": _write(kernel, record["file"], record["bytes"]),
-        "error_log": _TIME.sub("[]", events.error_log.show()),
+        "error_log": _TIME.sub("[]", "".join(events.error_log.records())),
         "kprobe_events": "".join(events.records()),
         "files": {file: _show(kernel, file) for file in record.get("show", ())},
     }

@@ -85,7 +85,7 @@ def test_shown(kernel: TriggerKernel, written: str, shown: str) -> None:
 )
 def test_errors(kernel: TriggerKernel, written: str, name: str) -> None:
     assert errno_of(lambda: kernel.write(written)) == name
-    assert kernel.kernel.events.error_log.show() == ""
+    assert "".join(kernel.kernel.events.error_log.records()) == ""
 
 
 def test_one_of_a_kind(kernel: TriggerKernel) -> None:
