@@ -23,13 +23,13 @@ from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.text.text_poke import TextPoker
 from emulated_kernel.trace.events.event import TraceEvent
 from emulated_kernel.trace.events.link_order import link_rank
+from emulated_kernel.trace.events.print_fmt import KernelNames, PrintContext
 from emulated_kernel.trace.events.static_event import StaticEvent, Tracepoint, layout_fields
 from emulated_kernel.trace.events.static_keys import StaticKeys
 from emulated_kernel.trace.events.syscall_events import SyscallEnter, SyscallExit, SyscallTracepoint
 from emulated_kernel.trace.events.tracepoints import RAW_SYSCALLS
 from emulated_kernel.trace.hits.probe_hit import ProbeHit
 from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE, EventField
-from emulated_kernel.trace.text.print_fmt import KernelNames, PrintContext
 
 _RESERVE, _COMMIT = "trace_event_buffer_reserve", "trace_event_buffer_commit"
 TAKEN_OVER = (_RESERVE, _COMMIT)

@@ -14,8 +14,8 @@ from emulated_kernel.linux.kernel_tracepoints import EventBatch, KernelStaticEve
 from emulated_kernel.linux.loaded_modules import LoadedModules
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.traps.trap import MemoryFault
+from emulated_kernel.trace.events.print_fmt import KernelNames
 from emulated_kernel.trace.events.registry import EventRegistry
-from emulated_kernel.trace.text.print_fmt import KernelNames
 
 log = logging.getLogger("kprobefs.linux")
 

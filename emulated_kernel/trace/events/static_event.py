@@ -7,10 +7,10 @@ from functools import cached_property
 
 from emulated_kernel.image.trace_events import FieldDefinition
 from emulated_kernel.trace.events.event import TraceEvent
+from emulated_kernel.trace.events.print_fmt import KernelNames, PrintContext, compile_print_fmt
 from emulated_kernel.trace.hits.probe_hit import ProbeHit
 from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE, EventField
 from emulated_kernel.trace.symbols import KernelSymbols
-from emulated_kernel.trace.text.print_fmt import KernelNames, PrintContext, PrintField, compile_print_fmt
 
 _OTHER_TASKS = {
     "sched_switch": "next_pid",
@@ -92,12 +92,7 @@ class StaticEvent(TraceEvent):
 
     @cached_property
     def _print(self) -> Callable[[PrintContext], str]:
-        fields = {
-            field.name: PrintField(
-                field.offset, field.size, field.is_signed, field.type.startswith("char"), field.length
-            )
-            for field in self.fields
-        }
+        fields = {field.name: field for field in self.fields}
         return compile_print_fmt(self.print_fmt, fields, self._word_size, self._names())
 
     def print_record(self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False) -> str:

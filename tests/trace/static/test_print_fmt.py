@@ -6,22 +6,29 @@ import struct
 
 import pytest
 
-from emulated_kernel.trace.text.print_fmt import KernelNames, PrintContext, PrintField, compile_print_fmt
+from emulated_kernel.trace.events.print_fmt import KernelNames, PrintContext, compile_print_fmt
+from emulated_kernel.trace.ring.trace_entry import EventField
 from emulated_kernel.trace.text.printf import compile_format
 from tests.trace.ring.conftest import Symbols
 
 NAMES = KernelNames(
     {"first": lambda: 0x1000}, {"MODE_B": 2}, {"page": 64}, {"to_msecs": lambda jiffies: jiffies * 4}
 )
+
+
+def _field(offset: int, size: int, is_signed: bool, is_char: bool, length: int) -> EventField:
+    return EventField("char" if is_char else "int", "", offset, size, is_signed, length)
+
+
 FIELDS = {
-    "number": PrintField(8, 4, True, False, 0),
-    "big": PrintField(16, 8, False, False, 0),
-    "comm": PrintField(24, 16, True, True, 16),
-    "words": PrintField(40, 16, False, False, 2),
-    "ends": PrintField(60, 4, False, False, 4),
-    "mapped": PrintField(64, 16, False, False, 16),
-    "text": PrintField(56, 4, True, False, 0),
-    "both": PrintField(80, 4, True, False, 0),
+    "number": _field(8, 4, True, False, 0),
+    "big": _field(16, 8, False, False, 0),
+    "comm": _field(24, 16, True, True, 16),
+    "words": _field(40, 16, False, False, 2),
+    "ends": _field(60, 4, False, False, 4),
+    "mapped": _field(64, 16, False, False, 16),
+    "text": _field(56, 4, True, False, 0),
+    "both": _field(80, 4, True, False, 0),
 }
 PAYLOAD = struct.pack("<iIQ16sQQI", -5, 0, (1 << 64) - 1, b"cat\0junk", 7, 8, 4 << 16 | 60) + b"abc\0"
 PAYLOAD += bytes(10) + b"\xff\xff\x7f\0\0\1" + struct.pack("<I", 8 << 16 | 40)

@@ -11,21 +11,10 @@ from typing import NamedTuple
 
 from emulated_kernel.abi import PAGE_SIZE
 from emulated_kernel.dataclass import dataclass
+from emulated_kernel.trace.ring.trace_entry import COMMON_SIZE, EventField
 from emulated_kernel.trace.symbols import KernelSymbols
 from emulated_kernel.trace.text.chars import bytes_to_text
 from emulated_kernel.trace.text.printf import Value, compile_format, signed, unsigned
-
-COMMON_SIZE = 8
-
-
-class PrintField(NamedTuple):
-    """A field as expressions read it; offset in the entry, `size` of the whole, `length` of an array."""
-
-    offset: int
-    size: int
-    is_signed: bool
-    is_char: bool
-    length: int
 
 
 @dataclass(frozen=True)
@@ -111,7 +100,7 @@ _ESCAPES = {"n": "\n", "t": "\t", '"': '"', "\\": "\\"}
 
 
 def compile_print_fmt(
-    text: str, fields: Mapping[str, PrintField], word_size: int, names: KernelNames
+    text: str, fields: Mapping[str, EventField], word_size: int, names: KernelNames
 ) -> Callable[[PrintContext], str]:
     """A function that prints records as `text` says. Raises: ValueError for what isn't understood."""
     parser = _Parser(text, fields, word_size, names)
@@ -140,7 +129,7 @@ class _Parser:
     """Recursive descent over C's expressions, as far as print formats use them."""
 
     def __init__(
-        self, text: str, fields: Mapping[str, PrintField], word_size: int, names: KernelNames
+        self, text: str, fields: Mapping[str, EventField], word_size: int, names: KernelNames
     ) -> None:
         self._tokens = list(_tokens(text))
         self._at = 0
@@ -261,11 +250,11 @@ class _Parser:
             return lambda context: context.number(
                 field.offset + int(index(context)) * size, size, field.is_signed
             )
-        if field.is_char and field.length:
+        if field.length and field.type.startswith("char"):
             return lambda context: context.text(field.offset, field.size)
         return lambda context: context.number(field.offset, field.size, field.is_signed)
 
-    def _lookup(self, name: str) -> PrintField:
+    def _lookup(self, name: str) -> EventField:
         if name not in self._fields:
             raise ValueError(f"print fmt: no field {name!r}")
         return self._fields[name]
@@ -364,26 +353,26 @@ def _apply(
     return lambda context: operation(int(left(context)), int(right(context)))
 
 
-def _location(context: PrintContext, field: PrintField) -> tuple[int, int]:
+def _location(context: PrintContext, field: EventField) -> tuple[int, int]:
     """Offset in the entry and size of a dynamic array."""
     location = context.number(field.offset, 4, signed=False)
     return location & 0xFFFF, location >> 16
 
 
-def _dynamic_text(context: PrintContext, field: PrintField) -> str:
+def _dynamic_text(context: PrintContext, field: EventField) -> str:
     return context.text(*_location(context, field))
 
 
-def _dynamic_array(field: PrintField) -> Expression:
+def _dynamic_array(field: EventField) -> Expression:
     """Its bytes as a number, as those of any array."""
     return lambda context: context.number(*_location(context, field), signed=False)
 
 
-def _dynamic_length(field: PrintField) -> Expression:
+def _dynamic_length(field: EventField) -> Expression:
     return lambda context: _location(context, field)[1]
 
 
-def _bitmask(field: PrintField) -> Expression:
+def _bitmask(field: EventField) -> Expression:
     """Mirrors: kernel/trace/trace_output.c:trace_print_bitmask_seq (v6.1)."""
 
     def text(context: PrintContext) -> str:
@@ -394,7 +383,7 @@ def _bitmask(field: PrintField) -> Expression:
     return text
 
 
-_OF_ARRAYS: Mapping[str, Callable[[PrintField], Expression]] = {
+_OF_ARRAYS: Mapping[str, Callable[[EventField], Expression]] = {
     "__get_dynamic_array": _dynamic_array,
     "__get_dynamic_array_len": _dynamic_length,
     "__get_bitmask": _bitmask,
