@@ -152,18 +152,14 @@ class TraceArray(ArrayRings, Recorder):
         buffer = self.buffers[cpu] if place is None else place
         if not buffer.write(header + payload, when):
             return False
-        if comm is not None:
-            self._note_task(pid, comm)
+        if comm is not None and self._records_comm:
+            self.system.cmdlines.save(pid, comm)
+        if comm is not None and self._records_tgid:
+            # Each task of the guest is a thread group.
+            self.system.cmdlines.save_tgid(pid, pid)
         if self.listeners:
             self.notify()
         return True
-
-    def _note_task(self, pid: int, comm: str) -> None:
-        """As the options record-cmd and record-tgid say; each task of the guest is a thread group."""
-        if self._records_comm:
-            self.system.cmdlines.save(pid, comm)
-        if self._records_tgid:
-            self.system.cmdlines.save_tgid(pid, pid)
 
     def notify_rewired(self) -> None:
         """Other buffers take the place of those so far, or a clock, an option or a list of pids changed.

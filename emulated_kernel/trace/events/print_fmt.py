@@ -264,7 +264,7 @@ class _Parser:
         if name == "__get_str":
             field = self._lookup(self._next().text)
             self._expect(")")
-            return lambda context: _dynamic_text(context, field)
+            return lambda context: context.text(*_location(context, field))
         if name in ("__print_flags", "__print_symbolic"):
             return self._table(flags=name == "__print_flags")
         if name in _OF_ARRAYS:
@@ -357,10 +357,6 @@ def _location(context: PrintContext, field: EventField) -> tuple[int, int]:
     """Offset in the entry and size of a dynamic array."""
     location = context.number(field.offset, 4, signed=False)
     return location & 0xFFFF, location >> 16
-
-
-def _dynamic_text(context: PrintContext, field: EventField) -> str:
-    return context.text(*_location(context, field))
 
 
 def _dynamic_array(field: EventField) -> Expression:

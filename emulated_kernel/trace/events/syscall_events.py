@@ -106,7 +106,10 @@ class SyscallEnter(SyscallEvent):
 
     @property
     def print_fmt(self) -> str:
-        return _enter_fmt(self.syscall.args, self._word)
+        """Mirrors: kernel/trace/trace_syscalls.c:__set_enter_print_fmt (v6.1)."""
+        args = self.syscall.args
+        formats = ", ".join(f"{name}: 0x%0{self._word}lx" for name in args)
+        return f'"{formats}"' + "".join(f", ((unsigned long)(REC->{name}))" for name in args)
 
     def words(self, raw: bytes) -> bytes:
         return raw[: self._word * len(self.syscall.args)]
@@ -145,9 +148,3 @@ class SyscallExit(SyscallEvent):
         """Mirrors: kernel/trace/trace_syscalls.c:print_syscall_exit (v6.1)."""
         del symbols, sym_addr
         return f"{self.syscall.name} -> {self._word_at(payload, 0):#x}"
-
-
-def _enter_fmt(args: Sequence[str], word_size: int) -> str:
-    """Mirrors: kernel/trace/trace_syscalls.c:__set_enter_print_fmt (v6.1)."""
-    formats = ", ".join(f"{name}: 0x%0{word_size}lx" for name in args)
-    return f'"{formats}"' + "".join(f", ((unsigned long)(REC->{name}))" for name in args)

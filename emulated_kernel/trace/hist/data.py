@@ -175,7 +175,9 @@ class HistData(Histogram):
             if not name:
                 raise self.log.error(HistError.EMPTY_SORT_FIELD, "sort=")
             index = self._sort_index(name)
-            self.sort_keys.append(SortKey(index, self._is_descending(order if dot else None)))
+            if dot and order not in ("ascending", "descending"):
+                raise self.log.error(HistError.INVALID_SORT_MODIFIER, order)
+            self.sort_keys.append(SortKey(index, order == "descending"))
 
     def _sort_index(self, name: str) -> int:
         if name == HITCOUNT:
@@ -185,11 +187,6 @@ class HistData(Histogram):
             if each.full_name() == name:
                 return index
         raise self.log.error(HistError.INVALID_SORT_FIELD, name)
-
-    def _is_descending(self, order: str | None) -> bool:
-        if order not in (None, "ascending", "descending"):
-            raise self.log.error(HistError.INVALID_SORT_MODIFIER, order or "")
-        return order == "descending"
 
     # What others ask
 
@@ -230,7 +227,7 @@ class HistData(Histogram):
     def count(self, hit: ProbeHit, entry: RawEntry) -> None:
         """Count a hit, unless a variable that it needs isn't set. Mirrors: event_hist_trigger (v6.1)."""
         now = HistHit(hit, entry, self.triggers.array.now)
-        key = self._compound_key(now)
+        key = b"".join(self._key_bytes(part, now) for part in self.keys)
         references: list[Value] = [0] * len(self.references)
         if not self._resolve(key, references, own=False):
             return
@@ -243,9 +240,6 @@ class HistData(Histogram):
             now.references = tuple(references)
             for action in self.actions:
                 action.run(now, element, key)
-
-    def _compound_key(self, hit: HistHit) -> bytes:
-        return b"".join(self._key_bytes(part, hit) for part in self.keys)
 
     def _key_bytes(self, part: HistField, hit: HistHit) -> bytes:
         if part.flags & Flag.STACKTRACE:

@@ -310,23 +310,6 @@ def _bucket(field: HistField, hit: HistHit) -> Value:
     return value // field.buckets * field.buckets
 
 
-def _timestamp(field: HistField, hit: HistHit) -> Value:
-    return field.owner.timestamp(hit.time)
-
-
-def _cpu(_field: HistField, hit: HistHit) -> Value:
-    return hit.entry.cpu
-
-
-def _one(_field: HistField, _hit: HistHit) -> Value:
-    return 1
-
-
-def constant_value(field: HistField, _hit: HistHit) -> Value:
-    """Of a constant."""
-    return field.constant
-
-
 def reference_value(field: HistField, hit: HistHit) -> Value:
     """Of a variable elsewhere."""
     return hit.references[field.reference]
@@ -370,17 +353,21 @@ def make_field(
     if flags & Flag.VAR_REF:
         field.compute = reference_value
     elif flags & Flag.HITCOUNT:
-        field.compute, field.size, field.type = _one, 8, "u64"
+        field.size, field.type = 8, "u64"
+        field.compute = lambda _field, _hit: 1
     elif flags & Flag.CONST:
-        field.compute, field.size, field.type = constant_value, 8, "u64"
+        field.size, field.type = 8, "u64"
+        field.compute = lambda field, _hit: field.constant
     elif flags & (Flag.LOG2 | Flag.BUCKET):
         operand = make_field(owner, source, flags & ~(Flag.LOG2 | Flag.BUCKET))
         field.compute = _log2 if flags & Flag.LOG2 else _bucket
         field.operands, field.size, field.type = (operand,), operand.size, operand.type
     elif flags & Flag.TIMESTAMP:
-        field.compute, field.size, field.type = _timestamp, 8, "u64"
+        field.size, field.type = 8, "u64"
+        field.compute = lambda field, hit: field.owner.timestamp(hit.time)
     elif flags & Flag.CPU:
-        field.compute, field.size, field.type = _cpu, 4, "unsigned int"
+        field.size, field.type = 4, "unsigned int"
+        field.compute = lambda _field, hit: hit.entry.cpu
     elif source is not None and not flags & (Flag.EXPR | Flag.ALIAS | Flag.STACKTRACE):
         return _of_source(field, source)
     return field

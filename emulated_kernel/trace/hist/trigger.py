@@ -141,7 +141,10 @@ class HistCommand(TriggerCommand):
             raise log.error(HistError.TRIGGER_ENOENT_CLEAR, code=errno.ENOENT)
         trigger.paused = attrs.pause
         if trigger.data.uses_time:
-            self._set_clock(setting, attrs.clock)
+            try:
+                setting.triggers.array.set_clock(attrs.clock)
+            except KernelError as failure:
+                raise log.error(HistError.SET_CLOCK_FAIL, attrs.clock, failure.errno) from None
         self._take_name(trigger, shared)
 
     def _find_named(self, name: str | None) -> HistTrigger | None:
@@ -149,13 +152,6 @@ class HistCommand(TriggerCommand):
         if name is None:
             return None
         return next((each for each in self.named if each.shared is None and each.name == name), None)
-
-    @staticmethod
-    def _set_clock(setting: Setting, clock: str) -> None:
-        try:
-            setting.triggers.array.set_clock(clock)
-        except KernelError as failure:
-            raise setting.log.error(HistError.SET_CLOCK_FAIL, clock, failure.errno) from None
 
     def _take_name(self, trigger: HistTrigger, shared: HistTrigger | None) -> None:
         trigger.name = trigger.data.attrs.name

@@ -124,12 +124,8 @@ class FprobeEvents(KprobeEvents):
         if definition.place.symbol is None or definition.place.offset:
             log.index = 1
             raise log.error(0, ProbeError.BAD_PROBE_ADDR)
-        return _named(definition, head.partition(":")[2], f"{symbol}__{'exit' if is_return else 'entry'}")
-
-
-def _named(definition: ProbeDefinition, given: str, default: str) -> ProbeDefinition:
-    """With the group and the name that an fprobe event has where none was given."""
-    has_group = "/" in given or "." in given
-    group = definition.group if has_group else FPROBE_EVENT_SYSTEM
-    has_name = bool(given) and given[-1] not in "/."
-    return replace(definition, group=group, event=definition.event if has_name else default)
+        given = head.partition(":")[2]
+        group = definition.group if "/" in given or "." in given else FPROBE_EVENT_SYSTEM
+        has_name = bool(given) and given[-1] not in "/."
+        event = definition.event if has_name else f"{symbol}__{'exit' if is_return else 'entry'}"
+        return replace(definition, group=group, event=event)

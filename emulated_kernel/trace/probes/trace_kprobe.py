@@ -323,11 +323,10 @@ class TraceKprobe(TraceProbe):
             return
         engine = self.engine
         environment = FetchEnvironment(engine.arch, hit, engine.symbols)
-        self.event.record(store(self.args, self._header(hit), environment), hit)
-
-    def _header(self, hit: ProbeHit) -> bytes:
-        words = (self.address, hit.return_address) if self.place.is_return else (self.address,)
-        return b"".join(word.to_bytes(self.event.word_size, "little") for word in words)
+        header = self.address.to_bytes(self.event.word_size, "little")
+        if self.place.is_return:
+            header += hit.return_address.to_bytes(self.event.word_size, "little")
+        self.event.record(store(self.args, header, environment), hit)
 
     def emit(self, builder: ProgramBuilder, way: HitWay) -> bool:
         """Add what hit() does to guest code; False, with nothing added, where it takes Python."""

@@ -58,13 +58,11 @@ class SyntheticEvent(TraceEvent):
     def print_record(self, payload: bytes, symbols: KernelSymbols, *, sym_addr: bool = False) -> str:
         """Mirrors: kernel/trace/trace_events_synth.c:print_synth_event (v6.1)."""
         del sym_addr
-        return " ".join(self._texts(payload, symbols))
-
-    def _texts(self, payload: bytes, symbols: KernelSymbols) -> Iterator[str]:
-        at = 0
+        texts, at = [], 0
         for field in self.synthetic_fields:
-            yield f"{field.name}={field.text(payload, at, symbols)}"
+            texts.append(f"{field.name}={field.text(payload, at, symbols)}")
             at += field.room
+        return " ".join(texts)
 
 
 def _event_fields(fields: Sequence[SyntheticField]) -> Iterator[EventField]:

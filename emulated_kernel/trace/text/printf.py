@@ -109,7 +109,8 @@ def _conversion(found: re.Match[str], word_size: int) -> Conversion:
     if kind in _SEPARATORS:
         return _dump(int(found["width"] or 1), _SEPARATORS[kind])
     if kind == "p":
-        return _raw_pointer(2 * word_size)
+        # Deviates: Linux hashes %p; this is what it shows under `no_hash_pointers`.
+        return lambda value, _symbols: f"{unsigned(value):0{2 * word_size}x}"
     if kind.startswith("p"):
         if kind not in _POINTERS:
             raise ValueError(f"print fmt: no conversion %{kind}")
@@ -135,11 +136,6 @@ def _number(found: re.Match[str], word_size: int) -> Conversion:
     else:
         spec = f"{sign}{'#' if '#' in flags else ''}{'0' if '0' in flags else ''}{found['width']}{kind}"
     return lambda value, _symbols: format(wrap(value, bits), spec)
-
-
-def _raw_pointer(digits: int) -> Conversion:
-    """Deviates: Linux hashes %p; this is what it shows under `no_hash_pointers`."""
-    return lambda value, _symbols: f"{unsigned(value):0{digits}x}"
 
 
 def _ip4_string(address: bytes) -> str:

@@ -105,7 +105,8 @@ class SeqReader:
     def read(self, size: int, position: int) -> bytes:
         """At most `size` bytes at `position`."""
         if position == 0 or position != self._position:
-            self._restart(position)
+            self._buffer, self._start = b"", position
+            self._index, self._position = 0, position
         self._fill(self._start + size)
         data = self._buffer[self._start : self._start + size]
         self._start += len(data)
@@ -113,10 +114,6 @@ class SeqReader:
         if self._start == len(self._buffer):
             self._buffer, self._start = b"", 0
         return data
-
-    def _restart(self, position: int) -> None:
-        self._buffer, self._start = b"", position
-        self._index, self._position = 0, position
 
     def _fill(self, size: int) -> None:
         missing = size - len(self._buffer)

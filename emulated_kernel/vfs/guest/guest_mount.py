@@ -433,10 +433,7 @@ class GuestMount:
     def rename(self, client: Client, old: str, new: str) -> None:
         """rename(2). Raises: KernelError EXDEV between the guest's files and ours."""
         with self.lock:
-            source, target = self._at(old), self._at(new)
-            if source is not target and self._controls in (source, target):
-                raise KernelError(errno.EXDEV, "one of the names is the guest's")
-            source.rename(client, old, new)
+            self._at_both(old, new).rename(client, old, new)
             self._moved(old, new)
 
     def _moved(self, old: str, new: str) -> None:
@@ -447,10 +444,13 @@ class GuestMount:
     def link(self, client: Client, old: str, new: str) -> None:
         """link(2). Raises: KernelError EXDEV between the guest's files and ours, EPERM for ours."""
         with self.lock:
-            source, target = self._at(old), self._at(new)
-            if source is not target and self._controls in (source, target):
-                raise KernelError(errno.EXDEV, "one of the names is the guest's")
-            source.link(client, old, new)
+            self._at_both(old, new).link(client, old, new)
+
+    def _at_both(self, old: str, new: str) -> ControlTree | GuestTree:
+        source, target = self._at(old), self._at(new)
+        if source is not target and self._controls in (source, target):
+            raise KernelError(errno.EXDEV, "one of the names is the guest's")
+        return source
 
     def mknod(self, client: Client, path: str, mode: int) -> None:
         """mknod(2) of a FIFO, a socket or an empty file. Raises: KernelError EPERM for devices."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import stat
 import struct
 from collections.abc import Callable, Collection
@@ -16,11 +15,11 @@ from emulated_kernel.host.executive.executive import GuestTask
 from emulated_kernel.host.executive.syscalls import AT_SYMLINK_NOFOLLOW, UTIME_OMIT, GuestStat
 from emulated_kernel.host.guest import Guest
 from emulated_kernel.vfs.core.client import INO_SPACES, Client, DirEntry, Stat
+from emulated_kernel.vfs.core.open_file import ALWAYS_READY
 from emulated_kernel.vfs.guest.naming import OPENS
 
 UTIME_NOW = UTIME_OMIT + 1
 """A file's time becomes the present."""
-_ALWAYS_READY = select.POLLIN | select.POLLOUT | select.POLLRDNORM | select.POLLWRNORM
 
 
 @dataclass(eq=False)
@@ -157,7 +156,7 @@ class GuestTree:
         file.position = offset
 
     def poll(self, _file: GuestFile, _notify: Callable[[], None] | None) -> int:
-        return _ALWAYS_READY
+        return ALWAYS_READY
 
     def release(self, file: GuestFile) -> None:
         self._open.pop(file, None)

@@ -13,7 +13,6 @@ from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.array.trace_pipe import TracePipe
 from emulated_kernel.trace.events.array_events import EventPidsFile
 from emulated_kernel.trace.output.options import TraceOptions
-from emulated_kernel.trace.text.error_log import ErrorLog
 from emulated_kernel.trace.trace_arrays import TraceArrays, Tracing
 from emulated_kernel.trace.tracers.function_tracer import FilterFile
 from emulated_kernel.vfs.core.client import Client
@@ -49,7 +48,9 @@ def trace_array_files(tracing: Tracing, *, instance: bool = False) -> dict[str, 
     return {
         **_buffer_files(array),
         **_control_files(array),
-        "error_log": _error_log(tracing.errors),
+        "error_log": CommandFile(
+            READ_WRITE, listing(tracing.errors.records), execute=len, truncate=tracing.errors.clear
+        ),
         "events": events_directory(tracing),
         "options": _options_directory(array.options, instance=instance),
         "per_cpu": Directory(DIRECTORY, {f"cpu{cpu}": _per_cpu(array, cpu) for cpu in range(array.cpus)}),
@@ -238,10 +239,6 @@ def _max_latency(array: TraceArray) -> File:
         array.max_latency_ns = nanoseconds
 
     return time_file(lambda: array.max_latency_ns, store)
-
-
-def _error_log(errors: ErrorLog) -> File:
-    return CommandFile(READ_WRITE, listing(errors.records), execute=len, truncate=errors.clear)
 
 
 def tracer_name(data: bytes) -> str:
