@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -102,22 +100,16 @@ def build(
     if config.detour is not None:
         profile = replace(profile, saving=Saving(config.detour))
     live = LiveImage(load_image(config.image, config.arch))
-    with _bootable(live.core):
+    try:
         machine = Machine(config, live.core)
         try:
             return _on_machine(machine, live, watch, profile, lock or ControlLock())
         except BaseException:
             machine.close()
             raise
-
-
-@contextmanager
-def _bootable(image: KernelImage) -> Iterator[None]:
-    """What stops a kernel on its way to its first task is the image's fault."""
-    try:
-        yield
     except (GuestFault, HardwareError, MemoryFault) as error:
-        raise KernelError(errno.ENOEXEC, f"{image.path.name} doesn't boot: {error}") from error
+        # What stops a kernel on its way to its first task is the image's fault.
+        raise KernelError(errno.ENOEXEC, f"{live.core.path.name} doesn't boot: {error}") from error
 
 
 def _on_machine(

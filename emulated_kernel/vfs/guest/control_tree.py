@@ -13,7 +13,7 @@ from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.host.executive.executive import GuestTask, RunElsewhere
 from emulated_kernel.host.guest import Guest
-from emulated_kernel.vfs.core.client import Client, DirEntry, Stat
+from emulated_kernel.vfs.core.client import Client, Stat
 from emulated_kernel.vfs.core.open_file import OpenFile, Piece
 from emulated_kernel.vfs.core.pieces import Once, WriteInPieces
 from emulated_kernel.vfs.core.tree import Filesystem
@@ -47,19 +47,13 @@ class ControlTree:
         self, files: Filesystem, guest: Guest, calls: ClientCalls, watcher: ChangeWatcher | None
     ) -> None:
         self._files, self._guest, self._calls = files, guest, calls
+        # What the guest has no part in.
+        self.getattr, self.readdir, self.readlink = files.getattr, files.readdir, files.readlink
+        self.link, self.symlink = files.link, files.symlink
         self.watcher = watcher
         self._open: dict[ControlFile, None] = {}
 
     # Names
-
-    def getattr(self, path: str) -> Stat:
-        return self._files.getattr(path)
-
-    def readdir(self, path: str) -> list[DirEntry]:
-        return self._files.readdir(path)
-
-    def readlink(self, client: Client, path: str) -> str:
-        return self._files.readlink(client, path)
 
     def open_directory(self, client: Client, task: GuestTask, path: str) -> tuple[int, int | None]:
         """The guest's descriptor, and what the process calls it. Raises: KernelError, the guest's answer."""
@@ -115,15 +109,9 @@ class ControlTree:
         self._tell(client, old, ("rename", "renameat2"), (), new)
         self._files.rename(client, old, new)
 
-    def link(self, client: Client, old: str, new: str) -> None:
-        self._files.link(client, old, new)
-
     def mknod(self, client: Client, path: str, mode: int) -> None:
         self._tell(client, path, ("mknod", "mknodat"))
         self._files.mknod(client, path, mode)
-
-    def symlink(self, client: Client, path: str, target: str) -> None:
-        self._files.symlink(client, path, target)
 
     def chmod(self, client: Client, path: str, mode: int) -> None:
         self._tell(client, path, ("chmod", "fchmodat"), ("fchmod",))
