@@ -52,7 +52,6 @@ class TraceSystem:
     printk: Callable[[str], None]
     """A line of the kernel's log."""
     release: str = "6.1.0"
-    preemption: str = "desktop"
     clocks: ClockSource = field(default_factory=ClockSource)
     tracer_options: TracerOptions = field(default_factory=TracerOptions)
     expansion: Expansion = field(default_factory=Expansion)

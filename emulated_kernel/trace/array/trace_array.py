@@ -353,7 +353,6 @@ class TraceArray(ArrayRings, Recorder):
             total=entries + overruns,
             cpus=self.system.cpus,
             release=self.system.release,
-            preemption=self.system.preemption,
             tracer_options=self.system.tracer_options,
         )
         records = timed_records(buffers, self._cpus(cpu))

@@ -147,8 +147,8 @@ class _Parser:
             raise ValueError(f"print fmt: {self._peek().text!r} is left over")
         return layout, arguments
 
-    def _peek(self, ahead: int = 0) -> _Token:
-        return self._tokens[min(self._at + ahead, len(self._tokens) - 1)]
+    def _peek(self) -> _Token:
+        return self._tokens[min(self._at, len(self._tokens) - 1)]
 
     def _next(self) -> _Token:
         token = self._peek()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import field
 from operator import itemgetter
 
 from emulated_kernel.dataclass import dataclass
@@ -50,43 +49,29 @@ class HeaderFacts:
     """Events in the buffers, and these plus the overwritten ones."""
     cpus: int
     release: str
-    preemption: str
-    """The preemption model in the header's words: server, desktop, preempt."""
-    tracer_options: TracerOptions = field(default_factory=TracerOptions)
+    tracer_options: TracerOptions
 
 
 def header_text(facts: HeaderFacts, flags: TraceOption) -> str:
-    """The header of a trace file under these options."""
+    """The header of a trace file under these options.
+
+    Mirrors: kernel/trace/trace_functions_graph.c:print_graph_headers_flags (v6.1), too.
+    """
     start = f"# tracer: {facts.tracer}\n#\n"
+    latency, verbose = TraceOption.LATENCY_FMT in flags, TraceOption.VERBOSE in flags
+    if TraceOption.CONTEXT_INFO not in flags or (latency and not facts.entries):
+        return start
+    if latency:
+        start += _latency_header(facts)
     if facts.tracer == function_graph.NAME:
-        return start + _graph_header(facts, flags)
-    return start + _default_header(facts, flags)
-
-
-def _default_header(facts: HeaderFacts, flags: TraceOption) -> str:
-    verbose = TraceOption.VERBOSE in flags
-    if TraceOption.CONTEXT_INFO not in flags:
-        return ""
-    if TraceOption.LATENCY_FMT in flags:
-        if not facts.entries:
-            return ""
-        return _latency_header(facts) + ("" if verbose else _latency_legend())
+        return start + function_graph.header(facts.tracer_options, latency=latency)
     if verbose:
-        return ""
+        return start
+    if latency:
+        return start + _latency_legend()
     tgid = TraceOption.RECORD_TGID in flags
     info = f"# entries-in-buffer/entries-written: {facts.entries}/{facts.total}   #P:{facts.cpus}\n#\n"
-    return info + (_irq_columns(tgid) if TraceOption.IRQ_INFO in flags else _columns(tgid))
-
-
-def _graph_header(facts: HeaderFacts, flags: TraceOption) -> str:
-    """Mirrors: kernel/trace/trace_functions_graph.c:print_graph_headers_flags (v6.1)."""
-    if TraceOption.CONTEXT_INFO not in flags:
-        return ""
-    latency = TraceOption.LATENCY_FMT in flags
-    if latency and not facts.entries:
-        return ""
-    columns = function_graph.header(facts.tracer_options, latency=latency)
-    return _latency_header(facts) + columns if latency else columns
+    return start + info + (_irq_columns(tgid) if TraceOption.IRQ_INFO in flags else _columns(tgid))
 
 
 def _columns(tgid: bool) -> str:
@@ -108,12 +93,13 @@ def _irq_columns(tgid: bool) -> str:
 
 
 def _latency_header(facts: HeaderFacts) -> str:
+    """M is the preemption model in Linux's words."""
     rule = "#    -----------------\n"
     return (
         f"# {facts.tracer} latency trace v1.1.5 on {facts.release}\n"
         f"# {'':->68}\n"
         f"# latency: 0 us, #{facts.entries}/{facts.total}, CPU#0 |"
-        f" (M:{facts.preemption} VP:0, KP:0, SP:0 HP:0 #P:{facts.cpus})\n"
+        f" (M:desktop VP:0, KP:0, SP:0 HP:0 #P:{facts.cpus})\n"
         f"{rule}#    | task: -0 (uid:0 nice:0 policy:0 rt_prio:0)\n{rule}#\n"
     )
 

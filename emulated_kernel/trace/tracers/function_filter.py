@@ -36,12 +36,12 @@ class FunctionSet:
         """Whether nothing was chosen. Mirrors: kernel/trace/ftrace.c:ftrace_hash_empty (v6.1)."""
         return not (self.sites or self._lost_functions or (self._waiting_counts and self.awaited))
 
-    def choose(self, pattern: bytes, module: bytes | None = None) -> None:
+    def choose(self, pattern: bytes) -> None:
         """Add the functions that match, or take them out with "!" before the pattern.
 
         Raises: KernelError EINVAL (there are none). Mirrors: ftrace_match_records (v6.1).
         """
-        if not self._match(pattern, module):
+        if not self._match(pattern, None):
             raise KernelError(errno.EINVAL, f"no function matches {bytes_to_text(pattern)}")
         self._changed()
 
