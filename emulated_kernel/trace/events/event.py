@@ -13,6 +13,7 @@ from emulated_kernel.trace.filter.ops import EventFilter
 from emulated_kernel.trace.hits.probe_hit import ProbeHit
 from emulated_kernel.trace.ring.buffer import RingBuffer
 from emulated_kernel.trace.ring.layout import RecordTarget
+from emulated_kernel.trace.ring.page import MAX_DATA_SIZE
 from emulated_kernel.trace.ring.trace_entry import COMMON_FIELDS, EventField, RawEntry
 from emulated_kernel.trace.symbols import KernelSymbols
 
@@ -387,6 +388,9 @@ class EventFile:
             # What triggers do to the buffers doesn't move the entry that they have seen.
             place = recorder.reserve()
             entry = recorder.entry(self.event, payload, hit)
+            if len(entry.data) > MAX_DATA_SIZE:
+                # No page takes it, so nobody sees it.
+                return
             others_wait, waits = hit.entry_waits, self._may_wait() and not hit.entry_waits
             is_first = place is not None and not waits and self._is_recorded(payload, hit)
             if is_first and not any(trigger.kind is TriggerKind.EVENT_ENABLE for trigger in self.triggers):

@@ -43,6 +43,13 @@ def test_the_whole_file(kernel: TriggerKernel) -> None:
     assert kernel.enabled() == "0*"
 
 
+def test_an_entry_that_no_page_takes_is_not_counted(kernel: TriggerKernel) -> None:
+    kernel.write("hist:keys=n")
+    _hit(kernel, name=b"x" * 4000)
+    _hit(kernel, name=b"x" * 4090)
+    assert "    Hits: 1\n" in kernel.hist()
+
+
 def test_several_histograms_stand_below_each_other(kernel: TriggerKernel) -> None:
     kernel.write("hist:keys=n")
     kernel.write("hist:keys=s")
