@@ -65,6 +65,7 @@ CLOSING = 0.05
 NAME_MAX = 255
 _MOST = 511
 """The largest errno that FUSE takes: an answer with another one is none, and its client waits for ever."""
+_INT_MAX = (1 << 31) - 1
 _ENOTSUPP = 524
 """The one beyond that kernels let through to their processes. Mirrors: include/linux/errno.h (v6.1)"""
 _SECOND = 1_000_000_000
@@ -276,7 +277,9 @@ class _Session(_fuse.FUSE):  # type: ignore[misc]  # fusepy has no types
     @staticmethod
     def _wrapper(func: Callable[..., int | None], *args: object) -> int:
         operations: _Operations = func.__self__.operations  # type: ignore[attr-defined]
-        return _guarded(operations, func, *args) or 0
+        found = _guarded(operations, func, *args) or 0
+        # A guest that is damaged says anything of what it has written.
+        return found if -_MOST <= found <= _INT_MAX else -errno.EIO
 
     # What every open, read and close takes, without fusepy's detours: they cost 2 to 8 us a request.
 

@@ -45,6 +45,8 @@ for n in range(40):
 _STRANGE = {511: 511, 512: errno.EIO, 524: errno.EOPNOTSUPP, 4095: errno.EIO}
 """What files of a kernel may answer, and what their clients get."""
 _TOO_MUCH = 1 << 20
+_COUNTS = (-600, -5000, (1 << 32) - 600, 1 << 63, 5)
+"""What it may say that it has written, of four bytes."""
 
 
 class _Recorded:
@@ -129,7 +131,9 @@ class _Recorded:
             _testcapi.set_nomemory(count, count + 1)
 
     def write(self, _client: Client, _handle: int, _data: bytes, offset: int) -> int:
-        raise KernelError(offset)
+        if offset in _STRANGE:
+            raise KernelError(offset)
+        return _COUNTS[offset]
 
     def reads_host(self, _handle: int) -> bool:
         return False
@@ -351,4 +355,7 @@ def test_whatever_a_file_answers_its_client_gets_an_answer(place: Path) -> None:
         for given, got in _STRANGE.items():
             with pytest.raises(OSError, match=re.escape(f"[Errno {got}]")):
                 os.pwrite(fd, b"data", given)
+        for at in range(len(_COUNTS)):
+            with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+                os.pwrite(fd, b"data", at)
         os.close(fd)
