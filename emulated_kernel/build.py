@@ -233,7 +233,12 @@ def _tracing(
     events.call_ended.append(arrays.call_ended)
     events.forked.append(arrays.forked)
     events.exited.append(arrays.exited)
-    GuestDirectories(registry, guest.call_function, lambda: guest.is_watched, lambda: machine.is_running)
+    GuestDirectories(
+        registry,
+        guest.call_function,
+        partial(getattr, guest, "is_watched"),
+        partial(getattr, machine, "is_running"),
+    )
     measure = StackMeasure(memory, tasks, system.stack, arch, abi)
     places = records.places(
         abi,

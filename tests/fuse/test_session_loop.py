@@ -86,7 +86,7 @@ class _Recorded:
 
     def create(self, _client: Client, path: str, _mode: int, _flags: int) -> int:
         self._removed.discard(path)
-        self._asked("created", path)
+        self._asked("open new", path)
         return 7
 
     def fgetattr(self, _handle: int, _client: Callable[[], Client] | None = None) -> Stat:
@@ -247,7 +247,7 @@ def test_what_is_gone_all_the_same_is_looked_up_again(place: Path) -> None:
         assert missed == "missed /scratch/gone/file"
         assert looks[:3] == ["getattr /scratch", "getattr /scratch/gone", "getattr /scratch/gone/file"]
         os.close(os.open(path, os.O_RDWR | os.O_CREAT))
-        assert "created /scratch/gone/file" in asked()
+        assert "open new /scratch/gone/file" in asked()
 
 
 @pytest.mark.parametrize("top", ["scratch", "kprobes"])
