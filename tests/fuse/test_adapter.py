@@ -6,10 +6,13 @@ import ctypes
 import errno
 import subprocess
 import sys
+import threading
+import weakref
 from types import MethodType, SimpleNamespace
 
 import pytest
 
+from emulated_kernel.kernel import Kernel
 from emulated_kernel.vfs.core.client import Stat
 from kprobefs import mount
 from kprobefs.failure import Failure
@@ -75,6 +78,20 @@ def test_no_memory_is_an_answer_and_no_fault(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(reserve, "give_back", none)
     monkeypatch.setattr(adapter.log, "exception", none)
     assert wrapper(Session().read) == wrapper(Session().open) == -errno.EIO
+
+
+def test_a_removed_instance_is_gone() -> None:
+    """It has thousands of files, which refer to each other."""
+    adapter = pytest.importorskip("kprobefs.adapter")
+    with Kernel() as kernel:
+        operations = adapter._Operations(kernel.mount(), threading.Event())
+        operations.mkdir("/tracing/instances/mine", 0o755)
+        found = kernel.parts.tracing.arrays.find("mine")
+        assert found is not None
+        array = weakref.ref(found.array)
+        del found
+        operations.rmdir("/tracing/instances/mine")
+        assert array() is None
 
 
 def test_more_than_was_asked_for_is_a_fault() -> None:

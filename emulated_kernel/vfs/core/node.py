@@ -294,3 +294,4 @@ class DynamicDirectory(Directory, Generic[T]):
             super().rmdir(name)
         else:
             self._rmdir(name)
+            self._members.pop(name, None)
