@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from errno import ENOENT
+from typing import Any
 
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
@@ -96,6 +97,15 @@ def kernel_facts(kernel: LinuxKernel) -> KernelFacts:
     if current is None:
         raise unusable("its symbols lack current_task and pcpu_hot")
     return KernelFacts(kernel.release, symbols, offsets, current, asking_flags(kernel.btf))
+
+
+def kept_facts(kept: dict[str, Any]) -> KernelFacts:
+    """Of a snapshot. Raises: TypeError, ValueError, AttributeError."""
+    facts = KernelFacts(**kept)
+    words = (*facts.symbols.values(), *facts.offsets.values(), facts.current_task, facts.asks)
+    if not all(isinstance(word, int) and 0 <= word < 1 << 64 for word in words):
+        raise ValueError("facts that are no numbers")
+    return facts
 
 
 def asking_flags(btf: Btf) -> int:

@@ -64,15 +64,23 @@ class Pc:
         "_pit_low", "_pit_reads", "_port_61", "_rtc_index", "_ier",
     )  # fmt: skip
     """What a snapshot keeps."""
+    _NONE = "due", "_pit_low"
 
     def state(self) -> dict[str, Any]:
         """For a snapshot."""
         return {name: getattr(self, name) for name in self.STATE}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Raises: KeyError."""
+        """Raises: KeyError; TypeError, ValueError for what no state() has said."""
         for name in self.STATE:
-            setattr(self, name, state[name])
+            kept = state[name]
+            if isinstance(getattr(self, name), list):
+                _, _ = words = kept
+            else:
+                words = [0 if kept is None and name in self._NONE else kept]
+            if not all(isinstance(word, int) and 0 <= word <= _MASK for word in words):
+                raise ValueError(f"{name} is {kept}")
+            setattr(self, name, kept)
 
     # Time
 
