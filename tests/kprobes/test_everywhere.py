@@ -40,4 +40,5 @@ def test_events_all_over_the_kernel_at_once(arch: str, profile: str) -> None:
     assert found.places == len(asked)
     assert found.hit_places > found.places / 50
     assert found.hits > found.hit_places
-    assert found.optimized
+    has_room = asked != everywhere or not arch.startswith("riscv")
+    assert bool(found.optimized) == has_room

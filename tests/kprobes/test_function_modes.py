@@ -64,7 +64,8 @@ class Bench:
     def __init__(self, kernel: Kernel, way: str) -> None:
         self.kernel, self.way = kernel, way
         machine, rng = kernel.machine, Random(SEED)
-        self.boundaries = [b for b in all_boundaries(kernel.image) if b.refusal is None]
+        boundaries = all_boundaries(kernel.image)
+        self.boundaries = [b for b in boundaries if b.refusal is None]
         self.hits: Counter[int] = Counter()
         arena = build_arena(machine, rng, text=False)
         self.cell, self.cell_offset = counter_cell(machine)
@@ -72,7 +73,7 @@ class Bench:
         self.top = top = machine.calls.stack_top
         self.pad = machine.model.layout.host_text
         machine.memory.write_word(top, self.pad)
-        self._runner = Runner(machine, writable_memory(machine, arena), self.boundaries)
+        self._runner = Runner(machine, writable_memory(machine, arena), boundaries)
         entries = list({b.function: b.addr for b in reversed(self.boundaries)}.values())
         starts = [generate(arena, rng, entry)._replace(sp=top) for entry in entries]
         # What probes leave on the stacks of other tasks is seen by nobody but this test.

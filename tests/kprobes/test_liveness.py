@@ -43,7 +43,8 @@ class Calls:
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
-        self.boundaries = [b for b in all_boundaries(kernel.image) if b.refusal is None]
+        boundaries = all_boundaries(kernel.image)
+        self.boundaries = [b for b in boundaries if b.refusal is None]
         self.arch = kernel.arch
         self.names = {name for name in self.arch.pt_regs if name in REGISTER_NAMES}
         self.verdict = self.arch.verdict(kernel.image, self.arch.strategies["optprobe"], ftrace=False)
@@ -54,7 +55,7 @@ class Calls:
         self.top = top = machine.calls.stack_top
         arena = build_arena(machine, rng, text=False)
         machine.memory.write_word(top, self.pad)
-        self._runner = Runner(machine, writable_memory(machine, arena), self.boundaries)
+        self._runner = Runner(machine, writable_memory(machine, arena), boundaries)
         entries = {b.function: b.addr for b in reversed(self.boundaries)}
         starts = [generate(arena, rng, entry)._replace(sp=top) for entry in entries.values()]
         self._returned: list[tuple[RegisterSet, Outcome]] = []

@@ -23,6 +23,8 @@ _ARITHMETIC = 0x8D5
 """Bits of the flags that are undefined behind a call."""
 _LOOSE = _ARITHMETIC | FLAG_IF
 """All that are ever set in a call, beside FLAG_FIXED."""
+_DEEPEST = 64
+"""Calls of a function that are pending at once: some call themselves."""
 
 
 @contextmanager
@@ -232,8 +234,13 @@ class Hooks(Traced):
             for start in starts:
                 where = symbols.lookup(start)
                 assert where is not None
-                kretprobe = Kretprobe(addr=start, handler=self._count)
-                fprobe = Fprobe(where.name, entry_handler=self._ignore, exit_handler=self._count)
+                kretprobe = Kretprobe(addr=start, handler=self._count, maxactive=_DEEPEST)
+                fprobe = Fprobe(
+                    where.name,
+                    entry_handler=self._ignore,
+                    exit_handler=self._count,
+                    nr_maxactive=_DEEPEST,
+                )
                 with suppress(KernelError):
                     probes.kretprobes.register_kretprobe(kretprobe)
                     self._kretprobes.append(kretprobe)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import field
 from enum import Enum, auto
+from typing import Any, TypeVar, cast
 
 from emulated_kernel.dataclass import dataclass
 
@@ -14,6 +14,9 @@ CFA, ALIGNED, IP = "cfa", "aligned", "ip"
 of bytes; where the function goes on when it returns."""
 Value = tuple[str, int]
 """A base, or a register as it was at the function's entry, and what was added to it."""
+_Regs = tuple[tuple[str, Value], ...]
+_Slots = tuple[tuple[Value, Value], ...]
+K = TypeVar("K", str, Value)
 
 
 class Flow(Enum):
@@ -111,23 +114,43 @@ class FrameInsn:
     """Of a direct jump or branch, and of a call."""
 
 
-@dataclass
 class FunctionFrames:
-    """A function's frames, by address."""
+    """A function's frames, by address.
 
-    frames: dict[int, Frame]
-    by_interrupt: bool
-    """It isn't called: where it goes on to is no return address."""
-    exits: dict[int, Frame] = field(default_factory=dict)
-    """Where jumps leave the function with something on the stack: into its cold part."""
+    As tuples that they share, for a kernel has thousands of functions.
+    """
 
-    def __post_init__(self) -> None:
-        self._addresses = sorted(self.frames)
+    def __init__(self, frames: Mapping[int, Frame], by_interrupt: bool, exits: Mapping[int, Frame]) -> None:
+        """`by_interrupt`: it isn't called, and where it goes on to is no return address.
+
+        `exits`: where jumps leave the function with something on the stack: into its cold part.
+        """
+        self.by_interrupt = by_interrupt
+        self.exits = exits
+        self._addresses: list[int] = []
+        self._frames: list[tuple[_Regs, _Slots]] = []
+        """Each until the next address: most instructions change nothing."""
+        shared: dict[Any, Any] = {}
+        for address in sorted(frames):
+            frame = frames[address]
+            kept = (_tuple(frame.regs, shared), _tuple(frame.slots, shared))
+            if not self._frames or kept != self._frames[-1]:
+                self._addresses.append(address)
+                self._frames.append(shared.setdefault(kept, kept))
 
     def at(self, address: int) -> Frame | None:
         """In front of the instruction that the address lies in."""
         index = bisect_right(self._addresses, address) - 1
-        return self.frames[self._addresses[index]] if index >= 0 else None
+        if index < 0:
+            return None
+        regs, slots = self._frames[index]
+        return Frame(dict(regs), dict(slots))
+
+
+def _tuple(table: Mapping[K, Value], shared: dict[Any, Any]) -> tuple[tuple[K, Value], ...]:
+    """What it holds, in parts that are kept once."""
+    items = tuple(shared.setdefault(item, item) for item in table.items())
+    return cast("tuple[tuple[K, Value], ...]", shared.setdefault(items, items))
 
 
 def find_frames(

@@ -19,6 +19,9 @@ from emulated_kernel.kprobes.return_hook.trampoline import Trampoline
 from emulated_kernel.machine.text.text import Text
 from emulated_kernel.trace.symbols import FTRACE_TRAMPOLINE, KernelSymbols
 
+_MOST = 1000
+"""Functions whose frames are kept: some 5 kB each."""
+
 
 class FrameTables:
     """The frames of functions by their symbols; forgotten when symbols change."""
@@ -41,7 +44,10 @@ class FrameTables:
             self.__dict__.pop("_ways", None)
         if symbol not in self._found:
             self._found[symbol] = None
-            self._found[symbol] = self._find(symbol)
+            self._found[symbol] = found = self._find(symbol)
+            if len(self._found) > _MOST:
+                del self._found[next(iter(self._found))]
+            return found
         return self._found[symbol]
 
     def of_detour(self, entry: int, span: range) -> FunctionFrames:
