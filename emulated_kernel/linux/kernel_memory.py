@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import mmap
+from collections.abc import Callable, Iterable, Iterator
 
 from emulated_kernel.abi import PAGE_SIZE, Prot
 from emulated_kernel.linux.cpu import LinuxCpu
@@ -108,6 +109,15 @@ class KernelMemory(GuestMemory):
         for _, pa, length, _ in pages:
             self.ram[pa : pa + length] = data[done : done + length]
             done += length
+
+    def give_back(self, pages: Iterable[int]) -> None:
+        """Hazard: what was written since the guest was saved differs, and is written again."""
+        ram = self.ram
+        for pa in map(self.translate, pages):
+            now = ram[pa : pa + PAGE_SIZE]
+            ram.madvise(mmap.MADV_DONTNEED, pa, PAGE_SIZE)
+            if ram[pa : pa + PAGE_SIZE] != now:
+                ram[pa : pa + PAGE_SIZE] = now
 
     def view(self, va: int, size: int) -> memoryview:
         start = self._contiguous(va, size, lambda entry: bool(entry & WRITABLE))

@@ -140,14 +140,16 @@ class Caller:
         irq_stack = kernel().kallsyms.lookup_name("irq_stack_backing_store")
         assert irq_stack is not None
         irq_pages = range(memory.translate(engine.tasks.per_cpu + irq_stack), GUEST_RAM)[:IRQ_STACK]
-        self._running = engine.tasks.current_cell
+        self._running, self._root = engine.tasks.current_cell, self.machine.cpu.root
         self._clock = memory.translate(engine.machine.clock.cell) & -PAGE
         own = (range(objects, objects + OBJECTS_SIZE), range(stack, stack + STACK))
         self._outside = lambda page: (
             page in text or (page >= GUEST_RAM and not any(page in pages for pages in own))
         )
         self.has_strayed = False
-        """The last call wrote to text or to the host's memory, or took the kernel's from its tables."""
+        """The last call wrote to text or to the host's memory."""
+        self.has_tables = True
+        """What was mapped in front of it is so behind it: else its next instruction is nowhere."""
         self._rewind = Rewind(
             self.machine.memory.ram,
             lambda page: (
@@ -187,7 +189,8 @@ class Caller:
             self._traced.after()
         memory_now = {self._place(page): data for page, data in self._rewind.changed().items()}
         others = [page for page in self._rewind.others() if page != self._clock]
-        self.has_strayed = any(map(self._outside, others)) or not memory.is_mapped(self._running)
+        self.has_strayed = any(map(self._outside, others))
+        self.has_tables = machine.cpu.root == self._root and memory.is_mapped(self._running)
         if self._rewind.back():
             machine.engine.flush_code()
         self._reset()
@@ -338,6 +341,9 @@ class Comparison:
             for call in calls:
                 self._has_dumped = False
                 effect = self._plain.call(call)
+                if not self._plain.has_tables:
+                    self.ends["tables lost"] += 1
+                    continue
                 self.ends["too long" if effect is None else effect.end.split()[0]] += 1
                 if effect is None:
                     # So would be the others.

@@ -21,11 +21,13 @@ PossibleBranches = Callable[[int, bytes], Iterator[tuple[int, int]]]
 
 _PART_BITS = 16
 _PART_MASK = (1 << _PART_BITS) - 1
-_NONE: tuple[list[int], list[int]] = ([], [])
+Ways = tuple["array[int]", "array[int]"]
+"""Targets by their distance from a part's start, and sources."""
+_NONE: Ways = array("H"), array("Q")
 
 
 class WayIndex:
-    """Ways by target: of a million of them those into 64 KiB lie in two arrays until they are asked for."""
+    """Ways by target: of a million of them those into 64 KiB are sorted when they are asked for."""
 
     def __init__(self, ways: Iterable[tuple[int, int]]) -> None:
         """`ways`: target and source of each."""
@@ -36,7 +38,7 @@ class WayIndex:
             targets[part].append(target & _PART_MASK)
             sources[part].append(source)
         self._unsorted = {part: (targets[part], sources[part]) for part in targets}
-        self._sorted: dict[int, tuple[list[int], list[int]]] = {}
+        self._sorted: dict[int, Ways] = {}
 
     def into(self, region: range) -> list[int]:
         """The sources of the ways into a region, by target."""
@@ -55,11 +57,14 @@ class WayIndex:
                 )
         return found
 
-    def _sorted_part(self, part: int) -> tuple[list[int], list[int]]:
+    def _sorted_part(self, part: int) -> Ways:
         found = self._unsorted.pop(part, None)
         if found is not None:
             ways = sorted(zip(*found, strict=True))
-            self._sorted[part] = [target for target, _ in ways], [source for _, source in ways]
+            self._sorted[part] = (
+                array("H", [at for at, _ in ways]),
+                array("Q", [source for _, source in ways]),
+            )
         return self._sorted.get(part, _NONE)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from emulated_kernel.abi import PAGE_SIZE, Prot
 from emulated_kernel.machine.memory.pool import UnitPool
@@ -96,6 +96,9 @@ class GuestMemory(ABC):
     def write_u32(self, va: int, value: int) -> None:
         """Store a 32-bit number. Raises MemoryFault."""
         self.write(va, _U32.pack(value & 0xFFFFFFFF))
+
+    def give_back(self, pages: Iterable[int]) -> None:  # noqa: B027
+        """Pages that are as they were once: who maps RAM from a file needs no copy of them."""
 
     def read_cstring(self, va: int, limit: int = PAGE_SIZE) -> bytes:
         """Bytes up to a NUL (not included) or up to `limit`, whatever comes first.

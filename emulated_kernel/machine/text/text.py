@@ -98,11 +98,13 @@ class Text:
         Raises: MemoryFault: as `poke`; the pokes before the bad one are done.
         """
         done: list[tuple[int, bytes]] = []
+        pages: set[int] = set()
         try:
             for va, data in pokes:
                 if not self.ledger:
                     self._announce(va)
                 self._write(va, data)
+                pages.add(va & -PAGE_SIZE)
                 if len(done) < _FLUSH_FROM:
                     done.append((va, data))
         finally:
@@ -111,6 +113,7 @@ class Text:
                 if not self.ledger:
                     # A dict keeps its room while entry by entry goes.
                     self.ledger.clear()
+                    self._memory.give_back(pages)
             else:
                 for va, data in done:
                     self._invalidate(va, len(data))
