@@ -16,6 +16,7 @@ from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.kprobes.split_jumps import SplitJumps
 from emulated_kernel.lock import ControlLock
 from emulated_kernel.machine.probed_machine import ProbedMachine
+from emulated_kernel.machine.text.text import give_room_back
 from emulated_kernel.machine.text.text_poke import TextPoker
 
 Called = Callable[[int, Any], object]
@@ -311,7 +312,7 @@ class FtraceSites:
 
     def _update(self, sites: Iterable[int]) -> None:
         """Users are known before the text calls them, and until it has stopped."""
-        sites = set(sites)
+        sites, routed, calling = set(sites), len(self._calls), len(self._calling)
         calls = {site for site in sites if any(site in ops.sites for ops in self._ops)}
         for site in calls:
             self._route(site)
@@ -324,10 +325,8 @@ class FtraceSites:
         self._start_and_stop(starting, stopping)
         for site in stopping:
             self._route(site)
-        for table in (self._calls, self._calling):
-            if not table:
-                # A dict keeps its room while entry by entry goes.
-                table.clear()
+        give_room_back(self._calls, routed)
+        give_room_back(self._calling, calling)
 
     def _start_and_stop(self, starting: Mapping[int, int], stopping: Collection[int] = ()) -> None:
         """Let sites call these targets, and others be nops."""

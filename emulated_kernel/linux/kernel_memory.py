@@ -118,6 +118,9 @@ class KernelMemory(GuestMemory):
             ram.madvise(mmap.MADV_DONTNEED, pa, PAGE_SIZE)
             if ram[pa : pa + PAGE_SIZE] != now:
                 ram[pa : pa + PAGE_SIZE] = now
+            else:
+                # Nor is the file's page mapped until it runs.
+                ram.madvise(mmap.MADV_DONTNEED, pa, PAGE_SIZE)
 
     def view(self, va: int, size: int) -> memoryview:
         start = self._contiguous(va, size, lambda entry: bool(entry & WRITABLE))

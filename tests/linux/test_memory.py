@@ -50,6 +50,13 @@ def steps(directory: Path) -> Iterator[str]:
     assert " k" in (tracing / "trace").read_text()
     assert len((directory / "machine/kallsyms").read_text().splitlines()) > 50_000
     yield "texts"
+    for tracer in ("function", "function_graph"):
+        (tracing / "current_tracer").write_text(tracer)
+        work()
+        assert "vfs_read" in (tracing / "trace").read_text()
+        yield tracer
+        (tracing / "current_tracer").write_text("nop")
+        yield f"no {tracer}"
 
 
 def resident(pid: int) -> int:

@@ -218,6 +218,8 @@ class Events(Traced):
 class Hooks(Traced):
     """A kretprobe on each function, and an fprobe on all of them, with handlers in Python."""
 
+    is_at_entries = True
+
     def __init__(self, engine: LinuxEngine) -> None:
         super().__init__(engine)
         self._hits = 0

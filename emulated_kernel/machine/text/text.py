@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 from emulated_kernel.abi import PAGE_SIZE, Prot
 from emulated_kernel.machine.cpu.model import CpuModel
@@ -27,6 +27,16 @@ class TextWatcher(Protocol):
 
     def synchronised(self) -> None:
         """All CPUs have executed a serialising instruction."""
+
+
+def give_room_back(table: dict[int, Any], before: int) -> bool:
+    """Whether half of what it held before has gone: a dict keeps its room while entry by entry goes."""
+    if not before or len(table) > before // 2:
+        return False
+    left = dict(table)
+    table.clear()
+    table.update(left)
+    return True
 
 
 class Text:
@@ -98,7 +108,7 @@ class Text:
         Raises: MemoryFault: as `poke`; the pokes before the bad one are done.
         """
         done: list[tuple[int, bytes]] = []
-        pages: set[int] = set()
+        pages, differing = set[int](), len(self.ledger)
         try:
             for va, data in pokes:
                 if not self.ledger:
@@ -110,10 +120,8 @@ class Text:
         finally:
             if len(done) >= _FLUSH_FROM:
                 self._engine.flush_code()
-                if not self.ledger:
-                    # A dict keeps its room while entry by entry goes.
-                    self.ledger.clear()
-                    self._memory.give_back(pages)
+                if give_room_back(self.ledger, differing):
+                    self._memory.give_back(pages.difference(va & -PAGE_SIZE for va in self.ledger))
             else:
                 for va, data in done:
                     self._invalidate(va, len(data))
