@@ -46,7 +46,7 @@ class Guest:
         """Where all reads of our files get their data, which come when a read ends: however many sleep, each
         with this address, one of them at a time is served."""
         self.times = WallTime(lambda: machine.boot_ns + machine.clock.now_ns())
-        self._patched = machine.text.ledger
+        self._patched = machine.text.ledger.words
 
     @property
     def is_watched(self) -> bool:

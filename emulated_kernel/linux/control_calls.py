@@ -110,7 +110,7 @@ class ControlCalls:
     @property
     def is_watched(self) -> bool:
         """Whether a system call could be noticed."""
-        return bool(self._machine.text.ledger) and not self._tasks.machine.death
+        return bool(self._machine.text.ledger.words) and not self._tasks.machine.death
 
     # What files of ours do
 

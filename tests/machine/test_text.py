@@ -105,6 +105,17 @@ def test_ledger_is_exactly_the_difference(patched, steps: list[tuple[int, bytes 
         assert ledger_mismatches(text) == []
 
 
+def test_ledger_takes_an_entry_for_a_word_and_none_for_what_is_as_it_was(patched) -> None:  # type: ignore[no-untyped-def]
+    text, start = patched.text, TEXT + PAGE - 20
+    text.poke(start, text.original(start, 80))
+    pristine = text.original(start, 32)
+    text.poke(start, bytes(byte ^ 0xFF for byte in pristine))
+    assert len(text.ledger.words) <= 5
+    assert [*text.ledger] == [*range(start, start + 32)]
+    text.poke(start, pristine)
+    assert text.ledger.words == {}
+
+
 def test_slots_are_int3_executable_and_without_ledger() -> None:
     machine = boot()
     text = machine.text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from emulated_kernel.machine.traps.trap import HardwareError, MemoryFault
 _FLUSH_FROM = 32
 """Batches of this many pokes flush all translated code instead of dropping it site by site."""
 _SLOT_ALIGN = 16
+_DIFFERS = b"\0" + b"\xff" * 255
 
 
 class TextWatcher(Protocol):
@@ -37,6 +38,48 @@ def give_room_back(table: dict[int, Any], before: int) -> bool:
     table.clear()
     table.update(left)
     return True
+
+
+class Ledger(Mapping[int, int]):
+    """Address to original byte, for exactly the bytes that differ; those of a word are one entry."""
+
+    __slots__ = ("words",)
+
+    def __init__(self) -> None:
+        self.words: dict[int, int] = {}
+        """By address / 8: original bytes that differ, and above them 0xFF for each; without any, no entry."""
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __iter__(self) -> Iterator[int]:
+        for word, kept in self.words.items():
+            yield from (word * 8 + at for at in range(8) if kept >> 64 + at * 8 & 0xFF)
+
+    def __getitem__(self, address: int) -> int:
+        kept = self.words.get(address >> 3, 0) >> address % 8 * 8
+        if not kept >> 64 & 0xFF:
+            raise KeyError(address)
+        return kept & 0xFF
+
+    def write(self, va: int, data: bytes, before: bytes) -> None:
+        """Text that was `before` becomes `data`."""
+        done = 0
+        while done < len(data):
+            word, at = divmod(va + done, 8)
+            now, new = before[done : done + 8 - at], data[done : done + 8 - at]
+            span, shift = (1 << 8 * len(new)) - 1, at * 8
+            kept = self.words.get(word, 0)
+            differed = kept >> 64 + shift & span
+            original = int.from_bytes(now, "little") & ~differed | kept >> shift & differed
+            changed = original ^ int.from_bytes(new, "little")
+            differs = int.from_bytes(changed.to_bytes(len(new), "little").translate(_DIFFERS), "little")
+            kept = kept & ~((span << 64 | span) << shift) | (differs << 64 | original & differs) << shift
+            if kept:
+                self.words[word] = kept
+            else:
+                self.words.pop(word, None)
+            done += len(new)
 
 
 class Text:
@@ -61,8 +104,8 @@ class Text:
             prot=Prot.READ | Prot.EXEC,
             fill=cpu.filler,
         )
-        self.ledger: dict[int, int] = {}
-        """Address to original byte, for exactly the bytes that differ; read it, never change it."""
+        self.ledger = Ledger()
+        """Read it, never change it."""
         self.before_first_change: list[Callable[[], None]] = []
         """Called when original text is about to change and nothing differs yet; it may run the guest."""
         self.watcher: TextWatcher | None = None
@@ -93,7 +136,7 @@ class Text:
         start, end, _ = self._originals.pop(at)
         self._starts.pop(at)
         for address in [address for address in self.ledger if start <= address < end]:
-            del self.ledger[address]
+            self.ledger.write(address, bytes((self.ledger[address],)), b"\0")
 
     def poke(self, va: int, data: bytes) -> None:
         """Write text and drop what was translated from it. Mirrors: text_poke() (v6.1), all CPUs at once.
@@ -108,10 +151,11 @@ class Text:
         Raises: MemoryFault: as `poke`; the pokes before the bad one are done.
         """
         done: list[tuple[int, bytes]] = []
-        pages, differing = set[int](), len(self.ledger)
+        words, pages = self.ledger.words, set[int]()
+        before = len(words)
         try:
             for va, data in pokes:
-                if not self.ledger:
+                if not words:
                     self._announce(va)
                 self._write(va, data)
                 pages.add(va & -PAGE_SIZE)
@@ -120,8 +164,8 @@ class Text:
         finally:
             if len(done) >= _FLUSH_FROM:
                 self._engine.flush_code()
-                if give_room_back(self.ledger, differing):
-                    self._memory.give_back(pages.difference(va & -PAGE_SIZE for va in self.ledger))
+                if give_room_back(words, before):
+                    self._memory.give_back(pages - {word * 8 & -PAGE_SIZE for word in words})
             else:
                 for va, data in done:
                     self._invalidate(va, len(data))
@@ -169,11 +213,16 @@ class Text:
 
     def original(self, va: int, size: int) -> bytes:
         """Text as it was before any poke. Raises MemoryFault."""
-        data = self._memory.read(va, size)
-        ledger = self.ledger
-        if not ledger:
+        data, words = self._memory.read(va, size), self.ledger.words
+        if not words:
             return data
-        return bytes([ledger.get(va + i, byte) for i, byte in enumerate(data)])
+        found = bytearray(data)
+        for word in range(va >> 3, va + size + 7 >> 3):
+            kept = words.get(word, 0)
+            for address in range(max(word * 8, va), min(word * 8 + 8, va + size)) if kept else ():
+                if kept >> 64 + address % 8 * 8 & 0xFF:
+                    found[address - va] = kept >> address % 8 * 8 & 0xFF
+        return bytes(found)
 
     def is_foreign(self, va: int, size: int) -> bool:
         """Whether somebody else has patched it since it was adopted: a guest has kprobes of its own."""
@@ -237,20 +286,11 @@ class Text:
         end = va + len(data)
         at = bisect_right(self._starts, va) - 1
         if at >= 0 and end <= self._originals[at][1]:
-            self._compare(va, data, before)
+            # The original itself isn't looked at: it may lie in a file, all of which that would map.
+            self.ledger.write(va, data, before)
         elif len(data) > 1 and any(start < end and va < stop for start, stop, _ in self._originals):
             for i in range(len(data)):
                 self._note(va + i, data[i : i + 1], before[i : i + 1])
-
-    def _compare(self, va: int, data: bytes, before: bytes) -> None:
-        # The original itself isn't looked at: it may lie in a file, all of which that would map.
-        ledger = self.ledger
-        for address, byte, now in zip(range(va, va + len(data)), data, before, strict=True):
-            original = ledger.get(address, now)
-            if byte != original:
-                ledger[address] = original
-            elif address in ledger:
-                del ledger[address]
 
     def _invalidate(self, va: int, size: int) -> None:
         """Drop translated code. Unicorn: only the start is translated, so it is done page by page."""
