@@ -20,6 +20,7 @@ from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.linux import snapshot
 from emulated_kernel.linux.core_image import ONLINE, CoreFacts, convert, ram_size
 from emulated_kernel.linux.cpu import CpuTables
+from emulated_kernel.linux.facts import checked_facts
 from emulated_kernel.linux.machine import LinuxMachine
 from emulated_kernel.linux.room import has_room, unnamed_file
 from emulated_kernel.linux.running_linux import RunningLinux
@@ -102,7 +103,7 @@ def _started(kept: snapshot.Kept) -> tuple[CoreGuest, LinuxKernel]:
     cells = snapshot.checked_cells(kept.about)
     machine = LinuxMachine(kept.ram, 0, cells, snapshot.BUDGET, _CPU_MODEL)
     try:
-        guest = CoreGuest(machine, CoreFacts(**kept.about["facts"]))
+        guest = CoreGuest(machine, CoreFacts(**checked_facts(kept.about["facts"])))
         return guest, KeptKernel(kept.parts)
     except BaseException:
         machine.close()

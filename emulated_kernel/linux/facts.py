@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from errno import ENOENT
 from typing import Any
 
@@ -11,6 +12,7 @@ from emulated_kernel.image.linux.btf import Btf
 from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.linux.inodes import inode_offsets
+from emulated_kernel.linux.pc import is_word
 
 _SYMBOLS = (
     "d_hash_shift", "delayed_put_task_struct", "dentry_hashtable", "do_exit", "do_sync_core",
@@ -99,13 +101,13 @@ def kernel_facts(kernel: LinuxKernel) -> KernelFacts:
     return KernelFacts(kernel.release, symbols, offsets, current, asking_flags(kernel.btf))
 
 
-def kept_facts(kept: dict[str, Any]) -> KernelFacts:
-    """Of a snapshot. Raises: TypeError, ValueError, AttributeError."""
-    facts = KernelFacts(**kept)
-    words = (*facts.symbols.values(), *facts.offsets.values(), facts.current_task, facts.asks)
-    if not all(isinstance(word, int) and 0 <= word < 1 << 64 for word in words):
-        raise ValueError("facts that are no numbers")
-    return facts
+def checked_facts(kept: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of a snapshot: a release, and numbers. Raises: KeyError, TypeError, ValueError."""
+    numbers = [value for name, value in kept.items() if name != "release"]
+    words = (word for each in numbers for word in (each.values() if isinstance(each, dict) else (each,)))
+    if not isinstance(kept["release"], str) or not all(map(is_word, words)):
+        raise ValueError("facts that are none")
+    return kept
 
 
 def asking_flags(btf: Btf) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 
 from emulated_kernel.abi import PAGE_SIZE, Prot
 from emulated_kernel.linux.cpu import LinuxCpu
@@ -114,13 +115,19 @@ class KernelMemory(GuestMemory):
         """Hazard: what was written since the guest was saved differs, and is written again."""
         ram = self.ram
         for pa in map(self.translate, pages):
-            now = ram[pa : pa + PAGE_SIZE]
-            ram.madvise(mmap.MADV_DONTNEED, pa, PAGE_SIZE)
-            if ram[pa : pa + PAGE_SIZE] != now:
-                ram[pa : pa + PAGE_SIZE] = now
-            else:
+            now, is_same = ram[pa : pa + PAGE_SIZE], False
+            try:
+                # Locked memory isn't given back.
+                with suppress(OSError):
+                    ram.madvise(mmap.MADV_DONTNEED, pa, PAGE_SIZE)
+                is_same = ram[pa : pa + PAGE_SIZE] == now
+            finally:
+                if not is_same:
+                    ram[pa : pa + PAGE_SIZE] = now
+            if is_same:
                 # Nor is the file's page mapped until it runs.
-                ram.madvise(mmap.MADV_DONTNEED, pa, PAGE_SIZE)
+                with suppress(OSError):
+                    ram.madvise(mmap.MADV_DONTNEED, pa, PAGE_SIZE)
 
     def view(self, va: int, size: int) -> memoryview:
         start = self._contiguous(va, size, lambda entry: bool(entry & WRITABLE))

@@ -22,6 +22,11 @@ _LCG = 6364136223846793005, 1442695040888963407
 _MASK = (1 << 64) - 1
 
 
+def is_word(value: object) -> bool:
+    """Whether it is a number of 64 bits."""
+    return isinstance(value, int) and 0 <= value <= _MASK
+
+
 class TimeFollower(Protocol):
     """Shows the time to guest code, which lets some pass on its own."""
 
@@ -78,7 +83,7 @@ class Pc:
                 _, _ = words = kept
             else:
                 words = [0 if kept is None and name in self._NONE else kept]
-            if not all(isinstance(word, int) and 0 <= word <= _MASK for word in words):
+            if not all(map(is_word, words)) or not state["_pit_count"]:
                 raise ValueError(f"{name} is {kept}")
             setattr(self, name, kept)
 

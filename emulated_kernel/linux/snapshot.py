@@ -22,7 +22,7 @@ from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.linux import boot
 from emulated_kernel.linux.exception_cells import STATE_SIZE
-from emulated_kernel.linux.facts import KernelFacts, kept_facts
+from emulated_kernel.linux.facts import KernelFacts, checked_facts
 from emulated_kernel.linux.init import initramfs
 from emulated_kernel.linux.machine import LinuxMachine
 from emulated_kernel.linux.read_files import (
@@ -297,7 +297,7 @@ def _machine(ram: mmap.mmap, about: dict[str, Any]) -> tuple[LinuxMachine, Kerne
     try:
         machine.engine.restore_context(zlib.decompress(bytes.fromhex(about["cpu"])))
         machine.pc.restore(about["pc"])
-        facts = kept_facts(about["facts"])
+        facts = KernelFacts(**checked_facts(about["facts"]))
         machine.watch_text(facts.symbols["do_sync_core"])
     except BaseException:
         machine.close()

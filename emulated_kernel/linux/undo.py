@@ -77,7 +77,8 @@ class Undo:
 
     def back(self) -> None:
         """Take all back that was written since."""
-        for page in self._written():
+        # What was kept may have become the file's.
+        for page in {*self._written(), *self._kept}:
             kept = self._kept.get(page)
             if kept is None:
                 # The file's again.

@@ -53,7 +53,9 @@ class Rewind:
 
     def _changed(self) -> list[int]:
         ram, kept = self._ram, self._kept
-        return [page for page in self.written() if kept.get(page) != ram[page : page + PAGE]]
+        return [
+            page for page in sorted({*self.written(), *kept}) if kept.get(page) != ram[page : page + PAGE]
+        ]
 
     def changed(self) -> dict[int, bytes]:
         """The pages that were written to, but for those that hold what they held."""

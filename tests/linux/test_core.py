@@ -680,6 +680,29 @@ def test_page_tables_that_lead_nowhere(dumped: Path, monkeypatch: pytest.MonkeyP
     assert refused.value.status == Exit.USAGE
 
 
+def test_what_was_kept_of_a_dump_with_a_text_for_an_address(
+    dumped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is made anew."""
+    read, damaged = snapshot.read, []
+
+    def first_damaged(file: int, *, with_parts: bool, is_checked: bool = True) -> snapshot.Kept | None:
+        kept = read(file, with_parts=with_parts, is_checked=is_checked)
+        if kept is not None and not damaged:
+            kept.about["facts"]["symbols"]["do_sync_core"] = ""
+            damaged.append(file)
+        return kept
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    ensure_core_cached(str(dumped))
+    (before,) = snapshot.cached()
+    monkeypatch.setattr(snapshot, "read", first_damaged)
+    guest, _ = started_core(str(dumped))
+    guest.machine.close()
+    assert damaged
+    assert not before.path.exists()
+
+
 @pytest.mark.usefixtures("mount")
 def test_a_refusal_is_no_damage(dumped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was made of a dump stays in the cache, and isn't made again to be refused again."""

@@ -302,10 +302,17 @@ def test_fields_that_no_mount_has_written(key: str, saved: Path) -> None:
     about = header(whole)[1]
     for name, value in about[key].items():
         others = ["", -1, 1 << 64, [1], [1, 2, 3], {"x": ""}, {"x": None}, [1, ""]]
-        for other in others if name != "release" else ():
+        for other in others if name != "release" else [5]:
             saved.write_bytes(rewritten(whole, about | {key: about[key] | {name: other}}))
             assert snapshot.load(saved) is None, (name, value, other)
             assert not saved.exists()
+
+
+def test_a_timer_that_never_counts(saved: Path) -> None:
+    whole = saved.read_bytes()
+    about = header(whole)[1]
+    saved.write_bytes(rewritten(whole, about | {"pc": about["pc"] | {"_pit_count": 0}}))
+    assert snapshot.load(saved) is None
 
 
 def test_what_others_could_have_written_is_not_used(saved: Path) -> None:

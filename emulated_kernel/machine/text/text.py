@@ -35,8 +35,10 @@ def give_room_back(table: dict[int, Any], before: int) -> bool:
     if not before or len(table) > before // 2:
         return False
     left = dict(table)
-    table.clear()
-    table.update(left)
+    try:
+        table.clear()
+    finally:
+        table.update(left)
     return True
 
 
@@ -135,8 +137,10 @@ class Text:
             raise KeyError(va)
         start, end, _ = self._originals.pop(at)
         self._starts.pop(at)
-        for address in [address for address in self.ledger if start <= address < end]:
-            self.ledger.write(address, bytes((self.ledger[address],)), b"\0")
+        for word in [word for word in self.ledger.words if start <= word * 8 + 7 and word * 8 < end]:
+            for address in range(max(word * 8, start), min(word * 8 + 8, end)):
+                original = self.ledger.get(address, 0).to_bytes()
+                self.ledger.write(address, original, original)
 
     def poke(self, va: int, data: bytes) -> None:
         """Write text and drop what was translated from it. Mirrors: text_poke() (v6.1), all CPUs at once.
