@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum, auto
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from emulated_kernel.dataclass import dataclass
 
@@ -16,7 +16,6 @@ Value = tuple[str, int]
 """A base, or a register as it was at the function's entry, and what was added to it."""
 _Regs = tuple[tuple[str, Value], ...]
 _Slots = tuple[tuple[Value, Value], ...]
-K = TypeVar("K", str, Value)
 
 
 class Flow(Enum):
@@ -147,10 +146,10 @@ class FunctionFrames:
         return Frame(dict(regs), dict(slots))
 
 
-def _tuple(table: Mapping[K, Value], shared: dict[Any, Any]) -> tuple[tuple[K, Value], ...]:
+def _tuple(table: Mapping[Any, Value], shared: dict[Any, Any]) -> Any:
     """What it holds, in parts that are kept once."""
     items = tuple(shared.setdefault(item, item) for item in table.items())
-    return cast("tuple[tuple[K, Value], ...]", shared.setdefault(items, items))
+    return shared.setdefault(items, items)
 
 
 def find_frames(

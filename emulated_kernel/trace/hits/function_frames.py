@@ -46,11 +46,10 @@ class FrameTables:
             self._version, self._found = self._symbols.version, {}
             self.__dict__.pop("_ways", None)
         if symbol not in self._found:
-            self._found[symbol] = None
-            self._found[symbol] = found = self._find(symbol)
-            if len(self._found) > _MOST:
+            if len(self._found) >= _MOST:
                 del self._found[self._dice.choice(list(self._found))]
-            return found
+            self._found[symbol] = None
+            self._found[symbol] = self._find(symbol)
         return self._found[symbol]
 
     def of_detour(self, entry: int, span: range) -> FunctionFrames:
