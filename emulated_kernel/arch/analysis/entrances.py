@@ -22,21 +22,21 @@ PossibleBranches = Callable[[int, bytes], Iterator[tuple[int, int]]]
 _PART_BITS = 16
 _PART_MASK = (1 << _PART_BITS) - 1
 Ways = tuple["array[int]", "array[int]"]
-"""Targets by their distance from a part's start, and sources."""
-_NONE: Ways = array("H"), array("Q")
+"""Targets by their distance from a part's start, and the way from each to its source."""
+_NONE: Ways = array("H"), array("q")
 
 
 class WayIndex:
     """Ways by target: of a million of them those into 64 KiB are sorted when they are asked for."""
 
-    def __init__(self, ways: Iterable[tuple[int, int]]) -> None:
-        """`ways`: target and source of each."""
+    def __init__(self, ways: Iterable[tuple[int, int]], distance: str = "q") -> None:
+        """`ways`: target and source of each, no further from each other than that type of array holds."""
         targets: defaultdict[int, array[int]] = defaultdict(lambda: array("H"))
-        sources: defaultdict[int, array[int]] = defaultdict(lambda: array("Q"))
+        sources: defaultdict[int, array[int]] = defaultdict(lambda: array(distance))
         for target, source in ways:
             part = target >> _PART_BITS
             targets[part].append(target & _PART_MASK)
-            sources[part].append(source)
+            sources[part].append(source - target)
         self._unsorted = {part: (targets[part], sources[part]) for part in targets}
         self._sorted: dict[int, Ways] = {}
 
@@ -51,20 +51,19 @@ class WayIndex:
             base = part << _PART_BITS
             targets, sources = self._sorted_part(part)
             first, last = bisect_left(targets, region.start - base), bisect_left(targets, region.stop - base)
-            if first < last:
-                found += zip(
-                    [base + target for target in targets[first:last]], sources[first:last], strict=True
-                )
+            ways = zip(targets[first:last], sources[first:last], strict=True)
+            found += [(base + target, base + target + way) for target, way in ways]
         return found
 
     def _sorted_part(self, part: int) -> Ways:
         found = self._unsorted.pop(part, None)
         if found is not None:
             ways = sorted(zip(*found, strict=True))
-            self._sorted[part] = (
-                array("H", [at for at, _ in ways]),
-                array("Q", [source for _, source in ways]),
+            targets, sources = (
+                array(each.typecode, column)
+                for each, column in zip(found, zip(*ways, strict=True), strict=True)
             )
+            self._sorted[part] = targets, sources
         return self._sorted.get(part, _NONE)
 
 
@@ -145,7 +144,8 @@ class Entrances:
         read = self._image.read
         pieces = ((start, read(start, end - start)) for start, end in text)
         return WayIndex(
-            branch for piece in pieces for branch in self._possible_branches(*piece) if branch[0] in span
+            (branch for piece in pieces for branch in self._possible_branches(*piece) if branch[0] in span),
+            "i",
         )
 
     def _words(self, addr: int, data: bytes) -> Iterator[tuple[int, int]]:

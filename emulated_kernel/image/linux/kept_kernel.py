@@ -54,6 +54,10 @@ def kept_parts(kernel: LinuxKernel) -> dict[str, bytes | memoryview]:
     return {"about": json.dumps(about).encode(), **parts}
 
 
+_MUCH = 1 << 20
+"""Bytes at once, which nobody reads soon again."""
+
+
 class KeptKernel(LinuxKernel):
     """A kernel out of its parts, which stay where they are; its tables aren't read out of it again.
 
@@ -85,6 +89,12 @@ class KeptKernel(LinuxKernel):
             index = (bytes(parts["btf.starts"]), bytes(parts["btf.names"]))
             self.btf = Btf(self._btf_data(), index)
         self._events, self._syscalls = parts.get("events"), parts.get("syscalls")
+
+    def read(self, va: int, size: int, /) -> bytes:
+        found = super().read(va, size)
+        if size >= _MUCH:
+            self.release_pages()
+        return found
 
     def release_pages(self) -> None:
         if isinstance(self._file, mmap.mmap):
