@@ -117,7 +117,8 @@ def test_mount(way: str, directory: Path, tmp_path: Path) -> None:
     sbin.mkdir()
     helper = sbin / "mount.fuse.kprobefs"
     code = "import sys; from kprobefs.mount_helper import main; sys.exit(main())"
-    helper.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {PROGRAM[0]} -c {shlex.quote(code)} "$@"\n')
+    command = shlex.join(["env", f"PYTHONPATH={ROOT}", PROGRAM[0], "-c", code])
+    helper.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
     helper.chmod(0o755)
     options = f"arch=riscv64,noexec,limit=instances=1,allow_other,state={tmp_path}/state"
     fstab.write_text(f"debugfs {directory} fuse.kprobefs {options},noauto,x-mine 0 0\n")

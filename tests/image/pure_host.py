@@ -14,7 +14,7 @@ SOURCES = (*(path for path in sorted(SOURCE.glob("lib/*.c")) if path.stem not in
 MORE = (SOURCE / "kernel/time/time.c",)
 FLAGS = (
     "-std=gnu11 -O1 -w -shared -fPIC -ffreestanding -fno-builtin -fno-strict-aliasing -fno-common -fwrapv "
-    "-mcmodel=small -nostdinc -Iinclude -Iarch/x86/include -Wl,-Bsymbolic"
+    "-mcmodel=small -nostdinc -nostdlib -Iinclude -Iarch/x86/include -Wl,-Bsymbolic"
 )
 # What the sources expect of a kernel: memory, and the names of symbols.
 SHIM = """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from tests.mounted import tracefs_client
 
 pytestmark = [pytest.mark.mounted, needs_fuse]
 
-CLIENT = f"{sys.executable} -m tests.mounted.tracefs_client"
+CLIENT = f"{shlex.quote(sys.executable)} -m tests.mounted.tracefs_client"
 CPUS = ("--cpus", str(os.cpu_count()))
 """libtracefs counts those of the host."""
 

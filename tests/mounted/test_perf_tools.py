@@ -104,7 +104,7 @@ while True:
 def _beside_two(tmp_path: Path, *commands: str, options: tuple[str, ...] = ()) -> list[str]:
     """What each command prints while two processes work; $P is the one that is called mine."""
     (tmp_path / "two.py").write_text(TWO)
-    start = f"{sys.executable} {tmp_path / 'two.py'}"
+    start = f"{shlex.quote(sys.executable)} {tmp_path / 'two.py'}"
     script = f"""
         cd /sys/kernel/debug/scratch
         {start} mine & P=$!

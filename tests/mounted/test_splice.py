@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from pathlib import Path
 from types import FunctionType
@@ -15,7 +16,7 @@ from tests.mounted.system import as_system, beside
 
 pytestmark = [pytest.mark.mounted, needs_fuse]
 
-COMMAND = f"{sys.executable} -m tests.mounted.splicing"
+COMMAND = f"{shlex.quote(sys.executable)} -m tests.mounted.splicing"
 
 
 @pytest.mark.parametrize(

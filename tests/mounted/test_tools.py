@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ import pytest
 
 from tests.fuse.harness import needs_fuse
 from tests.mounted.system import as_system
+
+PYTHON = shlex.quote(sys.executable)
 
 pytestmark = [
     pytest.mark.mounted,
@@ -170,7 +173,7 @@ END
     def test_record_into_small_buffers_loses_nothing(self, tmp_path: Path) -> None:
         """1000 records of 52 bytes through buffers of 32 KiB."""
         script = f"""{self.PROBE}
-            timeout 40 trace-cmd record -b 32 -e foo -o trace.dat {sys.executable} load 1000 >/dev/null
+            timeout 40 trace-cmd record -b 32 -e foo -o trace.dat {PYTHON} load 1000 >/dev/null
             trace-cmd report -i trace.dat >report
             grep -c foo: report; grep -ci lost report || :
         """
@@ -186,7 +189,7 @@ END
             cd "$HOME"
             for more in 1 2; do
                 before=$(grep -c foo: stream)
-                {sys.executable} load 300
+                {PYTHON} load 300
                 until [ "$(grep -c foo: stream)" -gt $((before + 100)) ]; do sleep 0.1; done
                 echo more
             done
@@ -202,7 +205,7 @@ END
         """
         script = f"""{self.PROBE}
             cat >command <<'END'
-{sys.executable} load 50
+{PYTHON} load 50
 until grep -q '^read events: [1-9]' /sys/kernel/tracing/per_cpu/cpu*/stats; do sleep 0.1; done
 sleep 0.5
 END
