@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 import shutil
 import subprocess
@@ -14,7 +15,7 @@ SOURCES = (*(path for path in sorted(SOURCE.glob("lib/*.c")) if path.stem not in
 MORE = (SOURCE / "kernel/time/time.c",)
 FLAGS = (
     "-std=gnu11 -O1 -w -shared -fPIC -ffreestanding -fno-builtin -fno-strict-aliasing -fno-common -fwrapv "
-    "-mcmodel=small -nostdinc -nostdlib -Iinclude -Iarch/x86/include -Wl,-Bsymbolic"
+    "-mcmodel=small -nostdinc -Iinclude -Iarch/x86/include -Wl,-Bsymbolic"
 )
 # What the sources expect of a kernel: memory, and the names of symbols.
 SHIM = """
@@ -38,7 +39,10 @@ def why_not() -> str | None:
     """Why no functions can be compiled here; None where they can."""
     if platform.machine() != "x86_64":
         return "the headers of the sources are x86's"
-    return None if shutil.which("gcc") else "no gcc"
+    if not shutil.which("gcc"):
+        return "no gcc"
+    start = subprocess.run(["gcc", "-print-file-name=crti.o"], capture_output=True, text=True, check=True)
+    return None if os.path.isabs(start.stdout) else "no C library to link with"
 
 
 def build(directory: Path) -> ctypes.CDLL:
