@@ -83,9 +83,11 @@ class Pc:
                 _, _ = words = kept
             else:
                 words = [0 if kept is None and name in self._NONE else kept]
-            if not all(map(is_word, words)) or not state["_pit_count"]:
+            if not all(map(is_word, words)):
                 raise ValueError(f"{name} is {kept}")
             setattr(self, name, kept)
+        if not self._pit_count:
+            raise ValueError("a timer that counts by nothing")
 
     # Time
 
