@@ -212,6 +212,7 @@ def _tracing(
         registry.add_own(own)
     tables = FrameTables(machine.text, live, symbols, arch, hook_sets)
     system = TraceSystem(
+        lock=lock,
         cpus=machine.config.cpus,
         now_ns=machine.clock.read_ns,
         events=registry,

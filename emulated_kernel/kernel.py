@@ -201,8 +201,9 @@ class Kernel:
 
     def mounted(self, files: Filesystem) -> GuestMount:
         """As mount(), of a tree that was made before."""
-        mount = GuestMount(files, self.guest, self.lock, self.config.limits)
-        self._mounts.append(mount)
+        with self.lock:
+            mount = GuestMount(files, self.guest, self.lock, self.config.limits)
+            self._mounts.append(mount)
         return mount
 
     def succeed(self, old: Kernel, define: Callable[[], None]) -> None:

@@ -273,6 +273,7 @@ class FtraceSites:
 
     def set_code(self, ops: FtraceOps, codes: Mapping[int, int]) -> None:
         """These sites call guest code that does what a user does, and no others."""
+        self._lock.assert_held()
         ops.codes = codes
         self._update(ops.sites)
 

@@ -64,7 +64,7 @@ class Kprobes:
         strategy = arch.strategy(profile.strategies) if profile.optimizer else None
         self.verdict = verdict = arch.verdict(image, strategy, ftrace=profile.ftrace)
         text = machine.text
-        self.poker = poker = TextPoker(text, arch.breakpoint)
+        self.poker = poker = TextPoker(text, arch.breakpoint, lock)
         self.garbage = garbage = TextGarbage(scheduler)
         self.compiler = compiler = Compiler(machine, arch, profile, verdict, garbage, lock)
         self.split_jumps = split_jumps = SplitJumps(machine, verdict, arch, table, poker)
@@ -144,6 +144,7 @@ class Kprobes:
 
     def forget(self, assembled: AssembledHandlers) -> None:
         """Their code was dropped, and the cells live as long as a CPU may be in some of what was dropped."""
+        self.lock.assert_held()
         assembled.detach()
         self.garbage.add((0, 0), assembled.free)
 
@@ -291,6 +292,7 @@ class Kprobes:
 
     def handler_changed(self, kprobe: Kprobe) -> None:
         """What the probe's `program` makes differs from now on, or whether it makes any."""
+        self.lock.assert_held()
         head = self.table.valid(kprobe)
         if head is not None:
             self.routes.drop_code(head)

@@ -185,10 +185,11 @@ class LinuxMount:
         return _Request(self, self._running, client)
 
     def request_begins(self, client: Client, opens: bool) -> LinuxTask:
-        """The task that makes a request; needs the lock. What was put off is done before.
+        """The task that makes a request. What was put off is done before.
 
         `opens`: its first call closes what is `_closing` then, the one file that this task has closed.
         """
+        self.lock.assert_held()
         released = self._released
         if opens and len(released) == 1 and self._closing is None:
             # From here on others may add to them.
@@ -213,7 +214,7 @@ class LinuxMount:
             self._syscalls.close(file.task or self._tasks.init, file.fd)
 
     def request_ends(self, *, has_failed: bool) -> None:
-        """It has been made; needs the lock."""
+        """It has been made; the lock is still held."""
         if not has_failed:
             self._requests += 1
             if self._pollers:

@@ -81,6 +81,7 @@ def linux_tracing(
         registry.add(event)
     tables = FrameTables(machine.text, live, symbols, arch, engine.hook_sets)
     system = TraceSystem(
+        lock=engine.kprobes.lock,
         cpus=len(machine.per_cpu_bases),
         now_ns=machine.clock.read_ns,
         events=registry,

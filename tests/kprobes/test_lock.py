@@ -24,6 +24,8 @@ CHANGES: dict[str, Callable[[Kprobes, Kprobe], object]] = {
     "commit": lambda kprobes, _probe: kprobes.commit_kprobes(),
     "kill": lambda kprobes, _probe: kprobes.kill_within(()),
     "tables": lambda kprobes, _probe: kprobes.tables_changed(),
+    "handler": lambda kprobes, probe: kprobes.handler_changed(probe),
+    "text": lambda kprobes, probe: kprobes.poker.replace(probe.address, b"\xcc"),
 }
 
 
@@ -50,6 +52,10 @@ OTHER_CHANGES: dict[str, Callable[[Kernel], object]] = {
     "shadow stack": lambda kernel: kernel.kretprobes.hooks.select_return_hook("fgraph"),
     "make instance": lambda kernel: kernel.trace_arrays.make("other"),
     "remove instance": lambda kernel: kernel.trace_arrays.remove("none"),
+    "code of sites": lambda kernel: sites(kernel).set_code(FtraceOps(lambda *_: None, lambda: "none"), {}),
+    "buffers": lambda kernel: kernel.trace.resize_buffer(64),
+    "current tracer": lambda kernel: kernel.trace.set_tracer("function"),
+    "files opened": lambda kernel: kernel.mount().open_in_guest(),
     "clock": lambda kernel: kernel.parts.clock.parsed("virtual")(),
     "start load": lambda kernel: kernel.loads.parsed("fork")(),
     "stop load": lambda kernel: kernel.loads.parsed("stop")(),

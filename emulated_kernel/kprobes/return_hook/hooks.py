@@ -163,6 +163,7 @@ class ReturnHooks:
 
     def handler_changed(self, hook: ReturnHook) -> None:
         """What its `program` makes differs from now on, or whether it makes any, or its assembly."""
+        self._lock.assert_held()
         self._has_assembly = None
         if hook.assembled is not None:
             self._compiler.drop_asides(hook)

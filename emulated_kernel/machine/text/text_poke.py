@@ -8,6 +8,7 @@ from enum import Enum, auto
 from itertools import repeat
 from operator import itemgetter
 
+from emulated_kernel.lock import ControlLock
 from emulated_kernel.machine.text.text import Text
 
 
@@ -29,9 +30,8 @@ class TextPoker:
     Mirrors: arch/x86/kernel/alternative.c:text_poke_bp_batch (v6.1).
     """
 
-    def __init__(self, text: Text, breakpoint_: bytes) -> None:
-        self._text = text
-        self._breakpoint = breakpoint_
+    def __init__(self, text: Text, breakpoint_: bytes, lock: ControlLock) -> None:
+        self._text, self._breakpoint, self._lock = text, breakpoint_, lock
         self._patched: frozenset[int] = frozenset()
 
     @property
@@ -67,6 +67,7 @@ class TextPoker:
 
     @contextmanager
     def _patching(self, places: Iterable[int]) -> Iterator[None]:
+        self._lock.assert_held()
         # A hit in between, of another place, may take its code away.
         before, self._patched = self._patched, self._patched.union(places)
         try:

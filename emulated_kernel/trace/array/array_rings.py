@@ -165,6 +165,7 @@ class ArrayRings(ABC):
         self._resize((size_kb << 10) & ((1 << 64) - 1), cpu)
 
     def _resize(self, size: int, cpu: int | None) -> None:
+        self.system.lock.assert_held()
         pages = pages_for(size)
         self.system.expansion.is_done = True
         changed = [self.buffers[n] for n in self._cpus(cpu) if self.buffers[n].nr_pages != pages]

@@ -8,6 +8,7 @@ from dataclasses import field
 
 from emulated_kernel.arch.base import Arch
 from emulated_kernel.dataclass import dataclass
+from emulated_kernel.lock import ControlLock
 from emulated_kernel.trace.compiled.guest_records import GuestRecords
 from emulated_kernel.trace.events.print_event import PrintEvent
 from emulated_kernel.trace.events.registry import EventRegistry
@@ -35,6 +36,7 @@ class Expansion:
 class TraceSystem:
     """What all trace arrays of a kernel share."""
 
+    lock: ControlLock
     cpus: int
     now_ns: Callable[[], int]
     """The machine's nanoseconds since boot."""

@@ -453,6 +453,7 @@ class TraceArray(ArrayRings, Recorder):
         Raises: KernelError EINVAL for an unknown one, EBUSY while a pipe is open.
         Mirrors: kernel/trace/trace.c:tracing_set_tracer (v6.1).
         """
+        self.system.lock.assert_held()
         self.expand()
         if name not in self.tracers():
             raise KernelError(errno.EINVAL, f"no tracer {name!r}")

@@ -108,6 +108,7 @@ class GuestMount:
 
     def open_in_guest(self) -> None:
         """The guest is about to be watched: it takes part in the files that are open from now on."""
+        self.lock.assert_held()
         self._controls.open_in_guest()
 
     def _at(self, path: str) -> ControlTree | GuestTree:
@@ -384,7 +385,8 @@ class GuestMount:
                     self._guest.close_file(opened.fd, opened.number)
 
     def is_between_parts(self) -> bool:
-        """Whether a file of ours waits for the next part of a long write(2); needs the lock."""
+        """Whether a file of ours waits for the next part of a long write(2)."""
+        self.lock.assert_held()
         return self._controls.is_between_parts()
 
     def statfs(self, _path: str) -> Room:

@@ -11,6 +11,7 @@ import pytest
 from emulated_kernel.arch.base import Arch
 from emulated_kernel.arch.x86.arch import X86_64
 from emulated_kernel.image.kallsyms import Location, Symbol
+from emulated_kernel.lock import ControlLock
 from emulated_kernel.trace.array.system import TraceSystem
 from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.events.event import TraceEvent
@@ -132,6 +133,7 @@ def make_bench(cpus: int = 2, arch: Arch | None = None) -> Bench:
     task = TaskContext(117, "python3", cpus - 1)
     arch = arch or X86_64()
     system = TraceSystem(
+        lock=ControlLock(),
         cpus=cpus,
         now_ns=clock.now,
         events=events,
