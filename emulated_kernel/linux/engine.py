@@ -81,7 +81,7 @@ class KernelEngine:
         fprobes = Fprobes(kprobes, kretprobes.hooks, arch, functions, cpus=1)
         registries = ProbeRegistries(kprobes, None, kretprobes, hook_sets, fprobes)
         tracing, points = linux_tracing(
-            machine, live, arch, registries, abi, self.lock, log.info, stacks.task_structs, self._caller()
+            machine, live, arch, registries, abi, log.info, stacks.task_structs, self._caller()
         )
         watch.follow(points.keys)
         self._module_events = ModuleEvents(machine, kernel, points, tracing.system.events, watch.loaded)

@@ -21,6 +21,8 @@ from emulated_kernel.trace.text.cmdlines import SavedCmdlines
 
 NOP_TRACER = "nop"
 FUNCTION_TRACER = "function"
+RELEASE = "6.1.0"
+"""Of the kernel that ours is measured by."""
 
 
 class Expansion:
@@ -53,7 +55,7 @@ class TraceSystem:
     cmdlines: SavedCmdlines
     printk: Callable[[str], None]
     """A line of the kernel's log."""
-    release: str = "6.1.0"
+    release: str = RELEASE
     clocks: ClockSource = field(default_factory=ClockSource)
     tracer_options: TracerOptions = field(default_factory=TracerOptions)
     expansion: Expansion = field(default_factory=Expansion)
