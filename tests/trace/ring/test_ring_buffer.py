@@ -8,7 +8,7 @@ import pytest
 
 from emulated_kernel.trace.ring import layout as ring_layout
 from emulated_kernel.trace.ring.buffer import RingBuffer
-from emulated_kernel.trace.ring.layout import RingMemory, memory_size, pages_for
+from emulated_kernel.trace.ring.layout import RingControl, RingMemory, memory_size, pages_for
 from emulated_kernel.trace.ring.page import (
     MAX_DATA_SIZE,
     MISSED_EVENTS,
@@ -320,45 +320,45 @@ def test_a_page_tells_how_many_events_were_lost() -> None:
 
 @pytest.mark.parametrize("address", [0, 0xFFFFC98000000000])
 def test_guest_code_appends_as_the_layout_says(address: int) -> None:
-    memory, control = bytearray(memory_size(2)), bytearray(ring_layout.CONTROL_SIZE)
-    words = memoryview(control).cast("Q")
-    buffer = RingBuffer(RingMemory(memoryview(memory), address, memoryview(control)), 2)
-    assert words[ring_layout.WRITE_PTR] == 0
+    memory, block = bytearray(memory_size(2)), bytearray(ring_layout.CONTROL_SIZE)
+    control = RingControl.from_buffer(block)
+    buffer = RingBuffer(RingMemory(memoryview(memory), address, memoryview(block)), 2)
+    assert control.write_ptr == 0
     buffer.write(b"12345678", 100)
-    append(memory, words, b"guest..!", 105)
+    append(memory, control, b"guest..!", 105)
     assert list(buffer) == [(100, b"12345678"), (105, b"guest..!")]
     assert len(buffer) == 2
     assert buffer.stats().size == 24
     buffer.write(b"abcdefgh", 106)
     assert [stamp for stamp, _ in buffer] == [100, 105, 106]
     buffer.disabled = True
-    assert words[ring_layout.WRITE_PTR] == 0
+    assert control.write_ptr == 0
     buffer.disabled = False
-    append(memory, words, b"again..!", 107)
+    append(memory, control, b"again..!", 107)
     buffer.resize(memoryview(bytearray(memory_size(4))), 4)
-    assert words[ring_layout.WRITE_PTR] == 0
+    assert control.write_ptr == 0
     assert [stamp for stamp, _ in buffer] == [100, 105, 106, 107]
     assert [event.time_stamp for event in iter(buffer.consume, None)] == [100, 105, 106, 107]
 
 
-def append(memory: bytearray, words: memoryview, payload: bytes, time_stamp: int) -> None:
+def append(memory: bytearray, control: RingControl, payload: bytes, time_stamp: int) -> None:
     """What guest code does for an event of 12 bytes that fits."""
-    pointer = words[ring_layout.WRITE_PTR]
+    pointer = control.write_ptr
     assert pointer - 1 & 4095 <= 4095 - 12
-    delta = time_stamp - words[ring_layout.WRITE_STAMP]
-    struct.pack_into("<I8s", memory, pointer - words[ring_layout.BASE], 2 | delta << 5, payload)
-    words[ring_layout.WRITE_STAMP] = time_stamp
-    words[ring_layout.TAIL_ENTRIES] += 1
-    words[ring_layout.WRITE_PTR] = pointer + 12
+    delta = time_stamp - control.write_stamp
+    struct.pack_into("<I8s", memory, pointer - control.base, 2 | delta << 5, payload)
+    control.write_stamp = time_stamp
+    control.tail_entries += 1
+    control.write_ptr = pointer + 12
 
 
 def test_a_page_that_is_full_to_the_byte_has_no_room() -> None:
     memory = bytearray(memory_size(2))
     buffer = RingBuffer(memoryview(memory), 2)
-    words = memoryview(memory).cast("Q")
+    control = RingControl.from_buffer(memory)
     buffer.write(bytes(MAX_DATA_SIZE), 1)
-    pointer = words[ring_layout.WRITE_PTR]
+    pointer = control.write_ptr
     assert pointer % 4096 == 0
     assert pointer - 1 & 4095 > 4095 - 12
     assert buffer.make_room(12, 2)
-    assert words[ring_layout.WRITE_PTR] % 4096 == 16
+    assert control.write_ptr % 4096 == 16
