@@ -66,7 +66,7 @@ from emulated_kernel.trace.trace_arrays import TraceArrays
 from emulated_kernel.trace.tracers.call_sites import KernelFunctions
 from emulated_kernel.trace.tracers.function_graph import traceable_functions
 from emulated_kernel.trace.tracers.graphs import build_graphs
-from emulated_kernel.trace.tracers.stack_tracer import StackMeasure, StackTracer
+from emulated_kernel.trace.tracers.stack_tracer import StackTracer
 
 
 @dataclass(frozen=True, eq=False)
@@ -239,7 +239,6 @@ def _tracing(
         partial(getattr, guest, "is_watched"),
         partial(getattr, machine, "is_running"),
     )
-    measure = StackMeasure(memory, tasks, system.stack, arch, abi)
     places = records.places(
         abi,
         arch.interrupt_flag,
@@ -273,7 +272,7 @@ def _tracing(
         functions=functions,
         function_graph=graph,
         function_profiler=profiler,
-        stack_tracer=StackTracer(functions, measure, symbols, arch.word_size),
+        stack_tracer=StackTracer(functions, system, memory, abi),
         # Nothing of the kernel's own is formatted where a record is shown.
         printk_formats=tuple,
         guest_records=records,

@@ -39,7 +39,7 @@ from emulated_kernel.trace.text.cmdlines import SavedCmdlines
 from emulated_kernel.trace.trace_arrays import TraceArrays
 from emulated_kernel.trace.tracers.call_sites import KernelFunctions
 from emulated_kernel.trace.tracers.graphs import build_graphs
-from emulated_kernel.trace.tracers.stack_tracer import StackMeasure, StackTracer
+from emulated_kernel.trace.tracers.stack_tracer import StackTracer
 
 
 def linux_tracing(
@@ -97,7 +97,6 @@ def linux_tracing(
     )
     # Those of functions that ran at boot are gone.
     sites = kernel.mcount.between(*kernel.text)
-    measure = StackMeasure(memory, tasks, system.stack, arch, abi)
     functions = KernelFunctions(
         kprobes.sites,
         sites,
@@ -141,7 +140,7 @@ def linux_tracing(
         functions=functions,
         function_graph=graph,
         function_profiler=profiler,
-        stack_tracer=StackTracer(functions, measure, symbols, arch.word_size),
+        stack_tracer=StackTracer(functions, system, memory, abi),
         printk_formats=partial(printk_formats, kernel),
         guest_records=records,
         handler_costs=None,
