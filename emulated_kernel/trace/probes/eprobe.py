@@ -74,6 +74,7 @@ class Eprobe(TraceProbe):
     """An event probe. Mirrors: kernel/trace/trace_eprobe.c:struct trace_eprobe (v6.1)."""
 
     __slots__ = ("_arch", "_symbols", "_trigger", "filter", "target")
+    letter = "e"
 
     def __init__(
         self, kind: EventProbes, event: EprobeEvent, condition: EventFilter | None, arch: Arch
@@ -92,11 +93,6 @@ class Eprobe(TraceProbe):
     def matches_place(self, word: str) -> bool:
         """Mirrors: eprobe_dyn_event_match (v6.1)."""
         return word in (self.place_text, f"{self.target.group}/{self.target.name}")
-
-    def show(self) -> str:
-        """Mirrors: eprobe_dyn_event_show (v6.1)."""
-        head = f"e:{self.event.group}/{self.event.name}"
-        return f"{head} {to_text(' '.join(self.words()))}\n"
 
     def enable(self) -> None:
         """Hang on to the event, in the trace array that enables this one. Raises: KernelError.
