@@ -156,7 +156,7 @@ class TraceArrays:
         pasts = [theirs.past() for _, theirs in pairs]
         rooms = [mine.memory_for(past) for (mine, _), past in zip(pairs, pasts, strict=True)]
         self._system.cmdlines.take_over(former._system.cmdlines)
-        self._system.expansion.is_done |= former._system.expansion.is_done
+        self._system.is_expanded |= former._system.is_expanded
         for (mine, _), past, memory in zip(pairs, pasts, rooms, strict=True):
             mine.take_records(past, memory)
             mine.mark_reboot()
