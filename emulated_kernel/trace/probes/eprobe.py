@@ -84,7 +84,7 @@ class Eprobe(TraceProbe):
         self.filter = condition
         self._arch = arch
         self._symbols = kind.symbols
-        self._trigger: EprobeTrigger | None = None
+        self._trigger = EprobeTrigger(self)
 
     @property
     def place_text(self) -> str:
@@ -99,17 +99,13 @@ class Eprobe(TraceProbe):
 
         Linux: other trace arrays that enable it later get nothing. Deviates: they get its hits there.
         """
-        trigger = EprobeTrigger(self)
-        self.target.file(self.event.recorders[0]).add(trigger, last=True)
-        self._trigger = trigger
+        self.target.file(self.event.recorders[0]).add(self._trigger, last=True)
 
     def disable(self) -> None:
         """Let go of the event."""
         for file in self.target.files.values():
             if self._trigger in file.triggers:
-                assert self._trigger is not None, "it is on a list"
                 file.remove(self._trigger)
-        self._trigger = None
 
     def unregister(self) -> None:
         self.target.let_go()
