@@ -109,9 +109,6 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
         )
         return compiled if compiled.fits else None
 
-    def module_came(self, module: str) -> None:
-        """The filters, which hold here too, see to it."""
-
     def functions_went(self, sites: frozenset[int]) -> None:
         """They can't be traced any more."""
         self.functions.functions_went(sites)
