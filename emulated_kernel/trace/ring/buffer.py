@@ -295,7 +295,7 @@ class RingBuffer(RingWriter):
         self._park(0)
         control.changing = 0
 
-    def resize(self, memory: RingMemory | memoryview, nr_pages: int) -> None:
+    def resize(self, place: RingMemory, nr_pages: int) -> None:
         """Move into other pages, under the same control block or another, with `nr_pages` sub-buffers.
 
         The oldest that don't fit are overrun. The pages so far are the caller's to release, when no guest
@@ -314,7 +314,6 @@ class RingBuffer(RingWriter):
         # Guest code that knows another control block must come to the host.
         self._park(tail)
         old.flags = before.flags | _DISABLED
-        place = memory if isinstance(memory, RingMemory) else RingMemory(memory)
         # The old pages count until the new ones are whole, even if the process ends here.
         draft = replace(place, control=memoryview(bytearray(CONTROL_SIZE)))
         self._format(draft, nr_pages, before.flags)

@@ -56,9 +56,9 @@ class RingWriter:
         "place",
     )
 
-    def __init__(self, memory: RingMemory | memoryview, nr_pages: int, *, overwrite: bool = True) -> None:
-        """Format `memory` (of at least memory_size(nr_pages) writable bytes) as an empty buffer."""
-        self._format(memory, nr_pages, RingFlag.OVERWRITE.value if overwrite else 0)
+    def __init__(self, place: RingMemory, nr_pages: int, *, overwrite: bool = True) -> None:
+        """Format the memory as an empty buffer."""
+        self._format(place, nr_pages, RingFlag.OVERWRITE.value if overwrite else 0)
 
     @classmethod
     def over(cls, place: RingMemory, nr_pages: int) -> Self:
@@ -67,11 +67,10 @@ class RingWriter:
         buffer._attach(place, nr_pages)
         return buffer
 
-    def _format(self, memory: RingMemory | memoryview, nr_pages: int, flags: int) -> None:
+    def _format(self, place: RingMemory, nr_pages: int, flags: int) -> None:
         """Sub-buffers behind the first are formatted when they are first written."""
         if nr_pages < MIN_PAGES:
             raise ValueError(f"a ring buffer has at least {MIN_PAGES} pages")
-        place = memory if isinstance(memory, RingMemory) else RingMemory(memory)
         place.control_block[:] = bytes(CONTROL_SIZE)
         self._attach(place, nr_pages)
         control, table = self._control, self._table

@@ -32,7 +32,7 @@ class RingMachine(RuleBasedStateMachine):
 
     @initialize(pages=st.integers(2, 4), overwrite=st.booleans())
     def make(self, pages: int, overwrite: bool) -> None:
-        self.ring = RingBuffer(self.allocate(pages), pages, overwrite=overwrite)
+        self.ring = RingBuffer(layout.RingMemory(self.allocate(pages)), pages, overwrite=overwrite)
 
     def unread_bytes(self) -> int:
         """Bytes of events and padding on pages that aren't read, told from the memory alone."""
@@ -110,7 +110,7 @@ class RingMachine(RuleBasedStateMachine):
 
     @rule(pages=st.integers(2, 5))
     def resize(self, pages: int) -> None:
-        self.ring.resize(self.allocate(pages), pages)
+        self.ring.resize(layout.RingMemory(self.allocate(pages)), pages)
         self.forget_overwritten()
 
     @rule(overwrite=st.booleans())

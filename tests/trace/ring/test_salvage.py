@@ -120,7 +120,7 @@ def check(result: Salvaged, before: Events, after: Events) -> None:
     assert len(result.buffer) == result.buffer.stats().entries == len(held)
     assert result.buffer.stats().size >= sum(len(payload) for _, payload in held)
     # It goes on from there.
-    result.buffer.resize(memoryview(bytearray(memory_size(4))), 4)
+    result.buffer.resize(RingMemory(memoryview(bytearray(memory_size(4)))), 4)
     assert list(result.buffer) == held
     if held:
         assert result.buffer.consume() == (*held[0], 0)
