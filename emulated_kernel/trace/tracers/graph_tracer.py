@@ -59,7 +59,7 @@ class GraphTracer(Tracer, FunctionWatcher, GraphUser):
         self._tasks = array.system.tasks
         self._now_ns = array.system.now_ns
         self._options = array.system.tracer_options
-        self._records = GraphRecords.of(array.system.arch.word_size)
+        self._records = GraphRecords(array.system.arch.word_size)
 
     def set_max_depth(self, depth: int) -> None:
         """max_graph_depth, an unsigned int."""
