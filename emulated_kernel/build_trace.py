@@ -39,7 +39,7 @@ from emulated_kernel.trace.text.cmdlines import SavedCmdlines
 from emulated_kernel.trace.trace_arrays import TraceArrays
 from emulated_kernel.trace.tracers.call_sites import KernelFunctions
 from emulated_kernel.trace.tracers.graphs import build_graphs
-from emulated_kernel.trace.tracers.stack_tracer import StackMeasure, StackTracer
+from emulated_kernel.trace.tracers.stack_tracer import StackTracer
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,7 +127,7 @@ def build_trace(kernel: TracedKernel, engine: ProbeRegistries, arch: Arch) -> Tr
     fprobe_events = FprobeEvents(probes, commands) if kprobes.profile.fprobe_events else None
     synthetic_events = SyntheticEvents(commands, arch.word_size)
     uprobe_events = UprobeEvents(arch, commands)
-    measure, costs = StackMeasure(memory, tasks, system.stack, arch, abi), None
+    costs = None
     if kernel.measured is not None:
         costs = HandlerCosts(kernel.measured, arch, kprobes.compiler, records, places)
     return TraceParts(
@@ -137,7 +137,7 @@ def build_trace(kernel: TracedKernel, engine: ProbeRegistries, arch: Arch) -> Tr
         functions=functions,
         function_graph=graph,
         function_profiler=profiler,
-        stack_tracer=StackTracer(functions, measure, symbols, arch.word_size),
+        stack_tracer=StackTracer(functions, system, memory, abi),
         printk_formats=kernel.printk_formats,
         guest_records=records,
         handler_costs=costs,

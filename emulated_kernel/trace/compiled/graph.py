@@ -254,7 +254,7 @@ class GraphEmitter:
             for part in range(0, _CELL, word):
                 emit(Load(TEMP, _CALL, CALLED + part, word), Store(BASE, at + part, TEMP, word))
                 # The buffer's latest time is this event's.
-                stamp = target.control_at + WRITE_STAMP * _CELL + part
+                stamp = target.control_at + WRITE_STAMP + part
                 emit(LoadPerCpu(TEMP, stamp, word), Store(BASE, at + _CELL + part, TEMP, word))
         record.commit(BASE, space.length, target)
         builder.place(dropped)
