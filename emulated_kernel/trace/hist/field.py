@@ -379,7 +379,7 @@ def _of_source(field: HistField, source: FilterField) -> HistField:
         field.flags |= Flag.STRING
         is_static = source.type is FilterType.STATIC_STRING
         field.compute = _static_string if is_static else _dynamic_string
-        field.size = source.size if is_static else MAX_STRING
+        field.size = source.declared.size if is_static else MAX_STRING
         return field
     field.size, field.is_signed = source.declared.size, source.declared.is_signed
     field.compute = _number_of
