@@ -124,7 +124,6 @@ class Action:
 class TrackedSnapshot:
     """A trace array's condition for snapshots. Mirrors: struct track_data (v6.1)."""
 
-    data: Histogram
     action: Action
     value: int = 0
     key: bytes = b""
@@ -155,7 +154,7 @@ def _parse_match(subject: str, closed: bool, data: Histogram) -> tuple[str, str]
     group, dot, event = subject.partition(".")
     if not dot:
         raise data.log.error(HistError.SUBSYS_NOT_FOUND, group)
-    if data.find_file(group, event) is None:
+    if data.triggers.find_file(group, event) is None:
         raise data.log.error(HistError.INVALID_SUBSYS_EVENT, event)
     data.matches.append((group, event))
     return group, event

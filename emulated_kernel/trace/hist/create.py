@@ -68,9 +68,9 @@ class ActionMaker:
     def _new_variable(self, name: str, size: int, type_: str) -> HistField:
         """Mirrors: create_var (v6.1)."""
         data = self._data
-        if data.variables.exists(name) and not data.setting.removes:
+        if data.variables.exists(name) and not data.removes:
             raise KernelError(errno.EINVAL, f"there is a variable {name}")
-        return HistField(data, Flag.VAR, size=size, type=type_, variable=name, index=data.add_variable())
+        return HistField(data, Flag.VAR, size=size, type=type_, variable=name, index=data.map.add_variable())
 
     def _snapshot(self, action: Action) -> None:
         """Mirrors: kernel/trace/trace.c:tracing_snapshot_cond_enable (v6.1)."""
@@ -78,7 +78,7 @@ class ActionMaker:
         snapshot.allocate()
         if snapshot.condition is not None:
             raise KernelError(errno.EBUSY, "another histogram takes snapshots")
-        snapshot.condition = TrackedSnapshot(self._data, action)
+        snapshot.condition = TrackedSnapshot(action)
 
     def _save(self, action: Action) -> None:
         if self._data.saved_variables:
@@ -111,7 +111,7 @@ class ActionMaker:
 
     def _trace(self, action: Action) -> None:
         """Mirrors: trace_action_create (v6.1)."""
-        event = self._data.setting.system.find_synthetic(action.target_name)
+        event = self._data.system.find_synthetic(action.target_name)
         if event is None:
             raise self._log.error(HistError.SYNTH_EVENT_NOT_FOUND, action.target_name)
         arguments: list[int] = []
@@ -170,7 +170,7 @@ class ActionMaker:
         data = self._data
         if len(data.made_hists) >= FIELDS_MAX:
             raise self._log.error(HistError.TOO_MANY_FIELD_VARS, name)
-        file = data.find_file(system, event_name)
+        file = data.triggers.find_file(system, event_name)
         if file is None:
             raise self._log.error(HistError.EVENT_FILE_NOT_FOUND, name)
         model = next((each for each in hists_of(file) if _same_keys(each, data)), None)

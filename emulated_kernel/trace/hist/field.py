@@ -213,10 +213,10 @@ class Histogram:
         self.file = file
         self.log = log
         self.attrs = attrs
-        self.fields: list[HistField] = []
-        """Values, hitcount first, then variables, then keys."""
-        self.value_count = 0
-        """Values and variables."""
+        self.values: list[HistField] = []
+        """Values, hitcount first, then variables."""
+        self.keys: list[HistField] = []
+        """The key's parts."""
         self.references: list[HistField] = []
         self.matches: list[tuple[str, str]] = []
         """Groups and names of the events that its onmatch() actions name."""
@@ -226,23 +226,14 @@ class Histogram:
         self.map = TracingMap(attrs.bits or DEFAULT_BITS, 0, 0)
 
     @property
-    def values(self) -> list[HistField]:
-        """Values and variables, hitcount first."""
-        return self.fields[: self.value_count]
-
-    @property
-    def keys(self) -> list[HistField]:
-        """The key's parts."""
-        return self.fields[self.value_count :]
+    def fields(self) -> list[HistField]:
+        """Values, variables and keys."""
+        return self.values + self.keys
 
     def variable(self, name: str) -> HistField | None:
         """The variable of that name. Mirrors: find_var_field (v6.1)."""
         found = (each for each in self.fields if each.flags & Flag.VAR and each.variable == name)
         return next(found, None)
-
-    def find_file(self, group: str, name: str) -> EventFile | None:
-        """Another event of the same trace array."""
-        return self.triggers.find_file(group, name)
 
     def timestamp(self, time: int) -> int:
         """A time in the unit that the histogram counts in."""

@@ -32,8 +32,7 @@ def command_text(data: HistData) -> str:
 
 
 def _sort_texts(data: HistData) -> list[str]:
-    summed = [each for each in data.fields if not each.flags & Flag.VAR]
-    names = [summed[key.index].show() if key.index else "hitcount" for key in data.sort_keys]
+    names = [data.sortable[key.index].show() if key.index else "hitcount" for key in data.sort_keys]
     orders = [".descending" if key.descending else "" for key in data.sort_keys]
     return [name + order for name, order in zip(names, orders, strict=True)]
 
@@ -44,7 +43,7 @@ class HistPrinter:
     def __init__(self, data: HistData, symbols: KernelSymbols) -> None:
         self._data = data
         self._symbols = symbols
-        self._syscall_name = data.setting.system.syscall_name
+        self._syscall_name = data.system.syscall_name
         self._columns = [
             (index, each)
             for index, each in enumerate(data.values)

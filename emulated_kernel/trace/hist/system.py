@@ -54,9 +54,7 @@ class HistSystem:
 
     def save_variables(self, data: Histogram) -> None:
         """Let others find its variables. Mirrors: save_hist_vars (v6.1)."""
-        listed = self._with_variables.setdefault(data.triggers.array, [])
-        if data not in listed:
-            listed.insert(0, data)
+        self._with_variables.setdefault(data.triggers.array, []).insert(0, data)
 
     def remove_variables(self, data: Histogram) -> None:
         """Mirrors: remove_hist_vars (v6.1)."""

@@ -12,7 +12,7 @@ from emulated_kernel.trace.filter.ops import EventFilter
 from emulated_kernel.trace.hist.actions import parse_action
 from emulated_kernel.trace.hist.attrs import parse_attrs, split_filter
 from emulated_kernel.trace.hist.create import ActionMaker
-from emulated_kernel.trace.hist.data import HistData, Setting
+from emulated_kernel.trace.hist.data import HistData
 from emulated_kernel.trace.hist.errors import HistError
 from emulated_kernel.trace.hist.field import HistField
 from emulated_kernel.trace.hist.output import HistPrinter, command_text
@@ -85,64 +85,63 @@ class HistCommand(TriggerCommand):
             raise KernelError(errno.EINVAL, "keys are missing")
         location = f"{_PREFIX}{file.event.group}:{file.event.name}"
         log = CulpritLog(triggers.error_log, location, _PREFIX + write.rest)
-        setting = Setting(triggers, self.system, file, log, write.removes)
-        self._run(setting, write.rest)
+        self._run(triggers, file, log, write.rest, removes=write.removes)
 
-    def _run(self, setting: Setting, text: str) -> None:
+    def _run(
+        self, triggers: EventTriggers, file: EventFile, log: CulpritLog, text: str, *, removes: bool
+    ) -> None:
         command, condition = split_filter(text)
-        attrs = parse_attrs(command.replace(".sym-offset", ".symXoffset"), setting.log)
-        data = HistData(setting, attrs)
-        data.actions = []
+        attrs = parse_attrs(command.replace(".sym-offset", ".symXoffset"), log)
+        data = HistData(triggers, self.system, file, log, attrs, removes=removes)
         for action in attrs.actions:
             data.actions.append(parse_action(action, data))
         data.build()
-        trigger = HistTrigger(data, parse_trigger_filter(setting.file.event, condition), self)
-        if setting.removes:
-            self._remove(trigger, setting.file)
-        elif not self._update_existing(trigger, setting.file):
-            self._add(trigger, setting)
+        trigger = HistTrigger(data, parse_trigger_filter(file.event, condition), self)
+        if removes:
+            self._remove(trigger, file)
+        elif not self._update_existing(trigger, file):
+            self._add(trigger, data)
 
     # Adding
 
-    def _add(self, trigger: HistTrigger, setting: Setting) -> None:
-        data = trigger.data
+    def _add(self, trigger: HistTrigger, data: HistData) -> None:
         try:
             maker = ActionMaker(data, self._make_for)
             for action in data.actions:
                 maker.create(action)
             if data.has_variables():
                 self.system.save_variables(data)
-            self._register(trigger, setting)
+            self._register(trigger, data)
         except KernelError:
             self._discard(data)
             raise
         try:
-            setting.file.add(trigger, last=True)
+            data.file.add(trigger, last=True)
         except KernelError:
             self.release(trigger)
             # Linux: the errno of what failed is lost.
             raise KernelError(errno.EPERM, "the event can't be enabled") from None
-        trigger.keep(self.system.synthetic_of(setting.file.event))
+        trigger.keep(self.system.synthetic_of(data.file.event))
 
     def _make_for(self, data: HistData, file: EventFile, command: str) -> None:
         """Make a histogram on another event for the sake of `data`, whose command goes on being logged."""
-        self._run(Setting(data.triggers, self.system, file, data.log), command)
+        self._run(data.triggers, file, data.log, command, removes=False)
 
-    def _register(self, trigger: HistTrigger, setting: Setting) -> None:
+    def _register(self, trigger: HistTrigger, data: HistData) -> None:
         """Mirrors: hist_register_trigger (v6.1)."""
-        attrs, log = trigger.data.attrs, setting.log
+        attrs, log = data.attrs, data.log
         shared = self._find_named(attrs.name)
         if shared is not None and not self._matches(trigger, shared, shared, ignore_filter=True):
             raise log.error(HistError.NAMED_MISMATCH, attrs.name or "")
         is_first = attrs.name is not None and shared is None
-        if not is_first and self._find_match(trigger, setting.file, shared) is not None:
+        if not is_first and self._find_match(trigger, data.file, shared) is not None:
             raise log.error(HistError.TRIGGER_EEXIST, code=errno.EEXIST)
         if attrs.resume or attrs.clear:
             raise log.error(HistError.TRIGGER_ENOENT_CLEAR, code=errno.ENOENT)
         trigger.paused = attrs.pause
-        if trigger.data.uses_time:
+        if data.uses_time:
             try:
-                setting.triggers.array.set_clock(attrs.clock)
+                data.triggers.array.set_clock(attrs.clock)
             except KernelError as failure:
                 raise log.error(HistError.SET_CLOCK_FAIL, attrs.clock, failure.errno) from None
         self._take_name(trigger, shared)
@@ -223,7 +222,7 @@ class HistCommand(TriggerCommand):
             action.destroy()
         made, data.made_hists = data.made_hists, []
         for file, command in made:
-            self._run(Setting(data.triggers, self.system, file, data.log, removes=True), command)
+            self._run(data.triggers, file, data.log, command, removes=True)
 
     # Comparing
 
@@ -253,7 +252,7 @@ class HistCommand(TriggerCommand):
         if not ignore_filter and trigger.filter_text() != other.filter_text():
             return False
         return (
-            (own.value_count, own.sort_keys) == (theirs.value_count, theirs.sort_keys)
+            (len(own.values), own.sort_keys) == (len(theirs.values), theirs.sort_keys)
             and [_identity(each) for each in own.fields] == [_identity(each) for each in theirs.fields]
             and [action.key() for action in own.actions] == [action.key() for action in theirs.actions]
         )

@@ -80,7 +80,7 @@ class Variables:
         """
         found: HistField | None = None
         for match in self.owner.matches:
-            file = self.owner.find_file(*match)
+            file = self.owner.triggers.find_file(*match)
             variable = None if file is None else find_file_variable(file, name)
             if variable is not None:
                 if found is not None:
@@ -91,7 +91,7 @@ class Variables:
     def _find_file(self, system: str | None, event_name: str | None, name: str) -> EventFile | None:
         """Mirrors: find_var_file (v6.1)."""
         if system is not None:
-            return self.owner.find_file(system, event_name or "")
+            return self.owner.triggers.find_file(system, event_name or "")
         found: EventFile | None = None
         for data in self._system.with_variables(self.owner.triggers.array):
             if data.file is found or data.variable(name) is None:
