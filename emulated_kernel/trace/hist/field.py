@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import operator
 from collections.abc import Callable, Sequence
 from enum import Enum, IntFlag
 from functools import cached_property
@@ -311,24 +312,25 @@ def execname_value(_field: HistField, hit: HistHit) -> Value:
     return hit.element.comm if hit.element is not None else b"(no comm)"
 
 
-def _divide(field: HistField, hit: HistHit) -> Value:
-    """Linux: by a constant below 2**20 that is no power of two, small numbers are rounded up a little."""
-    left, right = field.operands
-    value, divisor = left.number(hit), right.number(hit)
-    if not divisor:
-        return U64
-    by_constant = right.flags & Flag.CONST or right.constant
-    if not by_constant or not divisor & (divisor - 1) or max(divisor - 1, value) >= 1 << _DIV_SHIFT:
+def _divide(value: int, divisor: int) -> int:
+    return value // divisor if divisor else U64
+
+
+def divide_by_constant(value: int, divisor: int) -> int:
+    """Linux: by one below 2**20 that is no power of two, small numbers are rounded up a little."""
+    if not divisor & (divisor - 1) or max(divisor - 1, value) >= 1 << _DIV_SHIFT:
         return value // divisor
     rounding = (1 << _DIV_SHIFT) - 1
     return value * ((1 << _DIV_SHIFT) // divisor) + rounding >> _DIV_SHIFT
 
 
-OPERATIONS: dict[Operator, Compute] = {
-    Operator.PLUS: lambda f, hit: f.operands[0].number(hit) + f.operands[1].number(hit) & U64,
-    Operator.MINUS: lambda f, hit: f.operands[0].number(hit) - f.operands[1].number(hit) & U64,
-    Operator.MULT: lambda f, hit: f.operands[0].number(hit) * f.operands[1].number(hit) & U64,
-    Operator.UNARY_MINUS: lambda f, hit: -f.operands[0].number(hit) & U64,
+Operation = Callable[..., int]
+"""Of the operands' numbers; its low 64 bits count."""
+OPERATIONS: dict[Operator, Operation] = {
+    Operator.PLUS: operator.add,
+    Operator.MINUS: operator.sub,
+    Operator.MULT: operator.mul,
+    Operator.UNARY_MINUS: operator.neg,
     Operator.DIV: _divide,
 }
 
