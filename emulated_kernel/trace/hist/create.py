@@ -13,8 +13,9 @@ from emulated_kernel.trace.events.event import EventFile
 from emulated_kernel.trace.hist.actions import Action, ActionKind, Handler, TrackedSnapshot
 from emulated_kernel.trace.hist.data import HistData
 from emulated_kernel.trace.hist.errors import HistError
-from emulated_kernel.trace.hist.expression import ExpressionParser, remains_of
+from emulated_kernel.trace.hist.expression import ExpressionParser
 from emulated_kernel.trace.hist.field import MAX_STRING, FieldVariable, Flag, HistField, Histogram
+from emulated_kernel.trace.hist.operators import qualified, remains_of
 from emulated_kernel.trace.hist.system import hists_of, holders_of
 from emulated_kernel.trace.hist.variables import find_file_variable
 from emulated_kernel.trace.synth.event import FIELDS_MAX
@@ -116,7 +117,9 @@ class ActionMaker:
             raise self._log.error(HistError.SYNTH_EVENT_NOT_FOUND, action.target_name)
         arguments: list[int] = []
         for param in action.params:
-            system, event_name, name = _qualified(param)
+            if param.count(".") == 1:
+                raise KernelError(errno.EINVAL, "a name has no dot, or two")
+            system, event_name, name = qualified(param)
             variable = self._argument(action, system, event_name, name)
             if not event.takes(len(arguments), variable.type, variable.size, variable.is_signed):
                 raise self._log.error(HistError.SYNTH_TYPE_MISMATCH, name)
@@ -127,40 +130,31 @@ class ActionMaker:
         action.synthetic, action.arguments = event, arguments
 
     def _argument(self, action: Action, system: str | None, event_name: str | None, name: str) -> HistField:
-        if name.startswith("$"):
-            return self._argument_variable(action, system, event_name, name[1:])
-        if system is None or self._is_own(system, event_name):
-            try:
-                made = self._field_variable(name)
-            except KernelError:
-                pass
-            else:
-                self._data.field_variables.append(made)
-                return made.variable
+        """Mirrors: trace_action_find_var, trace_action_create_field_var (v6.1)."""
+        own, is_variable = self._data.file.event, name.startswith("$")
+        name = name.removeprefix("$")
+        if system is None or (system, event_name) == (own.group, own.name):
+            found = self._data.variable(name) if is_variable else self._argument_field(name)
+            if found is not None:
+                return found
         if system is None and action.match is not None:
             system, event_name = action.match
+        if is_variable:
+            found = self._data.variables.find(system, event_name, name)
+            if found is None:
+                raise self._log.error(HistError.PARAM_NOT_FOUND, name)
+            return found
         if system is None or event_name is None:
             raise KernelError(errno.EINVAL, f"no field {name}")
         return self._field_of_other(system, event_name, name)
 
-    def _is_own(self, system: str, event_name: str | None) -> bool:
-        event = self._data.file.event
-        return (system, event_name) == (event.group, event.name)
-
-    def _argument_variable(
-        self, action: Action, system: str | None, event_name: str | None, name: str
-    ) -> HistField:
-        """Mirrors: trace_action_find_var (v6.1)."""
-        found = None
-        if system is None or self._is_own(system, event_name):
-            found = self._data.variable(name)
-        if found is None:
-            if system is None and action.match is not None:
-                system, event_name = action.match
-            found = self._data.variables.find(system, event_name, name)
-        if found is None:
-            raise self._log.error(HistError.PARAM_NOT_FOUND, name)
-        return found
+    def _argument_field(self, name: str) -> HistField | None:
+        try:
+            made = self._field_variable(name)
+        except KernelError:
+            return None
+        self._data.field_variables.append(made)
+        return made.variable
 
     def _field_of_other(self, system: str, event_name: str, name: str) -> HistField:
         """A variable for a field of another event: a histogram is made there, with the same keys.
@@ -190,14 +184,6 @@ class ActionMaker:
         if made is None:
             raise self._log.error(HistError.SYNTH_VAR_NOT_FOUND, name)
         return made
-
-
-def _qualified(param: str) -> tuple[str | None, str | None, str]:
-    """`[GROUP.EVENT.]NAME`. Raises: KernelError EINVAL for one dot."""
-    parts = param.split(".", 2)
-    if len(parts) == 2:
-        raise KernelError(errno.EINVAL, "a name has no dot, or two")
-    return (None, None, param) if len(parts) == 1 else (parts[0], parts[1], parts[2])
 
 
 def _same_keys(one: Histogram, other: Histogram) -> bool:

@@ -9,7 +9,7 @@ from emulated_kernel.trace.events.event import EventFile
 from emulated_kernel.trace.hist.actions import Action
 from emulated_kernel.trace.hist.attrs import HistAttrs, parse_variables
 from emulated_kernel.trace.hist.errors import HistError
-from emulated_kernel.trace.hist.expression import ExpressionParser, remains_of
+from emulated_kernel.trace.hist.expression import ExpressionParser
 from emulated_kernel.trace.hist.field import (
     MAX_STRING,
     STACK_DEPTH,
@@ -33,7 +33,7 @@ from emulated_kernel.trace.hist.map import (
     TracingMap,
     Value,
 )
-from emulated_kernel.trace.hist.operators import leftmost_operand
+from emulated_kernel.trace.hist.operators import leftmost_operand, remains_of
 from emulated_kernel.trace.hist.system import HistSystem
 from emulated_kernel.trace.hist.variables import Variables
 from emulated_kernel.trace.hits.probe_hit import ProbeHit

@@ -18,7 +18,7 @@ from emulated_kernel.trace.hist.field import (
     make_field,
 )
 from emulated_kernel.trace.hist.map import U64
-from emulated_kernel.trace.hist.operators import find_operator, is_reference
+from emulated_kernel.trace.hist.operators import find_operator, is_reference, qualified
 from emulated_kernel.trace.hist.variables import Variables
 from emulated_kernel.trace.text.numbers import is_digit, kstrtoul
 
@@ -133,7 +133,7 @@ class ExpressionParser:
                 return self._constant(kstrtoul(text), flags, variable)
             except KernelError:
                 raise self._log.error(HistError.EXPECT_NUMBER, text) from None
-        system, event_name, name = _qualified(text)
+        system, event_name, name = qualified(text)
         local = self._variables.local_expression(system, event_name, name)
         if local is None and is_reference(name):
             reference = self._variables.reference(system, event_name, name)
@@ -198,15 +198,3 @@ class ExpressionParser:
         if not size:
             raise self._log.error(HistError.BAD_FIELD_MODIFIER, text[1:])
         return size
-
-
-def _qualified(text: str) -> tuple[str | None, str | None, str]:
-    """Group, event and name of `GROUP.EVENT.NAME`; a name with one dot has a modifier."""
-    parts = text.split(".", 2)
-    return (parts[0], parts[1], parts[2]) if len(parts) == 3 else (None, None, text)
-
-
-def remains_of(text: str) -> str:
-    """What is left of an atom's text behind parsing: Linux cuts GROUP.EVENT.NAME at its dots."""
-    group, _, _ = _qualified(text)
-    return text if group is None or is_digit(text) else group
