@@ -27,8 +27,10 @@ from emulated_kernel.trace.trigger.triggers import (
 class CountedTrigger(Trigger):
     """A trigger that may have a limit; a hit that would change nothing doesn't count."""
 
-    def __init__(self, count: int = UNLIMITED, filter_: EventFilter | None = None) -> None:
+    def __init__(self, title: str, count: int, filter_: EventFilter | None) -> None:
         super().__init__(filter_)
+        self._title = title
+        """What stands before the count."""
         self.count = count
 
     def fire(self, hit: ProbeHit, entry: RawEntry | None) -> None:
@@ -47,22 +49,17 @@ class CountedTrigger(Trigger):
     def act(self, hit: ProbeHit) -> None:
         """Do it."""
 
-    @property
-    @abstractmethod
-    def title(self) -> str:
-        """What stands before the count."""
-
     def show(self) -> str:
         """Mirrors: kernel/trace/trace_events_trigger.c:event_trigger_print (v6.1)."""
         count = "unlimited" if self.count == UNLIMITED else f"count={self.count}"
-        return f"{self.title}:{count}{self.filter_text()}"
+        return f"{self._title}:{count}{self.filter_text()}"
 
 
 class ControlTrigger(CountedTrigger):
     """A trigger that acts on its trace array."""
 
-    def __init__(self, array: TraceArray, count: int, filter_: EventFilter | None) -> None:
-        super().__init__(count, filter_)
+    def __init__(self, name: str, array: TraceArray, count: int, filter_: EventFilter | None) -> None:
+        super().__init__(name, count, filter_)
         self.array = array
 
 
@@ -70,7 +67,6 @@ class TraceOn(ControlTrigger):
     """Lets the buffers take records again."""
 
     kind = TriggerKind.TRACE_ONOFF
-    title = "traceon"
     on = True
 
     def would_change(self) -> bool:
@@ -84,7 +80,6 @@ class TraceOn(ControlTrigger):
 class TraceOff(TraceOn):
     """Keeps the buffers as they are, once the entry that did it is written."""
 
-    title = "traceoff"
     on = False
     is_post = True
 
@@ -93,7 +88,6 @@ class SnapshotTrigger(ControlTrigger):
     """Swaps the buffer with the snapshot's."""
 
     kind = TriggerKind.SNAPSHOT
-    title = "snapshot"
 
     def act(self, hit: ProbeHit) -> None:
         del hit
@@ -104,7 +98,6 @@ class StackTrace(ControlTrigger):
     """Records the call chain, behind the entry."""
 
     kind = TriggerKind.STACKTRACE
-    title = "stacktrace"
     is_post = True
 
     def act(self, hit: ProbeHit) -> None:
@@ -132,7 +125,7 @@ class ControlCommand(TriggerCommand):
             triggers.array.snapshot.allocate()
         if existing is not None:
             raise KernelError(errno.EEXIST, f"there is a trigger of the kind of {self.name}")
-        file.add(self.trigger(triggers.array, limit, filter_))
+        file.add(self.trigger(self.name, triggers.array, limit, filter_))
 
 
 class SwitchTrigger(CountedTrigger):
@@ -141,14 +134,9 @@ class SwitchTrigger(CountedTrigger):
     def __init__(
         self, name: str, enable: bool, target: EventFile, count: int, filter_: EventFilter | None
     ) -> None:
-        super().__init__(count, filter_)
+        super().__init__(f"{name}:{target.event.group}:{target.event.name}", count, filter_)
         self.enable = enable
         self.target = target
-        self._name = name
-
-    @property
-    def title(self) -> str:
-        return f"{self._name}:{self.target.event.group}:{self.target.event.name}"
 
     def released(self) -> None:
         self.target.let_go()
@@ -197,7 +185,8 @@ class SwitchCommand(TriggerCommand):
         target = triggers.find_switchable(group, event_name)
         if target is None:
             raise KernelError(errno.EINVAL, f"no event {group}:{event_name}")
-        existing = self._find(file, target)
+        mine = (each for each in file.triggers if isinstance(each, self.trigger))
+        existing = next((each for each in mine if each.target is target), None)
         if write.removes:
             if existing is not None:
                 file.remove(existing)
@@ -218,12 +207,6 @@ class SwitchCommand(TriggerCommand):
         for trigger in tuple(file.triggers):
             if trigger.kind is TriggerKind.HIST_ENABLE:
                 file.remove(trigger)
-
-    def _find(self, file: EventFile, target: EventFile) -> Trigger | None:
-        for trigger in file.triggers:
-            if isinstance(trigger, self.trigger) and trigger.target is target:
-                return trigger
-        return None
 
 
 PLAIN_COMMANDS: tuple[TriggerCommand, ...] = (
