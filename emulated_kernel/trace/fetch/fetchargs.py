@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Sequence
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 from emulated_kernel.arch.base import Arch
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
-from emulated_kernel.trace.fetch.ops import FetchInsn, FetchOp, FetchProgram, FetchStages, stages_of
+from emulated_kernel.trace.fetch.ops import FetchInsn, FetchOp, FetchProgram, FetchStages
 from emulated_kernel.trace.fetch.types import FetchType, bitfield_of, find_fetch_type
 from emulated_kernel.trace.text.chars import is_good_name
 from emulated_kernel.trace.text.numbers import is_digit, kstrtol, kstrtoul
@@ -52,17 +52,12 @@ class ProbeArg:
     count: int
     """Array elements; 0 where it is no array."""
     offset: int
-    program: FetchProgram
+    stages: FetchStages
 
     @property
     def size(self) -> int:
         """Bytes in the fixed part of an entry."""
         return self.type.size * (self.count or 1)
-
-    @cached_property
-    def stages(self) -> FetchStages:
-        """The program as a hit runs it."""
-        return stages_of(self.program)
 
     @property
     def field_type(self) -> str:
@@ -165,9 +160,9 @@ class _ArgParser:
         if wrong := fetch_type.source_error(code[-1].op):
             raise self._error(self._type_column(expression, type_name), wrong)
         program = fetch_type.with_store(tuple(code), is_array=bool(count))
-        self._need_room(program, 0)
-        program = self._modified(program, type_name, fetch_type, count, len(expression) + 1)
-        return ProbeArg(name, self._body, fetch_type, count, size, program)
+        self._need_room(len(program), 0)
+        stages = self._stages(program, type_name, fetch_type, count, len(expression) + 1)
+        return ProbeArg(name, self._body, fetch_type, count, size, stages)
 
     def _error(self, column: int, error: ProbeError, code: int = errno.EINVAL) -> KernelError:
         """`column` counts from the body's start."""
@@ -337,30 +332,29 @@ class _ArgParser:
 
     # Behind the store operation; mirrors kernel/trace/trace_probe.c:traceprobe_parse_probe_arg_body (v6.1).
 
-    def _modified(
+    def _stages(
         self, program: FetchProgram, type_name: str | None, fetch_type: FetchType, count: int, column: int
-    ) -> FetchProgram:
-        """The program with what a bitfield and an array add; `column`: of the type."""
-        store = program[-1].op
+    ) -> FetchStages:
+        """The program by stages, with what a bitfield and an array add; `column`: of the type."""
+        load, *others, store = program
+        derefs = [insn for insn in others if insn.op is not FetchOp.IMM]
+        length = len(program)
         try:
             bitfield = bitfield_of(type_name, fetch_type, self._bits)
         except ValueError:
             raise self._error(column, ProbeError.BAD_BITFIELD) from None
         if bitfield is not None:
-            program = (*program, bitfield)
-            self._need_room(program, column, ProbeError.BAD_BITFIELD)
-        if not count:
-            return program
-        if store not in _ARRAY_STORES:
-            raise self._error(column, ProbeError.BAD_STRING)
-        program = (*program, FetchInsn(FetchOp.LP_ARRAY, value=count))
-        self._need_room(program, 0)
-        return program
+            length += 1
+            self._need_room(length, column, ProbeError.BAD_BITFIELD)
+        if count:
+            if store.op not in _ARRAY_STORES:
+                raise self._error(column, ProbeError.BAD_STRING)
+            self._need_room(length + 1, 0)
+        pointer = derefs.pop() if count and derefs and fetch_type.is_dynamic else None
+        return FetchStages(load, tuple(derefs), pointer, store, bitfield, count)
 
-    def _need_room(
-        self, program: FetchProgram, column: int, error: ProbeError = ProbeError.TOO_MANY_OPS
-    ) -> None:
-        if len(program) >= FETCH_INSN_MAX:
+    def _need_room(self, length: int, column: int, error: ProbeError = ProbeError.TOO_MANY_OPS) -> None:
+        if length >= FETCH_INSN_MAX:
             raise self._error(column, error)
 
 
