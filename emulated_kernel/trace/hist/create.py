@@ -55,10 +55,8 @@ class ActionMaker:
         if variable is None:
             raise self._log.error(HistError.ONX_VAR_NOT_FOUND, name)
         action.tracked = self._refer_to(variable, None, None)
-        try:
+        with self._log.instead(HistError.ONX_VAR_CREATE_FAIL):
             action.track_index = self._new_variable(_TRACKS[action.handler], 8, "u64").index
-        except KernelError:
-            raise self._log.error(HistError.ONX_VAR_CREATE_FAIL) from None
 
     def _refer_to(self, variable: HistField, system: str | None, event_name: str | None) -> HistField:
         reference = self._data.variables.refer_to(variable, system, event_name)
@@ -85,28 +83,18 @@ class ActionMaker:
         if self._data.saved_variables:
             raise self._log.error(HistError.TOO_MANY_SAVE_ACTIONS, code=errno.EEXIST)
         for param in action.params:
-            try:
-                made = self._field_variable(param)
-            except KernelError as failure:
-                raise self._log.error(
-                    HistError.FIELD_VAR_CREATE_FAIL, remains_of(param), failure.errno
-                ) from None
-            self._data.saved_variables.append(made)
+            with self._log.instead(HistError.FIELD_VAR_CREATE_FAIL, remains_of(param)):
+                self._data.saved_variables.append(self._field_variable(param))
 
     def _field_variable(self, name: str) -> FieldVariable:
         """A variable for a field of the histogram's own event. Mirrors: create_field_var (v6.1)."""
         if len(self._data.field_variables) >= FIELDS_MAX:
             raise self._log.error(HistError.TOO_MANY_FIELD_VARS, name)
-        try:
+        with self._log.instead(HistError.FIELD_VAR_PARSE_FAIL, remains_of(name)):
             value = ExpressionParser(self._data.variables).atom(name, Flag.VAR)
-        except KernelError as failure:
-            raise self._log.error(HistError.FIELD_VAR_PARSE_FAIL, remains_of(name), failure.errno) from None
         name = remains_of(name)
-        try:
-            variable = self._new_variable(name, value.size, value.type)
-        except KernelError:
-            raise self._log.error(HistError.VAR_CREATE_FIND_FAIL, name) from None
-        return FieldVariable(variable, value)
+        with self._log.instead(HistError.VAR_CREATE_FIND_FAIL, name):
+            return FieldVariable(self._new_variable(name, value.size, value.type), value)
 
     # trace(), and synthetic events by name
 
@@ -175,10 +163,8 @@ class ActionMaker:
         if existing is not None:
             return existing
         command = _hist_command(model, file, variable, name)
-        try:
+        with self._log.instead(HistError.HIST_CREATE_FAIL, name):
             self._make_hist(data, file, command)
-        except KernelError as failure:
-            raise self._log.error(HistError.HIST_CREATE_FAIL, name, failure.errno) from None
         data.made_hists.append((file, command))
         made = find_file_variable(file, variable)
         if made is None:

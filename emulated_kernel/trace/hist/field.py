@@ -271,23 +271,22 @@ def as_number(value: Value) -> int:
 # What fields are worth
 
 
-def _number_of(field: HistField, hit: HistHit) -> Value:
+def _bytes_of(field: HistField, hit: HistHit) -> bytes:
     source = field.field
     assert source is not None, "it was made for one"
-    data = hit.entry.data[source.offset : source.offset + source.size]
-    return int.from_bytes(data, "little", signed=source.is_signed) & U64
+    return hit.entry.data[source.offset : source.offset + source.size]
+
+
+def _number_of(field: HistField, hit: HistHit) -> Value:
+    return int.from_bytes(_bytes_of(field, hit), "little", signed=field.is_signed) & U64
 
 
 def _static_string(field: HistField, hit: HistHit) -> Value:
-    source = field.field
-    assert source is not None, "it was made for one"
-    return hit.entry.data[source.offset : source.offset + source.size].partition(b"\0")[0]
+    return _bytes_of(field, hit).partition(b"\0")[0]
 
 
 def _dynamic_string(field: HistField, hit: HistHit) -> Value:
-    source = field.field
-    assert source is not None, "it was made for one"
-    location = int.from_bytes(hit.entry.data[source.offset : source.offset + 4], "little")
+    location = int.from_bytes(_bytes_of(field, hit), "little")
     start, length = location & 0xFFFF, location >> 16
     return hit.entry.data[start : start + length].partition(b"\0")[0]
 
@@ -338,14 +337,14 @@ OPERATIONS: dict[Operator, Operation] = {
 def make_field(
     owner: Histogram, source: FilterField | None, flags: Flag, variable: str | None = None
 ) -> HistField:
-    """A field that isn't an expression. Raises: KernelError ENOMEM for one whose size is no number's.
+    """A field that is no expression, reference or stack trace.
+
+    Raises: KernelError ENOMEM for one whose size is no number's.
 
     Mirrors: kernel/trace/trace_events_hist.c:create_hist_field (v6.1).
     """
     field = HistField(owner, flags, source.declared if source else None, variable=variable)
-    if flags & Flag.VAR_REF:
-        field.compute = reference_value
-    elif flags & Flag.HITCOUNT:
+    if flags & Flag.HITCOUNT:
         field.size, field.type = 8, "u64"
         field.compute = lambda _field, _hit: 1
     elif flags & Flag.CONST:
@@ -361,7 +360,7 @@ def make_field(
     elif flags & Flag.CPU:
         field.size, field.type = 4, "unsigned int"
         field.compute = lambda _field, hit: hit.entry.cpu
-    elif source is not None and not flags & (Flag.EXPR | Flag.ALIAS | Flag.STACKTRACE):
+    elif source is not None:
         return _of_source(field, source)
     return field
 

@@ -58,12 +58,6 @@ class HistTrigger(HistHolder):
         state = " [paused]" if self.paused else " [active]"
         return f"{_PREFIX}{name}{command_text(self.data)}{self.filter_text()}{state}"
 
-    def keep(self, event: SyntheticEvent | None) -> None:
-        """It is on the event's list now."""
-        self.synthetic = event
-        if event is not None:
-            event.hist_references += 1
-
     def released(self) -> None:
         if self.synthetic is not None:
             self.synthetic.hist_references -= 1
@@ -121,7 +115,9 @@ class HistCommand(TriggerCommand):
             self.release(trigger)
             # Linux: the errno of what failed is lost.
             raise KernelError(errno.EPERM, "the event can't be enabled") from None
-        trigger.keep(self.system.synthetic_of(data.file.event))
+        if isinstance(data.file.event, SyntheticEvent):
+            trigger.synthetic = data.file.event
+            trigger.synthetic.hist_references += 1
 
     def _make_for(self, data: HistData, file: EventFile, command: str) -> None:
         """Make a histogram on another event for the sake of `data`, whose command goes on being logged."""
@@ -140,10 +136,8 @@ class HistCommand(TriggerCommand):
             raise log.error(HistError.TRIGGER_ENOENT_CLEAR, code=errno.ENOENT)
         trigger.paused = attrs.pause
         if data.uses_time:
-            try:
+            with log.instead(HistError.SET_CLOCK_FAIL, attrs.clock):
                 data.triggers.array.set_clock(attrs.clock)
-            except KernelError as failure:
-                raise log.error(HistError.SET_CLOCK_FAIL, attrs.clock, failure.errno) from None
         self._take_name(trigger, shared)
 
     def _find_named(self, name: str | None) -> HistTrigger | None:

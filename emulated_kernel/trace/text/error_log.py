@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import Enum
 
 from emulated_kernel.errors import KernelError
@@ -58,3 +59,11 @@ class CulpritLog:
         column = max(self._command.find(culprit), 0)
         self._error_log.add(self._location, self._command, error.value, column)
         return KernelError(code, error.value)
+
+    @contextmanager
+    def instead(self, error: Enum, culprit: str = "") -> Iterator[None]:
+        """Log `error` for whatever error comes from inside, and raise it with that one's errno."""
+        try:
+            yield
+        except KernelError as failure:
+            raise self.error(error, culprit, failure.errno) from None
