@@ -24,7 +24,6 @@ from emulated_kernel.trace.text.error_log import CulpritLog
 from emulated_kernel.trace.trigger.triggers import (
     EventTriggers,
     TriggerCommand,
-    TriggerWrite,
     parse_trigger_filter,
 )
 
@@ -73,13 +72,13 @@ class HistCommand(TriggerCommand):
     named: list[HistTrigger] = field(default_factory=list, compare=False)
     """Those with a name, in all trace arrays, newest first."""
 
-    def execute(self, triggers: EventTriggers, file: EventFile, write: TriggerWrite) -> None:
+    def execute(self, triggers: EventTriggers, file: EventFile, rest: str | None, *, removes: bool) -> None:
         """Raises: KernelError EINVAL, ENOMEM, EDOM, EEXIST, ENOENT, EBUSY, as parse_filter()."""
-        if write.rest is None:
+        if rest is None:
             raise KernelError(errno.EINVAL, "keys are missing")
         location = f"{_PREFIX}{file.event.group}:{file.event.name}"
-        log = CulpritLog(triggers.error_log, location, _PREFIX + write.rest)
-        self._run(triggers, file, log, write.rest, removes=write.removes)
+        log = CulpritLog(triggers.error_log, location, _PREFIX + rest)
+        self._run(triggers, file, log, rest, removes=removes)
 
     def _run(
         self, triggers: EventTriggers, file: EventFile, log: CulpritLog, text: str, *, removes: bool

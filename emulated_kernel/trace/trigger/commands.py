@@ -17,7 +17,6 @@ from emulated_kernel.trace.trigger.triggers import (
     UNLIMITED,
     EventTriggers,
     TriggerCommand,
-    TriggerWrite,
     parse_count,
     parse_trigger_filter,
     separate_filter,
@@ -111,12 +110,12 @@ class ControlCommand(TriggerCommand):
     name: str
     trigger: type[ControlTrigger]
 
-    def execute(self, triggers: EventTriggers, file: EventFile, write: TriggerWrite) -> None:
+    def execute(self, triggers: EventTriggers, file: EventFile, rest: str | None, *, removes: bool) -> None:
         """Raises: KernelError EINVAL, ERANGE, EEXIST (there is one of its kind), as parse_filter()."""
-        param, condition = separate_filter(write.rest, required=False)
+        param, condition = separate_filter(rest, required=False)
         kind = self.trigger.kind
         existing = next((trigger for trigger in file.triggers if trigger.kind is kind), None)
-        if write.removes:
+        if removes:
             if existing is not None:
                 file.remove(existing)
             return
@@ -175,9 +174,9 @@ class SwitchCommand(TriggerCommand):
     enable: bool
     trigger: type[SwitchTrigger]
 
-    def execute(self, triggers: EventTriggers, file: EventFile, write: TriggerWrite) -> None:
+    def execute(self, triggers: EventTriggers, file: EventFile, rest: str | None, *, removes: bool) -> None:
         """Raises: KernelError EINVAL (no such event, syntax), ERANGE, EEXIST, as parse_filter()."""
-        param, condition = separate_filter(write.rest, required=True)
+        param, condition = separate_filter(rest, required=True)
         group, colon, event_name = (param or "").partition(":")
         if not colon:
             raise KernelError(errno.EINVAL, "an event is missing")
@@ -187,7 +186,7 @@ class SwitchCommand(TriggerCommand):
             raise KernelError(errno.EINVAL, f"no event {group}:{event_name}")
         mine = (each for each in file.triggers if isinstance(each, self.trigger))
         existing = next((each for each in mine if each.target is target), None)
-        if write.removes:
+        if removes:
             if existing is not None:
                 file.remove(existing)
             return
