@@ -59,19 +59,16 @@ def emit_filter(
 
     for label, step in zip(labels, program.steps, strict=True):
         builder.place(label)
-        predicate = step.predicate
+        predicate, on_true = step.predicate, target(step.on_true)
         if isinstance(predicate, ComparePredicate):
             compare = _compare if predicate.size <= word_size else _compare_long
-            compare(builder, predicate, target(step.on_true))
-            builder.emit(Jump(target(step.on_false)))
+            compare(builder, predicate, on_true)
         elif isinstance(predicate, CpuPredicate):
-            condition = _CONDITIONS[predicate.op][True]
             builder.emit(LoadPerCpu(VALUE, cpu_number, 4))
-            builder.emit(BranchImmediate(condition, VALUE, predicate.value, target(step.on_true)))
-            builder.emit(Jump(target(step.on_false)))
+            builder.emit(BranchImmediate(_CONDITIONS[predicate.op][True], VALUE, predicate.value, on_true))
         else:
             assert isinstance(predicate, NeverPredicate), "can_filter() says so"
-            builder.emit(Jump(target(step.on_false)))
+        builder.emit(Jump(target(step.on_false)))
     builder.place(accept)
 
 
