@@ -156,7 +156,7 @@ class _ArgParser:
         fetch_type = self._find_type(expression, type_name, count)
         if size + fetch_type.size * (count or 1) > MAX_PROBE_EVENT_SIZE:
             raise self._error(0, ProbeError.EVENT_TOO_BIG, errno.E2BIG)
-        code = self._expression(expression, self._offset)
+        code = self._expression(expression, 0)
         if wrong := fetch_type.source_error(code[-1].op):
             raise self._error(self._type_column(expression, type_name), wrong)
         program = fetch_type.with_store(tuple(code), is_array=bool(count))
@@ -211,7 +211,7 @@ class _ArgParser:
             raise self._error(self._type_column(expression, type_name), ProbeError.BAD_TYPE)
         return fetch_type
 
-    # Expression; mirrors kernel/trace/trace_probe.c:parse_probe_arg (v6.1). `at` is the caret's offset.
+    # Expression; mirrors kernel/trace/trace_probe.c:parse_probe_arg (v6.1). `at` is the caret's column.
 
     def _expression(self, text: str, at: int) -> list[FetchInsn]:
         match text[:1]:
@@ -225,7 +225,7 @@ class _ArgParser:
                 return self._dereference(text, at)
             case "\\":
                 return [self._immediate(text[1:], at)]
-        raise self._context.log.error(at, ProbeError.BAD_FETCH_ARG)
+        raise self._error(at, ProbeError.BAD_FETCH_ARG)
 
     def _variable(self, name: str, at: int) -> FetchInsn:
         context = self._context
@@ -233,23 +233,23 @@ class _ArgParser:
             return FetchInsn(FetchOp.TP_ARG, name=name)
         if name == "retval":
             if not context.on_return:
-                raise context.log.error(at, ProbeError.RETVAL_ON_PROBE)
+                raise self._error(at, ProbeError.RETVAL_ON_PROBE)
             return FetchInsn(FetchOp.RETVAL, name=self._arch.registers.return_value)
         if name == "stack":
             return FetchInsn(FetchOp.STACKP, name=self._arch.registers.sp)
         if name.startswith("stack") and is_digit(name, 5):
             number = self._number_of(name[5:], at)
             if context.in_kernel and number > PARAM_MAX_STACK:
-                raise context.log.error(at, ProbeError.BAD_STACK_NUM)
+                raise self._error(at, ProbeError.BAD_STACK_NUM)
             return FetchInsn(FetchOp.STACK, value=number)
         if name in ("comm", "COMM"):
             return FetchInsn(FetchOp.COMM)
         if context.on_entry and name.startswith("arg"):
             number = self._number_of(name[3:], at)
             if not 0 < number <= PARAM_MAX_STACK:
-                raise context.log.error(at, ProbeError.BAD_ARG_NUM)
+                raise self._error(at, ProbeError.BAD_ARG_NUM)
             return self._argument(number - 1)
-        raise context.log.error(at, ProbeError.BAD_VAR)
+        raise self._error(at, ProbeError.BAD_VAR)
 
     def _argument(self, number: int) -> FetchInsn:
         """Argument `number`, from 0, of a function at its entry. Mirrors: regs_get_kernel_argument (v6.1)."""
@@ -263,16 +263,16 @@ class _ArgParser:
         try:
             return kstrtoul(digits, 10, self._bits)
         except KernelError:
-            raise self._context.log.error(at, ProbeError.BAD_VAR) from None
+            raise self._error(at, ProbeError.BAD_VAR) from None
 
     def _register(self, name: str, at: int) -> FetchInsn:
         if self._context.on_event:
             # Linux: goes on after the first error, and finds that nothing was fetched.
-            self._context.log.error(at, ProbeError.BAD_VAR)
-            raise self._context.log.error(at, ProbeError.BAD_FETCH_ARG)
+            self._error(at, ProbeError.BAD_VAR)
+            raise self._error(at, ProbeError.BAD_FETCH_ARG)
         attribute = self._arch.registers.names.get(name)
         if attribute is None:
-            raise self._context.log.error(at, ProbeError.BAD_REG_NAME)
+            raise self._error(at, ProbeError.BAD_REG_NAME)
         return FetchInsn(FetchOp.REG, name=attribute)
 
     def _memory(self, place: str, at: int) -> list[FetchInsn]:
@@ -283,18 +283,17 @@ class _ArgParser:
         if place.startswith("+"):
             return [self._file_offset(place[1:], at), dereference]
         if not self._context.in_kernel:
-            raise self._context.log.error(at, ProbeError.SYM_ON_UPROBE)
+            raise self._error(at, ProbeError.SYM_ON_UPROBE)
         return [FetchInsn(FetchOp.SYMBOL, name=place), FetchInsn(FetchOp.IMM), dereference]
 
     def _file_offset(self, number: str, at: int) -> FetchInsn:
         if self._context.in_kernel:
-            raise self._context.log.error(at, ProbeError.FILE_ON_KPROBE)
+            raise self._error(at, ProbeError.FILE_ON_KPROBE)
         offset = self._logged(kstrtol, number, at, ProbeError.BAD_FILE_OFFS)
         return FetchInsn(FetchOp.FOFFS, value=offset)
 
     def _dereference(self, text: str, at: int) -> list[FetchInsn]:
         """Linux: carets inside `+u0(...)` and `+-8(...)` stand one column early; so do ours."""
-        log = self._context.log
         op = FetchOp.DEREF
         if text[1:2] == "u":
             op = FetchOp.UDEREF
@@ -302,23 +301,23 @@ class _ArgParser:
         text = text.removeprefix("+")
         number, brace, inner = text.partition("(")
         if not brace:
-            raise log.error(at, ProbeError.DEREF_NEED_BRACE)
+            raise self._error(at, ProbeError.DEREF_NEED_BRACE)
         offset = self._logged(kstrtol, number, at, ProbeError.BAD_DEREF_OFFS)
         at += len(number) + (1 if text[0] == "-" else 2)
         if ")" not in inner:
-            raise log.error(at + len(inner), ProbeError.DEREF_OPEN_BRACE)
+            raise self._error(at + len(inner), ProbeError.DEREF_OPEN_BRACE)
         code = self._expression(inner.rpartition(")")[0], at)
         if code[-1].op in (FetchOp.COMM, FetchOp.DATA):
-            raise log.error(at, ProbeError.COMM_CANT_DEREF)
+            raise self._error(at, ProbeError.COMM_CANT_DEREF)
         if len(code) == FETCH_INSN_MAX - 1:
-            raise log.error(at, ProbeError.TOO_MANY_OPS)
+            raise self._error(at, ProbeError.TOO_MANY_OPS)
         return [*code, FetchInsn(op, value=_as_int(offset))]
 
     def _immediate(self, text: str, at: int) -> FetchInsn:
         if text.startswith('"'):
             body = text[1:]
             if not body.endswith('"'):
-                raise self._context.log.error(at + 2 + len(body), ProbeError.IMMSTR_NO_CLOSE)
+                raise self._error(at + 2 + len(body), ProbeError.IMMSTR_NO_CLOSE)
             return FetchInsn(FetchOp.DATA, data=body[:-1].encode("latin-1"))
         value = self._logged(_str_to_immediate, text, at + 1, ProbeError.BAD_IMM)
         return FetchInsn(FetchOp.IMM, value=value & (1 << self._bits) - 1)
@@ -328,7 +327,7 @@ class _ArgParser:
         try:
             return parse(text, 0, self._bits)
         except KernelError as failure:
-            raise self._context.log.error(at, error, failure.errno) from None
+            raise self._error(at, error, failure.errno) from None
 
     # Behind the store operation; mirrors kernel/trace/trace_probe.c:traceprobe_parse_probe_arg_body (v6.1).
 
