@@ -60,9 +60,6 @@ class TracingMap:
         self._sums = sums
         self._elements: dict[bytes, Element] = {}
 
-    def __len__(self) -> int:
-        return len(self._elements)
-
     def add_variable(self) -> int:
         """The index of a new variable. Raises: KernelError EINVAL if there are 16."""
         if self.variable_count == VARS_MAX:

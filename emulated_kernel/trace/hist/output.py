@@ -141,10 +141,9 @@ class HistPrinter:
 
     def _snapshot(self) -> str:
         taken = self._data.triggers.array.snapshot.condition
-        own = any(action.kind is ActionKind.SNAPSHOT for action in self._data.actions)
-        if not isinstance(taken, TrackedSnapshot) or not taken.updated or not own:
+        action = next((each for each in self._data.actions if each.kind is ActionKind.SNAPSHOT), None)
+        if action is None or not isinstance(taken, TrackedSnapshot) or not taken.updated:
             return ""
-        action = next(each for each in self._data.actions if each.kind is ActionKind.SNAPSHOT)
         return (
             "\nSnapshot taken (see tracing/snapshot).  Details:\n"
             f"\ttriggering value {{ {action.handler.value}({action.tracked_name}) }}: {taken.value:10}"
