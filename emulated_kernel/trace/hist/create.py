@@ -35,7 +35,6 @@ class ActionMaker:
 
     def create(self, action: Action) -> None:
         """Raises: KernelError EINVAL, EEXIST (a second save), EBUSY (a second snapshot), ENODEV, ENOMEM."""
-        action.owner = self._data
         if action.handler is not Handler.ONMATCH:
             self._track(action)
         match action.kind:

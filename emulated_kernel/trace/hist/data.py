@@ -121,7 +121,7 @@ class HistData(Histogram):
         if made.flags & Flag.EXECNAME:
             made.flags = Flag.STRING | Flag.VAR | Flag.EXECNAME
             made.size, made.is_signed, made.type = MAX_STRING, False, "char[]"
-            made.compute = execname_value
+            made.value = execname_value
         self.values.append(made)
 
     def _build_keys(self) -> None:

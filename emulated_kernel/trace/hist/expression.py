@@ -97,7 +97,7 @@ class ExpressionParser:
             self._owner, flags | Flag.EXPR, type=like.type, size=like.size, is_signed=like.is_signed
         )
         field.operator, field.operands, field.variable = operator, operands, variable
-        field.compute = lambda _field, hit: operation(*[each.number(hit) for each in operands]) & U64
+        field.value = lambda hit: operation(*[each.number(hit) for each in operands]) & U64
         field.name = field.expression_text()
         return field
 
@@ -147,7 +147,7 @@ class ExpressionParser:
     def _alias(self, reference: HistField, variable: str) -> HistField:
         """A variable that is another one's name. Mirrors: create_alias (v6.1)."""
         alias = HistField(self._owner, Flag.ALIAS | Flag.VAR, variable=variable, operands=(reference,))
-        alias.compute, alias.reference = reference.compute, reference.reference
+        alias.value = reference.value
         self._variables.copy(reference, alias)
         return alias
 

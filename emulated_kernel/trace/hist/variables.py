@@ -7,7 +7,7 @@ import errno
 from emulated_kernel.errors import KernelError
 from emulated_kernel.trace.events.event import EventFile
 from emulated_kernel.trace.hist.errors import HistError
-from emulated_kernel.trace.hist.field import TIME_FLAGS, Flag, HistField, Histogram, reference_value
+from emulated_kernel.trace.hist.field import TIME_FLAGS, Flag, HistField, Histogram
 from emulated_kernel.trace.hist.map import VARS_MAX
 from emulated_kernel.trace.hist.operators import find_operator, is_reference
 from emulated_kernel.trace.hist.system import HistSystem, hists_of
@@ -113,10 +113,11 @@ class Variables:
                 return existing
         if len(owner.references) >= VARS_MAX:
             return None
-        reference = HistField(variable.owner, Flag.VAR_REF, compute=reference_value)
+        reference = HistField(variable.owner, Flag.VAR_REF)
         reference.system, reference.event_name = system, event_name
         self.copy(variable, reference)
-        reference.reference = len(owner.references)
+        place = reference.reference = len(owner.references)
+        reference.value = lambda hit: hit.references[place]
         owner.references.append(reference)
         return reference
 
