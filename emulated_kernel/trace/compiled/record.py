@@ -27,7 +27,7 @@ from emulated_kernel.arch.program.ops import (
     StorePerCpu,
 )
 from emulated_kernel.dataclass import dataclass
-from emulated_kernel.trace.compiled.fetch import BASE, HIGH, LIMIT, OTHER, POSITION, TEMP, VALUE
+from emulated_kernel.trace.compiled.fetch import BASE, HIGH, LIMIT, OTHER, POSITION, TEMP, VALUE, chunks
 from emulated_kernel.trace.compiled.places import GuestPlaces
 from emulated_kernel.trace.ring.layout import (
     FLAGS,
@@ -366,8 +366,5 @@ class RecordEmitter:
         self.scratch()
 
     def _copy_fixed(self, space: EventSpace) -> None:
-        at = 0
-        for piece in (self._word, 4, 2, 1):
-            while space.size - at >= piece:
-                self._emit(Load(TEMP, BASE, at, piece), Store(OTHER, space.header + at, TEMP, piece))
-                at += piece
+        for at, piece in chunks(space.size, self._word):
+            self._emit(Load(TEMP, BASE, at, piece), Store(OTHER, space.header + at, TEMP, piece))

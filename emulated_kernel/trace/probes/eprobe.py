@@ -217,9 +217,9 @@ class EventProbes(ProbeKind[Eprobe]):
 
     def _finish(self, target: TraceEvent, log: CommandLog, arg: ProbeArg) -> ProbeArg:
         """Find the field and the symbol that an argument names. Mirrors: trace_eprobe_tp_update_arg."""
-        first, *rest = arg.program
-        if first.op is FetchOp.TP_ARG and all(field.name != first.name for field in target.fields):
-            if first.name not in _COMM:
+        load = arg.stages.load
+        if load.op is FetchOp.TP_ARG and all(field.name != load.name for field in target.fields):
+            if load.name not in _COMM:
                 raise log.error(0, ProbeError.BAD_ATTACH_ARG, errno.ENOENT)
-            arg = replace(arg, program=(FetchInsn(FetchOp.COMM), *rest))
+            arg = replace(arg, stages=replace(arg.stages, load=FetchInsn(FetchOp.COMM)))
         return resolve_symbol(arg, self.symbols, self._arch.bits)
