@@ -145,36 +145,33 @@ class Compiler:
         It ends in a breakpoint, `CompiledCode.tail`, which is the caller's. `in_frame`: registers are saved
         in a struct pt_regs already, which sp is at.
         """
+        breakpoint_ = self._arch.breakpoint
         key = (*owners, in_frame)
-        made = self.asides.get(key)
-        if made is not None:
-            return made
-        builder = ProgramBuilder()
-        emit(builder)
-        returns, breakpoint_ = self._arch.returns, self._arch.breakpoint
-        assert returns is not None
-        handler = (
-            returns.handler(builder.program(), saves_all=True)
-            if in_frame
-            else self._handler(builder, 0, self._verdict.all_live)
-        )
-        code = self._write(builder, handler, len(breakpoint_), lambda _at: breakpoint_)
+        code = self._kept_aside(key, emit, len(breakpoint_), lambda _at: breakpoint_, in_frame=in_frame)
         if code is not None:
             code.tail = code.address + code.size - len(breakpoint_)
-            self.asides[key] = code
         return code
 
     @_or_none
     def behind(self, owner: Kprobe, emit: EmitAll, target: int) -> CompiledCode | None:
         """Handlers in assembly that go on at `target`; None where there is no room for them."""
-        key = owner, target
+        return self._kept_aside((owner, target), emit, self._arch.jump_size, self._going_on_at(target))
+
+    def _kept_aside(
+        self, key: tuple[object, ...], emit: EmitAll, behind: int, rest: Rest, *, in_frame: bool = False
+    ) -> CompiledCode | None:
+        """What is kept by that key, made if it isn't there."""
         made = self.asides.get(key)
         if made is not None:
             return made
         builder = ProgramBuilder()
         emit(builder)
-        handler = self._handler(builder, 0, self._verdict.all_live)
-        code = self._write(builder, handler, self._arch.jump_size, self._going_on_at(target))
+        if in_frame:
+            assert self._arch.returns is not None
+            handler = self._arch.returns.handler(builder.program(), saves_all=True)
+        else:
+            handler = self._handler(builder, 0, self._verdict.all_live)
+        code = self._write(builder, handler, behind, rest)
         if code is not None:
             self.asides[key] = code
         return code
