@@ -42,7 +42,7 @@ class CallArguments:
     def _arity(self, function: str) -> int:
         """How many it is known to take, by its type."""
         with suppress(KernelError):
-            return min(len(self._kernel.btf.prototype(function).parameters), len(REGISTERS))
+            return min(self._kernel.btf.parameters(function), len(REGISTERS))
         return 0
 
     def _values(self, arguments: Sequence[int | str]) -> list[int]:
