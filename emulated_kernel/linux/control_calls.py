@@ -376,7 +376,7 @@ class ControlCalls:
         if path == TRACEFS:
             calls.unmount(path)
         elif is_directory:
-            calls.mkdir(init, path, 0o777)
+            calls.on_path(init, "mkdirat", path, 0o777)
         kind = os.O_DIRECTORY if is_directory else os.O_CREAT
         fd = calls.open(init, path, os.O_RDONLY | kind, 0o666)
         inode = self._tasks.files.inode(fd)
