@@ -21,7 +21,6 @@ from weakref import WeakKeyDictionary
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError, WouldBlock
 from emulated_kernel.image.linux.kernel import LinuxKernel
-from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.linux.init import TRACEFS
 from emulated_kernel.linux.probed_linux import ProbedLinux
 from emulated_kernel.linux.syscalls import LinuxSyscalls
@@ -35,7 +34,7 @@ log = logging.getLogger("kprobefs.linux")
 READ_SIZE = 128 << 10
 """Bytes of one read(2) at most; the host's kernel asks for no more."""
 _SYMBOLS = (
-    "simple_lookup", "d_instantiate", "stream_open", "noop_llseek", "schedule", "_copy_to_user",
+    "_copy_to_user", "d_instantiate", "noop_llseek", "schedule", "simple_lookup", "stream_open",
 )  # fmt: skip
 _MEMBERS = (
     "inode.i_op", "inode.i_fop", "inode.i_count", "inode_operations.lookup",
@@ -333,9 +332,7 @@ class ControlCalls:
     def _make(self) -> None:
         """Raises: KernelError; Blocked; HardwareError; MemoryFault; GuestFault."""
         kernel, machine = self._kernel, self._machine
-        symbols = {name: at for name in _SYMBOLS if (at := kernel.kallsyms.lookup_name(name)) is not None}
-        if len(symbols) < len(_SYMBOLS):
-            raise unusable(f"its symbols lack {min(set(_SYMBOLS) - symbols.keys())}")
+        symbols = {name: kernel.required(name) for name in _SYMBOLS}
         self._offsets = {path: kernel.btf.offset(path) for path in _MEMBERS}
         code = self._code = machine.text.alloc_text(_SIZE)
         machine.text.poke(code, _stubs(code, symbols, self._offsets["file.f_mode"]))
