@@ -156,7 +156,7 @@ class ControlCalls:
         def begin(sleeping: LinuxTask) -> int:
             return self._syscalls.begin_read(
                 sleeping, part.fd or 0, size, None, may_block=False,
-                service=self._service(sleeping, once, self._gets),
+                service=self._service(sleeping, once, self._gets_or_returns),
             )  # fmt: skip
 
         self._transfer(task, part, handle, once, begin)
@@ -167,7 +167,7 @@ class ControlCalls:
         """write(2). Raises: WouldBlock, as read()."""
 
         def begin(sleeping: LinuxTask) -> int:
-            service = self._service(sleeping, once, self._returns)
+            service = self._service(sleeping, once, self._gets_or_returns)
             return self._syscalls.write(sleeping, part.fd or 0, data, None, service)
 
         self._transfer(task, part, handle, once, begin)
@@ -251,21 +251,15 @@ class ControlCalls:
         is_stream = part.path.rpartition("/")[2] in _STREAMS
         regs.ip = self._code + (_IS_STREAM if is_stream else _OPENED)
 
-    def _gets(self, task: LinuxTask, data: bytes) -> None:
-        """Data go to the task's buffer, as from any file."""
-        if not data:
-            self._returns(task, 0)
+    def _gets_or_returns(self, task: LinuxTask, result: bytes | int) -> None:
+        """Data go to the task's buffer, as from any file; a number is what its call returns."""
+        if not isinstance(result, bytes) or not result:
+            self._returns(task, result or 0)
             return
         regs = self._machine.regs
         _, regs.di = self._arguments.pop(task.address)
-        self._memory.write(self._data, data)
-        regs.si, regs.dx, regs.ip = self._data, len(data), self._code + _COPY
-
-    def _gets_or_returns(self, task: LinuxTask, result: bytes | int) -> None:
-        if isinstance(result, bytes):
-            self._gets(task, result)
-        else:
-            self._returns(task, result)
+        self._memory.write(self._data, result)
+        regs.si, regs.dx, regs.ip = self._data, len(result), self._code + _COPY
 
     def _returns(self, task: LinuxTask, result: int) -> None:
         self._arguments.pop(task.address, None)
