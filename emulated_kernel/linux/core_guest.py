@@ -178,16 +178,13 @@ class CoreGuest(RunningLinux):
         """The CPU as it is in front of a call: in the kernel, in the idle task, at no place."""
         self.machine.cpu.enter_kernel(self._tables)
         self.machine.memory.write(self.root, self.current_cell, struct.pack("<Q", self.init_task))
-        self.set_preempt_count(_NOBODY_ASKS)
-
-    def set_preempt_count(self, count: int) -> None:
-        """With the bit that says that nobody is asked to give the CPU up."""
-        self.machine.memory.write(self.root, self._preempt_count, struct.pack("<I", count | _NOBODY_ASKS))
+        self.machine.memory.write(self.root, self._preempt_count, _NOBODY_ASKS.to_bytes(_COUNT, "little"))
 
     def ask_for_nothing(self) -> None:
         """Nobody is asked to give the CPU up."""
-        count = self.machine.memory.read(self.root, self._preempt_count, _COUNT)
-        self.set_preempt_count(int.from_bytes(count, "little"))
+        memory, at = self.machine.memory, self._preempt_count
+        count = int.from_bytes(memory.read(self.root, at, _COUNT), "little") | _NOBODY_ASKS
+        memory.write(self.root, at, count.to_bytes(_COUNT, "little"))
 
     def _be_the_only_one(self) -> None:
         """Other CPUs are offline: the kernel waits for none of them."""
