@@ -30,7 +30,6 @@ _RESULT, _STATE, _TASK, _WORK, _STRINGS = 56, 64, 72, 128, 256
 _HEAD = struct.Struct("<10Q")
 _RETURNED, _NO_THREAD, _KILLED = 1, 2, 3
 _CONSTANTS = ("WORK_CPU_UNBOUND", "WORK_OFFQ_POOL_BITS", "WORK_OFFQ_POOL_SHIFT")
-_UNKNOWN = "its work queues aren't known"
 _PARTS = ("data", "entry", "func")
 _SYMBOLS = ("queue_work_on", "system_unbound_wq", "kthread_create_on_node", "wake_up_process")
 _CALL_THREAD = bytes.fromhex(
@@ -50,14 +49,12 @@ def work_queues(kernel: LinuxKernel) -> tuple[dict[str, int], tuple[int, ...], d
 
     Raises: KernelError ENOEXEC for one whose work queues aren't known.
     """
-    functions = {name: at for name in _SYMBOLS if (at := kernel.kallsyms.lookup_name(name)) is not None}
-    if len(functions) < len(_SYMBOLS):
-        raise unusable(_UNKNOWN)
     try:
+        functions = {name: kernel.required(name) for name in _SYMBOLS}
         constants = tuple(map(kernel.btf.constant, _CONSTANTS))
         return functions, constants, {part: kernel.btf.offset(f"work_struct.{part}") for part in _PARTS}
     except KernelError as error:
-        raise unusable(_UNKNOWN) from error
+        raise unusable("its work queues aren't known") from error
 
 
 class KernelCalls:

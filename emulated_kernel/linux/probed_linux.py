@@ -63,9 +63,7 @@ def _layout(tasks: RunningLinux, kernel: LinuxKernel) -> MemoryLayout:
     places = layout.text_space, _OTHER_TEXT
     end = kernel.kallsyms.lookup_name("_end") or kernel.text.end
     text = next(place for place in places if not kernel.text.start - TEXT_SPACE_SIZE < place < end)
-    direct = kernel.kallsyms.lookup_name("page_offset_base")
-    if direct is None:
-        raise unusable("its symbols lack page_offset_base")
+    direct = kernel.required("page_offset_base")
     return replace(layout, text_space=text, direct_map=memory.read_word(tasks.root, direct))
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator
+from dataclasses import field
 from errno import EAGAIN, ESRCH
 
+from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.linux.boot import HOST_SIZE
 from emulated_kernel.linux.facts import KernelFacts
@@ -65,46 +67,28 @@ Raises: WouldBlock: the task waits on, and its client asks again. Nothing else.
 """
 
 
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class LinuxTask:
     """A client's task; its registers and flags are reached where the kernel keeps them."""
 
-    __slots__ = (
-        "__weakref__",
-        "address",
-        "alive",
-        "comm",
-        "entries",
-        "flags",
-        "owner",
-        "pending",
-        "pid",
-        "registers",
-        "result",
-        "root",
-        "service",
-        "state",
-        "waits",
-    )
-
-    def __init__(self, address: int, pid: int, root: int, registers: int, state: int, flags: int) -> None:
-        """`root`, `registers`, `state` and `flags` are physical addresses."""
-        self.address = address
-        self.pid = pid
-        self.root = root
-        self.registers = registers
-        self.state = state
-        self.flags = flags
-        self.entries: dict[int, int] = {}
-        """By page the word with its page table entry: tables stay until it executes or ends."""
-        self.owner = 0, 0
-        self.comm = ""
-        self.pending = False
-        self.result = 0
-        self.alive = True
-        self.service: Service | None = None
-        """What the host does in the middle of its call."""
-        self.waits = False
-        """It is where that is done; while the guest runs for others it sleeps there."""
+    address: int
+    pid: int
+    root: int
+    registers: int
+    state: int
+    flags: int
+    """Physical addresses, as the three before."""
+    entries: dict[int, int] = field(default_factory=dict)
+    """By page the word with its page table entry: tables stay until it executes or ends."""
+    owner: tuple[int, int] = 0, 0
+    comm: str = ""
+    pending: bool = False
+    result: int = 0
+    alive: bool = True
+    service: Service | None = None
+    """What the host does in the middle of its call."""
+    waits: bool = False
+    """It is where that is done; while the guest runs for others it sleeps there."""
 
 
 class LinuxTasks(RunningLinux):
@@ -531,8 +515,8 @@ class LinuxTasks(RunningLinux):
 
     def _entry(self, task: LinuxTask, page: int) -> int:
         """Its page table entry of a page; 0 where there is none. What has it is kept in `entries`."""
-        slot = self._memory.slot(task.root, page)
-        if slot is None:
+        slot, size = self._memory.last(task.root, page)
+        if size != PAGE:
             return 0
         task.entries[page] = slot
         return self._memory.words[slot]
