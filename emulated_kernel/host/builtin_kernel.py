@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from emulated_kernel.abi import Vector
 from emulated_kernel.errors import KernelError
 from emulated_kernel.host.readers.guest_log import read_log
-from emulated_kernel.host.readers.memory_info import MemoryReader
+from emulated_kernel.host.readers.memory_info import read_memory
 from emulated_kernel.host.readers.module_list import ModuleReader
 from emulated_kernel.host.readers.task_list import read_cpus, read_tasks
 from emulated_kernel.host.task_stacks import TaskStacks
@@ -63,7 +63,6 @@ class BuiltinKernel(StandingTasks):
         self._child_reaper = address_of(symbols, "child_reaper")
         self._host_find_task = address_of(symbols, "host_find_task")
         self._printk = address_of(symbols, "_printk")
-        self._memory_reader = MemoryReader(memory, symbols, abi)
         self._module_reader = ModuleReader(memory, symbols, abi)
         self._stacks = TaskStacks(memory, symbols, abi, machine)
 
@@ -179,7 +178,7 @@ class BuiltinKernel(StandingTasks):
     def memory(self) -> MemoryInfo:
         """How much memory there is, and what it is used for."""
         with readable("list of slab caches"):
-            return self._memory_reader.info()
+            return read_memory(self._memory, self.image.kallsyms, self.image.abi)
 
     def file_pages(self) -> int:
         """Pages that files in memory have now."""
