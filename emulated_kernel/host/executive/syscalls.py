@@ -242,12 +242,9 @@ class Syscalls:
         self, task: GuestTask, path: str, flags: int, mode: int = 0, hostfs: HostfsHandler | None = None
     ) -> int:
         """openat(2); the file descriptor."""
-        buffer = self._buffers.get()
-        try:
+        with self._buffers.borrowed() as buffer:
             self._put_path(buffer, path)
             return self.call(task, "openat", AT_FDCWD, buffer, flags, mode, hostfs=hostfs)
-        finally:
-            self._buffers.put(buffer)
 
     def read(self, task: GuestTask, fd: int, size: int, offset: int | None = None) -> bytes:
         """read(2), or pread64(2) when `offset` is given."""

@@ -92,7 +92,7 @@ class RiscvTrapHooks(TrapHooks):
         error = self.engine.start(address)
         while (self._put_off is not None and self._goes_on(self._put_off)) or self._broke_off:
             self._broke_off = False
-            error = self.engine.start(self._regs.ip)
+            error = self.engine.start(self.regs.ip)
         return error
 
     def end_run(self) -> None:
@@ -103,10 +103,10 @@ class RiscvTrapHooks(TrapHooks):
         return self._guarded(self._exception)
 
     def _make_invalid_callback(self) -> Callable[..., object]:
-        handler_time = self._handler_time
+        handler_time = self.handler_time
         find = self.breakpoints.get
         guest_callers, put_off = self.guest_callers, self.put_off
-        regs = self._regs
+        regs = self.regs
         size = self._size
 
         def ebreak(engine: int, data: int) -> bool:
