@@ -80,8 +80,3 @@ class ModuleSpace:
         self._memory.unmap(va, page_up(piece.size))
         self._memory.host_pages.free(piece.pa)
         self._pool.free(va)
-
-    @property
-    def used(self) -> int:
-        """Bytes of mapped pages."""
-        return sum(page_up(piece.size) for piece in self._pieces.values())
