@@ -126,7 +126,8 @@ class Machine(ProbedMachine):
         )
         view = memory.view(cells, 16) if cells is not None else memoryview(bytearray(16))
         self.clock = MachineClock(view.cast("Q"), self.config.clock, self.config.seed)
-        self._delivery = self._parts.deliver(self._engine, self.model, memory, self.regs, image)
+        handler, cr2_cell = lookup("asm_host_interrupt"), boot.per_cpu_address(image, "host_cr2")
+        self._delivery = self._parts.delivery(self.hooks, memory, handler, cr2_cell)
         self.hooks.dispatch = self._deliver_or_stop
         self._runner = Runner(self.hooks, memory, self.clock, self._stop_run, self.config.run_budget)
         self._resources.callback(self._runner.close)

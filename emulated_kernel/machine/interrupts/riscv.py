@@ -25,7 +25,6 @@ from emulated_kernel.machine.engine import Engine
 from emulated_kernel.machine.interrupts.delivery import Delivery
 from emulated_kernel.machine.interrupts.exceptions import ExceptionState
 from emulated_kernel.machine.interrupts.hooks import TrapHooks
-from emulated_kernel.machine.memory.memory import Memory
 
 _FRAME_SIZE = 36 * 8
 """struct pt_regs, which the handler begins with."""
@@ -45,10 +44,6 @@ def cause_of(vector: int, error_code: int) -> int:
 
 class RiscvDelivery(Delivery):
     """Sets the trap registers and goes to stvec."""
-
-    def __init__(self, engine: Engine, cpu: CpuModel, memory: Memory, regs: Regs) -> None:
-        super().__init__(cpu, memory, regs, None, None)
-        self._engine = engine
 
     @property
     def possible(self) -> bool:
