@@ -1,4 +1,4 @@
-"""BuiltinKernel: the kernel that comes with the program, as its host asks it."""
+"""BuiltinKernel: the kernel that comes with the program, as its host asks it; buffers in user memory."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ from emulated_kernel.host.readers.memory_info import read_memory
 from emulated_kernel.host.readers.module_list import ModuleReader
 from emulated_kernel.host.readers.task_list import read_cpus, read_tasks
 from emulated_kernel.host.task_stacks import TaskStacks
-from emulated_kernel.host.user_buffers import UserBuffers
 from emulated_kernel.image.image import KernelImage
 from emulated_kernel.image.kallsyms import address_of
 from emulated_kernel.image.modules import Module
 from emulated_kernel.machine.guest_info import CpuInfo, MemoryInfo, Message, ModuleInfo, TaskInfo
 from emulated_kernel.machine.machine import Machine
+from emulated_kernel.machine.memory.guest_memory import GuestPool
 from emulated_kernel.machine.memory.memory import Memory
 from emulated_kernel.machine.standing_tasks import StandingTasks
 from emulated_kernel.machine.traps.trap import GuestFault, MemoryFault
 
+BUFFER_SIZE = 256 << 10
+"""Bytes a buffer: the longest FUSE write (128 KiB) with room for a path."""
+MAX_BUFFERS = 30
+"""As many calls can hold one at once; one that sleeps in a read of a file of ours holds none."""
 _EXIT_RECORD_WORDS = 2
 """struct host_exit_record: the task, then pid and code."""
 _FIRST_INTERRUPT = Vector.TIMER
@@ -34,6 +38,37 @@ _SPLIT = "ia32_"
 """What i386 marks calls with whose arguments it splits."""
 _MAX_MESSAGE = 1000
 """Bytes of a line of the host's."""
+
+
+class UserBuffers:
+    """Pages of user space for paths and data: a stack of buffers, made when first needed, then used again."""
+
+    def __init__(self, region: GuestPool) -> None:
+        self._region = region
+        self._free: list[int] = []
+        self._made = 0
+
+    def get(self) -> int:
+        """The address of a buffer of BUFFER_SIZE bytes. Raises: KernelError ENOMEM."""
+        if self._free:
+            return self._free.pop()
+        if self._made == MAX_BUFFERS:
+            raise KernelError(errno.ENOMEM, "too many system calls are under way")
+        address = self._region.alloc(BUFFER_SIZE)
+        self._made += 1
+        return address
+
+    def put(self, address: int) -> None:
+        self._free.append(address)
+
+    @contextmanager
+    def borrowed(self) -> Iterator[int]:
+        """A buffer for the length of a block."""
+        address = self.get()
+        try:
+            yield address
+        finally:
+            self.put(address)
 
 
 class BuiltinKernel(StandingTasks):

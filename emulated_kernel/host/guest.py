@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
 from emulated_kernel.errors import KernelError
-from emulated_kernel.host.builtin_kernel import BuiltinKernel
+from emulated_kernel.host.builtin_kernel import BUFFER_SIZE, BuiltinKernel
 from emulated_kernel.host.client_call import ClientCall
 from emulated_kernel.host.executive.executive import Executive, GuestTask, HostfsHandler, Request
 from emulated_kernel.host.executive.smp import SmpExecutive
 from emulated_kernel.host.executive.syscalls import Syscalls, check
 from emulated_kernel.host.mirror.mirror import INIT_PID, TaskMirror
 from emulated_kernel.host.mirror.processes import ProcessWatch
-from emulated_kernel.host.user_buffers import BUFFER_SIZE
 from emulated_kernel.host.wall_time import WallTime
 from emulated_kernel.image.prototypes import load_argument_counts
 from emulated_kernel.lock import ControlLock

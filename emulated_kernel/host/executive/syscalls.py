@@ -12,10 +12,9 @@ from typing import NamedTuple
 
 from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError, checked_count
-from emulated_kernel.host.builtin_kernel import BuiltinKernel
+from emulated_kernel.host.builtin_kernel import BUFFER_SIZE, BuiltinKernel
 from emulated_kernel.host.client_call import ARGUMENTS, ClientCall
 from emulated_kernel.host.executive.executive import Executive, GuestTask, HostfsHandler
-from emulated_kernel.host.user_buffers import BUFFER_SIZE
 from emulated_kernel.image.kallsyms import address_of
 
 PATH_MAX = 4096
