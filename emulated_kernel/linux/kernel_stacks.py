@@ -11,8 +11,8 @@ from emulated_kernel.image.linux.kernel import LinuxKernel
 from emulated_kernel.image.linux.unusable import unusable
 from emulated_kernel.linux.machine import LinuxMachine
 from emulated_kernel.linux.tasks import THREAD_SIZE
-from emulated_kernel.machine.guest_kernel import StandingTasks
 from emulated_kernel.machine.memory.guest_memory import GuestMemory
+from emulated_kernel.machine.standing_tasks import StandingTasks
 
 _MEMBERS = (
     "task_struct.tasks", "task_struct.stack", "task_struct.thread.sp", "task_struct.signal",

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from emulated_kernel.arch.x86.arch import X86_64
-from emulated_kernel.image import Kallsyms, Symbol
+from emulated_kernel.image.kallsyms import Kallsyms, Symbol
 from emulated_kernel.kprobes.kprobes import Kprobes
 from emulated_kernel.lock import ControlLock
 from emulated_kernel.machine.machine import Machine

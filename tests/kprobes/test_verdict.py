@@ -12,8 +12,8 @@ from emulated_kernel.arch.analysis.reason import About, Finding, Reason
 from emulated_kernel.arch.analysis.region import Region
 from emulated_kernel.config import MachineConfig
 from emulated_kernel.errors import KernelError
-from emulated_kernel.image import Symbol
 from emulated_kernel.image.image import PREBUILT
+from emulated_kernel.image.kallsyms import Symbol
 from emulated_kernel.kernel import Kernel
 from emulated_kernel.kprobes.kprobe import AggregatorProbe, Kprobe
 from tests.kprobes.blacklist import is_blacklisted

@@ -75,9 +75,7 @@ class TaskMirror:
         """See TaskEvents."""
         task = self._by_pid.pop(pid, None)
         self._clients.discard(pid)
-        if task is None:
-            return
-        if task in self._unnamed:
+        if task is not None and task in self._unnamed:
             self._unnamed.remove(task)
 
     def task_of(self, pid: int, uid: int, gid: int) -> GuestTask:
