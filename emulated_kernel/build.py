@@ -188,7 +188,6 @@ def _tracing(
         syscall_name={call.nr: call.name for call in points.syscalls}.get,
         fentry=image.mcount,
         asking=Asking(),
-        clock_step=lambda: machine.clock.step_ns,
         limits=machine.config.limits,
         log=guest.log,
         measured=machine,
@@ -198,9 +197,8 @@ def _tracing(
     events.call_ended.append(trace.arrays.call_ended)
     events.forked.append(trace.arrays.forked)
     events.exited.append(trace.arrays.exited)
-    GuestDirectories(
-        trace.system.events, guest.call_function, lambda: guest.is_watched, lambda: machine.is_running
-    )
+    is_patched = partial(bool, machine.text.ledger.words)
+    GuestDirectories(trace.system.events, guest.call_function, is_patched, lambda: machine.is_running)
     return trace
 
 

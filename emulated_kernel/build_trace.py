@@ -62,8 +62,6 @@ class TracedKernel:
     fentry: Collection[int]
     """Addresses at which its functions can be traced."""
     asking: Asking
-    clock_step: Callable[[], int]
-    """Nanoseconds that a look at its clock takes."""
     limits: Limits
     log: Callable[[str], None]
     """A line of its log."""
@@ -110,9 +108,7 @@ def build_trace(kernel: TracedKernel, engine: ProbeRegistries, arch: Arch) -> Tr
     functions = KernelFunctions(kprobes.sites, kernel.fentry, symbols, called, kprobes.verdict, arch)
     hists = HistCommand(HistSystem(registry, kernel.syscall_name))
     arrays = TraceArrays(system, hists, functions, machine.clock.now_ns, kprobes.lock, kernel.limits)
-    places = records.places(
-        abi, arch.interrupt_flag, context.breakpoint_trace_ctx, kernel.clock_step, kernel.asking
-    )
+    places = records.places(abi, arch.interrupt_flag, context.breakpoint_trace_ctx, kernel.asking)
     top, graph, profiler = arrays.top, None, None
     if kernel.has_graph:
         graph, profiler = build_graphs(

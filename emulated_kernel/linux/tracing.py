@@ -13,7 +13,6 @@ from emulated_kernel.image.tables import words
 from emulated_kernel.kprobes.return_hook.hook_sets import GRAPH_TRAMPOLINE
 from emulated_kernel.limits import Limits
 from emulated_kernel.linux.kernel_tracepoints import KernelTracepoints
-from emulated_kernel.linux.linux_clock import LinuxClock
 from emulated_kernel.linux.linux_context import LinuxContext, linux_asking
 from emulated_kernel.linux.syscall_work import SyscallWork
 from emulated_kernel.machine.probed_machine import ProbedMachine
@@ -61,7 +60,6 @@ def linux_tracing(
         # Those of functions that ran at boot are gone.
         fentry=kernel.mcount.between(*kernel.text),
         asking=linux_asking(kernel),
-        clock_step=lambda: LinuxClock.step_ns,
         limits=Limits(),
         log=printk,
         release=kernel.release,

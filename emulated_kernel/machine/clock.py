@@ -34,6 +34,8 @@ class GuestClock(ABC):
 
     is_virtual: bool
     """Whether only runs of the guest move it on."""
+    step_ns: int
+    """Nanoseconds that a reading adds."""
 
     def __init__(self) -> None:
         self._is_held = False

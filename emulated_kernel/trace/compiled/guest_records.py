@@ -71,13 +71,12 @@ class GuestRecords:
         abi: Mapping[str, int],
         interrupt_flag: tuple[str, int],
         breakpoint_context: tuple[int, int],
-        clock_step: Callable[[], int],
         asking: Asking,
     ) -> GuestPlaces:
         """All that compiled handlers need to know of this guest."""
         return GuestPlaces(
             clock=abi["host_clock"],
-            clock_step=clock_step,
+            time=self._clock,
             this_cpu_off=abi["percpu.this_cpu_off"],
             cpu_number=abi["percpu.cpu_number"],
             current_task=abi["percpu.current_task"],

@@ -205,7 +205,7 @@ class RecordEmitter:
     def read_clock(self) -> None:
         """VALUE = the time, its upper half in HIGH where a word has 4 bytes."""
         places = self._places
-        self._emit(AddAndFetch(VALUE, places.clock, places.clock_step(), self._high))
+        self._emit(AddAndFetch(VALUE, places.clock, places.time.step_ns, self._high))
 
     def reserve_then(self, pointer: int, length: int | None, target: RecordTarget, dropped: Label) -> None:
         """As reserve(), for an event of the time that was read."""

@@ -234,7 +234,7 @@ class Guest:
         memory.map(target.task, 4096)
         self.places = GuestPlaces(
             clock=target.clock,
-            clock_step=lambda: STEP,
+            time=SimpleNamespace(step_ns=STEP),  # type: ignore[arg-type]
             interrupt_flag=("flags", 0x200),
             this_cpu_off=0x18,
             cpu_number=0x20,
