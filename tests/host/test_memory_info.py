@@ -122,3 +122,12 @@ def test_a_cpu_counts_switches_and_interrupts(kernel: Kernel) -> None:
         kernel.guest.syscalls.call(kernel.guest.mirror.init, "nanosleep", request, 0)
     (slept,) = read_cpus(kernel.machine.memory, kernel.image.abi, areas)
     assert slept.interrupts >= after.interrupts + 25
+
+
+def test_a_cache_that_was_written_over_has_a_number_of_pages_all_the_same(kernel: Kernel) -> None:
+    memory, abi = kernel.machine.memory, kernel.image.abi
+    head = kernel.image.kallsyms.lookup_name("slab_caches")
+    assert head is not None
+    cache = memory.read_word(head) - abi["kmem_cache.list"]
+    memory.write_u32(cache + abi["kmem_cache.order"], 0xFFFFFFFF)
+    assert max(each.pages for each in slabs(kernel)).bit_length() < 128

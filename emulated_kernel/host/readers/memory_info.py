@@ -11,6 +11,7 @@ from emulated_kernel.machine.memory.memory import Memory
 
 _MAX_CACHES = 1 << 12
 """Where a corrupted list is given up."""
+_MAX_ORDER = 63
 _MAX_NAME = 64
 
 
@@ -37,7 +38,8 @@ def read_slabs(memory: Memory, symbols: Kallsyms, abi: Mapping[str, int]) -> Ite
         cache = entry - abi["kmem_cache.list"]
         name = memory.read_cstring(word(cache + abi["kmem_cache.name"]), _MAX_NAME)
         slabs = word(cache + abi["kmem_cache.nr_slabs"])
-        order = memory.read_u32(cache + abi["kmem_cache.order"])
+        # A guest that has written over it must not make a number of half a gigabyte.
+        order = min(memory.read_u32(cache + abi["kmem_cache.order"]), _MAX_ORDER)
         objects = word(cache + abi["kmem_cache.nr_objects"])
         yield SlabCache(name.decode("ascii", "replace"), objects, pages=slabs << order)
         entry = word(entry)
