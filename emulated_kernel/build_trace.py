@@ -82,8 +82,7 @@ def build_trace(kernel: TracedKernel, engine: ProbeRegistries, arch: Arch) -> Tr
     records = GuestRecords(machine.records, tasks, cmdlines, machine.clock)
     for event in kernel.events:
         registry.add(event)
-    here = ProbeHit(memory, tasks, context.trace_ctx)
-    here.regs = machine.regs
+    here = ProbeHit(memory, tasks, context.trace_ctx, machine.regs)
     markers = PrintEvent(arch.word_size)
     for own in (markers, *own_events(arch.word_size)):
         registry.add_own(own)

@@ -39,6 +39,10 @@ class LinuxCpuModel(X86_64Cpu):
 
     layout = replace(X86_64Cpu.layout, record_pages=_RECORDS, record_pages_size=_RECORDS_SIZE)
 
+    def __init__(self, layout: MemoryLayout) -> None:
+        super().__init__()
+        self.layout = layout
+
 
 class KernelCode(CodeCache):
     """Code translated from the kernel's text, wherever the CPU stands.
@@ -80,10 +84,8 @@ class ProbedLinux(ProbedMachine):
     def __init__(self, tasks: RunningLinux, kernel: LinuxKernel) -> None:
         super().__init__()
         machine = tasks.machine
-        self.model = LinuxCpuModel()
-        self.model.layout = _layout(tasks, kernel)
+        self.model = LinuxCpuModel(_layout(tasks, kernel))
         self.regs, self.hooks = machine.regs, machine.hooks
-        self.on_leave = []
         self.per_cpu_bases = [tasks.per_cpu]
         end = len(machine.memory.ram)
         host = range(end - HOST_SIZE + THUNK_SIZE, end - _RECORDS_SIZE)

@@ -134,10 +134,10 @@ class Machine(ProbedMachine):
         self.calls = HostCalls(
             self._runner,
             dict(image.ex_table),
+            self.on_leave,
             return_pad=self._pad,
             stack_top=self._stack - self.model.room_above_call,
         )
-        self.on_leave = self.calls.on_leave
         self.call, self.execute, self.trap_of = self.calls.call, self.calls.execute, self.calls.trap_of
 
     def _boot(self) -> None:

@@ -104,7 +104,7 @@ def _kprobes(machine: Machine, code: bytes) -> Kprobes:
         arch="x86_64",
     )
     kprobes = Kprobes(machine, image, X86_64(), print, ScriptedScheduler(), ControlLock(), BREAKPOINTS)
-    machine.calls.on_leave.append(kprobes.hits.ctlblk.abandon)
+    machine.on_leave.append(kprobes.hits.ctlblk.abandon)
     return kprobes
 
 
