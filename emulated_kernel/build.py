@@ -102,7 +102,7 @@ def _on_machine(
     clock = RequestClock(machine.clock, pauses=config.pauses)
     engine = _engine(machine, live, arch, guest, clock, lock, profile)
     requests = RequestObserver(clock, engine.kprobes)
-    guest.executive.events.request_begins.append(requests.request_begins)
+    guest.executive.events.watch(requests)
     trace = _tracing(machine, live, arch, guest, engine)
     return Parts(
         config=config,
@@ -193,10 +193,8 @@ def _tracing(
         measured=machine,
     )
     trace = build_trace(traced, engine, arch)
-    events.call_begins.append(trace.guest_records.call_begins)
-    events.call_ended.append(trace.arrays.call_ended)
-    events.forked.append(trace.arrays.forked)
-    events.exited.append(trace.arrays.exited)
+    events.watch(trace.guest_records)
+    events.watch(trace.arrays)
     is_patched = partial(bool, machine.text.ledger.words)
     GuestDirectories(trace.system.events, guest.call_function, is_patched, lambda: machine.is_running)
     return trace

@@ -118,7 +118,7 @@ class CoreGuest(RunningLinux):
 
     def __init__(self, machine: LinuxMachine, facts: CoreFacts) -> None:
         self.machine, self.release, self._facts = machine, facts.release, facts
-        self.on_fork, self.on_free, self.on_name = [], [], []
+        super().__init__()
         symbols, memory = facts.symbols, machine.memory
         try:
             self.root = facts.root

@@ -17,6 +17,7 @@ from emulated_kernel.linux.call_arguments import REGISTERS, CallArguments
 from emulated_kernel.linux.pc import TSC_KHZ
 from emulated_kernel.linux.probed_linux import ProbedLinux
 from emulated_kernel.linux.tasks import LinuxTasks
+from emulated_kernel.machine.task_events import TaskObserver
 
 _TEXT = 0xFFFFFFFF70010000
 """Behind the host's other code in the kernel."""
@@ -57,7 +58,7 @@ def work_queues(kernel: LinuxKernel) -> tuple[dict[str, int], tuple[int, ...], d
         raise unusable("its work queues aren't known") from error
 
 
-class KernelCalls:
+class KernelCalls(TaskObserver):
     """Needs the control lock. Raises: as work_queues."""
 
     def __init__(self, tasks: LinuxTasks, machine: ProbedLinux, kernel: LinuxKernel) -> None:
@@ -78,7 +79,7 @@ class KernelCalls:
         ):
             memory.ram[self._page + place : self._page + place + len(code)] = code
         tasks.machine.engine.flush_tlb()
-        tasks.on_end.append(self._ended)
+        tasks.events.watch(self)
 
     def call_function(self, function: str, *arguments: int | str) -> int:
         """What it returns; strings are put into memory.
@@ -138,7 +139,7 @@ class KernelCalls:
     def _head(self, mailbox: int) -> tuple[int, ...]:
         return _HEAD.unpack(self._machine.memory.read(mailbox, _HEAD.size))
 
-    def _ended(self, task: int) -> None:
+    def exiting(self, task: int) -> None:
         """A thread that ends without having returned was killed."""
         for mailbox in self._mailboxes:
             head = self._head(mailbox)

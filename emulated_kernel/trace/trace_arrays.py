@@ -9,6 +9,7 @@ from emulated_kernel.dataclass import dataclass
 from emulated_kernel.errors import KernelError
 from emulated_kernel.limits import Limit, Limits
 from emulated_kernel.lock import ControlLock
+from emulated_kernel.machine.task_events import TaskObserver
 from emulated_kernel.trace.array.system import FUNCTION_TRACER, TraceSystem
 from emulated_kernel.trace.array.trace_array import TraceArray
 from emulated_kernel.trace.events.array_events import ArrayEvents
@@ -36,7 +37,7 @@ class Tracing:
     functions: FunctionTracer
 
 
-class TraceArrays:
+class TraceArrays(TaskObserver):
     """Callers serialise: Linux holds event_mutex and trace_types_lock.
 
     `clock` gives the ns of error logs.
