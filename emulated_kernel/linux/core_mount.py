@@ -95,7 +95,8 @@ class CoreMount(ControlFiles):
                 with wanted, self._calls.bounded():
                     yield
             finally:
-                self._engine.request_ended()
+                for tell in self._guest.events.call_ended:
+                    tell()
 
     def _log(self) -> bytes:
         """What fits into the buffer of the end of the kernel's log."""

@@ -107,11 +107,6 @@ class KernelEngine:
         for tell in (*events.call_begins, *events.request_begins):
             tell()
 
-    def request_ended(self) -> None:
-        """Who waits for records is told, if there are some."""
-        for tell in self.guest.events.call_ended:
-            tell()
-
 
 class LinuxEngine(KernelEngine):
     """The same over a kernel that serves clients; `tasks` are those."""

@@ -61,7 +61,7 @@ class EngineMount(LinuxMount):
         """
         super().__init__(engine.tasks, watch, owner, modules, is_tracefs=is_tracefs, lock=engine.lock)
         self._engine = engine
-        self._request_begun, self._request_ended = engine.request_begins, engine.request_ended
+        self._request_begun, self._call_ended = engine.request_begins, engine.guest.events.call_ended
         # What directories of the guest's are mounted on.
         further = {top[1:]: Directory(mode, {}) for top, mode in _GUESTS.items()}
         calls = Calls(self._call_function, engine.machine.memory.word_size)
@@ -129,7 +129,8 @@ class EngineMount(LinuxMount):
         try:
             LinuxMount.request_ends(self, has_failed=has_failed)
         finally:
-            self._request_ended()
+            for tell in self._call_ended:
+                tell()
 
     @contextmanager
     def _control(self, client: Client) -> Iterator[LinuxTask | None]:
@@ -149,7 +150,8 @@ class EngineMount(LinuxMount):
                         self._tasks.bring(task)
                 yield task
             finally:
-                self._request_ended()
+                for tell in self._call_ended:
+                    tell()
                 self._see_free_pages()
 
     # Attributes and names
