@@ -22,6 +22,7 @@ from emulated_kernel.lock import ControlLock
 from emulated_kernel.vfs.core.node import Node, Owner
 from emulated_kernel.vfs.core.tree import Filesystem
 from emulated_kernel.vfs.guest.guest_mount import GuestMount
+from emulated_kernel.vfs.guest.mounts import Mounts
 from emulated_kernel.vfs.trees.layout import RootLayout, build_filesystem
 
 _P = ParamSpec("_P")
@@ -66,8 +67,7 @@ class Kernel:
         self.kprobes, self.kretprobes = parts.engine.kprobes, parts.engine.kretprobes
         self.fprobes, self.tracing = parts.engine.fprobes, parts.tracing
         self.trace_arrays, self.trace = parts.tracing.arrays, parts.tracing.arrays.top.array
-        self._mounts: list[GuestMount] = []
-        self.machine.text.before_first_change.append(self._open_in_guest)
+        self._mounts = Mounts(self.machine.text, self.guest, self.lock, self.config.limits)
 
     @contextmanager
     def _control(self) -> Iterator[None]:
@@ -78,6 +78,13 @@ class Kernel:
         with self.lock:
             if self.machine.is_running:
                 raise KernelError(errno.EDEADLK, "not from a probe's handler: the guest stands in its hit")
+            yield
+
+    @contextmanager
+    def _request(self) -> Iterator[None]:
+        """The same for what counts as a request."""
+        with self._control():
+            self.parts.requests.request_begins(by_program=True)
             yield
 
     # Probes: by the kernel's own names what Kprobes, Kretprobes, Fprobes and Jprobes do
@@ -160,27 +167,18 @@ class Kernel:
 
         Raises: KernelError; and what the first probe handler raised that failed during the call, after it.
         """
-        with self._control():
-            self.parts.requests.request_begins(by_program=True)
-            self.kprobes.hits.failures.take()
-            try:
-                return self.guest.call_function(function, *args)
-            finally:
-                failure = self.kprobes.hits.failures.take()
-                if failure is not None:
-                    raise failure
+        with self._request():
+            return self.kprobes.hits.failures.raised_behind(lambda: self.guest.call_function(function, *args))
 
     def load_module(self, name: str) -> None:
         """Load a module that comes with the image, or a file, told by a slash; see Modules.load."""
         files = self.modules.read(name)
-        with self._control():
-            self.parts.requests.request_begins(by_program=True)
+        with self._request():
             self.modules.load(files)
 
     def unload_module(self, name: str) -> None:
         """See Modules.unload."""
-        with self._control():
-            self.parts.requests.request_begins(by_program=True)
+        with self._request():
             self.modules.unload(name)
 
     def filesystem(
@@ -202,9 +200,7 @@ class Kernel:
     def mounted(self, files: Filesystem) -> GuestMount:
         """As mount(), of a tree that was made before."""
         with self.lock:
-            mount = GuestMount(files, self.guest, self.lock, self.config.limits)
-            self._mounts.append(mount)
-        return mount
+            return self._mounts.add(files)
 
     def succeed(self, old: Kernel, define: Callable[[], None]) -> None:
         """Go on where a kernel of the same lock and configuration ended, which can't be used any more then.
@@ -213,22 +209,11 @@ class Kernel:
         records, which come with a mark behind them, can still be printed. Needs the lock.
         Where it fails the old kernel goes on. Raises: MemoryError, and what `define` does.
         """
-        self.lock.assert_held()
-        self.machine.clock.advance(max(0, old.machine.clock.now_ns() - self.machine.clock.now_ns()))
-        with self.tracing.system.events.keeping(old.tracing.system.events.ids()):
-            define()
-        self.trace_arrays.take_records(old.trace_arrays)
-        old.loads.stop()
+        self.parts.succeed(old.parts, define)
 
     def take_over(self, mount: GuestMount, files: Filesystem) -> None:
         """A mount of the kernel that this one succeeds shows `files`, of this kernel, from now on."""
-        mount.serve(files, self.guest)
-        self._mounts.append(mount)
-
-    def _open_in_guest(self) -> None:
-        """Text is about to change: what the mounts have open is opened in the guest too."""
-        for mount in self._mounts:
-            mount.open_in_guest()
+        self._mounts.take_over(mount, files)
 
     def close(self) -> None:
         """Free the machine; its loads end."""

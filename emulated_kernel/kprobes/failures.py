@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from typing import TypeVar
 
 from emulated_kernel.kprobes.kprobe import Kprobe
 from emulated_kernel.machine.probed_machine import ProbedMachine
 from emulated_kernel.machine.traps.trap import MemoryFault
 
+_T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 
@@ -37,6 +40,16 @@ class HandlerFailures:
         self._first = self._first or error
         if is_first:
             _log.error("a handler of the probe at %#x failed", address, exc_info=error)
+
+    def raised_behind(self, call: Callable[[], _T]) -> _T:
+        """What a call returns. Raises: as it, and what the first handler raised that failed meanwhile."""
+        self.take()
+        try:
+            return call()
+        finally:
+            failure = self.take()
+            if failure is not None:
+                raise failure
 
     def take(self) -> BaseException | None:
         """What the first handler raised that failed since the last call, for a caller to raise."""
