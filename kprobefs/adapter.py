@@ -12,7 +12,7 @@ import stat
 import struct
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
 from functools import lru_cache, partial
 from itertools import repeat
 from operator import itemgetter
@@ -373,6 +373,10 @@ class _Thread(threading.local):
         self.client: Callable[[], Client] | None = _client
 
 
+def _not_served() -> NoReturn:
+    raise AssertionError("no session serves these operations yet")
+
+
 class _Operations:
     """What fusepy calls. An operation that isn't here costs one ENOSYS; the kernel asks no more."""
 
@@ -387,8 +391,8 @@ class _Operations:
         self._mount = mount
         self._stopping = stopping
         self._pollers = _Pollers()
-        self.ready: Callable[[], None] = lambda: None
-        self.blocking: Callable[[], AbstractContextManager[int]] = lambda: nullcontext(1)
+        self.ready: Callable[[], None] = _not_served
+        self.blocking: Callable[[], AbstractContextManager[int]] = _not_served
         """Around what waits: gives the requests another thread."""
         self.faults = 0
         self.reserve = MemoryReserve()
