@@ -633,12 +633,12 @@ class _Operations:
         self._mount.utimens(_client(), path, *map(_time_set, times))
 
     def _needs_memory(self, data: bytes = b"more") -> None:
-        """Raises: KernelError ENOMEM where there is none for what isn't an end of something."""
+        """Raises: KernelError ENOMEM (there is none for what isn't an end of something)."""
         if not self.reserve.admits(data):
             raise KernelError(errno.ENOMEM, "the host has no memory")
 
     def _needs_reserve(self) -> None:
-        """Raises: KernelError ENOMEM where closing files is all that can be done."""
+        """Raises: KernelError ENOMEM (closing files is all that can be done)."""
         if self.reserve.is_spent:
             raise KernelError(errno.ENOMEM, "the host has no memory, and the reserve is held by others")
 

@@ -74,7 +74,7 @@ def read_records(
 ) -> tuple[LastRecords, SavedCmdlines]:
     """What is whole in a file that a kernel like this one had its records in.
 
-    Raises: OSError; ValueError: it isn't such a file.
+    Raises: OSError, ValueError (it isn't such a file).
     """
     layout = kernel.machine.records.kept_layout
     if os.fstat(file.fileno()).st_size != layout.size:

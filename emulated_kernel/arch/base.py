@@ -37,7 +37,7 @@ class Emulation(ABC):
     def run(self, regs: Any, memory: ByteMemory) -> None:
         """Execute it on the live registers, leaving `ip` where it would go on.
 
-        Raises: what `memory` raises; the registers are unchanged then.
+        Raises: what `memory` raises. The registers are unchanged then.
         """
 
 
@@ -224,20 +224,20 @@ class Arch(ABC):
         """Analyse and copy the instruction at `addr` for out-of-line execution at `slot_addr`.
 
         `may_fault`: an exception table entry exists for `addr`, so that it can't be boosted.
-        Raises: KernelError EINVAL if it can't be copied, KernelError EOPNOTSUPP if neither stepping nor
-        emulation handles it.
+        Raises: KernelError EINVAL (it can't be copied), KernelError EOPNOTSUPP (neither stepping nor
+        emulation handles it).
         """
 
     @abstractmethod
     def relative_jump(self, source: int, target: int) -> bytes:
-        """`jump_size` bytes of a jump from `source` to `target`. Raises: KernelError ERANGE if too far."""
+        """`jump_size` bytes of a jump from `source` to `target`. Raises: KernelError ERANGE (too far)."""
 
     @abstractmethod
     def relative_call(self, source: int, target: int) -> bytes:
-        """A call for the fentry site at `source`. Raises: KernelError ERANGE if too far."""
+        """A call for the fentry site at `source`. Raises: KernelError ERANGE (too far)."""
 
     def detour_jump(self, region: Region, target: int) -> bytes:
-        """What replaces the bytes of a region. Raises: KernelError ERANGE if too far."""
+        """What replaces the bytes of a region. Raises: KernelError ERANGE (too far)."""
         return self.relative_jump(region.addr, target)
 
     @abstractmethod
@@ -318,7 +318,7 @@ class Arch(ABC):
     def detour(self, region: Region, buffer: int, handler: HandlerCode | None = None) -> Detour:
         """The detour buffer at `buffer`; its handler is compiled, or reached by a breakpoint.
 
-        Raises: KernelError(EINVAL, ERANGE) if an instruction can't be moved that far.
+        Raises: KernelError EINVAL, ERANGE (an instruction can't be moved that far).
         """
         if handler is not None:
             return Detour.compiled(handler, self.relocated(region, buffer + len(handler.code)))
@@ -339,7 +339,7 @@ class Arch(ABC):
     def handler_stub(self, handler: HandlerCode, buffer: int, target: int) -> Detour:
         """A compiled handler at `buffer` that goes on at `target`, such as an insn slot.
 
-        Raises: KernelError ERANGE if it is too far away.
+        Raises: KernelError ERANGE (it is too far away).
         """
         return Detour.compiled(handler, self.relative_jump(buffer + len(handler.code), target))
 
@@ -355,7 +355,7 @@ class Arch(ABC):
     def repetition(self, at: int, entry: int, turns: int) -> bytes:
         """Code at `at` that calls `entry` as often as the u64 at `turns` says, counting it down.
 
-        It ends in a return instruction. Raises: KernelError ERANGE if `entry` is too far away.
+        It ends in a return instruction. Raises: KernelError ERANGE (`entry` is too far away).
         """
 
     def disassemble(self, code: bytes, addr: int) -> list[str]:

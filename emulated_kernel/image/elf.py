@@ -94,7 +94,7 @@ _IDENT_SIZE = 16
 class ElfFile:
     """An ELF file in memory.
 
-    Raises: UnusableFile, with what is wrong, for anything that isn't a whole little-endian ELF.
+    Raises: UnusableFile (with what is wrong, for anything that isn't a whole little-endian ELF).
     """
 
     def __init__(self, data: bytes) -> None:

@@ -152,7 +152,7 @@ class ControlCalls:
     def read(
         self, task: LinuxTask | None, part: GuestPart, handle: int, size: int, once: Once[bytes]
     ) -> None:
-        """read(2) of READ_SIZE at most. Raises: WouldBlock, as `once`; the task sleeps then."""
+        """read(2) of READ_SIZE at most. Raises: WouldBlock (as `once`; the task sleeps then)."""
 
         def begin(sleeping: LinuxTask) -> int:
             return self._syscalls.begin_read(
@@ -331,7 +331,7 @@ class ControlCalls:
         self._is_ready, self._is_refused = True, False
 
     def _make(self) -> None:
-        """Raises: KernelError; Blocked; HardwareError; MemoryFault; GuestFault."""
+        """Raises: KernelError, Blocked, HardwareError, MemoryFault, GuestFault."""
         kernel, machine = self._kernel, self._machine
         symbols = {name: at for name in _SYMBOLS if (at := kernel.kallsyms.lookup_name(name)) is not None}
         if len(symbols) < len(_SYMBOLS):

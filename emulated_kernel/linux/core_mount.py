@@ -193,7 +193,7 @@ class CoreMount(ControlFiles):
     # Nothing of it can be changed
 
     def _refuse(self, *paths: str) -> None:
-        """Raises: KernelError EROFS for the dump's files."""
+        """Raises: KernelError EROFS (the dump's files)."""
         for path in paths:
             if self._in_core(path) is not None:
                 raise KernelError(errno.EROFS, path)

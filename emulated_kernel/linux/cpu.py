@@ -106,7 +106,7 @@ def _bytes_at(address: int, size: int) -> memoryview:
 class LinuxCpu:
     """The live CPU; valid while the guest is stopped, or inside a hook.
 
-    Raises: HardwareError where the library keeps its CPU state in another way.
+    Raises: HardwareError (the library keeps its CPU state in another way).
     """
 
     def __init__(self, engine: Engine, regs: Regs, memory: LinuxMemory, state: int) -> None:
@@ -228,7 +228,7 @@ class LinuxCpu:
         self._code_and_stack[:] = _SEGMENTS_OF_SYSCALL
 
     def raise_exception(self, trap: Trap) -> None:
-        """An exception of the guest's, through its IDT. Raises: GuestFault where that can't be."""
+        """An exception of the guest's, through its IDT. Raises: GuestFault (that can't be)."""
         error = None
         if trap.vector in _HAS_ERROR_CODE:
             error = trap.error_code & ~_USER_ACCESS
@@ -243,7 +243,7 @@ class LinuxCpu:
     def interrupt(self, vector: int, error_code: int | None = None) -> None:
         """What a CPU does to take an interrupt or exception: stack, frame, gate.
 
-        Source: Intel SDM vol. 3, 6.14. Raises: GuestFault where the guest has no gate, or no stack.
+        Source: Intel SDM vol. 3, 6.14. Raises: GuestFault (the guest has no gate, or no stack).
         """
         regs, state, memory = self.regs, self._state, self._memory
         entry, ist, disables = self._gate(vector)

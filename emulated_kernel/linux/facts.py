@@ -74,7 +74,7 @@ class KernelFacts:
 
 
 def kernel_facts(kernel: LinuxKernel) -> KernelFacts:
-    """Raises: KernelError ENOEXEC for a kernel that lacks one of them, ENODATA for one without BTF."""
+    """Raises: KernelError ENOEXEC (a kernel that lacks one of them), ENODATA (one without BTF)."""
     symbols = {}
     for name in _SYMBOLS:
         address = kernel.kallsyms.lookup_name(name)

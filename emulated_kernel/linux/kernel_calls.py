@@ -48,7 +48,7 @@ _CALL_THREAD = bytes.fromhex(
 def work_queues(kernel: LinuxKernel) -> tuple[dict[str, int], tuple[int, ...], dict[str, int]]:
     """What calls need of a kernel: its functions, its constants, and the offsets in its work_struct.
 
-    Raises: KernelError ENOEXEC for one whose work queues aren't known.
+    Raises: KernelError ENOEXEC (one whose work queues aren't known).
     """
     functions = {name: at for name in _SYMBOLS if (at := kernel.kallsyms.lookup_name(name)) is not None}
     if len(functions) < len(_SYMBOLS):
@@ -86,8 +86,8 @@ class KernelCalls:
     def call_function(self, function: str, *arguments: int | str) -> int:
         """What it returns; strings are put into memory.
 
-        Raises: KernelError, as CallArguments.placed(); EFAULT: its thread was killed; ETIMEDOUT: it hasn't
-        come back; ENOMEM: no thread could be made; GuestFault.
+        Raises: KernelError, as `CallArguments.placed`, EFAULT (its thread was killed), ETIMEDOUT (it hasn't
+        come back), ENOMEM (no thread could be made), GuestFault.
         """
         self._free_ended()
         memory, mailbox = self._machine.memory, self._machine.alloc_pages(PAGE_SIZE)

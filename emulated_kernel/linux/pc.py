@@ -76,7 +76,7 @@ class Pc:
         return {name: getattr(self, name) for name in self.STATE}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Raises: KeyError; TypeError, ValueError for what no state() has said."""
+        """Raises: KeyError, TypeError, ValueError (what no state() has said)."""
         for name in self.STATE:
             kept = state[name]
             if isinstance(getattr(self, name), list):

@@ -72,7 +72,7 @@ def _layout(tasks: RunningLinux, kernel: LinuxKernel) -> MemoryLayout:
 class ProbedLinux(ProbedMachine):
     """One CPU; `tasks` run it, and `kernel` is the file that was booted, with its text as it runs.
 
-    Raises: MemoryFault where its text isn't there; as LinuxClock.
+    Raises: MemoryFault (its text isn't there), as `LinuxClock`.
     """
 
     cpu = 0

@@ -61,14 +61,26 @@ def test_nothing_public_is_called_by_tests_alone() -> None:
     assert uncalled().keys() == CALLED_FROM_OUTSIDE.keys(), uncalled()
 
 
-def test_docstrings_name_errnos_in_one_form() -> None:
-    """`KernelError EINVAL (why), EBUSY`: a call's form is for code."""
-    docstrings = [
-        (path, ast.get_docstring(node) or "")
-        for path, tree in parsed(LIBRARY, PROGRAM)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+def documentation() -> Iterator[tuple[str, str]]:
+    """Docstrings, those of attributes too: strings that stand alone."""
+    for path, tree in parsed(LIBRARY, PROGRAM):
+        for node in ast.walk(tree):
+            match node:
+                case ast.Expr(value=ast.Constant(value=str(text))):
+                    yield f"{path}:{node.lineno}", " ".join(text.split())
+
+
+REASON = r"(?: \((?:[^()]|\([^()]*\))*\))?"
+RAISED = rf"(?:(?:[A-Z]\w+ )?E[A-Z0-9]+|[A-Z][A-Za-z]+|(?:as|what|whatever|others) (?:[^;,()]|\(\))+){REASON}"
+RAISES = re.compile(rf"Raises: {RAISED}(?:, {RAISED})*\.(?: |$)")
+
+
+def test_raises_has_one_form() -> None:
+    """`Raises: KernelError EINVAL (why), EBUSY, OSError, as `other`.`: types, errnos, reasons in brackets."""
+    found = [
+        (place, text[start:])
+        for place, text in documentation()
+        for start in (match.start() for match in re.finditer(r"\bRaises\b|\bKernelError\(", text))
     ]
-    called = re.compile(r"KernelError\((?:errno\.)?E[A-Z0-9]+\)")
-    assert [path for path, text in docstrings if called.search(text)] == []
-    assert sum("KernelError E" in text for _, text in docstrings) > 100
+    assert len(found) > 600
+    assert [each for each in found if not RAISES.match(each[1])] == []

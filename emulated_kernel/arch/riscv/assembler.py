@@ -157,7 +157,7 @@ class _Line:
         return cell[1], -offset if cell[2] == "-" else offset
 
     def check_effect(self, reads: int, writes: int) -> None:
-        """Raises: KernelError EINVAL: not for handlers."""
+        """Raises: KernelError EINVAL (not for handlers)."""
         for number, why in _KEPT.items():
             if writes >> number & 1 or (number == SP and reads >> number & 1):
                 raise self.statement.refused(why)

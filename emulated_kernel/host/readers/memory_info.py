@@ -23,7 +23,7 @@ class MemoryReader:
         self._abi = abi
 
     def info(self) -> MemoryInfo:
-        """Raises: MemoryFault where the guest has corrupted its lists."""
+        """Raises: MemoryFault (the guest has corrupted its lists)."""
         zone, word = self._address("contig_zone"), self._memory.read_word
         stack_pages = self._abi["thread.size"] // PAGE_SIZE
         return MemoryInfo(

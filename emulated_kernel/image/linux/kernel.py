@@ -70,7 +70,7 @@ _SYSCALLS = _Place("__start_syscalls_metadata", "__stop_syscalls_metadata", "__s
 class LinuxKernel:
     """What a kernel's file tells; a table is read when first asked for, and empty where there is none.
 
-    Raises: KernelError ENOEXEC for a kernel without symbols.
+    Raises: KernelError ENOEXEC (a kernel without symbols).
     """
 
     bits = 64
@@ -225,7 +225,7 @@ class LinuxKernel:
 
     @cached_property
     def btf(self) -> Btf:
-        """Its types. Raises: KernelError ENODATA where it was built without."""
+        """Its types. Raises: KernelError ENODATA (it was built without)."""
         return Btf(self._btf_data())
 
     def _btf_data(self) -> bytes:
@@ -236,7 +236,7 @@ class LinuxKernel:
 
     @cached_property
     def events(self) -> tuple[KernelEvent, ...]:
-        """Its trace events, those of system calls too. Raises: KernelError ENODATA without BTF."""
+        """Its trace events, those of system calls too. Raises: KernelError ENODATA (no BTF)."""
         structures = Structures(self.vmlinux, self.btf)
         calls, maps = (tables.words(self._table(place)[1]) for place in (_EVENTS, _EVAL_MAPS))
         return tuple(kernel_events(structures, calls, maps))
@@ -262,6 +262,6 @@ class LinuxKernel:
 def open_kernel(source: str) -> LinuxKernel:
     """The kernel of a vmlinuz, a vmlinux or a Debian package, or with `host` the one that runs here.
 
-    Raises: KernelError ENOEXEC for what isn't one, ENOENT without the running kernel's file; OSError.
+    Raises: KernelError ENOEXEC (what isn't one), ENOENT (the running kernel's file isn't there), OSError.
     """
     return LinuxKernel(open_vmlinux(source))

@@ -102,7 +102,7 @@ class GuestProbes:
         """A request of the guest's about the structure at `probe`.
 
         Raises: KernelError EFAULT (no such memory), EINVAL (no such op, registered already or not at all),
-        EOPNOTSUPP (a jprobe, where there are none), and as Kprobes and Kretprobes do.
+        EOPNOTSUPP (a jprobe, where there are none), as `Kprobes` and `Kretprobes` do.
         """
         try:
             match op:

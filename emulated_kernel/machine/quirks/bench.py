@@ -148,7 +148,7 @@ def found(function: Callable[..., object], is_there: bool, detail: str) -> SelfT
 
 
 def run_checks(bench: Bench, checks: Iterable[Callable[[Bench], None]]) -> Iterator[SelfTest]:
-    """Raises: HardwareError: a check failed: the library can't be used."""
+    """Raises: HardwareError (a check failed: the library can't be used)."""
     for check in checks:
         check(bench)
         yield SelfTest(check.__name__, Outcome.OK)

@@ -205,7 +205,7 @@ def adapt(bench: Bench, cpu: int | None) -> list[SelfTest]:
 
     `cpu` is what `find_cpu_state` found; without it nothing of the library's inside is touched.
 
-    Raises: HardwareError: a check failed: the library can't be used.
+    Raises: HardwareError (a check failed: the library can't be used).
     """
     hooks = bench.hooks
     assert isinstance(hooks, RiscvTrapHooks)

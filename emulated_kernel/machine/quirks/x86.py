@@ -155,7 +155,7 @@ CHECKS: tuple[Callable[[Bench], None], ...] = (
 def adapt(bench: Bench, cpu: int | None) -> list[SelfTest]:
     """Make the machine's hooks fit this library and check that it then behaves like a CPU.
 
-    `cpu` is what `find_cpu_state` found. Raises: HardwareError: a check failed: the library can't be used.
+    `cpu` is what `find_cpu_state` found. Raises: HardwareError (a check failed: the library can't be used).
     """
     cells = find_exception_cells(bench)
     bench.hooks.state = exception_state(bench, cells, cpu)

@@ -37,7 +37,7 @@ class ModuleSpace:
     def alloc(self, size: int, *, is_text: bool) -> int:
         """Address of `size` bytes: breakpoints that can be executed, or zeros that can be written.
 
-        Raises: HardwareError: none left.
+        Raises: HardwareError (none left).
         """
         pages = page_up(size)
         va = self._pool.alloc(pages + PAGE_SIZE)
@@ -60,7 +60,7 @@ class ModuleSpace:
     def place(self, va: int, code: bytes) -> None:
         """Write text, once: it is the original that the ledger compares with.
 
-        Raises: KeyError: no text of that size was allocated there, or it stands there already.
+        Raises: KeyError (no text of that size was allocated there, or it stands there already).
         """
         piece = self._pieces[va]
         if not piece.is_text or va in self._placed or len(code) != piece.size:
@@ -70,7 +70,7 @@ class ModuleSpace:
         self._placed.add(va)
 
     def free(self, va: int) -> None:
-        """Unmap it. Raises: KeyError for what isn't allocated."""
+        """Unmap it. Raises: KeyError (what isn't allocated)."""
         piece = self._pieces.pop(va)
         if va in self._placed:
             self._placed.remove(va)

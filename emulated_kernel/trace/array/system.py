@@ -64,7 +64,7 @@ class Tracer(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Raises: KernelError where it can't."""
+        """Raises: KernelError (it can't)."""
 
     @abstractmethod
     def stop(self) -> None:

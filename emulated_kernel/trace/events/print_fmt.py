@@ -102,7 +102,7 @@ _ESCAPES = {"n": "\n", "t": "\t", '"': '"', "\\": "\\"}
 def compile_print_fmt(
     text: str, fields: Mapping[str, EventField], word_size: int, names: KernelNames
 ) -> Callable[[PrintContext], str]:
-    """A function that prints records as `text` says. Raises: ValueError for what isn't understood."""
+    """A function that prints records as `text` says. Raises: ValueError (what isn't understood)."""
     parser = _Parser(text, fields, word_size, names)
     layout, arguments = parser.whole()
     render = compile_format(layout, word_size)

@@ -193,7 +193,7 @@ class ActionMaker:
 
 
 def _qualified(param: str) -> tuple[str | None, str | None, str]:
-    """`[GROUP.EVENT.]NAME`. Raises: KernelError EINVAL for one dot."""
+    """`[GROUP.EVENT.]NAME`. Raises: KernelError EINVAL (one dot)."""
     parts = param.split(".", 2)
     if len(parts) == 2:
         raise KernelError(errno.EINVAL, "a name has no dot, or two")

@@ -96,7 +96,7 @@ class HistData(Histogram):
                 each.owner, each.index = self, self.add_variable()
 
     def add_variable(self) -> int:
-        """The index of one more variable of the map. Raises: KernelError EINVAL if there are 16."""
+        """The index of one more variable of the map. Raises: KernelError EINVAL (there are 16)."""
         index = self.map.add_variable()
         if index is None:
             raise KernelError(errno.EINVAL, f"more than {VARS_MAX} variables")

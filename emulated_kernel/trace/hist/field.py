@@ -345,7 +345,7 @@ OPERATIONS: dict[Operator, Compute] = {
 def make_field(
     owner: Histogram, source: FilterField | None, flags: Flag, variable: str | None = None
 ) -> HistField:
-    """A field that isn't an expression. Raises: KernelError ENOMEM for one whose size is no number's.
+    """A field that isn't an expression. Raises: KernelError ENOMEM (one whose size is no number's).
 
     Mirrors: kernel/trace/trace_events_hist.c:create_hist_field (v6.1).
     """

@@ -229,7 +229,7 @@ class _Wreck:
 def salvage(control: bytes, read: Callable[[int, int], bytes]) -> Salvaged | None:
     """The buffer of a control block; None where that has none. `read` gives pages by address.
 
-    Raises: Unreadable; OSError, as `read` does.
+    Raises: Unreadable, OSError (as `read` does).
     """
     found = memoryview(control).cast("Q")
     if not any(found[:ASIDE]):

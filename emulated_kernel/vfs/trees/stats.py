@@ -161,7 +161,7 @@ class _EventStats:
         return bool(found) and all(self._kprobes.table.is_patched(kprobe) for kprobe in found)
 
     def _set_optimized(self, wanted: bool) -> None:
-        """Raises: KernelError EOPNOTSUPP where a probe can't be optimized."""
+        """Raises: KernelError EOPNOTSUPP (a probe can't be optimized)."""
         for kprobe in self._registered():
             self._kprobes.set_optimized(kprobe, wanted)
 
