@@ -674,7 +674,7 @@ class _Operations:
         raise KernelError(error)
 
 
-class _Context(ctypes.Structure):
+class _FuseContext(ctypes.Structure):
     """struct fuse_context up to its end; fusepy's stops before umask."""
 
     _fields_ = [
@@ -704,7 +704,7 @@ def _client() -> Client:
     try:
         context = _this_thread.context
     except AttributeError:
-        context = _this_thread.context = _Context.from_address(_get_context())
+        context = _this_thread.context = _FuseContext.from_address(_get_context())
     return _known_client(context.pid, context.uid, context.gid, context.umask)
 
 

@@ -273,7 +273,7 @@ class Arch(ABC):
         """What is known in front of a function's first instruction."""
 
     def traced_entry(self) -> Frame:
-        """The same for what an fentry site calls."""
+        """In front of the first instruction of what an fentry site calls: `call_link` leads to the site."""
         frame = self.entry_frame(by_interrupt=False)
         if self.call_link is not None and self.registers.link is not None:
             link = self.registers.link
@@ -289,7 +289,7 @@ class Arch(ABC):
     """Functions that come back on another stack than they were called on. Mirrors: kretprobe_blacklist."""
 
     trampoline_slot: int
-    """Where a return trampoline keeps the address to go on at: bytes from the caller's stack pointer."""
+    """Bytes from the caller's stack pointer to where a return trampoline stores the real return address."""
 
     @property
     def returned_at(self) -> int:

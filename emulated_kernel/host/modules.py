@@ -62,7 +62,7 @@ class Modules:
         return self._guest.kernel.modules()
 
     def read(self, name: str, deadline: float | None = None) -> list[ModuleFile]:
-        """The file at a path (told by its slash), or a module of the image's behind what it uses.
+        """The file at a path (with a `/`), or a module of the image's by name, those that it needs first.
 
         They may be slow, or served by this very process: the control lock must not be held. So `load`
         tells what couldn't be read, by `deadline` of time.monotonic() where another file system is asked.

@@ -25,7 +25,7 @@ class DescribedFunction:
     """Its addresses: its entry's part first, then what the compiler moved elsewhere as unlikely to run."""
 
     def part_at(self, addr: int) -> range | None:
-        """The one that holds an address."""
+        """The part with `addr` in it; None: the function isn't there."""
         return next((part for part in self.parts if addr in part), None)
 
 

@@ -85,7 +85,7 @@ class EventBatch:
         return count
 
     def add(self, switch: Callable[[int, bool], None]) -> Tracepoint:
-        """`switch` is called with its number."""
+        """A new tracepoint; enabling or disabling it calls `switch(its number, on)`."""
         point = Tracepoint(partial(switch, len(self.points)))
         self.points.append(point)
         return point

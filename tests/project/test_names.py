@@ -1,4 +1,4 @@
-"""Names: one public class each, and nothing public that only tests would call."""
+"""Names: one class each, and nothing public that only tests would call."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def parsed(*packages: str) -> Iterator[tuple[str, ast.Module]]:
             yield str(path.relative_to(ROOT)), ast.parse(path.read_text())
 
 
-def public_classes(packages: tuple[str, ...]) -> dict[str, list[str]]:
+def classes(packages: tuple[str, ...]) -> dict[str, list[str]]:
     places = defaultdict(list)
     for path, tree in parsed(*packages):
         for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            if isinstance(node, ast.ClassDef):
                 places[node.name].append(f"{path}:{node.lineno}")
     return places
 
@@ -51,8 +51,8 @@ def uncalled() -> dict[str, str]:
     }
 
 
-def test_no_two_public_classes_share_a_name() -> None:
-    found = public_classes((LIBRARY, PROGRAM))
+def test_no_two_classes_share_a_name() -> None:
+    found = classes((LIBRARY, PROGRAM))
     assert len(found) > 300
     assert {name: places for name, places in found.items() if len(places) > 1} == {}
 

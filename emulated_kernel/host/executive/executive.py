@@ -89,14 +89,14 @@ class Request:
     """What the handler raised that is no errno; raised again outside of the guest."""
 
     def kill(self) -> None:
-        """The task ended in the call, if that hadn't ended before."""
+        """Note that the task died in this call: the result is -EIO, unless there is one."""
         if self.result is None:
             self.killed = True
             self.result = -errno.EIO
 
 
 class At(Enum):
-    """State of a CPU between two runs of the guest."""
+    """Where a CPU stands between two runs of the guest."""
 
     USER = auto()
     IDLE = auto()

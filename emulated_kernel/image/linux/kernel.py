@@ -34,7 +34,7 @@ _SECOND_HALF = 0x20
 
 
 class Returns(Enum):
-    """What a CPU's mitigations make of a kernel's returns; the value is what people call it."""
+    """How a kernel's `ret` are rewritten at boot, as the CPU's mitigations need; the value is for people."""
 
     PLAIN = "plain returns"
     ITS = "return thunks in the first half of cache lines"
@@ -46,7 +46,7 @@ class Returns(Enum):
         return self is Returns.THUNKS or (self is Returns.ITS and not site & _SECOND_HALF)
 
 
-class _Place(NamedTuple):
+class _TablePlace(NamedTuple):
     """Where a table stands: between two symbols, or in a section of its own."""
 
     start: str
@@ -54,17 +54,17 @@ class _Place(NamedTuple):
     section: str = ""
 
 
-_EX_TABLE = _Place("__start___ex_table", "__stop___ex_table", "__ex_table")
-_BLACKLIST = _Place("__start_kprobe_blacklist", "__stop_kprobe_blacklist", "_kprobe_blacklist")
-_MCOUNT = _Place("__start_mcount_loc", "__stop_mcount_loc", "__mcount_loc")
-_JUMP_LABELS = _Place("__start___jump_table", "__stop___jump_table", "__jump_table")
-_STATIC_CALLS = _Place("__start_static_call_sites", "__stop_static_call_sites", ".static_call_sites")
-_BUGS = _Place("__start___bug_table", "__stop___bug_table", "__bug_table")
-_RETURN_SITES = _Place("__return_sites", "__return_sites_end", ".return_sites")
-_BTF = _Place("__start_BTF", "__stop_BTF", ".BTF")
-_EVENTS = _Place("__start_ftrace_events", "__stop_ftrace_events", "_ftrace_events")
-_EVAL_MAPS = _Place("__start_ftrace_eval_maps", "__stop_ftrace_eval_maps", "_ftrace_eval_map")
-_SYSCALLS = _Place("__start_syscalls_metadata", "__stop_syscalls_metadata", "__syscalls_metadata")
+_EX_TABLE = _TablePlace("__start___ex_table", "__stop___ex_table", "__ex_table")
+_BLACKLIST = _TablePlace("__start_kprobe_blacklist", "__stop_kprobe_blacklist", "_kprobe_blacklist")
+_MCOUNT = _TablePlace("__start_mcount_loc", "__stop_mcount_loc", "__mcount_loc")
+_JUMP_LABELS = _TablePlace("__start___jump_table", "__stop___jump_table", "__jump_table")
+_STATIC_CALLS = _TablePlace("__start_static_call_sites", "__stop_static_call_sites", ".static_call_sites")
+_BUGS = _TablePlace("__start___bug_table", "__stop___bug_table", "__bug_table")
+_RETURN_SITES = _TablePlace("__return_sites", "__return_sites_end", ".return_sites")
+_BTF = _TablePlace("__start_BTF", "__stop_BTF", ".BTF")
+_EVENTS = _TablePlace("__start_ftrace_events", "__stop_ftrace_events", "_ftrace_events")
+_EVAL_MAPS = _TablePlace("__start_ftrace_eval_maps", "__stop_ftrace_eval_maps", "_ftrace_eval_map")
+_SYSCALLS = _TablePlace("__start_syscalls_metadata", "__stop_syscalls_metadata", "__syscalls_metadata")
 
 
 class LinuxKernel:
@@ -251,7 +251,7 @@ class LinuxKernel:
         numbers = syscall_numbers(self.vmlinux, self._address("sys_call_table"), names)
         return tuple(kernel_syscalls(structures, tables.words(self._table(_SYSCALLS)[1]), numbers))
 
-    def _table(self, place: _Place) -> tuple[int, bytes]:
+    def _table(self, place: _TablePlace) -> tuple[int, bytes]:
         """Address and contents; nothing where it isn't there."""
         found = self.between(place.start, place.stop)
         if found.end:

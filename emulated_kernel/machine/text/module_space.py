@@ -14,7 +14,7 @@ from emulated_kernel.machine.traps.trap import HardwareError
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _Allocation:
     pa: int
     size: int
     is_text: bool
@@ -31,7 +31,7 @@ class ModuleSpace:
         self._memory = memory
         self._text = text
         self._pool = UnitPool(cpu.layout.module_space, MODULE_SPACE_SIZE, PAGE_SIZE, first_fit=True)
-        self._pieces: dict[int, _Piece] = {}
+        self._pieces: dict[int, _Allocation] = {}
         self._placed: set[int] = set()
 
     def alloc(self, size: int, *, is_text: bool) -> int:
@@ -50,7 +50,7 @@ class ModuleSpace:
             self._filler * (pages // len(self._filler)) if is_text else bytes(pages)
         )
         self._memory.map(va, pa, pages, Prot.READ | (Prot.EXEC if is_text else Prot.WRITE))
-        self._pieces[va] = _Piece(pa, size, is_text)
+        self._pieces[va] = _Allocation(pa, size, is_text)
         return va
 
     def size(self, va: int) -> int:

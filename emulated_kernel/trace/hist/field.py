@@ -125,7 +125,7 @@ class HistField:
     name: str = ""
     """Of an expression or a reference."""
     variable: str | None = None
-    """The name of the variable that it is."""
+    """Name of the variable that the field defines, as in `ts0=...`; None: it defines none."""
     index: int = -1
     """Of the variable, in its map's elements."""
     system: str | None = None

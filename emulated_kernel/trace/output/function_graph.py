@@ -105,7 +105,7 @@ class GraphPrinter:
 
         `following` is the next record of that CPU; `formatter` has the other options.
         """
-        line = _Line(entry, self._cpus[entry.cpu], self._options, formatter, self._width)
+        line = _GraphLine(entry, self._cpus[entry.cpu], self._options, formatter, self._width)
         kind = TRACE_ENTRY.unpack_from(entry.record)[0]
         if kind == EntryType.GRAPH_RET:
             return line.returned()
@@ -114,7 +114,7 @@ class GraphPrinter:
         return line.comment()
 
 
-class _Line:
+class _GraphLine:
     """One record on its way to the text."""
 
     def __init__(

@@ -90,7 +90,7 @@ class _Walked:
 
 
 class Unreadable(ValueError):
-    """That can't be a ring buffer."""
+    """Bytes that hold no sound control block of a ring buffer."""
 
     def __init__(self, message: str, lost: int) -> None:
         """`lost`: records that its counters know of."""

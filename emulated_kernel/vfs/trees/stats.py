@@ -67,7 +67,7 @@ def stats_directory(kernel: ProbedParts, owner: Owner) -> Directory:
 
 
 ProbeState = Mapping[str, str | int | bool]
-"""What files of an event say, by their names."""
+"""Values of a stats directory's files (hits, mode, ...), by their names."""
 
 
 def probe_states(kernel: ProbedParts) -> Iterator[ProbeState]:
