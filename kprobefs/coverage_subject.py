@@ -132,7 +132,7 @@ class Recorded:
         self.ex_table = [ExTableEntry(_address(insn), 0) for insn in entries("ex_table")]
         self.bugs = [_address(bug) for bug in entries("bug")]
         self.jump_labels = [JumpLabel(_address(label), 0, 0) for label, _ in entries("jump_labels")]
-        self.static_calls = [StaticCall(_address(site), 0, False) for site in entries("static_calls")]
+        self.static_calls = [StaticCall(_address(site), 0) for site in entries("static_calls")]
         self.data: list[tuple[int, bytes]] = []
 
     def read(self, va: int, size: int, /) -> bytes:

@@ -154,7 +154,7 @@ def _load(register: int, value: int) -> bytes:
     return bytes((0x48, 0xB8 + register)) + struct.pack("<Q", value & (1 << 64) - 1)
 
 
-_AX, _CX, _DX, _SI, _DI = 0, 1, 2, 6, 7
+_AX, _CX, _DX, _DI = 0, 1, 2, 7
 _CALL_AX, _JUMP_AX = b"\xff\xd0", b"\xff\xe0"
 
 

@@ -48,8 +48,6 @@ class Pc:
         """The TSC at which the timer interrupts; None: it doesn't."""
         self.period = 0
         """In cycles; 0: it interrupts once."""
-        self.reads = 0
-        """How often time was read, as a measure of progress."""
         self.console = bytearray()
         """The end of what the kernel has said on its serial line."""
         self._pic_mask = [0xFF, 0xFF]
@@ -114,7 +112,6 @@ class Pc:
         factor, addend = _LCG
         self.random = (self.random * factor + addend) & _MASK
         self.pass_time(50 + (self.random >> 57))
-        self.reads += 1
         return self._tsc
 
     @property

@@ -61,12 +61,9 @@ class SlabCache:
     """One kmem_cache; sizes in bytes."""
 
     name: str
-    object_size: int
-    """What an object takes, with its padding."""
     objects: int
     """In use now."""
     slabs: int
-    objects_per_slab: int
     pages_per_slab: int
 
     @property

@@ -53,10 +53,8 @@ class MemoryReader:
 
         return SlabCache(
             name=self._memory.read_cstring(word(field("name")), _MAX_NAME).decode("ascii", "replace"),
-            object_size=u32(field("size")),
             objects=word(field("nr_objects")),
             slabs=word(field("nr_slabs")),
-            objects_per_slab=u32(field("objects")),
             pages_per_slab=1 << u32(field("order")),
         )
 

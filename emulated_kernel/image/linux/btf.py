@@ -96,7 +96,6 @@ class Prototype:
     """A function as C declares it; parameters are names (empty where not known) and types."""
 
     name: str
-    returns: str
     parameters: tuple[tuple[str, str], ...]
     is_variadic: bool
 
@@ -270,7 +269,6 @@ class Btf:
         variadic = bool(parameters) and parameters[-1] == (0, 0)
         return Prototype(
             function,
-            self.type_name(proto.size_or_type),
             tuple(
                 (self.text(name), self.type_name(kind))
                 for name, kind in parameters[: -1 if variadic else None]

@@ -160,8 +160,8 @@ def adapt(bench: Bench, cpu: int | None) -> list[SelfTest]:
     cells = find_exception_cells(bench)
     bench.hooks.state = exception_state(bench, cells, cpu)
     return [
-        found(find_cpu_state, cpu is not None, "API" if cpu is None else f"{cpu:#x}"),
-        found(find_exception_cells, cells is not None, type(bench.hooks.state).__name__),
+        found(find_cpu_state, cpu is not None),
+        found(find_exception_cells, cells is not None),
         stop_between_blocks(bench, _ONE, _NEXT, _TWO, "ax"),
         *run_checks(bench, CHECKS),
     ]

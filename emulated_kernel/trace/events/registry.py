@@ -47,7 +47,7 @@ class EventRegistry:
 
     def __init__(self, first_id: int = FIRST_EVENT_ID) -> None:
         self._first_id = self._next_id = first_id
-        self._events: dict[tuple[str, str], TraceEvent | None] = {}
+        self._events: dict[tuple[str, str], TraceEvent] = {}
         self._by_id: dict[int, TraceEvent] = {}
         self._free_ids: list[int] = []
         """A heap of those that were given back."""
@@ -65,10 +65,10 @@ class EventRegistry:
 
     def __iter__(self) -> Iterator[TraceEvent]:
         """In order of registration."""
-        return (event for event in self._events.values() if event is not None)
+        return iter(self._events.values())
 
     def find(self, group: str, name: str) -> TraceEvent | None:
-        """The event of that name; None for a reserved name too."""
+        """The event of that name."""
         return self._events.get((group, name))
 
     def by_id(self, event_id: int) -> TraceEvent | None:
@@ -96,10 +96,6 @@ class EventRegistry:
         while newer < len(events) and self._numbers[events[-1 - newer]] >= older:
             newer += 1
         return chain(reversed(events[len(events) - newer :]), events[: len(events) - newer])
-
-    def reserve(self, group: str, name: str) -> None:
-        """Take a name for an event that isn't ours to print."""
-        self._events[group, name] = None
 
     def add(self, event: TraceEvent) -> None:
         """Give the event its id; ids run on, and are used again only when there are no new ones.
