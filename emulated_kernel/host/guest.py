@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
 from emulated_kernel.errors import KernelError
-from emulated_kernel.host.builtin_kernel import BuiltinKernel
+from emulated_kernel.host.builtin_kernel import BUFFER_SIZE, BuiltinKernel
 from emulated_kernel.host.client_call import ClientCall
 from emulated_kernel.host.executive.executive import Executive, GuestTask, HostfsHandler, Request
 from emulated_kernel.host.executive.smp import SmpExecutive
-from emulated_kernel.host.executive.syscalls import BUFFER_SIZE, Syscalls, check
+from emulated_kernel.host.executive.syscalls import Syscalls, check
 from emulated_kernel.host.mirror.mirror import INIT_PID, TaskMirror
 from emulated_kernel.host.mirror.processes import ProcessWatch
 from emulated_kernel.host.wall_time import WallTime
@@ -251,15 +251,13 @@ def boot_guest(kernel: BuiltinKernel, watch: ProcessWatch, events: TaskEvents, l
 
     Raises: KernelError ENOEXEC (it doesn't get there).
     """
-    machine = kernel.machine
-    has_turns = machine.config.cpus > 1 or machine.config.quantum
-    executive = (SmpExecutive if has_turns else Executive)(machine, kernel, events, lock)
+    config = kernel.machine.config
+    executive = (SmpExecutive if config.cpus > 1 or config.quantum else Executive)(kernel, events, lock)
     init = GuestTask(INIT_PID, kernel.first_task(), "init", 0, 0)
     executive.add(init)
     executive.start()
     if executive.is_dead:
         name = kernel.image.path.name
         raise KernelError(errno.ENOEXEC, f"{name} doesn't boot: it stopped before its first task ran")
-    numbers = kernel.syscall_numbers
-    syscalls = Syscalls(executive, machine, kernel.image, kernel, kernel.buffers, numbers)
-    return Guest(kernel, executive, TaskMirror(kernel, executive, watch, init), syscalls)
+    mirror = TaskMirror(kernel, executive, watch, init)
+    return Guest(kernel, executive, mirror, Syscalls(executive, kernel))

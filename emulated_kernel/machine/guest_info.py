@@ -58,18 +58,13 @@ class Message:
 
 @dataclass(frozen=True)
 class SlabCache:
-    """One kmem_cache; sizes in bytes."""
+    """One kmem_cache."""
 
     name: str
     objects: int
     """In use now."""
-    slabs: int
-    pages_per_slab: int
-
-    @property
-    def pages(self) -> int:
-        """Pages that it holds now."""
-        return self.slabs * self.pages_per_slab
+    pages: int
+    """That it holds now."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from time import monotonic, thread_time
 
 from emulated_kernel.errors import KernelError
@@ -14,6 +14,7 @@ from emulated_kernel.host.executive.executive import Executive, GuestTask
 from emulated_kernel.host.executive.syscalls import check
 from emulated_kernel.host.mirror.processes import Fork, ProcessWatch
 from emulated_kernel.host.mirror.programs import program_of
+from emulated_kernel.machine.task_events import TaskObserver
 from emulated_kernel.machine.traps.trap import MemoryFault
 
 FORK_FLAGS = 0x01200011
@@ -34,7 +35,7 @@ Beyond it forks are left out, and exits wait.
 """
 
 
-class TaskMirror:
+class TaskMirror(TaskObserver):
     """Keeps the guest's tasks in step with the host's processes."""
 
     def __init__(
@@ -53,8 +54,6 @@ class TaskMirror:
         """The descriptor that a process's open(2) will return, None where that can't be known."""
         self._nr = kernel.syscall_numbers
         self._own_pid = watch.number(os.getpid())
-        self.find_program: Callable[[int, str], str | None] = program_of
-        """The path of the program that gave a process its name, if one did."""
         self.init = init
         self._by_pid: dict[int, GuestTask] = {INIT_PID: init}
         self._unnamed: deque[GuestTask] = deque(maxlen=MAX_UNNAMED)
@@ -66,7 +65,7 @@ class TaskMirror:
         """Processes whose tasks are still to exit."""
         self._credit, self._credited = STRANGERS_MOST, monotonic()
         """Seconds that strangers have left, and when more were last given to them."""
-        self._events.died.append(self.died)
+        self._events.watch(self)
 
     def __iter__(self) -> Iterator[GuestTask]:
         return iter(self._by_pid.values())
@@ -75,9 +74,7 @@ class TaskMirror:
         """See TaskEvents."""
         task = self._by_pid.pop(pid, None)
         self._clients.discard(pid)
-        if task is None:
-            return
-        if task in self._unnamed:
+        if task is not None and task in self._unnamed:
             self._unnamed.remove(task)
 
     def task_of(self, pid: int, uid: int, gid: int) -> GuestTask:
@@ -272,7 +269,7 @@ class TaskMirror:
             return
         if task in self._unnamed:
             self._unnamed.remove(task)
-        program = self.find_program(self._watch.host_pid(task.pid), comm)
+        program = program_of(self._watch.host_pid(task.pid), comm)
         with self._buffers.borrowed() as name:
             if program is not None:
                 self._memory.write(name, os.fsencode(program) + b"\0")

@@ -82,7 +82,7 @@ def _replay(record: dict[str, Any], functions: list[Function]) -> list[str]:
     """What differs from the record."""
     kernel = make_kernel(functions, modules=["virtio_blk"])
     for group, name in (("sched", "sched_switch"), ("ftrace", "print")):
-        kernel.events.registry.add(PlainEvent(group, name, (), ""))
+        kernel.events.registry.add(PlainEvent(group, name))
     for step in record["setup"]:
         _set_up(kernel, step)
     kernel.events.error_log.clear()
